@@ -309,9 +309,11 @@ def program(world: Any | None) -> int:
     except Exception as error:
         if not is_first:
             # The first one may be about to say the same, and end them all.
-            time.sleep(1)
+            time.sleep(2)
         click.echo(f"Error: {told(error)}", err=True)
         if world is not None:
+            # MPI ends the processes at once, and what its launcher has not read by then is lost.
+            time.sleep(0.5)
             world.Abort(1)
         return 1
 

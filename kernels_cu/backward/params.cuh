@@ -41,7 +41,7 @@ struct GradientParams : Params {
 // and ds = p (dp - delta).
 template <class T>
 struct alignas(2 * sizeof(T)) RowTerms {
-  T lse_log2;  // +inf if the row attends to no key, even with a sink, so that its p is 0
+  T lse_log2;  // +inf if the row has no gradient, as it attends to no key, so that its p is 0
   T delta;     // rowsum(dout * out) - dlse
 };
 

@@ -57,6 +57,9 @@ struct RowTermsOf {
       lse_log2 = mod_finite_sum(lse, SoftmaxMath<T>::log2_e, T(0));
     }
     bool sees_nothing = lse == -SoftmaxMath<T>::infinity();
+    // A log-sum-exp of low scores has too few digits to compute P from. Rows of such scores are those
+    // of padding, and have no gradient.
+    if constexpr (Config::Mods::changes_scores) sees_nothing |= lse_log2 < low_score<T>;
     // The log-sum-exp of such a row is its sink alone.
     if constexpr (Config::sinks) {
       sees_nothing |= is_zero && lse_log2 == sink_of(p, head_q) * SoftmaxMath<T>::log2_e;
@@ -64,7 +67,8 @@ struct RowTermsOf {
     // The output of a row that sees no key depends on nothing, whatever its dout holds.
     T delta = (Config::inspects || Config::sinks) && sees_nothing ? T(0) : sum;
     if constexpr (Config::has_dlse) delta -= static_cast<const T*>(p.dlse)[index];
-    const T infinity = Config::sinks ? SoftmaxMath<T>::infinity() : -lse;
+    const T infinity =
+        Config::sinks || Config::Mods::changes_scores ? SoftmaxMath<T>::infinity() : -lse;
     row_terms<Config>(p)[index] = {sees_nothing ? infinity : lse_log2, delta};
   }
 

@@ -17,7 +17,6 @@
 #include "forward/hopper/pieces.cuh"
 #include "forward/hopper/producer.cuh"
 #include "forward/hopper/values.cuh"
-#include "grid/low_rows.cuh"
 #include "grid/order.cuh"
 #include "grid/unowned_rows.cuh"
 #include "params.cuh"

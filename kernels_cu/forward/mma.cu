@@ -24,6 +24,7 @@
 #include "tile/layout.cuh"
 #include "tile/products_16bit.cuh"
 #include "tile/products_tf32x3.cuh"
+#include "grid/chosen_rows.cuh"
 #include "grid/only_key.cuh"
 #include "grid/place.cuh"
 #include "grid/schedule.cuh"
@@ -309,14 +310,14 @@ struct MmaForward : MmaWork<Config> {
   __device__ void finish() {
     // Found anew, so that none of it takes registers in the loops.
     if constexpr (Config::sequences) {
-      const Place<Config> again(place->p, ptx::block_index());
+      const Place<Config> again(place->p, ChosenRows<Config>::tile());
       const Params own = again.params();
       finish(own, again.work, &again);
       if (sees_few()) settle(own, again.work, &again);
       again.clear_unowned_rows();
     } else {
-      finish(p, find_work<Br>(p, ptx::block_index()), nullptr);
-      if (sees_few()) settle(p, find_work<Br>(p, ptx::block_index()), nullptr);
+      finish(p, find_work<Br>(p, ChosenRows<Config>::tile()), nullptr);
+      if (sees_few()) settle(p, find_work<Br>(p, ChosenRows<Config>::tile()), nullptr);
     }
   }
 
@@ -354,7 +355,8 @@ struct MmaForward : MmaWork<Config> {
         if constexpr (Config::modified) {
           finish_modified(p, score_row(p, work, place, row).head, state, out[i][0] + 2 * half);
         }
-        if (lane % 4 == 0 && Products::share() == 0 && row < p.seqlen_q) {
+        if (lane % 4 == 0 && Products::share() == 0 && row < p.seqlen_q &&
+            ChosenRows<Config>::include(row - work.q_begin)) {
           const int64 index = index_of(p, work, place, row);
           if (Config::split_keys) {
             *partials.lse_row(work.split, index) = log_sum_exp(state);
@@ -391,7 +393,7 @@ struct MmaForward : MmaWork<Config> {
 #pragma unroll 1
       for (; left != 0; left &= left - 1) {
         const int row = row_of(first_of_warp + (__ffs(left) - 1) / 4, r / 2, r % 2);
-        if (row >= p.seqlen_q) continue;
+        if (row >= p.seqlen_q || !ChosenRows<Config>::include(row - work.q_begin)) continue;
         // Each row was written by several lanes.
         __syncwarp();
         if constexpr (Config::split_keys) {
@@ -458,7 +460,7 @@ struct MmaForward : MmaWork<Config> {
       const int first = pass + 32 * Products::share();
       const int row = warp_row + (first + lane) / ValueLayout::chunks;
       const int chunk = (first + lane) % ValueLayout::chunks;
-      if (work.q_begin + row >= p.seqlen_q) continue;
+      if (work.q_begin + row >= p.seqlen_q || !ChosenRows<Config>::include(row)) continue;
       unsigned bits[4];
       ptx::ld_shared_v4(bits, q_shared + ValueLayout::offset(row, chunk));
       store_chunk<Element, Config::out_alignment>(
@@ -470,10 +472,10 @@ struct MmaForward : MmaWork<Config> {
 };
 
 template <class Config>
-__device__ void mma_forward(const Params& params) {
+__device__ void mma_forward(const Params& params, int tile = blockIdx.x) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   if constexpr (Config::sequences) {
-    const Place<Config> place(params, blockIdx.x);
+    const Place<Config> place(params, tile);
     if (place.work.q_begin >= place.rows()) {
       place.clear_unowned_rows();
       return;
@@ -481,7 +483,7 @@ __device__ void mma_forward(const Params& params) {
     const Params own = place.params();
     MmaForward<Config>(own, place.work, ptx::shared_address(shared_memory), &place).run();
   } else {
-    MmaForward<Config>(params, find_work<Config::Br>(params, blockIdx.x),
+    MmaForward<Config>(params, find_work<Config::Br>(params, tile),
                        ptx::shared_address(shared_memory))
         .run();
   }

@@ -59,11 +59,14 @@ struct LaggingSoftmaxRow {
     if (score > -Math::infinity()) base = score - (highest - 1);
   }
 
-  // Takes a block's maximum in, relative to the base, which changes if p have outgrown it or if the
-  // first are too small. Returns by how much, and in `rescale` what the output so far is to be
-  // multiplied by.
+  // Takes the maximum of a block, relative to the base. The base changes if p have outgrown it, or
+  // if the first p are too small, but not to a low score if HasLow: its difference from the scores of
+  // later blocks is rounded in another order than from those of this one. Returns the change, and in
+  // `rescale` the factor for the output so far.
+  template <bool HasLow>
   __device__ float change_base(float max, bool outgrown, bool is_fresh, float& rescale) {
-    const bool changes = outgrown || (is_fresh && max < lowest && max > -Math::infinity());
+    const bool changes =
+        outgrown || (is_fresh && max < lowest && max > (HasLow ? low_score<float> : -Math::infinity()));
     const float change = changes ? max - lowest : 0;
     rescale = changes && !is_fresh ? Math::exp2(-change) : 1;
     base += change;

@@ -30,6 +30,13 @@ struct SoftmaxMath<double> {
   static __device__ double log2(double x) { return ::log2(x); }
 };
 
+// Scores, as exponents of two, that a bias of -1e9 or of the lowest number makes: so low that fewer
+// than three bits are left after the binary point. (In double, four.)
+template <class T>
+constexpr T low_score = T(-0x1p20);
+template <>
+constexpr double low_score<double> = -0x1p49;
+
 // softmax_scale with the change of base folded in, so that exp(scale * s) is one exp2.
 template <class T>
 __device__ T scale_to_log2(double softmax_scale) {

@@ -914,3 +914,20 @@ def test_windows_with_a_row_of_one_later_key_are_looked_through():
         assert looks or not has_only_keys, (left, right, case.mask)
         found.add((has_only_keys, looks))
     assert found >= {(True, True), (False, False)}
+
+
+@pytest.mark.parametrize(
+    ("more", "computes"),
+    [
+        ({"bias": np.empty((1, 4, 512, 512), np.float32)}, True),
+        ({"bias": np.empty((1, 4, 512, 512), np.float32), "sinks": np.empty(4, np.float32)}, False),
+        ({"window_size": (64, 0)}, False),
+        ({"softcap": 30.0}, False),
+        ({}, False),
+    ],
+)
+def test_rows_of_low_scores_have_a_launch_where_scores_may_be_low(more, computes):
+    q = np.empty((2, 512, 4, 64), ml_dtypes.bfloat16)
+    made = plan(q, q, q, arch="sm_90", family="hopper", **more)
+    assert ("low_rows" in [launch.entry for launch in made.launches]) == computes
+    assert (made.schedule.counters > 0) == computes

@@ -7,7 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.edge_gradients import NONE, ONE_KEY, confident_call
+from support.edge_gradients import (
+    LOW_SCORES,
+    NONE,
+    ONE_KEY,
+    confident_call,
+    gradients_of_padding,
+)
 from support.gradient_calls import KINDS, random_gradient_call
 from support.gradient_rule import check_gradients
 
@@ -350,3 +356,14 @@ def test_an_item_waits_until_those_before_it_have_passed() -> None:
     for turn in (other, second, first):
         turns.finish(turn, lambda n=turn.number: added.append(n))
     assert added == [0, 1, 2]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("low", LOW_SCORES)
+def test_rows_of_low_scores_have_no_gradient(dtype: str, low: float, rng: Any) -> None:
+    found, zeroed = gradients_of_padding(rng, np, dtype, 24, low)
+    assert not found[0][0, :20].any()
+    assert not found[0][1, 69].any()
+    for one, other in zip(found, zeroed, strict=True):
+        assert other.any()
+        np.testing.assert_array_equal(one, other)

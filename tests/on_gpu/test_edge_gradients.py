@@ -9,7 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.edge_gradients import NONE, ONE_KEY, EdgeCall, confident_call
+from support.edge_gradients import (
+    LOW_SCORES,
+    NONE,
+    ONE_KEY,
+    EdgeCall,
+    confident_call,
+    gradients_of_padding,
+)
 from support.gpu_support import DTYPES
 from support.gradient_rule import check_gradients
 
@@ -188,3 +195,21 @@ def test_float32_rows_of_a_small_dout_are_as_exact_as_others(
     assert (error[:, rows] < 1e-3 * np.abs(exact[0]).max(-1)[:, rows]).all()
     for gradient, right in zip(found[1:], exact[1:], strict=True):
         assert np.abs(gradient.get() - right).max() < 1e-4 * np.abs(right).max()
+
+
+@of_kernels
+@pytest.mark.parametrize("low", LOW_SCORES)
+def test_rows_of_low_scores_have_no_gradient(
+    low: float, family: str, dtype: str, head_dim: int, rng: Any
+) -> None:
+    import cupy
+
+    try:
+        found, zeroed = gradients_of_padding(rng, cupy, dtype, head_dim, low, family=family)
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+    assert not found[0][0, :20].any()
+    assert not found[0][1, 69].any()
+    for one, other in zip(found, zeroed, strict=True):
+        assert other.any()
+        assert_same(one, other, dtype)

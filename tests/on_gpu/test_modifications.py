@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
+from support.gpu_support import bits
 from support.modified_calls import DTYPES, KINDS, ModifiedCall, random_call
 
 from cupy_flash import UnsupportedError
@@ -73,3 +76,73 @@ def test_low_scores_beside_hidden_ones_find_their_base(
     for causal in (False, True):
         options = {"causal": causal, "q_offset": 400}
         ModifiedCall("equal", dtype, arrays, options).check(cupy)
+
+
+# What a bias of padding holds, from finfo(float16).min to finfo(float32).min.
+LOW = [-65504.0, -1e6, -1e9, -1e30, float(np.finfo(np.float32).min)]
+PLAIN = ("causal", "max_seqlen_q", "max_seqlen_k")
+ARRAYS = ("q", "k", "v", "k_cache", "v_cache", "block_table", "cache_seqlens", "seqlens_k")
+
+
+def padded_call(rng: np.random.Generator, dtype: str, kind: str, low: float) -> ModifiedCall:
+    """Draw a call whose bias is `low` for all keys of some rows, and some keys of the others."""
+    drawn = random_call(rng, dtype, kind, few_rows=False)
+    packed = ("cu_seqlens_q", "cu_seqlens_k") if kind == "packed" else ()
+    arrays = {n: drawn.arrays[n] for n in (*ARRAYS, *packed) if n in drawn.arrays}
+    options = {n: drawn.options[n] for n in PLAIN if n in drawn.options}
+    if kind == "packed":
+        pairs: tuple[int, ...] = (1, len(arrays["q"]), options["max_seqlen_k"])
+    else:
+        batch, seqlen_q = arrays["q"].shape[:2]
+        capacity = arrays.get("k", arrays.get("k_cache")).shape[1]
+        if kind == "paged":
+            capacity *= arrays["block_table"].shape[1]
+        pairs = (batch, 1, seqlen_q, capacity)
+    hidden = rng.random(pairs) < 0.5
+    hidden |= rng.random((*pairs[:-1], 1)) < 0.3
+    arrays["bias"] = np.where(hidden, low, 0).astype(np.float32)
+    return ModifiedCall(kind, dtype, arrays, options)
+
+
+def check_with_and_without_lse(call: ModifiedCall, **how: Any) -> None:
+    """Check a call, and that its output is the same if no log-sum-exp is asked for."""
+    import cupy
+
+    out, lse = call.run(cupy, **how)
+    call.compare(out, lse)
+    positional, named = call.given(cupy)
+    alone = call.function(*positional, **named, **how).get()
+    np.testing.assert_array_equal(bits(alone), bits(out))
+
+
+@pytest.mark.parametrize("low", LOW)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_low_scores_weigh_all_their_keys(
+    kind: str, dtype: str, low: float, rng: np.random.Generator
+) -> None:
+    for family in ("hopper", "mma", None):
+        for _ in range(3):
+            call = padded_call(rng, dtype, kind, low)
+            try:
+                check_with_and_without_lse(call, family=family)
+            except UnsupportedError:
+                assert family is not None
+
+
+# Several tiles of queries and of keys, of which some hold no such row.
+@pytest.mark.parametrize("low", LOW)
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
+def test_padded_rows_of_long_calls_weigh_keys_of_all_tiles(
+    head_dim: int, low: float, rng: np.random.Generator
+) -> None:
+    real = DTYPES["bfloat16"]
+    arrays = {
+        name: rng.standard_normal((2, length, 2, head_dim)).astype(real)
+        for name, length in (("q", 500), ("k", 777), ("v", 777))
+    }
+    hidden = np.zeros((2, 1, 500, 777), bool)
+    hidden[0, :, :70] = hidden[1, :, 300] = True
+    arrays["bias"] = np.where(hidden, low, 0).astype(np.float32)
+    call = ModifiedCall("equal", "bfloat16", arrays, {"causal": False})
+    check_with_and_without_lse(call)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import cupy_flash
-from cupy_flash import MaskMod
+from cupy_flash import MaskMod, flash_attention, flash_attention_backward
 from support.gradient_calls import GradientCall
 from support.modified_calls import DTYPES, ModifiedCall
 
@@ -184,3 +184,29 @@ def confident_call(dtype: str, head_dim: int, rng: Any) -> GradientCall:
     arrays = {name: x.astype(DTYPES[dtype]) for name, x in arrays.items()}
     arrays["mask"] = np.ones((1, 1, rows, keys), bool)
     return GradientCall(ModifiedCall("equal", dtype, arrays, {}), dout.astype(DTYPES[dtype]))
+
+
+# What a bias of padding holds.
+LOW_SCORES = (-1e6, -1e9, -1e30, float(np.finfo(np.float32).min))
+
+
+def gradients_of_padding(
+    rng: np.random.Generator, xp: Any, dtype: str, head_dim: int, low: float, **how: Any
+) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
+    """Return dq, dk and dv of a call with rows of low scores, and those if their dout is 0."""
+    shapes = {"q": (2, 70, 2, head_dim), "k": (2, 90, 2, head_dim)}
+    shapes |= {"v": shapes["k"], "dout": shapes["q"]}
+    given = {n: xp.asarray(rng.standard_normal(s).astype(DTYPES[dtype])) for n, s in shapes.items()}
+    bias = np.where(rng.random((2, 1, 70, 90)) < 0.5, low, 0).astype(np.float32)
+    bias[0, :, :20] = bias[1, :, 69] = low
+    q, k, v, dout = given.values()
+    options = {"bias": xp.asarray(bias)}
+    out, lse = flash_attention(q, k, v, return_lse=True, **options)
+    zeroed = dout.copy()
+    zeroed[0, :20] = zeroed[1, 69] = 0
+    both = (
+        flash_attention_backward(x, q, k, v, out, lse, wrt=("q", "k", "v"), **options, **how)
+        for x in (dout, zeroed)
+    )
+    first, second = (tuple(x if xp is np else x.get() for x in found) for found in both)
+    return first, second

@@ -224,6 +224,7 @@ class HopperFamily(Family[HopperTile]):
                 ),
                 cut,
                 workspace=split.workspace(problem, cut) + order,
+                counters=scores.low_row_counters(problem),
                 # At least; the kernel takes more for a short causal sequence.
                 section_heads=problem.heads_q // problem.heads_kv,
                 tensor_maps=maps,
@@ -262,6 +263,7 @@ class HopperFamily(Family[HopperTile]):
             ),
             cut,
             workspace=split.workspace(problem, cut),
+            counters=scores.low_row_counters(problem),
             section_heads=self._section_heads(problem, device, tile),
             tensor_maps=maps,
         )
@@ -322,5 +324,6 @@ class HopperFamily(Family[HopperTile]):
             "finds_only_keys": scores.finds_only_keys(problem),
             "bias_stages": scores.BIAS_STAGES if scores.streams_bias(problem) else 0,
             "shared_memory": self.shared_memory(problem, tile),
+            **scores.low_row_config(problem),
             **(float8.config(problem, tile) if problem.is_float8 else {}),
         }

@@ -7,14 +7,17 @@ import numpy as np
 from cupy_flash.families.contract import ceil_div, may_have_block_map
 from cupy_flash.families.hopper.sm90 import WARPGROUP_ROWS
 from cupy_flash.families.hopper.tiles import HopperTile
+from cupy_flash.families.mma import MmaFamily, MmaTile
 from cupy_flash.families.schedule import MAX_STRIDE, STRIDE_UNIT, Launch
-from cupy_flash.problem.device import Device
+from cupy_flash.problem.device import Device, device_for_arch
 from cupy_flash.problem.problem import Problem
 
 # Tiles of a bias in shared memory.
 BIAS_STAGES = 2
-# Warps of a thread block that looks for rows of low scores.
-_LOW_ROW_WARPS = 8
+# Words for whether there are rows to look at, and for how many thread blocks have.
+_LOW_ROW_COUNTERS = 2
+# Computes rows of low scores.
+_MMA = MmaFamily()
 
 
 def streams_bias(problem: Problem) -> bool:
@@ -81,18 +84,68 @@ def finds_only_keys(problem: Problem) -> bool:
     return bool(begin > 0 and end - begin <= 1)
 
 
-def low_row_launches(problem: Problem, device: Device) -> tuple[Launch, ...]:
-    """Return the launch that computes rows of low scores, see ``kernels_cu/grid/low_rows.cuh``.
+def computes_low_rows(problem: Problem) -> bool:
+    """Return whether a launch computes rows of low scores.
 
-    There is no launch if no score is so low. There is none with sinks either: next to a sink, the
-    weights of low scores are 0.
+    It does not if no score is so low, nor with sinks: next to a sink, the weights of low scores are
+    0.
     """
     score = problem.score
-    if score is None or not score.has_low_scores or score.sinks or problem.is_float8:
+    if score is None or score.sinks or problem.is_float8:
+        return False
+    return score.has_low_scores
+
+
+def low_row_launches(problem: Problem, device: Device) -> tuple[Launch, ...]:
+    """Return the launch that computes rows of low scores with the kernel of the `mma` family.
+
+    See ``kernels_cu/forward/hopper/low_rows.cuh``.
+    """
+    if not computes_low_rows(problem):
         return ()
-    warps = ceil_div(problem.seqlen_q, 32) * problem.batch * problem.heads_q
-    blocks = max(1, min(ceil_div(warps, _LOW_ROW_WARPS), 4 * device.sm_count))
-    return (Launch("low_rows", "settle_low_rows", (blocks, 1, 1), 32 * _LOW_ROW_WARPS),)
+    tile = _low_row_tile(problem)
+    tiles = ceil_div(problem.seqlen_q, tile.Br) * problem.batch * problem.heads_q
+    threads, shared_memory = _MMA.threads(tile), _MMA.shared_memory(problem, tile)
+    blocks = device.sm_count * device.blocks_per_sm(threads, shared_memory, 255)
+    return (
+        Launch(
+            "low_rows",
+            "compute_low_rows",
+            (max(1, min(tiles, blocks)), 1, 1),
+            threads,
+            shared_memory,
+            tile.min_blocks,
+            source="forward/hopper/low_rows.cuh",
+        ),
+    )
+
+
+def low_row_counters(problem: Problem) -> int:
+    """Return the number of counters that the attention kernel and that launch share."""
+    return _LOW_ROW_COUNTERS if computes_low_rows(problem) else 0
+
+
+def low_row_config(problem: Problem) -> dict[str, int | bool]:
+    """Return the members of the `Config` struct that say whether there is one, and its tile."""
+    if not computes_low_rows(problem):
+        return {"marks_low_rows": False}
+    tile = _low_row_tile(problem)
+    return {
+        "marks_low_rows": True,
+        "low_Br": tile.Br,
+        "low_Bc": tile.Bc,
+        "low_warps": tile.warps,
+        "low_stages": tile.stages,
+        "low_q_in_registers": bool(tile.q_in_registers),
+        "low_shared_memory": _MMA.shared_memory(problem, tile),
+    }
+
+
+def _low_row_tile(problem: Problem) -> MmaTile:
+    """Return a small tile: few calls need the launch, but all compile it."""
+    tile, sm90 = MmaTile(64, 32), device_for_arch("sm_90")
+    is_legal = _MMA.why_not_tile(problem, sm90, tile) is None
+    return tile if is_legal else _MMA.default_tile(problem, sm90)
 
 
 def _has_edges(problem: Problem) -> bool:

@@ -41,11 +41,10 @@ struct HopperSoftmax {
   static_assert(!Config::bounded || (Config::Mods::changes_scores && Row::highest < 0),
                 "scores are exponents of two, and p that are not held to a maximum need bfloat16");
 
-  // Whether a score is treated as masked. No base can be subtracted from scores near the lowest
-  // finite number, as a bias of that size makes them. A row that sees no other scores is computed
-  // again at its end (grid/low_rows.cuh).
+  // Whether a score is treated as masked. A row that sees no other scores is computed again by a
+  // launch of its own (low_rows.cuh).
   __device__ static bool is_nothing(float score) {
-    if constexpr (Config::Mods::has_low_scores) return score <= -0x1p60f;
+    if constexpr (Config::Mods::has_low_scores) return score <= low_score<float>;
     return score == -SoftmaxMath<float>::infinity();
   }
 
@@ -170,11 +169,11 @@ struct HopperSoftmax {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float max = max_of_lanes(exponent(largest_of_lane<Bc>(scores, half), half));
-      bool is_fresh = rows[half].is_fresh();
+      const bool is_fresh = rows[half].is_fresh();
       any_remains_fresh |= is_fresh && is_nothing(max);
-      if constexpr (Config::Mods::has_low_scores) is_fresh = is_fresh && !is_nothing(max);
       const bool outgrown = any_of_lanes(Row::is_too_large(sums[half]));
-      const float change = rows[half].change_base(max, outgrown, is_fresh, rescale[half]);
+      const float change = rows[half].template change_base<Config::Mods::has_low_scores>(
+          max, outgrown, is_fresh, rescale[half]);
       any_changes |= change != 0;
       if constexpr (Config::Mods::changes_scores) {
 #pragma unroll

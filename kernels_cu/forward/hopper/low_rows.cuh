@@ -1,0 +1,170 @@
+// Rows whose every score is very low, as those of padding are under a bias of -1e9 or of the lowest
+// number. The softmax of the Hopper kernel treats such scores as masked (`low_score` in
+// score/softmax.cuh), so that a row that sees no others comes out as 0. This launch after it
+// computes the query tiles that hold such rows once more with the kernel of the `mma` family, whose
+// softmax takes scores of any size, and writes those rows alone. Within the Hopper kernel the same
+// costs other rows up to 10% (bias of bfloat16, head_dim 128, 8192 keys, H100), as it takes registers
+// from the main loop.
+#pragma once
+
+#include "forward/mma.cu"
+#include "grid/chosen_rows.cuh"
+#include "grid/place.cuh"
+#include "grid/schedule.cuh"
+#include "params.cuh"
+#include "ptx/stream.cuh"
+#include "tile/access.cuh"
+
+#if __CUDA_ARCH__ == 900
+
+// The configuration of the `mma` kernel: that of the attention kernel, with a tile of its own.
+template <class Attention>
+struct LowRowsConfig : Attention {
+  static constexpr int Br = Attention::low_Br;
+  static constexpr int Bc = Attention::low_Bc;
+  static constexpr int warps = Attention::low_warps;
+  static constexpr int stages = Attention::low_stages;
+  static constexpr bool q_in_registers = Attention::low_q_in_registers;
+  static constexpr int shared_memory = Attention::low_shared_memory;
+  static constexpr bool split_keys = false;  // the parts of the attention kernel are merged by now
+  static constexpr int group = 1;
+};
+
+// Query tiles are taken in rounds. In each, a warp looks for low rows in some tiles, then the thread
+// block computes the tiles that have any.
+template <class Attention>
+struct LowRows {
+  using Config = LowRowsConfig<Attention>;
+  using Element = typename Config::Element;
+  using Chosen = ChosenRows<Config>;
+  static constexpr int tiles_of_warp = 4;
+  static constexpr int tiles_of_round = tiles_of_warp * Config::warps;
+  static constexpr int words = ceil_div(Config::Br, 32);
+
+  const Params& p;
+
+  // The attention kernel sets counters[0] if any row is empty. Most calls have none, and then the
+  // launch ends here. The last thread block to be done clears the counters for the next call.
+  __device__ void compute_all() const {
+    if (*static_cast<volatile int*>(p.counters) == 0) return;
+    compute_rounds();
+    __syncthreads();
+    if (threadIdx.x == 0 && ptx::atom_add_acq_rel(p.counters + 1, 1) == int(gridDim.x) - 1) {
+      p.counters[0] = p.counters[1] = 0;
+    }
+  }
+
+ private:
+  __device__ void compute_rounds() const {
+    __shared__ unsigned found[tiles_of_round][words];
+    const int tiles = ceil_div(p.seqlen_q, Config::Br) * p.batch * p.heads_q;
+    for (int first = blockIdx.x; first < tiles; first += gridDim.x * tiles_of_round) {
+#pragma unroll
+      for (int i = 0; i < tiles_of_warp; ++i) {
+        const int slot = threadIdx.x / 32 * tiles_of_warp + i;
+        const int tile = first + slot * gridDim.x;
+        find(tile < tiles ? tile * p.num_splits : -1, found[slot]);
+      }
+      __syncthreads();
+#pragma unroll 1
+      for (int slot = 0; slot < tiles_of_round; ++slot) {
+        compute((first + slot * gridDim.x) * p.num_splits, found[slot]);
+      }
+      __syncthreads();
+    }
+  }
+
+  // Called by a warp. Sets the bits of rows of this tile, if it is not negative, that are empty.
+  __device__ void find(int tile, unsigned (&bits)[words]) const {
+#pragma unroll
+    for (int word = 0; word < words; ++word) {
+      const int row = 32 * word + threadIdx.x % 32;
+      const unsigned empty = __ballot_sync(~0u, tile >= 0 && row < Config::Br && is_empty(tile, row));
+      if (threadIdx.x % 32 == 0) bits[word] = empty;
+    }
+  }
+
+  // Called by the thread block.
+  __device__ void compute(int tile, const unsigned (&bits)[words]) const {
+    unsigned any = 0;
+#pragma unroll
+    for (int word = 0; word < words; ++word) any |= bits[word];
+    if (any == 0) return;
+    Chosen::choose(tile, bits);
+    mma_forward<Config>(p, tile);
+    __syncthreads();
+  }
+
+  // Whether a row of a tile has an output of 0 and a log-sum-exp of -inf: its own, those of its parts
+  // or, if the call has none, an output of -0, which the attention kernel sets.
+  __device__ bool is_empty(int tile, int in_tile) const {
+    if constexpr (Config::sequences) {
+      const Place<Config> place(p, tile);
+      return is_empty(place.params(), place.work, &place, place.work.q_begin + in_tile);
+    } else {
+      const Work work = find_work<Config::Br>(p, tile);
+      return is_empty(p, work, static_cast<const Place<Config>*>(nullptr), work.q_begin + in_tile);
+    }
+  }
+  __device__ static bool is_empty(const Params& p, const Work& work, const Place<Config>* place,
+                                  int row) {
+    if (row >= p.seqlen_q) return false;
+    if (p.lse != nullptr) {
+      return static_cast<const float*>(p.lse)[index_of(p, work, place, row)] ==
+             -SoftmaxMath<float>::infinity();
+    }
+    if constexpr (Attention::split_keys) {
+      const Partials<Config> partials(p);
+      bool is_empty = true;
+      for (int split = 0; split < p.num_splits; ++split) {
+        const float lse = *partials.lse_row(split, index_of(p, work, place, row));
+        is_empty &= lse == -SoftmaxMath<float>::infinity();
+      }
+      return is_empty;
+    }
+    constexpr int columns = 16 / int(sizeof(Element));
+    const Element* output = out_row(p.out.head<Element>(work.batch, work.head), p, place, row);
+    const auto first = load_elements<columns, Config::out_alignment>(output, Config::head_dim_v);
+    bool is_marked = true;
+#pragma unroll
+    for (int e = 0; e < min(columns, Config::head_dim_v); ++e) {
+      is_marked &= __float_as_uint(widen(first.at[e])) == 0x80000000u;
+    }
+    return is_marked;
+  }
+};
+
+template <class Attention>
+struct ChosenRows<LowRowsConfig<Attention>> {
+  using Config = LowRowsConfig<Attention>;
+  static constexpr int words = ceil_div(Config::Br, 32);
+  struct Choice {
+    int tile;
+    unsigned rows[words];
+  };
+
+  // Called by the thread block, between barriers of the thread block.
+  __device__ static void choose(int tile, const unsigned (&bits)[words]) {
+    if (threadIdx.x == 0) {
+      choice().tile = tile;
+#pragma unroll
+      for (int word = 0; word < words; ++word) choice().rows[word] = bits[word];
+    }
+    __syncthreads();
+  }
+  __device__ static int tile() { return choice().tile; }
+  __device__ static bool include(int row) { return choice().rows[row / 32] >> row % 32 & 1; }
+
+ private:
+  __device__ static Choice& choice() {
+    __shared__ Choice choice;
+    return choice;
+  }
+};
+
+template <class Config>
+__device__ void compute_low_rows(const Params& p) {
+  LowRows<Config>{p}.compute_all();
+}
+
+#endif  // __CUDA_ARCH__ == 900

@@ -30,7 +30,7 @@ from support.gradient_calls import KINDS as GRADIENT_KINDS
 from support.gradient_calls import GradientCall, random_gradient_call
 from support.gradient_rule import check_gradients
 from support.latent_support import LATENT, check_latent
-from support.modified_calls import KINDS, ModifiedCall, random_call
+from support.modified_calls import KINDS, ModifiedCall, padded_call, random_call
 from support.quantized_support import CACHE_DTYPES, SCALES, QuantizedCase, check_on_gpu
 from support.sequence_support import KVCacheCase, Truth, VarlenCase
 from support.wrong_numbers import (
@@ -366,6 +366,9 @@ def modified_calls() -> Iterator[tuple[ModifiedCall, str | None]]:
         yield ModifiedCall("equal", dtype, arrays | {"bias": bias.astype(real)}, {}), "hopper"
         blocks = {"mask_mod": ("blocks", {})}
         yield ModifiedCall("equal", dtype, arrays, {"causal": True}, blocks), "hopper"
+    # Rows of low scores, by a launch of their own.
+    for kind in KINDS:
+        yield padded_call(rng, "bfloat16", kind, -1e30), "hopper"
 
 
 def call_modified(case: ModifiedCall, family: str | None) -> str | None:

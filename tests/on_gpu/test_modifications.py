@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.gpu_support import bits
-from support.modified_calls import DTYPES, KINDS, ModifiedCall, random_call
+from support.modified_calls import DTYPES, KINDS, ModifiedCall, padded_call, random_call
 
 from cupy_flash import UnsupportedError
 from cupy_flash.families import FORWARD
@@ -80,28 +80,6 @@ def test_low_scores_beside_hidden_ones_find_their_base(
 
 # What a bias of padding holds, from finfo(float16).min to finfo(float32).min.
 LOW = [-65504.0, -1e6, -1e9, -1e30, float(np.finfo(np.float32).min)]
-PLAIN = ("causal", "max_seqlen_q", "max_seqlen_k")
-ARRAYS = ("q", "k", "v", "k_cache", "v_cache", "block_table", "cache_seqlens", "seqlens_k")
-
-
-def padded_call(rng: np.random.Generator, dtype: str, kind: str, low: float) -> ModifiedCall:
-    """Draw a call whose bias is `low` for all keys of some rows, and some keys of the others."""
-    drawn = random_call(rng, dtype, kind, few_rows=False)
-    packed = ("cu_seqlens_q", "cu_seqlens_k") if kind == "packed" else ()
-    arrays = {n: drawn.arrays[n] for n in (*ARRAYS, *packed) if n in drawn.arrays}
-    options = {n: drawn.options[n] for n in PLAIN if n in drawn.options}
-    if kind == "packed":
-        pairs: tuple[int, ...] = (1, len(arrays["q"]), options["max_seqlen_k"])
-    else:
-        batch, seqlen_q = arrays["q"].shape[:2]
-        capacity = arrays.get("k", arrays.get("k_cache")).shape[1]
-        if kind == "paged":
-            capacity *= arrays["block_table"].shape[1]
-        pairs = (batch, 1, seqlen_q, capacity)
-    hidden = rng.random(pairs) < 0.5
-    hidden |= rng.random((*pairs[:-1], 1)) < 0.3
-    arrays["bias"] = np.where(hidden, low, 0).astype(np.float32)
-    return ModifiedCall(kind, dtype, arrays, options)
 
 
 def check_with_and_without_lse(call: ModifiedCall, **how: Any) -> None:

@@ -350,3 +350,29 @@ def _add_modifications(
         elif name == "dilated":
             captures["step"] = int(sizes.integers(1, 5))
         call.mods["mask_mod"] = (name, captures)
+
+
+# Arguments of `random_call` that change or hide scores.
+_OF_MODIFICATIONS = (
+    *("window_size", "softcap", "alibi_slopes", "sinks", "bias", "mask", "prefix_lens"),
+    *("tree_mask", "softmax_scale", "q_offset"),
+)
+
+
+def padded_call(rng: np.random.Generator, dtype: str, kind: str, low: float) -> ModifiedCall:
+    """Draw a call whose bias is `low` for all keys of some rows, and some keys of the others."""
+    drawn = random_call(rng, dtype, kind, few_rows=False)
+    arrays = {n: x for n, x in drawn.arrays.items() if n not in _OF_MODIFICATIONS}
+    options = {n: x for n, x in drawn.options.items() if n not in _OF_MODIFICATIONS}
+    if kind == "packed":
+        pairs: tuple[int, ...] = (1, len(arrays["q"]), options["max_seqlen_k"])
+    else:
+        batch, seqlen_q = arrays["q"].shape[:2]
+        capacity = arrays.get("k", arrays.get("k_cache")).shape[1]
+        if kind == "paged":
+            capacity *= arrays["block_table"].shape[1]
+        pairs = (batch, 1, seqlen_q, capacity)
+    hidden = rng.random(pairs) < 0.5
+    hidden |= rng.random((*pairs[:-1], 1)) < 0.3
+    arrays["bias"] = np.where(hidden, low, 0).astype(np.float32)
+    return ModifiedCall(kind, dtype, arrays, options)

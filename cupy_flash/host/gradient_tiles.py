@@ -27,10 +27,10 @@ Array = NDArray[Any]
 # Elements of a total, and what is to be added to them.
 Part = tuple[Array, Array]
 
-# Log-sum-exp below which a row has no gradient, if its scores are modified: so low a number, as a
-# bias of padding makes it, has too few digits to compute weights from. See `low_score` in
-# kernels_cu/score/softmax.cuh.
-_LOW_LSE = {"float32": -(2.0**20) * math.log(2), "float64": -(2.0**49) * math.log(2)}
+# Size of a log-sum-exp above which a row has no gradient, if its scores are modified: so large a
+# number, as a bias of padding makes it, has too few digits to compute weights from. See `low_score`
+# in kernels_cu/score/softmax.cuh.
+_LARGEST_LSE = {"float32": 2.0**20 * math.log(2), "float64": 2.0**49 * math.log(2)}
 
 # Weight above which a row counts as attending to one key only. The output of such a row is that
 # key's value, and its scores have no gradient: the weight is 1, and dp equals delta. Both are
@@ -97,8 +97,8 @@ class _Tile:
         visible, rows = job.mask_of(block), np.arange(block.rows.start, block.rows.stop)
         counts = visible.ends(rows) - visible.begins(rows)
         dead = (lse == -np.inf) | (counts <= 0)
-        if not self.changes.changes_nothing:
-            dead |= lse < _LOW_LSE[lse.dtype.name]
+        if self.changes.changes_scores:
+            dead |= (abs(lse) > _LARGEST_LSE[lse.dtype.name]) & np.isfinite(lse)
         out = job.out[where].astype(job.compute, copy=False)
         sinks = job.sinks_of(block)
         if sinks is not None:

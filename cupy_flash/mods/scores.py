@@ -79,6 +79,12 @@ class Scores(NamedTuple):
         """Whether scores stay what they are."""
         return all(field is None for field in self._replace(real=None))
 
+    @property
+    def changes_scores(self) -> bool:
+        """Whether scores of visible pairs are others than the scaled products."""
+        changes = (self.softcap, self.score_mod, self.alibi_slopes, self.bias)
+        return any(field is not None for field in changes)
+
     def beside_prefix(self, left: int | None, prefix_lens: Any) -> Scores:
         """Return the same with the left bound of a window, if there are both this and a prefix."""
         if left is None or prefix_lens is None:

@@ -41,7 +41,9 @@ struct GradientParams : Params {
 // and ds = p (dp - delta).
 template <class T>
 struct alignas(2 * sizeof(T)) RowTerms {
-  T lse_log2;  // +inf if the row has no gradient, as it attends to no key, so that its p is 0
+  // +inf if the row has no gradient, because it attends to no key or its scores are too large in
+  // size; P is then 0.
+  T lse_log2;
   T delta;     // rowsum(dout * out) - dlse
 };
 

@@ -57,9 +57,12 @@ struct RowTermsOf {
       lse_log2 = mod_finite_sum(lse, SoftmaxMath<T>::log2_e, T(0));
     }
     bool sees_nothing = lse == -SoftmaxMath<T>::infinity();
-    // A log-sum-exp of low scores has too few digits to compute P from. Rows of such scores are those
-    // of padding, and have no gradient.
-    if constexpr (Config::Mods::changes_scores) sees_nothing |= lse_log2 < low_score<T>;
+    // A log-sum-exp of very low or high scores has too few digits to compute P from. Rows of such
+    // scores are those of padding, and have no gradient.
+    if constexpr (Config::Mods::changes_scores) {
+      const T size = lse_log2 < 0 ? -lse_log2 : lse_log2;
+      sees_nothing |= size > -low_score<T> && size < SoftmaxMath<T>::infinity();
+    }
     // The log-sum-exp of such a row is its sink alone.
     if constexpr (Config::sinks) {
       sees_nothing |= is_zero && lse_log2 == sink_of(p, head_q) * SoftmaxMath<T>::log2_e;

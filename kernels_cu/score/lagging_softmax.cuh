@@ -60,9 +60,10 @@ struct LaggingSoftmaxRow {
   }
 
   // Takes the maximum of a block, relative to the base. The base changes if p have outgrown it, or
-  // if the first p are too small, but not to a low score if HasLow: its difference from the scores of
-  // later blocks is rounded in another order than from those of this one. Returns the change, and in
-  // `rescale` the factor for the output so far.
+  // if the first p are too small. Returns the change, and in `rescale` the factor for the output so
+  // far. With HasLow, a low score never becomes the base: the change is subtracted from the scores of
+  // this block afterwards, the new base from those of later blocks at once, and at this size the two
+  // round differently.
   template <bool HasLow>
   __device__ float change_base(float max, bool outgrown, bool is_fresh, float& rescale) {
     const bool changes =

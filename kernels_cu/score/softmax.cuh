@@ -30,8 +30,8 @@ struct SoftmaxMath<double> {
   static __device__ double log2(double x) { return ::log2(x); }
 };
 
-// Scores, as exponents of two, that a bias of -1e9 or of the lowest number makes: so low that fewer
-// than three bits are left after the binary point. (In double, four.)
+// Scores below this, as exponents of two, count as low. A bias of -1e9 or of the lowest number makes
+// them. From this size on, at most three bits follow the binary point.
 template <class T>
 constexpr T low_score = T(-0x1p20);
 template <>

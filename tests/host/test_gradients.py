@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 from support.edge_gradients import (
-    LOW_SCORES,
+    EXTREME_SCORES,
     NONE,
     ONE_KEY,
     confident_call,
     gradients_of_padding,
+    has_no_digits,
 )
 from support.gradient_calls import KINDS, random_gradient_call
 from support.gradient_rule import check_gradients
@@ -358,12 +359,30 @@ def test_an_item_waits_until_those_before_it_have_passed() -> None:
     assert added == [0, 1, 2]
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("low", LOW_SCORES)
-def test_rows_of_low_scores_have_no_gradient(dtype: str, low: float, rng: Any) -> None:
-    found, zeroed = gradients_of_padding(rng, np, dtype, 24, low)
+@pytest.mark.parametrize(
+    ("dtype", "score"), [(d, s) for d in DTYPES for s in EXTREME_SCORES if has_no_digits(s, d)]
+)
+def test_rows_of_extreme_scores_have_no_gradient(dtype: str, score: float, rng: Any) -> None:
+    found, zeroed = gradients_of_padding(rng, np, dtype, 24, score)
     assert not found[0][0, :20].any()
     assert not found[0][1, 69].any()
     for one, other in zip(found, zeroed, strict=True):
         assert other.any()
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("hiding", ["mask", "mask_mod"])
+def test_what_only_hides_leaves_gradients_of_extreme_scores(hiding: str, rng: Any) -> None:
+    q, k, v, dout = (rng.standard_normal((1, 40, 2, 16), np.float32) for _ in range(4))
+    q[..., 0], k[..., 0] = 4000, -4000
+    nothing = {
+        "mask": np.ones((1, 1, 40, 40), bool),
+        "mask_mod": MaskMod(lambda i, j: i + j >= 0),
+    }
+    found = []
+    for options in ({}, {hiding: nothing[hiding]}):
+        out, lse = flash_attention(q, k, v, return_lse=True, **options)
+        found.append(flash_attention_backward(dout, q, k, v, out, lse, **options))
+    assert found[0][2].any()
+    for plain, hidden in zip(*found, strict=True):
+        np.testing.assert_allclose(hidden, plain, rtol=1e-5, atol=1e-5 * np.abs(plain).max())

@@ -85,3 +85,5 @@ def test_a_unit_with_modifications_compiles(
     assert set(cubin.resources) == {launch.entry for launch in made.launches}
     main = cubin.resources[made.unit.main_entry]
     assert main.spill_bytes <= spilled
+    others = [cubin.resources[name] for name in cubin.resources if name != made.unit.main_entry]
+    assert all(other.spill_bytes == 0 for other in others)

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from support.edge_gradients import (
-    LOW_SCORES,
+    EXTREME_SCORES,
     NONE,
     ONE_KEY,
     EdgeCall,
     confident_call,
     gradients_of_padding,
+    has_no_digits,
 )
 from support.gpu_support import DTYPES
 from support.gradient_rule import check_gradients
@@ -197,15 +198,17 @@ def test_float32_rows_of_a_small_dout_are_as_exact_as_others(
         assert np.abs(gradient.get() - right).max() < 1e-4 * np.abs(right).max()
 
 
-@of_kernels
-@pytest.mark.parametrize("low", LOW_SCORES)
-def test_rows_of_low_scores_have_no_gradient(
-    low: float, family: str, dtype: str, head_dim: int, rng: Any
+@pytest.mark.parametrize(
+    ("family", "dtype", "head_dim", "score"),
+    [(*kernel, s) for kernel in KERNELS for s in EXTREME_SCORES if has_no_digits(s, kernel[1])],
+)
+def test_rows_of_extreme_scores_have_no_gradient(
+    family: str, dtype: str, head_dim: int, score: float, rng: Any
 ) -> None:
     import cupy
 
     try:
-        found, zeroed = gradients_of_padding(rng, cupy, dtype, head_dim, low, family=family)
+        found, zeroed = gradients_of_padding(rng, cupy, dtype, head_dim, score, family=family)
     except UnsupportedError as error:
         pytest.skip(str(error))
     assert not found[0][0, :20].any()

@@ -9,7 +9,7 @@ import pytest
 from support.gpu_support import bits
 from support.modified_calls import DTYPES, KINDS, ModifiedCall, padded_call, random_call
 
-from cupy_flash import UnsupportedError
+from cupy_flash import UnsupportedError, flash_attention
 from cupy_flash.families import FORWARD
 from cupy_flash.problem.score import LARGEST_BOUNDED
 
@@ -124,3 +124,63 @@ def test_padded_rows_of_long_calls_weigh_keys_of_all_tiles(
     arrays["bias"] = np.where(hidden, low, 0).astype(np.float32)
     call = ModifiedCall("equal", "bfloat16", arrays, {"causal": False})
     check_with_and_without_lse(call)
+
+
+# Scores of different tiles of keys on both sides of the number below which scores count as low.
+@pytest.mark.parametrize("above", [-25.0, -3.0, 0.0, 3.0, 25.0])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_scores_around_the_lowest_that_count_keep_their_weights(
+    head_dim: int, dtype: str, above: float, rng: np.random.Generator
+) -> None:
+    arrays = {
+        name: rng.standard_normal((2, length, 2, head_dim)).astype(DTYPES[dtype])
+        for name, length in (("q", 200), ("k", 777), ("v", 777))
+    }
+    arrays["q"][...] = 0
+    # Multiples of 2^-4 are exact there.
+    lowest = -np.round(2**20 * np.log(2))
+    steps = rng.integers(-16, 17, (2, 1, 200, 777)) / 16
+    arrays["bias"] = (lowest + above + steps).astype(np.float32)
+    check_with_and_without_lse(ModifiedCall("equal", dtype, arrays, {"causal": False}))
+
+
+@pytest.mark.parametrize("sink", [-np.inf, -1e10, -1e9, 0.0])
+@pytest.mark.parametrize("kind", ["equal", "packed", "cached"])
+def test_rows_of_low_scores_beside_a_sink(kind: str, sink: float, rng: np.random.Generator) -> None:
+    call = padded_call(rng, "bfloat16", kind, -1e9)
+    call.arrays["sinks"] = np.full(call.arrays["q"].shape[-2], sink, np.float32)
+    for family in ("hopper", None):
+        try:
+            check_with_and_without_lse(call, family=family)
+        except UnsupportedError:
+            assert family is not None
+
+
+def test_rows_of_low_scores_are_found_at_each_replay_of_a_graph(rng: np.random.Generator) -> None:
+    """The counters are 0 after a replay, and the next one finds rows that were not low before."""
+    import cupy
+
+    real = DTYPES["bfloat16"]
+    q, k, v = (cupy.asarray(rng.standard_normal((1, 300, 2, 64)).astype(real)) for _ in range(3))
+    bias = cupy.zeros((1, 1, 300, 300), np.float32)
+    out = cupy.empty_like(q)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        flash_attention(q, k, v, bias=bias, out=out, family="hopper")
+        stream.synchronize()
+        stream.begin_capture()
+        flash_attention(q, k, v, bias=bias, out=out, family="hopper")
+        graph = stream.end_capture()
+    for rows in (slice(0, 0), slice(40, 90), slice(0, 0), slice(299, 300)):
+        bias[...] = 0
+        bias[:, :, rows] = -1e9
+        out[...] = np.nan
+        cupy.cuda.Device().synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        arrays = {"q": q.get(), "k": k.get(), "v": v.get(), "bias": bias.get()}
+        call = ModifiedCall("equal", "bfloat16", arrays, {})
+        _, lse = call.run(cupy)
+        call.compare(out.get(), lse)

@@ -186,19 +186,25 @@ def confident_call(dtype: str, head_dim: int, rng: Any) -> GradientCall:
     return GradientCall(ModifiedCall("equal", dtype, arrays, {}), dout.astype(DTYPES[dtype]))
 
 
-# What a bias of padding holds.
-LOW_SCORES = (-1e6, -1e9, -1e30, float(np.finfo(np.float32).min))
+# What a bias of padding holds, and as high a number. 1e15 is too large for float64 as well.
+EXTREME_SCORES = (-1e6, -1e9, -1e15, -1e30, float(np.finfo(np.float32).min), 1e9, 1e30)
+
+
+def has_no_digits(score: float, dtype: str) -> bool:
+    """Return whether a log-sum-exp of such a size has too few digits for probabilities."""
+    return abs(score) > (2.0**49 if dtype == "float64" else 2.0**20) * np.log(2)
 
 
 def gradients_of_padding(
-    rng: np.random.Generator, xp: Any, dtype: str, head_dim: int, low: float, **how: Any
+    rng: np.random.Generator, xp: Any, dtype: str, head_dim: int, score: float, **how: Any
 ) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
-    """Return dq, dk and dv of a call with rows of low scores, and those if their dout is 0."""
+    """Return dq, dk and dv of a call with rows of extreme scores, and those if their dout is 0."""
     shapes = {"q": (2, 70, 2, head_dim), "k": (2, 90, 2, head_dim)}
     shapes |= {"v": shapes["k"], "dout": shapes["q"]}
     given = {n: xp.asarray(rng.standard_normal(s).astype(DTYPES[dtype])) for n, s in shapes.items()}
-    bias = np.where(rng.random((2, 1, 70, 90)) < 0.5, low, 0).astype(np.float32)
-    bias[0, :, :20] = bias[1, :, 69] = low
+    wide = np.float64 if dtype == "float64" else np.float32
+    bias = np.where(rng.random((2, 1, 70, 90)) < 0.5, min(score, 0), 0).astype(wide)
+    bias[0, :, :20] = bias[1, :, 69] = score
     q, k, v, dout = given.values()
     options = {"bias": xp.asarray(bias)}
     out, lse = flash_attention(q, k, v, return_lse=True, **options)

@@ -74,7 +74,11 @@ class HopperFamily(Family[HopperTile]):
 
     def _why_not_maps(self, problem: Problem, device: Device) -> str | None:
         maps = tensor_maps.forward_maps(problem, HopperTile(64, 16))
-        return tensor_maps.why_not_strides(maps.values()) or self._why_not_tiles(problem, device)
+        return (
+            tensor_maps.why_not_strides(maps.values())
+            or scores.why_not_low_rows(problem, device)
+            or self._why_not_tiles(problem, device)
+        )
 
     def _why_not_tiles(self, problem: Problem, device: Device) -> str | None:
         if self._first_legal(problem, device) is None:

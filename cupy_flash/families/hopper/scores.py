@@ -14,7 +14,8 @@ from cupy_flash.problem.problem import Problem
 
 # Tiles of a bias in shared memory.
 BIAS_STAGES = 2
-# Words for whether there are rows to look at, and for how many thread blocks have.
+# Counters: a flag that some row is empty, and the number of thread blocks of the second launch that
+# are done.
 _LOW_ROW_COUNTERS = 2
 # Computes rows of low scores.
 _MMA = MmaFamily()
@@ -85,15 +86,14 @@ def finds_only_keys(problem: Problem) -> bool:
 
 
 def computes_low_rows(problem: Problem) -> bool:
-    """Return whether a launch computes rows of low scores.
-
-    It does not if no score is so low, nor with sinks: next to a sink, the weights of low scores are
-    0.
-    """
+    """Return whether a launch computes rows of low scores."""
     score = problem.score
-    if score is None or score.sinks or problem.is_float8:
-        return False
-    return score.has_low_scores
+    return score is not None and score.has_low_scores and not problem.is_float8
+
+
+def why_not_low_rows(problem: Problem, device: Device) -> str | None:
+    """Return why that launch cannot be made, or None if it can be or is not needed."""
+    return _MMA.why_not(problem, device) if computes_low_rows(problem) else None
 
 
 def low_row_launches(problem: Problem, device: Device) -> tuple[Launch, ...]:

@@ -95,8 +95,8 @@ struct LowRows {
     __syncthreads();
   }
 
-  // Whether a row of a tile has an output of 0 and a log-sum-exp of -inf: its own, those of its parts
-  // or, if the call has none, an output of -0, which the attention kernel sets.
+  // Returns whether the attention kernel left a row of a tile empty: the first columns of the output
+  // are -0 or, if keys are split, the log-sum-exp of every part is -inf.
   __device__ bool is_empty(int tile, int in_tile) const {
     if constexpr (Config::sequences) {
       const Place<Config> place(p, tile);
@@ -109,28 +109,23 @@ struct LowRows {
   __device__ static bool is_empty(const Params& p, const Work& work, const Place<Config>* place,
                                   int row) {
     if (row >= p.seqlen_q) return false;
-    if (p.lse != nullptr) {
-      return static_cast<const float*>(p.lse)[index_of(p, work, place, row)] ==
-             -SoftmaxMath<float>::infinity();
-    }
+    bool is_empty = true;
     if constexpr (Attention::split_keys) {
       const Partials<Config> partials(p);
-      bool is_empty = true;
       for (int split = 0; split < p.num_splits; ++split) {
         const float lse = *partials.lse_row(split, index_of(p, work, place, row));
         is_empty &= lse == -SoftmaxMath<float>::infinity();
       }
-      return is_empty;
-    }
-    constexpr int columns = 16 / int(sizeof(Element));
-    const Element* output = out_row(p.out.head<Element>(work.batch, work.head), p, place, row);
-    const auto first = load_elements<columns, Config::out_alignment>(output, Config::head_dim_v);
-    bool is_marked = true;
+    } else {
+      constexpr int columns = 16 / int(sizeof(Element));
+      const Element* output = out_row(p.out.head<Element>(work.batch, work.head), p, place, row);
+      const auto first = load_elements<columns, Config::out_alignment>(output, Config::head_dim_v);
 #pragma unroll
-    for (int e = 0; e < min(columns, Config::head_dim_v); ++e) {
-      is_marked &= __float_as_uint(widen(first.at[e])) == 0x80000000u;
+      for (int e = 0; e < min(columns, Config::head_dim_v); ++e) {
+        is_empty &= __float_as_uint(widen(first.at[e])) == 0x80000000u;
+      }
     }
-    return is_marked;
+    return is_empty;
   }
 };
 

@@ -40,6 +40,11 @@ struct HopperResults {
     SoftmaxRow state[2] = {finished[0], finished[1]};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      if constexpr (Config::marks_low_rows) {
+        // Keys whose scores are low count as masked. If the others are hardly larger, the row is left
+        // to low_rows.cuh, too: the base is at most 32 above the largest score.
+        if (state[half].base < low_score<float> + 64) state[half].sum = 0;
+      }
       const bool may_be_one_key = Config::finds_only_keys && one_of_lanes(state[half].sum != 0);
       state[half].sum = sum_of_lanes(state[half].sum);
       normalizer[half] = state[half].sum == 0 ? 0 : ptx::rcp_approx(state[half].sum);
@@ -68,10 +73,10 @@ struct HopperResults {
     if constexpr (Config::finds_only_keys) normalize_only_keys(normalizer);
     products.scale_output(normalizer);
     if constexpr (Config::modified) {
-      // Such rows may have seen low scores. The sign marks them, and the counter says that there are
-      // some: low_rows.cuh looks for them.
+      // A row with a sum of 0 holds 0 times the values that others of its tile see. It saw no key or,
+      // with Config::marks_low_rows, only low scores: it is filled with -0, and counters[0] tells
+      // low_rows.cuh to look for it.
       constexpr float empty = Config::marks_low_rows ? -0.f : 0.f;
-      // A row without a key holds 0 times the values that others of its tile see.
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         if (normalizer[half] == 0) {

@@ -44,7 +44,7 @@ struct HopperSoftmax {
   // Whether a score is treated as masked. A row that sees no other scores is computed again by a
   // launch of its own (low_rows.cuh).
   __device__ static bool is_nothing(float score) {
-    if constexpr (Config::Mods::has_low_scores) return score <= low_score<float>;
+    if constexpr (Config::marks_low_rows) return score <= low_score<float>;
     return score == -SoftmaxMath<float>::infinity();
   }
 
@@ -172,7 +172,7 @@ struct HopperSoftmax {
       const bool is_fresh = rows[half].is_fresh();
       any_remains_fresh |= is_fresh && is_nothing(max);
       const bool outgrown = any_of_lanes(Row::is_too_large(sums[half]));
-      const float change = rows[half].template change_base<Config::Mods::has_low_scores>(
+      const float change = rows[half].template change_base<Config::marks_low_rows>(
           max, outgrown, is_fresh, rescale[half]);
       any_changes |= change != 0;
       if constexpr (Config::Mods::changes_scores) {

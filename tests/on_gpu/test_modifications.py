@@ -78,7 +78,7 @@ def test_low_scores_beside_hidden_ones_find_their_base(
         ModifiedCall("equal", dtype, arrays, options).check(cupy)
 
 
-# What a bias of padding holds, from finfo(float16).min to finfo(float32).min.
+# Bias values of padding, from finfo(float16).min to finfo(float32).min.
 LOW = [-65504.0, -1e6, -1e9, -1e30, float(np.finfo(np.float32).min)]
 
 

@@ -186,7 +186,7 @@ def confident_call(dtype: str, head_dim: int, rng: Any) -> GradientCall:
     return GradientCall(ModifiedCall("equal", dtype, arrays, {}), dout.astype(DTYPES[dtype]))
 
 
-# What a bias of padding holds, and as high a number. 1e15 is too large for float64 as well.
+# Bias values of padding, and values as high. 1e15 is too large for float64 as well.
 EXTREME_SCORES = (-1e6, -1e9, -1e15, -1e30, float(np.finfo(np.float32).min), 1e9, 1e30)
 
 

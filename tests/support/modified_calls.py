@@ -353,7 +353,7 @@ def _add_modifications(
 
 
 # Arguments of `random_call` that change or hide scores.
-_OF_MODIFICATIONS = (
+_MODIFIERS = (
     *("window_size", "softcap", "alibi_slopes", "sinks", "bias", "mask", "prefix_lens"),
     *("tree_mask", "softmax_scale", "q_offset"),
 )
@@ -362,8 +362,8 @@ _OF_MODIFICATIONS = (
 def padded_call(rng: np.random.Generator, dtype: str, kind: str, low: float) -> ModifiedCall:
     """Draw a call whose bias is `low` for all keys of some rows, and some keys of the others."""
     drawn = random_call(rng, dtype, kind, few_rows=False)
-    arrays = {n: x for n, x in drawn.arrays.items() if n not in _OF_MODIFICATIONS}
-    options = {n: x for n, x in drawn.options.items() if n not in _OF_MODIFICATIONS}
+    arrays = {n: x for n, x in drawn.arrays.items() if n not in _MODIFIERS}
+    options = {n: x for n, x in drawn.options.items() if n not in _MODIFIERS}
     if kind == "packed":
         pairs: tuple[int, ...] = (1, len(arrays["q"]), options["max_seqlen_k"])
     else:

@@ -121,12 +121,12 @@ def low_row_launches(problem: Problem, device: Device) -> tuple[Launch, ...]:
 
 
 def low_row_counters(problem: Problem) -> int:
-    """Return the number of counters that the attention kernel and that launch share."""
+    """Return the number of counters that the attention kernel and that launch communicate by."""
     return _LOW_ROW_COUNTERS if computes_low_rows(problem) else 0
 
 
 def low_row_config(problem: Problem) -> dict[str, int | bool]:
-    """Return the members of the `Config` struct that say whether there is one, and its tile."""
+    """Return the members of the `Config` struct for that launch: whether it is made, its tile."""
     if not computes_low_rows(problem):
         return {"marks_low_rows": False}
     tile = _low_row_tile(problem)

@@ -30,8 +30,8 @@ struct LowRowsConfig : Attention {
   static constexpr int group = 1;
 };
 
-// Query tiles are taken in rounds. In each, a warp looks for low rows in some tiles, then the thread
-// block computes the tiles that have any.
+// A thread block takes its query tiles in rounds: each warp looks for empty rows in a few tiles, then
+// all warps compute the tiles that have any.
 template <class Attention>
 struct LowRows {
   using Config = LowRowsConfig<Attention>;
@@ -74,7 +74,7 @@ struct LowRows {
     }
   }
 
-  // Called by a warp. Sets the bits of rows of this tile, if it is not negative, that are empty.
+  // Called by a warp. Sets one bit for each empty row of the tile; none if `tile` is negative.
   __device__ void find(int tile, unsigned (&bits)[words]) const {
 #pragma unroll
     for (int word = 0; word < words; ++word) {
@@ -84,7 +84,7 @@ struct LowRows {
     }
   }
 
-  // Called by the thread block.
+  // Called by all threads of the block. Computes the rows of the tile whose bits are set.
   __device__ void compute(int tile, const unsigned (&bits)[words]) const {
     unsigned any = 0;
 #pragma unroll
@@ -138,7 +138,7 @@ struct ChosenRows<LowRowsConfig<Attention>> {
     unsigned rows[words];
   };
 
-  // Called by the thread block, between barriers of the thread block.
+  // Called by all threads of the block, once all of them are done with the choice before.
   __device__ static void choose(int tile, const unsigned (&bits)[words]) {
     if (threadIdx.x == 0) {
       choice().tile = tile;

@@ -41,8 +41,9 @@ struct HopperResults {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if constexpr (Config::marks_low_rows) {
-        // Keys whose scores are low count as masked. If the others are hardly larger, the row is left
-        // to low_rows.cuh, too: the base is at most 32 above the largest score.
+        // Keys of low scores count as masked. If the largest score is hardly above those, they would
+        // have weight, so low_rows.cuh computes the row. The base is at most 32 above the largest
+        // score.
         if (state[half].base < low_score<float> + 64) state[half].sum = 0;
       }
       const bool may_be_one_key = Config::finds_only_keys && one_of_lanes(state[half].sum != 0);

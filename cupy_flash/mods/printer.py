@@ -115,6 +115,8 @@ class Printer:
         if op in ("floordiv", "mod") and of_ints and self._rounds_down(node):
             x, y = map(self.text, node.args)
             return f"int(unsigned({unwrapped(x)}) {'/' if op == 'floordiv' else '%'} {y}u)"
+        if of_ints and (negation := self._negation(node)):
+            return negation
         args = [self.text(argument) for argument in node.args]
         if op == "cast" and node.value != EXACT:
             return f"{_CASTS[node.type]}({unwrapped(args[0])})"
@@ -134,6 +136,25 @@ class Printer:
         if op == "xor" and node.type == BOOL:
             sign = "!="
         return f"({args[0]} {sign} {args[1]})"
+
+    def _negation(self, node: Node) -> str | None:
+        """Return an integer's product with a negative constant as a call of ``mod_neg``.
+
+        Compilers make a negation of more products than those with -1; `mod_neg` says why none is
+        left to them.
+        """
+        if node.op == "neg":
+            return _call("mod_neg", [self.text(node.args[0])])
+        if node.op == "sub" and node.args[0].is_constant and node.args[0].value == 0:
+            return _call("mod_neg", [self.text(node.args[1])])
+        if node.op != "mul":
+            return None
+        for x, factor in (node.args, node.args[::-1]):
+            if factor.is_constant and -_INT_MAX <= factor.value < 0:
+                size = -factor.value
+                text = self.text(x)
+                return _call("mod_neg", [_call("mod_mul", [text, str(size)]) if size > 1 else text])
+        return None
 
     def _rounds_down(self, node: Node) -> bool:
         """Whether C++'s quotient, of positive integers, is NumPy's."""
@@ -200,7 +221,7 @@ class KeysPrinter(Printer):
             sizes = [f"{count}ll * {self.text(node)}" for node, count in linear.ordered_terms]
             return f"mod_saturated({' + '.join([*sizes, f'{linear.key}ll * first_key'])})"
         count = "first_key" if abs(linear.key) == 1 else f"{abs(linear.key)} * first_key"
-        signed = count if linear.key > 0 else f"-{count}"
+        signed = count if linear.key > 0 else f"mod_neg({count})"
         if not linear.terms:
             return signed
         if all(factor < 0 for _, factor in linear.terms):

@@ -35,6 +35,13 @@ __device__ inline float max_nan(float x, float y) {
 #endif
 }
 
+// not.b32
+__device__ inline int not_b32(int x) {
+  int result;
+  asm("not.b32 %0, %1;" : "=r"(result) : "r"(x));
+  return result;
+}
+
 // Arithmetic that keeps subnormal numbers, which the compiler is told to flush to zero, and that is
 // never contracted. mul.rn.f32 and div.rn.f32 are in base.cuh.
 

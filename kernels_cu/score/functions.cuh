@@ -113,8 +113,11 @@ __device__ inline T mod_finite_sum(T x, T factor, T sum) {
 __device__ inline int mod_add(int x, int y) { return int(unsigned(x) + unsigned(y)); }
 __device__ inline int mod_sub(int x, int y) { return int(unsigned(x) - unsigned(y)); }
 __device__ inline int mod_mul(int x, int y) { return int(unsigned(x) * unsigned(y)); }
-__device__ inline int mod_neg(int x) { return int(0u - unsigned(x)); }
 __device__ inline int mod_sign(int x) { return (x > 0) - (x < 0); }
+// Computed as ~x + 1, because ptxas of CUDA 13.0 loses a minus sign for sm_90 and later: it compiles
+// min(min(a, -b), c) as min(min(a, b), c), and max alike. ptxas of CUDA 13.5 does not. The complement
+// is inline assembly, without which the compiler would find the negation again.
+__device__ inline int mod_neg(int x) { return int(unsigned(ptx::not_b32(x)) + 1u); }
 
 // Returns the int nearest to x.
 __device__ inline int mod_saturated(long long x) {
@@ -123,8 +126,9 @@ __device__ inline int mod_saturated(long long x) {
 
 // Whole quotients and remainders, rounded down; of integers, 0 where the divisor is.
 __device__ inline int mod_floordiv(int x, int y) {
+  if (y == 0) return 0;
   // -2^31 / -1 does not fit, and wraps.
-  if (y == 0 || y == -1) return static_cast<int>(y * static_cast<unsigned>(x));
+  if (y == -1) return mod_neg(x);
   const int quotient = x / y;
   return quotient - ((x % y != 0) & ((x < 0) != (y < 0)));
 }

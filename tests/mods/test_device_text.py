@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
 import pytest
 from support.device_text import Text, compiled_for_host
-from support.mod_gallery import GALLERY, MASKS, SCORES, pairs, random_mod
+from support.mod_gallery import GALLERY, MASKS, NEGATIONS, SCORES, pairs, random_mod
 
 from cupy_flash.mods.modification import MaskMod, Modification, ScoreMod
 
@@ -110,3 +111,14 @@ def test_what_has_to_hold_for_all_pairs_to_read_inside(function, shape, bounds) 
     assert f"has_bounds = {'true' if bounds else 'false'};" in text
     assert bool(bounds) == ("bool is_inside(" in text)
     assert not bounds or f"return {' && '.join(bounds)};" in text
+
+
+@pytest.mark.parametrize("negation", NEGATIONS)
+def test_negations_of_integers_are_hidden_from_the_compiler(negation, rng, tmp_path) -> None:
+    # Kernels get nested minima of bare negations wrong if CUDA 13.0 compiles them.
+    t, negated = np.arange(5000, dtype=np.int32), NEGATIONS[negation]
+    mask = MaskMod(lambda i, j, t: np.minimum(np.minimum(i, negated(j, t)), 60) > -60, t=t)
+    text = Text.of(mask, "float16")
+    assert "mod_neg(" in text.emitted()
+    assert not re.search(r"(?<![\w)]) ?-[a-z(]", text.emitted())
+    compare(mask, "float", compiled_for_host(tmp_path, [text])[0], rng, 500)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.mod_gallery import NEGATIONS
 
 from cupy_flash import (
     MaskMod,
@@ -107,3 +108,24 @@ def test_a_pickled_mask_has_arrays_on_the_gpu(rng) -> None:
     cupy.testing.assert_array_equal(
         flash_attention(q, k, v, mask_mod=again), flash_attention(q, k, v, mask_mod=mask)
     )
+
+
+@pytest.mark.parametrize("negation", NEGATIONS)
+@pytest.mark.parametrize("of_minima", [True, False])
+def test_nested_minima_and_maxima_keep_the_signs_of_negations(of_minima, negation, rng) -> None:
+    import cupy
+
+    q, k, v = (x.astype(np.float16) for x in inputs(rng))
+    t, negated = cupy.arange(300, dtype=np.int32), NEGATIONS[negation]
+
+    def sees(i: Any, j: Any, t: Any) -> Any:
+        if of_minima:
+            return np.minimum(np.minimum(i + t[i], negated(j, t)), 60) > -120
+        return np.maximum(np.maximum(t[i] - 300, negated(j, t)), -200) < -90
+
+    mask = MaskMod(sees, t=t)
+    out = flash_attention(q, k, v, mask_mod=mask)
+    expected = attention_reference(q, k, v, mask_mod=mask)
+    cupy.testing.assert_allclose(out.astype(float), expected, atol=4e-3)
+    everything = attention_reference(q, k, v)
+    assert float(abs(expected - everything).max()) > 0.1

@@ -13,7 +13,13 @@ from support.gpu_support import DTYPES
 from support.prebuilt import use_cubins
 from support.sequence_support import to_numpy
 
-from cupy_flash import MaskMod, ScoreMod, flash_attention, flash_attention_varlen
+from cupy_flash import (
+    MaskMod,
+    ScoreMod,
+    attention_reference,
+    flash_attention,
+    flash_attention_varlen,
+)
 
 __all__ = ["cubins", "use_cubins"]  # fixtures
 
@@ -154,6 +160,36 @@ def test_the_first_row_of_a_causal_call(
     options = {"causal": True, "q_offset": 0} | CHANGES.get(change, {"bias": bias})
     arrays = arrays_of(rng, dtype, rows, keys, (64, 64))
     check(place, arrays, np.zeros(rows, int), options, slice(0, 1))
+
+
+# Bounds on the relative error of p * v / (p + sink). In 16 bits, p and the result are rounded; in
+# float32 and float64, p has the error of its score, whose size is up to some 40.
+SINK_ERRORS = {"float16": 2**-10, "bfloat16": 2**-7, "float32": 2**-14, "float64": 2**-40}
+
+
+@everywhere
+@pytest.mark.parametrize("change", ["plain", "alibi"])
+@pytest.mark.parametrize("window", [None, (31, 0), (0, 0)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sink_takes_its_share_of_a_row_with_one_key(
+    place: Place, dtype: str, window: Any, change: str, rng: np.random.Generator
+) -> None:
+    dims = HEAD_DIMS[int(rng.integers(len(HEAD_DIMS)))]
+    for rows in (60, 200):
+        arrays = arrays_of(rng, dtype, rows, rows, dims)
+        sinks = 3 * rng.standard_normal(HEADS_Q)
+        options = CHANGES[change] | {"sinks": sinks.astype(np.float32), "window_size": window}
+        options = on(place, options | {"causal": True}, arrays[0].dtype)
+        with place.skipping_what_it_refuses():
+            out = flash_attention(*map(place.xp.asarray, arrays), **options, **place.options)
+        expected = attention_reference(*map(place.xp.asarray, arrays), **options)
+        lone = slice(None) if window == (0, 0) else slice(1)
+        np.testing.assert_allclose(
+            to_numpy(out)[:, lone].astype(np.float64),
+            to_numpy(expected)[:, lone],
+            rtol=SINK_ERRORS[dtype],
+            atol=2.0**-20,
+        )
 
 
 @everywhere

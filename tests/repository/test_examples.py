@@ -350,8 +350,8 @@ def test_generated_tokens_equal_those_of_recomputing_the_whole_text(
         generate.Place.choose(backend, "float16")
     except generate.click.UsageError as error:
         pytest.skip(error.message)
-    code, output, _ = call(generate, capsys, "--backend", backend)
-    assert code == 0
+    code, output, errors = call(generate, capsys, "--backend", backend)
+    assert code == 0, output + errors
     assert output.splitlines()[-1] == "All tokens are equal."
     assert output.count("tokens/s") == 2
 

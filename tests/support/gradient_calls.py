@@ -50,7 +50,8 @@ class GradientTruth(NamedTuple):
     score_errors
         How far off gradients are by what scores are off by: `GradientCall.score_errors`.
     lse
-        The reference's.
+        The reference's. With sinks, that of the keys alone where its absolute value is larger, as
+        scores are as large, however little the sink leaves of their probabilities.
     """
 
     exact: Mapping[str, np.ndarray]
@@ -246,7 +247,12 @@ class GradientCall:
         each = ((reference, {}), (naive, of_naive), (sizes, {}), (sizes, of_errors))
         found = (function(self.dout, q, k, v, *lengths, **named, **more) for function, more in each)
         by_name = (dict(zip(self.names, x, strict=True)) for x in found)
-        return GradientTruth(*by_name, self.exact_results()[1])
+        lse = self.exact_results()[1]
+        if "sinks" in named:
+            _, of_keys = self.exact_results(sinks=None)
+            larger = np.abs(of_keys) > np.abs(lse)
+            lse = np.where(larger & np.isfinite(of_keys), of_keys, lse)
+        return GradientTruth(*by_name, lse)
 
     @property
     def score_errors(self) -> ScoreErrors:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -164,6 +165,20 @@ MASKS = {
 }
 
 GALLERY: dict[str, Modification] = {**SCORES, **{f"mask, {name}": MASKS[name] for name in MASKS}}
+
+
+# Negations of j, or of j rounded down to a multiple of eight; `t` holds 0, 1, 2, ...
+NEGATIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "-j": lambda j, t: -j,
+    "0 - j": lambda j, t: 0 - j,
+    "j * -1": lambda j, t: j * -1,
+    "-t[j]": lambda j, t: -t[j],
+    "0 - t[j]": lambda j, t: 0 - t[j],
+    "-abs(t[j])": lambda j, t: -abs(t[j]),
+    "t[j] * -1": lambda j, t: t[j] * -1,
+    "t[j] // 8 * -8": lambda j, t: t[j] // 8 * -8,
+    "-(t[j] >> 3 << 3)": lambda j, t: -(t[j] >> 3 << 3),
+}
 
 
 def pairs(rng: np.random.Generator, count: int) -> dict[str, np.ndarray]:

@@ -69,10 +69,11 @@ struct HopperSoftmax {
     }
   }
 
-  // Whether nothing but positions hides keys, so that the only key of a row is known here.
+  // Whether nothing but positions hides keys, so that the only key of a row is known here. A row
+  // with a sink is not the value of its only key, and all of its lanes need its log-sum-exp.
   static constexpr bool positions_hide_keys =
-      !Config::modified ||
-      !(Config::finds_only_keys || Config::Mods::changes_scores || Config::Mods::hides_pairs);
+      !Config::modified || !(Config::finds_only_keys || Config::sinks ||
+                             Config::Mods::changes_scores || Config::Mods::hides_pairs);
 
   // Hides the keys from visible_end(half) on, counted from the first that this lane holds.
   template <class VisibleEnd>

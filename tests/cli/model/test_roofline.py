@@ -15,7 +15,7 @@ from cupy_flash.cli.cases.cases import Case
 from cupy_flash.cli.model import gpus
 from cupy_flash.cli.model import roofline as roofline_module
 from cupy_flash.cli.model.roofline import Measured, roofline
-from cupy_flash.cli.providers import contract, providers
+from cupy_flash.cli.providers import providers
 from cupy_flash.gpu.environment import gpu_unavailable
 
 RAGGED = ("--seqlen-q", "113", "--seqlen-k", "203", "--heads", "6", "--kv-heads", "2")
@@ -175,7 +175,7 @@ def test_the_rate_is_the_problems_flops_over_the_median(monkeypatch: pytest.Monk
 
     case = Case("float32", 1, 113, 203, 2, 2, 24, 24)
     # Where there is no GPU, the dispatcher's choice is the CPU backend: nothing is run of it here.
-    monkeypatch.setattr(contract, "gpu_unavailable", lambda: "none is plugged in")
+    monkeypatch.setattr(providers, "gpu_unavailable", lambda: "none is plugged in")
     monkeypatch.setattr(roofline_module, "GpuTimer", FakeTimer)
     monkeypatch.setattr(roofline_module, "too_large", lambda needed, *, on_gpu: None)
     inputs = roofline_module.random_inputs
@@ -189,7 +189,7 @@ def test_the_rate_is_the_problems_flops_over_the_median(monkeypatch: pytest.Monk
 
 
 def test_too_little_memory_is_a_reason_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contract, "gpu_unavailable", lambda: "none is plugged in")
+    monkeypatch.setattr(providers, "gpu_unavailable", lambda: "none is plugged in")
     monkeypatch.setattr(providers, "free_bytes", lambda *, on_gpu: 1 << 30)
     huge = Case("float16", 64, 65536, 65536, 32, 32, 128, 128)
 

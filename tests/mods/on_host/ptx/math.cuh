@@ -8,6 +8,7 @@ namespace ptx {
 inline float tanh_approx(float x) { return std::tanh(x); }
 inline float min_nan(float x, float y) { return x < y || x != x ? x : y; }
 inline float max_nan(float x, float y) { return x > y || x != x ? x : y; }
+inline int not_b32(int x) { return ~x; }
 
 inline float add_rn(float x, float y) { return x + y; }
 inline float sub_rn(float x, float y) { return x - y; }

@@ -16,7 +16,7 @@ from cupy_flash.api.dense import flash_attention, flash_attention_qkvpacked, pla
 from cupy_flash.api.kvcache import flash_attention_with_kvcache, plan_with_kvcache
 from cupy_flash.api.varlen import flash_attention_varlen, plan_varlen
 from cupy_flash.api.vjp import flash_attention_vjp
-from cupy_flash.errors import CompileError, UnsupportedError
+from cupy_flash.errors import CompileError, CupyFlashError, UnsupportedError
 from cupy_flash.mods.block_list import BlockList
 from cupy_flash.mods.keywords import Modifications
 from cupy_flash.mods.modification import MaskMod, ScoreMod
@@ -33,6 +33,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BlockList",
     "CompileError",
+    "CupyFlashError",
     "MaskMod",
     "Modifications",
     "Plan",

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 
-class CompileError(RuntimeError):
+class CupyFlashError(Exception):
+    """Base class of the library's own exceptions."""
+
+
+class CompileError(CupyFlashError, RuntimeError):
     """A kernel did not compile.
 
     The message holds what was compiled, the compiler's log and the translation unit.
     """
 
 
-class UnsupportedError(ValueError):
+class UnsupportedError(CupyFlashError, ValueError):
     """No kernel family (or not the one asked for) can serve the problem here."""
 
 
-class DriverError(RuntimeError):
+class DriverError(CupyFlashError, RuntimeError):
     """The CUDA driver refused a request."""
 
 
@@ -26,5 +30,5 @@ def needs_cupy(name: str) -> TypeError:
     )
 
 
-class ParallelError(RuntimeError):
+class ParallelError(CupyFlashError, RuntimeError):
     """Ranks do not go together, or one of them has failed or not answered in time."""

@@ -97,7 +97,10 @@ def _window(text: str) -> Window:
 
 
 def _softcap(text: str) -> float:
-    return checked_softcap(float(text))
+    cap = checked_softcap(float(text))
+    if cap is None:
+        raise ValueError(text)
+    return cap
 
 
 def _yes(text: str) -> bool:

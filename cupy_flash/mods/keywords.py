@@ -11,6 +11,7 @@ import numpy as np
 from cupy_flash.arrays.strided import kind_of
 from cupy_flash.arrays.torch_arrays import resolved
 from cupy_flash.mods.modification import MaskMod, ScoreMod
+from cupy_flash.mods.other_names import unexpected
 from cupy_flash.problem.values import finite
 
 
@@ -25,9 +26,10 @@ class Modifications(TypedDict, total=False):
     ----------
     window_size : (int or None, int or None)
         (left, right): query i sees only the keys p - left <= j <= p + right. None or -1 has no
-        bound. A model's window of W tokens, the query itself among them, is (W - 1, 0).
+        bound, and -1 alone is no window. A model's window of W tokens, the query itself among them,
+        is (W - 1, 0).
     softcap : float
-        From 1e-30 to 1e30: scores become softcap * tanh(x / softcap).
+        From 1e-30 to 1e30: scores become softcap * tanh(x / softcap). 0 is no cap.
     alibi_slopes : float32 array, (heads_q,) or (batch, heads_q)
         slope * abs(p - j) is subtracted from the scores.
     sinks : array of float32 or q's dtype, (heads_q,)
@@ -52,7 +54,7 @@ class Modifications(TypedDict, total=False):
         Of batches of equal lengths: keys of each sequence, behind which is padding.
     """
 
-    window_size: tuple[int | None, int | None] | None
+    window_size: tuple[int | None, int | None] | int | None
     softcap: float | None
     alibi_slopes: Any
     sinks: Any
@@ -97,10 +99,7 @@ def given(modifications: Mapping[str, Any]) -> dict[str, Any]:
 def require_known(name: str) -> None:
     """Raise TypeError unless there is a keyword argument of this name."""
     if name not in NAMES:
-        raise TypeError(
-            f"unexpected keyword argument {name!r}; those that modify attention are "
-            f"{', '.join(Modifications.__annotations__)}"
-        )
+        raise unexpected(name, Modifications.__annotations__)
 
 
 def require_mod(name: str, value: Any) -> None:
@@ -118,12 +117,14 @@ def window_of(window_size: Any) -> Window:
     Raises
     ------
     TypeError
-        For what is no pair of integers.
+        For what is neither a pair of integers nor -1.
     ValueError
         For a bound below -1.
     """
     is_sequence = isinstance(window_size, (tuple, list))
     if not is_sequence and (number := _integer(window_size)) is not None:
+        if number == -1:
+            return Window()
         example = f": ({number - 1}, 0)" if number > 0 else ""
         raise TypeError(
             f"window_size is {number}, one integer; expected (left, right). A window of W "
@@ -166,8 +167,8 @@ FURTHEST = 2**30
 SMALLEST_CAP, LARGEST_CAP = 1e-30, 1e30
 
 
-def checked_softcap(softcap: Any) -> float:
-    """The number.
+def checked_softcap(softcap: Any) -> float | None:
+    """Return the number, or None for 0, which stands for no cap.
 
     Raises
     ------
@@ -177,9 +178,11 @@ def checked_softcap(softcap: Any) -> float:
         For a number out of range.
     """
     number = finite("softcap", resolved("softcap", softcap))
+    if number == 0:
+        return None
     if not SMALLEST_CAP <= number <= LARGEST_CAP:
         raise ValueError(
             f"softcap is {number:g}; expected a number from {SMALLEST_CAP:g} to {LARGEST_CAP:g}, "
-            "or None for no cap"
+            "or 0 or None for no cap"
         )
     return number

@@ -43,10 +43,11 @@ class Plan:
     device: Device | None
     family: str
     tile: Tile
-    schedule: Schedule = field(repr=False)
+    # Follows from the fields above, and holds mappings, which have no hash.
+    schedule: Schedule = field(repr=False, hash=False)
     unit: TranslationUnit | None = field(repr=False)
     reason: str
-    rejected: Mapping[str, str]
+    rejected: Mapping[str, str] = field(hash=False)
     resources: Resources | None = None
 
     @property

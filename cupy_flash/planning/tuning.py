@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from cupy_flash.errors import CupyFlashError
 from cupy_flash.planning.problem_class import ProblemClass
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
@@ -71,7 +72,7 @@ class Entry:
         return found.direction if found else "forward"
 
 
-class TableError(ValueError):
+class TableError(CupyFlashError, ValueError):
     """A table file that cannot be read as one."""
 
 

@@ -19,7 +19,9 @@ from cupy_flash import (
     flash_attention_qkvpacked,
     plan,
 )
+from cupy_flash.errors import CompileError, DriverError, ParallelError
 from cupy_flash.gpu.environment import gpu_unavailable
+from cupy_flash.planning.tuning import TableError
 from cupy_flash.reference.dense import attention_naive, error_bound, max_error
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
@@ -268,6 +270,7 @@ def test_what_is_seen_of_the_package_is_what_it_promises():
     assert set(cupy_flash.__all__) == {
         "BlockList",
         "CompileError",
+        "CupyFlashError",
         "MaskMod",
         "Modifications",
         "Plan",
@@ -298,6 +301,19 @@ def test_what_is_seen_of_the_package_is_what_it_promises():
     }
     assert all(hasattr(cupy_flash, name) for name in cupy_flash.__all__)
     assert issubclass(UnsupportedError, ValueError)
+
+
+def test_errors_of_the_library_have_one_base_class():
+    for kind in (CompileError, DriverError, ParallelError, TableError, UnsupportedError):
+        assert issubclass(kind, cupy_flash.CupyFlashError)
+
+
+def test_plans_that_are_equal_hash_alike(rng):
+    q, k, v = random_qkv(rng)
+    for options in ({"backend": "cpu"}, {"arch": "sm_90"}):
+        first, second = (plan(q, k, v, **options) for _ in range(2))
+        assert first == second
+        assert hash(first) == hash(second)
 
 
 def test_a_call_on_the_cpu_logs_nothing(rng, caplog):

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cupy_flash import MaskMod, ScoreMod, flash_attention
+from cupy_flash import MaskMod, ScoreMod, attention_reference, flash_attention
 
 BATCH, SEQLEN, HEADS = 2, 16, 4
 Q = np.zeros((BATCH, SEQLEN, HEADS, 8), np.float32)
@@ -23,10 +23,9 @@ REFUSED = [
     ({"window_size": (1,)}, TypeError, r"a pair \(left, right\)"),
     ({"window_size": (1.5, 0)}, TypeError, "integers, or None"),
     ({"window_size": (-2, 0)}, ValueError, "distances of 0 or more"),
-    ({"softcap": 0}, ValueError, "from 1e-30 to 1e.30, or None"),
-    ({"softcap": -30}, ValueError, "from 1e-30 to 1e.30, or None"),
+    ({"softcap": -30}, ValueError, "from 1e-30 to 1e.30, or 0 or None"),
     # Infinite in float32, where inf * tanh(x / inf) is NaN.
-    ({"softcap": 1e300}, ValueError, "from 1e-30 to 1e.30, or None"),
+    ({"softcap": 1e300}, ValueError, "from 1e-30 to 1e.30, or 0 or None"),
     ({"softcap": float("nan")}, ValueError, "a finite number"),
     ({"softcap": "30"}, TypeError, "a number"),
     ({"softcap": True}, TypeError, "a number"),
@@ -62,8 +61,31 @@ REFUSED = [
     ({"mask_mod": SAME}, TypeError, "expected a MaskMod"),
     ({"score_mod": MaskMod(lambda i, j: i >= j)}, TypeError, "expected a ScoreMod"),
     ({"softcap": 3.0, "q_offset": 2**31}, ValueError, "q_offset is 2147483648"),
-    ({"window": (3, 0)}, TypeError, "unexpected keyword argument 'window'.* are window_size, "),
+    ({"window_size": -2}, TypeError, "expected \\(left, right\\)"),
+    ({"frobnicate": 3}, TypeError, "'frobnicate'; those that modify attention are window_size, "),
 ]
+# Names that other libraries have, and misspelt ones.
+OTHER_NAMES = {
+    "scale": "pass softmax_scale",
+    "sm_scale": "pass softmax_scale",
+    "is_causal": "pass causal",
+    "attn_mask": "pass mask, .* or bias",
+    "dropout_p": "there is no dropout",
+    "window": r"pass window_size=\(left, right\)",
+    "sliding_window": r"pass window_size=\(left, right\)",
+    "num_heads": "the shapes of q, k and v",
+    "enable_gqa": "the shapes of q, k and v",
+    "deterministic": "the same bits",
+    "logits_soft_cap": "pass softcap",
+    "s_aux": "pass sinks",
+    "return_attn_probs": "pass return_lse",
+    "key_padding_mask": "pass seqlens_k, or mask",
+    "block_mask": "pass mask_mod",
+    "cache_seqlens": "an argument of flash_attention_with_kvcache$",
+    "cu_seqlens_q": "an argument of flash_attention_varlen, flash_attention_varlen_backward$",
+    "softmaxscale": "did you mean 'softmax_scale'",
+    "windw_size": "did you mean 'window_size'",
+}
 
 
 @pytest.mark.parametrize(
@@ -74,3 +96,22 @@ def test_what_cannot_be_meant_is_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         flash_attention(Q, Q, Q, backend="cpu", **modifications)
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+@pytest.mark.parametrize("value", [None, 1])
+def test_an_argument_by_another_name_is_told_the_right_one(name: str, value: int | None) -> None:
+    with pytest.raises(TypeError, match=f"unexpected .*'{name}'.*{OTHER_NAMES[name]}"):
+        flash_attention(Q, Q, Q, backend="cpu", **{name: value})
+
+
+@pytest.mark.parametrize("nothing", [{"softcap": 0.0}, {"softcap": 0}, {"window_size": -1}])
+def test_no_cap_and_no_window_by_the_values_of_other_libraries(
+    nothing: dict[str, Any], rng: np.random.Generator
+) -> None:
+    q, k, v = (rng.standard_normal(Q.shape, np.float32) for _ in range(3))
+    plain = flash_attention(q, k, v, backend="cpu")
+    np.testing.assert_array_equal(flash_attention(q, k, v, backend="cpu", **nothing), plain)
+    np.testing.assert_array_equal(
+        attention_reference(q, k, v, **nothing), attention_reference(q, k, v)
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from cupy_flash.arrays.strided import named_dtype
 from cupy_flash.calls import run_backward
 from cupy_flash.calls.gradients import GradientArguments
 from cupy_flash.calls.options import Options
@@ -35,7 +36,7 @@ def flash_attention_backward(
     dq: Any | None = None,
     dk: Any | None = None,
     dv: Any | None = None,
-    grad_dtype: str | None = None,
+    grad_dtype: Any | None = None,
     backend: str = "auto",
     family: str | None = None,
     tile: TileRequest = None,
@@ -64,8 +65,8 @@ def flash_attention_backward(
     dq, dk, dv : array, optional
         Where to write the gradients: as q, k and v, but for strides, with a contiguous last axis.
         No overlap with anything.
-    grad_dtype : str, optional
-        Of the gradients: "float32", or by default the inputs' dtype.
+    grad_dtype : dtype or str, optional
+        Of the gradients: float32, or by default the inputs' dtype.
     family, tile : optional
         Kernel family, "hopper", "mma" or "simt", and tile, in place of the planner's.
 
@@ -119,7 +120,7 @@ def flash_attention_backward(
         q_offset,
         layout,
         wrt=run_backward.wanted(wrt, modifications),
-        grad_dtype=grad_dtype,
+        grad_dtype=named_dtype(grad_dtype),
     )
     arguments = GradientArguments(q, k, v, out, dout, lse, dlse, dq, dk, dv)
     return run_backward.gradients(arguments, options, backend, modifications)
@@ -136,7 +137,7 @@ def flash_attention_qkvpacked_backward(
     softmax_scale: float | None = None,
     q_offset: int | None = None,
     dqkv: Any | None = None,
-    grad_dtype: str | None = None,
+    grad_dtype: Any | None = None,
     backend: str = "auto",
     family: str | None = None,
     tile: TileRequest = None,
@@ -173,7 +174,7 @@ def flash_attention_qkvpacked_backward(
         freeze_tile(tile),
         q_offset,
         wrt=ROWS,
-        grad_dtype=grad_dtype,
+        grad_dtype=named_dtype(grad_dtype),
     )
     others = GradientArguments(None, None, None, out, dout, lse, dlse)
     return run_backward.gradient_of_qkv(qkv, dqkv, others, options, backend, modifications)
@@ -199,7 +200,7 @@ def flash_attention_varlen_backward(
     dq: Any | None = None,
     dk: Any | None = None,
     dv: Any | None = None,
-    grad_dtype: str | None = None,
+    grad_dtype: Any | None = None,
     backend: str = "auto",
     family: str | None = None,
     tile: TileRequest = None,
@@ -248,7 +249,7 @@ def flash_attention_varlen_backward(
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
         wrt=run_backward.wanted(wrt, modifications),
-        grad_dtype=grad_dtype,
+        grad_dtype=named_dtype(grad_dtype),
     )
     arguments = GradientArguments(
         *(q, k, v, out, dout, lse, dlse, dq, dk, dv),
@@ -267,7 +268,7 @@ def plan_backward(
     q_offset: int | None = None,
     layout: str = "bshd",
     wrt: Sequence[str] | None = None,
-    grad_dtype: str | None = None,
+    grad_dtype: Any | None = None,
     backend: str = "auto",
     family: str | None = None,
     tile: TileRequest = None,
@@ -299,6 +300,6 @@ def plan_backward(
         q_offset,
         layout,
         wrt=run_backward.wanted(wrt, modifications),
-        grad_dtype=grad_dtype,
+        grad_dtype=named_dtype(grad_dtype),
     )
     return run_backward.plan(q, k, v, options, backend, arch, modifications)

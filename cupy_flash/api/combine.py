@@ -9,8 +9,13 @@ from cupy_flash.calls.partials import Partials
 
 
 def combine(
-    out_partial: Any, lse_partial: Any, *, sinks: Any | None = None, out: Any | None = None
-) -> tuple[Any, Any]:
+    out_partial: Any,
+    lse_partial: Any,
+    *,
+    sinks: Any | None = None,
+    out: Any | None = None,
+    return_lse: bool = True,
+) -> Any:
     """Attention over all keys from normalized results over parts of them.
 
     out = sum_s exp(lse_s - lse) out_s with lse = log sum_s exp(lse_s), as in Flash-Decoding (Dao
@@ -23,24 +28,28 @@ def combine(
     out_partial : array, shape (num_splits, batch, seqlen_q, heads_q, head_dim_v)
         Result of attention over each part of the keys, or packed (num_splits, total_q, heads_q,
         head_dim_v). float16, bfloat16, float32 or float64; NumPy, CuPy, or any array that speaks
-        DLPack. Read in place where the last axis is contiguous.
+        DLPack. Read in place where the last axis is contiguous. Or a list of an array for each
+        part, which are copied into one.
     lse_partial : array, shape (num_splits, batch, heads_q, seqlen_q)
         Log-sum-exp of each part, natural; packed (num_splits, heads_q, total_q). float32, with
-        float64 results float64. A part whose lse is -inf counts nothing, whatever its result holds.
+        float64 results float64; a list if out_partial is one. A part whose lse is -inf counts
+        nothing, whatever its result holds.
     sinks : array, shape (heads_q,), optional
         One more score of each row, unscaled, without a value: as `flash_attention` takes them, of
         parts that were attended to without. Of lse_partial's dtype or out_partial's; -inf is none.
     out : array, optional
         Where to write the result; same kind, dtype and shape as the result, contiguous last axis,
         no overlap with the inputs.
+    return_lse : bool
+        Whether to return lse as well.
 
     Returns
     -------
     out : array, shape (batch, seqlen_q, heads_q, head_dim_v) or (total_q, heads_q, head_dim_v)
         Of out_partial's kind and dtype. A row that no part has seen a key for is 0.
     lse : array, shape (batch, heads_q, seqlen_q) or (heads_q, total_q)
-        Of all parts and the sink, of lse_partial's dtype; -inf for a row that saw no key and has no
-        sink.
+        Only with return_lse. Of all parts and the sink, of lse_partial's dtype; -inf for a row that
+        saw no key and has no sink.
 
     Raises
     ------
@@ -67,4 +76,5 @@ def combine(
     >>> float(out.round(5).item())
     3.0
     """
-    return run.combine(Partials(out_partial, lse_partial, out, sinks))
+    result, lse = run.combine(Partials(out_partial, lse_partial, out, sinks))
+    return (result, lse) if return_lse else result

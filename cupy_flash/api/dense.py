@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from cupy_flash.arrays.strided import named_dtype
 from cupy_flash.calls import run
 from cupy_flash.calls.arguments import Arguments
 from cupy_flash.calls.options import Options
@@ -33,7 +34,7 @@ def flash_attention(
     q_scale: Any | None = None,
     k_scale: Any | None = None,
     v_scale: Any | None = None,
-    out_dtype: str | None = None,
+    out_dtype: Any | None = None,
     **modifications: Unpack[Modifications],
 ) -> Any:
     """Exact attention, softmax(softmax_scale * q k^T) v, without the score matrix in memory.
@@ -78,8 +79,9 @@ def flash_attention(
         Of float8: what the numbers of q, k and v are multiplied by. They broadcast to (batch, 1,
         heads), whatever the layout: one for all, or one for each head, or for each head of each
         batch. By default 1.
-    out_dtype : {"bfloat16", "float16"}, optional
-        Of float8: the dtype of the result, where `out` does not say it. By default bfloat16.
+    out_dtype : dtype or str, optional
+        Of float8: the dtype of the result, bfloat16 or float16, where `out` does not say it. By
+        default bfloat16.
     **modifications
         Masks, and what becomes of scores: see `Modifications`. Not of float8.
 
@@ -126,7 +128,7 @@ def flash_attention(
     # Not any() of a generator, which takes every call half a microsecond.
     is_plain = q_scale is None and k_scale is None and v_scale is None
     if not is_plain or out_dtype is not None:
-        options = options._replace(kind="scaled", out_dtype=out_dtype)
+        options = options._replace(kind="scaled", out_dtype=named_dtype(out_dtype))
         arguments = arguments._replace(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
     return run.attention(arguments, options, backend, 0, modifications)
 
@@ -186,7 +188,7 @@ def plan(
     family: str | None = None,
     tile: TileRequest = None,
     arch: str | None = None,
-    out_dtype: str | None = None,
+    out_dtype: Any | None = None,
     **modifications: Unpack[Modifications],
 ) -> Plan:
     """The Plan that a call with these arguments would use, without computing anything.
@@ -197,7 +199,7 @@ def plan(
         As in `flash_attention`. The arrays are not read.
     arch : str, optional
         Plan for a usual GPU of this architecture, such as "sm_90", instead of the current one.
-    out_dtype : {"bfloat16", "float16"}, optional
+    out_dtype : dtype or str, optional
         As in `flash_attention`. No plan depends on scales of float8.
 
     Returns
@@ -209,5 +211,5 @@ def plan(
         "equal", causal, softmax_scale, False, family, freeze_tile(tile), q_offset, layout
     )
     if out_dtype is not None:
-        options = options._replace(kind="scaled", out_dtype=out_dtype)
+        options = options._replace(kind="scaled", out_dtype=named_dtype(out_dtype))
     return run.plan(Arguments(q, k, v), options, backend, arch, modifications)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from cupy_flash.api.backward import flash_attention_backward
 from cupy_flash.api.dense import flash_attention
+from cupy_flash.arrays.strided import named_dtype
 from cupy_flash.calls.gradients import require_grad_dtype
 from cupy_flash.calls.run_backward import wanted
 from cupy_flash.mods.keywords import require_known
@@ -28,7 +29,7 @@ def flash_attention_vjp(
     layout: str = "bshd",
     return_lse: bool = False,
     wrt: Sequence[str] | None = None,
-    grad_dtype: str | None = None,
+    grad_dtype: Any | None = None,
     backend: str = "auto",
     **modifications: Unpack[Modifications],
 ) -> tuple[Any, Callable[..., tuple[Any, ...]]]:
@@ -68,6 +69,7 @@ def flash_attention_vjp(
     for name in modifications:
         require_known(name)
     wrt = wanted(wrt, modifications)
+    grad_dtype = named_dtype(grad_dtype)
     require_grad_dtype(grad_dtype)
     options: dict[str, Any] = {
         "causal": causal,

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from cupy_flash.arrays.kinds import read, way_back
 from cupy_flash.arrays.strided import (
     address_of,
+    array_module,
     dtype_name,
+    is_cupy,
+    kind_of,
     require_float,
     require_in_place,
     require_shape,
@@ -24,6 +29,44 @@ class Partials(NamedTuple):
     lse_partial: Any
     out: Any = None
     sinks: Any = None
+
+
+def stacked(partials: Partials) -> tuple[Partials, Callable[[Any], Any]]:
+    """Return partial results that are lists with an array of each, copied.
+
+    The second result converts an array to the library of the first part.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For lists that are empty or of different lengths, and parts that are not alike.
+    """
+    outs, lses = partials.out_partial, partials.lse_partial
+    if not isinstance(lses, (list, tuple)):
+        raise TypeError(f"out_partial is a list and lse_partial {kind_of(lses)}; pass two lists")
+    if len(outs) != len(lses) or not outs:
+        raise ValueError(
+            f"out_partial has {len(outs)} parts and lse_partial {len(lses)}; expected as many, and "
+            "at least one"
+        )
+    convert = way_back("out_partial[0]", outs[0])
+    out_partial, lse_partial = _stacked("out_partial", outs), _stacked("lse_partial", lses)
+    return partials._replace(out_partial=out_partial, lse_partial=lse_partial), convert
+
+
+def _stacked(name: str, parts: Sequence[Any]) -> Any:
+    arrays = [read(f"{name}[{i}]", part) for i, part in enumerate(parts)]
+    first = arrays[0]
+    for i, array in enumerate(arrays):
+        require_float(f"{name}[{i}]", array)
+        if is_cupy(array) != is_cupy(first):
+            raise TypeError(f"{name}[0] and {name}[{i}] lie on different devices; move one of them")
+        if dtype_name(array) != dtype_name(first):
+            raise TypeError(f"{name}[{i}] has dtype {array.dtype}; expected {first.dtype}")
+        require_shape(f"{name}[{i}]", array, tuple(first.shape), f"as {name}[0] has")
+    # As bits, because CuPy has no copy of some dtypes.
+    bits = f"uint{8 * first.itemsize}"
+    return array_module(first).stack([array.view(bits) for array in arrays]).view(first.dtype)
 
 
 def spec_of_call(

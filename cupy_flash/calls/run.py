@@ -33,7 +33,7 @@ from cupy_flash.calls.backends import cpu_tile, require_backend, require_gpu_bac
 from cupy_flash.calls.modifiers import NO_FUNCTIONS, Functions, Modifiers
 from cupy_flash.calls.new_rows import NewRows, Stripes
 from cupy_flash.calls.options import Options, plain_options
-from cupy_flash.calls.partials import Partials, spec_of_call
+from cupy_flash.calls.partials import Partials, spec_of_call, stacked
 from cupy_flash.calls.problems import problem_of
 from cupy_flash.calls.results import as_tensor
 from cupy_flash.errors import UnsupportedError
@@ -134,7 +134,11 @@ def combine(partials: Partials) -> tuple[Any, Any]:
         if found is not None:
             return found
     out = partials.out
+    as_parts = None
+    if isinstance(partials.out_partial, (list, tuple)):
+        partials, as_parts = stacked(partials)
     partials, convert = normalized(partials)
+    convert = as_parts or convert
     if isinstance(partials.out_partial, np.ndarray):
         result, lse = _combine_on_host(partials)
     else:

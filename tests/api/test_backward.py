@@ -108,6 +108,23 @@ def test_a_pullback_is_made_of_what_a_backward_call_takes() -> None:
         flash_attention_vjp(q, q, q, wrt=("bias",))
     with pytest.raises(ValueError, match="grad_dtype is 'x'"):
         flash_attention_vjp(q, q, q, grad_dtype="x")
+
+
+class TorchDtype:
+    """Prints itself as a dtype of PyTorch."""
+
+    def __str__(self) -> str:
+        return "torch.float32"
+
+
+@pytest.mark.parametrize("dtype", ["float32", np.float32, np.dtype(np.float32), TorchDtype()])
+def test_the_dtype_of_gradients_may_be_a_dtype_of_any_library(dtype):
+    q = np.ones((1, 3, 2, 8), np.float16)
+    _, pullback = flash_attention_vjp(q, q, q, grad_dtype=dtype, backend="cpu")
+    assert all(gradient.dtype == np.float32 for gradient in pullback(q))
+    assert plan_backward(q, q, q, backend="cpu", grad_dtype=dtype) == plan_backward(
+        q, q, q, backend="cpu", grad_dtype="float32"
+    )
     with pytest.raises(TypeError, match="unexpected keyword argument 'out'"):
         flash_attention_vjp(q, q, q, out=q.copy())  # type: ignore[call-arg]
 

@@ -28,6 +28,8 @@ from cupy_flash.problem.partials import CombineSpec
 from cupy_flash.reference.dense import attention_naive, attention_reference, error_bound, max_error
 
 needs_nvrtc = pytest.mark.skipif(why_no_compiler() is not None, reason=str(why_no_compiler()))
+# One part.
+OUT, LSE = np.zeros((1, 3, 2, 5), np.float32), np.zeros((1, 2, 3), np.float32)
 SHAPES = [(3, 2, 113, 6, 40), (1, 1, 1, 1, 1), (33, 2, 1, 8, 64), (2, 17, 3, 5), (7, 239, 2, 256)]
 
 
@@ -146,6 +148,38 @@ def test_random_parts_are_merged_to_the_precision_of_their_sums(rng, dtype, shap
     out, lse = combine(out_partial, lse_partial)
     assert type(out) is type(lse) is np.ndarray
     assert_merged(out, lse, out_partial, lse_partial)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_lists_of_parts_are_merged_as_one_array_of_them(rng, dtype, kind):
+    out_partial, lse_partial = random_parts(rng, dtype, SHAPES[0])
+    out, lse = combine(out_partial, lse_partial)
+    # Parts of their own strides, of which the first is not contiguous.
+    apart = [np.repeat(x, 2, axis=1)[:, ::2] if i == 0 else x for i, x in enumerate(out_partial)]
+    found, found_lse = combine(kind(apart), kind(lse_partial))
+    np.testing.assert_array_equal(found, out)
+    np.testing.assert_array_equal(found_lse, lse)
+    alone = combine(kind(apart), kind(lse_partial), return_lse=False)
+    np.testing.assert_array_equal(alone, out)
+
+
+@pytest.mark.parametrize(
+    ("outs", "lses", "error", "message"),
+    [
+        ([], [], ValueError, "at least one"),
+        ([OUT], [LSE, LSE], ValueError, "out_partial has 1 parts and lse_partial 2"),
+        ([OUT, OUT], np.stack([LSE, LSE]), TypeError, "pass two lists"),
+        ([OUT, OUT[:, :2]], [LSE, LSE], ValueError, r"out_partial\[1\] has shape"),
+        ([OUT, OUT], [LSE, LSE[..., :2]], ValueError, r"lse_partial\[1\] has shape"),
+        ([OUT, OUT.astype(np.float16)], [LSE, LSE], TypeError, r"out_partial\[1\] has dtype"),
+        ([OUT, None], [LSE, LSE], TypeError, r"out_partial\[1\] is "),
+        ([OUT, OUT.astype(int)], [LSE, LSE], TypeError, r"out_partial\[1\] has dtype int64"),
+    ],
+)
+def test_lists_of_parts_that_do_not_go_together_are_refused(outs, lses, error, message):
+    with pytest.raises(error, match=message):
+        combine(outs, lses)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -64,6 +64,7 @@ def test_a_plan_is_of_the_output_that_is_asked_for(where: dict[str, Any]) -> Non
     q, k, v = (BASE.arguments()[name] for name in "qkv")
     assert plan(q, k, v, **where).problem.out_dtype == "bfloat16"
     assert plan(q, k, v, out_dtype="float16", **where).problem.out_dtype == "float16"
+    assert plan(q, k, v, out_dtype=np.float16, **where).problem.out_dtype == "float16"
     with pytest.raises(TypeError, match="out_dtype is an int; expected a name"):
         plan(q, k, v, out_dtype=3, **where)
     wide = q.astype(np.float16)

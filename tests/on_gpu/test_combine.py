@@ -92,6 +92,29 @@ def test_parts_of_attention_give_the_attention_over_all_keys(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_lists_of_parts_are_merged_as_one_array_of_them(
+    rng: np.random.Generator, dtype: str
+) -> None:
+    values = random_parts(rng, dtype, SHAPES[0])
+    expected = combine(*map(gpu, values))
+    found = combine(*([gpu(part) for part in parts] for parts in values))
+    for array, right in zip(found, expected, strict=True):
+        assert array.get().tobytes() == right.get().tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16"])
+def test_lists_of_tensors_are_merged(rng: np.random.Generator, dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    out = torch.randn((3, 2, 30, 4, 24), device="cuda").to(getattr(torch, dtype))
+    lse = torch.randn((3, 2, 4, 30), device="cuda")
+    expected = combine(out, lse)
+    found = combine(list(out), list(lse))
+    for tensor, right in zip(found, expected, strict=True):
+        assert isinstance(tensor, torch.Tensor)
+        assert torch.equal(tensor, right)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_single_part_comes_out_bit_for_bit(rng: np.random.Generator, dtype: str) -> None:
     out_partial, lse_partial = random_parts(rng, dtype, (1, 2, 11, 3, 20), unseen=0)
     out, lse = combine(gpu(out_partial), gpu(lse_partial))

@@ -15,7 +15,11 @@ from cupy_flash.api.combine import combine
 from cupy_flash.api.dense import flash_attention, flash_attention_qkvpacked, plan
 from cupy_flash.api.kvcache import flash_attention_with_kvcache, plan_with_kvcache
 from cupy_flash.api.varlen import flash_attention_varlen, plan_varlen
-from cupy_flash.api.vjp import flash_attention_vjp
+from cupy_flash.api.vjp import (
+    flash_attention_qkvpacked_vjp,
+    flash_attention_varlen_vjp,
+    flash_attention_vjp,
+)
 from cupy_flash.errors import CompileError, CupyFlashError, UnsupportedError
 from cupy_flash.mods.block_list import BlockList
 from cupy_flash.mods.keywords import Modifications
@@ -51,8 +55,10 @@ __all__ = [
     "flash_attention_backward",
     "flash_attention_qkvpacked",
     "flash_attention_qkvpacked_backward",
+    "flash_attention_qkvpacked_vjp",
     "flash_attention_varlen",
     "flash_attention_varlen_backward",
+    "flash_attention_varlen_vjp",
     "flash_attention_vjp",
     "flash_attention_with_kvcache",
     "plan",

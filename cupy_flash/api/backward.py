@@ -10,7 +10,6 @@ from cupy_flash.calls import run_backward
 from cupy_flash.calls.gradients import GradientArguments
 from cupy_flash.calls.options import Options
 from cupy_flash.planning.planner import Plan
-from cupy_flash.problem.gradient import ROWS
 from cupy_flash.problem.tile import TileRequest, freeze_tile
 
 if TYPE_CHECKING:
@@ -136,6 +135,7 @@ def flash_attention_qkvpacked_backward(
     causal: bool = False,
     softmax_scale: float | None = None,
     q_offset: int | None = None,
+    wrt: Sequence[str] | None = None,
     dqkv: Any | None = None,
     grad_dtype: Any | None = None,
     backend: str = "auto",
@@ -143,7 +143,7 @@ def flash_attention_qkvpacked_backward(
     tile: TileRequest = None,
     **modifications: Unpack[Modifications],
 ) -> Any:
-    """Gradient of `flash_attention_qkvpacked`, in one array as well.
+    """Gradients of `flash_attention_qkvpacked`: that of qkv in one array as well.
 
     Parameters
     ----------
@@ -152,19 +152,25 @@ def flash_attention_qkvpacked_backward(
         As of `flash_attention_backward`.
     qkv : array, shape (batch, seqlen, 3, heads, head_dim)
         Queries, keys and values along the third axis.
+    wrt : sequence of str, optional
+        Inputs whose gradients are returned: "qkv", "bias", "sinks", and "score_mod.NAME" of an
+        array that a `ScoreMod` captures as differentiable. By default "qkv", and then every such
+        array.
     dqkv : array, optional
-        Where to write the gradient: as qkv, but for strides.
+        Where to write the gradient of qkv: as qkv, but for strides.
 
     Returns
     -------
     dqkv : array, shape (batch, seqlen, 3, heads, head_dim)
-        Of qkv's kind.
+        Of qkv's kind, if `wrt` is left out and no captured array is differentiable. Otherwise a
+        tuple of the gradients in the order of `wrt`.
 
     Raises
     ------
     TypeError, ValueError
         As `flash_attention_backward`, and for a qkv or dqkv of another shape.
     """
+    names = run_backward.wanted_of_qkv(wrt, modifications)
     options = Options(
         "equal",
         causal,
@@ -173,11 +179,13 @@ def flash_attention_qkvpacked_backward(
         family,
         freeze_tile(tile),
         q_offset,
-        wrt=ROWS,
         grad_dtype=named_dtype(grad_dtype),
     )
     others = GradientArguments(None, None, None, out, dout, lse, dlse)
-    return run_backward.gradient_of_qkv(qkv, dqkv, others, options, backend, modifications)
+    found = run_backward.gradients_of_qkv(
+        *(qkv, dqkv, others, options, backend, names), modifications
+    )
+    return found[0] if wrt is None and len(found) == 1 else found
 
 
 def flash_attention_varlen_backward(

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from cupy_flash.api.backward import flash_attention_backward
-from cupy_flash.api.dense import flash_attention
+from cupy_flash.api.backward import (
+    flash_attention_backward,
+    flash_attention_qkvpacked_backward,
+    flash_attention_varlen_backward,
+)
+from cupy_flash.api.dense import flash_attention, flash_attention_qkvpacked
+from cupy_flash.api.varlen import flash_attention_varlen
 from cupy_flash.arrays.strided import named_dtype
 from cupy_flash.calls.gradients import require_grad_dtype
-from cupy_flash.calls.run_backward import wanted
+from cupy_flash.calls.run_backward import wanted, wanted_of_qkv
 from cupy_flash.mods.keywords import require_known
+from cupy_flash.problem.tile import TileRequest
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -31,6 +37,8 @@ def flash_attention_vjp(
     wrt: Sequence[str] | None = None,
     grad_dtype: Any | None = None,
     backend: str = "auto",
+    family: str | None = None,
+    tile: TileRequest = None,
     **modifications: Unpack[Modifications],
 ) -> tuple[Any, Callable[..., tuple[Any, ...]]]:
     """`flash_attention`, and the function that pulls gradients back through it.
@@ -41,6 +49,8 @@ def flash_attention_vjp(
         As of `flash_attention`.
     wrt, grad_dtype
         As of `flash_attention_backward`.
+    family, tile
+        Of the forward call, as of `flash_attention`.
 
     Returns
     -------
@@ -48,8 +58,9 @@ def flash_attention_vjp(
         With return_lse the pair of out and lse.
     pullback : callable
         ``pullback(dout)`` returns the gradients of q, k and v, or of what `wrt` names. It takes
-        ``dlse`` besides, the gradient of lse. It holds on to the inputs and to out, and reads them
-        as they are when it is called; call it as often as you like.
+        ``dlse`` besides, the gradient of lse, and ``family`` and ``tile`` of
+        `flash_attention_backward`. It holds on to the inputs and to out, and reads them as they are
+        when it is called; call it as often as you like.
 
     Raises
     ------
@@ -66,11 +77,7 @@ def flash_attention_vjp(
     >>> dv[0, :, 0, 0].round(3)
     array([2.083, 1.083, 0.583, 0.25 ], dtype=float32)
     """
-    for name in modifications:
-        require_known(name)
-    wrt = wanted(wrt, modifications)
-    grad_dtype = named_dtype(grad_dtype)
-    require_grad_dtype(grad_dtype)
+    _require_known(modifications)
     options: dict[str, Any] = {
         "causal": causal,
         "softmax_scale": softmax_scale,
@@ -79,11 +86,159 @@ def flash_attention_vjp(
         "backend": backend,
         **modifications,
     }
-    out, lse = flash_attention(q, k, v, return_lse=True, **options)
+    gradients = {"wrt": wanted(wrt, modifications), "grad_dtype": _checked(grad_dtype)}
+    results = flash_attention(q, k, v, return_lse=True, family=family, tile=tile, **options)
+    return _with_pullback(
+        *(flash_attention_backward, (q, k, v), results, (), options | gradients),
+        return_lse=return_lse,
+    )
 
-    def pullback(dout: Any, dlse: Any | None = None) -> tuple[Any, ...]:
-        return flash_attention_backward(
-            *(dout, q, k, v, out, lse), dlse=dlse, wrt=wrt, grad_dtype=grad_dtype, **options
-        )
+
+def flash_attention_qkvpacked_vjp(
+    qkv: Any,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    q_offset: int | None = None,
+    return_lse: bool = False,
+    wrt: Sequence[str] | None = None,
+    grad_dtype: Any | None = None,
+    backend: str = "auto",
+    family: str | None = None,
+    tile: TileRequest = None,
+    **modifications: Unpack[Modifications],
+) -> tuple[Any, Callable[..., Any]]:
+    """`flash_attention_qkvpacked`, and the function that pulls gradients back through it.
+
+    Parameters
+    ----------
+    qkv, causal, softmax_scale, q_offset, return_lse, backend, family, tile, **modifications
+        As of `flash_attention_qkvpacked`.
+    wrt, grad_dtype
+        As of `flash_attention_qkvpacked_backward`.
+
+    Returns
+    -------
+    out : array, shape (batch, seqlen, heads, head_dim)
+        With return_lse the pair of out and lse.
+    pullback : callable
+        As of `flash_attention_vjp`, but that it returns what `flash_attention_qkvpacked_backward`
+        does.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedError, CompileError
+        As `flash_attention_qkvpacked` and `flash_attention_qkvpacked_backward`.
+    """
+    _require_known(modifications)
+    wanted_of_qkv(wrt, modifications)
+    options: dict[str, Any] = {
+        "causal": causal,
+        "softmax_scale": softmax_scale,
+        "q_offset": q_offset,
+        "backend": backend,
+        **modifications,
+    }
+    gradients = {"wrt": wrt, "grad_dtype": _checked(grad_dtype)}
+    results = flash_attention_qkvpacked(qkv, return_lse=True, family=family, tile=tile, **options)
+    return _with_pullback(
+        *(flash_attention_qkvpacked_backward, (qkv,), results, (), options | gradients),
+        return_lse=return_lse,
+    )
+
+
+def flash_attention_varlen_vjp(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    seqused_k: Any | None = None,
+    return_lse: bool = False,
+    wrt: Sequence[str] | None = None,
+    grad_dtype: Any | None = None,
+    backend: str = "auto",
+    family: str | None = None,
+    tile: TileRequest = None,
+    **modifications: Unpack[Modifications],
+) -> tuple[Any, Callable[..., tuple[Any, ...]]]:
+    """`flash_attention_varlen`, and the function that pulls gradients back through it.
+
+    Parameters
+    ----------
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale,
+    seqused_k, return_lse, backend, family, tile, **modifications
+        As of `flash_attention_varlen`, of packed keys and values of q's dtype.
+    wrt, grad_dtype
+        As of `flash_attention_backward`.
+
+    Returns
+    -------
+    out : array, shape (total_q, heads_q, head_dim_v)
+        With return_lse the pair of out and lse.
+    pullback : callable
+        As of `flash_attention_vjp`.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedError, CompileError
+        As `flash_attention_varlen` and `flash_attention_varlen_backward`.
+    """
+    _require_known(modifications)
+    options: dict[str, Any] = {
+        "causal": causal,
+        "softmax_scale": softmax_scale,
+        "seqused_k": seqused_k,
+        "backend": backend,
+        **modifications,
+    }
+    gradients = {"wrt": wanted(wrt, modifications), "grad_dtype": _checked(grad_dtype)}
+    inputs, lengths = (q, k, v), (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    results = flash_attention_varlen(
+        *inputs, *lengths, return_lse=True, family=family, tile=tile, **options
+    )
+    return _with_pullback(
+        *(flash_attention_varlen_backward, inputs, results, lengths, options | gradients),
+        return_lse=return_lse,
+    )
+
+
+def _require_known(modifications: Mapping[str, Any]) -> None:
+    for name in modifications:
+        require_known(name)
+
+
+def _checked(grad_dtype: Any) -> Any:
+    grad_dtype = named_dtype(grad_dtype)
+    require_grad_dtype(grad_dtype)
+    return grad_dtype
+
+
+def _with_pullback(
+    backward: Callable[..., Any],
+    inputs: tuple[Any, ...],
+    results: tuple[Any, Any],
+    lengths: tuple[Any, ...],
+    options: Mapping[str, Any],
+    *,
+    return_lse: bool,
+) -> tuple[Any, Callable[..., Any]]:
+    """Return the results of a forward call, and the function for its gradients."""
+    out, lse = results
+
+    def pullback(
+        dout: Any,
+        dlse: Any | None = None,
+        *,
+        family: str | None = None,
+        tile: TileRequest = None,
+    ) -> Any:
+        how = {**options, "dlse": dlse, "family": family, "tile": tile}
+        return backward(dout, *inputs, out, lse, *lengths, **how)
 
     return ((out, lse) if return_lse else out), pullback

@@ -44,6 +44,8 @@ from cupy_flash.problem.device import device_for_arch
 from cupy_flash.problem.gradient import OF_MOD, ROWS
 
 _REQUIRED = ("q", "k", "v", "out", "dout", "lse")
+# Queries, keys and values in one array.
+QKV = "qkv"
 
 
 def wanted(wrt: Sequence[str] | None, modifications: Mapping[str, Any]) -> tuple[str, ...]:
@@ -75,6 +77,25 @@ def wanted(wrt: Sequence[str] | None, modifications: Mapping[str, Any]) -> tuple
     if not names or len(set(names)) < len(names):
         raise ValueError(f"wrt is {wrt!r}; expected at least one name, and each once")
     return names
+
+
+def wanted_of_qkv(wrt: Sequence[str] | None, modifications: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the same of a call on one array of queries, keys and values, named "qkv".
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `wanted`.
+    """
+    if wrt is None:
+        return (QKV, *wanted(None, modifications)[len(ROWS) :])
+    if isinstance(wrt, str) or not isinstance(wrt, Sequence):
+        raise TypeError(f"wrt is {wrt!r}; expected a sequence of names, as ('qkv', 'bias')")
+    if clash := [name for name in wrt if name in ROWS]:
+        raise ValueError(f"wrt names {clash[0]!r}; expected 'qkv', which holds it")
+    # Any of them stands for the array.
+    found = wanted([ROWS[0] if name == QKV else name for name in wrt], modifications)
+    return tuple(QKV if name == ROWS[0] else name for name in found)
 
 
 def gradients(
@@ -130,33 +151,60 @@ def _of_torch(
         return tuple([as_tensor(result) for result in results])
 
 
-def gradient_of_qkv(
+def gradients_of_qkv(
     qkv: Any,
     dqkv: Any | None,
     others: GradientArguments,
     options: Options,
     backend: str,
+    wrt: tuple[str, ...],
     modifications: Mapping[str, Any],
-) -> Any:
-    """The gradient of queries, keys and values in one array; `others` are the call's arrays."""
+) -> tuple[Any, ...]:
+    """Return the gradients of a call on one array of queries, keys and values.
+
+    Parameters
+    ----------
+    qkv, dqkv
+        That array, and None or the array for its gradient.
+    others
+        The other arrays of the call.
+    options
+        Options of the call, without `wrt`.
+    backend, modifications
+        As of `gradients`.
+    wrt
+        What `wanted_of_qkv` returned.
+    """
     if qkv is None:
-        raise no_array("qkv", None)
-    convert = way_back("qkv", qkv)
-    packed = read("qkv", qkv)
+        raise no_array(QKV, None)
+    convert = way_back(QKV, qkv)
+    packed = read(QKV, qkv)
     check_qkv(packed, options.layout)
     require_grad_dtype(options.grad_dtype)
+    arrays = {name: packed[:, :, i] for i, name in enumerate(ROWS)}
+    written = None
+    if QKV in wrt:
+        written = _gradient_for(packed, dqkv, options)
+        arrays |= {f"d{name}": written[:, :, i] for i, name in enumerate(ROWS)}
+    elif dqkv is not None:
+        raise ValueError("dqkv is given, and wrt does not name 'qkv'")
+    names = tuple(name for one in wrt for name in (ROWS if one == QKV else (one,)))
+    options = options._replace(wrt=names)
+    results = gradients(others._replace(**arrays), options, backend, modifications)
+    found = dict(zip(names, results, strict=True))
+    if written is not None:
+        found[QKV] = convert(written) if dqkv is None else (convert(written), dqkv)[1]
+        count_writes(dqkv)
+    return tuple(found[QKV] if name == QKV else convert(found[name]) for name in wrt)
+
+
+def _gradient_for(packed: Any, dqkv: Any | None, options: Options) -> Any:
+    """Return the NumPy or CuPy array that the gradient of `packed` is written to."""
     if dqkv is None:
-        dtype = options.grad_dtype or packed.dtype
-        written = array_module(packed).empty(packed.shape, dtype)
-    else:
-        written = as_cupy(normalize_out("dqkv", dqkv))
-        require_shape("dqkv", written, tuple(packed.shape), "as qkv")
-    parts = {name: packed[:, :, i] for i, name in enumerate(ROWS)}
-    parts |= {f"d{name}": written[:, :, i] for i, name in enumerate(ROWS)}
-    gradients(others._replace(**parts), options, backend, modifications)
-    result = convert(written)
-    count_writes(dqkv)
-    return result if dqkv is None else dqkv
+        return array_module(packed).empty(packed.shape, options.grad_dtype or packed.dtype)
+    written = as_cupy(normalize_out("dqkv", dqkv))
+    require_shape("dqkv", written, tuple(packed.shape), "as qkv")
+    return written
 
 
 def plan(

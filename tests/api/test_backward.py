@@ -18,8 +18,10 @@ from cupy_flash import (
     flash_attention_backward,
     flash_attention_qkvpacked,
     flash_attention_qkvpacked_backward,
+    flash_attention_qkvpacked_vjp,
     flash_attention_varlen,
     flash_attention_varlen_backward,
+    flash_attention_varlen_vjp,
     flash_attention_vjp,
     plan,
     plan_backward,
@@ -85,6 +87,73 @@ def test_gradients_of_packed_qkv_lie_in_one_array(rng: Any) -> None:
     assert new.tobytes() == found.tobytes()
 
 
+def test_gradients_of_packed_qkv_and_of_modifications_come_in_the_order_of_wrt(rng: Any) -> None:
+    qkv = rng.standard_normal((2, 40, 3, 4, 16)).astype(np.float32)
+    dout = rng.standard_normal((2, 40, 4, 16)).astype(np.float32)
+    gain = ScoreMod(
+        lambda score, h, gain: gain[h] * score,
+        gain=np.ones(4, np.float32),
+        differentiable=("gain",),
+    )
+    sinks = np.zeros(4, np.float32)
+    options: dict[str, Any] = {"score_mod": gain, "sinks": sinks, "backend": "cpu"}
+    (out, lse), pullback = flash_attention_qkvpacked_vjp(qkv, return_lse=True, **options)
+    parts = [qkv[:, :, i] for i in range(3)]
+    names = ("q", "k", "v", "sinks", "score_mod.gain")
+    expected = flash_attention_backward(dout, *parts, out, lse, wrt=names, **options)
+    dqkv, dgain = pullback(dout)
+    for i in range(3):
+        assert dqkv[:, :, i].tobytes() == expected[i].tobytes()
+    assert dgain.tobytes() == expected[4].tobytes()
+    arrays_of_call = dout, qkv, out, lse
+    wrt = ("sinks", "qkv", "score_mod.gain")
+    found = flash_attention_qkvpacked_backward(*arrays_of_call, wrt=wrt, **options)
+    right = [expected[3], dqkv, expected[4]]
+    assert [x.tobytes() for x in found] == [x.tobytes() for x in right]
+    (alone,) = flash_attention_qkvpacked_backward(*arrays_of_call, wrt=("sinks",), **options)
+    assert alone.tobytes() == expected[3].tobytes()
+    for wrong, message in (
+        (("q",), "wrt names 'q'; expected 'qkv'"),
+        (("bias",), "wrt names 'bias'"),
+        (("qkv", "qkv"), "each once"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            flash_attention_qkvpacked_backward(*arrays_of_call, wrt=wrong, **options)
+    with pytest.raises(ValueError, match="dqkv is given"):
+        flash_attention_qkvpacked_backward(
+            *arrays_of_call, wrt=("sinks",), dqkv=np.empty_like(qkv), **options
+        )
+
+
+def test_the_pullback_of_packed_sequences_gives_what_the_backward_call_does(rng: Any) -> None:
+    ends_q, ends_k = (np.array(x, np.int32) for x in ([0, 3, 3, 40], [0, 9, 30, 60]))
+    q, k, v = (rng.standard_normal((n, 2, 16)).astype(np.float32) for n in (40, 60, 60))
+    lengths = ends_q, ends_k, 37, 30
+    options: dict[str, Any] = {"causal": True, "seqused_k": np.array([5, 1, 30], np.int32)}
+    options["backend"] = "cpu"
+    (out, lse), pullback = flash_attention_varlen_vjp(
+        q, k, v, *lengths, return_lse=True, wrt=("v", "q"), **options
+    )
+    expected = flash_attention_varlen_backward(
+        *(out, q, k, v, out, lse, *lengths), dlse=lse, wrt=("v", "q"), **options
+    )
+    found = pullback(out, lse)
+    assert [x.tobytes() for x in found] == [x.tobytes() for x in expected]
+
+
+def test_families_and_tiles_may_be_asked_for_in_each_direction(rng: Any) -> None:
+    q, k, v, dout = arrays(rng)
+    out, pullback = flash_attention_vjp(q, k, v, backend="cpu", tile={"Br": 16, "Bc": 24})
+    right, other = flash_attention_vjp(q, k, v, backend="cpu")
+    np.testing.assert_allclose(out, right, atol=1e-5)
+    for found, expected in zip(pullback(dout, tile={"Br": 8}), other(dout), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-4)
+    with pytest.raises(ValueError, match="'hoper'"):
+        pullback(dout, family="hoper")
+    with pytest.raises(ValueError, match="'hoper'"):
+        flash_attention_vjp(q, k, v, backend="cpu", family="hoper")
+
+
 def test_gradients_come_in_the_order_of_wrt_and_captures_behind_q_k_and_v(rng: Any) -> None:
     q, k, v, dout = arrays(rng)
     gain = ScoreMod(
@@ -108,6 +177,8 @@ def test_a_pullback_is_made_of_what_a_backward_call_takes() -> None:
         flash_attention_vjp(q, q, q, wrt=("bias",))
     with pytest.raises(ValueError, match="grad_dtype is 'x'"):
         flash_attention_vjp(q, q, q, grad_dtype="x")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'out'"):
+        flash_attention_vjp(q, q, q, out=q.copy())  # type: ignore[call-arg]
 
 
 class TorchDtype:
@@ -125,8 +196,6 @@ def test_the_dtype_of_gradients_may_be_a_dtype_of_any_library(dtype):
     assert plan_backward(q, q, q, backend="cpu", grad_dtype=dtype) == plan_backward(
         q, q, q, backend="cpu", grad_dtype="float32"
     )
-    with pytest.raises(TypeError, match="unexpected keyword argument 'out'"):
-        flash_attention_vjp(q, q, q, out=q.copy())  # type: ignore[call-arg]
 
 
 def test_an_output_may_lie_anyhow(rng: Any) -> None:

@@ -129,9 +129,10 @@ class Call:
         named = given | {n: x for n, x in options.items() if n in known}
         found = self.function(*positional, **named)
         written = {name: named[name] for name in self.writes}
-        if self.function.__name__ == "flash_attention_vjp":
+        if self.function.__name__.endswith("_vjp"):
             out, pull_back = found
-            return [out, *pull_back(out)], written
+            gradients = pull_back(out)
+            found = (out, *(gradients if isinstance(gradients, tuple) else (gradients,)))
         if found is None or not isinstance(found, (tuple, list)):
             found = (found,)
         return [x for x in found if x is not None], written
@@ -178,7 +179,7 @@ def call_of(function: Callable[..., Any], argument: str | None, dtype: Any, seed
     if {"out", "lse"} <= arguments_of(function).keys() and arguments_of(function)["lse"]:
         values |= world.results(values)
     elif "return_lse" in inspect.signature(function).parameters:
-        values["return_lse"] = function.__name__ != "flash_attention_vjp"
+        values["return_lse"] = not function.__name__.endswith("_vjp")
     return Call(function, argument, values)
 
 

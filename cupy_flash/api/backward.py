@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from cupy_flash.arrays.strided import named_dtype
 from cupy_flash.calls import run_backward
 from cupy_flash.calls.gradients import GradientArguments
 from cupy_flash.calls.options import Options
 from cupy_flash.planning.planner import Plan
 from cupy_flash.problem.tile import TileRequest, freeze_tile
+from cupy_flash.problem.values import named_dtype
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

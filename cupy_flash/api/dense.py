@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cupy_flash.arrays.strided import named_dtype
 from cupy_flash.calls import run
 from cupy_flash.calls.arguments import Arguments
 from cupy_flash.calls.options import Options
 from cupy_flash.planning.planner import Plan
 from cupy_flash.problem.tile import TileRequest, freeze_tile
+from cupy_flash.problem.values import named_dtype
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -256,20 +256,6 @@ def unallocated_copy(array: Any, order: Literal["K", "C"] = "C") -> np.ndarray:
     return copy.transpose(np.argsort(outer_first))
 
 
-def named_dtype(dtype: Any) -> Any:
-    """Return the name of a dtype of NumPy, torch or JAX; anything else, a name too, unchanged."""
-    if dtype is None or isinstance(dtype, str):
-        return dtype
-    # PyTorch's are no dtypes of NumPy.
-    text = str(dtype)
-    if text.startswith("torch."):
-        return text.removeprefix("torch.")
-    try:
-        return str(np.dtype(dtype).name)
-    except TypeError:
-        return dtype
-
-
 def require_int32(name: str, array: Any) -> None:
     """Raise TypeError unless the dtype is that of lengths and places."""
     if dtype_name(array) != "int32" or not array.dtype.isnative:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import sys
 from collections.abc import Iterable
 
 _NO_DROPOUT = "leave it out, as there is no dropout"
@@ -81,11 +82,11 @@ def _advice(name: str, known: list[str]) -> str:
 
 def _functions_by_keyword() -> dict[str, list[str]]:
     """Return the names of the public functions that compute attention, by their keywords."""
-    import cupy_flash
-
+    # No import, as the package imports this module.
+    package = sys.modules[__name__.partition(".")[0]]
     found: dict[str, list[str]] = {}
-    for function in cupy_flash.__all__:
+    for function in package.__all__:
         if function.startswith("flash_attention"):
-            for keyword in inspect.signature(getattr(cupy_flash, function)).parameters:
+            for keyword in inspect.signature(getattr(package, function)).parameters:
                 found.setdefault(keyword, []).append(function)
     return found

@@ -1,9 +1,10 @@
-"""Options that are plain values: numbers, counts and bools, refused where they are none."""
+"""Options that are plain values: numbers, counts, bools and dtypes, refused where they are none."""
 
 from __future__ import annotations
 
 import math
 import operator
+from typing import Any
 
 import numpy as np
 
@@ -58,3 +59,17 @@ def check_bool(name: str, value: bool) -> None:
     """Raise TypeError for what is neither True nor False."""
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name} is {value!r}; expected True or False")
+
+
+def named_dtype(dtype: Any) -> Any:
+    """Return the name of a dtype of NumPy, torch or JAX; anything else, a name too, unchanged."""
+    if dtype is None or isinstance(dtype, str):
+        return dtype
+    # PyTorch's are no dtypes of NumPy.
+    text = str(dtype)
+    if text.startswith("torch."):
+        return text.removeprefix("torch.")
+    try:
+        return str(np.dtype(dtype).name)
+    except TypeError:
+        return dtype

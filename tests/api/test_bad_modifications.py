@@ -82,7 +82,7 @@ OTHER_NAMES = {
     "key_padding_mask": "pass seqlens_k, or mask",
     "block_mask": "pass mask_mod",
     "cache_seqlens": "an argument of flash_attention_with_kvcache$",
-    "cu_seqlens_q": "an argument of flash_attention_varlen, flash_attention_varlen_backward$",
+    "cu_seqlens_q": "an argument of flash_attention_varlen, flash_attention_varlen_backward, ",
     "softmaxscale": "did you mean 'softmax_scale'",
     "windw_size": "did you mean 'window_size'",
 }

@@ -457,6 +457,7 @@ def test_the_kernel_compiles_without_spills(arch, dtype):
 
 
 @needs_nvrtc
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_alignment_and_number_of_lanes_compiles(dtype):
     size = DTYPES[dtype].itemsize

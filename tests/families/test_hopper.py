@@ -790,6 +790,7 @@ def test_keys_of_latent_attention_are_split_where_query_tiles_are_few():
     assert asked.num_splits == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [latent(), latent(page_size=64, heads=64), latent(batch=4), latent(dims=(512, 512))],

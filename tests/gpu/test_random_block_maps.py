@@ -18,22 +18,21 @@ COUNT, PART = 360, 12
 DTYPES = ("float32", "float16", "float64")
 
 
-def masks(begin: int, inputs: str) -> list[tuple[Function, MaskMod]]:
-    functions = [random_function(2 * n + 1, "mask", inputs) for n in range(begin, begin + PART)]
+def masks(begin: int, count: int, inputs: str) -> list[tuple[Function, MaskMod]]:
+    functions = [random_function(2 * n + 1, "mask", inputs) for n in range(begin, begin + count)]
     mods = [modification(function) for function in functions]
     return [(f, mod) for f, mod in zip(functions, mods, strict=True) if isinstance(mod, MaskMod)]
 
 
 @pytest.mark.parametrize(
-    "begin",
-    [
-        pytest.param(begin, marks=pytest.mark.slow if begin else ())
-        for begin in range(0, COUNT, PART)
-    ],
+    ("begin", "count"),
+    [(0, 3), *(pytest.param(n, PART, marks=pytest.mark.slow) for n in range(0, COUNT, PART))],
 )
-def test_a_map_hides_no_seen_pair_and_shows_no_hidden_one(begin: int, tmp_path: Path) -> None:
+def test_a_map_hides_no_seen_pair_and_shows_no_hidden_one(
+    begin: int, count: int, tmp_path: Path
+) -> None:
     inputs = DTYPES[begin // PART % len(DTYPES)]
-    some = masks(begin, inputs)
+    some = masks(begin, count, inputs)
     hosts = compiled_masks(tmp_path, [mod for _, mod in some], inputs, builds=True)
     for (function, mod), host in zip(some, hosts, strict=True):
         spec = random_map_spec(function)
@@ -42,6 +41,7 @@ def test_a_map_hides_no_seen_pair_and_shows_no_hidden_one(begin: int, tmp_path: 
         assert why is None, f"{why}\n{spec}\n{function}"
 
 
+@pytest.mark.slow
 def test_a_band_of_2_30_without_a_bound_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from concurrent.futures import ProcessPoolExecutor
 
+import pytest
+
 from cupy_flash.families.contract import TranslationUnit
 from cupy_flash.gpu.compiler import compile_cubin, known_architectures
 from cupy_flash.planning.planner import make_plan
@@ -33,6 +35,7 @@ def unit_of(dim: int, dim_v: int, causal: bool, out: str) -> TranslationUnit:
     return plan.unit
 
 
+@pytest.mark.slow
 def test_units_compile_and_spill_little() -> None:
     assert 90 in known_architectures()
     units = [(unit_of(*case), device_for_arch("sm_90")) for case in CASES]

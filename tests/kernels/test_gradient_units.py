@@ -49,10 +49,20 @@ UNITS: list[tuple[str, str, str, int, int, dict[str, Any]]] = [
 ]
 
 
+# The first unit of each family, and those that take longer.
+QUICK = [next(unit for unit in UNITS if unit[0] == family) for family in ("hopper", "mma", "simt")]
+
+
 @pytest.mark.parametrize(
     ("family", "arch", "dtype", "head_dim", "spilled", "options"),
-    UNITS,
-    ids=[f"{' '.join(map(str, unit[:4]))} {'+'.join(unit[-1])}" for unit in UNITS],
+    [
+        pytest.param(
+            *unit,
+            id=f"{' '.join(map(str, unit[:4]))} {'+'.join(unit[-1])}",
+            marks=() if unit in QUICK else pytest.mark.slow,
+        )
+        for unit in UNITS
+    ],
 )
 def test_a_unit_of_gradients_compiles(
     compile_pool: ProcessPoolExecutor,

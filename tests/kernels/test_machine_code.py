@@ -37,7 +37,16 @@ HAND_REGISTERS_ROUND = {"hopper": "producer_registers", "hopper backward": "help
 TROUBLE = re.compile(r"C7[56]\d\d|serializ|setmaxnreg|warning", re.IGNORECASE)
 
 
-EACH = [pytest.param(k, id=f"sm_{k.arch} {k.job().unit.title}") for k in TESTED]
+# The first kernel of each family for the GPU that most of them are for; the rest takes minutes.
+QUICK = list({k.family: k for k in reversed(TESTED) if k.arch == 90}.values())
+EACH = [
+    pytest.param(
+        kernel,
+        id=f"sm_{kernel.arch} {kernel.job().unit.title}",
+        marks=() if kernel in QUICK else pytest.mark.slow,
+    )
+    for kernel in TESTED
+]
 OF_FAMILIES = [param for param in EACH if param.values[0].case]
 OTHERS = [param for param in EACH if not param.values[0].case]
 

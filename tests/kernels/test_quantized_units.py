@@ -115,6 +115,7 @@ def device_of(arch: str) -> Device:
     return device_for_arch(int(arch.removeprefix("sm_")))
 
 
+@pytest.mark.slow
 def test_units_compile_and_spill_little() -> None:
     units = [(decode_unit(*case), device_of(case[0])) for case in DECODE]
     units += [(append_unit(spec_of_append(*case)), device_of(arch)) for arch, *case in APPENDS]

@@ -10,6 +10,8 @@ from support.function_faults import FAULTS
 from support.function_runs import Case, modification
 from support.random_functions import random_function
 
+pytestmark = pytest.mark.slow
+
 # Functions to choose from, and how many of those are tried in which a fault may show.
 COUNT, TRIED = 900, 60
 

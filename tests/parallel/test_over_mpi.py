@@ -15,9 +15,10 @@ from support.ranks import launcher
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 120
+RANKS = [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))]
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4], ids="{} ranks".format)
+@pytest.fixture(scope="module", params=RANKS, ids="{} ranks".format)
 def said(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[str]]:

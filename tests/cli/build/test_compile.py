@@ -265,7 +265,7 @@ def test_what_decodes_appends_and_merges_is_built_too(more: tuple[str, ...]) -> 
 
 
 @needs_compiler
-@pytest.mark.parametrize("everything", [False, True])
+@pytest.mark.parametrize("everything", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_what_appends_and_merges_compiles(everything: bool) -> None:
     device = device_for_arch("sm_90")
     units = kernel_sets.other_units(everything=everything)
@@ -381,6 +381,7 @@ def test_everything_holds_the_tuned_tiles(monkeypatch: pytest.MonkeyPatch) -> No
     assert [plan.tile for plan in kernel_sets.tuned_plans(device)] == [tile]
 
 
+@pytest.mark.slow
 def test_everything_holds_the_default_tile_where_another_is_tuned_too() -> None:
     device, family = device_for_arch("sm_90"), FORWARD["mma"]
 
@@ -430,6 +431,7 @@ def test_a_class_that_no_case_is_in_gives_no_problem() -> None:
     assert kernel_sets.problem_of_class(packed) is None
 
 
+@pytest.mark.slow
 def test_no_kernel_is_built_twice_and_everything_has_more_of_them() -> None:
     device = device_for_arch("sm_90")
     usual, everything = (

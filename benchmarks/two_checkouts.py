@@ -1,0 +1,111 @@
+"""Time the calls of a preset by another checkout and by this one, in one process, taking turns.
+
+    git worktree add ../before COMMIT
+    python benchmarks/two_checkouts.py ../before mods --only "bias|t5"
+
+Cards differ by more than most changes do, and so does one card from minute to minute: only times
+that were taken in turns tell what a change of 1% did.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import click
+
+PACKAGE = "cupy_flash"
+HERE = Path(__file__).resolve().parent.parent
+MODULES = ("cases.cases", "cases.presets", "cases.inputs", "providers.providers", "measure.timing")
+
+
+class Checkout:
+    """The library of one checkout, beside that of another.
+
+    Parameters
+    ----------
+    root
+        Folder of the checkout.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = str(root)
+        self._modules: dict[str, ModuleType] = {}
+        with self.active():
+            found = [importlib.import_module(f"{PACKAGE}.cli.{name}") for name in MODULES]
+            self.cases, self.presets, self.inputs, self.providers, self.timing = found
+            origin = str(importlib.import_module(PACKAGE).__file__)
+        if not Path(origin).is_relative_to(root):
+            raise click.UsageError(f"{root} has no {PACKAGE}: found {origin}")
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Have `import`, of functions that import when they are called too, find this library."""
+        others = {name: sys.modules.pop(name) for name in _loaded()}
+        sys.modules.update(self._modules)
+        sys.path.insert(0, self._root)
+        try:
+            yield
+        finally:
+            sys.path.remove(self._root)
+            self._modules = {name: sys.modules.pop(name) for name in _loaded()}
+            sys.modules.update(others)
+
+    def prepared(self, case: Any) -> Any:
+        """Return the call of a case on random inputs, replayed as a CUDA graph where it can be."""
+        with self.active():
+            provider = self.providers.provider(PACKAGE)
+            if reason := provider.why_not(case):
+                raise click.ClickException(f"{self._root}: {reason}")
+            inputs = self.inputs.random_inputs(case, 0, on_gpu=provider.on_gpu)
+            prepared = provider.prepare(inputs)
+            # Compiles, and makes what is made once, outside of the graph.
+            with prepared.scope():
+                prepared.call()
+            timed = provider.replayed(prepared) or prepared.timed
+
+        @contextlib.contextmanager
+        def scope() -> Iterator[None]:
+            with self.active(), timed.scope():
+                yield
+
+        return self.timing.Timed(timed.call, scope)
+
+
+def _loaded() -> list[str]:
+    return [name for name in sys.modules if name.partition(".")[0] == PACKAGE]
+
+
+@click.command()
+@click.argument("other", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("preset")
+@click.option("--only", default="", metavar="REGEX", help="Only cases whose label has a match.")
+@click.option("--repeats", default=40, show_default=True, type=click.IntRange(1))
+def main(other: Path, preset: str, only: str, repeats: int) -> None:
+    """Compare the checkout OTHER with this one on the cases of PRESET."""
+    before, after = Checkout(other.resolve()), Checkout(HERE)
+    cases = [checkout.presets.preset(preset).cases for checkout in (before, after)]
+    common, labels = after.cases.describe(cases[1])
+    on_gpu = after.providers.provider(PACKAGE).on_gpu
+    timer = after.timing.GpuTimer() if on_gpu else after.timing.HostTimer()
+    click.echo(f"before: {other}\n{common}\n\n before ms   after ms  after / before")
+    for case_before, case_after, label in zip(*cases, labels, strict=True):
+        if not re.search(only, label):
+            continue
+        calls = [before.prepared(case_before), after.prepared(case_after)]
+        times = timer.interleaved(calls, 3, [repeats] * 2)
+        old, new = (after.timing.spread(each).median for each in times)
+        click.echo(f"{old:10.4f} {new:10.4f} {new / old:15.4f}  {label}")
+        del calls
+        with after.active():
+            after.providers.release_memory()
+
+
+if __name__ == "__main__":
+    main()

@@ -314,6 +314,7 @@ def bench(
             ),
             "gpu_state": watch.state.as_record() if on_gpu else None,
             "cpu_state": None if on_gpu else watch.state.as_record(),
+            "unreliable": watch.state.unreliable,
             "preset": preset,
             "input": path.name if path else None,
             "seed": seed,
@@ -328,12 +329,24 @@ def bench(
 
     def show() -> None:
         table, checks, by_case = zip(*done, strict=True)
-        notes = watch.state.notes()
+        state = watch.state
+        notes = state.notes()
         if named and preset == "crossover":
             print_crossover(table, f"{device}\n{named.title}", notes)
             return
         found = [check for check in checks if check]
-        print_cells(table, by_case, found, device, compared, settings, named, notes, copied)
+        print_cells(
+            table,
+            by_case,
+            found,
+            device,
+            compared,
+            settings,
+            named,
+            notes,
+            copied,
+            unreliable=state.unreliable,
+        )
         if preset == "memory":
             print_memory(table)
 

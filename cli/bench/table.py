@@ -78,8 +78,8 @@ def timing_text(settings: Settings, *, on_gpu: bool, backward: bool = False) -> 
     given = f"; {_UNTIMED}" if backward else ""
     if not on_gpu:
         return (
-            f"wall time of calls on cores at rest, {taken} {settings.repeats}, providers in turns"
-            f"{given}"
+            f"wall time of calls on cores at rest, {taken} {settings.repeats}, providers in turns, "
+            f"each on at most {environment.available_cpus()} threads{given}"
         )
     given += f"; {_BY_AUTOGRAD}" if backward else ""
     return (
@@ -182,10 +182,12 @@ def print_cells(
     named: Preset | None = None,
     gpu_notes: Sequence[str] = (),
     copy_rate: float | None = None,
+    unreliable: str | None = None,
 ) -> None:
     """Print the cells of every case, what to know about them, and each provider's mean speedup.
 
-    `gpu_notes` tell how the GPU fared; `copy_rate` is what it copies at, in TB/s.
+    `gpu_notes` tell how the GPU or the CPU fared, and `unreliable` why ratios are not reliable;
+    `copy_rate` is what the GPU copies at, in TB/s.
     """
     out = report.console()
     shared, labels = describe([cells[0].case for cells in table])
@@ -210,13 +212,14 @@ def print_cells(
     report.print_notes(out, _sequence_notes(flat, copy_rate))
     if named:
         report.print_notes(out, [f"{note}." for note in named.notes])
+    doubt = f" ({unreliable}; ratios are not reliable)" if unreliable else ""
     for provider in dict.fromkeys(cell.provider.name for cell in flat):
         ratios = [c.speedup for c in flat if c.provider.name == provider and c.speedup]
         if len(ratios) > 1 and [provider] != list(baseline):
             out.print(
                 f"{provider}: {statistics.geometric_mean(ratios):.3f} times as fast as "
                 f"{_best_of(baseline)} (geometric mean of {len(ratios)}), at least "
-                f"{min(ratios):.3f}",
+                f"{min(ratios):.3f}{doubt}",
                 markup=False,
             )
     for line in _page_lines(table):
@@ -388,6 +391,8 @@ def _notes(
             "!: over the bound, twice the error of the naive formula in the same precision"
             + (" and a few ulps." if is_backward else ".")
         )
+    if not all(cell.provider.on_gpu for cell in cells):
+        notes.append(f"Each provider on the CPU: at most {environment.available_cpus()} threads.")
     if not settings.check:
         notes.append("Results were not checked (--skip-check).")
     return notes

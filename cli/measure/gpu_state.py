@@ -75,6 +75,13 @@ class GpuState:
         """For the metadata of a record."""
         return asdict(self)
 
+    @property
+    def unreliable(self) -> str | None:
+        """Why ratios of times are not reliable, or None if they are."""
+        if self.busy_before <= _BUSY:
+            return None
+        return f"the GPU was {self.busy_before:.0f}% busy before the run"
+
     def notes(self) -> list[str]:
         """What a reader of the numbers should know; warnings begin with "!"."""
         found = []
@@ -115,11 +122,18 @@ class CpuState:
         """For the metadata of a record."""
         return asdict(self)
 
+    @property
+    def unreliable(self) -> str | None:
+        """Why ratios of times are not reliable, or None if they are."""
+        if self.others is None or self.others <= _BUSY:
+            return None
+        return f"others used {self.others:.0f}% of the CPU"
+
     def notes(self) -> list[str]:
         """A warning, which begins with "!", if others took much."""
-        if self.others is None or self.others <= _BUSY:
+        if self.unreliable is None:
             return []
-        return [f"! the CPU was in use: others took {self.others:.0f}% of it during the run"]
+        return [f"! {self.unreliable} during the run; ratios are not reliable"]
 
 
 class CpuWatch:

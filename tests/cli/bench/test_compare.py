@@ -76,6 +76,14 @@ def test_each_provider_gets_the_geometric_mean_of_its_changes(tmp_path: Path) ->
     assert "torch-flash: B is 1.000 times as fast (geometric mean); 2 same" in output
 
 
+def test_a_record_of_a_busy_machine_is_named_below_the_table(tmp_path: Path) -> None:
+    a, b = [row("cupy_flash", 113, 1.0)], [row("cupy_flash", 113, 0.5)]
+    output = compared(tmp_path, a, b, unreliable="others used 97% of the CPU").output
+
+    assert "! B: others used 97% of the CPU; ratios are not reliable" in output
+    assert "not reliable" not in compared(tmp_path, a, b).output
+
+
 def test_rows_match_by_all_that_makes_a_case(tmp_path: Path) -> None:
     a = [row("cupy_flash", 799, 1.0), row("cupy_flash", 799, 3.0, causal=True, q_offset=5)]
     b = [row("cupy_flash", 799, 9.0, causal=True), row("cupy_flash", 799, 1.0)]

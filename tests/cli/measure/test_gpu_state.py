@@ -135,7 +135,11 @@ def test_a_busy_gpu_is_flagged(
 ) -> None:
     nvidia_smi([sample()], busy, pids)
 
-    assert says in state_after(tmp_path).notes()
+    state = state_after(tmp_path)
+
+    assert says in state.notes()
+    is_busy = busy == "97"
+    assert state.unreliable == ("the GPU was 97% busy before the run" if is_busy else None)
 
 
 def test_a_line_that_was_cut_short_or_holds_no_numbers_is_left_out() -> None:
@@ -201,7 +205,8 @@ def test_a_cpu_that_others_use_is_warned_of(
     state = cpu_state(monkeypatch, tmp_path, busy=9.0, own=3.0, seconds=10.0)
 
     assert state.as_record() == {"others": 30.0}
-    assert state.notes() == ["! the CPU was in use: others took 30% of it during the run"]
+    assert state.unreliable == "others used 30% of the CPU"
+    assert state.notes() == ["! others used 30% of the CPU during the run; ratios are not reliable"]
 
 
 @pytest.mark.parametrize(

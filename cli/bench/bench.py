@@ -35,7 +35,7 @@ from ..cases.options import (
     tile_request,
 )
 from ..measure.check import Coverage
-from ..measure.gpu_state import watched
+from ..measure.gpu_state import bus_id, watched
 from ..measure.runner import Cell, Runner, Settings, first_line, set_speedups, too_large
 from ..measure.timing import copy_rate
 from ..providers import providers
@@ -351,7 +351,7 @@ def bench(
             print_memory(table)
 
     keeping = report.kept(output, rows, head, show)
-    watching = watched(_bus_id() if on_gpu else None)
+    watching = watched(bus_id() if on_gpu else None)
     with keeping as save, watching as watch, report.progress("bench", len(cases)) as advance:
         if on_gpu and any(case.is_cached for case in cases):
             copied = _copy_rate()
@@ -388,12 +388,6 @@ def _copy_rate() -> float | None:
     finally:
         with contextlib.suppress(RuntimeError):
             providers.release_memory()
-
-
-def _bus_id() -> str:
-    import cupy
-
-    return str(cupy.cuda.Device().pci_bus_id)
 
 
 def _inputs(case: Case, file: InputFile | None, seed: int, *, on_gpu: bool) -> Inputs | str:

@@ -219,6 +219,25 @@ def watched(bus_id: str | None) -> Iterator[GpuWatch | CpuWatch]:
         watch.state = summary(samples.read().splitlines(), busy, others)
 
 
+def bus_id() -> str:
+    """PCI bus id of the current GPU."""
+    import cupy
+
+    return str(cupy.cuda.Device().pci_bus_id)
+
+
+def busy_before(gpu: str) -> str | None:
+    """Why times that are taken from now on are not reliable: the GPU of this bus id is busy.
+
+    None if the GPU is idle, or without nvidia-smi.
+    """
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    busy, others = _load_before([program, f"--id={gpu}"])
+    return GpuState(busy_before=busy, other_processes=others).unreliable
+
+
 def _load_before(select: Sequence[str]) -> tuple[float, int]:
     def ask(query: str) -> list[str]:
         command = [*select, query, "--format=csv,noheader,nounits"]

@@ -352,7 +352,11 @@ def bench(
 
     keeping = report.kept(output, rows, head, show)
     watching = watched(bus_id() if on_gpu else None)
-    with keeping as save, watching as watch, report.progress("bench", len(cases)) as advance:
+    with (
+        keeping as save,
+        watching as watch,
+        report.progress("bench", len(cases), lines=False) as advance,
+    ):
         if on_gpu and any(case.is_cached for case in cases):
             copied = _copy_rate()
         for case, label in zip(cases, describe(cases)[1], strict=True):

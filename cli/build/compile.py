@@ -24,9 +24,6 @@ from ..records import report
 from . import kernel_sets
 from .build import Built, Job, build, write_cubin
 
-# Built for where no GPU says otherwise.
-_USUAL_ARCH = "sm_90"
-
 
 def _architectures(
     ctx: click.Context, param: click.Parameter, given: Sequence[str]
@@ -88,8 +85,8 @@ def compile_kernels(
 ) -> None:
     """Build kernels ahead of use and report what each takes.
 
-    On a GPU the kernels go into CuPy's cache, unless --output or --arch is given. Exits with 1 if
-    one does not compile.
+    On a GPU the kernels go into CuPy's cache, unless --output or --arch is given; without one
+    --arch is required. Exits with 1 if a kernel does not compile.
     """
     if listing and output is not None:
         raise click.UsageError("--list builds nothing to write; leave out --list or --output")
@@ -103,6 +100,10 @@ def compile_kernels(
     if output is not None:
         make_folder(output)
     jobs = [kernel.job for kernel in kernels]
+    names = ", ".join(device.sm for device in devices)
+    kept = " into CuPy's cache" if load else "; not kept without --output DIR"
+    kept = kept if output is None else f" into {output}"
+    click.echo(f"Compiling {len(jobs)} kernels for {names}{kept}.", err=True)
     rows: list[dict[str, Any]] = []
     failed: list[str] = []
 
@@ -138,9 +139,13 @@ compile_kernels = arch_option(compile_kernels, multiple=True)
 
 
 def _devices(arch: Sequence[str]) -> list[Device]:
-    if not arch and gpu_unavailable() is None:
-        return [current_device()]
-    return [device_for_arch(name) for name in arch or (_USUAL_ARCH,)]
+    if arch:
+        return [device_for_arch(name) for name in arch]
+    if reason := gpu_unavailable():
+        raise click.UsageError(
+            f"no GPU to compile for ({reason}); name an architecture, for example --arch sm_90"
+        )
+    return [current_device()]
 
 
 @dataclass(frozen=True)

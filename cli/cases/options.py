@@ -438,7 +438,30 @@ def tile_request(fields: dict[str, int | None], more: Sequence[str]) -> dict[str
 
 
 def output_option(command: Command) -> Command:
-    """Add `--output`, a file that can be written and is none that the command reads."""
+    """Add `--output`, a file that is not there yet, and `--force`, which overwrites one."""
+
+    @functools.wraps(command)
+    def without_overwriting(*arguments: Any, **options: Any) -> Any:
+        refuse_existing(options["output"], force=options.pop("force"))
+        return command(*arguments, **options)
+
+    checked: Any = without_overwriting
+    force = click.option("--force", is_flag=True, help="Overwrite an existing --output file.")
+    return overwritable_output_option(force(checked))
+
+
+def refuse_existing(output: Path | None, *, force: bool) -> None:
+    """Raise a usage error if `--output` would overwrite a record, unless it is forced to."""
+    # An empty file, as mktemp makes, and a device hold nothing to lose.
+    if output is not None and not force and output.is_file() and output.stat().st_size:
+        raise click.UsageError(f"--output {output} exists; --force overwrites it")
+
+
+def overwritable_output_option(command: Command) -> Command:
+    """Add `--output`, a file that can be written and is none that the command reads.
+
+    The command calls `refuse_existing` itself.
+    """
 
     @functools.wraps(command)
     def with_output_apart(*arguments: Any, **options: Any) -> Any:

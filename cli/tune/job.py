@@ -55,6 +55,11 @@ class TuneJob:
         self.journal = Journal(self._identity())
 
     @property
+    def goes_on(self) -> bool:
+        """Whether an interrupted job left something to go on with."""
+        return bool(self.journal.found or self.journal.begun)
+
+    @property
     def only(self) -> Sweep | None:
         """The sweep, where there is one alone, whose tiles can be shown."""
         return self.last if len(self.sweeps) == 1 else None
@@ -79,7 +84,7 @@ class TuneJob:
     ) -> None:
         """Run what is left to do; put into `rows`, and have saved, what was found so far."""
         journal = self.journal
-        if journal.found or journal.begun:
+        if self.goes_on:
             tiles = sum(map(len, journal.begun.values()))
             begun = f", and {tiles} tiles of the next are checked" if tiles else ""
             done = f"{len(journal.found)} of {len(self.sweeps)} are done"

@@ -22,8 +22,9 @@ from ..cases.options import (
     FINITE,
     backward_option,
     directed,
-    output_option,
+    overwritable_output_option,
     refuse_cases,
+    refuse_existing,
     sequence_cases,
     sequence_options,
     shape_options,
@@ -125,7 +126,7 @@ def _table_file(ctx: click.Context, param: click.Parameter, path: Path | None) -
     help="Save tiles that were measured on a busy machine, and overwrite an existing --output.",
 )
 @click.option("--report", "reporting", is_flag=True, help="Show what earlier sweeps found.")
-@output_option
+@overwritable_output_option
 @click.pass_context
 def tune(
     ctx: click.Context,
@@ -165,8 +166,9 @@ def tune(
     shape, sequences, mods = split_shape(options), split_sequences(options), split_mods(options)
     if reporting:
         _refuse_given(
-            ctx, set(ctx.params) - {"reporting", "output"}, "--report, which times nothing"
+            ctx, set(ctx.params) - {"reporting", "output", "force"}, "--report, which times nothing"
         )
+        refuse_existing(output, force=force)
         _report(output)
         return
     on_cpu = backend == "cpu"
@@ -200,6 +202,7 @@ def tune(
             raise click.UsageError(_no_such_size(everything, br, bc))
     if arch is not None:
         assert device is not None
+        refuse_existing(output, force=force)
         _rank_by_resources(sweeps, device, limits, workers, top, output)
         return
     saver = None
@@ -210,6 +213,8 @@ def tune(
     settings = Settings(seed, warmup, repeats)
     name = device.name if device else environment.cpu_name()
     job = TuneJob(sweeps, device, name, limits, settings, min_gain, saver)
+    # The record of a sweep that was interrupted is gone on with.
+    refuse_existing(output, force=force or job.goes_on)
     rows: list[dict[str, Any]] = []
 
     def show() -> None:

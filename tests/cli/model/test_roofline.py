@@ -27,7 +27,7 @@ def run(*arguments: str) -> Result:
 
 def rows_of(tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
     path = tmp_path / "rows.json"
-    result = run(*arguments, "--output", str(path))
+    result = run(*arguments, "--output", str(path), "--force")
     assert result.exit_code == 0, result.output
     return json.loads(path.read_text(encoding="utf-8"))["rows"]
 

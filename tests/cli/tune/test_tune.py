@@ -804,6 +804,28 @@ def test_an_interrupted_sweep_of_one_class_goes_on_where_it_was(
     assert [entry.tile for entry in saved(home)] == [{"Br": 64, "Bc": 128}]
 
 
+def test_the_record_of_an_interrupted_sweep_is_gone_on_with(
+    clock: FakeTimer, tmp_path: Path
+) -> None:
+    good, asked = clock.time_of, itertools.count()
+
+    def interrupted(tile: dict[str, int], rows: int) -> float:
+        if next(asked) == 17:
+            raise KeyboardInterrupt
+        return good(tile, rows)
+
+    path = tmp_path / "rows.json"
+    clock.time_of = interrupted
+    first = on_cpu(*SHAPE, "--output", path)
+    clock.time_of = good
+    second = on_cpu(*SHAPE, "--output", path)
+
+    assert first.exit_code == 130
+    assert second.exit_code == 0
+    assert all(row["rounds"] for row in rows_of(path))
+    assert "exists; --force overwrites it" in refused(on_cpu(*SHAPE, "--output", path))
+
+
 def test_the_table_of_an_interrupted_sweep_says_that_nothing_is_saved(
     home: Path, clock: FakeTimer
 ) -> None:

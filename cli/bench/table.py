@@ -208,6 +208,7 @@ def print_cells(
     report.print_table(out, f"{title}{device}\n{shared}", columns, groups)
     report.print_notes(out, sorted(gpu_notes, key=lambda note: not note.startswith("!")))
     report.print_notes(out, reason_notes(table, labels))
+    report.print_notes(out, _plan_notes(table, labels))
     report.print_notes(out, _notes(flat, checks, baseline, settings, call_time=call_time))
     report.print_notes(out, _sequence_notes(flat, copy_rate))
     if named:
@@ -272,6 +273,27 @@ def reason_notes(table: Sequence[Sequence[Cell]], labels: Sequence[str]) -> list
         reason = joined([reason for reason, _ in members])
         notes.append(f"{name}{_cases_text([c for _, c in members], len(table))}: {reason}")
     return notes
+
+
+def _plan_notes(table: Sequence[Sequence[Cell]], labels: Sequence[str]) -> list[str]:
+    """What providers say of their calls, and the tiles that ran, of which cases."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for cells, label in zip(table, labels, strict=True):
+        for cell in cells:
+            for text in _plan_texts(cell):
+                found.setdefault((cell.provider.name, text), []).append(label)
+    return [
+        f"{name}{_cases_text(cases, len(table))}: {text}" for (name, text), cases in found.items()
+    ]
+
+
+def _plan_texts(cell: Cell) -> list[str]:
+    if cell.prepared is None:
+        return []
+    texts = [cell.prepared.note] if cell.prepared.note else []
+    if plan := cell.prepared.plan:
+        texts.append(f"{plan.family} {plan.tile}{_splits_text(plan)}")
+    return texts
 
 
 def _cases_text(labels: Sequence[str], cases: int) -> str:
@@ -353,15 +375,7 @@ def _notes(
     *,
     call_time: bool,
 ) -> list[str]:
-    notes = []
-    for cell in cells:
-        name = cell.provider.name
-        if cell.prepared and cell.prepared.note:
-            notes.append(f"{name}: {cell.prepared.note}")
-        if cell.prepared and cell.prepared.plan:
-            plan = cell.prepared.plan
-            notes.append(f"{name}: {plan.family} {plan.tile}{_splits_text(plan)}")
-    notes += timing_notes(cells)
+    notes = timing_notes(cells)
     if call_time:
         notes.append("call: wall time in ms of a call from an idle GPU to its end, L2 warm.")
     if settings.memory:

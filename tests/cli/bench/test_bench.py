@@ -448,6 +448,23 @@ def test_ratios_taken_on_a_cpu_at_rest_are_not_qualified(
     assert json.loads(path.read_text(encoding="utf-8"))["metadata"]["unreliable"] is None
 
 
+@pytest.mark.parametrize(
+    ("seqlens", "tiles"),
+    [
+        ("113,203", {"on s113: cpu 113x113", "on s203: cpu 203x203"}),
+        ("113", {": cpu 113x113"}),
+    ],
+)
+def test_a_line_on_a_tile_says_for_which_case_it_is(seqlens: str, tiles: set[str]) -> None:
+    shape = ("--seqlen-q", seqlens, "--heads", "1", "--head-dim", "24")
+    lines = bench(*shape, *ON_CPU).stdout.splitlines()
+    name = "cupy_flash-cpu"
+
+    assert {line[len(name) :].strip() for line in lines if re.match(f"{name}.*: cpu ", line)} == (
+        tiles
+    )
+
+
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("kind", ["dense", "varlen"])
 def test_the_formula_is_timed_with_as_many_threads_as_the_cpu_backend(

@@ -24,7 +24,7 @@ def compared(tmp_path: Path, a: list[Any], b: list[Any], *arguments: str, **head
 def verdicts(tmp_path: Path, a: list[Any], b: list[Any], *arguments: str) -> dict[int, str]:
     """Each sequence length's verdict."""
     output = tmp_path / "out.json"
-    result = compared(tmp_path, a, b, *arguments, "--output", str(output))
+    result = compared(tmp_path, a, b, *arguments, "--output", str(output), "--force")
     assert result.exit_code == 0, result.output
     rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
     return {row["seqlen_q"]: row["verdict"] for row in rows}

@@ -141,7 +141,9 @@ def _refuse_hopeless_tile(cases: Sequence[Case], chosen: Sequence[Provider]) -> 
         raise click.UsageError(str(reasons[0]))
 
 
-_PROVIDERS: CommaList[str] = CommaList(str, "a provider", "cupy_flash,torch-flash")
+_PROVIDERS: CommaList[str] = CommaList(
+    str, "a provider", "cupy_flash,torch-flash", providers.names()
+)
 
 
 def _provider_names(

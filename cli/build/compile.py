@@ -19,6 +19,7 @@ from cupy_flash.gpu.environment import (
 from cupy_flash.planning.planner import Plan
 from cupy_flash.problem.device import ARCHITECTURES, Device, device_for_arch
 
+from ..cases.lists import completed
 from ..cases.options import make_folder
 from ..records import report
 from . import kernel_sets
@@ -45,14 +46,15 @@ def _architecture(ctx: click.Context, param: click.Parameter, given: str | None)
 
 def arch_option(command: Any, *, multiple: bool) -> Any:
     """Add `--arch`, of one or of several architectures."""
-    known = ", ".join(f"sm_{number}" for number in ARCHITECTURES)
+    names = [f"sm_{number}" for number in ARCHITECTURES]
     example = "sm_80,sm_90" if multiple else "sm_90 or 90"
     return click.option(
         "--arch",
         multiple=multiple,
         callback=_architectures if multiple else _architecture,
         metavar="sm_NN",
-        help=f"Compile for {example}, no GPU needed: {known}.",
+        shell_complete=lambda ctx, param, incomplete: completed(names, incomplete),
+        help=f"Compile for {example}, no GPU needed: {', '.join(names)}.",
     )(command)
 
 

@@ -19,6 +19,9 @@ from .candidates import Candidate
 from .journal import Finding
 from .sweep import Sweep
 
+# Below tables of classes, whose sizes are not those of the cases.
+CLASS_NOTE = "class: sizes rounded to powers of four, so that a case of s96 is of class s64."
+
 
 def ranking_row(candidate: Candidate, rank: int) -> dict[str, Any]:
     """A candidate as a record's row."""
@@ -250,7 +253,8 @@ def print_findings(findings: Sequence[Finding], title: str) -> None:
     out = report.console()
     report.print_table(out, title, columns, [rows])
     legends = [report.tile_legend(f["family"], f["default_tile"]) + "." for f in findings]
-    report.print_notes(out, [*dict.fromkeys(legends), *findings_notes(findings)])
+    notes = [*dict.fromkeys(legends), CLASS_NOTE, *findings_notes(findings)]
+    report.print_notes(out, notes)
 
 
 def _kept_text(row: Mapping[str, Any]) -> str:

@@ -491,7 +491,7 @@ def test_a_bad_workload_is_refused_in_one_line_that_names_the_row(tmp_path: Path
         (("--min-gain", "nan"), "'nan' is not a number from 0"),
         (("--br", "7"), "no tile of cpu is that size; --br 7: expected some of 32, 64,"),
         (("--table", "t.txt"), "expected one of .json"),
-        (("--head-dim", "577"), "577; expected 1 to 576"),
+        (("--head-dim", "577"), "'577' is not a whole number from 1 to 576"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

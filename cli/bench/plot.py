@@ -334,10 +334,10 @@ def _draw_lines(place: Any, panel: Panel, shown: Picture) -> dict[str, Any]:
         )
     if min(panel.xs) > 0:
         place.set_xscale("log", base=2)
-    # At lengths that were measured, where there is space for their labels: powers of two first.
+    # Labels need space: ticks are at powers of two, or at every n-th length that was measured.
     step = -(-len(panel.xs) // _MOST_TICKS)
     powers = [x for x in panel.xs if x & (x - 1) == 0]
     ticks = powers if 2 <= len(powers) <= _MOST_TICKS else panel.xs[::step]
-    place.set_xticks(ticks, [length_text(x) for x in ticks], minor=False)
+    place.set_xticks(ticks, [length_text(x) for x in ticks])
     place.minorticks_off()
     return handles

@@ -276,7 +276,7 @@ def reason_notes(table: Sequence[Sequence[Cell]], labels: Sequence[str]) -> list
 
 
 def _plan_notes(table: Sequence[Sequence[Cell]], labels: Sequence[str]) -> list[str]:
-    """What providers say of their calls, and the tiles that ran, of which cases."""
+    """Return the notes of providers and the tiles that ran, each with the cases it is for."""
     found: dict[tuple[str, str], list[str]] = {}
     for cells, label in zip(table, labels, strict=True):
         for cell in cells:

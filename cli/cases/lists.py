@@ -63,7 +63,7 @@ class CommaList(click.ParamType, Generic[T]):
 
 
 def completed(choices: Sequence[str], incomplete: str) -> list[CompletionItem]:
-    """Lists that end in one of the choices, where the last item of a list is incomplete."""
+    """Return the lists that an incomplete one may become, each with a choice as its last item."""
     before, comma, last = incomplete.rpartition(",")
     given = before.split(",")
     return [

@@ -237,12 +237,12 @@ def cases_from(shape: dict[str, Any], defaults: Mapping[str, Sequence[Any]]) -> 
 
 
 def _swept(given: dict[str, Any]) -> list[Case]:
-    """Every combination.
+    """Return every combination as a case.
 
     Raises
     ------
     click.UsageError
-        If query heads cannot be grouped; the library's message is about arrays.
+        If query heads cannot be grouped. The library's message would name arrays.
     """
     cases = sweep(**given)
     for case in cases:

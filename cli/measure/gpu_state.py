@@ -77,7 +77,7 @@ class GpuState:
 
     @property
     def unreliable(self) -> str | None:
-        """Why ratios of times are not reliable, or None if they are."""
+        """Reason why ratios of times are not reliable; None if they are reliable."""
         if self.busy_before <= _BUSY:
             return None
         return f"the GPU was {self.busy_before:.0f}% busy before the run"
@@ -124,7 +124,7 @@ class CpuState:
 
     @property
     def unreliable(self) -> str | None:
-        """Why ratios of times are not reliable, or None if they are."""
+        """Reason why ratios of times are not reliable; None if they are reliable."""
         if self.others is None or self.others <= _BUSY:
             return None
         return f"others used {self.others:.0f}% of the CPU"
@@ -220,16 +220,21 @@ def watched(bus_id: str | None) -> Iterator[GpuWatch | CpuWatch]:
 
 
 def bus_id() -> str:
-    """PCI bus id of the current GPU."""
+    """Return the PCI bus id of the current GPU."""
     import cupy
 
     return str(cupy.cuda.Device().pci_bus_id)
 
 
 def busy_before(gpu: str) -> str | None:
-    """Why times that are taken from now on are not reliable: the GPU of this bus id is busy.
+    """Return why times that are taken from now on are not reliable.
 
-    None if the GPU is idle, or without nvidia-smi.
+    None if the GPU is idle, and without nvidia-smi.
+
+    Parameters
+    ----------
+    gpu
+        PCI bus id of the GPU.
     """
     program = shutil.which("nvidia-smi")
     if program is None:

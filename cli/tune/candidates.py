@@ -127,11 +127,11 @@ class Candidate:
 
     @property
     def result(self) -> dict[str, Any]:
-        """What came of it, for `take`."""
+        """Results of its check and of its race, for `take`."""
         return {name: getattr(self, name) for name in _RESULT}
 
     def take(self, result: Mapping[str, Any]) -> None:
-        """Note what came of another candidate, or of this one in a sweep that was interrupted."""
+        """Take over the results of another candidate, or of this one in an interrupted sweep."""
         for name in _RESULT:
             setattr(self, name, result[name])
 

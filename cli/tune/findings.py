@@ -19,7 +19,7 @@ from .candidates import Candidate
 from .journal import Finding
 from .sweep import Sweep
 
-# Below tables of classes, whose sizes are not those of the cases.
+# The note is printed below tables of classes, whose sizes differ from those of the cases.
 CLASS_NOTE = "class: sizes rounded to powers of four, so that a case of s96 is of class s64."
 
 
@@ -258,7 +258,7 @@ def print_findings(findings: Sequence[Finding], title: str) -> None:
 
 
 def _kept_text(row: Mapping[str, Any]) -> str:
-    # Journals from before there was a reason do not say.
+    # Journals of earlier versions hold no reason.
     return "yes" if row["stored"] else "no" if row.get("not_stored") else ""
 
 

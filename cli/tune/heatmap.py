@@ -78,7 +78,7 @@ class HeatMap:
 
     @property
     def best(self) -> Size:
-        """The size with the highest rate, out of those that were timed to the end."""
+        """Size with the highest rate among those that were timed to the end."""
         to_the_end = (size for size in self.rates if size not in self.early)
         return max(to_the_end, key=self.rates.__getitem__)
 

@@ -37,7 +37,7 @@ class TuneJob:
     last
         The sweep that runs, or ran last; None if none did.
     gpu_busy
-        Why times on the GPU are not reliable; None if they are, or on the CPU.
+        Reason why times on the GPU are not reliable; None if they are reliable, and on the CPU.
     """
 
     sweeps: list[Sweep]
@@ -179,7 +179,7 @@ class TuneJob:
         return unreliable()
 
     def _settled(self, finding: Finding) -> Finding:
-        """The finding, with whether this command or an earlier one saves its tile, or why not."""
+        """Return the finding with whether a command saves or saved its tile, and if not, why."""
         if finding["stored"] or not finding["won"]:
             return finding
         why = why_not_saved(finding, self.saver)

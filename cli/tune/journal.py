@@ -37,10 +37,7 @@ class Journal:
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        """Read what an interrupted sweep of these settings left; forget a complete one.
-
-        Where the file cannot be written a line on stderr says so, and nothing is kept.
-        """
+        """Read what an interrupted sweep of these settings left; the file stays as it is."""
         text = json.dumps(settings, sort_keys=True)
         name = hashlib.sha256(text.encode()).hexdigest()[:16]
         self.path = folder() / f"{name}.jsonl"
@@ -54,6 +51,14 @@ class Journal:
                 if "class_begun" in line and line["class_begun"] not in self.found:
                     self.begun.setdefault(line["class_begun"], {})[line["tile"]] = line
         self.is_kept = True
+        self._is_begun = False
+
+    def _begin(self) -> None:
+        """Write the results of the interrupted sweep over what the file held.
+
+        If the file cannot be written, a line on stderr says so, and nothing is kept.
+        """
+        self._is_begun = True
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             tiles = itertools.chain.from_iterable(each.values() for each in self.begun.values())
@@ -68,8 +73,8 @@ class Journal:
 
     def add(self, finding: Finding) -> None:
         """Note what was found for a class."""
-        self.found[finding["problem_class"]] = finding
         self._append(finding)
+        self.found[finding["problem_class"]] = finding
 
     def add_tile(
         self, problem_class: str, tile: str, result: Mapping[str, Any], unreliable: str | None
@@ -83,6 +88,8 @@ class Journal:
         self._append({"complete": True})
 
     def _append(self, line: Mapping[str, Any]) -> None:
+        if not self._is_begun:
+            self._begin()
         if not self.is_kept:
             return
         with self.path.open("a", encoding="utf-8") as file:

@@ -95,7 +95,7 @@ class Saver:
 
 
 def why_not_saved(finding: Finding, saver: Saver | None) -> str | None:
-    """Why a finding neither saves a tile nor removes one, or None if it may.
+    """Return why a finding neither saves a tile nor removes one, or None if it may.
 
     `saver` is None if nothing is to be saved.
     """

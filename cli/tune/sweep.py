@@ -190,8 +190,8 @@ Note = Callable[[Sequence[Candidate]], None]
 def measure(sweep: Sweep, settings: Settings, live: Live, note: Note) -> None:
     """Check every candidate that was not dropped, then race those that passed.
 
-    What an earlier sweep measured is not measured again. `note` is called with candidates whose
-    check or time has just become known.
+    Tiles that an interrupted sweep measured are not measured again. `note` is called with
+    candidates as soon as their check or their time is known.
     """
     on_gpu = sweep.candidates[0].plan.device is not None
     cases = [weighted.case for weighted in sweep.group.cases]

@@ -240,11 +240,10 @@ def tune(
             "busy while it was timed. Tune again when it is idle; --force saves nonetheless.",
             err=True,
         )
-        ctx.exit(1)
-    if any(finding["failed"] for finding in found):
+    failed = any(finding["failed"] for finding in found)
+    if failed:
         click.echo("!: a tile's result is not that of the reference; it was not saved.", err=True)
-        ctx.exit(1)
-    if all(finding["best_tile"] is None for finding in found):
+    if busy or failed or all(finding["best_tile"] is None for finding in found):
         ctx.exit(1)
 
 

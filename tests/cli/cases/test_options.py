@@ -82,7 +82,7 @@ def test_a_description_names_only_what_differs() -> None:
 
 
 def completions(*words: str) -> list[str]:
-    """What a shell offers for the last word."""
+    """Return what a shell offers for the last word."""
     complete = ShellComplete(main, {}, "cupy-flash", "_CUPY_FLASH_COMPLETE")
     return [item.value for item in complete.get_completions(list(words[:-1]), words[-1])]
 

@@ -75,6 +75,7 @@ def test_a_line_that_was_cut_short_is_left_out(rest: str) -> None:
 
 def test_a_journal_of_bytes_that_are_no_text_starts_anew() -> None:
     path = Journal(SETTINGS).path
+    path.parent.mkdir()
     path.write_bytes(b"\xff\xfe{")
 
     assert Journal(SETTINGS).found == {}

@@ -783,7 +783,7 @@ def test_an_interrupted_sweep_of_one_class_goes_on_where_it_was(
             raise KeyboardInterrupt
         return good(tile, rows)
 
-    # What an uninterrupted sweep does.
+    # An uninterrupted sweep is the measure.
     on_cpu(*SHAPE)
     whole, tiles = len(clock.timed), len(checked)
     tuning.clear()
@@ -823,7 +823,9 @@ def test_the_record_of_an_interrupted_sweep_is_gone_on_with(
     assert first.exit_code == 130
     assert second.exit_code == 0
     assert all(row["rounds"] for row in rows_of(path))
+    # A command that is refused leaves what was found.
     assert "exists; --force overwrites it" in refused(on_cpu(*SHAPE, "--output", path))
+    assert "1 of 1 classes keep a tile of their own." in tune("--report").stdout
 
 
 def test_the_table_of_an_interrupted_sweep_says_that_nothing_is_saved(

@@ -223,7 +223,11 @@ def tune(
         else:
             print_findings(job.found, name)
 
-    with report.kept(output, rows, lambda: environment.metadata(name), show) as save:
+    def head() -> dict[str, Any]:
+        reasons = filter(None, (finding["unreliable"] for finding in job.found))
+        return environment.metadata(name) | {"unreliable": next(reasons, None)}
+
+    with report.kept(output, rows, head, show) as save:
         job.run(workers, rows, save)
     found = job.found
     # Also what an earlier, interrupted command found.

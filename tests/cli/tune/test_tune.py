@@ -308,13 +308,16 @@ def test_on_a_busy_cpu_nothing_is_saved_and_nothing_removed(
 
 
 def test_on_a_busy_cpu_a_tile_is_saved_by_force(
-    home: Path, clock: FakeTimer, cpu: Callable[[float], None]
+    home: Path, clock: FakeTimer, cpu: Callable[[float], None], tmp_path: Path
 ) -> None:
     cpu(97.0)
-    refusal = on_cpu(*SHAPE)
+    path = tmp_path / "rows.json"
+    refusal = on_cpu(*SHAPE, "--output", path)
     result = on_cpu(*SHAPE, "--force")
+    head = json.loads(path.read_text(encoding="utf-8"))["metadata"]
 
     assert "+100.0% over the default, not saved: others used 97% of the CPU." in refusal.stdout
+    assert head["unreliable"] == "others used 97% of the CPU"
     assert result.exit_code == 0
     assert "The best tile: +100.0% over the default, saved." in result.stdout
     assert len(saved(home)) == 1

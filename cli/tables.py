@@ -20,7 +20,7 @@ from .build.kernel_sets import problem_of_class
 from .cases.options import writable_path
 from .errors import NamedCommands
 from .records import environment, report
-from .tune.findings import is_stale
+from .tune.findings import CLASS_NOTE, class_text, is_stale
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
@@ -97,8 +97,13 @@ def import_entries(file: Path) -> None:
 
 @tables.command()
 def clear() -> None:
-    """Remove the user's own table."""
-    click.echo(f"{_entries(tuning.clear())} removed")
+    """Remove the user's own table; one that cannot be read is kept under another name."""
+    try:
+        click.echo(f"{_entries(tuning.clear())} removed")
+    except tuning.TableError:
+        path = tuning.user_table_path()
+        with tuning.locked(path):
+            click.echo(f"{path} cannot be read; kept as {tuning.set_aside(path)}")
 
 
 def why_not(entry: Entry) -> str | None:
@@ -158,8 +163,7 @@ def _show(path: Path, entries: Sequence[Entry]) -> None:
     rows = [
         {
             "gpu": entry.gpu,
-            "family": entry.family,
-            "class": entry.problem_class,
+            "class": f"{entry.family} {class_text(entry.problem_class)}",
             "tile": " ".join(f"{name}={value}" for name, value in entry.tile.items()),
             "tflops": entry.tflops,
             "stale": "stale" if is_stale(entry) else "",
@@ -168,12 +172,13 @@ def _show(path: Path, entries: Sequence[Entry]) -> None:
     ]
     columns = [
         report.Column("GPU", lambda row: row["gpu"], numeric=False),
-        report.Column("class", lambda row: f"{row['family']} {row['class']}", numeric=False),
+        report.Column("class", lambda row: row["class"], numeric=False),
         report.Column("tile", lambda row: row["tile"], numeric=False),
         report.rate_column(rows),
         report.Column("", lambda row: row["stale"], numeric=False),
     ]
     out = report.console()
     report.print_table(out, f"{len(entries)} saved in {path}", columns, [rows])
+    report.print_notes(out, [CLASS_NOTE])
     if any(row["stale"] for row in rows):
         report.print_notes(out, ["stale: tuned on other kernel sources, no longer used"])

@@ -35,7 +35,7 @@ from ..cases.options import (
     tile_request,
 )
 from ..measure.check import Coverage
-from ..measure.gpu_state import watched
+from ..measure.gpu_state import bus_id, watched
 from ..measure.runner import Cell, Runner, Settings, first_line, set_speedups, too_large
 from ..measure.timing import copy_rate
 from ..providers import providers
@@ -141,7 +141,9 @@ def _refuse_hopeless_tile(cases: Sequence[Case], chosen: Sequence[Provider]) -> 
         raise click.UsageError(str(reasons[0]))
 
 
-_PROVIDERS: CommaList[str] = CommaList(str, "a provider", "cupy_flash,torch-flash")
+_PROVIDERS: CommaList[str] = CommaList(
+    str, "a provider", "cupy_flash,torch-flash", providers.names()
+)
 
 
 def _provider_names(
@@ -314,6 +316,7 @@ def bench(
             ),
             "gpu_state": watch.state.as_record() if on_gpu else None,
             "cpu_state": None if on_gpu else watch.state.as_record(),
+            "unreliable": watch.state.unreliable,
             "preset": preset,
             "input": path.name if path else None,
             "seed": seed,
@@ -328,18 +331,34 @@ def bench(
 
     def show() -> None:
         table, checks, by_case = zip(*done, strict=True)
-        notes = watch.state.notes()
+        state = watch.state
+        notes = state.notes()
         if named and preset == "crossover":
             print_crossover(table, f"{device}\n{named.title}", notes)
             return
         found = [check for check in checks if check]
-        print_cells(table, by_case, found, device, compared, settings, named, notes, copied)
+        print_cells(
+            table,
+            by_case,
+            found,
+            device,
+            compared,
+            settings,
+            named,
+            notes,
+            copied,
+            unreliable=state.unreliable,
+        )
         if preset == "memory":
             print_memory(table)
 
     keeping = report.kept(output, rows, head, show)
-    watching = watched(_bus_id() if on_gpu else None)
-    with keeping as save, watching as watch, report.progress("bench", len(cases)) as advance:
+    watching = watched(bus_id() if on_gpu else None)
+    with (
+        keeping as save,
+        watching as watch,
+        report.progress("bench", len(cases), lines=False) as advance,
+    ):
         if on_gpu and any(case.is_cached for case in cases):
             copied = _copy_rate()
         for case, label in zip(cases, describe(cases)[1], strict=True):
@@ -375,12 +394,6 @@ def _copy_rate() -> float | None:
     finally:
         with contextlib.suppress(RuntimeError):
             providers.release_memory()
-
-
-def _bus_id() -> str:
-    import cupy
-
-    return str(cupy.cuda.Device().pci_bus_id)
 
 
 def _inputs(case: Case, file: InputFile | None, seed: int, *, on_gpu: bool) -> Inputs | str:

@@ -195,6 +195,11 @@ def _print(
         "change: of speed, above 0 where B is faster. It counts beyond "
         f"{threshold:g}% and where the interquartile ranges do not overlap."
     ]
+    notes += [
+        f"! {letter}: {head['unreliable']}; ratios are not reliable"
+        for letter, head in zip("AB", heads, strict=True)
+        if head.get("unreliable")
+    ]
     notes += _lost(changes) + _differences(heads, changes) + _unmatched(tables)
     report.print_notes(out, notes)
     out.print()

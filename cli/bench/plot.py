@@ -12,12 +12,14 @@ import click
 from ..cases.cases import Case, sequences_text
 from ..cases.options import writable_path
 from ..records import records, report
-from ..records.figures import COLOURS, SUFFIXES, figure, why_no_figures
+from ..records.figures import COLOURS, SUFFIXES, SUFFIXES_TEXT, figure, why_no_figures
 
 # More bars than this in a panel become lines.
 _MOST_BARS = 30
 # Value labels stand upright where a panel has more bars than this.
 _MOST_FLAT_LABELS = 14
+# More labels than this would run into each other below a panel of lines.
+_MOST_TICKS = 12
 _USUAL = ("cupy_flash", "torch-flash", "torch-cudnn", "torch-efficient", "torch-math")
 
 
@@ -74,7 +76,7 @@ class Picture:
     required=True,
     type=click.Path(path_type=Path, dir_okay=False),
     callback=lambda ctx, param, path: writable_path(path, SUFFIXES),
-    help="The picture: a .png or .svg file.",
+    help=f"The picture: a file of {SUFFIXES_TEXT}.",
 )
 def plot(path: Path, output: Path) -> None:
     """Draw the rates in a record of 'bench', by sequence length and provider."""
@@ -141,7 +143,7 @@ def _other(case: Case, axis: Axis) -> int:
 def _panel_parts(case: Case, axis: Axis, oblong: set[int]) -> dict[str, str]:
     """Texts of what a panel's rows share; square cases stay apart from those of `oblong`."""
     other = "seqlen_k" if axis is _QUERIES else "seqlen_q"
-    mask = "causal" if case.causal else "not causal"
+    mask = "causal" if case.causal else "full"
     if case.q_offset is not None:
         mask += f", q_offset {case.q_offset}"
     heads = f"{case.heads_q} head{'s'[: case.heads_q > 1]}"
@@ -332,5 +334,10 @@ def _draw_lines(place: Any, panel: Panel, shown: Picture) -> dict[str, Any]:
         )
     if min(panel.xs) > 0:
         place.set_xscale("log", base=2)
-    place.xaxis.set_major_formatter(lambda x, _: length_text(round(x)))
+    # Labels need space: ticks are at powers of two, or at every n-th length that was measured.
+    step = -(-len(panel.xs) // _MOST_TICKS)
+    powers = [x for x in panel.xs if x & (x - 1) == 0]
+    ticks = powers if 2 <= len(powers) <= _MOST_TICKS else panel.xs[::step]
+    place.set_xticks(ticks, [length_text(x) for x in ticks])
+    place.minorticks_off()
     return handles

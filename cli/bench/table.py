@@ -78,8 +78,8 @@ def timing_text(settings: Settings, *, on_gpu: bool, backward: bool = False) -> 
     given = f"; {_UNTIMED}" if backward else ""
     if not on_gpu:
         return (
-            f"wall time of calls on cores at rest, {taken} {settings.repeats}, providers in turns"
-            f"{given}"
+            f"wall time of calls on cores at rest, {taken} {settings.repeats}, providers in turns, "
+            f"each on at most {environment.available_cpus()} threads{given}"
         )
     given += f"; {_BY_AUTOGRAD}" if backward else ""
     return (
@@ -182,10 +182,12 @@ def print_cells(
     named: Preset | None = None,
     gpu_notes: Sequence[str] = (),
     copy_rate: float | None = None,
+    unreliable: str | None = None,
 ) -> None:
     """Print the cells of every case, what to know about them, and each provider's mean speedup.
 
-    `gpu_notes` tell how the GPU fared; `copy_rate` is what it copies at, in TB/s.
+    `gpu_notes` tell how the GPU or the CPU fared, and `unreliable` why ratios are not reliable;
+    `copy_rate` is what the GPU copies at, in TB/s.
     """
     out = report.console()
     shared, labels = describe([cells[0].case for cells in table])
@@ -206,17 +208,19 @@ def print_cells(
     report.print_table(out, f"{title}{device}\n{shared}", columns, groups)
     report.print_notes(out, sorted(gpu_notes, key=lambda note: not note.startswith("!")))
     report.print_notes(out, reason_notes(table, labels))
+    report.print_notes(out, _plan_notes(table, labels))
     report.print_notes(out, _notes(flat, checks, baseline, settings, call_time=call_time))
     report.print_notes(out, _sequence_notes(flat, copy_rate))
     if named:
         report.print_notes(out, [f"{note}." for note in named.notes])
+    doubt = f" ({unreliable}; ratios are not reliable)" if unreliable else ""
     for provider in dict.fromkeys(cell.provider.name for cell in flat):
         ratios = [c.speedup for c in flat if c.provider.name == provider and c.speedup]
         if len(ratios) > 1 and [provider] != list(baseline):
             out.print(
                 f"{provider}: {statistics.geometric_mean(ratios):.3f} times as fast as "
                 f"{_best_of(baseline)} (geometric mean of {len(ratios)}), at least "
-                f"{min(ratios):.3f}",
+                f"{min(ratios):.3f}{doubt}",
                 markup=False,
             )
     for line in _page_lines(table):
@@ -269,6 +273,27 @@ def reason_notes(table: Sequence[Sequence[Cell]], labels: Sequence[str]) -> list
         reason = joined([reason for reason, _ in members])
         notes.append(f"{name}{_cases_text([c for _, c in members], len(table))}: {reason}")
     return notes
+
+
+def _plan_notes(table: Sequence[Sequence[Cell]], labels: Sequence[str]) -> list[str]:
+    """Return the notes of providers and the tiles that ran, each with the cases it is for."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for cells, label in zip(table, labels, strict=True):
+        for cell in cells:
+            for text in _plan_texts(cell):
+                found.setdefault((cell.provider.name, text), []).append(label)
+    return [
+        f"{name}{_cases_text(cases, len(table))}: {text}" for (name, text), cases in found.items()
+    ]
+
+
+def _plan_texts(cell: Cell) -> list[str]:
+    if cell.prepared is None:
+        return []
+    texts = [cell.prepared.note] if cell.prepared.note else []
+    if plan := cell.prepared.plan:
+        texts.append(f"{plan.family} {plan.tile}{_splits_text(plan)}")
+    return texts
 
 
 def _cases_text(labels: Sequence[str], cases: int) -> str:
@@ -350,15 +375,7 @@ def _notes(
     *,
     call_time: bool,
 ) -> list[str]:
-    notes = []
-    for cell in cells:
-        name = cell.provider.name
-        if cell.prepared and cell.prepared.note:
-            notes.append(f"{name}: {cell.prepared.note}")
-        if cell.prepared and cell.prepared.plan:
-            plan = cell.prepared.plan
-            notes.append(f"{name}: {plan.family} {plan.tile}{_splits_text(plan)}")
-    notes += timing_notes(cells)
+    notes = timing_notes(cells)
     if call_time:
         notes.append("call: wall time in ms of a call from an idle GPU to its end, L2 warm.")
     if settings.memory:
@@ -388,6 +405,8 @@ def _notes(
             "!: over the bound, twice the error of the naive formula in the same precision"
             + (" and a few ulps." if is_backward else ".")
         )
+    if not all(cell.provider.on_gpu for cell in cells):
+        notes.append(f"Each provider on the CPU: at most {environment.available_cpus()} threads.")
     if not settings.check:
         notes.append("Results were not checked (--skip-check).")
     return notes

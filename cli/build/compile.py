@@ -19,13 +19,11 @@ from cupy_flash.gpu.environment import (
 from cupy_flash.planning.planner import Plan
 from cupy_flash.problem.device import ARCHITECTURES, Device, device_for_arch
 
+from ..cases.lists import completed
 from ..cases.options import make_folder
 from ..records import report
 from . import kernel_sets
 from .build import Built, Job, build, write_cubin
-
-# Built for where no GPU says otherwise.
-_USUAL_ARCH = "sm_90"
 
 
 def _architectures(
@@ -48,14 +46,15 @@ def _architecture(ctx: click.Context, param: click.Parameter, given: str | None)
 
 def arch_option(command: Any, *, multiple: bool) -> Any:
     """Add `--arch`, of one or of several architectures."""
-    known = ", ".join(f"sm_{number}" for number in ARCHITECTURES)
+    names = [f"sm_{number}" for number in ARCHITECTURES]
     example = "sm_80,sm_90" if multiple else "sm_90 or 90"
     return click.option(
         "--arch",
         multiple=multiple,
         callback=_architectures if multiple else _architecture,
         metavar="sm_NN",
-        help=f"Compile for {example}, no GPU needed: {known}.",
+        shell_complete=lambda ctx, param, incomplete: completed(names, incomplete),
+        help=f"Compile for {example}, no GPU needed: {', '.join(names)}.",
     )(command)
 
 
@@ -88,8 +87,8 @@ def compile_kernels(
 ) -> None:
     """Build kernels ahead of use and report what each takes.
 
-    On a GPU the kernels go into CuPy's cache, unless --output or --arch is given. Exits with 1 if
-    one does not compile.
+    On a GPU the kernels go into CuPy's cache, unless --output or --arch is given; without one
+    --arch is required. Exits with 1 if a kernel does not compile.
     """
     if listing and output is not None:
         raise click.UsageError("--list builds nothing to write; leave out --list or --output")
@@ -103,6 +102,10 @@ def compile_kernels(
     if output is not None:
         make_folder(output)
     jobs = [kernel.job for kernel in kernels]
+    names = ", ".join(device.sm for device in devices)
+    kept = " into CuPy's cache" if load else "; not kept without --output DIR"
+    kept = kept if output is None else f" into {output}"
+    click.echo(f"Compiling {len(jobs)} kernels for {names}{kept}.", err=True)
     rows: list[dict[str, Any]] = []
     failed: list[str] = []
 
@@ -138,9 +141,13 @@ compile_kernels = arch_option(compile_kernels, multiple=True)
 
 
 def _devices(arch: Sequence[str]) -> list[Device]:
-    if not arch and gpu_unavailable() is None:
-        return [current_device()]
-    return [device_for_arch(name) for name in arch or (_USUAL_ARCH,)]
+    if arch:
+        return [device_for_arch(name) for name in arch]
+    if reason := gpu_unavailable():
+        raise click.UsageError(
+            f"no GPU to compile for ({reason}); name an architecture, for example --arch sm_90"
+        )
+    return [current_device()]
 
 
 @dataclass(frozen=True)

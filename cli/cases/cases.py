@@ -191,10 +191,8 @@ class Case:
         if not self.is_backward:
             return problem
         if self.is_cached or self.asked_splits:
-            what = "num_splits goes" if self.asked_splits else "caches go"
-            raise ValueError(
-                f"{what} with forward calls only; expected other options for gradients"
-            )
+            option = "--num-splits" if self.asked_splits else "--cache"
+            raise ValueError(f"{option} goes with forward calls only; leave out --backward")
         specs = {name: self._spec(x) for name, x in zip(ROWS, self.bshd_shapes, strict=True)}
         dout = self._spec((*specs["q"].shape[:3], self.head_dim_v))
         return with_gradient(problem, GradientSpec(ROWS, self.dtype), dout, specs)

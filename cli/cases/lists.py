@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from cupy_flash.problem.arrays import DTYPES
+from cupy_flash.problem.problem import MAX_HEAD_DIM, MAX_SEQLEN
 
-from .cases import dtype_name
+from .cases import SHORT_DTYPE, dtype_name
 
 T = TypeVar("T")
 
@@ -19,8 +22,21 @@ class CommaList(click.ParamType, Generic[T]):
 
     name = "list"
 
-    def __init__(self, item: Callable[[str], T], what: str, example: str) -> None:
-        self.item, self.what, self.example = item, what, example
+    def __init__(
+        self, item: Callable[[str], T], what: str, example: str, choices: Sequence[str] = ()
+    ) -> None:
+        """Describe the values.
+
+        Parameters
+        ----------
+        item
+            Value of a text; raises ValueError for a wrong one.
+        what, example
+            A value in words, and an example of a list.
+        choices
+            Texts that a shell completes.
+        """
+        self.item, self.what, self.example, self.choices = item, what, example, choices
 
     @property
     def wanted(self) -> str:
@@ -40,14 +56,37 @@ class CommaList(click.ParamType, Generic[T]):
                 self.fail(f"{text!r} is not {self.wanted}", param, ctx)
         return tuple(items)
 
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        return completed(self.choices, incomplete)
 
-def _bounded(low: int) -> Callable[[str], int]:
+
+def completed(choices: Sequence[str], incomplete: str) -> list[CompletionItem]:
+    """Return the lists that an incomplete one may become, each with a choice as its last item."""
+    before, comma, last = incomplete.rpartition(",")
+    given = before.split(",")
+    return [
+        CompletionItem(before + comma + choice)
+        for choice in choices
+        if choice.startswith(last) and choice not in given
+    ]
+
+
+def _bounded(low: int, high: int | None = None) -> Callable[[str], int]:
     def convert(text: str) -> int:
-        if (number := int(text)) < low:
+        number = int(text)
+        if number < low or (high is not None and number > high):
             raise ValueError(text)
         return number
 
     return convert
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(text)
+    return number
 
 
 def _one_of(*choices: str) -> Callable[[str], str]:
@@ -70,14 +109,21 @@ def _yes_no(text: str) -> bool:
 
 def names_list(choices: Sequence[str], what: str) -> CommaList[str]:
     """A list of names out of `choices`."""
-    return CommaList(_one_of(*choices), f"{what} ({', '.join(choices)})", choices[0])
+    return CommaList(_one_of(*choices), f"{what} ({', '.join(choices)})", choices[0], choices)
 
 
 COUNTS = CommaList(_bounded(0), "a whole number from 0", "1,2,4")
 HEADS = CommaList(_bounded(1), "a whole number from 1", "8,16")
-INTEGERS = CommaList(int, "a whole number", "0,128")
-FLOATS = CommaList(float, "a number", "0.125,1")
-DTYPE_LIST = CommaList(
-    lambda text: _one_of(*DTYPES)(dtype_name(text)), f"a dtype ({', '.join(DTYPES)})", DTYPES[0]
+HEAD_DIMS = CommaList(
+    _bounded(1, MAX_HEAD_DIM), f"a whole number from 1 to {MAX_HEAD_DIM}", "64,128"
 )
-FLAGS = CommaList(_yes_no, "yes or no", "no,yes")
+LENGTHS = CommaList(_bounded(0, MAX_SEQLEN), f"a whole number from 0 to {MAX_SEQLEN}", "1024,4096")
+INTEGERS = CommaList(int, "a whole number", "0,128")
+FLOATS = CommaList(_finite, "a finite number", "0.125,1")
+DTYPE_LIST = CommaList(
+    lambda text: _one_of(*DTYPES)(dtype_name(text)),
+    f"a dtype ({', '.join(DTYPES)})",
+    DTYPES[0],
+    (*DTYPES, *SHORT_DTYPE.values()),
+)
+FLAGS = CommaList(_yes_no, "yes or no", "no,yes", tuple(_YES_NO))

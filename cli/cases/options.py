@@ -20,7 +20,17 @@ from cupy_flash.problem.problem import MAX_SEQLEN
 from ..errors import library_errors_as_usage
 from ..records import report
 from .cases import SHORT_DTYPE, Case, sweep
-from .lists import COUNTS, DTYPE_LIST, FLAGS, FLOATS, HEADS, INTEGERS, names_list
+from .lists import (
+    COUNTS,
+    DTYPE_LIST,
+    FLAGS,
+    FLOATS,
+    HEAD_DIMS,
+    HEADS,
+    INTEGERS,
+    LENGTHS,
+    names_list,
+)
 from .sequences import long_tail
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -69,12 +79,12 @@ FINITE = Number()
 SIZES = ("batch", "seqlen_q", "seqlen_k", "heads", "kv_heads", "head_dim", "head_dim_v")
 _SHAPE_OPTIONS: dict[str, tuple[click.ParamType, str]] = {
     "batch": (COUNTS, "Batch sizes."),
-    "seqlen_q": (COUNTS, "Query rows."),
-    "seqlen_k": (COUNTS, "Key and value rows; --seqlen-q if left out."),
+    "seqlen_q": (LENGTHS, "Query rows."),
+    "seqlen_k": (LENGTHS, "Key and value rows; --seqlen-q if left out."),
     "heads": (HEADS, "Query heads."),
     "kv_heads": (HEADS, "Key and value heads; --heads if left out."),
-    "head_dim": (HEADS, "Width of queries and keys, 1 to 576."),
-    "head_dim_v": (HEADS, "Width of values; --head-dim if left out."),
+    "head_dim": (HEAD_DIMS, "Width of queries and keys, 1 to 576."),
+    "head_dim_v": (HEAD_DIMS, "Width of values; --head-dim if left out."),
     "dtype": (DTYPE_LIST, f"{', '.join(DTYPES)}; also {', '.join(SHORT_DTYPE.values())}."),
     "layout": (names_list(LAYOUTS, "a layout"), "bshd (default) or bhsd."),
     "causal": (FLAGS, "Causal masks; 'no,yes' for both."),
@@ -223,7 +233,24 @@ def cases_from(shape: dict[str, Any], defaults: Mapping[str, Sequence[Any]]) -> 
     defaults
         For batch, seqlen_q, heads, head_dim and dtype.
     """
-    return sweep(**_filled(shape, defaults))
+    return _swept(_filled(shape, defaults))
+
+
+def _swept(given: dict[str, Any]) -> list[Case]:
+    """Return every combination as a case.
+
+    Raises
+    ------
+    click.UsageError
+        If query heads cannot be grouped. The library's message would name arrays.
+    """
+    cases = sweep(**given)
+    for case in cases:
+        if case.heads_q % case.heads_kv:
+            raise click.UsageError(
+                f"--heads {case.heads_q} is not a multiple of --kv-heads {case.heads_kv}"
+            )
+    return cases
 
 
 def _filled(shape: Mapping[str, Any], defaults: Defaults) -> dict[str, Any]:
@@ -288,8 +315,10 @@ def sequence_cases(
     given = _filled(shape, dict(defaults) | own)
     found = []
     for case, pages, splits in itertools.product(
-        sweep(**given), sequences["page_size"] or (0,), sequences["num_splits"] or (0,)
+        _swept(given), sequences["page_size"] or (0,), sequences["num_splits"] or (0,)
     ):
+        if sequences["rotary"] and case.head_dim % 2:
+            raise click.UsageError(f"--rotary needs an even --head-dim, not {case.head_dim}")
         alike = dataclasses.replace(
             case,
             kind="cache" if cache else "varlen",
@@ -438,7 +467,30 @@ def tile_request(fields: dict[str, int | None], more: Sequence[str]) -> dict[str
 
 
 def output_option(command: Command) -> Command:
-    """Add `--output`, a file that can be written and is none that the command reads."""
+    """Add `--output`, a file that is not there yet, and `--force`, which overwrites one."""
+
+    @functools.wraps(command)
+    def without_overwriting(*arguments: Any, **options: Any) -> Any:
+        refuse_existing(options["output"], force=options.pop("force"))
+        return command(*arguments, **options)
+
+    checked: Any = without_overwriting
+    force = click.option("--force", is_flag=True, help="Overwrite an existing --output file.")
+    return overwritable_output_option(force(checked))
+
+
+def refuse_existing(output: Path | None, *, force: bool) -> None:
+    """Raise a usage error if `--output` would overwrite a record, unless it is forced to."""
+    # An empty file, as mktemp makes, and a device hold nothing to lose.
+    if output is not None and not force and output.is_file() and output.stat().st_size:
+        raise click.UsageError(f"--output {output} exists; --force overwrites it")
+
+
+def overwritable_output_option(command: Command) -> Command:
+    """Add `--output`, a file that can be written and is none that the command reads.
+
+    The command calls `refuse_existing` itself.
+    """
 
     @functools.wraps(command)
     def with_output_apart(*arguments: Any, **options: Any) -> Any:

@@ -75,6 +75,13 @@ class GpuState:
         """For the metadata of a record."""
         return asdict(self)
 
+    @property
+    def unreliable(self) -> str | None:
+        """Reason why ratios of times are not reliable; None if they are reliable."""
+        if self.busy_before <= _BUSY:
+            return None
+        return f"the GPU was {self.busy_before:.0f}% busy before the run"
+
     def notes(self) -> list[str]:
         """What a reader of the numbers should know; warnings begin with "!"."""
         found = []
@@ -115,11 +122,18 @@ class CpuState:
         """For the metadata of a record."""
         return asdict(self)
 
+    @property
+    def unreliable(self) -> str | None:
+        """Reason why ratios of times are not reliable; None if they are reliable."""
+        if self.others is None or self.others <= _BUSY:
+            return None
+        return f"others used {self.others:.0f}% of the CPU"
+
     def notes(self) -> list[str]:
         """A warning, which begins with "!", if others took much."""
-        if self.others is None or self.others <= _BUSY:
+        if self.unreliable is None:
             return []
-        return [f"! the CPU was in use: others took {self.others:.0f}% of it during the run"]
+        return [f"! {self.unreliable} during the run; ratios are not reliable"]
 
 
 class CpuWatch:
@@ -203,6 +217,30 @@ def watched(bus_id: str | None) -> Iterator[GpuWatch | CpuWatch]:
                 sampler.terminate()
         samples.seek(0)
         watch.state = summary(samples.read().splitlines(), busy, others)
+
+
+def bus_id() -> str:
+    """Return the PCI bus id of the current GPU."""
+    import cupy
+
+    return str(cupy.cuda.Device().pci_bus_id)
+
+
+def busy_before(gpu: str) -> str | None:
+    """Return why times that are taken from now on are not reliable.
+
+    None if the GPU is idle, and without nvidia-smi.
+
+    Parameters
+    ----------
+    gpu
+        PCI bus id of the GPU.
+    """
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    busy, others = _load_before([program, f"--id={gpu}"])
+    return GpuState(busy_before=busy, other_processes=others).unreliable
 
 
 def _load_before(select: Sequence[str]) -> tuple[float, int]:

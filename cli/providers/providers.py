@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
 import re
 from abc import abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from threadpoolctl import threadpool_limits
 
 from cupy_flash.families import FAMILIES
 from cupy_flash.families.schedule import Schedule
@@ -314,13 +317,16 @@ class Formula(Provider):
     def prepare(self, inputs: Inputs) -> Prepared:
         arrays = inputs.gpu if self.on_gpu else inputs.host
         case = inputs.case
+        scope: Callable[[], AbstractContextManager[Any]] = (
+            contextlib.nullcontext if self.on_gpu else _as_many_threads_as_ours
+        )
         if case.is_backward:
             naive = backward_naive if case.is_dense else backward_varlen_naive
-            return Prepared(inputs.gradient_call(naive, on_gpu=self.on_gpu))
+            return Prepared(inputs.gradient_call(naive, on_gpu=self.on_gpu), scope=scope)
         modifications = inputs.modifications(on_gpu=self.on_gpu)
         if case.is_dense:
             arguments = {**case.arguments, **modifications}
-            return Prepared(functools.partial(attention_naive, *arrays, **arguments))
+            return Prepared(functools.partial(attention_naive, *arrays, **arguments), scope=scope)
 
         def one_by_one() -> Any:
             found = [
@@ -343,7 +349,15 @@ class Formula(Provider):
             return module.concatenate([out[0] for out in found])
 
         module: Any = importlib.import_module("cupy") if self.on_gpu else np
-        return Prepared(one_by_one, note="one sequence after the other")
+        return Prepared(one_by_one, scope=scope, note="one sequence after the other")
+
+
+def _as_many_threads_as_ours() -> AbstractContextManager[Any]:
+    """Let BLAS use the CPUs that the CPU backend uses, whatever its environment variables say."""
+    limits: AbstractContextManager[Any] = threadpool_limits(
+        environment.available_cpus(), user_api="blas"
+    )
+    return limits
 
 
 def _makers() -> dict[str, Callable[[TileFields], Provider]]:

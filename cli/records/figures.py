@@ -11,7 +11,8 @@ import click
 
 from ..cases.options import Command, writable_path
 
-SUFFIXES = (".png", ".svg")
+SUFFIXES = (".png", ".svg", ".pdf")
+SUFFIXES_TEXT = ".png, .svg or .pdf"
 
 # Distinct in black and white too (by lightness) and to readers who do not see red and green apart:
 # Okabe and Ito's palette, the first for us.
@@ -24,7 +25,7 @@ def plot_option(what: str) -> Callable[[Command], Command]:
         "--plot",
         type=click.Path(path_type=Path, dir_okay=False),
         callback=_drawable,
-        help=f"Draw {what} into a .png or .svg file (needs matplotlib).",
+        help=f"Draw {what} into a file of {SUFFIXES_TEXT} (needs matplotlib).",
     )
 
 
@@ -68,10 +69,11 @@ def figure(
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    # Text stays text in an SVG, and the same data gives the same file.
+    # Text stays text in an SVG, and the same data gives the same file, in a PDF without its date.
     style: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "cupy_flash", "font.size": 9}
     with mpl.rc_context(style):
         page = Figure(figsize=(width, height), layout="constrained")
         yield page.subplots(**subplots)
-        metadata = {"Date": None} if path.suffix == ".svg" else {}
+        dates = {".svg": "Date", ".pdf": "CreationDate"}
+        metadata = {dates[suffix]: None} if (suffix := path.suffix.lower()) in dates else {}
         page.savefig(path, dpi=150, metadata=metadata)

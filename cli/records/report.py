@@ -162,11 +162,17 @@ def print_notes(out: Console, notes: Iterable[str]) -> None:
 
 
 Advance = Callable[[str], None]
+# Seconds between lines of progress.
+_LINE_SECONDS = 10
 
 
 @contextmanager
-def progress(what: str, total: int) -> Iterator[Advance]:
-    """A progress bar on stderr, where that is a terminal; call what it gives before each step."""
+def progress(what: str, total: int, *, lines: bool = True) -> Iterator[Advance]:
+    """A progress bar on stderr, where that is a terminal; call what it gives before each step.
+
+    Elsewhere there is a line each 10 seconds, unless the command writes `lines` of its own.
+    """
+    lines = lines and not sys.stderr.isatty()
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -178,12 +184,15 @@ def progress(what: str, total: int) -> Iterator[Advance]:
     )
     with bar:
         task = bar.add_task(what, total=total)
-        started = False
+        done, said = -1, time.monotonic()
 
         def advance(step: str) -> None:
-            nonlocal started
-            bar.update(task, description=f"{what}: {step}", advance=int(started))
-            started = True
+            nonlocal done, said
+            bar.update(task, description=f"{what}: {step}", advance=int(done >= 0))
+            done += 1
+            if lines and time.monotonic() - said >= _LINE_SECONDS:
+                said = time.monotonic()
+                click.echo(f"[{done}/{total}] {what}: {step}", err=True)
 
         yield advance
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from cupy_flash.families import FAMILIES
 from cupy_flash.gpu.environment import gpu_unavailable
@@ -54,6 +55,10 @@ class Limits:
         if self.max_smem is not None and shared_memory > 1024 * self.max_smem:
             return f"{shared_memory / 1024:.0f} KiB are over --max-smem"
         return None
+
+
+# Fields that measuring a candidate sets.
+_RESULT = ("max_error", "failed", "medians_ms", "rounds", "dropped")
 
 
 @dataclass
@@ -120,11 +125,15 @@ class Candidate:
             return None
         return dataclasses.replace(self.plan, resources=self.resources).blocks_per_sm()
 
-    def take_twins_result(self) -> None:
-        """Note what came of the candidate that was timed in this one's place."""
-        assert self.twin is not None
-        for name in ("max_error", "failed", "medians_ms", "rounds", "dropped"):
-            setattr(self, name, getattr(self.twin, name))
+    @property
+    def result(self) -> dict[str, Any]:
+        """Results of its check and of its race, for `take`."""
+        return {name: getattr(self, name) for name in _RESULT}
+
+    def take(self, result: Mapping[str, Any]) -> None:
+        """Take over the results of another candidate, or of this one in an interrupted sweep."""
+        for name in _RESULT:
+            setattr(self, name, result[name])
 
 
 def evenly(tiles: Sequence[Tile], default: Tile, most: int | None) -> list[Tile]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,9 @@ from ..records import environment, report
 from .candidates import Candidate
 from .journal import Finding
 from .sweep import Sweep
+
+# The note is printed below tables of classes, whose sizes differ from those of the cases.
+CLASS_NOTE = "class: sizes rounded to powers of four, so that a case of s96 is of class s64."
 
 
 def ranking_row(candidate: Candidate, rank: int) -> dict[str, Any]:
@@ -50,13 +54,20 @@ def ranking_row(candidate: Candidate, rank: int) -> dict[str, Any]:
     }
 
 
-def print_ranking(ranked: Sequence[Candidate], title: str, top: int) -> None:
-    """Print the best tiles, and why others were dropped."""
+def print_ranking(
+    ranked: Sequence[Candidate], title: str, top: int, *, is_saved: bool = False
+) -> None:
+    """Print the best tiles, and why others were dropped; the first may be marked as saved."""
     rows = [ranking_row(candidate, rank) for rank, candidate in enumerate(ranked, 1)]
     on_gpu = any(row["registers"] is not None for row in rows)
     timed = any(row["tflops"] is not None for row in rows)
     texts = [
-        {"text": report.tile_text(c.tile) + (" (default)" if c.is_default else "")} for c in ranked
+        {
+            "text": report.tile_text(c.tile)
+            + (" (default)" if c.is_default else "")
+            + (" (saved)" if is_saved and rank == 0 else "")
+        }
+        for rank, c in enumerate(ranked)
     ]
     shown = [
         row | text
@@ -96,7 +107,11 @@ def print_ranking(ranked: Sequence[Candidate], title: str, top: int) -> None:
 
 
 def finding_of(
-    sweep: Sweep, ranked: Sequence[Candidate], device: str, least_gain: float
+    sweep: Sweep,
+    ranked: Sequence[Candidate],
+    device: str,
+    least_gain: float,
+    unreliable: str | None = None,
 ) -> Finding:
     """What a sweep found, for its journal and its report.
 
@@ -108,6 +123,8 @@ def finding_of(
         Where it ran.
     least_gain
         Percent by which a tile must beat the default to be stored.
+    unreliable
+        Why its times are not reliable; None if they are.
     """
     best = ranked[0]
     default = next(c for c in sweep.candidates if c.is_default)
@@ -129,7 +146,10 @@ def finding_of(
         "best_tile": dataclasses.asdict(best.tile) if usable else None,
         "best_tflops": best.tflops if usable else None,
         "gain_percent": gained,
-        "stored": won and not is_modified,
+        "won": won,
+        "unreliable": unreliable,
+        "stored": False,
+        "not_stored": None,
         "failed": sum(candidate.failed for candidate in sweep.candidates),
         "finalists": [dataclasses.asdict(tile) for tile in sweep.finalists()],
         "date": environment.metadata(device)["date"],
@@ -172,7 +192,7 @@ def is_stale(entry: tuning.Entry) -> bool:
     return entry.digest != environment.digest_of(entry.family, entry.direction)
 
 
-def outcome_text(finding: Finding, saves: bool) -> str:
+def outcome_text(finding: Finding) -> str:
     """A finding in few words."""
     if finding["best_tile"] is None:
         return "no tile ran and passed its check"
@@ -180,7 +200,9 @@ def outcome_text(finding: Finding, saves: bool) -> str:
         return "the default"
     gain = finding["gain_percent"]
     by = "the default did not run" if gain is None else f"{gain:+.1f}% over the default"
-    return by + (", saved" if saves and finding["stored"] else "")
+    if finding["stored"]:
+        return f"{by}, saved"
+    return by + (f", not saved: {finding['not_stored']}" if finding["not_stored"] else "")
 
 
 def class_text(problem_class: str) -> str:
@@ -226,12 +248,18 @@ def print_findings(findings: Sequence[Finding], title: str) -> None:
         report.Column("best", lambda row: row["best"], numeric=False),
         rate_of("best_tflops"),
         report.Column("gain %", lambda row: report.number(row["gain_percent"], ".1f")),
-        report.Column("kept", lambda row: "yes" if row["stored"] else ""),
+        report.Column("kept", _kept_text),
     ]
     out = report.console()
     report.print_table(out, title, columns, [rows])
     legends = [report.tile_legend(f["family"], f["default_tile"]) + "." for f in findings]
-    report.print_notes(out, [*dict.fromkeys(legends), *findings_notes(findings)])
+    notes = [*dict.fromkeys(legends), CLASS_NOTE, *findings_notes(findings)]
+    report.print_notes(out, notes)
+
+
+def _kept_text(row: Mapping[str, Any]) -> str:
+    # Journals of earlier versions hold no reason.
+    return "yes" if row["stored"] else "no" if row.get("not_stored") else ""
 
 
 def findings_notes(findings: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -251,8 +279,14 @@ def findings_notes(findings: Sequence[Mapping[str, Any]]) -> list[str]:
         f"(geometric mean of {len(shares)}), at least {min(shares):.1%}.",
     ]
     if plain:
+        near = sum(not f["stored"] and not f.get("not_stored") for f in plain)
         notes.append(
             f"{stored} of {len(plain)} classes keep a tile of their own"
-            + ("; in the others the default is near enough." if stored < len(plain) else ".")
+            + (f"; in {near} the default is near enough." if near else ".")
         )
+    refused = Counter(f["not_stored"] for f in findings if f.get("not_stored"))
+    notes += [
+        f"{n} of {len(findings)} not kept, though better than the default: {why}."
+        for why, n in refused.items()
+    ]
     return notes

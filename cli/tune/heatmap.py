@@ -30,18 +30,17 @@ class HeatMap:
     title
         What was swept, on what.
     rates
-        TFLOP/s of the best tile of each (Br, Bc).
+        TFLOP/s of the best tile of each (Br, Bc), as the ranking has it.
     reasons
         Why a size in the search space has no rate.
-    best
-        The size of the sweep's best tile, if it is not the one with the highest rate: a tile that
-        left the race early may have that, from fewer repeats.
+    early
+        Sizes whose best tile left the race early: its rate is of fewer repeats.
     """
 
     title: str
     rates: Mapping[Size, float]
     reasons: Mapping[Size, str]
-    best: Size | None = None
+    early: frozenset[Size] = frozenset()
 
     @classmethod
     def of(
@@ -50,19 +49,22 @@ class HeatMap:
         """The map of a sweep's candidates and of the sizes that have no legal tile."""
         rates: dict[Size, float] = {}
         reasons = dict(illegal)
-        for candidate in candidates:
+        early = set()
+        last_round = max((candidate.rounds for candidate in candidates), default=0)
+        for candidate in ranking(candidates):
             size = (candidate.tile.Br, candidate.tile.Bc)
             if candidate.tflops is None or candidate.failed:
                 why = "wrong result" if candidate.failed else candidate.dropped or "not timed"
                 reasons.setdefault(size, why)
-            else:
-                rates[size] = max(rates.get(size, 0.0), candidate.tflops)
+            elif size not in rates:
+                rates[size] = candidate.tflops
+                if candidate.rounds < last_round:
+                    early.add(size)
         sizes = rates.keys() | reasons.keys()
         for size in itertools.product({Br for Br, _ in sizes}, {Bc for _, Bc in sizes}):
             reasons.setdefault(size, "not tried")
         without = {size: why for size, why in reasons.items() if size not in rates}
-        ranked = [c.tile for c in ranking(candidates) if c.tflops is not None and not c.failed]
-        return cls(title, rates, without, (ranked[0].Br, ranked[0].Bc) if ranked else None)
+        return cls(title, rates, without, frozenset(early))
 
     @property
     def rows(self) -> list[int]:
@@ -73,6 +75,12 @@ class HeatMap:
     def columns(self) -> list[int]:
         """Bc of the columns."""
         return sorted({size[1] for size in (*self.rates, *self.reasons)})
+
+    @property
+    def best(self) -> Size:
+        """Size with the highest rate among those that were timed to the end."""
+        to_the_end = (size for size in self.rates if size not in self.early)
+        return max(to_the_end, key=self.rates.__getitem__)
 
     @property
     def unit(self) -> tuple[str, float]:
@@ -104,11 +112,10 @@ def _colour(share: float) -> tuple[int, int, int]:
 
 
 def print_heat_map(out: Console, heat: HeatMap) -> None:
-    """Print the map: the best tile's size is marked by a star, sizes without one by a letter."""
+    """Print the map: a star marks the best tile's size, a letter a size that has no rate."""
     if not heat.rates:
         return
-    best, worst = max(heat.rates.values()), min(heat.rates.values())
-    starred = heat.best or max(heat.rates, key=heat.rates.__getitem__)
+    best, worst = heat.rates[heat.best], min(heat.rates.values())
     legend = heat.legend()
     grid = [[Text("Br\\Bc"), *(Text(str(Bc)) for Bc in heat.columns)]]
     for Br in heat.rows:
@@ -119,8 +126,9 @@ def print_heat_map(out: Console, heat: HeatMap) -> None:
                 reason = heat.reasons.get((Br, Bc))
                 cells.append(Text(legend.get(_kind(reason), "?") if reason else "", style="dim"))
             else:
-                star = "*" if (Br, Bc) == starred else ""
-                cells.append(Text(star + heat.rate_text(rate), style=_style(rate, worst, best)))
+                size = (Br, Bc)
+                mark = "*" if size == heat.best else "~" if size in heat.early else ""
+                cells.append(Text(mark + heat.rate_text(rate), style=_style(rate, worst, best)))
         grid.append(cells)
     widths = [max(_LEAST_WIDTH, *map(len, column)) for column in zip(*grid, strict=True)]
     unit = heat.unit[0]
@@ -130,6 +138,8 @@ def print_heat_map(out: Console, heat: HeatMap) -> None:
             cell.align("right", width)
         # A map that is wider than the terminal is left whole.
         out.print(Text(" ").join(cells), soft_wrap=True)
+    if heat.early:
+        out.print("~: left the race early, a rate of fewer repeats", markup=False)
     for kind, letter in legend.items():
         out.print(f"{letter}: {kind}", markup=False)
 

@@ -14,14 +14,18 @@ from cupy_flash.problem.device import Device
 
 from ..build.build import Builder
 from ..cases.workload import Group
+from ..measure.gpu_state import CpuWatch, bus_id, busy_before
 from ..records import environment
-from .candidates import Limits
+from .candidates import Candidate, Limits
 from .findings import class_text, finding_of, outcome_text, ranking_row
 from .journal import Finding, Journal
 from .live import Live
 from .race import ranking
-from .saver import Saver
+from .saver import Saver, why_not_saved
 from .sweep import Compilation, Settings, Sweep, measure, prebuilt_from, shorten, twin_class
+
+# Journals with other fields are not gone on with.
+_JOURNAL_VERSION = 2
 
 
 @dataclasses.dataclass
@@ -32,6 +36,8 @@ class TuneJob:
     ----------
     last
         The sweep that runs, or ran last; None if none did.
+    gpu_busy
+        Reason why times on the GPU are not reliable; None if they are reliable, and on the CPU.
     """
 
     sweeps: list[Sweep]
@@ -43,9 +49,15 @@ class TuneJob:
     saver: Saver | None
     journal: Journal = dataclasses.field(init=False)
     last: Sweep | None = None
+    gpu_busy: str | None = None
 
     def __post_init__(self) -> None:
         self.journal = Journal(self._identity())
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether an interrupted job left something to go on with."""
+        return bool(self.journal.found or self.journal.begun)
 
     @property
     def only(self) -> Sweep | None:
@@ -72,8 +84,18 @@ class TuneJob:
     ) -> None:
         """Run what is left to do; put into `rows`, and have saved, what was found so far."""
         journal = self.journal
-        if journal.found:
-            click.echo(f"Going on: {len(journal.found)} of {len(self.sweeps)} are done.", err=True)
+        if self.goes_on:
+            tiles = sum(map(len, journal.begun.values()))
+            begun = f", and {tiles} tiles of the next are checked" if tiles else ""
+            done = f"{len(journal.found)} of {len(self.sweeps)} are done"
+            click.echo(f"Going on: {done}{begun}.", err=True)
+        for finding in self.found:
+            # An earlier command may have been a dry run, or one on a busy machine.
+            if (now := self._settled(finding)) != finding:
+                journal.add(now)
+        if self.device is not None:
+            # Before this process keeps the GPU busy.
+            self.gpu_busy = busy_before(bus_id())
 
         def note() -> None:
             rows[:] = self.rows()
@@ -102,6 +124,7 @@ class TuneJob:
     def _identity(self) -> dict[str, Any]:
         kernels = sorted({(sweep.family, sweep.direction) for sweep in self.sweeps})
         return {
+            "journal_version": _JOURNAL_VERSION,
             "device": self.name,
             "digests": [[*each, environment.digest_of(*each)] for each in kernels],
             "versions": environment.versions(),
@@ -125,13 +148,42 @@ class TuneJob:
             shorten(sweep, _finalists(self.sweeps, journal))
             if compilation:
                 compilation.finish(sweep.candidates, live)
-            measure(sweep, self.settings, live)
+            unreliable = self._measure(sweep, live)
             ranked = ranking(sweep.candidates)
-            finding = finding_of(sweep, ranked, self.name, self.min_gain)
+            finding = finding_of(sweep, ranked, self.name, self.min_gain, unreliable)
+            finding = self._settled(finding)
             journal.add(finding)
             if self.saver:
                 self.saver.save([finding])
-            live.end(outcome_text(finding, saves=False))
+            live.end(outcome_text(finding))
+
+    def _measure(self, sweep: Sweep, live: Live) -> str | None:
+        """Measure what is left of a sweep; return why its times are not reliable, or None."""
+        name = sweep.group.problem_class
+        begun = self.journal.begun.get(name, {})
+        for candidate in sweep.candidates:
+            if result := begun.get(str(candidate.tile)):
+                candidate.take(result)
+        before = next(filter(None, (line["unreliable"] for line in begun.values())), None)
+        watch = CpuWatch()
+
+        def unreliable() -> str | None:
+            return before or (watch.state.unreliable if self.device is None else self.gpu_busy)
+
+        def note(lot: Sequence[Candidate]) -> None:
+            for candidate in lot:
+                tile = str(candidate.tile)
+                self.journal.add_tile(name, tile, candidate.result, unreliable())
+
+        measure(sweep, self.settings, live, note)
+        return unreliable()
+
+    def _settled(self, finding: Finding) -> Finding:
+        """Return the finding with whether a command saves or saved its tile, and if not, why."""
+        if finding["stored"] or not finding["won"]:
+            return finding
+        why = why_not_saved(finding, self.saver)
+        return finding | {"stored": why is None, "not_stored": why}
 
     def _comes_after_its_twin(self, sweep: Sweep, classes: set[str]) -> bool:
         twin = twin_class(sweep.group.problem_class)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,26 +27,43 @@ class Journal:
     """The findings of one sweep, by problem class.
 
     A sweep is known by its settings: with others, or other kernel sources, it is another one.
+
+    Attributes
+    ----------
+    found
+        Findings of the classes that are done.
+    begun
+        Results of the tiles of a class that is not done, by class and by the tile's text.
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        """Read what an interrupted sweep of these settings left; forget a complete one.
-
-        Where the file cannot be written a line on stderr says so, and nothing is kept.
-        """
+        """Read what an interrupted sweep of these settings left; the file stays as it is."""
         text = json.dumps(settings, sort_keys=True)
         name = hashlib.sha256(text.encode()).hexdigest()[:16]
         self.path = folder() / f"{name}.jsonl"
         lines = _lines(self.path)
         complete = bool(lines) and lines[-1].get("complete", False)
         self.found: dict[str, Finding] = {}
+        self.begun: dict[str, dict[str, Finding]] = {}
         if not complete:
             self.found = {line["problem_class"]: line for line in lines if "problem_class" in line}
+            for line in lines:
+                if "class_begun" in line and line["class_begun"] not in self.found:
+                    self.begun.setdefault(line["class_begun"], {})[line["tile"]] = line
         self.is_kept = True
+        self._is_begun = False
+
+    def _begin(self) -> None:
+        """Write the results of the interrupted sweep over what the file held.
+
+        If the file cannot be written, a line on stderr says so, and nothing is kept.
+        """
+        self._is_begun = True
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            kept = "".join(json.dumps(finding) + "\n" for finding in self.found.values())
-            write_whole(self.path, kept.encode())
+            tiles = itertools.chain.from_iterable(each.values() for each in self.begun.values())
+            kept = (json.dumps(line) + "\n" for line in (*self.found.values(), *tiles))
+            write_whole(self.path, "".join(kept).encode())
         except OSError as error:
             self.is_kept = False
             click.echo(
@@ -55,14 +73,23 @@ class Journal:
 
     def add(self, finding: Finding) -> None:
         """Note what was found for a class."""
-        self.found[finding["problem_class"]] = finding
         self._append(finding)
+        self.found[finding["problem_class"]] = finding
+
+    def add_tile(
+        self, problem_class: str, tile: str, result: Mapping[str, Any], unreliable: str | None
+    ) -> None:
+        """Note what came of a tile so far, of a class that is not done."""
+        line = {"class_begun": problem_class, "tile": tile, "unreliable": unreliable, **result}
+        self._append(line)
 
     def finish(self) -> None:
         """Note that the sweep is complete: the next one of its settings starts anew."""
         self._append({"complete": True})
 
     def _append(self, line: Mapping[str, Any]) -> None:
+        if not self._is_begun:
+            self._begin()
         if not self.is_kept:
             return
         with self.path.open("a", encoding="utf-8") as file:

@@ -47,6 +47,8 @@ def race(
 ) -> None:
     """Time candidates in rounds; the default one stays to the end.
 
+    Lots that were timed before, in a race that was interrupted, are not timed again.
+
     Parameters
     ----------
     candidates
@@ -62,11 +64,15 @@ def race(
     for number, each in enumerate(plan, 1):
         lots = _lots(running) if number == 1 else [running] if running else []
         for lot in lots:
+            if all(candidate.rounds >= number for candidate in lot):
+                continue
             measure(lot, each.repeats)
             for candidate in lot:
                 candidate.rounds = number
             advance(lot)
-        running = _best(running, max(each.least, round(each.share * len(running))))
+        # The times of an earlier round, by which these were chosen, are gone.
+        chosen = [candidate for candidate in running if candidate.rounds > number]
+        running = chosen or _best(running, max(each.least, round(each.share * len(running))))
 
 
 def _lots(candidates: list[Candidate]) -> list[list[Candidate]]:

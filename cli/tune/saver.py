@@ -46,6 +46,8 @@ class Saver:
         Whether an entry goes where the default is now the best: a sweep of some tiles cannot tell.
     command
         For people who read the file.
+    force
+        Whether to save also what was measured on a busy machine.
     removed
         Entries that went so far.
     """
@@ -54,12 +56,13 @@ class Saver:
     device: Device | None
     removes: bool
     command: str
+    force: bool = False
     removed: int = 0
 
     def save(self, found: Sequence[Finding]) -> str:
         """Save the findings of calls without modifications; return what was done, as text."""
         path = self.table or tuning.user_table_path()
-        usable = [f for f in found if f["best_tile"] is not None and not f.get("modified")]
+        usable = [f for f in found if f["best_tile"] is not None and not why_not_saved(f, self)]
         won = [entry_of(finding, self.device) for finding in usable if finding["stored"]]
         lost = [f for f in usable if self.removes and not f["stored"]]
         kept = [entry_of(f, self.device, "default") for f in lost if self._is_overruled(f)]
@@ -89,3 +92,15 @@ class Saver:
         key = (finding["family"], finding["kernel_digest"], finding["problem_class"])
         other = tuning.lookup_class(self.device, *key, but_own=True)
         return other is not None and other.tile != finding["default_tile"]
+
+
+def why_not_saved(finding: Finding, saver: Saver | None) -> str | None:
+    """Return why a finding neither saves a tile nor removes one, or None if it may.
+
+    `saver` is None if nothing is to be saved.
+    """
+    if finding.get("modified"):
+        return "with modifications"
+    if saver is None:
+        return "--dry-run"
+    return None if saver.force else finding.get("unreliable")

@@ -184,10 +184,15 @@ def prebuilt_from(folder: Path) -> Iterator[None]:
 
 
 CallOf = Callable[[Candidate, int], Callable[[], Any]]
+Note = Callable[[Sequence[Candidate]], None]
 
 
-def measure(sweep: Sweep, settings: Settings, live: Live) -> None:
-    """Check every candidate that was not dropped, then race those that passed."""
+def measure(sweep: Sweep, settings: Settings, live: Live, note: Note) -> None:
+    """Check every candidate that was not dropped, then race those that passed.
+
+    Tiles that an interrupted sweep measured are not measured again. `note` is called with
+    candidates as soon as their check or their time is known.
+    """
     on_gpu = sweep.candidates[0].plan.device is not None
     cases = [weighted.case for weighted in sweep.group.cases]
     try:
@@ -202,9 +207,8 @@ def measure(sweep: Sweep, settings: Settings, live: Live) -> None:
         release_memory()
         return
     timer: Timer = GpuTimer() if on_gpu else HostTimer()
-    time_all(
-        sweep.candidates, functools.partial(_call, inputs, on_gpu), checks, timer, settings, live
-    )
+    call_of = functools.partial(_call, inputs, on_gpu)
+    time_all(sweep.candidates, call_of, checks, timer, settings, live, note)
     release_memory()
 
 
@@ -226,11 +230,14 @@ def time_all(
     timer: Timer,
     settings: Settings,
     live: Live,
+    note: Note,
 ) -> None:
     """Check the candidates that were not dropped, and race those that passed."""
     running = [c for c in candidates if c.dropped is None and c.twin is None]
     for done, candidate in enumerate(running, 1):
-        _check(candidate, call_of, checks)
+        if candidate.max_error is None:
+            _check(candidate, call_of, checks)
+            note([candidate])
         live.checked(done, len(running))
     passed = [c for c in running if c.dropped is None and not c.failed]
     cases = range(len(checks))
@@ -241,10 +248,14 @@ def time_all(
         for candidate in lot:
             candidate.medians_ms = [spread(next(times)).median for _ in cases]
 
-    race(passed, rounds(settings.repeats), take_turns, live.timed)
+    def advance(lot: Sequence[Candidate]) -> None:
+        note(lot)
+        live.timed(lot)
+
+    race(passed, rounds(settings.repeats), take_turns, advance)
     for candidate in candidates:
         if candidate.twin is not None:
-            candidate.take_twins_result()
+            candidate.take(candidate.twin.result)
 
 
 def _check(candidate: Candidate, call_of: CallOf, checks: Sequence[Check | GradientCheck]) -> None:

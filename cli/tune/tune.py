@@ -22,8 +22,9 @@ from ..cases.options import (
     FINITE,
     backward_option,
     directed,
-    output_option,
+    overwritable_output_option,
     refuse_cases,
+    refuse_existing,
     sequence_cases,
     sequence_options,
     shape_options,
@@ -119,8 +120,13 @@ def _table_file(ctx: click.Context, param: click.Parameter, path: Path | None) -
     help="Save into this .json table instead of the user's.",
 )
 @click.option("--dry-run", is_flag=True, help="Save nothing.")
+@click.option(
+    "--force",
+    is_flag=True,
+    help="Save tiles that were measured on a busy machine, and overwrite an existing --output.",
+)
 @click.option("--report", "reporting", is_flag=True, help="Show what earlier sweeps found.")
-@output_option
+@overwritable_output_option
 @click.pass_context
 def tune(
     ctx: click.Context,
@@ -143,6 +149,7 @@ def tune(
     top: int,
     table: Path | None,
     dry_run: bool,
+    force: bool,
     reporting: bool,
     output: Path | None,
     arch: str | None,
@@ -152,14 +159,16 @@ def tune(
 
     Cases that share a tile are timed together. A tile is saved if it beats the family's default by
     --min-gain percent; the dispatcher then uses it for that GPU and class of problems, until the
-    family's sources change. With modifications nothing is saved. An interrupted sweep goes on where
-    it was. Exits with 1 if a tile's result fails its check.
+    family's sources change. With modifications nothing is saved, nor, without --force, on a machine
+    that others use. An interrupted sweep goes on where it was. Exits with 1 if a tile's result
+    fails its check, or if a tile is not saved because the machine was busy.
     """
     shape, sequences, mods = split_shape(options), split_sequences(options), split_mods(options)
     if reporting:
         _refuse_given(
-            ctx, set(ctx.params) - {"reporting", "output"}, "--report, which times nothing"
+            ctx, set(ctx.params) - {"reporting", "output", "force"}, "--report, which times nothing"
         )
+        refuse_existing(output, force=force)
         _report(output)
         return
     on_cpu = backend == "cpu"
@@ -193,30 +202,34 @@ def tune(
             raise click.UsageError(_no_such_size(everything, br, bc))
     if arch is not None:
         assert device is not None
+        refuse_existing(output, force=force)
         _rank_by_resources(sweeps, device, limits, workers, top, output)
         return
     saver = None
     if not dry_run and not all(are_modified):
         require_writable(table)
-        saver = Saver(table, device, limits.exclude_nothing, _command())
+        saver = Saver(table, device, limits.exclude_nothing, _command(), force=force)
     sweeps = _that_fit(sweeps)
     settings = Settings(seed, warmup, repeats)
     name = device.name if device else environment.cpu_name()
     job = TuneJob(sweeps, device, name, limits, settings, min_gain, saver)
+    # The record of a sweep that was interrupted is gone on with.
+    refuse_existing(output, force=force or job.goes_on)
     rows: list[dict[str, Any]] = []
 
     def show() -> None:
         if sweep := job.only:
-            _show(sweep, device, limits, name, top)
+            _show(sweep, next(iter(job.found), None), device, limits, name, top)
         else:
             print_findings(job.found, name)
 
-    with report.kept(output, rows, lambda: environment.metadata(name), show) as save:
+    def head() -> dict[str, Any]:
+        reasons = filter(None, (finding["unreliable"] for finding in job.found))
+        return environment.metadata(name) | {"unreliable": next(reasons, None)}
+
+    with report.kept(output, rows, head, show) as save:
         job.run(workers, rows, save)
     found = job.found
-    for finding in found if len(found) == 1 else ():
-        outcome = outcome_text(finding, saves=saver is not None)
-        click.echo(f"The best tile: {outcome}." if finding["best_tile"] else f"{outcome}.")
     # Also what an earlier, interrupted command found.
     if saver:
         click.echo(saver.save(found))
@@ -224,10 +237,17 @@ def tune(
         click.echo("Nothing saved (--dry-run).")
     if any(are_modified):
         click.echo(f"Not saved with modifications: {_NO_TABLE}.")
-    if any(finding["failed"] for finding in found):
+    busy = [f for f in found if f["not_stored"] and f["not_stored"] == f["unreliable"]]
+    if busy:
+        click.echo(
+            f"Not saved: the best tile of {len(busy)} of {len(found)} classes, as the machine was "
+            "busy while it was timed. Tune again when it is idle; --force saves nonetheless.",
+            err=True,
+        )
+    failed = any(finding["failed"] for finding in found)
+    if failed:
         click.echo("!: a tile's result is not that of the reference; it was not saved.", err=True)
-        ctx.exit(1)
-    if all(finding["best_tile"] is None for finding in found):
+    if busy or failed or all(finding["best_tile"] is None for finding in found):
         ctx.exit(1)
 
 
@@ -321,12 +341,26 @@ def _title(sweep: Sweep, device: str) -> str:
     return ", ".join(filter(None, parts))
 
 
-def _show(sweep: Sweep, device: Device | None, limits: Limits, name: str, top: int) -> None:
+def _show(
+    sweep: Sweep,
+    finding: Finding | None,
+    device: Device | None,
+    limits: Limits,
+    name: str,
+    top: int,
+) -> None:
+    """Show a sweep's tiles and what was found; without a finding the sweep is not complete."""
     title = _title(sweep, name)
-    print_ranking(ranking(sweep.candidates), title, top)
+    is_saved = finding is not None and finding["stored"]
+    print_ranking(ranking(sweep.candidates), title, top, is_saved=is_saved)
     problem = sweep.candidates[0].plan.problem
     illegal = illegal_sizes(problem, device, sweep.family, limits) if device else {}
     print_heat_map(report.console(), HeatMap.of(title, sweep.candidates, illegal))
+    if finding is None:
+        click.echo("The sweep is not complete, and nothing is saved.")
+    else:
+        outcome = outcome_text(finding)
+        click.echo(f"The best tile: {outcome}." if finding["best_tile"] else f"{outcome}.")
 
 
 def _rank_by_resources(

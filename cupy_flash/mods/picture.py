@@ -13,6 +13,7 @@ from cupy_flash.problem.tile import block_sizes
 # for more, so that they differ in black and white too.
 _PAIRS = ("#f2f2f2", "#0072B2")
 _BLOCKS = ("#f2f2f2", "#E69F00", "#0072B2")
+_MEANINGS = ("left out", "masked", "seen whole")
 
 
 def block_classes(seen: NDArray[np.bool_], block: tuple[int, int]) -> NDArray[np.int64]:
@@ -67,6 +68,8 @@ def draw(seen: NDArray[np.bool_], block: tuple[int, int] | None, ax: Any | None)
     try:
         from matplotlib.colors import ListedColormap
         from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+        from matplotlib.ticker import MaxNLocator
     except ImportError as error:
         message = "matplotlib is not installed; pip install 'cupy_flash[plot]'"
         raise ImportError(message) from error
@@ -81,6 +84,10 @@ def draw(seen: NDArray[np.bool_], block: tuple[int, int] | None, ax: Any | None)
         classes = block_classes(seen, (rows, keys))
         of_pairs = np.repeat(np.repeat(classes, rows, 0), keys, 1)[:seqlen_q, :seqlen_k]
         ax.imshow(of_pairs, cmap=ListedColormap(_BLOCKS), vmin=0, vmax=2, extent=extent)
+        patches = [Patch(color=_BLOCKS[kind], label=_MEANINGS[kind]) for kind in np.unique(classes)]
+        ax.legend(handles=patches, loc="upper left", bbox_to_anchor=(1, 1), title="blocks")
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True))
     ax.set_xlabel("key")
     ax.set_ylabel("query")
     return ax

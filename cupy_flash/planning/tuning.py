@@ -108,10 +108,11 @@ def _read(path: Path) -> tuple[list[Entry], dict[str, Any]]:
     except (OSError, ValueError, RecursionError) as error:
         # The text of an OSError names the file once more.
         why = getattr(error, "strerror", None) or error
-        raise TableError(f"{path} cannot be read as a tuned table: {why}") from error
+        raise TableError(f"{path} cannot be read as a tuned table: {why}{_mend(path)}") from error
     try:
         if data["version"] != TABLE_VERSION:
-            raise TableError(f"{path} has version {data['version']}; expected {TABLE_VERSION}")
+            version = data["version"]
+            raise TableError(f"{path} has version {version}; expected {TABLE_VERSION}{_mend(path)}")
         return [_entry(item) for item in data["entries"]], dict(data.get("made_by") or {})
     except TableError:
         raise
@@ -119,7 +120,13 @@ def _read(path: Path) -> tuple[list[Entry], dict[str, Any]]:
         what = f": {error}" if isinstance(error, ValueError) else ""
         raise TableError(
             f"{path} is not a tuned table{what}; expected what 'cupy-flash tables export' writes"
+            f"{_mend(path)}"
         ) from error
+
+
+def _mend(path: Path) -> str:
+    """Return how to mend the user's table; of other files nothing can be said."""
+    return "; 'cupy-flash tables clear' sets it aside" if path == user_table_path() else ""
 
 
 def _entry(item: dict[str, Any]) -> Entry:

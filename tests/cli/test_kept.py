@@ -92,10 +92,53 @@ def test_a_run_that_ends_before_its_first_case_leaves_the_file_as_it_was(
     path = tmp_path / "rows.json"
     path.write_text("earlier", encoding="utf-8")
     monkeypatch.setattr(runner.Runner, "run", interrupted)
-    result = CliRunner().invoke(main, ["bench", *QUICK, "--output", str(path)])
+    result = CliRunner().invoke(main, ["bench", *QUICK, "--output", str(path), "--force"])
 
     assert result.exit_code == 130
     assert path.read_text(encoding="utf-8") == "earlier"
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["bench", "roofline", "tune --backend cpu", "tune --report", "tune --arch sm_90", "compare"],
+)
+def test_a_record_is_not_overwritten_unless_forced(command: str, tmp_path: Path) -> None:
+    path, other = tmp_path / "rows.json", tmp_path / "other.json"
+    bench = ["bench", *QUICK, "--seqlen-q", "16", "--output"]
+    for each in (path, other):
+        CliRunner().invoke(main, [*bench, str(each)])
+    before = path.read_text(encoding="utf-8")
+    line = [*command.split(), "--output", str(path)]
+    if command == "compare":
+        line += [str(other), str(other)]
+    result = CliRunner().invoke(main, line)
+
+    assert result.exit_code == 2
+    assert f"--output {path} exists; --force overwrites it" in result.stderr
+    assert path.read_text(encoding="utf-8") == before
+
+
+def test_a_record_is_overwritten_by_force_and_an_empty_file_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.touch()
+    line = ["bench", *QUICK, "--seqlen-q", "16", "--output", str(path)]
+    results = [CliRunner().invoke(main, [*line, *more]) for more in ((), ("--force",))]
+
+    assert [result.exit_code for result in results] == [0, 0]
+
+
+def test_into_a_pipe_there_is_a_line_of_progress_each_ten_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(report.time, "monotonic", lambda: now[0])
+    with report.progress("compile", 30) as advance:
+        for number in range(30):
+            advance(f"kernel {number}")
+            now[0] += 4.0
+    lines = capsys.readouterr().err.splitlines()
+
+    assert lines == [f"[{n}/30] compile: kernel {n}" for n in range(3, 30, 3)]
 
 
 def test_a_disk_that_is_full_for_a_while_costs_nothing(
@@ -342,6 +385,8 @@ def test_a_compiler_that_was_killed_is_told_in_one_line(monkeypatch: pytest.Monk
     monkeypatch.setattr(kernel_sets, "default_plans", small_plans)
     result = CliRunner().invoke(main, ["compile", "--arch", "90", "--workers", "1"])
 
+    _, *told = result.stderr.splitlines()
+
     assert result.exit_code == 1
-    assert "a process that compiles was ended" in result.stderr
-    assert result.stderr.count("\n") == 1
+    assert len(told) == 1
+    assert "a process that compiles was ended" in told[0]

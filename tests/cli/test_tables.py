@@ -82,7 +82,9 @@ def test_the_users_own_table_is_listed_with_what_is_stale_marked(home: Path) -> 
     result = tables("list")
 
     assert f"2 saved in {home / 'tuned.json'}" in result.stdout
-    assert f"mma {CLASS}" in result.stdout
+    # As `tune` names classes.
+    assert "mma bf16 d128 full s4096" in result.stdout
+    assert "class: sizes rounded to powers of four, so that a case of s96" in result.stdout
     assert "Br=128 Bc=64" in result.stdout
     assert [line.endswith(" stale ") for line in result.stdout.splitlines() if GPU in line].count(
         True
@@ -277,11 +279,22 @@ def test_clearing_removes_the_users_table_and_counts(home: Path) -> None:
     assert tables("clear").stdout == "0 entries removed\n"
 
 
-def test_a_table_that_cannot_be_read_is_not_cleared(home: Path) -> None:
+def test_a_table_that_cannot_be_read_says_how_to_mend_it_and_clearing_keeps_it(home: Path) -> None:
     (home / "tuned.json").write_text("precious", encoding="utf-8")
 
-    assert "cannot be read as a tuned table" in one_line(tables("clear"), 1)
-    assert (home / "tuned.json").read_text(encoding="utf-8") == "precious"
+    told = one_line(tables("list"), 1)
+    assert told.endswith("; 'cupy-flash tables clear' sets it aside\n")
+    kept = home / "tuned.corrupt.json"
+    assert tables("clear").stdout == f"{home / 'tuned.json'} cannot be read; kept as {kept}\n"
+    assert kept.read_text(encoding="utf-8") == "precious"
+    assert "No tiles are saved" in tables("list").stdout
+
+
+def test_of_a_file_that_is_not_the_users_table_no_remedy_is_known(tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text("{", encoding="utf-8")
+
+    assert "tables clear" not in one_line(tables("list", path), 2)
 
 
 def test_a_home_that_cannot_be_written_is_reported_in_one_line(

@@ -93,6 +93,19 @@ def test_pictures_show_pairs_or_blocks() -> None:
             plot_mask(6, 6, block=block)
 
 
+def test_pictures_have_whole_numbers_on_their_axes_and_blocks_a_legend() -> None:
+    pytest.importorskip("matplotlib")
+    pairs, blocks = plot_mask(2, 3), plot_mask(6, 6, causal=True, block=(2, 4))
+    for axis in (pairs.xaxis, pairs.yaxis):
+        assert all(tick == round(tick) for tick in axis.get_majorticklocs())
+
+    assert pairs.get_legend() is None
+    texts = [text.get_text() for text in blocks.get_legend().get_texts()]
+    assert texts == ["left out", "masked", "seen whole"]
+    whole = plot_mask(6, 6, block=(2, 4)).get_legend()
+    assert [text.get_text() for text in whole.get_texts()] == ["seen whole"]
+
+
 def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.colors", None)
     with pytest.raises(ImportError, match=r"pip install 'cupy_flash\[plot\]'"):

@@ -18,17 +18,20 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from support import fake_cupy
+from threadpoolctl import threadpool_info, threadpool_limits
 
 from cupy_flash.cli.bench import bench as bench_module
 from cupy_flash.cli.bench.table import print_cells, record_row, timing_text
 from cupy_flash.cli.cases import presets
 from cupy_flash.cli.cases.cases import Case
+from cupy_flash.cli.cases.inputs import random_inputs
 from cupy_flash.cli.main import main
-from cupy_flash.cli.measure.gpu_state import GpuState, GpuWatch
+from cupy_flash.cli.measure.gpu_state import CpuState, CpuWatch, GpuState, GpuWatch
 from cupy_flash.cli.measure.runner import Cell, Settings, set_speedups
 from cupy_flash.cli.measure.timing import Spread
 from cupy_flash.cli.providers import torch_providers
 from cupy_flash.cli.providers.providers import provider
+from cupy_flash.cli.records import environment
 from cupy_flash.errors import CompileError
 from cupy_flash.planning.planner import make_plan
 
@@ -365,7 +368,7 @@ def test_a_record_says_its_version_and_how_its_times_were_taken(tmp_path: Path) 
     assert head["record_version"] == 1
     assert head["timing"] == (
         "wall time of calls on cores at rest, after 2 untimed calls, medians and quartiles of up "
-        "to 3, providers in turns"
+        f"to 3, providers in turns, each on at most {environment.available_cpus()} threads"
     )
     assert head["gpu_state"] is None
     assert {row["timed_by"] for row in data["rows"]} == {"clock"}
@@ -416,11 +419,75 @@ def test_a_throttled_and_busy_gpu_is_flagged_below_the_table(
     assert "SM clock 1410 MHz (1200 to 1980) of at most 1980" in lines
 
 
+def test_ratios_taken_on_a_busy_cpu_are_qualified_where_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CpuWatch, "state", CpuState(97.0))
+    path = tmp_path / "rows.json"
+    shape = ("--seqlen-q", "113,203", "--heads", "2", "--head-dim", "24")
+    monkeypatch.setenv("COLUMNS", "200")
+    lines = bench(*shape, *ON_CPU, "--output", str(path)).stdout.splitlines()
+    head = json.loads(path.read_text(encoding="utf-8"))["metadata"]
+    (summary,) = [line for line in lines if " times as fast as " in line]
+
+    assert summary.endswith(" (others used 97% of the CPU; ratios are not reliable)")
+    assert "! others used 97% of the CPU during the run; ratios are not reliable" in lines
+    assert head["cpu_state"] == {"others": 97.0}
+    assert head["unreliable"] == "others used 97% of the CPU"
+
+
+def test_ratios_taken_on_a_cpu_at_rest_are_not_qualified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CpuWatch, "state", CpuState(3.0))
+    path = tmp_path / "rows.json"
+    shape = ("--seqlen-q", "113,203", "--heads", "2", "--head-dim", "24")
+    result = bench(*shape, *ON_CPU, "--output", str(path))
+
+    assert "not reliable" not in result.output
+    assert json.loads(path.read_text(encoding="utf-8"))["metadata"]["unreliable"] is None
+
+
+@pytest.mark.parametrize(
+    ("seqlens", "tiles"),
+    [
+        ("113,203", {"on s113: cpu 113x113", "on s203: cpu 203x203"}),
+        ("113", {": cpu 113x113"}),
+    ],
+)
+def test_a_line_on_a_tile_says_for_which_case_it_is(seqlens: str, tiles: set[str]) -> None:
+    shape = ("--seqlen-q", seqlens, "--heads", "1", "--head-dim", "24")
+    lines = bench(*shape, *ON_CPU).stdout.splitlines()
+    name = "cupy_flash-cpu"
+
+    assert {line[len(name) :].strip() for line in lines if re.match(f"{name}.*: cpu ", line)} == (
+        tiles
+    )
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("kind", ["dense", "varlen"])
+def test_the_formula_is_timed_with_as_many_threads_as_the_cpu_backend(
+    kind: str, backward: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "available_cpus", lambda: 2)
+    lengths = (8, 24) if kind == "varlen" else None
+    direction = "backward" if backward else "forward"
+    case = Case("float32", 2, 24, 24, 1, 1, 8, 8, kind=kind, lengths=lengths, direction=direction)
+
+    def threads() -> set[int]:
+        return {x["num_threads"] for x in threadpool_info() if x["user_api"] == "blas"}
+
+    with threadpool_limits(1, user_api="blas"):
+        prepared = provider("numpy-naive").prepare(random_inputs(case, 0, on_gpu=False))
+        with prepared.timed.scope():
+            assert threads() == {2}
+        assert threads() == {1}
+
+
 def test_a_case_without_inputs_is_skipped_with_the_reason_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cupy_flash.cli.cases.inputs import random_inputs
-
     def some(case: Case, seed: int, *, on_gpu: bool) -> object:
         if case.seqlen_q > 200:
             raise MemoryError("Unable to allocate 3 GiB")

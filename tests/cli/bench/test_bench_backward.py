@@ -148,8 +148,8 @@ def test_each_gradient_is_checked(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--cache",), "caches go with forward calls only"),
-        (("--lengths", "7,3", "--num-splits", "2"), "num_splits goes with forward calls only"),
+        (("--cache",), "--cache goes with forward calls only; leave out --backward"),
+        (("--lengths", "7,3", "--num-splits", "2"), "--num-splits goes with forward calls only"),
         (("--preset", "fa3-grid"), "--backward does not go with --preset fa3-grid"),
     ],
 )

@@ -24,7 +24,7 @@ def compared(tmp_path: Path, a: list[Any], b: list[Any], *arguments: str, **head
 def verdicts(tmp_path: Path, a: list[Any], b: list[Any], *arguments: str) -> dict[int, str]:
     """Each sequence length's verdict."""
     output = tmp_path / "out.json"
-    result = compared(tmp_path, a, b, *arguments, "--output", str(output))
+    result = compared(tmp_path, a, b, *arguments, "--output", str(output), "--force")
     assert result.exit_code == 0, result.output
     rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
     return {row["seqlen_q"]: row["verdict"] for row in rows}
@@ -74,6 +74,14 @@ def test_each_provider_gets_the_geometric_mean_of_its_changes(tmp_path: Path) ->
     mean = statistics.geometric_mean([2.0, 1.25])
     assert f"cupy_flash: B is {mean:.3f} times as fast (geometric mean); 2 faster" in output
     assert "torch-flash: B is 1.000 times as fast (geometric mean); 2 same" in output
+
+
+def test_a_record_of_a_busy_machine_is_named_below_the_table(tmp_path: Path) -> None:
+    a, b = [row("cupy_flash", 113, 1.0)], [row("cupy_flash", 113, 0.5)]
+    output = compared(tmp_path, a, b, unreliable="others used 97% of the CPU").output
+
+    assert "! B: others used 97% of the CPU; ratios are not reliable" in output
+    assert "not reliable" not in compared(tmp_path, a, b).output
 
 
 def test_rows_match_by_all_that_makes_a_case(tmp_path: Path) -> None:

@@ -56,9 +56,9 @@ def test_a_panel_for_each_head_dim_and_mask_says_what_it_shows(tmp_path: Path) -
     assert "a GPU" in found
     assert "bfloat16, batch × sequence length = 16k" in found
     assert [text for text in found if text.startswith("head_dim")] == [
-        "head_dim 64, not causal, 32 heads",
+        "head_dim 64, full, 32 heads",
         "head_dim 64, causal, 32 heads",
-        "head_dim 128, not causal, 16 heads",
+        "head_dim 128, full, 16 heads",
         "head_dim 128, causal, 16 heads",
     ]
     assert found.count("16k") == 4
@@ -106,8 +106,18 @@ def test_many_points_become_lines_over_a_logarithmic_axis(tmp_path: Path) -> Non
     rows = [row(p, s, 1.0, batch=1) for p in ("a", "b", "c") for s in lengths]
     found = drawn(tmp_path, rows)
 
-    assert "16k" in found
+    assert [text for text in found if re.fullmatch(r"\d+k?", text)][: len(lengths)] == [
+        length_text(length) for length in lengths
+    ]
     assert found.count("100") <= 1  # a tick at most, no value labels
+
+
+def test_lines_over_few_lengths_that_are_near_have_ticks_at_these(tmp_path: Path) -> None:
+    providers = [f"provider-{number}" for number in range(8)]
+    rows = [row(p, s, 1.0, batch=1) for p in providers for s in (96, 100, 111, 120)]
+    found = drawn(tmp_path, rows)
+
+    assert [text for text in found if re.fullmatch(r"\d+", text)][:4] == ["96", "100", "111", "120"]
 
 
 def test_a_sweep_over_keys_counts_keys_and_stands_apart_from_square_cases() -> None:
@@ -135,15 +145,19 @@ def test_masks_with_their_own_q_offset_say_so() -> None:
     assert {panel.parts["mask"] for panel in shown(rows).panels} == {"causal, q_offset 0"}
 
 
-def test_the_same_record_gives_the_same_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("suffix", "begins"), [(".svg", b"<?xml"), (".SVG", b"<?xml"), (".pdf", b"%PDF")]
+)
+def test_the_same_record_gives_the_same_file(tmp_path: Path, suffix: str, begins: bytes) -> None:
     pytest.importorskip("matplotlib")
     record = write(tmp_path / "r.json", GRID)
     contents = []
-    for name in ("a.svg", "b.svg"):
+    for name in (f"a{suffix}", f"b{suffix}"):
         invoke(plot, record, "--output", tmp_path / name)
         contents.append((tmp_path / name).read_bytes())
 
     assert contents[0] == contents[1]
+    assert contents[0].startswith(begins)
 
 
 def test_a_png_is_written_for_that_suffix(tmp_path: Path) -> None:
@@ -157,7 +171,7 @@ def test_another_suffix_is_one_line_that_names_what_is_right(tmp_path: Path) -> 
     result = invoke(plot, write(tmp_path / "r.json", GRID), "--output", tmp_path / "a.gif")
 
     assert result.exit_code == 2
-    assert "expected one of .png, .svg" in result.output
+    assert "expected one of .png, .svg, .pdf" in result.output
     assert result.output.count("\n") == 1
 
 

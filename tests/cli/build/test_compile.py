@@ -194,7 +194,9 @@ def test_where_an_architecture_or_a_folder_is_given_nothing_is_loaded_on_the_gpu
 
     monkeypatch.setattr(kernel_sets, "default_plans", plans)
     result = compile_(option, "sm_90" if option == "--arch" else str(tmp_path))
+    to = "; not kept without --output DIR" if option == "--arch" else f" into {tmp_path}"
 
+    assert result.stderr.startswith(f"Compiling 2 kernels for sm_90{to}.\n")
     assert not loaded
     assert result.exit_code == 1
     assert "this is wrong" in result.stderr
@@ -219,6 +221,22 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 
     assert result.exit_code == 2
     assert "cannot be written" in result.stderr
+
+
+@pytest.mark.parametrize("more", [(), ("--all",), ("--list",), ("--output", "cubins")])
+def test_without_a_gpu_it_asks_for_an_architecture(
+    more: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compile_module, "gpu_unavailable", lambda: "no driver")
+    monkeypatch.chdir(tmp_path)
+    result = compile_(*more)
+
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "main compile: no GPU to compile for (no driver); name an architecture, for example "
+        "--arch sm_90\n"
+    )
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_without_a_name_is_refused() -> None:

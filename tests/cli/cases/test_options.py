@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 import numpy as np
 import pytest
+from click.shell_completion import ShellComplete
 from click.testing import CliRunner, Result
 
 from cupy_flash.cli.cases import presets
@@ -80,6 +81,35 @@ def test_a_description_names_only_what_differs() -> None:
     assert own == ["s8/203", "s113/203"]
 
 
+def completions(*words: str) -> list[str]:
+    """Return what a shell offers for the last word."""
+    complete = ShellComplete(main, {}, "cupy-flash", "_CUPY_FLASH_COMPLETE")
+    return [item.value for item in complete.get_completions(list(words[:-1]), words[-1])]
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (("bench", "--dtype", "f"), ["float16", "float32", "float64", "fp16", "fp32", "fp64"]),
+        (("bench", "--dtype", "float16,bf"), ["float16,bfloat16", "float16,bf16"]),
+        (("roofline", "--dtype", "float16,float"), ["float16,float32", "float16,float64"]),
+        (("bench", "--causal", "no,"), ["no,yes"]),
+        (("bench", "--layout", "bh"), ["bhsd"]),
+        (("bench", "--provider", "numpy"), ["numpy-naive"]),
+        (("bench", "--baseline", "numpy-naive,torch-fla"), ["numpy-naive,torch-flash"]),
+        (("compile", "--arch", "sm_7"), ["sm_75"]),
+        (("compile", "--arch", "sm_90,sm_7"), ["sm_90,sm_75"]),
+        (("tune", "--arch", "sm_9"), ["sm_90"]),
+        (("bench", "--batch", "1"), []),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_a_shell_completes_the_names_that_options_take(
+    words: tuple[str, ...], offered: list[str]
+) -> None:
+    assert completions(*words) == offered
+
+
 def test_a_comma_list_says_which_item_is_wrong() -> None:
     with pytest.raises(click.BadParameter, match=r"'x' is not a whole number; for example 1,2"):
         CommaList(int, "a whole number", "1,2").convert("1, 2,x", None, None)
@@ -125,8 +155,22 @@ def test_the_float32_preset_compares_with_the_best_of_two_torch_backends() -> No
         (("bench", "--batch", "1,x"), "'x' is not a whole number from 0; for example 1,2,4"),
         (("bench", "--dtype", "float8"), "'float8' is not a dtype (float16, bfloat16, float32,"),
         (("bench", "--causal", "maybe"), "'maybe' is not yes or no"),
-        (("bench", "--heads", "6", "--kv-heads", "4"), "expected a multiple of the 4 heads"),
-        (("bench", "--head-dim", "600"), "expected 1 to 576"),
+        (
+            ("bench", "--heads", "6", "--kv-heads", "4"),
+            "--heads 6 is not a multiple of --kv-heads 4",
+        ),
+        (("tune", "--arch", "90", "--heads", "6", "--kv-heads", "4", "--cache"), "--kv-heads 4"),
+        (
+            ("bench", "--head-dim", "600"),
+            "Invalid value for '--head-dim': '600' is not a whole number from 1 to 576; for",
+        ),
+        (("bench", "--head-dim-v", "577"), "'--head-dim-v': '577' is not a whole number from 1 to"),
+        (("bench", "--seqlen-k", "1073740801"), "'--seqlen-k': '1073740801' is not a whole number"),
+        (("bench", "--softmax-scale", "nan"), "'--softmax-scale': 'nan' is not a finite number"),
+        (
+            ("bench", "--cache", "--append", "--rotary", "--head-dim", "33"),
+            "--rotary needs an even --head-dim, not 33",
+        ),
         (("bench", "--q-offset", "3"), "--q-offset places a causal mask, a window or another"),
         (
             ("bench", "--causal", "no", "--q-offset", "3"),

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cupy_flash.cli.measure import gpu_state
-from cupy_flash.cli.measure.gpu_state import CpuState, GpuState, summary, watched
+from cupy_flash.cli.measure.gpu_state import CpuState, GpuState, busy_before, summary, watched
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="the fake program is a shell script")
 
@@ -135,7 +135,31 @@ def test_a_busy_gpu_is_flagged(
 ) -> None:
     nvidia_smi([sample()], busy, pids)
 
-    assert says in state_after(tmp_path).notes()
+    state = state_after(tmp_path)
+
+    assert says in state.notes()
+    is_busy = busy == "97"
+    assert state.unreliable == ("the GPU was 97% busy before the run" if is_busy else None)
+
+
+@pytest.mark.parametrize(
+    ("busy", "says"), [("97", "the GPU was 97% busy before the run"), ("10", None)]
+)
+def test_before_anything_is_timed_a_busy_gpu_is_known(
+    nvidia_smi: Callable[..., Path], busy: str, says: str | None
+) -> None:
+    # A process that only holds a context takes no time.
+    nvidia_smi(busy=busy, pids=[1, 2, 3])
+
+    assert busy_before(BUS_ID) == says
+
+
+def test_without_nvidia_smi_no_gpu_is_known_to_be_busy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    assert busy_before(BUS_ID) is None
 
 
 def test_a_line_that_was_cut_short_or_holds_no_numbers_is_left_out() -> None:
@@ -201,7 +225,8 @@ def test_a_cpu_that_others_use_is_warned_of(
     state = cpu_state(monkeypatch, tmp_path, busy=9.0, own=3.0, seconds=10.0)
 
     assert state.as_record() == {"others": 30.0}
-    assert state.notes() == ["! the CPU was in use: others took 30% of it during the run"]
+    assert state.unreliable == "others used 30% of the CPU"
+    assert state.notes() == ["! others used 30% of the CPU during the run; ratios are not reliable"]
 
 
 @pytest.mark.parametrize(

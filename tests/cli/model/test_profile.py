@@ -323,7 +323,7 @@ def test_an_ncu_that_cannot_be_executed_is_named(nothing_installed: Path) -> Non
     ("arguments", "says"),
     [
         (("--seqlen-q", "128,256"), "the options make 2 shapes; profile takes one"),
-        (("--head-dim", "600"), "expected 1 to 576"),
+        (("--head-dim", "600"), "'600' is not a whole number from 1 to 576"),
         (("--tile", "Br:64"), "is not NAME=NUMBER"),
         (("--batch", "0"), "the output has no elements"),
         (("--seed", "-1"), "-1 is not in the range x>=0"),

@@ -27,7 +27,7 @@ def run(*arguments: str) -> Result:
 
 def rows_of(tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
     path = tmp_path / "rows.json"
-    result = run(*arguments, "--output", str(path))
+    result = run(*arguments, "--output", str(path), "--force")
     assert result.exit_code == 0, result.output
     return json.loads(path.read_text(encoding="utf-8"))["rows"]
 
@@ -203,9 +203,9 @@ def test_too_little_memory_is_a_reason_not_an_error(monkeypatch: pytest.MonkeyPa
         ((), r"no GPU here \(none is plugged in\); name one with --gpu: T4, .*B200"),
         (("--gpu", "H100", "--measure"), "--measure times the present GPU"),
         (("--gpu", "L4", "--dtype", "float64"), "states no float64 rate for L4"),
-        (("--gpu", "L4", "--head-dim", "999"), "head_dim of q and k is 999"),
+        (("--gpu", "L4", "--head-dim", "999"), "'999' is not a whole number from 1 to 576"),
         (("--gpu", "H100", "--output", "x.txt"), "expected one of .json, .csv, .md"),
-        (("--gpu", "H100", "--plot", "x.pdf"), "expected one of .png, .svg"),
+        (("--gpu", "H100", "--plot", "x.gif"), "expected one of .png, .svg, .pdf"),
     ],
 )
 def test_wrong_options_exit_with_2_and_say_what_is_right(

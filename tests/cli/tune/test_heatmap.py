@@ -145,6 +145,18 @@ def test_sizes_that_the_users_limits_rule_out_have_that_for_a_reason() -> None:
 def test_the_star_is_the_winners_though_one_that_left_early_was_faster_in_fewer_repeats() -> None:
     winner = candidate(64, 64, medians_ms=[1.0], rounds=3)
     early = candidate(64, 128, medians_ms=[0.9], rounds=1)
+    heat = HeatMap.of("", [early, winner], {})
+    text = printed(heat)
 
-    assert HeatMap.of("", [winner, early], {}).best == (64, 64)
-    assert cells(printed(HeatMap.of("", [winner, early], {})))[2][1].startswith("*")
+    assert heat.best == (64, 64)
+    assert [cell[0] for cell in cells(text)[2][1:]] == ["*", "~"]
+    assert "~: left the race early, a rate of fewer repeats" in text
+
+
+def test_the_rate_of_a_size_is_that_of_its_tile_that_lasted_longest() -> None:
+    lasting = candidate(64, 64, medians_ms=[1.0], rounds=3)
+    early = candidate(64, 64, medians_ms=[0.5], rounds=1)
+    heat = HeatMap.of("", [early, lasting], {})
+
+    assert heat.rates == {(64, 64): lasting.tflops}
+    assert "~" not in printed(heat)

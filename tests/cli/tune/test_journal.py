@@ -26,6 +26,20 @@ def test_an_interrupted_sweep_goes_on_with_what_it_found() -> None:
     assert list(Journal(SETTINGS).found.values()) == [finding("one"), finding("two")]
 
 
+def test_tiles_of_a_class_that_is_not_done_are_gone_on_with() -> None:
+    journal = Journal(SETTINGS)
+    journal.add_tile("one", "a tile", {"rounds": 0}, None)
+    journal.add_tile("one", "a tile", {"rounds": 1}, "a busy CPU")
+    Journal(SETTINGS)
+    again = Journal(SETTINGS)
+    (line,) = again.begun["one"].values()
+    again.add(finding("one"))
+
+    assert (line["rounds"], line["unreliable"]) == (1, "a busy CPU")
+    assert Journal(SETTINGS).begun == {}
+    assert list(findings()) == [finding("one")]
+
+
 def test_a_complete_sweep_starts_anew() -> None:
     first = Journal(SETTINGS)
     first.add(finding("one"))
@@ -61,6 +75,7 @@ def test_a_line_that_was_cut_short_is_left_out(rest: str) -> None:
 
 def test_a_journal_of_bytes_that_are_no_text_starts_anew() -> None:
     path = Journal(SETTINGS).path
+    path.parent.mkdir()
     path.write_bytes(b"\xff\xfe{")
 
     assert Journal(SETTINGS).found == {}

@@ -84,6 +84,26 @@ def test_each_remembers_how_many_rounds_it_lasted() -> None:
     assert [sum(c.rounds == number for c in field) for number in (1, 2, 3)] == [85, 11, 4]
 
 
+@pytest.mark.parametrize("lots", range(10))
+def test_a_race_that_was_interrupted_ends_like_one_that_was_not(lots: int) -> None:
+    whole, field = field_of(100, default=100), field_of(100, default=100)
+    clock = Clock()
+
+    def measure(lot: Sequence[Candidate], repeats: int) -> None:
+        if len(clock.lots) == lots:
+            raise KeyboardInterrupt
+        clock.measure(lot, repeats)
+
+    once = run(whole)
+    try:
+        race(field, rounds(20), measure, clock.advance)
+    except KeyboardInterrupt:
+        race(field, rounds(20), clock.measure, clock.advance)
+
+    assert clock.lots == once.lots
+    assert [c.rounds for c in field] == [c.rounds for c in whole]
+
+
 @pytest.mark.parametrize("repeats", [1, 2, 7, 20, 500])
 def test_the_last_round_has_the_repeats_that_were_asked_for(repeats: int) -> None:
     assert rounds(repeats)[-1].repeats == repeats

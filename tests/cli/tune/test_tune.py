@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import tempfile
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from cupy_flash.cli.cases import inputs as inputs_module
 from cupy_flash.cli.cases.cases import Case
 from cupy_flash.cli.cases.workload import PRESETS, Group, Weighted, groups_of
 from cupy_flash.cli.main import main
+from cupy_flash.cli.measure.gpu_state import CpuState, CpuWatch
 from cupy_flash.cli.measure.timing import Timed
 from cupy_flash.cli.providers import providers
 from cupy_flash.cli.records import environment
@@ -81,6 +83,17 @@ class FakeTimer:
 
     def sizes(self) -> set[tuple[int, int]]:
         return {(tile["Br"], tile["Bc"]) for tile, _ in self.timed}
+
+
+@pytest.fixture(autouse=True)
+def cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Set how many percent of the CPU others use; nothing at first, whatever the machine does."""
+
+    def used(percent: float) -> None:
+        monkeypatch.setattr(CpuWatch, "state", CpuState(percent))
+
+    used(0.0)
+    return used
 
 
 @pytest.fixture
@@ -208,7 +221,7 @@ def test_a_dry_run_saves_nothing(home: Path, clock: FakeTimer) -> None:
     result = on_cpu(*SHAPE, "--dry-run")
 
     assert result.exit_code == 0
-    assert "The best tile: +100.0% over the default." in result.stdout
+    assert "The best tile: +100.0% over the default, not saved: --dry-run." in result.stdout
     assert "Nothing saved (--dry-run)." in result.stdout
     assert not (home / "tuned.json").exists()
 
@@ -218,7 +231,9 @@ def test_tiles_of_modified_calls_are_shown_and_not_saved(home: Path, clock: Fake
 
     assert result.exit_code == 0, result.output
     assert "window 40:0, sinks" in result.stdout
-    assert "The best tile: +100.0% over the default.\n" in result.stdout
+    assert "The best tile: +100.0% over the default, not saved: with modifications." in (
+        result.stdout
+    )
     assert (
         "Not saved with modifications: tables of tuned tiles are of calls without" in result.stdout
     )
@@ -266,6 +281,81 @@ def test_a_real_sweep_on_the_cpu_checks_and_times_every_tile(tmp_path: Path) -> 
     assert result.exit_code == 0, result.output
     assert [row["rank"] for row in rows] == [1, 2, 3]
     assert all(row["check"] == "passed" and row["median_ms"] > 0 for row in rows)
+
+
+# ---- A busy machine
+
+
+def test_on_a_busy_cpu_nothing_is_saved_and_nothing_removed(
+    home: Path, clock: FakeTimer, cpu: Callable[[float], None], tmp_path: Path
+) -> None:
+    on_cpu(*SHAPE)
+    before = saved(home)
+    cpu(97.0)
+    clock.time_of = lambda tile, rows: 1.0
+    kept = on_cpu(*SHAPE)
+    clock.time_of = lambda tile, rows: 1.0 if tile["Br"] == 32 else 2.0
+    path = tmp_path / "rows.json"
+    refused_ = on_cpu(*TWO, "--output", path)
+
+    assert kept.exit_code == 0
+    assert saved(home) == before != []
+    assert refused_.exit_code == 1
+    assert "the best tile of 2 of 2 classes, as the machine was busy" in refused_.stderr
+    assert {(row["stored"], row["not_stored"]) for row in rows_of(path)} == {
+        (False, "others used 97% of the CPU")
+    }
+
+
+def test_on_a_busy_cpu_a_tile_is_saved_by_force(
+    home: Path, clock: FakeTimer, cpu: Callable[[float], None], tmp_path: Path
+) -> None:
+    cpu(97.0)
+    path = tmp_path / "rows.json"
+    refusal = on_cpu(*SHAPE, "--output", path)
+    result = on_cpu(*SHAPE, "--force")
+    head = json.loads(path.read_text(encoding="utf-8"))["metadata"]
+
+    assert "+100.0% over the default, not saved: others used 97% of the CPU." in refusal.stdout
+    assert head["unreliable"] == "others used 97% of the CPU"
+    assert result.exit_code == 0
+    assert "The best tile: +100.0% over the default, saved." in result.stdout
+    assert len(saved(home)) == 1
+
+
+def test_on_a_busy_gpu_nothing_is_saved(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_cupy.install(monkeypatch)
+    monkeypatch.setattr(job_module, "busy_before", lambda gpu: f"{gpu} was busy")
+    builder = contextlib.nullcontext(FakeBuilder(lambda job: job.unit.text.encode()))
+    monkeypatch.setattr(job_module, "Builder", lambda workers: builder)
+    timer = FakeTimer(lambda tile, rows: float(tile["Br"] + tile["Bc"]))
+    monkeypatch.setattr(sweep_module, "GpuTimer", lambda: timer)
+    monkeypatch.setattr(
+        inputs_module, "flash_attention", lambda q, k, v, **_: attention_naive(q, k, v)
+    )
+    shape = ("--batch", "1", "--seqlen-q", "64", "--heads", "1", "--head-dim", "16")
+    result = tune(*shape, "--family", "simt", "--dtype", "float32", "--max-tiles", "5")
+
+    assert result.exit_code == 1
+    assert "not saved: 0000:1B:00.0 was busy." in result.stdout
+    assert not saved(home)
+
+
+def test_a_busy_cpu_counts_for_the_class_that_was_timed_meanwhile(
+    home: Path, clock: FakeTimer, cpu: Callable[[float], None]
+) -> None:
+    def time_of(tile: dict[str, int], rows: int) -> float:
+        cpu(97.0 if rows == 799 else 0.0)
+        return 1.0 if tile == {"Br": 64, "Bc": 128} else 2.0
+
+    clock.time_of = time_of
+    on_cpu(*TWO)
+
+    assert [entry.problem_class.split()[4] for entry in saved(home)] == ["q64"]
+    assert "1 of 2 classes keep a tile of their own." in tune("--report").stdout
+    assert "1 of 2 not kept, though better than the default: others used 97% of" in " ".join(
+        tune("--report").stdout.split()
+    )
 
 
 # ---- What is tried
@@ -404,7 +494,7 @@ def test_a_bad_workload_is_refused_in_one_line_that_names_the_row(tmp_path: Path
         (("--min-gain", "nan"), "'nan' is not a number from 0"),
         (("--br", "7"), "no tile of cpu is that size; --br 7: expected some of 32, 64,"),
         (("--table", "t.txt"), "expected one of .json"),
-        (("--head-dim", "577"), "577; expected 1 to 576"),
+        (("--head-dim", "577"), "'577' is not a whole number from 1 to 576"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -586,7 +676,7 @@ def test_a_tile_that_does_not_run_is_dropped_with_the_reason(clock: FakeTimer) -
 
     checks: Any = [PassedCheck()]
     settings = sweep_module.Settings(0, 0, 1)
-    time_all(candidates, call_of, checks, clock, settings, Live(1))
+    time_all(candidates, call_of, checks, clock, settings, Live(1), lambda lot: None)
 
     assert {c.dropped for c in candidates} == {"launch failed"}
 
@@ -672,9 +762,132 @@ def test_an_interrupted_sweep_goes_on_with_what_is_left(home: Path, clock: FakeT
     assert first.exit_code == 130
     assert after_first == ["q64"], "what was found is not saved at once"
     assert "1 of 2 are done; the same command goes on from there." in first.stderr
-    assert "Going on: 1 of 2 are done." in second.stderr
+    assert "Going on: 1 of 2 are done, and " in second.stderr
     assert {rows for _, rows in clock.timed} == {799}
     assert [e.problem_class.split()[4] for e in saved(home)] == ["q64", "q1024"]
+
+
+@pytest.mark.parametrize("step", [0, 1, 15, 16, 20])
+def test_an_interrupted_sweep_of_one_class_goes_on_where_it_was(
+    home: Path, clock: FakeTimer, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    checked: list[dict[str, int]] = []
+    compute = inputs_module.flash_attention
+
+    def counted(*arrays: np.ndarray, **options: Any) -> np.ndarray:
+        checked.append(options["tile"])
+        return compute(*arrays, **options)
+
+    monkeypatch.setattr(inputs_module, "flash_attention", counted)
+    good, asked = clock.time_of, itertools.count()
+
+    def interrupted(tile: dict[str, int], rows: int) -> float:
+        if next(asked) == step:
+            raise KeyboardInterrupt
+        return good(tile, rows)
+
+    # An uninterrupted sweep is the measure.
+    on_cpu(*SHAPE)
+    whole, tiles = len(clock.timed), len(checked)
+    tuning.clear()
+    clock.timed.clear()
+    checked.clear()
+    clock.time_of = interrupted
+    first = on_cpu(*SHAPE)
+    clock.time_of = good
+    second = on_cpu(*SHAPE)
+
+    assert first.exit_code == 130
+    assert "0 of 1 are done; the same command goes on from there." in first.stderr
+    assert f"Going on: 0 of 1 are done, and {tiles} tiles of the next are checked." in second.stderr
+    assert len(checked) == tiles
+    # A lot that was interrupted is timed again.
+    assert whole <= len(clock.timed) <= whole + 16
+    assert "The best tile: +100.0% over the default, saved." in second.stdout
+    assert [entry.tile for entry in saved(home)] == [{"Br": 64, "Bc": 128}]
+
+
+def test_the_record_of_an_interrupted_sweep_is_gone_on_with(
+    clock: FakeTimer, tmp_path: Path
+) -> None:
+    good, asked = clock.time_of, itertools.count()
+
+    def interrupted(tile: dict[str, int], rows: int) -> float:
+        if next(asked) == 17:
+            raise KeyboardInterrupt
+        return good(tile, rows)
+
+    path = tmp_path / "rows.json"
+    clock.time_of = interrupted
+    first = on_cpu(*SHAPE, "--output", path)
+    clock.time_of = good
+    second = on_cpu(*SHAPE, "--output", path)
+
+    assert first.exit_code == 130
+    assert second.exit_code == 0
+    assert all(row["rounds"] for row in rows_of(path))
+    # A command that is refused leaves what was found.
+    assert "exists; --force overwrites it" in refused(on_cpu(*SHAPE, "--output", path))
+    assert "1 of 1 classes keep a tile of their own." in tune("--report").stdout
+
+
+def test_the_table_of_an_interrupted_sweep_says_that_nothing_is_saved(
+    home: Path, clock: FakeTimer
+) -> None:
+    good, asked = clock.time_of, itertools.count()
+
+    def interrupted(tile: dict[str, int], rows: int) -> float:
+        if next(asked) == 17:
+            raise KeyboardInterrupt
+        return good(tile, rows)
+
+    clock.time_of = interrupted
+    first = on_cpu(*SHAPE)
+    clock.time_of = good
+    second = on_cpu(*SHAPE)
+
+    assert "The sweep is not complete, and nothing is saved." in first.stdout
+    assert "(saved)" not in first.stdout
+    assert "64x128 (saved)" in second.stdout
+
+
+def test_a_busy_cpu_before_the_interruption_counts_after_it(
+    home: Path, clock: FakeTimer, cpu: Callable[[float], None]
+) -> None:
+    good, asked = clock.time_of, itertools.count()
+
+    def interrupted(tile: dict[str, int], rows: int) -> float:
+        if next(asked) == 17:
+            raise KeyboardInterrupt
+        return good(tile, rows)
+
+    clock.time_of = interrupted
+    cpu(97.0)
+    on_cpu(*SHAPE)
+    clock.time_of = good
+    cpu(0.0)
+
+    assert "not saved: others used 97% of the CPU." in on_cpu(*SHAPE).stdout
+    assert not (home / "tuned.json").exists() or saved(home) == []
+
+
+def test_what_an_interrupted_dry_run_found_is_saved_by_the_command_that_goes_on(
+    home: Path, clock: FakeTimer
+) -> None:
+    good = clock.time_of
+
+    def interrupted(tile: dict[str, int], rows: int) -> float:
+        if rows == 799:
+            raise KeyboardInterrupt
+        return good(tile, rows)
+
+    clock.time_of = interrupted
+    on_cpu(*TWO, "--dry-run")
+    clock.time_of = good
+    on_cpu(*TWO)
+
+    assert {e.problem_class.split()[4] for e in saved(home)} == {"q64", "q1024"}
+    assert "2 of 2 classes keep a tile of their own." in tune("--report").stdout
 
 
 def test_a_complete_sweep_starts_anew(clock: FakeTimer) -> None:
@@ -737,6 +950,12 @@ def test_the_report_shows_what_was_found_and_times_nothing(
     assert "cpu fp32 d8 full s64" in result.stdout
     assert "cpu tiles: BrxBc." in result.stdout
     assert "reach 50.0% of the best tile's rate (geometric mean of 2)" in result.stdout
+    assert "0 of 2 classes keep a tile of their own." in result.stdout
+    assert "2 of 2 not kept, though better than the default: --dry-run." in result.stdout
+    assert [line.split()[-1] for line in result.stdout.splitlines() if "64x128" in line] == [
+        "no",
+        "no",
+    ]
     assert [row["gain_percent"] for row in rows_of(path)] == [100, 100]
 
 
@@ -833,7 +1052,15 @@ def test_tiles_with_the_same_machine_code_and_launch_are_timed_once(
 
     checks: Any = [PassedCheck()]
     timer = FakeTimer(lambda tile, rows: 1.5)
-    time_all(candidates, call_of, checks, timer, sweep_module.Settings(0, 0, 1), Live(1))
+    time_all(
+        candidates,
+        call_of,
+        checks,
+        timer,
+        sweep_module.Settings(0, 0, 1),
+        Live(1),
+        lambda lot: None,
+    )
     print_ranking(candidates, "a title", 20)
 
     assert default.is_default

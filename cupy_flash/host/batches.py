@@ -24,6 +24,7 @@ from cupy_flash.host import cpu, formula, padding, quantized, row_by_row, sequen
 from cupy_flash.host.crew import Stop, cpus, share_out, single_threaded_blas
 from cupy_flash.host.passes import ELEMENTS_AT_ONCE, Pass, Scratch, compute_dtype
 from cupy_flash.host.quantized import QuantizedBlocks
+from cupy_flash.host.quiet import quiet
 from cupy_flash.host.rotary import rotated
 from cupy_flash.host.sequence_places import (
     Keys,
@@ -56,6 +57,7 @@ MAX_ROWS_OF_PIECE = 128
 MAX_PAIRS_OF_PIECE = 1 << 16
 
 
+@quiet
 def varlen_forward(
     q: Array,
     k: Array,
@@ -158,6 +160,7 @@ def varlen_forward(
     _forward(pieces, batch, tile, batch_invariant, threads)
 
 
+@quiet
 def kvcache_forward(
     q: Array,
     k_cache: Array,
@@ -228,6 +231,7 @@ def _blocks(
     return QuantizedBlocks(k, scales.k, compute), QuantizedBlocks(v, scales.v, compute)
 
 
+@quiet
 def append(
     k_cache: Array,
     v_cache: Array | None,
@@ -271,6 +275,7 @@ def append(
                 quantized.append(cache, scale, keys, new[b], compute_scales=scales.computed)
 
 
+@quiet
 def rotate(
     x: Array,
     cos: Array,
@@ -323,8 +328,7 @@ def _pad(
     left: list[int] = []
 
     def work(groups: Iterator[padding.Group]) -> None:
-        # What NumPy would warn of is meant, as in `cpu`.
-        with Scratch.borrowed() as scratch, np.errstate(all="ignore"):
+        with Scratch.borrowed() as scratch:
             for group in groups:
                 done = padding.forward(
                     *(group, q, k, v, out, lse),
@@ -538,10 +542,8 @@ def _by_rows(pieces: list[_Piece], batch: _Batch, Bc: int, threads: int | None) 
     workers = min(threads or cpus(), max(1, pairs // cpu.MIN_PAIRS_PER_WORKER))
 
     def work(parts: Iterator[_Piece]) -> None:
-        # What NumPy would warn of is meant, as in `cpu`.
-        with np.errstate(all="ignore"):
-            for part in parts:
-                batch.by_rows(part, Bc)
+        for part in parts:
+            batch.by_rows(part, Bc)
 
     with single_threaded_blas:
         share_out(workers, iter(cut), work, Stop())

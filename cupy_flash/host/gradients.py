@@ -31,6 +31,7 @@ from cupy_flash.host.passes import (
     compute_dtype,
 )
 from cupy_flash.host.passes import scratch_elements as forward_elements
+from cupy_flash.host.quiet import quiet
 from cupy_flash.host.sequence_places import find_packed_keys, find_queries
 from cupy_flash.host.steps import equal_runs
 from cupy_flash.host.turns import Turn, Turns
@@ -113,6 +114,7 @@ def workspace_bytes(problem: Problem, tile: Tile) -> int:
     return scratch_bytes(problem, tile) + 4 * keys * problem.heads_kv * columns
 
 
+@quiet
 def backward(
     q: Array,
     k: Array,
@@ -162,6 +164,7 @@ def backward(
     _write(results, totals)
 
 
+@quiet
 def varlen_backward(
     q: Array,
     k: Array,
@@ -302,10 +305,9 @@ def _by_group(bias: Array, heads_q: int, heads_kv: int) -> Array:
 
 def _write(results: Mapping[str, Array], totals: Mapping[str, Array]) -> None:
     """Round what was not added up in the results themselves."""
-    with np.errstate(all="ignore"):
-        for name, result in results.items():
-            if totals[name].dtype != result.dtype:
-                np.copyto(result, totals[name].reshape(result.shape), casting="same_kind")
+    for name, result in results.items():
+        if totals[name].dtype != result.dtype:
+            np.copyto(result, totals[name].reshape(result.shape), casting="same_kind")
 
 
 def _run(works: list[GradientPass], tile: Tile, threads: int | None) -> None:
@@ -329,8 +331,7 @@ def _run(works: list[GradientPass], tile: Tile, threads: int | None) -> None:
                 yield work, block, turn
 
     def compute(some: Iterator[tuple[GradientPass, Block, Turn]]) -> None:
-        # What NumPy would warn of is meant, as in `cpu`.
-        with Scratch.borrowed() as scratch, np.errstate(all="ignore"):
+        with Scratch.borrowed() as scratch:
             for work, block, turn in some:
                 differentiate(work, scratch, block, turn, turns, stop)
 

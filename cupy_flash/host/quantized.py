@@ -12,11 +12,9 @@ import numpy as np
 
 from cupy_flash.arrays.strided import array_module, dtype_name
 from cupy_flash.host import sequence_places
+from cupy_flash.host.quiet import quiet
 from cupy_flash.host.sequence_places import Keys
 from cupy_flash.problem.arrays import LARGEST_QUANTIZED
-
-# What NumPy would warn of is meant, as in `cpu`.
-_without_warnings = np.errstate(all="ignore")
 
 
 class QuantizedBlocks:
@@ -40,13 +38,13 @@ class QuantizedBlocks:
         """The same of some heads."""
         return QuantizedBlocks(self._blocks[:, :, heads], self._scales[:, :, heads], self.dtype)
 
-    @_without_warnings
+    @quiet
     def __getitem__(self, index: Any) -> Any:
         stored, scales = self._blocks[index], self._scales[index]
         return stored.astype(self.dtype) * scales[..., None].astype(self.dtype)
 
 
-@_without_warnings
+@quiet
 def dequantized(stored: Any, scale: Any | None, dtype: Any = np.float32) -> Any:
     """What q, k or v of float8 stands for.
 
@@ -67,7 +65,7 @@ def dequantized(stored: Any, scale: Any | None, dtype: Any = np.float32) -> Any:
     return wide * xp.broadcast_to(xp.asarray(scale), (batch, 1, heads))[..., None].astype(dtype)
 
 
-@_without_warnings
+@quiet
 def quantized(rows: Any, scales: Any, dtype: Any) -> Any:
     """Rows (..., dim) in 8 bits, of scales (...): divided by them in float32, to nearest even.
 

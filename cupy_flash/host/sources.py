@@ -18,6 +18,7 @@ _FORWARD = (
     "host/padding.py",
     "host/passes.py",
     "host/quantized.py",
+    "host/quiet.py",
     "host/row_by_row.py",
     "host/sequence_places.py",
     "host/steps.py",

@@ -216,8 +216,9 @@ def varlen_backward(
     sequences = list(zip(find_queries(cu_seqlens_q, len(q), max_seqlen_q), places, strict=True))
     works = []
     # Modifications count from the beginning of each sequence.
-    for b, (queries, keys, count) in enumerate(equal_runs(sequences, modified is None)):
-        if not queries.seqlen:
+    for b, queries, keys, count in equal_runs(sequences, modified is None):
+        # Without keys, only sinks have a gradient, through dlse.
+        if not keys.seqlen and "sinks" not in totals:
             continue
         of_q, of_k = (
             _Run(queries.first, queries.seqlen, count),

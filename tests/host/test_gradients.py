@@ -66,6 +66,30 @@ def test_short_queries_of_many_sequences_fit_into_scratch(
     np.testing.assert_allclose(dv, seqlen_q / seqlen_k, rtol=1e-4)
 
 
+def test_sequences_without_keys_are_one_pass_and_give_sinks_the_gradient_of_lse(
+    monkeypatch: Any,
+) -> None:
+    passes = []
+    make = gradients.GradientPass.make
+    monkeypatch.setattr(
+        gradients.GradientPass, "make", lambda *a, **o: passes.append(a) or make(*a, **o)
+    )
+    count = 2000
+    rows, keys = np.zeros((count, 2, 16), np.float32), np.ones((3, 2, 16), np.float32)
+    each, none = np.arange(count + 1, dtype=np.int32), np.zeros(count + 1, np.int32)
+    sinks, dlse = np.array([1, -2], np.float32), np.ones((2, count), np.float32)
+    lse = np.repeat(sinks[:, None], count, axis=1)
+    arguments = rows, rows, keys, keys, rows, lse, each, none, 1, 3
+    found = flash_attention_varlen_backward(*arguments, sinks=sinks, backend="cpu")
+    assert not passes
+    assert not any(x.any() for x in found)
+    (dsinks,) = flash_attention_varlen_backward(
+        *arguments, sinks=sinks, dlse=dlse, wrt=["sinks"], backend="cpu"
+    )
+    assert len(passes) == 1
+    np.testing.assert_array_equal(dsinks, count)
+
+
 def random_sizes(rng: Any) -> tuple[int, ...]:
     """Return batch, heads_kv, group, seqlen_q, seqlen_k, head_dim, head_dim_v; at most 32 MiB."""
     # Most calls have many short query sequences over many keys, so that blocks hold many heads.

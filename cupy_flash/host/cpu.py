@@ -184,11 +184,11 @@ def run(passes: Iterator[Pass], pairs: int, worker_bytes: int, threads: int | No
     def work(items: Iterator[tuple[Pass, Block]]) -> None:
         with Scratch.borrowed() as scratch:
             for job, block in items:
-                begin, end = job.keys_seen(block)
-                if end - begin <= job.cut.Bc:
-                    formula.attend(job, scratch, block)
+                tiles = job.tiles_of_keys(block)
+                if len(tiles) <= 1:
+                    formula.attend(job, scratch, block, *(tiles or [(0, 0)]))
                 else:
-                    online.attend(job, scratch, block, stop)
+                    online.attend(job, scratch, block, tiles, stop)
 
     with single_threaded_blas:
         share_out(workers, ((job, block) for job in passes for block in job.blocks()), work, stop)

@@ -106,10 +106,10 @@ def forward_small(
     return True
 
 
-def attend(job: Pass, scratch: Scratch, block: Block) -> None:
-    """Output and lse of the rows of a block."""
+def attend(job: Pass, scratch: Scratch, block: Block, keys: tuple[int, int]) -> None:
+    """Output and lse of the rows of a block, which attend to no other keys than [begin, end)."""
     compute = job.compute
-    begin, end = job.keys_seen(block)
+    begin, end = keys
     out = job.out[tuple(block)]
     sinks = job.sinks_of(block)
     lse_of_nothing = -np.inf if sinks is None else sinks

@@ -51,9 +51,7 @@ def differentiate(
 ) -> None:
     """Write dq of a block's rows, and add what they have of all other gradients."""
     tile = _Tile(work, scratch, block)
-    begin, end = work.job.keys_seen(block)
-    for start in range(begin, end, work.job.cut.Bc):
-        key = min(start + work.job.cut.Bc, end)
+    for start, key in work.job.tiles_of_keys(block):
         if stop.requested:
             return
         parts = tile.take(start, key)
@@ -228,7 +226,7 @@ class _Tile:
 
         And which of their pairs it hides.
         """
-        if self.mask_mod is None:
+        if self.mask_mod is None or self.job.is_shown(self.block, start, stop):
             return start, stop, None
         at = self.job.pairs_of(self.block, start, stop)
         seen = self.mask_mod.evaluate(

@@ -24,6 +24,7 @@ _FORWARD = (
     "host/steps.py",
     "mods/modified.py",
     "mods/scores.py",
+    "mods/seen_blocks.py",
     "problem/mask.py",
 )
 #: Files of the package that determine results and speed of the CPU backend, by direction.

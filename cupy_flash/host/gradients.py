@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from cupy_flash.host.cpu import MIN_PAIRS_PER_WORKER
 from cupy_flash.host.crew import Stop, cpus, share_out, single_threaded_blas
+from cupy_flash.host.gradient_formula import MAX_SCORES, backward_small
 from cupy_flash.host.gradient_pass import GradientPass, scratch_elements, smaller
 from cupy_flash.host.gradient_tiles import differentiate
 from cupy_flash.host.passes import (
@@ -59,6 +60,8 @@ def default_tile(problem: Problem) -> Tile:
     # Along the edge of a mask half a tile is wasted; low tiles add often to dk and dv.
     Br, Bc = 1024 if problem.mask.is_full else 256, 256
     rows = problem.batch * problem.heads_q * problem.seqlen_q
+    if 0 < rows * problem.seqlen_k <= MAX_SCORES:
+        return Tile(problem.seqlen_q, problem.seqlen_k)
     while Br > 256 and rows < MIN_TILES * Br:
         Br //= 2
     while Bc > 64 and 4 * scratch_bytes(problem, Tile(Br, Bc)) > SCRATCH_LIMIT:
@@ -155,6 +158,9 @@ def backward(
     ValueError
         The scratch of one worker passes :data:`SCRATCH_LIMIT` with this tile.
     """
+    call = q, k, v, out, dout, lse, dlse, results, causal, q_offset, softmax_scale, tile
+    if modified is None and backward_small(*call):
+        return
     totals = _totals(results, q.shape[2], k.shape[2], compute_dtype(q.dtype))
     if q.size:
         job = Pass.make(q, k, v, out, None, causal, q_offset, softmax_scale, tile, modified)

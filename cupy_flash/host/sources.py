@@ -32,6 +32,7 @@ SOURCES = {
     "forward": _FORWARD,
     "backward": (
         *_FORWARD,
+        "host/gradient_formula.py",
         "host/gradient_pass.py",
         "host/gradient_tiles.py",
         "host/gradients.py",

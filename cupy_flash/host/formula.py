@@ -98,7 +98,7 @@ def forward_small(
         row_max, row_sum, empty = to_weights(matrix, keys_axis)
         if empty is not None:
             return False
-    np.matmul(scores, v.swapaxes(1, 2), out=out)
+    write_sums(scores, v.swapaxes(1, 2), out)
     if lse is not None:
         np.log(row_sum, out=row_sum)
         row_sum += row_max
@@ -188,6 +188,13 @@ def to_weights(
     # A row of one key weighs it with 1, as p / p is.
     scores /= row_sum
     return row_max, row_sum, empty
+
+
+def write_sums(weights: Array, rows: Array, out: Array) -> None:
+    """Write the product of matrices (..., m, n) and (..., n, dim)."""
+    # 2048 x 1 by 1 x 64 of 8 heads takes BLAS 5.6 ms, to multiply 2.0.
+    product = np.multiply if weights.shape[-1] == 1 else np.matmul
+    product(weights, rows, out=out)
 
 
 def sums(scores: Array, keys_axis: int) -> Array:

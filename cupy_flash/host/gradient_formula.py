@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cupy_flash.host.crew import single_threaded_blas
-from cupy_flash.host.formula import MAX_PRODUCT_OF_ONE_THREAD
+from cupy_flash.host.formula import MAX_PRODUCT_OF_ONE_THREAD, write_sums
 from cupy_flash.host.gradient_tiles import WEIGHT_OF_ONE_KEY
 from cupy_flash.problem.gradient import ROWS
 from cupy_flash.problem.mask import Mask
@@ -85,12 +85,11 @@ def _differentiate(
     delta = np.einsum("bshd,bshd->bhs", dout, out)
     if dlse is not None:
         delta -= dlse
-    q, k, v, dout = (
-        (q * scale).swapaxes(1, 2),
-        k.swapaxes(1, 2),
-        v.swapaxes(1, 2),
-        dout.swapaxes(1, 2),
-    )
+    q = q * scale
+    # With an infinite query, all weights of a row may be 0.
+    if not math.isfinite(np.vdot(q, q)):
+        return False
+    q, k, v, dout = (x.swapaxes(1, 2) for x in (q, k, v, dout))
     p = np.matmul(q, k.swapaxes(2, 3))
     p -= lse[..., None]
     np.exp(p, out=p)
@@ -99,7 +98,7 @@ def _differentiate(
     ds = np.matmul(dout, v.swapaxes(2, 3))
     ds -= delta[..., None]
     ds *= p
-    # NaN and infinity in q, v, dout and lse, and in keys that a row attends to, are in ds as well.
+    # NaN and infinity in v, dout and lse, and in keys that a row attends to, are in ds as well.
     if not math.isfinite(np.vdot(ds, ds)):
         return False
     if dlse is None and (seqlen_k == 1 or (causal and q_offset == 0)):
@@ -108,13 +107,13 @@ def _differentiate(
         weight = WEIGHT_OF_ONE_KEY[p.dtype.name]
         np.copyto(ds[:, :, rows], 0, where=p[:, :, rows] > weight)
     dq = results["q"]
-    np.matmul(ds, k, out=dq.swapaxes(1, 2))
+    write_sums(ds, k, dq.swapaxes(1, 2))
     # In hidden keys they are in dq only.
     if is_masked and not math.isfinite(np.vdot(dq, dq)):
         return False
     dq *= scale
     if "k" in results:
-        np.matmul(ds.swapaxes(2, 3), q, out=results["k"].swapaxes(1, 2))
+        write_sums(ds.swapaxes(2, 3), q, results["k"].swapaxes(1, 2))
     if "v" in results:
-        np.matmul(p.swapaxes(2, 3), dout, out=results["v"].swapaxes(1, 2))
+        write_sums(p.swapaxes(2, 3), dout, results["v"].swapaxes(1, 2))
     return True

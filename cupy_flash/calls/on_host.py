@@ -86,7 +86,7 @@ def _known(arguments: Arguments, options: Options, backend: str) -> _Known:
     """What calls like this one need; finding it takes 70 us, more than a small call computes."""
     given = arguments.of_kind(options.kind)
     facts = tuple([None if x is None else (x.shape, x.strides, x.dtype) for x in given])
-    key = (facts, options, backend, _gpu(backend), tuning.generation())
+    key = (facts, options, backend, gpu_of(backend), tuning.generation())
     known = _calls.get(key)
     if known is None:
         require_given(arguments, options)
@@ -100,7 +100,7 @@ def _known(arguments: Arguments, options: Options, backend: str) -> _Known:
     return known
 
 
-def _gpu(backend: str) -> int | None:
+def gpu_of(backend: str) -> int | None:
     """The current GPU, where arrays in host memory may go to it."""
     if not host_runs_on_gpu(backend):
         return None
@@ -109,7 +109,7 @@ def _gpu(backend: str) -> int | None:
 
 def runs_on_gpu(problem: Problem, options: Options, backend: str) -> bool:
     """Whether a GPU computes arrays in host memory: where it is left open, one that can."""
-    device_id = _gpu(backend)
+    device_id = gpu_of(backend)
     if device_id is None:
         return False
     if backend == "gpu" or options.family is not None:

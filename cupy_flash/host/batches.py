@@ -24,6 +24,7 @@ from cupy_flash.host import cpu, formula, padding, quantized, row_by_row, sequen
 from cupy_flash.host.crew import Stop, cpus, share_out, single_threaded_blas
 from cupy_flash.host.passes import ELEMENTS_AT_ONCE, Pass, Scratch, compute_dtype
 from cupy_flash.host.quantized import QuantizedBlocks
+from cupy_flash.host.quiet import quiet
 from cupy_flash.host.rotary import rotated
 from cupy_flash.host.sequence_places import (
     Keys,
@@ -31,7 +32,7 @@ from cupy_flash.host.sequence_places import (
     Queries,
     find_cached_keys,
 )
-from cupy_flash.host.steps import Steps, equal_runs, kept_steps
+from cupy_flash.host.steps import Run, Steps, equal_runs, kept_steps
 from cupy_flash.mods.modified import Modified
 from cupy_flash.mods.scores import FIRST, Pairs
 from cupy_flash.problem.problem import make_contiguous_problem
@@ -56,6 +57,7 @@ MAX_ROWS_OF_PIECE = 128
 MAX_PAIRS_OF_PIECE = 1 << 16
 
 
+@quiet
 def varlen_forward(
     q: Array,
     k: Array,
@@ -142,7 +144,7 @@ def varlen_forward(
     if steps.groups:
         runs = runs + _pad(steps, q, k, v, out, lse, causal, softmax_scale, threads)
     pieces = []
-    for b, (rows, keys, count) in enumerate(runs):
+    for b, rows, keys, count in runs:
         # (total, ...) as (count, seqlen, ...)
         span = slice(rows.first, rows.first + count * rows.seqlen)
         q_rows, out_rows = (x[span].reshape(count, rows.seqlen, *x.shape[1:]) for x in (q, out))
@@ -158,6 +160,7 @@ def varlen_forward(
     _forward(pieces, batch, tile, batch_invariant, threads)
 
 
+@quiet
 def kvcache_forward(
     q: Array,
     k_cache: Array,
@@ -206,14 +209,12 @@ def kvcache_forward(
     seqlen_q = q.shape[1]
     queries = (Queries(b * seqlen_q, seqlen_q) for b in range(len(q)))
     pieces = []
-    b = 0
     joins = not batch_invariant and scales is None
-    for _, keys, count in equal_runs(zip(queries, places, strict=True), joins):
+    for b, _, keys, count in equal_runs(zip(queries, places, strict=True), joins):
         some = slice(b, b + count)
         lse_rows = None if lse is None else lse[some]
         first = FIRST if modified is None else FIRST._replace(b=b)
         pieces.append(_Piece.whole(q[some], out[some], lse_rows, keys, first))
-        b += count
     batch = _Batch(*_blocks(k_cache, v_cache, scales, q.dtype), causal, softmax_scale, modified)
     _forward(pieces, batch, tile, batch_invariant, threads)
 
@@ -228,6 +229,7 @@ def _blocks(
     return QuantizedBlocks(k, scales.k, compute), QuantizedBlocks(v, scales.v, compute)
 
 
+@quiet
 def append(
     k_cache: Array,
     v_cache: Array | None,
@@ -271,6 +273,7 @@ def append(
                 quantized.append(cache, scale, keys, new[b], compute_scales=scales.computed)
 
 
+@quiet
 def rotate(
     x: Array,
     cos: Array,
@@ -318,13 +321,12 @@ def _pad(
     causal: bool,
     softmax_scale: float,
     threads: int | None,
-) -> list[tuple[Queries, Keys, int]]:
+) -> list[Run]:
     """Compute the padded groups; return sequences that are left to do, each by itself."""
     left: list[int] = []
 
     def work(groups: Iterator[padding.Group]) -> None:
-        # What NumPy would warn of is meant, as in `cpu`.
-        with Scratch.borrowed() as scratch, np.errstate(all="ignore"):
+        with Scratch.borrowed() as scratch:
             for group in groups:
                 done = padding.forward(
                     *(group, q, k, v, out, lse),
@@ -338,7 +340,7 @@ def _pad(
     workers = min(threads or cpus(), max(1, steps.padded_pairs // cpu.MIN_PAIRS_PER_WORKER))
     with single_threaded_blas:
         share_out(workers, iter(steps.groups), work, Stop())
-    return [(*steps.sequences[b], 1) for b in sorted(left)]
+    return [Run(b, *steps.sequences[b], 1) for b in sorted(left)]
 
 
 class CacheScales(NamedTuple):
@@ -372,6 +374,12 @@ class _Piece(NamedTuple):
     def pairs(self) -> int:
         """Query-key pairs, masked ones too."""
         return self.q.shape[0] * self.q.shape[1] * self.q.shape[2] * self.keys.seqlen
+
+    def write_without_keys(self, sinks: Array | None) -> None:
+        """Write the results of sequences that have no keys."""
+        self.out[...] = 0
+        if self.lse is not None:
+            self.lse[...] = -np.inf if sinks is None else sinks[:, None]
 
     def cut(self, heads_kv: int) -> Iterator[_Piece]:
         """Pieces of a sequence for `cpu_rows`: for its scratch, and some for all threads."""
@@ -498,7 +506,11 @@ def _forward(
     batch_invariant: bool,
     threads: int | None,
 ) -> None:
-    pieces = [piece for piece in pieces if piece.q.size]
+    sinks = None if batch.modified is None else batch.modified.sinks
+    for piece in pieces:
+        if not piece.keys.seqlen:
+            piece.write_without_keys(sinks)
+    pieces = [piece for piece in pieces if piece.pairs]
     if not pieces:
         return
     if batch_invariant:
@@ -538,10 +550,8 @@ def _by_rows(pieces: list[_Piece], batch: _Batch, Bc: int, threads: int | None) 
     workers = min(threads or cpus(), max(1, pairs // cpu.MIN_PAIRS_PER_WORKER))
 
     def work(parts: Iterator[_Piece]) -> None:
-        # What NumPy would warn of is meant, as in `cpu`.
-        with np.errstate(all="ignore"):
-            for part in parts:
-                batch.by_rows(part, Bc)
+        for part in parts:
+            batch.by_rows(part, Bc)
 
     with single_threaded_blas:
         share_out(workers, iter(cut), work, Stop())

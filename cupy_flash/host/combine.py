@@ -2,39 +2,70 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cupy_flash.host.quiet import quiet
+
 Array = NDArray[Any]
 
+# Elements of the output that are merged at once: their sums and products stay in the cache. 4 parts
+# of 8 x 128 x 8 x 64, float32, take 2.5 ms; all at once 7.3, the plain formula 3.0 to 3.6.
+ELEMENTS_AT_ONCE = 1 << 15
 
+
+@quiet
 def merge(out_partial: Array, lse_partial: Array, out: Array, sinks: Array | None = None) -> Array:
     """Write what the parts come to into ``out``, and return its log-sum-exp.
 
     The arguments, as of `cupy_flash.combine`, are taken as checked.
     """
-    with np.errstate(all="ignore"):
-        largest = lse_partial.max(axis=0)
-        of_heads = None
-        if sinks is not None:
-            of_heads = sinks.astype(largest.dtype, copy=False)[:, None]
-            largest = np.maximum(largest, of_heads)
-        # As in combine.cu: of no use where it is infinite.
-        base = np.where(np.isfinite(largest), largest, largest.dtype.type(0))
-        weights = np.exp(lse_partial - base)
-        total = weights.sum(axis=0)
-        if of_heads is not None:
-            total += np.exp(of_heads - base)
-        lse = base + np.log(total)
-        weights /= np.where(total == 0, total.dtype.type(1), total)
-        # From (..., heads_q, seqlen_q) to the order of out, one split at a time: at most a copy
-        # of out is held in the precision of the sums.
-        by_row = weights.swapaxes(-1, -2)[..., None]
-        saw_nothing = (lse_partial == -np.inf).swapaxes(-1, -2)[..., None]
-        merged = np.zeros(out.shape, lse.dtype)
-        for partial, weight, excluded in zip(out_partial, by_row, saw_nothing, strict=True):
-            merged += weight * np.where(excluded, 0, partial.astype(lse.dtype, copy=False))
-        out[...] = merged
+    largest = lse_partial.max(axis=0)
+    of_heads = None
+    if sinks is not None:
+        of_heads = sinks.astype(largest.dtype, copy=False)[:, None]
+        largest = np.maximum(largest, of_heads)
+    # As in combine.cu: of no use where it is infinite.
+    base = np.where(np.isfinite(largest), largest, largest.dtype.type(0))
+    weights = np.exp(lse_partial - base)
+    total = weights.sum(axis=0)
+    if of_heads is not None:
+        total += np.exp(of_heads - base)
+    lse = base + np.log(total)
+    weights /= np.where(total == 0, total.dtype.type(1), total)
+    # From (..., heads_q, seqlen_q) to the order of out.
+    by_row = weights.swapaxes(-1, -2)[..., None]
+    saw_nothing = (lse_partial == -np.inf).swapaxes(-1, -2)[..., None]
+    is_partly_excluded = saw_nothing.any(axis=tuple(range(1, saw_nothing.ndim))).tolist()
+    for index in _blocks(out.shape):
+        merged = np.zeros(out[index].shape, lse.dtype)
+        product = np.empty_like(merged)
+        for part, is_excluded in enumerate(is_partly_excluded):
+            of_part: tuple[Any, ...] = (part, *index)
+            factor = out_partial[of_part]
+            if is_excluded or factor.dtype != lse.dtype:
+                np.copyto(product, factor)
+                factor = product
+            if is_excluded:
+                np.copyto(product, 0, where=saw_nothing[of_part])
+            np.multiply(factor, by_row[of_part], out=product)
+            merged += product
+        out[index] = merged
     return np.asarray(lse)
+
+
+def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
+    """Yield the indices of blocks of sequences and rows of (..., rows, heads, dim)."""
+    *batch, rows, heads, dim = shape
+    rows_at_once = max(1, ELEMENTS_AT_ONCE // max(heads * dim, 1))
+    sequences_at_once = max(1, rows_at_once // max(rows, 1))
+    for row in range(0, rows, rows_at_once):
+        of_rows = slice(row, row + rows_at_once)
+        if not batch:
+            yield (of_rows,)
+            continue
+        for sequence in range(0, batch[0], sequences_at_once):
+            yield slice(sequence, sequence + sequences_at_once), of_rows

@@ -18,13 +18,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from cupy_flash.host import formula, online
 from cupy_flash.host.crew import Stop, cpus, share_out, single_threaded_blas
 from cupy_flash.host.passes import SCRATCH_LIMIT as SCRATCH_LIMIT
 from cupy_flash.host.passes import Block, Cut, Pass, Scratch, scratch_elements
+from cupy_flash.host.quiet import quiet
 from cupy_flash.host.sequence_places import PagedRows
 from cupy_flash.mods.modified import Modified
 from cupy_flash.problem.problem import Problem
@@ -99,6 +99,7 @@ def scratch_bytes(problem: Problem, tile: Tile) -> int:
     return max(one, cut.elements) * itemsize
 
 
+@quiet
 def forward(
     q: Array,
     k: Array | PagedRows,
@@ -181,15 +182,13 @@ def run(passes: Iterator[Pass], pairs: int, worker_bytes: int, threads: int | No
     stop = Stop()
 
     def work(items: Iterator[tuple[Pass, Block]]) -> None:
-        # NumPy keeps its error state per thread. What it would warn of is meant: exp of -inf, the
-        # logarithm of an empty row's sum, NaN on their way through.
-        with Scratch.borrowed() as scratch, np.errstate(all="ignore"):
+        with Scratch.borrowed() as scratch:
             for job, block in items:
-                begin, end = job.keys_seen(block)
-                if end - begin <= job.cut.Bc:
-                    formula.attend(job, scratch, block)
+                tiles = job.tiles_of_keys(block)
+                if len(tiles) <= 1:
+                    formula.attend(job, scratch, block, *(tiles or [(0, 0)]))
                 else:
-                    online.attend(job, scratch, block, stop)
+                    online.attend(job, scratch, block, tiles, stop)
 
     with single_threaded_blas:
         share_out(workers, ((job, block) for job in passes for block in job.blocks()), work, stop)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from typing import Any, TypeVar
 
+import numpy as np
 from threadpoolctl import ThreadpoolController
 
 T = TypeVar("T")
@@ -141,7 +142,9 @@ def share_out(
 
     def task() -> None:
         try:
-            work(queue)
+            # A thread does not inherit the error state of the thread that started it.
+            with np.errstate(all="ignore"):
+                work(queue)
         except BaseException as error:
             stop.requested = True
             errors.append(error)

@@ -32,13 +32,13 @@ Part = tuple[Array, Array]
 # in kernels_cu/score/softmax.cuh.
 _LARGEST_LSE = {"float32": 2.0**20 * math.log(2), "float64": 2.0**49 * math.log(2)}
 
-# Weight above which a row counts as attending to one key only. The output of such a row is that
+#: Weight above which a row counts as attending to one key only. The output of such a row is that
 # key's value, and its scores have no gradient: the weight is 1, and dp equals delta. Both are
 # summed in different orders, so their computed difference would be a small number instead of 0.
 # In rows with more keys above this weight, the true gradients are below the rounding errors of
 # delta and dp: see `p_of_one_key` in kernels_cu/backward/params.cuh. Rows with one key by position
 # are checked as well, as lse may be that of more keys, or include a sink.
-_WEIGHT_OF_ONE_KEY = {
+WEIGHT_OF_ONE_KEY = {
     "float16": 1 - 2.0**-14,
     "bfloat16": 1 - 2.0**-11,
     "float32": 1 - 2.0**-18,
@@ -51,9 +51,7 @@ def differentiate(
 ) -> None:
     """Write dq of a block's rows, and add what they have of all other gradients."""
     tile = _Tile(work, scratch, block)
-    begin, end = work.job.keys_seen(block)
-    for start in range(begin, end, work.job.cut.Bc):
-        key = min(start + work.job.cut.Bc, end)
+    for start, key in work.job.tiles_of_keys(block):
         if stop.requested:
             return
         parts = tile.take(start, key)
@@ -107,7 +105,7 @@ class _Tile:
         # If lse has a gradient of its own or includes a sink, rows with one key have gradients.
         settles = sinks is None and work.dlse is None
         self.rows_of_one_key = np.flatnonzero(counts == 1) if settles else rows[:0]
-        self.weight = _WEIGHT_OF_ONE_KEY[job.q.dtype.name]
+        self.weight = WEIGHT_OF_ONE_KEY[job.q.dtype.name]
         scores = modified.scores
         hiding = (self.mask_mod, scores.score_mod, scores.bias, scores.mask, scores.tree_mask)
         self.is_hiding = settles and any(x is not None for x in hiding)
@@ -228,7 +226,7 @@ class _Tile:
 
         And which of their pairs it hides.
         """
-        if self.mask_mod is None:
+        if self.mask_mod is None or self.job.is_shown(self.block, start, stop):
             return start, stop, None
         at = self.job.pairs_of(self.block, start, stop)
         seen = self.mask_mod.evaluate(

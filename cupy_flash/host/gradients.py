@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from cupy_flash.host.cpu import MIN_PAIRS_PER_WORKER
 from cupy_flash.host.crew import Stop, cpus, share_out, single_threaded_blas
+from cupy_flash.host.gradient_formula import MAX_SCORES, backward_small
 from cupy_flash.host.gradient_pass import GradientPass, scratch_elements, smaller
 from cupy_flash.host.gradient_tiles import differentiate
 from cupy_flash.host.passes import (
@@ -31,6 +32,7 @@ from cupy_flash.host.passes import (
     compute_dtype,
 )
 from cupy_flash.host.passes import scratch_elements as forward_elements
+from cupy_flash.host.quiet import quiet
 from cupy_flash.host.sequence_places import find_packed_keys, find_queries
 from cupy_flash.host.steps import equal_runs
 from cupy_flash.host.turns import Turn, Turns
@@ -58,6 +60,8 @@ def default_tile(problem: Problem) -> Tile:
     # Along the edge of a mask half a tile is wasted; low tiles add often to dk and dv.
     Br, Bc = 1024 if problem.mask.is_full else 256, 256
     rows = problem.batch * problem.heads_q * problem.seqlen_q
+    if 0 < rows * problem.seqlen_k <= MAX_SCORES:
+        return Tile(problem.seqlen_q, problem.seqlen_k)
     while Br > 256 and rows < MIN_TILES * Br:
         Br //= 2
     while Bc > 64 and 4 * scratch_bytes(problem, Tile(Br, Bc)) > SCRATCH_LIMIT:
@@ -113,6 +117,7 @@ def workspace_bytes(problem: Problem, tile: Tile) -> int:
     return scratch_bytes(problem, tile) + 4 * keys * problem.heads_kv * columns
 
 
+@quiet
 def backward(
     q: Array,
     k: Array,
@@ -153,6 +158,9 @@ def backward(
     ValueError
         The scratch of one worker passes :data:`SCRATCH_LIMIT` with this tile.
     """
+    call = q, k, v, out, dout, lse, dlse, results, causal, q_offset, softmax_scale, tile
+    if modified is None and backward_small(*call):
+        return
     totals = _totals(results, q.shape[2], k.shape[2], compute_dtype(q.dtype))
     if q.size:
         job = Pass.make(q, k, v, out, None, causal, q_offset, softmax_scale, tile, modified)
@@ -162,6 +170,7 @@ def backward(
     _write(results, totals)
 
 
+@quiet
 def varlen_backward(
     q: Array,
     k: Array,
@@ -213,8 +222,9 @@ def varlen_backward(
     sequences = list(zip(find_queries(cu_seqlens_q, len(q), max_seqlen_q), places, strict=True))
     works = []
     # Modifications count from the beginning of each sequence.
-    for b, (queries, keys, count) in enumerate(equal_runs(sequences, modified is None)):
-        if not queries.seqlen:
+    for b, queries, keys, count in equal_runs(sequences, modified is None):
+        # Without keys, only sinks have a gradient, through dlse.
+        if not keys.seqlen and "sinks" not in totals:
             continue
         of_q, of_k = (
             _Run(queries.first, queries.seqlen, count),
@@ -302,10 +312,9 @@ def _by_group(bias: Array, heads_q: int, heads_kv: int) -> Array:
 
 def _write(results: Mapping[str, Array], totals: Mapping[str, Array]) -> None:
     """Round what was not added up in the results themselves."""
-    with np.errstate(all="ignore"):
-        for name, result in results.items():
-            if totals[name].dtype != result.dtype:
-                np.copyto(result, totals[name].reshape(result.shape), casting="same_kind")
+    for name, result in results.items():
+        if totals[name].dtype != result.dtype:
+            np.copyto(result, totals[name].reshape(result.shape), casting="same_kind")
 
 
 def _run(works: list[GradientPass], tile: Tile, threads: int | None) -> None:
@@ -329,8 +338,7 @@ def _run(works: list[GradientPass], tile: Tile, threads: int | None) -> None:
                 yield work, block, turn
 
     def compute(some: Iterator[tuple[GradientPass, Block, Turn]]) -> None:
-        # What NumPy would warn of is meant, as in `cpu`.
-        with Scratch.borrowed() as scratch, np.errstate(all="ignore"):
+        with Scratch.borrowed() as scratch:
             for work, block, turn in some:
                 differentiate(work, scratch, block, turn, turns, stop)
 

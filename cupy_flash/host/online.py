@@ -27,17 +27,19 @@ from cupy_flash.host.passes import (
 Array = NDArray[Any]
 
 
-def attend(job: Pass, scratch: Scratch, block: Block, stop: Stop) -> None:
+def attend(
+    job: Pass, scratch: Scratch, block: Block, tiles: list[tuple[int, int]], stop: Stop
+) -> None:
     """Output and lse of one block; nothing is written once ``stop`` is requested."""
     tile = _Tile(job, scratch, block)
-    if not tile.take_all(stop):
+    if not tile.take_all(tiles, stop):
         return
     overflown = tile.overflown()
     tile.finish()
     if overflown is not None:
         # Of the other rows not a bit may change.
         tile = _Tile(job, scratch, block, shrink=True)
-        if tile.take_all(stop):
+        if tile.take_all(tiles, stop):
             tile.finish_shrunk(overflown)
 
 
@@ -49,7 +51,6 @@ class _Tile:
 
     def __init__(self, job: Pass, scratch: Scratch, block: Block, *, shrink: bool = False) -> None:
         self.job, self.scratch, self.block, self.shrink = job, scratch, block, shrink
-        self.begin, self.end = job.keys_seen(block)
         self.q = job.queries(block, scratch)
         rows = self.q.shape[:4]
         self.acc = self._cut("acc", (*rows, job.v.shape[3]))
@@ -59,17 +60,17 @@ class _Tile:
     def _cut(self, name: str, shape: tuple[int, ...]) -> Array:
         return self.scratch.cut(name, shape, self.job.compute)
 
-    def take_all(self, stop: Stop) -> bool:
-        """Take up all keys that a row sees; False if stopped on the way."""
-        for start in range(self.begin, self.end, self.job.cut.Bc):
+    def take_all(self, tiles: list[tuple[int, int]], stop: Stop) -> bool:
+        """Take up tiles of keys; return False if stopped on the way."""
+        for number, (start, end) in enumerate(tiles):
             if stop.requested:
                 return False
-            self._take(start, min(start + self.job.cut.Bc, self.end))
+            self._take(start, end, is_first=number == 0)
         return True
 
-    def _take(self, start: int, stop: int) -> None:
+    def _take(self, start: int, stop: int, *, is_first: bool) -> None:
         """Take up some keys; the first ones write what others add to."""
-        job, scratch, is_first = self.job, self.scratch, start == self.begin
+        job, scratch = self.job, self.scratch
         k = job.keys(self.block, start, stop, scratch)
         v = job.values(self.block, start, stop, scratch)
         if self.shrink:

@@ -15,6 +15,7 @@ from cupy_flash.host.sequence_places import PagedRows
 from cupy_flash.mods.keywords import FURTHEST
 from cupy_flash.mods.modified import Modified
 from cupy_flash.mods.scores import FIRST, Pairs
+from cupy_flash.mods.seen_blocks import SeenBlocks, seen_blocks
 from cupy_flash.problem.mask import Mask
 from cupy_flash.problem.tile import Tile
 
@@ -35,6 +36,13 @@ SHRINK = 2.0**-32
 # 3 * 2**17, 2**19: 8 x 32 x 8 x 128 1.02, 0.96, 0.89; 8 x 128 x 8 x 128 7.0, 7.6, 6.2, causal 8.2,
 # 7.7, 7.6.
 ELEMENTS_AT_ONCE = 1 << 19
+
+
+# Keys of a block that a user's mask may hide as a whole.
+KEYS_OF_BLOCK = 64
+
+# Query-key pairs of a head from which on blocks are looked at, which takes 0.2 ms or more.
+MIN_PAIRS_TO_LOOK_AT_BLOCKS = 1 << 18
 
 
 @functools.cache
@@ -103,6 +111,7 @@ class Pass(NamedTuple):
     cut: Cut
     copies: bool  # whether BLAS reads copies of k and v
     scratch_bytes: int
+    seen: SeenBlocks | None  # blocks of cut.Br rows and KEYS_OF_BLOCK keys that a mask_mod shows
 
     @classmethod
     def make(
@@ -142,13 +151,14 @@ class Pass(NamedTuple):
                 f"{SCRATCH_LIMIT}; choose a smaller Br or Bc"
             )
         split = (batch, seqlen_q, heads_kv, group)
+        visible = Mask(seqlen_q, seqlen_k, causal, min(max(q_offset, nearest), furthest))
         return cls(
             q=q.reshape(*split, head_dim).transpose(0, 2, 3, 1, 4),
             k=k,
             v=v,
             out=out.reshape(*split, head_dim_v).transpose(0, 2, 3, 1, 4),
             lse=None if lse is None else lse.reshape(batch, heads_kv, group, seqlen_q),
-            visible=Mask(seqlen_q, seqlen_k, causal, min(max(q_offset, nearest), furthest)),
+            visible=visible,
             modified=modified,
             first=first,
             softmax_scale=softmax_scale,
@@ -156,6 +166,7 @@ class Pass(NamedTuple):
             cut=cut,
             copies=copies,
             scratch_bytes=worker_bytes,
+            seen=_seen_by_mask_mod(modified, first, visible, batch, heads_q, cut.Br, compute),
         )
 
     @property
@@ -180,10 +191,37 @@ class Pass(NamedTuple):
             return self.visible
         return self.modified.of_mask(self.visible, self.first.b + block.batch.start)
 
-    def keys_seen(self, block: Block) -> tuple[int, int]:
-        """The keys that rows of a block see: from the first on, and behind the last."""
+    def tiles_of_keys(self, block: Block) -> list[tuple[int, int]]:
+        """Return the ranges of at most Bc keys that rows of a block attend to, in order."""
         visible = self.mask_of(block)
-        return visible.begin(block.rows.start), visible.end(block.rows.stop - 1)
+        begin, end = visible.begin(block.rows.start), visible.end(block.rows.stop - 1)
+        runs = [(begin, end)] if begin < end else []
+        if self.seen is not None and runs:
+            some = self._of_block(self.seen.some, block, begin, end).any(axis=(0, 1))
+            edges = np.flatnonzero(np.diff(some, prepend=False, append=False))
+            edges = np.clip((edges + begin // KEYS_OF_BLOCK) * KEYS_OF_BLOCK, begin, end)
+            runs = list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+            if runs and runs[-1][1] - runs[0][0] <= self.cut.Bc:
+                runs = [(runs[0][0], runs[-1][1])]
+        return [
+            (start, min(start + self.cut.Bc, stop))
+            for first, stop in runs
+            for start in range(first, stop, self.cut.Bc)
+        ]
+
+    def is_shown(self, block: Block, start: int, stop: int) -> bool:
+        """Return whether the user's mask is known to show all pairs of rows and some keys."""
+        return self.seen is not None and bool(
+            self._of_block(self.seen.all, block, start, stop).all()
+        )
+
+    def _of_block(self, of_blocks: Array, block: Block, start: int, stop: int) -> Array:
+        """Return the values of (batch or 1, heads or 1, row blocks, key blocks) for some keys."""
+        sequences, heads = of_blocks.shape[:2]
+        some = block.batch if sequences > 1 else slice(None)
+        of_heads = self._heads_of(block).reshape(-1) if heads > 1 else slice(None)
+        keys = slice(start // KEYS_OF_BLOCK, -(-stop // KEYS_OF_BLOCK))
+        return of_blocks[some, :, block.rows.start // self.cut.Br, keys][:, of_heads]
 
     def pairs_of(self, block: Block, start: int, stop: int) -> Pairs:
         """Pairs of a block's rows and some keys, as (sequences, kv heads, heads, rows, keys)."""
@@ -233,6 +271,30 @@ class Pass(NamedTuple):
         """Values likewise."""
         v = self.v[block.batch, start:stop, block.kv_heads].swapaxes(1, 2)
         return scratch.copy("v", v, self.compute) if self.copies else v
+
+
+def _seen_by_mask_mod(
+    modified: Modified | None,
+    first: Pairs,
+    visible: Mask,
+    batch: int,
+    heads: int,
+    Br: int,
+    compute: np.dtype[Any],
+) -> SeenBlocks | None:
+    """Return which blocks the user's mask shows, if there is one and blocks are worth a look."""
+    pairs = visible.seqlen_q * visible.seqlen_k
+    if modified is None or modified.scores.mask_mod is None or pairs < MIN_PAIRS_TO_LOOK_AT_BLOCKS:
+        return None
+    positions = {
+        "b": (first.b + _integers(slice(0, batch)))[:, None, None, None],
+        "h": _integers(slice(0, heads))[:, None, None],
+        "i": _integers(slice(0, visible.seqlen_q))[None, None, :, None] + visible.q_offset,
+        "j": _integers(slice(0, visible.seqlen_k))[None, None, None],
+        "q_start": first.q_start,
+        "k_start": first.k_start,
+    }
+    return seen_blocks(modified.scores.mask_mod, positions, Br, KEYS_OF_BLOCK, compute)
 
 
 def _is_operand(x: Array | PagedRows, compute: np.dtype[Any]) -> bool:
@@ -320,7 +382,10 @@ def mask(job: Pass, block: Block, scores: Array, start: int, stop: int) -> None:
     Before, a modified call's become what its modifications make of them.
     """
     if job.modified is not None:
-        change(scores, job.modified, job.pairs_of(block, start, stop))
+        modified = job.modified
+        if job.is_shown(block, start, stop):
+            modified = modified._replace(scores=modified.scores._replace(mask_mod=None))
+        change(scores, modified, job.pairs_of(block, start, stop))
     rows, visible = block.rows, job.mask_of(block)
     for first, end in visible.edges(rows.start, rows.stop, start, stop):
         hidden = visible.hidden(rows.start, rows.stop, first, end)

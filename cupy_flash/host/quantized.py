@@ -6,17 +6,17 @@ to (blocks, rows, heads): one for all, for each head, page or row.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cupy_flash.arrays.strided import array_module, dtype_name
 from cupy_flash.host import sequence_places
+from cupy_flash.host.quiet import quiet
 from cupy_flash.host.sequence_places import Keys
-from cupy_flash.problem.arrays import LARGEST_QUANTIZED
-
-# What NumPy would warn of is meant, as in `cpu`.
-_without_warnings = np.errstate(all="ignore")
+from cupy_flash.problem.arrays import FLOAT8, LARGEST_QUANTIZED
 
 
 class QuantizedBlocks:
@@ -40,13 +40,15 @@ class QuantizedBlocks:
         """The same of some heads."""
         return QuantizedBlocks(self._blocks[:, :, heads], self._scales[:, :, heads], self.dtype)
 
-    @_without_warnings
+    @quiet
     def __getitem__(self, index: Any) -> Any:
         stored, scales = self._blocks[index], self._scales[index]
-        return stored.astype(self.dtype) * scales[..., None].astype(self.dtype)
+        wide = _widened(stored, self.dtype)
+        wide *= scales[..., None].astype(self.dtype)
+        return wide
 
 
-@_without_warnings
+@quiet
 def dequantized(stored: Any, scale: Any | None, dtype: Any = np.float32) -> Any:
     """What q, k or v of float8 stands for.
 
@@ -60,14 +62,28 @@ def dequantized(stored: Any, scale: Any | None, dtype: Any = np.float32) -> Any:
         Of the result: float32, of which the products are rounded, or float64.
     """
     xp = array_module(stored)
-    wide = stored.astype(dtype)
-    if scale is None:
-        return wide
-    batch, _, heads, _ = stored.shape
-    return wide * xp.broadcast_to(xp.asarray(scale), (batch, 1, heads))[..., None].astype(dtype)
+    wide = _widened(stored, np.dtype(dtype))
+    if scale is not None:
+        batch, _, heads, _ = stored.shape
+        wide *= xp.broadcast_to(xp.asarray(scale), (batch, 1, heads))[..., None].astype(dtype)
+    return wide
 
 
-@_without_warnings
+def _widened(stored: Any, dtype: np.dtype[Any]) -> Any:
+    """Return a new array of numbers of 8 bits in a wider dtype."""
+    if array_module(stored) is not np or dtype_name(stored) != FLOAT8:
+        return stored.astype(dtype)
+    # 1.7 ms for 4 x 500 x 8 x 64 numbers; `astype` takes 9.0, as it converts one at a time.
+    return _numbers_of_codes(stored.dtype, dtype).take(stored.view(np.uint8), mode="clip")
+
+
+@functools.cache
+def _numbers_of_codes(stored: np.dtype[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return the number of each of the 256 codes of a float8 dtype."""
+    return np.arange(256, dtype=np.uint8).view(stored).astype(dtype)
+
+
+@quiet
 def quantized(rows: Any, scales: Any, dtype: Any) -> Any:
     """Rows (..., dim) in 8 bits, of scales (...): divided by them in float32, to nearest even.
 

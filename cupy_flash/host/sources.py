@@ -18,11 +18,13 @@ _FORWARD = (
     "host/padding.py",
     "host/passes.py",
     "host/quantized.py",
+    "host/quiet.py",
     "host/row_by_row.py",
     "host/sequence_places.py",
     "host/steps.py",
     "mods/modified.py",
     "mods/scores.py",
+    "mods/seen_blocks.py",
     "problem/mask.py",
 )
 #: Files of the package that determine results and speed of the CPU backend, by direction.
@@ -30,6 +32,7 @@ SOURCES = {
     "forward": _FORWARD,
     "backward": (
         *_FORWARD,
+        "host/gradient_formula.py",
         "host/gradient_pass.py",
         "host/gradient_tiles.py",
         "host/gradients.py",

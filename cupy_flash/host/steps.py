@@ -23,33 +23,58 @@ from cupy_flash.host.sequence_places import (
 )
 
 
-def equal_runs(
-    sequences: Iterable[tuple[Queries, Keys]], join: bool
-) -> Iterator[tuple[Queries, Keys, int]]:
-    """The first of each run of sequences of one shape at equal distances, and how many they are.
+class Run(NamedTuple):
+    """Consecutive sequences of one shape at equal distances.
 
-    Runs of one where they are not to be joined.
+    Attributes
+    ----------
+    first
+        Index of the first sequence among all.
+    queries, keys
+        Rows and keys of the first sequence.
+    sequences
+        Number of sequences.
     """
-    first: tuple[Queries, Keys] | None = None
+
+    first: int
+    queries: Queries
+    keys: Keys
+    sequences: int
+
+
+def equal_runs(sequences: Iterable[tuple[Queries, Keys]], join: bool) -> Iterator[Run]:
+    """Yield the runs of sequences that have queries.
+
+    Runs of sequences with keys are of one sequence each if `join` is False. Sequences without keys
+    are joined in any case, as nothing is computed for them.
+    """
+    first: Run | None = None
     count = 0
-    for queries, keys in sequences:
-        if first is not None and join and _continues(*first, count, queries, keys):
+    for index, (queries, keys) in enumerate(sequences):
+        if not queries.seqlen:
+            continue
+        joins = join or not keys.seqlen
+        if first is not None and joins and _continues(first, count, queries, keys):
             count += 1
             continue
         if first is not None:
-            yield *first, count
-        first, count = (queries, keys), 1
+            yield first._replace(sequences=count)
+        first, count = Run(index, queries, keys, 1), 1
     if first is not None:
-        yield *first, count
+        yield first._replace(sequences=count)
 
 
-def _continues(q0: Queries, k0: Keys, count: int, queries: Queries, keys: Keys) -> bool:
-    """Whether a sequence lies where the next one of a run would."""
-    return (
-        queries.seqlen == q0.seqlen
-        and queries.first == q0.first + count * q0.seqlen
-        and keys.seqlen == k0.seqlen > 0
-        and keys.pages is None
+def _continues(run: Run, count: int, queries: Queries, keys: Keys) -> bool:
+    """Return whether a sequence is where sequence `count` of a run would be."""
+    _, q0, k0, _ = run
+    if (
+        queries.seqlen != q0.seqlen
+        or queries.first != q0.first + count * q0.seqlen
+        or keys.seqlen != k0.seqlen
+    ):
+        return False
+    return not keys.seqlen or (
+        keys.pages is None
         and (keys.block, keys.first)
         in (
             (k0.block, k0.first + count * k0.seqlen),
@@ -68,7 +93,7 @@ class Steps(NamedTuple):
     sequences: list[tuple[Queries, Keys]]
     groups: list[padding.Group]
     padded_pairs: int  # query-key pairs of all groups
-    runs: list[tuple[Queries, Keys, int]]  # of the other sequences, as by `equal_runs`
+    runs: list[Run]  # of the other sequences
     rows_of_none: list[slice]  # ranges of rows in q that belong to no sequence
 
     @classmethod

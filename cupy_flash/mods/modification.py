@@ -219,6 +219,11 @@ class Modification:
             raise TypeError(f"{what}; expected a value computed from its parameters") from error
 
     @property
+    def traced_graph(self) -> Node | None:
+        """Expression that `evaluate` computes; None if `evaluate` calls the Python function."""
+        return self._graph
+
+    @property
     def graph(self) -> Node:
         """Expression of the Python function, whether or not there is CUDA text as well.
 

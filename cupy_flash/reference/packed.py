@@ -302,7 +302,9 @@ def attention_with_kvcache_reference(
         turn = functools.partial(rotated, cos=rotary_cos, sin=rotary_sin)
         q = turn(q, positions=first + advance, interleaved=rotary_interleaved)
         new = first + np.arange(k.shape[1])
-        k = turn(k, positions=new, interleaved=rotary_interleaved).astype(k.dtype)
+        turned = turn(k, positions=new, interleaved=rotary_interleaved)
+        with np.errstate(all="ignore"):
+            k = turned.astype(k.dtype)
     k_cache, v_cache = (as_bytes(x).copy().view(x.dtype) for x in (k_cache, v_cache))
     is_quantized = dtype_name(k_cache) in LARGEST_QUANTIZED
     k_scale, v_scale = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -470,3 +471,20 @@ def test_every_alignment_and_number_of_lanes_compiles(dtype):
         )
         cubin = compile_cubin(unit, device_for_arch("sm_90"))
         assert cubin.resources["combine_partials"].spill_bytes == 0
+
+
+@pytest.mark.parametrize("shape", [(4, 2, 300, 8, 64), (3, 1000, 5, 72), (2, 700, 1, 2, 200)])
+def test_parts_are_merged_in_blocks_with_little_memory(shape, rng):
+    out_partial = rng.standard_normal(shape).astype(np.float32)
+    lse_partial = rng.standard_normal((*shape[:-3], shape[-2], shape[-3])).astype(np.float32)
+    lse_partial[0, ..., ::3] = -np.inf
+    out_partial[0, ..., ::3, :, :] = np.nan
+    out = np.empty(shape[1:], np.float32)
+    tracemalloc.start()
+    _, lse = combine(out_partial, lse_partial, out=out)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 12 * lse_partial.nbytes + (1 << 19)
+    weights = np.exp(lse_partial.astype(np.float64) - lse).swapaxes(-1, -2)[..., None]
+    parts = np.where(weights == 0, 0, out_partial.astype(np.float64))
+    np.testing.assert_allclose(out, (weights * parts).sum(axis=0), atol=2e-6)

@@ -20,6 +20,11 @@ from support.sequence_support import (
     random_varlen_case,
 )
 
+from cupy_flash import (
+    attention_varlen_reference,
+    flash_attention_varlen,
+    flash_attention_with_kvcache,
+)
 from cupy_flash.host import batches, cpu, crew, padding, row_by_row
 from cupy_flash.host.batches import append, kvcache_forward, rotate, varlen_forward
 from cupy_flash.problem.tile import Tile
@@ -337,6 +342,59 @@ def test_runs_of_equal_sequences_are_right(lengths, dtype):
     check_varlen(VarlenCase(lengths, lengths, dtype=dtype, causal=True, heads_q=6, rows_of_none=2))
     check_kvcache(KVCacheCase(lengths, dtype=dtype, heads_q=6))
     check_kvcache(KVCacheCase(lengths, dtype=dtype, heads_q=6, indexed=True, seqlen_q=2))
+
+
+# Sequences without keys
+
+
+@pytest.fixture
+def no_passes(monkeypatch):
+    """Fail if any forward pass is made."""
+
+    def fail(*arguments):
+        raise AssertionError("a pass was made")
+
+    monkeypatch.setattr(batches.Pass, "make", fail)
+    monkeypatch.setattr(row_by_row, "forward", fail)
+
+
+@pytest.mark.usefixtures("no_passes")
+@pytest.mark.parametrize("modifications", [{}, {"sinks": np.array([3, -np.inf], np.float32)}])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_sequences_without_keys_take_no_pass(batch_invariant, modifications):
+    count, options = 2000, {"return_lse": True, "batch_invariant": batch_invariant}
+    rows, keys = np.full((count, 2, 16), np.nan, np.float32), np.ones((3, 2, 16), np.float32)
+    each, none = np.arange(count + 1, dtype=np.int32), np.zeros(count + 1, np.int32)
+    expected = modifications.get("sinks", np.full(2, -np.inf, np.float32))
+    out, lse = flash_attention_varlen(
+        rows, keys, keys, each, none, 1, 3, **options, **modifications, backend="cpu"
+    )
+    assert not out.any()
+    np.testing.assert_array_equal(lse, np.broadcast_to(expected[:, None], lse.shape))
+    cache = np.full((count, 1, 2, 16), np.nan, np.float32)
+    for table in (None, np.zeros((count, 1), np.int32)):
+        out, lse = flash_attention_with_kvcache(
+            *(rows[:, None], cache, cache),
+            cache_seqlens=none[1:],
+            block_table=table,
+            **options,
+            **modifications,
+            backend="cpu",
+        )
+        assert not out.any()
+        np.testing.assert_array_equal(lse, np.broadcast_to(expected[:, None], lse.shape))
+
+
+def test_modifications_count_sequences_without_queries_and_keys():
+    lengths_q, lengths_k = [0, 2, 3, 0, 0, 4], [3, 0, 5, 0, 0, 4]
+    ends_q, ends_k = (np.cumsum([0, *x]).astype(np.int32) for x in (lengths_q, lengths_k))
+    q = np.ones((9, 2, 16), np.float32)
+    k = np.random.default_rng(0).standard_normal((12, 2, 16)).astype(np.float32)
+    slopes = np.arange(12, dtype=np.float32).reshape(6, 2)
+    arguments = q, k, k, ends_q, ends_k, 4, 5
+    out = flash_attention_varlen(*arguments, alibi_slopes=slopes, backend="cpu")
+    truth, _ = attention_varlen_reference(*arguments, alibi_slopes=slopes)
+    np.testing.assert_allclose(out, truth, rtol=1e-5, atol=1e-5)
 
 
 # Short packed sequences of unequal lengths

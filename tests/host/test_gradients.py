@@ -66,6 +66,85 @@ def test_short_queries_of_many_sequences_fit_into_scratch(
     np.testing.assert_allclose(dv, seqlen_q / seqlen_k, rtol=1e-4)
 
 
+def test_sequences_without_keys_are_one_pass_and_give_sinks_the_gradient_of_lse(
+    monkeypatch: Any,
+) -> None:
+    passes = []
+    make = gradients.GradientPass.make
+    monkeypatch.setattr(
+        gradients.GradientPass, "make", lambda *a, **o: passes.append(a) or make(*a, **o)
+    )
+    count = 2000
+    rows, keys = np.zeros((count, 2, 16), np.float32), np.ones((3, 2, 16), np.float32)
+    each, none = np.arange(count + 1, dtype=np.int32), np.zeros(count + 1, np.int32)
+    sinks, dlse = np.array([1, -2], np.float32), np.ones((2, count), np.float32)
+    lse = np.repeat(sinks[:, None], count, axis=1)
+    arguments = rows, rows, keys, keys, rows, lse, each, none, 1, 3
+    found = flash_attention_varlen_backward(*arguments, sinks=sinks, backend="cpu")
+    assert not passes
+    assert not any(x.any() for x in found)
+    (dsinks,) = flash_attention_varlen_backward(
+        *arguments, sinks=sinks, dlse=dlse, wrt=["sinks"], backend="cpu"
+    )
+    assert len(passes) == 1
+    np.testing.assert_array_equal(dsinks, count)
+
+
+# Small calls
+
+
+SMALL = [(1, 1, 1), (2, 1, 9), (3, 8, 8), (1, 5, 12), (2, 33, 1), (1, 40, 47)]
+
+
+def both_ways(monkeypatch: Any, arguments: tuple[Any, ...], **options: Any) -> tuple[Any, Any]:
+    """Return gradients of a small call, and those that tiles give."""
+    found = flash_attention_backward(*arguments, **options, backend="cpu")
+    with monkeypatch.context() as without:
+        without.setattr(gradients, "backward_small", lambda *_: False)
+        return found, flash_attention_backward(*arguments, **options, backend="cpu")
+
+
+def small_call(rng: Any, sizes: tuple[int, int, int], causal: bool) -> tuple[Any, ...]:
+    batch, seqlen_q, seqlen_k = sizes
+    q, dout = rng.standard_normal((2, batch, seqlen_q, 3, 16)).astype(np.float32)
+    k, v = rng.standard_normal((2, batch, seqlen_k, 3, 16)).astype(np.float32)
+    out, lse = flash_attention(q, k, v, causal=causal, return_lse=True, backend="cpu")
+    return dout, q, k, v, out, lse
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("sizes", SMALL)
+def test_a_small_call_is_one_step(sizes: Any, causal: bool, rng: Any, monkeypatch: Any) -> None:
+    arguments = small_call(rng, sizes, causal)
+    is_left_to_tiles = causal and sizes[1] > sizes[2]
+    with monkeypatch.context() as without:
+        if not is_left_to_tiles:
+            without.setattr(gradients, "_run", None)
+        found = flash_attention_backward(*arguments, causal=causal, backend="cpu")
+    dout, q, k, v, _, _ = arguments
+    wide = [x.astype(np.float64) for x in (dout, q, k, v)]
+    truth = attention_backward_reference(*wide, causal=causal)
+    for one, other in zip(found, truth, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("number", range(6))
+def test_values_that_are_not_finite_go_no_further_in_a_small_call(
+    number: int, value: float, causal: bool, rng: Any, monkeypatch: Any
+) -> None:
+    for row in (0, 3, 7):
+        arguments = small_call(rng, (2, 8, 8), causal)
+        array = arguments[number]
+        if number == 5:
+            array[1, 2, row] = value
+        else:
+            array[1, row, 2, 5] = value
+        for one, other in zip(*both_ways(monkeypatch, arguments, causal=causal), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
 def random_sizes(rng: Any) -> tuple[int, ...]:
     """Return batch, heads_kv, group, seqlen_q, seqlen_k, head_dim, head_dim_v; at most 32 MiB."""
     # Most calls have many short query sequences over many keys, so that blocks hold many heads.

@@ -28,7 +28,7 @@ from cupy_flash import (
 from cupy_flash.arrays.kinds import normalize_scale
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.host.batches import rotate
-from cupy_flash.host.quantized import quantized, scales_of_rows
+from cupy_flash.host.quantized import QuantizedBlocks, dequantized, quantized, scales_of_rows
 from cupy_flash.reference.packed import attention_with_kvcache_reference
 
 PROBLEMS, CHUNK = 300, 20
@@ -118,6 +118,17 @@ def test_numbers_are_rounded_to_nearest_even_and_limited() -> None:
     rows = np.array([[17, 19, 464, 465, -1e9, 2**-10, 2**-10 * 1.001, np.nan]], np.float32)
     found = quantized(rows, one, ml_dtypes.float8_e4m3fn)[0].astype(np.float32)
     np.testing.assert_array_equal(found, [16, 20, 448, 448, -448, 0, 2**-9, np.nan])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_every_float8_code_stands_for_its_number(dtype: type) -> None:
+    codes = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
+    stored = np.broadcast_to(codes[::-1].reshape(1, 2, 4, 32), (3, 2, 4, 32))
+    expected = stored.astype(dtype)
+    np.testing.assert_array_equal(dequantized(stored, None, dtype), expected)
+    np.testing.assert_array_equal(dequantized(stored, np.float32(3), dtype), 3 * expected)
+    blocks = QuantizedBlocks(stored, np.float32(3), dtype)
+    np.testing.assert_array_equal(blocks[1:, :, 2:], 3 * expected[1:, :, 2:])
 
 
 def test_nothing_that_is_quantized_makes_numpy_warn() -> None:

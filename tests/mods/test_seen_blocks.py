@@ -1,0 +1,159 @@
+"""Blocks that a mask hides or shows as a whole: never a wrong one, and none that is computed."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from support.function_calls import function_calls
+from support.mod_gallery import BATCH, HEADS, MASKS
+from support.random_functions import random_function
+
+from cupy_flash import (
+    BlockList,
+    MaskMod,
+    attention_reference,
+    flash_attention,
+    flash_attention_backward,
+)
+from cupy_flash.host import passes
+from cupy_flash.mods.seen_blocks import SeenBlocks, seen_blocks
+from cupy_flash.reference.dense import attention_naive, error_bound, max_error
+
+RNG = np.random.default_rng(46)
+DOCUMENTS = np.sort(RNG.integers(0, 12, 300)).astype(np.int32)
+TABLE = RNG.random((400, 300)) < 0.01
+BLOCKS = RNG.random((1, 1, 40, 30)) < 0.1
+
+# Masks whose blocks are all known: they compare values of one position, or differences.
+KNOWN = {
+    "documents": MaskMod(lambda i, j, doc: doc[i] == doc[j], doc=DOCUMENTS),
+    "window": MaskMod(lambda i, j: abs(i - j) <= 20),
+    "distances": MaskMod(lambda i, j: (j - i) * 3 < 2**31 - 100),
+    "table": MaskMod(lambda i, j, table: table[i, j], table=TABLE),
+    "table of distances": MaskMod(lambda i, j, near: near[i - j], near=TABLE[7]),
+    "blocks": BlockList(BLOCKS, block=(8, 9)),
+    "blocks of heads": BlockList(RNG.random((2, 3, 9, 9)) < 0.2, block=(16, 16)),
+    "rows": MaskMod(lambda b, i: i % 3 == b),
+    "keys": MaskMod(lambda h, j: j // 40 == h),
+    "heads": MaskMod(lambda h: h == 1),
+    "some": MaskMod(lambda i, j: np.where(j < 50, i > 100, abs(i - j) < 9)),
+    "real": MaskMod(lambda i, j, x: x[i] - x[j] < 0.5, x=np.sort(RNG.random(300)).astype("f4")),
+}
+
+
+def positions(batch: int, heads: int, first: int, rows: int, keys: int) -> dict[str, Any]:
+    ints = np.int32
+    return {
+        "b": np.arange(batch, dtype=ints)[:, None, None, None],
+        "h": np.arange(heads, dtype=ints)[None, :, None, None],
+        "i": np.arange(first, first + rows, dtype=ints)[None, None, :, None],
+        "j": np.arange(keys, dtype=ints)[None, None, None],
+        "q_start": 3,
+        "k_start": 5,
+    }
+
+
+def in_blocks(seen: np.ndarray, block: tuple[int, int]) -> SeenBlocks:
+    """Return what a mask does to blocks, by all pairs."""
+    rows, keys = (np.arange(0, n, size) for n, size in zip(seen.shape[2:], block, strict=True))
+    found = [
+        reduce.reduceat(reduce.reduceat(seen, rows, axis=2), keys, axis=3)
+        for reduce in (np.logical_or, np.logical_and)
+    ]
+    return SeenBlocks(*found)
+
+
+def compare(mod: MaskMod, dtype: Any, *, exact: bool = False) -> None:
+    for first, rows, keys, block in (
+        (0, 71, 90, (7, 5)),
+        (-20, 130, 140, (16, 32)),
+        (9, 1, 3, (4, 4)),
+    ):
+        at = positions(BATCH, HEADS, first, rows, keys)
+        found = seen_blocks(mod, at, *block, dtype)
+        if found is None:
+            assert not exact
+            continue
+        seen = np.broadcast_to(mod.evaluate(**at, dtype=dtype), (BATCH, HEADS, rows, keys))
+        right = in_blocks(seen, block)
+        assert not (right.some & ~found.some).any()
+        assert not (found.all & ~right.all).any()
+        if exact:
+            np.testing.assert_array_equal(np.broadcast_to(found.some, right.some.shape), right.some)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_no_visible_pair_is_in_a_hidden_block(name: str) -> None:
+    compare(MASKS[name], np.float32)
+
+
+@pytest.mark.parametrize("begin", range(0, 600, 100))
+def test_no_visible_pair_of_a_random_function_is_in_a_hidden_block(begin: int) -> None:
+    for number in range(begin, begin + 100):
+        function = random_function(number, kind="mask")
+        mod = MaskMod(function.function(), **function.captures)
+        compare(mod, function.real)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_common_masks_are_known_exactly(name: str) -> None:
+    compare(KNOWN[name], np.float32, exact=name not in ("some", "distances"))
+
+
+def test_functions_that_are_not_traced_have_no_blocks() -> None:
+    mod = MaskMod(lambda i, j: np.sort(j) <= i, cuda="return j <= i;")
+    assert seen_blocks(mod, positions(1, 1, 0, 9, 9), 4, 4, np.float32) is None
+
+
+# Calls
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes, "KEYS_OF_BLOCK", 8)
+    monkeypatch.setattr(passes, "MIN_PAIRS_TO_LOOK_AT_BLOCKS", 1)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("begin", range(0, 60, 15))
+def test_random_functions_are_right_in_small_blocks(begin: int) -> None:
+    for call in itertools.islice(function_calls(begin + 1, "float32"), 15):
+        call.check(np)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (90, 30)}], ids=str)
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_is_left_out_changes_nothing(name: str, options: dict[str, Any]) -> None:
+    arrays = [RNG.standard_normal((2, n, 3, 16)).astype(np.float32) for n in (200, 230, 230, 200)]
+    q, k, v, dout = arrays
+    options = {"mask_mod": KNOWN[name], **options}
+    given = {"tile": (16, 24), "backend": "cpu"}
+    out, lse = flash_attention(q, k, v, return_lse=True, **options, **given)
+    truth, true_lse = attention_reference(q, k, v, return_lse=True, **options)
+    naive = attention_naive(q, k, v, **options)
+    assert max_error(out, truth) <= error_bound(naive, truth, np.float32, lse=true_lse)
+    found = flash_attention_backward(dout, q, k, v, out, lse, **options, **given)
+    passes_without = flash_attention_backward(
+        *(dout, q, k, v, out, lse), **options, tile=(256, 256), backend="cpu"
+    )
+    for one, other in zip(found, passes_without, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_hidden_blocks_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys: list[int] = []
+    read = passes.Pass.keys
+
+    def counted(job: Any, block: Any, start: int, stop: int, scratch: Any) -> Any:
+        keys.append(stop - start)
+        return read(job, block, start, stop, scratch)
+
+    monkeypatch.setattr(passes.Pass, "keys", counted)
+    q = RNG.standard_normal((1, 2048, 1, 16)).astype(np.float32)
+    diagonal = BlockList(np.eye(16, dtype=bool)[None, None], block=(128, 128))
+    flash_attention(q, q, q, mask_mod=diagonal, tile=(128, 512), backend="cpu")
+    assert sum(keys) == 2048

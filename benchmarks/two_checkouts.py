@@ -1,10 +1,10 @@
-"""Time the calls of a preset by another checkout and by this one, in one process, taking turns.
+"""Time the calls of a preset by another checkout and by this one, interleaved in one process.
 
     git worktree add ../before COMMIT
     python benchmarks/two_checkouts.py ../before mods --only "bias|t5"
 
-Cards differ by more than most changes do, and so does one card from minute to minute: only times
-that were taken in turns tell what a change of 1% did.
+GPUs of one model differ by several percent, and so does one GPU from minute to minute. Only
+interleaved timings show the effect of a change of 1%.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MODULES = ("cases.cases", "cases.presets", "cases.inputs", "providers.providers"
 
 
 class Checkout:
-    """The library of one checkout, beside that of another.
+    """The library of one checkout; several can be loaded in one process.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ class Checkout:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Have `import`, of functions that import when they are called too, find this library."""
+        """Make this library the one that `import` finds, also when a function imports lazily."""
         others = {name: sys.modules.pop(name) for name in _loaded()}
         sys.modules.update(self._modules)
         sys.path.insert(0, self._root)

@@ -65,7 +65,7 @@ def flash_attention_backward(
         Where to write the gradients: as q, k and v, but for strides, with a contiguous last axis.
         No overlap with anything.
     grad_dtype : dtype or str, optional
-        Of the gradients: float32, or by default the inputs' dtype.
+        The dtype of the gradients: float32, or by default the inputs' dtype.
     family, tile : optional
         Kernel family, "hopper", "mma" or "simt", and tile, in place of the planner's.
 
@@ -157,13 +157,13 @@ def flash_attention_qkvpacked_backward(
         array that a `ScoreMod` captures as differentiable. By default "qkv", and then every such
         array.
     dqkv : array, optional
-        Where to write the gradient of qkv: as qkv, but for strides.
+        The gradient of qkv is written here; same shape, dtype and kind as qkv.
 
     Returns
     -------
     dqkv : array, shape (batch, seqlen, 3, heads, head_dim)
-        Of qkv's kind, if `wrt` is left out and no captured array is differentiable. Otherwise a
-        tuple of the gradients in the order of `wrt`.
+        The gradient, of qkv's kind, if `wrt` is left out and no captured array is differentiable.
+        Otherwise a tuple of the gradients in the order of `wrt`.
 
     Raises
     ------

@@ -48,8 +48,8 @@ def combine(
     out : array, shape (batch, seqlen_q, heads_q, head_dim_v) or (total_q, heads_q, head_dim_v)
         Of out_partial's kind and dtype. A row that no part has seen a key for is 0.
     lse : array, shape (batch, heads_q, seqlen_q) or (heads_q, total_q)
-        Only with return_lse. Of all parts and the sink, of lse_partial's dtype; -inf for a row that
-        saw no key and has no sink.
+        The log-sum-exp of all parts and the sink, only with return_lse; of lse_partial's dtype. It
+        is -inf for a row that saw no key and has no sink.
 
     Raises
     ------

@@ -80,7 +80,7 @@ def flash_attention(
         heads), whatever the layout: one for all, or one for each head, or for each head of each
         batch. By default 1.
     out_dtype : dtype or str, optional
-        Of float8: the dtype of the result, bfloat16 or float16, where `out` does not say it. By
+        The dtype of the result for float8 inputs, bfloat16 or float16, if `out` is not given. By
         default bfloat16.
     **modifications
         Masks, and what becomes of scores: see `Modifications`. Not of float8.

@@ -48,9 +48,9 @@ def flash_attention_vjp(
     q, k, v, causal, softmax_scale, q_offset, layout, return_lse, backend, **modifications
         As of `flash_attention`.
     wrt, grad_dtype
-        As of `flash_attention_backward`.
+        See `flash_attention_backward`.
     family, tile
-        Of the forward call, as of `flash_attention`.
+        The forward call's, see `flash_attention`.
 
     Returns
     -------
@@ -113,17 +113,16 @@ def flash_attention_qkvpacked_vjp(
     Parameters
     ----------
     qkv, causal, softmax_scale, q_offset, return_lse, backend, family, tile, **modifications
-        As of `flash_attention_qkvpacked`.
+        See `flash_attention_qkvpacked`.
     wrt, grad_dtype
-        As of `flash_attention_qkvpacked_backward`.
+        See `flash_attention_qkvpacked_backward`.
 
     Returns
     -------
     out : array, shape (batch, seqlen, heads, head_dim)
         With return_lse the pair of out and lse.
     pullback : callable
-        As of `flash_attention_vjp`, but that it returns what `flash_attention_qkvpacked_backward`
-        does.
+        See `flash_attention_vjp`. It returns what `flash_attention_qkvpacked_backward` returns.
 
     Raises
     ------
@@ -173,16 +172,16 @@ def flash_attention_varlen_vjp(
     ----------
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale,
     seqused_k, return_lse, backend, family, tile, **modifications
-        As of `flash_attention_varlen`, of packed keys and values of q's dtype.
+        See `flash_attention_varlen`. Keys and values are packed, and of q's dtype.
     wrt, grad_dtype
-        As of `flash_attention_backward`.
+        See `flash_attention_backward`.
 
     Returns
     -------
     out : array, shape (total_q, heads_q, head_dim_v)
         With return_lse the pair of out and lse.
     pullback : callable
-        As of `flash_attention_vjp`.
+        See `flash_attention_vjp`.
 
     Raises
     ------

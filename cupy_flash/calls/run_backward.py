@@ -171,9 +171,9 @@ def gradients_of_qkv(
     options
         Options of the call, without `wrt`.
     backend, modifications
-        As of `gradients`.
+        See `gradients`.
     wrt
-        What `wanted_of_qkv` returned.
+        The result of `wanted_of_qkv`.
     """
     if qkv is None:
         raise no_array(QKV, None)

@@ -79,7 +79,7 @@ def forward_small(
     # where some are hidden from some rows: of those a row then bears the trace.
     few = rows * seqlen_k <= MAX_SCORES_TO_LOOK_AT and not masked
     if few:
-        # Of strided operands NumPy may choose another order, and a reshape would be a copy.
+        # NumPy may choose another order for strided operands, and a reshape would be a copy.
         scores = np.matmul(scaled, k.transpose(0, 2, 3, 1), order="C")
         matrix, keys_axis = scores.reshape(rows, seqlen_k), 1
     else:

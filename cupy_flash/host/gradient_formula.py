@@ -42,7 +42,8 @@ def backward_small(
 
     Takes what `cupy_flash.host.gradients.backward` does, without modifications. Returns False if
     the call is left to that function, which keeps values that are not finite from rows that do not
-    attend to them. A call of 8 queries and keys, 8 heads of 64, takes 30 us here, there 300.
+    attend to them. In one thread, 8 queries and keys with 8 heads of 64 take a sixth of the time of
+    that function.
     """
     batch, seqlen_q, heads, head_dim = q.shape
     seqlen_k, dtype = k.shape[1], q.dtype

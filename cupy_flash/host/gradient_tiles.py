@@ -32,7 +32,7 @@ Part = tuple[Array, Array]
 # in kernels_cu/score/softmax.cuh.
 _LARGEST_LSE = {"float32": 2.0**20 * math.log(2), "float64": 2.0**49 * math.log(2)}
 
-#: Weight above which a row counts as attending to one key only. The output of such a row is that
+# Weight above which a row counts as attending to one key only. The output of such a row is that
 # key's value, and its scores have no gradient: the weight is 1, and dp equals delta. Both are
 # summed in different orders, so their computed difference would be a small number instead of 0.
 # In rows with more keys above this weight, the true gradients are below the rounding errors of
@@ -102,6 +102,7 @@ class _Tile:
         if sinks is not None:
             dead |= (lse == sinks[..., 0]) & ~out.any(-1)
         q[dead], dout[dead] = 0, 0
+        self.dead = dead[..., None] if dead.any() else None
         # If lse has a gradient of its own or includes a sink, rows with one key have gradients.
         settles = sinks is None and work.dlse is None
         self.rows_of_one_key = np.flatnonzero(counts == 1) if settles else rows[:0]
@@ -184,6 +185,9 @@ class _Tile:
             changed, slope = apply_with_slope(self.changes, pairs, at)
             np.copyto(pairs, changed, casting="same_kind")
             hidden.append((slice(None), pairs == -np.inf))
+            if self.dead is not None:
+                # The scores of these rows are computed as 0, where a function may be NaN.
+                hidden.append((slice(None), self.dead))
             p += self.q[..., -1:]
         np.exp(p, out=p)
         _hide(pairs, hidden)

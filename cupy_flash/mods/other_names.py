@@ -17,7 +17,7 @@ _SAME_BITS = "leave it out, as the same inputs give the same bits"
 _MASK = "pass mask, a bool array that keeps where True, or bias, which is added to the scores"
 _WINDOW = "pass window_size=(left, right)"
 
-# What to do instead of each. A bare name is that of the argument.
+# Advice for each name; a single word is the name of the right argument.
 _INSTEAD = {
     **dict.fromkeys(("scale", "sm_scale", "scaling", "softmax_factor"), "softmax_scale"),
     **dict.fromkeys(("is_causal", "causal_mask", "use_causal_mask"), "causal"),

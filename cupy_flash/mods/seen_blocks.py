@@ -32,7 +32,7 @@ _PAIR = {"i", "j"}
 
 
 class SeenBlocks(NamedTuple):
-    """What a mask does to blocks, each (batch or 1, heads or 1, row blocks, key blocks).
+    """The blocks that a mask shows: (batch or 1, heads or 1, row blocks, key blocks).
 
     Attributes
     ----------

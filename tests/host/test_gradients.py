@@ -33,6 +33,8 @@ from cupy_flash.host.crew import Stop
 from cupy_flash.host.gradient_tiles import _Tile
 from cupy_flash.host.turns import Turn, Turns
 from cupy_flash.problem.tile import Tile
+from cupy_flash.reference.dense import max_error
+from cupy_flash.reference.gradients import backward_naive, gradient_bound, gradient_sizes
 
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
 Br, Bc = (1, 5, 16, 64, 300), (7, 32, 100, 512)
@@ -121,11 +123,14 @@ def test_a_small_call_is_one_step(sizes: Any, causal: bool, rng: Any, monkeypatc
         if not is_left_to_tiles:
             without.setattr(gradients, "_run", None)
         found = flash_attention_backward(*arguments, causal=causal, backend="cpu")
-    dout, q, k, v, _, _ = arguments
-    wide = [x.astype(np.float64) for x in (dout, q, k, v)]
-    truth = attention_backward_reference(*wide, causal=causal)
-    for one, other in zip(found, truth, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    dout, q, k, v, out, lse = arguments
+    inputs = dout, q, k, v
+    truth = attention_backward_reference(*inputs, causal=causal)
+    naive = backward_naive(*inputs, out=out, causal=causal)
+    sizes = gradient_sizes(*inputs, causal=causal)
+    for gradient, right, naively, size in zip(found, truth, naive, sizes, strict=True):
+        bound = gradient_bound(naively, right, size, np.float32, lse=lse)
+        assert max_error(gradient, right) <= bound
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -448,6 +453,22 @@ def test_rows_of_extreme_scores_have_no_gradient(dtype: str, score: float, rng: 
     for one, other in zip(found, zeroed, strict=True):
         assert other.any()
         np.testing.assert_array_equal(one, other)
+
+
+def test_rows_of_extreme_scores_leave_no_trace_if_a_score_of_zero_is_nan(rng: Any) -> None:
+    q, k, v, dout = (rng.standard_normal((1, 40, 2, 16), np.float32) for _ in range(4))
+    mod = ScoreMod(lambda score, i: score / score * np.where(i < 9, 1e32, 1.0))
+    out, lse = flash_attention(q, k, v, return_lse=True, score_mod=mod, backend="cpu")
+    assert np.isfinite(lse).all()
+    inputs = q, k, v, out, lse
+    options: dict[str, Any] = {"score_mod": mod, "backend": "cpu"}
+    found = flash_attention_backward(dout, *inputs, **options)
+    dout[:, :9] = 0
+    expected = flash_attention_backward(dout, *inputs, **options)
+    for one, other in zip(found, expected, strict=True):
+        assert np.isfinite(one).all()
+        np.testing.assert_array_equal(one, other)
+    assert found[2].any()
 
 
 @pytest.mark.parametrize("hiding", ["mask", "mask_mod"])

@@ -1,4 +1,4 @@
-"""Timing another checkout beside this one."""
+"""Timing two checkouts in one process."""
 
 from __future__ import annotations
 

@@ -64,18 +64,30 @@ def wanted(wrt: Sequence[str] | None, modifications: Mapping[str, Any]) -> tuple
     captures = tuple(OF_MOD + name for name in differentiable)
     if wrt is None:
         return ROWS + captures
+    names = _names(wrt, "('q', 'k')")
+    return ROWS if names == ROWS else _checked(names, ROWS, captures, modifications)
+
+
+def _names(wrt: Any, example: str) -> tuple[str, ...]:
     if isinstance(wrt, str) or not isinstance(wrt, Sequence):
-        raise TypeError(f"wrt is {wrt!r}; expected a sequence of names, as ('q', 'k')")
-    names = tuple(wrt)
-    if names == ROWS:
-        return ROWS
+        raise TypeError(f"wrt is {wrt!r}; expected a sequence of names, as {example}")
+    return tuple(wrt)
+
+
+def _checked(
+    names: tuple[str, ...],
+    inputs: tuple[str, ...],
+    captures: tuple[str, ...],
+    modifications: Mapping[str, Any],
+) -> tuple[str, ...]:
+    """Return the names, each of which must be that of an input, a modification or a capture."""
     others = [name for name in ("bias", "sinks") if modifications.get(name) is not None]
-    known = (*ROWS, *others, *captures)
+    known = (*inputs, *others, *captures)
     for name in names:
         if name not in known:
             raise ValueError(f"wrt names {name!r}; expected some of {', '.join(known)}")
     if not names or len(set(names)) < len(names):
-        raise ValueError(f"wrt is {wrt!r}; expected at least one name, and each once")
+        raise ValueError(f"wrt is {list(names)}; expected at least one name, and each once")
     return names
 
 
@@ -87,15 +99,10 @@ def wanted_of_qkv(wrt: Sequence[str] | None, modifications: Mapping[str, Any]) -
     TypeError, ValueError
         As `wanted`.
     """
+    captures = wanted(None, modifications)[len(ROWS) :]
     if wrt is None:
-        return (QKV, *wanted(None, modifications)[len(ROWS) :])
-    if isinstance(wrt, str) or not isinstance(wrt, Sequence):
-        raise TypeError(f"wrt is {wrt!r}; expected a sequence of names, as ('qkv', 'bias')")
-    if clash := [name for name in wrt if name in ROWS]:
-        raise ValueError(f"wrt names {clash[0]!r}; expected 'qkv', which holds it")
-    # Any of them stands for the array.
-    found = wanted([ROWS[0] if name == QKV else name for name in wrt], modifications)
-    return tuple(QKV if name == ROWS[0] else name for name in found)
+        return (QKV, *captures)
+    return _checked(_names(wrt, "('qkv', 'bias')"), (QKV,), captures, modifications)
 
 
 def gradients(
@@ -108,6 +115,7 @@ def gradients(
     modifiers, functions = None, NO_FUNCTIONS
     if modifications:
         arguments, modifiers, functions = modified(arguments, modifications, backward=True)
+    require_grad_dtype(options.grad_dtype)
     options = plain_options(options)
     if backend == "auto" and is_cupy_type(arguments.q.__class__):
         results = on_gpu.run(arguments, options, 0, True, functions, modifiers)

@@ -55,15 +55,17 @@ def backward_small(
         or dtype.char not in "fd"
         or "q" not in results
         or any(result.dtype != dtype or name not in ROWS for name, result in results.items())
-        # A row that attends to no key must leave no trace, whatever its query is.
-        or (causal and q_offset < 0)
     ):
+        return False
+    visible = Mask(seqlen_q, seqlen_k, causal, q_offset)
+    # A row that attends to no key must leave no trace, whatever its query is.
+    if visible.end(0) == 0:
         return False
     is_of_one_thread = seqlen_q * seqlen_k * max(head_dim, v.shape[3]) <= MAX_PRODUCT_OF_ONE_THREAD
     with contextlib.nullcontext() if is_of_one_thread else single_threaded_blas:
         return _differentiate(
             *(q, k, v, out, dout, lse, dlse, results),
-            Mask(seqlen_q, seqlen_k, causal, q_offset),
+            visible,
             dtype.type(softmax_scale),
         )
 
@@ -81,7 +83,7 @@ def _differentiate(
     scale: Any,
 ) -> bool:
     """Write the gradients; return False if a value is not finite that may reach hidden pairs."""
-    seqlen_q, seqlen_k, causal, q_offset, *_ = visible
+    seqlen_q, seqlen_k, *_ = visible
     is_masked = not visible.sees_all(0, seqlen_q)
     delta = np.einsum("bshd,bshd->bhs", dout, out)
     if dlse is not None:
@@ -102,7 +104,7 @@ def _differentiate(
     # NaN and infinity in v, dout and lse, and in keys that a row attends to, are in ds as well.
     if not math.isfinite(np.vdot(ds, ds)):
         return False
-    if dlse is None and (seqlen_k == 1 or (causal and q_offset == 0)):
+    if dlse is None and visible.end(0) == 1:
         # Rows that attend to one key: all of them, or the first.
         rows = slice(None) if seqlen_k == 1 else slice(1)
         weight = WEIGHT_OF_ONE_KEY[p.dtype.name]

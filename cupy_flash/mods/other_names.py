@@ -87,6 +87,7 @@ def _functions_by_keyword() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for function in package.__all__:
         if function.startswith("flash_attention"):
-            for keyword in inspect.signature(getattr(package, function)).parameters:
-                found.setdefault(keyword, []).append(function)
+            for keyword in inspect.signature(getattr(package, function)).parameters.values():
+                if keyword.kind is not keyword.VAR_KEYWORD:
+                    found.setdefault(keyword.name, []).append(function)
     return found

@@ -24,6 +24,8 @@ Array = NDArray[Any]
 # Elements of a captured array up to which the elements that are set are counted for all blocks.
 # The counts take 4 bytes per element.
 _MOST_COUNTED = 1 << 22
+# The same for each pair of a query and a key, as counting must take less time than the pairs.
+_MOST_COUNTED_OF_PAIR = 4
 
 # Blocks of all sequences and heads up to which they are looked at, at about 50 bytes per block.
 _MOST_BLOCKS = 1 << 21
@@ -103,6 +105,7 @@ class _Blocks:
         self, mod: MaskMod, positions: dict[str, Any], block: tuple[int, int], dtype: Any
     ) -> None:
         self._mod, self._block = mod, block
+        self._pairs = math.prod(np.broadcast_shapes(*(np.shape(positions[x]) for x in "bhij")))
         self._values = Interpreter(np.zeros((), dtype), positions, mod.captures, np)
 
     def of(self, root: Node) -> _Bounds | None:
@@ -144,7 +147,7 @@ class _Blocks:
     def _of_load(self, node: Node, indices: list[_Bounds | None]) -> _Bounds | None:
         """Return the bounds of an element of an array of bools: any or all in a box of it."""
         array = taken_by(np, self._mod.captures[node.args[0].value])
-        if dtype_name(array) != BOOL or array.size > _MOST_COUNTED or None in indices:
+        if dtype_name(array) != BOOL or None in indices:
             return _ANY_BOOL if node.type == BOOL else None
         # Indices outside of the array read the nearest element.
         box = [
@@ -157,10 +160,23 @@ class _Blocks:
         *lead, (top, bottom), (left, right) = box
         if any((low != high).any() for low, high in lead):
             return _ANY_BOOL
+        # If all blocks have the same index along an axis, as one packed sequence has along the axis
+        # of sequences, only that part of the array is counted.
+        constant = [(low == low.flat[0]).all() for low, _ in lead]
+        array = array[
+            tuple(
+                int(low.flat[0]) if is_constant else slice(None)
+                for (low, _), is_constant in zip(lead, constant, strict=True)
+            )
+        ]
+        if array.size > min(_MOST_COUNTED, _MOST_COUNTED_OF_PAIR * self._pairs):
+            return _ANY_BOOL
         counts = np.zeros((*array.shape[:-2], *(n + 1 for n in array.shape[-2:])), np.int32)
         np.cumsum(array, axis=-2, out=counts[..., 1:, 1:], dtype=np.int32)
         np.cumsum(counts[..., 1:, 1:], axis=-1, out=counts[..., 1:, 1:])
-        at = tuple(low for low, _ in lead)
+        at = tuple(
+            low for (low, _), is_constant in zip(lead, constant, strict=True) if not is_constant
+        )
         count = counts[(*at, bottom + 1, right + 1)] - counts[(*at, top, right + 1)]
         count = count - counts[(*at, bottom + 1, left)] + counts[(*at, top, left)]
         return _Bounds(count == (bottom - top + 1) * (right - left + 1), count > 0)
@@ -222,16 +238,30 @@ def _of_where(condition: _Bounds, x: _Bounds, y: _Bounds) -> _Bounds:
     return _Bounds(np.where(condition.low, x.low, low), np.where(condition.low, x.high, high))
 
 
+def _negated(x: _Bounds) -> _Bounds:
+    return _Bounds(-x.high, -x.low)
+
+
+def _of_sum(x: _Bounds, y: _Bounds) -> _Bounds:
+    """Return the bounds of a sum: NaN where a pair may add infinities of both signs."""
+    low, high = x.low + y.low, x.high + y.high
+    if low.dtype.kind != "f":
+        return _Bounds(low, high)
+    may_be_nan = np.isnan(low) | np.isnan(high)
+    may_be_nan |= (x.high == np.inf) & (y.low == -np.inf)
+    may_be_nan |= (x.low == -np.inf) & (y.high == np.inf)
+    nan = low.dtype.type(np.nan)
+    return _Bounds(np.where(may_be_nan, nan, low), np.where(may_be_nan, nan, high))
+
+
 def _of_number(node: Node, args: list[_Bounds]) -> _Bounds | None:
     op, x, y = node.op, args[0], args[-1]
     if op == "where":
         return _of_where(*args)
-    if op == "add":
-        return _Bounds(x.low + y.low, x.high + y.high)
-    if op == "sub":
-        return _Bounds(x.low - y.high, x.high - y.low)
+    if op in ("add", "sub"):
+        return _of_sum(x, y if op == "add" else _negated(y))
     if op == "neg":
-        return _Bounds(-x.high, -x.low)
+        return _negated(x)
     if op == "min":
         return _Bounds(np.minimum(x.low, y.low), np.minimum(x.high, y.high))
     if op == "max":

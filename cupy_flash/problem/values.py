@@ -71,5 +71,5 @@ def named_dtype(dtype: Any) -> Any:
         return text.removeprefix("torch.")
     try:
         return str(np.dtype(dtype).name)
-    except TypeError:
+    except (TypeError, ValueError):
         return dtype

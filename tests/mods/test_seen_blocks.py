@@ -19,6 +19,7 @@ from cupy_flash import (
     flash_attention_backward,
 )
 from cupy_flash.host import passes
+from cupy_flash.mods import seen_blocks as blocks_module
 from cupy_flash.mods.seen_blocks import SeenBlocks, seen_blocks
 from cupy_flash.reference.dense import attention_naive, error_bound, max_error
 
@@ -41,6 +42,22 @@ KNOWN = {
     "heads": MaskMod(lambda h: h == 1),
     "some": MaskMod(lambda i, j: np.where(j < 50, i > 100, abs(i - j) < 9)),
     "real": MaskMod(lambda i, j, x: x[i] - x[j] < 0.5, x=np.sort(RNG.random(300)).astype("f4")),
+}
+
+X = np.where(np.arange(300) % 7 == 0, np.inf, 0).astype(np.float32)
+DISTANT = np.where(np.arange(300) < 8, np.inf, np.arange(300)).astype(np.float32)
+LARGE = np.where(np.arange(300) % 5 == 0, 3e38, -3e38).astype(np.float32)
+# A difference of infinities is NaN, which no comparison shows, whatever becomes of the difference.
+NOT_NUMBERS = {
+    "minimum": MaskMod(lambda i, j, x: np.minimum(x[i] - x[j], 5) < 10, x=X),
+    "all numbers": MaskMod(lambda i, j, x: x[i] - x[j] <= np.inf, x=X),
+    "clip": MaskMod(lambda i, j, x: np.clip(x[i] - x[j], -1, 1) >= -1, x=X),
+    "size": MaskMod(lambda i, j, x: np.clip(abs(x[i] - x[j]), 0, 600) <= 600, x=DISTANT),
+    "sum": MaskMod(lambda i, j, x: np.maximum(x[i] + -x[j], 0) >= 0, x=X),
+    "overflow": MaskMod(
+        lambda i, j, x: (x[i] + x[j]) - (x[i] + x[j] * 0.99) <= np.inf,
+        x=LARGE,
+    ),
 }
 
 
@@ -73,7 +90,8 @@ def compare(mod: MaskMod, dtype: Any, *, exact: bool = False) -> None:
         (9, 1, 3, (4, 4)),
     ):
         at = positions(BATCH, HEADS, first, rows, keys)
-        found = seen_blocks(mod, at, *block, dtype)
+        with np.errstate(all="ignore"):
+            found = seen_blocks(mod, at, *block, dtype)
         if found is None:
             assert not exact
             continue
@@ -90,6 +108,26 @@ def test_no_visible_pair_is_in_a_hidden_block(name: str) -> None:
     compare(MASKS[name], np.float32)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("name", NOT_NUMBERS)
+def test_no_block_with_a_hidden_nan_is_visible_as_a_whole(name: str, dtype: Any) -> None:
+    compare(NOT_NUMBERS[name], dtype)
+
+
+def test_a_table_of_all_sequences_is_counted_for_one_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = RNG.random((50, 71, 90)) < 0.01
+    mod = MaskMod(lambda b, i, j, table: table[b, i, j], table=table)
+    at = positions(1, 1, 0, 71, 90) | {"b": np.full((1, 1, 1, 1), 49, np.int32)}
+    monkeypatch.setattr(blocks_module, "_MOST_COUNTED_OF_PAIR", 1)
+    found = seen_blocks(mod, at, 7, 5, np.float32)
+    assert found is not None
+    np.testing.assert_array_equal(found.some[0, 0], in_blocks(table[49:][None], (7, 5)).some[0, 0])
+    # Of several sequences a table that is larger than the call is not counted.
+    several = seen_blocks(mod, at | {"b": positions(2, 1, 0, 1, 1)["b"]}, 7, 5, np.float32)
+    assert several is not None
+    assert several.some.all()
+
+
 @pytest.mark.parametrize("begin", range(0, 600, 100))
 def test_no_visible_pair_of_a_random_function_is_in_a_hidden_block(begin: int) -> None:
     for number in range(begin, begin + 100):
@@ -99,7 +137,8 @@ def test_no_visible_pair_of_a_random_function_is_in_a_hidden_block(begin: int) -
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_common_masks_are_known_exactly(name: str) -> None:
+def test_common_masks_are_known_exactly(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks_module, "_MOST_COUNTED_OF_PAIR", 1 << 20)
     compare(KNOWN[name], np.float32, exact=name not in ("some", "distances"))
 
 
@@ -126,11 +165,11 @@ def test_random_functions_are_right_in_small_blocks(begin: int) -> None:
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (90, 30)}], ids=str)
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", [*KNOWN, *NOT_NUMBERS])
 def test_what_is_left_out_changes_nothing(name: str, options: dict[str, Any]) -> None:
     arrays = [RNG.standard_normal((2, n, 3, 16)).astype(np.float32) for n in (200, 230, 230, 200)]
     q, k, v, dout = arrays
-    options = {"mask_mod": KNOWN[name], **options}
+    options = {"mask_mod": (KNOWN | NOT_NUMBERS)[name], **options}
     given = {"tile": (16, 24), "backend": "cpu"}
     out, lse = flash_attention(q, k, v, return_lse=True, **options, **given)
     truth, true_lse = attention_reference(q, k, v, return_lse=True, **options)

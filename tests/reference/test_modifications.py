@@ -180,7 +180,7 @@ def test_packed_arrays_of_fewer_axes_serve_all_heads(rng):
         # Zeros that were to be added would hide all.
         ({"mask": np.zeros((SEQLEN_Q, SEQLEN_K), np.float32)}, "expected bool"),
         ({"score_mod": lambda score: score}, r"expected a ScoreMod, as ScoreMod\(function\)"),
-        ({"window": (1, 0)}, "are window_size, "),
+        ({"window": (1, 0)}, "pass window_size"),
     ],
 )
 def test_what_would_be_taken_for_something_else_is_refused(given, message, rng):

@@ -11,6 +11,7 @@ PACKAGE = Path(cupy_flash.__file__).parent
 
 # Functions that cache every result, and the few things that their arguments can be.
 FEW = {
+    "_numbers_of_codes": "dtypes of 8 bits and dtypes that attention is computed in",
     "_nearest_first": "processors, families and digests",
     "_ones": "powers of two and dtypes of scratch",
     "_parts_of_file": "files of the package",

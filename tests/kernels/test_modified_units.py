@@ -56,10 +56,20 @@ UNITS = [
 ]
 
 
+# The first unit of each family; the others take longer.
+QUICK = [next(u for u in UNITS if u[0] == family) for family in ("hopper", "mma", "decode")]
+
+
 @pytest.mark.parametrize(
     ("family", "arch", "dtype", "head_dim", "seqlen_q", "spilled", "modifications"),
-    UNITS,
-    ids=[f"{unit[0]} {unit[1]} {'+'.join(unit[-1])}" for unit in UNITS],
+    [
+        pytest.param(
+            *unit,
+            id=f"{unit[0]} {unit[1]} {'+'.join(unit[-1])}",
+            marks=() if any(unit is quick for quick in QUICK) else pytest.mark.slow,
+        )
+        for unit in UNITS
+    ],
 )
 def test_a_unit_with_modifications_compiles(
     compile_pool: ProcessPoolExecutor,

@@ -58,12 +58,20 @@ def test_the_example_finds_its_rows_as_the_formula_has_them() -> None:
     [
         (("--heads", "3", "--kv-heads", "2"), "--heads is no multiple of --kv-heads"),
         (("--tokens", "0"), "--tokens"),
-        (("--tokens", "5"), "fewer than 2 for each of the 4 processes"),
-        (("--minutes", "nan"), "--minutes is nan"),
-        (("--minutes", "inf"), "--minutes"),
-        (("--head-ranks", "3"), "--head-ranks is 3; expected a divisor of the 4 processes"),
-        (("--head-ranks", "4", "--heads", "8"), "of the 2 query heads"),
-        (("--gpus", "4"), "--gpus does not go with MPI"),
+        pytest.param(
+            ("--tokens", "5"), "fewer than 2 for each of the 4 processes", marks=pytest.mark.slow
+        ),
+        pytest.param(("--minutes", "nan"), "--minutes is nan", marks=pytest.mark.slow),
+        pytest.param(("--minutes", "inf"), "--minutes", marks=pytest.mark.slow),
+        pytest.param(
+            ("--head-ranks", "3"),
+            "--head-ranks is 3; expected a divisor of the 4 processes",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ("--head-ranks", "4", "--heads", "8"), "of the 2 query heads", marks=pytest.mark.slow
+        ),
+        pytest.param(("--gpus", "4"), "--gpus does not go with MPI", marks=pytest.mark.slow),
     ],
 )
 def test_the_example_refuses_what_it_cannot_run_in_one_line(

@@ -129,6 +129,8 @@ def test_a_functions_derivative_is_what_finite_differences_give(name, rng) -> No
     function = SMOOTH[name]
     mod = ScoreMod(lambda score: function(0.9 * score + 0.05))
     x = rng.uniform(-3, 3, 4000)
+    # Functions of the sign or the size of a number have no derivative at 0.
+    x = x[np.minimum(abs(0.9 * x + 0.05), abs(np.sin(x))) > 1e-3]
 
     def evaluate(x: np.ndarray) -> Any:
         return mod.evaluate(x, 0, 0, 0, 0)

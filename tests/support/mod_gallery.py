@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
 
 from cupy_flash.mods.expression import REAL
 from cupy_flash.mods.modification import MaskMod, Modification, ScoreMod
+
+Drawn = TypeVar("Drawn")
 
 BATCH, HEADS, KEYS = 3, 4, 96
 SEED = np.random.default_rng(8)
@@ -247,18 +249,37 @@ def random_text(rng: np.random.Generator, kind: str, depth: int) -> str:
     return str(options[int(rng.integers(len(options)))]())
 
 
+def drawn(draw: Callable[[], Drawn]) -> Drawn:
+    """Draw until no index is a negative constant, which is refused when a function is traced."""
+    while True:
+        try:
+            return draw()
+        except ValueError as error:
+            if "is indexed with" not in str(error):
+                raise
+
+
 def random_mod(rng: np.random.Generator) -> Modification:
     if rng.integers(2):
         return random_score_mod(rng)
-    text = random_text(rng, "bool", 4)
-    return MaskMod(eval(f"lambda b, h, i, j, n, ids: {text}", {"np": np}), **_captures(rng))
+
+    def draw() -> MaskMod:
+        text = random_text(rng, "bool", 4)
+        return MaskMod(eval(f"lambda b, h, i, j, n, ids: {text}", {"np": np}), **_captures(rng))
+
+    return drawn(draw)
 
 
 def random_score_mod(rng: np.random.Generator) -> ScoreMod:
     """With gradients of what it captures of reals."""
-    text = random_text(rng, "real", 4)
-    function = eval(f"lambda score, b, h, i, j, n, ids, factor: {text}", {"np": np})
-    return ScoreMod(function, differentiable=("factor",), **_captures(rng), factor=floats(KEYS))
+
+    def draw() -> ScoreMod:
+        text = random_text(rng, "real", 4)
+        function = eval(f"lambda score, b, h, i, j, n, ids, factor: {text}", {"np": np})
+        given = _captures(rng) | {"factor": floats(KEYS)}
+        return ScoreMod(function, differentiable=("factor",), **given)
+
+    return drawn(draw)
 
 
 def _captures(rng: np.random.Generator) -> dict[str, Any]:

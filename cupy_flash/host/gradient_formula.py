@@ -40,8 +40,8 @@ def backward_small(
 ) -> bool:
     """Write the gradients of a whole call, if it is small and its values are finite.
 
-    Takes what `cupy_flash.host.gradients.backward` does, without modifications. Returns False if
-    the call is left to that function, which keeps values that are not finite from rows that do not
+    Takes the arguments of `cupy_flash.host.gradients.backward`, in order. Returns False if the
+    call is left to that function, which keeps values that are not finite from rows that do not
     attend to them. In one thread, 8 queries and keys with 8 heads of 64 take a sixth of the time of
     that function.
     """

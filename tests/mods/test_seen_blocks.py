@@ -122,7 +122,7 @@ def test_a_table_of_all_sequences_is_counted_for_one_alone(monkeypatch: pytest.M
     found = seen_blocks(mod, at, 7, 5, np.float32)
     assert found is not None
     np.testing.assert_array_equal(found.some[0, 0], in_blocks(table[49:][None], (7, 5)).some[0, 0])
-    # Of several sequences a table that is larger than the call is not counted.
+    # A table that is larger than a call of several sequences is not counted.
     several = seen_blocks(mod, at | {"b": positions(2, 1, 0, 1, 1)["b"]}, 7, 5, np.float32)
     assert several is not None
     assert several.some.all()

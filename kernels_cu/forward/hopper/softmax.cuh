@@ -69,8 +69,8 @@ struct HopperSoftmax {
     }
   }
 
-  // Whether nothing but positions hides keys, so that the only key of a row is known here. A row
-  // with a sink is not the value of its only key, and all of its lanes need its log-sum-exp.
+  // Whether nothing but positions hides keys, so that the only key of a row is known here. With
+  // sinks, the output of such a row is not its value, and all lanes of the row need the base.
   static constexpr bool positions_hide_keys =
       !Config::modified || !(Config::finds_only_keys || Config::sinks ||
                              Config::Mods::changes_scores || Config::Mods::hides_pairs);

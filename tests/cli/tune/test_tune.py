@@ -744,13 +744,23 @@ def test_of_a_pair_of_sizes_that_do_not_go_together_those_that_do_are_named() ->
 # ---- Interrupted, and resumed
 
 
+def interrupted_when(
+    time_of: Callable[[dict[str, int], int], float], is_now: Callable[[int, int], bool]
+) -> Callable[[dict[str, int], int], float]:
+    """Return a clock that is interrupted, given how many times were asked for, and the rows."""
+    asked = itertools.count()
+
+    def time_or_interrupt(tile: dict[str, int], rows: int) -> float:
+        if is_now(next(asked), rows):
+            raise KeyboardInterrupt
+        return time_of(tile, rows)
+
+    return time_or_interrupt
+
+
 def test_an_interrupted_sweep_goes_on_with_what_is_left(home: Path, clock: FakeTimer) -> None:
     good = clock.time_of
-
-    def interrupted(tile: dict[str, int], rows: int) -> float:
-        if rows == 799:
-            raise KeyboardInterrupt
-        return good(tile, rows)
+    interrupted = interrupted_when(good, lambda asked, rows: rows == 799)
 
     clock.time_of = interrupted
     first = on_cpu(*TWO)
@@ -779,12 +789,8 @@ def test_an_interrupted_sweep_of_one_class_goes_on_where_it_was(
         return compute(*arrays, **options)
 
     monkeypatch.setattr(inputs_module, "flash_attention", counted)
-    good, asked = clock.time_of, itertools.count()
-
-    def interrupted(tile: dict[str, int], rows: int) -> float:
-        if next(asked) == step:
-            raise KeyboardInterrupt
-        return good(tile, rows)
+    good = clock.time_of
+    interrupted = interrupted_when(good, lambda asked, rows: asked == step)
 
     # An uninterrupted sweep is the measure.
     on_cpu(*SHAPE)
@@ -810,12 +816,8 @@ def test_an_interrupted_sweep_of_one_class_goes_on_where_it_was(
 def test_the_record_of_an_interrupted_sweep_is_gone_on_with(
     clock: FakeTimer, tmp_path: Path
 ) -> None:
-    good, asked = clock.time_of, itertools.count()
-
-    def interrupted(tile: dict[str, int], rows: int) -> float:
-        if next(asked) == 17:
-            raise KeyboardInterrupt
-        return good(tile, rows)
+    good = clock.time_of
+    interrupted = interrupted_when(good, lambda asked, rows: asked == 17)
 
     path = tmp_path / "rows.json"
     clock.time_of = interrupted
@@ -834,12 +836,8 @@ def test_the_record_of_an_interrupted_sweep_is_gone_on_with(
 def test_the_table_of_an_interrupted_sweep_says_that_nothing_is_saved(
     home: Path, clock: FakeTimer
 ) -> None:
-    good, asked = clock.time_of, itertools.count()
-
-    def interrupted(tile: dict[str, int], rows: int) -> float:
-        if next(asked) == 17:
-            raise KeyboardInterrupt
-        return good(tile, rows)
+    good = clock.time_of
+    interrupted = interrupted_when(good, lambda asked, rows: asked == 17)
 
     clock.time_of = interrupted
     first = on_cpu(*SHAPE)
@@ -854,12 +852,8 @@ def test_the_table_of_an_interrupted_sweep_says_that_nothing_is_saved(
 def test_a_busy_cpu_before_the_interruption_counts_after_it(
     home: Path, clock: FakeTimer, cpu: Callable[[float], None]
 ) -> None:
-    good, asked = clock.time_of, itertools.count()
-
-    def interrupted(tile: dict[str, int], rows: int) -> float:
-        if next(asked) == 17:
-            raise KeyboardInterrupt
-        return good(tile, rows)
+    good = clock.time_of
+    interrupted = interrupted_when(good, lambda asked, rows: asked == 17)
 
     clock.time_of = interrupted
     cpu(97.0)
@@ -875,11 +869,7 @@ def test_what_an_interrupted_dry_run_found_is_saved_by_the_command_that_goes_on(
     home: Path, clock: FakeTimer
 ) -> None:
     good = clock.time_of
-
-    def interrupted(tile: dict[str, int], rows: int) -> float:
-        if rows == 799:
-            raise KeyboardInterrupt
-        return good(tile, rows)
+    interrupted = interrupted_when(good, lambda asked, rows: rows == 799)
 
     clock.time_of = interrupted
     on_cpu(*TWO, "--dry-run")
@@ -904,11 +894,7 @@ def test_with_other_settings_an_interrupted_sweep_is_not_gone_on_with(
     clock: FakeTimer, change: tuple[str, str]
 ) -> None:
     good = clock.time_of
-
-    def interrupted(tile: dict[str, int], rows: int) -> float:
-        if rows == 799:
-            raise KeyboardInterrupt
-        return good(tile, rows)
+    interrupted = interrupted_when(good, lambda asked, rows: rows == 799)
 
     clock.time_of = interrupted
     on_cpu(*TWO)

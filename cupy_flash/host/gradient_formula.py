@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from cupy_flash.host.crew import single_threaded_blas
 from cupy_flash.host.formula import MAX_PRODUCT_OF_ONE_THREAD, write_sums
-from cupy_flash.host.gradient_tiles import WEIGHT_OF_ONE_KEY
+from cupy_flash.host.gradient_tiles import least_weight_of_one_key
 from cupy_flash.problem.gradient import ROWS
 from cupy_flash.problem.mask import Mask
 from cupy_flash.problem.tile import Tile
@@ -107,8 +107,8 @@ def _differentiate(
     if dlse is None and visible.end(0) == 1:
         # Rows that attend to one key: all of them, or the first.
         rows = slice(None) if seqlen_k == 1 else slice(1)
-        weight = WEIGHT_OF_ONE_KEY[p.dtype.name]
-        np.copyto(ds[:, :, rows], 0, where=p[:, :, rows] > weight)
+        least = least_weight_of_one_key(p.dtype.name, q.shape[3], lse[:, :, rows, None])
+        np.copyto(ds[:, :, rows], 0, where=p[:, :, rows] > least)
     dq = results["q"]
     write_sums(ds, k, dq.swapaxes(1, 2))
     # In hidden keys they are in dq only.

@@ -38,12 +38,31 @@ _LARGEST_LSE = {"float32": 2.0**20 * math.log(2), "float64": 2.0**49 * math.log(
 # In rows with more keys above this weight, the true gradients are below the rounding errors of
 # delta and dp: see `p_of_one_key` in kernels_cu/backward/params.cuh. Rows with one key by position
 # are checked as well, as lse may be that of more keys, or include a sink.
-WEIGHT_OF_ONE_KEY = {
-    "float16": 1 - 2.0**-14,
-    "bfloat16": 1 - 2.0**-11,
-    "float32": 1 - 2.0**-18,
-    "float64": 1 - 2.0**-44,
-}
+_WEIGHT_OF_ONE_KEY = {"float16": 1 - 2.0**-14, "bfloat16": 1 - 2.0**-11}
+_ERROR_OF_PRODUCT = {"float32": 2.0**-24, "float64": 2.0**-50}
+
+# The rounding of scores and of lse makes weights uncertain in proportion to their size. The
+# threshold allows for eight roundings of half a unit, down to that of bfloat16.
+_ROUNDING_OF_WEIGHT = {"float32": 2.0**-20 / math.log(2), "float64": 2.0**-49 / math.log(2)}
+
+
+def least_weight_of_one_key(dtype: str, head_dim: int, lse: Array) -> Array:
+    """Return the weight above which rows of such a log-sum-exp count as attending to one key.
+
+    Parameters
+    ----------
+    dtype
+        Of the inputs.
+    head_dim
+        Columns of queries and keys.
+    lse
+        Natural log-sum-exp of each row, or minus it.
+    """
+    if dtype in _WEIGHT_OF_ONE_KEY:
+        return np.full_like(lse, _WEIGHT_OF_ONE_KEY[dtype])
+    least = 1 - max(64, head_dim) * _ERROR_OF_PRODUCT[dtype]
+    weights: Array = lse.dtype.type(least) - lse.dtype.type(_ROUNDING_OF_WEIGHT[dtype]) * abs(lse)
+    return np.maximum(weights, lse.dtype.type(_WEIGHT_OF_ONE_KEY["bfloat16"]))
 
 
 def differentiate(
@@ -106,7 +125,6 @@ class _Tile:
         # If lse has a gradient of its own or includes a sink, rows with one key have gradients.
         settles = sinks is None and work.dlse is None
         self.rows_of_one_key = np.flatnonzero(counts == 1) if settles else rows[:0]
-        self.weight = WEIGHT_OF_ONE_KEY[job.q.dtype.name]
         scores = modified.scores
         hiding = (self.mask_mod, scores.score_mod, scores.bias, scores.mask, scores.tree_mask)
         self.is_hiding = settles and any(x is not None for x in hiding)
@@ -151,6 +169,12 @@ class _Tile:
         block = self.block
         return self._with_column(
             name, source[block.batch, start:stop, block.kv_heads].swapaxes(1, 2)
+        )
+
+    def _least_weight_of_one_key(self) -> Array:
+        # Their last column is minus the log-sum-exp.
+        return least_weight_of_one_key(
+            self.job.q.dtype.name, self.job.q.shape[-1], self.q[..., -1:]
         )
 
     def _of_sinks(self, lse: Array, delta: Array) -> Part:
@@ -204,12 +228,13 @@ class _Tile:
         pairs = ds.reshape(pairs.shape)
         # Selected, not multiplied by a weight of 0: values of hidden keys may be NaN.
         _hide(pairs, hidden)
-        if self.rows_of_one_key.size:
-            weights = p.reshape(pairs.shape)[..., self.rows_of_one_key, :]
-            own = pairs[..., self.rows_of_one_key, :]
-            pairs[..., self.rows_of_one_key, :] = np.where(weights > self.weight, 0, own)
         if self.is_hiding:
-            np.copyto(ds, 0, where=p > self.weight)
+            np.copyto(ds, 0, where=p > self._least_weight_of_one_key())
+        elif self.rows_of_one_key.size:
+            at_rows = (..., self.rows_of_one_key, slice(None))
+            least = self._least_weight_of_one_key().reshape(*pairs.shape[:-1], 1)
+            is_only_key = p.reshape(pairs.shape)[at_rows] > least[at_rows]
+            pairs[at_rows] = np.where(is_only_key, 0, pairs[at_rows])
         if work.bias is not None:
             parts += self._of_bias(pairs, start, stop)
         if scaled is not None and at is not None:

@@ -74,16 +74,30 @@ __device__ RowTerms<T> row_terms_of(const GradientParams& p, const Sequence& at,
 // number instead of 0. If positions alone hide keys, such rows are known exactly. Otherwise a row
 // counts as such if its P exceeds this threshold. The true gradient, (1 - P) (dP - the mean dP of
 // the other keys), is then below the error of delta, which is computed from an output rounded to
-// `Element`. (For float32 and float64 it is below the error of dP, a sum of dozens of rounded
+// `Element`. (For float32 and float64 it is below the error of dP, a sum of head_dim rounded
 // products.) Rounding of lse and of the recomputed score makes P uncertain by as much.
-template <class Element>
-constexpr Accumulator<Element> p_of_one_key = Accumulator<Element>(1) - 0x1p-18f;
-template <>
-constexpr float p_of_one_key<bfloat16_t> = 1 - 0x1p-11f;
-template <>
-constexpr float p_of_one_key<half_t> = 1 - 0x1p-14f;
-template <>
-constexpr double p_of_one_key<double> = 1 - 0x1p-44;
+template <class Element, int head_dim = 64>
+constexpr Accumulator<Element> p_of_one_key =
+    1 - (head_dim > 64 ? head_dim : 64) * Accumulator<Element>(sizeof(Element) == 4 ? 0x1p-24 : 0x1p-50);
+template <int head_dim>
+constexpr float p_of_one_key<bfloat16_t, head_dim> = 1 - 0x1p-11f;
+template <int head_dim>
+constexpr float p_of_one_key<half_t, head_dim> = 1 - 0x1p-14f;
+
+// Whether p, in units of 1 / `one`, counts as that of an only key of a row of this log-sum-exp,
+// times log2(e). In float32 and float64 the rounding of scores and of lse makes P uncertain in
+// proportion to their size. The threshold allows for eight roundings of half a unit, down to that
+// of bfloat16.
+template <class Element, int head_dim>
+__device__ inline bool is_of_one_key(Accumulator<Element> p, Accumulator<Element> lse_log2,
+                                     Accumulator<Element> one) {
+  using T = Accumulator<Element>;
+  const T threshold = one * p_of_one_key<Element, head_dim>;
+  if constexpr (sizeof(Element) == 2) return p > threshold;
+  const T rounding = sizeof(T) == 4 ? T(0x1p-20) : T(0x1p-49);
+  const T size = lse_log2 < 0 ? -lse_log2 : lse_log2;
+  return p > one * p_of_one_key<bfloat16_t> && fma(one * rounding, size, p) > threshold;
+}
 
 // Whether dS of such rows is set to 0: not if lse has a gradient of its own or includes a sink.
 template <class Config>

@@ -48,8 +48,10 @@ struct Weigh {
           score(r, n) = probability;
           // If functions hide pairs, scores of -inf hide them, too.
           bool counts = Config::conceals ? probability != 0 : seen;
-          if constexpr (may_see_one) counts = counts && !(probability > one * limit);
-          if (sees_one) counts = counts && !(probability > one * limit);
+          if (may_see_one || sees_one) {
+            counts = counts && !is_of_one_key<Element, Config::head_dim>(
+                                   probability, terms(r).lse_log2, one);
+          }
           gradient(r, n) = counts ? of_score : T(0);
         },
         0, Queries);
@@ -100,12 +102,11 @@ struct Weigh {
 
  private:
   using Element = typename Config::Element;
-  static constexpr T limit = p_of_one_key<Element>;
   // Whether functions or arrays may hide all keys of a row except one.
   static constexpr bool may_see_one = settles_one_key<Config> && Config::conceals;
 
   // Whether rows that attend to one key by position are looked for. With Config::conceals and
-  // 16-bit inputs they are not, as registers are few: their P exceeds `limit` as well, unless
+  // 16-bit inputs they are not, as registers are few: their P exceeds the threshold as well, unless
   // scores are in the thousands.
   static constexpr bool asks_places =
       settles_one_key<Config> && !(Config::conceals && sizeof(Element) == 2);

@@ -14,6 +14,7 @@ from support.edge_gradients import (
     confident_call,
     gradients_of_padding,
     has_no_digits,
+    large_scores_of_one_key,
 )
 from support.gradient_calls import KINDS, random_gradient_call
 from support.gradient_rule import check_gradients
@@ -307,11 +308,14 @@ def test_rows_without_keys_leave_no_trace_whatever_they_hold(rng: Any) -> None:
     assert not dv[:, 40:].any()
 
 
+@pytest.mark.parametrize("size_of_q", [1, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("way", ONE_KEY)
-def test_scores_of_a_row_that_sees_one_key_have_no_gradient(way: str, dtype: str, rng: Any) -> None:
+def test_scores_of_a_row_that_sees_one_key_have_no_gradient(
+    way: str, dtype: str, size_of_q: float, rng: Any
+) -> None:
     call = ONE_KEY[way](rng)
-    arrays = call.arrays(dtype, 40, rng)
+    arrays = call.arrays(dtype, 40, rng, size_of_q)
     dq, dk, dv = call.backward(arrays, call.forward(arrays, np), np, tile=Tile(32, 48))
     assert not dq[:, call.rows].any()
     assert dv.any()
@@ -319,6 +323,18 @@ def test_scores_of_a_row_that_sees_one_key_have_no_gradient(way: str, dtype: str
         assert not dk.any()
     else:
         assert dq.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rounding_of_lse_leaves_the_scores_of_one_key_no_gradient(dtype: str, rng: Any) -> None:
+    arrays = large_scores_of_one_key(dtype, 40, rng)
+    call = ONE_KEY["key"](rng)
+    out, lse = call.forward(arrays, np)
+    for tile in (None, Tile(32, 48)):
+        found = call.backward(arrays, (out, lse + 2 * np.spacing(lse)), np, tile=tile)
+        assert not found[0].any()
+        assert not found[1].any()
+        assert found[2].any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -17,6 +17,7 @@ from support.edge_gradients import (
     confident_call,
     gradients_of_padding,
     has_no_digits,
+    large_scores_of_one_key,
 )
 from support.gpu_support import DTYPES
 from support.gradient_rule import check_gradients
@@ -64,14 +65,15 @@ def assert_same(found: np.ndarray, expected: np.ndarray, dtype: str) -> None:
 
 
 @of_kernels
+@pytest.mark.parametrize("size_of_q", [1, 4])
 @pytest.mark.parametrize("way", ONE_KEY)
 def test_scores_of_a_row_that_sees_one_key_have_no_gradient(
-    way: str, family: str, dtype: str, head_dim: int, rng: Any
+    way: str, size_of_q: float, family: str, dtype: str, head_dim: int, rng: Any
 ) -> None:
     import cupy
 
     call = ONE_KEY[way](rng)
-    arrays = call.arrays(dtype, head_dim, rng)
+    arrays = call.arrays(dtype, head_dim, rng, size_of_q)
     dq, dk, dv = backward(call, arrays, call.forward(arrays, cupy), family)
     assert not dq[:, call.rows].any()
     assert dv.any()
@@ -79,6 +81,22 @@ def test_scores_of_a_row_that_sees_one_key_have_no_gradient(
         assert not dk.any()
     else:
         assert dq.any()
+
+
+@of_kernels
+def test_rounding_of_lse_leaves_the_scores_of_one_key_no_gradient(
+    family: str, dtype: str, head_dim: int, rng: Any
+) -> None:
+    import cupy
+
+    arrays = large_scores_of_one_key(dtype, head_dim, rng)
+    call = ONE_KEY["key"](rng)
+    out, lse = call.forward(arrays, cupy)
+    rounding = cupy.asarray(2 * np.spacing(lse.get()))
+    dq, dk, dv = backward(call, arrays, (out, lse + rounding), family)
+    assert not dq.any()
+    assert not dk.any()
+    assert dv.any()
 
 
 @of_kernels

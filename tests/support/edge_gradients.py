@@ -35,14 +35,15 @@ class EdgeCall(NamedTuple):
     keys: slice = slice(0)
     hidden: tuple[str, ...] = ("q", "k", "v", "dout")
 
-    def arrays(self, dtype: str, head_dim: int, rng: Any) -> dict[str, np.ndarray]:
-        """Random q, k, v and dout in host memory."""
+    def arrays(
+        self, dtype: str, head_dim: int, rng: Any, size_of_q: float = 1.0
+    ) -> dict[str, np.ndarray]:
+        """Return random q, k, v and dout in host memory, with q multiplied by `size_of_q`."""
         shapes = {"q": (self.seqlen_q, HEADS), "k": (self.seqlen_k, HEADS_KV)}
         shapes |= {"v": shapes["k"], "dout": shapes["q"]}
-        return {
-            name: rng.standard_normal((BATCH, *shape, head_dim)).astype(DTYPES[dtype])
-            for name, shape in shapes.items()
-        }
+        found = {n: rng.standard_normal((BATCH, *s, head_dim)) for n, s in shapes.items()}
+        found["q"] *= size_of_q
+        return {name: array.astype(DTYPES[dtype]) for name, array in found.items()}
 
     def forward(self, arrays: Mapping[str, np.ndarray], xp: Any, **where: Any) -> tuple[Any, ...]:
         """Output and log-sum-exp."""
@@ -184,6 +185,14 @@ def confident_call(dtype: str, head_dim: int, rng: Any) -> GradientCall:
     arrays = {name: x.astype(DTYPES[dtype]) for name, x in arrays.items()}
     arrays["mask"] = np.ones((1, 1, rows, keys), bool)
     return GradientCall(ModifiedCall("equal", dtype, arrays, {}), dout.astype(DTYPES[dtype]))
+
+
+def large_scores_of_one_key(dtype: str, head_dim: int, rng: Any) -> dict[str, np.ndarray]:
+    """Return arrays for `ONE_KEY["key"]` in which every scaled score is about 40."""
+    arrays = ONE_KEY["key"](rng).arrays("float64", head_dim, rng)
+    k = np.repeat(arrays["k"], HEADS // HEADS_KV, axis=2)
+    arrays["q"][:] = 40 * np.sqrt(head_dim) * k / (k**2).sum(-1, keepdims=True)
+    return {name: array.astype(DTYPES[dtype]) for name, array in arrays.items()}
 
 
 # Bias values of padding, and values as high. 1e15 is too large for float64 as well.

@@ -104,9 +104,9 @@ struct HopperConsumer {
     products.start_output(accumulate);
     if (product_turns && consumer < consumers - 1) pass_turn();
     float normalizer[2];
-    results().finish_softmax(softmax.rows, normalizer);
+    const bool is_special = results().finish_softmax(softmax.rows, normalizer);
     products.await_output();
-    results().write_output(normalizer);
+    results().write_output(normalizer, is_special);
     pair.finish();
     // The last consumer has passed its last turn on, too.
     if (softmax_turns && consumer == 0) take_turn();
@@ -136,11 +136,12 @@ struct HopperConsumer {
     const bool rescales =
         softmax.exponentiate(products.scores, products.next_probabilities, rescale);
     float normalizer[2];
-    if (tile_ends) results().finish_softmax(finished, normalizer);
+    bool is_special = false;
+    if (tile_ends) is_special = results().finish_softmax(finished, normalizer);
     if (Config::overlaps_output) products.await_output(true);
     products.take_probabilities();
     if (tile_ends) {
-      results().write_output(normalizer);
+      results().write_output(normalizer, is_special);
     } else if (rescales) {
       products.scale_output(rescale);
     }
@@ -222,8 +223,8 @@ struct HopperConsumer {
     if (accumulate) {
       const HopperResults<Config> of_tile = {cta, products, Cta::next_visit(visit)};
       float normalizer[2];
-      of_tile.finish_softmax(softmax.rows, normalizer);
-      of_tile.write_output(normalizer);
+      const bool is_special = of_tile.finish_softmax(softmax.rows, normalizer);
+      of_tile.write_output(normalizer, is_special);
       softmax.reset();
       accumulate = false;
     }

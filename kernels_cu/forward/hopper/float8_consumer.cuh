@@ -88,8 +88,8 @@ struct HopperConsumer<Config, true> : HopperConsumer<Config, false> {
 
   __device__ void write_tile(const SoftmaxRow (&finished)[2]) {
     float normalizer[2];
-    this->results().finish_softmax(finished, normalizer);
-    this->results().write_output(normalizer);
+    const bool is_special = this->results().finish_softmax(finished, normalizer);
+    this->results().write_output(normalizer, is_special);
   }
 };
 

@@ -33,30 +33,41 @@ struct HopperResults {
   }
 
   // Computes the factors that the rows of the output are multiplied by, and writes the log-sum-exp.
-  // With Config::finds_only_keys, rows that attend to one key are recognized by their sums, as P of
-  // their key can be any number: the factor of a row of which just one lane has seen keys is minus
-  // the sum, for normalize_only_keys().
-  __device__ void finish_softmax(const SoftmaxRow (&finished)[2], float (&normalizer)[2]) const {
+  // Returns whether write_output() must look for special rows. A row is special if its sum is 0 or,
+  // with Config::finds_only_keys, if it may attend to one key only. P of an only key can be any
+  // number, so such a row is recognized by its sum, all of which is one lane's. The factor in that
+  // lane becomes minus the sum, for normalize_only_keys(). Most tiles have no special rows, and one
+  // vote tells so.
+  __device__ bool finish_softmax(const SoftmaxRow (&finished)[2], float (&normalizer)[2]) const {
     SoftmaxRow state[2] = {finished[0], finished[1]};
+    bool is_special = false, may_be_one_key[2] = {};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if constexpr (Config::marks_low_rows) {
-        // Keys of low scores count as masked. If the largest score is hardly above those, they would
-        // have weight, so low_rows.cuh computes the row. The base is at most 32 above the largest
-        // score.
-        if (state[half].base < low_score<float> + 64) state[half].sum = 0;
+      const float own = state[half].sum;
+      state[half].sum = sum_of_lanes(own);
+      if constexpr (Config::modified) {
+        may_be_one_key[half] = Config::finds_only_keys && own == state[half].sum;
+        is_special |= may_be_one_key[half] || state[half].sum == 0 || is_low(state[half]);
       }
-      const bool may_be_one_key = Config::finds_only_keys && one_of_lanes(state[half].sum != 0);
-      state[half].sum = sum_of_lanes(state[half].sum);
+    }
+    if constexpr (Config::modified) {
+      is_special = __any_sync(~0u, is_special);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (is_low(state[half])) state[half].sum = 0;
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
       normalizer[half] = state[half].sum == 0 ? 0 : ptx::rcp_approx(state[half].sum);
       if constexpr (Cta::transposes_values) normalizer[half] *= finished_visit().scales.values;
       if constexpr (Config::sinks && !Config::split_keys) {
         float lse = state[half].log_sum_exp();
         normalizer[half] *= take_sink<Config>(cta.p, finished_visit().work.head, lse);
       }
-      if (may_be_one_key) normalizer[half] = -state[half].sum;
+      if (is_special && may_be_one_key[half]) normalizer[half] = -state[half].sum;
     }
-    if (Cta::rank() != 0 || (!Config::split_keys && cta.p.lse == nullptr)) return;
+    if (Cta::rank() != 0 || (!Config::split_keys && cta.p.lse == nullptr)) return is_special;
     const Visit& visit = finished_visit();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -67,16 +78,24 @@ struct HopperResults {
         cta.write_log_sum_exp(visit, row, lse);
       }
     }
+    return is_special;
   }
 
-  __device__ void write_output(float (&normalizer)[2]) const {
+  // Whether the largest score of a row is hardly above the low scores, which count as masked. Those
+  // would have weight, so low_rows.cuh computes the row. The base is at most 32 above the largest
+  // score.
+  __device__ static bool is_low(const SoftmaxRow& state) {
+    return Config::marks_low_rows && state.base < low_score<float> + 64;
+  }
+
+  __device__ void write_output(float (&normalizer)[2], bool is_special) const {
     const Visit& visit = finished_visit();
-    if constexpr (Config::finds_only_keys) normalize_only_keys(normalizer);
+    if (Config::finds_only_keys && is_special) normalize_only_keys(normalizer);
     products.scale_output(normalizer);
-    if constexpr (Config::modified) {
-      // A row with a sum of 0 holds 0 times the values that others of its tile see. It saw no key or,
-      // with Config::marks_low_rows, only low scores: it is filled with -0, and counters[0] tells
-      // low_rows.cuh to look for it.
+    if (Config::modified && is_special) {
+      // A row with a sum of 0 holds 0 times the values that others of its tile see. It saw no key
+      // or, with Config::marks_low_rows, only low scores: it is filled with -0, and counters[0]
+      // tells low_rows.cuh to look for it.
       constexpr float empty = Config::marks_low_rows ? -0.f : 0.f;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -93,25 +112,22 @@ struct HopperResults {
     }
   }
 
-  // Replaces the negative factors that finish_softmax() has set. The output of a row that attends
-  // to one key is the value times P rounded to 16 bits, so the quotient by the rounded sum is
-  // exactly the value. If a row attends to several keys, some of its quotients are not 16-bit
-  // numbers, and the sum is not rounded. One column of each lane decides: comparing all 32 makes a
-  // bias 1% slower (bfloat16, head_dim 128, 8192 keys, H200). Should the quotients of just these
-  // columns be 16-bit numbers, the output is off by the rounding of the sum, half a unit in its last
-  // place.
+  // Replaces the negative factors that finish_softmax() has set, and the factors of the same rows in
+  // other lanes. The output of a row that attends to one key is the value times P rounded to 16
+  // bits, so the quotient by the rounded sum is exactly the value. If a row attends to several
+  // keys, some of its quotients are not 16-bit numbers, and its factor is that of other rows. One
+  // column of each lane decides: comparing all 32 makes a bias 1% slower (bfloat16, head_dim 128,
+  // 8192 keys, H200). Should the quotients of just these columns be 16-bit numbers, the output is
+  // off by the rounding of the sum, half a unit in its last place.
   __device__ void normalize_only_keys(float (&normalizer)[2]) const {
-    if (!__any_sync(~0u, normalizer[0] < 0 || normalizer[1] < 0)) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if (!__any_sync(~0u, normalizer[half] < 0)) continue;
-      const float p = widen(narrow<Element>(-normalizer[half]));
+      const float sum = max_of_lanes(-normalizer[half]);
+      const float p = widen(narrow<Element>(sum));
       const float inverse = ptx::rcp_approx(p);
       const float x = products.out[2 * half];
       const bool are_values = !any_of_lanes(widen(narrow<Element>(x * inverse)) * p != x);
-      if (normalizer[half] < 0) {
-        normalizer[half] = ptx::rcp_approx(are_values ? p : -normalizer[half]);
-      }
+      if (sum > 0) normalizer[half] = ptx::rcp_approx(are_values ? p : sum);
     }
   }
 

@@ -29,6 +29,7 @@ pytest.register_assert_rewrite("support")
 SEED_VARIABLE = "CUPY_FLASH_TEST_SEED"
 # Fresh for each run; set the variable to the number that a failing run printed to repeat it.
 SEED = int(os.environ.get(SEED_VARIABLE) or secrets.randbelow(2**32))
+GPU_TESTS = Path(__file__).parent / "on_gpu"
 # Else JAX takes three quarters of a GPU's memory, which other workers need.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
@@ -46,18 +47,30 @@ def pytest_report_header() -> str:
     return f"{SEED_VARIABLE}={SEED}"
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    # Collecting and skipping these 12,000 tests takes a quarter of the run's time on two cores.
+    # Whoever names the folder, or files in it, has them collected.
+    if collection_path != GPU_TESTS or any(GPU_TESTS.name in argument for argument in config.args):
+        return None
+    return gpu_unavailable() is not None or None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if "slow" not in config.option.markexpr:
-        slow = [item for item in items if item.get_closest_marker("slow")]
-        items[:] = [item for item in items if not item.get_closest_marker("slow")]
-        config.hook.pytest_deselected(items=slow)
-    if not any(item.get_closest_marker("gpu") for item in items):
-        return
-    if (reason := gpu_unavailable()) is None:
-        return
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason=f"no GPU: {reason}"))
+        _deselect(config, items, "slow")
+    if not config.option.collectonly and gpu_unavailable() is not None:
+        _deselect(config, items, "gpu")
+
+
+def _deselect(config: pytest.Config, items: list[pytest.Item], marker: str) -> None:
+    chosen = [item for item in items if item.get_closest_marker(marker)]
+    items[:] = [item for item in items if not item.get_closest_marker(marker)]
+    config.hook.pytest_deselected(items=chosen)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if (reason := gpu_unavailable()) is not None:
+        terminalreporter.write_line(f"Tests of kernels on a GPU were left out: {reason}")
 
 
 @pytest.fixture

@@ -198,7 +198,7 @@ def prepare(
     apart = OverlapCheck(fields, given, written)
     # Before anything is compiled.
     apart.check(tuple(0 if array is None else address_of(array) for array in given))
-    plan = make_plan(problem, device, family=options.family, tile=options.tile)
+    plan = make_plan(problem, device, family=options.family, tile=options.tile, explain=False)
     scratch, rotated_at = plan.workspace, 0
     if arguments.rotary_cos is not None:
         rotated_at = -(-scratch // _SCRATCH_ALIGNMENT) * _SCRATCH_ALIGNMENT

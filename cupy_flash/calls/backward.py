@@ -121,7 +121,7 @@ def prepare(
     problem = gradient_problem(arguments, options)
     apart = OverlapCheck(fields, arguments, WRITTEN)
     apart.check(tuple(0 if array is None else address_of(array) for array in arguments))
-    plan = make_plan(problem, device, family=options.family, tile=options.tile)
+    plan = make_plan(problem, device, family=options.family, tile=options.tile, explain=False)
     sources = {name: name for name in ("q", "k", "v", "out", "lse", "dout", _WORKSPACE)}
     sources |= {_field_of(name): _RESULT + name for name in options.wrt}
     parts = plan.schedule.parts

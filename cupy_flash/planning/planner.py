@@ -197,7 +197,12 @@ def _grid_text(launch: Launch) -> str:
 
 
 def make_plan(
-    problem: Problem, device: Device, *, family: str | None = None, tile: FrozenTile = None
+    problem: Problem,
+    device: Device,
+    *,
+    family: str | None = None,
+    tile: FrozenTile = None,
+    explain: bool = True,
 ) -> Plan:
     """Plan a problem on a device.
 
@@ -210,6 +215,8 @@ def make_plan(
     tile
         A tile of that family, or some of its fields (see `freeze_tile`); None for the tuned or
         default one.
+    explain
+        Whether the plan says why it uses no other family.
 
     Raises
     ------
@@ -221,36 +228,19 @@ def make_plan(
     families = FAMILIES[problem.direction]
     if family is not None and family not in families:
         raise ValueError(f"unknown family {family!r}; expected one of {', '.join(families)}")
-    rejected = {}
-    for name, candidate in families.items():
-        if reason := candidate.why_not(problem, device):
-            rejected[name] = reason
-    usable = [name for name in families if name not in rejected]
-    later = {
-        name: reason
-        for name in usable
-        if (reason := _why_not_first(families[name], problem, device))
-    }
     if family is None:
-        automatic = [name for name in usable if families[name].automatic]
-        if not automatic:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected.items())
-            raise UnsupportedError(f"no kernel family serves this problem: {reasons}")
-        chosen = next((name for name in automatic if name not in later), automatic[0])
-        reason = "first choice for this dtype and GPU"
-    elif family in rejected:
-        raise UnsupportedError(f"family {family!r} cannot serve this: {rejected[family]}")
+        chosen, reason = _first_choice(problem, device), "first choice for this dtype and GPU"
     else:
         chosen, reason = family, "asked for"
-    for name in usable:
-        if name != chosen:
-            rejected[name] = later.get(name) or (
-                f"{chosen} was asked for"
-                if family is not None
-                else f"{chosen} comes first"
-                if families[name].automatic
-                else "used only on request"
-            )
+    if explain or chosen is None or family is not None:
+        rejected = _rejected(problem, device, chosen, is_asked_for=family is not None)
+    else:
+        rejected = {}
+    if chosen is None:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected.items())
+        raise UnsupportedError(f"no kernel family serves this problem: {reasons}")
+    if chosen in rejected:
+        raise UnsupportedError(f"family {family!r} cannot serve this: {rejected[chosen]}")
     the_family = families[chosen]
     the_tile, tile_reason = _choose_tile(the_family, problem, device, tile)
     return plan_tile(
@@ -261,6 +251,39 @@ def make_plan(
         reason=f"{reason}; {tile_reason}",
         rejected=rejected,
     )
+
+
+def _first_choice(problem: Problem, device: Device) -> str | None:
+    """Return the family that is chosen unasked, or None if no automatic one can serve this.
+
+    Families after the one that is chosen are not asked, as that takes most of the time of a plan.
+    """
+    usable = None
+    for name, family in FAMILIES[problem.direction].items():
+        if family.automatic and family.why_not(problem, device) is None:
+            if _why_not_first(family, problem, device) is None:
+                return name
+            usable = usable or name
+    return usable
+
+
+def _rejected(
+    problem: Problem, device: Device, chosen: str | None, *, is_asked_for: bool
+) -> dict[str, str]:
+    """Return why each family but the chosen one is not used, and why that cannot serve this."""
+    families = FAMILIES[problem.direction]
+    reasons = {name: family.why_not(problem, device) for name, family in families.items()}
+    rejected = {name: reason for name, reason in reasons.items() if reason}
+    for name, family in families.items():
+        if name == chosen or name in rejected:
+            continue
+        if reason := _why_not_first(family, problem, device):
+            rejected[name] = reason
+        elif is_asked_for:
+            rejected[name] = f"{chosen} was asked for"
+        else:
+            rejected[name] = f"{chosen} comes first" if family.automatic else "used only on request"
+    return rejected
 
 
 def is_served(problem: Problem, device: Device) -> bool:

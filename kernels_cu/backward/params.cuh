@@ -84,19 +84,15 @@ constexpr float p_of_one_key<bfloat16_t, head_dim> = 1 - 0x1p-11f;
 template <int head_dim>
 constexpr float p_of_one_key<half_t, head_dim> = 1 - 0x1p-14f;
 
-// Whether p, in units of 1 / `one`, counts as that of an only key of a row of this log-sum-exp,
-// times log2(e). In float32 and float64 the rounding of scores and of lse makes P uncertain in
-// proportion to their size. The threshold allows for eight roundings of half a unit, down to that
-// of bfloat16.
-template <class Element, int head_dim>
-__device__ inline bool is_of_one_key(Accumulator<Element> p, Accumulator<Element> lse_log2,
-                                     Accumulator<Element> one) {
-  using T = Accumulator<Element>;
-  const T threshold = one * p_of_one_key<Element, head_dim>;
-  if constexpr (sizeof(Element) == 2) return p > threshold;
+// That threshold in float32 or float64 for a row of this log-sum-exp, times log2(e). The rounding of
+// scores and of lse makes P uncertain in proportion to their size. Eight roundings of half a unit
+// are allowed for, down to the threshold of bfloat16.
+template <class T, int head_dim>
+__device__ inline T least_p_of_one_key(T lse_log2) {
   const T rounding = sizeof(T) == 4 ? T(0x1p-20) : T(0x1p-49);
   const T size = lse_log2 < 0 ? -lse_log2 : lse_log2;
-  return p > one * p_of_one_key<bfloat16_t> && fma(one * rounding, size, p) > threshold;
+  const T least = fma(-rounding, size, p_of_one_key<T, head_dim>);
+  return least > p_of_one_key<bfloat16_t> ? least : T(p_of_one_key<bfloat16_t>);
 }
 
 // Whether dS of such rows is set to 0: not if lse has a gradient of its own or includes a sink.

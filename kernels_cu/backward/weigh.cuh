@@ -48,10 +48,8 @@ struct Weigh {
           score(r, n) = probability;
           // If functions hide pairs, scores of -inf hide them, too.
           bool counts = Config::conceals ? probability != 0 : seen;
-          if (may_see_one || sees_one) {
-            counts = counts && !is_of_one_key<Element, Config::head_dim>(
-                                   probability, terms(r).lse_log2, one);
-          }
+          if constexpr (may_see_one) counts = counts && !(probability > threshold(terms(r)));
+          if (sees_one) counts = counts && !(probability > threshold(terms(r)));
           gradient(r, n) = counts ? of_score : T(0);
         },
         0, Queries);
@@ -102,6 +100,16 @@ struct Weigh {
 
  private:
   using Element = typename Config::Element;
+
+  // Returns the p, in its unit, above which a key counts as the only one of its row.
+  __device__ T threshold(const RowTerms<T>& row) const {
+    if constexpr (sizeof(Element) == 2) {
+      return one * p_of_one_key<Element>;
+    } else {
+      return one * least_p_of_one_key<Element, Config::head_dim>(row.lse_log2);
+    }
+  }
+
   // Whether functions or arrays may hide all keys of a row except one.
   static constexpr bool may_see_one = settles_one_key<Config> && Config::conceals;
 

@@ -40,25 +40,11 @@ struct HopperResults {
   // vote tells so.
   __device__ bool finish_softmax(const SoftmaxRow (&finished)[2], float (&normalizer)[2]) const {
     SoftmaxRow state[2] = {finished[0], finished[1]};
-    bool is_special = false, may_be_one_key[2] = {};
+    bool may_be_one_key[2] = {}, is_special = false;
+    if constexpr (Config::modified) is_special = sum_up(state, may_be_one_key);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float own = state[half].sum;
-      state[half].sum = sum_of_lanes(own);
-      if constexpr (Config::modified) {
-        may_be_one_key[half] = Config::finds_only_keys && own == state[half].sum;
-        is_special |= may_be_one_key[half] || state[half].sum == 0 || is_low(state[half]);
-      }
-    }
-    if constexpr (Config::modified) {
-      is_special = __any_sync(~0u, is_special);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        if (is_low(state[half])) state[half].sum = 0;
-      }
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
+      if constexpr (!Config::modified) state[half].sum = sum_of_lanes(state[half].sum);
       normalizer[half] = state[half].sum == 0 ? 0 : ptx::rcp_approx(state[half].sum);
       if constexpr (Cta::transposes_values) normalizer[half] *= finished_visit().scales.values;
       if constexpr (Config::sinks && !Config::split_keys) {
@@ -81,11 +67,26 @@ struct HopperResults {
     return is_special;
   }
 
-  // Whether the largest score of a row is hardly above the low scores, which count as masked. Those
-  // would have weight, so low_rows.cuh computes the row. The base is at most 32 above the largest
-  // score.
-  __device__ static bool is_low(const SoftmaxRow& state) {
-    return Config::marks_low_rows && state.base < low_score<float> + 64;
+  // Sums up the rows, and tells which lanes have all of a row's sum. Returns whether any row of the
+  // warp is special. Keys of low scores count as masked. If the largest score of a row is hardly
+  // above those, they would have weight, so its sum becomes 0, and low_rows.cuh computes the row.
+  // The base is at most 32 above the largest score.
+  __device__ static bool sum_up(SoftmaxRow (&state)[2], bool (&may_be_one_key)[2]) {
+    bool is_special = false, is_low[2] = {};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float own = state[half].sum;
+      state[half].sum = sum_of_lanes(own);
+      may_be_one_key[half] = Config::finds_only_keys && own == state[half].sum;
+      is_low[half] = Config::marks_low_rows && state[half].base < low_score<float> + 64;
+      is_special |= may_be_one_key[half] || state[half].sum == 0 || is_low[half];
+    }
+    is_special = __any_sync(~0u, is_special);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (is_low[half]) state[half].sum = 0;
+    }
+    return is_special;
   }
 
   __device__ void write_output(float (&normalizer)[2], bool is_special) const {

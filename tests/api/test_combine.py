@@ -447,6 +447,7 @@ def test_lengths_and_splits_share_one_kernel():
 # Compiling
 
 
+@pytest.mark.slow
 @needs_nvrtc
 @pytest.mark.parametrize(
     ("arch", "dtype"), list(zip(known_architectures(), itertools.cycle(DTYPES), strict=False))

@@ -162,6 +162,7 @@ def test_modifications_are_known_again(gpu: FakeGpu) -> None:
     assert len(on_gpu._calls) == 2
 
 
+@pytest.mark.slow
 @KINDS
 def test_nothing_keeps_what_was_captured(call: Call, gpu: FakeGpu) -> None:
     modifications = next(variations(gpu))

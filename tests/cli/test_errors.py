@@ -81,6 +81,7 @@ def test_a_batch_that_does_not_fit_the_memory_is_told_what_it_needs(more: tuple[
     assert re.search(r"needs [\d.]+ GiB of memory, and [\d.]+ GiB are free", text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [("info",), ("bench", *QUICK), ("tables", "list")])
 def test_a_kernel_cache_that_cannot_be_made_is_no_matter_where_nothing_is_compiled(
     command: tuple[str, ...], tmp_path: Path
@@ -118,6 +119,7 @@ for text in "ab":
 """
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_kernels_that_cannot_be_kept_are_warned_of_once_also_by_other_processes(
     tmp_path: Path,
@@ -294,6 +296,7 @@ def test_rows_that_do_not_fit_the_disk_are_told_in_one_line(tmp_path: Path) -> N
     assert result.stderr == f"{path} cannot be written: No space left on device\n"
 
 
+@pytest.mark.slow
 @needs_full_device
 @pytest.mark.parametrize("command", [("info",), ("bench", *QUICK), ("bench", "--help")])
 def test_a_full_disk_under_the_output_is_told_in_one_line(command: tuple[str, ...]) -> None:
@@ -342,6 +345,7 @@ def test_an_error_of_cuda_is_told_in_one_line() -> None:
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 @needs_full_device
 @pytest.mark.parametrize(("closed", "code"), [(">&-", 0), ("2>&-", 0), ("2>/dev/full", 1)])
 def test_streams_that_are_closed_or_full_cost_no_traceback(closed: str, code: int) -> None:

@@ -98,6 +98,7 @@ def test_a_run_that_ends_before_its_first_case_leaves_the_file_as_it_was(
     assert path.read_text(encoding="utf-8") == "earlier"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     ["bench", "roofline", "tune --backend cpu", "tune --report", "tune --arch sm_90", "compare"],
@@ -226,6 +227,7 @@ def with_closed_pipe(lines: int, *arguments: str) -> tuple[int, str]:
     return process.returncode, stderr
 
 
+@pytest.mark.slow
 @needs_pipes
 def test_a_closed_pipe_costs_the_table_alone(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
@@ -238,6 +240,7 @@ def test_a_closed_pipe_costs_the_table_alone(tmp_path: Path) -> None:
     assert len(rows_of(path)) == 4
 
 
+@pytest.mark.slow
 @needs_pipes
 @pytest.mark.parametrize(
     "arguments", ["--help", "bench -h", "info", "tables list --shipped", "compile --list --arch 90"]
@@ -246,6 +249,7 @@ def test_a_reader_that_went_away_is_no_failure(arguments: str) -> None:
     assert with_closed_pipe(0, *arguments.split()) == (141, "")
 
 
+@pytest.mark.slow
 @needs_pipes
 def test_an_interrupt_keeps_its_code_where_the_readers_went_away_with_it() -> None:
     code = (
@@ -337,6 +341,7 @@ def small_plans(device: Device) -> list[Plan]:
     ]
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_an_interrupted_compilation_shows_the_kernels_that_were_built(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

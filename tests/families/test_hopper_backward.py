@@ -165,6 +165,7 @@ def test_a_kernel_of_its_own_writes_dq_where_blocks_have_no_registers(
     assert ("query_gradients" in [launch.entry for launch in schedule.launches]) == is_apart
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("wrt", [("q", "k", "v"), ("k", "v")])
 def test_float32_gradients_spill_nothing(head_dim: int, wrt: tuple[str, ...]) -> None:

@@ -87,6 +87,7 @@ def test_every_tile_of_every_head_is_taken_once_by_one_block(batch, heads, seqle
     assert sorted(taken) == every
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

@@ -72,6 +72,7 @@ def test_names_of_files_do_not_change_a_digest(source: str, copied: Path, tmp_pa
     assert source_digest(tmp_path, f"moved/{source}pp") == source_digest(KERNEL_DIR, source)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["backward/simt.cu", "forward/mma.cu"])
 def test_a_token_of_any_file_that_is_reached_changes_the_digest(source: str, copied: Path) -> None:
     before = source_digest(copied, source)

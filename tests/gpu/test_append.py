@@ -257,6 +257,7 @@ def compile_spec(spec, arch="sm_90"):
     assert "warning" not in cubin.log
 
 
+@pytest.mark.slow
 @needs_nvrtc
 @pytest.mark.parametrize(
     ("arch", "dtype"), list(zip(known_architectures(), itertools.cycle(DTYPES), strict=False))
@@ -278,6 +279,7 @@ def test_keys_that_hold_the_values_are_all_that_is_appended(cache_dtype, rotary)
     compile_spec(variant(spec, **rotary))
 
 
+@pytest.mark.slow
 @needs_nvrtc
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -99,6 +99,7 @@ def test_a_map_says_of_every_block_what_its_pairs_say(name, hosts, rng) -> None:
         check_map(hosts[name].build(spec), MASKS[name], spec, spec.maps(text))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("q_offset", [MAX_SEQLEN, -MAX_SEQLEN])
 @pytest.mark.parametrize("name", MASKS)
 def test_positions_may_be_as_far_apart_as_problems_have_them(name, q_offset, hosts, rng) -> None:
@@ -152,6 +153,7 @@ def unit_of(mod: MaskMod, dtype: str) -> Any:
     return block_map_unit(mask_text(mod, dtype), packed_captures(mod, dtype).dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", [80, 90])
 def test_units_compile_without_warnings_and_lie_as_they_are_packed(arch) -> None:
     if reason := why_no_compiler():

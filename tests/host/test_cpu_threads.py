@@ -51,6 +51,7 @@ def run_script(text):
     return result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="SIGINT is sent otherwise there")
 @pytest.mark.parametrize(
     "call",

@@ -163,6 +163,7 @@ def random_sizes(rng: Any) -> tuple[int, ...]:
             return batch, heads, group, seqlen_q, seqlen_k, dims[0], dims[1]
 
 
+@pytest.mark.slow
 def test_what_a_plan_accepts_is_computed_and_the_default_tile_is_accepted(rng: Any) -> None:
     accepted = 0
     for number in range(120):
@@ -230,6 +231,7 @@ def on_threads(monkeypatch: Any, call: Any) -> None:
     assert all(each == found[0] for each in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", BIASES)
 @pytest.mark.parametrize("causal", [False, True])
 def test_threads_do_not_change_a_bit(bias: str, causal: bool, rng: Any, monkeypatch: Any) -> None:

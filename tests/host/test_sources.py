@@ -38,6 +38,7 @@ def test_the_backends_files_are_named() -> None:
     assert {*SOURCES["forward"]} < {*BACKWARD}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", SOURCES)
 def test_comments_docstrings_and_formatting_do_not_change_the_digest(
     direction: str, copied: Path
@@ -65,6 +66,7 @@ def test_names_of_files_do_not_change_the_digest(
     assert digest(direction) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BACKWARD)
 def test_a_change_in_any_file_changes_the_digest(name: str, copied: Path) -> None:
     before = {direction: digest(direction) for direction in SOURCES}

@@ -60,6 +60,7 @@ def numbers_of(rng: np.random.Generator, dtype: Any, exponents: tuple[int, int])
     return np.ldexp(mantissas, rng.integers(*exponents, 4000)).astype(dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "exponents"),
     [

@@ -344,6 +344,7 @@ def test_a_kernel_does_not_compile_with_other_shared_memory_than_its_family_says
         compile_cubin(replace(job.unit, text=text), job.device)
 
 
+@pytest.mark.slow
 def test_a_warning_of_serialized_products_is_seen_in_the_log(
     compile_pool: ProcessPoolExecutor,
 ) -> None:

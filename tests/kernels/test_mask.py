@@ -57,6 +57,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory):
     return run
 
 
+@pytest.mark.slow
 def test_kernels_and_library_agree_which_keys_a_row_sees_and_which_tiles_need_a_mask(answers):
     rng = np.random.default_rng(15)
     problems = [random_problem(rng) for _ in range(300)]

@@ -58,6 +58,7 @@ def wild_batches() -> list[tuple[int, np.ndarray]]:
     return batches
 
 
+@pytest.mark.slow
 def test_the_tiles_of_each_sequence_have_places_and_few_are_empty(program: Path) -> None:
     rng = np.random.default_rng(5)
     batches = []

@@ -192,6 +192,7 @@ def test_blocks_that_make_the_order_each_for_itself_come_to_the_same(handed_out)
     assert all(visits == expected for visits in handed_out(others))
 
 
+@pytest.mark.slow
 def test_whatever_the_numbers_are_no_row_outside_of_the_arrays_is_named(handed_out):
     rng = np.random.default_rng(5)
     extreme = [0, 1, -1, 2**31 - 1, -(2**31), 2**30, 100, 333, 1000]
@@ -248,6 +249,7 @@ def test_a_sequence_is_taken_in_sections_of_heads_from_the_last_tile_to_the_firs
     assert [(visit.head, visit.q_begin) for visit in visits] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads_kv", "section_keys", "section"),
     [

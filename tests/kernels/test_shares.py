@@ -407,6 +407,7 @@ def assert_all_meet(ways: list[tuple[Meeting, ...]]) -> list[int]:
     return counters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_every_unit_of_keys_is_taken_once_and_no_two_results_have_a_place_in_common(
     take, rng, kind

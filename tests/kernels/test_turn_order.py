@@ -56,6 +56,7 @@ def visits_of(masks: list[Mask], program: Path) -> list[np.ndarray]:
     return found
 
 
+@pytest.mark.slow
 def test_blocks_that_visit_a_tile_have_turns_one_after_another_and_one_is_the_last(
     program: Path,
 ) -> None:

@@ -135,6 +135,7 @@ def test_device_text_compiles_without_warnings_and_its_struct_lies_as_numpy_pack
         assert cubin.resources[f"{name}_kernel"].spill_bytes == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", [75, 80, 90])
 def test_device_text_with_derivatives_compiles_without_warnings(arch) -> None:
     texts = dict(BACKWARD)

@@ -80,6 +80,7 @@ def test_device_text_computes_the_derivatives_of_the_function(name, inputs, runs
     compare(MODS[name], inputs, runs[name, inputs], rng, COUNT)
 
 
+@pytest.mark.slow
 def test_derivatives_of_random_expressions_are_those_on_arrays(rng, tmp_path) -> None:
     dtypes = ("float16", "bfloat16", "float32", "float64")
     texts = [

@@ -40,6 +40,7 @@ def mods() -> tuple[ScoreMod, MaskMod]:
     )
 
 
+@pytest.mark.slow
 def test_captures_of_any_name_compile() -> None:
     if reason := why_no_compiler():
         pytest.skip(reason)

@@ -53,6 +53,7 @@ def test_the_cpu_backend_computes_random_functions(some_cases: list[Case]) -> No
     require_none({number: why for number, why in found.items() if why}, some_cases)
 
 
+@pytest.mark.slow
 def test_device_text_on_the_host_computes_random_functions(
     some_cases: list[Case], tmp_path: Path
 ) -> None:
@@ -68,6 +69,7 @@ def test_the_cpu_backend_and_device_text_compute_all(begin: int, tmp_path: Path)
     require_none(wrong_on_host_text(tmp_path, some), some)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inputs", DTYPES)
 def test_attention_and_its_gradients_see_the_same_pairs(inputs: str) -> None:
     for call in itertools.islice(function_calls(DTYPES.index(inputs) + 1, inputs), 10):

@@ -57,6 +57,7 @@ def said_by(ranks: int, temporary: pytest.TempPathFactory) -> dict[str, list[str
     return {name: [of_rank[name] for of_rank in of_ranks] for name in of_ranks[0]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", rank_checks.CHECKS)
 def test_all_ranks_pass_the_check(said: dict[str, list[str]], name: str) -> None:
     for rank, text in enumerate(said[name]):

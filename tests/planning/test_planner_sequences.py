@@ -241,6 +241,7 @@ def test_batch_invariant_sequences_of_any_number_of_rows_go_to_one_family(
             assert all(plan.rejected[name] for name in others)
 
 
+@pytest.mark.slow
 @relaxed
 @given(st.data(), devices, st.sampled_from([0, 1, 16, 100, 256]), st.booleans())
 def test_bits_of_a_batch_invariant_row_do_not_depend_on_what_it_is_planned_with(

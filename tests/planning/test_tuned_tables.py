@@ -77,6 +77,7 @@ def legal_tiles() -> Iterator[Entry]:
                     )
 
 
+@pytest.mark.slow
 def test_every_tile_that_tune_may_save_can_be_imported() -> None:
     entries = list(legal_tiles())
 
@@ -91,6 +92,7 @@ def kind_of(problem_class: ProblemClass) -> ProblemClass:
     return dataclasses.replace(problem_class, seqlen_q=0, seqlen_k=0, rows=0)
 
 
+@pytest.mark.slow
 def test_every_tile_that_tune_may_save_has_calls_of_its_kind_to_be_tested_by() -> None:
     device = device_for_arch("sm_90")
     for entry in legal_tiles():

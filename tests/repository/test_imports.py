@@ -53,6 +53,7 @@ def modules(folder: str) -> dict[str, Path]:
 LIBRARY = modules("cupy_flash")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("room", MAY_IMPORT)
 def test_a_room_imports_only_what_lies_behind_it(room: str) -> None:
     files = {name: path for name, path in LIBRARY.items() if name.split(".")[1:2] == [room]}
@@ -75,6 +76,7 @@ def test_the_library_does_not_know_its_command_line() -> None:
     assert users == {"cupy_flash.__main__"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["cupy_flash", "cli"])
 def test_modules_do_not_import_each_other_in_a_circle(folder: str) -> None:
     graph = {name: set(imported(path)) - {name} for name, path in modules(folder).items()}

@@ -132,6 +132,7 @@ def test_the_wheel_requires_no_cupy_unless_an_extra_names_the_cuda_version(insta
     assert all("extra == 'cuda1" in line for line in on_cuda)
 
 
+@pytest.mark.slow
 def test_an_installed_command_run_from_a_checkout_uses_what_is_installed(
     installed: Path, console_script: Path
 ) -> None:
@@ -154,6 +155,7 @@ def test_an_installed_package_serves_from_any_folder(installed: Path, tmp_path: 
     ]
 
 
+@pytest.mark.slow
 def test_a_checkout_in_the_working_directory_brings_its_own_commands_and_kernels(
     installed: Path,
 ) -> None:
@@ -164,6 +166,7 @@ def test_a_checkout_in_the_working_directory_brings_its_own_commands_and_kernels
     ]
 
 
+@pytest.mark.slow
 def test_a_stray_folder_of_the_packages_name_hides_nothing(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "cupy_flash").mkdir()
     package = (installed / "cupy_flash").resolve()
@@ -175,6 +178,7 @@ def test_a_stray_folder_of_the_packages_name_hides_nothing(installed: Path, tmp_
     ]
 
 
+@pytest.mark.slow
 def test_an_editable_install_only_points_at_the_checkout(
     tmp_path: Path, console_script: Path
 ) -> None:
@@ -190,6 +194,7 @@ def test_an_editable_install_only_points_at_the_checkout(
     ]
 
 
+@pytest.mark.slow
 def test_the_source_archive_holds_all_that_building_and_testing_need(tmp_path: Path) -> None:
     expected = {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", ".ci/run"}
     for folder in ("cupy_flash", "cli", "tests", "examples", "benchmarks"):

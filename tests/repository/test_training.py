@@ -104,6 +104,7 @@ def losses_of(train: Any, attention: Callable[..., Any] | None, seed: int) -> np
     return np.array(losses)
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_the_naive_formulas_gradients_within_rounding(
     train: Any, rng: np.random.Generator
 ) -> None:
@@ -149,6 +150,7 @@ def test_steps_that_bfloat16_has_no_numbers_for_add_up(
     assert (weights["w"] > 1 - STEPS * 2e-4).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_the_command_learns_and_keeps_weights_that_text_is_generated_with(
     train: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, backend: str

@@ -12,6 +12,7 @@ from support.benchmark_scripts import CHECKOUT, IN_CHECKOUT, script
 pytestmark = pytest.mark.skipif(not IN_CHECKOUT, reason="the tests stand outside a checkout")
 
 
+@pytest.mark.slow
 def test_calls_of_two_checkouts_are_timed_in_one_process(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()

@@ -335,6 +335,7 @@ def without_gpu(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_with_no_gpu_the_cpu_backend_is_timed_against_numpy_and_that_is_said() -> None:
     result = without_gpu("bench", "--seqlen-q", "64")
 

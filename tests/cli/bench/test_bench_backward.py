@@ -42,6 +42,7 @@ def recorded(tmp_path: Path, *arguments: str, exit_code: int = 0) -> tuple[Path,
     return path, json.loads(path.read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 def test_rows_say_that_they_are_of_gradients_and_count_five_products(tmp_path: Path) -> None:
     _, data = recorded(tmp_path, *RAGGED, *ON_CPU)
     flops = 2 * 2 * 4 * 113 * 203 * (3 * 24 + 2 * 40)
@@ -81,6 +82,7 @@ def test_every_option_of_a_case_is_checked(tmp_path: Path, options: tuple[str, .
     assert {row["checked_rows"] for row in data["rows"]} == {2 * 4 * 113}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [(), ("--causal", "--sinks"), ("--bias", "heads")], ids=" ".join)
 def test_packed_sequences_stand_beside_equal_ones(tmp_path: Path, more: tuple[str, ...]) -> None:
     _, data = recorded(
@@ -94,6 +96,7 @@ def test_packed_sequences_stand_beside_equal_ones(tmp_path: Path, more: tuple[st
     assert "flash_attention of" in uniform["note"]
 
 
+@pytest.mark.slow
 def test_the_table_says_what_is_timed_and_what_an_error_is() -> None:
     out = " ".join(bench(*RAGGED, *ON_CPU).stdout.split())
 
@@ -192,6 +195,7 @@ def test_the_memory_of_a_call_is_that_of_its_gradients() -> None:
 # ---- Records
 
 
+@pytest.mark.slow
 def test_a_record_is_read_and_its_cases_are_not_those_of_the_output(tmp_path: Path) -> None:
     path, data = recorded(tmp_path, *RAGGED, *ON_CPU)
     cases = [records.case_of(row) for row in records.read_bench(path).rows]

@@ -145,6 +145,7 @@ def test_masks_with_their_own_q_offset_say_so() -> None:
     assert {panel.parts["mask"] for panel in shown(rows).panels} == {"causal, q_offset 0"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("suffix", "begins"), [(".svg", b"<?xml"), (".SVG", b"<?xml"), (".pdf", b"%PDF")]
 )

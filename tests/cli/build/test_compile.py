@@ -60,6 +60,7 @@ def broken_plan(device: Device) -> list[Plan]:
     return [dataclasses.replace(plan, unit=unit)]
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_cubins_are_written_by_digest_and_found_where_the_variable_points(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_other_units: None
@@ -267,6 +268,7 @@ def test_architectures_may_be_a_list() -> None:
     assert {line.split()[0] for line in apart.splitlines()} == {"sm_80", "sm_90"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [(), ("--all",)])
 def test_what_decodes_appends_and_merges_is_built_too(more: tuple[str, ...]) -> None:
     lines = compile_("--list", "--arch", "sm_90", *more).stdout.splitlines()
@@ -295,6 +297,7 @@ def test_what_appends_and_merges_compiles(everything: bool) -> None:
         assert resources.spill_bytes == 0, unit.title
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_into_a_pipe_a_kernel_stands_on_one_line(
     monkeypatch: pytest.MonkeyPatch, no_other_units: None
@@ -340,6 +343,7 @@ def test_the_default_set_is_what_the_dispatcher_chooses_for_common_shapes(arch: 
     assert all(p.family == make_plan(p.problem, device).family for p in plans)
 
 
+@pytest.mark.slow
 def test_everything_covers_each_family_with_each_dtype_that_it_serves() -> None:
     device = device_for_arch("sm_90")
     plans = kernel_sets.all_plans(device)
@@ -361,6 +365,7 @@ def test_everything_covers_each_family_with_each_dtype_that_it_serves() -> None:
     assert {2, 4, 16} <= {plan.problem.alignment for plan in plans}
 
 
+@pytest.mark.slow
 def test_everything_covers_each_family_that_serves_sequences_with_each_way_they_lie() -> None:
     found: dict[str, set[str]] = {}
     for plan in kernel_sets.all_plans(device_for_arch("sm_90")):

@@ -179,6 +179,7 @@ def test_rows_carry_the_workspace_of_ours_and_everybodys_peak(tmp_path: Path) ->
         assert naive["peak_bytes"] >= out + scores
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_peak_has_a_column_where_it_was_asked_for(
     monkeypatch: pytest.MonkeyPatch, width: int

@@ -24,6 +24,7 @@ def test_a_rank_that_fails_is_named_with_its_error() -> None:
         on_ranks(work, 2, seconds=60)
 
 
+@pytest.mark.slow
 def test_a_crew_does_not_wait_for_a_rank_that_has_failed() -> None:
     if gpu_unavailable() is None:
         pytest.skip("there is a GPU")

@@ -90,6 +90,7 @@ def test_a_map_that_is_wider_than_the_terminal_is_left_whole() -> None:
     assert lines[-1].split() == ["64", *(str(1000 + Bc) for Bc in range(16, 256, 16)), "*1256"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_map_of_a_gpus_whole_search_space_fits_the_terminal(width: int) -> None:
     device, limits = device_for_arch("sm_90"), Limits()

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from cupy_flash.arrays.jax_arrays import JaxMemory
-from cupy_flash.arrays.torch_arrays import tensor_as_cupy, tensor_types
+from cupy_flash.arrays.jax_arrays import JaxMemory, is_jax
+from cupy_flash.arrays.torch_arrays import is_any_tensor, tensor_as_cupy, tensor_types
 from cupy_flash.problem.arrays import (
     DTYPES,
     FLOAT8,
@@ -115,9 +115,13 @@ def has_contiguous_rows(array: Any) -> bool:
     """
     if array.ndim == 0 or array.size == 0:
         return True
-    size = array.itemsize
-    strides = array.strides
-    return (strides[-1] == size or array.shape[-1] <= 1) and not any(s % size for s in strides)
+    is_contiguous = array.strides[-1] == array.itemsize or array.shape[-1] <= 1
+    return is_contiguous and has_whole_strides(array)
+
+
+def has_whole_strides(array: Any) -> bool:
+    """Return whether strides are whole elements."""
+    return not any(stride % array.itemsize for stride in array.strides)
 
 
 def is_aligned(array: Any) -> bool:
@@ -142,6 +146,8 @@ def readable_in_place(array: Any) -> Any:
     on_gpu = as_cupy(array)
     if is_readable_in_place(on_gpu):
         return array
+    if isinstance(array, np.ndarray):
+        return array.copy(order="C")
     # CuPy copies no float8.
     as_bytes = not is_aligned(on_gpu) or dtype_name(on_gpu) == FLOAT8
     return _copied_as_bytes(on_gpu) if as_bytes else on_gpu.copy(order="C")
@@ -259,7 +265,28 @@ def unallocated_copy(array: Any, order: Literal["K", "C"] = "C") -> np.ndarray:
 def require_int32(name: str, array: Any) -> None:
     """Raise TypeError unless the dtype is that of lengths and places."""
     if dtype_name(array) != "int32" or not array.dtype.isnative:
-        raise TypeError(f"{name} has dtype {array.dtype}; pass {name}.astype('int32')")
+        raise TypeError(f"{name} has dtype {array.dtype}; pass {cast(name, array, 'int32')}")
+
+
+def as_int32(name: str, array: Any) -> Any:
+    """Return lengths or places in int32; the array itself if it has that dtype.
+
+    Raises
+    ------
+    TypeError
+        For an array of other numbers than integers.
+    ValueError
+        For integers in a NumPy array that int32 does not hold. On a GPU they wrap around.
+    """
+    if array.dtype.kind not in "iu":
+        require_int32(name, array)
+    if array.dtype == np.int32:
+        return array
+    if isinstance(array, np.ndarray) and array.size:
+        bounds = np.iinfo(np.int32)
+        if array.min() < bounds.min or array.max() > bounds.max:
+            raise ValueError(f"{name} holds integers that int32 does not; expected smaller ones")
+    return array.astype(np.int32, order="C")
 
 
 def require_dtype(name: str, array: Any, dtypes: Iterable[str]) -> None:
@@ -279,5 +306,27 @@ def require_native(name: str, array: Any) -> None:
     if not array.dtype.isnative:
         raise TypeError(
             f"{name} has dtype {array.dtype.str}, in another byte order than this machine's; pass "
-            f"{name}.astype({dtype_name(array)!r})"
+            f"{cast(name, array, dtype_name(array))}"
         )
+
+
+def cast(name: str, array: Any, dtype: str) -> str:
+    """Return how an argument is converted to a dtype, in the terms of the caller's library.
+
+    Parameters
+    ----------
+    name
+        Name of the argument.
+    array
+        NumPy or CuPy array over its memory.
+    dtype
+        Name of the dtype.
+    """
+    owner = array
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    if is_cupy(owner):
+        owner = getattr(getattr(owner.data, "mem", None), "_owner", None)
+    if is_any_tensor(owner):
+        return f"{name}.to(torch.{dtype})"
+    return f"{name}.astype(jnp.{dtype})" if is_jax(owner) else f"{name}.astype({dtype!r})"

@@ -19,6 +19,7 @@ from cupy_flash.arrays.strided import (
 from cupy_flash.calls.arguments import IN_PLACE, Arguments, require_given, written_arrays
 from cupy_flash.calls.block_maps import map_of_mask, map_spec
 from cupy_flash.calls.contents import LengthLimit, length_limits, require_length
+from cupy_flash.calls.conversions import converted
 from cupy_flash.calls.modifiers import Functions, canonical, packed_arguments
 from cupy_flash.calls.options import Options
 from cupy_flash.calls.problems import problem_of, sizes_of
@@ -166,6 +167,7 @@ class Call:
 def readable(arguments: Arguments, options: Options) -> Arguments:
     """The arrays, copied where kernels cannot read them as they lie and a copy will do."""
     require_given(arguments, options)
+    arguments = converted(arguments, options)
     copied = {
         name: readable_in_place(array)
         for name, array in zip(arguments._fields, arguments, strict=True)

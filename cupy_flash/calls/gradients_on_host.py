@@ -12,6 +12,7 @@ from cupy_flash.arrays.strided import readable_in_place, to_bshd
 from cupy_flash.calls import on_gpu
 from cupy_flash.calls.backends import require_cpu_family
 from cupy_flash.calls.contents import check_contents
+from cupy_flash.calls.conversions import converted
 from cupy_flash.calls.gradients import (
     WRITTEN,
     GradientArguments,
@@ -41,6 +42,7 @@ def backward(
 ) -> tuple[np.ndarray, ...]:
     """Gradients of NumPy arrays, in the order of `Options.wrt`."""
     assert options.wrt is not None
+    arguments = converted(arguments, options)
     arguments = arguments._replace(out=readable_in_place(arguments.out))
     problem, tile = _known(arguments, options, backend)
     check_contents(arguments.forward, options, problem, 0)

@@ -17,6 +17,7 @@ from cupy_flash.calls.arguments import (
 )
 from cupy_flash.calls.backends import cpu_tile, host_runs_on_gpu
 from cupy_flash.calls.contents import check_contents
+from cupy_flash.calls.conversions import converted
 from cupy_flash.calls.modifiers import NO_FUNCTIONS, Functions, canonical
 from cupy_flash.calls.modifiers import on_host as modifiers_on_host
 from cupy_flash.calls.options import Options
@@ -39,6 +40,7 @@ def forward(
     functions: Functions = NO_FUNCTIONS,
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Attention of NumPy arrays, and the append before it; see `on_gpu.run`."""
+    arguments = converted(arguments, options)
     call = _known(arguments, options, backend)
     problem, goes_to_gpu, _ = call
     new_keys = problem.layout.new_keys

@@ -100,6 +100,11 @@ class FakeArray:
         address = self.data.ptr // 512 * 512 + _APART // 2
         return FakeArray(self.shape, self.dtype, address=address)
 
+    def astype(self, dtype: Any, order: str = "K", copy: bool = True) -> FakeArray:
+        if not copy and self.dtype == dtype:
+            return self
+        return FakeArray(self.shape, dtype)
+
     def fill(self, value: float) -> None:
         self.filled = value
 
@@ -117,6 +122,22 @@ class FakeMemory:
 
     def __add__(self, offset: int) -> FakeMemory:
         return FakeMemory(self.ptr + offset, self.device_id)
+
+
+def _broadcast(array: FakeArray, shape: tuple[int, ...]) -> FakeArray:
+    before = len(shape) - array.ndim
+    strides = [
+        0 if length == 1 and wanted > 1 else stride
+        for length, wanted, stride in zip(array.shape, shape[before:], array.strides, strict=True)
+    ]
+    return FakeArray(shape, array.dtype, array.data, (*[0] * before, *strides))
+
+
+class _Unowned:
+    """Memory of another library's array, which is its own pointer as well."""
+
+    def __init__(self, ptr: int, size: int, owner: Any, device: int) -> None:
+        self.ptr, self.device_id, self._owner, self.mem = ptr, device, owner, self
 
 
 class FakeTensorMaps:
@@ -190,6 +211,8 @@ class FakeGpu:
         What each launch was enqueued on.
     order
         Which stream was to wait, and for which.
+    uploads
+        Arrays that were copied from host memory.
     """
 
     def __init__(self) -> None:
@@ -205,6 +228,7 @@ class FakeGpu:
         self.arguments = FakeArguments(memory)
         self.device = self.stream = 0
         self.order: list[tuple[int, int]] = []
+        self.uploads: list[np.ndarray] = []
         self._next = _FIRST
 
     def address(self) -> int:
@@ -220,6 +244,10 @@ class FakeGpu:
     def alloc(self, size: int) -> FakeMemory:
         self.allocations.append((self.address(), size))
         return FakeMemory(self.allocations[-1][0])
+
+    def upload(self, array: np.ndarray) -> FakeArray:
+        self.uploads.append(array)
+        return self.array(*array.shape, dtype=array.dtype)
 
     def shared(self, count: int) -> Shared:
         if count:
@@ -281,11 +309,16 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
         get_current_stream=lambda device=0: SimpleNamespace(ptr=gpu.stream),
         Event=lambda disable_timing: SimpleNamespace(ptr=0xE0),
         Stream=_Stream,
-        UnownedMemory=lambda ptr, size, owner, device: SimpleNamespace(ptr=ptr, device_id=device),
+        UnownedMemory=_Unowned,
         MemoryPointer=lambda memory, offset: memory,
     )
     fake = SimpleNamespace(
-        ndarray=FakeArray, cuda=cuda, gpu=gpu, ascontiguousarray=lambda array: array
+        ndarray=FakeArray,
+        cuda=cuda,
+        gpu=gpu,
+        ascontiguousarray=lambda array: array,
+        asarray=gpu.upload,
+        broadcast_to=_broadcast,
     )
     monkeypatch.setattr(FakeArray, "new_address", gpu.address)
     monkeypatch.setitem(sys.modules, "cupy", fake)

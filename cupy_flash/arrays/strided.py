@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
+import math
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -74,13 +76,43 @@ def require_layout(layout: str) -> None:
 
 
 def to_bshd(array: Any, layout: str) -> Any:
-    """View of an array in (batch, seqlen, heads, dim) order."""
+    """View of an array in (batch, seqlen, heads, dim) order, see `with_one_batch_axis`."""
+    array = with_one_batch_axis(array)
     return array.swapaxes(1, 2) if layout == "bhsd" else array
 
 
-def require_4d(name: str, array: Any) -> None:
-    """Raise ValueError unless an array has four axes."""
-    require_axes(name, array, 4, "batch, seqlen, heads and head_dim in the order of layout")
+def with_one_batch_axis(array: Any) -> Any:
+    """Return an array of three axes, or of any batch axes before these, with one batch axis.
+
+    The result is a view unless `has_one_batch_stride` denies that there is one.
+    """
+    if array.ndim == 4:
+        return array
+    *batch, first, second, dim = array.shape
+    return array.reshape((math.prod(batch), first, second, dim))
+
+
+def has_one_batch_stride(array: Any) -> bool:
+    """Return whether one stride steps through all axes but the last three."""
+    if array.ndim <= 4 or array.size == 0:
+        return True
+    axes = zip(array.shape[:-3], array.strides[:-3], strict=True)
+    outer = [(length, stride) for length, stride in axes if length > 1]
+    return all(stride == n * step for (_, stride), (n, step) in itertools.pairwise(outer))
+
+
+def require_batch_axes(name: str, array: Any, q: Any) -> None:
+    """Raise ValueError unless an array of equal lengths has three axes and batch axes as q."""
+    if array.ndim < 3 or array.ndim != q.ndim:
+        expected = f"{q.ndim}, as q has" if q.ndim >= 3 and array is not q else "3 or more"
+        raise ValueError(
+            f"{name} has {array.ndim} axes, shape {tuple(array.shape)}; expected {expected}: any "
+            "batch axes, and seqlen, heads and head_dim in the order of layout"
+        )
+    if array.ndim > 4 and array.shape[:-3] != q.shape[:-3]:
+        raise ValueError(
+            f"{name} has the batch axes {tuple(array.shape[:-3])}, but q has {tuple(q.shape[:-3])}"
+        )
 
 
 def require_axes(name: str, array: Any, count: int, meaning: str) -> None:
@@ -141,10 +173,13 @@ def as_cupy(array: Any) -> Any:
     return tensor_as_cupy(array) if array.__class__ in tensor_types() else array
 
 
-def readable_in_place(array: Any) -> Any:
-    """The array itself where `is_readable_in_place`, else a C-contiguous copy."""
+def readable_in_place(array: Any, *, one_batch: bool = False) -> Any:
+    """Return the array itself if `is_readable_in_place`, otherwise a C-contiguous copy.
+
+    With `one_batch` it also has to be what `has_one_batch_stride` asks for.
+    """
     on_gpu = as_cupy(array)
-    if is_readable_in_place(on_gpu):
+    if is_readable_in_place(on_gpu) and not (one_batch and not has_one_batch_stride(on_gpu)):
         return array
     if isinstance(array, np.ndarray):
         return array.copy(order="C")
@@ -161,6 +196,11 @@ def require_in_place(name: str, array: Any, why: str = "") -> None:
     if not has_contiguous_rows(array):
         raise ValueError(
             f"{name} has strides {array.strides}; expected a contiguous last axis{why}"
+        )
+    if not has_one_batch_stride(array):
+        raise ValueError(
+            f"{name} has shape {tuple(array.shape)} and strides {array.strides}; expected batch "
+            "axes that one stride steps through, as of a contiguous array"
         )
     if not isinstance(array, np.ndarray) and not is_aligned(array):
         raise ValueError(

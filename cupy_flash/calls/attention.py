@@ -22,7 +22,7 @@ from cupy_flash.calls.contents import LengthLimit, length_limits, require_length
 from cupy_flash.calls.conversions import converted
 from cupy_flash.calls.modifiers import Functions, canonical, packed_arguments
 from cupy_flash.calls.options import Options
-from cupy_flash.calls.problems import problem_of, sizes_of
+from cupy_flash.calls.problems import lse_shape, problem_of, sizes_of
 from cupy_flash.calls.results import Maker, MemoryMaker, maker, memory_maker
 from cupy_flash.families.params import params_dtype
 from cupy_flash.gpu import append
@@ -169,7 +169,7 @@ def readable(arguments: Arguments, options: Options) -> Arguments:
     require_given(arguments, options)
     arguments = converted(arguments, options)
     copied = {
-        name: readable_in_place(array)
+        name: readable_in_place(array, one_batch=options.is_equal)
         for name, array in zip(arguments._fields, arguments, strict=True)
         if array is not None and name in Arguments._fields and name not in (*IN_PLACE, "out")
     }
@@ -234,7 +234,9 @@ def prepare(
     out = None
     if arguments.out is None:
         out = ((*q.shape[:-1], problem.head_dim_v), np.dtype(problem.out_dtype))
-    lse = (problem.lse_shape, np.dtype(problem.lse_dtype)) if options.return_lse else None
+    lse = None
+    if options.return_lse:
+        lse = (lse_shape(q, problem), np.dtype(problem.lse_dtype))
     return Call(
         new=maker((out, lse), of_torch=of_torch),
         out_index=fields.index("out"),

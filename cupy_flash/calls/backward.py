@@ -98,7 +98,7 @@ def readable(arguments: GradientArguments, options: Options) -> GradientArgument
     """The arrays, copied where kernels cannot read them as they lie."""
     arguments = converted(arguments, options)
     copied: dict[str, Any] = {
-        name: readable_in_place(array)
+        name: readable_in_place(array, one_batch=options.is_equal)
         for name, array in zip(arguments._fields, arguments, strict=True)
         if array is not None and name not in WRITTEN and name in GradientArguments._fields
     }

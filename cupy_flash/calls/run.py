@@ -13,6 +13,7 @@ from cupy_flash.arrays.jax_arrays import from_jax, to_jax
 from cupy_flash.arrays.overlap import require_apart
 from cupy_flash.arrays.strided import (
     as_cupy,
+    has_one_batch_stride,
     is_cupy,
     is_cupy_type,
     is_readable_in_place,
@@ -214,7 +215,9 @@ def _as_copied(arguments: Arguments, options: Options) -> Arguments:
         if array is not None
         and name in Arguments._fields
         and name not in IN_PLACE
-        and not is_readable_in_place(array)
+        and not (
+            is_readable_in_place(array) and (has_one_batch_stride(array) or not options.is_equal)
+        )
     }
     return arguments._replace(**copied)
 

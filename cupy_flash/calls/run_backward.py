@@ -12,7 +12,7 @@ from cupy_flash.arrays.strided import (
     array_module,
     as_cupy,
     is_cupy_type,
-    require_4d,
+    require_batch_axes,
     require_float,
     require_shape,
     to_bshd,
@@ -254,11 +254,12 @@ def plan(
     given = given._replace(**new)
     q, k, v, *_ = given = type(given)(*map(as_cupy, given))
     for name, array in (("q", q), ("v", v)):
-        require_4d(name, array)
+        require_batch_axes(name, array, q)
         require_float(name, array)
     out = unallocated((*q.shape[:-1], v.shape[-1]), q.dtype)
-    bhsd = to_bshd(out, options.layout).transpose(0, 2, 1, 3)
-    lse = unallocated(bhsd.shape[:3], np.float64 if q.dtype == np.float64 else np.float32)
+    _, seqlen_q, heads_q, _ = to_bshd(out, options.layout).shape
+    shape = (*q.shape[:-3], heads_q, seqlen_q)
+    lse = unallocated(shape, np.float64 if q.dtype == np.float64 else np.float32)
     arguments: Any = GradientArguments(q, k, v, out, out, lse)
     if modifiers is not None:
         arguments = with_modifiers(arguments, modifiers.names, given.of_modifiers)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from cupy_flash.arrays import jax_arrays, torch_arrays
+from cupy_flash.arrays import jax_arrays, strided, torch_arrays
 from cupy_flash.calls import attention, backward, merge, on_gpu, on_host, recorded, results
 from cupy_flash.calls.arguments import Arguments
 from cupy_flash.calls.modifiers import Functions
@@ -104,6 +104,13 @@ class FakeArray:
         if not copy and self.dtype == dtype:
             return self
         return FakeArray(self.shape, dtype)
+
+    def reshape(self, shape: tuple[int, ...]) -> FakeArray:
+        """Return a view with all axes but the last three as one."""
+        assert strided.has_one_batch_stride(self)
+        assert shape[1:] == self.shape[-3:]
+        steps = [s for n, s in zip(self.shape[:-3], self.strides, strict=False) if n > 1]
+        return FakeArray(shape, self.dtype, self.data, (*(steps or [0])[-1:], *self.strides[-3:]))
 
     def fill(self, value: float) -> None:
         self.filled = value

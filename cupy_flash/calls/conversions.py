@@ -54,7 +54,8 @@ def conversions(arrays: Any, options: Options | None = None) -> dict[str, Conver
         if name in INT32:
             if dtype.kind in "iu" and _can_be_cast(array):
                 dtype = _INT32
-            is_readable = is_readable_in_place(array)
+            # NumPy reads at any address.
+            is_readable = isinstance(array, np.ndarray) or is_readable_in_place(array)
         else:
             if name in VECTORS:
                 shape, dtype = _of_heads(name, array, arrays, options)

@@ -284,6 +284,12 @@ def test_conversions_of_tensors_are_named_as_torch_names_them(gpu):
         flash_attention(**qkv(gpu), mask=mask)
 
 
+def test_the_device_of_tensors_is_chosen_as_torch_has_it_chosen(gpu, monkeypatch):
+    monkeypatch.setattr(Tensor, "get_device", lambda self: 1)
+    with pytest.raises(ValueError, match=r"call within `with torch\.cuda\.device\(1\)`"):
+        flash_attention(**qkv(gpu))
+
+
 def test_conversions_of_tensors_on_the_host_are_named_as_torch_names_them():
     torch = pytest.importorskip("torch")
     q = torch.zeros((7, 2, 8))

@@ -11,9 +11,9 @@ from cupy_flash.arrays.strided import (
     as_cupy,
     as_int32,
     dtype_name,
+    has_contiguous_rows,
     has_whole_strides,
     is_aligned,
-    is_readable_in_place,
     readable_in_place,
 )
 from cupy_flash.calls.arguments import INT32
@@ -54,13 +54,9 @@ def conversions(arrays: Any, options: Options | None = None) -> dict[str, Conver
         if name in INT32:
             if dtype.kind in "iu" and _can_be_cast(array):
                 dtype = _INT32
-            # NumPy reads at any address.
-            is_readable = isinstance(array, np.ndarray) or is_readable_in_place(array)
-        else:
-            if name in VECTORS:
-                shape, dtype = _of_heads(name, array, arrays, options)
-            is_readable = has_whole_strides(array) and is_aligned(array)
-        if not is_readable or dtype != array.dtype or shape != array.shape:
+        elif name in VECTORS:
+            shape, dtype = _of_heads(name, array, arrays, options)
+        if not _is_readable(name, array) or dtype != array.dtype or shape != array.shape:
             found[name] = Converted(shape, dtype)
     return found
 
@@ -104,6 +100,15 @@ def _of_heads(name: str, array: Any, arrays: Any, options: Options | None) -> Co
     if is_real and not is_read and _can_be_cast(array):
         dtype = np.dtype(accumulator)
     return Converted(shape, dtype)
+
+
+def _is_readable(name: str, array: Any) -> bool:
+    if isinstance(array, np.ndarray):
+        # An address takes NumPy a microsecond.
+        return array.flags.aligned and has_whole_strides(array)
+    # Kernels read lengths without strides.
+    is_contiguous = name not in INT32 or has_contiguous_rows(array)
+    return is_contiguous and has_whole_strides(array) and is_aligned(array)
 
 
 def _can_be_cast(array: Any) -> bool:

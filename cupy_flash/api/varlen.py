@@ -195,7 +195,7 @@ def flash_attention_varlen(
 def _places_of_keys(
     cu_seqlens_q: Any, cu_seqlens_k: Any | None, seqused_k: Any | None, block_table: Any | None
 ) -> Any | None:
-    """Return cu_seqlens_k, or what stands for it where nothing of it is read."""
+    """Return cu_seqlens_k, or cu_seqlens_q instead of None if the kernels do not use it."""
     is_read = seqused_k is None or block_table is None
     return cu_seqlens_q if cu_seqlens_k is None and not is_read else cu_seqlens_k
 

@@ -194,7 +194,7 @@ def written_arrays(problem: Problem) -> tuple[str, ...]:
     return (*CACHES[first], *(SCALES[first] if computed else ()), "out")
 
 
-# What may be meant by None.
+# Hints for arguments that are None, by their names.
 _HINTS = {
     "v_cache": "; where the values are the first columns of the keys pass head_dim_v, the number "
     "of them",

@@ -163,7 +163,7 @@ def _of_torch(
 def _as_inputs(
     results: Sequence[Any], given: GradientArguments, options: Options
 ) -> tuple[Any, ...]:
-    """Return gradients, with that of sinks as the sinks were before `converted`."""
+    """Return gradients; the gradient of sinks has the dtype and the axes of the given sinks."""
     assert options.wrt is not None
     found = tuple(results)
     if "sinks" not in options.wrt or options.grad_dtype is not None:
@@ -171,7 +171,7 @@ def _as_inputs(
     at, sinks = options.wrt.index("sinks"), given.sinks  # type: ignore[attr-defined]
     gradient = found[at]
     if not isinstance(sinks, (list, tuple)) and getattr(sinks, "ndim", 0) == 0:
-        # One number, which all heads read.
+        # All heads read this one number.
         gradient = gradient.sum()
     dtype = getattr(sinks, "dtype", gradient.dtype)
     if gradient.dtype != dtype:

@@ -73,7 +73,7 @@ class Modifications(TypedDict, total=False):
 # Those that are arrays, in the order that a call has them.
 ARRAYS = ("alibi_slopes", "sinks", "bias", "mask", "prefix_lens", "tree_mask", "seqlens_k")
 NAMES = frozenset(Modifications.__annotations__)
-# Those of them with a number for each head, which one number, or a list, may stand for.
+# Arrays with a number for each head. The caller may pass a list, or one number for all heads.
 VECTORS = ("alibi_slopes", "sinks")
 MODS: dict[str, type] = {"score_mod": ScoreMod, "mask_mod": MaskMod}
 

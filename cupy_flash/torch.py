@@ -562,8 +562,8 @@ def _refuse_second_derivative(ctx: Any, *gradients: Any) -> Any:
 
 
 def _dense_lse_shape(q: Any, *values: Any) -> tuple[Any, ...]:
-    batch, first, second, _ = q.shape
-    return (batch, second, first) if values[3] == "bshd" else (batch, first, second)
+    *batch, first, second, _ = q.shape
+    return (*batch, second, first) if values[3] == "bshd" else (*batch, first, second)
 
 
 def _varlen_lse_shape(q: Any, *_: Any) -> tuple[Any, ...]:

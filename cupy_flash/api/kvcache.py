@@ -69,14 +69,15 @@ def flash_attention_with_kvcache(
         attended to. Together with v, or neither; alone where k_cache holds the values.
     v : array, shape (batch, seqlen_new, heads_kv, head_dim_v), optional
         New values.
-    cache_seqlens : int or array of int32, shape (batch,)
-        Lengths in the cache before new rows are appended; an array of the same kind as q, for
-        NumPy q also a list. What is attended to has the length cache_seqlens + seqlen_new. The
-        array is not written.
-    cache_batch_idx : array of int32, shape (batch,), optional
+    cache_seqlens : int or array of integers, shape (batch,)
+        Lengths in the cache before new rows are appended; an array of the same kind as q, or a
+        list, which is copied to where q lies. Arrays of other integers than int32 are converted in
+        each call. What is attended to has the length cache_seqlens + seqlen_new. The array is not
+        written.
+    cache_batch_idx : array of integers, shape (batch,), optional
         Which cache each sequence has; by default sequence b has cache b. If two share one that is
         appended to, either's rows are left there.
-    block_table : array of int32, shape (batch, max_pages), optional
+    block_table : array of integers, shape (batch, max_pages), optional
         Row j of sequence b's cache is row j % page_size of page block_table[b, j // page_size]. Its
         capacity is max_pages * page_size; entries behind the pages that it needs are not read.
     rotary_cos, rotary_sin : arrays, shape (seqlen_ro, rotary_dim / 2), optional
@@ -144,7 +145,7 @@ def flash_attention_with_kvcache(
     ------
     TypeError
         For a wrong kind of array or dtype; cache_seqlens, cache_batch_idx and block_table are
-        int32. For arrays of JAX to append to, which are immutable.
+        integers. For arrays of JAX to append to, which are immutable.
     ValueError
         For shapes that do not go together, a wrong value, a family or tile that does not fit; for
         caches that are read-only, overlap the other arrays, or have no contiguous last axis; and
@@ -159,12 +160,12 @@ def flash_attention_with_kvcache(
     kernels are enqueued one after the other: an append, if there is one, then attention.
 
     The step can be captured in a CUDA graph. With an array of cache_seqlens the graph reads the
-    lengths anew at each launch, so that one graph serves a growing cache; an integer is captured
-    as it is. The workspace of a captured call, rotated queries included, comes from CuPy's current
-    pool and goes back to it when the call returns, though the graph goes on writing to it: warm up
-    and capture under a `cupy.cuda.MemoryPool` of the graph's own, kept as long as the graph.
-    Counters, at most 8 bytes for each thread block or split of a query tile, stay with a captured
-    call for the life of the process.
+    lengths anew at each launch, so that one graph serves a growing cache; an integer is captured as
+    it is. Lists cannot be captured: pass arrays. The workspace of a captured call, rotated queries
+    included, comes from CuPy's current pool and goes back to it when the call returns, though the
+    graph goes on writing to it: warm up and capture under a `cupy.cuda.MemoryPool` of the graph's
+    own, kept as long as the graph. Counters, at most 8 bytes for each thread block or split of a
+    query tile, stay with a captured call for the life of the process.
 
     What stands in arrays on a GPU is not known on the host, and is not checked. It cannot lead a
     kernel outside of the arrays:

@@ -21,7 +21,7 @@ def flash_attention_varlen(
     k: Any,
     v: Any,
     cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
+    cu_seqlens_k: Any | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
@@ -56,13 +56,14 @@ def flash_attention_varlen(
         reads head h // (heads_q // heads_kv).
     v : array, shape (total_k, heads_kv, head_dim_v) or (pages, page_size, heads_kv, head_dim_v)
         Values. Head dims are 1 to 576, head_dim_v may differ from head_dim.
-    cu_seqlens_q : array of int32, shape (batch + 1,)
+    cu_seqlens_q : array of integers, shape (batch + 1,)
         Where in q each sequence begins, and where the last one ends: running totals of the
-        lengths. Of the same kind as q; for NumPy q also a list. Rows of q before the first and
-        behind the last belong to no sequence.
-    cu_seqlens_k : array of int32, shape (batch + 1,)
-        The same in k; with block_table only the differences count, and with seqused_k besides it
-        nothing of it (pass cu_seqlens_q, say).
+        lengths. Of the same kind as q, or a list. Rows of q before the first and behind the last
+        belong to no sequence. Arrays of other integers than int32 are converted in each call, and
+        lists are copied to where q lies.
+    cu_seqlens_k : array of integers, shape (batch + 1,)
+        The same in k; with block_table only the differences count. With block_table and seqused_k
+        it is not read, and may be None.
     max_seqlen_q, max_seqlen_k : int
         Bounds of the lengths, which the grid and the kernel are chosen by. They need not be
         tight. On a GPU calls share a plan while these and the arrays' shapes stay the same,
@@ -73,10 +74,10 @@ def flash_attention_varlen(
     softmax_scale : float, optional
         Factor on the scores, by default 1 / sqrt(head_dim). An array of one number is read in
         each call, which waits for it where it lies on a GPU.
-    seqused_k : array of int32, shape (batch,), optional
-        Number of keys of each sequence, instead of the differences in cu_seqlens_k. Arrays of
-        integers may all be lists where q is NumPy's.
-    block_table : array of int32, shape (batch, max_pages), optional
+    seqused_k : array of integers, shape (batch,), optional
+        Number of keys of each sequence, instead of the differences in cu_seqlens_k. As
+        cu_seqlens_q, it may be a list.
+    block_table : array of integers, shape (batch, max_pages), optional
         Key j of sequence b is row j % page_size of page block_table[b, j // page_size]. Entries
         behind the pages that a sequence needs are not read.
     k_scale, v_scale : arrays of float32, or numbers, optional
@@ -120,7 +121,7 @@ def flash_attention_varlen(
     ------
     TypeError
         For a wrong kind of array or dtype; cu_seqlens_q, cu_seqlens_k, seqused_k and block_table
-        are int32.
+        are integers.
     ValueError
         For shapes that do not go together, a wrong value, a family or tile that does not fit; and
         in NumPy arrays for lengths, places and pages that lie outside of the arrays or beyond
@@ -166,7 +167,7 @@ def flash_attention_varlen(
             None,
             block_table,
             cu_seqlens_q,
-            cu_seqlens_k,
+            _places_of_keys(cu_seqlens_q, cu_seqlens_k, seqused_k, block_table),
             seqused_k,
             k_scale,
             v_scale,
@@ -191,12 +192,20 @@ def flash_attention_varlen(
     )
 
 
+def _places_of_keys(
+    cu_seqlens_q: Any, cu_seqlens_k: Any | None, seqused_k: Any | None, block_table: Any | None
+) -> Any | None:
+    """Return cu_seqlens_k, or cu_seqlens_q instead of None if the kernels do not use it."""
+    is_read = seqused_k is None or block_table is None
+    return cu_seqlens_q if cu_seqlens_k is None and not is_read else cu_seqlens_k
+
+
 def plan_varlen(
     q: Any,
     k: Any,
     v: Any,
     cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
+    cu_seqlens_k: Any | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
@@ -237,7 +246,7 @@ def plan_varlen(
             v,
             block_table=block_table,
             cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
+            cu_seqlens_k=_places_of_keys(cu_seqlens_q, cu_seqlens_k, seqused_k, block_table),
             seqused_k=seqused_k,
             k_scale=k_scale,
             v_scale=v_scale,

@@ -190,7 +190,7 @@ def normalize_int32(name: str, array: Any, *, on_host: bool) -> Any:
     name
         Of the argument, for messages.
     array
-        As for `normalize`; a list of integers will do on the host.
+        As for `normalize`; or a list of integers, which is copied to where q lies.
     on_host
         Whether q lies there.
 
@@ -202,27 +202,64 @@ def normalize_int32(name: str, array: Any, *, on_host: bool) -> Any:
         For a list of integers that int32 does not hold.
     """
     if isinstance(array, (list, tuple)):
-        if not on_host:
-            raise TypeError(
-                f"{name} is {kind_of(array)} and q lies on a GPU; pass "
-                f"cupy.asarray({name}, 'int32')"
-            )
-        return _int32_of_list(name, array)
-    array = normalize(name, array)
+        return _placed(_int32_of_list(name, array), on_host=on_host)
+    given, array = array, normalize(name, array)
     if isinstance(array, np.ndarray) != on_host:
-        raise TypeError(
-            f"{name} lies on a GPU and q in host memory; pass {name}.get()"
-            if on_host
-            else f"{name} lies in host memory and q on a GPU; pass cupy.asarray({name})"
-        )
+        found, other = ("on a GPU", "in host memory") if on_host else ("in host memory", "on a GPU")
+        instead = _moved(name, given, on_host=on_host)
+        raise TypeError(f"{name} lies {found} and q {other}; pass {instead}")
     return array
 
 
+def _moved(name: str, array: Any, *, on_host: bool) -> str:
+    """Return how an argument is copied to where q lies, in the terms of its library."""
+    if is_any_tensor(array):
+        return f"{name}.cpu()" if on_host else f"{name}.cuda()"
+    if is_jax(array):
+        return f"jax.device_put({name}, device) with the device of q"
+    return f"{name}.get()" if on_host else f"cupy.asarray({name})"
+
+
 def host_array_on_gpu(name: str, array: Any) -> Any:
-    """Return a NumPy array, or a list of int32, as a CuPy array; anything else unchanged."""
-    if isinstance(array, (list, tuple)):
-        array = _int32_of_list(name, array)
-    if not isinstance(array, np.ndarray):
+    """Return a NumPy array as a CuPy array; anything else unchanged."""
+    return _placed(array, on_host=False) if isinstance(array, np.ndarray) else array
+
+
+def is_number_or_list(value: Any) -> bool:
+    """Return whether a value is a number or a list, which has no memory that a kernel reads."""
+    numbers = (int, float, np.integer, np.floating)
+    return isinstance(value, (list, tuple, *numbers)) and not isinstance(value, bool)
+
+
+def vector(name: str, values: Any, *, on_host: bool) -> Any:
+    """Return a number, or a list of numbers, as a float64 array where q lies.
+
+    Parameters
+    ----------
+    name
+        Name of the argument, for messages.
+    values
+        Value of the argument. A number becomes an array without axes.
+    on_host
+        Whether q lies in host memory.
+
+    Raises
+    ------
+    TypeError
+        For a list of anything but numbers.
+    """
+    try:
+        array = np.asarray(values)
+    except ValueError as error:
+        raise ValueError(f"{name} is no list of numbers: {error}") from error
+    if array.dtype.kind not in "iuf":
+        raise TypeError(f"{name} is {values!r}; expected numbers, or an array of them")
+    return _placed(array.astype(np.float64), on_host=on_host)
+
+
+def _placed(array: np.ndarray, *, on_host: bool) -> Any:
+    """Return a NumPy array, or a CuPy array that it is copied to."""
+    if on_host:
         return array
     import cupy
 

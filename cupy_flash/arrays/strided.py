@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
+import math
 from collections.abc import Iterable
 from typing import Any, Literal
 
 import numpy as np
 
-from cupy_flash.arrays.jax_arrays import JaxMemory
-from cupy_flash.arrays.torch_arrays import tensor_as_cupy, tensor_types
+from cupy_flash.arrays.jax_arrays import JaxMemory, is_jax
+from cupy_flash.arrays.torch_arrays import is_any_tensor, tensor_as_cupy, tensor_types
 from cupy_flash.problem.arrays import (
     DTYPES,
     FLOAT8,
@@ -74,13 +76,43 @@ def require_layout(layout: str) -> None:
 
 
 def to_bshd(array: Any, layout: str) -> Any:
-    """View of an array in (batch, seqlen, heads, dim) order."""
+    """View of an array in (batch, seqlen, heads, dim) order, see `with_one_batch_axis`."""
+    array = with_one_batch_axis(array)
     return array.swapaxes(1, 2) if layout == "bhsd" else array
 
 
-def require_4d(name: str, array: Any) -> None:
-    """Raise ValueError unless an array has four axes."""
-    require_axes(name, array, 4, "batch, seqlen, heads and head_dim in the order of layout")
+def with_one_batch_axis(array: Any) -> Any:
+    """Return an array of three axes, or of any batch axes before these, with one batch axis.
+
+    The result is a view unless `has_one_batch_stride` denies that there is one.
+    """
+    if array.ndim == 4:
+        return array
+    *batch, first, second, dim = array.shape
+    return array.reshape((math.prod(batch), first, second, dim))
+
+
+def has_one_batch_stride(array: Any) -> bool:
+    """Return whether one stride steps through all axes but the last three."""
+    if array.ndim <= 4 or array.size == 0:
+        return True
+    axes = zip(array.shape[:-3], array.strides[:-3], strict=True)
+    outer = [(length, stride) for length, stride in axes if length > 1]
+    return all(stride == n * step for (_, stride), (n, step) in itertools.pairwise(outer))
+
+
+def require_batch_axes(name: str, array: Any, q: Any) -> None:
+    """Raise ValueError unless an array of equal lengths has three axes and batch axes as q."""
+    if array.ndim < 3 or array.ndim != q.ndim:
+        expected = f"{q.ndim}, as q has" if q.ndim >= 3 and array is not q else "3 or more"
+        raise ValueError(
+            f"{name} has {array.ndim} axes, shape {tuple(array.shape)}; expected {expected}: any "
+            "batch axes, and seqlen, heads and head_dim in the order of layout"
+        )
+    if array.ndim > 4 and array.shape[:-3] != q.shape[:-3]:
+        raise ValueError(
+            f"{name} has the batch axes {tuple(array.shape[:-3])}, but q has {tuple(q.shape[:-3])}"
+        )
 
 
 def require_axes(name: str, array: Any, count: int, meaning: str) -> None:
@@ -115,9 +147,13 @@ def has_contiguous_rows(array: Any) -> bool:
     """
     if array.ndim == 0 or array.size == 0:
         return True
-    size = array.itemsize
-    strides = array.strides
-    return (strides[-1] == size or array.shape[-1] <= 1) and not any(s % size for s in strides)
+    is_contiguous = array.strides[-1] == array.itemsize or array.shape[-1] <= 1
+    return is_contiguous and has_whole_strides(array)
+
+
+def has_whole_strides(array: Any) -> bool:
+    """Return whether strides are whole elements."""
+    return not any(stride % array.itemsize for stride in array.strides)
 
 
 def is_aligned(array: Any) -> bool:
@@ -137,11 +173,16 @@ def as_cupy(array: Any) -> Any:
     return tensor_as_cupy(array) if array.__class__ in tensor_types() else array
 
 
-def readable_in_place(array: Any) -> Any:
-    """The array itself where `is_readable_in_place`, else a C-contiguous copy."""
+def readable_in_place(array: Any, *, one_batch: bool = False) -> Any:
+    """Return the array itself if `is_readable_in_place`, otherwise a C-contiguous copy.
+
+    With `one_batch` it also has to be what `has_one_batch_stride` asks for.
+    """
     on_gpu = as_cupy(array)
-    if is_readable_in_place(on_gpu):
+    if is_readable_in_place(on_gpu) and not (one_batch and not has_one_batch_stride(on_gpu)):
         return array
+    if isinstance(array, np.ndarray):
+        return array.copy(order="C")
     # CuPy copies no float8.
     as_bytes = not is_aligned(on_gpu) or dtype_name(on_gpu) == FLOAT8
     return _copied_as_bytes(on_gpu) if as_bytes else on_gpu.copy(order="C")
@@ -155,6 +196,11 @@ def require_in_place(name: str, array: Any, why: str = "") -> None:
     if not has_contiguous_rows(array):
         raise ValueError(
             f"{name} has strides {array.strides}; expected a contiguous last axis{why}"
+        )
+    if not has_one_batch_stride(array):
+        raise ValueError(
+            f"{name} has shape {tuple(array.shape)} and strides {array.strides}; expected batch "
+            "axes that one stride steps through, as of a contiguous array"
         )
     if not isinstance(array, np.ndarray) and not is_aligned(array):
         raise ValueError(
@@ -259,7 +305,28 @@ def unallocated_copy(array: Any, order: Literal["K", "C"] = "C") -> np.ndarray:
 def require_int32(name: str, array: Any) -> None:
     """Raise TypeError unless the dtype is that of lengths and places."""
     if dtype_name(array) != "int32" or not array.dtype.isnative:
-        raise TypeError(f"{name} has dtype {array.dtype}; pass {name}.astype('int32')")
+        raise TypeError(f"{name} has dtype {array.dtype}; pass {cast(name, array, 'int32')}")
+
+
+def as_int32(name: str, array: Any) -> Any:
+    """Return lengths or places in int32; the array itself if it has that dtype.
+
+    Raises
+    ------
+    TypeError
+        For an array of other numbers than integers.
+    ValueError
+        For integers in a NumPy array that int32 does not hold. On a GPU they wrap around.
+    """
+    if array.dtype.kind not in "iu":
+        require_int32(name, array)
+    if array.dtype == np.int32:
+        return array
+    if isinstance(array, np.ndarray) and array.size:
+        bounds = np.iinfo(np.int32)
+        if array.min() < bounds.min or array.max() > bounds.max:
+            raise ValueError(f"{name} holds integers that int32 does not; expected smaller ones")
+    return array.astype(np.int32, order="C")
 
 
 def require_dtype(name: str, array: Any, dtypes: Iterable[str]) -> None:
@@ -279,5 +346,27 @@ def require_native(name: str, array: Any) -> None:
     if not array.dtype.isnative:
         raise TypeError(
             f"{name} has dtype {array.dtype.str}, in another byte order than this machine's; pass "
-            f"{name}.astype({dtype_name(array)!r})"
+            f"{cast(name, array, dtype_name(array))}"
         )
+
+
+def cast(name: str, array: Any, dtype: str) -> str:
+    """Return how an argument is converted to a dtype, in the terms of the caller's library.
+
+    Parameters
+    ----------
+    name
+        Name of the argument.
+    array
+        NumPy or CuPy array over its memory.
+    dtype
+        Name of the dtype.
+    """
+    owner = array
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    if is_cupy(owner):
+        owner = getattr(getattr(owner.data, "mem", None), "_owner", None)
+    if is_any_tensor(owner):
+        return f"{name}.to(torch.{dtype})"
+    return f"{name}.astype(jnp.{dtype})" if is_jax(owner) else f"{name}.astype({dtype!r})"

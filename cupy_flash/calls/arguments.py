@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupy_flash.arrays.kinds import (
+    is_number_or_list,
     no_array,
     normalize,
     normalize_int32,
     normalize_out,
     normalize_scale,
+    vector,
     way_back,
 )
 from cupy_flash.arrays.strided import (
@@ -28,6 +30,7 @@ from cupy_flash.calls.modifiers import (
     read_modifiers,
 )
 from cupy_flash.calls.options import Options
+from cupy_flash.mods.keywords import VECTORS
 from cupy_flash.problem.problem import Problem
 
 
@@ -191,10 +194,12 @@ def written_arrays(problem: Problem) -> tuple[str, ...]:
     return (*CACHES[first], *(SCALES[first] if computed else ()), "out")
 
 
-# Where a cache of latent attention may be meant.
-_WITHOUT_VALUES = (
-    "; where the values are the first columns of the keys pass head_dim_v, the number of them"
-)
+# Hints for arguments that are None, by their names.
+_HINTS = {
+    "v_cache": "; where the values are the first columns of the keys pass head_dim_v, the number "
+    "of them",
+    "cu_seqlens_k": "; it may be None with both block_table and seqused_k",
+}
 # What keys have in place of, where they hold the values.
 _OF_VALUES = ("v_cache", "v", "v_scale")
 
@@ -207,8 +212,7 @@ def require_given(arguments: Arguments, options: Options) -> None:
     in_keys = options.head_dim_v is not None
     for name in _REQUIRED[options.kind]:
         if getattr(arguments, name) is None and not (in_keys and name in _OF_VALUES):
-            hint = _WITHOUT_VALUES if name == "v_cache" else ""
-            raise TypeError(f"{no_array(name, None)}{hint}")
+            raise TypeError(f"{no_array(name, None)}{_HINTS.get(name, '')}")
     for name in _OF_VALUES if in_keys else ():
         if getattr(arguments, name) is not None:
             raise ValueError(
@@ -253,6 +257,9 @@ def normalized(given: Any, written: tuple[str, ...] = ("out",)) -> tuple[Any, Ca
             continue
         if name in INT32:
             found[name] = normalize_int32(name, array, on_host=on_host)
+            continue
+        if name in VECTORS and is_number_or_list(array):
+            found[name] = vector(name, array, on_host=on_host)
             continue
         if name in FLOAT8_SCALES:
             found[name] = normalize_scale(name, array, on_host=on_host)

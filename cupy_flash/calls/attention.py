@@ -19,9 +19,10 @@ from cupy_flash.arrays.strided import (
 from cupy_flash.calls.arguments import IN_PLACE, Arguments, require_given, written_arrays
 from cupy_flash.calls.block_maps import map_of_mask, map_spec
 from cupy_flash.calls.contents import LengthLimit, length_limits, require_length
+from cupy_flash.calls.conversions import converted
 from cupy_flash.calls.modifiers import Functions, canonical, packed_arguments
 from cupy_flash.calls.options import Options
-from cupy_flash.calls.problems import problem_of, sizes_of
+from cupy_flash.calls.problems import lse_shape, problem_of, sizes_of
 from cupy_flash.calls.results import Maker, MemoryMaker, maker, memory_maker
 from cupy_flash.families.params import params_dtype
 from cupy_flash.gpu import append
@@ -166,8 +167,9 @@ class Call:
 def readable(arguments: Arguments, options: Options) -> Arguments:
     """The arrays, copied where kernels cannot read them as they lie and a copy will do."""
     require_given(arguments, options)
+    arguments = converted(arguments, options)
     copied = {
-        name: readable_in_place(array)
+        name: readable_in_place(array, one_batch=options.is_equal)
         for name, array in zip(arguments._fields, arguments, strict=True)
         if array is not None and name in Arguments._fields and name not in (*IN_PLACE, "out")
     }
@@ -232,7 +234,9 @@ def prepare(
     out = None
     if arguments.out is None:
         out = ((*q.shape[:-1], problem.head_dim_v), np.dtype(problem.out_dtype))
-    lse = (problem.lse_shape, np.dtype(problem.lse_dtype)) if options.return_lse else None
+    lse = None
+    if options.return_lse:
+        lse = (lse_shape(q, problem), np.dtype(problem.lse_dtype))
     return Call(
         new=maker((out, lse), of_torch=of_torch),
         out_index=fields.index("out"),

@@ -9,6 +9,7 @@ from typing import Any
 from cupy_flash.arrays.overlap import OverlapCheck
 from cupy_flash.arrays.strided import address_of, as_cupy, is_aligned, readable_in_place
 from cupy_flash.calls.attention import fixed_fields
+from cupy_flash.calls.conversions import converted
 from cupy_flash.calls.gradients import (
     WRITTEN,
     GradientArguments,
@@ -95,8 +96,9 @@ class Call:
 
 def readable(arguments: GradientArguments, options: Options) -> GradientArguments:
     """The arrays, copied where kernels cannot read them as they lie."""
+    arguments = converted(arguments, options)
     copied: dict[str, Any] = {
-        name: readable_in_place(array)
+        name: readable_in_place(array, one_batch=options.is_equal)
         for name, array in zip(arguments._fields, arguments, strict=True)
         if array is not None and name not in WRITTEN and name in GradientArguments._fields
     }

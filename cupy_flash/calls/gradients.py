@@ -10,15 +10,17 @@ from cupy_flash.arrays.strided import (
     address_of,
     dtype_name,
     new_spec,
+    require_batch_axes,
     require_float,
     require_in_place,
     require_shape,
     spec_of,
     to_bshd,
+    with_one_batch_axis,
 )
 from cupy_flash.calls.arguments import Arguments, with_modifiers
 from cupy_flash.calls.options import Options
-from cupy_flash.calls.problems import problem_of
+from cupy_flash.calls.problems import lse_shape, problem_of
 from cupy_flash.calls.results import ResultSpec
 from cupy_flash.problem.backward import with_gradient
 from cupy_flash.problem.gradient import OF_MOD, ROWS, GradientSpec
@@ -99,6 +101,8 @@ def gradient_problem(arguments: GradientArguments, options: Options) -> Problem:
         array = getattr(arguments, name)
         require_float(name, array)
     problem = problem_of(arguments.forward, options)
+    if options.is_equal:
+        require_batch_axes("dout", arguments.dout, arguments.q)
     _require_row_values(arguments, problem)
     layout = options.layout
     dout = spec_of(to_bshd(arguments.dout, layout), address_of(arguments.dout))
@@ -108,10 +112,13 @@ def gradient_problem(arguments: GradientArguments, options: Options) -> Problem:
         given = getattr(arguments, f"d{name}")
         if given is None:
             if name in options.wrt:
-                gradients[name] = new_spec(tuple(getattr(arguments, name).shape), layout, dtype)
+                like = with_one_batch_axis(getattr(arguments, name))
+                gradients[name] = new_spec(tuple(like.shape), layout, dtype)
             continue
         if name not in options.wrt:
             raise ValueError(f"d{name} is given, but wrt does not name {name!r}")
+        if options.is_equal:
+            require_batch_axes(f"d{name}", given, arguments.q)
         require_float(f"d{name}", given)
         require_in_place(f"d{name}", given)
         gradients[name] = spec_of(to_bshd(given, layout), address_of(given))
@@ -152,4 +159,5 @@ def _require_row_values(arguments: GradientArguments, problem: Problem) -> None:
             continue
         if dtype_name(array) != problem.lse_dtype or not array.dtype.isnative:
             raise TypeError(f"{name} has dtype {array.dtype}; expected {problem.lse_dtype}")
-        require_shape(name, array, problem.lse_shape, "one for each query row of each head")
+        expected = lse_shape(arguments.q, problem)
+        require_shape(name, array, expected, "one for each query row of each head")

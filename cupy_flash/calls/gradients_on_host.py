@@ -12,6 +12,7 @@ from cupy_flash.arrays.strided import readable_in_place, to_bshd
 from cupy_flash.calls import on_gpu
 from cupy_flash.calls.backends import require_cpu_family
 from cupy_flash.calls.contents import check_contents
+from cupy_flash.calls.conversions import converted
 from cupy_flash.calls.gradients import (
     WRITTEN,
     GradientArguments,
@@ -41,7 +42,9 @@ def backward(
 ) -> tuple[np.ndarray, ...]:
     """Gradients of NumPy arrays, in the order of `Options.wrt`."""
     assert options.wrt is not None
-    arguments = arguments._replace(out=readable_in_place(arguments.out))
+    arguments = converted(arguments, options)
+    out = readable_in_place(arguments.out, one_batch=options.is_equal)
+    arguments = arguments._replace(out=out)
     problem, tile = _known(arguments, options, backend)
     check_contents(arguments.forward, options, problem, 0)
     written = [name for name in WRITTEN if getattr(arguments, name) is not None]
@@ -152,8 +155,12 @@ def _on_cpu(
     if not is_packed:
         arrays = tuple(to_bshd(array, options.layout) for array in arrays)
         results |= {n: to_bshd(results[n], options.layout) for n in ROWS if n in results}
+        of_rows: list[Any] = [
+            None if x is None else x.reshape(problem.lse_shape)
+            for x in (arguments.lse, arguments.dlse)
+        ]
         gradients.backward(
-            *(*arrays, arguments.lse, arguments.dlse, results),
+            *(*arrays, *of_rows, results),
             causal=problem.causal,
             q_offset=problem.q_offset,
             softmax_scale=problem.softmax_scale,

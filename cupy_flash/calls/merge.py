@@ -7,6 +7,7 @@ from typing import Any
 
 from cupy_flash.arrays.overlap import OverlapCheck
 from cupy_flash.arrays.strided import as_cupy, is_aligned, readable_in_place
+from cupy_flash.calls.conversions import converted
 from cupy_flash.calls.partials import Partials, spec_of_call
 from cupy_flash.calls.results import Maker, maker
 from cupy_flash.gpu import combine
@@ -37,6 +38,7 @@ class Call:
 
 def readable(partials: Partials) -> Partials:
     """The arrays, copied where the kernel cannot read them as they lie."""
+    partials = converted(partials)
     copied: dict[str, Any] = {}
     for name in ("lse_partial", "sinks"):
         array = as_cupy(getattr(partials, name))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupy_flash.arrays.strided import address_of, dtype_name
+from cupy_flash.arrays.strided import address_of, cast, dtype_name
 from cupy_flash.mods.analysis import Analysis, value_range
 from cupy_flash.mods.arguments import arguments_dtype, pack_arguments, real_type
 from cupy_flash.mods.block_list import BLOCKS, require_fit
@@ -200,7 +200,7 @@ def _wrong_dtype(name: str, array: Any, dtypes: tuple[str, ...]) -> TypeError:
     elif name == "bias" and dtype_name(array) == "bool":
         instead = "what chooses the pairs that are seen is mask"
     else:
-        instead = f"pass {name}.astype({dtypes[0]!r})"
+        instead = f"pass {cast(name, array, dtypes[0])}"
     return TypeError(f"{name} has dtype {array.dtype}; expected {' or '.join(dtypes)}: {instead}")
 
 

@@ -189,7 +189,8 @@ def require_device(device_id: int, arrays: Any) -> None:
     """Raise ValueError, naming the field, unless all that are not None lie on the device."""
     for name, array in zip(arrays._fields, arrays, strict=True):
         if array is not None and (its_id := as_cupy(array).data.device_id) != device_id:
+            within = "torch.cuda.device" if is_tensor(array) else "cupy.cuda.Device"
             raise ValueError(
                 f"{name} lies on device {its_id}, but the current device is {device_id}; have all "
-                f"arrays on one device and call within `with cupy.cuda.Device({its_id})`"
+                f"arrays on one device and call within `with {within}({its_id})`"
             )

@@ -17,10 +17,11 @@ from cupy_flash.calls.arguments import (
 )
 from cupy_flash.calls.backends import cpu_tile, host_runs_on_gpu
 from cupy_flash.calls.contents import check_contents
+from cupy_flash.calls.conversions import converted
 from cupy_flash.calls.modifiers import NO_FUNCTIONS, Functions, canonical
 from cupy_flash.calls.modifiers import on_host as modifiers_on_host
 from cupy_flash.calls.options import Options
-from cupy_flash.calls.problems import problem_of, sizes_of
+from cupy_flash.calls.problems import lse_shape, problem_of, sizes_of
 from cupy_flash.gpu.environment import cupy_module, current_device
 from cupy_flash.host import batches, cpu
 from cupy_flash.host.quantized import dequantized
@@ -39,6 +40,7 @@ def forward(
     functions: Functions = NO_FUNCTIONS,
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Attention of NumPy arrays, and the append before it; see `on_gpu.run`."""
+    arguments = converted(arguments, options)
     call = _known(arguments, options, backend)
     problem, goes_to_gpu, _ = call
     new_keys = problem.layout.new_keys
@@ -58,7 +60,9 @@ def forward(
     if goes_to_gpu:
         # What is new has been appended.
         return _on_gpu(arguments, out, options._replace(compute_scales=False), functions)
-    lse = np.empty(problem.lse_shape, problem.lse_dtype) if options.return_lse else None
+    lse = None
+    if options.return_lse:
+        lse = np.empty(lse_shape(arguments.q, problem), problem.lse_dtype)
     _on_cpu(arguments, out, lse, options, functions, call)
     return out, lse
 
@@ -190,7 +194,7 @@ def _on_cpu(
             q, k, v = map(dequantized, (q, k, v), scales)
         cpu.forward(
             *(q, k, v, target),
-            lse,
+            None if lse is None else lse.reshape(problem.lse_shape),
             causal=problem.causal,
             q_offset=problem.q_offset,
             softmax_scale=problem.softmax_scale,

@@ -17,8 +17,8 @@ from cupy_flash.arrays.strided import (
     dtype_name,
     is_aligned,
     new_spec,
-    require_4d,
     require_axes,
+    require_batch_axes,
     require_dtype,
     require_float,
     require_in_place,
@@ -27,6 +27,7 @@ from cupy_flash.arrays.strided import (
     require_shape,
     spec_of,
     to_bshd,
+    with_one_batch_axis,
 )
 from cupy_flash.calls.arguments import CACHES, FLOAT8_SCALES, INT32, SCALES, Arguments
 from cupy_flash.calls.modifiers import (
@@ -96,13 +97,13 @@ def _equal_problem(arguments: Arguments, options: Options) -> Problem:
         arrays["out"] = arguments.out
     is_float8 = dtype_name(arguments.q) == FLOAT8 and options.wrt is None
     for name, array in arrays.items():
-        require_4d(name, array)
+        require_batch_axes(name, array, arguments.q)
         require_float(name, array, (*DTYPES, FLOAT8) if is_float8 else DTYPES)
     if arguments.out is not None:
         require_in_place("out", arguments.out)
     specs = {n: spec_of(to_bshd(a, options.layout), address_of(a)) for n, a in arrays.items()}
     if arguments.out is None:
-        shape = (*arguments.q.shape[:3], arguments.v.shape[3])
+        shape = (*with_one_batch_axis(arguments.q).shape[:3], arguments.v.shape[-1])
         dtype = float8_output(options.out_dtype) if is_float8 else dtype_name(arguments.q)
         specs["out"] = new_spec(shape, options.layout, dtype)
     q, k = specs["q"], specs["k"]
@@ -118,6 +119,11 @@ def _equal_problem(arguments: Arguments, options: Options) -> Problem:
         q_offset=options.q_offset,
         scales=scales,
     )
+
+
+def lse_shape(q: Any, problem: Problem) -> tuple[int, ...]:
+    """Return the shape of a call's log-sum-exps, with the batch axes of q."""
+    return problem.lse_shape if problem.layout.packed_q else (*q.shape[:-3], *problem.lse_shape[1:])
 
 
 def float8_output(dtype: str | None) -> str:

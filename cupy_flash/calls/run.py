@@ -13,9 +13,11 @@ from cupy_flash.arrays.jax_arrays import from_jax, to_jax
 from cupy_flash.arrays.overlap import require_apart
 from cupy_flash.arrays.strided import (
     as_cupy,
+    has_one_batch_stride,
     is_cupy,
     is_cupy_type,
     is_readable_in_place,
+    unallocated,
     unallocated_copy,
 )
 from cupy_flash.arrays.torch_arrays import count_writes, is_torch_on_gpu
@@ -30,6 +32,7 @@ from cupy_flash.calls.arguments import (
     require_given,
 )
 from cupy_flash.calls.backends import cpu_tile, require_backend, require_gpu_backend
+from cupy_flash.calls.conversions import conversions, converted
 from cupy_flash.calls.modifiers import NO_FUNCTIONS, Functions, Modifiers
 from cupy_flash.calls.new_rows import NewRows, Stripes
 from cupy_flash.calls.options import Options, plain_options
@@ -183,7 +186,7 @@ def unloaded_plan(
     require_given(arguments, options)
     arguments, _ = normalized(arguments)
     arguments = type(arguments)(*map(as_cupy, arguments))
-    problem = problem_of(_as_copied(arguments), options)
+    problem = problem_of(_as_copied(arguments, options), options)
     if arch is not None and backend == "cpu":
         raise ValueError(f"arch is {arch!r}, a GPU's, but backend is 'cpu'; pass one of them")
     if arch is not None:
@@ -196,21 +199,25 @@ def unloaded_plan(
     else:
         order = on_host.upload_order(options)
         uploaded = (None if x is None else unallocated_copy(x, order) for x in arguments)
-        problem = problem_of(_as_copied(type(arguments)(*uploaded)), options)
+        problem = problem_of(_as_copied(type(arguments)(*uploaded), options), options)
     if reason := gpu_unavailable():
         raise UnsupportedError(f"no GPU to plan for: {reason}; arch='sm_90' plans without one")
     return make_plan(problem, current_device(), family=options.family, tile=options.tile)
 
 
-def _as_copied(arguments: Arguments) -> Arguments:
+def _as_copied(arguments: Arguments, options: Options) -> Arguments:
     """What a call would copy is laid out as the copy would be, without making it."""
+    new = {n: unallocated(*spec) for n, spec in conversions(arguments, options).items()}
+    arguments = arguments._replace(**new)
     copied = {
         name: unallocated_copy(array)
         for name, array in zip(arguments._fields, arguments, strict=True)
         if array is not None
         and name in Arguments._fields
         and name not in IN_PLACE
-        and not is_readable_in_place(array)
+        and not (
+            is_readable_in_place(array) and (has_one_batch_stride(array) or not options.is_equal)
+        )
     }
     return arguments._replace(**copied)
 
@@ -264,6 +271,7 @@ def _of_jax(arguments: Arguments, options: Options) -> Any | None:
 
 
 def _combine_on_host(partials: Partials) -> tuple[np.ndarray, np.ndarray]:
+    partials = converted(partials)
     out_partial, lse_partial, out, sinks = partials
     if out is not None:
         on_host.require_writable("out", out)

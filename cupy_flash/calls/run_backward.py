@@ -12,13 +12,13 @@ from cupy_flash.arrays.strided import (
     array_module,
     as_cupy,
     is_cupy_type,
-    require_4d,
+    require_batch_axes,
     require_float,
     require_shape,
     to_bshd,
     unallocated,
 )
-from cupy_flash.arrays.torch_arrays import count_writes, is_torch_on_gpu
+from cupy_flash.arrays.torch_arrays import count_writes, is_any_tensor, is_torch_on_gpu
 from cupy_flash.calls import gradients_on_host, on_gpu, on_host
 from cupy_flash.calls.arguments import (
     Arguments,
@@ -28,6 +28,7 @@ from cupy_flash.calls.arguments import (
     with_modifiers,
 )
 from cupy_flash.calls.backends import require_backend, require_gpu_backend
+from cupy_flash.calls.conversions import conversions
 from cupy_flash.calls.gradients import (
     WRITTEN,
     GradientArguments,
@@ -120,7 +121,7 @@ def gradients(
     if backend == "auto" and is_cupy_type(arguments.q.__class__):
         results = on_gpu.run(arguments, options, 0, True, functions, modifiers)
         if results is not None:
-            return tuple(results)
+            return _as_inputs(results, arguments, options)
     if backend == "auto" and is_torch_on_gpu(*arguments):
         return _of_torch(arguments, options, functions, modifiers)
     require_backend(backend)
@@ -137,7 +138,7 @@ def gradients(
         results = on_gpu.run(arguments, options, 0, False, functions)
     assert options.wrt is not None
     # Converting also orders the consumer's stream after ours, so it is done for dq, dk, dv as well.
-    converted = [convert(result) for result in results]
+    converted = _as_inputs([convert(result) for result in results], given, options)
     own = [getattr(given, f"d{name}", None) for name in options.wrt]
     count_writes(*own)
     return tuple(new if x is None else x for x, new in zip(own, converted, strict=True))
@@ -156,7 +157,26 @@ def _of_torch(
     with on_torch_stream("q", arguments.q):
         results = on_gpu.run(arguments, options, 0, False, functions, modifiers)
         count_writes(arguments.dq, arguments.dk, arguments.dv)
-        return tuple([as_tensor(result) for result in results])
+        return _as_inputs([as_tensor(result) for result in results], arguments, options)
+
+
+def _as_inputs(
+    results: Sequence[Any], given: GradientArguments, options: Options
+) -> tuple[Any, ...]:
+    """Return gradients; the gradient of sinks has the dtype and the axes of the given sinks."""
+    assert options.wrt is not None
+    found = tuple(results)
+    if "sinks" not in options.wrt or options.grad_dtype is not None:
+        return found
+    at, sinks = options.wrt.index("sinks"), given.sinks  # type: ignore[attr-defined]
+    gradient = found[at]
+    if not isinstance(sinks, (list, tuple)) and getattr(sinks, "ndim", 0) == 0:
+        # All heads read this one number.
+        gradient = gradient.sum()
+    dtype = getattr(sinks, "dtype", gradient.dtype)
+    if gradient.dtype != dtype:
+        gradient = gradient.to(dtype) if is_any_tensor(gradient) else gradient.astype(dtype)
+    return (*found[:at], gradient, *found[at + 1 :])
 
 
 def gradients_of_qkv(
@@ -230,13 +250,16 @@ def plan(
             raise no_array(name, None)
     given, modifiers, _ = modified(Arguments(q, k, v), modifications, backward=True)
     given, _ = normalized(given)
+    new = {n: unallocated(*spec) for n, spec in conversions(given, options).items()}
+    given = given._replace(**new)
     q, k, v, *_ = given = type(given)(*map(as_cupy, given))
     for name, array in (("q", q), ("v", v)):
-        require_4d(name, array)
+        require_batch_axes(name, array, q)
         require_float(name, array)
     out = unallocated((*q.shape[:-1], v.shape[-1]), q.dtype)
-    bhsd = to_bshd(out, options.layout).transpose(0, 2, 1, 3)
-    lse = unallocated(bhsd.shape[:3], np.float64 if q.dtype == np.float64 else np.float32)
+    _, seqlen_q, heads_q, _ = to_bshd(out, options.layout).shape
+    shape = (*q.shape[:-3], heads_q, seqlen_q)
+    lse = unallocated(shape, np.float64 if q.dtype == np.float64 else np.float32)
     arguments: Any = GradientArguments(q, k, v, out, out, lse)
     if modifiers is not None:
         arguments = with_modifiers(arguments, modifiers.names, given.of_modifiers)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cupy_flash.arrays.kinds import read
-from cupy_flash.arrays.strided import dtype_name, is_aligned, kind_of, taken_by
+from cupy_flash.arrays.strided import cast, dtype_name, is_aligned, kind_of, taken_by
 from cupy_flash.mods.expression import ARRAY, BOOL, INT, REAL, UINT64, Node
 from cupy_flash.mods.symbols import Symbol, TracedArray, require_indices
 
@@ -139,7 +139,7 @@ def require_int32_values(name: str, array: Any) -> None:
             if not -(2**31) <= number < 2**31:
                 raise ValueError(
                     f"{name} holds {number}, and int64 is read as int32, which does not hold it; "
-                    f"pass {name}.astype('uint64'), or floats"
+                    f"pass {cast(name, array, 'uint64')}, or floats"
                 )
 
 

@@ -20,7 +20,8 @@ class Modifications(TypedDict, total=False):
 
     With x = softmax_scale * q k^T, and p = i + q_offset the position of query i among the keys, the
     order is: softcap, score_mod, ALiBi, bias; then what any mask hides; then the softmax, with the
-    sink. The kind of all arrays is that of q. What is float32 here is float64 where q is.
+    sink. The kind of all arrays is that of q. What is float32 here is float64 where q is. Lengths
+    may be lists, or have another integer dtype: they are then copied in each call.
 
     Parameters
     ----------
@@ -31,9 +32,11 @@ class Modifications(TypedDict, total=False):
     softcap : float
         From 1e-30 to 1e30: scores become softcap * tanh(x / softcap). 0 is no cap.
     alibi_slopes : float32 array, (heads_q,) or (batch, heads_q)
-        slope * abs(p - j) is subtracted from the scores.
+        slope * abs(p - j) is subtracted from the scores. A list, a number for all heads, or another
+        float dtype is converted in each call.
     sinks : array of float32 or q's dtype, (heads_q,)
-        One more score of each row, unscaled, without a value. Counts in the log-sum-exp.
+        One more score of each row, unscaled, without a value. Counts in the log-sum-exp. Lists,
+        numbers and other float dtypes are converted as those of alibi_slopes.
     bias : array of float32 or q's dtype
         Is added; broadcasts to (batch, heads_q, seqlen_q, seqlen_k). The last axis of a cached call
         is the capacity. Of packed sequences (heads_q or 1, total_q, max_seqlen_k).
@@ -70,6 +73,8 @@ class Modifications(TypedDict, total=False):
 # Those that are arrays, in the order that a call has them.
 ARRAYS = ("alibi_slopes", "sinks", "bias", "mask", "prefix_lens", "tree_mask", "seqlens_k")
 NAMES = frozenset(Modifications.__annotations__)
+# Arrays with a number for each head. The caller may pass a list, or one number for all heads.
+VECTORS = ("alibi_slopes", "sinks")
 MODS: dict[str, type] = {"score_mod": ScoreMod, "mask_mod": MaskMod}
 
 

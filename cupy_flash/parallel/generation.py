@@ -14,12 +14,12 @@ from cupy_flash.arrays.overlap import require_apart
 from cupy_flash.arrays.strided import (
     address_of,
     array_module,
+    as_int32,
     dtype_name,
     is_cupy,
     require_axes,
     require_float,
     require_in_place,
-    require_int32,
     require_shape,
     spec_of,
 )
@@ -100,7 +100,7 @@ def cache_shard_length(seqlens: Any, ranks: int, rank: int, *, stripe: int = STR
 
     Parameters
     ----------
-    seqlens : int or array of int32
+    seqlens : int or array of integers
         Lengths of whole sequences, of NumPy or CuPy if an array.
     ranks, rank, stripe
         As of `cache_shard`.
@@ -122,10 +122,10 @@ def cache_shard_length(seqlens: Any, ranks: int, rank: int, *, stripe: int = STR
         return _own_keys(count("seqlens", seqlens), ranks, rank, stripe)
     if not (isinstance(seqlens, np.ndarray) or is_cupy(seqlens)):
         raise TypeError(
-            f"seqlens is {seqlens!r}; expected an integer or an array of int32, of NumPy or CuPy"
+            f"seqlens is {seqlens!r}; expected an integer or an array of integers, of NumPy or CuPy"
         )
     require_array("seqlens", seqlens)
-    require_int32("seqlens", seqlens)
+    seqlens = as_int32("seqlens", seqlens)
     if isinstance(seqlens, np.ndarray) and seqlens.min(initial=0) < 0:
         raise ValueError(f"seqlens holds {seqlens.min()}; expected lengths of at least 0")
     return _own_keys(seqlens, ranks, rank, stripe)
@@ -181,7 +181,7 @@ def flash_attention_with_kvcache(
         New keys and values, the same on all ranks, of the cache's dtype, which is q's.
     group : Group
         The ranks.
-    cache_seqlens : int or array of int32, shape (batch,)
+    cache_seqlens : int or array of integers, shape (batch,)
         Keys of each sequence on all ranks together, before new ones are appended; of q's kind, for
         NumPy q also a list. On a GPU nobody looks at them: new keys without a row are dropped, and
         of a sequence whose length is negative results hold anything.
@@ -342,7 +342,7 @@ def _lengths(cache_seqlens: Any, q: Any, group: Group) -> Any:
     on_host = isinstance(q, np.ndarray)
     lengths = normalize_int32("cache_seqlens", lengths, on_host=on_host)
     group.require_carried("cache_seqlens", lengths)
-    require_int32("cache_seqlens", lengths)
+    lengths = as_int32("cache_seqlens", lengths)
     require_shape("cache_seqlens", lengths, (len(q),), "one length for each sequence")
     return lengths
 

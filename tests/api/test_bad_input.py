@@ -87,10 +87,24 @@ def test_shapes_that_do_not_go_together_are_refused(changes, message):
 @pytest.mark.parametrize("name", ["q", "k", "v", "out"])
 @pytest.mark.parametrize("shape", [(), (40,), (113, 40), (113, 6, 40), (1, 2, 113, 6, 40)])
 def test_arrays_with_another_number_of_axes_are_refused(name, shape):
-    message = (
-        f"{name} has {len(shape)} axes, shape .*; expected 4: batch, seqlen, heads and head_dim"
-    )
+    found, expected = (name, "4, as q has") if name != "q" else ("[qk]", "3 or more|[35], as q has")
+    message = rf"{found} has \d axes, shape .*; expected ({expected}): any batch axes, and seqlen"
     assert_refused(ValueError, message, **{name: zeros(*shape)})
+
+
+@pytest.mark.parametrize("name", ["k", "v", "out"])
+def test_other_batch_axes_than_those_of_q_are_refused(name):
+    arrays = {n: x.reshape(2, 1, *x.shape[1:]) for n, x in good().items()}
+    wrong = arrays[name].swapaxes(0, 1)
+    message = rf"{name} has the batch axes \(1, 2\), but q has \(2, 1\)"
+    assert_refused(ValueError, message, **(arrays | {name: wrong}))
+
+
+def test_an_out_whose_batch_axes_have_no_common_stride_is_refused():
+    arrays = {n: np.stack([x, x, x]) for n, x in good().items()}
+    out = np.zeros((2, 3, *good()["out"].shape[1:]), np.float32).swapaxes(0, 1)
+    message = "out has shape .* and strides .*; expected batch axes that one stride steps"
+    assert_refused(ValueError, message, **(arrays | {"out": out}))
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])

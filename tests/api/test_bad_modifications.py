@@ -30,7 +30,12 @@ REFUSED = [
     ({"softcap": "30"}, TypeError, "a number"),
     ({"softcap": True}, TypeError, "a number"),
     ({"alibi_slopes": np.zeros(3, np.float32)}, ValueError, r"expected \(4,\)"),
-    ({"alibi_slopes": np.zeros(HEADS)}, TypeError, r"pass alibi_slopes.astype\('float32'\)"),
+    ({"alibi_slopes": np.zeros(HEADS, int)}, TypeError, r"pass alibi_slopes.astype\('float32'\)"),
+    ({"alibi_slopes": ["a"] * HEADS}, TypeError, "alibi_slopes is .*; expected numbers, or an"),
+    ({"alibi_slopes": [[0.5, 0.5], [0.5]]}, ValueError, "alibi_slopes is no list of numbers"),
+    ({"sinks": [0.5] * 5}, ValueError, r"sinks has shape \(5,\); expected \(4,\)"),
+    ({"sinks": True}, TypeError, "sinks is a bool; expected a NumPy or CuPy array"),
+    ({"bias": 0.5}, TypeError, "bias is a float; expected a NumPy or CuPy array"),
     (
         {"alibi_slopes": np.zeros((1, HEADS), np.float32)},
         ValueError,

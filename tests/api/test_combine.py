@@ -118,7 +118,6 @@ def test_a_row_without_keys_has_the_sink_for_its_lse():
     [
         (np.zeros(3, np.float32), ValueError, "one sink for each query head"),
         (np.zeros((1, 2), np.float32), ValueError, "one sink for each query head"),
-        (np.zeros(2), TypeError, "sinks has dtype float64; expected float32"),
         (np.zeros(2, np.int32), TypeError, "expected float32"),
     ],
 )

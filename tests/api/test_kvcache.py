@@ -319,12 +319,12 @@ def test_a_page_that_is_not_there_is_refused_also_for_new_rows(changes, message)
         ({"return_lse": "no"}, "return_lse is 'no'; expected True or False"),
         ({"num_splits": True}, "num_splits is True; expected an integer"),
         (
-            {"cache_seqlens": np.zeros(3, np.int64)},
-            r"cache_seqlens has dtype int64; pass cache_seqlens\.astype\('int32'\)",
+            {"cache_seqlens": np.zeros(3)},
+            r"cache_seqlens has dtype float64; pass cache_seqlens\.astype\('int32'\)",
         ),
         (
-            {"block_table": np.zeros((3, 8), np.uint32)},
-            r"block_table has dtype uint32; pass block_table\.astype\('int32'\)",
+            {"block_table": np.zeros((3, 8), bool)},
+            r"block_table has dtype bool; pass block_table\.astype\('int32'\)",
         ),
         ({"k_cache": np.zeros((4, 61, 3, 40))}, "q, k_cache and v_cache must have one dtype"),
         (
@@ -837,9 +837,10 @@ def test_numpy_lengths_with_arrays_on_a_gpu_are_refused_with_the_remedy(gpu):
         flash_attention_with_kvcache(**on(gpu, cache_seqlens=np.zeros(3, np.int32)))
 
 
-def test_lengths_of_another_integer_type_on_a_gpu_are_refused_with_the_remedy(gpu):
-    wrong = gpu.array(3, dtype=np.int64)
-    with pytest.raises(TypeError, match=r"cache_seqlens has dtype int64; pass .*astype\('int32'\)"):
+def test_lengths_that_are_no_integers_on_a_gpu_are_refused_with_the_remedy(gpu):
+    wrong = gpu.array(3, dtype=np.float64)
+    message = r"cache_seqlens has dtype float64; pass .*astype\('int32'\)"
+    with pytest.raises(TypeError, match=message):
         flash_attention_with_kvcache(**on(gpu, cache_seqlens=wrong))
 
 

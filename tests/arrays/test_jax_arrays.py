@@ -204,6 +204,13 @@ def test_packed_sequences_take_arrays_of_jax_by_their_address_too(gpu):
     _, params = gpu.launches[-1]
     assert [params[name]["data"] for name in "qkv"] == [q.address, k.address, v.address]
     assert params["cu_seqlens_q"] == offsets.address
+    wide = ArrayImpl(gpu, (4,), np.int64)
+    flash_attention_varlen(q, k, v, wide, wide, 63, 63)
+    _, params = gpu.launches[-1]
+    assert params["cu_seqlens_q"] not in (0, wide.address)
+    wrong = ArrayImpl(gpu, (4,), np.float32)
+    with pytest.raises(TypeError, match=r"pass cu_seqlens_\w\.astype\(jnp\.int32\)"):
+        flash_attention_varlen(q, k, v, wrong, wrong, 63, 63)
 
 
 def test_plans_and_references_read_arrays_as_cupy_ones(gpu):

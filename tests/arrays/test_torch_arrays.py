@@ -24,7 +24,7 @@ from cupy_flash.calls.arguments import Arguments
 from cupy_flash.differentiable import DifferentiableCall, dense_call, varlen_call
 from cupy_flash.reference import rows
 
-DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "uint8")
+DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64", "uint8")
 OURS, THEIRS = 0xA0, 0xB0
 # So many keys for a row that they are split.
 LENGTHS = {"q": 1, "k": 8192, "v": 8192}
@@ -259,6 +259,43 @@ def test_packed_and_cached_sequences_take_tensors_too(gpu):
     (_, append), (_, params) = gpu.launches[-2:]
     assert append["k"]["data"] == params["k"]["data"] == caches[0].data_ptr()
     assert append["seqused_k"] == lengths.data_ptr()
+
+
+def test_lengths_of_torch_may_have_another_integer_dtype(gpu):
+    gpu.stream, gpu.theirs = OURS, THEIRS
+    q, k, v = (Tensor(gpu, (113, 6, 40), "float16") for _ in range(3))
+    offsets = Tensor(gpu, (4,), "int64")
+    out = flash_attention_varlen(q, k, v, offsets, offsets, 63, 105)
+    assert type(out) is Tensor
+    ((_, params),) = gpu.launches
+    assert params["cu_seqlens_q"] not in (0, offsets.data_ptr())
+    # The copies are made where torch's own work is.
+    assert gpu.streams == [THEIRS]
+    assert gpu.order == []
+
+
+def test_conversions_of_tensors_are_named_as_torch_names_them(gpu):
+    q, k, v = (Tensor(gpu, (113, 6, 40), "float16") for _ in range(3))
+    offsets = Tensor(gpu, (4,), "float32")
+    with pytest.raises(TypeError, match=r"pass cu_seqlens_\w\.to\(torch\.int32\)"):
+        flash_attention_varlen(q, k, v, offsets, offsets, 63, 105)
+    mask = Tensor(gpu, (113, 203), "int32")
+    with pytest.raises(TypeError, match=r"pass mask\.to\(torch\.bool\)"):
+        flash_attention(**qkv(gpu), mask=mask)
+
+
+def test_the_device_of_tensors_is_chosen_as_torch_has_it_chosen(gpu, monkeypatch):
+    monkeypatch.setattr(Tensor, "get_device", lambda self: 1)
+    with pytest.raises(ValueError, match=r"call within `with torch\.cuda\.device\(1\)`"):
+        flash_attention(**qkv(gpu))
+
+
+def test_conversions_of_tensors_on_the_host_are_named_as_torch_names_them():
+    torch = pytest.importorskip("torch")
+    q = torch.zeros((7, 2, 8))
+    offsets = torch.tensor([0.0, 7.0])
+    with pytest.raises(TypeError, match=r"pass cu_seqlens_\w\.to\(torch\.int32\)"):
+        flash_attention_varlen(q, q, q, offsets, offsets, 7, 7)
 
 
 def test_rotary_tables_of_torch_whose_rows_lie_apart_differently_are_copied(gpu):

@@ -89,7 +89,10 @@ WRONG_KINDS: dict[str, tuple[Change, str]] = {
 }
 
 WRONG_VALUES: dict[str, tuple[Change, str]] = {
-    "three axes": (lambda q, k, v: ((q[0], k, v), {}), "q has 3 axes"),
+    "three axes": (
+        lambda q, k, v: ((q[0], k, v), {}),
+        "k has 4 axes, shape (2, 90, 2, 64); expected 3, as q has",
+    ),
     "no axes": (lambda q, k, v: ((q, gpu(np.zeros((), np.float16)), v), {}), "k has 0 axes"),
     "another batch": (lambda q, k, v: ((q[:1], k, v), {}), "k has batch 2, but q has 1"),
     "another head_dim": (lambda q, k, v: ((q[..., :32], k, v), {}), "k has head_dim 64"),

@@ -52,7 +52,8 @@ def arguments(**changed: Any) -> dict[str, Any]:
         ({"cache_seqlens": [5, 2.7]}, TypeError, "cache_seqlens holds a float; expected integers"),
         ({"cache_seqlens": [[5], [3, 7]]}, ValueError, "cache_seqlens is no list of integers"),
         ({"cache_seqlens": [5, 2**40]}, ValueError, "cache_seqlens holds integers that int32 does"),
-        ({"cache_seqlens": np.array([5, 37])}, TypeError, r"int64; pass cache_seqlens\.astype"),
+        ({"cache_seqlens": np.array([5.0, 37])}, TypeError, r"float64; pass cache_seqlens\.astype"),
+        ({"cache_seqlens": np.array([5, 2**31])}, ValueError, "integers that int32 does not"),
         ({"cache_seqlens": {5, 37}}, TypeError, "cache_seqlens is a set; expected a NumPy"),
         ({"cache_seqlens": np.array([5], np.int32)}, ValueError, "one length for each sequence"),
         ({"cache_seqlens": None}, TypeError, "cache_seqlens is None"),
@@ -121,7 +122,7 @@ def test_what_is_written_overlaps_nothing_else(
     assert not given["k_cache"].any()
 
 
-@pytest.mark.parametrize("cache_seqlens", [7, np.int64(7), np.array([7, 7], np.int32)])
+@pytest.mark.parametrize("cache_seqlens", [7, np.int64(7), np.array([7, 7], np.int64)])
 def test_one_length_serves_all_sequences(group: parallel.Group, cache_seqlens: Any) -> None:
     given = arguments(cache_seqlens=cache_seqlens)
     out = parallel.flash_attention_with_kvcache(**given, group=group)
@@ -166,17 +167,17 @@ def test_a_length_is_refused_where_a_rank_has_no_row_for_its_last_key() -> None:
 @pytest.mark.parametrize(
     ("seqlens", "error", "text"),
     [
-        (10.5, TypeError, "seqlens is 10.5; expected an integer or an array of int32"),
+        (10.5, TypeError, "seqlens is 10.5; expected an integer or an array of integers"),
         (True, TypeError, "seqlens is True; expected an integer"),
         (
             [10, 2000],
             TypeError,
-            r"seqlens is \[10, 2000\]; expected an integer or an array of int32",
+            r"seqlens is \[10, 2000\]; expected an integer or an array of integers",
         ),
         (
-            np.array([10, 20]),
-            TypeError,
-            r"seqlens has dtype int64; pass seqlens\.astype\('int32'\)",
+            np.array([10, 2**31]),
+            ValueError,
+            "seqlens holds integers that int32 does not",
         ),
         (np.array([1.5]), TypeError, "seqlens has dtype float64"),
         (np.ma.ones(2, np.int32), TypeError, "seqlens is a masked array"),
@@ -191,7 +192,7 @@ def test_lengths_of_sequences_are_integers(seqlens: Any, error: type, text: str)
 
 def test_lengths_of_shards_are_of_the_lengths_kind() -> None:
     assert type(parallel.cache_shard_length(np.int32(2000), 2, 1)) is int
-    found = parallel.cache_shard_length(np.array([10, 2000], np.int32), 2, 1)
+    found = parallel.cache_shard_length(np.array([10, 2000], np.int64), 2, 1)
     assert found.dtype == np.int32
     assert found.tolist() == [0, 976]
     assert parallel.cache_shard_length(np.array([2**31 - 1], np.int32), 2, 1, stripe=2**30 - 1) == [

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from cupy_flash.arrays import jax_arrays, torch_arrays
+from cupy_flash.arrays import jax_arrays, strided, torch_arrays
 from cupy_flash.calls import attention, backward, merge, on_gpu, on_host, recorded, results
 from cupy_flash.calls.arguments import Arguments
 from cupy_flash.calls.modifiers import Functions
@@ -100,6 +100,18 @@ class FakeArray:
         address = self.data.ptr // 512 * 512 + _APART // 2
         return FakeArray(self.shape, self.dtype, address=address)
 
+    def astype(self, dtype: Any, order: str = "K", copy: bool = True) -> FakeArray:
+        if not copy and self.dtype == dtype:
+            return self
+        return FakeArray(self.shape, dtype)
+
+    def reshape(self, shape: tuple[int, ...]) -> FakeArray:
+        """Return a view with all axes but the last three as one."""
+        assert strided.has_one_batch_stride(self)
+        assert shape[1:] == self.shape[-3:]
+        steps = [s for n, s in zip(self.shape[:-3], self.strides, strict=False) if n > 1]
+        return FakeArray(shape, self.dtype, self.data, (*(steps or [0])[-1:], *self.strides[-3:]))
+
     def fill(self, value: float) -> None:
         self.filled = value
 
@@ -117,6 +129,22 @@ class FakeMemory:
 
     def __add__(self, offset: int) -> FakeMemory:
         return FakeMemory(self.ptr + offset, self.device_id)
+
+
+def _broadcast(array: FakeArray, shape: tuple[int, ...]) -> FakeArray:
+    before = len(shape) - array.ndim
+    strides = [
+        0 if length == 1 and wanted > 1 else stride
+        for length, wanted, stride in zip(array.shape, shape[before:], array.strides, strict=True)
+    ]
+    return FakeArray(shape, array.dtype, array.data, (*[0] * before, *strides))
+
+
+class _Unowned:
+    """Memory of another library's array, which is its own pointer as well."""
+
+    def __init__(self, ptr: int, size: int, owner: Any, device: int) -> None:
+        self.ptr, self.device_id, self._owner, self.mem = ptr, device, owner, self
 
 
 class FakeTensorMaps:
@@ -190,6 +218,8 @@ class FakeGpu:
         What each launch was enqueued on.
     order
         Which stream was to wait, and for which.
+    uploads
+        Arrays that were copied from host memory.
     """
 
     def __init__(self) -> None:
@@ -205,6 +235,7 @@ class FakeGpu:
         self.arguments = FakeArguments(memory)
         self.device = self.stream = 0
         self.order: list[tuple[int, int]] = []
+        self.uploads: list[np.ndarray] = []
         self._next = _FIRST
 
     def address(self) -> int:
@@ -220,6 +251,10 @@ class FakeGpu:
     def alloc(self, size: int) -> FakeMemory:
         self.allocations.append((self.address(), size))
         return FakeMemory(self.allocations[-1][0])
+
+    def upload(self, array: np.ndarray) -> FakeArray:
+        self.uploads.append(array)
+        return self.array(*array.shape, dtype=array.dtype)
 
     def shared(self, count: int) -> Shared:
         if count:
@@ -281,11 +316,16 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
         get_current_stream=lambda device=0: SimpleNamespace(ptr=gpu.stream),
         Event=lambda disable_timing: SimpleNamespace(ptr=0xE0),
         Stream=_Stream,
-        UnownedMemory=lambda ptr, size, owner, device: SimpleNamespace(ptr=ptr, device_id=device),
+        UnownedMemory=_Unowned,
         MemoryPointer=lambda memory, offset: memory,
     )
     fake = SimpleNamespace(
-        ndarray=FakeArray, cuda=cuda, gpu=gpu, ascontiguousarray=lambda array: array
+        ndarray=FakeArray,
+        cuda=cuda,
+        gpu=gpu,
+        ascontiguousarray=lambda array: array,
+        asarray=gpu.upload,
+        broadcast_to=_broadcast,
     )
     monkeypatch.setattr(FakeArray, "new_address", gpu.address)
     monkeypatch.setitem(sys.modules, "cupy", fake)

@@ -1,0 +1,116 @@
+"""Copies of lengths and modifications' arrays that kernels cannot read as they are."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupy_flash.arrays.strided import (
+    array_module,
+    as_cupy,
+    as_int32,
+    dtype_name,
+    has_contiguous_rows,
+    has_whole_strides,
+    is_aligned,
+    readable_in_place,
+)
+from cupy_flash.calls.arguments import INT32
+from cupy_flash.calls.options import Options
+from cupy_flash.mods.keywords import ARRAYS, VECTORS
+
+_CONVERTED = INT32.union(ARRAYS)
+_INT32 = np.dtype(np.int32)
+
+
+class Converted(NamedTuple):
+    """Shape and dtype of the copy of an array."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+def conversions(arrays: Any, options: Options | None = None) -> dict[str, Converted]:
+    """Return shape and dtype of each array that a call has to copy, by its name.
+
+    Lengths and places of any integer dtype become int32. Slopes and sinks of any float dtype become
+    float32 or float64, and a single number is repeated for each head. Arrays at odd addresses are
+    copied to aligned memory.
+
+    Parameters
+    ----------
+    arrays
+        Record of a call's arrays on one device.
+    options
+        Options of the call; None for a merge of partial results.
+    """
+    found = {}
+    for name, given in zip(arrays._fields, arrays, strict=True):
+        if given is None or name not in _CONVERTED:
+            continue
+        array = as_cupy(given)
+        shape, dtype = tuple(array.shape), array.dtype
+        if name in INT32:
+            if dtype.kind in "iu" and _can_be_cast(array):
+                dtype = _INT32
+        elif name in VECTORS:
+            shape, dtype = _of_heads(name, array, arrays, options)
+        if not _is_readable(name, array) or dtype != array.dtype or shape != array.shape:
+            found[name] = Converted(shape, dtype)
+    return found
+
+
+def converted(arrays: Any, options: Options | None = None) -> Any:
+    """Return the same record with copies in place of the arrays that `conversions` names.
+
+    Raises
+    ------
+    ValueError
+        For integers in host memory that int32 does not hold.
+    """
+    wanted = conversions(arrays, options)
+    if not wanted:
+        return arrays
+    return arrays._replace(
+        **{name: _copy(name, getattr(arrays, name), *spec) for name, spec in wanted.items()}
+    )
+
+
+def _copy(name: str, given: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+    array = as_cupy(readable_in_place(given))
+    if name in INT32:
+        return as_int32(name, array)
+    if shape == array.shape:
+        return array.astype(dtype, copy=False)
+    return array_module(array).broadcast_to(array, shape).astype(dtype, order="C")
+
+
+def _of_heads(name: str, array: Any, arrays: Any, options: Options | None) -> Converted:
+    """Return the shape and dtype in which kernels read an array of slopes or sinks."""
+    like = as_cupy(arrays.out_partial if options is None else arrays.like)
+    shape, dtype = tuple(array.shape), array.dtype
+    if array.ndim == 0 and like.ndim >= 3:
+        axis = -3 if options is not None and options.layout == "bhsd" else -2
+        shape = (like.shape[axis],)
+    accumulator = "float64" if dtype_name(like) == "float64" else "float32"
+    as_they_are = (accumulator,) if name == "alibi_slopes" else (accumulator, dtype_name(like))
+    is_real = dtype.kind == "f" or dtype_name(array) == "bfloat16"
+    is_read = dtype.isnative and dtype_name(array) in as_they_are
+    if is_real and not is_read and _can_be_cast(array):
+        dtype = np.dtype(accumulator)
+    return Converted(shape, dtype)
+
+
+def _is_readable(name: str, array: Any) -> bool:
+    if isinstance(array, np.ndarray):
+        # Flags take 0.1 us, and the address of a NumPy array takes 1 us.
+        return array.flags.aligned and has_whole_strides(array)
+    # Kernels are given no strides of arrays of lengths.
+    is_contiguous = name not in INT32 or has_contiguous_rows(array)
+    return is_contiguous and has_whole_strides(array) and is_aligned(array)
+
+
+def _can_be_cast(array: Any) -> bool:
+    """Return whether `astype` can read the array: CuPy casts the native byte order only."""
+    return bool(array.dtype.isnative) or isinstance(array, np.ndarray)

@@ -1,0 +1,231 @@
+"""Arrays of equal lengths without a batch axis, or with more than one of them."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+from support import fake_gpu
+from support.foreign import Foreign
+
+from cupy_flash import (
+    attention_reference,
+    flash_attention,
+    flash_attention_backward,
+    flash_attention_vjp,
+    plan,
+    plan_backward,
+)
+from cupy_flash.reference.dense import attention_naive, error_bound, max_error
+
+# Batch axes, and their order in memory from the outermost axis on.
+BATCHES = [((), ()), ((3,), (0,)), ((2, 3), (0, 1)), ((2, 3), (1, 0)), ((2, 1, 3), (2, 0, 1))]
+SEQLEN_Q, SEQLEN_K, HEADS, HEADS_KV, DIM, DIM_V = 13, 21, 4, 2, 16, 24
+
+
+def placed(array, batch, order):
+    """Return a copy of an array of (batch, ...) with these batch axes, in this order in memory."""
+    split = array.reshape(*batch, *array.shape[1:])
+    rest = range(len(batch), split.ndim)
+    copy = np.ascontiguousarray(split.transpose(*order, *rest))
+    return copy.transpose(*np.argsort(order).tolist(), *rest)
+
+
+def random_arrays(rng, batch, layout="bshd", dtype=np.float32):
+    """Return q, k, v and dout with one batch axis."""
+    size = math.prod(batch)
+    shapes = {
+        "q": (size, SEQLEN_Q, HEADS, DIM),
+        "k": (size, SEQLEN_K, HEADS_KV, DIM),
+        "v": (size, SEQLEN_K, HEADS_KV, DIM_V),
+        "dout": (size, SEQLEN_Q, HEADS, DIM_V),
+    }
+    arrays = {n: rng.standard_normal(shape).astype(dtype) for n, shape in shapes.items()}
+    if layout == "bhsd":
+        arrays = {n: np.ascontiguousarray(x.swapaxes(1, 2)) for n, x in arrays.items()}
+    return arrays
+
+
+def assert_same(found, expected, batch):
+    for one, other in zip(found, expected, strict=True):
+        assert one.shape == (*batch, *other.shape[1:])
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one.reshape(other.shape), other)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize(("batch", "order"), BATCHES)
+def test_results_have_the_batch_axes_of_the_inputs(rng, batch, order, layout):
+    arrays = random_arrays(rng, batch, layout)
+    dout = arrays.pop("dout")
+    options = {"causal": True, "layout": layout, "backend": "cpu"}
+    out, lse = expected = flash_attention(**arrays, **options, return_lse=True)
+    place = functools.partial(placed, batch=batch, order=order)
+    split = {n: place(x) for n, x in arrays.items()}
+    found = flash_attention(**split, **options, return_lse=True)
+    assert_same(found, expected, batch)
+    back = functools.partial(flash_attention_backward, **options, dlse=None)
+    gradients = back(dout, **arrays, out=out, lse=lse)
+    results = {"out": place(out), "lse": place(lse)}
+    assert_same(back(place(dout), **split, **results), gradients, batch)
+    _, pull_back = flash_attention_vjp(**split, **options)
+    assert_same(pull_back(place(dout)), gradients, batch)
+    made, flat = plan(**split, **options), plan(**arrays, **options)
+    assert (made.problem.mask, made.problem.batch, made.tile) == (
+        *(flat.problem.mask, flat.problem.batch, flat.tile),
+    )
+    planned = plan_backward(**split, **options)
+    assert planned.workspace == plan_backward(**arrays, **options).workspace
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64])
+@pytest.mark.parametrize("batch", [(), (2, 3)])
+def test_they_are_what_the_formula_gives(rng, batch, dtype):
+    arrays = random_arrays(rng, batch, dtype=dtype)
+    del arrays["dout"]
+    split = {n: placed(x, batch, range(len(batch))) for n, x in arrays.items()}
+    out = flash_attention(**split, causal=True, backend="cpu").reshape(-1, SEQLEN_Q, HEADS, DIM_V)
+    exact, lse = attention_reference(**arrays, causal=True, return_lse=True)
+    naive = attention_naive(**arrays, causal=True)
+    assert max_error(out, exact) <= error_bound(naive, exact, dtype, lse=lse)
+
+
+@pytest.mark.parametrize("batch", [(), (2, 3)])
+def test_results_are_written_to_arrays_of_the_same_axes(rng, batch):
+    arrays = random_arrays(rng, batch)
+    split = {n: placed(x, batch, range(len(batch))) for n, x in arrays.items()}
+    dout = split.pop("dout")
+    expected = flash_attention(**split, return_lse=True, backend="cpu")
+    # Every other column of heads of a wider array.
+    wide = np.full((*batch, SEQLEN_Q, 2 * HEADS, DIM_V), np.nan, np.float32)
+    out = wide[..., ::2, :]
+    results = flash_attention(**split, out=out, return_lse=True, backend="cpu")
+    assert results[0] is out
+    for one, other in zip(results, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert np.isnan(wide[..., 1::2, :]).all()
+    back = functools.partial(flash_attention_backward, dout, **split, out=out, lse=expected[1])
+    new = {f"d{n}": np.full_like(x, np.nan) for n, x in split.items()}
+    gradients = back(backend="cpu")
+    for one, array, other in zip(back(**new, backend="cpu"), new.values(), gradients, strict=True):
+        assert one is array
+        np.testing.assert_array_equal(array, other)
+
+
+@pytest.mark.parametrize("batch", [(), (2, 3)])
+def test_modifications_have_one_batch_axis(rng, batch):
+    arrays = random_arrays(rng, batch)
+    size = math.prod(batch)
+    split = {n: placed(x, batch, range(len(batch))) for n, x in arrays.items()}
+    dout = split.pop("dout")
+    given = {
+        "bias": rng.standard_normal((size, HEADS, SEQLEN_Q, SEQLEN_K), np.float32),
+        "alibi_slopes": rng.random((size, HEADS), np.float32),
+        "seqlens_k": rng.integers(1, SEQLEN_K + 1, size).astype(np.int32),
+        "prefix_lens": rng.integers(0, SEQLEN_K, size).astype(np.int32),
+        "sinks": rng.standard_normal(HEADS, np.float32),
+        "causal": True,
+        "backend": "cpu",
+    }
+    flat = {n: arrays[n] for n in "qkv"}
+    out, lse = expected = flash_attention(**flat, **given, return_lse=True)
+    found = flash_attention(**split, **given, return_lse=True)
+    assert_same(found, expected, batch)
+    wrt = ("q", "k", "v", "bias", "sinks")
+    back = functools.partial(flash_attention_backward, wrt=wrt, **given)
+    *gradients, of_bias, of_sinks = back(dout, **split, out=found[0], lse=found[1])
+    *exact, exact_bias, exact_sinks = back(arrays["dout"], **flat, out=out, lse=lse)
+    assert_same(gradients, exact, batch)
+    np.testing.assert_array_equal(of_bias, exact_bias)
+    np.testing.assert_array_equal(of_sinks, exact_sinks)
+
+
+def test_a_bias_with_several_batch_axes_is_refused_with_the_shape_that_is_taken(rng):
+    batch = (2, 3)
+    arrays = random_arrays(rng, batch)
+    split = {n: placed(arrays[n], batch, (0, 1)) for n in "qkv"}
+    bias = np.zeros((*batch, HEADS, SEQLEN_Q, SEQLEN_K), np.float32)
+    with pytest.raises(
+        ValueError, match=r"bias has shape \(2, 3, .*broadcasts to \(6, 4, 13, 21\)"
+    ):
+        flash_attention(**split, bias=bias)
+
+
+def test_float8_may_have_other_batch_axes(rng):
+    arrays = random_arrays(rng, (2, 3), dtype=ml_dtypes.float8_e4m3fn)
+    arrays["v"] = arrays["v"][..., :DIM]
+    flat = {n: np.ascontiguousarray(arrays[n]) for n in "qkv"}
+    split = {n: placed(x, (2, 3), (1, 0)) for n, x in flat.items()}
+    scale = rng.random((6, 1, HEADS_KV), np.float32)
+    options = {"k_scale": scale, "return_lse": True, "backend": "cpu"}
+    assert_same(flash_attention(**split, **options), flash_attention(**flat, **options), (2, 3))
+
+
+@pytest.mark.parametrize("batch", [(), (2, 3)])
+def test_another_librarys_arrays_are_taken_alike(rng, batch):
+    arrays = random_arrays(rng, batch)
+    split = {n: placed(arrays[n], batch, range(len(batch))) for n in "qkv"}
+    expected = flash_attention(**split)
+    out = flash_attention(**{n: Foreign(x) for n, x in split.items()})
+    assert isinstance(out, Foreign)
+    np.testing.assert_array_equal(out.array, expected)
+
+
+def test_no_sequences_are_computed(rng):
+    arrays = random_arrays(rng, (2, 0, 3))
+    split = {n: arrays[n].reshape(2, 0, 3, *arrays[n].shape[1:]) for n in "qkv"}
+    out, lse = flash_attention(**split, return_lse=True)
+    assert out.shape == (2, 0, 3, SEQLEN_Q, HEADS, DIM_V)
+    assert lse.shape == (2, 0, 3, HEADS, SEQLEN_Q)
+
+
+# Without a GPU: arrays without memory, kernels that do not run
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    return fake_gpu.install(monkeypatch)
+
+
+SHAPES = {"q": (113, 6, 40), "k": (203, 3, 40), "v": (203, 3, 72)}
+
+
+@pytest.mark.parametrize("batch", [(), (2, 3), (1, 6), (2, 1, 3)])
+def test_arrays_on_a_gpu_are_read_where_they_lie(gpu, batch):
+    flat = {n: gpu.array(math.prod(batch), *shape) for n, shape in SHAPES.items()}
+    split = {n: gpu.array(*batch, *SHAPES[n], address=x.data.ptr) for n, x in flat.items()}
+    flash_attention(**flat, return_lse=True)
+    out, lse = flash_attention(**split, return_lse=True)
+    (_, expected), (_, params) = gpu.launches
+    for name in ("q", "k", "v"):
+        for field in ("data", "row_stride", "head_stride"):
+            assert params[name][field] == expected[name][field]
+        assert not batch or params[name]["batch_stride"] == expected[name]["batch_stride"]
+    assert params["batch"] == math.prod(batch)
+    assert params["out"]["data"] == out.data.ptr
+    assert params["lse"] == lse.data.ptr
+    assert (out.shape, lse.shape) == ((*batch, 113, 6, 72), (*batch, 6, 113))
+    dout = gpu.array(*out.shape)
+    gradients = flash_attention_backward(dout, **split, out=out, lse=lse)
+    for gradient, array in zip(gradients, split.values(), strict=True):
+        assert gradient.shape == array.shape
+    _, params = gpu.launches[-1]
+    assert params["k"]["data"] == split["k"].data.ptr
+
+
+def test_batch_axes_without_a_common_stride_are_copied_on_a_gpu(gpu):
+    split = {n: gpu.array(2, 3, *shape) for n, shape in SHAPES.items()}
+    k = split["k"]
+    step = k.strides[1]
+    turned = gpu.array(*k.shape, strides=(step, 2 * step, *k.strides[2:]))
+    flash_attention(**(split | {"k": turned}))
+    ((_, params),) = gpu.launches
+    assert params["k"]["data"] not in (0, turned.data.ptr)
+    out = gpu.array(2, 3, 113, 6, 72)
+    strides = (out.strides[1], 2 * out.strides[1], *out.strides[2:])
+    out = gpu.array(*out.shape, strides=strides)
+    with pytest.raises(ValueError, match=r"out has shape .*; expected batch axes that one stride"):
+        flash_attention(**split, out=out)

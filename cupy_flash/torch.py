@@ -67,6 +67,9 @@ def flash_attention(
 ) -> Any:
     """`cupy_flash.flash_attention` of tensors, differentiable.
 
+    The axes are (batch, seqlen, heads, head_dim). Tensors (batch, heads, seqlen, head_dim), as
+    PyTorch's own function takes them, need layout="bhsd", or `scaled_dot_product_attention`.
+
     Parameters
     ----------
     q, k, v, causal, softmax_scale, q_offset, layout, return_lse, **modifications

@@ -31,7 +31,12 @@ from cupy_flash.arrays.torch_arrays import (
 )
 from cupy_flash.calls import recorded
 from cupy_flash.calls.arguments import check_qkv
-from cupy_flash.calls.scaled_dot_product import mask_name, options_of, shapes_of
+from cupy_flash.calls.scaled_dot_product import (
+    mask_name,
+    options_of,
+    reshaped,
+    shapes_of,
+)
 from cupy_flash.differentiable import (
     WITH_GRADIENT,
     DifferentiableCall,
@@ -250,14 +255,14 @@ def scaled_dot_product_attention(
         name = mask_name(*kinds)
         if name == "bias" and query.dtype == torch.float64:
             attn_mask = attn_mask.to(torch.float64)
-        options[name] = attn_mask.expand(shapes.whole_mask).reshape(shapes.mask)
+        options[name] = reshaped(attn_mask.expand(shapes.whole_mask), shapes.mask)
     out = flash_attention(
-        query.reshape(shapes.query),
-        key.reshape(shapes.key),
-        value.reshape(shapes.value),
+        reshaped(query, shapes.query),
+        reshaped(key, shapes.key),
+        reshaped(value, shapes.value),
         **options,
     )
-    return out.reshape(shapes.out)
+    return reshaped(out, shapes.out)
 
 
 def _run(call: DifferentiableCall, inputs: tuple[Any, ...], return_lse: bool) -> Any:

@@ -50,10 +50,9 @@ def _scales(rows: Any, dtype: str, axes: tuple[int, ...], *, keepdims: bool) -> 
     of_rows = scales_of_rows(rows, dtype)
     if not axes:
         return of_rows
-    if not of_rows.size:
-        # There is no largest one.
-        return xp.zeros_like(of_rows).sum(axis=axes, keepdims=keepdims)
-    return xp.asarray(of_rows.max(axis=axes, keepdims=keepdims))
+    # No rows have no maximum, and their sum is 0.
+    reduce = of_rows.max if of_rows.size else of_rows.sum
+    return xp.asarray(reduce(axis=axes, keepdims=keepdims))
 
 
 @quiet

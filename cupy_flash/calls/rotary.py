@@ -12,7 +12,6 @@ from cupy_flash.arrays.strided import (
     as_cupy,
     broadcasts,
     dtype_name,
-    kind_of,
     require_axes,
     require_float,
     require_shape,
@@ -57,14 +56,19 @@ def pull_back(dout: Any, x: Any, cos: Any, sin: Any, positions: Any, interleaved
     require_shape("dout", dout, tuple(x.shape), "that of x")
     if dout.dtype != x.dtype:
         raise TypeError(f"dout has dtype {dout.dtype}; expected {x.dtype}, as x")
-    # The transpose of a rotation rotates by the negative angle.
-    return convert(_rotated(dout, cos, -sin, places, interleaved))
+    return convert(_rotated(dout, cos, sin, places, interleaved, transposed=True))
 
 
 @quiet
-def _rotated(x: Any, cos: Any, sin: Any, places: Any, interleaved: bool) -> Any:
-    compute = np.float64 if x.dtype == np.float64 else np.float32
-    turned = rotated_at(x, cos, sin, places, interleaved=bool(interleaved), compute=compute)
+def _rotated(
+    x: Any, cos: Any, sin: Any, places: Any, interleaved: bool, *, transposed: bool = False
+) -> Any:
+    turned = rotated_at(
+        *(x, cos, sin, places),
+        interleaved=bool(interleaved),
+        compute=np.float64 if x.dtype == np.float64 else np.float32,
+        transposed=transposed,
+    )
     return turned.astype(x.dtype, copy=False)
 
 
@@ -149,7 +153,7 @@ def _places(positions: Any, shape: tuple[int, ...], rows: int, xp: Any) -> Any:
     if positions.dtype.kind not in "iu":
         raise TypeError(f"positions has dtype {positions.dtype}; expected integers")
     if xp is np and not isinstance(positions, np.ndarray):
-        raise TypeError(f"x lies in host memory and positions, {kind_of(positions)}, on a GPU")
+        raise TypeError("x lies in host memory and positions on a GPU; move one of them")
     if not broadcasts(tuple(positions.shape), tuple(shape)):
         axes = "batch, seqlen" if len(shape) == 2 else "total,"
         raise ValueError(

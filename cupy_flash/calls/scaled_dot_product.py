@@ -155,6 +155,11 @@ def mask_name(dtype: str, of_query: str) -> str:
     raise TypeError(f"attn_mask has dtype {dtype}; expected {expected}")
 
 
+def reshaped(array: Any, shape: Shape | None) -> Any:
+    """Return an array or tensor with a shape, itself if it has that shape."""
+    return array if array.shape == shape else array.reshape(shape)
+
+
 class Prepared(NamedTuple):
     """Arguments of `flash_attention`, and the way back from its result.
 
@@ -204,6 +209,6 @@ def prepared(
         if name == "bias" and q.dtype == np.float64:
             mask = mask.astype(np.float64, copy=False)
         whole = array_module(mask).broadcast_to(mask, shapes.whole_mask)
-        options[name] = whole.reshape(shapes.mask)
-    arrays = q.reshape(shapes.query), k.reshape(shapes.key), v.reshape(shapes.value)
-    return Prepared(arrays, options, lambda out: convert(out.reshape(shapes.out)))
+        options[name] = reshaped(whole, shapes.mask)
+    arrays = reshaped(q, shapes.query), reshaped(k, shapes.key), reshaped(v, shapes.value)
+    return Prepared(arrays, options, lambda out: convert(reshaped(out, shapes.out)))

@@ -41,7 +41,14 @@ def rotated(
 
 
 def rotated_at(
-    x: Any, cos: Any, sin: Any, positions: Any, *, interleaved: bool, compute: Any
+    x: Any,
+    cos: Any,
+    sin: Any,
+    positions: Any,
+    *,
+    interleaved: bool,
+    compute: Any,
+    transposed: bool = False,
 ) -> Any:
     """Rotate the leading columns of ``x``, pair by pair, by the angles of each row's position.
 
@@ -57,6 +64,8 @@ def rotated_at(
         Whether columns (2i, 2i + 1) are a pair; else (i, i + rotary_dim / 2) are.
     compute : dtype
         Dtype of the products and sums, and of the result.
+    transposed : bool
+        Whether to rotate by the negative angles, as gradients are.
 
     Returns
     -------
@@ -66,6 +75,8 @@ def rotated_at(
     rows = xp.clip(xp.asarray(positions).astype(np.int64), 0, len(cos) - 1)
     # (..., 1, half): all heads of a row take the same angles.
     cos, sin = (table[rows].astype(compute)[..., None, :] for table in (cos, sin))
+    if transposed:
+        sin = -sin
     if interleaved:
         first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
     else:

@@ -23,8 +23,8 @@ def quantize_kv(x: Any, dtype: Any, per: str = "head") -> tuple[Any, Any]:
     dtype : dtype or str
         Dtype of the stored numbers: int8, or float8_e4m3fn of ml_dtypes, torch or JAX.
     per : {"head", "row", "page", "tensor"}
-        What has a scale of its own: each head; each row of each head; each head of each page, or
-        of each cache; or x as a whole. Packed rows have no pages.
+        Unit that shares a scale: a head; a row of a head; a head of a page, or of a cache; or x as
+        a whole. Packed rows have no pages.
 
     Returns
     -------

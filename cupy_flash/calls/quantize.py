@@ -14,7 +14,7 @@ from cupy_flash.host.quiet import quiet
 from cupy_flash.problem.arrays import FLOAT8, LARGEST_QUANTIZED
 from cupy_flash.problem.values import named_dtype
 
-# Axes before head_dim of caches and of packed rows that share a scale, by what has one.
+# Axes before head_dim along which a scale is shared, by unit and by the number of axes of x.
 _SHARED: dict[str, dict[int, tuple[int, ...]]] = {
     "tensor": {4: (0, 1, 2), 3: (0, 1)},
     "head": {4: (0, 1), 3: (0,)},

@@ -1,6 +1,6 @@
 """Calls with the arguments of PyTorch's function, as calls of `flash_attention`.
 
-Shapes and numbers alone decide, so arrays of every library take this way.
+The functions of shapes and options serve the tensors of `cupy_flash.torch` as well.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ class Shapes(NamedTuple):
         Shapes of the inputs, whose leading axes become one.
     out
         Shape of the result of the call.
-    mask, whole_mask
-        Shape of the mask; and the one that it is first broadcast to, so that its leading axes
-        become one, too. None without a mask.
+    mask
+        Shape of the mask, whose leading axes become one, too. None without a mask.
+    whole_mask
+        Shape that the mask is broadcast to before. None without a mask.
     """
 
     query: Shape

@@ -42,7 +42,7 @@ def spread(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any = np.flo
 
 
 def restored(values: Array, scales: Array) -> Array:
-    """What stored numbers stand for, in float64."""
+    """Return stored numbers times their scales, in float64."""
     return values.astype(np.float64) * scales[..., None].astype(np.float64)
 
 

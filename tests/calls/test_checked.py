@@ -110,7 +110,7 @@ def test_an_entry_out_of_range_is_named(
     function, arguments = CALLS[name]
     changed = {n: np.array(x, np.int32) if isinstance(x, list) else x for n, x in change.items()}
     values = arguments() | changed
-    # What is captured has no contents yet.
+    # Arrays of a captured call have no contents yet.
     error = pytest.raises(Passed) if is_captured else pytest.raises(ValueError, match=message)
     with error:
         function(**values, backend="cpu")

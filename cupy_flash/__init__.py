@@ -14,6 +14,9 @@ from cupy_flash.api.check_mod import check_mod
 from cupy_flash.api.combine import combine
 from cupy_flash.api.dense import flash_attention, flash_attention_qkvpacked, plan
 from cupy_flash.api.kvcache import flash_attention_with_kvcache, plan_with_kvcache
+from cupy_flash.api.quantize import quantize_kv
+from cupy_flash.api.rotary import apply_rotary, apply_rotary_vjp
+from cupy_flash.api.scaled_dot_product import scaled_dot_product_attention
 from cupy_flash.api.varlen import flash_attention_varlen, plan_varlen
 from cupy_flash.api.vjp import (
     flash_attention_qkvpacked_vjp,
@@ -44,6 +47,8 @@ __all__ = [
     "ScoreMod",
     "Tile",
     "UnsupportedError",
+    "apply_rotary",
+    "apply_rotary_vjp",
     "attention_backward_reference",
     "attention_reference",
     "attention_varlen_backward_reference",
@@ -66,6 +71,8 @@ __all__ = [
     "plan_varlen",
     "plan_with_kvcache",
     "plot_mask",
+    "quantize_kv",
+    "scaled_dot_product_attention",
     "seen_pairs",
 ]
 

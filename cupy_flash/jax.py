@@ -47,6 +47,9 @@ def flash_attention(
 ) -> Any:
     """`cupy_flash.flash_attention` of JAX arrays, differentiable.
 
+    The axes are (batch, seqlen, heads, head_dim). Arrays (batch, heads, seqlen, head_dim), as
+    PyTorch has them, need layout="bhsd": without it heads and seqlen are silently confused.
+
     Parameters
     ----------
     q, k, v, causal, softmax_scale, q_offset, layout, return_lse, **modifications

@@ -3,7 +3,8 @@
     from cupy_flash.torch import flash_attention
 
 The functions have the arguments of those of the same names in `cupy_flash`. Gradients reach q, k,
-v, bias and sinks, and come from out and, with return_lse, from lse. Without gradients they cost
+v, bias and sinks, and come from out and, with return_lse, from lse. `scaled_dot_product_attention`
+takes the place of PyTorch's own function. Without gradients they cost
 what the plain functions do. Unsupported derivatives, such as second ones, raise an error.
 
 In a graph of `torch.compile` a call is the operator `cupy_flash::attention`, unless score_mod or
@@ -30,6 +31,12 @@ from cupy_flash.arrays.torch_arrays import (
 )
 from cupy_flash.calls import recorded
 from cupy_flash.calls.arguments import check_qkv
+from cupy_flash.calls.scaled_dot_product import (
+    mask_name,
+    options_of,
+    reshaped,
+    shapes_of,
+)
 from cupy_flash.differentiable import (
     WITH_GRADIENT,
     DifferentiableCall,
@@ -43,7 +50,12 @@ if TYPE_CHECKING:
 
     from cupy_flash.mods.keywords import Modifications
 
-__all__ = ["flash_attention", "flash_attention_qkvpacked", "flash_attention_varlen"]
+__all__ = [
+    "flash_attention",
+    "flash_attention_qkvpacked",
+    "flash_attention_varlen",
+    "scaled_dot_product_attention",
+]
 
 
 def flash_attention(
@@ -59,6 +71,9 @@ def flash_attention(
     **modifications: Unpack[Modifications],
 ) -> Any:
     """`cupy_flash.flash_attention` of tensors, differentiable.
+
+    The axes are (batch, seqlen, heads, head_dim). Tensors (batch, heads, seqlen, head_dim), as
+    PyTorch's own function takes them, need layout="bhsd", or `scaled_dot_product_attention`.
 
     Parameters
     ----------
@@ -192,6 +207,62 @@ def flash_attention_varlen(
         )
     call, others = varlen_call(*lengths, causal, softmax_scale, modifications)
     return _run(call, (q, k, v, *others), return_lse)
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`cupy_flash.scaled_dot_product_attention` of tensors, differentiable.
+
+    Parameters
+    ----------
+    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        See `cupy_flash.scaled_dot_product_attention`. Gradients reach query, key, value and an
+        attn_mask that is added.
+
+    Returns
+    -------
+    Tensor, shape (..., heads, seqlen_q, head_dim_v)
+        Result of query's dtype. A row whose keys are all masked is 0, and has no gradient.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedError, CompileError, NotImplementedError, RuntimeError
+        As `cupy_flash.scaled_dot_product_attention` and `flash_attention`.
+    """
+    has_mask = attn_mask is not None
+    options = options_of(dropout_p, is_causal, scale, enable_gqa, has_mask=has_mask)
+    names, inputs = ("query", "key", "value"), (query, key, value)
+    _require_tensors(names, inputs)
+    for name, tensor in zip(names, inputs, strict=True):
+        if tensor.dtype != query.dtype:
+            raise TypeError(f"{name} has dtype {tensor.dtype}; expected {query.dtype}, as query")
+    of_mask = None
+    if attn_mask is not None:
+        _require_tensors(("attn_mask",), (attn_mask,))
+        of_mask = tuple(attn_mask.shape)
+    q, k, v = (tuple(tensor.shape) for tensor in inputs)
+    shapes = shapes_of(q, k, v, of_mask, enable_gqa)
+    if attn_mask is not None:
+        kinds = (str(x.dtype).removeprefix("torch.") for x in (attn_mask, query))
+        name = mask_name(*kinds)
+        if name == "bias" and query.dtype == torch.float64:
+            attn_mask = attn_mask.to(torch.float64)
+        options[name] = reshaped(attn_mask.expand(shapes.whole_mask), shapes.mask)
+    out = flash_attention(
+        reshaped(query, shapes.query),
+        reshaped(key, shapes.key),
+        reshaped(value, shapes.value),
+        **options,
+    )
+    return reshaped(out, shapes.out)
 
 
 def _run(call: DifferentiableCall, inputs: tuple[Any, ...], return_lse: bool) -> Any:

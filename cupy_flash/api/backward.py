@@ -43,6 +43,9 @@ def flash_attention_backward(
 ) -> tuple[Any, ...]:
     """Gradients of `flash_attention`, without the score matrix in memory.
 
+    The axes are (batch, seqlen, heads, head_dim). Arrays (batch, heads, seqlen, head_dim), as
+    PyTorch has them, need layout="bhsd": without it heads and seqlen are silently confused.
+
     FlashAttention-2's backward pass (Dao 2023, algorithm 2), in a fixed order.
 
     Parameters

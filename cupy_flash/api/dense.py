@@ -39,6 +39,9 @@ def flash_attention(
 ) -> Any:
     """Exact attention, softmax(softmax_scale * q k^T) v, without the score matrix in memory.
 
+    The axes are (batch, seqlen, heads, head_dim). Arrays (batch, heads, seqlen, head_dim), as
+    PyTorch has them, need layout="bhsd": without it heads and seqlen are silently confused.
+
     The tiled online-softmax algorithm of FlashAttention-2 (Dao 2023, section 3.1).
 
     Parameters
@@ -152,6 +155,8 @@ def flash_attention_qkvpacked(
 ) -> Any:
     """`flash_attention` of queries, keys and values that lie in one array, read in place.
 
+    The axes of each are (batch, seqlen, heads, head_dim), with heads after seqlen.
+
     Parameters
     ----------
     qkv : array, shape (batch, seqlen, 3, heads, head_dim)
@@ -195,6 +200,9 @@ def plan(
     **modifications: Unpack[Modifications],
 ) -> Plan:
     """The Plan that a call with these arguments would use, without computing anything.
+
+    The axes are (batch, seqlen, heads, head_dim). Arrays (batch, heads, seqlen, head_dim), as
+    PyTorch has them, need layout="bhsd": without it heads and seqlen are silently confused.
 
     Parameters
     ----------

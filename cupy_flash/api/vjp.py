@@ -43,6 +43,9 @@ def flash_attention_vjp(
 ) -> tuple[Any, Callable[..., tuple[Any, ...]]]:
     """`flash_attention`, and the function that pulls gradients back through it.
 
+    The axes are (batch, seqlen, heads, head_dim). Arrays (batch, heads, seqlen, head_dim), as
+    PyTorch has them, need layout="bhsd": without it heads and seqlen are silently confused.
+
     Parameters
     ----------
     q, k, v, causal, softmax_scale, q_offset, layout, return_lse, backend, **modifications

@@ -129,6 +129,12 @@ def require_shape(name: str, array: Any, expected: tuple[int, ...], meaning: str
         raise ValueError(f"{name} has shape {tuple(array.shape)}; expected {expected}, {meaning}")
 
 
+def broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
+    """Return whether an array of a shape broadcasts to another shape."""
+    axes = zip(reversed(shape), reversed(target), strict=False)
+    return len(shape) <= len(target) and all(n in (1, m) for n, m in axes)
+
+
 def dtype_name(array: Any) -> str:
     """The dtype's name as `cupy_flash.problem.arrays.DTYPES` spells it."""
     return _dtype_name(array.dtype)

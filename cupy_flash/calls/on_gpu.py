@@ -8,7 +8,7 @@ from typing import Any
 from cupy_flash.arrays.jax_arrays import JaxMemory
 from cupy_flash.arrays.strided import as_cupy
 from cupy_flash.arrays.torch_arrays import no_memory
-from cupy_flash.calls import attention, backward, merge, new_rows
+from cupy_flash.calls import attention, backward, checked, merge, new_rows
 from cupy_flash.calls.modifiers import NO_FUNCTIONS, Functions, Modifiers
 from cupy_flash.calls.options import Options
 from cupy_flash.calls.results import is_tensor
@@ -63,6 +63,8 @@ def run(
     key, call, addresses = found
     if call is None:
         call, arrays, addresses = prepare(key, arrays, addresses, options, functions, modifiers)
+    if checked.is_asked_for and isinstance(options, Options):
+        checked.check(arrays, options, keys, modifiers)
     return call.run(arrays, addresses, keys, functions)
 
 

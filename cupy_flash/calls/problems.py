@@ -35,6 +35,7 @@ from cupy_flash.calls.modifiers import (
     score_spec,
 )
 from cupy_flash.calls.options import Options
+from cupy_flash.calls.rotary import require_tables
 from cupy_flash.mods.shapes import Sizes, refuse_seqlens
 from cupy_flash.problem.arrays import (
     DTYPES,
@@ -48,7 +49,7 @@ from cupy_flash.problem.arrays import (
 )
 from cupy_flash.problem.problem import Problem, make_problem
 from cupy_flash.problem.score import ScoreSpec
-from cupy_flash.problem.values import check_bool, check_count, count
+from cupy_flash.problem.values import check_bool, count
 
 
 def problem_of(arguments: Arguments, options: Options) -> Problem:
@@ -420,25 +421,8 @@ def _check_rotary(arguments: Arguments, options: Options, problem: Problem) -> N
         raise ValueError(f"rotary_{given} is given and rotary_{missing} is not; pass both or none")
     if arguments.k is None:
         raise ValueError("rotary_cos and rotary_sin rotate k and q; pass k and v with them")
-    accumulator = "float64" if problem.dtype == "float64" else "float32"
-    dtypes = tuple(dict.fromkeys((problem.dtype, accumulator)))
-    for name, array in (("rotary_cos", cos), ("rotary_sin", sin)):
-        require_axes(name, array, 2, "positions and rotary_dim / 2")
-        if dtype_name(array) not in dtypes or not array.dtype.isnative:
-            raise TypeError(
-                f"{name} has dtype {array.dtype}; expected {' or '.join(dtypes)}, with q "
-                f"{problem.dtype}"
-            )
-    require_shape("rotary_sin", sin, tuple(cos.shape), "as rotary_cos")
-    if cos.dtype != sin.dtype:
-        raise TypeError(f"rotary_sin has dtype {sin.dtype}; expected {cos.dtype}, as rotary_cos")
-    rows, half = cos.shape
-    check_count("number of rows of rotary_cos", rows)
-    if not 2 <= 2 * half <= problem.head_dim:
-        raise ValueError(
-            f"rotary_cos has {half} columns for a rotary_dim of {2 * half}; expected a rotary_dim "
-            f"of 2 to {problem.head_dim}, the head_dim"
-        )
+    require_tables(("rotary_cos", cos), ("rotary_sin", sin), "q", problem.dtype, problem.head_dim)
+    rows = int(cos.shape[0])
     least = max(positions(arguments, problem), 1)
     if rows < least:
         raise ValueError(

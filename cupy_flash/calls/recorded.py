@@ -16,7 +16,7 @@ from cupy_flash.arrays.torch_arrays import (
     tensor_types,
     two_streams,
 )
-from cupy_flash.calls import attention, on_gpu
+from cupy_flash.calls import attention, checked, on_gpu
 from cupy_flash.calls.arguments import Arguments
 from cupy_flash.calls.gradients import GradientArguments
 from cupy_flash.calls.modifiers import NO_FUNCTIONS
@@ -76,7 +76,7 @@ def run(arrays: tuple[Any, ...], options: Options) -> tuple[tuple[Any, Any], Any
         Out and lse, and what `record` takes. None where no call like it was made: the first time,
         where kernels read a copy of an array, and of arrays that are no plain tensors on a GPU.
     """
-    if not arrays[0].is_cuda:
+    if checked.is_asked_for or not arrays[0].is_cuda:
         return None
     plain = tensor_types()
     for array in arrays:

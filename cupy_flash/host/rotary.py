@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., 2021, https://arxiv.org/abs/2104.09864) on the host."""
+"""Rotary position embedding (Su et al., 2021, https://arxiv.org/abs/2104.09864) of arrays."""
 
 from __future__ import annotations
 
@@ -19,33 +19,64 @@ def rotated(
     advance: bool,
     compute: Any,
 ) -> Any:
-    """The leading columns of ``x`` turned, pair by pair, by the angles of each row's position.
+    """Rotate the leading columns of ``x`` by the positions that follow each sequence's first.
 
     Parameters
     ----------
     x : numpy.ndarray or cupy.ndarray, (batch, seqlen, heads, head_dim)
-    cos, sin : same kind of array, (rows, rotary_dim / 2)
-        Of the angle of each position and pair. A position outside of the table takes the nearest
-        row of it.
+    cos, sin, interleaved, compute
+        See `rotated_at`.
     first_positions : numpy.ndarray, (batch,)
         Position of the first row of each sequence.
-    interleaved : bool
-        Whether columns (2i, 2i + 1) are a pair; else (i, i + rotary_dim / 2) are.
     advance : bool
         Whether row ``i`` is ``i`` positions further; else all rows are at the first position.
-    compute : dtype
-        Of the products and sums, and of the result.
 
     Returns
     -------
     array of dtype ``compute``, the shape of ``x``
     """
-    seqlen, half = x.shape[1], cos.shape[1]
-    positions = np.asarray(first_positions)[:, None] + (np.arange(seqlen) if advance else 0)
-    rows = np.clip(np.broadcast_to(positions, x.shape[:2]), 0, len(cos) - 1)
-    rows = array_module(x).asarray(rows)
-    # (batch, seqlen, 1, half): the same for all heads.
-    cos, sin = (table[rows].astype(compute)[:, :, None] for table in (cos, sin))
+    steps = np.arange(x.shape[1] if advance else 1)
+    positions = np.asarray(first_positions)[:, None] + steps
+    return rotated_at(x, cos, sin, positions, interleaved=interleaved, compute=compute)
+
+
+def rotated_at(
+    x: Any,
+    cos: Any,
+    sin: Any,
+    positions: Any,
+    *,
+    interleaved: bool,
+    compute: Any,
+    transposed: bool = False,
+) -> Any:
+    """Rotate the leading columns of ``x``, pair by pair, by the angles of each row's position.
+
+    Parameters
+    ----------
+    x : numpy.ndarray or cupy.ndarray, (..., heads, head_dim)
+    cos, sin : same kind of array, (rows, rotary_dim / 2)
+        Cosine and sine of the angle of each position and pair. A position outside of the table
+        takes the nearest row of it.
+    positions : numpy.ndarray, or the same kind of array as x
+        Position of each row of x. Integers that broadcast to the axes of x before heads.
+    interleaved : bool
+        Whether columns (2i, 2i + 1) are a pair; else (i, i + rotary_dim / 2) are.
+    compute : dtype
+        Dtype of the products and sums, and of the result.
+    transposed : bool
+        Whether to rotate by the negative angles, as gradients are.
+
+    Returns
+    -------
+    array of dtype ``compute``, the shape of ``x``
+    """
+    xp, half = array_module(x), cos.shape[1]
+    rows = xp.clip(xp.asarray(positions).astype(np.int64), 0, len(cos) - 1)
+    # (..., 1, half): all heads of a row take the same angles.
+    cos, sin = (table[rows].astype(compute)[..., None, :] for table in (cos, sin))
+    if transposed:
+        sin = -sin
     if interleaved:
         first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
     else:

@@ -64,6 +64,9 @@ def attention_reference(
 ) -> Any:
     """Attention in float64 by the plain formula, ``softmax(softmax_scale * q @ k.T) @ v``.
 
+    The axes are (batch, seqlen, heads, head_dim). Arrays (batch, heads, seqlen, head_dim), as
+    PyTorch has them, need layout="bhsd": without it heads and seqlen are silently confused.
+
     The scores are computed in chunks of at most :data:`~cupy_flash.reference.rows.CHUNK_BYTES`, so
     sequence length is limited by time, not by memory. Exact to float64 rounding: no online softmax,
     no tiling over keys.

@@ -122,6 +122,9 @@ def attention_backward_reference(
 ) -> tuple[Any, ...]:
     """Gradients of attention in float64 by the plain formula.
 
+    The axes are (batch, seqlen, heads, head_dim). Arrays (batch, heads, seqlen, head_dim), as
+    PyTorch has them, need layout="bhsd": without it heads and seqlen are silently confused.
+
     The output and its log-sum-exp are found anew, in float64. The scores are computed in chunks, as
     by `cupy_flash.attention_reference`.
 

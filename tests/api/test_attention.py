@@ -277,6 +277,8 @@ def test_what_is_seen_of_the_package_is_what_it_promises():
         "ScoreMod",
         "Tile",
         "UnsupportedError",
+        "apply_rotary",
+        "apply_rotary_vjp",
         "attention_backward_reference",
         "attention_reference",
         "attention_varlen_backward_reference",
@@ -299,6 +301,8 @@ def test_what_is_seen_of_the_package_is_what_it_promises():
         "plan_varlen",
         "plan_with_kvcache",
         "plot_mask",
+        "quantize_kv",
+        "scaled_dot_product_attention",
         "seen_pairs",
     }
     assert all(hasattr(cupy_flash, name) for name in cupy_flash.__all__)

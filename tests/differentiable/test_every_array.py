@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.every_array import Call, calls_of, functions_of
+from support.every_array import Call, calls_of, functions_of, kind_of
 from support.libraries import host_array, jax_library, torch_library
 
 import cupy_flash
 
 INPUTS = ("q", "k", "v", "qkv", "bias", "sinks")
+# Arguments of `scaled_dot_product_attention` by their names in `flash_attention`.
+SCALED_DOT_PRODUCT = {"query": "q", "key": "k", "value": "v", "attn_mask": "bias"}
 DEVICES = ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)]
 
 
@@ -31,22 +33,29 @@ def calls(module: str) -> list[Any]:
 
 def assert_alike(found: dict[str, np.ndarray], call: Call) -> None:
     """Assert that results and gradients are those of NumPy arrays on the CPU."""
-    for name, expected in reference(call).items():
+    right = reference(call)
+    if kind_of(call.function) == "scaled_dot_product":
+        del right["lse"]
+    for name, expected in right.items():
         largest = max(1.0, float(np.abs(expected).max()))
         # Sums of at most 100 float32 products of order 1.
         np.testing.assert_allclose(
             found[name], expected, rtol=0, atol=100 * 2.0**-22 * largest, err_msg=name
         )
-    assert found.keys() == reference(call).keys()
+    assert found.keys() == right.keys()
 
 
 def reference(call: Call) -> dict[str, np.ndarray]:
     """Return the output, lse, and gradients of the output's sum, computed on NumPy arrays."""
-    name = call.function.__name__
-    forward = Call(getattr(cupy_flash, name), None, call.values)
+    name, values = call.function.__name__, call.values
+    if name == "scaled_dot_product_attention":
+        name = "flash_attention"
+        values = {SCALED_DOT_PRODUCT[n]: x for n, x in values.items()}
+        values |= {"layout": "bhsd", "return_lse": True}
+    forward = Call(getattr(cupy_flash, name), None, values)
     (out, lse), _ = forward.run(lambda array: array, backend="cpu")
     backward = getattr(cupy_flash, f"{name}_backward")
-    values = {n: x for n, x in call.values.items() if n != "return_lse"}
+    values = {n: x for n, x in values.items() if n != "return_lse"}
     values |= {"out": out, "lse": lse, "dout": np.ones_like(out)}
     wanted = [n for n in INPUTS if n in values]
     if "qkv" not in values:
@@ -62,10 +71,13 @@ def reference(call: Call) -> dict[str, np.ndarray]:
 def test_tensors(call: Call, device: str) -> None:
     library = torch_library("cuda" if device == "gpu" else "cpu")
     given = call.converted(library.convert)
-    inputs = {n: given[n].requires_grad_() for n in INPUTS if n in given}
-    out, lse = call.function(**given)
-    out.sum().backward()
-    found = {"out": out, "lse": lse} | {f"d{n}": x.grad for n, x in inputs.items()}
+    names = {n: SCALED_DOT_PRODUCT.get(n, n) for n in given}
+    inputs = {n: given[n].requires_grad_() for n, name in names.items() if name in INPUTS}
+    results = call.function(**given)
+    results = results if isinstance(results, tuple) else (results,)
+    found = dict(zip(("out", "lse"), results, strict=False))
+    found["out"].sum().backward()
+    found |= {f"d{names[n]}": x.grad for n, x in inputs.items()}
     if "qkv" in given:
         found = {n: x for n, x in found.items() if n in ("out", "lse", "dqkv")}
     assert_alike({n: host_array(x) for n, x in found.items()}, call)

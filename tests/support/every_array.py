@@ -34,19 +34,26 @@ PLAIN = frozenset(
         "block",
         "causal",
         "compute_scales",
+        "dropout_p",
+        "dtype",
+        "enable_gqa",
         "family",
         "grad_dtype",
         "h",
         "head_dim_v",
         "heads",
+        "interleaved",
+        "is_causal",
         "layout",
         "max_seqlen_k",
         "max_seqlen_q",
         "num_splits",
         "out_dtype",
+        "per",
         "q_offset",
         "return_lse",
         "rotary_interleaved",
+        "scale",
         "seqlen_k",
         "seqlen_q",
         "softcap",
@@ -183,6 +190,11 @@ def call_of(function: Callable[..., Any], argument: str | None, dtype: Any, seed
     return Call(function, argument, values)
 
 
+def gives_arrays(function: Callable[..., Any]) -> bool:
+    """Return whether the results of a function are arrays of the kind of its arguments."""
+    return kind_of(function) not in WITHOUT_INPUTS and not function.__name__.startswith("plan")
+
+
 def kind_of(function: Callable[..., Any]) -> str:
     """Return the kind of a function's arrays, such as "packed"."""
     names = inspect.signature(function).parameters
@@ -193,6 +205,9 @@ def kind_of(function: Callable[..., Any]) -> str:
         ("qkv", "qkvpacked"),
         ("cu_seqlens_q", "packed"),
         ("k_cache", "cached"),
+        ("attn_mask", "scaled_dot_product"),
+        ("positions", "rotary"),
+        ("per", "quantize"),
     ):
         if name in names:
             return kind
@@ -249,6 +264,17 @@ class _World:
                 "out_partial": self._values(3, BATCH, ROWS, *rows),
                 "lse_partial": self._values(3, BATCH, HEADS, ROWS, dtype=np.float32),
             },
+            "scaled_dot_product": {
+                "query": self._values(BATCH, HEADS, ROWS, DIM),
+                "key": self._values(BATCH, HEADS, KEYS, DIM),
+                "value": self._values(BATCH, HEADS, KEYS, DIM),
+            },
+            "rotary": {
+                "x": self._values(BATCH, ROWS, *rows),
+                "cos": self._values(CAPACITY, DIM // 2),
+                "sin": self._values(CAPACITY, DIM // 2),
+            },
+            "quantize": {"x": self._values(4, PAGE, *keys), "dtype": "int8"},
             "seen_pairs": {"seqlen_q": ROWS, "seqlen_k": KEYS},
             "plot_mask": {"seqlen_q": ROWS, "seqlen_k": KEYS},
             "check_mod": {"mod": self._score_mod()},
@@ -268,6 +294,8 @@ class _World:
             "sinks": lambda _: {name: self._values(HEADS, dtype=np.float32)},
             "bias": lambda v: {name: self._values(*self._pairs(v))},
             "mask": lambda v: {name: self.rng.random(self._pairs(v)) < 0.7},
+            "attn_mask": lambda v: {name: self._values(*self._pairs(v))},
+            "positions": lambda _: {name: self.rng.integers(CAPACITY, size=(BATCH, ROWS))},
             "prefix_lens": lambda _: {name: np.array([2, 4], np.int32), "causal": True},
             "tree_mask": lambda v: {
                 name: self.rng.integers(1, 16, (BATCH, self._queries(v))).astype(np.uint64)

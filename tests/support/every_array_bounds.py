@@ -7,6 +7,8 @@ With u half of the inputs' eps and w the largest magnitude of a value row's elem
   off by d move the output by 2 d w at most.
 - *Log-sum-exp*: `lse_bound` for each of both.
 - *Gradients*: the error rule of the gradients, `gradient_bound`.
+- *Rotated rows*: GPU and CPU round each element once, and gradients of rotated rows twice.
+- *Numbers of 8 bits* and their scales: the same bits.
 - *Keys that are rotated or have scales*, which are rounded before the product: the error rules of
   packed and cached sequences and of float8.
 """
@@ -24,7 +26,17 @@ from cupy_flash.reference.dense import max_error
 from cupy_flash.reference.gradients import backward_naive, gradient_bound, gradient_sizes
 from cupy_flash.reference.packed_gradients import backward_varlen_naive, gradient_varlen_sizes
 from support import sequence_support
-from support.every_array import BATCH, DIM, HEADS, HEADS_KV, KEYS, ROWS, Call, Captured
+from support.every_array import (
+    BATCH,
+    DIM,
+    HEADS,
+    HEADS_KV,
+    KEYS,
+    ROWS,
+    Call,
+    Captured,
+    kind_of,
+)
 from support.float8_support import Float8Case, truth_of
 from support.gpu_support import lse_bound
 
@@ -50,8 +62,16 @@ def check_results(call: Call, found: Sequence[np.ndarray], expected: Sequence[np
     expected
         Results of the CPU backend.
     """
-    name = call.function.__name__
-    if "backward" in name:
+    name, kind = call.function.__name__, kind_of(call.function)
+    if kind == "scaled_dot_product":
+        names = {"query": "q", "key": "k", "value": "v"}
+        _check_forward({names.get(n, n): x for n, x in call.values.items()}, found, expected)
+    elif kind == "rotary":
+        _check_rotated(found, expected)
+    elif kind == "quantize":
+        for array, right in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(array, right)
+    elif "backward" in name:
         _check_gradients(call.values, found, is_exact=name.startswith("attention"))
     elif name.endswith("_vjp"):
         _check_forward(call.values, found[:1], expected[:1])
@@ -64,6 +84,15 @@ def check_results(call: Call, found: Sequence[np.ndarray], expected: Sequence[np
         _check_forward(call.values, found[:2], expected[:2])
         for cache, right in zip(found[2:], expected[2:], strict=True):
             check_stored(cache, right)
+
+
+def _check_rotated(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> None:
+    largest = max(float(np.abs(right.astype(np.float64)).max()) for right in expected)
+    for array, right in zip(found, expected, strict=True):
+        # Two products of each rounded element, with tables of at most 4.
+        bound = 8 * float(np.finfo(right.dtype).eps) * largest
+        error = max_error(array, right)
+        assert error <= bound, f"a rotated row is off by {error:.3g}, allowed {bound:.3g}"
 
 
 def check_stored(found: np.ndarray, expected: np.ndarray) -> None:

@@ -1,0 +1,50 @@
+"""Checks of lengths and places in device arrays, in calls under `CUPY_FLASH_CHECK`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+
+from cupy_flash.arrays.strided import as_cupy, taken_by
+from cupy_flash.calls.arguments import INT32
+from cupy_flash.calls.contents import check_contents
+from cupy_flash.calls.gradients import gradient_problem
+from cupy_flash.calls.modifiers import Modifiers
+from cupy_flash.calls.options import Options
+from cupy_flash.calls.problems import problem_of
+from cupy_flash.gpu.environment import cupy_module
+
+VARIABLE = "CUPY_FLASH_CHECK"
+# Read once, as calls take few microseconds.
+is_asked_for = os.environ.get(VARIABLE, "0") not in ("", "0")
+
+
+def check(arrays: Any, options: Options, keys: int, modifiers: Modifiers | None) -> None:
+    """Raise ValueError for contents that kernels would clamp; see `check_contents`.
+
+    The arrays of lengths and places are copied to the host, which waits for the current stream.
+    While the stream is captured, arrays have no contents, and nothing is checked.
+
+    Parameters
+    ----------
+    arrays, options, modifiers
+        `Arguments` or `GradientArguments` of a call on the current GPU, and what else it asks for.
+        They were checked for everything else.
+    keys
+        Length of every cache, where no array says it.
+    """
+    names = [name for name in arrays._fields if name in INT32 and getattr(arrays, name) is not None]
+    if not names or cupy_module().cuda.get_current_stream().is_capturing():
+        return
+    if modifiers is not None:
+        options = options.with_modifiers(modifiers)
+    plain = type(arrays)(*map(as_cupy, arrays))
+    on_host = {name: taken_by(np, getattr(plain, name)) for name in names}
+    if options.wrt is None:
+        plain = plain.parts_of_qkv(options.layout)
+        check_contents(plain._replace(**on_host), options, problem_of(plain, options), keys)
+    else:
+        problem = gradient_problem(plain, options)
+        check_contents(plain._replace(**on_host).forward, options, problem, keys)

@@ -1,0 +1,170 @@
+"""Rotary embedding of arrays of any kind, and the checks of its tables."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupy_flash.arrays.kinds import read
+from cupy_flash.arrays.strided import (
+    array_module,
+    as_cupy,
+    broadcasts,
+    dtype_name,
+    require_axes,
+    require_float,
+    require_shape,
+    taken_by,
+)
+from cupy_flash.calls.arguments import normalized
+from cupy_flash.host.quiet import quiet
+from cupy_flash.host.rotary import rotated_at
+from cupy_flash.problem.values import check_bool, check_count
+
+
+class Tables(NamedTuple):
+    """Rows to rotate, and the tables of their angles."""
+
+    x: Any
+    cos: Any
+    sin: Any
+
+
+class Gradient(NamedTuple):
+    """Gradient of rotated rows, the rows, and the tables of their angles."""
+
+    dout: Any
+    x: Any
+    cos: Any
+    sin: Any
+
+
+def rotate(x: Any, cos: Any, sin: Any, positions: Any, interleaved: bool) -> Any:
+    """Return what `cupy_flash.apply_rotary` returns."""
+    given, convert = normalized(Tables(x, cos, sin))
+    x, cos, sin = map(as_cupy, given)
+    places = _checked_places(x, cos, sin, positions, interleaved)
+    return convert(_rotated(x, cos, sin, places, interleaved))
+
+
+def pull_back(dout: Any, x: Any, cos: Any, sin: Any, positions: Any, interleaved: bool) -> Any:
+    """Return the gradient of x, given that of the rotated rows."""
+    given, convert = normalized(Gradient(dout, x, cos, sin))
+    dout, x, cos, sin = map(as_cupy, given)
+    places = _checked_places(x, cos, sin, positions, interleaved)
+    require_shape("dout", dout, tuple(x.shape), "that of x")
+    if dout.dtype != x.dtype:
+        raise TypeError(f"dout has dtype {dout.dtype}; expected {x.dtype}, as x")
+    return convert(_rotated(dout, cos, sin, places, interleaved, transposed=True))
+
+
+@quiet
+def _rotated(
+    x: Any, cos: Any, sin: Any, places: Any, interleaved: bool, *, transposed: bool = False
+) -> Any:
+    turned = rotated_at(
+        *(x, cos, sin, places),
+        interleaved=bool(interleaved),
+        compute=np.float64 if x.dtype == np.float64 else np.float32,
+        transposed=transposed,
+    )
+    return turned.astype(x.dtype, copy=False)
+
+
+def _checked_places(x: Any, cos: Any, sin: Any, positions: Any, interleaved: bool) -> Any:
+    """Return the position of each row.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arguments that `apply_rotary` does not take.
+    """
+    require_float("x", x)
+    if x.ndim not in (3, 4):
+        raise ValueError(
+            f"x has {x.ndim} axes, shape {tuple(x.shape)}; expected (batch, seqlen, heads, "
+            "head_dim) or (total, heads, head_dim)"
+        )
+    check_bool("interleaved", interleaved)
+    require_tables(("cos", cos), ("sin", sin), "x", dtype_name(x), x.shape[-1])
+    return _places(positions, x.shape[:-2], int(cos.shape[0]), array_module(x))
+
+
+def require_tables(
+    cos: tuple[str, Any], sin: tuple[str, Any], whose: str, dtype: str, head_dim: int
+) -> None:
+    """Raise TypeError or ValueError unless tables of angles fit the rows that they rotate.
+
+    Parameters
+    ----------
+    cos, sin
+        Name and array of each table.
+    whose
+        Name of the rows, for messages.
+    dtype, head_dim
+        Dtype of the rows, and their columns.
+    """
+    accumulator = "float64" if dtype == "float64" else "float32"
+    dtypes = tuple(dict.fromkeys((dtype, accumulator)))
+    for name, array in (cos, sin):
+        require_axes(name, array, 2, "positions and rotary_dim / 2")
+        if dtype_name(array) not in dtypes or not array.dtype.isnative:
+            raise TypeError(
+                f"{name} has dtype {array.dtype}; expected {' or '.join(dtypes)}, with {whose} "
+                f"{dtype}"
+            )
+    (cos_name, cosines), (sin_name, sines) = cos, sin
+    require_shape(sin_name, sines, tuple(cosines.shape), f"as {cos_name}")
+    if cosines.dtype != sines.dtype:
+        raise TypeError(
+            f"{sin_name} has dtype {sines.dtype}; expected {cosines.dtype}, as {cos_name}"
+        )
+    rows, half = cosines.shape
+    check_count(f"number of rows of {cos_name}", rows)
+    if not 2 <= 2 * half <= head_dim:
+        raise ValueError(
+            f"{cos_name} has {half} columns for a rotary_dim of {2 * half}; expected a rotary_dim "
+            f"of 2 to {head_dim}, the head_dim"
+        )
+
+
+def _places(positions: Any, shape: tuple[int, ...], rows: int, xp: Any) -> Any:
+    """Return the position of each row as integers of module `xp` that broadcast to `shape`.
+
+    Positions in host memory are checked. Those on a GPU are not known to the host, and
+    `rotated_at` limits them to the rows of the tables.
+    """
+    if positions is None:
+        if shape[-1] > rows:
+            raise ValueError(
+                f"cos has {rows} rows; expected at least {shape[-1]}, one for each position, or "
+                "positions"
+            )
+        return np.arange(shape[-1])
+    if isinstance(positions, (int, np.integer, list, tuple)):
+        try:
+            array = np.asarray(positions)
+        except ValueError as error:
+            raise ValueError(f"positions is no array of integers: {error}") from error
+        positions = array if array.size else array.astype(np.int64)
+    else:
+        positions = read("positions", positions)
+    if positions.dtype.kind not in "iu":
+        raise TypeError(f"positions has dtype {positions.dtype}; expected integers")
+    if xp is np and not isinstance(positions, np.ndarray):
+        raise TypeError("x lies in host memory and positions on a GPU; move one of them")
+    if not broadcasts(tuple(positions.shape), tuple(shape)):
+        axes = "batch, seqlen" if len(shape) == 2 else "total,"
+        raise ValueError(
+            f"positions has shape {tuple(positions.shape)}; expected one that broadcasts to "
+            f"{tuple(shape)}, ({axes})"
+        )
+    if isinstance(positions, np.ndarray):
+        for place in np.argwhere((positions < 0) | (positions >= rows))[:1]:
+            entry = f"positions[{', '.join(map(str, place))}]" if place.size else "positions"
+            raise ValueError(
+                f"{entry} is {positions[tuple(place)]}; expected 0 to {rows - 1}, as cos has "
+                f"{rows} rows"
+            )
+    return taken_by(xp, positions)

@@ -1,0 +1,134 @@
+"""Checks of device arrays under `CUPY_FLASH_CHECK`, on NumPy arrays in their place."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cupy_flash import (
+    flash_attention,
+    flash_attention_backward,
+    flash_attention_varlen,
+    flash_attention_varlen_backward,
+    flash_attention_with_kvcache,
+)
+from cupy_flash.calls import checked, gradients_on_host, on_host
+
+ROWS, KEYS, HEADS, DIM = 9, 12, 2, 8
+
+
+@pytest.fixture(params=[False, True], ids=["usual", "captured"])
+def is_captured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the stream is captured; the CPU backend then checks arrays as a GPU's are checked."""
+    stream = SimpleNamespace(is_capturing=lambda: request.param)
+    cupy = SimpleNamespace(cuda=SimpleNamespace(get_current_stream=lambda: stream))
+    monkeypatch.setattr(checked, "cupy_module", lambda: cupy)
+
+    def check_contents(arguments: Any, options: Any, problem: Any, keys: int) -> Any:
+        checked.check(arguments, options, keys, None)
+        # The call itself needs right contents.
+        raise Passed
+
+    def known(arguments: Any, options: Any, backend: str) -> Any:
+        checked.check(arguments, options, 0, None)
+        raise Passed
+
+    monkeypatch.setattr(on_host, "check_contents", check_contents)
+    monkeypatch.setattr(gradients_on_host, "_known", known)
+    return bool(request.param)
+
+
+class Passed(Exception):
+    """No check failed."""
+
+
+def _zeros(*shape: int) -> np.ndarray:
+    return np.zeros(shape, np.float32)
+
+
+def _dense() -> dict[str, Any]:
+    q, k = _zeros(2, ROWS, HEADS, DIM), _zeros(2, KEYS, HEADS, DIM)
+    return {"q": q, "k": k, "v": k}
+
+
+def _packed() -> dict[str, Any]:
+    q, k = _zeros(ROWS, HEADS, DIM), _zeros(KEYS, HEADS, DIM)
+    lengths = {
+        "cu_seqlens_q": np.array([0, 4, ROWS], np.int32),
+        "cu_seqlens_k": np.array([0, 4, KEYS], np.int32),
+    }
+    return {"q": q, "k": k, "v": k, **lengths, "max_seqlen_q": 5, "max_seqlen_k": 8}
+
+
+def _cached() -> dict[str, Any]:
+    q, cache = _zeros(2, 1, HEADS, DIM), _zeros(6, 4, HEADS, DIM)
+    return {
+        "q": q,
+        "k_cache": cache,
+        "v_cache": cache,
+        "cache_seqlens": np.array([3, 7], np.int32),
+        "block_table": np.array([[5, 0], [1, 2]], np.int32),
+    }
+
+
+def _with_gradients(values: dict[str, Any]) -> dict[str, Any]:
+    q = values["q"]
+    lse = q.shape[:-1][::-1] if q.ndim == 3 else (q.shape[0], HEADS, ROWS)
+    return values | {"dout": q, "out": q, "lse": _zeros(*lse)}
+
+
+CALLS = {
+    "dense": (flash_attention, _dense),
+    "packed": (flash_attention_varlen, _packed),
+    "cached": (flash_attention_with_kvcache, _cached),
+    "dense backward": (flash_attention_backward, lambda: _with_gradients(_dense())),
+    "packed backward": (flash_attention_varlen_backward, lambda: _with_gradients(_packed())),
+}
+WRONG = [
+    ("dense", {"seqlens_k": [3, KEYS + 1]}, r"seqlens_k\[1\] is 13; expected at most 12"),
+    ("dense", {"prefix_lens": [-1, 3], "causal": True}, r"prefix_lens\[0\] is -1"),
+    ("dense backward", {"seqlens_k": [-2, 3]}, r"seqlens_k\[0\] is -2; expected at least 0"),
+    ("packed", {"cu_seqlens_q": [0, 5, 4]}, "cu_seqlens_q decreases from 5 to 4 at index 2"),
+    ("packed", {"cu_seqlens_k": [0, 9, KEYS]}, "cu_seqlens_k gives sequence 0 a length of 9"),
+    ("packed", {"seqused_k": [4, -1]}, r"seqused_k\[1\] is -1; expected at least 0"),
+    ("packed backward", {"cu_seqlens_k": [0, 4, 13]}, r"cu_seqlens_k\[2\] is 13; expected at"),
+    ("cached", {"cache_seqlens": [3, 9]}, r"cache_seqlens\[1\] is 9; expected at most 8"),
+    ("cached", {"block_table": [[5, 0], [1, 6]]}, r"block_table\[1, 1\] is 6; expected 0 to 5"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "message"), WRONG)
+def test_an_entry_out_of_range_is_named(
+    name: str, change: dict[str, Any], message: str, is_captured: bool
+) -> None:
+    function, arguments = CALLS[name]
+    changed = {n: np.array(x, np.int32) if isinstance(x, list) else x for n, x in change.items()}
+    values = arguments() | changed
+    # Arrays of a captured call have no contents yet.
+    error = pytest.raises(Passed) if is_captured else pytest.raises(ValueError, match=message)
+    with error:
+        function(**values, backend="cpu")
+
+
+@pytest.mark.usefixtures("is_captured")
+@pytest.mark.parametrize("name", CALLS)
+def test_right_entries_pass(name: str) -> None:
+    function, arguments = CALLS[name]
+    with pytest.raises(Passed):
+        function(**arguments(), backend="cpu")
+
+
+@pytest.mark.parametrize(("value", "expected"), [("1", True), ("0", False), ("", False)])
+def test_the_variable_asks_for_checks(value: str, expected: bool) -> None:
+    program = "from cupy_flash.calls import checked; print(checked.is_asked_for)"
+    environment = {**os.environ, checked.VARIABLE: value}
+    found = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.strip() == str(expected)

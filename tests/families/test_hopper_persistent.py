@@ -104,8 +104,17 @@ def test_every_tile_of_every_head_is_taken_once_by_one_block(batch, heads, seqle
 )
 @pytest.mark.parametrize(("Br", "Bc", "blocks"), [(128, 128, SMS), (192, 128, SMS), (64, 80, 114)])
 def test_a_section_is_the_fewest_heads_with_nearly_the_most_even_shares(changes, Br, Bc, blocks):
-    case = problem(**changes)
-    chosen = persistent.section_heads(case, blocks=blocks, Br=Br, Bc=Bc)
+    given = problem(**changes)
+    chosen = persistent.section_heads(given, blocks=blocks, Br=Br, Bc=Bc)
+    # Lengths count as multiples of a tile's rows and keys.
+    case = problem(
+        **changes
+        | {
+            "seqlen_q": -(-given.seqlen_q // Br) * Br,
+            "seqlen_k": -(-given.seqlen_k // Bc) * Bc,
+            "q_offset": round(given.q_offset / Bc) * Bc,
+        }
+    )
     most = min(case.batch * case.heads_q, MOST_HEADS)
     even = {
         section: evenness(case, section=section, blocks=blocks, Br=Br, Bc=Bc)

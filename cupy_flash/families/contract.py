@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -81,6 +81,27 @@ class TranslationUnit:
 
 
 TileT = TypeVar("TileT", bound=Tile)
+FamilyT = TypeVar("FamilyT")
+ResultT = TypeVar("ResultT")
+
+
+def remembers_last(
+    method: Callable[[FamilyT, Problem, Device], ResultT],
+) -> Callable[[FamilyT, Problem, Device], ResultT]:
+    """Keep a method's last result: a plan asks several times about the same problem and device.
+
+    Which those are is seen by their identity, as the hash of a problem takes microseconds.
+    """
+    last: dict[int, tuple[Problem, Device, ResultT]] = {}
+
+    @functools.wraps(method)
+    def remembering(self: FamilyT, problem: Problem, device: Device) -> ResultT:
+        found = last.get(id(self))
+        if found is None or found[0] is not problem or found[1] is not device:
+            found = last[id(self)] = problem, device, method(self, problem, device)
+        return found[2]
+
+    return remembering
 
 
 class Family(ABC, Generic[TileT]):

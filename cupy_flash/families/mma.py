@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cupy_flash.families import ragged
-from cupy_flash.families.contract import Family, round_up, why_not_blocks
+from cupy_flash.families.contract import Family, remembers_last, round_up, why_not_blocks
 from cupy_flash.families.schedule import MAIN_ENTRY, Launch, Schedule, Split
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
@@ -189,6 +189,7 @@ class MmaFamily(Family[MmaTile]):
         assert tile is not None, "asked only where why_not() has no reason"
         return tile
 
+    @remembers_last
     def _first_legal(self, problem: Problem, device: Device) -> MmaTile | None:
         tiles = itertools.chain(_preferred_tiles(problem, device), self.candidates(problem, device))
         return next((t for t in tiles if self.why_not_tile(problem, device, t) is None), None)

@@ -12,6 +12,7 @@ from cupy_flash.families.contract import (
     MAX_GRID,
     Family,
     ceil_div,
+    remembers_last,
     round_up,
     why_not_blocks,
 )
@@ -165,6 +166,7 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
         assert tile is not None, "asked only where why_not() has no reason"
         return tile
 
+    @remembers_last
     def _first_legal(self, problem: Problem, device: Device) -> MmaBackwardTile | None:
         tiles = itertools.chain(_preferred_tiles(problem), _SMALL)
         return next((t for t in tiles if self.why_not_tile(problem, device, t) is None), None)

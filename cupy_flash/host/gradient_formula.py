@@ -107,7 +107,9 @@ def _differentiate(
     if dlse is None and visible.end(0) == 1:
         # Rows that attend to one key: all of them, or the first.
         rows = slice(None) if seqlen_k == 1 else slice(1)
-        least = least_weight_of_one_key(p.dtype.name, q.shape[3], lse[:, :, rows, None])
+        least = least_weight_of_one_key(
+            p.dtype.name, max(q.shape[3], v.shape[3]), lse[:, :, rows, None]
+        )
         np.copyto(ds[:, :, rows], 0, where=p[:, :, rows] > least)
     dq = results["q"]
     write_sums(ds, k, dq.swapaxes(1, 2))

@@ -41,26 +41,26 @@ _LARGEST_LSE = {"float32": 2.0**20 * math.log(2), "float64": 2.0**49 * math.log(
 _WEIGHT_OF_ONE_KEY = {"float16": 1 - 2.0**-14, "bfloat16": 1 - 2.0**-11}
 _ERROR_OF_PRODUCT = {"float32": 2.0**-24, "float64": 2.0**-50}
 
-# The rounding of scores and of lse makes weights uncertain in proportion to their size. The
-# threshold allows for eight roundings of half a unit, down to that of bfloat16.
+# Rounding makes weights uncertain in proportion to the log-sum-exp. The threshold allows for some
+# twenty roundings of half a unit, but does not fall below that of bfloat16.
 _ROUNDING_OF_WEIGHT = {"float32": 2.0**-20 / math.log(2), "float64": 2.0**-49 / math.log(2)}
 
 
-def least_weight_of_one_key(dtype: str, head_dim: int, lse: Array) -> Array:
-    """Return the weight above which rows of such a log-sum-exp count as attending to one key.
+def least_weight_of_one_key(dtype: str, columns: int, lse: Array) -> Array:
+    """Return, for each row, the weight above which a key counts as its only key.
 
     Parameters
     ----------
     dtype
-        Of the inputs.
-    head_dim
-        Columns of queries and keys.
+        Name of the inputs' dtype.
+    columns
+        The larger of head_dim and head_dim_v.
     lse
         Natural log-sum-exp of each row, or minus it.
     """
     if dtype in _WEIGHT_OF_ONE_KEY:
         return np.full_like(lse, _WEIGHT_OF_ONE_KEY[dtype])
-    least = 1 - max(64, head_dim) * _ERROR_OF_PRODUCT[dtype]
+    least = 1 - max(64, columns) * _ERROR_OF_PRODUCT[dtype]
     weights: Array = lse.dtype.type(least) - lse.dtype.type(_ROUNDING_OF_WEIGHT[dtype]) * abs(lse)
     return np.maximum(weights, lse.dtype.type(_WEIGHT_OF_ONE_KEY["bfloat16"]))
 
@@ -172,10 +172,9 @@ class _Tile:
         )
 
     def _least_weight_of_one_key(self) -> Array:
-        # Their last column is minus the log-sum-exp.
-        return least_weight_of_one_key(
-            self.job.q.dtype.name, self.job.q.shape[-1], self.q[..., -1:]
-        )
+        # The last column of self.q is minus the log-sum-exp.
+        columns = max(self.job.q.shape[-1], self.job.v.shape[-1])
+        return least_weight_of_one_key(self.job.q.dtype.name, columns, self.q[..., -1:])
 
     def _of_sinks(self, lse: Array, delta: Array) -> Part:
         sinks = self.job.sinks_of(self.block)

@@ -188,7 +188,8 @@ struct MmaGradients : MmaGradientProducts<Config> {
         work.batch,
         head,
         of_scaled ? scale_log2 * unit.score : scale_log2,
-        in_pieces ? 1 / Units::unit_of_p : 1};
+        in_pieces ? 1 / Units::unit_of_p : 1,
+        in_pieces ? Units::log2_of_p : 0};
     const auto element = [](auto& of, int r, int n) -> float& {
       return of[n / 2][r / 2][2 * (n % 2) + r % 2];
     };

@@ -74,24 +74,26 @@ __device__ RowTerms<T> row_terms_of(const GradientParams& p, const Sequence& at,
 // number instead of 0. If positions alone hide keys, such rows are known exactly. Otherwise a row
 // counts as such if its P exceeds this threshold. The true gradient, (1 - P) (dP - the mean dP of
 // the other keys), is then below the error of delta, which is computed from an output rounded to
-// `Element`. (For float32 and float64 it is below the error of dP, a sum of head_dim rounded
-// products.) Rounding of lse and of the recomputed score makes P uncertain by as much.
-template <class Element, int head_dim = 64>
+// `Element`. (For float32 and float64 it is below the error of dP, a sum of as many rounded products
+// as there are columns.) Rounding of lse and of the recomputed score makes P uncertain by as much.
+template <class Element, int columns = 64>
 constexpr Accumulator<Element> p_of_one_key =
-    1 - (head_dim > 64 ? head_dim : 64) * Accumulator<Element>(sizeof(Element) == 4 ? 0x1p-24 : 0x1p-50);
-template <int head_dim>
-constexpr float p_of_one_key<bfloat16_t, head_dim> = 1 - 0x1p-11f;
-template <int head_dim>
-constexpr float p_of_one_key<half_t, head_dim> = 1 - 0x1p-14f;
+    1 - (columns > 64 ? columns : 64) *
+            Accumulator<Element>(sizeof(Element) == 4 ? 0x1p-24 : 0x1p-50);
+template <int columns>
+constexpr float p_of_one_key<bfloat16_t, columns> = 1 - 0x1p-11f;
+template <int columns>
+constexpr float p_of_one_key<half_t, columns> = 1 - 0x1p-14f;
 
-// That threshold in float32 or float64 for a row of this log-sum-exp, times log2(e). The rounding of
-// scores and of lse makes P uncertain in proportion to their size. Eight roundings of half a unit
-// are allowed for, down to the threshold of bfloat16.
-template <class T, int head_dim>
+// Returns the threshold for inputs of float32 or float64. `lse_log2` is the row's log-sum-exp times
+// log2(e). Rounding makes P uncertain in proportion to it: the threshold allows for some twenty
+// roundings of half a unit, but does not fall below that of bfloat16. If terms of a score cancel,
+// P may be off by more than lse tells, and a row of one key then has gradients of that size.
+template <class T, int columns>
 __device__ inline T least_p_of_one_key(T lse_log2) {
   const T rounding = sizeof(T) == 4 ? T(0x1p-20) : T(0x1p-49);
   const T size = lse_log2 < 0 ? -lse_log2 : lse_log2;
-  const T least = fma(-rounding, size, p_of_one_key<T, head_dim>);
+  const T least = fma(-rounding, size, p_of_one_key<T, columns>);
   return least > p_of_one_key<bfloat16_t> ? least : T(p_of_one_key<bfloat16_t>);
 }
 

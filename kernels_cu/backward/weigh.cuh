@@ -31,7 +31,8 @@ struct Weigh {
   int batch;
   int head;
   T scale_log2;
-  T one = 1;  // p = 1 in the unit in which p is computed
+  T one = 1;       // p = 1 in the unit in which p is computed
+  T log2_one = 0;  // what that unit takes from lse_log2
 
   // score(r, n) becomes p, gradient(r, n), which is that of p, that of the score. Masked says that
   // some pair is hidden by its place, or lies behind the last row. OfScaled says whether gradients
@@ -73,6 +74,7 @@ struct Weigh {
   template <class RowOf, class Score, class Gradient>
   __device__ void settle(RowOf row_of, Score score, Gradient gradient) const {
     if constexpr (settles_one_key<Config>) {
+      static_assert(sizeof(Element) == 2, "of others the threshold depends on the row");
       if (count(row_of(0)) > 1 && count(row_of(Queries - 1)) > 1) return;
 #pragma unroll
       for (int r = 0; r < Queries; ++r) {
@@ -101,12 +103,14 @@ struct Weigh {
  private:
   using Element = typename Config::Element;
 
-  // Returns the p, in its unit, above which a key counts as the only one of its row.
+  // Returns the threshold of P above which a key counts as the row's only key, multiplied by `one`.
   __device__ T threshold(const RowTerms<T>& row) const {
     if constexpr (sizeof(Element) == 2) {
       return one * p_of_one_key<Element>;
     } else {
-      return one * least_p_of_one_key<Element, Config::head_dim>(row.lse_log2);
+      constexpr int columns =
+          Config::head_dim > Config::head_dim_v ? Config::head_dim : Config::head_dim_v;
+      return one * least_p_of_one_key<Element, columns>(row.lse_log2 + log2_one);
     }
   }
 

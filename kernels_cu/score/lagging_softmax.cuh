@@ -12,12 +12,6 @@ __device__ inline bool any_of_lanes(bool x) {
   return __ballot_sync(~0u, x) >> (threadIdx.x & 28) & 15;
 }
 
-// Whether x is true in exactly one of the four lanes that hold a row.
-__device__ inline bool one_of_lanes(bool x) {
-  const unsigned lanes = __ballot_sync(~0u, x) >> (threadIdx.x & 28) & 15;
-  return lanes != 0 && (lanes & (lanes - 1)) == 0;
-}
-
 template <class Element>
 struct LaggingSoftmaxRow {
   using Math = SoftmaxMath<float>;

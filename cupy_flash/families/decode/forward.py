@@ -10,6 +10,7 @@ from cupy_flash.families.contract import (
     MAX_GRID,
     Family,
     heads_in_l2,
+    remembers_last,
     why_not_blocks,
     why_not_scale,
 )
@@ -126,6 +127,7 @@ class DecodeFamily(Family[DecodeTile]):
         assert tile is not None, "asked only where why_not() has no reason"
         return tile
 
+    @remembers_last
     def _first_legal(self, problem: Problem, device: Device) -> DecodeTile | None:
         best = preferred.preferred_tiles(problem, device)
         tiles = itertools.chain(best, self.candidates(problem, device))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cupy_flash.families import gradients
-from cupy_flash.families.contract import Family, round_up, why_not_shared_memory
+from cupy_flash.families.contract import Family, remembers_last, round_up, why_not_shared_memory
 from cupy_flash.families.gradients import QuerySums
 from cupy_flash.families.hopper.sm90 import BARRIER_BYTES, WARPGROUP, WARPGROUP_ROWS, why_not_device
 from cupy_flash.families.hopper.tensor_maps import map_spec, why_not_rows, why_not_strides
@@ -134,6 +134,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         assert tile is not None, "asked only where why_not() has no reason"
         return tile
 
+    @remembers_last
     def _first_legal(self, problem: Problem, device: Device) -> HopperBackwardTile | None:
         tiles = _preferred_tiles(problem)
         return next((t for t in tiles if self.why_not_tile(problem, device, t) is None), None)

@@ -13,6 +13,7 @@ from cupy_flash.families.contract import (
     Family,
     TranslationUnit,
     ceil_div,
+    remembers_last,
     why_not_scale,
     why_not_shared_memory,
 )
@@ -162,6 +163,7 @@ class HopperFamily(Family[HopperTile]):
         assert tile is not None, "asked only where why_not() has no reason"
         return tile
 
+    @remembers_last
     def _first_legal(self, problem: Problem, device: Device) -> HopperTile | None:
         equal = sequences.of_equal_lengths(problem)
         preferred = (

@@ -323,6 +323,7 @@ struct HopperGradientProducts {
         weigh_part(step).settle(rows_of_part(step, part), element(scores), element(of));
       }
     } else if constexpr (settles_one_key<Config>) {
+      static_assert(sizeof(Element) == 2, "of others the threshold depends on the row");
 #pragma unroll
       for (int i = 0; i < columns / 2; ++i) of[i] = scores[i] > p_of_one_key<Element> ? 0 : of[i];
     }

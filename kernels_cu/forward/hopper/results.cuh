@@ -33,11 +33,11 @@ struct HopperResults {
   }
 
   // Computes the factors that the rows of the output are multiplied by, and writes the log-sum-exp.
-  // Returns whether write_output() must look for special rows. A row is special if its sum is 0 or,
-  // with Config::finds_only_keys, if it may attend to one key only. P of an only key can be any
-  // number, so such a row is recognized by its sum, all of which is one lane's. The factor in that
-  // lane becomes minus the sum, for normalize_only_keys(). Most tiles have no special rows, and one
-  // vote tells so.
+  // Returns whether any row of the warp is special, which write_output() then looks for. A row is
+  // special if its factor is 0 or, with Config::finds_only_keys, if one lane holds its whole sum, so
+  // that it may attend to one key only. In the last case the factor in that lane is minus the sum;
+  // normalize_only_keys() replaces it. Most tiles have no special row, and one vote skips all of
+  // this.
   __device__ bool finish_softmax(const SoftmaxRow (&finished)[2], float (&normalizer)[2]) const {
     SoftmaxRow state[2] = {finished[0], finished[1]};
     bool may_be_one_key[2] = {}, is_special = false;
@@ -53,6 +53,10 @@ struct HopperResults {
       }
       if (is_special && may_be_one_key[half]) normalizer[half] = -state[half].sum;
     }
+    if constexpr (Config::modified && Config::sinks) {
+      // Beside a large sink a factor may be 0 although the sum is not.
+      is_special = __any_sync(~0u, is_special || normalizer[0] == 0 || normalizer[1] == 0);
+    }
     if (Cta::rank() != 0 || (!Config::split_keys && cta.p.lse == nullptr)) return is_special;
     const Visit& visit = finished_visit();
 #pragma unroll
@@ -67,10 +71,10 @@ struct HopperResults {
     return is_special;
   }
 
-  // Sums up the rows, and tells which lanes have all of a row's sum. Returns whether any row of the
-  // warp is special. Keys of low scores count as masked. If the largest score of a row is hardly
-  // above those, they would have weight, so its sum becomes 0, and low_rows.cuh computes the row.
-  // The base is at most 32 above the largest score.
+  // Sums each row over its four lanes. Sets may_be_one_key[half] in a lane whose own sum is the row's
+  // sum. Returns whether any row of the warp is special. With Config::marks_low_rows, the sum of a
+  // row becomes 0 if its base is near the low scores, which are masked: they would have weight in
+  // the row, so low_rows.cuh computes it. The base exceeds the largest score by at most 32.
   __device__ static bool sum_up(SoftmaxRow (&state)[2], bool (&may_be_one_key)[2]) {
     bool is_special = false, is_low[2] = {};
 #pragma unroll
@@ -116,8 +120,8 @@ struct HopperResults {
   // Replaces the negative factors that finish_softmax() has set, and the factors of the same rows in
   // other lanes. The output of a row that attends to one key is the value times P rounded to 16
   // bits, so the quotient by the rounded sum is exactly the value. If a row attends to several
-  // keys, some of its quotients are not 16-bit numbers, and its factor is that of other rows. One
-  // column of each lane decides: comparing all 32 makes a bias 1% slower (bfloat16, head_dim 128,
+  // keys, some of its quotients are not 16-bit numbers; then the factor is 1 / sum, as for any row.
+  // One column of each lane decides: comparing all 32 makes a bias 1% slower (bfloat16, head_dim 128,
   // 8192 keys, H200). Should the quotients of just these columns be 16-bit numbers, the output is
   // off by the rounding of the sum, half a unit in its last place.
   __device__ void normalize_only_keys(float (&normalizer)[2]) const {

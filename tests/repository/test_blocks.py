@@ -18,6 +18,7 @@ says what else it takes:
   whatever its numbers and line breaks are.
 - ``file: NAME``: the name of the file.
 - ``given: NAME``: what is there before the commands run, see `GIVEN`.
+- ``columns: N``: width of the terminal, if it is not 80.
 - ``ci: NAME``: `.ci/run` runs the command.
 """
 
@@ -65,6 +66,7 @@ SHIPPED = Path(tuning.__file__).parent / "tuned"
 HOME, PROCESSOR = "/home/ada", "AMD EPYC (2 CPUs)"
 PAGES = ["README.md", *(f"docs/{page.name}" for page in sorted(CHECKOUT.glob("docs/*.md")))]
 BLOCK = re.compile(r"(?:^<!-- ([^\n]*) -->\n)?^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+NOTES = {"ci", "columns", "file", "figures", "given"}
 LANGUAGES = {"python", "pycon", "console", "sh", "json", "csv", "text", "cpp", ""}
 
 
@@ -85,6 +87,7 @@ NEEDS: dict[str, Callable[[], str | None]] = {
     "compiler": why_no_compiler,
     "weights": why_no_example,
     "time": lambda: None,  # a slow test
+    "minutes": lambda: "it compiles for minutes, as a command of README.md does, which is run",
     "ranks": lambda: "tests/parallel/test_page.py runs it on several ranks",
     "communicator": lambda: "the caller makes the communicator",
     "profiler": lambda: "it needs Nsight Compute",
@@ -171,7 +174,7 @@ def test_every_block_says_what_becomes_of_it() -> None:
     for block in BLOCKS:
         assert block.language in LANGUAGES, block.name
         assert set(block.needs) <= set(NEEDS), block.name
-        assert set(block.notes) <= {"ci", "file", "figures", "given"}, block.name
+        assert set(block.notes) <= NOTES, block.name
         assert block.notes.get("figures", "measured") == "measured", block.name
         assert block.notes.get("given", "records") in GIVEN, block.name
         assert ("file" in block.notes) == (block.language in ("json", "csv")), block.name
@@ -372,7 +375,7 @@ def check_commands(
     if reason := block.absent():
         pytest.skip(reason)
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("COLUMNS", block.notes.get("columns", "80"))
     monkeypatch.setenv(tuning.HOME_VARIABLE, str(folder / ".cupy_flash"))
     (folder / "examples").symlink_to(CHECKOUT / "examples")
     for other in blocks_of(block.page):
@@ -381,7 +384,8 @@ def check_commands(
     if "given" in block.notes:
         GIVEN[block.notes["given"]](folder)
     for line, shown in block.commands():
-        if not (words := shlex.split(line, comments=True)):
+        words = shlex.split(line, comments=True)
+        if not words:
             continue
         clock.interrupt = "^C" in shown
         printed = run_command(words, folder)

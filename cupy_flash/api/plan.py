@@ -55,7 +55,8 @@ def plan(
         the first three, such as `flash_attention_backward`.
     *arguments, **options
         Arguments of the call. The arrays are neither read nor written. What a call for gradients
-        takes besides the inputs (dout, out and lse) may be left out, and is contiguous then.
+        takes besides the inputs (dout, out and lse) may be left out, and is contiguous then. A
+        dqkv is not looked at.
     arch : str, optional
         Plan for a usual GPU of this architecture, such as "sm_90", instead of the current one.
 

@@ -106,9 +106,12 @@ class Block:
     needs: Sequence[str] = ()
     notes: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def name(self) -> str:
+    def __str__(self) -> str:
         return f"{self.page}:{self.line}"
+
+    @property
+    def is_command(self) -> bool:
+        return self.language in ("sh", "console")
 
     def absent(self) -> str | None:
         """Why the block cannot run here, or None if it can."""
@@ -143,10 +146,13 @@ def commands(*, slow: bool) -> list[Any]:
     found = [
         block
         for block in BLOCKS
-        if block.language in ("sh", "console") and "ci" not in block.notes
-        if ("time" in block.needs) == slow
+        if block.is_command and "ci" not in block.notes and ("time" in block.needs) == slow
     ]
-    return [pytest.param(block, id=block.name) for block in found]
+    gpu = (pytest.mark.gpu,)
+    return [
+        pytest.param(block, id=str(block), marks=gpu if "gpu" in block.needs else ())
+        for block in found
+    ]
 
 
 def unlike(shown: str, printed: str, *, measured: bool) -> str | None:
@@ -172,15 +178,15 @@ def test_every_block_says_what_becomes_of_it() -> None:
         fences = (CHECKOUT / page).read_text(encoding="utf-8").count("```")
         assert fences == 2 * len(blocks_of(page)), page
     for block in BLOCKS:
-        assert block.language in LANGUAGES, block.name
-        assert set(block.needs) <= set(NEEDS), block.name
-        assert set(block.notes) <= NOTES, block.name
-        assert block.notes.get("figures", "measured") == "measured", block.name
-        assert block.notes.get("given", "records") in GIVEN, block.name
-        assert ("file" in block.notes) == (block.language in ("json", "csv")), block.name
+        assert block.language in LANGUAGES, str(block)
+        assert set(block.needs) <= set(NEEDS), str(block)
+        assert set(block.notes) <= NOTES, str(block)
+        assert block.notes.get("figures", "measured") == "measured", str(block)
+        assert block.notes.get("given", "records") in GIVEN, str(block)
+        assert ("file" in block.notes) == (block.language in ("json", "csv")), str(block)
 
 
-@pytest.mark.parametrize("block", [*commands(slow=False), *commands(slow=True)])
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.is_command], ids=str)
 def test_the_options_of_every_command_are_known(block: Block) -> None:
     for line, _ in block.commands():
         words = shlex.split(line, comments=True)
@@ -205,22 +211,22 @@ def run_python(block: Block, names: dict[str, Any]) -> str:
     """Run a block statement by statement, compare its comments, and return what it prints."""
     lines, printed = block.text.splitlines(), ""
     for statement in ast.parse(block.text).body:
-        code = compile(ast.Module([statement], []), block.name, "exec")
+        code = compile(ast.Module([statement], []), str(block), "exec")
         with redirect_stdout(io.StringIO()) as out:
             exec(code, names)
         assert statement.end_lineno is not None
         _, _, comment = lines[statement.end_lineno - 1].partition("  # ")
         printed += out.getvalue()
         if out.getvalue() and comment:
-            assert out.getvalue().strip() == comment, block.name
+            assert out.getvalue().strip() == comment, str(block)
         elif isinstance(statement, ast.Assign) and (shape := re.match(r"\([\d, ]+\)", comment)):
             target = ast.unparse(statement.targets[0]).strip("()").split(", ")[0]
-            assert names[target].shape == ast.literal_eval(shape[0]), f"{block.name} {target}"
+            assert names[target].shape == ast.literal_eval(shape[0]), f"{block} {target}"
     return printed
 
 
 def run_session(block: Block, names: dict[str, Any]) -> None:
-    test = doctest.DocTestParser().get_doctest(block.text, {}, block.name, block.page, 0)
+    test = doctest.DocTestParser().get_doctest(block.text, {}, str(block), block.page, 0)
     test.globs = names
     flags = doctest.ELLIPSIS
     report = io.StringIO()
@@ -262,8 +268,21 @@ def test_the_python_of_a_page_gives_what_it_says(page: str, has_gpu: bool) -> No
         elif block.language == "pycon":
             run_session(block, names)
         else:
-            assert printed is not None, f"{block.name} follows no block that runs"
+            assert printed is not None, f"{block} follows no block that runs"
             assert unlike(block.text, printed, measured=False) is None, printed
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        pytest.param(block, id=str(block))
+        for block in BLOCKS
+        if block.language == "python" and block.needs
+    ],
+)
+def test_python_that_needs_what_is_absent_is_counted(block: Block) -> None:
+    if reason := block.absent():
+        pytest.skip(reason)
 
 
 # ---- Commands

@@ -8,16 +8,16 @@ from cupy_flash.api.backward import (
     flash_attention_backward,
     flash_attention_qkvpacked_backward,
     flash_attention_varlen_backward,
-    plan_backward,
 )
 from cupy_flash.api.check_mod import check_mod
 from cupy_flash.api.combine import combine
-from cupy_flash.api.dense import flash_attention, flash_attention_qkvpacked, plan
-from cupy_flash.api.kvcache import flash_attention_with_kvcache, plan_with_kvcache
+from cupy_flash.api.dense import flash_attention, flash_attention_qkvpacked
+from cupy_flash.api.kvcache import flash_attention_with_kvcache
+from cupy_flash.api.plan import plan, plan_backward, plan_varlen, plan_with_kvcache
 from cupy_flash.api.quantize import quantize_kv
 from cupy_flash.api.rotary import apply_rotary, apply_rotary_vjp
 from cupy_flash.api.scaled_dot_product import scaled_dot_product_attention
-from cupy_flash.api.varlen import flash_attention_varlen, plan_varlen
+from cupy_flash.api.varlen import flash_attention_varlen
 from cupy_flash.api.vjp import (
     flash_attention_qkvpacked_vjp,
     flash_attention_varlen_vjp,

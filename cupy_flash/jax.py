@@ -17,6 +17,8 @@ import jax
 import numpy as np
 
 from cupy_flash.arrays.kinds import host_array_on_gpu, unshared
+from cupy_flash.arrays.strided import kind_of
+from cupy_flash.calls.arguments import check_qkv
 from cupy_flash.differentiable import (
     WITH_GRADIENT,
     DifferentiableCall,
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 
     from cupy_flash.mods.keywords import Modifications
 
-__all__ = ["flash_attention", "flash_attention_varlen"]
+__all__ = ["flash_attention", "flash_attention_qkvpacked", "flash_attention_varlen"]
 
 
 def flash_attention(
@@ -71,6 +73,47 @@ def flash_attention(
     call, others = dense_call(causal, softmax_scale, q_offset, layout, modifications)
     out, lse = _differentiable(call, (q, k, v, *others))
     return (out, lse) if return_lse else out
+
+
+def flash_attention_qkvpacked(
+    qkv: Any,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    q_offset: int | None = None,
+    return_lse: bool = False,
+    **modifications: Unpack[Modifications],
+) -> Any:
+    """`cupy_flash.flash_attention_qkvpacked` of a JAX array, differentiable.
+
+    Parameters
+    ----------
+    qkv, causal, softmax_scale, q_offset, return_lse, **modifications
+        See `cupy_flash.flash_attention_qkvpacked`. JAX has no views: queries, keys and values are
+        copied.
+
+    Returns
+    -------
+    out : array, shape (batch, seqlen, heads, head_dim)
+        With return_lse the pair of out and lse.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedError, CompileError
+        See `flash_attention`.
+    """
+    if not isinstance(qkv, (jax.Array, np.ndarray)):
+        raise TypeError(f"qkv is {kind_of(qkv)}; expected an array of JAX or NumPy")
+    layout = modifications.pop("layout", "bshd")  # type: ignore[typeddict-item]
+    check_qkv(qkv, layout)
+    return flash_attention(
+        *(qkv[:, :, i] for i in range(3)),
+        causal=causal,
+        softmax_scale=softmax_scale,
+        q_offset=q_offset,
+        return_lse=return_lse,
+        **modifications,
+    )
 
 
 def flash_attention_varlen(

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from cupy_flash.calls import run_backward
 from cupy_flash.calls.gradients import GradientArguments
 from cupy_flash.calls.options import Options
-from cupy_flash.planning.planner import Plan
 from cupy_flash.problem.tile import TileRequest, freeze_tile
 from cupy_flash.problem.values import named_dtype
 
@@ -101,7 +100,7 @@ def flash_attention_backward(
     Gradients of a bias, of sinks and of captured arrays have kernels of their own on a GPU, which
     find the scores anew. Of an array that is captured they take 16 bytes and a quarter of memory
     for each element, and of a bias that is broadcast to many more scores than it has elements a few
-    copies of its gradient; `plan_backward` shows how much.
+    copies of its gradient; `plan` shows how much.
 
     Examples
     --------
@@ -268,50 +267,3 @@ def flash_attention_varlen_backward(
         *(cu_seqlens_q, cu_seqlens_k, seqused_k),
     )
     return run_backward.gradients(arguments, options, backend, modifications)
-
-
-def plan_backward(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    causal: bool = False,
-    softmax_scale: float | None = None,
-    q_offset: int | None = None,
-    layout: str = "bshd",
-    wrt: Sequence[str] | None = None,
-    grad_dtype: Any | None = None,
-    backend: str = "auto",
-    family: str | None = None,
-    tile: TileRequest = None,
-    arch: str | None = None,
-    **modifications: Unpack[Modifications],
-) -> Plan:
-    """The Plan that `flash_attention_backward` would use for contiguous out and gradients.
-
-    Parameters
-    ----------
-    q, k, v, causal, softmax_scale, q_offset, layout, wrt, grad_dtype, backend, family, tile,
-    **modifications
-        As of `flash_attention_backward`. The arrays are not read.
-    arch : str, optional
-        Plan for a usual GPU of this architecture, such as "sm_90", instead of the current one.
-
-    Returns
-    -------
-    Plan
-        Family, tile, workspace and reasons; `print` it.
-    """
-    options = Options(
-        "equal",
-        causal,
-        softmax_scale,
-        True,
-        family,
-        freeze_tile(tile),
-        q_offset,
-        layout,
-        wrt=run_backward.wanted(wrt, modifications),
-        grad_dtype=named_dtype(grad_dtype),
-    )
-    return run_backward.plan(q, k, v, options, backend, arch, modifications)

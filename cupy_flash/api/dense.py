@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from cupy_flash.calls import run
 from cupy_flash.calls.arguments import Arguments
 from cupy_flash.calls.options import Options
-from cupy_flash.planning.planner import Plan
 from cupy_flash.problem.tile import TileRequest, freeze_tile
 from cupy_flash.problem.values import named_dtype
 
@@ -181,46 +180,3 @@ def flash_attention_qkvpacked(
     )
     arguments = Arguments(None, None, None, out, qkv)
     return run.attention(arguments, options, backend, 0, modifications)
-
-
-def plan(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    causal: bool = False,
-    softmax_scale: float | None = None,
-    q_offset: int | None = None,
-    layout: str = "bshd",
-    backend: str = "auto",
-    family: str | None = None,
-    tile: TileRequest = None,
-    arch: str | None = None,
-    out_dtype: Any | None = None,
-    **modifications: Unpack[Modifications],
-) -> Plan:
-    """The Plan that a call with these arguments would use, without computing anything.
-
-    The axes are (batch, seqlen, heads, head_dim). Arrays (batch, heads, seqlen, head_dim), as
-    PyTorch has them, need layout="bhsd": without it heads and seqlen are silently confused.
-
-    Parameters
-    ----------
-    q, k, v, causal, softmax_scale, q_offset, layout, backend, family, tile, **modifications
-        As in `flash_attention`. The arrays are not read.
-    arch : str, optional
-        Plan for a usual GPU of this architecture, such as "sm_90", instead of the current one.
-    out_dtype : dtype or str, optional
-        As in `flash_attention`. No plan depends on scales of float8.
-
-    Returns
-    -------
-    Plan
-        Family, tile, resources and reasons; `print` it.
-    """
-    options = Options(
-        "equal", causal, softmax_scale, False, family, freeze_tile(tile), q_offset, layout
-    )
-    if out_dtype is not None:
-        options = options._replace(kind="scaled", out_dtype=named_dtype(out_dtype))
-    return run.plan(Arguments(q, k, v), options, backend, arch, modifications)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from cupy_flash.calls import run
 from cupy_flash.calls.arguments import Arguments, given_lengths
 from cupy_flash.calls.options import Options
-from cupy_flash.planning.planner import Plan
 from cupy_flash.problem.tile import TileRequest, freeze_tile
 
 if TYPE_CHECKING:
@@ -229,77 +228,3 @@ def flash_attention_with_kvcache(
         head_dim_v,
     )
     return run.attention(arguments, options, backend, keys, modifications)
-
-
-def plan_with_kvcache(
-    q: Any,
-    k_cache: Any,
-    v_cache: Any | None,
-    k: Any | None = None,
-    v: Any | None = None,
-    *,
-    cache_seqlens: Any,
-    cache_batch_idx: Any | None = None,
-    block_table: Any | None = None,
-    rotary_cos: Any | None = None,
-    rotary_sin: Any | None = None,
-    rotary_interleaved: bool = True,
-    k_scale: Any | None = None,
-    v_scale: Any | None = None,
-    compute_scales: bool = False,
-    head_dim_v: int | None = None,
-    causal: bool = False,
-    softmax_scale: float | None = None,
-    num_splits: int = 0,
-    batch_invariant: bool = False,
-    backend: str = "auto",
-    family: str | None = None,
-    tile: TileRequest = None,
-    arch: str | None = None,
-    **modifications: Unpack[Modifications],
-) -> Plan:
-    """The Plan of the attention of `flash_attention_with_kvcache`, without computing anything.
-
-    Parameters
-    ----------
-    q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, block_table, rotary_cos, rotary_sin,
-    rotary_interleaved, k_scale, v_scale, compute_scales, head_dim_v, causal, softmax_scale,
-    num_splits, batch_invariant, backend, family, tile
-        As in `flash_attention_with_kvcache`. The arrays are neither read nor written.
-    arch : str, optional
-        Plan for a usual GPU of this architecture, such as "sm_90", instead of the current one.
-
-    Returns
-    -------
-    Plan
-        Family, tile, resources and reasons; `print` it. It is chosen by the capacity of the cache,
-        not by its lengths. An append is a launch before those of the plan.
-    """
-    _, lengths = given_lengths(cache_seqlens)
-    arguments = Arguments(
-        q,
-        k,
-        v,
-        block_table=block_table,
-        k_cache=k_cache,
-        v_cache=v_cache,
-        cache_seqlens=lengths,
-        cache_batch_idx=cache_batch_idx,
-        rotary_cos=rotary_cos,
-        rotary_sin=rotary_sin,
-        k_scale=k_scale,
-        v_scale=v_scale,
-    )
-    options = Options(
-        "cached",
-        causal,
-        softmax_scale,
-        family=family,
-        tile=freeze_tile(tile),
-        num_splits=num_splits,
-        batch_invariant=batch_invariant,
-        rotary_interleaved=rotary_interleaved,
-        compute_scales=compute_scales,
-        head_dim_v=head_dim_v,
-    )
-    return run.plan(arguments, options, backend, arch, modifications)

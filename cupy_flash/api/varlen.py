@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from cupy_flash.calls import run
 from cupy_flash.calls.arguments import Arguments
 from cupy_flash.calls.options import Options
-from cupy_flash.planning.planner import Plan
 from cupy_flash.problem.tile import TileRequest, freeze_tile
 
 if TYPE_CHECKING:
@@ -167,7 +166,7 @@ def flash_attention_varlen(
             None,
             block_table,
             cu_seqlens_q,
-            _places_of_keys(cu_seqlens_q, cu_seqlens_k, seqused_k, block_table),
+            places_of_keys(cu_seqlens_q, cu_seqlens_k, seqused_k, block_table),
             seqused_k,
             k_scale,
             v_scale,
@@ -192,77 +191,9 @@ def flash_attention_varlen(
     )
 
 
-def _places_of_keys(
+def places_of_keys(
     cu_seqlens_q: Any, cu_seqlens_k: Any | None, seqused_k: Any | None, block_table: Any | None
 ) -> Any | None:
-    """Return cu_seqlens_k, or cu_seqlens_q instead of None if the kernels do not use it."""
+    """Return cu_seqlens_k. If it is None and not read, return cu_seqlens_q as a placeholder."""
     is_read = seqused_k is None or block_table is None
     return cu_seqlens_q if cu_seqlens_k is None and not is_read else cu_seqlens_k
-
-
-def plan_varlen(
-    q: Any,
-    k: Any,
-    v: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    causal: bool = False,
-    softmax_scale: float | None = None,
-    seqused_k: Any | None = None,
-    block_table: Any | None = None,
-    k_scale: Any | None = None,
-    v_scale: Any | None = None,
-    num_splits: int = 0,
-    batch_invariant: bool = False,
-    backend: str = "auto",
-    family: str | None = None,
-    tile: TileRequest = None,
-    arch: str | None = None,
-    **modifications: Unpack[Modifications],
-) -> Plan:
-    """The Plan that `flash_attention_varlen` would use, without computing anything.
-
-    Parameters
-    ----------
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale,
-    seqused_k, block_table, k_scale, v_scale, num_splits, batch_invariant, backend, family, tile
-        As in `flash_attention_varlen`. The arrays are not read.
-    arch : str, optional
-        Plan for a usual GPU of this architecture, such as "sm_90", instead of the current one.
-
-    Returns
-    -------
-    Plan
-        Family, tile, resources and reasons; `print` it. The CPU backend's tile is that of the
-        longest sequence; it chooses one for each run of equal ones.
-    """
-    return run.plan(
-        Arguments(
-            q,
-            k,
-            v,
-            block_table=block_table,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=_places_of_keys(cu_seqlens_q, cu_seqlens_k, seqused_k, block_table),
-            seqused_k=seqused_k,
-            k_scale=k_scale,
-            v_scale=v_scale,
-        ),
-        Options(
-            "packed",
-            causal,
-            softmax_scale,
-            family=family,
-            tile=freeze_tile(tile),
-            num_splits=num_splits,
-            batch_invariant=batch_invariant,
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=max_seqlen_k,
-        ),
-        backend,
-        arch,
-        modifications,
-    )

@@ -33,9 +33,10 @@ class GradientArguments(NamedTuple):
     q: Any
     k: Any
     v: Any
-    out: Any
-    dout: Any
-    lse: Any
+    # None in plans only.
+    out: Any = None
+    dout: Any = None
+    lse: Any = None
     dlse: Any = None
     dq: Any = None
     dk: Any = None

@@ -184,6 +184,9 @@ def unloaded_plan(
     options = plain_options(options)
     require_backend(backend)
     require_given(arguments, options)
+    if arguments.qkv is not None:
+        arguments = arguments._replace(qkv=kinds.read("qkv", arguments.qkv))
+    arguments, options = arguments.parts_of_qkv(options.layout), options.of_parts()
     arguments, _ = normalized(arguments)
     arguments = type(arguments)(*map(as_cupy, arguments))
     problem = problem_of(_as_copied(arguments, options), options)

@@ -12,6 +12,7 @@ from cupy_flash.arrays.strided import (
     array_module,
     as_cupy,
     is_cupy_type,
+    require_axes,
     require_batch_axes,
     require_float,
     require_shape,
@@ -21,11 +22,9 @@ from cupy_flash.arrays.strided import (
 from cupy_flash.arrays.torch_arrays import count_writes, is_any_tensor, is_torch_on_gpu
 from cupy_flash.calls import gradients_on_host, on_gpu, on_host
 from cupy_flash.calls.arguments import (
-    Arguments,
     check_qkv,
     modified,
     normalized,
-    with_modifiers,
 )
 from cupy_flash.calls.backends import require_backend, require_gpu_backend
 from cupy_flash.calls.conversions import conversions
@@ -207,16 +206,15 @@ def gradients_of_qkv(
         raise no_array(QKV, None)
     convert = way_back(QKV, qkv)
     packed = read(QKV, qkv)
-    check_qkv(packed, options.layout)
+    arrays = parts_of_qkv(packed)
     require_grad_dtype(options.grad_dtype)
-    arrays = {name: packed[:, :, i] for i, name in enumerate(ROWS)}
     written = None
     if QKV in wrt:
         written = _gradient_for(packed, dqkv, options)
         arrays |= {f"d{name}": written[:, :, i] for i, name in enumerate(ROWS)}
     elif dqkv is not None:
         raise ValueError("dqkv is given, and wrt does not name 'qkv'")
-    names = tuple(name for one in wrt for name in (ROWS if one == QKV else (one,)))
+    names = parts_of_wrt(wrt)
     options = options._replace(wrt=names)
     results = gradients(others._replace(**arrays), options, backend, modifications)
     found = dict(zip(names, results, strict=True))
@@ -224,6 +222,18 @@ def gradients_of_qkv(
         found[QKV] = convert(written) if dqkv is None else (convert(written), dqkv)[1]
         count_writes(dqkv)
     return tuple(found[QKV] if name == QKV else convert(found[name]) for name in wrt)
+
+
+def parts_of_qkv(qkv: Any) -> dict[str, Any]:
+    """Return the views q, k and v of one array of queries, keys and values."""
+    packed = read(QKV, qkv)
+    check_qkv(packed, "bshd")
+    return {name: packed[:, :, i] for i, name in enumerate(ROWS)}
+
+
+def parts_of_wrt(wrt: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the same names with "q", "k" and "v" for "qkv"."""
+    return tuple(name for one in wrt for name in (ROWS if one == QKV else (one,)))
 
 
 def _gradient_for(packed: Any, dqkv: Any | None, options: Options) -> Any:
@@ -236,35 +246,40 @@ def _gradient_for(packed: Any, dqkv: Any | None, options: Options) -> Any:
 
 
 def plan(
-    q: Any,
-    k: Any,
-    v: Any,
+    arguments: GradientArguments,
     options: Options,
     backend: str,
     arch: str | None,
     modifications: Mapping[str, Any],
 ) -> Plan:
-    """The plan of a call whose out and gradients are contiguous; see `plan_backward`."""
-    for name, array in (("q", q), ("k", k), ("v", v)):
-        if array is None:
+    """The plan of a call, whose arrays are not read; see `cupy_flash.plan`.
+
+    An out, dout or lse that is None is contiguous.
+    """
+    for name in ROWS:
+        if getattr(arguments, name) is None:
             raise no_array(name, None)
-    given, modifiers, _ = modified(Arguments(q, k, v), modifications, backward=True)
-    given, _ = normalized(given)
-    new = {n: unallocated(*spec) for n, spec in conversions(given, options).items()}
-    given = given._replace(**new)
-    q, k, v, *_ = given = type(given)(*map(as_cupy, given))
+    arguments, modifiers, _ = modified(arguments, modifications, backward=True)
+    options = plain_options(options.with_modifiers(modifiers))
+    arguments, _ = normalized(arguments, WRITTEN)
+    new = {n: unallocated(*spec) for n, spec in conversions(arguments, options).items()}
+    arguments = arguments._replace(**new)
+    arguments = type(arguments)(*map(as_cupy, arguments))
+    q, v = arguments.q, arguments.v
+    is_packed = options.kind == "packed"
     for name, array in (("q", q), ("v", v)):
-        require_batch_axes(name, array, q)
+        if is_packed:
+            require_axes(name, array, 3, "(rows, heads, head_dim)")
+        else:
+            require_batch_axes(name, array, q)
         require_float(name, array)
     out = unallocated((*q.shape[:-1], v.shape[-1]), q.dtype)
-    _, seqlen_q, heads_q, _ = to_bshd(out, options.layout).shape
-    shape = (*q.shape[:-3], heads_q, seqlen_q)
+    *_, seqlen, heads, _ = (q if is_packed else to_bshd(q, options.layout)).shape
+    shape = (*q.shape[:-3], heads, seqlen)
     lse = unallocated(shape, np.float64 if q.dtype == np.float64 else np.float32)
-    arguments: Any = GradientArguments(q, k, v, out, out, lse)
-    if modifiers is not None:
-        arguments = with_modifiers(arguments, modifiers.names, given.of_modifiers)
-        options = options.with_modifiers(modifiers)
-    options = plain_options(options)
+    assumed = {"out": out, "dout": out, "lse": lse}
+    missing = {name: x for name, x in assumed.items() if getattr(arguments, name) is None}
+    arguments = arguments._replace(**missing)
     require_backend(backend)
     problem = gradient_problem(arguments, options)
     if arch is not None:

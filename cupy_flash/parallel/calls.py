@@ -58,7 +58,8 @@ def refuse_alone(
     if options.wrt is None:
         run.unloaded_plan(arguments, options, backend, None, modifications)
     else:
-        run_backward.plan(*arguments[:3], options, backend, None, modifications)
+        inputs = GradientArguments(*arguments[:3])
+        run_backward.plan(inputs, options, backend, None, modifications)
 
 
 def require_same_dtype(arrays: Mapping[str, Any]) -> None:

@@ -224,7 +224,7 @@ def test_torch_tensors_give_torch_tensors(rng, name):
 
 def test_a_plan_for_the_cpu_is_what_a_call_there_uses(rng):
     q, k, v = random_qkv(rng)
-    made = plan(q, k, v, causal=True, backend="cpu", tile=(32, 48))
+    made = plan(flash_attention, q, k, v, causal=True, backend="cpu", tile=(32, 48))
     assert isinstance(made, Plan)
     assert (made.family, made.tile) == ("cpu", Tile(32, 48))
     assert (made.problem.seqlen_q, made.problem.heads_kv, made.problem.causal) == (113, 3, True)
@@ -232,7 +232,7 @@ def test_a_plan_for_the_cpu_is_what_a_call_there_uses(rng):
 
 def test_a_plan_for_an_architecture_needs_no_gpu_and_prints(rng, capsys):
     q, k, v = random_qkv(rng, dtype=np.float16)
-    made = plan(q, k, v, arch="sm_90")
+    made = plan(flash_attention, q, k, v, arch="sm_90")
     print(made)
     printed = capsys.readouterr().out
     assert made.family == "hopper"
@@ -243,17 +243,17 @@ def test_a_plan_for_an_architecture_needs_no_gpu_and_prints(rng, capsys):
 
 def test_a_plan_honours_the_family_and_tile_that_are_asked_for(rng):
     q, k, v = random_qkv(rng)
-    made = plan(q, k, v, arch="sm_90", family="simt", tile={"Bc": 32})
+    made = plan(flash_attention, q, k, v, arch="sm_90", family="simt", tile={"Bc": 32})
     assert (made.family, made.tile.Bc) == ("simt", 32)
 
 
 def test_a_plan_knows_the_alignment_and_what_would_be_copied(rng):
     q, k, v = random_qkv(rng, dtype=np.float16, dims=(64, 64))
-    assert plan(q, k, v, arch="sm_90").problem.alignment == 16
+    assert plan(flash_attention, q, k, v, arch="sm_90").problem.alignment == 16
     shifted = [np.zeros((*x.shape[:3], 65), np.float16)[..., 1:] for x in (q, k, v)]
-    assert plan(*shifted, arch="sm_90").problem.alignment == 2
+    assert plan(flash_attention, *shifted, arch="sm_90").problem.alignment == 2
     spread = np.zeros((*k.shape[:3], 128), np.float16)[..., ::2]
-    assert plan(q, spread, v, arch="sm_90").problem.tensors["k"].strides == (
+    assert plan(flash_attention, q, spread, v, arch="sm_90").problem.tensors["k"].strides == (
         203 * 3 * 64,
         3 * 64,
         64,
@@ -263,7 +263,9 @@ def test_a_plan_knows_the_alignment_and_what_would_be_copied(rng):
 def test_planning_does_not_look_at_the_values(rng):
     q, k, v = random_qkv(rng)
     poisoned_q = np.full_like(q, np.nan)
-    assert plan(q, k, v, backend="cpu") == plan(poisoned_q, k, v, backend="cpu")
+    assert plan(flash_attention, q, k, v, backend="cpu") == plan(
+        flash_attention, poisoned_q, k, v, backend="cpu"
+    )
 
 
 def test_what_is_seen_of_the_package_is_what_it_promises():
@@ -317,7 +319,7 @@ def test_errors_of_the_library_have_one_base_class():
 def test_plans_that_are_equal_hash_alike(rng):
     q, k, v = random_qkv(rng)
     for options in ({"backend": "cpu"}, {"arch": "sm_90"}):
-        first, second = (plan(q, k, v, **options) for _ in range(2))
+        first, second = (plan(flash_attention, q, k, v, **options) for _ in range(2))
         assert first == second
         assert hash(first) == hash(second)
 
@@ -380,4 +382,4 @@ def test_of_no_sequences_the_result_is_empty(seqlen):
     out, lse = flash_attention(q, q, q, return_lse=True, backend="cpu")
     assert out.shape == q.shape
     assert lse.shape == (0, 8, seqlen)
-    assert plan(q, q, q, backend="cpu").problem.is_empty
+    assert plan(flash_attention, q, q, q, backend="cpu").problem.is_empty

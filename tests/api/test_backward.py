@@ -24,7 +24,6 @@ from cupy_flash import (
     flash_attention_varlen_vjp,
     flash_attention_vjp,
     plan,
-    plan_backward,
 )
 
 assert_refused = functools.partial(refusals.assert_refused, flash_attention_backward)
@@ -51,11 +50,11 @@ def test_a_plan_allocates_nothing(where: dict[str, Any]) -> None:
     q = np.lib.stride_tricks.as_strided(row, (*shape[:1], 64 * 4096, *shape[2:]), (0, 0, 0, 2))
     strided = np.lib.stride_tricks.as_strided(row, q.shape, (0, 0, 0, 4))
     for array in (q, strided):
-        for function in (plan, plan_backward):
+        for function in (flash_attention, flash_attention_backward):
             # The first round imports modules and fills caches, which stay allocated.
             for _ in range(2):
                 tracemalloc.start()
-                function(array, array, array, **where)
+                plan(function, q=array, k=array, v=array, **where)
                 peak = tracemalloc.get_traced_memory()[1]
                 tracemalloc.stop()
             assert peak < 1 << 20, function.__name__
@@ -193,8 +192,8 @@ def test_the_dtype_of_gradients_may_be_a_dtype_of_any_library(dtype):
     q = np.ones((1, 3, 2, 8), np.float16)
     _, pullback = flash_attention_vjp(q, q, q, grad_dtype=dtype, backend="cpu")
     assert all(gradient.dtype == np.float32 for gradient in pullback(q))
-    assert plan_backward(q, q, q, backend="cpu", grad_dtype=dtype) == plan_backward(
-        q, q, q, backend="cpu", grad_dtype="float32"
+    assert plan(flash_attention_backward, q=q, k=q, v=q, backend="cpu", grad_dtype=dtype) == plan(
+        flash_attention_backward, q=q, k=q, v=q, backend="cpu", grad_dtype="float32"
     )
 
 
@@ -236,10 +235,18 @@ def test_nothing_has_no_gradient(empty: str) -> None:
 
 def test_the_plan_names_the_cpu_and_its_memory() -> None:
     q = np.ones((2, 300, 4, 64), np.float16)
-    plan = plan_backward(q, q, q, backend="cpu", tile={"Br": 32})
-    wide = plan_backward(q, q, q, backend="cpu", tile={"Br": 32}, grad_dtype="float32")
-    assert (plan.family, plan.tile.Br) == ("cpu", 32)
-    assert plan.workspace - wide.workspace == 4 * 2 * q.size
+    made = plan(flash_attention_backward, q=q, k=q, v=q, backend="cpu", tile={"Br": 32})
+    wide = plan(
+        flash_attention_backward,
+        q=q,
+        k=q,
+        v=q,
+        backend="cpu",
+        tile={"Br": 32},
+        grad_dtype="float32",
+    )
+    assert (made.family, made.tile.Br) == ("cpu", 32)
+    assert made.workspace - wide.workspace == 4 * 2 * q.size
 
 
 @pytest.mark.parametrize(

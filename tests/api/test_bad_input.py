@@ -439,23 +439,23 @@ def test_a_tile_or_family_that_does_not_fit_the_gpu_says_why(arch, family, tile,
     arguments = good()
     arguments.pop("out")
     with pytest.raises(UnsupportedError, match=message):
-        plan(**arguments, arch=arch, family=family, tile=tile)
+        plan(flash_attention, **arguments, arch=arch, family=family, tile=tile)
 
 
 def test_an_unknown_architecture_is_told_the_known_ones():
     q = zeros(1, 5, 2, 8)
     with pytest.raises(ValueError, match="unknown architecture 'sm_61'; expected one of sm_75"):
-        plan(q, q, q, arch="sm_61")
+        plan(flash_attention, q, q, q, arch="sm_61")
 
 
 def test_plan_refuses_what_the_call_refuses():
     q, k = zeros(1, 5, 2, 8), zeros(1, 5, 2, 9)
     with pytest.raises(ValueError, match="k has head_dim 9, but q has 8"):
-        plan(q, k, q)
+        plan(flash_attention, q, k, q)
     with pytest.raises(ValueError, match="backend is 'tpu'; expected one of auto, gpu, cpu"):
-        plan(q, q, q, backend="tpu")
+        plan(flash_attention, q, q, q, backend="tpu")
     with pytest.raises(TypeError, match="v is a NoneType; expected a NumPy or CuPy array"):
-        plan(q, q, None)
+        plan(flash_attention, q, q, None)
 
 
 def test_a_misspelt_option_of_a_packed_call_is_refused():
@@ -485,7 +485,7 @@ def test_without_a_gpu_the_cpu_computes():
     assert np.isfinite(flash_attention(**good())).all()
     arguments = good()
     arguments.pop("out")
-    made = plan(**arguments)
+    made = plan(flash_attention, **arguments)
     assert (made.family, made.reason) == ("cpu", "there is no GPU to use")
     assert set(made.rejected.values()) == {NO_GPU}
 
@@ -496,7 +496,7 @@ def test_without_a_gpu_asking_for_it_is_refused_with_the_reason():
     assert_refused(UnsupportedError, f"'mma' is a GPU kernel.*: {NO_GPU}", family="mma")
     q = zeros(1, 5, 2, 8)
     with pytest.raises(UnsupportedError, match=f"backend is 'gpu', but {NO_GPU}"):
-        plan(q, q, q, backend="gpu")
+        plan(flash_attention, q, q, q, backend="gpu")
 
 
 @pytest.mark.skipif(why_no_compiler() is not None, reason=str(why_no_compiler()))

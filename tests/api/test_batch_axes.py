@@ -17,7 +17,6 @@ from cupy_flash import (
     flash_attention_backward,
     flash_attention_vjp,
     plan,
-    plan_backward,
 )
 from cupy_flash.reference.dense import attention_naive, error_bound, max_error
 
@@ -73,12 +72,13 @@ def test_results_have_the_batch_axes_of_the_inputs(rng, batch, order, layout):
     assert_same(back(place(dout), **split, **results), gradients, batch)
     _, pull_back = flash_attention_vjp(**split, **options)
     assert_same(pull_back(place(dout)), gradients, batch)
-    made, flat = plan(**split, **options), plan(**arrays, **options)
+    made = plan(flash_attention, **split, **options)
+    flat = plan(flash_attention, **arrays, **options)
     assert (made.problem.mask, made.problem.batch, made.tile) == (
         *(flat.problem.mask, flat.problem.batch, flat.tile),
     )
-    planned = plan_backward(**split, **options)
-    assert planned.workspace == plan_backward(**arrays, **options).workspace
+    planned = plan(flash_attention_backward, **split, **options)
+    assert planned.workspace == plan(flash_attention_backward, **arrays, **options).workspace
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64])

@@ -19,9 +19,6 @@ from cupy_flash import (
     flash_attention_varlen_vjp,
     flash_attention_with_kvcache,
     plan,
-    plan_backward,
-    plan_varlen,
-    plan_with_kvcache,
 )
 from cupy_flash.arrays.strided import is_aligned
 
@@ -68,7 +65,9 @@ def test_packed_calls_take_lengths_of_any_integer_dtype(rng, page_size, dtype):
     changed = arguments | {n: x.astype(dtype) for n, x in lengths.items()}
     assert_same(call(**changed), expected)
     case.problem().check(*expected)
-    assert plan_varlen(**changed, backend="cpu") == plan_varlen(**arguments, backend="cpu")
+    assert plan(flash_attention_varlen, **changed, backend="cpu") == plan(
+        flash_attention_varlen, **arguments, backend="cpu"
+    )
 
 
 @pytest.mark.parametrize("dtype", INTEGERS)
@@ -80,11 +79,11 @@ def test_cached_calls_take_lengths_of_any_integer_dtype(rng, page_size, dtype):
     call = functools.partial(flash_attention_with_kvcache, return_lse=True, backend="cpu")
     expected = call(**(problem.arguments() | lengths))
     changed = problem.arguments() | {n: x.astype(dtype) for n, x in lengths.items()}
-    made = plan_with_kvcache(**changed, backend="cpu")
+    made = plan(flash_attention_with_kvcache, **changed, backend="cpu")
     assert_same(call(**changed), expected)
     problem.check(*expected)
     problem.check_caches(changed["k_cache"], changed["v_cache"])
-    assert made == plan_with_kvcache(**problem.arguments(), backend="cpu")
+    assert made == plan(flash_attention_with_kvcache, **problem.arguments(), backend="cpu")
 
 
 @pytest.mark.parametrize("dtype", ["int64", "uint16", list, tuple])
@@ -128,7 +127,9 @@ def test_paged_keys_need_no_cu_seqlens_k_beside_seqused_k(rng):
     call = functools.partial(flash_attention_varlen, return_lse=True, backend="cpu")
     assert_same(call(**without), call(**arguments))
     case.problem().check(*call(**without))
-    assert plan_varlen(**without, backend="cpu") == plan_varlen(**arguments, backend="cpu")
+    assert plan(flash_attention_varlen, **without, backend="cpu") == plan(
+        flash_attention_varlen, **arguments, backend="cpu"
+    )
     with pytest.raises(TypeError, match=r"cu_seqlens_k is a NoneType; .*and seqused_k"):
         flash_attention_varlen(**(without | {"seqused_k": None}))
 
@@ -152,8 +153,9 @@ def test_slopes_and_sinks_are_taken_in_any_float_dtype(rng, of_q, dtype):
     np.testing.assert_array_equal(found[0], dq)
     np.testing.assert_array_equal(found[1], dsinks.astype(dtype))
     assert found[1].dtype == np.dtype(dtype)
-    for planned in (plan, functools.partial(plan_backward, wrt=wrt)):
-        tiles = [planned(q, k, v, **x, backend="cpu").tile for x in (changed, right)]
+    for function, more in ((flash_attention, {}), (flash_attention_backward, {"wrt": wrt})):
+        planned = functools.partial(plan, function, q=q, k=k, v=v, backend="cpu", **more)
+        tiles = [planned(**x).tile for x in (changed, right)]
         assert tiles[0] == tiles[1]
 
 
@@ -169,7 +171,8 @@ def test_slopes_and_sinks_may_be_lists_or_numbers(rng, layout):
         numbers = {"alibi_slopes": number, "sinks": number}
         expected = call(**{n: np.full(HEADS, number, np.float32) for n in vectors})
         assert_same(call(**numbers), expected)
-    assert plan(q, k, v, layout=layout, **numbers) == plan(q, k, v, layout=layout, **vectors)
+    planned = functools.partial(plan, flash_attention, q, k, v, layout=layout)
+    assert planned(**numbers) == planned(**vectors)
 
 
 def test_slopes_of_each_sequence_may_be_a_list(rng):
@@ -224,7 +227,8 @@ def test_arrays_at_odd_addresses_give_the_same_bits(rng, dtype):
     results = call(**moved, out=into)
     assert results[0] is into
     assert_same(results, (out, lse))
-    assert plan(**moved, causal=True).problem == plan(**arrays, causal=True).problem
+    planned = functools.partial(plan, flash_attention, causal=True)
+    assert planned(**moved).problem == planned(**arrays).problem
     back = functools.partial(
         flash_attention_backward, causal=True, wrt=("q", "k", "v", "bias", "sinks"), backend="cpu"
     )
@@ -283,8 +287,8 @@ def test_lengths_of_other_integers_are_converted_on_the_gpu(gpu, name, dtype):
         assert params[name] not in (0, given.data.ptr)
     assert len(gpu.launches) == 2
     assert gpu.uploads == []
-    made = plan_varlen(**(arguments | {name: given}), arch="sm_90")
-    assert made == plan_varlen(**arguments, arch="sm_90")
+    made = plan(flash_attention_varlen, **(arguments | {name: given}), arch="sm_90")
+    assert made == plan(flash_attention_varlen, **arguments, arch="sm_90")
 
 
 def test_lists_are_copied_to_the_gpu(gpu):

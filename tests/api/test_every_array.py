@@ -60,7 +60,7 @@ def test_arrays_of_any_library_give_what_numpys_do(call: Call, library: Library)
     if call.function.__name__ == "plot_mask":
         pytest.importorskip("matplotlib").use("agg")
     options = {"backend": "cpu"}
-    if call.function.__name__.startswith("plan"):
+    if call.is_plan:
         options = {"arch": "sm_90"}
     expected, expected_written = call.run(lambda array: array, **options)
     if library.is_immutable and call.writes:

@@ -62,14 +62,18 @@ def test_the_output_is_bfloat16_unless_asked_for() -> None:
 @pytest.mark.parametrize("where", [{"arch": "sm_90"}, {"backend": "cpu"}])
 def test_a_plan_is_of_the_output_that_is_asked_for(where: dict[str, Any]) -> None:
     q, k, v = (BASE.arguments()[name] for name in "qkv")
-    assert plan(q, k, v, **where).problem.out_dtype == "bfloat16"
-    assert plan(q, k, v, out_dtype="float16", **where).problem.out_dtype == "float16"
-    assert plan(q, k, v, out_dtype=np.float16, **where).problem.out_dtype == "float16"
+    assert plan(flash_attention, q, k, v, **where).problem.out_dtype == "bfloat16"
+    assert (
+        plan(flash_attention, q, k, v, out_dtype="float16", **where).problem.out_dtype == "float16"
+    )
+    assert (
+        plan(flash_attention, q, k, v, out_dtype=np.float16, **where).problem.out_dtype == "float16"
+    )
     with pytest.raises(TypeError, match="out_dtype is an int; expected a name"):
-        plan(q, k, v, out_dtype=3, **where)
+        plan(flash_attention, q, k, v, out_dtype=3, **where)
     wide = q.astype(np.float16)
     with pytest.raises(ValueError, match="out_dtype is for q, k and v of float8_e4m3fn"):
-        plan(wide, wide, wide, out_dtype="float16", **where)
+        plan(flash_attention, wide, wide, wide, out_dtype="float16", **where)
 
 
 @pytest.mark.parametrize("name", ["q_scale", "k_scale", "v_scale"])

@@ -10,7 +10,7 @@ from support import fake_gpu, refusals
 from support.foreign import Foreign
 from support.sequence_support import KVCacheCase, random_kvcache_case
 
-from cupy_flash import UnsupportedError, flash_attention_with_kvcache, plan_with_kvcache
+from cupy_flash import UnsupportedError, flash_attention_with_kvcache, plan
 from cupy_flash.calls import attention, on_gpu
 from cupy_flash.gpu.environment import gpu_unavailable
 from cupy_flash.host import batches
@@ -850,7 +850,7 @@ def test_lengths_that_are_no_integers_on_a_gpu_are_refused_with_the_remedy(gpu):
 def test_a_plan_is_what_the_call_is_computed_by(gpu):
     arguments = appending(gpu, causal=True, batch_invariant=True)
     flash_attention_with_kvcache(**arguments)
-    made = plan_with_kvcache(**arguments, arch="sm_90")
+    made = plan(flash_attention_with_kvcache, **arguments, arch="sm_90")
     assert gpu.compiled == [made.unit.title, gpu.compiled[1]]
     assert [entry for entry, _ in gpu.launches[1:]] == [launch.entry for launch in made.launches]
     assert (made.problem.layout.kind, made.problem.layout.new_keys) == ("cached", 5)
@@ -863,14 +863,14 @@ def test_a_plan_leaves_the_cache_as_it_is_and_does_not_depend_on_its_length():
         for name, cache in zip("kv", arrays.values(), strict=True)
     }
     arguments = {"q": np.ones((3, 5, 6, 40)), **arrays, **new, "backend": "cpu"}
-    made = plan_with_kvcache(**arguments, cache_seqlens=[1, 2, 10**6])
-    assert made == plan_with_kvcache(**arguments, cache_seqlens=7)
+    made = plan(flash_attention_with_kvcache, **arguments, cache_seqlens=[1, 2, 10**6])
+    assert made == plan(flash_attention_with_kvcache, **arguments, cache_seqlens=7)
     assert made.family == "cpu"
     assert not any(cache.any() for cache in arrays.values())
 
 
 def test_a_plan_is_refused_where_the_call_is(gpu):
     with pytest.raises(TypeError, match="cache_seqlens is None; expected an integer or an int32"):
-        plan_with_kvcache(**on(gpu, cache_seqlens=None), arch="sm_90")
+        plan(flash_attention_with_kvcache, **on(gpu, cache_seqlens=None), arch="sm_90")
     with pytest.raises(ValueError, match="k is given and v is not; pass both, or none"):
-        plan_with_kvcache(**appending(gpu, v=None), arch="sm_90")
+        plan(flash_attention_with_kvcache, **appending(gpu, v=None), arch="sm_90")

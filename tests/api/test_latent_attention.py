@@ -9,7 +9,7 @@ import pytest
 from support import fake_gpu, refusals
 from support.foreign import Foreign
 
-from cupy_flash import flash_attention_with_kvcache, plan_with_kvcache
+from cupy_flash import flash_attention_with_kvcache, plan
 from cupy_flash.reference.packed import attention_with_kvcache_reference
 
 assert_refused = functools.partial(refusals.assert_refused, flash_attention_with_kvcache)
@@ -151,5 +151,7 @@ def test_a_call_with_values_of_their_own_is_another_call(gpu):
 
 def test_the_plan_says_so_in_its_problem(rng):
     arguments = latents(rng)
-    assert plan_with_kvcache(**arguments, arch="sm_90").problem.values_in_keys
-    assert not plan_with_kvcache(**apart(arguments), arch="sm_90").problem.values_in_keys
+    assert plan(flash_attention_with_kvcache, **arguments, arch="sm_90").problem.values_in_keys
+    assert not plan(
+        flash_attention_with_kvcache, **apart(arguments), arch="sm_90"
+    ).problem.values_in_keys

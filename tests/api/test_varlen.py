@@ -10,7 +10,7 @@ from support import fake_gpu, refusals
 from support.foreign import Foreign
 from support.sequence_support import VarlenCase, random_varlen_case
 
-from cupy_flash import UnsupportedError, flash_attention_varlen, plan_varlen
+from cupy_flash import UnsupportedError, flash_attention_varlen, plan
 from cupy_flash.calls import attention, on_gpu
 from cupy_flash.gpu.environment import gpu_unavailable
 from cupy_flash.reference.packed import attention_varlen_reference
@@ -553,7 +553,7 @@ def test_a_plan_is_what_the_call_is_computed_by(gpu, pages):
     if pages:
         arguments |= paged | {"block_table": gpu.lengths(3, 9)}
     flash_attention_varlen(**arguments)
-    made = plan_varlen(**arguments, arch="sm_90")
+    made = plan(flash_attention_varlen, **arguments, arch="sm_90")
     assert gpu.compiled == [made.unit.title]
     assert [entry for entry, _ in gpu.launches] == [launch.entry for launch in made.launches]
     assert (made.problem.layout.kind, made.problem.layout.pages) == ("packed", pages)
@@ -562,20 +562,23 @@ def test_a_plan_is_what_the_call_is_computed_by(gpu, pages):
 def test_the_cpu_is_planned_for_without_a_look_at_what_arrays_hold():
     arguments = good()
     arguments.pop("out")
-    made = plan_varlen(**arguments, backend="cpu", tile=(16, 32))
+    made = plan(flash_attention_varlen, **arguments, backend="cpu", tile=(16, 32))
     assert (made.family, made.tile.Bc) == ("cpu", 32)
-    assert made == plan_varlen(
-        **(arguments | {"q": np.full_like(arguments["q"], np.nan)}), backend="cpu", tile=(16, 32)
+    assert made == plan(
+        flash_attention_varlen,
+        **(arguments | {"q": np.full_like(arguments["q"], np.nan)}),
+        backend="cpu",
+        tile=(16, 32),
     )
     with pytest.raises(ValueError, match="arch is 'sm_90', a GPU's, but backend is 'cpu'"):
-        plan_varlen(**arguments, backend="cpu", arch="sm_90")
+        plan(flash_attention_varlen, **arguments, backend="cpu", arch="sm_90")
 
 
 def test_a_plan_is_refused_where_the_call_is(gpu):
     with pytest.raises(TypeError, match="max_seqlen_q is None; expected an integer"):
-        plan_varlen(**on(gpu, max_seqlen_q=None), arch="sm_90")
+        plan(flash_attention_varlen, **on(gpu, max_seqlen_q=None), arch="sm_90")
     with pytest.raises(TypeError, match="cu_seqlens_k is a NoneType; expected a NumPy or CuPy"):
-        plan_varlen(**on(gpu, cu_seqlens_k=None), arch="sm_90")
+        plan(flash_attention_varlen, **on(gpu, cu_seqlens_k=None), arch="sm_90")
 
 
 def test_biases_masks_and_trees_are_as_long_as_the_call_says_sequences_may_be(rng):

@@ -219,7 +219,7 @@ def test_plans_and_references_read_arrays_as_cupy_ones(gpu):
         assert type(read) is fake_gpu.FakeArray
         assert (read.shape, read.dtype) == (array.shape, array.dtype)
         assert read.data.ptr == array.address
-    assert plan(array, array, array, arch="sm_90").problem.heads_q == 6
+    assert plan(flash_attention, array, array, array, arch="sm_90").problem.heads_q == 6
 
 
 def test_shardings_that_are_not_kept_any_more_are_not_mistaken_for_others(gpu):

@@ -58,11 +58,9 @@ def reference(call: Call) -> dict[str, np.ndarray]:
     values = {n: x for n, x in values.items() if n != "return_lse"}
     values |= {"out": out, "lse": lse, "dout": np.ones_like(out)}
     wanted = [n for n in INPUTS if n in values]
-    if "qkv" not in values:
-        values["wrt"] = tuple(wanted)
+    values["wrt"] = tuple(wanted)
     gradients, _ = Call(backward, None, values).run(lambda array: array, backend="cpu")
-    # The backward function of qkv returns only the gradient of qkv.
-    named = zip(wanted if "qkv" not in values else ["qkv"], gradients, strict=True)
+    named = zip(wanted, gradients, strict=True)
     return {"out": out, "lse": lse} | {f"d{n}": x for n, x in named}
 
 
@@ -78,8 +76,6 @@ def test_tensors(call: Call, device: str) -> None:
     found = dict(zip(("out", "lse"), results, strict=False))
     found["out"].sum().backward()
     found |= {f"d{names[n]}": x.grad for n, x in inputs.items()}
-    if "qkv" in given:
-        found = {n: x for n, x in found.items() if n in ("out", "lse", "dqkv")}
     assert_alike({n: host_array(x) for n, x in found.items()}, call)
 
 

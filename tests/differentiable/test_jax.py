@@ -51,6 +51,27 @@ def test_gradients_are_those_of_the_formula(device: Any) -> None:
         assert_alike(lambda *xs: cj.flash_attention(*xs[:3], bias=xs[3]), formula, inputs)
 
 
+@pytest.mark.parametrize("convert", [lambda x: x, np.array], ids=["jax", "numpy"])
+def test_an_array_of_queries_keys_and_values_is_differentiable(device: Any, convert: Any) -> None:
+    (qkv,) = arrays(device, (2, 7, 3, 4, 5))
+
+    def expected(qkv: Any) -> Any:
+        return formula(*(qkv[:, :, i] for i in range(3)), 0)
+
+    with jax.default_matmul_precision("highest"), jax.default_device(device):
+        assert_alike(cj.flash_attention_qkvpacked, expected, [convert(qkv)])
+
+
+def test_an_array_of_queries_keys_and_values_is_checked() -> None:
+    qkv = jax.numpy.ones((2, 7, 3, 4, 5))
+    with pytest.raises(ValueError, match="layout is 'bhsd'; packed arrays are 'bshd'"):
+        cj.flash_attention_qkvpacked(qkv, layout="bhsd")
+    with pytest.raises(ValueError, match="qkv has shape"):
+        cj.flash_attention_qkvpacked(qkv[:, :, 0])
+    with pytest.raises(TypeError, match="qkv is a list; expected an array of JAX or NumPy"):
+        cj.flash_attention_qkvpacked([1.0])
+
+
 def test_packed_sequences_are_differentiable(device: Any) -> None:
     inputs = arrays(device, (9, 3, 5), (11, 3, 5), (11, 3, 5))
     ends_q, ends_k = (

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cupy_flash import MaskMod, ScoreMod, plan
+from cupy_flash import MaskMod, ScoreMod, flash_attention, plan
 from cupy_flash.errors import CompileError, UnsupportedError
 from cupy_flash.families.contract import TranslationUnit
 from cupy_flash.families.hopper import HopperFamily, HopperTile, scores
@@ -813,7 +813,7 @@ def test_default_tiles_of_latent_attention_compile_and_spill_little(case):
 def modified(bias: np.ndarray | None = None, *, head_dim: int = 128, **more: Any) -> Plan:
     """The plan of a call of 2 x 2048 queries and keys, 4 heads."""
     q = np.empty((2, 2048, 4, head_dim), np.float16)
-    return plan(q, q, q, arch="sm_90", family="hopper", bias=bias, **more)
+    return plan(flash_attention, q, q, q, arch="sm_90", family="hopper", bias=bias, **more)
 
 
 def bias_of(*shape: int, dtype: str = "float16") -> np.ndarray:
@@ -893,7 +893,7 @@ def test_the_maximum_of_bounded_scores_is_not_looked_for(dtype, more, is_bounded
     real = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}[dtype]
     q = np.empty((2, 2048, 4, int(head_dim or 128)), real)
     arrays = {n: x.astype(np.float32) for n, x in more.items() if isinstance(x, np.ndarray)}
-    unit = plan(q, q, q, arch="sm_90", family="hopper", **more | arrays).unit
+    unit = plan(flash_attention, q, q, q, arch="sm_90", family="hopper", **more | arrays).unit
     assert unit is not None
     assert f"bool bounded = {str(is_bounded).lower()};" in unit.text
 
@@ -907,7 +907,9 @@ def test_windows_with_a_row_of_one_later_key_are_looked_through():
         q = np.empty((1, seqlen_q, 2, 64), ml_dtypes.bfloat16)
         k = np.empty((1, seqlen_k, 2, 64), ml_dtypes.bfloat16)
         offset = int(rng.integers(0, 12))
-        case = plan(q, k, k, window_size=(left, right), q_offset=offset, arch="sm_90").problem
+        case = plan(
+            flash_attention, q, k, k, window_size=(left, right), q_offset=offset, arch="sm_90"
+        ).problem
         rows = np.arange(seqlen_q)
         begins, ends = case.mask.begins(rows), case.mask.ends(rows)
         has_only_keys = bool(np.any((begins > 0) & (ends - begins == 1)))
@@ -929,6 +931,6 @@ def test_windows_with_a_row_of_one_later_key_are_looked_through():
 )
 def test_rows_of_low_scores_have_a_launch_where_scores_may_be_low(more, computes):
     q = np.empty((2, 512, 4, 64), ml_dtypes.bfloat16)
-    made = plan(q, q, q, arch="sm_90", family="hopper", **more)
+    made = plan(flash_attention, q, q, q, arch="sm_90", family="hopper", **more)
     assert ("low_rows" in [launch.entry for launch in made.launches]) == computes
     assert (made.schedule.counters > 0) == computes

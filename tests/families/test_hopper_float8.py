@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.float8_support import FLOAT8 as FLOAT8_DTYPE
 
-from cupy_flash import plan
+from cupy_flash import flash_attention, plan
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.families import FORWARD
 from cupy_flash.families.contract import round_up
@@ -138,7 +138,7 @@ def test_classes_of_tuned_tiles():
 
 def test_a_plan_says_what_the_output_is():
     q = np.zeros((1, 4096, 16, 128), FLOAT8_DTYPE)
-    found = plan(q, q, q, arch="sm_90")
+    found = plan(flash_attention, q, q, q, arch="sm_90")
     assert found.unit is not None
     assert "float8_e4m3fn head_dim 128 to bfloat16" in found.unit.title
     assert found.family == "hopper"

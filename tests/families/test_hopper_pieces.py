@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from cupy_flash import plan
+from cupy_flash import flash_attention, plan
 from cupy_flash.families.hopper import HopperFamily, HopperTile
 from cupy_flash.planning.planner import make_plan
 from cupy_flash.problem.arrays import ArraySpec
@@ -91,7 +91,7 @@ def test_packed_and_modified_float32_and_a_single_key_are_not_its_own():
     assert "float32 of equal lengths only" in (hopper.why_not(packed, h100) or "")
     assert "the only value as it is" in (hopper.why_not(problem(1), h100) or "")
     q = np.zeros((1, 1024, 2, 64), np.float32)
-    found = plan(q, q, q, window_size=(64, 0), causal=True, arch="sm_90")
+    found = plan(flash_attention, q, q, q, window_size=(64, 0), causal=True, arch="sm_90")
     assert found.rejected["hopper"] == "it takes float32 without modifications only"
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupy_flash import ScoreMod, plan_backward
+import cupy_flash
+from cupy_flash import ScoreMod, flash_attention_backward
 from cupy_flash.families import FAMILIES
 from cupy_flash.planning.planner import Plan
 
@@ -29,7 +30,7 @@ def plan(
     )
     modifications = {"bias": np.zeros(bias, dtype), "sinks": np.zeros(HEADS, dtype)}
     how = {"arch": "sm_90", "score_mod": mod} | modifications | how
-    return plan_backward(q, k, k, wrt=wrt, **how)
+    return cupy_flash.plan(flash_attention_backward, q=q, k=k, v=k, wrt=wrt, **how)
 
 
 def entries(of: Plan) -> list[str]:
@@ -108,5 +109,13 @@ def test_a_unit_includes_a_file_once_and_says_what_was_in_it() -> None:
 
 def test_a_bias_without_elements_has_no_kernel() -> None:
     q, k = np.empty((1, 3, 1, 8), np.float32), np.empty((1, 0, 1, 8), np.float32)
-    of = plan_backward(q, k, k, wrt=("bias",), bias=np.empty((3, 0), np.float32), arch="sm_90")
+    of = cupy_flash.plan(
+        flash_attention_backward,
+        q=q,
+        k=k,
+        v=k,
+        wrt=("bias",),
+        bias=np.empty((3, 0), np.float32),
+        arch="sm_90",
+    )
     assert entries(of) == ["row_terms"]

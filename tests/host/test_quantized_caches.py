@@ -22,8 +22,7 @@ from cupy_flash import (
     flash_attention_varlen,
     flash_attention_varlen_backward,
     flash_attention_with_kvcache,
-    plan_varlen,
-    plan_with_kvcache,
+    plan,
 )
 from cupy_flash.arrays.kinds import normalize_scale
 from cupy_flash.errors import UnsupportedError
@@ -175,12 +174,12 @@ def test_scales_are_real_numbers_or_arrays() -> None:
 
 def test_one_family_of_a_gpu_reads_them() -> None:
     arguments = QuantizedCase(dataclasses.replace(SMALL, seqlen_new=0), "int8", "head").arguments()
-    assert plan_with_kvcache(**arguments, arch="sm_90").family == "decode"
+    assert plan(flash_attention_with_kvcache, **arguments, arch="sm_90").family == "decode"
     with pytest.raises(UnsupportedError, match="mma: its kernels read no caches of 8 bits"):
-        plan_with_kvcache(**arguments, arch="sm_75")
+        plan(flash_attention_with_kvcache, **arguments, arch="sm_75")
     arguments["q"] = arguments["q"].astype(np.float32)
     with pytest.raises(UnsupportedError, match="take float16 or bfloat16, not float32"):
-        plan_with_kvcache(**arguments, arch="sm_90")
+        plan(flash_attention_with_kvcache, **arguments, arch="sm_90")
 
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -289,7 +288,7 @@ def test_packed_queries_get_what_keys_of_numbers_get(page_size: int, scales: str
 
 def test_one_family_of_a_gpu_reads_them_for_packed_queries() -> None:
     arguments = PACKED.arguments()
-    made = plan_varlen(**arguments, arch="sm_90")
+    made = plan(flash_attention_varlen, **arguments, arch="sm_90")
     assert (made.family, made.problem.layout.kind) == ("decode", "packed")
     assert made.problem.scales is not None
     # Of rows and of heads, which lie behind each other.

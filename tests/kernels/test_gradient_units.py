@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cupy_flash import MaskMod, ScoreMod, plan_backward
+from cupy_flash import MaskMod, ScoreMod, flash_attention_backward, plan
 from cupy_flash.gpu.compiler import compile_cubin, known_architectures
 from cupy_flash.problem.device import device_for_arch
 
@@ -80,7 +80,7 @@ def test_a_unit_of_gradients_compiles(
         np.empty((1, SEQLEN, heads, head_dim), DTYPES.get(dtype, dtype))
         for heads in (HEADS, HEADS_KV)
     )
-    made = plan_backward(q, k, k, arch=arch, family=family, **options)
+    made = plan(flash_attention_backward, q=q, k=k, v=k, arch=arch, family=family, **options)
     assert made.unit is not None
     cubin = compile_pool.submit(compile_cubin, made.unit, device).result()
     assert "warning" not in cubin.log

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cupy_flash import MaskMod, ScoreMod, plan
+from cupy_flash import MaskMod, ScoreMod, flash_attention, plan
 from cupy_flash.gpu.compiler import compile_cubin, known_architectures
 from cupy_flash.problem.device import device_for_arch
 
@@ -88,7 +88,7 @@ def test_a_unit_with_modifications_compiles(
     q = array(1, seqlen_q, HEADS, head_dim, dtype=kind)
     k = array(1, SEQLEN, HEADS, head_dim, dtype=kind)
     arrays = (np.ascontiguousarray(x) for x in (q, k, k))
-    made = plan(*arrays, arch=arch, family=family, **modifications)
+    made = plan(flash_attention, *arrays, arch=arch, family=family, **modifications)
     assert made.unit is not None
     cubin = compile_pool.submit(compile_cubin, made.unit, device).result()
     assert "warning" not in cubin.log

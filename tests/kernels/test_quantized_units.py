@@ -11,7 +11,7 @@ import pytest
 from support.quantized_support import QuantizedCase
 from support.sequence_support import VarlenCase
 
-from cupy_flash import plan_varlen, plan_with_kvcache
+from cupy_flash import flash_attention_varlen, flash_attention_with_kvcache, plan
 from cupy_flash.calls.arguments import Arguments
 from cupy_flash.calls.attention import append_spec
 from cupy_flash.calls.options import Options
@@ -59,7 +59,8 @@ def decode_unit(
     shape = {"row": (blocks, rows, 2), "page": (blocks, 1, 2), "head": (2,)}.get(scales)
     of_cache = None if shape is None else np.ones(shape, np.float32)
     table = np.zeros((CACHES, ROWS // page_size), np.int32) if page_size else None
-    plan = plan_with_kvcache(
+    made = plan(
+        flash_attention_with_kvcache,
         np.zeros((CACHES, 1, 8, dims[0]), dtype),
         k_cache,
         v_cache,
@@ -70,18 +71,18 @@ def decode_unit(
         arch=arch,
         **more,
     )
-    assert plan.family == "decode"
-    assert plan.unit is not None
-    return plan.unit
+    assert made.family == "decode"
+    assert made.unit is not None
+    return made.unit
 
 
 def packed_unit(arch: str, cache_dtype: str, page_size: int) -> TranslationUnit:
     base = VarlenCase((70, 0, 3), (150, 9, 300), "bfloat16", causal=True, page_size=page_size)
     arguments = QuantizedCase(base, cache_dtype, "row").arguments()
-    plan = plan_varlen(**arguments, arch=arch)
-    assert plan.family == "decode"
-    assert plan.unit is not None
-    return plan.unit
+    made = plan(flash_attention_varlen, **arguments, arch=arch)
+    assert made.family == "decode"
+    assert made.unit is not None
+    return made.unit
 
 
 def spec_of_append(dtype: str, cache_dtype: str, computed: bool, rotary_dim: int) -> AppendSpec:
@@ -140,7 +141,8 @@ def test_float8_is_for_gpus_that_convert_it() -> None:
 
 def test_a_tile_of_8_bits_has_32_keys() -> None:
     with pytest.raises(ValueError, match="Bc is 16; expected 32 of a cache of 8 bits"):
-        plan_with_kvcache(
+        plan(
+            flash_attention_with_kvcache,
             np.zeros((CACHES, 1, 8, 64), np.float16),
             *(np.zeros((CACHES, ROWS, 2, 64), INT8) for _ in "kv"),
             cache_seqlens=ROWS,

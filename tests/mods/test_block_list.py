@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.block_map_text import ALL, NONE, compiled_masks
 
-from cupy_flash import BlockList, flash_attention, plan, plan_varlen
+from cupy_flash import BlockList, flash_attention, flash_attention_varlen, plan
 
 BATCH, HEADS, SEQLEN = 2, 3, 70
 
@@ -40,7 +40,7 @@ def test_on_hopper_a_tile_divides_the_blocks_or_the_plan_says_that_none_does() -
     def planned(block: tuple[int, int], head_dim: int) -> tuple[int, str]:
         q = np.empty((1, 4096, 16, head_dim), np.float16)
         mod = BlockList(np.ones((1, 1, 64, 64), bool), block)
-        made = plan(q, q, q, arch="sm_90", mask_mod=mod)
+        made = plan(flash_attention, q, q, q, arch="sm_90", mask_mod=mod)
         assert made.family == "hopper"
         return made.tile.Bc, made.reason
 
@@ -56,7 +56,7 @@ def test_on_hopper_a_tile_divides_the_blocks_or_the_plan_says_that_none_does() -
 def test_the_plan_says_when_queries_begin_within_a_block_of_rows(seqlen_k: int) -> None:
     q, k = (np.empty((1, n, 16, 64), np.float16) for n in (4096, seqlen_k))
     mod = BlockList(np.ones((1, 1, 64, 64), bool), (128, 96))
-    made = plan(q, k, k, arch="sm_90", mask_mod=mod)
+    made = plan(flash_attention, q, k, k, arch="sm_90", mask_mod=mod)
     assert made.tile.Bc == 96
     assert ("queries begin at key 4, no multiple of 64" in made.reason) == (seqlen_k == 4100)
 
@@ -65,7 +65,9 @@ def test_packed_sequences_have_no_block_maps_whose_edges_a_plan_speaks_of() -> N
     q, starts = np.empty((4096, 16, 64), np.float16), np.array([0, 1000, 4096], np.int32)
     mod = BlockList(np.ones((1, 1, 64, 64), bool), (100, 70))
     most = 3096
-    made = plan_varlen(q, q, q, starts, starts, most, most, arch="sm_90", mask_mod=mod)
+    made = plan(
+        flash_attention_varlen, q, q, q, starts, starts, most, most, arch="sm_90", mask_mod=mod
+    )
     assert made.family == "hopper"
     assert "edges" not in made.reason
 
@@ -78,7 +80,7 @@ def test_blocks_of_other_sequences_or_heads_are_refused(shape: tuple[int, ...]) 
     with pytest.raises(ValueError, match=expected):
         flash_attention(q, q, q, mask_mod=mod, backend="cpu")
     with pytest.raises(ValueError, match=expected):
-        plan(q, q, q, arch="sm_90", mask_mod=mod)
+        plan(flash_attention, q, q, q, arch="sm_90", mask_mod=mod)
 
 
 def test_copies_have_the_same_blocks() -> None:

@@ -58,7 +58,7 @@ def test_captures_of_any_name_compile() -> None:
 def test_kernels_have_them_under_the_names_of_their_arrays() -> None:
     score_mod, mask_mod = mods()
     q = np.zeros((1, 40, 1, 64), np.float16)
-    made = plan(q, q, q, arch="sm_90", score_mod=score_mod, mask_mod=mask_mod)
+    made = plan(flash_attention, q, q, q, arch="sm_90", score_mod=score_mod, mask_mod=mask_mod)
     assert made.unit is not None
     for name in ("score_mod_xor", "mask_mod_typeid", "score_modu_gr_f6__df_e"):
         assert f" {name};" in made.unit.text

@@ -376,11 +376,11 @@ def test_the_first_call_says_what_it_compiles_and_later_ones_reuse_everything(
 def test_plan_tells_registers_once_the_kernel_is_compiled() -> None:
     case = dataclasses.replace(CASE, head_dim=24, head_dim_v=24)
     inputs = on_gpu(random_values(case))
-    before = plan(*inputs)
+    before = plan(flash_attention, *inputs)
     assert before.resources is None
     assert "not compiled yet" in str(before)
     flash_attention(*inputs)
-    after = plan(*inputs)
+    after = plan(flash_attention, *inputs)
     assert after.resources is not None
     assert 16 <= after.resources.registers <= 255
     assert f"{after.resources.registers} per thread" in str(after)
@@ -417,7 +417,7 @@ def test_a_tile_asked_for_is_the_one_that_runs(
     if not case.is_supported():
         pytest.skip(f"{family} has nothing for this GPU")
     values = random_values(case)
-    problem = plan(*on_gpu(values), family=family).problem
+    problem = plan(flash_attention, *on_gpu(values), family=family).problem
     default = FORWARD[family].default_tile(problem, current_device())
     tiles = FORWARD[family].tiles(problem, current_device())
     tile = next(t for t in tiles if (t.Br, t.Bc) != (default.Br, default.Bc))
@@ -503,7 +503,7 @@ def test_prebuilt_kernels_are_used_if_their_name_says_that_they_fit(
     for head_dim, name_of in ((52, prebuilt_name), (60, stale_name)):
         values = random_values(dataclasses.replace(CASE, head_dim=head_dim))
         inputs = [cupy.asarray(array) for array in values]
-        planned = plan(*inputs)
+        planned = plan(flash_attention, *inputs)
         assert planned.unit is not None
         image = compile_cubin(planned.unit, current_device()).image
         (tmp_path / name_of(planned.unit, current_device())).write_bytes(image)

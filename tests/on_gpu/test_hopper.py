@@ -243,7 +243,9 @@ def test_more_sets_of_addresses_than_are_kept_are_right_the_second_time_too() ->
 
 def test_maps_written_without_the_driver_are_those_that_it_encodes(monkeypatch) -> None:
     case = Case("hopper", "bfloat16", 70, 150)
-    specs = plan(*on_gpu(random_values(case)), family="hopper").schedule.tensor_maps
+    specs = plan(
+        flash_attention, *on_gpu(random_values(case)), family="hopper"
+    ).schedule.tensor_maps
     learnt, asked = (TensorMaps(specs, ("q", "k", "v")) for _ in range(2))
     monkeypatch.setattr(asked, "_probe", lambda addresses: False)
     rng = np.random.default_rng(5)
@@ -328,7 +330,7 @@ def test_views_are_read_in_place(view: Callable[[Any], Any], causal: bool) -> No
     q_gpu, k_gpu, v_gpu = on_gpu((q, k, v))
     q_gpu, k_gpu, v_gpu = q_view(q_gpu), view(k_gpu), view(v_gpu)
     assert all(strided.is_readable_in_place(array) for array in (q_gpu, k_gpu, v_gpu))
-    assert plan(q_gpu, k_gpu, v_gpu, causal=causal).family == "hopper"
+    assert plan(flash_attention, q_gpu, k_gpu, v_gpu, causal=causal).family == "hopper"
     out, lse = flash_attention(q_gpu, k_gpu, v_gpu, causal=causal, family="hopper", return_lse=True)
     truth.check(out.get(), lse.get())
 

@@ -18,7 +18,7 @@ from support.latent_support import (
 from support.quantized_support import CACHE_DTYPES, QuantizedCase, on_device
 from support.sequence_support import KVCacheCase, Truth, ragged_lengths, to_numpy
 
-from cupy_flash import flash_attention_with_kvcache, plan_with_kvcache
+from cupy_flash import flash_attention_with_kvcache, plan
 
 pytestmark = pytest.mark.gpu
 
@@ -197,7 +197,7 @@ def test_pages_that_there_are_not_are_zeros() -> None:
 
 def test_few_heads_go_to_decode() -> None:
     arguments = {n: on_device(x) for n, x in latent_arguments(LONG, None, "none").items()}
-    assert plan_with_kvcache(**arguments).family == "decode"
+    assert plan(flash_attention_with_kvcache, **arguments).family == "decode"
 
 
 @pytest.mark.parametrize("cache_dtype", [None, "int8"])

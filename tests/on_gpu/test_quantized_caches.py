@@ -18,7 +18,7 @@ from support.quantized_support import (
 )
 from support.sequence_support import KVCacheCase, Truth, VarlenCase, ragged_lengths, to_numpy
 
-from cupy_flash import flash_attention_varlen, flash_attention_with_kvcache, plan_varlen
+from cupy_flash import flash_attention_varlen, flash_attention_with_kvcache, plan
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.reference.packed import attention_with_kvcache_reference
 
@@ -126,9 +126,9 @@ def test_long_keys_of_packed_queries_are_split(cache_dtype: str, page_size: int)
         (1, 0, 40, 2), (5000, 17, 300, 4097), "bfloat16", heads_q=8, page_size=page_size
     )
     arguments = QuantizedCase(base, cache_dtype, "row").arguments()
-    plan = plan_varlen(**{name: on_device(x) for name, x in arguments.items()})
-    assert plan.num_splits is not None
-    assert plan.num_splits > 1
+    made = plan(flash_attention_varlen, **{name: on_device(x) for name, x in arguments.items()})
+    assert made.num_splits is not None
+    assert made.num_splits > 1
     check_on_gpu(QuantizedCase(base, cache_dtype, "row"))
 
 

@@ -65,7 +65,7 @@ def test_it_is_right_whatever_the_tile_and_which_axes_share_it(
         call = ModifiedCall("equal", dtype, {**arrays, "bias": bias}, options)
         q, k, v = (cupy.asarray(x) for x in arrays.values())
         how: dict[str, Any] = {"family": "hopper", "tile": tile, "bias": on_gpu(bias)}
-        made = plan(q, k, v, **options, **how)
+        made = plan(flash_attention, q, k, v, **options, **how)
         assert list(made.schedule.tensor_maps) == ["q", "k", "v", "bias"]
         # What goes wrong by chance does so seldom.
         results = set()

@@ -13,7 +13,7 @@ from support.ranks import launcher
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples/long_context.py"
-SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+SNIPPET = re.compile(r"^<!-- needs: ranks -->\n```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 PRINTED = re.compile(r"^print\(.*\)  # (.*)$", re.MULTILINE)
 
 

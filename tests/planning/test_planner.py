@@ -491,13 +491,20 @@ def test_blocks_are_counted_as_each_tile_visits_them(rng):
 def test_a_plan_counts_the_blocks_that_positions_leave():
     q = np.empty((1, 1024, 2, 64), np.float16)
     arguments = {"arch": "sm_90", "tile": {"Br": 128, "Bc": 128}}
-    causal = blocks_row(cupy_flash.plan(q, q, q, causal=True, **arguments))
-    windowed = cupy_flash.plan(q, q, q, causal=True, window_size=(255, None), **arguments)
+    causal = blocks_row(
+        cupy_flash.plan(cupy_flash.flash_attention, q, q, q, causal=True, **arguments)
+    )
+    windowed = cupy_flash.plan(
+        cupy_flash.flash_attention, q, q, q, causal=True, window_size=(255, None), **arguments
+    )
 
     assert causal == "36 visited, 8 of them partial, 28 skipped in each head"
     assert blocks_row(windowed) == "21 visited, 14 of them partial, 43 skipped in each head"
-    assert blocks_row(cupy_flash.plan(q, q, q, **arguments)) is None
-    assert blocks_row(cupy_flash.plan(q, q, q, softcap=5.0, **arguments)) is None
+    assert blocks_row(cupy_flash.plan(cupy_flash.flash_attention, q, q, q, **arguments)) is None
+    assert (
+        blocks_row(cupy_flash.plan(cupy_flash.flash_attention, q, q, q, softcap=5.0, **arguments))
+        is None
+    )
     naive = make_plan(problem(causal=True), h100, family="naive")
     assert blocks_row(naive) is None
 
@@ -505,14 +512,30 @@ def test_a_plan_counts_the_blocks_that_positions_leave():
 def test_a_plan_of_a_users_mask_says_that_a_map_decides():
     q = np.empty((1, 1024, 2, 64), np.float16)
     near = cupy_flash.MaskMod(lambda i, j: i // 100 == j // 100)
-    mapped = blocks_row(cupy_flash.plan(q, q, q, mask_mod=near, arch="sm_90"))
+    mapped = blocks_row(
+        cupy_flash.plan(cupy_flash.flash_attention, q, q, q, mask_mod=near, arch="sm_90")
+    )
     prefixed = cupy_flash.plan(
-        q, q, q, causal=True, prefix_lens=np.array([5], np.int32), arch="sm_90"
+        cupy_flash.flash_attention,
+        q,
+        q,
+        q,
+        causal=True,
+        prefix_lens=np.array([5], np.int32),
+        arch="sm_90",
     )
 
-    unmapped = blocks_row(cupy_flash.plan(q, q, q, mask_mod=near, arch="sm_80"))
+    unmapped = blocks_row(
+        cupy_flash.plan(cupy_flash.flash_attention, q, q, q, mask_mod=near, arch="sm_80")
+    )
     tree = cupy_flash.plan(
-        q[:, :64], q, q, tree_mask=np.zeros((1, 64), np.uint64), arch="sm_90", family="mma"
+        cupy_flash.flash_attention,
+        q[:, :64],
+        q,
+        q,
+        tree_mask=np.zeros((1, 64), np.uint64),
+        arch="sm_90",
+        family="mma",
     )
 
     leaves = "on the GPU a block map leaves those of them that the mask shows"
@@ -525,8 +548,14 @@ def test_a_plan_of_a_users_mask_says_that_a_map_decides():
 def test_the_plan_of_a_cache_counts_the_blocks_of_the_longest_sequence():
     cache = np.empty((2, 65536, 8, 128), np.float16)
     q = np.empty((2, 1, 32, 128), np.float16)
-    plan = cupy_flash.plan_with_kvcache(
-        q, cache, cache, cache_seqlens=9, window_size=(1023, 0), arch="sm_90"
+    plan = cupy_flash.plan(
+        cupy_flash.flash_attention_with_kvcache,
+        q,
+        cache,
+        cache,
+        cache_seqlens=9,
+        window_size=(1023, 0),
+        arch="sm_90",
     )
     Bc = plan.tile.Bc
 

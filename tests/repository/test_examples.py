@@ -1,4 +1,4 @@
-"""The examples and the snippets of the documentation run and give what they say.
+"""The examples run and give what they say.
 
 What the examples compute does not depend on who computes the attention, or how.
 """
@@ -6,7 +6,6 @@ What the examples compute does not depend on who computes the attention, or how.
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import re
@@ -16,7 +15,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -497,42 +495,3 @@ def test_wrong_option_of_generate_gets_one_line_and_exit_code_2(
     assert (code, output) == (2, "")
     assert errors.count("\n") == 1
     assert message in errors
-
-
-# A block of Python, and what the line before it may say that it needs.
-SNIPPET = re.compile(
-    r"^(?:<!-- (gpu|torch|jax) -->\n)?```python\n(.*?)^```$", re.DOTALL | re.MULTILINE
-)
-# A comment that says what is printed.
-PRINTED = re.compile(r"^print\(.*\)  # (.*)$", re.MULTILINE)
-
-
-@pytest.fixture
-def log_level() -> Iterator[None]:
-    """Puts back the level of the library's logger, which a snippet sets."""
-    logger = logging.getLogger("cupy_flash")
-    level = logger.level
-    yield
-    logger.setLevel(level)
-
-
-@pytest.mark.usefixtures("log_level")
-@pytest.mark.parametrize("has_gpu", [False, pytest.param(True, marks=pytest.mark.gpu)])
-@pytest.mark.parametrize(
-    "page", ["README.md", "docs/usage.md", "docs/inference.md", "docs/backward.md"]
-)
-def test_the_snippets_of_a_page_run_one_after_another_and_print_what_they_say(
-    page: str, has_gpu: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    names: dict[str, Any] = {}
-    text = (CHECKOUT / page).read_text(encoding="utf-8")
-    there = {"": True, "gpu": has_gpu} | {
-        name: find_spec(name) is not None for name in ("torch", "jax")
-    }
-    snippets = [code for needed, code in SNIPPET.findall(text) if there[needed]]
-    assert len(snippets) >= 3
-    for code in snippets:
-        exec(code, names)
-        printed = capsys.readouterr().out.splitlines()
-        if said := PRINTED.findall(code):
-            assert printed == said

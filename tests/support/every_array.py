@@ -108,9 +108,17 @@ class Call:
         return f"{self.function.__name__} {self.argument or '-'}"
 
     @property
+    def is_plan(self) -> bool:
+        """Whether the call returns a plan, and writes nothing."""
+        return self.function.__name__.startswith("plan")
+
+    @property
     def writes(self) -> set[str]:
-        """Arguments that the call writes."""
+        """Arguments that the call, or the call that it plans, writes."""
         found = WRITTEN & self.values.keys()
+        if self.is_plan:
+            # A plan does not look at dqkv.
+            found -= {"dqkv"}
         if "lse" in self.values:
             # In a backward call `out` is the output of the forward call, which is read.
             found -= {"out"}
@@ -135,7 +143,7 @@ class Call:
         known = {p.name for p in parameters}
         named = given | {n: x for n, x in options.items() if n in known}
         found = self.function(*positional, **named)
-        written = {name: named[name] for name in self.writes}
+        written = {} if self.is_plan else {name: named[name] for name in self.writes}
         if self.function.__name__.endswith("_vjp"):
             out, pull_back = found
             gradients = pull_back(out)
@@ -152,9 +160,32 @@ def _converted(value: Any, convert: Callable[[Any], Any]) -> Any:
 
 
 def functions_of(module: ModuleType) -> list[Callable[..., Any]]:
-    """Return the public functions of a module."""
-    public = (getattr(module, name) for name in module.__all__)
-    return [f for f in public if inspect.isfunction(f)]
+    """Return the public functions of a module, and the plans of those that have some."""
+    public = (getattr(module, name) for name in module.__all__ if not name.startswith("plan"))
+    functions = [f for f in public if inspect.isfunction(f)]
+    if module is not cupy_flash:
+        return functions
+    return functions + [
+        planned(f)
+        for f in functions
+        if f.__name__.startswith("flash_attention") and not f.__name__.endswith("_vjp")
+    ]
+
+
+def planned(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function with the arguments of another, and arch, that returns its plan."""
+
+    def made(*arguments: Any, **options: Any) -> cupy_flash.Plan:
+        return cupy_flash.plan(function, *arguments, **options)
+
+    signature = inspect.signature(function)
+    *others, modifications = signature.parameters.values()
+    arch = inspect.Parameter("arch", inspect.Parameter.KEYWORD_ONLY, default=None)
+    made.__name__ = f"plan {function.__name__}"
+    made.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[*others, arch, modifications]
+    )
+    return made
 
 
 def arguments_of(function: Callable[..., Any]) -> dict[str, bool]:

@@ -13,7 +13,13 @@ import pytest
 from click.testing import CliRunner, Result
 from support import fake_cupy
 
-from cupy_flash import plan, plan_backward, plan_varlen, plan_with_kvcache
+from cupy_flash import (
+    flash_attention,
+    flash_attention_backward,
+    flash_attention_varlen,
+    flash_attention_with_kvcache,
+    plan,
+)
 from cupy_flash.cli.bench.bench import _choose_providers
 from cupy_flash.cli.cases import inputs as inputs_module
 from cupy_flash.cli.cases.built_in import BUILT_IN
@@ -105,10 +111,14 @@ def plan_of(inputs: Inputs) -> Any:
     call = inputs.call(on_gpu=False)
     q, k, v = call.args
     case, options = inputs.case, dict(call.keywords)
-    planners = {"dense": plan, "cache": plan_with_kvcache, "varlen": plan_varlen}
+    functions = {
+        "dense": flash_attention,
+        "cache": flash_attention_with_kvcache,
+        "varlen": flash_attention_varlen,
+    }
     if case.kind == "cache":
         options["num_splits"] = case.asked_splits
-    return planners[case.kind](q, k, v, arch="sm_90", **options)
+    return plan(functions[case.kind], q, k, v, arch="sm_90", **options)
 
 
 @pytest.mark.parametrize("case", cases())
@@ -126,7 +136,8 @@ def test_a_case_poses_the_problem_that_its_arrays_pose(case: Case) -> None:
 def test_a_case_of_gradients_poses_the_problem_that_its_arrays_pose(mods: str) -> None:
     case = dataclasses.replace(dense(mods, causal=True), dtype="float16")
     call = random_inputs(case, 0, on_gpu=False).call(on_gpu=False)
-    posed = plan_backward(*call.args, arch="sm_90", **call.keywords).problem
+    q, k, v = call.args
+    posed = plan(flash_attention_backward, q=q, k=k, v=v, arch="sm_90", **call.keywords).problem
 
     assert dataclasses.replace(case, direction="backward").problem() == posed
 

@@ -137,7 +137,7 @@ def test_a_tile_that_beats_the_default_is_saved_and_then_used(home: Path, clock:
     result = on_cpu(*SHAPE)
     q, k = (np.zeros((1, n, 2, 24), np.float32) for n in (113, 203))
     (entry,) = saved(home)
-    plan = cupy_flash.plan(q, k, k, backend="cpu")
+    plan = cupy_flash.plan(cupy_flash.flash_attention, q, k, k, backend="cpu")
 
     assert result.exit_code == 0, result.output
     assert "The best tile: +100.0% over the default, saved." in result.stdout
@@ -1292,7 +1292,8 @@ def test_what_is_tuned_of_caches_is_found_again_by_calls_like_them_alone(
         q, k, v = (np.empty(shape, ml_dtypes.bfloat16) for shape in case.bshd_shapes)
         if cache_dtype:
             k, v = (np.empty(x.shape, cache_dtype) for x in (k, v))
-        return cupy_flash.plan_with_kvcache(
+        return cupy_flash.plan(
+            cupy_flash.flash_attention_with_kvcache,
             q,
             k,
             v if head_dim_v is None else None,

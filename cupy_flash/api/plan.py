@@ -1,0 +1,188 @@
+"""Plans: what the functions of attention and of its gradients would do."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from cupy_flash.api.backward import (
+    flash_attention_backward,
+    flash_attention_qkvpacked_backward,
+    flash_attention_varlen_backward,
+)
+from cupy_flash.api.dense import flash_attention, flash_attention_qkvpacked
+from cupy_flash.api.kvcache import flash_attention_with_kvcache
+from cupy_flash.api.varlen import flash_attention_varlen, places_of_keys
+from cupy_flash.calls import run, run_backward
+from cupy_flash.calls.arguments import Arguments, given_lengths
+from cupy_flash.calls.gradients import GradientArguments
+from cupy_flash.calls.options import Options
+from cupy_flash.planning.planner import Plan
+from cupy_flash.problem.tile import freeze_tile
+from cupy_flash.problem.values import named_dtype
+
+# Kind of the calls of each function, as in `Options`.
+_FORWARD: Mapping[Any, str] = {
+    flash_attention: "equal",
+    flash_attention_qkvpacked: "qkvpacked",
+    flash_attention_varlen: "packed",
+    flash_attention_with_kvcache: "cached",
+}
+_BACKWARD: Mapping[Any, str] = {
+    flash_attention_backward: "equal",
+    flash_attention_qkvpacked_backward: "equal",
+    flash_attention_varlen_backward: "packed",
+}
+_SCALED = ("q_scale", "k_scale", "v_scale", "out_dtype")
+
+
+def plan(
+    function: Callable[..., Any] | Any = None,
+    /,
+    *arguments: Any,
+    arch: str | None = None,
+    **options: Any,
+) -> Plan:
+    """Return the Plan that a call of a function would use, without computing anything.
+
+    Parameters
+    ----------
+    function : callable
+        `flash_attention`, `flash_attention_qkvpacked`, `flash_attention_varlen` or
+        `flash_attention_with_kvcache`, or the function of this module for the gradients of one of
+        the first three, such as `flash_attention_backward`.
+    *arguments, **options
+        Arguments of the call. The arrays are neither read nor written. What a call for gradients
+        takes besides the inputs (dout, out and lse) may be left out, and is contiguous then. A
+        dqkv is not looked at.
+    arch : str, optional
+        Plan for a usual GPU of this architecture, such as "sm_90", instead of the current one.
+
+    Returns
+    -------
+    Plan
+        Family, tile, resources, workspace and reasons; `print` it. The tile of the CPU backend for
+        packed sequences is that of the longest one. With a cache, the plan depends on its
+        capacity, not on the lengths, and an append is a launch before those of the plan.
+
+    Raises
+    ------
+    TypeError
+        If no plan is made for `function`, and for arguments that it refuses.
+    ValueError, UnsupportedError
+        For arguments that the function refuses.
+
+    Warns
+    -----
+    DeprecationWarning
+        If the arrays of `flash_attention` are given without the function. The next version
+        refuses them.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupy_flash import flash_attention, plan
+    >>> q = k = v = np.empty((1, 4096, 8, 64), np.float16)
+    >>> plan(flash_attention, q, k, v, causal=True, arch="sm_80").family
+    'mma'
+    """
+    if not callable(function):
+        _deprecated("plan(q, k, v, ...)", "plan(flash_attention, q, k, v, ...)")
+        if function is not None or arguments:
+            arguments = (function, *arguments)
+        function = flash_attention
+    kind = _FORWARD.get(function) or _BACKWARD.get(function)
+    if kind is None:
+        names = ", ".join(known.__name__ for known in (*_FORWARD, *_BACKWARD))
+        raise TypeError(f"plan makes no plan for {function!r}; expected one of {names}")
+    given = inspect.signature(function).bind_partial(*arguments, **options).arguments
+    if function in _FORWARD:
+        return _plan_forward(kind, given, arch)
+    return _plan_backward(kind, given, arch)
+
+
+def plan_backward(q: Any, k: Any, v: Any, *, arch: str | None = None, **options: Any) -> Plan:
+    """Return `plan` of `flash_attention_backward`; deprecated.
+
+    Parameters
+    ----------
+    q, k, v, arch, **options
+        See `plan`.
+    """
+    _deprecated("plan_backward(q, k, v, ...)", "plan(flash_attention_backward, q=q, k=k, v=v, ...)")
+    return plan(flash_attention_backward, q=q, k=k, v=v, arch=arch, **options)
+
+
+def plan_varlen(*arguments: Any, arch: str | None = None, **options: Any) -> Plan:
+    """Return `plan` of `flash_attention_varlen`; deprecated.
+
+    Parameters
+    ----------
+    *arguments, arch, **options
+        See `plan`.
+    """
+    _deprecated("plan_varlen(...)", "plan(flash_attention_varlen, ...)")
+    return plan(flash_attention_varlen, *arguments, arch=arch, **options)
+
+
+def plan_with_kvcache(*arguments: Any, arch: str | None = None, **options: Any) -> Plan:
+    """Return `plan` of `flash_attention_with_kvcache`; deprecated.
+
+    Parameters
+    ----------
+    *arguments, arch, **options
+        See `plan`.
+    """
+    _deprecated("plan_with_kvcache(...)", "plan(flash_attention_with_kvcache, ...)")
+    return plan(flash_attention_with_kvcache, *arguments, arch=arch, **options)
+
+
+def _deprecated(old: str, new: str) -> None:
+    warnings.warn(f"{old} is deprecated; call {new}", DeprecationWarning, stacklevel=3)
+
+
+def _plan_forward(kind: str, given: dict[str, Any], arch: str | None) -> Plan:
+    if kind == "equal" and any(given.get(name) is not None for name in _SCALED):
+        kind = "scaled"
+    if kind == "cached":
+        _, given["cache_seqlens"] = given_lengths(given.get("cache_seqlens"))
+    if kind == "packed":
+        names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table")
+        given["cu_seqlens_k"] = places_of_keys(*map(given.get, names))
+    arrays = Arguments(**{name: given[name] for name in Arguments._fields if name in given})
+    options = _options(kind, given)
+    modifications = given.get("modifications", {})
+    return run.plan(arrays, options, given.get("backend", "auto"), arch, modifications)
+
+
+def _plan_backward(kind: str, given: dict[str, Any], arch: str | None) -> Plan:
+    modifications = given.get("modifications", {})
+    fields = GradientArguments._fields
+    if "qkv" in given:
+        given |= run_backward.parts_of_qkv(given["qkv"])
+        names = run_backward.wanted_of_qkv(given.get("wrt"), modifications)
+        given["wrt"] = run_backward.parts_of_wrt(names)
+    else:
+        given["wrt"] = run_backward.wanted(given.get("wrt"), modifications)
+    arrays = {"q": None, "k": None, "v": None} | {n: given[n] for n in fields if n in given}
+    options = _options(kind, given)
+    backend = given.get("backend", "auto")
+    return run_backward.plan(GradientArguments(**arrays), options, backend, arch, modifications)
+
+
+def _options(kind: str, given: Mapping[str, Any]) -> Options:
+    """Return the options among the arguments of a call."""
+    options = {name: given[name] for name in Options._fields if name in given}
+    for name, convert in _CONVERTED.items():
+        if name in options:
+            options[name] = convert(options[name])
+    return Options(kind, **options)
+
+
+_CONVERTED: Mapping[str, Callable[[Any], Any]] = {
+    "tile": freeze_tile,
+    "out_dtype": named_dtype,
+    "grad_dtype": named_dtype,
+}

@@ -1,0 +1,114 @@
+"""`plan` of every function: the plan of the call, whatever the call writes or is given back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupy_flash
+from cupy_flash import (
+    Plan,
+    flash_attention,
+    flash_attention_backward,
+    flash_attention_qkvpacked,
+    flash_attention_qkvpacked_backward,
+    flash_attention_varlen,
+    flash_attention_varlen_backward,
+    flash_attention_vjp,
+    flash_attention_with_kvcache,
+    plan,
+)
+
+ON = {"arch": "sm_90"}
+Q, KV = np.zeros((2, 70, 4, 64), np.float16), np.zeros((2, 90, 2, 64), np.float16)
+QKV = np.zeros((2, 70, 3, 4, 64), np.float16)
+ROWS, STARTS = np.zeros((70, 4, 64), np.float16), [0, 30, 70]
+PACKED = {"q": ROWS, "k": ROWS, "v": ROWS, "cu_seqlens_q": STARTS, "cu_seqlens_k": STARTS}
+PACKED |= {"max_seqlen_q": 40, "max_seqlen_k": 40}
+
+
+def test_outputs_and_results_of_the_forward_call_change_no_contiguous_plan() -> None:
+    out, lse = np.zeros_like(Q), np.zeros((2, 4, 70), np.float32)
+    inputs = {"q": Q, "k": KV, "v": KV}
+
+    assert plan(flash_attention, Q, KV, KV, **ON) == plan(
+        flash_attention, **inputs, out=out, return_lse=True, **ON
+    )
+    planned = plan(flash_attention_backward, **inputs, causal=True, **ON)
+    assert planned == plan(flash_attention_backward, out, Q, KV, KV, out, lse, causal=True, **ON)
+    # The call computes another term.
+    assert planned != plan(flash_attention_backward, **inputs, dlse=lse, causal=True, **ON)
+
+
+@pytest.mark.parametrize("where", [ON, {"backend": "cpu"}])
+@pytest.mark.parametrize(
+    ("packed", "apart"),
+    [
+        (flash_attention_qkvpacked, flash_attention),
+        (flash_attention_qkvpacked_backward, flash_attention_backward),
+    ],
+)
+def test_a_plan_of_qkv_is_that_of_its_views(
+    packed: Callable[..., Any], apart: Callable[..., Any], where: dict[str, Any]
+) -> None:
+    views = {name: QKV[:, :, i] for i, name in enumerate("qkv")}
+
+    found = plan(packed, qkv=QKV, causal=True, **where)
+    assert found == plan(apart, **views, causal=True, **where)
+
+
+@pytest.mark.parametrize("where", [ON, {"backend": "cpu"}])
+def test_gradients_of_packed_sequences_have_a_plan(where: dict[str, Any]) -> None:
+    found = plan(flash_attention_varlen_backward, **PACKED, wrt=("k",), **where)
+
+    assert found.problem.layout.kind == "packed"
+    assert found.problem.gradient is not None
+    assert found.problem.gradient.wrt == ("k",)
+    assert found.family == ("hopper" if where is ON else "cpu")
+
+
+def test_gradients_of_qkv_and_a_bias_are_planned_by_their_names() -> None:
+    bias = np.zeros((4, 70, 70), np.float16)
+    call = {"qkv": QKV, "bias": bias, "wrt": ("qkv", "bias")}
+    gradient = plan(flash_attention_qkvpacked_backward, **call, **ON).problem.gradient
+
+    assert gradient is not None
+    assert gradient.wrt == ("q", "k", "v", "bias")
+
+
+def test_the_deprecated_functions_warn_and_plan_the_same() -> None:
+    cache = {"q": Q, "k_cache": KV, "v_cache": KV, "cache_seqlens": 80}
+    old: dict[str, tuple[Callable[[], Plan], Plan]] = {
+        "flash_attention, q": (
+            lambda: plan(Q, KV, KV, **ON),
+            plan(flash_attention, Q, KV, KV, **ON),
+        ),
+        "flash_attention, ": (
+            lambda: plan(q=Q, k=KV, v=KV, **ON),
+            plan(flash_attention, Q, KV, KV, **ON),
+        ),
+        "flash_attention_backward": (
+            lambda: cupy_flash.plan_backward(Q, KV, KV, causal=True, **ON),
+            plan(flash_attention_backward, q=Q, k=KV, v=KV, causal=True, **ON),
+        ),
+        "flash_attention_varlen": (
+            lambda: cupy_flash.plan_varlen(**PACKED, **ON),
+            plan(flash_attention_varlen, **PACKED, **ON),
+        ),
+        "flash_attention_with_kvcache": (
+            lambda: cupy_flash.plan_with_kvcache(**cache, **ON),
+            plan(flash_attention_with_kvcache, **cache, **ON),
+        ),
+    }
+    for name, (function, expected) in old.items():
+        with pytest.warns(DeprecationWarning, match=rf"is deprecated; call plan\({name}") as caught:
+            assert function() == expected
+        assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_a_function_without_plans_is_told_those_that_have_some() -> None:
+    with pytest.raises(TypeError, match=r"makes no plan for .*vjp.*; expected one of flash_attent"):
+        plan(flash_attention_vjp, Q, KV, KV)

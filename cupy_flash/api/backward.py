@@ -52,8 +52,8 @@ def flash_attention_backward(
     dout : array, shape (batch, seqlen_q, heads_q, head_dim_v)
         Gradient of the output: of its dtype and kind, with strides of its own (0 too).
     q, k, v, causal, softmax_scale, q_offset, layout, backend, **modifications
-        As of the `flash_attention` call whose gradients these are. The batch axis may be missing,
-        or be several, the same in all arrays.
+        As of the `flash_attention` call whose gradients these are. There may be no
+        batch axis or several; all arrays then have the same ones.
     out : array, shape (batch, seqlen_q, heads_q, head_dim_v)
         What the call returned.
     lse : array, shape (batch, heads_q, seqlen_q)

@@ -212,7 +212,7 @@ def normalize_int32(name: str, array: Any, *, on_host: bool) -> Any:
 
 
 def _moved(name: str, array: Any, *, on_host: bool) -> str:
-    """Return how an argument is copied to where q lies, in the terms of its library."""
+    """Return the expression that copies an argument to the device of q, for messages."""
     if is_any_tensor(array):
         return f"{name}.cpu()" if on_host else f"{name}.cuda()"
     if is_jax(array):

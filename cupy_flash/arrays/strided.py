@@ -84,7 +84,7 @@ def to_bshd(array: Any, layout: str) -> Any:
 def with_one_batch_axis(array: Any) -> Any:
     """Return an array of three axes, or of any batch axes before these, with one batch axis.
 
-    The result is a view unless `has_one_batch_stride` denies that there is one.
+    The result is a view if `has_one_batch_stride(array)`, otherwise a copy.
     """
     if array.ndim == 4:
         return array
@@ -93,7 +93,7 @@ def with_one_batch_axis(array: Any) -> Any:
 
 
 def has_one_batch_stride(array: Any) -> bool:
-    """Return whether one stride steps through all axes but the last three."""
+    """Return whether the batch axes can be merged into one axis without a copy."""
     if array.ndim <= 4 or array.size == 0:
         return True
     axes = zip(array.shape[:-3], array.strides[:-3], strict=True)
@@ -182,7 +182,7 @@ def as_cupy(array: Any) -> Any:
 def readable_in_place(array: Any, *, one_batch: bool = False) -> Any:
     """Return the array itself if `is_readable_in_place`, otherwise a C-contiguous copy.
 
-    With `one_batch` it also has to be what `has_one_batch_stride` asks for.
+    With `one_batch`, an array without `has_one_batch_stride` is copied, too.
     """
     on_gpu = as_cupy(array)
     if is_readable_in_place(on_gpu) and not (one_batch and not has_one_batch_stride(on_gpu)):
@@ -206,7 +206,7 @@ def require_in_place(name: str, array: Any, why: str = "") -> None:
     if not has_one_batch_stride(array):
         raise ValueError(
             f"{name} has shape {tuple(array.shape)} and strides {array.strides}; expected batch "
-            "axes that one stride steps through, as of a contiguous array"
+            "axes that can be merged without a copy, as those of a contiguous array"
         )
     if not isinstance(array, np.ndarray) and not is_aligned(array):
         raise ValueError(

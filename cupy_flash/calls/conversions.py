@@ -62,7 +62,7 @@ def conversions(arrays: Any, options: Options | None = None) -> dict[str, Conver
 
 
 def converted(arrays: Any, options: Options | None = None) -> Any:
-    """Return the same record with copies in place of the arrays that `conversions` names.
+    """Return the record with each array that `conversions` names replaced by its copy.
 
     Raises
     ------

@@ -216,7 +216,7 @@ def make_plan(
         A tile of that family, or some of its fields (see `freeze_tile`); None for the tuned or
         default one.
     explain
-        Whether the plan says why it uses no other family.
+        Whether to find out, for each other family, the reason why it is not used.
 
     Raises
     ------
@@ -230,17 +230,15 @@ def make_plan(
         raise ValueError(f"unknown family {family!r}; expected one of {', '.join(families)}")
     if family is None:
         chosen, reason = _first_choice(problem, device), "first choice for this dtype and GPU"
+        if chosen is None:
+            reasons = "; ".join(f"{n}: {why}" for n, why in _unusable(problem, device).items())
+            raise UnsupportedError(f"no kernel family serves this problem: {reasons}")
     else:
         chosen, reason = family, "asked for"
-    if explain or chosen is None or family is not None:
-        rejected = _rejected(problem, device, chosen, is_asked_for=family is not None)
-    else:
-        rejected = {}
-    if chosen is None:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected.items())
-        raise UnsupportedError(f"no kernel family serves this problem: {reasons}")
-    if chosen in rejected:
-        raise UnsupportedError(f"family {family!r} cannot serve this: {rejected[chosen]}")
+        if why_not := families[family].why_not(problem, device):
+            raise UnsupportedError(f"family {family!r} cannot serve this: {why_not}")
+    is_asked_for = family is not None
+    rejected = _rejected(problem, device, chosen, is_asked_for=is_asked_for) if explain else {}
     the_family = families[chosen]
     the_tile, tile_reason = _choose_tile(the_family, problem, device, tile)
     return plan_tile(
@@ -254,9 +252,9 @@ def make_plan(
 
 
 def _first_choice(problem: Problem, device: Device) -> str | None:
-    """Return the family that is chosen unasked, or None if no automatic one can serve this.
+    """Return the name of the family for a call that names none; None if none serves it.
 
-    Families after the one that is chosen are not asked, as that takes most of the time of a plan.
+    Later families are not checked: their checks take most of the planning time.
     """
     usable = None
     for name, family in FAMILIES[problem.direction].items():
@@ -267,13 +265,19 @@ def _first_choice(problem: Problem, device: Device) -> str | None:
     return usable
 
 
+def _unusable(problem: Problem, device: Device) -> dict[str, str]:
+    """Return why families cannot serve the problem, by the names of those that cannot."""
+    families = FAMILIES[problem.direction].items()
+    reasons = {name: family.why_not(problem, device) for name, family in families}
+    return {name: reason for name, reason in reasons.items() if reason}
+
+
 def _rejected(
-    problem: Problem, device: Device, chosen: str | None, *, is_asked_for: bool
+    problem: Problem, device: Device, chosen: str, *, is_asked_for: bool
 ) -> dict[str, str]:
-    """Return why each family but the chosen one is not used, and why that cannot serve this."""
+    """Return a reason for each family that is not used, by its name."""
     families = FAMILIES[problem.direction]
-    reasons = {name: family.why_not(problem, device) for name, family in families.items()}
-    rejected = {name: reason for name, reason in reasons.items() if reason}
+    rejected = _unusable(problem, device)
     for name, family in families.items():
         if name == chosen or name in rejected:
             continue

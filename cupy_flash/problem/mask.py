@@ -46,6 +46,17 @@ class Mask(NamedTuple):
         """Whether every query sees every key."""
         return not self.causal and self.left is None and self.right is None
 
+    def rounded(self, rows: int, keys: int) -> Mask:
+        """Return a mask with few other lengths: multiples of `rows`, and of `keys`.
+
+        Lengths are rounded up, and q_offset to the nearest multiple.
+        """
+        return self._replace(
+            seqlen_q=-(-self.seqlen_q // rows) * rows,
+            seqlen_k=-(-self.seqlen_k // keys) * keys,
+            q_offset=round(self.q_offset / keys) * keys,
+        )
+
     def end(self, row: int) -> int:
         """Behind the last key that a row sees."""
         end = self.seqlen_k

@@ -98,7 +98,6 @@ def test_a_run_that_ends_before_its_first_case_leaves_the_file_as_it_was(
     assert path.read_text(encoding="utf-8") == "earlier"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     ["bench", "roofline", "tune --backend cpu", "tune --report", "tune --arch sm_90", "compare"],
@@ -249,7 +248,6 @@ def test_a_reader_that_went_away_is_no_failure(arguments: str) -> None:
     assert with_closed_pipe(0, *arguments.split()) == (141, "")
 
 
-@pytest.mark.slow
 @needs_pipes
 def test_an_interrupt_keeps_its_code_where_the_readers_went_away_with_it() -> None:
     code = (

@@ -57,10 +57,12 @@ def answers(tmp_path_factory: pytest.TempPathFactory):
     return run
 
 
-@pytest.mark.slow
-def test_kernels_and_library_agree_which_keys_a_row_sees_and_which_tiles_need_a_mask(answers):
+@pytest.mark.parametrize("count", [20, pytest.param(300, marks=pytest.mark.slow)])
+def test_kernels_and_library_agree_which_keys_a_row_sees_and_which_tiles_need_a_mask(
+    answers, count
+):
     rng = np.random.default_rng(15)
-    problems = [random_problem(rng) for _ in range(300)]
+    problems = [random_problem(rng) for _ in range(count)]
     for (group, mask, splits), answer in zip(problems, answers(problems), strict=True):
         bounds, key_tiles, first_full, query_tiles = answer
         # A row of the kernel is one of the group's heads at a query.

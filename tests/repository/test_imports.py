@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import functools
 from pathlib import Path
 
 import pytest
@@ -26,20 +26,23 @@ MAY_IMPORT = {
 CUPY = {"gpu", "arrays"}
 
 
-def imported(path: Path) -> Iterator[str]:
+@functools.cache
+def imported(path: Path) -> tuple[str, ...]:
     """Modules that a file imports anywhere in it, by their full names."""
+    found: list[str] = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             above = path.relative_to(ROOT).parts[: -node.level] if node.level else ()
             module = ".".join([*above, *filter(None, [node.module])])
             names = [f"{module}.{alias.name}" for alias in node.names]
             are_modules = [(ROOT / (name.replace(".", "/") + ".py")).exists() for name in names]
-            yield from (
+            found += (
                 name if is_module else module
                 for name, is_module in zip(names, are_modules, strict=True)
             )
+    return tuple(found)
 
 
 def modules(folder: str) -> dict[str, Path]:
@@ -53,7 +56,6 @@ def modules(folder: str) -> dict[str, Path]:
 LIBRARY = modules("cupy_flash")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("room", MAY_IMPORT)
 def test_a_room_imports_only_what_lies_behind_it(room: str) -> None:
     files = {name: path for name, path in LIBRARY.items() if name.split(".")[1:2] == [room]}
@@ -76,7 +78,6 @@ def test_the_library_does_not_know_its_command_line() -> None:
     assert users == {"cupy_flash.__main__"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["cupy_flash", "cli"])
 def test_modules_do_not_import_each_other_in_a_circle(folder: str) -> None:
     graph = {name: set(imported(path)) - {name} for name, path in modules(folder).items()}

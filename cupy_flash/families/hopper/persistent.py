@@ -6,7 +6,7 @@ import functools
 
 import numpy as np
 
-from cupy_flash.families.contract import ceil_div, round_up
+from cupy_flash.families.contract import ceil_div
 from cupy_flash.problem.mask import Mask
 from cupy_flash.problem.problem import Problem
 
@@ -44,12 +44,7 @@ def section_heads(problem: Problem, *, blocks: int, Br: int, Bc: int) -> int:
     heads = min(problem.batch * problem.heads_q, max(1, _MOST_TILES // max(1, tiles)))
     if not problem.causal or tiles * heads <= blocks or tiles > _MOST_TILES:
         return group
-    mask = problem.mask
-    rounded = mask._replace(
-        seqlen_q=tiles * Br,
-        seqlen_k=round_up(mask.seqlen_k, Bc),
-        q_offset=round(mask.q_offset / Bc) * Bc,
-    )
+    rounded = problem.mask.rounded(Br, Bc)
     return _most_even_section(rounded, heads, blocks, Br, Bc)
 
 

@@ -49,10 +49,10 @@ def flash_attention(
         Queries. float16, bfloat16, float32 or float64, or float8_e4m3fn of ml_dtypes, which CuPy's
         arrays view bytes as, or of torch; NumPy, CuPy, or any array that speaks DLPack. Arrays with
         a contiguous last axis are read in place whatever their other strides and their alignment
-        (16-byte aligned rows are fastest); others are copied. There may be no batch axis or several,
-        (..., seqlen_q, heads_q, head_dim), the same for all these arrays and for results. Those
-        that cannot be merged into one axis without a copy are copied. Arrays of `modifications` and
-        scales have one batch axis instead of several, in C order.
+        (16-byte aligned rows are fastest); others are copied. There may be no batch axis or
+        several, (..., seqlen_q, heads_q, head_dim), the same for all these arrays and for results.
+        Arrays whose batch axes cannot be merged into one without a copy are copied. Arrays of
+        `modifications` and scales have one batch axis instead of several, in C order.
     k : array, shape (batch, seqlen_k, heads_kv, head_dim)
         Keys, of the same dtype and kind. heads_q is a multiple of heads_kv; query head h reads
         head h // (heads_q // heads_kv).

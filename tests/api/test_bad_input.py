@@ -103,7 +103,7 @@ def test_other_batch_axes_than_those_of_q_are_refused(name):
 def test_an_out_whose_batch_axes_have_no_common_stride_is_refused():
     arrays = {n: np.stack([x, x, x]) for n, x in good().items()}
     out = np.zeros((2, 3, *good()["out"].shape[1:]), np.float32).swapaxes(0, 1)
-    message = "out has shape .* and strides .*; expected batch axes that can be merged steps"
+    message = "out has shape .* and strides .*; expected batch axes that can be merged"
     assert_refused(ValueError, message, **(arrays | {"out": out}))
 
 

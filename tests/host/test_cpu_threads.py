@@ -86,6 +86,7 @@ check_a_call()
     assert float(out) < 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_fork_while_another_thread_computes_has_all_of_its_blas_threads():
     run_script("""

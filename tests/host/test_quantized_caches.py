@@ -92,6 +92,7 @@ def test_windows_and_sinks_are_right() -> None:
     check(QuantizedCase(SMALL, "float8_e4m3fn", "head", window=(3, 0), sinks=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", range(5))
 def test_random_packed_queries_are_right(chunk: int) -> None:
     rng = np.random.default_rng([20262, chunk])

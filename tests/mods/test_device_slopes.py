@@ -75,6 +75,7 @@ def compare(mod: ScoreMod, inputs: str, run: Any, rng: np.random.Generator, coun
         np.testing.assert_allclose(gradient, expected[name], rtol=0, atol=tolerance * largest)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "inputs"), INPUTS)
 def test_device_text_computes_the_derivatives_of_the_function(name, inputs, runs, rng) -> None:
     compare(MODS[name], inputs, runs[name, inputs], rng, COUNT)

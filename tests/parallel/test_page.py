@@ -91,6 +91,7 @@ def test_the_example_says_that_memory_is_short_and_ends_all_processes() -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_the_example_ends_all_processes_where_one_fails(tmp_path: Path) -> None:
     """Also where it is not the first; the others would wait for ten minutes."""
     program = tmp_path / "failing.py"
@@ -118,6 +119,7 @@ def test_the_example_says_its_options_once() -> None:
     assert done.stdout.count("Usage:") == 1
 
 
+@pytest.mark.slow
 def test_the_example_wants_no_more_gpus_than_there_are() -> None:
     done = subprocess.run(
         [sys.executable, str(EXAMPLE), "--gpus", "1000"],

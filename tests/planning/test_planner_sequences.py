@@ -90,6 +90,7 @@ def problems(draw: st.DrawFn, **fixed: Any) -> Problem:
 devices = st.sampled_from(ARCHITECTURES).map(device_for_arch)
 
 
+@pytest.mark.slow
 @relaxed
 @given(problems(), devices)
 def test_any_sequences_get_a_legal_tile_on_any_gpu(case, device):

@@ -73,6 +73,7 @@ def one_by_one(attention: Callable[..., Any]) -> Callable[..., Any]:
     return packed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["packed_attention", "masked_attention"])
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_embeddings_equal_those_computed_with_the_reference_attention(
@@ -354,6 +355,7 @@ def test_generated_tokens_equal_those_of_recomputing_the_whole_text(
     assert output.count("tokens/s") == 2
 
 
+@pytest.mark.slow
 def test_the_built_in_prompts_leave_no_token_to_rounding_in_float16(
     generate: Any, decoder: Any
 ) -> None:
@@ -370,6 +372,7 @@ def test_the_built_in_prompts_leave_no_token_to_rounding_in_float16(
     assert found.parted == {}
 
 
+@pytest.mark.slow
 def test_most_words_that_are_generated_stand_in_the_text_that_was_learnt(
     generate: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

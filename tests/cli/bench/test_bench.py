@@ -115,6 +115,7 @@ def test_csv_and_markdown_hold_a_line_for_each_row(tmp_path: Path) -> None:
     assert len([line for line in lines if line.startswith("| ")]) == 2 + len(rows)
 
 
+@pytest.mark.slow
 def test_the_table_fits_80_columns_and_states_the_flop_convention(monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
 

@@ -221,6 +221,7 @@ def test_a_record_from_before_there_were_gradients_is_of_the_output(tmp_path: Pa
     assert ("cpu", "forward", environment.digest_of("cpu")) in records.kernels(records.read(path))
 
 
+@pytest.mark.slow
 def test_a_direction_that_is_none_is_a_fault_of_a_record(tmp_path: Path) -> None:
     _, data = recorded(tmp_path, *RAGGED, *ON_CPU)
     data["rows"][0]["direction"] = "sideways"

@@ -94,6 +94,7 @@ def test_a_kernel_that_does_not_compile_shows_the_log_and_exits_with_1(
     assert "FAILED" in result.stdout
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_the_report_has_registers_spills_and_shared_memory(
     monkeypatch: pytest.MonkeyPatch, no_other_units: None
@@ -325,6 +326,7 @@ def test_into_a_pipe_a_kernel_stands_on_one_line(
     assert any(plan.unit.title.partition(" tile ")[0] in line for line in lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_the_default_set_is_what_the_dispatcher_chooses_for_common_shapes(arch: int) -> None:
     device = device_for_arch(arch)

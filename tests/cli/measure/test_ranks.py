@@ -17,6 +17,7 @@ def work(communicator: object) -> None:
     raise AssertionError("there is no GPU to have a communicator")
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_is_named_with_its_error() -> None:
     if gpu_unavailable() is None:
         pytest.skip("there is a GPU")

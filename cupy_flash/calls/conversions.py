@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,8 +47,9 @@ def conversions(arrays: Any, options: Options | None = None) -> dict[str, Conver
         Options of the call; None for a merge of partial results.
     """
     found = {}
-    for name, given in zip(arrays._fields, arrays, strict=True):
-        if given is None or name not in _CONVERTED:
+    for place, name in _places(arrays.__class__):
+        given = arrays[place]
+        if given is None:
             continue
         array = as_cupy(given)
         shape, dtype = tuple(array.shape), array.dtype
@@ -59,6 +61,14 @@ def conversions(arrays: Any, options: Options | None = None) -> dict[str, Conver
         if not _is_readable(name, array) or dtype != array.dtype or shape != array.shape:
             found[name] = Converted(shape, dtype)
     return found
+
+
+# A look at the name of every array of a call would cost 3 us.
+@functools.cache
+def _places(record: Any) -> tuple[tuple[int, str], ...]:
+    """Return index and name of each field of a record that may have to be copied."""
+    fields: tuple[str, ...] = record._fields
+    return tuple((place, name) for place, name in enumerate(fields) if name in _CONVERTED)
 
 
 def converted(arrays: Any, options: Options | None = None) -> Any:

@@ -64,7 +64,7 @@ def conversions(arrays: Any, options: Options | None = None) -> dict[str, Conver
 
 
 # A look at the name of every array of a call would cost 3 us.
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _places(record: Any) -> tuple[tuple[int, str], ...]:
     """Return index and name of each field of a record that may have to be copied."""
     fields: tuple[str, ...] = record._fields

@@ -64,7 +64,7 @@ def unowned_rows(total: int, longest: int, starts: np.ndarray) -> list[int]:
 
 @pytest.mark.parametrize("make_batches", [ordered_batches, wild_batches])
 # The kernel's code, with its checks of memory, takes a fifth of a second for each.
-@pytest.mark.parametrize("count", [30, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [10, pytest.param(300, marks=pytest.mark.slow)])
 def test_all_rows_of_no_sequence_are_visited_and_no_others(
     program: Path, make_batches: Callable[[int], list[Batch]], count: int
 ) -> None:

@@ -38,7 +38,14 @@ TROUBLE = re.compile(r"C7[56]\d\d|serializ|setmaxnreg|warning", re.IGNORECASE)
 
 
 # The first kernel of each family for the GPU that most of them are for; the rest takes minutes.
-QUICK = list({k.family: k for k in reversed(TESTED) if k.arch == 90}.values())
+# Units of gradients have a quick test of their own, test_gradient_units.py.
+QUICK = list(
+    {
+        kernel.family: kernel
+        for kernel in reversed(TESTED)
+        if kernel.arch == 90 and not kernel.family.endswith("backward")
+    }.values()
+)
 EACH = [
     pytest.param(
         kernel,

@@ -57,7 +57,7 @@ UNITS = [
 
 
 # The first unit of each family; the others take longer.
-QUICK = [next(u for u in UNITS if u[0] == family) for family in ("hopper", "mma", "decode")]
+QUICK = [next(u for u in UNITS if u[0] == family) for family in ("mma", "decode")]
 
 
 @pytest.mark.parametrize(

@@ -79,9 +79,10 @@ def test_attention_and_its_gradients_see_the_same_pairs(inputs: str) -> None:
 # ---- What is tried
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "least"),
-    [(1000, 8), pytest.param(COUNT, 100, marks=pytest.mark.slow)],
+    [(1000, 8), (COUNT, 100)],
 )
 def test_every_operation_is_in_many_functions(count: int, least: int) -> None:
     written: Counter[str] = Counter()

@@ -36,8 +36,8 @@ def combine(
         nothing, whatever its result holds.
     sinks : array, shape (heads_q,), optional
         One more score of each row, unscaled, without a value: as `flash_attention` takes them, of
-        parts that were attended to without. Of lse_partial's dtype or out_partial's; other floats,
-        a list, or a number for all heads are converted. -inf is none.
+        parts that were attended to without. The dtype is that of lse_partial or out_partial; arrays
+        of other floats, lists, and a number for all heads are converted. -inf means no sink.
     out : array, optional
         Where to write the result; same kind, dtype and shape as the result, contiguous last axis,
         no overlap with the inputs.

@@ -57,9 +57,9 @@ def flash_attention_varlen(
         Values. Head dims are 1 to 576, head_dim_v may differ from head_dim.
     cu_seqlens_q : array of integers, shape (batch + 1,)
         Where in q each sequence begins, and where the last one ends: running totals of the
-        lengths. Of the same kind as q, or a list. Rows of q before the first and behind the last
-        belong to no sequence. Arrays of other integers than int32 are converted in each call, and
-        lists are copied to where q lies.
+        lengths. An array of the same kind as q, or a list. Rows of q before the first position and
+        from the last one on belong to no sequence. Arrays of other integers than int32 are
+        converted in each call, and lists are copied to where q lies.
     cu_seqlens_k : array of integers, shape (batch + 1,)
         The same in k; with block_table only the differences count. With block_table and seqused_k
         it is not read, and may be None.

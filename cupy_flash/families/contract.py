@@ -88,17 +88,18 @@ ResultT = TypeVar("ResultT")
 def remembers_last(
     method: Callable[[FamilyT, Problem, Device], ResultT],
 ) -> Callable[[FamilyT, Problem, Device], ResultT]:
-    """Keep a method's last result: a plan asks several times about the same problem and device.
+    """Keep a method's last result, as a plan calls it several times for one problem and device.
 
-    Which those are is seen by their identity, as the hash of a problem takes microseconds.
+    They are compared by identity, because the hash of a problem takes microseconds.
     """
-    last: dict[int, tuple[Problem, Device, ResultT]] = {}
+    attribute = f"_last_{method.__name__}"
 
     @functools.wraps(method)
     def remembering(self: FamilyT, problem: Problem, device: Device) -> ResultT:
-        found = last.get(id(self))
+        found: tuple[Problem, Device, ResultT] | None = vars(self).get(attribute)
         if found is None or found[0] is not problem or found[1] is not device:
-            found = last[id(self)] = problem, device, method(self, problem, device)
+            found = problem, device, method(self, problem, device)
+            setattr(self, attribute, found)
         return found[2]
 
     return remembering

@@ -20,7 +20,7 @@ class Modifications(TypedDict, total=False):
 
     With x = softmax_scale * q k^T, and p = i + q_offset the position of query i among the keys, the
     order is: softcap, score_mod, ALiBi, bias; then what any mask hides; then the softmax, with the
-    sink. The kind of all arrays is that of q. What is float32 here is float64 where q is. Lengths
+    sink. The kind of all arrays is that of q. Arrays of float32 here are float64 if q is. Lengths
     may be lists, or have another integer dtype: they are then copied in each call.
 
     Parameters

@@ -51,7 +51,7 @@ def section_heads(problem: Problem, *, blocks: int, Br: int, Bc: int) -> int:
 # Takes 0.2 to 3 ms, and each layer of a model asks.
 @functools.lru_cache(maxsize=4096)
 def _most_even_section(mask: Mask, heads: int, blocks: int, Br: int, Bc: int) -> int:
-    """Return the fewest heads whose shares are nearly the most even."""
+    """Return the fewest heads with which the thread blocks' work is nearly the most even."""
     cost = _tile_costs(mask, Br, Bc)
     candidates = range(1, min(heads, _MOST_HEADS) + 1)
     evenness = {count: _evenness(cost, heads, count, blocks) for count in candidates}

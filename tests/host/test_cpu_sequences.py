@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.draws import few_then_slow
 from support.gpu_support import DTYPES
 from support.sequence_support import (
     KVCacheCase,
@@ -157,7 +158,7 @@ def test_a_step_on_a_cache_equals_the_reference_and_writes_nothing_but_the_new_r
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("page_size", few_then_slow(PAGE_SIZES, 2))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_ragged_batch_of_many_sequences_is_right(rng, dtype, page_size, batch_invariant):
     fixed = {"batch": 17, "dtype": dtype, "page_size": page_size, "head_dim_v": 40}

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.draws import few_then_slow
 from support.edge_gradients import (
     EXTREME_SCORES,
     NONE,
@@ -43,7 +44,7 @@ Br, Bc = (1, 5, 16, 64, 300), (7, 32, 100, 512)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("number", range(12))
+@pytest.mark.parametrize("number", few_then_slow(range(12), 4))
 def test_gradients_are_right(kind: str, dtype: str, number: int, rng: Any) -> None:
     call = random_gradient_call(rng, dtype, kind, longest=(70, 160))
     tile = Tile(int(rng.choice(Br)), int(rng.choice(Bc))) if number % 2 else None

@@ -9,6 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from support.draws import few_then_slow
 from support.quantized_support import (
     CACHE_DTYPES,
     SCALES,
@@ -53,7 +54,7 @@ def check(case: QuantizedCase, **choice: Any) -> None:
             assert same_bits(arguments[name], getattr(expected, name))
 
 
-@pytest.mark.parametrize("chunk", range(PROBLEMS // CHUNK))
+@pytest.mark.parametrize("chunk", few_then_slow(range(PROBLEMS // CHUNK), 5))
 def test_random_problems_are_right(chunk: int) -> None:
     rng = np.random.default_rng([20261, chunk])
     for _ in range(CHUNK):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.draws import few_then_slow
 
 from cupy_flash.families.contract import KERNEL_DIR
 from cupy_flash.host.sequence_places import find_queries, rows_of_none
@@ -64,7 +65,7 @@ def unowned_rows(total: int, longest: int, starts: np.ndarray) -> list[int]:
 
 @pytest.mark.parametrize("make_batches", [ordered_batches, wild_batches])
 # The kernel's code, with its checks of memory, takes a fifth of a second for each.
-@pytest.mark.parametrize("count", [10, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", few_then_slow([10, 300], 1))
 def test_all_rows_of_no_sequence_are_visited_and_no_others(
     program: Path, make_batches: Callable[[int], list[Batch]], count: int
 ) -> None:

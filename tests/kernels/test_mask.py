@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.draws import few_then_slow
 
 from cupy_flash.families.contract import KERNEL_DIR
 from cupy_flash.problem.mask import Mask
@@ -57,7 +58,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory):
     return run
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", few_then_slow([20, 300], 1))
 def test_kernels_and_library_agree_which_keys_a_row_sees_and_which_tiles_need_a_mask(
     answers, count
 ):

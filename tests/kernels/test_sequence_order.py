@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from support.draws import few_then_slow
 
 from cupy_flash.families.contract import KERNEL_DIR
 
@@ -162,7 +163,7 @@ def random_batch(seed: int) -> Batch:
     return batch
 
 
-@pytest.mark.parametrize("count", [10, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", few_then_slow([3, 40], 1))
 def test_every_query_tile_of_every_head_is_handed_out_once_with_the_keys_that_it_sees(
     handed_out, count
 ):

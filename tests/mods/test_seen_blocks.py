@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.draws import few_then_slow
 from support.function_calls import function_calls
 from support.mod_gallery import BATCH, HEADS, MASKS
 from support.random_functions import random_function
@@ -128,7 +129,7 @@ def test_a_table_of_all_sequences_is_counted_for_one_alone(monkeypatch: pytest.M
     assert several.some.all()
 
 
-@pytest.mark.parametrize("begin", range(0, 600, 100))
+@pytest.mark.parametrize("begin", few_then_slow(range(0, 600, 100), 1))
 def test_no_visible_pair_of_a_random_function_is_in_a_hidden_block(begin: int) -> None:
     for number in range(begin, begin + 100):
         function = random_function(number, kind="mask")

@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 from support.block_map_text import launched, map_of, read_map
+from support.draws import few_then_slow
 from support.function_calls import function_calls
 from support.function_maps import random_map_spec, wrong_map
 from support.function_runs import Case, modification, report
@@ -51,14 +52,7 @@ def test_kernels_compute_new_random_functions(_: int, rng: np.random.Generator) 
     check_unit([int(n) for n in rng.integers(10**6, 10**9, PART)])
 
 
-def few_then_slow(count: int, quick: int, step: int) -> list[object]:
-    return [
-        pytest.param(begin, marks=pytest.mark.slow if begin >= quick else ())
-        for begin in range(0, count, step)
-    ]
-
-
-@pytest.mark.parametrize("begin", few_then_slow(CALLS, QUICK, 10))
+@pytest.mark.parametrize("begin", few_then_slow(range(0, CALLS, 10), QUICK // 10))
 def test_attention_and_its_gradients_see_the_same_pairs(begin: int) -> None:
     import cupy
 
@@ -73,7 +67,7 @@ def test_attention_and_its_gradients_see_the_same_pairs(begin: int) -> None:
             call.check(cupy)
 
 
-@pytest.mark.parametrize("begin", few_then_slow(CALLS, QUICK, 10))
+@pytest.mark.parametrize("begin", few_then_slow(range(0, CALLS, 10), QUICK // 10))
 def test_block_maps_hide_no_seen_pair_and_show_no_hidden_one(begin: int) -> None:
     import cupy
 

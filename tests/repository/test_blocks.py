@@ -142,17 +142,13 @@ def blocks_of(page: str) -> list[Block]:
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
 
-def commands(*, slow: bool) -> list[Any]:
-    """Blocks of commands that run, those that take long or the others."""
-    found = [
-        block
-        for block in BLOCKS
-        if block.is_command and "ci" not in block.notes and ("time" in block.needs) == slow
-    ]
-    gpu = (pytest.mark.gpu,)
+def commands() -> list[Any]:
+    """Blocks of commands that run."""
+    marks = {"gpu": pytest.mark.gpu, "time": pytest.mark.slow}
     return [
-        pytest.param(block, id=str(block), marks=gpu if "gpu" in block.needs else ())
-        for block in found
+        pytest.param(block, id=str(block), marks=[marks[x] for x in block.needs if x in marks])
+        for block in BLOCKS
+        if block.is_command and "ci" not in block.notes
     ]
 
 
@@ -389,26 +385,28 @@ def run_command(words: list[str], folder: Path) -> str:
     return done.stdout
 
 
-def check_commands(
-    block: Block, folder: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.usefixtures("shipped_tables")
+@pytest.mark.parametrize("block", commands())
+def test_commands_print_what_the_page_shows(
+    block: Block, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if reason := block.absent():
         pytest.skip(reason)
-    monkeypatch.chdir(folder)
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", block.notes.get("columns", "80"))
-    monkeypatch.setenv(tuning.HOME_VARIABLE, str(folder / ".cupy_flash"))
-    (folder / "examples").symlink_to(CHECKOUT / "examples")
+    monkeypatch.setenv(tuning.HOME_VARIABLE, str(tmp_path / ".cupy_flash"))
+    (tmp_path / "examples").symlink_to(CHECKOUT / "examples")
     for other in blocks_of(block.page):
         if "file" in other.notes:
-            (folder / other.notes["file"]).write_text(other.text, encoding="utf-8")
+            (tmp_path / other.notes["file"]).write_text(other.text, encoding="utf-8")
     if "given" in block.notes:
-        GIVEN[block.notes["given"]](folder)
+        GIVEN[block.notes["given"]](tmp_path)
     for line, shown in block.commands():
         words = shlex.split(line, comments=True)
         if not words:
             continue
         clock.interrupt = "^C" in shown
-        printed = run_command(words, folder)
+        printed = run_command(words, tmp_path)
         if block.language == "console":
             if "[1/" not in shown and "[2/" not in shown:
                 # A terminal shows one line of progress, and removes it.
@@ -416,23 +414,6 @@ def check_commands(
             measured = "figures" in block.notes
             missing = unlike(shown.replace("^C\n", ""), printed, measured=measured)
             assert missing is None, f"{missing}\nis not in\n{printed}"
-
-
-@pytest.mark.usefixtures("shipped_tables")
-@pytest.mark.parametrize("block", commands(slow=False))
-def test_commands_print_what_the_page_shows(
-    block: Block, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check_commands(block, tmp_path, clock, monkeypatch)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("shipped_tables")
-@pytest.mark.parametrize("block", commands(slow=True))
-def test_long_commands_print_what_the_page_shows(
-    block: Block, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check_commands(block, tmp_path, clock, monkeypatch)
 
 
 def test_the_two_files_of_a_workload_say_the_same(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from cupy_flash.cli.cases.inputs import random_inputs
 from cupy_flash.cli.main import main
 from cupy_flash.cli.measure.gpu_state import CpuState, CpuWatch, GpuState, GpuWatch
 from cupy_flash.cli.measure.runner import Cell, Settings, set_speedups
-from cupy_flash.cli.measure.timing import Spread
+from cupy_flash.cli.measure.timing import HostTimer, Spread
 from cupy_flash.cli.providers import torch_providers
 from cupy_flash.cli.providers.providers import provider
 from cupy_flash.cli.records import environment
@@ -165,8 +165,11 @@ def test_a_cell_that_would_take_too_long_gets_a_reason(tmp_path: Path) -> None:
     assert {row["median_ms"] for row in data["rows"]} == {None}
 
 
-def test_the_rest_between_calls_counts_towards_the_seconds_of_a_cell(tmp_path: Path) -> None:
-    limit = ("--repeats", "1000000", "--warmup", "0", "--cell-seconds", "1.5")
+def test_the_rest_between_calls_counts_towards_the_seconds_of_a_cell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HostTimer, "pause", 0.05)
+    limit = ("--repeats", "1000000", "--warmup", "0", "--cell-seconds", "0.75")
     (row,) = record(tmp_path, *RAGGED, "--provider", "cupy_flash-cpu", *limit)["rows"]
 
     assert 3 <= row["repeats"] <= 15

@@ -124,6 +124,7 @@ def test_the_rest_before_each_call_on_the_host_is_what_a_repeat_costs_besides_it
         clock.now += seconds
 
     timer = HostTimer(clock, sleep)
+    timer.pause = 0.1
     one_call = timer.once(clock.call(0.25))
     before = clock.now
     timer.interleaved([clock.call(0.25)], 1, [4])

@@ -10,7 +10,7 @@ from cupy_flash.calls import run, run_backward
 from cupy_flash.calls.arguments import Arguments
 from cupy_flash.calls.gradients import GradientArguments
 from cupy_flash.calls.options import Options, plain_options
-from cupy_flash.mods.keywords import ARRAYS, MODS, checked_softcap, window_of
+from cupy_flash.mods.keywords import ARRAYS, MODS, checked_softcap, window_of, with_offsets
 from cupy_flash.mods.modification import Modification
 from cupy_flash.problem.gradient import ROWS
 
@@ -156,6 +156,7 @@ def dense_call(
     # Most calls are alike.
     if not modifications and softmax_scale.__class__ in _PLAIN and q_offset.__class__ in _PLAIN:
         return _plain_call(causal, softmax_scale, q_offset, layout), ()
+    q_offset, modifications = with_offsets(q_offset, modifications)
     options = Options("equal", causal, softmax_scale, True, None, None, q_offset, layout)
     return _call(options, _NO_LENGTHS, modifications)
 

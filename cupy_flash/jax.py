@@ -30,7 +30,7 @@ from cupy_flash.mods.keywords import ARRAYS
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from cupy_flash.mods.keywords import Modifications
+    from cupy_flash.mods.keywords import Modifications, SequenceModifications
 
 __all__ = ["flash_attention", "flash_attention_qkvpacked", "flash_attention_varlen"]
 
@@ -42,7 +42,7 @@ def flash_attention(
     *,
     causal: bool = False,
     softmax_scale: float | None = None,
-    q_offset: int | None = None,
+    q_offset: Any = None,
     layout: str = "bshd",
     return_lse: bool = False,
     **modifications: Unpack[Modifications],
@@ -80,7 +80,7 @@ def flash_attention_qkvpacked(
     *,
     causal: bool = False,
     softmax_scale: float | None = None,
-    q_offset: int | None = None,
+    q_offset: Any = None,
     return_lse: bool = False,
     **modifications: Unpack[Modifications],
 ) -> Any:
@@ -129,7 +129,7 @@ def flash_attention_varlen(
     softmax_scale: float | None = None,
     seqused_k: Any = None,
     return_lse: bool = False,
-    **modifications: Unpack[Modifications],
+    **modifications: Unpack[SequenceModifications],
 ) -> Any:
     """`cupy_flash.flash_attention_varlen` of JAX arrays, differentiable.
 

@@ -43,12 +43,12 @@ from cupy_flash.differentiable import (
     dense_call,
     varlen_call,
 )
-from cupy_flash.mods.keywords import ARRAYS
+from cupy_flash.mods.keywords import ARRAYS, with_offsets
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from cupy_flash.mods.keywords import Modifications
+    from cupy_flash.mods.keywords import Modifications, SequenceModifications
 
 __all__ = [
     "flash_attention",
@@ -65,7 +65,7 @@ def flash_attention(
     *,
     causal: bool = False,
     softmax_scale: float | None = None,
-    q_offset: int | None = None,
+    q_offset: Any = None,
     layout: str = "bshd",
     return_lse: bool = False,
     **modifications: Unpack[Modifications],
@@ -97,8 +97,9 @@ def flash_attention(
         In the backward pass, for a tensor of the call that was overwritten.
     """
     if torch.compiler.is_compiling():
-        if _fits_operator((q, k, v), (q_offset,), causal, softmax_scale, layout, modifications):
-            plain, numbers = _plain(modifications), (causal, softmax_scale, q_offset, layout)
+        offset, modified = with_offsets(q_offset, modifications)
+        if _fits_operator((q, k, v), (offset,), causal, softmax_scale, layout, modified):
+            plain, numbers = _plain(modified), (causal, softmax_scale, offset, layout)
             out, lse = torch.ops.cupy_flash.attention(q, k, v, *plain, *numbers)
             return (out, lse) if return_lse else out
         return _outside_graph(
@@ -119,7 +120,7 @@ def flash_attention_qkvpacked(
     *,
     causal: bool = False,
     softmax_scale: float | None = None,
-    q_offset: int | None = None,
+    q_offset: Any = None,
     return_lse: bool = False,
     **modifications: Unpack[Modifications],
 ) -> Any:
@@ -167,7 +168,7 @@ def flash_attention_varlen(
     softmax_scale: float | None = None,
     seqused_k: Tensor | None = None,
     return_lse: bool = False,
-    **modifications: Unpack[Modifications],
+    **modifications: Unpack[SequenceModifications],
 ) -> Any:
     """`cupy_flash.flash_attention_varlen` of tensors, differentiable.
 

@@ -58,3 +58,16 @@ struct Params {
   BlockMap block_map;
 #endif
 };
+
+// The position of a sequence's first query among its keys: an element of the call's array if there
+// is one (Config::offsets), else `otherwise`. The array has not been checked, so its elements are
+// clamped to the range that the host accepts for a number.
+template <class Config, class AnyParams>
+__device__ int first_position(const AnyParams& p, int batch, int otherwise) {
+  if constexpr (Config::offsets) {
+    constexpr int furthest = (1 << 30) - (1 << 10);
+    return max(-furthest, min(furthest, p.mods.q_offset.at(batch)));
+  } else {
+    return otherwise;
+  }
+}

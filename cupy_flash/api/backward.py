@@ -14,7 +14,7 @@ from cupy_flash.problem.values import named_dtype
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from cupy_flash.mods.keywords import Modifications
+    from cupy_flash.mods.keywords import Modifications, SequenceModifications
 
 
 def flash_attention_backward(
@@ -28,7 +28,7 @@ def flash_attention_backward(
     dlse: Any | None = None,
     causal: bool = False,
     softmax_scale: float | None = None,
-    q_offset: int | None = None,
+    q_offset: Any = None,
     layout: str = "bshd",
     wrt: Sequence[str] | None = None,
     dq: Any | None = None,
@@ -137,7 +137,7 @@ def flash_attention_qkvpacked_backward(
     dlse: Any | None = None,
     causal: bool = False,
     softmax_scale: float | None = None,
-    q_offset: int | None = None,
+    q_offset: Any = None,
     wrt: Sequence[str] | None = None,
     dqkv: Any | None = None,
     grad_dtype: Any | None = None,
@@ -215,7 +215,7 @@ def flash_attention_varlen_backward(
     backend: str = "auto",
     family: str | None = None,
     tile: TileRequest = None,
-    **modifications: Unpack[Modifications],
+    **modifications: Unpack[SequenceModifications],
 ) -> tuple[Any, ...]:
     """Gradients of `flash_attention_varlen` of packed queries, keys and values.
 

@@ -23,7 +23,7 @@ def flash_attention(
     *,
     causal: bool = False,
     softmax_scale: float | None = None,
-    q_offset: int | None = None,
+    q_offset: Any = None,
     layout: str = "bshd",
     return_lse: bool = False,
     out: Any | None = None,
@@ -63,9 +63,11 @@ def flash_attention(
     softmax_scale : float, optional
         Factor on the scores, by default 1 / sqrt(head_dim). An array of one number is read in
         each call, which waits for it where it lies on a GPU.
-    q_offset : int, optional
-        Position of the first query among the keys, for causal masks and modifications. By default
-        seqlen_k - seqlen_q: the last query sees every key. 0 aligns the mask at the top left.
+    q_offset : int or int32 array of shape (batch,), optional
+        Position of the first query among the keys, for causal masks and modifications: one for all
+        sequences, or one for each. By default seqlen_k - seqlen_q: the last query sees every key. 0
+        aligns the mask at the top left. A list, or an array of another integer dtype, is converted
+        in each call.
     layout : {"bshd", "bhsd"}
         Order of the axes; "bhsd" is (batch, heads, seqlen, dim), for the output too.
     return_lse : bool
@@ -143,7 +145,7 @@ def flash_attention_qkvpacked(
     *,
     causal: bool = False,
     softmax_scale: float | None = None,
-    q_offset: int | None = None,
+    q_offset: Any = None,
     layout: str = "bshd",
     return_lse: bool = False,
     out: Any | None = None,

@@ -21,7 +21,7 @@ from cupy_flash.problem.values import named_dtype
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from cupy_flash.mods.keywords import Modifications
+    from cupy_flash.mods.keywords import Modifications, SequenceModifications
 
 
 def flash_attention_vjp(
@@ -31,7 +31,7 @@ def flash_attention_vjp(
     *,
     causal: bool = False,
     softmax_scale: float | None = None,
-    q_offset: int | None = None,
+    q_offset: Any = None,
     layout: str = "bshd",
     return_lse: bool = False,
     wrt: Sequence[str] | None = None,
@@ -102,7 +102,7 @@ def flash_attention_qkvpacked_vjp(
     *,
     causal: bool = False,
     softmax_scale: float | None = None,
-    q_offset: int | None = None,
+    q_offset: Any = None,
     return_lse: bool = False,
     wrt: Sequence[str] | None = None,
     grad_dtype: Any | None = None,
@@ -167,7 +167,7 @@ def flash_attention_varlen_vjp(
     backend: str = "auto",
     family: str | None = None,
     tile: TileRequest = None,
-    **modifications: Unpack[Modifications],
+    **modifications: Unpack[SequenceModifications],
 ) -> tuple[Any, Callable[..., tuple[Any, ...]]]:
     """`flash_attention_varlen`, and the function that pulls gradients back through it.
 

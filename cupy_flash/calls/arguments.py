@@ -175,6 +175,7 @@ INT32 = frozenset(
         "cache_batch_idx",
         "prefix_lens",
         "seqlens_k",
+        "q_offset",
     }
 )
 CACHES = ("k_cache", "v_cache")

@@ -9,7 +9,7 @@ import numpy as np
 from cupy_flash.calls.arguments import Arguments
 from cupy_flash.calls.options import Options
 from cupy_flash.calls.problems import positions
-from cupy_flash.problem.problem import Problem
+from cupy_flash.problem.problem import MAX_SEQLEN, Problem
 
 
 class LengthLimit(NamedTuple):
@@ -75,6 +75,9 @@ def check_contents(
     if prefixes is not None:
         for b, length in enumerate(prefixes.tolist()):
             require_length(f"prefix_lens[{b}]", length, ())
+    offsets = getattr(arguments, "q_offset", None)
+    if offsets is not None:
+        _check_positions(offsets)
     if options.kind != "cached":
         return None
     limits = length_limits(arguments, problem)
@@ -178,6 +181,11 @@ def _check_offsets(name: str, offsets: np.ndarray, total: int | None, whose: str
             f"{name}[{wide.size - 1}] is {wide[-1]}; expected at most {total}, the rows of {whose}"
         )
     return lengths
+
+
+def _check_positions(offsets: np.ndarray) -> None:
+    for b in np.flatnonzero(abs(offsets.astype(np.int64)) > MAX_SEQLEN)[:1]:
+        raise ValueError(f"q_offset[{b}] is {offsets[b]}; expected -{MAX_SEQLEN} to {MAX_SEQLEN}")
 
 
 def _check_most(name: str, lengths: np.ndarray, most: int, limit: str) -> None:

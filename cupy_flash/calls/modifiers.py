@@ -34,6 +34,7 @@ from cupy_flash.mods.scores import Scores
 from cupy_flash.mods.shapes import Sizes, fitted, require_limit
 from cupy_flash.mods.traced import NOT_DERIVABLE, Derivable, Traced
 from cupy_flash.problem.arrays import MAX_ALIGNMENT
+from cupy_flash.problem.problem import NOTHING_TO_PLACE
 from cupy_flash.problem.score import LARGEST_BOUNDED, BiasSpec, ScoreSpec
 
 
@@ -73,6 +74,7 @@ class Functions(NamedTuple):
 NO_FUNCTIONS = Functions()
 _NO_WINDOW = Window()
 _NOTHING = Modifiers(())
+_ONLY_OFFSETS = Modifiers(("q_offset",))
 
 
 def read_modifiers(
@@ -183,6 +185,7 @@ def canonical(modifiers: Modifiers, arrays: tuple[Any, ...], sizes: Sizes) -> di
         "prefix_lens": ("int32",),
         "tree_mask": ("uint64",),
         "seqlens_k": ("int32",),
+        "q_offset": ("int32",),
     }
     given = dict(zip(modifiers.names, arrays, strict=True))
     for name, dtypes in of_dtypes.items():
@@ -209,9 +212,11 @@ def score_spec(
 ) -> ScoreSpec:
     """What a kernel is made for, of canonical arrays."""
     specs = _capture_specs(modifiers, arrays, 1.0)
-    window, has_prefix = modifiers.window, "prefix_lens" in specs
+    window, has_prefix, has_offsets = modifiers.window, "prefix_lens" in specs, "q_offset" in specs
     if has_prefix:
         require_limit(window, causal=causal)
+    if modifiers == _ONLY_OFFSETS and not causal:
+        raise ValueError(NOTHING_TO_PLACE)
     text = _device_text(
         modifiers.score_mod,
         modifiers.mask_mod,
@@ -225,13 +230,15 @@ def score_spec(
         None if has_prefix else window.left,
         window.right,
         has_prefix,
+        has_offsets,
         "sinks" in specs,
         text.score is not None,
         text.hides_pairs,
         text.text,
         text.dtype,
-        # Of the user's mask alone.
+        # A map tells what the user's mask alone hides, if all sequences have the same positions.
         may_be_mapped=modifiers.mask_mod is not None
+        and not has_offsets
         and not {"mask", "tree_mask"} & set(specs)
         and not (has_prefix and window.left is not None),
         block=None if modifiers.mask_mod is None else modifiers.mask_mod.block,
@@ -374,4 +381,5 @@ def on_host(modifiers: Modifiers, functions: Functions, arrays: Mapping[str, Any
         prefix_lens,
         arrays.get("seqlens_k"),
         arrays.get("sinks"),
+        arrays.get("q_offset"),
     )

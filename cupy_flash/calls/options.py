@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from cupy_flash.arrays.strided import kind_of, require_layout
 from cupy_flash.arrays.torch_arrays import resolved
 from cupy_flash.calls.modifiers import Modifiers
+from cupy_flash.mods import keywords
 from cupy_flash.problem.tile import FrozenTile, Tile
 from cupy_flash.problem.values import check_bool, finite, integer
 
@@ -70,6 +71,17 @@ class Options(NamedTuple):
         return made
 
 
+def with_offsets(
+    options: Options, modifications: Mapping[str, Any] | None
+) -> tuple[Options, Mapping[str, Any]]:
+    """Return options and modifications, of which `q_offset` is one if each sequence has its own."""
+    if options.q_offset.__class__ in _WHOLE:
+        return options, modifications or {}
+    q_offset, modifications = keywords.with_offsets(options.q_offset, modifications or {})
+    return options._replace(q_offset=q_offset), modifications
+
+
+_WHOLE = (int, type(None))
 _EQUAL_KINDS = ("equal", "qkvpacked")
 # Types of options that were found to be plain.
 _plain: set[tuple[type, ...]] = set()

@@ -35,7 +35,7 @@ from cupy_flash.calls.backends import cpu_tile, require_backend, require_gpu_bac
 from cupy_flash.calls.conversions import conversions, converted
 from cupy_flash.calls.modifiers import NO_FUNCTIONS, Functions, Modifiers
 from cupy_flash.calls.new_rows import NewRows, Stripes
-from cupy_flash.calls.options import Options, plain_options
+from cupy_flash.calls.options import Options, plain_options, with_offsets
 from cupy_flash.calls.partials import Partials, spec_of_call, stacked
 from cupy_flash.calls.problems import problem_of
 from cupy_flash.calls.results import as_tensor
@@ -67,6 +67,7 @@ def attention(
         Masks, and what becomes of scores.
     """
     modifiers, functions = None, NO_FUNCTIONS
+    options, modifications = with_offsets(options, modifications)
     if modifications:
         arguments, modifiers, functions = modified(arguments, modifications)
     options = plain_options(options)
@@ -178,6 +179,7 @@ def unloaded_plan(
     modifications: Mapping[str, Any] | None = None,
 ) -> Plan:
     """The same, for which nothing is compiled."""
+    options, modifications = with_offsets(options, modifications)
     if modifications:
         arguments, modifiers, _ = modified(arguments, modifications)
         options = options.with_modifiers(modifiers)

@@ -35,7 +35,7 @@ from cupy_flash.calls.gradients import (
     require_grad_dtype,
 )
 from cupy_flash.calls.modifiers import NO_FUNCTIONS, Functions, Modifiers
-from cupy_flash.calls.options import Options, plain_options
+from cupy_flash.calls.options import Options, plain_options, with_offsets
 from cupy_flash.calls.results import as_tensor
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.gpu.environment import current_device, gpu_unavailable
@@ -113,6 +113,7 @@ def gradients(
 ) -> tuple[Any, ...]:
     """What the public functions of gradients return."""
     modifiers, functions = None, NO_FUNCTIONS
+    options, modifications = with_offsets(options, modifications)
     if modifications:
         arguments, modifiers, functions = modified(arguments, modifications, backward=True)
     require_grad_dtype(options.grad_dtype)
@@ -259,6 +260,7 @@ def plan(
     for name in ROWS:
         if getattr(arguments, name) is None:
             raise no_array(name, None)
+    options, modifications = with_offsets(options, modifications)
     arguments, modifiers, _ = modified(arguments, modifications, backward=True)
     options = plain_options(options.with_modifiers(modifiers))
     arguments, _ = normalized(arguments, WRITTEN)

@@ -278,6 +278,7 @@ def score_config(problem: Problem) -> dict[str, int | bool]:
         "window_left": score is not None and score.left is not None,
         "window_right": score is not None and score.right is not None,
         "prefix": score is not None and score.prefix,
+        "offsets": score is not None and score.offsets,
         "sinks": score is not None and score.sinks,
         "padded": problem.layout.kind == "padded",
     }

@@ -167,6 +167,7 @@ def inspects(problem: Problem) -> bool:
     rows, keys = (0, problem.seqlen_q - 1), (0, problem.seqlen_k - 1)
     return (
         not problem.layout.is_equal
+        or (problem.score is not None and problem.score.offsets)
         or any(mask.begin(row) >= mask.end(row) for row in rows)
         or any(mask.first_row(key) >= mask.last_row(key) for key in keys)
     )

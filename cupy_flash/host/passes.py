@@ -141,8 +141,7 @@ class Pass(NamedTuple):
         nearest, furthest = -seqlen_q, seqlen_k
         if modified is not None:
             nearest, furthest = -FURTHEST, FURTHEST
-            if modified.prefix_lens is not None or modified.seqlens_k is not None:
-                # Each sequence has a mask of its own.
+            if modified.masks_differ:
                 cut = cut._replace(batch=1)
         worker_bytes = cut.elements * compute.itemsize
         if worker_bytes > SCRATCH_LIMIT:
@@ -230,8 +229,14 @@ class Pass(NamedTuple):
             h=self._heads_of(block)[..., None, None],
             row=_integers(block.rows)[:, None],
             j=_integers(slice(start, stop)),
-            q_offset=self.visible.q_offset,
+            q_offset=self._offset_of(block),
         )
+
+    def _offset_of(self, block: Block) -> int:
+        """Return the position of the first query of a block's sequences among their keys."""
+        if self.modified is None or self.modified.q_offset is None:
+            return self.visible.q_offset
+        return int(self.modified.q_offset[self.first.b + block.batch.start])
 
     def sinks_of(self, block: Block) -> Array | None:
         """The sinks of a block's heads, if there are any: (kv heads, heads, 1, 1)."""
@@ -286,10 +291,13 @@ def _seen_by_mask_mod(
     pairs = visible.seqlen_q * visible.seqlen_k
     if modified is None or modified.scores.mask_mod is None or pairs < MIN_PAIRS_TO_LOOK_AT_BLOCKS:
         return None
+    offset: Any = visible.q_offset
+    if modified.q_offset is not None:
+        offset = modified.q_offset[first.b : first.b + batch, None, None, None]
     positions = {
         "b": (first.b + _integers(slice(0, batch)))[:, None, None, None],
         "h": _integers(slice(0, heads))[:, None, None],
-        "i": _integers(slice(0, visible.seqlen_q))[None, None, :, None] + visible.q_offset,
+        "i": _integers(slice(0, visible.seqlen_q))[None, None, :, None] + offset,
         "j": _integers(slice(0, visible.seqlen_k))[None, None, None],
         "q_start": first.q_start,
         "k_start": first.k_start,

@@ -90,7 +90,7 @@ def forward(
         at = first._replace(
             h=np.repeat(heads, seqlen_q, axis=1).reshape(heads_kv, m, 1, 1),
             row=np.repeat(queries, group).astype(np.int32)[:, None, None],
-            q_offset=q_offset,
+            q_offset=visible.q_offset,
         )
         begins = np.repeat(visible.begins(queries), group)
         modification = _Change(modified, at, begins, keys.seqlen - 1)

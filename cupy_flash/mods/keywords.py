@@ -70,9 +70,31 @@ class Modifications(TypedDict, total=False):
     seqlens_k: Any
 
 
-# Those that are arrays, in the order that a call has them.
-ARRAYS = ("alibi_slopes", "sinks", "bias", "mask", "prefix_lens", "tree_mask", "seqlens_k")
-NAMES = frozenset(Modifications.__annotations__)
+class SequenceModifications(Modifications, total=False):
+    """Modifications of packed sequences and of caches; see docs/masks.md.
+
+    Parameters
+    ----------
+    q_offset : int32 array, (batch,)
+        Position of the first query of each sequence among its keys, from -2^30 to 2^30. By default
+        the last query of a sequence stands at its last key.
+    """
+
+    q_offset: Any
+
+
+# Those that are arrays. Functions of equal lengths have `q_offset` among their other arguments.
+ARRAYS = (
+    "alibi_slopes",
+    "sinks",
+    "bias",
+    "mask",
+    "prefix_lens",
+    "tree_mask",
+    "seqlens_k",
+    "q_offset",
+)
+NAMES = frozenset(SequenceModifications.__annotations__)
 # Arrays with a number for each head. The caller may pass a list, or one number for all heads.
 VECTORS = ("alibi_slopes", "sinks")
 MODS: dict[str, type] = {"score_mod": ScoreMod, "mask_mod": MaskMod}
@@ -104,7 +126,25 @@ def given(modifications: Mapping[str, Any]) -> dict[str, Any]:
 def require_known(name: str) -> None:
     """Raise TypeError unless there is a keyword argument of this name."""
     if name not in NAMES:
-        raise unexpected(name, Modifications.__annotations__)
+        raise unexpected(name, SequenceModifications.__annotations__)
+
+
+def with_offsets(q_offset: Any, modifications: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+    """Return `q_offset` and modifications, to which it belongs if it is one for each sequence.
+
+    Parameters
+    ----------
+    q_offset
+        Argument of a function of equal lengths: a number, None, or an array or list of numbers.
+    modifications
+        The other modifications of the call.
+    """
+    if q_offset.__class__ in (int, type(None)):
+        return q_offset, modifications
+    is_array = isinstance(q_offset, (list, tuple)) or hasattr(q_offset, "__dlpack__")
+    if not getattr(q_offset, "ndim", is_array):
+        return q_offset, modifications
+    return None, {**modifications, "q_offset": q_offset}
 
 
 def require_mod(name: str, value: Any) -> None:

@@ -22,6 +22,8 @@ class Modified(NamedTuple):
         Number of first keys of each sequence that are visible in spite of causality and the window,
         and number of keys of each sequence.
     sinks : array, (heads_q,), or None
+    q_offset : array in host memory, (batch,), or None
+        Position of the first query of each sequence among its keys.
     """
 
     scores: Scores = Scores()
@@ -29,6 +31,13 @@ class Modified(NamedTuple):
     prefix_lens: Any = None
     seqlens_k: Any = None
     sinks: Any = None
+    q_offset: Any = None
+
+    @property
+    def masks_differ(self) -> bool:
+        """Whether each sequence has a mask of its own."""
+        of_sequences = (self.prefix_lens, self.seqlens_k, self.q_offset)
+        return any(array is not None for array in of_sequences)
 
     def of_mask(self, mask: Mask, b: int) -> Mask:
         """The mask of a sequence's positions with the window and the prefix.
@@ -38,6 +47,8 @@ class Modified(NamedTuple):
         seqlen_k = mask.seqlen_k
         if self.seqlens_k is not None:
             seqlen_k = min(max(int(self.seqlens_k[b]), 0), seqlen_k)
+        if self.q_offset is not None:
+            mask = mask._replace(q_offset=int(self.q_offset[b]))
         left, right = self.window
         if self.prefix_lens is None:
             return mask._replace(seqlen_k=seqlen_k, left=left, right=right)

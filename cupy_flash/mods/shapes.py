@@ -41,6 +41,7 @@ def fitted(arrays: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
         "prefix_lens": of_sequences,
         "tree_mask": ((batch, seqlen_q), "64 bits for each query"),
         "seqlens_k": of_sequences,
+        "q_offset": of_sequences,
     }
     found = dict(arrays)
     for name, array in arrays.items():

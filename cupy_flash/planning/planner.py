@@ -177,8 +177,9 @@ def _direction_text(problem: Problem) -> str:
 
 
 def _mask_text(problem: Problem) -> str:
-    text = f", causal (q_offset {problem.q_offset})" if problem.causal else ""
     score = problem.score
+    offset = "of each sequence" if score is not None and score.offsets else problem.q_offset
+    text = f", causal (q_offset {offset})" if problem.causal else ""
     if score is None:
         return text
     window = score.left, score.right

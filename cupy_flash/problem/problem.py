@@ -26,6 +26,10 @@ from cupy_flash.problem.mask import Mask
 from cupy_flash.problem.score import ScoreSpec
 from cupy_flash.problem.values import check_bool, check_count, count, finite, integer
 
+NOTHING_TO_PLACE = (
+    "q_offset places a causal mask, a window or another modification; pass causal=True or leave "
+    "q_offset out"
+)
 MAX_HEAD_DIM = 576
 # Kernels count positions, which an offset can double, and a tile's rows past the end in 32 bits.
 MAX_SEQLEN = 2**30 - 2**10
@@ -331,10 +335,7 @@ def make_problem(
     if q_offset is None:
         q_offset = seqlen_k - seqlen_q if is_equal else 0
     elif not causal and score is None:
-        raise ValueError(
-            "q_offset places a causal mask, a window or another modification; pass causal=True or "
-            "leave q_offset out"
-        )
+        raise ValueError(NOTHING_TO_PLACE)
     out_shape = (*q.shape[:3], v.shape[3])
     out_dtypes = FLOAT8_OUTPUTS if is_float8 else (q.dtype,)
     if out is None:

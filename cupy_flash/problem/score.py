@@ -40,6 +40,8 @@ class ScoreSpec:
         Of the window that bounds keys by their distance; None has no bound.
     prefix
         Whether each sequence has keys that are seen in spite of causality.
+    offsets
+        Whether each sequence has its own position of the first query.
     sinks
         Whether each head has a score without a value.
     changes_scores, hides_pairs
@@ -73,6 +75,7 @@ class ScoreSpec:
     left: int | None
     right: int | None
     prefix: bool
+    offsets: bool
     sinks: bool
     changes_scores: bool
     hides_pairs: bool
@@ -92,4 +95,4 @@ class ScoreSpec:
     def only_sinks(self) -> bool:
         """Whether scores, and which keys are seen, are those of a plain call."""
         bounds = self.left is not None or self.right is not None or self.prefix
-        return not (bounds or self.changes_scores or self.hides_pairs)
+        return not (bounds or self.offsets or self.changes_scores or self.hides_pairs)

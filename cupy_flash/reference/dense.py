@@ -18,6 +18,7 @@ import numpy as np
 
 from cupy_flash.arrays.kinds import way_back
 from cupy_flash.arrays.strided import array_module
+from cupy_flash.mods.keywords import with_offsets
 from cupy_flash.mods.modified import Modified
 from cupy_flash.mods.scores import FIRST, Pairs
 from cupy_flash.problem.arrays import FLOAT8, FLOAT8_OUTPUTS
@@ -54,7 +55,7 @@ def attention_reference(
     *,
     causal: bool = False,
     softmax_scale: float | None = None,
-    q_offset: int | None = None,
+    q_offset: Any = None,
     layout: str = "bshd",
     return_lse: bool = False,
     q_scale: Any | None = None,
@@ -85,7 +86,7 @@ def attention_reference(
         Query ``i`` sees only the keys ``j <= i + q_offset``.
     softmax_scale : float, optional
         Factor on the scores; ``1 / sqrt(head_dim)`` if not given.
-    q_offset : int, optional
+    q_offset : int or integer array of shape (batch,), optional
         Absolute position of the first query; ``seqlen_k - seqlen_q`` if not given.
     layout : {"bshd", "bhsd"}
         "bhsd" reads and returns (batch, heads, seqlen, head_dim).
@@ -119,6 +120,7 @@ def attention_reference(
     query sees are left out): do not rely on either.
     """
     convert = way_back("q", q)
+    q_offset, others = with_offsets(q_offset, modifications)
     q, k, v = as_bhsd(q, k, v, layout)
     q, k, v = _scaled(q, k, v, (q_scale, k_scale, v_scale), np.float64)
     out, lse = formula(
@@ -126,7 +128,7 @@ def attention_reference(
         causal=causal,
         softmax_scale=softmax_scale,
         q_offset=q_offset,
-        modified=fitting_modifications(modifications, q, sizes_of(q, k), causal=causal),
+        modified=fitting_modifications(others, q, sizes_of(q, k), causal=causal),
     )
     if layout == "bshd":
         out = array_module(q).ascontiguousarray(out.swapaxes(1, 2))
@@ -181,7 +183,7 @@ def attention_naive(
     *,
     causal: bool = False,
     softmax_scale: float | None = None,
-    q_offset: int | None = None,
+    q_offset: Any = None,
     layout: str = "bshd",
     dtype: Any = None,
     as_float8: bool | None = None,
@@ -217,6 +219,7 @@ def attention_naive(
     Memory: batch * heads_q * seqlen_q * seqlen_k scores.
     """
     convert = way_back("q", q)
+    q_offset, others = with_offsets(q_offset, modifications)
     q, k, v = as_bhsd(q, k, v, layout)
     is_float8 = q.dtype.name == FLOAT8
     if dtype is None:
@@ -229,7 +232,7 @@ def attention_naive(
         q_offset=q_offset,
         dtype=np.dtype(dtype),
         as_float8=is_float8 if as_float8 is None else as_float8,
-        modified=fitting_modifications(modifications, q, sizes_of(q, k), causal=causal),
+        modified=fitting_modifications(others, q, sizes_of(q, k), causal=causal),
     )
     return convert(out.swapaxes(1, 2) if layout == "bshd" else out)
 

@@ -22,6 +22,7 @@ import numpy as np
 
 from cupy_flash.arrays.kinds import read, way_back
 from cupy_flash.arrays.strided import array_module, require_shape
+from cupy_flash.mods.keywords import with_offsets
 from cupy_flash.mods.modified import Modified
 from cupy_flash.mods.scores import FIRST, Pairs, Scores
 from cupy_flash.mods.slopes import apply_with_slope, behind_softcap, capture_gradients
@@ -115,7 +116,7 @@ def attention_backward_reference(
     dlse: Any = None,
     causal: bool = False,
     softmax_scale: float | None = None,
-    q_offset: int | None = None,
+    q_offset: Any = None,
     layout: str = "bshd",
     wrt: Iterable[str] | None = None,
     **modifications: Unpack[Modifications],
@@ -364,7 +365,7 @@ def dense_gradients(
     dlse: Any = None,
     causal: bool = False,
     softmax_scale: float | None = None,
-    q_offset: int | None = None,
+    q_offset: Any = None,
     layout: str = "bshd",
     wrt: Iterable[str] | None = None,
     **modifications: Unpack[Modifications],
@@ -375,11 +376,12 @@ def dense_gradients(
     def swapped(_: str, x: Any) -> Any:
         return x.swapaxes(1, 2) if layout == "bshd" else x
 
+    q_offset, others = with_offsets(q_offset, modifications)
     q, k, v, dout, out, dlse = read_all(q=q, k=k, v=v, dout=dout, out=out, dlse=dlse)
     operands = as_bhsd(q, k, v, layout)
     check_rows(dout, out, dlse, (*q.shape[:3], v.shape[3]), operands[0].shape[:3])
-    modified = fitting_modifications(modifications, q, sizes_of(*operands[:2]), causal=causal)
-    gradients = Gradients({"q": q, "k": k, "v": v}, modifications, modified, wrt, arithmetic)
+    modified = fitting_modifications(others, q, sizes_of(*operands[:2]), causal=causal)
+    gradients = Gradients({"q": q, "k": k, "v": v}, others, modified, wrt, arithmetic)
     gradient_formula(
         swapped("q", dout),
         *operands,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cupy_flash.mods.keywords import with_offsets
 from cupy_flash.mods.modified import Modified
 from cupy_flash.mods.picture import draw
 from cupy_flash.mods.scores import Pairs
@@ -28,7 +29,7 @@ def seen_pairs(
     b: int = 0,
     h: int = 0,
     causal: bool = False,
-    q_offset: int | None = None,
+    q_offset: Any = None,
     **modifications: Unpack[Modifications],
 ) -> NDArray[np.bool_]:
     """Which query of a sequence sees which key.
@@ -61,7 +62,8 @@ def seen_pairs(
     """
     seqlen_q, seqlen_k = count("seqlen_q", seqlen_q), count("seqlen_k", seqlen_k)
     b, h = count("b", b), count("h", h)
-    modified = read_modifications(modifications)
+    q_offset, others = with_offsets(q_offset, modifications)
+    modified = read_modifications(others)
     _require_fit(modified, seqlen_q, seqlen_k, b, h)
     if modified.prefix_lens is not None:
         require_limit(modified.window, causal=causal)
@@ -72,7 +74,7 @@ def seen_pairs(
     scores = modified.scores
     hides = scores._replace(softcap=None, score_mod=None, alibi_slopes=None, bias=None)
     zeros = np.zeros((seqlen_q, seqlen_k), np.float32)
-    left = hides.apply(zeros, Pairs(b, h, rows, keys, offset))
+    left = hides.apply(zeros, Pairs(b, h, rows, keys, mask.q_offset))
     return np.asarray(~hidden & (left == 0))
 
 
@@ -87,6 +89,7 @@ def _require_fit(modified: Modified, seqlen_q: int, seqlen_k: int, b: int, h: in
         "tree_mask": (scores.tree_mask, (sequence, queries)),
         "prefix_lens": (modified.prefix_lens, (sequence,)),
         "seqlens_k": (modified.seqlens_k, (sequence,)),
+        "q_offset": (modified.q_offset, (sequence,)),
     }
     for name, (array, axes) in arrays.items():
         if array is None:
@@ -106,7 +109,7 @@ def plot_mask(
     b: int = 0,
     h: int = 0,
     causal: bool = False,
-    q_offset: int | None = None,
+    q_offset: Any = None,
     block: tuple[int, int] | None = None,
     ax: Any | None = None,
     **modifications: Unpack[Modifications],

@@ -65,6 +65,7 @@ def read_modifications(
         prefix_lens,
         integers(found.get("seqlens_k")),
         arrays.get("sinks"),
+        integers(found.get("q_offset")),
     )
 
 

@@ -41,7 +41,7 @@ from cupy_flash.reference.sequences import (
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from cupy_flash.mods.keywords import Modifications
+    from cupy_flash.mods.keywords import SequenceModifications
 
 
 class KVCacheResult(NamedTuple):
@@ -80,7 +80,7 @@ def attention_varlen_reference(
     block_table: Any = None,
     k_scale: Any = None,
     v_scale: Any = None,
-    **modifications: Unpack[Modifications],
+    **modifications: Unpack[SequenceModifications],
 ) -> tuple[Any, Any]:
     """Attention of sequences packed one behind the other, in float64 by the plain formula.
 
@@ -219,7 +219,7 @@ def attention_with_kvcache_reference(
     compute_scales: bool = False,
     causal: bool = False,
     softmax_scale: float | None = None,
-    **modifications: Unpack[Modifications],
+    **modifications: Unpack[SequenceModifications],
 ) -> KVCacheResult:
     """Attention over a cache after appending to it, in float64 by the plain formula.
 

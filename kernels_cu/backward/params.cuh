@@ -136,7 +136,9 @@ __device__ Sequence sequence_of(const Params& p, int batch) {
 // Which pairs of a sequence are seen by their places.
 template <class Config>
 __device__ Mask<Config> mask_of(const Params& p, const Sequence& at, int batch) {
-  return {at.seqlen_k, Config::sequences ? at.q_offset<Config>(p) : p.q_offset, {p, batch}};
+  const int q_offset = Config::sequences ? at.q_offset<Config>(p, batch)
+                                         : first_position<Config>(p, batch, p.q_offset);
+  return {at.seqlen_k, q_offset, {p, batch}};
 }
 
 // The scale of scores with its sign, which the gradients of q and k are multiplied by.

@@ -71,7 +71,12 @@ __device__ void scores(const Params& p) {
   if (at.row() >= p.seqlen_q || at.column() >= p.seqlen_k) return;
   if constexpr (prior_factor<Config> != 1) sum *= prior_factor<Config>;
   modify_rows<Config, 1, 1>(
-      p, [&](int) { return ScoreRow{batch, head, at.row(), p.q_offset, 0, 0}; }, at.column(),
+      p,
+      [&](int) {
+        const int q_offset = first_position<Config>(p, batch, p.q_offset);
+        return ScoreRow{batch, head, at.row(), q_offset, 0, 0};
+      },
+      at.column(),
       [&](int, int) -> T& { return sum; }, [](int) { return 0; });
   const Mask<Config> mask(p, batch);
   bool seen = at.column() < mask.visible_end(at.row());

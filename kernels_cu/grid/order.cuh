@@ -212,7 +212,7 @@ __device__ void take_visit(const Params& p, const SequenceOrder& order, Take tak
       p, sequence, batch, tile - order.first_tile[place] * p.heads_q,
       find_section_heads<Config::causal>(p, sequence.seqlen_k, section_keys));
   if constexpr (Config::split_keys) work.split = split;
-  const Mask<Config> mask(sequence.seqlen_k, sequence.q_offset<Config>(p), {p, batch});
+  const Mask<Config> mask(sequence.seqlen_k, sequence.q_offset<Config>(p, batch), {p, batch});
   const int q_end = min(work.q_begin + Config::Br, sequence.seqlen_q);
   if (writes) {
     visit = {{sequence},

@@ -42,7 +42,7 @@ struct Place {
     own.v = tensor_of(p.v, page_size > 0 ? 0 : at.k_batch, at.k_first);
     own.seqlen_q = rows();
     own.seqlen_k = at.seqlen_k;
-    own.q_offset = at.template q_offset<Config>(p);
+    own.q_offset = at.template q_offset<Config>(p, work.batch);
     return own;
   }
 
@@ -121,7 +121,8 @@ __device__ ScoreRow score_row(const Params& p, const Work& work, const Place<Con
     return {work.batch, work.head + row % Config::group, row / Config::group, p.q_offset,
             place->at.q_first, place->at.k_first};
   } else {
-    return {work.batch, work.head, row, p.q_offset, 0, 0};
+    const int q_offset = first_position<Config>(p, work.batch, p.q_offset);
+    return {work.batch, work.head, row, q_offset, 0, 0};
   }
 }
 

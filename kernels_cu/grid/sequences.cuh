@@ -18,11 +18,11 @@ struct Sequence {
   int k_first;
   int seqlen_k;
 
-  // Position of the first query among the keys: the last query stands at the last key, unless keys
-  // are padded, and positions are those of the whole arrays.
+  // Position of the first query of sequence `batch` among its keys: the last query stands at the
+  // last key, unless keys are padded, and positions are those of the whole arrays.
   template <class Config>
-  __device__ int q_offset(const Params& p) const {
-    return Config::padded ? p.q_offset : seqlen_k - seqlen_q;
+  __device__ int q_offset(const Params& p, int batch) const {
+    return first_position<Config>(p, batch, Config::padded ? p.q_offset : seqlen_k - seqlen_q);
   }
 };
 

@@ -183,14 +183,15 @@ struct Shares {
   // The unit with the first key that a row of the sequence sees: those before are nobody's.
   __device__ int first_unit(const Sequence& sequence, int batch) const {
     if constexpr (Config::window_left) {
-      const Mask<Config> mask(sequence.seqlen_k, q_offset_of(sequence), {p, batch});
+      const Mask<Config> mask(sequence.seqlen_k, q_offset_of(sequence, batch), {p, batch});
       return mask.visible_begin(0) / unit_keys;
     } else {
       return 0;
     }
   }
-  __device__ int q_offset_of(const Sequence& sequence) const {
-    return Config::sequences ? sequence.template q_offset<Config>(p) : p.q_offset;
+  __device__ int q_offset_of(const Sequence& sequence, int batch) const {
+    return Config::sequences ? sequence.template q_offset<Config>(p, batch)
+                             : first_position<Config>(p, batch, p.q_offset);
   }
 
   // A sequence without keys has a unit too: someone must write that its rows see nothing.

@@ -133,7 +133,7 @@ __device__ void combine(const Params& p) {
     const Sequence at = find_sequence<Config::page_size>(p, batch);
     UnownedRows<Config>{p}.clear_around(batch, row, p.seqlen_q, head, 1);
     if (row >= at.seqlen_q) return;
-    const Mask<Config> mask(at.seqlen_k, at.template q_offset<Config>(p), {p, batch});
+    const Mask<Config> mask(at.seqlen_k, at.template q_offset<Config>(p, batch), {p, batch});
     combine_row(p, partials, partials.row_index(p, at, batch, head, row), head,
                 mask.visible_end(row),
                 first_value_of<Config>(p, at, batch, head_kv), [&] {

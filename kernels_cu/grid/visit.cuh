@@ -44,7 +44,7 @@ struct Visit : VisitPlace<Found> {
   __device__ Mask<Config> mask(const Params& p) const {
     if constexpr (Found) {
       const Sequence& it = sequence(p);
-      return {it.seqlen_k, it.template q_offset<Config>(p), {p, work.batch}};
+      return {it.seqlen_k, it.template q_offset<Config>(p, work.batch), {p, work.batch}};
     } else {
       return Mask<Config>(p, work.batch);
     }

@@ -45,7 +45,9 @@ struct Mask : Band<Config> {
   int q_offset;
 
   __device__ explicit Mask(const Params& p, int batch)
-      : Band<Config>(p, batch), seqlen_k(p.seqlen_k), q_offset(p.q_offset) {}
+      : Band<Config>(p, batch),
+        seqlen_k(p.seqlen_k),
+        q_offset(first_position<Config>(p, batch, p.q_offset)) {}
 
   __device__ Mask(int seqlen_k, int q_offset, const Band<Config>& band)
       : Band<Config>(band), seqlen_k(seqlen_k), q_offset(q_offset) {}

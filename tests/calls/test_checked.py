@@ -93,6 +93,8 @@ CALLS = {
 WRONG = [
     ("dense", {"seqlens_k": [3, KEYS + 1]}, r"seqlens_k\[1\] is 13; expected at most 12"),
     ("dense", {"prefix_lens": [-1, 3], "causal": True}, r"prefix_lens\[0\] is -1"),
+    ("dense", {"q_offset": [2, 2**30], "causal": True}, r"q_offset\[1\] is 1073741824; expected"),
+    ("packed", {"q_offset": [-(2**30), 0], "causal": True}, r"q_offset\[0\] is -1073741824; exp"),
     ("dense backward", {"seqlens_k": [-2, 3]}, r"seqlens_k\[0\] is -2; expected at least 0"),
     ("packed", {"cu_seqlens_q": [0, 5, 4]}, "cu_seqlens_q decreases from 5 to 4 at index 2"),
     ("packed", {"cu_seqlens_k": [0, 9, KEYS]}, "cu_seqlens_k gives sequence 0 a length of 9"),

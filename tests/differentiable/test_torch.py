@@ -177,6 +177,21 @@ def test_calls_that_no_operator_takes_break_the_graph(options: dict[str, Any]) -
         assert torch.equal(compiled(*inputs), expected)
 
 
+# torch's compiler uses what torch has given up.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_position_of_each_sequence_is_part_of_a_graph() -> None:
+    q, k, v = (x.detach() for x in qkv("cpu"))
+    offsets = torch.tensor([3, -2][: len(q)], dtype=torch.int32)
+
+    def call(offsets: Any) -> Any:
+        return ct.flash_attention(q, k, v, causal=True, q_offset=offsets)
+
+    result = torch.compile(call, backend="eager", fullgraph=True)(offsets)
+    for b, offset in enumerate(offsets.tolist()):
+        alone = ct.flash_attention(*(x[b : b + 1] for x in (q, k, v)), causal=True, q_offset=offset)
+        torch.testing.assert_close(result[b : b + 1], alone)
+
+
 def test_an_array_of_queries_keys_and_values_is_checked() -> None:
     (packed,) = tensors("cpu", (2, 6, 3, 2, 4))
     with pytest.raises(ValueError, match="layout is 'bhsd'; packed arrays are 'bshd'"):
@@ -329,7 +344,7 @@ def test_graphs_of_the_compiler_hold_the_operator(
 def test_operators_are_as_torch_wants_them(kind: str) -> None:
     from torch import library
 
-    modifications = (None, None, [None] * 5, [-1, -1], None)
+    modifications = (None, None, [None] * 6, [-1, -1], None)
     if kind == "dense":
         given: tuple[Any, ...] = (*qkv("cuda"), *modifications, True, None, None, "bshd")
         operator = torch.ops.cupy_flash.attention

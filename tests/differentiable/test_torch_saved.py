@@ -86,7 +86,7 @@ def varlen_slopes(q: Any, k: Any, v: Any, slopes: Any) -> Any:
 
 
 def operator(q: Any, k: Any, v: Any, ends: Any) -> Any:
-    plain = (None, None, [None] * 5, [-1, -1], None)
+    plain = (None, None, [None] * 6, [-1, -1], None)
     lengths = (ends, ends, 6, 6, None)
     return torch.ops.cupy_flash.attention_varlen(q, k, v, *plain, *lengths, True, None)[0]
 
@@ -105,6 +105,8 @@ CASES = {
     "mask": Case(dense("mask"), SEEN, "bool"),
     "packed mask": Case(packed("mask"), SEEN, "bool"),
     "prefix_lens": Case(dense("prefix_lens", causal=True), [3], "int32"),
+    "q_offset": Case(dense("q_offset", causal=True), [-2], "int32"),
+    "packed q_offset": Case(packed("q_offset", causal=True), [-2], "int32"),
     "tree_mask": Case(dense("tree_mask"), [[1, 3, 7, 15, 31, 63]], "uint64"),
     "seqlens_k": Case(dense("seqlens_k"), [4], "int32"),
     "score_mod": Case(captured("score_mod"), [1.0, 2, 3, 4, 5, 6], "float64"),

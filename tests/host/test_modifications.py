@@ -168,7 +168,8 @@ class Call:
         options = {"causal": self.causal, "softmax_scale": self.scale, **self.modifications}
         arrays = self.q, self.k, self.v
         if self.kind == "equal":
-            return attention_reference(*arrays, q_offset=self.q_offset, return_lse=True, **options)
+            options = {"q_offset": self.q_offset} | options
+            return attention_reference(*arrays, return_lse=True, **options)
         if self.kind == "packed":
             return attention_varlen_reference(*arrays, **self._packed, **options)
         cached = attention_with_kvcache_reference(
@@ -295,6 +296,7 @@ DRAW = {
     "score_mod": lambda call, rng: SCORE_MODS[rng.integers(len(SCORE_MODS))],
     "mask_mod": lambda call, rng: MASK_MODS[rng.integers(len(MASK_MODS))],
     "seqlens_k": lambda call, rng: rng.integers(0, call.seqlen_k + 1, call.batch, np.int32),
+    "q_offset": lambda call, rng: rng.integers(-20, 40, call.batch, np.int32),
 }
 
 

@@ -29,6 +29,7 @@ BIAS = np.zeros((1, HEADS, SEQLEN, SEQLEN), np.float16)
 SINKS = np.zeros(HEADS, np.float32)
 LENGTHS = np.array([99], np.int32)
 PREFIX = {"window_size": (99, 40), "prefix_lens": np.array([64], np.int32)}
+OFFSETS = {"window_size": (99, 40), "q_offset": np.array([64], np.int32)}
 # Family, architecture, dtype, head_dim, bytes that may be spilled, options.
 UNITS: list[tuple[str, str, str, int, int, dict[str, Any]]] = [
     ("hopper", "sm_90", "float16", 128, 52, {"window_size": (99, 0), "softcap": 30.0}),
@@ -39,6 +40,9 @@ UNITS: list[tuple[str, str, str, int, int, dict[str, Any]]] = [
     ("hopper", "sm_90", "bfloat16", 128, 256, PREFIX),
     ("mma", "sm_80", "bfloat16", 64, 72, PREFIX),
     ("simt", "sm_75", "float32", 64, 0, PREFIX),
+    ("hopper", "sm_90", "bfloat16", 128, 256, OFFSETS),
+    ("mma", "sm_80", "bfloat16", 64, 72, OFFSETS),
+    ("simt", "sm_75", "float32", 64, 0, OFFSETS),
     ("hopper", "sm_90", "bfloat16", 256, 120, {"seqlens_k": LENGTHS}),
     ("hopper", "sm_90", "bfloat16", 128, 232, {"mask_mod": DOCUMENTS}),
     ("mma", "sm_86", "float16", 64, 0, {"wrt": ("q", "bias"), "bias": BIAS}),

@@ -31,6 +31,7 @@ TABLE = ScoreMod(
 )
 BIAS = np.empty((1, HEADS, SEQLEN, SEQLEN), DTYPES["bfloat16"])
 PREFIX = {"window_size": (255, 64), "prefix_lens": array(1, dtype=np.int32)}
+OFFSETS = {"window_size": (255, 64), "q_offset": array(1, dtype=np.int32)}
 # Family, architecture, dtype, head_dim, queries, bytes that may be spilled, modifications.
 UNITS = [
     ("hopper", "sm_90", "bfloat16", 64, SEQLEN, 8, {"window_size": (1023, 0), "softcap": 30.0}),
@@ -52,6 +53,10 @@ UNITS = [
     ("mma", "sm_80", "float16", 64, SEQLEN, 0, PREFIX),
     ("decode", "sm_89", "bfloat16", 128, 4, 0, PREFIX),
     ("simt", "sm_75", "float32", 64, SEQLEN, 0, PREFIX),
+    ("hopper", "sm_90", "bfloat16", 128, SEQLEN, 0, OFFSETS),
+    ("mma", "sm_80", "float16", 64, SEQLEN, 0, OFFSETS),
+    ("decode", "sm_89", "bfloat16", 128, 4, 0, OFFSETS),
+    ("simt", "sm_75", "float32", 64, SEQLEN, 0, OFFSETS),
     ("naive", "sm_86", "float32", 64, SEQLEN, 0, {"bias": array(HEADS, SEQLEN, SEQLEN)}),
 ]
 

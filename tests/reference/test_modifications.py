@@ -65,7 +65,8 @@ def by_pairs(q, k, v, *, causal, q_offset, given, first=0):
     group = heads_q // k.shape[2]
     out, lse = np.zeros((*q.shape[:3], v.shape[3])), np.zeros((batch, heads_q, seqlen_q))
     for index, row, h in np.ndindex(batch, seqlen_q, heads_q):
-        b, p = first + index, row + int(q_offset)
+        b = first + index
+        p = row + int(given["q_offset"][b] if "q_offset" in given else q_offset)
         length = int(given["seqlens_k"][b]) if "seqlens_k" in given else k.shape[1]
         keys = [j for j in range(k.shape[1]) if seen(p, j, row, h, b, length, causal, given)]
         products = [math.fsum(q[index, row, h] * k[index, j, h // group]) for j in keys]
@@ -99,6 +100,7 @@ def drawn(rng, batch=2, seqlen_q=SEQLEN_Q, seqlen_k=SEQLEN_K):
         ),
         "mask_mod": MaskMod(lambda b, h, i, j: (i + 2 * j + h + b) % 3 != 0),
         "seqlens_k": np.array([seqlen_k - 3, 5]),
+        "q_offset": 4 - 3 * np.arange(batch),
     }
 
 
@@ -272,7 +274,7 @@ def test_packed_sequences_count_from_their_own_beginning(rng):
     given = drawn(rng, batch=3, seqlen_q=5)
     del given["seqlens_k"]
     per_row, per_key = rng.standard_normal(starts_q[-1]), rng.standard_normal(starts_k[-1])
-    offsets = np.subtract(lengths_k, lengths_q)
+    offsets = given["q_offset"]
     product = ScoreMod(
         lambda score, b, i, j, offsets, q_start, k_start, per_row, per_key: (
             score + per_row[q_start + i - offsets[b]] * per_key[k_start + j]

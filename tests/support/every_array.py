@@ -50,7 +50,6 @@ PLAIN = frozenset(
         "num_splits",
         "out_dtype",
         "per",
-        "q_offset",
         "return_lse",
         "rotary_interleaved",
         "scale",
@@ -327,6 +326,7 @@ class _World:
             "mask": lambda v: {name: self.rng.random(self._pairs(v)) < 0.7},
             "attn_mask": lambda v: {name: self._values(*self._pairs(v))},
             "positions": lambda _: {name: self.rng.integers(CAPACITY, size=(BATCH, ROWS))},
+            "q_offset": lambda _: {name: np.array([1, 3], np.int32), "causal": True},
             "prefix_lens": lambda _: {name: np.array([2, 4], np.int32), "causal": True},
             "tree_mask": lambda v: {
                 name: self.rng.integers(1, 16, (BATCH, self._queries(v))).astype(np.uint64)

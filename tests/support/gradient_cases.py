@@ -113,6 +113,7 @@ class Class:
     has_dlse: bool
     has_all_gradients: bool
     grad_dtype: str | None
+    offsets_differ: bool
 
 
 def draw_class(number: int) -> Class:
@@ -154,6 +155,7 @@ def draw_class(number: int) -> Class:
         has_dlse=chance(0.5),
         has_all_gradients=chance(0.7),
         grad_dtype="float32" if dtype in ("float16", "bfloat16") and chance(0.25) else None,
+        offsets_differ=chance(0.25),
     )
 
 
@@ -242,6 +244,9 @@ class _Drawing:
         if of.has_offset:
             difference = int(self.seqlens_k[0] - self.seqlens_q[0])
             call.q_offset = difference + int(rng.integers(-20, 21))
+        if of.offsets_differ:
+            offsets = rng.integers(-20, self.seqlens_k + 20)
+            call.q_offset, call.q_offsets = None, offsets.astype(np.int32)
         if of.is_packed:
             call.cu_seqlens_q, call.cu_seqlens_k = (
                 np.concatenate([[0], np.cumsum(n)]).astype(np.int32)
@@ -480,6 +485,8 @@ def arguments(case: Case, xp: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     named: dict[str, Any] = {"causal": call.causal, "softmax_scale": call.scale, "wrt": case.wrt}
     if not of.is_packed:
         named |= {"q_offset": call.q_offset, "layout": of.layout}
+    if call.q_offsets is not None:
+        named["q_offset"] = xp.asarray(call.q_offsets)
     arrays = ("prefix_lens", "seqlens_k", "alibi_slopes", "bias", "mask", "tree_mask", "sinks")
     for name in (*arrays, "seqused_k", "dlse"):
         if (array := getattr(call, name)) is not None:

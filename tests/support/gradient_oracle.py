@@ -179,6 +179,7 @@ class OracleCall:
     causal: bool = False
     scale: float | None = None
     q_offset: int | None = None
+    q_offsets: Array | None = None  # takes the place of q_offset
     window: tuple[int | None, int | None] = (None, None)
     prefix_lens: Array | None = None
     seqlens_k: Array | None = None
@@ -258,11 +259,18 @@ class Sequence(NamedTuple):
         return (h, *self.rows) if isinstance(self.rows[0], slice) else (self.b, h)
 
 
+def position_of_first(call: OracleCall, b: int, seqlen_q: int, seqlen_k: int) -> int:
+    """Return the position of the first query of sequence b among its keys."""
+    if call.q_offsets is not None:
+        return int(call.q_offsets[b])
+    return seqlen_k - seqlen_q if call.q_offset is None else call.q_offset
+
+
 def sequences(call: OracleCall) -> Iterator[Sequence]:
     if call.cu_seqlens_q is None:
         batch, seqlen_q, seqlen_k = *call.q.shape[:2], call.k.shape[1]
-        offset = seqlen_k - seqlen_q if call.q_offset is None else call.q_offset
         for b in range(batch):
+            offset = position_of_first(call, b, seqlen_q, seqlen_k)
             keys = seqlen_k if call.seqlens_k is None else int(call.seqlens_k[b])
             own = b, slice(0, keys)
             yield Sequence(b, (b,), own, seqlen_q, keys, offset, 0)
@@ -273,7 +281,8 @@ def sequences(call: OracleCall) -> Iterator[Sequence]:
         first, stop = (int(n) for n in call.cu_seqlens_k[b : b + 2])
         keys = stop - first if call.seqused_k is None else int(call.seqused_k[b])
         rows, own = (slice(begin, end),), (slice(first, first + keys),)
-        yield Sequence(b, rows, own, end - begin, keys, keys - (end - begin), begin)
+        offset = position_of_first(call, b, end - begin, keys)
+        yield Sequence(b, rows, own, end - begin, keys, offset, begin)
 
 
 class Results(NamedTuple):

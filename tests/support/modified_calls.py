@@ -291,7 +291,7 @@ def _add_modifications(
     seqlen_q: int,
 ) -> None:
     names = ["window", "softcap", "alibi", "sinks", "bias", "mask", "prefix"]
-    names += ["score_mod", "mask_mod"]
+    names += ["score_mod", "mask_mod", "offsets"]
     if seqlen_q <= 64:
         names.append("tree")
     chosen = set(rng.choice(names, int(rng.integers(1, 5)), replace=False).tolist())
@@ -300,6 +300,8 @@ def _add_modifications(
     needs_window = "prefix" in chosen and not options["causal"]
     if needs_window:
         chosen.add("window")
+    if chosen == {"offsets"}:
+        options["causal"] = True
     accumulator = np.float64 if call.dtype == "float64" else np.float32
     either = DTYPES[call.dtype] if rng.integers(2) else np.dtype(accumulator)
     # Along some axes one row serves all.
@@ -326,6 +328,9 @@ def _add_modifications(
         arrays["bias"] = np.where(sizes.integers(0, 9, shape) == 0, -np.inf, bias).astype(either)
     if "mask" in chosen:
         arrays["mask"] = sizes.random(shape) < sizes.choice([0.05, 0.7])
+    if "offsets" in chosen:
+        options.pop("q_offset", None)
+        arrays["q_offset"] = sizes.integers(-20, pairs[-1] + 20, batch).astype(np.int32)
     if "prefix" in chosen:
         arrays["prefix_lens"] = sizes.integers(0, 200, batch).astype(np.int32)
     if "tree" in chosen:

@@ -76,7 +76,9 @@ def finds_only_keys(problem: Problem) -> bool:
     score = problem.score
     if score is None or score.sinks or problem.is_float8:
         return False
-    if score.changes_scores or score.hides_pairs or score.prefix or not problem.layout.is_equal:
+    if score.changes_scores or score.hides_pairs or score.prefix or score.offsets:
+        return True
+    if not problem.layout.is_equal:
         return True
     # From row to row the number of keys grows while the first key is among them, and then stays or
     # falls. So if the last row attends to several keys, no row attends to a later key alone.

@@ -229,7 +229,8 @@ struct DecodeBlock {
   __device__ int head_of(int row) const { return (first_row() + row) % group; }
 
   __device__ int q_offset() const {
-    return Config::sequences ? part.sequence.template q_offset<Config>(p) : p.q_offset;
+    return Config::sequences ? part.sequence.template q_offset<Config>(p, part.batch)
+                             : first_position<Config>(p, part.batch, p.q_offset);
   }
   __device__ Mask<Config, group> mask() const {
     return {part.sequence.seqlen_k, q_offset(), {p, part.batch}};

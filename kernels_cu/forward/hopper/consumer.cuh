@@ -307,22 +307,26 @@ struct HopperConsumer {
   }
 
   // Of the current tile; asked for where the mask depends on it.
-  __device__ int batch() const { return Config::prefix ? cta.visit(visit)->work.batch : 0; }
+  __device__ int batch() const {
+    return Config::prefix || Config::offsets ? cta.visit(visit)->work.batch : 0;
+  }
 
   __device__ void modify_scores() {
     if constexpr (Config::modified) {
       const Visit& current = *cta.visit(visit);
       const auto& sequence = current.sequence(cta.p);
-      const int q_offset =
-          Config::sequences ? sequence.template q_offset<Config>(cta.p) : cta.p.q_offset;
+      const int batch = current.work.batch;
+      const int q_offset = Config::sequences
+                               ? sequence.template q_offset<Config>(cta.p, batch)
+                               : first_position<Config>(cta.p, batch, cta.p.q_offset);
       const int first = products.first_row_of(current.work) + Products::lane_row();
       const bool hides = !Config::mapped || !(note.is_full(consumer) || note.slot(consumer));
       const HopperBias<Config> bias(cta, consumer, bias_ring);
       modify_fragments<Config, 2, Bc / 8>(
           cta.p,
           [&](int half) {
-            return ScoreRow{current.work.batch, current.work.head, first + 8 * half,
-                            q_offset,           sequence.q_first,  sequence.k_first};
+            return ScoreRow{batch,    current.work.head, first + 8 * half,
+                            q_offset, sequence.q_first,  sequence.k_first};
           },
           block * Bc + threadIdx.x % 4 * 2, [&](int half) { return softmax.rows[half].base; },
           hides, [&](int half) { return products.scores + 2 * half; },

@@ -19,7 +19,8 @@ template <bool Causal, bool Split>
 struct Config {
   static constexpr int Br = 64, Bc = 32;
   static constexpr bool causal = Causal, padded = false, split_keys = Split;
-  static constexpr bool window_left = false, window_right = false, prefix = false;
+  static constexpr bool window_left = false, window_right = false, prefix = false,
+                        offsets = false;
 };
 
 struct AlikeMakers : SequenceOrder::WholeBlock {

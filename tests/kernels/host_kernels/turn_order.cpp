@@ -14,6 +14,7 @@ constexpr int Bc = 24;
 template <bool Causal, bool Left, bool Right, bool Prefix>
 struct Config {
   static constexpr bool causal = Causal, window_left = Left, window_right = Right, prefix = Prefix;
+  static constexpr bool offsets = false;
 };
 
 template <class Config>

@@ -205,7 +205,7 @@ def _append_spec(
         rotary_stride=dim // 2 if rotation else 0,
         rotary_dtype=rotary_dtype,
         rotary_interleaved=rotary_interleaved,
-        causal=True,
+        queries_advance=True,
         alignment=MAX_ALIGNMENT,
     )
 

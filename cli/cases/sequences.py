@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from cupy_flash.host.rotary import rotated
+from cupy_flash.mods.keywords import Window
 from cupy_flash.reference.packed import attention_with_kvcache_reference
 
 from .cases import Case
@@ -155,7 +156,7 @@ def head_of(
         new_k, new_v = (more[name][batch : batch + 1, :, kv_heads] for name in ("k", "v"))
         if case.rotary:
             new_k = _rotated(new_k, more, old, advance=True)
-            q = _rotated(q, more, old, advance=case.causal)
+            q = _rotated(q, more, old, advance=case.causal or case.mods.window != Window())
         # Copies: the cache is not to be written to.
         k, v = k.copy(), v.copy()
         k[:, old:], v[:, old:] = _like(k, new_k), _like(v, new_v)

@@ -28,6 +28,7 @@ def flash_attention_with_kvcache(
     rotary_cos: Any | None = None,
     rotary_sin: Any | None = None,
     rotary_interleaved: bool = True,
+    rotary_seqlens: Any | None = None,
     k_scale: Any | None = None,
     v_scale: Any | None = None,
     compute_scales: bool = False,
@@ -82,10 +83,14 @@ def flash_attention_with_kvcache(
     rotary_cos, rotary_sin : arrays, shape (seqlen_ro, rotary_dim / 2), optional
         Cosine and sine of the angles of a rotary embedding at each position (Su et al., 2021), of
         q's dtype or float32, for float64 float64. The first rotary_dim columns are rotated: of new
-        key j at position cache_seqlens[b] + j, and of query i at cache_seqlens[b] + i if causal,
-        else all at cache_seqlens[b]. Needs k and v; q and k themselves are not written.
+        key j at position cache_seqlens[b] + j, and of query i at cache_seqlens[b] + i if the call
+        is causal or has a window_size, else all at cache_seqlens[b]. Needs k and v; q and k
+        themselves are not written.
     rotary_interleaved : bool
         Whether columns 2i and 2i + 1 are a pair; else i and i + rotary_dim / 2 are.
+    rotary_seqlens : array of integers, shape (batch,), optional
+        Positions from which the rows of each sequence are rotated, in place of cache_seqlens: for a
+        cache whose first rows are padding, or were dropped.
     k_scale, v_scale : arrays of float32, or numbers, optional
         Of caches of 8 bits, whose numbers stand for themselves times their scale; 1 if not given. A
         number is copied to a GPU in the first call that has it. Arrays broadcast to (caches,
@@ -209,6 +214,7 @@ def flash_attention_with_kvcache(
         cache_batch_idx,
         rotary_cos,
         rotary_sin,
+        rotary_seqlens,
     )
     options = Options(
         "cached",

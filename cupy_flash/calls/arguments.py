@@ -60,6 +60,7 @@ class Arguments(NamedTuple):
     cache_batch_idx: Any = None
     rotary_cos: Any = None
     rotary_sin: Any = None
+    rotary_seqlens: Any = None
     # Of float8.
     q_scale: Any = None
 
@@ -155,8 +156,8 @@ FIELDS = {
     "equal": slice(0, 4),
     "qkvpacked": slice(3, 5),
     "packed": slice(0, 11),
-    "cached": slice(0, 17),
-    "scaled": slice(0, 18),
+    "cached": slice(0, 18),
+    "scaled": slice(0, 19),
 }
 _REQUIRED = {
     "equal": ("q", "k", "v"),
@@ -173,6 +174,7 @@ INT32 = frozenset(
         "seqused_k",
         "cache_seqlens",
         "cache_batch_idx",
+        "rotary_seqlens",
         "prefix_lens",
         "seqlens_k",
         "q_offset",

@@ -344,7 +344,7 @@ def append_spec(arguments: Arguments, problem: Problem, options: Options) -> app
         rotary_stride=0 if cos is None else cos.strides[0] // cos.itemsize,
         rotary_dtype=problem.dtype if cos is None else dtype_name(cos),
         rotary_interleaved=bool(options.rotary_interleaved),
-        causal=problem.causal,
+        queries_advance=problem.is_local,
         alignment=min(spec.row_alignment() for spec in together),
         cache_alignment=min(k_cache_spec.row_alignment(), v_cache_spec.row_alignment()),
         rotary_alignment=min(tables, default=MAX_ALIGNMENT),

@@ -23,13 +23,17 @@ def length_limits(arguments: Arguments, problem: Problem) -> tuple[LengthLimit, 
     """What lengths of a cache before the append have to keep to."""
     new, capacity = problem.layout.new_keys, problem.seqlen_k
     reason = f"a cache holds {capacity} rows" + (f", and {new} are appended" if new else "")
-    limits = [LengthLimit(capacity - new, reason)]
-    if arguments.rotary_cos is not None:
-        rows, count = int(arguments.rotary_cos.shape[0]), positions(arguments, problem)
-        if count:
-            reason = f"rotary_cos has {rows} rows, and {count} are read from there on"
-            limits.append(LengthLimit(rows - count, reason))
-    return tuple(limits)
+    limits = (LengthLimit(capacity - new, reason),)
+    return limits if arguments.rotary_seqlens is not None else limits + _rotary(arguments, problem)
+
+
+def _rotary(arguments: Arguments, problem: Problem) -> tuple[LengthLimit, ...]:
+    """Limit of the positions from which rows are rotated, if they are."""
+    if arguments.rotary_cos is None:
+        return ()
+    rows, count = int(arguments.rotary_cos.shape[0]), positions(arguments, problem)
+    reason = f"rotary_cos has {rows} rows, and {count} are read from there on"
+    return (LengthLimit(rows - count, reason),) if count else ()
 
 
 def require_length(name: str, length: int, limits: tuple[LengthLimit, ...]) -> None:
@@ -88,6 +92,9 @@ def check_contents(
         lengths = arguments.cache_seqlens.astype(np.int64)
         for b, length in enumerate(lengths.tolist()):
             require_length(f"cache_seqlens[{b}]", length, limits)
+    if arguments.rotary_seqlens is not None:
+        for b, first in enumerate(arguments.rotary_seqlens.tolist()):
+            require_length(f"rotary_seqlens[{b}]", first, _rotary(arguments, problem))
     _check_cached(arguments, lengths, problem)
     return lengths
 

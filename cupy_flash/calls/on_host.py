@@ -254,16 +254,17 @@ def _appended(
         _require_scratch(problem, call.tile, int(lengths_after.max(initial=0)))
     q, k = arguments.q, arguments.k
     if arguments.rotary_cos is not None:
+        first = lengths if arguments.rotary_seqlens is None else arguments.rotary_seqlens
         q, k = (
             batches.rotate(
                 rows,
                 arguments.rotary_cos,
                 arguments.rotary_sin,
-                lengths,
+                first,
                 interleaved=bool(options.rotary_interleaved),
                 advance=advance,
             )
-            for rows, advance in ((q, problem.causal), (k, True))
+            for rows, advance in ((q, problem.is_local), (k, True))
         )
     if k is not None:
         batches.append(
@@ -284,6 +285,7 @@ def _appended(
         cache_seqlens=lengths_after.astype(np.int32),
         rotary_cos=None,
         rotary_sin=None,
+        rotary_seqlens=None,
     )
 
 

@@ -233,6 +233,7 @@ def _cached_problem(arguments: Arguments, options: Options) -> Problem:
             "one length for each sequence; where all have one, pass an integer",
         ),
         ("cache_batch_idx", arguments.cache_batch_idx, "one cache for each sequence"),
+        ("rotary_seqlens", arguments.rotary_seqlens, "one position for each sequence"),
     ):
         if array is not None:
             require_shape(name, array, (batch,), meaning)
@@ -415,6 +416,8 @@ def _check_rotary(arguments: Arguments, options: Options, problem: Problem) -> N
     check_bool("rotary_interleaved", options.rotary_interleaved)
     cos, sin = arguments.rotary_cos, arguments.rotary_sin
     if cos is None and sin is None:
+        if arguments.rotary_seqlens is not None:
+            raise ValueError("rotary_seqlens are for rotary_cos and rotary_sin; pass them, too")
         return
     if cos is None or sin is None:
         given, missing = ("cos", "sin") if sin is None else ("sin", "cos")
@@ -432,5 +435,5 @@ def _check_rotary(arguments: Arguments, options: Options, problem: Problem) -> N
 
 def positions(arguments: Arguments, problem: Problem) -> int:
     """How many positions are rotated to, from the length of the cache on."""
-    q_rows = 0 if problem.is_empty else problem.seqlen_q if problem.causal else 1
+    q_rows = 0 if problem.is_empty else problem.seqlen_q if problem.is_local else 1
     return max(q_rows, int(arguments.k.shape[1]))

@@ -45,6 +45,7 @@ APPEND_DTYPE = np.dtype(
         ("new_v", TENSOR_DTYPE),
         ("cos", np.uint64),
         ("sin", np.uint64),
+        ("rotary_seqlens", np.uint64),
         ("rotary_stride", np.int64),
         ("seqlen_new", np.int32),
         ("rotary_rows", np.int32),
@@ -66,6 +67,7 @@ _SOURCES = {
     "seqused_k": "cache_seqlens",
     "cos": "rotary_cos",
     "sin": "rotary_sin",
+    "rotary_seqlens": "rotary_seqlens",
     **{name: name for name in ("keys", "cache_batch_idx", "block_table")},
 }
 
@@ -106,7 +108,7 @@ class AppendSpec:
         of q, or float32 with 16-bit ones.
     rotary_interleaved
         Whether columns (2i, 2i + 1) are a pair; else (i, i + rotary_dim / 2) are.
-    causal
+    queries_advance
         Whether query i is at the position of new key i; else all are at that of the first.
     alignment
         Bytes (a power of two, at most 16) that every row of q, k, v and, unless they are of 8 bits,
@@ -146,7 +148,7 @@ class AppendSpec:
     rotary_dtype: str = "float32"
     rotary_interleaved: bool = False
     rotary_alignment: int = MAX_ALIGNMENT
-    causal: bool = False
+    queries_advance: bool = False
     cache_dtype: str | None = None
     cache_alignment: int = MAX_ALIGNMENT
     scales: Scales | None = None
@@ -330,7 +332,7 @@ class Append:
             "pages": spec.pages,
             "max_pages": spec.max_pages,
             "rotary_rows": spec.rotary_rows,
-            "q_advances": int(spec.causal),
+            "q_advances": int(spec.queries_advance),
             "rank": spec.rank,
         }
         sources = {field: name for field, name in _SOURCES.items() if name in names}
@@ -376,9 +378,9 @@ def prepare(spec: AppendSpec, device: Device, names: Sequence[str]) -> Append:
     names
         Of the values that each run is given, in order, as far as there are any: "q", "k", "v",
         "k_cache", "v_cache", "cache_seqlens" or, where that is 0, the rows that are in every cache,
-        "keys", "cache_batch_idx", "block_table", "rotary_cos", "rotary_sin", where the turned
-        queries go, contiguous and on 16 bytes, "q_rotated", and the scales that are given,
-        "k_scale" and "v_scale".
+        "keys", "cache_batch_idx", "block_table", "rotary_cos", "rotary_sin", "rotary_seqlens",
+        where the turned queries go, contiguous and on 16 bytes, "q_rotated", and the scales that
+        are given, "k_scale" and "v_scale".
 
     Raises
     ------

@@ -214,6 +214,13 @@ class Problem:
         return mask._replace(left=self.score.left, right=self.score.right)
 
     @property
+    def is_local(self) -> bool:
+        """Whether a causal mask or a window bounds the keys of a query by its position."""
+        score = self.score
+        has_window = score is not None and (score.left is not None or score.right is not None)
+        return self.causal or has_window
+
+    @property
     def is_empty(self) -> bool:
         """Whether the output has no element, so that there is nothing to compute."""
         return self.rows == 0

@@ -14,6 +14,7 @@ import numpy as np
 
 from cupy_flash.arrays.kinds import read, way_back
 from cupy_flash.arrays.strided import array_module, dtype_name
+from cupy_flash.mods.keywords import Window, window_of
 from cupy_flash.mods.modified import Modified
 from cupy_flash.mods.scores import FIRST, Pairs
 from cupy_flash.mods.shapes import Sizes, refuse_seqlens
@@ -214,6 +215,7 @@ def attention_with_kvcache_reference(
     rotary_cos: Any = None,
     rotary_sin: Any = None,
     rotary_interleaved: bool = True,
+    rotary_seqlens: Any = None,
     k_scale: Any = None,
     v_scale: Any = None,
     compute_scales: bool = False,
@@ -242,10 +244,12 @@ def attention_with_kvcache_reference(
         The pages of each sequence in order.
     rotary_cos, rotary_sin : same kind of array as q, (rows, rotary_dim / 2), optional
         Turn the first ``rotary_dim`` columns of the new keys, row ``j`` at position
-        ``cache_seqlens[b] + j``, and of the queries, row ``i`` at ``cache_seqlens[b] + i`` if
-        ``causal``, else all at ``cache_seqlens[b]``.
+        ``cache_seqlens[b] + j``, and of the queries, row ``i`` at ``cache_seqlens[b] + i`` with
+        ``causal`` or a window, else all at ``cache_seqlens[b]``.
     rotary_interleaved : bool
         Whether columns (2i, 2i + 1) are a pair; else (i, i + rotary_dim / 2) are.
+    rotary_seqlens : integer array, (batch,), optional
+        Positions to rotate from in place of ``cache_seqlens``.
     k_scale, v_scale : numbers or float32 arrays, optional
         Of caches of 8 bits, broadcast to (caches, seqlen_cache, heads_kv) or (pages, page_size,
         heads_kv).
@@ -297,8 +301,11 @@ def attention_with_kvcache_reference(
         places = cached_rows(caches, *k_cache.shape[:2])
     before = [min(max(n, 0), len(p)) for n, p in zip(lengths.tolist(), places, strict=True)]
     if rotary_cos is not None:
-        first = np.array(before, np.int64)[:, None]
-        advance = np.arange(seqlen_q) if causal else np.zeros(seqlen_q, np.int64)
+        starts = before if rotary_seqlens is None else integers(rotary_seqlens)
+        first = np.array(starts, np.int64)[:, None]
+        window = window_of(modifications.get("window_size") or (None, None))
+        is_local = causal or window != Window()
+        advance = np.arange(seqlen_q) if is_local else np.zeros(seqlen_q, np.int64)
         turn = functools.partial(rotated, cos=rotary_cos, sin=rotary_sin)
         q = turn(q, positions=first + advance, interleaved=rotary_interleaved)
         new = first + np.arange(k.shape[1])

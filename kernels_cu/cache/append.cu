@@ -31,6 +31,7 @@ struct AppendParams : Params {
   Tensor new_v;     // (batch, seqlen_new, heads_kv, head_dim_v)
   const void* cos;  // (rotary_rows, rotary_dim / 2)
   const void* sin;
+  const int* rotary_seqlens;  // (batch) positions of the first new keys, or null: cache lengths
   int64 rotary_stride;  // of cos and sin
   int seqlen_new;
   int rotary_rows;  // at least 1 where there is a rotary embedding
@@ -204,9 +205,10 @@ struct Row {
   }
 
   __device__ const Angle* angles(const void* table, const Keys& keys, bool advances) const {
-    const int position = keys.at.seqlen_k + (advances ? row : 0);
-    return static_cast<const Angle*>(table) +
-           clamp(position, 0, p.rotary_rows - 1) * p.rotary_stride;
+    const int* first = p.rotary_seqlens;
+    const int begin = first ? clamp(first[batch], 0, p.rotary_rows) : keys.at.seqlen_k;
+    const int position = min(begin + (advances ? row : 0), p.rotary_rows - 1);
+    return static_cast<const Angle*>(table) + position * p.rotary_stride;
   }
 };
 

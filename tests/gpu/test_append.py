@@ -52,7 +52,7 @@ CONTIGUOUS = AppendSpec(
     rotary_stride=0,
     rotary_dtype="float32",
     rotary_interleaved=True,
-    causal=True,
+    queries_advance=True,
     alignment=16,
     rotary_alignment=16,
 )
@@ -70,7 +70,7 @@ def variant(spec=CONTIGUOUS, **changes):
 TENSORS = {"q": "q", "k": "k_cache", "v": "v_cache", "new_k": "k", "new_v": "v"}
 OTHERS = {
     **{"seqused_k": "cache_seqlens", "cos": "rotary_cos", "sin": "rotary_sin"},
-    **{"cache_batch_idx": "cache_batch_idx", "block_table": "block_table"},
+    **{name: name for name in ("cache_batch_idx", "block_table", "rotary_seqlens")},
 }
 POINTERS = (*TENSORS.values(), *OTHERS.values(), "q_rotated")
 NAMES = (*POINTERS, "keys")
@@ -89,7 +89,7 @@ specs = st.builds(
     rotary_dim=st.integers(1, 128),
     block_table_stride=st.integers(-(2**63), 2**63 - 1),
     rotary_stride=st.integers(-(2**63), 2**63 - 1),
-    causal=st.booleans(),
+    queries_advance=st.booleans(),
 )
 
 
@@ -108,7 +108,7 @@ def test_packing_fills_every_field_of_the_dtype(spec, addresses, keys):
     for name in (*INTS, "block_table_stride", "rotary_stride"):
         expected[name] = getattr(spec, name)
     expected["seqlen_k"] = spec.seqlen_cache
-    expected["keys"], expected["q_advances"] = keys, spec.causal
+    expected["keys"], expected["q_advances"] = keys, spec.queries_advance
     packed = bytearray(APPEND_DTYPE.itemsize)
     Append(spec, NAMES)._params.pack_into(packed, (*addresses, keys))
     assert packed == expected.tobytes()
@@ -139,7 +139,9 @@ def test_without_a_rotary_embedding_there_are_no_queries_for_the_kernel():
 
 def test_lengths_heads_and_masks_share_one_kernel():
     sizes = {"batch": 9, "seqlen_q": 7, "seqlen_new": 8, "heads_q": 4, "seqlen_cache": 99}
-    other = variant(**sizes, caches=77, causal=False, rotary_interleaved=False, rank=3, stripe=9)
+    other = variant(
+        **sizes, caches=77, queries_advance=False, rotary_interleaved=False, rank=3, stripe=9
+    )
     assert append_unit(other).text == append_unit(CONTIGUOUS).text
 
 

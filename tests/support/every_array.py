@@ -347,6 +347,7 @@ class _World:
             "v": self._new_rows,
             "rotary_cos": self._rotary,
             "rotary_sin": self._rotary,
+            "rotary_seqlens": lambda v: {**self._rotary(v), name: np.array([2, 1], np.int32)},
             "q_scale": self._scales,
             "k_scale": self._scales,
             "v_scale": lambda v: self._scales(v, FLOAT8),

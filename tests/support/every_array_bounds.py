@@ -41,7 +41,7 @@ from support.float8_support import Float8Case, truth_of
 from support.gpu_support import lse_bound
 
 # Arguments of packed and cached calls with which keys are rounded before the product.
-_ROUNDED_KEYS = {"k_scale", "v_scale", "rotary_cos", "rotary_sin"}
+_ROUNDED_KEYS = {"k_scale", "v_scale", "rotary_cos", "rotary_sin", "rotary_seqlens"}
 _GRADIENTS = {
     False: (cupy_flash.attention_backward_reference, backward_naive, gradient_sizes),
     True: (

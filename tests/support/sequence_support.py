@@ -274,11 +274,12 @@ class Truth:
                 )
             )
             if arguments["rotary_cos"] is not None:
+                starts = arguments.get("rotary_seqlens")
                 q = rotated(
                     q,
                     arguments["rotary_cos"],
                     arguments["rotary_sin"],
-                    [keys.seqlen for keys in before],
+                    [keys.seqlen for keys in before] if starts is None else starts,
                     interleaved=arguments["rotary_interleaved"],
                     advance=arguments["causal"],
                     compute=np.float64 if q.dtype == np.float64 else np.float32,

@@ -30,7 +30,7 @@ from cupy_flash.mods.keywords import ARRAYS
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from cupy_flash.mods.keywords import Modifications, SequenceModifications
+    from cupy_flash.mods.keywords import Modifications, PackedModifications
 
 __all__ = ["flash_attention", "flash_attention_qkvpacked", "flash_attention_varlen"]
 
@@ -129,7 +129,7 @@ def flash_attention_varlen(
     softmax_scale: float | None = None,
     seqused_k: Any = None,
     return_lse: bool = False,
-    **modifications: Unpack[SequenceModifications],
+    **modifications: Unpack[PackedModifications],
 ) -> Any:
     """`cupy_flash.flash_attention_varlen` of JAX arrays, differentiable.
 

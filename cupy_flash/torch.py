@@ -48,7 +48,7 @@ from cupy_flash.mods.keywords import ARRAYS, with_offsets
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from cupy_flash.mods.keywords import Modifications, SequenceModifications
+    from cupy_flash.mods.keywords import Modifications, PackedModifications
 
 __all__ = [
     "flash_attention",
@@ -168,7 +168,7 @@ def flash_attention_varlen(
     softmax_scale: float | None = None,
     seqused_k: Tensor | None = None,
     return_lse: bool = False,
-    **modifications: Unpack[SequenceModifications],
+    **modifications: Unpack[PackedModifications],
 ) -> Any:
     """`cupy_flash.flash_attention_varlen` of tensors, differentiable.
 

@@ -14,7 +14,7 @@ from cupy_flash.problem.values import named_dtype
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from cupy_flash.mods.keywords import Modifications, SequenceModifications
+    from cupy_flash.mods.keywords import Modifications, PackedModifications
 
 
 def flash_attention_backward(
@@ -215,7 +215,7 @@ def flash_attention_varlen_backward(
     backend: str = "auto",
     family: str | None = None,
     tile: TileRequest = None,
-    **modifications: Unpack[SequenceModifications],
+    **modifications: Unpack[PackedModifications],
 ) -> tuple[Any, ...]:
     """Gradients of `flash_attention_varlen` of packed queries, keys and values.
 

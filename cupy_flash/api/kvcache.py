@@ -12,7 +12,7 @@ from cupy_flash.problem.tile import TileRequest, freeze_tile
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from cupy_flash.mods.keywords import SequenceModifications
+    from cupy_flash.mods.keywords import CacheModifications
 
 
 def flash_attention_with_kvcache(
@@ -42,7 +42,7 @@ def flash_attention_with_kvcache(
     backend: str = "auto",
     family: str | None = None,
     tile: TileRequest = None,
-    **modifications: Unpack[SequenceModifications],
+    **modifications: Unpack[CacheModifications],
 ) -> Any:
     """One step of generation: append to a key/value cache, then attend to it.
 

@@ -12,7 +12,7 @@ from cupy_flash.problem.tile import TileRequest, freeze_tile
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from cupy_flash.mods.keywords import SequenceModifications
+    from cupy_flash.mods.keywords import PackedModifications
 
 
 def flash_attention_varlen(
@@ -37,7 +37,7 @@ def flash_attention_varlen(
     backend: str = "auto",
     family: str | None = None,
     tile: TileRequest = None,
-    **modifications: Unpack[SequenceModifications],
+    **modifications: Unpack[PackedModifications],
 ) -> Any:
     """`flash_attention` of sequences of different lengths, packed without padding.
 

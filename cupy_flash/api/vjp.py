@@ -21,7 +21,7 @@ from cupy_flash.problem.values import named_dtype
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from cupy_flash.mods.keywords import Modifications, SequenceModifications
+    from cupy_flash.mods.keywords import Modifications, PackedModifications
 
 
 def flash_attention_vjp(
@@ -167,7 +167,7 @@ def flash_attention_varlen_vjp(
     backend: str = "auto",
     family: str | None = None,
     tile: TileRequest = None,
-    **modifications: Unpack[SequenceModifications],
+    **modifications: Unpack[PackedModifications],
 ) -> tuple[Any, Callable[..., tuple[Any, ...]]]:
     """`flash_attention_varlen`, and the function that pulls gradients back through it.
 

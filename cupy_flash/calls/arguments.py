@@ -178,6 +178,8 @@ INT32 = frozenset(
         "prefix_lens",
         "seqlens_k",
         "q_offset",
+        "seqused_q",
+        "cache_leftpad",
     }
 )
 CACHES = ("k_cache", "v_cache")

@@ -79,6 +79,13 @@ def check_contents(
     if prefixes is not None:
         for b, length in enumerate(prefixes.tolist()):
             require_length(f"prefix_lens[{b}]", length, ())
+    used = getattr(arguments, "seqused_q", None)
+    if used is not None:
+        for b, (length, rows) in enumerate(
+            zip(used.tolist(), np.diff(arguments.cu_seqlens_q).tolist(), strict=True)
+        ):
+            most = LengthLimit(rows, "cu_seqlens_q gives the sequence no more queries")
+            require_length(f"seqused_q[{b}]", length, (most,))
     offsets = getattr(arguments, "q_offset", None)
     if offsets is not None:
         _check_positions(offsets)
@@ -95,6 +102,13 @@ def check_contents(
     if arguments.rotary_seqlens is not None:
         for b, first in enumerate(arguments.rotary_seqlens.tolist()):
             require_length(f"rotary_seqlens[{b}]", first, _rotary(arguments, problem))
+    padding = getattr(arguments, "cache_leftpad", None)
+    if padding is not None:
+        for b, rows in enumerate(padding.tolist()):
+            most = LengthLimit(
+                int(lengths[b]) + problem.layout.new_keys, "the cache has no more rows"
+            )
+            require_length(f"cache_leftpad[{b}]", rows, (most,))
     _check_cached(arguments, lengths, problem)
     return lengths
 

@@ -21,7 +21,13 @@ from cupy_flash.calls.gradients import (
 )
 from cupy_flash.calls.modifiers import Functions, canonical
 from cupy_flash.calls.modifiers import on_host as modifiers_on_host
-from cupy_flash.calls.on_host import gpu_of, require_writable, runs_on_gpu, upload_order
+from cupy_flash.calls.on_host import (
+    gpu_of,
+    positions_of_used,
+    require_writable,
+    runs_on_gpu,
+    upload_order,
+)
 from cupy_flash.calls.options import Options
 from cupy_flash.calls.problems import sizes_of
 from cupy_flash.families import FAMILIES
@@ -144,6 +150,7 @@ def _on_cpu(
     modified = None
     if options.modifiers is not None:
         arrays_of = canonical(options.modifiers, arguments.of_modifiers, sizes_of(problem, options))
+        arrays_of |= positions_of_used(arguments, arrays_of)
         modified = modifiers_on_host(options.modifiers, functions, arrays_of)
     results = dict(results)
     is_packed = options.kind == "packed"

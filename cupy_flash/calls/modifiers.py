@@ -30,7 +30,7 @@ from cupy_flash.mods.keywords import (
 from cupy_flash.mods.modification import MaskMod, ScoreMod, prefixed
 from cupy_flash.mods.modified import Modified
 from cupy_flash.mods.operations import ONE
-from cupy_flash.mods.scores import Scores
+from cupy_flash.mods.scores import OF_SCORES, Scores
 from cupy_flash.mods.shapes import Sizes, fitted, require_limit
 from cupy_flash.mods.traced import NOT_DERIVABLE, Derivable, Traced
 from cupy_flash.problem.arrays import MAX_ALIGNMENT
@@ -186,6 +186,8 @@ def canonical(modifiers: Modifiers, arrays: tuple[Any, ...], sizes: Sizes) -> di
         "tree_mask": ("uint64",),
         "seqlens_k": ("int32",),
         "q_offset": ("int32",),
+        "seqused_q": ("int32",),
+        "cache_leftpad": ("int32",),
     }
     given = dict(zip(modifiers.names, arrays, strict=True))
     for name, dtypes in of_dtypes.items():
@@ -231,6 +233,7 @@ def score_spec(
         window.right,
         has_prefix,
         has_offsets,
+        "seqused_q" in specs,
         "sinks" in specs,
         text.score is not None,
         text.hides_pairs,
@@ -239,7 +242,7 @@ def score_spec(
         # A map tells what the user's mask alone hides, if all sequences have the same positions.
         may_be_mapped=modifiers.mask_mod is not None
         and not has_offsets
-        and not {"mask", "tree_mask"} & set(specs)
+        and not {"mask", "tree_mask", "seqused_q", "cache_leftpad"} & set(specs)
         and not (has_prefix and window.left is not None),
         block=None if modifiers.mask_mod is None else modifiers.mask_mod.block,
         reads_pairs=text.reads_pairs,
@@ -368,12 +371,15 @@ def _capture_specs(
 
 
 def on_host(modifiers: Modifiers, functions: Functions, arrays: Mapping[str, Any]) -> Modified:
-    """The same for the CPU backend, of canonical arrays."""
+    """The same for the CPU backend, of canonical arrays.
+
+    With `seqused_q` they have a `q_offset` as well.
+    """
     window, prefix_lens = modifiers.window, arrays.get("prefix_lens")
     scores = Scores(
         modifiers.softcap,
         *functions,
-        *(arrays.get(name) for name in ("alibi_slopes", "bias", "mask", "tree_mask")),
+        *(arrays.get(name) for name in OF_SCORES),
     )
     return Modified(
         scores.beside_prefix(window.left, prefix_lens),

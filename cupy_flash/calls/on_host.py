@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -121,6 +122,24 @@ def runs_on_gpu(problem: Problem, options: Options, backend: str) -> bool:
     return is_served(problem, current_device())
 
 
+def positions_of_used(arguments: Any, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `q_offset` of packed sequences with `seqused_q`, unless the call has one.
+
+    Parameters
+    ----------
+    arguments
+        `Arguments` or `GradientArguments` of the call, whose contents were checked.
+    arrays
+        Those of its modifications.
+    """
+    if "seqused_q" not in arrays or "q_offset" in arrays:
+        return {}
+    keys = arguments.seqused_k
+    if keys is None:
+        keys = np.diff(arguments.cu_seqlens_k)
+    return {"q_offset": keys - arrays["seqused_q"]}
+
+
 def requested_tile(problem: Problem, options: Options) -> Tile | None:
     """The CPU backend's tile, or None where every run of sequences has its own.
 
@@ -181,6 +200,7 @@ def _on_cpu(
     modified = None
     if options.modifiers is not None:
         arrays_of = canonical(options.modifiers, arguments.of_modifiers, sizes_of(problem, options))
+        arrays_of |= positions_of_used(arguments, arrays_of)
         modified = modifiers_on_host(options.modifiers, functions, arrays_of)
     if options.is_equal:
         if tile is None:

@@ -36,7 +36,7 @@ from cupy_flash.calls.modifiers import (
 )
 from cupy_flash.calls.options import Options
 from cupy_flash.calls.rotary import require_tables
-from cupy_flash.mods.shapes import Sizes, refuse_seqlens
+from cupy_flash.mods.shapes import Sizes, refuse_other_lengths
 from cupy_flash.problem.arrays import (
     DTYPES,
     FLOAT8,
@@ -109,6 +109,7 @@ def _equal_problem(arguments: Arguments, options: Options) -> Problem:
         specs["out"] = new_spec(shape, options.layout, dtype)
     q, k = specs["q"], specs["k"]
     scales = _float8_scales(arguments, options, q, k)
+    refuse_other_lengths(lambda name: getattr(arguments, name, None), "equal")
     is_padded = getattr(arguments, "seqlens_k", None) is not None
     score = _score(arguments, options, q.dtype, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     return make_problem(
@@ -185,7 +186,7 @@ def _packed_problem(arguments: Arguments, options: Options) -> Problem:
     require_shape("cu_seqlens_k", cu_seqlens_k, (batch + 1,), "as cu_seqlens_q")
     if seqused_k is not None:
         require_shape("seqused_k", seqused_k, (batch,), "one length for each sequence")
-    refuse_seqlens(getattr(arguments, "seqlens_k", None), "seqused_k")
+    refuse_other_lengths(lambda name: getattr(arguments, name, None), "packed")
     table = _table(block_table, batch)
     max_seqlen_k = count("max_seqlen_k", options.max_seqlen_k)
     score = _score(
@@ -244,7 +245,7 @@ def _cached_problem(arguments: Arguments, options: Options) -> Problem:
     q_spec, k_spec, v_spec, out_spec = _specs(arguments, options)
     if arguments.rotary_cos is not None:
         q_spec = ArraySpec.contiguous(q_spec.shape, q_spec.dtype)
-    refuse_seqlens(getattr(arguments, "seqlens_k", None), "cache_seqlens")
+    refuse_other_lengths(lambda name: getattr(arguments, name, None), "cached")
     table = _table(block_table, batch)
     capacity = k_spec.shape[1] * (1 if table is None else table[0])
     scales = _scales_of_keys(arguments, options, k_spec)

@@ -279,6 +279,7 @@ def score_config(problem: Problem) -> dict[str, int | bool]:
         "window_right": score is not None and score.right is not None,
         "prefix": score is not None and score.prefix,
         "offsets": score is not None and score.offsets,
+        "seqused_q": score is not None and score.seqused_q,
         "sinks": score is not None and score.sinks,
         "padded": problem.layout.kind == "padded",
     }

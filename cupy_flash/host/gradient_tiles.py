@@ -126,7 +126,8 @@ class _Tile:
         settles = sinks is None and work.dlse is None
         self.rows_of_one_key = np.flatnonzero(counts == 1) if settles else rows[:0]
         scores = modified.scores
-        hiding = (self.mask_mod, scores.score_mod, scores.bias, scores.mask, scores.tree_mask)
+        functions = self.mask_mod, scores.score_mod
+        hiding = *functions, scores.bias, scores.mask, scores.tree_mask, scores.seqused_q
         self.is_hiding = settles and any(x is not None for x in hiding)
         delta = np.einsum("...d,...d->...", dout[..., :-1], out)
         if work.dlse is not None:

@@ -5,6 +5,8 @@ The same as `cupy_flash.mods.scores.Scores.apply`, for kernels.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,8 +43,8 @@ def compose(
     Parameters
     ----------
     specs
-        Specs of those of softcap, alibi_slopes, bias, mask, tree_mask, prefix_lens and window_left
-        that the call has.
+        Specs of those of softcap, alibi_slopes, bias, mask, tree_mask, cache_leftpad, seqused_q,
+        prefix_lens and window_left that the call has.
     score_mod, mask_mod
         The user's.
     sees_no_later_key
@@ -70,27 +72,31 @@ def compose(
     if "bias" in specs:
         bias: Any = specs["bias"].parameter("bias")
         x = x + bias[pairs[specs["bias"].rank]]
-    seen: Any = None
+    shown: list[Any] = []
     if "mask" in specs:
         mask: Any = specs["mask"].parameter("mask")
-        seen = mask[pairs[specs["mask"].rank]]
+        shown.append(mask[pairs[specs["mask"].rank]])
     if "tree_mask" in specs:
         bits: Any = specs["tree_mask"].parameter("tree_mask")
         place = row - position + j
         bit = np.clip(place, 0, 63).astype(np.uint64)
         in_tree = ((bits[b, row] >> bit) & np.uint64(1)).astype(np.bool_)
-        in_tree = (place < 0) | ((place < 64) & in_tree)
-        seen = in_tree if seen is None else seen & in_tree
+        shown.append((place < 0) | ((place < 64) & in_tree))
+    if "cache_leftpad" in specs:
+        padding: Any = specs["cache_leftpad"].parameter("cache_leftpad")
+        shown.append(j >= padding[b])
+    if "seqused_q" in specs:
+        used: Any = specs["seqused_q"].parameter("seqused_q")
+        shown.append(row < used[b])
     if "prefix_lens" in specs and "window_left" in specs:
         # A prefix and the window's left bound leave two ranges of keys, and kernels bound the keys
         # of a row by one range. So the left bound is a mask.
         prefixes: Any = specs["prefix_lens"].parameter("prefix_lens")
         left: Any = specs["window_left"].parameter("window_left")
-        in_either = (j < prefixes[b]) | (j >= position - left)
-        seen = in_either if seen is None else seen & in_either
+        shown.append((j < prefixes[b]) | (j >= position - left))
     if mask_mod is not None:
-        by_mod = Symbol(prefixed_text(mask_mod, "mask_mod")[0])
-        seen = by_mod if seen is None else seen & by_mod
+        shown.append(Symbol(prefixed_text(mask_mod, "mask_mod")[0]))
+    seen: Any = functools.reduce(operator.and_, shown) if shown else None
     node = as_node(x)
     assert node.type == REAL
     assert seen is None or seen.node.type == BOOL

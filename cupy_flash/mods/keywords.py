@@ -83,6 +83,33 @@ class SequenceModifications(Modifications, total=False):
     q_offset: Any
 
 
+class PackedModifications(SequenceModifications, total=False):
+    """Modifications of packed sequences; see docs/masks.md.
+
+    Parameters
+    ----------
+    seqused_q : int32 array, (batch,)
+        Number of queries of each sequence that are used. The rows behind them attend to no key, and
+        unless there is a q_offset the last query that is used stands at the last key.
+    """
+
+    seqused_q: Any
+
+
+class CacheModifications(SequenceModifications, total=False):
+    """Modifications of a step on a cache; see docs/masks.md.
+
+    Parameters
+    ----------
+    cache_leftpad : int32 array, (batch,)
+        Number of first rows of each sequence's cache that are padding, which no query attends to.
+        cache_seqlens counts them, and so do positions. A NaN in a value of the padding can reach
+        rows that attend to other keys of its block.
+    """
+
+    cache_leftpad: Any
+
+
 # Those that are arrays. Functions of equal lengths have `q_offset` among their other arguments.
 ARRAYS = (
     "alibi_slopes",
@@ -93,8 +120,11 @@ ARRAYS = (
     "tree_mask",
     "seqlens_k",
     "q_offset",
+    "seqused_q",
+    "cache_leftpad",
 )
-NAMES = frozenset(SequenceModifications.__annotations__)
+_KNOWN = PackedModifications.__annotations__ | CacheModifications.__annotations__
+NAMES = frozenset(_KNOWN)
 # Arrays with a number for each head. The caller may pass a list, or one number for all heads.
 VECTORS = ("alibi_slopes", "sinks")
 MODS: dict[str, type] = {"score_mod": ScoreMod, "mask_mod": MaskMod}
@@ -126,7 +156,7 @@ def given(modifications: Mapping[str, Any]) -> dict[str, Any]:
 def require_known(name: str) -> None:
     """Raise TypeError unless there is a keyword argument of this name."""
     if name not in NAMES:
-        raise unexpected(name, SequenceModifications.__annotations__)
+        raise unexpected(name, _KNOWN)
 
 
 def with_offsets(q_offset: Any, modifications: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:

@@ -49,6 +49,9 @@ class Modified(NamedTuple):
             seqlen_k = min(max(int(self.seqlens_k[b]), 0), seqlen_k)
         if self.q_offset is not None:
             mask = mask._replace(q_offset=int(self.q_offset[b]))
+        elif self.scores.seqused_q is not None:
+            unused = mask.seqlen_q - min(max(int(self.scores.seqused_q[b]), 0), mask.seqlen_q)
+            mask = mask._replace(q_offset=mask.q_offset + unused)
         left, right = self.window
         if self.prefix_lens is None:
             return mask._replace(seqlen_k=seqlen_k, left=left, right=right)

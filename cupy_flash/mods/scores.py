@@ -38,6 +38,9 @@ class Pairs(NamedTuple):
     k_start: Any = 0
 
 
+#: Arrays of a call that `Scores` has behind the functions.
+OF_SCORES = ("alibi_slopes", "bias", "mask", "tree_mask", "seqused_q", "cache_leftpad")
+
 #: The first pair of a call.
 FIRST = Pairs(b=0, h=0, row=0, j=0)
 
@@ -56,6 +59,8 @@ class Scores(NamedTuple):
         Of packed sequences to (heads_q, total_q, max_seqlen_k).
     tree_mask : uint64 array, (batch, seqlen_q)
         Bit k of a row: whether it sees the key at the position of query k.
+    seqused_q, cache_leftpad : int32 arrays, (batch,)
+        Rows of each sequence that are used, and first keys that are padding.
     left, prefix_lens : int and int32 array (batch,), or both None
         Left bound of a window next to a prefix: it does not hide the first `prefix_lens[b]` keys.
     real
@@ -70,6 +75,8 @@ class Scores(NamedTuple):
     bias: Any = None
     mask: Any = None
     tree_mask: Any = None
+    seqused_q: Any = None
+    cache_leftpad: Any = None
     left: int | None = None
     prefix_lens: Any = None
     real: Any = None
@@ -122,6 +129,10 @@ class Scores(NamedTuple):
             x = xp.where(_of_pairs(self.mask, at), x, hidden)
         if self.tree_mask is not None:
             x = xp.where(self._seen_in_tree(at, xp), x, hidden)
+        if self.cache_leftpad is not None:
+            x = xp.where(at.j >= self.cache_leftpad[at.b], x, hidden)
+        if self.seqused_q is not None:
+            x = xp.where(at.row < self.seqused_q[at.b], x, hidden)
         if self.prefix_lens is not None:
             seen = (at.j < self.prefix_lens[at.b]) | (at.j >= position - self.left)
             x = xp.where(seen, x, hidden)

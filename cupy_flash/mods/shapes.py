@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from cupy_flash.arrays.strided import array_module, require_shape
@@ -42,6 +42,8 @@ def fitted(arrays: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
         "tree_mask": ((batch, seqlen_q), "64 bits for each query"),
         "seqlens_k": of_sequences,
         "q_offset": of_sequences,
+        "seqused_q": of_sequences,
+        "cache_leftpad": of_sequences,
     }
     found = dict(arrays)
     for name, array in arrays.items():
@@ -87,7 +89,28 @@ def require_limit(window: Window, *, causal: bool) -> None:
         )
 
 
-def refuse_seqlens(seqlens_k: Any, instead: str) -> None:
-    """Raise ValueError for lengths of padded rows where sequences have lengths of their own."""
-    if seqlens_k is not None:
-        raise ValueError(f"seqlens_k is for batches of equal lengths; pass {instead}")
+# Lengths that one kind of call has, what that is, and what other kinds have instead.
+_OF_ONE_KIND: dict[str, tuple[str, str, dict[str, str]]] = {
+    "seqlens_k": (
+        "equal",
+        "batches of equal lengths",
+        {"packed": "; pass seqused_k", "cached": "; pass cache_seqlens"},
+    ),
+    "seqused_q": ("packed", "packed sequences", {}),
+    "cache_leftpad": ("cached", "caches", {"equal": "; pass mask", "packed": "; pass mask_mod"}),
+}
+
+
+def refuse_other_lengths(given: Callable[[str], Any], kind: str) -> None:
+    """Raise ValueError for lengths that calls of another kind have.
+
+    Parameters
+    ----------
+    given
+        Returns an argument of the call by its name, None if it is not given.
+    kind
+        "equal", "packed" or "cached".
+    """
+    for name, (own, meaning, instead) in _OF_ONE_KIND.items():
+        if kind != own and given(name) is not None:
+            raise ValueError(f"{name} is for {meaning}{instead.get(kind, '')}")

@@ -42,6 +42,8 @@ class ScoreSpec:
         Whether each sequence has keys that are seen in spite of causality.
     offsets
         Whether each sequence has its own position of the first query.
+    seqused_q
+        Whether each sequence has queries that are not used, behind those that are.
     sinks
         Whether each head has a score without a value.
     changes_scores, hides_pairs
@@ -76,6 +78,7 @@ class ScoreSpec:
     right: int | None
     prefix: bool
     offsets: bool
+    seqused_q: bool
     sinks: bool
     changes_scores: bool
     hides_pairs: bool
@@ -95,4 +98,5 @@ class ScoreSpec:
     def only_sinks(self) -> bool:
         """Whether scores, and which keys are seen, are those of a plain call."""
         bounds = self.left is not None or self.right is not None or self.prefix
-        return not (bounds or self.offsets or self.changes_scores or self.hides_pairs)
+        places = self.offsets or self.seqused_q
+        return not (bounds or places or self.changes_scores or self.hides_pairs)

@@ -21,6 +21,7 @@ from cupy_flash.arrays.strided import array_module
 from cupy_flash.mods.keywords import with_offsets
 from cupy_flash.mods.modified import Modified
 from cupy_flash.mods.scores import FIRST, Pairs
+from cupy_flash.mods.shapes import refuse_other_lengths
 from cupy_flash.problem.arrays import FLOAT8, FLOAT8_OUTPUTS
 from cupy_flash.reference.eight_bits import dequantized, rounded_to_float8, widened
 from cupy_flash.reference.modifications import fitting_modifications, read_scale
@@ -121,6 +122,7 @@ def attention_reference(
     """
     convert = way_back("q", q)
     q_offset, others = with_offsets(q_offset, modifications)
+    refuse_other_lengths(others.get, "equal")
     q, k, v = as_bhsd(q, k, v, layout)
     q, k, v = _scaled(q, k, v, (q_scale, k_scale, v_scale), np.float64)
     out, lse = formula(
@@ -220,6 +222,7 @@ def attention_naive(
     """
     convert = way_back("q", q)
     q_offset, others = with_offsets(q_offset, modifications)
+    refuse_other_lengths(others.get, "equal")
     q, k, v = as_bhsd(q, k, v, layout)
     is_float8 = q.dtype.name == FLOAT8
     if dtype is None:

@@ -25,6 +25,7 @@ from cupy_flash.arrays.strided import array_module, require_shape
 from cupy_flash.mods.keywords import with_offsets
 from cupy_flash.mods.modified import Modified
 from cupy_flash.mods.scores import FIRST, Pairs, Scores
+from cupy_flash.mods.shapes import refuse_other_lengths
 from cupy_flash.mods.slopes import apply_with_slope, behind_softcap, capture_gradients
 from cupy_flash.reference.dense import error_bound
 from cupy_flash.reference.eight_bits import widened
@@ -377,6 +378,7 @@ def dense_gradients(
         return x.swapaxes(1, 2) if layout == "bshd" else x
 
     q_offset, others = with_offsets(q_offset, modifications)
+    refuse_other_lengths(others.get, "equal")
     q, k, v, dout, out, dlse = read_all(q=q, k=k, v=v, dout=dout, out=out, dlse=dlse)
     operands = as_bhsd(q, k, v, layout)
     check_rows(dout, out, dlse, (*q.shape[:3], v.shape[3]), operands[0].shape[:3])

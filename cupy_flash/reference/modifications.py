@@ -12,7 +12,7 @@ from cupy_flash.arrays.strided import array_module, dtype_name, taken_by
 from cupy_flash.mods.block_list import BlockList, require_fit
 from cupy_flash.mods.keywords import ARRAYS, checked_softcap, given, window_of
 from cupy_flash.mods.modified import Modified
-from cupy_flash.mods.scores import Scores
+from cupy_flash.mods.scores import OF_SCORES, Scores
 from cupy_flash.mods.shapes import Sizes, fitted, require_limit
 
 
@@ -38,11 +38,12 @@ def read_modifications(
     found = given(modifications)
     if not found:
         return Modified()
-    arrays = {
+    arrays: dict[str, Any] = {
         name: taken_by(xp, read(name, found[name]))
         for name in ("alibi_slopes", "bias", "mask", "tree_mask", "sinks")
         if name in found
     }
+    arrays |= {n: integers(found[n]) for n in ("seqused_q", "cache_leftpad") if n in found}
     if "mask" in arrays and dtype_name(arrays["mask"]) != "bool":
         raise TypeError(f"mask has dtype {arrays['mask'].dtype}; expected bool")
     for name in ("bias", "mask"):
@@ -57,7 +58,7 @@ def read_modifications(
         None if softcap is None else checked_softcap(softcap),
         found.get("score_mod"),
         found.get("mask_mod"),
-        *(arrays.get(name) for name in ("alibi_slopes", "bias", "mask", "tree_mask")),
+        *(arrays.get(name) for name in OF_SCORES),
     )
     return Modified(
         scores.beside_prefix(window.left, prefix_lens),

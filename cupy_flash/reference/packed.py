@@ -17,7 +17,7 @@ from cupy_flash.arrays.strided import array_module, dtype_name
 from cupy_flash.mods.keywords import Window, window_of
 from cupy_flash.mods.modified import Modified
 from cupy_flash.mods.scores import FIRST, Pairs
-from cupy_flash.mods.shapes import Sizes, refuse_seqlens
+from cupy_flash.mods.shapes import Sizes, refuse_other_lengths
 from cupy_flash.problem.arrays import LARGEST_QUANTIZED
 from cupy_flash.reference.dense import formula
 from cupy_flash.reference.eight_bits import (
@@ -42,7 +42,7 @@ from cupy_flash.reference.sequences import (
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from cupy_flash.mods.keywords import SequenceModifications
+    from cupy_flash.mods.keywords import CacheModifications, PackedModifications
 
 
 class KVCacheResult(NamedTuple):
@@ -81,7 +81,7 @@ def attention_varlen_reference(
     block_table: Any = None,
     k_scale: Any = None,
     v_scale: Any = None,
-    **modifications: Unpack[SequenceModifications],
+    **modifications: Unpack[PackedModifications],
 ) -> tuple[Any, Any]:
     """Attention of sequences packed one behind the other, in float64 by the plain formula.
 
@@ -165,7 +165,7 @@ def packed_modifications(
 ) -> Modified:
     """`fitting_modifications` of packed sequences."""
     total_q, heads_q, _ = q.shape
-    refuse_seqlens(modifications.get("seqlens_k"), "seqused_k")
+    refuse_other_lengths(modifications.get, "packed")
     batch = len(integers(cu_seqlens_q)) - 1
     sizes = Sizes(dtype_name(q), batch, heads_q, max_seqlen_q, max_seqlen_k, total_q)
     return fitting_modifications(modifications, q, sizes, causal=causal)
@@ -221,7 +221,7 @@ def attention_with_kvcache_reference(
     compute_scales: bool = False,
     causal: bool = False,
     softmax_scale: float | None = None,
-    **modifications: Unpack[SequenceModifications],
+    **modifications: Unpack[CacheModifications],
 ) -> KVCacheResult:
     """Attention over a cache after appending to it, in float64 by the plain formula.
 
@@ -326,7 +326,7 @@ def attention_with_kvcache_reference(
                 _append(cache, scale, p[begin:end], rows[: end - begin], compute_scales)
     out = xp.empty((batch, seqlen_q, heads_q, v_cache.shape[-1]), np.float64)
     lse = xp.empty((batch, heads_q, seqlen_q), np.float64)
-    refuse_seqlens(modifications.get("seqlens_k"), "cache_seqlens")
+    refuse_other_lengths(modifications.get, "cached")
     capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     sizes = Sizes(dtype_name(q), batch, heads_q, seqlen_q, capacity)
     modified = fitting_modifications(modifications, q, sizes, causal=causal)

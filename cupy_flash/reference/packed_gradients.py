@@ -22,7 +22,7 @@ from cupy_flash.reference.packed import packed_modifications, packed_sequences
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from cupy_flash.mods.keywords import SequenceModifications
+    from cupy_flash.mods.keywords import PackedModifications
 
 
 def attention_varlen_backward_reference(
@@ -40,7 +40,7 @@ def attention_varlen_backward_reference(
     softmax_scale: float | None = None,
     seqused_k: Any = None,
     wrt: Iterable[str] | None = None,
-    **modifications: Unpack[SequenceModifications],
+    **modifications: Unpack[PackedModifications],
 ) -> tuple[Any, ...]:
     """Gradients of attention over packed sequences, in float64 by the plain formula.
 
@@ -141,7 +141,7 @@ def packed_gradients(
     softmax_scale: float | None = None,
     seqused_k: Any = None,
     wrt: Iterable[str] | None = None,
-    **modifications: Unpack[SequenceModifications],
+    **modifications: Unpack[PackedModifications],
 ) -> tuple[Any, ...]:
     """`attention_varlen_backward_reference` by any arithmetic, and of any output."""
     convert = way_back("q", q)

@@ -18,11 +18,23 @@ struct Sequence {
   int k_first;
   int seqlen_k;
 
-  // Position of the first query of sequence `batch` among its keys: the last query stands at the
-  // last key, unless keys are padded, and positions are those of the whole arrays.
+  // Position of the first query of sequence `batch` among its keys: the last query that is used
+  // stands at the last key, unless keys are padded, and positions are those of the whole arrays.
   template <class Config>
   __device__ int q_offset(const Params& p, int batch) const {
-    return first_position<Config>(p, batch, Config::padded ? p.q_offset : seqlen_k - seqlen_q);
+    const int used = used_queries<Config>(p, batch);
+    return first_position<Config>(p, batch, Config::padded ? p.q_offset : seqlen_k - used);
+  }
+
+ private:
+  // A template, as only units with modifications have the array.
+  template <class Config, class AnyParams>
+  __device__ int used_queries(const AnyParams& p, int batch) const {
+    if constexpr (Config::seqused_q) {
+      return max(0, min(seqlen_q, p.mods.seqused_q.at(batch)));
+    } else {
+      return seqlen_q;
+    }
   }
 };
 

@@ -95,6 +95,8 @@ WRONG = [
     ("dense", {"prefix_lens": [-1, 3], "causal": True}, r"prefix_lens\[0\] is -1"),
     ("dense", {"q_offset": [2, 2**30], "causal": True}, r"q_offset\[1\] is 1073741824; expected"),
     ("packed", {"q_offset": [-(2**30), 0], "causal": True}, r"q_offset\[0\] is -1073741824; exp"),
+    ("packed backward", {"seqused_q": [0, 99]}, r"seqused_q\[1\] is 99; expected at most"),
+    ("cached", {"cache_leftpad": [0, 9]}, r"cache_leftpad\[1\] is 9; expected at most"),
     ("dense backward", {"seqlens_k": [-2, 3]}, r"seqlens_k\[0\] is -2; expected at least 0"),
     ("packed", {"cu_seqlens_q": [0, 5, 4]}, "cu_seqlens_q decreases from 5 to 4 at index 2"),
     ("packed", {"cu_seqlens_k": [0, 9, KEYS]}, "cu_seqlens_k gives sequence 0 a length of 9"),

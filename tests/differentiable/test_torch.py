@@ -344,7 +344,7 @@ def test_graphs_of_the_compiler_hold_the_operator(
 def test_operators_are_as_torch_wants_them(kind: str) -> None:
     from torch import library
 
-    modifications = (None, None, [None] * 6, [-1, -1], None)
+    modifications = (None, None, [None] * 8, [-1, -1], None)
     if kind == "dense":
         given: tuple[Any, ...] = (*qkv("cuda"), *modifications, True, None, None, "bshd")
         operator = torch.ops.cupy_flash.attention

@@ -47,13 +47,13 @@ def with_lse(x: Any) -> Any:
 
 
 def operator(x: Any) -> Any:
-    plain = (None, None, [None] * 6, [-1, -1], None)
+    plain = (None, None, [None] * 8, [-1, -1], None)
     return torch.ops.cupy_flash.attention(x, x, x, *plain, False, None, None, "bshd")[0]
 
 
 def operator_varlen(x: Any) -> Any:
     ends = torch.tensor([0, 1, 4], dtype=torch.int32, device=x.device)
-    plain = (None, None, [None] * 6, [-1, -1], None)
+    plain = (None, None, [None] * 8, [-1, -1], None)
     lengths = (ends, ends, 3, 3, None)
     return torch.ops.cupy_flash.attention_varlen(*[x[0]] * 3, *plain, *lengths, False, None)[0]
 

@@ -86,7 +86,7 @@ def varlen_slopes(q: Any, k: Any, v: Any, slopes: Any) -> Any:
 
 
 def operator(q: Any, k: Any, v: Any, ends: Any) -> Any:
-    plain = (None, None, [None] * 6, [-1, -1], None)
+    plain = (None, None, [None] * 8, [-1, -1], None)
     lengths = (ends, ends, 6, 6, None)
     return torch.ops.cupy_flash.attention_varlen(q, k, v, *plain, *lengths, True, None)[0]
 

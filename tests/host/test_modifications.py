@@ -337,7 +337,8 @@ def drawn_call(kind, dtype, names, rng):
 
 
 def test_every_modification_is_drawn():
-    assert DRAW.keys() == NAMES
+    # tests/api/test_used_parts.py has the others.
+    assert DRAW.keys() == NAMES - {"seqused_q", "cache_leftpad"}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

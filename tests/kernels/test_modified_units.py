@@ -9,7 +9,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cupy_flash import MaskMod, ScoreMod, flash_attention, plan
+from cupy_flash import (
+    MaskMod,
+    Plan,
+    ScoreMod,
+    flash_attention,
+    flash_attention_varlen,
+    flash_attention_with_kvcache,
+    plan,
+)
 from cupy_flash.gpu.compiler import compile_cubin, known_architectures
 from cupy_flash.problem.device import device_for_arch
 
@@ -31,6 +39,7 @@ TABLE = ScoreMod(
 )
 BIAS = np.empty((1, HEADS, SEQLEN, SEQLEN), DTYPES["bfloat16"])
 PREFIX = {"window_size": (255, 64), "prefix_lens": array(1, dtype=np.int32)}
+LENGTHS = array(1, dtype=np.int32)
 OFFSETS = {"window_size": (255, 64), "q_offset": array(1, dtype=np.int32)}
 # Family, architecture, dtype, head_dim, queries, bytes that may be spilled, modifications.
 UNITS = [
@@ -94,6 +103,44 @@ def test_a_unit_with_modifications_compiles(
     k = array(1, SEQLEN, HEADS, head_dim, dtype=kind)
     arrays = (np.ascontiguousarray(x) for x in (q, k, k))
     made = plan(flash_attention, *arrays, arch=arch, family=family, **modifications)
+    check_unit(compile_pool, made, spilled)
+
+
+# Kind of call, family, architecture, dtype, modifications.
+OF_SEQUENCES = [
+    ("packed", "hopper", "sm_90", "bfloat16", {"causal": True, "seqused_q": LENGTHS}),
+    ("packed", "mma", "sm_80", "float16", {"seqused_q": LENGTHS, "q_offset": LENGTHS}),
+    ("packed", "simt", "sm_75", "float32", {"seqused_q": LENGTHS, "softcap": 30.0}),
+    ("cached", "decode", "sm_90", "bfloat16", {"causal": True, "cache_leftpad": LENGTHS}),
+    ("cached", "mma", "sm_86", "float32", {"cache_leftpad": LENGTHS, "q_offset": LENGTHS}),
+    ("cached", "simt", "sm_100", "float64", {"cache_leftpad": LENGTHS}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "family", "arch", "dtype", "options"), OF_SEQUENCES)
+def test_a_unit_of_sequences_that_are_used_in_part_compiles(
+    compile_pool: ProcessPoolExecutor,
+    kind: str,
+    family: str,
+    arch: str,
+    dtype: str,
+    options: dict[str, Any],
+) -> None:
+    q = np.zeros((1, 4, HEADS, 64), DTYPES.get(dtype, dtype))
+    where = {"arch": arch, "family": family}
+    if kind == "packed":
+        starts = np.array([0, 4], np.int32)
+        made = plan(flash_attention_varlen, *[q[0]] * 3, starts, starts, 4, 4, **where, **options)
+    else:
+        made = plan(flash_attention_with_kvcache, *[q] * 3, cache_seqlens=4, **where, **options)
+    check_unit(compile_pool, made, 0)
+
+
+def check_unit(compile_pool: ProcessPoolExecutor, made: Plan, spilled: int) -> None:
+    """Compile the unit of a plan; fail unless it spills at most so many bytes."""
+    device = made.device
+    assert device is not None
     assert made.unit is not None
     cubin = compile_pool.submit(compile_cubin, made.unit, device).result()
     assert "warning" not in cubin.log

@@ -327,6 +327,8 @@ class _World:
             "attn_mask": lambda v: {name: self._values(*self._pairs(v))},
             "positions": lambda _: {name: self.rng.integers(CAPACITY, size=(BATCH, ROWS))},
             "q_offset": lambda _: {name: np.array([1, 3], np.int32), "causal": True},
+            "seqused_q": lambda v: {name: (np.diff(v["cu_seqlens_q"]) - 1).astype(np.int32)},
+            "cache_leftpad": lambda _: {name: np.array([1, 0], np.int32)},
             "prefix_lens": lambda _: {name: np.array([2, 4], np.int32), "causal": True},
             "tree_mask": lambda v: {
                 name: self.rng.integers(1, 16, (BATCH, self._queries(v))).astype(np.uint64)

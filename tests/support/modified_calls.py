@@ -294,6 +294,10 @@ def _add_modifications(
     names += ["score_mod", "mask_mod", "offsets"]
     if seqlen_q <= 64:
         names.append("tree")
+    if call.kind == "packed":
+        names.append("used")
+    if call.kind in ("cached", "paged"):
+        names.append("leftpad")
     chosen = set(rng.choice(names, int(rng.integers(1, 5)), replace=False).tolist())
     arrays, options = call.arrays, call.options
     # prefix_lens are refused unless causality or a window hides keys.
@@ -331,6 +335,12 @@ def _add_modifications(
     if "offsets" in chosen:
         options.pop("q_offset", None)
         arrays["q_offset"] = sizes.integers(-20, pairs[-1] + 20, batch).astype(np.int32)
+    if "used" in chosen:
+        rows = np.diff(arrays["cu_seqlens_q"])
+        arrays["seqused_q"] = sizes.integers(0, rows + 1).astype(np.int32)
+    if "leftpad" in chosen:
+        padding = sizes.integers(0, arrays["cache_seqlens"] + 1)
+        arrays["cache_leftpad"] = padding.astype(np.int32)
     if "prefix" in chosen:
         arrays["prefix_lens"] = sizes.integers(0, 200, batch).astype(np.int32)
     if "tree" in chosen:

@@ -20,7 +20,7 @@ struct Config {
   static constexpr int Br = 64, Bc = 32;
   static constexpr bool causal = Causal, padded = false, split_keys = Split;
   static constexpr bool window_left = false, window_right = false, prefix = false,
-                        offsets = false;
+                        offsets = false, seqused_q = false;
 };
 
 struct AlikeMakers : SequenceOrder::WholeBlock {

@@ -303,21 +303,26 @@ def _device_array(name: str, array: Any) -> Any:
 
 
 def _host_array(name: str, array: Any) -> np.ndarray:
-    is_bfloat16 = str(getattr(array, "dtype", "")).endswith("bfloat16")
+    dtype = str(getattr(array, "dtype", "")).removeprefix("torch.")
+    # DLPack of NumPy has neither dtype.
+    is_narrow = dtype in ("bfloat16", FLOAT8)
     try:
         if is_any_tensor(array):
-            # Not through DLPack, which knows no bfloat16 in NumPy and makes `out` read-only.
-            bits = array.view(_torch().int16) if is_bfloat16 else array
-            return bits.numpy().view(_bfloat16()) if is_bfloat16 else bits.numpy()
-        return np.asarray(array) if is_bfloat16 else np.from_dlpack(array)
+            # Not through DLPack, which makes `out` read-only.
+            if not is_narrow:
+                return array.numpy()
+            torch, narrow = _torch(), np.dtype(getattr(_ml_dtypes(), dtype))
+            bits = array.view(torch.int16 if narrow.itemsize == 2 else torch.int8)
+            return bits.numpy().view(narrow)
+        return np.asarray(array) if is_narrow else np.from_dlpack(array)
     except (TypeError, RuntimeError, BufferError) as error:
         raise TypeError(f"{name} cannot be read by NumPy: {error}") from error
 
 
-def _bfloat16() -> Any:
+def _ml_dtypes() -> Any:
     import ml_dtypes
 
-    return ml_dtypes.bfloat16
+    return ml_dtypes
 
 
 def _torch() -> Any:

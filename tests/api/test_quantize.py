@@ -14,6 +14,7 @@ from support.quantized_support import CACHE_DTYPES
 from cupy_flash import (
     attention_varlen_reference,
     attention_with_kvcache_reference,
+    flash_attention,
     flash_attention_varlen,
     flash_attention_with_kvcache,
     quantize_kv,
@@ -221,3 +222,33 @@ def test_dtypes_by_any_name() -> None:
 def test_wrong_arguments_are_named(change: dict[str, Any], error: Any, message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
         quantize_kv(**{"x": np.ones((2, 3, 4), np.float32), "dtype": np.int8, **change})
+
+
+@pytest.mark.parametrize("library", ["torch", "jax"])
+def test_numbers_of_8_bits_of_other_libraries_are_read_on_the_host(
+    library: str, rng: np.random.Generator
+) -> None:
+    module = pytest.importorskip(library)
+    q, *caches = rng.standard_normal((3, 1, 9, 2, 16)).astype(FLOAT8)
+    step = np.ones((1, 1, 2, 16), np.float32)
+
+    def converted(array: np.ndarray) -> object:
+        if library == "jax":
+            (cpu,) = module.devices("cpu")[:1]
+            return module.device_put(array, cpu)
+        if array.dtype != FLOAT8:
+            return module.from_numpy(array)
+        return module.from_numpy(array.view(np.uint8)).view(module.float8_e4m3fn)
+
+    for call, arrays in (
+        (flash_attention, (q, q, q)),
+        (
+            lambda q, k, v: flash_attention_with_kvcache(q, k, v, cache_seqlens=7),
+            (step, *caches),
+        ),
+    ):
+        out = call(*map(converted, arrays))
+        assert type(out) is type(converted(step))
+        expected = call(*arrays).astype(np.float32)
+        found = np.asarray(out.float() if library == "torch" else out).astype(np.float32)
+        np.testing.assert_array_equal(found, expected)

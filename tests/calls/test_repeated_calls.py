@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import tracemalloc
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,6 +31,7 @@ from cupy_flash.planning import planner
 from cupy_flash.problem.device import device_for_arch
 
 BATCH, HEADS = 2, 4
+CALLS_WITH_NEW_FUNCTIONS = 1500
 
 
 @pytest.fixture
@@ -173,6 +175,34 @@ def test_nothing_keeps_what_was_captured(call: Call, gpu: FakeGpu) -> None:
     del mods, modifications
     gc.collect()
     assert [array() for array in arrays] == [None, None]
+
+
+@pytest.mark.slow
+@KINDS
+def test_new_functions_of_the_same_text_keep_no_memory(call: Call, gpu: FakeGpu) -> None:
+    doc = gpu.lengths(BATCH, 600)
+    gains = [gpu.array(HEADS, dtype=np.float32) for _ in range(2)]
+
+    def calls(count: int) -> None:
+        for n in range(count):
+            score_mod = ScoreMod(lambda score, h, gain: score * gain[h], gain=gains[n % 2])
+            mask_mod = MaskMod(lambda b, i, j, doc: doc[b, i] == doc[b, j], doc=doc)
+            call(gpu, score_mod=score_mod, mask_mod=mask_mod)
+            gpu.forget()
+        gc.collect()
+
+    # All that is bounded fills up first.
+    calls(1200)
+    tracemalloc.start()
+    try:
+        calls(200)
+        before, _ = tracemalloc.get_traced_memory()
+        calls(CALLS_WITH_NEW_FUNCTIONS)
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    # Entries of full caches that are replaced count as new memory: 5 KB in all.
+    assert after - before < 50 * CALLS_WITH_NEW_FUNCTIONS
 
 
 def test_modifications_take_as_many_arguments_as_they_need(gpu: FakeGpu) -> None:

@@ -238,6 +238,12 @@ class FakeGpu:
         self.uploads: list[np.ndarray] = []
         self._next = _FIRST
 
+    def forget(self) -> None:
+        """Drop what was noted of calls so far."""
+        for noted in vars(self).values():
+            if isinstance(noted, list):
+                noted.clear()
+
     def address(self) -> int:
         self._next += _APART
         return self._next

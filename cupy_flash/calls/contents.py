@@ -83,8 +83,9 @@ def check_contents(
         lengths = np.full(problem.batch, keys, np.int64)
     else:
         lengths = arguments.cache_seqlens.astype(np.int64)
-        for b, length in enumerate(lengths.tolist()):
-            require_length(f"cache_seqlens[{b}]", length, limits)
+        longest = min(limit.most for limit in limits)
+        for b in np.flatnonzero((lengths < 0) | (lengths > longest))[:1].tolist():
+            require_length(f"cache_seqlens[{b}]", int(lengths[b]), limits)
     _check_cached(arguments, lengths, problem)
     return lengths
 
@@ -150,12 +151,12 @@ def _check_own_keys(arguments: Arguments) -> None:
 def _check_cached(arguments: Arguments, lengths: np.ndarray, problem: Problem) -> None:
     layout = problem.layout
     if arguments.cache_batch_idx is not None:
-        for b, row in enumerate(arguments.cache_batch_idx.tolist()):
-            if not 0 <= row < layout.caches:
-                raise ValueError(
-                    f"cache_batch_idx[{b}] is {row}; expected 0 to {layout.caches - 1}, as "
-                    f"k_cache holds {layout.caches} caches"
-                )
+        chosen = arguments.cache_batch_idx
+        for b in np.flatnonzero((chosen < 0) | (chosen >= layout.caches))[:1]:
+            raise ValueError(
+                f"cache_batch_idx[{b}] is {chosen[b]}; expected 0 to {layout.caches - 1}, as "
+                f"k_cache holds {layout.caches} caches"
+            )
     if arguments.block_table is not None:
         _check_pages(arguments.block_table, "cache_seqlens", lengths + layout.new_keys, problem)
 

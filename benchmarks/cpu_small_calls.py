@@ -1,7 +1,9 @@
-"""Small calls of the CPU backend beside the plain formula in NumPy, outputs and gradients, float32.
+r"""Small float32 calls of the CPU backend, and their gradients, beside the plain formula in NumPy.
 
-    python benchmarks/cpu_small_calls.py --output benchmarks/results/cpu_small_calls.json
+    OPENBLAS_NUM_THREADS=1 python benchmarks/cpu_small_calls.py \
+        --output benchmarks/results/cpu_small_calls.json
 
+BLAS has as many threads for the formula as for the CPU backend's callers, those of the environment.
 The formula's gradients compute the weights from the log-sum-exp. The two are called in turns, 30
 times each, or as often as half a second allows, but 3 times at least. The medians count. A case
 that misses the rule below is timed once more, and the better ratio counts.

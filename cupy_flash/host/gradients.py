@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from cupy_flash.host.cpu import MIN_PAIRS_PER_WORKER
 from cupy_flash.host.crew import Stop, cpus, share_out, single_threaded_blas
-from cupy_flash.host.gradient_formula import MAX_SCORES_OF_HEAD, backward_small
+from cupy_flash.host.gradient_formula import MAX_SCORES_OF_STEP, backward_small
 from cupy_flash.host.gradient_pass import GradientPass, scratch_elements, smaller
 from cupy_flash.host.gradient_tiles import differentiate
 from cupy_flash.host.passes import (
@@ -85,7 +85,7 @@ def _is_whole(problem: Problem) -> bool:
         and problem.dtype in ("float32", "float64")
     )
     if is_by_formula:
-        return 0 < of_head <= MAX_SCORES_OF_HEAD
+        return 0 < of_head <= MAX_SCORES_OF_STEP
     return 0 < problem.batch * problem.heads_q * of_head <= MAX_SCORES
 
 

@@ -172,8 +172,12 @@ def backward_small(
     if small is None:
         return False
     scale = dtype.type(softmax_scale)
-    if small.steps == 1 and small.is_of_one_thread:
-        return _differentiate(q, k, v, out, dout, lse, dlse, results, small, scale, None)
+    if small.steps == 1:
+        whole = q, k, v, out, dout, lse, dlse, results, small, scale, None
+        if small.is_of_one_thread:
+            return _differentiate(*whole)
+        with single_threaded_blas:
+            return _differentiate(*whole)
     stop = Stop()
     left: list[tuple[slice, slice]] = []
 
@@ -227,24 +231,21 @@ def _differentiate(
     # With an infinite query, all weights of a row may be 0.
     if not math.isfinite(np.vdot(scaled, scaled)):
         return False
-    q, k, v, dout = q.swapaxes(1, 2), k.swapaxes(1, 2), v.swapaxes(1, 2), dout.swapaxes(1, 2)
-    scaled, factors = scaled.swapaxes(1, 2), dout
-    if small.transposes:
-        scaled, factors = _transposed(scaled), _transposed(factors)
+    q, k, v, dout = scaled.swapaxes(1, 2), k.swapaxes(1, 2), v.swapaxes(1, 2), dout.swapaxes(1, 2)
+    of_scores, of_slopes = (_transposed(q), _transposed(dout)) if small.transposes else (q, dout)
     if small.is_key_by_key:
         lse_of_scores = lse
     else:
         lse_of_scores, delta = lse[..., None], delta[..., None]
-    stored_p, p = _products(scaled, k, small, scratch, "p")
+    stored_p, p = _products(of_scores, k, small, scratch, "p")
     stored_p -= lse_of_scores
     np.exp(stored_p, out=stored_p)
     if visible is not None:
         hidden = visible.hidden(0, visible.seqlen_q, 0, visible.seqlen_k)
         np.copyto(p, 0, where=hidden)
-    stored_ds, ds = _products(factors, v, small, scratch, "ds")
+    stored_ds, ds = _products(of_slopes, v, small, scratch, "ds")
     stored_ds -= delta
     stored_ds *= stored_p
-    stored_ds *= scale
     # NaN and infinity in v, dout and lse, and in keys that a row attends to, are in ds as well.
     if not math.isfinite(np.vdot(stored_ds, stored_ds)):
         return False
@@ -263,6 +264,7 @@ def _differentiate(
     # In hidden keys they are in dq only.
     if visible is not None and not math.isfinite(np.vdot(dq, dq)):
         return False
+    dq *= scale
     if "k" in results:
         write_sums_of_keys(ds, q, results["k"].swapaxes(1, 2), divides)
     if "v" in results:

@@ -2,8 +2,8 @@
 
     python benchmarks/cpu_gradients.py
 
-Timed as `cpu_grid.py` times outputs. The formula finds weights and output anew, and computes in
-place what it can.
+Timed as `cpu_grid.py` times outputs. The formula computes the weights from the log-sum-exp, as
+`flash_attention_backward` does, and in place what it can.
 """
 
 from __future__ import annotations
@@ -12,29 +12,35 @@ from collections.abc import Iterator
 from itertools import product
 
 import numpy as np
-from cpu_grid import Case, best_times, random
+from cpu_grid import Case, best_times, hidden, random
 
 from cupy_flash import flash_attention, flash_attention_backward
 
 
 def naive(
-    dout: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, causal: bool
+    dout: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    out: np.ndarray,
+    lse: np.ndarray,
+    causal: bool,
 ) -> tuple[np.ndarray, ...]:
     """The formula on (batch, seqlen, heads, head_dim), the scores of all heads in memory."""
     scale = np.float32(q.shape[3] ** -0.5)
-    dout, q, k, v = (x.swapaxes(1, 2) for x in (dout, q, k, v))
-    p = np.matmul(q * scale, k.swapaxes(2, 3))
-    if causal:
-        np.copyto(p, -np.inf, where=~np.tri(*p.shape[2:], dtype=bool))
-    p -= p.max(axis=-1, keepdims=True)
+    delta = (dout * out).sum(axis=-1).swapaxes(1, 2)
+    dout, q, k, v = (x.swapaxes(1, 2) for x in (dout, q * scale, k, v))
+    p = np.matmul(q, k.swapaxes(2, 3))
+    p -= lse[..., None]
     np.exp(p, out=p)
-    p /= p.sum(axis=-1, keepdims=True)
-    delta = (dout * np.matmul(p, v)).sum(axis=-1, keepdims=True)
+    if causal:
+        np.copyto(p, 0, where=hidden(*p.shape[2:]))
     dv = np.matmul(p.swapaxes(2, 3), dout)
     ds = np.matmul(dout, v.swapaxes(2, 3))
-    ds -= delta
+    ds -= delta[..., None]
     ds *= p
-    dq, dk = np.matmul(ds, k) * scale, np.matmul(ds.swapaxes(2, 3), q) * scale
+    dq, dk = np.matmul(ds, k), np.matmul(ds.swapaxes(2, 3), q)
+    dq *= scale
     return tuple(x.swapaxes(1, 2) for x in (dq, dk, dv))
 
 
@@ -48,7 +54,7 @@ def cases() -> Iterator[Case]:
             lambda a=(dout, q, k, v, out, lse), c=causal: flash_attention_backward(
                 *a, causal=c, backend="cpu"
             ),
-            lambda a=(dout, q, k, v), c=causal: naive(*a, c),
+            lambda a=(dout, q, k, v, out, lse), c=causal: naive(*a, c),
         )
 
 

@@ -14,7 +14,7 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,12 +51,16 @@ def naive(q: np.ndarray, k: np.ndarray, v: np.ndarray, causal: bool = False) -> 
         k, v = k[:, :, None], v[:, :, None]
     scores = np.matmul(q, k)
     if causal:
-        seen = np.tri(seqlen_q, seqlen_k, seqlen_k - seqlen_q, dtype=bool)
-        np.copyto(scores, -np.inf, where=~seen)
+        np.copyto(scores, -np.inf, where=hidden(seqlen_q, seqlen_k))
     scores -= scores.max(axis=-1, keepdims=True)
     np.exp(scores, out=scores)
     scores /= scores.sum(axis=-1, keepdims=True)
     return np.matmul(scores, v).reshape(batch, heads_q, seqlen_q, -1).swapaxes(1, 2)
+
+
+def hidden(seqlen_q: int, seqlen_k: int) -> np.ndarray:
+    """Which pairs a causal mask hides."""
+    return ~np.tri(seqlen_q, seqlen_k, seqlen_k - seqlen_q, dtype=bool)
 
 
 def random(*shape: int) -> np.ndarray:
@@ -135,6 +139,17 @@ def best_times(case: Case) -> tuple[float, float]:
     return best[0], best[1]
 
 
+def geometric_mean(numbers: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, numbers)) / len(numbers))
+
+
+def write_record(path: Path, rows: list[dict[str, Any]], timing: str) -> None:
+    """Write rows with where and of which sources they were timed; `timing` says how."""
+    head = {**environment.metadata(environment.cpu_name()), "family": "cpu"}
+    head |= {"kernel_digest": digest(), "timing": " ".join(timing.split())}
+    path.write_text(json.dumps({"metadata": head, "rows": rows}, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kind", choices=KINDS, action="append", help="all if not given")
@@ -160,14 +175,12 @@ def main() -> None:
                 flush=True,
             )
     speedups = [row["speedup"] for row in rows]
-    mean = math.exp(sum(map(math.log, speedups)) / len(speedups))
     print(
-        f"{len(rows)} cases: {mean:.2f} times as fast (geometric mean), least {min(speedups):.2f}"
+        f"{len(rows)} cases: {geometric_mean(speedups):.2f} times as fast (geometric mean), least "
+        f"{min(speedups):.2f}"
     )
     if options.output:
-        head = {**environment.metadata(environment.cpu_name()), "family": "cpu"}
-        head |= {"kernel_digest": digest(), "timing": " ".join(__doc__.split("\n\n")[2].split())}
-        options.output.write_text(json.dumps({"metadata": head, "rows": rows}, indent=1) + "\n")
+        write_record(options.output, rows, __doc__.split("\n\n")[2])
 
 
 if __name__ == "__main__":

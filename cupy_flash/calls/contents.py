@@ -45,6 +45,22 @@ def require_length(name: str, length: int, limits: tuple[LengthLimit, ...]) -> N
             raise ValueError(f"{name} is {length}; expected at most {most}: {reason}")
 
 
+def _require_lengths(name: str, lengths: np.ndarray, *limits: tuple[Any, str]) -> None:
+    """Raise ValueError for the first entry that is negative or beyond a limit.
+
+    Parameters
+    ----------
+    limits
+        The most that entries may be, one number or one for each entry, and the reason.
+    """
+    wrong = lengths < 0
+    for most, _ in limits:
+        wrong |= lengths > most
+    for b in np.flatnonzero(wrong)[:1].tolist():
+        of_entry = [LengthLimit(int(np.broadcast_to(m, wrong.shape)[b]), why) for m, why in limits]
+        require_length(f"{name}[{b}]", int(lengths[b]), tuple(of_entry))
+
+
 # Contents of packed calls that were found right, and how many of at most so many bytes are kept.
 _MAX_KNOWN = 256
 _MAX_KNOWN_BYTES = 1 << 14
@@ -72,20 +88,17 @@ def check_contents(
         _check_packed(arguments, options, problem)
     padded = getattr(arguments, "seqlens_k", None)
     if padded is not None:
-        most = LengthLimit(problem.seqlen_k, f"k and v have {problem.seqlen_k} rows")
-        for b, length in enumerate(padded.tolist()):
-            require_length(f"seqlens_k[{b}]", length, (most,))
+        reason = f"k and v have {problem.seqlen_k} rows"
+        _require_lengths("seqlens_k", padded, (problem.seqlen_k, reason))
     prefixes = getattr(arguments, "prefix_lens", None)
     if prefixes is not None:
-        for b, length in enumerate(prefixes.tolist()):
-            require_length(f"prefix_lens[{b}]", length, ())
+        _require_lengths("prefix_lens", prefixes)
     used = getattr(arguments, "seqused_q", None)
     if used is not None:
-        for b, (length, rows) in enumerate(
-            zip(used.tolist(), np.diff(arguments.cu_seqlens_q).tolist(), strict=True)
-        ):
-            most = LengthLimit(rows, "cu_seqlens_q gives the sequence no more queries")
-            require_length(f"seqused_q[{b}]", length, (most,))
+        rows = np.diff(arguments.cu_seqlens_q)
+        _require_lengths(
+            "seqused_q", used, (rows, "cu_seqlens_q gives the sequence no more queries")
+        )
     offsets = getattr(arguments, "q_offset", None)
     if offsets is not None:
         _check_positions(offsets)
@@ -97,18 +110,13 @@ def check_contents(
         lengths = np.full(problem.batch, keys, np.int64)
     else:
         lengths = arguments.cache_seqlens.astype(np.int64)
-        for b, length in enumerate(lengths.tolist()):
-            require_length(f"cache_seqlens[{b}]", length, limits)
+        _require_lengths("cache_seqlens", lengths, *limits)
     if arguments.rotary_seqlens is not None:
-        for b, first in enumerate(arguments.rotary_seqlens.tolist()):
-            require_length(f"rotary_seqlens[{b}]", first, _rotary(arguments, problem))
+        _require_lengths("rotary_seqlens", arguments.rotary_seqlens, *_rotary(arguments, problem))
     padding = getattr(arguments, "cache_leftpad", None)
     if padding is not None:
-        for b, rows in enumerate(padding.tolist()):
-            most = LengthLimit(
-                int(lengths[b]) + problem.layout.new_keys, "the cache has no more rows"
-            )
-            require_length(f"cache_leftpad[{b}]", rows, (most,))
+        filled = lengths + problem.layout.new_keys
+        _require_lengths("cache_leftpad", padding, (filled, "the cache has no more rows"))
     _check_cached(arguments, lengths, problem)
     return lengths
 
@@ -174,12 +182,12 @@ def _check_own_keys(arguments: Arguments) -> None:
 def _check_cached(arguments: Arguments, lengths: np.ndarray, problem: Problem) -> None:
     layout = problem.layout
     if arguments.cache_batch_idx is not None:
-        for b, row in enumerate(arguments.cache_batch_idx.tolist()):
-            if not 0 <= row < layout.caches:
-                raise ValueError(
-                    f"cache_batch_idx[{b}] is {row}; expected 0 to {layout.caches - 1}, as "
-                    f"k_cache holds {layout.caches} caches"
-                )
+        chosen = arguments.cache_batch_idx
+        for b in np.flatnonzero((chosen < 0) | (chosen >= layout.caches))[:1]:
+            raise ValueError(
+                f"cache_batch_idx[{b}] is {chosen[b]}; expected 0 to {layout.caches - 1}, as "
+                f"k_cache holds {layout.caches} caches"
+            )
     if arguments.block_table is not None:
         _check_pages(arguments.block_table, "cache_seqlens", lengths + layout.new_keys, problem)
 

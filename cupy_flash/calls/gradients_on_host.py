@@ -48,20 +48,26 @@ def backward(
 ) -> tuple[np.ndarray, ...]:
     """Gradients of NumPy arrays, in the order of `Options.wrt`."""
     assert options.wrt is not None
-    arguments = converted(arguments, options)
+    is_plain = options.kind == "equal" and options.modifiers is None
+    if not is_plain:
+        arguments = converted(arguments, options)
     out = readable_in_place(arguments.out, one_batch=options.is_equal)
-    arguments = arguments._replace(out=out)
+    if out is not arguments.out:
+        arguments = arguments._replace(out=out)
     problem, tile = _known(arguments, options, backend)
-    check_contents(arguments.forward, options, problem, 0)
-    written = [name for name in WRITTEN if getattr(arguments, name) is not None]
-    for name in written:
-        require_writable(name, getattr(arguments, name))
-    if written:
-        require_apart(arguments._fields, arguments, WRITTEN)
-    results = {}
+    if not is_plain:
+        check_contents(arguments.forward, options, problem, 0)
+    results, are_given = {}, False
     for name in options.wrt:
-        given = getattr(arguments, f"d{name}", None)
-        results[name] = np.empty(*result_spec(arguments, options, name)) if given is None else given
+        result = getattr(arguments, f"d{name}", None)
+        if result is None:
+            result = np.empty(*result_spec(arguments, options, name))
+        else:
+            require_writable(f"d{name}", result)
+            are_given = True
+        results[name] = result
+    if are_given:
+        require_apart(arguments._fields, arguments, WRITTEN)
     if tile is None:
         _on_gpu(arguments, results, options, functions)
     else:
@@ -83,7 +89,7 @@ def _known(
     takes 250 us, more than a small call computes.
     """
     facts = tuple([None if x is None else (x.shape, x.strides, x.dtype) for x in arguments])
-    key = (type(arguments)._fields, facts, options, backend, gpu_of(backend))
+    key = (arguments.__class__, facts, options, backend, gpu_of(backend))
     known = _calls.get(key)
     if known is None:
         problem = gradient_problem(arguments, options)
@@ -159,15 +165,14 @@ def _on_cpu(
         axes = 3 if is_packed else 4
         results["bias"] = bias.reshape((1,) * (axes - bias.ndim) + bias.shape)
     arrays = arguments.q, arguments.k, arguments.v, arguments.out, arguments.dout
+    lse, dlse = arguments.lse, arguments.dlse
     if not is_packed:
-        arrays = tuple(to_bshd(array, options.layout) for array in arrays)
-        results |= {n: to_bshd(results[n], options.layout) for n in ROWS if n in results}
-        of_rows: list[Any] = [
-            None if x is None else x.reshape(problem.lse_shape)
-            for x in (arguments.lse, arguments.dlse)
-        ]
+        if arguments.q.ndim != 4 or options.layout != "bshd":
+            arrays = tuple(to_bshd(array, options.layout) for array in arrays)
+            results |= {n: to_bshd(results[n], options.layout) for n in ROWS if n in results}
+            lse, dlse = (None if x is None else x.reshape(problem.lse_shape) for x in (lse, dlse))
         gradients.backward(
-            *(*arrays, *of_rows, results),
+            *(*arrays, lse, dlse, results),
             causal=problem.causal,
             q_offset=problem.q_offset,
             softmax_scale=problem.softmax_scale,
@@ -176,7 +181,7 @@ def _on_cpu(
         )
         return
     gradients.varlen_backward(
-        *(*arrays, arguments.lse, arguments.dlse, results),
+        *(*arrays, lse, dlse, results),
         cu_seqlens_q=arguments.cu_seqlens_q,
         cu_seqlens_k=arguments.cu_seqlens_k,
         max_seqlen_q=problem.seqlen_q,

@@ -41,13 +41,14 @@ def forward(
     functions: Functions = NO_FUNCTIONS,
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Attention of NumPy arrays, and the append before it; see `on_gpu.run`."""
-    arguments = converted(arguments, options)
+    is_plain = options.kind == "equal" and options.modifiers is None
+    if not is_plain:
+        arguments = converted(arguments, options)
     call = _known(arguments, options, backend)
-    problem, goes_to_gpu, _ = call
-    new_keys = problem.layout.new_keys
+    problem, goes_to_gpu, *_ = call
     lengths = check_contents(arguments, options, problem, keys)
     out = arguments.out
-    if out is not None or new_keys:
+    if out is not None or (not is_plain and problem.layout.new_keys):
         written = written_arrays(problem)
         for name in written:
             if (array := getattr(arguments, name)) is not None:
@@ -55,7 +56,7 @@ def forward(
         require_apart(arguments._fields, arguments, written)
     if out is None:
         shape = (*arguments.q.shape[:-1], problem.head_dim_v)
-        out = np.empty(shape, np.dtype(problem.out_dtype))
+        out = np.empty(shape, call.out_dtype)
     if lengths is not None:
         arguments = _appended(arguments, lengths, options, call)
     if goes_to_gpu:
@@ -75,11 +76,14 @@ class _Known(NamedTuple):
     ----------
     tile
         The CPU backend's; None where a GPU computes, or each run of sequences has its own.
+    out_dtype
+        Of a new output.
     """
 
     problem: Problem
     goes_to_gpu: bool
     tile: Tile | None
+    out_dtype: np.dtype[Any]
 
 
 # Kept for reuse, as calls on a GPU are in `on_gpu`.
@@ -98,7 +102,7 @@ def _known(arguments: Arguments, options: Options, backend: str) -> _Known:
         problem = problem_of(arguments, options)
         goes_to_gpu = runs_on_gpu(problem, options, backend)
         tile = None if goes_to_gpu else requested_tile(problem, options)
-        known = _Known(problem, goes_to_gpu, tile)
+        known = _Known(problem, goes_to_gpu, tile, np.dtype(problem.out_dtype))
         if len(_calls) >= _MAX_KNOWN:
             _calls.clear()
         _calls[key] = known
@@ -196,7 +200,7 @@ def _on_cpu(
     functions: Functions,
     call: _Known,
 ) -> None:
-    problem, _, tile = call
+    problem, tile = call.problem, call.tile
     modified = None
     if options.modifiers is not None:
         arrays_of = canonical(options.modifiers, arguments.of_modifiers, sizes_of(problem, options))
@@ -206,9 +210,9 @@ def _on_cpu(
         if tile is None:
             # Padded sequences are no sequences of their own to the CPU backend.
             tile = cpu_tile(problem, options.family, options.tile)
-        q, k, v, target = (
-            to_bshd(array, options.layout) for array in (arguments.q, arguments.k, arguments.v, out)
-        )
+        q, k, v, target = arguments.q, arguments.k, arguments.v, out
+        if q.ndim != 4 or options.layout != "bshd":
+            q, k, v, target = (to_bshd(array, options.layout) for array in (q, k, v, target))
         if problem.is_float8:
             scales = (getattr(arguments, name) for name in FLOAT8_SCALES)
             q, k, v = map(dequantized, (q, k, v), scales)

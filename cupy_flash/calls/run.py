@@ -92,7 +92,9 @@ def attention(
                 return found
     require_backend(backend)
     require_given(arguments, options)
-    options = options.with_modifiers(modifiers).of_parts()
+    if modifiers is not None:
+        options = options.with_modifiers(modifiers)
+    options = options.of_parts()
     as_qkv = None
     if arguments.qkv is not None and arguments.qkv.__class__ is not np.ndarray:
         # NumPy and CuPy slice without a copy; JAX copies, and DLPack alone has no slices.
@@ -100,7 +102,7 @@ def attention(
         as_qkv = kinds.way_back("qkv", arguments.qkv)
         arguments = arguments._replace(qkv=qkv)
     arguments = arguments.parts_of_qkv(options.layout)
-    if as_qkv is None and _all_are(np.ndarray, arguments.of_kind(options.kind)):
+    if as_qkv is None and all_are(np.ndarray, arguments.of_kind(options.kind)):
         result, lse = on_host.forward(arguments, options, keys, backend, functions)
         return (result, lse) if options.return_lse else result
     for array, name in zip(_written(arguments, options), ("out", *IN_PLACE), strict=False):
@@ -235,7 +237,7 @@ def _written(arguments: Arguments, options: Options) -> tuple[Any, ...]:
     return (arguments.out, *[getattr(arguments, name) for name in names])
 
 
-def _all_are(kind: type, given: tuple[Any, ...]) -> bool:
+def all_are(kind: type, given: tuple[Any, ...]) -> bool:
     """Whether every array is of this type, but for those that are absent."""
     # A loop, as a generator or sets of types take half a microsecond more.
     for array in given:  # noqa: SIM110

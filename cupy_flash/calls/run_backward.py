@@ -37,6 +37,7 @@ from cupy_flash.calls.gradients import (
 from cupy_flash.calls.modifiers import NO_FUNCTIONS, Functions, Modifiers
 from cupy_flash.calls.options import Options, plain_options, with_offsets
 from cupy_flash.calls.results import as_tensor
+from cupy_flash.calls.run import all_are
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.gpu.environment import current_device, gpu_unavailable
 from cupy_flash.planning.planner import Plan, make_plan
@@ -125,10 +126,14 @@ def gradients(
     if backend == "auto" and is_torch_on_gpu(*arguments):
         return _of_torch(arguments, options, functions, modifiers)
     require_backend(backend)
-    options = options.with_modifiers(modifiers)
+    if modifiers is not None:
+        options = options.with_modifiers(modifiers)
     for name in _REQUIRED:
         if getattr(arguments, name) is None:
             raise no_array(name, None)
+    if all_are(np.ndarray, arguments):
+        results = gradients_on_host.backward(arguments, options, backend, functions)
+        return _as_inputs(results, arguments, options)
     given = arguments
     arguments, convert = normalized(arguments, WRITTEN)
     if isinstance(arguments.q, np.ndarray):

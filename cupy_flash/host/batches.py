@@ -27,9 +27,9 @@ from cupy_flash.host.quantized import QuantizedBlocks
 from cupy_flash.host.quiet import quiet
 from cupy_flash.host.rotary import rotated
 from cupy_flash.host.sequence_places import (
+    AllQueries,
     Keys,
     PagedRows,
-    Queries,
     find_cached_keys,
 )
 from cupy_flash.host.steps import Run, Steps, equal_runs, kept_steps
@@ -207,10 +207,10 @@ def kvcache_forward(
         block_table=block_table,
     )
     seqlen_q = q.shape[1]
-    queries = (Queries(b * seqlen_q, seqlen_q) for b in range(len(q)))
+    queries = AllQueries(np.arange(len(q)) * seqlen_q, np.full(len(q), seqlen_q))
     pieces = []
     joins = not batch_invariant and scales is None
-    for b, _, keys, count in equal_runs(zip(queries, places, strict=True), joins):
+    for b, _, keys, count in equal_runs(queries, places, joins):
         some = slice(b, b + count)
         lse_rows = None if lse is None else lse[some]
         first = FIRST if modified is None else FIRST._replace(b=b)
@@ -340,7 +340,7 @@ def _pad(
     workers = min(threads or cpus(), max(1, steps.padded_pairs // cpu.MIN_PAIRS_PER_WORKER))
     with single_threaded_blas:
         share_out(workers, iter(steps.groups), work, Stop())
-    return [Run(b, *steps.sequences[b], 1) for b in sorted(left)]
+    return [Run(b, steps.queries[b], steps.keys[b], 1) for b in sorted(left)]
 
 
 class CacheScales(NamedTuple):

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from cupy_flash.host import formula, online
@@ -153,6 +154,16 @@ def forward(
     if q.size == 0:
         # head_dim is at least 1.
         return
+    if causal and q_offset < 0 and modified is None:
+        # The first rows attend to no key, whatever their queries are.
+        first = min(-q_offset, q.shape[1])
+        out[:, :first] = 0
+        if lse is not None:
+            lse[:, :, :first] = -np.inf
+            lse = lse[:, :, first:]
+        q, out, q_offset = q[:, first:], out[:, first:], q_offset + first
+        if not q.size:
+            return
     options = causal, q_offset, softmax_scale, tile
     if modified is None and formula.forward_small(q, k, v, out, lse, *options):
         return

@@ -193,7 +193,7 @@ class _SingleThreadedBlas:
                 self._before = [library.get_num_threads() for library in self._libraries]
             # Counted before it is set, and lifted before it is counted off, for a fork meanwhile.
             self._users += 1
-            if self._users == 1:
+            if self._users == 1 and self._is_limit_needed:
                 self._set([1] * len(self._before))
 
     def __exit__(self, *exception: object) -> None:
@@ -201,9 +201,14 @@ class _SingleThreadedBlas:
             # A child forked within the pass has lifted the limit already.
             if self._users == 0:
                 return
-            if self._users == 1:
+            if self._users == 1 and self._is_limit_needed:
                 self._set(self._before)
             self._users -= 1
+
+    @property
+    def _is_limit_needed(self) -> bool:
+        """Whether a library had more than one thread before."""
+        return any(count != 1 for count in self._before)
 
     def _set(self, counts: list[int]) -> None:
         for library, count in zip(self._libraries or (), counts, strict=True):

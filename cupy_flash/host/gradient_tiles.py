@@ -60,9 +60,17 @@ def least_weight_of_one_key(dtype: str, columns: int, lse: Array) -> Array:
     """
     if dtype in _WEIGHT_OF_ONE_KEY:
         return np.full_like(lse, _WEIGHT_OF_ONE_KEY[dtype])
-    least = 1 - max(64, columns) * _ERROR_OF_PRODUCT[dtype]
+    least = sure_weight_of_one_key(dtype, columns)
     weights: Array = lse.dtype.type(least) - lse.dtype.type(_ROUNDING_OF_WEIGHT[dtype]) * abs(lse)
     return np.maximum(weights, lse.dtype.type(_WEIGHT_OF_ONE_KEY["bfloat16"]))
+
+
+def sure_weight_of_one_key(dtype: str, columns: int) -> float:
+    """Return the weight above which a key counts as the only key of a row of any log-sum-exp.
+
+    Serves float32 and float64; see `least_weight_of_one_key`.
+    """
+    return 1 - max(64, columns) * _ERROR_OF_PRODUCT[dtype]
 
 
 def differentiate(

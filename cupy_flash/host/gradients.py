@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from cupy_flash.host.cpu import MIN_PAIRS_PER_WORKER
 from cupy_flash.host.crew import Stop, cpus, share_out, single_threaded_blas
-from cupy_flash.host.gradient_formula import MAX_SCORES, backward_small
+from cupy_flash.host.gradient_formula import MAX_SCORES_OF_STEP, backward_small
 from cupy_flash.host.gradient_pass import GradientPass, scratch_elements, smaller
 from cupy_flash.host.gradient_tiles import differentiate
 from cupy_flash.host.passes import (
@@ -52,6 +52,10 @@ MIN_PAIRS_TO_SHARE = 1 << 15
 MIN_TILES = 16
 
 
+# Scores of a call up to which one tile holds all of them.
+MAX_SCORES = 1 << 17
+
+
 def default_tile(problem: Problem) -> Tile:
     """The tile to use where none is asked for; does not depend on the number of threads."""
     # Best of interleaved runs on one thread, ms of CPU time; AMD EPYC with AVX-512, OpenBLAS
@@ -60,13 +64,29 @@ def default_tile(problem: Problem) -> Tile:
     # Along the edge of a mask half a tile is wasted; low tiles add often to dk and dv.
     Br, Bc = 1024 if problem.mask.is_full else 256, 256
     rows = problem.batch * problem.heads_q * problem.seqlen_q
-    if 0 < rows * problem.seqlen_k <= MAX_SCORES:
-        return Tile(problem.seqlen_q, problem.seqlen_k)
+    if _is_whole(problem):
+        whole = Tile(problem.seqlen_q, problem.seqlen_k)
+        if 4 * scratch_bytes(problem, whole) <= SCRATCH_LIMIT:
+            return whole
     while Br > 256 and rows < MIN_TILES * Br:
         Br //= 2
     while Bc > 64 and 4 * scratch_bytes(problem, Tile(Br, Bc)) > SCRATCH_LIMIT:
         Bc //= 2
     return Tile(Br, Bc)
+
+
+def _is_whole(problem: Problem) -> bool:
+    """Return whether one tile holds all scores of a head, if its scratch allows."""
+    of_head = problem.seqlen_q * problem.seqlen_k
+    is_by_formula = (
+        problem.layout.kind == "equal"
+        and problem.score is None
+        and problem.heads_q == problem.heads_kv
+        and problem.dtype in ("float32", "float64")
+    )
+    if is_by_formula:
+        return 0 < of_head <= MAX_SCORES_OF_STEP
+    return 0 < problem.batch * problem.heads_q * of_head <= MAX_SCORES
 
 
 def scratch_bytes(problem: Problem, tile: Tile) -> int:
@@ -158,7 +178,17 @@ def backward(
     ValueError
         The scratch of one worker passes :data:`SCRATCH_LIMIT` with this tile.
     """
-    call = q, k, v, out, dout, lse, dlse, results, causal, q_offset, softmax_scale, tile
+    if causal and q_offset < 0 and modified is None:
+        # The first rows attend to no key: they have no gradient and add to none.
+        first = min(-q_offset, q.shape[1])
+        if "q" in results:
+            dq = results["q"]
+            dq[:, :first] = 0
+            results = {**results, "q": dq[:, first:]}
+        q, out, dout = q[:, first:], out[:, first:], dout[:, first:]
+        lse, dlse = lse[:, :, first:], None if dlse is None else dlse[:, :, first:]
+        q_offset += first
+    call = q, k, v, out, dout, lse, dlse, results, causal, q_offset, softmax_scale, tile, threads
     if modified is None and backward_small(*call):
         return
     totals = _totals(results, q.shape[2], k.shape[2], compute_dtype(q.dtype))
@@ -219,10 +249,10 @@ def varlen_backward(
         seqused_k=seqused_k,
         block_table=None,
     )
-    sequences = list(zip(find_queries(cu_seqlens_q, len(q), max_seqlen_q), places, strict=True))
+    all_queries = find_queries(cu_seqlens_q, len(q), max_seqlen_q)
     works = []
     # Modifications count from the beginning of each sequence.
-    for b, queries, keys, count in equal_runs(sequences, modified is None):
+    for b, queries, keys, count in equal_runs(all_queries, places, modified is None):
         # Without keys, only sinks have a gradient, through dlse.
         if not keys.seqlen and "sinks" not in totals:
             continue

@@ -121,7 +121,7 @@ def forward(
     k_rows, v_rows = gathered(k, rows_k), gathered(v, rows_k)
     by_row = count, heads_kv, shared, seqlen_q
     flat = scratch.cut("scores", (math.prod(by_row) * seqlen_k,), compute)
-    matrix, keys_axis = cut_scores(flat, seqlen_k)
+    matrix, keys_axis = cut_scores(flat, seqlen_k, shared * seqlen_q)
     scores = by_head(matrix, keys_axis, by_row)
     np.matmul(q_rows, k_rows.swapaxes(3, 4), out=scores)
     seen = seen_in_sequences(seqlen_q, seqlens_q, seqlens_k) if causal else seqlens_k[:, None]

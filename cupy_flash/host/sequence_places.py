@@ -9,8 +9,9 @@ The arrays of keys and values are NumPy's or CuPy's; those of lengths and places
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,23 +57,67 @@ class Queries(NamedTuple):
         return slice(self.first, self.first + self.seqlen)
 
 
-def find_queries(cu_seqlens_q: Ints, total_q: int, max_seqlen_q: int) -> Iterator[Queries]:
+@dataclass(frozen=True)
+class AllQueries:
+    """The rows of all sequences, as columns that are indexed by the sequence."""
+
+    firsts: Ints
+    seqlens: Ints
+
+    def __len__(self) -> int:
+        return len(self.firsts)
+
+    def __getitem__(self, b: int) -> Queries:
+        return Queries(int(self.firsts[b]), int(self.seqlens[b]))
+
+    def __iter__(self) -> Iterator[Queries]:
+        return map(Queries, self.firsts.tolist(), self.seqlens.tolist())
+
+
+@dataclass(frozen=True)
+class AllKeys:
+    """The keys of all sequences, as columns that are indexed by the sequence; see `Keys`."""
+
+    seqlens: Ints
+    capacities: Ints
+    blocks: Ints
+    firsts: Ints
+    block_table: Ints | None
+
+    def __len__(self) -> int:
+        return len(self.seqlens)
+
+    def __getitem__(self, b: int) -> Keys:
+        return Keys(
+            int(self.seqlens[b]),
+            int(self.capacities[b]),
+            int(self.blocks[b]),
+            int(self.firsts[b]),
+            None if self.block_table is None else self.block_table[b],
+        )
+
+    def __iter__(self) -> Iterator[Keys]:
+        pages = repeat(None) if self.block_table is None else self.block_table
+        columns = self.seqlens, self.capacities, self.blocks, self.firsts
+        return map(Keys, *(column.tolist() for column in columns), pages)
+
+
+def find_queries(cu_seqlens_q: Ints, total_q: int, max_seqlen_q: int) -> AllQueries:
     """The rows of each packed sequence: within the array, and none where cu_seqlens_q decreases."""
-    ends = [_clamp(end, 0, total_q) for end in cu_seqlens_q.tolist()]
-    for first, end in pairwise(ends):
-        yield Queries(first, min(max(end - first, 0), max_seqlen_q))
+    ends = np.clip(cu_seqlens_q.astype(np.int64), 0, total_q)
+    firsts = ends[:-1]
+    return AllQueries(firsts, np.clip(ends[1:] - firsts, 0, max_seqlen_q))
 
 
-def rows_of_none(queries: Iterable[Queries], total_q: int) -> list[slice]:
+def rows_of_none(queries: AllQueries, total_q: int) -> list[slice]:
     """Return the ranges of rows in packed q and out that belong to no sequence."""
-    ranges, end = [], 0
-    for first, seqlen in sorted(rows for rows in queries if rows.seqlen):
-        if first > end:
-            ranges.append(slice(end, first))
-        end = max(end, first + seqlen)
-    if end < total_q:
-        ranges.append(slice(end, total_q))
-    return ranges
+    some = queries.seqlens > 0
+    firsts, seqlens = queries.firsts[some], queries.seqlens[some]
+    order = np.argsort(firsts, kind="stable")
+    ends = np.maximum.accumulate((firsts + seqlens)[order])
+    begins, ends = np.append(0, ends), np.append(firsts[order], total_q)
+    missing = begins < ends
+    return list(map(slice, begins[missing].tolist(), ends[missing].tolist()))
 
 
 def find_packed_keys(
@@ -84,28 +129,27 @@ def find_packed_keys(
     page_size: int,
     seqused_k: Ints | None,
     block_table: Ints | None,
-) -> Iterator[Keys]:
+) -> AllKeys:
     """The keys of each sequence of a `flash_attention_varlen`.
 
     Packed ones begin where cu_seqlens_k says. Their number is seqused_k's, or the difference in
     cu_seqlens_k, but no more than max_seqlen_k, than the packed array or the pages hold.
     """
-    used = None if seqused_k is None else seqused_k.tolist()
-    ends = None if cu_seqlens_k is None else cu_seqlens_k.tolist()
-    for b in range(batch):
-        first, capacity, pages = 0, max_seqlen_k, None
-        if block_table is not None:
-            pages = block_table[b]
-            capacity = min(capacity, len(pages) * page_size)
-        elif ends is not None:
-            first = _clamp(ends[b], 0, total_k)
-            capacity = min(capacity, total_k - first)
-        keys = capacity
-        if used is not None:
-            keys = used[b]
-        elif ends is not None:
-            keys = max(ends[b + 1], 0) - max(ends[b], 0)
-        yield Keys(_clamp(keys, 0, capacity), capacity, 0, first, pages)
+    none = np.zeros(batch, np.int64)
+    firsts, capacities = none, none + max_seqlen_k
+    ends = None if cu_seqlens_k is None else cu_seqlens_k.astype(np.int64)
+    if block_table is not None:
+        capacities = np.minimum(capacities, block_table.shape[1] * page_size)
+    elif ends is not None:
+        firsts = np.clip(ends[:-1], 0, total_k)
+        capacities = np.minimum(capacities, total_k - firsts)
+    keys = capacities
+    if seqused_k is not None:
+        keys = seqused_k.astype(np.int64)
+    elif ends is not None:
+        some = np.maximum(ends, 0)
+        keys = some[1:] - some[:-1]
+    return AllKeys(np.clip(keys, 0, capacities), capacities, none, firsts, block_table)
 
 
 def find_cached_keys(
@@ -114,7 +158,7 @@ def find_cached_keys(
     cache_shape: tuple[int, ...],
     cache_batch_idx: Ints | None,
     block_table: Ints | None,
-) -> Iterator[Keys]:
+) -> AllKeys:
     """The keys of each sequence in a cache.
 
     Parameters
@@ -128,17 +172,18 @@ def find_cached_keys(
     block_table
         (batch, max_pages)
     """
-    blocks, rows = cache_shape[:2]
-    for b, length in enumerate(cache_seqlens.tolist()):
-        block, capacity, pages = b, rows, None
-        if block_table is not None:
-            block, pages = 0, block_table[b]
-            capacity = len(pages) * rows
-        elif cache_batch_idx is not None:
-            block = int(cache_batch_idx[b])
-            if not 0 <= block < blocks:
-                block = capacity = 0
-        yield Keys(_clamp(length, 0, capacity), capacity, block, 0, pages)
+    caches, rows = cache_shape[:2]
+    batch = len(cache_seqlens)
+    none = np.zeros(batch, np.int64)
+    blocks, capacities = np.arange(batch), none + rows
+    if block_table is not None:
+        blocks, capacities = none, none + block_table.shape[1] * rows
+    elif cache_batch_idx is not None:
+        blocks = cache_batch_idx.astype(np.int64)
+        is_one = (blocks >= 0) & (blocks < caches)
+        blocks, capacities = np.where(is_one, blocks, 0), np.where(is_one, rows, 0)
+    seqlens = np.clip(cache_seqlens, 0, capacities)
+    return AllKeys(seqlens, capacities, blocks, none, block_table)
 
 
 def read(blocks: Any, keys: Keys, first: int = 0, stop: int | None = None) -> Any:
@@ -227,7 +272,3 @@ def append(blocks: Any, keys: Keys, new: Any) -> None:
 def longer(keys: Keys, seqlen_new: int) -> Keys:
     """The keys after `append`."""
     return keys._replace(seqlen=min(keys.seqlen + seqlen_new, keys.capacity))
-
-
-def _clamp(x: int, low: int, high: int) -> int:
-    return max(low, min(x, high))

@@ -7,7 +7,6 @@ unequal lengths are padded together (`cupy_flash.host.padding`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +14,8 @@ from numpy.typing import NDArray
 
 from cupy_flash.host import padding
 from cupy_flash.host.sequence_places import (
+    AllKeys,
+    AllQueries,
     Keys,
     Queries,
     find_packed_keys,
@@ -42,45 +43,41 @@ class Run(NamedTuple):
     sequences: int
 
 
-def equal_runs(sequences: Iterable[tuple[Queries, Keys]], join: bool) -> Iterator[Run]:
-    """Yield the runs of sequences that have queries.
+def equal_runs(
+    queries: AllQueries, keys: AllKeys, join: bool, among: NDArray[Any] | None = None
+) -> list[Run]:
+    """Return the runs of sequences that have queries.
 
     Runs of sequences with keys are of one sequence each if `join` is False. Sequences without keys
-    are joined in any case, as nothing is computed for them.
+    are joined in any case, as nothing is computed for them. `among` are the indices of the
+    sequences, in order, all if it is None.
     """
-    first: Run | None = None
-    count = 0
-    for index, (queries, keys) in enumerate(sequences):
-        if not queries.seqlen:
-            continue
-        joins = join or not keys.seqlen
-        if first is not None and joins and _continues(first, count, queries, keys):
-            count += 1
-            continue
-        if first is not None:
-            yield first._replace(sequences=count)
-        first, count = Run(index, queries, keys, 1), 1
-    if first is not None:
-        yield first._replace(sequences=count)
+    some = np.flatnonzero(queries.seqlens) if among is None else among[queries.seqlens[among] > 0]
+    if not some.size:
+        return []
+    seqlens_q, seqlens_k = queries.seqlens[some], keys.seqlens[some]
+    joins = _follow(queries.firsts[some], seqlens_q) & (seqlens_q[1:] == seqlens_q[:-1])
+    joins &= seqlens_k[1:] == seqlens_k[:-1]
+    has_none = seqlens_k[1:] == 0
+    if join and keys.block_table is None:
+        blocks, firsts = keys.blocks[some], keys.firsts[some]
+        is_same = blocks[1:] == blocks[:-1]
+        is_next = (blocks[1:] == blocks[:-1] + 1) & (firsts[1:] == firsts[:-1])
+        joins &= has_none | is_next | (is_same & _follow(firsts, seqlens_k))
+    else:
+        joins &= has_none
+    heads = np.append(0, np.flatnonzero(~joins) + 1)
+    counts = np.append(heads[1:], some.size) - heads
+    return [
+        Run(b, queries[b], keys[b], count)
+        for b, count in zip(some[heads].tolist(), counts.tolist(), strict=True)
+    ]
 
 
-def _continues(run: Run, count: int, queries: Queries, keys: Keys) -> bool:
-    """Return whether a sequence is where sequence `count` of a run would be."""
-    _, q0, k0, _ = run
-    if (
-        queries.seqlen != q0.seqlen
-        or queries.first != q0.first + count * q0.seqlen
-        or keys.seqlen != k0.seqlen
-    ):
-        return False
-    return not keys.seqlen or (
-        keys.pages is None
-        and (keys.block, keys.first)
-        in (
-            (k0.block, k0.first + count * k0.seqlen),
-            (k0.block + count, k0.first),
-        )
-    )
+def _follow(firsts: NDArray[Any], seqlens: NDArray[Any]) -> NDArray[Any]:
+    """Return which sequences but the first begin at the end of the sequence before."""
+    follow: NDArray[Any] = firsts[1:] == firsts[:-1] + seqlens[:-1]
+    return follow
 
 
 # Integers as part of a key.
@@ -90,7 +87,8 @@ _Frozen = tuple[bytes, np.dtype[Any]]
 class Steps(NamedTuple):
     """Packed sequences in the steps that they are computed in."""
 
-    sequences: list[tuple[Queries, Keys]]
+    queries: AllQueries
+    keys: AllKeys
     groups: list[padding.Group]
     padded_pairs: int  # query-key pairs of all groups
     runs: list[Run]  # of the other sequences
@@ -126,7 +124,7 @@ class Steps(NamedTuple):
         cu_k = None if cu_seqlens_k is None else np.frombuffer(*cu_seqlens_k)
         used = None if seqused_k is None else np.frombuffer(*seqused_k)
         paged = block_table is not None
-        places = find_packed_keys(
+        keys = find_packed_keys(
             cu_k,
             max_seqlen_k,
             batch=len(cu_q) - 1,
@@ -136,24 +134,20 @@ class Steps(NamedTuple):
             block_table=block_table,
         )
         queries = find_queries(cu_q, total_q, max_seqlen_q)
-        sequences = list(zip(queries, places, strict=True))
         groups: list[padding.Group] = []
-        pairs, rest = 0, sequences
+        pairs, rest = 0, None
         if join and pad and not paged:
-            facts = [(rows.first, rows.seqlen, keys.first, keys.seqlen) for rows, keys in sequences]
-            columns = np.array(facts, np.int64).reshape(-1, 4).T
-            _, seqlens_q, _, seqlens_k = columns
+            seqlens_q, seqlens_k = queries.seqlens, keys.seqlens
             short = padding.are_worth_it(seqlens_q, seqlens_k, heads_q)
             indices = np.flatnonzero(short)
             pairs = heads_q * int((seqlens_q * seqlens_k)[indices].sum())
             elements = 2 * (heads_q + heads_kv) * head_dim
             parts = padding.groups(seqlens_q[indices], seqlens_k[indices], elements)
+            columns = queries.firsts, seqlens_q, keys.firsts, seqlens_k
             groups = [padding.Group.make(indices[part], *columns) for part in parts]
-            rest = [
-                pair for pair, padded in zip(sequences, short.tolist(), strict=True) if not padded
-            ]
-        unowned = rows_of_none((rows for rows, _ in sequences), total_q)
-        return cls(sequences, groups, pairs, list(equal_runs(rest, join)), unowned)
+            rest = np.flatnonzero(~short)
+        runs = equal_runs(queries, keys, join, rest)
+        return cls(queries, keys, groups, pairs, runs, rows_of_none(queries, total_q))
 
 
 # The layers of a model are called with the same lengths, one after the other. Of 8 sequences of 4

@@ -246,6 +246,27 @@ def test_rows_of_a_small_call_that_see_no_key_are_zero():
     assert np.isfinite(lse[..., 3:]).all()
 
 
+def test_rows_that_see_no_key_are_no_part_of_a_step(monkeypatch):
+    rows = []
+    make = cpu.Pass.make
+    monkeypatch.setattr(cpu.Pass, "make", lambda q, *of: rows.append(q.shape[1]) or make(q, *of))
+    q, k, v = random_qkv(900, 300, heads=(2, 2))
+    q[:, :600] = np.nan
+    out, lse = run(q, k, v, causal=True, q_offset=-600)
+    assert rows == [300]
+    assert not out[:, :600].any()
+    assert (lse[..., :600] == -np.inf).all()
+    check(q[:, 600:], k, v, causal=True)
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 3, 20])
+@pytest.mark.parametrize("group", [1, 2])
+def test_products_with_many_keys_of_interleaved_heads_are_divided(seqlen_q, group):
+    q, k, v = random_qkv(seqlen_q, 2200, heads=(4 * group, 4), dims=(128, 128))
+    check(q, k, v, Br=64, Bc=4096)
+    check(q, k, v, causal=True, q_offset=2200 - seqlen_q, Br=64, Bc=4096)
+
+
 def test_scratch_of_calls_before_leaves_no_trace():
     q, k, v = random_qkv(300, 300, heads=(4, 4))
     first, _ = run(q, k, v, causal=True, Br=512, Bc=512)

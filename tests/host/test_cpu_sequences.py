@@ -622,3 +622,24 @@ def test_of_pages_that_are_read_once_no_more_is_copied_than_the_tiles_at_hand(
         tracemalloc.stop()
     assert peak < most
     np.testing.assert_allclose(out, 1, rtol=1e-5)
+
+
+def test_empty_caches_and_sequences_are_few_records(monkeypatch):
+    count = 20_000
+    made = []
+    whole = batches._Piece.whole
+    monkeypatch.setattr(batches._Piece, "whole", lambda *of: made.append(of) or whole(*of))
+    q, cache = np.ones((count, 1, 2, 16), np.float32), np.ones((count, 4, 2, 16), np.float32)
+    none = np.zeros(count, np.int32)
+    pages = {"block_table": np.zeros((count, 1), np.int32)}
+    chosen = {"cache_batch_idx": none}
+    for options in ({}, pages, chosen):
+        out = flash_attention_with_kvcache(
+            q, cache, cache, cache_seqlens=none, backend="cpu", **options
+        )
+        assert not out.any()
+    starts, each = np.zeros(count + 1, np.int32), np.arange(count + 1, dtype=np.int32)
+    for starts_q in (starts, each):
+        packed = q[:, 0], cache[:, 0], cache[:, 0], starts_q, starts, 4, 4
+        assert not flash_attention_varlen(*packed, backend="cpu").any()
+    assert len(made) == 4

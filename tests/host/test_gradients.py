@@ -30,9 +30,10 @@ from cupy_flash import (
     flash_attention_varlen_backward,
     plan,
 )
-from cupy_flash.host import gradients
+from cupy_flash.host import gradient_formula, gradients, steps
 from cupy_flash.host.crew import Stop
 from cupy_flash.host.gradient_tiles import _Tile
+from cupy_flash.host.steps import Run
 from cupy_flash.host.turns import Turn, Turns
 from cupy_flash.problem.tile import Tile
 from cupy_flash.reference.dense import max_error
@@ -97,7 +98,11 @@ def test_sequences_without_keys_are_one_pass_and_give_sinks_the_gradient_of_lse(
 # Small calls
 
 
-SMALL = [(1, 1, 1), (2, 1, 9), (3, 8, 8), (1, 5, 12), (2, 33, 1), (1, 40, 47)]
+SMALL = [(1, 1, 1), (2, 1, 9), (3, 8, 8), (1, 5, 12), (2, 33, 1), (1, 40, 47), (1, 20, 90)]
+
+# Calls of several steps: whose scores are stored by rows, by keys and as products of transposed
+# queries, and whose products are divided.
+OF_STEPS = [(9, 130, 65), (3, 9, 3000), (40, 20, 90), (2, 1, 12000), (2, 9, 12000)]
 
 
 def both_ways(monkeypatch: Any, arguments: tuple[Any, ...], **options: Any) -> tuple[Any, Any]:
@@ -120,11 +125,13 @@ def small_call(rng: Any, sizes: tuple[int, int, int], causal: bool) -> tuple[Any
 @pytest.mark.parametrize("sizes", SMALL)
 def test_a_small_call_is_one_step(sizes: Any, causal: bool, rng: Any, monkeypatch: Any) -> None:
     arguments = small_call(rng, sizes, causal)
-    is_left_to_tiles = causal and sizes[1] > sizes[2]
     with monkeypatch.context() as without:
-        if not is_left_to_tiles:
-            without.setattr(gradients, "_run", None)
+        without.setattr(gradients, "_run", None)
         found = flash_attention_backward(*arguments, causal=causal, backend="cpu")
+    check_small(arguments, found, causal)
+
+
+def check_small(arguments: tuple[Any, ...], found: tuple[Any, ...], causal: bool) -> None:
     dout, q, k, v, out, lse = arguments
     inputs = dout, q, k, v
     truth = attention_backward_reference(*inputs, causal=causal)
@@ -133,6 +140,60 @@ def test_a_small_call_is_one_step(sizes: Any, causal: bool, rng: Any, monkeypatc
     for gradient, right, naively, size in zip(found, truth, naive, sizes, strict=True):
         bound = gradient_bound(naively, right, size, np.float32, lse=lse)
         assert max_error(gradient, right) <= bound
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("sizes", OF_STEPS)
+def test_steps_of_whole_heads_are_right_and_do_not_depend_on_threads(
+    sizes: Any, causal: bool, rng: Any, monkeypatch: Any
+) -> None:
+    arguments = small_call(rng, sizes, causal)
+    monkeypatch.setattr(gradients, "_run", None)
+    found = {}
+    for threads in (1, 2, 5):
+        monkeypatch.setattr(gradient_formula, "cpus", lambda n=threads: n)
+        found[threads] = flash_attention_backward(*arguments, causal=causal, backend="cpu")
+    check_small(arguments, found[1], causal)
+    for gradient, *others in zip(*found.values(), strict=True):
+        assert all(gradient.tobytes() == other.tobytes() for other in others)
+
+
+def test_a_value_that_is_not_finite_leaves_all_steps_to_tiles(rng: Any, monkeypatch: Any) -> None:
+    for row in (0, 129):
+        arguments = small_call(rng, (9, 130, 65), False)
+        arguments[1][4, row, 1, 3] = np.inf
+        for one, other in zip(*both_ways(monkeypatch, arguments), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_without_keys_have_no_part_in_gradients(rng: Any) -> None:
+    for seqlen_q, seqlen_k in ((8, 5), (700, 400)):
+        dout, q, k, v, out, lse = small_call(rng, (2, seqlen_q, seqlen_k), True)
+        first = seqlen_q - seqlen_k
+        assert not out[:, :first].any()
+        assert (lse[:, :, :first] == -np.inf).all()
+        seen = dout[:, first:], q[:, first:], k, v, out[:, first:], lse[:, :, first:]
+        expected = flash_attention_backward(*seen, causal=True, backend="cpu")
+        for array in (dout, q):
+            array[:, :first] = np.nan
+        dq, dk, dv = flash_attention_backward(dout, q, k, v, out, lse, causal=True, backend="cpu")
+        assert not dq[:, :first].any()
+        for one, other in zip((dq[:, first:], dk, dv), expected, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_empty_sequences_take_no_pass_and_no_record(monkeypatch: Any) -> None:
+    count = 20_000
+    monkeypatch.setattr(gradients.GradientPass, "make", None)
+    made = []
+    monkeypatch.setattr(steps, "Run", lambda *of: made.append(of) or Run(*of))
+    rows, none = np.ones((count, 2, 16), np.float32), np.zeros(count + 1, np.int32)
+    each, lse = np.arange(count + 1, dtype=np.int32), np.zeros((2, count), np.float32)
+    for starts_q, starts_k in ((none, none), (each, none), (none, each)):
+        arguments = rows, rows, rows, rows, rows, lse, starts_q, starts_k, 4, 4
+        found = flash_attention_varlen_backward(*arguments, backend="cpu")
+        assert not any(x.any() for x in found)
+    assert len(made) <= 1
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -28,6 +28,7 @@ from cupy_flash.host.passes import Block, Cut, Pass, Scratch, scratch_elements
 from cupy_flash.host.quiet import quiet
 from cupy_flash.host.sequence_places import PagedRows
 from cupy_flash.mods.modified import Modified
+from cupy_flash.problem.mask import Mask
 from cupy_flash.problem.problem import Problem
 from cupy_flash.problem.tile import Tile
 
@@ -154,14 +155,14 @@ def forward(
     if q.size == 0:
         # head_dim is at least 1.
         return
-    if causal and q_offset < 0 and modified is None:
-        # The first rows attend to no key, whatever their queries are.
-        first = min(-q_offset, q.shape[1])
+    visible = Mask(q.shape[1], k.shape[1], causal, q_offset)
+    if causal and modified is None and (first := visible.first_row(0)):
+        # These rows attend to no key, whatever their queries are.
         out[:, :first] = 0
         if lse is not None:
             lse[:, :, :first] = -np.inf
             lse = lse[:, :, first:]
-        q, out, q_offset = q[:, first:], out[:, first:], q_offset + first
+        q, out, q_offset = q[:, first:], out[:, first:], visible.behind(first).q_offset
         if not q.size:
             return
     options = causal, q_offset, softmax_scale, tile

@@ -39,6 +39,7 @@ from cupy_flash.host.turns import Turn, Turns
 from cupy_flash.mods.modified import Modified
 from cupy_flash.mods.scores import FIRST
 from cupy_flash.problem.gradient import ROWS
+from cupy_flash.problem.mask import Mask
 from cupy_flash.problem.problem import Problem
 from cupy_flash.problem.tile import Tile
 
@@ -178,16 +179,16 @@ def backward(
     ValueError
         The scratch of one worker passes :data:`SCRATCH_LIMIT` with this tile.
     """
-    if causal and q_offset < 0 and modified is None:
-        # The first rows attend to no key: they have no gradient and add to none.
-        first = min(-q_offset, q.shape[1])
+    visible = Mask(q.shape[1], k.shape[1], causal, q_offset)
+    if causal and modified is None and (first := visible.first_row(0)):
+        # These rows attend to no key: they have no gradient and add to none.
         if "q" in results:
             dq = results["q"]
             dq[:, :first] = 0
             results = {**results, "q": dq[:, first:]}
         q, out, dout = q[:, first:], out[:, first:], dout[:, first:]
         lse, dlse = lse[:, :, first:], None if dlse is None else dlse[:, :, first:]
-        q_offset += first
+        q_offset = visible.behind(first).q_offset
     call = q, k, v, out, dout, lse, dlse, results, causal, q_offset, softmax_scale, tile, threads
     if modified is None and backward_small(*call):
         return

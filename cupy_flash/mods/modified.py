@@ -50,8 +50,7 @@ class Modified(NamedTuple):
         if self.q_offset is not None:
             mask = mask._replace(q_offset=int(self.q_offset[b]))
         elif self.scores.seqused_q is not None:
-            unused = mask.seqlen_q - min(max(int(self.scores.seqused_q[b]), 0), mask.seqlen_q)
-            mask = mask._replace(q_offset=mask.q_offset + unused)
+            mask = mask.with_last(min(max(int(self.scores.seqused_q[b]), 0), mask.seqlen_q))
         left, right = self.window
         if self.prefix_lens is None:
             return mask._replace(seqlen_k=seqlen_k, left=left, right=right)

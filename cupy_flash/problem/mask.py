@@ -57,6 +57,14 @@ class Mask(NamedTuple):
             q_offset=round(self.q_offset / keys) * keys,
         )
 
+    def behind(self, rows: int) -> Mask:
+        """Return the mask of the rows behind the first ones."""
+        return self._replace(seqlen_q=self.seqlen_q - rows, q_offset=self.q_offset + rows)
+
+    def with_last(self, rows: int) -> Mask:
+        """Return the mask in which the last of some first rows stands where the last row does."""
+        return self._replace(q_offset=self.q_offset + self.seqlen_q - rows)
+
     def end(self, row: int) -> int:
         """Behind the last key that a row sees."""
         end = self.seqlen_k

@@ -38,7 +38,7 @@ def problem(
 
 def modified(dtype: str, **changes: bool) -> Problem:
     """Scores that are changed, and as those attributes say besides."""
-    score = ScoreSpec(None, None, False, False, True, False, "", np.dtype([]))
+    score = ScoreSpec(None, None, False, False, False, False, True, False, "", np.dtype([]))
     return dataclasses.replace(problem(dtype), score=dataclasses.replace(score, **changes))
 
 

@@ -144,7 +144,6 @@ MODULES = sorted(
 GIVES_POSITIONS = {
     str(Path("calls", "check_mod.py")): 1,
     str(Path("host", "gradient_tiles.py")): 1,
-    str(Path("host", "passes.py")): 1,
     str(Path("mods", "scores.py")): 2,
     str(Path("mods", "slopes.py")): 1,
     # Of pieces of a sequence: how they follow one another.

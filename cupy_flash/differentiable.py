@@ -148,7 +148,7 @@ class DifferentiableCall(NamedTuple):
 def dense_call(
     causal: bool,
     softmax_scale: float | None,
-    q_offset: int | None,
+    q_offset: Any,
     layout: str,
     modifications: Mapping[str, Any],
 ) -> tuple[DifferentiableCall, tuple[Any, ...]]:

@@ -30,7 +30,7 @@ struct Params {
   int seqlen_k;
   int heads_q;
   int heads_kv;
-  int q_offset;       // query i sees keys j <= i + q_offset when causal
+  int q_offset;       // query i sees keys j <= i + q_offset when causal; see first_position()
   int num_splits;     // thread blocks that share one query tile's keys
   int section_heads;  // heads whose query tiles are interleaved, see schedule.cuh
 

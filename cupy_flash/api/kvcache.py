@@ -108,7 +108,8 @@ def flash_attention_with_kvcache(
         keys of all query heads and 512 of them the values. `decode` reads them once.
     causal : bool
         Query i sees the keys j <= i + seqlen_k - seqlen_q, seqlen_k being the length after the
-        append: the last query sees every key.
+        append: the last query sees every key. With a `q_offset` it sees the keys j <= i +
+        q_offset[b].
     softmax_scale : float, optional
         Factor on the scores, by default 1 / sqrt(head_dim). An array of one number is read in
         each call, which waits for it where it lies on a GPU.

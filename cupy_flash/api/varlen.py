@@ -69,7 +69,7 @@ def flash_attention_varlen(
         total_q and total_k included; planning anew costs about a millisecond on the host.
     causal : bool
         Each sequence has a mask of its own, aligned bottom right: query i sees the keys j <= i +
-        seqlen_k - seqlen_q.
+        seqlen_k - seqlen_q, or j <= i + q_offset[b] with a `q_offset`.
     softmax_scale : float, optional
         Factor on the scores, by default 1 / sqrt(head_dim). An array of one number is read in
         each call, which waits for it where it lies on a GPU.

@@ -203,6 +203,8 @@ def normalize_int32(name: str, array: Any, *, on_host: bool) -> Any:
     """
     if isinstance(array, (list, tuple)):
         return _placed(_int32_of_list(name, array), on_host=on_host)
+    if isinstance(array, (int, np.integer)):
+        raise TypeError(f"{name} is {array}, one integer; expected an int32 array, or a list")
     given, array = array, normalize(name, array)
     if isinstance(array, np.ndarray) != on_host:
         found, other = ("on a GPU", "in host memory") if on_host else ("in host memory", "on a GPU")

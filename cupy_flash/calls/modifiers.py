@@ -217,7 +217,7 @@ def score_spec(
     window, has_prefix, has_offsets = modifiers.window, "prefix_lens" in specs, "q_offset" in specs
     if has_prefix:
         require_limit(window, causal=causal)
-    if modifiers == _ONLY_OFFSETS and not causal:
+    if not causal and modifiers._replace(derivable=None) == _ONLY_OFFSETS:
         raise ValueError(NOTHING_TO_PLACE)
     text = _device_text(
         modifiers.score_mod,

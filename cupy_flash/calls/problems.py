@@ -152,7 +152,8 @@ def _float8_scales(
                 raise ValueError(f"{name} is for q, k and v of {FLOAT8}; q is {q.dtype}")
         return None
     if options.modifiers is not None:
-        raise ValueError(f"q is {q.dtype}, which is served without modifications only")
+        arrays = f" ({', '.join(options.modifiers.names)})" if options.modifiers.names else ""
+        raise ValueError(f"q is {q.dtype}, which is served without modifications{arrays} only")
     if arguments.out is not None and options.out_dtype is not None:
         raise ValueError("out and out_dtype both say what the output is; pass one")
     strides = {

@@ -76,8 +76,8 @@ class SequenceModifications(Modifications, total=False):
     Parameters
     ----------
     q_offset : int32 array, (batch,)
-        Position of the first query of each sequence among its keys, from -2^30 to 2^30. By default
-        the last query of a sequence stands at its last key.
+        Position of the first query of each sequence among its keys, at most 2^30 - 2^10 from 0. By
+        default the last query of a sequence stands at its last key.
     """
 
     q_offset: Any
@@ -89,8 +89,9 @@ class PackedModifications(SequenceModifications, total=False):
     Parameters
     ----------
     seqused_q : int32 array, (batch,)
-        Number of queries of each sequence that are used. The rows behind them attend to no key, and
-        unless there is a q_offset the last query that is used stands at the last key.
+        Number of queries of each sequence that are used. The rows behind them attend to no key: 0
+        in out, and in lse -inf, or the sink. Unless there is a q_offset, the last query that is
+        used stands at the last key.
     """
 
     seqused_q: Any

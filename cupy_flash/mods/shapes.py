@@ -96,7 +96,11 @@ _OF_ONE_KIND: dict[str, tuple[str, str, dict[str, str]]] = {
         "batches of equal lengths",
         {"packed": "; pass seqused_k", "cached": "; pass cache_seqlens"},
     ),
-    "seqused_q": ("packed", "packed sequences", {}),
+    "seqused_q": (
+        "packed",
+        "packed sequences",
+        {"equal": "; pass mask_mod", "cached": "; pass mask_mod"},
+    ),
     "cache_leftpad": ("cached", "caches", {"equal": "; pass mask", "packed": "; pass mask_mod"}),
 }
 

@@ -121,6 +121,9 @@ class Plan:
         if family is not None and not family.automatic:
             # A baseline, which visits all.
             return []
+        if score is not None and (score.offsets or score.seqused_q):
+            # The positions of queries stand in arrays.
+            return []
         mask = problem.mask
         if not problem.layout.is_equal and problem.layout.kind != "padded":
             # Each sequence has a mask of its own, aligned at its end.

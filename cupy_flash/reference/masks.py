@@ -90,6 +90,8 @@ def _require_fit(modified: Modified, seqlen_q: int, seqlen_k: int, b: int, h: in
         "prefix_lens": (modified.prefix_lens, (sequence,)),
         "seqlens_k": (modified.seqlens_k, (sequence,)),
         "q_offset": (modified.q_offset, (sequence,)),
+        "seqused_q": (scores.seqused_q, (sequence,)),
+        "cache_leftpad": (scores.cache_leftpad, (sequence,)),
     }
     for name, (array, axes) in arrays.items():
         if array is None:

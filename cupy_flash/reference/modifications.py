@@ -108,9 +108,18 @@ def read_scale(name: str, scale: Any, q: Any) -> Any:
 
 
 def integers(array: Any) -> Any:
-    """Integers of any kind in host memory; None stays."""
+    """Integers of any kind in host memory; None stays.
+
+    Raises
+    ------
+    TypeError
+        For other numbers.
+    """
     if array is None:
         return None
     if hasattr(array, "__dlpack_device__"):
         array = read("an array of integers", array)
-    return np.asarray(taken_by(np, array))
+    found = np.asarray(taken_by(np, array))
+    if found.size and found.dtype.kind not in "iu":
+        raise TypeError(f"an array of integers has dtype {found.dtype}")
+    return found

@@ -236,10 +236,12 @@ struct Shares {
   }
 
   __device__ Share share_of_line() const {
-    // Every sequence has the same number of keys where no array counts them.
-    const bool is_uniform =
-        !Config::sequences || p.batch == 1 ||
-        (p.seqused_k == nullptr && p.cache_batch_idx == nullptr);
+    // Every sequence has the same number of units if no array counts its keys, and no array places
+    // a window that hides its first ones.
+    constexpr bool begins_differ = Config::offsets && Config::window_left;
+    const bool has_lengths =
+        Config::sequences && (p.seqused_k != nullptr || p.cache_batch_idx != nullptr);
+    const bool is_uniform = p.batch == 1 || !(begins_differ || has_lengths);
     Share taken;
     if (is_uniform) {
       // The first's, in the lane that keeps the share.

@@ -39,7 +39,7 @@ struct Visit : VisitPlace<Found> {
     return VisitPlace<Found>::sequence(p, work.batch);
   }
 
-  // The queries of a sequence that was found are aligned with the last of its keys.
+  // A sequence that was found has its own number of keys and its own position of the first query.
   template <class Config>
   __device__ Mask<Config> mask(const Params& p) const {
     if constexpr (Found) {

@@ -58,6 +58,7 @@ REFUSED = [
     ({"prefix_lens": np.zeros(BATCH, np.int32)}, ValueError, "causal=True"),
     ({"prefix_lens": [3, -1], "causal": True}, ValueError, r"prefix_lens\[1\] is -1"),
     ({"q_offset": np.zeros(BATCH, np.int32)}, ValueError, "causal=True"),
+    ({"seqused_q": [1, 1]}, ValueError, "seqused_q is for packed sequences; pass mask_mod"),
     ({"q_offset": [0, 2**30], "causal": True}, ValueError, r"q_offset\[1\] is 1073741824"),
     ({"q_offset": [0], "causal": True}, ValueError, r"expected \(2,\), one for each sequence"),
     ({"q_offset": np.zeros(BATCH), "causal": True}, TypeError, r"q_offset.astype\('int32'\)"),

@@ -15,9 +15,13 @@ from cupy_flash import (
     attention_varlen_backward_reference,
     attention_varlen_reference,
     attention_with_kvcache_reference,
+    flash_attention,
+    flash_attention_backward,
     flash_attention_varlen,
     flash_attention_varlen_backward,
     flash_attention_with_kvcache,
+    plan,
+    seen_pairs,
 )
 
 LIBRARIES = ["numpy", pytest.param("cupy", marks=pytest.mark.gpu)]
@@ -150,3 +154,35 @@ def test_lengths_of_another_kind_of_call_are_refused() -> None:
         flash_attention_varlen(*packed, starts, starts, 4, 4, cache_leftpad=lengths)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match=r"cache_leftpad\[1\] is 5; expected at most 4: the cache"):
         flash_attention_with_kvcache(q, q, q, cache_seqlens=4, cache_leftpad=[0, 5])
+
+
+def test_positions_of_queries_have_something_to_place_in_both_directions() -> None:
+    q, lse = np.zeros((2, 4, HEADS_Q, DIM)), np.zeros((2, HEADS_Q, 4))
+    with pytest.raises(ValueError, match="q_offset places a causal mask"):
+        flash_attention_backward(q, q, q, q, q, lse, q_offset=[2, 6])
+
+
+def test_one_integer_for_all_sequences_is_told_from_an_array() -> None:
+    q = np.zeros((2, 4, HEADS_Q, DIM))
+    message = "q_offset is 3, one integer; expected an int32 array, or a list"
+    with pytest.raises(TypeError, match=message):
+        flash_attention_with_kvcache(q, q, q, cache_seqlens=4, causal=True, q_offset=3)
+
+
+def test_a_plan_counts_no_blocks_of_positions_in_arrays() -> None:
+    q = np.zeros((2, 512, HEADS_Q, DIM))
+    text = str(plan(flash_attention, q, q, q, causal=True, q_offset=[0, 0], arch="sm_90"))
+    assert "q_offset of each sequence" in text
+    assert "visited" not in text
+
+
+@pytest.mark.parametrize("name", ["q_offset", "seqused_q", "cache_leftpad"])
+def test_a_picture_of_a_sequence_that_there_is_not_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name} has shape \(2,\), but b is 3"):
+        seen_pairs(5, 9, b=3, causal=True, **{name: [2, 6]})
+
+
+def test_the_reference_takes_integers_only() -> None:
+    q = np.zeros((2, 4, HEADS_Q, DIM))
+    with pytest.raises(TypeError, match="an array of integers has dtype float64"):
+        attention_reference(q, q, q, causal=True, q_offset=[1.5, 2])

@@ -1,0 +1,70 @@
+// Prints the parts of the keys that thread blocks take by `shares.cuh` if a window hides the first
+// keys of each sequence, and each has its own position of the first query. Of each launch, standard
+// input has one line of numbers: whether there are sequences of their own lengths, and whether an
+// array has these, batch, keys, the window's left bound, thread blocks, and the positions. The
+// answer is a line for each part, batch, begin and end, and then an empty line.
+#define CUPY_FLASH_MODIFIED
+// First, because the kernels' headers need them.
+#include "cuda_on_host.h"
+struct Positions {
+  const int* of_sequence;
+  int at(int batch) const { return of_sequence[batch]; }
+};
+struct ModArguments {
+  Positions q_offset;
+  int window_left;
+};
+
+// Then what is tested.
+#include "grid/shares.cuh"
+
+#include <cstdio>
+
+#include "read_numbers.h"
+
+template <bool Sequences>
+struct Config {
+  static constexpr int head_dim = 128, head_dim_v = 128, Br = 16, Bc = 16, warps = 8, team = 1;
+  static constexpr int group = 4, page_size = 0, cluster = 4, cluster_units = 3;
+  static constexpr bool causal = true, sequences = Sequences, balanced = true;
+  static constexpr bool window_left = true, window_right = false, prefix = false;
+  static constexpr bool offsets = true, seqused_q = false, padded = false;
+  static constexpr bool split_keys = false, values_in_keys = false;
+};
+
+template <class Config>
+void print_parts(const Params& p) {
+  run_block(32, [&] {
+    for (unsigned z = 0; z < gridDim.z; ++z) {
+      blockIdx = {0, 0, z};
+      Share share;
+      const bool is_counted = p.seqused_k != nullptr && threadIdx.x < unsigned(p.batch);
+      Shares<Config> shares(p, share, is_counted ? p.seqused_k[threadIdx.x] : 0);
+      shares.take();
+      if (threadIdx.x != 0) continue;
+      Part part;
+      for (; shares.find(part); shares.pass(part)) {
+        std::printf("%d %d %d\n", part.batch, part.begin, part.end);
+      }
+    }
+  });
+  std::printf("\n");
+}
+
+int main() {
+  int is_of_sequences;
+  while (std::scanf("%d", &is_of_sequences) == 1) {
+    const std::vector<int> n = read(5), positions = read(n[1]), used(n[1], n[2]);
+    Params p = {};
+    p.batch = p.caches = n[1];
+    p.seqlen_q = 1;
+    p.seqlen_k = n[2];
+    p.keys = is_of_sequences ? n[2] : 0;
+    p.seqused_k = n[0] ? used.data() : nullptr;
+    p.heads_q = 4;
+    p.heads_kv = p.num_splits = 1;
+    p.mods = {{positions.data()}, n[3]};
+    gridDim = {1, 1, unsigned(n[4])};
+    is_of_sequences ? print_parts<Config<true>>(p) : print_parts<Config<false>>(p);
+  }
+}

@@ -245,7 +245,7 @@ def test_a_page_that_is_not_there_is_refused(changes, message):
         ({"num_splits": "2"}, "num_splits is '2'; expected an integer"),
         ({"max_seqlen_q": True}, "max_seqlen_q is True; expected an integer"),
         ({"return_lse": 1}, "return_lse is 1; expected True or False"),
-        ({"seqused_k": 3}, "seqused_k is 5, one integer; expected an int32 array, or a list"),
+        ({"seqused_k": 3}, "seqused_k is 3, one integer; expected an int32 array, or a list"),
         ({"tile": "64"}, "tile is '64'; expected a Tile"),
     ],
 )

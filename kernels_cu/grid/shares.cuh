@@ -238,10 +238,10 @@ struct Shares {
   __device__ Share share_of_line() const {
     // Every sequence has the same number of units if no array counts its keys, and no array places
     // a window that hides its first ones.
-    constexpr bool begins_differ = Config::offsets && Config::window_left;
-    const bool has_lengths =
-        Config::sequences && (p.seqused_k != nullptr || p.cache_batch_idx != nullptr);
-    const bool is_uniform = p.batch == 1 || !(begins_differ || has_lengths);
+    constexpr bool begins_alike = !(Config::offsets && Config::window_left);
+    const bool is_uniform =
+        (begins_alike && !Config::sequences) || p.batch == 1 ||
+        (begins_alike && p.seqused_k == nullptr && p.cache_batch_idx == nullptr);
     Share taken;
     if (is_uniform) {
       // The first's, in the lane that keeps the share.

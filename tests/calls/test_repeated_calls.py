@@ -201,8 +201,9 @@ def test_new_functions_of_the_same_text_keep_no_memory(call: Call, gpu: FakeGpu)
         after, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    # Entries of full caches that are replaced count as new memory: 5 KB in all.
-    assert after - before < 50 * CALLS_WITH_NEW_FUNCTIONS
+    # Entries of bounded caches that are replaced count as new memory: 5 to 100 KB in all. A call
+    # that kept its functions would keep 11 KB.
+    assert after - before < 500 * CALLS_WITH_NEW_FUNCTIONS
 
 
 def test_modifications_take_as_many_arguments_as_they_need(gpu: FakeGpu) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.draws import few_then_slow
 
 from cupy_flash.families.contract import KERNEL_DIR
 from cupy_flash.problem.mask import Mask
@@ -35,7 +36,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return program
 
 
-@pytest.mark.parametrize("batch", [1, 2, 8, 33, 70])
+@pytest.mark.parametrize("batch", few_then_slow([8, 1, 2, 33, 70], 1))
 def test_every_unit_from_the_first_visible_key_on_is_taken_once(
     program: Path, batch: int, rng: Any
 ) -> None:

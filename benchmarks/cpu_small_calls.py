@@ -1,10 +1,10 @@
-r"""Small float32 calls of the CPU backend, and their gradients, beside the plain formula in NumPy.
+r"""Small float32 calls of the CPU backend, and their gradients, and the plain formula in NumPy.
 
     OPENBLAS_NUM_THREADS=1 python benchmarks/cpu_small_calls.py \
         --output benchmarks/results/cpu_small_calls.json
 
 BLAS has as many threads for the formula as for the CPU backend's callers, those of the environment.
-The formula's gradients compute the weights from the log-sum-exp. The two are called in turns, 30
+The formula's gradients compute the weights from the log-sum-exp. Calls of the two alternate, 30
 times each, or as often as half a second allows, but 3 times at least. The medians count. A case
 that misses the rule below is timed once more, and the better ratio counts.
 
@@ -74,7 +74,7 @@ def seconds_of(call: Any) -> float:
 
 
 def median_times(case: Case) -> tuple[float, float]:
-    """Return the median milliseconds of ours and of the formula, called in turns."""
+    """Return the median milliseconds of ours and of the formula, which alternate."""
     first = seconds_of(case.ours) + seconds_of(case.naive)
     repeats = max(LEAST_REPEATS, min(REPEATS, int(SECONDS / first)))
     times = [(seconds_of(case.ours), seconds_of(case.naive)) for _ in range(repeats)]

@@ -89,8 +89,8 @@ def flash_attention_with_kvcache(
     rotary_interleaved : bool
         Whether columns 2i and 2i + 1 are a pair; else i and i + rotary_dim / 2 are.
     rotary_seqlens : array of integers, shape (batch,), optional
-        Positions from which the rows of each sequence are rotated, in place of cache_seqlens: for a
-        cache whose first rows are padding, or were dropped.
+        Position of the first new row of each sequence, from which rows are rotated; cache_seqlens
+        by default. Pass it if the first rows of a cache are padding, or were dropped.
     k_scale, v_scale : arrays of float32, or numbers, optional
         Of caches of 8 bits, whose numbers stand for themselves times their scale; 1 if not given. A
         number is copied to a GPU in the first call that has it. Arrays broadcast to (caches,

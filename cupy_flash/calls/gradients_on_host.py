@@ -48,6 +48,7 @@ def backward(
 ) -> tuple[np.ndarray, ...]:
     """Gradients of NumPy arrays, in the order of `Options.wrt`."""
     assert options.wrt is not None
+    # Such a call has neither lengths nor modifications, whose arrays may have to be converted.
     is_plain = options.kind == "equal" and options.modifiers is None
     if not is_plain:
         arguments = converted(arguments, options)

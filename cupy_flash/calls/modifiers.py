@@ -239,7 +239,8 @@ def score_spec(
         text.hides_pairs,
         text.text,
         text.dtype,
-        # A map tells what the user's mask alone hides, if all sequences have the same positions.
+        # A block map covers pairs that the user's mask alone hides, at positions that all
+        # sequences have in common.
         may_be_mapped=modifiers.mask_mod is not None
         and not has_offsets
         and not {"mask", "tree_mask", "seqused_q", "cache_leftpad"} & set(specs)

@@ -41,6 +41,7 @@ def forward(
     functions: Functions = NO_FUNCTIONS,
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Attention of NumPy arrays, and the append before it; see `on_gpu.run`."""
+    # Such a call has neither lengths nor modifications, whose arrays may have to be converted.
     is_plain = options.kind == "equal" and options.modifiers is None
     if not is_plain:
         arguments = converted(arguments, options)
@@ -77,7 +78,7 @@ class _Known(NamedTuple):
     tile
         The CPU backend's; None where a GPU computes, or each run of sequences has its own.
     out_dtype
-        Of a new output.
+        Dtype of a new output.
     """
 
     problem: Problem
@@ -134,7 +135,7 @@ def positions_of_used(arguments: Any, arrays: Mapping[str, Any]) -> dict[str, An
     arguments
         `Arguments` or `GradientArguments` of the call, whose contents were checked.
     arrays
-        Those of its modifications.
+        Arrays of its modifications, by name.
     """
     if "seqused_q" not in arrays or "q_offset" in arrays:
         return {}

@@ -54,13 +54,13 @@ MAX_ROWS_TO_DIVIDE_KEYS = 32
 MIN_BYTES_TO_DIVIDE_KEYS = 2 << 20
 
 
-class Small(NamedTuple):
+class SmallCall(NamedTuple):
     """How a small call is computed, as far as the shapes of its arrays decide.
 
     Attributes
     ----------
     shape
-        Batch, KV heads, and query rows that share the keys of a KV head.
+        Batch, KV heads, and query rows of a KV head.
     is_grouped
         Whether these rows are of several query heads, at one position each.
     visible
@@ -90,7 +90,7 @@ def small_call(
     causal: bool,
     q_offset: int,
     tile: Tile,
-) -> Small | None:
+) -> SmallCall | None:
     """Return how a call is computed in one step; None if it is not for `forward_small`."""
     batch, seqlen_q, heads, head_dim = q_shape
     _, seqlen_k, heads_kv, _ = k_shape
@@ -107,7 +107,7 @@ def small_call(
         return None
     is_masked = not visible.sees_all(0, seqlen_q)
     rows_of_head = seqlen_q * (heads // heads_kv)
-    return Small(
+    return SmallCall(
         shape=(batch, heads_kv, rows_of_head),
         is_grouped=heads != heads_kv,
         visible=visible if is_masked else None,
@@ -150,7 +150,7 @@ def forward_small(
 
 
 def _attend_in_one_step(
-    q: Array, k: Array, v: Array, out: Array, lse: Array | None, small: Small, scale: Any
+    q: Array, k: Array, v: Array, out: Array, lse: Array | None, small: SmallCall, scale: Any
 ) -> bool:
     """Output and lse of a small call; False, and no output, if a row has no weight."""
     shape, is_grouped, visible, is_tiny, divides, _ = small
@@ -243,7 +243,7 @@ def attend(job: Pass, scratch: Scratch, block: Block, keys: tuple[int, int]) -> 
 def cut_scores(flat: Array, keys: int, rows_of_product: int) -> tuple[Array, int]:
     """A matrix of rows by keys or of keys by rows, and which of its axes are the keys.
 
-    `rows_of_product` is the number of rows that share the keys of a KV head.
+    `rows_of_product` is the number of query rows of a KV head.
     """
     if is_key_by_key(flat.size // keys, keys, rows_of_product):
         return flat.reshape(keys, -1), 0
@@ -334,7 +334,7 @@ def divides_keys(seqlen_q: int, seqlen_k: int, heads: int, bytes_of_key: int) ->
     Parameters
     ----------
     seqlen_q
-        Number of rows that share the keys of a head.
+        Number of query rows of a KV head.
     seqlen_k
         Number of keys.
     heads

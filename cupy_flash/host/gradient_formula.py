@@ -1,8 +1,8 @@
 """Gradients on the CPU by the plain formula, where the scores of a head are few.
 
-A step computes all pairs of some heads of some sequences. A small call is one step, and threads
-share the steps of others. Each gradient is written once, as the formula gives it, and nothing is
-accumulated over tiles.
+A step computes all pairs of some heads of some sequences. A small call is one step, and the steps
+of other calls are distributed over threads. Each gradient is written once, as the formula gives it,
+and nothing is accumulated over tiles.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MIN_SCORES_PER_WORKER = 1 << 17
 _ROWS = frozenset(ROWS)
 
 
-class Small(NamedTuple):
+class SmallGradients(NamedTuple):
     """How a call is computed by the formula, as far as the shapes of its arrays decide.
 
     Attributes
@@ -92,14 +92,14 @@ class Small(NamedTuple):
 
 # Finding out takes as long as three calls of NumPy.
 @functools.lru_cache(1024)
-def small_call(
+def small_gradients(
     q_shape: tuple[int, int, int, int],
     k_shape: tuple[int, int, int, int],
     head_dim_v: int,
     causal: bool,
     q_offset: int,
     tile: Tile,
-) -> Small | None:
+) -> SmallGradients | None:
     """Return how a call is computed by the formula; None if it is not for `backward_small`."""
     batch, seqlen_q, heads, head_dim = q_shape
     _, seqlen_k, heads_kv, _ = k_shape
@@ -122,7 +122,7 @@ def small_call(
     heads_of_step = even_share(heads, at_once)
     sequences_of_step = even_share(batch, at_once // heads)
     steps = -(-heads // heads_of_step) * -(-batch // sequences_of_step)
-    return Small(
+    return SmallGradients(
         visible=None if visible.sees_all(0, seqlen_q) else visible,
         rows_of_one_key=rows_of_one_key,
         is_of_one_thread=of_head * max(head_dim, head_dim_v) <= MAX_PRODUCT_OF_ONE_THREAD,
@@ -168,7 +168,7 @@ def backward_small(
     for result in results.values():
         if result.dtype != dtype:
             return False
-    small = small_call(q.shape, k.shape, v.shape[3], causal, q_offset, tile)
+    small = small_gradients(q.shape, k.shape, v.shape[3], causal, q_offset, tile)
     if small is None:
         return False
     scale = dtype.type(softmax_scale)
@@ -218,7 +218,7 @@ def _differentiate(
     lse: Array,
     dlse: Array | None,
     results: Mapping[str, Array],
-    small: Small,
+    small: SmallGradients,
     scale: Any,
     scratch: Scratch | None,
 ) -> bool:
@@ -278,7 +278,7 @@ def _transposed(x: Array) -> Array:
 
 
 def _products(
-    rows: Array, keys: Array, small: Small, scratch: Scratch | None, name: str
+    rows: Array, keys: Array, small: SmallGradients, scratch: Scratch | None, name: str
 ) -> tuple[Array, Array]:
     """Return the products of rows with keys as they are stored, and as (..., rows, keys)."""
     if scratch is None and not small.is_key_by_key and not small.divides:

@@ -58,11 +58,11 @@ class Mask(NamedTuple):
         )
 
     def behind(self, rows: int) -> Mask:
-        """Return the mask of the rows behind the first ones."""
+        """Return the mask of the rows that follow the first `rows` ones, at their positions."""
         return self._replace(seqlen_q=self.seqlen_q - rows, q_offset=self.q_offset + rows)
 
     def with_last(self, rows: int) -> Mask:
-        """Return the mask in which the last of some first rows stands where the last row does."""
+        """Return the mask shifted so that row ``rows - 1`` has the position of the last row."""
         return self._replace(q_offset=self.q_offset + self.seqlen_q - rows)
 
     def end(self, row: int) -> int:

@@ -249,7 +249,7 @@ def attention_with_kvcache_reference(
     rotary_interleaved : bool
         Whether columns (2i, 2i + 1) are a pair; else (i, i + rotary_dim / 2) are.
     rotary_seqlens : integer array, (batch,), optional
-        Positions to rotate from in place of ``cache_seqlens``.
+        Position of the first new row of each sequence; ``cache_seqlens`` by default.
     k_scale, v_scale : numbers or float32 arrays, optional
         Of caches of 8 bits, broadcast to (caches, seqlen_cache, heads_kv) or (pages, page_size,
         heads_kv).

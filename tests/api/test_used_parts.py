@@ -23,6 +23,7 @@ from cupy_flash import (
     plan,
     seen_pairs,
 )
+from cupy_flash.reference.dense import attention_naive, error_bound, max_error
 
 LIBRARIES = ["numpy", pytest.param("cupy", marks=pytest.mark.gpu)]
 HEADS_Q, HEADS_KV, DIM = 4, 2, 16
@@ -127,6 +128,36 @@ def test_padding_at_the_start_of_a_cache_is_left_out(
         for found in (results, (reference.out, reference.lse)):
             np.testing.assert_allclose(on_host(found[0])[b], out[0], rtol=0, atol=1e-12)
             np.testing.assert_allclose(on_host(found[1])[b], lse[0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("places", [lambda b: 1000 * b, lambda b: 8191 - 1000 * b])
+@pytest.mark.parametrize("batch", [8, 40])
+@pytest.mark.parametrize("is_cached", [False, True], ids=["dense", "cached"])
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_windows_may_begin_elsewhere_in_each_sequence(
+    library: str, is_cached: bool, batch: int, places: Any, rng: Any
+) -> None:
+    """Of one query and many keys, `decode` divides the keys of all sequences among its blocks."""
+    xp = importlib.import_module(library)
+    keys = 8192 if batch == 8 else 1500
+    q, k, v = (
+        rng.standard_normal((batch, rows, heads, DIM)).astype(np.float16)
+        for rows, heads in ((1, HEADS_Q), (keys, HEADS_KV), (keys, HEADS_KV))
+    )
+    offsets = np.clip(places(np.arange(batch)), -500, keys + 400).astype(np.int32)
+    options = {"causal": True, "window_size": (511, 0)}
+    arrays = [xp.asarray(x) for x in (q, k, v)]
+    given = {**options, "q_offset": xp.asarray(offsets), "return_lse": True}
+    if library == "cupy":
+        given["family"] = "decode"
+    if is_cached:
+        out, lse = flash_attention_with_kvcache(*arrays, cache_seqlens=keys, **given)
+    else:
+        out, lse = flash_attention(*arrays, **given)
+    expected = attention_reference(q, k, v, **options, q_offset=offsets, return_lse=True)
+    bound = error_bound(attention_naive(q, k, v, **options, q_offset=offsets), expected[0], q.dtype)
+    assert max_error(on_host(out), expected[0]) <= bound
+    np.testing.assert_allclose(on_host(lse), expected[1], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(

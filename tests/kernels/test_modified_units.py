@@ -138,7 +138,7 @@ def test_a_unit_of_sequences_that_are_used_in_part_compiles(
 
 
 def check_unit(compile_pool: ProcessPoolExecutor, made: Plan, spilled: int) -> None:
-    """Compile the unit of a plan; fail unless it spills at most so many bytes."""
+    """Compile the unit of a plan; fail if a thread spills more than `spilled` bytes."""
     device = made.device
     assert device is not None
     assert made.unit is not None

@@ -239,7 +239,7 @@ class FakeGpu:
         self._next = _FIRST
 
     def forget(self) -> None:
-        """Drop what was noted of calls so far."""
+        """Clear the lists of what calls did so far."""
         for noted in vars(self).values():
             if isinstance(noted, list):
                 noted.clear()

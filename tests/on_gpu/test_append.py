@@ -41,7 +41,7 @@ class Case:
     rotary_rows: int = 41
     rotary_dtype: str = ""
     rotary_interleaved: bool = True
-    causal: bool = True
+    queries_advance: bool = True
     alignment: int = 16
     rotary_alignment: int = 16
     ranks: int = 1
@@ -279,7 +279,7 @@ def check(arrays: Arrays, places: Places) -> None:
         return
     got_q = q_rotated[:-1].reshape(host["q"].shape)
     for batch, row in np.ndindex(case.batch, case.seqlen_q):
-        position = min(int(before[batch]) + (row if case.causal else 0), last)
+        position = min(int(before[batch]) + (row if case.queries_advance else 0), last)
         exact, bound = turned(
             case, host["q"][batch, row], host["cos"][position], host["sin"][position]
         )
@@ -370,12 +370,12 @@ def test_a_row_has_the_same_bits_whatever_its_alignment(rotary: str) -> None:
     assert results == results[:1] * 4
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("queries_advance", [True, False])
 @pytest.mark.parametrize(("seqlen_q", "seqlen_new"), [(1, 1), (7, 2), (2, 7), (3, 0), (1, 20)])
 def test_queries_and_new_keys_may_differ_in_number(
-    rng: np.random.Generator, seqlen_q: int, seqlen_new: int, causal: bool
+    rng: np.random.Generator, seqlen_q: int, seqlen_new: int, queries_advance: bool
 ) -> None:
-    case = Case(seqlen_q=seqlen_q, seqlen_new=seqlen_new, rotary_dim=64, causal=causal)
+    case = Case(seqlen_q=seqlen_q, seqlen_new=seqlen_new, rotary_dim=64, queries_advance=queries_advance)
     run_and_check(rng, case)
 
 

@@ -193,7 +193,7 @@ def arguments_of(function: Callable[..., Any]) -> dict[str, bool]:
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
             found |= dict.fromkeys(cupy_flash.Modifications.__annotations__, False)
-        else:
+        elif parameter.annotation != "int | None":
             found[parameter.name] = parameter.default is parameter.empty
     return {name: required for name, required in found.items() if name not in PLAIN}
 

@@ -23,6 +23,7 @@ def flash_attention_with_kvcache(
     v: Any | None = None,
     *,
     cache_seqlens: Any,
+    cu_seqlens_k_new: Any | None = None,
     cache_batch_idx: Any | None = None,
     block_table: Any | None = None,
     rotary_cos: Any | None = None,
@@ -74,6 +75,10 @@ def flash_attention_with_kvcache(
         list, which is copied to where q lies. Arrays of other integers than int32 are converted in
         each call. What is attended to has the length cache_seqlens + seqlen_new. The array is not
         written.
+    cu_seqlens_k_new : array of integers, shape (batch + 1,), optional
+        For sequences with different numbers of new rows. k and v are then packed, (total_new,
+        heads_kv, head_dim) and (total_new, heads_kv, head_dim_v), and rows cu_seqlens_k_new[b] to
+        cu_seqlens_k_new[b + 1] - 1 are the new rows of sequence b.
     cache_batch_idx : array of integers, shape (batch,), optional
         Which cache each sequence has; by default sequence b has cache b. If two share one that is
         appended to, either's rows are left there.
@@ -178,6 +183,8 @@ def flash_attention_with_kvcache(
     - a length is taken to be within [0, capacity], capacity being seqlen_cache or max_pages *
       page_size; new rows beyond the capacity are dropped, and so are those for a page outside of
       [0, pages);
+    - an entry of cu_seqlens_k_new is taken to be within [0, total_new], and rows of no sequence
+      are not appended;
     - a sequence whose entry in cache_batch_idx is no cache has no keys, and nothing is appended;
     - the rows of a page outside of [0, pages) are zeros;
     - a rotary position outside of the table takes its nearest row.
@@ -216,6 +223,7 @@ def flash_attention_with_kvcache(
         rotary_cos,
         rotary_sin,
         rotary_seqlens,
+        cu_seqlens_k_new,
     )
     options = Options(
         "cached",

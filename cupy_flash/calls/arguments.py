@@ -61,6 +61,8 @@ class Arguments(NamedTuple):
     rotary_cos: Any = None
     rotary_sin: Any = None
     rotary_seqlens: Any = None
+    # Of packed new rows.
+    cu_seqlens_k_new: Any = None
     # Of float8.
     q_scale: Any = None
 
@@ -156,8 +158,8 @@ FIELDS = {
     "equal": slice(0, 4),
     "qkvpacked": slice(3, 5),
     "packed": slice(0, 11),
-    "cached": slice(0, 18),
-    "scaled": slice(0, 19),
+    "cached": slice(0, 19),
+    "scaled": slice(0, 20),
 }
 _REQUIRED = {
     "equal": ("q", "k", "v"),
@@ -175,6 +177,7 @@ INT32 = frozenset(
         "cache_seqlens",
         "cache_batch_idx",
         "rotary_seqlens",
+        "cu_seqlens_k_new",
         "prefix_lens",
         "seqlens_k",
         "q_offset",
@@ -192,7 +195,7 @@ IN_PLACE = (*CACHES, *FLOAT8_SCALES)
 
 def written_arrays(problem: Problem) -> tuple[str, ...]:
     """Names of the arrays that a call writes."""
-    if not problem.layout.new_keys:
+    if not problem.layout.appends:
         return ("out",)
     computed = problem.scales is not None and problem.scales.computed
     first = slice(1) if problem.values_in_keys else slice(2)

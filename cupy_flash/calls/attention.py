@@ -205,13 +205,17 @@ def prepare(
     if arguments.rotary_cos is not None:
         rotated_at = -(-scratch // _SCRATCH_ALIGNMENT) * _SCRATCH_ALIGNMENT
         scratch = rotated_at + q.size * q.itemsize
-    appends = layout.new_keys > 0 or arguments.rotary_cos is not None
+    parts_of_scratch = dict(plan.schedule.parts)
+    if layout.packed_new:
+        # The lengths after the append, which it writes and attention reads.
+        parts_of_scratch["lengths_after"] = -(-scratch // _SCRATCH_ALIGNMENT) * _SCRATCH_ALIGNMENT
+        scratch = parts_of_scratch["lengths_after"] + 4 * problem.batch
+    appends = layout.appends or arguments.rotary_cos is not None
     has_no_keys = is_cached and problem.seqlen_k == 0
     # Kernels clear rows of no sequence, but none is launched if no sequence can have rows.
     is_unowned = layout.packed_q and problem.is_empty and q.size > 0
     spec = map_spec(plan)
     parts, map_place = _PARTS_OF_QKV if qkv is not None else (), (_MAP,) if spec else ()
-    parts_of_scratch = plan.schedule.parts
     names = (*fields, *_VALUES, *parts, *map_place, *parts_of_scratch)
     sources, maps = _sources(arguments, plan), plan.schedule.tensor_maps
     fixed = fixed_fields(plan)
@@ -290,7 +294,8 @@ def _sources(arguments: Arguments, plan: Plan) -> dict[str, str]:
     found["out"] = "result"
     if is_cached:
         values = "k_cache" if plan.problem.values_in_keys else "v_cache"
-        found |= {"k": "k_cache", "v": values, "seqused_k": "cache_seqlens", "keys": "keys"}
+        lengths = "lengths_after" if plan.problem.layout.packed_new else "cache_seqlens"
+        found |= {"k": "k_cache", "v": values, "seqused_k": lengths, "keys": "keys"}
     if plan.problem.layout.kind == "padded":
         found["seqused_k"] = "seqlens_k"
     if arguments.rotary_cos is not None:
@@ -314,7 +319,10 @@ def append_spec(arguments: Arguments, problem: Problem, options: Options) -> app
         # Then the keys are all there is to append.
         head_dim_v, v, v_cache = 0, arguments.k, arguments.k_cache
         scales = None if scales is None else scales._replace(v=None)
-    arrays = (arguments.q, arguments.k, v, arguments.k_cache, v_cache)
+    new = (arguments.k, v)
+    if layout.packed_new:
+        new = tuple(rows[None] for rows in new)
+    arrays = (arguments.q, *new, arguments.k_cache, v_cache)
     specs = [spec_of(array, address_of(array)) for array in arrays]
     together = specs if scales is None else specs[:3]
     q_spec, k_spec, v_spec, k_cache_spec, v_cache_spec = specs
@@ -324,6 +332,7 @@ def append_spec(arguments: Arguments, problem: Problem, options: Options) -> app
         batch=problem.batch,
         seqlen_q=problem.seqlen_q,
         seqlen_new=layout.new_keys,
+        total_new=arguments.k.shape[0] if layout.packed_new else None,
         heads_q=problem.heads_q,
         heads_kv=problem.heads_kv,
         head_dim=problem.head_dim,

@@ -19,21 +19,42 @@ class LengthLimit(NamedTuple):
     reason: str
 
 
-def length_limits(arguments: Arguments, problem: Problem) -> tuple[LengthLimit, ...]:
-    """What lengths of a cache before the append have to keep to."""
-    new, capacity = problem.layout.new_keys, problem.seqlen_k
+def length_limits(
+    arguments: Arguments, problem: Problem, new: int | None = None
+) -> tuple[LengthLimit, ...]:
+    """What the length of a cache before an append has to keep to.
+
+    Parameters
+    ----------
+    new
+        Rows that are appended; by default as many as are known to be appended to each sequence.
+    """
+    new, capacity = problem.layout.new_keys if new is None else new, problem.seqlen_k
     reason = f"a cache holds {capacity} rows" + (f", and {new} are appended" if new else "")
     limits = (LengthLimit(capacity - new, reason),)
-    return limits if arguments.rotary_seqlens is not None else limits + _rotary(arguments, problem)
+    if arguments.rotary_seqlens is not None:
+        return limits
+    return limits + _rotary(arguments, problem, new)
 
 
-def _rotary(arguments: Arguments, problem: Problem) -> tuple[LengthLimit, ...]:
-    """Limit of the positions from which rows are rotated, if they are."""
+def _rotary(arguments: Arguments, problem: Problem, new: int = 0) -> tuple[LengthLimit, ...]:
+    """Limit of the position from which rows are rotated, if they are."""
     if arguments.rotary_cos is None:
         return ()
-    rows, count = int(arguments.rotary_cos.shape[0]), positions(arguments, problem)
+    rows, count = int(arguments.rotary_cos.shape[0]), max(positions(arguments, problem), new)
     reason = f"rotary_cos has {rows} rows, and {count} are read from there on"
     return (LengthLimit(rows - count, reason),) if count else ()
+
+
+def new_rows(arguments: Arguments, problem: Problem) -> Any:
+    """Return the number of rows that are appended to each sequence.
+
+    It is an array (batch,) if they are packed.
+    """
+    if not problem.layout.packed_new:
+        return problem.layout.new_keys
+    starts = arguments.cu_seqlens_k_new.astype(np.int64)
+    return starts[1:] - starts[:-1]
 
 
 def require_length(name: str, length: int, limits: tuple[LengthLimit, ...]) -> None:
@@ -113,12 +134,27 @@ def check_contents(
         _require_lengths("cache_seqlens", lengths, *limits)
     if arguments.rotary_seqlens is not None:
         _require_lengths("rotary_seqlens", arguments.rotary_seqlens, *_rotary(arguments, problem))
+    if problem.layout.packed_new:
+        _check_packed_new(arguments, lengths, problem)
+    filled = lengths + new_rows(arguments, problem)
     padding = getattr(arguments, "cache_leftpad", None)
     if padding is not None:
-        filled = lengths + problem.layout.new_keys
         _require_lengths("cache_leftpad", padding, (filled, "the cache has no more rows"))
-    _check_cached(arguments, lengths, problem)
+    _check_cached(arguments, filled, problem)
     return lengths
+
+
+def _check_packed_new(arguments: Arguments, lengths: np.ndarray, problem: Problem) -> None:
+    """Check where packed new rows begin, and that each sequence has room for its own."""
+    total = int(arguments.k.shape[0])
+    new = _check_offsets("cu_seqlens_k_new", arguments.cu_seqlens_k_new, total, "k and v")
+    for b, count in enumerate(new.tolist()):
+        require_length(
+            f"cache_seqlens[{b}]", int(lengths[b]), length_limits(arguments, problem, count)
+        )
+        if arguments.rotary_seqlens is not None:
+            limits = _rotary(arguments, problem, count)
+            require_length(f"rotary_seqlens[{b}]", int(arguments.rotary_seqlens[b]), limits)
 
 
 def _check_packed(arguments: Arguments, options: Options, problem: Problem) -> None:
@@ -179,7 +215,8 @@ def _check_own_keys(arguments: Arguments) -> None:
         )
 
 
-def _check_cached(arguments: Arguments, lengths: np.ndarray, problem: Problem) -> None:
+def _check_cached(arguments: Arguments, filled: np.ndarray, problem: Problem) -> None:
+    """Check which caches or pages there are, for lengths after the append."""
     layout = problem.layout
     if arguments.cache_batch_idx is not None:
         chosen = arguments.cache_batch_idx
@@ -189,7 +226,7 @@ def _check_cached(arguments: Arguments, lengths: np.ndarray, problem: Problem) -
                 f"k_cache holds {layout.caches} caches"
             )
     if arguments.block_table is not None:
-        _check_pages(arguments.block_table, "cache_seqlens", lengths + layout.new_keys, problem)
+        _check_pages(arguments.block_table, "cache_seqlens", filled, problem)
 
 
 def _check_offsets(name: str, offsets: np.ndarray, total: int | None, whose: str) -> np.ndarray:

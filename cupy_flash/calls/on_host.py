@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -17,7 +18,7 @@ from cupy_flash.calls.arguments import (
     written_arrays,
 )
 from cupy_flash.calls.backends import cpu_tile, host_runs_on_gpu
-from cupy_flash.calls.contents import check_contents
+from cupy_flash.calls.contents import check_contents, new_rows
 from cupy_flash.calls.conversions import converted
 from cupy_flash.calls.modifiers import NO_FUNCTIONS, Functions, canonical
 from cupy_flash.calls.modifiers import on_host as modifiers_on_host
@@ -49,7 +50,7 @@ def forward(
     problem, goes_to_gpu, *_ = call
     lengths = check_contents(arguments, options, problem, keys)
     out = arguments.out
-    if out is not None or (not is_plain and problem.layout.new_keys):
+    if out is not None or (not is_plain and problem.layout.appends):
         written = written_arrays(problem)
         for name in written:
             if (array := getattr(arguments, name)) is not None:
@@ -271,32 +272,39 @@ def _appended(
 ) -> Arguments:
     """Append what is new to the cache; what is left to attend with, and all lengths."""
     problem = call.problem
-    lengths_after = lengths + problem.layout.new_keys
+    new, starts = new_rows(arguments, problem), arguments.cu_seqlens_k_new
+    lengths_after = lengths + new
     # Nothing may be refused once the cache is written.
     if call.goes_to_gpu:
         _require_a_plan(problem, options)
     elif call.tile is not None:
         _require_scratch(problem, call.tile, int(lengths_after.max(initial=0)))
-    q, k = arguments.q, arguments.k
+    q, k, v = arguments.q, arguments.k, arguments.v
     if arguments.rotary_cos is not None:
         first = lengths if arguments.rotary_seqlens is None else arguments.rotary_seqlens
-        q, k = (
-            batches.rotate(
-                rows,
-                arguments.rotary_cos,
-                arguments.rotary_sin,
-                first,
-                interleaved=bool(options.rotary_interleaved),
-                advance=advance,
-            )
-            for rows, advance in ((q, problem.is_local), (k, True))
+        rotate = functools.partial(
+            batches.rotate,
+            cos=arguments.rotary_cos,
+            sin=arguments.rotary_sin,
+            interleaved=bool(options.rotary_interleaved),
         )
+        q = rotate(q, first_positions=first, advance=problem.is_local)
+        if starts is None:
+            k = rotate(k, first_positions=first, advance=True)
+        else:
+            # Rows of no sequence are not appended, so their positions do not matter.
+            places = np.zeros(len(k), np.int64)
+            owned = slice(int(starts[0]), int(starts[-1]))
+            places[owned] = np.repeat(first - starts[:-1], new) + np.arange(len(k))[owned]
+            k = rotate(k[:, None], first_positions=places, advance=False)[:, 0]
     if k is not None:
+        if starts is not None:
+            k, v = (None if x is None else np.split(x, starts)[1:-1] for x in (k, v))
         batches.append(
             arguments.k_cache,
             arguments.v_cache,
             k,
-            arguments.v,
+            v,
             lengths=lengths,
             cache_batch_idx=arguments.cache_batch_idx,
             block_table=arguments.block_table,
@@ -311,6 +319,7 @@ def _appended(
         rotary_cos=None,
         rotary_sin=None,
         rotary_seqlens=None,
+        cu_seqlens_k_new=None,
     )
 
 

@@ -239,6 +239,7 @@ def _cached_problem(arguments: Arguments, options: Options) -> Problem:
     ):
         if array is not None:
             require_shape(name, array, (batch,), meaning)
+    _check_packed_new(arguments, batch)
     if arguments.cache_batch_idx is not None and block_table is not None:
         raise ValueError("cache_batch_idx and block_table both say where a cache is; pass one")
     if options.head_dim_v is not None:
@@ -261,6 +262,7 @@ def _cached_problem(arguments: Arguments, options: Options) -> Problem:
         block_table=table,
         chosen_caches=arguments.cache_batch_idx is not None,
         new_keys=_seqlen_new(arguments, options),
+        packed_new=arguments.cu_seqlens_k_new is not None,
         num_splits=options.num_splits,
         batch_invariant=options.batch_invariant,
         causal=options.causal,
@@ -394,9 +396,23 @@ def _seqlen_new(arguments: Arguments, options: Options) -> int:
     if len(given) < len(rows):
         (missing,) = rows.keys() - given
         raise ValueError(f"{given[0]} is given and {missing} is not; pass both, or none to append")
+    if arguments.cu_seqlens_k_new is not None:
+        for name, array in rows.items():
+            require_axes(name, array, 3, "total_new, heads and head_dim")
+        return 0
     for name, array in rows.items():
         require_axes(name, array, 4, "batch, seqlen_new, heads and head_dim")
     return int(arguments.k.shape[1])
+
+
+def _check_packed_new(arguments: Arguments, batch: int) -> None:
+    starts = arguments.cu_seqlens_k_new
+    if starts is None:
+        return
+    if arguments.k is None:
+        raise ValueError("cu_seqlens_k_new tells packed k and v apart; pass them, too")
+    meaning = "where the new rows of each sequence begin, and where those of the last end"
+    require_shape("cu_seqlens_k_new", starts, (batch + 1,), meaning)
 
 
 def _check_new_rows(arguments: Arguments, options: Options, problem: Problem) -> None:
@@ -406,9 +422,11 @@ def _check_new_rows(arguments: Arguments, options: Options, problem: Problem) ->
     for name, array in _new_rows(arguments, options).items():
         if dtype_name(array) != problem.dtype or not array.dtype.isnative:
             raise TypeError(f"{name} has dtype {array.dtype}; expected {problem.dtype}, as q has")
-        expected = (problem.batch, arguments.k.shape[1], problem.heads_kv, dims[name])
+        expected = (*arguments.k.shape[:-2], problem.heads_kv, dims[name])
+        if not problem.layout.packed_new:
+            expected = (problem.batch, *expected[1:])
         require_shape(name, array, expected, f"rows of {name}_cache for each sequence of q")
-    if problem.layout.new_keys:
+    if problem.layout.appends:
         for name in _caches(options):
             cache = getattr(arguments, name)
             check_no_self_overlap(name, spec_of(cache, address_of(cache)))
@@ -436,6 +454,11 @@ def _check_rotary(arguments: Arguments, options: Options, problem: Problem) -> N
 
 
 def positions(arguments: Arguments, problem: Problem) -> int:
-    """How many positions are rotated to, from the length of the cache on."""
+    """How many positions are rotated to, from the length of the cache on.
+
+    Of packed new rows only one is counted, as each sequence has another number of them.
+    """
     q_rows = 0 if problem.is_empty else problem.seqlen_q if problem.is_local else 1
+    if problem.layout.packed_new:
+        return max(q_rows, min(arguments.k.shape[0], 1))
     return max(q_rows, int(arguments.k.shape[1]))

@@ -53,6 +53,10 @@ APPEND_DTYPE = np.dtype(
         ("rank", np.int32),
         ("k_scale", TENSOR_DTYPE),
         ("v_scale", TENSOR_DTYPE),
+        ("cu_seqlens_k_new", np.uint64),
+        ("lengths_after", np.uint64),
+        ("total_new", np.int32),
+        ("_end", np.int32),
     ]
 )
 
@@ -69,6 +73,7 @@ _SOURCES = {
     "sin": "rotary_sin",
     "rotary_seqlens": "rotary_seqlens",
     **{name: name for name in ("keys", "cache_batch_idx", "block_table")},
+    **{name: name for name in ("cu_seqlens_k_new", "lengths_after")},
 }
 
 # Few rows are spread over many blocks that way, and many fill an SM with 16 of them.
@@ -89,6 +94,9 @@ class AppendSpec:
     batch, seqlen_q, seqlen_new, heads_q, heads_kv, head_dim, head_dim_v
         Sizes of q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_new, heads_kv,
         head_dim or head_dim_v). A head_dim_v of 0 is for keys that hold the values.
+    total_new
+        Rows of k and v (1, total_new, heads_kv, head_dim or head_dim_v) if the new rows of all
+        sequences are packed; else None. Then seqlen_new is 0.
     seqlen_cache
         Rows that a sequence may have in the cache; on all ranks together.
     q_strides, k_strides, v_strides
@@ -152,14 +160,21 @@ class AppendSpec:
     cache_dtype: str | None = None
     cache_alignment: int = MAX_ALIGNMENT
     scales: Scales | None = None
+    total_new: int | None = None
     ranks: int = 1
     rank: int = 0
     stripe: int = 1
 
     @property
     def rows(self) -> int:
-        """Rows of a sequence that something is done with: queries and new keys side by side."""
-        return max(self.seqlen_q if self.rotary_dim else 0, self.seqlen_new)
+        """Rows of all sequences: queries and new keys side by side, or packed keys behind queries.
+
+        Packed ones are at least one, as the lengths after the append are written even without any.
+        """
+        queries = self.seqlen_q if self.rotary_dim else 0
+        if self.total_new is None or not self.batch:
+            return self.batch * max(queries, self.seqlen_new)
+        return max(self.batch * queries + self.total_new, 1)
 
     @property
     def pieces(self) -> int:
@@ -212,6 +227,7 @@ class AppendSpec:
         for name, rows, most in (
             ("seqlen of q", self.seqlen_q, MAX_SEQLEN),
             ("seqlen of k and v", self.seqlen_new, MAX_SEQLEN),
+            ("total length of k and v", self.total_new or 0, MAX_SEQLEN),
             ("seqlen of the cache", self.seqlen_cache, most_keys),
         ):
             if rows > most:
@@ -245,6 +261,7 @@ def append_unit(spec: AppendSpec) -> TranslationUnit:
         "rotary_interleaved": bool(spec.rotary_dim and spec.rotary_interleaved),
         "rotary_alignment": spec.rotary_alignment if spec.rotary_dim else MAX_ALIGNMENT,
         "alignment": spec.alignment,
+        "packed_new": spec.total_new is not None,
         "ranks": spec.ranks,
         "stripe": spec.stripe if spec.ranks > 1 else 1,
     }
@@ -276,6 +293,7 @@ def append_unit(spec: AppendSpec) -> TranslationUnit:
         + (f"/{spec.head_dim_v}" if spec.head_dim_v != spec.head_dim else "")
         + (f" page_size {spec.page_size}" if spec.page_size else "")
         + (f" rotary_dim {spec.rotary_dim} {pairs}" if spec.rotary_dim else "")
+        + (" packed" if spec.total_new is not None else "")
         + (f" ranks {spec.ranks}" if spec.ranks > 1 else "")
     )
     return TranslationUnit("\n".join(lines) + "\n", (ENTRY,), title)
@@ -289,7 +307,7 @@ def append_launch(spec: AppendSpec) -> tuple[tuple[int, int, int], tuple[int, in
     UnsupportedError
         For more rows, or more heads, than a launch takes.
     """
-    rows = spec.batch * spec.rows
+    rows = spec.rows
     if rows > MAX_GRID:
         raise UnsupportedError(
             f"appending {rows} rows needs more than the {MAX_GRID} thread blocks of a launch"
@@ -326,6 +344,7 @@ class Append:
             "seqlen_q": spec.seqlen_q if spec.rotary_dim else 0,
             "seqlen_k": spec.seqlen_cache,
             "seqlen_new": spec.seqlen_new,
+            "total_new": spec.total_new or 0,
             "heads_q": spec.heads_q,
             "heads_kv": spec.heads_kv,
             "caches": spec.caches,
@@ -380,7 +399,8 @@ def prepare(spec: AppendSpec, device: Device, names: Sequence[str]) -> Append:
         "k_cache", "v_cache", "cache_seqlens" or, where that is 0, the rows that are in every cache,
         "keys", "cache_batch_idx", "block_table", "rotary_cos", "rotary_sin", "rotary_seqlens",
         where the turned queries go, contiguous and on 16 bytes, "q_rotated", and the scales that
-        are given, "k_scale" and "v_scale".
+        are given, "k_scale" and "v_scale". Of packed new rows "cu_seqlens_k_new", and where the
+        int32 lengths after the append go, "lengths_after".
 
     Raises
     ------
@@ -398,7 +418,7 @@ def prepare(spec: AppendSpec, device: Device, names: Sequence[str]) -> Append:
         raise UnsupportedError(
             f"{what} needs sm_{least} or later, and {device.name} is {device.sm}"
         )
-    if spec.batch * spec.rows == 0:
+    if spec.rows == 0:
         return Append(spec, names)
     grid, block = append_launch(spec)
     kernel = kernel_cache.get(append_unit(spec), {ENTRY: 0})[ENTRY]

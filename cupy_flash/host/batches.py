@@ -233,8 +233,8 @@ def _blocks(
 def append(
     k_cache: Array,
     v_cache: Array | None,
-    k: Array,
-    v: Array | None,
+    k: Array | list[Array],
+    v: Array | list[Array] | None,
     *,
     lengths: Array,
     cache_batch_idx: Array | None,
@@ -247,9 +247,10 @@ def append(
     ----------
     k_cache, v_cache, cache_batch_idx, block_table
         As in :func:`kvcache_forward`. Only the appended rows change.
-    k, v : numpy.ndarray, (batch, seqlen_new, heads_kv, dim)
-        Of the caches' dtype, or to be quantized. Rows that the cache has no room for are dropped.
-        Without v and v_cache the keys hold the values.
+    k, v : numpy.ndarray, (batch, seqlen_new, heads_kv, dim), or list of arrays
+        Of the caches' dtype, or to be quantized; a list has an array (seqlen_new, heads_kv, dim) of
+        each sequence. Rows that the cache has no room for are dropped. Without v and v_cache the
+        keys hold the values.
     lengths : numpy.ndarray, (batch,)
         Rows of each sequence in the cache before.
     scales : CacheScales, optional

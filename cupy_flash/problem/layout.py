@@ -30,6 +30,8 @@ class Layout:
         Elements between the rows of block_table.
     new_keys
         Rows that are appended to each sequence before it is attended to.
+    packed_new
+        Whether packed rows are appended, of which cu_seqlens_k_new gives each sequence its own.
     num_splits
         Parts to cut the keys of a query tile into; None leaves them to the kernel.
     batch_invariant
@@ -46,6 +48,7 @@ class Layout:
     max_pages: int = 0
     block_table_stride: int = 0
     new_keys: int = 0
+    packed_new: bool = False
     num_splits: int | None = None
     batch_invariant: bool = False
 
@@ -53,6 +56,11 @@ class Layout:
     def is_equal(self) -> bool:
         """Whether all sequences have one length, and kernels need not look them up."""
         return self.kind == "equal"
+
+    @property
+    def appends(self) -> bool:
+        """Whether rows are appended to a cache."""
+        return self.new_keys > 0 or self.packed_new
 
     @property
     def packed_q(self) -> bool:

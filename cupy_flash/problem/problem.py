@@ -252,6 +252,7 @@ def make_problem(
     block_table: tuple[int, int] | None = None,
     chosen_caches: bool = False,
     new_keys: int = 0,
+    packed_new: bool = False,
     num_splits: int = 0,
     batch_invariant: bool = False,
     score: ScoreSpec | None = None,
@@ -284,6 +285,8 @@ def make_problem(
         Whether each sequence names its cache; else sequence b has cache b.
     new_keys
         Rows to be appended to each sequence of a cache.
+    packed_new
+        Whether packed rows are appended instead.
     num_splits, batch_invariant
         As in `cupy_flash.flash_attention_with_kvcache`.
     score
@@ -379,6 +382,7 @@ def make_problem(
             max_pages=max_pages,
             block_table_stride=table_stride,
             new_keys=new_keys,
+            packed_new=packed_new,
             num_splits=_splits(num_splits, batch_invariant),
             batch_invariant=bool(batch_invariant),
         ),

@@ -7,6 +7,7 @@ kinds of array that it takes.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -210,6 +211,7 @@ def attention_with_kvcache_reference(
     v: Any = None,
     *,
     cache_seqlens: Any,
+    cu_seqlens_k_new: Any = None,
     cache_batch_idx: Any = None,
     block_table: Any = None,
     rotary_cos: Any = None,
@@ -238,6 +240,9 @@ def attention_with_kvcache_reference(
     cache_seqlens : int or integer array, (batch,)
         Rows of each sequence in the cache before the append. These integers, as the others, may be
         of any kind, whatever q is.
+    cu_seqlens_k_new : integer array, (batch + 1,), optional
+        Where the new rows of each sequence begin and end in packed ``k`` and ``v``, (total_new,
+        heads_kv, dim).
     cache_batch_idx : integer array, (batch,), optional
         The index of each sequence's cache; 0, 1, ... if not given.
     block_table : integer array, (batch, max_pages), optional
@@ -276,7 +281,8 @@ def attention_with_kvcache_reference(
 
     What the integers hold is not checked, on the host either, but clamped as a GPU does it, so that
     nothing outside of the arrays is read or written: lengths are clamped to [0, capacity], which is
-    ``seqlen_cache`` or ``max_pages * page_size``; rows past it are not appended. A
+    ``seqlen_cache`` or ``max_pages * page_size``; rows past it are not appended. Entries of
+    ``cu_seqlens_k_new`` are clamped to [0, total_new]. A
     ``cache_batch_idx`` that is no index leaves the sequence without keys. A page outside of
     [0, pages) reads as zeros, and nothing is appended to it. Positions outside of the rotary table
     take the nearest row of it.
@@ -300,6 +306,7 @@ def attention_with_kvcache_reference(
         caches = np.arange(batch) if cache_batch_idx is None else integers(cache_batch_idx)
         places = cached_rows(caches, *k_cache.shape[:2])
     before = [min(max(n, 0), len(p)) for n, p in zip(lengths.tolist(), places, strict=True)]
+    new_k, new_v = (_of_sequences(x, cu_seqlens_k_new) for x in (k, v))
     if rotary_cos is not None:
         starts = before if rotary_seqlens is None else integers(rotary_seqlens)
         first = np.array(starts, np.int64)[:, None]
@@ -308,10 +315,11 @@ def attention_with_kvcache_reference(
         advance = np.arange(seqlen_q) if is_local else np.zeros(seqlen_q, np.int64)
         turn = functools.partial(rotated, cos=rotary_cos, sin=rotary_sin)
         q = turn(q, positions=first + advance, interleaved=rotary_interleaved)
-        new = first + np.arange(k.shape[1])
-        turned = turn(k, positions=new, interleaved=rotary_interleaved)
-        with np.errstate(all="ignore"):
-            k = turned.astype(k.dtype)
+        for b, rows in enumerate(new_k):
+            positions = first[b] + np.arange(len(rows))
+            turned = turn(rows[None], positions=positions[None], interleaved=rotary_interleaved)
+            with np.errstate(all="ignore"):
+                new_k[b] = turned[0].astype(k.dtype)
     k_cache, v_cache = (as_bytes(x).copy().view(x.dtype) for x in (k_cache, v_cache))
     is_quantized = dtype_name(k_cache) in LARGEST_QUANTIZED
     k_scale, v_scale = (
@@ -320,8 +328,9 @@ def attention_with_kvcache_reference(
     )
     after = before
     if k is not None:
-        after = [min(n + k.shape[1], len(p)) for n, p in zip(before, places, strict=True)]
-        for cache, scale, new in (k_cache, k_scale, k), (v_cache, v_scale, v):
+        counts = [n + len(rows) for n, rows in zip(before, new_k, strict=True)]
+        after = [min(n, len(p)) for n, p in zip(counts, places, strict=True)]
+        for cache, scale, new in (k_cache, k_scale, new_k), (v_cache, v_scale, new_v):
             for p, begin, end, rows in zip(places, before, after, new, strict=True):
                 _append(cache, scale, p[begin:end], rows[: end - begin], compute_scales)
     out = xp.empty((batch, seqlen_q, heads_q, v_cache.shape[-1]), np.float64)
@@ -337,6 +346,16 @@ def attention_with_kvcache_reference(
         out[b], lse[b] = _of_sequence(*one, causal, softmax_scale, modified, at)
     scales = (None if x is None else convert(x) for x in (k_scale, v_scale))
     return KVCacheResult(*map(convert, (out, lse, k_cache, v_cache)), *scales)
+
+
+def _of_sequences(new: Any, cu_seqlens_k_new: Any) -> list[Any]:
+    """Return the new rows of each sequence, (seqlen_new, heads_kv, dim); none without new rows."""
+    if new is None:
+        return []
+    if cu_seqlens_k_new is None:
+        return list(new)
+    starts = np.clip(integers(cu_seqlens_k_new), 0, len(new)).tolist()
+    return [new[begin : max(begin, end)] for begin, end in itertools.pairwise(starts)]
 
 
 def _standing_for(blocks: Any, scale: Any, rows: Ints) -> Any:

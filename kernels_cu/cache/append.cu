@@ -9,6 +9,10 @@
 //
 // Where keys hold the values (Config::head_dim_v is 0) there are no others to write.
 //
+// With Config::packed_new the new rows of all sequences are packed, and cu_seqlens_k_new tells them
+// apart. Then blockIdx.x is a row of the queries or, behind those, of the packed rows, and the
+// kernel also writes the length of each sequence after the append, which attention reads.
+//
 // A cache may be one of several ranks', to which stripes of keys go in turns: lengths are those of
 // all together, and new rows in other ranks' stripes have no place here.
 //
@@ -39,6 +43,9 @@ struct AppendParams : Params {
   int rank;         // whose stripes are in the cache, where it is shared out
   Tensor k_scale;   // of a cache of 8 bits: (caches or pages, rows, heads_kv), or without data
   Tensor v_scale;
+  const int* cu_seqlens_k_new;  // (batch + 1) where the sequences of packed new rows begin and end
+  int* lengths_after;           // (batch)
+  int total_new;                // packed new rows
 };
 
 namespace append {
@@ -154,6 +161,26 @@ struct RotatedRow {
   }
 };
 
+// Where the packed new rows of a sequence begin; of index `batch`, where those of the last end.
+__device__ inline int packed_begin(const AppendParams& p, int index) {
+  return clamp(p.cu_seqlens_k_new[index], 0, p.total_new);
+}
+
+// Returns the sequence that a packed new row belongs to, or -1 if it belongs to none.
+__device__ inline int sequence_of_packed(const AppendParams& p, int row) {
+  int first = 0, count = p.batch;
+  while (count > 1) {
+    const int half = count / 2;
+    if (packed_begin(p, first + half) <= row) {
+      first += half;
+      count -= half;
+    } else {
+      count = half;
+    }
+  }
+  return packed_begin(p, first) <= row && row < packed_begin(p, first + 1) ? first : -1;
+}
+
 // One row of one sequence, and what the caller's arrays say about it.
 template <class Config>
 struct Row {
@@ -161,8 +188,34 @@ struct Row {
   using Angle = typename Config::RotaryElement;
 
   const AppendParams& p;
-  const int batch;
-  const int row;  // among the queries and among the new keys
+  int batch;
+  int row;         // among the queries and among the new keys of the sequence
+  bool has_query;  // to be rotated
+  bool has_new;    // key and value
+  int packed_row;  // of the new key and value, if they are packed
+
+  __device__ explicit Row(const AppendParams& params) : p(params) {
+    if constexpr (Config::packed_new) {
+      const int queries = p.batch * p.seqlen_q;
+      packed_row = int(blockIdx.x) - queries;
+      has_query = packed_row < 0;
+      if (has_query) {
+        batch = blockIdx.x / p.seqlen_q;
+        row = blockIdx.x % p.seqlen_q;
+        has_new = false;
+      } else {
+        batch = packed_row < p.total_new ? sequence_of_packed(p, packed_row) : -1;
+        has_new = batch >= 0;
+        row = has_new ? packed_row - packed_begin(p, batch) : 0;
+      }
+    } else {
+      const unsigned rows = max(p.seqlen_q, p.seqlen_new);
+      batch = blockIdx.x / rows;
+      row = blockIdx.x % rows;
+      has_query = row < p.seqlen_q;
+      has_new = row < p.seqlen_new;
+    }
+  }
 
   // Its keys before the append, and how many there may be.
   struct Keys {
@@ -175,8 +228,16 @@ struct Row {
     return found;
   }
 
-  __device__ const Element* source(const Tensor& tensor, int head) const {
-    return tensor.head<const Element>(batch, head) + row * tensor.row_stride;
+  __device__ const Element* query(int head) const {
+    return p.q.head<const Element>(batch, head) + row * p.q.row_stride;
+  }
+
+  __device__ const Element* new_row(const Tensor& tensor, int head) const {
+    if constexpr (Config::packed_new) {
+      return tensor.head<const Element>(0, head) + packed_row * tensor.row_stride;
+    } else {
+      return tensor.head<const Element>(batch, head) + row * tensor.row_stride;
+    }
   }
 
   __device__ Element* rotated_query(int head) const {
@@ -212,6 +273,19 @@ struct Row {
   }
 };
 
+// Writes the lengths after the append. All threads of the grid share the sequences.
+template <class Config>
+__device__ void write_lengths(const AppendParams& p) {
+  if (blockIdx.y != 0) return;
+  for (int batch = blockIdx.x * blockDim.x + threadIdx.x; batch < p.batch;
+       batch += gridDim.x * blockDim.x) {
+    int capacity;
+    const int before = find_sequence<Config::page_size, false>(p, batch, capacity).seqlen_k;
+    const int count = packed_begin(p, batch + 1) - packed_begin(p, batch);
+    p.lengths_after[batch] = clamp(before + max(count, 0), 0, capacity);
+  }
+}
+
 template <class Config>
 using RotatedQuery = RotatedRow<
     Config, Config::alignment,
@@ -222,7 +296,7 @@ __device__ void rotate_query(const Row<Config>& row, int index) {
   using Query = RotatedQuery<Config>;
   const AppendParams& p = row.p;
   const int head = index / Query::pieces;
-  Query piece(row.source(p.q, head), index % Query::pieces);
+  Query piece(row.query(head), index % Query::pieces);
   const auto keys = row.keys();
   const bool advances = p.q_advances != 0;
   piece.turn(row.angles(p.cos, keys, advances), row.angles(p.sin, keys, advances));
@@ -240,8 +314,8 @@ __device__ void append(const AppendParams& p) {
   using Value = CopiedRow<Element, Config::head_dim_v, alignment>;
   static_assert(Config::rotary_dim % 2 == 0 && Config::rotary_dim <= dim, "pairs within a row");
 
-  const unsigned rows = max(p.seqlen_q, p.seqlen_new);
-  const Row<Config> row = {p, int(blockIdx.x / rows), int(blockIdx.x % rows)};
+  if constexpr (Config::packed_new) write_lengths<Config>(p);
+  const Row<Config> row(p);
   const int q_pieces = rotates ? p.heads_q * RotatedQuery<Config>::pieces : 0;
   const int k_pieces = p.heads_kv * (rotates ? RotatedKey::pieces : Key::pieces);
   const int v_pieces = p.heads_kv * Value::pieces;
@@ -250,28 +324,28 @@ __device__ void append(const AppendParams& p) {
        index += gridDim.y * blockDim.x) {
     if (index < q_pieces) {
       if constexpr (rotates) {
-        if (row.row < p.seqlen_q) rotate_query(row, index);
+        if (row.has_query) rotate_query(row, index);
       }
       continue;
     }
-    if (row.row >= p.seqlen_new) continue;
+    if (!row.has_new) continue;
     const int k_index = index - q_pieces;
     const int v_index = k_index - k_pieces;
     if (v_index >= 0) {
       if constexpr (Config::head_dim_v > 0) {
         const int head = v_index / Value::pieces;
-        const Value piece(row.source(p.new_v, head), v_index % Value::pieces);
+        const Value piece(row.new_row(p.new_v, head), v_index % Value::pieces);
         if (Element* target = row.target(p.v, head, row.keys())) piece.store(target);
       }
     } else if constexpr (rotates) {
       const int head = k_index / RotatedKey::pieces;
-      RotatedKey piece(row.source(p.new_k, head), k_index % RotatedKey::pieces);
+      RotatedKey piece(row.new_row(p.new_k, head), k_index % RotatedKey::pieces);
       const auto keys = row.keys();
       piece.turn(row.angles(p.cos, keys, true), row.angles(p.sin, keys, true));
       if (Element* target = row.target(p.k, head, keys)) piece.store(target);
     } else {
       const int head = k_index / Key::pieces;
-      const Key piece(row.source(p.new_k, head), k_index % Key::pieces);
+      const Key piece(row.new_row(p.new_k, head), k_index % Key::pieces);
       if (Element* target = row.target(p.k, head, row.keys())) piece.store(target);
     }
   }
@@ -287,7 +361,7 @@ __device__ void quantize_row(const Row<Config>& row, const Tensor& new_rows, con
   const auto keys = row.keys();
   Stored* target = row.template target<Stored>(cache, head, keys);
   if (target == nullptr) return;
-  const auto* source = row.source(new_rows, head);
+  const auto* source = row.new_row(new_rows, head);
   // Read again by those who write it, from L1.
   const auto for_each_piece = [&](auto visit) {
     for (int piece = lane; piece < NewRow::pieces; piece += 32) {
@@ -320,14 +394,14 @@ __device__ void append_quantized(const AppendParams& p) {
   using RotatedKey = RotatedRow<Config, alignment, alignment>;
   using Value = CopiedRow<Element, Config::head_dim_v, alignment>;
 
-  const unsigned rows = max(p.seqlen_q, p.seqlen_new);
-  const Row<Config> row = {p, int(blockIdx.x / rows), int(blockIdx.x % rows)};
+  if constexpr (Config::packed_new) write_lengths<Config>(p);
+  const Row<Config> row(p);
   const int thread = blockIdx.y * blockDim.x + threadIdx.x, threads = gridDim.y * blockDim.x;
   if constexpr (rotates) {
-    const int pieces = row.row < p.seqlen_q ? p.heads_q * RotatedQuery<Config>::pieces : 0;
+    const int pieces = row.has_query ? p.heads_q * RotatedQuery<Config>::pieces : 0;
     for (int index = thread; index < pieces; index += threads) rotate_query(row, index);
   }
-  if (row.row >= p.seqlen_new) return;
+  if (!row.has_new) return;
   constexpr int sides = Config::head_dim_v > 0 ? 2 : 1;
   for (int index = thread / 32; index < sides * p.heads_kv; index += threads / 32) {
     const int head = index / sides;

@@ -594,6 +594,29 @@ def test_new_rows_are_appended_before_they_are_attended_to(gpu):
     assert params["q"]["batch_stride"] == 6 * 40
 
 
+@pytest.mark.parametrize("keys", [None, 7])
+@pytest.mark.parametrize("rotary", [{}, {"rotary_cos": None, "rotary_sin": None}])
+def test_packed_new_rows_are_counted_by_the_kernel_that_appends_them(gpu, rotary, keys):
+    packed = {"k": gpu.array(11, 3, 40), "v": gpu.array(11, 3, 72)}
+    starts = gpu.lengths(4)
+    arguments = appending(gpu, cu_seqlens_k_new=starts, **packed, **rotary)
+    if keys is not None:
+        arguments["cache_seqlens"] = keys
+    flash_attention_with_kvcache(**arguments)
+    (first, new), (second, params) = gpu.launches
+    assert (first, second) == ("append_new_rows", "attention")
+    assert new["cu_seqlens_k_new"] == starts.data.ptr
+    assert (new["total_new"], new["seqlen_new"], new["new_k"]["row_stride"]) == (11, 0, 3 * 40)
+    assert new["keys"] == (keys or 0)
+    # Attention reads the lengths behind what else the one allocation holds.
+    assert params["seqused_k"] == new["lengths_after"] != 0
+    assert params["new_keys"] == 0
+    _, (address, size) = gpu.allocations
+    assert address <= new["lengths_after"] <= address + size - 4 * 3
+    if not rotary:
+        assert new["out"]["data"] + 3 * 6 * 40 * 2 <= new["lengths_after"]
+
+
 def test_queries_that_are_not_rotated_are_read_where_they_lie(gpu):
     arguments = appending(gpu, rotary_cos=None, rotary_sin=None)
     flash_attention_with_kvcache(**arguments)

@@ -71,6 +71,7 @@ TENSORS = {"q": "q", "k": "k_cache", "v": "v_cache", "new_k": "k", "new_v": "v"}
 OTHERS = {
     **{"seqused_k": "cache_seqlens", "cos": "rotary_cos", "sin": "rotary_sin"},
     **{name: name for name in ("cache_batch_idx", "block_table", "rotary_seqlens")},
+    **{name: name for name in ("cu_seqlens_k_new", "lengths_after")},
 }
 POINTERS = (*TENSORS.values(), *OTHERS.values(), "q_rotated")
 NAMES = (*POINTERS, "keys")
@@ -78,7 +79,7 @@ int32 = st.integers(0, 2**31 - 1)
 strides = st.tuples(*[st.integers(-(2**63), 2**63 - 1)] * 3)
 INTS = (
     *("batch", "seqlen_q", "seqlen_new", "heads_q", "heads_kv"),
-    *("caches", "pages", "max_pages", "rotary_rows", "rank"),
+    *("caches", "pages", "max_pages", "rotary_rows", "rank", "total_new"),
 )
 specs = st.builds(
     lambda fields, **more: variant(**fields, **more),
@@ -155,6 +156,7 @@ def test_lengths_heads_and_masks_share_one_kernel():
         {"alignment": 8},
         {"ranks": 2},
         {"ranks": 2, "stripe": 256},
+        {"total_new": 4},
         ROTARY,
     ],
 )
@@ -168,6 +170,14 @@ def test_a_row_of_a_sequence_has_threads_for_every_16_bytes_of_its_heads():
     assert threads * slices >= 2 * (128 + 64) * 2 // 16
     (_, slices, _), (threads, _, _) = append_launch(variant(**ROTARY))
     assert threads * slices >= (8 * 128 + 2 * (128 + 64)) * 2 // 16
+
+
+def test_packed_new_rows_have_blocks_of_their_own_behind_those_of_rotated_queries():
+    packed = variant(seqlen_new=0, total_new=11)
+    assert append_launch(packed)[0][0] == 11
+    assert append_launch(variant(packed, **ROTARY))[0][0] == 3 * 2 + 11
+    # One writes the lengths after the append, though there is nothing to append.
+    assert append_launch(variant(packed, total_new=0))[0][0] == 1
 
 
 def test_queries_beyond_the_new_keys_have_blocks_only_if_they_are_rotated():
@@ -270,10 +280,11 @@ def test_the_kernel_compiles_without_spills(arch, dtype):
     compile_spec(variant(PAGED, dtype=dtype, rotary_interleaved=False, **rotary), arch)
     compile_spec(variant(dtype=dtype, ranks=3, rank=1, stripe=256), arch)
     compile_spec(variant(PAGED, dtype=dtype), arch)
+    compile_spec(variant(PAGED, dtype=dtype, total_new=9, **rotary), arch)
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("rotary", [{}, ROTARY])
+@pytest.mark.parametrize("rotary", [{}, ROTARY, ROTARY | {"total_new": 9}])
 @pytest.mark.parametrize("cache_dtype", [None, "int8", "float8_e4m3fn"])
 def test_keys_that_hold_the_values_are_all_that_is_appended(cache_dtype, rotary):
     scales = Scales(k=(0, 0, 0)) if cache_dtype else None

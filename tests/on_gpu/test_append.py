@@ -375,7 +375,9 @@ def test_a_row_has_the_same_bits_whatever_its_alignment(rotary: str) -> None:
 def test_queries_and_new_keys_may_differ_in_number(
     rng: np.random.Generator, seqlen_q: int, seqlen_new: int, queries_advance: bool
 ) -> None:
-    case = Case(seqlen_q=seqlen_q, seqlen_new=seqlen_new, rotary_dim=64, queries_advance=queries_advance)
+    case = Case(
+        seqlen_q=seqlen_q, seqlen_new=seqlen_new, rotary_dim=64, queries_advance=queries_advance
+    )
     run_and_check(rng, case)
 
 

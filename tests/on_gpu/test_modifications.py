@@ -12,6 +12,7 @@ from support.modified_calls import DTYPES, KINDS, ModifiedCall, padded_call, ran
 from cupy_flash import UnsupportedError, flash_attention
 from cupy_flash.families import FORWARD
 from cupy_flash.problem.score import LARGEST_BOUNDED
+from cupy_flash.reference.dense import error_bound, max_error
 
 pytestmark = pytest.mark.gpu
 
@@ -143,6 +144,43 @@ def test_scores_around_the_lowest_that_count_keep_their_weights(
     steps = rng.integers(-16, 17, (2, 1, 200, 777)) / 16
     arrays["bias"] = (lowest + above + steps).astype(np.float32)
     check_with_and_without_lse(ModifiedCall("equal", dtype, arrays, {"causal": False}))
+
+
+# The highest scores of a row, in some keys of every tile. As exponents of two, the last two exceed
+# the largest float.
+@pytest.mark.parametrize("high", [1e9, 1e30, 2.5e38, float(np.finfo(np.float32).max)])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_keys_of_the_highest_scores_have_equal_weights(
+    head_dim: int, dtype: str, high: float, rng: np.random.Generator
+) -> None:
+    import cupy
+
+    real = DTYPES[dtype]
+    q = np.zeros((1, 200, 2, head_dim), real)
+    k, v = (rng.standard_normal((1, 777, 2, head_dim)).astype(real) for _ in range(2))
+    chosen = rng.random((1, 2, 200, 777)) < rng.choice([0.01, 0.3], (1, 2, 200, 1))
+    chosen[..., rng.integers(777)] = True
+    arrays = [cupy.asarray(x) for x in (q, k, v)]
+    bias = cupy.asarray(np.where(chosen, high, 0).astype(np.float32))
+    count = chosen.sum(-1, keepdims=True)
+    weights = chosen / count
+    right = np.einsum("bhij,bjhd->bihd", weights, v.astype(np.float64))
+    rounded = weights.astype(real).astype(np.float32)
+    naive = np.einsum("bhij,bjhd->bihd", rounded, v.astype(np.float32)).astype(real)
+    bound = error_bound(naive, right, real, lse=np.log(count))
+    largest = min(high, float(np.finfo(np.float32).max) * np.log(2))
+    for family in ("hopper", "mma", "simt", None):
+        poisoned = cupy.full(q.shape, np.nan, real)
+        try:
+            out, lse = flash_attention(
+                *arrays, bias=bias, family=family, return_lse=True, out=poisoned
+            )
+        except UnsupportedError:
+            assert family is not None
+            continue
+        assert max_error(out.get(), right) <= bound
+        np.testing.assert_allclose(lse.get(), largest + np.log(count)[..., 0], rtol=1e-6)
 
 
 @pytest.mark.parametrize("sink", [-np.inf, -1e10, -1e9, 0.0])

@@ -347,6 +347,10 @@ class _World:
             "cache_batch_idx": lambda _: {name: np.array([1, 0], np.int32)},
             "k": self._new_rows,
             "v": self._new_rows,
+            "cu_seqlens_k_new": lambda _: {
+                name: np.array([0, 2, 3], np.int32),
+                **{new: self._values(3, HEADS_KV, DIM) for new in ("k", "v")},
+            },
             "rotary_cos": self._rotary,
             "rotary_sin": self._rotary,
             "rotary_seqlens": lambda v: {**self._rotary(v), name: np.array([2, 1], np.int32)},

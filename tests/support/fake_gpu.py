@@ -78,8 +78,13 @@ class FakeArray:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __getitem__(self, index: int | tuple[Any, ...]) -> FakeArray:
-        """Return the first element, a part along the third axis, or the first columns only."""
+    def __getitem__(self, index: int | tuple[Any, ...] | None) -> FakeArray:
+        """Return the first element, a part along the third axis, or the first columns only.
+
+        With None return the array with another first axis.
+        """
+        if index is None:
+            return FakeArray((1, *self.shape), self.dtype, self.data, (0, *self.strides))
         if isinstance(index, int):
             assert index == 0
             return FakeArray(self.shape[1:], self.dtype, self.data, self.strides[1:])

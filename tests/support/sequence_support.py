@@ -262,7 +262,9 @@ class Truth:
                 block_table=arguments["block_table"],
             )
         )
-        places = [longer(keys, 0 if new is None else new.shape[1]) for keys in before]
+        starts = arguments.get("cu_seqlens_k_new")
+        added = [0 if new is None else new.shape[1]] * len(q) if starts is None else np.diff(starts)
+        places = [longer(keys, int(n)) for keys, n in zip(before, added, strict=True)]
         with one_blas_thread():
             found = attention_with_kvcache_reference(**arguments)
             out, lse = found.out, found.lse

@@ -5,7 +5,6 @@
 // depends on its own scores only.
 #pragma once
 
-#include "ptx/math.cuh"
 #include "score/softmax.cuh"
 
 // Of the four lanes that hold a row.
@@ -25,7 +24,6 @@ struct LaggingSoftmaxRow {
   // lane's 32 p of a block sum up to about 2^12 of the 2^15 that are allowed, and one key is large
   // enough from 2^-1 on.
   static constexpr float first_base = -6 - lowest;
-  static constexpr float largest_number = 0x1.fffffep127f;
 
   float base;  // p = exp2(score * scale_log2 - base)
   float sum;   // of this lane's p
@@ -57,21 +55,14 @@ struct LaggingSoftmaxRow {
 
   // Takes the maximum of a block, relative to the base. The base changes if p have outgrown it, or
   // if the first p are too small. Returns the change, and in `rescale` the factor for the output so
-  // far.
-  //
-  // With Extreme, scores may be as low or as high as a float can be. Then a low score never becomes
-  // the base: the change is subtracted from the scores of this block afterwards, the new base from
-  // those of later blocks at once, and at this size the two round differently. And the base stays
-  // finite, so the highest scores of a block may exceed it by more than `lowest`.
-  template <bool Extreme>
+  // far. With HasLow, a low score never becomes the base: the change is subtracted from the scores of
+  // this block afterwards, the new base from those of later blocks at once, and at this size the two
+  // round differently.
+  template <bool HasLow>
   __device__ float change_base(float max, bool outgrown, bool is_fresh, float& rescale) {
-    const bool changes = outgrown || (is_fresh && max < lowest &&
-                                      max > (Extreme ? low_score<float> : -Math::infinity()));
-    float change = changes ? max - lowest : 0;
-    // The largest change is rounded toward zero, so that the new base is not rounded to infinity.
-    if (Extreme && change < Math::infinity()) {
-      change = fminf(change, ptx::fma_rz(base, -1.f, largest_number));
-    }
+    const bool changes =
+        outgrown || (is_fresh && max < lowest && max > (HasLow ? low_score<float> : -Math::infinity()));
+    const float change = changes ? max - lowest : 0;
     rescale = changes && !is_fresh ? Math::exp2(-change) : 1;
     base += change;
     sum *= rescale;

@@ -1,10 +1,11 @@
 // Rows whose every score is very low, as those of padding are under a bias of -1e9 or of the lowest
-// number. The softmax of the Hopper kernel treats such scores as masked (`low_score` in
-// score/softmax.cuh), so that a row that sees no others comes out as 0. This launch after it
-// computes the query tiles that hold such rows once more with the kernel of the `mma` family, whose
-// softmax takes scores of any size, and writes those rows alone. Within the Hopper kernel the same
-// costs other rows up to 10% (bias of bfloat16, head_dim 128, 8192 keys, H100), as it takes registers
-// from the main loop.
+// number, and rows with a score that is as high. The softmax of the Hopper kernel treats low scores
+// as masked (`low_score` in score/softmax.cuh), so that a row that sees no others comes out as 0.
+// High scores would have other weights in the block that sets the base than in later ones. This
+// launch after it computes the query tiles that hold such rows once more with the kernel of the `mma`
+// family, whose softmax takes scores of any size, and writes those rows alone. Within the Hopper
+// kernel the same costs other rows up to 10% (bias of bfloat16, head_dim 128, 8192 keys, H100), as it
+// takes registers from the main loop.
 #pragma once
 
 #include "forward/mma.cu"
@@ -96,7 +97,7 @@ struct LowRows {
   }
 
   // Returns whether the attention kernel left a row of a tile empty: the first columns of the output
-  // are -0 or, if keys are split, the log-sum-exp of every part is -inf.
+  // are -0 or, if keys are split, the log-sum-exp of every part is -inf, or that of any is inf.
   __device__ bool is_empty(int tile, int in_tile) const {
     if constexpr (Config::sequences) {
       const Place<Config> place(p, tile);
@@ -110,11 +111,13 @@ struct LowRows {
                                   int row) {
     if (row >= p.seqlen_q) return false;
     bool is_empty = true;
+    [[maybe_unused]] bool is_high = false;
     if constexpr (Attention::split_keys) {
       const Partials<Config> partials(p);
       for (int split = 0; split < p.num_splits; ++split) {
         const float lse = *partials.lse_row(split, index_of(p, work, place, row));
         is_empty &= lse == -SoftmaxMath<float>::infinity();
+        is_high |= lse == SoftmaxMath<float>::infinity();
       }
     } else {
       constexpr int columns = 16 / int(sizeof(Element));
@@ -125,7 +128,7 @@ struct LowRows {
         is_empty &= __float_as_uint(widen(first.at[e])) == 0x80000000u;
       }
     }
-    return is_empty;
+    return is_empty || is_high;
   }
 };
 

@@ -24,6 +24,9 @@ struct HopperResults {
   static constexpr int columns_v =
       Cta::transposes_values ? round_up(Config::head_dim_v, 16) : Products::columns_v;
 
+  // With Config::marks_low_rows, of a row that this kernel computes itself.
+  static constexpr float most_base = -low_score<float> - 64;
+
   const Cta& cta;
   Products& products;
   const int next;  // the visit after the query tile's, in the ring of visits
@@ -65,6 +68,10 @@ struct HopperResults {
       if (threadIdx.x % 4 == 0 && row < visit.sequence(cta.p).seqlen_q) {
         float lse = state[half].log_sum_exp();
         if constexpr (!Config::split_keys) take_sink<Config>(cta.p, visit.work.head, lse);
+        if constexpr (Config::split_keys && Config::marks_low_rows) {
+          // The other parts of the row may have scores that are not high.
+          if (!(state[half].base < most_base)) lse = SoftmaxMath<float>::infinity();
+        }
         cta.write_log_sum_exp(visit, row, lse);
       }
     }
@@ -73,8 +80,10 @@ struct HopperResults {
 
   // Sums each row over its four lanes. Sets may_be_one_key[half] in a lane whose own sum is the row's
   // sum. Returns whether any row of the warp is special. With Config::marks_low_rows, the sum of a
-  // row becomes 0 if its base is near the low scores, which are masked: they would have weight in
-  // the row, so low_rows.cuh computes it. The base exceeds the largest score by at most 32.
+  // row becomes 0 in two cases, and low_rows.cuh computes the row. Its base may be near the low
+  // scores, which are masked though they have weight in this row. Or its base may be as high: then
+  // scores of the block that set the base are rounded differently from those of later blocks. The
+  // base exceeds the largest score by at most 32.
   __device__ static bool sum_up(SoftmaxRow (&state)[2], bool (&may_be_one_key)[2]) {
     bool is_special = false, is_low[2] = {};
 #pragma unroll
@@ -82,7 +91,7 @@ struct HopperResults {
       const float own = state[half].sum;
       state[half].sum = sum_of_lanes(own);
       may_be_one_key[half] = Config::finds_only_keys && own == state[half].sum;
-      is_low[half] = Config::marks_low_rows && state[half].base < low_score<float> + 64;
+      is_low[half] = Config::marks_low_rows && !(fabsf(state[half].base) < most_base);
       is_special |= may_be_one_key[half] || state[half].sum == 0 || is_low[half];
     }
     is_special = __any_sync(~0u, is_special);
@@ -99,8 +108,8 @@ struct HopperResults {
     products.scale_output(normalizer);
     if (Config::modified && is_special) {
       // A row with a sum of 0 holds 0 times the values that others of its tile see. It saw no key
-      // or, with Config::marks_low_rows, only low scores: it is filled with -0, and counters[0]
-      // tells low_rows.cuh to look for it.
+      // or, with Config::marks_low_rows, only low scores or a high one: it is filled with -0, and
+      // counters[0] tells low_rows.cuh to look for it.
       constexpr float empty = Config::marks_low_rows ? -0.f : 0.f;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {

@@ -6,7 +6,6 @@
 #include "forward/hopper/cta.cuh"
 #include "params.cuh"
 #include "ptx/base.cuh"
-#include "ptx/math.cuh"
 #include "ptx/registers.cuh"
 #include "ptx/sm90a.cuh"
 #include "score/lagging_softmax.cuh"
@@ -177,15 +176,11 @@ struct HopperSoftmax {
       const float change = rows[half].template change_base<Config::marks_low_rows>(
           max, outgrown, is_fresh, rescale[half]);
       any_changes |= change != 0;
-      if constexpr (Config::marks_low_rows) any_changes |= outgrown;
       if constexpr (Config::Mods::changes_scores) {
-        // Scores beyond the largest base count as that base.
-        const float limit = outgrown ? Row::lowest : SoftmaxMath<float>::infinity();
 #pragma unroll
-        for (int i = 0; i < Bc / 4; ++i) {
-          float& score = scores[i / 2 * 4 + 2 * half + i % 2];
-          score -= change;
-          if constexpr (Config::marks_low_rows) score = ptx::min_nan(score, limit);
+        for (int j = 0; j < Bc / 8; ++j) {
+          scores[4 * j + 2 * half] -= change;
+          scores[4 * j + 2 * half + 1] -= change;
         }
       }
     }

@@ -159,6 +159,13 @@ class Family(ABC, Generic[TileT]):
     def _why_not(self, problem: Problem, device: Device) -> str | None:
         """`why_not` of a problem whose sequences lie as the family takes them."""
 
+    def suits_rows(self, problem: Problem) -> bool:
+        """Whether the number of query rows leaves it open that the family is the better choice.
+
+        Otherwise `why_not_first` gives a reason. This is asked of any problem, served or not.
+        """
+        return True
+
     def why_not_first(self, problem: Problem, device: Device) -> str | None:
         """Why another family that serves the problem too is the better choice, or None.
 
@@ -223,32 +230,61 @@ class Family(ABC, Generic[TileT]):
         if gradient is not None:
             types["Gradient"] = ELEMENT_TYPES[gradient.dtype]
             members["has_dlse"] = gradient.dlse
-        lines = [
+        # Most calls of new lengths have a unit that is known: to write it takes 0.05 ms.
+        return _written(
+            self.arch_specific,
             f"// cupy_flash {self.name}, sources {self.digest()}",
-            *(() if score is None else (*_MOD_HEADERS, score.text)),
-            f'#include "{self.source}"',
-            *_other_sources(schedule),
+            () if score is None else (*_MOD_HEADERS, score.text),
+            (f'#include "{self.source}"', *_other_sources(schedule)),
             layout_assertions(problem),
-            config_struct(types, members),
-            *(launch.definition() for launch in schedule.launches),
-        ]
-        title = (
-            f"{self.name} {problem.dtype} head_dim {problem.head_dim}"
-            + (f"/{problem.head_dim_v}" if problem.head_dim_v != problem.head_dim else "")
-            + (" backward" if gradient is not None else "")
-            + (" causal" if problem.causal else "")
-            + (" modified" if score is not None else "")
-            + (f" {problem.tensors['k'].dtype}" if "CacheElement" in types else "")
-            + (f" to {problem.out_dtype}" if problem.is_float8 else "")
-            + (" split" if split.kind == "parts" else "")
-            + f" tile {tile}"
+            tuple(types.items()),
+            tuple(members.items()),
+            tuple([launch.definition() for launch in schedule.launches]),
+            tuple([launch.entry for launch in schedule.launches]),
+            (
+                f"{self.name} {problem.dtype} head_dim {problem.head_dim}",
+                f"/{problem.head_dim_v}" if problem.head_dim_v != problem.head_dim else "",
+                " backward" if gradient is not None else "",
+                " causal" if problem.causal else "",
+                " modified" if score is not None else "",
+                f" {problem.tensors['k'].dtype}" if "CacheElement" in types else "",
+                f" to {problem.out_dtype}" if problem.is_float8 else "",
+                " split" if split.kind == "parts" else "",
+            ),
+            tile,
         )
-        entries = tuple(launch.entry for launch in schedule.launches)
-        return TranslationUnit("\n".join(lines) + "\n", entries, title, self.arch_specific)
 
     def digest(self) -> str:
         """Return `source_digest` of the family's `.cu`."""
         return source_digest(self.source)
+
+
+# Bounded, as units hold the text of users' functions.
+@functools.lru_cache(maxsize=256)
+def _written(
+    arch_specific: bool,
+    first_line: str,
+    functions: tuple[str, ...],
+    sources: tuple[str, ...],
+    assertions: str,
+    types: tuple[tuple[str, str], ...],
+    members: tuple[tuple[str, int | bool], ...],
+    definitions: tuple[str, ...],
+    entries: tuple[str, ...],
+    title: tuple[str, ...],
+    tile: Tile,
+) -> TranslationUnit:
+    """Write a unit of its parts in order, under a title that the tile ends."""
+    lines = [
+        first_line,
+        *functions,
+        *sources,
+        assertions,
+        config_struct(dict(types), dict(members)),
+        *definitions,
+    ]
+    title_of_tile = "".join(title) + f" tile {tile}"
+    return TranslationUnit("\n".join(lines) + "\n", entries, title_of_tile, arch_specific)
 
 
 def _element_type(problem: Problem) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 import numpy as np
@@ -108,33 +109,47 @@ def params_dtype(problem: Problem) -> np.dtype:
     Behind what all have comes what modifications read, then how the scales of a cache of 8 bits
     or of float8 lie, or what belongs to gradients.
     """
-    forward = _forward_dtype(problem)
+    mods = captures = None
+    if problem.score is not None:
+        mods = problem.score.dtype
+        captures = problem.score.differentiable or ("_",)
+    scales: tuple[str, ...] = ()
     if problem.scales is not None:
-        assert forward.fields is not None
-        fields = {name: field[:2] for name, field in forward.fields.items()}
-        end = forward.itemsize
-        for name in ("q_scale", "k_scale", "v_scale")[0 if problem.is_float8 else 1 :]:
+        scales = ("q_scale", "k_scale", "v_scale")[0 if problem.is_float8 else 1 :]
+    return _params_dtype(mods, captures, scales, problem.gradient is not None)
+
+
+# To make a dtype takes 15 us. Bounded, as captures have the names that users give them.
+@functools.lru_cache(maxsize=256)
+def _params_dtype(
+    mods: np.dtype | None,
+    captures: tuple[str, ...] | None,
+    scales: tuple[str, ...],
+    has_gradients: bool,
+) -> np.dtype:
+    forward = _forward_dtype(mods)
+    assert forward.fields is not None
+    fields = {name: field[:2] for name, field in forward.fields.items()}
+    end = forward.itemsize
+    if scales:
+        for name in scales:
             fields[name] = (TENSOR_DTYPE, end)
             end += TENSOR_DTYPE.itemsize
         return _struct(fields, end)
-    if problem.gradient is None:
+    if not has_gradients:
         return forward
-    assert forward.fields is not None
     assert GRADIENTS_DTYPE.fields is not None
-    fields = {name: field[:2] for name, field in forward.fields.items()}
-    fields |= {n: (f[0], forward.itemsize + f[1]) for n, f in GRADIENTS_DTYPE.fields.items()}
-    end = forward.itemsize + GRADIENTS_DTYPE.itemsize
-    if problem.score is not None:
-        captures = problem.score.differentiable or ("_",)
+    fields |= {n: (f[0], end + f[1]) for n, f in GRADIENTS_DTYPE.fields.items()}
+    end += GRADIENTS_DTYPE.itemsize
+    if captures is not None:
         fields["dcaptures"] = (np.dtype([(name, np.uint64) for name in captures]), end)
         end += fields["dcaptures"][0].itemsize
     return _struct(fields, end)
 
 
-def _forward_dtype(problem: Problem) -> np.dtype:
-    if problem.score is None:
+def _forward_dtype(mods: np.dtype | None) -> np.dtype:
+    if mods is None:
         return PARAMS_DTYPE
-    mods = problem.score.dtype
     alignment = 8
     maps = PARAMS_DTYPE.itemsize + -(-mods.itemsize // alignment) * alignment
     assert PARAMS_DTYPE.fields is not None
@@ -165,6 +180,7 @@ def layout_assertions(problem: Problem) -> str:
     return assertions(*structs)
 
 
+@functools.lru_cache(maxsize=256)
 def assertions(*structs: tuple[str, np.dtype]) -> str:
     """C++ that fails to compile unless structs of these names are laid out as their dtypes."""
     # NVRTC has no offsetof without a header; __INTADDR__ is what its own is made of.

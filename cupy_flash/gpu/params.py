@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import struct
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,34 +38,72 @@ class PackedStruct:
         sources: Mapping[str, str],
         names: Sequence[str],
     ) -> None:
-        record = np.zeros((), dtype)
+        layout = _layout(dtype, tuple(sources.items()), tuple(names))
+        values = list(layout.zeros)
         for field, value in fixed.items():
-            parts = dtype[field].fields or ()
-            is_tensor = isinstance(value, tuple) and len(value) < len(parts)
-            record[field] = (0, *value) if is_tensor else value
-        data, codes, end = record.tobytes(), "=", 0
-        # Which of the values, and behind them of the bytes between those, come one after another.
-        order: list[int] = []
-        between: list[bytes] = []
-        places = {field: _place(dtype, field) for field in sources}
-        for field in sorted(sources, key=lambda name: places[name][1]):
-            kind, start = places[field]
-            if start > end:
-                codes += f"{start - end}s"
-                order.append(len(names) + len(between))
-                between.append(data[end:start])
-            codes += _code(kind)
-            order.append(tuple(names).index(sources[field]))
-            end = start + struct.calcsize("=" + codes[-1])
-        order.append(len(names) + len(between))
-        between.append(data[end:])
-        self._pack_into = struct.Struct(f"{codes}{dtype.itemsize - end}s").pack_into
-        self._pick = operator.itemgetter(*order)
-        self._between = tuple(between)
+            place, parts = layout.fields[field]
+            has_no_address = isinstance(value, tuple) and len(value) < parts
+            values[place] = (0, *value) if has_no_address else value
+        data = np.array(tuple(values), dtype).tobytes()
+        self._pack_into, self._pick = layout.pack_into, layout.pick
+        self._between = tuple([data[start:end] for start, end in layout.between])
 
     def pack_into(self, memory: bytearray, values: tuple[int, ...]) -> None:
         """Write the struct to the begin of some memory."""
         self._pack_into(memory, 0, *self._pick(values + self._between))
+
+
+class _Layout(NamedTuple):
+    """What packing takes besides the values of fixed fields.
+
+    Attributes
+    ----------
+    zeros
+        Zeros of all fields, in order.
+    fields
+        Where in these each field is, and the number of its parts; 0 if it is a number.
+    pack_into
+        Method of a `struct.Struct`: of the fields that change, and of the bytes between them.
+    pick
+        Function that brings values, and these bytes behind them, into that order.
+    between
+        Where these bytes begin and end in the struct.
+    """
+
+    zeros: tuple[Any, ...]
+    fields: dict[str, tuple[int, int]]
+    pack_into: Callable[..., None]
+    pick: Callable[[tuple[Any, ...]], tuple[Any, ...]]
+    between: tuple[tuple[int, int], ...]
+
+
+# Calls that differ in lengths alone share one. Bounded, as names may be those of users' captures.
+@functools.lru_cache(maxsize=256)
+def _layout(
+    dtype: np.dtype, sources: tuple[tuple[str, str], ...], names: tuple[str, ...]
+) -> _Layout:
+    assert dtype.names is not None
+    fields = {
+        name: (place, len(dtype[name].fields or ())) for place, name in enumerate(dtype.names)
+    }
+    codes, end = "=", 0
+    # Which of the values, and behind them of the bytes between those, come one after another.
+    order: list[int] = []
+    between: list[tuple[int, int]] = []
+    places = {field: (*_place(dtype, field), name) for field, name in sources}
+    for kind, start, name in sorted(places.values(), key=lambda place: place[1]):
+        if start > end:
+            codes += f"{start - end}s"
+            order.append(len(names) + len(between))
+            between.append((end, start))
+        codes += _code(kind)
+        order.append(names.index(name))
+        end = start + struct.calcsize("=" + codes[-1])
+    order.append(len(names) + len(between))
+    between.append((end, dtype.itemsize))
+    pack_into = struct.Struct(f"{codes}{dtype.itemsize - end}s").pack_into
+    zeros = np.zeros((), dtype).item()
+    return _Layout(zeros, fields, pack_into, operator.itemgetter(*order), tuple(between))
 
 
 def _place(dtype: np.dtype, path: str) -> tuple[np.dtype, int]:

@@ -258,15 +258,19 @@ def make_plan(
 def _first_choice(problem: Problem, device: Device) -> str | None:
     """Return the name of the family for a call that names none; None if none serves it.
 
-    Later families are not checked: their checks take most of the planning time.
+    The checks take most of the planning time. So later families are not checked, and neither are
+    families that are for other numbers of query rows.
     """
-    usable = None
-    for name, family in FAMILIES[problem.direction].items():
-        if family.automatic and family.why_not(problem, device) is None:
-            if _why_not_first(family, problem, device) is None:
-                return name
-            usable = usable or name
-    return usable
+    families = {n: f for n, f in FAMILIES[problem.direction].items() if f.automatic}
+    for name, family in families.items():
+        if (
+            family.suits_rows(problem)
+            and family.why_not(problem, device) is None
+            and _why_not_first(family, problem, device) is None
+        ):
+            return name
+    usable = (n for n, family in families.items() if family.why_not(problem, device) is None)
+    return next(usable, None)
 
 
 def _unusable(problem: Problem, device: Device) -> dict[str, str]:

@@ -54,13 +54,12 @@ class DecodeFamily(Family[DecodeTile]):
             return f"no tile of it fits {device.name}"
         return None
 
+    def suits_rows(self, problem: Problem) -> bool:
+        return 1 <= sizes.rows(problem) <= _most_rows(problem)
+
     def why_not_first(self, problem: Problem, device: Device) -> str | None:
-        rows = sizes.rows(problem)
-        most = _MOST_ROWS
-        if sizes.team(problem) > 1:
-            # 128 query heads of latent attention are one query's rows.
-            most = max(most, min(sizes.group(problem), 16 * shares.MOST_SHARED_TILES))
-        if not 1 <= rows <= most:
+        rows, most = sizes.rows(problem), _most_rows(problem)
+        if not self.suits_rows(problem):
             return f"is for 1 to {most} query rows of a key/value head, and here are {rows}"
         if rows > _MOST_ROWS and _suits_hopper(problem, device):
             return f"reads keys anew for each 16 of {rows} rows, which hopper has in one tile"
@@ -192,6 +191,13 @@ class DecodeFamily(Family[DecodeTile]):
             "cluster": launched.cluster,
             "shared_memory": self.shared_memory(problem, launched),
         }
+
+
+def _most_rows(problem: Problem) -> int:
+    if sizes.team(problem) == 1:
+        return _MOST_ROWS
+    # 128 query heads of latent attention are one query's rows.
+    return max(_MOST_ROWS, min(sizes.group(problem), 16 * shares.MOST_SHARED_TILES))
 
 
 def _suits_hopper(problem: Problem, device: Device) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from cupy_flash.families.contract import ceil_div, may_have_block_map, round_up
 from cupy_flash.families.hopper import float8, latent, pieces
 from cupy_flash.families.hopper.columns import block_columns, operand_bytes, ranks
@@ -26,8 +28,26 @@ _SHOWN_BYTES, _SHOWN_KEYS = 1024, 128
 _SCALES_BYTES = 8
 
 
+def footprint(problem: Problem) -> tuple[Any, ...]:
+    """Return all that `block_bytes` depends on besides the tile: no lengths, so few values."""
+    score = problem.score
+    of_score: tuple[Any, ...] = ()
+    if score is not None:
+        has_edges = score.left is not None or score.right is not None
+        is_mapped, of_bias = may_have_block_map(problem), streams_bias(problem)
+        of_score = has_edges, score.may_be_mapped, is_mapped, of_bias
+    return (
+        problem.dtype,
+        problem.head_dim,
+        problem.head_dim_v,
+        problem.layout.is_equal,
+        latent.holds_values_in_keys(problem),
+        of_score,
+    )
+
+
 def block_bytes(problem: Problem, tile: HopperTile) -> int:
-    """Bytes that a block has of a problem as it is posed to the kernel."""
+    """Return the bytes of a block of a problem as it is posed to the kernel; see `footprint`."""
     queries = tile.Br * _row_bytes(problem, problem.head_dim)
     stage = max(tile.Bc * _row_bytes(problem, problem.head_dim), _value_bytes(problem, tile))
     # A slot has two barriers; a visit is kept for each query tile, for one whose output is

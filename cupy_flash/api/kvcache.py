@@ -66,19 +66,19 @@ def flash_attention_with_kvcache(
         Values; or (pages, page_size, heads_kv, head_dim_v). Head dims are 1 to 576, head_dim_v may
         differ from head_dim. None where k_cache holds the values, see head_dim_v.
     k : array, shape (batch, seqlen_new, heads_kv, head_dim), optional
-        New keys. Row j of sequence b becomes row cache_seqlens[b] + j of its cache, and is
-        attended to. Together with v, or neither; alone where k_cache holds the values.
+        New keys; with cu_seqlens_k_new packed, (total_new, heads_kv, head_dim). Row j of sequence b
+        becomes row cache_seqlens[b] + j of its cache, and is attended to. Together with v, or
+        neither; alone where k_cache holds the values.
     v : array, shape (batch, seqlen_new, heads_kv, head_dim_v), optional
-        New values.
+        New values; with cu_seqlens_k_new (total_new, heads_kv, head_dim_v).
     cache_seqlens : int or array of integers, shape (batch,)
         Lengths in the cache before new rows are appended; an array of the same kind as q, or a
         list, which is copied to where q lies. Arrays of other integers than int32 are converted in
         each call. What is attended to has the length cache_seqlens + seqlen_new. The array is not
         written.
     cu_seqlens_k_new : array of integers, shape (batch + 1,), optional
-        For sequences with different numbers of new rows. k and v are then packed, (total_new,
-        heads_kv, head_dim) and (total_new, heads_kv, head_dim_v), and rows cu_seqlens_k_new[b] to
-        cu_seqlens_k_new[b + 1] - 1 are the new rows of sequence b.
+        Offsets of each sequence's rows in packed k and v, for sequences with different numbers of
+        new rows: sequence b has the rows from cu_seqlens_k_new[b] to cu_seqlens_k_new[b + 1] - 1.
     cache_batch_idx : array of integers, shape (batch,), optional
         Which cache each sequence has; by default sequence b has cache b. If two share one that is
         appended to, either's rows are left there.
@@ -154,8 +154,9 @@ def flash_attention_with_kvcache(
     Raises
     ------
     TypeError
-        For a wrong kind of array or dtype; cache_seqlens, cache_batch_idx and block_table are
-        integers. For arrays of JAX to append to, which are immutable.
+        For a wrong kind of array or dtype; cache_seqlens, cu_seqlens_k_new, cache_batch_idx,
+        block_table and rotary_seqlens are integers. For arrays of JAX to append to, which are
+        immutable.
     ValueError
         For shapes that do not go together, a wrong value, a family or tile that does not fit; for
         caches that are read-only, overlap the other arrays, or have no contiguous last axis; and
@@ -184,7 +185,7 @@ def flash_attention_with_kvcache(
       page_size; new rows beyond the capacity are dropped, and so are those for a page outside of
       [0, pages);
     - an entry of cu_seqlens_k_new is taken to be within [0, total_new], and rows of no sequence
-      are not appended;
+      are not appended; if entries decrease, it is not defined which new rows a sequence has;
     - a sequence whose entry in cache_batch_idx is no cache has no keys, and nothing is appended;
     - the rows of a page outside of [0, pages) are zeros;
     - a rotary position outside of the table takes its nearest row.

@@ -61,7 +61,7 @@ class Arguments(NamedTuple):
     rotary_cos: Any = None
     rotary_sin: Any = None
     rotary_seqlens: Any = None
-    # Of packed new rows.
+    # Offsets of packed new rows.
     cu_seqlens_k_new: Any = None
     # Of float8.
     q_scale: Any = None

@@ -63,7 +63,8 @@ class Call:
     counters
         Words.
     scratch
-        What makes memory for the plan's workspace, and behind it the rotated queries.
+        What makes memory for the plan's workspace, and behind it the rotated queries and the
+        lengths after an append of packed rows.
     launches
         Of attention; none where there is nothing to compute.
     qkv_step
@@ -207,7 +208,7 @@ def prepare(
         scratch = rotated_at + q.size * q.itemsize
     parts_of_scratch = dict(plan.schedule.parts)
     if layout.packed_new:
-        # The lengths after the append, which it writes and attention reads.
+        # The append kernel writes the lengths after the append, and attention reads them.
         parts_of_scratch["lengths_after"] = -(-scratch // _SCRATCH_ALIGNMENT) * _SCRATCH_ALIGNMENT
         scratch = parts_of_scratch["lengths_after"] + 4 * problem.batch
     appends = layout.appends or arguments.rotary_cos is not None
@@ -320,7 +321,7 @@ def append_spec(arguments: Arguments, problem: Problem, options: Options) -> app
         head_dim_v, v, v_cache = 0, arguments.k, arguments.k_cache
         scales = None if scales is None else scales._replace(v=None)
     new = (arguments.k, v)
-    if layout.packed_new:
+    if arguments.cu_seqlens_k_new is not None:
         new = tuple(rows[None] for rows in new)
     arrays = (arguments.q, *new, arguments.k_cache, v_cache)
     specs = [spec_of(array, address_of(array)) for array in arrays]

@@ -22,12 +22,12 @@ class LengthLimit(NamedTuple):
 def length_limits(
     arguments: Arguments, problem: Problem, new: int | None = None
 ) -> tuple[LengthLimit, ...]:
-    """What the length of a cache before an append has to keep to.
+    """Return the limits of the length of a cache before an append.
 
     Parameters
     ----------
     new
-        Rows that are appended; by default as many as are known to be appended to each sequence.
+        Number of rows that are appended, by default `Layout.new_keys`.
     """
     new, capacity = problem.layout.new_keys if new is None else new, problem.seqlen_k
     reason = f"a cache holds {capacity} rows" + (f", and {new} are appended" if new else "")
@@ -134,7 +134,7 @@ def check_contents(
         _require_lengths("cache_seqlens", lengths, *limits)
     if arguments.rotary_seqlens is not None:
         _require_lengths("rotary_seqlens", arguments.rotary_seqlens, *_rotary(arguments, problem))
-    if problem.layout.packed_new:
+    if arguments.cu_seqlens_k_new is not None:
         _check_packed_new(arguments, lengths, problem)
     filled = lengths + new_rows(arguments, problem)
     padding = getattr(arguments, "cache_leftpad", None)
@@ -148,13 +148,17 @@ def _check_packed_new(arguments: Arguments, lengths: np.ndarray, problem: Proble
     """Check where packed new rows begin, and that each sequence has room for its own."""
     total = int(arguments.k.shape[0])
     new = _check_offsets("cu_seqlens_k_new", arguments.cu_seqlens_k_new, total, "k and v")
-    for b, count in enumerate(new.tolist()):
-        require_length(
-            f"cache_seqlens[{b}]", int(lengths[b]), length_limits(arguments, problem, count)
-        )
+    is_wrong = lengths > problem.seqlen_k - new
+    starts, of_starts = lengths, "cache_seqlens"
+    if arguments.rotary_cos is not None:
         if arguments.rotary_seqlens is not None:
-            limits = _rotary(arguments, problem, count)
-            require_length(f"rotary_seqlens[{b}]", int(arguments.rotary_seqlens[b]), limits)
+            starts, of_starts = arguments.rotary_seqlens, "rotary_seqlens"
+        is_wrong |= starts > arguments.rotary_cos.shape[0] - new
+    for b in np.flatnonzero(is_wrong)[:1].tolist():
+        limits = length_limits(arguments, problem, int(new[b]))
+        require_length(f"cache_seqlens[{b}]", int(lengths[b]), limits)
+        limits = _rotary(arguments, problem, int(new[b]))
+        require_length(f"{of_starts}[{b}]", int(starts[b]), limits)
 
 
 def _check_packed(arguments: Arguments, options: Options, problem: Problem) -> None:

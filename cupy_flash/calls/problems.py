@@ -262,7 +262,7 @@ def _cached_problem(arguments: Arguments, options: Options) -> Problem:
         block_table=table,
         chosen_caches=arguments.cache_batch_idx is not None,
         new_keys=_seqlen_new(arguments, options),
-        packed_new=arguments.cu_seqlens_k_new is not None,
+        packed_new=arguments.cu_seqlens_k_new is not None and arguments.k.shape[0] > 0,
         num_splits=options.num_splits,
         batch_invariant=options.batch_invariant,
         causal=options.causal,
@@ -401,7 +401,8 @@ def _seqlen_new(arguments: Arguments, options: Options) -> int:
             require_axes(name, array, 3, "total_new, heads and head_dim")
         return 0
     for name, array in rows.items():
-        require_axes(name, array, 4, "batch, seqlen_new, heads and head_dim")
+        axes = "batch, seqlen_new, heads and head_dim; packed rows need cu_seqlens_k_new"
+        require_axes(name, array, 4, axes)
     return int(arguments.k.shape[1])
 
 
@@ -423,9 +424,11 @@ def _check_new_rows(arguments: Arguments, options: Options, problem: Problem) ->
         if dtype_name(array) != problem.dtype or not array.dtype.isnative:
             raise TypeError(f"{name} has dtype {array.dtype}; expected {problem.dtype}, as q has")
         expected = (*arguments.k.shape[:-2], problem.heads_kv, dims[name])
-        if not problem.layout.packed_new:
+        meaning = f"packed rows of {name}_cache"
+        if arguments.cu_seqlens_k_new is None:
             expected = (problem.batch, *expected[1:])
-        require_shape(name, array, expected, f"rows of {name}_cache for each sequence of q")
+            meaning = f"rows of {name}_cache for each sequence of q"
+        require_shape(name, array, expected, meaning)
     if problem.layout.appends:
         for name in _caches(options):
             cache = getattr(arguments, name)
@@ -456,9 +459,10 @@ def _check_rotary(arguments: Arguments, options: Options, problem: Problem) -> N
 def positions(arguments: Arguments, problem: Problem) -> int:
     """How many positions are rotated to, from the length of the cache on.
 
-    Of packed new rows only one is counted, as each sequence has another number of them.
+    Packed new rows are not counted. Their number differs between sequences, and
+    `check_contents` checks it.
     """
     q_rows = 0 if problem.is_empty else problem.seqlen_q if problem.is_local else 1
-    if problem.layout.packed_new:
-        return max(q_rows, min(arguments.k.shape[0], 1))
+    if arguments.cu_seqlens_k_new is not None:
+        return q_rows
     return max(q_rows, int(arguments.k.shape[1]))

@@ -167,9 +167,10 @@ class AppendSpec:
 
     @property
     def rows(self) -> int:
-        """Rows of all sequences: queries and new keys side by side, or packed keys behind queries.
+        """Thread blocks along the first axis: rows of queries and new keys.
 
-        Packed ones are at least one, as the lengths after the append are written even without any.
+        A row has a query and a new key; of packed new rows, which follow the query rows, only one
+        of the two. Then there is at least one block, which writes the lengths after the append.
         """
         queries = self.seqlen_q if self.rotary_dim else 0
         if self.total_new is None or not self.batch:
@@ -300,7 +301,7 @@ def append_unit(spec: AppendSpec) -> TranslationUnit:
 
 
 def append_launch(spec: AppendSpec) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """Grid and block: a row of a sequence along the first axis, its pieces along the second.
+    """Grid and block: a row along the first axis, its pieces along the second.
 
     Raises
     ------
@@ -399,8 +400,8 @@ def prepare(spec: AppendSpec, device: Device, names: Sequence[str]) -> Append:
         "k_cache", "v_cache", "cache_seqlens" or, where that is 0, the rows that are in every cache,
         "keys", "cache_batch_idx", "block_table", "rotary_cos", "rotary_sin", "rotary_seqlens",
         where the turned queries go, contiguous and on 16 bytes, "q_rotated", and the scales that
-        are given, "k_scale" and "v_scale". Of packed new rows "cu_seqlens_k_new", and where the
-        int32 lengths after the append go, "lengths_after".
+        are given, "k_scale" and "v_scale". If new rows are packed, also "cu_seqlens_k_new" and
+        where the int32 lengths after the append go, "lengths_after".
 
     Raises
     ------

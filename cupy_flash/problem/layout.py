@@ -31,7 +31,7 @@ class Layout:
     new_keys
         Rows that are appended to each sequence before it is attended to.
     packed_new
-        Whether packed rows are appended, of which cu_seqlens_k_new gives each sequence its own.
+        Whether the rows that are appended are packed; cu_seqlens_k_new delimits each sequence's.
     num_splits
         Parts to cut the keys of a query tile into; None leaves them to the kernel.
     batch_invariant

@@ -286,7 +286,7 @@ def make_problem(
     new_keys
         Rows to be appended to each sequence of a cache.
     packed_new
-        Whether packed rows are appended instead.
+        Whether rows to be appended are packed; then new_keys is 0.
     num_splits, batch_invariant
         As in `cupy_flash.flash_attention_with_kvcache`.
     score

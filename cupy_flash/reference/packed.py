@@ -282,7 +282,7 @@ def attention_with_kvcache_reference(
     What the integers hold is not checked, on the host either, but clamped as a GPU does it, so that
     nothing outside of the arrays is read or written: lengths are clamped to [0, capacity], which is
     ``seqlen_cache`` or ``max_pages * page_size``; rows past it are not appended. Entries of
-    ``cu_seqlens_k_new`` are clamped to [0, total_new]. A
+    ``cu_seqlens_k_new`` are clamped to [0, total_new], and are expected to increase. A
     ``cache_batch_idx`` that is no index leaves the sequence without keys. A page outside of
     [0, pages) reads as zeros, and nothing is appended to it. Positions outside of the rotary table
     take the nearest row of it.

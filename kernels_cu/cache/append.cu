@@ -2,16 +2,17 @@
 // the old ones of a cache, and with a rotary embedding (Su et al. 2021, RoFormer, section 3.4) the
 // new keys are turned by their positions on the way, and the queries into a workspace by theirs.
 //
-// blockIdx.x is a row of a sequence: its query and its new key and value. The threads along
+// blockIdx.x is a row of a sequence: its query and its new key and value. Of packed new rows see
+// below. The threads along
 // blockIdx.y share the 16-byte pieces of all of its heads, one after another: those of q, of k, of
 // v. A step of decoding has few rows, and then nothing but latency counts: what a thread moves is
 // asked for before anything is known about where it goes.
 //
 // Where keys hold the values (Config::head_dim_v is 0) there are no others to write.
 //
-// With Config::packed_new the new rows of all sequences are packed, and cu_seqlens_k_new tells them
-// apart. Then blockIdx.x is a row of the queries or, behind those, of the packed rows, and the
-// kernel also writes the length of each sequence after the append, which attention reads.
+// With Config::packed_new, the new rows of all sequences are packed, and cu_seqlens_k_new gives the
+// first row of each sequence. Then blockIdx.x counts the query rows first and the packed rows after
+// them. The kernel also writes the length of each sequence after the append, which attention reads.
 //
 // A cache may be one of several ranks', to which stripes of keys go in turns: lengths are those of
 // all together, and new rows in other ranks' stripes have no place here.
@@ -161,7 +162,7 @@ struct RotatedRow {
   }
 };
 
-// Where the packed new rows of a sequence begin; of index `batch`, where those of the last end.
+// Returns the first packed row of a sequence; for an index of `batch`, the end of the last sequence.
 __device__ inline int packed_begin(const AppendParams& p, int index) {
   return clamp(p.cu_seqlens_k_new[index], 0, p.total_new);
 }
@@ -190,9 +191,9 @@ struct Row {
   const AppendParams& p;
   int batch;
   int row;         // among the queries and among the new keys of the sequence
-  bool has_query;  // to be rotated
-  bool has_new;    // key and value
-  int packed_row;  // of the new key and value, if they are packed
+  bool has_query;  // whether the block rotates a query row
+  bool has_new;    // whether the block appends a new row
+  int packed_row;  // the index of the new row among the packed rows
 
   __device__ explicit Row(const AppendParams& params) : p(params) {
     if constexpr (Config::packed_new) {
@@ -277,8 +278,9 @@ struct Row {
 template <class Config>
 __device__ void write_lengths(const AppendParams& p) {
   if (blockIdx.y != 0) return;
-  for (int batch = blockIdx.x * blockDim.x + threadIdx.x; batch < p.batch;
-       batch += gridDim.x * blockDim.x) {
+  const int64 step = int64(gridDim.x) * blockDim.x;
+  for (int64 index = int64(blockIdx.x) * blockDim.x + threadIdx.x; index < p.batch; index += step) {
+    const int batch = int(index);
     int capacity;
     const int before = find_sequence<Config::page_size, false>(p, batch, capacity).seqlen_k;
     const int count = packed_begin(p, batch + 1) - packed_begin(p, batch);

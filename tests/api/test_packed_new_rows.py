@@ -99,6 +99,99 @@ def test_each_sequence_gets_its_own_rows(
             assert to_numpy(given[name]).tobytes() == arguments[name].tobytes()
 
 
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_length_of_all_and_other_positions_may_be_given(
+    library: str, rng: np.random.Generator
+) -> None:
+    xp = importlib.import_module(library)
+    case = KVCacheCase((40, 40, 40), "float64", seqlen_q=2, seqlen_new=5, causal=True, rotary_dim=8)
+    arguments, counts = packed(case, rng)
+    arguments["rotary_seqlens"] = np.array([3, 0, 31], np.int32)
+    given = converted(arguments | {"cache_seqlens": 40}, xp)
+    Truth.of_kvcache(arguments).check(flash_attention_with_kvcache(**given))
+    expected = attention_with_kvcache_reference(**arguments)
+    np.testing.assert_allclose(to_numpy(given["k_cache"]), expected.k_cache, rtol=0, atol=1e-14)
+    assert to_numpy(given["v_cache"]).tobytes() == expected.v_cache.tobytes()
+    assert counts.sum() == arguments["cu_seqlens_k_new"][-1] - arguments["cu_seqlens_k_new"][0]
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_keys_may_hold_the_values(library: str, rng: np.random.Generator) -> None:
+    xp = importlib.import_module(library)
+    case = KVCacheCase(LENGTHS, "float16", seqlen_new=4, heads_kv=1, head_dim_v=48, page_size=16)
+    arguments, counts = packed(case, rng)
+    arguments |= {"v": None, "v_cache": None, "head_dim_v": 48}
+    given = converted(arguments, xp)
+    out = flash_attention_with_kvcache(**given)
+    with_values = {"v": arguments["k"][..., :48], "v_cache": arguments["k_cache"][..., :48]}
+    alike = {name: x for name, x in arguments.items() if name != "head_dim_v"} | with_values
+    Truth.of_kvcache(alike).check(out)
+    starts = arguments["cu_seqlens_k_new"]
+    expected = attention_with_kvcache_reference(**alike).k_cache
+    assert counts.sum() == starts[-1] - starts[0]
+    assert to_numpy(given["k_cache"]).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("sizes", [{"batch": 0}, {"seqlen_q": 0}], ids=str)
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_there_may_be_no_queries(library: str, sizes: dict[str, int]) -> None:
+    xp = importlib.import_module(library)
+    batch, seqlen_q = sizes.get("batch", 3), sizes.get("seqlen_q", 2)
+    rows = xp.ones((batch, 2, 8), np.float32)
+    k_cache, v_cache = xp.zeros((2, 3, 16, 2, 8), np.float32)
+    out = flash_attention_with_kvcache(
+        *(xp.zeros((batch, seqlen_q, 2, 8), np.float32), k_cache, v_cache, rows, rows),
+        cache_seqlens=xp.full(batch, 5, np.int32),
+        cu_seqlens_k_new=xp.arange(batch + 1, dtype=np.int32),
+    )
+    assert out.shape == (batch, seqlen_q, 2, 8)
+    for cache in (k_cache, v_cache):
+        assert to_numpy(cache)[:batch, 5].all()
+        assert to_numpy(cache).sum() == batch * 2 * 8
+
+
+def test_without_new_rows_a_cache_may_be_read_only() -> None:
+    cache = np.zeros((3, 16, 2, 8), np.float32)
+    cache.flags.writeable = False
+    none = np.zeros((0, 2, 8), np.float32)
+    flash_attention_with_kvcache(
+        *(np.zeros((3, 1, 2, 8), np.float32), cache, cache, none, none),
+        cache_seqlens=16,
+        cu_seqlens_k_new=[0, 0, 0, 0],
+    )
+
+
+@pytest.mark.gpu
+def test_a_replayed_graph_reads_the_offsets_anew(rng: np.random.Generator) -> None:
+    import cupy
+
+    arguments, _ = packed(CASES[1], rng)
+    given = converted(arguments, cupy)
+    out = cupy.empty_like(given["q"])
+    stream = cupy.cuda.Stream(non_blocking=True)
+    pool = cupy.cuda.MemoryPool()
+    with stream, cupy.cuda.using_allocator(pool.malloc):
+        # Compiles, and leaves the pool what the capture needs.
+        flash_attention_with_kvcache(**given, out=out)
+        stream.synchronize()
+        stream.begin_capture()
+        flash_attention_with_kvcache(**given, out=out)
+        graph = stream.end_capture()
+        for _ in range(3):
+            total = len(arguments["k"])
+            starts = np.sort(rng.integers(0, total + 1, len(LENGTHS) + 1)).astype(np.int32)
+            starts[1:] = np.minimum(starts[1:], starts[:-1] + CASES[1].seqlen_new)
+            arguments["cu_seqlens_k_new"] = np.maximum.accumulate(starts)
+            for name in ("k", "v"):
+                arguments[name] = np.nan_to_num(arguments[name], nan=1.0)
+            for name in ("k_cache", "v_cache", "k", "v", "cu_seqlens_k_new"):
+                given[name].set(arguments[name])
+            out.fill(np.nan)
+            graph.launch(stream)
+            stream.synchronize()
+            Truth.of_kvcache(arguments).check(out)
+
+
 @pytest.mark.parametrize("page_size", [0, 16])
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_new_rows_of_8_bits_get_their_scales(

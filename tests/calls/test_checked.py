@@ -102,6 +102,15 @@ WRONG = [
     ("packed", {"cu_seqlens_k": [0, 9, KEYS]}, "cu_seqlens_k gives sequence 0 a length of 9"),
     ("packed", {"seqused_k": [4, -1]}, r"seqused_k\[1\] is -1; expected at least 0"),
     ("packed backward", {"cu_seqlens_k": [0, 4, 13]}, r"cu_seqlens_k\[2\] is 13; expected at"),
+    (
+        "cached",
+        {
+            **dict.fromkeys(("k", "v"), _zeros(5, HEADS, DIM)),
+            "v_cache": _zeros(6, 4, HEADS, DIM),
+            "cu_seqlens_k_new": [0, 2, 9],
+        },
+        r"cu_seqlens_k_new\[2\] is 9; expected at most 5, the rows of k and v",
+    ),
     ("cached", {"cache_seqlens": [3, 9]}, r"cache_seqlens\[1\] is 9; expected at most 8"),
     ("cached", {"block_table": [[5, 0], [1, 6]]}, r"block_table\[1, 1\] is 6; expected 0 to 5"),
 ]

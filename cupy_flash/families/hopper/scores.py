@@ -17,7 +17,7 @@ BIAS_STAGES = 2
 # Counters: a flag that some row is empty, and the number of thread blocks of the second launch that
 # are done.
 _LOW_ROW_COUNTERS = 2
-# Computes rows of low scores.
+# Computes rows of low or high scores.
 _MMA = MmaFamily()
 
 
@@ -88,7 +88,7 @@ def finds_only_keys(problem: Problem) -> bool:
 
 
 def computes_low_rows(problem: Problem) -> bool:
-    """Return whether a launch computes rows of low scores."""
+    """Return whether a launch computes rows of low or high scores."""
     score = problem.score
     return score is not None and score.has_low_scores and not problem.is_float8
 

@@ -1,7 +1,7 @@
 // Rows whose every score is very low, as those of padding are under a bias of -1e9 or of the lowest
-// number, and rows with a score that is as high. The softmax of the Hopper kernel treats low scores
+// number, and rows with a score above -low_score. The softmax of the Hopper kernel treats low scores
 // as masked (`low_score` in score/softmax.cuh), so that a row that sees no others comes out as 0.
-// High scores would have other weights in the block that sets the base than in later ones. This
+// A high score would be rounded differently in the block that sets the base than in later blocks. This
 // launch after it computes the query tiles that hold such rows once more with the kernel of the `mma`
 // family, whose softmax takes scores of any size, and writes those rows alone. Within the Hopper
 // kernel the same costs other rows up to 10% (bias of bfloat16, head_dim 128, 8192 keys, H100), as it
@@ -96,8 +96,9 @@ struct LowRows {
     __syncthreads();
   }
 
-  // Returns whether the attention kernel left a row of a tile empty: the first columns of the output
-  // are -0 or, if keys are split, the log-sum-exp of every part is -inf, or that of any is inf.
+  // Returns whether the attention kernel left a row of a tile empty. Then the first columns of the
+  // output are -0. If keys are split, the log-sum-exp of every part is -inf or near the low scores,
+  // beside which parts that were left out have weight, or that of at least one part is inf.
   __device__ bool is_empty(int tile, int in_tile) const {
     if constexpr (Config::sequences) {
       const Place<Config> place(p, tile);
@@ -116,7 +117,7 @@ struct LowRows {
       const Partials<Config> partials(p);
       for (int split = 0; split < p.num_splits; ++split) {
         const float lse = *partials.lse_row(split, index_of(p, work, place, row));
-        is_empty &= lse == -SoftmaxMath<float>::infinity();
+        is_empty &= lse < (low_score<float> + 128) * SoftmaxMath<float>::ln_2;
         is_high |= lse == SoftmaxMath<float>::infinity();
       }
     } else {

@@ -63,8 +63,8 @@ class Call:
     counters
         Words.
     scratch
-        What makes memory for the plan's workspace, and behind it the rotated queries and the
-        lengths after an append of packed rows.
+        Function that makes memory for the plan's workspace and, behind it, for rotated queries and
+        for the lengths after an append of packed rows.
     launches
         Of attention; none where there is nothing to compute.
     qkv_step

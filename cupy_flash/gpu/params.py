@@ -54,7 +54,7 @@ class PackedStruct:
 
 
 class _Layout(NamedTuple):
-    """What packing takes besides the values of fixed fields.
+    """Order and format of a struct's fields, which packing needs besides their values.
 
     Attributes
     ----------
@@ -77,7 +77,8 @@ class _Layout(NamedTuple):
     between: tuple[tuple[int, int], ...]
 
 
-# Calls that differ in lengths alone share one. Bounded, as names may be those of users' captures.
+# Calls that differ only in lengths have the same layout. Bounded, as names may be those of users'
+# captures.
 @functools.lru_cache(maxsize=256)
 def _layout(
     dtype: np.dtype, sources: tuple[tuple[str, str], ...], names: tuple[str, ...]

@@ -248,9 +248,9 @@ def append(
     k_cache, v_cache, cache_batch_idx, block_table
         As in :func:`kvcache_forward`. Only the appended rows change.
     k, v : numpy.ndarray, (batch, seqlen_new, heads_kv, dim), or list of arrays
-        Of the caches' dtype, or to be quantized; a list has an array (seqlen_new, heads_kv, dim) of
-        each sequence. Rows that the cache has no room for are dropped. Without v and v_cache the
-        keys hold the values.
+        New rows of the caches' dtype, or to be quantized; a list has an array (seqlen_new,
+        heads_kv, dim) for each sequence. Rows that the cache has no room for are dropped. Without v
+        and v_cache the keys hold the values.
     lengths : numpy.ndarray, (batch,)
         Rows of each sequence in the cache before.
     scales : CacheScales, optional

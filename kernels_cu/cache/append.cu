@@ -2,11 +2,10 @@
 // the old ones of a cache, and with a rotary embedding (Su et al. 2021, RoFormer, section 3.4) the
 // new keys are turned by their positions on the way, and the queries into a workspace by theirs.
 //
-// blockIdx.x is a row of a sequence: its query and its new key and value. Of packed new rows see
-// below. The threads along
-// blockIdx.y share the 16-byte pieces of all of its heads, one after another: those of q, of k, of
-// v. A step of decoding has few rows, and then nothing but latency counts: what a thread moves is
-// asked for before anything is known about where it goes.
+// Unless new rows are packed, blockIdx.x is a row of a sequence: its query and its new key and value.
+// The threads along blockIdx.y share the 16-byte pieces of all of its heads, one after another: those
+// of q, of k, of v. A step of decoding has few rows, and then nothing but latency counts: what a
+// thread moves is asked for before anything is known about where it goes.
 //
 // Where keys hold the values (Config::head_dim_v is 0) there are no others to write.
 //

@@ -1,4 +1,4 @@
-"""Planning remembers what calls of other lengths share; what it remembers changes no plan."""
+"""Planning remembers results that do not depend on lengths; they change no plan."""
 
 from __future__ import annotations
 

@@ -96,9 +96,9 @@ struct LowRows {
     __syncthreads();
   }
 
-  // Returns whether the attention kernel left a row of a tile empty. Then the first columns of the
-  // output are -0. If keys are split, the log-sum-exp of every part is -inf or near the low scores,
-  // beside which parts that were left out have weight, or that of at least one part is inf.
+  // Returns whether the attention kernel left a row of a tile to this launch. Then the first columns
+  // of the output are -0. If keys are split, there are two cases: the log-sum-exp of every part is
+  // -inf or so low that parts of -inf have weight, too, or the log-sum-exp of some part is inf.
   __device__ bool is_empty(int tile, int in_tile) const {
     if constexpr (Config::sequences) {
       const Place<Config> place(p, tile);

@@ -554,6 +554,8 @@ def main() -> int:
     makers = [GROUPS[group][1] for group in chosen or GROUPS]
     everything = itertools.chain(() if chosen else plain_calls(), *(make() for make in makers))
     calls = [(name, make) for name, make in everything if re.search(arguments.only, name)]
+    if not calls:
+        parser.error(f"--only {arguments.only} matches no call; see --list")
     if arguments.list:
         print("\n".join(name for name, _ in calls))
         return 0

@@ -145,7 +145,7 @@ def check_contents(
 
 
 def _check_packed_new(arguments: Arguments, lengths: np.ndarray, problem: Problem) -> None:
-    """Check where packed new rows begin, and that each sequence has room for its own."""
+    """Check the offsets of packed new rows, and that they fit into the cache of each sequence."""
     total = int(arguments.k.shape[0])
     new = _check_offsets("cu_seqlens_k_new", arguments.cu_seqlens_k_new, total, "k and v")
     is_wrong = lengths > problem.seqlen_k - new

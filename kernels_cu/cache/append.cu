@@ -2,10 +2,10 @@
 // the old ones of a cache, and with a rotary embedding (Su et al. 2021, RoFormer, section 3.4) the
 // new keys are turned by their positions on the way, and the queries into a workspace by theirs.
 //
-// Unless new rows are packed, blockIdx.x is a row of a sequence: its query and its new key and value.
-// The threads along blockIdx.y share the 16-byte pieces of all of its heads, one after another: those
-// of q, of k, of v. A step of decoding has few rows, and then nothing but latency counts: what a
-// thread moves is asked for before anything is known about where it goes.
+// Unless new rows are packed, blockIdx.x is a row of a sequence: its query and its new key and
+// value. The threads along blockIdx.y divide the 16-byte vectors of all of its heads: first those
+// of q, then those of k and of v. A step of decoding has few rows, and then only latency counts:
+// a thread issues its loads before anything is known about where the data goes.
 //
 // Where keys hold the values (Config::head_dim_v is 0) there are no others to write.
 //
@@ -161,7 +161,7 @@ struct RotatedRow {
   }
 };
 
-// Returns the first packed row of a sequence; for an index of `batch`, the end of the last sequence.
+// Returns the first packed row of a sequence; for an index of `batch`, the end of the last one.
 __device__ inline int packed_begin(const AppendParams& p, int index) {
   return clamp(p.cu_seqlens_k_new[index], 0, p.total_new);
 }
@@ -273,7 +273,7 @@ struct Row {
   }
 };
 
-// Writes the lengths after the append. All threads of the grid share the sequences.
+// Writes the lengths after the append. Each thread of the grid writes those of other sequences.
 template <class Config>
 __device__ void write_lengths(const AppendParams& p) {
   if (blockIdx.y != 0) return;

@@ -137,7 +137,7 @@ def test_padding_at_the_start_of_a_cache_is_left_out(
 def test_windows_may_begin_elsewhere_in_each_sequence(
     library: str, is_cached: bool, batch: int, places: Any, rng: Any
 ) -> None:
-    """Of one query and many keys, `decode` divides the keys of all sequences among its blocks."""
+    """For one query and many keys, `decode` divides the keys of all sequences among its blocks."""
     xp = importlib.import_module(library)
     keys = 8192 if batch == 8 else 1500
     q, k, v = (

@@ -115,9 +115,7 @@ class Arrays:
 
     def spec(self, block_table_stride: int) -> AppendSpec:
         case = self.case
-        same = {f.name for f in dataclasses.fields(AppendSpec)} & {
-            f.name for f in dataclasses.fields(Case)
-        }
+        same = {f.name for f in dataclasses.fields(Case)} - {"capacity"}
         names = ("q", "k", "v", "k_cache", "v_cache")
         return AppendSpec(
             **({name: getattr(case, name) for name in same} | {"rotary_dtype": case.angle_dtype}),

@@ -25,7 +25,7 @@ lengths = st.one_of(st.integers(1, 40), st.integers(1, 3000), st.integers(1, 2**
 
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
-    """Problems of few dtypes and head dims, so that several share what is remembered."""
+    """Problems of few dtypes and head dims, so that several have the same remembered results."""
     dims = st.sampled_from([64, 128, 192, 512])
     dtype, dim, dim_v = draw(st.sampled_from(DTYPES)), draw(dims), draw(dims)
     batch, heads_kv = draw(st.integers(1, 9)), draw(st.sampled_from([1, 8]))

@@ -114,8 +114,8 @@ def test_losses_are_those_of_the_naive_formulas_gradients_within_rounding(
     exact = formula(train, train.Config(), attention_reference, attention_backward_reference)
     naive = formula(train, train.Config(), attention_naive, backward_naive)
     fused, exact, naive = (losses_of(train, way, seed) for way in (None, exact, naive))
-    # Of several batches, as the loss of one depends on its text: 0.83 for one of 13 seeds, though
-    # the mean is 0.53 to 0.58.
+    # The mean of five batches is compared, because the loss of one depends on its text: it was 0.83
+    # of the first for one of 13 seeds, and their means were 0.53 to 0.58.
     assert exact[-5:].mean() < 0.7 * exact[0]
     assert max_error(fused, exact) <= error_bound(naive, exact, np.float32)
 

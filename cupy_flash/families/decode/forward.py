@@ -196,7 +196,7 @@ class DecodeFamily(Family[DecodeTile]):
 def _most_rows(problem: Problem) -> int:
     if sizes.team(problem) == 1:
         return _MOST_ROWS
-    # 128 query heads of latent attention are one query's rows.
+    # In latent attention, one query has 128 rows, one for each query head.
     return max(_MOST_ROWS, min(sizes.group(problem), 16 * shares.MOST_SHARED_TILES))
 
 

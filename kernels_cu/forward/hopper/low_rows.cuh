@@ -1,11 +1,11 @@
 // Rows whose every score is very low, as those of padding are under a bias of -1e9 or of the lowest
-// number, and rows with a score above -low_score. The softmax of the Hopper kernel treats low scores
-// as masked (`low_score` in score/softmax.cuh), so that a row that sees no others comes out as 0.
-// A high score would be rounded differently in the block that sets the base than in later blocks. This
-// launch after it computes the query tiles that hold such rows once more with the kernel of the `mma`
-// family, whose softmax takes scores of any size, and writes those rows alone. Within the Hopper
-// kernel the same costs other rows up to 10% (bias of bfloat16, head_dim 128, 8192 keys, H100), as it
-// takes registers from the main loop.
+// number, and rows with a score above -low_score. The softmax of the Hopper kernel treats low
+// scores as masked (`low_score` in score/softmax.cuh), so that a row that sees no others comes out
+// as 0. A high score would be rounded differently in the block that sets the base than in later
+// blocks. This launch follows the Hopper kernel. It computes the query tiles that hold such rows
+// once more with the kernel of the `mma` family, whose softmax takes scores of any size, and writes
+// those rows alone. Within the Hopper kernel the same costs other rows up to 10% (bias of bfloat16,
+// head_dim 128, 8192 keys, H100), as it takes registers from the main loop.
 #pragma once
 
 #include "forward/mma.cu"
@@ -96,9 +96,9 @@ struct LowRows {
     __syncthreads();
   }
 
-  // Returns whether the attention kernel left a row of a tile to this launch. Then the first columns
-  // of the output are -0. If keys are split, there are two cases: the log-sum-exp of every part is
-  // -inf or so low that parts of -inf have weight, too, or the log-sum-exp of some part is inf.
+  // Returns whether the attention kernel left a row of a tile to this launch. Then the first
+  // columns of the output are -0. If keys are split, there are two cases: the log-sum-exp of every
+  // part is -inf or so low that parts of -inf have weight, too, or that of some part is inf.
   __device__ bool is_empty(int tile, int in_tile) const {
     if constexpr (Config::sequences) {
       const Place<Config> place(p, tile);

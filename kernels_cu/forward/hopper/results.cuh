@@ -69,8 +69,8 @@ struct HopperResults {
         float lse = state[half].log_sum_exp();
         if constexpr (!Config::split_keys) take_sink<Config>(cta.p, visit.work.head, lse);
         if constexpr (Config::split_keys && Config::marks_low_rows) {
-          // Marks the row. Without this, other parts, whose scores are not high, would hide that this
-          // part was left out.
+          // Marks the row. Without this, other parts, whose scores are not high, would hide that
+          // this part was left out.
           if (!(state[half].base < most_base)) lse = SoftmaxMath<float>::infinity();
         }
         cta.write_log_sum_exp(visit, row, lse);
@@ -82,9 +82,9 @@ struct HopperResults {
   // Sums each row over its four lanes. Sets may_be_one_key[half] in a lane whose own sum is the row's
   // sum. Returns whether any row of the warp is special. With Config::marks_low_rows, the sum of a
   // row becomes 0 in two cases, and low_rows.cuh computes the row. Its base may be near the low
-  // scores, which are masked though they have weight in this row. Or its base is at least most_base:
-  // then scores of the block that set the base are rounded differently from those of later blocks.
-  // The base exceeds the largest score by at most 32.
+  // scores, which are masked though they have weight in this row. Or its base is at least
+  // most_base: then scores of the block that set the base are rounded differently from those of
+  // later blocks. The base exceeds the largest score by at most 32.
   __device__ static bool sum_up(SoftmaxRow (&state)[2], bool (&may_be_one_key)[2]) {
     bool is_special = false, is_low[2] = {};
 #pragma unroll

@@ -145,7 +145,9 @@ def workspace(problem: Problem, split: Split) -> int:
     rows = problem.rows
     if layout.packed_q:
         rows = problem.heads_q * layout.total_q
-    return split.parts * rows * (problem.head_dim_v + 1) * accumulator
+    # Where scores are changed, a log-sum-exp is a pair of numbers (grid/split.cuh).
+    numbers = problem.head_dim_v + (2 if problem.score and problem.score.changes_scores else 1)
+    return split.parts * rows * numbers * accumulator
 
 
 def combine_launches(problem: Problem, split: Split) -> tuple[Launch, ...]:

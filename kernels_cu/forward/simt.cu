@@ -51,7 +51,12 @@ __device__ void write(const Params& p, const Work& work, const Place<Config>* pl
       Element* head = p.out.head<Element>(work.batch, work.head);
       rows.template store<unit>(out_row(head, p, place, row), i);
     }
-    if (L::position() == 0 && (Config::split_keys || p.lse != nullptr)) {
+    if constexpr (Config::split_keys && Partials<Config>::has_pairs) {
+      if (L::position() == 0) {
+        partials_of(p, place).set(p, work.split, index,
+                                  rows.softmax[i].template exponent_sum<L::headroom>(scale_log2));
+      }
+    } else if (L::position() == 0 && (Config::split_keys || p.lse != nullptr)) {
       *lse = log_sum_exp(factor);
     }
   }

@@ -1,7 +1,9 @@
 // Splitting the keys of one query tile over several thread blocks, and merging their results. The
 // workspace holds, for each split, a normalized partial output (batch, heads_q, seqlen_q,
 // head_dim_v) and then, for each split, a log-sum-exp (batch, heads_q, seqlen_q), in the
-// accumulator's type. Of packed queries these are (heads_q, total_q, ...), as their lse is.
+// accumulator's type. Where modifications change scores, a log-sum-exp is a pair of numbers
+// (`ExponentSum`), in two arrays. Of packed queries the shapes are (heads_q, total_q, ...), as that
+// of their lse is.
 #pragma once
 
 #include "params.cuh"
@@ -18,6 +20,14 @@
 template <class Config>
 struct Partials {
   using T = Accumulator<typename Config::Element>;
+
+  // Whether the log-sum-exp of a row is a pair of numbers. All keys of a padded row may have the
+  // score -1e9. As one number, their log-sum-exp has no digits for the number of keys, and parts
+  // with few and with many keys would get equal weights.
+  static constexpr bool has_pairs = Config::Mods::changes_scores;
+  // Of a row and split: its output and its log-sum-exp.
+  static constexpr int numbers = Config::head_dim_v + (has_pairs ? 2 : 1);
+  using Merge = LseMerge<T, has_pairs>;
 
   T* out;
   T* lse;
@@ -41,6 +51,20 @@ struct Partials {
     return out + (split * rows + row) * Config::head_dim_v;
   }
   __device__ T* lse_row(int split, int64 row) const { return lse + split * rows + row; }
+
+  // The log-sum-exp of a row over the keys of a split. Of pairs, `lse` has the bases of all splits
+  // and then the logarithms of all splits.
+  __device__ auto sum(const Params& p, int split, int64 row) const {
+    if constexpr (has_pairs) {
+      return ExponentSum<T>{*lse_row(split, row), *lse_row(p.num_splits + split, row)};
+    } else {
+      return *lse_row(split, row);
+    }
+  }
+  __device__ void set(const Params& p, int split, int64 row, const ExponentSum<T>& sum) const {
+    *lse_row(split, row) = sum.base;
+    *lse_row(p.num_splits + split, row) = sum.log_sum;
+  }
 
  private:
   __device__ static int64 row_count(const Params& p) {
@@ -88,9 +112,10 @@ __device__ void combine_row(const Params& p, const Partials<Config>& partials, i
   using Element = typename Config::Element;
   const int lane = threadIdx.x % 32;
   T max = -Math::infinity();
+  // Of pairs, these are the bases.
   for (int s = 0; s < p.num_splits; ++s) max = fmax(max, *partials.lse_row(s, index));
-  LseMerge<T> merge = {max == -Math::infinity() ? T(0) : max};
-  for (int s = 0; s < p.num_splits; ++s) merge.sum += merge.share_of(*partials.lse_row(s, index));
+  typename Partials<Config>::Merge merge = {max == -Math::infinity() ? T(0) : max};
+  for (int s = 0; s < p.num_splits; ++s) merge.sum += merge.share_of(partials.sum(p, s, index));
   T normalizer = merge.normalizer();
   if constexpr (Config::sinks) {
     T lse = merge.lse();
@@ -102,7 +127,7 @@ __device__ void combine_row(const Params& p, const Partials<Config>& partials, i
     T merged = 0;
     for (int s = 0; s < p.num_splits; ++s) {
       const T lse = *partials.lse_row(s, index);
-      const T weight = merge.share_of(lse) * normalizer;
+      const T weight = merge.share_of(partials.sum(p, s, index)) * normalizer;
       // A part in which the row saw nothing may be 0 times a value of others that is NaN.
       const T part = lse == -Math::infinity() ? T(0) : partials.out_row(s, index)[column];
       merged = fma(weight, part, merged);

@@ -69,7 +69,13 @@ struct LaggingSoftmaxRow {
     return change;
   }
 
-  // log(sum(exp(scale * s))), natural. A NaN in the sum stays.
+  // The sum of exp(scale * s). A NaN in the sum stays.
+  __device__ ExponentSum<float> exponent_sum() const {
+    if (sum == 0) return {-Math::infinity(), -Math::infinity()};
+    return {base, Math::log2(sum)};
+  }
+
+  // Its natural logarithm.
   __device__ float log_sum_exp() const {
     return sum == 0 ? -Math::infinity() : (base + Math::log2(sum)) * Math::ln_2;
   }

@@ -64,6 +64,20 @@ constexpr float power_of_half(int exponent) {
 template <class Config>
 constexpr float score_factor = Config::score_sign * power_of_half(Config::score_shift);
 
+// A sum of powers of two: 2^base * 2^log_sum. Both are -inf if there is nothing to sum up.
+template <class T>
+struct ExponentSum {
+  using Math = SoftmaxMath<T>;
+
+  T base;
+  T log_sum;
+
+  // Its natural logarithm.
+  __device__ T lse() const {
+    return log_sum == -Math::infinity() ? log_sum : (base + log_sum) * Math::ln_2;
+  }
+};
+
 template <class T>
 struct SoftmaxRow {
   using Math = SoftmaxMath<T>;
@@ -115,6 +129,13 @@ struct SoftmaxRow {
   // What the output is to be multiplied by. Where a score times the scale is beyond T, the sum is
   // 0 although there was something, and 0 / 0 the NaN that the formula gives.
   __device__ T normalizer() const { return saw_nothing() ? T(0) : T(1) / sum; }
+
+  // The sum of exp(scale * s), of a sum in units of 2^-Headroom.
+  template <int Headroom = 0>
+  __device__ ExponentSum<T> exponent_sum(T scale_log2) const {
+    if (saw_nothing()) return {-Math::infinity(), -Math::infinity()};
+    return {base(scale_log2), Math::log2(sum / power_of_half(Headroom))};
+  }
 
   // log(sum(exp(scale * s))), natural, of a sum in units of 2^-Headroom.
   template <int Headroom = 0>

@@ -146,31 +146,46 @@ def test_scores_around_the_lowest_that_count_keep_their_weights(
     check_with_and_without_lse(ModifiedCall("equal", dtype, arrays, {"causal": False}))
 
 
-# The highest scores of a row, in some keys of every tile. As exponents of two, the last two exceed
-# the largest float.
-@pytest.mark.parametrize("high", [1e9, 1e30, 2.5e38, float(np.finfo(np.float32).max)])
+# The highest scores of a row, which keys of every tile and of every part have, and its others. As
+# exponents of two, 2.5e38 and more exceed the largest float.
+@pytest.mark.parametrize(
+    ("high", "others"),
+    [
+        (2e4, 0.0),
+        (1e9, 0.0),
+        (1e30, 0.0),
+        (2.5e38, 0.0),
+        (float(np.finfo(np.float32).max), 0.0),
+        (-1e9, -2e9),
+        (-1e38, -2e38),
+        (float(np.finfo(np.float32).min), -np.inf),
+    ],
+)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("seqlen_q", [20, 200])
 def test_keys_of_the_highest_scores_have_equal_weights(
-    head_dim: int, dtype: str, high: float, rng: np.random.Generator
+    seqlen_q: int, head_dim: int, dtype: str, high: float, others: float, rng: np.random.Generator
 ) -> None:
     import cupy
 
     real = DTYPES[dtype]
-    q = np.zeros((1, 200, 2, head_dim), real)
+    q = np.zeros((1, seqlen_q, 2, head_dim), real)
     k, v = (rng.standard_normal((1, 777, 2, head_dim)).astype(real) for _ in range(2))
-    chosen = rng.random((1, 2, 200, 777)) < rng.choice([0.01, 0.3], (1, 2, 200, 1))
+    share = rng.choice([0.01, 0.3], (1, 2, seqlen_q, 1))
+    chosen = rng.random((1, 2, seqlen_q, 777)) < share
     chosen[..., rng.integers(777)] = True
     arrays = [cupy.asarray(x) for x in (q, k, v)]
-    bias = cupy.asarray(np.where(chosen, high, 0).astype(np.float32))
+    bias = cupy.asarray(np.where(chosen, high, others).astype(np.float32))
     count = chosen.sum(-1, keepdims=True)
     weights = chosen / count
     right = np.einsum("bhij,bjhd->bihd", weights, v.astype(np.float64))
     rounded = weights.astype(real).astype(np.float32)
     naive = np.einsum("bhij,bjhd->bihd", rounded, v.astype(np.float32)).astype(real)
     bound = error_bound(naive, right, real, lse=np.log(count))
-    largest = min(high, float(np.finfo(np.float32).max) * np.log(2))
-    for family in ("hopper", "mma", "simt", None):
+    limit = float(np.finfo(np.float32).max) * np.log(2)
+    largest = np.clip(high, -limit, limit)
+    for family in ("hopper", "mma", "simt", "decode", "naive", None):
         poisoned = cupy.full(q.shape, np.nan, real)
         try:
             out, lse = flash_attention(
@@ -179,8 +194,10 @@ def test_keys_of_the_highest_scores_have_equal_weights(
         except UnsupportedError:
             assert family is not None
             continue
-        assert max_error(out.get(), right) <= bound
-        np.testing.assert_allclose(lse.get(), largest + np.log(count)[..., 0], rtol=1e-6)
+        assert max_error(out.get(), right) <= bound, family
+        np.testing.assert_allclose(
+            lse.get(), largest + np.log(count)[..., 0], rtol=1e-6, err_msg=str(family)
+        )
 
 
 @pytest.mark.parametrize("sink", [-np.inf, -1e10, -1e9, 0.0])

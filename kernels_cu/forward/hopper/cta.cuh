@@ -345,7 +345,7 @@ struct HopperCta {
   // Of partial results, where keys are split.
   __device__ static int64 partial_words(const Params& p) {
     if constexpr (!Config::split_keys) return 0;
-    return p.num_splits * Partials<Config>(p).rows * (Config::head_dim_v + 1);
+    return p.num_splits * Partials<Config>(p).rows * Partials<Config>::numbers;
   }
 
   // The producer's warpgroup makes it, where the copy engine writes later on.
@@ -363,15 +363,24 @@ struct HopperCta {
 
   // ---- Where results go.
 
+  __device__ int64 lse_index(const Visit& visit, int row) const {
+    const Work& work = visit.work;
+    if constexpr (Config::sequences) {
+      return Partials<Config>::row_index(p, visit.sequence(p), work.batch, work.head, row);
+    } else {
+      return Partials<Config>::row_index(p, work.batch, work.head, row);
+    }
+  }
+
+  // Where a part's is a pair.
+  __device__ void write_log_sum_exp(const Visit& visit, int row,
+                                    const ExponentSum<float>& sum) const {
+    Partials<Config>(p).set(p, visit.work.split, lse_index(visit, row), sum);
+  }
   __device__ void write_log_sum_exp(const Visit& visit, int row, float lse) const {
     const Work& work = visit.work;
     const Partials<Config> partials(p);
-    int64 index;
-    if constexpr (Config::sequences) {
-      index = partials.row_index(p, visit.sequence(p), work.batch, work.head, row);
-    } else {
-      index = partials.row_index(p, work.batch, work.head, row);
-    }
+    const int64 index = lse_index(visit, row);
     if (Config::split_keys) {
       *partials.lse_row(work.split, index) = lse;
     } else {

@@ -86,8 +86,12 @@ struct HopperFinder {
       }
       if (lane == 0 && Cta::rank() == 0 && (Config::split_keys || cta.p.lse != nullptr)) {
         float lse = -SoftmaxMath<float>::infinity();
-        if constexpr (!Config::split_keys) take_sink<Config>(cta.p, work.head, lse);
-        cta.write_log_sum_exp(visit, row, lse);
+        if constexpr (Config::split_keys && Partials<Config>::has_pairs) {
+          cta.write_log_sum_exp(visit, row, ExponentSum<float>{lse, lse});
+        } else {
+          if constexpr (!Config::split_keys) take_sink<Config>(cta.p, work.head, lse);
+          cta.write_log_sum_exp(visit, row, lse);
+        }
       }
       const int first = Cta::first_column_v(),
                 end = min(first + Cta::columns_v, Config::head_dim_v);

@@ -98,7 +98,7 @@ struct LowRows {
 
   // Returns whether the attention kernel left a row of a tile to this launch. Then the first
   // columns of the output are -0. If keys are split, there are two cases: the log-sum-exp of every
-  // part is -inf or so low that parts of -inf have weight, too, or that of some part is inf.
+  // part is -inf or so low that parts of -inf have weight, too, or the base of some part is inf.
   __device__ bool is_empty(int tile, int in_tile) const {
     if constexpr (Config::sequences) {
       const Place<Config> place(p, tile);
@@ -116,9 +116,9 @@ struct LowRows {
     if constexpr (Attention::split_keys) {
       const Partials<Config> partials(p);
       for (int split = 0; split < p.num_splits; ++split) {
-        const float lse = *partials.lse_row(split, index_of(p, work, place, row));
-        is_empty &= lse < (low_score<float> + 128) * SoftmaxMath<float>::ln_2;
-        is_high |= lse == SoftmaxMath<float>::infinity();
+        const auto sum = partials.sum(p, split, index_of(p, work, place, row));
+        is_empty &= sum.base + sum.log_sum < low_score<float> + 128;
+        is_high |= sum.base == SoftmaxMath<float>::infinity();
       }
     } else {
       constexpr int columns = 16 / int(sizeof(Element));

@@ -66,14 +66,19 @@ struct HopperResults {
     for (int half = 0; half < 2; ++half) {
       const int row = row_of(visit.work, half);
       if (threadIdx.x % 4 == 0 && row < visit.sequence(cta.p).seqlen_q) {
-        float lse = state[half].log_sum_exp();
-        if constexpr (!Config::split_keys) take_sink<Config>(cta.p, visit.work.head, lse);
-        if constexpr (Config::split_keys && Config::marks_low_rows) {
-          // Marks the row. Without this, other parts, whose scores are not high, would hide that
-          // this part was left out.
-          if (!(state[half].base < most_base)) lse = SoftmaxMath<float>::infinity();
+        if constexpr (Config::split_keys && Partials<Config>::has_pairs) {
+          ExponentSum<float> sum = state[half].exponent_sum();
+          if constexpr (Config::marks_low_rows) {
+            // Marks the row. Without this, other parts, whose scores are not high, would hide that
+            // this part was left out.
+            if (!(state[half].base < most_base)) sum.base = SoftmaxMath<float>::infinity();
+          }
+          cta.write_log_sum_exp(visit, row, sum);
+        } else {
+          float lse = state[half].log_sum_exp();
+          if constexpr (!Config::split_keys) take_sink<Config>(cta.p, visit.work.head, lse);
+          cta.write_log_sum_exp(visit, row, lse);
         }
-        cta.write_log_sum_exp(visit, row, lse);
       }
     }
     return is_special;

@@ -69,10 +69,10 @@ __device__ inline unsigned long long exact_word(T x) {
 
 // Returns the remainder of a division whose quotient is rounded toward zero. Float holds it
 // exactly.
+LONG_FUNCTION double exact_fmod(double x, double y) { return ::fmod(x, y); }
 __device__ inline float exact_fmod(float x, float y) {
-  return exact_narrowed(::fmod(ptx::cvt_f64_f32(x), ptx::cvt_f64_f32(y)));
+  return exact_narrowed(exact_fmod(ptx::cvt_f64_f32(x), ptx::cvt_f64_f32(y)));
 }
-__device__ inline double exact_fmod(double x, double y) { return ::fmod(x, y); }
 
 __device__ inline float exact_with_sign(float x, float of) { return ::copysignf(x, of); }
 __device__ inline double exact_with_sign(double x, double of) { return ::copysign(x, of); }
@@ -110,11 +110,17 @@ EXACT_FUNCTION(log2)
 EXACT_FUNCTION(log10)
 EXACT_FUNCTION(log1p)
 EXACT_FUNCTION(tanh)
-EXACT_FUNCTION(sin)
-EXACT_FUNCTION(cos)
 #undef EXACT_FUNCTION
-
-__device__ inline float exact_power(float x, float n) {
-  return exact_narrowed(::pow(ptx::cvt_f64_f32(x), ptx::cvt_f64_f32(n)));
+template <class T>
+__device__ T exact_sin(T x) {
+  return mod_sin(x);
 }
-__device__ inline double exact_power(double x, double n) { return ::pow(x, n); }
+template <class T>
+__device__ T exact_cos(T x) {
+  return mod_cos(x);
+}
+
+LONG_FUNCTION double exact_power(double x, double n) { return ::pow(x, n); }
+__device__ inline float exact_power(float x, float n) {
+  return exact_narrowed(exact_power(ptx::cvt_f64_f32(x), ptx::cvt_f64_f32(n)));
+}

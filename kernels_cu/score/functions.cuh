@@ -18,6 +18,15 @@ __device__ inline double mod_infinity<double>() {
   return __longlong_as_double(0x7ff0000000000000LL);
 }
 
+// Kernels call these functions, which are long, instead of inlining them: they unroll their loops over
+// scores, and ptxas took over four minutes for the copies of cosf() in one kernel.
+#define LONG_FUNCTION __device__ __noinline__ inline
+
+LONG_FUNCTION float mod_sin(float x) { return ::sinf(x); }
+LONG_FUNCTION double mod_sin(double x) { return ::sin(x); }
+LONG_FUNCTION float mod_cos(float x) { return ::cosf(x); }
+LONG_FUNCTION double mod_cos(double x) { return ::cos(x); }
+
 #include "score/exact.cuh"
 
 __device__ inline float mod_exp2(float x) { return ptx::ex2_approx(x); }
@@ -33,8 +42,6 @@ MOD_FUNCTION(log2)
 MOD_FUNCTION(log10)
 MOD_FUNCTION(log1p)
 MOD_FUNCTION(sqrt)
-MOD_FUNCTION(sin)
-MOD_FUNCTION(cos)
 MOD_FUNCTION(tanh)
 #undef MOD_FUNCTION
 
@@ -76,7 +83,7 @@ __device__ inline float mod_power_approx(float x, float n) {
   const bool is_negative = x < 0 && ::truncf(n / 2) * 2 != n && n == ::truncf(n);
   return is_nan ? 0 * mod_infinity<float>() : is_negative ? -power : power;
 }
-__device__ inline double mod_power_approx(double x, double n) { return ::pow(x, n); }
+__device__ inline double mod_power_approx(double x, double n) { return exact_power(x, n); }
 
 // Returns the power of two by which a very large or very small divisor y is multiplied, so that its
 // inverse is a normal number.

@@ -325,7 +325,7 @@ FAULTS: dict[str, Fault] = {
     "6: powers by logarithms": Fault(_power_by_logarithm),
     "6: powers that decide by logarithms": Fault(
         header="score/exact.cuh",
-        old="exact_narrowed(::pow(ptx::cvt_f64_f32(x), ptx::cvt_f64_f32(n)))",
+        old="exact_narrowed(exact_power(ptx::cvt_f64_f32(x), ptx::cvt_f64_f32(n)))",
         new="exact_exp2(n * exact_log2(x))",
         concerns=r"\*\*|power",
     ),

@@ -408,9 +408,11 @@ def compare(case: Case, xp: Any) -> list[Difference]:
       output and the log-sum-exp under test, as their rounding is not an error of the gradients;
     - `ULPS` units of its dtype, or of the call's dtype if this has 16 bits, as float32 gradients of
       such a call are sums of products of 16-bit numbers;
-    - in float32 and float64, ``ULPS + 2 |lse|`` units of the result without cancellation. A score
-      of size s is known to s units at best, and the naive error of few numbers may happen to be
-      small. (In 16 bits the rounding of P and dS is larger, and the naive formula has it, too.)
+    - in float32 and float64, ``ULPS + 2 s`` units of the result without cancellation, where s is
+      the size of the scores, also without cancellation. Such a score, a sum of products and of
+      what modifications add, is known to s units at best, and the naive error of few numbers may
+      happen to be small. (In 16 bits the rounding of P and dS is larger, and the naive formula has
+      it, too.)
     - in 16 bits with a softcap, the error of its tanh times the cap in the log-sum-exp: bfloat16
       kernels have the hardware's tanh, whose error is 2^-11, and float16 ones 2^-22.
 
@@ -424,7 +426,7 @@ def compare(case: Case, xp: Any) -> list[Difference]:
         # If the results under test are wrong, this may give any numbers.
         plain = attention(call, naive(dtype), (found["out"], found["lse"])).by_name()
     sizes = attention(call, SIZES).by_name()
-    lse = abs(truth["lse"][abs(truth["lse"]) < PADDING]).max(initial=0)
+    score = abs(sizes["lse"][abs(sizes["lse"]) < PADDING]).max(initial=0)
     differences = []
     for name, result in found.items():
         true = truth[name]
@@ -444,7 +446,7 @@ def compare(case: Case, xp: Any) -> list[Difference]:
             size = sizes[name]
             if name == "lse":
                 size = np.where(size < PADDING, size, 0)
-            allowed += (ULPS + 2 * float(lse)) * _ulp(result.dtype, size)
+            allowed += (ULPS + 2 * float(score)) * _ulp(result.dtype, size)
         errors = _errors(result, true)
         where = "of no elements"
         if result.size:

@@ -34,6 +34,10 @@ _MAX_SETS = 64
 # What an address is changed by, to see where the driver writes it: all bits but the lowest, which
 # are 0, and the highest, which it might refuse.
 _PROBES = (0x2AAAAAAAAA00, 0x155555555500)
+# For each kind of map (dtypes, boxes and ranks): whether maps of it differ only in their addresses.
+# The dict is bounded because boxes depend on tiles.
+_only_addresses_differ: dict[tuple[Any, ...], bool] = {}
+_MAX_KINDS = 256
 
 
 class TensorMaps:
@@ -72,6 +76,7 @@ class TensorMaps:
         # First word and the rest of each map, in turns.
         self._struct = struct.Struct("=" + f"Q{_MAP_BYTES - 8}s" * len(specs))
         self._parts: list[Any] = []
+        self._kind = tuple([(spec.dtype, spec.box, len(spec.shape)) for spec in specs.values()])
         self._only_address_changes: bool | None = None
         self._encoded: dict[tuple[int, ...], ByValue] = {}
         self._lock = threading.Lock()
@@ -96,7 +101,7 @@ class TensorMaps:
 
     def _encode(self, addresses: tuple[int, ...]) -> bytes:
         if self._only_address_changes is None:
-            self._only_address_changes = self._probe(addresses)
+            self._only_address_changes = self._learn(addresses)
         # The record is opaque, and asking takes 6 us. But where encodings for addresses that differ
         # in every bit differ in nothing but the first word, writing that is as good.
         if self._only_address_changes:
@@ -105,12 +110,25 @@ class TensorMaps:
         self._ask_driver(addresses)
         return self._target.tobytes()
 
-    def _probe(self, addresses: tuple[int, ...]) -> bool:
-        """Whether the maps of all addresses are alike but for their first words, the addresses."""
+    def _learn(self, addresses: tuple[int, ...]) -> bool:
+        """Return whether maps of different addresses differ only in their first words, the addresses.
+
+        Maps of one kind are probed once, because calls with new lengths are common in training.
+        """
         self._ask_driver(addresses)
         self._parts = list(self._struct.unpack(self._target.tobytes()))
         if tuple(self._parts[::2]) != addresses:
             return False
+        known = _only_addresses_differ.get(self._kind)
+        if known is None:
+            known = self._probe(addresses)
+            if len(_only_addresses_differ) >= _MAX_KINDS:
+                _only_addresses_differ.clear()
+            _only_addresses_differ[self._kind] = known
+        return known
+
+    def _probe(self, addresses: tuple[int, ...]) -> bool:
+        """Whether the maps of very different addresses differ in the addresses only."""
         for probe in _PROBES:
             others = tuple(address ^ probe for address in addresses)
             try:

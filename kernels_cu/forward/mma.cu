@@ -358,11 +358,8 @@ struct MmaForward : MmaWork<Config> {
         if (lane % 4 == 0 && Products::share() == 0 && row < p.seqlen_q &&
             ChosenRows<Config>::include(row - work.q_begin)) {
           const int64 index = index_of(p, work, place, row);
-          if constexpr (Config::split_keys && Partials<Config>::has_pairs) {
-            partials.set(p, work.split, index,
-                         state.template exponent_sum<Softmax::factor>(scale_log2));
-          } else if (Config::split_keys) {
-            *partials.lse_row(work.split, index) = log_sum_exp(state);
+          if constexpr (Config::split_keys) {
+            partials.template set<Softmax::factor>(p, work.split, index, state, scale_log2);
           } else if (p.lse != nullptr) {
             float lse = log_sum_exp(state);
             if constexpr (Config::sinks) {

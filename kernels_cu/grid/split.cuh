@@ -2,8 +2,8 @@
 // workspace holds, for each split, a normalized partial output (batch, heads_q, seqlen_q,
 // head_dim_v) and then, for each split, a log-sum-exp (batch, heads_q, seqlen_q), in the
 // accumulator's type. Where modifications change scores, a log-sum-exp is a pair of numbers
-// (`ExponentSum`), in two arrays. Of packed queries the shapes are (heads_q, total_q, ...), as that
-// of their lse is.
+// (`ExponentSum`), in two arrays. For packed queries the shapes are (heads_q, total_q, ...), like
+// the shape of their lse.
 #pragma once
 
 #include "params.cuh"
@@ -25,7 +25,7 @@ struct Partials {
   // score -1e9. As one number, their log-sum-exp has no digits for the number of keys, and parts
   // with few and with many keys would get equal weights.
   static constexpr bool has_pairs = Config::Mods::changes_scores;
-  // Of a row and split: its output and its log-sum-exp.
+  // How many numbers a split holds for each row: its output and its log-sum-exp.
   static constexpr int numbers = Config::head_dim_v + (has_pairs ? 2 : 1);
   using Merge = LseMerge<T, has_pairs>;
 
@@ -52,8 +52,8 @@ struct Partials {
   }
   __device__ T* lse_row(int split, int64 row) const { return lse + split * rows + row; }
 
-  // The log-sum-exp of a row over the keys of a split. Of pairs, `lse` has the bases of all splits
-  // and then the logarithms of all splits.
+  // Returns the log-sum-exp of a row over the keys of a split. If it is a pair, `lse` holds the bases
+  // of all splits and then the logarithms of all splits.
   __device__ auto sum(const Params& p, int split, int64 row) const {
     if constexpr (has_pairs) {
       return ExponentSum<T>{*lse_row(split, row), *lse_row(p.num_splits + split, row)};
@@ -64,6 +64,15 @@ struct Partials {
   __device__ void set(const Params& p, int split, int64 row, const ExponentSum<T>& sum) const {
     *lse_row(split, row) = sum.base;
     *lse_row(p.num_splits + split, row) = sum.log_sum;
+  }
+  template <int Headroom>
+  __device__ void set(const Params& p, int split, int64 row, const SoftmaxRow<T>& state,
+                      T scale_log2) const {
+    if constexpr (has_pairs) {
+      set(p, split, row, state.template exponent_sum<Headroom>(scale_log2));
+    } else {
+      *lse_row(split, row) = state.template log_sum_exp<Headroom>(scale_log2);
+    }
   }
 
  private:
@@ -111,8 +120,8 @@ __device__ void combine_row(const Params& p, const Partials<Config>& partials, i
   using Math = SoftmaxMath<T>;
   using Element = typename Config::Element;
   const int lane = threadIdx.x % 32;
+  // The largest log-sum-exp of a part, or the largest base of a pair.
   T max = -Math::infinity();
-  // Of pairs, these are the bases.
   for (int s = 0; s < p.num_splits; ++s) max = fmax(max, *partials.lse_row(s, index));
   typename Partials<Config>::Merge merge = {max == -Math::infinity() ? T(0) : max};
   for (int s = 0; s < p.num_splits; ++s) merge.sum += merge.share_of(partials.sum(p, s, index));
@@ -126,10 +135,10 @@ __device__ void combine_row(const Params& p, const Partials<Config>& partials, i
   for (int column = lane; column < Config::head_dim_v; column += 32) {
     T merged = 0;
     for (int s = 0; s < p.num_splits; ++s) {
-      const T lse = *partials.lse_row(s, index);
+      const bool saw_nothing = *partials.lse_row(s, index) == -Math::infinity();
       const T weight = merge.share_of(partials.sum(p, s, index)) * normalizer;
       // A part in which the row saw nothing may be 0 times a value of others that is NaN.
-      const T part = lse == -Math::infinity() ? T(0) : partials.out_row(s, index)[column];
+      const T part = saw_nothing ? T(0) : partials.out_row(s, index)[column];
       merged = fma(weight, part, merged);
     }
     out[column] = Config::modified

@@ -6,6 +6,10 @@
 // Included by score/functions.cuh.
 #pragma once
 
+// Long functions are called rather than inlined, because kernels unroll their loops over scores. With
+// a copy of sinf() for each score of a lane, ptxas took more than four minutes for one kernel.
+#define LONG_FUNCTION __device__ __noinline__ inline
+
 __device__ inline float exact_add(float x, float y) { return ptx::add_rn(x, y); }
 __device__ inline double exact_add(double x, double y) { return x + y; }
 __device__ inline float exact_sub(float x, float y) { return ptx::sub_rn(x, y); }
@@ -111,16 +115,13 @@ EXACT_FUNCTION(log10)
 EXACT_FUNCTION(log1p)
 EXACT_FUNCTION(tanh)
 #undef EXACT_FUNCTION
-template <class T>
-__device__ T exact_sin(T x) {
-  return mod_sin(x);
-}
-template <class T>
-__device__ T exact_cos(T x) {
-  return mod_cos(x);
-}
+LONG_FUNCTION float exact_sin(float x) { return ::sinf(x); }
+LONG_FUNCTION double exact_sin(double x) { return ::sin(x); }
+LONG_FUNCTION float exact_cos(float x) { return ::cosf(x); }
+LONG_FUNCTION double exact_cos(double x) { return ::cos(x); }
 
 LONG_FUNCTION double exact_power(double x, double n) { return ::pow(x, n); }
 __device__ inline float exact_power(float x, float n) {
   return exact_narrowed(exact_power(ptx::cvt_f64_f32(x), ptx::cvt_f64_f32(n)));
 }
+#undef LONG_FUNCTION

@@ -18,15 +18,6 @@ __device__ inline double mod_infinity<double>() {
   return __longlong_as_double(0x7ff0000000000000LL);
 }
 
-// Kernels call these functions, which are long, instead of inlining them: they unroll their loops over
-// scores, and ptxas took over four minutes for the copies of cosf() in one kernel.
-#define LONG_FUNCTION __device__ __noinline__ inline
-
-LONG_FUNCTION float mod_sin(float x) { return ::sinf(x); }
-LONG_FUNCTION double mod_sin(double x) { return ::sin(x); }
-LONG_FUNCTION float mod_cos(float x) { return ::cosf(x); }
-LONG_FUNCTION double mod_cos(double x) { return ::cos(x); }
-
 #include "score/exact.cuh"
 
 __device__ inline float mod_exp2(float x) { return ptx::ex2_approx(x); }
@@ -44,6 +35,14 @@ MOD_FUNCTION(log1p)
 MOD_FUNCTION(sqrt)
 MOD_FUNCTION(tanh)
 #undef MOD_FUNCTION
+template <class T>
+__device__ T mod_sin(T x) {
+  return exact_sin(x);
+}
+template <class T>
+__device__ T mod_cos(T x) {
+  return exact_cos(x);
+}
 
 // 1 / x, of a float to 1 ulp.
 __device__ inline float mod_reciprocal(float x) { return ptx::rcp_approx(x); }

@@ -9,7 +9,8 @@ template <class T, bool Pairs = false>
 struct LseMerge {
   using Math = SoftmaxMath<T>;
 
-  T base;   // the largest lse, or with Pairs the largest base; 0 where that is of no use
+  // The largest lse; with Pairs the largest base, in exponents of two. 0 where that is of no use.
+  T base;
   T sum{};  // of the parts' shares
 
   // Relative to the base.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from cupy_flash.problem.arrays import DTYPES
 from cupy_flash.problem.device import ARCHITECTURES, device_for_arch
 from cupy_flash.problem.layout import Layout
 from cupy_flash.problem.problem import make_contiguous_problem
+from cupy_flash.problem.score import ScoreSpec
 
 h100 = device_for_arch("sm_90")
 
@@ -163,6 +165,19 @@ def test_the_workspace_holds_an_output_row_and_its_lse_for_each_split(dtype):
     case = problem(dtype=dtype, head_dim_v=72)
     assert split.workspace(case, Split.into(3)) == 3 * (2 * 6 * 113) * (72 + 1) * size
     assert split.workspace(case, WHOLE) == 0
+
+
+@pytest.mark.parametrize(("changes_scores", "numbers"), [(True, 2), (False, 1)])
+def test_a_part_of_changed_scores_has_an_lse_of_two_numbers(changes_scores, numbers):
+    score = ScoreSpec(
+        *(None, None, False, False, False, True),
+        changes_scores=changes_scores,
+        hides_pairs=True,
+        text="",
+        dtype=np.dtype([]),
+    )
+    case = replace(problem(head_dim_v=72), score=score)
+    assert split.workspace(case, Split.into(3)) == 3 * (2 * 6 * 113) * (72 + numbers) * 4
 
 
 def test_whole_keys_need_no_second_kernel():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import threading
 from typing import Any
 
@@ -57,6 +58,12 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     fake = Driver()
     monkeypatch.setattr(tensor_map, "driver_function", lambda _: fake)
     return fake
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test starts without knowledge of the driver."""
+    monkeypatch.setattr(tensor_map, "_only_addresses_differ", {})
 
 
 def words_of(maps: ByValue) -> np.ndarray:
@@ -220,6 +227,24 @@ def test_the_format_is_probed_with_addresses_that_differ_in_every_bit(plain_driv
             changed |= address ^ asked[0]
         assert changed == 2**46 - 2**8, "a bit was never tried"
         assert all(address % 16 == addresses(0)[array] % 16 for address in asked)
+
+
+def test_other_lengths_are_not_probed_again(plain_driver):
+    TensorMaps(SPECS, NAMES).at(addresses(0))
+    asked = len(plain_driver.requests)
+    others = {
+        name: dataclasses.replace(spec, shape=(spec.shape[0], 11, *spec.shape[2:]))
+        for name, spec in SPECS.items()
+    }
+    maps = TensorMaps(others, NAMES)
+    for call in range(1, 5):
+        assert addresses_of(maps.at(addresses(call))) == list(addresses(call))
+    assert len(plain_driver.requests) == asked + len(SPECS)
+    # Another box is another kind.
+    plain_driver.requests.clear()
+    boxes = {name: dataclasses.replace(spec, box=(32, 16)) for name, spec in SPECS.items()}
+    TensorMaps(boxes, NAMES).at(addresses(0))
+    assert len(plain_driver.requests) == asked
 
 
 @pytest.mark.parametrize("fails", ["the first word", "another word", "status"])

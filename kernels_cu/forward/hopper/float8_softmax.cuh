@@ -28,13 +28,7 @@ struct HopperSoftmax<Config, true> {
     float base;  // p = exp2(score * scale_log2 - base); -inf where no key has been seen
     float sum;   // of this lane's p
 
-    // The sum of exp(scale * s). A NaN in the sum stays.
-    __device__ ExponentSum<float> exponent_sum() const {
-      if (sum == 0) return {-Math::infinity(), -Math::infinity()};
-      return {base, Math::log2(sum)};
-    }
-
-    // Its natural logarithm.
+    // log(sum(exp(scale * s))), natural. A NaN in the sum stays.
     __device__ float log_sum_exp() const {
       return sum == 0 ? -Math::infinity() : (base + Math::log2(sum)) * Math::ln_2;
     }

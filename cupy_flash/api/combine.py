@@ -68,10 +68,10 @@ def combine(
     once. Same inputs give the same bits. A NaN in lse_partial makes the row and its lse NaN, an
     lse of +inf the row NaN and its lse +inf.
 
-    The weights of the parts are as accurate as their lse: in float32 an lse of size s is rounded to
-    about 6e-8 * s, so that parts of rows whose scores are all about -1e9 have equal weights, however
-    many keys they have. Attention calls that split their keys internally do not have this limit
-    where scores are modified.
+    The weights of the parts are as accurate as their lse: in float32 an lse of size s is rounded
+    to about 6e-8 * s, so that parts of rows whose scores are all about -1e9 have equal weights,
+    however many keys they have. Attention calls that split their keys internally do not have this
+    limit where scores are modified.
 
     Examples
     --------

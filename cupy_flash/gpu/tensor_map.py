@@ -111,7 +111,7 @@ class TensorMaps:
         return self._target.tobytes()
 
     def _learn(self, addresses: tuple[int, ...]) -> bool:
-        """Return whether maps of different addresses differ only in their first words, the addresses.
+        """Return whether maps of different addresses differ only in their first words.
 
         Maps of one kind are probed once, because calls with new lengths are common in training.
         """

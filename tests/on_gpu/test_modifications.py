@@ -146,8 +146,8 @@ def test_scores_around_the_lowest_that_count_keep_their_weights(
     check_with_and_without_lse(ModifiedCall("equal", dtype, arrays, {"causal": False}))
 
 
-# The highest scores of a row, which some keys of several parts have, and its others. As exponents of
-# two, 2.5e38 and more exceed the largest float.
+# The highest scores of a row, which some keys of several parts have, and its others. As exponents
+# of two, 2.5e38 and more exceed the largest float.
 @pytest.mark.parametrize(
     ("high", "others"),
     [

@@ -149,7 +149,7 @@ def test_device_text_with_derivatives_compiles_without_warnings(arch) -> None:
         assert cubin.resources[f"{name}_kernel"].spill_bytes == 0
 
 
-# With a copy of sinf() in every step of an unrolled loop, kernels took minutes to compile. `most` is
+# With a copy of sinf() in each step of an unrolled loop, kernels took minutes to compile. `most` is
 # the number of bytes that a step may take. Called, these functions take 180 to 420, 350 to 580, 850
 # to 1500 and 200 to 380; inlined, 1100 to 2000, 4300 to 4400, 4800 to 5500 and 770 to 950.
 @pytest.mark.parametrize("inputs", ["bfloat16", "float64"])

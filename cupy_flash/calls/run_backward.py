@@ -119,6 +119,10 @@ def gradients(
         arguments, modifiers, functions = modified(arguments, modifications, backward=True)
     require_grad_dtype(options.grad_dtype)
     options = plain_options(options)
+    if modifiers is None and arguments.q.__class__ is np.ndarray and options.kind == "equal":
+        repeated = gradients_on_host.repeated(arguments, options, backend)
+        if repeated is not None:
+            return repeated
     if backend == "auto" and is_cupy_type(arguments.q.__class__):
         results = on_gpu.run(arguments, options, 0, True, functions, modifiers)
         if results is not None:

@@ -172,6 +172,22 @@ def forward(
     run(iter((job,)), job.pairs, job.scratch_bytes, threads)
 
 
+@quiet
+def forward_at_once(
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array | None,
+    small: formula.SmallCall,
+    scale: Any,
+    *,
+    modified: None,
+) -> bool:
+    """See `formula.forward_at_once`."""
+    return formula.forward_at_once(q, k, v, out, lse, small, scale)
+
+
 def run(passes: Iterator[Pass], pairs: int, worker_bytes: int, threads: int | None) -> None:
     """Compute passes, their tiles shared out to threads.
 

@@ -136,13 +136,30 @@ def forward_small(
     Takes what `cpu.forward` does. False, and no output, if it is not for this function.
     A call of 8 queries and keys of 8 heads of 64 takes 24 us here; the record alone takes 8.
     """
-    dtype = q.dtype
-    if dtype.char not in "fd" or not isinstance(k, np.ndarray) or not isinstance(v, np.ndarray):
+    if not isinstance(k, np.ndarray) or not isinstance(v, np.ndarray):
         return False
-    small = small_call(q.shape, k.shape, v.shape[3], causal, q_offset, tile)
-    if small is None:
-        return False
-    scale = dtype.type(softmax_scale)
+    small = small_call_of(q, k, v, causal, q_offset, tile)
+    return small is not None and forward_at_once(
+        q, k, v, out, lse, small, q.dtype.type(softmax_scale)
+    )
+
+
+def small_call_of(
+    q: Array, k: Array, v: Array, causal: bool, q_offset: int, tile: Tile
+) -> SmallCall | None:
+    """Return how a call is computed in one step; None if it is not for `forward_at_once`."""
+    if q.dtype.char not in "fd":
+        return None
+    return small_call(q.shape, k.shape, v.shape[3], causal, q_offset, tile)
+
+
+def forward_at_once(
+    q: Array, k: Array, v: Array, out: Array, lse: Array | None, small: SmallCall, scale: Any
+) -> bool:
+    """Output and lse of a small call; False, and no output, if a row has no weight.
+
+    `scale` is the factor on the scores, a number of the queries' dtype.
+    """
     if small.is_of_one_thread:
         return _attend_in_one_step(q, k, v, out, lse, small, scale)
     with single_threaded_blas:
@@ -152,7 +169,6 @@ def forward_small(
 def _attend_in_one_step(
     q: Array, k: Array, v: Array, out: Array, lse: Array | None, small: SmallCall, scale: Any
 ) -> bool:
-    """Output and lse of a small call; False, and no output, if a row has no weight."""
     shape, is_grouped, visible, is_tiny, divides, _ = small
     seqlen_k = k.shape[1]
     rows = shape[0] * shape[1] * shape[2]
@@ -179,8 +195,10 @@ def _attend_in_one_step(
         matrix /= row_sum
     else:
         if visible is not None:
-            hidden = visible.hidden(0, visible.seqlen_q, 0, seqlen_k)
-            np.copyto(scores, -np.inf, where=hidden)
+            # All rows attend to the keys before. 8 x 128, 8 heads: 9 us, with all keys 20.
+            first = visible.end(0)
+            hidden = visible.hidden(0, visible.seqlen_q, first, seqlen_k)
+            np.copyto(scores[..., first:], -np.inf, where=hidden)
         row_max, row_sum, empty = to_weights(matrix, keys_axis)
         if empty is not None:
             return False

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from cupy_flash.host import gradient_formula
 from cupy_flash.host.cpu import MIN_PAIRS_PER_WORKER
 from cupy_flash.host.crew import Stop, cpus, share_out, single_threaded_blas
 from cupy_flash.host.gradient_formula import MAX_SCORES_OF_STEP, backward_small
@@ -199,6 +200,26 @@ def backward(
         is_shared = bias is not None and bias.shape[:3] != job.q.shape[:3]
         _run([GradientPass.make(job, dout, lse, dlse, totals, is_shared=is_shared)], tile, threads)
     _write(results, totals)
+
+
+@quiet
+def backward_by_formula(
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    dout: Array,
+    lse: Array,
+    dlse: Array | None,
+    results: Mapping[str, Array],
+    small: gradient_formula.SmallGradients,
+    scale: Any,
+    *,
+    modified: None,
+) -> bool:
+    """See `gradient_formula.backward_by_formula`."""
+    arrays = q, k, v, out, dout, lse, dlse
+    return gradient_formula.backward_by_formula(*arrays, results, small, scale)
 
 
 @quiet

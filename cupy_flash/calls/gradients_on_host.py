@@ -101,7 +101,7 @@ def repeated(
 
 
 class _Known(NamedTuple):
-    """What is found once for all calls with the same shapes, strides, dtypes and options.
+    """Facts that all calls with the same shapes, strides, dtypes and options share.
 
     Attributes
     ----------

@@ -95,7 +95,7 @@ def repeated(
 
 
 class _Known(NamedTuple):
-    """What is found once for all arrays in host memory of the same shapes, strides and dtypes.
+    """Facts that all calls with the same shapes, strides, dtypes and options share.
 
     Attributes
     ----------

@@ -44,7 +44,7 @@ OFFSETS = {"window_size": (255, 64), "q_offset": array(1, dtype=np.int32)}
 # Family, architecture, dtype, head_dim, queries, bytes that may be spilled, modifications.
 UNITS = [
     ("hopper", "sm_90", "bfloat16", 64, SEQLEN, 8, {"window_size": (1023, 0), "softcap": 30.0}),
-    ("hopper", "sm_90", "bfloat16", 64, SEQLEN, 0, {"softcap": 50.0}),
+    ("hopper", "sm_90", "bfloat16", 64, SEQLEN, 8, {"softcap": 50.0}),
     ("hopper", "sm_90", "bfloat16", 128, SEQLEN, 0, {"softcap": 50.0}),
     ("hopper", "sm_90", "bfloat16", 128, SEQLEN, 0, {"bias": BIAS}),
     ("hopper", "sm_90", "bfloat16", 128, SEQLEN, 0, {"score_mod": TABLE}),

@@ -45,9 +45,9 @@ OFFSETS = {"window_size": (255, 64), "q_offset": array(1, dtype=np.int32)}
 UNITS = [
     ("hopper", "sm_90", "bfloat16", 64, SEQLEN, 8, {"window_size": (1023, 0), "softcap": 30.0}),
     ("hopper", "sm_90", "bfloat16", 64, SEQLEN, 8, {"softcap": 50.0}),
-    ("hopper", "sm_90", "bfloat16", 128, SEQLEN, 0, {"softcap": 50.0}),
-    ("hopper", "sm_90", "bfloat16", 128, SEQLEN, 0, {"bias": BIAS}),
-    ("hopper", "sm_90", "bfloat16", 128, SEQLEN, 0, {"score_mod": TABLE}),
+    ("hopper", "sm_90", "bfloat16", 128, SEQLEN, 8, {"softcap": 50.0}),
+    ("hopper", "sm_90", "bfloat16", 128, SEQLEN, 8, {"bias": BIAS}),
+    ("hopper", "sm_90", "bfloat16", 128, SEQLEN, 8, {"score_mod": TABLE}),
     # Two words, where the keys are split.
     ("hopper", "sm_90", "bfloat16", 128, SEQLEN, 8, {"alibi_slopes": array(HEADS)}),
     ("hopper", "sm_90", "float16", 64, SEQLEN, 0, {"mask_mod": DOCUMENTS, "causal": True}),

@@ -23,6 +23,7 @@ from cupy_flash.calls.modifiers import Functions, canonical
 from cupy_flash.calls.modifiers import on_host as modifiers_on_host
 from cupy_flash.calls.on_host import (
     gpu_of,
+    is_plain,
     positions_of_used,
     require_writable,
     runs_on_gpu,
@@ -50,14 +51,14 @@ def backward(
     """Gradients of NumPy arrays, in the order of `Options.wrt`."""
     assert options.wrt is not None
     # Such a call has neither lengths nor modifications, whose arrays may have to be converted.
-    is_plain = options.kind == "equal" and options.modifiers is None
-    if not is_plain:
+    has_no_lengths = options.kind == "equal" and options.modifiers is None
+    if not has_no_lengths:
         arguments = converted(arguments, options)
     out = readable_in_place(arguments.out, one_batch=options.is_equal)
     if out is not arguments.out:
         arguments = arguments._replace(out=out)
     problem, tile, *_ = _known(arguments, options, backend)
-    if not is_plain:
+    if not has_no_lengths:
         check_contents(arguments.forward, options, problem, 0)
     results, are_given = {}, False
     for name in options.wrt:
@@ -101,7 +102,7 @@ def repeated(
 
 
 class _Known(NamedTuple):
-    """Facts that all calls with the same shapes, strides, dtypes and options share.
+    """Facts common to all calls with the same shapes, strides, dtypes and options.
 
     Attributes
     ----------
@@ -133,7 +134,7 @@ def _known(arguments: GradientArguments, options: Options, backend: str) -> _Kno
         goes_to_gpu = runs_on_gpu(problem, options, backend)
         tile = None if goes_to_gpu else tile_of(problem, options)
         known = _Known(problem, tile)
-        if tile is not None and _is_plain(arguments, options):
+        if tile is not None and _has_plain_gradients(arguments, options):
             q, k, v = arguments[:3]
             causal, q_offset = problem.causal, problem.q_offset
             small = small_gradients(q.shape, k.shape, v.shape[3], causal, q_offset, tile)
@@ -149,17 +150,16 @@ def _key_of(arguments: GradientArguments, options: Options, backend: str) -> tup
     return arguments.__class__, facts, options, backend, gpu_of(backend)
 
 
-def _is_plain(arguments: GradientArguments, options: Options) -> bool:
-    """Return whether the CPU backend takes the arrays of a call as they are, and no others.
+def _has_plain_gradients(arguments: GradientArguments, options: Options) -> bool:
+    """Return whether a call `is_plain` and asks for gradients that the plain formula gives.
 
-    Gradients are of q, and perhaps of k and v, in their dtype of 32 or 64 bits.
+    These are the gradients of q, and perhaps of k and v, in the inputs' dtype of 32 or 64 bits.
     """
     q, wrt = arguments.q, options.wrt
     assert wrt is not None
-    is_equal = options.kind == "equal" and options.modifiers is None
     is_formula = q.dtype.char in "fd" and "q" in wrt and set(wrt) <= set(ROWS)
     has_dtype = options.grad_dtype in (None, q.dtype.name)
-    return is_equal and options.layout == "bshd" and q.ndim == 4 and is_formula and has_dtype
+    return is_plain(arguments, options) and is_formula and has_dtype
 
 
 def tile_of(problem: Problem, options: Options) -> Tile:

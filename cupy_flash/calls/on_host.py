@@ -44,14 +44,14 @@ def forward(
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Attention of NumPy arrays, and the append before it; see `on_gpu.run`."""
     # Such a call has neither lengths nor modifications, whose arrays may have to be converted.
-    is_plain = options.kind == "equal" and options.modifiers is None
-    if not is_plain:
+    has_no_lengths = options.kind == "equal" and options.modifiers is None
+    if not has_no_lengths:
         arguments = converted(arguments, options)
     call = _known(arguments, options, backend)
     problem, goes_to_gpu, *_ = call
     lengths = check_contents(arguments, options, problem, keys)
     out = arguments.out
-    if out is not None or (not is_plain and problem.layout.appends):
+    if out is not None or (not has_no_lengths and problem.layout.appends):
         written = written_arrays(problem)
         for name in written:
             if (array := getattr(arguments, name)) is not None:
@@ -95,7 +95,7 @@ def repeated(
 
 
 class _Known(NamedTuple):
-    """Facts that all calls with the same shapes, strides, dtypes and options share.
+    """Facts common to all calls with the same shapes, strides, dtypes and options.
 
     Attributes
     ----------
@@ -132,7 +132,7 @@ def _known(arguments: Arguments, options: Options, backend: str) -> _Known:
         goes_to_gpu = runs_on_gpu(problem, options, backend)
         tile = None if goes_to_gpu else requested_tile(problem, options)
         known = _Known(problem, goes_to_gpu, tile, np.dtype(problem.out_dtype))
-        if tile is not None and _is_plain(arguments, options):
+        if tile is not None and is_plain(arguments, options):
             q, k, v = arguments.q, arguments.k, arguments.v
             small = small_call_of(q, k, v, problem.causal, problem.q_offset, tile)
             known = known._replace(small=small, scale=q.dtype.type(problem.softmax_scale))
@@ -148,8 +148,8 @@ def _key_of(arguments: Arguments, options: Options, backend: str) -> tuple[Any, 
     return facts, options, backend, gpu_of(backend), tuning.generation()
 
 
-def _is_plain(arguments: Arguments, options: Options) -> bool:
-    """Return whether the CPU backend takes q, k and v of a call as they are, and nothing else."""
+def is_plain(arguments: Any, options: Options) -> bool:
+    """Return whether q, k and v go to the CPU backend as they are, without modifications."""
     is_equal = options.kind == "equal" and options.modifiers is None
     return is_equal and options.layout == "bshd" and arguments.q.ndim == 4 and arguments.q.size > 0
 

@@ -69,13 +69,13 @@ struct LaggingSoftmaxRow {
     return change;
   }
 
-  // The sum of exp(scale * s). A NaN in the sum stays.
+  // Returns the sum of exp(scale * s) over all scores s. A NaN in the sum stays.
   __device__ ExponentSum<float> exponent_sum() const {
     if (sum == 0) return {-Math::infinity(), -Math::infinity()};
     return {base, Math::log2(sum)};
   }
 
-  // Its natural logarithm.
+  // Returns the natural logarithm of that sum.
   __device__ float log_sum_exp() const {
     return sum == 0 ? -Math::infinity() : (base + Math::log2(sum)) * Math::ln_2;
   }

@@ -130,7 +130,7 @@ struct SoftmaxRow {
   // 0 although there was something, and 0 / 0 the NaN that the formula gives.
   __device__ T normalizer() const { return saw_nothing() ? T(0) : T(1) / sum; }
 
-  // The sum of exp(scale * s), of a sum in units of 2^-Headroom.
+  // Returns the sum of exp(scale * s) over all scores s; `sum` is in units of 2^-Headroom.
   template <int Headroom = 0>
   __device__ ExponentSum<T> exponent_sum(T scale_log2) const {
     if (saw_nothing()) return {-Math::infinity(), -Math::infinity()};

@@ -41,7 +41,9 @@ BIAS = np.empty((1, HEADS, SEQLEN, SEQLEN), DTYPES["bfloat16"])
 PREFIX = {"window_size": (255, 64), "prefix_lens": array(1, dtype=np.int32)}
 LENGTHS = array(1, dtype=np.int32)
 OFFSETS = {"window_size": (255, 64), "q_offset": array(1, dtype=np.int32)}
-# Family, architecture, dtype, head_dim, queries, bytes that may be spilled, modifications.
+# Family, architecture, dtype, head_dim, queries, bytes that may be spilled, modifications. Where
+# keys are split and scores are changed, a part's log-sum-exp is a pair of numbers, and Hopper units
+# spill two words.
 UNITS = [
     ("hopper", "sm_90", "bfloat16", 64, SEQLEN, 8, {"window_size": (1023, 0), "softcap": 30.0}),
     ("hopper", "sm_90", "bfloat16", 64, SEQLEN, 8, {"softcap": 50.0}),

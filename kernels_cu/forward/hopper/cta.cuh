@@ -372,7 +372,7 @@ struct HopperCta {
     }
   }
 
-  // Where a part's is a pair.
+  // Writes the log-sum-exp of a row of a part, where it is a pair.
   __device__ void write_log_sum_exp(const Visit& visit, int row,
                                     const ExponentSum<float>& sum) const {
     Partials<Config>(p).set(p, visit.work.split, lse_index(visit, row), sum);

@@ -41,12 +41,15 @@ class OverlapCheck:
         self, names: Sequence[str], arrays: Sequence[Any], written: tuple[str, ...]
     ) -> None:
         self._names = names
-        self._layouts = [None if a is None or not a.size else _Layout(a) for a in arrays]
         self.pairs: list[tuple[int, int, int, int]] = []
         self._apart: set[tuple[int, ...]] = set()
         self._interleaved: set[tuple[int, int, int]] = set()
+        places = [tuple(names).index(name) for name in written]
+        if all(arrays[i] is None for i in places):
+            return
+        self._layouts = [None if a is None or not a.size else _Layout(a) for a in arrays]
         done: set[int] = set()
-        for i in map(tuple(names).index, written):
+        for i in places:
             first = self._layouts[i]
             if first is None:
                 continue

@@ -82,23 +82,24 @@ class TranslationUnit:
 
 TileT = TypeVar("TileT", bound=Tile)
 FamilyT = TypeVar("FamilyT")
+OtherT = TypeVar("OtherT")
 ResultT = TypeVar("ResultT")
 
 
 def remembers_last(
-    method: Callable[[FamilyT, Problem, Device], ResultT],
-) -> Callable[[FamilyT, Problem, Device], ResultT]:
-    """Keep a method's last result, as a plan calls it several times for one problem and device.
+    method: Callable[[FamilyT, Problem, OtherT], ResultT],
+) -> Callable[[FamilyT, Problem, OtherT], ResultT]:
+    """Keep a method's last result, as a plan calls it several times with the same arguments.
 
-    They are compared by identity, because the hash of a problem takes microseconds.
+    Arguments are compared by identity, because the hash of a problem takes microseconds.
     """
     attribute = f"_last_{method.__name__}"
 
     @functools.wraps(method)
-    def remembering(self: FamilyT, problem: Problem, device: Device) -> ResultT:
-        found: tuple[Problem, Device, ResultT] | None = vars(self).get(attribute)
-        if found is None or found[0] is not problem or found[1] is not device:
-            found = problem, device, method(self, problem, device)
+    def remembering(self: FamilyT, problem: Problem, other: OtherT) -> ResultT:
+        found: tuple[Problem, OtherT, ResultT] | None = vars(self).get(attribute)
+        if found is None or found[0] is not problem or found[1] is not other:
+            found = problem, other, method(self, problem, other)
             setattr(self, attribute, found)
         return found[2]
 

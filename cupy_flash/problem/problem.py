@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 
@@ -115,7 +116,7 @@ class Problem:
             return ("out",)
         return tuple(name for name in ("dq", "dk", "dv") if name in self.tensors)
 
-    @property
+    @functools.cached_property
     def alignment(self) -> int:
         """Bytes that every row of what is read starts at a multiple of: 16, 8, 4 or 2."""
         written = self.written

@@ -81,8 +81,11 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
             return reason
         if 0 in problem.shape_of("q") or 0 in problem.shape_of("k"):
             return "the copy engine cannot address arrays without rows"
-        maps = _tensor_maps(problem, HopperBackwardTile(WARPGROUP_ROWS, WARPGROUP_ROWS))
-        if reason := why_not_rows(problem) or why_not_strides(maps.values()):
+        tile = HopperBackwardTile(WARPGROUP_ROWS, WARPGROUP_ROWS)
+        reason = why_not_rows(problem) or why_not_strides(
+            problem, lambda: _tensor_maps(problem, tile)
+        )
+        if reason:
             return reason
         if self._first_legal(problem, device) is None:
             return self.why_not_tile(problem, device, _preferred_tiles(problem)[-1])
@@ -139,6 +142,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         tiles = _preferred_tiles(problem)
         return next((t for t in tiles if self.why_not_tile(problem, device, t) is None), None)
 
+    @remembers_last
     def shared_memory(self, problem: Problem, tile: HopperBackwardTile) -> int:
         gradient = problem.gradient
         assert gradient is not None

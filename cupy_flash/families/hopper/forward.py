@@ -81,9 +81,10 @@ class HopperFamily(Family[HopperTile]):
         return tensor_maps.why_not_rows(problem) or self._why_not_maps(problem, device)
 
     def _why_not_maps(self, problem: Problem, device: Device) -> str | None:
-        maps = tensor_maps.forward_maps(problem, HopperTile(64, 16))
         return (
-            tensor_maps.why_not_strides(maps.values())
+            tensor_maps.why_not_strides(
+                problem, lambda: tensor_maps.forward_maps(problem, HopperTile(64, 16))
+            )
             or scores.why_not_low_rows(problem, device)
             or self._why_not_tiles(problem, device)
         )
@@ -172,12 +173,12 @@ class HopperFamily(Family[HopperTile]):
 
     @remembers_last
     def _first_legal(self, problem: Problem, device: Device) -> HopperTile | None:
-        equal = sequences.of_equal_lengths(problem)
+        equal, steps = sequences.of_equal_lengths(problem), k_steps(problem)
         preferred = (
             self._with_all_stages(
                 problem,
                 device,
-                dataclasses.replace(tile, q_steps=min(tile.q_steps, k_steps(problem))),
+                tile if tile.q_steps <= steps else dataclasses.replace(tile, q_steps=steps),
             )
             for tile in preferred_tiles(equal, device, scores.streams_bias(equal))
         )
@@ -201,6 +202,7 @@ class HopperFamily(Family[HopperTile]):
             self._counted[key] = found
         return found
 
+    @remembers_last
     def shared_memory(self, problem: Problem, tile: HopperTile) -> int:
         return block_bytes(latent.posed(problem), tile)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from cupy_flash.families.contract import ceil_div
@@ -131,6 +132,7 @@ def preferred_tiles(problem: Problem, device: Device, streams_bias: bool) -> lis
     return [tile_of(128, 64, 1, 2)]
 
 
+@functools.lru_cache(maxsize=256)
 def tile_of(Br: int, Bc: int, q_stages: int, q_steps: int = 0) -> HopperTile:
     """A tile whose stages are yet to be counted."""
     return HopperTile(Br, Bc, 0, q_stages, q_steps, turns=int(Br > 64))

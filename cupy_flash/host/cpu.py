@@ -36,6 +36,8 @@ Array = NDArray[Any]
 
 # Query-key pairs that make a worker worthwhile: they take one about 0.5 ms, waking it 0.05 to 0.1.
 MIN_PAIRS_PER_WORKER = 1 << 16
+# Keys up to which twice as many rows are in a tile.
+_FEW_KEYS = 32
 
 
 def default_tile(problem: Problem) -> Tile:
@@ -53,6 +55,10 @@ def default_tile(problem: Problem) -> Tile:
     # Along the edge of a mask half a tile's rows is wasted; low tiles make poor matrix products.
     long_causal = problem.causal and problem.seqlen_q > 1024
     Br = 128 if problem.causal and not long_causal else 256
+    if problem.seqlen_k <= _FEW_KEYS:
+        # Br = 256, 512, us, 8 heads, 512 x 1 of 64 492, 400; 512 x 8 of 32, 64, 128 359, 247, 582,
+        # 452, 1066, 782; 2048 x 8 of 64 1980, 1840; 512 x 32 844, 836.
+        Br = 512
     # Rows of a tile are those of all query heads that share a key/value head.
     rows = problem.seqlen_q * (problem.heads_q // problem.heads_kv)
     Br = min(Br, max(rows, 1))

@@ -45,6 +45,9 @@ _ERROR_OF_PRODUCT = {"float32": 2.0**-24, "float64": 2.0**-50}
 # twenty roundings of half a unit, but does not fall below that of bfloat16.
 _ROUNDING_OF_WEIGHT = {"float32": 2.0**-20 / math.log(2), "float64": 2.0**-49 / math.log(2)}
 
+# Sums of products along the last axis, for which NumPy 2 takes half of the time of einsum.
+row_products: Any = getattr(np, "vecdot", None) or functools.partial(np.einsum, "...d,...d->...")
+
 
 def least_weight_of_one_key(dtype: str, columns: int, lse: Array) -> Array:
     """Return, for each row, the weight above which a key counts as its only key.
@@ -137,7 +140,7 @@ class _Tile:
         functions = self.mask_mod, scores.score_mod
         hiding = *functions, scores.bias, scores.mask, scores.tree_mask, scores.seqused_q
         self.is_hiding = settles and any(x is not None for x in hiding)
-        delta = np.einsum("...d,...d->...", dout[..., :-1], out)
+        delta = row_products(dout[..., :-1], out)
         if work.dlse is not None:
             delta -= work.dlse[where]
         self.rests: list[Part] = []

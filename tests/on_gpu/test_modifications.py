@@ -109,6 +109,18 @@ def test_rows_of_low_scores_weigh_all_their_keys(
                 assert family is not None
 
 
+@pytest.mark.parametrize("low", [-1e9, -1e30])
+@pytest.mark.parametrize("family", ["mma", "simt"])
+@pytest.mark.parametrize("kind", ["packed", "cached", "paged"])
+def test_rows_of_low_scores_weigh_the_keys_of_all_parts(
+    kind: str, family: str, low: float, rng: np.random.Generator
+) -> None:
+    for _ in range(3):
+        call = padded_call(rng, "float16", kind, low)
+        call.options["num_splits"] = 3
+        check_with_and_without_lse(call, family=family)
+
+
 # Several tiles of queries and of keys, of which some hold no such row.
 @pytest.mark.parametrize("low", LOW)
 @pytest.mark.parametrize("head_dim", [64, 128, 256, 512])

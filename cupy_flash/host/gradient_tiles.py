@@ -138,7 +138,14 @@ class _Tile:
         self.rows_of_one_key = np.flatnonzero(counts == 1) if settles else rows[:0]
         scores = modified.scores
         functions = self.mask_mod, scores.score_mod
-        hiding = *functions, scores.bias, scores.mask, scores.tree_mask, scores.seqused_q
+        hiding = (
+            *functions,
+            scores.bias,
+            scores.mask,
+            scores.tree_mask,
+            scores.seqused_q,
+            scores.prefix_lens,
+        )
         self.is_hiding = settles and any(x is not None for x in hiding)
         delta = row_products(dout[..., :-1], out)
         if work.dlse is not None:

@@ -27,7 +27,7 @@ from cupy_flash.mods.operations import cast, operation
 from cupy_flash.mods.pickled import AbsentFunction, flattened, reference_to, referred_to, restored
 from cupy_flash.mods.picture import draw
 from cupy_flash.mods.signature import POSITIONS, RESERVED, check_text, parameters_of
-from cupy_flash.mods.surroundings import Surroundings
+from cupy_flash.mods.surroundings import Surroundings, random_states
 from cupy_flash.mods.symbols import Symbol, TracedArray, as_node
 from cupy_flash.mods.traced import Derivable, Traced
 
@@ -200,8 +200,10 @@ class Modification:
             name: specs[name].parameter(name) if name in specs else Symbol(_SYMBOLS[name])
             for name in names
         }
+        before = random_states()
         node = self._node(function(**given))
-        if self._node(function(**given)) is not node:
+        # The state of NumPy's or Python's generator also shows that a number chose between values.
+        if self._node(function(**given)) is not node or random_states() != before:
             raise TypeError(
                 f"{type(self).__name__}'s function computes something else each time that it is "
                 "traced: it has random numbers, or a count or a clock of its own. Compute them "

@@ -5,8 +5,9 @@ from __future__ import annotations
 import builtins
 import contextlib
 import functools
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import CellType, CodeType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,9 @@ class Surroundings:
     """Rebuilds functions with stand-ins for the arrays that their variables hold.
 
     Arrays are found in closure cells, globals, default arguments and attributes of functions, alone
-    or as elements of a list, a tuple or a dictionary. Python functions in such variables are
-    rebuilt in the same way. All other variables keep the values that they have at that time.
+    or as elements of a list, a tuple or a dictionary, or as attributes of a module. Python
+    functions in such variables are rebuilt in the same way. All other variables keep the values
+    that they have at that time.
 
     Parameters
     ----------
@@ -102,6 +104,8 @@ class Surroundings:
             named = ((key, f"{name}_{key}") for key in value)
             parts = {k: self._stand_in(n if n.isidentifier() else name, value[k]) for k, n in named}
             return self._kept(value, parts)
+        if isinstance(value, ModuleType):
+            return self._kept(value, ProgramModule(value, self._stand_in))
         return value
 
     def _kept(self, value: Any, made: Any) -> Any:
@@ -240,6 +244,34 @@ class ProgramArray(NDArrayOperatorsMixin, TracedArray):
                 raise self.not_indexed()
             found.append(value._array if isinstance(value, ProgramArray) else value)
         return found
+
+
+class ProgramModule(ModuleType):
+    """Stand-in for a module, with stand-ins for the functions, arrays and modules in it.
+
+    Parameters
+    ----------
+    module
+        The module.
+    stand_in
+        Function of a name and an object that returns the object's stand-in.
+    """
+
+    def __init__(self, module: ModuleType, stand_in: Callable[[str, Any], Any]) -> None:
+        super().__init__(module.__name__, module.__doc__)
+        self.__dict__["_module"], self.__dict__["_stand_in"] = module, stand_in
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        is_rebuilt = isinstance(value, (FunctionType, ModuleType)) or is_array(value)
+        return self._stand_in(name, value) if is_rebuilt else value
+
+
+def random_states() -> tuple[Any, ...]:
+    """Return the states of the generators that Python and NumPy share within a process."""
+    state: Any = np.random.get_state()  # noqa: NPY002
+    _, words, *others = state
+    return random.getstate(), words.tobytes(), *others
 
 
 def is_array(value: Any) -> bool:

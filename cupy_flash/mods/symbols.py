@@ -374,9 +374,9 @@ def as_node(value: Any) -> Node:
     """
     if isinstance(value, Symbol):
         return value.node
-    if isinstance(value, np.ndarray) and value.ndim == 0:
-        # What NumPy makes of its scalars ahead of a function.
-        value = value[()]
+    if getattr(value, "ndim", None) == 0 and not isinstance(value, np.generic):
+        # An array without axes, as the maximum of an array of the program is in most libraries.
+        value = value[()] if isinstance(value, np.ndarray) else value.item()
     if isinstance(value, (bool, np.bool_)):
         return constant(bool(value), BOOL)
     if isinstance(value, (int, np.integer)):

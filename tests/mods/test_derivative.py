@@ -18,7 +18,8 @@ from support.mod_gallery import (
     random_score_mod,
 )
 
-from cupy_flash.mods.derivative import derivative
+from cupy_flash import flash_attention_vjp
+from cupy_flash.mods.derivative import derivative, partials
 from cupy_flash.mods.expression import REAL, SCORE, Node, postorder
 from cupy_flash.mods.functions import FUNCTIONS
 from cupy_flash.mods.interpret import Interpreter
@@ -481,3 +482,57 @@ def test_hidden_pairs_leave_no_trace_in_gradients_of_captures() -> None:
     )
     at = Pairs(0, 0, 0, np.arange(2))
     assert capture_gradients(mod, np.ones(2), at, np.array([0.0, 2.0]))["x"].tolist() == [0, 0.5]
+
+
+# Steps of long functions, by what their derivatives are made of.
+STEPS: dict[str, Callable[[Any, int], Any]] = {
+    "sums": lambda x, n: x + n % 7,
+    "shared terms": lambda x, n: x + x,
+    "shared factors": lambda x, n: x * x - 0.5,
+    "products": lambda x, n: x * 1.001,
+    "quotients": lambda x, n: x / 1.01,
+    "products and quotients": lambda x, n: x * 1.02 / 1.01,
+    "reciprocals": lambda x, n: 1 / (x + 2),
+    "caps": lambda x, n: 20 * np.tanh(x / 20),
+    "choices": lambda x, n: np.where(x > n, x, x * 0.5),
+    "choices of 0": lambda x, n: np.where(x > n, x, 0) + x,
+    "extremes": lambda x, n: np.maximum(x, 0.1 * x),
+    "roots": lambda x, n: np.sqrt(np.abs(x) + 1),
+}
+
+
+def chain(step: Callable[[Any, int], Any], length: int) -> ScoreMod:
+    def function(score: Any) -> Any:
+        for n in range(length):
+            score = step(score, n)
+        return score
+
+    return ScoreMod(function)
+
+
+def size(*roots: Node) -> int:
+    return sum(1 for _ in postorder(*roots))
+
+
+# 500 quotients in one another were more calls of Python than its stack has place for.
+@pytest.mark.parametrize("name", STEPS)
+def test_derivatives_of_long_functions_grow_with_their_length(name: str) -> None:
+    step = STEPS[name]
+    short, long = (derivative(chain(step, n).graph, SCORE) for n in (100, 1000))
+    assert size(long) <= 20 * size(short)
+    q = np.ones((1, 4, 1, 8), np.float32)
+    out, vjp = flash_attention_vjp(q, q, q, score_mod=chain(step, 1000))
+    assert [gradient.shape for gradient in vjp(out)] == [q.shape] * 3
+
+
+def test_a_function_of_many_elements_of_a_capture_has_a_derivative_by_each() -> None:
+    def function(score: Any, j: Any, table: Any) -> Any:
+        for n in range(300):
+            score = score + table[(j + n) % 16]
+        return score
+
+    table = np.zeros(16, np.float32)
+    mod = ScoreMod(function, table=table, differentiable=("table",))
+    found = partials(mod.graph, ("table",))
+    assert len(found) == 300
+    assert all(partial.derivative is ONE for partial in found)

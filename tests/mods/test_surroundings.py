@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,10 @@ def test_arrays_of_every_variable_around_a_function_are_captured() -> None:
     by_default = functools.partial(looked_up, table=TABLE)
     tables = [local, np.full(4, 1000, np.float32)]
     named = {"one": np.full(4, 10000, np.float32)}
+    module = ModuleType("tables")
+    module.inner = ModuleType("inner")  # type: ignore[attr-defined]
+    module.inner.wide = local  # type: ignore[attr-defined]
+    exec("def doubled(j):\n    return 2 * wide[j]", module.inner.__dict__)
 
     def through_two(h: Any, j: Any) -> Any:
         return looked_up(h, j) + TABLE[h, j]
@@ -64,6 +69,8 @@ def test_arrays_of_every_variable_around_a_function_are_captured() -> None:
         "method": ScoreMod(Bias(2).score),
         "list": ScoreMod(lambda score, j: score + tables[1][j]),
         "dictionary": ScoreMod(lambda score, j: score + named["one"][j]),
+        "module": ScoreMod(lambda score, j: score + module.inner.wide[j]),
+        "helper of a module": ScoreMod(lambda score, j: score + module.inner.doubled(j)),
         "partial": ScoreMod(functools.partial(lambda score, j, x: score + x[j], x=local)),
         "partial helper": ScoreMod(lambda score, h, j: score + by_default(h, j)),
     }
@@ -80,10 +87,12 @@ def test_arrays_of_every_variable_around_a_function_are_captured() -> None:
         "method": ("TABLE",),
         "list": ("tables_1",),
         "dictionary": ("named_one",),
+        "module": ("wide",),
+        "helper of a module": ("wide",),
         "partial": ("x",),
         "partial helper": ("table",),
     }
-    expected = [101, 12, 101, 101, 23, 101, 201, 101, 23, 1001, 10001, 101, 12]
+    expected = [101, 12, 101, 101, 23, 101, 201, 101, 23, 1001, 10001, 101, 201, 101, 12]
     assert [of(mod, h=2, j=3) for mod in cases.values()] == expected
 
 
@@ -244,6 +253,8 @@ def counted() -> int:
         lambda score: score + np.random.rand(),  # noqa: NPY002
         lambda score: score + np.random.default_rng().standard_normal(),
         lambda score: score * random.random(),
+        lambda score: score if np.random.rand() < 2 else -score,  # noqa: NPY002
+        lambda score: score if random.random() < 2 else -score,
         lambda score: score + next(COUNT),
         lambda score: score + counted(),
     ],
@@ -287,3 +298,11 @@ def test_functions_of_torch_and_jax_are_refused_with_those_of_numpy() -> None:
         # JAX raises an error of its own, whose context is ours.
         told = f"{caught.value} {caught.value.__context__}"
         assert "functions of NumPy, as np.where" in told
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch", "jax.numpy"])
+def test_numbers_computed_of_whole_arrays_are_constants_in_every_library(library: str) -> None:
+    xp = pytest.importorskip(library)
+    table = xp.asarray(np.array([1, 4, 2], np.float32))
+    mod = ScoreMod(lambda score: score + table.max() * len(table))
+    assert of(mod) == 1 + 4 * 3

@@ -124,6 +124,18 @@ ONE_KEY: dict[str, Callable[[Any], EdgeCall]] = {
         150, 200, {"bias": _bias(_one_key_of_each(rng, 150, 200), rng), "softcap": 20.0}, ALL
     ),
     "function": lambda rng: EdgeCall(150, 150, {"mask_mod": _diagonal()}, ALL),
+    # Keys end before the window of every row, but the first of them is in a prefix.
+    "window and prefix": lambda rng: EdgeCall(
+        150,
+        90,
+        {
+            "causal": True,
+            "window_size": (10, 0),
+            "q_offset": 200,
+            "prefix_lens": np.ones(BATCH, np.int32),
+        },
+        ALL,
+    ),
 }
 
 

@@ -184,7 +184,7 @@ def test_what_is_left_out_changes_nothing(name: str, options: dict[str, Any]) ->
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
-# Rows and keys of the blocks that the CPU backend looks at, in which these masks show all or nothing.
+# Rows and keys of the blocks that the CPU backend looks at: these masks show all of one, or none.
 ROWS, KEYS = 128, passes.KEYS_OF_BLOCK
 SHOWN = RNG.random((1, 1, 8, 16)) < 0.2
 OF_BLOCKS = {

@@ -194,7 +194,7 @@ def test_new_functions_of_the_same_text_keep_no_memory(
         gc.collect()
         return sys.getallocatedblocks()
 
-    # All that is bounded fills up first: the largest cache of functions has 512 entries.
+    # All that is bounded fills up first: caches of what a function becomes have 256 entries.
     before = blocks_after(1_200)
     titles = len(compiled)
     after = blocks_after(count)

@@ -17,7 +17,7 @@ from cupy_flash.problem.device import device_for_arch
 from cupy_flash.problem.tile import Tile
 
 from .build.kernel_sets import problem_of_class
-from .cases.options import writable_path
+from .cases.options import force_option, writable_path
 from .errors import NamedCommands
 from .records import environment, report
 from .tune.findings import CLASS_NOTE, class_text, is_stale
@@ -52,6 +52,7 @@ def list_entries(files: tuple[Path, ...], shipped: bool) -> None:
 
 @tables.command()
 @click.argument("file", type=_FILE)
+@force_option("FILE")
 def export(file: Path) -> None:
     """Write the entries in effect, the user's over the shipped ones, into a file.
 
@@ -66,6 +67,7 @@ def export(file: Path) -> None:
     "files", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True, dir_okay=False)
 )
 @click.option("--output", required=True, type=_FILE, help="The file to write.")
+@force_option("--output")
 def merge(files: tuple[Path, ...], output: Path) -> None:
     """Put several table files into one; where keys are the same, the faster entry stays."""
     entries: list[Entry] = []

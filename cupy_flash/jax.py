@@ -88,9 +88,10 @@ def flash_attention_qkvpacked(
 
     Parameters
     ----------
-    qkv, causal, softmax_scale, q_offset, return_lse, **modifications
-        See `cupy_flash.flash_attention_qkvpacked`. JAX has no views: queries, keys and values are
-        copied.
+    qkv : array, shape (batch, seqlen, 3, heads, head_dim)
+        Queries, keys and values along the third axis. JAX has no views: they are copied.
+    causal, softmax_scale, q_offset, return_lse, **modifications
+        See `cupy_flash.flash_attention_qkvpacked`.
 
     Returns
     -------

@@ -128,7 +128,9 @@ def flash_attention_qkvpacked(
 
     Parameters
     ----------
-    qkv, causal, softmax_scale, q_offset, return_lse, **modifications
+    qkv : Tensor, shape (batch, seqlen, 3, heads, head_dim)
+        Queries, keys and values along the third axis.
+    causal, softmax_scale, q_offset, return_lse, **modifications
         As of `cupy_flash.flash_attention_qkvpacked`.
 
     Returns
@@ -221,6 +223,8 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """`cupy_flash.scaled_dot_product_attention` of tensors, differentiable.
+
+    The axes are (..., heads, seqlen, head_dim), as PyTorch's own function has them.
 
     Parameters
     ----------

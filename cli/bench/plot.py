@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from ..cases.cases import Case, sequences_text
-from ..cases.options import writable_path
+from ..cases.options import force_option, writable_path
 from ..records import records, report
 from ..records.figures import COLOURS, SUFFIXES, SUFFIXES_TEXT, figure, why_no_figures
 
@@ -78,6 +78,7 @@ class Picture:
     callback=lambda ctx, param, path: writable_path(path, SUFFIXES),
     help=f"The picture: a file of {SUFFIXES_TEXT}.",
 )
+@force_option("--output")
 def plot(path: Path, output: Path) -> None:
     """Draw the rates in a record of 'bench', by sequence length and provider."""
     if reason := why_no_figures():

@@ -466,24 +466,41 @@ def tile_request(fields: dict[str, int | None], more: Sequence[str]) -> dict[str
     return request or None
 
 
+def force_option(*files: str) -> Callable[[Command], Command]:
+    """Add `--force`, without which the command overwrites none of the files that it writes.
+
+    Parameters
+    ----------
+    files
+        Their options, as `--output`, or arguments, as `FILE`.
+    """
+
+    def decorated(command: Command) -> Command:
+        @functools.wraps(command)
+        def without_overwriting(*arguments: Any, **options: Any) -> Any:
+            force = options.pop("force")
+            for name in files:
+                refuse_existing(options[name.lstrip("-").lower()], force=force, name=name)
+            return command(*arguments, **options)
+
+        checked: Any = without_overwriting
+        whose = " or ".join(files)
+        help_text = f"Overwrite an existing {whose}{' file' if whose.startswith('-') else ''}."
+        return click.option("--force", is_flag=True, help=help_text)(checked)
+
+    return decorated
+
+
 def output_option(command: Command) -> Command:
     """Add `--output`, a file that is not there yet, and `--force`, which overwrites one."""
-
-    @functools.wraps(command)
-    def without_overwriting(*arguments: Any, **options: Any) -> Any:
-        refuse_existing(options["output"], force=options.pop("force"))
-        return command(*arguments, **options)
-
-    checked: Any = without_overwriting
-    force = click.option("--force", is_flag=True, help="Overwrite an existing --output file.")
-    return overwritable_output_option(force(checked))
+    return overwritable_output_option(force_option("--output")(command))
 
 
-def refuse_existing(output: Path | None, *, force: bool) -> None:
-    """Raise a usage error if `--output` would overwrite a record, unless it is forced to."""
+def refuse_existing(path: Path | None, *, force: bool, name: str = "--output") -> None:
+    """Raise a usage error if what an option names would be overwritten, unless it is forced to."""
     # An empty file, as mktemp makes, and a device hold nothing to lose.
-    if output is not None and not force and output.is_file() and output.stat().st_size:
-        raise click.UsageError(f"--output {output} exists; --force overwrites it")
+    if path is not None and not force and path.is_file() and path.stat().st_size:
+        raise click.UsageError(f"{name} {path} exists; --force overwrites it")
 
 
 def overwritable_output_option(command: Command) -> Command:

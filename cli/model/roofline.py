@@ -25,7 +25,8 @@ from ..cases.options import (
     backward_option,
     cases_from,
     directed,
-    output_option,
+    force_option,
+    overwritable_output_option,
     shape_options,
     split_shape,
 )
@@ -102,8 +103,9 @@ class Measured:
     help="Also time the library; by default where the GPU is the present one.",
 )
 @scaling.scaling_options
-@output_option
+@overwritable_output_option
 @plot_option("the rooflines with the algorithms on them")
+@force_option("--output", "--plot")
 def roofline(
     backward: bool,
     asked: tuple[str, ...] | None,

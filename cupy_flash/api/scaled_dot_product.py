@@ -20,6 +20,8 @@ def scaled_dot_product_attention(
 ) -> Any:
     """Attention as ``torch.nn.functional.scaled_dot_product_attention`` computes it.
 
+    The axes are (..., heads, seqlen, head_dim), as PyTorch's own function has them.
+
     softmax(scale * query key^T + attn_mask) value, by `flash_attention` with layout="bhsd". For
     gradients of PyTorch's tensors see the function of this name in `cupy_flash.torch`.
 

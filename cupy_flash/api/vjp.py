@@ -115,7 +115,9 @@ def flash_attention_qkvpacked_vjp(
 
     Parameters
     ----------
-    qkv, causal, softmax_scale, q_offset, return_lse, backend, family, tile, **modifications
+    qkv : array, shape (batch, seqlen, 3, heads, head_dim)
+        Queries, keys and values along the third axis.
+    causal, softmax_scale, q_offset, return_lse, backend, family, tile, **modifications
         See `flash_attention_qkvpacked`.
     wrt, grad_dtype
         See `flash_attention_qkvpacked_backward`.

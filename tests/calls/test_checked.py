@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from support import fake_gpu
+from support.fake_gpu import FakeArray, FakeGpu
 
 from cupy_flash import (
     flash_attention,
@@ -116,13 +120,16 @@ WRONG = [
 ]
 
 
+def arrays_of(change: dict[str, Any]) -> dict[str, Any]:
+    return {n: np.array(x, np.int32) if isinstance(x, list) else x for n, x in change.items()}
+
+
 @pytest.mark.parametrize(("name", "change", "message"), WRONG)
 def test_an_entry_out_of_range_is_named(
     name: str, change: dict[str, Any], message: str, is_captured: bool
 ) -> None:
     function, arguments = CALLS[name]
-    changed = {n: np.array(x, np.int32) if isinstance(x, list) else x for n, x in change.items()}
-    values = arguments() | changed
+    values = arguments() | arrays_of(change)
     # Arrays of a captured call have no contents yet.
     error = pytest.raises(Passed) if is_captured else pytest.raises(ValueError, match=message)
     with error:
@@ -145,3 +152,69 @@ def test_the_variable_asks_for_checks(value: str, expected: bool) -> None:
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
     )
     assert found.stdout.strip() == str(expected)
+
+
+# Calls on a GPU
+
+
+@pytest.fixture(params=[None, "0", "1"])
+def is_asked_for(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Whether the variable, with which the library is imported, asks for checks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(checked.VARIABLE, raising=False)
+        if request.param is not None:
+            patch.setenv(checked.VARIABLE, request.param)
+        importlib.reload(checked)
+        yield request.param == "1"
+    importlib.reload(checked)
+
+
+@pytest.fixture
+def contents(is_asked_for: bool, monkeypatch: pytest.MonkeyPatch) -> dict[int, np.ndarray]:
+    """What stands in arrays of the GPU, by their addresses."""
+    found: dict[int, np.ndarray] = {}
+    stream = SimpleNamespace(is_capturing=lambda: False)
+    cupy = SimpleNamespace(cuda=SimpleNamespace(get_current_stream=lambda: stream))
+    monkeypatch.setattr(checked, "cupy_module", lambda: cupy)
+    monkeypatch.setattr(checked, "taken_by", lambda _, array: found[array.data.ptr])
+    return found
+
+
+@pytest.mark.parametrize(("name", "change", "message"), WRONG)
+def test_the_variable_switches_the_checks_of_calls_on_a_gpu_on(
+    name: str,
+    change: dict[str, Any],
+    message: str,
+    is_asked_for: bool,
+    contents: dict[int, np.ndarray],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = fake_gpu.install(monkeypatch)
+    function, arguments = CALLS[name]
+
+    def call(values: dict[str, Any]) -> int:
+        """Return the number of launches of a call of such arrays on the GPU."""
+        before = len(gpu.launches)
+        function(**{n: on_gpu(gpu, x, contents) for n, x in values.items()})
+        return len(gpu.launches) - before
+
+    wrong = arguments() | arrays_of(change)
+    # The second call finds what the first one prepared.
+    for _ in range(2):
+        assert call(arguments()) > 0
+        if not is_asked_for:
+            assert call(wrong) > 0
+            continue
+        launched = len(gpu.launches)
+        with pytest.raises(ValueError, match=message):
+            call(wrong)
+        assert len(gpu.launches) == launched
+
+
+def on_gpu(gpu: FakeGpu, value: Any, contents: dict[int, np.ndarray]) -> FakeArray | Any:
+    """Return an array of the GPU with these contents."""
+    if not isinstance(value, np.ndarray):
+        return value
+    array = gpu.array(*value.shape, dtype=value.dtype)
+    contents[array.data.ptr] = value
+    return array

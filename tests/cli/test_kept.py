@@ -6,13 +6,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner, Result
+from support.bench_records import row, write
 
 from cupy_flash.cli.build import kernel_sets
 from cupy_flash.cli.build.build import Builder, Job
@@ -21,6 +23,7 @@ from cupy_flash.cli.measure import runner
 from cupy_flash.cli.records import report
 from cupy_flash.gpu.compiler import why_no_compiler
 from cupy_flash.planning.planner import Plan, make_plan
+from cupy_flash.planning.tuning import write_table
 from cupy_flash.problem.device import Device, device_for_arch
 from cupy_flash.problem.problem import make_contiguous_problem
 
@@ -116,6 +119,65 @@ def test_a_record_is_not_overwritten_unless_forced(command: str, tmp_path: Path)
     assert result.exit_code == 2
     assert f"--output {path} exists; --force overwrites it" in result.stderr
     assert path.read_text(encoding="utf-8") == before
+
+
+@pytest.mark.parametrize(
+    ("line", "said", "needs"),
+    [
+        ("tables export {file}.json", "FILE", None),
+        ("tables merge {table} --output {file}.json", "--output", None),
+        ("plot {record} --output {file}.svg", "--output", "matplotlib"),
+        ("roofline --gpu H100 --plot {file}.svg", "--plot", "matplotlib"),
+    ],
+)
+def test_tables_and_pictures_overwrite_nothing_unless_forced(
+    line: str, said: str, needs: str | None, tmp_path: Path
+) -> None:
+    if needs:
+        pytest.importorskip(needs)
+    table, record, file = tmp_path / "t.json", tmp_path / "r.json", tmp_path / "file"
+    write_table(table, [])
+    write(record, [row("cupy_flash", 512, 1.0)])
+    arguments = line.format(table=table, record=record, file=file).split()
+    path = next(Path(text) for text in arguments if text.startswith(str(file)))
+    path.write_text("precious", encoding="utf-8")
+    result = CliRunner().invoke(main, arguments)
+
+    assert result.exit_code == 2
+    assert f"{said} {path} exists; --force overwrites it" in " ".join(result.stderr.split())
+    assert path.read_text(encoding="utf-8") == "precious"
+    assert CliRunner().invoke(main, [*arguments, "--force"]).exit_code == 0
+    assert path.read_text(encoding="utf-8") != "precious"
+
+
+def commands(group: click.Group, *names: str) -> Iterator[tuple[str, click.Command]]:
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from commands(command, *names, name)
+        else:
+            yield " ".join((*names, name)), command
+
+
+def test_every_command_that_writes_a_file_has_force() -> None:
+    writing: dict[str, bool] = {}
+    for name, command in commands(main):
+        paths = [each.type for each in command.params if isinstance(each.type, click.Path)]
+        if any(path.file_okay and not path.exists for path in paths):
+            writing[name] = any(each.name == "force" for each in command.params)
+
+    assert writing == dict.fromkeys(
+        [
+            "bench",
+            "compare",
+            "plot",
+            "profile",
+            "roofline",
+            "tables export",
+            "tables merge",
+            "tune",
+        ],
+        True,
+    )
 
 
 def test_a_record_is_overwritten_by_force_and_an_empty_file_at_once(tmp_path: Path) -> None:

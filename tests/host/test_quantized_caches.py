@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 from support.draws import few_then_slow
+from support.float8_support import Float8Case
 from support.quantized_support import (
     CACHE_DTYPES,
     SCALES,
@@ -20,6 +23,7 @@ from support.quantized_support import (
 from support.sequence_support import KVCacheCase, Truth, VarlenCase
 
 from cupy_flash import (
+    flash_attention,
     flash_attention_varlen,
     flash_attention_varlen_backward,
     flash_attention_with_kvcache,
@@ -27,6 +31,7 @@ from cupy_flash import (
 )
 from cupy_flash.arrays.kinds import normalize_scale
 from cupy_flash.errors import UnsupportedError
+from cupy_flash.host import quantized as quantized_module
 from cupy_flash.host.batches import rotate
 from cupy_flash.host.quantized import QuantizedBlocks, dequantized, quantized, scales_of_rows
 from cupy_flash.reference.packed import attention_with_kvcache_reference
@@ -130,6 +135,40 @@ def test_every_float8_code_stands_for_its_number(dtype: type) -> None:
     np.testing.assert_array_equal(dequantized(stored, np.float32(3), dtype), 3 * expected)
     blocks = QuantizedBlocks(stored, np.float32(3), dtype)
     np.testing.assert_array_equal(blocks[1:, :, 2:], 3 * expected[1:, :, 2:])
+
+
+def call_over_float8(name: str) -> Callable[..., Any]:
+    """A call over numbers of float8, of which all have scales."""
+    base: KVCacheCase | VarlenCase = dataclasses.replace(SMALL, seqlen_new=0)
+    if name == "dense":
+        return functools.partial(flash_attention, **Float8Case(30, 40).arguments())
+    if name == "pages":
+        base = dataclasses.replace(SMALL, seqlen_new=0, page_size=16)
+    elif name == "many queries":
+        base = KVCacheCase((200, 170), "float32", seqlen_q=140)
+    elif name == "packed":
+        base = VarlenCase((5, 0, 19), (40, 3, 19), "bfloat16")
+    function = flash_attention_varlen if name == "packed" else flash_attention_with_kvcache
+    arguments = QuantizedCase(base, "float8_e4m3fn", "head").arguments()
+    return functools.partial(function, **arguments, batch_invariant=name == "rows on their own")
+
+
+@pytest.mark.parametrize(
+    "name", ["contiguous", "pages", "many queries", "rows on their own", "packed", "dense"]
+)
+def test_numbers_of_float8_are_looked_up_in_a_table(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None is converted on its own, which takes ten times as long: the table has them negative."""
+    call = functools.partial(call_over_float8(name), backend="cpu", return_lse=True)
+    given = call.keywords
+    scales = {n: -given[n] for n in ("q_scale", "k_scale", "v_scale") if n in given}
+    plain, expected = call(), call(**scales)
+    table = quantized_module._numbers_of_codes
+    monkeypatch.setattr(quantized_module, "_numbers_of_codes", lambda *dtypes: -table(*dtypes))
+    found = call()
+    assert not np.array_equal(found[0], plain[0])
+    assert all(map(same_bits, found, expected))
 
 
 def test_nothing_that_is_quantized_makes_numpy_warn() -> None:

@@ -184,16 +184,69 @@ def test_what_is_left_out_changes_nothing(name: str, options: dict[str, Any]) ->
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
-def test_hidden_blocks_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys: list[int] = []
-    read = passes.Pass.keys
+# Rows and keys of the blocks that the CPU backend looks at: these masks show all of one, or none.
+ROWS, KEYS = 128, passes.KEYS_OF_BLOCK
+SHOWN = RNG.random((1, 1, 8, 16)) < 0.2
+OF_BLOCKS = {
+    "diagonal": BlockList(np.eye(8, dtype=bool)[None, None], block=(128, 128)),
+    "block list": BlockList(SHOWN, block=(ROWS, KEYS)),
+    "documents": MaskMod(
+        lambda i, j, doc: doc[i] == doc[j], doc=np.repeat(np.arange(3), [128, 512, 384])
+    ),
+    "table": MaskMod(lambda i, j, table: table[i // 128, j // 64], table=SHOWN[0, 0]),
+    "window": MaskMod(lambda i, j: abs(i // 128 - j // 128) <= 1),
+}
 
-    def counted(job: Any, block: Any, start: int, stop: int, scratch: Any) -> Any:
-        keys.append(stop - start)
-        return read(job, block, start, stop, scratch)
 
-    monkeypatch.setattr(passes.Pass, "keys", counted)
-    q = RNG.standard_normal((1, 2048, 1, 16)).astype(np.float32)
-    diagonal = BlockList(np.eye(16, dtype=bool)[None, None], block=(128, 128))
-    flash_attention(q, q, q, mask_mod=diagonal, tile=(128, 512), backend="cpu")
-    assert sum(keys) == 2048
+class Work:
+    """What the CPU backend does: tiles of rows and keys, and multiply-adds of its products."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.tiles: list[tuple[int, int]] = []
+        self.products: list[int] = []
+        tiles_of_keys, matmul = passes.Pass.tiles_of_keys, np.matmul
+
+        def tiles(job: Any, block: Any) -> Any:
+            found = tiles_of_keys(job, block)
+            self.tiles += [(block.rows.start, start) for start, _ in found]
+            return found
+
+        def product(a: np.ndarray, b: np.ndarray, **options: Any) -> Any:
+            # Sums of rows are products with a vector, or are made otherwise.
+            if b.ndim > 1:
+                self.products.append(a.size * b.shape[-1])
+            return matmul(a, b, **options)
+
+        monkeypatch.setattr(passes.Pass, "tiles_of_keys", tiles)
+        monkeypatch.setattr(np, "matmul", product)
+
+    def of(self, function: Any, *arrays: np.ndarray, **options: Any) -> tuple[Any, Any, int]:
+        """Return the result of a call, its tiles, and its multiply-adds."""
+        self.tiles, self.products = [], []
+        result = function(*arrays, **options, tile=(ROWS, KEYS), backend="cpu")
+        return result, sorted(self.tiles), sum(self.products)
+
+
+@pytest.mark.parametrize("name", OF_BLOCKS)
+def test_hidden_blocks_are_not_computed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither forward nor backward: only visible ones are visited, and they take their share."""
+    q, k, v, dout = RNG.standard_normal((4, 1, 1024, 1, 16)).astype(np.float32)
+    mod, everything = OF_BLOCKS[name], MaskMod(lambda i, j: (i >= 0) & (j >= 0))
+    seen = mod.evaluate(**positions(1, 1, 0, 1024, 1024), dtype=np.float32)
+    some = in_blocks(np.broadcast_to(seen, (1, 1, 1024, 1024)), (ROWS, KEYS)).some[0, 0]
+    visible = [(int(i) * ROWS, int(j) * KEYS) for i, j in np.argwhere(some)]
+    assert 0 < len(visible) < some.size
+    work = Work(monkeypatch)
+
+    (out, lse), tiles, products = work.of(flash_attention, q, k, v, return_lse=True, mask_mod=mod)
+    _, all_tiles, all_products = work.of(flash_attention, q, k, v, mask_mod=everything)
+    assert tiles == visible
+    assert len(all_tiles) == some.size
+    assert products * some.size == all_products * len(visible) > 0
+
+    arrays = dout, q, k, v, out, lse
+    _, tiles, products = work.of(flash_attention_backward, *arrays, mask_mod=mod)
+    _, all_tiles, all_products = work.of(flash_attention_backward, *arrays, mask_mod=everything)
+    assert tiles == visible
+    assert len(all_tiles) == some.size
+    assert products * some.size == all_products * len(visible) > 0

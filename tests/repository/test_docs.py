@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
 import pytest
 from support.benchmark_scripts import CHECKOUT, IN_CHECKOUT
+
+import cupy_flash
 
 if not IN_CHECKOUT:
     pytest.skip("the tests stand outside a checkout", allow_module_level=True)
@@ -73,3 +76,69 @@ def test_kernel_sources_that_comments_name_exist() -> None:
     }
 
     assert found == {}
+
+
+# Arrays in PyTorch's order are the commonest mistake: where people look first has to say so.
+AXES, REMEDY = "(batch, seqlen, heads, head_dim)", 'layout="bhsd"'
+OF_TORCH = "(batch, heads, seqlen, head_dim)"
+QKV_AXES, SDPA_AXES = "(batch, seqlen, 3, heads, head_dim)", "(..., heads, seqlen, head_dim)"
+
+
+@pytest.mark.parametrize(
+    ("page", "begin", "end"),
+    [
+        ("README.md", "## Quick start", "\n`scaled_dot_product"),
+        ("docs/usage.md", "# Using", "\n## "),
+    ],
+)
+def test_a_page_begins_with_the_order_of_axes(page: str, begin: str, end: str) -> None:
+    text = (CHECKOUT / page).read_text(encoding="utf-8")
+    first = text[text.index(begin) : text.index(end, text.index(begin))]
+    assert all(said in first for said in (AXES, OF_TORCH, REMEDY))
+
+
+def functions_of_axes() -> dict[str, tuple[str, set[str]]]:
+    """Docstrings and parameters of public functions of dense arrays, by module and name."""
+    found = {}
+    for path in MODULES:
+        if path.is_relative_to(CHECKOUT / "cupy_flash"):
+            for node in ast.parse(path.read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.FunctionDef) and node.name in cupy_flash.__all__:
+                    names = {each.arg for each in (*node.args.args, *node.args.kwonlyargs)}
+                    if names & {"layout", "qkv", "query"}:
+                        found[f"{path.stem}.{node.name}"] = ast.get_docstring(node) or "", names
+    return found
+
+
+FUNCTIONS = functions_of_axes()
+
+
+def test_functions_of_dense_arrays_are_found() -> None:
+    """Those of arrays in all their forms, and those of tensors and of JAX."""
+    names = [name.partition(".")[2] for name in FUNCTIONS]
+    expected = {
+        "attention_backward_reference": 1,
+        "attention_reference": 1,
+        "flash_attention": 3,
+        "flash_attention_backward": 1,
+        "flash_attention_qkvpacked": 3,
+        "flash_attention_qkvpacked_backward": 1,
+        "flash_attention_qkvpacked_vjp": 1,
+        "flash_attention_vjp": 1,
+        "scaled_dot_product_attention": 2,
+    }
+    assert {name: names.count(name) for name in sorted(set(names))} == expected
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_docstring_begins_with_the_order_of_axes(name: str) -> None:
+    text, parameters = FUNCTIONS[name]
+    before, _, after = text.partition("Parameters\n----------\n")
+    if "qkv" in parameters:
+        assert QKV_AXES in after[after.index("qkv : ") :].splitlines()[0]
+    elif "query" in parameters:
+        assert SDPA_AXES in before
+    else:
+        assert AXES in before
+        assert OF_TORCH in before
+        assert REMEDY in before

@@ -179,7 +179,8 @@ def _float32(name: str, value: Any) -> np.float32:
     number = finite(name, float(value))
     if abs(number) > float(np.finfo(np.float32).max):
         raise ValueError(f"{name} is {number:g}; expected a number that float32 holds")
-    return np.float32(number)
+    with np.errstate(all="ignore"):
+        return np.float32(number)
 
 
 def normalize_int32(name: str, array: Any, *, on_host: bool) -> Any:
@@ -256,7 +257,9 @@ def vector(name: str, values: Any, *, on_host: bool) -> Any:
         raise ValueError(f"{name} is no list of numbers: {error}") from error
     if array.dtype.kind not in "iuf":
         raise TypeError(f"{name} is {values!r}; expected numbers, or an array of them")
-    return _placed(array.astype(np.float64), on_host=on_host)
+    # Numbers of more bits than float64 may be beyond it.
+    with np.errstate(all="ignore"):
+        return _placed(array.astype(np.float64), on_host=on_host)
 
 
 def _placed(array: np.ndarray, *, on_host: bool) -> Any:

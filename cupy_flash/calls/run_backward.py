@@ -40,6 +40,7 @@ from cupy_flash.calls.results import as_tensor
 from cupy_flash.calls.run import all_are
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.gpu.environment import current_device, gpu_unavailable
+from cupy_flash.host.quiet import quiet
 from cupy_flash.planning.planner import Plan, make_plan
 from cupy_flash.problem.device import device_for_arch
 from cupy_flash.problem.gradient import OF_MOD, ROWS
@@ -178,14 +179,18 @@ def _as_inputs(
     if "sinks" not in options.wrt or options.grad_dtype is not None:
         return found
     at, sinks = options.wrt.index("sinks"), given.sinks  # type: ignore[attr-defined]
-    gradient = found[at]
+    return (*found[:at], _as_sinks(found[at], sinks), *found[at + 1 :])
+
+
+@quiet
+def _as_sinks(gradient: Any, sinks: Any) -> Any:
     if not isinstance(sinks, (list, tuple)) and getattr(sinks, "ndim", 0) == 0:
         # All heads read this one number.
         gradient = gradient.sum()
     dtype = getattr(sinks, "dtype", gradient.dtype)
     if gradient.dtype != dtype:
         gradient = gradient.to(dtype) if is_any_tensor(gradient) else gradient.astype(dtype)
-    return (*found[:at], gradient, *found[at + 1 :])
+    return gradient
 
 
 def gradients_of_qkv(

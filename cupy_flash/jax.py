@@ -18,7 +18,7 @@ import numpy as np
 
 from cupy_flash.arrays.kinds import host_array_on_gpu, unshared
 from cupy_flash.arrays.strided import kind_of
-from cupy_flash.calls.arguments import check_qkv
+from cupy_flash.calls.arguments import check_qkv, parts_of
 from cupy_flash.differentiable import (
     WITH_GRADIENT,
     DifferentiableCall,
@@ -107,7 +107,7 @@ def flash_attention_qkvpacked(
     layout = modifications.pop("layout", "bshd")  # type: ignore[typeddict-item]
     check_qkv(qkv, layout)
     return flash_attention(
-        *(qkv[:, :, i] for i in range(3)),
+        *parts_of(qkv),
         causal=causal,
         softmax_scale=softmax_scale,
         q_offset=q_offset,

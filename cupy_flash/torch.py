@@ -146,7 +146,7 @@ def flash_attention_qkvpacked(
     layout = modifications.pop("layout", "bshd")  # type: ignore[typeddict-item]
     check_qkv(qkv, layout)
     return flash_attention(
-        *qkv.unbind(2),
+        *qkv.unbind(-3),
         causal=causal,
         softmax_scale=softmax_scale,
         q_offset=q_offset,

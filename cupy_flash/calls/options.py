@@ -82,7 +82,9 @@ def with_offsets(
 
 
 _WHOLE = (int, type(None))
-_EQUAL_KINDS = ("equal", "qkvpacked")
+_UNSCALED_KINDS = ("equal", "qkvpacked")
+# Kinds of equal lengths, whose arrays have batch axes.
+EQUAL_KINDS = (*_UNSCALED_KINDS, "scaled")
 # Types of options that were found to be plain.
 _plain: set[tuple[type, ...]] = set()
 
@@ -102,7 +104,7 @@ def plain_options(options: Options) -> Options:
     # Types tell whether options are plain, and a program's calls mostly have the same. Those that
     # calls of equal lengths do not have are as they stand above; the others one by one, in two
     # thirds of the time.
-    if options.kind in _EQUAL_KINDS:
+    if options.kind in _UNSCALED_KINDS:
         types: tuple[type, ...] = (
             options.causal.__class__,
             options.softmax_scale.__class__,

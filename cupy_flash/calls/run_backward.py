@@ -25,6 +25,7 @@ from cupy_flash.calls.arguments import (
     check_qkv,
     modified,
     normalized,
+    parts_of,
 )
 from cupy_flash.calls.backends import require_backend, require_gpu_backend
 from cupy_flash.calls.conversions import conversions
@@ -226,7 +227,7 @@ def gradients_of_qkv(
     written = None
     if QKV in wrt:
         written = _gradient_for(packed, dqkv, options)
-        arrays |= {f"d{name}": written[:, :, i] for i, name in enumerate(ROWS)}
+        arrays |= {f"d{name}": x for name, x in zip(ROWS, parts_of(written), strict=True)}
     elif dqkv is not None:
         raise ValueError("dqkv is given, and wrt does not name 'qkv'")
     names = parts_of_wrt(wrt)
@@ -243,7 +244,7 @@ def parts_of_qkv(qkv: Any) -> dict[str, Any]:
     """Return the views q, k and v of one array of queries, keys and values."""
     packed = read(QKV, qkv)
     check_qkv(packed, "bshd")
-    return {name: packed[:, :, i] for i, name in enumerate(ROWS)}
+    return dict(zip(ROWS, parts_of(packed), strict=True))
 
 
 def parts_of_wrt(wrt: tuple[str, ...]) -> tuple[str, ...]:

@@ -62,6 +62,16 @@ def test_an_array_of_queries_keys_and_values_is_differentiable(device: Any, conv
         assert_alike(cj.flash_attention_qkvpacked, expected, [convert(qkv)])
 
 
+@pytest.mark.parametrize("batch", [(), (2, 3)])
+def test_an_array_of_queries_keys_and_values_has_any_batch_axes(batch: tuple[int, ...]) -> None:
+    (qkv,) = arrays(jax.devices("cpu")[0], (*batch, 7, 3, 4, 5))
+    found = jax.grad(lambda x: (cj.flash_attention_qkvpacked(x) ** 2).sum())(qkv)
+    assert found.shape == qkv.shape
+    one = qkv.reshape(-1, 7, 3, 4, 5)
+    expected = jax.grad(lambda x: (cj.flash_attention_qkvpacked(x) ** 2).sum())(one)
+    np.testing.assert_array_equal(np.asarray(found).reshape(one.shape), np.asarray(expected))
+
+
 def test_an_array_of_queries_keys_and_values_is_checked() -> None:
     qkv = jax.numpy.ones((2, 7, 3, 4, 5))
     with pytest.raises(ValueError, match="layout is 'bhsd'; packed arrays are 'bshd'"):

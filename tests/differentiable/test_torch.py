@@ -192,6 +192,13 @@ def test_a_position_of_each_sequence_is_part_of_a_graph() -> None:
         torch.testing.assert_close(result[b : b + 1], alone)
 
 
+@pytest.mark.parametrize("batch", [(), (2, 3)])
+def test_an_array_of_queries_keys_and_values_has_any_batch_axes(batch: tuple[int, ...]) -> None:
+    (packed,) = tensors("cpu", (*batch, 6, 3, 2, 4))
+    assert ct.flash_attention_qkvpacked(packed).shape == (*batch, 6, 2, 4)
+    assert torch.autograd.gradcheck(ct.flash_attention_qkvpacked, (packed,))
+
+
 def test_an_array_of_queries_keys_and_values_is_checked() -> None:
     (packed,) = tensors("cpu", (2, 6, 3, 2, 4))
     with pytest.raises(ValueError, match="layout is 'bhsd'; packed arrays are 'bshd'"):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -234,6 +235,15 @@ def is_number_or_list(value: Any) -> bool:
     return isinstance(value, (list, tuple, *numbers)) and not isinstance(value, bool)
 
 
+def elements(value: Any) -> Iterator[Any]:
+    """Yield the elements of a list or tuple, and of those within; anything else itself."""
+    if isinstance(value, (list, tuple)):
+        for element in value:
+            yield from elements(element)
+    else:
+        yield value
+
+
 def vector(name: str, values: Any, *, on_host: bool) -> Any:
     """Return a number, or a list of numbers, as a float64 array where q lies.
 
@@ -251,6 +261,10 @@ def vector(name: str, values: Any, *, on_host: bool) -> Any:
     TypeError
         For a list of anything but numbers.
     """
+    for element in elements(values):
+        if hasattr(element, "__dlpack__"):
+            # Refuses what would be lost, such as the gradient of a tensor.
+            normalize(name, element)
     try:
         array = np.asarray(values)
     except ValueError as error:
@@ -273,7 +287,9 @@ def _placed(array: np.ndarray, *, on_host: bool) -> Any:
 
 def unshared(array: Any) -> Any:
     """Return a copy of a NumPy array, a CuPy array or a list; anything else unchanged."""
-    return array.copy() if isinstance(array, (np.ndarray, list)) or is_cupy(array) else array
+    if isinstance(array, (list, tuple)):
+        return copy.deepcopy(array)
+    return array.copy() if isinstance(array, np.ndarray) or is_cupy(array) else array
 
 
 def _int32_of_list(name: str, values: Any) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -126,25 +125,18 @@ def plain_options(options: Options) -> Options:
     return plain
 
 
-def _the_one(name: str, value: Any) -> Any:
-    """The number in an array of one; anything else as it is."""
-    value = resolved(name, value)
-    shape = getattr(value, "shape", None)
-    return value.item() if shape is not None and math.prod(shape) == 1 else value
-
-
 def _bool(name: str, value: Any) -> bool:
     check_bool(name, value)
     return bool(value)
 
 
 def _integer_or_none(name: str, value: Any) -> int | None:
-    return None if value is None else integer(name, _the_one(name, value))
+    return None if value is None else integer(name, resolved(name, value))
 
 
 def _number_or_none(name: str, value: Any) -> float | None:
     # An integer is a number like any other, and cannot change either.
-    return value if value is None or type(value) is int else finite(name, _the_one(name, value))
+    return value if value is None or type(value) is int else finite(name, resolved(name, value))
 
 
 def _name_or_none(name: str, value: Any) -> str | None:

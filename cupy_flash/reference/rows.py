@@ -23,6 +23,7 @@ from cupy_flash.mods.modified import Modified
 from cupy_flash.mods.scores import Pairs
 from cupy_flash.mods.shapes import Sizes
 from cupy_flash.problem.mask import Mask, before, unseen
+from cupy_flash.problem.values import the_one
 
 #: A chunk of float64 scores in the float64 formulas takes at most this many bytes (one row of
 #: scores, if that alone is more).
@@ -138,7 +139,9 @@ def resolve(
 ) -> tuple[float, Mask]:
     """The scale and mask that apply; the offset no further out than makes a difference."""
     seqlen_q, seqlen_k = q.shape[2], k.shape[2]
-    scale = 1 / math.sqrt(max(q.shape[3], 1)) if softmax_scale is None else float(softmax_scale)
+    scale = 1 / math.sqrt(max(q.shape[3], 1))
+    if softmax_scale is not None:
+        scale = float(the_one(softmax_scale))
     offset = seqlen_k - seqlen_q if q_offset is None else int(q_offset)
     return scale, Mask(seqlen_q, seqlen_k, causal, min(max(offset, -FURTHEST), FURTHEST))
 

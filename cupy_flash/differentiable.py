@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from cupy_flash.arrays.kinds import is_number_or_list
 from cupy_flash.calls import run, run_backward
 from cupy_flash.calls.arguments import Arguments
 from cupy_flash.calls.gradients import GradientArguments
@@ -14,7 +15,7 @@ from cupy_flash.mods.keywords import ARRAYS, MODS, checked_softcap, window_of, w
 from cupy_flash.mods.modification import Modification
 from cupy_flash.problem.gradient import ROWS
 
-# Modifications with a gradient of their own.
+# Modifications with a gradient of their own, if they are arrays: numbers and lists are constants.
 WITH_GRADIENT = ("bias", "sinks")
 _ROWS = len(ROWS)
 # Types of numbers that cannot change.
@@ -192,8 +193,12 @@ def _call(
     options: Options, lengths: tuple[Any, ...], modifications: Mapping[str, Any]
 ) -> tuple[DifferentiableCall, tuple[Any, ...]]:
     options = plain_options(options)
-    given = {n: modifications[n] for n in WITH_GRADIENT if modifications.get(n) is not None}
-    others = {n: value for n, value in modifications.items() if n not in WITH_GRADIENT}
+    given = {
+        name: modifications[name]
+        for name in WITH_GRADIENT
+        if modifications.get(name) is not None and not is_number_or_list(modifications[name])
+    }
+    others = {n: value for n, value in modifications.items() if n not in given}
     by_name = dict(zip(_LENGTHS, lengths, strict=True))
     behind = None
     if not given and all(value is None for value in others.values()):

@@ -4,8 +4,9 @@
     jax.grad(lambda q: flash_attention(q, k, v, causal=True).sum())(q)
 
 The functions have the arguments of those of the same names in `cupy_flash`. Gradients reach q, k,
-v, bias and sinks. A call runs when it is made: within `jax.jit` there is no array yet. As
-everywhere in JAX, an argument may be a NumPy array, which is copied to the device of the others.
+v, bias and sinks; numbers and lists are constants. A call runs when it is made: within `jax.jit`
+there is no array yet. As everywhere in JAX, an argument may be a NumPy array, which is copied to
+the device of the others.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from cupy_flash.arrays.kinds import host_array_on_gpu, unshared
+from cupy_flash.arrays.kinds import elements, host_array_on_gpu, unshared
 from cupy_flash.arrays.strided import kind_of
-from cupy_flash.calls.arguments import check_qkv
+from cupy_flash.calls.arguments import check_qkv, parts_of
 from cupy_flash.differentiable import (
     WITH_GRADIENT,
     DifferentiableCall,
@@ -108,7 +109,7 @@ def flash_attention_qkvpacked(
     layout = modifications.pop("layout", "bshd")  # type: ignore[typeddict-item]
     check_qkv(qkv, layout)
     return flash_attention(
-        *(qkv[:, :, i] for i in range(3)),
+        *parts_of(qkv),
         causal=causal,
         softmax_scale=softmax_scale,
         q_offset=q_offset,
@@ -162,9 +163,15 @@ def flash_attention_varlen(
 
 def _require_constants(values: Mapping[str, Any], modifications: Mapping[str, Any]) -> None:
     """Raise TypeError for what JAX would find no gradient of, or no array in."""
-    others = {name: value for name, value in modifications.items() if name not in WITH_GRADIENT}
-    for name, value in {**values, **others}.items():
-        if isinstance(value, jax.core.Tracer):
+    for name, value in {**values, **modifications}.items():
+        if not any(isinstance(x, jax.core.Tracer) for x in elements(value)):
+            continue
+        if isinstance(value, (list, tuple)):
+            raise TypeError(
+                f"{name} holds values that are traced by JAX; pass numbers, or one array: "
+                "gradients reach arrays only"
+            )
+        if name not in WITH_GRADIENT:
             raise TypeError(
                 f"{name} is traced by JAX; pass a value: gradients reach q, k, v, bias and sinks"
             )

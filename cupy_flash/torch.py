@@ -3,12 +3,13 @@
     from cupy_flash.torch import flash_attention
 
 The functions have the arguments of those of the same names in `cupy_flash`. Gradients reach q, k,
-v, bias and sinks, and come from out and, with return_lse, from lse. `scaled_dot_product_attention`
-takes the place of PyTorch's own function. Without gradients they cost
-what the plain functions do. Unsupported derivatives, such as second ones, raise an error.
+v, bias and sinks, and come from out and, with return_lse, from lse; numbers and lists are
+constants. `scaled_dot_product_attention` takes the place of PyTorch's own function. Without
+gradients they cost what the plain functions do. Unsupported derivatives, such as second ones, raise
+an error.
 
-In a graph of `torch.compile` a call is the operator `cupy_flash::attention`, unless score_mod or
-mask_mod is among its arguments: those break the graph in two.
+In a graph of `torch.compile` a call is the operator `cupy_flash::attention`, unless score_mod,
+mask_mod or a list is among its arguments: those break the graph in two.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, library
 from torch._library.autograd import make_autograd_impl
 
+from cupy_flash.arrays.kinds import elements
 from cupy_flash.arrays.strided import LAYOUTS, kind_of
 from cupy_flash.arrays.torch_arrays import (
     NO_FORWARD_MODE,
@@ -148,7 +150,7 @@ def flash_attention_qkvpacked(
     layout = modifications.pop("layout", "bshd")  # type: ignore[typeddict-item]
     check_qkv(qkv, layout)
     return flash_attention(
-        *qkv.unbind(2),
+        *qkv.unbind(-3),
         causal=causal,
         softmax_scale=softmax_scale,
         q_offset=q_offset,
@@ -304,11 +306,18 @@ def _require_constants(call: DifferentiableCall) -> None:
     """Raise ValueError for a tensor whose gradient would be lost."""
     captured = {name: x for mod in call.functions for name, x in mod.tensors.items()}
     for name, value in {**call.modifications, **captured}.items():
-        if getattr(value, "requires_grad", False):
+        if not any(getattr(x, "requires_grad", False) for x in elements(value)):
+            continue
+        if isinstance(value, (list, tuple)):
             raise ValueError(
-                f"{name} requires a gradient; pass it detached: autograd reaches q, k, v, bias and "
-                "sinks"
+                f"{name} holds a tensor that requires a gradient; pass numbers or detached "
+                "tensors: autograd reaches no list, but q, k, v, and a bias and sinks that are "
+                "tensors"
             )
+        raise ValueError(
+            f"{name} requires a gradient; pass it detached: autograd reaches q, k, v, bias and "
+            "sinks"
+        )
 
 
 def _as_it_is_now(call: DifferentiableCall) -> DifferentiableCall:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -179,7 +180,8 @@ def _float32(name: str, value: Any) -> np.float32:
     number = finite(name, float(value))
     if abs(number) > float(np.finfo(np.float32).max):
         raise ValueError(f"{name} is {number:g}; expected a number that float32 holds")
-    return np.float32(number)
+    with np.errstate(all="ignore"):
+        return np.float32(number)
 
 
 def normalize_int32(name: str, array: Any, *, on_host: bool) -> Any:
@@ -233,6 +235,15 @@ def is_number_or_list(value: Any) -> bool:
     return isinstance(value, (list, tuple, *numbers)) and not isinstance(value, bool)
 
 
+def elements(value: Any) -> Iterator[Any]:
+    """Yield the elements of a list or tuple, and of those within; anything else itself."""
+    if isinstance(value, (list, tuple)):
+        for element in value:
+            yield from elements(element)
+    else:
+        yield value
+
+
 def vector(name: str, values: Any, *, on_host: bool) -> Any:
     """Return a number, or a list of numbers, as a float64 array where q lies.
 
@@ -250,13 +261,19 @@ def vector(name: str, values: Any, *, on_host: bool) -> Any:
     TypeError
         For a list of anything but numbers.
     """
+    for element in elements(values):
+        if hasattr(element, "__dlpack__"):
+            # Refuses what would be lost, such as the gradient of a tensor.
+            normalize(name, element)
     try:
         array = np.asarray(values)
     except ValueError as error:
         raise ValueError(f"{name} is no list of numbers: {error}") from error
     if array.dtype.kind not in "iuf":
         raise TypeError(f"{name} is {values!r}; expected numbers, or an array of them")
-    return _placed(array.astype(np.float64), on_host=on_host)
+    # Numbers of more bits than float64 may be beyond it.
+    with np.errstate(all="ignore"):
+        return _placed(array.astype(np.float64), on_host=on_host)
 
 
 def _placed(array: np.ndarray, *, on_host: bool) -> Any:
@@ -270,7 +287,9 @@ def _placed(array: np.ndarray, *, on_host: bool) -> Any:
 
 def unshared(array: Any) -> Any:
     """Return a copy of a NumPy array, a CuPy array or a list; anything else unchanged."""
-    return array.copy() if isinstance(array, (np.ndarray, list)) or is_cupy(array) else array
+    if isinstance(array, (list, tuple)):
+        return copy.deepcopy(array)
+    return array.copy() if isinstance(array, np.ndarray) or is_cupy(array) else array
 
 
 def _int32_of_list(name: str, values: Any) -> np.ndarray:

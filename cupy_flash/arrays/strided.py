@@ -92,11 +92,11 @@ def with_one_batch_axis(array: Any) -> Any:
     return array.reshape((math.prod(batch), first, second, dim))
 
 
-def has_one_batch_stride(array: Any) -> bool:
-    """Return whether the batch axes can be merged into one axis without a copy."""
-    if array.ndim <= 4 or array.size == 0:
+def has_one_batch_stride(array: Any, inner: int = 3) -> bool:
+    """Return whether the axes before the last `inner` can be merged into one without a copy."""
+    if array.ndim <= inner + 1 or array.size == 0:
         return True
-    axes = zip(array.shape[:-3], array.strides[:-3], strict=True)
+    axes = zip(array.shape[:-inner], array.strides[:-inner], strict=True)
     outer = [(length, stride) for length, stride in axes if length > 1]
     return all(stride == n * step for (_, stride), (n, step) in itertools.pairwise(outer))
 
@@ -182,13 +182,13 @@ def as_cupy(array: Any) -> Any:
     return tensor_as_cupy(array) if array.__class__ in tensor_types() else array
 
 
-def readable_in_place(array: Any, *, one_batch: bool = False) -> Any:
+def readable_in_place(array: Any, *, one_batch: bool = False, inner: int = 3) -> Any:
     """Return the array itself if `is_readable_in_place`, otherwise a C-contiguous copy.
 
     With `one_batch`, an array without `has_one_batch_stride` is copied, too.
     """
     on_gpu = as_cupy(array)
-    if is_readable_in_place(on_gpu) and not (one_batch and not has_one_batch_stride(on_gpu)):
+    if is_readable_in_place(on_gpu) and (not one_batch or has_one_batch_stride(on_gpu, inner)):
         return array
     if isinstance(array, np.ndarray):
         return array.copy(order="C")

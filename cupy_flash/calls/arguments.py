@@ -107,7 +107,7 @@ class Arguments(NamedTuple):
         if self.qkv is None:
             return self
         check_qkv(self.qkv, layout)
-        q, k, v = (self.qkv[:, :, i] for i in range(3))
+        q, k, v = parts_of(self.qkv)
         return self._replace(q=q, k=k, v=v, qkv=None)
 
 
@@ -286,9 +286,15 @@ def check_qkv(qkv: Any, layout: str) -> None:
     shape = getattr(qkv, "shape", None)
     if shape is None:
         raise TypeError(f"qkv is {kind_of(qkv)}; expected an array")
-    if len(shape) != 5 or shape[2] != 3:
+    if len(shape) < 4 or shape[-3] != 3:
         raise ValueError(
-            f"qkv has shape {tuple(shape)}; expected (batch, seqlen, 3, heads, head_dim)"
+            f"qkv has shape {tuple(shape)}; expected (batch, seqlen, 3, heads, head_dim), with any "
+            "batch axes"
         )
     if layout != "bshd":
         raise ValueError(f"layout is {layout!r}; packed arrays are 'bshd'")
+
+
+def parts_of(qkv: Any) -> tuple[Any, Any, Any]:
+    """Return queries, keys and values of one array (..., seqlen, 3, heads, head_dim)."""
+    return qkv[..., 0, :, :], qkv[..., 1, :, :], qkv[..., 2, :, :]

@@ -21,7 +21,7 @@ from cupy_flash.calls.block_maps import map_of_mask, map_spec
 from cupy_flash.calls.contents import LengthLimit, length_limits, require_length
 from cupy_flash.calls.conversions import converted
 from cupy_flash.calls.modifiers import Functions, canonical, packed_arguments
-from cupy_flash.calls.options import Options
+from cupy_flash.calls.options import EQUAL_KINDS, Options
 from cupy_flash.calls.problems import lse_shape, problem_of, sizes_of
 from cupy_flash.calls.results import Maker, MemoryMaker, maker, memory_maker
 from cupy_flash.families.params import params_dtype
@@ -170,7 +170,9 @@ def readable(arguments: Arguments, options: Options) -> Arguments:
     require_given(arguments, options)
     arguments = converted(arguments, options)
     copied = {
-        name: readable_in_place(array, one_batch=options.is_equal)
+        name: readable_in_place(
+            array, one_batch=options.kind in EQUAL_KINDS, inner=4 if name == "qkv" else 3
+        )
         for name, array in zip(arguments._fields, arguments, strict=True)
         if array is not None and name in Arguments._fields and name not in (*IN_PLACE, "out")
     }
@@ -192,7 +194,7 @@ def prepare(
     """Check, plan, compile and load what calls with CuPy arrays like these, or tensors, need."""
     fields, given = arguments.names_of_kind(options.kind), arguments.of_kind(options.kind)
     arguments, qkv = arguments.parts_of_qkv(options.layout), arguments.qkv
-    qkv_step = None if qkv is None else qkv.strides[2]
+    qkv_step = None if qkv is None else qkv.strides[-3]
     problem = problem_of(arguments, options)
     layout, q = problem.layout, arguments.q
     is_cached = options.kind == "cached"

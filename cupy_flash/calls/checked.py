@@ -36,7 +36,7 @@ def check(arrays: Any, options: Options, keys: int, modifiers: Modifiers | None)
         Length of every cache, where no array says it.
     """
     names = [name for name in arrays._fields if name in INT32 and getattr(arrays, name) is not None]
-    if not names or cupy_module().cuda.get_current_stream().is_capturing():
+    if not names or _is_capturing():
         return
     if modifiers is not None:
         options = options.with_modifiers(modifiers)
@@ -48,3 +48,15 @@ def check(arrays: Any, options: Options, keys: int, modifiers: Modifiers | None)
     else:
         problem = gradient_problem(plain, options)
         check_contents(plain._replace(**on_host).forward, options, problem, keys)
+
+
+def contents(array: Any) -> Any | None:
+    """Return a copy of a device array on the host if calls are checked, otherwise None.
+
+    The copy waits for the current stream. While that is captured, the result is None.
+    """
+    return taken_by(np, as_cupy(array)) if is_asked_for and not _is_capturing() else None
+
+
+def _is_capturing() -> bool:
+    return bool(cupy_module().cuda.get_current_stream().is_capturing())

@@ -91,9 +91,11 @@ def _copy(name: str, given: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any
     array = as_cupy(readable_in_place(given))
     if name in INT32:
         return as_int32(name, array)
-    if shape == array.shape:
-        return array.astype(dtype, copy=False)
-    return array_module(array).broadcast_to(array, shape).astype(dtype, order="C")
+    # Numbers beyond the dtype become infinite or 0, whatever the caller's error state.
+    with np.errstate(all="ignore"):
+        if shape == array.shape:
+            return array.astype(dtype, copy=False)
+        return array_module(array).broadcast_to(array, shape).astype(dtype, order="C")
 
 
 def _of_heads(name: str, array: Any, arrays: Any, options: Options | None) -> Converted:

@@ -27,6 +27,7 @@ from cupy_flash.calls.on_host import (
     positions_of_used,
     require_writable,
     runs_on_gpu,
+    scale_in,
     upload_order,
 )
 from cupy_flash.calls.options import Options
@@ -138,7 +139,7 @@ def _known(arguments: GradientArguments, options: Options, backend: str) -> _Kno
             q, k, v = arguments[:3]
             causal, q_offset = problem.causal, problem.q_offset
             small = small_gradients(q.shape, k.shape, v.shape[3], causal, q_offset, tile)
-            known = known._replace(small=small, scale=q.dtype.type(problem.softmax_scale))
+            known = known._replace(small=small, scale=scale_in(q.dtype, problem))
         if len(_calls) >= _MAX_KNOWN:
             _calls.clear()
         _calls[key] = known

@@ -28,6 +28,7 @@ from cupy_flash.gpu.environment import cupy_module, current_device
 from cupy_flash.host import batches, cpu
 from cupy_flash.host.formula import SmallCall, small_call_of
 from cupy_flash.host.quantized import dequantized
+from cupy_flash.host.quiet import quiet
 from cupy_flash.planning import tuning
 from cupy_flash.planning.planner import is_served, make_plan
 from cupy_flash.problem.arrays import FLOAT8
@@ -135,11 +136,17 @@ def _known(arguments: Arguments, options: Options, backend: str) -> _Known:
         if tile is not None and is_plain(arguments, options):
             q, k, v = arguments.q, arguments.k, arguments.v
             small = small_call_of(q, k, v, problem.causal, problem.q_offset, tile)
-            known = known._replace(small=small, scale=q.dtype.type(problem.softmax_scale))
+            known = known._replace(small=small, scale=scale_in(q.dtype, problem))
         if len(_calls) >= _MAX_KNOWN:
             _calls.clear()
         _calls[key] = known
     return known
+
+
+@quiet
+def scale_in(dtype: np.dtype[Any], problem: Problem) -> Any:
+    """Return the factor on the scores in the dtype of q, which may not hold it."""
+    return dtype.type(problem.softmax_scale)
 
 
 def _key_of(arguments: Arguments, options: Options, backend: str) -> tuple[Any, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -82,7 +81,9 @@ def with_offsets(
 
 
 _WHOLE = (int, type(None))
-_EQUAL_KINDS = ("equal", "qkvpacked")
+_UNSCALED_KINDS = ("equal", "qkvpacked")
+# Kinds of equal lengths, whose arrays have batch axes.
+EQUAL_KINDS = (*_UNSCALED_KINDS, "scaled")
 # Types of options that were found to be plain.
 _plain: set[tuple[type, ...]] = set()
 
@@ -102,7 +103,7 @@ def plain_options(options: Options) -> Options:
     # Types tell whether options are plain, and a program's calls mostly have the same. Those that
     # calls of equal lengths do not have are as they stand above; the others one by one, in two
     # thirds of the time.
-    if options.kind in _EQUAL_KINDS:
+    if options.kind in _UNSCALED_KINDS:
         types: tuple[type, ...] = (
             options.causal.__class__,
             options.softmax_scale.__class__,
@@ -124,25 +125,18 @@ def plain_options(options: Options) -> Options:
     return plain
 
 
-def _the_one(name: str, value: Any) -> Any:
-    """The number in an array of one; anything else as it is."""
-    value = resolved(name, value)
-    shape = getattr(value, "shape", None)
-    return value.item() if shape is not None and math.prod(shape) == 1 else value
-
-
 def _bool(name: str, value: Any) -> bool:
     check_bool(name, value)
     return bool(value)
 
 
 def _integer_or_none(name: str, value: Any) -> int | None:
-    return None if value is None else integer(name, _the_one(name, value))
+    return None if value is None else integer(name, resolved(name, value))
 
 
 def _number_or_none(name: str, value: Any) -> float | None:
     # An integer is a number like any other, and cannot change either.
-    return value if value is None or type(value) is int else finite(name, _the_one(name, value))
+    return value if value is None or type(value) is int else finite(name, resolved(name, value))
 
 
 def _name_or_none(name: str, value: Any) -> str | None:

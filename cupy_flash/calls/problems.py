@@ -35,7 +35,7 @@ from cupy_flash.calls.modifiers import (
     score_spec,
 )
 from cupy_flash.calls.options import Options
-from cupy_flash.calls.rotary import require_tables
+from cupy_flash.calls.rotary_tables import require_tables
 from cupy_flash.mods.shapes import Sizes, refuse_other_lengths
 from cupy_flash.problem.arrays import (
     DTYPES,

@@ -1,4 +1,4 @@
-"""Rotary embedding of arrays of any kind, and the checks of its tables."""
+"""Rotary embedding of arrays of any kind."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from cupy_flash.arrays.strided import (
     as_cupy,
     broadcasts,
     dtype_name,
-    require_axes,
     require_float,
     require_shape,
     taken_by,
 )
+from cupy_flash.calls import checked
 from cupy_flash.calls.arguments import normalized
+from cupy_flash.calls.rotary_tables import require_tables
 from cupy_flash.host.quiet import quiet
 from cupy_flash.host.rotary import rotated_at
-from cupy_flash.problem.values import check_bool, check_count
+from cupy_flash.problem.values import check_bool
 
 
 class Tables(NamedTuple):
@@ -91,49 +92,11 @@ def _checked_places(x: Any, cos: Any, sin: Any, positions: Any, interleaved: boo
     return _places(positions, x.shape[:-2], int(cos.shape[0]), array_module(x))
 
 
-def require_tables(
-    cos: tuple[str, Any], sin: tuple[str, Any], whose: str, dtype: str, head_dim: int
-) -> None:
-    """Raise TypeError or ValueError unless tables of angles fit the rows that they rotate.
-
-    Parameters
-    ----------
-    cos, sin
-        Name and array of each table.
-    whose
-        Name of the rows, for messages.
-    dtype, head_dim
-        Dtype of the rows, and their columns.
-    """
-    accumulator = "float64" if dtype == "float64" else "float32"
-    dtypes = tuple(dict.fromkeys((dtype, accumulator)))
-    for name, array in (cos, sin):
-        require_axes(name, array, 2, "positions and rotary_dim / 2")
-        if dtype_name(array) not in dtypes or not array.dtype.isnative:
-            raise TypeError(
-                f"{name} has dtype {array.dtype}; expected {' or '.join(dtypes)}, with {whose} "
-                f"{dtype}"
-            )
-    (cos_name, cosines), (sin_name, sines) = cos, sin
-    require_shape(sin_name, sines, tuple(cosines.shape), f"as {cos_name}")
-    if cosines.dtype != sines.dtype:
-        raise TypeError(
-            f"{sin_name} has dtype {sines.dtype}; expected {cosines.dtype}, as {cos_name}"
-        )
-    rows, half = cosines.shape
-    check_count(f"number of rows of {cos_name}", rows)
-    if not 2 <= 2 * half <= head_dim:
-        raise ValueError(
-            f"{cos_name} has {half} columns for a rotary_dim of {2 * half}; expected a rotary_dim "
-            f"of 2 to {head_dim}, the head_dim"
-        )
-
-
 def _places(positions: Any, shape: tuple[int, ...], rows: int, xp: Any) -> Any:
     """Return the position of each row as integers of module `xp` that broadcast to `shape`.
 
-    Positions in host memory are checked. Those on a GPU are not known to the host, and
-    `rotated_at` limits them to the rows of the tables.
+    Positions in host memory are checked. Those on a GPU are known to the host only under
+    `CUPY_FLASH_CHECK`; `rotated_at` limits them to the rows of the tables.
     """
     if positions is None:
         if shape[-1] > rows:
@@ -160,11 +123,12 @@ def _places(positions: Any, shape: tuple[int, ...], rows: int, xp: Any) -> Any:
             f"positions has shape {tuple(positions.shape)}; expected one that broadcasts to "
             f"{tuple(shape)}, ({axes})"
         )
-    if isinstance(positions, np.ndarray):
-        for place in np.argwhere((positions < 0) | (positions >= rows))[:1]:
+    known = positions if isinstance(positions, np.ndarray) else checked.contents(positions)
+    if known is not None:
+        for place in np.argwhere((known < 0) | (known >= rows))[:1]:
             entry = f"positions[{', '.join(map(str, place))}]" if place.size else "positions"
             raise ValueError(
-                f"{entry} is {positions[tuple(place)]}; expected 0 to {rows - 1}, as cos has "
-                f"{rows} rows"
+                f"{entry} is {known[tuple(place)]}; expected 0 to {rows - 1}, as cos has {rows} "
+                "rows"
             )
     return taken_by(xp, positions)

@@ -25,6 +25,7 @@ from cupy_flash.calls.arguments import (
     check_qkv,
     modified,
     normalized,
+    parts_of,
 )
 from cupy_flash.calls.backends import require_backend, require_gpu_backend
 from cupy_flash.calls.conversions import conversions
@@ -40,6 +41,7 @@ from cupy_flash.calls.results import as_tensor
 from cupy_flash.calls.run import all_are
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.gpu.environment import current_device, gpu_unavailable
+from cupy_flash.host.quiet import quiet
 from cupy_flash.planning.planner import Plan, make_plan
 from cupy_flash.problem.device import device_for_arch
 from cupy_flash.problem.gradient import OF_MOD, ROWS
@@ -178,14 +180,18 @@ def _as_inputs(
     if "sinks" not in options.wrt or options.grad_dtype is not None:
         return found
     at, sinks = options.wrt.index("sinks"), given.sinks  # type: ignore[attr-defined]
-    gradient = found[at]
+    return (*found[:at], _as_sinks(found[at], sinks), *found[at + 1 :])
+
+
+@quiet
+def _as_sinks(gradient: Any, sinks: Any) -> Any:
     if not isinstance(sinks, (list, tuple)) and getattr(sinks, "ndim", 0) == 0:
         # All heads read this one number.
         gradient = gradient.sum()
     dtype = getattr(sinks, "dtype", gradient.dtype)
     if gradient.dtype != dtype:
         gradient = gradient.to(dtype) if is_any_tensor(gradient) else gradient.astype(dtype)
-    return (*found[:at], gradient, *found[at + 1 :])
+    return gradient
 
 
 def gradients_of_qkv(
@@ -221,7 +227,7 @@ def gradients_of_qkv(
     written = None
     if QKV in wrt:
         written = _gradient_for(packed, dqkv, options)
-        arrays |= {f"d{name}": written[:, :, i] for i, name in enumerate(ROWS)}
+        arrays |= {f"d{name}": x for name, x in zip(ROWS, parts_of(written), strict=True)}
     elif dqkv is not None:
         raise ValueError("dqkv is given, and wrt does not name 'qkv'")
     names = parts_of_wrt(wrt)
@@ -238,7 +244,7 @@ def parts_of_qkv(qkv: Any) -> dict[str, Any]:
     """Return the views q, k and v of one array of queries, keys and values."""
     packed = read(QKV, qkv)
     check_qkv(packed, "bshd")
-    return {name: packed[:, :, i] for i, name in enumerate(ROWS)}
+    return dict(zip(ROWS, parts_of(packed), strict=True))
 
 
 def parts_of_wrt(wrt: tuple[str, ...]) -> tuple[str, ...]:

@@ -161,7 +161,9 @@ class Group:
         """
         if why_not_captured and self._exchange.is_capturing():
             raise UnsupportedError(f"{why_not_captured}; no CUDA graph of it can be captured")
-        with self._exchange.on_device():
+        # What ranks compute overflows and underflows as the formula does, whatever the error state
+        # of the caller.
+        with self._exchange.on_device(), np.errstate(all="ignore"):
             plan = self._agree(planned)
             with self._or_end():
                 yield plan

@@ -10,6 +10,18 @@ import numpy as np
 
 # Sequences, caches and pages, which kernels have in 32-bit integers.
 MAX_COUNT = 2**31 - 1
+_NUMBERS = (int, float)
+
+
+def the_one(value: Any) -> Any:
+    """Return the number in an array of one number; anything else unchanged.
+
+    One that lies on a GPU is waited for.
+    """
+    if value.__class__ in _NUMBERS:
+        return value
+    shape = getattr(value, "shape", None)
+    return value.item() if shape is not None and math.prod(shape) == 1 else value
 
 
 def count(name: str, value: int | None) -> int:
@@ -24,6 +36,7 @@ def count(name: str, value: int | None) -> int:
 
 def integer(name: str, value: int) -> int:
     """A value that can be an index as an int; TypeError, naming the option, for any other."""
+    value = the_one(value)
     try:
         if not isinstance(value, bool):
             return operator.index(value)
@@ -34,6 +47,7 @@ def integer(name: str, value: int) -> int:
 
 def finite(name: str, value: float) -> float:
     """A number as a float; TypeError for what is none, ValueError for one that is not finite."""
+    value = the_one(value)
     try:
         is_finite = math.isfinite(value)
     except OverflowError:

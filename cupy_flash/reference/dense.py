@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cupy_flash.arrays.kinds import way_back
+from cupy_flash.arrays.kinds import read, way_back
 from cupy_flash.arrays.strided import array_module
 from cupy_flash.mods.keywords import with_offsets
 from cupy_flash.mods.modified import Modified
@@ -28,6 +28,7 @@ from cupy_flash.reference.modifications import fitting_modifications, read_scale
 from cupy_flash.reference.rows import (
     as_bhsd,
     chunks_of_rows,
+    from_bhsd,
     hide,
     pairs_of,
     precision_of,
@@ -77,7 +78,8 @@ def attention_reference(
     ----------
     q : array, (batch, seqlen_q, heads_q, head_dim)
         Queries, of any float dtype, ``ml_dtypes.bfloat16`` included: NumPy's, CuPy's, or one that
-        speaks DLPack, such as a torch tensor.
+        speaks DLPack, such as a torch tensor. There may be no batch axis or several, as in
+        `cupy_flash.flash_attention`.
     k : same kind of array, (batch, seqlen_k, heads_kv, head_dim)
         Keys. ``heads_q`` is a multiple of ``heads_kv``; query head ``h`` reads key/value head
         ``h // (heads_q // heads_kv)``.
@@ -123,6 +125,8 @@ def attention_reference(
     convert = way_back("q", q)
     q_offset, others = with_offsets(q_offset, modifications)
     refuse_other_lengths(others.get, "equal")
+    q = read("q", q)
+    batch = q.shape[:-3]
     q, k, v = as_bhsd(q, k, v, layout)
     q, k, v = _scaled(q, k, v, (q_scale, k_scale, v_scale), np.float64)
     out, lse = formula(
@@ -132,9 +136,8 @@ def attention_reference(
         q_offset=q_offset,
         modified=fitting_modifications(others, q, sizes_of(q, k), causal=causal),
     )
-    if layout == "bshd":
-        out = array_module(q).ascontiguousarray(out.swapaxes(1, 2))
-    return (convert(out), convert(lse)) if return_lse else convert(out)
+    out = convert(from_bhsd(out, layout, batch))
+    return (out, convert(lse.reshape(*batch, *lse.shape[1:]))) if return_lse else out
 
 
 def formula(
@@ -223,6 +226,8 @@ def attention_naive(
     convert = way_back("q", q)
     q_offset, others = with_offsets(q_offset, modifications)
     refuse_other_lengths(others.get, "equal")
+    q = read("q", q)
+    batch = q.shape[:-3]
     q, k, v = as_bhsd(q, k, v, layout)
     is_float8 = q.dtype.name == FLOAT8
     if dtype is None:
@@ -237,7 +242,7 @@ def attention_naive(
         as_float8=is_float8 if as_float8 is None else as_float8,
         modified=fitting_modifications(others, q, sizes_of(q, k), causal=causal),
     )
-    return convert(out.swapaxes(1, 2) if layout == "bshd" else out)
+    return convert(from_bhsd(out, layout, batch))
 
 
 def naive_formula(

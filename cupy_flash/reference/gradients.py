@@ -29,7 +29,7 @@ from cupy_flash.mods.shapes import refuse_other_lengths
 from cupy_flash.mods.slopes import apply_with_slope, behind_softcap, capture_gradients
 from cupy_flash.reference.dense import error_bound
 from cupy_flash.reference.eight_bits import widened
-from cupy_flash.reference.modifications import fitting_modifications
+from cupy_flash.reference.modifications import fitting_modifications, read_own
 from cupy_flash.reference.rows import (
     Rows,
     as_bhsd,
@@ -40,6 +40,7 @@ from cupy_flash.reference.rows import (
     sinks_of,
     sizes_of,
     softmax_terms,
+    to_bhsd,
 )
 
 if TYPE_CHECKING:
@@ -304,7 +305,7 @@ class Gradients:
         given = dict(inputs)
         for name, array in (("bias", modified.scores.bias), ("sinks", modified.sinks)):
             if array is not None:
-                given[name] = read(name, modifications[name])
+                given[name] = read_own(name, modifications[name])
         mod = modified.scores.score_mod
         captures = () if mod is None else mod.differentiable
         given |= {OF_MOD + name: mod.captures[name] for name in captures} if mod else {}
@@ -315,7 +316,11 @@ class Gradients:
         self._arithmetic = arithmetic
         self._bias_shape = None if modified.scores.bias is None else modified.scores.bias.shape
         self._dtypes = {name: arithmetic.result or given[name].dtype for name in names}
-        self._sums = {name: xp.zeros(given[name].shape, arithmetic.compute) for name in names}
+        self._shapes = {name: given[name].shape for name in names}
+        # One sink for all heads has the sum of their gradients.
+        of_heads = {} if modified.sinks is None else {"sinks": modified.sinks.shape}
+        shapes = {name: of_heads.get(name, shape) for name, shape in self._shapes.items()}
+        self._sums = {name: xp.zeros(shape, arithmetic.compute) for name, shape in shapes.items()}
 
     def parts(self, part_of: Callable[[str, Any], Any]) -> dict[str, Any]:
         """Views to sum up in: of a bias with all of its axes, of q, k and v what a function gives.
@@ -334,9 +339,12 @@ class Gradients:
         """The sums, rounded and converted, in their order."""
         size = abs if self._arithmetic.of_sizes else lambda x: x
         with np.errstate(all="ignore"):
+            found = {name: size(total) for name, total in self._sums.items()}
+            if self._shapes.get("sinks") == ():
+                found["sinks"] = found["sinks"].sum(keepdims=True).reshape(())
             return tuple(
-                convert(size(total).astype(self._dtypes[name], copy=False))
-                for name, total in self._sums.items()
+                convert(total.astype(self._dtypes[name], copy=False))
+                for name, total in found.items()
             )
 
 
@@ -374,27 +382,28 @@ def dense_gradients(
     """`attention_backward_reference` by any arithmetic, and of any output as `backward_naive`."""
     convert = way_back("q", q)
 
-    def swapped(_: str, x: Any) -> Any:
-        return x.swapaxes(1, 2) if layout == "bshd" else x
+    def bhsd(_: str, x: Any) -> Any:
+        return to_bhsd(x, layout)
 
     q_offset, others = with_offsets(q_offset, modifications)
     refuse_other_lengths(others.get, "equal")
     q, k, v, dout, out, dlse = read_all(q=q, k=k, v=v, dout=dout, out=out, dlse=dlse)
     operands = as_bhsd(q, k, v, layout)
-    check_rows(dout, out, dlse, (*q.shape[:3], v.shape[3]), operands[0].shape[:3])
+    of_lse = operands[0].shape[:3]
+    check_rows(dout, out, dlse, (*q.shape[:-1], v.shape[-1]), (*q.shape[:-3], *of_lse[1:]))
     modified = fitting_modifications(others, q, sizes_of(*operands[:2]), causal=causal)
     gradients = Gradients({"q": q, "k": k, "v": v}, others, modified, wrt, arithmetic)
     gradient_formula(
-        swapped("q", dout),
+        bhsd("q", dout),
         *operands,
-        out=None if out is None else swapped("q", out),
-        dlse=dlse,
+        out=None if out is None else bhsd("q", out),
+        dlse=None if dlse is None else dlse.reshape(of_lse),
         causal=causal,
         softmax_scale=softmax_scale,
         q_offset=q_offset,
         modified=modified,
         arithmetic=arithmetic,
-        into=gradients.parts(swapped),
+        into=gradients.parts(bhsd),
     )
     return gradients.results(convert)
 

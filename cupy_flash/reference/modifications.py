@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from cupy_flash.arrays.kinds import read
+from cupy_flash.arrays.kinds import is_number_or_list, read, vector
 from cupy_flash.arrays.strided import array_module, dtype_name, taken_by
 from cupy_flash.mods.block_list import BlockList, require_fit
-from cupy_flash.mods.keywords import ARRAYS, checked_softcap, given, window_of
+from cupy_flash.mods.keywords import ARRAYS, VECTORS, checked_softcap, given, window_of
 from cupy_flash.mods.modified import Modified
 from cupy_flash.mods.scores import OF_SCORES, Scores
 from cupy_flash.mods.shapes import Sizes, fitted, require_limit
@@ -39,7 +39,7 @@ def read_modifications(
     if not found:
         return Modified()
     arrays: dict[str, Any] = {
-        name: taken_by(xp, read(name, found[name]))
+        name: taken_by(xp, read_own(name, found[name]))
         for name in ("alibi_slopes", "bias", "mask", "tree_mask", "sinks")
         if name in found
     }
@@ -81,17 +81,45 @@ def fitting_modifications(
         Also for arrays of wrong shapes, and for prefix_lens without a causal mask or a window.
     """
     packed, xp = sizes.total_q is not None, array_module(q)
+    # The reference computes in float64, but decides in the reals of the call's dtype, so that it
+    # sees the same pairs as a kernel. Slopes and sinks are rounded to these, as kernels read them.
+    real = np.float64 if sizes.dtype == "float64" else np.float32
     modified = read_modifications(modifications, packed=packed, xp=xp)
-    scores, fields = modified.scores, {**modified.scores._asdict(), **modified._asdict()}
+    slopes, sinks = (
+        _of_heads(x, sizes.heads_q, real) for x in (modified.scores.alibi_slopes, modified.sinks)
+    )
+    scores = modified.scores._replace(alibi_slopes=slopes, real=real)
+    modified = modified._replace(scores=scores, sinks=sinks)
+    fields = {**scores._asdict(), **modified._asdict()}
     fitted({name: fields[name] for name in ARRAYS if fields[name] is not None}, sizes)
     if isinstance(scores.mask_mod, BlockList):
         require_fit(scores.mask_mod.captures["blocks"], sizes.batch, sizes.heads_q)
     if modified.prefix_lens is not None:
         require_limit(modified.window, causal=causal)
-    # The reference computes in float64, but decides in the reals of the call's dtype, so that it
-    # sees the same pairs as a kernel.
-    real = np.float64 if sizes.dtype == "float64" else np.float32
-    return modified._replace(scores=scores._replace(real=real))
+    return modified
+
+
+def _of_heads(array: Any, heads: int, real: Any) -> Any:
+    """Return slopes or sinks as reals of a call, one number repeated for each head."""
+    if array is None:
+        return None
+    if array.ndim == 0:
+        array = array_module(array).broadcast_to(array, (heads,))
+    with np.errstate(all="ignore"):
+        return array.astype(real, copy=False)
+
+
+def read_own(name: str, value: Any) -> Any:
+    """Return what is given as an array: of its own dtype, and a number without axes.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For what cannot be read, naming the argument.
+    """
+    if name in VECTORS and is_number_or_list(value):
+        return vector(name, value, on_host=True)
+    return read(name, value)
 
 
 def read_scale(name: str, scale: Any, q: Any) -> Any:

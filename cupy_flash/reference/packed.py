@@ -386,7 +386,8 @@ def _flat_scales(scale: Any, blocks: Any) -> Any:
 def _scales(scale: Any, cache: Any, *, of_rows: bool) -> Any:
     """A copy of a cache's scales, 1 if not given; with `of_rows` one for each row and head."""
     xp = array_module(cache)
-    scales = xp.array(1 if scale is None else scale, xp.float32)
+    with np.errstate(all="ignore"):
+        scales = xp.array(1 if scale is None else scale, xp.float32)
     return xp.array(xp.broadcast_to(scales, cache.shape[:3]), order="C") if of_rows else scales
 
 

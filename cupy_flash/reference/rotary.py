@@ -37,5 +37,6 @@ def rotated(x: Any, cos: Any, sin: Any, positions: NDArray[np.int64], *, interle
     partner = columns + np.where(is_first, 1, -1) * (1 if interleaved else half)
     sign = xp.asarray(np.where(is_first, -1.0, 1.0))
     c, s = (table.astype(np.float64)[at][:, :, None, pair] for table in (cos, sin))
-    turned = turning * c + sign * turning[..., partner] * s
+    with np.errstate(all="ignore"):
+        turned = turning * c + sign * turning[..., partner] * s
     return xp.concatenate([turned, rest], axis=-1)

@@ -12,12 +12,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupy_flash.arrays.kinds import read
-from cupy_flash.arrays.strided import dtype_name
+from cupy_flash.arrays.strided import (
+    array_module,
+    dtype_name,
+    require_batch_axes,
+    with_one_batch_axis,
+)
 from cupy_flash.mods.keywords import FURTHEST
 from cupy_flash.mods.modified import Modified
 from cupy_flash.mods.scores import Pairs
 from cupy_flash.mods.shapes import Sizes
 from cupy_flash.problem.mask import Mask, before, unseen
+from cupy_flash.problem.values import the_one
 
 #: A chunk of float64 scores in the float64 formulas takes at most this many bytes (one row of
 #: scores, if that alone is more).
@@ -89,15 +95,16 @@ def chunks_of_rows(
 
 
 def as_bhsd(q: Any, k: Any, v: Any, layout: str) -> tuple[Any, Any, Any]:
-    """Views of shape (batch, heads, seqlen, dim), their shapes checked against each other."""
+    """Arrays of shape (batch, heads, seqlen, dim), their shapes checked against each other.
+
+    They are views, but for arrays of several batch axes that cannot be merged without a copy.
+    """
     if layout not in ("bshd", "bhsd"):
         raise ValueError(f"layout must be 'bshd' or 'bhsd', not {layout!r}")
     q, k, v = (read(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 4:
-            raise ValueError(f"{name} must have 4 dimensions ({layout}), not shape {x.shape}")
-    if layout == "bshd":
-        q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+        require_batch_axes(name, x, q)
+    q, k, v = (to_bhsd(x, layout) for x in (q, k, v))
     if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(
             "q, k and v must agree in batch, q and k in head_dim, k and v in heads and seqlen; as "
@@ -106,6 +113,19 @@ def as_bhsd(q: Any, k: Any, v: Any, layout: str) -> tuple[Any, Any, Any]:
     if q.shape[1] % k.shape[1] if k.shape[1] else q.shape[1]:
         raise ValueError(f"heads_q ({q.shape[1]}) must be a multiple of heads_kv ({k.shape[1]})")
     return q, k, v
+
+
+def to_bhsd(array: Any, layout: str) -> Any:
+    """Return an array of any batch axes as (batch, heads, seqlen, dim); see `as_bhsd`."""
+    array = with_one_batch_axis(array)
+    return array.swapaxes(1, 2) if layout == "bshd" else array
+
+
+def from_bhsd(array: Any, layout: str, batch: tuple[int, ...]) -> Any:
+    """Return an array of (batch, heads, seqlen, dim) with batch axes and order of the inputs."""
+    if layout == "bshd":
+        array = array_module(array).ascontiguousarray(array.swapaxes(1, 2))
+    return array.reshape(*batch, *array.shape[1:])
 
 
 def sizes_of(q: Any, k: Any) -> Sizes:
@@ -119,7 +139,9 @@ def resolve(
 ) -> tuple[float, Mask]:
     """The scale and mask that apply; the offset no further out than makes a difference."""
     seqlen_q, seqlen_k = q.shape[2], k.shape[2]
-    scale = 1 / math.sqrt(max(q.shape[3], 1)) if softmax_scale is None else float(softmax_scale)
+    scale = 1 / math.sqrt(max(q.shape[3], 1))
+    if softmax_scale is not None:
+        scale = float(the_one(softmax_scale))
     offset = seqlen_k - seqlen_q if q_offset is None else int(q_offset)
     return scale, Mask(seqlen_q, seqlen_k, causal, min(max(offset, -FURTHEST), FURTHEST))
 

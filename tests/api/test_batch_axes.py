@@ -15,6 +15,9 @@ from cupy_flash import (
     attention_reference,
     flash_attention,
     flash_attention_backward,
+    flash_attention_qkvpacked,
+    flash_attention_qkvpacked_backward,
+    flash_attention_qkvpacked_vjp,
     flash_attention_vjp,
     plan,
 )
@@ -174,6 +177,33 @@ def test_another_librarys_arrays_are_taken_alike(rng, batch):
     np.testing.assert_array_equal(out.array, expected)
 
 
+@pytest.mark.parametrize(("batch", "order"), BATCHES)
+def test_one_array_of_queries_keys_and_values_may_have_them(rng, batch, order):
+    shape = (math.prod(batch), SEQLEN_Q, 3, HEADS, DIM)
+    flat = rng.standard_normal(shape, np.float32)
+    flat_dout = rng.standard_normal((shape[0], SEQLEN_Q, HEADS, DIM), np.float32)
+    qkv, dout = (placed(x, batch, order) for x in (flat, flat_dout))
+    options = {"causal": True, "backend": "cpu"}
+    call = functools.partial(flash_attention_qkvpacked, **options, return_lse=True)
+    out, lse = expected = call(flat)
+    found = call(qkv)
+    assert_same(found, expected, batch)
+    into = np.full_like(found[0], np.nan)
+    assert call(qkv, out=into)[0] is into
+    np.testing.assert_array_equal(into, found[0])
+    back = flash_attention_qkvpacked_backward
+    gradient = back(flat_dout, flat, out, lse, **options)
+    assert_same([back(dout, qkv, *found, **options)], [gradient], batch)
+    dqkv = np.full(qkv.shape, np.nan, np.float32)
+    assert back(dout, qkv, *found, dqkv=dqkv, **options) is dqkv
+    assert_same([dqkv], [gradient], batch)
+    _, pull_back = flash_attention_qkvpacked_vjp(qkv, **options)
+    assert_same([pull_back(dout)], [gradient], batch)
+    for function in (flash_attention_qkvpacked, back):
+        problem = plan(function, qkv=qkv, **options).problem
+        assert (problem.batch, problem.seqlen_q, problem.heads_q) == (shape[0], SEQLEN_Q, HEADS)
+
+
 def test_no_sequences_are_computed(rng):
     arrays = random_arrays(rng, (2, 0, 3))
     split = {n: arrays[n].reshape(2, 0, 3, *arrays[n].shape[1:]) for n in "qkv"}
@@ -214,6 +244,29 @@ def test_arrays_on_a_gpu_are_read_where_they_lie(gpu, batch):
         assert gradient.shape == array.shape
     _, params = gpu.launches[-1]
     assert params["k"]["data"] == split["k"].data.ptr
+
+
+@pytest.mark.parametrize("batch", [(), (2, 3), (2, 1, 3)])
+def test_one_array_of_all_three_is_read_where_it_lies(gpu, batch):
+    flat = gpu.array(math.prod(batch), 113, 3, 4, 40)
+    qkv = gpu.array(*batch, *flat.shape[1:], address=flat.data.ptr)
+    for array in (flat, qkv):
+        out, lse = flash_attention_qkvpacked(array, return_lse=True)
+    assert (out.shape, lse.shape) == ((*batch, 113, 4, 40), (*batch, 4, 113))
+    (_, expected), (_, params) = gpu.launches
+    for name in ("q", "k", "v"):
+        for field in ("data", "row_stride", "head_stride"):
+            assert params[name][field] == expected[name][field]
+        assert not batch or params[name]["batch_stride"] == expected[name]["batch_stride"]
+    # Axes in another order cannot be merged.
+    if len(batch) == 2:
+        step = qkv.strides[1]
+        turned = gpu.array(*qkv.shape, strides=(step, 2 * step, *qkv.strides[2:]))
+        flash_attention_qkvpacked(turned)
+        _, params = gpu.launches[-1]
+        first = params["q"]["data"]
+        assert first not in (0, turned.data.ptr)
+        assert params["k"]["data"] == first + 4 * 40 * 2
 
 
 def test_batch_axes_without_a_common_stride_are_copied_on_a_gpu(gpu):

@@ -11,6 +11,7 @@ from support import fake_gpu
 from support.sequence_support import random_kvcache_case, random_varlen_case
 
 from cupy_flash import (
+    attention_reference,
     combine,
     flash_attention,
     flash_attention_backward,
@@ -203,6 +204,50 @@ def test_a_merge_takes_the_same_sinks(rng, sinks):
     lse = rng.standard_normal((3, 2, HEADS, 5), np.float32)
     right = np.broadcast_to(np.array(sinks, np.float32), (HEADS,))
     assert_same(combine(parts, lse, sinks=sinks), combine(parts, lse, sinks=right.copy()))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_numbers_may_be_arrays_of_one(rng, shape):
+    q, k, v = dense(rng)
+    rows = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
+    lengths = {
+        "cu_seqlens_q": [0, 13, 26],
+        "cu_seqlens_k": [0, 21, 42],
+        "max_seqlen_q": 13,
+        "max_seqlen_k": 21,
+    }
+    numbers = {"softmax_scale": 0.25, "softcap": 2.0}
+    calls = (
+        functools.partial(flash_attention, q, k, v, backend="cpu"),
+        functools.partial(flash_attention_varlen, *rows, **lengths, backend="cpu"),
+        functools.partial(flash_attention_with_kvcache, q, k, v, cache_seqlens=21, backend="cpu"),
+        functools.partial(attention_reference, q, k, v),
+    )
+    for call in calls:
+        arrays = {name: np.full(shape, number) for name, number in numbers.items()}
+        np.testing.assert_array_equal(call(**arrays), call(**numbers))
+    largest = {n: np.full(shape, lengths[n]) for n in ("max_seqlen_q", "max_seqlen_k")}
+    found = flash_attention_varlen(*rows, **(lengths | largest), backend="cpu")
+    np.testing.assert_array_equal(found, flash_attention_varlen(*rows, **lengths, backend="cpu"))
+    out, lse = flash_attention(q, k, v, **numbers, return_lse=True, backend="cpu")
+    back = functools.partial(flash_attention_backward, out, q, k, v, out, lse, backend="cpu")
+    for found, expected in zip(back(**arrays), back(**numbers), strict=True):
+        np.testing.assert_array_equal(found, expected)
+    options = {"causal": True, "backend": "cpu"}
+    expected = flash_attention(q, k, v, q_offset=5, **options)
+    np.testing.assert_array_equal(
+        flash_attention(q, k, v, q_offset=np.array(5), **options), expected
+    )
+
+
+def test_arrays_of_several_numbers_are_no_numbers(rng):
+    q, k, v = dense(rng)
+    for name in ("softmax_scale", "softcap"):
+        with pytest.raises(TypeError, match=rf"{name} is array.*; expected a number"):
+            flash_attention(q, k, v, **{name: np.ones(2)})
+    # One for each sequence, of which there are two.
+    with pytest.raises(ValueError, match=r"q_offset has shape \(1,\); expected \(2,\)"):
+        flash_attention(q, k, v, causal=True, q_offset=np.array([5]))
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import subprocess
@@ -16,13 +17,15 @@ from support import fake_gpu
 from support.fake_gpu import FakeArray, FakeGpu
 
 from cupy_flash import (
+    apply_rotary,
+    apply_rotary_vjp,
     flash_attention,
     flash_attention_backward,
     flash_attention_varlen,
     flash_attention_varlen_backward,
     flash_attention_with_kvcache,
 )
-from cupy_flash.calls import checked, gradients_on_host, on_host
+from cupy_flash.calls import checked, gradients_on_host, on_host, rotary
 
 ROWS, KEYS, HEADS, DIM = 9, 12, 2, 8
 
@@ -142,6 +145,33 @@ def test_right_entries_pass(name: str) -> None:
     function, arguments = CALLS[name]
     with pytest.raises(Passed):
         function(**arguments(), backend="cpu")
+
+
+@pytest.mark.parametrize("is_capturing", [False, True])
+@pytest.mark.parametrize("is_asked_for", [False, True])
+@pytest.mark.parametrize("wrong", [-1, 6])
+def test_positions_on_a_gpu_are_checked(
+    monkeypatch: pytest.MonkeyPatch, wrong: int, is_asked_for: bool, is_capturing: bool
+) -> None:
+    gpu = fake_gpu.install(monkeypatch)
+    monkeypatch.setattr(checked, "is_asked_for", is_asked_for)
+    monkeypatch.setattr(checked, "_is_capturing", lambda: is_capturing)
+    computed: list[Any] = []
+    monkeypatch.setattr(rotary, "_rotated", lambda x, *others, **_: computed.append(x) or x)
+    x, table = gpu.array(2, 3, HEADS, DIM), gpu.array(6, DIM // 2)
+    positions = gpu.lengths(2, 3)
+    values = np.array([[0, 1, 2], [3, 4, 5]])
+    positions.get = lambda: values
+    _, pull_back = apply_rotary_vjp(x, table, table, positions)
+    pull_back(x)
+    assert len(computed) == 2
+    values[1, 2] = wrong
+    is_refused = is_asked_for and not is_capturing
+    error = pytest.raises(ValueError, match=rf"positions\[1, 2\] is {wrong}; expected 0 to 5")
+    for call in (lambda: apply_rotary(x, table, table, positions), lambda: pull_back(x)):
+        with error if is_refused else contextlib.nullcontext():
+            call()
+    assert len(computed) == (2 if is_refused else 4)
 
 
 @pytest.mark.parametrize(("value", "expected"), [("1", True), ("0", False), ("", False)])

@@ -62,6 +62,16 @@ def test_an_array_of_queries_keys_and_values_is_differentiable(device: Any, conv
         assert_alike(cj.flash_attention_qkvpacked, expected, [convert(qkv)])
 
 
+@pytest.mark.parametrize("batch", [(), (2, 3)])
+def test_an_array_of_queries_keys_and_values_has_any_batch_axes(batch: tuple[int, ...]) -> None:
+    (qkv,) = arrays(jax.devices("cpu")[0], (*batch, 7, 3, 4, 5))
+    found = jax.grad(lambda x: (cj.flash_attention_qkvpacked(x) ** 2).sum())(qkv)
+    assert found.shape == qkv.shape
+    one = qkv.reshape(-1, 7, 3, 4, 5)
+    expected = jax.grad(lambda x: (cj.flash_attention_qkvpacked(x) ** 2).sum())(one)
+    np.testing.assert_array_equal(np.asarray(found).reshape(one.shape), np.asarray(expected))
+
+
 def test_an_array_of_queries_keys_and_values_is_checked() -> None:
     qkv = jax.numpy.ones((2, 7, 3, 4, 5))
     with pytest.raises(ValueError, match="layout is 'bhsd'; packed arrays are 'bshd'"):
@@ -133,6 +143,61 @@ def test_any_arguments_may_be_numpys(packed: bool, of_numpy: tuple[str, ...], de
     for name in INPUTS:
         alone = jax.grad(lambda x, n=name: (of(mixed | {n: x}, list) ** 2).sum())(mixed[name])
         np.testing.assert_array_equal(np.asarray(alone), np.asarray(expected[name]))
+
+
+NUMBERS = [[0.1, 0.2, 0.3, 0.4], (0.1, -2, 0.3, 0), 0.25, 1, np.float32(0.5)]
+
+
+@pytest.mark.parametrize("values", NUMBERS, ids=repr)
+@pytest.mark.parametrize("function", ["dense", "packed qkv", "varlen"])
+@pytest.mark.parametrize("name", ["sinks", "alibi_slopes"])
+def test_slopes_and_sinks_may_be_numbers_or_lists(name: str, function: str, values: Any) -> None:
+    (q,) = arrays(jax.devices("cpu")[0], (2, 7, 4, 5))
+    ends = [0, 7, 14]
+
+    def of(x: Any, given: Any) -> Any:
+        if function == "dense":
+            return cj.flash_attention(x, q, q, **{name: given})
+        if function == "varlen":
+            rows = (y.reshape(-1, 4, 5) for y in (x, q, q))
+            return cj.flash_attention_varlen(*rows, ends, ends, 7, 7, **{name: given})
+        return cj.flash_attention_qkvpacked(jax.numpy.stack([x, q, q], 2), **{name: given})
+
+    array = jax.numpy.asarray(np.broadcast_to(np.array(values, np.float32), (4,)))
+    np.testing.assert_array_equal(np.asarray(of(q, values)), np.asarray(of(q, array)))
+    found, expected = (jax.grad(lambda x, y=y: (of(x, y) ** 2).sum())(q) for y in (values, array))
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
+
+
+def test_one_sink_that_is_traced_has_a_gradient() -> None:
+    (q,) = arrays(jax.devices("cpu")[0], (2, 7, 4, 5))
+
+    def of(sinks: Any) -> Any:
+        return (cj.flash_attention(q, q, q, sinks=sinks) ** 2).sum()
+
+    found = jax.grad(of)(0.5)
+    assert found.shape == ()
+    expected = np.asarray(jax.grad(of)(jax.numpy.full(4, 0.5))).sum()
+    np.testing.assert_array_equal(np.asarray(found), expected)
+
+
+@pytest.mark.parametrize("name", ["sinks", "alibi_slopes"])
+def test_lists_of_traced_numbers_are_refused(name: str) -> None:
+    (q,) = arrays(jax.devices("cpu")[0], (2, 7, 4, 5))
+    with pytest.raises(TypeError, match=f"{name} holds values that are traced by JAX"):
+        jax.grad(lambda x: cj.flash_attention(q, q, q, **{name: [x] * 4}).sum())(0.5)
+
+
+def test_lists_that_change_after_the_call_do_not_change_its_gradients() -> None:
+    (q,) = arrays(jax.devices("cpu")[0], (2, 7, 4, 5))
+    given: dict[str, Any] = {
+        "sinks": [0.5, 1, 0, 2],
+        "alibi_slopes": [[0.5, 1, 0, 2], [1, 2, 3, 4]],
+    }
+    expected = jax.grad(lambda x: (cj.flash_attention(x, q, q, **given) ** 2).sum())(q)
+    _, pull = jax.vjp(lambda x: (cj.flash_attention(x, q, q, **given) ** 2).sum(), q)
+    given["sinks"][1] = given["alibi_slopes"][1][2] = 7
+    np.testing.assert_array_equal(np.asarray(pull(np.float32(1))[0]), np.asarray(expected))
 
 
 def test_what_is_overwritten_after_the_call_does_not_change_its_gradients() -> None:

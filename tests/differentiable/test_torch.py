@@ -70,6 +70,58 @@ def test_bias_and_sinks_have_gradients_too(device: str) -> None:
     )
 
 
+NUMBERS = [[0.1, 0.2, 0.3, 0.4], (0.1, -2, 0.3, 0), 0.25, 1, np.float32(0.5)]
+
+
+@pytest.mark.parametrize("values", NUMBERS, ids=repr)
+@pytest.mark.parametrize("function", ["dense", "packed qkv", "varlen"])
+@pytest.mark.parametrize("name", ["sinks", "alibi_slopes"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_slopes_and_sinks_may_be_numbers_or_lists(
+    device: str, name: str, function: str, values: Any
+) -> None:
+    (q,) = tensors(device, (2, 7, 4, 5))
+    ends = torch.tensor([0, 7, 14], dtype=torch.int32, device=device)
+
+    def of(x: Any, given: Any) -> Any:
+        if function == "dense":
+            return ct.flash_attention(x, x, x, **{name: given})
+        if function == "varlen":
+            rows = x.reshape(-1, 4, 5)
+            return ct.flash_attention_varlen(rows, rows, rows, ends, ends, 7, 7, **{name: given})
+        return ct.flash_attention_qkvpacked(torch.stack([x, x, x], 2), **{name: given})
+
+    array = np.broadcast_to(np.array(values, np.float64), (4,)).copy()
+    given = torch.tensor(array, device=device)
+    with torch.no_grad():
+        torch.testing.assert_close(of(q, values), of(q, given), rtol=0, atol=0)
+    found, expected = (torch.autograd.grad((of(q, y) ** 2).sum(), q)[0] for y in (values, given))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_lists_that_change_after_the_call_do_not_change_its_gradients() -> None:
+    (q,) = tensors("cpu", (2, 7, 4, 5))
+    given: dict[str, Any] = {
+        "sinks": [0.5, 1, 0, 2],
+        "alibi_slopes": [[0.5, 1, 0, 2], [1, 2, 3, 4]],
+    }
+    first, second = ((ct.flash_attention(q, q, q, **given) ** 2).sum() for _ in range(2))
+    (expected,) = torch.autograd.grad(first, q)
+    given["sinks"][1] = given["alibi_slopes"][1][2] = 7
+    torch.testing.assert_close(torch.autograd.grad(second, q)[0], expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["sinks", "alibi_slopes"])
+def test_lists_of_tensors_that_require_a_gradient_are_refused(name: str) -> None:
+    (q,) = tensors("cpu", (2, 7, 4, 5))
+    one = torch.tensor(0.5, requires_grad=True)
+    with pytest.raises(ValueError, match=f"{name} holds a tensor that requires a gradient"):
+        ct.flash_attention(q, q, q, **{name: [one] * 4})
+    plain = q.detach()
+    with pytest.raises(TypeError, match=f"{name} requires a gradient"):
+        cupy_flash.flash_attention(plain, plain, plain, **{name: [one] * 4})
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_packed_arrays_and_sequences_are_differentiable(device: str) -> None:
     (packed,) = tensors(device, (2, 6, 3, 2, 4))
@@ -190,6 +242,13 @@ def test_a_position_of_each_sequence_is_part_of_a_graph() -> None:
     for b, offset in enumerate(offsets.tolist()):
         alone = ct.flash_attention(*(x[b : b + 1] for x in (q, k, v)), causal=True, q_offset=offset)
         torch.testing.assert_close(result[b : b + 1], alone)
+
+
+@pytest.mark.parametrize("batch", [(), (2, 3)])
+def test_an_array_of_queries_keys_and_values_has_any_batch_axes(batch: tuple[int, ...]) -> None:
+    (packed,) = tensors("cpu", (*batch, 6, 3, 2, 4))
+    assert ct.flash_attention_qkvpacked(packed).shape == (*batch, 6, 2, 4)
+    assert torch.autograd.gradcheck(ct.flash_attention_qkvpacked, (packed,))
 
 
 def test_an_array_of_queries_keys_and_values_is_checked() -> None:

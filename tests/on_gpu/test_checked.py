@@ -10,6 +10,7 @@ import pytest
 from support.libraries import cupy_library, torch_library
 
 from cupy_flash import (
+    apply_rotary,
     flash_attention,
     flash_attention_varlen,
     flash_attention_varlen_vjp,
@@ -66,6 +67,17 @@ def test_an_entry_out_of_range_is_named(library: str, rng: np.random.Generator) 
         q = convert(rng.standard_normal((2, 9, 2, 64)).astype(np.float16))
         with pytest.raises(ValueError, match=r"prefix_lens\[0\] is -1; expected at least 0"):
             flash_attention(q, q, q, causal=True, prefix_lens=convert(_ints(-1, 3)))
+
+
+@pytest.mark.parametrize("library", ["cupy", "torch"])
+def test_positions_of_rotated_rows_are_checked(library: str, rng: np.random.Generator) -> None:
+    convert = (cupy_library() if library == "cupy" else torch_library("cuda")).convert
+    x = convert(rng.standard_normal((2, 3, 2, 8)).astype(np.float16))
+    table = convert(rng.standard_normal((6, 4)).astype(np.float16))
+    right, wrong = (convert(_ints([0, 1, 2], [3, 4, last])) for last in (5, 6))
+    apply_rotary(x, table, table, right)
+    with pytest.raises(ValueError, match=r"positions\[1, 2\] is 6; expected 0 to 5"):
+        apply_rotary(x, table, table, wrong)
 
 
 def test_tensors_with_gradients_are_checked(rng: np.random.Generator) -> None:

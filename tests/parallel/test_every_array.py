@@ -132,3 +132,30 @@ def test_one_rank_computes_what_is_computed_without_any(group: Any) -> None:
     wrt = ("q", "k", "v", "sinks")
     for one, other in zip(found, flash_attention_backward(**alone, wrt=wrt), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+@pytest.mark.parametrize("power", [-0.6, 0.55])
+@pytest.mark.parametrize(
+    ("function", "argument"), arguments(), ids=lambda x: getattr(x, "__name__", str(x))
+)
+def test_errors_that_raise_change_nothing(
+    function: Callable[..., Any], argument: str | None, power: float, dtype: Any, group: Any
+) -> None:
+    def given() -> dict[str, Any]:
+        values = given_to(function, group, argument)
+        # Products of the small values underflow, and scores of the large ones overflow.
+        factor = float(np.finfo(dtype).max) ** power
+        for name, x in values.items():
+            if isinstance(x, np.ndarray) and x.dtype.kind == "f" and name != "lse":
+                own = np.float32 if name in ("sinks", "alibi_slopes") else dtype
+                with np.errstate(all="ignore"):
+                    values[name] = (x * np.float64(factor)).astype(own)
+        return values
+
+    with np.errstate(all="raise"):
+        found = function(**given())
+    with np.errstate(all="ignore"):
+        expected = function(**given())
+    for one, other in zip(as_tuple(found), as_tuple(expected), strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import math
@@ -369,3 +370,61 @@ def test_a_row_without_keys_is_zero_and_its_lse_the_sink(rng):
         assert not out.any()
         np.testing.assert_array_equal(lse, np.broadcast_to(sinks[:, None], lse.shape))
         assert not attention_naive(q, k, v, sinks=sinks, **hidden).any()
+
+
+VECTORS = [
+    ([0.5, 0.25, 1, 0], "list"),
+    ((0.1, -2, 0.3, 0), "tuple"),
+    (0.1, "number"),
+    (np.float32(0.3), "scalar"),
+    (np.array(0.1), "no axes"),
+    (np.array([1e-50, 1e300, 0.1, -1e300]), "beyond float32"),
+]
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("values", [x for x, _ in VECTORS], ids=[name for _, name in VECTORS])
+def test_slopes_and_sinks_are_taken_as_the_functions_take_them(rng, values, dtype):
+    q, k, v = (x.astype(dtype) for x in random_qkv(rng))
+    packed = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
+    starts = [np.arange(3) * x.shape[1] for x in (q, k)]
+    lengths = (*starts, q.shape[1], k.shape[1])
+    real = np.float64 if dtype is np.float64 else np.float32
+    with np.errstate(all="ignore"):
+        array = np.broadcast_to(np.asarray(values, np.float64), (HEADS[0],)).astype(real)
+    calls = {
+        "dense": lambda x: attention_reference(q, k, v, sinks=x, alibi_slopes=x, return_lse=True),
+        "naive": lambda x: [attention_naive(q, k, v, sinks=x, alibi_slopes=x)],
+        "packed": lambda x: attention_varlen_reference(*packed, *lengths, sinks=x, alibi_slopes=x),
+        "cached": lambda x: attention_with_kvcache_reference(
+            q, k, v, cache_seqlens=k.shape[1], sinks=x, alibi_slopes=x
+        )[:2],
+        "gradients": lambda x: attention_backward_reference(q, q, k, k, sinks=x, alibi_slopes=x),
+        "packed gradients": lambda x: attention_varlen_backward_reference(
+            packed[0], *packed[:2], packed[1], *lengths, sinks=x, alibi_slopes=x
+        ),
+    }
+    for call in calls.values():
+        for found, expected in zip(call(values), call(array), strict=True):
+            np.testing.assert_array_equal(found, expected)
+
+
+def test_the_gradient_of_one_sink_for_all_heads_is_the_sum_of_theirs(rng):
+    q, k, _ = random_qkv(rng)
+    call = functools.partial(attention_backward_reference, q, q, k, k, wrt=("sinks",))
+    (expected,) = call(sinks=np.full(HEADS[0], 0.5))
+    (of_list,) = call(sinks=[0.5] * HEADS[0])
+    np.testing.assert_array_equal(of_list, expected)
+    for number in (0.5, np.array(0.5)):
+        (found,) = call(sinks=number)
+        assert np.shape(found) == ()
+        np.testing.assert_array_equal(found, expected.sum())
+
+
+@pytest.mark.parametrize(
+    ("values", "message"), [(["a"], "sinks is"), ([0.5] * 3, "sinks has shape")]
+)
+def test_other_slopes_and_sinks_are_refused(rng, values, message):
+    q, k, v = random_qkv(rng)
+    with pytest.raises((TypeError, ValueError), match=message):
+        attention_reference(q, k, v, sinks=values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from support.foreign import Foreign
 
 from cupy_flash.reference import rows
 from cupy_flash.reference.dense import attention_naive, attention_reference, error_bound, max_error
+from cupy_flash.reference.gradients import attention_backward_reference, backward_naive
 
 FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 
@@ -223,3 +225,41 @@ def test_torch_tensors_give_torch_tensors(name):
     out = attention_reference(*tensors)
     assert isinstance(out, torch.Tensor)
     assert torch.equal(out, torch.from_numpy(exact))
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("batch", [(), (2,), (2, 3), (1, 2, 1)])
+def test_any_batch_axes_are_taken_and_given_back(rng, batch, layout):
+    size = math.prod(batch)
+    shapes = {"q": (5, 4, 8), "k": (7, 2, 8), "v": (7, 2, 6), "dout": (5, 4, 6)}
+    if layout == "bhsd":
+        shapes = {name: (heads, rows, dim) for name, (rows, heads, dim) in shapes.items()}
+    one = {n: rng.standard_normal((size, *shape)) for n, shape in shapes.items()}
+    several = {n: x.reshape(*batch, *x.shape[1:]) for n, x in one.items()}
+    douts = one.pop("dout"), several.pop("dout")
+    dlse = rng.standard_normal((size, 4, 5))
+    options = {"causal": True, "layout": layout}
+
+    def assert_same(found, expected):
+        for result, other in zip(found, expected, strict=True):
+            assert result.shape == (*batch, *other.shape[1:])
+            np.testing.assert_array_equal(result.reshape(other.shape), other)
+
+    reference = functools.partial(attention_reference, **options, return_lse=True)
+    assert_same(reference(**several), reference(**one))
+    assert_same([attention_naive(**several, **options)], [attention_naive(**one, **options)])
+    for gradients in (attention_backward_reference, backward_naive):
+        expected = gradients(douts[0], **one, dlse=dlse, **options)
+        of_lse = dlse.reshape(*batch, 4, 5)
+        assert_same(gradients(douts[1], **several, dlse=of_lse, **options), expected)
+
+
+def test_arrays_of_other_batch_axes_are_refused_by_name(rng):
+    q, k = rng.standard_normal((2, 3, 5, 4, 8)), rng.standard_normal((3, 2, 5, 4, 8))
+    for function in (attention_reference, attention_naive):
+        with pytest.raises(ValueError, match="k has the batch axes"):
+            function(q, k, k)
+        with pytest.raises(ValueError, match="v has 4 axes"):
+            function(q, q, q[0])
+        with pytest.raises(ValueError, match="q has 2 axes"):
+            function(q[0, 0, 0], k, k)

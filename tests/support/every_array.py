@@ -258,6 +258,7 @@ class _World:
         self, function: Callable[..., Any], dtype: np.dtype[Any], rng: np.random.Generator
     ) -> None:
         self.function, self.dtype, self.rng = function, dtype, rng
+        self.accumulator = np.float64 if dtype == np.float64 else np.float32
         self.kind = kind_of(function)
         self.arguments = arguments_of(function)
 
@@ -292,7 +293,7 @@ class _World:
             },
             "combine": {
                 "out_partial": self._values(3, BATCH, ROWS, *rows),
-                "lse_partial": self._values(3, BATCH, HEADS, ROWS, dtype=np.float32),
+                "lse_partial": self._values(3, BATCH, HEADS, ROWS, dtype=self.accumulator),
             },
             "scaled_dot_product": {
                 "query": self._values(BATCH, HEADS, ROWS, DIM),
@@ -336,7 +337,7 @@ class _World:
             "seqlens_k": lambda _: {name: np.array([3, 6], np.int32)},
             "score_mod": lambda _: {name: self._score_mod()},
             "mask_mod": lambda _: {name: self._mask_mod()},
-            "dlse": lambda v: {name: self._values(*self._lse_shape(v), dtype=np.float32)},
+            "dlse": lambda v: {name: self._values(*self._lse_shape(v), dtype=self.accumulator)},
             "out": lambda v: {name: self._poison(self._out_shape(v))},
             "dq": lambda v: {name: self._poison(v["q"].shape)},
             "dk": lambda v: {name: self._poison(v["k"].shape)},

@@ -79,7 +79,7 @@ class FakeArray:
         return self.shape[0]
 
     def __getitem__(self, index: int | tuple[Any, ...] | None) -> FakeArray:
-        """Return the first element, a part along the third axis, or the first columns only.
+        """Return the first element, a part along the third last axis, or the first columns only.
 
         With None return the array with another first axis.
         """
@@ -88,15 +88,15 @@ class FakeArray:
         if isinstance(index, int):
             assert index == 0
             return FakeArray(self.shape[1:], self.dtype, self.data, self.strides[1:])
-        *_, part = index
+        _, part, *_ = index
         if isinstance(part, slice):
             assert index == (Ellipsis, slice(part.stop))
             shape = (*self.shape[:-1], min(self.shape[-1], part.stop))
             return FakeArray(shape, self.dtype, self.data, self.strides)
-        assert index == (slice(None), slice(None), part)
-        shape = (*self.shape[:2], *self.shape[3:])
-        strides = (*self.strides[:2], *self.strides[3:])
-        address = self.data.ptr + part * self.strides[2]
+        assert index == (Ellipsis, part, slice(None), slice(None))
+        shape = (*self.shape[:-3], *self.shape[-2:])
+        strides = (*self.strides[:-3], *self.strides[-2:])
+        address = self.data.ptr + part * self.strides[-3]
         return FakeArray(shape, self.dtype, strides=strides, address=address)
 
     def copy(self, order: str) -> FakeArray:

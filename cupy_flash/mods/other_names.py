@@ -147,7 +147,7 @@ class _Function(NamedTuple):
 
     @property
     def direction(self) -> str:
-        """The end of its name, which backward functions have in common, and those with both."""
+        """Return "backward" or "vjp" if the name ends so, and nothing for forward functions."""
         end = self.name.rpartition("_")[2]
         return end if end in ("backward", "vjp") else ""
 
@@ -199,7 +199,7 @@ def _advice(name: str, called: _Function, public: list[_Function]) -> str:
 
 
 def _left_to_plain_function(name: str, called: _Function, public: list[_Function]) -> str | None:
-    """Advice on what only the function of the same name has that finds no gradients."""
+    """Return advice on an argument that only the package's function of the same name has."""
     advice = _OF_PLAIN_FUNCTIONS.get(called.module)
     plain = next(f for f in public if f.module == _PACKAGE and f.name == called.name)
     if advice is None or name not in plain.arguments:
@@ -213,7 +213,7 @@ def _left_to_plain_function(name: str, called: _Function, public: list[_Function
 def _functions_with(
     arguments: tuple[str, ...], called: _Function, public: list[_Function]
 ) -> str | None:
-    """Names of the functions that have these arguments, those like the called one if there are."""
+    """Return the names of functions with these arguments, in the called one's direction if any."""
     prefix = "" if called.module == _PACKAGE else f"{_PACKAGE}."
     found = [
         function

@@ -27,11 +27,12 @@ def _or_none(name: str) -> Callable[[str], Any]:
 _MOD_OPTIONS: dict[str, tuple[click.ParamType, str]] = {
     "window": (
         CommaList(_or_none("window"), "LEFT:RIGHT or none", "1023:0"),
-        "Keys seen on either side of a query, LEFT:RIGHT; a side left out has no bound. Or none.",
+        "Keys seen on either side of a query, LEFT:RIGHT; a side left out has no bound. -1 or "
+        "none for no window.",
     ),
     "softcap": (
-        CommaList(_or_none("softcap"), "a number from 1e-30 to 1e+30 or none", "50"),
-        "Cap of scores, a number or none.",
+        CommaList(_or_none("softcap"), "a number from 1e-30 to 1e+30, 0 or none", "50"),
+        "Cap of scores, a number; 0 or none for no cap.",
     ),
     "alibi": (FLAGS, "ALiBi's slopes, those of the paper: yes or no; 'no,yes' for both."),
     "sinks": (FLAGS, "A sink for each query head: yes or no."),

@@ -91,16 +91,16 @@ _TEXTS: dict[str, Callable[[Any], str]] = {"window": _window_text, "softcap": _s
 
 
 def _window(text: str) -> Window:
-    """LEFT:RIGHT, of which one may be left out."""
+    """LEFT:RIGHT, of which one may be left out; or -1, which has no bounds."""
+    if text.strip() == "-1":
+        return window_of(-1)
     left, right = (int(bound) if bound.strip() else None for bound in text.split(":"))
     return window_of((left, right))
 
 
-def _softcap(text: str) -> float:
-    cap = checked_softcap(float(text))
-    if cap is None:
-        raise ValueError(text)
-    return cap
+def _softcap(text: str) -> float | None:
+    """A number, or 0, which is no cap."""
+    return checked_softcap(float(text))
 
 
 def _yes(text: str) -> bool:

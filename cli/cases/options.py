@@ -319,6 +319,9 @@ def sequence_cases(
     ):
         if sequences["rotary"] and case.head_dim % 2:
             raise click.UsageError(f"--rotary needs an even --head-dim, not {case.head_dim}")
+        drawn = _drawn(which, case, seed)
+        if sequences["append"]:
+            _require_room(case, drawn)
         alike = dataclasses.replace(
             case,
             kind="cache" if cache else "varlen",
@@ -327,8 +330,19 @@ def sequence_cases(
             rotary=sequences["rotary"],
             asked_splits=splits,
         )
-        found.append(dataclasses.replace(alike, lengths=_drawn(which, alike, seed)))
+        found.append(dataclasses.replace(alike, lengths=drawn))
     return found
+
+
+def _require_room(case: Case, lengths: tuple[int, ...] | None) -> None:
+    """Raise a usage error for caches that hold fewer keys than a call appends."""
+    option = "--seqlen-k" if lengths is None else "--lengths"
+    least = case.seqlen_k if lengths is None else min(lengths)
+    if least < case.seqlen_q:
+        raise click.UsageError(
+            f"--append writes --seqlen-q {case.seqlen_q} rows among the keys of each sequence, "
+            f"but {option} has {least} keys; expected at least {case.seqlen_q}"
+        )
 
 
 def _refuse_stray_sequences(sequences: Mapping[str, Any]) -> None:

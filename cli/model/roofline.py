@@ -94,7 +94,7 @@ class Measured:
 @click.option(
     "--gpu",
     "asked",
-    type=CommaList(str, "a GPU", "A100,H100"),
+    type=CommaList(str, "a GPU", "A100,H100", gpus.names()),
     help=f"Published figures of which GPUs, here or not: {', '.join(gpus.names())}.",
 )
 @click.option(

@@ -19,6 +19,7 @@ from cupy_flash.calls import run, run_backward
 from cupy_flash.calls.arguments import Arguments, given_lengths
 from cupy_flash.calls.gradients import GradientArguments
 from cupy_flash.calls.options import Options
+from cupy_flash.mods.keywords import require_known
 from cupy_flash.planning.planner import Plan
 from cupy_flash.problem.tile import freeze_tile
 from cupy_flash.problem.values import named_dtype
@@ -35,6 +36,8 @@ _BACKWARD: Mapping[Any, str] = {
     flash_attention_qkvpacked_backward: "equal",
     flash_attention_varlen_backward: "packed",
 }
+# Of gradients, what is taken to be contiguous if it is left out.
+_ASSUMED = ("dout", "out", "lse")
 _SCALED = ("q_scale", "k_scale", "v_scale", "out_dtype")
 
 
@@ -87,6 +90,11 @@ def plan(
     >>> plan(flash_attention, q, k, v, causal=True, arch="sm_80").family
     'mma'
     """
+    if isinstance(function, str):
+        raise TypeError(
+            f"function is {function!r}, a name; expected the function itself, such as "
+            "cupy_flash.flash_attention"
+        )
     if not callable(function):
         _deprecated("plan(q, k, v, ...)", "plan(flash_attention, q, k, v, ...)")
         if function is not None or arguments:
@@ -94,9 +102,19 @@ def plan(
         function = flash_attention
     kind = _FORWARD.get(function) or _BACKWARD.get(function)
     if kind is None:
-        names = ", ".join(known.__name__ for known in (*_FORWARD, *_BACKWARD))
-        raise TypeError(f"plan makes no plan for {function!r}; expected one of {names}")
-    given = inspect.signature(function).bind_partial(*arguments, **options).arguments
+        names = ", ".join(f"cupy_flash.{known.__name__}" for known in (*_FORWARD, *_BACKWARD))
+        # Of a function of the same name that stands elsewhere, where.
+        is_plain = inspect.isfunction(function)
+        found = f"{function.__module__}.{function.__name__}" if is_plain else repr(function)
+        raise TypeError(f"plan makes no plan for {found}; expected one of {names}")
+    signature = inspect.signature(function)
+    try:
+        given = signature.bind_partial(*arguments, **options).arguments
+    except TypeError as error:
+        raise TypeError(f"{function.__name__}: {error}") from None
+    for name in given.get("modifications", {}):
+        require_known(name, function)
+    _require_given(function, signature, given)
     if function in _FORWARD:
         return _plan_forward(kind, given, arch)
     return _plan_backward(kind, given, arch)
@@ -136,6 +154,24 @@ def plan_with_kvcache(*arguments: Any, arch: str | None = None, **options: Any) 
     """
     _deprecated("plan_with_kvcache(...)", "plan(flash_attention_with_kvcache, ...)")
     return plan(flash_attention_with_kvcache, *arguments, arch=arch, **options)
+
+
+def _require_given(
+    function: Callable[..., Any], signature: inspect.Signature, given: Mapping[str, Any]
+) -> None:
+    """Raise TypeError unless every argument is given that a plan depends on."""
+    parameters = signature.parameters.values()
+    required = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    assumed = _ASSUMED if function in _BACKWARD else ()
+    missing = [name for name in required if name not in given and name not in assumed]
+    if not missing:
+        return
+    name, by_name = function.__name__, ", ".join(f"{n}={n}" for n in required if n not in assumed)
+    instead = f"; without {', '.join(_ASSUMED)} pass the others by name: plan({name}, {by_name})"
+    raise TypeError(
+        f"{name} is planned without {', '.join(missing)}; expected {', '.join(required)}"
+        f"{instead if assumed else ''}"
+    )
 
 
 def _deprecated(old: str, new: str) -> None:

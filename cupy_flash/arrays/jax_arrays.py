@@ -60,6 +60,15 @@ def is_jax(array: Any) -> bool:
     return type(array).__module__.partition(".")[0] in ("jax", "jaxlib")
 
 
+def is_traced(value: Any) -> bool:
+    """Return whether a value is traced by JAX, for gradients or a compiled function."""
+    if not is_jax(value):
+        return False
+    import jax
+
+    return isinstance(value, jax.core.Tracer)
+
+
 def from_jax(name: str, array: Any) -> JaxMemory | None:
     """The memory of an array of JAX, ordered after the work that computes it.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cupy_flash.arrays.jax_arrays import from_jax, gpu_of, is_jax, to_jax
+from cupy_flash.arrays.jax_arrays import from_jax, gpu_of, is_jax, is_traced, to_jax
 from cupy_flash.arrays.strided import as_cupy, dtype_name, is_cupy, kind_of
 from cupy_flash.arrays.torch_arrays import (
     is_any_tensor,
@@ -92,6 +92,11 @@ def normalize(name: str, array: Any, *, is_written: bool = False) -> Any:
 
 def no_array(name: str, value: Any) -> TypeError:
     """The error for what is no array of any kind."""
+    if is_traced(value):
+        return TypeError(
+            f"{name} is {kind_of(value)}, which JAX traces and which holds no values; for "
+            "gradients call the functions of cupy_flash.jax, outside of jax.jit and jax.vmap"
+        )
     return TypeError(
         f"{name} is {kind_of(value)}; expected a NumPy or CuPy array, or one that speaks DLPack"
     )
@@ -358,7 +363,7 @@ def way_back(name: str, array: Any) -> Callable[[Any], Any]:
     Raises
     ------
     TypeError
-        If the library takes none, naming the argument.
+        If it is no array, or the library takes none, naming the argument.
     """
     if (device := gpu_of(array)) is not None:
         return functools.partial(to_jax, device=device)
@@ -368,6 +373,8 @@ def way_back(name: str, array: Any) -> Callable[[Any], Any]:
         return to_torch
     if is_jax(array):
         return functools.partial(_to_jax, like=array)
+    if not hasattr(array, "__dlpack_device__"):
+        raise no_array(name, array)
     namespace = getattr(array, "__array_namespace__", None)
     if namespace is not None and hasattr(namespace(), "from_dlpack"):
         return lambda result: namespace().from_dlpack(result)

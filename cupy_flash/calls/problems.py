@@ -120,6 +120,7 @@ def _equal_problem(arguments: Arguments, options: Options) -> Problem:
         softmax_scale=options.softmax_scale,
         q_offset=options.q_offset,
         scales=scales,
+        layout=options.layout,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
@@ -124,8 +124,14 @@ ARRAYS = (
     "seqused_q",
     "cache_leftpad",
 )
-_KNOWN = PackedModifications.__annotations__ | CacheModifications.__annotations__
-NAMES = frozenset(_KNOWN)
+_TYPES = (Modifications, PackedModifications, CacheModifications)
+NAMES = frozenset().union(*(kind.__annotations__ for kind in _TYPES))
+# Names of the modifications that functions take whose arguments have such a type. Of sequences that
+# differ in length an array of another name tells the number of keys.
+_TAKEN = {
+    kind.__name__: [n for n in kind.__annotations__ if kind is Modifications or n != "seqlens_k"]
+    for kind in _TYPES
+}
 # Arrays with a number for each head. The caller may pass a list, or one number for all heads.
 VECTORS = ("alibi_slopes", "sinks")
 MODS: dict[str, type] = {"score_mod": ScoreMod, "mask_mod": MaskMod}
@@ -154,10 +160,18 @@ def given(modifications: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def require_known(name: str) -> None:
-    """Raise TypeError unless there is a keyword argument of this name."""
+def require_known(name: str, function: Callable[..., Any] | None = None) -> None:
+    """Raise TypeError unless there is a keyword argument of this name.
+
+    Parameters
+    ----------
+    name
+        The keyword.
+    function
+        Public function that it is passed to, by default the one that runs.
+    """
     if name not in NAMES:
-        raise unexpected(name, _KNOWN)
+        raise unexpected(name, _TAKEN, function)
 
 
 def with_offsets(q_offset: Any, modifications: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:

@@ -1,4 +1,4 @@
-"""Errors for keyword arguments that no function has, with the arguments that are meant.
+"""Errors for keyword arguments that a function does not have, with the arguments that are meant.
 
 Other libraries have their own names for arguments of attention: PyTorch's
 ``scaled_dot_product_attention`` and FlexAttention, flash_attn, FlashInfer, JAX and xFormers.
@@ -9,85 +9,245 @@ from __future__ import annotations
 import difflib
 import inspect
 import sys
-from collections.abc import Iterable
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from types import CodeType
+from typing import Any, NamedTuple
 
 _NO_DROPOUT = "leave it out, as there is no dropout"
-_NO_HEADS = "leave it out, as the shapes of q, k and v tell the heads"
+_NO_HEADS = "leave it out, as the shapes of the arrays tell the heads"
 _SAME_BITS = "leave it out, as the same inputs give the same bits"
-_MASK = "pass mask, a bool array that keeps where True, or bias, which is added to the scores"
-_WINDOW = "pass window_size=(left, right)"
 
-# Advice for each name; a single word is the name of the right argument.
-_INSTEAD = {
-    **dict.fromkeys(("scale", "sm_scale", "scaling", "softmax_factor"), "softmax_scale"),
-    **dict.fromkeys(("is_causal", "causal_mask", "use_causal_mask"), "causal"),
-    **dict.fromkeys(("attn_mask", "attention_mask"), _MASK),
-    **dict.fromkeys(("attn_bias", "attention_bias"), "bias"),
+# Names of what no function needs.
+LEFT_OUT = {
     **dict.fromkeys(("dropout", "dropout_p", "dropout_rate", "dropout_seed"), _NO_DROPOUT),
-    **dict.fromkeys(
-        ("window", "sliding_window", "local_window_size", "window_left", "window_right"), _WINDOW
-    ),
     **dict.fromkeys(
         ("num_heads", "n_heads", "num_kv_heads", "num_key_value_heads", "enable_gqa", "pack_gqa"),
         _NO_HEADS,
     ),
     **dict.fromkeys(("deterministic", "is_deterministic"), _SAME_BITS),
-    **dict.fromkeys(
-        ("logits_soft_cap", "soft_cap", "logit_cap", "attn_logits_soft_cap", "softcapping"),
-        "softcap",
-    ),
-    **dict.fromkeys(("alibi", "slopes"), "alibi_slopes"),
-    **dict.fromkeys(("sink", "s_aux", "attention_sinks", "learnable_sink"), "sinks"),
-    **dict.fromkeys(("page_table", "block_tables"), "block_table"),
-    **dict.fromkeys(
-        ("return_softmax_lse", "return_attn_probs", "return_softmax", "return_residual"),
-        "return_lse",
-    ),
-    **dict.fromkeys(("kv_seqlens", "seqlens_kv", "key_value_seq_lengths", "kv_lens"), "seqlens_k"),
-    "key_padding_mask": "pass seqlens_k, or mask of shape (batch, 1, 1, seqlen_k)",
-    "block_mask": "pass mask_mod, a MaskMod or a BlockList",
-    "kernel_options": "pass family and tile",
-    "cu_seqlens_kv": "cu_seqlens_k",
-    "max_seqlen_kv": "max_seqlen_k",
-    "q_descale": "q_scale",
-    "k_descale": "k_scale",
-    "v_descale": "v_scale",
 }
 
 
-def unexpected(name: str, known: Iterable[str]) -> TypeError:
-    """Return the error for a keyword argument that a function does not have.
+class _Meant(NamedTuple):
+    """Arguments that are meant by another name.
+
+    Attributes
+    ----------
+    arguments
+        Their names.
+    text
+        What to pass, which names all of them.
+    """
+
+    arguments: tuple[str, ...]
+    text: str
+
+
+def _meant(*arguments: str) -> tuple[_Meant, ...]:
+    """Return each argument alone, for functions that have it and none of those before it."""
+    return tuple(_Meant((argument,), argument) for argument in arguments)
+
+
+_MASK = (
+    _Meant(
+        ("mask", "bias"),
+        "mask, a bool array that keeps where True, or bias, which is added to the scores",
+    ),
+)
+_WINDOW = (_Meant(("window_size",), "window_size=(left, right)"),)
+_PADDING = (
+    _Meant(("seqlens_k", "mask"), "seqlens_k, or mask of shape (batch, 1, 1, seqlen_k)"),
+    _Meant(("seqused_k",), "seqused_k, the number of keys of each sequence"),
+    _Meant(
+        ("cache_seqlens", "cache_leftpad"),
+        "cache_seqlens, and cache_leftpad where the padding stands first",
+    ),
+)
+# Names of what functions call otherwise: a function is told the first whose arguments it has.
+INSTEAD: dict[str, tuple[_Meant, ...]] = {
+    **dict.fromkeys(
+        ("scale", "sm_scale", "scaling", "softmax_factor"),
+        _meant("softmax_scale"),
+    ),
+    **dict.fromkeys(("is_causal", "causal_mask", "use_causal_mask"), _meant("causal")),
+    **dict.fromkeys(("attn_mask", "attention_mask"), _MASK),
+    **dict.fromkeys(("attn_bias", "attention_bias"), _meant("bias")),
+    **dict.fromkeys(
+        ("window", "sliding_window", "local_window_size", "window_left", "window_right"), _WINDOW
+    ),
+    **dict.fromkeys(
+        ("logits_soft_cap", "soft_cap", "logit_cap", "attn_logits_soft_cap", "softcapping"),
+        _meant("softcap"),
+    ),
+    **dict.fromkeys(("alibi", "slopes"), _meant("alibi_slopes")),
+    **dict.fromkeys(("sink", "s_aux", "attention_sinks", "learnable_sink"), _meant("sinks")),
+    **dict.fromkeys(("page_table", "block_tables"), _meant("block_table")),
+    **dict.fromkeys(
+        ("return_softmax_lse", "return_attn_probs", "return_softmax", "return_residual"),
+        _meant("return_lse"),
+    ),
+    **dict.fromkeys(
+        ("kv_seqlens", "seqlens_kv", "key_value_seq_lengths", "kv_lens"),
+        _meant("seqlens_k", "seqused_k", "cache_seqlens"),
+    ),
+    "key_padding_mask": _PADDING,
+    "block_mask": (_Meant(("mask_mod",), "mask_mod, a MaskMod or a BlockList"),),
+    "kernel_options": (_Meant(("family", "tile"), "family and tile"),),
+    "cu_seqlens_kv": _meant("cu_seqlens_k"),
+    "max_seqlen_kv": _meant("max_seqlen_k"),
+    "q_descale": _meant("q_scale"),
+    "k_descale": _meant("k_scale"),
+    "v_descale": _meant("v_scale"),
+}
+
+_PACKAGE = __name__.partition(".")[0]
+_ANY = ""
+# What functions with gradients by another library leave to those of the same names in the package,
+# by their modules: advice for an argument, and for any other.
+_OF_PLAIN_FUNCTIONS = {
+    f"{_PACKAGE}.jax": {
+        "backend": "leave it out, as attention is computed where the arrays lie; jax.device_put "
+        "moves them",
+        "out": "leave it out, as arrays of JAX are immutable",
+        _ANY: "gradients by JAX",
+    },
+    f"{_PACKAGE}.torch": {
+        "backend": "leave it out, as attention is computed where the tensors lie; .cpu() and "
+        ".cuda() move them",
+        _ANY: "gradients by autograd",
+    },
+}
+# Nearer names differ by a letter or so: "qv" is not "qkv", and "rotary_dim" not "rotary_sin".
+_NEAR = 0.85
+
+
+class _Function(NamedTuple):
+    """A public function that takes modifications.
+
+    Attributes
+    ----------
+    module, name
+        Where it stands.
+    code
+        What its frames run.
+    arguments
+        Names of its arguments, modifications included.
+    """
+
+    module: str
+    name: str
+    code: CodeType | None
+    arguments: tuple[str, ...]
+
+    @property
+    def label(self) -> str:
+        """What messages call it."""
+        return self.name if self.module == _PACKAGE else f"{self.module}.{self.name}"
+
+    @property
+    def direction(self) -> str:
+        """Return "backward" or "vjp" if the name ends so, and nothing for forward functions."""
+        end = self.name.rpartition("_")[2]
+        return end if end in ("backward", "vjp") else ""
+
+
+def unexpected(
+    name: str, kinds: Mapping[str, Iterable[str]], function: Callable[..., Any] | None = None
+) -> TypeError:
+    """Return the error for a keyword argument that the called function does not have.
 
     Parameters
     ----------
     name
         The keyword.
-    known
-        Keywords that modify attention, which the function has.
+    kinds
+        Names of modifications, by the names of the types that annotate them.
+    function
+        The function. If it is None, the outermost public function on the call stack: calls that
+        succeed then do not pay for errors.
     """
-    return TypeError(f"unexpected keyword argument {name!r}; {_advice(name, list(known))}")
+    public = _public_functions(kinds)
+    running: list[CodeType | None]
+    if function is None:
+        running = [frame.f_code for frame, _ in traceback.walk_stack(None)]
+    else:
+        running = [getattr(function, "__code__", None)]
+    by_code = {one.code: one for one in public}
+    # The outermost is last. What is not public has the arguments of the plainest function.
+    called = next((by_code[code] for code in reversed(running) if code in by_code), public[0])
+    return TypeError(f"unexpected keyword argument {name!r}; {_advice(name, called, public)}")
 
 
-def _advice(name: str, known: list[str]) -> str:
-    instead = _INSTEAD.get(name)
-    if instead is not None:
-        return instead if " " in instead else f"pass {instead}"
-    functions = _functions_by_keyword()
-    if name in functions:
-        return f"it is an argument of {', '.join(functions[name])}"
-    if near := difflib.get_close_matches(name, [*known, *functions], n=1, cutoff=0.75):
+def _advice(name: str, called: _Function, public: list[_Function]) -> str:
+    if name in LEFT_OUT:
+        return LEFT_OUT[name]
+    ways = INSTEAD.get(name, ())
+    for way in ways:
+        if set(way.arguments) <= set(called.arguments):
+            return f"pass {way.text}"
+    for way in ways:
+        if others := _functions_with(way.arguments, called, public):
+            return f"it is {_listed(way.arguments)} of {others}"
+    if left := _left_to_plain_function(name, called, public):
+        return left
+    if others := _functions_with((name,), called, public):
+        return f"it is an argument of {others}"
+    if near := difflib.get_close_matches(name.lower(), called.arguments, n=1, cutoff=_NEAR):
         return f"did you mean {near[0]!r}?"
-    return f"those that modify attention are {', '.join(known)}"
+    return f"{called.label} takes {', '.join(called.arguments)}"
 
 
-def _functions_by_keyword() -> dict[str, list[str]]:
-    """Return the names of the public functions that compute attention, by their keywords."""
-    # No import, as the package imports this module.
-    package = sys.modules[__name__.partition(".")[0]]
-    found: dict[str, list[str]] = {}
-    for function in package.__all__:
-        if function.startswith("flash_attention"):
-            for keyword in inspect.signature(getattr(package, function)).parameters.values():
-                if keyword.kind is not keyword.VAR_KEYWORD:
-                    found.setdefault(keyword.name, []).append(function)
-    return found
+def _left_to_plain_function(name: str, called: _Function, public: list[_Function]) -> str | None:
+    """Return advice on an argument that only the package's function of the same name has."""
+    advice = _OF_PLAIN_FUNCTIONS.get(called.module)
+    plain = next(f for f in public if f.module == _PACKAGE and f.name == called.name)
+    if advice is None or name not in plain.arguments:
+        return None
+    return advice.get(name) or (
+        f"{called.label} does not take it; call {_PACKAGE}.{plain.name}, which does, but without "
+        f"{advice[_ANY]}"
+    )
+
+
+def _functions_with(
+    arguments: tuple[str, ...], called: _Function, public: list[_Function]
+) -> str | None:
+    """Return the names of functions with these arguments, in the called one's direction if any."""
+    prefix = "" if called.module == _PACKAGE else f"{_PACKAGE}."
+    found = [
+        function
+        for function in public
+        if function.module == _PACKAGE
+        and function.name.startswith("flash_attention")
+        and set(arguments) <= set(function.arguments)
+    ]
+    for direction in (called.direction, ""):
+        if alike := [function for function in found if function.direction == direction]:
+            found = alike
+            break
+    return _listed([prefix + function.name for function in found]) if found else None
+
+
+def _listed(names: Iterable[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def _public_functions(kinds: Mapping[str, Iterable[str]]) -> list[_Function]:
+    """Return the public functions that take modifications, `flash_attention` first."""
+    found = []
+    # No import: the package imports this module, and the user those of other libraries.
+    for name in (_PACKAGE, *_OF_PLAIN_FUNCTIONS):
+        module = sys.modules.get(name)
+        for public in getattr(module, "__all__", ()):
+            function = getattr(module, public)
+            if not inspect.isfunction(function):
+                continue
+            parameters = inspect.signature(function).parameters.values()
+            others = [p.annotation for p in parameters if p.kind is p.VAR_KEYWORD]
+            taken = [kinds[kind] for kind in kinds if others == [f"Unpack[{kind}]"]]
+            if taken:
+                own = (p.name for p in parameters if p.kind is not p.VAR_KEYWORD)
+                found.append(_Function(name, public, function.__code__, (*own, *taken[0])))
+    return sorted(found, key=lambda function: function.label != "flash_attention")

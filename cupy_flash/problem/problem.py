@@ -259,6 +259,7 @@ def make_problem(
     score: ScoreSpec | None = None,
     scales: Scales | None = None,
     values_in_keys: bool = False,
+    layout: str = "bshd",
 ) -> Problem:
     """Check the caller's input and put it in a `Problem`.
 
@@ -296,6 +297,8 @@ def make_problem(
         Of a cache of 8 bits, or of float8.
     values_in_keys
         Whether v is a view of the first columns of k.
+    layout
+        That the caller named for arrays of equal lengths; messages depend on it alone.
 
     Raises
     ------
@@ -313,7 +316,7 @@ def make_problem(
         _check_dtypes(q, k, v, names, is_quantized=scales is not None)
     if is_equal:
         _check_batch(q.shape, k.shape, v.shape)
-    _check_heads_and_dims(q.shape, k.shape, v.shape, names)
+    _check_heads_and_dims(q.shape, k.shape, v.shape, names, layout if is_equal else None)
     if not is_equal:
         _check_places(
             k.shape, v.shape, names, is_packed=is_packed, is_paged=block_table is not None
@@ -491,7 +494,9 @@ def _check_batch(q: Shape, k: Shape, v: Shape) -> None:
         raise ValueError(f"k and v must have one seqlen, but have {k[1]} and {v[1]}")
 
 
-def _check_heads_and_dims(q: Shape, k: Shape, v: Shape, names: tuple[str, str]) -> None:
+def _check_heads_and_dims(
+    q: Shape, k: Shape, v: Shape, names: tuple[str, str], layout: str | None
+) -> None:
     both = " and ".join(names)
     if k[3] != q[3]:
         raise ValueError(f"{names[0]} has head_dim {k[3]}, but q has {q[3]}")
@@ -500,10 +505,31 @@ def _check_heads_and_dims(q: Shape, k: Shape, v: Shape, names: tuple[str, str]) 
     if k[2] == 0:
         raise ValueError(f"{both} have no heads; expected at least 1")
     if q[2] % k[2]:
-        raise ValueError(f"q has {q[2]} heads; expected a multiple of the {k[2]} heads of {both}")
+        instead = if_swapped(q[1:3], k[1:3], layout) if k[1] == v[1] else ""
+        raise ValueError(
+            f"q has {q[2]} heads; expected a multiple of the {k[2]} heads of {both}{instead}"
+        )
     for name, dim in ((f"q and {names[0]}", q[3]), (names[1], v[3])):
         if not 1 <= dim <= MAX_HEAD_DIM:
             raise ValueError(f"head_dim of {name} is {dim}; expected 1 to {MAX_HEAD_DIM}")
+
+
+def if_swapped(q: tuple[int, ...], k: tuple[int, ...], layout: str | None) -> str:
+    """Return what to do about heads that fit if heads and seqlen are swapped, else nothing.
+
+    Parameters
+    ----------
+    q, k
+        Their lengths as (seqlen, heads), which do not fit.
+    layout
+        That the caller named; None for arrays that have but one.
+    """
+    if not k[0] or q[0] % k[0]:
+        return ""
+    if layout is None:
+        return "; if heads stand before the rows, pass q.swapaxes(-3, -2), and keys and values so"
+    axes, other = ("heads, seqlen", "bhsd") if layout == "bshd" else ("seqlen, heads", "bshd")
+    return f'; arrays (batch, {axes}, head_dim) need layout="{other}"'
 
 
 def _check_seqlens(seqlens: tuple[tuple[str, int], ...]) -> None:

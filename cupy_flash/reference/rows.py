@@ -23,6 +23,7 @@ from cupy_flash.mods.modified import Modified
 from cupy_flash.mods.scores import Pairs
 from cupy_flash.mods.shapes import Sizes
 from cupy_flash.problem.mask import Mask, before, unseen
+from cupy_flash.problem.problem import if_swapped
 from cupy_flash.problem.values import the_one
 
 #: A chunk of float64 scores in the float64 formulas takes at most this many bytes (one row of
@@ -111,7 +112,10 @@ def as_bhsd(q: Any, k: Any, v: Any, layout: str) -> tuple[Any, Any, Any]:
             f"(batch, heads, seqlen, dim) they are {q.shape}, {k.shape}, {v.shape}"
         )
     if q.shape[1] % k.shape[1] if k.shape[1] else q.shape[1]:
-        raise ValueError(f"heads_q ({q.shape[1]}) must be a multiple of heads_kv ({k.shape[1]})")
+        instead = if_swapped(q.shape[2:0:-1], k.shape[2:0:-1], layout)
+        raise ValueError(
+            f"heads_q ({q.shape[1]}) must be a multiple of heads_kv ({k.shape[1]}){instead}"
+        )
     return q, k, v
 
 

@@ -16,8 +16,12 @@ from support import fake_gpu, refusals
 from cupy_flash import (
     CompileError,
     UnsupportedError,
+    attention_reference,
     flash_attention,
+    flash_attention_backward,
     flash_attention_qkvpacked,
+    flash_attention_varlen,
+    flash_attention_with_kvcache,
     plan,
 )
 from cupy_flash.calls import backends, on_gpu, run
@@ -32,6 +36,49 @@ NO_GPU = "the CUDA driver reports no GPU"
 
 def zeros(*shape, dtype=np.float32):
     return np.zeros(shape, dtype)
+
+
+# As PyTorch orders the axes: (batch, heads, seqlen, head_dim).
+Q_HEADS_FIRST, KV_HEADS_FIRST = zeros(2, 8, 100, 16), zeros(2, 2, 200, 16)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize(
+    "function", [flash_attention, attention_reference, flash_attention_backward]
+)
+def test_heads_that_fit_in_the_other_layout_are_told_it(function, layout):
+    q, k = Q_HEADS_FIRST, KV_HEADS_FIRST
+    axes, other = "heads, seqlen", "bhsd"
+    if layout == "bhsd":
+        q, k, axes, other = q.swapaxes(1, 2), k.swapaxes(1, 2), "seqlen, heads", "bshd"
+    arrays = (q, k, k)
+    if function is flash_attention_backward:
+        arrays = (q, *arrays, q, zeros(2, 100, 8))
+    message = rf'multiple of .*200.*; arrays \(batch, {axes}, head_dim\) need layout="{other}"$'
+    with pytest.raises(ValueError, match=message):
+        function(*arrays, layout=layout)
+    if function is flash_attention:
+        assert function(*arrays, layout=other).shape == q.shape
+
+
+def test_heads_that_fit_in_no_layout_are_not():
+    # 8 is no multiple of 3 either.
+    with pytest.raises(ValueError, match=r"q has 100 heads; expected .* of k and v$"):
+        flash_attention(Q_HEADS_FIRST, zeros(2, 3, 200, 16), zeros(2, 3, 200, 16))
+
+
+def test_heads_before_the_rows_of_caches_and_packed_arrays_are_told_to_be_swapped():
+    q, k = Q_HEADS_FIRST[:, :, :1], KV_HEADS_FIRST
+    message = r"heads of .*; if heads stand before the rows, pass q.swapaxes\(-3, -2\), and keys"
+    with pytest.raises(ValueError, match=message):
+        flash_attention_with_kvcache(q, k, k, cache_seqlens=3)
+    q, k = (x.swapaxes(-3, -2) for x in (q, k))
+    assert flash_attention_with_kvcache(q, k, k, cache_seqlens=3).shape == q.shape
+    with pytest.raises(ValueError, match=message):
+        flash_attention_varlen(
+            *(Q_HEADS_FIRST[0], KV_HEADS_FIRST[0], KV_HEADS_FIRST[0]),
+            *([0, 8], [0, 2], 8, 2),
+        )
 
 
 def good():
@@ -62,7 +109,7 @@ def test_the_good_arguments_are_good():
         ({"v": zeros(2, 203, 6, 72)}, "k and v must have one number of heads, but have 3 and 6"),
         (
             {"k": zeros(2, 203, 4, 40), "v": zeros(2, 203, 4, 72)},
-            "q has 6 heads; expected a multiple of the 4 heads of k and v",
+            "q has 6 heads; expected a multiple of the 4 heads of k and v$",
         ),
         (
             {"k": zeros(2, 203, 0, 40), "v": zeros(2, 203, 0, 72)},

@@ -72,7 +72,7 @@ REFUSED = [
     ({"score_mod": MaskMod(lambda i, j: i >= j)}, TypeError, "expected a ScoreMod"),
     ({"softcap": 3.0, "q_offset": 2**31}, ValueError, "q_offset is 2147483648"),
     ({"window_size": -2}, TypeError, "expected \\(left, right\\)"),
-    ({"frobnicate": 3}, TypeError, "'frobnicate'; those that modify attention are window_size, "),
+    ({"frobnicate": 3}, TypeError, "'frobnicate'; flash_attention takes q, k, v, causal, "),
 ]
 # Names that other libraries have, and misspelt ones.
 OTHER_NAMES = {
@@ -83,8 +83,8 @@ OTHER_NAMES = {
     "dropout_p": "there is no dropout",
     "window": r"pass window_size=\(left, right\)",
     "sliding_window": r"pass window_size=\(left, right\)",
-    "num_heads": "the shapes of q, k and v",
-    "enable_gqa": "the shapes of q, k and v",
+    "num_heads": "the shapes of the arrays",
+    "enable_gqa": "the shapes of the arrays",
     "deterministic": "the same bits",
     "logits_soft_cap": "pass softcap",
     "s_aux": "pass sinks",
@@ -92,7 +92,7 @@ OTHER_NAMES = {
     "key_padding_mask": "pass seqlens_k, or mask",
     "block_mask": "pass mask_mod",
     "cache_seqlens": "an argument of flash_attention_with_kvcache$",
-    "cu_seqlens_q": "an argument of flash_attention_varlen, flash_attention_varlen_backward, ",
+    "cu_seqlens_q": "an argument of flash_attention_varlen$",
     "softmaxscale": "did you mean 'softmax_scale'",
     "windw_size": "did you mean 'window_size'",
 }

@@ -174,6 +174,8 @@ def test_lists_of_parts_are_merged_as_one_array_of_them(rng, dtype, kind):
         ([OUT, OUT], [LSE, LSE[..., :2]], ValueError, r"lse_partial\[1\] has shape"),
         ([OUT, OUT.astype(np.float16)], [LSE, LSE], TypeError, r"out_partial\[1\] has dtype"),
         ([OUT, None], [LSE, LSE], TypeError, r"out_partial\[1\] is "),
+        ([None], [None], TypeError, r"out_partial\[0\] is a NoneType; expected a NumPy or CuPy"),
+        ([[1.0]], [[1.0]], TypeError, r"out_partial\[0\] is a list; expected a NumPy or CuPy"),
         ([OUT, OUT.astype(int)], [LSE, LSE], TypeError, r"out_partial\[1\] has dtype int64"),
     ],
 )

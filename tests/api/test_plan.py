@@ -110,5 +110,34 @@ def test_the_deprecated_functions_warn_and_plan_the_same() -> None:
 
 
 def test_a_function_without_plans_is_told_those_that_have_some() -> None:
-    with pytest.raises(TypeError, match=r"makes no plan for .*vjp.*; expected one of flash_attent"):
+    with pytest.raises(TypeError, match=r"no plan for .*\.vjp\.\w*vjp; .* one of cupy_flash.flash"):
         plan(flash_attention_vjp, Q, KV, KV)
+
+
+@pytest.mark.parametrize(
+    ("function", "arrays", "missing"),
+    [
+        (flash_attention, (Q, KV), "flash_attention is planned without v; expected q, k, v$"),
+        (flash_attention_varlen, (Q,) * 4, "planned without cu_seqlens_k, max_seqlen_q, max_seqle"),
+        (flash_attention_with_kvcache, (Q, KV), "planned without v_cache, cache_seqlens; expec"),
+        (flash_attention_qkvpacked, (), "planned without qkv; expected qkv$"),
+        (flash_attention_backward, (Q, KV, KV), r"without v; .* plan\(.*_backward, q=q, k=k, v=v"),
+        (flash_attention_qkvpacked_backward, (QKV,), r"without qkv; .*: plan\(.*, qkv=qkv\)"),
+    ],
+)
+def test_what_a_plan_lacks_is_named(
+    function: Callable[..., Any], arrays: tuple[Any, ...], missing: str
+) -> None:
+    with pytest.raises(TypeError, match=missing):
+        plan(function, *arrays, **ON)
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_name_of_a_function_is_not_taken_for_an_array() -> None:
+    with pytest.raises(TypeError, match="is 'flash_attention', a name; expected the function"):
+        plan("flash_attention", Q, KV, KV)
+
+
+def test_arguments_that_do_not_fit_are_said_to_be_the_functions() -> None:
+    with pytest.raises(TypeError, match="flash_attention: too many positional arguments"):
+        plan(flash_attention, Q, KV, KV, KV)

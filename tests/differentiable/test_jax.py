@@ -8,8 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+import cupy_flash
+
 jax = pytest.importorskip("jax")
 cj = pytest.importorskip("cupy_flash.jax")
+
+Q = np.ones((1, 4, 2, 8), np.float32)
 
 
 @pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -226,3 +230,26 @@ def test_what_has_no_gradient_and_what_is_no_array_yet_is_refused() -> None:
     for transform in (jax.jit, jax.vmap):
         with pytest.raises(TypeError, match=r"q is traced by jax.jit, vmap or the like"):
             transform(lambda q: cj.flash_attention(q, q, q))(q[None])
+
+
+@pytest.mark.parametrize(
+    "transform", [jax.jit, jax.vmap, lambda f: jax.grad(lambda x: f(x).sum())], ids=str
+)
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (lambda x: cupy_flash.flash_attention(x, x, x), "q"),
+        (lambda x: cupy_flash.flash_attention(Q, Q, Q, bias=x), "bias"),
+        (lambda x: cupy_flash.flash_attention_vjp(x, x, x)[0], "q"),
+        (lambda x: cupy_flash.attention_reference(x, x, x), "q"),
+        (lambda x: cupy_flash.scaled_dot_product_attention(x, x, x), "query"),
+        (lambda x: cupy_flash.combine([x], [x])[0], r"out_partial\[0\]"),
+    ],
+    ids=["q", "bias", "vjp", "reference", "sdpa", "combine"],
+)
+def test_plain_functions_of_what_jax_traces_name_those_for_gradients(
+    transform: Any, function: Any, name: str
+) -> None:
+    message = rf"^{name} is an? \w*Tracer, which JAX traces .* call the functions of cupy_flash.jax"
+    with pytest.raises(TypeError, match=message):
+        transform(function)(jax.numpy.ones((1, 4, 2, 8)))

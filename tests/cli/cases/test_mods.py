@@ -99,11 +99,21 @@ def test_a_text_is_what_it_says(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["windows 3:0", "window 3", "softcap 0", "softcap inf", "alibi no", "bias all", "mod x"]
+    "text", ["windows 3:0", "window 3", "softcap inf", "alibi no", "bias all", "mod x"]
 )
 def test_another_text_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         Mods.parse(text)
+
+
+@pytest.mark.parametrize("text", ["softcap 0", "softcap 0.0", "window -1", "window -1:-1"])
+def test_what_the_functions_take_for_nothing_is_nothing(text: str) -> None:
+    assert Mods.parse(text) == PLAIN
+    name, _, value = text.partition(" ")
+    result = bench(
+        f"--{name}={value}", "--seqlen-q", "8", "--repeats", "1", "--provider", "numpy-naive"
+    )
+    assert result.exit_code == 0, result.stderr
 
 
 def plan_of(inputs: Inputs) -> Any:
@@ -322,8 +332,8 @@ def test_options_sweep_over_their_values() -> None:
     [
         ("--window=1023", "'1023' is not LEFT:RIGHT or none; for example 1023:0"),
         ("--window=-2:0", "'-2:0' is not LEFT:RIGHT or none"),
-        ("--softcap=-1", "'-1' is not a number from 1e-30 to 1e+30 or none; for example 50"),
-        ("--softcap=inf", "'inf' is not a number from 1e-30 to 1e+30 or none"),
+        ("--softcap=-1", "'-1' is not a number from 1e-30 to 1e+30, 0 or none; for example 50"),
+        ("--softcap=inf", "'inf' is not a number from 1e-30 to 1e+30, 0 or none"),
         ("--bias=all", "'all' is not one of heads, shared, batch, none; for example heads"),
         ("--mod=blocks", "'blocks' is not one of documents, t5, dilated, prefix, softcap, none"),
     ],

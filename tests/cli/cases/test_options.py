@@ -100,6 +100,8 @@ def completions(*words: str) -> list[str]:
         (("compile", "--arch", "sm_7"), ["sm_75"]),
         (("compile", "--arch", "sm_90,sm_7"), ["sm_90,sm_75"]),
         (("tune", "--arch", "sm_9"), ["sm_90"]),
+        (("roofline", "--gpu", "H"), ["H100", "H100-PCIe", "H100-NVL", "H200"]),
+        (("roofline", "--gpu", "A10,L4"), ["A10,L4", "A10,L40S"]),
         (("bench", "--batch", "1"), []),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",

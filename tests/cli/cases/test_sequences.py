@@ -467,6 +467,25 @@ SMALL = ("--batch", "2", "--seqlen-k", "203", "--heads", "4", "--kv-heads", "2")
 FAST = (*SMALL, "--head-dim", "24", "--provider", "cupy_flash-cpu", "--repeats", "3")
 
 
+@pytest.mark.parametrize(
+    ("lengths", "option"),
+    [
+        (("--seqlen-k", "5"), "--seqlen-k has 5 keys"),
+        (("--lengths", "30,4"), "--lengths has 4 keys"),
+        (("--lengths", "long-tail", "--seqlen-k", "5"), "--lengths has "),
+    ],
+)
+def test_too_few_keys_for_what_is_appended_are_those_of_an_option(
+    lengths: tuple[str, ...], option: str
+) -> None:
+    refused = bench("--cache", "--append", "--seqlen-q", "10", *lengths)
+
+    assert refused.exit_code == 2
+    assert f"--append writes --seqlen-q 10 rows among the keys of each sequence, but {option}" in (
+        refused.stderr
+    )
+
+
 def bench(*arguments: str) -> Result:
     return CliRunner().invoke(main, ["bench", *arguments], catch_exceptions=False)
 
@@ -609,7 +628,7 @@ def test_without_a_gpu_packed_sequences_stand_beside_equal_ones(tmp_path: Path) 
         ("--cache --q-offset 3", "--q-offset does not go with --cache"),
         ("--cache --layout bhsd", "--layout bhsd does not go with --cache"),
         ("--preset decode --cache", "--cache does not go with --preset decode"),
-        ("--cache --append --seqlen-q 5 --lengths 3,9", "expected no fewer"),
+        ("--cache --append --seqlen-q 5 --lengths 3,9", "expected at least 5"),
         ("--cache --page-size x", "'x' is not a whole number from 0"),
     ],
 )

@@ -233,7 +233,9 @@ def test_what_has_no_gradient_and_what_is_no_array_yet_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "transform", [jax.jit, jax.vmap, lambda f: jax.grad(lambda x: f(x).sum())], ids=str
+    "transform",
+    [jax.jit, jax.vmap, lambda f: jax.grad(lambda x: f(x).sum())],
+    ids=["jit", "vmap", "grad"],
 )
 @pytest.mark.parametrize(
     ("function", "name"),

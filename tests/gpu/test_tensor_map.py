@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cupy.cuda.function import CPointer
 
 from cupy_flash.errors import DriverError
 from cupy_flash.families.schedule import TensorMapSpec
 from cupy_flash.gpu import tensor_map
 from cupy_flash.gpu.by_value import ByValue
 from cupy_flash.gpu.tensor_map import TensorMaps
+
+CPointer = pytest.importorskip("cupy.cuda.function").CPointer
 
 SPECS = {
     "q": TensorMapSpec("bfloat16", (128, 799, 6, 2), (1536, 256, 1536 * 799), (64, 192)),

@@ -90,7 +90,7 @@ def flash_attention_qkvpacked(
     Parameters
     ----------
     qkv : array, shape (batch, seqlen, 3, heads, head_dim)
-        Queries, keys and values along the third axis. JAX has no views: they are copied.
+        Queries, keys and values along the third-to-last axis. JAX has no views: they are copied.
     causal, softmax_scale, q_offset, return_lse, **modifications
         See `cupy_flash.flash_attention_qkvpacked`.
 

@@ -131,7 +131,7 @@ def flash_attention_qkvpacked(
     Parameters
     ----------
     qkv : Tensor, shape (batch, seqlen, 3, heads, head_dim)
-        Queries, keys and values along the third axis.
+        Queries, keys and values along the third-to-last axis.
     causal, softmax_scale, q_offset, return_lse, **modifications
         As of `cupy_flash.flash_attention_qkvpacked`.
 

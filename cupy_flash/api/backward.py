@@ -154,7 +154,7 @@ def flash_attention_qkvpacked_backward(
     **modifications
         As of `flash_attention_backward`.
     qkv : array, shape (batch, seqlen, 3, heads, head_dim)
-        Queries, keys and values along the third last axis, after any batch axes.
+        Queries, keys and values along the third-to-last axis, after any batch axes.
     wrt : sequence of str, optional
         Inputs whose gradients are returned: "qkv", "bias", "sinks", and "score_mod.NAME" of an
         array that a `ScoreMod` captures as differentiable. By default "qkv", and then every such

@@ -161,8 +161,8 @@ def flash_attention_qkvpacked(
     Parameters
     ----------
     qkv : array, shape (batch, seqlen, 3, heads, head_dim)
-        Queries, keys and values along the third last axis. There may be no batch axis or several,
-        as in `flash_attention`.
+        Queries, keys and values along the third-to-last axis. There may be no batch axis or
+        several, as in `flash_attention`.
     causal, softmax_scale, q_offset, layout, return_lse, out, backend, family, tile, **modifications
         As in `flash_attention`; layout is "bshd".
 

@@ -36,7 +36,7 @@ _BACKWARD: Mapping[Any, str] = {
     flash_attention_qkvpacked_backward: "equal",
     flash_attention_varlen_backward: "packed",
 }
-# Of gradients, what is taken to be contiguous if it is left out.
+# Arrays of backward calls that may be left out of a plan: they are assumed to be contiguous.
 _ASSUMED = ("dout", "out", "lse")
 _SCALED = ("q_scale", "k_scale", "v_scale", "out_dtype")
 
@@ -103,7 +103,7 @@ def plan(
     kind = _FORWARD.get(function) or _BACKWARD.get(function)
     if kind is None:
         names = ", ".join(f"cupy_flash.{known.__name__}" for known in (*_FORWARD, *_BACKWARD))
-        # Of a function of the same name that stands elsewhere, where.
+        # The module tells apart functions of the same name, such as those of cupy_flash.torch.
         is_plain = inspect.isfunction(function)
         found = f"{function.__module__}.{function.__name__}" if is_plain else repr(function)
         raise TypeError(f"plan makes no plan for {found}; expected one of {names}")

@@ -116,7 +116,7 @@ def flash_attention_qkvpacked_vjp(
     Parameters
     ----------
     qkv : array, shape (batch, seqlen, 3, heads, head_dim)
-        Queries, keys and values along the third axis.
+        Queries, keys and values along the third-to-last axis.
     causal, softmax_scale, q_offset, return_lse, backend, family, tile, **modifications
         See `flash_attention_qkvpacked`.
     wrt, grad_dtype

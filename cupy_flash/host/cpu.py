@@ -36,7 +36,7 @@ Array = NDArray[Any]
 
 # Query-key pairs that make a worker worthwhile: they take one about 0.5 ms, waking it 0.05 to 0.1.
 MIN_PAIRS_PER_WORKER = 1 << 16
-# Keys up to which twice as many rows are in a tile.
+# Number of keys up to which a tile has 512 rows: its scores still fit the cache.
 _FEW_KEYS = 32
 
 

@@ -204,7 +204,7 @@ class _Tangents:
         divisors: list[Node] = []
         while tangent.op == "div" and len(divisors) < _MOST_DIVISORS:
             tangent, divisor = tangent.args
-            # As of cap * tanh(score / cap).
+            # The derivative of cap * tanh(score / cap) has such a product.
             if divisor is factor:
                 product = tangent
                 break

@@ -126,8 +126,8 @@ ARRAYS = (
 )
 _TYPES = (Modifications, PackedModifications, CacheModifications)
 NAMES = frozenset().union(*(kind.__annotations__ for kind in _TYPES))
-# Names of the modifications that functions take whose arguments have such a type. Of sequences that
-# differ in length an array of another name tells the number of keys.
+# Names of the modifications that a function accepts, by the annotation of its keywords. Functions
+# of packed and cached sequences have other arguments in place of seqlens_k.
 _TAKEN = {
     kind.__name__: [n for n in kind.__annotations__ if kind is Modifications or n != "seqlens_k"]
     for kind in _TYPES

@@ -35,9 +35,9 @@ class _Meant(NamedTuple):
     Attributes
     ----------
     arguments
-        Their names.
+        Names of the arguments.
     text
-        What to pass, which names all of them.
+        Advice on what to pass, in which every one of these names occurs.
     """
 
     arguments: tuple[str, ...]
@@ -128,11 +128,11 @@ class _Function(NamedTuple):
     Attributes
     ----------
     module, name
-        Where it stands.
+        Name of the module, and name of the function in it.
     code
-        What its frames run.
+        Code object of the function, by which its frame is found on the call stack.
     arguments
-        Names of its arguments, modifications included.
+        Names of its arguments, including modifications.
     """
 
     module: str
@@ -142,7 +142,7 @@ class _Function(NamedTuple):
 
     @property
     def label(self) -> str:
-        """What messages call it."""
+        """Name of the function in messages."""
         return self.name if self.module == _PACKAGE else f"{self.module}.{self.name}"
 
     @property

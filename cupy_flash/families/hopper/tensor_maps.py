@@ -28,7 +28,7 @@ def why_not_rows(problem: Problem) -> str | None:
 def why_not_strides(
     problem: Problem, maps: Callable[[], Mapping[str, TensorMapSpec]]
 ) -> str | None:
-    """Why the copy engine cannot step as the tensor maps of a problem do, or None if it can."""
+    """Return why TMA does not support the strides of a problem's maps, or None if it does."""
     most = MAX_STRIDE // problem.itemsize
     if all(0 <= n < most for tensor in problem.tensors.values() for n in tensor.strides):
         # The maps need not be made, which takes 15 us.

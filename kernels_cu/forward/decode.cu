@@ -1,21 +1,21 @@
-// Fused attention forward for few query rows and many keys, as in token generation: float16 and
-// bfloat16 on sm_80 and newer. It reads memory once and does little else.
+// Fused attention forward for few query rows and many keys, as in decoding: float16 and bfloat16 on
+// sm_80 and newer. The kernel is bound by memory bandwidth, and reads the KV cache once.
 //
-// The query heads that share a key/value head are rows of one tile, or of few, so each key is read
-// once for all of a tile's. The keys are shared out over thread blocks (shares.cuh), and a block's
-// over its warps, which all hold the same rows: each warp streams tiles of Bc keys through a ring
-// of its own, waits for nobody, and has a partial result at the end (Flash-Decoding, Dao et al.
-// 2023). The block merges those of its warps. In a cluster of blocks the first merges what the
-// others send to its shared memory, or each of them a piece of the columns. What several clusters,
-// or blocks without one, have of the same rows they leave in device memory; of each few neighbours
-// the last to arrive merges theirs, then goes on with what other such groups have, up to the whole.
+// The query heads of a KV head are rows of one query tile, so that each key is read once for all of
+// them. Each CTA has a work range, i.e. a range of the keys (grid/shares.cuh), which its warps
+// divide. All warps hold the same query rows. Each warp streams KV tiles of Bc keys through a ring
+// of its own and ends with a partial result, independently of other warps (Flash-Decoding, Dao et
+// al. 2023). The CTA merges the partial results of its warps. In a cluster, CTAs send their results
+// to one CTA, or to each CTA a slice of the columns. Results of several clusters, or of CTAs
+// without clusters, are merged as a tree through global memory: the last CTA of a group to arrive
+// merges the group.
 //
-// Heads of more columns than a warp has registers for belong to teams of warps, each of which has
-// the columns' parts of the same keys (decode/team.cuh). Where the values are columns of their keys
-// (multi-head latent attention, DeepSeek-V2, 2024) a tile is read once and multiplied twice.
+// If a head is too wide for one warp's registers, several warps process the same keys, each with a
+// slice of the columns (decode/team.cuh). In MLA (DeepSeek-V2, 2024), V is a prefix of K's columns,
+// so a KV tile is read once and multiplied twice.
 //
-// A cache of 8 bits is read as it is: each warp makes 16-bit numbers of it in registers, which hold
-// all of them exactly, and multiplies scores and probabilities by the scales (decode/scales.cuh).
+// An 8-bit cache is read as it is. Each warp converts it to 16-bit numbers in registers, which is
+// exact, and multiplies scores and probabilities by the scales (decode/scales.cuh).
 #pragma once
 
 #include "forward/decode/block.cuh"
@@ -36,8 +36,8 @@ __device__ void decode_forward(const typename CacheOf<Config>::Arguments& params
   DecodeCluster<Config> cluster{block};
   if constexpr (in_cluster) cluster.announce();
   if constexpr (Config::page_size > 0) block.prefetch_table();
-  // Packed queries have fixed splits. The last warp clears the rows, as it is idle while the first
-  // one finds the work range of the block.
+  // Packed queries use fixed splits. The last warp clears rows that belong to no sequence, since it
+  // is idle while warp 0 computes the work range of the CTA.
   if constexpr (Config::sequences && !Config::balanced) {
     if (block.warp == Config::warps - 1) {
       UnownedRows<Config>{params}.clear_all(blockIdx.x, gridDim.x);
@@ -55,7 +55,7 @@ __device__ void decode_forward(const typename CacheOf<Config>::Arguments& params
     warp.leave_result();
     __syncthreads();
     merge.merge_warps();
-    // Before the rings and the state are used again.
+    // All warps must finish merging before the rings and `state` are overwritten.
     __syncthreads();
     if (!block.state.goes_on) break;
     block.find_next_part();

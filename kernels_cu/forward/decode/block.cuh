@@ -1,6 +1,6 @@
-// What the threads of a thread block of the decode kernel share: its shared memory, the part of the
-// keys that it works on, and the rows of that part. Row r of a tile is query r / group, of the
-// group's head r % group.
+// State that the threads of a CTA of the decode kernel share: its shared memory, its current
+// partial tile and the query rows of that tile. A partial tile (`Part`) is a query tile of one KV
+// head with a range of its keys. Row r of a tile is query r / group of the group's head r % group.
 #pragma once
 
 #include "forward/decode/scales.cuh"
@@ -19,7 +19,7 @@
 
 #if __CUDA_ARCH__ >= 800
 
-// And what probabilities are rounded to.
+// Class of the matrix products for a 16-bit or 8-bit cache, and the type to which P is rounded.
 template <class Config, int row_tiles, bool quantized>
 struct DecodeProducts {
   using type = Products16Bit<TeamShare<Config>, row_tiles>;
@@ -40,7 +40,7 @@ struct DecodeBlock {
   static constexpr int warps = Config::warps;
   static constexpr int stages = Config::stages;
   static constexpr int row_tiles = Br / 16;
-  static constexpr int group = Config::group;  // query heads of a key/value head
+  static constexpr int group = Config::group;  // query heads per KV head
   using ProductsOf = DecodeProducts<Config, row_tiles, Config::quantized>;
   using Products = typename ProductsOf::type;
   using KeyLayout = typename Products::KeyLayout;
@@ -53,8 +53,8 @@ struct DecodeBlock {
   static_assert(Config::q_in_registers, "queries have no place in shared memory");
   static_assert(stages >= 2, "one tile in use, the others on their way");
 
-  // Shared memory: a ring for each warp, of stages of keys, values and scales. Values that are
-  // columns of the keys are read where those are.
+  // Shared memory: one ring per warp, whose stages hold keys, values and scales. If V is a prefix
+  // of K's columns (MLA), V is read from the stage of K.
   static constexpr int key_bytes = Bc * KeyLayout::row_bytes;
   static constexpr int values_offset = Config::values_in_keys ? 0 : key_bytes;
   static constexpr int scales_offset = values_offset + Bc * ValueLayout::row_bytes;
@@ -65,16 +65,16 @@ struct DecodeBlock {
 
   static_assert(Br * QueryLayout::row_bytes <= stage_bytes, "queries come through a stage");
 
-  // A partial result is a record of floats for each row: the output's columns, then the base that
-  // its probabilities are relative to, and their sum. A team's takes the place of its rings.
-  static constexpr int columns = Products::columns_v;  // a warp's
+  // A partial result is a record of floats per row: output columns, base of the probabilities,
+  // their sum. The records overwrite the rings of the warps that process the same keys.
+  static constexpr int columns = Products::columns_v;  // columns per warp
   static constexpr int record_columns = Team::size * columns;
-  // Two would do for the state. With eight, rows that a warp writes at a time lie in other banks:
-  // 16 rows of 8 warps take 730 cycles instead of 990.
+  // The state of a row, base and sum, takes 2 floats. Padding to 8 avoids bank conflicts: 730
+  // instead of 990 cycles for 16 rows of 8 warps (H100).
   static constexpr int record = record_columns + 8;
-  // Of a record, with columns of the output.
+  // Number of 4-column chunks of a record that hold output columns.
   static constexpr int output_chunks = round_up(Config::head_dim_v, 16) / 4;
-  // Of a piece of them (decode/columns.cuh).
+  // Sizes of a slice of the columns, which one CTA of a cluster merges (decode/columns.cuh).
   static constexpr bool in_cluster = Config::cluster > 0;
   static constexpr int pieces = in_cluster ? Config::cluster : 1;
   static constexpr int piece_chunks = (output_chunks + pieces - 1) / pieces;
@@ -83,21 +83,21 @@ struct DecodeBlock {
   static_assert(Br * record * 4 <= team_bytes, "a partial result fits");
   static_assert(Meeting::fan <= Br, "and a row of each of a group");
 
-  // Behind the rings, where teams add up their scores; then, in a cluster, a place for the results
-  // of an item that this block merges, all columns or a piece, and a barrier that counts the bytes
-  // that the others send.
+  // Order in shared memory: the rings, buffers in which column warps sum their scores, in a cluster
+  // buffers for received results (all columns or a slice), and `State`.
   static constexpr int kept_floats = Config::kept_rows * record;
   static constexpr int kept_offset = rings_bytes + Team::bytes;
   static constexpr int state_offset = kept_offset + Config::cluster * kept_floats * 4;
 
-  // What all warps know of the part that they work on: in registers it would be in each thread's.
+  // State of the current partial tile, not kept in the registers of every thread. The barrier
+  // counts the bytes that other CTAs of a cluster send.
   struct alignas(16) State {
     unsigned long long results_barrier;
-    unsigned long long policy;  // of L2, for what is read
+    unsigned long long policy;  // L2 cache policy of KV loads
     Share share;
     Part part;
     bool has_part;
-    bool goes_on;  // behind the part
+    bool goes_on;  // whether the work range continues after `part`
     float scale_log2;
   };
   static_assert(state_offset + int(sizeof(State)) == Config::shared_memory, "as the host planned");
@@ -106,7 +106,7 @@ struct DecodeBlock {
   const Arguments& p;
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
-  const int used_keys;  // of the sequence of the lane's number
+  const int used_keys;  // seqused_k[lane], or 0
   State& state;
   const Part& part;
 
@@ -125,7 +125,7 @@ struct DecodeBlock {
     return ptx::shared_address(shared_floats()) + state_offset;
   }
 
-  // Asked for before all else: nothing can be found without them.
+  // Loads one sequence length per lane, before all else: the work range depends on the lengths.
   __device__ static int ask_for_keys(const Params& p) {
     const int lane = threadIdx.x % 32;
     int used = 0;
@@ -135,8 +135,8 @@ struct DecodeBlock {
     return used;
   }
 
-  // Finds the block's share and the keys of its first part: all loads wait for them. What else
-  // there is to find is left to find_others().
+  // Computes the work range of the CTA and the keys of its first partial tile, on which all loads
+  // depend. find_others() computes the rest later.
   __device__ void take_share() const {
     if (warp == 0) {
       Share share;
@@ -149,11 +149,11 @@ struct DecodeBlock {
         state.share = share;
       }
     }
-    // By a thread that has nothing else to do.
+    // An otherwise idle thread computes the scale.
     if (threadIdx.x == 32 % (32 * warps)) state.scale_log2 = exponent_scale<Config, float>(p);
     __syncthreads();
   }
-  // Goes on to the next part.
+  // Advances to the next partial tile of the work range.
   __device__ void find_next_part() const {
     if (threadIdx.x == 0) {
       Share share = state.share;
@@ -164,8 +164,8 @@ struct DecodeBlock {
     }
     __syncthreads();
   }
-  // What is left to find of the part is there behind the next barrier. One thread does it while the
-  // first keys are on their way.
+  // Fills in the members of `part` that describe the other partial tiles of its query tile. One
+  // thread calls this while the first keys are being loaded; the next barrier publishes the result.
   __device__ void find_others() const {
     Share share = state.share;
     const Shares<Config> shares(p, share, used_keys);
@@ -173,9 +173,9 @@ struct DecodeBlock {
     state.goes_on = shares.goes_on(part);
   }
 
-  // L2's, for keys and values, which are read once. Where they are few, they need not wait until
-  // what others wrote to L2 has left it: 2 of 26 us for 32 MiB. Where they are many the plain copy
-  // is the fastest: 476 us for 2 GiB on an H200, with a policy of evict_normal 566.
+  // Returns the L2 policy for K and V, which are read once. Small calls use evict_first, so that
+  // they need not wait until dirty lines leave L2 (24 instead of 26 us for 32 MiB). Large calls use
+  // no policy: 476 us for 2 GiB, instead of 566 us with evict_normal (H200).
   __device__ unsigned long long policy() const {
     if constexpr (Config::reads_little) {
       const unsigned long long evict_first = ptx::l2_evict_first_policy();
@@ -186,16 +186,16 @@ struct DecodeBlock {
     }
   }
 
-  // Not known before, where sequences may be long and are not.
+  // Chooses the L2 policy at run time, if sequences may be short or long. 0 means no policy.
   __device__ static unsigned long long policy_of(const Shares<Config>& shares) {
-    // Keys of all heads, 320 MiB with their values.
+    // 320 MiB of K and V of all heads, as a number of keys.
     constexpr int apart = Config::values_in_keys ? 0 : Config::head_dim_v;
     constexpr int key = (Config::head_dim + apart) * int(sizeof(Stored));
     constexpr int64 few = (int64(320) << 20) / key;
     return shares.keys_of_all() < few ? ptx::l2_evict_first_policy() : 0;
   }
 
-  // If there is one. The one before is still of use if not.
+  // Stores the next partial tile in `state.part`, which keeps the last one if there is none.
   __device__ void find_part(Shares<Config>& shares) const {
     Part next;
     state.has_part = shares.find(next);
@@ -208,8 +208,8 @@ struct DecodeBlock {
     state.part.end = next.end;
   }
 
-  // Has the page numbers come to L2 while the first warp finds the block's share: whose they are is
-  // not known yet, so all blocks together fetch the table, or as much of it as they can in one go.
+  // Prefetches the block table to L2 while warp 0 computes the work range. The pages of this CTA
+  // are not known yet, so all CTAs together prefetch the table, one cache line per thread.
   __device__ void prefetch_table() const {
     if (warp == 0) return;
     constexpr int line = 128 / sizeof(int);
@@ -224,7 +224,7 @@ struct DecodeBlock {
   __device__ int first_row() const { return part.row_tile * Br; }
   __device__ int tile_rows() const { return min(Br, part.sequence.seqlen_q * group - first_row()); }
 
-  // Which query of the sequence a row is, and of which of the group's heads.
+  // Returns the query index of a row within its sequence. head_of() returns its head in the group.
   __device__ int query_of(int row) const { return (first_row() + row) / group; }
   __device__ int head_of(int row) const { return (first_row() + row) % group; }
 
@@ -238,7 +238,7 @@ struct DecodeBlock {
   __device__ int visible_end(int row) const { return mask().visible_end(first_row() + row); }
   __device__ int visible_begin(int row) const { return mask().visible_begin(first_row() + row); }
 
-  // A row as modifications know it.
+  // Returns the coordinates of a row for modifications.
   __device__ ScoreRow score_row(int row) const {
     const Sequence& at = part.sequence;
     return {part.batch, part.head_kv * group + head_of(row), query_of(row), q_offset(), at.q_first,

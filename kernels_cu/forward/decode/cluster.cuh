@@ -1,29 +1,29 @@
-// How the blocks of a cluster merge an item that several of them have parts of.
+// Merging of partial results within a cluster whose CTAs have partial tiles of one query tile.
 //
-// Blocks take the keys in order: A, with the item's first part, has it as the last of its share,
-// and B, C, ... have theirs as the first of their own. They send their results to A, which merges.
-// An item that all blocks have parts of, each as the last of its share, is spread: every block
-// merges a piece of the columns (columns.cuh) and is sent that. Into one block alone, what seven
-// others have of 16 rows takes a microsecond.
+// CTAs take keys in order. CTA A has the first partial tile of the query tile as the last of its
+// work range. CTAs B, C, ... have theirs as the first of their ranges. They send their results to
+// A, which merges. A query tile is spread if all CTAs of the cluster have a partial tile of it,
+// each as the last of its range. Then every CTA merges one slice of the columns (columns.cuh) and
+// receives only that slice. To receive 16 rows from seven CTAs would take one CTA a microsecond.
 //
-//   a block that merges            its barrier              the others with parts of the item
+//   a CTA that merges              its mbarrier             the other CTAs of the query tile
 //   ---------------------------    ---------------------    ----------------------------------
-//   init its barrier           --> phase 0: 1 arrival       init their own barriers    announce()
+//   init its mbarrier          --> phase 0: 1 arrival       init their own mbarriers   announce()
 //   cluster_arrive                                          cluster_arrive
-//   ask for the first keys
+//   issue loads of first keys
 //   arrive, expect the bytes   --> 1 arrival, all bytes                             expect_sent()
-//   attend to its part                                      attend to their part
-//   cluster_wait  <------------- all barriers are there ------------->  cluster_wait       meet()
-//   own result to its kept place
-//                                  bytes are counted    <-- st_async results to their
-//                                                           kept places                    send()
+//   compute its partial tile                                compute their partial tiles
+//   cluster_wait  <----------- all mbarriers are initialized -------->  cluster_wait       meet()
+//   store own result in buffer
+//                                  bytes are counted    <-- st_async results to the
+//                                                           buffers of the merging CTA     send()
 //   wait for phase 0           <-- phase 0 ends                                   wait_for_sent()
-//   merge kept places 0, 1, ...
+//   merge buffers 0, 1, ...
 //
-// Bytes may come before they are expected: the phase does not end without the block's arrival. A
-// block merges columns of one item at most, that of its last part, so a barrier has no second
-// phase; and it may have sent for another, of its first part, before. Who merges none may end; who
-// does stays until all bytes are there.
+// Bytes may arrive before they are expected: the phase does not end without the CTA's own arrival.
+// A CTA merges at most one query tile, that of its last partial tile, so the mbarrier has one
+// phase. It may have sent the result of its first partial tile to another CTA before. A CTA that
+// merges nothing may exit early; a CTA that merges stays until all bytes have arrived.
 #pragma once
 
 #include "forward/decode/block.cuh"
@@ -41,8 +41,8 @@ struct DecodeCluster {
   const Block& block;
   bool has_met = !Block::in_cluster;
 
-  // Nothing may be sent to a block of the cluster before its barrier is there: one warp that has
-  // nothing else to do makes it and says so.
+  // Initializes the mbarrier of this CTA, so that other CTAs may send to it. An otherwise idle warp
+  // does so and arrives with release semantics.
   __device__ void announce() const {
     if (block.warp != Config::warps - 1) {
       ptx::cluster_arrive_relaxed();
@@ -56,14 +56,14 @@ struct DecodeCluster {
     ptx::cluster_arrive();
   }
 
-  // Once, as soon as there is something to wait for anyway.
+  // Waits until all mbarriers of the cluster are initialized. Only the first call waits.
   __device__ void meet() {
     if (!has_met) ptx::cluster_wait();
     has_met = true;
   }
 
-  // A chunk of a row of the part's result, to the block that merges it, and with the first of its
-  // chunks the row's state.
+  // Sends a chunk of a row of the partial result to the CTA that merges it. The first chunk of a
+  // slice comes with the state of the row.
   __device__ void send(const Part& part, int row, int chunk, const Vector<float, 4>& values,
                        const Vector<float, 4>& state) const {
     const Columns columns = Columns::of_chunk(part, chunk);
@@ -73,14 +73,14 @@ struct DecodeCluster {
     if (in_record == 0) send_to(part, columns.piece, kept + columns.state(), state);
   }
 
-  // Whether the part is the block's last, and of an item of which it merges columns.
+  // Returns whether this CTA merges columns of the current query tile.
   __device__ bool is_merged_here() const {
     const Part& part = block.part;
     return part.count > 1 && (part.number == 0 || part.is_spread) &&
            Columns::of_block(part, part.number).chunks_there() > 0;
   }
 
-  // One thread says what is to come, while keys are.
+  // Arrives at the mbarrier with the number of bytes to expect, while keys are being loaded.
   __device__ void expect_sent() const {
     if (!is_merged_here()) return;
     const Part& part = block.part;
@@ -88,13 +88,13 @@ struct DecodeCluster {
     const int bytes = block.tile_rows() * (chunks + 1) * 16;
     ptx::mbarrier_arrive_expect_tx(Block::results_barrier(), (part.count - 1) * bytes);
   }
-  // It is there on return.
+  // Waits until the results of the other CTAs have arrived.
   __device__ void wait_for_sent() const {
     ptx::mbarrier_wait_for_cluster(Block::results_barrier(), 0);
   }
 
  private:
-  // To the block that has part `number` of the item, at the same address.
+  // Sends `values` to the CTA with partial tile `number` of the query tile, at the same address.
   __device__ static void send_to(const Part& part, int number, float* kept,
                                  const Vector<float, 4>& values) {
     if (number == part.number) {

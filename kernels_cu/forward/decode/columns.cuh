@@ -1,9 +1,9 @@
-// Which columns of an item a block merges, in chunks of four. An item that all blocks of its
-// clusters have parts of is spread: each of them merges a piece of the columns, the same in every
-// cluster. Of other items one block of the cluster merges all columns.
+// Columns of a query tile that a CTA merges, in chunks of four. If all CTAs of its clusters have
+// partial tiles of it, the query tile is spread: each CTA merges one slice of the columns, the same
+// in every cluster. Otherwise, one CTA of the cluster merges all columns.
 //
-// Where several clusters have parts, those blocks that merge the same piece meet in device memory,
-// each piece by itself.
+// If several clusters have partial tiles, the CTAs that merge the same slice exchange their results
+// in global memory, independently of other slices.
 #pragma once
 
 #include "forward/decode/block.cuh"
@@ -19,24 +19,24 @@ struct MergedColumns {
   bool is_piece = false;
   int piece = 0;
 
-  // Of those that `number` merges, among the blocks with parts of the item.
+  // Returns the columns that the CTA with partial tile `number` of the query tile merges.
   __device__ static MergedColumns of_block(const Part& part, int number) {
     return part.is_spread ? MergedColumns{true, number} : MergedColumns{};
   }
-  // Of those with the chunk.
+  // Returns the columns of the CTA that merges `chunk`.
   __device__ static MergedColumns of_chunk(const Part& part, int chunk) {
     return of_block(part, chunk / piece_chunks);
   }
 
   __device__ int first_chunk() const { return is_piece ? piece * piece_chunks : 0; }
-  // Of a row, if the last piece were as large as the others; and those that it has.
+  // Number of chunks per row, where the last slice counts as full. chunks_there() is exact.
   __device__ int chunks() const { return is_piece ? piece_chunks : all_chunks; }
   __device__ int chunks_there() const {
     return is_piece ? max(0, min(piece_chunks, all_chunks - first_chunk())) : all_chunks;
   }
 
-  // Each thread has a chunk of a row and the same of every rows_at_once()-th behind it, or where a
-  // row has more chunks than there are threads, several.
+  // A thread merges one chunk of every rows_at_once()-th row. If a row has more chunks than the CTA
+  // has threads, a thread merges several chunks of the row.
   static constexpr int threads = 32 * Config::warps;
   __device__ int rows_at_once() const {
     return max(1, is_piece ? threads / piece_chunks : threads / all_chunks);
@@ -45,8 +45,8 @@ struct MergedColumns {
     return is_piece ? threadIdx.x / piece_chunks : threadIdx.x / all_chunks;
   }
 
-  // A record has these columns and then the state, and its place in device memory is behind those
-  // of the pieces before.
+  // state() is the offset of base and sum in a record, which follow the columns. In global memory,
+  // the records of a slice follow those of the slices before it.
   __device__ int state() const { return is_piece ? 4 * piece_chunks : Block::record_columns; }
   __device__ int record() const { return is_piece ? Block::piece_record : Block::record; }
   __device__ int first_record() const { return piece * Config::Br * Block::piece_record; }

@@ -1,5 +1,5 @@
-// The results of an item that meet in device memory: where they lie, who merges them, and how they
-// come to shared memory.
+// Exchange of partial results of a query tile in global memory: where they are stored, which CTA
+// merges them, and how they are copied to shared memory.
 #pragma once
 
 #include "forward/decode/block.cuh"
@@ -14,7 +14,7 @@ template <class Config>
 struct DecodeMemory {
   using Block = DecodeBlock<Config>;
   using Columns = MergedColumns<Config>;
-  // A whole result, or pieces of it.
+  // Number of floats for one result, whole or in slices.
   static constexpr int slot_floats =
       Config::Br * (Block::pieces * Block::piece_record > Block::record
                         ? Block::pieces * Block::piece_record
@@ -22,19 +22,19 @@ struct DecodeMemory {
 
   const Block& block;
 
-  // The place in the workspace of one of the item's results, or of a piece of it.
+  // Returns the workspace address of a result of the query tile, or of a slice of it.
   __device__ float* result(int number, const Columns& columns) const {
     return static_cast<float*>(block.p.workspace) +
            int64(block.part.slot_of(number)) * slot_floats + columns.first_record();
   }
 
-  // Each piece has its own: its blocks meet without the others.
+  // Returns the arrival counter of a merge group. Every slice has its own and is merged separately.
   __device__ int* counter(const Meeting& meeting, const Columns& columns) const {
     return block.p.counters + block.part.slot_of(meeting.counter()) * Block::pieces +
            columns.piece;
   }
 
-  // A counter takes as long to come as a tile of keys.
+  // Prefetches the counter, which takes as long to load as a KV tile.
   __device__ void prefetch_counter() const {
     const Part& part = block.part;
     if (part.results > 1) {
@@ -42,7 +42,7 @@ struct DecodeMemory {
     }
   }
 
-  // Whether all others of `count` have left their results. The counter is zero again then.
+  // Returns whether this CTA is the last of `count` to write its result. If so, clears the counter.
   __device__ bool is_last_to_arrive(const Meeting& meeting, int count,
                                     const Columns& columns) const {
     int* arrived = counter(meeting, columns);
@@ -55,8 +55,8 @@ struct DecodeMemory {
     return __syncthreads_or(is_last);
   }
 
-  // Brings the rows [first_row, first_row + rows) of a group's results to shared memory, around L1,
-  // which knows nothing of other SMs' writes.
+  // Copies the rows [first_row, first_row + rows) of a merge group's results to shared memory. The
+  // copies bypass L1, which is not coherent with the writes of other SMs.
   __device__ void gather(const Meeting& meeting, int count, int first_row, int rows,
                          const Columns& columns) const {
     const unsigned target = ptx::shared_address(Block::shared_floats());

@@ -1,6 +1,6 @@
-// Merging: of the warps' results, then, where an item has several parts, of the blocks'. None of it
-// runs often, and code is fetched from memory like anything else: no loop is unrolled further than
-// it takes to have several loads under way.
+// Merging of partial results: first those of the warps, then those of CTAs if a query tile has
+// several partial tiles. This code runs rarely, and code is fetched from memory, too. So loops are
+// unrolled only as far as needed to have several loads in flight.
 #pragma once
 
 #include "forward/decode/block.cuh"
@@ -31,10 +31,9 @@ struct DecodeMerge {
 
   static constexpr float lowest_base = -0x1.fffffep127f;
 
-  // Where a merged result goes.
   enum class To { output, cluster, memory };
 
-  // The warps' results, or the teams', in shared memory.
+  // Merges the partial results of the warps, or of groups of column warps, in shared memory.
   __device__ void merge_warps() const {
     const Part& part = block.part;
     const To to = part.is_whole() ? To::output : part.count == 1 ? To::memory : To::cluster;
@@ -45,7 +44,7 @@ struct DecodeMerge {
     if (part.count == 1) join(all);
   }
 
-  // In a cluster: what the other blocks with parts of the item have sent or will send.
+  // Merges the partial results that the other CTAs of the cluster send.
   __device__ void merge_sent() const {
     const Part& part = block.part;
     const Columns columns = Columns::of_block(part, part.number);
@@ -56,8 +55,8 @@ struct DecodeMerge {
     join(columns);
   }
 
-  // The cluster's result, or the block's, is in device memory. Of each group the last to arrive
-  // goes on with what it has merged.
+  // Merges results in global memory, where this CTA or its cluster has written one. The last CTA of
+  // a merge group to arrive merges the group and proceeds to the next level of the tree.
   __device__ void join(const Columns& columns) const {
     const Part& part = block.part;
 #pragma unroll 1
@@ -69,7 +68,7 @@ struct DecodeMerge {
     }
   }
 
-  // All rows, as many at a time as fit.
+  // Merges all rows of a merge group, as many at a time as fit in shared memory.
   __device__ void merge_group(const Meeting& meeting, int count, const Columns& columns) const {
     const To to = meeting.is_last(block.part.results) ? To::output : To::memory;
     const int all_rows = block.tile_rows();
@@ -80,18 +79,18 @@ struct DecodeMerge {
       memory.gather(meeting, count, first_row, rows, columns);
       merge<Meeting::fan>(Block::shared_floats(), rows * columns.record(), count, columns,
                           first_row, rows, to, meeting.first);
-      // All warps have left what the next rows take the place of.
+      // All warps have read these rows before the next ones overwrite them.
       __syncthreads();
     }
   }
 
-  // Merges the rows [first, first + rows) of at most Most results in shared memory, that begin
-  // result_floats apart, always in the same order. In device memory the merged one takes the place
-  // of result `target`.
+  // Merges the rows [first, first + rows) of at most `Most` results, always in the same order. The
+  // results are in shared memory, result_floats apart. In global memory, the merged result
+  // overwrites result `target`.
   template <int Most>
   __device__ void merge(const float* source, int result_floats, int results, const Columns& columns,
                         int first, int rows, To to, int target) const {
-    // In registers, before there is a store behind which it would be read again.
+    // A copy in registers: after a store, the compiler would read `block.part` again.
     const Part part = block.part;
     const int first_row = columns.first_row(), step = columns.rows_at_once();
     if (first_row >= step) return;
@@ -106,14 +105,15 @@ struct DecodeMerge {
     }
   }
 
-  // Four columns of a row. All loads are under way before one is needed.
+  // Merges four columns of a row. All loads are issued before the first one is used.
   template <int Most>
   __device__ void merge_chunk(const Part& part, const float* source, int result_floats,
                               int results, const Columns& columns, int row, int chunk, To to,
                               int target) const {
-    // The last stands in for those that are not there.
+    // Indices past the last result read it again; the loop below ignores them.
     const auto result = [&](int r) { return source + min(r, results - 1) * result_floats; };
-    // What saw no key has the base -infinity, and is 0. If none did the base is some number.
+    // A partial result over no visible key has base -inf and weight 0. If all are such, the base
+    // stays finite.
     float base = lowest_base;
 #pragma unroll
     for (int r = 0; r < Most; ++r) base = fmaxf(base, result(r)[columns.state()]);
@@ -157,7 +157,7 @@ struct DecodeMerge {
     return log_sum * Math::ln_2;
   }
 
-  // A chunk of a row of a result that others are merged with; with the first, the row's state.
+  // Writes a chunk of a row for further merging. The first chunk comes with the row's base and sum.
   __device__ void leave_partial(const Part& part, int row, int chunk,
                                 const Vector<float, 4>& values, const Vector<float, 4>& state,
                                 const Columns& columns, To to, int target) const {
@@ -189,7 +189,7 @@ struct DecodeMerge {
   }
 
   __device__ void write_log_sum_exp(int row, float lse) const {
-    // (batch, heads_q, seqlen_q), or (heads_q, total_q).
+    // lse has shape (batch, heads_q, seqlen_q) or, for packed queries, (heads_q, total_q).
     const Params& p = block.p;
     const Sequence& sequence = block.part.sequence;
     const bool is_packed = Config::sequences && block.p.cu_seqlens_q != nullptr;

@@ -1,5 +1,5 @@
-// The scales of a cache of 8 bits. Scores are multiplied by that of their key, probabilities, once
-// they have been summed up, by that of their value.
+// Scales of an 8-bit KV cache. A score is multiplied by the scale of its key. A probability is
+// added to the row sum and then multiplied by the scale of its value.
 #pragma once
 
 #include "grid/shares.cuh"
@@ -11,13 +11,13 @@
 #include "tile/fragments.cuh"
 #include "tile/powers.cuh"
 
-// Without data they are 1. cupy_flash/families/params.py declares the same struct.
+// A scale is 1 if its `data` is null. cupy_flash/families/params.py declares the same struct.
 struct QuantizedParams : Params {
-  Tensor k_scale;  // (caches or pages, rows, heads_kv), with strides of 0 where all have one
+  Tensor k_scale;  // (caches or pages, rows, heads_kv); axes that share one scale have stride 0
   Tensor v_scale;
 };
 
-// What a config names only where it is quantized.
+// Argument struct and element type of the cache. Config::CacheElement exists only if quantized.
 template <class Config, bool quantized = Config::quantized>
 struct CacheOf {
   using Arguments = Params;
@@ -31,8 +31,8 @@ struct CacheOf<Config, true> {
 
 #if __CUDA_ARCH__ >= 800
 
-// Of the keys of a part, or of their values: one that all of them have, or each its own, which come
-// to a stage behind the rows that they are of.
+// Scales of the keys, or of the values, of a partial tile. Either all keys have the same scale or,
+// `by_key`, each key has its own, which is copied to the ring stage after the rows of K and V.
 template <class Config, bool by_key>
 struct ScalesOfPart {
   static constexpr int Bc = Config::Bc;
@@ -56,8 +56,8 @@ struct ScalesOfPart {
     if constexpr (!by_key) of_all = *from;
   }
 
-  // Starts copying those of a tile; `page` is that of the tile or, where pages are shorter, of the
-  // lane's row.
+  // Starts copying the scales of a KV tile. `page` is the page of the tile or, if pages are shorter
+  // than a tile, the page of the lane's row.
   __device__ void start(unsigned target, int tile, int page, int seqlen_k) const {
     if constexpr (by_key) {
       const int lane = threadIdx.x % 32;
@@ -74,7 +74,7 @@ struct ScalesOfPart {
     }
   }
 
-  // Those of the keys that the lane has in accumulator fragments.
+  // Scales of the keys that a lane holds in accumulator fragments. take() loads them.
   using OfLane = float[Bc / 8][2];
   __device__ void take(OfLane& of_lane, unsigned stage) const {
 #pragma unroll
@@ -88,7 +88,7 @@ struct ScalesOfPart {
   }
 };
 
-// A warp's. Of 16-bit caches there are none.
+// Scales held by one warp. A 16-bit cache has no scales.
 template <class Config, bool quantized = Config::quantized>
 struct DecodeScales {
   static constexpr int bytes = 0;
@@ -110,8 +110,8 @@ struct DecodeScales<Config, true> {
 
   Keys keys;
   Values values;
-  // A probability times a scale is rounded to float16, which has no small numbers: a row has it in
-  // units of a power of two, which grows with the largest that came.
+  // A probability times a scale is rounded to float16, which cannot represent small numbers. So
+  // each row stores it in units of a power of two, which grows with the largest product so far.
   float units[row_tiles][2];
 
   __device__ explicit DecodeScales(const QuantizedParams& p) : keys(p.k_scale), values(p.v_scale) {}
@@ -130,7 +130,7 @@ struct DecodeScales<Config, true> {
     values.start(target + Keys::bytes, tile, page, seqlen_k);
   }
 
-  // Scores, by the factors of their rows and the scales of their keys.
+  // Multiplies scores by the factors of their rows and the scales of their keys.
   __device__ void multiply(Scores& scores, const float (&of_rows)[row_tiles][2],
                            unsigned stage) const {
     typename Keys::OfLane factors;
@@ -145,8 +145,8 @@ struct DecodeScales<Config, true> {
     }
   }
 
-  // Probabilities, which have been summed up, by the scales of their values, in the rows' units.
-  // `out` has been summed up in the units so far. A scale that all keys have is the output's.
+  // Multiplies probabilities by the scales of their values and expresses them in the units of their
+  // rows. Rescales `out` if a unit grows. left() applies a scale that all keys have in common.
   template <int column_tiles>
   __device__ void multiply_probabilities(Scores& p, unsigned stage,
                                          float (&out)[row_tiles][column_tiles][4]) {
@@ -178,8 +178,8 @@ struct DecodeScales<Config, true> {
     }
   }
 
-  // What a warp leaves of a row: the output times its unit or its scale. Where those are so large
-  // that it might not fit a float, it and its sum are lowered, and the base raised as much.
+  // Factors for the partial result of a row: the output is multiplied by its unit or its scale. If
+  // that could overflow a float, output and sum are scaled down, and the base is raised by as much.
   struct Left {
     float factor;
     float raise;
@@ -192,7 +192,7 @@ struct DecodeScales<Config, true> {
   }
 
  private:
-  // Not before a number is twice as large as the unit; `row` is the lane's part of the output's.
+  // Increases the unit of a row if `largest` is at least twice as large. Rescales the output row.
   template <int column_tiles>
   __device__ static void grow(float& unit, float largest, float* row) {
     if (largest >= 2 * unit && largest < SoftmaxMath<float>::infinity()) {

@@ -1,17 +1,17 @@
-// How a team of warps adds up its scores. Each has a part of the columns of the same keys in a ring
-// of its own, and multiplies its queries with them: the sum of what all have is the scores. All
-// take the sums in the same order, and so have the same bits from then on: maxima, probabilities
-// and sums. Each multiplies those with its own columns of the values.
+// Sum of scores over column warps, which process the same keys, each with a slice of the columns in
+// a ring of its own. A warp multiplies its slices of Q and K; the sum over the warps is S. All
+// warps add in the same order, so they have bitwise equal scores, maxima, probabilities and row
+// sums. Each then multiplies P by its own columns of V.
 //
-//   warp 0                        places            warp 1, ...
+//   warp 0                        buffers           warp 1, ...
 //   --------------------------    ---------------   --------------------------
-//   scores of tile t          --> turn t % 2    <-- scores of tile t
-//   barrier  <------------- all are there ------------->  barrier
-//   sums                      <-- turn t % 2    --> sums
-//   scores of tile t + 1      --> other turn    <-- scores of tile t + 1
-//   barrier  <------------- and all have read tile t's -->  barrier
+//   scores of tile t          --> buffer t % 2  <-- scores of tile t
+//   barrier  <------------- all have written ---------->  barrier
+//   sums                      <-- buffer t % 2  --> sums
+//   scores of tile t + 1      --> other buffer  <-- scores of tile t + 1
+//   barrier  <------ all have written, and read tile t ------>  barrier
 //
-// A turn's places are written again two tiles on, behind the barrier between.
+// A buffer is written again two tiles later, after the barrier in between.
 #pragma once
 
 #include "ptx/barrier.cuh"
@@ -31,14 +31,14 @@ struct DecodeTeam {
   static constexpr int bytes = teams * team_bytes;
 
   const unsigned places;
-  int turn = 0;  // in bytes
+  int turn = 0;  // offset of the current buffer, in bytes
 
   __device__ explicit DecodeTeam(unsigned shared) : places(shared + number() * team_bytes) {}
 
   __device__ static int number() { return threadIdx.x / 32 / size; }
   __device__ static int member() { return threadIdx.x / 32 % size; }
 
-  // Until all of the team are here.
+  // Waits for all warps that process the same keys.
   __device__ static void meet() {
     if constexpr (size == 1) {
       __syncwarp();
@@ -47,7 +47,7 @@ struct DecodeTeam {
     }
   }
 
-  // Of fragments, each lane has its own.
+  // Replaces partial scores by their sum over the column warps. Lanes read only their own elements.
   template <int row_tiles, int key_tiles>
   __device__ void add_up(float (&scores)[row_tiles][key_tiles][4]) {
     if constexpr (size > 1) {

@@ -1,6 +1,6 @@
-// A warp of a thread block of the decode kernel: it streams tiles of keys through a ring of its
-// own, waits for nobody, and leaves a partial result. Of wide heads a team of warps does so
-// together: each has a part of the columns, and only their scores meet (decode/team.cuh).
+// A warp of the decode kernel. It streams KV tiles through a ring of its own and writes a partial
+// result, independently of other warps. If a head is wide, several column warps process the same
+// keys, each with a slice of the columns, and exchange only scores (decode/team.cuh).
 #pragma once
 
 #include "forward/decode/block.cuh"
@@ -42,11 +42,11 @@ struct DecodeWarp : DecodeBlock<Config> {
   using Block::warp;
 
   const unsigned ring;
-  Head head;  // of all parts, where the grid has an axis for it
+  Head head;  // KV head of all partial tiles, if it is a grid axis
   float scale_log2 = 0;
 
   Products products;
-  typename Products::Scores scores;  // and then the probabilities
+  typename Products::Scores scores;  // S, later P
   typename Products::Output out;
   Softmax softmax;
   DecodeScales<Config> scales;
@@ -58,14 +58,14 @@ struct DecodeWarp : DecodeBlock<Config> {
         head(params, Config::balanced ? blockIdx.y : 0),
         scales(params),
         team(ptx::shared_address(Block::shared_floats()) + Block::rings_bytes) {
-    // While the first warp finds the block's share.
+    // `here` makes the compiler compute the addresses now, while warp 0 computes the work range.
     if constexpr (Config::balanced) {
       head.keys = ptx::here(head.keys);
       head.values = ptx::here(head.values);
     }
   }
 
-  // Calls while_loading() once, when the first keys are asked for.
+  // Computes the partial result of this warp. Calls while_loading() after issuing the first loads.
   template <class WhileLoading>
   __device__ void attend(WhileLoading while_loading) {
     const int last_seen = visible_end(tile_rows() - 1);
@@ -76,19 +76,19 @@ struct DecodeWarp : DecodeBlock<Config> {
     scales.begin(part);
     softmax.reset();
     const int seen_by_all = visible_end(0);
-    // Those before are hidden from some row by its window.
+    // The window masks keys before `seen_from` for some rows.
     const int seen_from = Config::window_left ? visible_begin(tile_rows() - 1) : 0;
-    // Loads go last_stage tiles ahead. One loop does both, so that the code, which is fetched from
-    // memory too, is there once.
+    // Loads run last_stage tiles ahead. One loop both fills the pipeline and computes, so that its
+    // code is fetched from memory only once.
     int load_stage = 0;
     int tile = first - last_stage * teams;
     do {
       const bool visits = tile >= first;
       const int stage = load_stage == last_stage ? 0 : load_stage + 1;
       if (visits) ptx::cp_async_wait_group<stages - 2>();
-      // All lanes' copies have landed, and all have left the stage that the next load takes.
+      // All lanes' copies have landed, and the stage that the next load overwrites has been read.
       __syncwarp();
-      // The queries came with the first tile.
+      // Q arrived with the first KV tile.
       if (tile == first) {
         products.queries.keep(ring + last_stage * stage_bytes);
         __syncwarp();
@@ -118,7 +118,7 @@ struct DecodeWarp : DecodeBlock<Config> {
     ptx::cp_async_wait_group<0>();
   }
 
-  // Through a stage of the warp's ring, which is not needed yet. All warps have the same.
+  // Starts copying Q to a stage of the ring that is not needed yet. Each warp loads all query rows.
   __device__ void start_queries(unsigned target) const {
     using Columns = typename Rows::KeyColumns;
     using Copy =
@@ -129,7 +129,7 @@ struct DecodeWarp : DecodeBlock<Config> {
         q.head<const Element>(part.sequence.q_batch, part.head_kv * Block::group) +
         part.sequence.q_first * q.row_stride + member * Columns::padded;
     const int inside = tile_rows();
-    // Each lane knows the place of one row.
+    // Each lane computes the offset of one row.
     const int64 place =
         this->query_of(lane) * q.row_stride + this->head_of(lane) * q.head_stride;
     const AskedRows rows = {[&](int row, bool& is_there) {
@@ -194,11 +194,11 @@ struct DecodeWarp : DecodeBlock<Config> {
     }
   }
 
-  // Writes the warp's result to shared memory, in the place of its ring; of a team, of their rings.
+  // Writes the partial result to shared memory, over the ring of this warp or of its column warps.
   __device__ void leave_result() {
     softmax.add_lanes();
     float* result = Block::shared_floats() + warp / Team::size * (Block::team_bytes / 4);
-    // All lanes have left the ring, or the rings.
+    // Waits until all lanes, or all column warps, have finished reading their rings.
     Team::meet();
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
@@ -210,7 +210,7 @@ struct DecodeWarp : DecodeBlock<Config> {
         float* record = result + row * Block::record;
         float* target = record + warp % Team::size * columns;
         const float base = state.base(scale_log2);
-        // What has no base or saw nothing has no say, whatever its columns are.
+        // A row with base -inf or without a visible key has weight 0, whatever its columns hold.
         const bool counts = !state.saw_nothing() && base > -SoftmaxMath<float>::infinity();
         if (!counts) {
 #pragma unroll
@@ -235,7 +235,7 @@ struct DecodeWarp : DecodeBlock<Config> {
     }
   }
 
-  // The row of the tile that the accumulators' upper (0) or lower (1) half holds in row tile i.
+  // Returns the tile row of the upper (0) or lower (1) accumulator half in row tile i.
   __device__ int row_of(int i, int half) const { return 16 * i + 8 * half + lane / 4; }
 };
 

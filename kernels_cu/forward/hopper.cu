@@ -1,13 +1,13 @@
-// Fused attention forward for float16, bfloat16 and float32 on Hopper (sm_90a): FlashAttention-3
-// (Shah et al. 2024) with the blocks of all query tiles in one stream.
+// Fused attention forward on Hopper (sm_90a) for float16, bfloat16, float32 and float8:
+// FlashAttention-3 (Shah et al. 2024), with one software pipeline over all query tiles of a CTA.
 //
-// One warpgroup is the producer, of which one thread loads; one to three others are the consumers,
-// which multiply.
+// One thread of the producer warpgroup issues the TMA loads. One to three consumer warpgroups
+// compute the matrix products and the softmax.
 //
-// Sequences that are packed or in a cache are the same stream. A second warp beside the producer
-// then finds their query tiles, a third clears the rows after their last values, and a fourth
-// clears the rows of the output that belong to no sequence. A kernel of its own splits float32 into
-// pieces, and another transposes the values of float8.
+// Variable-length batches (packed sequences and KV caches) use the same pipeline and all warps of
+// the producer warpgroup. Warp 1 fetches work tiles, warp 2 zeroes rows of V past the end of a
+// sequence, and warp 3 clears output rows that belong to no sequence. Separate kernels split
+// float32 into components and transpose V of float8.
 #pragma once
 
 #include "forward/hopper/consumer.cuh"
@@ -25,7 +25,7 @@
 
 #if __CUDA_ARCH__ == 900
 
-// One thread block, before the others start: in what order the sequences come.
+// Sorts the sequences for the tile scheduler. Runs as one CTA before the attention kernel.
 template <class Config>
 __device__ void hopper_prepare(const Params& params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
@@ -33,9 +33,9 @@ __device__ void hopper_prepare(const Params& params) {
       params, reinterpret_cast<int*>(shared_memory));
 }
 
-// Called by one warp of each thread block, in kernels where `Ranks` thread blocks split the columns
-// of a query tile. A spare warp of the producer warpgroup runs this next to the consumers. In pairs
-// of thread blocks that makes consumers spill, so a consumer warp runs it at its end.
+// Clears output rows that belong to no sequence. Called by one warp of each CTA, in kernels where
+// `Ranks` CTAs split head_dim. A spare warp of the producer warpgroup runs this in parallel to the
+// consumers. In CTA pairs that makes consumers spill, so a consumer warp runs it at its end.
 template <class Config, int Ranks>
 __device__ void clear_unowned_rows(const Params& params) {
   using Cta = HopperCta<Config>;
@@ -48,7 +48,7 @@ __device__ void clear_unowned_rows(const Params& params) {
 template <class Config>
 __device__ void hopper_forward(const TensorMaps& maps, const Params& params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
-  // By a shuffle, so that the compiler knows a warp is of one mind.
+  // The shuffle tells the compiler that the value is uniform within a warp.
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   const HopperCta<Config> cta = {params, maps, ptx::shared_address(shared_memory)};
   if (threadIdx.x == 0) {
@@ -58,7 +58,7 @@ __device__ void hopper_forward(const TensorMaps& maps, const Params& params) {
     ptx::prefetch_tensormap(&maps.v);
   }
   if constexpr (HopperCta<Config>::ranks > 1) {
-    // Nothing may be sent to a block whose barriers are not there yet.
+    // Nothing may be sent to a CTA before its barriers are initialized.
     ptx::cluster_arrive();
     ptx::cluster_wait();
   } else {

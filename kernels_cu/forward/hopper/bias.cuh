@@ -1,4 +1,4 @@
-// A bias that the copy engine brings beside the keys: a lane's part of a block, in registers.
+// Bias that TMA loads in addition to the keys: a lane's elements of one KV tile, in registers.
 #pragma once
 
 #include "forward/hopper/cta.cuh"
@@ -20,10 +20,10 @@ struct HopperBias<Config, true> {
   using Tile = typename Cta::BiasTile;
   static constexpr int steps = Config::Bc / 16;
 
-  // Of 16 columns: the first eight of the upper row and of the lower, then the others.
+  // Per 16 columns: the first eight of the upper and of the lower row, then the last eight of both.
   unsigned pairs[steps][4];
 
-  // Takes it from the ring, whose place is free then.
+  // Reads the bias of a KV tile from its stage and releases the stage.
   __device__ HopperBias(const Cta& cta, int consumer, RingPosition<Config::bias_stages>& ring) {
     ptx::mbarrier_wait(cta.bias_full(ring.slot), ring.parity);
     const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16;
@@ -33,14 +33,14 @@ struct HopperBias<Config, true> {
     for (int step = 0; step < steps; ++step) {
       ptx::ldmatrix_x4(pairs[step], line + Tile::chunk_offset(row, 2 * step, threadIdx.x / 16 % 2));
     }
-    // Else the copy engine may write what comes next before this has been read: with the tensor
-    // cores' reads in its way it waits for hundreds of cycles, and who says that it left does not.
+    // Without this fence, TMA may overwrite the stage before ldmatrix has read it. wgmma traffic
+    // can delay those reads by hundreds of cycles, and the mbarrier arrival does not wait for them.
     ptx::fence_proxy_async();
     Cta::leave(cta.bias_empty(ring.slot));
     ring.advance();
   }
 
-  // Of one of a lane's two rows.
+  // Bias of one of the lane's two rows.
   struct Row {
     const HopperBias& of;
     const int half;

@@ -1,9 +1,8 @@
-// A consumer of the Hopper kernel: a warpgroup that owns 64 query rows of a tile and multiplies
-// with wgmma, S, P and O in registers. It starts two products at once, the scores of the next block
-// of keys and the output of this one, and takes the softmax of the former while the tensor cores
-// work on the latter or, where registers do not allow that, for other consumers. The next block may
-// be the first of another query tile, so that the tensor cores do not run dry between query tiles
-// either.
+// A consumer of the Hopper kernel: a warpgroup that owns 64 rows of a query tile and computes S, P
+// and O in registers with wgmma. It issues two GEMMs together: S of the next KV tile and O of the
+// current one. It computes the softmax of the next KV tile while the tensor cores compute O or, if
+// registers do not allow that, while they work for other consumers. The next KV tile may belong to
+// another query tile, so that the tensor cores stay busy between query tiles, too.
 #pragma once
 
 #include "forward/hopper/bias.cuh"
@@ -19,7 +18,7 @@
 
 #if __CUDA_ARCH__ == 900
 
-// With values transposed as of float8 (float8_consumer.cuh).
+// `Transposed` selects the specialization for float8 (float8_consumer.cuh), whose V is transposed.
 template <class Config, bool Transposed = HopperCta<Config>::transposes_values>
 struct HopperConsumer {
   using Cta = HopperCta<Config>;
@@ -31,30 +30,30 @@ struct HopperConsumer {
   static constexpr int consumers = Cta::consumers;
 
   static_assert(!Config::turns || consumers > 1, "turns need another to take them with");
-  // Consumers take turns at starting products, so that one's softmax falls under another's
-  // products. Where the softmax is longer than both products, of bounded scores, they take them at
-  // the first half of it instead: one takes tanh while another takes exponentials. With a cap of 50
-  // that is 3% faster at head_dim 64 and 128; without tanh, turns at the softmax are 3 to 20%
-  // slower.
+  // Ping-pong scheduling: named barriers order the consumers, so that the softmax of one overlaps
+  // the GEMMs of another. With bounded scores, the softmax takes longer than both GEMMs, and the
+  // barriers order its first half instead: one consumer computes tanh while another computes
+  // exponentials. With a softcap of 50 that is 3% faster at head_dim 64 and 128; without tanh it is
+  // 3 to 20% slower.
   static constexpr bool softmax_turns = Config::turns && Config::bounded && !Config::noted;
   static constexpr bool product_turns = Config::turns && !softmax_turns;
 
   const Cta& cta;
-  const int consumer;  // which of the consumers this is
+  const int consumer;  // index of this consumer
 
   Products products;
   Softmax softmax;
   HopperPair<Config> pair;
-  int visit = 0;  // index in the ring of visits
+  int visit = 0;  // index in the ring of work tiles
 
-  // The query tile. What can be had again from these takes no register in the loop.
-  int first_row;              // of this consumer's, among the head's
-  int full_end;               // where Config::sequences, the first block that needs a mask
-  int block;                  // of keys, whose scores were computed last
-  int begin;                  // the last block that the tile visits
-  typename Cta::Note note;    // of the block, where Config::noted
-  int shown_slot = -1;        // in the ring of pairs, where Config::mapped
-  typename Cta::Shown shown;  // of the block, where a block map keeps its pairs
+  // State of the query tile. Values that are cheap to recompute are not kept, to save registers.
+  int first_row;              // first query row of this consumer
+  int full_end;               // first KV tile that needs a mask, if Config::sequences
+  int block;                  // KV tile whose scores were computed last
+  int begin;                  // last KV tile of the query tile, in processing order
+  typename Cta::Note note;    // `Note` of the KV tile, if Config::noted
+  int shown_slot = -1;        // index in the ring of visible pairs, if Config::mapped
+  typename Cta::Shown shown;  // visible pairs of the KV tile, if the block mask stores them
   RingPosition<Config::bias_stages> bias_ring;
 
   __device__ HopperConsumer(const Cta& cta, int consumer)
@@ -73,7 +72,7 @@ struct HopperConsumer {
     }
   }
 
-  // Every block of the stream.
+  // Processes every KV tile of the CTA's work tiles.
   __device__ void consume_all() {
     if (!enter_tile()) return;
     if (Config::turns && consumer == consumers - 1) pass_turn();
@@ -86,7 +85,7 @@ struct HopperConsumer {
     take_softmax(rescale);
     products.take_probabilities();
 
-    bool accumulate = false;  // whether O holds earlier blocks of the query tile
+    bool accumulate = false;  // whether O holds earlier KV tiles of the query tile
     while (true) {
       const bool tile_ends = block == begin;
       if (tile_ends) {
@@ -108,12 +107,12 @@ struct HopperConsumer {
     products.await_output();
     results().write_output(normalizer, is_special);
     pair.finish();
-    // The last consumer has passed its last turn on, too.
+    // Waits for the last arrival of the last consumer, so that no barrier is left half complete.
     if (softmax_turns && consumer == 0) take_turn();
   }
 
-  // The scores of `block` and the output of the one before it, which was the last of its query tile
-  // if `tile_ends`.
+  // Issues S of KV tile `block` and O of the KV tile before it. `tile_ends` says that the latter
+  // was the last one of its query tile.
   __device__ void multiply_both(bool tile_ends, bool accumulate, float (&rescale)[2]) {
     if (product_turns) take_turn();
     products.start_scores();
@@ -126,8 +125,8 @@ struct HopperConsumer {
     products.leave_scores(2, tile_ends, !Config::noted && block == begin);
     const SoftmaxRow finished[2] = {softmax.rows[0], softmax.rows[1]};
     if (tile_ends) softmax.reset();
-    // Slots that hold keys and values are few, and whoever waits for the other block can as well
-    // wait for the output and leave one.
+    // Stages that hold both K and V are few. While it waits for the peer CTA, a consumer can wait
+    // for O, too, and release a stage.
     constexpr bool leaves_early = Cta::values_in_keys && !Config::overlaps_output;
     prepare_scores([&] {
       if (leaves_early) products.await_output(true);
@@ -147,12 +146,12 @@ struct HopperConsumer {
     }
   }
 
-  // The blocks of the stream that are this consumer's, and over those that are not: the tensor
-  // cores are the others' then. Turns are taken at every block, so that all take as many. Of a
-  // consumer without the second block:
+  // Processes the KV tiles that this consumer needs. At other KV tiles, the tensor cores serve
+  // other consumers; this one still passes the ping-pong barriers, so that all consumers pass them
+  // equally often. Example of a consumer that skips KV tile 1:
   //
   //   ring       K0    K1 V0    K2 V1    K3 V2    end V3
-  //   started    S0    O0       S2       S3 O2    O3
+  //   issued     S0    O0       S2       S3 O2    O3
   __device__ void consume_own() {
     if (Config::turns && consumer == consumers - 1) pass_turn();
     visit = -1;
@@ -207,8 +206,8 @@ struct HopperConsumer {
     }
   }
 
-  // Waits for the next block of the stream. Queries of a tile that ends there are left at once: who
-  // waits for the next tile's may be the one whose turn comes first.
+  // Waits for the next KV tile. If it begins another query tile, the old queries are released at
+  // once: the consumer that waits for new queries may be the first in the ping-pong order.
   __device__ void take_note() {
     products.await_slot();
     note = *cta.note(products.ring.slot);
@@ -217,7 +216,7 @@ struct HopperConsumer {
     if (!Products::keeps_all_queries && note.begins_tile() && visit >= 0) products.leave_queries();
   }
 
-  // Where the stream comes to another query tile, or to its end: leaves that of which O holds some.
+  // Writes the output of a query tile, if O holds one, where the next tile begins or the work ends.
   __device__ void change_tile(bool& accumulate) {
     if (!note.begins_tile() && !note.is_end()) return;
     if (accumulate) {
@@ -231,15 +230,15 @@ struct HopperConsumer {
     if (!note.is_end()) visit = Cta::next_visit(visit);
   }
 
-  // Nobody waits for the last turn of the last.
+  // Lets the next consumer proceed. No consumer waits for the last arrival of the last consumer.
   __device__ void end_turn() const {
     if (Config::turns && !(note.is_end() && consumer == consumers - 1)) pass_turn();
   }
 
-  // Of the query tile before the one that was entered last.
+  // Returns the epilogue of the query tile before the one that was entered last.
   __device__ HopperResults<Config> results() { return {cta, products, visit}; }
 
-  // Waits for the next query tile; false after the last.
+  // Waits for the next query tile. Returns false after the last one.
   __device__ bool enter_tile() {
     products.await_queries();
     const Visit& next = *cta.visit(visit);
@@ -259,21 +258,21 @@ struct HopperConsumer {
   __device__ void take_turn() const { ptx::bar_sync(1 + consumer, 256); }
   __device__ void pass_turn() const { ptx::bar_arrive(1 + (consumer + 1) % consumers, 256); }
 
-  // Turns the block's scores into probabilities. Returns whether any row of the warp got a new
-  // base, so that what was summed up before is to be multiplied by `rescale`.
+  // Converts the scores of the KV tile to probabilities. Returns whether the base of any row of the
+  // warp changed, so that O must be multiplied by `rescale`.
   __device__ bool take_softmax(float (&rescale)[2]) {
     prepare_scores([] {});
     return softmax.exponentiate(products.scores, products.next_probabilities, rescale);
   }
 
-  // Completes, changes and masks the block's scores.
+  // Completes the scores of the KV tile: adds those of the peer CTA, modifies them and masks them.
   template <class Meanwhile>
   __device__ void prepare_scores(Meanwhile meanwhile) {
     pair.complete(products.scores, meanwhile);
     Softmax::apply_factor(products.scores);
     modify_scores();
     if constexpr (softmax_turns) {
-      // Not before what the turn is for.
+      // The pin keeps the modification of the scores before the arrival.
       ptx::pin(products.scores);
       pass_turn();
     }
@@ -283,13 +282,13 @@ struct HopperConsumer {
     }
   }
 
-  // Of the current tile's, the first with keys that a row of this consumer does not see.
+  // Returns the first KV tile in which the mask hides keys from a row of this consumer.
   __device__ int first_masked_block() const {
     return Config::sequences ? full_end
                              : Mask<Config>(cta.p, batch()).template full_tiles<Bc>(first_row);
   }
 
-  // The first of which a window hides no key from any of this consumer's rows.
+  // Returns the first KV tile in which the window masks no key for any row of this consumer.
   __device__ int first_full_block() const {
     const Visit& current = *cta.visit(visit);
     const int last = products.first_row_of(current.work) + 63;
@@ -306,7 +305,7 @@ struct HopperConsumer {
     });
   }
 
-  // Of the current tile; asked for where the mask depends on it.
+  // Returns the batch index of the query tile if the mask depends on it, otherwise 0.
   __device__ int batch() const {
     return Config::prefix || Config::offsets ? cta.visit(visit)->work.batch : 0;
   }
@@ -337,12 +336,12 @@ struct HopperConsumer {
     }
   }
 
-  // What came with the keys, before these are left.
+  // Loads the visible pairs that arrived with K, before the stage of K is released.
   __device__ void take_shown_pairs() {
     if constexpr (Config::mapped) {
       if (note.slot(consumer)) {
         shown = cta.shown(shown_slot, consumer);
-        // As `HopperBias` does.
+        // TMA must not overwrite the pairs before they are read, see `HopperBias`.
         ptx::fence_proxy_async();
       }
     }

@@ -1,5 +1,5 @@
-// What the warps of a thread block of the Hopper kernel share: rings of tiles in shared memory with
-// their barriers, the query tiles that are under way, and where results go.
+// State that the warps of a CTA of the Hopper kernel share: rings of tiles in shared memory with
+// their barriers, the work tiles in flight, and the addresses of results.
 #pragma once
 
 #include "forward/hopper/float8.cuh"
@@ -22,12 +22,12 @@ struct TensorMaps {
   TensorMap v;
 };
 
-// Of units whose bias the copy engine brings.
+// Tensor maps of kernels that load a bias by TMA.
 struct BiasedTensorMaps : TensorMaps {
   TensorMap bias;
 };
 
-// Of latent attention, for the columns that are no values.
+// Tensor maps of MLA kernels; `q_rest` and `k_rest` cover the columns after the first head_dim_v.
 struct LatentTensorMaps : TensorMaps {
   TensorMap q_rest;
   TensorMap k_rest;
@@ -35,7 +35,7 @@ struct LatentTensorMaps : TensorMaps {
 
 #if __CUDA_ARCH__ == 900
 
-// Of a head's columns, those that each of its blocks has; the last may have fewer.
+// Returns how many columns of a head each of its `ranks` CTAs has. The last CTA may have fewer.
 __host__ __device__ constexpr int hopper_columns(int dim, int ranks) {
   return ranks == 1 ? dim : round_up(ceil_div(dim, ranks), 16);
 }
@@ -46,14 +46,14 @@ struct HopperCta {
   static constexpr int Br = Config::Br;
   static constexpr int Bc = Config::Bc;
   static constexpr int consumers = Br / 64;
-  // Of each tile there are so many, one behind the other.
+  // Number of component tiles stored consecutively for each tile: 3 for float32, otherwise 1.
   static constexpr int pieces = HopperOperand<Element>::pieces;
-  // Of wide heads two blocks have half of the columns each (`pair.cuh`).
+  // Number of CTAs that split head_dim (`pair.cuh`): 2 for heads wider than 256, otherwise 1.
   static constexpr int ranks = Config::head_dim > 256 || Config::head_dim_v > 256 ? 2 : 1;
   static constexpr int columns = hopper_columns(Config::head_dim, ranks);
   static constexpr int columns_v = hopper_columns(Config::head_dim_v, ranks);
-  // Latent attention: values are the first columns of their keys, and a slot holds both. Of the
-  // columns that are no values each block has a half, too.
+  // MLA: V is a prefix of K's columns, and one stage holds both. Each CTA also has half of the
+  // columns of K that are not in V.
   static constexpr bool values_in_keys = Config::values_in_keys;
   static constexpr int columns_rest = values_in_keys ? columns - columns_v : 0;
   using Output = typename HopperOutput<Element>::type;
@@ -83,21 +83,21 @@ struct HopperCta {
       "of float32 and float8 there are only batches of equal lengths, whole and without more");
 
   using Visit = HopperVisit<Config>;
-  // A visit is read again when its output is written: then the queries of the visit after it, if
-  // that has only one block of keys, may already have made place for others. Where visits are to be
-  // found, two are written ahead, one of which the producer knows of.
+  // Entries in the ring of work tiles. A work tile is read again when its output is written. If the
+  // next one has a single KV tile, its query stage may be reloaded before that. In variable-length
+  // batches, the scheduler warp is two work tiles ahead, of which the producer knows one.
   static constexpr int visits = Config::q_stages + 2 + 2 * Config::sequences;
 
-  // The values of a sequence's last keys are followed by what belongs to others.
+  // V tile with the last keys of a sequence. The rows after them belong to other sequences.
   struct Tail {
-    int slot;  // of the ring; -1 after the last
-    int rows;  // that are the sequence's
+    int slot;  // stage in the ring; -1 after the last tail
+    int rows;  // number of rows that belong to the sequence
   };
-  // Each slot may hold one, and there is the end.
+  // Entries in the ring of tails: one per stage, and the end marker.
   static constexpr int tails = Config::sequences ? Config::stages + 1 : 0;
 
-  // What the producer says of the block whose keys are in a slot, where not every block is every
-  // consumer's.
+  // Which consumers need a KV tile, and whether they must mask it, if consumers skip tiles. The
+  // producer publishes one `Note` per stage of K.
   struct Note {
     int block;
     unsigned bits;
@@ -105,8 +105,9 @@ struct HopperCta {
     static constexpr unsigned everyone = (1u << consumers) - 1;
     static constexpr unsigned first = 1 << 30, end = 1u << 31;
     static_assert(BlockMap::most_slots < 256, "a slot takes eight bits");
-    // What is said to a consumer: whether the block is its own, whether no mask hides a pair, and
-    // where the block map keeps its pairs, from 1 on; 0 for nowhere.
+    // Returns the bits for one consumer: whether it needs the KV tile, whether the block mask
+    // leaves all its pairs visible, and the slot of the visible pairs, counted from 1 (0 if not
+    // stored).
     __device__ static unsigned bits_of(int consumer, bool is_own, bool is_full, unsigned slot) {
       return (unsigned(is_own) | unsigned(is_full) << 3) << consumer | slot << (6 + 8 * consumer);
     }
@@ -123,21 +124,20 @@ struct HopperCta {
   };
   static constexpr int notes = Config::noted ? Config::stages : 0;
 
-  // Of a block of keys that a mask hides in part, the pairs that it shows, each consumer's. They
-  // come with the keys and are taken before these are left. In the ring of tiles keys and values
-  // take turns: when there is place in it for keys again, those half as many and one before have
-  // been left.
+  // Visible pairs of a partially masked KV tile, for each consumer. They arrive with K and are read
+  // before the stage of K is released. K and V alternate in the ring of tiles, so stages / 2 + 1
+  // entries suffice: when a stage is free for K, the K of so many KV tiles ago has been released.
   using Shown = ShownPairs<Bc <= 128 ? 1 : 2>;
   static constexpr int shown_bytes = Shown::threads * int(sizeof(Shown));
   static constexpr int shown_slots = Config::mapped ? Config::stages / 2 + 1 : 0;
 
-  // Of each consumer's warp, what the other block of a pair sends. Latent attention has one buffer:
-  // with two of them there are two slots for 64 keys instead of three.
+  // Receive buffers of each consumer warp for the scores of the peer CTA. MLA has one buffer: with
+  // two, there would be space for two stages of 64 keys instead of three.
   static constexpr int pair_buffers = ranks > 1 ? (values_in_keys ? 1 : 2) : 0;
   static constexpr int pair_warp_bytes = 16 * Bc * int(sizeof(float));
 
-  // Shared memory: the ring of query tiles, the ring of K and V tiles, that of the bias, that of
-  // pairs, what the other block sends, the barriers, the visits, the tails and the notes.
+  // Order in shared memory: rings of query tiles, of K and V tiles, of the bias and of visible
+  // pairs, receive buffers, barriers, then work tiles, `Tail` and `Note` entries.
   static constexpr int ring_offset = Config::q_stages * q_slot_bytes;
   static constexpr int bias_offset = ring_offset + Config::stages * slot_bytes;
   static constexpr int shown_offset = bias_offset + Config::bias_stages * BiasTile::bytes;
@@ -159,13 +159,14 @@ struct HopperCta {
   const TensorMaps& maps;
   const unsigned shared;
 
-  // Barriers. A slot is full when its bytes have arrived, empty when all consumers left it.
+  // A stage is full when its bytes have arrived, and empty when all consumers have released it.
 
   __device__ unsigned full(int slot) const { return shared + barrier_offset + slot * 8; }
   __device__ unsigned empty(int slot) const { return full(Config::stages + slot); }
   __device__ unsigned q_full(int slot) const { return full(2 * Config::stages + slot); }
   __device__ unsigned q_empty(int slot) const { return q_full(Config::q_stages + slot); }
-  // Of a visit that was found for the producer, and of values that were loaded with a tail.
+  // Barriers of the work tile that the scheduler warp gives to the producer. At `arrived`, a V tile
+  // with a `Tail` has been loaded.
   __device__ unsigned found_full() const { return full(ring_barriers); }
   __device__ unsigned found_empty() const { return full(ring_barriers + 1); }
   __device__ unsigned arrived(int index) const { return full(ring_barriers + 2 + index); }
@@ -175,15 +176,15 @@ struct HopperCta {
   }
   __device__ unsigned bias_empty(int slot) const { return bias_full(Config::bias_stages + slot); }
 
-  // Of a warp of the consumers', what the other block sends to it.
+  // Barrier for the scores that the peer CTA sends to a consumer warp.
   __device__ unsigned pair_full(int buffer, int warp) const {
     return full(barriers - pair_barriers + buffer * 4 * consumers + warp);
   }
-  // Where there is one buffer, that the other block has read what it was sent.
+  // With one buffer: the barrier at which the peer CTA arrives after it has read what it received.
   __device__ unsigned pair_read(int warp) const { return pair_full(1, warp); }
 
   __device__ void init_barriers() const {
-    // Each warp of a consumer says that it left.
+    // Each consumer warp arrives to release a stage.
     constexpr int warps = 4 * consumers;
     for (int slot = 0; slot < Config::stages; ++slot) {
       ptx::mbarrier_init(full(slot), 1);
@@ -212,8 +213,6 @@ struct HopperCta {
     __syncwarp();
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(empty_barrier);
   }
-
-  // ---- Shared memory.
 
   __device__ Visit* visit(int index) const {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
@@ -244,8 +243,8 @@ struct HopperCta {
     return shared + pair_offset + (buffer * 4 * consumers + warp) * pair_warp_bytes;
   }
 
-  // An address as matrix descriptors have it. In a cluster its upper bits say whose memory it is
-  // in: added to a descriptor they would change the distance of the slabs.
+  // Returns an address as matrix descriptors hold it. In a cluster, its upper bits hold the CTA
+  // rank: in a descriptor they would change the stride between TMA boxes.
   __device__ static unsigned in_descriptor(unsigned address) {
     constexpr unsigned most = 1 << 18;
     return (ranks == 1 ? address : address % most) / 16;
@@ -262,27 +261,23 @@ struct HopperCta {
                                       threadIdx.x % Shown::threads];
   }
 
-  // ---- Columns.
-
-  // Which columns of wide heads this block has.
+  // Returns the index of this CTA among those that split head_dim.
   __device__ static int rank() { return ranks == 1 ? 0 : blockIdx.z; }
   __device__ static int first_column_v() { return rank() * columns_v; }
-  // Of the output, from the block's first on.
+  // Returns the number of output columns from the first one of this CTA to the end of the head.
   __device__ static int inside_v() { return Config::head_dim_v - first_column_v(); }
   static constexpr bool has_whole_columns_v = ranks * columns_v == Config::head_dim_v;
 
-  // ---- Query tiles.
-
-  // This block's query tile of a round over the grid, a pair's of wide heads. Tiles come in order
-  // of falling length, and every other round goes backwards, so that who has the longest of one
-  // round has the shortest of the next.
+  // Returns the query tile of this CTA, or CTA pair, in a round over the grid. Tiles are in order
+  // of decreasing length. Odd rounds run backwards, so that the CTA with the longest tile of one
+  // round gets the shortest tile of the next.
   __device__ static unsigned tile_of(unsigned round) {
     const unsigned place = round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     return round * gridDim.x + place;
   }
 
   __device__ Visit visit_of(unsigned round) const {
-    // Counted without a sign: there are at most 2^31 - 1, and a round may end behind the last.
+    // Unsigned: there are up to 2^31 - 1 tiles, and a round may run past the last one.
     const unsigned tiles = ceil_div(p.seqlen_q, Br) * p.batch * p.heads_q * p.num_splits;
     const unsigned tile = tile_of(round);
     if (tile >= tiles) return Visit::end_of_work();
@@ -300,7 +295,7 @@ struct HopperCta {
                                                   work.split, p.num_splits);
   }
 
-  // With a block map, which has a head's query tiles in the order of their blocks.
+  // Returns the work tile with a block mask, which sorts a head's query tiles by their KV tiles.
   template <class AnyParams>
   __device__ static Visit mapped_visit(const AnyParams& p, Work work) {
     const int place = ceil_div(p.seqlen_q, Br) - 1 - work.q_begin / Br;
@@ -322,14 +317,14 @@ struct HopperCta {
     return {p.block_map, work.batch, work.head, work.q_begin / Br};
   }
 
-  // How many blocks before its last the producer asks for the visit after this one, where visits
-  // are to be found.
+  // Number of KV tiles before the last one at which the producer requests the next work tile from
+  // the scheduler warp.
   static constexpr int found_ahead = 2;
 
-  // A pair's tiles are known by its number: nobody need count those that are handed out.
+  // CTA pairs take query tiles by index, not from a counter. Each CTA sorts the sequences itself.
   static constexpr bool makes_order = Config::sequences && ranks > 1;
 
-  // The order of the sequences lies behind the partial results, or this block's among all blocks'.
+  // Returns the order of the sequences, in the workspace after partial results and other orders.
   __device__ static SequenceOrder order_of(const Params& p) {
     const SequenceOrder order(p);
     if constexpr (makes_order) {
@@ -342,13 +337,13 @@ struct HopperCta {
     }
   }
 
-  // Of partial results, where keys are split.
+  // Returns the number of 32-bit words of partial results in the workspace; 0 if KV is not split.
   __device__ static int64 partial_words(const Params& p) {
     if constexpr (!Config::split_keys) return 0;
     return p.num_splits * Partials<Config>(p).rows * Partials<Config>::numbers;
   }
 
-  // The producer's warpgroup makes it, where the copy engine writes later on.
+  // The threads that sort the sequences. Their shared-memory scratch is overwritten by TMA later.
   struct OrderMakers {
     static constexpr bool alike = true;
     __device__ static unsigned threads() { return 128; }
@@ -361,8 +356,6 @@ struct HopperCta {
     OrderMakers::sync();
   }
 
-  // ---- Where results go.
-
   __device__ int64 lse_index(const Visit& visit, int row) const {
     const Work& work = visit.work;
     if constexpr (Config::sequences) {
@@ -372,7 +365,7 @@ struct HopperCta {
     }
   }
 
-  // Writes the log-sum-exp of a row of a part, where it is a pair.
+  // Writes the log-sum-exp of a row of a KV split in the form of an `ExponentSum`.
   __device__ void write_log_sum_exp(const Visit& visit, int row,
                                     const ExponentSum<float>& sum) const {
     Partials<Config>(p).set(p, visit.work.split, lse_index(visit, row), sum);
@@ -399,10 +392,11 @@ struct HopperCta {
            (sequence.q_first + row) * p.out.row_stride;
   }
 
-  // What consumers sum up for a row that sees no key, 0 times the values that others of its tile
-  // see, is NaN if one of those is; and p v / p of a float32 row that sees one key is not quite v.
-  // A helper sets such rows: of sequences, where consumers then leave them out, or in the end. With
-  // modifications only the consumers know.
+  // Returns whether the scheduler warp sets an output row. Consumers compute a fully masked row as
+  // 0 times values that other rows attend to, which may be NaN. For a float32 row that attends to
+  // one key, p v / p differs from v. In variable-length batches, consumers skip such rows;
+  // otherwise they are overwritten at the end. With modifications, only the consumers know which
+  // rows these are.
   __device__ bool is_set_by_helper(const Visit& visit, int row) const {
     return !Config::modified &&
            visit.template mask<Config>(p).visible_end(row) <= few_keys<Element>;

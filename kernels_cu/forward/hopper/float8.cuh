@@ -1,17 +1,17 @@
-// float8 (e4m3) as the Hopper kernel takes it: an array of q, k or v stands for its numbers times a
-// scale for each batch and head, and the output is of 16 bits.
+// float8 (e4m3) in the Hopper kernel. Inputs q, k and v have a scale for each batch and head, and
+// the output has 16 bits.
 //
-// Products of 8 bits have both operands with k contiguous. So the values come transposed, from an
-// array that `hopper_values` has made (values.cuh), and with the keys of each sixteen in such an
-// order that a lane's scores, which are of columns 2 t and 2 t + 1 of each eight (t is lane % 4),
-// are at once its part of P:
+// 8-bit wgmma needs both operands with k contiguous. So `hopper_values` (values.cuh) transposes V
+// into the workspace and permutes the keys of each group of 16. A lane holds the scores of columns
+// 2 t and 2 t + 1 of every eight (t is lane % 4). In the permuted order, these are its fragment of
+// P:
 //
-//   place    0  1  2  3   4  5   6   7   8  9  10  11  12  13  14  15
+//   index    0  1  2  3   4  5   6   7   8  9  10  11  12  13  14  15
 //   key      0  1  8  9   2  3  10  11   4  5  12  13   6   7  14  15
 //
-// Of each number that the tensor cores add up, also of the sum so far, they keep what is above 2^-13
-// of the largest, and cut off the rest: a sum over all keys would fall short by a quarter at 16384
-// of them. So a block's share of the output is summed alone, and added in float32.
+// When 8-bit wgmma adds numbers, it keeps only the bits above 2^-13 of the largest one, the running
+// sum included. A sum over 16384 keys would be too small by a quarter. So the contribution of each
+// KV tile to O is accumulated separately, and added in float32.
 #pragma once
 
 #include "forward/hopper/operand.cuh"
@@ -19,15 +19,15 @@
 #include "ptx/float8.cuh"
 #include "tile/slabs.cuh"
 
-// An input whose output is of another type.
+// A float8 input whose output has type `Out`.
 template <class Out>
 struct float8_for {
   unsigned char bits;
 };
 
-// Without data they are 1. cupy_flash/families/params.py declares the same struct.
+// A scale is 1 if its `data` is null. cupy_flash/families/params.py declares the same struct.
 struct Float8Params : Params {
-  Tensor q_scale;  // (batch, 1, heads_q), with strides of 0 where all have one
+  Tensor q_scale;  // (batch, 1, heads_q); axes that share one scale have stride 0
   Tensor k_scale;  // (batch, 1, heads_kv)
   Tensor v_scale;
 };
@@ -45,7 +45,7 @@ struct HopperOperand<float8_for<Out>> {
   static constexpr int pieces = 1;
   static constexpr bool transposes_values = true;
 
-  // Pair i of the scores, as they lie: columns 8 (i / 2) + 2 t and the next of row i % 2.
+  // Stores pair i of P, in accumulator order: columns 8 (i / 2) + 2 t and the next, row i % 2.
   template <int Words>
   __device__ static void put(float low, float high, int i, unsigned (&probabilities)[Words]) {
     const unsigned short two = ptx::cvt_rn_satfinite_e4m3x2_f32(low, high);
@@ -54,7 +54,7 @@ struct HopperOperand<float8_for<Out>> {
   }
 };
 
-// Rows x Columns bytes.
+// Tile of Rows x Columns bytes.
 template <int Rows, int Columns>
 struct ByteSlabTile : SlabTile<Rows, (Columns + 1) / 2> {
   static constexpr int line_columns = SlabTile<Rows, (Columns + 1) / 2>::line_bytes;
@@ -66,15 +66,15 @@ struct HopperTiles<Config, columns, columns_v, float8_for<Out>> {
   static_assert(columns == Config::head_dim && columns_v == Config::head_dim_v, "no pairs");
   using QueryTile = ByteSlabTile<Config::Br, columns>;
   using KeyTile = ByteSlabTile<Config::Bc, columns>;
-  // Its columns are keys; its rows, as many as are multiplied, whole shares.
+  // The columns of a V tile are keys. Its rows are padded to whole partial outputs.
   static constexpr int value_rows = round_up(columns_v, Config::Bc / Config::score_parts);
   using ValueTile = ByteSlabTile<value_rows, Config::Bc>;
 };
 
-// The scales of a query tile are found by the producer, so that nobody waits for them.
+// Scales of a query tile. The producer loads them, so that no consumer waits for them.
 struct HopperScales {
-  float scores;  // that scores are multiplied by besides
-  float values;  // and the output
+  float scores;  // factor of the scores, besides softmax_scale
+  float values;  // factor of the output
 
   __device__ static HopperScales of(const Params& params, const Work& work) {
     const auto& p = static_cast<const Float8Params&>(params);
@@ -82,8 +82,8 @@ struct HopperScales {
             at(p.v_scale, work.batch, work.head_kv)};
   }
 
-  // The scale of exponents. Its sign is apart: whose scores are masked by -inf it has to be
-  // positive, and not 0 even where no score makes a difference. NaN stays.
+  // Returns the scale of the exponents without its sign, see negates(). It must be positive, never
+  // 0, because masked scores of -inf are multiplied by it. A NaN stays.
   __device__ float exponent_scale(float scale_log2) const {
     const float scale = fabsf(scores) * scale_log2;
     return scale < 0x1p-100f ? 0x1p-100f : scale;

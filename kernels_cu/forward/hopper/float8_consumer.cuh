@@ -1,9 +1,9 @@
-// A consumer of the Hopper kernel where q, k and v are of float8. A block's share of the output is
-// added apart, and has the registers that the next block's scores have after it. So a consumer
-// takes its exponentials while the tensor cores are the others':
+// A consumer of the Hopper kernel for float8 inputs. The contribution of a KV tile to O is
+// accumulated in the registers that hold the scores of the next KV tile afterwards. So a consumer
+// computes its exponentials while the tensor cores work for other consumers:
 //
 //   tensor cores   | P V of j, Q K^T of j + 1 |                  | P V of j + 1, Q K^T of j + 2 |
-//   CUDA cores     |  O += shares             | softmax of j + 1 |  O += shares                 |
+//   CUDA cores     |  O += P V of j           | softmax of j + 1 |  O += P V of j + 1           |
 #pragma once
 
 #include "forward/hopper/consumer.cuh"
@@ -50,10 +50,10 @@ struct HopperConsumer<Config, true> : HopperConsumer<Config, false> {
       } else {
         --block;
       }
-      // The ring has keys ahead of the values of the block before.
+      // In the ring, K comes before V of the previous KV tile.
       const Slot keys = products.take_slot();
       const Slot values = products.take_slot();
-      // Consumers that share the tensor cores fairly would stay in step: so each has a turn.
+      // Without the ping-pong order, consumers that share the tensor cores equally stay in step.
       if (Config::turns) this->take_turn();
       products.template add_output<true>(values, keys, rescale);
       if (Config::turns) this->pass_turn();
@@ -73,7 +73,7 @@ struct HopperConsumer<Config, true> : HopperConsumer<Config, false> {
   }
 
  private:
-  // The softmax of a block whose scores are under way.
+  // Computes the softmax of a KV tile whose scores have been issued.
   __device__ void take_block(Slot keys, float (&rescale)[2]) {
     products.await_scores(keys, block == begin);
     softmax.apply_factor(products.sums);

@@ -1,4 +1,4 @@
-// The two products of a consumer of the Hopper kernel where q, k and v are of float8.
+// The two matrix products of a consumer of the Hopper kernel for float8 inputs.
 #pragma once
 
 #include "forward/hopper/float8.cuh"
@@ -20,12 +20,11 @@ struct HopperProducts<Config, true> : HopperProducts<Config, false> {
   using Base::ring;
   using Slot = RingPosition<Config::stages>;
 
-  static constexpr int step_columns = 32;  // of a product's operands
+  static constexpr int step_columns = 32;  // k of one wgmma
   static constexpr int q_steps = round_up(Config::head_dim, step_columns) / step_columns;
-  // The scores of one or two parts of the keys, and shares of the output, each of as many columns,
-  // take turns at the same registers. These are the same by name and in number: else the compiler
-  // takes others, as it moves additions behind the next product, or serializes the products for
-  // want of registers.
+  // S is computed in one or two parts of the keys, and O in partial outputs with as many columns as
+  // a part has keys. Both alternate in the same registers, `sums`. With separate registers, the
+  // compiler would sink additions below the next wgmma, or serialize wgmma for lack of registers.
   static constexpr int parts = Config::score_parts;
   static constexpr int part = Bc / parts;
   static constexpr int columns_v = Cta::Tiles::value_rows;
@@ -51,14 +50,14 @@ struct HopperProducts<Config, true> : HopperProducts<Config, false> {
     for (int i = 0; i < columns_v / 2; ++i) out[i] = 0;
   }
 
-  // Starts S = Q K^T.
+  // Issues S = Q K^T.
   __device__ void start_scores(Slot slot) {
     await(slot);
 #pragma unroll
     for (int i = 0; i < parts; ++i) start_part_of_scores(slot, i);
   }
 
-  // Gives back what they were made of, also the queries of a query tile's last block.
+  // Waits for S. Releases the K stage and, after the last KV tile of a query tile, the query stage.
   __device__ void await_scores(Slot slot, bool is_last_block) {
     ptx::wgmma_wait_group<0>();
     ptx::pin(sums);
@@ -66,10 +65,10 @@ struct HopperProducts<Config, true> : HopperProducts<Config, false> {
     if (is_last_block) Base::leave_queries();
   }
 
-  // O = O * factor + P V, and starts the next scores, if there are any. With two parts of these, and
-  // so few columns of values that there is one share, a part is multiplied while that is added:
+  // Computes O = O * factor + P V, and issues the next S if there is one. With two parts of S, V is
+  // so narrow that there is one partial output. One part of S is then computed while that is added:
   //
-  //   registers 0   | share | added          | first part of S
+  //   registers 0   | P V   | added          | first part of S
   //   registers 1           | second part of S
   template <bool scores_follow>
   __device__ void add_output(Slot values, Slot keys, const float (&factor)[2]) {

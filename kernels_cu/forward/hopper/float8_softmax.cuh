@@ -1,9 +1,9 @@
-// The softmax of one block of keys where P is of float8, of the two rows that a lane holds parts
-// of.
+// Softmax of one KV tile if P is float8, for the two rows of which a lane holds elements.
 //
-// A row's largest p is 2^8, to within float32's rounding. Of three bits behind the first a rounding
-// is up to 1/16 of a number, and a row of one key, or of many alike, would show all of it if its
-// largest p were any other number; so no base may lag behind here.
+// The largest p of a row is 2^8, up to float32 rounding. e4m3 has three mantissa bits, so that
+// rounding changes a number by up to 1/16. A row that attends to one key, or to equal ones, would
+// have that error if its largest p were any other number. So the base must not lag behind the
+// maximum.
 #pragma once
 
 #include "forward/hopper/float8.cuh"
@@ -25,10 +25,10 @@ struct HopperSoftmax<Config, true> {
   static constexpr float largest_exponent = 8;
 
   struct Row {
-    float base;  // p = exp2(score * scale_log2 - base); -inf where no key has been seen
-    float sum;   // of this lane's p
+    float base;  // p = exp2(score * scale_log2 - base); -inf before the first visible key
+    float sum;   // sum of this lane's p
 
-    // log(sum(exp(scale * s))), natural. A NaN in the sum stays.
+    // Returns log(sum(exp(scale * s))), the natural log-sum-exp. A NaN in the sum stays.
     __device__ float log_sum_exp() const {
       return sum == 0 ? -Math::infinity() : (base + Math::log2(sum)) * Math::ln_2;
     }
@@ -42,7 +42,7 @@ struct HopperSoftmax<Config, true> {
 
   __device__ void reset() { rows[0] = rows[1] = {-Math::infinity(), 0}; }
 
-  // Each visit has scales of its own.
+  // Sets the scales, which each work tile has for itself.
   template <class Visit>
   __device__ void enter(const Visit& visit, const Params& p) {
     scale_log2 = visit.scales.exponent_scale(exponent_scale<Config, float>(p));
@@ -53,7 +53,7 @@ struct HopperSoftmax<Config, true> {
     if (negates) {
 #pragma unroll
       for (int i = 0; i < Bc / 2; ++i) scores[i] = -scores[i];
-      // Else the compiler has a select for each score in place of the branch.
+      // Without the pin, the compiler replaces the branch by a select for each score.
       ptx::pin(scores);
     }
     if constexpr (prior_factor<Config> != 1) {
@@ -62,7 +62,7 @@ struct HopperSoftmax<Config, true> {
     }
   }
 
-  // Hides the keys from visible_end(half) on, counted from the first that this lane holds.
+  // Masks the keys from visible_end(half) on, counted from the first one that this lane holds.
   template <class VisibleEnd>
   __device__ static void mask(Scores& scores, VisibleEnd visible_end) {
 #pragma unroll
@@ -71,7 +71,7 @@ struct HopperSoftmax<Config, true> {
     }
   }
 
-  // Takes the probabilities of the scores, and what the output so far is to be multiplied by.
+  // Computes P from the scores, and the factors by which the previous output must be multiplied.
   __device__ void exponentiate(const Scores& scores, Probabilities& probabilities,
                                float (&rescale)[2]) {
     float largest[2], bases[2], parts[2][2] = {};
@@ -103,8 +103,8 @@ struct HopperSoftmax<Config, true> {
   }
 
  private:
-  // Of this lane's part of each row. As integers scores are compared three at a time, and rightly
-  // unless all are negative. Then their largest counts only if the row may have seen no larger one.
+  // Finds this lane's largest score in each row. Integer comparisons take three scores at once.
+  // They fail only if all are negative, which matters only if the row had no larger score before.
   __device__ void find_largest(const Scores& scores, float (&largest)[2]) const {
     bool may_count = false;
 #pragma unroll

@@ -1,5 +1,4 @@
-// The warps beside the producer of the Hopper kernel, with what need not be in the stream of
-// blocks.
+// Warps of the producer warpgroup besides the producer, for work outside of the main loop.
 #pragma once
 
 #include "forward/hopper/cta.cuh"
@@ -9,28 +8,28 @@
 
 #if __CUDA_ARCH__ == 900
 
-// One warp. Where sequences are packed or in a cache it finds the query tiles, ahead of the
-// producer. It also writes the output of rows that see no key.
+// Scheduler warp. In variable-length batches, it fetches work tiles ahead of the producer. It also
+// writes the output of fully masked rows.
 template <class Config>
 struct HopperFinder {
   using Element = typename Config::Element;
   using Cta = HopperCta<Config>;
   using Visit = typename Cta::Visit;
 
-  // That stay in L2, of 50 MB.
+  // Number of keys whose K and V of one head take 32 of the 50 MB of L2, so that they stay there.
   static constexpr int section_keys =
       (32 << 20) / (Config::head_dim + Config::head_dim_v) / int(sizeof(Element));
 
   const Cta& cta;
   RingPosition<1> found = {};
-  int visit = 0;  // index in the ring of visits
+  int visit = 0;  // index in the ring of work tiles
 
   __device__ void find_visits() {
     const SequenceOrder order = Cta::order_of(cta.p);
     const bool is_first = threadIdx.x % 32 == 0;
     for (unsigned round = 0;; ++round) {
       Visit& next = *cta.visit(visit);
-      // The blocks of a pair take the same tiles, each by itself.
+      // The CTAs of a pair take the same tiles without communication.
       const auto take = [&] { return Cta::ranks == 1 ? order.take() : Cta::tile_of(round); };
       take_visit<Config>(cta.p, order, take, section_keys, next, is_first);
       __syncwarp();
@@ -46,12 +45,12 @@ struct HopperFinder {
       if (next.is_end_of_work()) return;
       found.advance();
       visit = Cta::next_visit(visit);
-      // Who takes a tile early keeps it from others, who may be done sooner.
+      // A CTA that claims a work tile too early withholds it from CTAs that may become idle first.
       if (next.blocks() > Cta::found_ahead) ptx::mbarrier_wait(cta.found_empty(), found.parity ^ 1);
     }
   }
 
-  // The output of the query tiles that see no key, which are not in the stream.
+  // Writes the output of query tiles without a visible key, which the main loop skips.
   __device__ void write_unseeing_tiles() const {
     for (unsigned round = 0;; ++round) {
       const Visit next = cta.visit_of(round);
@@ -60,7 +59,7 @@ struct HopperFinder {
     }
   }
 
-  // The first rows of the others, where they see too few.
+  // Waits for the consumers, then sets the first rows if they attend to at most `few_keys` keys.
   __device__ void set_rows_of_few_keys() const {
     cta.await_consumers();
     for (unsigned round = 0;; ++round) {
@@ -74,7 +73,7 @@ struct HopperFinder {
     const Work& work = visit.work;
     const int lane = threadIdx.x % 32;
     const int q_end = min(work.q_begin + Config::Br, visit.sequence(cta.p).seqlen_q);
-    // Rare, and the producer's warps have few registers: nothing is unrolled.
+    // These rows are rare, and the producer warps have few registers: loops are not unrolled.
 #pragma unroll 1
     for (int row = work.q_begin; row < q_end; ++row) {
       if (visit.has_keys() && !cta.is_set_by_helper(visit, row)) return;
@@ -106,7 +105,7 @@ struct HopperFinder {
     }
   }
 
-  // A row that sees one key.
+  // Sets a row that attends to one key to the value of that key.
   __device__ void set_to_value(const Visit& visit, int row) const {
     const Work& work = visit.work;
     const Row<Element> value = {cta.p.v.template head<Element>(work.batch, work.head_kv), true};
@@ -118,8 +117,8 @@ struct HopperFinder {
   }
 };
 
-// One warp. Clears the rows behind a sequence's last values: their probabilities are 0, but
-// infinities and NaN would not go away by that.
+// Warp that zeroes rows of V past the end of a sequence. Their probabilities are 0, but 0 times an
+// infinity or NaN would be NaN.
 template <class Config>
 struct HopperTailClearer {
   using Cta = HopperCta<Config>;

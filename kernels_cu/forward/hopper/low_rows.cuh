@@ -1,11 +1,11 @@
-// Rows whose every score is very low, as those of padding are under a bias of -1e9 or of the lowest
-// number, and rows with a score above -low_score. The softmax of the Hopper kernel treats low
-// scores as masked (`low_score` in score/softmax.cuh), so that a row that sees no others comes out
-// as 0. A high score would be rounded differently in the block that sets the base than in later
-// blocks. This launch follows the Hopper kernel. It computes the query tiles that hold such rows
-// once more with the kernel of the `mma` family, whose softmax takes scores of any size, and writes
-// those rows alone. Within the Hopper kernel the same costs other rows up to 10% (bias of bfloat16,
-// head_dim 128, 8192 keys, H100), as it takes registers from the main loop.
+// Rows that the softmax of the Hopper kernel leaves out: rows whose scores are all very low, as for
+// padding under a bias of -1e9 or of the lowest number, and rows with a score above -low_score.
+// That softmax treats low scores as masked (`low_score` in score/softmax.cuh), so a row without
+// other scores comes out as 0. A high score would be rounded differently in the KV tile that sets
+// the base than in later ones. This launch follows the Hopper kernel. It recomputes the query tiles
+// that hold such rows with the `mma` kernel, whose softmax takes scores of any size, and writes
+// only those rows. Doing so in the Hopper kernel takes registers from its main loop and slows other
+// rows by up to 10% (bfloat16 bias, head_dim 128, 8192 keys, H100).
 #pragma once
 
 #include "forward/mma.cu"
@@ -18,7 +18,7 @@
 
 #if __CUDA_ARCH__ == 900
 
-// The configuration of the `mma` kernel: that of the attention kernel, with a tile of its own.
+// Configuration of the `mma` kernel: that of the attention kernel, with another tile.
 template <class Attention>
 struct LowRowsConfig : Attention {
   static constexpr int Br = Attention::low_Br;
@@ -27,12 +27,12 @@ struct LowRowsConfig : Attention {
   static constexpr int stages = Attention::low_stages;
   static constexpr bool q_in_registers = Attention::low_q_in_registers;
   static constexpr int shared_memory = Attention::low_shared_memory;
-  static constexpr bool split_keys = false;  // the parts of the attention kernel are merged by now
+  static constexpr bool split_keys = false;  // the splits of the attention kernel are merged by now
   static constexpr int group = 1;
 };
 
-// A thread block takes its query tiles in rounds: each warp looks for empty rows in a few tiles, then
-// all warps compute the tiles that have any.
+// A CTA computes its query tiles in rounds: each warp looks for empty rows in a few tiles, then all
+// warps compute the tiles that have any. Rows left to this launch are called empty, see is_empty().
 template <class Attention>
 struct LowRows {
   using Config = LowRowsConfig<Attention>;
@@ -45,7 +45,7 @@ struct LowRows {
   const Params& p;
 
   // The attention kernel sets counters[0] if any row is empty. Most calls have none, and then the
-  // launch ends here. The last thread block to be done clears the counters for the next call.
+  // launch ends here. The last CTA to finish clears the counters for the next call.
   __device__ void compute_all() const {
     if (*static_cast<volatile int*>(p.counters) == 0) return;
     compute_rounds();
@@ -85,7 +85,7 @@ struct LowRows {
     }
   }
 
-  // Called by all threads of the block. Computes the rows of the tile whose bits are set.
+  // Called by all threads of the CTA. Computes the rows of the tile whose bits are set.
   __device__ void compute(int tile, const unsigned (&bits)[words]) const {
     unsigned any = 0;
 #pragma unroll
@@ -97,8 +97,8 @@ struct LowRows {
   }
 
   // Returns whether the attention kernel left a row of a tile to this launch. Then the first
-  // columns of the output are -0. If keys are split, there are two cases: the log-sum-exp of every
-  // part is -inf or so low that parts of -inf have weight, too, or the base of some part is inf.
+  // columns of the output are -0. If KV is split, there are two cases: the log-sum-exp of every
+  // split is so low that splits written as -inf have weight, too, or the base of some split is inf.
   __device__ bool is_empty(int tile, int in_tile) const {
     if constexpr (Config::sequences) {
       const Place<Config> place(p, tile);
@@ -142,7 +142,7 @@ struct ChosenRows<LowRowsConfig<Attention>> {
     unsigned rows[words];
   };
 
-  // Called by all threads of the block, once all of them are done with the choice before.
+  // Sets the tile and rows to compute. Called by all threads when they are done with the last tile.
   __device__ static void choose(int tile, const unsigned (&bits)[words]) {
     if (threadIdx.x == 0) {
       choice().tile = tile;

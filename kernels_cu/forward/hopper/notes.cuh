@@ -1,6 +1,6 @@
-// Which blocks of keys a query tile visits, and whose they are, where not every block is every
-// consumer's. The producer's warp finds out of 32 blocks at a time, a lane of each: one thread that
-// did so block by block took longer than the consumers.
+// The KV tiles of a query tile and the consumers that need each, if consumers skip tiles. The
+// producer warp examines 32 KV tiles at a time, one per lane. A single thread that did so tile by
+// tile was slower than the consumers.
 #pragma once
 
 #include "forward/hopper/cta.cuh"
@@ -15,19 +15,19 @@ struct HopperNotes {
   static constexpr int Bc = Config::Bc;
   static constexpr unsigned all_lanes = ~0u;
 
-  int word;          // of 32 blocks
-  unsigned pending;  // of these, those that are still to come
-  unsigned bits;     // of the note on the lane's block
-  unsigned served;   // consumers that got a block of the tile
+  int word;          // index of the current 32 KV tiles
+  unsigned pending;  // bits of those that are still to come
+  unsigned bits;     // bits of the `Note` for the lane's KV tile
+  unsigned served;   // bits of the consumers that got a KV tile of this query tile
 
-  // Of the tile whose last block comes next.
+  // Begins a query tile. Its last KV tile is processed first.
   template <class AnyParams>
   __device__ void enter(const AnyParams& p, const Visit& visit) {
     served = 0;
     look_at(p, visit, (visit.keys.end - 1) / 32);
   }
 
-  // The block that comes behind another; none of the tile's at its end.
+  // Returns the KV tile to process after `block`, or -1 at the end of the query tile.
   template <class AnyParams>
   __device__ int block_after(const AnyParams& p, const Visit& visit, int block) {
     pending &= ~(1u << block % 32);
@@ -37,7 +37,7 @@ struct HopperNotes {
 
   __device__ Note note_of(const Visit& visit, int block) {
     unsigned of_block = __shfl_sync(all_lanes, bits, block % 32);
-    // Who sees none has results to write, too.
+    // A consumer that attends to no KV tile must still write its rows, so it gets the last one.
     if (block == visit.keys.begin) of_block |= Note::everyone & ~served;
     served |= of_block & Note::everyone;
     return Note::of(block, of_block, block == visit.keys.end - 1);
@@ -52,13 +52,13 @@ struct HopperNotes {
     const int block = word * 32 + lane();
     const bool is_inside = visit.keys.begin <= block && block < visit.keys.end;
     bits = is_inside ? bits_of(p, visit, block) : 0;
-    // The ends are told of in any case, and without a map all that lies in between.
+    // The first and last KV tile are always published; without a block mask, so are all others.
     const bool is_told = !Config::mapped || bits & Note::everyone || block == visit.keys.begin ||
                          block == visit.keys.end - 1;
     pending = __ballot_sync(all_lanes, is_inside && is_told);
   }
 
-  // The next word with a block that any consumer visits, or with the tile's first.
+  // Returns the next group of 32 KV tiles that some consumer needs, or that ends the query tile.
   template <class AnyParams>
   __device__ int word_before(const AnyParams& p, const Visit& visit) const {
     const int first = visit.keys.begin / 32;

@@ -1,8 +1,9 @@
-// What the tensor cores take in place of the elements of Q, K, V and P.
+// Operands of the tensor cores for the elements of Q, K, V and P.
 //
-// float32 comes as three bfloat16 that sum up to it, 8 of its 24 bits each (Henry, Tang and
-// Heinecke 2019): x y is six products of these, and leaves out 2^-24 of it. Unlike float16 and TF32
-// they need no scale, and unlike TF32 they may be multiplied with keys as k, as P V does.
+// A float32 is the sum of three bfloat16 components of 8 bits each (Henry, Tang and Heinecke 2019).
+// A product of two floats is six products of components, with a relative error of 2^-24. Unlike
+// float16 and TF32, components need no scale. Unlike TF32, they may have k along the rows of V, as
+// in P V.
 #pragma once
 
 #include "grid/visit.cuh"
@@ -12,7 +13,7 @@
 
 #if __CUDA_ARCH__ == 900
 
-// float8 has an operand, an output, tiles and scales of its own (float8.cuh).
+// float8 specializes the templates for operand, output, tiles and scales (float8.cuh).
 template <class Element>
 struct HopperOutput {
   using type = Element;
@@ -35,7 +36,7 @@ struct HopperOperand<float> {
   static constexpr int pieces = 3;
   static constexpr bool transposes_values = false;
 
-  // Two numbers, the first in the lower halves, the largest pieces first.
+  // Splits two numbers into components, the largest first; `low` fills the lower halves.
   __device__ static void split(float low, float high, unsigned (&pieces)[3]) {
 #pragma unroll
     for (int i = 0; i < 3; ++i) {
@@ -45,8 +46,8 @@ struct HopperOperand<float> {
     }
   }
 
-  // The same of any numbers. An infinity is left to the last piece, which meets the first of the
-  // other operand only: with the others, which may be 0 or of another sign, it would make NaN.
+  // Splits any two numbers. An infinity goes to the last component, which is only multiplied by the
+  // first one of the other operand: other components may be 0 or of the other sign, and give NaN.
   __device__ static void split_any(float low, float high, unsigned (&pieces)[3]) {
     const float most_low = most_of(low), most_high = most_of(high);
 #pragma unroll
@@ -59,16 +60,18 @@ struct HopperOperand<float> {
     pieces[2] = pack<bfloat16_t>(low, high);
   }
 
-  // What the first pieces of a number are at most: the largest bfloat16, so that none is rounded to
-  // infinity. Those of an infinity are not to make any of another sign.
+  // Returns the largest magnitude of the first two components of x. For a finite x it is the
+  // largest bfloat16, so that rounding makes none infinite. For an infinite x it is 1, so that
+  // their products do not overflow to an infinity of the other sign.
   __device__ static float most_of(float x) {
     constexpr float largest = 0x1.fep127f;
     return fabsf(x) == __int_as_float(0x7f800000) ? 1 : largest;
   }
 };
 
-// Calls product(i, j) for the pieces i of one operand and j of the other that count, the smallest
-// products first. `unroll` is 1 for a loop, whose code must not take the pieces from registers.
+// Calls product(i, j, is_first) for components i and j of two operands, except for negligible
+// pairs, smallest first. With `unroll` 1, in a loop, `product` must not index registers by
+// component.
 template <int pieces, int unroll = pieces * (pieces + 1) / 2, class Product>
 __device__ void for_each_product(Product product) {
   int sum = pieces - 1, i = 0;
@@ -82,8 +85,7 @@ __device__ void for_each_product(Product product) {
   }
 }
 
-// Rows of keys, or of queries, whose first columns are values: these and the rest in slabs of their
-// own.
+// MLA tile of K or Q. The columns that are also V, and the others, have a `SlabTile` each.
 template <int Rows, int Values, int Others>
 struct LatentTile {
   using First = SlabTile<Rows, Values>;

@@ -1,13 +1,13 @@
-// Two thread blocks of a cluster with one query tile, where a head has more columns than one block
-// can multiply: each has half of the columns of Q, K and V. A block's products of Q and K are then
-// partial sums of the scores. It sends them to the other block and adds what comes from there, and
-// as a + b is b + a both have the same bits: both find the same bases and probabilities, and
-// multiply these with their halves of V. Nothing else passes between them.
+// Exchange of scores between two CTAs of a cluster that process one query tile, if a head is too
+// wide for one CTA. Each CTA has half of the columns of Q, K and V, so that its Q K^T is a partial
+// sum of S. It sends the partial scores to its peer CTA and adds those that it receives. As a + b
+// equals b + a, both CTAs get bitwise equal scores, bases and P, and multiply P by their halves of
+// V. Nothing else is exchanged.
 //
-// A thread's partial scores go to the thread of the same number, so each warp of a consumer deals
-// with one warp, its twin, and has two buffers for what comes from it:
+// A thread sends its partial scores to the same thread of the peer CTA. So a consumer warp
+// exchanges data with one peer warp only, and has two receive buffers:
 //
-//   warp of block 0                        its twin in block 1
+//   warp of CTA 0                          peer warp in CTA 1
 //   ------------------------------------   ------------------------------------
 //   full[b]: expects the bytes             full[b]: expects the bytes
 //   st_async  ---- partial scores j ---->  buffer[b], counted on full[b]
@@ -15,20 +15,20 @@
 //   waits for full[b], reads, adds         waits for full[b], reads, adds
 //   b ^= 1                                 b ^= 1
 //
-// Who got the twin's scores j knows that it has read what it was sent at j - 1: it sends after
-// that. So the buffer of j - 1 is free for j + 1, and nobody says so. Who leaves has got all that
-// is sent to it, so a block may end before the other.
+// A warp that receives scores j knows that its peer has read scores j - 1, after which it sends j.
+// So the buffer of j - 1 is free for j + 1 without an empty barrier. A CTA exits only after it has
+// received everything that its peer sends, so one CTA may exit before the other.
 //
-// Of latent attention there is one buffer, and who has read it says so:
+// MLA has one buffer and a barrier `read`, at which a warp arrives when it has read the buffer:
 //
-//   waits for read: the twin's of j - 1    waits for read: the twin's of j - 1
+//   waits for read of scores j - 1         waits for read of scores j - 1
 //   st_async  ---- partial scores j ---->  buffer
 //   buffer    <--- partial scores j -----  st_async
 //   waits for full, reads, adds            waits for full, reads, adds
 //   arrives   --------------------------->  read
 //   read      <---------------------------  arrives
 //
-// Who leaves waits for the last of these arrivals.
+// A warp waits for the last of these arrivals before it exits.
 #pragma once
 
 #include "forward/hopper/cta.cuh"
@@ -51,22 +51,22 @@ struct HopperPair {
 template <class Config>
 struct HopperPair<Config, true> {
   using Cta = HopperCta<Config>;
-  static constexpr int vectors = Config::Bc / 8;  // of four scores, of a lane
+  static constexpr int vectors = Config::Bc / 8;  // vectors of four scores per lane
 
   const Cta& cta;
-  const int warp;  // of the consumers'
+  const int warp;  // index among the consumer warps
   RingPosition<Cta::pair_buffers> ring;
-  static constexpr bool tells = Cta::pair_buffers == 1;  // what it has read
+  static constexpr bool tells = Cta::pair_buffers == 1;  // whether a warp signals that it has read
 
   __device__ HopperPair(const Cta& cta, int consumer)
       : cta(cta), warp(4 * consumer + threadIdx.x / 32 % 4) {}
 
-  // Adds the other block's partial scores to this one's; `meanwhile` is what is done between
-  // sending and receiving.
+  // Adds the partial scores of the peer CTA to those of this one. Calls meanwhile() between sending
+  // and receiving.
   template <class Meanwhile>
   __device__ void complete(float (&scores)[Config::Bc / 2], Meanwhile meanwhile) {
     const int lane = threadIdx.x % 32;
-    // Addresses are made here each time: there are no registers to keep them.
+    // Addresses are recomputed each time: there are no registers to keep them.
     const int warp = tells ? ptx::mov(this->warp) : this->warp;
     const unsigned received = cta.pair_address(ring.slot, warp) + lane * 16;
     const unsigned full = cta.pair_full(ring.slot, warp);
@@ -99,7 +99,7 @@ struct HopperPair<Config, true> {
     ring.advance();
   }
 
-  // After the last: the other block arrives nowhere any more.
+  // Waits for the last arrival of the peer CTA, so that none comes after this CTA has exited.
   __device__ void finish() const {
     if constexpr (tells) ptx::mbarrier_wait(cta.pair_read(warp), ring.parity ^ 1);
   }

@@ -1,6 +1,6 @@
-// Ahead of the Hopper kernel: the pieces of float32 q, k and v (operand.cuh), as arrays in the
-// workspace for the copy engine. Of each array first all largest pieces, then the others, in the
-// order (batch, seqlen, heads, columns), with as many columns as whole 16-byte chunks take.
+// Kernel that runs before the Hopper kernel and splits float32 q, k and v into components
+// (operand.cuh) in the workspace, for TMA. Each array holds all largest components first, then the
+// others, in the order (batch, seqlen, heads, columns), with rows padded to whole 16-byte chunks.
 #pragma once
 
 #include "forward/hopper/operand.cuh"
@@ -16,7 +16,7 @@ struct HopperPieces {
   using Chunk = Vector<bfloat16_t, 8>;
   static constexpr int alignment = Config::alignment;
 
-  // Any number of thread blocks, of any number of threads. Returns where the next array's begin.
+  // Splits one array, with any number of CTAs and threads. Returns the address for the next array.
   template <int dim>
   __device__ static Chunk* write(const Tensor& tensor, int batch, int seqlen, int heads,
                                  Chunk* pieces) {
@@ -24,7 +24,7 @@ struct HopperPieces {
     const int of_row = heads * chunks;
     const int64 rows = int64(batch) * seqlen;
     const int64 piece = rows * of_row;
-    // Of several rows at once where one has not enough for all threads.
+    // A CTA processes several rows at once if one row has too few chunks for all threads.
     const int together = max(1, int(blockDim.x) / of_row);
     for (int64 first = int64(blockIdx.x) * together; first < rows;
          first += int64(gridDim.x) * together) {

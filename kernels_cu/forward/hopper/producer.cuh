@@ -1,6 +1,6 @@
-// The producer of a thread block of the Hopper kernel: one thread that has the copy engine bring
-// tiles of Q, K and V to shared memory. Where it leaves notes, its warp follows every step, to find
-// out together what they say.
+// The producer of a CTA of the Hopper kernel: one thread that issues TMA loads of Q, K and V tiles.
+// If consumers skip KV tiles, its whole warp runs every step, to find out together which ones they
+// need.
 #pragma once
 
 #include "forward/hopper/cta.cuh"
@@ -20,40 +20,41 @@ struct HopperProducer {
   const Cta& cta;
   RingPosition<Config::stages> ring = {};
   RingPosition<Config::q_stages> q_ring = {};
-  int visit = 0;  // index in the ring of visits
+  int visit = 0;  // index in the ring of work tiles
   RingPosition<1> found = {};
   RingPosition<Cta::tails> tail = {};
   RingPosition<Config::bias_stages> bias_ring = {};
   RingPosition<Cta::shown_slots> shown_ring = {};
-  HopperNotes<Config> notes;  // of Config::noted
+  HopperNotes<Config> notes;  // used if Config::noted
 
-  // Whether a thread produces, and whether it is the one of these that copies and tells.
+  // Returns whether a thread runs the producer; acts() returns whether it issues copies and
+  // arrives.
   __device__ static bool is_one() { return Config::noted ? threadIdx.x < 32 : threadIdx.x == 0; }
   __device__ static bool acts() { return !Config::noted || threadIdx.x == 0; }
 
-  // A block of keys of a sequence, and of their values.
+  // A KV tile of a sequence.
   struct Block {
     int index;
     int head;
     int batch;
     int first;   // row of the array with the sequence's first key
-    int seqlen;  // keys of the sequence
+    int seqlen;  // number of keys of the sequence
 
     __device__ int row() const { return first + index * Bc; }
     __device__ int rows() const { return seqlen - index * Bc; }
   };
 
-  // Loads what this block's share of the query tiles needs. K goes one block ahead of V, as the
-  // consumers take them.
+  // Loads the tiles of all query tiles of this CTA. K is one KV tile ahead of V, the order in which
+  // consumers need them.
   __device__ void produce() {
-    Block values = {-1};  // those that come next
+    Block values = {-1};  // KV tile whose V comes next
     for (unsigned round = 0;; ++round) {
       const Visit& next = coming_visit(round);
       if (next.is_end_of_work()) break;
       if (!next.has_keys()) continue;
-      // The queries first if there is place for them already, else behind what the consumers need
-      // to make place. Short causal tiles are better off with their keys first: at 512 keys and
-      // head_dim 128 it lost 4% there, and gained 3% without causality.
+      // Load the next queries first if a query stage is free; otherwise after the tiles that the
+      // consumers need before they can release one. Causal calls load keys first: queries first is
+      // 4% slower there, and 3% faster without a causal mask (512 keys, head_dim 128).
       bool announced =
           !Config::causal && ptx::mbarrier_test_wait(cta.q_empty(q_ring.slot), q_ring.parity ^ 1);
       if constexpr (Config::noted) {
@@ -94,17 +95,17 @@ struct HopperProducer {
     }
   }
 
-  // Waits for the visit that comes next.
+  // Waits for the next work tile from the scheduler warp.
   __device__ const Visit& find_next_visit() {
     ptx::mbarrier_wait(cta.found_full(), found.parity);
     found.advance();
     return *cta.visit(visit);
   }
 
-  // Tells the consumers of a visit, and loads its queries unless it is the end.
+  // Publishes a work tile to the consumers, and loads its queries unless it is the end marker.
   __device__ void announce(const Visit& next) {
     ptx::mbarrier_wait(cta.q_empty(q_ring.slot), q_ring.parity ^ 1);
-    // One that was found is there already.
+    // In variable-length batches, the scheduler warp has written it already.
     if (!Config::sequences && acts()) *cta.visit(visit) = next;
     const unsigned barrier = cta.q_full(q_ring.slot);
     if (!next.is_end_of_work()) {
@@ -125,7 +126,7 @@ struct HopperProducer {
     visit = Cta::next_visit(visit);
   }
 
-  // Says whose the block is whose keys come next.
+  // Publishes the `Note` of the KV tile whose K comes next.
   __device__ void leave_note(const typename Cta::Note& note, const Work& work) {
     ptx::mbarrier_wait(cta.empty(ring.slot), ring.parity ^ 1);
     if (!acts()) return;
@@ -133,11 +134,11 @@ struct HopperProducer {
     if constexpr (Config::mapped) load_shown_pairs(cta.p, note, work);
   }
 
-  // The pairs that the block map keeps arrive with the keys.
+  // Loads the visible pairs that the block mask stores. They arrive at the same barrier as K.
   template <class AnyParams>
   __device__ void load_shown_pairs(const AnyParams& p, const typename Cta::Note& note,
                                    const Work& work) {
-    // Few have any: a loop takes fewer of the producer's few registers.
+    // Few KV tiles have any. A loop needs fewer of the producer's few registers.
 #pragma unroll 1
     for (int consumer = 0; consumer < Cta::consumers; ++consumer) {
       const int slot = note.slot(consumer);
@@ -161,8 +162,8 @@ struct HopperProducer {
     ring.advance();
   }
 
-  // Where the page lies that has a block's keys. Nobody has checked the table: of a page that there
-  // is not, the copy engine brings zeros.
+  // Sets the page that holds a KV tile. The block table is not validated: for a page number outside
+  // the cache, TMA fills the tile with zeros.
   __device__ void find_page(int batch, Block& keys) const {
     const int key = keys.row();
     keys.batch = cta.p.block_table[batch * cta.p.block_table_stride + key / Config::page_size];
@@ -177,7 +178,7 @@ struct HopperProducer {
     }
   }
 
-  // Keys that are values, too; with rows behind the sequence's last as `load_tail` does.
+  // Loads K of MLA, which is also V. Rows past the sequence's end are zeroed, as in `load_tail`.
   __device__ void load_latent_keys(const Block& block) {
     const bool has_tail = Config::sequences && block.rows() < Bc;
     ptx::mbarrier_wait(cta.empty(ring.slot), ring.parity ^ 1);
@@ -194,7 +195,7 @@ struct HopperProducer {
     return static_cast<const LatentTensorMaps&>(cta.maps);
   }
 
-  // The columns whose values this block multiplies, and behind them its half of the others.
+  // Loads the columns whose values this CTA multiplies, and then its half of the other columns.
   template <class Tile>
   __device__ void load_latent(unsigned target, const TensorMap* map, const TensorMap* rest, int row,
                               int head, int batch, unsigned barrier,
@@ -244,7 +245,7 @@ struct HopperProducer {
     }
   }
 
-  // Its keys are columns.
+  // Loads a tile of transposed V, whose columns are keys.
   __device__ void load_transposed(const Block& block) {
     ptx::mbarrier_wait(cta.empty(ring.slot), ring.parity ^ 1);
     load<ValueTile>(cta.slot_address(ring.slot), &cta.maps.v, 0, block.head, block.batch,
@@ -252,7 +253,7 @@ struct HopperProducer {
     ring.advance();
   }
 
-  // All pieces of a tile: in the array a piece has its own batches.
+  // Loads all component tiles of a tile. In the array, each component has batches of its own.
   template <class Tile>
   __device__ void load(unsigned target, const TensorMap* map, int row, int head, int batch,
                        unsigned barrier, unsigned long long policy, int first_column) const {
@@ -269,9 +270,9 @@ struct HopperProducer {
     }
   }
 
-  // Values with rows behind the sequence's last are full when those were cleared. The place in the
-  // ring of tails is free: of those before, no more than there are slots have not been consumed
-  // yet.
+  // Loads V with rows past the end of the sequence. Its stage becomes full when those rows have
+  // been zeroed. The ring of tails has a free entry, because only as many earlier tails as there
+  // are stages can be unconsumed.
   __device__ void load_tail(const Block& block) {
     ptx::mbarrier_wait(cta.empty(ring.slot), ring.parity ^ 1);
     if (acts()) *cta.tail(tail.slot) = {ring.slot, block.rows()};

@@ -1,5 +1,5 @@
-// The two products of a consumer of the Hopper kernel, S = Q K^T and O = P V: their operands and
-// sums in registers, and the slots of the rings that they read and give back.
+// The two matrix products of a consumer of the Hopper kernel, S = Q K^T and O = P V: operands and
+// accumulators in registers, and the ring stages that they read and release.
 #pragma once
 
 #include "forward/hopper/cta.cuh"
@@ -10,7 +10,7 @@
 
 #if __CUDA_ARCH__ == 900
 
-// With values transposed as of float8 (float8_products.cuh).
+// `Transposed` selects the specialization for float8 (float8_products.cuh), whose V is transposed.
 template <class Config, bool Transposed = HopperCta<Config>::transposes_values>
 struct HopperProducts {
   using Operand = HopperOperand<typename Config::Element>;
@@ -23,12 +23,12 @@ struct HopperProducts {
   static constexpr int pieces = Operand::pieces;
   static constexpr int products_of_pieces = pieces * (pieces + 1) / 2;
   static constexpr int k_steps = round_up(Cta::columns, 16) / 16;
-  static constexpr int kept_steps = Config::q_steps;  // of Q, in registers
+  static constexpr int kept_steps = Config::q_steps;  // 16-column steps of Q in registers
   static constexpr bool keeps_all_queries = kept_steps == k_steps;
 
-  // Tensor cores round their sums towards zero, so that long ones drift: of pieces a block's share
-  // of the output is summed alone, and added. Of wide heads there are registers for the shares of
-  // 64 columns: 32 are summed while 32 are added.
+  // Tensor cores accumulate with rounding toward zero, so long sums drift. For float32 inputs, the
+  // contribution of each KV tile to O (`share`) is accumulated separately, then added. For wide
+  // heads, registers hold 64 columns of it: 32 are accumulated while 32 are added.
   static constexpr bool shares_output = pieces > 1;
   static constexpr bool is_wide =
       shares_output && (Config::head_dim > 128 || Config::head_dim_v > 128);
@@ -47,8 +47,8 @@ struct HopperProducts {
   RingPosition<Config::q_stages> q_ring;
 
   float scores[Bc / 2];
-  // The operand P, pair by pair as the scores lie, and those of the block after it: they may be
-  // made while the tensor cores still read P.
+  // The operand P, as pairs in accumulator order, and P of the next KV tile. The latter may be
+  // computed while the tensor cores still read P.
   unsigned probabilities[pieces][Bc / 4];
   unsigned next_probabilities[pieces][Bc / 4];
   unsigned queries[kept_steps ? 4 * kept_steps : 1];
@@ -57,23 +57,23 @@ struct HopperProducts {
 
   __device__ HopperProducts(const Cta& cta, int consumer) : cta(cta), consumer(consumer) {}
 
-  // The consumer's first row of a query tile.
+  // Returns the first row of this consumer in a query tile.
   __device__ int first_row_of(const Work& work) const { return work.q_begin + 64 * consumer; }
 
-  // The first of the consumer's rows that this lane holds a part of; the other is eight below.
+  // Returns the first of the two rows of which this lane holds elements; the other is eight below.
   __device__ static int lane_row() { return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4; }
 
   __device__ void await_queries() const {
     ptx::mbarrier_wait(cta.q_full(q_ring.slot), q_ring.parity);
   }
 
-  // Where this consumer's 64 rows begin.
+  // Returns the address of this consumer's 64 query rows.
   __device__ unsigned queries_address() const {
     return cta.shared + q_ring.slot * Cta::q_slot_bytes + consumer * 64 * QueryTile::line_bytes;
   }
 
-  // Takes queries to registers: the products then read less of shared memory, whose bandwidth Q, K
-  // and the arriving tiles use up together. If it is all of them, there is soon place for the next.
+  // Copies queries to registers, so that wgmma reads less shared memory, whose bandwidth Q, K and
+  // arriving tiles exhaust. If all of Q is in registers, its stage can be released early.
   __device__ void keep_queries() {
     if constexpr (kept_steps > 0) copy_queries();
   }
@@ -91,7 +91,7 @@ struct HopperProducts {
     }
   }
 
-  // Starts S = Q K^T.
+  // Issues S = Q K^T.
   __device__ void start_scores() {
     if constexpr (Cta::values_in_keys) {
       start_latent_scores();
@@ -108,9 +108,9 @@ struct HopperProducts {
         KeyTile::k_along_columns() + Cta::in_descriptor(cta.slot_address(ring.slot));
     ptx::pin(scores);
     ptx::wgmma_fence();
-    // Of wide heads there are so many products that the compiler keeps their descriptors in local
-    // memory, unless they are a loop: head_dim 256 causal 60 to 79 TFLOP/s. At 64 and 128 a loop is
-    // 3 to 10% slower.
+    // For wide heads, the compiler keeps the descriptors of so many wgmma in local memory, unless
+    // they are in a loop: 79 instead of 60 TFLOP/s at head_dim 256, causal. At head_dim 64 and 128
+    // a loop is 3 to 10% slower.
     for_each_product<pieces, is_wide ? 1 : products_of_pieces>([&](int q_piece, int k_piece,
                                                                    bool is_first) {
       const unsigned long long q_start = q + q_piece * (QueryTile::bytes / 16);
@@ -145,7 +145,7 @@ struct HopperProducts {
     ring.advance();
   }
 
-  // Of tiles at these addresses, this consumer's rows.
+  // Multiplies this consumer's rows of a query tile by a K tile, both given by their addresses.
   template <class Queries, class Keys>
   __device__ void multiply_columns(unsigned q_tile, unsigned k_tile, bool accumulate) {
     const unsigned long long q =
@@ -159,9 +159,9 @@ struct HopperProducts {
     }
   }
 
-  // The scores are complete, whose product was started so many products ago: gives back what they
-  // were made of. Queries in registers were read from shared memory by the time that the first
-  // product with them is done.
+  // Called when S is complete. Releases the K stage of the product that was issued `products`
+  // products ago, and the query stage if this was its last use. Queries in registers have been read
+  // from shared memory when the first product with them is complete.
   __device__ void leave_scores(int products, bool is_first_block, bool is_last_block) {
     ptx::pin(scores);
     if constexpr (!Cta::values_in_keys) Cta::leave(cta.empty(slot_before(products)));
@@ -175,21 +175,21 @@ struct HopperProducts {
 
   __device__ void await_slot() const { ptx::mbarrier_wait(cta.full(ring.slot), ring.parity); }
 
-  // Leaves keys that have arrived, or the end, as they are.
+  // Skips K, or the end marker, which has arrived. Releases the stage of K.
   __device__ void pass_keys(bool is_end) {
     if (!is_end) Cta::leave(cta.empty(ring.slot));
     ring.advance();
   }
 
-  // Leaves values as they are, but not before they have arrived: their slot's phases are counted.
+  // Skips V, but waits until V has arrived: the phases of its stage must complete in order.
   __device__ void pass_values() {
     await_slot();
     Cta::leave(cta.empty(ring.slot));
     ring.advance();
   }
 
-  // With no product under way: P is an operand, for whose sake the compiler would let nothing
-  // overlap if it were made any earlier.
+  // Moves P of the next KV tile to the operand. No wgmma may be in flight: if the operand were
+  // written earlier, the compiler would serialize the products.
   __device__ void take_probabilities() {
 #pragma unroll
     for (int piece = 0; piece < pieces; ++piece) {
@@ -201,8 +201,8 @@ struct HopperProducts {
     }
   }
 
-  // Starts O = P V, or O += P V; where shares are added, the first of these.
-  // Values that came with their keys are in a slot behind which those of the next scores may be.
+  // Issues O = P V, or O += P V; for float32, the first partial output. In MLA, V is in the stage
+  // of K, and K of the next scores may be in the stage after it (`behind_scores`).
   __device__ void start_output(bool accumulate, bool behind_scores = false) {
     if constexpr (Cta::values_in_keys) {
       start_product<columns_v>(out, 0, slot_before(behind_scores ? 2 : 1), accumulate);
@@ -221,7 +221,7 @@ struct HopperProducts {
     ring.advance();
   }
 
-  // Until the output is complete, with what other shares it has; gives back the values.
+  // Waits until O is complete, including all partial outputs, and releases the stage of V.
   __device__ void await_output(bool behind_scores = false) {
     const int slot = slot_before(Cta::values_in_keys && behind_scores ? 2 : 1);
     if constexpr (shares_output) {
@@ -233,7 +233,7 @@ struct HopperProducts {
     }
   }
 
-  // All shares read the values, and P.
+  // Adds all partial outputs to O, then releases the stage of V, which all of them read.
   __device__ void add_shares(int slot) {
 #pragma unroll
     for (int i = 0; i < shares; ++i) {
@@ -256,7 +256,7 @@ struct HopperProducts {
     start_product<share_columns>(share[index % share_buffers], index * share_columns, slot, false);
   }
 
-  // Starts P V, or adds it, of some columns of the values in a slot.
+  // Issues sums = P V, or sums += P V, for some columns of V in a stage.
   template <int columns>
   __device__ void start_product(float (&sums)[columns / 2], int column, int slot, bool accumulate) {
     const unsigned long long v =
@@ -279,13 +279,13 @@ struct HopperProducts {
   __device__ void scale_output(const float (&factor)[2]) {
 #pragma unroll
     for (int i = 0; i < columns_v / 2; ++i) {
-      // A row is also multiplied by 1 for another's sake, and holds products with p far below 1:
-      // nothing may be flushed to zero.
+      // A row may be multiplied by 1 because of another row, and may hold products with p far below
+      // 1: mul_rn flushes nothing to zero.
       out[i] = ptx::mul_rn(out[i], factor[i / 2 % 2]);
     }
   }
 
-  // The slot that the ring was at so many products ago.
+  // Returns the stage that the ring was at `products` products ago.
   __device__ int slot_before(int products) const {
     const int slot = ring.slot - products;
     return slot < 0 ? slot + Config::stages : slot;

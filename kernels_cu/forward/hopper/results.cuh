@@ -1,5 +1,5 @@
-// What a consumer of the Hopper kernel leaves of a query tile at its end: the log-sum-exp of its
-// rows, and their output or, where keys are split, their partial result.
+// Epilogue of a consumer warpgroup: writes the log-sum-exp of its rows and their output or, if KV
+// is split, their partial output.
 #pragma once
 
 #include "forward/hopper/cta.cuh"
@@ -20,27 +20,26 @@ struct HopperResults {
   using Visit = typename Cta::Visit;
   using Products = HopperProducts<Config>;
   using SoftmaxRow = typename HopperSoftmax<Config>::Row;
-  // Of float8 there may be more, of whole shares.
+  // float8 pads `Products::columns_v` to whole partial outputs, so it may be larger.
   static constexpr int columns_v =
       Cta::transposes_values ? round_up(Config::head_dim_v, 16) : Products::columns_v;
 
-  // With Config::marks_low_rows, the bound on |base| of rows that this kernel computes itself.
+  // Bound on |base| of rows that this kernel computes itself, with Config::marks_low_rows.
   static constexpr float most_base = -low_score<float> - 64;
 
   const Cta& cta;
   Products& products;
-  const int next;  // the visit after the query tile's, in the ring of visits
+  const int next;  // index after the finished one in the ring of work tiles
 
   __device__ const Visit& finished_visit() const {
     return *cta.visit(next == 0 ? Cta::visits - 1 : next - 1);
   }
 
-  // Computes the factors that the rows of the output are multiplied by, and writes the log-sum-exp.
-  // Returns whether any row of the warp is special, which write_output() then looks for. A row is
-  // special if its factor is 0 or, with Config::finds_only_keys, if one lane holds its whole sum, so
-  // that it may attend to one key only. In the last case the factor in that lane is minus the sum;
-  // normalize_only_keys() replaces it. Most tiles have no special row, and one vote skips all of
-  // this.
+  // Computes the factors that output rows are multiplied by, and writes the log-sum-exp. Returns
+  // whether any row of the warp is special, which write_output() then looks for. A row is special
+  // if its factor is 0 or, with Config::finds_only_keys, if one lane holds its whole sum, so that
+  // it may attend to one key only. In the latter case the factor in that lane is minus the sum,
+  // which normalize_only_keys() replaces. Most tiles have no special row; one vote skips all this.
   __device__ bool finish_softmax(const SoftmaxRow (&finished)[2], float (&normalizer)[2]) const {
     SoftmaxRow state[2] = {finished[0], finished[1]};
     bool may_be_one_key[2] = {}, is_special = false;
@@ -57,7 +56,7 @@ struct HopperResults {
       if (is_special && may_be_one_key[half]) normalizer[half] = -state[half].sum;
     }
     if constexpr (Config::modified && Config::sinks) {
-      // Beside a large sink a factor may be 0 although the sum is not.
+      // A large sink may make a factor 0 although the sum is not 0.
       is_special = __any_sync(~0u, is_special || normalizer[0] == 0 || normalizer[1] == 0);
     }
     if (Cta::rank() != 0 || (!Config::split_keys && cta.p.lse == nullptr)) return is_special;
@@ -69,8 +68,8 @@ struct HopperResults {
         if constexpr (Config::split_keys && Partials<Config>::has_pairs) {
           ExponentSum<float> sum = state[half].exponent_sum();
           if constexpr (Config::marks_low_rows) {
-            // Marks the row. Without this, other parts, whose scores are not high, would hide that
-            // this part was left out.
+            // Marks the row. Without this, other splits, whose scores are not high, would hide that
+            // this split was left out.
             if (!(state[half].base < most_base)) sum.base = SoftmaxMath<float>::infinity();
           }
           cta.write_log_sum_exp(visit, row, sum);
@@ -84,12 +83,12 @@ struct HopperResults {
     return is_special;
   }
 
-  // Sums each row over its four lanes. Sets may_be_one_key[half] in a lane whose own sum is the row's
-  // sum. Returns whether any row of the warp is special. With Config::marks_low_rows, the sum of a
-  // row becomes 0 in two cases, and low_rows.cuh computes the row. Its base may be near the low
-  // scores, which are masked though they have weight in this row. Or its base is at least
-  // most_base: then scores of the block that set the base are rounded differently from those of
-  // later blocks. The base exceeds the largest score by at most 32.
+  // Sums each row over its four lanes. Sets may_be_one_key[half] in a lane whose own sum is the
+  // row's sum. Returns whether any row of the warp is special. With Config::marks_low_rows, the sum
+  // of a row becomes 0 in two cases, and low_rows.cuh computes the row. Its base may be near the
+  // low scores, which are masked though they have weight in this row. Or its base is at least
+  // most_base: then scores of the KV tile that set the base are rounded differently from those of
+  // later ones. The base exceeds the largest score by at most 32.
   __device__ static bool sum_up(SoftmaxRow (&state)[2], bool (&may_be_one_key)[2]) {
     bool is_special = false, is_low[2] = {};
 #pragma unroll
@@ -113,9 +112,9 @@ struct HopperResults {
     if (Config::finds_only_keys && is_special) normalize_only_keys(normalizer);
     products.scale_output(normalizer);
     if (Config::modified && is_special) {
-      // A row with a sum of 0 holds 0 times the values that others of its tile see. It saw no key
-      // or, with Config::marks_low_rows, only low scores or a high one: it is filled with -0, and
-      // counters[0] tells low_rows.cuh to look for it.
+      // A row with a sum of 0 holds 0 times values that other rows attend to. It has no visible key
+      // or, with Config::marks_low_rows, only low scores or a high one. The latter rows are filled
+      // with -0, and counters[0] makes low_rows.cuh look for them.
       constexpr float empty = Config::marks_low_rows ? -0.f : 0.f;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -132,13 +131,13 @@ struct HopperResults {
     }
   }
 
-  // Replaces the negative factors that finish_softmax() has set, and the factors of the same rows in
-  // other lanes. The output of a row that attends to one key is the value times P rounded to 16
+  // Replaces the negative factors that finish_softmax() has set, and the factors of the same rows
+  // in other lanes. The output of a row that attends to one key is the value times P rounded to 16
   // bits, so the quotient by the rounded sum is exactly the value. If a row attends to several
   // keys, some of its quotients are not 16-bit numbers; then the factor is 1 / sum, as for any row.
-  // One column of each lane decides: comparing all 32 makes a bias 1% slower (bfloat16, head_dim 128,
-  // 8192 keys, H200). Should the quotients of just these columns be 16-bit numbers, the output is
-  // off by the rounding of the sum, half a unit in its last place.
+  // Each lane checks one column: comparing all 32 makes a bias 1% slower (bfloat16, head_dim 128,
+  // 8192 keys, H200). If only the checked columns have 16-bit quotients, the output is off by the
+  // rounding of the sum, half a unit in its last place.
   __device__ void normalize_only_keys(float (&normalizer)[2]) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -159,7 +158,7 @@ struct HopperResults {
     }
   }
 
-  // Two columns in each lane of four make 32 bytes.
+  // Four lanes with two columns each write 32 contiguous bytes.
   __device__ void write_float_rows(const Visit& visit) const {
     const int first_column = threadIdx.x % 4 * 2;
 #pragma unroll
@@ -182,7 +181,7 @@ struct HopperResults {
   }
 
   __device__ void write_narrow_rows(const Visit& visit) const {
-    // Where this lane's columns begin when it has exchanged with its neighbour.
+    // First column of this lane after the exchange with its neighbour lane.
     const int first_column = threadIdx.x % 2 * 8 + threadIdx.x % 4 / 2 * 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -192,7 +191,7 @@ struct HopperResults {
         const float* two = products.out + 8 * i + 2 * half;
         columns[i] = exchange(pack<Element>(two[0], two[1]), pack<Element>(two[4], two[5]));
       }
-      // One branch around all stores: between branches of their own they would wait for each other.
+      // One branch encloses all stores: with a branch for each, they would wait for each other.
       const int row = row_of(visit.work, half);
       if (row >= visit.sequence(cta.p).seqlen_q) continue;
       if (Config::sequences && Config::causal && cta.is_set_by_helper(visit, row)) continue;
@@ -205,9 +204,9 @@ struct HopperResults {
     }
   }
 
-  // Of sixteen columns, a lane of four has two of the first and two of the second eight. Gives it
-  // its neighbour's two of one eight for its own of the other, so that four columns lie together,
-  // and 32 bytes of a row in four lanes.
+  // Of every 16 columns, a lane holds two in the first eight and two in the second eight. Exchanges
+  // one pair with the neighbour lane, so that each lane has four contiguous columns, and four lanes
+  // have 32 contiguous bytes of a row.
   __device__ static Vector<Element, 4> exchange(unsigned first, unsigned second) {
     const bool odd = threadIdx.x & 1;
     const unsigned received = __shfl_xor_sync(~0u, odd ? first : second, 1);
@@ -221,7 +220,7 @@ struct HopperResults {
       const int row = row_of(work, half);
       if (row >= cta.p.seqlen_q) continue;
       float* target = cta.partial_row(work, row);
-      // Of a block's own columns the compiler knows that all are there, or asks for each.
+      // If no CTA has padded columns, no column needs a bounds check.
       constexpr bool whole = Cta::has_whole_columns_v;
       if (whole) target += Cta::first_column_v();
       write_row<columns_v / 8, whole ? Cta::columns_v : Config::head_dim_v>(
@@ -231,7 +230,7 @@ struct HopperResults {
     }
   }
 
-  // The head's row that this lane holds a part of in the accumulators' upper (0) or lower (1) half.
+  // Returns the query row of this lane's upper (0) or lower (1) accumulator half.
   __device__ int row_of(const Work& work, int half) const {
     return products.first_row_of(work) + Products::lane_row() + 8 * half;
   }

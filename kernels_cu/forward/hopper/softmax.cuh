@@ -1,6 +1,6 @@
-// The softmax of one block of keys, of the two rows that a lane of a consumer of the Hopper kernel
-// holds parts of. Nobody looks for maxima: p is taken with the old base, and its sums say whether
-// that will do.
+// Softmax of one KV tile, for the two rows of which a lane of a consumer holds elements. No row
+// maximum is computed. P uses the previous base, and the row sums of P show whether that base is
+// still valid.
 #pragma once
 
 #include "forward/hopper/cta.cuh"
@@ -14,7 +14,7 @@
 
 #if __CUDA_ARCH__ == 900
 
-// Of a lane's part of a row of scores, in four chains for the latency's sake.
+// Returns the largest score of this lane in a row. Four independent chains hide the latency.
 template <int Bc>
 __device__ inline float largest_of_lane(const float (&scores)[Bc / 2], int half) {
   constexpr int chains = 4;
@@ -29,7 +29,7 @@ __device__ inline float largest_of_lane(const float (&scores)[Bc / 2], int half)
   return max[0];
 }
 
-// With values transposed as of float8 (float8_softmax.cuh).
+// `Transposed` selects the specialization for float8 (float8_softmax.cuh), whose V is transposed.
 template <class Config, bool Transposed = HopperCta<Config>::transposes_values>
 struct HopperSoftmax {
   using Row = LaggingSoftmaxRow<typename Config::Element>;
@@ -41,8 +41,8 @@ struct HopperSoftmax {
   static_assert(!Config::bounded || (Config::Mods::changes_scores && Row::highest < 0),
                 "scores are exponents of two, and p that are not held to a maximum need bfloat16");
 
-  // Whether a score is treated as masked. A row that sees no other scores is computed again by a
-  // launch of its own (low_rows.cuh).
+  // Returns whether a score is treated as masked. A row without other scores is recomputed by
+  // another launch (low_rows.cuh).
   __device__ static bool is_nothing(float score) {
     if constexpr (Config::marks_low_rows) return score <= low_score<float>;
     return score == -SoftmaxMath<float>::infinity();
@@ -50,7 +50,7 @@ struct HopperSoftmax {
 
   const float scale_log2;
   Row rows[2];
-  bool some_are_fresh;  // whether a row of the warp may have seen no key yet
+  bool some_are_fresh;  // whether a row of the warp may have had no visible key yet
 
   __device__ explicit HopperSoftmax(const Params& p)
       : scale_log2(exponent_scale<Config, float>(p)) {}
@@ -69,19 +69,19 @@ struct HopperSoftmax {
     }
   }
 
-  // Whether nothing but positions hides keys, so that the only key of a row is known here. With
-  // sinks, the output of such a row is not its value, and all lanes of the row need the base.
+  // Whether only positions mask keys, so that mask() knows the only key of a row. With sinks, the
+  // output of such a row is not the value of that key, and all lanes of the row need the base.
   static constexpr bool positions_hide_keys =
       !Config::modified || !(Config::finds_only_keys || Config::sinks ||
                              Config::Mods::changes_scores || Config::Mods::hides_pairs);
 
-  // Hides the keys from visible_end(half) on, counted from the first that this lane holds.
+  // Masks the keys from visible_end(half) on, counted from the first one that this lane holds.
   template <class VisibleEnd>
   __device__ void mask(Scores& scores, bool is_first_of_keys, VisibleEnd visible_end) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int visible = visible_end(half);
-      // The only key of a row is the first that the first of its lanes holds.
+      // The only key of a row is the first key that its first lane holds.
       if (positions_hide_keys && visible == 1 && is_first_of_keys && threadIdx.x % 4 == 0) {
         rows[half].see_only(scores[2 * half] * scale_log2);
       }
@@ -89,7 +89,7 @@ struct HopperSoftmax {
     }
   }
 
-  // And those before visible_begin(half).
+  // Masks the keys before visible_begin(half).
   template <class VisibleBegin>
   __device__ static void mask_before(Scores& scores, VisibleBegin visible_begin) {
 #pragma unroll
@@ -99,13 +99,13 @@ struct HopperSoftmax {
     }
   }
 
-  // Takes the probabilities of the scores. Returns whether any row of the warp got a new base, so
-  // that what was summed up before is to be multiplied by `rescale`.
+  // Computes P from the scores. Returns whether the base of any row of the warp changed, so that
+  // the previous sums and output must be multiplied by `rescale`.
   __device__ bool exponentiate(Scores& scores, Probabilities& probabilities, float (&rescale)[2]) {
     float sums[2];
     take_exponentials(scores, probabilities, sums);
     bool changes = false;
-    // bfloat16 and the sums hold whatever p bounded scores make, without a maximum to refer to.
+    // Bounded scores need no maximum: bfloat16 and float32 sums can hold any p that they produce.
     if constexpr (!Config::bounded) {
       changes =
           __any_sync(~0u, some_are_fresh | Row::is_too_large(sums[0]) | Row::is_too_large(sums[1]));
@@ -118,7 +118,7 @@ struct HopperSoftmax {
     return changes;
   }
 
-  // Whether any base of the warp must, for all that sums tell. First keys seldom ask for it.
+  // Returns whether the sums require a new base in any row of the warp; first keys rarely do.
   __device__ bool bases_must_change(const float (&sums)[2]) {
     bool may_change = false;
 #pragma unroll
@@ -132,7 +132,7 @@ struct HopperSoftmax {
     return must_change;
   }
 
-  // And what they sum up to, of this lane's part of each row.
+  // Computes P, and its sum over this lane's elements of each row.
   __device__ void take_exponentials(const Scores& scores, Probabilities& probabilities,
                                     float (&sums)[2]) const {
     float parts[2][2] = {};
@@ -152,19 +152,19 @@ struct HopperSoftmax {
     }
     sums[0] = parts[0][0] + parts[0][1];
     sums[1] = parts[1][0] + parts[1][1];
-    // Else the compiler moves them to where they are used, behind the next scores.
+    // Without the pin, the compiler sinks these conversions to their use, after the next S = Q K^T.
 #pragma unroll
     for (int piece = 0; piece < Operand::pieces; ++piece) ptx::pin(probabilities[piece]);
   }
 
-  // Relative to the row's base. Modifications have made exponents of scores.
+  // Returns the exponent of p, relative to the row's base. Modified scores are exponents already.
   __device__ float exponent(float score, int half) const {
     if constexpr (Config::Mods::changes_scores) return score;
     return fmaf(score, scale_log2, -rows[half].base);
   }
 
-  // Of rows whose p are too large, or whose first keys these are and whose p are too small. Returns
-  // whether there were any in the warp: none where all keys of a block are hidden.
+  // Changes the bases of rows whose p are too large, or whose first p are too small. Returns
+  // whether any base of the warp changed. None does if all keys of a KV tile are masked.
   __device__ bool change_bases(Scores& scores, const float (&sums)[2], float (&rescale)[2]) {
     bool any_remains_fresh = false, any_changes = false;
 #pragma unroll

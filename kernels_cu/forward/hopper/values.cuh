@@ -1,6 +1,6 @@
-// Ahead of the Hopper kernel: the values of float8, transposed, as an array in the workspace for
-// the copy engine: (batch, heads_kv, head_dim_v, keys), the keys filled up with zeros to whole
-// tiles of 128, and in the order of float8.cuh.
+// Kernel that runs before the Hopper kernel for float8: writes V transposed to the workspace, from
+// where TMA loads it, as (batch, heads_kv, head_dim_v, keys). The keys are padded with zeros to
+// whole tiles of 128, in the order that float8.cuh describes.
 #pragma once
 
 #include "forward/hopper/float8.cuh"
@@ -15,15 +15,15 @@ template <class Config>
 struct HopperValues {
   using Byte = float8_e4m3_t;
   using Chunk = Vector<Byte, 16>;
-  // Of a tile, which a thread block of as many threads as it has keys brings to shared memory.
+  // Size of a tile, which a CTA with one thread per key copies to shared memory.
   static constexpr int keys = 128, columns = 64;
   static constexpr int dim = Config::head_dim_v;
-  // Sixteen keys are followed by 16 bytes, so that lanes that read four columns of a key of eight
-  // sixteens each find them in different banks.
+  // Every 16 keys are followed by 16 bytes of padding. So lanes that read four columns of a key in
+  // each of eight groups of 16 keys access different banks.
   static constexpr int bytes = keys * columns + keys / 16 * 16;
   __device__ static int offset(int key) { return key * columns + key / 16 * 16; }
 
-  // Any number of thread blocks.
+  // Transposes V. Called by any number of CTAs.
   __device__ static void transpose(const Params& p, unsigned char* shared) {
     const int key_tiles = ceil_div(p.seqlen_k, keys);
     constexpr int column_tiles = ceil_div(dim, columns);
@@ -61,7 +61,7 @@ struct HopperValues {
     }
   }
 
-  // Sixteen keys of four columns.
+  // Writes 16 keys of four columns.
   __device__ static void store(Byte* target, int64 line, int columns_left,
                                const unsigned char* shared) {
     const int sixteen = threadIdx.x % 8, column = threadIdx.x / 8 * 4;

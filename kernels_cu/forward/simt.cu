@@ -1,5 +1,5 @@
-// Fused attention forward on the CUDA cores (FlashAttention-2, Dao 2023, algorithm 1): one thread
-// block takes Br query rows of one head through the tiles of Bc keys, right to left.
+// Fused attention forward on CUDA cores (FlashAttention-2, Dao 2023, algorithm 1): one CTA iterates
+// over the KV tiles of Bc keys, from the last to the first, for Br query rows of one head.
 #include "forward/simt/layout.cuh"
 #include "forward/simt/load.cuh"
 #include "forward/simt/rows.cuh"
@@ -27,7 +27,7 @@ __device__ void write(const Params& p, const Work& work, const Place<Config>* pl
     if (row >= p.seqlen_q) continue;
     const int64 index = index_of(p, work, place, row);
     T* lse = static_cast<T*>(p.lse) + index;
-    // Where keys are split, merging takes the sink in.
+    // If KV is split, the sink is applied when the splits are merged.
     const auto log_sum_exp = [&](T& factor) {
       T found = rows.softmax[i].template log_sum_exp<L::headroom>(scale_log2);
       if constexpr (Config::sinks && !Config::split_keys) {
@@ -62,8 +62,8 @@ __device__ void write(const Params& p, const Work& work, const Place<Config>* pl
   }
 }
 
-// The place of a kernel's sequence. Null needs no member: even one that nobody reads changes what
-// the compiler makes of the loops.
+// Sequence of the CTA. In dense batches it is a static null, not a member: even an unused member
+// would change the machine code of the loops.
 template <class Config, bool HasPlace = Config::sequences>
 struct InPlace {
   static constexpr const Place<Config>* place = nullptr;
@@ -133,7 +133,7 @@ struct Kernel : InPlace<Config> {
     TileLoad<Config, Config::Bc, Dim, Stride, true>::gather(
         shared, [&](int row) { return rows.at(tile * Config::Bc + row); });
   }
-  // One branch for a whole tile keeps the bounds check of the last, ragged one out of the others.
+  // One branch per tile keeps the bounds check of the last, partial KV tile out of the others.
   template <int Dim, int Stride>
   __device__ void load_tile(T* shared, const Element* head, int64 row_stride, int tile) {
     const int begin = tile * Config::Bc;
@@ -146,8 +146,8 @@ struct Kernel : InPlace<Config> {
     }
   }
 
-  // One tile of keys. Its K is on its way, and that of the next tile is when it returns. With
-  // buffers of their own, V travels under Q K^T and the next K under P V.
+  // Processes one KV tile. Its K is already being copied; on return, K of the next tile is. With
+  // separate buffers, V is copied during Q K^T, and the next K during P V.
   __device__ void visit(const typename Rows<Config>::KeyMask& mask, int tile, const KeyTiles& tiles,
                         T scale_log2) {
     wait_for_copies();
@@ -194,8 +194,8 @@ struct Kernel : InPlace<Config> {
     write<Config>(p, work, place, rows, scale_log2);
     if (Config::modified) return;
     if (mask.visible_end(work.q_begin + first_of_warp()) > few_keys<Element>) return;
-    // Found anew, as what is kept for the end changes the loops: 2.5% in causal calls of head_dim
-    // 256.
+    // The tile coordinates are recomputed. Keeping them until here would slow the loops by 2.5% in
+    // causal calls at head_dim 256.
     if constexpr (Config::sequences) {
       settle(work);
     } else {
@@ -203,7 +203,7 @@ struct Kernel : InPlace<Config> {
     }
   }
 
-  // Of a warp's rows, which follow one another.
+  // Number of rows of a warp, which are consecutive.
   static constexpr int warp_rows = L::warp_rows * L::rows;
   __device__ static int first_of_warp() { return threadIdx.x / 32 * warp_rows; }
 
@@ -226,7 +226,7 @@ __device__ void simt_attention(const Params& p) {
       const Params own = place.params();
       simt::Kernel<Config>(own, place.work, memory, &place).run();
     }
-    // The place is computed again, as keeping it until here would change the code of the loops.
+    // `Place` is computed again: keeping it until here would change the machine code of the loops.
     if (!Config::split_keys && p.cu_seqlens_q != nullptr) {
       Place<Config>(p, ptx::block_index()).clear_unowned_rows();
     }

@@ -1,4 +1,4 @@
-// How threads share a tile, and where its rows lie in shared memory.
+// How threads divide a tile, and the layout of its rows in shared memory.
 #pragma once
 
 #include "score/softmax.cuh"
@@ -14,17 +14,17 @@ struct Layout {
   using T = Accumulator<Element>;
 
   static constexpr int headroom = ::headroom<Element>;
-  static constexpr int width = 16 / sizeof(T);  // of a 128-bit shared access
+  static constexpr int width = 16 / sizeof(T);  // elements per 128-bit shared access
   using Vec = Vector<T, width>;
 
-  // Of a global access: as much of 128 bits as the alignment of rows allows.
+  // Elements per global access: as many of 128 bits as the alignment of rows allows.
   static constexpr int unit = Config::alignment > sizeof(Element)
                                   ? Config::alignment / int(sizeof(Element))
                                   : 1;
 
   static constexpr int rows = Config::rows_per_thread;
   static constexpr int row_threads = Config::threads * rows / Config::Br;
-  static constexpr int warp_rows = 32 / row_threads;  // distinct rows a warp reads at once
+  static constexpr int warp_rows = 32 / row_threads;  // distinct rows that a warp reads at once
   static constexpr int keys = Config::Bc / row_threads;
   static constexpr int columns = ceil_div(Config::head_dim_v, width* row_threads) * width;
   static_assert(Config::threads % 32 == 0);
@@ -32,10 +32,10 @@ struct Layout {
   static_assert(row_threads * Config::Br == Config::threads * rows);
   static_assert(Config::Bc % row_threads == 0 && Config::Bc % width == 0);
 
-  // Hardware serves a 128-bit read by half warps, in one wavefront each if lanes l and l ^ 1, or
-  // l and l ^ 2, always agree on the address and the (then at most eight) distinct vectors lie in
-  // distinct groups of four banks. So bit 0 of the lane goes to the row, and the next bits to the
-  // position in it: neighbours agree on K and V, lanes two apart agree on Q and P.
+  // The hardware serves a 128-bit read per half warp, in one wavefront if lanes l and l ^ 1, or l
+  // and l ^ 2, always read the same address, and the distinct vectors (then at most eight) are in
+  // distinct groups of four banks. So bit 0 of the lane selects the row, and the next bits the
+  // position in it: neighbour lanes read the same K and V, lanes two apart the same Q and P.
   static constexpr int position_shift = row_threads < 32 ? 1 : 0;
   __device__ static int position() {
     return threadIdx.x % 32 >> position_shift & (row_threads - 1);
@@ -45,15 +45,15 @@ struct Layout {
     return (lane & position_shift) | (lane / (row_threads << position_shift) << position_shift);
   }
 
-  // Eight neighbouring positions read eight neighbouring rows of K: an odd row length, counted in
-  // vectors, puts them in distinct bank groups. The same serves the rows of Q.
+  // Eight consecutive positions read eight consecutive rows of K. An odd row length, counted in
+  // vectors, places these in distinct bank groups. The same holds for rows of Q.
   static constexpr int padded_dim = round_up(Config::head_dim, unit > width ? unit : width);
   static constexpr int qk_stride = (padded_dim / width | 1) * width;
-  // Eight positions read consecutive vectors of one row of V: no padding needed.
+  // Eight consecutive positions read consecutive vectors of one row of V, which needs no padding.
   static constexpr int v_stride = round_up(columns * row_threads, unit > width ? unit : width);
-  // A warp (for double, a half warp) writes one element of P per lane: row_threads neighbours in
-  // each of several rows, which together cover the 128 bytes of banks once if the row length leaves
-  // the remainder `span`.
+  // A warp (for double, a half warp) writes one element of P per lane: row_threads consecutive
+  // elements in each of several rows. Together they cover the 128 bytes of all banks once if the
+  // row length modulo `banks` is `span`.
   static constexpr int banks = 128 / sizeof(T);
   static constexpr int span = row_threads < banks / 2 ? row_threads : banks / 2;
   static constexpr int p_stride = Config::Bc + (span - Config::Bc % banks + banks) % banks;

@@ -1,4 +1,4 @@
-// Copies of tiles of rows into shared memory, widened to what is computed with.
+// Copies of row tiles to shared memory, converted to the accumulator type.
 #pragma once
 
 #include "forward/simt/layout.cuh"
@@ -7,8 +7,8 @@
 
 namespace simt {
 
-// Copies the rows [begin, begin + Rows) of one head into shared memory, widened to T. Columns from
-// Dim to the next whole unit, and with Checked the rows from end on, are zeros and are not read.
+// Copies rows [begin, begin + Rows) of one head into shared memory, converted to T. Columns from
+// Dim to the next whole unit, and with `Checked` rows from `end` on, become zeros and are not read.
 template <class Config, int Rows, int Dim, int Stride, bool Checked>
 struct TileLoad {
   using L = Layout<Config>;
@@ -48,8 +48,8 @@ struct TileLoad {
     }
   }
 
-  // The same of rows that lie anywhere, row_at() says where. A few are asked for before the first
-  // is copied, for asking may be a read from memory.
+  // Like run(), for rows at the arbitrary addresses that row_at() returns. Several addresses are
+  // looked up before the first row is copied, because a lookup may read memory.
   template <class RowAt>
   __device__ static void gather(T* shared, RowAt row_at) {
     constexpr int asked = passes < 4 ? passes : 4;
@@ -76,7 +76,7 @@ struct TileLoad {
     }
   }
 
-  // The unit from `column` on of a row, of which there are Dim, or zeros if the row is not there.
+  // Copies the unit at `column` of a row of Dim columns, or zeros if the row does not exist.
   __device__ static void copy(T* shared, const Element* source, int column, bool is_there) {
 #if __CUDA_ARCH__ >= 800
     if constexpr (async) {
@@ -86,8 +86,8 @@ struct TileLoad {
       return;
     }
 #endif
-    // Asked of the column: where a count that max and min had clamped was compared, as it is above,
-    // ptxas of CUDA 13.0 let the answer's predicate be overwritten before it was used.
+    // These conditions compare `column`. If they compared a clamped count, as above, ptxas of CUDA
+    // 13.0 would overwrite the predicate before its use.
     Vector<Element, unit> from = {};
     if (is_there && (whole || column + unit <= Dim)) {
       from = *reinterpret_cast<const Vector<Element, unit>*>(source);
@@ -101,8 +101,8 @@ struct TileLoad {
     constexpr int parts = unit / part;
 #pragma unroll
     for (int i = 0; i < parts; ++i) {
-      // Eight lanes write every other vector; the second four start with the odd one, so that
-      // together they touch all bank groups.
+      // Eight lanes write every other vector. The upper four start with the odd one, so that all
+      // eight together access all bank groups.
       const int which = parts == 2 ? i ^ (threadIdx.x >> 2 & 1) : i;
       Vector<T, part> to;
 #pragma unroll
@@ -115,7 +115,7 @@ struct TileLoad {
   }
 };
 
-// Until this thread's copies have landed; a barrier must follow for the others'.
+// Waits until this thread's copies have landed. A barrier must follow for those of other threads.
 __device__ inline void wait_for_copies() {
 #if __CUDA_ARCH__ >= 800
   ptx::cp_async_commit_group();

@@ -1,15 +1,15 @@
-// The query rows of a thread: scores, probabilities and output, and the products that make them.
+// The query rows of a thread: scores, probabilities and output, and the two matrix products.
 //
-// A thread owns rows_per_thread query rows; the row_threads lanes of its warp that own the same
-// rows divide the tile's keys among them for S, and the columns for O. Both products are outer
-// products in registers:
+// A thread owns rows_per_thread query rows. The row_threads lanes of its warp that own the same
+// rows divide the keys of a KV tile among them for S, and the columns for O. Both products are
+// outer products in registers:
 //   S[rows][keys]    = Q K^T, operands read as 128-bit vectors along head_dim;
 //   O[rows][columns] += P V,  P read along the keys, V along head_dim_v.
-// With r rows and c columns a step of w elements (16 bytes) reads r + c vectors and does w r c
+// With r rows and c columns, a step of w elements (16 bytes) reads r + c vectors and does w r c
 // multiply-adds. An SM does 128 float FMAs (64 double) and reads 128 bytes of shared memory, one
-// wavefront, per cycle; a warp's 128-bit read takes at least two wavefronts. For float at 8 x 8
-// that is 32 wavefronts under 64 cycles of FMA, at 8 x 4 24 under 32, at 4 x 4 16 under 16: 8 x 8
-// leaves the shared memory half idle and spends 16 of 272 issue slots on loads.
+// wavefront, per cycle. A 128-bit read of a warp takes at least two wavefronts. For float, 8 x 8
+// takes 32 wavefronts and 64 cycles of FMA, 8 x 4 takes 24 and 32, and 4 x 4 takes 16 and 16. So
+// 8 x 8 leaves shared memory half idle and spends 16 of 272 issue slots on loads.
 #pragma once
 
 #include "forward/simt/layout.cuh"
@@ -21,21 +21,21 @@
 
 namespace simt {
 
-// The rows that a thread owns: row i is at warp's first row + row_in_warp + i * warp_rows.
+// The rows that a thread owns. Row i is first() + i * warp_rows of the query tile.
 template <class Config>
 struct Rows {
   using L = Layout<Config>;
   using T = typename L::T;
   using Vec = typename L::Vec;
   using KeyMask = Mask<Config, Config::group>;
-  // Whether modifications only hide keys: then p of the largest score has to be made exactly 1.
-  // Changed scores are exponents already, whose p is 1, and without modifications rows that attend
-  // to one key are set to its value at the end.
+  // Whether modifications only mask keys. Then the largest p must be exactly 1, so that the output
+  // of a row with one key is its value. Changed scores are exponents, whose largest p is 1 anyway.
+  // Without modifications, such rows are set to the value at the end.
   static constexpr bool hides_only = Config::modified && !Config::Mods::changes_scores;
 
-  T scores[L::rows][L::keys];      // key j is at position + j * row_threads
-  T out[L::rows][L::columns];      // vector j is at (position + j * row_threads) * width
-  SoftmaxRow<T> softmax[L::rows];  // its sum is of this thread's keys only, until finish()
+  T scores[L::rows][L::keys];      // key j is position() + j * row_threads
+  T out[L::rows][L::columns];      // vector j is at column (position() + j * row_threads) * width
+  SoftmaxRow<T> softmax[L::rows];  // sums over this thread's keys only, until finish()
 
   __device__ static int first() {
     return threadIdx.x / 32 * (L::warp_rows * L::rows) + L::row_in_warp();
@@ -91,7 +91,7 @@ struct Rows {
     }
   }
 
-  // at(row) is a row of the tile as modifications know it.
+  // Applies modifications. at(row) returns the coordinates of a row of the tile.
   template <class At>
   __device__ void modify(const Params& p, At at, int key_begin) {
     if constexpr (Config::modified) {
@@ -102,7 +102,7 @@ struct Rows {
     }
   }
 
-  // Turns scores into probabilities in shared memory, and rescales what came before.
+  // Converts scores to probabilities in shared memory, and rescales the previous output and sum.
   __device__ void exponentiate(T* p, T scale_log2) {
     p += first() * L::p_stride + L::position();
     T tile_max[L::rows];
@@ -125,8 +125,8 @@ struct Rows {
       const T base = softmax[i].base(scale_log2);
 #pragma unroll
       for (int j = 0; j < L::keys; ++j) {
-        // Of 32 bits and more, a power of two costs no precision where the sum of the exponents
-        // would.
+        // For p of 32 bits or more, multiplying by a power of two is exact. Adding to the exponent
+        // would round it.
         const T probability = SoftmaxRow<T>::template probability<hides_only>(
                                   scores[i][j], scale_log2, base) *
                               T(power_of_half(L::headroom));
@@ -136,8 +136,8 @@ struct Rows {
     }
   }
 
-  // out += P V. The tile's share is summed alone, in the registers that the scores have left: a sum
-  // over thousands of keys in one go would lose more to rounding than a library's blocked product.
+  // Computes out += P V. The product of one KV tile is summed separately, in the registers of the
+  // scores: one sum over thousands of keys would lose more to rounding than a blocked library GEMM.
   __device__ void multiply_values(const T* p, const T* v) {
     T sums[L::rows][L::columns] = {};
     p += first() * L::p_stride;
@@ -169,7 +169,7 @@ struct Rows {
     }
   }
 
-  // Sums over the threads of each row and divides by it: the normalization, put off until here.
+  // Reduces the sum of each row over its threads, and divides the output by it.
   __device__ void finish() {
 #pragma unroll
     for (int i = 0; i < L::rows; ++i) {
@@ -180,7 +180,7 @@ struct Rows {
       const T normalizer = softmax[i].normalizer();
 #pragma unroll
       for (int j = 0; j < L::columns; ++j) {
-        // A row without a key holds 0 times the values that others of its tile see.
+        // A fully masked row holds 0 times values that other rows of the tile attend to.
         out[i][j] = Config::modified && softmax[i].saw_nothing() ? T(0) : out[i][j] * normalizer;
       }
     }
@@ -191,7 +191,7 @@ struct Rows {
     for (int j = 0; j < L::columns; ++j) out[i][j] *= factor;
   }
 
-  // Row i's columns of the result, Unit at a time.
+  // Writes this thread's columns of output row i, `Unit` at a time.
   template <int Unit, class Out>
   __device__ void store(Out* row, int i) const {
 #pragma unroll
@@ -212,9 +212,9 @@ struct Rows {
   }
 
  private:
-  // A sum of n products in one go is off by about n / sqrt(2) roundings of one of them, in pieces of
-  // m by sqrt(n (m + n / m) / 2): of 512 columns 362, or 136. A library's blocked product is nearer
-  // to the latter.
+  // The error of a sum of n products is about n / sqrt(2) roundings of one of them. In blocks of m
+  // it is sqrt(n (m + n / m) / 2): for 512 columns 136 instead of 362, with m = 64. A blocked
+  // library GEMM is nearer to 136.
   static constexpr int most_in_one_sum = 256;
   static constexpr int wide_piece = 64;
 
@@ -228,7 +228,7 @@ struct Rows {
     }
   }
 
-  // Of the first Dim columns from q and k on.
+  // Adds the products of the first `Dim` columns of q and k to `sums`.
   template <int Dim>
   __device__ static void add_products(const T* q, const T* k, Scores& sums) {
 #pragma unroll(Config::unroll)
@@ -264,7 +264,7 @@ struct Rows {
 
   __device__ static Vec read(const T* shared) { return *reinterpret_cast<const Vec*>(shared); }
 
-  // The value of the thread whose position in the row differs in one bit.
+  // Returns the value of the lane whose position in the row differs in `bit`.
   __device__ static T exchange(T value, int bit) {
     return __shfl_xor_sync(0xffffffffu, value, bit << L::position_shift);
   }

@@ -1,14 +1,14 @@
-// Fused attention forward on tensor cores, sm_80 and newer: float16, bfloat16, and float32 by three
+// Fused attention forward on tensor cores, sm_80 and newer: float16, bfloat16, and float32 as three
 // TF32 products.
 //
-// FlashAttention-2 (Dao 2023): a thread block holds Br query rows and visits the tiles of Bc keys
-// from the last to the first. Each warp owns 16 or 32 of the rows, so that softmax needs no
-// communication beyond four lanes and P never leaves the registers: the accumulator fragment of
-// Q.K^T is, pair by pair, the operand fragment of P.V.
+// FlashAttention-2 (Dao 2023): a CTA holds Br query rows and iterates over the KV tiles of Bc keys,
+// from the last to the first. Each warp owns 16 or 32 of the rows, so that the softmax communicates
+// among four lanes only, and P never leaves the registers: the accumulator fragment of Q K^T is,
+// pair by pair, the operand fragment of P V.
 //
-// The output of 16 rows of a wide head does not fit a warp's registers: there two warps share the
-// rows. Each scores half of a tile's keys, they put the scores together through the keys' place in
-// shared memory, and each multiplies the probabilities with half of the columns of V.
+// For a wide head, the output of 16 rows does not fit in a warp's registers, so two warps have the
+// same rows. Each computes S for half of the keys of a KV tile. They exchange S through the shared
+// memory of that K tile, and each multiplies P by half of the columns of V.
 #pragma once
 
 #include "params.cuh"
@@ -43,7 +43,7 @@ struct ProductsOf<float> {
   using type = ProductsTf32x3<Config, row_tiles>;
 };
 
-// What modifications need to know of a block all the time. Nothing needs no member, see simt.
+// Tile coordinates, kept only if modifications need them: an unused member would change the loops.
 template <class Config, bool Modified = Config::modified>
 struct MmaWork {
   __device__ explicit MmaWork(const Work&) {}
@@ -69,8 +69,8 @@ struct MmaForward : MmaWork<Config> {
   using ValueLayout = typename Products::ValueLayout;
   using Softmax = WarpSoftmax<Element, row_tiles, Bc, Products::columns_v>;
 
-  // Whether rows that attend to one key are set to its value at the end: the products lose bits of
-  // the value, and modifications hide keys, so that no mask shows which rows these are.
+  // Whether to find rows that attend to one key at the end, and to set them to its value. Needed if
+  // P V loses bits and modifications mask keys, so that `Mask` does not tell which rows these are.
   static constexpr bool settles_only_keys =
       Config::modified && !Config::sinks && !quotient_is_exact<Element>;
 
@@ -79,7 +79,7 @@ struct MmaForward : MmaWork<Config> {
   static_assert(shares == 1 || sizeof(Element) == 2, "of float32 no head is wide");
   static_assert(stages >= 2 && stages <= 4, "one tile in use, one to three on their way");
 
-  // Shared memory: Q, whose place the output takes at the end, then the ring of K and V tiles.
+  // Shared memory: Q, which the output overwrites at the end, then the ring of K and V tiles.
   static constexpr int row_bytes =
       KeyLayout::row_bytes > ValueLayout::row_bytes ? KeyLayout::row_bytes : ValueLayout::row_bytes;
   static constexpr int q_bytes = Br * row_bytes;
@@ -95,20 +95,20 @@ struct MmaForward : MmaWork<Config> {
   using ValueCopy = Copy<Bc, Config::head_dim_v, ValueLayout>;
 
   const Params& p;
-  const Place<Config>* place;  // of a sequence, else null
+  const Place<Config>* place;  // sequence of this CTA, or null if the batch is dense
   const Mask<Config, Config::group> mask;
   const KeyTiles tiles;
-  const int group = threadIdx.x / 32 / shares;  // numbers the warps that share rows
+  const int group = threadIdx.x / 32 / shares;  // index of the warps that have the same rows
   const int lane = threadIdx.x % 32;
-  const int first_row;  // of the rows that this lane holds a part of, see row_of()
+  const int first_row;  // first query row of which this lane holds elements, see row_of()
   const unsigned q_shared;
   const unsigned ring;
-  const Element* next_keys;  // this thread's part of the tile that the ring takes next
+  const Element* next_keys;  // this thread's source in the next tile to load
   const Element* next_values;
   const float scale_log2;
 
   Products products;
-  typename Products::Scores scores;  // and, from exponentiate() on, the probabilities
+  typename Products::Scores scores;  // S, and after exponentiate() P
   typename Products::Output out;
   Softmax softmax;
 
@@ -162,7 +162,7 @@ struct MmaForward : MmaWork<Config> {
     finish();
   }
 
-  // The tiles before have keys that a window hides from some row.
+  // Returns the first KV tile in which the window masks no key for any row.
   __device__ int first_full_tile() const {
     if constexpr (Config::window_left) {
       const int last_row = min(this->work.q_begin + Br, p.seqlen_q) - 1;
@@ -181,16 +181,16 @@ struct MmaForward : MmaWork<Config> {
     return q_shared + group * warp_rows * KeyLayout::row_bytes;
   }
 
-  // The ring takes the keys and values of the last tile, of the one before, and so on, each in the
-  // place after the other's.
+  // Returns the address of K or V of a tile. The ring receives K and V of the last KV tile, then K
+  // and V of the tile before it, and so on, in consecutive stages.
   __device__ unsigned ring_address(int tile, int is_value) const {
     const int place = stages == 3 ? (tile + is_value) % 3 : tile % (stages / 2) * 2 + is_value;
     return ring + place * stage_bytes;
   }
 
-  // Starts copying what the ring takes Ahead places after the keys of a tile, if there is one.
-  // Every call ends one group of copies, so that waiting for a tile is waiting for a fixed number
-  // of groups.
+  // Starts the copy that comes `Ahead` stages after K of a tile, if there is one. Every call
+  // commits one group of copies, so that waiting for a tile is waiting for a fixed number of
+  // groups.
   template <int Ahead, bool Ragged>
   __device__ void load_tile(int tile) {
     constexpr bool is_value = Ahead % 2;
@@ -215,7 +215,7 @@ struct MmaForward : MmaWork<Config> {
     ptx::cp_async_commit_group();
   }
 
-  // Each row of a tile is looked up, or the first of one that lies in one page.
+  // Loads a paged tile. The block table is read for each row, or once if the tile lies in one page.
   template <class TileCopy>
   __device__ void load_pages(unsigned target, const Tensor& tensor, int first) {
     const auto rows = place->pages(tensor);
@@ -228,8 +228,8 @@ struct MmaForward : MmaWork<Config> {
     }
   }
 
-  // Waits for a tile's keys or values; returns where they are. All warps meet here, so all have
-  // left the tile used before, whose place the next load takes.
+  // Waits for K or V of a tile and returns its address. The barrier also shows that all warps have
+  // read the previous tile, whose stage the next load overwrites.
   template <int IsValue>
   __device__ unsigned await_tile(int tile) {
     ptx::cp_async_wait_group<stages - 2>();
@@ -239,9 +239,9 @@ struct MmaForward : MmaWork<Config> {
 
   template <bool Edge>
   __device__ void visit(int tile) {
-    // With two stages the next tile must be on its way at once to arrive in time; with more, its
-    // copies are better issued while the tensor cores finish. Only the last tile can be ragged, and
-    // of it only the values are asked for here, and only with two stages.
+    // With two stages, the next copy must start at once to arrive in time. With more, it is better
+    // issued while the tensor cores finish. Only the last KV tile can be partial. Of that tile,
+    // only V is loaded here, and only with two stages.
     const unsigned k_shared = await_tile<0>(tile);
     if (stages == 2) load_tile<stages - 1, Edge>(tile);
     score_keys(k_shared);
@@ -269,7 +269,7 @@ struct MmaForward : MmaWork<Config> {
       typename Products::ScoreShare own;
       clear(own);
       products.multiply_queries_keys(own, warp_queries(), k_shared);
-      // The keys have been read by all; what takes their place is asked for behind await_tile<1>.
+      // All warps have read K, which S overwrites. Its stage is not loaded before await_tile<1>.
       __syncthreads();
       Products::exchange(scores, own, k_shared, group);
     }
@@ -279,7 +279,7 @@ struct MmaForward : MmaWork<Config> {
     return work.q_begin + group * warp_rows + lane / 4;
   }
 
-  // The row of the accumulators' upper (0) or lower (1) half in row tile i.
+  // Returns the query row of the upper (0) or lower (1) accumulator half in row tile i.
   __device__ static int row_of(int first_row, int i, int half) {
     return first_row + 16 * i + 8 * half;
   }
@@ -295,7 +295,7 @@ struct MmaForward : MmaWork<Config> {
 
   __device__ void apply_mask(int key_begin) {
     const auto tile_mask = mask.counted_from(key_begin + lane % 4 * 2);
-    // Else the rows' queries would be found ahead of the loop and kept.
+    // Without `opaque`, the compiler hoists row / group out of the loop and keeps it in registers.
     const int first_row = Config::group > 1 ? ptx::opaque(this->first_row) : this->first_row;
     softmax.mask(
         scores, [&](int i, int half) { return tile_mask.visible_end(row_of(first_row, i, half)); });
@@ -308,7 +308,7 @@ struct MmaForward : MmaWork<Config> {
 
   // Divides by the row sums and writes the output and the log-sum-exp.
   __device__ void finish() {
-    // Found anew, so that none of it takes registers in the loops.
+    // The tile coordinates are recomputed, so that they take no registers in the loops.
     if constexpr (Config::sequences) {
       const Place<Config> again(place->p, ChosenRows<Config>::tile());
       const Params own = again.params();
@@ -321,7 +321,7 @@ struct MmaForward : MmaWork<Config> {
     }
   }
 
-  // Asked first: with 512 keys, finding the work anew takes a block 1 to 2% of its time.
+  // Returns whether settle() is needed. Recomputing the coordinates costs 1 to 2% with 512 keys.
   __device__ bool sees_few() const {
     return !Config::modified && mask.visible_end(first_row - lane / 4) <= few_keys<Element>;
   }
@@ -329,7 +329,7 @@ struct MmaForward : MmaWork<Config> {
   __device__ static void settle(const Params& p, const Work& work, const Place<Config>* place) {
     const unsigned group = threadIdx.x / 32 / shares;
     const int first = work.q_begin + group * warp_rows;
-    // Written by all warps that share the rows.
+    // Waits until all warps with the same rows have written them.
     if constexpr (shares > 1) {
       ptx::barrier_sync_aligned(1 + group, 32 * shares);
       if (Products::share() > 0) return;
@@ -339,7 +339,7 @@ struct MmaForward : MmaWork<Config> {
 
   __device__ void finish(const Params& p, const Work& work, const Place<Config>* place) {
     const auto partials = partials_of(p, place);
-    unsigned sees_one = 0;  // bit 2 * i + half: the sum of the row is p of one key
+    unsigned sees_one = 0;  // bit 2 * i + half: the sum of the row is a single p
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
@@ -388,13 +388,13 @@ struct MmaForward : MmaWork<Config> {
     const int first_of_warp = first_row_of(work) - lane / 4;
 #pragma unroll 1
     for (int r = 0; r < 2 * row_tiles; ++r) {
-      // One bit for each row: that of the first of its four lanes.
+      // Keep one bit per row, that of the first of its four lanes.
       unsigned left = __ballot_sync(~0u, sees_one >> r & 1) & 0x11111111;
 #pragma unroll 1
       for (; left != 0; left &= left - 1) {
         const int row = row_of(first_of_warp + (__ffs(left) - 1) / 4, r / 2, r % 2);
         if (row >= p.seqlen_q || !ChosenRows<Config>::include(row - work.q_begin)) continue;
-        // Each row was written by several lanes.
+        // Orders the next writes after those of the lanes that wrote the row.
         __syncwarp();
         if constexpr (Config::split_keys) {
           settle_only_key<Config>(p, work, place, tiles, row,
@@ -411,8 +411,8 @@ struct MmaForward : MmaWork<Config> {
     return state.template log_sum_exp<Softmax::factor>(scale_log2);
   }
 
-  // A row of the output is what a sink leaves of it; where keys are split, merging takes that in.
-  // One without a key holds 0 times the values that others of its tile see.
+  // Multiplies an output row by the factor of the sink, unless KV is split, since merging does so
+  // then. A fully masked row holds 0 times values that other rows attend to, and becomes 0.
   __device__ void finish_modified(const Params& p, int head, const SoftmaxRow<float>& state,
                                   float* row) const {
     if constexpr (Config::sinks && !Config::split_keys) {
@@ -437,7 +437,7 @@ struct MmaForward : MmaWork<Config> {
     }
   }
 
-  // Through shared memory, each warp its own rows, so that global memory sees whole chunks.
+  // Writes the output through shared memory, each warp its own rows, in whole 16-byte chunks.
   __device__ void write_output(const Params& p, const Work& work, const Place<Config>* place) {
     __syncthreads();
     const int warp_row = group * warp_rows;

@@ -1,6 +1,6 @@
-// Attention as a textbook has it, the baseline of the benchmarks: three kernels that pass the whole
-// score matrix, (batch * heads_q, seqlen_q, seqlen_k) in the workspace, through global memory. The
-// products go by 32 x 32 tiles in shared memory, one thread for each element of the result.
+// Unfused attention, the baseline of the benchmarks. Three kernels pass the whole score matrix,
+// (batch * heads_q, seqlen_q, seqlen_k) in the workspace, through global memory. Products use
+// 32 x 32 tiles in shared memory, with one thread for each element of the result.
 #include "params.cuh"
 #include "score/mask.cuh"
 #include "score/modify.cuh"
@@ -11,11 +11,11 @@
 namespace naive {
 
 constexpr int tile = 32;
-// A row of 33 elements puts a column of the tile into 32 different banks (16 of double).
+// Rows of 33 elements place a column of the tile in 32 different banks (16 for double).
 template <class T>
 using Shared = T[tile][tile + 1];
 
-// The 32 x 32 block of the result that a thread block computes, and this thread's element of it.
+// The 32 x 32 tile of the result that a CTA computes, and the element of this thread.
 struct Place {
   int64 batch_head;
   int row_begin, column_begin;
@@ -42,7 +42,7 @@ __device__ T* score_row(const Params& p, int64 batch_head, int row) {
 
 __device__ inline int kv_head(const Params& p, int head) { return head / (p.heads_q / p.heads_kv); }
 
-// S = Q K^T, -inf where masked. The scale waits for the softmax.
+// Computes S = Q K^T, with -inf for masked pairs. The scale is applied in softmax().
 template <class Config>
 __device__ void scores(const Params& p) {
   using Element = typename Config::Element;
@@ -84,7 +84,7 @@ __device__ void scores(const Params& p) {
   score_row<T>(p, at.batch_head, at.row())[at.column()] = seen ? sum : -SoftmaxMath<T>::infinity();
 }
 
-// P = softmax(scale * S) in place, one warp to a row, and the log-sum-exp.
+// Computes P = softmax(scale * S) in place, one warp per row, and writes the log-sum-exp.
 template <class Config>
 __device__ void softmax(const Params& p) {
   using T = Accumulator<typename Config::Element>;
@@ -125,7 +125,7 @@ __device__ void softmax(const Params& p) {
   }
 }
 
-// O = P V.
+// Computes O = P V.
 template <class Config>
 __device__ void output(const Params& p) {
   using Element = typename Config::Element;
@@ -140,7 +140,7 @@ __device__ void output(const Params& p) {
   const Element* v = p.v.head<const Element>(batch, kv_head(p, head)) + at.column();
 
   T sum = 0;
-  T weight = 0;  // of all keys
+  T weight = 0;  // sum of P over all keys
   for (int begin = 0; begin < p.seqlen_k; begin += tile) {
     const int p_key = begin + at.x;
     const int v_key = begin + at.y;

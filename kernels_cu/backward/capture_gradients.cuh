@@ -154,7 +154,7 @@ struct Contributions {
 
   const GradientParams& p;
   const Sums& all;
-  unsigned char* const memory;  // for operands
+  unsigned char* const memory;  // shared memory for operands
   // For each array: the element that the thread added to last, and its pending sum.
   int64 last[Sums::count];
   CompensatedSum<T> since[Sums::count];

@@ -70,7 +70,7 @@ struct FixedSlots {
   unsigned owners[count];          // 0 if the slot is free, otherwise element / count + 1
   unsigned sums[words][count];
 
-  // Called by all threads.
+  // Called by all threads of the CTA. Frees all slots.
   __device__ void clear() {
     for (int i = threadIdx.x; i < count; i += blockDim.x) {
       owners[i] = 0;
@@ -96,7 +96,7 @@ struct FixedSlots {
     }
   }
 
-  // Called by all threads. Adds the sums to `memory`, and frees the slots.
+  // Called by all threads of the CTA. Adds the sums to `memory`, and frees the slots.
   __device__ void empty(Fixed* memory) {
     __syncthreads();
     for (int i = threadIdx.x; i < count; i += blockDim.x) {

@@ -92,7 +92,7 @@ struct Exchange {
   }
 };
 
-// Columns of a Layout that one of `sharers` warps processes: 16 of every 16 * `sharers`.
+// Columns of a `Layout` that one of `sharers` warps processes: 16 of every 16 * `sharers`.
 template <class Element, class Layout, int Columns, int sharers>
 struct SharedColumns {
   static constexpr int steps = Columns / 16 / sharers;
@@ -124,8 +124,8 @@ struct SharedColumns {
     }
   }
 
-  // Accumulates sums[i] += factor(i) left[.][.][i] B from components. The product over all 16 depth
-  // rows of B is summed separately, and then added.
+  // Accumulates sums[i] += factor(i) left[.][.][i] B from components. The product over all
+  // 16 * `depth` rows of B is summed separately, and then added.
   template <int row_tiles, int depth, class Factor>
   __device__ static void add_product(float (&sums)[row_tiles][2 * steps][4],
                                      const LeftStep<row_tiles> (&left)[depth][2], unsigned b,

@@ -17,7 +17,7 @@
 
 #if __CUDA_ARCH__ >= 800
 
-// Type of the components that tensor cores multiply for an `Element`, and their number.
+// Type and number of the components that an `Element` is split into for tensor cores.
 template <class Element>
 struct Pieces {
   using type = Element;

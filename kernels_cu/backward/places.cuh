@@ -50,7 +50,7 @@ __device__ inline PackedPart rows_around(const int* starts, int batch, int total
 }
 
 // Returns the first tile slot of a sequence. n rows have at most n / Rows + 1 tiles, so the slot
-// follows from the sequence's first row and index. Few of all total / Rows + batch slots stay
+// follows from the sequence's first row and index. Few of the total / Rows + batch slots stay
 // empty.
 template <int Rows>
 __device__ int first_place(int first_row, int sequence) {

@@ -102,7 +102,7 @@ struct TurnOfWarp {
 #endif  // __CUDA_ARCH__ >= 800
 
 // Workspace after the row statistics: a semaphore for each dq tile, cleared by the preprocess
-// kernel (row_terms.cuh), and the dq sums. Tiles of packed sequences have padded slots
+// kernel (row_terms.cuh), and the dq sums. Packed sequences leave some tile slots unused
 // (places.cuh). `QuerySums` in gradients.py computes the same sizes.
 template <class Config>
 struct QuerySums {

@@ -129,7 +129,7 @@ struct ScoreGradients : ScoreProducts<Config, has_tensor_cores<Config>> {
                 "as the host planned");
 
   T products[own_rows][own_keys];   // unscaled scores: products of q and k
-  T gradients[own_rows][own_keys];  // dS of the modified scores; 0 for masked pairs
+  T gradients[own_rows][own_keys];  // gradients of the modified scores; 0 for masked pairs
 
   // Computes the tile whose first query and key are `row` and `key` of a sequence.
   __device__ void find(const GradientParams& p, unsigned char* memory, const Sequence& at,

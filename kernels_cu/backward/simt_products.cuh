@@ -96,8 +96,7 @@ struct SimtProducts {
 
   // Accumulates sums += weights columns; rows of `weights` in shared memory are `Columns` + 1
   // apart. A tile is summed separately, as long sums then lose less to rounding. With `Selects`, a
-  // weight of 0 means a masked pair, whose column is left out of the sum, because 0 times NaN is
-  // NaN.
+  // weight of 0 means a masked pair, whose column is left out of the sum, as 0 times NaN is NaN.
   template <int Dim, bool Selects, int Slices>
   __device__ static void add(T (&sums)[Slices][own_rows][own_dims], Shared& shared,
                              const T* weights, const HeadRows<Element>& columns,

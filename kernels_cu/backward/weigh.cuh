@@ -32,7 +32,7 @@ struct Weigh {
   int batch;
   int head;
   T scale_log2;
-  T one = 1;       // P = 1, in the unit of P
+  T one = 1;       // representation of P = 1 in the unit of P
   T log2_one = 0;  // log2 of `one`, which is subtracted from lse_log2
 
   // Replaces `score(r, n)`, which is S, by P, and `gradient(r, n)`, which is dP, by dS. `Masked`

@@ -11,7 +11,7 @@ struct GradientWork {
   int head;   // KV head of a KV tile, or query head of a query tile
 };
 
-// Sizes along the rows of dk and dv (`OfKeys`) or of dq.
+// Sizes that determine the tiles of dk and dv (`OfKeys`) or of dq.
 template <bool OfKeys>
 struct GradientRows {
   int heads;

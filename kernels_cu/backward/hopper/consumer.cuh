@@ -194,7 +194,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
       Base::template await<0>(gradients);
       Base::weigh_both(scores, gradients, lse_log2, step, Part, is_masked);
     } else if constexpr (wants_ds && !Config::modified) {
-      // Masked and unmasked tiles share one copy of the product; masked pairs are removed later.
+      // Masked and unmasked tiles share one copy of the product; masked pairs are removed after it.
       Base::start_gradients(gradients, values, Part, [&](int i) {
         Base::template weigh_scores<false>(scores, lse_log2, step, Part, i * rows / Base::k_steps_v,
                                            (i + 1) * rows / Base::k_steps_v);

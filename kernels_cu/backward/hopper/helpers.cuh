@@ -160,8 +160,9 @@ struct HopperGradientTerms {
 
 // Run by two lanes, of two warps, on alternate query tiles. Adds the consumers' dq sums to those in
 // memory when the semaphore allows it. An add takes longer than its reads of shared memory, and a
-// release of the semaphore longer still, so the lanes overlap. The first CTA of the order stores,
-// so that nothing clears the sums. The last one loads the earlier sums for its consumers instead.
+// release of the semaphore longer still, so both lanes are needed. The first CTA of the order
+// stores, so that nothing clears the sums. The last one loads the earlier sums for its consumers
+// instead.
 //
 //   lane 0   semaphore, sums_full | copy, sums_empty | wait for add, release | semaphore ...
 //   lane 1                        ... semaphore, sums_full | copy, sums_empty | wait for add ...

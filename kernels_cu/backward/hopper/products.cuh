@@ -135,8 +135,8 @@ struct HopperGradientProducts {
     ptx::wgmma_commit_group();
   }
 
-  // Issues a k step of a product of the consumer's keys, in registers (`kept`) or at `left`, and
-  // the rows of a query tile.
+  // Issues one k step of a product between the consumer's keys, in registers (`kept`) or in shared
+  // memory at `left`, and the rows of a query tile.
   template <class LeftTile, class Tile, int Count>
   __device__ void multiply(Scores& sums, const unsigned (&kept)[Count], unsigned left,
                            unsigned rows, int step, bool accumulate) const {

@@ -1,6 +1,6 @@
 // Order in which the CTAs of KV tiles add to a query tile: later keys first. Each CTA starts with
-// the first queries that attend to its keys, so causal CTAs that start together reach a query tile
-// one after another, and none waits.
+// the first queries that attend to its keys. With a causal mask, CTAs that start together thus
+// reach a query tile one after another, and none waits.
 #pragma once
 
 #include "grid/schedule.cuh"
@@ -25,7 +25,7 @@ struct TurnOrder {
     end_tile = mask.first_row(begin, rows) < rows ? tiles.end : tiles.begin;
   }
 
-  // Returns the CTA's index in the dq order of a query tile, which counts visible KV tiles only.
+  // Returns the CTA's index in the dq order of a query tile. The order skips masked KV tiles.
   __device__ int turn_of(int tile) const {
     const int seen = mask.visible_end(min((tile + 1) * Br, rows) - 1);
     return ceil_div(seen, Bc) - 1 - begin / Bc;

@@ -148,7 +148,7 @@ struct MmaGradientCta {
     return {step.head + 1, tiles.end - 1};
   }
 
-  // Returns the CTA's index in the dq order of a query tile, which counts visible KV tiles only.
+  // Returns the CTA's index in the dq order of a query tile. The order skips masked KV tiles.
   __device__ int turn_of(int tile) const {
     return work.begin / Bc - (Config::window_left ? mask.visible_begin(tile * Br) / Bc : 0);
   }
@@ -176,7 +176,7 @@ struct MmaGradientCta {
   }
   __device__ unsigned terms_at(int stage) const { return queries_at(stage) + Br * row_bytes; }
 
-  // ---- Copies.
+  // ---- Loads.
 
   template <int Rows, int Dim, class TileLayout>
   __device__ static void start(unsigned target, const Element* source, const Tensor& tensor,

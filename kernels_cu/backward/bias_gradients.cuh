@@ -1,8 +1,8 @@
-// The gradient of a bias: those of the scores, summed up along the axes that it is broadcast along.
+// Gradient of a bias: dS summed along the axes along which the bias is broadcast.
 //
-// A block owns a tile of it, and goes through the tiles of scores that read it in one order. Where
-// a gradient has few tiles, as that of a padding mask, several blocks share the scores of one: each
-// leaves its part in the workspace, and another kernel adds those up.
+// A CTA owns a tile of the gradient and iterates over the score tiles that read it, in a fixed
+// order. If the gradient has few tiles, like that of a padding mask, several CTAs split the score
+// tiles of each: they write partial sums to the workspace, and another kernel adds those.
 #pragma once
 
 #include "backward/compensated_sum.cuh"
@@ -17,7 +17,7 @@ struct BiasGradients {
   using T = typename Scores::T;
   static constexpr int size = Scores::size, stride = Scores::stride;
 
-  // Tiles of scores, along each axis.
+  // Number of score tiles along each axis, or the indices of one tile.
   struct Tiles {
     int batch;
     int heads;
@@ -25,7 +25,7 @@ struct BiasGradients {
     int keys;
 
     __device__ int64 count() const { return int64(batch) * heads * rows * keys; }
-    // By their number.
+    // Returns the indices of a tile, given its linear number.
     __device__ Tiles operator[](int64 number) const {
       const int key = number % keys;
       number /= keys;
@@ -37,11 +37,11 @@ struct BiasGradients {
 
   const GradientParams& p;
   const BiasGradient& of;
-  unsigned char* const memory;  // operands, and in the end a tile
+  unsigned char* const memory;  // operands, and at the end the tile of the result
   const bool is_packed = Config::sequences && p.cu_seqlens_q != nullptr;
   const bool keeps_rows = of.rows > 1;
   const bool keeps_keys = of.keys > 1;
-  // Rows of a packed bias tell the sequence.
+  // The rows of a packed bias determine the sequence.
   const bool keeps_batch = is_packed ? keeps_rows : of.batch > 1;
   const bool keeps_heads = of.heads > 1;
   CompensatedSum<T> sums[Scores::own_rows][Scores::own_keys];
@@ -62,7 +62,7 @@ struct BiasGradients {
     const int64 end = min((part + 1) * share, passing.count());
     for (int64 number = part * share; number < end; ++number) {
       const Tiles other = passing[number];
-      // Along each axis one of both is 0.
+      // Along each axis, the index in `mine` or that in `other` is 0.
       visit(mine.batch + other.batch, mine.heads + other.heads, (mine.rows + other.rows) * size,
             (mine.keys + other.keys) * size);
     }
@@ -120,7 +120,7 @@ struct BiasGradients {
     }
   }
 
-  // Leaves the sums of `count` lines, of elements so far apart, in the first of each.
+  // Sums each of `count` lines (rows or columns) of the tile into the line's first element.
   __device__ void fold(int count, int line_stride, int element_stride) {
     if (int(threadIdx.x) < count) {
       T* line = tile() + threadIdx.x * line_stride;

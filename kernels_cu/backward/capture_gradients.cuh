@@ -1,18 +1,18 @@
-// Gradients of arrays that a modification of scores captures: each pair adds to the elements that
-// it reads, and these are anywhere. So that the order makes no difference, contributions are added
-// up as integers (fixed_point.cuh).
+// Gradients of arrays that a score modification captures. Each (query, key) pair adds to the
+// elements that it reads, anywhere in the array. Contributions are added as integers
+// (fixed_point.cuh), so that their order does not affect the result.
 //
-// A first kernel finds the largest contribution M to each array, which the unit of the integers
-// depends on; a second finds all of them again and adds them up; a third converts. Of n < 2^b
-// contributions a sum is off by at most n 2^(e + 2b - 126) < M 2^(3b - 125): where b is 33 by
-// M 2^-26, an eighth of float32's eps, even if all are rounded the same way. As they are not, by
-// about sqrt(n) M 2^(2b - 125), which is below half of that eps for b up to 40, and of float64's up
-// to 28. What is below the normal numbers of float32, or float64, may count as 0.
+// One kernel computes the largest contribution M to each array, which determines the unit of the
+// integers. The next computes all contributions again and adds them. The last converts the sums.
+// For n < 2^b contributions, a sum is off by at most n 2^(e + 2b - 126) < M 2^(3b - 125): for b =
+// 33 by M 2^-26, an eighth of float32's eps, even if all are rounded the same way. The typical
+// error, sqrt(n) M 2^(2b - 125), is below half of float32's eps for b up to 40, and of float64's
+// for b up to 28. Numbers below the normal range of float32, or float64, may count as 0.
 //
-// Infinite contributions, and NaN, are flags of their element, and of no other.
+// An infinite or NaN contribution sets flags of its element, and affects no other element.
 //
-// What a thread adds to the same element again and again it sums up first, in its order, and makes
-// one contribution of, rounded to half an ulp.
+// If consecutive contributions of a thread go to the same element, the thread sums them first, in
+// its order, and adds one contribution, rounded to half an ulp.
 #pragma once
 
 #include "backward/compensated_sum.cuh"
@@ -31,19 +31,19 @@ __device__ int64 size_of(const Capture<Input, Offset, Rank, ContiguousLast>& cap
   return size;
 }
 
-// What the arrays whose gradients are wanted have in the workspace, as gradients.py counts it.
+// Workspace for the captured arrays that need gradients. other_gradients.py computes its size.
 template <class Config>
 struct CaptureSums {
   using T = Accumulator<typename Config::Element>;
   using Mods = typename Config::Mods;
   static constexpr int count = Mods::differentiable;
-  // Two bits of each element: whether +inf was added to it, and -inf; both for NaN.
+  // Each element has two flag bits: +inf was added, and -inf was added. NaN sets both.
   static constexpr int flags_of_word = 16;
 
-  int64 first[count];  // of an array's elements among all
+  int64 first[count];  // index of each array's first element in `sums`
   int64 elements = 0;
   Fixed* sums;
-  T* largest;  // (blocks, count): contributions of each block
+  T* largest;  // shape (CTAs, count): largest contribution of each CTA to each array
   unsigned* flags;
 
   __device__ explicit CaptureSums(const GradientParams& p) {
@@ -80,7 +80,7 @@ struct CaptureSums {
   }
 };
 
-// The largest of all threads' numbers, one for each array.
+// Maximum over the threads of a CTA, separately for each captured array.
 template <class T, int Count>
 struct LargestOfBlock {
   static constexpr int warps = 8;
@@ -104,7 +104,7 @@ struct LargestOfBlock {
   }
 };
 
-// Of each array, in each thread.
+// Fixed-point unit of each captured array. Each thread holds a copy.
 template <class Config>
 struct CaptureUnits {
   using Sums = CaptureSums<Config>;
@@ -143,7 +143,7 @@ __device__ void write_capture(void* result, const Capture<Input, Offset, Rank, C
   }
 }
 
-// Goes through all pairs. A block has tiles of rows in turns.
+// Computes the contributions of all pairs. Query tiles are assigned to CTAs round-robin.
 template <class Config>
 struct Contributions {
   using Mods = typename Config::Mods;
@@ -154,9 +154,8 @@ struct Contributions {
 
   const GradientParams& p;
   const Sums& all;
-  unsigned char* const memory;  // for operands
-  // The element of each array that a thread has added to last, and what it has added since it did
-  // to another one.
+  unsigned char* const memory;  // shared memory for operands
+  // For each array: the element that the thread added to last, and its pending sum.
   int64 last[Sums::count];
   CompensatedSum<T> since[Sums::count];
 
@@ -166,8 +165,8 @@ struct Contributions {
     for (int64& element : last) element = -1;
   }
 
-  // Calls visit(number, element, x) for a contribution to an array's element, which is counted
-  // among those of all arrays, and leave_rows() after each tile of rows.
+  // Calls `visit(number, element, x)` for each contribution to array `number`; `element` indexes
+  // the elements of all arrays. Calls `leave_rows()` after each query tile.
   template <class Visit, class LeaveRows>
   __device__ void visit_all(Visit visit, LeaveRows leave_rows) {
     const int tiles = ceil_div(p.seqlen_q, size);
@@ -192,7 +191,7 @@ struct Contributions {
     Scores scores;
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
       scores.find(p, memory, at, mask, batch, head, row, tile * size);
-      // Down the keys, as what is read of a key is read by all rows.
+      // Keys are the outer loop: an element that depends on the key alone is the same for all rows.
 #pragma unroll
       for (int j = 0; j < Scores::own_keys; ++j) {
 #pragma unroll

@@ -17,7 +17,7 @@
 #include "score/softmax.cuh"
 #include "tile/element.cuh"
 
-// Whether the rows of q and dout with these terms are cleared.
+// Returns whether rows of q, or of dout, with these row statistics are cleared.
 __device__ inline bool clears_q(const RowTerms<float>& terms) {
   return !(terms.lse_log2 < SoftmaxMath<float>::infinity());
 }
@@ -25,7 +25,7 @@ __device__ inline bool clears_dout(const RowTerms<float>& terms) {
   return terms.lse_log2 == SoftmaxMath<float>::infinity();
 }
 
-// Bit pattern of +infinity.
+// Bit pattern of +infinity in a 16-bit type.
 template <class Element>
 constexpr unsigned infinite_bits = 0;
 template <>

@@ -1,4 +1,4 @@
-// Sums of as many terms as a call has pairs, in which rounding is made good.
+// Compensated summation, for sums over all (query, key) pairs of a call.
 #pragma once
 
 template <class T>
@@ -6,7 +6,7 @@ __device__ bool is_finite(T x) {
   return x - x == T(0);
 }
 
-// Knuth's two-sum: what an addition loses is known, and summed up beside it.
+// Knuth's two-sum: the rounding error of each addition is known, and accumulated in `lost`.
 template <class T>
 struct CompensatedSum {
   T sum = 0;
@@ -19,6 +19,6 @@ struct CompensatedSum {
     sum = next;
   }
 
-  // An infinite sum has lost NaN.
+  // If the sum is infinite, `lost` is NaN and is ignored.
   __device__ T total() const { return is_finite(lost) ? sum + lost : sum; }
 };

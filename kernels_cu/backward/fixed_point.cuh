@@ -1,19 +1,19 @@
-// Sums of numbers that come in no fixed order, with the same bits every time: of integers.
+// Order-independent sums: numbers are added as integers, so that any order gives the same bits.
 //
-// A number x of magnitude below M is high u + low u 2^-s, rounded to nearest. Of fewer than 2^b
-// numbers, with M <= 2^e, u = 2^(e + b - 62) and s = 63 - b: then the sums of high and of low are
-// both within 2^62. A number is off by u 2^-s / 2 = 2^(e + 2b - 126) at most.
+// A number x with |x| < M <= 2^e is stored as two integers: x = high u + low u 2^-s, rounded to
+// nearest. For fewer than 2^b numbers, u = 2^(e + b - 62) and s = 63 - b keep the sums of `high`
+// and of `low` within 2^62. The error of a number is at most u 2^-s / 2 = 2^(e + 2b - 126).
 #pragma once
 
 #include "grid/sequences.cuh"
 
-// Powers of two by their exponents.
+// Conversions between powers of two and their exponents.
 template <class T>
 struct Binary;
 template <>
 struct Binary<float> {
   static constexpr int largest = 126;
-  // Of a power that a positive number is below, by less than a factor of two if it is normal.
+  // Returns an exponent with 2^exponent > x, for x > 0. It is the least one if x is normal.
   __device__ static int exponent_above(float x) { return (__float_as_int(x) >> 23) - 126; }
   __device__ static float power(int exponent) { return __int_as_float((exponent + 127) << 23); }
 };
@@ -33,11 +33,11 @@ struct alignas(16) Fixed {
   int64 low;
 };
 
-// What numbers of type T are counted in.
+// Unit of the fixed-point representation of numbers of type T.
 template <class T>
 struct FixedUnit {
-  int exponent;  // of 1 / u: where that is no number of type T, of the largest that is
-  int shift;     // s
+  int exponent;  // exponent of 1 / u, limited to the range of type T
+  int shift;     // s in the formula at the top of this file
 
   FixedUnit() = default;
   __device__ FixedUnit(T largest, int bits)
@@ -62,15 +62,15 @@ __device__ inline void add(Fixed* sum, const Fixed& x) {
   if (x.low != 0) atomicAdd(reinterpret_cast<Word*>(&sum->low), Word(x.low));
 }
 
-// A thread block's sums for elements of an array in memory that it adds to often: those that come
-// first have a slot. Which ones these are makes no difference to the bits.
+// Per-CTA cache of sums in shared memory, for elements to which the CTA adds often. A slot serves
+// the first element that maps to it. The bits do not depend on which elements have slots.
 struct FixedSlots {
   static constexpr int count = 512;
-  static constexpr int words = 4;  // of a number: shared memory adds 32 bits at a time
-  unsigned owners[count];          // 0, or 1 more than the element's number among those of a slot
+  static constexpr int words = 4;  // 32-bit words of a number: shared memory adds 32 bits at a time
+  unsigned owners[count];          // 0 if the slot is free, otherwise element / count + 1
   unsigned sums[words][count];
 
-  // By all threads.
+  // Called by all threads of the CTA. Frees all slots.
   __device__ void clear() {
     for (int i = threadIdx.x; i < count; i += blockDim.x) {
       owners[i] = 0;
@@ -96,7 +96,7 @@ struct FixedSlots {
     }
   }
 
-  // By all threads: adds them to memory.
+  // Called by all threads of the CTA. Adds the sums to `memory`, and frees the slots.
   __device__ void empty(Fixed* memory) {
     __syncthreads();
     for (int i = threadIdx.x; i < count; i += blockDim.x) {
@@ -109,7 +109,7 @@ struct FixedSlots {
   }
 
  private:
-  // 64 bits, by what the lower ones carry.
+  // Adds a 64-bit number as two words. The carry of the lower word goes into the upper word.
   __device__ void add(int word, int slot, int64 x) {
     if (x == 0) return;
     const unsigned low = unsigned(x);

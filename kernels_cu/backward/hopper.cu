@@ -1,13 +1,13 @@
 // Gradients of attention for float16 and bfloat16 on Hopper (sm_90a): five products in one pass.
 //
-// As in mma.cu a thread block owns a tile of keys, whose dk and dv it keeps in registers while
-// tiles of queries of all query heads stream by, and the blocks of a head add their dq of a tile in
-// turns (turns.cuh); but tiles come from the first to the last, and blocks of later keys ahead. The
-// one whose turn is the last writes dq, or another kernel does.
+// As in mma.cu, a CTA owns a KV tile, whose dk and dv it keeps in registers, and iterates over the
+// query tiles of all query heads. The CTAs of a head add their dq of a query tile in a fixed order
+// (turns.cuh). Here query tiles go from the first to the last, and CTAs of later keys add first.
+// The last CTA of the order writes dq, or another kernel does.
 //
-// Two warpgroups multiply with wgmma, half of the keys each (hopper/consumer.cuh) or of wide heads
-// half of the products (hopper/wide.cuh); warps of a third one load, and add dq
-// (hopper/helpers.cuh).
+// Two consumer warpgroups issue wgmma: each has half of the keys (hopper/consumer.cuh) or, for wide
+// heads, half of the products (hopper/wide.cuh). Warps of the producer warpgroup load tiles and add
+// dq (hopper/helpers.cuh).
 #include "backward/hopper/consumer.cuh"
 #include "backward/hopper/cta.cuh"
 #include "backward/hopper/helpers.cuh"
@@ -40,7 +40,7 @@ __device__ void hopper_gradients(const GradientMaps& maps, const GradientParams&
     ptx::prefetch_tensormap(&maps.dout);
   }
   __syncthreads();
-  // By a shuffle, so that the compiler knows a warp is of one mind.
+  // The shuffle tells the compiler that the value is uniform within a warp.
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (warp < 4) {
     ptx::setmaxnreg_dec<Config::helper_registers>();
@@ -69,7 +69,7 @@ __device__ void hopper_gradients(const GradientMaps& maps, const GradientParams&
   }
 }
 
-// Where consumers do not.
+// Kernel that writes dq if the consumers of the main kernel do not.
 template <class Config>
 __device__ void hopper_query_gradients(const GradientParams& p) {
   using Tile = QueryGradientTile<Config, typename HopperGradientCta<Config>::Fragments>;

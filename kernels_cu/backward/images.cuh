@@ -1,9 +1,10 @@
-// Tiles of float32 inputs in pieces (pieces.cuh), in the workspace as shared memory will hold them:
-// a thread block of the main kernel copies a tile as so many bytes, wherever the rows came from.
+// Preswizzled tiles: tiles of float32 inputs as float16 components (pieces.cuh), stored in the
+// workspace in the layout that they have in shared memory. A CTA of the main kernel loads a tile as
+// one contiguous range of bytes.
 //
-// An image of queries is the tile's rows of q, of dout, its row terms and its scales; one of keys
-// its rows of k, of v and its scales. Rows past the end of a sequence are zeros, and elements are
-// cleaned as clean.cuh describes.
+// A preswizzled query tile holds rows of q, rows of dout, their row statistics and scales. A KV
+// tile holds rows of k, rows of v and scales. Rows past the end of a sequence are zeros, and
+// elements are cleaned as clean.cuh describes.
 #pragma once
 
 #include "backward/clean.cuh"
@@ -19,12 +20,12 @@
 
 // Scale factors of the rows of a tile of dout. The gradients of a query are proportional to its
 // dout, and should be accurate relative to their own size. So rows of dout, with their delta, that
-// are far below the largest of the tile are scaled up by 2^(8 n), n at most 15. The factors held
+// are far below the largest of the tile are scaled up by 2^(8 n), n at most 15. The factors stored
 // here are the inverses, 2^(-8 n). Rows within 2^-8 of the largest are not scaled, as they keep all
 // bits that sums of float32 products need. In most tiles all factors are therefore 1, and the
 // multiplications are skipped.
 //
-// dk and dv are sums over rows: what a scaled row adds to them is scaled back first.
+// dk and dv are sums over rows, so the contribution of a scaled row is scaled back first.
 struct RowFactors {
   static constexpr int rows = 128, log2_step = 8, most = 15;
   bool differ;  // whether any factor is not 1
@@ -51,8 +52,8 @@ struct RowFactors {
     return pack<half_t>(value(two & 15), value(two >> 4));
   }
 
-  // Multiplies P', a lane's accumulator fragment of keys by queries, by the factors of its queries.
-  // `first` is the first query row of the fragment.
+  // Multiplies P^T, a lane's accumulator fragment of keys by queries, by the factors of its
+  // queries. `first` is the first query row of the fragment.
   template <int row_tiles, int column_tiles>
   __device__ void apply_to_p(float (&p)[row_tiles][column_tiles][4], int first) const {
     if (!differ) return;
@@ -70,7 +71,7 @@ struct RowFactors {
     }
   }
 
-  // Multiplies a fragment of dq by the factors of its rows. It begins with row 16 * first_tile.
+  // Multiplies a fragment of dq by the factors of its rows. Its first row is 16 * `first_tile`.
   template <int row_tiles, int column_tiles>
   __device__ void apply_to_rows(float (&sums)[row_tiles][column_tiles][4], int first_tile) const {
     if (!differ) return;
@@ -89,13 +90,13 @@ struct RowFactors {
   }
 };
 
-// Powers of two that pieces are in units of, and what bounds gradients of scores: a product dp is
-// at most that of the rows' norms.
+// Units (powers of two) of a tile's components, and bounds for dS: the magnitude of dP is at most
+// the product of the norms of a dout row and a v row.
 struct QueryScales {
   float q;
   float dout;
   float dout_norm;
-  float delta;  // the largest without its sign
+  float delta;  // largest magnitude of delta in the tile
   RowFactors factors;
 };
 struct KeyScales {
@@ -104,12 +105,12 @@ struct KeyScales {
   float v;
   float v_norm;
   bool has_infinite;
-  unsigned infinite[keys / 32];  // a bit for each key: whether it holds an infinity
+  unsigned infinite[keys / 32];  // one bit per key: whether it holds an infinity
 
   __device__ bool is_infinite(int key) const { return infinite[key / 32] >> key % 32 & 1; }
 };
 
-// How images of tiles lie: Rows x (Dim + DimV) pieces, and so many bytes of terms for each row.
+// Layout of a preswizzled tile of `Rows` rows, with `TermBytes` bytes of row statistics per row.
 template <int Rows, int Dim, int DimV, int TermBytes>
 struct TileImage {
   using Layout = SwizzledRows<half_t, 2 * Dim>;
@@ -117,10 +118,10 @@ struct TileImage {
   static constexpr int second_at = Rows * Layout::row_bytes;
   static constexpr int terms_at = second_at + Rows * LayoutV::row_bytes;
   static constexpr int scales_at = terms_at + Rows * TermBytes;
-  static constexpr int bytes = scales_at + 128;  // the next begins as swizzles have it
+  static constexpr int bytes = scales_at + 128;  // keeps the next tile aligned for the swizzle
 };
 
-// Both kinds, of a Config with Br, Bc, padded_dim and padded_dim_v.
+// Preswizzled query tiles and KV tiles. `Config` has `Br`, `Bc`, `padded_dim`, `padded_dim_v`.
 template <class Config>
 struct TileImages {
   using Terms = RowTerms<float>;
@@ -130,8 +131,9 @@ struct TileImages {
   static constexpr int64 sums_of_tile =
       Config::wants_q ? int64(Config::Br) * Config::padded_dim : 0;
 
-  // Behind the sums in the workspace, where others may lie once they were read. They have the places
-  // of sums of dq, and tiles of keys their own likewise.
+  // Returns the address of a query tile. Preswizzled tiles follow the dq sums in the workspace.
+  // Query tiles have the tile slots of dq, KV tiles slots of their own. Workspace arrays of later
+  // kernels may overlap all of them.
   __device__ static char* of_queries(const GradientParams& p, const Sequence& at, int batch,
                                      int head, int tile) {
     const QuerySums<Config> sums(p);
@@ -154,7 +156,7 @@ struct TileImages {
   }
 };
 
-// What a thread block does that makes images.
+// Code of a CTA that writes one preswizzled tile.
 template <class Config>
 struct ImageMaker {
   using Images = TileImages<Config>;
@@ -171,7 +173,7 @@ struct ImageMaker {
 
   Shared& shared;
 
-  // Of the whole block; NaN stands for no number.
+  // Returns the maximum over the CTA. NaN is ignored.
   __device__ float largest(float x) const {
 #pragma unroll
     for (int bit = 1; bit < 32; bit *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, bit));
@@ -184,7 +186,7 @@ struct ImageMaker {
     return x;
   }
 
-  // Conversion of Rows x Dim numbers to pieces at `image`. Rows from `left` on do not exist, and
+  // Converts `Rows` x `Dim` floats to components at `image`. Rows from `left` on do not exist, and
   // become zeros. Elements are cleaned as clean.cuh describes, except that an infinity in k becomes
   // 0 and sets the key's bit of `infinite`.
   template <int Rows, int Dim, int Padded>
@@ -195,14 +197,14 @@ struct ImageMaker {
                                  : chunks % 16 == 0 ? 16
                                  : chunks % 8 == 0  ? 8
                                  : chunks % 4 == 0  ? 4
-                                                    : 2;  // that share a row
+                                                    : 2;  // lanes that process one row
     static constexpr int rounds = chunks / lanes;
     static constexpr int rows_at_once = threads / lanes;
 
     const float* rows;
     int64 stride;
     int left;
-    const typename Images::Terms* terms;  // null for keys
+    const typename Images::Terms* terms;  // row statistics; null for a KV tile
     bool is_q = false;
     bool is_k = false;
 
@@ -212,7 +214,7 @@ struct ImageMaker {
       return !(is_q ? clears_q(terms[row]) : clears_dout(terms[row]));
     }
 
-    // Eight columns of a row, and zeros behind the last one.
+    // Returns eight columns of a row, with zeros past the last column.
     __device__ auto read(int row, int chunk) const {
       const int inside = is_there(row) ? max(0, min(8, Dim - 8 * chunk)) : 0;
       return load_elements<8, Config::alignment>(rows + row * stride + 8 * chunk, inside);
@@ -226,7 +228,7 @@ struct ImageMaker {
       return fabsf(x) < SoftmaxMath<float>::infinity() ? x : 0;
     }
 
-    // All lanes call visit(row, chunk of the row), and behind the last chunk end(row).
+    // All lanes call `visit(row, chunk)` for their chunks of a row, then `end(row)`.
     template <class Visit, class End>
     __device__ static void for_each(Visit visit, End end) {
 #pragma unroll 1
@@ -240,11 +242,10 @@ struct ImageMaker {
       }
     }
 
-    // What is no number makes no unit of others' infinite.
+    // Returns |x|, at most 2^15: NaN and inf in a row must not make the largest norm infinite.
     __device__ static float finite(float x) { return fminf(fabsf(x), 0x1p15f); }
 
-    // Returns the largest finite magnitude in the tile, and calls tell(row, top) with that of each
-    // row.
+    // Returns the largest finite magnitude in the tile, and passes each row's to `tell(row, top)`.
     template <class Tell>
     __device__ float largest(const ImageMaker& maker, Tell tell) const {
       float top = 0, of_all = 0;
@@ -269,7 +270,7 @@ struct ImageMaker {
       return maker.largest(of_all);
     }
 
-    // Writes pieces in units of the tile's largest element. Returns the unit, and in `norm` the
+    // Writes components in units of the tile's largest element. Returns the unit, and in `norm` the
     // largest norm of a row.
     __device__ float write(const ImageMaker& maker, char* image, float& norm) const {
       const Unit unit = Unit::of(largest(maker, [](int, float) {}));
@@ -277,8 +278,8 @@ struct ImageMaker {
       return unit.size;
     }
 
-    // Writes pieces in the given unit, each row multiplied by factor(row). Returns the largest norm
-    // of these rows.
+    // Writes components in the given unit, each row multiplied by `factor(row)`. Returns the
+    // largest norm of these rows.
     template <class Factor>
     __device__ float write(const ImageMaker& maker, char* image, const Unit& unit,
                            Factor factor) const {
@@ -316,8 +317,8 @@ struct ImageMaker {
     }
   };
 
-  // Returns the power of two that the thread's row of dout and its delta, `of_row`, are multiplied
-  // by. `top` and `delta` are the largest magnitudes of dout and delta in the tile.
+  // Returns the power of two by which the thread's row of dout and its delta, `of_row`, are
+  // multiplied. `top` and `delta` are the largest magnitudes of dout and delta in the tile.
   __device__ float find_factor(int row, float of_row, float top, float delta) const {
     const float size = fabsf(of_row), of_dout = shared.tops[row];
     int power = 0;

@@ -1,18 +1,17 @@
-// Gradients of attention on tensor cores, sm_80 and newer: five products in one pass. Of float16
-// and bfloat16, and of float32 in pairs of float16 (pieces.cuh), of which a kernel makes tiles
-// first (images.cuh).
+// Gradients of attention on tensor cores, sm_80 and newer, by five products in one pass. Inputs are
+// float16, bfloat16, or float32 as pairs of float16 components (pieces.cuh), for which another
+// kernel first writes preswizzled tiles (images.cuh).
 //
-// FlashAttention-2 (Dao 2023, algorithm 2): a thread block owns a tile of keys, whose dk and dv it
-// keeps in registers while tiles of queries of all query heads stream by, from the last to the
-// first:
+// FlashAttention-2 (Dao 2023, algorithm 2): a CTA owns a KV tile, whose dk and dv it keeps in
+// registers. It iterates over the query tiles of all query heads, from the last to the first:
 //
-//   s' = k q',  dp' = v dout',  p and ds from these,  dv += p' dout,  dk += ds' q,  dq = ds k
+//   S^T = K Q^T,  dP^T = V dO^T,  P and dS from these,  dV += P^T dO,  dK += dS^T Q,  dQ = dS K
 //
-// The blocks of a head add their dq of a tile in turns (turns.cuh), the order is fixed. Scores are
-// transposed: a warp that has all queries of its keys has p' and ds' in registers for its products.
-// Where registers do not hold dk and dv of whole rows, side_warps warps share keys: each makes
-// scores of its part of the queries and has its part of the columns of dk and dv, and they exchange
-// p' and ds' through shared memory.
+// The CTAs of a head add their dq of a query tile in a fixed order (turns.cuh). Scores are
+// transposed, so that a warp with all queries of its keys holds P^T and dS^T in registers for its
+// products. If registers cannot hold whole rows of dk and dv, `side_warps` warps have the same
+// keys: each computes the scores of some of the queries and sums some of the columns of dk and dv,
+// and they exchange P^T and dS^T through shared memory.
 #include "backward/mma/products.cuh"
 #include "backward/query_sums.cuh"
 #include "backward/turns.cuh"
@@ -50,8 +49,8 @@ struct MmaGradients : MmaGradientProducts<Config> {
 
   float sums_k[row_tiles][2 * Columns::steps][4];
   float sums_v[row_tiles][2 * ColumnsV::steps][4];
-  float seen[row_tiles][2];  // sums of p, where a modification may hide all of a key
-  int passing = -1;          // place of the sums whose turn is to be passed on
+  float seen[row_tiles][2];  // sums of P, to detect keys whose pairs are all masked
+  int passing = -1;          // tile slot whose semaphore must be released, or -1
 
   using Base::Base;
 
@@ -73,7 +72,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
     if constexpr (Config::inspects && !in_pieces) clean_keys();
     while (true) {
       ptx::cp_async_wait_group<0>();
-      // Nobody reads the tile before any more, whose place the next one takes.
+      // Wait until all warps are done with the previous tile: the next load overwrites its stage.
       __syncthreads();
       if constexpr (Config::inspects && !in_pieces) clean_queries(stage);
       if (stages > 1 && !is_last(step)) load(1 - stage, step_behind(step));
@@ -91,8 +90,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
     pass();
   }
 
-  // Passes on the turn of the tile before, to which all have added when the barrier behind it is
-  // passed.
+  // Releases the semaphore of the previous tile, after a barrier of all threads that added to it.
   __device__ void pass() {
     if constexpr (wants_q) {
       if (threadIdx.x != 0) return;
@@ -101,11 +99,11 @@ struct MmaGradients : MmaGradientProducts<Config> {
   }
 
   __device__ void visit(int stage, int head, int tile) {
-    // Scores of keys behind the last are 0, and their p may be infinite: 0 times that is no part of
-    // dq.
+    // The mask is also needed past the last key: scores of missing keys are 0, so their P may be
+    // infinite, and infinity times a missing key, 0, would make dq NaN.
     const bool is_masked = work.begin + Bc > at.seqlen_k ||
                            (is_bounded && (tile < tiles.full_begin || tile >= full_end));
-    int found = 0;  // by one thread: whose turn it is
+    int found = 0;  // value of the semaphore, in thread 0
     if constexpr (wants_q) {
       if (threadIdx.x == 0) {
         const QuerySums<Config> sums(p);
@@ -132,14 +130,14 @@ struct MmaGradients : MmaGradientProducts<Config> {
     }
   }
 
-  // p' and ds' of the warp's keys and of `columns` queries from `first` of the tile on, and what
-  // those alone add to its columns of dk and dv.
+  // Computes P^T and dS^T of the warp's keys and of `columns` queries of the tile from `first` on,
+  // and adds what they contribute to the warp's columns of dk and dv.
   template <bool First>
   __device__ void make_pairs(int stage, int head, int tile, int first, bool is_masked) {
     const unsigned query_rows = queries_at(stage) + first * Layout::row_bytes;
     const unsigned dout_rows = douts_at(stage) + first * LayoutV::row_bytes;
-    Scores scores;     // then p'
-    Scores gradients;  // of p', then of the scores
+    Scores scores;     // S^T, then P^T
+    Scores gradients;  // dP^T, then dS^T
     if constexpr (paired) {
       multiply_in_pair(scores, gradients, stage, first);
     } else {
@@ -176,7 +174,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
   template <bool Masked>
   __device__ void weigh(Scores& scores, Scores& gradients, int stage, int head, int tile,
                         int first) {
-    const int column = first + lane % 4 * 2;  // of the lane's first element in the tile
+    const int column = first + lane % 4 * 2;  // column of the lane's first element in the tile
     const Terms* terms =
         reinterpret_cast<const Terms*>(memory + (terms_at(stage) - shared)) + column;
     const Units unit = units(stage);
@@ -216,7 +214,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
     }
   }
 
-  // Sets the scores of keys that hold an infinity, as their pieces are zeros. The scaled score
+  // Sets the scores of keys that hold an infinity, whose components are zeros. The scaled score
   // becomes -inf: any other score of such a key has made the row's lse NaN.
   __device__ void hide_infinite_keys(Scores& scores) const {
     const auto& keys =
@@ -240,7 +238,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
     }
   }
 
-  // What the queries of the warps that share its keys add.
+  // Adds to dk and dv what P^T and dS^T of the other warps with the same keys contribute.
   __device__ void add_others(int stage) {
 #pragma unroll
     for (int other = 1; other < side_warps; ++other) {
@@ -274,7 +272,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
     typename TurnOfWarp<Fragments>::Sums sums;
     const unsigned right = ColumnsOfSums::lane_address(keys_at(), warp % sum_column_warps);
     if constexpr (in_pieces) {
-      constexpr int depth = finds_ds ? row_tiles : Bc % 32 == 0 ? 2 : 1;  // summed alone
+      constexpr int depth = finds_ds ? row_tiles : Bc % 32 == 0 ? 2 : 1;  // summed separately
       clear(sums);
 #pragma unroll 1
       for (int key = 0; key < Bc; key += 16 * depth) {
@@ -300,7 +298,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
     }
   }
 
-  // Whether a key is seen at all: of one that is not, the sums hold 0 times the queries.
+  // Returns whether any query attends to a key. If none does, its sums may be NaN, as 0 times NaN.
   __device__ bool is_seen(int i, int half) {
     const int row = key_warp() * warp_keys + 16 * i + 8 * half + lane / 4;
     const int key = work.begin + row;
@@ -311,7 +309,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
     return found;
   }
 
-  // Where modifications hide pairs, warps that share keys tell each other which they saw.
+  // If modifications mask pairs, combines `seen` of the warps that have the same keys.
   __device__ void share_seen() {
     int* flags = reinterpret_cast<int*>(memory + stages_at);
     static_assert(stages * stage_bytes >= Bc * int(sizeof(int)), "place for a flag of each key");
@@ -348,8 +346,8 @@ struct MmaGradients : MmaGradientProducts<Config> {
     if constexpr (wants_v) write<Config::head_dim_v, LayoutV, ColumnsV>(p.dv, sums_v, values_at());
   }
 
-  // A gradient of its inputs' type goes through shared memory, so that global memory sees whole
-  // chunks. Nobody reads what lay at `target` any more.
+  // Writes dk or dv. A gradient of the inputs' type goes through shared memory at `target`, which
+  // no warp reads any more, so that global stores are whole 16-byte chunks.
   template <int Dim, class TileLayout, class OwnColumns, class Accumulators>
   __device__ void write(const Tensor& tensor, const Accumulators& of, unsigned target) {
     Gradient* output = tensor.head<Gradient>(at.k_batch, work.head) +
@@ -397,7 +395,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
 template <class Config>
 __device__ void mma_gradients(const GradientParams& p) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
-  // The first keys of a causal mask are seen by most queries.
+  // With a causal mask most queries attend to the first keys, so their KV tiles start first.
   const GradientWork work = find_gradient_work<Config, Config::Bc, true, false>(p, blockIdx.x);
   const Sequence at = sequence_of<Config>(p, work.batch);
   if (work.begin >= at.seqlen_k) return;

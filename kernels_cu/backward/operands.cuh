@@ -1,6 +1,6 @@
-// Products of a warp whose right operand is read by columns, and whose left one comes from
-// registers or from either side of a tile in shared memory. 16-bit elements, or pieces of float32:
-// all big ones of a row and then all small ones.
+// Products of a warp. The right operand is read by columns; the left one comes from registers or
+// from a tile in shared memory, as stored or transposed. Elements are 16-bit, or components of
+// float32: first all big components of a row, then all small ones.
 #pragma once
 
 #include "backward/pieces.cuh"
@@ -11,11 +11,11 @@
 
 #if __CUDA_ARCH__ >= 800
 
-// One product deep of row_tiles tiles of 16 rows.
+// Left operand of one k step: `row_tiles` tiles of 16 rows.
 template <int row_tiles>
 using LeftStep = unsigned[row_tiles][4];
 
-// Scores [.][2 step] and [.][2 step + 1] as a left operand.
+// Packs scores [.][2 step] and [.][2 step + 1] into a left operand.
 template <class Element, int row_tiles, int column_tiles>
 __device__ void pack_step(LeftStep<row_tiles>& left,
                           const float (&scores)[row_tiles][column_tiles][4], int step) {
@@ -30,7 +30,7 @@ __device__ void pack_step(LeftStep<row_tiles>& left,
   }
 }
 
-// The same of float32, below 2^15.
+// Splits float32 scores, below 2^15, into left operands of big and of small components.
 template <int row_tiles, int column_tiles>
 __device__ void split_step(LeftStep<row_tiles>& big, LeftStep<row_tiles>& small,
                            const float (&scores)[row_tiles][column_tiles][4], int step) {
@@ -46,12 +46,12 @@ __device__ void split_step(LeftStep<row_tiles>& big, LeftStep<row_tiles>& small,
   }
 }
 
-// A tile that warps write from accumulators, and read as it lies or transposed.
+// Shared-memory tile that warps write from accumulators, and read as stored or transposed.
 template <class Element, int Columns>
 struct Exchange {
   using Layout = SwizzledRows<Element, Columns>;
 
-  // What pack_step() packed: rows from `row` on, columns from 16 step on.
+  // Writes what `pack_step()` packed to rows from `row` on and columns from 16 step on.
   template <int row_tiles>
   __device__ static void write(unsigned shared, const LeftStep<row_tiles>& left, int row,
                                int step) {
@@ -66,7 +66,7 @@ struct Exchange {
     }
   }
 
-  // The same back, of another warp.
+  // Reads a left operand that another warp has written by `write()`.
   template <int row_tiles>
   __device__ static void read(LeftStep<row_tiles>& left, unsigned shared, int row, int step) {
     const int lane = threadIdx.x % 32;
@@ -78,7 +78,7 @@ struct Exchange {
     }
   }
 
-  // Transposed: of the columns from 16 column_step on, and of the 16 rows from `row` on.
+  // Reads the transpose of the 16 rows from `row` on and the columns from 16 `column_step` on.
   template <int row_tiles>
   __device__ static void read_transposed(LeftStep<row_tiles>& left, unsigned shared, int row,
                                          int column_step) {
@@ -92,19 +92,19 @@ struct Exchange {
   }
 };
 
-// The columns of a Layout that belong to one of `sharers` warps: of every 16 * sharers, 16.
+// Columns of a `Layout` that one of `sharers` warps processes: 16 of every 16 * `sharers`.
 template <class Element, class Layout, int Columns, int sharers>
 struct SharedColumns {
   static constexpr int steps = Columns / 16 / sharers;
   static_assert(steps * 16 * sharers == Columns, "all have as many");
 
-  // For the functions below, of a warp that comes at `place` among those that share.
+  // Returns the lane's address for the functions below. `place` is the warp's index among sharers.
   __device__ static unsigned lane_address(unsigned shared, int place) {
     const int lane = threadIdx.x % 32;
     return shared + Layout::offset(lane % 16, 2 * place + lane / 16);
   }
 
-  // sums += left b: `b` is a lane_address() of 16 rows.
+  // Accumulates sums += left B, where `b` is the `lane_address()` of the 16 rows of B.
   template <int row_tiles>
   __device__ static void multiply(float (&sums)[row_tiles][2 * steps][4],
                                   const LeftStep<row_tiles>& left, unsigned b) {
@@ -124,7 +124,8 @@ struct SharedColumns {
     }
   }
 
-  // sums[i] += factor(i) left[.][.][i] b of pieces, of `depth` times 16 rows, summed alone.
+  // Accumulates sums[i] += factor(i) left[.][.][i] B from components. The product over all
+  // 16 * `depth` rows of B is summed separately, and then added.
   template <int row_tiles, int depth, class Factor>
   __device__ static void add_product(float (&sums)[row_tiles][2 * steps][4],
                                      const LeftStep<row_tiles> (&left)[depth][2], unsigned b,
@@ -146,7 +147,7 @@ struct SharedColumns {
     }
   }
 
-  // The column of sums [.][j][.] that a lane of that warp has first.
+  // Returns the lane's first column in sums [.][j][.], for the warp with index `place`.
   __device__ static int column(int j, int place) {
     return (j / 2 * sharers + place) * 16 + j % 2 * 8 + threadIdx.x % 4 * 2;
   }

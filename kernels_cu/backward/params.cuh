@@ -1,5 +1,5 @@
-// The argument of kernels that compute gradients. cupy_flash/families/params.py declares the same
-// struct as a NumPy dtype and asserts at compile time that sizes and offsets agree.
+// Argument struct of the gradient kernels. cupy_flash/families/params.py declares the same struct
+// as a NumPy dtype and asserts at compile time that sizes and offsets agree.
 #pragma once
 
 #include "params.cuh"
@@ -9,57 +9,57 @@
 #include "tile/element.cuh"
 #include "grid/sequences.cuh"
 
-// The contiguous gradient of a bias; an axis is 1 long where one element serves all. Of packed
-// sequences there is no axis of the batch, and rows are those of the whole array.
+// Gradient of a bias, a contiguous array. An axis along which the bias is broadcast has length 1.
+// With packed sequences there is no batch axis, and the rows are those of all sequences.
 struct BiasGradient {
   void* data;
   int batch;
   int heads;
   int rows;
   int keys;
-  int64 parts;  // that are summed up by blocks of their own
+  int64 parts;  // number of CTAs that split the sum of one tile
 };
 
-// What was written by forward, out and lse, is read here.
+// The inherited `out` and `lse` are results of the forward pass, and are only read.
 struct GradientParams : Params {
-  Tensor dout;       // as out
-  Tensor dq;         // as q, k and v; null where nobody wants it
+  Tensor dout;       // gradient of out
+  Tensor dq;         // gradients of q, k and v; null if not wanted
   Tensor dk;
   Tensor dv;
-  const void* dlse;  // as lse, or null
-  void* dsinks;      // (heads_q), or null
+  const void* dlse;  // gradient of lse, or null
+  void* dsinks;      // shape (heads_q), or null
   BiasGradient dbias;
-  void* bias_parts;    // of the workspace, see bias_gradients.cuh
-  void* capture_sums;  // and capture_gradients.cuh
+  void* bias_parts;    // in the workspace, see bias_gradients.cuh
+  void* capture_sums;  // in the workspace, see capture_gradients.cuh
 #ifdef CUPY_FLASH_MODIFIED
-  // By the number that device text gives a capture, contiguous; null where nobody wants it.
+  // Contiguous gradients of captured arrays, in the order of generated code; null if not wanted.
   void* dcaptures[Mods::differentiable > 0 ? Mods::differentiable : 1];
 #endif
 };
 
-// What the gradients of a query row's scores take of the row: p = exp2(score log2(e) - lse_log2)
-// and ds = p (dp - delta).
+// Row statistics of a query row, from which gradients are computed: P = exp2(score log2(e) -
+// lse_log2) and dS = P (dP - delta).
 template <class T>
 struct alignas(2 * sizeof(T)) RowTerms {
   // +inf if the row has no gradient, because it attends to no key or its scores are too large in
-  // size; P is then 0.
+  // magnitude; P is then 0.
   T lse_log2;
   T delta;     // rowsum(dout * out) - dlse
 };
 
-// They lie in the workspace as lse does.
+// Returns the row statistics of all query rows, which are in the workspace in the order of lse.
 template <class Config>
 __device__ auto* row_terms(const GradientParams& p) {
   return static_cast<RowTerms<Accumulator<typename Config::Element>>*>(p.workspace);
 }
 
-// Where in lse the rows of a sequence's head begin.
+// Returns the index in lse of the first query row of a sequence's head.
 __device__ inline int64 first_row_of_head(const Params& p, const Sequence& at, int head) {
   if (p.cu_seqlens_q != nullptr) return int64(head) * p.total_q + at.q_first;
   return (int64(at.q_batch) * p.heads_q + head) * p.seqlen_q;
 }
 
-// The terms of a row of a sequence's head; behind its last row, of one that sees no key.
+// Returns the statistics of a query row; those of a fully masked row past the end of the sequence.
 template <class Config, class T = Accumulator<typename Config::Element>>
 __device__ RowTerms<T> row_terms_of(const GradientParams& p, const Sequence& at, int head,
                                     int row) {
@@ -71,11 +71,11 @@ __device__ RowTerms<T> row_terms_of(const GradientParams& p, const Sequence& at,
 //
 // The output of such a row is that key's value, and its scores have no gradient: P is 1, and dP
 // equals delta. Both are summed in different orders, so their computed difference would be a small
-// number instead of 0. If positions alone hide keys, such rows are known exactly. Otherwise a row
-// counts as such if its P exceeds this threshold. The true gradient, (1 - P) (dP - the mean dP of
-// the other keys), is then below the error of delta, which is computed from an output rounded to
-// `Element`. (For float32 and float64 it is below the error of dP, a sum of as many rounded products
-// as there are columns.) Rounding of lse and of the recomputed score makes P uncertain by as much.
+// number instead of 0. If keys are masked by position alone, such rows are known exactly. Otherwise
+// a row counts as such if its P exceeds this threshold. The true gradient, (1 - P) (dP - the mean
+// dP of the other keys), is then below the error of delta, which is computed from an output rounded
+// to `Element`. (For float32 and float64 it is below the error of dP, a sum of `columns` rounded
+// products.) Rounding of lse and of the recomputed score makes P uncertain by as much.
 template <class Element, int columns = 64>
 constexpr Accumulator<Element> p_of_one_key =
     1 - (columns > 64 ? columns : 64) *
@@ -86,9 +86,9 @@ template <int columns>
 constexpr float p_of_one_key<half_t, columns> = 1 - 0x1p-14f;
 
 // Returns the threshold for inputs of float32 or float64. `lse_log2` is the row's log-sum-exp times
-// log2(e). Rounding makes P uncertain in proportion to it: the threshold allows for some twenty
-// roundings of half a unit, but does not fall below that of bfloat16. If terms of a score cancel,
-// P may be off by more than lse tells, and a row of one key then has gradients of that size.
+// log2(e), and the rounding error of P is proportional to it. The threshold allows for about 20
+// roundings of half an ulp, but is at least that of bfloat16. If terms of a score cancel, the error
+// of P may be larger, and a row that attends to one key then gets gradients of that size.
 template <class T, int columns>
 __device__ inline T least_p_of_one_key(T lse_log2) {
   const T rounding = sizeof(T) == 4 ? T(0x1p-20) : T(0x1p-49);
@@ -97,11 +97,11 @@ __device__ inline T least_p_of_one_key(T lse_log2) {
   return least > p_of_one_key<bfloat16_t> ? least : T(p_of_one_key<bfloat16_t>);
 }
 
-// Whether dS of such rows is set to 0: not if lse has a gradient of its own or includes a sink.
+// Whether dS of rows that attend to one key is set to 0: not if lse has a gradient or a sink.
 template <class Config>
 constexpr bool settles_one_key = Config::one_key && !Config::has_dlse && !Config::sinks;
 
-// The type of a gradient: the input's, or what the caller asks for of all.
+// Element type of a gradient: that of its input, or `Config::Gradient` if the caller asks for one.
 template <class Config, class Input, bool AsInput = Config::as_inputs>
 struct GradientType {
   using type = Input;
@@ -111,8 +111,8 @@ struct GradientType<Config, Input, false> {
   using type = typename Config::Gradient;
 };
 
-// Where a sequence lies. Of packed ones no row is of two, though cu_seqlens or seqused_k say so: its
-// gradient would be written twice.
+// Returns the rows that a sequence occupies. No packed row belongs to two sequences, even if
+// `cu_seqlens` or `seqused_k` overlap: its gradient would be written twice.
 template <class Config>
 __device__ Sequence sequence_of(const Params& p, int batch) {
   if constexpr (Config::sequences) {
@@ -133,7 +133,7 @@ __device__ Sequence sequence_of(const Params& p, int batch) {
   }
 }
 
-// Which pairs of a sequence are seen by their places.
+// Returns the mask that decides by position which pairs of a sequence are visible.
 template <class Config>
 __device__ Mask<Config> mask_of(const Params& p, const Sequence& at, int batch) {
   const int q_offset = Config::sequences ? at.q_offset<Config>(p, batch)
@@ -141,7 +141,7 @@ __device__ Mask<Config> mask_of(const Params& p, const Sequence& at, int batch) 
   return {at.seqlen_k, q_offset, {p, batch}};
 }
 
-// The scale of scores with its sign, which the gradients of q and k are multiplied by.
+// Returns the softmax scale with its sign. dq and dk are multiplied by it.
 template <class Config, class T>
 __device__ T signed_scale(const Params& p) {
   return T(p.softmax_scale * score_factor<Config>);

@@ -1,14 +1,14 @@
-// Float32 operands of tensor cores as pairs of float16.
+// Float32 operands of tensor cores as pairs of float16 components.
 //
-// With a power of two taken out of a whole tile, so that its largest number is just below 2^15,
-// each number is big + small, the float16 next to it and the one next to what is left:
-// x y = big_x big_y + big_x small_y + small_x big_y leaves out 2^-22 of the product. Three TF32
-// products (tile/products_tf32x3.cuh) keep as much and take twice the time. A number of at least
-// 2^-17 of the tile's largest keeps 22 bits or more; any is off by 2^-40 of the largest at most,
-// where sums of float32 products round by 2^-24 of theirs.
+// A tile is divided by a power of two, so that its largest magnitude is just below 2^15. Each
+// element is then the sum of `big`, the nearest float16, and `small`, the float16 nearest to the
+// rest. x y = big_x big_y + big_x small_y + small_x big_y omits 2^-22 of the product. Three TF32
+// products (tile/products_tf32x3.cuh) are as accurate and take twice the time. An element of at
+// least 2^-17 of the tile's largest keeps 22 bits or more. The error of any element is at most
+// 2^-40 of the largest, while sums of float32 products round by 2^-24 of theirs.
 //
-// Tensor cores round their sums towards zero. As in products_tf32x3.cuh each tile's share of a sum
-// is made alone, and added to the rest on the CUDA cores.
+// Tensor cores accumulate with rounding toward zero. As in products_tf32x3.cuh, the contribution of
+// each tile is therefore accumulated separately, and added to the sum on CUDA cores.
 #pragma once
 
 #include "ptx/base.cuh"
@@ -17,7 +17,7 @@
 
 #if __CUDA_ARCH__ >= 800
 
-// What tensor cores take in place of an Element, and how many of them.
+// Type and number of the components that an `Element` is split into for tensor cores.
 template <class Element>
 struct Pieces {
   using type = Element;
@@ -29,12 +29,12 @@ struct Pieces<float> {
   static constexpr int count = 2;
 };
 
-// A power of two, and what to multiply by in place of dividing by it.
+// Power of two that a tile is measured in (`size`), and its inverse.
 struct Unit {
   float size;
   float inverse;
 
-  // In which numbers up to `largest` are below 2^15. NaN stands for no number.
+  // Returns the unit in which numbers up to `largest` are below 2^15. A NaN counts as 2^-100.
   __device__ static Unit of(float largest) {
     constexpr unsigned below = 14;
     const float kept = fminf(fmaxf(largest, 0x1p-100f), 0x1p126f);
@@ -43,7 +43,7 @@ struct Unit {
   }
 };
 
-// Two numbers below 2^15 each, the first in the lower halves.
+// Components of two numbers below 2^15, packed with the first number in the lower 16 bits.
 struct SplitPair {
   unsigned big;
   unsigned small;
@@ -56,8 +56,8 @@ struct SplitPair {
   }
 };
 
-// sums += left right, the small terms first. Of the left operand's pieces and of the right one's,
-// which ldmatrix gave for two column tiles.
+// Accumulates sums += left right, small products first. The first index of an operand selects its
+// big or small components. `right` holds two column tiles, as loaded by ldmatrix.
 template <int row_tiles>
 __device__ void multiply_pieces(float (&sums)[row_tiles][2][4],
                                 const unsigned (&left)[2][row_tiles][4],
@@ -76,7 +76,7 @@ __device__ void multiply_pieces(float (&sums)[row_tiles][2][4],
   }
 }
 
-// sums[i][first] and [first + 1] += factor(i) alone[i].
+// Adds factor(i) alone[i] to sums[i][first] and sums[i][first + 1].
 template <int row_tiles, int column_tiles, class Factor>
 __device__ void add_alone(float (&sums)[row_tiles][column_tiles][4], int first,
                           const float (&alone)[row_tiles][2][4], Factor factor) {
@@ -93,8 +93,8 @@ __device__ void add_alone(float (&sums)[row_tiles][column_tiles][4], int first,
   }
 }
 
-// sums += left right' of rows of Dim columns, the big pieces and then the small ones: 16 row_tiles
-// rows of `left`, 8 column_tiles of `right`.
+// Accumulates sums += left right^T, for 16 `row_tiles` rows of `left` and 8 `column_tiles` rows of
+// `right`. A row holds the big components of `Dim` columns, then the small ones.
 template <class Layout, int Dim, int row_tiles, int column_tiles>
 __device__ void multiply_rows(float (&sums)[row_tiles][column_tiles][4], unsigned left,
                               unsigned right) {

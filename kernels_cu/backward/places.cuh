@@ -1,9 +1,8 @@
-// Which rows of packed sequences are whose, and where the tiles of each have their places.
+// Maps rows of packed sequences to sequences, and tiles of sequences to slots of per-tile arrays.
 //
-// The starts of sequences are searched in halves, always the same way down for a sequence. So
-// whatever numbers are in `starts`, each row is one sequence's at most, and who looks for it from a
-// row, a place or a sequence finds the same. Else two blocks would write a row, none would, or some
-// would wait for turns of blocks that there are not.
+// Sequences are found by binary search over their starts. Whatever `starts` holds, the searches by
+// row, by slot and by sequence agree, and each row belongs to at most one sequence. Otherwise a row
+// could be written by two CTAs or by none, or a CTA could wait for another that does not exist.
 #pragma once
 
 #include "grid/sequences.cuh"
@@ -11,11 +10,11 @@
 struct PackedPart {
   int sequence;
   int begin;
-  int end;  // not behind the begin if it has nothing
+  int end;  // at most `begin` if the part is empty
 };
 
-// The sequence that `is_behind(i, first)` leads to, which says whether it is the i-th, whose part
-// begins with `first`, or one behind it; and its part of what begins and ends so.
+// Returns the sequence that the search finds, and its part of [begin, end). `is_behind(i, first)`
+// returns whether it is sequence i, whose part begins at `first`, or a later sequence.
 template <class First, class IsBehind>
 __device__ PackedPart find_part(int batch, int begin, int end, First first, IsBehind is_behind) {
   PackedPart found = {0, begin, end};
@@ -39,19 +38,19 @@ __device__ PackedPart find_rows(const int* starts, int batch, int total, IsBehin
   return find_part(batch, first(0), first(batch), first, is_behind);
 }
 
-// The rows of a sequence.
+// Returns the rows of a sequence.
 __device__ inline PackedPart rows_of_sequence(const int* starts, int batch, int total,
                                               int sequence) {
   return find_rows(starts, batch, total, [=](int i, int) { return i <= sequence; });
 }
 
-// The sequence that a row is of, if it is of any, and its rows.
+// Returns the only sequence that may contain `row`, and the rows of that sequence.
 __device__ inline PackedPart rows_around(const int* starts, int batch, int total, int row) {
   return find_rows(starts, batch, total, [=](int, int first) { return first <= row; });
 }
 
-// A sequence of n rows has at most n / Rows + 1 tiles that are begun, so that without a look at the
-// sequences before it is known where its places begin. Of total / Rows + batch places few are left
+// Returns the first tile slot of a sequence. n rows have at most n / Rows + 1 tiles, so the slot
+// follows from the sequence's first row and index. Few of the total / Rows + batch slots stay
 // empty.
 template <int Rows>
 __device__ int first_place(int first_row, int sequence) {
@@ -62,7 +61,7 @@ __device__ int count_places(int total, int batch) {
   return total / Rows + batch;
 }
 
-// The sequence that a place is of, and its places.
+// Returns the sequence that a tile slot belongs to, and the slots of that sequence.
 template <int Rows>
 __device__ PackedPart places_around(const int* starts, int batch, int total, int place) {
   return find_part(

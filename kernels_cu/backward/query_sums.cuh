@@ -1,5 +1,5 @@
-// Sums of dq in memory: tiles of query rows that the blocks of a main kernel add to in turns, and
-// the last kernel of a backward pass, which makes gradients of them.
+// Sums of dq in the workspace: tiles of query rows that the CTAs of a main kernel add to in a fixed
+// order, and the last kernel of the backward pass, which converts the sums to dq.
 #pragma once
 
 #include "backward/params.cuh"
@@ -10,9 +10,9 @@
 #include "tile/fragments.cuh"
 #include "tile/layout.cuh"
 
-// How Rows x Columns sums lie: as row_warps x column_warps warps hold them in accumulator
-// fragments, so that a warp adds to 512 contiguous bytes at a time. Warps that share rows have 16
-// columns each, and again.
+// Layout of `Rows` x `Columns` sums: the accumulator fragments of `row_warps` x `column_warps`
+// warps, so that a warp adds to 512 contiguous bytes at a time. Warps with the same rows take 16
+// columns each, round-robin.
 template <int Rows, int Columns, int row_warps, int column_warps>
 struct SumFragments {
   static constexpr int warps = row_warps * column_warps;
@@ -22,11 +22,11 @@ struct SumFragments {
   static_assert(column_tiles % 2 == 0 && column_tiles * column_warps * 8 == Columns, "pairs");
   static constexpr int64 floats = int64(Rows) * Columns;
 
-  // Where a lane's four floats of a fragment lie.
+  // Returns the offset of a lane's four floats of fragment [i][j].
   __device__ static int place(int warp, int i, int j, int lane) {
     return (((warp * row_tiles + i) * column_tiles + j) * 32 + lane) * 4;
   }
-  // The row and column that a warp's fragment [i][j] begins with.
+  // Return the first row, and the first column, of a warp's fragment [i][j].
   __device__ static int row(int warp, int i) {
     return (warp / column_warps * row_tiles + i) * 16;
   }
@@ -37,9 +37,9 @@ struct SumFragments {
 
 #if __CUDA_ARCH__ >= 800
 
-// A block that has its turn adds a warp's fragments to a tile. Where memory adds, that is one
-// instruction without an answer; elsewhere the products begin with what the blocks before have
-// left. The first stores, so that nothing clears the sums.
+// Adds a warp's fragments to a dq tile while the CTA holds the semaphore. Since sm_90, additions
+// are `red` instructions. Before sm_90, the accumulators start from the sums of the earlier CTAs.
+// The first CTA stores, so that no kernel needs to clear the sums.
 template <class Fragments>
 struct TurnOfWarp {
   using Sums = float[Fragments::row_tiles][Fragments::column_tiles][4];
@@ -75,7 +75,7 @@ struct TurnOfWarp {
     for_each([&](int i, int j, float* at) { ptx::st_global_v4(at, sums[i][j]); });
   }
 
-  // In place of both: of products that began with nothing, in units of a power of two.
+  // Replaces `begin()` and `end()` if the products started from 0 and are in units of `unit`.
   __device__ void add(Sums& sums, float unit) const {
     for_each([&](int i, int j, float* at) {
       float before[4] = {};
@@ -101,18 +101,18 @@ struct TurnOfWarp {
 
 #endif  // __CUDA_ARCH__ >= 800
 
-// What lies in the workspace behind the terms of rows: of each tile a counter of turns, which the
-// kernel of row terms clears, and the sums. Tiles of packed sequences have places of their own, see
-// places.cuh. As gradients.py counts them.
+// Workspace after the row statistics: a semaphore for each dq tile, cleared by the preprocess
+// kernel (row_terms.cuh), and the dq sums. Packed sequences leave some tile slots unused
+// (places.cuh). `QuerySums` in gradients.py computes the same sizes.
 template <class Config>
 struct QuerySums {
   static constexpr int Br = Config::sums_Br;
   static constexpr int64 unit = 512;
-  int tiles;  // places of a head, where sequences are packed of all of them, else of one
-  int count;  // of all
+  int tiles;  // tile slots of a head: of all packed sequences, or of one sequence
+  int count;  // tile slots of all heads
   int* counters;
 
-  // Found anew at each use, so that none of it takes registers between them.
+  // Constructed again at each use, so that its members take no registers in between.
   __device__ explicit QuerySums(const GradientParams& p)
       : tiles(is_packed(p) ? count_places<Br>(p.total_q, p.batch)
                            : ceil_div(ptx::opaque(p.seqlen_q), Br)) {
@@ -127,7 +127,7 @@ struct QuerySums {
     return Config::sequences && p.cu_seqlens_q != nullptr;
   }
 
-  // Of a tile of a sequence's head, its place among what is kept of each.
+  // Returns the tile slot of a query tile: its index in all arrays with an entry per tile.
   __device__ int place(const GradientParams& p, const Sequence& at, int batch, int head,
                        int tile) const {
     if (!is_packed(p)) return (batch * p.heads_q + head) * tiles + tile;
@@ -138,7 +138,7 @@ struct QuerySums {
     return counters + place(p, at, batch, head, tile);
   }
 
-  // Its sums, of so many floats for each tile.
+  // Returns the sums of a query tile. Each tile has `floats` floats.
   template <int64 floats>
   __device__ float* sums(const GradientParams& p, const Sequence& at, int batch, int head,
                          int tile) const {
@@ -153,14 +153,14 @@ struct QuerySums {
   __device__ static int64 whole(int64 bytes) { return (bytes + unit - 1) / unit * unit; }
 };
 
-// Of one tile of queries.
+// Converts the sums of one query tile to dq.
 template <class Config, class Fragments>
 struct QueryGradientTile {
   using Gradient = typename Config::Gradient;
   static constexpr int Br = Config::sums_Br;
   static constexpr int column_tiles = Fragments::column_tiles;
   static constexpr bool is_staged = sizeof(Gradient) == 2;
-  // Of 16-bit gradients: 16 columns at a time are whole chunks of a row.
+  // 16-bit gradients are staged in shared memory, so that whole 16-byte chunks are stored.
   static constexpr int chunks = is_staged ? column_tiles : 1;
   struct Shared {
     Vector<Gradient, 8> of_warp[Fragments::warps][16][chunks + 1];
@@ -172,7 +172,7 @@ struct QueryGradientTile {
     if (work.begin >= at.seqlen_q) return;
     const QuerySums<Config> all(p);
     const int tile = work.begin / Br;
-    // Nobody has added to a tile that sees no key.
+    // No CTA adds to a query tile that attends to no key, so its sums are undefined.
     const bool is_written = *all.counter(p, at, work.batch, work.head, tile) != 0;
     const float* sums =
         all.template sums<Fragments::floats>(p, at, work.batch, work.head, tile);
@@ -196,7 +196,7 @@ struct QueryGradientTile {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = first + 8 * half + lane / 4;
-        // Of a row without a pair the sums hold 0 times the keys that others see.
+        // A row without visible keys may have NaN in its sums, from 0 times other rows' keys.
         const bool found =
             row < left && terms[row].lse_log2 != SoftmaxMath<float>::infinity() &&
             mask.visible_begin(work.begin + row) < mask.visible_end(work.begin + row);

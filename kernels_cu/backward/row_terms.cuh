@@ -1,5 +1,5 @@
-// The first kernel of a backward pass: what each query row brings to the gradients of its scores;
-// and what the others take for done.
+// Preprocess kernel of the backward pass: computes lse_log2 and delta of each query row, clears the
+// dq semaphores, and zeroes gradient rows that no other kernel writes.
 #pragma once
 
 #include "backward/params.cuh"
@@ -13,12 +13,12 @@ template <class Config>
 struct RowTermsOf {
   using Element = typename Config::Element;
   using T = Accumulator<Element>;
-  static constexpr int width = 16 / int(sizeof(Element));  // elements that a lane reads at once
+  static constexpr int width = 16 / int(sizeof(Element));  // elements of one load of a lane
   static constexpr int pieces = ceil_div(Config::head_dim_v, width);
-  static constexpr int lanes = Config::row_lanes;  // that share a row
+  static constexpr int lanes = Config::row_lanes;  // lanes that process one row
   static_assert(lanes <= 32 && (lanes & (lanes - 1)) == 0, "a power of two of a warp's lanes");
 
-  // Of a row, where it stands in lse, and in arrays.
+  // Clears semaphores and rows, and computes the statistics of one query row per `lanes` lanes.
   __device__ static void find(const GradientParams& p) {
     if constexpr (Config::sums_Br > 0) {
       const QuerySums<Config> sums(p);
@@ -31,7 +31,7 @@ struct RowTermsOf {
     const bool is_packed = p.cu_seqlens_q != nullptr;
     const int64 rows = p.heads_q * (is_packed ? int64(p.total_q) : int64(p.batch) * p.seqlen_q);
     const int64 number = (int64(blockIdx.x) * blockDim.x + threadIdx.x) / lanes;
-    // All lanes of a warp take part in the sums.
+    // All lanes of a warp take part in the shuffles; those past the end repeat the last row.
     const int64 index = number < rows ? number : rows - 1;
     const int rows_of_head = is_packed ? p.total_q : p.seqlen_q;
     const int64 head = index / rows_of_head;
@@ -52,22 +52,22 @@ struct RowTermsOf {
     if (threadIdx.x % lanes != 0) return;
     const T lse = static_cast<const T*>(p.lse)[index];
     T lse_log2 = lse * SoftmaxMath<T>::log2_e;
-    // Modified scores stay finite, see mod_finite_sum(), and so must their log-sum-exp.
+    // Modified scores are kept finite by `mod_finite_sum()`, and so must be their log-sum-exp.
     if constexpr (Config::Mods::changes_scores) {
       lse_log2 = mod_finite_sum(lse, SoftmaxMath<T>::log2_e, T(0));
     }
     bool sees_nothing = lse == -SoftmaxMath<T>::infinity();
-    // A log-sum-exp of very low or high scores has too few digits to compute P from. Rows of such
-    // scores are those of padding, and have no gradient.
+    // If scores are very low or very high, their log-sum-exp has too few digits to compute P from.
+    // Rows with such scores are padding, and have no gradient.
     if constexpr (Config::Mods::changes_scores) {
       const T size = lse_log2 < 0 ? -lse_log2 : lse_log2;
       sees_nothing |= size > -low_score<T> && size < SoftmaxMath<T>::infinity();
     }
-    // The log-sum-exp of such a row is its sink alone.
+    // With sinks, the log-sum-exp of a row that attends to no key is the sink alone.
     if constexpr (Config::sinks) {
       sees_nothing |= is_zero && lse_log2 == sink_of(p, head_q) * SoftmaxMath<T>::log2_e;
     }
-    // The output of a row that sees no key depends on nothing, whatever its dout holds.
+    // The output of a row that attends to no key depends on no input, so its delta is 0.
     T delta = (Config::inspects || Config::sinks) && sees_nothing ? T(0) : sum;
     if constexpr (Config::has_dlse) delta -= static_cast<const T*>(p.dlse)[index];
     const T infinity =
@@ -76,13 +76,13 @@ struct RowTermsOf {
   }
 
  private:
-  // A template, because only the arguments of units with modifications have sinks.
+  // A template, because only translation units with modifications have `mods.sinks`.
   template <class AnyParams>
   __device__ static T sink_of(const AnyParams& p, int head) {
     return p.mods.sinks.at(head);
   }
 
-  // Sets `is_zero` to false unless the lane's part of the output row is 0.
+  // Returns rowsum(out * dout). Sets `is_zero` to false unless the lane's part of `out` is 0.
   __device__ static T product(const Element* out, const Element* dout, bool& is_zero) {
     T sum = 0;
 #pragma unroll

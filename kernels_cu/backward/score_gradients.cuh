@@ -1,5 +1,5 @@
-// The gradients of a tile of scores, for kernels that sum up nothing else: of 16-bit inputs on
-// tensor cores where there are such, of others on the CUDA cores.
+// Gradients of a tile of scores, for kernels that compute neither dq, dk nor dv. 16-bit inputs use
+// tensor cores if there are any (sm_80 and newer), other inputs CUDA cores.
 #pragma once
 
 #include "backward/params.cuh"
@@ -12,14 +12,14 @@
 
 __host__ __device__ constexpr int larger(int x, int y) { return x > y ? x : y; }
 
-// Products of rows of queries and rows of keys. A thread has those of row(i), one of
-// `own_rows`, and of the key first_key() + step(j), all counted from the tile's first.
+// Products of query rows and key rows. A thread holds those of `row(i)`, i < `own_rows`, and of key
+// `first_key() + step(j)`, where rows and keys count from the tile's first.
 template <class Config, bool OnTensorCores>
 struct ScoreProducts {
   using Element = typename Config::Element;
   using T = Accumulator<Element>;
-  // What a thread holds of float64 takes twice the registers.
-  static constexpr int size = sizeof(T) == 8 ? 32 : 64;  // rows, and keys
+  // Float64 values take two registers each, so the tile is smaller.
+  static constexpr int size = sizeof(T) == 8 ? 32 : 64;  // rows and keys of a tile
   using Products = SimtProducts<Element, size, size>;
   using Shared = typename Products::Shared;
   static constexpr int own_rows = Products::own_rows, own_keys = Products::own_columns;
@@ -40,7 +40,7 @@ struct ScoreProducts {
 
 #if __CUDA_ARCH__ >= 800
 
-// Eight warps have 16 rows and 32 keys each.
+// Each of eight warps computes 16 rows by 32 keys.
 template <class Config>
 struct ScoreProducts<Config, true> {
   using Element = typename Config::Element;
@@ -62,7 +62,7 @@ struct ScoreProducts<Config, true> {
     using Layout = typename Products::KeyLayout;
     const unsigned rows_at = ptx::shared_address(memory);
     const unsigned keys_at = rows_at + size * Layout::row_bytes;
-    // Nobody reads what was there before any more.
+    // Wait until all threads have read the operands that the loads overwrite.
     __syncthreads();
     load<Dim, Layout>(rows_at, queries, row);
     load<Dim, Layout>(keys_at, keys, key);
@@ -81,7 +81,7 @@ struct ScoreProducts<Config, true> {
   }
 
  private:
-  // What `Products16Bit` asks for.
+  // Template argument of `Products16Bit`.
   template <int Dim>
   struct Tile {
     using Element = typename Config::Element;
@@ -121,17 +121,17 @@ struct ScoreGradients : ScoreProducts<Config, has_tensor_cores<Config>> {
   using Products::own_rows;
   using Products::size;
   static constexpr int threads = 256;
-  // Of elements of a whole tile, each row one longer.
+  // Row stride of a tile in shared memory: one more than `size`, to avoid bank conflicts.
   static constexpr int stride = size + 1;
   static constexpr int memory = larger(Products::memory, size * stride * int(sizeof(T)));
   static_assert(memory == (has_tensor_cores<Config> ? Config::score_memory
                                                     : Config::simt_score_memory),
                 "as the host planned");
 
-  T products[own_rows][own_keys];   // of queries and keys
-  T gradients[own_rows][own_keys];  // of the scores that the softmax takes; 0 where hidden
+  T products[own_rows][own_keys];   // unscaled scores: products of q and k
+  T gradients[own_rows][own_keys];  // gradients of the modified scores; 0 for masked pairs
 
-  // Of the tile that begins with a row and a key of a sequence.
+  // Computes the tile whose first query and key are `row` and `key` of a sequence.
   __device__ void find(const GradientParams& p, unsigned char* memory, const Sequence& at,
                        const Mask<Config>& mask, int batch, int head, int row, int key) {
     using Element = typename Config::Element;

@@ -1,9 +1,9 @@
-// Gradients of attention on the CUDA cores: every dtype, every architecture. Two kernels of one
-// text, each of which owns the rows that it sums up, so that nothing is added in memory:
+// Gradients of attention on CUDA cores, for every dtype and architecture. One template makes two
+// kernels. Each owns the gradient rows that it sums, so that nothing is added in global memory:
 //
-//             rows         columns
-//   keys:     k, v         q, dout     s' = k q',  dp' = v dout',  dv += p' dout,  dk += ds' q
-//   queries:  q, dout      k, v        s = q k',   dp = dout v',   dq += ds k
+//            owns       iterates over
+//   keys:    k, v       q, dout         S^T = K Q^T, dP^T = V dO^T, dV += P^T dO, dK += dS^T Q
+//   queries: q, dout    k, v            S = Q K^T,   dP = dO V^T,   dQ += dS K
 #include "backward/params.cuh"
 #include "backward/row_terms.cuh"
 #include "backward/simt_products.cuh"
@@ -24,7 +24,7 @@ struct SimtGradients {
   static constexpr int own_columns = Products::own_columns;
   static constexpr int own_dims = Products::own_dims;
   static constexpr int slices = ceil_div(Config::head_dim, Products::slice);
-  static constexpr bool hides = Config::causal || Config::modified;  // pairs inside a tile
+  static constexpr bool hides = Config::causal || Config::modified;  // may mask pairs in a tile
   static constexpr int slices_v = ceil_div(Config::head_dim_v, Products::slice);
 
   struct Shared {
@@ -43,11 +43,11 @@ struct SimtGradients {
   const int x = Products::x();
   const int y = Products::y();
 
-  T scores[own_rows][own_columns];     // then p
-  T gradients[own_rows][own_columns];  // of p, then of the scores
+  T scores[own_rows][own_columns];     // S, then P
+  T gradients[own_rows][own_columns];  // dP, then dS
   T sums[slices][own_rows][own_dims];  // dk, or dq
   T sums_v[slices_v][own_rows][own_dims];
-  T seen[own_rows];  // sums of p, where a modification may hide all of a row
+  T seen[own_rows];  // row sums of P, to detect rows whose pairs are all masked
 
   __device__ SimtGradients(const GradientParams& p, const GradientWork& work, const Sequence& at,
                            Shared& shared)
@@ -107,7 +107,7 @@ struct SimtGradients {
     return key_rows<Element>(tensor, at, head);
   }
 
-  // One tile of columns: s and dp from the rows and columns, and what they add to the sums.
+  // Processes one tile of columns: computes S and dP, and adds what they contribute to the sums.
   __device__ void visit(Rows first, Rows first_v, Rows second, Rows second_v, int head,
                         int column) {
     Products::template multiply<Config::head_dim>(scores, shared.operands, first, work.begin,
@@ -132,7 +132,7 @@ struct SimtGradients {
     }
   }
 
-  // `column` is the thread's first.
+  // Converts S and dP to P and dS. `column` is the thread's first column.
   __device__ void weigh(int head, int column) {
     const auto* of_rows = row_terms<Config>(p) + first_row_of_head(p, at, head);
     const auto terms = [&](int row) {
@@ -155,7 +155,7 @@ struct SimtGradients {
     }
   }
 
-  // Whether a row has a pair at all: of one without, the sums hold 0 times what others see.
+  // Returns whether a row has a visible pair. If it has none, its sums may be NaN, as 0 times NaN.
   __device__ bool is_seen(int i) const {
     const int row = work.begin + y + i * side;
     bool found;

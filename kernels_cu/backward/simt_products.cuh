@@ -1,12 +1,12 @@
-// Blocked products on the CUDA cores: a block of side x side threads, each with rows and columns
-// that are `side` apart; arrays come through shared memory a slice of head_dim at a time.
+// Matrix products on CUDA cores by side x side threads, each with rows and columns that are `side`
+// apart. Operands come through shared memory, one slice of head_dim at a time.
 #pragma once
 
 #include "backward/compensated_sum.cuh"
 #include "backward/params.cuh"
 #include "tile/element.cuh"
 
-// Rows of a head in memory, of which there are `count`.
+// Rows of one head in global memory.
 template <class Element>
 struct HeadRows {
   const Element* begin;
@@ -14,7 +14,7 @@ struct HeadRows {
   int count;
 };
 
-// Those of q or dout, and of k or v, of a sequence.
+// Return the rows of a sequence in q or dout, and in k or v.
 template <class Element>
 __device__ HeadRows<Element> query_rows(const Tensor& tensor, const Sequence& at, int head) {
   return {tensor.head<const Element>(at.q_batch, head) + at.q_first * tensor.row_stride,
@@ -35,7 +35,7 @@ struct SimtProducts {
   static constexpr int own_columns = Columns / side;
   static_assert(Rows % side == 0 && Columns % side == 0, "whole rows and columns of threads");
 
-  // One more than a slice, so that what a warp reads lies in different banks.
+  // Rows of a slice are padded by one element, so that a warp reads from different banks.
   static constexpr int slice = 32;
   static constexpr int stride = slice + 1;
   static constexpr int own_dims = slice / side;
@@ -47,8 +47,8 @@ struct SimtProducts {
   __device__ static int x() { return threadIdx.x % side; }
   __device__ static int y() { return threadIdx.x / side; }
 
-  // A slice of Dim columns of some rows, zeros where there are none; when all have left the last.
-  // Returns whether all elements that the thread has loaded are finite.
+  // Loads a slice of `Dim` columns of some rows; missing elements become 0. All threads must be
+  // done with `target`. Returns whether all elements that the thread has loaded are finite.
   template <int Dim, int Size>
   __device__ static bool load(T (&target)[Size], const HeadRows<Element>& source, int first,
                               int begin_dim) {
@@ -63,7 +63,7 @@ struct SimtProducts {
     return is_clean;
   }
 
-  // product = rows columns', of Dim columns each.
+  // Computes product = rows columns^T over `Dim` columns of head_dim.
   template <int Dim>
   __device__ static void multiply(T (&product)[own_rows][own_columns], Shared& shared,
                                   const HeadRows<Element>& rows, int first_row,
@@ -94,9 +94,9 @@ struct SimtProducts {
     }
   }
 
-  // sums += weights columns, `weights` with `Columns` + 1 between its rows in shared memory. A
-  // tile's share is summed alone: long sums lose less to rounding. With Selects, a weight of 0
-  // means a masked pair, whose column is left out of the sum, because 0 times NaN is NaN.
+  // Accumulates sums += weights columns; rows of `weights` in shared memory are `Columns` + 1
+  // apart. A tile is summed separately, as long sums then lose less to rounding. With `Selects`, a
+  // weight of 0 means a masked pair, whose column is left out of the sum, as 0 times NaN is NaN.
   template <int Dim, bool Selects, int Slices>
   __device__ static void add(T (&sums)[Slices][own_rows][own_dims], Shared& shared,
                              const T* weights, const HeadRows<Element>& columns,

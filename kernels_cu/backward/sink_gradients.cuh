@@ -1,4 +1,4 @@
-// Gradients of sinks: -sum over all rows of a head of exp(sink - lse) delta. A block has a head.
+// Gradients of sinks: -sum over a head's rows of exp(sink - lse) delta. A CTA computes one head.
 #pragma once
 
 #include "backward/compensated_sum.cuh"
@@ -25,11 +25,11 @@ struct SinkGradients {
   }
 
  private:
-  // In thread 0.
+  // Returns the sum over all rows of the head, in thread 0.
   __device__ static T sum(const GradientParams& p, int head, T sink) {
     __shared__ T of_warps[threads / 32];
     const bool is_packed = Config::sequences && p.cu_seqlens_q != nullptr;
-    // Packed sequences lie one behind the other, and what is before and behind them is of none.
+    // Packed sequences are stored consecutively. Rows before and after them belong to none.
     const int begin = is_packed ? clamp(p.cu_seqlens_q[0], 0, p.total_q) : 0;
     const int64 end = is_packed ? int64(clamp(p.cu_seqlens_q[p.batch], begin, p.total_q))
                                 : int64(p.batch) * p.seqlen_q;
@@ -51,8 +51,8 @@ struct SinkGradients {
     return total;
   }
 
-  // Returns what a row adds to the gradient of the sink; `index` is the row's place in lse. The lse
-  // of a row that attends to no key contains the sink, too, so such a row is no special case.
+  // Returns the term of one row; `index` is the row's index in lse. The lse of a row that attends
+  // to no key contains the sink, too, so such a row is no special case.
   __device__ static T term(const GradientParams& p, int64 index, T sink) {
     const T lse = static_cast<const T*>(p.lse)[index];
     if (lse == -Math::infinity()) return 0;

@@ -1,5 +1,5 @@
-// Rows of gradients that no block writes are zeros: of queries that see no key by their place and,
-// where sequences have lengths of their own, of queries and keys that belong to none.
+// Zeroes gradient rows that no other kernel writes: those of queries that attend to no key because
+// of their position and, in varlen batches, of queries and keys that belong to no sequence.
 #pragma once
 
 #include "backward/params.cuh"
@@ -9,7 +9,7 @@ template <class Config>
 struct UnseenRows {
   using Gradient = typename Config::Gradient;
 
-  // By all threads of the grid.
+  // Called by all threads of the grid.
   __device__ static void clear(const GradientParams& p) {
     if constexpr (Config::clears_queries) {
       if (p.dq.data != nullptr) {
@@ -33,7 +33,7 @@ struct UnseenRows {
   }
 
  private:
-  // Each lane looks at a row, for all heads; all lanes clear what one has found.
+  // Each lane tests one row of all heads. The whole warp then zeroes each row that a lane found.
   template <int Dim, class IsUnseen>
   __device__ static void clear_where(const Tensor& gradient, int heads, int rows, int batches,
                                      IsUnseen is_unseen) {

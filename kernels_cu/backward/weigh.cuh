@@ -1,11 +1,11 @@
-// From scores and the gradients of probabilities to probabilities and the gradients of scores.
+// Softmax backward: converts S and dP to P and dS.
 #pragma once
 
 #include "backward/params.cuh"
 #include "score/mask.cuh"
 #include "score/modify.cuh"
 
-// Whether modifications make scores grow otherwise than the scaled scores do.
+// Returns whether a modified score has a slope other than 1 with respect to the scaled score.
 template <class Mods>
 constexpr bool changes_slope() {
   if constexpr (Mods::changes_scores) {
@@ -15,9 +15,10 @@ constexpr bool changes_slope() {
   }
 }
 
-// Of `Queries` rows and `Keys` keys that a thread holds: score(r, n) is of query row(r) and of the
-// key first_key + step(n), a constant that grows with n; terms(r) are the row's.
-// A template of the params too, as only units with modifications have what those read.
+// Softmax backward of `Queries` rows and `Keys` keys that a thread holds: `score(r, n)` is that of
+// query `row_of(r)` and key `first_key + step(n)`, where `step(n)` is constant and grows with n.
+// `terms(r)` returns row statistics. `AnyParams`: only params of units with modifications have
+// `mods`.
 template <class Config, int Queries, int Keys, class AnyParams = GradientParams>
 struct Weigh {
   using T = Accumulator<typename Config::Element>;
@@ -31,12 +32,12 @@ struct Weigh {
   int batch;
   int head;
   T scale_log2;
-  T one = 1;       // p = 1 in the unit in which p is computed
-  T log2_one = 0;  // what that unit takes from lse_log2
+  T one = 1;       // representation of P = 1 in the unit of P
+  T log2_one = 0;  // log2 of `one`, which is subtracted from lse_log2
 
-  // score(r, n) becomes p, gradient(r, n), which is that of p, that of the score. Masked says that
-  // some pair is hidden by its place, or lies behind the last row. OfScaled says whether gradients
-  // are those of the scaled scores, or of the new ones that the softmax takes.
+  // Replaces `score(r, n)`, which is S, by P, and `gradient(r, n)`, which is dP, by dS. `Masked`
+  // says that some pairs are masked by position or past the last row. `OfScaled` selects gradients
+  // of the scaled scores; otherwise they are those of the modified scores that the softmax takes.
   template <bool Masked, bool OfScaled = true, class RowOf, class Terms, class Score,
             class Gradient, class Step>
   __device__ void run(RowOf row_of, int first_key, Terms terms, Score score, Gradient gradient,
@@ -47,7 +48,7 @@ struct Weigh {
           const T probability = seen ? Math::exp2(exponent) : T(0);
           const T of_score = probability * (gradient(r, n) - terms(r).delta) * slope;
           score(r, n) = probability;
-          // If functions hide pairs, scores of -inf hide them, too.
+          // If functions may mask pairs, a score of -inf masks its pair, too.
           bool counts = Config::conceals ? probability != 0 : seen;
           if constexpr (may_see_one) counts = counts && !(probability > threshold(terms(r)));
           if (sees_one) counts = counts && !(probability > threshold(terms(r)));
@@ -56,7 +57,7 @@ struct Weigh {
         0, Queries);
   }
 
-  // Only the first half of it, where no slope is changed: p, of rows from `first` to `last` - 1.
+  // Computes P only, for the rows [first, last). Requires that modifications change no slopes.
   template <bool Masked, class RowOf, class Terms, class Score, class Step>
   __device__ void begin(RowOf row_of, int first_key, Terms terms, Score score, Step step, int first,
                         int last) const {
@@ -68,9 +69,9 @@ struct Weigh {
         first, last);
   }
 
-  // Sets the gradients of rows that attend to one key by position to 0. Few rows are such, so the
-  // first and the last of the rows, which are in order, are checked first. P is checked, too: of a
-  // part of all keys, lse may be that of more keys, or include a sink.
+  // Sets dS of rows that attend to one key by position to 0. Such rows are few, so the first and
+  // the last row, which attend to the fewest keys, are checked first. P is checked, too, because
+  // lse may cover more keys than this call has, or include a sink.
   template <class RowOf, class Score, class Gradient>
   __device__ void settle(RowOf row_of, Score score, Gradient gradient) const {
     if constexpr (settles_one_key<Config>) {
@@ -87,7 +88,7 @@ struct Weigh {
     }
   }
 
-  // Without modifications: p of pairs that are hidden by their places becomes 0.
+  // Sets P of pairs that are masked by position to 0. For calls without modifications.
   template <class RowOf, class Score, class Step>
   __device__ void hide(RowOf row_of, int first_key, Score score, Step step) const {
 #pragma unroll
@@ -103,7 +104,7 @@ struct Weigh {
  private:
   using Element = typename Config::Element;
 
-  // Returns the threshold of P above which a key counts as the row's only key, multiplied by `one`.
+  // Returns the threshold of P above which a key counts as the row's only key, times `one`.
   __device__ T threshold(const RowTerms<T>& row) const {
     if constexpr (sizeof(Element) == 2) {
       return one * p_of_one_key<Element>;
@@ -114,20 +115,19 @@ struct Weigh {
     }
   }
 
-  // Whether functions or arrays may hide all keys of a row except one.
+  // Whether functions or arrays may mask all keys of a row except one.
   static constexpr bool may_see_one = settles_one_key<Config> && Config::conceals;
 
-  // Whether rows that attend to one key by position are looked for. With Config::conceals and
-  // 16-bit inputs they are not, as registers are few: their P exceeds the threshold as well, unless
+  // Whether rows that attend to one key are detected by position. With `Config::conceals` and
+  // 16-bit inputs they are not, to save registers: their P exceeds the threshold as well, unless
   // scores are in the thousands.
   static constexpr bool asks_places =
       settles_one_key<Config> && !(Config::conceals && sizeof(Element) == 2);
 
-  // Returns the number of keys that a row attends to by position. From row to row it first grows,
-  // then falls.
+  // Returns how many keys a row attends to by position. With growing `row` it rises, then falls.
   __device__ int count(int row) const { return mask.visible_end(row) - mask.visible_begin(row); }
 
-  // Keys that a row sees by their places, from the first on.
+  // Range of keys that a row attends to by position, counted from `first_key`.
   struct Places {
     int begin;
     int end;
@@ -143,9 +143,9 @@ struct Weigh {
     return Mods::row(p.mods, batch, head, row + mask.q_offset, row, at.q_first, at.k_first, base);
   }
 
-  // Calls put(r, n, seen, sees_one, exponent, slope) for each pair: whether it is visible, whether
-  // its row attends to one key by position, its exponent, and the slope of its score. `put` must
-  // leave out masked pairs by selection, so that a NaN in their inputs leaves no trace.
+  // Calls `put(r, n, seen, sees_one, exponent, slope)` for each pair: whether it is visible,
+  // whether its row attends to one key by position, its exponent, and the slope of its score. `put`
+  // must drop masked pairs by selection, so that a NaN in their inputs has no effect.
   template <bool Masked, bool OfScaled, class RowOf, class Terms, class Score, class Step,
             class Put>
   __device__ void visit(RowOf row_of, int first_key, Terms terms, Score score, Step step, Put put,

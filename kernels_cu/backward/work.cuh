@@ -1,4 +1,4 @@
-// Which rows of gradients a thread block computes: those of a tile of keys, or of queries.
+// Maps a CTA to its gradient tile: the dk and dv of a KV tile, or the dq of a query tile.
 #pragma once
 
 #include "backward/params.cuh"
@@ -8,17 +8,17 @@
 struct GradientWork {
   int begin;  // first row of the tile
   int batch;
-  int head;   // of the gradient's rows
+  int head;   // KV head of a KV tile, or query head of a query tile
 };
 
-// Of sequences of keys, or of queries.
+// Sizes that determine the tiles of dk and dv (`OfKeys`) or of dq.
 template <bool OfKeys>
 struct GradientRows {
   int heads;
   int section_heads;
   int longest;
-  int total;          // of packed ones
-  const int* starts;  // or null
+  int total;          // rows of all packed sequences
+  const int* starts;  // cu_seqlens of packed sequences, or null
 
   __device__ explicit GradientRows(const GradientParams& p)
       : heads(OfKeys ? p.heads_kv : p.heads_q),
@@ -27,7 +27,7 @@ struct GradientRows {
         total(OfKeys ? p.total_k : p.total_q),
         starts(OfKeys ? p.cu_seqlens_k : p.cu_seqlens_q) {}
 
-  // As gradients.py has them.
+  // Returns the number of CTAs, as `blocks_of()` in gradients.py does.
   template <int Rows>
   __device__ int blocks(int batch) const {
     return heads * (starts == nullptr ? ceil_div(longest, Rows) * batch
@@ -35,9 +35,9 @@ struct GradientRows {
   }
 };
 
-// Heads are taken in sections, few enough that what their tiles read stays in L2 together: those of
-// sequences that are shorter than the longest in larger ones. Within a section tiles go from the
-// first to the last, or back, so that the longest of a causal mask come first.
+// Returns the tile of a CTA. CTAs interleave the heads of a section, whose operands stay in L2
+// together; sequences shorter than the longest have larger sections. Within a section tiles are in
+// order, or reversed if `FromLast`, so that the longest tiles of a causal mask start first.
 template <class Config, int Rows, bool OfKeys, bool FromLast>
 __device__ GradientWork find_gradient_work(const GradientParams& p, int block) {
   const GradientRows<OfKeys> of(p);

@@ -1,22 +1,23 @@
-// A consumer of the Hopper kernel of gradients: a warpgroup that owns 64 keys, whose dk and dv it
-// sums up in registers. Scores are transposed, so that p' and ds', packed as they lie, are left
-// operands of its products; ds alone goes through shared memory, for dq, of which each consumer
-// sums up a part over the keys of all.
+// Consumer of the Hopper gradient kernel: a warpgroup that owns 64 keys and accumulates their dk
+// and dv in registers. Scores are transposed, so that P^T and dS^T, packed in accumulator order,
+// are left operands of its products. Only dS goes through shared memory, for dq: each consumer
+// computes a part of dq, over the keys of both consumers.
 //
-// Products are asynchronous, and run in the order in which they are started. But only few are
-// queued: who starts more waits until those before are done. So exponentials are taken between the
-// starts of a product's parts, and dq is written before the next scores are started:
+// Products are asynchronous and run in the order of issue, but only few can be queued: the next
+// issue then stalls. So exponentials are interleaved with the issues of a product's parts, and dq
+// is written before the next scores are issued:
 //
-//   tensor cores   dp'(i)           dv(i)       |dq(i)     dk(i)      s'(i + 1)
-//   consumer       p = exp(s'(i))   write ds(i) |          write dq(i)
-//                                               ^ all consumers have written ds
+//   tensor cores   dP(i)           dV(i)       |dQ(i)     dK(i)      S(i + 1)
+//   consumer       P = exp(S(i))   write dS(i) |          write dQ(i)
+//                                              ^ both consumers have written dS
 //
-// A step is a part of `columns` queries of a tile; dq waits for the last part. Where registers are
-// left, s'(i + 1) is started ahead of dp'(i), under the exponentials as well.
+// Index i counts parts of `columns` queries of a query tile. dq is computed after a tile's last
+// part. If registers allow it, S(i + 1) is issued before dP(i), so that exponentials overlap it as
+// well.
 //
-// What products read of shared memory takes nearly all of its bandwidth. So operands that do not
-// change are kept in registers where there are some left, and row terms are taken while nothing
-// waits for them: dp' is summed up from -delta on.
+// Reads of operands take nearly all of the shared-memory bandwidth. So operands that do not change
+// stay in registers if there are enough, and row statistics are loaded while no product waits for
+// them: dP is accumulated onto -delta.
 #pragma once
 
 #include "backward/hopper/cta.cuh"
@@ -38,8 +39,8 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
   using typename Base::Scores;
   using typename Base::Step;
 
-  // Whether k and v are kept in registers as well, and scores made a part ahead: while exponentials
-  // are taken.
+  // Whether k and v are kept in registers as well, and whether S is issued one part ahead, so that
+  // exponentials overlap it.
   static constexpr bool keeps_keys = dim <= 64 && dim_v <= 64;
   static constexpr bool ahead = keeps_keys;
 
@@ -48,9 +49,9 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
   int others_parity = 0;
   float sums_k[dim / 2];
   float sums_v[dim_v / 2];
-  Scores scores;                       // then p
-  Scores gradients;                    // of p, then of scores; from -delta of the rows on
-  typename Base::RowsOfLane lse_log2;  // of the scores that come next
+  Scores scores;                       // S^T, then P^T
+  Scores gradients;                    // dP^T - delta, then dS^T; accumulates onto -delta
+  typename Base::RowsOfLane lse_log2;  // of the next scores
   unsigned keys[keeps_keys ? 4 * Base::k_steps : 1];
   unsigned values[keeps_keys ? 4 * Base::k_steps_v : 1];
 
@@ -60,7 +61,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     Base::clear(sums_k);
     Base::clear(sums_v);
     if (cta.has_steps()) sweep();
-    // The other consumer may still multiply with this one's keys, not with its values.
+    // dv is written first: the other consumer may still read this one's keys, but not its values.
     if constexpr (wants_v) Base::write_value_gradients(sums_v);
     if constexpr (wants_q) Cta::await_consumers();
     if constexpr (wants_k) Base::write_key_gradients(sums_k);
@@ -88,8 +89,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     visit<true>(step);
   }
 
-  // Of a tile whose first scores are there. Ends with those of the next tile, unless it is the
-  // last.
+  // Processes a tile whose first scores are complete. Unless `Last`, ends with the next tile's.
   template <bool Last>
   __device__ void visit(const Step& step) {
     const bool is_masked = cta.is_masked(step);
@@ -108,8 +108,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     constexpr bool ends_tile = Part == parts - 1;
     constexpr bool has_next = !ends_tile || !Last;
     constexpr bool sums_queries = wants_q && ends_tile;
-    // What a product makes is declared where it is started: so nothing that was there before takes
-    // registers until then.
+    // Accumulators are declared where their product is issued: before that they take no registers.
     LeftOperand left_p, left_ds;
     Scores next;
     if constexpr (has_next && ahead) start_next<ends_tile>(next, Part + 1);
@@ -162,7 +161,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     if constexpr (has_next) await_scores(next);
   }
 
-  // Scores of the next part, which may be the first of the tile in the slot behind.
+  // Issues the scores of the next part. If `Behind`, it is the first part of the next stage's tile.
   template <bool Behind>
   __device__ void start_next(Scores& next, int part) const {
     RingPosition<Config::q_stages> ring = q_ring;
@@ -178,7 +177,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     for (int i = 0; i < columns / 2; ++i) scores[i] = next[i];
   }
 
-  // Takes what the rows of a part bring to registers, where the next products will want it.
+  // Loads the row statistics of a part into the registers where the next products need them.
   __device__ void take_terms(int part) {
     Base::take_lse(lse_log2, part);
     typename Base::RowsOfLane minus_delta;
@@ -186,8 +185,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     Base::spread(gradients, minus_delta);
   }
 
-  // The scores become p; where `at_once`, the gradients of p those of the scores. Else these are
-  // only started.
+  // Converts S to P. If `at_once`, also converts dP to dS; otherwise leaves dP in flight.
   template <int Part>
   __device__ void weigh(const Step& step, bool is_masked) {
     constexpr int rows = columns / 4;
@@ -196,7 +194,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
       Base::template await<0>(gradients);
       Base::weigh_both(scores, gradients, lse_log2, step, Part, is_masked);
     } else if constexpr (wants_ds && !Config::modified) {
-      // One path of products: hidden pairs are left out behind it.
+      // Masked and unmasked tiles share one copy of the product; masked pairs are removed after it.
       Base::start_gradients(gradients, values, Part, [&](int i) {
         Base::template weigh_scores<false>(scores, lse_log2, step, Part, i * rows / Base::k_steps_v,
                                            (i + 1) * rows / Base::k_steps_v);
@@ -219,7 +217,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     sums_parity ^= 1;
   }
 
-  // Hands the sums of dq to the adder, as they lie.
+  // Passes the dq sums to the adder lane, in accumulator order.
   __device__ void write_query_sums(const QueryParts& sums) {
     ptx::mbarrier_wait(cta.sums_empty(consumer), sums_parity);
 #pragma unroll
@@ -233,7 +231,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     sums_are_full();
   }
 
-  // Adds those of the blocks before, and writes dq. Row terms are in the slot of the queries.
+  // Adds the earlier CTAs' sums and writes dq. `slot` is the stage of q and of its row statistics.
   __device__ void finish_query_sums(QueryParts& sums, const Step& step, int slot) {
     ptx::mbarrier_wait(cta.others_full(consumer), others_parity);
     others_parity ^= 1;
@@ -245,7 +243,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
 #pragma unroll
         for (int c = 0; c < 4; ++c) sums[4 * j + c] += __uint_as_float(of[c]);
       }
-      // The copy engine writes there again.
+      // These reads must complete before TMA overwrites the buffer.
       ptx::fence_proxy_async();
     }
     sums_are_full();

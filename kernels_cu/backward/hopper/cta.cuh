@@ -1,21 +1,21 @@
-// What the warps of a thread block share that computes gradients on Hopper: which tiles of queries
-// stream by, where they and all else lie in shared memory, and the barriers.
+// State that the warps of a CTA of the Hopper gradient kernel share: the sequence of query tiles,
+// the layout of shared memory, and the barriers.
 //
-//   who                  waits for                      does                  tells
-//   loader, a lane       q_empty, dout_empty            copies by the engine  q_full, dout_full
-//   terms, a warp        q_empty                        brings row terms      q_full
-//   adders, two lanes    the block's turn, sums_full    add dq to memory      sums_empty, the turn
-//                        the last turn of a tile        bring others' sums    others_full
-//   consumers, two       q_full, dout_full, each other  multiply              q_empty, dout_empty
-//     of 128 lanes       sums_empty                     leave sums of dq      sums_full
-//                        others_full                    write dq              sums_full
+//   thread or warp      waits for                      does                   arrives at
+//   loader, a lane      q_empty, dout_empty            issues TMA loads       q_full, dout_full
+//   statistics, a warp  q_empty                        copies row statistics  q_full
+//   adders, two lanes   semaphore, sums_full           add dq to memory       sums_empty, semaphore
+//                       semaphore, if last in order    load the earlier sums  others_full
+//   consumers, two      q_full, dout_full, each other  multiply               q_empty, dout_empty
+//     warpgroups        sums_empty                     write their dq sums    sums_full
+//                       others_full                    write dq               sums_full
 //
-// (Of wide heads see wide.cuh: consumers add dq, and what were the adders keep the turns.)
+// For wide heads (wide.cuh) consumers add dq, and the adders only operate the semaphore.
 //
 // In packed sequences and with padded keys, rows past the last one belong to other sequences, and
-// query rows may attend to no key. TMA loads of such tiles arrive at separate barriers: the warp of
-// row terms waits for them, clears those rows and then signals the consumers, because 0 times NaN
-// is NaN. Keys that no query attends to may hold NaN, too; consumers clean them before they
+// query rows may attend to no key. TMA loads of such tiles arrive at separate barriers: the row
+// statistics warp waits for them, clears those rows and then signals the consumers, because 0 times
+// NaN is NaN. Keys that no query attends to may hold NaN, too; consumers clean them before they
 // multiply with them (clean.cuh).
 #pragma once
 
@@ -37,15 +37,15 @@ struct GradientMaps {
 
 #if __CUDA_ARCH__ == 900
 
-// How sums of dq lie: as the accumulators of the consumers, of which each has some of the rows, or
-// where there are 64 only, some of the columns. See SumFragments.
+// Layout of the dq sums: the accumulators of the consumers, each of which has some of the rows or,
+// if there are 64 rows only, some of the columns. See `SumFragments`.
 template <int Rows, int Columns, int consumers>
 struct WarpgroupFragments {
   static constexpr bool by_rows = Rows == 64 * consumers;
   static_assert(by_rows || Rows == 64, "a consumer multiplies 64 rows");
   static constexpr int warps = 4 * consumers;
   static constexpr int row_tiles = 1;
-  static constexpr int columns = by_rows ? Columns : Columns / consumers;  // of a consumer
+  static constexpr int columns = by_rows ? Columns : Columns / consumers;  // of one consumer
   static constexpr int column_tiles = columns / 8;
   static constexpr int64 floats = int64(Rows) * Columns;
   static constexpr int bytes_of_consumer = 64 * columns * 4;
@@ -59,9 +59,9 @@ struct WarpgroupFragments {
   }
 };
 
-// Which keys a block owns, and which queries stream by. Head dims of 256 leave it no registers, and it
-// lies in shared memory: 468 in place of 451 TFLOP/s at 16384. Elsewhere that takes longer than to
-// spill some: 338 in place of 370 at 192, and of packed sequences at 128 509 in place of 536.
+// Tile coordinates of a CTA, and the query tiles that it iterates over. Kept in shared memory if
+// both head dims are 256: 468 instead of 451 TFLOP/s (H200, 16384 tokens). For smaller head dims,
+// spilling a few registers is faster.
 template <class Config>
 struct HopperGradientPlace {
   static constexpr bool is_shared = Config::padded_dim + Config::padded_dim_v == 512;
@@ -84,18 +84,18 @@ struct HopperGradientCta {
   using Element = typename Config::Element;
   static constexpr int Br = Config::Br;
   static constexpr int Bc = Config::Bc;
-  // With wide heads two consumers share 64 keys (wide.cuh), else each has 64.
+  // For wide heads, both consumers have the same 64 keys (wide.cuh); otherwise each has 64 keys.
   static constexpr bool wide = Config::wide;
   static constexpr int consumers = wide ? 2 : Bc / 64;
   static constexpr bool wants_q = Config::wants_q;
   static constexpr bool wants_k = Config::wants_k;
   static constexpr bool wants_v = Config::wants_v;
   static constexpr bool wants_ds = wants_q || wants_k;
-  // Whether the warp of row terms inspects tiles of q and dout before consumers read them.
+  // Whether the row statistics warp inspects tiles of q and dout before consumers read them.
   static constexpr bool inspects = Config::sequences || Config::inspects;
-  // Whether consumers take the last block's turn, and write dq; else a kernel of its own does. Of
-  // wide heads they have no registers for others' sums, nor have they for addresses of float32:
-  // 236 bytes of a thread were spilled, and took 15% of 65536 tokens of head_dim 128.
+  // Whether consumers of the last CTA in the dq order write dq; otherwise a separate kernel does.
+  // Wide heads leave no registers for the earlier sums, and float32 gradients none for addresses:
+  // spilling 236 bytes per thread cost 15% (H100, head_dim 128, 65536 tokens).
   static constexpr bool last_writes =
       !wide && sizeof(typename Config::Gradient) == sizeof(Element);
   static constexpr int dim = Config::padded_dim;
@@ -105,13 +105,13 @@ struct HopperGradientCta {
   using ValueTile = SlabTile<Bc, dim_v>;
   using QueryTile = SlabTile<Br, dim>;
   using DoutTile = SlabTile<Br, dim_v>;
-  // ds: queries by keys, a slab of each consumer's.
+  // dS: queries by keys, one slab (TMA box) for each consumer's keys.
   using PairTile = SlabTile<Br, Bc>;
   using Fragments = WarpgroupFragments<Br, dim, consumers>;
   static_assert(KeyTile::line_bytes == 128 && ValueTile::line_bytes == 128, "slabs of 64 columns");
 
-  // Shared memory: k, v, the rings of q and dout, ds, the sums of dq or p that consumers exchange,
-  // row terms, barriers and the block's place.
+  // Shared memory: k, v, the rings of q and dout, dS, the dq sums (or P, for wide heads), row
+  // statistics, barriers and `HopperGradientPlace`.
   static constexpr int value_offset = KeyTile::bytes;
   static constexpr int query_offset = value_offset + ValueTile::bytes;
   static constexpr int dout_offset = query_offset + Config::q_stages * QueryTile::bytes;
@@ -124,7 +124,7 @@ struct HopperGradientCta {
   static constexpr int terms_bytes = 2 * Br * int(sizeof(float));
   static constexpr int barrier_offset = terms_offset + Config::q_stages * terms_bytes;
   static constexpr int ring_barriers = 2 * (Config::q_stages + Config::dout_stages);
-  // Of k and v; of the sums of dq, or of what is exchanged and of turns.
+  // Other barriers: 3 for k and v; at most 8 for dq sums or, with wide heads, P, dS and semaphore.
   static constexpr int sums_slots = 2;
   static constexpr int other_barriers = 3 + 8;
   static_assert(consumers == 2, "as many barriers");
@@ -135,7 +135,7 @@ struct HopperGradientCta {
   static_assert(sizeof(HopperGradientPlace<Config>) <= place_bytes, "room for it");
   static_assert(place_offset + place_bytes == Config::shared_memory, "as the host planned");
 
-  // Whether queries see other keys than their sequence's.
+  // Whether some queries may attend to only some of their sequence's keys.
   static constexpr bool is_bounded = Config::causal || Config::modified;
 
   const GradientParams& p;
@@ -156,7 +156,7 @@ struct HopperGradientCta {
         mask(place.mask),
         order(place.order) {}
 
-  // ---- The stream: of each query head of the group, tiles from the first to the last.
+  // ---- Sequence of query tiles: for each query head of the group, from the first to the last.
 
   struct Step {
     int head;
@@ -166,9 +166,8 @@ struct HopperGradientCta {
   __device__ Step first_step() const {
     return {work.head * (p.heads_q / p.heads_kv), order.first_tile};
   }
-  // Without a division, which in a helper's loop takes registers that it has not: ptxas once wrote
-  // over a dividend there. That the products wrap around does not matter: heads of a group times
-  // heads_kv do not.
+  // Avoids a division, for which a producer warp lacks registers: ptxas once overwrote its
+  // dividend. The products may wrap around, because their true difference is less than heads_q.
   __device__ bool is_last(const Step& step) const {
     return step.tile == order.end_tile - 1 &&
            (step.head + 1u) * p.heads_kv == (work.head + 1u) * p.heads_q;
@@ -178,8 +177,9 @@ struct HopperGradientCta {
     return {step.head + 1, order.first_tile};
   }
 
-  // Scores of keys behind the last are 0, and their p may be infinite: 0 times that is no part of
-  // dq. Rows behind the last are no rows to modifications.
+  // Returns whether a step needs the mask. Scores of missing keys are 0, so their P may be
+  // infinite, and infinity times a missing key, 0, would make dq NaN. Missing rows must not be
+  // modified.
   __device__ bool is_masked(const Step& step) const {
     if (work.begin + Bc > at.seqlen_k) return true;
     if (!is_bounded && !Config::sequences) return false;
@@ -205,13 +205,13 @@ struct HopperGradientCta {
     return shared + sums_offset + consumer * Fragments::bytes_of_consumer;
   }
   __device__ unsigned weights_at() const { return shared + sums_offset; }
-  // First lse_log2 of each row, then -delta.
+  // Returns the row statistics of a stage: first lse_log2 of each row, then -delta of each row.
   __device__ float* terms(int slot) const {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     return reinterpret_cast<float*>(shared_memory + terms_offset) + slot * 2 * Br;
   }
 
-  // ---- Barriers. A slot is full when all of it is there, empty when all consumers left it.
+  // ---- Barriers. A stage is full when its data has arrived, empty when all consumers released it.
 
   __device__ unsigned barrier(int index) const { return shared + barrier_offset + index * 8; }
   __device__ unsigned q_full(int slot) const { return barrier(slot); }
@@ -221,8 +221,8 @@ struct HopperGradientCta {
   __device__ unsigned keys_full() const { return barrier(ring_barriers); }
   __device__ unsigned keys_arrived() const { return barrier(ring_barriers + 1); }
   __device__ unsigned values_full() const { return barrier(ring_barriers + 2); }
-  // Of consumers with keys of their own. The buffer of sums is one, but two lanes wait for it in
-  // turns, each at a barrier of its own.
+  // Barriers of consumers with separate keys. Each consumer has one buffer of dq sums, but two
+  // adder lanes alternate, and each waits at a `sums_full` barrier of its own.
   __device__ unsigned sums_empty(int consumer) const {
     return barrier(ring_barriers + 3 + consumer);
   }
@@ -232,7 +232,7 @@ struct HopperGradientCta {
   __device__ unsigned others_full(int consumer) const {
     return barrier(ring_barriers + 3 + consumers + consumers * sums_slots + consumer);
   }
-  // Of those that share keys.
+  // Barriers of consumers with the same keys (wide.cuh).
   __device__ unsigned weights_full() const { return barrier(ring_barriers + 3); }
   __device__ unsigned pairs_full() const { return barrier(ring_barriers + 4); }
   __device__ unsigned turn_full(int slot) const { return barrier(ring_barriers + 5 + slot); }
@@ -244,8 +244,8 @@ struct HopperGradientCta {
 
   __device__ void init_barriers() const {
     constexpr int warps = 4 * consumers;
-    // The loader and the warp of row terms arrive at q_full; if that warp inspects the tile, it
-    // alone.
+    // The loader and the row statistics warp both arrive at `q_full`. If that warp inspects the
+    // tile, it arrives alone.
     for (int slot = 0; slot < Config::q_stages; ++slot) {
       ptx::mbarrier_init(q_full(slot), inspects ? 1 : 2);
       ptx::mbarrier_init(q_empty(slot), warps);
@@ -278,13 +278,13 @@ struct HopperGradientCta {
     ptx::fence_mbarrier_init();
   }
 
-  // A warp tells that all its lanes are done.
+  // Arrives once for the warp, after all its lanes are done.
   __device__ static void tell(unsigned barrier) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barrier);
   }
 
-  // Named barriers: of all consumers, and of one.
+  // Named barriers: 1 for all consumers, 2 + `consumer` for a single one.
   __device__ static void await_consumers() { ptx::bar_sync(1, 128 * consumers); }
   __device__ static void await_own(int consumer) { ptx::bar_sync(2 + consumer, 128); }
 };

@@ -1,5 +1,5 @@
-// The warps beside the consumers: one lane loads, a warp brings what rows bring, one lane adds sums
-// of dq to memory.
+// Warps of the producer warpgroup: one lane loads tiles, one warp copies row statistics, and two
+// lanes add dq sums to memory.
 #pragma once
 
 #include "backward/clean.cuh"
@@ -10,7 +10,7 @@
 
 #if __CUDA_ARCH__ == 900
 
-// One lane. Has the copy engine bring k and v, and tiles of q and dout as they come.
+// Run by one lane. Issues TMA loads of k and v, and of tiles of q and dout as stages become free.
 template <class Config>
 struct HopperGradientLoader {
   using Cta = HopperGradientCta<Config>;
@@ -70,8 +70,8 @@ struct HopperGradientLoader {
   }
 };
 
-// Run by one warp. Copies row terms to the stages of q. Clears rows past the end of a sequence,
-// which may lie inside a tile, and rows that attend to no key.
+// Run by one warp. Copies row statistics to the stages of q. Clears rows past the end of a
+// sequence, which may lie inside a tile, and rows that attend to no key.
 template <class Config>
 struct HopperGradientTerms {
   using Cta = HopperGradientCta<Config>;
@@ -132,7 +132,7 @@ struct HopperGradientTerms {
   }
 
   // Waits for a tile of q or dout whose load is in flight, and clears its rows from `rows` on. If
-  // Config::inspects, also clears the lane's rows `i` for which clears(i) is true.
+  // `Config::inspects`, also clears the lane's rows `i` for which `clears(i)` is true.
   template <class Tile, class Clears>
   __device__ static void clear(unsigned arrived, int parity, unsigned tile, int rows,
                                Clears clears) {
@@ -147,7 +147,7 @@ struct HopperGradientTerms {
     }
   }
 
-  // Of a tile that is on its way, of whose rows so many are the sequence's.
+  // Waits for a tile whose load is in flight, and clears the rows after the sequence's `rows` rows.
   template <class Tile>
   __device__ static void clear_tail(unsigned arrived, int parity, unsigned tile, int rows) {
     ptx::mbarrier_wait(arrived, parity);
@@ -158,13 +158,14 @@ struct HopperGradientTerms {
   }
 };
 
-// Two lanes, of two warps. Add the consumers' sums of tiles of dq to those in memory when it is the
-// block's turn, each of every other tile: an add takes longer than its copy from shared memory, and
-// passing a turn on longer still. The first block stores, so that nothing clears the sums, and the
-// last one adds nothing to memory: its consumers are given the sums of the others.
+// Run by two lanes, of two warps, on alternate query tiles. Adds the consumers' dq sums to those in
+// memory when the semaphore allows it. An add takes longer than its reads of shared memory, and a
+// release of the semaphore longer still, so both lanes are needed. The first CTA of the order
+// stores, so that nothing clears the sums. The last one loads the earlier sums for its consumers
+// instead.
 //
-//   one    await turn, full | copy, tell empty | await the add, pass on | await turn, full ...
-//   other                   ... await turn, full | copy, tell empty | await the add, pass on ...
+//   lane 0   semaphore, sums_full | copy, sums_empty | wait for add, release | semaphore ...
+//   lane 1                        ... semaphore, sums_full | copy, sums_empty | wait for add ...
 template <class Config>
 struct HopperGradientAdder {
   using Cta = HopperGradientCta<Config>;
@@ -221,16 +222,16 @@ struct HopperGradientAdder {
     ptx::mbarrier_arrive(cta.sums_empty(0));
     ptx::cp_async_bulk_wait_group_read<0>();
     ptx::mbarrier_arrive(cta.sums_empty(1));
-    // Read is not yet added.
+    // The wait above covers reads of shared memory, this one the additions in global memory.
     ptx::cp_async_bulk_wait_group();
     ptx::fence_proxy_async_global();
   }
 
-  // To the buffer of the sums, which are full when the consumers have taken the others'.
+  // Loads the earlier sums into the buffer. Consumers arrive at `sums_full` once they read them.
   __device__ void bring_others(const float* source, int turn) {
 #pragma unroll
     for (int consumer = 0; consumer < Cta::consumers; ++consumer) {
-      // Of the tile before, by the other lane.
+      // Wait until the other lane has released the buffer of the previous tile.
       ptx::mbarrier_wait(cta.sums_empty(consumer), slot ^ 1);
       if (turn == 0) {
         ptx::mbarrier_arrive(cta.others_full(consumer));

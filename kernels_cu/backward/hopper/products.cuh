@@ -1,6 +1,6 @@
-// What a consumer of the Hopper kernel of gradients does, a warpgroup: products of 64 keys with
-// tiles of queries, from registers or from shared memory, what comes between those, and in the end
-// the gradients.
+// Operations of a consumer warpgroup of the Hopper gradient kernel: products of 64 keys with query
+// tiles, from registers or from shared memory, the softmax backward between them, and the epilogue
+// that writes the gradients.
 #pragma once
 
 #include "backward/clean.cuh"
@@ -47,13 +47,13 @@ struct HopperGradientProducts {
   static constexpr int k_steps_v = round_up(Config::head_dim_v, 16) / 16;
   static_assert(columns % 16 == 0 && parts * columns == Br, "whole products");
 
-  // Both p and ds come from scores, gradients of p and what modifications need in one go where
-  // those have slopes.
+  // Whether P and dS are computed in one pass, from S, dP and what the modifications read. Needed
+  // if modifications change slopes.
   static constexpr bool at_once = changes_slope<Mods>() && wants_ds;
 
   using Scores = float[columns / 2];
   using LeftOperand = unsigned[columns / 4];
-  // Of dq a consumer makes so many columns at once.
+  // Number of dq columns that a consumer computes at once.
   static constexpr int query_columns = Config::wide ? 64 : Fragments::columns;
   static constexpr int query_chunks = Fragments::columns / query_columns;
   using QueryParts = float[query_columns / 2];
@@ -64,19 +64,19 @@ struct HopperGradientProducts {
   RingPosition<Config::q_stages> q_ring = {};
   RingPosition<Config::dout_stages> dout_ring = {};
   RingPosition<Cta::pair_stages> pair_ring = {};
-  float seen[2] = {};  // sums of p, where a modification may hide all of a key
+  float seen[2] = {};  // sums of P, to detect keys whose pairs are all masked
 
   __device__ HopperGradientProducts(const Cta& cta, int consumer)
       : cta(cta),
         consumer(consumer),
         scale_log2(signed_scale<Config, double>(cta.p) * SoftmaxMath<double>::log2_e) {}
 
-  // The first of the lane's keys among the block's; the other is eight behind.
+  // Returns the first of the lane's two keys in the CTA's KV tile. The second is 8 further on.
   __device__ int lane_key() const {
     return own_key() + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
   }
 
-  // The first of the consumer's keys.
+  // Returns the first of the consumer's keys in the KV tile.
   __device__ int own_key() const { return Config::wide ? 0 : 64 * consumer; }
 
   // Cleans this consumer's keys in shared memory. The keys must have arrived. Call before the first
@@ -99,7 +99,7 @@ struct HopperGradientProducts {
 
   // ---- Products.
 
-  // s' = k q', of a part of the queries in a slot.
+  // Issues S^T = K Q^T, for a part of the queries in a stage.
   template <int Count>
   __device__ void start_scores(Scores& scores, const unsigned (&keys)[Count], int slot,
                                int part) const {
@@ -113,13 +113,13 @@ struct HopperGradientProducts {
     ptx::wgmma_commit_group();
   }
 
-  // dp' = v dout' - delta, which `gradients` holds, with `between` done after each part of it is
-  // started.
+  // Issues dP^T = V dO^T - delta, where `gradients` already holds -delta. Calls `between(step)`
+  // after the issue of each k step.
   template <int Count, class Between>
   __device__ void start_gradients(Scores& gradients, const unsigned (&values)[Count], int part,
                                   Between between) const {
-    // As new values: accumulators that come from another copy of the loop's body the compiler takes
-    // for too many to have products under way.
+    // Without these copies, the compiler sees too many accumulators, of several copies of the loop
+    // body, to keep wgmma asynchronous.
 #pragma unroll
     for (int i = 0; i < columns / 2; ++i) {
       gradients[i] = __int_as_float(ptx::opaque(__float_as_int(gradients[i])));
@@ -135,8 +135,8 @@ struct HopperGradientProducts {
     ptx::wgmma_commit_group();
   }
 
-  // A step of a product of the consumer's keys, in registers or at `left`, and the rows of another
-  // tile.
+  // Issues one k step of a product between the consumer's keys, in registers (`kept`) or in shared
+  // memory at `left`, and the rows of a query tile.
   template <class LeftTile, class Tile, int Count>
   __device__ void multiply(Scores& sums, const unsigned (&kept)[Count], unsigned left,
                            unsigned rows, int step, bool accumulate) const {
@@ -166,20 +166,20 @@ struct HopperGradientProducts {
     }
   }
 
-  // Until a product's sums are there, of which so many were started later.
+  // Waits for the product of `sums`, after which `Pending` other products were issued.
   template <int Pending, int Count>
   __device__ static void await(float (&sums)[Count]) {
     ptx::wgmma_wait_group<Pending>();
     ptx::pin(sums);
   }
 
-  // dv += p' dout.
+  // Issues dV += P^T dO.
   __device__ void start_value_sums(float (&sums_v)[dim_v / 2], const LeftOperand& left_p,
                                    int part) const {
     start_sums<DoutTile, dim_v>(sums_v, left_p,
                                 rows_of<DoutTile>(cta.douts_at(dout_ring.slot), part));
   }
-  // dk += ds' q.
+  // Issues dK += dS^T Q.
   __device__ void start_key_sums(float (&sums_k)[dim / 2], const LeftOperand& left_ds,
                                  int part) const {
     start_sums<QueryTile, dim>(sums_k, left_ds,
@@ -199,7 +199,7 @@ struct HopperGradientProducts {
     ptx::wgmma_commit_group();
   }
 
-  // dq = ds k, columns of the consumer's part.
+  // Issues dQ = dS K, for the consumer's rows, or for a chunk of its columns.
   template <int Chunk>
   __device__ void start_query_sums(QueryParts& sums) {
     const unsigned rows = cta.pairs_at(pair_ring.slot) +
@@ -221,7 +221,7 @@ struct HopperGradientProducts {
     if constexpr (Chunk == query_chunks - 1) pair_ring.advance();
   }
 
-  // Of a tile of keys, where the consumer's begin; of one of queries, where a part begins.
+  // Return where the consumer's keys start in a KV tile, and where a part starts in a query tile.
   template <class Tile>
   __device__ unsigned own_rows(unsigned tile) const {
     return tile + own_key() * Tile::line_bytes;
@@ -233,7 +233,7 @@ struct HopperGradientProducts {
 
   // ---- Between products.
 
-  // Of a part's rows, lse_log2 or -delta: the lane's.
+  // The lane's row statistics of a part: lse_log2 or -delta of each row.
   using RowsOfLane = float[columns / 4];
   __device__ void take_lse(RowsOfLane& lse_log2, int part) const { take(lse_log2, part, 0); }
   __device__ void take_minus_delta(RowsOfLane& minus_delta, int part) const {
@@ -249,13 +249,13 @@ struct HopperGradientProducts {
       of_rows[2 * j + 1] = pair.at[1];
     }
   }
-  // To be summed up from.
+  // Initializes the accumulators of dP with -delta.
   __device__ static void spread(Scores& gradients, const RowsOfLane& minus_delta) {
 #pragma unroll
     for (int i = 0; i < columns / 2; ++i) gradients[i] = minus_delta[i / 4 * 2 + i % 2];
   }
 
-  // What `Weigh` asks of a part of a step's pairs; delta has been subtracted.
+  // `Weigh` for a part of a query tile, and its arguments. Its delta is 0: dP contains -delta.
   using WeighPart = Weigh<Config, columns / 4, 2>;
   __device__ WeighPart weigh_part(const Step& step) const {
     return {cta.p, cta.mask, cta.at, cta.work.batch, step.head, scale_log2};
@@ -275,7 +275,7 @@ struct HopperGradientProducts {
   }
   __device__ int first_key() const { return cta.work.begin + lane_key(); }
 
-  // Scores become p, and `gradients` of p those of the scores.
+  // Converts S to P and, in `gradients`, dP to dS.
   __device__ void weigh_both(Scores& scores, Scores& gradients, const RowsOfLane& lse_log2,
                              const Step& step, int part, bool is_masked) const {
     const auto run = [&](auto masked) {
@@ -286,7 +286,7 @@ struct HopperGradientProducts {
     is_masked ? run(Const<true>()) : run(Const<false>());
   }
 
-  // The scores of rows `first` to `last` - 1 of the lane's become p.
+  // Converts S to P for the lane's rows [first, last).
   template <bool Masked>
   __device__ void weigh_scores(Scores& scores, const RowsOfLane& lse_log2, const Step& step,
                                int part, int first, int last) const {
@@ -314,7 +314,7 @@ struct HopperGradientProducts {
   }
 
   // Makes dS exactly 0 in rows that attend to one key only. `of` is dS itself, or the P that dS is
-  // computed from. With Config::conceals such rows are recognized by their P alone: checking
+  // computed from. With `Config::conceals` such rows are recognized by their P alone: checking
   // positions as well takes registers that kernels with functions do not have.
   __device__ void settle(Scores& of, Scores& scores, const Step& step, int part,
                          bool is_masked) const {
@@ -329,7 +329,7 @@ struct HopperGradientProducts {
     }
   }
 
-  // ds = p (dp - delta); a hidden pair has a p of 0, and no gradient.
+  // Computes dS = P (dP - delta). A masked pair has P = 0; its dS is set to 0 by selection.
   __device__ static void finish_gradients(Scores& gradients, const Scores& scores, bool is_masked) {
     if (is_masked || Config::conceals) {
 #pragma unroll
@@ -343,14 +343,14 @@ struct HopperGradientProducts {
     }
   }
 
-  // An accumulator is, pair by pair, a left operand.
+  // Converts an accumulator to a left operand by packing pairs of elements.
   __device__ static void narrow(LeftOperand& left, const Scores& of) {
 #pragma unroll
     for (int i = 0; i < columns / 4; ++i) left[i] = pack<Element>(of[2 * i], of[2 * i + 1]);
   }
 
-  // ds of the consumer's keys, a slab of lines of queries. Eight of a column's lines lie in eight
-  // different bank groups.
+  // Writes dS of the consumer's keys to its slab (TMA box), which has one line per query. The
+  // swizzle keeps the chunks of eight consecutive queries in different bank groups.
   __device__ void write_pairs(const LeftOperand& left_ds, int part) const {
     const int lane = threadIdx.x % 32;
     const int chunk = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
@@ -365,7 +365,7 @@ struct HopperGradientProducts {
     }
   }
 
-  // ---- dq, of the consumer's part of a tile.
+  // ---- dq of the consumer's part of a query tile.
 
   __device__ void write_query_gradients(QueryParts& sums, const Step& step, int slot) const {
     const float scale = signed_scale<Config, float>(cta.p);
@@ -378,13 +378,13 @@ struct HopperGradientProducts {
     for (int half = 0; half < 2; ++half) {
       const int in_tile = Fragments::row(warp, 0) + lane / 4 + 8 * half;
       const int row = step.tile * Br + in_tile;
-      // Of a row without a pair the sums hold 0 times the keys that others see.
+      // A row without visible keys may have NaN in its sums, from 0 times other rows' keys.
       const bool found = cta.terms(slot)[in_tile] != SoftmaxMath<float>::infinity() &&
                          cta.mask.visible_begin(row) < cta.mask.visible_end(row);
       scale_row<Fragments::column_tiles>(sums + 2 * half, scale);
       if (!found) fill_row_from<Fragments::column_tiles>(sums + 2 * half, 0, 0);
       Gradient* target = output + in_tile * cta.p.dq.row_stride;
-      // Four columns of a lane together, of the first eight of sixteen or of the second.
+      // Even lanes store four columns of the first eight of 16, odd lanes four of the second eight.
       const int own = first_column + lane % 2 * 8 + lane % 4 / 2 * 4;
       Vector<Gradient, 4> chunks[Fragments::column_tiles / 2];
 #pragma unroll
@@ -402,7 +402,7 @@ struct HopperGradientProducts {
     }
   }
 
-  // A lane has two columns each of two eights, and gets its neighbour's of one of them.
+  // Lanes hold two columns in each of two groups of eight, and exchange one pair with a neighbour.
   __device__ static Vector<Gradient, 4> exchange(unsigned first, unsigned second) {
     const bool is_odd = threadIdx.x % 2;
     const unsigned taken = __shfl_xor_sync(~0u, is_odd ? first : second, 1);
@@ -412,7 +412,7 @@ struct HopperGradientProducts {
 
   // ---- dk and dv.
 
-  // Whether a key is seen at all: of one that is not, the sums hold 0 times the queries.
+  // Returns whether any query attends to a key. If none does, its sums may be NaN, as 0 times NaN.
   __device__ bool is_seen(int half) const {
     const int key = cta.work.begin + lane_key() + 8 * half;
     const bool found =
@@ -448,8 +448,8 @@ struct HopperGradientProducts {
     write<Config::head_dim, KeyTile>(cta.p.dk, sums_k, cta.keys_at());
   }
 
-  // A gradient goes through the consumer's part of a tile in shared memory that nobody reads any
-  // more, so that global memory sees whole chunks; one of float32 half by half.
+  // Writes dk or dv through the consumer's part of a shared-memory tile that is not read any more,
+  // so that global stores are whole 16-byte chunks. A float32 gradient is written in two halves.
   template <int Dim, class Tile, int Count>
   __device__ void write(const Tensor& tensor, const float (&of)[Count], unsigned tile) const {
     constexpr int parts = sizeof(Gradient) / sizeof(Element);
@@ -462,7 +462,7 @@ struct HopperGradientProducts {
     const unsigned own = own_rows<Tile>(tile);
 #pragma unroll
     for (int part = 0; part < parts; ++part) {
-      // The part before has been read.
+      // Wait until all lanes have read the previous part.
       if (part > 0) Cta::await_own(consumer);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -489,7 +489,7 @@ struct HopperGradientProducts {
     }
   }
 
-  // A lane's two of eight columns: a chunk of a row, or of float32 two.
+  // Stores a lane's two of eight columns, which are one 16-byte chunk of a row, or two if float32.
   template <class Tile>
   __device__ static void put_two(unsigned rows, int row, int eight, const float* two) {
     const unsigned line = rows + row * Tile::line_bytes;

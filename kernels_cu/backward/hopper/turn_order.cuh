@@ -1,18 +1,18 @@
-// In which order the blocks of tiles of keys add to a tile of queries: those of later keys first.
-// Each starts with the first queries that see its keys, so causal ones that start together come to
-// a tile one behind the other, and none waits.
+// Order in which the CTAs of KV tiles add to a query tile: later keys first. Each CTA starts with
+// the first queries that attend to its keys. With a causal mask, CTAs that start together thus
+// reach a query tile one after another, and none waits.
 #pragma once
 
 #include "grid/schedule.cuh"
 #include "score/mask.cuh"
 
-// Of a block's keys from `begin` on, among a sequence's.
+// Index of a CTA, whose keys start at `begin`, in the dq order of each query tile.
 template <int Br, int Bc, class Config>
 struct TurnOrder {
   Mask<Config> mask;
   int begin;
-  int rows;  // of queries
-  // Tiles of queries that the block visits.
+  int rows;  // query rows of the sequence
+  // Query tiles that the CTA iterates over: [`first_tile`, `end_tile`).
   int first_tile;
   int end_tile;
 
@@ -21,16 +21,16 @@ struct TurnOrder {
     const QueryTiles tiles =
         find_query_tiles<Br>(mask, begin, min(begin + Bc, mask.seqlen_k), rows);
     first_tile = tiles.begin;
-    // Of keys that no row sees the last tile is none, though it may begin there: turns are counted.
+    // The range must be empty if no row attends to the keys, as the order does not count this CTA.
     end_tile = mask.first_row(begin, rows) < rows ? tiles.end : tiles.begin;
   }
 
-  // How many of the tiles of keys that a tile of queries sees come before this one.
+  // Returns the CTA's index in the dq order of a query tile. The order skips masked KV tiles.
   __device__ int turn_of(int tile) const {
     const int seen = mask.visible_end(min((tile + 1) * Br, rows) - 1);
     return ceil_div(seen, Bc) - 1 - begin / Bc;
   }
-  // Whether none comes behind.
+  // Returns whether the CTA is the last one in the dq order of a query tile.
   __device__ bool is_last_turn(int tile) const {
     return begin / Bc == mask.visible_begin(tile * Br) / Bc;
   }

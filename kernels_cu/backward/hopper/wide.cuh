@@ -1,17 +1,17 @@
-// The consumers of the Hopper kernel of gradients where dk and dv of 64 keys are more than a
-// warpgroup's registers hold: they share the keys of the block, one has dv and the other dk, and
-// each sums up half of dq's columns, in chunks. p goes from one to the other through shared memory,
-// ds back. Adds run under the products that come next:
+// Consumers of the Hopper gradient kernel for wide heads, whose dk and dv of 64 keys exceed the
+// registers of a warpgroup. Both consumers have the CTA's keys: one sums dv, the other dk, and each
+// computes half of the columns of dq, in chunks. P goes from the dv consumer to the dk consumer
+// through shared memory, and dS back. The additions of dq overlap the next products:
 //
-//   of values  p(i) -> dv(i) ...... dq(i), first  | dq(i), second | s'(i + 1)
-//   of keys    ......... ds(i) -> dk(i)  dq(i), first | dq(i), second | dp'(i + 1)
-//                p        ds                        add first       add second
+//   dv consumer   P(i) -> dV(i) ...... dQ(i), first  | dQ(i), second | S(i + 1)
+//   dk consumer   ......... dS(i) -> dK(i)  dQ(i), first | dQ(i), second | dP(i + 1)
+//                    P        dS                       add first       add second
 //
-// dq's sums go to memory from registers: in shared memory there is no place for them, nor
-// bandwidth.
-// Lanes beside the consumers keep the block's turns:
+// dq is added to global memory from registers, as shared memory has neither space nor bandwidth.
 //
-//   keeper     has found its turn         | both have added: passes the turn on
+// Two lanes of the producer warpgroup operate the dq semaphore for the consumers:
+//
+//   semaphore lane  semaphore acquired           | both have added: releases the semaphore
 //   consumers             turn_full -> add, added
 #pragma once
 
@@ -23,7 +23,7 @@
 
 #if __CUDA_ARCH__ == 900
 
-// What both consumers do.
+// Operations of both consumers.
 template <class Config>
 struct HopperWideProducts : HopperGradientProducts<Config> {
   using Base = HopperGradientProducts<Config>;
@@ -35,14 +35,14 @@ struct HopperWideProducts : HopperGradientProducts<Config> {
   using typename Base::Step;
   static_assert(Base::parts == 1 && Config::Bc == 64, "a tile is a part, and keys are shared");
 
-  int parity = 0;  // of the barriers of each tile
+  int parity = 0;  // phase of the barriers that complete once per tile
   RingPosition<Cta::sums_slots> turn_ring = {};
-  unsigned no_operand[1];  // of keys, which stay in shared memory
+  unsigned no_operand[1];  // stands for keys in registers; here they stay in shared memory
 
   using Base::Base;
 
-  // Makes the consumer's columns of dq and adds them to those in memory when it is the block's
-  // turn, the last of them with `next` under way.
+  // Computes the consumer's columns of dq and adds them to memory once the CTA holds the semaphore.
+  // `next()` issues the next tile's product before the last addition, so that they overlap.
   template <class Next>
   __device__ void add_query_sums(QueryParts& first, const Step& step, Next next) {
     Base::template await<0>(first);
@@ -59,7 +59,7 @@ struct HopperWideProducts : HopperGradientProducts<Config> {
     }
   }
 
-  // The first block stores, so that nothing clears the sums.
+  // Adds a chunk of dq to memory. The first CTA stores, so that no kernel needs to clear the sums.
   template <int Chunk>
   __device__ void add(const QueryParts& sums, const Step& step) {
     constexpr int column_tiles = Base::query_columns / 8;
@@ -89,7 +89,7 @@ struct HopperWideProducts : HopperGradientProducts<Config> {
     }
   }
 
-  // Where a lane's p lie, four registers at a time.
+  // Returns the address of the lane's i-th four registers of P in the exchange buffer.
   __device__ unsigned weights_at(int i) const {
     return cta.weights_at() + (i * 128 + threadIdx.x % 128) * 16;
   }
@@ -147,7 +147,7 @@ struct HopperValueConsumer : HopperWideProducts<Config> {
     q_ring.advance();
   }
 
-  // Of a tile whose scores are there. Ends with those of the next one, unless it is the last.
+  // Processes a tile whose scores are complete. Unless `Last`, ends with those of the next tile.
   template <bool Last>
   __device__ void visit(const Step& step) {
     const bool is_masked = cta.is_masked(step);
@@ -176,7 +176,7 @@ struct HopperValueConsumer : HopperWideProducts<Config> {
     if constexpr (!Last) await_next(next);
   }
 
-  // Takes p, and gives the other consumer that, or where slopes are changed its product with them.
+  // Computes P and passes it to the dk consumer; if slopes are changed, passes P times the slope.
   __device__ void weigh(LeftOperand& left_p, const Step& step, bool is_masked) {
     LeftOperand weights;
     if constexpr (Base::at_once) {
@@ -227,7 +227,7 @@ struct HopperKeyConsumer : HopperWideProducts<Config> {
   using typename Base::Step;
 
   float sums_k[Base::dim / 2];
-  Scores gradients;  // of p of the next tile, under way
+  Scores gradients;  // dP^T - delta of the next tile, in flight
 
   using Base::Base;
 
@@ -251,7 +251,7 @@ struct HopperKeyConsumer : HopperWideProducts<Config> {
     visit<true>(step);
   }
 
-  // Gradients of p of the next tile.
+  // Issues dP^T of the next query tile.
   __device__ void start_next() {
     ptx::mbarrier_wait(cta.q_full(q_ring.slot), q_ring.parity);
     ptx::mbarrier_wait(cta.dout_full(dout_ring.slot), dout_ring.parity);
@@ -263,8 +263,7 @@ struct HopperKeyConsumer : HopperWideProducts<Config> {
     }
   }
 
-  // Of a tile whose gradients of p are under way. Ends with those of the next one so, unless it is
-  // the last.
+  // Processes a tile whose dP is in flight. Unless `Last`, ends with the next tile's dP in flight.
   template <bool Last>
   __device__ void visit(const Step& step) {
     LeftOperand left_ds;
@@ -274,7 +273,7 @@ struct HopperKeyConsumer : HopperWideProducts<Config> {
     if constexpr (wants_k) Base::start_key_sums(sums_k, left_ds, 0);
     QueryParts query_sums;
     if constexpr (wants_q) {
-      // Of its own other warps.
+      // Wait until all warps of this consumer have written dS.
       ptx::mbarrier_wait(cta.pairs_full(), parity);
       Base::template start_query_sums<0>(query_sums);
     }
@@ -305,7 +304,7 @@ struct HopperKeyConsumer : HopperWideProducts<Config> {
     Cta::tell(cta.pairs_full());
   }
 
-  // What the other consumer gives.
+  // Reads what the other consumer passes: P, or P times the slope.
   __device__ void take(Scores& scores) const {
 #pragma unroll
     for (int i = 0; i < columns / 16; ++i) {
@@ -322,8 +321,8 @@ struct HopperKeyConsumer : HopperWideProducts<Config> {
   }
 };
 
-// Two lanes, of two warps. Wait for the block's turns for the consumers, and pass them on, each of
-// every other tile: passing a turn on takes long.
+// Run by two lanes, of two warps, on alternate query tiles, as a release takes long. Waits for the
+// dq semaphore on behalf of the consumers, and releases it when both have added.
 template <class Config>
 struct HopperTurnKeeper {
   using Cta = HopperGradientCta<Config>;

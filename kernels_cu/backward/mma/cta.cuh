@@ -1,5 +1,5 @@
-// What a thread block has that computes gradients with mma: which tile it owns and which stream
-// by, who of its warps has what of them, where they lie in shared memory, and how they come there.
+// CTA of the `mma` gradient kernel: its KV tile, the query tiles that it iterates over, what each
+// warp computes of them, the layout of shared memory, and the loads.
 #pragma once
 
 #include "backward/clean.cuh"
@@ -21,7 +21,7 @@ template <class Config>
 struct MmaGradientCta {
   using Element = typename Config::Element;
   using Gradient = typename Config::Gradient;
-  using Piece = typename Pieces<Element>::type;  // what shared memory holds
+  using Piece = typename Pieces<Element>::type;  // element type in shared memory
   static constexpr int pieces = Pieces<Element>::count;
   static constexpr bool in_pieces = pieces > 1;
   static constexpr bool wants_q = Config::wants_q;
@@ -37,7 +37,7 @@ struct MmaGradientCta {
   static constexpr int side_warps = warps / key_warps;
   static_assert(key_warps * side_warps == warps, "all have as much");
 
-  // A warp's keys, and the queries that it makes scores of at once.
+  // Number of keys of a warp, and of queries (`columns`) whose scores it computes at once.
   static constexpr int warp_keys = Bc / key_warps;
   static constexpr int row_tiles = warp_keys / 16;
   static constexpr int columns = Config::columns;
@@ -46,7 +46,7 @@ struct MmaGradientCta {
   static_assert(warp_keys * key_warps == Bc && row_tiles * 16 == warp_keys, "whole fragments");
   static_assert(passes * columns * side_warps == Br && steps * 16 == columns, "whole fragments");
 
-  // Of dq, rows and columns of warps.
+  // A dq tile is divided among the warps by rows and by columns.
   static constexpr int sum_row_warps = Config::sum_row_warps;
   static constexpr int sum_column_warps = warps / sum_row_warps;
   static constexpr int sum_row_tiles = Br / 16 / sum_row_warps;
@@ -54,14 +54,13 @@ struct MmaGradientCta {
   static constexpr int dim = Config::padded_dim;
   static constexpr int dim_v = Config::padded_dim_v;
 
-  // Of a pair of warps that share keys, one makes scores and the other gradients of p, of the
-  // queries of both, and each gives the other half of them: fewer operands are read for larger
-  // products.
+  // Whether warps with the same keys work in pairs: one warp computes S and the other dP for the
+  // queries of both, and they exchange halves. Larger products read fewer operands.
   static constexpr bool paired = Config::paired && wants_ds;
   static_assert(!paired || side_warps % 2 == 0, "pairs");
 
-  // Whether all p may be far below its bound, and whether all ds may be, or any beyond: each warp
-  // then finds second units of those that it makes at once.
+  // Whether a warp chooses second units for the P, or the dS, that it computes at once. Sinks may
+  // make all of them far smaller than their bounds, and slopes of scores have no bound.
   static constexpr bool finds_p = in_pieces && wants_v && Config::sinks;
   static constexpr bool finds_ds =
       in_pieces && wants_ds && (Config::sinks || changes_slope<typename Config::Mods>());
@@ -70,18 +69,18 @@ struct MmaGradientCta {
   using Scores = float[row_tiles][columns / 8][4];
   using Layout = SwizzledRows<Piece, pieces * dim>;     // of q and k
   using LayoutV = SwizzledRows<Piece, pieces * dim_v>;  // of v and dout
-  using Pairs = Exchange<Piece, pieces * Br>;           // of p' and ds': keys by queries
+  using Pairs = Exchange<Piece, pieces * Br>;           // of P^T and dS^T: keys by queries
   using Columns = SharedColumns<Piece, Layout, dim, side_warps>;
   using ColumnsV = SharedColumns<Piece, LayoutV, dim_v, side_warps>;
   using ColumnsOfSums = SharedColumns<Piece, Layout, dim, sum_column_warps>;
   using Fragments = SumFragments<Br, dim, sum_row_warps, sum_column_warps>;
 
-  // Whether queries see other keys than their sequence's.
+  // Whether some queries may attend to only some of their sequence's keys.
   static constexpr bool is_bounded = Config::causal || Config::modified;
 
-  // Shared memory: k and v, ds', p' where warps share keys, stages of q, dout and row terms. Of
-  // pieces, k and v, and a stage, are images with scales behind them; behind those of keys there is
-  // place for second units.
+  // Shared memory: k and v; dS^T; P^T if several warps have the same keys; stages of q, dout and
+  // row statistics. For float32, the keys and each stage are preswizzled tiles with scales at the
+  // end, and second units follow the scales of the keys.
   using Terms = RowTerms<float>;
   using Images = TileImages<Config>;
   static constexpr int scales_bytes =
@@ -126,16 +125,16 @@ struct MmaGradientCta {
         tiles(find_query_tiles<Br>(mask, work.begin, min(work.begin + Bc, at.seqlen_k),
                                    at.seqlen_q)),
         full_end(tiles.full_end) {
-    // Rows behind the last are no rows to modifications.
+    // Modifications are not evaluated for rows past the last one, so such a tile needs the mask.
     if (Config::modified && at.seqlen_q % Br != 0) full_end = min(full_end, at.seqlen_q / Br);
   }
 
   __device__ int key_warp() const { return warp / side_warps; }
   __device__ int side() const { return warp % side_warps; }
 
-  // ---- The stream.
+  // ---- Sequence of query tiles.
 
-  // A tile of queries of one head.
+  // A step processes one query tile of one head.
   struct Step {
     int head;
     int tile;
@@ -149,14 +148,14 @@ struct MmaGradientCta {
     return {step.head + 1, tiles.end - 1};
   }
 
-  // Of all tiles of keys that a tile of queries sees, how many come before this one.
+  // Returns the CTA's index in the dq order of a query tile. The order skips masked KV tiles.
   __device__ int turn_of(int tile) const {
     return work.begin / Bc - (Config::window_left ? mask.visible_begin(tile * Br) / Bc : 0);
   }
 
-  // ---- Memory.
+  // ---- Addresses.
 
-  // Where a head's rows of q or dout begin, and those of k or v.
+  // Return a head's first row of q or dout, and the KV tile's first row of k or v.
   __device__ const Element* queries(const Tensor& tensor, int head) const {
     return tensor.head<const Element>(at.q_batch, head) + at.q_first * tensor.row_stride;
   }
@@ -177,7 +176,7 @@ struct MmaGradientCta {
   }
   __device__ unsigned terms_at(int stage) const { return queries_at(stage) + Br * row_bytes; }
 
-  // ---- Copies.
+  // ---- Loads.
 
   template <int Rows, int Dim, class TileLayout>
   __device__ static void start(unsigned target, const Element* source, const Tensor& tensor,
@@ -211,7 +210,7 @@ struct MmaGradientCta {
   }
 
   // Waits for the keys, and the first queries, whose loads are in flight, and cleans the keys. The
-  // caller passes a barrier of all threads before the keys are read.
+  // caller must pass a barrier of all threads before the keys are read.
   __device__ void clean_keys() {
     ptx::cp_async_wait_group<0>();
     __syncthreads();
@@ -220,13 +219,13 @@ struct MmaGradientCta {
     }
   }
 
-  // Clears the rows of q and dout in a stage for which clears_q() and clears_dout() are true.
+  // Clears the rows of q and dout in a stage for which `clears_q()` and `clears_dout()` are true.
   __device__ void clean_queries(int stage) {
     const auto* terms = reinterpret_cast<const Terms*>(memory + (terms_at(stage) - shared));
     bool found = false;
     for (int row = threadIdx.x; row < Br; row += threads) found |= clears_q(terms[row]);
     if (!__syncthreads_or(found)) return;
-    // The rows of dout are stored after those of q.
+    // The rows of dout follow those of q.
     constexpr unsigned zeros[4] = {};
     for (int at = 16 * int(threadIdx.x); at < Br * row_bytes; at += 16 * threads) {
       constexpr int of_q = Br * Layout::row_bytes;

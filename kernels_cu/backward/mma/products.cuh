@@ -1,5 +1,5 @@
-// Products of a warp of a thread block that computes gradients with mma: of its keys and the tiles
-// of queries, and how p' and ds' become operands of others' products.
+// Products of a warp of the `mma` gradient kernel, between its keys and query tiles, and the
+// conversion of P^T and dS^T to operands of this warp's and other warps' products.
 #pragma once
 
 #include "backward/mma/cta.cuh"
@@ -38,10 +38,10 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
     static constexpr bool q_in_registers = false;
   };
 
-  // p' or ds' of the warp's keys and of `columns` queries, as a left operand.
+  // P^T or dS^T of the warp's keys and of `columns` queries, as a left operand.
   using Left = LeftStep<row_tiles>[steps][pieces];
 
-  // To where others find it, too, if Exchanges.
+  // Converts scores to a left operand. If `Exchanges`, also writes it to `target` for other warps.
   template <bool Exchanges>
   __device__ void make_left(Left& left, const Scores& of, unsigned target, int first) {
 #pragma unroll
@@ -61,7 +61,7 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
     }
   }
 
-  // The same of another warp, of the queries from `first` on.
+  // Reads the left operand of another warp, for the queries from `first` on.
   __device__ void read(Left& left, unsigned source, int first) {
 #pragma unroll
     for (int step = 0; step < steps; ++step) {
@@ -73,7 +73,7 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
     }
   }
 
-  // sums += factor left right, where only products of pieces have a factor.
+  // Accumulates sums += factor left right. Only float32 components use the factor.
   template <class OwnColumns, class RightLayout, class Sums>
   __device__ void add_product(Sums& sums, const Left& left, unsigned right_rows, float factor) {
     const unsigned right = OwnColumns::lane_address(right_rows, side());
@@ -98,7 +98,7 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
     multiply_rows<LayoutV, dim_v>(gradients, values_at(), dout_rows);
   }
 
-  // sums += left right' of the warp's keys.
+  // Accumulates sums += left right^T, where the left rows are the warp's keys.
   template <class TileLayout, int Dim, int column_tiles>
   __device__ void multiply_rows(float (&sums)[row_tiles][column_tiles][4], unsigned left_rows,
                                 unsigned right_rows) {
@@ -111,9 +111,10 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
     }
   }
 
-  // A warp gives the other what that needs where that will put its p' and ds'.
+  // Computes S and dP by a pair of warps. Each warp passes half of its result to the other, through
+  // the space in which the other warp later writes its P^T and dS^T.
   __device__ void multiply_in_pair(Scores& scores, Scores& gradients, int stage, int first) {
-    const bool has_scores = side() % 2 == 0;  // else gradients, of the second half of the queries
+    const bool has_scores = side() % 2 == 0;  // otherwise dP; its queries are then the second half
     const int first_of_pair = has_scores ? first : first - columns;
     float both[row_tiles][2 * columns / 8][4];
     clear(both);
@@ -141,7 +142,7 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
         }
       }
     }
-    // All have taken before the first puts its p' there.
+    // All lanes have read their half before any lane writes P^T there.
     __syncwarp();
   }
 
@@ -159,22 +160,22 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
     }
   }
 
-  // Half of the lanes find it in p', the others in ds', of the queries from `first` on.
+  // Returns the address of an exchanged fragment of the queries from `first` on. Half of the lanes
+  // use the space of P^T, the others that of dS^T.
   __device__ unsigned place_of_given(int i, int j, int first) const {
     const int key = key_warp() * warp_keys + 16 * i + lane % 16;
     return (lane < 16 ? p_at() : ds_at()) + Pairs::Layout::offset(key, first / 8 + j);
   }
 
-  // Of float32: p is made in units of 2^-14, below 2^15 even where lse is rounded down, and ds in
-  // one that its bound gives: p (|dp| + |delta|) is at most what norms of rows and the largest
-  // delta say. Warps so need not look for the largest before they split theirs, but where sinks may
-  // leave next to nothing to all keys, and of ds where slopes of scores have no bound: there second
-  // units come on top of these.
+  // Units for float32. P is in units of 2^-14, so that it stays below 2^15 even if lse is rounded
+  // down. The unit of dS follows from a bound: P (|dP| + |delta|) is at most what row norms and the
+  // largest delta allow. So warps need not search for a maximum before they split P and dS. Second
+  // units refine these if sinks may make all P tiny, or if slopes of scores have no bound.
   struct Units {
-    float score;             // of products of q and k
-    float gradient;          // of those of dout and v, with p's, over that of ds
-    float delta;             // p's over that of ds
-    float of_q, of_k, of_v;  // of what is added to dq, dk and dv
+    float score;             // unit of S
+    float gradient;          // unit of dP times that of P, over that of dS
+    float delta;             // unit of P over that of dS
+    float of_q, of_k, of_v;  // units of contributions to dq, dk and dv
     static constexpr float log2_of_p = 14;
     static constexpr float unit_of_p = 0x1p-14f;
 
@@ -208,8 +209,7 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
         ->factors;
   }
 
-  // Multiplies dS' of the queries from `first` on by their factors, before it is multiplied by q
-  // for dk.
+  // Multiplies dS^T of the queries from `first` on by their factors, as an operand of dk.
   __device__ void apply_to_left(Left& left, int stage, int first) const {
     const RowFactors& of_rows = factors(stage);
 #pragma unroll
@@ -228,8 +228,7 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
     }
   }
 
-  // Second units: of a warp's keys, and of `columns` queries from `first` on. Those of p and those
-  // of ds begin at
+  // Second units: one for each warp's keys and `columns` queries. First index of those of P and dS:
   static constexpr int first_of_p = 0;
   static constexpr int first_of_ds = finds_p ? units_of_each : 0;
   __device__ float& second_unit(int begin, int key_warp, int first) {
@@ -237,7 +236,8 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
                                                        first / columns];
   }
 
-  // Brings what the warp has made into a unit that it finds, and tells others; without Finds 1.
+  // Scales the warp's values to a unit chosen from their maximum, and returns that unit. If
+  // `tells`, also stores it for other warps. Returns 1 without `Finds`.
   template <bool Finds>
   __device__ float take_unit(Scores& scores, int begin, bool tells, int first) {
     if constexpr (!Finds) return 1;
@@ -269,7 +269,7 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
     for_each(gradients, [&](float& x) { x *= unit.gradient; });
   }
 
-  // ds of the warp's rows of dq, and of 16 keys.
+  // Reads dS of the warp's rows of dq, for 16 keys from `key` on.
   __device__ void read_ds(LeftStep<sum_row_tiles> (&left)[pieces], int key) {
 #pragma unroll
     for (int piece = 0; piece < pieces; ++piece) {
@@ -278,7 +278,7 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
     }
   }
 
-  // Of dq, the first of the warp's tiles of 16 rows.
+  // Returns the first of the warp's 16-row tiles of dq.
   __device__ int first_sum_tile() const { return warp / sum_column_warps * sum_row_tiles; }
 };
 

@@ -153,7 +153,7 @@ def normalize_scale(name: str, scale: Any, *, on_host: bool) -> Any:
 
 
 def number_on_gpu(name: str, number: Any, *, like: Any = None) -> Any:
-    """Return a new float32 array of no axes that holds a number; see `normalize_scale`.
+    """Return a new float32 array without axes that holds a number; see `normalize_scale`.
 
     Parameters
     ----------

@@ -30,8 +30,7 @@ class OverlapCheck:
     Attributes
     ----------
     pairs
-        Indices of two arrays, and the bounds (low, high), in bytes, between which the distance of
-        their addresses makes the ranges of their bytes intersect.
+        Indices of two arrays, and the bounds of the distance of their addresses if they overlap.
     """
 
     # Largest number of remembered tuples of addresses, and of remembered distances of interleaved

@@ -82,7 +82,7 @@ def to_bshd(array: Any, layout: str) -> Any:
 
 
 def with_one_batch_axis(array: Any) -> Any:
-    """Return an array of three axes, or of any batch axes before these, with one batch axis.
+    """Return an array of three axes, preceded by any number of batch axes, with one batch axis.
 
     The result is a view if `has_one_batch_stride(array)`, otherwise a copy.
     """

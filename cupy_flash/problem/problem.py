@@ -184,7 +184,7 @@ class Problem:
 
     @property
     def has_huge_scale(self) -> bool:
-        """Whether scaling may turn scores of usual magnitude into infinities.
+        """Whether scaling may make scores of usual magnitude infinite.
 
         A finite score that becomes -inf by scaling gives NaN, as in the plain formula, if the
         kernel can distinguish it from a masked score.

@@ -12,7 +12,7 @@ from cupy_flash.arrays.strided import array_module
 _NAN = 0x7F
 # Number of mantissa bits of float32 that e4m3 lacks.
 _DROPPED = 23 - 3
-# Difference between the exponent biases of float32 and e4m3, in the position of float32 exponents.
+# Difference between the exponent biases of float32 and e4m3, shifted to float32's exponent bits.
 _BIAS = (127 - 7) << 23
 # The smallest normal number of e4m3, and 1 divided by its smallest subnormal number.
 _SMALLEST_NORMAL, _UNITS = 2.0**-6, 2.0**9

@@ -194,7 +194,7 @@ def _cupy() -> Any:
 
 @functools.cache
 def _adopt() -> Any | None:
-    """Return the function that `jax.dlpack.from_dlpack` calls, or None if it is not as expected.
+    """Return the function that `jax.dlpack.from_dlpack` calls; None if its arguments changed.
 
     It avoids 30 us of Python code, but is not public, so its name and arguments may change.
     """

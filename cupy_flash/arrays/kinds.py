@@ -116,12 +116,12 @@ def on_torch_stream(name: str, tensor: Any) -> AbstractContextManager[Any]:
 
 
 def normalize_out(name: str, array: Any) -> Any:
-    """Return `normalize(name, array)` of an array that is written.
+    """Return `normalize` of an output array, whose memory must be mutable.
 
     Raises
     ------
     TypeError
-        For a JAX array, because it is immutable, and as `normalize` does.
+        For a JAX array, which is immutable, and in the cases of `normalize`.
     """
     require_mutable(name, array)
     return normalize(name, array, is_written=True)

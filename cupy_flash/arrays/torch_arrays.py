@@ -59,7 +59,7 @@ def may_be_transformed() -> bool:
     """
     torch = sys.modules["torch"]
     private = torch._C
-    # The checks take 0.15 us. If torch lacks `_current_level`, a level counts as active.
+    # Takes 0.15 us. If torch lacks `_current_level`, a level counts as active.
     return bool(
         getattr(torch.autograd.forward_ad, "_current_level", 0) >= 0
         or private._functorch.peek_interpreter_stack() is not None

@@ -116,7 +116,7 @@ class _Emission:
         self._sums: dict[Node, _Sum] = {}
         self._known: dict[Node, str] = {}
         self._locals: list[str] = []
-        # Positions whose range occurs in the source.
+        # Positions, i or j, whose range the generated source refers to.
         self._named_ends: set[str] = set()
         # Names of values that depend on no position; on the row alone; on the key alone.
         self._points: dict[Node, str] = {}

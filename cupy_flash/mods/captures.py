@@ -31,7 +31,7 @@ ELEMENT_TYPES = {
 
 @dataclass(frozen=True)
 class CaptureSpec:
-    """Properties of a capture that generated CUDA source depends on; no values and no shape.
+    """Properties of a capture on which generated CUDA source depends, without values and shape.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""Derivatives of expressions: of a new score by the old score, or by a captured element.
+"""Derivatives of a new score with respect to the old score, or to a captured element.
 
 Where a function is not differentiable, its derivative is that of PyTorch's autograd. ``abs`` has 0
 at 0. If the arguments of ``minimum`` or ``maximum`` are equal, each has half of the derivative (so
@@ -19,7 +19,7 @@ from cupy_flash.mods.operations import MINUS_ONE, ONE, OPERATIONS, ZERO, is_zero
 # Largest number of alternatives of a `where` into each of which a factor is multiplied. If there
 # are more alternatives, the factor is multiplied into the selected value.
 _MOST_CHOICES = 8
-# Largest number of nested quotients past which a factor is moved into the innermost numerator.
+# Largest number of nested quotients through which a factor is moved into the inner numerator.
 _MOST_DIVISORS = 8
 
 
@@ -68,7 +68,7 @@ class Partial(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def partials(root: Node, names: tuple[str, ...]) -> tuple[Partial, ...]:
-    """Return derivatives by the elements of some captures, except those that are 0 everywhere."""
+    """Return derivatives with respect to elements of captures, except those that are always 0."""
     numbers = {array_node(name): number for number, name in enumerate(names)}
     places: dict[Node, int] = {}
     users: dict[Node, list[Node]] = {}
@@ -145,7 +145,7 @@ class _Tangents:
     Attributes
     ----------
     of
-        Derivatives by node.
+        Derivatives, keyed by node.
     """
 
     def __init__(self, nodes: Iterable[Node], of: Node) -> None:

@@ -79,13 +79,13 @@ def emit(
     ``has_bounds`` says that the variant differs, and ``bool is_inside(a, row, keys, last)`` whether
     it may be used for all steps from 0 to ``last``.
 
-    ``step`` should be a constant after unrolling. ``row`` computes what is constant along a row,
-    and ``keys`` the first value of what is linear in the key, so that the other functions only add
-    a constant. Equal arguments give the same source.
+    ``step`` should be a constant after unrolling. ``row`` computes values that are constant along a
+    row, and ``keys`` computes values that are linear in the key, for ``first_key``. The other
+    functions only add multiples of ``step``. Equal arguments give the same source.
 
     For a backward pass, with `slopes`, there are also
 
-    - ``changes_slope``, which is false if the derivative of new scores by scaled scores is 1,
+    - ``changes_slope``, false if new scores have derivative 1 with respect to scaled scores,
     - ``Real slope(a, row, keys, step, x, pairs)``, that derivative, for the same x as
       ``exponent``; it may be NaN or infinite for masked pairs,
     - ``differentiable``, the number of captures with gradients, and ``loads``, the number of their
@@ -93,7 +93,7 @@ def emit(
     - ``void visit_differentiable(a, visit)``, which calls ``visit(number, capture)`` for each,
     - ``void spread(a, row, keys, step, x, weight, add)``, which calls ``add(number, element,
       gradient)`` for each load of such a capture, with its number, the index of the element in C
-      order, and ``weight``, the gradient of the new score, times the derivative by the element.
+      order, and the product of ``weight``, the gradient of the new score, with the derivative.
       The product is 0 if the weight is.
 
     Parameters
@@ -285,7 +285,7 @@ def _has_low_scores(power: Node) -> bool:
 
 
 def _of_product(node: Node) -> Node:
-    """Return an expression of scaled scores as one of unscaled products of queries and keys."""
+    """Return an expression with the score replaced by the scale times the product of q and k."""
     scale = Node("scalar", REAL, (), SCALE)
     return substitute(node, {SCORE: operation("mul", SCORE, scale)})
 

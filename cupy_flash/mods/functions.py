@@ -117,7 +117,7 @@ def absolute(x: Node) -> Node:
 
 
 def sign(x: Node) -> Node:
-    """Return -1, 0 or 1."""
+    """Return the sign, which is -1, 0 or 1."""
     if x.type == UINT64:
         return cast(cast(x, BOOL), UINT64)
     return x if x.type == BOOL else operation("sign", x)

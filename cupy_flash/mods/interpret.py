@@ -24,7 +24,7 @@ class Interpreter:
     Parameters
     ----------
     score
-        Scaled scores, float32 or float64. Reals that do not decide are computed in this dtype.
+        Scaled scores, float32 or float64. Reals that do not decide, see `_Place`, have this dtype.
     positions
         Positions by name: integers, or arrays of integers, converted to int32.
     captures

@@ -104,8 +104,8 @@ class CacheModifications(SequenceModifications, total=False):
     ----------
     cache_leftpad : int32 array, (batch,)
         Number of leading rows of each sequence's cache that are padding, which no query attends to.
-        cache_seqlens counts them, and so do positions. A NaN in a value of the padding can reach
-        rows that attend to other keys of the same KV tile.
+        cache_seqlens and positions include them. A NaN in a value of the padding can reach rows
+        that attend to other keys of the same KV tile.
     """
 
     cache_leftpad: Any

@@ -527,7 +527,7 @@ class ScoreMod(Modification):
         xp: Any = np,
         real: Any = None,
     ) -> Any:
-        """Return the derivatives of new scores by scores, for arrays of pairs.
+        """Return the derivatives of new scores with respect to scores, for arrays of pairs.
 
         Where the function is not differentiable, the result is that of PyTorch: 0 for ``abs`` at 0,
         and half for each side of ``minimum`` and ``maximum`` if both are equal.

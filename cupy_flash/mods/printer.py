@@ -128,7 +128,7 @@ class Printer:
             name = _EXACT_CASTS[node.type] if op == "cast" else f"exact_{op}"
             return _call(name, args)
         sign = OPERATIONS[op].sign if op in OPERATIONS else ""
-        # Overflow of int is undefined in C++; the functions wrap.
+        # Overflow of int is undefined in C++, but the functions ``mod_*`` wrap.
         if not sign or (of_ints and self.analysis.may_wrap(node)):
             return _call(f"mod_{op}", args)
         if len(args) == 1:
@@ -290,7 +290,7 @@ class PairPrinter(Printer):
         return unwrapped(element)
 
     def _bounds(self, length: str, index: Node) -> list[str]:
-        """Return C++ conditions for an index to be in bounds; none if they are not known."""
+        """Return C++ conditions for an index to be in bounds; [] if they are not known."""
         linear = self.analysis.linear(index)
         if linear is None or abs(linear.key) != 1:
             least, most = self.analysis.range(index)

@@ -19,13 +19,13 @@ class Sizes(NamedTuple):
     heads_q: int
     seqlen_q: int
     seqlen_k: int
-    total_q: int | None = None  # of packed queries
+    total_q: int | None = None  # number of rows of packed queries
 
 
 def fitted(arrays: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
     """Return checked arrays by name; biases and masks become views of the shape of all scores.
 
-    Arrays that functions have captured are returned unchanged.
+    The captured arrays of user functions are returned unchanged.
 
     Raises
     ------

@@ -16,7 +16,7 @@ from cupy_flash.mods.scores import Pairs, Scores
 
 
 def apply_with_slope(scores: Scores, x: Any, at: Pairs, xp: Any = np) -> tuple[Any, Any | None]:
-    """Return the scores that the softmax reads, and their derivatives by the scaled scores.
+    """Return the inputs of the softmax, and their derivatives with respect to scaled scores.
 
     Parameters
     ----------
@@ -119,11 +119,11 @@ def capture_gradients(
 
 
 def _gathered(products: Any, indices: list[Any], shape: tuple[int, ...], xp: Any) -> Any:
-    """Return an array of the sums of the products that belong to each element."""
+    """Return the sums of the products that belong to each element of an array of `shape`."""
     element = xp.zeros((), np.int64)
     for index, length in zip(indices, shape, strict=True):
         element = element * length + xp.clip(xp.asarray(index), 0, length - 1)
-    # Elements are mostly read along whole axes of the products, which are summed first.
+    # Axes along which the element does not change are summed first.
     lengths = (1,) * (products.ndim - element.ndim) + element.shape
     shared = tuple(axis for axis, length in enumerate(lengths) if length == 1)
     sums = products.sum(axis=shared, keepdims=True, dtype=np.float64)

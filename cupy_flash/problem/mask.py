@@ -125,7 +125,7 @@ class Mask(NamedTuple):
         """Return the blocks of Bc keys that rows [first, stop) attend to.
 
         The result is (begin, full_begin, full_end, end). Blocks [begin, end) each have some visible
-        pair, unless the rows attend to no key between. In the blocks [full_begin, full_end), which
+        pair, unless the rows attend to no key there. In the blocks [full_begin, full_end), which
         have Bc keys, all pairs are visible.
         """
         end = -(-self.end(stop - 1) // Bc)
@@ -173,24 +173,24 @@ class Mask(NamedTuple):
         if not self._is_diagonal:
             rows = np.arange(self.seqlen_q)
             return float(np.maximum(self.ends(rows) - self.begins(rows), 0).sum())
-        # With the half, row i attends to clamp(i + q_offset + 1/2, 0, seqlen_k) keys.
+        # With diagonal pairs counted half, row i has clamp(i + q_offset + 1/2, 0, seqlen_k) pairs.
         low, high = (min(self.seqlen_q, self.first_row(key)) for key in (0, self.seqlen_k))
         rising = (high - low) * (low + high) / 2 + (high - low) * self.q_offset
         return rising + (self.seqlen_q - high) * float(self.seqlen_k)
 
 
 def unseen(ends: Any, start: int, stop: int, xp: Any = np) -> Any:
-    """Return which of the keys [start, stop) are at or after `ends`: (..., stop - start)."""
+    """Return an array (..., stop - start) of whether keys [start, stop) are at or after `ends`."""
     return xp.arange(start, stop) >= ends[..., None]
 
 
 def before(begins: Any, start: int, stop: int, xp: Any = np) -> Any:
-    """Return which of the keys [start, stop) are before `begins`: (..., stop - start)."""
+    """Return an array (..., stop - start) of whether keys [start, stop) are before `begins`."""
     return xp.arange(start, stop) < begins[..., None]
 
 
 def seen_in_sequences(rows: int, seqlens_q: Any, seqlens_k: Any) -> NDArray[Any]:
-    """Return `Mask.end` of the first rows of causal sequences, not clipped: (sequences, rows).
+    """Return an array (sequences, rows) of `Mask.end`, not clipped, for causal sequences.
 
     The last query of each sequence is aligned with its last key.
     """

@@ -118,7 +118,7 @@ class Problem:
 
     @functools.cached_property
     def alignment(self) -> int:
-        """Smallest row alignment of the tensors that are read, in bytes: 16, 8, 4 or 2."""
+        """Smallest row alignment of the tensors that are read, in bytes: a power of two to 16."""
         written = self.written
         return min(t.alignment for name, t in self.tensors.items() if name not in written)
 
@@ -141,7 +141,7 @@ class Problem:
 
     @property
     def is_float8(self) -> bool:
-        """Whether q, k and v are float8, rather than a KV cache alone."""
+        """Whether q, k and v are float8. False if only a KV cache is."""
         return self.dtype == FLOAT8
 
     @property

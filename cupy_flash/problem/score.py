@@ -18,7 +18,7 @@ class BiasSpec:
     Attributes
     ----------
     dtype
-        Name of the dtype.
+        Name of the dtype of the bias.
     strides
         Strides of the batch, head and row axes, in elements; 0 along an axis that broadcasts.
     alignment
@@ -66,9 +66,9 @@ class ScoreSpec:
     conceals
         Whether functions or arrays may leave a row at most one of the keys visible by position.
     has_low_scores
-        Whether a finite score may become the lowest finite number as an exponent of two.
+        Whether a finite score, as an exponent of two, may become the lowest finite number.
     changes_slope
-        Whether derivatives of new scores by scaled scores may differ from 1, in a backward pass.
+        Whether the derivative of new scores with respect to scaled scores may differ from 1.
     differentiable
         Members of ``ModArguments`` that are captured arrays with gradients, in a backward pass. The
         position in the tuple is the array's number in `text`.

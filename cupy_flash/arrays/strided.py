@@ -102,7 +102,7 @@ def has_one_batch_stride(array: Any, inner: int = 3) -> bool:
 
 
 def require_batch_axes(name: str, array: Any, q: Any) -> None:
-    """Raise ValueError unless an array of a dense call has 3 or more axes, as many as q."""
+    """Raise ValueError unless an array of a dense call has 3 or more axes, with q's batch axes."""
     if array.ndim < 3 or array.ndim != q.ndim:
         expected = f"{q.ndim}, as q has" if q.ndim >= 3 and array is not q else "3 or more"
         raise ValueError(

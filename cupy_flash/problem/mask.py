@@ -102,7 +102,7 @@ class Mask(NamedTuple):
         return self.begin(stop - 1) == 0 and self.end(first) == self.seqlen_k
 
     def edges(self, first: int, stop: int, start: int, end: int) -> list[tuple[int, int]]:
-        """Return the runs of keys in [start, end) that some of the rows [first, stop) mask."""
+        """Return at most two runs of keys in [start, end) that some rows of [first, stop) mask."""
         left = min(max(self.begin(stop - 1), start), end)
         right = max(min(self.end(first), end), start)
         runs = [(start, left), (right, end)] if left < right else [(start, end)]

@@ -1,1 +1,1 @@
-"""Arrays of any library: what they are, how they lie in memory, and the way back to their kind."""
+"""Arrays of any library: how to read them, their memory layout, and conversion of results back."""

@@ -1,4 +1,4 @@
-"""Conversion of float32 to float8 (e4m3), for arrays of CuPy, which has none."""
+"""Conversion of float32 to float8 (e4m3) for CuPy arrays, because CuPy has no float8."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import numpy as np
 
 from cupy_flash.arrays.strided import array_module
 
-# Code of NaN.
+# Code of NaN in float8.
 _NAN = 0x7F
-# Places of the mantissa in float32 that e4m3 does not have.
+# Number of mantissa bits of float32 that e4m3 lacks.
 _DROPPED = 23 - 3
-# Difference of the exponents' biases, as bits of float32.
+# Difference between the exponent biases of float32 and e4m3, shifted to float32's exponent bits.
 _BIAS = (127 - 7) << 23
-# The smallest normal number, and the number of units of subnormal numbers in 1.
+# The smallest normal number of e4m3, and 1 divided by its smallest subnormal number.
 _SMALLEST_NORMAL, _UNITS = 2.0**-6, 2.0**9
 
 
@@ -33,10 +33,10 @@ def float8_codes(x: Any) -> Any:
     xp = array_module(x)
     magnitudes = xp.abs(x)
     bits = magnitudes.view(np.uint32).astype(np.int64)
-    # Half of the last place that is kept, less one bit if that place is even.
+    # Half of the last bit that is kept, minus one unit if that bit is 0, so that ties go to even.
     to_even = (1 << (_DROPPED - 1)) - 1 + ((bits >> _DROPPED) & 1)
     normal = (bits - _BIAS + to_even) >> _DROPPED
-    # The code after the last subnormal number is that of the smallest normal one.
+    # The code after the last subnormal number is that of the smallest normal number.
     is_small = magnitudes < _SMALLEST_NORMAL
     subnormal = xp.rint(xp.where(is_small, magnitudes, np.float32(0)) * np.float32(_UNITS))
     codes = xp.where(is_small, subnormal.astype(np.int64), normal)

@@ -1,7 +1,7 @@
-"""Arrays of JAX on a GPU, read where they lie, and results as such arrays.
+"""JAX arrays on a GPU, read without a copy, and conversion of results to JAX arrays.
 
-DLPack, with what JAX does for it in Python, takes 30 us for each array that goes in, and more for
-one that goes out; what is asked of an array here takes 2 us.
+DLPack and the Python code that JAX runs around it take 30 us per input array, and more per output
+array. Reading the address and layout directly, as this module does, takes 2 us.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from cupy_flash.arrays.torch_arrays import order
 from cupy_flash.errors import needs_cupy
 from cupy_flash.problem.arrays import FLOAT8, MAX_ALIGNMENT
 
-# What DLPack calls CUDA memory.
+# DLPack's code of CUDA memory.
 _DLPACK_CUDA = 2
 
 
 class JaxMemory:
-    """The memory of a concrete array of JAX on one GPU, C-contiguous, as launches take it.
+    """Memory of a concrete C-contiguous JAX array on one GPU, in a form that launches accept.
 
     Attributes
     ----------
     array
-        The array, which keeps the memory.
+        The JAX array, which keeps the memory alive.
     device
-        JAX's, that it lies on.
+        JAX device on which the array is stored.
     address
-        Of the first element.
+        Address of the first element.
     facts
-        What plans and checks depend on, as part of a key.
+        Shape, dtype, device and alignment, as part of a cache key.
     """
 
     __slots__ = ("address", "array", "device", "facts")
@@ -46,7 +46,7 @@ class JaxMemory:
         )
 
     def as_cupy(self) -> Any:
-        """A CuPy array over the memory."""
+        """Return a CuPy array over the memory."""
         cupy, shape, dtype = _cupy(), self.array.shape, self.array.dtype
         size = math.prod(shape) * dtype.itemsize
         memory = cupy.cuda.UnownedMemory(
@@ -56,7 +56,7 @@ class JaxMemory:
 
 
 def is_jax(array: Any) -> bool:
-    """Whether JAX or its library of compiled code defines the array's type."""
+    """Return whether JAX, or its library of compiled code, defines the type of an array."""
     return type(array).__module__.partition(".")[0] in ("jax", "jaxlib")
 
 
@@ -70,21 +70,21 @@ def is_traced(value: Any) -> bool:
 
 
 def from_jax(name: str, array: Any) -> JaxMemory | None:
-    """The memory of an array of JAX, ordered after the work that computes it.
+    """Return the memory of a JAX array, after making CuPy's stream wait for its computation.
 
-    None for what is no concrete array of JAX in the memory of one GPU, with its axes in order:
-    DLPack has to say whether it can be read.
+    The result is None if the array is not a concrete JAX array on exactly one GPU with its axes in
+    C order. The caller then reads it by DLPack.
 
     Raises
     ------
     ValueError
-        If the array was deleted, naming the argument.
+        If the array was deleted. The message names the argument.
     TypeError
-        If there is no CuPy.
+        If CuPy is not installed.
     """
     if not _is_concrete(array.__class__):
         return None
-    # JAX crashes where the layout of such an array is asked for.
+    # JAX crashes if a deleted array is asked for its layout.
     if array.is_deleted():
         raise ValueError(f"{name} is a JAX array that was deleted or donated")
     device = _gpu_of_sharding(array.sharding)
@@ -95,30 +95,30 @@ def from_jax(name: str, array: Any) -> JaxMemory | None:
     except ImportError as error:
         raise needs_cupy(name) from error
     if not array.is_ready():
-        # JAX has the stream wait for what computes the array; what it returns is not needed.
-        # Python's DLPack calls the legacy default stream 1.
+        # Called only to make CuPy's current stream wait for the computation of the array.
+        # Stream 1 is the legacy default stream in Python's DLPack protocol.
         array.__dlpack__(stream=cuda.get_current_stream().ptr or 1)
     return JaxMemory(array, device)
 
 
 def to_jax(result: Any, device: Any | None) -> Any:
-    """A CuPy array as an array of JAX, which then waits for it.
+    """Return a CuPy array as a JAX array. JAX's stream waits for the result to be computed.
 
     Parameters
     ----------
     result
-        C-contiguous.
+        C-contiguous CuPy array.
     device
-        JAX's, that the result lies on; None where it is not known.
+        JAX device on which the result is stored; None if it is not known.
     """
     if result.dtype.name == FLOAT8:
         import jax
 
-        # CuPy's DLPack knows no float8.
+        # CuPy's DLPack does not support float8.
         bits = to_jax(result.view("uint8"), device)
         return jax.lax.bitcast_convert_type(bits, result.dtype)
     adopt = _adopt()
-    # JAX's own function also turns 64-bit numbers into 32-bit ones where it is told to.
+    # Only JAX's public function converts 64-bit numbers to 32 bits, if JAX is configured to do so.
     if adopt is None or device is None or result.dtype.itemsize > 4:
         import jax
 
@@ -127,25 +127,25 @@ def to_jax(result: Any, device: Any | None) -> Any:
     theirs = device.get_stream_for_external_ready_events()
     if ours != theirs:
         order(ours, theirs)
-    # -1 as the order is seen to: CuPy would take 2 us more for it.
+    # With stream -1, CuPy does not synchronize the streams: `order` has done so 2 us faster.
     return adopt(result.__dlpack__(stream=-1), device, theirs, None, _DLPACK_CUDA)
 
 
 def gpu_of(array: Any) -> Any | None:
-    """The GPU whose memory a concrete array lies in; None if there is no such, or more than one."""
+    """Return the GPU on which a concrete JAX array is stored; None if there is not exactly one."""
     return _gpu_of_sharding(array.sharding) if _is_concrete(array.__class__) else None
 
 
 @functools.lru_cache(256)
 def _is_concrete(kind: type) -> bool:
-    """Whether arrays of a type are JAX's and have memory; those in a trace have none."""
+    """Return whether a type is that of JAX arrays with memory; traced arrays have none."""
     root = kind.__module__.partition(".")[0]
     return kind.__name__ == "ArrayImpl" and root in ("jax", "jaxlib")
 
 
 def _gpu_of_sharding(sharding: Any) -> Any | None:
-    # By identity: JAX compares shardings in Python, which takes a microsecond, and arrays that one
-    # compiled function gives have one object. It is kept, so that its id stays its own.
+    # Keyed by id(), because JAX takes 1 us to compare shardings in Python. All results of one
+    # compiled function have one sharding object. The dictionary holds it, so its id stays unique.
     known = _known_shardings.get(id(sharding))
     if known is None:
         if len(_known_shardings) >= _MAX_SHARDINGS:
@@ -166,8 +166,8 @@ def _only_gpu_of(sharding: Any) -> Any | None:
 
 
 def _has_axes_in_order(array: Any) -> bool:
-    # An array's format is made anew each time, which takes 3 us; the compiled layout behind it, no
-    # public name, is the same object for all arrays of a kind.
+    # JAX builds the public `format` of an array again at each access, which takes 3 us. The private
+    # compiled layout is one object for all arrays of a kind.
     layout = getattr(array, "_pjrt_layout", None)
     known = _in_order.get(layout)
     if known is not None:
@@ -194,9 +194,9 @@ def _cupy() -> Any:
 
 @functools.cache
 def _adopt() -> Any | None:
-    """What `jax.dlpack.from_dlpack` calls, without the 30 us of Python around it; None without it.
+    """Return the function that `jax.dlpack.from_dlpack` calls; None if its arguments changed.
 
-    It is no public function, so that it may go or take other arguments.
+    It avoids 30 us of Python code, but is not public, so its name and arguments may change.
     """
     try:
         from jaxlib import _jax

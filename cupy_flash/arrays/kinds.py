@@ -1,4 +1,4 @@
-"""What the caller passed in: kinds of arrays, and how to hand a result back in kind."""
+"""Conversion of the caller's arrays to NumPy or CuPy, and of results to the caller's library."""
 
 from __future__ import annotations
 
@@ -31,31 +31,31 @@ _DLPACK_CUDA = (2, 3, 13)
 
 
 def normalize(name: str, array: Any, *, is_written: bool = False) -> Any:
-    """An input as a NumPy or CuPy array over the same memory; see `way_back`.
+    """Return an input as a NumPy or CuPy array over the same memory; see `way_back`.
 
     Parameters
     ----------
     name
-        Of the argument, for messages.
+        Name of the argument, for messages.
     array
-        NumPy, CuPy, or any array with ``__dlpack__``.
+        NumPy array, CuPy array, or any array with ``__dlpack__``.
     is_written
-        Whether the memory itself is needed, as the array is written, or is read again later. A
-        tensor whose memory does not hold its values, such as a lazily negated one, is then refused.
+        Whether the caller needs the memory itself, to write it or to read it again later. A
+        tensor whose memory does not hold its values, such as a lazy negation, is then an error.
 
     Returns
     -------
     array
-        NumPy for host memory, CuPy for device memory; or a tensor on a GPU, or a `JaxMemory`,
-        which launches take as they take CuPy's arrays. Device memory of another library is
-        ordered after its producer's current stream.
+        NumPy array for host memory and CuPy array for device memory. A tensor or JAX array on a
+        GPU may stay a tensor or become a `JaxMemory`, which launches accept like CuPy arrays.
+        CuPy's current stream waits for the current stream of the array's library.
 
     Raises
     ------
     TypeError
-        For anything else.
+        For any other object.
     NotImplementedError
-        For a tensor of torch that carries more than its values, such as a tangent.
+        For a tensor of torch that has more than its values, such as a forward-mode tangent.
     """
     array = resolved(name, array, is_written=is_written)
     if array is not None and is_torch_on_gpu(array):
@@ -67,7 +67,7 @@ def normalize(name: str, array: Any, *, is_written: bool = False) -> Any:
             order(*streams)
         return array
     if is_any_tensor(array) and array.is_cpu:
-        # Asking DLPack where the tensor is stored takes 8 us.
+        # DLPack takes 8 us to return the device of the tensor.
         return _host_array(name, array)
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError(
@@ -91,7 +91,7 @@ def normalize(name: str, array: Any, *, is_written: bool = False) -> Any:
 
 
 def no_array(name: str, value: Any) -> TypeError:
-    """The error for what is no array of any kind."""
+    """Return the error for an argument that is not an array of any supported library."""
     if is_traced(value):
         return TypeError(
             f"{name} is {kind_of(value)}, which JAX traces and which holds no values; for "
@@ -103,12 +103,12 @@ def no_array(name: str, value: Any) -> TypeError:
 
 
 def read(name: str, array: Any, *, is_written: bool = False) -> Any:
-    """`normalize` to what NumPy's or CuPy's functions take."""
+    """Return `normalize(name, array)` as an array that NumPy's or CuPy's functions accept."""
     return as_cupy(normalize(name, array, is_written=is_written))
 
 
 def on_torch_stream(name: str, tensor: Any) -> AbstractContextManager[Any]:
-    """`on_stream_of`, which CuPy has to be there for."""
+    """Return `on_stream_of(tensor)`; raise an error if CuPy is not installed."""
     try:
         return on_stream_of(tensor)
     except ImportError as error:
@@ -116,19 +116,19 @@ def on_torch_stream(name: str, tensor: Any) -> AbstractContextManager[Any]:
 
 
 def normalize_out(name: str, array: Any) -> Any:
-    """`normalize` of an array that is written.
+    """Return `normalize` of an output array, whose memory must be mutable.
 
     Raises
     ------
     TypeError
-        Also for arrays of JAX, which are immutable.
+        For a JAX array, which is immutable, and in the cases of `normalize`.
     """
     require_mutable(name, array)
     return normalize(name, array, is_written=True)
 
 
 def require_mutable(name: str, array: Any) -> None:
-    """Raise TypeError for an array of JAX."""
+    """Raise TypeError for a JAX array."""
     if is_jax(array):
         raise TypeError(
             f"{name} is a JAX array, which is immutable and cannot be written in place; pass a "
@@ -137,12 +137,12 @@ def require_mutable(name: str, array: Any) -> None:
 
 
 def normalize_scale(name: str, scale: Any, *, on_host: bool) -> Any:
-    """`normalize` of a cache's scale, which may be a number; where q lies on a GPU, an array of it.
+    """Return `normalize` of a cache's scale; a number becomes an array in the memory of q.
 
     Raises
     ------
     ValueError
-        For a number that float32 does not hold.
+        For a number that float32 cannot hold.
     """
     if isinstance(scale, bool) or not isinstance(scale, (int, float, np.integer, np.floating)):
         # An append that computes scales writes them to this array.
@@ -153,7 +153,7 @@ def normalize_scale(name: str, scale: Any, *, on_host: bool) -> Any:
 
 
 def number_on_gpu(name: str, number: Any, *, like: Any = None) -> Any:
-    """Return a new float32 array of no axes that holds a number; see `normalize_scale`.
+    """Return a new float32 array without axes that holds a number; see `normalize_scale`.
 
     Parameters
     ----------
@@ -169,7 +169,7 @@ def number_on_gpu(name: str, number: Any, *, like: Any = None) -> Any:
     Raises
     ------
     ValueError
-        For a number that float32 does not hold.
+        For a number that float32 cannot hold.
     """
     value = float(_float32(name, number))
     if like is not None and is_torch_on_gpu(like):
@@ -190,23 +190,23 @@ def _float32(name: str, value: Any) -> np.float32:
 
 
 def normalize_int32(name: str, array: Any, *, on_host: bool) -> Any:
-    """An array of lengths or places as a NumPy or CuPy array; see `require_int32`.
+    """Return an array of lengths or offsets as a NumPy or CuPy array; see `require_int32`.
 
     Parameters
     ----------
     name
-        Of the argument, for messages.
+        Name of the argument, for messages.
     array
-        As for `normalize`; or a list of integers, which is copied to where q lies.
+        Array as for `normalize`, or a list of integers, which is copied to the memory of q.
     on_host
-        Whether q lies there.
+        Whether q is in host memory.
 
     Raises
     ------
     TypeError
-        If it is no array, or lies elsewhere than q.
+        If the argument is not an array, or is not in the memory of q.
     ValueError
-        For a list of integers that int32 does not hold.
+        For a list of integers that int32 cannot hold.
     """
     if isinstance(array, (list, tuple)):
         return _placed(_int32_of_list(name, array), on_host=on_host)
@@ -235,13 +235,13 @@ def host_array_on_gpu(name: str, array: Any) -> Any:
 
 
 def is_number_or_list(value: Any) -> bool:
-    """Return whether a value is a number or a list, which has no memory that a kernel reads."""
+    """Return whether a value is a number or a list, so that kernels cannot read it in place."""
     numbers = (int, float, np.integer, np.floating)
     return isinstance(value, (list, tuple, *numbers)) and not isinstance(value, bool)
 
 
 def elements(value: Any) -> Iterator[Any]:
-    """Yield the elements of a list or tuple, and of those within; anything else itself."""
+    """Yield the elements of nested lists and tuples, or the value itself if it is neither."""
     if isinstance(value, (list, tuple)):
         for element in value:
             yield from elements(element)
@@ -250,7 +250,7 @@ def elements(value: Any) -> Iterator[Any]:
 
 
 def vector(name: str, values: Any, *, on_host: bool) -> Any:
-    """Return a number, or a list of numbers, as a float64 array where q lies.
+    """Return a number, or a list of numbers, as a float64 array in the memory of q.
 
     Parameters
     ----------
@@ -259,7 +259,7 @@ def vector(name: str, values: Any, *, on_host: bool) -> Any:
     values
         Value of the argument. A number becomes an array without axes.
     on_host
-        Whether q lies in host memory.
+        Whether q is in host memory.
 
     Raises
     ------
@@ -268,7 +268,7 @@ def vector(name: str, values: Any, *, on_host: bool) -> Any:
     """
     for element in elements(values):
         if hasattr(element, "__dlpack__"):
-            # Refuses what would be lost, such as the gradient of a tensor.
+            # Raises an error for an element that would lose information, such as a gradient.
             normalize(name, element)
     try:
         array = np.asarray(values)
@@ -276,13 +276,13 @@ def vector(name: str, values: Any, *, on_host: bool) -> Any:
         raise ValueError(f"{name} is no list of numbers: {error}") from error
     if array.dtype.kind not in "iuf":
         raise TypeError(f"{name} is {values!r}; expected numbers, or an array of them")
-    # Numbers of more bits than float64 may be beyond it.
+    # Types such as longdouble may hold numbers that overflow float64.
     with np.errstate(all="ignore"):
         return _placed(array.astype(np.float64), on_host=on_host)
 
 
 def _placed(array: np.ndarray, *, on_host: bool) -> Any:
-    """Return a NumPy array, or a CuPy array that it is copied to."""
+    """Return a NumPy array, or its copy as a CuPy array if not `on_host`."""
     if on_host:
         return array
     import cupy
@@ -302,7 +302,7 @@ def _int32_of_list(name: str, values: Any) -> np.ndarray:
         array = np.asarray(values)
     except ValueError as error:
         raise ValueError(f"{name} is no list of integers: {error}") from error
-    # Integers beyond 64 bits make it an array of objects, or of float64.
+    # If an integer exceeds 64 bits, asarray() returns an array of objects or of float64.
     numbers = np.asarray(values, object).ravel().tolist()
     others = [x for x in numbers if isinstance(x, bool) or not isinstance(x, (int, np.integer))]
     if others:
@@ -330,11 +330,11 @@ def _device_array(name: str, array: Any) -> Any:
 
 def _host_array(name: str, array: Any) -> np.ndarray:
     dtype = str(getattr(array, "dtype", "")).removeprefix("torch.")
-    # DLPack of NumPy has neither dtype.
+    # NumPy's DLPack supports neither dtype.
     is_narrow = dtype in ("bfloat16", FLOAT8)
     try:
         if is_any_tensor(array):
-            # Not through DLPack, which makes `out` read-only.
+            # DLPack would make `out` read-only.
             if not is_narrow:
                 return array.numpy()
             torch, narrow = _torch(), np.dtype(getattr(_ml_dtypes(), dtype))
@@ -358,12 +358,12 @@ def _torch() -> Any:
 
 
 def way_back(name: str, array: Any) -> Callable[[Any], Any]:
-    """What turns a NumPy or CuPy result into an array of the library that `array` belongs to.
+    """Return a function that converts a NumPy or CuPy result to the array library of `array`.
 
     Raises
     ------
     TypeError
-        If it is no array, or the library takes none, naming the argument.
+        If `array` is not an array, or its library has no from_dlpack. The message names it.
     """
     if (device := gpu_of(array)) is not None:
         return functools.partial(to_jax, device=device)
@@ -384,7 +384,7 @@ def way_back(name: str, array: Any) -> Callable[[Any], Any]:
 
 
 def to_torch(result: Any) -> Any:
-    """A result as a tensor, whose current stream then waits for it; see `way_back`."""
+    """Return a result as a tensor, and make torch's current stream wait for it; see `way_back`."""
     if result.__class__ in tensor_types():
         if streams := two_streams(result):
             order(*reversed(streams))
@@ -392,7 +392,7 @@ def to_torch(result: Any) -> Any:
     torch = _torch()
     name = dtype_name(result)
     if name == FLOAT8 or (name == "bfloat16" and isinstance(result, np.ndarray)):
-        # DLPack of NumPy and CuPy knows no float8, and that of NumPy no bfloat16.
+        # DLPack has no float8 in NumPy and CuPy, and no bfloat16 in NumPy.
         bits = torch.from_dlpack(result.view(f"int{8 * result.itemsize}"))
         return bits.view(getattr(torch, name))
     return torch.from_dlpack(result)
@@ -403,6 +403,6 @@ def _to_jax(result: Any, like: Any) -> Any:
 
     if not isinstance(result, np.ndarray):
         return to_jax(result, None)
-    # JAX's default device may be a GPU.
+    # Without a device, JAX would copy the result to its default device, which may be a GPU.
     (device,) = like.devices()
     return jax.device_put(result, device)

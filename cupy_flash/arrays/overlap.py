@@ -1,4 +1,4 @@
-"""Whether what a call writes overlaps anything else, from addresses alone."""
+"""Checks that arrays that a call writes overlap no other array, computed from addresses alone."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ import numpy as np
 
 from cupy_flash.arrays.strided import address_of
 
-# Candidates that NumPy looks through to tell whether two arrays overlap; its stubs allow -1 and 0.
+# Limit of the search in which NumPy decides whether two arrays overlap; its stubs allow -1 and 0.
 _MAX_WORK: Any = 100_000
 
 
 class OverlapCheck:
-    """Raises ValueError where an array that is written overlaps another.
+    """Check that raises ValueError if an array that is written overlaps another array.
 
-    Made for arrays of certain shapes and strides, which may lie elsewhere in each call.
+    A check is built for given shapes and strides. The addresses may differ from call to call.
 
     Parameters
     ----------
     names
-        Of all arrays, for messages.
+        Names of all arrays, for messages.
     arrays
-        NumPy or CuPy arrays in that order, or None where one is absent.
+        NumPy or CuPy arrays in the order of `names`, or None for an absent array.
     written
-        Names of those that are written.
+        Names of the arrays that are written.
 
     Attributes
     ----------
     pairs
-        Indices of two arrays, and between which distances of their addresses their ranges meet.
+        Indices of two arrays, and the bounds of the distance of their addresses if they overlap.
     """
 
-    # Sets of addresses that are remembered, and distances of interleaved arrays, such as those of a
-    # cache's keys and values.
+    # Largest number of remembered tuples of addresses, and of remembered distances of interleaved
+    # arrays, such as a cache's keys and values.
     _MAX_KNOWN = 1024
 
     def __init__(
@@ -60,9 +60,8 @@ class OverlapCheck:
                     self.pairs.append(pair)
 
     def check(self, addresses: tuple[int, ...]) -> None:
-        """Raise ValueError if they overlap at these addresses, one for each array."""
-        # Calls mostly find their arrays where an earlier one did; 27 pairs, as an append has, would
-        # take 2 us.
+        """Raise ValueError if arrays overlap at these addresses, one address for each array."""
+        # Most calls repeat the addresses of an earlier call. The 27 pairs of an append take 2 us.
         if not self.pairs or addresses in self._apart:
             return
         for i, j, low, high in self.pairs:
@@ -83,7 +82,7 @@ class OverlapCheck:
 
 
 def require_apart(names: Sequence[str], arrays: Sequence[Any], written: tuple[str, ...]) -> None:
-    """Raise ValueError if one of the arrays that are written overlaps another."""
+    """Raise ValueError if an array that is written overlaps another array."""
     addresses = tuple(0 if array is None else address_of(array) for array in arrays)
     OverlapCheck(names, arrays, written).check(addresses)
 
@@ -95,7 +94,7 @@ def _remember(known: set[Any], what: Any, most: int) -> None:
 
 
 class _Layout:
-    """How an array lies, and its first and last byte counted from its first element."""
+    """Shape and strides of an array, and the range of its bytes relative to its first element."""
 
     def __init__(self, array: Any) -> None:
         self.shape, self.strides, self.itemsize = array.shape, array.strides, array.itemsize
@@ -104,7 +103,7 @@ class _Layout:
         self.high = sum(step for step in steps if step > 0) + self.itemsize
 
     def at(self, address: int) -> np.ndarray:
-        """A stand-in that carries an address and is never dereferenced."""
+        """Return an array of this layout at an address; its elements must not be accessed."""
         return np.asarray(_StandIn(self, address))
 
 
@@ -120,7 +119,7 @@ class _StandIn:
 
 
 def _share_memory(first: np.ndarray, second: np.ndarray) -> bool:
-    """Whether two arrays share a byte; a case too hard for a bounded search counts as if."""
+    """Return whether two arrays have a byte in common; also True if the search takes too long."""
     if not np.may_share_memory(first, second):
         return False
     try:

@@ -1,7 +1,7 @@
-"""Tensors of torch on a GPU, read where they lie and answered by tensors of torch's own memory.
+"""Torch tensors on a GPU, read without a copy, and results in memory that torch allocates.
 
-DLPack costs 25 us for each array that goes in or out; what a launch needs of a tensor can be asked
-of it in 1 us.
+DLPack takes 25 us for each array that is passed in or out. Reading what a launch needs from the
+tensor itself takes 1 us.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 
 def is_torch_on_gpu(*arrays: Any) -> bool:
-    """Return whether each is None or a tensor of torch in CUDA memory that kernels can read as is.
+    """Return whether each argument is None or a torch tensor on a GPU that kernels can read as is.
 
     `resolved` converts any other tensor to such a tensor, or raises an error that says why not.
     """
@@ -47,19 +47,19 @@ def is_torch_on_gpu(*arrays: Any) -> bool:
 def is_any_tensor(array: Any) -> bool:
     """Return whether an array is a tensor of torch, possibly of a subclass."""
     torch = sys.modules.get("torch")
-    # While another thread imports torch its module is there, but nothing in it yet.
+    # While another thread imports torch, its module exists but may be empty.
     return torch is not None and isinstance(array, getattr(torch, "Tensor", ()))
 
 
 def may_be_transformed() -> bool:
-    """Return whether tensors may have more than their memory holds; see `hidden_part`.
+    """Return whether tensors may carry more than their memory holds; see `hidden_part`.
 
     This is the case while a torch.func transform, a forward-mode level, a dispatch mode or
     torch.jit.trace is active.
     """
     torch = sys.modules["torch"]
     private = torch._C
-    # Takes 0.15 us. A release without `_current_level` counts as active, and tensors are checked.
+    # Takes 0.15 us. If torch lacks `_current_level`, a level counts as active.
     return bool(
         getattr(torch.autograd.forward_ad, "_current_level", 0) >= 0
         or private._functorch.peek_interpreter_stack() is not None
@@ -69,12 +69,12 @@ def may_be_transformed() -> bool:
 
 
 def hidden_part(tensor: Any) -> str | None:
-    """Return what would be lost if only a tensor's memory was read, as a message, or None."""
+    """Return a message on what a read of a tensor's memory alone would lose, or None."""
     import torch
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-    # Modes with a key are those of proxies, fake tensors and functionalization. Other modes, such
-    # as counters of operations, do not change tensors.
+    # Modes with a key are those of proxy tensors, fake tensors and functionalization. Other modes,
+    # such as operation counters, do not change tensors.
     has_key = any(getattr(x, "_mode_key", None) for x in _get_current_dispatch_mode_stack())
     if has_key or torch._C._get_tracing_state() is not None:
         return (
@@ -82,7 +82,7 @@ def hidden_part(tensor: Any) -> str | None:
             "result as a constant; call a function of cupy_flash.torch under torch.compile or "
             "torch.export"
         )
-    # Inside of a transform torch wraps every tensor that an operation gets.
+    # Inside of a transform, torch wraps every tensor that is passed to an operation.
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return _IN_TRANSFORM
     return NO_FORWARD_MODE if has_tangent(tensor) else None
@@ -100,29 +100,29 @@ NO_FORWARD_MODE = (
 
 
 def has_tangent(tensor: Any) -> bool:
-    """Return whether a tensor has a tangent of forward mode at the current level."""
+    """Return whether a tensor has a forward-mode tangent at the current level."""
     unpacked = sys.modules["torch"].autograd.forward_ad.unpack_dual(tensor)
     return unpacked.tangent is not None
 
 
 def require_whole(name: str, tensor: Any) -> None:
-    """Raise NotImplementedError for a tensor that has more than its memory holds."""
+    """Raise NotImplementedError for a tensor that carries more than its memory holds."""
     if may_be_transformed() and (part := hidden_part(tensor)) is not None:
         raise NotImplementedError(f"{name} {part}")
 
 
 def resolved(name: str, array: Any, *, is_written: bool = False) -> Any:
-    """Return a tensor as a plain tensor whose memory holds its values; anything else unchanged.
+    """Return a tensor as a plain tensor whose memory holds its values; other objects unchanged.
 
     Parameters
     ----------
     name
         Name of the argument, for messages.
     array
-        Any object. For a tensor the result is the tensor itself, a view of it, or a copy if it is
-        lazy (a negation, a conjugation or zeros without memory).
+        Any object. The result for a tensor is the tensor itself, a view of it, or a copy if the
+        tensor is lazy (a negation, a conjugation or zeros without memory).
     is_written
-        Whether the array is written to, so that a copy would not do.
+        Whether the array is written to, so that a copy would not be enough.
 
     Raises
     ------
@@ -170,7 +170,7 @@ def resolved(name: str, array: Any, *, is_written: bool = False) -> Any:
             f"{name} is a lazy view, whose negation, conjugation or zeros are not in its memory; "
             f"pass {name}.clone()"
         )
-    # clone() gives zeros memory of their own.
+    # clone() allocates memory for zeros that have none.
     return tensor.clone().resolve_neg().resolve_conj()
 
 
@@ -199,29 +199,29 @@ def version_of(tensor: Any) -> int | None:
 
 
 def tensor_types() -> tuple[Any, ...]:
-    """Types of plain tensors of torch; none while torch is not imported."""
+    """Return the types of plain torch tensors, or an empty tuple if torch is not imported."""
     return () if sys.modules.get("torch") is None else _plain_types()
 
 
 def _one_of_cupy(itemsize: int) -> Any:
-    """A tensor of one integer on the current device, in CuPy's memory."""
+    """Return a tensor with one integer on the current device, in memory of CuPy's pool."""
     import torch
 
     return torch.from_dlpack(_cupy().zeros((), f"int{8 * itemsize}"))
 
 
 def tensor_maker(shape: tuple[int, ...], dtype: np.dtype) -> Callable[[], Any]:
-    """What makes C-contiguous tensors of torch's memory on the current device and its stream.
+    """Return a function that allocates C-contiguous tensors on torch's current device and stream.
 
     Parameters
     ----------
     shape, dtype
-        Of the tensors.
+        Shape and dtype of the tensors.
     """
     import torch
 
-    # Like one element that stands for all: a shape and strides as arguments take 2 us more. It lies
-    # in CuPy's memory, as what makes graphs of compiled functions counts what lies in torch's.
+    # empty_like() of one expanded element is 2 us faster than empty() with a shape and strides. The
+    # element is in CuPy's memory, because torch's CUDA graph trees count allocations of torch.
     one = _one_of_cupy(dtype.itemsize).view(_torch_dtypes()[dtype])
     contiguous = torch.contiguous_format
     return functools.partial(torch.empty_like, one.expand(shape), memory_format=contiguous)
@@ -230,17 +230,18 @@ def tensor_maker(shape: tuple[int, ...], dtype: np.dtype) -> Callable[[], Any]:
 def new_bytes(size: int) -> Any:
     """Return a tensor of `size` bytes on the current device.
 
-    Unlike `tensor_maker` this allocates nothing from CuPy, which a capture in torch's default mode
-    forbids.
+    Unlike `tensor_maker`, this allocates nothing from CuPy, which would be an error while torch
+    captures a graph in its default mode.
     """
     torch = sys.modules["torch"]
     return torch.empty(size, dtype=torch.uint8, device="cuda")
 
 
 def two_streams(tensor: Any) -> tuple[int, int] | None:
-    """Torch's and CuPy's current streams, where they are two and the tensor's device is current.
+    """Return torch's and CuPy's current streams, or None if no synchronization is needed.
 
-    Of a tensor on another device than the current one a launch says that it may not.
+    That is so if the streams are equal. If the tensor is not on the current device, the result is
+    None as well, and the launch raises an error.
     """
     cuda = _cuda()
     device = tensor.get_device()
@@ -252,7 +253,7 @@ def two_streams(tensor: Any) -> tuple[int, int] | None:
 
 
 class _OfTorch(NamedTuple):
-    """A stream as CuPy takes those of others."""
+    """Handle of a torch stream, with the protocol by which CuPy adopts external streams."""
 
     handle: int
 
@@ -264,10 +265,10 @@ _AS_IT_IS = contextlib.nullcontext()
 
 
 def on_stream_of(tensor: Any) -> AbstractContextManager[Any]:
-    """Where CuPy's current stream is torch's, for calls of nothing but tensors.
+    """Return a context in which CuPy's current stream is torch's, for calls of tensors only.
 
-    Then they are part of what torch captures in a graph, and autograd, in a thread of its own, has
-    them on the stream that its forward calls were on.
+    Such calls become part of a CUDA graph that torch captures. In a backward pass, they run on the
+    stream of the forward call, which autograd selects in its own thread.
     """
     streams = two_streams(tensor)
     if streams is None:
@@ -282,10 +283,10 @@ def on_stream_of(tensor: Any) -> AbstractContextManager[Any]:
 
 
 def order(first: int, second: int) -> None:
-    """Have one stream of the current device wait for what is queued on another."""
+    """Make a stream of the current device wait for the work that is queued on another stream."""
     cuda = _cuda()
-    # An event of the thread's own: another may be about to record one that is shared. Making one
-    # takes longer than recording it and waiting for it, 0.8 us.
+    # Each thread has its own event, because another thread might be about to record a shared one.
+    # Creating an event takes longer than recording it and waiting for it, 0.8 us.
     events, device = _of_thread.events, cuda.runtime.getDevice()
     event = events.get(device)
     if event is None:
@@ -295,7 +296,7 @@ def order(first: int, second: int) -> None:
 
 
 class _OfThread(threading.local):
-    """Events of a thread by their device."""
+    """CUDA events of a thread, keyed by device."""
 
     def __init__(self) -> None:
         self.events: dict[int, Any] = {}
@@ -305,7 +306,7 @@ _of_thread = _OfThread()
 
 
 def tensor_as_cupy(tensor: Any) -> Any:
-    """A CuPy array over the memory of a tensor on a GPU."""
+    """Return a CuPy array over the memory of a tensor on a GPU."""
     cuda, dtype = _cuda(), _dtypes()[tensor.dtype]
     size = tensor.untyped_storage().nbytes()
     memory = cuda.UnownedMemory(tensor.data_ptr(), size, tensor, tensor.get_device())
@@ -333,7 +334,7 @@ def _plain_types() -> tuple[Any, ...]:
 
 @functools.cache
 def _dtypes() -> dict[Any, np.dtype]:
-    """NumPy's dtypes by torch's: those of inputs, caches, lengths, masks and captures."""
+    """Return NumPy's dtypes keyed by torch's: those of inputs, caches, lengths, masks, captures."""
     import ml_dtypes
     import torch
 
@@ -365,9 +366,9 @@ def _torch_dtypes() -> dict[np.dtype, Any]:
 
 @functools.cache
 def _torch_stream() -> Any:
-    """What gives the handle of torch's current stream on a device."""
+    """Return a function that returns the handle of torch's current stream on a device."""
     import torch
 
-    # Where it is there: the public way takes 2 us and makes an object of each stream.
+    # The private function is faster: the public one takes 2 us and creates an object per stream.
     raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     return raw or (lambda device: torch.cuda.current_stream(device).cuda_stream)

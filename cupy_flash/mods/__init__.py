@@ -1,1 +1,1 @@
-"""Modifications of scores and masks: Python functions, traced into device text."""
+"""Mask and score modifications: Python functions, traced and compiled as CUDA source."""

@@ -10,7 +10,7 @@ from typing import TypeVar
 from cupy_flash.mods.expression import BOOL, INT, REAL, UINT64, Node, constant
 from cupy_flash.mods.operations import ANY_RANGE, INT_RANGE, OPERATIONS, Range, operation
 
-# Values of the symbols: problems have at most 2^30 - 2^10 queries and keys, and query offsets of
+# Ranges of the positions: problems have at most 2^30 - 2^10 queries and keys, and query offsets of
 # that size. Kernels also call functions for up to 2^10 rows and keys past the last one.
 _POSITION_RANGES: dict[str, Range] = {
     "i": (-(2**30), 2**31 - 1),
@@ -18,9 +18,9 @@ _POSITION_RANGES: dict[str, Range] = {
     "row": (0, 2**30 - 1),
     **dict.fromkeys(("b", "h", "q_start", "k_start"), (0, INT_RANGE[1])),
 }
-# Largest number of terms of a sum that is taken apart.
+# Largest number of terms into which a sum is split.
 _MOST_TERMS = 8
-# Steps from the first key of a run are smaller than this.
+# Upper bound of the distance of a key from the first key of its run.
 STEPS = 2**10
 
 # `Node.value` of an operation on reals in a lowered expression. ORDERED: the order of operations is
@@ -37,9 +37,9 @@ class Linear:
     Attributes
     ----------
     key
-        Difference of the values of two neighbouring keys.
+        Factor of the key's index j.
     offset
-        Constant that is added.
+        Constant summand.
     terms
         Values that depend on the row alone, each with its factor, which is not 0.
     """
@@ -49,7 +49,7 @@ class Linear:
     terms: tuple[tuple[Node, int], ...]
 
     def plus(self, other: Linear, factor: int = 1) -> Linear:
-        """Return the sum of this and a multiple of another."""
+        """Return the sum of this function and `factor` times another."""
         terms = dict(self.terms)
         for node, count in other.terms:
             terms[node] = terms.get(node, 0) + factor * count
@@ -57,11 +57,11 @@ class Linear:
         return Linear(self.key + factor * other.key, self.offset + factor * other.offset, kept)
 
     def times(self, factor: int) -> Linear:
-        """Return a multiple."""
+        """Return `factor` times this function."""
         return Linear(0, 0, ()).plus(self, factor)
 
     def without_offset(self) -> Linear:
-        """Return the same with an offset of 0."""
+        """Return this function with an offset of 0."""
         return Linear(self.key, 0, self.terms)
 
     @property
@@ -70,7 +70,7 @@ class Linear:
         return sorted(self.terms, key=lambda term: term[1] < 0)
 
     def of_row(self) -> Node:
-        """Return the part that depends on the row alone, without the offset."""
+        """Return the node of the part that depends on the row alone, without the offset."""
         total: Node | None = None
         for node, count in self.ordered_terms:
             size = operation("mul", node, constant(abs(count), INT))
@@ -82,7 +82,7 @@ class Linear:
 
 
 class Analysis:
-    """Answers about nodes. Each is computed once, after those of the node's arguments."""
+    """Memoized properties of nodes, computed after the properties of a node's arguments."""
 
     def __init__(self) -> None:
         self._of_row: dict[Node, bool] = {}
@@ -99,7 +99,7 @@ class Analysis:
         return not is_leaf and all(self._of_row[x] for x in node.args)
 
     def range(self, node: Node) -> Range:
-        """Return bounds of a value; those of an integer hold after it has wrapped."""
+        """Return bounds of a value. An integer that may wrap has the bounds of its type."""
         low, high = _answer(self._exact_ranges, node, self._find_exact_range)
         return (low, high) if _fits(node.type, (low, high)) else _type_range(node.type)
 
@@ -115,7 +115,7 @@ class Analysis:
         return exact_range(node, [self.range(x) for x in node.args], {})
 
     def linear(self, node: Node) -> Linear | None:
-        """Return an integer as a linear function of the key; None if it is none, or may wrap."""
+        """Return an integer as a linear function of the key; None if it is not, or may wrap."""
         return _answer(self._linear, node, self._find_linear)
 
     def _find_linear(self, node: Node) -> Linear | None:
@@ -144,7 +144,7 @@ class Analysis:
         return None
 
     def fits(self, linear: Linear) -> bool:
-        """Return whether no partial sum leaves int32 when a linear function is computed."""
+        """Return whether all partial sums of a linear function fit int32."""
         parts = [_times(self.range(node), count) for node, count in linear.ordered_terms]
         parts += [_times(_POSITION_RANGES["j"], linear.key), (linear.offset, linear.offset)]
         low, high = 0.0, 0.0
@@ -155,7 +155,7 @@ class Analysis:
         return True
 
     def slope(self, node: Node) -> Node | None:
-        """Return the difference of a real between neighbouring keys, if the library composed it.
+        """Return how much a real changes from a key to the next, if the library composed the real.
 
         The result is None if the difference varies along the row, or if the order of operations is
         the user's.
@@ -189,7 +189,7 @@ class Analysis:
 
 
 def _answer(known: dict[Node, T], node: Node, find: Callable[[Node], T]) -> T:
-    """Return `find(node)` from `known`, after computing it for the arguments; not recursive."""
+    """Return `known[node]`, after computing it with `find`, arguments first; not recursive."""
     if node in known:
         return known[node]
     stack = [node]
@@ -222,7 +222,7 @@ def _times(ends: Range, factor: int) -> Range:
 def exact_range(
     node: Node, args: Iterable[Range], numbers: Mapping[str, bool | int | float]
 ) -> Range:
-    """Return bounds of an operation's results; those of integers hold before they wrap.
+    """Return bounds of an operation's results, before integers wrap.
 
     Parameters
     ----------
@@ -244,7 +244,7 @@ def exact_range(
     if node.op == "cast":
         return _range_of_cast(node, ranges[0])
     row = OPERATIONS.get(node.op)
-    # Real quotients and remainders are rounded.
+    # Real quotients and remainders are rounded, so that exact bounds would not hold.
     if row is None or row.value_range is None or (node.type == REAL and node.op in _ROUNDED):
         return _type_range(node.type)
     found = row.value_range(*ranges)
@@ -257,7 +257,7 @@ _ROUNDED = ("mod", "floordiv")
 def _range_of_cast(node: Node, ends: Range) -> Range:
     [x] = node.args
     if x.type == REAL and node.type != REAL:
-        # Saturates; NaN gives 0.
+        # The conversion saturates, and NaN becomes 0.
         low, high = _type_range(node.type)
         within = [min(max(end, low), high) for end in ends]
         return min(0, math.floor(within[0])), max(0, math.ceil(within[1]))
@@ -267,12 +267,12 @@ def _range_of_cast(node: Node, ends: Range) -> Range:
 
 
 def value_range(root: Node, numbers: Mapping[str, bool | int | float]) -> Range:
-    """Return bounds of a number for all scores; NaN is the only value outside of them.
+    """Return bounds of an expression for all scores; NaN is the only value outside of them.
 
     Parameters
     ----------
     root
-        An expression.
+        Root of the expression.
     numbers
         Values of captured numbers that are known.
     """

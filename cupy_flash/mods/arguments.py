@@ -1,4 +1,4 @@
-"""The struct that captures reach kernels in: as C++, as a NumPy dtype, and filled in."""
+"""The struct ``ModArguments`` that passes captures to kernels: in C++, as a dtype, filled in."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Captures = Mapping[str, CaptureSpec]
 
 
 def real_type(dtype: str) -> str:
-    """In which type a kernel keeps the scores of queries and keys of a dtype."""
+    """Return the C++ type of scores in a kernel, given the dtype of queries and keys."""
     return "double" if dtype == "float64" else "float"
 
 
@@ -28,26 +28,26 @@ _ELEMENT = {
     "float32": "float",
     "float64": "double",
 }
-# C++ refuses a struct without members that NumPy could lay out.
+# Member of a struct without captures: C++ and NumPy would lay out an empty struct differently.
 _NOTHING = "_"
 
 
 def arguments_struct(captures: Captures, real: str) -> str:
-    """C++ definition of ``ModArguments``: a `Capture` for each array, a number for each number.
+    """Return C++ of ``ModArguments``: a `Capture` for each array, a number for each number.
 
     Parameters
     ----------
     captures
-        By name, in any order.
+        Specs of captures by name, in any order.
     real
-        ``"float"`` or ``"double"``.
+        C++ type of reals, ``"float"`` or ``"double"``.
     """
     lines = [f"  {capture_type(captures[name], real)} {name};" for name in _ordered(captures)]
     return "\n".join(["struct ModArguments {", *(lines or [f"  int {_NOTHING};"]), "};"])
 
 
 def capture_type(spec: CaptureSpec, real: str) -> str:
-    """What C++ calls a capture's type."""
+    """Return the C++ type of a capture."""
     if spec.rank is None:
         return real if spec.dtype == "real" else "int"
     contiguous = str(spec.contiguous_last).lower()
@@ -55,21 +55,21 @@ def capture_type(spec: CaptureSpec, real: str) -> str:
 
 
 def offset_type(spec: CaptureSpec) -> str:
-    """What C++ calls the type of an array's offsets."""
+    """Return the C++ type of offsets in a captured array."""
     return "long long" if spec.is_wide else "int"
 
 
 def element_type(spec: CaptureSpec) -> str:
-    """What C++ calls the type of an array's elements."""
+    """Return the C++ type of the elements of a captured array."""
     return _ELEMENT[spec.dtype]
 
 
 def arguments_dtype(captures: Captures, real: str) -> np.dtype:
-    """``ModArguments`` as a NumPy dtype.
+    """Return ``ModArguments`` as a NumPy dtype.
 
-    Fields are named as the captures. An array's has fields of its own: ``data``, the address;
-    ``shape``, int32; ``strides``, int32 or int64 in elements, without the last if that axis is
-    contiguous.
+    Fields have the names of the captures. The field of an array has fields ``data``, the address;
+    ``shape``, int32; and ``strides``, int32 or int64, in elements, without the last stride if the
+    last axis is contiguous.
     """
     names = _ordered(captures) or [_NOTHING]
     number = {"real": np.float32 if real == "float" else np.float64}
@@ -82,7 +82,7 @@ def arguments_dtype(captures: Captures, real: str) -> np.dtype:
 
 
 def _ordered(captures: Captures) -> list[str]:
-    """Names in the order of members: the same for any order of arguments."""
+    """Return names in the order of members, which does not depend on the order of arguments."""
     return sorted(captures)
 
 
@@ -97,7 +97,7 @@ def _array_dtype(spec: CaptureSpec) -> np.dtype:
 
 
 def _struct(names: list[str], formats: list[Any]) -> np.dtype:
-    """Fields laid out as C++ does."""
+    """Return a dtype with these fields, laid out as in C++."""
     offsets, end, largest = [], 0, 1
     for form in map(np.dtype, formats):
         alignment = _alignment(form)
@@ -117,16 +117,16 @@ def _alignment(dtype: np.dtype) -> int:
 
 
 def array_fields(array: Any, address: int, spec: CaptureSpec) -> tuple[Any, ...]:
-    """The values of an array's fields in `arguments_dtype`.
+    """Return the values of an array's fields in `arguments_dtype`.
 
     Parameters
     ----------
     array
-        NumPy or CuPy.
+        NumPy or CuPy array.
     address
-        Of its first element, where the kernel reads it.
+        Address of the first element, for the kernel.
     spec
-        Its spec.
+        Spec of the array.
     """
     if not spec.rank:
         return (address,)
@@ -138,18 +138,18 @@ def array_fields(array: Any, address: int, spec: CaptureSpec) -> tuple[Any, ...]
 def pack_arguments(
     captures: Captures, values: Mapping[str, Any], addresses: Mapping[str, int], real: str
 ) -> np.ndarray:
-    """``ModArguments`` filled in, of `arguments_dtype` and no axes.
+    """Return ``ModArguments`` filled in, as an array without axes of dtype `arguments_dtype`.
 
     Parameters
     ----------
     captures
-        By name.
+        Specs of captures by name.
     values
-        Arrays and numbers by name.
+        Captured arrays and numbers by name.
     addresses
-        Of the arrays, by name.
+        Addresses of the arrays by name.
     real
-        ``"float"`` or ``"double"``.
+        C++ type of reals, ``"float"`` or ``"double"``.
     """
     record = np.zeros((), arguments_dtype(captures, real))
     for name, spec in captures.items():

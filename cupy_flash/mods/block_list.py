@@ -1,4 +1,4 @@
-"""A mask that is given by blocks of the score matrix."""
+"""Mask that is given by an array of blocks of the score matrix."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from cupy_flash.mods.modification import MaskMod, prefixed
 from cupy_flash.problem.problem import MAX_SEQLEN
 from cupy_flash.problem.tile import block_sizes
 
-# What its blocks are called among the arrays of a call.
+# Name of the array of blocks among the arrays of a call.
 BLOCKS = prefixed("mask_mod", "blocks")
 
-# By whether sequences, and query heads, have blocks of their own.
+# Mask functions, by whether blocks differ between sequences and between query heads.
 _FUNCTIONS: dict[tuple[bool, bool], Callable[[int, int], Callable[..., Any]]] = {
     (False, False): lambda r, c: lambda i, j, blocks: blocks[0, 0, i // r, j // c],
     (True, False): lambda r, c: lambda b, i, j, blocks: blocks[b, 0, i // r, j // c],
@@ -24,29 +24,28 @@ _FUNCTIONS: dict[tuple[bool, bool], Callable[[int, int], Callable[..., Any]]] = 
 
 
 class BlockList(MaskMod):
-    """A mask of whole blocks of the score matrix, for what no function describes.
+    """Mask of whole blocks of the score matrix, for masks that no function describes.
 
-    Query i, by its position among the keys, sees key j if its block is on:
-    ``blocks[b, h, i // rows, j // keys]``. Combine it with causality and windows by their own
-    arguments.
+    The query at position i among the keys attends to key j if the element of their block is true:
+    ``blocks[b, h, i // rows, j // keys]``. Pass causality and windows as other arguments.
 
     Parameters
     ----------
     blocks : bool array, (batch or 1, heads_q or 1, row blocks, key blocks)
-        NumPy's, CuPy's or what speaks DLPack; of the kind that q is. Positions beyond the last
-        block are as in the last.
+        Array of NumPy, CuPy or a library with DLPack, stored where q is. Positions past the last
+        block belong to the last block.
     block
-        Rows and keys of a block. On Hopper, tiles are chosen that divide it: multiples of 64 rows,
-        and of 32, 48, 64, 80, 96 or 128 keys. Where none does, pairs are looked at along the edges
-        of blocks, as the plan says.
+        Rows and keys of a block. On Hopper, tiles are chosen that divide the block: it should have
+        a multiple of 64 rows, and of 32, 48, 64, 80, 96 or 128 keys. If no tile divides it, pairs
+        are tested along the edges of blocks, as the plan says.
 
     Raises
     ------
     TypeError
-        For an array that is not of bools, or sizes that are no pair of integers.
+        If the array is not of bools, or `block` is not a pair of integers.
     ValueError
-        For an array of other than four axes, or without elements, and for sizes below 1; in a call,
-        for another number of sequences or heads.
+        If the array does not have four axes or has no elements, or if a size is below 1. In a call,
+        also if the number of sequences or heads differs.
 
     Examples
     --------
@@ -85,7 +84,7 @@ class BlockList(MaskMod):
 
 
 def require_fit(blocks: Any, batch: int, heads_q: int) -> None:
-    """Raise ValueError unless a call of so many sequences and query heads may have these blocks."""
+    """Raise ValueError unless blocks fit a call of `batch` sequences and `heads_q` heads."""
     if blocks.shape[0] not in (1, batch) or blocks.shape[1] not in (1, heads_q):
         raise ValueError(
             f"mask_mod is a BlockList of blocks of shape {tuple(blocks.shape)}; expected "

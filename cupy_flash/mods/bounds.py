@@ -1,7 +1,7 @@
-"""Device text that bounds a mask over ranges of positions: the struct ``MaskBounds``.
+"""Generated CUDA source that bounds a mask over ranges of positions: the struct ``MaskBounds``.
 
-Which blocks of the score matrix a mask hides or shows wholly is found by it, without looking at
-pairs, by interval arithmetic (`kernels_cu/blocks/bounds.cuh`).
+It finds blocks of the score matrix that a mask leaves empty or full by interval arithmetic
+(`kernels_cu/blocks/bounds.cuh`), without computing pairs.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from cupy_flash.mods.members import Members
 from cupy_flash.mods.operations import COMPARISONS, OPERATIONS
 from cupy_flash.mods.printer import RowPrinter, literal, unwrapped
 
-# What a unit includes ahead of the text, beside the headers of `cupy_flash.mods.emit`.
+# Headers that a unit includes before the source, in addition to those of `cupy_flash.mods.emit`.
 HEADERS = ("blocks/bounds.cuh",)
-# A range takes no more: two doubles and a bool.
+# Largest size of a range in bytes: two doubles and a bool.
 RANGE_BYTES = 24
 
 _TYPES = {BOOL: "Truth", INT: "Ints", UINT64: "Words", REAL: "Reals"}
 _CASTS = {INT: "ints_of", UINT64: "words_of", REAL: "reals_of<Real>"}
 _BITS = {"and": "bit_and", "or": "bit_or", "xor": "bit_xor", "not": "bit_not"}
-# Sums of so many terms with such factors do not leave 64 bits.
+# Limits of the terms of a sum and of their factors, so that the sum fits 64 bits.
 _MOST_TERMS, _LARGEST_FACTOR = 8, 1 << 20
 
 _POSITIONS = "const ModArguments& a, int b, int h, int {}, int q_start, int k_start"
 
 
 class Bounds(NamedTuple):
-    """The text, and how much it keeps of ranges of positions.
+    """Source of ``MaskBounds``, and the number of ranges of positions that it stores.
 
     Attributes
     ----------
     text
-        To stand behind the headers and behind ``ModArguments``.
+        C++ source, to be placed after the headers and ``ModArguments``.
     row_ranges, key_ranges
-        Members of ``MaskBounds::Rows`` and ``MaskBounds::Keys``, each of at most `RANGE_BYTES`.
+        Number of ranges in ``MaskBounds::Rows`` and in ``MaskBounds::Keys``.
     """
 
     text: str
@@ -48,39 +48,39 @@ class Bounds(NamedTuple):
 
 
 def emit_bounds(seen: Node, captures: Captures, *, dtype: str = "float32") -> Bounds:
-    """C++ of the struct ``MaskBounds``, of these functions.
+    """Return C++ of the struct ``MaskBounds``, which has the following functions.
 
     - ``Seen classify(a, b, h, i_low, i_high, j_low, j_high, q_start, k_start, rows, keys)``: over
-      all pairs of the two ranges, ends included: ``Seen::all`` only if every pair is seen,
-      ``Seen::none`` only if none is, else ``Seen::some``.
-    - ``Rows rows_at(a, b, h, i, q_start, k_start)``, ``Keys keys_at(a, b, h, j, ...)``: ranges of
-      what is read of captured arrays by one position alone, at one position;
-      ``join(x, y)`` adds those of another, and ``classify`` takes them joined over its ranges.
-    - ``each(x, f)`` calls f with every range.
+      all pairs of two inclusive ranges, ``Seen::all`` only if every pair is visible,
+      ``Seen::none`` only if none is, otherwise ``Seen::some``.
+    - ``Rows rows_at(a, b, h, i, q_start, k_start)``, ``Keys keys_at(a, b, h, j, ...)``: ranges, at
+      one position, of values that read captured arrays and depend on that position alone;
+      ``join(x, y)`` extends x to include y, and ``classify`` takes them joined over its ranges.
+    - ``each(x, f)``: calls f with every range of x.
 
     Parameters
     ----------
     seen
-        The mask's expression.
+        Expression of the mask.
     captures
-        Specs of the arrays and numbers that it names.
+        Specs of the arrays and numbers that the expression reads.
     dtype
-        As of `cupy_flash.mods.emit.emit`: what is bounded is what its text computes.
+        Dtype as in `cupy_flash.mods.emit.emit`, whose source computes the values that are bounded.
     """
     return _Emission(captures, dtype).bounds(seen)
 
 
 class _Facts(NamedTuple):
-    """What a value depends on, and whether it is the same wherever it is computed.
+    """Dependencies of a value, and whether it can be printed.
 
     Attributes
     ----------
     positions
-        Those of i and j that it depends on.
+        Positions, i or j, on which the value depends.
     reads
-        Whether it reads an array.
+        Whether the value reads an array.
     is_plain
-        Whether the printer of rows can print it.
+        Whether `RowPrinter` can print the value.
     """
 
     positions: frozenset[str]
@@ -89,7 +89,7 @@ class _Facts(NamedTuple):
 
 
 class _Sum(NamedTuple):
-    """An integer as a sum of multiples and a constant."""
+    """An integer as a sum of multiples of nodes, plus a constant."""
 
     terms: dict[Node, int]
     offset: int
@@ -103,7 +103,7 @@ class _Sum(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether its bounds can be computed in 64 bits."""
+        """Whether bounds of the sum can be computed in 64 bits."""
         factors = [*self.terms.values(), self.offset >> 31]
         return len(self.terms) <= _MOST_TERMS and all(abs(n) <= _LARGEST_FACTOR for n in factors)
 
@@ -116,15 +116,15 @@ class _Emission:
         self._sums: dict[Node, _Sum] = {}
         self._known: dict[Node, str] = {}
         self._locals: list[str] = []
-        # Positions whose range is asked for.
+        # Positions, i or j, whose range the generated source refers to.
         self._named_ends: set[str] = set()
-        # Values of the head alone; of a row; of a key.
+        # Names of values that depend on no position; on the row alone; on the key alone.
         self._points: dict[Node, str] = {}
         self._rows: dict[Node, str] = {}
         self._keys: dict[Node, str] = {}
 
     def bounds(self, seen: Node) -> Bounds:
-        # Lowered as in kernels: all values of a mask are exact, whatever the dtype is.
+        # Lowered as for kernels, which compute all values of a mask exactly for any dtype.
         root = lower(seen, self._analysis, fast=False, fast_tanh=False, exact=True)
         for node in postorder(root):
             self._facts[node] = self._find_facts(node)
@@ -159,17 +159,17 @@ class _Emission:
         positions = frozenset[str]().union(*(facts.positions for facts in of_args))
         is_plain = all(facts.is_plain for facts in of_args)
         if node.op == "symbol":
-            # A kernel's row is not among what bounds are given.
+            # Row indices and scores are not passed to the functions of ``MaskBounds``.
             is_known = node.value not in ("row", "score")
             return _Facts(positions | ({node.value} & {"i", "j"}), False, is_known)
         if node.op == "cuda":
-            # Nothing is known of its text, not even whether it reads the arrays.
+            # The user's CUDA source is not analyzed, and may read arrays.
             return _Facts(positions, True, False)
         reads = node.op == "load" or any(facts.reads for facts in of_args)
         return _Facts(positions, reads, is_plain)
 
     def _text(self, node: Node) -> str:
-        """A value's range as C++."""
+        """Return a value's range as C++."""
         stack = [node]
         while stack:
             top = stack[-1]
@@ -183,7 +183,7 @@ class _Emission:
         return self._known[node]
 
     def _operands(self, node: Node) -> Iterable[Node]:
-        """Return the nodes whose text is part of the text of a value."""
+        """Return the nodes whose C++ becomes part of the C++ of a value."""
         if node.is_constant or (self._facts[node].is_plain and not self._is_operation(node)):
             return ()
         if node.type == INT and node.op not in ("cast", "where", "load"):
@@ -215,7 +215,7 @@ class _Emission:
         return self._named(node, self._operation(node))
 
     def _named(self, node: Node, text: str) -> str:
-        # No name of those that the printer makes, whose values stand in the same function.
+        # Different from the names of locals that the printer adds to the same function.
         name = f"x{len(self._locals)}"
         self._locals.append(f"const {_TYPES[node.type]} {name} = {text};")
         return name
@@ -241,7 +241,7 @@ class _Emission:
         return self._call(f"range_{name}", *node.args)
 
     def _load(self, node: Node) -> str:
-        """An element, where ranges leave the indices one choice: of an array of blocks, say."""
+        """Return C++ of the range of an element, known if each index has one possible value."""
         array, *indices = node.args
         ranges = [self._text(index) for index in indices]
         conditions = " && ".join(f"is_one({x})" for x in ranges)
@@ -267,7 +267,7 @@ class _Emission:
             difference = x.plus(y, -1)
             if not x.terms.keys().isdisjoint(y.terms) and difference.fits:
                 ends = ", ".join(self._ends(difference))
-                # Terms may cancel only where neither side wraps.
+                # Terms may cancel only if neither side wraps.
                 fits = " && ".join(f"are_ints({', '.join(self._ends(side))})" for side in (x, y))
                 whole = self._call(f"range_{node.op}", left, right)
                 return f"{fits} ? range_{node.op}(Ints{{{ends}}}, range_at(0)) : {whole}"
@@ -283,7 +283,7 @@ class _Emission:
         if node.is_constant:
             return _Sum({}, node.value)
         facts = self._facts[node]
-        # What is looked up is one term.
+        # A value that is looked up counts as one term.
         is_looked_up = facts.is_plain and (facts.reads or not facts.positions)
         if not is_looked_up or facts.positions == {"i", "j"}:
             found = self._taken_apart(node)
@@ -303,8 +303,8 @@ class _Emission:
         return None
 
     def _ends(self, total: _Sum) -> tuple[str, str]:
-        """The least and the largest value of a sum."""
-        # What is added stands first, as one writes it.
+        """Return C++ of the least and the largest value of a sum."""
+        # Positive terms come first.
         terms = sorted(total.terms.items(), key=lambda term: term[1] < 0)
         ends = []
         for ends_of_signs in (("high", "low"), ("low", "high")):
@@ -327,7 +327,7 @@ class _Emission:
         def lines() -> Iterator[str]:
             for node, name in found.items():
                 text = unwrapped(printer.text(node))
-                # C++ makes an int of p & q.
+                # In C++ the type of p & q is int.
                 value = f"bool({text})" if node.type == BOOL else text
                 yield f"{begin(node, name)}range_at({value});"
 
@@ -336,7 +336,7 @@ class _Emission:
     def _of_positions(
         self, struct: str, function: str, position: str, found: dict[Node, str]
     ) -> Iterator[str]:
-        """A struct of ranges, and the functions that fill it in."""
+        """Yield a struct of ranges, and functions that fill it in, join it and iterate over it."""
         yield f"struct {struct} {{"
         yield from (f"  {_TYPES[node.type]} {name};" for node, name in found.items())
         yield "};"

@@ -1,4 +1,4 @@
-"""Captures: arrays and numbers that a modification is given by name, and reads at run time."""
+"""Captures: arrays and numbers that a modification receives by name, and reads at run time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cupy_flash.mods.expression import ARRAY, BOOL, INT, REAL, UINT64, Node
 from cupy_flash.mods.symbols import Symbol, TracedArray, require_indices
 
 MAX_RANK = 4
-# What elements are read as, by the dtype of an array.
+# Node type of the elements that are read, by the dtype of the array.
 ELEMENT_TYPES = {
     "bool": BOOL,
     "uint8": INT,
@@ -31,18 +31,18 @@ ELEMENT_TYPES = {
 
 @dataclass(frozen=True)
 class CaptureSpec:
-    """What device text depends on of a capture; neither its values nor its shape.
+    """Properties of a capture on which generated CUDA source depends, without values and shape.
 
     Attributes
     ----------
     dtype
-        Of an array, one of `ELEMENT_TYPES`; of a number ``"bool"``, ``"int32"`` or ``"real"``.
+        Dtype of an array, a key of `ELEMENT_TYPES`; for numbers "bool", "int32" or "real".
     rank
-        How many axes an array has; None of a number.
+        Number of axes of an array; None for a number.
     contiguous_last
-        Whether elements along the last axis lie one behind the other.
+        Whether the last axis is contiguous.
     is_wide
-        Whether int32 does not hold the distance of any two elements, counted in elements.
+        Whether the distance of two elements, counted in elements, may exceed int32.
     """
 
     dtype: str
@@ -52,11 +52,11 @@ class CaptureSpec:
 
     @property
     def type(self) -> str:
-        """Of its elements, or its own, as nodes have it."""
+        """Node type of an array's elements, or of a number."""
         return self.dtype if self.rank is None else ELEMENT_TYPES[self.dtype]
 
     def parameter(self, name: str) -> Symbol | TracedArray:
-        """What a function is traced with."""
+        """Return the argument with which a function is traced."""
         if self.rank is None:
             return Symbol(Node("scalar", self.type, (), name))
         if self.rank == 0:
@@ -65,12 +65,12 @@ class CaptureSpec:
 
 
 def array_node(name: str) -> Node:
-    """The leaf that stands for a captured array."""
+    """Return the leaf node of a captured array."""
     return Node("array", ARRAY, (), name)
 
 
 def read_capture(name: str, value: Any) -> tuple[Any, CaptureSpec]:
-    """A capture as a NumPy or CuPy array or one of Python's numbers, and its spec.
+    """Return a capture as a NumPy or CuPy array or a Python number, and its spec.
 
     Raises
     ------
@@ -78,8 +78,8 @@ def read_capture(name: str, value: Any) -> tuple[Any, CaptureSpec]:
         For a name that is not an identifier, and for a value that is neither a number nor an array
         of a supported dtype.
     ValueError
-        For an array of other than 0 to 4 axes, without elements, or that lies at odd addresses;
-        for an integer that int32 does not hold.
+        For an array with more than 4 axes, without elements or with misaligned elements; for an
+        integer that int32 cannot hold.
     """
     if not name.isidentifier():
         raise TypeError(f"a capture is called {name!r}; expected the name of a parameter")
@@ -94,7 +94,7 @@ def read_capture(name: str, value: Any) -> tuple[Any, CaptureSpec]:
         return float(value), CaptureSpec("real")
     if isinstance(value, (list, tuple)):
         raise TypeError(f"{name} is {kind_of(value)}; expected an array: pass np.array({name})")
-    # Read in place: calls read what the array holds at that time, so a copy would not do.
+    # Not copied, because calls read what the array holds at that time.
     array = read(name, value, is_written=True)
     dtype = dtype_name(array)
     if dtype not in ELEMENT_TYPES or not array.dtype.isnative:
@@ -128,12 +128,12 @@ def number_key(value: bool | int | float) -> bool | int | str:
 
 
 def number_of(key: bool | int | str) -> bool | int | float:
-    """Return the number of a key that `number_key` has made."""
+    """Return the number from which `number_key` has made a key."""
     return float.fromhex(key) if isinstance(key, str) else key
 
 
 def require_int32_values(name: str, array: Any) -> None:
-    """Raise ValueError for integers in a NumPy array that int32 does not hold."""
+    """Raise ValueError if a NumPy array holds integers that int32 cannot hold."""
     if isinstance(array, np.ndarray):
         for number in (array.min(), array.max()):
             if not -(2**31) <= number < 2**31:
@@ -146,14 +146,14 @@ def require_int32_values(name: str, array: Any) -> None:
 def require_differentiable(
     names: Iterable[str], specs: Mapping[str, CaptureSpec]
 ) -> tuple[str, ...]:
-    """Names of captures whose gradients are asked for.
+    """Return the names of captures whose gradients are requested.
 
     Raises
     ------
     TypeError
-        For what is no name of a captured array of reals.
+        If a name is not that of a captured array of reals.
     ValueError
-        For a name that is there twice.
+        If a name occurs twice.
     """
     if isinstance(names, str):
         raise TypeError(f"differentiable is {names!r}; expected a tuple, as ({names!r},)")
@@ -179,20 +179,20 @@ def require_differentiable(
 
 
 class HostArray:
-    """A captured array on the host's side of things, which reads as kernels read it.
+    """Captured array on the host, with the same results of indexing as in kernels.
 
-    An index outside of the array reads the nearest element; elements come as int32 or reals.
+    An index outside of the array reads the nearest element. Elements become int32 or reals.
 
     Parameters
     ----------
     name
-        Of the capture, for messages.
+        Name of the capture, for messages.
     array
-        NumPy or CuPy.
+        NumPy or CuPy array.
     xp
-        The module that the indices belong to.
+        Module of the indices, NumPy or CuPy.
     dtype
-        Of reals.
+        Dtype of reals.
     """
 
     def __init__(self, name: str, array: Any, xp: Any, dtype: Any) -> None:
@@ -213,9 +213,9 @@ class HostArray:
 
 
 def host_parameter(name: str, value: Any, xp: Any, dtype: Any) -> Any:
-    """What a function is called with on the host: a number, or an array to be indexed."""
+    """Return the argument of a function on the host: a number, or an array to be indexed."""
     if isinstance(value, bool):
-        # Python's own has the bits of 0 or 1, so that ~value would be -1 or -2.
+        # For a Python bool, ~value would be -1 or -2.
         return np.bool_(value)
     if isinstance(value, (int, float)):
         return (np.int32 if isinstance(value, int) else np.dtype(dtype).type)(value)

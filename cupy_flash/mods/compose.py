@@ -1,6 +1,6 @@
-"""The options of a call that modify scores, as one expression of a score and one of what is seen.
+"""Modifications of a call, composed into one expression of the score and one of the mask.
 
-The same as `cupy_flash.mods.scores.Scores.apply`, for kernels.
+Kernels compute these expressions. `cupy_flash.mods.scores.Scores.apply` does the same on arrays.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ def compose(
     mask_mod: Traced | None,
     sees_no_later_key: bool,
 ) -> tuple[Node | None, Node | None]:
-    """What a score becomes, and whether a pair is seen; None where nothing is done.
+    """Return the expressions of the new score and of the mask, each of them None if there is none.
 
     Parameters
     ----------
     specs
-        Specs of those of softcap, alibi_slopes, bias, mask, tree_mask, cache_leftpad, seqused_q,
-        prefix_lens and window_left that the call has.
+        Specs of the captures that the call has among softcap, alibi_slopes, bias, mask, tree_mask,
+        cache_leftpad, seqused_q, prefix_lens and window_left.
     score_mod, mask_mod
-        The user's.
+        The user's functions, traced.
     sees_no_later_key
-        Whether no key behind a query's position is seen, so that distances have one sign.
+        Whether keys after a query's position are masked, so that distances have one sign.
     """
-    # Any: operators of symbols are made, not written.
+    # Typed as Any, because `Symbol` gets its operators at run time.
     x: Any = Symbol(SCORE)
     position: Any = Symbol(I)
     row: Any = Symbol(ROW)
@@ -66,7 +66,7 @@ def compose(
     if "alibi_slopes" in specs:
         slopes: Any = specs["alibi_slopes"].parameter("alibi_slopes")
         slope = slopes[h] if specs["alibi_slopes"].rank == 1 else slopes[b, h]
-        # Without abs() the distance is linear in j. The pairs that it is wrong for are hidden.
+        # Without abs() the distance is linear in j. The pairs for which it is wrong are masked.
         x = x - slope * (position - j if sees_no_later_key else np.abs(position - j))
     pairs: dict[int | None, Any] = {3: (h, q_start + row, j), 4: (b, h, row, j)}
     if "bias" in specs:
@@ -89,8 +89,8 @@ def compose(
         used: Any = specs["seqused_q"].parameter("seqused_q")
         shown.append(row < used[b])
     if "prefix_lens" in specs and "window_left" in specs:
-        # A prefix and the window's left bound leave two ranges of keys, and kernels bound the keys
-        # of a row by one range. So the left bound is a mask.
+        # A prefix and the window's left bound leave two ranges of keys, but kernels limit a row to
+        # one range by position. So the left bound becomes part of the mask.
         prefixes: Any = specs["prefix_lens"].parameter("prefix_lens")
         left: Any = specs["window_left"].parameter("window_left")
         shown.append((j < prefixes[b]) | (j >= position - left))

@@ -1,9 +1,9 @@
-"""Derivatives of expressions: what a new score changes by with the old one, or with a capture.
+"""Derivatives of a new score with respect to the old score, or to a captured element.
 
-Where a function has none, what PyTorch's autograd takes: ``abs`` has 0 at 0, ``minimum`` and
-``maximum`` (so `clip`, and a ReLU written as ``np.maximum(score, 0)``) have half of each side's
-where both are equal, and what gives whole numbers has 0. A `where` has the derivative of the value
-that it chooses, whatever the other one is.
+Where a function is not differentiable, its derivative is that of PyTorch's autograd. ``abs`` has 0
+at 0. If the arguments of ``minimum`` or ``maximum`` are equal, each has half of the derivative (so
+`clip`, and a ReLU written as ``np.maximum(score, 0)``). Functions with integer results have 0. A
+`where` has the derivative of the value that it selects, whatever the other value is.
 """
 
 from __future__ import annotations
@@ -16,49 +16,49 @@ from cupy_flash.mods.captures import array_node
 from cupy_flash.mods.expression import REAL, SCORE, Node, postorder
 from cupy_flash.mods.operations import MINUS_ONE, ONE, OPERATIONS, ZERO, is_zero, operation
 
-# A factor is multiplied into each of the values that a tangent chooses from, up to this many of
-# them, and otherwise into the chosen value.
+# Largest number of alternatives of a `where` into each of which a factor is multiplied. If there
+# are more alternatives, the factor is multiplied into the selected value.
 _MOST_CHOICES = 8
-# A factor is multiplied into the numerator of up to this many nested quotients.
+# Largest number of nested quotients through which a factor is moved into the inner numerator.
 _MOST_DIVISORS = 8
 
 
-# Graphs are as many as modifications; a call on the host asks for each of its blocks.
+# Cached, because the CPU backend requests the same derivative for each block of scores.
 @functools.lru_cache(maxsize=256)
 def derivative(root: Node, of: Node) -> Node:
-    """The derivative of a real with respect to a real that it is computed from.
+    """Return the derivative of a real with respect to a real that it is computed from.
 
     Parameters
     ----------
     root
-        An expression without CUDA text.
+        Root of an expression without the user's CUDA source.
     of
-        The score, or the load of an element: the very node.
+        Node of the score, or of the load of an element.
 
     Returns
     -------
     Node
-        The literals 0 and 1 where it is that for all values.
+        Derivative; the literal 0 or 1 if it has this value everywhere.
 
     Raises
     ------
     TypeError
-        For CUDA text, which is not looked into.
+        If the expression has CUDA source of the user, which is not analyzed.
     """
     return _Tangents(postorder(root), of).of[root]
 
 
 class Partial(NamedTuple):
-    """How an expression changes with an element that it reads.
+    """Derivative of an expression with respect to an array element that it reads.
 
     Attributes
     ----------
     number
-        Of the array, among those whose gradients are asked for.
+        Number of the array among those with gradients.
     load
-        What reads the element.
+        Node that reads the element.
     derivative
-        With respect to it.
+        Derivative with respect to the element.
     """
 
     number: int
@@ -68,7 +68,7 @@ class Partial(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def partials(root: Node, names: tuple[str, ...]) -> tuple[Partial, ...]:
-    """Derivatives by the elements of some captures, without those that are 0 everywhere."""
+    """Return derivatives with respect to elements of captures, except those that are always 0."""
     numbers = {array_node(name): number for number, name in enumerate(names)}
     places: dict[Node, int] = {}
     users: dict[Node, list[Node]] = {}
@@ -80,7 +80,7 @@ def partials(root: Node, names: tuple[str, ...]) -> tuple[Partial, ...]:
     for load in places:
         if load.op != "load" or load.args[0] not in numbers:
             continue
-        # Only these depend on the element: with 1000 elements a pass over all takes 17 s.
+        # Only nodes that depend on the element matter. With 1000 elements, all nodes take 17 s.
         dependents = sorted(_reached(load, users), key=places.__getitem__)
         tangent = _Tangents(dependents, load).of[root]
         if not is_zero(tangent):
@@ -100,16 +100,16 @@ def _reached(start: Node, users: Mapping[Node, Sequence[Node]]) -> set[Node]:
 
 
 class Slopes(NamedTuple):
-    """What a backward pass asks of the text of a new score.
+    """Derivatives of a new score that a backward pass needs.
 
     Attributes
     ----------
     slope
-        The derivative by the scaled score.
+        Derivative with respect to the scaled score.
     partials
-        Derivatives by elements of captures.
+        Derivatives with respect to elements of captures.
     names
-        Of the captures that have gradients, by number.
+        Names of the captures with gradients, in the order of their numbers.
     """
 
     slope: Node
@@ -118,14 +118,14 @@ class Slopes(NamedTuple):
 
 
 def slopes_of(score: Node | None, names: tuple[str, ...]) -> Slopes:
-    """Derivatives of a new score, which None leaves as it is.
+    """Return the derivatives of a new score; None stands for an unchanged score.
 
     Parameters
     ----------
     score
-        A real without CUDA text.
+        Real expression without CUDA source of the user, or None.
     names
-        Of the captured arrays of reals whose gradients are asked for, by number.
+        Names of the captured arrays with gradients, in the order of their numbers.
     """
     if score is None:
         return Slopes(ONE, (), names)
@@ -133,19 +133,19 @@ def slopes_of(score: Node | None, names: tuple[str, ...]) -> Slopes:
 
 
 class _Tangents:
-    """Derivatives of nodes with respect to one of them.
+    """Derivatives of nodes with respect to one node.
 
     Parameters
     ----------
     nodes
-        Nodes, each after its arguments. The derivative of other nodes is 0.
+        Nodes, each after its arguments. All other nodes have derivative 0.
     of
-        The node.
+        Node with respect to which derivatives are taken.
 
     Attributes
     ----------
     of
-        Derivative by node.
+        Derivatives, keyed by node.
     """
 
     def __init__(self, nodes: Iterable[Node], of: Node) -> None:
@@ -154,7 +154,7 @@ class _Tangents:
         self.of: dict[Node, Node] = {}
         for node in nodes:
             self.of[node] = ONE if node is of else self._tangent(node)
-            # Counting from the leaves on keeps the recursion shallow.
+            # Counting here, from the leaves on, keeps the recursion of later counts shallow.
             self._zero_choices(self.of[node])
 
     def _tangent(self, node: Node) -> Node:
@@ -168,9 +168,9 @@ class _Tangents:
         return rule(self, node, *tangents)
 
     def times(self, factor: Node, tangent: Node) -> Node:
-        """Return the product, in which a 0 stays 0, even one that only a `where` chooses.
+        """Return the product, which is 0 where the tangent is 0 or where a `where` selects 0.
 
-        So a factor that is infinite at a tangent of 0 gives no NaN.
+        An infinite factor then gives no NaN where the tangent is 0.
         """
         key = factor, tangent
         if key not in self._products:
@@ -204,7 +204,7 @@ class _Tangents:
         divisors: list[Node] = []
         while tangent.op == "div" and len(divisors) < _MOST_DIVISORS:
             tangent, divisor = tangent.args
-            # The derivative of cap * tanh(score / cap) has such a product.
+            # The factor cancels, as in the derivative of cap * tanh(score / cap).
             if divisor is factor:
                 product = tangent
                 break
@@ -219,7 +219,7 @@ class _Tangents:
         return product
 
     def _zero_choices(self, node: Node) -> int:
-        """Return how many values `where` chooses from, or 0 if it cannot choose a literal 0."""
+        """Return the number of alternatives of a `where`, or 0 if none of them is a literal 0."""
         if node not in self._choices:
             self._choices[node] = self._count_choices(node)
         return self._choices[node]

@@ -1,4 +1,4 @@
-"""Device text of modifications: the structs ``ModArguments`` and ``Mods``, which a kernel calls."""
+"""Generated CUDA source of modifications: the structs ``ModArguments`` and ``Mods``."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from cupy_flash.mods.printer import (
 
 PrinterT = TypeVar("PrinterT", bound=Printer)
 
-# What a unit includes ahead of the text.
+# Headers that a translation unit includes before the generated source.
 HEADERS = ("score/capture.cuh", "score/functions.cuh")
 
-# Operations that the unit of special functions has a part in.
+# Operations that use the special function unit of an SM.
 _FUNCTIONS = frozenset(
     {"tanh", "tanh_approx", "logistic", "exp", "exp2", "log", "log2", "sqrt", "sin", "cos"}
     | {"power", "power_approx"}
 )
 
-# Line of a text whose scores may be as low as numbers go.
+# Line of generated source that declares that scores may become the lowest finite number.
 LOW_SCORES = "static constexpr bool has_low_scores = true;"
 
-# The capture that scores are scaled by.
+# Name of the capture that holds the softmax scale.
 SCALE = "softmax_scale"
 
 _ROW_PARAMETERS = (
@@ -62,62 +62,62 @@ def emit(
     pairwise: frozenset[str] = frozenset(),
     slopes: Slopes | None = None,
 ) -> str:
-    """C++ of the structs through which a kernel changes scores and hides pairs.
+    """Return C++ of the structs through which a kernel changes scores and masks pairs.
 
     ``Mods`` has the constants ``changes_scores``, ``hides_pairs``, ``calls_functions`` (each score
-    takes the unit of special functions) and ``has_low_scores`` (a finite score may become the
-    lowest finite exponent of two). It also has these functions, of which the first is called for a
-    query row, the second for that row and a run of keys, and the others for each pair:
+    uses the special function unit) and ``has_low_scores`` (a finite score may become the lowest
+    finite exponent of two). It also has these functions. A kernel calls ``row`` for a query row,
+    ``keys`` for that row and a run of keys, and the others for each pair:
 
     - ``Row row(a, b, h, i, row, q_start, k_start, base)``,
     - ``Keys keys(a, row, first_key)``,
-    - ``Real exponent(a, row, keys, step, x, pairs)``, which is log2(e) times the new score, less
-      the base, of the key ``first_key + step`` whose product of query and key is x,
-    - ``bool sees(a, row, keys, step)``.
+    - ``Real exponent(a, row, keys, step, x, pairs)``, which is log2(e) times the new score, minus
+      the base, for the key ``first_key + step``, where x is the product of query and key,
+    - ``bool sees(a, row, keys, step)``, which is whether the pair is visible.
 
-    The last two have a variant for pairs that read arrays inside of their bounds, ``Inside``: with
-    ``has_bounds`` there are such, and ``bool is_inside(a, row, keys, last)`` tells whether all
-    pairs of steps from 0 to ``last`` do.
+    ``exponent`` and ``sees`` have a variant ``Inside`` for pairs whose array indices are in bounds.
+    ``has_bounds`` says that the variant differs, and ``bool is_inside(a, row, keys, last)`` whether
+    it may be used for all steps from 0 to ``last``.
 
-    ``step`` should be a constant after unrolling. Whatever does not change along a row is found in
-    ``row``, and what grows evenly from key to key begins in ``keys``, so that the other two add a
-    constant. It is the same text for equal arguments.
+    ``step`` should be a constant after unrolling. ``row`` computes values that are constant along a
+    row, and ``keys`` computes values that are linear in the key, for ``first_key``. The other
+    functions only add multiples of ``step``. Equal arguments give the same source.
 
-    For a backward pass, with `slopes`, there are besides
+    For a backward pass, with `slopes`, there are also
 
-    - ``changes_slope``, false where new scores grow as the scaled scores do,
-    - ``Real slope(a, row, keys, step, x, pairs)``, how much the new score grows with the scaled
-      one, of the same x as ``exponent``; it may be NaN or infinite where nothing is seen,
-    - ``differentiable``, how many captures have gradients, and ``loads``, how many elements of them
-      a pair reads at most,
+    - ``changes_slope``, false if new scores have derivative 1 with respect to scaled scores,
+    - ``Real slope(a, row, keys, step, x, pairs)``, that derivative, for the same x as
+      ``exponent``; it may be NaN or infinite for masked pairs,
+    - ``differentiable``, the number of captures with gradients, and ``loads``, the number of their
+      elements that a pair reads at most,
     - ``void visit_differentiable(a, visit)``, which calls ``visit(number, capture)`` for each,
     - ``void spread(a, row, keys, step, x, weight, add)``, which calls ``add(number, element,
-      gradient)`` for each load of such a capture: its number, which element is read, counted in
-      the order of C, and the weight, which is the gradient of the new score, times the derivative;
-      0 where the weight is.
+      gradient)`` for each load of such a capture, with its number, the index of the element in C
+      order, and the product of ``weight``, the gradient of the new score, with the derivative.
+      The product is 0 if the weight is.
 
     Parameters
     ----------
     score
-        The new score, a real, of the scaled one; None leaves scores as they are. `SCALE` is among
-        the captures then.
+        New score as a function of the scaled score; None leaves scores unchanged. If there is a new
+        score, the captures include `SCALE`.
     seen
-        Whether a pair is seen, a bool; None hides nothing.
+        Mask, a bool expression; None masks nothing.
     captures
-        Specs of all arrays and numbers that the expressions name.
+        Specs of all arrays and numbers that the expressions read.
     dtype
-        Of queries and keys. The functions of 16-bit ones are made of the hardware's powers of 2,
-        whose error is below theirs, and bfloat16's tanh is the hardware's.
+        Dtype of queries and keys. For 16-bit dtypes, functions use the hardware's powers of 2, with
+        an error below that of the dtype. For bfloat16, tanh is the hardware's instruction.
     pairwise
-        Captures with one element for each score, which the kernel may have at hand: the element of
-        a step is what ``pairs.name(step, load)`` gives, by default what ``load()`` reads.
+        Captures with one element per score, which the kernel may have loaded already. They are read
+        by ``pairs.name(step, load)``, which by default returns ``load()``.
     slopes
-        Derivatives of the score, for a backward pass.
+        Derivatives of the new score, for a backward pass.
 
     Returns
     -------
     str
-        To stand behind the headers of `HEADERS`.
+        C++ source, to be placed after the headers of `HEADERS`.
     """
     return _Emission(captures, dtype, pairwise).text(score, TRUE if seen is None else seen, slopes)
 
@@ -134,7 +134,7 @@ class _Emission:
         if score is not None:
             lowered = self._lowered(_of_product(score))
             power = exponent(lowered, self._analysis, self._is_large, fast=self._is_fast)
-        # Pairs first: what they ask for is what keys, and then rows, have to find.
+        # Printed first: members that these functions use have to be computed by keys() and row().
         of_power = self._returned(power, self._pairwise)
         of_seen = self._returned(self._lowered(seen, exact=True), frozenset())
         constants, functions = ([], []) if slopes is None else self._backward(slopes)
@@ -169,7 +169,7 @@ class _Emission:
         return f"{arguments_struct(self._captures, self._real)}\n\n{struct}\n"
 
     def _backward(self, slopes: Slopes) -> tuple[list[str], list[str]]:
-        """Constants and functions that derivatives have."""
+        """Return the constants and functions of ``Mods`` for a backward pass."""
         of_slope = self._returned(self._lowered(_of_product(slopes.slope)), self._pairwise)
         constants = [
             f"static constexpr bool changes_slope = {_bool(slopes.slope is not ONE)};",
@@ -196,7 +196,7 @@ class _Emission:
                 element = printer.element(array.value, map(self._lowered, indices))
                 weight = "weight"
                 if factor is not ONE:
-                    # What is hidden leaves no trace, as it would where the factor is NaN.
+                    # The product must be 0 for a masked pair, also if the factor is NaN.
                     weight = f"weight != 0 ? weight * {printer.text(factor)} : 0"
                 yield f"add({partial.number}, {element}, {weight});"
 
@@ -213,7 +213,7 @@ class _Emission:
     def _is_large(self, node: Node) -> bool:
         """Return whether log2(e) times a finite leaf may be infinite.
 
-        Products of queries and keys are assumed to be smaller.
+        Products of queries and keys are assumed not to be so large.
         """
         if node.op == "load":
             return node.type == REAL and self._captures[node.args[0].value].dtype != "float16"
@@ -265,7 +265,7 @@ class _Emission:
         return _function(f"bool is_inside({_BOUNDS_PARAMETERS})", [body])
 
     def _functions(self) -> Iterator[str]:
-        """Those of CUDA text, with the parameters of the Python functions beside them."""
+        """Yield functions of the user's CUDA source, with the Python functions' parameters."""
         for name, node in self._members.functions.values():
             text, parameters = node.value
             declared = ", ".join(
@@ -285,7 +285,7 @@ def _has_low_scores(power: Node) -> bool:
 
 
 def _of_product(node: Node) -> Node:
-    """An expression of scaled scores, of products of queries and keys."""
+    """Return an expression with the score replaced by the scale times the product of q and k."""
     scale = Node("scalar", REAL, (), SCALE)
     return substitute(node, {SCORE: operation("mul", SCORE, scale)})
 

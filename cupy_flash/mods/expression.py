@@ -1,4 +1,4 @@
-"""What a traced function computes: nodes of a graph, in which equal subexpressions are one node."""
+"""Expression graphs of traced functions. Equal subexpressions are one node."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-# Types of values. A real is a float, in the kernels of float64 a double.
+# Types of values. A real is a float, or a double in float64 problems.
 BOOL, INT, UINT64, REAL = "bool", "int32", "uint64", "real"
-# What an array capture is, which has to be indexed.
+# Type of a captured array, which has to be indexed.
 ARRAY = "array"
 
 _INT_MIN, _INT_MAX = -(2**31), 2**31 - 1
@@ -17,20 +17,20 @@ _UINT64_MAX = 2**64 - 1
 
 
 class Node:
-    """A value of an expression: immutable, and the same object for the same value.
+    """Immutable value of an expression. Nodes with equal parts are the same object.
 
     Attributes
     ----------
     op
-        ``const``, ``symbol``, ``scalar`` (a captured number) and ``array`` (a captured array) are
-        leaves. ``load`` reads an array, its first argument, at indices; ``cuda`` calls a text.
-        ``cast`` converts. The others are rows of `cupy_flash.mods.operations.OPERATIONS`.
+        Name of a row of `cupy_flash.mods.operations.OPERATIONS`, or one of the following names.
+        ``const``, ``symbol``, ``scalar`` (a captured number) and ``array`` are leaves. ``load``
+        reads an array at indices. ``cuda`` calls the user's CUDA source. ``cast`` converts.
     type
-        ``"bool"``, ``"int32"``, ``"uint64"`` or ``"real"``; ``"array"`` of an array.
+        Type of the value: ``"bool"``, ``"int32"``, ``"uint64"``, ``"real"``, or ``"array"``.
     args
-        What it is computed from.
+        Nodes from which the value is computed.
     value
-        Value of a constant; name of another leaf; text and parameter names of ``cuda``. In lowered
+        Value of a constant; name of another leaf; source and parameters of ``cuda``. In lowered
         expressions ``"ordered"`` or ``"exact"`` marks an operation on reals, see `lower`.
     """
 
@@ -42,8 +42,8 @@ class Node:
     value: Any
 
     def __new__(cls, op: str, type: str, args: tuple[Node, ...] = (), value: Any = None) -> Node:
-        """The node of these parts, a new one only where there is none."""
-        # 0.0 equals -0.0, and NaN not itself.
+        """Return the existing node with these parts, or a new node."""
+        # Reals are compared by their bits: 0.0 equals -0.0, and NaN does not equal itself.
         key = op, type, args, value.hex() if isinstance(value, float) else value
         with _lock:
             node = _nodes.get(key)
@@ -66,11 +66,11 @@ class Node:
 
     @property
     def is_constant(self) -> bool:
-        """Whether it is a literal."""
+        """Whether the node is a literal."""
         return self.op == "const"
 
 
-# Nodes hold their arguments; none holds those that are made of it.
+# Weak, so that unused nodes are freed. A node keeps its arguments alive, but no node that uses it.
 _nodes: weakref.WeakValueDictionary[Any, Node] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 
@@ -78,7 +78,7 @@ T = TypeVar("T")
 
 
 def postorder(*roots: Node) -> Iterator[Node]:
-    """Every node once, behind its arguments."""
+    """Yield every node once, after its arguments."""
     done: set[Node] = set()
     stack = [(node, False) for node in reversed(roots)]
     while stack:
@@ -94,7 +94,7 @@ def postorder(*roots: Node) -> Iterator[Node]:
 
 
 def fold(root: Node, visit: Callable[[Node, tuple[T, ...]], T]) -> T:
-    """What `visit` makes of a node and of its arguments' results, each node once."""
+    """Return ``visit(root, results of its arguments)``, computing each node's result once."""
     results: dict[Node, T] = {}
     for node in postorder(root):
         results[node] = visit(node, tuple(results[argument] for argument in node.args))
@@ -102,26 +102,26 @@ def fold(root: Node, visit: Callable[[Node, tuple[T, ...]], T]) -> T:
 
 
 def symbol(name: str, type: str = INT) -> Node:
-    """What a kernel gives for each pair: a position, or the score."""
+    """Return the node of a value that a kernel has for each pair: a position, or the score."""
     return Node("symbol", type, (), name)
 
 
 SCORE = symbol("score", REAL)
 B, H, I, J = (symbol(name) for name in "bhij")  # noqa: E741
-# The query's row in its sequence, not offset: for what the library itself makes of its options.
+# Row of the query in its sequence, without q_offset. Users' functions cannot name it.
 ROW = symbol("row")
 Q_START, K_START = symbol("q_start"), symbol("k_start")
-# What exponents of a row are relative to.
+# Base that is subtracted from the exponents of a row.
 BASE = symbol("base", REAL)
 
 
 def constant(value: bool | int | float, type: str) -> Node:
-    """A literal of a type.
+    """Return a literal of a type.
 
     Raises
     ------
     OverflowError
-        For an integer that the type does not hold.
+        For an integer that the type cannot hold.
     """
     if type == BOOL:
         return Node("const", BOOL, (), bool(value))

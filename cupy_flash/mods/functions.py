@@ -1,4 +1,4 @@
-"""NumPy's functions on nodes: which types they give, and which operations they are made of."""
+"""NumPy's functions on nodes: their result types, and the operations that compute them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from cupy_flash.mods import operations
 from cupy_flash.mods.expression import BOOL, INT, REAL, UINT64, Node, constant
 from cupy_flash.mods.operations import OPERATIONS, cast, logical_not, operation
 
-# An integer to a larger power would need long text, and would wrap.
+# Larger powers of integers would need long source, and would wrap.
 _LARGEST_POWER = 64
 
 
 def promote(*nodes: Node) -> tuple[Node, ...]:
-    """The values converted to the type that NumPy computes them in.
+    """Return the values converted to the type in which NumPy computes them.
 
     Raises
     ------
     TypeError
-        For uint64 beside int32, of which NumPy makes float64.
+        For uint64 with int32, which NumPy converts to float64.
     """
     types = {node.type for node in nodes}
     kind = next(t for t in (REAL, UINT64, INT, BOOL) if t in types)
@@ -105,37 +105,37 @@ def _rounding(op: str) -> Callable[[Node], Node]:
 
 
 def negative(x: Node) -> Node:
-    """``-x``."""
+    """Return ``-x``."""
     if x.type == BOOL:
         raise TypeError("NumPy negates no bools; write ~p, or np.logical_not(p)")
     return operation("neg", x)
 
 
 def absolute(x: Node) -> Node:
-    """``abs(x)``."""
+    """Return ``abs(x)``."""
     return x if x.type in (BOOL, UINT64) else operation("abs", x)
 
 
 def sign(x: Node) -> Node:
-    """Return -1, 0 or 1."""
+    """Return the sign, which is -1, 0 or 1."""
     if x.type == UINT64:
         return cast(cast(x, BOOL), UINT64)
     return x if x.type == BOOL else operation("sign", x)
 
 
 def invert(x: Node) -> Node:
-    """``~x``."""
+    """Return ``~x``."""
     _refuse_reals("not", x)
     return operation("not", x)
 
 
 def where(condition: Node, x: Node, y: Node) -> Node:
-    """One of two values."""
+    """Return x if the condition is true, otherwise y."""
     return operation("where", cast(condition, BOOL), *promote(x, y))
 
 
 def clip(x: Node, low: Node | None, high: Node | None) -> Node:
-    """A value moved between bounds; None is none."""
+    """Return a value limited to bounds; None is no bound."""
     for op, bound in (("max", low), ("min", high)):
         if bound is not None:
             x = _arithmetic(op)(x, bound)
@@ -143,7 +143,7 @@ def clip(x: Node, low: Node | None, high: Node | None) -> Node:
 
 
 def power(x: Node, exponent: Node) -> Node:
-    """``x ** exponent`` of a constant exponent."""
+    """Return ``x ** exponent`` for a constant exponent."""
     if not exponent.is_constant:
         raise TypeError(
             "the exponent of a power has to be a constant; else write np.exp2(y) for 2 ** y, and "
@@ -175,12 +175,12 @@ def _whole_power(x: Node, n: int) -> Node:
 
 
 def square(x: Node) -> Node:
-    """``x * x``."""
+    """Return ``x * x``."""
     return _arithmetic("mul")(x, x)
 
 
 def reciprocal(x: Node) -> Node:
-    """``1 / x``, of reals."""
+    """Return ``1 / x`` for reals."""
     if x.type != REAL:
         raise TypeError("NumPy's reciprocal of integers is their whole quotient; write 1 / x")
     return operation("div", constant(1, REAL), x)
@@ -199,7 +199,7 @@ def _compared_with_infinity(op: str) -> Callable[[Node], Node]:
     return apply
 
 
-# By the names that NumPy gives them.
+# Functions by their names in NumPy.
 FUNCTIONS: dict[str, Callable[..., Node]] = {
     "add": _arithmetic("add"),
     "subtract": _arithmetic("sub"),

@@ -1,4 +1,4 @@
-"""Expressions computed on arrays of NumPy or CuPy, as a kernel computes them for a pair."""
+"""Evaluation of expressions on NumPy or CuPy arrays, as kernels evaluate them for a pair."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from cupy_flash.mods.captures import host_parameter
 from cupy_flash.mods.expression import REAL, Node
 from cupy_flash.mods.operations import OPERATIONS, evaluated, numpy_types
 
-# A node, and whether its value decides: is compared, rounded, converted to an integer, or used as
-# an index.
+# A node, and whether its value decides: whether it is compared, rounded, converted to an integer,
+# or used as an index.
 _Place = tuple[Node, bool]
 
 
 class Interpreter:
-    """Values of expressions of the same pairs.
+    """Evaluator of expressions for given pairs.
 
     Parameters
     ----------
     score
-        Scaled scores, float32 or float64. Reals that do not decide are computed in their dtype.
+        Scaled scores, float32 or float64. Reals that do not decide, see `_Place`, have this dtype.
     positions
-        Integers or arrays of them by name, taken as int32.
+        Positions by name: integers, or arrays of integers, converted to int32.
     captures
-        Arrays and numbers by name.
+        Captured arrays and numbers by name.
     xp
-        NumPy or CuPy.
+        Module of the arrays, NumPy or CuPy.
     real
-        Dtype of the problem's reals. Captures are read and deciding values are computed in it, so
-        that a reference in float64 sees the same pairs as a kernel. Default: that of the scores.
+        Dtype of the problem's reals, in which captures are read and deciding values computed. So a
+        float64 reference masks the same pairs as a kernel. Default: the dtype of the scores.
     """
 
     def __init__(
@@ -55,24 +55,24 @@ class Interpreter:
         }
 
     def value(self, root: Node, *, decides: bool = False) -> Any:
-        """Return the array, or scalar of NumPy, of an expression without CUDA text.
+        """Return the value of an expression without CUDA source of the user.
 
         Parameters
         ----------
         root
-            The expression.
+            Root of the expression.
         decides
             Whether the result itself decides, as a mask does.
         """
         steps = _steps(root, decides and self._is_split, self._is_split)
         uses = Counter(argument for step in steps for argument in step.arguments)
         values: dict[_Place, Any] = {}
-        # What comes of masked pairs is not looked at.
+        # Values of masked pairs, which may be infinite or NaN, are not used.
         with np.errstate(all="ignore"):
             for step in steps:
                 args = [values[x] for x in step.arguments]
                 values[step.place] = self._compute(step, args)
-                # A long chain of operations holds few arrays at a time.
+                # Deletes values after their last use, so that few arrays exist at a time.
                 for argument in step.arguments:
                     uses[argument] -= 1
                     if not uses[argument]:
@@ -90,7 +90,7 @@ class Interpreter:
         if node.op in ("array", "scalar"):
             return self._captures[node.value]
         if node.op == "load":
-            # One without axes is its element.
+            # An array without axes is its element.
             return args[0][tuple(args[1:])] if args[1:] else args[0]
         types = self._deciding if decides or step.rounds else self._types
         if self._is_split and node.type == REAL:
@@ -103,14 +103,14 @@ class Interpreter:
 
 
 class _Step(NamedTuple):
-    """One value to compute.
+    """Computation of one value.
 
     Attributes
     ----------
     place
-        The value.
+        Node of the value, and whether it decides.
     arguments
-        Values that it is computed from.
+        Values of the arguments.
     rounds
         Whether the operation compares or rounds its real arguments.
     """
@@ -120,10 +120,10 @@ class _Step(NamedTuple):
     rounds: bool
 
 
-# A call on the host needs the same steps for each of its blocks.
+# Cached, because the CPU backend needs the same steps for each block of scores.
 @functools.lru_cache(maxsize=256)
 def _steps(root: Node, decides: bool, is_split: bool) -> tuple[_Step, ...]:
-    """Return the values that an expression is computed from, each after its arguments."""
+    """Return the steps that compute an expression, each after those of its arguments."""
     steps: dict[_Place, _Step] = {}
     stack = [_step(root, decides, is_split)]
     while stack:

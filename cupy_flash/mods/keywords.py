@@ -1,4 +1,4 @@
-"""The keyword arguments that modify attention, the same for all public functions."""
+"""Keyword arguments for masks and score modifications, the same for all public functions."""
 
 from __future__ import annotations
 
@@ -16,45 +16,45 @@ from cupy_flash.problem.values import finite
 
 
 class Modifications(TypedDict, total=False):
-    """Masks, and what becomes of scores; each may be left out or None. See docs/masks.md.
+    """Masks and score modifications. Each may be left out or None. See docs/masks.md.
 
-    With x = softmax_scale * q k^T, and p = i + q_offset the position of query i among the keys, the
-    order is: softcap, score_mod, ALiBi, bias; then what any mask hides; then the softmax, with the
-    sink. The kind of all arrays is that of q. Arrays of float32 here are float64 if q is. Lengths
-    may be lists, or have another integer dtype: they are then copied in each call.
+    Let x = softmax_scale * q k^T, and p = i + q_offset the position of query i among the keys.
+    Scores change in this order: softcap, score_mod, ALiBi, bias. Then pairs are masked, and then
+    follows the softmax with the sink. All arrays are stored where q is. Arrays of float32 here are
+    float64 if q is. Lengths may be lists, or of another integer dtype: each call then copies them.
 
     Parameters
     ----------
     window_size : (int or None, int or None)
-        (left, right): query i sees only the keys p - left <= j <= p + right. None or -1 has no
-        bound, and -1 alone is no window. A model's window of W tokens, the query itself among them,
-        is (W - 1, 0).
+        (left, right): query i attends only to the keys p - left <= j <= p + right. None or -1 is no
+        bound on that side, and -1 alone is no window. A model's window of W tokens, which includes
+        the query itself, is (W - 1, 0).
     softcap : float
-        From 1e-30 to 1e30: scores become softcap * tanh(x / softcap). 0 is no cap.
+        Cap from 1e-30 to 1e30: scores become softcap * tanh(x / softcap). 0 is no cap.
     alibi_slopes : float32 array, (heads_q,) or (batch, heads_q)
-        slope * abs(p - j) is subtracted from the scores. A list, a number for all heads, or another
-        float dtype is converted in each call.
+        Slopes of ALiBi: slope * abs(p - j) is subtracted from the scores. A list, a number for all
+        heads, or another float dtype is converted in each call.
     sinks : array of float32 or q's dtype, (heads_q,)
-        One more score of each row, unscaled, without a value. Counts in the log-sum-exp. Lists,
-        numbers and other float dtypes are converted as those of alibi_slopes.
+        Additional score of each row, which is not scaled and has no value. It counts in the
+        log-sum-exp. Lists, numbers and other float dtypes are converted as those of alibi_slopes.
     bias : array of float32 or q's dtype
-        Is added; broadcasts to (batch, heads_q, seqlen_q, seqlen_k). The last axis of a cached call
-        is the capacity. Of packed sequences (heads_q or 1, total_q, max_seqlen_k).
+        Summand of the scores; broadcasts to (batch, heads_q, seqlen_q, seqlen_k), where seqlen_k of
+        a KV cache is its capacity. For packed sequences (heads_q or 1, total_q, max_seqlen_k).
     mask : bool array
-        Of the shapes of bias. True keeps.
+        Mask of the same shapes as bias. True keeps a pair, and False masks it.
     prefix_lens : int32 array, (batch,)
-        Number of first keys of each sequence that all of its queries see, even those that `causal`
-        and `window_size` hide.
+        Number of leading keys of each sequence that all of its queries attend to, even keys that
+        `causal` and `window_size` mask.
     tree_mask : uint64 array, (batch, seqlen_q)
-        Bit k of query i: whether it sees the key at the position of query k: unless q_offset says
-        otherwise, the k-th of the last seqlen_q keys. It sees all keys before those. For at most 64
-        queries.
+        Mask of the keys at the positions of the queries: the last seqlen_q keys, unless q_offset
+        says otherwise. Bit k of query i is whether it attends to the k-th of these keys. Queries
+        attend to all keys before them. There may be at most 64 queries.
     score_mod : ScoreMod
-        The user's function of a score.
+        User function that changes scores.
     mask_mod : MaskMod
-        The user's mask.
+        User function that masks pairs.
     seqlens_k : int32 array, (batch,)
-        Of batches of equal lengths: keys of each sequence, behind which is padding.
+        Number of keys of each sequence of a dense batch. Keys after them are padding.
     """
 
     window_size: tuple[int | None, int | None] | int | None
@@ -71,13 +71,13 @@ class Modifications(TypedDict, total=False):
 
 
 class SequenceModifications(Modifications, total=False):
-    """Modifications of packed sequences and of caches; see docs/masks.md.
+    """Modifications of packed sequences and of KV caches; see docs/masks.md.
 
     Parameters
     ----------
     q_offset : int32 array, (batch,)
         Position of the first query of each sequence among its keys, at most 2^30 - 2^10 from 0. By
-        default the last query of a sequence stands at its last key.
+        default the last query of a sequence has the position of its last key.
     """
 
     q_offset: Any
@@ -89,29 +89,29 @@ class PackedModifications(SequenceModifications, total=False):
     Parameters
     ----------
     seqused_q : int32 array, (batch,)
-        Number of queries of each sequence that are used. The rows behind them attend to no key: 0
-        in out, and in lse -inf, or the sink. Unless there is a q_offset, the last query that is
-        used stands at the last key.
+        Number of queries of each sequence that are used. Rows after them attend to no key: their
+        out is 0, and their lse is -inf, or the sink. Unless there is a q_offset, the last used
+        query has the position of the last key.
     """
 
     seqused_q: Any
 
 
 class CacheModifications(SequenceModifications, total=False):
-    """Modifications of a step on a cache; see docs/masks.md.
+    """Modifications of a call on a KV cache; see docs/masks.md.
 
     Parameters
     ----------
     cache_leftpad : int32 array, (batch,)
-        Number of first rows of each sequence's cache that are padding, which no query attends to.
-        cache_seqlens counts them, and so do positions. A NaN in a value of the padding can reach
-        rows that attend to other keys of its block.
+        Number of leading rows of each sequence's cache that are padding, which no query attends to.
+        cache_seqlens and positions include them. A NaN in a value of the padding can reach rows
+        that attend to other keys of the same KV tile.
     """
 
     cache_leftpad: Any
 
 
-# Those that are arrays. Functions of equal lengths have `q_offset` among their other arguments.
+# Names of the arguments that are arrays. Functions for dense batches declare `q_offset` themselves.
 ARRAYS = (
     "alibi_slopes",
     "sinks",
@@ -127,7 +127,7 @@ ARRAYS = (
 _TYPES = (Modifications, PackedModifications, CacheModifications)
 NAMES = frozenset().union(*(kind.__annotations__ for kind in _TYPES))
 # Names of the modifications that a function accepts, by the annotation of its keywords. Functions
-# of packed and cached sequences have other arguments in place of seqlens_k.
+# for packed sequences and KV caches have other arguments instead of seqlens_k.
 _TAKEN = {
     kind.__name__: [n for n in kind.__annotations__ if kind is Modifications or n != "seqlens_k"]
     for kind in _TYPES
@@ -138,19 +138,19 @@ MODS: dict[str, type] = {"score_mod": ScoreMod, "mask_mod": MaskMod}
 
 
 class Window(NamedTuple):
-    """Bounds of the distance from a query's position to a key's; None has no bound."""
+    """Bounds of the distance from a query's position to a key's; None is no bound."""
 
     left: int | None = None
     right: int | None = None
 
 
 def given(modifications: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that are not None.
+    """Return the modifications that are not None.
 
     Raises
     ------
     TypeError
-        For an argument of no such name, and for a function that is no modification.
+        For an unknown argument, and for a function that is neither a ScoreMod nor a MaskMod.
     """
     for name in modifications:
         require_known(name)
@@ -166,21 +166,21 @@ def require_known(name: str, function: Callable[..., Any] | None = None) -> None
     Parameters
     ----------
     name
-        The keyword.
+        Name of the keyword.
     function
-        Public function that it is passed to, by default the one that runs.
+        Public function that it is passed to; by default the function that is being called.
     """
     if name not in NAMES:
         raise unexpected(name, _TAKEN, function)
 
 
 def with_offsets(q_offset: Any, modifications: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-    """Return `q_offset` and modifications, to which it belongs if it is one for each sequence.
+    """Return `q_offset` and modifications; an offset for each sequence becomes a modification.
 
     Parameters
     ----------
     q_offset
-        Argument of a function of equal lengths: a number, None, or an array or list of numbers.
+        Argument of a function for dense batches: a number, None, or an array or list of numbers.
     modifications
         The other modifications of the call.
     """
@@ -193,7 +193,7 @@ def with_offsets(q_offset: Any, modifications: Mapping[str, Any]) -> tuple[Any, 
 
 
 def require_mod(name: str, value: Any) -> None:
-    """Raise TypeError unless a value is what score_mod, or mask_mod, is to be."""
+    """Raise TypeError unless a value has the type of score_mod or mask_mod."""
     kind = MODS[name]
     if not isinstance(value, kind):
         raise TypeError(
@@ -202,14 +202,14 @@ def require_mod(name: str, value: Any) -> None:
 
 
 def window_of(window_size: Any) -> Window:
-    """The window that an argument asks for.
+    """Return the window that the argument window_size describes.
 
     Raises
     ------
     TypeError
-        For what is neither a pair of integers nor -1.
+        If the argument is neither a pair of integers or None nor -1.
     ValueError
-        For a bound below -1.
+        If a bound is below -1.
     """
     is_sequence = isinstance(window_size, (tuple, list))
     if not is_sequence and (number := _integer(window_size)) is not None:
@@ -227,7 +227,7 @@ def window_of(window_size: Any) -> Window:
 
 
 def _bound(bound: Any, window_size: Any) -> int | None:
-    # As most are, in a third of the time.
+    # Fast path for usual bounds, which takes a third of the time.
     if bound is None or (bound.__class__ is int and 0 <= bound <= FURTHEST):
         return bound
     number = _integer(bound)
@@ -238,12 +238,12 @@ def _bound(bound: Any, window_size: Any) -> int | None:
             f"window_size is {window_size!r}; expected distances of 0 or more, or -1 or None "
             "where there is no bound"
         )
-    # Further than the longest sequence makes no difference, and would not fit int32.
+    # A bound beyond the longest sequence makes no difference, and would not fit int32.
     return None if number == -1 else min(number, FURTHEST)
 
 
 def _integer(value: Any) -> int | None:
-    """The integer that a value is; None for any other."""
+    """Return a value as an integer, or None if it is not an integer."""
     if isinstance(value, (bool, np.bool_)):
         return None
     try:
@@ -253,19 +253,19 @@ def _integer(value: Any) -> int | None:
 
 
 FURTHEST = 2**30
-# Scores divided by such a cap, and the cap times anything near 1, are numbers in float32.
+# For such a cap, score / cap and the cap times a number near 1 are finite in float32.
 SMALLEST_CAP, LARGEST_CAP = 1e-30, 1e30
 
 
 def checked_softcap(softcap: Any) -> float | None:
-    """Return the number, or None for 0, which stands for no cap.
+    """Return softcap as a number, or None for 0, which means no cap.
 
     Raises
     ------
     TypeError
-        For what is no number.
+        If the argument is not a number.
     ValueError
-        For a number out of range.
+        If the number is out of range.
     """
     number = finite("softcap", resolved("softcap", softcap))
     if number == 0:

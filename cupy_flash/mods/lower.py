@@ -4,7 +4,7 @@ How far an operation on reals may be rewritten depends on the use of its result:
 
 - A value that decides is *exact*: one that is compared, rounded, converted to an integer or used as
   an index, and every value of a mask. It is computed in the order of the expression, without
-  contraction, by functions that keep subnormal numbers, so that all kernels and all tiles see the
+  contraction, by functions that keep subnormal numbers, so that all kernels and all tiles mask the
   same pairs.
 - Any other value of a user's function is *ordered*: the order of operations is the user's, and no
   reciprocal replaces a division. But multiplications and additions may be contracted, and functions
@@ -28,7 +28,7 @@ from cupy_flash.mods.operations import OPERATIONS, cast, operation, rebuilt
 _TANH_FACTOR = 2 * math.log2(math.e)
 _LOG2_E = math.log2(math.e)
 _FREE = "free"
-# Larger powers are computed by a logarithm, which takes the same time for any exponent.
+# Larger powers use a logarithm, which takes the same time for any exponent.
 _LONGEST_PRODUCT = 16
 
 # A node, and how it may be computed: exact, ordered or free.
@@ -49,14 +49,14 @@ def lower(
     Parameters
     ----------
     root
-        The expression.
+        Root of the expression.
     analysis
-        Analysis that keeps its answers.
+        Analysis, which memoizes its results.
     fast
         Whether exponentials and tanh that do not decide may use the hardware's powers of 2. Their
-        absolute errors are 2^-23, more than a float32 call may have.
+        absolute error of 2^-23 is too large for float32 calls.
     fast_tanh
-        Whether such a tanh may be the hardware's.
+        Whether such a tanh may be the hardware's instruction.
     exact
         Whether the root decides, as a mask does.
     """
@@ -160,18 +160,18 @@ def exponent(
 ) -> Node:
     """Return the exponent of 2, ``log2(e) * score - base``, of a lowered score.
 
-    Factors of the score join those that it has, and what is added to it the base, so that neither
-    costs more.
+    The factor log2(e) is merged into factors of the score, and the base into its summands, so that
+    neither takes an instruction of its own.
 
     Parameters
     ----------
     score
-        The lowered score.
+        Lowered score.
     analysis
-        Analysis that keeps its answers.
+        Analysis, which memoizes its results.
     is_large
         Function that returns whether log2(e) times a finite leaf may be infinite. A sum with such a
-        leaf is kept finite, so that a row of finite scores is never empty.
+        leaf is kept finite, so that a row of finite scores never looks fully masked.
     fast
         Whether such sums may be rounded toward zero, which costs no instruction.
     """
@@ -184,7 +184,7 @@ def exponent(
             continue
         product = _scaled(term, sign * _LOG2_E, analysis)
         if analysis.slope(term) is not None:
-            # Grows evenly from key to key, as the base does: by nothing.
+            # Linear in the key, as is the base, whose slope is 0.
             even = operation("add", product, even)
         else:
             depends = any(node is SCORE for node in postorder(term))
@@ -231,8 +231,8 @@ def _summands(node: Node, sign: int) -> Iterator[tuple[Node, int]]:
 def _real_of_int(node: Node, analysis: Analysis) -> Node:
     """Return an integer as a real, converted where that costs least.
 
-    Linear functions of the key are converted once for each row. For other sums and the like the
-    operands are converted, and the sum is computed in reals, which hold integers up to 2^24.
+    Linear functions of the key are converted once for each row. For other sums and similar
+    operations, the operands are converted, because reals hold integers up to 2^24.
     """
     if analysis.is_of_row(node) or analysis.linear(node) is not None:
         return cast(node, REAL)
@@ -246,7 +246,7 @@ def _real_of_int(node: Node, analysis: Analysis) -> Node:
 def _quotient(x: Node, y: Node, analysis: Analysis) -> Node:
     if y.is_constant:
         inverse = 1 / y.value if y.value else math.inf
-        # One that float has no normal number for would be lost.
+        # Otherwise float32 has no normal number for the inverse.
         if 2.0**-126 <= abs(inverse) < 2.0**126:
             return _product(x, constant(inverse, REAL), analysis)
     # The inverse of a value that is constant along the row is computed once.
@@ -286,7 +286,7 @@ def _product(x: Node, y: Node, analysis: Analysis) -> Node:
 
 
 def _scaled(x: Node, factor: float, analysis: Analysis) -> Node:
-    """Return x times a literal, merged with a factor that the library has given to x."""
+    """Return x times a literal, merged into a factor of x that the library composed."""
     if _is_free(x) and x.args[1].is_constant:
         together = x.args[1].value * factor
         if 2.0**-126 <= abs(together) < 2.0**126:

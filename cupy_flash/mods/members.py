@@ -1,4 +1,4 @@
-"""What ``Row`` and ``Keys`` hold, and the functions beside them, found as they are asked for."""
+"""Members of the generated structs ``Row`` and ``Keys``, and helper functions, as requested."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from dataclasses import dataclass, field
 from cupy_flash.mods.analysis import Linear
 from cupy_flash.mods.expression import Node
 
-# Indices that a row has of an array's element, by their axes.
+# Indices of an array's element that depend on the row alone, each with its axis.
 Indices = tuple[tuple[int, Node], ...]
 
 
 @dataclass
 class Members:
-    """Members of both structs, in the order in which they were first asked for.
+    """Members of both structs, in the order in which they were first requested.
 
     Attributes
     ----------
     values
-        Of ``Row``: what does not change along a row.
+        Members of ``Row``: values that are constant along a row.
     places
-        Of ``Row``: how far the row's indices lead into an array, the others being 0.
+        Members of ``Row``: offsets in an array of the indices that depend on the row alone.
     positions
-        Of ``Keys``: integers that are linear in the key, at the first one, without offset.
+        Members of ``Keys``: integers that are linear in the key, at the first key, without offset.
     reals
-        Of ``Keys``: reals that grow evenly from key to key, at the first one.
+        Members of ``Keys``: reals that are linear in the key, at the first key.
     functions
-        Texts that are given as CUDA, with the types of what they are called with, by a node that
-        calls them.
+        Helper functions by the user's CUDA source and types: the name of each, and a node that
+        calls it.
     bounds
-        No members, but conditions: where all hold, indices of the pairs from step 0 to ``last`` are
-        inside of their arrays.
+        Conditions, not members. If all hold, indices of the pairs from step 0 to ``last`` are in
+        the bounds of their arrays.
     """
 
     values: dict[Node, str] = field(default_factory=dict)
@@ -43,27 +43,27 @@ class Members:
     bounds: dict[str, None] = field(default_factory=dict)
 
     def value(self, node: Node) -> str:
-        """What a row has of a value."""
+        """Return the member of ``Row`` that holds a value."""
         is_symbol = node.op == "symbol"
         fresh = str(node.value) if is_symbol else f"v{len(self.values)}"
         return "r." + self.values.setdefault(node, fresh)
 
     def place(self, array: str, indices: Indices) -> str:
-        """Where in an array a row reads."""
+        """Return the member of ``Row`` that holds the offset of its indices in an array."""
         return "r." + self.places.setdefault((array, indices), f"p{len(self.places)}")
 
     def position(self, linear: Linear) -> str:
-        """A position at the first key."""
-        # However its terms were added up.
+        """Return the member of ``Keys`` that holds a linear integer at the first key."""
+        # The order in which terms were added does not matter.
         key = linear.key, frozenset(linear.terms)
         fresh = "first" if key == (1, frozenset()) else f"m{len(self.positions)}"
         return "k." + self.positions.setdefault(key, (fresh, linear))[0]
 
     def real(self, node: Node) -> str:
-        """A real at the first key."""
+        """Return the member of ``Keys`` that holds a real at the first key."""
         return "k." + self.reals.setdefault(node, f"f{len(self.reals)}")
 
     def function(self, node: Node) -> str:
-        """What the function of a ``cuda`` node is called."""
+        """Return the name of the helper function that a ``cuda`` node calls."""
         key = node.value, (node.type, *(argument.type for argument in node.args))
         return self.functions.setdefault(key, (f"cuda{len(self.functions)}", node))[0]

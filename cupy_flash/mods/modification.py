@@ -1,4 +1,4 @@
-"""The public modifications: a Python function, what it captures, and what it computes, traced."""
+"""The public ScoreMod and MaskMod: a Python function, its captures, and the traced expression."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def prefixed(kind: str, name: str) -> str:
     return f"{kind}u_{''.join(letters)}"
 
 
-# What a function may be traced with besides captures.
+# Nodes of the parameters that a function may have in addition to captures.
 _SYMBOLS = {"score": SCORE} | POSITIONS
 
 
@@ -65,9 +65,9 @@ class Modification:
     captures
         Arrays (NumPy's or CuPy's) and numbers by name, which are read when a call is made.
     cuda
-        CUDA text in place of the traced function, or None.
+        CUDA source that kernels use instead of the traced function, or None.
     traced
-        What device text depends on.
+        Expression and specs, on which generated CUDA source depends.
     array_names, arrays
         Names of captured arrays among all arrays of a call, and the arrays as calls read them;
         tensors on a GPU stay as they were given.
@@ -77,7 +77,7 @@ class Modification:
     numbers
         Captured numbers by their names among all arrays of a call, in the form of `number_key`.
     read_alone
-        What calls keep that have no other modification, None before the first.
+        Arguments that were read by calls without other modifications; None before the first.
     """
 
     __slots__ = (
@@ -106,17 +106,17 @@ class Modification:
     tensors: Mapping[str, Any]
     numbers: tuple[tuple[str, bool | int | str], ...]
     read_alone: Any | None
-    # The traced function, or None if there is CUDA text and the function cannot be traced.
+    # The traced function, or None if there is CUDA source and the function cannot be traced.
     _graph: Node | None
 
     @property
     def specs(self) -> Mapping[str, CaptureSpec]:
-        """What device text depends on of each capture."""
+        """Specs of the captures by name."""
         return self.traced.specs
 
     @property
     def expression(self) -> Node:
-        """What a kernel computes."""
+        """Expression that a kernel computes."""
         return self.traced.expression
 
     def __init__(
@@ -132,7 +132,7 @@ class Modification:
         try:
             graph = self._traced(around.rebuilt(function), names, specs)
         except Exception:
-            # With CUDA text the function need not be traceable: it is called with arrays.
+            # With CUDA source the function need not be traceable: it is called with arrays.
             if cuda is None:
                 raise
         given = dict(captures)
@@ -185,7 +185,7 @@ class Modification:
         if name in RESERVED:
             raise TypeError(f"a capture is called {name!r}, as what a kernel gives; choose another")
         array, spec = read_capture(name, value)
-        # Once for each modification: no call looks at the values.
+        # Checked once for each modification, because calls do not look at the values.
         if spec.dtype == "int64":
             require_int32_values(name, array)
         return array, spec
@@ -202,7 +202,7 @@ class Modification:
         }
         before = random_states()
         node = self._node(function(**given))
-        # The state of NumPy's or Python's generator also shows that a number chose between values.
+        # A changed state of a random generator reveals that a random number selected a branch.
         if self._node(function(**given)) is not node or random_states() != before:
             raise TypeError(
                 f"{type(self).__name__}'s function computes something else each time that it is "
@@ -227,12 +227,12 @@ class Modification:
 
     @property
     def graph(self) -> Node:
-        """Expression of the Python function, whether or not there is CUDA text as well.
+        """Expression of the Python function, whether or not there is CUDA source as well.
 
         Raises
         ------
         TypeError
-            If there is CUDA text and the Python function cannot be traced.
+            If there is CUDA source and the Python function cannot be traced.
         """
         if self._graph is None:
             try:
@@ -250,7 +250,7 @@ class Modification:
         raise NotImplementedError
 
     def _block(self) -> tuple[int, int] | None:
-        """Of `Traced`."""
+        """Return the attribute `block` of `traced`."""
         return None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -263,12 +263,12 @@ class Modification:
         return self._of_captures({**self.captures, **self.tensors})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        # As part of a model's configuration, say.
+        # Used when a model's configuration is copied, for example.
         captures = {**self.captures, **self.tensors}
         return self._of_captures({n: copy.deepcopy(x, memo) for n, x in captures.items()})
 
     def kept(self) -> Self:
-        """Return the same with copies of captured arrays, except tensors, which have versions."""
+        """Return an equal object with copies of captured arrays, except tensors with versions."""
         copies = {
             name: self.captures[name].copy()
             for name, spec in self.specs.items()
@@ -279,7 +279,7 @@ class Modification:
         return self._of_captures({**self.captures, **self.tensors, **copies})
 
     def with_arrays(self, change: Callable[[str, Any], Any]) -> Self:
-        """Return the same with each captured array as `change(name, array)`."""
+        """Return an object with each captured array replaced by `change(name, array)`."""
         names = [name for name, spec in self.specs.items() if spec.rank is not None]
         changed = {name: change(name, self.captures[name]) for name in names}
         if all(changed[name] is self.captures[name] for name in names):
@@ -293,11 +293,11 @@ class Modification:
         return made
 
     def _options(self) -> dict[str, Any]:
-        """Return the attributes of an object other than its function, captures and text."""
+        """Return the attributes of an object other than its function, captures and CUDA source."""
         return {}
 
     def _set_options(self, options: Mapping[str, Any]) -> None:
-        """Set the attributes that `_options` returns, and those that each object has for itself."""
+        """Set the attributes that `_options` returns, and those that are never copied."""
         for name, option in options.items():
             object.__setattr__(self, name, option)
 
@@ -353,7 +353,7 @@ class Modification:
         }
         everything = {**positions, **captured}
         names = parameters_of(self.function, self._first, self.specs)
-        # What comes of masked pairs is not looked at.
+        # Values of masked pairs, which may be infinite or NaN, are not used.
         with np.errstate(all="ignore"):
             value = self.function(**{name: everything[name] for name in names})
             return xp.asarray(value).astype(result, copy=False)
@@ -385,7 +385,7 @@ def _unpickled(
 
 
 def _hold_the_same(x: Any, y: Any) -> bool:
-    """Return whether two captured arrays are one, or hold the same in host memory."""
+    """Return whether two captured arrays are one, or hold the same bits in host memory."""
     if x is y:
         return True
     if x.dtype != y.dtype or x.shape != y.shape:
@@ -397,47 +397,47 @@ def _hold_the_same(x: Any, y: Any) -> bool:
 
 
 class ScoreMod(Modification):
-    """A change of every score: ``score`` becomes what a function gives.
+    """Change of every score: ``score`` becomes the result of a function.
 
-    The function is called with symbols when the object is made. The operations on them are printed
-    as CUDA, and evaluated on the host. So it is written with operators and the functions of NumPy,
-    without ``if``, ``and`` and loops that depend on its parameters. Arrays in the variables around
-    it, and around the functions that it calls, are captured under the names of these variables.
-    Everything else around it is a constant from then on.
+    The function is called with symbols when the object is made. The operations on them are
+    compiled as CUDA, and evaluated on the host. So the function must use operators and functions of
+    NumPy, without ``if``, ``and`` and loops that depend on its parameters. Arrays in the variables
+    around it, and around functions that it calls, are captured under the names of these variables.
+    All other variables around it are constants from then on.
 
     Parameters
     ----------
     function
-        Of ``score`` first, and of those of these that it uses, by name, in any order: ``b``, the
-        sequence; ``h``, the query head; ``i``, the query's position among the keys, which is its
-        row plus ``q_offset``; ``j``, the key's; ``q_start`` and ``k_start``, the rows at which a
-        packed sequence begins in q and in k; and the captures. The score is scaled already.
-        Integers have 32 bits and wrap; docs/masks.md says what each operation means.
+        Function whose first parameter is ``score``, the scaled score. Further parameters are any of
+        the following, by name: ``b``, the sequence; ``h``, the query head; ``i``, the position of
+        the query among the keys, which is its row plus ``q_offset``; ``j``, the key; ``q_start``
+        and ``k_start``, the rows at which a packed sequence begins in q and in k; and the captures.
+        Integers have 32 bits and wrap; docs/masks.md defines each operation.
     cuda
-        The body of a CUDA C++ function with the same parameters, in place of what would be traced:
-        ``Real`` is its number type, a captured array is called, ``table(h, i - j)``. It is
-        compiled as it stands, so it must come from whom you trust. With CUDA text the Python
-        function need not be traceable: if it is not, it is called with arrays on the host.
+        Body of a CUDA C++ function with the same parameters, which kernels use instead. ``Real`` is
+        its number type, and a captured array is called to read an element: ``table(h, i - j)``. It
+        is compiled as it is, so it must come from a trusted source. The Python function then need
+        not be traceable: if it is not, it is called with arrays on the host.
     differentiable
         Names of captured arrays of reals whose gradients a backward pass returns. They may be
-        captured from the variables around the function.
+        arrays in the variables around the function.
     **captures
-        What the function reads besides, by name: numbers; and arrays of bool, uint8, int32, int64,
-        uint64 or a floating-point dtype, NumPy's, CuPy's or what speaks DLPack, with 0 to 4 axes
-        and at least one element. An array is indexed with as many integers as it has axes. An index
-        outside of the array reads the nearest element; a negative constant index is an error. Only
-        the lower 32 bits of int64 are read. Values of a NumPy array are checked to fit int32 when
-        the object is made; other arrays, and values that are written later, are not checked.
+        Numbers and arrays that the function reads, by name. Arrays are of NumPy, CuPy or a library
+        with DLPack, have 0 to 4 axes, at least one element, and dtype bool, uint8, int32, int64,
+        uint64 or a floating-point dtype. An array is indexed with as many integers as it has axes.
+        An index outside of the array reads the nearest element; a negative constant index is an
+        error. Only the lower 32 bits of int64 are read. Values of a NumPy array are checked to fit
+        int32 when the object is made, but not if they are written later, or in other arrays.
 
     Raises
     ------
     TypeError
-        For a function with other parameters, or that cannot be traced, computes something else
-        each time, or does not return a number; for captures and text that cannot be used; for names
-        in `differentiable` that are not those of captured arrays of reals.
+        For a function that has other parameters, cannot be traced, computes something else each
+        time, or does not return a number; for captures and CUDA source that cannot be used; for
+        names in `differentiable` that are not those of captured arrays of reals.
     ValueError
-        For captured arrays of a wrong shape, for integers that int32 does not hold, for a negative
-        constant as an index, and for a name that is twice in `differentiable`.
+        For captured arrays of a wrong shape, for integers that int32 cannot hold, for a negative
+        constant as an index, and for a name that occurs twice in `differentiable`.
 
     Examples
     --------
@@ -473,7 +473,7 @@ class ScoreMod(Modification):
 
     @property
     def derivable(self) -> Derivable:
-        """What derivatives are taken of; raises as `graph` does."""
+        """Traced function and captures for derivatives; raises TypeError as `graph` does."""
         return Derivable(self.graph, self.differentiable)
 
     def evaluate(
@@ -489,16 +489,16 @@ class ScoreMod(Modification):
         xp: Any = np,
         real: Any = None,
     ) -> Any:
-        """The new scores of arrays of pairs.
+        """Return the new scores of arrays of pairs.
 
         Parameters
         ----------
         score
-            Scaled scores, float32 or float64, in which reals are computed.
+            Scaled scores, float32 or float64. Reals are computed in this dtype.
         b, h, i, j, q_start, k_start
             Integers, or arrays of them, broadcastable to the scores; taken as int32.
         xp
-            The module of the arrays, NumPy or CuPy.
+            Module of the arrays, NumPy or CuPy.
         real
             Dtype in which the problem computes reals: float32, or float64 for float64 inputs.
             Values that are compared, rounded or used as an index are computed in it, even if scores
@@ -507,7 +507,7 @@ class ScoreMod(Modification):
         Returns
         -------
         array
-            Of the scores' dtype, broadcastable to the shape of all arguments.
+            New scores of the scores' dtype, broadcastable to the shape of all arguments.
         """
         dtype = score.dtype
         given = {"score": score, "b": b, "h": h, "i": i, "j": j}
@@ -527,25 +527,25 @@ class ScoreMod(Modification):
         xp: Any = np,
         real: Any = None,
     ) -> Any:
-        """How much new scores grow with the scores, of arrays of pairs.
+        """Return the derivatives of new scores with respect to scores, for arrays of pairs.
 
-        Where the function has no derivative, it is what PyTorch takes: 0 of ``abs`` at 0, half of
-        each side's of ``minimum`` and ``maximum`` where both are equal.
+        Where the function is not differentiable, the result is that of PyTorch: 0 for ``abs`` at 0,
+        and half for each side of ``minimum`` and ``maximum`` if both are equal.
 
         Parameters
         ----------
         score, b, h, i, j, q_start, k_start, xp, real
-            As of `evaluate`.
+            Arguments as in `evaluate`.
 
         Returns
         -------
         array
-            Of the scores' dtype, broadcastable to the shape of all arguments.
+            Derivatives of the scores' dtype, broadcastable to the shape of all arguments.
 
         Raises
         ------
         TypeError
-            For a function beside CUDA text that cannot be traced.
+            If there is CUDA source, and the Python function cannot be traced.
         """
         positions = {"b": b, "h": h, "i": i, "j": j, "q_start": q_start, "k_start": k_start}
         values = Interpreter(score, positions, self.captures, xp, real)
@@ -565,23 +565,23 @@ class ScoreMod(Modification):
 
 
 class MaskMod(Modification):
-    """A choice of the pairs that are seen: those for which a function is true.
+    """Mask of pairs: a pair is visible if the result of a function is true.
 
     Parameters
     ----------
     function
-        As of `ScoreMod`, but for ``score``; it gives a bool.
+        Function as in `ScoreMod`, without ``score``, that returns a bool.
     cuda
-        As of `ScoreMod`; returns a bool.
+        CUDA source as in `ScoreMod`, that returns a bool.
     **captures
-        As of `ScoreMod`.
+        Captures as in `ScoreMod`.
 
     Raises
     ------
     TypeError
-        As `ScoreMod`; also for a function that does not give a bool.
+        As in `ScoreMod`; also for a function that does not return a bool.
     ValueError
-        As `ScoreMod`.
+        As in `ScoreMod`.
 
     Examples
     --------
@@ -601,8 +601,8 @@ class MaskMod(Modification):
     _keyword = "mask_mod"
     _type = BOOL
 
-    # Block maps by what else they depend on: of this object, not of its equals, which may have
-    # captured other values.
+    # Block masks by the other values that they depend on. They belong to this object, because equal
+    # objects may have captured other values.
     _maps: dict[Any, Any]
 
     def __init__(
@@ -615,17 +615,17 @@ class MaskMod(Modification):
         super()._set_options({**options, "_maps": {}})
 
     def refresh(self) -> None:
-        """Have calls read the captured arrays anew: to be called after writing to one.
+        """Make calls read the captured arrays again. Call this after writing to one of them.
 
-        On a GPU it is kept which blocks of the score matrix the mask hides, so that the next call
-        of the same sizes need not find out. Numbers and new arrays take a new `MaskMod`. Nothing
-        waits for the GPU: calls that were made before are not disturbed.
+        Calls on a GPU remember which blocks of the score matrix the mask leaves empty, for later
+        calls of the same sizes. Other numbers and new arrays need a new `MaskMod`. This function
+        does not wait for the GPU, and calls that were made before are not affected.
         """
-        # A new one: what other threads are building still goes into the old one.
+        # A new dictionary, because other threads may still add block masks to the old one.
         object.__setattr__(self, "_maps", {})
 
     def kept_maps(self) -> dict[Any, Any]:
-        """Block maps that calls keep here."""
+        """Return the block masks that calls keep in this object."""
         return self._maps
 
     def evaluate(
@@ -640,21 +640,21 @@ class MaskMod(Modification):
         xp: Any = np,
         dtype: Any = np.float32,
     ) -> Any:
-        """Whether pairs are seen.
+        """Return whether pairs are visible.
 
         Parameters
         ----------
         b, h, i, j, q_start, k_start
             Integers, or arrays of them, broadcastable to one another; taken as int32.
         xp
-            The module of the arrays, NumPy or CuPy.
+            Module of the arrays, NumPy or CuPy.
         dtype
-            In which captured reals are read.
+            Dtype in which captured reals are read.
 
         Returns
         -------
         array
-            Bools, broadcastable to the shape of all arguments.
+            Visibility as bools, broadcastable to the shape of all arguments.
         """
         given = {"b": b, "h": h, "i": i, "j": j, "q_start": q_start, "k_start": k_start}
         return self._evaluate(given, xp, dtype, np.bool_)
@@ -670,18 +670,18 @@ class MaskMod(Modification):
         block: tuple[int, int] | None = None,
         ax: Any | None = None,
     ) -> Any:
-        """Draw which query sees which key; `cupy_flash.plot_mask` draws it with what else hides.
+        """Draw the visible pairs. `cupy_flash.plot_mask` also draws the other masks of a call.
 
         Parameters
         ----------
         seqlen_q, seqlen_k
-            Queries and keys.
+            Number of queries and number of keys.
         b, h
-            Sequence and query head.
+            Index of the sequence and index of the query head.
         q_offset
-            Position of the first query among the keys; by default the last stands at the last key.
+            Position of the first query; by default the last query has the position of the last key.
         block, ax
-            As of `cupy_flash.plot_mask`.
+            Arguments as in `cupy_flash.plot_mask`.
 
         Returns
         -------
@@ -690,7 +690,7 @@ class MaskMod(Modification):
         Raises
         ------
         ImportError
-            Without matplotlib.
+            If matplotlib is not installed.
         """
         offset = seqlen_k - seqlen_q if q_offset is None else q_offset
         i, j = np.arange(seqlen_q)[:, None] + offset, np.arange(seqlen_k)[None]
@@ -707,7 +707,7 @@ class MaskMod(Modification):
 
 
 def _argument(name: str, spec: CaptureSpec | None) -> Node | None:
-    """What CUDA text is given for a capture; None of what is none."""
+    """Return the node that CUDA source receives for a capture; None if `spec` is None."""
     if spec is None:
         return None
     if spec.rank is not None:

@@ -1,4 +1,4 @@
-"""The modifications of a call with their arrays, as the CPU backend and the formula take them."""
+"""Modifications of a call with their arrays, for the CPU backend and the reference."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from cupy_flash.problem.mask import Mask
 
 
 class Modified(NamedTuple):
-    """Modifications of a call.
+    """Modifications of a call with their arrays.
 
     Attributes
     ----------
     scores
-        What becomes of scores, and what is hidden by more than its position.
+        Changes of scores, and masks other than those by position.
     window
-        Of positions.
+        Window of positions.
     prefix_lens, seqlens_k : arrays in host memory, (batch,), or None
         Number of first keys of each sequence that are visible in spite of causality and the window,
         and number of keys of each sequence.
@@ -35,14 +35,14 @@ class Modified(NamedTuple):
 
     @property
     def masks_differ(self) -> bool:
-        """Whether each sequence has a mask of its own."""
+        """Whether the masks by position differ between sequences."""
         of_sequences = (self.prefix_lens, self.seqlens_k, self.q_offset)
         return any(array is not None for array in of_sequences)
 
     def of_mask(self, mask: Mask, b: int) -> Mask:
-        """The mask of a sequence's positions with the window and the prefix.
+        """Return the mask by position of a sequence, with the window and the prefix.
 
-        With a prefix the mask has no left bound: `Scores.apply` hides the keys that it would hide.
+        With a prefix the mask has no left bound: `Scores.apply` masks the keys before the bound.
         """
         seqlen_k = mask.seqlen_k
         if self.seqlens_k is not None:

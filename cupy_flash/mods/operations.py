@@ -1,8 +1,8 @@
-"""The table of operations: one row for each, which every pass over an expression reads.
+"""Table of the operations in expressions, one row for each, that all passes over them read.
 
 A row says what an operation computes on arrays, how it is written in CUDA, which values it can
-have, what its derivative is, and whether its result is the same bits on every backend. Adding an
-operation takes a row here and, if it needs one, a function in ``kernels_cu/score/functions.cuh``.
+have, what its derivative is, and whether its result has the same bits on every backend. A new
+operation needs a row here and, in some cases, a function in ``kernels_cu/score/functions.cuh``.
 
 Arithmetic is IEEE float32 (float64 in float64 problems) and two's-complement int32, in the order
 in which the user wrote it. Cases that NumPy leaves to the platform are defined here. Conversion of
@@ -62,9 +62,9 @@ class Operation:
         Name of the function of NumPy and CuPy that computes it, or a function of the module (NumPy
         or CuPy), the scalar types by name, and the arguments.
     sign
-        Infix or prefix operator of C++; empty if the CUDA text calls ``mod_NAME`` instead.
+        Infix or prefix operator of C++; empty if generated source calls ``mod_NAME`` instead.
     commutes
-        Whether the order of the arguments does not matter. A constant then stands second.
+        Whether the order of the arguments does not matter. A constant then becomes the second one.
     compares
         Whether the operation compares two numbers, so that the result is a bool.
     decides
@@ -130,7 +130,7 @@ def _divided(t: Tangents, tangent: Node, divisor: Node) -> Node:
 
 
 def _of_div(t: Tangents, node: Node, dx: Node, dy: Node) -> Node:
-    # The quotient, which is computed already, is used again.
+    # Reuses the quotient, which is computed anyway.
     return _divided(t, _of_sub(t, node, dx, t.times(node, dy)), node.args[1])
 
 
@@ -229,7 +229,7 @@ def _range_of_abs(x: Range) -> Range:
 
 
 def _range_of_mod(x: Range, y: Range) -> Range:
-    # The result has the sign of the divisor, and is 0 if that is.
+    # The result has the sign of the divisor, and is 0 if the divisor is 0.
     return min(y[0] + 1, 0) if y[0] < 0 else 0, max(y[1] - 1, 0)
 
 
@@ -356,7 +356,7 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "expm1": Operation(
         _REALS, "expm1", exact=False, bounded=_REALS,
-        # Not the value plus 1, which is rounded where the exponential is small.
+        # value + 1 would be inexact where the exponential is small.
         derivative=_by(lambda x, y: operation("exp", x)),
     ),
     "log": Operation(
@@ -509,7 +509,7 @@ def substitute(root: Node, replacements: Mapping[Node, Node]) -> Node:
 
 def _folded(node: Node) -> Node:
     """Return the constant that an operation on constants gives, computed as the table says."""
-    # The only real argument is one of a cast: float64 holds the number that Python has.
+    # float64 holds Python's floats exactly.
     types = numpy_types(np.float64)
     args = tuple(np.asarray(types[x.type](x.value)) for x in node.args)
     with np.errstate(all="ignore"):

@@ -1,4 +1,4 @@
-"""Errors for keyword arguments that a function does not have, with the arguments that are meant.
+"""Errors for unknown keyword arguments, with advice on the arguments that were probably meant.
 
 Other libraries have their own names for arguments of attention: PyTorch's
 ``scaled_dot_product_attention`` and FlexAttention, flash_attn, FlashInfer, JAX and xFormers.
@@ -18,7 +18,7 @@ _NO_DROPOUT = "leave it out, as there is no dropout"
 _NO_HEADS = "leave it out, as the shapes of the arrays tell the heads"
 _SAME_BITS = "leave it out, as the same inputs give the same bits"
 
-# Names of what no function needs.
+# Arguments of other libraries for which no function here has a counterpart.
 LEFT_OUT = {
     **dict.fromkeys(("dropout", "dropout_p", "dropout_rate", "dropout_seed"), _NO_DROPOUT),
     **dict.fromkeys(
@@ -30,14 +30,14 @@ LEFT_OUT = {
 
 
 class _Meant(NamedTuple):
-    """Arguments that are meant by another name.
+    """Arguments of this library that correspond to another library's argument.
 
     Attributes
     ----------
     arguments
         Names of the arguments.
     text
-        Advice on what to pass, in which every one of these names occurs.
+        Advice on what to pass, which contains every one of these names.
     """
 
     arguments: tuple[str, ...]
@@ -45,7 +45,7 @@ class _Meant(NamedTuple):
 
 
 def _meant(*arguments: str) -> tuple[_Meant, ...]:
-    """Return each argument alone, for functions that have it and none of those before it."""
+    """Return alternatives of one argument each; advice names the first that a function has."""
     return tuple(_Meant((argument,), argument) for argument in arguments)
 
 
@@ -64,7 +64,7 @@ _PADDING = (
         "cache_seqlens, and cache_leftpad where the padding stands first",
     ),
 )
-# Names of what functions call otherwise: a function is told the first whose arguments it has.
+# Names in other libraries. Advice is the first alternative whose arguments the function has.
 INSTEAD: dict[str, tuple[_Meant, ...]] = {
     **dict.fromkeys(
         ("scale", "sm_scale", "scaling", "softmax_factor"),
@@ -103,8 +103,8 @@ INSTEAD: dict[str, tuple[_Meant, ...]] = {
 
 _PACKAGE = __name__.partition(".")[0]
 _ANY = ""
-# What functions with gradients by another library leave to those of the same names in the package,
-# by their modules: advice for an argument, and for any other.
+# Modules with gradients by another library. Their functions lack some arguments of the package's
+# functions with the same name: advice by argument. `_ANY` names what the package's functions lack.
 _OF_PLAIN_FUNCTIONS = {
     f"{_PACKAGE}.jax": {
         "backend": "leave it out, as attention is computed where the arrays lie; jax.device_put "
@@ -118,7 +118,7 @@ _OF_PLAIN_FUNCTIONS = {
         _ANY: "gradients by autograd",
     },
 }
-# Nearer names differ by a letter or so: "qv" is not "qkv", and "rotary_dim" not "rotary_sin".
+# Least similarity of a misspelled name: "qv" is not "qkv", and "rotary_dim" not "rotary_sin".
 _NEAR = 0.85
 
 
@@ -147,7 +147,7 @@ class _Function(NamedTuple):
 
     @property
     def direction(self) -> str:
-        """Return "backward" or "vjp" if the name ends so, and nothing for forward functions."""
+        """Direction at the end of the name, "backward" or "vjp"; empty for forward functions."""
         end = self.name.rpartition("_")[2]
         return end if end in ("backward", "vjp") else ""
 
@@ -164,8 +164,8 @@ def unexpected(
     kinds
         Names of modifications, by the names of the types that annotate them.
     function
-        The function. If it is None, the outermost public function on the call stack: calls that
-        succeed then do not pay for errors.
+        Function that was called. If it is None, it is the outermost public function on the call
+        stack, so that successful calls spend no time on errors.
     """
     public = _public_functions(kinds)
     running: list[CodeType | None]
@@ -174,7 +174,7 @@ def unexpected(
     else:
         running = [getattr(function, "__code__", None)]
     by_code = {one.code: one for one in public}
-    # The outermost is last. What is not public has the arguments of the plainest function.
+    # The outermost frame is last. Without a public function there, take `flash_attention`.
     called = next((by_code[code] for code in reversed(running) if code in by_code), public[0])
     return TypeError(f"unexpected keyword argument {name!r}; {_advice(name, called, public)}")
 
@@ -213,7 +213,7 @@ def _left_to_plain_function(name: str, called: _Function, public: list[_Function
 def _functions_with(
     arguments: tuple[str, ...], called: _Function, public: list[_Function]
 ) -> str | None:
-    """Return the names of functions with these arguments, in the called one's direction if any."""
+    """Return names of functions with these arguments, if possible in the direction of `called`."""
     prefix = "" if called.module == _PACKAGE else f"{_PACKAGE}."
     found = [
         function
@@ -237,7 +237,7 @@ def _listed(names: Iterable[str]) -> str:
 def _public_functions(kinds: Mapping[str, Iterable[str]]) -> list[_Function]:
     """Return the public functions that take modifications, `flash_attention` first."""
     found = []
-    # No import: the package imports this module, and the user those of other libraries.
+    # Not imported: the package imports this module, and users import the other modules.
     for name in (_PACKAGE, *_OF_PLAIN_FUNCTIONS):
         module = sys.modules.get(name)
         for public in getattr(module, "__all__", ()):

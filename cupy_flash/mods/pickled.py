@@ -27,7 +27,7 @@ def flattened(root: Node) -> tuple[FlatNode, ...]:
 
 
 def restored(flat: tuple[FlatNode, ...]) -> Node:
-    """Return the root of a graph that `flattened` was given."""
+    """Return the root of the graph that `flattened` has listed."""
     nodes: list[Node] = []
     for op, type, value, arguments in flat:
         nodes.append(Node(op, type, tuple(nodes[place] for place in arguments), value))

@@ -1,4 +1,4 @@
-"""Pictures of masks, where matplotlib is installed."""
+"""Pictures of masks, drawn with matplotlib."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from numpy.typing import NDArray
 
 from cupy_flash.problem.tile import block_sizes
 
-# Of pairs that are hidden and seen, and of blocks that are left out, masked and seen whole; darker
-# for more, so that they differ in black and white too.
+# Colours of masked and visible pairs, and of empty, partial and full blocks. More visible pairs are
+# darker, so that the colours differ in black and white, too.
 _PAIRS = ("#f2f2f2", "#0072B2")
 _BLOCKS = ("#f2f2f2", "#E69F00", "#0072B2")
 _MEANINGS = ("left out", "masked", "seen whole")
 
 
 def block_classes(seen: NDArray[np.bool_], block: tuple[int, int]) -> NDArray[np.int64]:
-    """What becomes of the blocks of a mask.
+    """Return the class of each block of a mask.
 
     Parameters
     ----------
     seen : bool array, (seqlen_q, seqlen_k)
-        Which query sees which key.
+        Visibility of each pair.
     block
         Rows and keys of a block.
 
     Returns
     -------
-    array, (row tiles, key blocks)
-        0 where no pair is seen, 1 where some are, 2 where all are.
+    array, (row blocks, key blocks)
+        0 if no pair of the block is visible, 1 if some pairs are, 2 if all are.
     """
     rows, keys = (np.arange(0, n, size) for n, size in zip(seen.shape, block, strict=True))
 
@@ -47,12 +47,12 @@ def draw(seen: NDArray[np.bool_], block: tuple[int, int] | None, ax: Any | None)
     Parameters
     ----------
     seen : bool array, (seqlen_q, seqlen_k)
-        Which query sees which key.
+        Visibility of each pair.
     block
-        Rows and keys of blocks, which then have the colour of their class (`block_classes`); None
-        draws pairs.
+        Rows and keys of the blocks to draw, coloured by their class (`block_classes`); None draws
+        pairs.
     ax
-        Axes of matplotlib; None for new ones.
+        Axes of matplotlib; None creates new axes.
 
     Returns
     -------
@@ -61,9 +61,9 @@ def draw(seen: NDArray[np.bool_], block: tuple[int, int] | None, ax: Any | None)
     Raises
     ------
     ImportError
-        Without matplotlib.
+        If matplotlib is not installed.
     TypeError, ValueError
-        For a block of no such sizes.
+        If `block` is not a pair of positive integers.
     """
     try:
         from matplotlib.colors import ListedColormap

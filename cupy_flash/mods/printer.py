@@ -1,4 +1,4 @@
-"""Expressions as C++, in a row's function, in that of a run of keys, and in that of a pair."""
+"""Printing of expressions as C++ in generated functions of a row, a run of keys, or a pair."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from cupy_flash.mods.operations import COMPARISONS, OPERATIONS
 
 C_TYPES = {BOOL: "bool", INT: "int", UINT64: "unsigned long long", REAL: "Real"}
 
-# Text that it costs nothing to use again.
+# C++ text that costs nothing if it is repeated.
 _PLAIN = re.compile(r"[\w.]+|a\.\w+ != 0")
 # Longer text becomes a local variable even if it is used once, because compilers take more than
 # linear time for deeply nested text.
 _LONGEST = 500
-# The same comparison with both sides negated.
+# Comparison operators for negated operands.
 _FLIPPED = {"<": ">", "<=": ">="}
 
 
 class Printer:
-    """Prints a function's values; one that is used more than once becomes a local.
+    """Printer of a function's values as C++. A value that is used twice becomes a local.
 
     Parameters
     ----------
     members
-        Of ``Row`` and ``Keys``, which grow by what is asked for.
+        Members of ``Row`` and ``Keys``, to which the printer adds those that it uses.
     analysis
-        Of the nodes.
+        Analysis of the nodes.
     captures
-        Specs by name.
+        Specs of captures by name.
     real
-        ``"float"`` or ``"double"``.
+        C++ type of reals, ``"float"`` or ``"double"``.
     """
 
     def __init__(self, members: Members, analysis: Analysis, captures: Captures, real: str) -> None:
@@ -49,12 +49,12 @@ class Printer:
         self._locals: list[str] | None = None
 
     def body(self, print_lines: Callable[[], Iterable[str]]) -> list[str]:
-        """The statements of a function, behind those of the locals that they use.
+        """Return the statements of a function, after those of the locals that they use.
 
         Parameters
         ----------
         print_lines
-            Prints them with `text`; called twice, first to count what is used how often.
+            Function that prints the statements with `text`. The first of two calls counts uses.
         """
         self._uses, self._known, self._locals = Counter(), {}, None
         list(print_lines())
@@ -63,8 +63,8 @@ class Printer:
         return [*self._locals, *lines]
 
     def text(self, node: Node) -> str:
-        """A value as C++ that can stand in any expression."""
-        # Not recursive, as a chain of operations may be longer than Python's stack is deep.
+        """Return a value as C++ that may be part of any expression."""
+        # Not recursive, because a chain of operations may exceed Python's recursion limit.
         stack = [node]
         while stack:
             top = stack[-1]
@@ -80,9 +80,9 @@ class Printer:
         return self._known[node]
 
     def _kept(self, node: Node, text: str) -> str:
-        """Return the text by which a value is used: its name, if it becomes a local."""
+        """Return the C++ that refers to a value: a name if it becomes a local, otherwise `text`."""
         if self._locals is None:
-            # Only counting, in time that is linear in the nodes.
+            # The first pass only counts uses, in time that is linear in the nodes.
             return "_"
         is_reused = self._uses[node] > 1 and not _PLAIN.fullmatch(text)
         if not is_reused and len(text) <= _LONGEST:
@@ -92,7 +92,7 @@ class Printer:
         return name
 
     def _operands(self, node: Node) -> Iterable[Node]:
-        """Return the nodes whose text is part of the text of a value."""
+        """Return the nodes whose C++ becomes part of the C++ of a value."""
         return node.args
 
     def _print(self, node: Node) -> str:
@@ -105,7 +105,7 @@ class Printer:
         return self._print_value(node)
 
     def _print_value(self, node: Node) -> str:
-        """A value that is no literal and no argument of the launch."""
+        """Return C++ of a value that is neither a literal nor an argument of the launch."""
         return self._print_operation(node)
 
     def _print_operation(self, node: Node) -> str:
@@ -128,7 +128,7 @@ class Printer:
             name = _EXACT_CASTS[node.type] if op == "cast" else f"exact_{op}"
             return _call(name, args)
         sign = OPERATIONS[op].sign if op in OPERATIONS else ""
-        # Overflow of int is undefined in C++; the functions wrap.
+        # Overflow of int is undefined in C++, but the functions ``mod_*`` wrap.
         if not sign or (of_ints and self.analysis.may_wrap(node)):
             return _call(f"mod_{op}", args)
         if len(args) == 1:
@@ -140,8 +140,8 @@ class Printer:
     def _negation(self, node: Node) -> str | None:
         """Return an integer's product with a negative constant as a call of ``mod_neg``.
 
-        Compilers make a negation of more products than those with -1; `mod_neg` says why none is
-        left to them.
+        Compilers replace such products by negations, which some versions of ptxas miscompile; see
+        `mod_neg` in `kernels_cu/score/functions.cuh`.
         """
         if node.op == "neg":
             return _call("mod_neg", [self.text(node.args[0])])
@@ -157,7 +157,7 @@ class Printer:
         return None
 
     def _rounds_down(self, node: Node) -> bool:
-        """Whether C++'s quotient, of positive integers, is NumPy's."""
+        """Return whether C++'s integer quotient equals NumPy's, because no operand is negative."""
         x, y = node.args
         return y.is_constant and y.value > 0 and self.analysis.is_not_negative(x)
 
@@ -167,14 +167,14 @@ class Printer:
         return self.as_real(node, f"a.{array.value}.at({text})")
 
     def as_real(self, load: Node, text: str) -> str:
-        """What is read of an array, converted where reals are of another type."""
+        """Return C++ of an element that is read, converted if reals have another type."""
         is_double = self.captures[load.args[0].value].dtype == "float64"
         if load.type != REAL or is_double == (self.real == "double"):
             return text
         return _call("exact_narrowed" if is_double else "exact_widened", [text])
 
     def offsets(self, array: str, indices: Indices) -> list[str]:
-        """How far indices lead behind the first element of an array."""
+        """Return C++ of the offset in an array that each index adds, in elements."""
         found = []
         for axis, index in indices:
             kind = "offset_from_0" if self.analysis.is_not_negative(index) else "offset"
@@ -183,24 +183,24 @@ class Printer:
         return found
 
     def offset_options(self, array: str, axis: int, index: Node) -> str:
-        """Template arguments of an offset."""
+        """Return the template arguments of an offset as C++."""
         return str(axis)
 
     def place(self, array: str, indices: Indices) -> str:
-        """What a row has of where it reads in an array."""
-        # Offsets are added up before they become an address: of ints that is one instruction.
+        """Return C++ of the offset in an array that the row's indices add."""
+        # Offsets are summed before they are added to the address: a sum of ints is one instruction.
         return " + ".join(self.offsets(array, indices))
 
 
 class RowPrinter(Printer):
-    """Where the symbols are the function's parameters."""
+    """Printer for the function ``row``, in which symbols are parameters."""
 
     def _print_value(self, node: Node) -> str:
         return str(node.value) if node.op == "symbol" else self._print_operation(node)
 
 
 class KeysPrinter(Printer):
-    """Where the key is the first one, and what a row has is in ``r``."""
+    """Printer for the function ``keys``, with the first key, and the row's values in ``r``."""
 
     def _operands(self, node: Node) -> Iterable[Node]:
         is_member = self.analysis.is_of_row(node) or self.analysis.linear(node) is not None
@@ -216,7 +216,7 @@ class KeysPrinter(Printer):
         return self._print_operation(node)
 
     def position(self, linear: Linear) -> str:
-        """Return a position at the first key, without offset, saturated to the range of int."""
+        """Return C++ of a position at the first key, without offset, saturated to int."""
         if not self.analysis.fits(linear.without_offset()):
             sizes = [f"{count}ll * {self.text(node)}" for node, count in linear.ordered_terms]
             return f"mod_saturated({' + '.join([*sizes, f'{linear.key}ll * first_key'])})"
@@ -225,15 +225,15 @@ class KeysPrinter(Printer):
         if not linear.terms:
             return signed
         if all(factor < 0 for _, factor in linear.terms):
-            # Of i - j and of j - i the row has i.
+            # The row stores i for both i - j and j - i.
             return f"{signed} - {self.text(linear.times(-1).of_row())}"
         return f"{self.text(linear.of_row())} {'+' if linear.key > 0 else '-'} {count}"
 
 
 class PairPrinter(Printer):
-    """Where the key is ``first_key + step``, and what grows evenly begins in ``k``."""
+    """Printer for functions of a pair, with key ``first_key + step``, and start values in ``k``."""
 
-    # Captures that are asked for by their step.
+    # Captures that are read by ``pairs.name(step, load)``.
     pairwise: frozenset[str] = frozenset()
 
     def _operands(self, node: Node) -> Iterable[Node]:
@@ -269,17 +269,17 @@ class PairPrinter(Printer):
         return f"({position} + ({steps}))" if " " in steps else f"({position} + {steps})"
 
     def offset_options(self, array: str, axis: int, index: Node) -> str:
-        """And whether the index is known to be inside, where that can be asked of all pairs."""
+        """Return template arguments of an offset; ``Inside`` if is_inside() checks the index."""
         return f"{axis}, Inside" if self._asks_for(array, axis, index) else str(axis)
 
     def _asks_for(self, array: str, axis: int, index: Node) -> bool:
-        """Whether ``Inside`` says that an index is inside."""
+        """Return whether ``Inside`` implies that an index is in bounds."""
         bounds = self._bounds(f"a.{array}.shape[{axis}]", index)
         self.members.bounds |= dict.fromkeys(bounds)
         return bool(bounds)
 
     def element(self, array: str, indices: Iterable[Node]) -> str:
-        """Which element of an array is read, counted in the order of C."""
+        """Return C++ of the index, in C order, of the element of an array that is read."""
         element = "0ll"
         for axis, index in enumerate(indices):
             length, at = f"a.{array}.shape[{axis}]", unwrapped(self.text(index))
@@ -290,7 +290,7 @@ class PairPrinter(Printer):
         return unwrapped(element)
 
     def _bounds(self, length: str, index: Node) -> list[str]:
-        """Conditions for an index to be inside; none where they are not known."""
+        """Return C++ conditions for an index to be in bounds; [] if they are not known."""
         linear = self.analysis.linear(index)
         if linear is None or abs(linear.key) != 1:
             least, most = self.analysis.range(index)
@@ -303,7 +303,7 @@ class PairPrinter(Printer):
         return [*lowest, f"{high} < {length}"]
 
     def _growth(self, slope: Node) -> str:
-        """What a real has grown by, as text behind it."""
+        """Return C++ that adds what a real has grown by at a step; it follows the real."""
         if slope.is_constant and math.isfinite(slope.value) and slope.value == int(slope.value):
             sign = "-" if slope.value < 0 else "+"
             return f"{sign} Real({steps_text(abs(int(slope.value)), 0)})"
@@ -323,7 +323,7 @@ class PairPrinter(Printer):
         return difference if is_small else None
 
     def _print_comparison(self, node: Node, difference: Linear) -> str:
-        """Return a comparison that is linear in the key: the step against a limit of the row."""
+        """Return C++ of a comparison that is linear in the key: the step against a row's limit."""
         sign = OPERATIONS[node.op].sign
         if difference.key < 0:
             difference, sign = difference.times(-1), _FLIPPED.get(sign, sign)
@@ -350,13 +350,13 @@ _INT_MAX = 2**31 - 1
 
 
 def literal(value: bool | int | float, type: str, real: str) -> str:
-    """A constant as C++."""
+    """Return a constant as C++."""
     if type == BOOL:
         return str(value).lower()
     if type == UINT64:
         return f"{value}ull"
     if type == INT:
-        # C++ has no literal of the least integer.
+        # C++ has no literal for the least int.
         lowest = f"({value + 1} - 1)" if value == -(2**31) else f"({value})"
         return str(value) if value >= 0 else lowest
     with np.errstate(over="ignore"):
@@ -370,7 +370,7 @@ def literal(value: bool | int | float, type: str, real: str) -> str:
 
 
 def steps_text(key: int, offset: int) -> str:
-    """``key * step + offset``, a constant where the step is one."""
+    """Return C++ of ``key * step + offset``, a constant if the step is constant."""
     steps = "step" if key == 1 else f"{key} * step"
     if not offset:
         return steps
@@ -378,7 +378,7 @@ def steps_text(key: int, offset: int) -> str:
 
 
 def unwrapped(text: str) -> str:
-    """An expression without parentheses around all of it."""
+    """Return an expression without parentheses that enclose all of it."""
     if not (text.startswith("(") and text.endswith(")")):
         return text
     depth = 0

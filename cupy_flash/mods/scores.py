@@ -1,7 +1,7 @@
-"""What becomes of a score between the product and the softmax, on arrays of NumPy or CuPy.
+"""Changes of scores between the product and the softmax, and masks, on NumPy or CuPy arrays.
 
-The order is that of docs/masks.md: scale, softcap, score_mod, ALiBi, bias, and then what is hidden.
-Which keys a row sees by its position alone is for `cupy_flash.problem.mask`.
+The order is that of docs/masks.md: scale, softcap, score_mod, ALiBi, bias, and then masks.
+`cupy_flash.problem.mask` handles masks that depend on position alone.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 
 class Pairs(NamedTuple):
-    """Which pairs scores are of: integers, or integer arrays that broadcast to the scores.
+    """Coordinates of pairs: integers, or integer arrays that broadcast to the scores.
 
     Attributes
     ----------
     b, h
-        Sequence and query head.
+        Index of the sequence and index of the query head.
     row, j
-        Of the query and of the key in their sequence.
+        Row of the query and index of the key in their sequence.
     q_offset
         Position of the sequence's first query among its keys.
     q_start, k_start
-        Where a packed sequence begins in q and in k; 0 of others.
+        Rows at which a packed sequence begins in q and in k; 0 for other sequences.
     """
 
     b: Any
@@ -38,31 +38,31 @@ class Pairs(NamedTuple):
     k_start: Any = 0
 
 
-#: Arrays of a call that `Scores` has behind the functions.
+#: Names of the array fields of `Scores`, which follow the functions, in order.
 OF_SCORES = ("alibi_slopes", "bias", "mask", "tree_mask", "seqused_q", "cache_leftpad")
 
-#: The first pair of a call.
+#: Coordinates of the first pair of a call.
 FIRST = Pairs(b=0, h=0, row=0, j=0)
 
 
 class Scores(NamedTuple):
-    """How a call changes scores and hides them, with its arrays.
+    """Changes of scores and masks of a call, with their arrays.
 
     Attributes
     ----------
     softcap
-        Scores are softcap * tanh(score / softcap).
+        Cap: scores become softcap * tanh(score / softcap).
     score_mod, mask_mod
-        The user's functions.
+        Functions of the user.
     alibi_slopes : array, (heads_q,) or (batch, heads_q)
     bias, mask : arrays that broadcast to (batch, heads_q, seqlen_q, seqlen_k)
-        Of packed sequences to (heads_q, total_q, max_seqlen_k).
+        For packed sequences, arrays that broadcast to (heads_q, total_q, max_seqlen_k).
     tree_mask : uint64 array, (batch, seqlen_q)
-        Bit k of a row: whether it sees the key at the position of query k.
+        Bit k of a row is whether it attends to the key at the position of query k.
     seqused_q, cache_leftpad : int32 arrays, (batch,)
-        Rows of each sequence that are used, and first keys that are padding.
+        Number of rows of each sequence that are used, and number of leading keys that are padding.
     left, prefix_lens : int and int32 array (batch,), or both None
-        Left bound of a window next to a prefix: it does not hide the first `prefix_lens[b]` keys.
+        Left bound of a window next to a prefix. It does not mask the first `prefix_lens[b]` keys.
     real
         Dtype of the problem's reals, see `cupy_flash.mods.interpret.Interpreter`; None for the
         dtype of the scores.
@@ -83,32 +83,32 @@ class Scores(NamedTuple):
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether scores stay what they are."""
+        """Whether no score is changed and no pair is masked."""
         return all(field is None for field in self._replace(real=None))
 
     @property
     def changes_scores(self) -> bool:
-        """Whether scores of visible pairs are others than the scaled products."""
+        """Whether scores of visible pairs differ from the scaled products."""
         changes = (self.softcap, self.score_mod, self.alibi_slopes, self.bias)
         return any(field is not None for field in changes)
 
     def beside_prefix(self, left: int | None, prefix_lens: Any) -> Scores:
-        """Return the same with the left bound of a window, if there are both this and a prefix."""
+        """Return the object with the left bound of a window, if there is a prefix as well."""
         if left is None or prefix_lens is None:
             return self
         return self._replace(left=left, prefix_lens=prefix_lens)
 
     def apply(self, x: Any, at: Pairs, xp: Any = np) -> Any:
-        """The scores that the softmax takes, -inf where hidden.
+        """Return the scores that the softmax reads, which are -inf if masked.
 
         Parameters
         ----------
         x : array of float32 or float64
             Scaled scores.
         at
-            Their pairs.
+            Coordinates of the scores' pairs.
         xp
-            NumPy or CuPy.
+            Module of the arrays, NumPy or CuPy.
         """
         real = x.dtype.type
         position = at.row + at.q_offset
@@ -151,8 +151,8 @@ class Scores(NamedTuple):
 
 
 def _of_pairs(array: Any, at: Pairs) -> Any:
-    """The elements of a bias or mask of some pairs."""
+    """Return the elements of a bias or mask for some pairs."""
     of_packed = (at.h, at.q_start + at.row, at.j)
     indices = of_packed if array.ndim == 3 else (at.b, at.h, at.row, at.j)
-    # An axis of one serves all.
+    # An axis of length 1 broadcasts.
     return array[tuple(i if n > 1 else 0 * i for i, n in zip(indices, array.shape, strict=True))]

@@ -1,8 +1,8 @@
-"""Blocks of the score matrix that a mask hides or shows as a whole, found without computing pairs.
+"""Blocks of the score matrix that a mask leaves empty or full, found without computing pairs.
 
-The counterpart of `cupy_flash.mods.bounds` for arrays in host memory: interval arithmetic over the
-rows and keys of all blocks at once. A value that depends on the query or on the key alone is
-computed for each of them, and its bounds in a block are exact.
+This is the counterpart of `cupy_flash.mods.bounds` for arrays in host memory: interval arithmetic
+over all blocks at once. A value that depends on the query or on the key alone is computed for each
+of them, and its bounds in a block are exact.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from cupy_flash.mods.operations import INT_RANGE
 
 Array = NDArray[Any]
 
-# Elements of a captured array up to which the elements that are set are counted for all blocks.
+# Largest number of elements of a captured array for which set elements are counted in all blocks.
 # The counts take 4 bytes per element.
 _MOST_COUNTED = 1 << 22
-# The same for each pair of a query and a key, as counting must take less time than the pairs.
+# The same limit for each pair of the call, because counting must be faster than the pairs.
 _MOST_COUNTED_OF_PAIR = 4
 
-# Blocks of all sequences and heads up to which they are looked at, at about 50 bytes per block.
+# Largest number of blocks over all sequences and heads. Each takes about 50 bytes.
 _MOST_BLOCKS = 1 << 21
 
 _PAIR = {"i", "j"}
 
 
 class SeenBlocks(NamedTuple):
-    """The blocks that a mask shows: (batch or 1, heads or 1, row blocks, key blocks).
+    """Visibility of blocks: arrays (batch or 1, heads or 1, row blocks, key blocks).
 
     Attributes
     ----------
@@ -55,7 +55,7 @@ class _Bounds(NamedTuple):
     high: Any
 
 
-# Bounds of a bool of which nothing is known.
+# Bounds of a bool whose value is not known.
 _ANY_BOOL = _Bounds(np.False_, np.True_)
 
 
@@ -66,7 +66,7 @@ def seen_blocks(
     keys_per_block: int,
     dtype: Any,
 ) -> SeenBlocks | None:
-    """Return what a mask hides of blocks; None if nothing is known of its function.
+    """Return which blocks a mask leaves visible; None if its function cannot be analyzed.
 
     Parameters
     ----------
@@ -76,7 +76,7 @@ def seen_blocks(
         int32 arrays that broadcast to (batch, heads, rows, keys): b, h, i and j; and the numbers
         q_start and k_start.
     rows_per_block, keys_per_block
-        Size of blocks. The last ones may be smaller.
+        Rows and keys of a block. The last blocks may be smaller.
     dtype
         Dtype of reals.
     """
@@ -109,7 +109,7 @@ class _Blocks:
         self._values = Interpreter(np.zeros((), dtype), positions, mod.captures, np)
 
     def of(self, root: Node) -> _Bounds | None:
-        """Return the bounds of a value; None if nothing is known."""
+        """Return the bounds of a value; None if they are not known."""
         depends: dict[Node, frozenset[str]] = {}
         for node in postorder(root):
             own = {node.value} & _PAIR if node.op == "symbol" else set()
@@ -131,7 +131,7 @@ class _Blocks:
         return found[root]
 
     def _exact(self, node: Node) -> _Bounds:
-        """Return the bounds of a value that depends on the query or the key alone, if on either."""
+        """Return the bounds of a value that depends on the query, on the key, or on neither."""
         value = np.asarray(self._values.value(node, decides=True))
         if node.type == INT:
             # Sums and products of bounds must not wrap.
@@ -145,7 +145,7 @@ class _Blocks:
         return _Bounds(low, high)
 
     def _of_load(self, node: Node, indices: list[_Bounds | None]) -> _Bounds | None:
-        """Return the bounds of an element of an array of bools: any or all in a box of it."""
+        """Return bounds of an element of a bool array: all and any over the box of its indices."""
         array = taken_by(np, self._mod.captures[node.args[0].value])
         if dtype_name(array) != BOOL or None in indices:
             return _ANY_BOOL if node.type == BOOL else None
@@ -183,7 +183,7 @@ class _Blocks:
 
 
 def _of_operation(node: Node, args: list[_Bounds | None]) -> _Bounds | None:
-    """Return the bounds of an operation on values with these bounds."""
+    """Return the bounds of an operation's result from those of its arguments."""
     kinds = [x.type for x in node.args]
     if node.type == BOOL:
         known = [
@@ -198,7 +198,7 @@ def _of_operation(node: Node, args: list[_Bounds | None]) -> _Bounds | None:
     found = _of_number(node, [x for x in args if x is not None])
     if found is None or node.type == REAL:
         return found
-    # An integer that wraps may be any.
+    # An integer that may wrap can have any value.
     low, high = INT_RANGE
     fits = (found.low >= low) & (found.high <= high)
     return _Bounds(np.where(fits, found.low, int(low)), np.where(fits, found.high, int(high)))
@@ -208,7 +208,7 @@ def _of_bool(op: str, args: list[_Bounds]) -> _Bounds:
     x, y = args[0], args[-1]
     if op == "where":
         return _of_where(*args)
-    # Comparisons with NaN are False, so that NaN makes no bound certain.
+    # Comparisons with NaN are False, so that bounds with NaN make nothing certain.
     certain = {
         "lt": lambda: (x.high < y.low, x.low >= y.high),
         "le": lambda: (x.high <= y.low, x.low > y.high),

@@ -1,4 +1,4 @@
-"""The shapes that modifications' arrays have, and what else has to go together in a call."""
+"""Checks of the shapes of modifications' arrays, and of which modifications go together."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ MAX_TREE_QUERIES = 64
 
 
 class Sizes(NamedTuple):
-    """Sizes of a call that its modifications have to fit; keys are counted up to the capacity."""
+    """Sizes of a call that its modifications must fit; seqlen_k is the capacity of a KV cache."""
 
     dtype: str
     batch: int
     heads_q: int
     seqlen_q: int
     seqlen_k: int
-    total_q: int | None = None  # of packed queries
+    total_q: int | None = None  # number of rows of packed queries
 
 
 def fitted(arrays: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
-    """Arrays by their names, checked; biases and masks as views of the shape of all scores.
+    """Return checked arrays by name; biases and masks become views of the shape of all scores.
 
-    Captures that are among them stay as they are.
+    The captured arrays of user functions are returned unchanged.
 
     Raises
     ------
     ValueError
-        For an array of a wrong shape.
+        If an array has a wrong shape.
     """
     batch, heads_q, seqlen_q = sizes.batch, sizes.heads_q, sizes.seqlen_q
     of_sequences = (batch,), "one for each sequence"
@@ -71,7 +71,7 @@ def _broadcast(name: str, array: Any, sizes: Sizes) -> Any:
         return array_module(array).broadcast_to(array, shape)
     except ValueError:
         axes = "heads_q, total_q, max_seqlen_k" if packed else "batch, heads_q, seqlen_q, seqlen_k"
-        # As most libraries have it for rows that are padded.
+        # Most libraries use this shape for padded keys.
         is_of_keys = not packed and tuple(array.shape) == (sizes.batch, sizes.seqlen_k)
         instead = f"; pass {name}[:, None, None]" if is_of_keys else ""
         raise ValueError(
@@ -81,7 +81,7 @@ def _broadcast(name: str, array: Any, sizes: Sizes) -> Any:
 
 
 def require_limit(window: Window, *, causal: bool) -> None:
-    """Raise ValueError unless prefix_lens change something."""
+    """Raise ValueError if prefix_lens have no effect, without a causal mask or a window."""
     if not causal and window == Window():
         raise ValueError(
             "prefix_lens are keys that are seen in spite of a causal mask or a window; pass "
@@ -89,7 +89,7 @@ def require_limit(window: Window, *, causal: bool) -> None:
         )
 
 
-# Lengths that one kind of call has, what that is, and what other kinds have instead.
+# Lengths for one kind of batch: the kind, its description, and advice for the other kinds.
 _OF_ONE_KIND: dict[str, tuple[str, str, dict[str, str]]] = {
     "seqlens_k": (
         "equal",
@@ -106,14 +106,14 @@ _OF_ONE_KIND: dict[str, tuple[str, str, dict[str, str]]] = {
 
 
 def refuse_other_lengths(given: Callable[[str], Any], kind: str) -> None:
-    """Raise ValueError for lengths that calls of another kind have.
+    """Raise ValueError for lengths that only calls of another kind have.
 
     Parameters
     ----------
     given
-        Returns an argument of the call by its name, None if it is not given.
+        Function that returns an argument of the call by name, or None if it is absent.
     kind
-        "equal", "packed" or "cached".
+        Kind of batch, "equal", "packed" or "cached".
     """
     for name, (own, meaning, instead) in _OF_ONE_KIND.items():
         if kind != own and given(name) is not None:

@@ -1,4 +1,4 @@
-"""What a modification is written in, checked: a function's parameters, and CUDA text."""
+"""Checks of what a modification is written in: a function's parameters, and CUDA source."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 from cupy_flash.mods.expression import K_START, Q_START, B, H, I, J
 
-# What a function may name, besides the score and captures.
+# Nodes of the parameters that a function may have in addition to the score and captures.
 POSITIONS = {"b": B, "h": H, "i": I, "j": J, "q_start": Q_START, "k_start": K_START}
-# Names that no capture may have, as kernels give these values.
+# Names that no capture may have, because kernels define these values.
 RESERVED = frozenset({"score", "row", *POSITIONS})
-# What would reach past the function that the text is the body of.
+# Text that would have an effect outside of the function whose body the CUDA source is.
 _REFUSED_TEXT = re.compile(r"#|%:|\?\?|\\|\b(?:__)?asm(?:__)?\b|\b__shared__\b|\b_Pragma\b")
 _PARAMETER = re.compile(r"[A-Za-z](?:_?[A-Za-z0-9])*_?")
-# Keywords of C++, and macros and types that are defined where the text is compiled.
+# Keywords of C++, and macros and types that are defined where the source is compiled.
 _CPP_TEXT = """
 alignas alignof and and_eq asm auto bitand bitor bool break case catch char char8_t char16_t
 char32_t class co_await co_return co_yield compl concept const const_cast consteval constexpr
@@ -34,12 +34,12 @@ _CPP_WORDS = frozenset(_CPP_TEXT.split())
 def parameters_of(
     function: Callable[..., Any], first: tuple[str, ...], captures: Mapping[str, Any]
 ) -> tuple[str, ...]:
-    """Names that a function is called with.
+    """Return the names of the arguments that a function is called with.
 
     Raises
     ------
     TypeError
-        If they are not those of positions and of all captures.
+        If a parameter is neither a position nor a capture, or a capture is not a parameter.
     """
     try:
         signature = inspect.signature(function)
@@ -72,7 +72,7 @@ def parameters_of(
 
 
 def check_text(cuda: str, parameters: tuple[str, ...]) -> None:
-    """Raise TypeError unless the text can be the body of a function with these parameters."""
+    """Raise TypeError unless CUDA source can be the body of a function with these parameters."""
     if not isinstance(cuda, str):
         raise TypeError(f"cuda is {cuda!r}; expected the text of a function's body")
     if found := _REFUSED_TEXT.search(cuda):

@@ -1,4 +1,4 @@
-"""What derivatives of changed scores are, on arrays of NumPy or CuPy: beside `scores`."""
+"""Derivatives of changed scores, on NumPy or CuPy arrays; see `scores` for the scores."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from cupy_flash.mods.scores import Pairs, Scores
 
 
 def apply_with_slope(scores: Scores, x: Any, at: Pairs, xp: Any = np) -> tuple[Any, Any | None]:
-    """The scores that the softmax takes, and how each grows with the scaled score.
+    """Return the inputs of the softmax, and their derivatives with respect to scaled scores.
 
     Parameters
     ----------
     scores, x, at, xp
-        As of `Scores.apply`.
+        Arguments as in `Scores.apply`.
 
     Returns
     -------
     array
-        As `Scores.apply` gives it.
+        Scores as `Scores.apply` returns them.
     array or None
-        Derivatives, broadcastable to x; None where they are 1 everywhere. Those of hidden pairs may
-        be anything, NaN too.
+        Derivatives, broadcastable to x; None if they are 1 everywhere. Derivatives of masked pairs
+        may have any value, including NaN.
     """
     slope = None
     if scores.softcap is not None:
@@ -43,7 +43,7 @@ def apply_with_slope(scores: Scores, x: Any, at: Pairs, xp: Any = np) -> tuple[A
 
 
 def behind_softcap(scores: Scores, x: Any, xp: Any = np) -> Any:
-    """Scaled scores as the user's function is given them."""
+    """Return scaled scores after the softcap, which are the input of the user's function."""
     return x if scores.softcap is None else _softcapped(x, scores.softcap, xp)[0]
 
 
@@ -74,29 +74,29 @@ def capture_gradients(
     of_sizes: bool = False,
     real: Any = None,
 ) -> dict[str, Any]:
-    """Gradients of the arrays that a modification names as differentiable.
+    """Return the gradients of the arrays that a modification names as differentiable.
 
     Parameters
     ----------
     score_mod
-        Whose.
+        Score modification with captured arrays.
     x : array of float32 or float64
-        Scores as its function is given them, see `behind_softcap`.
+        Scores that are the input of its function, see `behind_softcap`.
     at
-        Their pairs.
+        Coordinates of the scores' pairs.
     weight : array, broadcastable to x
-        Gradients of the new scores; 0 where hidden, which leaves no trace of what is there.
+        Gradients of the new scores. Masked pairs have 0 and contribute 0, even where x is NaN.
     xp
-        NumPy or CuPy.
+        Module of the arrays, NumPy or CuPy.
     of_sizes
-        Whether absolute values are summed up, so that nothing cancels.
+        Whether to sum absolute values, so that nothing cancels.
     real
         Dtype of the problem's reals, see `Scores.real`.
 
     Returns
     -------
     dict
-        Of each name in `ScoreMod.differentiable` a float64 array of the capture's shape: the sum,
+        Float64 array of the capture's shape for each name in `ScoreMod.differentiable`: the sum,
         over the pairs that read an element, of weight times the derivative of the new score.
     """
     found = {
@@ -119,11 +119,11 @@ def capture_gradients(
 
 
 def _gathered(products: Any, indices: list[Any], shape: tuple[int, ...], xp: Any) -> Any:
-    """Sums of what belongs to each element of an array."""
+    """Return the sums of the products that belong to each element of an array of `shape`."""
     element = xp.zeros((), np.int64)
     for index, length in zip(indices, shape, strict=True):
         element = element * length + xp.clip(xp.asarray(index), 0, length - 1)
-    # Most elements serve whole axes, which are summed up at once.
+    # Axes along which the element does not change are summed first.
     lengths = (1,) * (products.ndim - element.ndim) + element.shape
     shared = tuple(axis for axis, length in enumerate(lengths) if length == 1)
     sums = products.sum(axis=shared, keepdims=True, dtype=np.float64)

@@ -22,7 +22,7 @@ Read = tuple[Any, CaptureSpec]
 
 
 class Surroundings:
-    """Rebuilds functions with stand-ins for the arrays that their variables hold.
+    """Rebuilder of functions, with stand-ins for the arrays that their variables hold.
 
     Arrays are found in closure cells, globals, default arguments and attributes of functions, alone
     or as elements of a list, a tuple or a dictionary, or as attributes of a module. Python
@@ -167,7 +167,7 @@ class ProgramNumber(Symbol):
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
-            # A library that reads arrays by a protocol gets the answer of a symbol.
+            # Libraries that look up an array protocol get the error that a symbol raises.
             super().__getattr__(name)
         return getattr(self._array, name)
 
@@ -268,7 +268,7 @@ class ProgramModule(ModuleType):
 
 
 def random_states() -> tuple[Any, ...]:
-    """Return the states of the generators that Python and NumPy share within a process."""
+    """Return the states of the global random generators of Python and NumPy."""
     state: Any = np.random.get_state()  # noqa: NPY002
     _, words, *others = state
     return random.getstate(), words.tobytes(), *others

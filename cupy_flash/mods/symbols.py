@@ -1,4 +1,4 @@
-"""What a traced function is called with: symbols that compute nodes, and arrays to be indexed."""
+"""Arguments of a traced function: symbols, whose operations make nodes, and arrays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cupy_flash.mods.operations import cast
 
 _INT_MAX = np.iinfo(np.int32).max
 _SHIFTS = ("left_shift", "right_shift")
-# NumPy does not tell which of these cases it was, so the message names all of them.
+# NumPy does not report which of these cases it was, so the message names all of them.
 _NO_ELEMENT = (
     "a traced value cannot be an element or an index of an array that the program holds in "
     "another object or computes inside of the function. For np.max([x, y]) write "
@@ -28,7 +28,7 @@ _TYPES = {"b": BOOL, "i": INT, "f": REAL}
 
 
 class Symbol:
-    """A value of a traced function. Operators and NumPy's functions give further symbols."""
+    """Value of a traced function. Operators and NumPy's functions on it return further symbols."""
 
     __slots__ = ("node",)
 
@@ -47,7 +47,7 @@ class Symbol:
             f"{instead or 'it with operators and the functions of NumPy'}"
         )
 
-    # A comparison gives a symbol.
+    # Symbols are not hashable, because == returns a symbol.
     def __hash__(self) -> NoReturn:
         raise TypeError(
             "a traced value cannot be looked up in a set or a dictionary; compare it, as (x == 1) "
@@ -58,9 +58,9 @@ class Symbol:
         return f"Symbol({self.node!r})"
 
     def astype(self, dtype: Any) -> Symbol:
-        """The value converted, as arrays are: to bool, int32, uint64 or a real.
+        """Return the value converted to bool, int32, uint64 or a real.
 
-        All signed integers are int32 here, and all reals those of the kernel.
+        All signed integer dtypes become int32, and all real dtypes become the kernel's real type.
         """
         kind = np.dtype(dtype)
         type = UINT64 if kind == np.uint64 else _TYPES.get(kind.kind)
@@ -71,7 +71,7 @@ class Symbol:
         return Symbol(cast(self.node, type))
 
     def clip(self, min: Any = None, max: Any = None) -> Symbol:
-        """``np.clip(self, min, max)``."""
+        """Return ``np.clip(self, min, max)``."""
         return apply("clip", self, min, max)
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Symbol:
@@ -166,7 +166,7 @@ class Symbol:
     __rdivmod__ = __divmod__
 
     def __getitem__(self, index: Any) -> Symbol:
-        # As NumPy's scalars take it: what a capture without axes is on the host.
+        # Scalars of NumPy allow this, too. On the host, a capture without axes is such a scalar.
         if isinstance(index, tuple) and not index:
             return self
         raise TypeError(f"[{index!r}] of a traced value, which is one number; index a capture")
@@ -178,11 +178,11 @@ class TracedArray:
     Parameters
     ----------
     name
-        Of the capture.
+        Name of the capture.
     rank
-        How many axes it has, at least one.
+        Number of axes, at least one.
     type
-        Of its elements, as nodes have it.
+        Node type of the elements.
     """
 
     __slots__ = ("_name", "_rank", "_type")
@@ -206,7 +206,7 @@ class TracedArray:
         return Symbol(Node("load", self._type, (array, *nodes)))
 
     def not_indexed(self) -> TypeError:
-        """The error for the array in place of an element."""
+        """Return the error for an array that is used where an element is expected."""
         some = ", ".join("bhij"[: self._rank])
         return TypeError(
             f"{self._name} is an array with {self._rank} axes, of which a traced function reads "
@@ -216,7 +216,7 @@ class TracedArray:
     def __getattr__(self, name: str) -> NoReturn:
         whole = f"{self._name}.{name}"
         if name in ("shape", "size"):
-            # Kernels serve all shapes.
+            # One kernel serves arrays of all shapes.
             example = f"{whole}[0]" if name == "shape" else whole
             raise TypeError(
                 f"{whole} is not known when a function is traced; give the size to the "
@@ -236,7 +236,7 @@ class TracedArray:
 
 
 def require_indices(name: str, rank: int, indices: tuple[Any, ...]) -> None:
-    """Raise TypeError or ValueError unless an element of a capture is asked for."""
+    """Raise TypeError or ValueError unless indices select one element of a capture."""
     others = [i for i in indices if i is None or i is Ellipsis or isinstance(i, (slice, bool))]
     if others or len(indices) != rank:
         what = f"{others[0]!r} among its indices" if others else f"{len(indices)} indices"
@@ -260,7 +260,7 @@ def _require_not_negative(name: str, index: int) -> None:
 
 
 def _add_operators() -> None:
-    """Python's operators, each one of NumPy's functions."""
+    """Add Python's operators to `Symbol`, each as one of NumPy's functions."""
     binary = {
         "add": "add",
         "sub": "subtract",
@@ -323,12 +323,12 @@ def _cannot_trace(name: str) -> NoReturn:
 
 
 def apply(name: str, *values: Any) -> Symbol:
-    """One of NumPy's functions on symbols and numbers.
+    """Return the result of one of NumPy's functions on symbols and numbers.
 
     Raises
     ------
     TypeError
-        For a function that is not known, and for values that are no numbers.
+        For a function that is not known, and for values that are not numbers.
     """
     function = FUNCTIONS.get(name)
     if function is None:
@@ -365,17 +365,17 @@ def _require_operands(name: str, nodes: list[Node]) -> None:
 
 
 def as_node(value: Any) -> Node:
-    """The node of a symbol, or of a number as a literal.
+    """Return the node of a symbol, or of a number as a literal.
 
     Raises
     ------
     TypeError
-        For anything else.
+        For any other value.
     """
     if isinstance(value, Symbol):
         return value.node
     if getattr(value, "ndim", None) == 0 and not isinstance(value, np.generic):
-        # An array without axes, as the maximum of an array of the program is in most libraries.
+        # An array without axes, such as the maximum of an array in most libraries.
         value = value[()] if isinstance(value, np.ndarray) else value.item()
     if isinstance(value, (bool, np.bool_)):
         return constant(bool(value), BOOL)

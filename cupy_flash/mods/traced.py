@@ -1,4 +1,4 @@
-"""What device text and derivatives depend on of a modification, apart from what is captured."""
+"""Traced functions: what generated CUDA source and derivatives depend on, except captures."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from cupy_flash.mods.expression import Node
 
 
 class Traced:
-    """What device text depends on of a modification: the same object for the same parts.
+    """Expression and specs of a modification. Objects with equal parts are the same object.
 
-    So it is hashed and compared by its identity. It holds nothing that was captured.
+    It is hashed and compared by identity, and holds no captured arrays and numbers.
 
     Attributes
     ----------
     expression
-        What a kernel computes.
+        Expression that a kernel computes.
     specs
-        Of captures, by name.
+        Specs of captures by name.
     block
-        Rows and keys of the blocks that a mask is the same in, if any.
+        Rows and keys of the blocks in which a mask is constant, or None.
     """
 
     __slots__ = ("__weakref__", "block", "expression", "specs")
@@ -39,7 +39,7 @@ class Traced:
         specs: Mapping[str, CaptureSpec],
         block: tuple[int, int] | None = None,
     ) -> Traced:
-        """The object of these parts, a new one only where there is none."""
+        """Return the existing object with these parts, or a new object."""
         key = expression, tuple(specs.items()), block
         with _lock:
             traced = _known.get(key)
@@ -55,22 +55,22 @@ _lock = threading.Lock()
 
 
 class Derivable(NamedTuple):
-    """What derivatives of a `ScoreMod` are taken of.
+    """Function and captures for which derivatives of a `ScoreMod` are taken.
 
     Attributes
     ----------
     graph
-        What the Python function computes, whether or not there is CUDA text beside it; None where
+        Expression of the Python function, whether or not there is CUDA source as well; None if
         there is no function.
     differentiable
-        Captured arrays whose gradients are asked for, by number.
+        Names of captured arrays with gradients, in the order of their numbers.
     """
 
     graph: Node | None
     differentiable: tuple[str, ...]
 
     def traced(self, score_mod: Traced | None) -> Traced | None:
-        """What text would depend on without CUDA text in it."""
+        """Return the modification with its Python function, not CUDA source; None without one."""
         if score_mod is None or self.graph is None:
             return None
         return Traced(self.graph, score_mod.specs)

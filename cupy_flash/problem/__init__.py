@@ -1,1 +1,1 @@
-"""Records of what is asked for, and every check of values."""
+"""Frozen records that describe an attention problem, and the checks of their values."""

@@ -1,4 +1,4 @@
-"""How the arrays of a problem lie: dtypes, strides, alignments; nothing in here has an address."""
+"""Dtypes, strides and alignments of the arrays of a problem, without their addresses."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-# Of q, k and v that stand for their numbers times scales, and of the output then.
+# Dtype of quantized q, k and v, which come with scales, and the dtypes of their output.
 FLOAT8 = "float8_e4m3fn"
 FLOAT8_OUTPUTS = ("bfloat16", "float16")
-# Of caches of 8 bits, by the largest number that each holds.
+# Dtypes of 8-bit KV caches, each with the largest number that it holds.
 LARGEST_QUANTIZED = {"float8_e4m3fn": 448.0, "int8": 127.0}
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "float8_e4m3fn": 1, "int8": 1}
-# The widest single memory access, in bytes.
+# Largest alignment that matters, in bytes: the width of the widest memory access.
 MAX_ALIGNMENT = 16
 
 Strides = tuple[int, int, int]
@@ -22,24 +22,24 @@ Shape = tuple[int, int, int, int]
 
 
 def contiguous_strides(shape: tuple[int, int, int, int]) -> Strides:
-    """Strides of the first three axes of a C-contiguous array, in elements."""
+    """Return the strides of the first three axes of a C-contiguous array, in elements."""
     return (shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3])
 
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """An array in (batch, seqlen, heads, dim) order, as the kernels address it.
+    """Shape, strides, dtype and alignment of an array in (batch, seqlen, heads, dim) order.
 
     Attributes
     ----------
     shape
-        (batch, seqlen, heads, dim).
+        Lengths of the axes (batch, seqlen, heads, dim).
     strides
-        Of batch, row and head, in elements. The last axis is contiguous.
+        Strides of the batch, row and head axes, in elements. The last axis is contiguous.
     dtype
-        One of `DTYPES`, of a cache also of `LARGEST_QUANTIZED`.
+        Name of the dtype: one of `DTYPES` or `FLOAT8`; for a cache also of `LARGEST_QUANTIZED`.
     alignment
-        Bytes (at most 16) that the address of the first element is a multiple of.
+        Alignment of the address of the first element, in bytes, at most 16.
     """
 
     shape: tuple[int, int, int, int]
@@ -49,11 +49,11 @@ class ArraySpec:
 
     @classmethod
     def contiguous(cls, shape: tuple[int, int, int, int], dtype: str) -> ArraySpec:
-        """Spec of a freshly allocated C-contiguous array."""
+        """Return the spec of a new C-contiguous array."""
         return cls(shape, contiguous_strides(shape), dtype)
 
     def row_alignment(self) -> int:
-        """Bytes (a power of two, at most 16) that every row's address is a multiple of."""
+        """Return the alignment of every row's address in bytes: a power of two, at most 16."""
         size = ITEMSIZE[self.dtype]
         alignment = self.alignment
         for length, stride in zip(self.shape, self.strides, strict=False):
@@ -63,16 +63,16 @@ class ArraySpec:
 
 
 class Tensor(NamedTuple):
-    """An array of a problem, and how its rows lie.
+    """Dtype, strides and row alignment of an array of a problem.
 
     Attributes
     ----------
     dtype
-        One of `DTYPES`, or `FLOAT8`; of a cache also of `LARGEST_QUANTIZED`.
+        Name of the dtype: one of `DTYPES` or `FLOAT8`; for a cache also of `LARGEST_QUANTIZED`.
     strides
-        Of batch, row and head, in elements.
+        Strides of the batch, row and head axes, in elements.
     alignment
-        Bytes (a power of two, at most 16) that every row starts at a multiple of.
+        Alignment of every row's address in bytes: a power of two, at most 16.
     """
 
     dtype: str
@@ -81,17 +81,17 @@ class Tensor(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """How the scales of a cache of 8 bits lie, or those of q, k and v of float8.
+    """Strides of the scales of an 8-bit KV cache, or of float8 q, k and v.
 
     Attributes
     ----------
     k, v
-        Strides of cache or page (of float8 batch), row and head, in elements, 0 where all have one;
-        None for 1.
+        Strides of the first axis (cache, page or, for float8, batch), rows and heads, in elements;
+        0 along an axis with a single scale. None if there are no scales.
     computed
-        Whether an append computes those of the rows that it writes.
+        Whether an append computes the scales of the rows that it writes.
     q
-        As k and v, of float8 queries.
+        Strides of the scales of float8 queries, in the same form as `k` and `v`.
     """
 
     k: Strides | None = None
@@ -101,13 +101,13 @@ class Scales(NamedTuple):
 
     @property
     def given(self) -> dict[str, Strides]:
-        """Strides of those that are given, by the names of the arrays."""
+        """Strides that are not None, keyed by the name of the array of scales."""
         every = {"q_scale": self.q, "k_scale": self.k, "v_scale": self.v}
         return {name: strides for name, strides in every.items() if strides is not None}
 
 
 class Tensors(Mapping[str, Tensor]):
-    """Tensors by name; hashable, as a problem is."""
+    """Mapping from names to tensors. It is hashable, so that a problem is hashable, too."""
 
     def __init__(self, **tensors: Tensor) -> None:
         self._tensors = tensors
@@ -129,17 +129,17 @@ class Tensors(Mapping[str, Tensor]):
 
 
 def tensor_of(spec: ArraySpec, *, is_packed: bool) -> Tensor:
-    """How the rows of an array lie, as kernels have it."""
+    """Return the `Tensor` of an array; the batch stride of a packed array is 0."""
     strides = (0, *spec.strides[1:]) if is_packed else spec.strides
     return Tensor(spec.dtype, strides, spec.row_alignment())
 
 
 def check_no_self_overlap(name: str, spec: ArraySpec) -> None:
-    """Raise ValueError if two elements of an array that is written share an address."""
+    """Raise ValueError if two elements of an array that is written have the same address."""
     shape = spec.shape
     if 0 in shape:
         return
-    # They do when a longer axis does not step over the shorter ones.
+    # Elements collide if a stride is less than the extent of the axes with smaller strides.
     extent = shape[3]
     for stride, length in sorted(zip((abs(s) for s in spec.strides), shape[:3], strict=True)):
         if length > 1:

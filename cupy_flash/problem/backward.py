@@ -1,4 +1,4 @@
-"""The backward problem of a forward one."""
+"""Derivation of a backward problem from a forward problem."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from cupy_flash.problem.problem import Problem
 def with_gradient(
     problem: Problem, spec: GradientSpec, dout: ArraySpec, gradients: Mapping[str, ArraySpec]
 ) -> Problem:
-    """The backward problem of a forward one.
+    """Return the backward problem of a forward problem.
 
     Parameters
     ----------
     problem
-        Of forward; its out is read.
+        Forward problem. The backward pass reads its out.
     spec
-        What is wanted.
+        Gradients to compute, and their dtypes.
     dout
-        Of the same shape as out.
+        Spec of the gradient of out, which has the shape of out.
     gradients
-        How those of q, k and v lie that are wanted, by the input's name.
+        Specs of the requested gradients of q, k and v, keyed by the name of the input.
 
     Raises
     ------
     TypeError, ValueError
-        For arrays of other dtypes or shapes, and for gradients that overlap themselves.
+        If an array has a wrong dtype or shape, or a gradient overlaps itself.
     """
     is_packed = problem.layout.packed_q
     tensors = dict(problem.tensors)

@@ -1,4 +1,4 @@
-"""What a GPU offers to a kernel."""
+"""Limits of a GPU, and resources of a compiled kernel."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ KIB = 1024
 
 @dataclass(frozen=True)
 class Device:
-    """The limits that tiles are chosen by. Sizes in bytes unless named otherwise.
+    """Limits of a GPU that the choice of a tile depends on. Sizes are in bytes.
 
     Attributes
     ----------
     name
-        As the driver reports it, or the architecture's name where no GPU is meant.
+        Name that the driver reports, or name of the architecture if there is no GPU.
     arch
-        Compute capability times ten: 90 for sm_90.
+        Compute capability times ten, such as 90 for sm_90.
     sm_count
-        Streaming multiprocessors.
+        Number of streaming multiprocessors (SMs).
     shared_memory_per_block, shared_memory_per_sm
-        The most that one thread block may ask for, and what an SM holds.
+        Maximum shared memory of one thread block, and total shared memory of an SM.
     registers_per_sm, threads_per_sm, max_blocks_per_sm
-        32-bit registers, resident threads and resident thread blocks.
+        Number of 32-bit registers, of resident threads and of resident thread blocks of an SM.
     l2_cache
         Size of the L2 cache.
     arch_specific
-        Whether code can be compiled that only this architecture runs, such as for ``sm_90a``.
+        Whether the compiler can build architecture-specific code, such as ``sm_90a``.
     """
 
     name: str
@@ -42,16 +42,16 @@ class Device:
 
     @property
     def sm(self) -> str:
-        """The compiler's name of the architecture, such as ``sm_90``."""
+        """Name of the architecture for the compiler, such as ``sm_90``."""
         return f"sm_{self.arch}"
 
     @property
     def reserved_shared_memory(self) -> int:
-        """What the system keeps of an SM's shared memory for each resident block."""
+        """Shared memory of an SM that the system reserves for each resident thread block."""
         return KIB if self.arch >= 80 else 0
 
     def blocks_per_sm(self, threads: int, shared_memory: int, registers: int) -> int:
-        """Thread blocks that fit an SM at once, by threads, shared memory and registers.
+        """Return the number of thread blocks that fit on an SM at once.
 
         Registers are allocated to warps in units of 256 (CUDA programming guide, compute
         capabilities).
@@ -68,15 +68,15 @@ class Device:
 
 @dataclass(frozen=True)
 class Resources:
-    """What one compiled kernel takes.
+    """Resources that one compiled kernel uses.
 
     Attributes
     ----------
     registers
-        Per thread.
+        Number of registers per thread.
     spill_bytes
-        Local memory per thread: what registers were spilled to, and arrays that the compiler
-        could not keep in registers.
+        Bytes of local memory per thread: spilled registers, and arrays that the compiler could not
+        keep in registers.
     static_shared_memory
         Bytes of statically declared shared memory.
     """
@@ -86,9 +86,9 @@ class Resources:
     static_shared_memory: int
 
 
-# Per architecture: shared memory per block and per SM in KiB, threads and blocks per SM, and for
-# planning with no GPU a usual chip's SM count and L2 in MiB (CUDA programming guide, "Compute
-# Capabilities"; chips: T4, A100, A10, Orin, L40S, H100, B200, B300, Thor, RTX 5090, GB10).
+# Limits by architecture: shared memory per block and per SM in KiB, threads and blocks per SM. For
+# planning without a GPU, also the SM count and L2 in MiB of a typical chip (CUDA programming guide,
+# "Compute Capabilities"; T4, A100, A10, Orin, L40S, H100, B200, B300, Thor, RTX 5090, GB10).
 _ARCHITECTURES = {
     75: (64, 64, 1024, 16, 40, 4),
     80: (163, 164, 2048, 32, 108, 40),
@@ -107,17 +107,17 @@ ARCHITECTURES = tuple(_ARCHITECTURES)
 
 
 def device_for_arch(arch: str | int) -> Device:
-    """A usual GPU of an architecture, for planning and compiling with no GPU at hand.
+    """Return a typical GPU of an architecture, for planning and compiling without a GPU.
 
     Parameters
     ----------
     arch
-        Such as ``"sm_90"`` or ``90``.
+        Name or number of the architecture, such as ``"sm_90"`` or ``90``.
 
     Raises
     ------
     ValueError
-        If the architecture is not one the kernels are built for.
+        If the kernels are not built for the architecture.
     """
     text = str(arch).removeprefix("sm_").removesuffix("a")
     if not text.isdecimal() or int(text) not in _ARCHITECTURES:

@@ -1,34 +1,34 @@
-"""What a backward call asks for besides what its forward call did."""
+"""Options of a backward call in addition to those of its forward call."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Inputs of attention that have rows of their own, and so a gradient as large.
+# Inputs with one row per token. Their gradients have the shape of the input.
 ROWS = ("q", "k", "v")
-# What the names of those begin with that a score modification captures.
+# Prefix of the names of captured arrays of a score modification, among all inputs of a call.
 OF_MOD = "score_mod."
 
 
 @dataclass(frozen=True)
 class GradientSpec:
-    """Gradients of a call.
+    """Gradients that a backward call computes.
 
     Attributes
     ----------
     wrt
         Names of the inputs whose gradients are computed, each once.
     dtype
-        Of the gradients of q, k and v: that of the inputs, or float32.
+        Name of the dtype of the gradients of q, k and v: that of the inputs, or float32.
     dlse
-        Whether the log-sum-exp has a gradient too.
+        Whether the call is given a gradient of the log-sum-exp.
     as_inputs
-        Whether the gradients of other inputs have those' dtypes; else they have `dtype` as well.
+        Whether gradients of inputs other than q, k and v have the dtype of the input, not `dtype`.
     bias
-        Axes of the gradient of a bias, if wanted: batch, heads, rows and keys, 1 long where one
-        element serves all. Of packed sequences the first is 1, and rows are those of all.
+        Shape (batch, heads, rows, keys) of the gradient of a bias, or None. Broadcast axes have
+        length 1. For packed sequences, batch is 1 and the rows are those of all sequences.
     captured
-        Elements of the captured arrays whose gradients are computed, together.
+        Total number of elements of the captured arrays whose gradients are computed.
     """
 
     wrt: tuple[str, ...]
@@ -39,5 +39,5 @@ class GradientSpec:
     captured: int = 0
 
     def wants(self, *names: str) -> bool:
-        """Whether the gradient of one of these inputs is computed."""
+        """Return whether the gradient of at least one of these inputs is computed."""
         return any(name in self.wrt for name in names)

@@ -1,4 +1,4 @@
-"""How the sequences of a batch lie in memory."""
+"""Layout of the sequences of a batch in memory."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Layout:
-    """How q, k and v lie (`kernels_cu/grid/sequences.cuh`).
+    """Layout of the sequences in q, k and v (`kernels_cu/grid/sequences.cuh`).
 
-    Lengths and places that are not equal are in arrays on the device; here is only what a kernel is
-    chosen by and what its arguments are made of.
+    Per-sequence lengths and offsets stay in device arrays. This record holds only what selects a
+    kernel and fills its arguments.
 
     Attributes
     ----------
     kind
-        "equal": q, k and v are batches of equal lengths. "packed": q and out are (total_q, heads,
-        dim), their sequences told apart by cu_seqlens_q, and, where they are not paged, k and v
-        likewise. "cached": q is a batch of equal lengths, k and v are a cache. "padded": as
-        "equal", but that the keys of each sequence end sooner.
+        Kind of batch. "equal": a dense batch, in which all sequences have one length. "padded": a
+        dense batch, in which keys at the end of a sequence are padding. "packed": q and out have
+        shape (total_q, heads, dim), delimited by cu_seqlens_q; k and v are packed, too, unless they
+        are paged. "cached": q is a dense batch, and k and v are a KV cache.
     total_q, total_k
-        Rows of packed arrays; 0 where they are not packed.
+        Number of rows of packed arrays; 0 for arrays that are not packed.
     caches
-        Length of the first axis of keys that are neither packed nor paged; 0 where they are.
+        Length of the first axis of k and v; 0 if they are packed or paged.
     page_size, pages, max_pages
-        Rows of a page, pages of the cache, and pages that a sequence may have; 0 where it is not
-        paged.
+        Number of rows of a page, of pages in the cache, and of pages that a sequence may have; 0 if
+        the cache is not paged.
     block_table_stride
-        Elements between the rows of block_table.
+        Stride between the rows of block_table, in elements.
     new_keys
-        Rows that are appended to each sequence before it is attended to.
+        Number of rows that are appended to each sequence before attention is computed.
     packed_new
-        Whether the rows that are appended are packed; cu_seqlens_k_new delimits each sequence's.
+        Whether the appended rows are packed. cu_seqlens_k_new then delimits the sequences.
     num_splits
-        Parts to cut the keys of a query tile into; None leaves them to the kernel.
+        Number of parts that the keys of a query tile are split into; None if the library chooses.
     batch_invariant
-        Whether a row's result may depend on nothing but its own sequence: then family, tile and
-        the partition of the keys are chosen without looking at batch and lengths.
+        Whether the result of a row may depend on its own sequence only. Family, tile and KV splits
+        are then chosen without regard to batch size and lengths.
     """
 
     kind: str = "equal"
@@ -54,7 +54,7 @@ class Layout:
 
     @property
     def is_equal(self) -> bool:
-        """Whether all sequences have one length, and kernels need not look them up."""
+        """Whether all sequences have the same length, so that kernels read no lengths."""
         return self.kind == "equal"
 
     @property

@@ -1,6 +1,6 @@
-"""Which query sees which key: the one place of the library that compares a row with a column.
+"""Masks by position: which keys a query row attends to under causality, a window and a prefix.
 
-`kernels_cu/score/mask.cuh` says the same to the kernels.
+`kernels_cu/score/mask.cuh` implements the same rules in the kernels.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from numpy.typing import NDArray
 
 
 class Mask(NamedTuple):
-    """Query i sees the keys [begin(i), end(i)); rows and keys count from the first of each.
+    """Range of keys [begin(i), end(i)) that query row i of a sequence attends to.
 
-    Query i stands at position p = i + q_offset among the keys. Both ends grow from row to row, but
-    for rows that see nothing.
+    Row i has position p = i + q_offset among the keys. Both bounds grow from row to row, except for
+    rows that attend to no key.
 
     Attributes
     ----------
     seqlen_q, seqlen_k
-        Rows and keys that there are.
+        Number of query rows and number of keys.
     causal
-        Whether query i sees only the keys j <= p.
+        Whether row i attends only to the keys j <= p.
     q_offset
         Position of the first query among the keys.
     left, right
-        Of a window: query i sees only the keys p - left <= j <= p + right; None has no bound.
+        Bounds of a window, p - left <= j <= p + right for the keys j of row i; None is no bound.
     prefix
-        Number of first keys that all queries see in spite of `causal` and `right`. A mask with a
-        prefix has no `left`, as that would leave two ranges of keys.
+        Number of leading keys that all rows attend to in spite of `causal` and `right`. A mask with
+        a prefix has no `left`, because that would leave two ranges of keys.
     """
 
     seqlen_q: int
@@ -43,13 +43,14 @@ class Mask(NamedTuple):
 
     @property
     def is_full(self) -> bool:
-        """Whether every query sees every key."""
+        """Whether every row attends to every key."""
         return not self.causal and self.left is None and self.right is None
 
     def rounded(self, rows: int, keys: int) -> Mask:
-        """Return a mask with few other lengths: multiples of `rows`, and of `keys`.
+        """Return the mask with rounded sizes, so that similar masks become equal.
 
-        Lengths are rounded up, and q_offset to the nearest multiple.
+        seqlen_q is rounded up to a multiple of `rows`, seqlen_k up to a multiple of `keys`, and
+        q_offset to the nearest multiple of `keys`.
         """
         return self._replace(
             seqlen_q=-(-self.seqlen_q // rows) * rows,
@@ -58,7 +59,7 @@ class Mask(NamedTuple):
         )
 
     def behind(self, rows: int) -> Mask:
-        """Return the mask of the rows that follow the first `rows` ones, at their positions."""
+        """Return the mask without its first `rows` rows. The other rows keep their positions."""
         return self._replace(seqlen_q=self.seqlen_q - rows, q_offset=self.q_offset + rows)
 
     def with_last(self, rows: int) -> Mask:
@@ -66,7 +67,7 @@ class Mask(NamedTuple):
         return self._replace(q_offset=self.q_offset + self.seqlen_q - rows)
 
     def end(self, row: int) -> int:
-        """Behind the last key that a row sees."""
+        """Return one past the last key that a row attends to."""
         end = self.seqlen_k
         if self.causal:
             end = row + self.q_offset + 1
@@ -75,13 +76,13 @@ class Mask(NamedTuple):
         return min(max(end, self.prefix, 0), self.seqlen_k)
 
     def begin(self, row: int) -> int:
-        """The first key that a row sees; no less than its `end` where it sees none."""
+        """Return the first key that a row attends to; at least `end` if it attends to none."""
         if self.left is None:
             return 0
         return min(max(row + self.q_offset - self.left, 0), self.seqlen_k)
 
     def ends(self, rows: Any, xp: Any = np) -> Any:
-        """`end` of each row of an array of NumPy or CuPy."""
+        """Return `end` for each row of a NumPy or CuPy array."""
         if not self.causal and self.right is None:
             return xp.full(rows.shape, self.seqlen_k)
         positions = rows + (self.q_offset + 1)
@@ -91,24 +92,24 @@ class Mask(NamedTuple):
         return xp.clip(xp.maximum(ends, self.prefix), 0, self.seqlen_k)
 
     def begins(self, rows: Any, xp: Any = np) -> Any:
-        """`begin` likewise."""
+        """Return `begin` for each row of a NumPy or CuPy array."""
         if self.left is None:
             return xp.zeros(rows.shape, np.int64)
         return xp.clip(rows + (self.q_offset - self.left), 0, self.seqlen_k)
 
     def sees_all(self, first: int, stop: int) -> bool:
-        """Whether each of the rows [first, stop) sees every key."""
+        """Return whether each of the rows [first, stop) attends to every key."""
         return self.begin(stop - 1) == 0 and self.end(first) == self.seqlen_k
 
     def edges(self, first: int, stop: int, start: int, end: int) -> list[tuple[int, int]]:
-        """Runs of keys among [start, end), at most two, that not all rows [first, stop) see."""
+        """Return at most two runs of keys in [start, end) that some rows of [first, stop) mask."""
         left = min(max(self.begin(stop - 1), start), end)
         right = max(min(self.end(first), end), start)
         runs = [(start, left), (right, end)] if left < right else [(start, end)]
         return [run for run in runs if run[0] < run[1]]
 
     def hidden(self, first: int, stop: int, start: int, end: int) -> NDArray[Any]:
-        """Which of the keys [start, end) the rows [first, stop) do not see: (rows, keys)."""
+        """Return which pairs of rows [first, stop) and keys [start, end) are masked."""
         if self._is_diagonal:
             return _hidden_of_rows(stop - first, end - start, first + self.q_offset + 1 - start)
         rows = np.arange(first, stop)
@@ -117,15 +118,15 @@ class Mask(NamedTuple):
 
     @property
     def _is_diagonal(self) -> bool:
-        """Whether each row sees one key more than the one before, and that is all."""
+        """Whether the mask is only causal: each row attends to one key more than the row before."""
         return self.causal and self.left is None and self.right is None and not self.prefix
 
     def blocks_of_keys(self, first: int, stop: int, Bc: int) -> tuple[int, int, int, int]:
-        """Blocks of Bc keys that the rows [first, stop) see: begin, full_begin, full_end, end.
+        """Return the blocks of Bc keys that rows [first, stop) attend to.
 
-        Some row sees some key of the blocks from begin to end - 1, unless the rows see none at all
-        in between; every row sees every key of those from full_begin to full_end - 1, which are
-        whole.
+        The result is (begin, full_begin, full_end, end). Blocks [begin, end) each have some visible
+        pair, unless the rows attend to no key there. In the blocks [full_begin, full_end), which
+        have Bc keys, all pairs are visible.
         """
         end = -(-self.end(stop - 1) // Bc)
         begin = min(self.begin(first) // Bc, end)
@@ -133,7 +134,7 @@ class Mask(NamedTuple):
         return begin, full_begin, max(full_begin, min(self.end(first) // Bc, end)), end
 
     def first_row(self, key: int) -> int:
-        """The first row whose end lies behind a key, as all later rows' do; seqlen_q if none."""
+        """Return the first row with ``end(row) > key``, as later rows have; seqlen_q if none."""
         rows = [0]
         if key < self.prefix:
             return 0
@@ -144,15 +145,15 @@ class Mask(NamedTuple):
         return min(max(rows), self.seqlen_q)
 
     def last_row(self, key: int) -> int:
-        """Behind the last row that does not begin behind a key."""
+        """Return one past the last row with ``begin(row) <= key``."""
         if self.left is None:
             return self.seqlen_q
         return min(max(key + self.left - self.q_offset + 1, 0), self.seqlen_q)
 
     def tiles_of_rows(self, first: int, stop: int, Br: int) -> tuple[int, int, int, int]:
-        """Tiles of Br rows that see the keys [first, stop): begin, full_begin, full_end, end.
+        """Return the tiles of Br rows that attend to the keys [first, stop).
 
-        The transpose of `blocks_of_keys`, but that the last tile counts as whole.
+        As in `blocks_of_keys`, but the last tile may be full even if it has fewer than Br rows.
         """
         rows = self.seqlen_q
         end = -(-self.last_row(stop - 1) // Br)
@@ -163,35 +164,35 @@ class Mask(NamedTuple):
         return begin, full_begin, max(full_begin, full_end), end
 
     def pairs(self) -> float:
-        """How many pairs are seen, where a row on the diagonal counts its last key half.
+        """Return the number of visible pairs; a purely causal mask counts diagonal pairs half.
 
-        So a square causal mask sees exactly half of all pairs, as the field counts them.
+        A square causal mask then has exactly half of all pairs, as is usual for FLOP counts.
         """
         if self.is_full:
             return float(self.seqlen_q * self.seqlen_k)
         if not self._is_diagonal:
             rows = np.arange(self.seqlen_q)
             return float(np.maximum(self.ends(rows) - self.begins(rows), 0).sum())
-        # Row i sees clamp(i + q_offset + 1/2, 0, seqlen_k) keys.
+        # With diagonal pairs counted half, row i has clamp(i + q_offset + 1/2, 0, seqlen_k) pairs.
         low, high = (min(self.seqlen_q, self.first_row(key)) for key in (0, self.seqlen_k))
         rising = (high - low) * (low + high) / 2 + (high - low) * self.q_offset
         return rising + (self.seqlen_q - high) * float(self.seqlen_k)
 
 
 def unseen(ends: Any, start: int, stop: int, xp: Any = np) -> Any:
-    """Which of the keys [start, stop) rows do not see that see [0, end): (..., stop - start)."""
+    """Return an array (..., stop - start) of whether keys [start, stop) are at or after `ends`."""
     return xp.arange(start, stop) >= ends[..., None]
 
 
 def before(begins: Any, start: int, stop: int, xp: Any = np) -> Any:
-    """Which of the keys [start, stop) lie before those that rows see: (..., stop - start)."""
+    """Return an array (..., stop - start) of whether keys [start, stop) are before `begins`."""
     return xp.arange(start, stop) < begins[..., None]
 
 
 def seen_in_sequences(rows: int, seqlens_q: Any, seqlens_k: Any) -> NDArray[Any]:
-    """`Mask.end` of the first rows of causal sequences, aligned at their ends: (sequences, rows).
+    """Return an array (sequences, rows) of `Mask.end`, not clipped, for causal sequences.
 
-    Not clipped to the keys that there are.
+    The last query of each sequence is aligned with its last key.
     """
     ends: NDArray[Any] = np.arange(1, rows + 1) + (seqlens_k - seqlens_q)[:, None]
     return ends
@@ -199,6 +200,6 @@ def seen_in_sequences(rows: int, seqlens_q: Any, seqlens_k: Any) -> NDArray[Any]
 
 @functools.lru_cache(32)
 def _hidden_of_rows(rows: int, columns: int, seen: int) -> NDArray[Any]:
-    """`unseen` of rows of which the first sees so many of the columns, and each one more."""
+    """Return the masked pairs if row r attends to the first ``seen + r`` of the columns."""
     hidden: NDArray[Any] = unseen(np.arange(seen, seen + rows), 0, columns)
     return hidden

@@ -1,4 +1,4 @@
-"""What merging partial results asks for, with no arrays and no addresses in it."""
+"""Description of a merge of partial results, without arrays and addresses."""
 
 from __future__ import annotations
 
@@ -9,23 +9,22 @@ from cupy_flash.problem.arrays import ITEMSIZE, MAX_ALIGNMENT, Strides
 
 @dataclass(frozen=True)
 class CombineSpec:
-    """What merging depends on besides addresses; packed arrays are one sequence.
+    """Sizes, strides and dtypes that a merge depends on; packed arrays count as one sequence.
 
     Attributes
     ----------
     dtype
-        Of out_partial and out.
+        Name of the dtype of out_partial and out.
     num_splits, batch, seqlen_q, heads_q, head_dim_v
-        Shape of out_partial.
+        Lengths of the axes of out_partial.
     split_stride
-        Between the splits of out_partial, in elements.
+        Stride between the splits of out_partial, in elements.
     partial_strides, out_strides
-        Of batch, row and head, in elements.
+        Strides of the batch, row and head axes, in elements.
     alignment, out_alignment
-        Bytes (a power of two, at most 16) that every row of out_partial and of out starts at a
-        multiple of.
+        Alignment in bytes of every row of out_partial, and of out: a power of two, at most 16.
     sinks
-        Dtype of an array of sinks; None where there is none.
+        Name of the dtype of the array of sinks, or None if there is none.
     """
 
     dtype: str
@@ -43,11 +42,11 @@ class CombineSpec:
 
     @property
     def rows(self) -> int:
-        """Rows of the result."""
+        """Number of rows of the result, over the whole batch and all heads."""
         return self.batch * self.heads_q * self.seqlen_q
 
     @property
     def lanes(self) -> int:
-        """Threads that merge one row: as many of a warp as have columns, a power of two."""
+        """Number of threads that merge one row: a power of two, at most a warp."""
         pieces = -(-self.head_dim_v // (MAX_ALIGNMENT // ITEMSIZE[self.dtype]))
         return min(32, 1 << max(0, pieces - 1).bit_length())

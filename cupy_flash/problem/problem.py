@@ -1,4 +1,4 @@
-"""What one attention call asks for, validated once, with no arrays and no pointers in it."""
+"""Description of one attention call, validated once, without arrays and pointers."""
 
 from __future__ import annotations
 
@@ -32,57 +32,57 @@ NOTHING_TO_PLACE = (
     "q_offset out"
 )
 MAX_HEAD_DIM = 576
-# Kernels count positions, which an offset can double, and a tile's rows past the end in 32 bits.
+# Kernels hold positions in 32 bits: an offset can double them, and a tile can extend past the end.
 MAX_SEQLEN = 2**30 - 2**10
-# Factors on scores beyond which float32 may not hold the product: up to here it holds those of all
-# float16 inputs, and of others those below 5e33.
+# Largest magnitude of a scale for which float32 surely holds the scaled scores: those of all
+# float16 inputs, and scores of other inputs below 5e33.
 HUGE_SCALE = 2.0**16
 
-# What a scale's magnitude may be at most: with the factor log2(e) that kernels give it, it is a
-# number of the type that scores are kept in.
+# Largest magnitude of a softmax scale. Times log2(e), as kernels use it, it still fits the type
+# that scores are kept in.
 _LARGEST_SCALE = {"float32": 2.0**127, "float64": 2.0**1023}
 
-# More thread blocks for a sequence's keys than any GPU runs at once.
+# Largest number of KV splits: more thread blocks than any GPU runs at once.
 MAX_SPLITS = 2**16 - 1
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One attention problem: forward, or with a `gradient` backward.
+    """One attention problem: forward, or backward if it has a `gradient`.
 
     Attributes
     ----------
     dtype
-        Of q, k, v and out: one of `DTYPES`; a cache may be of 8 bits. Or `FLOAT8`, of q, k and v,
-        and out is one of `FLOAT8_OUTPUTS`.
+        Name of the dtype of q, k, v and out, one of `DTYPES`; a KV cache may have an 8-bit dtype.
+        `FLOAT8` is the dtype of q, k and v only, and out then has one of `FLOAT8_OUTPUTS`.
     batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v
-        Sizes; heads_q is a multiple of heads_kv.
+        Sizes of the arrays; heads_q is a multiple of heads_kv.
     causal
-        Whether query i sees only the keys j <= i + q_offset.
+        Whether query i attends only to the keys j <= i + q_offset.
     q_offset
-        Position of the first query among the keys, of equal lengths. Without modifications kept
-        within [-seqlen_q, seqlen_k], beyond which it changes nothing, and 0 when not causal.
+        Position of the first query among the keys, for dense batches. Without modifications it is
+        clamped to [-seqlen_q, seqlen_k], beyond which it has no effect, and is 0 if not causal.
     softmax_scale
-        Factor on the scores.
+        Factor by which the products of queries and keys are multiplied.
     tensors
-        How q, k, v and out lie, by name. The first of the strides is 0 for packed arrays, a page's
-        for paged ones.
+        Dtypes, strides and alignments of q, k, v and out, by name. The first stride is 0 for packed
+        arrays, and the stride of a page for paged arrays.
     layout
-        How the sequences lie. Where their lengths are not equal, seqlen_q and seqlen_k are the most
-        that one may have, and each has a causal mask of its own, aligned at the bottom right.
+        Layout of the sequences. If lengths differ, seqlen_q and seqlen_k are upper bounds, and the
+        causal mask of each sequence is aligned at its bottom right.
     score
-        What is done to scores besides; None for nothing.
+        Mask and score modifications, or None.
     scales
-        Of a cache of 8 bits, or of float8; None where there are none of either.
+        Strides of the scales of an 8-bit cache or of float8 inputs; None for other dtypes.
     values_in_keys
         Whether each value is the first head_dim_v columns of its key, in the same memory. v is then
-        a view of k like any other, and a kernel need not know.
+        an ordinary view of k, so a kernel may ignore this.
     shares_gpu
-        Whether other kernels run beside it: thread blocks are then not to have equal shares of the
-        work, of which those that begin late hold up the end.
+        Whether other kernels run at the same time. Thread blocks then do not get equal fractions of
+        the work, because those that start late would delay the end.
     gradient
-        What a backward call is asked for, whose tensors are dout, dq, dk and dv besides; None of a
-        forward one.
+        Gradients that a backward call computes, or None for a forward call. A backward problem has
+        the tensors dout, dq, dk and dv as well.
     """
 
     dtype: str
@@ -106,7 +106,7 @@ class Problem:
 
     @property
     def direction(self) -> str:
-        """What is computed: "forward" or "backward"."""
+        """Direction of the computation, "forward" or "backward"."""
         return "forward" if self.gradient is None else "backward"
 
     @property
@@ -118,17 +118,17 @@ class Problem:
 
     @functools.cached_property
     def alignment(self) -> int:
-        """Bytes that every row of what is read starts at a multiple of: 16, 8, 4 or 2."""
+        """Smallest row alignment of the tensors that are read, in bytes: a power of two to 16."""
         written = self.written
         return min(t.alignment for name, t in self.tensors.items() if name not in written)
 
     @property
     def out_alignment(self) -> int:
-        """The same of what is written."""
+        """Smallest row alignment of the tensors that are written, in bytes."""
         return min((self.tensors[name].alignment for name in self.written), default=MAX_ALIGNMENT)
 
     def aligned(self, inputs: int, out: int | None = None) -> Problem:
-        """The same problem of arrays whose rows start at multiples of so many bytes."""
+        """Return the problem with rows aligned to `inputs` bytes, and written rows to `out`."""
         bytes_of = dict.fromkeys(self.tensors, inputs)
         bytes_of |= dict.fromkeys(self.written, out or self.out_alignment)
         tensors = {n: t._replace(alignment=bytes_of[n]) for n, t in self.tensors.items()}
@@ -136,26 +136,26 @@ class Problem:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
+        """Size of an element of `dtype`, in bytes."""
         return ITEMSIZE[self.dtype]
 
     @property
     def is_float8(self) -> bool:
-        """Whether q, k and v are, and not a cache alone."""
+        """Whether q, k and v are float8. False if only a KV cache is."""
         return self.dtype == FLOAT8
 
     @property
     def out_dtype(self) -> str:
-        """Of out, or of the gradients' forward call."""
+        """Name of the dtype of out, or of the forward call's out in a backward problem."""
         return self.tensors["out"].dtype if self.is_float8 else self.dtype
 
     @property
     def lse_dtype(self) -> str:
-        """Name of the log-sum-exp's dtype, which is that of the sums."""
+        """Name of the dtype of the log-sum-exp, which is that of the accumulated sums."""
         return "float64" if self.dtype == "float64" else "float32"
 
     def shape_of(self, name: str) -> Shape:
-        """Shape of q, k, v or out, and so of their gradients; of packed arrays as of one batch."""
+        """Return the shape of q, k, v or out and of its gradient; packed arrays have batch 1."""
         layout = self.layout
         of_queries = name in ("q", "out")
         dim = self.head_dim if name in ("q", "k") else self.head_dim_v
@@ -174,29 +174,29 @@ class Problem:
 
     @property
     def rows(self) -> int:
-        """Query rows over the whole batch and all heads."""
+        """Number of query rows, over the whole batch and all heads."""
         return self.batch * self.heads_q * self.seqlen_q
 
     @property
     def is_batch_invariant(self) -> bool:
-        """Whether a row's result may depend on nothing but its own sequence."""
+        """Whether the result of a row may depend on its own sequence only."""
         return self.layout.batch_invariant
 
     @property
     def has_huge_scale(self) -> bool:
-        """Whether scores of usual size may be infinite once they are scaled.
+        """Whether scaling may make scores of usual magnitude infinite.
 
-        A scaled score of -inf is NaN in the end, as in the formula, where the kernel still knows
-        that the score itself was a number.
+        A finite score that becomes -inf by scaling gives NaN, as in the plain formula, if the
+        kernel can distinguish it from a masked score.
         """
         return abs(self.softmax_scale) > HUGE_SCALE
 
     @property
     def score_factor(self) -> tuple[tuple[int, int], float]:
-        """The scale as kernels have it: sign * 2**-shift, compiled in, times a positive number.
+        """Softmax scale as ((sign, shift), number), which means sign * 2**-shift * number.
 
-        A shift keeps the number clear of the smallest normal ones of the type that scores are kept
-        in. Below them all the sign is 0: no score makes a difference.
+        Kernels are compiled for sign and shift; the positive number is an argument. A shift keeps
+        the number in the normal range of the scores' type. Where that fails, the sign is 0.
         """
         smallest = 2.0**-1000 if self.dtype == "float64" else 2.0**-100
         scale = abs(self.softmax_scale)
@@ -208,7 +208,7 @@ class Problem:
 
     @property
     def mask(self) -> Mask:
-        """Which query sees which key; of sequences, of one that has all that any may have."""
+        """Mask by position; if lengths differ, that of a sequence with the maximum lengths."""
         mask = Mask(self.seqlen_q, self.seqlen_k, self.causal, self.q_offset)
         if self.score is None:
             return mask
@@ -216,22 +216,22 @@ class Problem:
 
     @property
     def is_local(self) -> bool:
-        """Whether a causal mask or a window bounds the keys of a query by its position."""
+        """Whether a causal mask or a window limits the keys of a query by its position."""
         score = self.score
         has_window = score is not None and (score.left is not None or score.right is not None)
         return self.causal or has_window
 
     @property
     def is_empty(self) -> bool:
-        """Whether the output has no element, so that there is nothing to compute."""
+        """Whether the output has no element, so that no computation is needed."""
         return self.rows == 0
 
     def flops(self) -> float:
-        """Floating-point operations by the field's convention.
+        """Return the number of floating-point operations by the convention of the papers.
 
-        4 * batch * heads_q * seqlen_q * seqlen_k * head_dim (the mean of both head dims), of
-        which a causal problem counts the fraction of pairs that are seen; for seqlen_q =
-        seqlen_k that is half (FlashAttention-3 paper, section 4.1).
+        It is 4 * batch * heads_q * seqlen_q * seqlen_k * head_dim, with the mean of both head dims.
+        A causal problem counts only the fraction of visible pairs; for seqlen_q = seqlen_k that is
+        half (FlashAttention-3 paper, section 4.1).
         """
         pairs = self.mask.pairs()
         return 2.0 * self.batch * self.heads_q * pairs * (self.head_dim + self.head_dim_v)
@@ -261,51 +261,51 @@ def make_problem(
     values_in_keys: bool = False,
     layout: str = "bshd",
 ) -> Problem:
-    """Check the caller's input and put it in a `Problem`.
+    """Check the arguments of a call and return them as a `Problem`.
 
-    Checked is what needs no contents of the arrays that say where sequences lie.
+    Contents of arrays that hold lengths and offsets are not checked.
 
     Parameters
     ----------
     q
         Spec of shape (batch, seqlen_q, heads_q, head_dim); packed (1, total_q, heads_q, head_dim).
     k, v
-        Specs of (batch, seqlen_k, heads_kv, dim), where dim is head_dim and head_dim_v; packed (1,
-        total_k, heads_kv, dim); of a cache (caches, seqlen_cache, heads_kv, dim); and where
-        block_table is given of (pages, page_size, heads_kv, dim).
+        Specs of shape (batch, seqlen_k, heads_kv, dim), where dim is head_dim and head_dim_v;
+        packed (1, total_k, heads_kv, dim); for a KV cache (caches, seqlen_cache, heads_kv, dim);
+        and with a block_table (pages, page_size, heads_kv, dim).
     out
-        Spec of the output, as q; None for a new contiguous one.
+        Spec of the output, in the form of q; None for a new contiguous output.
     kind
-        How the sequences lie, see `Layout.kind`.
+        Kind of batch, see `Layout.kind`.
     causal, softmax_scale, q_offset
-        As in `cupy_flash.flash_attention`; q_offset for equal lengths only.
+        Options as in `cupy_flash.flash_attention`; q_offset is for dense batches only.
     batch, max_seqlen_q, max_seqlen_k
-        Number of packed sequences, and the most rows that one has.
+        Number of packed sequences, and largest number of query rows and of keys of one sequence.
     block_table
-        Pages that a sequence may have, and elements between the rows of the table.
+        Number of pages that a sequence may have, and stride of the table's rows in elements.
     chosen_caches
-        Whether each sequence names its cache; else sequence b has cache b.
+        Whether each sequence names its cache; otherwise sequence b has cache b.
     new_keys
-        Rows to be appended to each sequence of a cache.
+        Number of rows to append to each sequence of a cache.
     packed_new
-        Whether rows to be appended are packed; then new_keys is 0.
+        Whether the rows to append are packed; new_keys is then 0.
     num_splits, batch_invariant
-        As in `cupy_flash.flash_attention_with_kvcache`.
+        Options as in `cupy_flash.flash_attention_with_kvcache`.
     score
-        Modifications.
+        Mask and score modifications, or None.
     scales
-        Of a cache of 8 bits, or of float8.
+        Strides of the scales of an 8-bit cache or of float8 inputs.
     values_in_keys
         Whether v is a view of the first columns of k.
     layout
-        That the caller named for arrays of equal lengths; messages depend on it alone.
+        Argument ``layout`` of a dense call; used in error messages only.
 
     Raises
     ------
     TypeError
-        For dtypes that are not supported or differ, or an option of the wrong kind.
+        If dtypes are not supported or differ, or an option has a wrong type.
     ValueError
-        For shapes that do not go together, or values out of range.
+        If shapes do not fit together, or a value is out of range.
     """
     is_equal, is_packed = kind in ("equal", "padded"), kind == "packed"
     names = ("k_cache", "v_cache") if kind == "cached" else ("k", "v")
@@ -420,7 +420,7 @@ def make_contiguous_problem(
     softmax_scale: float | None = None,
     q_offset: int | None = None,
 ) -> Problem:
-    """`make_problem` for new contiguous arrays of the given sizes."""
+    """Return the problem that `make_problem` makes of new contiguous arrays of these sizes."""
     return make_problem(
         ArraySpec.contiguous((batch, seqlen_q, heads_q, head_dim), dtype),
         ArraySpec.contiguous((batch, seqlen_k, heads_kv, head_dim), dtype),
@@ -515,14 +515,14 @@ def _check_heads_and_dims(
 
 
 def if_swapped(q: tuple[int, ...], k: tuple[int, ...], layout: str | None) -> str:
-    """Return what to do about heads that fit if heads and seqlen are swapped, else nothing.
+    """Return advice to swap axes if heads and seqlen would fit then, otherwise "".
 
     Parameters
     ----------
     q, k
-        Their lengths as (seqlen, heads), which do not fit.
+        Lengths (seqlen, heads) of q and of k, which do not fit as they are.
     layout
-        That the caller named; None for arrays that have but one.
+        Argument ``layout`` of the call, or None if the function has none.
     """
     if not k[0] or q[0] % k[0]:
         return ""
@@ -541,7 +541,7 @@ def _check_seqlens(seqlens: tuple[tuple[str, int], ...]) -> None:
 def _check_places(
     k: Shape, v: Shape, names: tuple[str, str], *, is_packed: bool, is_paged: bool
 ) -> None:
-    """Raise ValueError unless k and v have places for the same rows."""
+    """Raise ValueError unless k and v have the same numbers of caches, pages and rows."""
     both = " and ".join(names)
     rows = "page_size" if is_paged else "total length" if is_packed else "seqlen"
     places = f"number of {'pages' if is_paged else 'caches'}"

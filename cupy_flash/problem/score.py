@@ -1,4 +1,4 @@
-"""What a call does to scores, as far as a kernel is made for it."""
+"""Mask and score modifications of a call, described as far as kernels depend on them."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# exp(score) is then between 2^-74 and 2^74: products with values from 1e-14 to 1e10, and their sums
-# over two million keys, are normal numbers of float32, even where all scores are as low or as high.
+# Bound of scores whose softmax needs no row maximum: exp(score) is between 2^-74 and 2^74. Products
+# with values from 1e-14 to 1e10, and sums over two million keys, are then normal float32 numbers.
 LARGEST_BOUNDED = 51.0
 
 
 @dataclass(frozen=True)
 class BiasSpec:
-    """How a bias lies whose elements along the keys lie one behind the other.
+    """Layout of a bias whose last axis, that of the keys, is contiguous.
 
     Attributes
     ----------
     dtype
-        Of its elements.
+        Name of the dtype of the bias.
     strides
-        Of batch, head and row, in elements; 0 where it is the same for all.
+        Strides of the batch, head and row axes, in elements; 0 along an axis that broadcasts.
     alignment
-        Bytes (a power of two, at most 16) that every row starts at a multiple of.
+        Alignment of every row's address in bytes: a power of two, at most 16.
     """
 
     dtype: str
@@ -32,46 +32,46 @@ class BiasSpec:
 
 @dataclass(frozen=True)
 class ScoreSpec:
-    """Modifications of a call: the text that a unit has for them, and what planning looks at.
+    """Modifications of a call: their generated CUDA source, and what planning depends on.
 
     Attributes
     ----------
     left, right
-        Of the window that bounds keys by their distance; None has no bound.
+        Bounds of a window on the distance from query to key; None is no bound.
     prefix
-        Whether each sequence has keys that are seen in spite of causality.
+        Whether sequences have leading keys that are visible in spite of causality (prefix_lens).
     offsets
-        Whether each sequence has its own position of the first query.
+        Whether each sequence has its own position of the first query (q_offset).
     seqused_q
-        Whether each sequence has queries that are not used, behind those that are.
+        Whether sequences may have unused query rows at their end (seqused_q).
     sinks
-        Whether each head has a score without a value.
+        Whether each query head has a sink: one more score, which has no value.
     changes_scores, hides_pairs
-        Whether the text does.
+        Whether `text` changes scores, and whether it masks pairs.
     text
-        C++ of ``ModArguments`` and ``Mods`` (`kernels_cu/score/modify.cuh`).
+        Generated CUDA source of ``ModArguments`` and ``Mods`` (`kernels_cu/score/modify.cuh`).
     dtype
-        Of ``ModArguments``.
+        Dtype of the struct ``ModArguments``.
     may_be_mapped
-        Whether all that the text hides a block map can tell (`cupy_flash.calls.block_maps`).
+        Whether a block mask covers all pairs that `text` masks (`cupy_flash.calls.block_maps`).
     block
-        Rows and keys of the blocks that the user's mask is the same in, if any.
+        Rows and keys of the blocks in which the user's mask is constant, or None.
     reads_pairs
-        Whether the text reads an element of an array for each pair, or to change scores of each
-        key.
+        Whether `text` loads an array element for each pair, or for each key in order to change
+        scores.
     bias
-        The bias, where each sequence has its own rows and they are contiguous.
+        Layout of the bias if it has four axes and contiguous rows, otherwise None.
     is_bounded
-        Whether no score is beyond +-`LARGEST_BOUNDED`, whatever queries and keys are.
+        Whether all scores are within +-`LARGEST_BOUNDED`, for any queries and keys.
     conceals
-        Whether functions or arrays may hide all keys, or all but one, that positions let a row see.
+        Whether functions or arrays may leave a row at most one of the keys visible by position.
     has_low_scores
-        Whether finite scores may be so low that, as exponents of two, they are the lowest number.
+        Whether a finite score, as an exponent of two, may become the lowest finite number.
     changes_slope
-        Of a backward pass: whether derivatives by the scaled score may be others than 1.
+        Whether the derivative of new scores with respect to scaled scores may differ from 1.
     differentiable
-        Of a backward pass: arrays that scores are read from whose gradients are asked for, as
-        members of ``ModArguments``, by the number that the text gives them.
+        Members of ``ModArguments`` that are captured arrays with gradients, in a backward pass. The
+        position in the tuple is the array's number in `text`.
     """
 
     left: int | None
@@ -96,7 +96,7 @@ class ScoreSpec:
 
     @property
     def only_sinks(self) -> bool:
-        """Whether scores, and which keys are seen, are those of a plain call."""
+        """Whether scores and visible keys are those of a call with no modification but sinks."""
         bounds = self.left is not None or self.right is not None or self.prefix
         places = self.offsets or self.seqused_q
         return not (bounds or places or self.changes_scores or self.hides_pairs)

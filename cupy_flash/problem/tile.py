@@ -1,4 +1,4 @@
-"""The compile-time choices that a tuner sweeps, and how a caller asks for them."""
+"""Compile-time choices of a kernel that a tuner sweeps, and the form in which callers pass them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from cupy_flash.problem.values import integer
 
 @dataclass(frozen=True)
 class Tile:
-    """Compile-time choices of a kernel; each family adds its own fields, all of them integers.
+    """Compile-time choices of a kernel. Each family adds integer fields in a subclass.
 
     Attributes
     ----------
     Br, Bc
-        Query rows and key/value rows of a tile.
+        Number of query rows and number of keys of a tile.
     """
 
     Br: int
     Bc: int
 
     def __post_init__(self) -> None:
-        # Not asdict, which copies deeply: 20 us.
+        # asdict() would make deep copies, which takes 20 us.
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
@@ -38,14 +38,14 @@ class Tile:
 
 
 def block_sizes(block: tuple[int, int]) -> tuple[int, int]:
-    """Rows and keys of the blocks that a caller cuts a score matrix into.
+    """Return the checked (rows, keys) of the blocks that a caller divides a score matrix into.
 
     Raises
     ------
     TypeError
-        For what is no pair of integers.
+        If the block is not a tuple of integers.
     ValueError
-        For another number of integers, and for sizes below 1.
+        If the tuple does not have two elements, or a size is below 1.
     """
     expected = f"block is {block!r}; expected (rows, keys), integers of at least 1"
     try:
@@ -57,20 +57,20 @@ def block_sizes(block: tuple[int, int]) -> tuple[int, int]:
     return rows, keys
 
 
-# What a caller may pass as `tile`, and the same in a form that can be part of a key.
+# Values that a caller may pass as `tile`, and their hashable form, which can be part of a key.
 TileRequest = Tile | Mapping[str, int] | tuple[int, int] | None
 FrozenTile = Tile | tuple[tuple[str, int], ...] | None
 
 
 def freeze_tile(request: TileRequest) -> FrozenTile:
-    """A caller's tile request in hashable form.
+    """Return a caller's tile request in hashable form.
 
     Raises
     ------
     TypeError
-        If it is neither a Tile, nor a mapping, nor a pair, or its values are no integers.
+        If the request is neither a Tile nor a mapping nor a pair, or a value is not an integer.
     ValueError
-        If it is a sequence of another length.
+        If the request is a sequence of another length than two.
     """
     if request is None or isinstance(request, Tile):
         return request

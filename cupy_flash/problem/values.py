@@ -1,4 +1,4 @@
-"""Options that are plain values: numbers, counts, bools and dtypes, refused where they are none."""
+"""Checks of options that are plain values: numbers, counts, bools and dtypes."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
-# Sequences, caches and pages, which kernels have in 32-bit integers.
+# Largest number of sequences, caches or pages: kernels hold these counts in 32-bit integers.
 MAX_COUNT = 2**31 - 1
 _NUMBERS = (int, float)
 
 
 def the_one(value: Any) -> Any:
-    """Return the number in an array of one number; anything else unchanged.
+    """Return the number in an array of one element; return any other value unchanged.
 
-    One that lies on a GPU is waited for.
+    If the array is on a GPU, this waits for the GPU.
     """
     if value.__class__ in _NUMBERS:
         return value
@@ -25,7 +25,7 @@ def the_one(value: Any) -> Any:
 
 
 def count(name: str, value: int | None) -> int:
-    """An integer that is not negative; TypeError or ValueError, naming the option, for others."""
+    """Return a non-negative integer; raise TypeError or ValueError, naming the option, if not."""
     if value is None:
         raise TypeError(f"{name} is None; expected an integer")
     number = integer(name, value)
@@ -35,7 +35,7 @@ def count(name: str, value: int | None) -> int:
 
 
 def integer(name: str, value: int) -> int:
-    """A value that can be an index as an int; TypeError, naming the option, for any other."""
+    """Return an integer as an int; raise TypeError, naming the option, for any other value."""
     value = the_one(value)
     try:
         if not isinstance(value, bool):
@@ -46,12 +46,12 @@ def integer(name: str, value: int) -> int:
 
 
 def finite(name: str, value: float) -> float:
-    """A number as a float; TypeError for what is none, ValueError for one that is not finite."""
+    """Return a finite number as a float; raise TypeError or ValueError for other values."""
     value = the_one(value)
     try:
         is_finite = math.isfinite(value)
     except OverflowError:
-        # Not its digits, of which there are more than 300.
+        # The message omits the number, which has more than 300 digits.
         raise ValueError(f"{name} is beyond any float; expected a finite number") from None
     except TypeError:
         raise TypeError(f"{name} is {value!r}; expected a number") from None
@@ -59,27 +59,27 @@ def finite(name: str, value: float) -> float:
         raise TypeError(f"{name} is {value!r}; expected a number")
     if not is_finite:
         raise ValueError(f"{name} is {value}; expected a finite number")
-    # -0.0 becomes 0.0: they are equal as keys, so what is kept for one is used for both.
+    # -0.0 becomes 0.0: they are equal as cache keys, so a result kept for one is used for both.
     return float(value) + 0.0
 
 
 def check_count(name: str, count: int) -> None:
-    """Raise ValueError for more than kernels count in 32 bits, as stride-0 views may have."""
+    """Raise ValueError if a count exceeds 32 bits, as is possible for stride-0 views."""
     if count > MAX_COUNT:
         raise ValueError(f"{name} is {count}; expected at most {MAX_COUNT}")
 
 
 def check_bool(name: str, value: bool) -> None:
-    """Raise TypeError for what is neither True nor False."""
+    """Raise TypeError unless a value is True or False."""
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name} is {value!r}; expected True or False")
 
 
 def named_dtype(dtype: Any) -> Any:
-    """Return the name of a dtype of NumPy, torch or JAX; anything else, a name too, unchanged."""
+    """Return the name of a NumPy, torch or JAX dtype; return other values, as names, unchanged."""
     if dtype is None or isinstance(dtype, str):
         return dtype
-    # PyTorch's are no dtypes of NumPy.
+    # NumPy does not know torch's dtypes.
     text = str(dtype)
     if text.startswith("torch."):
         return text.removeprefix("torch.")

@@ -17,9 +17,8 @@ def check_mod(
 ) -> None:
     """Compare the CUDA source of a modification with its Python function, pair by pair.
 
-    Use it for source that was passed as `cuda=`, which no other check compares with the function.
-    For a traced function it checks the generated source. Every (batch, head, query, key) pair is
-    evaluated, with random scores.
+    Source passed as `cuda=` is otherwise not compared with the function; for a traced function this
+    checks the generated source. Every (batch, head, query, key) is evaluated with a random score.
 
     Parameters
     ----------

@@ -76,7 +76,7 @@ def flash_attention(
         Array that the result is written to; same array type, dtype and shape as the result. Its
         last axis is contiguous, and it does not overlap the inputs. Not for JAX (immutable arrays).
     backend : {"auto", "gpu", "cpu"}
-        Where NumPy arrays are computed. "auto" uses the GPU if there is one.
+        Backend for NumPy arrays. "auto" uses the GPU if there is one.
     family : str, optional
         Kernel family to use instead of the planner's choice: "decode", "hopper", "mma", "simt",
         "naive".

@@ -133,7 +133,7 @@ def flash_attention_with_kvcache(
         if `mma` does not support the call; `decode` for 8-bit caches), and keys are not split. With
         few sequences and heads, most of the GPU is idle while the longest sequence is read.
     backend : {"auto", "gpu", "cpu"}
-        Where NumPy arrays are computed. "auto" uses a GPU that supports the call, to which each
+        Backend for NumPy arrays. "auto" uses a GPU that supports the call, to which each
         call copies the whole cache; keep a cache that is used again in GPU memory.
     family : str, optional
         Kernel family to use instead of the planner's choice.

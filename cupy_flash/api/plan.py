@@ -72,7 +72,7 @@ def plan(
     Raises
     ------
     TypeError
-        If `function` is none of these functions, or refuses the arguments.
+        If `function` is not one of these functions, or refuses the arguments.
     ValueError, UnsupportedError
         If `function` refuses the arguments.
 

@@ -39,9 +39,9 @@ def quantize_kv(x: Any, dtype: Any, per: str = "head") -> tuple[Any, Any]:
     Raises
     ------
     TypeError
-        If x has a wrong array type or dtype, or `dtype` is another.
+        If x has a wrong array type or dtype, or `dtype` is not supported.
     ValueError
-        If x has another shape, or `per` is another string.
+        If the shape of x or the value of `per` is not supported.
 
     Notes
     -----

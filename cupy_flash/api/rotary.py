@@ -24,8 +24,8 @@ def apply_rotary(
         array that supports DLPack. It is not written.
     cos, sin : arrays, shape (max_len, rotary_dim / 2)
         Cosine and sine of the angle of each position and pair, with the array type of x. The dtype
-        is that of x or float32, for a float64 x float64. The first rotary_dim columns are rotated;
-        the others stay as they are.
+        is that of x or float32, or float64 if x is float64. The first rotary_dim columns are
+        rotated; the others stay as they are.
     positions : array of integers, optional
         Position of each row: an index into the rows of cos and sin. It broadcasts to (batch,
         seqlen) or (total,), and has the array type of x, or is a NumPy array, a list or an integer.

@@ -98,7 +98,7 @@ def flash_attention_varlen(
         does not support the call; `decode` for 8-bit keys), and keys are not split, even if the
         batch has too few query tiles to fill the GPU.
     backend : {"auto", "gpu", "cpu"}
-        Where NumPy arrays are computed. "auto" uses a GPU if there is one that supports the call.
+        Backend for NumPy arrays. "auto" uses a GPU if there is one that supports the call.
     family : str, optional
         Kernel family to use instead of the planner's choice.
     tile : Tile, mapping or (Br, Bc), optional

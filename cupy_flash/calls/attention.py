@@ -37,20 +37,20 @@ from cupy_flash.problem.arrays import MAX_ALIGNMENT
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
 
-# Alignment in bytes of the rotated queries after the workspace, that of a new allocation.
+# Alignment in bytes of the arrays in the scratch memory, equal to that of a new allocation.
 _SCRATCH_ALIGNMENT = 512
 
 # Names of the values that follow the addresses of the arguments when a struct is packed: addresses
 # of results and scratch memory, and numbers.
 _VALUES = ("result", "lse", "workspace", "counters", "keys", "q_rotated")
 _PARTS_OF_QKV = ("q", "k", "v")
-# Name of the address of the block mask.
+# Name under which kernels find the address of the block mask.
 _MAP = "map"
 
 
 @dataclass(frozen=True)
 class Call:
-    """Prepared call: everything that does not change while the call key stays the same.
+    """Prepared call: everything that the call key determines, see `on_gpu.look_up`.
 
     Attributes
     ----------
@@ -70,8 +70,8 @@ class Call:
     qkv_step
         Bytes between the parts of qkv; None if q, k and v are separate arrays.
     is_cleared
-        Whether the call fills out and lse itself, as no kernel does: the caches have no rows, or no
-        query row belongs to a sequence.
+        Whether the call fills out and lse itself, because no kernel runs: the caches have no rows,
+        or no query row belongs to a sequence.
     is_unowned
         Whether no row of packed queries belongs to a sequence, so that sinks are ignored.
     rotated_at

@@ -47,7 +47,7 @@ def cpu_tile(problem: Problem, family: str | None, tile: FrozenTile) -> Tile:
     ValueError
         If the family is unknown, or the tile does not fit.
     UnsupportedError
-        If the family consists of GPU kernels.
+        If the family is one of GPU kernels.
     """
     require_cpu_family(family, FORWARD)
     return choose_cpu_tile(problem, tile)

@@ -41,7 +41,7 @@ _FIELDS = {"bias": "dbias", "sinks": "dsinks"}
 
 @dataclass(frozen=True)
 class Call:
-    """Prepared backward call: everything that does not change while the call key stays the same.
+    """Prepared backward call: everything that the call key determines, see `on_gpu.look_up`.
 
     Attributes
     ----------
@@ -54,7 +54,7 @@ class Call:
     scratch
         Function that allocates memory for the plan's workspace, or None.
     of_torch
-        Whether torch allocates that memory. Torch itself tracks which memory its streams use.
+        Whether torch allocates that memory. Torch tracks itself which streams use its memory.
     parts
         Byte offsets in the workspace of the arrays whose addresses kernels are given.
     launches

@@ -32,12 +32,12 @@ def map_of_mask(
 ) -> ReadyMap:
     """Return the block mask of a mask on the current device, ready for the next launch.
 
-    A `MaskMod` object keeps its own block masks until `MaskMod.refresh`, whatever equals it.
+    Each `MaskMod` keeps block masks of its own until `MaskMod.refresh`, even if another is equal.
 
     Parameters
     ----------
     mod
-        Mask of this call, not an equal one with other captured arrays.
+        Mask of this call itself; an equal mask may have captured other arrays.
     key
         Device; dtype of q and k, which determines how captured floats are read; and the sizes,
         the tile, and the causal and window bounds.
@@ -88,7 +88,7 @@ def map_spec(plan: Plan) -> MapSpec | None:
         problem.seqlen_q,
         problem.seqlen_k,
         problem.q_offset,
-        # The keys of a prefix are visible whatever causality and the window mask.
+        # The keys of a prefix are visible even if causality or the window would mask them.
         *((False, None, None) if score.prefix else (problem.causal, score.left, score.right)),
         family.map_parts(plan.tile),
     )

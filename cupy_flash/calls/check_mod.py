@@ -18,8 +18,8 @@ from cupy_flash.mods.emit import HEADERS, SCALE, emit
 from cupy_flash.mods.expression import Node
 from cupy_flash.mods.modification import MaskMod, ScoreMod, prefixed
 
-# Bound of the rounding error of powers of two and of approximated functions, relative to the
-# largest number in the computation.
+# Tolerated difference, relative to the largest of the numbers compared and 1. The GPU computes
+# with rounded powers of two and approximated functions.
 TOLERANCE = 2.0**-16
 # Prefix of the names of captures in the CUDA source.
 _PREFIX = "mod"

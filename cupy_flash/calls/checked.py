@@ -25,7 +25,7 @@ def check(arrays: Any, options: Options, keys: int, modifiers: Modifiers | None)
     """Raise ValueError for array contents that kernels would clamp; see `check_contents`.
 
     The arrays of lengths, offsets and indices are copied to the host, which waits for the current
-    stream. Nothing is checked while the stream is captured, because arrays have no contents then.
+    stream. The check is skipped while the stream is captured: arrays have no contents then.
 
     Parameters
     ----------

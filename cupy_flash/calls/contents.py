@@ -82,7 +82,7 @@ def _require_lengths(name: str, lengths: np.ndarray, *limits: tuple[Any, str]) -
         require_length(f"{name}[{b}]", int(lengths[b]), tuple(of_entry))
 
 
-# Contents of varlen calls that passed the checks: maximum number, and maximum size of cu_seqlens_q.
+# Limits of the set of varlen calls that passed the checks: entries, and bytes of cu_seqlens_q.
 _MAX_KNOWN = 256
 _MAX_KNOWN_BYTES = 1 << 14
 _known: set[Any] = set()
@@ -236,7 +236,7 @@ def _check_cached(arguments: Arguments, filled: np.ndarray, problem: Problem) ->
 def _check_offsets(name: str, offsets: np.ndarray, total: int | None, whose: str) -> np.ndarray:
     """Check that offsets increase from at least 0 to at most `total`; return the lengths."""
     wide = offsets.astype(np.int64)
-    # A subtraction of slices, as np.diff takes 8 us.
+    # Subtracting slices is faster than np.diff, which takes 8 us.
     lengths = wide[1:] - wide[:-1]
     if wide[0] < 0:
         raise ValueError(f"{name}[0] is {wide[0]}; expected at least 0")

@@ -72,7 +72,7 @@ def _places(record: Any) -> tuple[tuple[int, str], ...]:
 
 
 def converted(arrays: Any, options: Options | None = None) -> Any:
-    """Return the record with the copies of all arrays for which `conversions` has an entry.
+    """Return the record with each array that `conversions` lists replaced by its copy.
 
     Raises
     ------

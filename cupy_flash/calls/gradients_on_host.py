@@ -110,7 +110,7 @@ class _Known(NamedTuple):
     tile
         Tile of the CPU backend; None if a GPU computes the call.
     small
-        Parameters for computing the call by the plain formula on the CPU; None if it does not.
+        Parameters for computing the call by the plain formula on the CPU; None if not applicable.
     scale
         Factor on the scores of such a call, in the dtype of q.
     """

@@ -20,7 +20,7 @@ _NAMES = (*Partials._fields, "result", "lse")
 
 @dataclass(frozen=True)
 class Call:
-    """Prepared merge: everything that does not change while the call key stays the same."""
+    """Prepared merge: everything that the call key determines, see `on_gpu.look_up`."""
 
     new: Maker
     apart: OverlapCheck

@@ -39,7 +39,7 @@ class Stripes(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """Prepared append: everything that does not change while the call key stays the same."""
+    """Prepared append: everything that the call key determines, see `on_gpu.look_up`."""
 
     kernel: append.Append
 

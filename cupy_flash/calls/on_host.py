@@ -106,7 +106,7 @@ class _Known(NamedTuple):
     out_dtype
         Dtype of a newly allocated output.
     small
-        Parameters for computing the call in one step on the CPU; None if it does not.
+        Parameters for computing the call in one step on the CPU; None if not applicable.
     scale
         Factor on the scores of such a call, in the dtype of q.
     """

@@ -145,7 +145,7 @@ def float8_output(dtype: str | None) -> str:
 def _float8_scales(
     arguments: Arguments, options: Options, q: ArraySpec, k: ArraySpec
 ) -> Scales | None:
-    """Return the strides of float8 scales; None if q is not float8, and then refuse scales."""
+    """Return the strides of float8 scales, or None if q is not float8 and so has no scales."""
     given = {name: getattr(arguments, name, None) for name in FLOAT8_SCALES}
     if q.dtype != FLOAT8:
         for name, value in (given | {"out_dtype": options.out_dtype}).items():

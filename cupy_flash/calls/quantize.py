@@ -45,7 +45,7 @@ def quantize(x: Any, dtype: Any, per: str) -> tuple[Any, Any]:
 
 @quiet
 def _scales(rows: Any, dtype: str, axes: tuple[int, ...], *, keepdims: bool) -> Any:
-    """Return the maximum over some axes of the scales of the rows."""
+    """Return the scales of all rows, reduced to their maximum along some axes."""
     xp = array_module(rows)
     of_rows = scales_of_rows(rows, dtype)
     if not axes:

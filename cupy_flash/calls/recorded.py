@@ -142,7 +142,7 @@ def gradients(
     )
     if dout is None or (out_at, lse_at) != results_at or (q_at, k_at, v_at) != addresses[:3]:
         return None
-    # Hooks may have moved a saved tensor away and back to the same address, with other strides.
+    # Saved-tensor hooks may have restored a tensor at the same address, but with other strides.
     if q.stride() != facts[0][1] or k.stride() != facts[1][1] or v.stride() != facts[2][1]:
         return None
     lengths_at = addresses[_LENGTHS] or _NO_LENGTHS_AT

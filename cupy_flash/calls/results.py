@@ -31,7 +31,7 @@ def is_tensor(array: Any) -> bool:
 
 
 def as_tensor(array: Any) -> Any:
-    """Return a result as a torch tensor. It is a CuPy array if kernels read a copy of q."""
+    """Return a result as a torch tensor; it is a CuPy array if kernels have read a copy of q."""
     return array if is_tensor(array) else to_torch(array)
 
 

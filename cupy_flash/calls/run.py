@@ -76,7 +76,7 @@ def attention(
         if found is not None:
             return found if options.return_lse else found[0]
     if backend == "auto":
-        # Fast path of common calls, without the checks that the types of their arrays imply.
+        # Fast path of common calls, without the checks that arrays of these types always pass.
         like = arguments.q if arguments.qkv is None else arguments.qkv
         if (
             arguments.k_scale is not None
@@ -257,7 +257,7 @@ def _of_torch(
     functions: Functions,
     modifiers: Modifiers | None,
 ) -> Any:
-    """Compute attention of GPU tensors, without checks that their type implies (saves 5 us)."""
+    """Compute attention of GPU tensors without the checks that they always pass (saves 5 us)."""
     require_given(arguments, options)
     name, like = ("q", arguments.q) if arguments.qkv is None else ("qkv", arguments.qkv)
     with kinds.on_torch_stream(name, like):

@@ -161,7 +161,7 @@ def _of_torch(
     functions: Functions,
     modifiers: Modifiers | None,
 ) -> tuple[Any, ...]:
-    """Compute gradients of GPU tensors, without checks that their type implies."""
+    """Compute gradients of GPU tensors, without the checks that such tensors always pass."""
     for name in _REQUIRED:
         if getattr(arguments, name) is None:
             raise no_array(name, None)
@@ -210,7 +210,7 @@ def gradients_of_qkv(
     qkv, dqkv
         Array of queries, keys and values; and array for its gradient, or None.
     others
-        The other arrays of the call.
+        Remaining arrays of the call.
     options
         Options of the call, without `wrt`.
     backend, modifications

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from cupy_flash.mods.keywords import Modifications
 
 #: Units in the last place (ulp) that :func:`error_bound` adds, for the output dtype at the largest
-#: reference value. One is for the final rounding, and one for a reference just above a power of
-#: two. The others are for another order of summation, if the naive result happens to be exact.
+#: reference value. One is for the final rounding, and one for a reference that lies just above a
+#: power of two. The others are for another order of summation, if the naive result is exact.
 BOUND_ULPS = 4
 
 

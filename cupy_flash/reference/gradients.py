@@ -446,7 +446,7 @@ def gradient_formula(
     arithmetic: Arithmetic,
     into: Mapping[str, Any],
 ) -> None:
-    """Add the gradients for (batch, heads, seqlen, dim) arrays, read and checked, to `into`.
+    """Add the gradients of checked (batch, heads, seqlen, dim) arrays to `into`.
 
     Parameters
     ----------
@@ -515,7 +515,8 @@ def _softmax(
     -------
     p : array, shape (rows, keys)
         Probabilities; 0 for masked pairs.
-    seen : bool array, shape (rows, keys), True for visible pairs
+    seen : bool array, shape (rows, keys)
+        True for visible pairs.
     slope : array, broadcastable to p, or None
         Derivatives of the modified scores, see `apply_with_slope`.
     lse : array, shape (rows,)

@@ -237,7 +237,7 @@ def attention_with_kvcache_reference(
         Values; with ``block_table`` (pages, page_size, heads_kv, head_dim_v).
     k, v : array, shape (batch, seqlen_new, heads_kv, dim), optional
         New rows, which are appended after the rows that ``cache_seqlens`` counts.
-    cache_seqlens : int or integer array, (batch,)
+    cache_seqlens : int or integer array, shape (batch,)
         Number of rows of each sequence in the cache before the append. This and the other integer
         arrays may have any array type.
     cu_seqlens_k_new : integer array, shape (batch + 1,), optional

@@ -335,7 +335,7 @@ def error_bound(naive: Any, reference: Any, dtype: Any, *, lse: Any = None) -> f
     smallest subnormal. Only positions where both arrays are finite count, so an overflow of the
     naive result does not loosen the bound; :func:`max_error` checks the positions of NaN and inf.
 
-    A score of size s has an error of about s * eps, and its exponential the same relative error.
+    A score of size s has an error of about s * eps, and its exponential that relative error.
     Over many rows the naive result shows this error; over few rows it may not, and in float64 it
     has the same errors as the reference. Then pass the ``lse`` of the reference: twice its largest
     finite magnitude, about that of the scores that matter, is added to :data:`BOUND_ULPS`.

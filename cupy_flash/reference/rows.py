@@ -43,7 +43,7 @@ class Rows(NamedTuple):
     end
         One past the last key that a row of the chunk attends to by its position.
     mask
-        Mask by position of the sequence.
+        Position mask of the sequence: causality, window and prefix.
     at
         Pairs of the query rows and the keys before `end`.
     """
@@ -79,7 +79,7 @@ def chunks_of_rows(
     Parameters
     ----------
     visible
-        Mask by position, without modifications.
+        Position mask without modifications, that is, only causality.
     sequence
         Index of the first sequence, and its first rows in packed arrays.
     """
@@ -141,7 +141,7 @@ def sizes_of(q: Any, k: Any) -> Sizes:
 def resolve(
     q: Any, k: Any, softmax_scale: float | None, causal: bool, q_offset: int | None
 ) -> tuple[float, Mask]:
-    """Return the scale and the mask by position; the offset is clamped to +-`FURTHEST`."""
+    """Return the scale and the position mask; the offset is clamped to +-`FURTHEST`."""
     seqlen_q, seqlen_k = q.shape[2], k.shape[2]
     scale = 1 / math.sqrt(max(q.shape[3], 1))
     if softmax_scale is not None:

@@ -78,5 +78,5 @@ __all__ = [
 
 _ROOT = Path(__file__).resolve().parent
 if not (_ROOT / "cli").is_dir():
-    # In a checkout, cli/ lies beside this folder, in a wheel inside it.
+    # The folder `cli` is next to this package in a checkout, and inside it in a wheel.
     __path__.append(str(_ROOT.parent))

@@ -1,4 +1,4 @@
-"""`python -m cupy_flash` is the command `cupy-flash`."""
+"""Entry point of `python -m cupy_flash`, which is the command `cupy-flash`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command; Ctrl-C while it is being imported ends it as later on."""
+    """Run the command. Ctrl-C during its import exits with code 130, like Ctrl-C later."""
     try:
         from cupy_flash.cli.main import main as command
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""What autograd of another library needs of a call: its inputs by name, forward and backward."""
+"""Attention calls split into differentiable inputs and constants, for autograd of torch and JAX."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from cupy_flash.mods.keywords import ARRAYS, MODS, checked_softcap, window_of, w
 from cupy_flash.mods.modification import Modification
 from cupy_flash.problem.gradient import ROWS
 
-# Modifications with a gradient of their own, if they are arrays: numbers and lists are constants.
+# Modifications that have a gradient if they are arrays; numbers and lists are constants.
 WITH_GRADIENT = ("bias", "sinks")
 _ROWS = len(ROWS)
-# Types of numbers that cannot change.
+# Types of immutable options.
 _PLAIN = (type(None), float, int)
 _LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 _NO_LENGTHS = (None,) * len(_LENGTHS)
-# Modifications that are numbers.
+# Modifications that are numbers, with the functions that parse them.
 _NUMBERS: Mapping[str, Callable[[Any], Any]] = {
     "window_size": window_of,
     "softcap": checked_softcap,
@@ -30,26 +30,26 @@ _NUMBERS: Mapping[str, Callable[[Any], Any]] = {
 
 
 class DifferentiableCall(NamedTuple):
-    """A call of attention, but for the inputs that have gradients.
+    """An attention call without its differentiable inputs.
 
     Attributes
     ----------
     names
-        Of those inputs: q, k, v, and modifications.
+        Names of the differentiable inputs: q, k, v, and modifications.
     options
-        Of the call, which gives lse as well; plain.
+        Options of the call, as Python values, with `return_lse` set.
     lengths
-        cu_seqlens_q, cu_seqlens_k and, if it is given, seqused_k of packed sequences.
+        cu_seqlens_q, cu_seqlens_k and seqused_k of a varlen call; None for each that is not given.
     modifications
-        But for those among the inputs.
+        Modifications that are not among the differentiable inputs.
     constants
-        Arrays of lengths and modifications, by name. They are read again for gradients, but have no
-        gradient themselves.
+        Arrays of lengths and modifications, by name. The backward pass reads them again, but they
+        have no gradients.
     without_lse
-        Options of the call that gives out alone.
+        Options of the same call that returns out only.
     arrays_behind
-        What `Arguments.of_kind` has behind q, k and v, of a call without modifications; None of
-        another.
+        Arrays that follow q, k and v in `Arguments.of_kind`, for a call without modifications;
+        otherwise None.
     """
 
     names: tuple[str, ...]
@@ -61,7 +61,7 @@ class DifferentiableCall(NamedTuple):
     arrays_behind: tuple[Any, ...] | None
 
     def run(self, inputs: tuple[Any, ...], *, return_lse: bool = True) -> Any:
-        """Attention: out and lse, or out alone."""
+        """Compute attention; return out and lse, or out only."""
         options = self.options if return_lse else self.without_lse
         modifications = self._modifications(inputs)
         return run.attention(self.arguments(inputs), options, "auto", 0, modifications)
@@ -73,19 +73,19 @@ class DifferentiableCall(NamedTuple):
         gradients: tuple[Any, Any],
         wrt: tuple[str, ...],
     ) -> tuple[Any, ...]:
-        """Gradients of the inputs that `wrt` names, of those of out and, unless None, lse."""
+        """Return gradients of the inputs in `wrt`, given those of out and lse (None if unused)."""
         arguments = self.gradient_arguments(inputs, results, gradients)
         options = self.options.with_gradients(wrt)
         return run_backward.gradients(arguments, options, "auto", self._modifications(inputs))
 
     @property
     def functions(self) -> tuple[Modification, ...]:
-        """Modifications that are functions of the user."""
+        """User functions among the modifications."""
         found = (self.modifications.get(name) for name in MODS)
         return tuple(mod for mod in found if isinstance(mod, Modification))
 
     def with_constants(self, constants: Mapping[str, Any]) -> DifferentiableCall:
-        """Return the same call with the arrays of these names replaced."""
+        """Return the call with the constants of these names replaced by other arrays."""
         if not constants:
             return self
         lengths = dict(zip(_LENGTHS, self.lengths, strict=True))
@@ -100,11 +100,11 @@ class DifferentiableCall(NamedTuple):
         )
 
     def with_functions_kept(self) -> DifferentiableCall:
-        """Return the same call with copies of its functions' captures; see `Modification.kept`."""
+        """Return the call with copies of its functions' captures; see `Modification.kept`."""
         return self._with_functions(lambda mod: mod.kept())
 
     def with_captures(self, change: Callable[[str, Any], Any]) -> DifferentiableCall:
-        """Return the same call with each captured array as `change(name, array)`."""
+        """Return the call with each captured array replaced by `change(name, array)`."""
         return self._with_functions(lambda mod: mod.with_arrays(change))
 
     def _with_functions(self, change: Callable[[Any], Any]) -> DifferentiableCall:
@@ -115,7 +115,7 @@ class DifferentiableCall(NamedTuple):
         return self._replace(modifications={**self.modifications, **changed})
 
     def with_numbers(self) -> DifferentiableCall:
-        """Return the same call with window_size and softcap as numbers, which cannot change."""
+        """Return the call with window_size and softcap as immutable numbers."""
         numbers = {
             name: read(self.modifications[name])
             for name, read in _NUMBERS.items()
@@ -126,20 +126,20 @@ class DifferentiableCall(NamedTuple):
         return self._replace(modifications={**self.modifications, **numbers})
 
     def arguments(self, inputs: tuple[Any, ...]) -> Arguments:
-        """Arrays of the call, without those of modifications."""
+        """Return the arrays of the call, without those of modifications."""
         q, k, v, *_ = inputs
         return Arguments(q, k, v, None, None, None, *self.lengths)
 
     def gradient_arguments(
         self, inputs: tuple[Any, ...], results: tuple[Any, Any], gradients: tuple[Any, Any]
     ) -> GradientArguments:
-        """Those of the backward call."""
+        """Return the arrays of the backward call, without those of modifications."""
         q, k, v, *_ = inputs
         (out, lse), (dout, dlse) = results, gradients
         return GradientArguments(q, k, v, out, dout, lse, dlse, None, None, None, *self.lengths)
 
     def _modifications(self, inputs: tuple[Any, ...]) -> Mapping[str, Any]:
-        """Those among the inputs as well."""
+        """Return all modifications, including those among the differentiable inputs."""
         if len(inputs) == _ROWS:
             return self.modifications
         own = zip(self.names[_ROWS:], inputs[_ROWS:], strict=True)
@@ -153,8 +153,8 @@ def dense_call(
     layout: str,
     modifications: Mapping[str, Any],
 ) -> tuple[DifferentiableCall, tuple[Any, ...]]:
-    """A call of `flash_attention`, and its inputs besides q, k and v."""
-    # Most calls are alike.
+    """Return a call of `flash_attention`, and its differentiable inputs other than q, k and v."""
+    # Most calls have no modifications, so their `DifferentiableCall` is cached.
     if not modifications and softmax_scale.__class__ in _PLAIN and q_offset.__class__ in _PLAIN:
         return _plain_call(causal, softmax_scale, q_offset, layout), ()
     q_offset, modifications = with_offsets(q_offset, modifications)
@@ -164,7 +164,7 @@ def dense_call(
 
 @functools.lru_cache(typed=True)
 def _plain_call(*options: Any) -> DifferentiableCall:
-    """The call of q, k and v with these options."""
+    """Return a call without modifications that has these options."""
     causal, softmax_scale, q_offset, layout = options
     made = Options("equal", causal, softmax_scale, True, None, None, q_offset, layout)
     return _call(made, _NO_LENGTHS, {})[0]
@@ -180,7 +180,7 @@ def varlen_call(
     softmax_scale: float | None,
     modifications: Mapping[str, Any],
 ) -> tuple[DifferentiableCall, tuple[Any, ...]]:
-    """The same of `flash_attention_varlen`."""
+    """Return a `flash_attention_varlen` call, and its differentiable inputs after q, k and v."""
     options = Options(
         *("packed", causal, softmax_scale, True),
         max_seqlen_q=max_seqlen_q,

@@ -1,29 +1,29 @@
-"""The library's own exceptions."""
+"""Exceptions that the library defines."""
 
 from __future__ import annotations
 
 
 class CupyFlashError(Exception):
-    """Base class of the library's own exceptions."""
+    """Base class of the library's exceptions."""
 
 
 class CompileError(CupyFlashError, RuntimeError):
-    """A kernel did not compile.
+    """Failed compilation of a kernel.
 
-    The message holds what was compiled, the compiler's log and the translation unit.
+    The message contains the name of the unit, the compiler's log and the source of the unit.
     """
 
 
 class UnsupportedError(CupyFlashError, ValueError):
-    """No kernel family (or not the one asked for) can serve the problem here."""
+    """Problem that no kernel family, or not the requested family, supports on this machine."""
 
 
 class DriverError(CupyFlashError, RuntimeError):
-    """The CUDA driver refused a request."""
+    """Failed call of the CUDA driver."""
 
 
 def needs_cupy(name: str) -> TypeError:
-    """What to raise for an array on a GPU where CuPy cannot be imported."""
+    """Return the error for an array in GPU memory if CuPy cannot be imported."""
     return TypeError(
         f"{name} lies in GPU memory, which CuPy has to read: pip install 'cupy_flash[cuda13]' or "
         "[cuda12]"
@@ -31,4 +31,4 @@ def needs_cupy(name: str) -> TypeError:
 
 
 class ParallelError(CupyFlashError, RuntimeError):
-    """Ranks do not go together, or one of them has failed or not answered in time."""
+    """Mismatch between ranks, or failure or timeout of a rank."""

@@ -1,12 +1,12 @@
-"""Attention for JAX: `flash_attention` and its kin on arrays, with gradients by JAX, outside jit.
+"""Attention for JAX outside `jax.jit`: functions on JAX arrays, differentiable by JAX.
 
     from cupy_flash.jax import flash_attention
     jax.grad(lambda q: flash_attention(q, k, v, causal=True).sum())(q)
 
-The functions have the arguments of those of the same names in `cupy_flash`. Gradients reach q, k,
-v, bias and sinks; numbers and lists are constants. A call runs when it is made: within `jax.jit`
-there is no array yet. As everywhere in JAX, an argument may be a NumPy array, which is copied to
-the device of the others.
+The functions have the arguments of the functions of the same names in `cupy_flash`. Gradients reach
+q, k, v, bias and sinks; numbers and lists are constants. A call is computed when it is made, so it
+cannot be part of a function under `jax.jit`, where arrays have no values yet. As usual in JAX, an
+argument may be a NumPy array, which is copied to the device of the other arguments.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def flash_attention(
     return_lse: bool = False,
     **modifications: Unpack[Modifications],
 ) -> Any:
-    """`cupy_flash.flash_attention` of JAX arrays, differentiable.
+    """Compute `cupy_flash.flash_attention` of JAX arrays, differentiable by JAX.
 
     The axes are (batch, seqlen, heads, head_dim). Arrays (batch, heads, seqlen, head_dim), as
     PyTorch has them, need layout="bhsd": without it heads and seqlen are silently confused.
@@ -56,19 +56,19 @@ def flash_attention(
     Parameters
     ----------
     q, k, v, causal, softmax_scale, q_offset, layout, return_lse, **modifications
-        As of `cupy_flash.flash_attention`.
+        See `cupy_flash.flash_attention`.
 
     Returns
     -------
     out : array, shape (batch, seqlen_q, heads_q, head_dim_v)
-        With return_lse the pair of out and lse.
+        Output. With return_lse, the pair (out, lse).
 
     Raises
     ------
     TypeError
-        Within jit as well.
+        If an argument has a wrong type or dtype, or is traced, as inside `jax.jit`.
     ValueError, UnsupportedError, CompileError
-        As `cupy_flash.flash_attention` and `cupy_flash.flash_attention_backward`.
+        See `cupy_flash.flash_attention` and `cupy_flash.flash_attention_backward`.
     """
     _require_constants({"softmax_scale": softmax_scale, "q_offset": q_offset}, modifications)
     call, others = dense_call(causal, softmax_scale, q_offset, layout, modifications)
@@ -85,19 +85,19 @@ def flash_attention_qkvpacked(
     return_lse: bool = False,
     **modifications: Unpack[Modifications],
 ) -> Any:
-    """`cupy_flash.flash_attention_qkvpacked` of a JAX array, differentiable.
+    """Compute `cupy_flash.flash_attention_qkvpacked` of a JAX array, differentiable by JAX.
 
     Parameters
     ----------
     qkv : array, shape (batch, seqlen, 3, heads, head_dim)
-        Queries, keys and values along the third-to-last axis. JAX has no views: they are copied.
+        Queries, keys and values along the third-to-last axis, copied, because JAX has no views.
     causal, softmax_scale, q_offset, return_lse, **modifications
         See `cupy_flash.flash_attention_qkvpacked`.
 
     Returns
     -------
     out : array, shape (batch, seqlen, heads, head_dim)
-        With return_lse the pair of out and lse.
+        Output. With return_lse, the pair (out, lse).
 
     Raises
     ------
@@ -133,23 +133,23 @@ def flash_attention_varlen(
     return_lse: bool = False,
     **modifications: Unpack[PackedModifications],
 ) -> Any:
-    """`cupy_flash.flash_attention_varlen` of JAX arrays, differentiable.
+    """Compute `cupy_flash.flash_attention_varlen` of JAX arrays, differentiable by JAX.
 
     Parameters
     ----------
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale,
     seqused_k, return_lse, **modifications
-        As of `cupy_flash.flash_attention_varlen`.
+        See `cupy_flash.flash_attention_varlen`.
 
     Returns
     -------
     out : array, shape (total_q, heads_q, head_dim_v)
-        With return_lse the pair of out and lse.
+        Output. With return_lse, the pair (out, lse).
 
     Raises
     ------
     TypeError, ValueError, UnsupportedError, CompileError
-        As `flash_attention`.
+        See `flash_attention`.
     """
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
     _require_constants({"softmax_scale": softmax_scale, **lengths}, modifications)
@@ -162,7 +162,7 @@ def flash_attention_varlen(
 
 
 def _require_constants(values: Mapping[str, Any], modifications: Mapping[str, Any]) -> None:
-    """Raise TypeError for what JAX would find no gradient of, or no array in."""
+    """Raise TypeError for traced values without a gradient, and for traced values in lists."""
     for name, value in {**values, **modifications}.items():
         if not any(isinstance(x, jax.core.Tracer) for x in elements(value)):
             continue
@@ -178,7 +178,7 @@ def _require_constants(values: Mapping[str, Any], modifications: Mapping[str, An
 
 
 def _with_arrays(call: DifferentiableCall, change: Callable[[str, Any], Any]) -> DifferentiableCall:
-    """Return the call with each array of lengths and modifications as `change(name, array)`."""
+    """Return the call with its length and modification arrays replaced by `change(name, array)`."""
     names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
     lengths = tuple(map(change, names, call.lengths))
     modifications = {
@@ -191,19 +191,19 @@ def _with_arrays(call: DifferentiableCall, change: Callable[[str, Any], Any]) ->
 def _placed(
     call: DifferentiableCall, inputs: tuple[Any, ...]
 ) -> tuple[DifferentiableCall, tuple[Any, ...]]:
-    """Return a call and its inputs with the NumPy arrays copied to the device of JAX's arrays."""
+    """Return the call and its inputs with NumPy arrays copied to the device of the JAX arrays."""
     places = (array.devices() for array in inputs if isinstance(array, jax.Array))
-    # None is JAX's default device, for inputs that are all NumPy arrays.
+    # If all inputs are NumPy arrays, None selects JAX's default device.
     (device, *_) = next(places, (None,))
     inputs = tuple(
-        # A copy, as JAX may read the memory after `device_put` has returned.
+        # Copied first, because JAX may read the memory after `device_put` has returned.
         jax.device_put(array.copy(), device) if isinstance(array, np.ndarray) else array
         for array in inputs
     )
     (device, *_) = inputs[0].devices()
     if device.platform != "gpu":
         return call, inputs
-    # They become CuPy arrays, as JAX would narrow the uint64 of a tree_mask to uint32.
+    # Host arrays of the call become CuPy arrays: JAX would narrow a uint64 tree_mask to uint32.
     return _with_arrays(call.with_captures(host_array_on_gpu), host_array_on_gpu), inputs
 
 
@@ -231,7 +231,7 @@ def _differentiable(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[
 
     def backward(saved: Any, gradients: tuple[Any, Any]) -> tuple[Any, ...]:
         inputs, results = saved
-        # The gradient of an unused result is zeros that JAX makes on its default device.
+        # JAX creates the zero gradient of an unused result on its default device.
         (device,) = results[0].devices()
         gradients = jax.device_put(gradients, device)
         placed, inputs = _placed(call, inputs)

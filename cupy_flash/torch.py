@@ -1,15 +1,14 @@
-"""Attention for PyTorch: `flash_attention` and its kin on tensors, with gradients by autograd.
+"""Attention for PyTorch: functions on tensors, differentiable by autograd.
 
     from cupy_flash.torch import flash_attention
 
-The functions have the arguments of those of the same names in `cupy_flash`. Gradients reach q, k,
-v, bias and sinks, and come from out and, with return_lse, from lse; numbers and lists are
-constants. `scaled_dot_product_attention` takes the place of PyTorch's own function. Without
-gradients they cost what the plain functions do. Unsupported derivatives, such as second ones, raise
-an error.
+The functions have the arguments of the functions of the same names in `cupy_flash`. Gradients reach
+q, k, v, bias and sinks, from out and, with return_lse, from lse; numbers and lists are constants.
+`scaled_dot_product_attention` replaces PyTorch's own function. Without gradients, calls cost what
+those in `cupy_flash` do. Unsupported derivatives, such as second derivatives, raise an error.
 
-In a graph of `torch.compile` a call is the operator `cupy_flash::attention`, unless score_mod,
-mask_mod or a list is among its arguments: those break the graph in two.
+Under `torch.compile` a call becomes the operator `cupy_flash::attention` in the graph. A call with
+score_mod, mask_mod or a list among its arguments splits the graph instead.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def flash_attention(
     return_lse: bool = False,
     **modifications: Unpack[Modifications],
 ) -> Any:
-    """`cupy_flash.flash_attention` of tensors, differentiable.
+    """Compute `cupy_flash.flash_attention` of tensors, differentiable by autograd.
 
     The axes are (batch, seqlen, heads, head_dim). Tensors (batch, heads, seqlen, head_dim), as
     PyTorch's own function takes them, need layout="bhsd", or `scaled_dot_product_attention`.
@@ -80,23 +79,23 @@ def flash_attention(
     Parameters
     ----------
     q, k, v, causal, softmax_scale, q_offset, layout, return_lse, **modifications
-        As of `cupy_flash.flash_attention`.
+        See `cupy_flash.flash_attention`.
 
     Returns
     -------
     out : Tensor, shape (batch, seqlen_q, heads_q, head_dim_v)
-        With return_lse the pair of out and lse.
+        Output. With return_lse, the pair (out, lse).
 
     Raises
     ------
     TypeError, ValueError, UnsupportedError, CompileError
-        As `cupy_flash.flash_attention` and, in the backward pass,
+        See `cupy_flash.flash_attention` and, for the backward pass,
         `cupy_flash.flash_attention_backward`.
     NotImplementedError
-        For a tensor with a tangent, in a transform of torch.func, or while a graph is traced
-        otherwise than by torch.compile; and where a gradient is differentiated.
+        If a tensor has a forward-mode tangent, inside a torch.func transform, while a graph is
+        traced by anything but torch.compile, and if a gradient is differentiated.
     RuntimeError
-        In the backward pass, for a tensor of the call that was overwritten.
+        In the backward pass, if a tensor of the call has been overwritten.
     """
     if torch.compiler.is_compiling():
         offset, modified = with_offsets(q_offset, modifications)
@@ -126,24 +125,24 @@ def flash_attention_qkvpacked(
     return_lse: bool = False,
     **modifications: Unpack[Modifications],
 ) -> Any:
-    """`cupy_flash.flash_attention_qkvpacked` of a tensor, differentiable.
+    """Compute `cupy_flash.flash_attention_qkvpacked` of a tensor, differentiable by autograd.
 
     Parameters
     ----------
     qkv : Tensor, shape (batch, seqlen, 3, heads, head_dim)
         Queries, keys and values along the third-to-last axis.
     causal, softmax_scale, q_offset, return_lse, **modifications
-        As of `cupy_flash.flash_attention_qkvpacked`.
+        See `cupy_flash.flash_attention_qkvpacked`.
 
     Returns
     -------
     out : Tensor, shape (batch, seqlen, heads, head_dim)
-        With return_lse the pair of out and lse.
+        Output. With return_lse, the pair (out, lse).
 
     Raises
     ------
     TypeError, ValueError, UnsupportedError, CompileError
-        As `flash_attention`.
+        See `flash_attention`.
     """
     if not isinstance(qkv, Tensor):
         raise TypeError(f"qkv is {kind_of(qkv)}; expected a tensor")
@@ -174,23 +173,23 @@ def flash_attention_varlen(
     return_lse: bool = False,
     **modifications: Unpack[PackedModifications],
 ) -> Any:
-    """`cupy_flash.flash_attention_varlen` of tensors, differentiable.
+    """Compute `cupy_flash.flash_attention_varlen` of tensors, differentiable by autograd.
 
     Parameters
     ----------
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale,
     seqused_k, return_lse, **modifications
-        As of `cupy_flash.flash_attention_varlen`.
+        See `cupy_flash.flash_attention_varlen`.
 
     Returns
     -------
     out : Tensor, shape (total_q, heads_q, head_dim_v)
-        With return_lse the pair of out and lse.
+        Output. With return_lse, the pair (out, lse).
 
     Raises
     ------
     TypeError, ValueError, UnsupportedError, CompileError
-        As `flash_attention`.
+        See `flash_attention`.
     """
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
     if torch.compiler.is_compiling():
@@ -224,25 +223,25 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`cupy_flash.scaled_dot_product_attention` of tensors, differentiable.
+    """Compute `cupy_flash.scaled_dot_product_attention` of tensors, differentiable by autograd.
 
     The axes are (..., heads, seqlen, head_dim), as PyTorch's own function has them.
 
     Parameters
     ----------
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-        See `cupy_flash.scaled_dot_product_attention`. Gradients reach query, key, value and an
-        attn_mask that is added.
+        See `cupy_flash.scaled_dot_product_attention`. Gradients reach query, key, value and a
+        float attn_mask.
 
     Returns
     -------
     Tensor, shape (..., heads, seqlen_q, head_dim_v)
-        Result of query's dtype. A row whose keys are all masked is 0, and has no gradient.
+        Output in the dtype of query. A fully masked row is 0, and has no gradient.
 
     Raises
     ------
     TypeError, ValueError, UnsupportedError, CompileError, NotImplementedError, RuntimeError
-        As `cupy_flash.scaled_dot_product_attention` and `flash_attention`.
+        See `cupy_flash.scaled_dot_product_attention` and `flash_attention`.
     """
     has_mask = attn_mask is not None
     options = options_of(dropout_p, is_causal, scale, enable_gqa, has_mask=has_mask)
@@ -274,7 +273,7 @@ def scaled_dot_product_attention(
 
 def _run(call: DifferentiableCall, inputs: tuple[Any, ...], return_lse: bool) -> Any:
     for tensor in inputs:
-        # Told so in half the time; of parameters and the like it is asked again.
+        # Comparing types takes half the time; only subclasses such as Parameter get the full check.
         if tensor.__class__ is not Tensor:
             _require_tensors(call.names, inputs)
     if may_be_transformed():
@@ -303,7 +302,7 @@ def _require_tensors(names: tuple[str, ...], inputs: tuple[Any, ...]) -> None:
 
 
 def _require_constants(call: DifferentiableCall) -> None:
-    """Raise ValueError for a tensor whose gradient would be lost."""
+    """Raise ValueError for a tensor that requires a gradient which attention does not compute."""
     captured = {name: x for mod in call.functions for name, x in mod.tensors.items()}
     for name, value in {**call.modifications, **captured}.items():
         if not any(getattr(x, "requires_grad", False) for x in elements(value)):
@@ -321,11 +320,11 @@ def _require_constants(call: DifferentiableCall) -> None:
 
 
 def _as_it_is_now(call: DifferentiableCall) -> DifferentiableCall:
-    """Return the call with copies of arguments that could change before the backward pass.
+    """Return the call with copies of arguments that may change before the backward pass.
 
-    Autograd notices writes to tensors. Lists, and arrays of other libraries, are copied.
+    Autograd detects writes to tensors. Lists, and arrays of other libraries, are copied.
     """
-    # Most calls have neither.
+    # Most calls have neither constants nor modifications.
     if not call.constants and not call.modifications:
         return call
     others = {n: x for n, x in call.constants.items() if not isinstance(x, Tensor)}
@@ -338,17 +337,17 @@ def _call_of(function: Callable[..., Any], *arguments: Any, **options: Any) -> A
     return function(*arguments, **options)
 
 
-# Calls of public functions that break a graph in two.
+# Calls a public function outside the graph of torch.compile, which splits the graph.
 _outside_graph = torch.compiler.disable(_call_of)
 
 
-# What `Function.apply` does besides, for functorch's transforms, takes 2.5 us. Of their tensors no
-# memory can be read.
+# `Function.apply` takes 2.5 us longer, for functorch transforms. Attention does not support these,
+# because their tensors have no readable memory.
 _Function: Any = getattr(torch.autograd.function, "_SingleLevelFunction", torch.autograd.Function)
 
 
 class _Attention(_Function):  # type: ignore[misc]
-    """A call in autograd's graph, of which out is used alone."""
+    """Autograd function of attention that returns out only."""
 
     @staticmethod
     def forward(ctx: Any, call: DifferentiableCall, *inputs: Tensor) -> Any:
@@ -362,12 +361,12 @@ class _Attention(_Function):  # type: ignore[misc]
         saved = ctx.saved_tensors
         if not torch.is_grad_enabled():
             return None, *_gradients(ctx, dout, dlse, saved)
-        # Part of a graph even if dout requires no gradient, as saved tensors may require one.
+        # This is a graph node even if dout requires no gradient, because saved tensors may.
         return None, *_Gradients.apply(ctx, dout, dlse, *saved)
 
 
 class _AttentionAndLse(_Attention):
-    """One of which both out and lse are."""
+    """Autograd function of attention that returns out and lse."""
 
     @staticmethod
     def forward(ctx: Any, call: DifferentiableCall, *inputs: Tensor) -> Any:
@@ -375,13 +374,13 @@ class _AttentionAndLse(_Attention):
 
 
 def _saved(ctx: Any, call: DifferentiableCall, inputs: tuple[Tensor, ...]) -> Any:
-    """Out and lse, kept with what they are of."""
-    # What gets no gradient is left without one, as None is no zero to an optimizer.
+    """Compute out and lse, and save what the backward pass needs."""
+    # Missing gradients stay None: an optimizer treats None and zero differently.
     ctx.set_materialize_grads(False)
     behind = call.arrays_behind
     if behind is None or not (made := recorded.run(inputs + behind, call.options)):
         results = call.run(inputs)
-        # The forward pass used the original functions, which keep block maps.
+        # The forward pass uses the original functions, whose block masks are kept between calls.
         ctx.call_and_record = call.with_functions_kept() if call.modifications else call, None
     else:
         results, found = made
@@ -392,8 +391,8 @@ def _saved(ctx: Any, call: DifferentiableCall, inputs: tuple[Tensor, ...]) -> An
         tensors = [x for x in call.constants.values() if isinstance(x, Tensor)]
         ctx.save_for_backward(*inputs, *results, *tensors)
     if call.modifications:
-        # Functions read captured tensors in place, so hooks of saved tensors do not apply to them:
-        # their versions are compared here.
+        # Captured tensors are read in place instead of being saved by autograd, so the backward
+        # pass has to compare their versions itself.
         captured = [x for mod in call.functions for x in mod.tensors.items()]
         ctx.versions = [(name, tensor, version_of(tensor)) for name, tensor in captured]
     return results
@@ -402,7 +401,7 @@ def _saved(ctx: Any, call: DifferentiableCall, inputs: tuple[Tensor, ...]) -> An
 def _gradients(
     ctx: Any, dout: Tensor | None, dlse: Tensor | None, saved: tuple[Tensor, ...]
 ) -> Sequence[Tensor | None]:
-    """Return gradients of a call's inputs; torch has checked the versions of `saved`."""
+    """Return the gradients of a call's inputs. Autograd has checked the versions of `saved`."""
     call, record = ctx.call_and_record
     needed = ctx.needs_input_grad[1:]
     if record is not None:
@@ -424,7 +423,7 @@ def _gradients(
 
 
 class _Gradients(_Function):  # type: ignore[misc]
-    """Gradients as a node of autograd's graph. Their own derivative raises an error."""
+    """Autograd function of the backward pass, whose own derivative raises an error."""
 
     @staticmethod
     def forward(
@@ -451,7 +450,7 @@ def _pull_back(
     gradients: tuple[Tensor | None, Tensor | None],
     needed: tuple[bool, ...],
 ) -> Sequence[Tensor | None]:
-    """A gradient for each input, None where none is needed."""
+    """Return a gradient for each input, or None if it is not needed."""
     dout, dlse = gradients
     if dout is None and dlse is None:
         return (None,) * len(inputs)
@@ -469,7 +468,7 @@ def _pull_back(
 _Library: Any = library.Library
 _operators = _Library("cupy_flash", "FRAGMENT")
 
-# What operators are given of modifications, in order: what has gradients, other arrays, numbers.
+# Modifications that operators take after those in `WITH_GRADIENT`: other arrays, then numbers.
 _ARRAYS = tuple(name for name in ARRAYS if name not in WITH_GRADIENT)
 _NUMBERS = ("window_size", "softcap")
 _WITH_TANGENTS = ("q", "k", "v", *WITH_GRADIENT, *_ARRAYS)
@@ -481,7 +480,7 @@ _LENGTHS = (
 
 
 def _plain(modifications: Any) -> tuple[Any, ...]:
-    """Modifications as operators take them; a window's bound of -1 is none."""
+    """Return modifications as operator arguments; -1 stands for a missing window bound."""
     window = [-1 if x is None else x for x in modifications.get("window_size") or (None, None)]
     arrays = [modifications.get(name) for name in _ARRAYS]
     of_gradient = [modifications.get(name) for name in WITH_GRADIENT]
@@ -496,9 +495,9 @@ def _fits_operator(
     layout: Any,
     modifications: Mapping[str, Any],
 ) -> bool:
-    """Whether an operator takes arguments as they are.
+    """Return whether an operator accepts these arguments as they are.
 
-    With others a call is made outside of the graph, and says what is amiss with them.
+    Other calls are made outside the graph, where wrong arguments raise the usual errors.
     """
     given = {name: value for name, value in modifications.items() if value is not None}
     arrays = [value for name, value in given.items() if name not in _NUMBERS]
@@ -520,25 +519,26 @@ def _fits_operator(
 
 
 def _options(modifications: tuple[Any, ...]) -> dict[str, Any]:
-    """`_plain` undone."""
+    """Return modifications by name, given the operator arguments that `_plain` has made."""
     bias, sinks, arrays, window, softcap = modifications
     names = (*WITH_GRADIENT, *_ARRAYS, *_NUMBERS)
     return dict(zip(names, (bias, sinks, *arrays, tuple(window), softcap), strict=True))
 
 
 class _Operator(NamedTuple):
-    """A public function as an operator, whose arguments are q, k, v, modifications, and others.
+    """Operator for a public function. Its arguments are q, k, v, modifications, and others.
 
     Attributes
     ----------
     name
-        Of the operator.
+        Name of the operator.
     schema
-        Of the others.
+        Schema of the other arguments.
     of_plain
-        The call, and its inputs besides q, k and v, of others and modifications.
+        Function that returns the call, and its differentiable inputs other than q, k and v, given
+        the other arguments and the modifications.
     lse_shape
-        Of q and the others.
+        Function that returns the shape of lse, given q and the other arguments.
     """
 
     name: str
@@ -547,7 +547,7 @@ class _Operator(NamedTuple):
     lse_shape: Callable[..., tuple[Any, ...]]
 
     def register(self) -> None:
-        """Make it and its gradient, which is an operator too, known to torch."""
+        """Register the operator with torch, and its backward pass as a second operator."""
         arguments = f"Tensor q, Tensor k, Tensor v, {_OF_MODIFICATIONS}, {self.schema}"
         made = library.custom_op(
             f"cupy_flash::{self.name}",
@@ -559,7 +559,7 @@ class _Operator(NamedTuple):
         made.register_autograd(self.backward, setup_context=_save)
         recording = make_autograd_impl(made._opoverload, made)
 
-        # Without this check an operator drops the tangents of tensors that require no gradient.
+        # Without this check, an operator drops the tangents of tensors that require no gradient.
         def without_tangents(keyset: Any, *values: Any) -> Any:
             for name, tensor in zip(_WITH_TANGENTS, (*values[:5], *values[5]), strict=True):
                 if tensor is not None and has_tangent(tensor):
@@ -580,18 +580,18 @@ class _Operator(NamedTuple):
         made.register_autograd(_refuse_second_derivative)
 
     def _call(self, values: tuple[Any, ...]) -> tuple[DifferentiableCall, tuple[Any, ...]]:
-        """The call of an operator's arguments, and its inputs."""
+        """Return the call that an operator's arguments describe, and its inputs."""
         call, others = self.of_plain(*values[8:], _options(values[3:8]))
         return call, (*values[:3], *others)
 
     def run(self, *values: Any) -> tuple[Any, Any]:
-        """Attention: out and lse."""
+        """Compute attention; return out and lse."""
         call, inputs = self._call(values)
         results: tuple[Any, Any] = call.run(inputs)
         return results
 
     def run_fake(self, *values: Any) -> tuple[Any, Any]:
-        """Their shapes."""
+        """Return empty tensors with the shapes of out and lse."""
         q, v = values[0], values[2]
         accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
         out = q.new_empty((*q.shape[:-1], v.shape[-1]))
@@ -600,7 +600,7 @@ class _Operator(NamedTuple):
     def gradients(
         self, dout: Any, dlse: Any, out: Any, lse: Any, needed: list[bool], *values: Any
     ) -> list[Any]:
-        """Those of q, k, v, bias and sinks that are there and needed."""
+        """Return the needed gradients of those of q, k, v, bias and sinks that are given."""
         call, inputs = self._call(values)
         found = _pull_back(call, inputs, (out, lse), (dout, dlse), tuple(needed))
         return [gradient for gradient in found if gradient is not None]
@@ -608,12 +608,12 @@ class _Operator(NamedTuple):
     def gradients_fake(
         self, dout: Any, dlse: Any, out: Any, lse: Any, needed: list[bool], *values: Any
     ) -> list[Any]:
-        """Their shapes."""
+        """Return empty tensors with the shapes of these gradients."""
         inputs = [x for x in values[:5] if x is not None]
         return [x.new_empty(x.shape) for x, n in zip(inputs, needed, strict=True) if n]
 
     def backward(self, ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
-        """A gradient for each argument of the operator."""
+        """Return a gradient or None for each argument of the operator."""
         q, k, v, bias, sinks, out, lse, *others = ctx.saved_tensors
         first, arrays = (q, k, v, bias, sinks), others[: len(_ARRAYS)]
         lengths = iter(others[len(_ARRAYS) :])
@@ -630,7 +630,7 @@ class _Operator(NamedTuple):
         return *of_first, *[None] * (len(values) - len(first))
 
 
-# Placeholder for a tensor that is among the saved ones.
+# Placeholder in `ctx.values` for a tensor that autograd has saved.
 _SAVED = object()
 
 

@@ -1,1 +1,1 @@
-"""The public functions."""
+"""Public functions of the package."""

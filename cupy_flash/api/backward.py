@@ -1,4 +1,4 @@
-"""Gradients of attention."""
+"""Public functions for the gradients of attention."""
 
 from __future__ import annotations
 
@@ -40,67 +40,66 @@ def flash_attention_backward(
     tile: TileRequest = None,
     **modifications: Unpack[Modifications],
 ) -> tuple[Any, ...]:
-    """Gradients of `flash_attention`, without the score matrix in memory.
+    """Compute the gradients of `flash_attention` without storing the score matrix.
 
     The axes are (batch, seqlen, heads, head_dim). Arrays (batch, heads, seqlen, head_dim), as
     PyTorch has them, need layout="bhsd": without it heads and seqlen are silently confused.
 
-    FlashAttention-2's backward pass (Dao 2023, algorithm 2), in a fixed order.
+    The algorithm is FlashAttention-2's backward pass (Dao 2023, algorithm 2), in a fixed order.
 
     Parameters
     ----------
     dout : array, shape (batch, seqlen_q, heads_q, head_dim_v)
-        Gradient of the output: of its dtype and kind, with strides of its own (0 too).
+        Gradient of the output, with the output's dtype and array type. Any strides, including 0.
     q, k, v, causal, softmax_scale, q_offset, layout, backend, **modifications
-        As of the `flash_attention` call whose gradients these are. There may be no
+        Arguments of the `flash_attention` call whose gradients are computed. There may be no
         batch axis or several; all arrays then have the same ones.
     out : array, shape (batch, seqlen_q, heads_q, head_dim_v)
-        What the call returned.
+        Output of that call.
     lse : array, shape (batch, heads_q, seqlen_q)
-        And its log-sum-exp: call it with ``return_lse=True``.
+        Log-sum-exp of that call, which returns it with ``return_lse=True``.
     dlse : array, shape (batch, heads_q, seqlen_q), optional
-        Gradient of the log-sum-exp, of its dtype, where something depends on it.
+        Gradient of the log-sum-exp, of the same dtype. Pass it if the loss depends on lse.
     wrt : sequence of str, optional
-        Inputs whose gradients are returned: "q", "k", "v", "bias", "sinks", and "score_mod.NAME" of
-        an array that a `ScoreMod` captures as differentiable. By default q, k and v, and then every
-        such array. What is left out costs nothing.
+        Names of the inputs whose gradients are returned: "q", "k", "v", "bias", "sinks", and
+        "score_mod.NAME" for an array that a `ScoreMod` captures as differentiable. By default q, k
+        and v, followed by every such array. Gradients that are not requested cost nothing.
     dq, dk, dv : array, optional
-        Where to write the gradients: as q, k and v, but for strides, with a contiguous last axis.
-        No overlap with anything.
+        Arrays that the gradients are written to, with the shapes, dtypes and array type of q, k and
+        v. The last axis is contiguous. They must not overlap any other array of the call.
     grad_dtype : dtype or str, optional
-        The dtype of the gradients: float32, or by default the inputs' dtype.
+        Dtype of the gradients: float32, or by default the dtype of each input.
     family, tile : optional
-        Kernel family, "hopper", "mma" or "simt", and tile, in place of the planner's.
+        Kernel family ("hopper", "mma" or "simt") and tile to use instead of the planner's choice.
 
     Returns
     -------
     tuple of arrays
-        The gradients in the order of `wrt`, each of its input's shape and kind. A query that sees
-        no key and a key that no query sees have exact zeros.
+        Gradients in the order of `wrt`, with the shape and array type of each input. They are
+        exactly 0 for a fully masked query row and for a key that no query attends to.
 
     Raises
     ------
     TypeError
-        For a wrong kind of array or dtype.
+        If an argument has a wrong array type or dtype.
     ValueError
-        For shapes that do not go together, or a wrong value.
+        If shapes do not match, or a value is wrong.
     UnsupportedError
-        For a problem that no kernel serves.
+        If no kernel supports the problem.
     CompileError
         If a kernel does not compile.
 
     Notes
     -----
-    Same inputs give the same bits. Runs on the current device and stream and does not synchronize
-    (NumPy results apart). Sums are kept in float32, of float64 inputs in float64. NaN and inf
-    propagate as in the formula, and masked pairs leave no trace, but that a NaN in a row of q, k or
-    dout reaches what shares a tile with it as 0 * NaN where only causality or another mask hides
-    the pair.
+    The same inputs give the same bits. The call uses the current device and stream and does not
+    synchronize, except to return NumPy arrays. Sums are accumulated in float32, for float64 inputs
+    in float64. NaN and inf propagate as in the formula. Masked pairs do not affect the result, with
+    one exception: a NaN in a row of q, k or dout can reach other rows of its tile as 0 * NaN.
 
-    Gradients of a bias, of sinks and of captured arrays have kernels of their own on a GPU, which
-    find the scores anew. Of an array that is captured they take 16 bytes and a quarter of memory
-    for each element, and of a bias that is broadcast to many more scores than it has elements a few
-    copies of its gradient; `plan` shows how much.
+    On a GPU, separate kernels compute the gradients of a bias, of sinks and of captured arrays from
+    recomputed scores. They need a workspace: 16.25 bytes per element of a captured array, and a few
+    copies of the gradient of a bias that is broadcast to many more scores than it has elements.
+    `plan` shows the size of the workspace.
 
     Examples
     --------
@@ -146,32 +145,32 @@ def flash_attention_qkvpacked_backward(
     tile: TileRequest = None,
     **modifications: Unpack[Modifications],
 ) -> Any:
-    """Gradients of `flash_attention_qkvpacked`: that of qkv in one array as well.
+    """Compute the gradients of `flash_attention_qkvpacked`, the gradient of qkv as one array.
 
     Parameters
     ----------
     dout, out, lse, dlse, causal, softmax_scale, q_offset, grad_dtype, backend, family, tile,
     **modifications
-        As of `flash_attention_backward`.
+        See `flash_attention_backward`.
     qkv : array, shape (batch, seqlen, 3, heads, head_dim)
         Queries, keys and values along the third-to-last axis, after any batch axes.
     wrt : sequence of str, optional
-        Inputs whose gradients are returned: "qkv", "bias", "sinks", and "score_mod.NAME" of an
-        array that a `ScoreMod` captures as differentiable. By default "qkv", and then every such
-        array.
+        Names of the inputs whose gradients are returned: "qkv", "bias", "sinks", and
+        "score_mod.NAME" for an array that a `ScoreMod` captures as differentiable. By default
+        "qkv", followed by every such array.
     dqkv : array, optional
-        The gradient of qkv is written here; same shape, dtype and kind as qkv.
+        Array that the gradient of qkv is written to; same shape, dtype and array type as qkv.
 
     Returns
     -------
     dqkv : array, shape (batch, seqlen, 3, heads, head_dim)
-        The gradient, of qkv's kind, if `wrt` is left out and no captured array is differentiable.
+        Gradient of qkv, if `wrt` is not given and no captured array is differentiable.
         Otherwise a tuple of the gradients in the order of `wrt`.
 
     Raises
     ------
     TypeError, ValueError
-        As `flash_attention_backward`, and for a qkv or dqkv of another shape.
+        See `flash_attention_backward`; also if qkv or dqkv has another shape.
     """
     names = run_backward.wanted_of_qkv(wrt, modifications)
     options = Options(
@@ -217,7 +216,7 @@ def flash_attention_varlen_backward(
     tile: TileRequest = None,
     **modifications: Unpack[PackedModifications],
 ) -> tuple[Any, ...]:
-    """Gradients of `flash_attention_varlen` of packed queries, keys and values.
+    """Compute the gradients of `flash_attention_varlen` for packed queries, keys and values.
 
     Parameters
     ----------
@@ -225,30 +224,30 @@ def flash_attention_varlen_backward(
         Gradient of the output.
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale,
     seqused_k, backend, **modifications
-        As of the `flash_attention_varlen` call whose gradients these are. A key is of one sequence:
-        seqused_k is at most what cu_seqlens_k says.
+        Arguments of the `flash_attention_varlen` call whose gradients are computed. A key belongs
+        to one sequence, so seqused_k is at most the length that cu_seqlens_k gives.
     out : array, shape (total_q, heads_q, head_dim_v)
-        What the call returned.
+        Output of that call.
     lse, dlse : array, shape (heads_q, total_q)
-        Its log-sum-exp, and the gradient of that.
+        Log-sum-exp of that call, and the gradient of the log-sum-exp.
     wrt, dq, dk, dv, grad_dtype, family, tile
-        As of `flash_attention_backward`.
+        See `flash_attention_backward`.
 
     Returns
     -------
     tuple of arrays
-        The gradients in the order of `wrt`. Rows that belong to no sequence are zeros.
+        Gradients in the order of `wrt`. Rows that belong to no sequence are zeros.
 
     Raises
     ------
     TypeError, ValueError, UnsupportedError, CompileError
-        As `flash_attention_varlen` and `flash_attention_backward`.
+        See `flash_attention_varlen` and `flash_attention_backward`.
 
     Notes
     -----
-    As of `flash_attention_varlen`: what stands in arrays on a GPU is not checked, and leads no
-    kernel outside of the arrays. Where cu_seqlens decrease, or seqused_k is more than they say, a
-    row is still of one sequence at most.
+    The contents of arrays on a GPU are not checked, and cannot cause an access outside the arrays;
+    see `flash_attention_varlen`. A row belongs to at most one sequence even if cu_seqlens_q or
+    cu_seqlens_k decrease, or seqused_k exceeds the lengths that cu_seqlens_k gives.
     """
     options = Options(
         "packed",

@@ -1,4 +1,4 @@
-"""The public check of a modification's device text."""
+"""Public check of the CUDA source of a modification against its Python function."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ def check_mod(
     seqlen_k: int = 70,
     q_offset: int | None = None,
 ) -> None:
-    """Compare the device text of a modification with its Python function, pair by pair.
+    """Compare the CUDA source of a modification with its Python function, pair by pair.
 
-    For `cuda=` text, which nothing else holds against the function; of one that was traced it
-    checks the tracing. Pairs are those of every sequence, head, query and key, scores random.
+    Source passed as `cuda=` is otherwise not compared with the function; for a traced function this
+    checks the generated source. Every (batch, head, query, key) is evaluated with a random score.
 
     Parameters
     ----------
     mod
-        The modification. Copies of captured arrays are read where they lie in host memory.
+        Modification to check. Captured arrays in host memory are copied to the GPU.
     batch, heads, seqlen_q, seqlen_k
-        Sequences, query heads, queries and keys.
+        Numbers of sequences, query heads, queries and keys.
     q_offset
-        Position of the first query among the keys; by default the last stands at the last key.
+        Position of the first query among the keys. By default the last query is at the last key.
 
     Raises
     ------
     TypeError
-        For what is no modification.
+        If `mod` is not a `ScoreMod` or `MaskMod`.
     ValueError
-        Where they differ: naming the first such pair, and both results. Scores may differ by 2^-16
-        of the score, the result or 1, whichever is largest. Also without pairs.
+        If the results differ; the message shows the first differing pair. Scores may differ by
+        2^-16 times the largest of the score, the result and 1. Also if a size is 0.
     UnsupportedError
-        Without a GPU.
+        If there is no GPU.
     CompileError
-        If the text does not compile.
+        If the source does not compile.
     """
     offset = seqlen_k - seqlen_q if q_offset is None else q_offset
     require_agreement(mod, (batch, heads, seqlen_q, seqlen_k), offset)

@@ -1,4 +1,4 @@
-"""Attention of batches of equal lengths."""
+"""Public functions for attention on dense batches, whose sequences all have the same length."""
 
 from __future__ import annotations
 
@@ -36,89 +36,89 @@ def flash_attention(
     out_dtype: Any | None = None,
     **modifications: Unpack[Modifications],
 ) -> Any:
-    """Exact attention, softmax(softmax_scale * q k^T) v, without the score matrix in memory.
+    """Compute softmax(softmax_scale * q k^T) v exactly, without storing the score matrix.
 
     The axes are (batch, seqlen, heads, head_dim). Arrays (batch, heads, seqlen, head_dim), as
     PyTorch has them, need layout="bhsd": without it heads and seqlen are silently confused.
 
-    The tiled online-softmax algorithm of FlashAttention-2 (Dao 2023, section 3.1).
+    The algorithm is FlashAttention-2's tiled online softmax (Dao 2023, section 3.1).
 
     Parameters
     ----------
     q : array, shape (batch, seqlen_q, heads_q, head_dim)
-        Queries. float16, bfloat16, float32 or float64, or float8_e4m3fn of ml_dtypes, which CuPy's
-        arrays view bytes as, or of torch; NumPy, CuPy, or any array that speaks DLPack. Arrays with
-        a contiguous last axis are read in place whatever their other strides and their alignment
+        Queries, of dtype float16, bfloat16, float32, float64, or float8_e4m3fn (ml_dtypes or torch;
+        in CuPy a view of bytes). NumPy, CuPy, or any array that supports DLPack. Arrays with a
+        contiguous last axis are read in place, whatever their other strides and their alignment
         (16-byte aligned rows are fastest); others are copied. There may be no batch axis or
-        several, (..., seqlen_q, heads_q, head_dim), the same for all these arrays and for results.
-        Arrays whose batch axes cannot be merged into one without a copy are copied. Arrays of
-        `modifications` and scales have one batch axis instead of several, in C order.
+        several, (..., seqlen_q, heads_q, head_dim), the same for q, k, v and the results. Arrays
+        whose batch axes cannot be merged into one without a copy are copied. The arrays of
+        `modifications` and the scales have one merged batch axis instead, in C order.
     k : array, shape (batch, seqlen_k, heads_kv, head_dim)
-        Keys, of the same dtype and kind. heads_q is a multiple of heads_kv; query head h reads
-        head h // (heads_q // heads_kv).
+        Keys, with the dtype and array type of q. heads_q is a multiple of heads_kv; query head h
+        uses KV head h // (heads_q // heads_kv).
     v : array, shape (batch, seqlen_k, heads_kv, head_dim_v)
-        Values. Head dims are 1 to 576, head_dim_v may differ from head_dim.
+        Values. Head dims are 1 to 576; head_dim_v may differ from head_dim.
     causal : bool
-        Query i sees only the keys j <= i + q_offset.
+        Whether query i attends only to the keys j <= i + q_offset.
     softmax_scale : float, optional
-        Factor on the scores, by default 1 / sqrt(head_dim). An array of one number is read in
-        each call, which waits for it where it lies on a GPU.
+        Factor on the scores, by default 1 / sqrt(head_dim). It may be an array of one number, which
+        is read in each call; the call then waits for the GPU if the array is there.
     q_offset : int or int32 array of shape (batch,), optional
         Position of the first query among the keys, for causal masks and modifications: one for all
-        sequences, or one for each. By default seqlen_k - seqlen_q: the last query sees every key. 0
-        aligns the mask at the top left. A list, or an array of another integer dtype, is converted
-        in each call.
+        sequences, or one per sequence. By default seqlen_k - seqlen_q: the last query attends to
+        every key. 0 aligns the mask at the top left. A list, or an array of another integer dtype,
+        is converted in each call.
     layout : {"bshd", "bhsd"}
-        Order of the axes; "bhsd" is (batch, heads, seqlen, dim), for the output too.
+        Order of the axes of q, k, v and out; "bhsd" is (batch, heads, seqlen, dim).
     return_lse : bool
-        Also return the log-sum-exp of each row's scaled scores.
+        Whether to return the log-sum-exp of the scaled scores of each query row, too.
     out : array, optional
-        Where to write the result; same kind, dtype and shape as the result, contiguous last
-        axis, no overlap with the inputs. Not of JAX, whose arrays are immutable.
+        Array that the result is written to; same array type, dtype and shape as the result. Its
+        last axis is contiguous, and it does not overlap the inputs. Not for JAX (immutable arrays).
     backend : {"auto", "gpu", "cpu"}
-        Where NumPy arrays are computed. "auto": on the GPU where there is one.
+        Backend for NumPy arrays. "auto" uses the GPU if there is one.
     family : str, optional
         Kernel family to use instead of the planner's choice: "decode", "hopper", "mma", "simt",
         "naive".
     tile : Tile, mapping or (Br, Bc), optional
         Tile to use instead of the tuned or default one.
     q_scale, k_scale, v_scale : number or float32 array, optional
-        Of float8: what the numbers of q, k and v are multiplied by. They broadcast to (batch, 1,
-        heads), whatever the layout: one for all, or one for each head, or for each head of each
-        batch. By default 1.
+        Scales of float8 inputs: q, k and v are multiplied by them. They broadcast to (batch, 1,
+        heads), whatever the layout: one for all, one per head, or one per head and sequence.
+        By default 1.
     out_dtype : dtype or str, optional
-        The dtype of the result for float8 inputs, bfloat16 or float16, if `out` is not given. By
-        default bfloat16.
+        Dtype of the result for float8 inputs if `out` is not given: bfloat16 (default) or
+        float16.
     **modifications
-        Masks, and what becomes of scores: see `Modifications`. Not of float8.
+        Masks and changes of scores, see `Modifications`. Not supported for float8 inputs.
 
     Returns
     -------
     out : array, shape (batch, seqlen_q, heads_q, head_dim_v)
-        Of the inputs' kind and dtype, of float8 in 16 bits. A row that sees no key is 0.
+        Output, with the array type and dtype of q (16-bit for float8). A fully masked row is 0.
     lse : array, shape (batch, heads_q, seqlen_q)
-        Only with return_lse. Natural logarithm; float32, for float64 inputs float64. -inf for a
-        row that sees no key.
+        Log-sum-exp, natural logarithm, only with return_lse. float32, for float64 inputs float64.
+        It is -inf for a fully masked row without a sink.
 
     Raises
     ------
     TypeError
-        For a wrong kind of array or dtype.
+        If an argument has a wrong array type or dtype.
     ValueError
-        For shapes that do not go together, a wrong value, or a family or tile that does not fit.
+        If shapes do not match, a value is wrong, or the family or tile does not fit.
     UnsupportedError
-        For arrays of float8 on another GPU than sm_90, without keys, of head_dim above 256, with
-        rows of q or k that do not begin on 16 bytes, or with modifications.
+        If q is float8 and the GPU is not sm_90, there are no keys, head_dim exceeds 256, rows of q
+        or k are not 16-byte aligned, or there are modifications.
     CompileError
         If a kernel does not compile.
 
     Notes
     -----
-    Runs on the current device and stream and does not synchronize (NumPy results apart). Same
-    inputs give the same bits. 16-bit inputs are accumulated in float32. float8 is multiplied on
-    Hopper GPUs, with probabilities in it, too; the CPU computes in float32. NaN and
-    inf propagate as in the naive formula, and masked keys leave no trace; a NaN in a value row that
-    causality masks for some rows of its tile can reach them as 0 * NaN.
+    The call uses the current device and stream and does not synchronize, except to return NumPy
+    arrays. The same inputs give the same bits. 16-bit inputs are accumulated in float32. Hopper
+    GPUs multiply in float8, probabilities included; the CPU computes float8 inputs in float32. NaN
+    and inf propagate as in the naive formula, and masked keys do not affect the result. Exception:
+    a NaN in a value row can reach rows of the same tile that mask its key, as 0 * NaN.
 
     Examples
     --------
@@ -132,7 +132,7 @@ def flash_attention(
         "equal", causal, softmax_scale, return_lse, family, freeze_tile(tile), q_offset, layout
     )
     arguments = Arguments(q, k, v, out)
-    # Not any() of a generator, which takes every call half a microsecond.
+    # A generator in any() would add half a microsecond to every call.
     is_plain = q_scale is None and k_scale is None and v_scale is None
     if not is_plain or out_dtype is not None:
         options = options._replace(kind="scaled", out_dtype=named_dtype(out_dtype))
@@ -154,9 +154,9 @@ def flash_attention_qkvpacked(
     tile: TileRequest = None,
     **modifications: Unpack[Modifications],
 ) -> Any:
-    """`flash_attention` of queries, keys and values that lie in one array, read in place.
+    """Compute `flash_attention` for queries, keys and values stored in one array, read in place.
 
-    The axes of each are (batch, seqlen, heads, head_dim), with heads after seqlen.
+    The axes of each part are (batch, seqlen, heads, head_dim), with heads after seqlen.
 
     Parameters
     ----------
@@ -164,19 +164,19 @@ def flash_attention_qkvpacked(
         Queries, keys and values along the third-to-last axis. There may be no batch axis or
         several, as in `flash_attention`.
     causal, softmax_scale, q_offset, layout, return_lse, out, backend, family, tile, **modifications
-        As in `flash_attention`; layout is "bshd".
+        See `flash_attention`; layout is "bshd".
 
     Returns
     -------
     out : array, shape (batch, seqlen, heads, head_dim)
-        And lse with return_lse.
+        Output. With return_lse, the pair (out, lse).
 
     Raises
     ------
     TypeError
-        If qkv is no array, and as `flash_attention`.
+        If qkv is not an array; also see `flash_attention`.
     ValueError
-        If qkv is not of that shape, and as `flash_attention`.
+        If qkv has another shape; also see `flash_attention`.
     """
     options = Options(
         "qkvpacked", causal, softmax_scale, return_lse, family, freeze_tile(tile), q_offset, layout

@@ -1,4 +1,4 @@
-"""Plans: what the functions of attention and of its gradients would do."""
+"""Public functions that return the plan of an attention or gradient call."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from cupy_flash.planning.planner import Plan
 from cupy_flash.problem.tile import freeze_tile
 from cupy_flash.problem.values import named_dtype
 
-# Kind of the calls of each function, as in `Options`.
+# `Options.kind` of the calls of each function.
 _FORWARD: Mapping[Any, str] = {
     flash_attention: "equal",
     flash_attention_qkvpacked: "qkvpacked",
@@ -36,7 +36,7 @@ _BACKWARD: Mapping[Any, str] = {
     flash_attention_qkvpacked_backward: "equal",
     flash_attention_varlen_backward: "packed",
 }
-# Arrays of backward calls that may be left out of a plan: they are assumed to be contiguous.
+# Arrays of backward calls that may be omitted for a plan, which then assumes contiguous arrays.
 _ASSUMED = ("dout", "out", "lse")
 _SCALED = ("q_scale", "k_scale", "v_scale", "out_dtype")
 
@@ -54,33 +54,33 @@ def plan(
     ----------
     function : callable
         `flash_attention`, `flash_attention_qkvpacked`, `flash_attention_varlen` or
-        `flash_attention_with_kvcache`, or the function of this module for the gradients of one of
-        the first three, such as `flash_attention_backward`.
+        `flash_attention_with_kvcache`, or the backward function of one of the first three, such as
+        `flash_attention_backward`.
     *arguments, **options
-        Arguments of the call. The arrays are neither read nor written. For gradients, dout, out
-        and lse may be left out, and count as contiguous arrays. dqkv is ignored.
+        Arguments of the call. The arrays are neither read nor written. For a backward function,
+        dout, out and lse may be omitted, and are assumed to be contiguous. dqkv is ignored.
     arch : str, optional
-        Plan for a usual GPU of this architecture, such as "sm_90", instead of the current one.
+        Architecture to plan for, such as "sm_90", instead of that of the current GPU.
 
     Returns
     -------
     Plan
-        Family, tile, resources, workspace and reasons; `print` it. The tile of the CPU backend for
-        packed sequences is that of the longest one. With a cache, the plan depends on its
-        capacity, not on the lengths, and an append is a launch before those of the plan.
+        Family, tile, resources, workspace and reasons; `print` shows them. For a varlen call on the
+        CPU backend, the tile is that of the longest sequence. With a KV cache, the plan depends on
+        the capacity, not on the lengths, and does not include the launch of an append.
 
     Raises
     ------
     TypeError
-        If no plan is made for `function`, and for arguments that it refuses.
+        If `function` is not one of these functions, or refuses the arguments.
     ValueError, UnsupportedError
-        For arguments that the function refuses.
+        If `function` refuses the arguments.
 
     Warns
     -----
     DeprecationWarning
-        If the arrays of `flash_attention` are given without the function. The next version
-        refuses them.
+        If the arrays of `flash_attention` are passed without the function. The next version will
+        not accept them.
 
     Examples
     --------
@@ -103,7 +103,7 @@ def plan(
     kind = _FORWARD.get(function) or _BACKWARD.get(function)
     if kind is None:
         names = ", ".join(f"cupy_flash.{known.__name__}" for known in (*_FORWARD, *_BACKWARD))
-        # The module tells apart functions of the same name, such as those of cupy_flash.torch.
+        # The module distinguishes functions of the same name, such as those of cupy_flash.torch.
         is_plain = inspect.isfunction(function)
         found = f"{function.__module__}.{function.__name__}" if is_plain else repr(function)
         raise TypeError(f"plan makes no plan for {found}; expected one of {names}")
@@ -121,7 +121,7 @@ def plan(
 
 
 def plan_backward(q: Any, k: Any, v: Any, *, arch: str | None = None, **options: Any) -> Plan:
-    """Return `plan` of `flash_attention_backward`; deprecated.
+    """Return `plan` for `flash_attention_backward`; deprecated.
 
     Parameters
     ----------
@@ -133,7 +133,7 @@ def plan_backward(q: Any, k: Any, v: Any, *, arch: str | None = None, **options:
 
 
 def plan_varlen(*arguments: Any, arch: str | None = None, **options: Any) -> Plan:
-    """Return `plan` of `flash_attention_varlen`; deprecated.
+    """Return `plan` for `flash_attention_varlen`; deprecated.
 
     Parameters
     ----------
@@ -145,7 +145,7 @@ def plan_varlen(*arguments: Any, arch: str | None = None, **options: Any) -> Pla
 
 
 def plan_with_kvcache(*arguments: Any, arch: str | None = None, **options: Any) -> Plan:
-    """Return `plan` of `flash_attention_with_kvcache`; deprecated.
+    """Return `plan` for `flash_attention_with_kvcache`; deprecated.
 
     Parameters
     ----------
@@ -159,7 +159,7 @@ def plan_with_kvcache(*arguments: Any, arch: str | None = None, **options: Any) 
 def _require_given(
     function: Callable[..., Any], signature: inspect.Signature, given: Mapping[str, Any]
 ) -> None:
-    """Raise TypeError unless every argument is given that a plan depends on."""
+    """Raise TypeError unless all arguments are given that a plan depends on."""
     parameters = signature.parameters.values()
     required = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
     assumed = _ASSUMED if function in _BACKWARD else ()
@@ -208,7 +208,7 @@ def _plan_backward(kind: str, given: dict[str, Any], arch: str | None) -> Plan:
 
 
 def _options(kind: str, given: Mapping[str, Any]) -> Options:
-    """Return the options among the arguments of a call."""
+    """Return the `Options` of a call, given its arguments by name."""
     options = {name: given[name] for name in Options._fields if name in given}
     for name, convert in _CONVERTED.items():
         if name in options:

@@ -1,4 +1,4 @@
-"""Keys and values of 8 bits, with scales."""
+"""Public function that quantizes keys and values to 8 bits, with scales."""
 
 from __future__ import annotations
 
@@ -8,47 +8,47 @@ from cupy_flash.calls import quantize
 
 
 def quantize_kv(x: Any, dtype: Any, per: str = "head") -> tuple[Any, Any]:
-    """Round keys or values to 8 bits, as caches hold them, and compute their scales.
+    """Quantize keys or values to 8 bits for a KV cache, and compute their scales.
 
-    A stored number stands for itself times its scale: pass the two results to
-    `flash_attention_with_kvcache` or `flash_attention_varlen` as `k_cache` (or `k`) and `k_scale`,
-    or as `v_cache` (or `v`) and `v_scale`. New rows that a call appends are rounded by the call.
+    A stored number times its scale is the key or value. Pass both results to
+    `flash_attention_with_kvcache` or `flash_attention_varlen`, as `k_cache` (or `k`) and `k_scale`,
+    or as `v_cache` (or `v`) and `v_scale`. A call quantizes the new rows that it appends itself.
 
     Parameters
     ----------
     x : array, shape (pages, page_size, heads_kv, head_dim) or (total_k, heads_kv, head_dim)
-        Finite keys or values: a cache in pages or, with (caches, seqlen_cache), without pages; or
-        packed rows. float16, bfloat16, float32 or float64; NumPy, CuPy, or any array that speaks
+        Finite keys or values: a paged cache; a cache without pages, (caches, seqlen_cache, ...); or
+        packed rows. float16, bfloat16, float32 or float64; NumPy, CuPy, or any array that supports
         DLPack. It is not written.
     dtype : dtype or str
         Dtype of the stored numbers: int8, or float8_e4m3fn of ml_dtypes, torch or JAX.
     per : {"head", "row", "page", "tensor"}
-        Unit that shares a scale: a head; a row of a head; a head of a page, or of a cache; or x as
-        a whole. Packed rows have no pages.
+        Numbers that have one scale in common: those of a head, of a row and head, of a page (or
+        cache) and head, or all of x. Packed rows do not support "page".
 
     Returns
     -------
     values : array of `dtype`, the shape of x
-        Each number divided by its scale in float32, and rounded to nearest even. 0 where the scale
-        is 0.
+        Quantized numbers: x divided by the scale in float32, rounded to nearest even, and 0 if the
+        scale is 0.
     scales : float32 array
-        The largest magnitude of the numbers that share the scale divided by the largest number of
-        `dtype`, which is 127 or 448. Shape (heads_kv,) for heads; (pages, page_size, heads_kv) or
-        (total_k, heads_kv) for rows; (pages, 1, heads_kv) for pages; () for x as a whole.
+        Scales: the largest magnitude of x among the numbers with this scale, divided by the largest
+        number of `dtype` (127 or 448). Shape (heads_kv,) for "head", (pages, page_size, heads_kv)
+        or (total_k, heads_kv) for "row", (pages, 1, heads_kv) for "page", () for "tensor".
 
     Raises
     ------
     TypeError
-        For a wrong kind of array or dtype.
+        If x has a wrong array type or dtype, or `dtype` is not supported.
     ValueError
-        For an x of another shape, or another `per`.
+        If the shape of x or the value of `per` is not supported.
 
     Notes
     -----
-    With int8 a number is off by at most half of its scale. float8_e4m3fn has four significant bits,
-    so a number is off by at most 1/16 of itself, or by 2^-10 of its scale where that is more.
-    Arrays on a GPU are computed there, on the current device and stream, without synchronizing;
-    NumPy arrays by NumPy. Both give the same bits.
+    The error of an int8 number is at most half its scale. float8_e4m3fn has four significant bits:
+    its error is at most 1/16 of the number, or 2^-10 of the scale if that is more. Arrays on a GPU
+    are computed there, on the current device and stream, without synchronizing; NumPy arrays are
+    computed by NumPy. Both give the same bits.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Rotary position embedding of queries and keys."""
+"""Public functions for the rotary position embedding of queries and keys."""
 
 from __future__ import annotations
 
@@ -11,48 +11,48 @@ from cupy_flash.calls import rotary
 def apply_rotary(
     x: Any, cos: Any, sin: Any, positions: Any | None = None, interleaved: bool = False
 ) -> Any:
-    """Rotate queries or keys by the angles of their positions.
+    """Rotate queries or keys by the angles of their positions (rotary position embedding).
 
-    The rotary position embedding of Su et al. (2021, https://arxiv.org/abs/2104.09864): each pair
-    (a, b) of columns becomes (a cos - b sin, a sin + b cos). `flash_attention_with_kvcache` rotates
-    what it appends by itself, see its `rotary_cos`.
+    Each pair (a, b) of columns becomes (a cos - b sin, a sin + b cos), as in Su et al. (2021,
+    https://arxiv.org/abs/2104.09864). `flash_attention_with_kvcache` can rotate q and the new keys
+    itself, see its `rotary_cos`.
 
     Parameters
     ----------
     x : array, shape (batch, seqlen, heads, head_dim) or (total, heads, head_dim)
         Queries or keys, dense or packed. float16, bfloat16, float32 or float64; NumPy, CuPy, or any
-        array that speaks DLPack. It is not written.
+        array that supports DLPack. It is not written.
     cos, sin : arrays, shape (max_len, rotary_dim / 2)
-        Cosine and sine of the angle of each position and pair, of the same kind. The dtype is that
-        of x or float32, for float64 float64. The first rotary_dim columns are rotated, and the
-        others stay as they are.
+        Cosine and sine of the angle of each position and pair, with the array type of x. The dtype
+        is that of x or float32, or float64 if x is float64. The first rotary_dim columns are
+        rotated; the others stay as they are.
     positions : array of integers, optional
-        Position of each row: a row of cos and sin. Broadcasts to (batch, seqlen), or (total,); of
-        the kind of x, or NumPy's, a list or an integer. By default 0, 1, 2, ... along seqlen or
-        total, so several packed sequences need positions.
+        Position of each row: an index into the rows of cos and sin. It broadcasts to (batch,
+        seqlen) or (total,), and has the array type of x, or is a NumPy array, a list or an integer.
+        By default 0, 1, 2, ... along seqlen or total, so several packed sequences need positions.
     interleaved : bool
-        Whether columns 2i and 2i + 1 are a pair; otherwise i and i + rotary_dim / 2 are, as in most
-        models. The argument `rotary_interleaved` of `flash_attention_with_kvcache` is the same, but
-        True by default.
+        Whether columns 2i and 2i + 1 form a pair; otherwise columns i and i + rotary_dim / 2 do, as
+        in most models. `flash_attention_with_kvcache` has the same argument as `rotary_interleaved`
+        with the default True.
 
     Returns
     -------
     array, the shape of x
-        A new array of the kind and dtype of x.
+        New array with the array type and dtype of x.
 
     Raises
     ------
     TypeError
-        For a wrong kind of array or dtype.
+        If an argument has a wrong array type or dtype.
     ValueError
-        For shapes that do not go together, and for a position in host memory without a row in the
-        tables. A position on a GPU takes the nearest row.
+        If shapes do not match, or a position in host memory is not a row of cos and sin. A
+        position on a GPU is not checked, and uses the nearest row.
 
     Notes
     -----
     Products and sums are computed in float32, for float64 in float64, and rounded once. Arrays on a
-    GPU are computed there, on the current device and stream, without synchronizing; NumPy arrays by
-    NumPy.
+    GPU are computed there, on the current device and stream, without synchronizing; NumPy arrays
+    are computed by NumPy.
 
     Examples
     --------
@@ -71,26 +71,26 @@ def apply_rotary(
 def apply_rotary_vjp(
     x: Any, cos: Any, sin: Any, positions: Any | None = None, interleaved: bool = False
 ) -> tuple[Any, Callable[[Any], Any]]:
-    """`apply_rotary`, and the function that pulls gradients back through it.
+    """Return the result of `apply_rotary` and a pullback function for its gradient.
 
     Parameters
     ----------
     x, cos, sin, positions, interleaved
-        See `apply_rotary`. The tables have no gradients.
+        See `apply_rotary`. cos and sin have no gradients.
 
     Returns
     -------
     out : array, the shape of x
         The rotated rows.
     pullback : callable
-        ``pullback(dout)`` returns the gradient of x, given that of out, which has the shape, dtype
-        and kind of x. It holds on to the arguments, and reads them as they are when it is called;
-        call it as often as you like.
+        ``pullback(dout)`` returns the gradient of x, given the gradient of out, which has the
+        shape, dtype and array type of x. It keeps references to the arguments, and reads their
+        contents when it is called. It can be called any number of times.
 
     Raises
     ------
     TypeError, ValueError
-        As `apply_rotary`.
+        See `apply_rotary`.
     """
 
     def pullback(dout: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Attention with the arguments, shapes and causal mask of PyTorch's function."""
+"""Public function with the arguments, shapes and causal mask of PyTorch's attention function."""
 
 from __future__ import annotations
 
@@ -18,51 +18,51 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Attention as ``torch.nn.functional.scaled_dot_product_attention`` computes it.
+    """Compute attention as ``torch.nn.functional.scaled_dot_product_attention`` does.
 
     The axes are (..., heads, seqlen, head_dim), as PyTorch's own function has them.
 
-    softmax(scale * query key^T + attn_mask) value, by `flash_attention` with layout="bhsd". For
-    gradients of PyTorch's tensors see the function of this name in `cupy_flash.torch`.
+    The result is softmax(scale * query key^T + attn_mask) value, computed by `flash_attention` with
+    layout="bhsd". The function of this name in `cupy_flash.torch` also provides gradients.
 
     Parameters
     ----------
     query : array, shape (..., heads, seqlen_q, head_dim)
-        Queries, with heads before seqlen. Two axes are one head; with three axes the first one is
-        heads. float16, bfloat16, float32 or float64; NumPy, CuPy, or any array that speaks DLPack.
-        Four axes are read in place as `flash_attention` reads them.
+        Queries, with heads before seqlen. Two axes mean a single head; with three axes the first is
+        heads. float16, bfloat16, float32 or float64; NumPy, CuPy, or any array that supports
+        DLPack. Arrays with four axes are read in place like those of `flash_attention`.
     key : array, shape (..., heads_kv, seqlen_k, head_dim)
-        Keys, of the same dtype and kind, with the same leading axes.
+        Keys, with the dtype and array type of query, and the same leading axes.
     value : array, shape (..., heads_kv, seqlen_k, head_dim_v)
-        Values.
+        Values, with the dtype and array type of query.
     attn_mask : array, optional
         Mask that broadcasts to (..., heads, seqlen_q, seqlen_k). A query attends to a key where a
         bool mask is True. A mask of float32 or query's dtype is added to the scaled scores.
     dropout_p : float
-        Probability of dropout, of which only 0 is supported.
+        Probability of dropout. Only 0 is supported.
     is_causal : bool
-        Whether query i sees only the keys j <= i. The mask is aligned at the top left also if
-        seqlen_q and seqlen_k differ, unlike that of `flash_attention(causal=True)`. Not together
-        with attn_mask.
+        Whether query i attends only to the keys j <= i. The mask is aligned at the top left, also
+        if seqlen_q and seqlen_k differ, unlike that of `flash_attention(causal=True)`. Excludes
+        attn_mask.
     scale : float, optional
         Factor on the scores, by default 1 / sqrt(head_dim).
     enable_gqa : bool
-        Whether heads may be a multiple of heads_kv; query head h then reads head
-        h // (heads // heads_kv). Otherwise they are equal.
+        Whether heads may be a multiple of heads_kv; query head h then uses KV head
+        h // (heads // heads_kv). Otherwise heads and heads_kv must be equal.
 
     Returns
     -------
     array, shape (..., heads, seqlen_q, head_dim_v)
-        Result of query's kind and dtype. A row whose keys are all masked is 0.
+        Output, with the array type and dtype of query. A fully masked row is 0.
 
     Raises
     ------
     TypeError
-        For a wrong kind of array or dtype.
+        If an argument has a wrong array type or dtype.
     ValueError
-        For shapes that do not go together, and for attn_mask together with is_causal.
+        If shapes do not match, or attn_mask is given together with is_causal.
     UnsupportedError
-        For a dropout_p other than 0, and as `flash_attention`.
+        If dropout_p is not 0, and in the cases of `flash_attention`.
     CompileError
         If a kernel does not compile.
 

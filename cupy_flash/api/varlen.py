@@ -1,4 +1,4 @@
-"""Attention of sequences of different lengths, packed one behind the other."""
+"""Public function for attention on sequences of different lengths, packed consecutively."""
 
 from __future__ import annotations
 
@@ -39,115 +39,114 @@ def flash_attention_varlen(
     tile: TileRequest = None,
     **modifications: Unpack[PackedModifications],
 ) -> Any:
-    """`flash_attention` of sequences of different lengths, packed without padding.
+    """Compute `flash_attention` for sequences of different lengths, packed without padding.
 
     Sequence b has the queries q[cu_seqlens_q[b]:cu_seqlens_q[b + 1]] and the keys and values
-    k[cu_seqlens_k[b]:cu_seqlens_k[b + 1]], and attends to those alone. Any length may be 0.
+    k[cu_seqlens_k[b]:cu_seqlens_k[b + 1]]. It attends only to its own keys. Any length may be 0.
 
     Parameters
     ----------
     q : array, shape (total_q, heads_q, head_dim)
         Queries of all sequences. float16, bfloat16, float32 or float64; NumPy, CuPy, or any array
-        that speaks DLPack. Read in place with a contiguous last axis, else copied.
+        that supports DLPack. Read in place if the last axis is contiguous, otherwise copied.
     k : array, shape (total_k, heads_kv, head_dim) or (pages, page_size, heads_kv, head_dim)
-        Keys, of the same dtype and kind, or of 8 bits: int8 or float8_e4m3fn, for which q is of 16
-        bits on a GPU. In pages with block_table. heads_q is a multiple of heads_kv; query head h
-        reads head h // (heads_q // heads_kv).
+        Keys; in pages if block_table is given. Array type and dtype of q, or 8 bits (int8 or
+        float8_e4m3fn); on a GPU q is then 16-bit. heads_q is a multiple of heads_kv; query head h
+        uses KV head h // (heads_q // heads_kv).
     v : array, shape (total_k, heads_kv, head_dim_v) or (pages, page_size, heads_kv, head_dim_v)
-        Values. Head dims are 1 to 576, head_dim_v may differ from head_dim.
+        Values. Head dims are 1 to 576; head_dim_v may differ from head_dim.
     cu_seqlens_q : array of integers, shape (batch + 1,)
-        Where in q each sequence begins, and where the last one ends: running totals of the
-        lengths. An array of the same kind as q, or a list. Rows of q before the first position and
-        from the last one on belong to no sequence. Arrays of other integers than int32 are
-        converted in each call, and lists are copied to where q lies.
+        Offset in q at which each sequence begins, then the end of the last: cumulative lengths. An
+        array with the array type of q, or a list, which is copied to the device of q. Integer
+        dtypes other than int32 are converted in each call. Rows of q before the first offset, and
+        from the last one on, belong to no sequence.
     cu_seqlens_k : array of integers, shape (batch + 1,)
-        The same in k; with block_table only the differences count. With block_table and seqused_k
-        it is not read, and may be None.
+        Offsets in k, like cu_seqlens_q. With block_table only their differences are used. With
+        block_table and seqused_k it is not read, and may be None.
     max_seqlen_q, max_seqlen_k : int
-        Bounds of the lengths, which the grid and the kernel are chosen by. They need not be
-        tight. On a GPU calls share a plan while these and the arrays' shapes stay the same,
-        total_q and total_k included; planning anew costs about a millisecond on the host.
+        Upper bounds of the lengths, which determine the grid and the kernel. They need not be
+        tight. On a GPU, calls reuse a plan while these bounds and all shapes, including total_q and
+        total_k, stay the same. A new plan takes about a millisecond on the host.
     causal : bool
-        Each sequence has a mask of its own, aligned bottom right: query i sees the keys j <= i +
-        seqlen_k - seqlen_q, or j <= i + q_offset[b] with a `q_offset`.
+        Whether each sequence has a causal mask, aligned at the bottom right: query i attends only
+        to the keys j <= i + seqlen_k - seqlen_q, or with a `q_offset` to j <= i + q_offset[b].
     softmax_scale : float, optional
-        Factor on the scores, by default 1 / sqrt(head_dim). An array of one number is read in
-        each call, which waits for it where it lies on a GPU.
+        Factor on the scores, by default 1 / sqrt(head_dim). It may be an array of one number, which
+        is read in each call; the call then waits for the GPU if the array is there.
     seqused_k : array of integers, shape (batch,), optional
-        Number of keys of each sequence, instead of the differences in cu_seqlens_k. As
-        cu_seqlens_q, it may be a list.
+        Number of keys of each sequence, instead of the differences in cu_seqlens_k. It may be a
+        list.
     block_table : array of integers, shape (batch, max_pages), optional
         Key j of sequence b is row j % page_size of page block_table[b, j // page_size]. Entries
-        behind the pages that a sequence needs are not read.
+        past the pages that a sequence needs are not read.
     k_scale, v_scale : arrays of float32, or numbers, optional
-        Of keys and values of 8 bits, whose numbers stand for themselves times their scale; 1 if not
-        given. Arrays broadcast to (total_k, heads_kv), or to (pages, page_size, heads_kv): see
+        Scales of 8-bit keys and values: a stored number times its scale is the key or value; by
+        default 1. Arrays broadcast to (total_k, heads_kv) or (pages, page_size, heads_kv), see
         `flash_attention_with_kvcache`.
     return_lse : bool
-        Also return the log-sum-exp of each row's scaled scores.
+        Whether to return the log-sum-exp of the scaled scores of each query row, too.
     out : array, optional
-        Where to write the result; same kind, dtype and shape as the result, contiguous last
-        axis, no overlap with the inputs. Rows that belong to no sequence become 0.
+        Array that the result is written to; same array type, dtype and shape as the result. Its
+        last axis is contiguous, and it does not overlap the inputs.
     num_splits : int
-        Shares of each sequence's keys that are computed side by side and merged; 0 leaves it to
-        the planner. The CPU backend has no use for it.
+        Number of parts that the keys of each sequence are split into; the parts are computed in
+        parallel and merged. 0 lets the planner choose. The CPU backend ignores it.
     batch_invariant : bool
-        The bits of a row's result depend on nothing but its own sequence: not on what else is in
-        the batch, and not on how many of the sequence's queries the call holds. Excludes
-        num_splits > 1. It costs time: on a GPU sequences of all lengths go to one family and tile,
-        `mma` or, where that cannot serve, `simt`, with keys of 8 bits `decode`; and keys are not
-        split where the batch has too few query tiles for the GPU.
+        Whether the bits of a result row depend only on its own sequence: neither on the rest of the
+        batch, nor on how many of the sequence's queries the call holds. Excludes num_splits > 1. It
+        costs time: on a GPU all lengths use the same family and tile (`mma`, or `simt` if `mma`
+        does not support the call; `decode` for 8-bit keys), and keys are not split, even if the
+        batch has too few query tiles to fill the GPU.
     backend : {"auto", "gpu", "cpu"}
-        Where NumPy arrays are computed. "auto": on the GPU where there is one that
-        can.
+        Backend for NumPy arrays. "auto" uses a GPU if there is one that supports the call.
     family : str, optional
         Kernel family to use instead of the planner's choice.
     tile : Tile, mapping or (Br, Bc), optional
         Tile to use instead of the tuned or default one.
     **modifications
-        Masks, and what becomes of scores: see `Modifications`.
+        Masks and changes of scores, see `Modifications`.
 
     Returns
     -------
     out : array, shape (total_q, heads_q, head_dim_v)
-        Output, of the inputs' kind and dtype. A row that sees no key, or belongs to no sequence, is
-        0.
+        Output, with the array type and dtype of q. Fully masked rows, and rows that belong to no
+        sequence, are 0.
     lse : array, shape (heads_q, total_q)
-        Only with return_lse. Natural logarithm; float32, for float64 inputs float64. -inf for a
-        row that sees no key, or belongs to no sequence.
+        Log-sum-exp, natural logarithm, only with return_lse. float32, for float64 inputs float64.
+        It is -inf for rows that belong to no sequence, and for fully masked rows without a sink.
 
     Raises
     ------
     TypeError
-        For a wrong kind of array or dtype; cu_seqlens_q, cu_seqlens_k, seqused_k and block_table
-        are integers.
+        If an argument has a wrong array type or dtype; cu_seqlens_q, cu_seqlens_k, seqused_k and
+        block_table are integers.
     ValueError
-        For shapes that do not go together, a wrong value, a family or tile that does not fit; and
-        in NumPy arrays for lengths, places and pages that lie outside of the arrays or beyond
-        max_seqlen_q and max_seqlen_k.
+        If shapes do not match, a value is wrong, or the family or tile does not fit; and if NumPy
+        arrays hold lengths, offsets or page indices that are out of range or exceed max_seqlen_q or
+        max_seqlen_k.
     CompileError
         If a kernel does not compile.
 
     Notes
     -----
-    Runs on the current device and stream and does not synchronize (NumPy results apart), so that
-    it can be captured in a CUDA graph, which then reads lengths, places and pages anew at each
-    launch. The workspace of a captured call comes from CuPy's current pool and goes back to it
-    when the call returns, though the graph goes on writing to it: warm up and capture under a
-    `cupy.cuda.MemoryPool` of the graph's own, kept as long as the graph. Counters, 4 bytes for
-    each split of a query tile's keys, stay with a captured call for the life of the process.
+    The call uses the current device and stream and does not synchronize, except to return NumPy
+    arrays. It can be captured in a CUDA graph, which reads lengths, offsets and page indices at
+    each launch. The workspace of a captured call is allocated from CuPy's current pool and returned
+    to it after the call, although the graph keeps writing to it: warm up and capture under a
+    `cupy.cuda.MemoryPool` that lives as long as the graph and serves nothing else. Counters, 4
+    bytes per split of a query tile, are kept for a captured call until the process ends.
 
-    What stands in arrays on a GPU is not known on the host, and is not checked. It cannot lead a
-    kernel outside of the arrays:
+    The contents of arrays on a GPU are not checked on the host. They cannot cause an access outside
+    the arrays:
 
-    - what cu_seqlens_q and cu_seqlens_k say is taken to be within [0, total_q] and [0, total_k],
-      and a pair that decreases is an empty sequence;
-    - a sequence has at most max_seqlen_q queries, and at most max_seqlen_k keys, the rows left in
-      k, or what its pages hold; query rows beyond are not computed;
-    - the rows of a page outside of [0, pages) are zeros.
+    - Entries of cu_seqlens_q and cu_seqlens_k are clamped to [0, total_q] and [0, total_k]. If an
+      entry is smaller than the one before it, the sequence between them is empty.
+    - A sequence has at most max_seqlen_q queries, and at most max_seqlen_k keys, the remaining rows
+      of k, or the rows of its pages. Further query rows are not computed.
+    - The rows of a page outside [0, pages) read as zeros.
 
-    Same inputs give the same bits, on one GPU model with one version. 16-bit inputs are
-    accumulated in float32.
+    The same inputs give the same bits, on one GPU model with one version of the library. 16-bit
+    inputs are accumulated in float32.
 
     Examples
     --------

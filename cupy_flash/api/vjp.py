@@ -1,4 +1,4 @@
-"""Attention with its gradients, for those who have no autograd."""
+"""Public functions that return attention and a pullback function, for use without autograd."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def flash_attention_vjp(
     tile: TileRequest = None,
     **modifications: Unpack[Modifications],
 ) -> tuple[Any, Callable[..., tuple[Any, ...]]]:
-    """`flash_attention`, and the function that pulls gradients back through it.
+    """Compute `flash_attention` and return its result with a pullback function.
 
     The axes are (batch, seqlen, heads, head_dim). Arrays (batch, heads, seqlen, head_dim), as
     PyTorch has them, need layout="bhsd": without it heads and seqlen are silently confused.
@@ -49,26 +49,26 @@ def flash_attention_vjp(
     Parameters
     ----------
     q, k, v, causal, softmax_scale, q_offset, layout, return_lse, backend, **modifications
-        As of `flash_attention`.
+        See `flash_attention`.
     wrt, grad_dtype
         See `flash_attention_backward`.
     family, tile
-        The forward call's, see `flash_attention`.
+        Kernel family and tile of the forward call, see `flash_attention`.
 
     Returns
     -------
     out : array, shape (batch, seqlen_q, heads_q, head_dim_v)
-        With return_lse the pair of out and lse.
+        Output of `flash_attention`. With return_lse, the pair (out, lse).
     pullback : callable
-        ``pullback(dout)`` returns the gradients of q, k and v, or of what `wrt` names. It takes
-        ``dlse`` besides, the gradient of lse, and ``family`` and ``tile`` of
-        `flash_attention_backward`. It holds on to the inputs and to out, and reads them as they are
-        when it is called; call it as often as you like.
+        ``pullback(dout)`` returns the gradients of q, k and v, or of the inputs that `wrt` names.
+        It also takes ``dlse``, the gradient of lse, and the ``family`` and ``tile`` of
+        `flash_attention_backward`. It keeps references to the inputs and to out, and reads their
+        contents when it is called. It can be called any number of times.
 
     Raises
     ------
     TypeError, ValueError, UnsupportedError, CompileError
-        As `flash_attention` and `flash_attention_backward`.
+        See `flash_attention` and `flash_attention_backward`.
 
     Examples
     --------
@@ -111,7 +111,7 @@ def flash_attention_qkvpacked_vjp(
     tile: TileRequest = None,
     **modifications: Unpack[Modifications],
 ) -> tuple[Any, Callable[..., Any]]:
-    """`flash_attention_qkvpacked`, and the function that pulls gradients back through it.
+    """Compute `flash_attention_qkvpacked` and return its result with a pullback function.
 
     Parameters
     ----------
@@ -125,14 +125,14 @@ def flash_attention_qkvpacked_vjp(
     Returns
     -------
     out : array, shape (batch, seqlen, heads, head_dim)
-        With return_lse the pair of out and lse.
+        Output of `flash_attention_qkvpacked`. With return_lse, the pair (out, lse).
     pullback : callable
-        See `flash_attention_vjp`. It returns what `flash_attention_qkvpacked_backward` returns.
+        See `flash_attention_vjp`. Returns the result of `flash_attention_qkvpacked_backward`.
 
     Raises
     ------
     TypeError, ValueError, UnsupportedError, CompileError
-        As `flash_attention_qkvpacked` and `flash_attention_qkvpacked_backward`.
+        See `flash_attention_qkvpacked` and `flash_attention_qkvpacked_backward`.
     """
     _require_known(modifications)
     wanted_of_qkv(wrt, modifications)
@@ -171,27 +171,27 @@ def flash_attention_varlen_vjp(
     tile: TileRequest = None,
     **modifications: Unpack[PackedModifications],
 ) -> tuple[Any, Callable[..., tuple[Any, ...]]]:
-    """`flash_attention_varlen`, and the function that pulls gradients back through it.
+    """Compute `flash_attention_varlen` and return its result with a pullback function.
 
     Parameters
     ----------
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale,
     seqused_k, return_lse, backend, family, tile, **modifications
-        See `flash_attention_varlen`. Keys and values are packed, and of q's dtype.
+        See `flash_attention_varlen`. Keys and values are packed, and have the dtype of q.
     wrt, grad_dtype
         See `flash_attention_backward`.
 
     Returns
     -------
     out : array, shape (total_q, heads_q, head_dim_v)
-        With return_lse the pair of out and lse.
+        Output of `flash_attention_varlen`. With return_lse, the pair (out, lse).
     pullback : callable
         See `flash_attention_vjp`.
 
     Raises
     ------
     TypeError, ValueError, UnsupportedError, CompileError
-        As `flash_attention_varlen` and `flash_attention_varlen_backward`.
+        See `flash_attention_varlen` and `flash_attention_varlen_backward`.
     """
     _require_known(modifications)
     options: dict[str, Any] = {
@@ -232,7 +232,7 @@ def _with_pullback(
     *,
     return_lse: bool,
 ) -> tuple[Any, Callable[..., Any]]:
-    """Return the results of a forward call, and the function for its gradients."""
+    """Return the results of a forward call, and a function that computes its gradients."""
     out, lse = results
 
     def pullback(

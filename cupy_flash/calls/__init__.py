@@ -1,1 +1,1 @@
-"""From a call's arguments to what can be planned: array kinds, options, checks of contents."""
+"""Checks and dispatch of calls, from the arguments of public functions to a backend."""

@@ -1,4 +1,4 @@
-"""The arrays of an attention call, whichever public function it came by, all of one kind."""
+"""Record of the arrays of an attention call, common to all public functions, and its checks."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ from cupy_flash.problem.problem import Problem
 
 
 class Arguments(NamedTuple):
-    """Arrays of any attention call by the names that users know; None where there is none.
+    """Arrays of any attention call under their public names; None for an absent array.
 
-    With `k_cache` and `v_cache`, `k` and `v` are new rows, and `cache_seqlens` is None where an
-    integer says the length of every cache.
+    With `k_cache` and `v_cache`, `k` and `v` are the new rows, and `cache_seqlens` is None if one
+    integer gives the length of every cached sequence.
     """
 
     q: Any = None
     k: Any = None
     v: Any = None
     out: Any = None
-    # In place of q, k and v.
+    # Given instead of q, k and v.
     qkv: Any = None
     block_table: Any = None
     cu_seqlens_q: Any = None
     cu_seqlens_k: Any = None
     seqused_k: Any = None
-    # Of keys and values of 8 bits.
+    # Scales of 8-bit keys and values.
     k_scale: Any = None
     v_scale: Any = None
     k_cache: Any = None
@@ -61,48 +61,48 @@ class Arguments(NamedTuple):
     rotary_cos: Any = None
     rotary_sin: Any = None
     rotary_seqlens: Any = None
-    # Offsets of packed new rows.
+    # Offsets of the sequences in packed new rows.
     cu_seqlens_k_new: Any = None
-    # Of float8.
+    # Scale of float8 queries.
     q_scale: Any = None
 
     @property
     def like(self) -> Any:
-        """The array whose kind results have."""
+        """Array that determines the array type of the results."""
         return self.q if self.qkv is None else self.qkv
 
     @property
     def keys(self) -> Any:
-        """What is attended to: the cache where there is one."""
+        """Keys that queries attend to: the cache if there is one, otherwise k."""
         return self.k if self.k_cache is None else self.k_cache
 
     def values_of(self, options: Options) -> Any:
-        """Likewise; a view of the keys where they hold the values."""
+        """Return the values that belong to `keys`; a view of the keys if these hold the values."""
         if options.head_dim_v is not None:
             return self.keys[..., : options.head_dim_v]
         return self.v if self.v_cache is None else self.v_cache
 
     def of_kind(self, kind: str) -> tuple[Any, ...]:
-        """Those that calls of a kind may have: keys are made of no more."""
+        """Return the arrays that calls of a kind may have; only these are part of a call key."""
         return self[FIELDS[kind]]
 
     def names_of_kind(self, kind: str) -> tuple[str, ...]:
-        """Their names."""
+        """Return the names of the arrays of a kind, and of the arrays of modifications."""
         names: tuple[str, ...] = self._fields
         return names[FIELDS[kind]] + names[_FIXED:]
 
     @property
     def of_modifiers(self) -> tuple[Any, ...]:
-        """Arrays of modifications, see `with_modifiers`."""
+        """Arrays of modifications, which `with_modifiers` has appended."""
         return self[_FIXED:]
 
     def parts_of_qkv(self, layout: str) -> Arguments:
-        """The same with q, k and v as views of qkv, if that is what was given.
+        """Return the arguments with q, k and v as views of qkv, if qkv is given.
 
         Raises
         ------
         TypeError, ValueError
-            For what is no array of queries, keys and values, or another layout.
+            If qkv is not an array of queries, keys and values, or the layout is not "bshd".
         """
         if self.qkv is None:
             return self
@@ -115,15 +115,15 @@ _FIXED = len(Arguments._fields)
 
 
 def with_modifiers(arguments: Any, names: tuple[str, ...], arrays: tuple[Any, ...]) -> Any:
-    """The same with arrays of modifications behind the others, as fields of their names."""
-    # What `_make` comes to, in half of the time.
+    """Return the record with the arrays of modifications appended, as fields of these names."""
+    # Equivalent to `_make`, in half the time.
     return tuple.__new__(_record_with(arguments.__class__, names), arguments + arrays)
 
 
 def modified(
     arguments: Any, modifications: Mapping[str, Any], *, backward: bool = False
 ) -> tuple[Any, Modifiers | None, Functions]:
-    """The arrays with those of modifications, and what else these ask for; see `read_modifiers`."""
+    """Return the record with the arrays of modifications, and their `Modifiers` and `Functions`."""
     found = read_modifiers(modifications, backward=backward)
     if found is None:
         return arguments, None, NO_FUNCTIONS
@@ -133,7 +133,7 @@ def modified(
     return arguments, modifiers, functions
 
 
-# Bounded, as the names are those of captures, which users choose.
+# The cache is bounded, because users choose the names of captures.
 @functools.lru_cache(maxsize=1024)
 def _record_with(record: Any, names: tuple[str, ...]) -> Any:
     fields = (*record._fields, *names)
@@ -149,11 +149,11 @@ def _record_with(record: Any, names: tuple[str, ...]) -> Any:
 
 
 def _of_kind_and_modifiers(self: Arguments, kind: str) -> tuple[Any, ...]:
-    """`Arguments.of_kind`, of which calls without modifications need no more than a part."""
+    """Return `Arguments.of_kind` with the arrays of modifications appended."""
     return self[FIELDS[kind]] + self[_FIXED:]
 
 
-# The fields that a call may have, by kind.
+# Slice of the fields of `Arguments` that a call of each kind may have.
 FIELDS = {
     "equal": slice(0, 4),
     "qkvpacked": slice(3, 5),
@@ -188,13 +188,13 @@ INT32 = frozenset(
 CACHES = ("k_cache", "v_cache")
 SCALES = ("k_scale", "v_scale")
 FLOAT8_SCALES = ("q_scale", *SCALES)
-# Read in place or not at all: a copy of a cache would cost more than the call, and what is written
-# is not to go to a copy.
+# Arrays that are never copied: a copy of a cache would take longer than the call, and arrays that a
+# call writes must be written in place.
 IN_PLACE = (*CACHES, *FLOAT8_SCALES)
 
 
 def written_arrays(problem: Problem) -> tuple[str, ...]:
-    """Names of the arrays that a call writes."""
+    """Return the names of the arrays that a call writes."""
     if not problem.layout.appends:
         return ("out",)
     computed = problem.scales is not None and problem.scales.computed
@@ -202,20 +202,20 @@ def written_arrays(problem: Problem) -> tuple[str, ...]:
     return (*CACHES[first], *(SCALES[first] if computed else ()), "out")
 
 
-# Hints for arguments that are None, by their names.
+# Hints of the error messages for arguments that are None.
 _HINTS = {
     "v_cache": "; where the values are the first columns of the keys pass head_dim_v, the number "
     "of them",
     "cu_seqlens_k": "; it may be None with both block_table and seqused_k",
 }
-# What keys have in place of, where they hold the values.
+# Arrays that must be None if the keys hold the values.
 _OF_VALUES = ("v_cache", "v", "v_scale")
 
 
 def require_given(arguments: Arguments, options: Options) -> None:
-    """Raise TypeError for an array that is None though calls of this kind need it.
+    """Raise TypeError if an array is None that calls of this kind need.
 
-    And ValueError for values apart from the keys that hold them.
+    Raise ValueError if values are given although `head_dim_v` says that the keys hold the values.
     """
     in_keys = options.head_dim_v is not None
     for name in _REQUIRED[options.kind]:
@@ -229,7 +229,7 @@ def require_given(arguments: Arguments, options: Options) -> None:
 
 
 def given_lengths(cache_seqlens: Any) -> tuple[int, Any | None]:
-    """The one length of all caches, or 0 and an array of each one's."""
+    """Return the common length of all caches and None, or 0 and the array of their lengths."""
     if isinstance(cache_seqlens, (int, np.integer)) and not isinstance(cache_seqlens, bool):
         return operator.index(cache_seqlens), None
     if cache_seqlens is None or isinstance(cache_seqlens, (bool, float, str, np.generic)):
@@ -241,19 +241,19 @@ def given_lengths(cache_seqlens: Any) -> tuple[int, Any | None]:
 
 
 def normalized(given: Any, written: tuple[str, ...] = ("out",)) -> tuple[Any, Callable[[Any], Any]]:
-    """Every array as a NumPy or CuPy one, all of one kind, and the way back to the first's.
+    """Return the record as NumPy or CuPy arrays, and a function that converts results back.
 
     Parameters
     ----------
     given
-        `Arguments`, or another record of arrays.
+        `Arguments`, or another record of arrays. The first one determines the type of results.
     written
-        Names of those that the call writes.
+        Names of the arrays that the call writes.
 
     Raises
     ------
     TypeError
-        For what is no array, lies elsewhere than the first or is of a dtype that nothing reads.
+        If a value is not an array, has an unsupported dtype, or is on another device than the rest.
     """
     first = given._fields[0]
     leading = normalize(first, given[0])
@@ -282,7 +282,7 @@ def normalized(given: Any, written: tuple[str, ...] = ("out",)) -> tuple[Any, Ca
 
 
 def check_qkv(qkv: Any, layout: str) -> None:
-    """Raise TypeError or ValueError for what is no array of queries, keys and values."""
+    """Raise TypeError or ValueError unless `qkv` is an array of queries, keys and values."""
     shape = getattr(qkv, "shape", None)
     if shape is None:
         raise TypeError(f"qkv is {kind_of(qkv)}; expected an array")
@@ -296,5 +296,5 @@ def check_qkv(qkv: Any, layout: str) -> None:
 
 
 def parts_of(qkv: Any) -> tuple[Any, Any, Any]:
-    """Return queries, keys and values of one array (..., seqlen, 3, heads, head_dim)."""
+    """Return the queries, keys and values of an array (..., seqlen, 3, heads, head_dim)."""
     return qkv[..., 0, :, :], qkv[..., 1, :, :], qkv[..., 2, :, :]

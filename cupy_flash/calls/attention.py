@@ -1,4 +1,4 @@
-"""Attention on a GPU for one key of calls: plan, kernels and packed arguments, and the launches."""
+"""Prepared attention calls on a GPU: plan, kernels, packed arguments, and the launches."""
 
 from __future__ import annotations
 
@@ -37,57 +37,57 @@ from cupy_flash.problem.arrays import MAX_ALIGNMENT
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
 
-# Where rotated queries begin behind the workspace: as a new allocation would.
+# Alignment in bytes of the arrays in the scratch memory, equal to that of a new allocation.
 _SCRATCH_ALIGNMENT = 512
 
-# Names of the values that the structs of a call are packed from, behind the addresses of its
-# arguments: where results and scratch lie, and numbers.
+# Names of the values that follow the addresses of the arguments when a struct is packed: addresses
+# of results and scratch memory, and numbers.
 _VALUES = ("result", "lse", "workspace", "counters", "keys", "q_rotated")
 _PARTS_OF_QKV = ("q", "k", "v")
-# Where the block map lies.
+# Name under which kernels find the address of the block mask.
 _MAP = "map"
 
 
 @dataclass(frozen=True)
 class Call:
-    """Everything about a call that does not change while its key stays the same.
+    """Prepared call: everything that the call key determines, see `on_gpu.look_up`.
 
     Attributes
     ----------
     new
-        What makes out, unless it is given, and lse, where it is asked for.
+        Function that allocates out, unless it is given, and lse, if it is requested.
     out_index
-        Of `out` among the addresses.
+        Index of `out` among the addresses.
     apart
-        Of all arrays of the call.
+        Overlap check for all arrays of the call.
     counters
-        Words.
+        Number of zeroed 32-bit words that the kernels need.
     scratch
-        Function that makes memory for the plan's workspace and, behind it, for rotated queries and
-        for the lengths after an append of packed rows.
+        Function that allocates the scratch memory: the plan's workspace, then the rotated queries,
+        then the lengths after an append of packed rows. None if no memory is needed.
     launches
-        Of attention; none where there is nothing to compute.
+        Launches of attention; none if there is nothing to compute.
     qkv_step
-        Bytes between the parts of qkv; None where they are arrays of their own.
+        Bytes between the parts of qkv; None if q, k and v are separate arrays.
     is_cleared
-        Whether the call writes the results of rows that see no key, as no kernel does: the caches
-        have no keys, or no row belongs to a sequence.
+        Whether the call fills out and lse itself, because no kernel runs: the caches have no rows,
+        or no query row belongs to a sequence.
     is_unowned
-        Whether no row of packed queries belongs to a sequence, so that sinks do not count.
+        Whether no row of packed queries belongs to a sequence, so that sinks are ignored.
     rotated_at
-        Where in the scratch rotated queries begin.
+        Byte offset of the rotated queries in the scratch memory.
     append
-        Launch before attention.
+        Launch that precedes attention and appends to the cache, or None.
     most_keys, limits
-        Of an integer cache_seqlens.
+        Largest integer that cache_seqlens may be, and the limits that determine it.
     block_map
-        Which one the kernels read of the call's mask.
+        Key of the block mask that the kernels read, or None.
     parts
-        Where in the scratch parts begin that kernels are given an address of.
+        Byte offsets in the scratch memory of the arrays whose addresses kernels are given.
     of_torch
-        Whether scratch, and the block map that a graph captures, are torch's memory.
+        Whether torch allocates the scratch memory, and a block mask that a graph captures.
     pull_backs
-        Calls of its gradients, see `recorded.py`.
+        Prepared backward calls of this call, see `recorded.py`.
     """
 
     new: Maker
@@ -111,7 +111,7 @@ class Call:
     def run(
         self, arguments: Arguments, addresses: tuple[int, ...], keys: int, functions: Functions
     ) -> tuple[Any, Any | None]:
-        """Enqueue the launches for arrays at these addresses; out and lse."""
+        """Enqueue the launches for arrays at these addresses; return out and lse."""
         if not 0 <= keys <= self.most_keys:
             require_length("cache_seqlens", keys, self.limits)
         if self.apart.pairs:
@@ -122,9 +122,9 @@ class Call:
         if not self.launches and self.append is None and not self.is_cleared:
             return out, lse
         stream = shared(self.counters) if self.counters or self.scratch else None
-        # Named until the launches are made: then the pool may hand it on, to what runs later.
+        # `_memory` is referenced until the launches are enqueued; then the pool may reuse it.
         _memory, scratch = self.scratch() if self.scratch else (None, 0)
-        # As `names` in `prepare`; a sum, as a tuple with a star in it takes twice the time.
+        # Order of `names` in `prepare`. A sum is twice as fast as a tuple with a starred element.
         values = addresses + (  # noqa: RUF005
             out_at,
             lse_at,
@@ -139,7 +139,7 @@ class Call:
         ready, current = None, 0
         if self.block_map is not None:
             assert functions.mask_mod is not None
-            # Of a device that is named CuPy need not ask which is the current one.
+            # With the device given, CuPy need not look up the current one.
             current = cupy_module().cuda.get_current_stream(self.block_map.device).ptr
             ready = map_of_mask(
                 *(functions.mask_mod, self.block_map, current, arguments), of_torch=self.of_torch
@@ -166,7 +166,7 @@ class Call:
 
 
 def readable(arguments: Arguments, options: Options) -> Arguments:
-    """The arrays, copied where kernels cannot read them as they lie and a copy will do."""
+    """Return the arrays, with copies of those that kernels cannot read in place."""
     require_given(arguments, options)
     arguments = converted(arguments, options)
     copied = {
@@ -178,7 +178,7 @@ def readable(arguments: Arguments, options: Options) -> Arguments:
     }
     cos, sin = (as_cupy(copied.get(name)) for name in ("rotary_cos", "rotary_sin"))
     if cos is not None and sin is not None and cos.strides[0] != sin.strides[0]:
-        # The kernel has one distance between their rows.
+        # The append kernel takes one row stride for both tables.
         copied["rotary_cos"], copied["rotary_sin"] = cos.copy(order="C"), sin.copy(order="C")
     return arguments._replace(**copied)
 
@@ -191,7 +191,7 @@ def prepare(
     *,
     of_torch: bool,
 ) -> Call:
-    """Check, plan, compile and load what calls with CuPy arrays like these, or tensors, need."""
+    """Check, plan, compile and load what calls with such CuPy arrays or tensors need."""
     fields, given = arguments.names_of_kind(options.kind), arguments.of_kind(options.kind)
     arguments, qkv = arguments.parts_of_qkv(options.layout), arguments.qkv
     qkv_step = None if qkv is None else qkv.strides[-3]
@@ -201,7 +201,7 @@ def prepare(
     limits = length_limits(arguments, problem) if is_cached else ()
     written = written_arrays(problem)
     apart = OverlapCheck(fields, given, written)
-    # Before anything is compiled.
+    # Overlapping arrays are refused before anything is compiled.
     apart.check(tuple(0 if array is None else address_of(array) for array in given))
     plan = make_plan(problem, device, family=options.family, tile=options.tile, explain=False)
     scratch, rotated_at = plan.workspace, 0
@@ -210,12 +210,12 @@ def prepare(
         scratch = rotated_at + q.size * q.itemsize
     parts_of_scratch = dict(plan.schedule.parts)
     if layout.packed_new:
-        # The append kernel writes the lengths after the append, and attention reads them.
+        # The append kernel writes the lengths after the append; the attention kernel reads them.
         parts_of_scratch["lengths_after"] = -(-scratch // _SCRATCH_ALIGNMENT) * _SCRATCH_ALIGNMENT
         scratch = parts_of_scratch["lengths_after"] + 4 * problem.batch
     appends = layout.appends or arguments.rotary_cos is not None
     has_no_keys = is_cached and problem.seqlen_k == 0
-    # Kernels clear rows of no sequence, but none is launched if no sequence can have rows.
+    # Kernels zero rows that belong to no sequence. If no sequence can have rows, no kernel runs.
     is_unowned = layout.packed_q and problem.is_empty and q.size > 0
     spec = map_spec(plan)
     parts, map_place = _PARTS_OF_QKV if qkv is not None else (), (_MAP,) if spec else ()
@@ -273,7 +273,7 @@ def prepare(
 
 
 def fixed_fields(plan: Plan) -> dict[str, Any]:
-    """Fields of the params that are the same in all calls of a plan."""
+    """Return the fields of the argument struct that are the same in all calls of a plan."""
     problem, schedule = plan.problem, plan.schedule
     sizes = ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv", "q_offset")
     pages = ("block_table_stride", "pages", "max_pages")
@@ -291,7 +291,7 @@ def fixed_fields(plan: Plan) -> dict[str, Any]:
 
 
 def _sources(arguments: Arguments, plan: Plan) -> dict[str, str]:
-    """Under which names the values come of the other fields; those without one stay null."""
+    """Return the names of the values of the other struct fields; fields without one stay null."""
     is_cached = plan.problem.layout.kind == "cached"
     found = {name: name for name in ("q", "k", "v", "lse", "workspace", "counters")}
     found["out"] = "result"
@@ -314,12 +314,12 @@ def _sources(arguments: Arguments, plan: Plan) -> dict[str, str]:
 
 
 def append_spec(arguments: Arguments, problem: Problem, options: Options) -> append.AppendSpec:
-    """The append of a call that brings new keys and values."""
+    """Return the spec of the launch that appends new keys and values, and rotates queries."""
     layout, cos = problem.layout, arguments.rotary_cos
     scales, head_dim_v = problem.scales, problem.head_dim_v
     v, v_cache = arguments.v, arguments.v_cache
     if problem.values_in_keys:
-        # Then the keys are all there is to append.
+        # The keys hold the values, so there are only keys to append.
         head_dim_v, v, v_cache = 0, arguments.k, arguments.k_cache
         scales = None if scales is None else scales._replace(v=None)
     new = (arguments.k, v)
@@ -366,7 +366,7 @@ def append_spec(arguments: Arguments, problem: Problem, options: Options) -> app
 
 
 def _rotary_alignment(table: Any) -> int:
-    """Bytes, at most 16, that every row of a (positions, columns) table starts at a multiple of."""
+    """Return the alignment in bytes, at most 16, of all rows of a (positions, columns) table."""
     return math.gcd(
         address_of(table) or MAX_ALIGNMENT,
         table.strides[0] if table.shape[0] > 1 else 0,

@@ -1,4 +1,4 @@
-"""Where a call is computed: the argument `backend`, and the CPU's part of `family` and `tile`."""
+"""Choice of the backend for the argument `backend`, and of the tile of the CPU backend."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def require_backend(backend: str) -> None:
 
 
 def require_gpu_backend(backend: str) -> None:
-    """Raise ValueError where the CPU is asked for, for arrays in GPU memory."""
+    """Raise ValueError if the backend is "cpu", because the arrays are in GPU memory."""
     if backend == "cpu":
         raise ValueError("backend is 'cpu', but the arrays lie in GPU memory; pass NumPy arrays")
 
 
 def host_runs_on_gpu(backend: str) -> bool:
-    """Whether arrays in host memory go to a GPU.
+    """Return whether arrays in host memory are computed on a GPU.
 
     Raises
     ------
     UnsupportedError
-        If one is asked for and there is none.
+        If the backend is "gpu" and no GPU is available.
     """
     if backend == "gpu" and (reason := gpu_unavailable()):
         raise UnsupportedError(f"backend is 'gpu', but {reason}")
@@ -40,21 +40,21 @@ def host_runs_on_gpu(backend: str) -> bool:
 
 
 def cpu_tile(problem: Problem, family: str | None, tile: FrozenTile) -> Tile:
-    """The tile of the CPU backend: the one asked for, tuned, or its default.
+    """Return the tile of the CPU backend: the requested one, the tuned one, or its default.
 
     Raises
     ------
     ValueError
-        For an unknown family, or a tile that does not fit.
+        If the family is unknown, or the tile does not fit.
     UnsupportedError
-        For a family of GPU kernels.
+        If the family is one of GPU kernels.
     """
     require_cpu_family(family, FORWARD)
     return choose_cpu_tile(problem, tile)
 
 
 def require_cpu_family(family: str | None, families: Iterable[str]) -> None:
-    """Raise as `cpu_tile` unless a family is the CPU's; the others have these names."""
+    """Raise as `cpu_tile` does unless the family is None or "cpu"; `families` run on a GPU."""
     if family not in (None, "cpu", *families):
         raise ValueError(f"unknown family {family!r}; expected one of {', '.join(families)}, cpu")
     if family not in (None, "cpu"):

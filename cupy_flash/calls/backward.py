@@ -1,4 +1,4 @@
-"""Gradients on a GPU for one key of calls: plan, kernels and packed arguments, and the launches."""
+"""Prepared backward calls on a GPU: plan, kernels, packed arguments, and the launches."""
 
 from __future__ import annotations
 
@@ -32,35 +32,35 @@ from cupy_flash.planning.planner import make_plan
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.gradient import ROWS
 
-# Names of the values that params are packed from, behind the addresses of a call's arguments: where
-# the gradient of an input lies, the workspace, and parts of that.
+# Names of the values that follow the addresses of the arguments when a struct is packed: the
+# address of each input's gradient, of the workspace, and of arrays in the workspace.
 _RESULT, _WORKSPACE = "gradient of ", "workspace"
-# Fields of gradients of other inputs than q, k and v.
+# Struct fields for the gradients of inputs other than q, k, v and captured arrays.
 _FIELDS = {"bias": "dbias", "sinks": "dsinks"}
 
 
 @dataclass(frozen=True)
 class Call:
-    """Everything about a backward call that does not change while its key stays the same.
+    """Prepared backward call: everything that the call key determines, see `on_gpu.look_up`.
 
     Attributes
     ----------
     new
-        What makes the gradients that no array is given for, in order.
+        Function that allocates, in order, the gradients that no array is given for.
     given
-        Of each array that is, where it stands among the gradients and among the call's arrays.
+        Index among the gradients, and index among the call's arrays, of each array that is given.
     apart
-        Of all arrays of the call.
+        Overlap check for all arrays of the call.
     scratch
-        What makes memory for the plan's workspace.
+        Function that allocates memory for the plan's workspace, or None.
     of_torch
-        Whether that is torch's, which knows what its streams still run.
+        Whether torch allocates that memory. Torch tracks itself which streams use its memory.
     parts
-        Where in it parts begin that kernels are given an address of.
+        Byte offsets in the workspace of the arrays whose addresses kernels are given.
     launches
-        None where there is no query.
+        Launches of the backward kernels; none if there is no query.
     cleared
-        Which results are zeros first: those that no kernel writes all of.
+        Indices of the gradients that are zeroed first, because kernels write only parts of them.
     """
 
     new: Maker
@@ -73,9 +73,9 @@ class Call:
     cleared: tuple[int, ...]
 
     def run(self, arguments: Sequence[Any], addresses: tuple[int, ...], *_: Any) -> list[Any]:
-        """Enqueue the launches for arrays at these addresses; the gradients.
+        """Enqueue the launches for arrays at these addresses; return the gradients.
 
-        Of the arrays nothing is asked but for those that gradients are written to.
+        Of `arguments`, only the arrays that gradients are written to are used.
         """
         self.apart.check(addresses)
         stream = None if self.of_torch else shared(0)
@@ -84,7 +84,7 @@ class Call:
             arrays[index], at[index] = arguments[place], addresses[place]
         for index in self.cleared:
             as_cupy(arrays[index]).fill(0)
-        # Named until the launches are made, as in forward calls.
+        # `_memory` is referenced until the launches are enqueued; then the pool may reuse it.
         _memory, scratch = self.scratch() if self.scratch else (None, 0)
         if self.launches:
             parts = [scratch + part for part in self.parts]
@@ -95,7 +95,7 @@ class Call:
 
 
 def readable(arguments: GradientArguments, options: Options) -> GradientArguments:
-    """The arrays, copied where kernels cannot read them as they lie."""
+    """Return the arrays, with copies of those that kernels cannot read in place."""
     arguments = converted(arguments, options)
     copied: dict[str, Any] = {
         name: readable_in_place(array, one_batch=options.is_equal)
@@ -117,7 +117,7 @@ def prepare(
     *,
     of_torch: bool,
 ) -> Call:
-    """Check, plan, compile and load what calls with CuPy arrays like these need."""
+    """Check, plan, compile and load what backward calls with such CuPy arrays need."""
     assert options.wrt is not None
     fields = arguments._fields
     problem = gradient_problem(arguments, options)
@@ -174,7 +174,7 @@ def prepare(
 
 
 def _field_of(name: str) -> str:
-    """The field that has the address of an input's gradient."""
+    """Return the struct field that holds the address of an input's gradient."""
     if name in ROWS:
         return f"d{name}"
     return _FIELDS.get(name) or f"dcaptures.{prefixed(*name.split('.'))}"

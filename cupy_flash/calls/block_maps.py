@@ -1,4 +1,4 @@
-"""Block maps of a user's mask: its device text and captures, and the maps that it keeps."""
+"""Block masks of a user's mask: its CUDA source and captures, and the block masks that it keeps."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ def map_of_mask(
     *,
     of_torch: bool = False,
 ) -> ReadyMap:
-    """The map of a mask on the current device, ready for what is launched next.
+    """Return the block mask of a mask on the current device, ready for the next launch.
 
-    Maps are kept by the object, whatever others are equal to it, until `MaskMod.refresh`.
+    Each `MaskMod` keeps block masks of its own until `MaskMod.refresh`, even if another is equal.
 
     Parameters
     ----------
     mod
-        The mask: this call's, not one that is equal but for what it captured.
+        Mask of this call itself; an equal mask may have captured other arrays.
     key
-        Device, dtype of queries and keys, on which depends how captured reals are read, and sizes,
-        tile and band.
+        Device; dtype of q and k, which determines how captured floats are read; and the sizes,
+        the tile, and the causal and window bounds.
     current
-        The current stream's handle.
+        Handle of the current stream.
     arguments
-        With the arrays that it reads; by default those that it captured.
+        Record with the arrays that the mask reads; by default those that it captured.
     of_torch
-        Whether the call's workspace is torch's memory. A map that a graph captures then is, too.
+        Whether the call's workspace is torch's memory. A graph then captures torch's memory, too.
 
     Raises
     ------
     CompileError
         If the kernel does not compile.
     UnsupportedError
-        For too many blocks.
+        If there are too many blocks.
     """
     kept = mod.kept_maps()
     found = kept_map(kept, key, current)
@@ -65,7 +65,7 @@ def map_of_mask(
 
 
 def packed_captures(mod: MaskMod, dtype: str, arguments: Arguments | None = None) -> np.ndarray:
-    """Return the ``ModArguments`` of a mask's text, filled in; see `map_of_mask`."""
+    """Return the ``ModArguments`` of a mask, filled in; see `map_of_mask`."""
     values = {prefixed("mask_mod", name): value for name, value in mod.captures.items()}
     if arguments is not None:
         values |= {name: as_cupy(getattr(arguments, name)) for name in mod.array_names}
@@ -75,7 +75,7 @@ def packed_captures(mod: MaskMod, dtype: str, arguments: Arguments | None = None
 
 
 def map_spec(plan: Plan) -> MapSpec | None:
-    """What the map depends on that a plan's kernels read; None where they read none."""
+    """Return the sizes and bounds of the block mask of a plan; None if its kernels read none."""
     problem, score = plan.problem, plan.problem.score
     family = FORWARD.get(plan.family)
     if score is None or family is None or not family.is_mapped(problem):
@@ -88,18 +88,18 @@ def map_spec(plan: Plan) -> MapSpec | None:
         problem.seqlen_q,
         problem.seqlen_k,
         problem.q_offset,
-        # A prefix is visible in spite of causality and the window, so neither bounds the map.
+        # The keys of a prefix are visible even if causality or the window would mask them.
         *((False, None, None) if score.prefix else (problem.causal, score.left, score.right)),
         family.map_parts(plan.tile),
     )
 
 
 def mask_text(mod: MaskMod, dtype: str) -> MaskText:
-    """The device text of a mask; of equal ones the same."""
+    """Return the CUDA source of a mask; equal masks have the same source."""
     return _mask_text(mod.traced, dtype)
 
 
-# Not by the mask, which would keep what it captured and its maps.
+# The cache key is not the mask itself, which would keep its captured arrays and block masks alive.
 @functools.lru_cache(maxsize=256)
 def _mask_text(traced: Traced, dtype: str) -> MaskText:
     expression, specs = prefixed_text(traced, "mask_mod")

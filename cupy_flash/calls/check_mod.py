@@ -1,4 +1,4 @@
-"""Whether the device text of a modification computes what its Python function does."""
+"""Comparison of the CUDA source of a modification with its Python function."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from cupy_flash.mods.emit import HEADERS, SCALE, emit
 from cupy_flash.mods.expression import Node
 from cupy_flash.mods.modification import MaskMod, ScoreMod, prefixed
 
-# Exponents of two are rounded, and functions approximated, relative to the largest number in them.
+# Tolerated difference, relative to the largest of the numbers compared and 1. The GPU computes
+# with rounded powers of two and approximated functions.
 TOLERANCE = 2.0**-16
-# Prefix of the names of captures in the text.
+# Prefix of the names of captures in the CUDA source.
 _PREFIX = "mod"
 
 
 def unit_of(mod: ScoreMod | MaskMod) -> TranslationUnit:
-    """The unit that evaluates a modification, of float32 scores."""
+    """Return the translation unit that evaluates a modification on float32 scores."""
     expression, specs = _text_of(mod)
     score, seen = (expression, None) if isinstance(mod, ScoreMod) else (None, expression)
     return evaluate_unit(emit(score, seen, specs), HEADERS, arguments_dtype(specs, "float"))
 
 
 def _text_of(mod: ScoreMod | MaskMod) -> tuple[Node, dict[str, CaptureSpec]]:
-    """Return the expression and the specs of the text, with the names of captures in it."""
+    """Return the expression of a modification, and the specs of its captures by prefixed name."""
     expression, specs = prefixed_text(mod.traced, _PREFIX)
     return expression, specs | {SCALE: CaptureSpec("real")}
 
@@ -40,7 +41,7 @@ def _text_of(mod: ScoreMod | MaskMod) -> tuple[Node, dict[str, CaptureSpec]]:
 def require_agreement(
     mod: ScoreMod | MaskMod, sizes: tuple[int, int, int, int], q_offset: int
 ) -> None:
-    """What `cupy_flash.check_mod` does."""
+    """Run the checks of `cupy_flash.check_mod`."""
     if not isinstance(mod, (ScoreMod, MaskMod)):
         raise TypeError(f"mod is {kind_of(mod)}; expected a ScoreMod or a MaskMod")
     if min(sizes) < 1:
@@ -55,7 +56,7 @@ def require_agreement(
         name: cupy.asarray(values[name]) for name, spec in specs.items() if spec.rank is not None
     }
     addresses = {name: address_of(array) for name, array in arrays.items()}
-    # As copied: contiguous, which is no matter of the text.
+    # The strides are those of the contiguous copies; the CUDA source accepts any strides.
     packed = pack_arguments(specs, values | arrays, addresses, "float")
     scores = (4 * np.random.default_rng(0).standard_normal(sizes)).astype(np.float32)
     found = evaluate(unit_of(mod), packed, scores, q_offset)
@@ -63,7 +64,7 @@ def require_agreement(
 
 
 def compare(mod: ScoreMod | MaskMod, scores: np.ndarray, found: np.ndarray, q_offset: int) -> None:
-    """Raise ValueError, naming the first pair, where a device's results are not the function's."""
+    """Raise ValueError at the first pair for which the GPU's result differs from the function's."""
     b, h, row, j = np.ix_(*map(np.arange, scores.shape))
     i = row + q_offset
     if isinstance(mod, ScoreMod):

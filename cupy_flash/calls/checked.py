@@ -1,4 +1,4 @@
-"""Checks of lengths and places in device arrays, in calls under `CUPY_FLASH_CHECK`."""
+"""Checks of lengths, offsets and indices in device arrays if `CUPY_FLASH_CHECK` is set."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from cupy_flash.calls.problems import problem_of
 from cupy_flash.gpu.environment import cupy_module
 
 VARIABLE = "CUPY_FLASH_CHECK"
-# Read once, as calls take few microseconds.
+# The variable is read once, because a call takes only a few microseconds.
 is_asked_for = os.environ.get(VARIABLE, "0") not in ("", "0")
 
 
 def check(arrays: Any, options: Options, keys: int, modifiers: Modifiers | None) -> None:
-    """Raise ValueError for contents that kernels would clamp; see `check_contents`.
+    """Raise ValueError for array contents that kernels would clamp; see `check_contents`.
 
-    The arrays of lengths and places are copied to the host, which waits for the current stream.
-    While the stream is captured, arrays have no contents, and nothing is checked.
+    The arrays of lengths, offsets and indices are copied to the host, which waits for the current
+    stream. The check is skipped while the stream is captured: arrays have no contents then.
 
     Parameters
     ----------
     arrays, options, modifiers
-        `Arguments` or `GradientArguments` of a call on the current GPU, and what else it asks for.
-        They were checked for everything else.
+        `Arguments` or `GradientArguments` of a call on the current GPU, its options, and its
+        modifications. They have passed all other checks.
     keys
-        Length of every cache, where no array says it.
+        Length of every cached sequence, if no array gives the lengths.
     """
     names = [name for name in arrays._fields if name in INT32 and getattr(arrays, name) is not None]
     if not names or _is_capturing():
@@ -53,7 +53,7 @@ def check(arrays: Any, options: Options, keys: int, modifiers: Modifiers | None)
 def contents(array: Any) -> Any | None:
     """Return a copy of a device array on the host if calls are checked, otherwise None.
 
-    The copy waits for the current stream. While that is captured, the result is None.
+    The copy waits for the current stream. The result is None while the stream is captured.
     """
     return taken_by(np, as_cupy(array)) if is_asked_for and not _is_capturing() else None
 

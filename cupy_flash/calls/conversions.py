@@ -1,4 +1,4 @@
-"""Copies of lengths and modifications' arrays that kernels cannot read as they are."""
+"""Copies of lengths, offsets and arrays of modifications that kernels cannot read in place."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ _INT32 = np.dtype(np.int32)
 
 
 class Converted(NamedTuple):
-    """Shape and dtype of the copy of an array."""
+    """Shape and dtype of the copy of an array that a call has to convert."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
 
 
 def conversions(arrays: Any, options: Options | None = None) -> dict[str, Converted]:
-    """Return shape and dtype of each array that a call has to copy, by its name.
+    """Return the shape and dtype of the copy of each array that a call has to copy, by name.
 
-    Lengths and places of any integer dtype become int32. Slopes and sinks of any float dtype become
-    float32 or float64, and a single number is repeated for each head. Arrays at odd addresses are
-    copied to aligned memory.
+    Lengths, offsets and indices of any integer dtype become int32. ALiBi slopes and sinks of any
+    float dtype become float32 or float64, and a single number is repeated for each head. Arrays
+    that are not aligned to their element size are copied to aligned memory.
 
     Parameters
     ----------
     arrays
-        Record of a call's arrays on one device.
+        Record of the arrays of a call, all on the same device.
     options
         Options of the call; None for a merge of partial results.
     """
@@ -63,21 +63,21 @@ def conversions(arrays: Any, options: Options | None = None) -> dict[str, Conver
     return found
 
 
-# A look at the name of every array of a call would cost 3 us.
+# Cached, because inspecting the names of all arrays of a call would take 3 us.
 @functools.lru_cache(maxsize=256)
 def _places(record: Any) -> tuple[tuple[int, str], ...]:
-    """Return index and name of each field of a record that may have to be copied."""
+    """Return the index and name of each field of a record that may have to be copied."""
     fields: tuple[str, ...] = record._fields
     return tuple((place, name) for place, name in enumerate(fields) if name in _CONVERTED)
 
 
 def converted(arrays: Any, options: Options | None = None) -> Any:
-    """Return the record with each array that `conversions` names replaced by its copy.
+    """Return the record with each array that `conversions` lists replaced by its copy.
 
     Raises
     ------
     ValueError
-        For integers in host memory that int32 does not hold.
+        If int32 cannot hold an integer of an array in host memory.
     """
     wanted = conversions(arrays, options)
     if not wanted:
@@ -91,7 +91,7 @@ def _copy(name: str, given: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any
     array = as_cupy(readable_in_place(given))
     if name in INT32:
         return as_int32(name, array)
-    # Numbers beyond the dtype become infinite or 0, whatever the caller's error state.
+    # Numbers out of range become infinite or 0, whatever NumPy error state the caller has set.
     with np.errstate(all="ignore"):
         if shape == array.shape:
             return array.astype(dtype, copy=False)
@@ -99,7 +99,7 @@ def _copy(name: str, given: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any
 
 
 def _of_heads(name: str, array: Any, arrays: Any, options: Options | None) -> Converted:
-    """Return the shape and dtype in which kernels read an array of slopes or sinks."""
+    """Return the shape and dtype in which kernels read an array of ALiBi slopes or sinks."""
     like = as_cupy(arrays.out_partial if options is None else arrays.like)
     shape, dtype = tuple(array.shape), array.dtype
     if array.ndim == 0 and like.ndim >= 3:
@@ -116,13 +116,13 @@ def _of_heads(name: str, array: Any, arrays: Any, options: Options | None) -> Co
 
 def _is_readable(name: str, array: Any) -> bool:
     if isinstance(array, np.ndarray):
-        # Flags take 0.1 us, and the address of a NumPy array takes 1 us.
+        # Reading the flags takes 0.1 us, reading the address of a NumPy array 1 us.
         return array.flags.aligned and has_whole_strides(array)
-    # Kernels are given no strides of arrays of lengths.
+    # The argument struct holds no strides of the int32 arrays.
     is_contiguous = name not in INT32 or has_contiguous_rows(array)
     return is_contiguous and has_whole_strides(array) and is_aligned(array)
 
 
 def _can_be_cast(array: Any) -> bool:
-    """Return whether `astype` can read the array: CuPy casts the native byte order only."""
+    """Return whether `astype` can convert the array. CuPy requires the native byte order."""
     return bool(array.dtype.isnative) or isinstance(array, np.ndarray)

@@ -1,4 +1,4 @@
-"""The arrays of a backward call, and what they ask for."""
+"""Record of the arrays of a backward call, their checks, and the problem that they describe."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from cupy_flash.problem.problem import Problem
 
 
 class GradientArguments(NamedTuple):
-    """Arrays of a backward call by the names that users know; None where there is none."""
+    """Arrays of a backward call under their public names; None for an absent array."""
 
     q: Any
     k: Any
     v: Any
-    # None in plans only.
+    # May be None for a plan only.
     out: Any = None
     dout: Any = None
     lse: Any = None
@@ -46,22 +46,22 @@ class GradientArguments(NamedTuple):
     seqused_k: Any = None
 
     def of_kind(self, kind: str) -> tuple[Any, ...]:
-        """All of them, whatever the kind of call."""
+        """Return all arrays: backward calls of every kind have the same."""
         return self
 
     @property
     def like(self) -> Any:
-        """The array whose kind results have."""
+        """Array that determines the array type of the results."""
         return self.q
 
     @property
     def of_modifiers(self) -> tuple[Any, ...]:
-        """Arrays of modifications, see `with_modifiers`."""
+        """Arrays of modifications, which `with_modifiers` has appended."""
         return self[_FIXED:]
 
     @property
     def forward(self) -> Arguments:
-        """Those of the forward call."""
+        """Record of the arrays of the forward call."""
         plain = Arguments(
             q=self.q,
             k=self.k,
@@ -81,7 +81,7 @@ _OTHERS = ("dout", "out")
 
 
 def require_grad_dtype(grad_dtype: Any) -> None:
-    """Raise ValueError for a dtype that gradients are not computed in."""
+    """Raise ValueError unless `grad_dtype` is None or "float32"."""
     if grad_dtype is not None and not (isinstance(grad_dtype, str) and grad_dtype == "float32"):
         raise ValueError(
             f"grad_dtype is {grad_dtype!r}; expected 'float32', or None for the inputs' dtypes"
@@ -89,12 +89,12 @@ def require_grad_dtype(grad_dtype: Any) -> None:
 
 
 def gradient_problem(arguments: GradientArguments, options: Options) -> Problem:
-    """The backward problem that NumPy or CuPy arrays pose.
+    """Return the backward problem of a call, given NumPy or CuPy arrays.
 
     Raises
     ------
     TypeError, ValueError
-        For what no kernel computes; the message names the argument.
+        If no kernel computes the problem; the message names the argument.
     """
     assert options.wrt is not None
     require_grad_dtype(options.grad_dtype)
@@ -141,13 +141,13 @@ def _bias_axes(arguments: GradientArguments) -> tuple[int, int, int, int]:
 
 
 def _input(arguments: GradientArguments, name: str) -> Any:
-    """The array that a gradient is of, by its name in `Options.wrt`."""
-    # Captures are called so among a call's arrays.
+    """Return the input with this name in `Options.wrt`."""
+    # The field of a captured array has an underscore instead of the dot: "score_mod_NAME".
     return getattr(arguments, name.replace(".", "_"))
 
 
 def result_spec(arguments: GradientArguments, options: Options, name: str) -> ResultSpec:
-    """Shape and dtype of the new gradient of an input."""
+    """Return the shape and dtype of a newly allocated gradient of an input."""
     like = _input(arguments, name)
     dtype = like.dtype if options.grad_dtype is None else np.dtype(options.grad_dtype)
     return tuple(like.shape), dtype

@@ -1,4 +1,4 @@
-"""Gradients of arrays in host memory: by the CPU backend, or on copies that a GPU gets."""
+"""Gradients for arrays in host memory, on the CPU backend or on copies in GPU memory."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ _ROWS = (*ROWS, "out", "dout")
 def backward(
     arguments: GradientArguments, options: Options, backend: str, functions: Functions
 ) -> tuple[np.ndarray, ...]:
-    """Gradients of NumPy arrays, in the order of `Options.wrt`."""
+    """Return the gradients for NumPy arrays, in the order of `Options.wrt`."""
     assert options.wrt is not None
-    # Such a call has neither lengths nor modifications, whose arrays may have to be converted.
+    # Dense calls without modifications have no arrays that may need a conversion.
     has_no_lengths = options.kind == "equal" and options.modifiers is None
     if not has_no_lengths:
         arguments = converted(arguments, options)
@@ -82,9 +82,9 @@ def backward(
 def repeated(
     arguments: GradientArguments, options: Options, backend: str
 ) -> tuple[np.ndarray, ...] | None:
-    """Compute a small call of NumPy arrays without modifications if one like it was made before.
+    """Compute a small call without modifications if a call with the same call key was made before.
 
-    It passed all checks then. Returns None if the call is left to `backward`.
+    The earlier call has passed all checks. Returns None if `backward` has to compute the call.
     """
     for array in arguments:
         if array is not None and array.__class__ is not np.ndarray:
@@ -103,14 +103,14 @@ def repeated(
 
 
 class _Known(NamedTuple):
-    """Facts common to all calls with the same shapes, strides, dtypes and options.
+    """Results of the checks, common to all calls with the same shapes, strides, dtypes and options.
 
     Attributes
     ----------
     tile
-        The CPU backend's; None if a GPU computes.
+        Tile of the CPU backend; None if a GPU computes the call.
     small
-        How the CPU backend computes the call by the formula; None if it does not.
+        Parameters for computing the call by the plain formula on the CPU; None if not applicable.
     scale
         Factor on the scores of such a call, in the dtype of q.
     """
@@ -121,13 +121,13 @@ class _Known(NamedTuple):
     scale: Any = None
 
 
-# Kept for reuse, as in `on_host`.
+# Maximum number of entries in `_calls`; see `on_host`.
 _MAX_KNOWN = 1024
 _calls: dict[Any, _Known] = {}
 
 
 def _known(arguments: GradientArguments, options: Options, backend: str) -> _Known:
-    """Return what calls like this one need; finding it takes 250 us, more than a small call."""
+    """Return the `_Known` of a call. A new one takes 250 us, longer than a small call itself."""
     key = _key_of(arguments, options, backend)
     known = _calls.get(key)
     if known is None:
@@ -152,9 +152,9 @@ def _key_of(arguments: GradientArguments, options: Options, backend: str) -> tup
 
 
 def _has_plain_gradients(arguments: GradientArguments, options: Options) -> bool:
-    """Return whether a call `is_plain` and asks for gradients that the plain formula gives.
+    """Return whether a call `is_plain` and requests gradients that the plain formula computes.
 
-    These are the gradients of q, and perhaps of k and v, in the inputs' dtype of 32 or 64 bits.
+    These are the gradients of q, and optionally of k and v, in the inputs' float32 or float64.
     """
     q, wrt = arguments.q, options.wrt
     assert wrt is not None
@@ -164,12 +164,12 @@ def _has_plain_gradients(arguments: GradientArguments, options: Options) -> bool
 
 
 def tile_of(problem: Problem, options: Options) -> Tile:
-    """The CPU backend's tile: the one asked for, or its default.
+    """Return the tile of the CPU backend: the requested one, or its default.
 
     Raises
     ------
     ValueError, UnsupportedError
-        For a tile or family that is not the CPU's, or a tile with too much scratch.
+        If the tile or family is not one of the CPU backend, or the tile needs too much scratch.
     """
     require_cpu_family(options.family, FAMILIES["backward"])
     default = gradients.default_tile(problem)
@@ -179,7 +179,7 @@ def tile_of(problem: Problem, options: Options) -> Tile:
 
 
 def plan_of(problem: Problem, options: Options) -> Plan:
-    """The plan of the CPU backend; raises as `tile_of`."""
+    """Return the plan of the CPU backend; raises as `tile_of` does."""
     tile = tile_of(problem, options)
     plan = make_cpu_plan(problem, tile, gpu_unavailable())
     return dataclasses.replace(
@@ -197,7 +197,7 @@ def _on_gpu(
     options: Options,
     functions: Functions,
 ) -> None:
-    """Gradients of copies of the arrays."""
+    """Compute gradients on a GPU from copies of the arrays, and write them to `results`."""
     cupy = cupy_module()
     order = upload_order(options)
     arguments = arguments._replace(**dict.fromkeys(WRITTEN))

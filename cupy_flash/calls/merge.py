@@ -1,4 +1,4 @@
-"""A merge of partial results on a GPU, for one key of calls: kernel and packed arguments."""
+"""Prepared merges of partial results on a GPU: kernel and packed arguments."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from cupy_flash.gpu import combine
 from cupy_flash.gpu.environment import cupy_module
 from cupy_flash.problem.device import Device
 
-# Of the values that the struct is packed from: the addresses of `Partials`, then of the results.
+# Names of the values that the struct is packed from: addresses of `Partials` and of the results.
 _NAMES = (*Partials._fields, "result", "lse")
 
 
 @dataclass(frozen=True)
 class Call:
-    """What does not change about a merge while its key stays the same."""
+    """Prepared merge: everything that the call key determines, see `on_gpu.look_up`."""
 
     new: Maker
     apart: OverlapCheck
     kernel: combine.Combine
 
     def run(self, partials: Partials, addresses: tuple[int, ...], *_: Any) -> tuple[Any, Any]:
-        """Enqueue the merge of arrays at these addresses; out and lse."""
+        """Enqueue the merge of arrays at these addresses; return out and lse."""
         self.apart.check(addresses)
         (out, lse), (out_at, lse_at) = self.new()
         if out is None:
@@ -37,7 +37,7 @@ class Call:
 
 
 def readable(partials: Partials) -> Partials:
-    """The arrays, copied where the kernel cannot read them as they lie."""
+    """Return the arrays, with copies of those that the kernel cannot read in place."""
     partials = converted(partials)
     copied: dict[str, Any] = {}
     for name in ("lse_partial", "sinks"):
@@ -48,7 +48,7 @@ def readable(partials: Partials) -> Partials:
 
 
 def prepare(partials: Partials, device: Device) -> Call:
-    """Check a merge of CuPy arrays like these, and compile and load its kernel."""
+    """Check such CuPy arrays, and compile and load the kernel that merges them."""
     spec = spec_of_call(*partials)
     out_partial, lse_partial = partials.out_partial, partials.lse_partial
     out = None if partials.out is not None else (out_partial.shape[1:], out_partial.dtype)

@@ -1,4 +1,4 @@
-"""New rows into a cache that is shared out among ranks, on a GPU, for one key of calls."""
+"""Prepared appends to a KV cache that is sharded over ranks, on a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cupy_flash.problem.device import Device
 
 
 class NewRows(NamedTuple):
-    """A rank's caches, new keys and values, and the lengths on all ranks before them."""
+    """KV cache shard of a rank, new keys and values, and global lengths before the append."""
 
     k_cache: Any
     v_cache: Any
@@ -21,14 +21,14 @@ class NewRows(NamedTuple):
 
 
 class Stripes(NamedTuple):
-    """Which keys are in a rank's caches.
+    """Assignment of keys to the KV cache shard of a rank.
 
     Attributes
     ----------
     ranks, rank, stripe
-        As of `AppendSpec`.
+        See `AppendSpec`.
     capacity
-        The first key that would be this rank's and has no row.
+        Global index of the first key that is assigned to this rank but does not fit in its shard.
     """
 
     ranks: int
@@ -39,20 +39,20 @@ class Stripes(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """What does not change about an append while its key stays the same."""
+    """Prepared append: everything that the call key determines, see `on_gpu.look_up`."""
 
     kernel: append.Append
 
     def run(
         self, rows: NewRows, addresses: tuple[int, ...], keys: int, *_: Any
     ) -> tuple[None, None]:
-        """Enqueue the append of arrays at these addresses."""
+        """Enqueue the append of arrays at these addresses; `keys` is as in `on_gpu.run`."""
         self.kernel.run((*addresses, keys))
         return None, None
 
 
 def readable(rows: NewRows) -> NewRows:
-    """The arrays, copied where the kernel cannot read them as they lie."""
+    """Return the arrays, with copies of those that the kernel cannot read in place."""
     lengths = rows.cache_seqlens
     return rows._replace(
         k=readable_in_place(rows.k),
@@ -62,7 +62,7 @@ def readable(rows: NewRows) -> NewRows:
 
 
 def prepare(rows: NewRows, stripes: Stripes, device: Device) -> Call:
-    """Compile and load the kernel of an append of CuPy arrays like these, which are checked."""
+    """Compile and load the kernel that appends such CuPy arrays, which have been checked."""
     specs = [spec_of(array, address_of(array)) for array in rows[:4]]
     k_cache, v_cache, k, v = specs
     (batch, seqlen_new, heads_kv, head_dim), head_dim_v = k.shape, v.shape[3]

@@ -1,4 +1,4 @@
-"""Run calls on the current GPU: what does not depend on addresses is prepared once for each key."""
+"""Execution of calls on the current GPU, with a cache of prepared calls by call key."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cupy_flash.gpu.environment import cupy_module, device_for_id
 from cupy_flash.planning import tuning
 from cupy_flash.problem.arrays import MAX_ALIGNMENT
 
-# Calls kept for reuse. A key takes about 2 KiB, and one workload uses a handful.
+# Maximum number of prepared calls. A call key takes about 2 KiB, and a workload uses a handful.
 _MAX_CALLS = 4096
 
 _calls: dict[tuple[Any, ...], Any] = {}
@@ -30,31 +30,31 @@ def run(
     functions: Functions = NO_FUNCTIONS,
     modifiers: Modifiers | None = None,
 ) -> Any:
-    """Attention of CuPy arrays, its gradients, the merge of partial results, or an append.
+    """Compute attention, its gradients, a merge of partial results, or an append to a cache.
 
-    On the current device and stream.
+    The launches are enqueued on the current device and stream.
 
     Parameters
     ----------
     arrays
-        `Arguments` or `GradientArguments` of arrays on a GPU, tensors of torch and `JaxMemory` as
-        well, or `Partials` or `NewRows` of CuPy's.
+        `Arguments` or `GradientArguments` with arrays on a GPU (CuPy arrays, torch tensors or
+        `JaxMemory`); or `Partials` or `NewRows` with CuPy arrays.
     options
-        Of attention, or of an append; None for a merge.
+        Options of attention, or the `Stripes` of an append; None for a merge.
     keys
-        Length of every cache before the append, where no array says it; else 0.
+        Length of every cached sequence before the append if no array gives the lengths; else 0.
     only_cupy
-        Whether to do nothing, and return None, unless all arrays are CuPy's.
+        Whether to do nothing, and return None, unless all arrays are CuPy arrays.
     functions
-        The user's, that the modifiers name.
+        User functions that belong to the modifiers.
     modifiers
-        Where the options have none yet: to make others of both takes half a microsecond.
+        Modifiers that `options` does not contain yet: adding them takes half a microsecond.
 
     Returns
     -------
     out, lse
-        lse is None where it is not asked for. Of a backward call, the gradients; of an append two
-        times None.
+        Results of attention or of a merge; lse is None if it is not requested. A backward call
+        returns the gradients instead; an append returns None twice.
     """
     given = arrays.of_kind(options.kind) if isinstance(options, Options) else arrays
     found = look_up(given, options, modifiers, only_cupy)
@@ -76,9 +76,9 @@ def prepare(
     functions: Functions = NO_FUNCTIONS,
     modifiers: Modifiers | None = None,
 ) -> tuple[Any, Any, tuple[int, ...]]:
-    """The prepared call of arrays whose key has none, what it reads, and where that lies.
+    """Prepare a call whose call key is new; return it with the arrays that it reads and addresses.
 
-    Kept under the key; where kernels need copies of arrays, under that of the copies.
+    The prepared call is kept under its call key; if arrays are copied, under that of the copies.
     """
     device_id = key[0]
     require_device(device_id, arrays)
@@ -117,17 +117,17 @@ def look_up(
     modifiers: Modifiers | None = None,
     only_cupy: bool = False,
 ) -> tuple[tuple[Any, ...], Any, tuple[int, ...]] | None:
-    """The key of a call of these arrays, what was prepared for it if anything, and the addresses.
+    """Return the call key of these arrays, the prepared call or None, and the addresses.
 
-    The key is the number of the current device, what `facts_of` finds in the arrays, and the rest.
-    With `only_cupy`, None if an array is of another library.
+    A call key holds the index of the current device, the array keys from `facts_of`, the options,
+    and the tuning generation. If `only_cupy`, the result is None if any array is not CuPy's.
     """
     cupy = cupy_module()
     found = facts_of(given, cupy.ndarray, only_cupy)
     if found is None:
         return None
     facts, addresses = found
-    # Everything that the plan and the checks depend on.
+    # The key holds everything that the plan and the checks depend on.
     key = (cupy.cuda.runtime.getDevice(), facts, options, modifiers, tuning.generation())
     return key, _calls.get(key), addresses
 
@@ -135,14 +135,14 @@ def look_up(
 def facts_of(
     arrays: Iterable[Any], cupy_array: type, only_cupy: bool = False
 ) -> tuple[tuple[Any, ...], tuple[int, ...]] | None:
-    """What plans and checks depend on in arrays on a GPU, as part of a key; and their addresses.
+    """Return the array keys of arrays on a GPU (shape, strides, ...), and their addresses.
 
-    Of an array that is absent, None and 0. With `only_cupy`, None if one is of another library.
+    An absent array has None and 0. If `only_cupy`, the result is None if any array is not CuPy's.
     """
     facts: list[Any] = []
     addresses: list[int] = []
     within = MAX_ALIGNMENT - 1
-    # A loop, as a function for each array would cost half a microsecond a call.
+    # Inline in the loop: a function call per array would cost half a microsecond.
     for array in arrays:
         if array is None:
             facts.append(None)
@@ -188,7 +188,7 @@ def facts_of(
 
 
 def require_device(device_id: int, arrays: Any) -> None:
-    """Raise ValueError, naming the field, unless all that are not None lie on the device."""
+    """Raise ValueError, naming the field, unless all arrays are on the device with this index."""
     for name, array in zip(arrays._fields, arrays, strict=True):
         if array is not None and (its_id := as_cupy(array).data.device_id) != device_id:
             within = "torch.cuda.device" if is_tensor(array) else "cupy.cuda.Device"

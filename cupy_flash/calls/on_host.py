@@ -1,4 +1,4 @@
-"""Attention of arrays in host memory: by the CPU backend, or on copies that a GPU gets."""
+"""Attention for arrays in host memory, on the CPU backend or on copies in GPU memory."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def forward(
     backend: str,
     functions: Functions = NO_FUNCTIONS,
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Attention of NumPy arrays, and the append before it; see `on_gpu.run`."""
-    # Such a call has neither lengths nor modifications, whose arrays may have to be converted.
+    """Compute attention for NumPy arrays, after the append if there is one; see `on_gpu.run`."""
+    # Dense calls without modifications have no arrays that may need a conversion.
     has_no_lengths = options.kind == "equal" and options.modifiers is None
     if not has_no_lengths:
         arguments = converted(arguments, options)
@@ -64,7 +64,7 @@ def forward(
     if lengths is not None:
         arguments = _appended(arguments, lengths, options, call)
     if goes_to_gpu:
-        # What is new has been appended.
+        # The append above has computed the scales of new rows already.
         return _on_gpu(arguments, out, options._replace(compute_scales=False), functions)
     lse = None
     if options.return_lse:
@@ -76,10 +76,10 @@ def forward(
 def repeated(
     arguments: Arguments, options: Options, backend: str
 ) -> tuple[np.ndarray, np.ndarray | None] | None:
-    """Compute a small call of NumPy arrays without modifications if one like it was made before.
+    """Compute a small call without modifications if a call with the same call key was made before.
 
-    It passed all checks then, which take 10 us; such a call computes for 10 to 100. Returns None if
-    the call is left to `forward`.
+    The earlier call has passed all checks, which take 10 us; computing such a call takes 10 to 100.
+    Returns None if `forward` has to compute the call.
     """
     q, k, v = arguments.q, arguments.k, arguments.v
     if not (q.__class__ is k.__class__ is v.__class__ is np.ndarray) or arguments.out is not None:
@@ -96,16 +96,17 @@ def repeated(
 
 
 class _Known(NamedTuple):
-    """Facts common to all calls with the same shapes, strides, dtypes and options.
+    """Results of the checks, common to all calls with the same shapes, strides, dtypes and options.
 
     Attributes
     ----------
     tile
-        The CPU backend's; None where a GPU computes, or each run of sequences has its own.
+        Tile of the CPU backend; None if a GPU computes the call or each group of sequences has its
+        own tile.
     out_dtype
-        Dtype of a new output.
+        Dtype of a newly allocated output.
     small
-        How the CPU backend computes the call in one step; None if it does not.
+        Parameters for computing the call in one step on the CPU; None if not applicable.
     scale
         Factor on the scores of such a call, in the dtype of q.
     """
@@ -118,13 +119,13 @@ class _Known(NamedTuple):
     scale: Any = None
 
 
-# Kept for reuse, as calls on a GPU are in `on_gpu`.
+# Maximum number of entries in `_calls`, whose role is that of `_calls` in `on_gpu`.
 _MAX_KNOWN = 1024
 _calls: dict[Any, _Known] = {}
 
 
 def _known(arguments: Arguments, options: Options, backend: str) -> _Known:
-    """What calls like this one need; finding it takes 70 us, more than a small call computes."""
+    """Return the `_Known` of a call. A new one takes 70 us, longer than a small call itself."""
     key = _key_of(arguments, options, backend)
     known = _calls.get(key)
     if known is None:
@@ -145,7 +146,7 @@ def _known(arguments: Arguments, options: Options, backend: str) -> _Known:
 
 @quiet
 def scale_in(dtype: np.dtype[Any], problem: Problem) -> Any:
-    """Return the factor on the scores in the dtype of q, which may not hold it."""
+    """Return the factor on the scores in the dtype of q, which may round it or overflow."""
     return dtype.type(problem.softmax_scale)
 
 
@@ -156,20 +157,20 @@ def _key_of(arguments: Arguments, options: Options, backend: str) -> tuple[Any, 
 
 
 def is_plain(arguments: Any, options: Options) -> bool:
-    """Return whether q, k and v go to the CPU backend as they are, without modifications."""
+    """Return whether the CPU backend can use q, k and v as they are, without modifications."""
     is_equal = options.kind == "equal" and options.modifiers is None
     return is_equal and options.layout == "bshd" and arguments.q.ndim == 4 and arguments.q.size > 0
 
 
 def gpu_of(backend: str) -> int | None:
-    """The current GPU, where arrays in host memory may go to it."""
+    """Return the index of the current GPU if host arrays may be computed there, otherwise None."""
     if not host_runs_on_gpu(backend):
         return None
     return int(cupy_module().cuda.runtime.getDevice())
 
 
 def runs_on_gpu(problem: Problem, options: Options, backend: str) -> bool:
-    """Whether a GPU computes arrays in host memory: where it is left open, one that can."""
+    """Return whether a GPU computes host arrays; "auto" chooses a GPU that supports the problem."""
     device_id = gpu_of(backend)
     if device_id is None:
         return False
@@ -179,14 +180,14 @@ def runs_on_gpu(problem: Problem, options: Options, backend: str) -> bool:
 
 
 def positions_of_used(arguments: Any, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `q_offset` of packed sequences with `seqused_q`, unless the call has one.
+    """Return the `q_offset` of varlen calls that have `seqused_q` and no `q_offset` of their own.
 
     Parameters
     ----------
     arguments
-        `Arguments` or `GradientArguments` of the call, whose contents were checked.
+        `Arguments` or `GradientArguments` of the call, whose contents have been checked.
     arrays
-        Arrays of its modifications, by name.
+        Arrays of the call's modifications, by name.
     """
     if "seqused_q" not in arrays or "q_offset" in arrays:
         return {}
@@ -197,12 +198,12 @@ def positions_of_used(arguments: Any, arrays: Mapping[str, Any]) -> dict[str, An
 
 
 def requested_tile(problem: Problem, options: Options) -> Tile | None:
-    """The CPU backend's tile, or None where every run of sequences has its own.
+    """Return the tile of the CPU backend, or None if each group of sequences has its own tile.
 
     Raises
     ------
     ValueError, UnsupportedError
-        For a tile or family that is not the CPU's.
+        If the tile or family is not one of the CPU backend.
     """
     if not problem.layout.is_equal and options.tile is None and options.family in (None, "cpu"):
         return None
@@ -217,14 +218,14 @@ def require_writable(name: str, array: np.ndarray) -> None:
 
 
 def upload_order(options: Options) -> Literal["K", "C"]:
-    """In which order arrays that are uploaded have their axes: their own, or C's."""
+    """Return the memory order of uploaded arrays: "K" keeps the order of the axes, "C" does not."""
     return "K" if options.is_equal else "C"
 
 
 def _on_gpu(
     arguments: Arguments, out: np.ndarray, options: Options, functions: Functions
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Attention on copies of the arrays."""
+    """Compute attention on a GPU from copies of the arrays."""
     cupy = cupy_module()
     arguments = arguments._replace(out=None)
     order = upload_order(options)
@@ -239,7 +240,7 @@ def _on_gpu(
 def _uploaded(array: np.ndarray, order: Literal["K", "C"]) -> Any:
     cupy = cupy_module()
     if dtype_name(array) == FLOAT8:
-        # CuPy allocates none, but views bytes as such.
+        # CuPy allocates no float8 arrays, but a uint8 array can be viewed as float8.
         return cupy.asarray(array.view(np.uint8), order=order).view(array.dtype)
     return cupy.asarray(array, order=order)
 
@@ -260,7 +261,7 @@ def _on_cpu(
         modified = modifiers_on_host(options.modifiers, functions, arrays_of)
     if options.is_equal:
         if tile is None:
-            # Padded sequences are no sequences of their own to the CPU backend.
+            # The CPU backend computes padded sequences as a dense batch, with one tile.
             tile = cpu_tile(problem, options.family, options.tile)
         q, k, v, target = arguments.q, arguments.k, arguments.v, out
         if q.ndim != 4 or options.layout != "bshd":
@@ -308,7 +309,7 @@ def _on_cpu(
 
 
 def _scales(arguments: Arguments, problem: Problem) -> batches.CacheScales | None:
-    """The scales of keys and values of 8 bits, 1 where none are given."""
+    """Return the scales of 8-bit keys and values, 1 where none are given; None for other dtypes."""
     if problem.scales is None:
         return None
     one = np.float32(1)
@@ -320,11 +321,11 @@ def _scales(arguments: Arguments, problem: Problem) -> batches.CacheScales | Non
 def _appended(
     arguments: Arguments, lengths: np.ndarray, options: Options, call: _Known
 ) -> Arguments:
-    """Append what is new to the cache; what is left to attend with, and all lengths."""
+    """Append new rows to the cache; return the arguments of attention, with the new lengths."""
     problem = call.problem
     new, starts = new_rows(arguments, problem), arguments.cu_seqlens_k_new
     lengths_after = lengths + new
-    # Nothing may be refused once the cache is written.
+    # Errors must be raised before the cache is written.
     if call.goes_to_gpu:
         _require_a_plan(problem, options)
     elif call.tile is not None:
@@ -342,7 +343,7 @@ def _appended(
         if starts is None:
             k = rotate(k, first_positions=first, advance=True)
         else:
-            # Rows of no sequence are not appended, so their positions do not matter.
+            # Rows that belong to no sequence are not appended, so their positions do not matter.
             places = np.zeros(len(k), np.int64)
             owned = slice(int(starts[0]), int(starts[-1]))
             places[owned] = np.repeat(first - starts[:-1], new) + np.arange(len(k))[owned]
@@ -374,12 +375,12 @@ def _appended(
 
 
 def _require_a_plan(problem: Problem, options: Options) -> None:
-    """Raise as a call on the current GPU does for a family or tile that does not fit."""
+    """Raise the errors of a call on the current GPU for a family or tile that does not fit."""
     make_plan(problem, current_device(), family=options.family, tile=options.tile)
 
 
 def _require_scratch(problem: Problem, tile: Tile, seqlen_k: int) -> None:
-    """Raise ValueError for a tile that the CPU backend would refuse later on."""
+    """Raise ValueError for a tile that the CPU backend would refuse after the append."""
     rows = problem.seqlen_q * (problem.heads_q // problem.heads_kv)
     clipped = Tile(min(tile.Br, max(rows, 1)), min(tile.Bc, max(seqlen_k, 1)))
     needed = cpu.scratch_bytes(problem, clipped)

@@ -1,4 +1,4 @@
-"""The arrays of a call that merges partial results: their checks, and what they ask for."""
+"""Record of the arrays of a call that merges partial results, its checks, and its `CombineSpec`."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Partials(NamedTuple):
 
 
 def stacked(partials: Partials) -> tuple[Partials, Callable[[Any], Any]]:
-    """Return partial results that are lists with an array of each, copied.
+    """Return the partial results with the arrays of each list stacked into one new array.
 
-    The second result converts an array to the library of the first part.
+    The second result is a function that converts an array to the library of the first part.
 
     Raises
     ------
     TypeError, ValueError
-        For lists that are empty or of different lengths, and parts that are not alike.
+        If a list is empty, the lists have different lengths, or the parts differ in shape or dtype.
     """
     outs, lses = partials.out_partial, partials.lse_partial
     if not isinstance(lses, (list, tuple)):
@@ -64,7 +64,7 @@ def _stacked(name: str, parts: Sequence[Any]) -> Any:
         if dtype_name(array) != dtype_name(first):
             raise TypeError(f"{name}[{i}] has dtype {array.dtype}; expected {first.dtype}")
         require_shape(f"{name}[{i}]", array, tuple(first.shape), f"as {name}[0] has")
-    # As bits, because CuPy has no copy of some dtypes.
+    # Viewed as unsigned integers, because CuPy cannot copy float8 or bfloat16 arrays.
     bits = f"uint{8 * first.itemsize}"
     return array_module(first).stack([array.view(bits) for array in arrays]).view(first.dtype)
 
@@ -72,12 +72,12 @@ def _stacked(name: str, parts: Sequence[Any]) -> Any:
 def spec_of_call(
     out_partial: Any, lse_partial: Any, out: Any | None, sinks: Any | None = None
 ) -> CombineSpec:
-    """What these NumPy or CuPy arrays ask for; out_partial's last axis is contiguous.
+    """Return the spec of a merge of NumPy or CuPy arrays; out_partial has a contiguous last axis.
 
     Raises
     ------
     TypeError, ValueError
-        For what cannot be merged; the message names the argument.
+        If the arrays cannot be merged; the message names the argument.
     """
     dtype = _check(out_partial, lse_partial)
     if sinks is not None:
@@ -89,7 +89,7 @@ def spec_of_call(
         _check_out(out, out_partial)
         out_spec = spec_of(out, address_of(out))
         check_no_self_overlap("out", out_spec)
-    # The splits are one axis more that every row of out_partial must be aligned along.
+    # Rows of out_partial must be aligned along the split axis as well.
     split_stride = out_partial.strides[0]
     along_splits = split_stride & -split_stride if len(out_partial) > 1 else 0
     num_splits, (batch, seqlen_q, heads_q, head_dim_v) = len(out_partial), spec.shape

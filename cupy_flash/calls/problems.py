@@ -1,7 +1,7 @@
-"""What problem the arrays and options of a call pose.
+"""Conversion of the arrays and options of a call to a `Problem`.
 
-Shapes, dtypes and options are checked for every kind of array; contents, which say where sequences
-lie, only of arrays in host memory (`cupy_flash.calls.contents`).
+Shapes, dtypes and options are checked for all arrays. The contents of lengths, offsets and indices
+are checked only in host memory (`cupy_flash.calls.contents`).
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ from cupy_flash.problem.values import check_bool, count
 
 
 def problem_of(arguments: Arguments, options: Options) -> Problem:
-    """The problem that NumPy or CuPy arrays pose.
+    """Return the problem of a call, given NumPy or CuPy arrays.
 
     Raises
     ------
     TypeError, ValueError
-        For what no kernel computes; the message names the argument.
+        If no kernel computes the problem; the message names the argument.
     """
     check_bool("return_lse", options.return_lse)
     for name in INT32:
@@ -71,7 +71,7 @@ def problem_of(arguments: Arguments, options: Options) -> Problem:
 def _score(
     arguments: Arguments, options: Options, dtype: str, *sizes: int, **more: int
 ) -> ScoreSpec | None:
-    """What a kernel is made for of the call's modifications."""
+    """Return the spec of the call's modifications for kernels; None without modifications."""
     modifiers = options.modifiers
     if modifiers is None:
         return None
@@ -81,11 +81,11 @@ def _score(
 
 
 def sizes_of(problem: Problem, options: Options) -> Sizes:
-    """Sizes that the modifications of a problem's call have to fit."""
+    """Return the sizes that the modifications of a problem's call have to fit."""
     p = problem
     if not p.layout.packed_q:
         return Sizes(p.dtype, p.batch, p.heads_q, p.seqlen_q, p.seqlen_k)
-    # As the call names them: a problem's are no longer than the arrays.
+    # The bounds as the caller gave them: those of the problem are clipped to the arrays.
     seqlen_q = count("max_seqlen_q", options.max_seqlen_q)
     seqlen_k = count("max_seqlen_k", options.max_seqlen_k)
     return Sizes(p.dtype, p.batch, p.heads_q, seqlen_q, seqlen_k, p.layout.total_q)
@@ -125,17 +125,17 @@ def _equal_problem(arguments: Arguments, options: Options) -> Problem:
 
 
 def lse_shape(q: Any, problem: Problem) -> tuple[int, ...]:
-    """Return the shape of a call's log-sum-exps, with the batch axes of q."""
+    """Return the shape of the log-sum-exp of a call, with the batch axes of q."""
     return problem.lse_shape if problem.layout.packed_q else (*q.shape[:-3], *problem.lse_shape[1:])
 
 
 def float8_output(dtype: str | None) -> str:
-    """Which dtype an output of float8 has, where there is none yet.
+    """Return the dtype of a newly allocated output for float8 inputs.
 
     Raises
     ------
     ValueError
-        For another than those of 16 bits.
+        If `dtype` is not a 16-bit float.
     """
     if dtype is not None and dtype not in FLOAT8_OUTPUTS:
         raise ValueError(f"out_dtype is {dtype!r}; expected one of {', '.join(FLOAT8_OUTPUTS)}")
@@ -145,7 +145,7 @@ def float8_output(dtype: str | None) -> str:
 def _float8_scales(
     arguments: Arguments, options: Options, q: ArraySpec, k: ArraySpec
 ) -> Scales | None:
-    """How the scales of float8 lie; None for other dtypes, which have none."""
+    """Return the strides of float8 scales, or None if q is not float8 and so has no scales."""
     given = {name: getattr(arguments, name, None) for name in FLOAT8_SCALES}
     if q.dtype != FLOAT8:
         for name, value in (given | {"out_dtype": options.out_dtype}).items():
@@ -219,7 +219,7 @@ def _packed_problem(arguments: Arguments, options: Options) -> Problem:
 
 
 def _cached_problem(arguments: Arguments, options: Options) -> Problem:
-    """Where q is rotated, attention reads the contiguous array that it is rotated into."""
+    """Return the problem of a KV cache call. Attention reads a rotated q from a contiguous copy."""
     q, block_table = arguments.q, arguments.block_table
     require_axes("q", q, 4, "batch, seqlen, heads and head_dim")
     batch = q.shape[0]
@@ -286,7 +286,7 @@ _PROBLEM_OF = {
 
 
 def _caches(options: Options) -> tuple[str, ...]:
-    """Names of the caches that there are."""
+    """Return the names of the cache arrays: one if the keys hold the values, otherwise two."""
     return CACHES if options.head_dim_v is None else CACHES[:1]
 
 
@@ -302,7 +302,7 @@ def _specs(
 ) -> tuple[ArraySpec, ArraySpec, ArraySpec, ArraySpec | None]:
     q, out, values = arguments.q, arguments.out, arguments.values_of(options)
     k, v = ("k", "v") if arguments.k_cache is None else CACHES
-    # Keys of 8 bits have no gradients.
+    # Backward calls do not support 8-bit keys.
     more = LARGEST_QUANTIZED if options.wrt is None else ()
     for name, array in (("q", q), (k, arguments.keys), (v, values), ("out", out)):
         if array is not None:
@@ -315,7 +315,7 @@ def _specs(
 
 
 def _scales_of_keys(arguments: Arguments, options: Options, keys: ArraySpec) -> Scales | None:
-    """How the scales of keys and values of 8 bits lie; None for others, which have none."""
+    """Return the strides of the scales of 8-bit keys and values; None for other dtypes."""
     in_keys, computed = options.head_dim_v is not None, options.compute_scales
     given = {name: getattr(arguments, name) for name in SCALES[: 1 if in_keys else 2]}
     what = "keys and values" if arguments.k_cache is None else "caches"
@@ -384,7 +384,7 @@ def _table(block_table: Any | None, batch: int) -> tuple[int, int] | None:
 
 
 def _new_rows(arguments: Arguments, options: Options) -> dict[str, Any]:
-    """What there may be to append: keys, and values unless the keys hold them."""
+    """Return the new rows by name: keys, and values unless the keys hold the values."""
     both = {"k": arguments.k, "v": arguments.v}
     return both if options.head_dim_v is None else {"k": arguments.k}
 
@@ -458,10 +458,10 @@ def _check_rotary(arguments: Arguments, options: Options, problem: Problem) -> N
 
 
 def positions(arguments: Arguments, problem: Problem) -> int:
-    """How many positions are rotated to, from the length of the cache on.
+    """Return how many consecutive positions of the rotary tables are read, from the first new row.
 
-    Packed new rows are not counted. Their number differs between sequences, and
-    `check_contents` checks it.
+    Packed new rows are not counted, because their number differs between sequences;
+    `check_contents` checks them.
     """
     q_rows = 0 if problem.is_empty else problem.seqlen_q if problem.is_local else 1
     if arguments.cu_seqlens_k_new is not None:

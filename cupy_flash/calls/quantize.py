@@ -1,4 +1,4 @@
-"""Keys and values of a cache in 8 bits, with their scales, of arrays of any kind."""
+"""Quantization of keys and values to 8 bits with scales, for arrays of any type."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cupy_flash.host.quiet import quiet
 from cupy_flash.problem.arrays import FLOAT8, LARGEST_QUANTIZED
 from cupy_flash.problem.values import named_dtype
 
-# Axes before head_dim along which a scale is shared, by unit and by the number of axes of x.
+# Axes before head_dim that have one scale in common, by `per` and by the number of axes of x.
 _SHARED: dict[str, dict[int, tuple[int, ...]]] = {
     "tensor": {4: (0, 1, 2), 3: (0, 1)},
     "head": {4: (0, 1), 3: (0,)},
@@ -45,23 +45,23 @@ def quantize(x: Any, dtype: Any, per: str) -> tuple[Any, Any]:
 
 @quiet
 def _scales(rows: Any, dtype: str, axes: tuple[int, ...], *, keepdims: bool) -> Any:
-    """Return the largest scale of the rows along some axes."""
+    """Return the scales of all rows, reduced to their maximum along some axes."""
     xp = array_module(rows)
     of_rows = scales_of_rows(rows, dtype)
     if not axes:
         return of_rows
-    # No rows have no maximum, and their sum is 0.
+    # max() raises for an empty array; sum() returns 0.
     reduce = of_rows.max if of_rows.size else of_rows.sum
     return xp.asarray(reduce(axis=axes, keepdims=keepdims))
 
 
 @quiet
 def _stored(rows: Any, scales: Any, dtype: str) -> Any:
-    """Return rows divided by their scales in 8 bits; see `quantized`."""
+    """Return the rows divided by their scales, in 8 bits; see `quantized`."""
     xp = array_module(rows)
     if dtype != FLOAT8 or xp is np:
         return quantized(rows, scales, np.dtype(_float8() if dtype == FLOAT8 else dtype))
-    # CuPy converts nothing to float8.
+    # CuPy cannot convert to float8.
     largest, divisors = LARGEST_QUANTIZED[dtype], scales[..., None]
     scaled = xp.where(divisors == 0, np.float32(0), rows.astype(np.float32) / divisors)
     return float8_codes(xp.clip(scaled, -largest, largest)).view(_float8())

@@ -1,4 +1,4 @@
-"""New arrays that calls on a GPU return, and where they lie."""
+"""Allocation of the results and workspaces of calls on a GPU."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from cupy_flash.arrays.kinds import to_torch
 from cupy_flash.arrays.torch_arrays import new_bytes, tensor_maker, tensor_types
 from cupy_flash.gpu.environment import cupy_module
 
-# Bytes: what parts of an allocation begin at multiples of, and the most that is shared.
+# Bytes: alignment of the arrays in one allocation, and largest allocation for several arrays.
 _ALIGNMENT, _MOST_TOGETHER = 512, 1 << 20
-# How many times as large as another an array may be that shares an allocation with it.
+# Largest ratio of the sizes of two arrays in one allocation.
 _MOST_TIMES = 4
-# A shape and a dtype.
+# Shape and dtype of a result.
 ResultSpec = tuple[tuple[int, ...], np.dtype]
-# Makes new arrays, None where none is asked for, and says their addresses, or 0.
+# Function that returns new arrays and their addresses; None and 0 for results not requested.
 Maker = Callable[[], tuple[list[Any], list[int]]]
-# Makes memory, and says its address.
+# Function that returns newly allocated memory and its address.
 MemoryMaker = Callable[[], tuple[Any, int]]
 
 
 def is_tensor(array: Any) -> bool:
-    """Whether an array is torch's."""
+    """Return whether an array is a torch tensor."""
     return array.__class__ in tensor_types()
 
 
 def as_tensor(array: Any) -> Any:
-    """A result of a call with tensors, which is CuPy's where kernels read a copy of q."""
+    """Return a result as a torch tensor; it is a CuPy array if kernels have read a copy of q."""
     return array if is_tensor(array) else to_torch(array)
 
 
 def memory_maker(size: int, *, of_torch: bool) -> MemoryMaker | None:
-    """What makes workspaces of so many bytes, of torch's memory or CuPy's; None of none.
+    """Return a function that allocates `size` bytes by torch or CuPy, or None if `size` is 0.
 
-    Torch keeps the memory of its graphs apart, and so no pool of CuPy's has to.
+    Torch keeps the memory of its CUDA graphs separate, so captured calls need no CuPy pool.
     """
     if size == 0:
         return None
@@ -60,16 +60,16 @@ def memory_maker(size: int, *, of_torch: bool) -> MemoryMaker | None:
 
 
 def new_torch_memory(size: int) -> tuple[Any, int]:
-    """Allocate `size` bytes of torch's memory; return the tensor and its address."""
+    """Allocate `size` bytes by torch; return the tensor and its address."""
     tensor = new_bytes(size)
     return tensor, tensor.data_ptr()
 
 
 def maker(specs: Sequence[ResultSpec | None], *, of_torch: bool) -> Maker:
-    """What makes C-contiguous arrays on the current device: tensors, else CuPy's."""
+    """Return a function that allocates C-contiguous torch tensors or CuPy arrays of these specs."""
     wanted = [(index, *spec) for index, spec in enumerate(specs) if spec is not None]
     none, nowhere = [None] * len(specs), [0] * len(specs)
-    # Loops, as in each call a comprehension would cost as much as a function.
+    # Loops, because a comprehension would cost a function call in each call.
     if of_torch:
         makers = [(index, tensor_maker(shape, dtype)) for index, shape, dtype in wanted]
 
@@ -101,10 +101,10 @@ def maker(specs: Sequence[ResultSpec | None], *, of_torch: bool) -> Maker:
 def _allocations(
     wanted: Sequence[tuple[int, tuple[int, ...], np.dtype]],
 ) -> list[tuple[int, list[tuple[int, int, tuple[int, ...], np.dtype]]]]:
-    """Bytes of each allocation, and what lies at which offsets in it.
+    """Return the size in bytes of each allocation, and its arrays with their offsets.
 
-    Small arrays of about one size, as gradients, lie in one: there the host's time counts, of which
-    an allocation takes 1 us. The last of them that is kept holds little more than its own memory.
+    Small arrays of similar size, such as gradients, are placed in one allocation, because each
+    takes 1 us of host time. An array that outlives the others then wastes little memory.
     """
     sizes = [math.prod(shape) * dtype.itemsize for _, shape, dtype in wanted]
     padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]

@@ -1,4 +1,4 @@
-"""Rotary embedding of arrays of any kind."""
+"""Rotary embedding for arrays of any type."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from cupy_flash.problem.values import check_bool
 
 
 class Tables(NamedTuple):
-    """Rows to rotate, and the tables of their angles."""
+    """Rows to rotate, and the tables of cosines and sines."""
 
     x: Any
     cos: Any
@@ -33,7 +33,7 @@ class Tables(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """Gradient of rotated rows, the rows, and the tables of their angles."""
+    """Gradient of the rotated rows, the rows, and the tables of cosines and sines."""
 
     dout: Any
     x: Any
@@ -50,7 +50,7 @@ def rotate(x: Any, cos: Any, sin: Any, positions: Any, interleaved: bool) -> Any
 
 
 def pull_back(dout: Any, x: Any, cos: Any, sin: Any, positions: Any, interleaved: bool) -> Any:
-    """Return the gradient of x, given that of the rotated rows."""
+    """Return the gradient of x, given the gradient of the rotated rows."""
     given, convert = normalized(Gradient(dout, x, cos, sin))
     dout, x, cos, sin = map(as_cupy, given)
     places = _checked_places(x, cos, sin, positions, interleaved)
@@ -79,7 +79,7 @@ def _checked_places(x: Any, cos: Any, sin: Any, positions: Any, interleaved: boo
     Raises
     ------
     TypeError, ValueError
-        For arguments that `apply_rotary` does not take.
+        If `apply_rotary` does not accept an argument.
     """
     require_float("x", x)
     if x.ndim not in (3, 4):
@@ -95,8 +95,8 @@ def _checked_places(x: Any, cos: Any, sin: Any, positions: Any, interleaved: boo
 def _places(positions: Any, shape: tuple[int, ...], rows: int, xp: Any) -> Any:
     """Return the position of each row as integers of module `xp` that broadcast to `shape`.
 
-    Positions in host memory are checked. Those on a GPU are known to the host only under
-    `CUPY_FLASH_CHECK`; `rotated_at` limits them to the rows of the tables.
+    Positions in host memory are checked. Positions on a GPU are checked only if `CUPY_FLASH_CHECK`
+    is set; `rotated_at` clamps them to the rows of the tables.
     """
     if positions is None:
         if shape[-1] > rows:

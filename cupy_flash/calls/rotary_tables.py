@@ -1,4 +1,4 @@
-"""Checks of the tables of angles that rotary embedding reads."""
+"""Checks of the cosine and sine tables of rotary embeddings."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from cupy_flash.problem.values import check_count
 def require_tables(
     cos: tuple[str, Any], sin: tuple[str, Any], whose: str, dtype: str, head_dim: int
 ) -> None:
-    """Raise TypeError or ValueError unless tables of angles fit the rows that they rotate.
+    """Raise TypeError or ValueError unless the cosine and sine tables fit the rotated rows.
 
     Parameters
     ----------
     cos, sin
         Name and array of each table.
     whose
-        Name of the rows, for messages.
+        Name of the rotated rows, for messages.
     dtype, head_dim
-        Dtype of the rows, and their columns.
+        Dtype of the rotated rows, and number of their columns.
     """
     accumulator = "float64" if dtype == "float64" else "float32"
     dtypes = tuple(dict.fromkeys((dtype, accumulator)))

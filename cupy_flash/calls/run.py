@@ -1,4 +1,4 @@
-"""The way of every call: read its arrays, run it where they lie, hand the results back in kind."""
+"""Dispatch of forward calls: read the arrays, compute where they are, convert the results back."""
 
 from __future__ import annotations
 
@@ -55,16 +55,16 @@ def attention(
     keys: int = 0,
     modifications: Mapping[str, Any] | None = None,
 ) -> Any:
-    """What the public functions of attention return.
+    """Return the result of a public function that computes attention.
 
     Parameters
     ----------
     arguments, options, backend
-        The call's.
+        Arrays, options and backend of the call.
     keys
-        Length of every cache before the append, where arguments.cache_seqlens is None; else 0.
+        Length of every cached sequence before the append if `cache_seqlens` is None; otherwise 0.
     modifications
-        Masks, and what becomes of scores.
+        Keyword arguments that modify attention: masks, and changes of scores.
     """
     modifiers, functions = None, NO_FUNCTIONS
     options, modifications = with_offsets(options, modifications)
@@ -76,7 +76,7 @@ def attention(
         if found is not None:
             return found if options.return_lse else found[0]
     if backend == "auto":
-        # The common calls, without the checks that their arguments pass by their types.
+        # Fast path of common calls, without the checks that arrays of these types always pass.
         like = arguments.q if arguments.qkv is None else arguments.qkv
         if (
             arguments.k_scale is not None
@@ -101,7 +101,7 @@ def attention(
     options = options.of_parts()
     as_qkv = None
     if arguments.qkv is not None and arguments.qkv.__class__ is not np.ndarray:
-        # NumPy and CuPy slice without a copy; JAX copies, and DLPack alone has no slices.
+        # NumPy and CuPy slice without a copy. JAX copies, and DLPack itself defines no slices.
         qkv = kinds.read("qkv", arguments.qkv)
         as_qkv = kinds.way_back("qkv", arguments.qkv)
         arguments = arguments._replace(qkv=qkv)
@@ -120,13 +120,13 @@ def attention(
         require_gpu_backend(backend)
         result, lse = on_gpu.run(arguments, options, keys, False, functions)
     count_writes(*_written(given, options))
-    # Converting also orders the consumer's stream after ours, so it is done for `out` as well.
+    # The conversion also makes the caller's stream wait for ours, so `out` is converted as well.
     result = convert(result) if out is None else (convert(result), out)[1]
     return (result, convert(lse)) if options.return_lse else result
 
 
 def _with_numbers_placed(arguments: Arguments) -> Arguments:
-    """Scales that are numbers are arrays on the GPU, where q lies there."""
+    """Return the arguments with scales that are numbers copied to the GPU, if q is there."""
     numbers = {
         n: x for n in FLOAT8_SCALES if (x := getattr(arguments, n)).__class__ in (int, float)
     }
@@ -138,7 +138,7 @@ def _with_numbers_placed(arguments: Arguments) -> Arguments:
 
 
 def combine(partials: Partials) -> tuple[Any, Any]:
-    """What `cupy_flash.combine` returns."""
+    """Return the result of `cupy_flash.combine`: out and lse."""
     if is_cupy(partials.out_partial) and is_cupy(partials.lse_partial):
         found = on_gpu.run(partials, None, 0, True)
         if found is not None:
@@ -159,7 +159,7 @@ def combine(partials: Partials) -> tuple[Any, Any]:
 
 
 def append(rows: NewRows, stripes: Stripes, keys: int) -> None:
-    """Write new rows of CuPy arrays into a rank's caches; `keys` as of `attention`."""
+    """Write new rows of CuPy arrays into a rank's cache shard; see `attention` for `keys`."""
     on_gpu.run(rows, stripes, keys)
 
 
@@ -170,7 +170,7 @@ def plan(
     arch: str | None,
     modifications: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """The plan of a call, whose arrays are not read; see `cupy_flash.plan`."""
+    """Return the plan of a call without reading its arrays; see `cupy_flash.plan`."""
     made = unloaded_plan(arguments, options, backend, arch, modifications)
     if arch is not None or made.unit is None:
         return made
@@ -184,7 +184,7 @@ def unloaded_plan(
     arch: str | None,
     modifications: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """The same, for which nothing is compiled."""
+    """Return the plan of a call without its resources, so that nothing is compiled."""
     options, modifications = with_offsets(options, modifications)
     if modifications:
         arguments, modifiers, _ = modified(arguments, modifications)
@@ -217,7 +217,7 @@ def unloaded_plan(
 
 
 def _as_copied(arguments: Arguments, options: Options) -> Arguments:
-    """What a call would copy is laid out as the copy would be, without making it."""
+    """Return the arrays with the layouts of the copies that a call would make, unallocated."""
     new = {n: unallocated(*spec) for n, spec in conversions(arguments, options).items()}
     arguments = arguments._replace(**new)
     copied = {
@@ -234,7 +234,7 @@ def _as_copied(arguments: Arguments, options: Options) -> Arguments:
 
 
 def _written(arguments: Arguments, options: Options) -> tuple[Any, ...]:
-    """Return the given arrays that a call writes: out, then caches and scales of an append."""
+    """Return the given arrays that a call writes: out, then the caches and scales of an append."""
     if options.kind != "cached" or arguments.k is None:
         return (arguments.out,)
     names = IN_PLACE if options.compute_scales else CACHES
@@ -242,8 +242,8 @@ def _written(arguments: Arguments, options: Options) -> tuple[Any, ...]:
 
 
 def all_are(kind: type, given: tuple[Any, ...]) -> bool:
-    """Whether every array is of this type, but for those that are absent."""
-    # A loop, as a generator or sets of types take half a microsecond more.
+    """Return whether all arrays have exactly this type; absent arrays are ignored."""
+    # A loop, because a generator or sets of types take half a microsecond longer.
     for array in given:  # noqa: SIM110
         if array is not None and array.__class__ is not kind:
             return False
@@ -257,7 +257,7 @@ def _of_torch(
     functions: Functions,
     modifiers: Modifiers | None,
 ) -> Any:
-    """Attention of tensors on a GPU: what the checks of all kinds come to, in 5 us less."""
+    """Compute attention of GPU tensors without the checks that they always pass (saves 5 us)."""
     require_given(arguments, options)
     name, like = ("q", arguments.q) if arguments.qkv is None else ("qkv", arguments.qkv)
     with kinds.on_torch_stream(name, like):
@@ -268,7 +268,7 @@ def _of_torch(
 
 
 def _of_jax(arguments: Arguments, options: Options) -> Any | None:
-    """The same of arrays of JAX; None where one of them is not read by its address."""
+    """Compute attention of JAX arrays; return None if one cannot be read by its address."""
     memories = []
     for name in ("q", "k", "v"):
         memory = from_jax(name, getattr(arguments, name))

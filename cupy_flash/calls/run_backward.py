@@ -1,4 +1,4 @@
-"""The way of every backward call: as that of forward calls in `run.py`."""
+"""Dispatch of backward calls, like that of forward calls in `run.py`."""
 
 from __future__ import annotations
 
@@ -47,19 +47,19 @@ from cupy_flash.problem.device import device_for_arch
 from cupy_flash.problem.gradient import OF_MOD, ROWS
 
 _REQUIRED = ("q", "k", "v", "out", "dout", "lse")
-# Queries, keys and values in one array.
+# Name of the array that holds queries, keys and values.
 QKV = "qkv"
 
 
 def wanted(wrt: Sequence[str] | None, modifications: Mapping[str, Any]) -> tuple[str, ...]:
-    """The inputs whose gradients are wanted, of a call with these modifications.
+    """Return the names of the inputs whose gradients are requested, for these modifications.
 
     Raises
     ------
     TypeError
-        For what is no sequence of names.
+        If `wrt` is not a sequence of names.
     ValueError
-        For none, a name twice, or of no input that has a gradient.
+        If `wrt` is empty, has a name twice, or names no input that has a gradient.
     """
     if wrt is None and not modifications:
         return ROWS
@@ -83,7 +83,7 @@ def _checked(
     captures: tuple[str, ...],
     modifications: Mapping[str, Any],
 ) -> tuple[str, ...]:
-    """Return the names, each of which must be that of an input, a modification or a capture."""
+    """Return `names`, after checking that each is an input, a modification or a capture."""
     others = [name for name in ("bias", "sinks") if modifications.get(name) is not None]
     known = (*inputs, *others, *captures)
     for name in names:
@@ -95,12 +95,12 @@ def _checked(
 
 
 def wanted_of_qkv(wrt: Sequence[str] | None, modifications: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the same of a call on one array of queries, keys and values, named "qkv".
+    """Return the result of `wanted` for a call on one array of q, k and v, which is named "qkv".
 
     Raises
     ------
     TypeError, ValueError
-        As `wanted`.
+        See `wanted`.
     """
     captures = wanted(None, modifications)[len(ROWS) :]
     if wrt is None:
@@ -114,7 +114,7 @@ def gradients(
     backend: str,
     modifications: Mapping[str, Any],
 ) -> tuple[Any, ...]:
-    """What the public functions of gradients return."""
+    """Return the result of a public function that computes gradients."""
     modifiers, functions = None, NO_FUNCTIONS
     options, modifications = with_offsets(options, modifications)
     if modifications:
@@ -148,7 +148,7 @@ def gradients(
         require_gpu_backend(backend)
         results = on_gpu.run(arguments, options, 0, False, functions)
     assert options.wrt is not None
-    # Converting also orders the consumer's stream after ours, so it is done for dq, dk, dv as well.
+    # The conversion also makes the caller's stream wait for ours, so dq, dk, dv are converted, too.
     converted = _as_inputs([convert(result) for result in results], given, options)
     own = [getattr(given, f"d{name}", None) for name in options.wrt]
     count_writes(*own)
@@ -161,7 +161,7 @@ def _of_torch(
     functions: Functions,
     modifiers: Modifiers | None,
 ) -> tuple[Any, ...]:
-    """Gradients of tensors on a GPU, without the checks that their type passes."""
+    """Compute gradients of GPU tensors, without the checks that such tensors always pass."""
     for name in _REQUIRED:
         if getattr(arguments, name) is None:
             raise no_array(name, None)
@@ -174,7 +174,7 @@ def _of_torch(
 def _as_inputs(
     results: Sequence[Any], given: GradientArguments, options: Options
 ) -> tuple[Any, ...]:
-    """Return gradients; the gradient of sinks has the dtype and the axes of the given sinks."""
+    """Return the gradients; the gradient of sinks gets the dtype and axes of the given sinks."""
     assert options.wrt is not None
     found = tuple(results)
     if "sinks" not in options.wrt or options.grad_dtype is not None:
@@ -186,7 +186,7 @@ def _as_inputs(
 @quiet
 def _as_sinks(gradient: Any, sinks: Any) -> Any:
     if not isinstance(sinks, (list, tuple)) and getattr(sinks, "ndim", 0) == 0:
-        # All heads read this one number.
+        # One sink was used for all heads, so their gradients are summed.
         gradient = gradient.sum()
     dtype = getattr(sinks, "dtype", gradient.dtype)
     if gradient.dtype != dtype:
@@ -208,9 +208,9 @@ def gradients_of_qkv(
     Parameters
     ----------
     qkv, dqkv
-        That array, and None or the array for its gradient.
+        Array of queries, keys and values; and array for its gradient, or None.
     others
-        The other arrays of the call.
+        Remaining arrays of the call.
     options
         Options of the call, without `wrt`.
     backend, modifications
@@ -241,14 +241,14 @@ def gradients_of_qkv(
 
 
 def parts_of_qkv(qkv: Any) -> dict[str, Any]:
-    """Return the views q, k and v of one array of queries, keys and values."""
+    """Return q, k and v by name, as views of one array of queries, keys and values."""
     packed = read(QKV, qkv)
     check_qkv(packed, "bshd")
     return dict(zip(ROWS, parts_of(packed), strict=True))
 
 
 def parts_of_wrt(wrt: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the same names with "q", "k" and "v" for "qkv"."""
+    """Return the names in `wrt` with "qkv" replaced by "q", "k" and "v"."""
     return tuple(name for one in wrt for name in (ROWS if one == QKV else (one,)))
 
 
@@ -268,9 +268,9 @@ def plan(
     arch: str | None,
     modifications: Mapping[str, Any],
 ) -> Plan:
-    """The plan of a call, whose arrays are not read; see `cupy_flash.plan`.
+    """Return the plan of a call without reading its arrays; see `cupy_flash.plan`.
 
-    An out, dout or lse that is None is contiguous.
+    If out, dout or lse is None, a contiguous array is assumed.
     """
     for name in ROWS:
         if getattr(arguments, name) is None:

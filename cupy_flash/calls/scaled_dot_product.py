@@ -1,6 +1,6 @@
-"""Calls with the arguments of PyTorch's function, as calls of `flash_attention`.
+"""Conversion of calls with the arguments of PyTorch's attention function to `flash_attention`.
 
-The functions of shapes and options serve the tensors of `cupy_flash.torch` as well.
+The functions for shapes and options are used by `cupy_flash.torch` as well.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _AXES = "(..., heads, seqlen, head_dim)"
 
 
 class Shapes(NamedTuple):
-    """Shapes of a call's arrays with the axes (batch, heads, seqlen, head_dim).
+    """Shapes of a call's arrays after merging batch axes: (batch, heads, seqlen, head_dim).
 
     Attributes
     ----------
     query, key, value
-        Shapes of the inputs, whose leading axes become one.
+        Shapes of the inputs, whose leading axes are merged into one.
     out
-        Shape of the result of the call.
+        Shape of the result of the call, with the original leading axes.
     mask
-        Shape of the mask, whose leading axes become one, too. None without a mask.
+        Shape of the mask, whose leading axes are merged, too. None without a mask.
     whole_mask
-        Shape that the mask is broadcast to before. None without a mask.
+        Shape that the mask is broadcast to before the merge. None without a mask.
     """
 
     query: Shape
@@ -53,12 +53,12 @@ class Shapes(NamedTuple):
 def shapes_of(
     query: Shape, key: Shape, value: Shape, mask: Shape | None, enable_gqa: bool
 ) -> Shapes:
-    """Return the shapes with which `flash_attention` takes the arrays of a call.
+    """Return the shapes that `flash_attention` expects for the arrays of a call.
 
     Raises
     ------
     ValueError
-        For shapes that do not go together.
+        If shapes do not match.
     """
     rank = len(query)
     for name, shape in (("query", query), ("key", key), ("value", value)):
@@ -108,7 +108,7 @@ def shapes_of(
 
 
 def _whole(mask: Shape, leading: Shape) -> tuple[Shape, Shape]:
-    """Return the shape that a mask is broadcast to, and its shape with one leading axis."""
+    """Return the shape that a mask is broadcast to, and that shape with leading axes merged."""
     last = (1,) * (3 - len(mask)) + mask[-3:]
     if math.prod(mask[:-3]) == 1:
         return mask, (1, *last)
@@ -118,12 +118,12 @@ def _whole(mask: Shape, leading: Shape) -> tuple[Shape, Shape]:
 def options_of(
     dropout_p: float, is_causal: bool, scale: float | None, enable_gqa: bool, *, has_mask: bool
 ) -> dict[str, Any]:
-    """Return the arguments of `flash_attention` that ask for the same.
+    """Return the arguments of `flash_attention` that are equivalent to PyTorch's arguments.
 
     Raises
     ------
     TypeError, ValueError, UnsupportedError
-        For a wrong kind or value; for a dropout.
+        If an argument has a wrong type or value, or `dropout_p` is not 0.
     """
     check_bool("is_causal", is_causal)
     check_bool("enable_gqa", enable_gqa)
@@ -133,7 +133,7 @@ def options_of(
         raise ValueError("attn_mask is given and is_causal is True; pass one of them")
     options: dict[str, Any] = {"layout": "bhsd"}
     if is_causal:
-        # The first query sees the first key alone.
+        # The causal mask is aligned at the top left: the first query attends to the first key.
         options |= {"causal": True, "q_offset": 0}
     if scale is not None:
         options["softmax_scale"] = finite("scale", scale)
@@ -141,12 +141,12 @@ def options_of(
 
 
 def mask_name(dtype: str, of_query: str) -> str:
-    """Return the argument of `flash_attention` that a mask of a dtype is.
+    """Return the name of the `flash_attention` argument for a mask of this dtype: mask or bias.
 
     Raises
     ------
     TypeError
-        For a dtype of neither.
+        If the dtype is neither bool nor one that a bias may have.
     """
     if dtype == "bool":
         return "mask"
@@ -157,12 +157,12 @@ def mask_name(dtype: str, of_query: str) -> str:
 
 
 def reshaped(array: Any, shape: Shape | None) -> Any:
-    """Return an array or tensor with a shape, itself if it has that shape."""
+    """Return an array or tensor with this shape; the array itself if it has the shape already."""
     return array if array.shape == shape else array.reshape(shape)
 
 
 class Prepared(NamedTuple):
-    """Arguments of `flash_attention`, and the way back from its result.
+    """Arguments of `flash_attention`, and the conversion of its result.
 
     Attributes
     ----------
@@ -189,7 +189,7 @@ def prepared(
     scale: float | None,
     enable_gqa: bool,
 ) -> Prepared:
-    """Check the arguments of `cupy_flash.scaled_dot_product_attention`, and convert them."""
+    """Check and convert the arguments of `cupy_flash.scaled_dot_product_attention`."""
     has_mask = attn_mask is not None
     options = options_of(dropout_p, is_causal, scale, enable_gqa, has_mask=has_mask)
     found = {name: read(name, x) for name, x in (("query", query), ("key", key), ("value", value))}

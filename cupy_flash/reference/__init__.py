@@ -1,1 +1,1 @@
-"""The formula in float64, and the error rule."""
+"""Reference implementations in float64, and error bounds for results in lower precision."""

@@ -1,12 +1,13 @@
-"""The attention formula written out: what results are compared with, and how far they may be off.
+"""Reference formula of attention, with error bounds for other implementations.
 
-:func:`attention_reference` computes in float64 and is the oracle. :func:`attention_naive` is the
-formula as one writes it without a fused kernel, in the precision of its inputs; its error is the
-yardstick of :func:`error_bound`, and its time the baseline of the benchmarks.
+:func:`attention_reference` computes the formula in float64 and is the oracle of the tests.
+:func:`attention_naive` is a straightforward implementation without a fused kernel, in the precision
+of its inputs. Its error is the yardstick of :func:`error_bound`, and its time the baseline of the
+benchmarks.
 
-All of it runs on NumPy and on CuPy arrays; CuPy is imported only when an array of its kind comes
-in. The formulas also take what `cupy_flash.flash_attention` takes besides, such as torch tensors,
-and then give the same kind.
+All functions run on NumPy and CuPy arrays; CuPy is imported only for CuPy arrays. The two public
+formulas also take other arrays that `cupy_flash.flash_attention` takes, such as torch tensors, and
+return arrays of that type.
 """
 
 from __future__ import annotations
@@ -43,10 +44,9 @@ if TYPE_CHECKING:
 
     from cupy_flash.mods.keywords import Modifications
 
-#: Units in the last place, of the output dtype at the largest reference value, that
-#: :func:`error_bound` adds. One is the final rounding and one the reference landing just above a
-#: power of two; the rest is for sums taken in another order, which matters where the naive result
-#: happens to be exact.
+#: Units in the last place (ulp) that :func:`error_bound` adds, for the output dtype at the largest
+#: reference value. One is for the final rounding, and one for a reference that lies just above a
+#: power of two. The others are for another order of summation, if the naive result is exact.
 BOUND_ULPS = 4
 
 
@@ -65,62 +65,62 @@ def attention_reference(
     v_scale: Any | None = None,
     **modifications: Unpack[Modifications],
 ) -> Any:
-    """Attention in float64 by the plain formula, ``softmax(softmax_scale * q @ k.T) @ v``.
+    """Compute attention in float64 by the formula ``softmax(softmax_scale * q @ k.T) @ v``.
 
     The axes are (batch, seqlen, heads, head_dim). Arrays (batch, heads, seqlen, head_dim), as
     PyTorch has them, need layout="bhsd": without it heads and seqlen are silently confused.
 
     The scores are computed in chunks of at most :data:`~cupy_flash.reference.rows.CHUNK_BYTES`, so
-    sequence length is limited by time, not by memory. Exact to float64 rounding: no online softmax,
-    no tiling over keys.
+    time rather than memory limits the sequence length. The result is exact to float64 rounding: no
+    online softmax, no tiling over keys.
 
     Parameters
     ----------
-    q : array, (batch, seqlen_q, heads_q, head_dim)
-        Queries, of any float dtype, ``ml_dtypes.bfloat16`` included: NumPy's, CuPy's, or one that
-        speaks DLPack, such as a torch tensor. There may be no batch axis or several, as in
+    q : array, shape (batch, seqlen_q, heads_q, head_dim)
+        Queries, of any float dtype including ``ml_dtypes.bfloat16``. NumPy, CuPy, or any array that
+        supports DLPack, such as a torch tensor. There may be no batch axis or several, as in
         `cupy_flash.flash_attention`.
-    k : same kind of array, (batch, seqlen_k, heads_kv, head_dim)
-        Keys. ``heads_q`` is a multiple of ``heads_kv``; query head ``h`` reads key/value head
-        ``h // (heads_q // heads_kv)``.
-    v : same kind of array, (batch, seqlen_k, heads_kv, head_dim_v)
-        Values.
+    k : array, shape (batch, seqlen_k, heads_kv, head_dim)
+        Keys, with the array type of q. ``heads_q`` is a multiple of ``heads_kv``; query head ``h``
+        uses KV head ``h // (heads_q // heads_kv)``.
+    v : array, shape (batch, seqlen_k, heads_kv, head_dim_v)
+        Values, with the array type of q.
     causal : bool
-        Query ``i`` sees only the keys ``j <= i + q_offset``.
+        Whether query ``i`` attends only to the keys ``j <= i + q_offset``.
     softmax_scale : float, optional
         Factor on the scores; ``1 / sqrt(head_dim)`` if not given.
     q_offset : int or integer array of shape (batch,), optional
-        Absolute position of the first query; ``seqlen_k - seqlen_q`` if not given.
+        Position of the first query among the keys; by default ``seqlen_k - seqlen_q``.
     layout : {"bshd", "bhsd"}
-        "bhsd" reads and returns (batch, heads, seqlen, head_dim).
+        Order of the axes of q, k, v and out; "bhsd" is (batch, heads, seqlen, head_dim).
     return_lse : bool
-        Also return the log-sum-exp of the scaled scores.
+        Whether to return the log-sum-exp of the scaled scores of each query row, too.
     q_scale, k_scale, v_scale : number or float32 array, optional
-        What the numbers of q, k and v are multiplied by; they broadcast to (batch, 1, heads).
+        Factors that q, k and v are multiplied by. They broadcast to (batch, 1, heads).
     **modifications
-        Masks, and what becomes of scores: see `cupy_flash.Modifications`.
+        Masks and changes of scores, see `cupy_flash.Modifications`.
 
     Returns
     -------
-    out : float64 array, (batch, seqlen_q, heads_q, head_dim_v)
-        In the layout of the inputs.
-    lse : float64 array, (batch, heads_q, seqlen_q)
-        Natural logarithm; only with ``return_lse``.
+    out : float64 array, shape (batch, seqlen_q, heads_q, head_dim_v)
+        Output, in the layout of the inputs.
+    lse : float64 array, shape (batch, heads_q, seqlen_q)
+        Log-sum-exp, natural logarithm; only with ``return_lse``.
 
     Raises
     ------
     TypeError
-        q, k or v is no array, or a modification of a wrong kind.
+        If q, k or v is not an array, or a modification has a wrong type.
     ValueError
-        A shape or the layout is not one of the above; a modification's shape is not the call's.
+        If the shapes or the layout are wrong, or the shape of a modification does not fit.
 
     Notes
     -----
-    NaN and inf in what a query sees propagate as the formula has them, with one exception: a query
-    that sees no key, or whose every seen score is -inf, gives 0 and an lse of -inf. A masked key
-    never reaches the query's result, whatever it holds. A NaN or inf in the *value* row of a masked
-    key may or may not reach it (the formula has 0 * NaN there, but whole chunks of keys that no
-    query sees are left out): do not rely on either.
+    NaN and inf in the rows that a query attends to propagate as in the formula, with one exception:
+    a query that attends to no key, or only to keys with scores of -inf, returns 0 with an lse of
+    -inf or of its sink. A masked key never affects the query's result. A NaN or inf in the value of
+    a masked key may or may not affect it: the formula has 0 * NaN there, but whole chunks of keys
+    that are masked for all of their queries are skipped.
     """
     convert = way_back("q", q)
     q_offset, others = with_offsets(q_offset, modifications)
@@ -151,12 +151,12 @@ def formula(
     modified: Modified,
     sequence: Pairs = FIRST,
 ) -> tuple[Any, Any]:
-    """`attention_reference` of (batch, heads, seqlen, dim) arrays, read and checked.
+    """Compute `attention_reference` of (batch, heads, seqlen, dim) arrays, read and checked.
 
     Parameters
     ----------
     sequence
-        Number of the first sequence, and where it begins in packed arrays.
+        Index of the first sequence, and its first rows in packed arrays.
     """
     xp = array_module(q)
     batch, heads_q, seqlen_q, _ = q.shape
@@ -170,7 +170,7 @@ def formula(
             continue
         with np.errstate(all="ignore"):
             scores = rows.scores(q, k, scale, np.dtype(np.float64), xp)
-            # A score that depends on less than the pair has fewer elements.
+            # A score_mod that depends on fewer indices returns a smaller array, which broadcasts.
             scores[...] = modified.scores.apply(scores, rows.at, xp)
             hide(xp, scores, rows.mask, rows.span.start)
             row_lse, row_sum, empty = softmax_terms(xp, scores, sinks[rows.head])
@@ -197,31 +197,31 @@ def attention_naive(
     v_scale: Any | None = None,
     **modifications: Unpack[Modifications],
 ) -> Any:
-    """Attention as one writes it without a fused kernel, the whole score matrix in memory.
+    """Compute attention as one writes it without a fused kernel, storing the whole score matrix.
 
-    Computes in float64 for float64 and in float32 for the other dtypes; for 16-bit ones the
-    probabilities are rounded to ``dtype`` before the second product, as separate kernels with
-    16-bit arrays between them do. Of float8 (e4m3) the probabilities are rounded to it before the
-    division by their sum: ``exp(score - max)``, as divided ones of long sequences are all 0 in it.
+    float64 inputs are computed in float64, other dtypes in float32. For 16-bit dtypes the
+    probabilities are rounded to ``dtype`` before the second product, as by separate kernels with
+    16-bit arrays between them. For float8 (e4m3) ``exp(score - max)`` is rounded to float8 before
+    the division by its sum: quotients of long sequences would all round to 0.
 
     Parameters
     ----------
     q, k, v, causal, softmax_scale, q_offset, layout, q_scale, k_scale, v_scale, **modifications
-        As in :func:`attention_reference`.
+        See :func:`attention_reference`.
     dtype : dtype, optional
-        Of the probabilities and of the result; the dtype of ``q`` if not given. Of float8, that of
-        the result, bfloat16 if not given.
+        Dtype of the probabilities and of the result, by default that of ``q``. For float8 inputs,
+        dtype of the result only, by default bfloat16.
     as_float8 : bool, optional
-        Whether probabilities are rounded as those of float8; by default whether ``q`` is.
+        Whether probabilities are rounded as for float8 inputs; by default whether ``q`` is float8.
 
     Returns
     -------
-    out : array of ``dtype``, (batch, seqlen_q, heads_q, head_dim_v)
-        In the layout of the inputs.
+    out : array of ``dtype``, shape (batch, seqlen_q, heads_q, head_dim_v)
+        Output, in the layout of the inputs.
 
     Notes
     -----
-    Memory: batch * heads_q * seqlen_q * seqlen_k scores.
+    The score matrix takes memory for batch * heads_q * seqlen_q * seqlen_k numbers.
     """
     convert = way_back("q", q)
     q_offset, others = with_offsets(q_offset, modifications)
@@ -258,7 +258,7 @@ def naive_formula(
     as_float8: bool = False,
     sequence: Pairs = FIRST,
 ) -> Any:
-    """`attention_naive` of (batch, heads, seqlen, dim) arrays; parameters as of `formula`."""
+    """Compute `attention_naive` of (batch, heads, seqlen, dim) arrays; see `formula`."""
     xp = array_module(q)
     compute = precision_of(dtype)
     q, k, v = (x.astype(compute, copy=False) for x in (q, k, v))
@@ -267,8 +267,8 @@ def naive_formula(
     _, heads_kv, seqlen_k, head_dim_v = v.shape
     if batch * heads_q * seqlen_q * seqlen_k == 0:
         return xp.zeros((batch, heads_q, seqlen_q, head_dim_v), dtype)
-    # (batch, heads_kv, heads per kv head, seqlen, dim): k and v broadcast over the heads that share
-    # them.
+    # Scores are (batch, heads_kv, query heads per KV head, seqlen_q, seqlen_k): k and v broadcast
+    # over the query heads of their KV head.
     grouped = (batch, heads_kv, heads_q // heads_kv, seqlen_q)
     sinks = sinks_of(xp, modified, heads_q, compute).reshape(*grouped[1:3], 1, 1)
     h = xp.arange(heads_q).reshape(*grouped[1:3], 1, 1)
@@ -295,7 +295,7 @@ def naive_formula(
 
 
 def _scaled(q: Any, k: Any, v: Any, scales: tuple[Any, Any, Any], dtype: Any) -> Any:
-    """Numbers of (batch, heads, seqlen, dim) arrays: products of `dtype` if there are scales."""
+    """Return q, k and v times their scales, if any, in `dtype`; (batch, heads, seqlen, dim)."""
     if all(scale is None for scale in scales):
         return tuple(map(widened, (q, k, v)))
     return tuple(
@@ -305,10 +305,10 @@ def _scaled(q: Any, k: Any, v: Any, scales: tuple[Any, Any, Any], dtype: Any) ->
 
 
 def max_error(out: Any, reference: Any) -> float:
-    """Largest absolute difference between two arrays of one shape.
+    """Return the largest absolute difference between two arrays of the same shape.
 
-    Positions where both hold NaN, or both the same infinity, count 0; NaN or inf against anything
-    else is inf. Arrays without elements differ by 0.
+    Elements that are both NaN, or both the same infinity, differ by 0. Any other pair with a NaN or
+    inf differs by inf. Empty arrays differ by 0.
     """
     if out.shape != reference.shape:
         raise ValueError(
@@ -327,18 +327,18 @@ def max_error(out: Any, reference: Any) -> float:
 
 
 def error_bound(naive: Any, reference: Any, dtype: Any, *, lse: Any = None) -> float:
-    """Error against ``reference`` that a result of ``dtype`` is allowed.
+    """Return the largest allowed error of a result of ``dtype`` against ``reference``.
 
-    Twice the error of ``naive``, the formula in the same precision (:func:`attention_naive`), plus
-    :data:`BOUND_ULPS` * ulp. The ulp is that of ``dtype`` in the binade of the largest finite
-    ``|reference|``, ``eps * 2**floor(log2(max))``, and no less than its smallest subnormal. Only
-    positions where both arrays are finite count, so a naive overflow does not excuse everything;
-    that NaN and inf stand where they should is for :func:`max_error` to say.
+    The bound is twice the error of ``naive``, the formula in the same precision
+    (:func:`attention_naive`), plus :data:`BOUND_ULPS` * ulp. The ulp is that of ``dtype`` in the
+    binade of the largest finite ``|reference|``, ``eps * 2**floor(log2(max))``, and at least the
+    smallest subnormal. Only positions where both arrays are finite count, so an overflow of the
+    naive result does not loosen the bound; :func:`max_error` checks the positions of NaN and inf.
 
-    A score of size s is known to s * eps at best, and its exponential is off by as much. Over many
-    rows the naive result shows that error; over a few it may be lucky, and in float64 it shares the
-    reference's own. For such cases pass the reference's ``lse``: twice its largest finite
-    magnitude, which is about that of the scores that count, is added to :data:`BOUND_ULPS`.
+    A score of size s has an error of about s * eps, and its exponential that relative error.
+    Over many rows the naive result shows this error; over few rows it may not, and in float64 it
+    has the same errors as the reference. Then pass the ``lse`` of the reference: twice its largest
+    finite magnitude, about that of the scores that matter, is added to :data:`BOUND_ULPS`.
     """
     import ml_dtypes
 
@@ -351,7 +351,7 @@ def error_bound(naive: Any, reference: Any, dtype: Any, *, lse: Any = None) -> f
         with np.errstate(all="ignore"):
             error = max(error, float(xp.where(finite, xp.abs(result - truth), 0).max()))
         largest = max(largest, float(xp.where(xp.isfinite(truth), xp.abs(truth), 0).max()))
-    # frexp's mantissa is in [0.5, 1): the binade starts at half of 2**exponent.
+    # The mantissa of frexp is in [0.5, 1), so the binade starts at half of 2**exponent.
     ulp = float(info.eps) * math.ldexp(1.0, math.frexp(largest)[1] - 1) if largest else 0.0
     ulps = float(BOUND_ULPS)
     if lse is not None and lse.size:

@@ -1,4 +1,4 @@
-"""Conversion of float8 (e4m3) and int8 with scales to float64, and back."""
+"""Conversions between float64 and 8-bit numbers with scales: float8 (e4m3) and int8."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 from cupy_flash.arrays.strided import array_module, dtype_name
 from cupy_flash.problem.arrays import FLOAT8, LARGEST_QUANTIZED
 
-# Code of NaN in e4m3. The codes below it are those of the numbers from 0 on, in ascending order.
+# Code of NaN in e4m3. The codes below it are those of the nonnegative numbers, in ascending order.
 _NAN = 0x7F
 
 
 def as_bytes(array: Any) -> Any:
     """Return a float8 array as a uint8 view of its memory, and any other array unchanged.
 
-    CuPy copies and indexes no float8 arrays.
+    CuPy can neither copy nor index float8 arrays.
     """
     return array.view(np.uint8) if dtype_name(array) == FLOAT8 else array
 
@@ -25,7 +25,7 @@ def widened(array: Any) -> Any:
     """Return a float8 array as float32, which is exact, and any other array unchanged."""
     if dtype_name(array) != FLOAT8:
         return array
-    # CuPy converts no float8 arrays: a table holds the number of each code.
+    # CuPy cannot convert float8 arrays, so a table maps each code to its number.
     numbers = np.arange(256, dtype=np.uint8).view(array.dtype).astype(np.float32)
     return array_module(array).asarray(numbers)[array.view(np.uint8)]
 
@@ -35,7 +35,7 @@ def dequantized(stored: Any, scale: Any, dtype: Any = np.float64) -> Any:
 
     Parameters
     ----------
-    stored : array, (..., dim)
+    stored : array, shape (..., dim)
         Numbers of any dtype.
     scale : number or float32 array
         Scales, which broadcast to the leading axes of `stored`; None for 1.
@@ -67,15 +67,15 @@ def quantized(rows: Any, scales: Any, dtype: np.dtype[Any]) -> Any:
 
 
 def _encoded(x: Any, dtype: np.dtype[Any], xp: Any) -> Any:
-    """Return float32 numbers that e4m3 represents exactly, or NaN, as e4m3."""
+    """Return float32 numbers as e4m3. Each must be NaN or exactly representable."""
     numbers = np.arange(_NAN, dtype=np.uint8).view(dtype).astype(np.float32)
-    # The search places NaN after all numbers, which is its code.
+    # searchsorted places NaN after all numbers, at the index that is the code of NaN.
     codes = xp.searchsorted(xp.asarray(numbers), abs(x)).astype(np.uint8)
     return (codes | xp.signbit(x).astype(np.uint8) << 7).view(dtype)
 
 
 def largest_scales(rows: Any, dtype: np.dtype[Any]) -> Any:
-    """Return the scale with which each row (..., dim) fills the range of `dtype`.
+    """Return the scale of each row (..., dim) that maps its largest magnitude to that of `dtype`.
 
     The result is float32 of shape (...).
     """
@@ -84,11 +84,11 @@ def largest_scales(rows: Any, dtype: np.dtype[Any]) -> Any:
 
 
 def rounded_to_float8(x: Any, xp: Any) -> Any:
-    """Return numbers of at most 448 in magnitude rounded to values of e4m3.
+    """Return numbers of magnitude at most 448, rounded to values of e4m3.
 
-    These have 4 significant bits and are multiples of 2^-9. CuPy has no such conversion.
+    e4m3 has 4 significant bits, and its numbers are multiples of 2^-9. CuPy has no such conversion.
     """
     _, exponent = xp.frexp(x)
-    # frexp's mantissa is in [0.5, 1).
+    # The mantissa of frexp is in [0.5, 1).
     unit = xp.ldexp(xp.ones_like(x), xp.maximum(exponent, -5) - 4)
     return xp.rint(x / unit) * unit

@@ -1,16 +1,16 @@
-"""The gradients of the attention formula: what kernels' are compared with, and their error bound.
+"""Reference formula for the gradients of attention, with error bounds for other implementations.
 
-:func:`attention_backward_reference` computes in float64 and is the oracle. :func:`backward_naive`
-is the same as one writes it without a fused kernel, in the precision of its inputs; its error, and
-the size of all that is summed up, are the yardstick of :func:`gradient_bound`.
+:func:`attention_backward_reference` computes the formula in float64 and is the oracle of the tests.
+:func:`backward_naive` is a straightforward implementation without a fused kernel, in the precision
+of its inputs. Its error, and the sums of absolute values, determine :func:`gradient_bound`.
 
-With x = softmax_scale * q k', t what modifications make of x, and P = exp(t - lse):
+With x = softmax_scale * q k', t the modified score of x, and P = exp(t - lse):
 
     dv = P' dout                    dP = dout v'          D = rowsum(dout * out) - dlse
     dT = P * (dP - D)               dX = dT * dt/dx
     dq = softmax_scale * dX k       dk = softmax_scale * dX' q
 
-The gradient of a bias is dT, and that of a sink minus the sum of exp(sink - lse) * D over the rows.
+The gradient of a bias is dT. The gradient of a sink is -sum(exp(sink - lse) * D) over the rows.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ if TYPE_CHECKING:
 
     from cupy_flash.mods.keywords import Modifications
 
-# What the names of captures' gradients begin with.
+# Prefix of the names of the gradients of captured arrays.
 OF_MOD = "score_mod."
 
 
 class ScoreErrors(NamedTuple):
-    """How far off scores are.
+    """Error bounds of the scores that an implementation computes.
 
     Attributes
     ----------
     of_product
-        Error of a scaled score, in proportion to the sum of its products' absolute values.
+        Error of a scaled score, relative to the sum of the absolute values of its products.
     of_score
-        What the new score is off by besides, a function of the scaled score.
+        Function of the scaled score that returns the additional error of the modified score.
     of_slope
-        Error of how the new score grows with it.
+        Error of the derivative of the modified score with respect to the scaled score.
     """
 
     of_product: float
@@ -71,21 +71,21 @@ class ScoreErrors(NamedTuple):
 
 
 class Arithmetic(NamedTuple):
-    """How gradients are computed.
+    """Dtypes and variant of a gradient computation.
 
     Attributes
     ----------
     compute
-        Dtype of products, of sums, and of all that is not stored.
+        Dtype of products, sums and all values that are not stored.
     stored
-        What P, dX and out are rounded to before they are multiplied.
+        Dtype that P, dX and out are rounded to before they are multiplied.
     result
-        Dtype of the gradients; None for each input's own.
+        Dtype of the gradients; None for the dtype of each input.
     of_sizes
-        Whether absolute values are summed up, |dP| + |D| in place of dP - D: what rounding errors
-        are in proportion to, however much cancels in the gradients.
+        Whether absolute values are summed, such as |dP| + |D| instead of dP - D. Rounding errors
+        are proportional to these sums, even if the gradients themselves cancel.
     errors
-        Of scores, whose effects on gradients are summed up instead of those.
+        Errors of the scores, whose effect on the gradients is summed instead of absolute values.
     """
 
     compute: np.dtype[Any]
@@ -96,12 +96,12 @@ class Arithmetic(NamedTuple):
 
     @classmethod
     def of(cls, dtype: Any, grad_dtype: Any = None) -> Arithmetic:
-        """As one computes with inputs of a dtype."""
+        """Return the arithmetic of a naive implementation for inputs of this dtype."""
         result = None if grad_dtype is None else np.dtype(grad_dtype)
         return cls(precision_of(np.dtype(dtype)), np.dtype(dtype), result)
 
     def rounded(self, x: Any) -> Any:
-        """What is left of an array of `compute` that was stored."""
+        """Return an array of dtype `compute` rounded to dtype `stored`."""
         return x.astype(self.stored, copy=False).astype(self.compute, copy=False)
 
 
@@ -123,57 +123,58 @@ def attention_backward_reference(
     wrt: Iterable[str] | None = None,
     **modifications: Unpack[Modifications],
 ) -> tuple[Any, ...]:
-    """Gradients of attention in float64 by the plain formula.
+    """Compute the gradients of attention in float64 by the plain formula.
 
     The axes are (batch, seqlen, heads, head_dim). Arrays (batch, heads, seqlen, head_dim), as
     PyTorch has them, need layout="bhsd": without it heads and seqlen are silently confused.
 
-    The output and its log-sum-exp are found anew, in float64. The scores are computed in chunks, as
-    by `cupy_flash.attention_reference`.
+    The output and its log-sum-exp are recomputed in float64. The scores are computed in chunks, as
+    in `cupy_flash.attention_reference`.
 
     Parameters
     ----------
-    dout : array, (batch, seqlen_q, heads_q, head_dim_v)
-        Gradient of the output, of q's kind and of any float dtype.
+    dout : array, shape (batch, seqlen_q, heads_q, head_dim_v)
+        Gradient of the output, with the array type of q and any float dtype.
     q, k, v
-        As of `cupy_flash.attention_reference`.
-    dlse : array, (batch, heads_q, seqlen_q), optional
+        See `cupy_flash.attention_reference`.
+    dlse : array, shape (batch, heads_q, seqlen_q), optional
         Gradient of the log-sum-exp.
     causal, softmax_scale, q_offset, layout
-        As of `cupy_flash.attention_reference`; dout and the gradients have the layout of q.
+        See `cupy_flash.attention_reference`; dout and the gradients have the layout of q.
     wrt : iterable of str, optional
-        The inputs whose gradients are returned, in this order: "q", "k", "v", "bias", "sinks", and
-        "score_mod.NAME" for an array that a `ScoreMod` captures and calls differentiable. By
-        default q, k and v, and then every such array.
+        Names of the inputs whose gradients are returned, in this order: "q", "k", "v", "bias",
+        "sinks", and "score_mod.NAME" for an array that a `ScoreMod` captures as differentiable. By
+        default q, k and v, followed by every such array.
     **modifications
-        As of `cupy_flash.attention_reference`.
+        Masks and changes of scores, see `cupy_flash.Modifications`.
 
     Returns
     -------
     tuple of float64 arrays
-        Of the shapes of the inputs: summed up over the query heads that share a head of k and v,
-        and along the axes of a bias of which one element serves all.
+        Gradients, with the shapes of the inputs: summed over the query heads of each KV head, and
+        along the broadcast axes of a bias.
 
     Raises
     ------
     TypeError
-        dout, q, k, v or dlse is no array; wrt is no sequence of names.
+        If dout, q, k, v or dlse is not an array, or wrt is not a sequence of names.
     ValueError
-        A shape, also of a modification, or the layout is not one of the above; wrt names what the
-        call has no gradient of.
+        If a shape, also of a modification, or the layout is wrong, or wrt names an input that the
+        call does not have or that has no gradient.
 
     Notes
     -----
-    A pair of query and key is hidden if a mask hides it, or anything else makes its score -inf.
-    Hidden pairs are left out of all sums, rather than multiplied by zero:
+    A (query, key) pair is masked if a mask hides the key, or if its score is -inf for any other
+    reason. Masked pairs are left out of all sums, rather than multiplied by zero:
 
-    - A query that sees no key has a gradient of exactly 0, and so has a key that no query sees.
-      What such rows of q, k, v and dout hold, NaN and inf too, reaches nothing. But the log-sum-exp
-      of a query that sees no key is its sink, if there is one, and its dlse the sink's gradient.
-    - NaN and inf in a key or a value reach the gradients of the queries that see it, and of all
-      keys that those see; in q, dout and dlse, of their own query and of the keys that it sees.
+    - The gradient is exactly 0 for a fully masked query and for a key that no query attends to.
+      NaN and inf in such rows of q, k, v and dout affect no result. But the log-sum-exp of a fully
+      masked query is its sink, if there is one; its dlse contributes to the sink's gradient.
+    - NaN and inf in a key or value reach the gradients of the queries that attend to it, and of all
+      keys that these queries attend to. In q, dout and dlse they reach the gradients of their query
+      and of the keys that it attends to.
 
-    Among what is seen they propagate as the formula has them.
+    Among visible pairs, NaN and inf propagate as in the formula.
     """
     return dense_gradients(
         *(dout, q, k, v),
@@ -191,28 +192,28 @@ def attention_backward_reference(
 def backward_naive(
     dout: Any, q: Any, k: Any, v: Any, *, out: Any = None, grad_dtype: Any = None, **options: Any
 ) -> tuple[Any, ...]:
-    """Gradients as one writes them without a fused kernel, from whole matrices of scores.
+    """Compute gradients as one writes them without a fused kernel, from whole score matrices.
 
-    Computes in float64 for float64 and in float32 for the other dtypes; for 16-bit ones P, dX and
-    the output are rounded to ``q``'s before they are multiplied, as separate kernels with 16-bit
-    arrays between them do.
+    float64 inputs are computed in float64, other dtypes in float32. For 16-bit dtypes P, dX and the
+    output are rounded to the dtype of ``q`` before they are multiplied, as by separate kernels with
+    16-bit arrays between them.
 
     Parameters
     ----------
     dout, q, k, v
-        As of :func:`attention_backward_reference`.
-    out : array, (batch, seqlen_q, heads_q, head_dim_v), optional
-        The output, which is found anew if not given. What its rounding does to the gradients is no
-        error of a kernel that is given this output.
+        See :func:`attention_backward_reference`.
+    out : array, shape (batch, seqlen_q, heads_q, head_dim_v), optional
+        Output of the forward pass, recomputed if not given. Pass the output that a kernel was
+        given: then its rounding is not counted as an error of the kernel.
     grad_dtype : dtype, optional
-        Of the gradients; that of each input if not given.
+        Dtype of the gradients; by default that of each input.
     **options
-        As of :func:`attention_backward_reference`.
+        Other arguments of :func:`attention_backward_reference`.
 
     Returns
     -------
     tuple of arrays
-        As of :func:`attention_backward_reference`.
+        Gradients, see :func:`attention_backward_reference`.
     """
     arithmetic = Arithmetic.of(read("q", q).dtype, grad_dtype)
     return dense_gradients(dout, q, k, v, arithmetic=arithmetic, out=out, **options)
@@ -221,21 +222,20 @@ def backward_naive(
 def gradient_sizes(
     dout: Any, q: Any, k: Any, v: Any, *, errors: ScoreErrors | None = None, **options: Any
 ) -> tuple[Any, ...]:
-    """What gradients would be if nothing cancelled, for :func:`gradient_bound`.
+    """Compute the sums of absolute values of all terms of the gradients, for `gradient_bound`.
 
     Parameters
     ----------
     dout, q, k, v, **options
-        As of :func:`attention_backward_reference`.
+        See :func:`attention_backward_reference`.
     errors
-        For how far gradients may be off by errors of the scores, in place of their sizes: each pair
-        counts in proportion to those. The output and the log-sum-exp are without error, and so is
-        the gradient of a sink but for its size.
+        Error bounds of the scores. If given, the result bounds the effect of these errors on the
+        gradients, except those of sinks. The output and the log-sum-exp count as exact.
 
     Returns
     -------
     tuple of float64 arrays
-        As of :func:`attention_backward_reference`: the sums of absolute values.
+        Sums of absolute values, with the shapes of the gradients.
     """
     arithmetic = SIZES._replace(errors=errors)
     return dense_gradients(dout, q, k, v, arithmetic=arithmetic, **options)
@@ -244,25 +244,25 @@ def gradient_sizes(
 def gradient_bound(
     naive: Any, reference: Any, sizes: Any, dtype: Any, *, lse: Any, result: Any = None
 ) -> float:
-    """Error against ``reference`` that a gradient is allowed.
+    """Return the largest allowed error of a gradient against ``reference``.
 
-    It is :func:`~cupy_flash.reference.dense.error_bound` of the naive gradient, twice its error and
-    a few ulps. Besides, a few ulps of ``sizes`` in the precision that is computed in. For gradients
-    are differences: a query that sees a single key has dP = D, of which rounding leaves something
-    in proportion to dP, where the naive formula may happen to leave nothing.
+    The bound is :func:`~cupy_flash.reference.dense.error_bound` of the naive gradient (twice its
+    error and a few ulps), plus a few ulps of ``sizes`` in the compute precision. The second term is
+    needed because gradients are differences. A query that attends to a single key has dP = D, and
+    rounding leaves a difference proportional to dP, which happens to be 0 in the naive formula.
 
     Parameters
     ----------
     naive, reference, sizes
-        One gradient by :func:`backward_naive`, :func:`attention_backward_reference` and
+        The same gradient from :func:`backward_naive`, :func:`attention_backward_reference` and
         :func:`gradient_sizes`.
     dtype
-        Of q, k and v.
+        Dtype of q, k and v.
     lse
-        The reference's: scores of that size are known to as many ulps.
+        Log-sum-exp from the reference. Larger scores have larger errors.
     result
-        Dtype of the gradient if it is not ``dtype``. The ulps are those of the coarser: products of
-        16-bit numbers are what they are, also when they are summed up in float32.
+        Dtype of the gradient if it is not ``dtype``. The ulps are those of the coarser of the two:
+        products of 16-bit numbers have 16-bit errors even if they are summed in float32.
     """
     import ml_dtypes
 
@@ -273,25 +273,25 @@ def gradient_bound(
 
 
 class Gradients:
-    """The gradients that a call asks for, to be summed up.
+    """Accumulators for the gradients that a call requests.
 
     Parameters
     ----------
     inputs
-        q, k and v by their names.
+        Arrays q, k and v by name.
     modifications
         Keyword arguments that modify attention.
     modified
-        The same, read.
+        The same modifications, parsed.
     wrt
-        Names of the inputs whose gradients are wanted, or None.
+        Names of the inputs whose gradients are requested, or None for the default.
     arithmetic
-        How they are computed.
+        Arithmetic of the computation.
 
     Raises
     ------
     TypeError, ValueError
-        As `attention_backward_reference` for what `wrt` holds.
+        If `wrt` is invalid, see `attention_backward_reference`.
     """
 
     def __init__(
@@ -317,15 +317,15 @@ class Gradients:
         self._bias_shape = None if modified.scores.bias is None else modified.scores.bias.shape
         self._dtypes = {name: arithmetic.result or given[name].dtype for name in names}
         self._shapes = {name: given[name].shape for name in names}
-        # One sink for all heads has the sum of their gradients.
+        # A single sink for all heads gets the sum of their gradients.
         of_heads = {} if modified.sinks is None else {"sinks": modified.sinks.shape}
         shapes = {name: of_heads.get(name, shape) for name, shape in self._shapes.items()}
         self._sums = {name: xp.zeros(shape, arithmetic.compute) for name, shape in shapes.items()}
 
     def parts(self, part_of: Callable[[str, Any], Any]) -> dict[str, Any]:
-        """Views to sum up in: of a bias with all of its axes, of q, k and v what a function gives.
+        """Return views of the accumulators by name; a bias has all of its axes.
 
-        It is given their names and sums, in the layout of the inputs.
+        The views of q, k and v are the results of `part_of`, called with name and accumulator.
         """
         parts = dict(self._sums)
         for name in self._sums:
@@ -336,7 +336,7 @@ class Gradients:
         return parts
 
     def results(self, convert: Callable[[Any], Any]) -> tuple[Any, ...]:
-        """The sums, rounded and converted, in their order."""
+        """Return the sums in the result dtype, converted by `convert`, in the order of `wrt`."""
         size = abs if self._arithmetic.of_sizes else lambda x: x
         with np.errstate(all="ignore"):
             found = {name: size(total) for name, total in self._sums.items()}
@@ -379,7 +379,7 @@ def dense_gradients(
     wrt: Iterable[str] | None = None,
     **modifications: Unpack[Modifications],
 ) -> tuple[Any, ...]:
-    """`attention_backward_reference` by any arithmetic, and of any output as `backward_naive`."""
+    """Compute gradients as `attention_backward_reference` does, with any arithmetic and output."""
     convert = way_back("q", q)
 
     def bhsd(_: str, x: Any) -> Any:
@@ -409,7 +409,7 @@ def dense_gradients(
 
 
 def read_all(**arrays: Any) -> list[Any]:
-    """Arrays of any kind as `read` has them, float8 as float32; out and dlse may be None."""
+    """Return arrays of any type as `read` does, float8 as float32. out and dlse may be None."""
     optional = "out", "dlse"
     return [
         None if x is None and name in optional else widened(read(name, x))
@@ -420,7 +420,7 @@ def read_all(**arrays: Any) -> list[Any]:
 def check_rows(
     dout: Any, out: Any, dlse: Any, of_out: tuple[int, ...], of_lse: tuple[int, ...]
 ) -> None:
-    """Raise ValueError unless arrays have the shapes of the output and of its log-sum-exp."""
+    """Raise ValueError unless the arrays have the shapes of the output and of its log-sum-exp."""
     for name, array, shape in (
         ("dout", dout, of_out),
         ("out", out, of_out),
@@ -446,15 +446,15 @@ def gradient_formula(
     arithmetic: Arithmetic,
     into: Mapping[str, Any],
 ) -> None:
-    """`dense_gradients` of (batch, heads, seqlen, dim) arrays, read and checked.
+    """Add the gradients of checked (batch, heads, seqlen, dim) arrays to `into`.
 
     Parameters
     ----------
     sequence
-        Number of the first sequence, and where it begins in packed arrays.
+        Index of the first sequence, and its first rows in packed arrays.
     into
-        What gradients are added to, by their names: those of q, k and v are (batch, heads, seqlen,
-        dim), that of a bias is indexed as the bias is.
+        Accumulators by name: (batch, heads, seqlen, dim) for q, k and v; for a bias with the axes
+        of the bias.
     """
     xp, compute = array_module(q), arithmetic.compute
     size: Callable[[Any], Any] = abs if arithmetic.of_sizes else lambda x: x
@@ -473,7 +473,7 @@ def gradient_formula(
                 out_rows = arithmetic.rounded(_product(xp, stored_p, seen, v_rows))
             else:
                 out_rows = rows.queries(out).astype(compute)
-            # The output of a row that sees nothing depends on nothing, whatever its dout holds.
+            # The output of a fully masked row is constant, so D is 0 whatever its dout holds.
             d = xp.where(seen.any(axis=1), (dout_rows * out_rows).sum(axis=1), 0)
             if dlse is not None:
                 d = minus(d, size(rows.queries(dlse).astype(compute)))
@@ -509,22 +509,23 @@ def gradient_formula(
 def _softmax(
     xp: Any, x: Any, rows: Rows, modified: Modified, sink: Any
 ) -> tuple[Any, Any, Any | None, Any]:
-    """The softmax of rows of scaled scores.
+    """Compute the softmax of rows of scaled scores.
 
     Returns
     -------
-    p : array, (rows, keys)
-        0 where hidden.
-    seen : bool array, (rows, keys)
+    p : array, shape (rows, keys)
+        Probabilities; 0 for masked pairs.
+    seen : bool array, shape (rows, keys)
+        True for visible pairs.
     slope : array, broadcastable to p, or None
-        See `apply_with_slope`.
-    lse : array, (rows,)
+        Derivatives of the modified scores, see `apply_with_slope`.
+    lse : array, shape (rows,)
     """
     if rows.end == 0:
         return x, x == x, None, xp.broadcast_to(sink, x.shape[:1])
     changed, slope = apply_with_slope(modified.scores, x, rows.at, xp)
     p = xp.empty_like(x)
-    # A score that depends on less than the pair has fewer elements.
+    # A score_mod that depends on fewer indices returns a smaller array, which broadcasts.
     p[...] = changed
     hide(xp, p, rows.mask, rows.span.start)
     seen = p != -np.inf
@@ -533,9 +534,9 @@ def _softmax(
 
 
 def _product(xp: Any, weights: Any, seen: Any, rows: Any) -> Any:
-    """``weights @ rows``, where what is not seen is left out: it has a weight of 0.
+    """Return ``weights @ rows`` without masked pairs, whose weights are 0.
 
-    A row that holds NaN or inf is added by itself, to what sees it.
+    A row that holds NaN or inf is added separately, and only where `seen` is True.
     """
     odd = ~xp.isfinite(rows).all(axis=1)
     if not bool(odd.any()):
@@ -547,12 +548,12 @@ def _product(xp: Any, weights: Any, seen: Any, rows: Any) -> Any:
 
 
 def _add_to_bias(total: Any, rows: Rows, dt: Any) -> None:
-    """Add to the gradient of a bias, which has the axes that `Scores` says, what pairs give."""
+    """Add the contribution of the pairs to the gradient of a bias with the axes of `Scores`."""
     at = rows.at
     first = rows.span.start + (at.q_start if total.ndim == 3 else 0)
     index = (at.h,) if total.ndim == 3 else (at.b, at.h)
     index += slice(first, first + dt.shape[0]), slice(0, rows.end)
-    # An axis of one serves all.
+    # Along an axis of length 1, one element of the bias serves all indices.
     shared = tuple(axis for axis in (0, 1) if total.shape[axis - 2] == 1)
     part = tuple(
         slice(None) if n == 1 else slice(i, i + 1) if isinstance(i, int) else i
@@ -570,7 +571,7 @@ def _add_to_captures(
     scores: Scores,
     arithmetic: Arithmetic,
 ) -> None:
-    """Add to the gradients of captured arrays what pairs give."""
+    """Add the contribution of the pairs to the gradients of captured arrays."""
     if not any(name.startswith(OF_MOD) for name in into):
         return
     assert scores.score_mod is not None

@@ -1,4 +1,4 @@
-"""Which query sees which key, as an array and as a picture."""
+"""Visible (query, key) pairs of a call, as an array and as a picture."""
 
 from __future__ import annotations
 
@@ -32,26 +32,27 @@ def seen_pairs(
     q_offset: Any = None,
     **modifications: Unpack[Modifications],
 ) -> NDArray[np.bool_]:
-    """Which query of a sequence sees which key.
+    """Return which (query, key) pairs of a sequence are visible.
 
     Parameters
     ----------
     seqlen_q, seqlen_k
-        Queries and keys.
+        Number of queries and number of keys.
     b, h
-        Sequence and query head, on which masks may depend.
+        Index of the sequence and of the query head, on which masks may depend.
     causal, q_offset, **modifications
-        As of `flash_attention`; what only changes scores makes no difference.
+        See `flash_attention`. Modifications that only change scores have no effect.
 
     Returns
     -------
-    bool array, (seqlen_q, seqlen_k)
+    bool array, shape (seqlen_q, seqlen_k)
+        True where the query attends to the key.
 
     Raises
     ------
     TypeError, ValueError
-        For sizes that are none, and for arrays that hide keys and have no such sequence or head,
-        or not so many queries and keys.
+        If a size or index is not a nonnegative integer, or the shape of an array that masks keys
+        does not fit these sizes and indices.
 
     Examples
     --------
@@ -79,9 +80,9 @@ def seen_pairs(
 
 
 def _require_fit(modified: Modified, seqlen_q: int, seqlen_k: int, b: int, h: int) -> None:
-    """Raise ValueError for arrays that hide keys, but not of this sequence and head."""
+    """Raise ValueError for an array that masks keys and does not fit the sizes and indices."""
     scores = modified.scores
-    # Of each array's axes: the element that is looked at, or how many there are to be.
+    # For each axis of an array: an index, which the axis must include, or the length of the axis.
     sequence, head = ("b", b), ("h", h)
     queries, keys = ("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)
     arrays = {
@@ -116,29 +117,29 @@ def plot_mask(
     ax: Any | None = None,
     **modifications: Unpack[Modifications],
 ) -> Any:
-    """Draw which query of a sequence sees which key; needs matplotlib.
+    """Draw which (query, key) pairs of a sequence are visible; requires matplotlib.
 
     Parameters
     ----------
     seqlen_q, seqlen_k, b, h, causal, q_offset, **modifications
-        As of `seen_pairs`.
+        See `seen_pairs`.
     block
-        Rows and keys of a kernel's tile, `Br` and `Bc`: blocks that are left out, masked and seen
-        whole then have a colour each. None draws pairs.
+        Number of rows and keys of a kernel's tile, `Br` and `Bc`. The picture then shows blocks
+        instead of pairs, with one color each for empty, partially visible and full blocks.
     ax
-        Axes of matplotlib; None for new ones.
+        Axes of matplotlib to draw in; None creates new ones.
 
     Returns
     -------
     matplotlib.axes.Axes
-        ``ax.figure.savefig("mask.png")`` writes the picture.
+        Axes with the picture. ``ax.figure.savefig("mask.png")`` writes it to a file.
 
     Raises
     ------
     ImportError
-        Without matplotlib.
+        If matplotlib is not installed.
     TypeError, ValueError
-        As `seen_pairs`, and for a block of no such sizes.
+        See `seen_pairs`; also if `block` is not a pair of positive integers.
     """
     seen = seen_pairs(
         seqlen_q, seqlen_k, b=b, h=h, causal=causal, q_offset=q_offset, **modifications

@@ -1,4 +1,4 @@
-"""Keyword arguments that modify attention, read for the formula."""
+"""Parsing of the keyword arguments that modify attention, for the reference formulas."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from cupy_flash.mods.shapes import Sizes, fitted, require_limit
 def read_modifications(
     modifications: Mapping[str, Any], *, packed: bool = False, xp: Any = np
 ) -> Modified:
-    """What the keyword arguments of a public function ask for.
+    """Return the modifications that the keyword arguments of a public function specify.
 
     Parameters
     ----------
     modifications
-        The keyword arguments.
+        Keyword arguments that modify attention.
     packed
-        Whether sequences are packed.
+        Whether the sequences are packed.
     xp
-        NumPy or CuPy, for the side that the formula computes on: arrays of the other are copied.
+        Module that the formula computes with, NumPy or CuPy; other arrays are copied.
 
     Raises
     ------
     TypeError, ValueError
-        For what is of a wrong kind; shapes are not checked.
+        If an argument has a wrong type. Shapes are not checked.
     """
     found = given(modifications)
     if not found:
@@ -73,16 +73,16 @@ def read_modifications(
 def fitting_modifications(
     modifications: Mapping[str, Any], q: Any, sizes: Sizes, *, causal: bool
 ) -> Modified:
-    """`read_modifications` of a call of such queries and sizes.
+    """Return the modifications of a call with these queries and sizes; see `read_modifications`.
 
     Raises
     ------
     TypeError, ValueError
-        Also for arrays of wrong shapes, and for prefix_lens without a causal mask or a window.
+        See `read_modifications`; also for a wrong shape, or prefix_lens with nothing to override.
     """
     packed, xp = sizes.total_q is not None, array_module(q)
-    # The reference computes in float64, but decides in the reals of the call's dtype, so that it
-    # sees the same pairs as a kernel. Slopes and sinks are rounded to these, as kernels read them.
+    # The reference computes in float64, but evaluates masks in the float dtype of kernels, so that
+    # the same pairs are visible. Slopes and sinks are rounded to that dtype, as kernels read them.
     real = np.float64 if sizes.dtype == "float64" else np.float32
     modified = read_modifications(modifications, packed=packed, xp=xp)
     slopes, sinks = (
@@ -100,7 +100,7 @@ def fitting_modifications(
 
 
 def _of_heads(array: Any, heads: int, real: Any) -> Any:
-    """Return slopes or sinks as reals of a call, one number repeated for each head."""
+    """Return slopes or sinks in the dtype `real`, with a single number repeated for each head."""
     if array is None:
         return None
     if array.ndim == 0:
@@ -110,12 +110,12 @@ def _of_heads(array: Any, heads: int, real: Any) -> Any:
 
 
 def read_own(name: str, value: Any) -> Any:
-    """Return what is given as an array: of its own dtype, and a number without axes.
+    """Return an argument as an array of its own dtype; a number becomes an array without axes.
 
     Raises
     ------
     TypeError, ValueError
-        For what cannot be read, naming the argument.
+        If the argument cannot be read; the message names it.
     """
     if name in VECTORS and is_number_or_list(value):
         return vector(name, value, on_host=True)
@@ -123,12 +123,12 @@ def read_own(name: str, value: Any) -> Any:
 
 
 def read_scale(name: str, scale: Any, q: Any) -> Any:
-    """A scale, which is a number, None, or an array of any library, as the functions of q take it.
+    """Return a scale for functions that take q: a number, None, or an array on the device of q.
 
     Raises
     ------
     TypeError
-        For an array that cannot be read, naming the argument.
+        If an array cannot be read; the message names it.
     """
     if not hasattr(scale, "__dlpack__"):
         return scale
@@ -136,12 +136,12 @@ def read_scale(name: str, scale: Any, q: Any) -> Any:
 
 
 def integers(array: Any) -> Any:
-    """Integers of any kind in host memory; None stays.
+    """Return integers of any array type as a NumPy array, and None as None.
 
     Raises
     ------
     TypeError
-        For other numbers.
+        If the numbers are not integers.
     """
     if array is None:
         return None

@@ -1,7 +1,7 @@
-"""The attention formula over packed, cached and paged sequences: what results are compared with.
+"""Reference formula of attention for varlen and KV cache calls, with or without pages.
 
-One call of :func:`~cupy_flash.reference.attention_reference` for each sequence, in float64, on the
-kinds of array that it takes.
+Each sequence is one call of :func:`~cupy_flash.reference.dense.formula` in float64. Arrays may be
+of any type that :func:`~cupy_flash.reference.attention_reference` takes.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ if TYPE_CHECKING:
 
 
 class KVCacheResult(NamedTuple):
-    """What :func:`attention_with_kvcache_reference` gives.
+    """Result of :func:`attention_with_kvcache_reference`.
 
     Attributes
     ----------
-    out : float64 array, (batch, seqlen_q, heads_q, head_dim_v)
-    lse : float64 array, (batch, heads_q, seqlen_q)
+    out : float64 array, shape (batch, seqlen_q, heads_q, head_dim_v)
+    lse : float64 array, shape (batch, heads_q, seqlen_q)
     k_cache, v_cache : arrays
-        The caches after the append, of their own dtype.
+        Caches after the append, of the dtype of the given caches.
     k_scale, v_scale : arrays, or None
-        The scales after the append, of each row where they are computed.
+        Scales after the append; one per row and head if they are computed.
     """
 
     out: Any
@@ -84,52 +84,52 @@ def attention_varlen_reference(
     v_scale: Any = None,
     **modifications: Unpack[PackedModifications],
 ) -> tuple[Any, Any]:
-    """Attention of sequences packed one behind the other, in float64 by the plain formula.
+    """Compute attention on consecutively packed sequences, in float64 by the plain formula.
 
     Parameters
     ----------
-    q : array, (total_q, heads_q, head_dim)
+    q : array, shape (total_q, heads_q, head_dim)
         Queries, of any float dtype.
-    k : same kind of array, (total_k, heads_kv, head_dim)
+    k : array, shape (total_k, heads_kv, head_dim)
         Keys; with ``block_table`` (pages, page_size, heads_kv, head_dim).
-    v : same kind of array, (total_k, heads_kv, head_dim_v)
+    v : array, shape (total_k, heads_kv, head_dim_v)
         Values; with ``block_table`` (pages, page_size, heads_kv, head_dim_v).
-    cu_seqlens_q : integer array, (batch + 1,)
-        Sequence ``b`` has the rows from ``cu_seqlens_q[b]`` up to ``cu_seqlens_q[b + 1]`` of q.
-        These integers, as the others, may be of any kind, whatever q is.
-    cu_seqlens_k : integer array, (batch + 1,), or None
-        Likewise for k and v; with ``block_table`` only the differences count. None, which needs a
-        ``block_table``, counts ``max_seqlen_k`` keys.
+    cu_seqlens_q : integer array, shape (batch + 1,)
+        Offsets of the sequences: ``b`` has rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1] - 1``
+        of q. This and the other integer arrays may have any array type.
+    cu_seqlens_k : integer array, shape (batch + 1,), or None
+        Offsets of the sequences in k and v; with ``block_table`` only the differences are used.
+        None, which requires a ``block_table``, stands for ``max_seqlen_k`` keys per sequence.
     max_seqlen_q, max_seqlen_k : int
-        No more rows of a sequence than these are looked at.
+        Maximum numbers of queries and keys of a sequence; further rows are ignored.
     causal : bool
-        Query ``i`` of a sequence sees only its keys ``j <= i + seqlen_k - seqlen_q``.
+        Whether query ``i`` of a sequence attends only to keys ``j <= i + seqlen_k - seqlen_q``.
     softmax_scale : float, optional
-        Factor on the scores; ``1 / sqrt(head_dim)`` if not given.
-    seqused_k : integer array, (batch,), optional
-        The number of keys of each sequence, in place of the difference in ``cu_seqlens_k``.
-    block_table : integer array, (batch, max_pages), optional
-        The pages of each sequence in order.
+        Factor on the scores, by default ``1 / sqrt(head_dim)``.
+    seqused_k : integer array, shape (batch,), optional
+        Number of keys of each sequence, instead of the differences in ``cu_seqlens_k``.
+    block_table : integer array, shape (batch, max_pages), optional
+        Page numbers of each sequence, in order.
     k_scale, v_scale : numbers or float32 arrays, optional
-        Of keys and values of 8 bits, broadcast to (total_k, heads_kv) or (pages, page_size,
+        Scales of 8-bit keys and values, broadcast to (total_k, heads_kv) or (pages, page_size,
         heads_kv).
     **modifications
-        As of :func:`~cupy_flash.reference.attention_reference`; without seqlens_k.
+        Masks and changes of scores, see `cupy_flash.Modifications`; without seqlens_k.
 
     Returns
     -------
-    out : float64 array, (total_q, heads_q, head_dim_v)
-        0 in the rows that belong to no sequence.
-    lse : float64 array, (heads_q, total_q)
-        Natural logarithm; -inf in these rows.
+    out : float64 array, shape (total_q, heads_q, head_dim_v)
+        Output. Rows that belong to no sequence are 0.
+    lse : float64 array, shape (heads_q, total_q)
+        Log-sum-exp, natural logarithm. It is -inf in rows that belong to no sequence.
 
     Notes
     -----
-    What the integers hold is not checked, on the host either, but clamped as a GPU does it, so that
-    nothing outside of the arrays is read: rows are clamped to [0, total], lengths to
-    [0, max_seqlen] and to what the array or the pages hold, a decreasing pair is an empty sequence,
-    and a page outside of [0, pages) reads as zeros. Where sequences overlap in q, the last one
-    counts.
+    The contents of integer arrays are not checked, not even on the host. They are clamped as on a
+    GPU, so that no access is outside the arrays. Offsets are clamped to [0, total], and lengths to
+    [0, max_seqlen] and to the rows of the array or of the pages. A decreasing pair of offsets is an
+    empty sequence. A page outside [0, pages) reads as zeros. If sequences overlap in q, the last
+    one determines the result.
     """
     convert = way_back("q", q)
     q, k, v = (read(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
@@ -164,7 +164,7 @@ def packed_modifications(
     *,
     causal: bool,
 ) -> Modified:
-    """`fitting_modifications` of packed sequences."""
+    """Return the modifications of a varlen call; see `fitting_modifications`."""
     total_q, heads_q, _ = q.shape
     refuse_other_lengths(modifications.get, "packed")
     batch = len(integers(cu_seqlens_q)) - 1
@@ -183,9 +183,9 @@ def packed_sequences(
     seqused_k: Any,
     block_table: Any = None,
 ) -> Iterator[tuple[slice, slice, Pairs]]:
-    """Yield the query rows and the keys of each sequence, and its number and first row as `Pairs`.
+    """Yield the query rows and the keys of each sequence, and its index and offsets as `Pairs`.
 
-    Keys are numbered by their rows in k, or within the pages of the sequence.
+    Keys are given as rows of k, or as rows of the sequence's pages.
     """
     starts, counts = integers(cu_seqlens_q), integers(seqused_k)
     batch = len(starts) - 1
@@ -225,67 +225,66 @@ def attention_with_kvcache_reference(
     softmax_scale: float | None = None,
     **modifications: Unpack[CacheModifications],
 ) -> KVCacheResult:
-    """Attention over a cache after appending to it, in float64 by the plain formula.
+    """Compute attention to a KV cache after appending to it, in float64 by the plain formula.
 
     Parameters
     ----------
-    q : array, (batch, seqlen_q, heads_q, head_dim)
+    q : array, shape (batch, seqlen_q, heads_q, head_dim)
         Queries, of any float dtype.
-    k_cache : same kind of array, (caches, seqlen_cache, heads_kv, head_dim)
+    k_cache : array, shape (caches, seqlen_cache, heads_kv, head_dim)
         Keys; with ``block_table`` (pages, page_size, heads_kv, head_dim).
-    v_cache : same kind of array, (caches, seqlen_cache, heads_kv, head_dim_v)
+    v_cache : array, shape (caches, seqlen_cache, heads_kv, head_dim_v)
         Values; with ``block_table`` (pages, page_size, heads_kv, head_dim_v).
-    k, v : same kind of array, (batch, seqlen_new, heads_kv, dim), optional
-        Appended behind the rows that ``cache_seqlens`` counts.
-    cache_seqlens : int or integer array, (batch,)
-        Rows of each sequence in the cache before the append. These integers, as the others, may be
-        of any kind, whatever q is.
-    cu_seqlens_k_new : integer array, (batch + 1,), optional
-        Where the new rows of each sequence begin and end in packed ``k`` and ``v``, (total_new,
-        heads_kv, dim).
-    cache_batch_idx : integer array, (batch,), optional
-        The index of each sequence's cache; 0, 1, ... if not given.
-    block_table : integer array, (batch, max_pages), optional
-        The pages of each sequence in order.
-    rotary_cos, rotary_sin : same kind of array as q, (rows, rotary_dim / 2), optional
-        Turn the first ``rotary_dim`` columns of the new keys, row ``j`` at position
-        ``cache_seqlens[b] + j``, and of the queries, row ``i`` at ``cache_seqlens[b] + i`` with
-        ``causal`` or a window, else all at ``cache_seqlens[b]``.
+    k, v : array, shape (batch, seqlen_new, heads_kv, dim), optional
+        New rows, which are appended after the rows that ``cache_seqlens`` counts.
+    cache_seqlens : int or integer array, shape (batch,)
+        Number of rows of each sequence in the cache before the append. This and the other integer
+        arrays may have any array type.
+    cu_seqlens_k_new : integer array, shape (batch + 1,), optional
+        Offsets of the new rows of each sequence in packed ``k`` and ``v``, (total_new, heads_kv,
+        dim).
+    cache_batch_idx : integer array, shape (batch,), optional
+        Index of the cache of each sequence, by default 0, 1, ...
+    block_table : integer array, shape (batch, max_pages), optional
+        Page numbers of each sequence, in order.
+    rotary_cos, rotary_sin : array, shape (rows, rotary_dim / 2), optional
+        Cosine and sine tables that rotate the first ``rotary_dim`` columns. New key ``j`` is at
+        position ``cache_seqlens[b] + j``, and so is query ``j`` if the call is causal or has a
+        window; otherwise all queries are at ``cache_seqlens[b]``.
     rotary_interleaved : bool
-        Whether columns (2i, 2i + 1) are a pair; else (i, i + rotary_dim / 2) are.
-    rotary_seqlens : integer array, (batch,), optional
-        Position of the first new row of each sequence; ``cache_seqlens`` by default.
+        Whether columns 2i and 2i + 1 form a pair; otherwise columns i and i + rotary_dim / 2 do.
+    rotary_seqlens : integer array, shape (batch,), optional
+        Position of the first new row of each sequence, by default ``cache_seqlens``.
     k_scale, v_scale : numbers or float32 arrays, optional
-        Of caches of 8 bits, broadcast to (caches, seqlen_cache, heads_kv) or (pages, page_size,
+        Scales of 8-bit caches, broadcast to (caches, seqlen_cache, heads_kv) or (pages, page_size,
         heads_kv).
     compute_scales : bool
-        Whether the scales of new rows are computed, and written.
+        Whether the scales of new rows are computed and written.
     causal : bool
-        Query ``i`` sees only the keys ``j <= i + seqlen_k - seqlen_q``, with ``seqlen_k`` counted
-        after the append.
+        Whether query ``i`` attends only to the keys ``j <= i + seqlen_k - seqlen_q``, where
+        ``seqlen_k`` is the length after the append.
     softmax_scale : float, optional
-        Factor on the scores; ``1 / sqrt(head_dim)`` if not given.
+        Factor on the scores, by default ``1 / sqrt(head_dim)``.
     **modifications
-        As of :func:`~cupy_flash.reference.attention_reference`; without seqlens_k.
+        Masks and changes of scores, see `cupy_flash.Modifications`; without seqlens_k.
 
     Returns
     -------
     KVCacheResult
-        ``out``, ``lse`` and new caches; the arguments are left alone.
+        Output, log-sum-exp and new caches. The arguments are not written.
 
     Notes
     -----
-    New keys are turned in float64 and then rounded to the cache's dtype, for that is what a cache
-    holds. Turned queries stay in float64: rounding them is an error of an implementation like any
-    other, which :func:`~cupy_flash.reference.attention_naive` on rounded ones shows the size of.
+    New keys are rotated in float64 and rounded to their own dtype, because a cache stores them.
+    Rotated queries stay in float64: rounding them counts as an error of an implementation. Its size
+    follows from :func:`~cupy_flash.reference.attention_naive` of rounded queries.
 
-    What the integers hold is not checked, on the host either, but clamped as a GPU does it, so that
-    nothing outside of the arrays is read or written: lengths are clamped to [0, capacity], which is
-    ``seqlen_cache`` or ``max_pages * page_size``; rows past it are not appended. Entries of
-    ``cu_seqlens_k_new`` are clamped to [0, total_new], and are expected to increase. A
-    ``cache_batch_idx`` that is no index leaves the sequence without keys. A page outside of
-    [0, pages) reads as zeros, and nothing is appended to it. Positions outside of the rotary table
-    take the nearest row of it.
+    The contents of integer arrays are not checked, not even on the host. They are clamped as on a
+    GPU, so that no access is outside the arrays. Lengths are clamped to [0, capacity], where
+    capacity is ``seqlen_cache`` or ``max_pages * page_size``; rows past it are not appended.
+    ``cu_seqlens_k_new`` is clamped to [0, total_new], and should increase. A sequence whose
+    ``cache_batch_idx`` is out of range has no keys. A page outside [0, pages) reads as zeros, and
+    rows for it are dropped. Positions outside the rotary tables use the nearest row.
     """
     convert, block_table = way_back("q", q), integers(block_table)
     q, k_cache, v_cache = (
@@ -349,7 +348,7 @@ def attention_with_kvcache_reference(
 
 
 def _of_sequences(new: Any, cu_seqlens_k_new: Any) -> list[Any]:
-    """Return the new rows of each sequence, (seqlen_new, heads_kv, dim); none without new rows."""
+    """Return the new rows of each sequence, (seqlen_new, heads_kv, dim); [] without new rows."""
     if new is None:
         return []
     if cu_seqlens_k_new is None:
@@ -359,7 +358,7 @@ def _of_sequences(new: Any, cu_seqlens_k_new: Any) -> list[Any]:
 
 
 def _standing_for(blocks: Any, scale: Any, rows: Ints) -> Any:
-    """Return rows of keys or values. Rows of 8 bits are multiplied by their scales, None for 1."""
+    """Return rows of keys or values; 8-bit rows are multiplied by their scales (None means 1)."""
     own = take(flat(blocks), rows)
     if dtype_name(blocks) not in LARGEST_QUANTIZED:
         return own
@@ -367,7 +366,7 @@ def _standing_for(blocks: Any, scale: Any, rows: Ints) -> Any:
 
 
 def _append(cache: Any, scale: Any, rows: Ints, new: Any, compute_scales: bool) -> None:
-    """Write new rows to a cache and, with compute_scales, their scales."""
+    """Write new rows to a cache and, if `compute_scales`, their scales to `scale`."""
     if dtype_name(cache) in LARGEST_QUANTIZED and len(new):
         if compute_scales:
             scales = largest_scales(new, cache.dtype)
@@ -379,12 +378,12 @@ def _append(cache: Any, scale: Any, rows: Ints, new: Any, compute_scales: bool) 
 
 
 def _flat_scales(scale: Any, blocks: Any) -> Any:
-    """Return the scales of a cache, one for each row and head: (blocks * rows, heads)."""
+    """Return the scales of a cache with one per row and head: (blocks * rows, heads)."""
     return flat(_scales(scale, blocks, of_rows=True))
 
 
 def _scales(scale: Any, cache: Any, *, of_rows: bool) -> Any:
-    """A copy of a cache's scales, 1 if not given; with `of_rows` one for each row and head."""
+    """Return a copy of a cache's scales, by default 1; if `of_rows`, with one per row and head."""
     xp = array_module(cache)
     with np.errstate(all="ignore"):
         scales = xp.array(1 if scale is None else scale, xp.float32)
@@ -400,7 +399,7 @@ def _of_sequence(
     modified: Modified,
     at: Pairs,
 ) -> tuple[Any, Any]:
-    """Output and lse of one sequence, whose arrays are (seqlen, heads, dim)."""
+    """Return the output and lse of one sequence, whose arrays are (seqlen, heads, dim)."""
     out, lse = formula(
         *(x[None].swapaxes(1, 2) for x in (q, k, v)),
         causal=causal,

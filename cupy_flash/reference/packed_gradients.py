@@ -1,4 +1,4 @@
-"""The gradients of the attention formula over packed sequences, one sequence after the other."""
+"""Reference formula for the gradients of varlen calls, computed sequence by sequence."""
 
 from __future__ import annotations
 
@@ -42,31 +42,31 @@ def attention_varlen_backward_reference(
     wrt: Iterable[str] | None = None,
     **modifications: Unpack[PackedModifications],
 ) -> tuple[Any, ...]:
-    """Gradients of attention over packed sequences, in float64 by the plain formula.
+    """Compute the gradients of attention on packed sequences in float64 by the plain formula.
 
     Parameters
     ----------
-    dout : array, (total_q, heads_q, head_dim_v)
-        Gradient of the output, of q's kind and of any float dtype.
+    dout : array, shape (total_q, heads_q, head_dim_v)
+        Gradient of the output, with the array type of q and any float dtype.
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-        As of `cupy_flash.attention_varlen_reference`, without pages.
-    dlse : array, (heads_q, total_q), optional
+        See `cupy_flash.attention_varlen_reference`; pages are not supported.
+    dlse : array, shape (heads_q, total_q), optional
         Gradient of the log-sum-exp.
     causal, softmax_scale, seqused_k, **modifications
-        As of `cupy_flash.attention_varlen_reference`.
+        See `cupy_flash.attention_varlen_reference`.
     wrt : iterable of str, optional
-        As of `cupy_flash.attention_backward_reference`.
+        See `cupy_flash.attention_backward_reference`.
 
     Returns
     -------
     tuple of float64 arrays
-        As of `cupy_flash.attention_backward_reference`. Rows of no sequence have gradients of 0,
-        and those that two sequences have in common get the sum.
+        Gradients, see `cupy_flash.attention_backward_reference`. Rows that belong to no sequence
+        have gradients of 0; rows of two sequences have the sum of both gradients.
 
     Raises
     ------
     TypeError, ValueError
-        As by `cupy_flash.attention_backward_reference`.
+        See `cupy_flash.attention_backward_reference`.
     """
     return packed_gradients(
         *(dout, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
@@ -83,21 +83,21 @@ def attention_varlen_backward_reference(
 def backward_varlen_naive(
     dout: Any, q: Any, *others: Any, out: Any = None, grad_dtype: Any = None, **options: Any
 ) -> tuple[Any, ...]:
-    """Gradients over packed sequences as one writes them without a fused kernel.
+    """Compute the gradients of packed sequences as one writes them without a fused kernel.
 
     Parameters
     ----------
     dout, q, *others, **options
-        As of :func:`attention_varlen_backward_reference`.
-    out : array, (total_q, heads_q, head_dim_v), optional
-        As of :func:`~cupy_flash.reference.gradients.backward_naive`.
+        See :func:`attention_varlen_backward_reference`.
+    out : array, shape (total_q, heads_q, head_dim_v), optional
+        Output, see :func:`~cupy_flash.reference.gradients.backward_naive`.
     grad_dtype : dtype, optional
-        Of the gradients; that of each input if not given.
+        Dtype of the gradients; by default that of each input.
 
     Returns
     -------
     tuple of arrays
-        As of :func:`attention_varlen_backward_reference`.
+        Gradients, see :func:`attention_varlen_backward_reference`.
     """
     arithmetic = Arithmetic.of(read("q", q).dtype, grad_dtype)
     return packed_gradients(dout, q, *others, arithmetic=arithmetic, out=out, **options)
@@ -106,19 +106,19 @@ def backward_varlen_naive(
 def gradient_varlen_sizes(
     dout: Any, q: Any, *others: Any, errors: ScoreErrors | None = None, **options: Any
 ) -> tuple[Any, ...]:
-    """What gradients over packed sequences would be if nothing cancelled.
+    """Compute the sums of absolute values of all terms of the gradients of packed sequences.
 
     Parameters
     ----------
     dout, q, *others, **options
-        As of :func:`attention_varlen_backward_reference`.
+        See :func:`attention_varlen_backward_reference`.
     errors
-        As of :func:`~cupy_flash.reference.gradients.gradient_sizes`.
+        Error bounds, see :func:`~cupy_flash.reference.gradients.gradient_sizes`.
 
     Returns
     -------
     tuple of float64 arrays
-        See :func:`~cupy_flash.reference.gradients.gradient_sizes`.
+        Sums, see :func:`~cupy_flash.reference.gradients.gradient_sizes`.
     """
     arithmetic = SIZES._replace(errors=errors)
     return packed_gradients(dout, q, *others, arithmetic=arithmetic, **options)
@@ -143,7 +143,7 @@ def packed_gradients(
     wrt: Iterable[str] | None = None,
     **modifications: Unpack[PackedModifications],
 ) -> tuple[Any, ...]:
-    """`attention_varlen_backward_reference` by any arithmetic, and of any output."""
+    """Compute the gradients of packed sequences with any arithmetic and output."""
     convert = way_back("q", q)
     q, k, v, dout, out, dlse = read_all(q=q, k=k, v=v, dout=dout, out=out, dlse=dlse)
     check_rows(dout, out, dlse, (*q.shape[:2], v.shape[2]), (q.shape[1], q.shape[0]))
@@ -170,7 +170,7 @@ def packed_gradients(
 
 
 def _of_sequence(name: str, x: Any, rows: slice, keys: slice) -> Any:
-    """Return a sequence's rows of `x`, an array like q, k or v as `name` says.
+    """Return the rows of one sequence; `name` tells whether `x` has query rows or key rows.
 
     The result is a view of shape (1, heads, seqlen, dim).
     """

@@ -15,15 +15,15 @@ def rotated(x: Any, cos: Any, sin: Any, positions: NDArray[np.int64], *, interle
 
     Parameters
     ----------
-    x : array, (batch, seqlen, heads, head_dim)
-        Rows to rotate. Columns from rotary_dim on stay as they are.
-    cos, sin : array, (rows, rotary_dim / 2)
-        Cosine and sine of the angle of each position and pair. A position outside of the table
-        takes the nearest row of it.
-    positions : integer array, (batch, seqlen)
+    x : array, shape (batch, seqlen, heads, head_dim)
+        Rows to rotate. Columns from rotary_dim on are not changed.
+    cos, sin : array, shape (rows, rotary_dim / 2)
+        Cosine and sine of the angle of each position and pair. A position outside the tables uses
+        the nearest row.
+    positions : integer array, shape (batch, seqlen)
         Position of each row of `x`.
     interleaved
-        Whether columns (2i, 2i + 1) are a pair; otherwise (i, i + rotary_dim / 2) are.
+        Whether columns 2i and 2i + 1 form a pair; otherwise columns i and i + rotary_dim / 2 do.
     """
     xp = array_module(x)
     x = x.astype(np.float64)
@@ -31,7 +31,7 @@ def rotated(x: Any, cos: Any, sin: Any, positions: NDArray[np.int64], *, interle
     at = xp.asarray(np.minimum(np.maximum(positions, 0), len(cos) - 1))
     turning, rest = x[..., : 2 * half], x[..., 2 * half :]
     columns = np.arange(2 * half)
-    # For each column: its pair, its partner, and whether it is the first of the pair.
+    # For each column: the index of its pair, its partner, and whether it is the first of the pair.
     pair = columns // 2 if interleaved else columns % half
     is_first = columns % 2 == 0 if interleaved else columns < half
     partner = columns + np.where(is_first, 1, -1) * (1 if interleaved else half)

@@ -1,6 +1,6 @@
-"""What the formulas share: arrays read and checked, rows taken in chunks, masks, the softmax.
+"""Helpers of the reference formulas: reading and checking arrays, chunks of rows, masks, softmax.
 
-The arrays of a formula are (batch, heads, seqlen, dim).
+All arrays in the formulas are (batch, heads, seqlen, dim).
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from cupy_flash.problem.mask import Mask, before, unseen
 from cupy_flash.problem.problem import if_swapped
 from cupy_flash.problem.values import the_one
 
-#: A chunk of float64 scores in the float64 formulas takes at most this many bytes (one row of
-#: scores, if that alone is more).
+#: Maximum size in bytes of a chunk of float64 scores in the float64 formulas. A chunk has at least
+#: one row of scores, even if the row is larger.
 CHUNK_BYTES = 128 << 20
 
 
 class Rows(NamedTuple):
-    """Rows of one head whose scores are computed at once.
+    """Chunk of query rows of one head, whose scores are computed together.
 
     Attributes
     ----------
     b, head, kv_head
-        Their sequence, query head and key/value head.
+        Indices of the sequence, query head and KV head.
     span
-        Which of the head's rows.
+        Query rows of the chunk.
     end
-        Behind the last key that one of them sees by its position.
+        One past the last key that a row of the chunk attends to by its position.
     mask
-        Of the sequence's positions.
+        Position mask of the sequence: causality, window and prefix.
     at
-        Pairs of them and the keys before `end`.
+        Pairs of the query rows and the keys before `end`.
     """
 
     b: int
@@ -57,15 +57,15 @@ class Rows(NamedTuple):
     at: Pairs
 
     def queries(self, x: Any) -> Any:
-        """Their part of an array (batch, heads_q, seqlen_q, ...)."""
+        """Return the rows of the chunk in an array (batch, heads_q, seqlen_q, ...)."""
         return x[self.b, self.head, self.span]
 
     def keys(self, x: Any) -> Any:
-        """The keys' part of an array (batch, heads_kv, seqlen_k, dim)."""
+        """Return the keys before `end` in an array (batch, heads_kv, seqlen_k, dim)."""
         return x[self.b, self.kv_head, : self.end]
 
     def scores(self, q: Any, k: Any, scale: float, compute: np.dtype[Any], xp: Any) -> Any:
-        """Scaled scores: (rows, keys) of `compute`."""
+        """Return the scaled scores, (rows, keys), in dtype `compute`."""
         scores = xp.matmul(self.queries(q).astype(compute), self.keys(k).astype(compute).T)
         scores *= compute.type(scale)
         return scores
@@ -74,14 +74,14 @@ class Rows(NamedTuple):
 def chunks_of_rows(
     xp: Any, q: Any, k: Any, visible: Mask, modified: Modified, sequence: Pairs
 ) -> Iterator[Rows]:
-    """All rows of all heads, in chunks of `CHUNK_BYTES`.
+    """Yield all rows of all heads in chunks with scores of at most `CHUNK_BYTES`.
 
     Parameters
     ----------
     visible
-        The mask of positions without modifications.
+        Position mask without modifications, that is, only causality.
     sequence
-        Number of the first sequence, and where it begins in packed arrays.
+        Index of the first sequence, and its first rows in packed arrays.
     """
     batch, heads_q, seqlen_q, _ = q.shape
     _, heads_kv, seqlen_k, _ = k.shape
@@ -96,9 +96,9 @@ def chunks_of_rows(
 
 
 def as_bhsd(q: Any, k: Any, v: Any, layout: str) -> tuple[Any, Any, Any]:
-    """Arrays of shape (batch, heads, seqlen, dim), their shapes checked against each other.
+    """Return the arrays as (batch, heads, seqlen, dim), after checking their shapes.
 
-    They are views, but for arrays of several batch axes that cannot be merged without a copy.
+    They are views, except for arrays whose batch axes cannot be merged without a copy.
     """
     if layout not in ("bshd", "bhsd"):
         raise ValueError(f"layout must be 'bshd' or 'bhsd', not {layout!r}")
@@ -120,20 +120,20 @@ def as_bhsd(q: Any, k: Any, v: Any, layout: str) -> tuple[Any, Any, Any]:
 
 
 def to_bhsd(array: Any, layout: str) -> Any:
-    """Return an array of any batch axes as (batch, heads, seqlen, dim); see `as_bhsd`."""
+    """Return an array with any batch axes as (batch, heads, seqlen, dim); see `as_bhsd`."""
     array = with_one_batch_axis(array)
     return array.swapaxes(1, 2) if layout == "bshd" else array
 
 
 def from_bhsd(array: Any, layout: str, batch: tuple[int, ...]) -> Any:
-    """Return an array of (batch, heads, seqlen, dim) with batch axes and order of the inputs."""
+    """Return a (batch, heads, seqlen, dim) array with the batch axes and layout of the inputs."""
     if layout == "bshd":
         array = array_module(array).ascontiguousarray(array.swapaxes(1, 2))
     return array.reshape(*batch, *array.shape[1:])
 
 
 def sizes_of(q: Any, k: Any) -> Sizes:
-    """Of a call of (batch, heads, seqlen, dim) arrays."""
+    """Return the sizes of a call of (batch, heads, seqlen, dim) arrays."""
     batch, heads_q, seqlen_q, _ = q.shape
     return Sizes(dtype_name(q), batch, heads_q, seqlen_q, k.shape[2])
 
@@ -141,7 +141,7 @@ def sizes_of(q: Any, k: Any) -> Sizes:
 def resolve(
     q: Any, k: Any, softmax_scale: float | None, causal: bool, q_offset: int | None
 ) -> tuple[float, Mask]:
-    """The scale and mask that apply; the offset no further out than makes a difference."""
+    """Return the scale and the position mask; the offset is clamped to +-`FURTHEST`."""
     seqlen_q, seqlen_k = q.shape[2], k.shape[2]
     scale = 1 / math.sqrt(max(q.shape[3], 1))
     if softmax_scale is not None:
@@ -156,7 +156,7 @@ def precision_of(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def pairs_of(xp: Any, sequence: Pairs, mask: Mask, rows: slice, keys: int) -> Pairs:
-    """Pairs of rows and the first keys, but for their sequence and head: (rows, keys)."""
+    """Return the pairs of query rows and the first `keys` keys, without sequence and head."""
     return sequence._replace(
         row=xp.arange(rows.start, rows.stop, dtype=np.int32)[:, None],
         j=xp.arange(keys, dtype=np.int32),
@@ -165,16 +165,16 @@ def pairs_of(xp: Any, sequence: Pairs, mask: Mask, rows: slice, keys: int) -> Pa
 
 
 def sinks_of(xp: Any, modified: Modified, heads_q: int, dtype: Any) -> Any:
-    """Of each head; -inf, which adds nothing, where there are none."""
+    """Return the sink of each head; -inf, which adds nothing, if there are no sinks."""
     if modified.sinks is None:
         return xp.full(heads_q, -np.inf, dtype)
     return modified.sinks.astype(dtype)
 
 
 def hide(xp: Any, scores: Any, mask: Mask, first_row: int) -> None:
-    """Set to -inf what a query does not see by its position.
+    """Set the scores of keys to -inf that a query does not attend to by its position.
 
-    ``scores`` is (..., rows from ``first_row`` on, keys).
+    ``scores`` is (..., rows, keys), where the first row is query ``first_row``.
     """
     rows, keys = scores.shape[-2:]
     if mask.is_full and keys <= mask.seqlen_k:
@@ -186,15 +186,16 @@ def hide(xp: Any, scores: Any, mask: Mask, first_row: int) -> None:
 
 
 def softmax_terms(xp: Any, scores: Any, sink: Any) -> tuple[Any, Any, Any]:
-    """Turn ``scores`` into exp(scores - row maximum) in place.
+    """Replace ``scores`` by exp(scores - row maximum) in place.
 
     Returns
     -------
-    lse : array, (..., rows)
-    sums : array, (..., rows, 1)
-        To be divided by: 1 where nothing is seen.
-    empty : bool array, (..., rows)
-        Rows with no score above -inf.
+    lse : array, shape (..., rows)
+        Log-sum-exp of each row, sink included.
+    sums : array, shape (..., rows, 1)
+        Divisors that normalize the rows; 1 for fully masked rows without a sink.
+    empty : bool array, shape (..., rows)
+        True for rows without a score above -inf.
     """
     row_max = scores.max(axis=-1, keepdims=True)
     empty = (row_max == -np.inf)[..., 0]

@@ -1,7 +1,7 @@
-"""Row indices of the sequences of a packed, cached or paged call.
+"""Row indices of the sequences of a varlen or KV cache call.
 
-A row index counts the rows of an array (rows, heads, dim): a packed array, or a cache whose blocks
-or pages follow each other. The contents of the integer arrays are clamped, see the notes of
+A row index is an index into an array (rows, heads, dim): a packed array, or a cache whose blocks or
+pages are consecutive. The contents of integer arrays are clamped, see the notes of
 `cupy_flash.attention_varlen_reference`.
 """
 
@@ -28,14 +28,14 @@ def packed_spans(
 
     Parameters
     ----------
-    cu_seqlens : integer array, (batch + 1,)
-        First row of each sequence, then the end of the last sequence.
+    cu_seqlens : integer array, shape (batch + 1,)
+        Offset of the first row of each sequence, then the end of the last sequence.
     longest
-        Largest number of rows of a sequence.
+        Maximum number of rows of a sequence.
     total
         Number of rows of the packed array.
-    lengths : integer array, (batch,), optional
-        Numbers of rows, which replace the differences of `cu_seqlens`.
+    lengths : integer array, shape (batch,), optional
+        Number of rows of each sequence, instead of the differences of `cu_seqlens`.
     """
     ends = np.clip(cu_seqlens.astype(np.int64), 0, total)
     first = ends[:-1]
@@ -49,10 +49,10 @@ def paged_rows(block_table: Ints, pages: int, page_size: int) -> Ints:
 
     Parameters
     ----------
-    block_table : integer array, (max_pages,)
+    block_table : integer array, shape (max_pages,)
         Page numbers of the sequence, ordered by position.
     pages, page_size
-        Number of pages of the cache, and of rows in a page.
+        Number of pages of the cache, and number of rows of a page.
     """
     page = np.repeat(block_table.astype(np.int64), page_size)
     row = page * page_size + np.tile(np.arange(page_size), len(block_table))
@@ -64,10 +64,10 @@ def cached_rows(caches: Ints, blocks: int, capacity: int) -> list[Ints]:
 
     Parameters
     ----------
-    caches : integer array, (batch,)
-        Index of each sequence's cache. A sequence with an index out of range has no rows.
+    caches : integer array, shape (batch,)
+        Index of the cache of each sequence. A sequence with an index out of range has no rows.
     blocks, capacity
-        Number of caches, and of rows in a cache.
+        Number of caches, and number of rows of a cache.
     """
     return [
         np.arange(b * capacity, (b + 1) * capacity if 0 <= b < blocks else b * capacity)
@@ -82,7 +82,7 @@ def flat(blocks: Any) -> Any:
 
 
 def take(array: Any, rows: Ints) -> Any:
-    """Return rows of an array by their indices; missing rows are zeros."""
+    """Return the rows of an array at these indices; rows with the index `MISSING` are zeros."""
     xp, stored = array_module(array), as_bytes(array)
     taken = xp.zeros((len(rows), *stored.shape[1:]), stored.dtype)
     there = rows != MISSING
@@ -91,9 +91,9 @@ def take(array: Any, rows: Ints) -> Any:
 
 
 def put(array: Any, rows: Ints, new: Any) -> None:
-    """Write new rows to an array at their indices; missing rows are dropped.
+    """Write new rows to an array at these indices; rows with the index `MISSING` are dropped.
 
-    New rows of a float8 array are float8.
+    If the array is float8, the new rows must be float8, too.
     """
     xp = array_module(array)
     there = rows != MISSING

@@ -1,4 +1,4 @@
-"""`cupy-flash tables`: tuned tables looked at, shared and taken in."""
+"""`cupy-flash tables`: tuned tables that are listed, exported and imported."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_the_users_own_table_is_listed_with_what_is_stale_marked(home: Path) -> 
     result = tables("list")
 
     assert f"2 saved in {home / 'tuned.json'}" in result.stdout
-    # As `tune` names classes.
+    # Classes have the names that `tune` prints.
     assert "mma bf16 d128 full s4096" in result.stdout
     assert "class: sizes rounded to powers of four, so that a case of s96" in result.stdout
     assert "Br=128 Bc=64" in result.stdout

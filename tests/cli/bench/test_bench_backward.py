@@ -1,4 +1,4 @@
-"""`cupy-flash bench --backward`, and presets of gradients, on the CPU."""
+"""`cupy-flash bench --backward`, and presets for gradients, on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`cupy-flash compare`, and what reading a record refuses."""
+"""`cupy-flash compare`, and errors for records that cannot be read."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from cupy_flash.cli.bench.compare import compare
 
 
 def compared(tmp_path: Path, a: list[Any], b: list[Any], *arguments: str, **head: Any) -> Result:
-    """The result of comparing two lists of rows; `head` changes the second record's metadata."""
+    """Return the result of comparing two lists of rows; `head` changes the second's metadata."""
     return invoke(
         compare, write(tmp_path / "a.json", a), write(tmp_path / "b.json", b, **head), *arguments
     )
 
 
 def verdicts(tmp_path: Path, a: list[Any], b: list[Any], *arguments: str) -> dict[int, str]:
-    """Each sequence length's verdict."""
+    """Return the verdict for each sequence length."""
     output = tmp_path / "out.json"
     result = compared(tmp_path, a, b, *arguments, "--output", str(output), "--force")
     assert result.exit_code == 0, result.output

@@ -1,4 +1,4 @@
-"""Cases whose values are columns of their keys."""
+"""MLA cases: the values are columns of the keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options that commands share: lists that sweep, presets, and one-line errors."""
+"""Options that several commands share: lists of values, presets, and one-line errors."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_description_names_only_what_differs() -> None:
 
 
 def completions(*words: str) -> list[str]:
-    """Return what a shell offers for the last word."""
+    """Return the completions that a shell offers for the last word."""
     complete = ShellComplete(main, {}, "cupy-flash", "_CUPY_FLASH_COMPLETE")
     return [item.value for item in complete.get_completions(list(words[:-1]), words[-1])]
 

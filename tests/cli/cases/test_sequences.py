@@ -1,4 +1,4 @@
-"""Caches and packed sequences in `bench`: cases, inputs, checks, providers and tables."""
+"""KV caches and packed sequences in `bench`: cases, inputs, checks, providers and tables."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ LENGTHS = (113, 1, 59, 203)
 
 @pytest.fixture
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where there is no GPU, whichever module asks: all providers then compute here."""
+    """Hide the GPU from every module, so that all providers compute on the host."""
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "cupy_flash" and hasattr(module, "gpu_unavailable"):
             monkeypatch.setattr(module, "gpu_unavailable", lambda: "the tests have none")
@@ -77,7 +77,7 @@ CASES = [
 
 
 def reference(inputs: Inputs) -> np.ndarray:
-    """The whole result in float64."""
+    """Return the reference result of all rows, in float64."""
     case = inputs.case
     q, k, v = inputs.host
     options: dict[str, Any] = {"causal": case.causal, "softmax_scale": case.softmax_scale}
@@ -150,7 +150,7 @@ def test_a_cases_problem_is_that_of_the_call(case: Case) -> None:
         arguments = Arguments(q, k_cache=k, v_cache=v, **inputs.more)
         found = problem_of(arguments, Options("cached", case.causal))
 
-    # NumPy arrays need not begin where GPU memory does.
+    # NumPy arrays may be aligned less than GPU memory, so compare at 16 bytes.
     assert case.problem() == found.aligned(16)
 
 
@@ -169,7 +169,7 @@ def test_a_long_tailed_draw_spans_the_range_and_is_the_same_again() -> None:
     lengths = long_tail(64, 16384, seed=3)
 
     assert (min(lengths), max(lengths)) == (16, 16384)
-    # Evenly spread logarithms: half are below the geometric mean of the ends.
+    # The logarithms are spread evenly, so the median is near the geometric mean of 16 and 16384.
     assert np.median(lengths) < 1024
     assert lengths == long_tail(64, 16384, seed=3) != long_tail(64, 16384, seed=4)
 
@@ -393,7 +393,7 @@ def test_the_uniform_twin_has_about_the_rows_and_flops_of_the_batch() -> None:
 
 
 class TwoMilliseconds:
-    """A clock by which every call takes two milliseconds."""
+    """Fake timer by which every call takes two milliseconds."""
 
     pause = 0.0
 
@@ -649,11 +649,11 @@ def test_real_inputs_are_no_caches(tmp_path: Path) -> None:
     assert "--cache does not go with --input" in result.stderr
 
 
-# ---- What is printed and recorded of a GPU
+# ---- Output and records of GPU runs
 
 
 class FakeGpuProvider(Provider):
-    """A provider that was timed on a GPU that is not there."""
+    """Provider whose times come from a fake GPU."""
 
     on_gpu = True
 

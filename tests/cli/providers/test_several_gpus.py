@@ -1,4 +1,4 @@
-"""What a rank does in `bench --gpus`: with one rank, over MPI, it does all."""
+"""The part of one rank in `bench --gpus`; a group of one MPI rank computes the whole case."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_what_it_does_not_time_has_a_reason(
 def test_a_capture_that_fails_ends_the_ranks_and_says_so(
     group: parallel.Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may have been in the middle of a call, which leaves a group of no use."""
+    """The failure may have interrupted a call, after which the group cannot be used."""
     done: list[Any] = []
     crew: Any = SimpleNamespace(
         tell=lambda *order: done.append(order[0]),

@@ -1,4 +1,4 @@
-"""The map of rates by tile size, on the terminal and as a picture."""
+"""Map of rates by tile size, on the terminal and as a picture."""
 
 from __future__ import annotations
 

@@ -576,7 +576,7 @@ class Slabs:
             "slabs": self.slabs,
             "slab_bytes": slab_bytes,
             "bytes": self.slabs * slab_bytes,
-            # A k step lies within a box row, so the leading offset is unused; by convention it is 1.
+            # A k step lies within a box row, so the leading offset is unused, and 1 by convention.
             "k_along_columns()": self.descriptor(16),
             # Along n, the elements continue in the next box.
             "k_along_rows()": self.descriptor(slab_bytes),

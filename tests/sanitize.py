@@ -66,7 +66,7 @@ ALIGNED_DIMS = (
 
 
 def cases() -> Iterator[Case]:
-    """Yield every family and dtype, masks, ragged tiles, alignments, splits and stages."""
+    """Yield cases of every family and dtype, with masks, ragged tiles, alignments and splits."""
     small = Case(None, "float16", 70, 150, batch=1, heads_q=2, heads_kv=1)
     for family in FORWARD:
         for dtype in DTYPES:
@@ -386,7 +386,7 @@ def call_modified(case: ModifiedCall, family: str | None) -> str | None:
 
 
 def backward_calls() -> Iterator[tuple[GradientCall, str]]:
-    """Yield gradients of each family, drawn as in the tests, and for more head dims of `hopper`."""
+    """Yield backward calls of each family, drawn as in the tests; `hopper` has more head dims."""
     for number, (family, kind, dtype) in enumerate(
         itertools.product(FAMILIES["backward"], GRADIENT_KINDS, DTYPES)
     ):

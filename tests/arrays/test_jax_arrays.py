@@ -288,7 +288,7 @@ def test_jax_says_of_an_array_what_is_asked_of_it(jax, monkeypatch):
     memory = jax_arrays.from_jax("q", array)
     assert memory is not None
     assert (memory.array, memory.device) == (array, device)
-    # These facts equal those of a CuPy array with the same shape, dtype and device.
+    # `facts` equals that of a CuPy array with the same shape, dtype and device.
     assert memory.facts[:2] == (values.shape, values.dtype)
     assert memory.facts[2] == device.local_hardware_id
     read_back = ctypes.string_at(memory.address, values.nbytes)

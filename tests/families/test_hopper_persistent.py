@@ -58,7 +58,7 @@ def cost_of_tile(case: Problem, q_begin: int, *, Br: int, Bc: int) -> int:
 
 
 def evenness(case: Problem, *, section: int, blocks: int, Br: int, Bc: int) -> float:
-    """Return the mean work of the thread blocks over the largest."""
+    """Return the mean work of a thread block divided by the largest work."""
     tiles = -(-case.seqlen_q // Br) * case.batch * case.heads_q
     shares = [
         sum(

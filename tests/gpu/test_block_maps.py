@@ -208,7 +208,7 @@ def test_packing_fills_every_field() -> None:
     places = layout.full, layout.behind, layout.tiles, layout.shown
     assert tuple(record["map"]) == (1, *places, 6, 7, 4, 5, layout.slots, 0)
     assert sorted({0, *places, layout.bytes}) == [0, *places, layout.bytes]
-    # For 2 batch entries, 6 parts of rows and 3 blocks, each of 128 threads stores 8 bytes.
+    # Visible pairs take 8 bytes in each of 128 threads, for 3 KV blocks of 6 parts, batch 2.
     assert layout.bytes - layout.shown == 2 * 6 * 3 * 128 * 8
     assert (record["row_ranges"], record["key_ranges"]) == (0x1000, 0x1200)
     names = ("batches", "heads", "seqlen_q", "seqlen_k", "q_offset")

@@ -102,8 +102,8 @@ def test_addresses_are_found_among_other_values_by_their_names(driver):
 
 
 def test_dtype_and_swizzle_are_the_drivers_enumerators(driver):
-    # cuda.h: CU_TENSOR_MAP_DATA_TYPE_FLOAT16 is 6 and BFLOAT16 9, CU_TENSOR_MAP_SWIZZLE_64B 2 and
-    # 128B 3, CU_TENSOR_MAP_L2_PROMOTION_L2_128B 2; no interleave and a fill with zeros are 0.
+    # In cuda.h, CU_TENSOR_MAP_DATA_TYPE_FLOAT16 is 6 and BFLOAT16 9, CU_TENSOR_MAP_SWIZZLE_64B 2
+    # and 128B 3, CU_TENSOR_MAP_L2_PROMOTION_L2_128B 2. No interleave and a fill with zeros are 0.
     TensorMaps(SPECS, NAMES).at(addresses(0))
     assert [request["dtype"] for request in driver.requests[:3]] == [9, 9, 6]
     assert [request["modes"] for request in driver.requests[:3]] == [

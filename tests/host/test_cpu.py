@@ -354,7 +354,7 @@ def test_a_tile_is_two_positive_ints(Br, error):
         Tile(64, Br)
 
 
-# Values whose result is exact, or close to the largest number
+# Values whose results are exact, and values close to the largest number
 
 SHAPES_OF_ONE_KEY = [(1, 1, 2, 2), (9, 1, 2, 2), (300, 1, 6, 2), (1, 1, 8, 2)]
 

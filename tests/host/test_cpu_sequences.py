@@ -350,7 +350,7 @@ def test_runs_of_equal_sequences_are_right(lengths, dtype):
 
 @pytest.fixture
 def no_passes(monkeypatch):
-    """Fail if any forward pass is made."""
+    """Make any forward pass fail the test."""
 
     def fail(*arguments):
         raise AssertionError("a pass was made")

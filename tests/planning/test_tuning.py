@@ -236,7 +236,7 @@ def test_the_users_entry_goes_before_the_shipped_one(shipped):
     assert look_up().tflops == 1.0
 
 
-# ---- GPUs without a table of their own
+# ---- GPUs without their own table
 
 
 def of_gpu(name, sm_count=132, **changes):

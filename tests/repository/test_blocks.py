@@ -14,8 +14,8 @@ what the test needs:
 ``...`` in an output stands for any text. The comments:
 
 - ``needs: WORDS``: requirements, see `NEEDS`.
-- ``figures: measured``: numbers differ from machine to machine. Each line that is shown is printed,
-  whatever its numbers and line breaks are.
+- ``figures: measured``: numbers differ between machines. Each line of the page must be printed, but
+  numbers and line breaks may differ.
 - ``file: NAME``: the name of the file.
 - ``given: NAME``: files that exist before the commands run, see `GIVEN`.
 - ``columns: N``: width of the terminal, if it is not 80.

@@ -66,7 +66,7 @@ def test_a_failed_call_leaves_the_tracing_of_memory_as_it_was() -> None:
 
 
 class FakePool:
-    """Fake of CuPy's memory pool: calls the hooks for blocks with an address and a size."""
+    """Fake CuPy memory pool that calls the hooks with given addresses and sizes of blocks."""
 
     def __init__(self) -> None:
         self.hooks: list[Any] = []

@@ -27,7 +27,7 @@ GIB = 1 << 30
 
 
 class FakeTimer:
-    """Fake timer that runs the calls which it is given, and reports 3 ms for each."""
+    """Fake timer that runs each call, and reports 3 ms for it."""
 
     pause = 0.0
 

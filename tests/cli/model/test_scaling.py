@@ -96,7 +96,7 @@ def test_backward_exchanges_heads_of_all_that_it_reads_and_writes(
 
 
 def test_gradients_go_back_in_float32() -> None:
-    """They take twice the bytes of k and v, and the last transfer is not hidden."""
+    """Gradients take twice the bytes of k and v, and their last transfer is not hidden."""
     case = Case("bfloat16", 1, 131072, 131072, 16, 16, 128, 128, direction="backward")
     found = estimate(case, 2, 1, 600e12, 1e30, Links(300e9, 1.0, 8))
     back = 131072 // 2 * 16 * 2 * 128 * 4

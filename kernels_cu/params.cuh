@@ -30,7 +30,7 @@ struct Params {
   int seqlen_k;
   int heads_q;
   int heads_kv;
-  int q_offset;       // causal: query i attends to keys j <= i + q_offset; see first_position()
+  int q_offset;       // causal: query i attends to keys j <= i + q_offset; see `first_position()`
   int num_splits;     // number of KV splits, each computed by one CTA
   int section_heads;  // number of heads whose query tiles are interleaved, see schedule.cuh
 
@@ -54,13 +54,13 @@ struct Params {
 #ifdef CUPY_FLASH_MODIFIED
   // Arguments of the modifications; the unit declares the struct before this file.
   alignas(8) ModArguments mods;
-  // Block mask, if Config::mapped.
+  // Block mask, if `Config::mapped`.
   BlockMap block_map;
 #endif
 };
 
 // Returns the position of a sequence's first query among its keys: an element of an array of
-// offsets if the call has one (Config::offsets), or else `otherwise`. The array is not validated,
+// offsets if the call has one (`Config::offsets`), or else `otherwise`. The array is not validated,
 // so its elements are clamped to the range that the host accepts for a scalar q_offset.
 template <class Config, class AnyParams>
 __device__ int first_position(const AnyParams& p, int batch, int otherwise) {

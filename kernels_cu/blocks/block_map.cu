@@ -11,8 +11,8 @@
 
 struct BlockMapParams {
   BlockMap map;
-  void* row_ranges;  // MaskBounds::Rows (batches, heads, query tiles, row groups)
-  void* key_ranges;  // MaskBounds::Keys (batches, heads, key blocks)
+  void* row_ranges;  // `MaskBounds::Rows` (batches, heads, query tiles, row groups)
+  void* key_ranges;  // `MaskBounds::Keys` (batches, heads, key blocks)
   int batches;
   int heads;
   int seqlen_q;
@@ -79,7 +79,7 @@ struct Block {
   __device__ bool is_empty() const { return i_low > i_high || j_low > j_high; }
 };
 
-// of_lane() returns x of another lane; joined_over_warp() the union of the ranges of all lanes.
+// `of_lane()` returns x of another lane; `joined_over_warp()` the union of the ranges of all lanes.
 template <class T>
 __device__ T of_lane(T x, int distance) {
   static_assert(sizeof(T) % 4 == 0, "words are exchanged");

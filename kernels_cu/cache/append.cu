@@ -7,11 +7,11 @@
 // of q, then those of k and of v. A step of decoding has few rows, so that only latency counts: a
 // thread issues its loads before it computes where the data goes.
 //
-// For MLA caches (Config::head_dim_v is 0), V is a prefix of K's columns, and only K is written.
+// For MLA caches (`Config::head_dim_v` is 0), V is a prefix of K's columns, and only K is written.
 //
-// With Config::packed_new, the new rows of all sequences are packed, and cu_seqlens_k_new gives the
-// first row of each sequence. Then blockIdx.x counts the query rows first and the packed rows after
-// them. The kernel also writes the length of each sequence after the append, which attention reads.
+// With `Config::packed_new`, the new rows of all sequences are packed, and `cu_seqlens_k_new` holds
+// the first row of each sequence. Then blockIdx.x counts the query rows first and the packed rows
+// after them. The kernel also writes the lengths after the append, which attention reads.
 //
 // The cache may be sharded: stripes of keys are assigned to the ranks round-robin. Lengths are
 // global, and new rows in another rank's stripe are skipped.
@@ -385,7 +385,7 @@ __device__ void quantize_row(const Row<Config>& row, const Tensor& new_rows, con
   });
 }
 
-// Like append(), for an 8-bit cache.
+// Like `append()`, for an 8-bit cache.
 template <class Config>
 __device__ void append_quantized(const AppendParams& p) {
   using Element = typename Config::Element;

@@ -18,7 +18,7 @@ struct CombineParams {
   int seqlen_q;
   int heads_q;
   int head_dim_v;
-  const void* sinks;  // (heads_q), contiguous; null without Config::sinks
+  const void* sinks;  // (heads_q), contiguous; null without `Config::sinks`
 };
 
 namespace combine {

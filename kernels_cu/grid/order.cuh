@@ -41,7 +41,7 @@ struct SequenceOrder {
   // Sequences are sorted by class: eight classes of key counts for each power of two. The order
   // within a class does not matter.
   static constexpr int classes = 256;
-  // Size of make()'s shared memory in 32-bit words: a counter per class and a sum per warp.
+  // Size of `make()`'s shared memory in 32-bit words: a counter per class and a sum per warp.
   static constexpr int scratch_words = classes + 32;
 
   // Returns the class of a sequence of `keys` keys. Class 0 holds the sequences with the most keys.
@@ -143,7 +143,7 @@ struct SequenceOrder {
 
   // ---- Assignment of tiles. All lanes of a warp call these functions together.
 
-  // Returns the next tile number, counted over all heads. No tile is left if it is >= tiles().
+  // Returns the next tile number, counted over all heads. No tile is left if it is >= `tiles()`.
   __device__ unsigned take() const {
     unsigned tile = 0;
     if (threadIdx.x % 32 == 0) tile = atomicAdd(handed_out, 1u);
@@ -170,7 +170,7 @@ struct SequenceOrder {
 };
 
 // Returns the coordinates of query tile number `tile` of a sequence, counted over all heads. As in
-// the other find_work(), heads are taken in sections, and query tiles from the last to the first.
+// the other `find_work()`, heads are taken in sections, and query tiles from the last to the first.
 template <int Br>
 __device__ Work find_work(const Params& p, const Sequence& sequence, int batch, int tile,
                           int section_heads) {
@@ -191,7 +191,7 @@ __device__ int find_section_heads(const Params& p, int seqlen_k, int section_key
   return Causal ? group * min(p.heads_kv, max(1, section_keys / max(1, seqlen_k))) : group;
 }
 
-// Computes the work tile of tile number take(), counted over all heads and splits. All lanes of a
+// Computes the work tile of tile number `take()`, counted over all heads and splits. All lanes of a
 // warp call this together; the lane whose `writes` is true writes `visit`.
 template <class Config, class Take>
 __device__ void take_visit(const Params& p, const SequenceOrder& order, Take take, int section_keys,

@@ -1,6 +1,6 @@
 // `Place`: a CTA's tile coordinates, and the rows of q, k, v and out that its sequence occupies,
-// for varlen, cached and paged batches. Config::page_size is 0 if K and V are not paged;
-// Config::group is the number of query heads packed into a tile, see find_work().
+// for varlen, cached and paged batches. `Config::page_size` is 0 if K and V are not paged;
+// `Config::group` is the number of query heads packed into a tile, see `find_work()`.
 #pragma once
 
 #include "score/few_seen.cuh"
@@ -32,7 +32,7 @@ struct Place {
   // Number of rows in all query tiles of this sequence: seqlen_q times heads packed into a tile.
   __device__ int rows() const { return at.seqlen_q * group; }
 
-  // Returns the arguments of a call on this sequence alone. `seqlen_q` is rows(). Addresses are
+  // Returns the arguments of a call on this sequence alone. `seqlen_q` is `rows()`. Addresses are
   // those of the sequence, so batch strides are 0.
   __device__ Params params() const {
     Params own = p;
@@ -91,7 +91,7 @@ struct Place {
 };
 
 // The functions below serve dense and varlen kernels alike. For dense batches `place` is null and
-// `p` holds the kernel's arguments; otherwise `p` is place->params().
+// `p` holds the kernel's arguments; otherwise `p` is `place->params()`.
 template <class Config>
 __device__ auto partials_of(const Params& p, const Place<Config>* place) {
   using Results = Partials<Config>;
@@ -147,7 +147,7 @@ __device__ typename Config::Element* out_row(typename Config::Element* head, con
   }
 }
 
-// Calls settle_few_seen() for the rows [first, end) of a tile; with split KV, combining does it.
+// Calls `settle_few_seen()` for the rows [first, end) of a tile; with split KV, combining does it.
 template <class Config>
 __device__ void settle_few_seen(const Params& p, const Work& work, const Place<Config>* place,
                                 int first, int end) {

@@ -18,7 +18,7 @@ struct Sequence {
   int seqlen_k;
 
   // Returns the position of the first query of sequence `batch` among its keys: the last used query
-  // is aligned with the last key or, with Config::padded, whole arrays are aligned.
+  // is aligned with the last key or, with `Config::padded`, whole arrays are aligned.
   template <class Config>
   __device__ int q_offset(const Params& p, int batch) const {
     const int used = used_queries<Config>(p, batch);

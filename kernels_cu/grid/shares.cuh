@@ -1,9 +1,9 @@
 // Distribution of KV work over CTAs in `decode`, where few query rows attend to many keys.
 //
 // An output tile is a tile of query rows with one KV head; its keys are counted in units of
-// `unit_keys` keys. By default, every output tile is split into num_splits partial tiles. With
-// Config::balanced (stream-K: Osama et al. 2023; Lean Attention: Sanovar et al. 2024), the units of
-// all sequences are numbered consecutively, and the CTAs of a KV head and row tile each process an
+// `unit_keys` keys. By default, every output tile is split into `num_splits` partial tiles. With
+// `Config::balanced` (stream-K: Osama et al. 2023; Lean Attention: Sanovar et al. 2024), the units
+// of all sequences are numbered consecutively, and each CTA of a KV head and row tile processes an
 // equal range of units, the work range. All CTAs then end together, whatever the lengths, and only
 // the first and last output tile of a work range may be split. CTAs of different heads process the
 // same keys at the same time: heads are adjacent in memory, and DRAM is read faster in longer runs.
@@ -73,9 +73,9 @@ struct Meeting {
   }
 };
 
-// Work range of a CTA, and the position in it. Without Config::balanced, `next` is the index of the
-// current partial tile among all, `end` their number, and the other members are unused. The host
-// ensures that 31 bits suffice: a 64-bit division takes 0.2 us.
+// Work range of a CTA, and the position in it. Without `Config::balanced`, `next` is the index of
+// the current partial tile among all, `end` their number, and the other members are unused. The
+// host ensures that 31 bits suffice: a 64-bit division takes 0.2 us.
 struct Share {
   unsigned line;            // number of units of all sequences
   unsigned units;           // number of units of a work range
@@ -86,7 +86,7 @@ struct Share {
   Sequence sequence;
 };
 
-// Computes the work range of a CTA and its partial tiles. One warp calls take(); one of its lanes
+// Computes the work range of a CTA and its partial tiles. One warp calls `take()`; one of its lanes
 // calls the other functions.
 template <class Config>
 struct Shares {
@@ -173,7 +173,7 @@ struct Shares {
   }
   __device__ static Sequence sequence_of(const Params& p, int batch) {
     if constexpr (Config::sequences) {
-      // Config::balanced excludes packed queries, and keys are packed only if queries are.
+      // `Config::balanced` excludes packed queries, and keys are packed only if queries are.
       int capacity;
       return find_sequence<Config::page_size, !Config::balanced>(p, batch, capacity);
     } else {

@@ -109,7 +109,7 @@ __device__ inline int64 row_of_warp() {
   return (int64(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
 }
 
-// Merges one query row by one warp: out = sum_s w_s out_s with w_s = exp(lse_s - lse). find_out()
+// Merges one query row by one warp: out = sum_s w_s out_s with w_s = exp(lse_s - lse). `find_out()`
 // returns the address of the output row. It is called late, so that the first loads do not wait.
 template <class Config, class FindOut>
 __device__ void combine_row(const Params& p, const Partials<Config>& partials, int64 index,

@@ -16,7 +16,7 @@ struct UnownedRows {
 
   const Params& p;
 
-  // Clears this warp's part of the rows that belong to no sequence; see Gaps::visit_all().
+  // Clears this warp's part of the rows that belong to no sequence; see `Gaps::visit_all()`.
   __device__ void clear_all(unsigned warp, unsigned warps) const {
     Gaps{p}.visit_all(warp, warps, [&](int row) { clear(row, 0, p.heads_q); });
   }

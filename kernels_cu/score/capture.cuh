@@ -64,7 +64,7 @@ struct Capture : CaptureFields<Element, Offset, Rank, (Rank > 0 ? Rank - Contigu
     }
   }
 
-  // Like offset(), for an index that is not negative.
+  // Like `offset()`, for an index that is not negative.
   template <int Axis, bool Inside = false>
   __device__ Offset offset_from_0(int index) const {
     if constexpr (Inside) {

@@ -29,7 +29,7 @@ __device__ inline void evaluate(const EvaluateParams& p) {
                                 row + p.q_offset, row, 0, 0, 0);
   const auto keys = Mods::keys(p.mods, of_row, key);
   if constexpr (Mods::changes_scores) {
-    // Mods::exponent() returns an exponent of two.
+    // `Mods::exponent()` returns an exponent of two.
     const Real exponent = Mods::exponent(p.mods, of_row, keys, 0, p.scores[index]);
     p.results[index] = exponent * SoftmaxMath<Real>::ln_2;
   } else {

@@ -38,7 +38,7 @@ struct Band<Config, true> {
   __device__ Band counted_from(int key) const { return {left, right, prefix - key}; }
 };
 
-// Mask of a query tile whose rows interleave `Group` query heads; see find_work().
+// Mask of a query tile whose rows interleave `Group` query heads; see `find_work()`.
 template <class Config, int Group = 1>
 struct Mask : Band<Config> {
   int seqlen_k;
@@ -86,7 +86,7 @@ struct Mask : Band<Config> {
     return Config::window_left ? ceil_div(visible_begin(row), Bc) : 0;
   }
 
-  // The transpose: among `rows` query rows, [first_row(), last_row()) attend to the key.
+  // The transpose: among `rows` query rows, [`first_row()`, `last_row()`) attend to the key.
   __device__ int first_row(int key, int rows) const {
     int first = 0;
     if constexpr (Config::causal) first = key - q_offset;

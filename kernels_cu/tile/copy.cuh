@@ -32,14 +32,14 @@ struct RowCopy {
            threadIdx.x % columns_at_once * copy_elements;
   }
 
-  // Starts this thread's copies. `source` is the address that source() returned.
+  // Starts this thread's copies. `source` is the address that `source()` returned.
   template <bool Ragged>
   static __device__ void start(unsigned shared, const Element* source, int64 row_stride,
                                int rows_left) {
     const int first_row = threadIdx.x / columns_at_once;
     if (Threads % columns_at_once != 0 && first_row >= rows_at_once) return;
     // `left` is compared with compile-time constants below, which saves computing each row index.
-    // opaque() makes the compiler recompute it for each tile, instead of keeping it in a register.
+    // `opaque()` makes the compiler recompute `left` for each tile, which saves a register.
     const int left = Ragged ? rows_left - ptx::opaque(threadIdx.x) / columns_at_once : 0;
 #pragma unroll
     for (int pass = 0; pass < (Rows + rows_at_once - 1) / rows_at_once; ++pass) {
@@ -50,8 +50,8 @@ struct RowCopy {
     }
   }
 
-  // Like start(), for rows at arbitrary addresses, which row_at() returns. Up to four addresses are
-  // requested before the first copy, because row_at() may load from memory (a block table).
+  // Like `start()`, for rows at arbitrary addresses, which `row_at()` returns. Up to four addresses
+  // are requested before the first copy, because `row_at()` may load from memory (a block table).
   template <class RowAt>
   static __device__ void gather(unsigned shared, RowAt row_at) {
     constexpr int passes = (Rows + rows_at_once - 1) / rows_at_once;
@@ -67,7 +67,7 @@ struct RowCopy {
       for (int i = 0; i < asked; ++i) {
         const int row = first_row + (begin + i) * rows_at_once;
         if ((begin + i + 1) * rows_at_once > Rows && row >= Rows) break;
-        // copy_row() is not used: addresses relative to the start of the row save one register.
+        // `copy_row()` is not used: addresses relative to the start of the row save one register.
 #pragma unroll
         for (int first = 0; first < copies_per_row; first += columns_at_once) {
           const int copy = first + threadIdx.x % columns_at_once;

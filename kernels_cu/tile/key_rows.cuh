@@ -99,7 +99,7 @@ struct WarpCopy {
 };
 
 // The K and V rows of one KV head of a sequence, stored as `Element`. If several warps process the
-// same keys (Config::team > 1), each warp copies its slice of the columns.
+// same keys (`Config::team` > 1), each warp copies its slice of the columns.
 template <class Config, class Element>
 struct KeyRows {
   static constexpr int Bc = Config::Bc;
@@ -119,7 +119,7 @@ struct KeyRows {
   const int* table;  // the sequence's page numbers
   const Element* keys;
   const Element* values;
-  int next_page;  // page of the KV tile (or of this lane's row of it) that start() copies next
+  int next_page;  // page of the KV tile (or of this lane's row of it) that `start()` copies next
 
   // Addresses of a head's K and V rows in the first sequence or, if paged, on page 0.
   struct Head {
@@ -150,7 +150,7 @@ struct KeyRows {
                        unsigned long long policy) {
     int page = -1;
     if constexpr (page_size > 0) {
-      // The page number is checked here and not in page_of(), because its first use waits for the
+      // The page number is checked here and not in `page_of()`, because its first use waits for the
       // load: 22.7 instead of 25.5 us (decoding, 8 x 4096 keys, 4 heads of 128).
       if (is_page(next_page, pages)) page = next_page;
       next_page = page_of(tile + Step);

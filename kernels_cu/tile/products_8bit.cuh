@@ -1,7 +1,7 @@
 // The two GEMMs of a warp for 8-bit K and V: mma.m16n8k16 on Q, K and V converted to float16.
 //
-// ldmatrix moves 16-bit units, each two 8-bit columns of a row. This permutes the columns. A
-// permutation of k is harmless if Q and K agree, and write_row() undoes that of the output columns:
+// ldmatrix moves 16-bit units, each two 8-bit columns of a row. This permutes the columns. For k,
+// any permutation is right if Q and K agree; `write_row()` undoes that of the output columns:
 //
 //           a lane's four bytes               use in the mma                  the lane's Q or O
 //   Q.K^T   columns 4 t to 4 t + 3 of a key   k = 2 t, 2 t + 1, 2 t + 8, + 9  Q columns 4 t to + 3

@@ -35,7 +35,7 @@ struct SplitFloat {
 };
 
 // Like `Products16Bit` in its shared-memory operands and accumulator fragments, except that the
-// output columns are permuted; see column().
+// output columns are permuted; see `column()`.
 template <class Config, int row_tiles>
 struct ProductsTf32x3 {
   static constexpr int Bc = Config::Bc;

@@ -52,7 +52,7 @@ struct Params {
   int new_keys;                // number of keys after those that seqused_k or `keys` count
 
 #ifdef CUPY_FLASH_MODIFIED
-  // Arguments of the modifications; the unit declares the struct before this file.
+  // Arguments of the modifications; the translation unit declares the struct before this file.
   alignas(8) ModArguments mods;
   // Block mask, if `Config::mapped`.
   BlockMap block_map;

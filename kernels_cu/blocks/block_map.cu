@@ -1,10 +1,10 @@
 // Builds a block mask: determines which blocks of the score matrix a mask leaves empty, full or
-// partial, in three kernels. `find_ranges` computes the range of captured values for the rows of
-// each row group and the keys of each key block. `build` classifies blocks by interval arithmetic
-// on these ranges (bounds.cuh). If a block stays undecided, a CTA evaluates its pairs until it has
-// found a visible and a masked one. `order_tiles` sorts the query tiles.
+// partial, in three kernels. `find_ranges` computes the range of captured values for the keys of
+// each key block and for each row group (a part of a query tile). `build` classifies blocks by
+// interval arithmetic on these ranges (bounds.cuh). If a block stays undecided, a CTA evaluates its
+// pairs until it has found a visible and a masked one. `order_tiles` sorts the query tiles.
 //
-// The unit declares ModArguments, Mods and MaskBounds before this file.
+// The translation unit declares `ModArguments`, `Mods` and `MaskBounds` before this file.
 #include "blocks/bounds.cuh"
 #include "blocks/map.cuh"
 #include "score/capture.cuh"

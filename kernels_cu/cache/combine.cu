@@ -1,4 +1,4 @@
-// Merges results of attention over parts of the keys: out = sum_s exp(lse_s - lse) out_s with
+// Merges the results of attention over KV splits: out = sum_s exp(lse_s - lse) out_s with
 // lse = log sum_s exp(lse_s). A few lanes of a warp merge one query row, each a 16-byte chunk of
 // its columns at a time. A sink of the head acts as one more split, without values.
 #include "params.cuh"

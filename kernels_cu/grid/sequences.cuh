@@ -26,7 +26,7 @@ struct Sequence {
   }
 
  private:
-  // A template, because only units with modifications have the array `seqused_q`.
+  // A template, because only kernels with modifications have the array `seqused_q`.
   template <class Config, class AnyParams>
   __device__ int used_queries(const AnyParams& p, int batch) const {
     if constexpr (Config::seqused_q) {

@@ -49,8 +49,7 @@ struct Part {
 // Merge group: a node of the tree that merges an output tile's results in device memory. A group of
 // `fan` results is merged into the slot of its first one, a member of a group of the next level.
 struct Meeting {
-  // Size of a group. CTAs merge groups in parallel; one CTA takes 100 us for 132 results of 32
-  // rows.
+  // Size of a group. CTAs merge groups in parallel: one CTA takes 100 us for 132 results.
   static constexpr int fan = 8;
 
   int first;     // index of the group's first result
@@ -181,7 +180,8 @@ struct Shares {
     }
   }
 
-  // Returns the first unit that any row of the sequence attends to; no CTA processes earlier units.
+  // Returns the first KV unit that any row of the sequence attends to; no CTA processes earlier
+  // ones.
   __device__ int first_unit(const Sequence& sequence, int batch) const {
     if constexpr (Config::window_left) {
       const Mask<Config> mask(sequence.seqlen_k, q_offset_of(sequence, batch), {p, batch});

@@ -58,7 +58,7 @@ __device__ inline void ld_shared_v4(unsigned (&x)[4], unsigned shared) {
                : "memory");
 }
 
-// mul.rn.f32: keeps subnormal numbers, which plain products flush to zero (the units are compiled
+// mul.rn.f32: keeps subnormal numbers, which plain products flush to zero (kernels are compiled
 // with -ftz).
 __device__ inline float mul_rn(float x, float y) {
   float result;

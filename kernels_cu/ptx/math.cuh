@@ -42,7 +42,7 @@ __device__ inline int not_b32(int x) {
   return result;
 }
 
-// The arithmetic below keeps subnormal numbers, although the units are compiled with -ftz, and is
+// The arithmetic below keeps subnormal numbers, although kernels are compiled with -ftz, and is
 // never contracted to an FMA. mul.rn.f32 and div.rn.f32 are in base.cuh.
 
 // add.rn.f32

@@ -1,7 +1,7 @@
 // Evaluates a score function, or a mask, for every pair of a score matrix. This checks generated
 // CUDA source against its Python function. cupy_flash/gpu/evaluate.py declares the same struct.
 //
-// The unit declares ModArguments and Mods before this file.
+// The translation unit declares `ModArguments` and `Mods` before this file.
 #include "score/softmax.cuh"
 
 using int64 = long long;

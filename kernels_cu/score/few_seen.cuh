@@ -33,7 +33,7 @@ __device__ void settle_few_seen(int first, int end, VisibleEnd visible_end, OutR
                                 const Row<Element>& first_value) {
   constexpr int few = few_keys<Element>;
   if (first >= end || visible_end(first) > few) return;
-  // Each row was written by several lanes.
+  // Several lanes have written each row.
   __syncwarp();
 #pragma unroll 1
   for (int row = first; row < end; ++row) {

@@ -27,7 +27,7 @@ struct Band<Config, true> {
 
   __device__ Band(int left, int right, int prefix) : left(left), right(right), prefix(prefix) {}
 
-  // A template, because only units with modifications have the members of `p.mods`.
+  // A template, because only kernels with modifications have the members of `p.mods`.
   template <class AnyParams>
   __device__ Band(const AnyParams& p, int batch) {
     if constexpr (Config::window_left) left = p.mods.window_left;
@@ -52,8 +52,8 @@ struct Mask : Band<Config> {
   __device__ Mask(int seqlen_k, int q_offset, const Band<Config>& band)
       : Band<Config>(band), seqlen_k(seqlen_k), q_offset(q_offset) {}
 
-  // The same mask with keys counted from `key` on. (Subtracting `key` from each row's end instead
-  // would leave those ends loop-invariant, and the compiler would keep them all in registers.)
+  // Returns the same mask with keys counted from `key` on. (If callers subtracted `key` from each
+  // row's end, these ends would be loop-invariant, and the compiler would keep them in registers.)
   __device__ Mask counted_from(int key) const {
     return {seqlen_k - key, q_offset - key, Band<Config>::counted_from(key)};
   }
@@ -80,7 +80,7 @@ struct Mask : Band<Config> {
   __device__ int full_tiles(int row) const {
     return visible_end(row) / Bc;
   }
-  // Returns the first KV tile that begins at or after visible_begin(row).
+  // Returns the index of the first KV tile that begins at or after visible_begin(row).
   template <int Bc>
   __device__ int first_full_tile(int row) const {
     return Config::window_left ? ceil_div(visible_begin(row), Bc) : 0;

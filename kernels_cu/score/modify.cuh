@@ -1,5 +1,5 @@
 // Application of modifications: masks and score functions that act between Q K^T and the softmax.
-// The host generates the struct `Mods` of a unit (cupy_flash/mods/emit.py). Its functions take the
+// The host generates the struct `Mods` (cupy_flash/mods/emit.py). Its functions take the
 // coordinates of a row, then those of a key, then a score.
 #pragma once
 
@@ -8,7 +8,7 @@
 #include "score/functions.cuh"
 #include "score/softmax.cuh"
 
-// `Mods` of a unit without modifications.
+// `Mods` of kernels without modifications.
 struct NoMods {
   static constexpr bool changes_scores = false;
   static constexpr bool hides_pairs = false;
@@ -118,8 +118,8 @@ __device__ void modify_rows(const AnyParams& p, At at, int first_key, Score scor
       [](int) { return FromMemory(); });
 }
 
-// Like `ModifiedRows`, for a lane's accumulator fragments (tile/fragments.cuh): part(r) is the
-// lane's part of row at(r), and first_key is its first key.
+// Like `ModifiedRows`, for a lane's accumulator fragments (tile/fragments.cuh): `part(r)` holds the
+// lane's scores of row `at(r)`, and `first_key` is the first key of these.
 template <class Config, int Rows, int column_tiles, class AnyParams, class At, class Base,
           class Part, class Pairs>
 __device__ void modify_fragments(const AnyParams& p, At at, int first_key, Base base, bool hides,

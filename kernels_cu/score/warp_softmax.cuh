@@ -9,11 +9,11 @@
 
 template <class Element, int row_tiles, int Bc, int columns_v>
 struct WarpSoftmax {
-  // The running maximum may lag behind until p has grown by 2^slack, far inside float16's range.
+  // The running maximum may be stale until p has grown by 2^slack, far inside float16's range.
   static constexpr int slack = 8;
   static constexpr int headroom = ::headroom<Element> ? ::headroom<Element> + slack : 0;
   // For 16-bit types, the running maximum is kept too large by the headroom, which costs nothing.
-  // That rounds exponents to 2^-20, which is too coarse for wider types: there p is multiplied by
+  // This rounds exponents to 2^-20, which is too coarse for wider types: there p is multiplied by
   // 2^-factor instead.
   static constexpr int raise = sizeof(Element) == 2 ? headroom : 0;
   static constexpr int factor = headroom - raise;
@@ -76,8 +76,7 @@ struct WarpSoftmax {
 
   // Updates the running maxima from the scores, and rescales the output of rows whose maximum
   // changed. This is rare after the first few KV tiles, so all of the work is inside the branch.
-  // Rows do not affect each other: a row that is multiplied by 1 keeps its bits, even subnormal
-  // ones.
+  // Rows do not affect each other: multiplying a row by 1 keeps all of its bits.
   __device__ void update_maxima(const Scores& scores, Output& out, float scale_log2) {
     PerRow tile_max;
     bool outgrown = false;

@@ -83,8 +83,9 @@ struct RowCopy {
     }
   }
 
-  // Copies one thread's part of one row, from the address of its first copy; writes zeros if not
-  // `is_there`. `policy` is an L2 cache policy or 0; `columns` is the number of valid columns.
+  // Copies one thread's part of one row, from the address of its first copy. Writes zeros if the
+  // row does not exist. `policy` is an L2 cache policy or 0; `columns` is the number of valid
+  // columns.
   static __device__ void copy_row(unsigned thread, unsigned shared, int row, const Element* source,
                                   bool is_there, unsigned long long policy = 0,
                                   int columns = Columns) {

@@ -1,5 +1,5 @@
-// The 16-bit element types as plain storage, with their conversions. They replace those of the
-// CUDA headers, so that a unit compiles without a toolkit.
+// The 16-bit element types as plain storage, with their conversions. They replace those of the CUDA
+// headers, so that kernels compile without a toolkit.
 #pragma once
 
 #include "ptx/base.cuh"

@@ -170,7 +170,7 @@ struct Products8Bit {
     }
   }
 
-  // Writes the lane's part of one output row, times `factor`. `row` is the start of the row.
+  // Writes the lane's part of one output row, times `factor`, to the row that starts at `row`.
   __device__ void write_row(const Output& out, int i, int half, float factor, float* row) const {
 #pragma unroll
     for (int step = 0; step < column_steps; ++step) {

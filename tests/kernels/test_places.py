@@ -12,7 +12,7 @@ import pytest
 
 from cupy_flash.families.contract import KERNEL_DIR
 
-# As in `host_kernels/places.cpp`.
+# Same value as in `host_kernels/places.cpp`.
 ROWS = 24
 FOLDER = Path(__file__).resolve().parent / "host_kernels"
 COMPILER = shutil.which("g++")

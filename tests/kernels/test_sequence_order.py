@@ -17,7 +17,7 @@ from support.draws import few_then_slow
 
 from cupy_flash.families.contract import KERNEL_DIR
 
-# As in `host_kernels/sequence_order.cpp`.
+# Same values as in `host_kernels/sequence_order.cpp`.
 BR, BC = 64, 32
 FOLDER = Path(__file__).resolve().parent / "host_kernels"
 COMPILER = shutil.which("g++")

@@ -13,7 +13,7 @@ import pytest
 from cupy_flash.families.contract import KERNEL_DIR
 from cupy_flash.problem.mask import Mask
 
-# As in `host_kernels/turn_order.cpp`.
+# Same values as in `host_kernels/turn_order.cpp`.
 BR, BC = 16, 24
 FOLDER = Path(__file__).resolve().parent / "host_kernels"
 COMPILER = shutil.which("g++")

@@ -9,7 +9,7 @@
 // CTA's `keys_of_all` and an empty line follow.
 
 #include "cuda_on_host.h"
-// The code under test, whose headers need the one above.
+// The code under test; its headers need cuda_on_host.h.
 #include "grid/shares.cuh"
 
 #include <cstdio>

@@ -33,8 +33,8 @@ struct LaggingSoftmaxRow {
     sum = 0;
   }
 
-  // Test the sum of a lane's p of a KV tile: whether one of them may exceed 2^highest, and whether
-  // one of `count` must be at least 2^lowest. Both are false for NaN.
+  // These take the sum of a lane's `count` p of a KV tile. They return whether a p may exceed
+  // 2^highest, and whether some p is at least 2^lowest; false for NaN.
   __device__ static bool is_too_large(float sum) { return sum > power_of_two(highest); }
   __device__ static bool is_large_enough(float sum, int count) {
     return sum >= count * power_of_two(lowest);

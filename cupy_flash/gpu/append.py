@@ -109,8 +109,8 @@ class AppendSpec:
         Number of rows of a page, number of pages, columns of block_table (batch, max_pages), and
         elements between its rows. All are 0 if the cache is not paged.
     rotary_dim
-        Number of leading columns of q and k that are rotated; 0 for no rotary embedding, which
-        leaves q unread.
+        Number of leading columns of q and k that are rotated; 0 for no rotary embedding, in which
+        case q is not used.
     rotary_rows, rotary_stride, rotary_dtype
         Number of rows of cos and sin (rotary_rows, rotary_dim / 2), elements between the rows, and
         dtype: that of q, or float32 if q is 16-bit.

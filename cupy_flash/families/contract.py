@@ -30,7 +30,7 @@ MAX_GRID_Y = 2**16 - 1
 # Largest number of registers of a thread: an instruction can address no more.
 MAX_REGISTERS = 255
 
-# First lines of a unit with modifications: its argument struct contains what modifications read.
+# First lines of a unit with modifications. They add fields to the argument struct.
 _MOD_HEADERS = (
     "#define CUPY_FLASH_MODIFIED",
     '#include "score/capture.cuh"',
@@ -51,7 +51,7 @@ STORED_TYPES = {"float8_e4m3fn": "float8_e4m3_t", "int8": "signed_byte_t"}
 
 @dataclass(frozen=True)
 class TranslationUnit:
-    """Source text of one compilation: it includes a family's `.cu` and names one config.
+    """Source text of one compilation: it includes a `.cu` file and defines a `Config`.
 
     Attributes
     ----------

@@ -138,7 +138,7 @@ class QuerySums:
     columns: int
 
     def workspace(self, problem: Problem) -> int:
-        """Return the bytes of the row statistics (lse and delta), the semaphores and dq tiles."""
+        """Return the size in bytes of row statistics (lse and delta), semaphores and dq tiles."""
         terms = _query_rows(problem) * 2 * ITEMSIZE[problem.lse_dtype]
         places = self.places(problem)
         sums = places * self.Br * self.columns * _WORD

@@ -66,31 +66,31 @@ def _preferred_tiles(problem: Problem, device: Device) -> list[MmaTile]:
     # With a paged KV cache, the largest tile spills.
     paged = layout.page_size > 0
     if problem.dtype == "float32":
-        # At head_dim 128, 64x64 takes 10% less time than 64x32 although it spills 16 bytes (H200,
+        # At head_dim 128, tile 64x64 is 10% faster than 64x32 although it spills 16 bytes (H200,
         # causal, seqlen 4096).
         large = [MmaTile(64, 64)] if widest <= 64 or (hopper and layout.is_equal) else []
         return [*large, MmaTile(64, 32)]
     if widest <= 64:
-        # 128x80 reaches 327 and the small tile 323 at seqlen 4096, but 257 and 264 at seqlen 512.
-        # A tile of 128x96 spills.
+        # Tile 128x80 reaches 327 TFLOP/s at seqlen 4096 and 257 at seqlen 512; the small tile
+        # reaches 323 and 264 TFLOP/s. Tile 128x96 spills.
         small = MmaTile(64, 64, warps=2, stages=4)
         long = problem.seqlen_k >= 1024 and not problem.causal and not problem.is_batch_invariant
         return [MmaTile(128, 80, stages=4), small] if hopper and long else [small]
     if widest <= 128:
-        # 128x64 reaches 394 at seqlen 4096, 64x64 only 317.
+        # Tile 128x64 reaches 394 TFLOP/s at seqlen 4096, tile 64x64 reaches 317.
         large = [MmaTile(128, 64)] if hopper and not paged else []
         return [*large, MmaTile(64, 64), MmaTile(64, 32)]
     if widest > _WIDE:
-        # 64x64 reaches 235 and 64x32 reaches 213 TFLOP/s (H200, head_dim 512, seqlen 4096).
-        # With pages and head_dim_v above 512, 64x64 spills.
+        # Tile 64x64 reaches 235 TFLOP/s, 64x32 reaches 213 (H200, head_dim 512, seqlen 4096).
+        # With a paged KV cache and head_dim_v above 512, tile 64x64 spills.
         large = [] if paged and problem.head_dim_v > 512 else [MmaTile(64, 64, warps=8)]
         return [*large, MmaTile(64, 32, warps=8), MmaTile(32, 32), MmaTile(16, 32, warps=2)]
-    # 64x64 reaches 329 at seqlen 4096, 64x32 only 283.
+    # Tile 64x64 reaches 329 TFLOP/s at seqlen 4096, tile 64x32 reaches 283.
     return [MmaTile(64, 64), MmaTile(64, 32), MmaTile(32, 32, warps=2)]
 
 
 def _padded_dims(problem: Problem, tile: MmaTile) -> tuple[int, int]:
-    """Return the columns of Q and K, and of V, in shared memory: multiples of the MMA shape."""
+    """Return the padded columns of Q and K, and of V: multiples of the shape of an MMA."""
     step, step_v = (8, 32) if problem.dtype == "float32" else (16, 16 * tile.shares)
     return round_up(problem.head_dim, step), round_up(problem.head_dim_v, step_v)
 

@@ -22,9 +22,9 @@ from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
 from cupy_flash.problem.tile import Tile
 
-# Bytes of the statistics of a query row: its log-sum-exp and delta.
+# Size in bytes of the statistics of a query row: its log-sum-exp and delta.
 _TERMS_BYTES = 8
-# Bytes of the scales after a pre-swizzled float32 tile (kernels_cu/backward/images.cuh).
+# Size in bytes of the scales after a pre-swizzled float32 tile (kernels_cu/backward/images.cuh).
 _SCALES_BYTES = 128
 # Number of scale factors of P and dS that fit after `KeyScales`, which hold a bit for each key.
 _MOST_UNITS = (_SCALES_BYTES - 4 * 4 - 256 // 8) // 4
@@ -152,7 +152,7 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
         return reason
 
     def _registers(self, problem: Problem, tile: MmaBackwardTile) -> int:
-        """Return the registers of a thread: dk, dv, the larger of S with dP and dq, and others."""
+        """Return a lower bound: dk and dv, the larger of (S and dP) and dq, and others."""
         dim, dim_v = _padded_dims(problem, tile)
         kept = tile.Bc * (dim + dim_v) // tile.warps
         passing = max(
@@ -253,7 +253,7 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
 
 
 def _padded_dims(problem: Problem, tile: MmaBackwardTile) -> tuple[int, int]:
-    """Return the columns of q and k, and of v and dout, in shared memory: 16 n for n warps."""
+    """Return the padded columns of q and k, and of v and dout: multiples of 16 for each warp."""
     unit = 16 * max(tile.side_warps, tile.warps // tile.sum_row_warps)
     return round_up(problem.head_dim, unit), round_up(problem.head_dim_v, 16 * tile.side_warps)
 
@@ -272,7 +272,7 @@ def _second_units(problem: Problem) -> int:
 
 
 def _image_bytes(problem: Problem, tile: MmaBackwardTile, sums: QuerySums) -> int:
-    """Return the bytes of all pre-swizzled tiles."""
+    """Return the size in bytes of all pre-swizzled tiles."""
     layout = problem.layout
     keys = problem.batch * problem.heads_kv * ceil_div(problem.seqlen_k, tile.Bc)
     if layout.packed_k:

@@ -26,7 +26,7 @@ _SINK_THREADS = 1024
 _BLOCKS_PER_SM = 2
 # Number of operand columns in shared memory at once, in kernels on CUDA cores.
 _SLICE = 32
-# Bytes of a fixed-point sum, see `kernels_cu/backward/fixed_point.cuh`.
+# Size in bytes of a fixed-point sum, see `kernels_cu/backward/fixed_point.cuh`.
 _FIXED_BYTES = 16
 _FLAGS_OF_WORD = 16
 
@@ -148,7 +148,7 @@ def _capture_blocks(problem: Problem, device: Device) -> int:
 
 
 def workspace(problem: Problem, device: Device) -> dict[str, int]:
-    """Return the bytes of each array in the workspace, by the `GradientParams` member."""
+    """Return the size in bytes of each array in the workspace, by the `GradientParams` member."""
     gradient = problem.gradient
     assert gradient is not None
     found = {}

@@ -139,7 +139,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class TensorMapSpec:
-    """A tensor map without its address.
+    """Tensor map without the address of its array.
 
     Attributes
     ----------

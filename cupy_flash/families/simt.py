@@ -20,7 +20,7 @@ _FEW = 16
 _MAX_UNROLL = 16
 # Number of registers of an SM, on every architecture from sm_75 on.
 _REGISTERS_PER_SM = 65536
-# Registers for pointers, loop counters and temporaries: a comfortable number, and the least one.
+# Number of registers for pointers, loop counters and temporaries: a normal and a least number.
 _REGISTERS_FOR_ADDRESSES = 64
 _LEAST_REGISTERS_FOR_ADDRESSES = 24
 # Number of head_dim columns that one accumulator sums (`forward/simt/rows.cuh`).

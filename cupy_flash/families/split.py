@@ -135,7 +135,7 @@ def combine_time(problem: Problem, split: Split) -> float:
 
 
 def workspace(problem: Problem, split: Split) -> int:
-    """Return the bytes of the partial outputs and log-sum-exps of all parts; 0 without a split."""
+    """Return the size in bytes of all partial outputs and log-sum-exps; 0 without a split."""
     if split.is_whole:
         return 0
     accumulator = 8 if problem.dtype == "float64" else 4

@@ -35,7 +35,7 @@ UNBOUNDED = 2**31 - 1
 _THREADS, _WARPS = 256, 8
 # Number of KV blocks per word of a bit array, and bytes of a word.
 _BITS, _WORD = 32, 4
-# Bytes of `MappedTile` in map.cuh.
+# Size in bytes of `MappedTile` in map.cuh.
 _TILE = 16
 # Alignment in bytes of the arrays in one allocation.
 _ALIGNMENT = 512
@@ -281,7 +281,7 @@ def block_map_unit(mask: MaskText, mods: np.dtype) -> TranslationUnit:
 
 
 class _Stream:
-    """Stream on which the block masks of a device are built, and by whose order memory is reused.
+    """Stream on which the block masks of a device are built, and in whose order memory is reused.
 
     The stream waits for all launches that read a block mask. So a block mask may be released while
     kernels of any stream still read it.

@@ -98,7 +98,7 @@ class Combine:
         self._grid = (ceil_div(spec.rows, _THREADS // spec.lanes), 1, 1)
 
     def run(self, values: tuple[int, ...]) -> None:
-        """Enqueue the merge on the current stream; `values` are in the order of `names`."""
+        """Enqueue the merge on the current stream, for addresses in the order of `names`."""
         if self._kernel is None:
             return
         arguments = thread_arguments()

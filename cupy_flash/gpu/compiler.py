@@ -27,7 +27,7 @@ from cupy_flash.problem.device import ARCHITECTURES, Device, Resources
 
 logger = logging.getLogger("cupy_flash")
 
-# NVRTC 12.0 is the first that targets sm_90 and knows the C++17 the kernels use.
+# NVRTC 12.0 is the first version that supports sm_90 and the C++17 features of the kernels.
 OLDEST_NVRTC = (12, 0)
 # CuPy adds -ftz by itself. Cubins that are compiled ahead of time need it here to be identical.
 _OPTIONS = ("-std=c++17", "-ftz=true", "-default-device")

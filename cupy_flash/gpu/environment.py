@@ -80,7 +80,7 @@ def _nvrtc_takes_two_targets() -> bool:
         from cupy.cuda import nvrtc
 
         return bool(nvrtc.getVersion() >= (12, 9))
-    except Exception:  # no NVRTC at all: then only kernels built ahead are used
+    except Exception:  # without NVRTC, only prebuilt kernels are used
         return True
 
 
@@ -92,7 +92,7 @@ def gpu_unavailable() -> str | None:
         import cupy
     except ImportError as error:
         return f"CuPy is not installed ({error}); pip install 'cupy_flash[cuda13]' or [cuda12]"
-    except Exception as error:  # a broken driver or toolkit shows in many ways at import
+    except Exception as error:  # a broken driver or toolkit raises various exceptions at import
         return f"CuPy does not load: {error}"
     try:
         if cupy.cuda.runtime.getDeviceCount() == 0:

@@ -29,7 +29,7 @@ _SWIZZLE = {64: 2, 128: 3}
 _NO_INTERLEAVE = 0
 _PROMOTE_TO_128_BYTES = 2
 _FILL_WITH_ZEROS = 0
-# Largest number of sets of addresses that one call caches; a set takes 0.5 KiB.
+# Largest number of sets of addresses that a `TensorMaps` caches; a set takes 0.5 KiB.
 _MAX_SETS = 64
 # Bits to flip in an address to find where the driver stores it. The lowest bits must stay 0, and
 # the driver might reject the highest bits.

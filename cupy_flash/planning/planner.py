@@ -132,7 +132,7 @@ class Plan:
         if mask.is_full and not hides_pairs:
             return []
         visited, partial, skipped = count_blocks(mask, self.tile.Br, self.tile.Bc)
-        # A mask of another kind than causal and window may mask pairs of any block.
+        # A mask that does not only depend on causality and window may be partial in any block.
         in_part = "" if hides_pairs else f", {partial:,} of them partial"
         text = f"{visited:,} visited{in_part}, {skipped:,} skipped"
         if problem.layout.is_equal:

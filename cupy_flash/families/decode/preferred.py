@@ -25,9 +25,9 @@ _READ_TWICE = 16 << 20
 # `_LITTLE`. Above it, a thread block per SM takes 492 us, clusters take 585 us (8 sequences of
 # 65536 keys, 8 KV heads, pages of 16 rows).
 _MUCH_IN_PAGES = 320 << 20
-# Bytes of KV tiles in flight that a thread block without clusters needs for more than `_LITTLE`
-# bytes: two stages at head_dim 128. Pages shorter than _FEWEST_PAGE_ROWS need more: three stages
-# take 506 instead of 525 us (64 sequences of 8192 keys, pages of 1 row).
+# Number of bytes in flight that a thread block without clusters needs above `_LITTLE` bytes: two
+# stages at head_dim 128. Pages shorter than _FEWEST_PAGE_ROWS need more: three stages take 506
+# instead of 525 us (64 sequences of 8192 keys, pages of 1 row).
 _ENOUGH_ON_THE_WAY = 128 << 10
 _FEWEST_PAGE_ROWS = 16
 # Up to this number of keys in all sequences, 4 warps are faster than 8 if there are at least

@@ -10,9 +10,9 @@ from cupy_flash.problem.arrays import ITEMSIZE, Strides
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
 
-# Bytes of the scale of a key or value.
+# Size in bytes of the scale of a key or value.
 _SCALE_BYTES = 4
-# Bytes of the work range and other state of a thread block (`State` in the kernel).
+# Size in bytes of the work range and other state of a thread block (`State` in the kernel).
 _STATE_BYTES = 160
 # Heads of more columns are divided over TEAM warps, because the registers of one warp cannot hold
 # their queries and output. At head_dim 576, each warp has 144 columns and 170 registers.
@@ -68,7 +68,10 @@ def by_key(problem: Problem, scales: Strides | None) -> bool:
 
 
 def _key_bytes(problem: Problem) -> int:
-    """Return the bytes of a key and its value in shared memory, with scales per column warp."""
+    """Return the size in bytes of a key, its value and their scales in shared memory.
+
+    Each column warp has a copy of the scales.
+    """
     size = ITEMSIZE[problem.tensors["k"].dtype]
     of_scales = 0
     if problem.scales is not None:
@@ -80,17 +83,17 @@ def _key_bytes(problem: Problem) -> int:
 
 
 def all_bytes(problem: Problem) -> int:
-    """Return the bytes of the keys and values of all sequences if all have the maximum length."""
+    """Return the size in bytes of all keys and values if all sequences have the maximum length."""
     return problem.batch * problem.seqlen_k * problem.heads_kv * _key_bytes(problem)
 
 
 def stage_bytes(problem: Problem, tile: DecodeTile) -> int:
-    """Return the bytes of a KV tile, which is a ring stage of a group of column warps."""
+    """Return the size in bytes of a KV tile, which is a ring stage of a group of column warps."""
     return tile.Bc * _key_bytes(problem)
 
 
 def _meeting_bytes(problem: Problem, tile: DecodeTile) -> int:
-    """Return the bytes of the double buffer in which column warps sum their partial scores."""
+    """Return the size in bytes of the double buffer in which column warps sum partial scores."""
     return 2 * tile.warps * tile.Br * tile.Bc * 4 if team(problem) > 1 else 0
 
 
@@ -105,7 +108,7 @@ def units(problem: Problem, tile: DecodeTile) -> int:
 
 
 def record_bytes(problem: Problem) -> int:
-    """Return the bytes of a row of a partial result in shared memory and in the workspace."""
+    """Return the size in bytes of a row of a partial result, in shared memory and workspace."""
     return (padded_dims(problem)[1] + 8) * 4
 
 
@@ -115,7 +118,7 @@ def pieces(tile: DecodeTile) -> int:
 
 
 def slot_record_bytes(problem: Problem, tile: DecodeTile) -> int:
-    """Return the bytes of a row of a slot in the workspace, which may consist of slices."""
+    """Return the size in bytes of a row of a workspace slot, which may consist of slices."""
     chunks = round_up(problem.head_dim_v, 16) // 4
     of_piece = (4 * ceil_div(chunks, pieces(tile)) + 4) * 4
     return max(record_bytes(problem), pieces(tile) * of_piece)
@@ -127,12 +130,12 @@ def kept_rows(problem: Problem, tile: DecodeTile) -> int:
 
 
 def _kept_bytes(problem: Problem, tile: DecodeTile) -> int:
-    """Return the bytes of the buffer that receives the partial results of a cluster."""
+    """Return the size in bytes of the buffer that receives the partial results of a cluster."""
     return tile.cluster * kept_rows(problem, tile) * record_bytes(problem)
 
 
 def shared_memory(problem: Problem, tile: DecodeTile) -> int:
-    """Return the bytes of shared memory of a thread block."""
+    """Return the size in bytes of shared memory of a thread block."""
     rings = _teams(problem, tile) * tile.stages * stage_bytes(problem, tile)
     others = _meeting_bytes(problem, tile) + _kept_bytes(problem, tile)
     return rings + others + _STATE_BYTES

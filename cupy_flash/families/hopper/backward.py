@@ -27,18 +27,18 @@ from cupy_flash.problem.tile import Tile
 _LINE = 64
 # Largest head dim for which a consumer warpgroup holds both dk and dv of 64 keys.
 _WIDEST = 128
-# Registers of a thread of the producer warpgroup and of a consumer thread. Together they take what
-# the launch allocates, 168 for each of 384 threads.
+# Number of registers of a producer thread and of a consumer thread. Together, the warpgroups take
+# what the launch allocates, 168 for each of 384 threads.
 _REGISTERS = (24, 240)
-# Registers for wide heads in varlen: with 24, the producer warps spill, and a loop is miscompiled.
+# The same for wide heads in varlen: with 24, producer warps spill, and a loop is miscompiled.
 _WIDE_REGISTERS_OF_SEQUENCES = (40, 232)
-# Registers of a consumer thread for addresses and state, besides accumulators and operands.
+# Number of registers of a consumer thread besides accumulators and operands: addresses and state.
 _STATE_REGISTERS = 24
 # Number of barriers in addition to those of the ring stages.
 _OTHER_BARRIERS = 11
-# Bytes of the description of a thread block's keys and of the query tiles that it iterates over.
+# Size in bytes of `HopperGradientPlace`: a thread block's keys and its range of query tiles.
 _PLACE_BYTES = 96
-# Bytes of the statistics of a query row: its log-sum-exp and delta.
+# Size in bytes of the statistics of a query row: its log-sum-exp and delta.
 _TERMS_BYTES = 8
 # Number of dS tiles that consumers exchange: while one is written, products still read the other.
 _PAIR_STAGES = 2
@@ -165,7 +165,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         return total + barriers * BARRIER_BYTES + _PLACE_BYTES
 
     def threads(self, tile: HopperBackwardTile) -> int:
-        """Return the threads of a main thread block: two consumer warpgroups and a producer."""
+        """Return the threads of a thread block: two consumer warpgroups and a producer."""
         return 3 * WARPGROUP
 
     def schedule(self, problem: Problem, device: Device, tile: HopperBackwardTile) -> Schedule:
@@ -248,7 +248,7 @@ def _register_split(problem: Problem) -> tuple[int, int]:
 
 
 def _padded_dims(problem: Problem) -> tuple[int, int]:
-    """Return the columns of q and k, and of v and dout, in shared memory.
+    """Return the number of columns of q and k, and of v and dout, in shared memory.
 
     For wide heads, each consumer computes half of the columns of dq, in whole boxes.
     """

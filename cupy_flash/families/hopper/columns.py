@@ -7,7 +7,7 @@ from cupy_flash.problem.problem import Problem
 
 # Largest number of head_dim columns of a thread block; a cluster of two processes wider heads.
 MOST_COLUMNS = 256
-# Bytes of a row of each operand that one wgmma instruction multiplies (k).
+# Size in bytes of a row of each operand that one wgmma instruction multiplies (k).
 _STEP_BYTES = 32
 
 
@@ -28,5 +28,5 @@ def k_steps(problem: Problem) -> int:
 
 
 def operand_bytes(problem: Problem) -> int:
-    """Return the bytes of an operand element of the matrix products."""
+    """Return the size in bytes of an operand element of the matrix products."""
     return 1 if problem.is_float8 else 2

@@ -14,8 +14,8 @@ from cupy_flash.problem.problem import Problem
 
 # Name of the array of transposed values, and of the launch that writes it.
 VALUES = "values"
-# Registers for state, fewer than for 16-bit inputs: with 160 registers, a 192x128 tile at head_dim
-# 128 does not spill.
+# Number of registers for state. It is smaller than for 16-bit inputs: a 192x128 tile at head_dim
+# 128 does not spill with 160 registers.
 _STATE_REGISTERS = 16
 # Number of keys of a k step, and largest number of rows of a TMA box.
 _STEP = 32
@@ -76,7 +76,7 @@ def config(problem: Problem, tile: HopperTile) -> dict[str, int | bool]:
 
 
 def registers(problem: Problem, tile: HopperTile) -> int:
-    """Return the registers of a consumer thread: O, S (or partial outputs), P and loop state."""
+    """Return the registers per consumer thread: O, S (or partial outputs), P and loop state."""
     return value_rows(problem, tile) // 2 + tile.Bc // 2 + tile.Bc // 8 + _STATE_REGISTERS
 
 
@@ -87,7 +87,7 @@ def launch(device: Device) -> Launch:
 
 
 def workspace(problem: Problem) -> int:
-    """Return the bytes of the array of transposed values."""
+    """Return the size in bytes of the array of transposed values."""
     return problem.batch * problem.heads_kv * problem.head_dim_v * _line(problem)
 
 
@@ -104,5 +104,5 @@ def tensor_map(problem: Problem, box: tuple[int, int]) -> TensorMapSpec:
 
 
 def _line(problem: Problem) -> int:
-    """Return the bytes of a row of the transposed values: the keys, padded to whole tiles."""
+    """Return the size in bytes of a row of transposed values: the keys, padded to whole tiles."""
     return round_up(problem.seqlen_k, _KEYS)

@@ -62,7 +62,7 @@ def count(problem: Problem) -> int:
 
 
 def output_registers(problem: Problem, columns: int) -> int:
-    """Return the registers of a consumer thread for O and, for float32, for partial outputs.
+    """Return the number of registers per consumer thread for O and, if float32, partial outputs.
 
     A partial output is the contribution of one KV tile. It has all columns or, for wide heads, 32
     columns in each of two buffers. `columns` is the number of output columns of a thread block.
@@ -81,7 +81,7 @@ def launch(device: Device) -> Launch:
 
 
 def workspace(problem: Problem) -> tuple[int, dict[str, int]]:
-    """Return the bytes of the converted arrays, and the byte offset of each."""
+    """Return the size in bytes of the converted arrays, and the byte offset of each."""
     sizes = [math.prod(_shape(problem, name)) * _ITEMSIZE * _PIECES for name in ROWS]
     *starts, end = itertools.accumulate(sizes, initial=0)
     return end, {_name(name): start for name, start in zip(ROWS, starts, strict=True)}

@@ -10,17 +10,18 @@ from cupy_flash.families.hopper.sm90 import WARPGROUP_ROWS
 from cupy_flash.families.hopper.tiles import HopperTile
 from cupy_flash.problem.problem import Problem
 
-# Registers of a producer thread and of a consumer thread, by the number of consumer warpgroups.
-# Their sum must not exceed the launch's allocation (168 or 128 per thread), or setmaxnreg hangs.
+# Registers per producer thread and per consumer thread, by the number of consumer warpgroups. All
+# warpgroups together must not exceed the launch's allocation (168 or 128 per thread), or setmaxnreg
+# hangs.
 _REGISTERS = {1: (40, 240), 2: (40, 232), 3: (32, 160)}
 # Registers if the producer reads a block mask: with fewer, it spills and delays the consumers.
 _MAPPED_REGISTERS = {1: (40, 240), 2: (72, 216), 3: (80, 144)}
-# Registers of a consumer thread for addresses and state, in addition to S, P, O and Q.
+# Number of registers of a consumer thread for addresses and state, in addition to S, P, O and Q.
 _STATE_REGISTERS = 24
 
 
 def register_split(problem: Problem, tile: HopperTile) -> tuple[int, int]:
-    """Return the registers of a producer thread and of a consumer thread."""
+    """Return the number of registers of a producer thread and of a consumer thread."""
     split = _MAPPED_REGISTERS if may_have_block_map(problem) else _REGISTERS
     return split[tile.Br // WARPGROUP_ROWS]
 

@@ -17,16 +17,16 @@ _PAIR_BUFFERS = 2
 # Number of these buffers in MLA, where KV tiles stay in shared memory longer.
 _LATENT_PAIR_BUFFERS = 1
 _SCORE_BYTES = 4
-# Bytes of a work tile: a query tile and its range of KV tiles.
+# Size in bytes of a work tile: a query tile and its range of KV tiles.
 _VISIT_BYTES = 32
-# Bytes that a work tile of a packed or cached sequence holds in addition: rows of the sequence.
+# Additional bytes of a work tile of a packed or cached sequence: the location of its rows.
 _PLACE_BYTES = 24
-# Bytes that describe the last values of a sequence, and bytes that describe a KV tile.
+# Sizes in bytes of the record of a sequence's last values, and of the record of a KV tile.
 _TAIL_BYTES = 8
 _NOTE_BYTES = 8
-# Bytes of the visible pairs of 64 query rows and up to 128 keys (`ShownPairs` in `blocks/map.cuh`).
+# Size in bytes of `ShownPairs` (`blocks/map.cuh`): visible pairs of 64 query rows and 128 keys.
 _SHOWN_BYTES, _SHOWN_KEYS = 1024, 128
-# Bytes of the float8 scales of a query tile, which are part of its work tile.
+# Size in bytes of the float8 scales of a query tile, which are part of its work tile.
 _SCALES_BYTES = 8
 
 
@@ -49,7 +49,7 @@ def footprint(problem: Problem) -> tuple[Any, ...]:
 
 
 def block_bytes(problem: Problem, tile: HopperTile) -> int:
-    """Return the bytes of a thread block, for the problem that `latent.posed` returns."""
+    """Return the size in bytes of a thread block, for the problem that `latent.posed` returns."""
     queries = tile.Br * _row_bytes(problem, problem.head_dim)
     stage = max(tile.Bc * _row_bytes(problem, problem.head_dim), _value_bytes(problem, tile))
     # Each stage has two barriers. Work tiles: one for each query stage, one whose output is being
@@ -89,13 +89,13 @@ def block_bytes(problem: Problem, tile: HopperTile) -> int:
 
 
 def _row_bytes(problem: Problem, columns: int) -> int:
-    """Return the bytes of a row in shared memory, including all float32 components."""
+    """Return the size in bytes of a row in shared memory, including all float32 components."""
     bytes_of_row = block_columns(problem, columns) * operand_bytes(problem)
     return round_up(bytes_of_row, 64) * pieces.count(problem)
 
 
 def _value_bytes(problem: Problem, tile: HopperTile) -> int:
-    """Return the bytes of a tile of values, which is transposed for float8."""
+    """Return the size in bytes of a tile of values, which is transposed for float8."""
     if problem.is_float8:
         return float8.value_rows(problem, tile) * _row_bytes(problem, tile.Bc)
     return tile.Bc * _row_bytes(problem, problem.head_dim_v)

@@ -107,5 +107,5 @@ def _spec(problem: Problem, name: str, shape: Shape, rows: int) -> TensorMapSpec
 
 
 def _slab_columns(columns: int, itemsize: int = 2) -> int:
-    """Return the columns of a TMA box, whose row is 64 or 128 bytes (the swizzle width)."""
+    """Return the columns of a TMA box: its row is 64 or 128 bytes, which is the swizzle width."""
     return (128 if round_up(columns * itemsize, 64) % 128 == 0 else 64) // itemsize

@@ -89,7 +89,7 @@ ResultT = TypeVar("ResultT")
 def remembers_last(
     method: Callable[[FamilyT, Problem, OtherT], ResultT],
 ) -> Callable[[FamilyT, Problem, OtherT], ResultT]:
-    """Cache the last result of a method, which planning calls several times with equal arguments.
+    """Cache a method's last result, as planning calls it several times with the same arguments.
 
     Arguments are compared by identity, because the hash of a problem takes microseconds.
     """

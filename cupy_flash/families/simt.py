@@ -142,7 +142,7 @@ class SimtFamily(Family[SimtTile]):
     def registers(self, problem: Problem, tile: SimtTile) -> int:
         """Return the largest number of 32-bit registers that a thread may use.
 
-        The limit keeps the occupancy that the registers held at once allow (`_resident_blocks`).
+        The limit lets as many thread blocks run on an SM as `_resident_blocks` returns.
         """
         per_block = _REGISTERS_PER_SM // (tile.threads * self._resident_blocks(problem, tile))
         return min(MAX_REGISTERS, per_block // 8 * 8)

@@ -112,7 +112,7 @@ _NVIDIA_PCI_VENDOR = "0x10de"
 
 
 def _nvidia_is_here() -> bool:
-    """Return whether there may be an NVIDIA GPU, from files of its driver and the PCI cards."""
+    """Return whether there may be an NVIDIA GPU; True if the system does not list PCI cards."""
     cards = Path(_PCI_DEVICES)
     if any(map(os.path.exists, _DRIVER_PLACES)) or not cards.is_dir():
         return True

@@ -321,8 +321,8 @@ def lookup_class(
 
     Entries of the GPU itself come first, then those of other GPUs of its compute capability: first
     the nearest number of SMs, then the name with the longest common prefix. User entries precede
-    shipped ones. The search ends at the first shipped table: for a class that is missing from it,
-    tuning found the default tile to be the fastest.
+    shipped ones. The search ends at the first shipped table, because shipped tables omit classes
+    for which the default tile was the fastest.
 
     Parameters
     ----------
@@ -345,7 +345,7 @@ def lookup_class(
 def _nearest_first(
     name: str, arch: int, sm_count: int, family: str, digest: str
 ) -> list[tuple[bool, dict[str, Entry]]]:
-    """Return the tables for a device, nearest first: whether each is shipped, entries by class."""
+    """Return the tables for a device, nearest first, as (whether shipped, entries by class)."""
 
     def distance(item: tuple[bool, Entry]) -> tuple[bool, int, int, bool, str]:
         is_shipped, entry = item

@@ -25,8 +25,8 @@ class HopperTile(Tile):
         Number of k steps (16 columns each) of Q in registers; the others are read from shared
         memory for each KV tile.
     turns
-        1 enables ping-pong scheduling (FlashAttention-3, section 3.1): warpgroups issue their
-        products one after another, or compute their softmax so if it takes longer.
+        1 enables ping-pong scheduling (FlashAttention-3, section 3.1): one warpgroup at a time
+        issues its products or, if the softmax takes longer, computes its softmax.
     """
 
     stages: int = 2

@@ -22,7 +22,7 @@ _ADDRESS = re.compile(r"^(?:@!?U?P\w+ )?UIADD3 .*(0x[0-9a-f]+)")
 
 
 def same_but_for_arguments(before: bytes, now: bytes) -> bool:
-    """Return whether two cubins for sm_90 differ only in offsets of arguments, by one shift."""
+    """Return whether two cubins for sm_90 differ only in argument offsets, all equally shifted."""
     old, new = _instructions(before), _instructions(now)
     if len(old) != len(new):
         return False

@@ -541,7 +541,7 @@ def moved(
 
 
 def restamp(head: Row, before: Mapping[Kernel, Code], now: Mapping[Kernel, Code | str]) -> int:
-    """Write the present digest to rows of a file and a family if all of their kernels are the same.
+    """Write the present digest to all rows of a family in a file if their kernels are unchanged.
 
     Return the number of pairs of a file and a family that keep their earlier digest.
     """

@@ -150,8 +150,7 @@ class Page:
     def _notes(self, source: quotes.Source) -> list[str]:
         """Return notes on single rows of a comparison, without duplicates.
 
-        Reasons that differ only in numbers, or only in a modification at their end, become one
-        line.
+        Reasons that differ only in numbers, or in a modification at their end, become one line.
         """
         # Reasons without the modification, and the modifications, by the text common to a line.
         starts: dict[str, list[str]] = {}

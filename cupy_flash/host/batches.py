@@ -222,10 +222,7 @@ def kvcache_forward(
 def _blocks(
     k: Array, v: Array, scales: CacheScales | None, dtype: np.dtype[Any]
 ) -> tuple[Blocks, Blocks]:
-    """Return the keys and values, 8-bit ones wrapped so that indexing dequantizes them.
-
-    `dtype` is that of the queries; it determines the dtype after dequantization.
-    """
+    """Return keys and values; 8-bit ones are wrapped, so that indexing dequantizes them."""
     if scales is None:
         return k, v
     compute = compute_dtype(dtype)

@@ -58,7 +58,7 @@ def merge(out_partial: Array, lse_partial: Array, out: Array, sinks: Array | Non
 
 
 def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
-    """Yield the indices of blocks, some rows of some sequences, of (..., rows, heads, dim)."""
+    """Yield indices that divide (..., rows, heads, dim) into blocks of sequences and rows."""
     *batch, rows, heads, dim = shape
     rows_at_once = max(1, ELEMENTS_AT_ONCE // max(heads * dim, 1))
     sequences_at_once = max(1, rows_at_once // max(rows, 1))

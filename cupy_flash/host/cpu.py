@@ -129,10 +129,11 @@ def forward(
     k : numpy.ndarray or PagedRows, (batch, seqlen_k, heads_kv, head_dim)
         Keys; ``heads_q`` is a multiple of ``heads_kv``.
     v : numpy.ndarray or PagedRows, (batch, seqlen_k, heads_kv, head_dim_v)
+        Values.
     out : numpy.ndarray, (batch, seqlen_q, heads_q, head_dim_v)
         Output; must not overlap the inputs.
     lse : numpy.ndarray, (batch, heads_q, seqlen_q), or None
-        Log-sum-exp, in natural logarithms; also an output.
+        Output for the log-sum-exp, in natural logarithms.
     causal : bool
         Whether query ``i`` attends only to the keys ``j <= i + q_offset``.
     q_offset : int

@@ -213,9 +213,8 @@ class _SingleThreadedBlas:
 
     def _set(self, counts: list[int]) -> None:
         for library, count in zip(self._libraries or (), counts, strict=True):
-            # Newer versions of threadpoolctl let only the first thread that sets a limit set any
-            # other. Calls begin and end in any thread, so that restriction is cleared here, before
-            # and after, also for other users of threadpoolctl.
+            # Newer versions of threadpoolctl accept limits only from the first thread that set one.
+            # Calls begin and end in any thread, so this restriction is cleared before and after.
             let_any_thread = getattr(library, "clear_controlling_thread", lambda force: None)
             let_any_thread(force=True)
             library.set_num_threads(count)

@@ -1,7 +1,7 @@
 """Plain softmax attention on the CPU, for query tiles whose keys all fit into one KV tile.
 
-The softmax weights are normalized before the product with the values, so that this product cannot
-overflow unless the result does.
+The softmax weights are normalized before the product with the values. So this product overflows
+only if the result does.
 
 The scores of many rows are stored key by key: the scores of one key, of all rows and heads, are
 consecutive. NumPy computes maxima over an axis of length 32 faster this way (0.1 instead of 1.3 ns
@@ -25,8 +25,8 @@ from cupy_flash.problem.tile import Tile
 
 Array = NDArray[Any]
 
-# Upper limits of a small call, which one step computes in new arrays: the number of scores, as a
-# second thread is not used below it anyway, and the number of elements of queries.
+# Upper limits of a small call, which one step computes in new arrays: number of scores (with fewer,
+# a second thread would not pay), and number of elements of all queries.
 MAX_SCORES_OF_CALL = 1 << 17
 MAX_ELEMENTS_OF_QUERIES = 1 << 19
 
@@ -267,10 +267,7 @@ def cut_scores(flat: Array, keys: int, rows_of_product: int) -> tuple[Array, int
 
 
 def is_key_by_key(rows: int, keys: int, rows_of_product: int) -> bool:
-    """Return whether scores are stored as (keys, rows), which is then faster than (rows, keys).
-
-    `rows` is the number of all score rows, `rows_of_product` that of one matrix product.
-    """
+    """Return whether scores are better stored key by key, as (keys, rows)."""
     return rows >= min(keys, MIN_ROWS_KEY_BY_KEY) and (
         rows_of_product >= MIN_ROWS_OF_PRODUCT or keys <= MAX_KEYS_OF_FEW_ROWS
     )
@@ -331,10 +328,7 @@ def write_sums(weights: Array, rows: Array, out: Array, divides: bool = False) -
 
 
 def write_sums_of_keys(weights: Array, rows: Array, out: Array, divides: bool = False) -> None:
-    """Write, for each key, the sum of rows (..., m, dim) times its weights (..., m, n).
-
-    The shape of `out` is (..., n, dim).
-    """
+    """Write the product of transposed weights (..., m, n) and rows (..., m, dim) to `out`."""
     if not divides:
         write_sums(weights.swapaxes(-1, -2), rows, out)
         return

@@ -46,7 +46,7 @@ from cupy_flash.problem.tile import Tile
 
 Array = NDArray[Any]
 
-# Average number of query-key pairs per pass from which on several threads are used, see
+# Minimum average number of query-key pairs per pass for which several threads are used, see
 # `cupy_flash.host.batches`.
 MIN_PAIRS_TO_SHARE = 1 << 15
 

@@ -190,7 +190,7 @@ class Pass(NamedTuple):
                         yield Block(sequences, kv_heads, heads, rows)
 
     def mask_of(self, block: Block) -> Mask:
-        """Return the mask by position of a query tile's sequences, with their modifications."""
+        """Return the mask by position for a query tile, including the modifications of the call."""
         if self.modified is None:
             return self.visible
         return self.modified.of_mask(self.visible, self.first.b + block.batch.start)
@@ -228,10 +228,7 @@ class Pass(NamedTuple):
         return of_blocks[some, :, block.rows.start // self.cut.Br, keys][:, of_heads]
 
     def pairs_of(self, block: Block, start: int, stop: int) -> Pairs:
-        """Return the indices of pairs of a query tile's rows and keys [start, stop).
-
-        They broadcast to (sequences, KV heads, heads, rows, keys).
-        """
+        """Return indices of pairs that broadcast to (sequences, KV heads, heads, rows, keys)."""
         return self.first._replace(
             b=self.first.b + _integers(block.batch)[:, None, None, None, None],
             h=self._heads_of(block)[..., None, None],

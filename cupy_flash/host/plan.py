@@ -27,10 +27,7 @@ def choose_cpu_tile(problem: Problem, request: FrozenTile) -> Tile:
 
 
 def make_cpu_plan(problem: Problem, tile: Tile, no_gpu: str | None) -> Plan:
-    """Return the plan of the CPU backend; `no_gpu` is the reason why no GPU computes the call.
-
-    `no_gpu` is None if the caller requested the CPU.
-    """
+    """Return the plan of the CPU backend; `no_gpu` is the reason against a GPU, if there is one."""
     reason = "there is no GPU to use" if no_gpu else "the CPU was asked for"
     return Plan(
         problem=problem,

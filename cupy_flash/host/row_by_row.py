@@ -55,8 +55,11 @@ def forward(
     k : numpy.ndarray, (blocks, rows, heads_kv, head_dim)
         Keys; a packed array is a single block.
     v : numpy.ndarray, (blocks, rows, heads_kv, head_dim_v)
+        Values.
     out : numpy.ndarray, (seqlen_q, heads_q, head_dim_v)
+        Output.
     lse : numpy.ndarray, (heads_q, seqlen_q), or None
+        Output for the log-sum-exp, in natural logarithms.
     keys : Keys
         Location of the sequence's keys and values in k and v.
     first : Pairs
@@ -130,10 +133,7 @@ class _Change(NamedTuple):
     last_key: int
 
     def apply(self, scores: Array, start: int) -> None:
-        """Modify scores (heads_kv, m, 1, keys) of keys from `start` on; mask keys before `begins`.
-
-        The scores hold a whole KV tile, which may reach past the last key.
-        """
+        """Modify scores (heads_kv, m, 1, Bc) of the KV tile at `start`, and mask early keys."""
         stop = start + scores.shape[-1]
         # Always whole tiles, so that the bits stay the same; keys past the last are masked later.
         j = np.minimum(np.arange(start, stop, dtype=np.int32), np.int32(self.last_key))

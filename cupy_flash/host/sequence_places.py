@@ -103,10 +103,7 @@ class AllKeys:
 
 
 def find_queries(cu_seqlens_q: Ints, total_q: int, max_seqlen_q: int) -> AllQueries:
-    """Return the query rows of packed sequences, clipped to the array.
-
-    A sequence has no rows if its entry in cu_seqlens_q exceeds the next entry.
-    """
+    """Return the query rows of packed sequences within q; none where cu_seqlens_q decreases."""
     ends = np.clip(cu_seqlens_q.astype(np.int64), 0, total_q)
     firsts = ends[:-1]
     return AllQueries(firsts, np.clip(ends[1:] - firsts, 0, max_seqlen_q))
@@ -220,10 +217,9 @@ def read(blocks: Any, keys: Keys, first: int = 0, stop: int | None = None) -> An
 def _rows_of_pages(
     pages: Ints, page_size: int, first: int, stop: int
 ) -> Iterator[tuple[int, slice, slice]]:
-    """Yield the pages that hold rows [first, stop) of a sequence.
+    """Yield, for each page that holds some of the rows [first, stop), its number and two slices.
 
-    Each item is a page number, a slice of rows in the page, and the slice of [first, stop) that
-    these rows are, counted from `first`.
+    The slices are the rows within the page, and the same rows counted from `first`.
     """
     row = first
     while row < stop:

@@ -121,10 +121,7 @@ def gradients(
 
 
 def sink_gradients(of: Rows, k: Any, v: Any, sinks: Any, scores: Scores) -> Any:
-    """Return the gradients of sinks, (heads,).
-
-    Sinks affect only the log-sum-exp, so a single key of zeros replaces the keys.
-    """
+    """Return the gradients of sinks, (heads,), which need `of.lse` but no keys: zeros will do."""
     xp = array_module(k)
     key, value = (xp.zeros((array.shape[0], 1, *array.shape[2:]), array.dtype) for array in (k, v))
     options = Options(

@@ -231,8 +231,7 @@ def flash_attention_with_kvcache(
     with together(group, planned) as (lengths, new, stripe):
         if new:
             _append((k_cache, v_cache), (k, v), lengths, group, stripe)
-        # Several causal queries attend to all old keys, but each to a different number of new keys.
-        # Attention to the new keys is then a separate partial result, which every rank computes.
+        # Several causal queries attend to different new keys: a partial result of its own.
         is_apart = causal and q.shape[1] > 1
         attended = lengths if is_apart else lengths + new
         options: dict[str, Any] = {"softmax_scale": softmax_scale, "backend": backend}
@@ -269,8 +268,7 @@ def _planned(
 ) -> tuple[tuple[Any, ...], tuple[Any, int, int]]:
     """Check the arguments before anything is written.
 
-    Returns the values that all ranks must agree on, and the lengths, the number of new keys and the
-    number of keys per stripe.
+    Returns the values that all ranks must agree on, and (lengths, number of new keys, stripe).
     """
     check_bool("causal", causal)
     check_bool("return_lse", return_lse)

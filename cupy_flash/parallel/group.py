@@ -155,7 +155,7 @@ class Group:
         Raises
         ------
         UnsupportedError
-            If the call is captured but cannot be; raised before any message is sent.
+            If a stream is being captured and `why_not_captured` is given; no message is sent.
         ParallelError
             If a rank makes another call, raises, or does not answer in time.
         """

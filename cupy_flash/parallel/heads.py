@@ -4,10 +4,10 @@ Each rank holds some tokens of all heads and, during attention, all tokens of so
 al. 2023, "DeepSpeed Ulysses"). If there are more ranks than heads, only neighbouring ranks exchange
 heads, and rings connect the ranks of different neighbourhoods that hold the same heads:
 
-    rank         0 1     2 3     4 5     6 7        heads are exchanged within each pair
-    of a pair    0 1     0 1     0 1     0 1
-    ring of 0    0       2       4       6          tokens of pairs, half of the heads
-    ring of 1      1       3       5       7
+    rank            0 1     2 3     4 5     6 7     the ranks of a pair exchange heads
+    index in pair   0 1     0 1     0 1     0 1
+    ring of rank 0  0       2       4       6       ranks that hold the first half of the heads
+    ring of rank 1    1       3       5       7     ranks that hold the second half
 
 In zigzag order, the shards of neighbours together are one shard of the ring: chunks i, i + 1, and
 the chunks at the same distance from the end.

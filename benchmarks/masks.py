@@ -1,4 +1,4 @@
-"""Draw docs/figures/masks.png, the masks of the gallery in docs/masks.md.
+"""Draw docs/figures/masks.png, the masks of the gallery in docs/guide/masks.md.
 
 python benchmarks/masks.py [FILE]
 """

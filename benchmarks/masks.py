@@ -1,4 +1,4 @@
-"""Draw docs/figures/masks.png, the gallery of masks in docs/masks.md.
+"""Draw docs/figures/masks.png, the gallery of masks in docs/guide/masks.md.
 
 python benchmarks/masks.py [FILE]
 """

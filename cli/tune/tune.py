@@ -86,7 +86,7 @@ def _table_file(ctx: click.Context, param: click.Parameter, path: Path | None) -
 @click.option(
     "--workload",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="A .json or .csv file of weighted cases; see docs/tuning.md.",
+    help="A .json or .csv file of weighted cases; see docs/guide/tuning.md.",
 )
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of inputs.")
 @click.option("--family", type=click.Choice(FAMILY_NAMES), help="Kernel family to tune.")

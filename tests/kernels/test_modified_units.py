@@ -53,7 +53,7 @@ UNITS = [
     # It spills two words if KV is split.
     ("hopper", "sm_90", "bfloat16", 128, SEQLEN, 8, {"alibi_slopes": array(HEADS)}),
     ("hopper", "sm_90", "float16", 64, SEQLEN, 0, {"mask_mod": DOCUMENTS, "causal": True}),
-    # Loads for each pair take all free registers, see docs/masks.md.
+    # Loads for each pair take all free registers, see docs/engineering/measurements/masks.md.
     ("mma", "sm_80", "float16", 64, SEQLEN, 64, {"score_mod": TABLE, "sinks": array(HEADS)}),
     ("mma", "sm_120", "float32", 64, SEQLEN, 0, {"window_size": (64, 64), "softcap": 30.0}),
     ("decode", "sm_89", "bfloat16", 128, 1, 0, {"window_size": (1023, 0), "score_mod": TABLE}),

@@ -46,7 +46,7 @@ def seen(p, j, row, h, b, length, causal, given):
 
 
 def score(x, p, j, row, h, b, given):
-    """What becomes of a scaled score, in the order of docs/masks.md."""
+    """What becomes of a scaled score, in the order of docs/guide/masks.md."""
     if "softcap" in given:
         x = given["softcap"] * math.tanh(x / given["softcap"])
     if "score_mod" in given:

@@ -1,4 +1,4 @@
-"""Who imports whom: the rules of docs/architecture.md."""
+"""Who imports whom: the rules of docs/engineering/architecture.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options that modify a command's cases."""
+"""Command-line options that set the mask and score modifications of a command's cases."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NONE = "none"
 
 
 def _or_none(name: str) -> Callable[[str], Any]:
-    """A field of `Mods`, or nothing."""
+    """Return a parser for a field of `Mods` that also accepts "none", for no modification."""
     absent = getattr(PLAIN, name)
     return lambda text: absent if text == _NONE else PARSERS[name](text)
 
@@ -52,7 +52,7 @@ _MOD_OPTIONS: dict[str, tuple[click.ParamType, str]] = {
 
 
 def mod_options(command: Command) -> Command:
-    """Add the options that modify a command's cases."""
+    """Add the options for mask and score modifications to a command."""
     for name, (kind, text) in reversed(_MOD_OPTIONS.items()):
         flag: dict[str, Any] = {"is_flag": False, "flag_value": "yes"} if kind is FLAGS else {}
         command = click.option(f"--{name}", type=kind, help=text, **flag)(command)
@@ -60,17 +60,17 @@ def mod_options(command: Command) -> Command:
 
 
 def split_mods(options: dict[str, Any]) -> dict[str, Any]:
-    """Take those options out of a command's options; those not given are None."""
+    """Pop the modification options from a command's options; those not given are None."""
     return {name: options.pop(name) for name in _MOD_OPTIONS}
 
 
 def modified(cases: Sequence[Case], given: Mapping[str, Any]) -> list[Case]:
-    """Each case with every combination of the modifications, placed and checked by the library.
+    """Return each case with every combination of modifications, after `placed` and all checks.
 
     Raises
     ------
     click.UsageError
-        With the library's message, for what no kernel computes.
+        If no kernel computes one of the cases; with the library's message.
     """
     lists = {name: values for name, values in given.items() if values}
     found = [

@@ -1,4 +1,4 @@
-"""`cupy-flash bench`: time providers on the same inputs, each checked against the reference."""
+"""The command `cupy-flash bench`: time providers on the same inputs, and check their results."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _GPU_DEFAULTS: dict[str, Sequence[Any]] = {
     "head_dim": (128,),
     "dtype": ("bfloat16",),
 }
-# Some ten seconds on two cores.
+# Cases that take about ten seconds on two cores.
 _CPU_DEFAULTS: dict[str, Sequence[Any]] = {
     "batch": (1,),
     "seqlen_q": (1024, 2048),
@@ -60,7 +60,7 @@ _CPU_DEFAULTS: dict[str, Sequence[Any]] = {
     "head_dim": (64,),
     "dtype": ("float32",),
 }
-# Untimed and timed calls of a cell.
+# Numbers of untimed and timed calls of a cell.
 _GPU_REPEATS = (3, 20)
 _CPU_REPEATS = (1, 7)
 
@@ -107,7 +107,7 @@ def _choose_providers(
 
 
 def _several_gpus(gpus: int | None, head_ranks: int | None) -> SeveralGpus | None:
-    """The provider of --gpus, if it is given."""
+    """Return the provider of --gpus, or None if that option is not given."""
     if gpus is None:
         refuse({"head_ranks": head_ranks}, ("head_ranks",), "one GPU; it is for --gpus")
         return None
@@ -135,7 +135,7 @@ def _choose_baseline(
 
 
 def _refuse_hopeless_tile(cases: Sequence[Case], chosen: Sequence[Provider]) -> None:
-    """Raise a usage error if the forced tile fits no case of any provider of ours."""
+    """Raise a usage error if no provider of cupy_flash accepts the forced tile in any case."""
     reasons = [p.why_not(case) for p in chosen if p.ours for case in cases]
     if reasons and None not in reasons:
         raise click.UsageError(str(reasons[0]))
@@ -255,10 +255,10 @@ def bench(
     output: Path | None,
     **options: Any,
 ) -> None:
-    """Time attention, or its gradients, on the same inputs by several providers, each checked.
+    """Time attention or its gradients with several providers, on the same inputs.
 
-    Shape options take lists: every combination becomes a case. Exits with 1 if a result of ours
-    fails its check, or if nothing could be timed.
+    Each result is checked. Options for shapes take lists: every combination becomes a case. The
+    exit code is 1 if a result of cupy_flash fails its check, or if nothing could be timed.
     """
     shape, sequences, mods = split_shape(options), split_sequences(options), split_mods(options)
     tile = tile_request({"Br": br, "Bc": bc, "warps": warps, "stages": stages}, more)
@@ -374,9 +374,9 @@ def bench(
             for cell in cells:
                 cell.release()
             if label and not sys.stderr.isatty():
-                # A terminal has a progress bar.
+                # A terminal shows a progress bar instead.
                 click.echo(f"[{len(done)}/{len(cases)}] {label}: {outcome_text(cells)}", err=True)
-            # Some errors leave the GPU useless; the rows of the cases to come say so.
+            # Some errors make the GPU unusable; the rows of the remaining cases then say so.
             with contextlib.suppress(RuntimeError):
                 providers.release_memory()
     flat = [cell for cells, _, _ in done for cell in cells]
@@ -385,7 +385,7 @@ def bench(
 
 
 def _copy_rate() -> float | None:
-    """What the GPU copies at, in TB/s; None if it does not."""
+    """Return the rate of copies on the GPU in TB/s, or None if it cannot be measured."""
     try:
         return copy_rate()
     except (RuntimeError, MemoryError) as error:
@@ -397,13 +397,13 @@ def _copy_rate() -> float | None:
 
 
 def _inputs(case: Case, file: InputFile | None, seed: int, *, on_gpu: bool) -> Inputs | str:
-    """A case's inputs, or why it has none."""
+    """Return a case's inputs, or the reason why there are none."""
     try:
         if reason := too_large(case.array_bytes, on_gpu=on_gpu):
             return reason
         return file.inputs(case) if file else random_inputs(case, seed, on_gpu=on_gpu)
     except (RuntimeError, MemoryError) as error:
-        # Drawing takes memory besides; and errors of earlier calls show again.
+        # Drawing takes additional memory; and errors of earlier calls may appear only here.
         return f"no inputs: {first_line(error)}"
 
 

@@ -1,4 +1,4 @@
-"""What `bench` measured, as rows of a record and as a table."""
+"""Results of `bench`, as rows of a record and as a table."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def record_row(
     versions: dict[str, str],
     copy_rate: float | None = None,
 ) -> dict[str, Any]:
-    """A cell as a record's row.
+    """Return a cell as a row of a record.
 
-    Of a cache, the rate at which keys and values are read is compared with `copy_rate`, in TB/s.
+    For a cache, the rate of reading keys and values is compared with `copy_rate`, in TB/s.
     """
     check = cell.coverage or check
     case, prepared, time = cell.case, cell.prepared, cell.time
@@ -73,7 +73,7 @@ def record_row(
 
 
 def timing_text(settings: Settings, *, on_gpu: bool, backward: bool = False) -> str:
-    """How the times were taken, in a sentence."""
+    """Return a sentence about how the times were measured."""
     taken = f"after {settings.warmup} untimed calls, medians and quartiles of up to"
     given = f"; {_UNTIMED}" if backward else ""
     if not on_gpu:
@@ -89,12 +89,12 @@ def timing_text(settings: Settings, *, on_gpu: bool, backward: bool = False) -> 
     )
 
 
-# Of gradients, what is there before a call.
+# Results that calls for gradients take, and that are computed before the timed call.
 _UNTIMED = "the output and its log-sum-exp are made before, untimed"
 _BY_AUTOGRAD = "torch's calls are of autograd.grad, whose graph is made before"
-# Providers that put a cache into pages.
+# Prefix of the names of providers that put a cache into pages.
 _PAGED = "cupy_flash-page"
-# What computes attention with the whole score matrix in memory, as the standard algorithm does.
+# Providers that hold the whole score matrix in memory, as the standard algorithm does.
 STANDARD_PROVIDERS = frozenset(
     {"cupy-library", "cupy_flash-naive", "numpy-naive", "torch-eager", "torch-math"}
 )
@@ -120,7 +120,7 @@ def _work_columns(rows: Sequence[report.Row]) -> list[report.Column]:
 
 
 def _reads_caches(rows: Sequence[report.Row]) -> bool:
-    """Whether there is nothing but caches, whose bytes are what takes the time."""
+    """Return whether all cases are caches, whose time depends on the bytes that are read."""
     return all(row["kind"] == "cache" for row in rows)
 
 
@@ -149,7 +149,7 @@ def _percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f}"
 
 
-# Columns that a terminal needs for call times, too, beside the longest names.
+# Width of a terminal, in characters, that has space for call times and the longest names.
 _WIDE = 90
 
 
@@ -184,10 +184,10 @@ def print_cells(
     copy_rate: float | None = None,
     unreliable: str | None = None,
 ) -> None:
-    """Print the cells of every case, what to know about them, and each provider's mean speedup.
+    """Print the cells of every case, notes on them, and each provider's mean speedup.
 
-    `gpu_notes` tell how the GPU or the CPU fared, and `unreliable` why ratios are not reliable;
-    `copy_rate` is what the GPU copies at, in TB/s.
+    `gpu_notes` describe the state of the GPU or the CPU, and `unreliable` says why ratios are not
+    reliable. `copy_rate` is the rate of copies on the GPU, in TB/s.
     """
     out = report.console()
     shared, labels = describe([cells[0].case for cells in table])
@@ -228,7 +228,7 @@ def print_cells(
 
 
 def _page_lines(table: Sequence[Sequence[Cell]]) -> list[str]:
-    """How much longer a paged cache takes than the same one in no pages."""
+    """Return lines that compare times on a paged cache with those on the contiguous cache."""
     found: dict[str, list[float]] = {}
     for cells in table:
         times = {cell.provider.name: cell.time.median for cell in cells if cell.time}
@@ -243,7 +243,7 @@ def _page_lines(table: Sequence[Sequence[Cell]]) -> list[str]:
 
 
 def outcome_text(cells: Sequence[Cell]) -> str:
-    """What came of a case, in a few words: who was the fastest."""
+    """Return the result of a case in a few words: the fastest provider and its time."""
     timed = [(cell.time.median, cell.provider.name) for cell in cells if cell.time]
     if not timed:
         return "not timed"
@@ -251,16 +251,16 @@ def outcome_text(cells: Sequence[Cell]) -> str:
     return f"{name} {report.milliseconds(ms)} ms"
 
 
-# A number that is no part of a name, a version or a size such as 64x128.
+# Matches a number that is not part of a name, a version or a size such as 64x128.
 _NUMBER = re.compile(r"(?<![\w.-])-?\d+(?:\.\d+)?(?!\.?\w)")
-# Cases that a line names.
+# Number of cases that a note names before it only counts.
 _MOST_NAMED = 3
 
 
 def reason_notes(table: Sequence[Sequence[Cell]], labels: Sequence[str]) -> list[str]:
-    """Why cells were not timed, and of which cases.
+    """Return the reasons why cells were not timed, each with the cases that it is for.
 
-    Reasons of a provider that differ in their numbers alone share a line.
+    Reasons of a provider that differ only in their numbers are joined into one note.
     """
     found: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for cells, label in zip(table, labels, strict=True):
@@ -307,12 +307,12 @@ def _cases_text(labels: Sequence[str], cases: int) -> str:
 
 
 def without_numbers(text: str) -> str:
-    """What texts that `joined` makes one of have in common."""
+    """Return a text with its numbers replaced; it is equal for texts that `joined` can join."""
     return _NUMBER.sub("0", text)
 
 
 def joined(texts: Sequence[str]) -> str:
-    """Texts that differ in numbers as one, with the range of each number."""
+    """Return texts that differ only in their numbers as one text, with the range of each number."""
     places = iter(zip(*(_NUMBER.findall(text) for text in texts), strict=True))
 
     def span(_: re.Match[str]) -> str:
@@ -324,7 +324,7 @@ def joined(texts: Sequence[str]) -> str:
 
 
 def print_memory(table: Sequence[Sequence[Cell]]) -> None:
-    """Print what a call of each provider takes, one line to a case."""
+    """Print the memory that a call of each provider takes, with one line per case."""
     out = report.console()
     labels = describe([cells[0].case for cells in table])[1]
     names = [cell.provider.name for cell in table[0]]
@@ -422,7 +422,7 @@ def _splits_text(plan: Plan) -> str:
 
 
 def _sequence_notes(cells: Sequence[Cell], copy_rate: float | None) -> list[str]:
-    """What to know about caches and packed sequences, and how to have them again."""
+    """Return notes on caches and packed sequences, with the option that repeats their lengths."""
     notes = []
     cached = [cell.case for cell in cells if cell.case.is_cached]
     if cached:
@@ -445,7 +445,7 @@ def _sequence_notes(cells: Sequence[Cell], copy_rate: float | None) -> list[str]
 
 
 def timing_notes(cells: Sequence[Cell]) -> list[str]:
-    """How GPU times were taken."""
+    """Return a note on how the GPU times were measured."""
     timed = [cell for cell in cells if cell.time and cell.timed_by != "clock"]
     if not timed:
         return []

@@ -1,4 +1,4 @@
-"""`cupy-flash tune`: race the legal tiles of a family and save what beats the default."""
+"""The command `cupy-flash tune`: time the legal tiles of a family, and save the best ones."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _NO_TABLE = "tables of tuned tiles are of calls without modifications"
 
 
 def _table_file(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
-    """A table file that can be written; one that is there must be a table."""
+    """Return the path of a table that can be written; a file that exists must be a table."""
     if path is None:
         return None
     writable_path(path, (".json",))
@@ -155,13 +155,13 @@ def tune(
     arch: str | None,
     **options: Any,
 ) -> None:
-    """Race every legal tile of a kernel family on the given shapes and save what wins.
+    """Time every legal tile of a kernel family on the given shapes, and save the best.
 
-    Cases that share a tile are timed together. A tile is saved if it beats the family's default by
-    --min-gain percent; the dispatcher then uses it for that GPU and class of problems, until the
-    family's sources change. With modifications nothing is saved, nor, without --force, on a machine
-    that others use. An interrupted sweep goes on where it was. Exits with 1 if a tile's result
-    fails its check, or if a tile is not saved because the machine was busy.
+    Cases of one problem class are timed together. A tile is saved if it beats the family's default
+    by --min-gain percent; the dispatcher then uses it for that GPU and class, until the family's
+    sources change. Nothing is saved for cases with modifications or, without --force, on a machine
+    that others use. An interrupted sweep continues where it stopped. The exit code is 1 if a tile's
+    result fails its check, or if a tile is not saved because the machine was busy.
     """
     shape, sequences, mods = split_shape(options), split_sequences(options), split_mods(options)
     if reporting:
@@ -194,7 +194,7 @@ def tune(
         raise click.UsageError(f"--table {table} would have nothing to hold: {_NO_TABLE}")
     limits = Limits(br, bc, max_smem, max_spills, max_tiles)
     with library_errors_as_usage():
-        # All groups first: a wrong option shows before anything is compiled.
+        # All sweeps are planned first, so that a wrong option shows before anything is compiled.
         sweeps = plan_sweeps(groups, device, family, limits)
     if (br or bc) and not any(_has_size(sweep, br, bc) for sweep in sweeps):
         everything = plan_sweeps(groups[:1], device, family, Limits())[0]
@@ -213,7 +213,7 @@ def tune(
     settings = Settings(seed, warmup, repeats)
     name = device.name if device else environment.cpu_name()
     job = TuneJob(sweeps, device, name, limits, settings, min_gain, saver)
-    # The record of a sweep that was interrupted is gone on with.
+    # A resumed sweep continues its existing record.
     refuse_existing(output, force=force or job.goes_on)
     rows: list[dict[str, Any]] = []
 
@@ -230,7 +230,7 @@ def tune(
     with report.kept(output, rows, head, show) as save:
         job.run(workers, rows, save)
     found = job.found
-    # Also what an earlier, interrupted command found.
+    # This includes findings of an earlier command that was interrupted.
     if saver:
         click.echo(saver.save(found))
     elif dry_run:
@@ -295,7 +295,7 @@ def _device(arch: str | None) -> Device:
 
 
 def _that_fit(sweeps: Sequence[Sweep]) -> list[Sweep]:
-    """The sweeps whose arrays fit the free memory; a line on stderr says why others do not."""
+    """Return the sweeps whose arrays fit the free memory; print why others are left out."""
     reasons = [too_large_for(sweep) for sweep in sweeps]
     for sweep, reason in zip(sweeps, reasons, strict=True):
         if reason:
@@ -320,7 +320,7 @@ def _has_size(sweep: Sweep, br: tuple[int, ...] | None, bc: tuple[int, ...] | No
 
 
 def _no_such_size(everything: Sweep, br: tuple[int, ...] | None, bc: tuple[int, ...] | None) -> str:
-    """What was asked for and what there is; of Bc, beside the Br that was asked for."""
+    """Return the sizes that were asked for and those that exist; Bc only for the given Br."""
     tiles = [candidate.tile for candidate in everything.candidates]
     of_br = [tile for tile in tiles if not br or tile.Br in br]
     parts = []
@@ -349,7 +349,7 @@ def _show(
     name: str,
     top: int,
 ) -> None:
-    """Show a sweep's tiles and what was found; without a finding the sweep is not complete."""
+    """Print a sweep's tiles and its finding; without a finding the sweep is not complete."""
     title = _title(sweep, name)
     is_saved = finding is not None and finding["stored"]
     print_ranking(ranking(sweep.candidates), title, top, is_saved=is_saved)
@@ -401,10 +401,10 @@ def _command() -> str:
 
 
 def _report(output: Path | None) -> None:
-    """Show the newest finding of each class on this machine's processors, timing nothing."""
+    """Print the newest finding of each problem class and device in the journals, timing nothing."""
     newest: dict[tuple[str, str, str], Finding] = {}
     for finding in findings():
-        # Journals from before there were gradients do not say.
+        # Journals of versions without gradients have no direction.
         kernels = (finding["family"], finding.get("direction", "forward"))
         if finding["kernel_digest"] == environment.digest_of(*kernels):
             key = (finding["device"], finding["family"], finding["problem_class"])

@@ -1,4 +1,4 @@
-"""The tables of `roofline --gpus`: time of a case by ranks."""
+"""Options and tables of `roofline --gpus`: time of a case by number of GPUs."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from .ranks import Links, counts, estimate
 Command = TypeVar("Command", bound=Callable[..., Any])
 Rows = Sequence[Mapping[str, Any]]
 
-# Between two H200 of a host NCCL moves 303 GB/s each way, of NVLink's 450; a host has a card of
-# 400 Gbit/s for each of its GPUs.
+# GB/s per GPU: NCCL moves 303 GB/s each way between two H200 of a host, of NVLink's 450. A host has
+# a network card of 400 Gbit/s for each of its GPUs.
 _LINK, _NETWORK, _HOST_GPUS = 300.0, 50.0, 8
-# GB/s or TFLOP/s; beyond, times are as good as none or endless.
+# Bounds in GB/s or TFLOP/s; beyond them, times would be practically 0 or infinite.
 _RATE = Number(1e-3, 1e9)
 _OPTIONS = (
     click.option(
@@ -70,14 +70,14 @@ _DEFAULTS = {
 
 
 def scaling_options(command: Command) -> Command:
-    """Add them."""
+    """Add the options for several GPUs to a command."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
 
 
 def split_scaling(options: dict[str, Any]) -> dict[str, Any]:
-    """Those of several GPUs, taken out; a usage error for any without --gpus."""
+    """Pop the options for several GPUs; without --gpus, none of the others may be given."""
     gpus = options.pop("gpus")
     given = {name: options.pop(name) for name in _DEFAULTS}
     if gpus is None:
@@ -87,7 +87,7 @@ def split_scaling(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse(cases: Sequence[Case], scaling: Mapping[str, Any]) -> None:
-    """Raise a usage error for what is not modelled."""
+    """Raise a usage error for cases that are not modelled."""
     asked, most = scaling["head_ranks"], scaling["gpus"]
     for case in cases:
         others = dataclasses.replace(case.mods, window=Window())
@@ -104,7 +104,7 @@ def refuse(cases: Sequence[Case], scaling: Mapping[str, Any]) -> None:
 
 
 def numbers_of_gpus(case: Case, scaling: Mapping[str, Any]) -> list[int]:
-    """1, 2, 4 and so on up to the most, without those that cannot share out heads as asked."""
+    """Return 1, 2, 4 and so on up to --gpus, without numbers that --head-ranks does not fit."""
     asked, heads = scaling["head_ranks"], (case.heads_q, case.heads_kv)
     return [
         ranks
@@ -116,14 +116,14 @@ def numbers_of_gpus(case: Case, scaling: Mapping[str, Any]) -> list[int]:
 def rows_of(
     gpu: Gpu, case: Case, attainable: float, scaling: Mapping[str, Any], advance: report.Advance
 ) -> Rows:
-    """A row for each number of GPUs.
+    """Return a row for each number of GPUs.
 
     Parameters
     ----------
     attainable
-        FLOP/s of one GPU, where the options name none.
+        FLOP/s of one GPU, if the options give none.
     advance
-        Told of each row before it is found.
+        Function that is called before each row, with a text.
     """
     links = Links(scaling["link"] * 1e9, scaling["network"] * 1e9, scaling["host_gpus"])
     rate = attainable if scaling["rate"] is None else scaling["rate"] * 1e12
@@ -157,7 +157,7 @@ def rows_of(
 
 
 def print_rows(groups: Sequence[Rows], cases: Sequence[Case]) -> None:
-    """A table for each case on each GPU."""
+    """Print a table for each case on each GPU."""
     out = report.console()
     columns = [
         Column("GPUs", lambda row: str(row["gpus"])),

@@ -34,7 +34,7 @@ class Change:
 
     @property
     def ratio(self) -> float | None:
-        """Speed relative to the record before; None unless both have the time of a right result."""
+        """Speed relative to the record before; None unless both have times of correct results."""
         before, after = self.before["median_ms"], self.after["median_ms"]
         if not before or not after or records.is_wrong(self.before) or self.is_lost:
             return None
@@ -42,7 +42,7 @@ class Change:
 
     @property
     def is_lost(self) -> bool:
-        """Whether only the record before has the time of a right result."""
+        """Whether only the record before has the time of a correct result."""
         had = self.before["median_ms"] is not None and not records.is_wrong(self.before)
         return had and (self.after["median_ms"] is None or records.is_wrong(self.after))
 

@@ -142,7 +142,7 @@ def _other(case: Case, axis: Axis) -> int:
 
 
 def _panel_parts(case: Case, axis: Axis, oblong: set[int]) -> dict[str, str]:
-    """Return the texts of a case's panel; `oblong` is `_other` of all cases that are not square."""
+    """Return the texts that identify a case's panel, by property."""
     other = "seqlen_k" if axis is _QUERIES else "seqlen_q"
     mask = "causal" if case.causal else "full"
     if case.q_offset is not None:

@@ -25,7 +25,7 @@ class CommaList(click.ParamType, Generic[T]):
     def __init__(
         self, item: Callable[[str], T], what: str, example: str, choices: Sequence[str] = ()
     ) -> None:
-        """Describe the values of the list.
+        """Initialize the type from a description of its values.
 
         Parameters
         ----------

@@ -142,7 +142,7 @@ def restricted(
     heads
         Query heads.
     rows
-        Query rows: of the packed array if sequences are packed, otherwise of the sequence.
+        Query rows, as indices into the packed array or, if it is not packed, into the sequence.
     """
     found = dict(given)
     for name in ("alibi_slopes", "sinks"):

@@ -137,7 +137,7 @@ class CpuState:
 
 
 class CpuWatch:
-    """Meter of the CPU time that other processes have used since it was created."""
+    """Meter of the CPU time that other processes use from the meter's creation on."""
 
     def __init__(self) -> None:
         self._start = (time.monotonic(), _busy_seconds(), _own_seconds())

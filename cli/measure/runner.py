@@ -42,7 +42,7 @@ _PROBE_ROWS = 1024
 # the same head_dim. A case is refused only if it exceeds the limit in spite of them.
 _PART_MARGIN = 2
 _CASE_MARGIN = 4
-# Rates depend on the query rows up to this number: with fewer, reading K and V takes longer.
+# From this number of query rows on, the rate is about constant; with fewer, reading K and V counts.
 _RATE_ROWS = 256
 # Calls with more memory are not captured in a CUDA graph, which would hold that memory. They last
 # so long that the host's overhead does not matter.
@@ -221,7 +221,7 @@ class Runner:
         return self._over_limit(provider, case.flops() / rate, margin)
 
     def _learn(self, provider: Provider, case: Case, seconds: float) -> None:
-        """Store the best rate on the CPU; later estimates are thereby too short, not too long."""
+        """Store the best rate on the CPU, so that estimates are rather too short than too long."""
         flops = case.flops()
         if provider.on_gpu or not flops or not seconds:
             return

@@ -31,9 +31,9 @@ class Gpu:
     sm_count
         Number of streaming multiprocessors.
     l2_bytes
-        Size of the L2 cache.
+        Size of the L2 cache in bytes.
     hbm_bytes_per_second
-        Bandwidth of the device memory.
+        Bandwidth of the device memory in bytes per second.
     peak_flops
         FLOP/s of dense products by dtype, on the fastest units: tensor cores with float32
         accumulation for float16, bfloat16 and tf32, CUDA cores for float32. Dtypes for which the

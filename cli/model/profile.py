@@ -92,7 +92,7 @@ METRICS = (
 
 @dataclass(frozen=True)
 class Model:
-    """Needs of a call according to the model.
+    """Traffic and operations of a call, according to the model.
 
     Attributes
     ----------
@@ -184,7 +184,7 @@ def theoretical_occupancy(plan: Plan, device: Device) -> float | None:
 
 
 def _sum(kernels: Sequence[Kernel], names: Sequence[str]) -> float | None:
-    """Return the largest sum of one of these metrics over the kernels; None without any value."""
+    """Return the largest of the metrics' sums over the kernels; None if none was measured."""
     sums = [
         sum(kernel.values.get(name, 0.0) for kernel in kernels)
         for name in names

@@ -459,7 +459,7 @@ def _mark(axes: Any, row: Mapping[str, Any], colour: str, label: str) -> None:
         axes.plot([x], [measured], "*", color=colour)
         label = f"{label}: {measured:.0f}" if label else f"{measured:.0f}"
     if row["algorithm"] == _FUSED:
-        # Vertical, below the lower mark: causal and full masks have marks next to each other.
+        # Vertical, so that the labels of neighbouring marks (causal and full) do not overlap.
         axes.annotate(
             label,
             (x, measured or y),

@@ -28,7 +28,7 @@ class Roof:
     peak_flops
         Peak rate of the arithmetic units, in FLOP/s.
     bytes_per_second
-        Bandwidth of the device memory.
+        Bandwidth of the device memory in bytes per second.
     """
 
     peak_flops: float
@@ -87,7 +87,7 @@ class Schedule:
     section_heads
         Number of query heads whose query tiles are interleaved.
     l2_bytes
-        Size of the L2 cache. Like the planner, the model lets keys and values use half of it.
+        Size of the L2 cache in bytes. As in the planner, keys and values use half of it.
     num_splits
         Number of thread blocks over which the keys of a query tile are split.
     workspace

@@ -51,7 +51,7 @@ _HEAD: dict[str, type] = {"date": str, "device": str, "versions": dict}
 
 
 def read(path: Path) -> Record:
-    """Return the record in a file.
+    """Read a record from a file.
 
     Raises
     ------
@@ -110,7 +110,7 @@ def changed_kernels(record: Record) -> list[str]:
 
 
 def read_bench(path: Path) -> Record:
-    """Return the record of `bench` in a file.
+    """Read a record of `bench` from a file.
 
     Raises
     ------

@@ -332,7 +332,7 @@ def kept(
     Yields
     ------
     save
-        Function to call after adding rows; it writes the file, but not after every call.
+        Function to call after rows were added; it writes the file from time to time.
     """
     due = 0.0
 

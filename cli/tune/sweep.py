@@ -119,7 +119,7 @@ class Compilation:
     _hashes: dict[str, str] = field(default_factory=dict)
 
     def start(self, candidates: Sequence[Candidate]) -> None:
-        """Submit the units of the candidates."""
+        """Submit the candidates' translation units for compilation."""
         for candidate in candidates:
             for plan in candidate.plans:
                 job = Job.of(plan)

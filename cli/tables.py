@@ -35,7 +35,7 @@ def tables(ctx: click.Context) -> None:
 
 @tables.command("list")
 @click.argument("files", nargs=-1, type=click.Path(path_type=Path, exists=True, dir_okay=False))
-@click.option("--shipped", is_flag=True, help="Those that came with the library.")
+@click.option("--shipped", is_flag=True, help="List the tables that are part of the library.")
 def list_entries(files: tuple[Path, ...], shipped: bool) -> None:
     """List the entries of table files; without FILES, those of the user's table."""
     if shipped and files:
@@ -66,7 +66,7 @@ def export(file: Path) -> None:
 @click.argument(
     "files", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True, dir_okay=False)
 )
-@click.option("--output", required=True, type=_FILE, help="The file to write.")
+@click.option("--output", required=True, type=_FILE, help="Path of the file to write.")
 @force_option("--output")
 def merge(files: tuple[Path, ...], output: Path) -> None:
     """Merge table files into one; of entries with the same key, the faster one is kept."""

@@ -166,7 +166,7 @@ def _provider_names(
     type=click.IntRange(0),
     default=0,
     show_default=True,
-    help="Of the random inputs and lengths.",
+    help="Seed of the random inputs and sequence lengths.",
 )
 @click.option("--br", type=click.IntRange(1), help="Force the tile's query rows.")
 @click.option("--bc", type=click.IntRange(1), help="Force the tile's key rows.")
@@ -179,54 +179,54 @@ def _provider_names(
     "--preset",
     type=click.Choice(presets.NAMES),
     metavar="NAME",
-    help=f"A named set of cases: {', '.join(presets.NAMES)}.",
+    help=f"Named set of cases: {', '.join(presets.NAMES)}.",
 )
 @click.option(
     "--input",
     "path",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="An npz file with real q, k and v of shape (batch, seqlen, heads, head_dim).",
+    help="Path of an npz file with q, k and v of shape (batch, seqlen, heads, head_dim).",
 )
 @click.option(
     "--provider",
     "asked",
     type=_PROVIDERS,
     callback=_provider_names,
-    help="Who computes, separated by commas; 'cupy-flash info' lists them.",
+    help="Providers to time, separated by commas; 'cupy-flash info' lists them.",
 )
 @click.option(
     "--gpus",
     type=click.IntRange(2),
-    help="Also share the work out among so many GPUs, by processes that this command starts.",
+    help="Also run each case sharded over this many GPUs, in processes that this command starts.",
 )
 @click.option(
     "--head-ranks",
     type=click.IntRange(1),
-    help="Of these, how many share out heads: 1 is a ring. By default the library's choice.",
+    help="GPUs per head-parallel group; 1 is ring attention only. Default: the library's choice.",
 )
 @click.option(
     "--baseline",
     type=_PROVIDERS,
     callback=_provider_names,
-    help="Whom speedups refer to: the best of these providers on each case.",
+    help="Providers to compare with; speedups are relative to the fastest of them in each case.",
 )
-@click.option("--warmup", type=click.IntRange(0), help="Untimed calls: 3; on the CPU 1.")
-@click.option("--repeats", type=click.IntRange(1), help="Timed calls: 20; on the CPU 7.")
+@click.option("--warmup", type=click.IntRange(0), help="Untimed calls; default 3, on the CPU 1.")
+@click.option("--repeats", type=click.IntRange(1), help="Timed calls; default 20, on the CPU 7.")
 @click.option(
     "--cell-seconds",
     type=Seconds(),
     default=20.0,
     show_default=True,
-    help="Give a cell that takes longer a reason instead of a number; inf for no limit.",
+    help="Time limit of a cell (a provider on a case); longer cells are not timed. inf: no limit.",
 )
-@click.option("--skip-check", is_flag=True, help="Do not compare with the reference.")
+@click.option("--skip-check", is_flag=True, help="Do not compare results with the reference.")
 @click.option(
-    "--host-time", is_flag=True, help="Also show how long a call takes, and keeps Python."
+    "--host-time", is_flag=True, help="Also show the host time and the total time of a call."
 )
 @click.option(
     "--memory",
     is_flag=True,
-    help="Also show the memory that a call takes; as --preset memory does.",
+    help="Also show the peak memory of a call, as --preset memory does.",
 )
 @output_option
 @click.pass_context

@@ -78,12 +78,12 @@ _ORDER = ("lost", "slower", "same", "faster", "-")
     default=2.0,
     show_default=True,
     metavar="PERCENT",
-    help="The smallest change that counts.",
+    help="Smallest change that counts, in percent.",
 )
 @click.option(
     "--fail-on-slower",
     is_flag=True,
-    help="Exit with 1 if a row became slower, or lost its time or its right result.",
+    help="Exit with code 1 if a row became slower, or lost its time or its correct result.",
 )
 @output_option
 @click.pass_context

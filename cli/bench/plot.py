@@ -76,7 +76,7 @@ class Picture:
     required=True,
     type=click.Path(path_type=Path, dir_okay=False),
     callback=lambda ctx, param, path: writable_path(path, SUFFIXES),
-    help=f"The picture: a file of {SUFFIXES_TEXT}.",
+    help=f"Path of the image: a {SUFFIXES_TEXT} file.",
 )
 @force_option("--output")
 def plot(path: Path, output: Path) -> None:

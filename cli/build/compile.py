@@ -54,7 +54,7 @@ def arch_option(command: Any, *, multiple: bool) -> Any:
         callback=_architectures if multiple else _architecture,
         metavar="sm_NN",
         shell_complete=lambda ctx, param, incomplete: completed(names, incomplete),
-        help=f"Compile for {example}, no GPU needed: {', '.join(names)}.",
+        help=f"Architecture to compile for, such as {example}; needs no GPU. {', '.join(names)}.",
     )(command)
 
 
@@ -66,14 +66,16 @@ def _folder(ctx: click.Context, param: click.Parameter, given: str | None) -> Pa
 
 
 @click.command("compile")
-@click.option("--all", "everything", is_flag=True, help="All that may be launched: every family.")
-@click.option("--list", "listing", is_flag=True, help="Name the kernels and build none.")
-@click.option("--workers", type=click.IntRange(1), help="Processes; as many as CPUs if left out.")
+@click.option(
+    "--all", "everything", is_flag=True, help="Build a representative set for every family."
+)
+@click.option("--list", "listing", is_flag=True, help="List the kernels without building them.")
+@click.option("--workers", type=click.IntRange(1), help="Number of processes; default: CPUs.")
 @click.option(
     "--output",
     type=click.Path(file_okay=False),
     callback=_folder,
-    help=f"Write cubins here, for use with {CUBINS_VARIABLE} set to the folder.",
+    help=f"Write cubins to this folder; the library uses them if {CUBINS_VARIABLE} names it.",
 )
 @click.pass_context
 def compile_kernels(

@@ -101,14 +101,14 @@ def _seen_all(positions: Ints, seqlen_k: int) -> tuple[Ints, Ints]:
 
 BUILT_IN = {
     "documents": BuiltIn(
-        f"{_DOCUMENTS} documents in a row, cut at random",
+        f"{_DOCUMENTS} documents in one sequence, cut at random",
         MaskMod,
         lambda i, j, document: document[i] == document[j],
         _documents,
         seen=_seen_documents,
     ),
     "t5": BuiltIn(
-        f"a table for each head by i - j, clipped at {FURTHEST}, is added",
+        f"a bias for each head by i - j, clipped at {FURTHEST}",
         ScoreMod,
         lambda score, h, i, j, table: (
             score + table[h, np.clip(i - j, -FURTHEST, FURTHEST) + FURTHEST]
@@ -117,7 +117,7 @@ BUILT_IN = {
         head_axis="table",
     ),
     "dilated": BuiltIn(
-        "every second key",
+        "every second key is visible",
         MaskMod,
         lambda i, j: (i - j) % STEP == 0,
         lambda heads_q, seqlen_k: {},
@@ -125,7 +125,7 @@ BUILT_IN = {
         step=STEP,
     ),
     "prefix": BuiltIn(
-        "causal behind a prefix of a quarter of the keys, without --causal",
+        "causal after a visible prefix of a quarter of the keys, without --causal",
         MaskMod,
         lambda i, j, prefix: (j <= i) | (j < prefix),
         lambda heads_q, seqlen_k: {"prefix": _prefix(seqlen_k)},

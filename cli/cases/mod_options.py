@@ -27,26 +27,27 @@ def _or_none(name: str) -> Callable[[str], Any]:
 _MOD_OPTIONS: dict[str, tuple[click.ParamType, str]] = {
     "window": (
         CommaList(_or_none("window"), "LEFT:RIGHT or none", "1023:0"),
-        "Keys seen on either side of a query, LEFT:RIGHT; a side left out has no bound. -1 or "
-        "none for no window.",
+        "Number of keys before and after its own position that a query attends to, LEFT:RIGHT; a "
+        "side left out has no bound. -1 or none for no window.",
     ),
     "softcap": (
         CommaList(_or_none("softcap"), "a number from 1e-30 to 1e+30, 0 or none", "50"),
-        "Cap of scores, a number; 0 or none for no cap.",
+        "Softcap of the scores, a number; 0 or none for no softcap.",
     ),
-    "alibi": (FLAGS, "ALiBi's slopes, those of the paper: yes or no; 'no,yes' for both."),
-    "sinks": (FLAGS, "A sink for each query head: yes or no."),
+    "alibi": (FLAGS, "ALiBi with the slopes of the paper: yes or no; 'no,yes' for both."),
+    "sinks": (FLAGS, "Attention sink for each query head: yes or no."),
     **{
         name: (
             CommaList(_or_none(name), f"one of {', '.join(SPANS)}, none", SPANS[0]),
-            f"{what}: heads, for each head; shared, one for all; batch, for each head of each "
-            "sequence; or none.",
+            f"{what}: for each head (heads), for all heads together (shared), for each head of "
+            "each sequence (batch), or none.",
         )
-        for name, what in (("bias", "A bias in the dtype of q"), ("mask", "A mask of bools"))
+        for name, what in (("bias", "Bias in the dtype of q"), ("mask", "Boolean mask"))
     },
     "mod": (
         CommaList(_or_none("mod"), f"one of {', '.join(BUILT_IN)}, none", "documents"),
-        "A function: " + "; ".join(f"{n}, {built_in.about}" for n, built_in in BUILT_IN.items()),
+        "Mask or score function: "
+        + "; ".join(f"{n}, {built_in.about}" for n, built_in in BUILT_IN.items()),
     ),
 }
 

@@ -79,16 +79,16 @@ FINITE = Number()
 SIZES = ("batch", "seqlen_q", "seqlen_k", "heads", "kv_heads", "head_dim", "head_dim_v")
 _SHAPE_OPTIONS: dict[str, tuple[click.ParamType, str]] = {
     "batch": (COUNTS, "Batch sizes."),
-    "seqlen_q": (LENGTHS, "Query rows."),
-    "seqlen_k": (LENGTHS, "Key and value rows; --seqlen-q if left out."),
-    "heads": (HEADS, "Query heads."),
-    "kv_heads": (HEADS, "Key and value heads; --heads if left out."),
-    "head_dim": (HEAD_DIMS, "Width of queries and keys, 1 to 576."),
-    "head_dim_v": (HEAD_DIMS, "Width of values; --head-dim if left out."),
+    "seqlen_q": (LENGTHS, "Numbers of query rows."),
+    "seqlen_k": (LENGTHS, "Numbers of keys and values; default: --seqlen-q."),
+    "heads": (HEADS, "Numbers of query heads."),
+    "kv_heads": (HEADS, "Numbers of key and value heads; default: --heads."),
+    "head_dim": (HEAD_DIMS, "Widths of queries and keys, 1 to 576."),
+    "head_dim_v": (HEAD_DIMS, "Widths of values; default: --head-dim."),
     "dtype": (DTYPE_LIST, f"{', '.join(DTYPES)}; also {', '.join(SHORT_DTYPE.values())}."),
     "layout": (names_list(LAYOUTS, "a layout"), "bshd (default) or bhsd."),
-    "causal": (FLAGS, "Causal masks; 'no,yes' for both."),
-    "q_offset": (INTEGERS, "Position of the first query, if causal or modified."),
+    "causal": (FLAGS, "Causal mask: yes or no; 'no,yes' for both."),
+    "q_offset": (INTEGERS, "Position of the first query among the keys, if causal or modified."),
     "softmax_scale": (FLOATS, "Factor on the scores."),
 }
 SHAPE_NAMES = tuple(_SHAPE_OPTIONS)
@@ -134,23 +134,23 @@ _SEQUENCE_OPTIONS = (
     click.option(
         "--cache",
         is_flag=True,
-        help="--seqlen-q rows attend to a cache of --seqlen-k keys: flash_attention_with_kvcache."
-        + _told(_CACHE_DEFAULTS),
+        help="Let --seqlen-q rows attend to a cache of --seqlen-k keys, by "
+        "flash_attention_with_kvcache." + _told(_CACHE_DEFAULTS),
     ),
     click.option(
-        "--page-size", type=COUNTS, help="Rows of a page of the cache, pages shuffled; 0 for none."
+        "--page-size", type=COUNTS, help="Rows per page of the cache, shuffled pages; 0 for none."
     ),
-    click.option("--append", is_flag=True, help="Each call also appends its rows to the cache."),
-    click.option("--rotary", is_flag=True, help="It also rotates queries and appended keys."),
+    click.option("--append", is_flag=True, help="Also append new rows to the cache in each call."),
+    click.option("--rotary", is_flag=True, help="Also rotate the queries and the appended keys."),
     click.option(
         "--lengths",
         metavar="WHICH",
-        help="Lengths of packed sequences, flash_attention_varlen, or with --cache of the caches: "
-        "uniform, long-tail (16 to the longest, drawn with --seed), numbers, or a file of them."
-        + _told(_PACKED_DEFAULTS),
+        help="Lengths of packed sequences (flash_attention_varlen) or, with --cache, of caches: "
+        "uniform, long-tail (from 16 to the longest, drawn with --seed), numbers, or a file of "
+        "numbers." + _told(_PACKED_DEFAULTS),
     ),
     click.option(
-        "--num-splits", type=COUNTS, help="Shares of each sequence's keys; 0, the default: chosen."
+        "--num-splits", type=COUNTS, help="KV splits per sequence; 0 (default): library's choice."
     ),
 )
 SEQUENCE_NAMES = ("cache", "page_size", "append", "rotary", "lengths", "num_splits")
@@ -168,7 +168,7 @@ def backward_option(command: Command) -> Command:
     return click.option(
         "--backward",
         is_flag=True,
-        help="Gradients of q, k and v, given the output and its log-sum-exp.",
+        help="Compute the gradients of q, k and v, given the output and its log-sum-exp.",
     )(command)
 
 
@@ -536,7 +536,7 @@ def overwritable_output_option(command: Command) -> Command:
         "--output",
         type=click.Path(path_type=Path, dir_okay=False),
         callback=_writable,
-        help="Write the rows to a file; its suffix says how: .json, .csv or .md.",
+        help="Write the rows to a file in the format of its suffix: .json, .csv or .md.",
     )(checked)
 
 

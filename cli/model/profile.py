@@ -349,7 +349,7 @@ _COLUMNS = (
 @mod_options
 @backward_option
 @click.option(
-    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the random inputs."
+    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of random inputs."
 )
 @click.option("--family", type=click.Choice(FAMILY_NAMES), help="Kernel family to profile.")
 @click.option(

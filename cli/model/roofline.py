@@ -95,12 +95,12 @@ class Measured:
     "--gpu",
     "asked",
     type=CommaList(str, "a GPU", "A100,H100", gpus.names()),
-    help=f"Published figures of which GPUs, here or not: {', '.join(gpus.names())}.",
+    help=f"GPUs to model by their published figures, present or not: {', '.join(gpus.names())}.",
 )
 @click.option(
     "--measure/--no-measure",
     default=None,
-    help="Also time the library; by default where the GPU is the present one.",
+    help="Also time the library; by default only if the GPU is the present one.",
 )
 @scaling.scaling_options
 @overwritable_output_option

@@ -29,35 +29,35 @@ _LINK, _NETWORK, _HOST_GPUS = 300.0, 50.0, 8
 _RATE = Number(1e-3, 1e9)
 _OPTIONS = (
     click.option(
-        "--gpus", type=click.IntRange(2, 65536), help="Model time on up to so many GPUs instead."
+        "--gpus", type=click.IntRange(2, 65536), help="Model time on up to this many GPUs instead."
     ),
     click.option(
         "--link",
         type=_RATE,
         show_default=f"{_LINK:g}",
-        help="GB/s of a GPU to others of its host, each way.",
+        help="Bandwidth from a GPU to others of its host, in GB/s per direction.",
     ),
     click.option(
         "--network",
         type=_RATE,
         show_default=f"{_NETWORK:g}",
-        help="GB/s of a GPU to other hosts.",
+        help="Bandwidth from a GPU to other hosts, in GB/s per direction.",
     ),
     click.option(
         "--host-gpus",
         type=click.IntRange(1),
         show_default=str(_HOST_GPUS),
-        help="GPUs of a host.",
+        help="Number of GPUs per host.",
     ),
     click.option(
         "--rate",
         type=_RATE,
-        help="TFLOP/s of attention on one GPU, as bench measures it; the roof's if left out.",
+        help="TFLOP/s of attention on one GPU, as bench measures it; default: the roofline's.",
     ),
     click.option(
         "--head-ranks",
         type=click.IntRange(1),
-        help="GPUs that share out heads: 1 is a ring; the library's choice if left out.",
+        help="GPUs per head-parallel group; 1 is ring attention only; default: library's choice.",
     ),
 )
 _DEFAULTS = {

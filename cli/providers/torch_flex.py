@@ -22,13 +22,9 @@ def scores_of(case: Case, given: Mapping[str, Any], torch: Any) -> list[Score]:
 
     Parameters
     ----------
-    case
-        Case with the modifications.
     given
         Tensors and numbers that the functions read, keyed by the names of the library's
         arguments and of captures.
-    torch
-        Module torch.
     """
     found: list[Score] = []
     first = case.first_query

@@ -25,7 +25,7 @@ def plot_option(what: str) -> Callable[[Command], Command]:
         "--plot",
         type=click.Path(path_type=Path, dir_okay=False),
         callback=_drawable,
-        help=f"Draw {what} into a file of {SUFFIXES_TEXT} (needs matplotlib).",
+        help=f"Draw {what} to a {SUFFIXES_TEXT} file (needs matplotlib).",
     )
 
 

@@ -82,34 +82,36 @@ def _table_file(ctx: click.Context, param: click.Parameter, path: Path | None) -
 @sequence_options
 @mod_options
 @backward_option
-@click.option("--preset", type=click.Choice(list(PRESETS)), help="A named set of cases.")
+@click.option("--preset", type=click.Choice(list(PRESETS)), help="Named set of cases.")
 @click.option(
     "--workload",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="A .json or .csv file of weighted cases; see docs/tuning.md.",
+    help="Path of a .json or .csv file of weighted cases; see docs/tuning.md.",
 )
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of inputs.")
+@click.option(
+    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of random inputs."
+)
 @click.option("--family", type=click.Choice(FAMILY_NAMES), help="Kernel family to tune.")
-@click.option("--backend", type=click.Choice(["gpu", "cpu"]), help="What to tune for.")
-@click.option("--br", type=HEADS, help="Try only these query rows.")
-@click.option("--bc", type=HEADS, help="Try only these key rows.")
-@click.option("--max-smem", type=FINITE, help="Most KiB of shared memory per block.")
-@click.option("--max-tiles", type=click.IntRange(1), help="Try only so many tiles, evenly chosen.")
+@click.option("--backend", type=click.Choice(["gpu", "cpu"]), help="Backend to tune.")
+@click.option("--br", type=HEADS, help="Try only tiles with these numbers of query rows.")
+@click.option("--bc", type=HEADS, help="Try only tiles with these numbers of key rows.")
+@click.option("--max-smem", type=FINITE, help="Maximum shared memory of a thread block, in KiB.")
+@click.option("--max-tiles", type=click.IntRange(1), help="Number of tiles to try, evenly chosen.")
 @click.option(
     "--max-spills",
     type=click.IntRange(0),
     default=32,
     show_default=True,
-    help="Drop tiles that spill more bytes per thread.",
+    help="Drop tiles whose kernels spill more than this many bytes per thread.",
 )
 @click.option(
     "--min-gain",
     type=FINITE,
     default=2.0,
     show_default=True,
-    help="Save only what beats the default tile by so many percent.",
+    help="Save only tiles that are at least this many percent faster than the default tile.",
 )
-@click.option("--workers", type=click.IntRange(1), help="Processes that compile.")
+@click.option("--workers", type=click.IntRange(1), help="Number of processes that compile.")
 @click.option("--warmup", type=click.IntRange(0), default=1, show_default=True)
 @click.option("--repeats", type=click.IntRange(1), default=20, show_default=True)
 @click.option("--top", type=click.IntRange(1), default=20, show_default=True, help="Rows to show.")
@@ -117,7 +119,7 @@ def _table_file(ctx: click.Context, param: click.Parameter, path: Path | None) -
     "--table",
     type=click.Path(path_type=Path, dir_okay=False),
     callback=_table_file,
-    help="Save into this .json table instead of the user's.",
+    help="Path of a .json table to save to, instead of the user's table.",
 )
 @click.option("--dry-run", is_flag=True, help="Save nothing.")
 @click.option(
@@ -125,7 +127,7 @@ def _table_file(ctx: click.Context, param: click.Parameter, path: Path | None) -
     is_flag=True,
     help="Save tiles that were measured on a busy machine, and overwrite an existing --output.",
 )
-@click.option("--report", "reporting", is_flag=True, help="Show what earlier sweeps found.")
+@click.option("--report", "reporting", is_flag=True, help="Show the findings of earlier sweeps.")
 @overwritable_output_option
 @click.pass_context
 def tune(

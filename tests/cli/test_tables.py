@@ -35,7 +35,7 @@ def test_without_a_command_its_help_is_shown_and_a_wrong_one_is_told_the_right_o
     result = tables()
 
     assert (result.exit_code, result.stderr) == (0, "")
-    assert "Look at tuned tables" in result.stdout
+    assert "List, export, merge, import and clear tables" in result.stdout
     said = "no command 'nope'; expected one of clear, export, import, list, merge"
     assert said in one_line(tables("nope"), 2)
 

@@ -294,8 +294,8 @@ def test_dtypes_may_be_named_as_tables_print_them() -> None:
 @pytest.mark.parametrize(
     ("command", "told"),
     [
-        ("bench", "Query rows. [default: 1024,4096; on the CPU 1024,2048]"),
-        ("tune", "Query heads. [default: 16; on the CPU 8]"),
+        ("bench", "Numbers of query rows. [default: 1024,4096; on the CPU 1024,2048]"),
+        ("tune", "Numbers of query heads. [default: 16; on the CPU 8]"),
         ("profile", "Batch sizes. [default: 1]"),
         ("roofline", "fp32, fp64. [default: float16]"),
         ("bench", "[default: batch 8, seqlen_q 1, seqlen_k 8192, heads 32, kv_heads 8, head_dim"),

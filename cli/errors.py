@@ -70,7 +70,7 @@ class OneLineErrors(NamedCommands):
         except (CompileError, TableError) as error:
             code = _told(str(error), 1)
         except BrokenProcessPool:
-            text = "a process that compiles was ended, perhaps for want of memory; try --workers 1"
+            text = "a compiler process was ended, perhaps because memory ran out; try --workers 1"
             code = _told(f"cupy-flash: {text}", 1)
         except click.Abort as error:
             # Click also raises Abort at the end of a file; its cause is then an EOFError.

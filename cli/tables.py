@@ -39,11 +39,11 @@ def tables(ctx: click.Context) -> None:
 def list_entries(files: tuple[Path, ...], shipped: bool) -> None:
     """List the entries of table files; without FILES, those of the user's table."""
     if shipped and files:
-        raise click.UsageError("--shipped names files of its own; leave the others out")
+        raise click.UsageError("--shipped lists its own files; leave out FILES")
     if shipped:
         paths = sorted(tuning.SHIPPED_DIR.glob("*.json"))
         if not paths:
-            click.echo("No tables came with the library")
+            click.echo("No tables are part of the library")
     else:
         paths = list(files) or [tuning.user_table_path()]
     for path in paths:
@@ -111,7 +111,7 @@ def clear() -> None:
 def why_not(entry: Entry) -> str | None:
     """Return why an entry's tile cannot serve its problem class on its GPU, or None if it can."""
     if (entry.family == "cpu") != (entry.gpu == tuning.CPU):
-        return f"family {entry.family!r} does not run there"
+        return f"family {entry.family!r} does not run on that processor"
     families = FAMILIES[entry.direction]
     tile_type = Tile if entry.family == "cpu" else families[entry.family].tile_type
     names = [field.name for field in dataclasses.fields(tile_type)]

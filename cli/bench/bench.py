@@ -268,7 +268,7 @@ def bench(
     several = _several_gpus(gpus, head_ranks)
     if several is not None and (preset or path or tile):
         raise click.UsageError(
-            "--gpus draws its inputs, and ranks choose their tiles; leave out --preset, --input "
+            "--gpus needs random inputs, and ranks choose their tiles; leave out --preset, --input "
             "and a forced tile"
         )
     chosen = _choose_providers(
@@ -279,7 +279,7 @@ def bench(
     on_gpu = no_gpu is None and any(p.on_gpu for p in chosen)
     if named:
         names = [name for name in shape if name != "dtype"]
-        because = f"--preset {preset}, which names the cases"
+        because = f"--preset {preset}, which defines the cases"
         refuse_cases(shape, sequences, mods, because, names, backward=backward)
         cases = list(named.cases)
     else:
@@ -389,7 +389,7 @@ def _copy_rate() -> float | None:
     try:
         return copy_rate()
     except (RuntimeError, MemoryError) as error:
-        click.echo(f"The rate of copies is not known: {first_line(error)}", err=True)
+        click.echo(f"The rate of copies cannot be measured: {first_line(error)}", err=True)
         return None
     finally:
         with contextlib.suppress(RuntimeError):
@@ -411,7 +411,7 @@ def _read_input(path: Path | None, preset: str | None) -> InputFile | None:
     if path is None:
         return None
     if preset:
-        raise click.UsageError("--input does not go with --preset: both name the cases")
+        raise click.UsageError("--input does not go with --preset: both define the cases")
     return InputFile.read(path)
 
 
@@ -425,7 +425,7 @@ def _cases(
 ) -> list[Case]:
     if file is not None:
         refuse(shape, SIZES, "--input, whose arrays have their own sizes")
-        refuse_sequences(sequences, "--input, whose arrays are blocks of equal length")
+        refuse_sequences(sequences, "--input, whose arrays are batches of equal length")
         return [
             file.case(
                 dtype=dtype, layout=layout, causal=causal, q_offset=offset, softmax_scale=scale

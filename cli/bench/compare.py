@@ -192,8 +192,8 @@ def _print(
     columns = _COLUMNS if any(labels) else _COLUMNS[1:]
     report.print_table(out, shared, columns, filter(None, groups.values()))
     notes = [
-        "change: of speed, above 0 where B is faster. It counts beyond "
-        f"{threshold:g}% and where the interquartile ranges do not overlap."
+        "change: of speed, above 0 if B is faster. It counts if it exceeds "
+        f"{threshold:g}% and the interquartile ranges do not overlap."
     ]
     notes += [
         f"! {letter}: {head['unreliable']}; ratios are not reliable"
@@ -234,19 +234,19 @@ def _differences(heads: Sequence[Mapping[str, Any]], changes: Sequence[Change]) 
     notes = []
     devices = [head.get("device") for head in heads]
     if devices[0] != devices[1]:
-        notes.append(f"Other device: {devices[0]} in A, {devices[1]} in B.")
+        notes.append(f"Different device: {devices[0]} in A, {devices[1]} in B.")
     old, new = (head.get("versions") or {} for head in heads)
     for name in dict.fromkeys([*old, *new]):
         in_a, in_b = old.get(name, "none"), new.get(name, "none")
         if in_a != in_b:
-            notes.append(f"Other {name}: {in_a} in A, {in_b} in B.")
+            notes.append(f"Different {name}: {in_a} in A, {in_b} in B.")
     if not notes:
         notes += _machine(changes)
     for provider in dict.fromkeys(change.provider for change in changes):
         own = [change for change in changes if change.provider == provider]
         kernels = [_kernels([c.before for c in own]), _kernels([c.after for c in own])]
         if kernels[0] != kernels[1]:
-            notes.append(f"Other kernels of {provider}: {kernels[0]} in A, {kernels[1]} in B.")
+            notes.append(f"Different kernels of {provider}: {kernels[0]} in A, {kernels[1]} in B.")
     return notes
 
 
@@ -258,7 +258,7 @@ def _machine(changes: Sequence[Change]) -> list[str]:
         if change.verdict in ("slower", "faster") and not change.provider.startswith("cupy_flash")
     )
     return [
-        f"{provider} moved although device and versions are the same: the machine itself was "
+        f"{provider} changed although device and versions are the same: the machine itself was "
         "faster or slower, so take a change of that size as noise."
         for provider in moved
     ]

@@ -106,7 +106,7 @@ def print_crossover(table: Sequence[Sequence[Cell]], title: str, notes: Sequence
             *notes,
             *timing_notes([cell for cells in table for cell in cells]),
             "Call time: from an idle GPU to the call's end, what Python does included. Where the "
-            "quartiles overlap, nobody wins.",
+            "quartiles overlap, neither wins.",
             *losses,
             *wrong,
             *reason_notes(table, labels),

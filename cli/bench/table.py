@@ -78,20 +78,20 @@ def timing_text(settings: Settings, *, on_gpu: bool, backward: bool = False) -> 
     given = f"; {_UNTIMED}" if backward else ""
     if not on_gpu:
         return (
-            f"wall time of calls on cores at rest, {taken} {settings.repeats}, providers in turns, "
-            f"each on at most {environment.available_cpus()} threads{given}"
+            f"wall time of calls on cores at rest, {taken} {settings.repeats}, providers "
+            f"alternating, each on at most {environment.available_cpus()} threads{given}"
         )
     given += f"; {_BY_AUTOGRAD}" if backward else ""
     return (
         "GPU time by events around CUDA graph replays, or around calls where timed_by is events, "
-        f"{taken} {settings.repeats}, providers in turns, the L2 overwritten before each; call_ms "
-        f"is the median wall time of a call from an idle GPU to its end, L2 warm{given}"
+        f"{taken} {settings.repeats}, providers alternating, the L2 overwritten before each; "
+        f"call_ms is the median wall time of a call from an idle GPU to its end, L2 warm{given}"
     )
 
 
 # Results that calls for gradients take, and that are computed before the timed call.
-_UNTIMED = "the output and its log-sum-exp are made before, untimed"
-_BY_AUTOGRAD = "torch's calls are of autograd.grad, whose graph is made before"
+_UNTIMED = "the output and its log-sum-exp are computed beforehand, untimed"
+_BY_AUTOGRAD = "torch's calls are autograd.grad on a graph that is built beforehand"
 # Prefix of the names of providers that put a cache into pages.
 _PAGED = "cupy_flash-page"
 # Providers that hold the whole score matrix in memory, as the standard algorithm does.
@@ -345,7 +345,7 @@ def print_memory(table: Sequence[Sequence[Cell]]) -> None:
         }
         for cells, label in zip(table, labels, strict=True)
     ]
-    title = "MiB of memory that a call takes at its peak besides its inputs"
+    title = "Peak memory of a call in MiB, in addition to its inputs"
     out.print()
     report.print_table(out, title, columns, [rows])
     standard = [name for name in names if name in STANDARD_PROVIDERS]
@@ -353,7 +353,7 @@ def print_memory(table: Sequence[Sequence[Cell]]) -> None:
     kinds = {"standard algorithm, whole score matrix": standard, "fused": fused}
     notes = [f"{kind}: {', '.join(found)}." for kind, found in kinds.items() if found]
     if any(cell.needs_bytes is not None for cells in table for cell in cells):
-        notes.append("( ): more than there is; estimated, not run.")
+        notes.append("( ): estimated and not run, because it exceeds the free memory.")
     report.print_notes(out, notes)
 
 
@@ -379,7 +379,7 @@ def _notes(
     if call_time:
         notes.append("call: wall time in ms of a call from an idle GPU to its end, L2 warm.")
     if settings.memory:
-        notes.append("MiB: memory that a call takes at its peak besides its inputs.")
+        notes.append("MiB: peak memory of a call, in addition to its inputs.")
     notes.append(f"speedup: over {_best_of(baseline)}. +-%: half the interquartile range.")
     cases = [cell.case for cell in cells]
     notes += [f"{text}." for text in environment.flop_conventions(cases)]
@@ -393,7 +393,7 @@ def _notes(
         share = "all" if rows == all_rows else f"{rows:,} of {all_rows:,}"
         what = "largest difference from the float64 reference"
         if is_backward:
-            what += ", of dq, dk or dv, as a share of what is allowed,"
+            what += ", of dq, dk or dv, relative to the largest allowed one,"
         notes.append(f"error: {what} over {share} query rows.")
     if not_finite := sum(c.not_finite for c in checks):
         notes.append(
@@ -418,7 +418,7 @@ def _splits_text(plan: Plan) -> str:
     if plan.num_splits:
         return f", keys split {plan.num_splits} ways"
     blocks = math.prod(plan.main.grid) if plan.main else 0
-    return f", all keys in {blocks} equal shares"
+    return f", all keys split evenly over {blocks} blocks"
 
 
 def _sequence_notes(cells: Sequence[Cell], copy_rate: float | None) -> list[str]:
@@ -426,21 +426,19 @@ def _sequence_notes(cells: Sequence[Cell], copy_rate: float | None) -> list[str]
     notes = []
     cached = [cell.case for cell in cells if cell.case.is_cached]
     if cached:
-        seen = (
-            ", of the keys that windows and documents leave" if any(c.mods for c in cached) else ""
-        )
+        seen = ", of the keys that masks leave visible" if any(c.mods for c in cached) else ""
         notes.append(
             "TB/s, GB/s: bytes of the keys and values, batch * heads_kv * seqlen_k * (head_dim + "
             f"head_dim_v) of them, over time{seen}."
         )
     if copy_rate:
         notes.append(
-            f"% copy: of {copy_rate:.3f} TB/s, bytes read and written by a copy of 1 GiB on the "
-            "device."
+            f"% copy: percentage of {copy_rate:.3f} TB/s, the bytes read and written by a copy of "
+            "1 GiB on the device, over its time."
         )
     for lengths in dict.fromkeys(cell.case.lengths for cell in cells):
         if lengths:
-            notes.append(f"The same lengths again: --lengths {repeatable(lengths)}")
+            notes.append(f"To repeat these lengths: --lengths {repeatable(lengths)}")
     return notes
 
 
@@ -451,6 +449,6 @@ def timing_notes(cells: Sequence[Cell]) -> list[str]:
         return []
     others = sorted({cell.provider.name for cell in timed if cell.timed_by == "events"})
     what = "CUDA graph replays" if len(others) < len({c.provider.name for c in timed}) else "calls"
-    but = f", but calls of {', '.join(others)}" if others and what != "calls" else ""
+    but = f" (of calls for {', '.join(others)})" if others and what != "calls" else ""
     unit = "us" if all(cell.case.is_cached for cell in cells) else "ms"
     return [f"{unit}: GPU time of {what}{but}, the L2 overwritten before each."]

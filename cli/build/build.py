@@ -146,7 +146,7 @@ class Builder:
         """
         if reason := why_no_compiler():
             raise click.ClickException(
-                f"{reason}; pip install 'cupy_flash[cuda13]' or [cuda12] brings a compiler, "
+                f"{reason}; pip install 'cupy_flash[cuda13]' or [cuda12] installs a compiler, "
                 "no GPU is needed"
             )
         count = min(workers or available_cpus(), _MOST_WORKERS)

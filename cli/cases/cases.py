@@ -250,15 +250,15 @@ class Case:
         if self.layout != "bshd":
             raise ValueError(f"layout is {self.layout!r}; caches and packed sequences are 'bshd'")
         if self.q_offset is not None:
-            raise ValueError("caches and packed sequences have masks aligned at the bottom right")
+            raise ValueError("caches and packed sequences take no q_offset; leave it out")
         if (self.page_size or self.append or self.rotary) and not self.is_cached:
-            raise ValueError("only a cache is paged, appended to or rotated")
+            raise ValueError("page_size, append and rotary need kind cache")
         if self.cache_dtype and (not self.is_cached or self.append):
-            raise ValueError("only a cache that nothing is appended to is of 8 bits here")
+            raise ValueError("cache_dtype needs kind cache or dense, and no append")
         if self.values_in_keys and (not self.is_cached or self.append):
-            raise ValueError("only a cache that nothing is appended to has values in its keys here")
+            raise ValueError("values_in_keys needs kind cache, and no append")
         if self.rotary and (not self.append or self.head_dim % 2):
-            raise ValueError("rotary embeddings need rows to append, and an even head_dim")
+            raise ValueError("rotary needs append and an even head_dim")
         if self.lengths is not None and (
             len(self.lengths) != self.batch or max(self.lengths, default=0) != self.seqlen_k
         ):
@@ -274,8 +274,8 @@ class Case:
         least = self.seqlen_k if self.lengths is None else min(self.lengths)
         if self.append and least < self.seqlen_q:
             raise ValueError(
-                f"{self.seqlen_q} rows are appended, but a sequence has {least} keys with them; "
-                "expected no fewer"
+                f"{self.seqlen_q} rows are appended, but a sequence has only {least} keys with "
+                "them; expected at least as many"
             )
 
     def _spec(self, shape: Shape, dtype: str | None = None) -> ArraySpec:

@@ -394,7 +394,7 @@ def _read_arrays(path: Path) -> list[np.ndarray]:
         # numpy.load would take other files for arrays or pickles, and its message would say so.
         if not zipfile.is_zipfile(raw):
             raise click.UsageError(
-                f"{path} cannot be read as an npz file: it is no zip archive; expected what "
+                f"{path} cannot be read as an npz file: it is not a zip archive; expected what "
                 "numpy.savez writes, with arrays q, k and v"
             )
         raw.seek(0)

@@ -47,7 +47,7 @@ class Seconds(click.FloatRange):
     ) -> float:
         seconds: float = super().convert(value, param, ctx)
         if math.isnan(seconds):
-            self.fail("'nan' is no time; expected seconds above 0, or inf", param, ctx)
+            self.fail("'nan' is not a time; expected seconds above 0, or inf", param, ctx)
         return seconds
 
 
@@ -306,7 +306,7 @@ def sequence_cases(
     which: Any = None if lengths is None else _lengths(lengths)
     if isinstance(which, tuple):
         longest = "seqlen_k" if cache else "seqlen_q"
-        refuse(shape, ("batch", longest), "--lengths with numbers, which give it")
+        refuse(shape, ("batch", longest), "--lengths with numbers, which determine it")
         shape = shape | {"batch": (len(which),), longest: (max(which),)}
     own = (_CACHE_DEFAULTS if cache else _PACKED_DEFAULTS)[on_gpu]
     if cache and shape["heads"] is not None:
@@ -348,12 +348,12 @@ def _require_room(case: Case, lengths: tuple[int, ...] | None) -> None:
 def _refuse_stray_sequences(sequences: Mapping[str, Any]) -> None:
     for name in ("page_size", "append", "rotary"):
         if sequences[name] and not sequences["cache"]:
-            raise click.UsageError(f"--{name.replace('_', '-')} is of a cache; add --cache")
+            raise click.UsageError(f"--{name.replace('_', '-')} needs a cache; add --cache")
     if sequences["rotary"] and not sequences["append"]:
         raise click.UsageError("--rotary rotates the rows that are appended; add --append")
     if sequences["num_splits"] and not sequences["cache"] and sequences["lengths"] is None:
         raise click.UsageError(
-            "--num-splits is of caches and packed sequences; add --cache or --lengths"
+            "--num-splits needs caches or packed sequences; add --cache or --lengths"
         )
 
 
@@ -444,8 +444,8 @@ def placed(cases: Sequence[Case]) -> list[Case]:
         return list(cases)
     if not any(case.causal or case.mods for case in cases):
         raise click.UsageError(
-            "--q-offset places a causal mask, a window or another modification; add --causal or "
-            "--window, or leave it out"
+            "--q-offset affects only a causal mask, a window or another modification; add --causal "
+            "or --window, or leave it out"
         )
     found = (c if c.causal or c.mods else dataclasses.replace(c, q_offset=None) for c in cases)
     return list(dict.fromkeys(found))

@@ -200,7 +200,7 @@ _PRESETS = {
         baseline=("torch-efficient", "torch-math"),
     ),
     "gqa": Preset(
-        "Grouped heads beside plain ones of the same FLOPs",
+        "Grouped heads, compared with ungrouped heads of the same FLOPs",
         cases=tuple(
             square("bfloat16", batch, heads, seqlen, 128, heads_kv=heads_kv)
             for batch, seqlen in ((2, 8192), (1, 16384))
@@ -224,7 +224,7 @@ _PRESETS = {
         notes=("cupy_flash-pageN: the rows of the cache in shuffled pages of N",),
     ),
     "decode-quantized": Preset(
-        "The same over a cache of 8 bits, beside 16",
+        "Decoding: one query row over a cache of 8 bits, compared with 16",
         cases=tuple(
             _decode(batch, seqlen_k) for batch in (1, 8, 64) for seqlen_k in (1024, 8192, 65536)
         ),
@@ -255,26 +255,26 @@ _PRESETS = {
         ),
     ),
     "wide": Preset(
-        "Heads of 512 columns beside as many columns in heads of 256, of the same FLOPs",
+        "Heads of 512 columns, compared with heads of 256 of the same FLOPs",
         cases=_long_prefills(256, 512),
         providers=("cupy_flash", "torch-efficient", "torch-math"),
         baseline=("torch-efficient", "torch-math"),
     ),
     "fp8": Preset(
-        "q, k and v of float8 beside 16 bits",
+        "q, k and v of float8, compared with 16 bits",
         cases=_long_prefills(128, 256),
         providers=("cupy_flash", "cupy_flash-float8"),
         baseline=("cupy_flash",),
         notes=("cupy_flash-float8: q, k and v in e4m3, a scale for each head",),
     ),
     "varlen": Preset(
-        "Packed sequences of lengths with a long tail, and equal ones of the same FLOPs",
+        "Packed sequences of long-tailed lengths, and equal lengths of the same FLOPs",
         cases=(_packed(causal=False), _packed(causal=True)),
         providers=("cupy_flash", "cupy_flash-uniform"),
         baseline=("cupy_flash-uniform",),
     ),
     "mods": Preset(
-        "Masks and score modifications, and decoding with a window beside as many keys without",
+        "Masks and score modifications; decoding with a window, and as many keys without one",
         cases=(
             *(_modified(head_dim, *each) for head_dim in (64, 128) for each in _MODIFIED),
             *(_long_documents(head_dim) for head_dim in (64, 128)),
@@ -330,7 +330,7 @@ _PRESETS = {
         notes=(
             _COBRAML_NOTE,
             "Published, on an NVIDIA A10G, in this order, ms: 0.393, 0.034, 0.032, 0.032, 0.918, "
-            "0.857; the second does not go with its 3973 GFLOP/s, by which it took 1.081",
+            "0.857; the second contradicts its 3973 GFLOP/s, by which it took 1.081",
         ),
     ),
     "three-kernel": Preset(
@@ -353,7 +353,7 @@ _PRESETS = {
         notes=("Shapes of the article Matmul to Flash Attention; batch, dtype and mask are ours",),
     ),
     "replit-generation": Preset(
-        "Replit-3B writing its i-th token after 1000: one query, 1000 + i keys, all seen",
+        "Replit-3B writing its i-th token after 1000: one query, 1000 + i keys, all visible",
         cases=tuple(_replit(batch, 1, 1000 + i) for batch in (1, 8) for i in (1, 100, 1000)),
         providers=("cupy_flash", "torch-flash", "torch-cudnn", "torch-eager"),
         baseline=("torch-flash", "torch-cudnn"),

@@ -232,7 +232,7 @@ def read_workload(path: Path) -> list[Weighted]:
     except (OSError, ValueError, RecursionError, csv.Error) as error:
         raise click.UsageError(f"{path} cannot be read as a workload: {error}") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise click.UsageError(f"{path} is no workload; expected a list of objects")
+        raise click.UsageError(f"{path} is not a workload; expected a list of objects")
     if not rows:
         raise click.UsageError(f"{path} has no rows")
     return [_weighted(row, f"row {number} of {path}") for number, row in enumerate(rows, 1)]
@@ -240,7 +240,7 @@ def read_workload(path: Path) -> list[Weighted]:
 
 def _weighted(row: Mapping[str, Any], where: str) -> Weighted:
     if None in row:
-        raise click.UsageError(f"{where} has more cells than the heading has names")
+        raise click.UsageError(f"{where} has more cells than the header has names")
     fields = {name: value for name, value in row.items() if value not in (None, "")}
     known = {field.name for field in dataclasses.fields(Case)} | {"weight"}
     if unknown := [name for name in fields if name not in known]:

@@ -107,7 +107,7 @@ class Crew:
             try:
                 other.pipe.send(order)
             except OSError:
-                raise RankError("a rank has ended; its error stands above") from None
+                raise RankError("a rank has ended; its error is printed above") from None
 
     def close(self) -> None:
         """End the other processes."""

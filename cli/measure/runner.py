@@ -161,7 +161,7 @@ class Runner:
                 check = check_of(inputs, self.settings.seed, on_gpu=on_gpu)
             except (RuntimeError, MemoryError) as error:
                 for cell in ready:
-                    cell.reason = f"there is nothing to check it by: {first_line(error)}"
+                    cell.reason = f"no reference to check its result with: {first_line(error)}"
                 return cells, None
         for cell in ready:
             self._try(cell, check)
@@ -239,7 +239,7 @@ class Runner:
         if self._repeats(provider, one_call / margin):
             return None
         pause = self._timer(provider).pause
-        after = f" after {_seconds(pause)} of rest" if pause > one_call else ""
+        after = f" after a pause of {_seconds(pause)}" if pause > one_call else ""
         return f"one call takes about {_seconds(one_call)}{after}, too long for --cell-seconds"
 
     def _try(self, cell: Cell, check: Check | GradientCheck | None) -> None:

@@ -301,7 +301,7 @@ def _notes(
     notes = []
     if len(kernels) > 1 and seconds:
         shares = (f"{k.name} {k.values.get(_DURATION, 0) / seconds / 1e7:.0f}%" for k in kernels)
-        notes.append(f"Kernels, by time: {', '.join(shares)}. Shares are those of the longest.")
+        notes.append(f"Kernels by time: {', '.join(shares)}. Percentages are of the longest.")
     if seconds:
         bandwidth = ((by_name["HBM read"] or 0) + (by_name["HBM written"] or 0)) / seconds / 1e9
         notes.append(
@@ -318,7 +318,7 @@ def _notes(
     notes += [
         "Caches were flushed before each kernel, clocks left as they were.",
         "HBM written: what stays in the L2 cache at a kernel's end is not counted.",
-        f"Model: keys and values cross the memory bus {reads}, {others} are of the seen pairs: "
+        f"Model: keys and values cross the memory bus {reads}, {others} are of visible pairs: "
         "tiles on the edge of a mask or of a sequence count more when measured.",
     ]
     if plan.family != "naive" and plan.problem.dtype == "float32" and by_name["tensor-core FLOPs"]:

@@ -125,7 +125,7 @@ def roofline(
     cases = directed(cases, backward=backward)
     if measure and not all(target.present for target in targets):
         raise click.UsageError(
-            "--measure times the present GPU; leave --gpu out or name that one only"
+            "--measure times the present GPU; leave out --gpu, or name only that GPU"
         )
     with library_errors_as_usage():
         for target, case in itertools.product(targets, cases):
@@ -335,17 +335,17 @@ def _print(rows: Rows) -> None:
     cases = [_case_of(row) for row in rows]
     is_backward = any(case.is_backward for case in cases)
     notes += [
-        "standard: probabilities that forward left are read twice, the gradients of these and of "
+        "standard: the forward pass's probabilities are read twice; their gradients and those of "
         "the scores are written and read three times in all, in the inputs' dtype."
         if is_backward
         else "standard: the score matrix is written and read twice, in the inputs' dtype.",
         "no L2: fused, but every tile reads the rows of others from device memory."
         if is_backward
         else "no L2: fused, but every query tile reads its keys and values from device memory.",
-        "K/V: how often keys and values are read from there. TFLOP/s: attainable.",
+        "K/V: how often keys and values are read from device memory. TFLOP/s: attainable.",
     ]
     if any(row["measured_tflops"] is not None for row in rows):
-        notes.append("measured: cupy_flash's own choice, and its share of what is attainable.")
+        notes.append("measured: cupy_flash's own choice, and its part of the attainable rate.")
     notes += [f"{text}." for text in environment.flop_conventions(cases)]
     report.print_notes(out, notes)
 
@@ -395,7 +395,7 @@ def _measured_text(row: report.Row) -> str:
 def _plan_note(row: Mapping[str, Any]) -> str:
     tile = f"tiles of {row['Br']}x{row['Bc']}"
     if row["family"] is None:
-        return f"fused on {row['gpu']}: no kernels of ours; modelled with {tile}."
+        return f"fused on {row['gpu']}: no kernels of cupy_flash; modelled with {tile}."
     splits = f", keys split {row['num_splits']} ways" if row["num_splits"] > 1 else ""
     # The peak is that of the GPU's fastest units, which the kernel may not use.
     slower = row["family"] == "simt" and row["peak_units"] != "CUDA cores"
@@ -403,7 +403,7 @@ def _plan_note(row: Mapping[str, Any]) -> str:
     again = row["flops_computed"] / row["flops"] if row["flops"] else 1.0
     twice = f", which compute {again:.2g} times the FLOPs that count" if again > 1 else ""
     return (
-        f"fused on {row['gpu']}: family {row['family']}, {tile}, {row['blocks']} blocks at once"
+        f"fused on {row['gpu']}: family {row['family']}, {tile}, {row['blocks']} concurrent blocks"
         f"{splits}{units}{twice}."
     )
 

@@ -93,11 +93,11 @@ def refuse(cases: Sequence[Case], scaling: Mapping[str, Any]) -> None:
         others = dataclasses.replace(case.mods, window=Window())
         if not case.is_dense or case.seqlen_q != case.seqlen_k or others:
             raise click.UsageError(
-                "--gpus models blocks of equal length, as many queries as keys, causal or not, "
-                "with or without a window"
+                "--gpus models batches of equal length with as many queries as keys, causal or "
+                "not, with or without a window"
             )
         if not case.flops():
-            raise click.UsageError("--gpus shares out work; expected a case that has some")
+            raise click.UsageError("--gpus distributes work; expected a case that has some")
         heads = case.heads_q, case.heads_kv
         if asked is not None and (reason := why_not_head_ranks(asked, most, *heads)):
             raise click.UsageError(f"--head-ranks is {asked}, which {reason}")
@@ -180,7 +180,7 @@ def print_rows(groups: Sequence[Rows], cases: Sequence[Case]) -> None:
     report.print_notes(
         out,
         [
-            "heads among: how many neighbours exchange heads; GPUs over that are a ring's places.",
-            "waiting: for what attention does not hide of the exchanges.",
+            "heads among: GPUs per head-parallel group; GPUs over that are ranks of a ring.",
+            "waiting: time of exchanges that do not overlap with attention.",
         ],
     )

@@ -151,7 +151,7 @@ class OnPages(_Variant):
 
     def served(self, case: Case) -> Case | str:
         if not case.is_cached or case.page_size:
-            return "it puts caches into pages that are in none"
+            return "it needs a contiguous cache, which it divides into pages"
         return dataclasses.replace(case, page_size=self.page_size)
 
     def scratch_bytes(self, case: Case) -> int:
@@ -173,9 +173,9 @@ class InEightBits(_Variant):
     def served(self, case: Case) -> Case | str:
         if case.is_dense:
             if self.cache_dtype != FLOAT8 or case.dtype not in FLOAT8_OUTPUTS or case.is_backward:
-                return "of dense cases it takes forward ones of 16 bits, in float8"
+                return "it takes dense cases only forward, with 16-bit dtypes, and in float8"
         elif not case.is_cached or case.append:
-            return "it reads caches, and appends to none"
+            return "it takes caches only without append"
         return dataclasses.replace(case, cache_dtype=self.cache_dtype)
 
     def scratch_bytes(self, case: Case) -> int:
@@ -196,7 +196,7 @@ class Anew(_Variant):
     def served(self, case: Case) -> Case | str:
         if self.on_gpu and case.mods.mod and _reads_map(self.dispatcher.plan(case)):
             return case
-        return "there is no block map to make anew"
+        return "there is no block mask to rebuild"
 
     def inputs_of(self, inputs: Inputs) -> Inputs:
         return inputs
@@ -210,7 +210,7 @@ class Uniform(_Variant):
 
     def served(self, case: Case) -> Case | str:
         if case.kind != "varlen":
-            return "it stands beside varlen batches only"
+            return "it is compared with varlen batches only"
         return uniform_twin(case)
 
     def scratch_bytes(self, case: Case) -> int:
@@ -228,8 +228,8 @@ class Uniform(_Variant):
         made = super().prepare(inputs)
         return dataclasses.replace(
             made,
-            note=f"flash_attention of {twin.batch} x {twin.seqlen_q}; times of "
-            f"{made.scale:.4f} times its FLOPs, which are those of the case",
+            note=f"flash_attention of {twin.batch} x {twin.seqlen_q}; its times are multiplied by "
+            f"{made.scale:.4f}, for the FLOPs of the case",
         )
 
 
@@ -301,7 +301,7 @@ class Formula(Provider):
         return super().missing() or (check.why_no_matmul() if self.on_gpu else None)
 
     def why_not(self, case: Case) -> str | None:
-        return self.missing() or ("the plain formula appends nothing" if case.append else None)
+        return self.missing() or ("the plain formula does not append" if case.append else None)
 
     def scratch_bytes(self, case: Case) -> int:
         # Scores, a temporary of their size in softmax, and rounded probabilities if there are any.
@@ -349,7 +349,7 @@ class Formula(Provider):
             return module.concatenate([out[0] for out in found])
 
         module: Any = importlib.import_module("cupy") if self.on_gpu else np
-        return Prepared(one_by_one, scope=scope, note="one sequence after the other")
+        return Prepared(one_by_one, scope=scope, note="one sequence after another")
 
 
 def _as_many_threads_as_ours() -> AbstractContextManager[Any]:

@@ -178,14 +178,14 @@ class SeveralGpus(Provider):
         if asked and (reason := why_not_head_ranks(asked, self.gpus, *heads)):
             return f"--head-ranks is {asked}, which {reason}"
         if case.mods or case.q_offset is not None or case.layout != "bshd":
-            return "on several GPUs bench times plain attention in bshd order"
+            return "on several GPUs, bench times attention without modifications, in bshd layout"
         if case.is_cached:
             if case.page_size or case.cache_dtype or case.values_in_keys or case.rotary:
-                return "caches on several GPUs have no pages, 8 bits or rotation"
+                return "caches on several GPUs take no pages, 8-bit dtypes, MLA or rotary embedding"
             if case.asked_splits or (case.causal and case.seqlen_q > 1 and not case.append):
-                return "caches on several GPUs have no splits of the caller's, and new causal keys"
+                return "caches on several GPUs take no --num-splits; --causal needs --append"
         elif not case.is_dense or case.seqlen_q != case.seqlen_k:
-            return "tokens are shared out of blocks of equal length, as many queries as keys"
+            return "sharding needs batches of equal length, with as many queries as keys"
         return None
 
     def scratch_bytes(self, case: Case) -> int:
@@ -219,7 +219,7 @@ class SeveralGpus(Provider):
         if case.is_cached:
             return f"{self.gpus} GPUs, each with a part of the keys"
         found = self.head_ranks or chosen_head_ranks(self.gpus, case.heads_kv)
-        scheme = "a ring" if found == 1 else f"heads shared out among {found}"
+        scheme = "a ring" if found == 1 else f"heads distributed over {found}"
         return f"{self.gpus} GPUs, each with a part of the tokens: {scheme}"
 
     def replayed(self, prepared: Prepared) -> Timed:
@@ -229,7 +229,7 @@ class SeveralGpus(Provider):
         try:
             graph = share.captured()
         except Exception as error:
-            self._end(f"the {self.gpus} ranks ended as they captured a call: {error}")
+            self._end(f"the {self.gpus} ranks ended while they captured a call: {error}")
             raise
 
         def launch() -> Any:

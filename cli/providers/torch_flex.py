@@ -93,16 +93,14 @@ class Flex(TorchProvider):
         if reason := self.missing():
             return reason
         if not case.is_dense:
-            return "flex_attention is timed on blocks of equal length only"
+            return "flex_attention is timed on batches of equal length only"
         if case.is_backward:
-            return "what torch.compile differentiates frees what it reads, and cannot be repeated"
+            return "a compiled backward pass frees its inputs, so it cannot be repeated"
         if case.mods.sinks:
             return "flex_attention has no sinks"
         first = case.first_query
         if case.mods.mod == "documents" and not 0 <= first <= case.seqlen_k - case.seqlen_q:
-            return (
-                "queries outside of the keys are in no document, and flex_attention does not clamp"
-            )
+            return "queries beyond the keys are in no document, and flex_attention does not clamp"
         return None
 
     def scratch_bytes(self, case: Case) -> int:
@@ -129,7 +127,7 @@ class Flex(TorchProvider):
                 device=q.device,
             )
             kept = 100 - block_mask.sparsity()
-            note = f"its BlockMask, made beforehand, keeps {kept:.1f}% of the blocks"
+            note = f"its BlockMask, built beforehand, keeps {kept:.1f}% of the blocks"
         scores = tuple(scores_of(case, given, torch))
 
         def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:

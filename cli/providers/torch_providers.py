@@ -325,7 +325,7 @@ def _with_repeated_heads(
     if case.is_backward:
         return Attention(
             lambda q, k, v: attention(q, repeat(k), repeat(v)),
-            note="the gradients of repeated k and v are summed up, timed",
+            note="the gradients of repeated k and v are summed, which is timed",
         )
     repeated = repeat(k), repeat(v)
     return Attention(
@@ -353,11 +353,11 @@ class Eager(TorchProvider):
         if reason := self.missing():
             return reason
         if not case.is_dense:
-            return "the plain formula here is of blocks of equal length"
+            return "the plain formula here takes batches of equal length only"
         if case.mods:
             return f"the plain formula here has no {case.mods}"
         if case.causal and case.problem().q_offset < 0:
-            return "a row that sees no key gives NaN in the plain formula"
+            return "a fully masked row gives NaN in the plain formula"
         return None
 
     def scratch_bytes(self, case: Case) -> int:
@@ -393,7 +393,7 @@ class OfTensors(TorchProvider):
         if reason := self.missing():
             return reason
         if not case.is_dense or case.mods:
-            return "it stands beside torch's own call: equal lengths, no modifications"
+            return "it is compared with torch's own call: equal lengths, no modifications"
         try:
             self._plan(case)
         except ValueError as error:

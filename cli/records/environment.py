@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 FLOP_CONVENTION = (
     "FLOPs = 2 * batch * heads_q * seqlen_q * seqlen_k * (head_dim + head_dim_v); "
-    "if causal, of the pairs that are seen: half if seqlen_q = seqlen_k"
+    "if causal, of the visible pairs: half if seqlen_q = seqlen_k"
 )
 FLOPS_OF_GRADIENTS = (
     "FLOPs of gradients = 2 * batch * heads_q * seqlen_q * seqlen_k * (3 * head_dim + 2 * "
     "head_dim_v), 2.5 times those of the output if the head_dims are equal; if causal, of the "
-    "pairs that are seen. Products that a kernel computes twice count once"
+    "visible pairs. Products that a kernel computes twice count once"
 )
 FLOPS_OF_MODS = (
-    "FLOPs of windows, documents, prefixes and dilated masks are of the pairs that are seen; masks "
-    "in arrays hide none"
+    "FLOPs of windows, documents, prefixes and dilated masks are of the visible pairs; pairs that "
+    "mask arrays hide count"
 )
 
 

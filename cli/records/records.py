@@ -119,7 +119,7 @@ def read_bench(path: Path) -> Record:
     """
     record = read(path)
     if fault := bench_fault(record.rows) or _repetition(record.rows):
-        raise click.UsageError(f"{path} is no record of 'cupy-flash bench': {fault}")
+        raise click.UsageError(f"{path} is not a record of 'cupy-flash bench': {fault}")
     return record
 
 

@@ -95,9 +95,9 @@ def print_ranking(
     if len(shown) + len(dropped) + twins < len(rows):
         notes.append(f"The best {len(shown)} of {len(rows)}; --output writes all.")
     if any(candidate.rounds for candidate in ranked):
-        notes.append("By rounds of the race that a tile lasted, then by time.")
+        notes.append("Ranked by the rounds of the race that a tile lasted, then by time.")
     if twins:
-        notes.append(f"{twins} tiles gave the same machine code as another and were not timed.")
+        notes.append(f"{twins} tiles compile to the same code as another and were not timed.")
     if on_gpu:
         legend = report.tile_legend(ranked[0].plan.family, ranked[0].tile)
         notes.append(legend + ".")
@@ -282,11 +282,11 @@ def findings_notes(findings: Sequence[Mapping[str, Any]]) -> list[str]:
         near = sum(not f["stored"] and not f.get("not_stored") for f in plain)
         notes.append(
             f"{stored} of {len(plain)} classes keep a tile of their own"
-            + (f"; in {near} the default is near enough." if near else ".")
+            + (f"; in {near} the default is close enough." if near else ".")
         )
     refused = Counter(f["not_stored"] for f in findings if f.get("not_stored"))
     notes += [
-        f"{n} of {len(findings)} not kept, though better than the default: {why}."
+        f"{n} of {len(findings)} not saved, though better than the default: {why}."
         for why, n in refused.items()
     ]
     return notes

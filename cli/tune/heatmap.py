@@ -139,7 +139,7 @@ def print_heat_map(out: Console, heat: HeatMap) -> None:
         # A map that is wider than the terminal is not wrapped.
         out.print(Text(" ").join(cells), soft_wrap=True)
     if heat.early:
-        out.print("~: left the race early, a rate of fewer repeats", markup=False)
+        out.print("~: left the race early, so timed with fewer repeats", markup=False)
     for kind, letter in legend.items():
         out.print(f"{letter}: {kind}", markup=False)
 

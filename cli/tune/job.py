@@ -88,7 +88,7 @@ class TuneJob:
             tiles = sum(map(len, journal.begun.values()))
             begun = f", and {tiles} tiles of the next are checked" if tiles else ""
             done = f"{len(journal.found)} of {len(self.sweeps)} are done"
-            click.echo(f"Going on: {done}{begun}.", err=True)
+            click.echo(f"Resuming: {done}{begun}.", err=True)
         for finding in self.found:
             # Saving may be decided otherwise now: the earlier command may have been a dry run.
             if (now := self._settled(finding)) != finding:
@@ -115,7 +115,7 @@ class TuneJob:
                         compilation = Compilation(builder, Path(folder), self.limits.max_spills)
                         self._run_all(live, compilation)
         except (Exception, KeyboardInterrupt):
-            going_on = "; the same command goes on from there" if journal.is_kept else ""
+            going_on = "; the same command resumes there" if journal.is_kept else ""
             done = f"{len(journal.found)} of {len(self.sweeps)} are done"
             click.echo(f"{done}{going_on}.", err=True)
             raise

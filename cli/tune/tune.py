@@ -62,7 +62,7 @@ _CPU_DEFAULTS = {
 }
 
 
-_NO_TABLE = "tables of tuned tiles are of calls without modifications"
+_NO_TABLE = "tables of tuned tiles hold only calls without modifications"
 
 
 def _table_file(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
@@ -185,7 +185,7 @@ def tune(
     )
     if on_cpu and not all(each.case.is_dense and not each.case.is_backward for each in cases):
         raise click.UsageError(
-            "--backend cpu goes through caches, packed sequences and gradients without tuned tiles"
+            "--backend cpu has no tuned tiles for caches, packed sequences and gradients"
         )
     if any(weighted.case.flops() == 0 for weighted in cases):
         raise click.UsageError("a shape has nothing to compute, so no tile is the best for it")
@@ -193,7 +193,7 @@ def tune(
     device = None if on_cpu else _device(arch)
     are_modified = [group.is_modified for group in groups]
     if all(are_modified) and table:
-        raise click.UsageError(f"--table {table} would have nothing to hold: {_NO_TABLE}")
+        raise click.UsageError(f"--table {table} would stay empty: {_NO_TABLE}")
     limits = Limits(br, bc, max_smem, max_spills, max_tiles)
     with library_errors_as_usage():
         # All sweeps are planned first, so that a wrong option shows before anything is compiled.
@@ -248,7 +248,7 @@ def tune(
         )
     failed = any(finding["failed"] for finding in found)
     if failed:
-        click.echo("!: a tile's result is not that of the reference; it was not saved.", err=True)
+        click.echo("!: a tile's result differs from the reference; it was not saved.", err=True)
     if busy or failed or all(finding["best_tile"] is None for finding in found):
         ctx.exit(1)
 
@@ -268,15 +268,15 @@ def _cases(
     backward: bool,
 ) -> list[Weighted]:
     if preset and workload:
-        raise click.UsageError("--preset does not go with --workload: both name the cases")
+        raise click.UsageError("--preset does not go with --workload: both define the cases")
     if preset:
         if on_cpu:
             raise click.UsageError(f"--preset {preset} is for GPUs; leave --backend cpu out")
-        because = f"--preset {preset}, which names the cases"
+        because = f"--preset {preset}, which defines the cases"
         refuse_cases(shape, sequences, mods, because, backward=backward)
         return PRESETS[preset]()
     if workload:
-        because = "--workload, which names the cases"
+        because = "--workload, which defines the cases"
         refuse_cases(shape, sequences, mods, because, backward=backward)
         return read_workload(workload)
     defaults = _CPU_DEFAULTS if on_cpu else _GPU_DEFAULTS
@@ -333,7 +333,7 @@ def _no_such_size(everything: Sweep, br: tuple[int, ...] | None, bc: tuple[int, 
         if given is not None and not sizes & set(given):
             asked, known = (", ".join(map(str, sorted(n))) for n in (set(given), sizes))
             parts.append(f"{option} {asked}: expected some of {known}")
-    beside = f" beside --br {', '.join(map(str, br))}" if br and of_br else ""
+    beside = f" with --br {', '.join(map(str, br))}" if br and of_br else ""
     return f"no tile of {everything.family} is that size; {'; '.join(parts)}{beside}"
 
 
@@ -359,7 +359,7 @@ def _show(
     illegal = illegal_sizes(problem, device, sweep.family, limits) if device else {}
     print_heat_map(report.console(), HeatMap.of(title, sweep.candidates, illegal))
     if finding is None:
-        click.echo("The sweep is not complete, and nothing is saved.")
+        click.echo("The sweep is not complete, so nothing is saved.")
     else:
         outcome = outcome_text(finding)
         click.echo(f"The best tile: {outcome}." if finding["best_tile"] else f"{outcome}.")
@@ -412,7 +412,7 @@ def _report(output: Path | None) -> None:
             key = (finding["device"], finding["family"], finding["problem_class"])
             newest[key] = finding
     if not newest:
-        click.echo("No sweep of these kernels has been made; 'cupy-flash tune' makes one.")
+        click.echo("No sweep of these kernels has been run; 'cupy-flash tune' runs one.")
         return
 
     def show() -> None:

@@ -71,7 +71,7 @@ def choose_groups(
     most_scores
         Limit of the number of scores, in addition to those of the longest sequence.
     most_rows
-        Limit of the number of query rows over all heads, likewise; None for the usual sample.
+        Limit of the number of query rows, without the longest sequence's; None for a usual sample.
     """
     heads = case.heads_q // case.heads_kv
     lengths = tuple(zip(case.query_lengths, case.key_lengths, strict=True))

@@ -159,7 +159,7 @@ def tile_ranges(problem: Problem, Br: int, Bc: int, mods: Mods = PLAIN) -> list[
 
 
 def tile_ranges_of_keys(problem: Problem, Br: int, Bc: int, mods: Mods = PLAIN) -> list[Range]:
-    """Return the queries that each key tile of a head reads, likewise."""
+    """Return the queries that each key tile of a head reads, from the first tile to the last."""
     return _in_tiles(seen_of(problem, mods).tiles_of_keys(Bc), Br, problem.seqlen_q)
 
 

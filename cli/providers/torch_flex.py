@@ -53,7 +53,7 @@ def _softcap(cap: float, torch: Any) -> Score:
 
 
 def masks_of(case: Case, given: Mapping[str, Any]) -> list[Sees]:
-    """Return a case's masks, likewise; a pair is visible if all functions return True for it."""
+    """Return a case's masks as FlexAttention functions; all return True for a visible pair."""
     found: list[Sees] = []
     first, (left, right) = case.first_query, case.mods.window
     if case.causal:

@@ -1,7 +1,7 @@
-"""Line charts as SVG, legible on white pages and on dark ones.
+"""Line charts as SVG, legible on white and on dark pages.
 
-Written by hand instead of by matplotlib, so that the same numbers give the same bytes everywhere
-and a figure can be compared with what its records would draw.
+The SVG is not written by matplotlib, so that the same numbers give the same bytes on all machines.
+A check can then compare a figure with the one that its records give.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-# By provider: what it is called, its colour (of Okabe and Ito's palette, lightened until it
-# stands out from white and from black alike) and its dashes.
+# Label, colour and dashes of each provider. The colours are those of Okabe and Ito's palette, made
+# lighter until they contrast with both white and black.
 STYLES = {
     "cupy_flash": ("cupy_flash", "#2188d9", ""),
     "cupy_flash-mma": ("cupy_flash, kernel mma", "#2188d9", "5 3"),
@@ -29,16 +29,16 @@ _LEGEND = 26
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes: a line for each provider, values by x."""
+    """One plot with a line for each provider; a line maps x to y."""
 
     title: str
     lines: Mapping[str, Mapping[int, float]]
 
 
 def svg(title: str, panels: Sequence[Panel], unit: str, x_label: str, columns: int) -> str:
-    """Panels in rows, on one scale, with one legend."""
+    """Return an SVG of panels in rows, with a common scale and one legend."""
     names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
-    # Ours first, and drawn last, over the others.
+    # Lines of cupy_flash come first in the legend, and are drawn last, on top of the others.
     names.sort(key=lambda name: not name.startswith("cupy_flash"))
     width = (_WIDTH - _LEFT - _GAP * (columns - 1) - 8) / columns
     height = 170 if columns < 3 else 130
@@ -65,12 +65,12 @@ def svg(title: str, panels: Sequence[Panel], unit: str, x_label: str, columns: i
 
 
 def length_text(length: int) -> str:
-    """A length as papers write it: 1k for 1024."""
+    """Return a length as text, with 1k for 1024."""
     return f"{length // 1024}k" if length and length % 1024 == 0 else str(length)
 
 
 def _ticks(top: float) -> list[float]:
-    """Round numbers from 0 to the largest value or above."""
+    """Return round numbers from 0 to at least the largest value."""
     scale = 10.0 ** (len(str(int(top))) - 1)
     step = next(s * scale for s in (0.2, 0.5, 1, 2, 5) if top / (s * scale) <= 5)
     return [step * index for index in range(math.ceil(top / step) + 1)]
@@ -112,7 +112,7 @@ def _axes(
     names: Sequence[str],
 ) -> Iterator[str]:
     xs = sorted({x for line in panel.lines.values() for x in line})
-    # Lengths double, so equal steps are a logarithmic axis.
+    # Lengths double from one to the next, so that equal steps form a logarithmic axis.
     places = {x: (index + 0.5) * width / len(xs) for index, x in enumerate(xs)}
     yield f'<text y="-9" font-weight="bold">{escape(panel.title)}</text>'
     yield f'<text x="{width:.1f}" y="-9" text-anchor="end">{escape(unit)}</text>'

@@ -1,9 +1,9 @@
-"""Gradients of the CPU backend beside those of the plain formula in NumPy, float32.
+"""Times of gradients of the CPU backend and of the plain formula in NumPy, float32.
 
     python benchmarks/cpu_gradients.py
 
-Timed as `cpu_grid.py` times outputs. The formula computes the weights from the log-sum-exp, as
-`flash_attention_backward` does, and in place what it can.
+The timing is that of `cpu_grid.py`. Like `flash_attention_backward`, the formula computes the
+weights from the log-sum-exp. It computes in place where possible.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def naive(
     lse: np.ndarray,
     causal: bool,
 ) -> tuple[np.ndarray, ...]:
-    """The formula on (batch, seqlen, heads, head_dim), the scores of all heads in memory."""
+    """Compute the formula on (batch, seqlen, heads, head_dim), with all scores in memory."""
     scale = np.float32(q.shape[3] ** -0.5)
     delta = (dout * out).sum(axis=-1).swapaxes(1, 2)
     dout, q, k, v = (x.swapaxes(1, 2) for x in (dout, q * scale, k, v))
@@ -45,7 +45,7 @@ def naive(
 
 
 def cases() -> Iterator[Case]:
-    """One sequence of 8 heads."""
+    """Yield cases with one sequence and 8 heads."""
     for seqlen, head_dim, causal in product((512, 2048, 4096), (64, 128), (False, True)):
         q, k, v, dout = random(4, 1, seqlen, 8, head_dim)
         out, lse = flash_attention(q, k, v, causal=causal, return_lse=True, backend="cpu")

@@ -1,11 +1,11 @@
-"""The CPU backend beside the plain formula in NumPy, over a grid of float32 calls.
+"""Times of the CPU backend and of the plain formula in NumPy, over a grid of float32 calls.
 
     python benchmarks/cpu_grid.py --output benchmarks/results/cpu_grid.json
 
-The two take turns of several calls; the best time of each counts, the first call of each turn left
-out where calls are short: BLAS keeps its threads spinning for some 30 ms after a product, which
-would take a core from whoever is next. Cases whose score matrix the formula has no memory for are
-left out.
+Rounds of several calls of the two alternate, and the best time of each counts. The first call of a
+round is not counted if calls are short: BLAS keeps its threads spinning for some 30 ms after a
+product, which takes a core from the next call. Cases whose score matrix is too large for the
+formula are left out.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from cupy_flash.host.sources import digest
 
 SCORE_BYTES = 5 << 30
 TURNS = 2
-SECONDS = 0.15  # of a turn, the first call aside, if one more call takes less
+SECONDS = 0.15  # minimum duration of a round, in seconds, without its first call
 KINDS = ("dense", "cached", "packed")
 
 
 class Case(NamedTuple):
-    """One line of the grid."""
+    """Case of the grid: a name, and calls of cupy_flash (`ours`) and of the formula."""
 
     name: str
     ours: Callable[[], Any]
@@ -40,13 +40,13 @@ class Case(NamedTuple):
 
 
 def naive(q: np.ndarray, k: np.ndarray, v: np.ndarray, causal: bool = False) -> np.ndarray:
-    """The formula on (batch, seqlen, heads, head_dim), the scores of all heads in memory."""
+    """Compute the formula on (batch, seqlen, heads, head_dim), with all scores in memory."""
     batch, seqlen_q, heads_q, head_dim = q.shape
     seqlen_k, heads_kv = k.shape[1:3]
     q = (q * np.float32(head_dim**-0.5)).swapaxes(1, 2)
     k, v = k.transpose(0, 2, 3, 1), v.swapaxes(1, 2)
     if heads_kv < heads_q:
-        # Of broadcast heads, no copies are made.
+        # Broadcasting the KV heads avoids copies of them.
         q = q.reshape(batch, heads_kv, -1, seqlen_q, head_dim)
         k, v = k[:, :, None], v[:, :, None]
     scores = np.matmul(q, k)
@@ -59,7 +59,7 @@ def naive(q: np.ndarray, k: np.ndarray, v: np.ndarray, causal: bool = False) -> 
 
 
 def hidden(seqlen_q: int, seqlen_k: int) -> np.ndarray:
-    """Which pairs a causal mask hides."""
+    """Return which pairs a causal mask masks."""
     return ~np.tri(seqlen_q, seqlen_k, seqlen_k - seqlen_q, dtype=bool)
 
 
@@ -68,7 +68,7 @@ def random(*shape: int) -> np.ndarray:
 
 
 def dense_cases() -> Iterator[Case]:
-    """Batches of equal sequences."""
+    """Yield cases with batches of sequences of equal length."""
     grid = product((1, 8, 128), (8, 32, 128, 512, 1024, 4096), (32, 64, 128), (False, True))
     for batch, seqlen, head_dim, causal in grid:
         heads = 12 if head_dim == 32 else 8
@@ -83,7 +83,7 @@ def dense_cases() -> Iterator[Case]:
 
 
 def cached_cases() -> Iterator[Case]:
-    """One new query of each sequence over a cache, 32 heads over 8."""
+    """Yield cases with one query per sequence and a KV cache, with 32 query and 8 KV heads."""
     for batch, seqlen, head_dim in product((1, 2, 4, 8), (1024, 2048, 4096, 8192), (64, 128)):
         q = random(batch, 1, 32, head_dim)
         k, v = random(2, batch, seqlen, 8, head_dim)
@@ -98,7 +98,7 @@ def cached_cases() -> Iterator[Case]:
 
 
 def packed_cases() -> Iterator[Case]:
-    """Sequences of random lengths packed behind each other; the formula takes one at a time."""
+    """Yield cases with packed sequences of random lengths; the formula computes one at a time."""
     for batch, longest, head_dim, causal in product(
         (8, 128), (16, 64, 256, 1024), (32, 64), (0, 1)
     ):
@@ -122,7 +122,7 @@ def packed_cases() -> Iterator[Case]:
 
 
 def best_times(case: Case) -> tuple[float, float]:
-    """Seconds of ours and of the formula, in turns."""
+    """Return the best times in seconds of cupy_flash and the formula, from alternating rounds."""
     best = [math.inf, math.inf]
     for _ in range(TURNS):
         for side, call in enumerate((case.ours, case.naive)):
@@ -144,7 +144,7 @@ def geometric_mean(numbers: Sequence[float]) -> float:
 
 
 def write_record(path: Path, rows: list[dict[str, Any]], timing: str) -> None:
-    """Write rows with where and of which sources they were timed; `timing` says how."""
+    """Write rows with metadata: machine, digest of the sources, and the text `timing`."""
     head = {**environment.metadata(environment.cpu_name()), "family": "cpu"}
     head |= {"kernel_digest": digest(), "timing": " ".join(timing.split())}
     path.write_text(json.dumps({"metadata": head, "rows": rows}, indent=1) + "\n")

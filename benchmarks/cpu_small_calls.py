@@ -39,7 +39,7 @@ MOST_MS_ABOVE_SHORT = {"forward": 0.015, "backward": 0.040}
 
 
 def cases(only: str) -> Iterator[Case]:
-    """Return the cases whose names the regular expression finds, short sequences first."""
+    """Yield the cases whose names match the regular expression, short sequences first."""
     chosen = re.compile(only)
     grid = product(
         (1, 8, 64), (1, 8, 32, 128, 512), (1, 8, 32, 128, 512, 2048), (32, 64, 128), (False, True)
@@ -74,7 +74,7 @@ def seconds_of(call: Any) -> float:
 
 
 def median_times(case: Case) -> tuple[float, float]:
-    """Return the median milliseconds of ours and of the formula, which alternate."""
+    """Return the median times of cupy_flash and of the formula in ms, from alternating calls."""
     first = seconds_of(case.ours) + seconds_of(case.naive)
     repeats = max(LEAST_REPEATS, min(REPEATS, int(SECONDS / first)))
     times = [(seconds_of(case.ours), seconds_of(case.naive)) for _ in range(repeats)]
@@ -98,7 +98,7 @@ def row_of(case: Case, ours: float, formula: float) -> dict[str, Any]:
 
 
 def timed(case: Case) -> dict[str, Any]:
-    """Return the row of a case, which is timed again if it misses the rule."""
+    """Return the row of a case; the case is timed again if it misses the rule."""
     row = row_of(case, *median_times(case))
     if row["is_met"]:
         return row
@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     rows = []
-    # The rows of a causal call with fewer keys than queries that attend to no key are NaN.
+    # With fewer keys than queries, the formula gives NaN for causal rows that attend to no key.
     with np.errstate(all="ignore"):
         for case in cases(options.only):
             rows.append(timed(case))

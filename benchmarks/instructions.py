@@ -1,8 +1,8 @@
-"""Whether two cubins have the same instructions, but for where the kernel's arguments lie.
+"""Comparison of two cubins that ignores the offsets of kernel arguments.
 
-An argument that moves changes the offset of every read of it and nothing else. The machine code is
-then another, bit by bit, and the kernel is not. Needs nvdisasm (pip install
-nvidia-cuda-nvdisasm, or a CUDA toolkit).
+If an argument moves within the argument struct, only the offsets of its reads change. The machine
+code then differs, but the kernel is the same. Needs nvdisasm (pip install nvidia-cuda-nvdisasm, or
+a CUDA toolkit).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import tempfile
 from pathlib import Path
 
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?;)", re.MULTILINE)
-# A read of an argument, and the sum that makes an argument's address.
+# A read of an argument, and an addition that computes the address of an argument.
 _ARGUMENT = re.compile(r"c\[0x0\]\[(0x[0-9a-f]+)\]")
 _ADDRESS = re.compile(r"^(?:@!?U?P\w+ )?UIADD3 .*(0x[0-9a-f]+)")
 
 
 def same_but_for_arguments(before: bytes, now: bytes) -> bool:
-    """Whether each argument of a cubin for sm_90 is only read from elsewhere."""
+    """Return whether two cubins for sm_90 differ only in argument offsets, all equally shifted."""
     old, new = _instructions(before), _instructions(now)
     if len(old) != len(new):
         return False
@@ -41,7 +41,7 @@ def same_but_for_arguments(before: bytes, now: bytes) -> bool:
 
 
 def _around(found: re.Match[str]) -> tuple[str, str]:
-    """What stands before and behind the offset."""
+    """Return the text before and the text after the offset."""
     return found.string[: found.start(1)], found.string[found.end(1) :]
 
 

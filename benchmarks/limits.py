@@ -1,10 +1,10 @@
-"""Long sequences against a matrix product, float16 against bfloat16, grouped heads against own.
+"""Rates of attention relative to a matrix product, and effect of float16 and of grouped heads.
 
     python benchmarks/limits.py --output benchmarks/results/limits.json
 
-In each row three calls take turns with a product of two 8192 x 8192 bfloat16 matrices by torch, the
-rate that the GPU's tensor cores reach in practice: bfloat16, float16, and bfloat16 with fewer
-key/value heads. Needs a GPU and torch.
+In each row, three calls of attention alternate with a product of two 8192 x 8192 bfloat16 matrices
+by torch: in bfloat16, in float16, and in bfloat16 with fewer KV heads. The product shows the rate
+that the GPU's tensor cores reach in practice. Needs a GPU and torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cupy_flash.gpu.environment import device_for_id
 _TOKENS = 16384  # batch * seqlen
 _MATRIX = 8192
 _WARMUP, _REPEATS = 3, 20
-# head_dim, seqlen, causal, query heads, and the key/value heads that they share.
+# head_dim, seqlen, causal, number of query heads, and number of KV heads of the grouped call.
 _CASES = (
     (128, 8192, False, 16, 4),
     (128, 16384, False, 16, 4),
@@ -46,7 +46,7 @@ _CASES = (
 def attention_call(
     dtype: Any, head_dim: int, seqlen: int, causal: bool, heads_q: int, heads_kv: int
 ) -> Callable[[], Any]:
-    """A call on new random arrays."""
+    """Return a call of attention on new random arrays."""
     import cupy
 
     rng = cupy.random.default_rng(0)
@@ -60,7 +60,7 @@ def attention_call(
 
 
 def product_call() -> Callable[[], Any]:
-    """The matrix product."""
+    """Return a call of the matrix product."""
     import torch
 
     a, b = (torch.randn(_MATRIX, _MATRIX, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -68,7 +68,7 @@ def product_call() -> Callable[[], Any]:
 
 
 def measure(product: Callable[[], Any], case: tuple[int, int, bool, int, int]) -> dict[str, Any]:
-    """One row: the four take turns."""
+    """Measure one row, with four alternating calls."""
     import ml_dtypes
 
     head_dim, seqlen, causal, heads_q, heads_kv = case

@@ -1,21 +1,21 @@
-"""Hashes of kernels' machine code: whether a change of the sources changed any kernel.
+"""Table of hashes of machine code, which shows whether a change of the sources changed a kernel.
 
     python benchmarks/machine_code.py              compile everything in the table, and compare
-    python benchmarks/machine_code.py --update     write the table anew
-    python benchmarks/machine_code.py --restamp    give records and tuned tiles of unchanged kernels
-                                                   the digests of the present sources
-    python benchmarks/machine_code.py --restamp --update    both, in this order
-    python benchmarks/machine_code.py --cubins FOLDER    keep the machine code too
-    python benchmarks/machine_code.py --moved FOLDER     with what was kept of the earlier sources:
-                                                   a kernel whose arguments only lie elsewhere
-                                                   (`instructions.py`) counts as the same
+    python benchmarks/machine_code.py --update     write a new table
+    python benchmarks/machine_code.py --restamp    write the digests of the present sources to
+                                                   records and tuned tiles of unchanged kernels
+    python benchmarks/machine_code.py --restamp --update    do both, in this order
+    python benchmarks/machine_code.py --cubins FOLDER    write the machine code to a folder, too
+    python benchmarks/machine_code.py --moved FOLDER     ignore moved kernel arguments
+                                                   (`instructions.py`), compared with the --cubins
+                                                   folder of the earlier sources
 
-The table holds a set of kernels over all families, dtypes, masks, layouts and some architectures,
-which the tests compile too, and every kernel of a record or a shipped tile; an entry is all that is
-compiled together, as the kernels of a call for gradients are. The rows of a record or a tuned table
-that name one family get a new digest only if they were measured on the sources that the table was
-written for, and all of their kernels are the same today, instruction by instruction. Comments and
-names of files do not change a digest. No GPU is needed.
+The table holds a representative set of kernels over all families, dtypes, masks, layouts and some
+architectures, which the tests compile, too. It also holds every kernel of a record or a shipped
+tile. An entry is one translation unit. The rows of a family in a record or a tuned table get a new
+digest only if two conditions hold: they were measured on the sources that the table was written
+for, and all of their kernels have the same instructions today. Comments and file names do not
+change a digest. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -53,44 +53,44 @@ HERE = Path(__file__).resolve().parent
 TABLE = HERE / "machine_code.json"
 RESULTS = HERE / "results"
 
-# By names that tell what they compute, too.
+# Families by their name in records, which includes the direction.
 FAMILY_BY_NAME = {
     kernel_name(name, direction): family
     for direction, families in FAMILIES.items()
     for name, family in families.items()
 }
-# Of what is no family, titles that begin so.
+# Beginnings of the titles of units that belong to no family.
 _OTHERS = (
     "append bfloat16 head_dim 128",
     "append float32 head_dim 64 page",
     "combine bfloat16, 16",
     "combine float32, 32",
 )
-# Sections of a cubin with instructions.
+# Prefix of the names of cubin sections that hold instructions.
 _CODE = ".text."
-# Units of a family that NVRTC may make other code of although nobody changed the source: 13.5 of 4
-# of `hopper backward`, those of head_dim 256, and of 2 of `hopper` in float32.
+# Maximum number of units per family that are compiled again if their code differs. NVRTC may
+# compile an unchanged source to different code: NVRTC 13.5 does for 4 units of `hopper backward`
+# (head_dim 256) and 2 units of `hopper` (float32).
 _FEW_UNITS = 8
-# Rounds, in each of which new processes compile what is still other code so many times. Of 14
-# processes that compiled one of these units 3 to 8 times all made both codes, 8 one of them at the
-# first and the other from then on.
+# Number of rounds, and of compilations per round, for a unit whose code differs. Each round uses
+# new processes. All of 14 processes that compiled such a unit 3 to 8 times produced both codes.
 _ROUNDS, _TIMES = 6, 3
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """What names a kernel, or those of one plan, whatever the sources are called.
+    """Identification of one translation unit, independent of the names of source files.
 
     Attributes
     ----------
     arch
-        10 times its compute capability.
+        Compute capability times 10.
     family
-        Of `FAMILY_BY_NAME`, or "append" or "combine".
+        Name in `FAMILY_BY_NAME`, or "append" or "combine" for units of no family.
     tile
-        Names and values of the tile's fields; the unit's title, of no family.
+        Names and values of the tile's fields, or the title of a unit of no family.
     case
-        A case that it serves; None of no family.
+        Case that the unit computes; None for a unit of no family.
     """
 
     arch: int
@@ -100,11 +100,11 @@ class Kernel:
 
     @classmethod
     def of(cls, arch: int, family: str, tile: Mapping[str, int], case: Case) -> Kernel:
-        # Its lengths make no difference.
+        # The lengths of sequences do not affect the unit.
         return cls(arch, family, tuple(tile.items()), dataclasses.replace(case, lengths=None))
 
     def plan(self) -> Plan:
-        """What launches it, of a family."""
+        """Return the plan that launches the unit, which must belong to a family."""
         assert self.case is not None
         family = FAMILY_BY_NAME[self.family]
         tile = family.tile_type(**dict(self.tile))
@@ -112,7 +112,7 @@ class Kernel:
         return plan_tile(family, self.case.problem(), device, tile, reason="")
 
     def job(self) -> Job:
-        """How it is compiled."""
+        """Return the job that compiles the unit."""
         if self.case is not None:
             return Job.of(self.plan())
         units = kernel_sets.other_units(everything=False)
@@ -120,7 +120,7 @@ class Kernel:
         return Job(unit, device_for_arch(self.arch), ())
 
     def as_json(self) -> Row:
-        """As the table holds it."""
+        """Return the row of the table."""
         if self.case is None:
             return {"arch": self.arch, "family": self.family, "title": self.tile}
         usual = {field.name: field.default for field in dataclasses.fields(Case)} | {"mods": None}
@@ -138,7 +138,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Code:
-    """What came of compiling a kernel: registers of the main one, bytes that any spills."""
+    """Result of a compilation: code hash, registers of the main kernel, largest spill of any."""
 
     code: str
     registers: int
@@ -152,12 +152,12 @@ class Code:
         return cls(code_hash(cubin.image), registers, spill_bytes, cubin.image)
 
     def as_json(self) -> Row:
-        """As the table holds it."""
+        """Return the fields of the row in the table."""
         return {"code": self.code, "registers": self.registers, "spill_bytes": self.spill_bytes}
 
 
 def code_hash(image: bytes) -> str:
-    """Sixteen hex digits over the instructions of a cubin, an ELF file of 64 bits."""
+    """Return a hash of 16 hex digits of the instructions in a cubin, a 64-bit ELF file."""
     (headers_at,) = struct.unpack_from("<Q", image, 0x28)
     size, count, names_index = struct.unpack_from("<3H", image, 0x3A)
     headers = [struct.unpack_from("<II4Q", image, headers_at + i * size) for i in range(count)]
@@ -172,14 +172,14 @@ def code_hash(image: bytes) -> str:
 
 
 def compiled(kernels: Iterable[Kernel], before: Mapping[Kernel, Code]) -> dict[Kernel, Code | str]:
-    """What comes of each: its code, or the compiler's words.
+    """Compile units; return the code of each, or the error message of the compiler.
 
-    Of some sources NVRTC makes one of two codes, from one compilation to the next. Where few units
-    of a family are others than `before`, these are compiled again, and what comes out as it was
-    once is the same.
+    NVRTC compiles some sources to one of two codes, which may change from one compilation to the
+    next. If the code of few units of a family differs from `before`, they are compiled again, and
+    count as the same if any compilation gives the code in `before`.
     """
     jobs = {kernel: kernel.job() for kernel in kernels}
-    # Cases may share a unit.
+    # Several cases may have the same unit, which is compiled once.
     firsts: dict[tuple[str, int], Kernel] = {}
     first = {k: firsts.setdefault((x.unit.text, x.device.arch), k) for k, x in jobs.items()}
     found = dict(_codes([(kernel, jobs[kernel]) for kernel in firsts.values()]))
@@ -203,15 +203,15 @@ def _codes(jobs: Sequence[tuple[Kernel, Job]]) -> Iterator[tuple[Kernel, Code | 
             yield kernel, Code.of(built.cubin, job.unit.main_entry)
 
 
-# ---- Which kernels
+# ---- Kernels in the table
 
 
 def representative() -> list[Kernel]:
-    """Over all families, dtypes, masks, layouts and kinds of rows."""
+    """Return a set of kernels over all families, dtypes, masks, layouts and row alignments."""
     defaults, others = list(_defaults()), list(_others())
     found = [_kernel(90, case, family) for case, family in defaults]
     found += [Kernel(90, *other, None) for other in others]
-    # Two other architectures take turns, and every architecture has a few.
+    # Two other architectures get every second unit, and all remaining ones get a few.
     for turn, arch in enumerate((80, 120)):
         found += [_kernel(arch, case, family) for case, family in defaults[turn::2]]
         found += [Kernel(arch, *other, None) for other in others[turn::2]]
@@ -222,7 +222,7 @@ def representative() -> list[Kernel]:
 
 
 def _kernel(arch: int, case: Case, family: str | None = None, **tile: int) -> Kernel:
-    """With the tile that the planner chooses, but for these fields."""
+    """Return a kernel with the tile that the planner chooses, except for the fields in `tile`."""
     plan = make_plan(case.problem(), device_for_arch(arch), family=family)
     name = kernel_name(plan.family, case.direction)
     return Kernel.of(arch, name, dataclasses.asdict(plan.tile) | tile, case)
@@ -233,7 +233,7 @@ def _dense(dtype: str, dims: tuple[int, int], causal: bool = False, **more: Any)
 
 
 def _single(dtype: str, dims: tuple[int, int], rows: int, causal: bool = False) -> Case:
-    """One head of few rows, whose keys are split."""
+    """Return a case with one head and few query rows, which uses split KV."""
     return Case(dtype, 1, rows, 65536, 1, 1, *dims, causal)
 
 
@@ -254,11 +254,11 @@ def _defaults() -> Iterator[tuple[Case, str | None]]:
         ("float32", 64, True),
     ):
         yield _dense(dtype, (dim, dim), causal), None
-    # Of `hopper` NVRTC 13.5 makes one of two codes here, from one compilation to the next.
+    # Not `hopper`: NVRTC 13.5 compiles its unit for this case to one of two codes.
     yield _dense("float32", (128, 128)), "mma"
     for dtype, family in (("float16", "mma"), ("bfloat16", "simt"), ("float32", "naive")):
         yield _dense(dtype, (64, 64), True), family
-    # Rows of single elements; few query tiles, whose keys are split; a scale of either sign.
+    # Rows aligned to single elements, split KV for few query tiles, and a negative scale.
     yield Case("bfloat16", 4, 999, 999, 4, 4, 65, 33, True), None
     yield Case("float32", 4, 999, 999, 4, 4, 65, 33, False), None
     yield Case("float64", 1, 999, 999, 4, 4, 64, 64, True), None
@@ -284,8 +284,8 @@ _FEW = (
     Case("float16", 8, 1, 4096, 32, 8, 128, 128, kind="cache", page_size=16),
 )
 
-# Then what else a unit may be compiled for: every architecture, every alignment of rows, every
-# width of head_dim, each field of a tile away from its default.
+# The following functions cover the remaining parameters of units: every architecture, alignment of
+# rows and width of head_dim, and each field of a tile with another value than its default.
 
 
 def _mma() -> Iterator[Kernel]:
@@ -322,10 +322,10 @@ def _hopper() -> Iterator[Kernel]:
             _dense(dtype, dims, causal, softmax_scale=-0.5),
         )
         yield _kernel(90, kinds[index % len(kinds)], "hopper")
-    # Of pairs of thread blocks.
+    # Head dims that two thread blocks of a cluster split.
     yield _kernel(90, _dense("bfloat16", (512, 512), True), "hopper")
     yield _kernel(90, _packed("float16", (576, 512)), "hopper")
-    # NVRTC makes one of several codes of others, such as 240 and 192/128.
+    # NVRTC compiles units of other head dims, such as 240 and 192/128, to one of several codes.
     for dim, causal in ((256, True), (192, False)):
         yield _kernel(90, _dense("float32", (dim, dim), causal), "hopper")
 
@@ -333,7 +333,7 @@ def _hopper() -> Iterator[Kernel]:
 def _decode() -> Iterator[Kernel]:
     archs = (80, 89, 90, 100, 120)
     for i, dim in enumerate((64, 96, 128, 192, 256)):
-        # Two layouts of three in turn.
+        # Each head_dim gets two of the three page sizes.
         for j in (i, i + 1):
             page_size = (0, 16, 1)[j % 3]
             causal, rows = (i + j) % 2 == 0, (1, 8)[i // 2 % 2]
@@ -403,7 +403,7 @@ def _gradients() -> Iterator[Kernel]:
 
 
 def recorded() -> dict[str, list[tuple[str, str, list[Kernel]]]]:
-    """By file: family, digest and kernels of each row of a record, or entry of a table."""
+    """Return, by file, family, digest and kernels of each row of a record or entry of a table."""
     found = {path.name: list(_kernels_of_rows(path)) for path in sorted(RESULTS.glob("*.json"))}
     for path in sorted(tuning.SHIPPED_DIR.glob("*.json")):
         found[path.name] = [
@@ -436,10 +436,11 @@ def _kernels_of_rows(path: Path) -> Iterator[tuple[str, str, list[Kernel]]]:
 
 
 def _served(row: Row) -> Case:
-    """What the provider of a row computed of its case."""
+    """Return the case that the provider of a row actually computed for the row's case."""
     case, served = records.case_of(row), getattr(provider(row["provider"]), "served", None)
     found = case if served is None else served(case)
-    # What makes block maps anew serves it as it is, and has a reason instead without a GPU.
+    # A provider that builds block maps in each call computes the case itself. Without a GPU it
+    # returns a reason instead of a case.
     return found if isinstance(found, Case) else case
 
 
@@ -465,7 +466,7 @@ def _kernels_of_entry(entry: tuning.Entry) -> Iterator[Kernel]:
 
 
 def write_table(found: Mapping[Kernel, Code | str], tested: Iterable[Kernel]) -> None:
-    """The table of what was compiled."""
+    """Write the table of all compiled units."""
     from cupy.cuda import nvrtc
 
     tested = set(tested)
@@ -485,7 +486,7 @@ def write_table(found: Mapping[Kernel, Code | str], tested: Iterable[Kernel]) ->
 
 
 def read_table() -> tuple[Row, dict[Kernel, Code], list[Kernel]]:
-    """Its head, all kernels, and those that the tests compile."""
+    """Return the head of the table, all kernels with their code, and those that tests compile."""
     data = json.loads(TABLE.read_text(encoding="utf-8"))
     kernels = {
         Kernel.from_json(row): Code(row["code"], row["registers"], row["spill_bytes"])
@@ -496,7 +497,7 @@ def read_table() -> tuple[Row, dict[Kernel, Code], list[Kernel]]:
 
 
 def why_not_comparable(head: Row) -> str | None:
-    """Why the present compiler makes other code from the same source, or None."""
+    """Return why the table is not comparable with this compiler's code; None if it is."""
     from cupy.cuda import nvrtc
 
     version = ".".join(map(str, nvrtc.getVersion()))
@@ -506,7 +507,7 @@ def why_not_comparable(head: Row) -> str | None:
 
 
 def differences(before: Mapping[Kernel, Code], now: Mapping[Kernel, Code | str]) -> Iterator[str]:
-    """A line for each kernel that is another than in the table."""
+    """Yield a line for each kernel that differs from the table."""
     for kernel, code in now.items():
         was = before.get(kernel)
         name = json.dumps(kernel.as_json())
@@ -524,7 +525,7 @@ def differences(before: Mapping[Kernel, Code], now: Mapping[Kernel, Code | str])
 def moved(
     before: Mapping[Kernel, Code], now: Mapping[Kernel, Code | str], folder: Path
 ) -> Iterator[tuple[Kernel, Code]]:
-    """The kernels whose arguments lie elsewhere than in the table, and nothing else changed."""
+    """Yield the kernels that differ from the table only in offsets of arguments."""
     for kernel, code in now.items():
         was = before.get(kernel)
         if was is None or was == code or not isinstance(code, Code):
@@ -540,9 +541,9 @@ def moved(
 
 
 def restamp(head: Row, before: Mapping[Kernel, Code], now: Mapping[Kernel, Code | str]) -> int:
-    """Write the present digest to the rows of a file and a family whose kernels are all unchanged.
+    """Write the present digest to all rows of a family in a file if their kernels are unchanged.
 
-    Return for how many pairs of a file and a family the earlier digest stays.
+    Return the number of pairs of a file and a family that keep their earlier digest.
     """
     left = 0
     for name, rows in recorded().items():

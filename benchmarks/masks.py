@@ -1,4 +1,4 @@
-"""Draw docs/figures/masks.png, the masks of the gallery in docs/masks.md.
+"""Draw docs/figures/masks.png, the gallery of masks in docs/guide/masks.md.
 
 python benchmarks/masks.py [FILE]
 """
@@ -22,7 +22,7 @@ _PARENTS = (-1, 0, 0, 1, 1, 2, 3, 5)
 
 
 def _tree() -> np.ndarray:
-    """Of each drafted token, its ancestors and itself."""
+    """Return a tree mask in which each drafted token attends to its ancestors and itself."""
     bits: list[int] = []
     for node, parent in enumerate(_PARENTS):
         bits.append((bits[parent] if parent >= 0 else 0) | 1 << node)
@@ -30,7 +30,7 @@ def _tree() -> np.ndarray:
 
 
 def pictures() -> dict[str, dict[str, Any]]:
-    """Arguments of `plot_mask`, but for the sizes, by title."""
+    """Return the arguments of `plot_mask`, except the sizes, by title."""
     same = MaskMod(lambda i, j, doc: doc[i] == doc[j], doc=_DOCUMENTS)
     return {
         "causal": {"causal": True},

@@ -1,9 +1,9 @@
-"""Host time of a call when the arrays' addresses change, by kernel family.
+"""Host time of a call if the addresses of its arrays change, by kernel family.
 
     python benchmarks/pointers.py --output benchmarks/results/pointers.json
 
-Tensor maps hold addresses, so the `hopper` family has work to do on the host that others have not.
-Small arrays, so that the GPU never holds the host up; medians of single calls. Needs a GPU.
+Tensor maps hold addresses, so the `hopper` family must encode new ones on the host. The arrays are
+small, so that the host never waits for the GPU. Medians of single calls. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from cupy_flash.gpu.environment import device_for_id
 _SHAPE = (1, 128, 4, 64)  # batch, seqlen, heads, head_dim
 _DTYPE = "float16"
 _FAMILIES = ("mma", "hopper")
-# Distinct sets of q, k and v: always the same, a few in turns, and more than are remembered.
+# Number of distinct sets of q, k and v: one, a few that alternate, and more than are cached.
 _SETS = {"the same": 1, "16 sets in turns": 16, "never seen or forgotten": 2000}
 _CALLS = 2000
 
 
 def endless_sets(count: int) -> Iterator[tuple[Any, ...]]:
-    """Turns through `count` sets of q, k and v."""
+    """Return an endless iterator that cycles through `count` sets of q, k and v."""
     import cupy
 
     rng = cupy.random.default_rng(0)
@@ -45,7 +45,7 @@ def endless_sets(count: int) -> Iterator[tuple[Any, ...]]:
 
 
 def median_us(family: str, count: int) -> float:
-    """Median host time of one call, in microseconds."""
+    """Return the median host time of one call, in microseconds."""
     import cupy
 
     sets = endless_sets(count)

@@ -3,9 +3,9 @@
     python benchmarks/prune.py            list them; exit with 1 if there are any
     python benchmarks/prune.py --delete   delete them
 
-A record goes as a whole if it names other kernel sources than the present ones. One that names none
-stays, and a line says so. Afterwards `python benchmarks/render.py` writes the page and the figures
-anew, and `python benchmarks/quotes.py` says which figures of the README are without a record.
+A record is deleted as a whole if the digest of any of its kernels has changed. A record without
+digests stays, and a line says so. Afterwards, `python benchmarks/render.py` renders the page and
+its figures, and `python benchmarks/quotes.py` lists the figures of the README without a record.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def prune_records(folder: Path, delete: bool) -> int:
-    """Name, and on request delete, the records of other kernel sources; return how many."""
+    """List, and on request delete, records of other kernel sources; return their number."""
     found = {path: records.read(path) for path in sorted(folder.glob("*.json"))}
     count = 0
     for path, record in found.items():
@@ -40,7 +40,7 @@ def prune_records(folder: Path, delete: bool) -> int:
 
 
 def prune_tables(folder: Path, delete: bool) -> int:
-    """Name, and on request delete, tables' entries of other sources; return how many."""
+    """List, and on request delete, table entries of other kernel sources; return their number."""
     count = 0
     for path in sorted(folder.glob("*.json")):
         entries = tuning.read_table(path)

@@ -2,8 +2,8 @@
 
     python benchmarks/quotes.py README.md
 
-Every number with a unit of performance (times, %, TFLOP/s, ms, ...) needs a source, named in a
-comment below its paragraph or list item, a line for each:
+Every number with a unit of performance (times, %, TFLOP/s, ms, ...) needs a source. A comment below
+its paragraph or list item names the sources, one per line:
 
     - The kernel is 1.11 times as fast as cuDNN (at least 0.99), at 89% of a matrix product's rate.
       <!-- figures
@@ -12,11 +12,11 @@ comment below its paragraph or list item, a line for each:
       89%: median share_of_matmul where causal=no in h100_limits
       -->
 
-A line reads `NUMBER UNIT: STATISTIC WHAT [where FIELD=VALUE, ...] in RECORD, ...`. WHAT is a field
-of the rows, a provider and a field (`cupy_flash host_us`), or `A / B` or `A / B | C`: how many
-times as fast A is as B, or as the best of B and C, on each case that they share. The records of a
-line are of one device. The value must round to the number. Prose alone is looked at, not code
-blocks.
+A line is `NUMBER UNIT: STATISTIC WHAT [where FIELD=VALUE, ...] in RECORD, ...`. WHAT is a field of
+the rows, or a provider and a field (`cupy_flash host_us`), or a speedup. `A / B` is the speedup of
+provider A over B, and `A / B | C` that over the faster of B and C, on each case that they have in
+common. All records of a line must be of one device. The value must round to the number. Only prose
+is checked, not code blocks.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {
 
 @dataclass(frozen=True)
 class Source:
-    """A line of a `figures` comment."""
+    """Line of a `figures` comment."""
 
     number: str
     unit: str
@@ -80,23 +80,23 @@ class Source:
     records: str
 
     def value(self, results: Path) -> float:
-        """What the records hold, in the unit of the quoted number; ValueError if they do not."""
+        """Return the value of the records in the quoted unit; raise ValueError if there is none."""
         if self.statistic not in _STATISTICS:
             raise ValueError(f"{self.statistic!r} is none of {', '.join(_STATISTICS)}")
         values = [value for _, value in self.pairs(results)]
         return _STATISTICS[self.statistic](values) * self._scale()
 
     def rounded(self, value: float) -> str:
-        """A value to as many decimals as the quoted number has."""
+        """Return a value as text, with as many decimals as the quoted number has."""
         decimals = len(self.number.partition(".")[2])
         return f"{value:.{decimals}f}"
 
     def agrees(self, value: float) -> bool:
-        """Whether a value rounds to the quoted number."""
+        """Return whether a value rounds to the quoted number."""
         return self.rounded(value) == self.number.replace(",", "")
 
     def pairs(self, results: Path) -> list[tuple[Mapping[str, Row], float]]:
-        """The values, each with the rows it is of, by provider; ValueError if there are none."""
+        """Return the values, each with its rows by provider; raise ValueError if there are none."""
         paths = self.paths(results)
         if len(devices := {str(records.read(path).metadata.get("device")) for path in paths}) > 1:
             raise ValueError(f"records of {len(devices)} devices: {', '.join(sorted(devices))}")
@@ -106,7 +106,7 @@ class Source:
         return pairs
 
     def paths(self, results: Path) -> list[Path]:
-        """The files of the records."""
+        """Return the paths of the records."""
         paths = []
         for name in self.records.split(","):
             found = sorted(results.glob(f"{name.strip()}.json"))
@@ -117,12 +117,12 @@ class Source:
 
     @property
     def providers(self) -> list[str]:
-        """In a source of ratios: whose, and to the best of whom; empty in others."""
+        """Providers of a speedup: the measured one, then its peers; empty for other values."""
         ours, _, peers = self.what.partition("/")
         return [name.strip() for name in (ours, *peers.split("|"))] if peers else []
 
     def rows(self, path: Path) -> list[Row]:
-        """The rows of one record that the conditions let through."""
+        """Return the rows of one record that meet the conditions."""
         return [row for row in records.read(path).rows if self._holds(row)]
 
     def _pairs(self, path: Path) -> list[tuple[Mapping[str, Row], float]]:
@@ -160,7 +160,7 @@ class Source:
 
 
 def source(text: str) -> Source | None:
-    """A line of a `figures` comment; None if it is none."""
+    """Parse a line of a `figures` comment; return None if it is not one."""
     match = _SOURCE.fullmatch(text)
     return Source(**match.groupdict()) if match else None
 
@@ -170,14 +170,14 @@ def _blanked(match: re.Match[str]) -> str:
 
 
 def _figures(prose: str) -> Iterator[tuple[int, str, str]]:
-    """Where each figure stands, its number, and its text."""
+    """Yield the position, the number and the text of each figure."""
     for match in _FIGURE.finditer(prose):
         number = match[1] or match[2]
         yield match.start(), number, " ".join(match[0].split())
 
 
 def faults(text: str, results: Path = RESULTS) -> list[str]:
-    """What is wrong with the figures of a Markdown text, each with its line number."""
+    """Return the errors in the figures of a Markdown text, each with its line number."""
     text = _FENCE.sub(_blanked, text)
     prose = _COMMENT.sub(_blanked, text)
     found = []
@@ -232,7 +232,7 @@ def _block_faults(prose: str, start: int, block: re.Match[str], results: Path) -
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print what is wrong with the files; return the exit code."""
+    """Print the errors in the files; return the exit code."""
     parser = argparse.ArgumentParser(description="Check quoted figures against the records.")
     parser.add_argument("files", type=Path, nargs="*", default=[ROOT / "README.md"])
     parser.add_argument("--results", type=Path, default=RESULTS)

@@ -3,16 +3,16 @@
     python benchmarks/render.py            write them
     python benchmarks/render.py --check    exit with 1 if they are not what would be written
 
-The page's prose stands in page.md; what stands there in double braces comes from the records under
-benchmarks/results/. WHAT is as in the comments of `figures` that quotes.py reads.
+The prose of the page is in page.md. Directives there, in double braces, are replaced by values from
+the records under benchmarks/results/. WHAT has the syntax that quotes.py describes.
 
-    {{0.00: geomean WHAT in RECORDS}}            a number, to as many decimals
-    {{by FIELDS: WHAT in RECORDS}}               a line for each value of the fields; `case`: of all
-    {{slower: WHAT in RECORDS}}                  the cases that a peer is faster at, worst first
-    {{overview: TITLE = WHAT in RECORDS; ...}}   a line for each comparison
+    {{0.00: geomean WHAT in RECORDS}}            number with this many decimals
+    {{by FIELDS: WHAT in RECORDS}}               table, a row per value of FIELDS, or per `case`
+    {{slower: WHAT in RECORDS}}                  cases in which a peer is faster, worst first
+    {{overview: TITLE = WHAT in RECORDS; ...}}   table with a row for each comparison
     {{figure NAME | ALT | FIELD of PROVIDERS by FIELD for FIELDS [where ...] in RECORDS}}
     {{cpu RECORD}} {{tuning RECORD}} {{roofline RECORD}} {{records}}
-    {{if RECORD}} ... {{end}}                    what is left out until there is such a record
+    {{if RECORD}} ... {{end}}                    text that is left out if there is no such record
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ RESULTS = ROOT / "benchmarks" / "results"
 TEMPLATE = ROOT / "benchmarks" / "page.md"
 PAGE = ROOT / "docs" / "benchmarks.md"
 LINK = "../benchmarks/results"
-# Beside the page.
+# Folder of the figures, next to the page.
 FIGURES = "figures"
 
 _OPTIONAL = re.compile(r"\{\{if (\w+)\}\}\n+(.*?)\{\{end\}\}\n+", re.DOTALL)
 _DIRECTIVE = re.compile(r"\{\{(.*?)\}\}", re.DOTALL)
 _FIGURE = re.compile(r"(\w+) of ([\w -]+) by (\w+) for (.+?)(?: where (.+?))? in (.+)")
 
-# What tells cases apart: heading, how a sentence names it, and the value as text if not as it is.
+# Fields that distinguish cases: heading in a table, and format of the value in a sentence.
 _FIELDS: dict[str, tuple[str, str]] = {
     "mods": ("modification", "{}"),
     "dtype": ("dtype", "{}"),
@@ -59,10 +59,10 @@ _FIELDS: dict[str, tuple[str, str]] = {
     "seqlen_q": ("length", "length {}"),
     "seqlen_k": ("keys", "{} keys"),
 }
-# A case is named without these where that tells it from the others.
+# Fields that the name of a case omits if the name remains unique.
 _DISPENSABLE = ("heads_q", "batch", "heads_kv", "seqlen_k", "dtype")
 _FOLLOWS = {"heads_kv": "heads_q", "seqlen_k": "seqlen_q"}
-# Worst cases that a sentence names.
+# Maximum number of worst cases that a sentence names.
 _NAMED = 4
 
 _WRAP = partial(textwrap.fill, width=120, break_long_words=False, break_on_hyphens=False)
@@ -72,7 +72,7 @@ Pair = tuple[Found, float]
 
 
 class Page:
-    """The page and its figures, from a template and a folder of records."""
+    """Rendered page and its figures, from a template and a folder of records."""
 
     def __init__(self, template: str, results: Path) -> None:
         self.results = results
@@ -114,7 +114,7 @@ class Page:
         return source
 
     def _comparison(self, fields: Sequence[str], source: quotes.Source) -> str:
-        """Rates of ours and of the best peer, and their ratio, for each group of cases."""
+        """Return a table of our rate, the best peer's rate and their ratio, by group of cases."""
         pairs = source.pairs(self.results)
         firsts = [first_row(found) for found, _ in pairs]
         fields = varying(firsts) if fields == ["case"] else fields
@@ -148,12 +148,11 @@ class Page:
         return "\n".join([text, *self._notes(source)])
 
     def _notes(self, source: quotes.Source) -> list[str]:
-        """What to know about single rows of a comparison, each once.
+        """Return notes on single rows of a comparison, without duplicates.
 
-        Reasons that differ in their numbers alone share a line, and so do those that end with their
-        row's modification.
+        Reasons that differ only in numbers, or in a modification at their end, become one line.
         """
-        # Reasons without that end, and these ends, by what the reasons of a line have in common.
+        # Reasons without the modification, and the modifications, by the text common to a line.
         starts: dict[str, list[str]] = {}
         ends: dict[str, dict[str, None]] = {}
         failed = []
@@ -225,7 +224,7 @@ class Page:
 
 
 def wrapped(text: str) -> str:
-    """Prose in lines of at most 120; tables, headings and figures as they are."""
+    """Return text with prose wrapped at 120 columns; tables, headings and figures do not change."""
     blocks = []
     for block in text.strip().split("\n\n"):
         if not block.startswith(("|", "#", "!")):
@@ -237,18 +236,18 @@ def wrapped(text: str) -> str:
 
 
 def first_row(found: Found) -> Row:
-    """A row that says which case the rows are of."""
+    """Return any of the rows; all of them describe the same case."""
     return next(iter(found.values()))
 
 
 def best_of(found: Found, peers: Sequence[str]) -> Row:
-    """The fastest peer's row."""
+    """Return the row of the fastest peer."""
     timed = [found[name] for name in peers if name in found and found[name]["median_ms"]]
     return min(timed, key=lambda row: row["median_ms"])
 
 
 def varying(rows: Sequence[Row]) -> list[str]:
-    """The fields that tell the rows' cases apart."""
+    """Return the fields in which the cases of the rows differ."""
     fields = [field for field in _FIELDS if len({row.get(field) for row in rows}) > 1]
     return [
         field
@@ -258,7 +257,7 @@ def varying(rows: Sequence[Row]) -> list[str]:
 
 
 def case_name(row: Row, rows: Sequence[Row]) -> str:
-    """What tells a case from the others, in as few fields as do; the record's own name if any."""
+    """Return the name in the record, or the fewest fields that distinguish a case from others."""
     if "case" in row:
         return str(row["case"])
     fields = varying(rows)
@@ -274,19 +273,19 @@ def case_name(row: Row, rows: Sequence[Row]) -> str:
 
 
 def value_text(value: Any) -> str:
-    """A field's value; the one that is true or false is whether the mask is causal."""
+    """Return the value of a field as text; a bool is always the field `causal`."""
     if value is None:
         return "none"
     return {True: "causal", False: "full"}[value] if isinstance(value, bool) else str(value)
 
 
 def losses(pairs: Iterable[Pair]) -> list[Pair]:
-    """Those below 1.00, as two decimals show it; worst first."""
+    """Return the pairs whose ratio rounds to less than 1.00, worst first."""
     return sorted((pair for pair in pairs if pair[1] < 0.995), key=lambda pair: pair[1])
 
 
 def slower(pairs: Sequence[Pair]) -> str:
-    """In how many cases a peer is faster, and the worst of them."""
+    """Return text: the number of cases in which a peer is faster, and the worst of them."""
     found = losses(pairs)
     rows = [first_row(rows) for rows, _ in pairs]
     named = [f"{ratio:.2f} at {case_name(first_row(rows_), rows)}" for rows_, ratio in found]
@@ -297,32 +296,32 @@ def slower(pairs: Sequence[Pair]) -> str:
 
 
 def span(values: Iterable[float], form: str | None = None) -> str:
-    """The least and the largest of some values, as one cell."""
+    """Return the range from the least to the largest value as one table cell."""
     found = sorted(values)
     texts = [number(value) if form is None else form.format(value) for value in found]
     return texts[0] if texts[0] == texts[-1] else f"{texts[0]} to {texts[-1]}"
 
 
 def number(value: float) -> str:
-    """Three digits."""
+    """Return a number as text with three digits."""
     return (
         f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
     )
 
 
 def table(headings: Sequence[str], body: Iterable[Sequence[str]], texts: int = 0) -> str:
-    """A table in Markdown whose cells stand to the right, but for the first few columns."""
+    """Return a Markdown table; all columns but the first `texts` are right-aligned."""
     rules = ["---" if index < texts else "---:" for index in range(len(headings))]
     return "\n".join(map(markdown_row, [headings, rules, *body]))
 
 
 def geomean_cell(values: Sequence[float]) -> str:
-    """A geometric mean; a dash of nothing."""
+    """Return a geometric mean as a table cell, or a dash if there are no values."""
     return f"{statistics.geometric_mean(values):.2f}" if values else "-"
 
 
 def cpu(rows: Sequence[Row]) -> str:
-    """The grid of the CPU backend: a line for each kind of call and each length."""
+    """Return a table of the CPU grid, with a row for each kind of call and each length."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         first, second, *rest = row["case"].split()
@@ -346,7 +345,7 @@ def cpu(rows: Sequence[Row]) -> str:
 
 
 def tuning(rows: Sequence[Row]) -> str:
-    """How near the default tiles come to the best, for each dtype and head_dim."""
+    """Return a table of the speed of default tiles relative to the best, by dtype and head_dim."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         dtype, head_dim, head_dim_v, *_ = row["problem_class"].split()
@@ -364,7 +363,7 @@ def tuning(rows: Sequence[Row]) -> str:
 
 
 def roofline(rows: Sequence[Row]) -> str:
-    """What the model lets each algorithm reach, and what was measured."""
+    """Return a table of the attainable rate of each algorithm in the model, and measured rates."""
     body = [
         [
             row["algorithm"],
@@ -380,7 +379,7 @@ def roofline(rows: Sequence[Row]) -> str:
 
 
 def index(results: Path) -> str:
-    """All records, and which hold times of kernels that have changed since."""
+    """Return a table of all records and of the kernels that have changed since each record."""
     body = []
     for path in sorted(results.glob("*.json")):
         record = records.read(path)
@@ -403,7 +402,7 @@ def index(results: Path) -> str:
 
 
 def faults(page: Page, path: Path) -> list[str]:
-    """How a page and the figures beside it differ from what they should be."""
+    """Return the differences of a page and its figures in the folder from the rendered ones."""
     folder = path.parent / FIGURES
     wanted = {path: page.text} | {folder / name: text for name, text in page.figures.items()}
     found = [
@@ -416,7 +415,7 @@ def faults(page: Page, path: Path) -> list[str]:
 
 
 def write(page: Page, path: Path) -> None:
-    """Write a page and the figures beside it."""
+    """Write a page, and its figures next to it."""
     folder = path.parent / FIGURES
     folder.mkdir(parents=True, exist_ok=True)
     for place, text in [(path, page.text), *((folder / n, t) for n, t in page.figures.items())]:

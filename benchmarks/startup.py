@@ -1,10 +1,10 @@
-"""What a first call costs: a cold compile, and the first call of a later process.
+"""Duration of the first call of a process, with an empty kernel cache and with a filled one.
 
     python benchmarks/startup.py --output benchmarks/results/startup.json
 
-Each figure is the median over fresh processes; the first of each round has an empty kernel cache,
-the second finds its kernel there. Both count from after the imports to the synchronized result, the
-creation of the CUDA context apart. Needs a GPU.
+Each figure is the median over new processes. The first process of a round starts with an empty
+kernel cache and compiles the kernel; the second finds it in the cache. The time is from after the
+imports and the creation of the CUDA context to the synchronized result. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ cupy.cuda.Device().synchronize()
 print(json.dumps(time.perf_counter() - start))
 """
 
-# Those that compute the cases on an H100 or H200.
+# Kernel families that compute the cases on an H100 or H200.
 _FAMILIES = ("hopper", "mma")
 _CASES = (("float16", 64), ("float16", 128), ("float32", 64))
 
 
 def first_call_seconds(dtype: str, head_dim: int, cache: str) -> float:
-    """Seconds of the first call in a new process that keeps kernels under `cache`."""
+    """Return the seconds of the first call in a new process, with the kernel cache `cache`."""
     done = subprocess.run(
         [sys.executable, "-c", _CALL.format(dtype=dtype, head_dim=head_dim)],
         env=os.environ | {"CUPY_CACHE_DIR": cache},
@@ -53,11 +53,11 @@ def first_call_seconds(dtype: str, head_dim: int, cache: str) -> float:
 
 
 def measure(dtype: str, head_dim: int, rounds: int) -> dict[str, object]:
-    """One row: cold and warm first call, in seconds."""
+    """Measure one row: first call with a cold and with a warm cache, in seconds."""
     cold, warm = [], []
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as cache:
-            # CuPy's own conversion kernel, so that the timed call compiles ours only.
+            # Compiles CuPy's conversion kernel, so that the timed call compiles only attention.
             first_call_seconds("float16" if dtype == "float32" else dtype, 8, cache)
             cold.append(first_call_seconds(dtype, head_dim, cache))
             warm.append(first_call_seconds(dtype, head_dim, cache))

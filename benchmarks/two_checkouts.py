@@ -26,7 +26,7 @@ MODULES = ("cases.cases", "cases.presets", "cases.inputs", "providers.providers"
 
 
 class Checkout:
-    """The library of one checkout; several can be loaded in one process.
+    """Library of one checkout; several checkouts can be loaded in one process.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ class Checkout:
                 raise click.ClickException(f"{self._root}: {reason}")
             inputs = self.inputs.random_inputs(case, 0, on_gpu=provider.on_gpu)
             prepared = provider.prepare(inputs)
-            # Compiles, and makes what is made once, outside of the graph.
+            # The first call compiles and allocates outside of the graph.
             with prepared.scope():
                 prepared.call()
             timed = provider.replayed(prepared) or prepared.timed

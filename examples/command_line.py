@@ -1,4 +1,4 @@
-"""What the examples with a command line share: where to run, and errors of one line."""
+"""Helpers of the examples with a command line: choice of the backend, and one-line errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Utf8Text(click.ParamType):
-    """An argument that is text: what a shell passes may be any bytes."""
+    """Type of an argument that must be valid UTF-8; a shell may pass any bytes."""
 
     name = "text"
 
@@ -32,10 +32,10 @@ backend_option = click.option(
 
 
 def choose_backend(wanted: str) -> tuple[str, Any]:
-    """Where attention runs, "cpu" or "gpu", and the array module of everything else.
+    """Return the backend of attention, "cpu" or "gpu", and the array module of all other layers.
 
-    CuPy multiplies matrices with cuBLAS, which an installation that only compiles kernels lacks.
-    The dense layers then stay on NumPy, whatever attention does.
+    CuPy needs cuBLAS to multiply matrices. If cuBLAS is not installed, the dense layers use NumPy,
+    even if attention runs on the GPU.
     """
     if wanted == "cpu":
         return "cpu", np
@@ -57,12 +57,12 @@ def choose_backend(wanted: str) -> tuple[str, Any]:
 
 
 class Place(NamedTuple):
-    """Where the parts of a model run. Attention may use the GPU while NumPy does the rest."""
+    """Backend and array modules of a model. Attention may run on the GPU and all else in NumPy."""
 
     backend: str
     dense_xp: Any
     attention_xp: Any
-    dtype: Any  # of what attention takes; all else is float32
+    dtype: Any  # dtype of the inputs of attention; everything else is float32
 
     @classmethod
     def choose(cls, wanted: str, dtype_on_gpu: Any) -> Place:
@@ -85,11 +85,11 @@ class Place(NamedTuple):
 
 
 def run(command: click.Command) -> None:
-    """Run a command; an error is one line, exit code 2 for wrong input."""
+    """Run a command; print an error as one line. The exit code is 2 for wrong input."""
     try:
         command(standalone_mode=False)
     except click.ClickException as error:
         click.echo(f"Error: {error.format_message()}", err=True)
         sys.exit(error.exit_code)
     except click.Abort:
-        sys.exit(130)  # Ctrl-C, as shells count it
+        sys.exit(130)  # the exit code of shells for Ctrl-C

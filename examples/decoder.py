@@ -1,12 +1,12 @@
-"""A small decoder-only transformer on NumPy or CuPy arrays, with its gradients by hand.
+"""A small decoder-only transformer on NumPy or CuPy arrays, with hand-written gradients.
 
-Blocks as in Llama [1]_: normalize, attend, add; normalize, two gated layers (SwiGLU [2]_), add.
-Query heads share key/value heads in groups [3]_, and positions enter as rotations of q and k [4]_.
-As in gpt-oss [5]_ every other layer sees a window of the last tokens only, and each query head has
-a sink. Attention is the caller's.
+The blocks are those of Llama [1]_: attention and a gated feed-forward layer (SwiGLU [2]_), each
+with a normalized input and a residual connection. It uses grouped-query attention [3]_ and rotary
+position embeddings [4]_. As in gpt-oss [5]_, every other layer has a sliding window, and each query
+head has a sink. The caller passes the attention function.
 
-Where a function returns a result and a `pullback`, that takes the gradient of the result and gives
-those of what the result was computed from. What the backward pass needs, the pullback holds.
+Some functions return a result and a `pullback`. The pullback maps the gradient of the result to the
+gradients of the inputs, and holds all values that the backward pass needs.
 
 .. [1] Touvron et al., "LLaMA: Open and Efficient Foundation Language Models", arXiv:2302.13971.
 .. [2] Shazeer, "GLU Variants Improve Transformer", arXiv:2002.05202.
@@ -27,11 +27,11 @@ import numpy as np
 Array = Any  # a NumPy or a CuPy array
 Weights = dict[str, Array]
 
-# attention(layer, q, k, v, sinks): q (batch, seqlen, heads_q, head_dim), k and v (batch, seqlen,
-# heads_kv, head_dim) and sinks (heads_q,) to an array like q. Positions, masks and earlier tokens
-# are its business.
+# attention(layer, q, k, v, sinks) takes q (batch, seqlen, heads_q, head_dim), k and v (batch,
+# seqlen, heads_kv, head_dim) and sinks (heads_q,), and returns an array like q. It also applies
+# rotary embeddings and masks, and handles the KV cache.
 Attention = Callable[[int, Array, Array, Array, Array], Array]
-# The same, and the pullback from the result's gradient to those of q, k, v and sinks.
+# The pullback maps the gradient of the output to the gradients of q, k, v and sinks.
 AttentionPullback = Callable[[Array], tuple[Array, Array, Array, Array]]
 AttentionWithPullback = Callable[
     [int, Array, Array, Array, Array], tuple[Array, AttentionPullback | None]
@@ -47,33 +47,33 @@ class Config(NamedTuple):
     heads_q: int = 6
     heads_kv: int = 2
     head_dim: int = 16
-    hidden: int = 256  # of the gated layers
-    window: int = 32  # tokens that layers 0, 2, ... see, the query's own among them
+    hidden: int = 256  # width of the gated layers
+    window: int = 32  # tokens that a query attends to in layers 0, 2, ..., including its own
 
     @property
     def heads(self) -> int:
-        """Of queries, keys and values together."""
+        """Number of heads of queries, keys and values together."""
         return self.heads_q + 2 * self.heads_kv
 
     def window_size(self, layer: int) -> tuple[int, int] | None:
-        """(left, right) of a layer, as attention takes it; None sees all tokens."""
+        """Return the argument `window_size` of attention, (left, right); None without a window."""
         return None if layer % 2 else (self.window - 1, 0)
 
 
 def random_weights(config: Config, seed: int, xp: Any = np) -> Weights:
-    """Weights in float32 to begin with, each matrix (features_in, features_out).
+    """Return initial weights in float32; the shape of a matrix is (features_in, features_out).
 
-    Same seed, same weights, on the CPU and on the GPU.
+    The same seed gives the same weights on the CPU and on the GPU.
     """
     rng = np.random.default_rng(seed)
 
     def random(rows: int, columns: int, gain: float = 1.0) -> Array:
-        # Unit variance in, unit variance times gain squared out.
+        # An input of unit variance gives an output of variance gain squared.
         weights = rng.standard_normal((rows, columns), np.float32)
         return xp.asarray(weights * np.float32(gain / rows**0.5))
 
     width, hidden = config.width, config.hidden
-    # What all layers add to the residual stream has unit variance in the end, as what enters.
+    # The sum of what all layers add to the residual stream has unit variance, like its input.
     of_sum = (2 * config.layers) ** -0.5
     weights = {"embeddings": random(config.vocabulary, width, gain=config.vocabulary**0.5)}
     for layer in range(config.layers):
@@ -96,7 +96,7 @@ def save(path: Path, config: Config, weights: Weights) -> None:
 
 
 def load(path: Path, xp: Any = np) -> tuple[Config, Weights]:
-    """What `save` wrote, its weights as float32."""
+    """Read a model that `save` wrote; the weights are converted to float32."""
     with np.load(path) as file:
         config = Config(**{name: int(file[f"config.{name}"]) for name in Config._fields})
         names = [name for name in file.files if not name.startswith("config.")]
@@ -104,17 +104,19 @@ def load(path: Path, xp: Any = np) -> tuple[Config, Weights]:
 
 
 class Decoder:
-    """A model.
+    """Decoder-only transformer.
 
     Parameters
     ----------
     config : Config
+        Sizes of the model.
     weights : dict of arrays
-        As `random_weights` names them.
+        Weights, named as by `random_weights`.
     xp : module
-        ``numpy`` or ``cupy``: where the weights lie and all but attention is computed.
+        ``numpy`` or ``cupy``: module of the weights and of all computations except attention.
     dtype : str
-        What matrices are rounded to before they are multiplied. All else is of the weights' dtype.
+        Dtype that matrices are rounded to before they are multiplied. Everything else has the dtype
+        of the weights.
     """
 
     def __init__(
@@ -126,13 +128,13 @@ class Decoder:
         self.dtype = np.dtype(dtype)
 
     def __call__(self, tokens: Array, attention: Attention) -> Array:
-        """What the last block leaves (batch, seqlen, width) of token ids (batch, seqlen)."""
+        """Return the output (batch, seqlen, width) of the last block for tokens (batch, seqlen)."""
         return self.with_pullback(tokens, lambda *inputs: (attention(*inputs), None))[0]
 
     def with_pullback(
         self, tokens: Array, attention: AttentionWithPullback
     ) -> tuple[Array, Callable[[Array], Weights]]:
-        """The same, and the pullback from its gradient to those of all weights but to_logits."""
+        """Return the output, and the pullback to the gradients of all weights except to_logits."""
         embeddings = self.weights["embeddings"]
         x = embeddings[tokens]
         blocks = []
@@ -146,7 +148,7 @@ class Decoder:
             for block in reversed(blocks):
                 dx, of_block = block(dx)
                 gradients |= of_block
-            # A product, as sums by index are in no fixed order on a GPU.
+            # A matrix product, because sums by index have no fixed order on a GPU.
             dx = dx.reshape(-1, dx.shape[-1])
             is_token = tokens.reshape(-1, 1) == self.xp.arange(len(embeddings))
             gradients["embeddings"] = is_token.T.astype(dx.dtype) @ dx
@@ -155,13 +157,13 @@ class Decoder:
         return x, pullback
 
     def logits(self, rows: Array) -> Array:
-        """Scores of the next token (..., vocabulary) of rows (..., width) of the last block."""
+        """Return logits (..., vocabulary) of the next token from outputs of the last block."""
         return self.logits_with_pullback(rows)[0]
 
     def logits_with_pullback(
         self, rows: Array
     ) -> tuple[Array, Callable[[Array], tuple[Array, Weights]]]:
-        """The same, and the pullback to the gradients of rows and of to_logits."""
+        """Return the logits, and the pullback to the gradients of `rows` and of to_logits."""
         y, of_norm = normalized(rows)
         logits, of_product = self._product(y, "to_logits")
 
@@ -174,7 +176,7 @@ class Decoder:
     def _product(
         self, x: Array, name: str
     ) -> tuple[Array, Callable[[Array], tuple[Array, Weights]]]:
-        """Rows of x times a matrix, and the pullback to both."""
+        """Return the product of x and a weight matrix, and the pullback to both."""
 
         def rounded(x: Array) -> Array:
             return x.reshape(-1, x.shape[-1]).astype(self.dtype, copy=False)
@@ -230,9 +232,9 @@ class Decoder:
 
 
 def normalized(x: Array) -> tuple[Array, Callable[[Array], Array]]:
-    """Rows divided by their root mean square, and the pullback.
+    """Return rows divided by their root mean square (RMSNorm), and the pullback.
 
-    Gains, which others multiply with then, would be one with the matrices that follow.
+    There are no learned gains, as the matrices that follow can represent them.
     """
     scale = 1 / np.sqrt((x * x).mean(axis=-1, keepdims=True) + 1e-6)
     y = x * scale
@@ -244,18 +246,18 @@ def normalized(x: Array) -> tuple[Array, Callable[[Array], Array]]:
 
 
 def rotary_tables(head_dim: int, positions: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cosines and sines, each (positions, head_dim / 2) float32, of the angles of each position."""
+    """Return cosines and sines of each position's angles, (positions, head_dim / 2) float32."""
     frequencies = 10000.0 ** (-np.arange(0, head_dim, 2) / head_dim)
     angles = np.outer(np.arange(positions), frequencies)
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
 def rotated(x: Array, cos: Array, sin: Array) -> Array:
-    """x (batch, seqlen, heads, head_dim), each pair of columns turned by the angle of its row.
+    """Apply rotary embedding to pairs of columns of x (batch, seqlen, heads, head_dim).
 
-    Row i is at position i: the tables (seqlen, head_dim / 2) begin at the first. Computed in
-    float32 at least and rounded once, to x's dtype, as `flash_attention_with_kvcache` does it. With
-    -sin it turns back, which is its pullback.
+    Row i has position i and uses row i of the tables, (seqlen, head_dim / 2). Like
+    `flash_attention_with_kvcache`, this computes at least in float32 and rounds once, to x's dtype.
+    With -sin it is the inverse rotation, which is also the pullback.
     """
     even, odd = (x[..., i::2].astype(np.result_type(x.dtype, cos.dtype)) for i in (0, 1))
     cos, sin = cos[:, None], sin[:, None]

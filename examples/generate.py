@@ -1,8 +1,8 @@
-"""Generate text token by token with a paged key/value cache, and again without any cache.
+"""Generate text token by token with a paged KV cache, and again without any cache.
 
 The model is a small transformer (decoder.py) with a sliding window in every other layer and a sink
-in every head. Its weights are what train.py made of a children's book, so it tells of nothing else;
-the same tale both ways, and much sooner with the cache. Needs click and rich.
+in every head. train.py trained it on a children's book. Both ways generate the same text, but the
+cache is much faster. Needs click and rich.
 """
 
 from __future__ import annotations
@@ -31,31 +31,30 @@ PROMPTS = (
     "The Queen said that the",
 )
 
-# Greedy decoding takes the token of the largest logit. The cache and the recomputation add the same
-# numbers in another order, so their logits differ by rounding: by no more than TOLERANCE, three
-# times what was seen of 150 prompts or more, or the comparison fails. So wherever the best logit
-# leads the second by more than twice that, both choose the same token. Nothing says that logits do:
-# draw often enough, and two come as close as you like. Those of the built-in prompts lead by 0.1
-# at least, enough for both dtypes. Where a lead is smaller, with other prompts, tokens may differ,
-# and the comparison says that rounding decided.
+# Greedy decoding chooses the token with the largest logit. The cache and the recomputation sum in
+# different orders, so their logits differ by rounding. The comparison fails if they differ by more
+# than TOLERANCE, three times the largest difference in 150 prompts. If the best logit exceeds the
+# second by more than twice TOLERANCE, both ways choose the same token. For the built-in prompts it
+# exceeds it by at least 0.1, which is enough for both dtypes. For other prompts it may not. Tokens
+# may then differ, and the report says that rounding decided.
 TOLERANCE = {"float32": 1e-4, "float16": 4e-2}
 
 
 class PagedCache:
-    """Keys and values of all layers in pages, and whose pages they are.
+    """Paged KV cache of all layers, and the block table that assigns pages to sequences.
 
-    A page holds `page_size` rows of one sequence. Sequences take pages as they grow, any that are
-    free, so memory is reserved for the text that there is and not for the longest there may be.
-    A page's number is the same in all layers: one table serves them.
+    A page holds `page_size` rows of one sequence. A growing sequence takes any free page, so memory
+    is reserved only for existing text, not for the maximum length. All layers use the same page
+    numbers, and therefore one block table.
 
     Parameters
     ----------
     config : Config
     place : Place
     pages, page_size : int
-        Pages of each layer, rows of each page.
+        Number of pages per layer, and number of rows per page.
     sequences, max_seqlen : int
-        How many sequences the table has room for, and of what length.
+        Maximum number of sequences, and their maximum length, for the size of the block table.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class PagedCache:
         return int(self.k.shape[2])
 
     def reserve(self, lengths: Sequence[int]) -> None:
-        """Hand out pages until each sequence has room for so many tokens."""
+        """Assign free pages until each sequence can hold `lengths` tokens."""
         changed = False
         for row, owned, length in zip(self._table, self._owned, lengths, strict=True):
             while len(owned) * self.page_size < length:
@@ -94,10 +93,10 @@ class PagedCache:
 
 
 class Generated(NamedTuple):
-    """What was generated for each prompt."""
+    """Generated tokens of all prompts, and the time that generation took."""
 
     tokens: np.ndarray  # (batch, count)
-    logits: np.ndarray  # (batch, count, vocabulary) what they were chosen by
+    logits: np.ndarray  # (batch, count, vocabulary), from which the tokens were chosen
     seconds: float
 
     @property
@@ -124,8 +123,8 @@ def with_paged_cache(
 
     def attention(cache_seqlens: Any, block_table: Array) -> Attention:
         def attend(layer: int, q: Array, k: Array, v: Array, sinks: Array) -> Array:
-            # One call rotates q and k, writes k and v behind what the cache holds of each
-            # sequence, and attends to all of it.
+            # One call rotates q and k, appends k and v to each sequence in the cache, and attends
+            # to all of its keys.
             out = flash_attention_with_kvcache(
                 place.to_attention(q),
                 cache.k[layer],
@@ -145,7 +144,7 @@ def with_paged_cache(
 
         return attend
 
-    # Each prompt goes in by itself, whole: it has a length of its own.
+    # Each prompt is a call of its own, because prompts have different lengths.
     cache.reserve(lengths)
     last_rows = []
     for index, prompt in enumerate(prompts):
@@ -155,7 +154,7 @@ def with_paged_cache(
     logits = [decoder.logits(decoder.xp.concatenate(last_rows))]
     chosen = [logits[0].argmax(axis=1)]
 
-    # From here on all advance together. Their lengths differ, and stay where attention runs.
+    # Each later step computes one token of all sequences. Their lengths stay on the device.
     cache_seqlens = place.attention_xp.asarray(lengths, dtype=np.int32)
     for step in range(1, count):
         cache.reserve([length + step for length in lengths])
@@ -169,7 +168,7 @@ def with_paged_cache(
 def by_recomputation(
     decoder: Decoder, prompts: Sequence[bytes], count: int, place: Place
 ) -> Generated:
-    """Generate from all prompts at once; each step computes every row of every sequence anew."""
+    """Generate from all prompts at once; each step recomputes every row of every sequence."""
     started = time.perf_counter()
     xp = decoder.xp
     lengths = xp.asarray([len(prompt) for prompt in prompts])
@@ -193,7 +192,7 @@ def by_recomputation(
         )
         return place.to_dense(out)
 
-    # Shorter texts are padded at their ends, where causal attention never looks.
+    # Shorter texts are padded at their ends, which no earlier token attends to.
     rows = [list(prompt.ljust(longest + count)) for prompt in prompts]
     texts, batch = xp.asarray(rows), xp.arange(len(prompts))
     logits, chosen = [], []
@@ -208,24 +207,24 @@ def by_recomputation(
 def collect(
     decoder: Decoder, place: Place, chosen: list[Array], logits: list[Array], started: float
 ) -> Generated:
-    """Bring the results to the host, which waits for the GPU to have computed them."""
+    """Copy the results to the host, which waits for the GPU to finish."""
     tokens = place.to_host(decoder.xp.stack(chosen, axis=1))
     seconds = time.perf_counter() - started
     return Generated(tokens, place.to_host(decoder.xp.stack(logits, axis=1)), seconds)
 
 
 class Comparison(NamedTuple):
-    """Two ways of generating, compared as far as they had the same text before them."""
+    """Comparison of two ways of generating, over tokens that followed the same text."""
 
-    difference: float  # the largest, of a logit
-    lead: float  # the smallest, of the best logit over the second
-    parted: dict[int, int]  # sequence: its first token that differs
+    difference: float  # largest difference of a logit
+    lead: float  # smallest difference between the best and the second logit
+    parted: dict[int, int]  # sequence index: index of its first token that differs
 
     @classmethod
     def of(cls, a: Generated, b: Generated) -> Comparison:
         equal = a.tokens == b.tokens
         parted = {i: int(row.argmin()) for i, row in enumerate(equal) if not row.all()}
-        # Up to and with the first difference, both chose after the same tokens.
+        # The tokens before the first one that differs are equal, so it followed the same text.
         same_text = np.logical_and.accumulate(equal, axis=1)
         same_text = np.pad(same_text[:, :-1], ((0, 0), (1, 0)), constant_values=True)
         second, first = np.partition(b.logits[same_text], -2, axis=1)[:, -2:].T
@@ -241,7 +240,7 @@ def print_texts(prompts: Sequence[bytes], tokens: np.ndarray) -> None:
 
 
 def load_decoder(path: Path, xp: Any) -> Decoder:
-    """The model that train.py wrote."""
+    """Return the model that train.py wrote."""
     try:
         return Decoder(*load(path, xp), xp)
     except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
@@ -282,8 +281,8 @@ def command(
     }
     if place.backend == "gpu":
         for way in ways.values():
-            way()  # kernels are compiled on first use, which is not to be timed
-    # On the CPU the products are small, and threads would rather wait for each other than compute.
+            way()  # the first call compiles kernels, which must not be timed
+    # The matrix products are small on the CPU, and more BLAS threads would mostly wait.
     with threadpool_limits(limits=1, user_api="blas"):
         results = {name: way() for name, way in ways.items()}
     cached, recomputed = results.values()

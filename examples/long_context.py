@@ -1,7 +1,7 @@
-"""Causal attention over as long a sequence as several GPUs hold, or several processes on the CPU.
+"""Causal attention over a sequence as long as several GPUs, or processes on the CPU, can hold.
 
-Each process has its share of the tokens. Started as it is, the program starts one for each GPU, and
-NCCL carries keys and values; started by MPI (``mpiexec -n 4 python examples/long_context.py``) its
+Each process holds a shard of the tokens. Run directly, the program starts one process per GPU, and
+NCCL sends keys and values. Run by MPI (``mpiexec -n 4 python examples/long_context.py``), its
 processes compute in NumPy. Random rows are compared with the formula in float64. Needs click and
 rich, and for several processes NCCL or the extra `parallel`.
 """
@@ -28,18 +28,18 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from cupy_flash import attention_reference, combine, parallel
 
 HEAD_DIM = 128
-# Of a GPU's memory, for arrays; the rest is for what calls take besides.
+# Fraction of a GPU's memory to use for arrays; the rest is for other memory that calls need.
 MEMORY_SHARE = 0.6
-# What a GPU, and a core, are taken to reach where --minutes decides on the length, in FLOP/s.
+# Assumed speed of a GPU and of a CPU core in FLOP/s, for a length that --minutes determines.
 GPU_RATE, CPU_RATE = 500e12, 20e9
-# Rows of each process that are compared.
+# Number of rows of each process to compare with the formula.
 SAMPLED = 16
-# How the launchers of MPI tell a program how many processes there are.
+# Environment variables that launchers of MPI set.
 MPI_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS")
 
 
 class Settings(NamedTuple):
-    """What all processes are told."""
+    """Options of the command line that all processes receive."""
 
     tokens: int | None
     heads: int
@@ -49,7 +49,7 @@ class Settings(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Whose arrays a process computes with, and its ranks."""
+    """Array module, group of ranks and dtype of a process."""
 
     xp: Any
     group: parallel.Group
@@ -60,13 +60,13 @@ class Place(NamedTuple):
         return self.group.rank == 0
 
     def wait(self) -> None:
-        """Until what was asked of the GPU is done."""
+        """Wait until the GPU has finished all work."""
         if self.xp is not np:
             self.xp.cuda.Device().synchronize()
 
 
 def run(place: Place, settings: Settings) -> None:
-    """Attend, and compare."""
+    """Compute attention, and compare some rows with the formula."""
     tokens = settings.tokens or fitting(place, settings)
     q, k, v = tensors(place, settings, tokens)
     out = place.xp.empty_like(q)
@@ -75,7 +75,7 @@ def run(place: Place, settings: Settings) -> None:
     say(f"{tokens} tokens, {settings.heads} heads of {HEAD_DIM}, {place.group.size} processes")
 
     def attend(kv_head: int) -> None:
-        # A few heads at a time: what comes from other processes takes memory for these alone.
+        # Computing one KV head at a time limits the memory for keys of other processes.
         heads = slice(kv_head * shared_by, (kv_head + 1) * shared_by)
         own = slice(kv_head, kv_head + 1)
         out[:, :, heads] = parallel.flash_attention(
@@ -86,7 +86,7 @@ def run(place: Place, settings: Settings) -> None:
         )
         place.wait()
 
-    attend(0)  # kernels compile, and processes find each other
+    attend(0)  # the first call compiles kernels and connects the processes
     start = time.perf_counter()
     for kv_head in progress(range(settings.heads_kv), shown=place.is_first):
         attend(kv_head)
@@ -100,7 +100,7 @@ def run(place: Place, settings: Settings) -> None:
 
 
 def fitting(place: Place, settings: Settings) -> int:
-    """As many tokens as memory and time allow; the same on all processes."""
+    """Return the largest number of tokens that memory and time allow, the same on all processes."""
     size = place.group.size
     rate = CPU_RATE if place.xp is np else GPU_RATE
     work = settings.minutes * 60 * rate * size
@@ -111,14 +111,15 @@ def fitting(place: Place, settings: Settings) -> int:
             parallel.gather(free, place.group, seqlen=size, axis=0, order="contiguous").min()
         )
         shared_by = settings.heads // settings.heads_kv
-        # q, out, k, v; of the heads at hand guests twice, results of parts, and a sum.
+        # Heads in memory: q, out, k, v, and for one KV head two buffers of remote k and v, partial
+        # results and their sum.
         heads = 2 * settings.heads + 2 * settings.heads_kv + 4 + 9 * shared_by
         most = min(most, int(MEMORY_SHARE * least * size / (heads * HEAD_DIM * 2)))
     return max(2 * size, most)
 
 
 def tensors(place: Place, settings: Settings, tokens: int) -> tuple[Any, Any, Any]:
-    """Random q, k and v of this process's tokens."""
+    """Return random q, k and v of this process's tokens."""
     xp, rank, size = place.xp, place.group.rank, place.group.size
     rng = xp.random.default_rng(rank)
     own = parallel.shard_length(tokens, size, rank)
@@ -133,12 +134,12 @@ def tensors(place: Place, settings: Settings, tokens: int) -> tuple[Any, Any, An
 
 
 def compare(place: Place, q: Any, k: Any, v: Any, out: Any, tokens: int) -> tuple[float, float]:
-    """Largest error of some rows of each process, and how large it may be.
+    """Return the largest error of some rows of each process, and the allowed error.
 
-    Each process computes the formula over its own keys, and the parts are merged: the reference
-    needs no more memory than attention. A result may be off by the rounding of its weights, of two
-    partial results and of itself, each half of the dtype's eps, and by that of scores in float32,
-    which are about as large as the log-sum-exp; all of the sum of weights times absolute values.
+    Each process computes the formula over its own keys, and the partial results are merged, so the
+    reference needs no more memory than attention. The allowed error, relative to the weighted sum
+    of absolute values, is the rounding of weights, of two partial results and of the result (half
+    of the dtype's eps each), plus that of float32 scores as large as the log-sum-exp.
     """
     xp, size, rank = place.xp, place.group.size, place.group.rank
 
@@ -167,7 +168,7 @@ def compare(place: Place, q: Any, k: Any, v: Any, out: Any, tokens: int) -> tupl
 
 
 def progress(steps: range, *, shown: bool) -> Iterator[int]:
-    """The steps, with a bar on stderr."""
+    """Yield the steps, and show a progress bar on stderr."""
     bar = Progress(
         TextColumn("attention"),
         BarColumn(),
@@ -182,13 +183,13 @@ def progress(steps: range, *, shown: bool) -> Iterator[int]:
 
 
 def require_fitting(settings: Settings, ranks: int) -> None:
-    """Raise a usage error for what so many processes cannot share out."""
-    # Each has two chunks of the sequence, see `cupy_flash.parallel.shard`, and some token.
+    """Raise a usage error if the tokens or heads cannot be distributed over `ranks` processes."""
+    # A process has two chunks of the sequence, each of at least one token; see `parallel.shard`.
     if settings.tokens is not None and settings.tokens < 2 * ranks:
         raise click.UsageError(
             f"--tokens is {settings.tokens}, fewer than 2 for each of the {ranks} processes"
         )
-    # Heads are shared out in the calls of `run`, each of which has one key/value head.
+    # Each call in `run` has one KV head, whose query heads are distributed over the ranks.
     shared_by, head_ranks = settings.heads // settings.heads_kv, settings.head_ranks or 1
     if ranks % head_ranks or shared_by % head_ranks:
         raise click.UsageError(
@@ -198,7 +199,7 @@ def require_fitting(settings: Settings, ranks: int) -> None:
 
 
 def mpi_world() -> Any | None:
-    """MPI's communicator of all processes; None if MPI has not started this one."""
+    """Return MPI's communicator of all processes; None if MPI has not started this process."""
     if not any(variable in os.environ for variable in MPI_VARIABLES):
         return None
     try:
@@ -215,7 +216,7 @@ def over_mpi(world: Any, settings: Settings) -> None:
 
 
 def over_nccl(rank: int, ranks: int, names: Any, failures: Any, settings: Settings) -> None:
-    """What the process of a GPU does."""
+    """Run the process of one GPU."""
     try:
         import cupy
         from cupy.cuda import nccl
@@ -235,7 +236,7 @@ def over_nccl(rank: int, ranks: int, names: Any, failures: Any, settings: Settin
 
 
 def start_ranks(gpus: int, settings: Settings) -> None:
-    """A process for each GPU, until all have ended or one has failed."""
+    """Start a process for each GPU, and wait until all have ended or one has failed."""
     require_fitting(settings, gpus)
     context = multiprocessing.get_context("spawn")
     names, failures = context.Queue(), context.Queue()
@@ -247,7 +248,7 @@ def start_ranks(gpus: int, settings: Settings) -> None:
         process.start()
     are_running = True
     while are_running:
-        # Before the queue is asked: who has ended has said by then what went wrong.
+        # Read before the queue: a process that has ended has already reported its failure there.
         codes = [process.exitcode for process in processes]
         are_running = None in codes
         try:
@@ -260,7 +261,7 @@ def start_ranks(gpus: int, settings: Settings) -> None:
 
 
 def gpus_to_use(asked: int | None) -> int:
-    """How many; a usage error where there are not so many, or no NCCL."""
+    """Return the number of GPUs to use; raise a usage error if GPUs or NCCL are missing."""
     try:
         import cupy
 
@@ -282,7 +283,7 @@ def gpus_to_use(asked: int | None) -> int:
 
 
 def told(error: Exception) -> str:
-    """A line of what can go wrong, a traceback of what should not."""
+    """Return one line for an expected error, and a traceback for any other."""
     if isinstance(error, click.ClickException):
         return error.format_message()
     if isinstance(error, MemoryError):
@@ -293,14 +294,14 @@ def told(error: Exception) -> str:
 
 
 def program(world: Any | None) -> int:
-    """`main`, in any process; its exit code. What went wrong is said by one of them."""
+    """Run `main` in this process; return the exit code. Only one process reports an error."""
     is_first = world is None or world.Get_rank() == 0
     if not is_first:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
         return main(standalone_mode=False, obj=world) or 0
     except click.UsageError as error:
-        # Of what all processes were told.
+        # All processes raise the same usage error, so only the first reports it.
         if is_first:
             click.echo(f"Error: {error.format_message()}", err=True)
         return error.exit_code
@@ -308,11 +309,11 @@ def program(world: Any | None) -> int:
         return 130
     except Exception as error:
         if not is_first:
-            # The first one may be about to say the same, and end them all.
+            # The first process may be about to report the same error and end all processes.
             time.sleep(2)
         click.echo(f"Error: {told(error)}", err=True)
         if world is not None:
-            # MPI ends the processes at once, and what its launcher has not read by then is lost.
+            # MPI ends all processes at once, and output that its launcher has not read is lost.
             time.sleep(0.5)
             world.Abort(1)
         return 1

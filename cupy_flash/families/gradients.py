@@ -1,6 +1,6 @@
-"""What families do alike that compute gradients: row terms first, then the sums.
+"""Shared code of the backward families: preprocessing, and the accumulator of dq.
 
-Each row of dk, dv and dq is summed up in one order: same inputs, same bits.
+Each row of dk, dv and dq is accumulated in a fixed order, so that results are reproducible bitwise.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from cupy_flash.problem.gradient import ROWS
 from cupy_flash.problem.problem import Problem
 
 _TERMS_THREADS = 256
-# Parts of the workspace begin on multiples of this.
+# Alignment of the arrays in the workspace, in bytes.
 _PART_BYTES = 512
 _WORD = 4
-# Of what is summed up on tensor cores.
+# Largest head_dim and head_dim_v of the backward kernels on tensor cores.
 _WIDEST = 256
 
 
 def why_not(problem: Problem) -> str | None:
-    """Why no kernel of gradients serves a problem; None if they may."""
+    """Return why no backward family serves the problem, or None if some may."""
     if problem.layout.page_size or problem.layout.kind == "cached":
         return "computes no gradients of a cache"
     return None
 
 
 def why_not_tensor_cores(problem: Problem) -> str | None:
-    """Why no kernel of gradients on tensor cores serves a problem; None if they may."""
+    """Return why no backward family on tensor cores serves the problem, or None if some may."""
     if max(problem.head_dim, problem.head_dim_v) > _WIDEST:
         return f"its sums of dk and dv need too many registers for head dims over {_WIDEST}"
     return why_not(problem) or why_not_scale(problem)
 
 
 def row_lanes(problem: Problem) -> int:
-    """Lanes that share a row of out and dout: 16 bytes each, a power of two of them."""
+    """Return the number of lanes that read a row of out and dout, 16 bytes each: a power of two."""
     pieces = ceil_div(problem.head_dim_v * problem.itemsize, 16)
     return min(32, 1 << (pieces - 1).bit_length())
 
 
 def blocks_of(problem: Problem, keys: int, queries: int) -> tuple[int, int]:
-    """Thread blocks of tiles of so many keys, and of so many queries."""
+    """Return the number of KV tiles of `keys` rows, and of query tiles of `queries` rows."""
     p, layout = problem, problem.layout
     of_keys = (
         layout.total_k // keys + p.batch
@@ -62,7 +62,7 @@ def blocks_of(problem: Problem, keys: int, queries: int) -> tuple[int, int]:
 
 
 def why_not_grid(problem: Problem, keys: int, queries: int) -> str | None:
-    """Why such tiles are more than a launch takes, or None if they are not."""
+    """Return why a launch cannot have a thread block per tile, or None if it can."""
     own = blocks_of(problem, keys, queries)
     blocks = max(*own, _terms_blocks(problem), other_gradients.bias_tiles(problem))
     if blocks > MAX_GRID:
@@ -78,20 +78,20 @@ def schedule(
     section_heads: int = 0,
     tensor_maps: Mapping[str, TensorMapSpec] | None = None,
 ) -> Schedule:
-    """That of the kernels that sum up rows, and of those of gradients of other inputs.
+    """Return the schedule of a backward pass: preprocessing, `launches`, and other gradients.
 
-    Kernels without rows, or whose gradients nobody wants, are left out.
+    Launches without rows are left out, and so are launches whose gradients the call does not need.
 
     Parameters
     ----------
     problem, device, launches
-        What is computed, on what, by which kernels behind that of row terms.
+        Backward problem, the device, and the launches that compute dq, dk and dv.
     sums
-        Of dq in the workspace, where blocks add to it.
+        Accumulator of dq in the workspace; None if thread blocks do not add to dq.
     section_heads
-        Query heads whose tiles are interleaved; 0 for those that L2 has place for.
+        Number of query heads whose tiles are interleaved; 0 for as many as fit in L2.
     tensor_maps
-        Of which arrays the kernels take tensor maps.
+        Tensor maps that the kernels take, by name.
     """
     gradient = problem.gradient
     assert gradient is not None
@@ -126,26 +126,26 @@ def schedule(
 
 @dataclass(frozen=True)
 class QuerySums:
-    """Sums of dq in the workspace, see `kernels_cu/backward/query_sums.cuh`.
+    """Float32 accumulator of dq in the workspace, see `kernels_cu/backward/query_sums.cuh`.
 
     Attributes
     ----------
     Br, columns
-        Rows of a tile, and columns of a row, of float32.
+        Number of rows, and of columns, of a dq tile.
     """
 
     Br: int
     columns: int
 
     def workspace(self, problem: Problem) -> int:
-        """Bytes of row terms, counters and sums."""
+        """Return the size in bytes of row statistics (lse and delta), semaphores and dq tiles."""
         terms = _query_rows(problem) * 2 * ITEMSIZE[problem.lse_dtype]
         places = self.places(problem)
         sums = places * self.Br * self.columns * _WORD
         return round_up(terms, _PART_BYTES) + round_up(places * _WORD, _PART_BYTES) + sums
 
     def places(self, problem: Problem) -> int:
-        """Tiles that there is room for."""
+        """Return the number of dq tiles; each packed sequence has a padded last tile."""
         layout = problem.layout
         if layout.packed_q:
             return problem.heads_q * (layout.total_q // self.Br + problem.batch)
@@ -155,7 +155,7 @@ class QuerySums:
 def inspects(problem: Problem) -> bool:
     """Return whether some row may attend to no key, or some key may have no row attend to it.
 
-    Kernels then inspect tiles and clean them, see `kernels_cu/backward/clean.cuh`.
+    Kernels then inspect tiles for NaN and infinity, see `kernels_cu/backward/clean.cuh`.
     """
     mask = problem.mask
     if problem.score is not None and problem.score.conceals:
@@ -174,19 +174,19 @@ def inspects(problem: Problem) -> bool:
 
 
 def _may_see_one_key(problem: Problem) -> bool:
-    """Return whether some row may attend to one key only."""
+    """Return whether some query row may attend to only one key."""
     is_plain = problem.mask.is_full and problem.layout.is_equal
     is_plain &= problem.score is None or not problem.score.conceals
     return not is_plain or problem.seqlen_k == 1
 
 
 def _query_rows(problem: Problem) -> int:
-    """Over the whole batch and all heads, as lse has them."""
+    """Return the number of query rows of all heads, which is the size of lse."""
     return math.prod(problem.lse_shape)
 
 
 def _terms_blocks(problem: Problem) -> int:
-    """Of the kernel of row terms, which also clears rows of keys that are of no sequence."""
+    """Return the number of thread blocks of preprocessing, which also zeroes rows of dk and dv."""
     layout, threads = problem.layout, _query_rows(problem) * row_lanes(problem)
     if not layout.is_equal:
         keys = layout.total_k if layout.packed_k else problem.batch * problem.seqlen_k
@@ -197,15 +197,15 @@ def _terms_blocks(problem: Problem) -> int:
 def config(
     problem: Problem, sums: QuerySums | None = None, *, last_writes: bool = False
 ) -> dict[str, int | bool]:
-    """Members of the `Config` struct that all kernels of gradients read.
+    """Return the members of the `Config` struct that all backward kernels read.
 
     Parameters
     ----------
     problem, sums
-        As in `schedule`.
+        See `schedule`.
     last_writes
-        Whether the last block that adds to a tile of dq writes it, so that nobody writes tiles
-        without keys.
+        Whether the last thread block that adds to a dq tile also writes dq. Preprocessing then
+        zeroes the tiles that attend to no key.
     """
     assert problem.gradient is not None
     return {

@@ -1,4 +1,4 @@
-"""Tensor-core fused attention for float16, bfloat16 and float32: `kernels_cu/forward/mma.cu`."""
+"""Fused attention on tensor cores for float32 and 16-bit types: `kernels_cu/forward/mma.cu`."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class MmaTile(Tile):
     Attributes
     ----------
     warps
-        Of a thread block; each owns 16 or 32 of the Br rows. Of wide heads two warps may share
-        16 rows: each scores half of the keys and holds half of the output's columns.
+        Number of warps of a thread block. A warp owns 16 or 32 of the Br rows. For wide heads, two
+        warps may own the same 16 rows: each has half of the keys and half of the output columns.
     stages
-        Tiles of keys or values in the shared-memory ring, 2 to 4: one in use, the others on
-        their way.
+        Number of K or V tiles in the shared-memory ring, 2 to 4: one in use, the others being
+        loaded.
     q_in_registers
-        1 keeps the query fragments in registers, 0 reads them from shared memory for each tile.
+        1 keeps the query fragments in registers; 0 reads them from shared memory for each KV tile.
     min_blocks
-        Thread blocks per SM that the compiler limits registers for.
+        Number of thread blocks per SM in `__launch_bounds__`, which limits registers per thread.
     """
 
     warps: int = 4
@@ -39,63 +39,58 @@ class MmaTile(Tile):
 
     @property
     def shares(self) -> int:
-        """Warps that share rows."""
+        """Number of warps that process the same query rows."""
         return 2 if self.Br == 8 * self.warps else 1
 
 
-# By the bytes of an element, of an SM in calls that are short enough to split: 0.7 of what 132 SMs
-# of an H100 reach together in long ones (see `split.py`).
+# TFLOP/s of an SM, by bytes of an element, for calls that are short enough for split KV. These are
+# 0.7 of the rate of an SM of an H100 in long calls (see `split.py`).
 _TFLOPS_PER_SM = {2: 2.1, 4: 0.32}
-# Of the tiles that are searched.
+# Largest number of warps, and of query rows, of the candidate tiles.
 _MOST_WARPS = 8
 _MOST_ROWS = 2 * 16 * _MOST_WARPS
-# Heads that are wider than this have tiles whose warps share rows.
+# For head dims above this, two warps may process the same query rows.
 _WIDE = 256
 
 
 def _preferred_tiles(problem: Problem, device: Device) -> list[MmaTile]:
-    """Tiles from the best down, of which the first that fits becomes the default.
+    """Return tiles from the fastest to the slowest; the first that fits becomes the default.
 
-    The figures are TFLOP/s on an H100, bfloat16 (float32 where said), CUDA 13.0, at batch x
-    seqlen 16384 and heads x head_dim 2048: seqlen 4096 full / causal, seqlen 512 full / causal.
+    Figures in the comments are TFLOP/s on an H100 (bfloat16, full attention, batch x seqlen 16384,
+    heads x head_dim 2048).
     """
     widest = max(problem.head_dim, problem.head_dim_v)
-    # Tiles that the compiler fits into 255 registers for sm_90 spill on some other architectures.
+    # Some tiles fit into 255 registers on sm_90 but spill on other architectures.
     hopper = device.arch == 90
     layout = problem.layout
-    # So does the largest where rows are looked up in pages.
+    # With a paged KV cache, the largest tile spills.
     paged = layout.page_size > 0
     if problem.dtype == "float32":
-        # head_dim 64: 64x64 61 / -, 50 / 39 (128x32 65 / -, 52 / 33, but it spills). head_dim 128:
-        # 64x32 60 / 57, 128x32 with 8 warps 58 / 55, 64x48 55 / 53. On an H200 64x64 takes 3% less
-        # time than 64x32 at 512 full, and, though it spills 16 bytes, 10% less at 4096 causal.
+        # At head_dim 128, tile 64x64 is 10% faster than 64x32 although it spills 16 bytes (H200,
+        # causal, seqlen 4096).
         large = [MmaTile(64, 64)] if widest <= 64 or (hopper and layout.is_equal) else []
         return [*large, MmaTile(64, 32)]
     if widest <= 64:
-        # 128x80 with 4 stages 327 / 282, 257 / 163; 64x64 with 2 warps and 4 stages 323 / 276,
-        # 264 / 172; 128x64 with 4 stages 318 / 271, 266 / 168; 128x96 333 / 278, 249 / 163, but it
-        # spills 8 bytes.
+        # Tile 128x80 reaches 327 TFLOP/s at seqlen 4096 and 257 at seqlen 512; the small tile
+        # reaches 323 and 264 TFLOP/s. Tile 128x96 spills.
         small = MmaTile(64, 64, warps=2, stages=4)
         long = problem.seqlen_k >= 1024 and not problem.causal and not problem.is_batch_invariant
         return [MmaTile(128, 80, stages=4), small] if hopper and long else [small]
     if widest <= 128:
-        # 128x64 394 / 346, 318 / 194; 128x48 with 4 stages 381 / 335, 311 / 190; 64x64 317 / 293,
-        # 269 / 182.
+        # Tile 128x64 reaches 394 TFLOP/s at seqlen 4096, tile 64x64 reaches 317.
         large = [MmaTile(128, 64)] if hopper and not paged else []
         return [*large, MmaTile(64, 64), MmaTile(64, 32)]
     if widest > _WIDE:
-        # On an H200, 4 heads of 512, 4096 tokens full / causal, 16384 full / causal: 64x64
-        # 235 / 141, 268 / 262; 64x32 213 / 126, with 4 stages 212 / 124, 228 / 227;
-        # two blocks of 32x32 213 / 131.
-        # Paged, 64x64 spills where the output takes all but 110 registers.
+        # Tile 64x64 reaches 235 TFLOP/s, 64x32 reaches 213 (H200, head_dim 512, seqlen 4096).
+        # With a paged KV cache and head_dim_v above 512, tile 64x64 spills.
         large = [] if paged and problem.head_dim_v > 512 else [MmaTile(64, 64, warps=8)]
         return [*large, MmaTile(64, 32, warps=8), MmaTile(32, 32), MmaTile(16, 32, warps=2)]
-    # 64x64 329 / 302, 274 / 192; 64x48 318 / 292, 258 / 182; 64x32 283 / 264, 241 / 178.
+    # Tile 64x64 reaches 329 TFLOP/s at seqlen 4096, tile 64x32 reaches 283.
     return [MmaTile(64, 64), MmaTile(64, 32), MmaTile(32, 32, warps=2)]
 
 
 def _padded_dims(problem: Problem, tile: MmaTile) -> tuple[int, int]:
-    """Columns of Q and K, and of V, in shared memory: whole steps of the tensor cores."""
+    """Return the padded columns of Q and K, and of V: multiples of the shape of an MMA."""
     step, step_v = (8, 32) if problem.dtype == "float32" else (16, 16 * tile.shares)
     return round_up(problem.head_dim, step), round_up(problem.head_dim_v, step_v)
 
@@ -105,13 +100,13 @@ def _is_wide(problem: Problem) -> bool:
 
 
 def _rows(problem: Problem, warps: int) -> tuple[int, ...]:
-    """The query rows that a tile of so many warps may have, fewest last."""
+    """Return the numbers of query rows that a tile of `warps` warps may have, the least last."""
     shared = (8 * warps,) if _is_wide(problem) and warps % 2 == 0 else ()
     return (16 * warps, 32 * warps, *shared)
 
 
 class MmaFamily(Family[MmaTile]):
-    """FlashAttention-2 on mma.sync with cp.async; float32 by three TF32 products."""
+    """FlashAttention-2 with `mma.sync` and `cp.async`; float32 takes three TF32 products."""
 
     name = "mma"
     source = "forward/mma.cu"
@@ -174,7 +169,7 @@ class MmaFamily(Family[MmaTile]):
         return reason or ragged.why_not_grid(problem, tile.Br)
 
     def _registers(self, problem: Problem, tile: MmaTile) -> int:
-        """An estimate from below: fragments that live at once, and 30 for addresses and state."""
+        """Return a lower bound: the fragments that are live at once, and 30 other registers."""
         row_tiles = tile.Br * tile.shares // (16 * tile.warps)
         columns, columns_v = _padded_dims(problem, tile)
         words = problem.itemsize / 4

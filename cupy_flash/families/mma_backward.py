@@ -1,4 +1,4 @@
-"""Gradients of 16-bit inputs and float32 in one pass: `kernels_cu/backward/mma.cu`."""
+"""Backward pass on tensor cores for 16-bit and float32 inputs: `kernels_cu/backward/mma.cu`."""
 
 from __future__ import annotations
 
@@ -22,47 +22,47 @@ from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
 from cupy_flash.problem.tile import Tile
 
-# Of a query row: its log-sum-exp and delta.
+# Size in bytes of the statistics of a query row: its log-sum-exp and delta.
 _TERMS_BYTES = 8
-# Behind an image of a tile of float32, and threads that make one: kernels_cu/backward/images.cuh.
+# Size in bytes of the scales after a pre-swizzled float32 tile (kernels_cu/backward/images.cuh).
 _SCALES_BYTES = 128
-# Number of units that fit after the scales of keys, which include a bit for each key.
+# Number of scale factors of P and dS that fit after `KeyScales`, which hold a bit for each key.
 _MOST_UNITS = (_SCALES_BYTES - 4 * 4 - 256 // 8) // 4
 _IMAGE_THREADS = 256
 TILE_IMAGES = "tile_images"
-# Addresses, counters and the operands of products.
+# Number of registers for addresses, counters and operands.
 _OTHER_REGISTERS = 40
-# Rows of dq that a warp sums up, where there are as many.
+# Number of dq rows that a warp computes, if a tile has enough rows.
 _SUM_ROWS = 32
-# Tiles of keys of a head that are at work at once, each 1.5 steps behind the one before: at most so
-# many, and one for so many tiles of queries. Half as many of a causal mask, where a block has half
-# the steps to make up for what it has waited.
+# Limits on how many KV tiles of a head run concurrently. Each runs 1.5 query tiles after the one
+# before. There are at most _MOST_AT_ONCE, and one per _STEPS_OF_ONE query tiles. A causal mask
+# halves their number: a thread block then has half the steps to catch up after waiting.
 _MOST_AT_ONCE = 16
 _STEPS_OF_ONE = 2
 
 
 @dataclass(frozen=True)
 class MmaBackwardTile(Tile):
-    """Tile of the `mma` family of gradients.
+    """Tile of the backward `mma` family.
 
     Attributes
     ----------
     Br, Bc
-        Queries that stream by, and keys that a block owns.
+        Number of query rows of each iteration, and number of keys of a thread block.
     warps
-        Of a block.
+        Number of warps of a thread block.
     key_warps
-        Parts that the keys are cut into, of 16 or 32; the warps of a part share its queries, and
-        the columns of its gradients.
+        Number of groups that the keys are divided into, 16 or 32 keys each. The warps of a group
+        divide the query rows and the columns of dk and dv among themselves.
     columns
-        Queries that a warp makes scores of at once.
+        Number of query rows for which a warp computes scores at once.
     stages
-        Tiles of queries in shared memory: one in use, one on its way.
+        Number of query tiles in shared memory: one in use and, with 2, one being loaded.
     min_blocks
-        Thread blocks per SM that the compiler limits registers for.
+        Number of thread blocks per SM in `__launch_bounds__`, which limits registers per thread.
     paired
-        1 where of two warps that share keys one makes scores and the other gradients of
-        probabilities, of the queries of both.
+        1 if two warps with the same keys work as a pair: one computes S and the other dP, for the
+        query rows of both.
     """
 
     warps: int = 4
@@ -74,19 +74,19 @@ class MmaBackwardTile(Tile):
 
     @property
     def side_warps(self) -> int:
-        """Warps that share keys."""
+        """Number of warps that process the same keys."""
         return self.warps // self.key_warps
 
     @property
     def sum_row_warps(self) -> int:
-        """Parts of the rows of dq that warps sum up."""
+        """Number of groups of dq rows; each group is computed by different warps."""
         return min(self.warps, max(1, self.Br // _SUM_ROWS))
 
 
 class MmaBackwardFamily(Family[MmaBackwardTile]):
-    """See `kernels_cu/backward/mma.cu`.
+    """Backward pass in one kernel with five matrix products: `kernels_cu/backward/mma.cu`.
 
-    Float32 takes a workspace with as many bytes more as q, k, v and dout have, in whole tiles.
+    For float32, the workspace also holds q, k, v and dout, padded to whole tiles.
     """
 
     name = "mma"
@@ -145,14 +145,14 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
             min_blocks=tile.min_blocks,
         )
         reason = reason or gradients.why_not_grid(problem, tile.Bc, tile.Br)
-        # Of images there are blocks for tiles of both kinds.
+        # The kernel that pre-swizzles tiles has a thread block for each KV tile and query tile.
         blocks = sum(gradients.blocks_of(problem, tile.Bc, tile.Br))
         if reason is None and _in_pieces(problem) and blocks > MAX_GRID:
             return f"needs {blocks} thread blocks, more than the {MAX_GRID} of a launch"
         return reason
 
     def _registers(self, problem: Problem, tile: MmaBackwardTile) -> int:
-        """What a thread holds: dk and dv, beside them scores and dp or dq, and the rest."""
+        """Return a lower bound: dk and dv, the larger of (S and dP) and dq, and others."""
         dim, dim_v = _padded_dims(problem, tile)
         kept = tile.Bc * (dim + dim_v) // tile.warps
         passing = max(
@@ -253,18 +253,18 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
 
 
 def _padded_dims(problem: Problem, tile: MmaBackwardTile) -> tuple[int, int]:
-    """Columns of q and k, and of v and dout, in shared memory: 16 for each warp of a row."""
+    """Return the padded columns of q and k, and of v and dout: multiples of 16 for each warp."""
     unit = 16 * max(tile.side_warps, tile.warps // tile.sum_row_warps)
     return round_up(problem.head_dim, unit), round_up(problem.head_dim_v, 16 * tile.side_warps)
 
 
 def _in_pieces(problem: Problem) -> bool:
-    """Whether tiles are images in the workspace: pairs of float16 in place of float32."""
+    """Return whether tiles are converted first: float32 to pairs of float16, pre-swizzled."""
     return problem.dtype == "float32"
 
 
 def _second_units(problem: Problem) -> int:
-    """Of p and of gradients of scores, how many warps find units for (finds_p, finds_ds)."""
+    """Return for how many of P and dS the warps compute scale factors (`finds_p`, `finds_ds`)."""
     score = problem.score
     if score is None or not _in_pieces(problem):
         return 0
@@ -272,7 +272,7 @@ def _second_units(problem: Problem) -> int:
 
 
 def _image_bytes(problem: Problem, tile: MmaBackwardTile, sums: QuerySums) -> int:
-    """Of all images of tiles."""
+    """Return the size in bytes of all pre-swizzled tiles."""
     layout = problem.layout
     keys = problem.batch * problem.heads_kv * ceil_div(problem.seqlen_k, tile.Bc)
     if layout.packed_k:
@@ -284,10 +284,10 @@ def _image_bytes(problem: Problem, tile: MmaBackwardTile, sums: QuerySums) -> in
 
 
 def _section(problem: Problem, device: Device, tile: MmaBackwardTile, slots: int) -> int:
-    """Query heads whose tiles are interleaved.
+    """Return the number of query heads whose tiles are interleaved.
 
-    Few enough that half of L2 holds what their tiles of queries move: q, dout and the sums of dq.
-    But enough that tiles of a head do not wait for each other long when the kernel begins.
+    q, dout and the dq accumulator of these heads should fit in half of L2. But with too few heads,
+    the KV tiles of a head would wait for each other when the kernel begins.
     """
     group = problem.heads_q // problem.heads_kv
     row_bytes = (problem.head_dim + problem.head_dim_v) * problem.itemsize + 4 * problem.head_dim
@@ -298,28 +298,28 @@ def _section(problem: Problem, device: Device, tile: MmaBackwardTile, slots: int
         at_once = max(1, at_once // 2)
     groups = max(1, problem.batch * problem.heads_kv)
     section = max(1, min(max(in_l2, ceil_div(slots, at_once)), groups))
-    # All of one size, as a last one of few heads would leave most of the GPU without work.
+    # Sections have nearly equal sizes: a last one of few heads would leave most SMs idle.
     return group * ceil_div(groups, ceil_div(groups, section))
 
 
 def _preferred_tiles(problem: Problem) -> tuple[MmaBackwardTile, ...]:
-    """Tiles from the best down, as measured on an H200 (2048 and 8192 tokens)."""
+    """Return tiles from the fastest to the slowest (TFLOP/s on an H200, seqlen 2048 and 8192)."""
     dim = max(problem.head_dim, problem.head_dim_v)
     tile = MmaBackwardTile
     if problem.dtype == "float32":
         if dim <= 64:
-            # 116 and 122 TFLOP/s, 111 and 112; 64 queries 101.
+            # The first tile reaches 116 and 122 TFLOP/s, the second one 111 and 112.
             return tile(32, 128, 4, 4, min_blocks=2), tile(64, 64, 4, 2, stages=1, min_blocks=2)
         if dim <= 128:
-            # 98 and 106 TFLOP/s, 94 and 100; 128 keys 87.
+            # The first tile reaches 98 and 106 TFLOP/s, the second one 94 and 100.
             return (
                 tile(32, 64, 4, 2, columns=16, stages=1, min_blocks=2),
                 tile(64, 64, 8, 4, stages=1),
             )
-        # 83 TFLOP/s.
+        # This tile reaches 83 TFLOP/s.
         return (tile(32, 64, 8, 4, columns=16, stages=1),)
     if dim <= 64:
-        # 313 and 325 TFLOP/s; 64 queries in two stages 291 and 308.
+        # The first tile reaches 313 and 325 TFLOP/s, the second one 291 and 308.
         return (
             tile(128, 128, 4, 4, stages=1, min_blocks=2),
             tile(64, 128, 4, 4, min_blocks=2),
@@ -327,20 +327,20 @@ def _preferred_tiles(problem: Problem) -> tuple[MmaBackwardTile, ...]:
             tile(32, 128, 4, 4),
         )
     if dim <= 128:
-        # 272 and 289 TFLOP/s; two blocks of 64 keys on an SM 267 and 251.
+        # The first tile reaches 272 and 289 TFLOP/s, the second one 267 and 251.
         return (
             tile(64, 128, 8, 4),
             tile(64, 64, 4, 2, min_blocks=2),
             tile(32, 64, 4, 2, columns=16),
         )
-    # 219 and 243 TFLOP/s; unpaired 207 and 231.
+    # The first tile reaches 219 and 243 TFLOP/s; without `paired`, it reaches 207 and 231.
     return (
         tile(64, 64, 8, 2, columns=16, paired=1),
         tile(64, 64, 8, 2, columns=16, stages=1, paired=1),
     )
 
 
-# For little shared memory.
+# Tiles for devices with little shared memory.
 _SMALL = (
     MmaBackwardTile(32, 32, 4, 2, columns=16, stages=1),
     MmaBackwardTile(32, 16, 2, 1, columns=16, stages=1),

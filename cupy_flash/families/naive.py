@@ -1,4 +1,4 @@
-"""Three kernels with the score matrix in global memory: the baseline of the benchmarks."""
+"""Unfused attention with the score matrix in global memory: the baseline of the benchmarks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from cupy_flash.problem.tile import Tile
 
 _TILE = 32
 _SOFTMAX_WARPS = 8
-# More than any GPU's memory; beyond it, byte counts help nobody.
+# Upper limit of the score matrix in bytes, which is more than the memory of any GPU.
 _MAX_WORKSPACE = 2**40
 
 
 @dataclass(frozen=True)
 class NaiveTile(Tile):
-    """Always 32 x 32: one thread for each element of a tile."""
+    """Tile of the `naive` family, always 32 x 32, with one thread per element."""
 
     Br: int = _TILE
     Bc: int = _TILE
@@ -31,7 +31,7 @@ def _matrix_bytes(problem: Problem) -> int:
 
 
 class NaiveFamily(Family[NaiveTile]):
-    """See `kernels_cu/forward/naive.cu`."""
+    """Family of three kernels, for scores, softmax and output: `kernels_cu/forward/naive.cu`."""
 
     name = "naive"
     source = "forward/naive.cu"
@@ -61,11 +61,11 @@ class NaiveFamily(Family[NaiveTile]):
         return None
 
     def default_tile(self, problem: Problem, device: Device) -> NaiveTile:
-        # The textbook's tile is the point of a baseline: nothing to choose.
+        # A baseline has the textbook tile and no choice.
         return NaiveTile()
 
     def shared_memory(self, problem: Problem, tile: NaiveTile) -> int:
-        # The two tiles of a product are static shared memory.
+        # The two operand tiles of a matrix product are in static shared memory.
         return 0
 
     def schedule(self, problem: Problem, device: Device, tile: NaiveTile) -> Schedule:
@@ -77,7 +77,7 @@ class NaiveFamily(Family[NaiveTile]):
 
     def _launches(self, problem: Problem, tile: NaiveTile) -> tuple[Launch, ...]:
         row_tiles = problem.batch * problem.heads_q * ceil_div(problem.seqlen_q, tile.Br)
-        # With no keys there are no scores, but a launch needs a block.
+        # Without keys there are no scores, but a launch needs at least one thread block.
         scores = max(1, row_tiles * ceil_div(problem.seqlen_k, tile.Bc))
         rows = ceil_div(problem.rows, _SOFTMAX_WARPS)
         outputs = row_tiles * ceil_div(problem.head_dim_v, tile.Bc)
@@ -88,5 +88,5 @@ class NaiveFamily(Family[NaiveTile]):
         )
 
     def config(self, problem: Problem, tile: NaiveTile, split: Split) -> dict[str, int | bool]:
-        # The kernels' tile is a constant of naive.cu: a textbook kernel has no knobs.
+        # The tile is a constant of naive.cu, so the kernels have no parameters.
         return {}

@@ -1,6 +1,6 @@
-"""Gradients of biases, sinks and captures: kernels that all families have behind their own.
+"""Gradients of biases, sinks and captured arrays, by kernels that all backward families use.
 
-They find scores anew, whatever computes the gradients of q, k and v.
+These kernels recompute the scores and run after the kernels that compute dq, dk and dv.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from cupy_flash.problem.arrays import ITEMSIZE
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
 
-# Where parts of the workspace lie, by members of `GradientParams`.
+# Members of `GradientParams` that receive addresses in the workspace.
 BIAS_PARTS, CAPTURE_SUMS = "bias_parts", "capture_sums"
 
 _SINKS = "backward/sink_gradients.cuh"
@@ -22,17 +22,17 @@ _CAPTURES = "backward/capture_gradients.cuh"
 
 _THREADS = 256
 _SINK_THREADS = 1024
-# Thread blocks of each SM that share out the scores, where there are as many tiles.
+# Number of thread blocks per SM, if there are enough score tiles.
 _BLOCKS_PER_SM = 2
-# Columns of operands that the CUDA cores have in shared memory at once.
+# Number of operand columns in shared memory at once, in kernels on CUDA cores.
 _SLICE = 32
-# A sum of fixed-point numbers, see `kernels_cu/backward/fixed_point.cuh`.
+# Size in bytes of a fixed-point sum, see `kernels_cu/backward/fixed_point.cuh`.
 _FIXED_BYTES = 16
 _FLAGS_OF_WORD = 16
 
 
 def launches(problem: Problem, device: Device) -> tuple[Launch, ...]:
-    """What is launched for the gradients of inputs other than q, k and v."""
+    """Return the launches for the gradients of inputs other than q, k and v."""
     gradient = problem.gradient
     assert gradient is not None
     found: list[Launch] = []
@@ -74,18 +74,18 @@ def _launch(
 
 
 def _tiled(problem: Problem, device: Device, entry: str, blocks: int, source: str) -> Launch:
-    """A kernel that goes through tiles of scores."""
+    """Return the launch of a kernel that iterates over tiles of the score matrix."""
     members = config(problem)
     memory = members["score_memory" if device.arch >= 80 else "simt_score_memory"]
-    # Of float64 a thread holds as much in twice the registers.
+    # float64 takes twice the registers, so the compiler may use those of one thread block per SM.
     min_blocks = 1 if problem.dtype == "float64" else _BLOCKS_PER_SM
     return _launch(entry, blocks, source, shared_memory=memory, min_blocks=min_blocks)
 
 
 def config(problem: Problem) -> dict[str, int]:
-    """Members of the `Config` struct: bytes of a tile's operands, or its elements if more.
+    """Return the `Config` members for shared memory: the maximum of operands and scores of a tile.
 
-    On the CUDA cores, and with tensor cores that take 16-bit elements.
+    `simt_score_memory` is for CUDA cores, `score_memory` for tensor cores if inputs are 16-bit.
     """
     size, real = _size(problem), ITEMSIZE[problem.lse_dtype]
     elements = size * (size + 1) * real
@@ -99,28 +99,28 @@ def config(problem: Problem) -> dict[str, int]:
 
 
 def _size(problem: Problem) -> int:
-    """Rows, and keys, of a tile of scores."""
+    """Return the number of query rows, and of keys, of a tile of the score matrix."""
     return 32 if problem.dtype == "float64" else 64
 
 
 def _score_tiles(problem: Problem) -> tuple[int, int, int, int]:
-    """Along the batch, heads, rows and keys."""
+    """Return the numbers of score tiles along the batch, heads, query rows and keys."""
     size = _size(problem)
     tiles = ceil_div(problem.seqlen_q, size), ceil_div(problem.seqlen_k, size)
     return problem.batch, problem.heads_q, *tiles
 
 
 def _kept_axes(problem: Problem) -> tuple[bool, bool, bool, bool]:
-    """Which axes the gradient of a bias has, where there is more than one element of them."""
+    """Return along which axes (batch, heads, rows, keys) the bias is not broadcast."""
     assert problem.gradient is not None
     assert problem.gradient.bias is not None
     batch, heads, rows, keys = (length > 1 for length in problem.gradient.bias)
-    # Rows of a packed bias tell the sequence.
+    # The row of a packed bias determines the sequence.
     return rows if problem.layout.packed_q else batch, heads, rows, keys
 
 
 def bias_tiles(problem: Problem) -> int:
-    """Tiles of the gradient of a bias, of which each has a thread block at least; 0 for none."""
+    """Return the number of tiles of the bias gradient; 0 if it is not computed."""
     assert problem.gradient is not None
     if problem.gradient.bias is None:
         return 0
@@ -129,12 +129,12 @@ def bias_tiles(problem: Problem) -> int:
 
 
 def bias_parts(problem: Problem, device: Device) -> int:
-    """How many blocks share the scores that belong to one tile of the gradient of a bias."""
+    """Return over how many thread blocks the score tiles of one bias gradient tile are split."""
     assert problem.gradient is not None
     assert problem.gradient.bias is not None
     kept = _kept_axes(problem)
     if problem.layout.packed_q and (kept[2] or problem.gradient.bias[3] > problem.seqlen_k):
-        # Rows, and keys, of no sequence have no block that would write zeros.
+        # No thread block would write partial sums for rows and keys that belong to no sequence.
         return 1
     axes = zip(_score_tiles(problem), kept, strict=True)
     passing = math.prod(tiles for tiles, is_kept in axes if not is_kept)
@@ -148,7 +148,7 @@ def _capture_blocks(problem: Problem, device: Device) -> int:
 
 
 def workspace(problem: Problem, device: Device) -> dict[str, int]:
-    """Bytes of each part of the workspace."""
+    """Return the size in bytes of each array in the workspace, by the `GradientParams` member."""
     gradient = problem.gradient
     assert gradient is not None
     found = {}
@@ -164,7 +164,7 @@ def workspace(problem: Problem, device: Device) -> dict[str, int]:
 
 
 def bias_fields(problem: Problem, device: Device) -> tuple[int, ...] | None:
-    """Values of `BiasGradient`, but for its address; None where it is not wanted."""
+    """Return the fields of `BiasGradient` except its address; None if it is not computed."""
     assert problem.gradient is not None
     bias = problem.gradient.bias
     return None if bias is None else (*bias, bias_parts(problem, device))

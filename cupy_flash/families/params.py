@@ -1,4 +1,4 @@
-"""The argument struct of attention's kernels, which `kernels_cu/params.cuh` mirrors."""
+"""Argument structs of the attention kernels, which mirror `kernels_cu/params.cuh`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PARAMS_DTYPE = np.dtype(
         ("q_offset", np.int32),
         ("num_splits", np.int32),
         ("section_heads", np.int32),
-        # Where sequences lie that are not of equal lengths.
+        # Lengths and offsets of sequences (varlen and KV cache), and sizes of their arrays.
         ("cu_seqlens_q", np.uint64),
         ("cu_seqlens_k", np.uint64),
         ("seqused_k", np.uint64),
@@ -50,13 +50,13 @@ PARAMS_DTYPE = np.dtype(
         ("max_pages", np.int32),
         ("keys", np.int32),
         ("new_keys", np.int32),
-        # As C++ pads the struct.
+        # Padding, as in C++.
         ("_", np.int32),
     ]
 )
 
 
-# Mirrored in blocks/map.cuh.
+# The struct of a block mask, which mirrors blocks/map.cuh.
 BLOCK_MAP_DTYPE = np.dtype(
     [
         ("memory", np.uint64),
@@ -69,13 +69,13 @@ BLOCK_MAP_DTYPE = np.dtype(
         ("words", np.int32),
         ("key_blocks", np.int32),
         ("slots", np.int32),
-        # As C++ pads the struct.
+        # Padding, as in C++.
         ("_", np.int32),
     ]
 )
 
 
-# Mirrored in backward/params.cuh, as is what follows.
+# This struct and the next one mirror backward/params.cuh.
 BIAS_GRADIENT_DTYPE = np.dtype(
     [
         ("data", np.uint64),
@@ -87,7 +87,7 @@ BIAS_GRADIENT_DTYPE = np.dtype(
     ]
 )
 
-# Of kernels that compute gradients, behind all else.
+# Fields that the backward kernels have after all other fields.
 GRADIENTS_DTYPE = np.dtype(
     [
         ("dout", TENSOR_DTYPE),
@@ -104,10 +104,10 @@ GRADIENTS_DTYPE = np.dtype(
 
 
 def params_dtype(problem: Problem) -> np.dtype:
-    """The struct of a problem's kernels.
+    """Return the dtype of the argument struct of a problem's kernels.
 
-    Behind what all have comes what modifications read, then how the scales of a cache of 8 bits
-    or of float8 lie, or what belongs to gradients.
+    The common fields come first, then the data of modifications. The last fields are the scales of
+    an 8-bit KV cache or of float8 inputs, or the fields of the backward pass.
     """
     mods = captures = None
     if problem.score is not None:
@@ -119,7 +119,7 @@ def params_dtype(problem: Problem) -> np.dtype:
     return _params_dtype(mods, captures, scales, problem.gradient is not None)
 
 
-# To make a dtype takes 15 us. Bounded, as captures have the names that users give them.
+# Creating a dtype takes 15 us. The cache is bounded because users choose the names of captures.
 @functools.lru_cache(maxsize=256)
 def _params_dtype(
     mods: np.dtype | None,
@@ -160,7 +160,7 @@ def _forward_dtype(mods: np.dtype | None) -> np.dtype:
 
 
 def _struct(fields: Mapping[str, tuple[np.dtype, int]], itemsize: int) -> np.dtype:
-    """Fields with a type and an offset each."""
+    """Return a struct dtype of fields with a type and a byte offset each."""
     formats, offsets = zip(*fields.values(), strict=True)
     return np.dtype(
         {"names": list(fields), "formats": formats, "offsets": offsets, "itemsize": itemsize}
@@ -168,7 +168,7 @@ def _struct(fields: Mapping[str, tuple[np.dtype, int]], itemsize: int) -> np.dty
 
 
 def layout_assertions(problem: Problem) -> str:
-    """C++ that fails to compile unless `params.cuh` lays the struct out as `params_dtype` does."""
+    """Return C++ that fails to compile if the layouts of `params.cuh` and `params_dtype` differ."""
     name = "Params" if problem.gradient is None else "GradientParams"
     if problem.scales is not None:
         name = "Float8Params" if problem.is_float8 else "QuantizedParams"
@@ -182,8 +182,8 @@ def layout_assertions(problem: Problem) -> str:
 
 @functools.lru_cache(maxsize=256)
 def assertions(*structs: tuple[str, np.dtype]) -> str:
-    """C++ that fails to compile unless structs of these names are laid out as their dtypes."""
-    # NVRTC has no offsetof without a header; __INTADDR__ is what its own is made of.
+    """Return C++ that fails to compile if a struct and its dtype have different layouts."""
+    # NVRTC has no offsetof without a header. __INTADDR__ is the builtin that offsetof uses.
     lines = []
     for name, dtype in structs:
         lines.append(f"static_assert(sizeof({name}) == {dtype.itemsize});")

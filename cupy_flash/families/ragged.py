@@ -1,4 +1,4 @@
-"""What families do alike whose blocks have a query tile each, of equal lengths or not."""
+"""Shared code of families whose thread blocks process one query tile each, dense or varlen."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from cupy_flash.problem.values import MAX_COUNT
 
 
 def group_size(problem: Problem) -> int:
-    """Query heads whose rows make up a tile: all that share a key/value head, or one.
+    """Return the number of query heads packed into a query tile: all heads of a KV head, or 1.
 
-    Tiles of several heads read keys and values once for all of them, which is most of what a few
-    query rows wait for; where there are many rows it is no loss.
+    A tile of several heads reads keys and values once for all of them. For few query rows these
+    reads dominate, and for many rows the packing costs nothing.
     """
     if problem.layout.is_equal:
         return 1
-    # Queries without heads are a call, with an empty result.
+    # heads_q may be 0: the result is then empty.
     group = max(1, problem.heads_q // problem.heads_kv)
-    # The kernels count a tile's rows in 32 bits.
+    # The kernels count the packed rows of a sequence in 32 bits.
     return group if problem.seqlen_q * group <= MAX_SEQLEN else 1
 
 
 def query_rows(problem: Problem) -> int:
-    """The most rows that the query tiles of one sequence and group of heads hold."""
+    """Return the largest number of rows in the query tiles of one sequence and group of heads."""
     return problem.seqlen_q * group_size(problem)
 
 
 def query_blocks(problem: Problem, Br: int) -> int:
-    """Query tiles over the whole batch and all heads."""
+    """Return the number of query tiles of the whole batch and all heads."""
     groups = problem.heads_q // group_size(problem)
     return ceil_div(query_rows(problem), Br) * problem.batch * groups
 
 
 def why_not_grid(problem: Problem, Br: int) -> str | None:
-    """Why tiles of Br rows are more than a launch takes, or None if they are not."""
+    """Return why a launch cannot have all query tiles of Br rows, or None if it can."""
     blocks = query_blocks(problem, Br)
     layout = problem.layout
     if not layout.is_equal:
         heads = problem.batch * problem.heads_q
         if heads > MAX_COUNT:
-            # The kernel that merges splits counts them in one line.
+            # The kernel that merges partial results numbers the heads of all sequences with int32.
             return f"has {heads} query heads in all sequences; {MAX_COUNT} can be counted"
         parts = layout.num_splits or 1
         if parts > 1:
@@ -56,12 +56,12 @@ def why_not_grid(problem: Problem, Br: int) -> str | None:
 def choose_split(
     problem: Problem, device: Device, tile: Tile, blocks_per_sm: int, tflops_per_sm: float
 ) -> Split:
-    """How the keys of a query tile are shared out (see `split.choose`).
+    """Choose the split of the keys of a query tile (see `split.choose`).
 
     Parameters
     ----------
     tflops_per_sm
-        What the kernel reaches on an SM that is full of its blocks, about.
+        Approximate TFLOP/s of the kernel on an SM that is full of its thread blocks.
     """
     dims = problem.head_dim + problem.head_dim_v
     return split.choose(
@@ -78,7 +78,7 @@ def choose_split(
 
 
 def schedule(problem: Problem, device: Device, cut: Split, main: Launch) -> Schedule:
-    """That of a main kernel whose blocks each have a query tile, and a part of its keys."""
+    """Return the schedule of a main kernel, followed by a merge of the parts if keys are split."""
     return Schedule(
         (main, *split.combine_launches(problem, cut)),
         cut,
@@ -88,7 +88,7 @@ def schedule(problem: Problem, device: Device, cut: Split, main: Launch) -> Sche
 
 
 def config(problem: Problem) -> dict[str, int | bool]:
-    """Members of the `Config` struct that `place.cuh` reads."""
+    """Return the members of the `Config` struct that `place.cuh` reads."""
     layout = problem.layout
     return {
         "sequences": not layout.is_equal,

@@ -1,4 +1,4 @@
-"""What a kernel family does with a tile on a device: how keys are shared out, what is launched."""
+"""Records of how a kernel family computes a tile on a device: the KV split and the launches."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-# The main kernel of a family that launches others before it.
+# Entry of the main kernel if the family launches other kernels before it.
 MAIN_ENTRY = "attention"
-# The kernels of a backward pass, in order: what rows bring, dk and dv, dq.
+# Entries of a backward pass, in order: preprocessing of query rows; dk and dv; dq.
 ROW_TERMS, KEY_GRADIENTS, QUERY_GRADIENTS = "row_terms", "key_gradients", "query_gradients"
 _MAIN_ENTRIES = (MAIN_ENTRY, KEY_GRADIENTS, QUERY_GRADIENTS)
 
-# Strides of what a tensor map describes are multiples of 16 bytes below 2^40.
+# TMA requires strides that are multiples of 16 bytes below 2^40.
 STRIDE_UNIT = 16
 MAX_STRIDE = 2**40
 
-# C++ types of what kernels are given, by the names that `Launch.arguments` has.
+# C++ types of kernel arguments, by their names in `Launch.arguments`.
 _TYPES = {
     "params": "Params",
     "quantized_params": "QuantizedParams",
@@ -27,7 +27,7 @@ _TYPES = {
     "latent_maps": "LatentTensorMaps",
     "gradient_maps": "GradientMaps",
 }
-# What a kernel may be given, in order.
+# Argument lists that a kernel may have.
 _ARGUMENTS = (
     ("params",),
     ("quantized_params",),
@@ -42,21 +42,21 @@ _ARGUMENTS = (
 
 
 def main_of(entries: tuple[str, ...]) -> str:
-    """The kernel that attends: the first, unless a later one has the name of such."""
+    """Return the name of the main kernel: a name in `_MAIN_ENTRIES`, or else the first entry."""
     return next((name for name in _MAIN_ENTRIES if name in entries), entries[0])
 
 
 @dataclass(frozen=True)
 class Split:
-    """How the keys of a query tile are shared out over thread blocks.
+    """Split of the keys of a query tile over thread blocks.
 
     Attributes
     ----------
     kind
-        "whole": a block has all of them. "parts": a block has one of `parts`, and the results are
-        merged. "even": the blocks have equal shares of all keys of the batch, wherever those end.
+        "whole": the keys are not split. "parts": they are split into `parts` parts, whose results
+        are merged. "even": all keys of the batch are divided evenly over the thread blocks.
     parts
-        2 or more of "parts", else 1.
+        Number of parts, at least 2, if `kind` is "parts"; otherwise 1.
     """
 
     kind: Literal["whole", "parts", "even"] = "whole"
@@ -64,12 +64,12 @@ class Split:
 
     @classmethod
     def into(cls, parts: int) -> Split:
-        """So many parts; one is the whole."""
+        """Return the split into a number of parts; 1 means that the keys are not split."""
         return cls("parts", parts) if parts > 1 else WHOLE
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is merged."""
+        """Whether the keys are not split, so that no results are merged."""
         return self.kind == "whole"
 
 
@@ -84,26 +84,26 @@ class Launch:
     Attributes
     ----------
     entry
-        Name of the kernel in the unit.
+        Name of the kernel in the translation unit.
     function
-        C++ template that the entry calls, with `Config` as its argument.
+        C++ template that the entry calls, with `Config` as its template argument.
     grid, threads
-        Thread blocks, at least one along each axis, and threads of each: a multiple of 32, at most
-        1024.
+        Number of thread blocks along each axis, at least 1, and number of threads of each: a
+        multiple of 32, at most 1024.
     shared_memory
-        Dynamic shared memory of a block, in bytes.
+        Dynamic shared memory of a thread block, in bytes.
     min_blocks
-        Blocks per SM that the compiler limits registers for; None leaves it to the compiler, which
-        may spill for an occupancy that nobody asked for.
+        Number of thread blocks per SM in `__launch_bounds__`. If None, the compiler may spill
+        registers to reach a higher occupancy.
     cluster
-        Blocks of a cluster along the grid's last axis; 0 for none.
+        Number of thread blocks of a cluster along the last axis of the grid; 0 for no clusters.
     arguments
-        What the kernel is given, in order: "maps" (the tensor maps), or "biased_maps" with that of
-        a bias behind the others, or "latent_maps" with those of columns that are no values, if any;
-        and "params" (`params.py`), with scales of a cache of 8 bits "quantized_params", with those
-        of float8 "float8_params"; of a backward problem "gradient_maps", if any, and "gradients".
+        Names of the kernel's arguments, in order. Forward: the tensor maps, if any ("maps",
+        "biased_maps" with the bias, "latent_maps" for MLA), and "params" (`params.py`), which is
+        "quantized_params" for an 8-bit KV cache and "float8_params" for float8 inputs. Backward:
+        the tensor maps, if any ("gradient_maps"), and "gradients".
     source
-        File that has the function where it is not the family's own.
+        File that contains the function, if it is not the family's own `.cu`.
     """
 
     entry: str
@@ -121,11 +121,11 @@ class Launch:
 
     @property
     def takes_maps(self) -> bool:
-        """Whether the kernel is given tensor maps."""
+        """Whether the kernel takes tensor maps."""
         return len(self.arguments) > 1
 
     def definition(self) -> str:
-        """C++ of the entry."""
+        """Return the C++ definition of the entry."""
         bounds = f"{self.threads}" + (f", {self.min_blocks}" if self.min_blocks else "")
         cluster = f"__cluster_dims__(1, 1, {self.cluster}) " if self.cluster else ""
         parameters = (f"const __grid_constant__ {_TYPES[name]} {name}" for name in self.arguments)
@@ -139,21 +139,21 @@ class Launch:
 
 @dataclass(frozen=True)
 class TensorMapSpec:
-    """A tensor map without its address.
+    """Tensor map without the address of its array.
 
     Attributes
     ----------
     dtype
         ``"float16"``, ``"bfloat16"`` or ``"float8_e4m3fn"``.
     shape
-        (dim, seqlen, heads, batch), none of them 0.
+        Sizes (dim, seqlen, heads, batch), none of them 0.
     strides
-        Of seqlen, heads and batch, in bytes: multiples of `STRIDE_UNIT` below `MAX_STRIDE`.
+        Strides of seqlen, heads and batch, in bytes: multiples of `STRIDE_UNIT` below `MAX_STRIDE`.
     box
-        Columns and rows of one copy. The columns are one line of shared memory, 64 or 128 bytes,
-        which is also the swizzle.
+        Number of columns and rows of one TMA box. A box row is 64 or 128 bytes, which is also the
+        swizzle width.
     array
-        Name of the array where the map goes by another.
+        Name of the array, if it differs from the name of the map.
     """
 
     dtype: str
@@ -165,27 +165,27 @@ class TensorMapSpec:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What a call launches and takes; on the CPU, a workspace at most.
+    """Kernel launches of a call and the device memory that they need; no launches on the CPU.
 
     Attributes
     ----------
     launches
-        In order.
+        Kernel launches, in order.
     split
-        How keys are shared out.
+        Split of the keys over thread blocks.
     workspace
-        Bytes of device memory besides the arrays.
+        Number of bytes of temporary memory.
     counters
-        32-bit words of device memory that are zero before a launch and after it.
+        Number of 32-bit words of device memory that are zero before a launch and after it.
     section_heads
-        Query heads whose query tiles are interleaved (`kernels_cu/grid/schedule.cuh`).
+        Number of query heads whose query tiles are interleaved (`kernels_cu/grid/schedule.cuh`).
     tensor_maps
-        Of which arrays the kernels take tensor maps, in order.
+        Tensor maps that the kernels take, in order, by name.
     parts
-        Where in the workspace parts begin that kernels are given an address of, by its name.
+        Byte offsets into the workspace, by the name of the argument that receives the address.
     params
-        Fields of the kernels' argument that are not the problem's own, of a problem that is posed
-        to the kernels as another; tensors' are their strides.
+        Fields of the argument struct that differ from the caller's problem if the kernel computes
+        an equivalent problem. The value of a tensor is its strides.
     """
 
     launches: tuple[Launch, ...]
@@ -199,7 +199,7 @@ class Schedule:
 
     @property
     def main(self) -> Launch | None:
-        """The launch that attends (see `main_of`); None on the CPU."""
+        """Launch of the main kernel (see `main_of`); None on the CPU."""
         if not self.launches:
             return None
         entries = tuple(launch.entry for launch in self.launches)

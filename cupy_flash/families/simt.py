@@ -1,4 +1,4 @@
-"""The CUDA-core fused kernel: every dtype, every architecture."""
+"""Fused attention on CUDA cores, for every dtype and architecture: `kernels_cu/forward/simt.cu`."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ from cupy_flash.problem.problem import Problem
 from cupy_flash.problem.tile import Tile
 
 ENTRY = "simt_forward"
-# Queries that one low tile holds.
+# Number of query rows of the tiles for few queries.
 _FEW = 16
-# Compile time grows with it, and a step of 8 x 8 is 256 multiply-adds already.
+# Largest unrolling, which limits compile time: a step of 8 x 8 values is 256 multiply-adds already.
 _MAX_UNROLL = 16
-# Of every architecture from sm_75 on.
+# Number of registers of an SM, on every architecture from sm_75 on.
 _REGISTERS_PER_SM = 65536
-# Pointers, loop counters, temporaries of the softmax: at ease, and at least.
+# Number of registers for pointers, loop counters and temporaries: a normal and a least number.
 _REGISTERS_FOR_ADDRESSES = 64
 _LEAST_REGISTERS_FOR_ADDRESSES = 24
-# Columns of a score that are summed in one go, as `forward/simt/rows.cuh` has it.
+# Number of head_dim columns that one accumulator sums (`forward/simt/rows.cuh`).
 _MOST_IN_ONE_SUM = 256
-# By the bytes of an accumulator, of an SM in calls that are short enough to split (see `split.py`).
+# TFLOP/s of an SM, by bytes of an accumulator, for calls that are short enough for split KV.
 _TFLOPS_PER_SM = {4: 0.18, 8: 0.085}
-# Two warps for each of an SM's four schedulers hide the latency of eight independent rows; for more
-# than four, registers are not worth giving up.
+# Numbers of threads per SM. Two warps on each of its four schedulers hide the latency of eight
+# independent rows. More than four warps are not worth fewer registers per thread.
 _ENOUGH_THREADS = 256
 _MOST_THREADS = 512
 
 
 @dataclass(frozen=True)
 class SimtTile(Tile):
-    """Compile-time choices of the CUDA-core kernel.
+    """Tile of the `simt` family.
 
     Attributes
     ----------
     Br, Bc
-        Query rows and key/value rows of a tile.
+        Number of query rows, and of keys, of a tile.
     threads
-        Threads of a block.
+        Number of threads of a thread block.
     rows_per_thread
-        Query rows whose scores and outputs a thread keeps in registers.
+        Number of query rows whose scores and outputs a thread keeps in registers.
     share_kv
-        1 if K and V take turns in one shared-memory buffer, 0 if each has its own and the next
-        one is copied while the other is multiplied.
+        1 if K and V use the same shared-memory buffer one after the other; 0 if each has its own,
+        so that one is loaded while the other is multiplied.
     unroll
-        Steps of 16 bytes that the multiplication loops are unrolled by.
+        Number of 16-byte steps by which the multiplication loops are unrolled.
     """
 
     threads: int
@@ -59,12 +59,12 @@ class SimtTile(Tile):
 
     @property
     def row_threads(self) -> int:
-        """Threads that share a query row."""
+        """Number of threads that process the same query row."""
         return self.threads * self.rows_per_thread // self.Br
 
 
 class SimtFamily(Family[SimtTile]):
-    """See `kernels_cu/forward/simt.cu`."""
+    """FlashAttention-2 on CUDA cores."""
 
     name = "simt"
     source = "forward/simt.cu"
@@ -75,7 +75,7 @@ class SimtFamily(Family[SimtTile]):
     def _why_not(self, problem: Problem, device: Device) -> str | None:
         if device.arch < 75:
             return f"needs sm_75 or later, and {device.name} is {device.sm}"
-        # Every size fits, but not every number of thread blocks.
+        # Every size fits an SM, but a launch may have too many thread blocks.
         return self.why_not_tile(problem, device, self.default_tile(problem, device))
 
     def candidates(self, problem: Problem, device: Device) -> Iterator[SimtTile]:
@@ -140,22 +140,23 @@ class SimtFamily(Family[SimtTile]):
         return legal[0] if legal else _smallest(problem)
 
     def registers(self, problem: Problem, tile: SimtTile) -> int:
-        """The 32-bit registers that a thread may use.
+        """Return the largest number of 32-bit registers that a thread may use.
 
-        As many as leave room for the blocks that what a thread must hold at once leaves room for.
+        The limit lets as many thread blocks run on an SM as `_resident_blocks` returns.
         """
         per_block = _REGISTERS_PER_SM // (tile.threads * self._resident_blocks(problem, tile))
         return min(MAX_REGISTERS, per_block // 8 * 8)
 
     def _resident_blocks(self, problem: Problem, tile: SimtTile) -> int:
-        # Told to the compiler, which otherwise may spill to reach an occupancy nobody asked for.
+        # `__launch_bounds__` receives this number. Without it, the compiler may spill registers to
+        # reach a higher occupancy than needed.
         held = self._registers_held(problem, tile) + _REGISTERS_FOR_ADDRESSES
         threads = min(_MOST_THREADS, _REGISTERS_PER_SM // held)
         return max(1, threads // tile.threads)
 
     def _registers_held(self, problem: Problem, tile: SimtTile) -> int:
-        # Outputs, scores (and of wide heads a piece's share) or a tile's share of the outputs, one
-        # vector of Q or P and three statistics of each row; two vectors more.
+        # Each row has the output, one vector of Q or P and three statistics, and the larger of the
+        # scores (twice for wide heads) and the output of one tile. Two more vectors are K or V.
         size = _accumulator_size(problem)
         width = 16 // size
         keys, columns = _keys_and_columns(problem, tile)
@@ -169,7 +170,7 @@ class SimtFamily(Family[SimtTile]):
         )
 
     def shared_memory(self, problem: Problem, tile: SimtTile) -> int:
-        # As simt.cu's Layout computes it, and asserts.
+        # This mirrors `Layout` of forward/simt/layout.cuh, which asserts that both are equal.
         size = _accumulator_size(problem)
         width = 16 // size
         piece = max(width, problem.alignment // problem.itemsize)
@@ -213,34 +214,34 @@ def _accumulator_size(problem: Problem) -> int:
 
 
 def _has_few_queries(problem: Problem) -> bool:
-    """Whether one low tile holds a head's queries, or those of all heads in a tile."""
+    """Return whether one tile of `_FEW` rows holds all query rows of a head or group of heads."""
     if problem.is_batch_invariant:
         return False
     return ragged.query_rows(problem) <= _FEW
 
 
 def _holds_few_rows(problem: Problem) -> bool:
-    """Whether a thread has the registers for the outputs of two rows, no more."""
+    """Return whether the registers of a thread hold the outputs of at most two rows."""
     return problem.dtype == "float64" and problem.head_dim_v > _WIDE_FROM
 
 
 def _smallest(problem: Problem) -> SimtTile:
-    """Fits wherever the kernel runs, but for float64: heads over 384 wide do not fit 64 KiB."""
+    """Return the smallest tile. It fits every GPU, except for float64 with head dims above 384."""
     is_wide = max(problem.head_dim, problem.head_dim_v) > _WIDE_FROM
     return _WIDE[8][-1] if is_wide and problem.dtype == "float64" else SimtTile(8, 16, 64, 2, 1, 1)
 
 
 def _keys_and_columns(problem: Problem, tile: SimtTile) -> tuple[int, int]:
-    """How many scores and outputs of each of its rows a thread keeps."""
+    """Return how many scores, and how many outputs, a thread keeps for each of its rows."""
     width = 16 // _accumulator_size(problem)
     columns = ceil_div(problem.head_dim_v, width * tile.row_threads) * width
     return tile.Bc // tile.row_threads, columns
 
 
 def _multiplications_bind(problem: Problem, tile: SimtTile) -> bool:
-    """Whether the multiply-adds of a tile take as long as its reads of shared memory.
+    """Return whether the multiply-adds of a tile take at least as long as its shared-memory reads.
 
-    Both counted in cycles of an SM per warp and 16-byte step, as the head of `simt.cu` does.
+    Both times are in cycles of an SM, per warp and 16-byte step (see `forward/simt/rows.cuh`).
     """
     rows = tile.rows_per_thread
     keys, columns = _keys_and_columns(problem, tile)
@@ -248,13 +249,13 @@ def _multiplications_bind(problem: Problem, tile: SimtTile) -> bool:
 
 
 def _preferred_tiles(problem: Problem) -> tuple[SimtTile, ...]:
-    """Tiles from the best to the smallest; the first to fit with enough warps is the default.
+    """Return tiles from the best to the smallest; the first with enough warps is the default.
 
-    Resource arithmetic, not yet measured: 8 x 8 values of S and of O per thread keep shared memory
-    half idle under the multiplications, but cost 250 registers, so an SM holds eight warps. Where
-    its shared memory does not hold the 128 rows that two such blocks need, 4 rows per thread and
-    256 threads keep eight warps; Bc shrinks before Br does, for a tile of keys is read again by
-    every query tile.
+    The order comes from resource arithmetic, not from measurements. With 8 x 8 values of S and O
+    per thread, shared memory is idle half of the time. But a thread then takes 250 registers, and
+    an SM holds eight warps. If shared memory is too small for two such thread blocks (128 rows), 4
+    rows per thread and 256 threads also give eight warps. Smaller tiles reduce Bc before Br,
+    because every query tile reads all keys again.
     """
     dim = max(problem.head_dim, problem.head_dim_v)
     wide = _WIDE[_accumulator_size(problem)] if dim > _WIDE_FROM else ()
@@ -269,7 +270,7 @@ def _preferred_tiles(problem: Problem) -> tuple[SimtTile, ...]:
 _PREFERRED = {
     4: (
         (
-            # Unrolled twice it takes all 255 registers on sm_100 and later.
+            # With `unroll` 2, this tile takes all 255 registers on sm_100 and later.
             SimtTile(128, 64, 128, 8, 0, 1),
             SimtTile(128, 64, 256, 4, 1, 2),
             SimtTile(128, 32, 256, 4, 1, 2),
@@ -304,8 +305,8 @@ _PREFERRED = {
         ),
     ),
 }
-# Head dims over this: where the outputs of 4 rows do not fit 16 threads, all lanes of a warp share
-# a row. As many rows and keys as the shared memory of sm_90, sm_80, sm_86 and sm_75 holds, in turn.
+# Tiles for head dims above 256. If 16 threads cannot hold the outputs of 4 rows, 32 threads process
+# a row. The tiles fill the shared memory of sm_90, sm_80, sm_86 and sm_75, in this order.
 _WIDE_FROM = 256
 _WIDE = {
     4: (
@@ -324,5 +325,5 @@ _WIDE = {
         SimtTile(4, 16, 64, 1, 1, 1),
     ),
 }
-# One query tile whatever its height: a low one, whose blocks split the keys among more warps.
+# Tiles for few query rows, which fit one tile: a small tile leaves more warps to split the keys.
 _FEW_QUERIES = (SimtTile(16, 32, 128, 2, 0, 2), SimtTile(16, 32, 128, 2, 1, 2))

@@ -1,4 +1,4 @@
-"""Gradients on the CUDA cores: `kernels_cu/backward/simt.cu`, every dtype, every architecture."""
+"""Backward pass on CUDA cores, for every dtype and architecture: `kernels_cu/backward/simt.cu`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
 from cupy_flash.problem.tile import Tile
 
-# Threads along the rows of a tile, and along its columns.
+# Number of threads along the rows of a tile, and along its columns.
 _SIDE = 16
 _THREADS = _SIDE * _SIDE
 _SLICE = 32
@@ -20,11 +20,11 @@ _SLICE = 32
 
 @dataclass(frozen=True)
 class SimtBackwardTile(Tile):
-    """As many queries as keys, of which one of the two kernels has its rows of each."""
+    """Tile of the backward `simt` family, with Br = Bc: one kernel owns keys, the other queries."""
 
 
 class SimtBackwardFamily(Family[SimtBackwardTile]):
-    """See `kernels_cu/backward/simt.cu`."""
+    """Backward pass in two kernels, one for dk and dv and one for dq, on CUDA cores."""
 
     name = "simt"
     source = "backward/simt.cu"
@@ -50,8 +50,8 @@ class SimtBackwardFamily(Family[SimtBackwardTile]):
         return gradients.why_not_grid(problem, tile.Bc, tile.Br)
 
     def default_tile(self, problem: Problem, device: Device) -> SimtBackwardTile:
-        # What a thread keeps of two sums: 4 rows of head_dim / 16 columns each are 128 registers at
-        # head dims of 256, of float64 as many at 16 rows for each 64.
+        # The number of rows limits the registers for dk and dv. With 64 rows, a thread holds 4 rows
+        # by head_dim / 16 columns of each: 128 registers if both head dims are 256 (float32).
         words = self._accumulator_size(problem) // 4
         dims = problem.head_dim + problem.head_dim_v
         rows = 64 if dims * words <= 512 else 32 if dims * words <= 768 else 16

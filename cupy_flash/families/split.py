@@ -1,6 +1,6 @@
-"""Splitting the keys of a query tile over thread blocks: the host's side of `split.cuh`.
+"""Host side of split KV: splits the keys of a query tile over thread blocks (`grid/split.cuh`).
 
-Shared by the fused families.
+All fused families use this module.
 """
 
 from __future__ import annotations
@@ -13,23 +13,21 @@ from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
 
 MOST_CHOSEN_PARTS = 32
-# A split must do more than write a partial result and have it merged.
+# Least number of KV tiles per part: with fewer, writing and merging partial results dominates.
 MIN_KEY_TILES = 2
-# FlashAttention's rule for decoding, where merging costs next to nothing: leave the keys whole if
-# the query tiles fill this share of the GPU, else take the fewest splits that come within this
-# share of the best one's efficiency.
+# FlashAttention's heuristic for decoding, where merging is cheap. The keys are not split if the
+# query tiles fill a fraction FULL_ENOUGH of the GPU. Otherwise the number of parts is the least one
+# whose efficiency is at least NEAR_BEST of the best.
 FULL_ENOUGH = 0.80
 NEAR_BEST = 0.85
-# What merging by `combine` takes: its launch behind the other kernel, and partial results that are
-# written and read again. With these, and the rates that families give, the splits of 16 problems on
-# an H200 (1 x 64 x 16384 to 1 x 2048 x 4096, float16 to float64, both families) are within 1.5% of
-# the best of those that were timed; by the rule above up to 54% from it, in 1 x 1280 x 1536 with 16
-# heads of 128.
+# Cost of the `combine` kernel: the time of its launch, and the bandwidth at which partial results
+# are written and read again. With these constants, the chosen splits of 16 problems on an H200 are
+# within 1.5% of the fastest measured split.
 _COMBINE_US = 1.0
 _PARTIALS_TB_PER_S = 1.5
 
-# Of an SM's arithmetic, what one thread block alone on it reaches; and how fast one reads: a block
-# of `decode` alone had 62 GB/s on an H100.
+# Fraction of an SM's arithmetic throughput that a single thread block on the SM reaches, and the
+# read bandwidth of a single thread block (62 GB/s for `decode` on an H100).
 _ALONE = 0.6
 _BLOCK_TB_PER_S = 0.06
 
@@ -39,17 +37,17 @@ _COMBINE_WARPS = 8
 
 @dataclass(frozen=True)
 class TileTime:
-    """How long a thread block takes for a tile of keys, about, in microseconds.
+    """Estimated time that a thread block takes for a KV tile, in microseconds.
 
     Attributes
     ----------
     shared
-        Of an SM that is full of blocks, for one of them.
+        Time of an SM per KV tile if the SM is full of thread blocks.
     alone
-        Of a block that has the SM to itself.
+        Time of a thread block per KV tile if it is the only one on the SM.
     part
-        What each part adds where keys are cut, besides its partial results: of wide values, whose
-        columns a warp merges one by one.
+        Additional time of each part if the keys are split, besides the traffic of partial results:
+        merging wide output rows takes a warp many steps.
     """
 
     shared: float
@@ -58,12 +56,12 @@ class TileTime:
 
     @classmethod
     def estimate(cls, flops: int, read_bytes: int, tflops_per_sm: float) -> TileTime:
-        """From the operations and bytes of a tile, and the kernel's rate on a full SM."""
+        """Return the estimate for a KV tile from its FLOPs, its bytes and the rate of a full SM."""
         shared = 1e-6 * flops / tflops_per_sm
         return cls(shared, max(shared / _ALONE, 1e-6 * read_bytes / _BLOCK_TB_PER_S))
 
     def of(self, blocks: int) -> float:
-        """Of each of so many blocks that an SM has, one beside or after the other."""
+        """Return the time in which each of `blocks` thread blocks of one SM computes a KV tile."""
         return max(blocks * self.shared, self.alone)
 
 
@@ -77,26 +75,26 @@ def choose(
     group: int = 1,
     tile_time: TileTime | None = None,
 ) -> Split:
-    """How the keys of a query tile are shared out: whole, or in parts.
+    """Choose the split of the keys of a query tile: none, or a number of parts.
 
     Parameters
     ----------
     q_tiles, key_tiles
-        Tiles of query rows of one head, or of `group` heads together, and tiles of keys.
+        Number of query tiles of one head, or of `group` heads together, and number of KV tiles.
     blocks_per_sm
-        Thread blocks of the kernel that an SM holds at once.
+        Number of thread blocks of the kernel that fit an SM.
     group
-        Query heads whose rows make up a tile.
+        Number of query heads whose rows are packed into one query tile.
     tile_time
-        Of a tile of keys; None for a kernel that merges few rows by itself, at little cost.
+        Time of a KV tile; None for a kernel that merges few rows by itself, at little cost.
 
     Returns
     -------
     Split
-        Into as many parts as the problem asks for, else from 1, for the keys left whole, to
-        `MOST_CHOSEN_PARTS`.
+        The number of parts is that of the call (`num_splits`) if it is given. Otherwise it is
+        between 1, which means no split, and `MOST_CHOSEN_PARTS`.
     """
-    # A share of the keys whose scaled scores are all -inf would be left out when they are merged.
+    # With a huge scale, the scaled scores of a part may all be -inf. Merging would drop that part.
     if problem.is_batch_invariant or problem.has_huge_scale:
         return WHOLE
     if problem.layout.num_splits:
@@ -120,7 +118,7 @@ def choose(
 def _fewest_that_fill(blocks: int, slots: int, key_tiles: int, most: int) -> int:
     if blocks >= FULL_ENOUGH * slots:
         return 1
-    # Efficiency is inverse to the key tiles that a slot works through, one wave after another.
+    # The efficiency is inverse to the number of KV tiles that a slot processes in all waves.
     longest = {
         splits: ceil_div(blocks * splits, slots) * ceil_div(key_tiles, splits)
         for splits in range(1, most + 1)
@@ -130,14 +128,14 @@ def _fewest_that_fill(blocks: int, slots: int, key_tiles: int, most: int) -> int
 
 
 def combine_time(problem: Problem, split: Split) -> float:
-    """Microseconds, about, that writing partial results and merging them takes."""
+    """Return the estimated time of writing and merging partial results, in microseconds."""
     if split.is_whole:
         return 0.0
     return _COMBINE_US + 2e-6 * workspace(problem, split) / _PARTIALS_TB_PER_S
 
 
 def workspace(problem: Problem, split: Split) -> int:
-    """Bytes of the partial outputs and log-sum-exps of all parts; 0 where keys stay whole."""
+    """Return the size in bytes of all partial outputs and log-sum-exps; 0 without a split."""
     if split.is_whole:
         return 0
     accumulator = 8 if problem.dtype == "float64" else 4
@@ -145,13 +143,13 @@ def workspace(problem: Problem, split: Split) -> int:
     rows = problem.rows
     if layout.packed_q:
         rows = problem.heads_q * layout.total_q
-    # Where scores are changed, a log-sum-exp is a pair of numbers (grid/split.cuh).
+    # If modifications change scores, each log-sum-exp is a pair of numbers (grid/split.cuh).
     numbers = problem.head_dim_v + (2 if problem.score and problem.score.changes_scores else 1)
     return split.parts * rows * numbers * accumulator
 
 
 def combine_launches(problem: Problem, split: Split) -> tuple[Launch, ...]:
-    """The launch that merges the parts, one warp for each query row; none if there is nothing."""
+    """Return the launch that merges the parts, one warp per query row; none without a split."""
     if split.is_whole:
         return ()
     grid = (combine_blocks(problem), 1, 1)
@@ -160,5 +158,5 @@ def combine_launches(problem: Problem, split: Split) -> tuple[Launch, ...]:
 
 
 def combine_blocks(problem: Problem) -> int:
-    """Thread blocks of the launch that merges parts."""
+    """Return the number of thread blocks of the launch that merges parts."""
     return ceil_div(problem.rows, _COMBINE_WARPS)

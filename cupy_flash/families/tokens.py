@@ -1,4 +1,4 @@
-"""C++ sources as the compiler sees them: a stream of tokens, with no comments and no file names."""
+"""Conversion of C++ sources to the tokens that a compiler sees, without comments and file names."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 _SKIPPED = r"//[^\\\n]*(?:\\.[^\\\n]*)* | /\*.*?\*/ | \\\n"
 _STRING = r'"(?:[^"\\\n]|\\.)*"'
-# Frequent tokens come first, which halves the time. Names that begin with a letter of a string's
-# prefix come after strings.
+# Frequent tokens come first, which halves the time. Names that begin with a letter of a string
+# prefix (u, L, R) come after the strings.
 _TOKEN = rf"""
     [(){{}}\[\];,]
   | [A-KM-QSTV-Z_a-tv-z]\w*
@@ -23,18 +23,18 @@ _TOKEN = rf"""
   | (?:u8|[uUL])?R"(?P<delimiter>[^()\\\s"]*)\(.*?\)(?P=delimiter)"\w*
   | \w+
 """
-# Outside of literals and comments a `#` begins a directive, which ends with its line.
+# A `#` outside of literals and comments begins a directive, which ends with its line.
 _DIRECTIVE = rf"\#(?: {_SKIPPED} | {_STRING} | \\. | [^\\\n])*"
 # The group is empty for white space, comments and continued lines.
 _TOKENS = re.compile(
     rf"\s*(?: {_SKIPPED} | ({_TOKEN} | {_DIRECTIVE} | \S))", re.DOTALL | re.VERBOSE
 )
-# A macro has arguments if a parenthesis directly follows its name: `define NAME(` is one token.
+# A macro has parameters if a parenthesis directly follows its name: `define NAME(` is one token.
 _TOKENS_OF_DIRECTIVE = re.compile(
     rf"\s*(?: {_SKIPPED} | (define\s+\w+\(? | {_TOKEN} | \S))", re.DOTALL | re.VERBOSE
 )
 
-# In a stream each token ends with a null byte, and an include is the file's name between two marks.
+# In a stream, each token ends with a null byte. An include is the file name between two marks.
 _DIRECTIVE_TOKEN = re.compile("(?<=\0)#([^\0]*)\0")
 _MARK = "\1"
 
@@ -72,8 +72,8 @@ def _parts_of_file(path: Path) -> Sequence[str]:
 
 
 def _parts(text: str) -> Sequence[str]:
-    """Return tokens and names of included files alternately, beginning and ending with tokens."""
-    # The look-behind needs a null byte before the first token, too.
+    """Return tokens and names of included files alternately; the first and last part are tokens."""
+    # The look-behind of `_DIRECTIVE_TOKEN` needs a null byte before the first token.
     stream = "\0".join(["", *_found(_TOKENS, text), ""])
     return _DIRECTIVE_TOKEN.sub(_directive, stream)[1:].split(_MARK)
 
@@ -84,11 +84,11 @@ def _directive(match: re.Match[str]) -> str:
         return _MARK + tokens[1].strip('"') + _MARK
     if tokens == ["pragma", "once"]:
         return ""
-    # White space inside `define NAME(` does not count either.
+    # Normalize the white space inside `define NAME(`.
     tokens[:1] = [" ".join(token.split()) for token in tokens[:1]]
     return "\0".join(["\n#", *tokens, "\n", ""])
 
 
 def _found(pattern: re.Pattern[str], text: str) -> Iterator[str]:
-    """Return what the first group of a pattern matches in a text."""
+    """Return the nonempty matches of the first group of a pattern in a text."""
     return filter(None, map(itemgetter(0), pattern.findall(text)))

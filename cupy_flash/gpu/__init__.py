@@ -1,1 +1,1 @@
-"""Everything that runs on a GPU: compiling, argument structs, launches."""
+"""Compilation of kernels, their argument structs, and their launches on a GPU."""

@@ -1,6 +1,6 @@
-"""New keys and values into a cache, keys and queries turned by their positions: one launch.
+"""Append of new keys and values to a KV cache, with rotary embedding, in one launch.
 
-The host's side of `kernels_cu/cache/append.cu`.
+This is the host side of `kernels_cu/cache/append.cu`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from cupy_flash.problem.values import MAX_COUNT
 SOURCE = "cache/append.cu"
 ENTRY = "append_new_rows"
 
-# Mirrored in append.cu: the params of attention over the cache, and what is new.
+# Argument struct, which mirrors append.cu: `Params` of attention over the cache, and new fields.
 APPEND_DTYPE = np.dtype(
     [
         *((name, field[0]) for name, field in (PARAMS_DTYPE.fields or {}).items() if name != "_"),
@@ -60,7 +60,7 @@ APPEND_DTYPE = np.dtype(
     ]
 )
 
-# Under which names the values of its pointers come, and of `keys`.
+# Names of the values of the struct's pointers and of `keys`, by field.
 _SOURCES = {
     "q": "q",
     "k": "k_cache",
@@ -76,58 +76,58 @@ _SOURCES = {
     **{name: name for name in ("cu_seqlens_k_new", "lengths_after")},
 }
 
-# Few rows are spread over many blocks that way, and many fill an SM with 16 of them.
+# Number of threads of a thread block: few rows use many thread blocks, and 16 blocks fill an SM.
 _THREADS = 128
 _WARP = 32
-# A piece's index, and that of one a step of all threads past the last, are 32-bit.
+# Largest number of 16-byte chunks of a row: indices are 32-bit, and may exceed it by one stride.
 _MAX_PIECES = 2**28
 
 
 @dataclass(frozen=True)
 class AppendSpec:
-    """What an append depends on besides addresses.
+    """Specification of an append: all that it depends on except addresses.
 
     Attributes
     ----------
     dtype
-        Of q, k and v.
+        Dtype of q, k and v.
     batch, seqlen_q, seqlen_new, heads_q, heads_kv, head_dim, head_dim_v
         Sizes of q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_new, heads_kv,
-        head_dim or head_dim_v). A head_dim_v of 0 is for keys that hold the values.
+        head_dim or head_dim_v). A head_dim_v of 0 means that the keys contain the values (MLA).
     total_new
-        Rows of k and v (1, total_new, heads_kv, head_dim or head_dim_v) if the new rows of all
-        sequences are packed; else None. Then seqlen_new is 0.
+        Number of rows of k and v (1, total_new, heads_kv, head_dim or head_dim_v) if the new rows
+        of all sequences are packed, and seqlen_new is 0; otherwise None.
     seqlen_cache
-        Rows that a sequence may have in the cache; on all ranks together.
+        Number of rows that a sequence may have in the cache, on all ranks together.
     q_strides, k_strides, v_strides
-        Of batch, row and head, in elements.
+        Strides of batch, row and head, in elements.
     k_cache_strides, v_cache_strides
-        Of row of the cache or page, row and head, in elements.
+        Strides of the cache entry or page, the row and the head, in elements.
     caches
         Length of the first axis of a cache that is not paged.
     page_size, pages, max_pages, block_table_stride
-        Of a paged cache: rows of a page, pages, columns of block_table (batch, max_pages), and
-        elements between its rows. All 0 where it is not paged.
+        Number of rows of a page, number of pages, columns of block_table (batch, max_pages), and
+        elements between its rows. All are 0 if the cache is not paged.
     rotary_dim
-        Leading columns of q and k that are turned; 0 for no rotary embedding, and then q is not
-        touched.
+        Number of leading columns of q and k that are rotated; 0 for no rotary embedding, in which
+        case q is not used.
     rotary_rows, rotary_stride, rotary_dtype
-        Of cos and sin (rotary_rows, rotary_dim / 2): rows, elements between them, and dtype: that
-        of q, or float32 with 16-bit ones.
+        Number of rows of cos and sin (rotary_rows, rotary_dim / 2), elements between the rows, and
+        dtype: that of q, or float32 if q is 16-bit.
     rotary_interleaved
-        Whether columns (2i, 2i + 1) are a pair; else (i, i + rotary_dim / 2) are.
+        Whether columns (2i, 2i + 1) are a pair; otherwise columns (i, i + rotary_dim / 2) are.
     queries_advance
-        Whether query i is at the position of new key i; else all are at that of the first.
+        Whether query i has the position of new key i; otherwise all have that of new key 0.
     alignment
-        Bytes (a power of two, at most 16) that every row of q, k, v and, unless they are of 8 bits,
-        both caches starts at a multiple of.
+        Number of bytes (a power of two, at most 16) to which all rows of q, k and v are aligned,
+        and those of the cache unless it is 8-bit.
     rotary_alignment
-        The same of cos and sin.
+        Number of bytes to which all rows of cos and sin are aligned.
     cache_dtype, cache_alignment, scales
-        Of caches of 8 bits: their dtype, alignment, and how their scales lie.
+        Dtype and alignment of an 8-bit cache, and the layout of its scales.
     ranks, rank, stripe
-        Of a cache that is shared out: among how many, whose part it is, and how many neighbouring
-        keys are one's before the next one's.
+        Number of ranks over which the cache is sharded, the rank that holds this part, and the
+        number of consecutive keys that a rank holds before the next rank's keys.
     """
 
     dtype: str
@@ -167,10 +167,10 @@ class AppendSpec:
 
     @property
     def rows(self) -> int:
-        """Thread blocks along the first axis: rows of queries and new keys.
+        """Number of thread blocks along the first axis: rows of queries and new keys.
 
-        A row has a query and a new key; of packed new rows, which follow the query rows, only one
-        of the two. Then there is at least one block, which writes the lengths after the append.
+        A row has a query and a new key. If new rows are packed, the query rows come first and the
+        key rows follow; at least one thread block is needed to write the lengths.
         """
         queries = self.seqlen_q if self.rotary_dim else 0
         if self.total_new is None or not self.batch:
@@ -179,30 +179,30 @@ class AppendSpec:
 
     @property
     def pieces(self) -> int:
-        """About how many threads have something to move of one row, all of its heads.
+        """Approximate number of 16-byte chunks of a row, with all of its heads.
 
-        The kernel counts for itself, and its threads move several pieces where they are too few.
+        The kernel computes the exact number, and a thread moves several chunks if necessary.
         """
         width = MAX_ALIGNMENT // ITEMSIZE[self.dtype]
-        # Where halves of the turned columns are the pairs, one thread moves both.
+        # If the halves of the rotated columns form the pairs, one thread moves a chunk of each.
         paired = 0 if self.rotary_interleaved else self.rotary_dim // 2
         turned = ceil_div(self.head_dim - paired, width)
         queries = self.heads_q * turned if self.rotary_dim else 0
         if self.scales is not None:
-            # A warp has a row of a head.
+            # A warp quantizes one row of one head.
             rows = 2 if self.head_dim_v else 1
             return max(queries, rows * self.heads_kv * _WARP)
         return queries + self.heads_kv * (turned + ceil_div(self.head_dim_v, width))
 
     def check(self) -> None:
-        """Raise for what the kernel does not compute, or could not do without reading astray.
+        """Raise an error if the kernel does not support the specification.
 
         Raises
         ------
         TypeError
-            For a dtype.
+            If a dtype is not supported.
         ValueError
-            For a size.
+            If a size or alignment is not supported.
         """
         accumulator = "float64" if self.dtype == "float64" else "float32"
         if self.dtype not in DTYPES:
@@ -223,7 +223,7 @@ class AppendSpec:
             )
         if self.rotary_dim and self.rotary_rows < 1:
             raise ValueError("rotary_cos and rotary_sin have no rows; expected at least 1")
-        # A position among the keys of all ranks is an int32, and so is that of a new one.
+        # The global position of a key, including new keys, must fit an int32.
         most_keys = MAX_SEQLEN if self.ranks == 1 else MAX_COUNT - self.seqlen_new
         for name, rows, most in (
             ("seqlen of q", self.seqlen_q, MAX_SEQLEN),
@@ -252,13 +252,13 @@ class AppendSpec:
 
 
 def append_unit(spec: AppendSpec) -> TranslationUnit:
-    """The translation unit of an append."""
+    """Return the translation unit of an append."""
     members: dict[str, int | bool] = {
         "head_dim": spec.head_dim,
         "head_dim_v": spec.head_dim_v,
         "page_size": spec.page_size,
         "rotary_dim": spec.rotary_dim,
-        # Where nothing is rotated it makes no difference, and should make no unit of its own.
+        # Without rotary embedding, this must not create another translation unit.
         "rotary_interleaved": bool(spec.rotary_dim and spec.rotary_interleaved),
         "rotary_alignment": spec.rotary_alignment if spec.rotary_dim else MAX_ALIGNMENT,
         "alignment": spec.alignment,
@@ -301,12 +301,12 @@ def append_unit(spec: AppendSpec) -> TranslationUnit:
 
 
 def append_launch(spec: AppendSpec) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """Grid and block: a row along the first axis, its pieces along the second.
+    """Return the grid and the block: rows along the first axis, chunks of a row along the second.
 
     Raises
     ------
     UnsupportedError
-        For more rows, or more heads, than a launch takes.
+        If there are more rows or heads than a launch supports.
     """
     rows = spec.rows
     if rows > MAX_GRID:
@@ -323,7 +323,7 @@ def append_launch(spec: AppendSpec) -> tuple[tuple[int, int, int], tuple[int, in
 
 
 class Append:
-    """An append that is ready to run on the device it was prepared on."""
+    """Append that is ready to run on the device for which it was prepared."""
 
     def __init__(
         self,
@@ -365,19 +365,18 @@ class Append:
         self._block = block
 
     def run(self, values: tuple[int, ...]) -> None:
-        """Enqueue it on the current stream.
+        """Enqueue the append on the current stream.
 
         Parameters
         ----------
         values
-            Addresses, and `keys`, by the names that it was prepared for; 0 for what is absent.
+            Addresses, and `keys`, in the order of `names`; 0 for an absent array.
 
         Notes
         -----
-        Lengths are taken to be within [0, seqlen_cache] and rotary positions within the table, at
-        the nearest end of it. What would go beyond seqlen_cache, to a row outside of the cache or
-        to a page outside of it is not written. Two sequences in one row of the cache leave there
-        either's rows.
+        Lengths are clamped to [0, seqlen_cache], and rotary positions to the rows of the table.
+        Rows that would be beyond seqlen_cache or outside of the cache are not written. If two
+        sequences use the same cache entry, it contains the rows of either.
         """
         if self._kernel is None:
             return
@@ -392,23 +391,23 @@ def prepare(spec: AppendSpec, device: Device, names: Sequence[str]) -> Append:
     Parameters
     ----------
     spec
-        What to append.
+        Specification of the append.
     device
-        What the current device is.
+        Current device.
     names
-        Of the values that each run is given, in order, as far as there are any: "q", "k", "v",
-        "k_cache", "v_cache", "cache_seqlens" or, where that is 0, the rows that are in every cache,
-        "keys", "cache_batch_idx", "block_table", "rotary_cos", "rotary_sin", "rotary_seqlens",
-        where the turned queries go, contiguous and on 16 bytes, "q_rotated", and the scales that
-        are given, "k_scale" and "v_scale". If new rows are packed, also "cu_seqlens_k_new" and
-        where the int32 lengths after the append go, "lengths_after".
+        Names of the values that each run receives, in order: "q", "k", "v", "k_cache", "v_cache",
+        "cache_seqlens", "keys" (the length of all sequences if "cache_seqlens" is 0),
+        "cache_batch_idx", "block_table", "rotary_cos", "rotary_sin", "rotary_seqlens", "q_rotated"
+        (the output for rotated queries, contiguous and aligned to 16 bytes), "k_scale", "v_scale",
+        and for packed new rows "cu_seqlens_k_new" and "lengths_after" (the output for the int32
+        lengths after the append). Absent arrays may be left out.
 
     Raises
     ------
     TypeError, ValueError
-        As `AppendSpec.check`.
+        If `AppendSpec.check` raises them.
     UnsupportedError
-        For a GPU before sm_75, or more rows than a launch takes.
+        If the GPU is older than sm_75, or if there are more rows than a launch supports.
     CompileError
         If the kernel does not compile.
     """

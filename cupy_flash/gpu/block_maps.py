@@ -1,6 +1,6 @@
-"""Block maps: which blocks of the score matrix a mask hides or shows wholly, found on the GPU.
+"""Block masks, built on the GPU: which blocks of the score matrix are empty, partial or full.
 
-The host's side of `kernels_cu/blocks/block_map.cu`. Nothing here waits for the GPU.
+This is the host side of `kernels_cu/blocks/block_map.cu`. No function here waits for the GPU.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from cupy_flash.gpu.environment import cupy_module
 
 SOURCE = "blocks/block_map.cu"
 FIND_RANGES, BUILD, ORDER = "find_ranges", "build_block_map", "order_tiles"
-# Bound of a band that has none: no two positions are further apart.
+# Value of an absent bound: no two positions are further apart.
 UNBOUNDED = 2**31 - 1
 
-# As in block_map.cu.
+# Number of threads, and of warps, of a thread block (as in block_map.cu).
 _THREADS, _WARPS = 256, 8
-# Key blocks of a word, and its bytes.
+# Number of KV blocks per word of a bit array, and bytes of a word.
 _BITS, _WORD = 32, 4
-# `MappedTile` of map.cuh.
+# Size in bytes of `MappedTile` in map.cuh.
 _TILE = 16
-# Parts of one allocation begin as allocations do.
+# Alignment in bytes of the arrays in one allocation.
 _ALIGNMENT = 512
-# Rows of a part whose pairs are kept, by how many threads, and keys of a word of theirs: as
-# `ShownPairs` of map.cuh.
+# Layout of the stored visible pairs of a block (`ShownPairs` in map.cuh): query rows, threads that
+# read them, and keys per word.
 _KEPT_ROWS, _KEPT_THREADS, _KEPT_KEYS = 64, 128, 128
-# How many blocks of a part have their pairs kept at most, and bytes for those of all parts. Of
-# documents few parts see more than two in part. A million tokens have room for two.
+# Largest number of partial blocks per row group whose visible pairs are stored, and bytes for all.
+# Document masks rarely have more than two; a million tokens have space for two.
 _MOST_SLOTS, _SLOTS_BYTES = 16, 40_000_000
-# CUDA's handles of the legacy default stream, which cannot be captured, and must not be asked.
+# CUDA's handles of the legacy default stream: it cannot be captured, so it is never queried.
 _LEGACY_STREAMS = (0, 1)
 
 
 def params_dtype(mods: np.dtype) -> np.dtype:
-    """The argument struct of block_map.cu, at whose end is what the mask reads."""
+    """Return the dtype of the argument struct, which ends with what the mask reads."""
     numbers = (
         *("batches", "heads", "seqlen_q", "seqlen_k", "q_offset"),
         *("part_rows", "Bc", "row_tiles", "parts"),
@@ -77,18 +77,18 @@ def params_dtype(mods: np.dtype) -> np.dtype:
 
 @dataclass(frozen=True)
 class MaskText:
-    """A mask as device text.
+    """Generated CUDA source of a mask.
 
     Attributes
     ----------
     text
         C++ of ``ModArguments``, ``Mods`` and ``MaskBounds``.
     headers
-        What that is to stand behind.
+        Headers to include before the text.
     row_ranges, key_ranges
-        Bytes, or more, of what the bounds keep of a part of a row tile and of a key block.
+        Upper bounds of the bytes that ``MaskBounds`` stores per row group and per KV block.
     of_batch, of_head
-        Whether it is another one for each sequence, and for each query head.
+        Whether the mask differs between sequences, and between query heads.
     """
 
     text: str
@@ -100,21 +100,21 @@ class MaskText:
 
 
 class MapSpec(NamedTuple):
-    """What a map of a given mask depends on, besides the device and what the mask captures.
+    """Sizes and tile of a block mask: all that it depends on besides the mask and the device.
 
     Attributes
     ----------
     Br, Bc
-        Rows of a row tile, of one sequence and head, and keys of a key block.
+        Number of rows of a query tile, and of keys of a KV block.
     parts
-        Of a row tile, in equal shares of its rows, each of which visits blocks of its own.
+        Number of equal row groups of a query tile, which have different KV blocks.
     batch, heads_q, seqlen_q, seqlen_k
         Sizes of the call; none is 0.
     q_offset
         Position of the first query among the keys.
     causal, left, right
-        The band: a query sees no key behind its position, none more than `left` before it, none
-        more than `right` behind it; None has no bound.
+        Band of visible keys. If `causal`, a query attends to no key after its position. It attends
+        to no key more than `left` before or more than `right` after it; None means no bound.
     """
 
     Br: int
@@ -131,29 +131,29 @@ class MapSpec(NamedTuple):
 
     @property
     def row_tiles(self) -> int:
-        """Of a sequence."""
+        """Number of query tiles of a sequence."""
         return ceil_div(self.seqlen_q, self.Br)
 
     @property
     def key_blocks(self) -> int:
-        """Of a sequence."""
+        """Number of KV blocks of a sequence."""
         return ceil_div(self.seqlen_k, self.Bc)
 
     @property
     def words(self) -> int:
-        """Of a part of a row tile, in each of the two bit arrays."""
+        """Number of words of a row group in each of the two bit arrays."""
         return ceil_div(self.key_blocks, _BITS)
 
     @property
     def slot_bytes(self) -> int:
-        """Of a part's block whose pairs are kept; 0 where parts are of other sizes."""
+        """Bytes of the stored visible pairs of a block; 0 if its size does not support storing."""
         if self.Br != self.parts * _KEPT_ROWS or self.Bc > 2 * _KEPT_KEYS:
             return 0
         return _KEPT_THREADS * 2 * ceil_div(self.Bc, _KEPT_KEYS) * _WORD
 
     @property
     def band(self) -> tuple[int, int]:
-        """Distances to the first and to the last key that a query sees."""
+        """Distances from a query to the first and to the last key in its band."""
         left, right = (
             UNBOUNDED if bound is None else min(bound, UNBOUNDED)
             for bound in (self.left, self.right)
@@ -161,22 +161,22 @@ class MapSpec(NamedTuple):
         return left, min(right, 0) if self.causal else right
 
     def maps(self, mask: MaskText) -> tuple[int, int]:
-        """Sequences and heads that have maps of their own."""
+        """Return the number of sequences, and of heads, that have different block masks."""
         return self.batch if mask.of_batch else 1, self.heads_q if mask.of_head else 1
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the parts of a map, and the ranges that it is built with, lie in their memory.
+    """Layout of the arrays of a block mask, and of the ranges from which it is built.
 
     Attributes
     ----------
     full, behind, tiles, shown, bytes
-        Where they begin, and the end of the map; `visited` lies first.
+        Byte offsets of the arrays after the first one, `visited`, and total number of bytes.
     slots
-        Blocks of each part whose pairs are kept at most.
+        Largest number of blocks of a row group whose visible pairs are stored.
     key_ranges, scratch
-        Where those of keys begin behind those of rows, and bytes of both.
+        Byte offset of the ranges of keys, which follow those of rows, and bytes of both.
     """
 
     full: int
@@ -190,7 +190,7 @@ class Layout:
 
     @classmethod
     def of(cls, spec: MapSpec, mask: MaskText) -> Layout:
-        """The layout of a map."""
+        """Return the layout of a block mask."""
         batches, heads = spec.maps(mask)
         row_tiles = batches * heads * spec.row_tiles
         parts = row_tiles * spec.parts
@@ -215,18 +215,18 @@ class Layout:
 
 @dataclass(frozen=True)
 class BlockMap:
-    """Where a map lies, for kernels (`BlockMap` in `kernels_cu/blocks/map.cuh`).
+    """Block mask in device memory (`BlockMap` in `kernels_cu/blocks/map.cuh`).
 
     Attributes
     ----------
     address, layout
-        Where it begins, and how its parts lie.
+        Address of the first array, and layout of all arrays.
     words, key_blocks
-        Of a part of a row tile.
+        Number of words, and of KV blocks, of a row group.
     batch_stride, head_stride
-        In row tiles; 0 where all sequences, or heads, share one.
+        Strides in query tiles; 0 if all sequences, or heads, have the same mask.
     memory
-        Keeps it.
+        Object that owns the memory.
     """
 
     address: int
@@ -239,7 +239,7 @@ class BlockMap:
 
     @property
     def fields(self) -> tuple[int, ...]:
-        """In the order of `BLOCK_MAP_DTYPE`."""
+        """Values of the struct for kernels, in the order of `BLOCK_MAP_DTYPE`."""
         layout = self.layout
         places = layout.full, layout.behind, layout.tiles, layout.shown
         strides = self.batch_stride, self.head_stride
@@ -247,14 +247,14 @@ class BlockMap:
 
 
 def block_map_unit(mask: MaskText, mods: np.dtype) -> TranslationUnit:
-    """The translation unit that builds a mask's maps, for all sizes and tiles.
+    """Return the translation unit that builds block masks of a mask, for all sizes and tiles.
 
     Parameters
     ----------
     mask
-        The mask.
+        Generated CUDA source of the mask.
     mods
-        Layout of its ``ModArguments``.
+        Dtype of its ``ModArguments``.
     """
     entries = (FIND_RANGES,) * bool(mask.row_ranges or mask.key_ranges) + (BUILD, ORDER)
     functions = {FIND_RANGES: "find_ranges", BUILD: "build", ORDER: "order_tiles"}
@@ -271,7 +271,7 @@ def block_map_unit(mask: MaskText, mods: np.dtype) -> TranslationUnit:
         if ranges:
             lines.append(f"static_assert(sizeof(MaskBounds::{struct}) <= {ranges});")
     for entry in entries:
-        # With any number of registers ptxas takes so few that some masks spill.
+        # Without a minimum number of blocks, ptxas takes so few registers that some masks spill.
         lines.append(f'extern "C" __global__ void __launch_bounds__({_THREADS}, 4)')
         lines.append(
             f"{entry}(const __grid_constant__ BlockMapParams params) "
@@ -281,10 +281,10 @@ def block_map_unit(mask: MaskText, mods: np.dtype) -> TranslationUnit:
 
 
 class _Stream:
-    """The stream that a device's maps are built on, and given back on.
+    """Stream on which the block masks of a device are built, and in whose order memory is reused.
 
-    Their memory is used again in its order alone, and it waits for all launches that read a map:
-    so a map may be forgotten while kernels of any stream still read it.
+    The stream waits for all launches that read a block mask. So a block mask may be released while
+    kernels of any stream still read it.
     """
 
     def __init__(self) -> None:
@@ -295,28 +295,28 @@ class _Stream:
         self._has_legacy_readers = False
 
     def before_build(self, current: int) -> None:
-        """Order what comes behind what the current stream does, and behind readers of old maps."""
+        """Make the next build wait for the current stream and for all readers of block masks."""
         self._wait_for(current)
         if self._has_legacy_readers and current not in _LEGACY_STREAMS:
             self._wait_for(_LEGACY_STREAMS[0])
 
     def after_reading(self, current: int) -> None:
-        """Order builds behind all that was launched on the current stream."""
+        """Make later builds wait for all launches so far on the current stream."""
         if current in _LEGACY_STREAMS:
-            # It is never destroyed: the next build asks it, and calls save 1 us.
+            # This stream is never destroyed, so only the next build waits for it: calls save 1 us.
             self._has_legacy_readers = True
         else:
             self._wait_for(current)
 
     def _wait_for(self, stream: int) -> None:
         runtime = cupy_module().cuda.runtime
-        # Else another thread might record the event anew in between.
+        # The lock keeps other threads from recording the event again between the two calls.
         with self._lock:
             runtime.eventRecord(self._event.ptr, stream)
             runtime.streamWaitEvent(self.stream.ptr, self._event.ptr)
 
 
-# Largest number of maps that are kept for a mask. Each length has a map, which may take many MB.
+# Largest number of cached block masks per mask. Each length has one, which may take many MB.
 _MAX_KEPT = 32
 _streams: dict[int, _Stream] = {}
 _lock = threading.Lock()
@@ -331,16 +331,16 @@ def _stream_of_maps(device: int) -> _Stream:
 
 
 class ReadyMap:
-    """A map that kernels launched next on the current stream may read.
+    """Block mask that the next kernels on the current stream may read.
 
     Attributes
     ----------
     map
-        The map.
+        Block mask.
     address
-        Where it begins.
+        Address of its first array.
     legacy_has_waited
-        Whether the legacy default stream waits for the kernels that build it.
+        Whether the legacy default stream already waits for the kernels that build the block mask.
     """
 
     def __init__(
@@ -352,27 +352,27 @@ class ReadyMap:
         self.legacy_has_waited = False
 
     def wait(self, current: int) -> None:
-        """Have the current stream wait for the kernels that build it."""
+        """Make the current stream wait for the kernels that build the block mask."""
         assert self._built is not None
         cupy_module().cuda.runtime.streamWaitEvent(current, self._built.ptr)
 
     def launched(self, current: int) -> None:
-        """To be called on the same stream when the kernels that read it are enqueued."""
+        """Record a launch; call this on the same stream after the kernels that read the mask."""
         if self._of_maps is not None:
             self._of_maps.after_reading(current)
 
 
 class MapKey:
-    """What a mask keeps a map under; hashed once, as every call looks one up.
+    """Key of a cached block mask; its hash is computed once, because every call needs it.
 
     Attributes
     ----------
     device
-        Its number.
+        Number of the device.
     dtype
-        Of queries and keys, on which the mask's text depends.
+        Dtype of queries and keys, on which the source of the mask depends.
     spec
-        Of which sizes and tile.
+        Sizes and tile of the block mask.
     """
 
     __slots__ = ("_hash", "device", "dtype", "spec")
@@ -395,23 +395,23 @@ class MapKey:
 # Function that allocates a number of bytes on the current device and stream, and returns the memory
 # and its address.
 Allocator = Callable[[int], tuple[Any, int]]
-# Maps that a mask keeps.
+# Cache of the block masks of a mask.
 Kept = MutableMapping[MapKey, ReadyMap]
 
 
 def kept_map(kept: Kept, key: MapKey, current: int) -> ReadyMap | None:
-    """A map that is kept, for what is launched next; None where one is to be built.
+    """Return a cached block mask for the next launch, or None if it must be built.
 
     Parameters
     ----------
     kept
-        Maps of the mask.
+        Cache of the block masks.
     key
-        Which of them.
+        Key of the block mask.
     current
-        The current stream's handle.
+        Handle of the current stream.
     """
-    # The legacy default stream is never captured, and never destroyed, so that it waits once.
+    # The legacy default stream is never captured and never destroyed, so it waits only once.
     is_legacy = current in _LEGACY_STREAMS
     if not is_legacy and _is_capturing(current):
         return None
@@ -430,34 +430,34 @@ def new_map(
     mods: np.ndarray,
     allocate: Allocator | None = None,
 ) -> ReadyMap:
-    """A map that is built now, and kept.
+    """Build a block mask, add it to the cache, and return it.
 
-    While the current stream is being captured, the map is built in the graph from the values that
-    the captured arrays have at each launch. It is not kept, because a later call could read it
-    before any launch has built it. The graph does not read kept maps, because it may outlive them.
+    While the current stream is being captured, the block mask is built in the graph from the values
+    that the mask's arrays have at each launch. It is not cached, because a later call could read it
+    before any launch has built it. The graph does not read cached ones, as it may outlive them.
 
     Parameters
     ----------
     kept, key, current
-        As of `kept_map`.
+        See `kept_map`.
     mask, mods
-        Its text, and its ``ModArguments`` filled in.
+        Source of the mask, and the values of its ``ModArguments``.
     allocate
-        Function that allocates a map in a graph; by default CuPy's current pool does. Kept maps
-        always come from CuPy's pool, on a stream of their own.
+        Function that allocates memory in a graph; by default, CuPy's current pool does. Memory of
+        cached block masks always comes from CuPy's pool, on a separate stream.
 
     Raises
     ------
     CompileError
         If the kernel does not compile.
     UnsupportedError
-        For more blocks than a grid has.
+        If more thread blocks are needed than a grid may have.
     """
     if _is_capturing(current):
         return ReadyMap(_build(key.spec, mask, mods, allocate or _allocate))
     cuda = cupy_module().cuda
     of_maps, built = _stream_of_maps(key.device), cuda.Event(disable_timing=True)
-    # What the captured arrays hold may still be on its way.
+    # Kernels on the current stream may still write the arrays that the mask reads.
     of_maps.before_build(current)
     with of_maps.stream:
         found = ReadyMap(_build(key.spec, mask, mods, _allocate), of_maps, built)
@@ -488,7 +488,7 @@ def _allocate(size: int) -> tuple[Any, int]:
 
 
 def _build(spec: MapSpec, mask: MaskText, mods: np.ndarray, allocate: Allocator) -> BlockMap:
-    """Enqueue the kernels on the current stream."""
+    """Enqueue the kernels that build a block mask on the current stream."""
     unit, layout = _unit(mask, mods.dtype), Layout.of(spec, mask)
     batches, heads = spec.maps(mask)
     parts = spec.row_tiles * spec.parts
@@ -501,7 +501,7 @@ def _build(spec: MapSpec, mask: MaskText, mods: np.ndarray, allocate: Allocator)
         )
     kernels = kernel_cache.get(unit, dict.fromkeys(unit.entries, 0))
     memory, address = allocate(layout.bytes)
-    # Named until the launches are made: then the pool may hand it on, to what runs later.
+    # `_scratch` keeps the memory until the launches are enqueued. Then the pool may reuse it.
     _scratch, ranges = allocate(layout.scratch) if layout.scratch else (None, 0)
     built = BlockMap(
         address=address,
@@ -526,16 +526,16 @@ def _build(spec: MapSpec, mask: MaskText, mods: np.ndarray, allocate: Allocator)
 def packed_params(
     spec: MapSpec, mask: MaskText, mods: np.ndarray, map: BlockMap, ranges: int
 ) -> bytearray:
-    """The argument struct of the kernels, of a map that is to be built.
+    """Return the argument struct of the kernels that build a block mask.
 
     Parameters
     ----------
     spec, mask, mods
-        Of which sizes and tile, and what `new_map` is given of the mask.
+        Sizes and tile; source and arguments of the mask, see `new_map`.
     map
-        Where it is to lie.
+        Block mask to build, whose memory is allocated.
     ranges
-        Address of the scratch memory; 0 where there is none.
+        Address of the scratch memory; 0 if there is none.
     """
     batches, heads = spec.maps(mask)
     left, right = spec.band

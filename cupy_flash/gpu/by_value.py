@@ -1,6 +1,6 @@
 """Structs that kernels take by value.
 
-As NumPy scalars, which CuPy takes as well, they would cost 2 us each.
+CuPy also accepts NumPy scalars for such structs, but they take 2 us each.
 """
 
 from __future__ import annotations
@@ -8,19 +8,19 @@ from __future__ import annotations
 import ctypes
 import threading
 
-# Bytes kept for a struct: the most that a kernel takes.
+# Size of the memory for a struct: the largest argument size of a kernel.
 MAX_BYTES = 32764
 
 
 class ByValue:
-    """Bytes that are passed to kernels, in a copy that a launch makes before it returns.
+    """Bytes that are passed to kernels by value; a launch copies them before it returns.
 
     Attributes
     ----------
     memory
-        The bytes.
+        Bytes of the struct.
     address, pointer
-        Where they lie, and what CuPy's kernels take for them.
+        Address of the bytes, as a number and as an argument for CuPy's kernels.
     """
 
     def __init__(self, memory: bytearray) -> None:
@@ -33,12 +33,12 @@ class ByValue:
 
 
 class ThreadArguments(ByValue):
-    """The struct of a thread's next launch, with the arguments of one as the driver takes them.
+    """Memory for the struct of a thread's next launch, and argument lists for the driver.
 
     Attributes
     ----------
     with_maps, alone
-        Where the addresses lie of a kernel's arguments: tensor maps and the struct, or the struct.
+        Addresses of two argument lists: tensor maps and the struct, and the struct only.
     """
 
     def __init__(self) -> None:
@@ -48,12 +48,12 @@ class ThreadArguments(ByValue):
         self.alone = self.with_maps + ctypes.sizeof(ctypes.c_void_p)
 
     def set_maps(self, address: int) -> None:
-        """Say where the tensor maps lie."""
+        """Set the address of the tensor maps."""
         self._arguments[0] = address
 
 
 class _OfThread(threading.local):
-    # Not made on import, which needs no CuPy.
+    # Created on first use, because importing this module must not need CuPy.
     arguments: ThreadArguments | None = None
 
 
@@ -61,12 +61,12 @@ _of_thread = _OfThread()
 
 
 def thread_arguments() -> ThreadArguments:
-    """Memory of this thread's for the struct of its next launch."""
+    """Return this thread's memory for the struct of its next launch."""
     arguments = _of_thread.arguments
     if arguments is None:
         from cupy.cuda import runtime
 
-        # The driver launches in the thread's context, which a new thread has none of yet.
+        # The driver launches in the current context, and a new thread has none yet. This sets it.
         runtime.setDevice(runtime.getDevice())
         arguments = _of_thread.arguments = ThreadArguments()
     return arguments

@@ -1,4 +1,4 @@
-"""Merging partial results on a GPU: the host's side of `kernels_cu/cache/combine.cu`."""
+"""Merge of partial results on a GPU: the host side of `kernels_cu/cache/combine.cu`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from cupy_flash.problem.partials import CombineSpec
 SOURCE = "cache/combine.cu"
 ENTRY = "combine_partials"
 
-# Mirrored in combine.cu.
+# Argument struct, which mirrors combine.cu.
 COMBINE_DTYPE = np.dtype(
     [
         ("out_partial", TENSOR_DTYPE),
@@ -42,7 +42,7 @@ COMBINE_DTYPE = np.dtype(
     ]
 )
 
-# Under which names the values of its pointers come.
+# Names of the values of the struct's pointers, by field.
 _SOURCES = {
     "out_partial": "out_partial",
     "out": "result",
@@ -55,7 +55,7 @@ _THREADS = 128
 
 
 def combine_unit(spec: CombineSpec) -> TranslationUnit:
-    """The translation unit that merges."""
+    """Return the translation unit that merges partial results."""
     members = {
         "lanes": spec.lanes,
         "alignment": spec.alignment,
@@ -80,7 +80,7 @@ def combine_unit(spec: CombineSpec) -> TranslationUnit:
 
 
 class Combine:
-    """A merge that is ready to run on the device it was prepared on."""
+    """Merge that is ready to run on the device for which it was prepared."""
 
     def __init__(self, spec: CombineSpec, kernel: Any | None, names: Sequence[str]) -> None:
         fixed = {
@@ -98,7 +98,7 @@ class Combine:
         self._grid = (ceil_div(spec.rows, _THREADS // spec.lanes), 1, 1)
 
     def run(self, values: tuple[int, ...]) -> None:
-        """Enqueue it on the current stream; addresses by the names that it was prepared for."""
+        """Enqueue the merge on the current stream, for addresses in the order of `names`."""
         if self._kernel is None:
             return
         arguments = thread_arguments()
@@ -112,17 +112,17 @@ def prepare(spec: CombineSpec, device: Device, names: Sequence[str]) -> Combine:
     Parameters
     ----------
     spec
-        What to merge.
+        Specification of the merge.
     device
-        What the current device is.
+        Current device.
     names
-        Of the values that each run is given, in order: "out_partial", "lse_partial", "sinks", and
-        where the result goes, "result" and "lse".
+        Names of the addresses that each run receives, in order: "out_partial", "lse_partial",
+        "sinks", and "result" and "lse" for the results.
 
     Raises
     ------
     UnsupportedError
-        For a GPU before sm_75.
+        If the GPU is older than sm_75.
     CompileError
         If the kernel does not compile.
     """

@@ -1,4 +1,4 @@
-"""The one place that compiles: a translation unit to a loaded kernel, or to a cubin with no GPU."""
+"""Compilation of translation units to loaded kernels or, without a GPU, to cubins."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from cupy_flash.problem.device import ARCHITECTURES, Device, Resources
 
 logger = logging.getLogger("cupy_flash")
 
-# NVRTC 12.0 is the first that targets sm_90 and knows the C++17 the kernels use.
+# NVRTC 12.0 is the first version that supports sm_90 and the C++17 features of the kernels.
 OLDEST_NVRTC = (12, 0)
-# -ftz is what CuPy adds by itself; naming it here makes ahead-of-time cubins the same.
+# CuPy adds -ftz by itself. Cubins that are compiled ahead of time need it here to be identical.
 _OPTIONS = ("-std=c++17", "-ftz=true", "-default-device")
 CUBINS_VARIABLE = "CUPY_FLASH_CUBINS"
 
 
 @dataclass(frozen=True)
 class Cubin:
-    """Machine code of a unit for one architecture."""
+    """Machine code of a translation unit for one architecture."""
 
     image: bytes
     resources: dict[str, Resources]
@@ -45,12 +45,12 @@ class Cubin:
 
 
 def compile_options() -> tuple[str, ...]:
-    """NVRTC options besides the architecture."""
+    """Return the NVRTC options without the architecture."""
     return (*_OPTIONS, f"-I{KERNEL_DIR}")
 
 
 def _module_options(unit: TranslationUnit, device: Device) -> tuple[str, ...]:
-    # CuPy appends the architecture; NVRTC 12.9 and newer let a more specific one stand before it.
+    # CuPy appends the architecture. From NVRTC 12.9 on, a more specific one may precede it.
     specific = (f"-arch={unit.target(device)}",) if unit.arch_specific else ()
     return (*compile_options(), *specific)
 
@@ -62,7 +62,7 @@ def unit_digest(unit: TranslationUnit, device: Device) -> str:
 
 
 def why_no_compiler() -> str | None:
-    """Why NVRTC cannot be used here, or None if it can."""
+    """Return why NVRTC cannot be used here, or None if it can."""
     prepare_cupy_cache()
     try:
         from cupy.cuda import nvrtc
@@ -79,7 +79,7 @@ def why_no_compiler() -> str | None:
 
 
 def known_architectures() -> tuple[int, ...]:
-    """Those of `ARCHITECTURES` that this NVRTC compiles for; none without it."""
+    """Return the architectures of `ARCHITECTURES` that NVRTC supports; none without NVRTC."""
     if why_no_compiler():
         return ()
     from cupy.cuda import nvrtc
@@ -88,12 +88,12 @@ def known_architectures() -> tuple[int, ...]:
 
 
 def compile_cubin(unit: TranslationUnit, device: Device) -> Cubin:
-    """Compile a unit with NVRTC, with or without a GPU.
+    """Compile a translation unit with NVRTC; no GPU is needed.
 
     Raises
     ------
     CompileError
-        With the compiler's log and the unit.
+        If the compilation fails; the message has the compiler's log and the unit.
     """
     if reason := why_no_compiler():
         raise CompileError(f"{unit.title} for {device.sm}: {reason}")
@@ -107,7 +107,7 @@ def compile_cubin(unit: TranslationUnit, device: Device) -> Cubin:
     try:
         options = (*compile_options(), f"-arch={unit.target(device)}", "--ptxas-options=-v")
         if nvrtc.getVersion() >= (13, 0):
-            # From its own cache NVRTC returns the image without the report on registers.
+            # With its own cache, NVRTC would return the image without the register report.
             options += ("-no-cache",)
         try:
             nvrtc.compileProgram(program, options)
@@ -116,7 +116,7 @@ def compile_cubin(unit: TranslationUnit, device: Device) -> Cubin:
                 _compile_message(unit, device, nvrtc.getProgramLog(program))
             ) from error
         log = nvrtc.getProgramLog(program)
-        # CuPy takes the image for a C string and drops its last byte, a zero.
+        # CuPy treats the image as a C string and drops its last byte, which is 0.
         image = nvrtc.getCUBIN(program) + b"\0"
     finally:
         nvrtc.destroyProgram(program)
@@ -151,12 +151,12 @@ def _parse_resources(log: str) -> dict[str, Resources]:
 
 @functools.cache
 def _warn_of_cache(folder: Path, reason: str) -> None:
-    """Once: a cache that cannot be written costs a compilation in each process, no more."""
+    """Warn once that kernels are not cached on disk, so that each process compiles them."""
     logger.warning("%s cannot be written (%s): kernels are not kept on disk", folder, reason)
 
 
 class KernelCache:
-    """Loaded kernels, by device and unit.
+    """Loaded kernels, by device and translation unit.
 
     Kernels are never unloaded, because captured graphs may still launch them.
     """
@@ -166,24 +166,24 @@ class KernelCache:
         self._lock = threading.Lock()
 
     def get(self, unit: TranslationUnit, shared_memory: dict[str, int]) -> dict[str, Any]:
-        """The unit's kernels on the current device, compiled on first use.
+        """Return the kernels of a unit on the current device, compiled on first use.
 
         Parameters
         ----------
         unit
-            What to compile.
+            Translation unit.
         shared_memory
             Dynamic shared memory of each entry, in bytes.
 
         Returns
         -------
         dict
-            Entry name to a `cupy.cuda.Function`.
+            Kernel (`cupy.cuda.Function`) of each entry, by name.
 
         Raises
         ------
         CompileError
-            With the compiler's log and the unit.
+            If the compilation fails; the message has the compiler's log and the unit.
         """
         import cupy
 
@@ -204,7 +204,7 @@ class KernelCache:
         return bool(self._kernels)
 
     def find(self, device_id: int, unit: TranslationUnit) -> dict[str, Any] | None:
-        """The unit's kernels if they are loaded on that device."""
+        """Return the kernels of a unit if they are loaded on the device, otherwise None."""
         return self._kernels.get((device_id, unit.text))
 
 
@@ -219,7 +219,7 @@ def _load(unit: TranslationUnit, device: Device, shared_memory: dict[str, int]) 
         raw = module.get_function(entry)
         if shared_memory[entry]:
             raw.max_dynamic_shared_size_bytes = shared_memory[entry]
-            # All of the unified L1 as shared memory, so that as many blocks fit as planned.
+            # Use all of the unified L1 as shared memory, so that the planned occupancy is reached.
             raw.preferred_shared_memory_carveout = 100
         kernels[entry] = raw.kernel
     logger.info(
@@ -250,7 +250,7 @@ def _load_module(unit: TranslationUnit, device: Device) -> tuple[Any, str]:
         raise CompileError(_compile_message(unit, device, error.get_message())) from None
     except OSError as error:
         _warn_of_cache(cache, why_refused(error))
-        # For good: CuPy finds out only when a kernel is compiled, which then was in vain.
+        # The variable stays set: CuPy detects the error only after it has compiled a kernel.
         os.environ[IN_MEMORY_VARIABLE] = "1"
         module = cupy.RawModule(code=unit.text, options=_module_options(unit, device))
         module.compile()
@@ -258,12 +258,12 @@ def _load_module(unit: TranslationUnit, device: Device) -> tuple[Any, str]:
 
 
 def prebuilt_name(unit: TranslationUnit, device: Device) -> str:
-    """File name of a unit's cubin in a prebuilt set; its digest makes it valid or not found."""
+    """Return the file name of a prebuilt cubin; it has a digest, so stale files are not found."""
     return f"{unit_digest(unit, device)}.{device.sm}.cubin"
 
 
 def find_prebuilt(unit: TranslationUnit, device: Device) -> Path | None:
-    """The unit's cubin under ``CUPY_FLASH_CUBINS``, or None."""
+    """Return the path of the unit's cubin in the folder ``CUPY_FLASH_CUBINS``, or None."""
     folder = os.environ.get(CUBINS_VARIABLE)
     if not folder:
         return None
@@ -272,7 +272,7 @@ def find_prebuilt(unit: TranslationUnit, device: Device) -> Path | None:
 
 
 def loaded_resources(unit: TranslationUnit) -> Resources | None:
-    """Resources of the unit's main entry where it is loaded on the current device."""
+    """Return the resources of the main kernel, or None if it is not loaded on this device."""
     if not kernel_cache.is_used:
         return None
     import cupy

@@ -1,14 +1,14 @@
-"""What the launches of one stream share: zeroed words to count arrivals in, and its pool's memory.
+"""Zeroed counters for the kernels of a stream, and the order of kernels that reuse its memory.
 
-Kernels leave their counters zero, so that one block serves all launches of a stream: they run one
-after another. What is captured in a graph may run beside anything later on, and gets words of its
-own for good; a capture may not be able to allocate, so these come from a reserve that calls outside
-of captures keep filled.
+Kernels leave their counters zero. So one block of counters serves all launches of a stream, which
+run one after another. A captured launch may later run concurrently with others, so it keeps its own
+counters permanently. A capture may be unable to allocate, so these counters come from a reserve,
+which calls outside of captures refill.
 
-A stream that is destroyed while its kernels run gives its handle to a new one. CUDA also numbers
-streams, and no two alike, so that this shows; and each launch is followed by an event, which the
-new stream then waits for. So it takes over the block, as it takes over what CuPy's pool keeps for
-the handle, and there are no more blocks than there were streams at a time.
+If a stream is destroyed while its kernels run, a new stream may get its handle. The unique ids that
+CUDA gives to streams reveal this. Each launch is followed by an event, and the new stream waits for
+the last one. The new stream then uses the same counters, and the memory that CuPy's pool keeps for
+the handle. So there are never more blocks of counters than streams at one time.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from typing import Any
 from cupy_flash.errors import DriverError
 from cupy_flash.gpu.driver import driver_function
 
-# Words of the smallest block, 4 KiB; of the smallest reserve, 1 MiB; and the most that is kept
-# ready for captures, 8 MiB.
+# Numbers of 32-bit words: the smallest block of counters (4 KiB), the smallest reserve (1 MiB), and
+# the largest number that is kept ready for captures (8 MiB).
 _BLOCK_WORDS = 1 << 10
 _RESERVE_WORDS = 1 << 18
 _MOST_READY_WORDS = 1 << 21
-# Captured calls like the last one that are kept ready for: more than a model has layers.
+# Number of captured calls that the reserve has counters for: more than a model has layers.
 _READY_CALLS = 128
-# Captured calls do not share a cache line.
+# Words of a cache line: the counters of captured calls are in different cache lines.
 _LINE_WORDS = 32
 _WORD = 4
-# CUDA's handles of the two default streams: one that cannot be captured or destroyed, and one that
-# is another stream in each thread (driver API, "Stream synchronization behavior").
+# CUDA's handles of the two default streams: the legacy one, which cannot be captured or destroyed,
+# and the per-thread one (driver API, "Stream synchronization behavior").
 _LEGACY_STREAMS = (0, 1)
 _PER_THREAD_STREAM = 2
 
 
 @dataclass
 class _Zeros:
-    """A block of zeros, and how much of it is handed out."""
+    """Memory of zeroed words, and the number of words that are in use."""
 
     memory: Any
     words: int
@@ -53,23 +53,23 @@ class _Zeros:
 
 
 class Shared:
-    """What launches that run one after another share; also of a launch that shares nothing.
+    """Counters of launches that run one after another, or of a single captured launch.
 
     Attributes
     ----------
     address
-        Of zeroed words on the current device.
+        Address of zeroed words on the current device.
     """
 
     def __init__(self, address: int = 0) -> None:
         self.address = address
 
     def launched(self) -> None:
-        """To be called when the kernels that use it are enqueued."""
+        """Record the launch; call this after the kernels that use the counters are enqueued."""
 
 
 class _Queue(Shared):
-    """The launches of a stream, or of those that had its handle one after another."""
+    """Counters of a stream, which later streams with the same handle take over."""
 
     def __init__(self, stream: int) -> None:
         super().__init__()
@@ -77,11 +77,11 @@ class _Queue(Shared):
         self._stream = stream
         self._stream_id = _StreamId(stream)
         self._id = self._stream_id()
-        # CUDA takes one that was never recorded for one that has happened.
+        # CUDA treats an event that was never recorded as completed.
         self.event = _cuda().Event(disable_timing=True)
 
     def check_stream(self) -> None:
-        """Have a new stream of the same handle wait for what the last one may still run."""
+        """If the handle belongs to a new stream, make it wait for kernels of the previous one."""
         number = self._stream_id()
         if number != self._id:
             self.wait(self._stream)
@@ -95,53 +95,53 @@ class _Queue(Shared):
 
 
 class _LegacyQueue(Shared):
-    """The launches of the legacy default stream, which is never destroyed."""
+    """Counters of the legacy default stream, which is never destroyed."""
 
     words = 0
 
 
-# By device and handle.
+# Counters of streams, by device and stream handle.
 _queues: dict[tuple[int, int], Any] = {}
-# By device, of threads that ended.
+# Counters of the per-thread default streams of threads that ended, by device.
 _ended: dict[int, list[_Queue]] = {}
 _reserves: dict[int, _Zeros] = {}
-# A block that was outgrown stays, as kernels may still count in it.
+# All memory that was ever allocated: kernels may still use a block that was replaced by a larger.
 _kept: list[Any] = []
 _lock = threading.Lock()
 _thread = threading.local()
 
 
 class _ThreadQueues(dict[int, _Queue]):
-    """By device, those of a thread's default stream, which ends with the thread."""
+    """Counters of a thread's default stream, by device; the stream ends with the thread."""
 
-    # A default, since at the end of the process the module may be gone.
+    # `_ended` is a default argument because the module may be gone at the end of the process.
     def __del__(self, ended: dict[int, list[_Queue]] = _ended) -> None:
         for device, queue in self.items():
             ended.setdefault(device, []).append(queue)
 
 
 def shared(count: int) -> Shared:
-    """What a launch on the current stream shares with those before it, with `count` zeros in it.
+    """Return counters for the next launch on the current stream, at least `count` zeroed words.
 
-    To be called before memory of CuPy's pool is used, which launches of a stream share as well.
+    Call this before memory from CuPy's pool is used, which launches of a stream reuse as well.
 
     Parameters
     ----------
     count
-        32-bit words needed, that no other running kernel counts in; may be 0.
+        Number of 32-bit words that no other running kernel uses; may be 0.
 
     Returns
     -------
     Shared
-        On the current device, for the kernels that are launched next on the current stream. They
-        leave the words zero, and `Shared.launched` is to be called behind them. Where the stream is
-        being captured, the words belong to that launch for the life of the process.
+        Counters on the current device, for the next kernels on the current stream. The kernels must
+        leave them zero, and `Shared.launched` must be called after their launch. If the stream is
+        being captured, the counters belong to that launch for the life of the process.
 
     Raises
     ------
     CUDARuntimeError
-        If memory runs out; or if a capture needs more than the reserve holds and is of a mode that
-        forbids to allocate (CuPy's default mode, relaxed, does not).
+        If memory runs out, or if a capture needs more than the reserve holds and its mode forbids
+        allocations (CuPy's default mode, relaxed, allows them).
     """
     cuda = _cuda()
     device = cuda.runtime.getDevice()
@@ -176,10 +176,10 @@ def _cuda() -> Any:
 
 
 class _StreamId:
-    """Asks for the number of the stream that has a handle now, and that no other one ever has."""
+    """Function that returns the unique id of the stream that has a handle now."""
 
     def __init__(self, stream: int) -> None:
-        # Made once, as that takes as long as the question does.
+        # The arguments are created once, because this takes as long as the call.
         self._number = ctypes.c_ulonglong()
         self._arguments = ctypes.c_void_p(stream), ctypes.byref(self._number)
         self._ask = driver_function("cuStreamGetId")
@@ -202,9 +202,9 @@ def _queue_of_thread(device: int) -> _Queue:
 
 
 def _next_queue(device: int) -> _Queue:
-    """Of a thread that is new to the device: one that ended has left, or a new one."""
+    """Return counters for a thread that is new to the device: those of an ended thread, or new."""
     ended = _ended.get(device, [])
-    # All of them, as CuPy's pool does not say whose memory this thread is given.
+    # Wait for all ended threads, because this thread may get pool memory that any of them used.
     for queue in list(ended):
         queue.wait(_PER_THREAD_STREAM)
     try:
@@ -222,7 +222,7 @@ def _grow(queue: Any, count: int) -> None:
 
 
 def _ready(count: int) -> int:
-    """Words that are kept ready where calls need `count`."""
+    """Return the number of words to keep in reserve if a call needs `count` words."""
     return min(_READY_CALLS * _lines(count), _MOST_READY_WORDS)
 
 
@@ -230,7 +230,7 @@ def _refill(device: int, count: int) -> None:
     with _lock:
         reserve = _reserves.get(device)
         if reserve is None or reserve.words - reserve.used < _ready(count):
-            # Twice, so that half of a reserve is used before the rest of it is given up.
+            # Twice as many, so that half of a reserve is used before the rest is abandoned.
             _reserves[device] = _zeros(max(_RESERVE_WORDS, 2 * _ready(count)))
 
 
@@ -244,15 +244,15 @@ def _captured(device: int, count: int) -> int:
 
 
 def _lines(count: int) -> int:
-    """Words of the whole cache lines that hold `count`."""
+    """Return `count` words rounded up to whole cache lines."""
     return -(-count // _LINE_WORDS) * _LINE_WORDS
 
 
 def _zeros(words: int) -> _Zeros:
-    """New zeros on the current device, ready for every stream when this returns.
+    """Return new zeroed words on the current device, ready for all streams.
 
-    Not from CuPy's pool, which may be the caller's own and short-lived. Zeroed on a stream of its
-    own: the current one may be capturing. That is waited for; it happens a few times in a process.
+    The memory is not from CuPy's pool, which may be short-lived. It is zeroed on a separate stream,
+    because the current one may be capturing. This function waits for it, which is rarely needed.
     """
     cuda = _cuda()
     memory = cuda.memory.Memory(words * _WORD)

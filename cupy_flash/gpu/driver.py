@@ -1,4 +1,4 @@
-"""Functions of the CUDA driver that CuPy does not offer."""
+"""Functions of the CUDA driver that CuPy does not wrap."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from cupy_flash.errors import DriverError
 
 @functools.cache
 def driver_function(name: str) -> Any:
-    """A function of the driver's library, which returns a CUresult.
+    """Return a function of the driver library; the function returns a CUresult.
 
     Raises
     ------
     DriverError
-        If there is no driver, or one that lacks it.
+        If there is no driver, or if the driver lacks the function.
     """
     library = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
     try:

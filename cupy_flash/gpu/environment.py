@@ -1,4 +1,4 @@
-"""What there is to compute with: CuPy, its cache of kernels, the GPUs, or why there is none."""
+"""The environment of GPU calls: CuPy, its kernel cache and the GPUs, or why none can be used."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ IN_MEMORY_VARIABLE = "CUPY_CACHE_IN_MEMORY"
 
 @functools.cache
 def cupy_module() -> Any:
-    """CuPy, which is imported when the first call needs it."""
-    # An import statement in the call path would take half a microsecond each time.
+    """Return the module `cupy`, imported when the first call needs it."""
+    # An import statement would take 0.5 us in each call.
     import cupy
 
     return cupy
@@ -31,16 +31,16 @@ def cupy_module() -> Any:
 
 @functools.cache
 def nccl_module() -> Any:
-    """CuPy's interface to NCCL, which is not loaded with CuPy; see its `available`."""
+    """Return CuPy's interface to NCCL, whose `available` tells whether NCCL is installed."""
     with warnings.catch_warnings():
-        # Of a library that is not installed; whoever asks has to be told in another way.
+        # CuPy warns if NCCL is not installed; callers check `available` instead.
         warnings.simplefilter("ignore", UserWarning)
         return importlib.import_module("cupy.cuda.nccl")
 
 
 @functools.cache
 def nccl_unavailable() -> str | None:
-    """Why GPUs cannot exchange arrays here, or None if they can."""
+    """Return why GPUs cannot exchange arrays through NCCL here, or None if they can."""
     if reason := gpu_unavailable():
         return reason
     if not nccl_module().available:
@@ -49,13 +49,13 @@ def nccl_unavailable() -> str | None:
 
 
 def current_device() -> Device:
-    """The GPU that is current in this thread."""
+    """Return the current GPU of this thread."""
     return device_for_id(cupy_module().cuda.runtime.getDevice())
 
 
 @functools.cache
 def device_for_id(device_id: int) -> Device:
-    """The GPU of a device number, as the CUDA runtime describes it."""
+    """Return the GPU of a device number, as the CUDA runtime describes it."""
     import cupy
 
     properties = cupy.cuda.runtime.getDeviceProperties(device_id)
@@ -75,44 +75,44 @@ def device_for_id(device_id: int) -> Device:
 
 
 def _nvrtc_takes_two_targets() -> bool:
-    """Whether a target may be named before the one that CuPy appends: from NVRTC 12.9 on."""
+    """Return whether NVRTC accepts another target before CuPy's own option: from 12.9 on."""
     try:
         from cupy.cuda import nvrtc
 
         return bool(nvrtc.getVersion() >= (12, 9))
-    except Exception:  # no NVRTC at all: then only kernels built ahead are used
+    except Exception:  # without NVRTC, only prebuilt kernels are used
         return True
 
 
 @functools.cache
 def gpu_unavailable() -> str | None:
-    """Why no GPU can be used from this process, or None if one can."""
+    """Return why no GPU can be used from this process, or None if one can."""
     prepare_cupy_cache()
     try:
         import cupy
     except ImportError as error:
         return f"CuPy is not installed ({error}); pip install 'cupy_flash[cuda13]' or [cuda12]"
-    except Exception as error:  # a broken driver or toolkit shows in many ways at import
+    except Exception as error:  # a broken driver or toolkit raises various exceptions at import
         return f"CuPy does not load: {error}"
     try:
         if cupy.cuda.runtime.getDeviceCount() == 0:
             return "the CUDA driver reports no GPU"
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        # Without a driver the runtime complains of the driver's version.
+        # Without a driver, the runtime's error is about the driver version.
         return (
             f"CUDA reports no usable GPU: {error}" if _nvidia_is_here() else "no NVIDIA GPU found"
         )
     return None
 
 
-# What a driver leaves, WSL's and Tegra's too; and where Linux lists PCI cards, by vendor.
+# Files that a driver creates (also on WSL and Tegra), and the folder where Linux lists PCI cards.
 _DRIVER_PLACES = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-ctrl")
 _PCI_DEVICES = "/sys/bus/pci/devices"
 _NVIDIA_PCI_VENDOR = "0x10de"
 
 
 def _nvidia_is_here() -> bool:
-    """Whether there may be an NVIDIA GPU: a driver or a card, or a system that does not tell."""
+    """Return whether there may be an NVIDIA GPU; True if the system does not list PCI cards."""
     cards = Path(_PCI_DEVICES)
     if any(map(os.path.exists, _DRIVER_PLACES)) or not cards.is_dir():
         return True
@@ -124,24 +124,24 @@ def _nvidia_is_here() -> bool:
 
 
 def kernel_cache_dir() -> Path:
-    """Where CuPy keeps compiled kernels."""
-    # As CuPy finds it; Path.home() would raise for a user without one.
+    """Return the folder where CuPy caches compiled kernels."""
+    # CuPy finds it in the same way. Path.home() would raise for a user without a home directory.
     default = os.path.expanduser("~/.cupy/kernel_cache")
     return Path(os.environ.get(_CACHE_VARIABLE, default))
 
 
 @functools.cache
 def prepare_cupy_cache() -> str | None:
-    """See to it that CuPy can be imported where its cache folder cannot be made.
+    """Make sure that CuPy can be imported even if its cache folder cannot be created.
 
-    CuPy makes the folder when it is imported, and an unusable one fails the import. Then it is
-    imported here, to keep kernels in memory: in this process and those that it starts.
+    CuPy creates the folder on import, and the import fails if it cannot. In that case, this
+    function imports CuPy with an in-memory cache, for this process and those that it starts.
 
     Returns
     -------
     str or None
-        Why the folder cannot be made; None if it can, or if the process that started this one
-        knows.
+        Reason why the folder cannot be created. None if it can, or if the parent process has
+        already reported the reason.
     """
     if "cupy" in sys.modules or importlib.util.find_spec("cupy") is None:
         return None
@@ -151,7 +151,7 @@ def prepare_cupy_cache() -> str | None:
     except OSError as error:
         is_known = IN_MEMORY_VARIABLE in os.environ
         os.environ[IN_MEMORY_VARIABLE] = "1"
-        # Any folder that is there will do: nothing is written to it.
+        # Any existing folder is suitable, because nothing is written to it.
         with _environment(_CACHE_VARIABLE, tempfile.gettempdir()), contextlib.suppress(Exception):
             importlib.import_module("cupy")
         return None if is_known else why_refused(error)
@@ -172,5 +172,5 @@ def _environment(variable: str, value: str) -> Iterator[None]:
 
 
 def why_refused(error: OSError) -> str:
-    """What the system says of a file or folder that it refuses."""
+    """Return the system's message on why a file or folder cannot be accessed."""
     return error.strerror or str(error)

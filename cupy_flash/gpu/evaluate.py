@@ -1,4 +1,4 @@
-"""Modifications evaluated on the GPU alone: the host's side of `kernels_cu/score/evaluate.cu`."""
+"""Evaluation of modifications on the GPU: the host side of `kernels_cu/score/evaluate.cu`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _THREADS = 256
 
 
 def params_dtype(mods: np.dtype) -> np.dtype:
-    """The argument struct, at whose end is what the modification reads."""
+    """Return the dtype of the argument struct, which ends with what the modification reads."""
     fields: dict[str, tuple[Any, int]] = {
         "scores": (np.uint64, 0),
         "results": (np.uint64, 8),
@@ -36,14 +36,14 @@ def params_dtype(mods: np.dtype) -> np.dtype:
 
 
 def evaluate_unit(text: str, headers: tuple[str, ...], mods: np.dtype) -> TranslationUnit:
-    """The translation unit.
+    """Return the translation unit that evaluates a modification.
 
     Parameters
     ----------
     text, headers
-        C++ of ``ModArguments`` and ``Mods``, and what that is to stand behind.
+        C++ of ``ModArguments`` and ``Mods``, and headers to include before it.
     mods
-        Layout of ``ModArguments``.
+        Dtype of ``ModArguments``.
     """
     lines = [
         f"// cupy_flash evaluate, sources {source_digest(*headers, SOURCE)}",
@@ -60,14 +60,14 @@ def evaluate_unit(text: str, headers: tuple[str, ...], mods: np.dtype) -> Transl
 def evaluate(
     unit: TranslationUnit, mods: np.ndarray, scores: np.ndarray, q_offset: int
 ) -> np.ndarray:
-    """What a unit of `evaluate_unit` makes of scores in host memory, on the current device.
+    """Return the modified scores, or 1 for visible and 0 for masked pairs of a mask function.
 
     Parameters
     ----------
     unit, mods
-        The unit, and its ``ModArguments`` filled in.
+        Unit of `evaluate_unit`, and the values of its ``ModArguments``.
     scores : float32 array, (batch, heads, seqlen_q, seqlen_k)
-        Scaled scores.
+        Scaled scores in host memory.
     q_offset
         Position of the first query among the keys.
     """

@@ -1,4 +1,4 @@
-"""Kernels of a plan, ready to be launched."""
+"""Launches of the kernels of a plan."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 class Launches:
-    """The launches of a plan in order, compiled and loaded; false where there are none.
+    """Launches of a plan in order, compiled and loaded; false if there are none.
 
     Parameters
     ----------
     plan
-        The plan.
+        Plan of the call.
     params, tensor_maps
-        What kernels are given, but for the addresses; tensor_maps is None where none takes any.
+        Arguments of the kernels without addresses; `tensor_maps` is None if no kernel takes any.
     """
 
     def __init__(self, plan: Plan, params: PackedStruct, tensor_maps: TensorMaps | None) -> None:
@@ -45,21 +45,22 @@ class Launches:
         return bool(self._launches)
 
     def run(self, values: tuple[int, ...]) -> None:
-        """Enqueue them on the current stream.
+        """Enqueue the launches on the current stream.
 
         Parameters
         ----------
         values
-            Addresses and numbers by the names that the struct was made for.
+            Addresses and numbers, in the order of the names that `params` was created with.
         """
         given = thread_arguments()
         self._params.pack_into(given.memory, values)
         if self._tensor_maps is not None:
-            # Named until the launches are made: others may push it out of those that are kept.
+            # The variable keeps the maps alive until all launches have copied them. Another thread
+            # may remove them from the cache meanwhile.
             maps = self._tensor_maps.at(values)
             given.set_maps(maps.address)
         stream = cupy_module().cuda.get_current_stream().ptr
-        # The driver's function, as a call of CuPy's kernel object takes 0.7 us more.
+        # This calls the driver directly, because CuPy's kernel object takes 0.7 us more.
         launch = _launch_function()
         for fixed, takes_maps in self._launches:
             launch(*fixed, stream, given.with_maps if takes_maps else given.alone, 0)

@@ -1,4 +1,4 @@
-"""Structs of kernel arguments, of which few fields change from call to call."""
+"""Packing of argument structs, of which only a few fields change from call to call."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _FORMAT_CODE = {"uint64": "Q", "int64": "q", "float64": "d", "int32": "i"}
 
 
 class PackedStruct:
-    """A struct whose fields are fixed, but for some that each call gives by name.
+    """Argument struct whose fields are fixed, except for some that each call passes by name.
 
-    Packing takes 0.5 us that way, with all fields as numbers 1 us, and filling a NumPy record 15.
+    Packing takes 0.5 us this way; filling a NumPy record would take 15 us.
 
     Parameters
     ----------
     dtype
-        Of the struct.
+        Dtype of the struct.
     fixed
-        Values by field; a tensor's are its strides.
+        Values of the fixed fields, by field; the value of a tensor is its strides.
     sources
-        Fields that change, of a tensor its address, and under which name their value comes.
-        A field of a struct within is called ``mods.bias.data``.
+        Name of the value of each field that changes; for a tensor, the value is its address. A
+        field of a nested struct is written as a path, such as ``mods.bias.data``.
     names
-        Of the values that `pack_into` is given, in order.
+        Names of the values that `pack_into` receives, in order.
     """
 
     def __init__(
@@ -49,25 +49,25 @@ class PackedStruct:
         self._between = tuple([data[start:end] for start, end in layout.between])
 
     def pack_into(self, memory: bytearray, values: tuple[int, ...]) -> None:
-        """Write the struct to the begin of some memory."""
+        """Write the struct to the start of `memory`."""
         self._pack_into(memory, 0, *self._pick(values + self._between))
 
 
 class _Layout(NamedTuple):
-    """Order and format of a struct's fields, which packing needs besides their values.
+    """Order and format of the fields of a struct.
 
     Attributes
     ----------
     zeros
-        Zeros of all fields, in order.
+        Zero values of all fields, in order.
     fields
-        Where in these each field is, and the number of its parts; 0 if it is a number.
+        Index of each field in `zeros`, and the number of its members; 0 if it is a number.
     pack_into
-        Method of a `struct.Struct`: of the fields that change, and of the bytes between them.
+        Method of a `struct.Struct` of the changing fields and of the bytes between them.
     pick
-        Function that brings values, and these bytes behind them, into that order.
+        Function that reorders the values, followed by the bytes between fields, for `pack_into`.
     between
-        Where these bytes begin and end in the struct.
+        Byte ranges [begin, end) of the struct that contain no changing field.
     """
 
     zeros: tuple[Any, ...]
@@ -77,8 +77,8 @@ class _Layout(NamedTuple):
     between: tuple[tuple[int, int], ...]
 
 
-# Calls that differ only in lengths have the same layout. Bounded, as names may be those of users'
-# captures.
+# Calls that differ only in lengths have the same layout. The cache is bounded because users choose
+# the names of captures.
 @functools.lru_cache(maxsize=256)
 def _layout(
     dtype: np.dtype, sources: tuple[tuple[str, str], ...], names: tuple[str, ...]
@@ -88,7 +88,7 @@ def _layout(
         name: (place, len(dtype[name].fields or ())) for place, name in enumerate(dtype.names)
     }
     codes, end = "=", 0
-    # Which of the values, and behind them of the bytes between those, come one after another.
+    # Indices into the values, followed by the bytes between fields, in the order of the struct.
     order: list[int] = []
     between: list[tuple[int, int]] = []
     places = {field: (*_place(dtype, field), name) for field, name in sources}
@@ -108,7 +108,7 @@ def _layout(
 
 
 def _place(dtype: np.dtype, path: str) -> tuple[np.dtype, int]:
-    """A field's type, and where it begins."""
+    """Return the dtype of a field and its byte offset."""
     start = 0
     for name in path.split("."):
         assert dtype.fields is not None
@@ -118,7 +118,7 @@ def _place(dtype: np.dtype, path: str) -> tuple[np.dtype, int]:
 
 
 def _code(dtype: np.dtype) -> str:
-    """What `struct` calls a field; of a tensor, its address."""
+    """Return the `struct` format of a field; for a tensor, that of its address."""
     if dtype.fields is not None:
         dtype = next(iter(dtype.fields.values()))[0]
     return _FORMAT_CODE[dtype.name]

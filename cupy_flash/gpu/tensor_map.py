@@ -1,6 +1,6 @@
-"""Tensor maps: what Hopper's copy engine needs to know of an array.
+"""Tensor maps, which describe arrays to TMA.
 
-CUDA driver API, "Tensor Map Object Management".
+See the CUDA driver API, "Tensor Map Object Management".
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from cupy_flash.gpu.driver import driver_function
 from cupy_flash.problem.arrays import ITEMSIZE
 
 _MAP_BYTES = 128
-# cuTensorMapEncodeTiled wants the record on 64 bytes.
+# cuTensorMapEncodeTiled requires that the map is aligned to 64 bytes.
 _MAP_ALIGNMENT = 64
-# Enumerators of cuda.h; float8 is bytes to the copy engine.
+# Enumerators of cuda.h. TMA treats float8 as bytes.
 _DATA_TYPE = {"float16": 6, "bfloat16": 9, "float8_e4m3fn": 0}
 _SWIZZLE = {64: 2, 128: 3}
 _NO_INTERLEAVE = 0
 _PROMOTE_TO_128_BYTES = 2
 _FILL_WITH_ZEROS = 0
-# Distinct sets of addresses kept by one call; a set takes 0.5 KiB.
+# Largest number of sets of addresses that a `TensorMaps` caches; a set takes 0.5 KiB.
 _MAX_SETS = 64
-# What an address is changed by, to see where the driver writes it: all bits but the lowest, which
-# are 0, and the highest, which it might refuse.
+# Bits to flip in an address to find where the driver stores it. The lowest bits must stay 0, and
+# the driver might reject the highest bits.
 _PROBES = (0x2AAAAAAAAA00, 0x155555555500)
 # For each kind of map (dtypes, boxes and ranks): whether maps of it differ only in their addresses.
 # The dict is bounded because boxes depend on tiles.
@@ -41,16 +41,16 @@ _MAX_KINDS = 256
 
 
 class TensorMaps:
-    """The tensor maps of a call's arrays, encoded once for each set of addresses.
+    """Tensor maps of the arrays of a call, encoded once for each set of addresses.
 
     Parameters
     ----------
     specs
-        By the name of their array, in the order in which the kernel has them.
+        Specification of each map, by its name, in the order of the kernel argument.
     names
-        Of the values that `at` is given, in order.
+        Names of the values that `at` receives, in order.
     sources
-        Under which name the address of an array comes, where not under its own.
+        Name of the value that is the address of an array, if it differs from the array's name.
     """
 
     def __init__(
@@ -67,13 +67,13 @@ class TensorMaps:
         size = len(specs) * _MAP_BYTES
         buffer = np.zeros(size + _MAP_ALIGNMENT, np.uint8)
         start = -buffer.ctypes.data % _MAP_ALIGNMENT
-        # Where the driver writes.
+        # Buffer for the maps that the driver writes.
         self._target = buffer[start : start + size]
         address = self._target.ctypes.data
         self._requests = [
             _request(spec, address + i * _MAP_BYTES) for i, spec in enumerate(specs.values())
         ]
-        # First word and the rest of each map, in turns.
+        # The format alternates the first word of a map and its remaining bytes.
         self._struct = struct.Struct("=" + f"Q{_MAP_BYTES - 8}s" * len(specs))
         self._parts: list[Any] = []
         self._kind = tuple([(spec.dtype, spec.box, len(spec.shape)) for spec in specs.values()])
@@ -82,12 +82,12 @@ class TensorMaps:
         self._lock = threading.Lock()
 
     def at(self, values: tuple[int, ...]) -> ByValue:
-        """The maps, one after another.
+        """Return the maps for the addresses of a call, consecutively.
 
         Parameters
         ----------
         values
-            By the names that the maps were made with; arrays lie on 16 bytes.
+            Values in the order of `names`; addresses are aligned to 16 bytes.
         """
         addresses = self._pick(values)
         maps = self._encoded.get(addresses)
@@ -102,8 +102,8 @@ class TensorMaps:
     def _encode(self, addresses: tuple[int, ...]) -> bytes:
         if self._only_address_changes is None:
             self._only_address_changes = self._learn(addresses)
-        # The record is opaque, and asking takes 6 us. But where encodings for addresses that differ
-        # in every bit differ in nothing but the first word, writing that is as good.
+        # A map is opaque, and encoding one takes 6 us. If maps of addresses that differ in every
+        # bit differ only in the first word, it is enough to write the address there.
         if self._only_address_changes:
             self._parts[::2] = addresses
             return self._struct.pack(*self._parts)
@@ -128,7 +128,7 @@ class TensorMaps:
         return known
 
     def _probe(self, addresses: tuple[int, ...]) -> bool:
-        """Whether the maps of very different addresses differ in the addresses only."""
+        """Return whether maps of very different addresses differ only in their first words."""
         for probe in _PROBES:
             others = tuple(address ^ probe for address in addresses)
             try:
@@ -149,8 +149,8 @@ class TensorMaps:
                 raise DriverError(f"cuTensorMapEncodeTiled failed with CUresult {status}")
 
 
-# Arguments are made once: ctypes takes 1 us for a call with its own objects, and 4 us where it has
-# to make them of Python's.
+# The arguments are created once: a ctypes call takes 1 us with ctypes objects, but 4 us if it has
+# to convert Python objects.
 def _request(spec: TensorMapSpec, target: int) -> tuple[ctypes.c_void_p, tuple[Any, ...]]:
     columns, rows = spec.box
     rank = len(spec.shape)

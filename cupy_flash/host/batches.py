@@ -1,12 +1,12 @@
-"""Packed, cached and paged sequences on the CPU: one forward pass for each run of equal ones.
+"""Forward pass of packed, cached and paged sequences on the CPU.
 
-Keys are read where they lie; those in pages are gathered, a tile at a time, or all of a sequence's
-where they are read again and again. Threads share out the tiles of all sequences
-(`cupy_flash.host.cpu`), but for the shortest, which the calling one computes. With
-``batch_invariant`` each row is computed on its own (`cupy_flash.host.row_by_row`).
+Sequences of one shape at equal distances form one forward pass. Keys are read in place. Keys in
+pages are gathered: one KV tile at a time, or all keys of a sequence if they are read many times.
+Threads compute the query tiles of all sequences (`cupy_flash.host.cpu`), but the calling thread
+computes short sequences alone. With ``batch_invariant``, `cupy_flash.host.row_by_row` computes.
 
-The caller has checked the arguments. Integers that point outside of the arrays are nevertheless
-taken as the kernels take them (`cupy_flash.host.sequence_places`).
+The caller has checked the arguments. Nevertheless, lengths and offsets outside of the arrays have
+the same meaning as in the kernels (`cupy_flash.host.sequence_places`).
 """
 
 from __future__ import annotations
@@ -41,18 +41,19 @@ from cupy_flash.problem.tile import Tile
 Array = NDArray[Any]
 Blocks = Array | QuantizedBlocks
 
-# Query-key pairs of a sequence, over all heads, from which on threads share such sequences out. In
-# the short calls of NumPy that fewer make, threads wait for each other's turn with the GIL: 1000 of
-# 1 x 20 take 97 ms on one thread, 147 on two, 261 on four.
+# Minimum number of query-key pairs, over all heads, of a sequence that several threads compute. The
+# NumPy calls for smaller sequences are so short that threads mostly wait for the GIL: 1000
+# sequences with 1 query and 20 keys take 97 ms on one thread, 147 ms on two.
 MIN_PAIRS_TO_SHARE = 1 << 15
 
-# Rows that each key is read for, from which on all pages are gathered first.
+# Minimum number of query rows per key for which all pages of a sequence are gathered first.
 MIN_ROWS_TO_GATHER_FOR = 128
 
-# Rows of packed queries up to which it is kept how their sequences are computed.
+# Maximum number of packed query rows of a call whose steps are cached.
 MAX_ROWS_TO_KEEP = 1 << 16
 
-# Rows that a key tile is read for by `cpu_rows`, and query-key pairs that are not cut any further.
+# Limits in batch-invariant calls: query rows per work item, and query-key pairs of a sequence that
+# is a single work item.
 MAX_ROWS_OF_PIECE = 128
 MAX_PAIRS_OF_PIECE = 1 << 16
 
@@ -79,53 +80,52 @@ def varlen_forward(
     threads: int | None = None,
     modified: Modified | None = None,
 ) -> None:
-    """Attention of packed sequences into ``out``, and its log-sum-exp into ``lse``.
+    """Write attention of packed sequences to ``out``, and its log-sum-exp to ``lse``.
 
     Parameters
     ----------
     q : numpy.ndarray, (total_q, heads_q, head_dim)
-        float16, bfloat16 (ml_dtypes), float32 or float64; any strides, as for the other arrays.
+        Queries in float16, bfloat16 (ml_dtypes), float32 or float64. Any strides are allowed.
     k : numpy.ndarray, (total_k, heads_kv, head_dim)
-        With ``block_table`` (pages, page_size, heads_kv, head_dim).
+        Keys; with ``block_table`` (pages, page_size, heads_kv, head_dim).
     v : numpy.ndarray, (total_k, heads_kv, head_dim_v)
-        With ``block_table`` (pages, page_size, heads_kv, head_dim_v).
+        Values; with ``block_table`` (pages, page_size, heads_kv, head_dim_v).
     out : numpy.ndarray, (total_q, heads_q, head_dim_v)
         Output; 0 in the rows that belong to no sequence. Must not overlap the inputs.
     lse : numpy.ndarray, (heads_q, total_q), or None
         Output, in natural logarithms; -inf in the rows that belong to no sequence.
     cu_seqlens_q : numpy.ndarray, (batch + 1,)
-        First row of each sequence in q, and the last one's end.
+        First row of each sequence in q, then the end of the last sequence.
     cu_seqlens_k : numpy.ndarray, (batch + 1,), or None
-        Likewise in k and v; with ``block_table`` only the differences count.
+        The same for k and v. With ``block_table`` only the differences are used, as lengths.
     max_seqlen_q, max_seqlen_k : int
-        No more rows of a sequence than these are looked at.
+        Maximum number of query rows and keys of a sequence; any further ones are ignored.
     seqused_k : numpy.ndarray, (batch,), or None
-        The number of keys of each sequence, in place of the difference in ``cu_seqlens_k``.
+        Number of keys of each sequence; overrides the lengths in ``cu_seqlens_k``.
     block_table : numpy.ndarray, (batch, max_pages), or None
-        The pages of each sequence in order.
+        Page numbers of each sequence, in order.
     causal : bool
-        Query ``i`` of a sequence sees only its keys ``j <= i + seqlen_k - seqlen_q``.
+        Whether query ``i`` of a sequence attends only to its keys ``j <= i + seqlen_k - seqlen_q``.
     softmax_scale : float
         Factor on the scores.
     scales : CacheScales, optional
-        Of keys and values of 8 bits.
+        Scales of 8-bit keys and values.
     tile : Tile, optional
-        A default if not given. With ``batch_invariant`` only its Bc has an influence on the bits.
+        Tile size; chosen by default. With ``batch_invariant``, only its Bc affects the bits.
     batch_invariant : bool
-        The bits of a row then depend on its query and the keys it sees, and on nothing else: not on
-        other sequences, nor on the rows and keys before and behind it in its own (but for NaN and
-        inf among the values of keys that it does not see). See `cupy_flash.host.row_by_row`.
+        Whether the bits of a row depend only on its query and on the keys that it attends to. NaN
+        and inf in the values of masked keys may still matter, see `cupy_flash.host.row_by_row`.
     threads : int, optional
-        At most this many workers; as many as there are CPUs for this process if not given.
+        Maximum number of workers; by default the number of CPUs of this process.
     modified : Modified, optional
-        Masks, and what becomes of scores; with a bias and mask of three axes, and no seqlens_k.
+        Masks and score modifications, without seqlens_k; bias and mask have three axes.
     """
     if not out.size:
         return
     paged = block_table is not None
     integers = cu_seqlens_q, cu_seqlens_k, seqused_k
-    # Modifications count from the beginning of each sequence, and what 8 bits stand for is made of
-    # one sequence at a time.
+    # Modifications use indices within a sequence, and 8-bit keys are dequantized one sequence at a
+    # time. In these cases, each sequence is a pass of its own.
     join = not batch_invariant and modified is None and scales is None
     facts: tuple[Any, ...] = (
         *(None if x is None else (x.tobytes(), x.dtype) for x in integers),
@@ -145,7 +145,7 @@ def varlen_forward(
         runs = runs + _pad(steps, q, k, v, out, lse, causal, softmax_scale, threads)
     pieces = []
     for b, rows, keys, count in runs:
-        # (total, ...) as (count, seqlen, ...)
+        # Reshape (total, ...) to (count, seqlen, ...).
         span = slice(rows.first, rows.first + count * rows.seqlen)
         q_rows, out_rows = (x[span].reshape(count, rows.seqlen, *x.shape[1:]) for x in (q, out))
         lse_rows = None
@@ -179,26 +179,26 @@ def kvcache_forward(
     threads: int | None = None,
     modified: Modified | None = None,
 ) -> None:
-    """Attention over a cache into ``out``, and its log-sum-exp into ``lse``.
+    """Write attention over a KV cache to ``out``, and its log-sum-exp to ``lse``.
 
     Parameters
     ----------
     q : numpy.ndarray, (batch, seqlen_q, heads_q, head_dim)
-        As in :func:`varlen_forward`.
+        Queries, see :func:`varlen_forward`.
     k_cache : numpy.ndarray, (caches, seqlen_cache, heads_kv, head_dim)
-        With ``block_table`` (pages, page_size, heads_kv, head_dim).
+        Keys; with ``block_table`` (pages, page_size, heads_kv, head_dim).
     v_cache : numpy.ndarray, (caches, seqlen_cache, heads_kv, head_dim_v)
-        With ``block_table`` (pages, page_size, heads_kv, head_dim_v).
+        Values; with ``block_table`` (pages, page_size, heads_kv, head_dim_v).
     out : numpy.ndarray, (batch, seqlen_q, heads_q, head_dim_v)
-        Overwritten; must not overlap the inputs.
+        Output; must not overlap the inputs.
     lse : numpy.ndarray, (batch, heads_q, seqlen_q), or None
-        Overwritten with natural logarithms.
+        Output for the log-sum-exp, in natural logarithms.
     lengths : numpy.ndarray, (batch,)
-        Rows of each sequence in the cache, those of :func:`append` included.
+        Number of rows of each sequence in the cache, including rows that :func:`append` wrote.
     cache_batch_idx : numpy.ndarray, (batch,), or None
-        The index of each sequence's cache; 0, 1, ... if None.
+        Index of each sequence's cache; 0, 1, ... if None.
     block_table, causal, softmax_scale, scales, tile, batch_invariant, threads, modified
-        As in :func:`varlen_forward`, but with a bias and mask of four axes.
+        Arguments of :func:`varlen_forward`, except that bias and mask have four axes.
     """
     places = find_cached_keys(
         lengths,
@@ -222,7 +222,7 @@ def kvcache_forward(
 def _blocks(
     k: Array, v: Array, scales: CacheScales | None, dtype: np.dtype[Any]
 ) -> tuple[Blocks, Blocks]:
-    """Keys and values, or what those of 8 bits stand for beside queries of a dtype."""
+    """Return keys and values; 8-bit ones are wrapped, so that indexing dequantizes them."""
     if scales is None:
         return k, v
     compute = compute_dtype(dtype)
@@ -241,20 +241,20 @@ def append(
     block_table: Array | None,
     scales: CacheScales | None = None,
 ) -> None:
-    """Write new keys and values into a cache, behind those of each sequence.
+    """Append new keys and values to each sequence in a KV cache.
 
     Parameters
     ----------
     k_cache, v_cache, cache_batch_idx, block_table
-        As in :func:`kvcache_forward`. Only the appended rows change.
+        Arguments of :func:`kvcache_forward`. Only the appended rows of the caches change.
     k, v : numpy.ndarray, (batch, seqlen_new, heads_kv, dim), or list of arrays
-        New rows of the caches' dtype, or to be quantized; a list has an array (seqlen_new,
-        heads_kv, dim) for each sequence. Rows that the cache has no room for are dropped. Without v
-        and v_cache the keys hold the values.
+        New rows in the dtype of the caches, or to be quantized. A list holds one array (seqlen_new,
+        heads_kv, dim) per sequence. Rows past the capacity of the cache are dropped. v and v_cache
+        are None if the keys hold the values (MLA).
     lengths : numpy.ndarray, (batch,)
-        Rows of each sequence in the cache before.
+        Number of rows of each sequence in the cache before the call.
     scales : CacheScales, optional
-        Of caches of 8 bits.
+        Scales of 8-bit caches.
     """
     places = find_cached_keys(
         lengths,
@@ -284,21 +284,21 @@ def rotate(
     interleaved: bool,
     advance: bool,
 ) -> Array:
-    """A new array of the dtype of ``x``, its leading columns turned by the rows' positions.
+    """Return a copy of ``x`` with rotary position embedding applied to its leading columns.
 
-    Computed in float32, in float64 for float64.
+    float64 arrays are computed in float64, all others in float32.
 
     Parameters
     ----------
     x : numpy.ndarray, (batch, seqlen, heads, head_dim)
     cos, sin : numpy.ndarray, (rows, rotary_dim / 2)
-        Of the angle of each position and pair of columns.
+        Cosine and sine of the angle of each position and each pair of columns.
     first_positions : numpy.ndarray, (batch,)
         Position of the first row of each sequence.
     interleaved : bool
-        Whether columns (2i, 2i + 1) are a pair; else (i, i + rotary_dim / 2) are.
+        Whether the pairs are columns (2i, 2i + 1), not columns (i, i + rotary_dim / 2).
     advance : bool
-        Whether row ``i`` is ``i`` positions further; else all rows are at the first position.
+        Whether row ``i`` has the first position plus ``i``, not the first position itself.
     """
     turned: Array = rotated(
         x,
@@ -323,7 +323,7 @@ def _pad(
     softmax_scale: float,
     threads: int | None,
 ) -> list[Run]:
-    """Compute the padded groups; return sequences that are left to do, each by itself."""
+    """Compute the padded groups; return a run for each sequence that remains to be computed."""
     left: list[int] = []
 
     def work(groups: Iterator[padding.Group]) -> None:
@@ -345,9 +345,9 @@ def _pad(
 
 
 class CacheScales(NamedTuple):
-    """Scales of caches of 8 bits: numbers or arrays that broadcast to (blocks, rows, heads_kv).
+    """Scales of 8-bit caches: numbers or arrays that broadcast to (blocks, rows, heads_kv).
 
-    `computed` says that an append computes those of the rows that it writes.
+    If `computed` is set, :func:`append` computes the scales of the rows that it writes.
     """
 
     k: Any
@@ -356,24 +356,24 @@ class CacheScales(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """Sequences of one shape, or some rows and heads of one sequence."""
+    """Work item: sequences of one shape, or some rows and heads of one sequence."""
 
     q: Array  # (sequences, rows, heads, head_dim)
     out: Array  # (sequences, rows, heads, head_dim_v)
     lse: Array | None  # (sequences, heads, rows)
-    keys: Keys  # of the first sequence; those of the others lie behind, or in the next blocks
-    q_offset: int  # absolute position of the sequence's first row
-    first: Pairs  # head and row that the piece begins with; of modified calls the sequence, too
-    kv_heads: slice  # those that the heads share
+    keys: Keys  # keys of the first sequence; the other sequences follow, or are in the next blocks
+    q_offset: int  # position of the sequence's first row among its keys
+    first: Pairs  # indices of the first row and head; in modified calls also of the sequence
+    kv_heads: slice  # KV heads of the item's query heads
 
     @classmethod
     def whole(cls, q: Array, out: Array, lse: Array | None, keys: Keys, first: Pairs) -> _Piece:
-        """All rows and heads."""
+        """Return a work item of all rows and heads of the sequences."""
         return cls(q, out, lse, keys, keys.seqlen - q.shape[1], first, slice(None))
 
     @property
     def pairs(self) -> int:
-        """Query-key pairs, masked ones too."""
+        """Number of query-key pairs, including masked pairs."""
         return self.q.shape[0] * self.q.shape[1] * self.q.shape[2] * self.keys.seqlen
 
     def write_without_keys(self, sinks: Array | None) -> None:
@@ -383,13 +383,13 @@ class _Piece(NamedTuple):
             self.lse[...] = -np.inf if sinks is None else sinks[:, None]
 
     def cut(self, heads_kv: int) -> Iterator[_Piece]:
-        """Pieces of a sequence for `cpu_rows`: for its scratch, and some for all threads."""
+        """Yield work items for `row_by_row`, small enough for its scratch and for all threads."""
         group = self.q.shape[2] // heads_kv
         if max(self.pairs, self.q.size) <= MAX_PAIRS_OF_PIECE:
             yield self
             return
         step = max(1, MAX_ROWS_OF_PIECE // group)
-        # The rows that see most keys first.
+        # The last rows come first, as they attend to the most keys in causal calls.
         for first in reversed(range(0, self.q.shape[1], step)):
             rows = slice(first, first + step)
             for kv_head in range(heads_kv):
@@ -407,7 +407,7 @@ class _Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class _Batch:
-    """What all sequences share."""
+    """Keys, values and parameters that all sequences of a call share."""
 
     k: Blocks  # (blocks, rows, heads_kv, head_dim)
     v: Blocks  # (blocks, rows, heads_kv, head_dim_v)
@@ -416,7 +416,7 @@ class _Batch:
     modified: Modified | None
 
     def as_pass(self, piece: _Piece, tile: Tile, most_bytes: int) -> Pass:
-        """The forward pass of a piece of all heads; no more than `most_bytes` of pages copied."""
+        """Return the pass of a work item with all heads; copy at most `most_bytes` of pages."""
         keys, count = piece.keys, len(piece.q)
         k: Array | PagedRows
         v: Array | PagedRows
@@ -439,7 +439,7 @@ class _Batch:
         )
 
     def computes_small(self, piece: _Piece, tile: Tile) -> bool:
-        """Compute a small piece in one go; False if it is none, and is left as it was."""
+        """Compute a small work item in one step; return False, without output, for others."""
         if self.modified is not None or piece.keys.pages is not None:
             return False
         k, v = (_keys_of_all(x, piece.keys, len(piece.q)) for x in (self.k, self.v))
@@ -456,14 +456,14 @@ class _Batch:
         )
 
     def _is_scattered(self, keys: Keys) -> bool:
-        """Whether keys are made into an array before they are multiplied."""
+        """Return whether keys must be gathered or dequantized before they are multiplied."""
         return keys.pages is not None or isinstance(self.k, QuantizedBlocks)
 
     def _copies_rows(self, piece: _Piece, most_bytes: int) -> bool:
-        """Whether to gather all rows first: where each key is read again and again.
+        """Return whether to gather all keys of a sequence first, as each is read for many rows.
 
-        512 rows over 8192 keys in pages of 16, 8 heads of 128, float16: 200 ms, a tile at a time
-        413; one row 90 and 72.
+        512 rows, 8192 keys in pages of 16, 8 heads of 128, float16: 200 ms instead of 413 ms with
+        one KV tile gathered at a time.
         """
         heads_kv = self.k.shape[2]
         rows = piece.q.shape[1] * (piece.q.shape[2] // heads_kv)
@@ -472,7 +472,7 @@ class _Batch:
         return rows >= MIN_ROWS_TO_GATHER_FOR and size <= most_bytes
 
     def by_rows(self, piece: _Piece, Bc: int) -> None:
-        """One piece by `cpu_rows`."""
+        """Compute a work item by `row_by_row`."""
         row_by_row.forward(
             piece.q[0],
             sequence_places.heads_of(self.k, piece.kv_heads),
@@ -490,7 +490,7 @@ class _Batch:
 
 
 def _keys_of_all(blocks: Blocks, keys: Keys, count: int) -> Array:
-    """The rows of so many sequences: (sequences, rows, heads, dim)."""
+    """Return the keys of `count` sequences of one shape: (sequences, rows, heads, dim)."""
     if count == 1:
         one: Array = sequence_places.read(blocks, keys)
         return one[None]
@@ -527,7 +527,7 @@ def _forward(
         batch.v.shape[3],
         tile,
     )
-    # Of threads that work on short sequences, each waits for the other's turn with the GIL.
+    # One thread computes the short sequences, as several would mostly wait for the GIL.
     short = [piece for piece in pieces if piece.pairs < MIN_PAIRS_TO_SHARE]
     long = [piece for piece in pieces if piece.pairs >= MIN_PAIRS_TO_SHARE]
     long.sort(key=lambda piece: -piece.pairs)
@@ -537,7 +537,7 @@ def _forward(
             if not some:
                 continue
             pairs = sum(piece.pairs for piece in some)
-            # Copied pages are there for a tile at work and for one that waits, of each worker.
+            # Each worker may keep the copied pages of two passes alive: current and next.
             most_bytes = cpu.SCRATCH_LIMIT // (2 * workers)
             passes = (batch.as_pass(piece, tile, most_bytes) for piece in some)
             cpu.run(passes, pairs, worker_bytes, workers)
@@ -569,9 +569,9 @@ def _tile_and_scratch(
     head_dim_v: int,
     tile: Tile | None,
 ) -> tuple[Tile, int]:
-    """The tile to use, and bytes that are enough scratch for a pass of each sequence.
+    """Return the tile to use, and bytes of scratch that suffice for a pass over any sequence.
 
-    Kept for the steps and layers to come, as it takes as long as a short sequence.
+    The result is cached, because this takes as long as a short sequence.
     """
     problem = make_contiguous_problem(
         dtype=dtype,

@@ -1,4 +1,4 @@
-"""Merging partial results in NumPy."""
+"""Merge of partial attention results in NumPy."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from cupy_flash.host.quiet import quiet
 
 Array = NDArray[Any]
 
-# Elements of the output that are merged at once: their sums and products stay in the cache. 4 parts
-# of 8 x 128 x 8 x 64, float32, take 2.5 ms; all at once 7.3, the plain formula 3.0 to 3.6.
+# Number of output elements that are merged at once. Their sums and products stay in the cache: 2.5
+# instead of 7.3 ms for 4 parts (batch 8, seqlen 128, 8 heads of 64, float32).
 ELEMENTS_AT_ONCE = 1 << 15
 
 
 @quiet
 def merge(out_partial: Array, lse_partial: Array, out: Array, sinks: Array | None = None) -> Array:
-    """Write what the parts come to into ``out``, and return its log-sum-exp.
+    """Write the merged partial outputs to ``out``, and return their log-sum-exp.
 
-    The arguments, as of `cupy_flash.combine`, are taken as checked.
+    The arguments are those of `cupy_flash.combine`, already checked.
     """
     largest = lse_partial.max(axis=0)
     of_heads = None
     if sinks is not None:
         of_heads = sinks.astype(largest.dtype, copy=False)[:, None]
         largest = np.maximum(largest, of_heads)
-    # As in combine.cu: of no use where it is infinite.
+    # An infinite base would give NaN, so 0 replaces it; combine.cu does the same.
     base = np.where(np.isfinite(largest), largest, largest.dtype.type(0))
     weights = np.exp(lse_partial - base)
     total = weights.sum(axis=0)
@@ -36,7 +36,7 @@ def merge(out_partial: Array, lse_partial: Array, out: Array, sinks: Array | Non
         total += np.exp(of_heads - base)
     lse = base + np.log(total)
     weights /= np.where(total == 0, total.dtype.type(1), total)
-    # From (..., heads_q, seqlen_q) to the order of out.
+    # From (..., heads_q, seqlen_q) to (..., seqlen_q, heads_q, 1), to broadcast to `out`.
     by_row = weights.swapaxes(-1, -2)[..., None]
     saw_nothing = (lse_partial == -np.inf).swapaxes(-1, -2)[..., None]
     is_partly_excluded = saw_nothing.any(axis=tuple(range(1, saw_nothing.ndim))).tolist()
@@ -58,7 +58,7 @@ def merge(out_partial: Array, lse_partial: Array, out: Array, sinks: Array | Non
 
 
 def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
-    """Yield the indices of blocks of sequences and rows of (..., rows, heads, dim)."""
+    """Yield indices that divide (..., rows, heads, dim) into blocks of sequences and rows."""
     *batch, rows, heads, dim = shape
     rows_at_once = max(1, ELEMENTS_AT_ONCE // max(heads * dim, 1))
     sequences_at_once = max(1, rows_at_once // max(rows, 1))

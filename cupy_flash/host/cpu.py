@@ -1,16 +1,16 @@
-"""The tiled attention forward pass in NumPy: the backend where there is no GPU.
+"""Forward pass of the CPU backend: tiled attention in NumPy.
 
-The algorithm is FlashAttention-2's (Dao, 2023, https://arxiv.org/abs/2307.08691, algorithm 1): a
-tile of Br query rows stays put while tiles of Bc keys and values pass by; a running row maximum and
-row sum replace the softmax over whole rows, and the division by the sum waits until the last tile.
-The score matrix never exists as a whole, so scratch memory does not grow with the sequence.
+The algorithm is FlashAttention-2's (Dao, 2023, https://arxiv.org/abs/2307.08691, algorithm 1). For
+each query tile of Br rows, a loop runs over KV tiles of Bc keys and updates a running row maximum
+and row sum (online softmax). The output is divided by the row sum after the last KV tile. The full
+score matrix is never stored, so scratch memory does not grow with the sequence length.
 
-Where a tile spans all keys that its rows see, there is nothing to run on: that is the plain
-formula on these rows (`cupy_flash.host.formula`). Rows of several heads, and sequences of a batch,
-share each call of NumPy while their scores fit the cache, and a small call is one such step.
+If one KV tile holds all keys that a query tile attends to, no running maximum is needed, and
+`cupy_flash.host.formula` computes the plain softmax. One NumPy call processes several heads and
+sequences as long as their scores fit the cache. A small attention call is a single such step.
 
-Threads share the tiles out. NumPy lets go of the GIL inside matmul and its ufuncs, which is where
-the time is.
+The query tiles are distributed over threads. NumPy releases the GIL inside matmul and ufuncs, where
+most of the time is spent.
 """
 
 from __future__ import annotations
@@ -34,32 +34,26 @@ from cupy_flash.problem.tile import Tile
 
 Array = NDArray[Any]
 
-# Query-key pairs that make a worker worthwhile: they take one about 0.5 ms, waking it 0.05 to 0.1.
+# Minimum number of query-key pairs per thread: about 0.5 ms of work. Waking a thread takes 0.1 ms.
 MIN_PAIRS_PER_WORKER = 1 << 16
-# Number of keys up to which a tile has 512 rows: its scores still fit the cache.
+# Number of keys up to which a query tile has 512 rows: its scores still fit the cache.
 _FEW_KEYS = 32
 
 
 def default_tile(problem: Problem) -> Tile:
-    """The tile to use where none was tuned.
+    """Return the tile to use if none was requested or tuned.
 
-    Does not depend on the number of threads, so that results do not either.
+    The tile does not depend on the number of threads, and therefore neither do the results.
     """
-    # Best of interleaved runs, ms; AMD Zen 3 at 2 threads, OpenBLAS 0.3.31, float32, heads of 64,
-    # by Br = 128, 256, 512: 8 x 512 x 8 full 83, 80, 78, causal 51, 59, 66; 1 x 1024 x 8 full 30,
-    # 28, 31, causal 20, 21, 24. By tile, 128x2048, 256x512, 256x1024, 256x2048, 512x1024: 1 x 4096
-    # x 8 full 489, 415, 388, 438, 405, causal 300, 289, 300, 301, 270. Causal, by Bc = 1024, 2048,
-    # 4096, Br = 256: 1 x 2048 x 8 70, 58, 59, heads of 128 98, 100, 99; 1 x 4096 x 8 274, 274, 265,
-    # heads of 128 418, 349, 381; 8 x 2048 x 8, heads of 128, 1025, 872, 954; 8 x 4096 x 8 2370,
-    # 2062, 1768.
-    # Along the edge of a mask half a tile's rows is wasted; low tiles make poor matrix products.
+    # Half of a tile on the diagonal of a causal mask is wasted work. A smaller Br wastes less, but
+    # its matrix products are slower. Causal, batch 8, seqlen 512: 51 ms with Br = 128, 59 ms with
+    # Br = 256 (2 threads of an AMD Zen 3, 8 heads, head_dim 64).
     long_causal = problem.causal and problem.seqlen_q > 1024
     Br = 128 if problem.causal and not long_causal else 256
     if problem.seqlen_k <= _FEW_KEYS:
-        # Br = 256, 512, us, 8 heads, 512 x 1 of 64 492, 400; 512 x 8 of 32, 64, 128 359, 247, 582,
-        # 452, 1066, 782; 2048 x 8 of 64 1980, 1840; 512 x 32 844, 836.
+        # 512 queries, 8 keys, 8 heads, head_dim 64: 452 us; with Br = 256 582 us.
         Br = 512
-    # Rows of a tile are those of all query heads that share a key/value head.
+    # A query tile may hold rows of all query heads of a KV head (GQA).
     rows = problem.seqlen_q * (problem.heads_q // problem.heads_kv)
     Br = min(Br, max(rows, 1))
     Bc = 2048 if long_causal else 1024 * max(1, min(4, 128 // Br))
@@ -69,9 +63,9 @@ def default_tile(problem: Problem) -> Tile:
 
 
 def candidate_tiles(problem: Problem) -> Iterator[Tile]:
-    """Tiles worth timing for a problem: powers of two that its sequences can fill.
+    """Yield the tiles worth timing for a problem: powers of two that its sequences can fill.
 
-    Each leaves room in `SCRATCH_LIMIT` for at least four workers.
+    Each tile fits the scratch of at least four workers into `SCRATCH_LIMIT`.
     """
 
     def sizes(smallest: int, largest: int, seqlen: int) -> Iterator[int]:
@@ -90,7 +84,7 @@ def candidate_tiles(problem: Problem) -> Iterator[Tile]:
 
 
 def scratch_bytes(problem: Problem, tile: Tile) -> int:
-    """Bytes of scratch that one worker needs."""
+    """Return the bytes of scratch memory that one worker needs."""
     itemsize = 8 if problem.dtype == "float64" else 4
     dims = problem.head_dim, problem.head_dim_v
     one = scratch_elements(tile.Br, tile.Bc, *dims, copies=True)
@@ -122,48 +116,49 @@ def forward(
     threads: int | None = None,
     modified: Modified | None = None,
 ) -> None:
-    """Attention of ``q`` over ``k`` and ``v`` into ``out``, and its log-sum-exp into ``lse``.
+    """Write attention of ``q`` over ``k`` and ``v`` to ``out``, and its log-sum-exp to ``lse``.
 
-    The arguments are taken as checked. float64 computes in float64, everything else in float32.
-    The same inputs and tile give the same bits, whatever the number of threads. While a call
-    lasts that is not small, BLAS is held to one thread per call in the whole process.
+    The caller has checked the arguments. float64 inputs are computed in float64, all others in
+    float32. The same inputs and tile give the same bits for any number of threads. Unless the call
+    is small, BLAS is limited to one thread in the whole process until the call returns.
 
     Parameters
     ----------
     q : numpy.ndarray, (batch, seqlen_q, heads_q, head_dim)
-        float16, bfloat16 (ml_dtypes), float32 or float64; any strides, as for the other arrays.
+        Queries in float16, bfloat16 (ml_dtypes), float32 or float64. Any strides are allowed.
     k : numpy.ndarray or PagedRows, (batch, seqlen_k, heads_kv, head_dim)
-        ``heads_q`` is a multiple of ``heads_kv``.
+        Keys; ``heads_q`` is a multiple of ``heads_kv``.
     v : numpy.ndarray or PagedRows, (batch, seqlen_k, heads_kv, head_dim_v)
+        Values.
     out : numpy.ndarray, (batch, seqlen_q, heads_q, head_dim_v)
-        Overwritten; must not overlap the inputs.
+        Output; must not overlap the inputs.
     lse : numpy.ndarray, (batch, heads_q, seqlen_q), or None
-        Overwritten with natural logarithms.
+        Output for the log-sum-exp, in natural logarithms.
     causal : bool
-        Query ``i`` sees only the keys ``j <= i + q_offset``.
+        Whether query ``i`` attends only to the keys ``j <= i + q_offset``.
     q_offset : int
-        Absolute position of the first query.
+        Position of the first query among the keys.
     softmax_scale : float
         Factor on the scores.
     tile : Tile
-        Clipped to the sequences.
+        Tile size; clipped to the sequence lengths.
     threads : int, optional
-        At most this many workers; as many as there are CPUs for this process if not given. Fewer
-        run where the work is small or the scratch of more would pass :data:`SCRATCH_LIMIT`.
+        Maximum number of workers; by default the number of CPUs of this process. Fewer run if the
+        work is small or their scratch would exceed :data:`SCRATCH_LIMIT`.
     modified : Modified, optional
-        Masks, and what becomes of scores; with a bias and mask of four axes.
+        Masks and score modifications; bias and mask have four axes.
 
     Raises
     ------
     ValueError
-        The scratch of one worker passes :data:`SCRATCH_LIMIT` with this tile.
+        If the scratch of one worker exceeds :data:`SCRATCH_LIMIT` with this tile.
     """
     if q.size == 0:
         # head_dim is at least 1.
         return
     visible = Mask(q.shape[1], k.shape[1], causal, q_offset)
     if causal and modified is None and (first := visible.first_row(0)):
-        # These rows attend to no key, whatever their queries are.
+        # These rows attend to no key, whatever values their queries hold.
         out[:, :first] = 0
         if lse is not None:
             lse[:, :, :first] = -np.inf
@@ -190,23 +185,23 @@ def forward_at_once(
     *,
     modified: None,
 ) -> bool:
-    """See `formula.forward_at_once`."""
+    """Call `formula.forward_at_once` with NumPy's floating-point errors ignored."""
     return formula.forward_at_once(q, k, v, out, lse, small, scale)
 
 
 def run(passes: Iterator[Pass], pairs: int, worker_bytes: int, threads: int | None) -> None:
-    """Compute passes, their tiles shared out to threads.
+    """Compute forward passes, with their query tiles distributed over threads.
 
     Parameters
     ----------
     passes : iterator of Pass
-        Asked for the next when the tiles of those before are taken.
+        Forward passes; the next is fetched when threads have taken all tiles of the previous ones.
     pairs : int
-        Query-key pairs of all of them.
+        Number of query-key pairs of all passes.
     worker_bytes : int
-        The largest `Pass.scratch_bytes`.
+        Largest `Pass.scratch_bytes` of the passes.
     threads : int, optional
-        As in `forward`.
+        Maximum number of workers, see `forward`.
     """
     workers = min(
         threads or cpus(),

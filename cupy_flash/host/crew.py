@@ -1,4 +1,4 @@
-"""Threads of the CPU backend: how many, work shared out to them, and BLAS held to one for each."""
+"""Thread pool of the CPU backend, and the limit of BLAS to one thread per call."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from threadpoolctl import ThreadpoolController
 
 T = TypeVar("T")
 
-# After so long without work a thread ends.
+# Time without work after which a thread of the pool ends.
 IDLE_SECONDS = 5.0
 
 
 def cpus() -> int:
-    """CPUs that this process may run on."""
+    """Return the number of CPUs that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 class Stop:
-    """Tells workers to leave off, between two tiles of keys at the latest."""
+    """Flag that stops the workers of a call; they check it at least once per KV tile."""
 
     requested = False
 
 
 class _Queue(Iterator[T]):
-    """An iterator that threads share."""
+    """Thread-safe iterator over the work items of a call; ends early once a stop is requested."""
 
     def __init__(self, items: Iterator[T], stop: Stop) -> None:
         self._items, self._stop, self._lock = items, stop, threading.Lock()
@@ -45,21 +45,21 @@ class _Queue(Iterator[T]):
 
 
 class _Worker:
-    """A thread that does a task when told to, and ends after a while without one."""
+    """Thread of the pool: runs one task at a time, and ends after `IDLE_SECONDS` without a task."""
 
     def __init__(self, crew: _Crew) -> None:
         self._crew, self._told = crew, threading.Lock()
         self._told.acquire()
-        # Not by threading.Thread, which waits until the new thread runs.
+        # threading.Thread would wait until the new thread runs.
         _thread.start_new_thread(self._live, ())
 
     def begin(self, task: Callable[[], None]) -> threading.Lock:
-        """Do a task, and then release the lock."""
+        """Start a task; the thread releases the returned lock when the task is done."""
         done = threading.Lock()
         done.acquire()
         self._task, self._done = task, done
         self._told.release()
-        # By now the task may be done, and forgotten.
+        # Not self._done: the thread may have finished the task and deleted that attribute.
         return done
 
     def _live(self) -> None:
@@ -70,16 +70,16 @@ class _Worker:
                 continue
             self._task()
             done = self._done
-            # The task holds on to arrays.
+            # The task keeps arrays alive as long as it is referenced.
             del self._task, self._done
             self._crew.rest(self)
             done.release()
 
 
 class _Crew:
-    """Threads that wait for work: one costs 220 us to start and to await, 50 if it is there.
+    """Thread pool. A task on a new thread costs 220 us, on a waiting thread of the pool 50 us.
 
-    A process that is forked has none of them.
+    A forked child process begins with an empty pool.
     """
 
     def __init__(self) -> None:
@@ -92,18 +92,18 @@ class _Crew:
         self._resting: list[_Worker] = []
 
     def begin(self, task: Callable[[], None]) -> threading.Lock:
-        """Have a thread do a task, and then release the lock."""
+        """Start a task on a waiting or new thread; return a lock that is released at its end."""
         with self._lock:
             worker = self._resting.pop() if self._resting else None
         return (worker or _Worker(self)).begin(task)
 
     def rest(self, worker: _Worker) -> None:
-        """Wait for the next task."""
+        """Return a worker to the pool, where it waits for its next task."""
         with self._lock:
             self._resting.append(worker)
 
     def leave(self, worker: _Worker) -> bool:
-        """Whether a worker waits for no task any more: not if it has just been given one."""
+        """Remove a worker from the pool; return False if it has just been assigned a task."""
         with self._lock:
             if worker in self._resting:
                 self._resting.remove(worker)
@@ -117,19 +117,21 @@ _crew = _Crew()
 def share_out(
     workers: int, items: Iterator[T], work: Callable[[Iterator[T]], None], stop: Stop
 ) -> None:
-    """Have threads call ``work`` with an iterator, between them, over all items.
+    """Call ``work`` in several threads with a common iterator that distributes the items.
 
-    The calling thread is one of them, so that Ctrl-C interrupts it: then, or when any of them
-    fails, all others are stopped, and the error is raised when they have.
+    The calling thread is one of the workers, so that Ctrl-C interrupts it. On an interrupt or an
+    error in any thread, the other threads are stopped, and then the error is raised.
 
     Parameters
     ----------
     workers : int
-        At most so many threads, and not more than there are items.
+        Maximum number of threads; no more than the number of items are used.
     items : iterator
+        Work items.
     work : callable
+        Function of an iterator over work items, called once per thread.
     stop : Stop
-        What ``work`` looks at where one item takes long.
+        Flag that is set on an error; ``work`` should check it during long items.
     """
     if workers > 1:
         first = list(islice(items, workers))
@@ -142,7 +144,7 @@ def share_out(
 
     def task() -> None:
         try:
-            # A thread does not inherit the error state of the thread that started it.
+            # A thread does not inherit NumPy's error state from the thread that started it.
             with np.errstate(all="ignore"):
                 work(queue)
         except BaseException as error:
@@ -165,20 +167,19 @@ def share_out(
 
 
 class _SingleThreadedBlas:
-    """Holds BLAS to one thread per call while any forward pass runs.
+    """Context manager that limits BLAS to one thread per call while any call of the backend runs.
 
-    The workers are the parallelism; a BLAS that fans out from each of them makes them queue for its
-    one pool of threads. Measured with OpenBLAS on 4 busy cores: 0.28 s with the limit, 0.86 s to
-    tens of seconds without. The limit is the process's, so overlapping passes share one and the
-    last to leave restores what was there. A process that is forked meanwhile has none of the
-    passes, and its own copy of the limit: there it is lifted at once.
+    The workers run in parallel already. A multithreaded BLAS would make them queue for its single
+    thread pool: 0.28 s with the limit, at least 0.86 s without (OpenBLAS, 4 busy cores). The limit
+    applies to the whole process, so overlapping calls share it, and the last one restores the
+    previous thread counts. In a forked child no call runs, so the child lifts its limit at once.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._users = 0
         self._libraries: list[Any] | None = None
-        # Threads of each library before.
+        # Thread count of each BLAS library before the limit.
         self._before: list[int] = []
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._lift_in_child)
@@ -189,16 +190,16 @@ class _SingleThreadedBlas:
                 libraries = ThreadpoolController().lib_controllers
                 self._libraries = [x for x in libraries if x.user_api == "blas"]
             if self._users == 0:
-                # Not by ThreadpoolController.limit, which takes 8 us.
+                # Faster than ThreadpoolController.limit, which takes 8 us.
                 self._before = [library.get_num_threads() for library in self._libraries]
-            # Counted before it is set, and lifted before it is counted off, for a fork meanwhile.
+            # The count is positive whenever the limit is set, as a fork may happen at any time.
             self._users += 1
             if self._users == 1 and self._is_limit_needed:
                 self._set([1] * len(self._before))
 
     def __exit__(self, *exception: object) -> None:
         with self._lock:
-            # A child forked within the pass has lifted the limit already.
+            # In a child that was forked during this call, the limit is lifted already.
             if self._users == 0:
                 return
             if self._users == 1 and self._is_limit_needed:
@@ -207,20 +208,20 @@ class _SingleThreadedBlas:
 
     @property
     def _is_limit_needed(self) -> bool:
-        """Whether a library had more than one thread before."""
+        """Whether a BLAS library used more than one thread before the limit."""
         return any(count != 1 for count in self._before)
 
     def _set(self, counts: list[int]) -> None:
         for library, count in zip(self._libraries or (), counts, strict=True):
-            # Newer versions of threadpoolctl heed only one thread of a process, the first to set a
-            # limit. Passes begin and end in any, and bar no other from limits of its own.
+            # Newer versions of threadpoolctl accept limits only from the first thread that set one.
+            # Calls begin and end in any thread, so this restriction is cleared before and after.
             let_any_thread = getattr(library, "clear_controlling_thread", lambda force: None)
             let_any_thread(force=True)
             library.set_num_threads(count)
             let_any_thread(force=True)
 
     def _lift_in_child(self) -> None:
-        # The thread that held the lock, if one did, is not here.
+        # The old lock may be held by a thread that does not exist in the child.
         self._lock = threading.Lock()
         if self._users:
             self._users = 0

@@ -1,11 +1,11 @@
-"""The plain formula on the CPU: where a step takes up all keys that its rows see.
+"""Plain softmax attention on the CPU, for query tiles whose keys all fit into one KV tile.
 
-Weights are divided by their sum before they meet the values, as in the formula, so that no sum of
-products overflows where a result does not.
+The softmax weights are normalized before the product with the values. So this product overflows
+only if the result does.
 
-Scores of many rows are stored key by key, those of all rows and heads consecutively: NumPy takes
-1.3 ns an element for maxima of rows of 32, 0.1 for maxima of as many columns, and OpenBLAS
-multiplies few queries by many keys faster if the keys come first.
+The scores of many rows are stored key by key: the scores of one key, of all rows and heads, are
+consecutive. NumPy computes maxima over an axis of length 32 faster this way (0.1 instead of 1.3 ns
+per element), and OpenBLAS multiplies few queries by many keys faster with the keys as rows.
 """
 
 from __future__ import annotations
@@ -25,52 +25,49 @@ from cupy_flash.problem.tile import Tile
 
 Array = NDArray[Any]
 
-# Scores below which, and elements of queries up to which, a call is computed in one go, in new
-# arrays. A second thread has no part in fewer scores.
+# Upper limits of a small call, which one step computes in new arrays: number of scores (with fewer,
+# a second thread would not pay), and number of elements of all queries.
 MAX_SCORES_OF_CALL = 1 << 17
 MAX_ELEMENTS_OF_QUERIES = 1 << 19
 
-# Multiplications of a matrix product up to which OpenBLAS takes one thread in any case.
+# Multiplications in the largest matrix product for which OpenBLAS always uses a single thread.
 MAX_PRODUCT_OF_ONE_THREAD = 1 << 18
 
-# Scores that are looked at, and the magnitude up to which no maximum is subtracted from them: exp
-# stays within [1e-13, 1e13].
+# Number of scores up to which a call checks their magnitude, and magnitude up to which it subtracts
+# no row maxima: exp of such scores stays within [1e-13, 1e13].
 MAX_SCORES_TO_LOOK_AT = 1024
 SCORE_BOUND = 30.0
 
-# Rows of scores from which on scores are stored key by key, unless there are fewer keys; and keys
-# up to which they are if BLAS multiplies fewer rows than `MIN_ROWS_OF_PRODUCT` at a time. One
-# thread, us, row by row and key by key, 8 heads of 64: 32 x 512 1017, 880; 8 x 512 476, 374;
-# 128 x 128 815, 747; 2 x 512 95, 112; 64 x 1 x 512 1125, 1277.
+# Thresholds of `is_key_by_key`. 8 queries, 512 keys, 8 heads of 64, one thread: 374 us with scores
+# stored key by key, 476 us row by row.
 MIN_ROWS_KEY_BY_KEY = 64
 MIN_ROWS_OF_PRODUCT = 4
 MAX_KEYS_OF_FEW_ROWS = 32
 
-
-# Keys of a part of a product, query rows up to which a product is divided, and bytes of all keys
-# from which on. 2048 keys, 8 heads of 64: scores of one row 467 us, divided 235; of 8 885, 430.
+# Number of keys in each part of a divided product, and thresholds of `divides_keys`. Scores of one
+# query row with 2048 keys, 8 heads of 64: 235 us, undivided 467 us.
 KEYS_OF_PART = 128
 MAX_ROWS_TO_DIVIDE_KEYS = 32
 MIN_BYTES_TO_DIVIDE_KEYS = 2 << 20
 
 
 class SmallCall(NamedTuple):
-    """How a small call is computed, as far as the shapes of its arrays decide.
+    """Choices for the computation of a small call, as far as its shapes determine them.
 
     Attributes
     ----------
     shape
-        Batch, KV heads, and query rows of a KV head.
+        Batch size, number of KV heads, and number of query rows per KV head.
     is_grouped
-        Whether these rows are of several query heads, at one position each.
+        Whether a KV head serves several query heads, each with one query.
     visible
-        The mask; None if each row attends to every key.
+        Mask; None if each row attends to every key.
     is_tiny
         Whether the magnitude of the scores is checked first.
     divides
-        Whether products are divided, see `divides_keys`.
+        Whether matrix products are divided by keys, see `divides_keys`.
     is_of_one_thread
-        Whether BLAS computes the products in one thread in any case.
+        Whether BLAS uses a single thread for these products even without a limit.
     """
 
     shape: tuple[int, int, int]
@@ -81,7 +78,7 @@ class SmallCall(NamedTuple):
     is_of_one_thread: bool
 
 
-# Finding out takes as long as two calls of NumPy.
+# Cached, because the computation takes as long as two NumPy calls.
 @functools.lru_cache(1024)
 def small_call(
     q_shape: tuple[int, int, int, int],
@@ -91,7 +88,7 @@ def small_call(
     q_offset: int,
     tile: Tile,
 ) -> SmallCall | None:
-    """Return how a call is computed in one step; None if it is not for `forward_small`."""
+    """Return the `SmallCall` of a call; None if the call does not qualify for `forward_small`."""
     batch, seqlen_q, heads, head_dim = q_shape
     _, seqlen_k, heads_kv, _ = k_shape
     rows = batch * heads * seqlen_q
@@ -131,10 +128,10 @@ def forward_small(
     softmax_scale: float,
     tile: Tile,
 ) -> bool:
-    """A whole call at once, if it is small: without record, blocks, scratch and threads.
+    """Compute a small call in one step, without a `Pass`, tiles, scratch buffers and threads.
 
-    Takes what `cpu.forward` does. False, and no output, if it is not for this function.
-    A call of 8 queries and keys of 8 heads of 64 takes 24 us here; the record alone takes 8.
+    Takes the arguments of `cpu.forward`. Returns False, without output, if the call does not
+    qualify. 8 queries and keys with 8 heads of 64 take 24 us; making a `Pass` alone takes 8 us.
     """
     if not isinstance(k, np.ndarray) or not isinstance(v, np.ndarray):
         return False
@@ -147,7 +144,7 @@ def forward_small(
 def small_call_of(
     q: Array, k: Array, v: Array, causal: bool, q_offset: int, tile: Tile
 ) -> SmallCall | None:
-    """Return how a call is computed in one step; None if it is not for `forward_at_once`."""
+    """Return the `SmallCall` of a call; None if the call does not qualify for `forward_at_once`."""
     if q.dtype.char not in "fd":
         return None
     return small_call(q.shape, k.shape, v.shape[3], causal, q_offset, tile)
@@ -156,9 +153,9 @@ def small_call_of(
 def forward_at_once(
     q: Array, k: Array, v: Array, out: Array, lse: Array | None, small: SmallCall, scale: Any
 ) -> bool:
-    """Output and lse of a small call; False, and no output, if a row has no weight.
+    """Write output and lse of a small call; return False, without output, if a row sum is 0.
 
-    `scale` is the factor on the scores, a number of the queries' dtype.
+    `scale` is the factor on the scores, as a scalar of the queries' dtype.
     """
     if small.is_of_one_thread:
         return _attend_in_one_step(q, k, v, out, lse, small, scale)
@@ -174,14 +171,14 @@ def _attend_in_one_step(
     rows = shape[0] * shape[1] * shape[2]
     scaled = q * scale
     if is_grouped:
-        # The heads of a group are the rows of one matrix.
+        # The query heads of a KV head become the rows of one matrix.
         scaled, out = (x[:, 0].reshape(*shape, x.shape[3]) for x in (scaled, out))
     else:
         scaled, out = scaled.swapaxes(1, 2), out.swapaxes(1, 2)
-    # NumPy takes 1 us to find so few scores to be small, 5 for maxima and to subtract them. Not
-    # where some are hidden from some rows: of those a row then bears the trace.
+    # Checking the magnitude of so few scores takes 1 us; subtracting row maxima takes 5 us. Masked
+    # calls are never tiny, because the check would let masked scores affect the result.
     if is_tiny:
-        # NumPy may choose another order for strided operands, and a reshape would be a copy.
+        # Without order="C" NumPy may choose another order, and the reshape would copy the scores.
         scores = np.matmul(scaled, k.transpose(0, 2, 3, 1), order="C")
         matrix, keys_axis = scores.reshape(rows, seqlen_k), 1
     else:
@@ -195,7 +192,8 @@ def _attend_in_one_step(
         matrix /= row_sum
     else:
         if visible is not None:
-            # All rows attend to the keys before. 8 x 128, 8 heads: 9 us, with all keys 20.
+            # All rows attend to the keys before `first`, so masking them is skipped: 9 instead of
+            # 20 us (8 queries, 128 keys, 8 heads).
             first = visible.end(0)
             hidden = visible.hidden(0, visible.seqlen_q, first, seqlen_k)
             np.copyto(scores[..., first:], -np.inf, where=hidden)
@@ -211,7 +209,7 @@ def _attend_in_one_step(
 
 
 def attend(job: Pass, scratch: Scratch, block: Block, keys: tuple[int, int]) -> None:
-    """Output and lse of the rows of a block, which attend to no other keys than [begin, end)."""
+    """Write output and lse of a query tile that attends only to keys [begin, end), see `keys`."""
     compute = job.compute
     begin, end = keys
     out = job.out[tuple(block)]
@@ -226,7 +224,7 @@ def attend(job: Pass, scratch: Scratch, block: Block, keys: tuple[int, int]) -> 
     q = job.queries(block, scratch)
     k = job.keys(block, begin, end, scratch)
     v = job.values(block, begin, end, scratch)
-    # The rows of all heads that share keys are one matrix.
+    # The rows of all query heads that share a KV head form one matrix.
     rows = q.reshape(*q.shape[:2], -1, q.shape[4])
     flat = scratch.cut("scores", (math.prod(rows.shape[:3]) * seen,), compute)
     matrix, keys_axis = cut_scores(flat, seen, rows.shape[2])
@@ -259,9 +257,9 @@ def attend(job: Pass, scratch: Scratch, block: Block, keys: tuple[int, int]) -> 
 
 
 def cut_scores(flat: Array, keys: int, rows_of_product: int) -> tuple[Array, int]:
-    """A matrix of rows by keys or of keys by rows, and which of its axes are the keys.
+    """Return a buffer as a matrix, (rows, keys) or (keys, rows), and the axis of its keys.
 
-    `rows_of_product` is the number of query rows of a KV head.
+    `rows_of_product` is the number of query rows per KV head.
     """
     if is_key_by_key(flat.size // keys, keys, rows_of_product):
         return flat.reshape(keys, -1), 0
@@ -269,14 +267,14 @@ def cut_scores(flat: Array, keys: int, rows_of_product: int) -> tuple[Array, int
 
 
 def is_key_by_key(rows: int, keys: int, rows_of_product: int) -> bool:
-    """Return whether scores are better stored key by key."""
+    """Return whether scores are better stored key by key, as (keys, rows)."""
     return rows >= min(keys, MIN_ROWS_KEY_BY_KEY) and (
         rows_of_product >= MIN_ROWS_OF_PRODUCT or keys <= MAX_KEYS_OF_FEW_ROWS
     )
 
 
 def by_head(matrix: Array, keys_axis: int, rows: tuple[int, ...]) -> Array:
-    """A view of scores as (*rows, keys)."""
+    """Return a view of a matrix of scores as (*rows, keys)."""
     by_row = matrix if keys_axis == 1 else matrix.T
     return by_row.reshape(*rows, -1)
 
@@ -284,10 +282,11 @@ def by_head(matrix: Array, keys_axis: int, rows: tuple[int, ...]) -> Array:
 def to_weights(
     scores: Array, keys_axis: int, sink: Array | None = None
 ) -> tuple[Array, Array, Array | None]:
-    """Turn a matrix of scores into weights, exp(scores - row maximum) / row sum, in place.
+    """Replace a matrix of scores by softmax weights, exp(scores - row maximum) / row sum.
 
-    Returns the row maxima; the row sums; and which rows are empty if any are, with 1 for their sum.
-    A sink of each row counts in the maxima and sums.
+    Returns the row maxima, the row sums, and which rows have no score above -inf, or None if there
+    is no such row. The row sum of such a row is returned as 1. `sink`, one score for each row, is
+    included in the maxima and sums.
     """
     # -inf - -inf would be NaN; subtracting the lowest number leaves exp(-inf) = 0.
     least = lowest(scores.dtype.char)
@@ -301,13 +300,13 @@ def to_weights(
         row_sum[empty] = 1
     if sink is not None:
         scores *= count_sink(row_max, row_sum, sink.reshape(row_max.shape))
-    # A row of one key weighs it with 1, as p / p is.
+    # Divided, not multiplied by the reciprocal: the weight of a row's only key is then exactly 1.
     scores /= row_sum
     return row_max, row_sum, empty
 
 
 def write_scores(queries: Array, keys: Array, out: Array, divides: bool = False) -> None:
-    """Write the products of queries (..., m, dim) with keys (..., n, dim): (..., m, n)."""
+    """Write the scores of queries (..., m, dim) and keys (..., n, dim) to out (..., m, n)."""
     if not divides:
         np.matmul(queries, keys.swapaxes(-1, -2), out=out)
         return
@@ -316,9 +315,9 @@ def write_scores(queries: Array, keys: Array, out: Array, divides: bool = False)
 
 
 def write_sums(weights: Array, rows: Array, out: Array, divides: bool = False) -> None:
-    """Write the product of matrices (..., m, n) and (..., n, dim)."""
+    """Write the matrix product of weights (..., m, n) and rows (..., n, dim) to `out`."""
     if not divides:
-        # 2048 x 1 by 1 x 64 of 8 heads takes BLAS 5.6 ms, to multiply 2.0.
+        # If n is 1, np.multiply is faster: 2.0 instead of 5.6 ms for m = 2048 and 8 heads of 64.
         product = np.multiply if weights.shape[-1] == 1 else np.matmul
         product(weights, rows, out=out)
         return
@@ -329,7 +328,7 @@ def write_sums(weights: Array, rows: Array, out: Array, divides: bool = False) -
 
 
 def write_sums_of_keys(weights: Array, rows: Array, out: Array, divides: bool = False) -> None:
-    """Write the sum over rows (..., m, dim), weighted (..., m, n), of each key: (..., n, dim)."""
+    """Write the product of transposed weights (..., m, n) and rows (..., m, dim) to `out`."""
     if not divides:
         write_sums(weights.swapaxes(-1, -2), rows, out)
         return
@@ -338,27 +337,26 @@ def write_sums_of_keys(weights: Array, rows: Array, out: Array, divides: bool = 
 
 
 def parts_of_keys(count: int) -> list[slice]:
-    """Return the ranges of keys that the parts of a divided product take one after another."""
+    """Return the ranges of keys that the parts of a divided product cover."""
     return [slice(first, first + KEYS_OF_PART) for first in range(0, count, KEYS_OF_PART)]
 
 
 def divides_keys(seqlen_q: int, seqlen_k: int, heads: int, bytes_of_key: int) -> bool:
-    """Return whether products with the keys of all heads are better divided.
+    """Return whether a matrix product with the keys is faster if divided into ranges of keys.
 
-    The keys of a head lie between those of other heads. BLAS reads or writes all keys of a head
-    before those of the next head, which takes twice the time if the keys of all heads do not fit
-    the cache.
+    In memory, the heads of a key are next to each other, but BLAS reads or writes all keys of a
+    head before the next head. That takes twice the time if the keys of all heads exceed the cache.
 
     Parameters
     ----------
     seqlen_q
-        Number of query rows of a KV head.
+        Number of query rows per KV head.
     seqlen_k
         Number of keys.
     heads
-        Number of heads that are multiplied in one call.
+        Number of KV heads that one call multiplies.
     bytes_of_key
-        Bytes of a key of all heads.
+        Number of bytes of one key in all heads.
     """
     return (
         seqlen_q <= MAX_ROWS_TO_DIVIDE_KEYS
@@ -368,6 +366,6 @@ def divides_keys(seqlen_q: int, seqlen_k: int, heads: int, bytes_of_key: int) ->
 
 
 def sums(scores: Array, keys_axis: int) -> Array:
-    """Row sums, by a product with ones: faster than add.reduce."""
+    """Return the row sums of scores, by a product with ones, which is faster than add.reduce."""
     column = ones(scores.shape[keys_axis], scores.dtype.char)
     return scores.dot(column)[:, None] if keys_axis == 1 else column.dot(scores)[None]

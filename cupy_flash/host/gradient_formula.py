@@ -1,8 +1,8 @@
-"""Gradients on the CPU by the plain formula, where the scores of a head are few.
+"""Untiled backward pass on the CPU, for calls with few scores per head.
 
-A step computes all pairs of some heads of some sequences. A small call is one step, and the steps
-of other calls are distributed over threads. Each gradient is written once, as the formula gives it,
-and nothing is accumulated over tiles.
+A step computes all query-key pairs of some heads of some sequences. A small call is one step; the
+steps of other calls are distributed over threads. Each gradient is written once, and nothing is
+accumulated over tiles.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from cupy_flash.problem.tile import Tile
 
 Array = NDArray[Any]
 
-# Scores of a step, and so of a head, up to which gradients are computed by the formula. The arrays
-# of scores and their gradients then stay in the L2 cache.
+# Maximum number of scores of a step, and hence of a head. The arrays of scores and their gradients
+# then stay in the L2 cache.
 MAX_SCORES_OF_STEP = 1 << 17
 
-# Keys from which on weights are stored key by key, and rows for which they are. 32 x 2048, 8 heads
-# of 64: 1.11 ms a head, row by row 1.20; 128 x 512 0.78, 0.80; 8 x 128, all heads, 0.101, 0.104.
+# Minimum numbers of keys and query rows for which weights are stored key by key: 1.11 instead of
+# 1.20 ms per head for 32 queries and 2048 keys, head_dim 64.
 MIN_KEYS_KEY_BY_KEY = 512
 MIN_ROWS_KEY_BY_KEY = 8
 
-# Rows and scores of a head for which scores are the product of keys and transposed copies of the
-# queries, which OpenBLAS computes in half of the time if there are at least twice as many keys.
-# 32 x 128, 8 heads of 64: 263 us, without copies 329; 8 x 32 50, 42; 64 x 256 1250, 1200.
+# Query rows and scores per head for which the product of keys and a transposed copy of the queries
+# gives the scores. OpenBLAS then takes half of the time if there are at least twice as many keys.
+# 32 queries, 128 keys, 8 heads of 64: 263 us, without copies 329 us.
 ROWS_TO_TRANSPOSE = range(8, 33)
 SCORES_TO_TRANSPOSE = range(1025, (1 << 14) + 1)
 
-# Scores that make a worker worthwhile: they take one 1.2 ms, waking it 0.05 to 0.1.
+# Minimum number of scores per thread: about 1.2 ms of work. Waking a thread takes 0.1 ms.
 MIN_SCORES_PER_WORKER = 1 << 17
 
 _ROWS = frozenset(ROWS)
@@ -59,16 +59,16 @@ _NAMES = {"f": "float32", "d": "float64"}
 
 
 class SmallGradients(NamedTuple):
-    """How a call is computed by the formula, as far as the shapes of its arrays decide.
+    """Choices for the untiled backward pass, as far as the shapes of a call determine them.
 
     Attributes
     ----------
     visible
-        The mask; None if each row attends to every key.
+        Mask; None if each row attends to every key.
     rows_of_one_key
         Rows that attend to a single key; None if there is no such row.
     is_of_one_thread
-        Whether BLAS computes the products in one thread in any case.
+        Whether BLAS uses a single thread for these products even without a limit.
     is_key_by_key
         Whether scores are stored key by key.
     transposes
@@ -80,7 +80,7 @@ class SmallGradients(NamedTuple):
     steps
         Number of steps.
     workers
-        Number of threads that are worthwhile.
+        Maximum number of threads worth using.
     """
 
     visible: Mask | None
@@ -95,7 +95,7 @@ class SmallGradients(NamedTuple):
     workers: int
 
 
-# Finding out takes as long as three calls of NumPy.
+# Cached, because the computation takes as long as three NumPy calls.
 @functools.lru_cache(1024)
 def small_gradients(
     q_shape: tuple[int, int, int, int],
@@ -105,7 +105,7 @@ def small_gradients(
     q_offset: int,
     tile: Tile,
 ) -> SmallGradients | None:
-    """Return how a call is computed by the formula; None if it is not for `backward_small`."""
+    """Return the choices for a call; None if the call does not qualify for `backward_small`."""
     batch, seqlen_q, heads, head_dim = q_shape
     _, seqlen_k, heads_kv, _ = k_shape
     visible = Mask(seqlen_q, seqlen_k, causal, q_offset)
@@ -115,13 +115,13 @@ def small_gradients(
         or heads != heads_kv
         or seqlen_q > tile.Br
         or seqlen_k > tile.Bc
-        # A row that attends to no key must leave no trace, whatever its query is.
+        # A row that attends to no key must not affect gradients, whatever its query holds.
         or visible.end(0) == 0
     ):
         return None
     rows_of_one_key = None
     if visible.end(0) == 1:
-        # All of them, or the first.
+        # If there is one key, all rows attend to it alone; otherwise only the first row has one.
         rows_of_one_key = slice(None) if seqlen_k == 1 else slice(1)
     at_once = max(1, MAX_SCORES_OF_STEP // of_head)
     heads_of_step = even_share(heads, at_once)
@@ -135,8 +135,8 @@ def small_gradients(
         transposes=seqlen_q in ROWS_TO_TRANSPOSE
         and of_head in SCORES_TO_TRANSPOSE
         and seqlen_k >= 2 * seqlen_q,
-        # Few heads of many in a step keep their keys in the cache. 32 x 2048, 8 heads of 64, two in
-        # a step: 4.0 ms, divided 5.6; 8 x 2048, all in a step: 3.8, 2.2.
+        # A step of only some heads keeps their keys in the cache, and division does not pay there:
+        # 5.6 instead of 4.0 ms for two of 8 heads (32 queries, 2048 keys, head_dim 64).
         divides=heads_of_step == heads
         and divides_keys(seqlen_q, seqlen_k, heads, 4 * heads * max(head_dim, head_dim_v)),
         sequences=sequences_of_step,
@@ -161,12 +161,11 @@ def backward_small(
     tile: Tile,
     threads: int | None,
 ) -> bool:
-    """Write the gradients of a whole call, if its heads are small and its values are finite.
+    """Write the gradients of a call with few scores per head, if its values are finite.
 
-    Takes the arguments of `cupy_flash.host.gradients.backward`, in order. Returns False if the
-    call is left to that function, which keeps values that are not finite from rows that do not
-    attend to them. In one thread, 8 queries and keys with 8 heads of 64 take a sixth of the time of
-    that function.
+    Takes the arguments of `cupy_flash.host.gradients.backward`, in order. Returns False if that
+    function must compute the call: only it keeps NaN and inf from rows that do not attend to them.
+    On one thread, 8 queries and keys with 8 heads of 64 take a sixth of its time.
     """
     dtype = q.dtype
     if dtype.char not in "fd" or "q" not in results or not results.keys() <= _ROWS:
@@ -194,9 +193,9 @@ def backward_by_formula(
     scale: Any,
     threads: int | None = None,
 ) -> bool:
-    """Do what `backward_small` does, where it is known how the call is computed.
+    """Compute a call like `backward_small`, with choices `small` that are already known.
 
-    `scale` is the factor on the scores, a number of the queries' dtype.
+    `scale` is the factor on the scores, as a scalar of the queries' dtype.
     """
     if small.steps == 1:
         whole = q, k, v, out, dout, lse, dlse, results, small, scale, None
@@ -248,13 +247,13 @@ def _differentiate(
     scale: Any,
     scratch: Scratch | None,
 ) -> bool:
-    """Write the gradients; return False if a value is not finite that may reach hidden pairs."""
+    """Write the gradients; return False if a NaN or inf might affect masked pairs."""
     visible, divides = small.visible, small.divides
     delta = row_products(dout, out).swapaxes(1, 2)
     if dlse is not None:
         delta -= dlse
     scaled = q * scale
-    # With an infinite query, all weights of a row may be 0.
+    # An infinite query may make all weights of its row 0, so ds alone would not reveal it.
     if not math.isfinite(np.vdot(scaled, scaled)):
         return False
     q, k, v, dout = scaled.swapaxes(1, 2), k.swapaxes(1, 2), v.swapaxes(1, 2), dout.swapaxes(1, 2)
@@ -267,22 +266,22 @@ def _differentiate(
     stored_p -= lse_of_scores
     np.exp(stored_p, out=stored_p)
     if visible is not None:
-        # All rows attend to the keys before.
+        # All rows attend to the keys before `first`.
         first = visible.end(0)
         hidden = visible.hidden(0, visible.seqlen_q, first, visible.seqlen_k)
         np.copyto(p[..., first:], 0, where=hidden)
     stored_ds, ds = _products(of_slopes, v, small, scratch, "ds")
     stored_ds -= delta
     stored_ds *= stored_p
-    # NaN and infinity in v, dout and lse, and in keys that a row attends to, are in ds as well.
+    # Any NaN or inf in v, dout, lse, or a key that a row attends to makes ds NaN or inf as well.
     if not math.isfinite(np.vdot(stored_ds, stored_ds)):
         return False
     rows = small.rows_of_one_key
     if rows is not None and dlse is None:
         weights = p[:, :, rows, 0]
-        # NumPy takes 5 us to tell the name of a dtype.
+        # A dictionary, as `dtype.name` takes 5 us.
         dtype, columns = _NAMES[p.dtype.char], max(q.shape[3], v.shape[3])
-        # Most often all of these weights are 1, and thresholds of each row take 12 us.
+        # Usually all of these weights are 1, and computing a threshold for each row takes 12 us.
         if weights.min() > sure_weight_of_one_key(dtype, columns):
             ds[:, :, rows] = 0
         else:
@@ -290,7 +289,7 @@ def _differentiate(
             ds[:, :, rows, 0][weights > least] = 0
     dq = results["q"]
     write_sums(ds, k, dq.swapaxes(1, 2), divides)
-    # In hidden keys they are in dq only.
+    # NaN and inf in a masked key appear only in dq.
     if visible is not None and not math.isfinite(np.vdot(dq, dq)):
         return False
     dq *= scale
@@ -302,14 +301,14 @@ def _differentiate(
 
 
 def _transposed(x: Array) -> Array:
-    """Return the same matrices in new memory, in which each is transposed."""
+    """Return a copy of the matrices x (..., rows, dim) whose memory order is (..., dim, rows)."""
     return np.array(x.swapaxes(2, 3), order="C").swapaxes(2, 3)
 
 
 def _products(
     rows: Array, keys: Array, small: SmallGradients, scratch: Scratch | None, name: str
 ) -> tuple[Array, Array]:
-    """Return the products of rows with keys as they are stored, and as (..., rows, keys)."""
+    """Return the products of rows and keys as stored in memory, and as a view (..., rows, keys)."""
     if scratch is None and not small.is_key_by_key and not small.divides:
         product: Array = np.matmul(rows, keys.swapaxes(2, 3))
         return product, product

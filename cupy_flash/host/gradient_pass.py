@@ -1,4 +1,4 @@
-"""One backward pass of the CPU backend as a record: a forward pass and the gradients around it."""
+"""One backward pass of the CPU backend: a forward pass and the arrays of its gradients."""
 
 from __future__ import annotations
 
@@ -17,24 +17,23 @@ _WORKERS = 4
 
 
 class GradientPass(NamedTuple):
-    """A forward pass, gradients of its results, and where those of its inputs are added up.
+    """A forward pass, the gradients of its outputs, and arrays for the gradients of its inputs.
 
     Attributes
     ----------
     job
-        The forward pass; its output is read.
+        Forward pass, including its output.
     dlse
-        None where nothing depends on the log-sum-exp.
+        Gradient of the log-sum-exp; None if nothing depends on it.
     dq, dk, dv
-        None where they are not wanted. Each element of dq is written once; dk and dv are of the
-        dtype that is computed in.
+        Gradients, or None if not requested. Each element of dq is written once; dk and dv are
+        accumulated in the dtype of the computation.
     bias
-        That of a bias, each axis 1 where one element serves all; None where it is not wanted.
+        Gradient of a bias, or None if not requested. Broadcast axes have length 1.
     small
-        float64 arrays: "sinks", (heads_q,), and those of what the user's function captures, each as
-        "score_mod.NAME".
+        Gradients in float64: "sinks", (heads_q,), and "score_mod.NAME" for each captured array.
     is_shared
-        Whether blocks of several sequences or heads add to one element of the bias.
+        Whether query tiles of several sequences or heads add to one element of the bias.
     """
 
     job: Pass
@@ -59,9 +58,9 @@ class GradientPass(NamedTuple):
         *,
         is_shared: bool = False,
     ) -> GradientPass:
-        """A pass over rows that lie as those of `cupy_flash.host.gradients.backward`.
+        """Return a backward pass over arrays of the shapes in `cupy_flash.host.gradients.backward`.
 
-        `totals` are gradients by name; that of a bias with the axes above.
+        `totals` holds the gradient arrays by name; that of a bias has the five axes above.
         """
         batch, heads_kv, group, seqlen_q, _ = job.q.shape
         dims = job.q.shape[4], job.v.shape[3]
@@ -90,17 +89,17 @@ class GradientPass(NamedTuple):
 
     @property
     def captures(self) -> dict[str, Array]:
-        """Those of `small` that the user's function captures."""
+        """Gradients in `small` of the arrays that a score_mod captures."""
         return {name: x for name, x in self.small.items() if name != "sinks"}
 
     @property
     def needs_scores(self) -> bool:
-        """Whether any gradient depends on those of scores."""
+        """Whether a requested gradient depends on the gradients of the scores."""
         return any(x is not None for x in (self.dq, self.dk, self.bias)) or bool(self.captures)
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of one worker's buffers."""
+        """Number of bytes of one worker's buffers."""
         head_dim, head_dim_v = self.job.q.shape[4], self.job.v.shape[3]
         cut, itemsize = self.job.cut, self.job.compute.itemsize
         one = scratch_elements(cut.Br * cut.heads_per_tile, cut.Bc, head_dim, head_dim_v)
@@ -108,7 +107,7 @@ class GradientPass(NamedTuple):
 
 
 def smaller(cut: Cut, head_dim: int, head_dim_v: int, itemsize: int) -> Cut:
-    """Return the cut with no more heads and sequences than `SCORES_AT_ONCE` and scratch allow."""
+    """Return `cut` with heads and sequences reduced to what `SCORES_AT_ONCE` and scratch allow."""
     m = cut.Br * cut.heads_per_tile
     one = scratch_elements(m, cut.Bc, head_dim, head_dim_v) * itemsize
     fitting = SCRATCH_LIMIT // (_WORKERS * one)

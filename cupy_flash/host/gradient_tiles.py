@@ -1,6 +1,6 @@
-"""Gradients of a tile of query rows over tiles of keys: the heart of the CPU's backward pass.
+"""Tiled backward pass on the CPU: one query tile, in a loop over its KV tiles.
 
-See `cupy_flash.host.gradients`.
+`cupy_flash.host.gradients` describes the algorithm.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from cupy_flash.problem.gradient import OF_MOD
 
 Array = NDArray[Any]
 
-# Elements of a total, and what is to be added to them.
+# A view of elements of a gradient array, and the contribution to add to them.
 Part = tuple[Array, Array]
 
-# Size of a log-sum-exp above which a row has no gradient, if its scores are modified: so large a
-# number, as a bias of padding makes it, has too few digits to compute weights from. See `low_score`
-# in kernels_cu/score/softmax.cuh.
+# Magnitude of a log-sum-exp above which a row has no gradient, if its scores are modified. Such a
+# large number, which a padding bias may cause, has too few digits to recompute weights from. See
+# `low_score` in kernels_cu/score/softmax.cuh.
 _LARGEST_LSE = {"float32": 2.0**20 * math.log(2), "float64": 2.0**49 * math.log(2)}
 
 # Weight above which a row counts as attending to one key only. The output of such a row is that
@@ -41,8 +41,8 @@ _LARGEST_LSE = {"float32": 2.0**20 * math.log(2), "float64": 2.0**49 * math.log(
 _WEIGHT_OF_ONE_KEY = {"float16": 1 - 2.0**-14, "bfloat16": 1 - 2.0**-11}
 _ERROR_OF_PRODUCT = {"float32": 2.0**-24, "float64": 2.0**-50}
 
-# Rounding makes weights uncertain in proportion to the log-sum-exp. The threshold allows for some
-# twenty roundings of half a unit, but does not fall below that of bfloat16.
+# The rounding error of weights grows with the log-sum-exp. The threshold allows for about twenty
+# roundings of half a unit in the last place, but is never below the threshold of bfloat16.
 _ROUNDING_OF_WEIGHT = {"float32": 2.0**-20 / math.log(2), "float64": 2.0**-49 / math.log(2)}
 
 # Sums of products along the last axis, for which NumPy 2 takes half of the time of einsum.
@@ -69,9 +69,9 @@ def least_weight_of_one_key(dtype: str, columns: int, lse: Array) -> Array:
 
 
 def sure_weight_of_one_key(dtype: str, columns: int) -> float:
-    """Return the weight above which a key counts as the only key of a row of any log-sum-exp.
+    """Return the weight above which a key is a row's only key, whatever the row's log-sum-exp is.
 
-    Serves float32 and float64; see `least_weight_of_one_key`.
+    For float32 and float64 only; see `least_weight_of_one_key`.
     """
     return 1 - max(64, columns) * _ERROR_OF_PRODUCT[dtype]
 
@@ -79,7 +79,7 @@ def sure_weight_of_one_key(dtype: str, columns: int) -> float:
 def differentiate(
     work: GradientPass, scratch: Scratch, block: Block, turn: Turn, turns: Turns, stop: Stop
 ) -> None:
-    """Write dq of a block's rows, and add what they have of all other gradients."""
+    """Write dq of a query tile's rows, and add their contributions to all other gradients."""
     tile = _Tile(work, scratch, block)
     for start, key in work.job.tiles_of_keys(block):
         if stop.requested:
@@ -94,21 +94,21 @@ def differentiate(
 
 
 def add(parts: list[Part]) -> None:
-    """Add parts to their totals."""
+    """Add contributions to their gradient arrays."""
     for total, part in parts:
         total += part
 
 
 class _Tile:
-    """The rows of a block on their way through the keys.
+    """State of the backward pass of one query tile.
 
-    Arrays are (sequences, kv heads, heads, rows, ...); in products, the rows of all heads that
-    share keys are one matrix.
+    The axes of arrays are (sequences, KV heads, heads, rows, ...). In products, the rows of all
+    query heads of a KV head form one matrix.
 
     Attributes
     ----------
     rests
-        What is to be added when the block is through.
+        Contributions to add when all KV tiles are done.
     """
 
     def __init__(self, work: GradientPass, scratch: Scratch, block: Block) -> None:
@@ -121,7 +121,7 @@ class _Tile:
         dout = self._with_column("dout", work.dout[where])
         lse = work.lse[where]
         self.rows = lse.shape
-        # Whatever stands in rows that see no key, nothing comes of it.
+        # Rows that attend to no key contribute nothing, whatever values they hold.
         visible, rows = job.mask_of(block), np.arange(block.rows.start, block.rows.stop)
         counts = visible.ends(rows) - visible.begins(rows)
         dead = (lse == -np.inf) | (counts <= 0)
@@ -133,7 +133,7 @@ class _Tile:
             dead |= (lse == sinks[..., 0]) & ~out.any(-1)
         q[dead], dout[dead] = 0, 0
         self.dead = dead[..., None] if dead.any() else None
-        # If lse has a gradient of its own or includes a sink, rows with one key have gradients.
+        # If lse has a gradient or includes a sink, scores of rows with one key have gradients, too.
         settles = sinks is None and work.dlse is None
         self.rows_of_one_key = np.flatnonzero(counts == 1) if settles else rows[:0]
         scores = modified.scores
@@ -156,15 +156,15 @@ class _Tile:
         self.captures = {name: np.zeros_like(total) for name, total in work.captures.items()}
         self.rests += [(work.captures[name], part) for name, part in self.captures.items()]
         q[..., :-1] *= job.compute.type(job.softmax_scale)
-        # Not np.negative: NumPy 2.4.6 has it wrong between some strides of two.
+        # np.negative of NumPy 2.4.6 is wrong for some arrays whose strides are two elements.
         np.subtract(0, lse, out=q[..., -1])
         np.subtract(0, delta, out=dout[..., -1])
-        # Weights of exactly 0, whatever becomes of the scores.
+        # The weights of these rows are then exactly 0, whatever their scores are.
         q[dead, -1] = -np.inf
         self.q, self.dout = (x.reshape(*self.rows[:2], -1, x.shape[4]) for x in (q, dout))
-        # Factors of the sums over rows, in which masked pairs have weights of 0, and 0 times inf is
-        # NaN. Nothing is lost: all weights of a query that is not finite are NaN, and elements of
-        # dout that are not finite are added by `_add_infinite`.
+        # Sums over rows use finite copies, as the weight 0 of a masked pair times inf would be NaN.
+        # The result is the same: all weights of a query that is not finite are NaN anyway, and
+        # `_add_infinite` adds the elements of dout that are not finite.
         self.q_of_keys = _finite(self.q[..., :-1])
         self.dout_of_keys = _finite(self.dout[..., :-1])
         self.dq: Array | None = None
@@ -173,9 +173,9 @@ class _Tile:
         return self.scratch.cut(name, shape, self.job.compute)
 
     def _with_column(self, name: str, source: Array) -> Array:
-        """A copy with a last column: a product then subtracts lse or delta as well.
+        """Return a copy with a last column of ones, which q and dout replace by -lse and -delta.
 
-        Which takes a twentieth of all time off.
+        The matrix product then subtracts lse or delta as well, which saves 5% of all time.
         """
         *rows, dim = source.shape
         copy = self._cut(name, (*rows, dim + 1))
@@ -184,7 +184,7 @@ class _Tile:
         return copy
 
     def _of_keys(self, name: str, source: Array | PagedRows, start: int, stop: int) -> Array:
-        """Keys or values, (sequences, kv heads, stop - start, dim + 1)."""
+        """Return keys or values [start, stop), (sequences, KV heads, stop - start, dim + 1)."""
         block = self.block
         return self._with_column(
             name, source[block.batch, start:stop, block.kv_heads].swapaxes(1, 2)
@@ -206,7 +206,7 @@ class _Tile:
         return total[self.block.kv_heads, self.block.heads], part
 
     def take(self, start: int, stop: int) -> list[Part]:
-        """Take up keys [start, stop); what their pairs add to gradients but dq."""
+        """Process keys [start, stop); return their contributions to all gradients except dq."""
         job, work, block = self.job, self.work, self.block
         start, stop, unseen = self._seen_by_mask(start, stop)
         if start >= stop:
@@ -228,7 +228,7 @@ class _Tile:
             np.copyto(pairs, changed, casting="same_kind")
             hidden.append((slice(None), pairs == -np.inf))
             if self.dead is not None:
-                # The scores of these rows are computed as 0, where a function may be NaN.
+                # The queries of these rows are set to 0, but a score_mod of 0 may still be NaN.
                 hidden.append((slice(None), self.dead))
             p += self.q[..., -1:]
         np.exp(p, out=p)
@@ -244,7 +244,7 @@ class _Tile:
         np.matmul(self.dout, v.swapaxes(-1, -2), out=ds)
         ds *= p
         pairs = ds.reshape(pairs.shape)
-        # Selected, not multiplied by a weight of 0: values of hidden keys may be NaN.
+        # Masked pairs are set to 0 again, because values of masked keys may have made them NaN.
         _hide(pairs, hidden)
         if self.is_hiding:
             np.copyto(ds, 0, where=p > self._least_weight_of_one_key())
@@ -264,14 +264,14 @@ class _Tile:
             parts.append(self._to_keys("dk", work.dk, ds, self.q_of_keys, start, stop))
         if work.dq is not None:
             k = k[..., :-1]
-            # Nothing is lost: weights of a key that is not finite are NaN or 0.
+            # The finite copy gives the same result: weights of a key with NaN or inf are NaN or 0.
             self._take_dq(ds, _finite(k) if hidden else k)
         return parts
 
     def _seen_by_mask(self, start: int, stop: int) -> tuple[int, int, Array | None]:
-        """Of some keys those from the first to the last that the user's mask lets any row see.
+        """Reduce the range [start, stop) to keys that any row attends to under the user's mask.
 
-        And which of their pairs it hides.
+        Returns the new range, and which of its pairs the mask_mod masks, or None if it masks none.
         """
         if self.mask_mod is None or self.job.is_shown(self.block, start, stop):
             return start, stop, None
@@ -290,7 +290,7 @@ class _Tile:
         return start + first, start + end, ~seen[..., first:end]
 
     def _hidden(self, start: int, stop: int) -> list[tuple[slice, Array]]:
-        """Which pairs are hidden by their positions: columns, and those among their pairs."""
+        """Return the pairs masked by position: slices of keys, each with a mask of its pairs."""
         rows, visible = self.block.rows, self.job.mask_of(self.block)
         return [
             (slice(first - start, end - start), visible.hidden(rows.start, rows.stop, first, end))
@@ -300,7 +300,7 @@ class _Tile:
     def _to_keys(
         self, name: str, total: Array, weights: Array, rows: Array, start: int, stop: int
     ) -> Part:
-        """Return the sums of weighted rows for each key, and the total that they are added to."""
+        """Return the weighted sums of rows for each key, and the gradients to add them to."""
         product = self._cut(name, (*rows.shape[:2], stop - start, rows.shape[3]))
         np.matmul(weights.swapaxes(-1, -2), rows, out=product)
         return total[self.block.batch, self.block.kv_heads, start:stop], product
@@ -316,7 +316,7 @@ class _Tile:
             dv[tuple(of_keys)] += np.where(weights == 0, 0, weights * rest[(*of_keys, row)])
 
     def _of_bias(self, dt: Array, start: int, stop: int) -> list[Part]:
-        """Gradients of scores, summed up where the bias has one element for them."""
+        """Return the contribution to the gradient of the bias, summed over its broadcast axes."""
         bias = self.work.bias
         assert bias is not None
         shared = tuple(axis for axis in range(5) if bias.shape[axis] == 1)
@@ -327,7 +327,7 @@ class _Tile:
         part = dt.sum(axis=shared, keepdims=True, dtype=bias.dtype)
         if bias.shape[4] > 1:
             return [(total, part)]
-        # Of other keys too: added when no block before has any left.
+        # One element of the bias serves all keys, so it is added when the query tile is done.
         self.rests.append((total, part))
         return []
 
@@ -346,7 +346,7 @@ class _Tile:
             self.dq += np.matmul(ds, k, out=self._cut("product", shape))
 
     def write_dq(self) -> None:
-        """Write the gradients of the rows."""
+        """Write dq of the query tile."""
         if self.work.dq is None:
             return
         dq = self.work.dq[tuple(self.block)]
@@ -364,6 +364,6 @@ def _finite(x: Array) -> Array:
 
 
 def _hide(x: Array, hidden: list[tuple[slice, Array]]) -> None:
-    """Set to 0 what is of hidden pairs: (..., rows, keys)."""
+    """Set the elements of masked pairs in x (..., rows, keys) to 0."""
     for columns, pairs in hidden:
         np.copyto(x[..., columns], 0, where=pairs)

@@ -1,12 +1,12 @@
-"""The tiled backward pass in NumPy: gradients of attention where there is no GPU.
+"""Backward pass of the CPU backend: tiled gradients of attention in NumPy.
 
 The algorithm is FlashAttention-2's (Dao, 2023, https://arxiv.org/abs/2307.08691, algorithm 2) with
-its loops exchanged: a tile of Br query rows stays put while tiles of Bc keys and values pass by.
-Weights are found again from the log-sum-exp. dq is summed up beside the rows; what belongs to keys
-is added to dk and dv, which are in memory as a whole, as neither scores nor weights are.
+its loops exchanged: the outer loop runs over query tiles of Br rows, the inner one over KV tiles of
+Bc keys. Softmax weights are recomputed from the log-sum-exp. A query tile accumulates its own dq,
+and adds its contributions to dk and dv in memory. Scores and weights are never stored as a whole.
 
-Threads share the tiles of rows out, as in `cupy_flash.host.cpu`. They add to dk and dv in an order
-that does not depend on them, see `cupy_flash.host.turns`.
+The query tiles are distributed over threads, as in `cupy_flash.host.cpu`. They add to dk and dv in
+an order that does not depend on thread timing, see `cupy_flash.host.turns`.
 """
 
 from __future__ import annotations
@@ -46,24 +46,22 @@ from cupy_flash.problem.tile import Tile
 
 Array = NDArray[Any]
 
-# Query-key pairs of a pass, on average, from which on threads share passes out: see
+# Minimum average number of query-key pairs per pass for which several threads are used, see
 # `cupy_flash.host.batches`.
 MIN_PAIRS_TO_SHARE = 1 << 15
 
-# So many tiles of rows there are at least, for threads to share out, unless they are low.
+# Number of query tiles below which `default_tile` reduces Br, so that all threads have work.
 MIN_TILES = 16
 
-
-# Scores of a call up to which one tile holds all of them.
+# Number of scores of a call up to which one tile holds all of them.
 MAX_SCORES = 1 << 17
 
 
 def default_tile(problem: Problem) -> Tile:
-    """The tile to use where none is asked for; does not depend on the number of threads."""
-    # Best of interleaved runs on one thread, ms of CPU time; AMD EPYC with AVX-512, OpenBLAS
-    # 0.3.31, float32, 1 x 2048 x 8 x 64, by tile 128x256, 256x256, 256x512, 512x256, 512x512,
-    # 1024x256: full 342, 310, 315, 288, 281, 272; causal 185, 176, 178, 194, 191, 215.
-    # Along the edge of a mask half a tile is wasted; low tiles add often to dk and dv.
+    """Return the tile to use by default; it does not depend on the number of threads."""
+    # A small Br adds to dk and dv more often, but wastes less work on the diagonal of a mask.
+    # Without a mask, 1024x256 takes 272 ms and 256x256 310 ms; causal, 215 and 176 ms (one thread
+    # of an AMD EPYC with AVX-512, seqlen 2048, 8 heads of 64, float32).
     Br, Bc = 1024 if problem.mask.is_full else 256, 256
     rows = problem.batch * problem.heads_q * problem.seqlen_q
     if _is_whole(problem):
@@ -78,7 +76,7 @@ def default_tile(problem: Problem) -> Tile:
 
 
 def _is_whole(problem: Problem) -> bool:
-    """Return whether one tile holds all scores of a head, if its scratch allows."""
+    """Return whether one tile should hold all scores of a head, if they fit into its scratch."""
     of_head = problem.seqlen_q * problem.seqlen_k
     is_by_formula = (
         problem.layout.kind == "equal"
@@ -92,7 +90,7 @@ def _is_whole(problem: Problem) -> bool:
 
 
 def scratch_bytes(problem: Problem, tile: Tile) -> int:
-    """Return the bytes of scratch of one worker for sequences of at most the problem's lengths."""
+    """Return the bytes of scratch that one worker needs for the problem or shorter sequences."""
     dims = problem.head_dim, problem.head_dim_v
     itemsize = 8 if problem.dtype == "float64" else 4
     rows = problem.seqlen_q * problem.heads_q // problem.heads_kv
@@ -114,7 +112,7 @@ def scratch_bytes(problem: Problem, tile: Tile) -> int:
 
 
 def require_scratch(problem: Problem, tile: Tile) -> None:
-    """Raise ValueError unless the scratch of one worker stays under `SCRATCH_LIMIT`."""
+    """Raise ValueError if the scratch of one worker exceeds `SCRATCH_LIMIT`."""
     _require_scratch(tile, scratch_bytes(problem, tile))
 
 
@@ -127,10 +125,10 @@ def _require_scratch(tile: Tile, worker_bytes: int) -> None:
 
 
 def workspace_bytes(problem: Problem, tile: Tile) -> int:
-    """Bytes of memory besides the arrays, with one worker."""
+    """Return the bytes of memory that a call with one worker needs in addition to its arrays."""
     assert problem.gradient is not None
     is_wide = problem.dtype == "float64" or problem.gradient.dtype == "float32"
-    # dk and dv are summed up in more than 16 bits.
+    # 16-bit dk and dv are accumulated in float32 arrays.
     dims = {"k": problem.head_dim, "v": problem.head_dim_v}
     columns = (
         0 if is_wide else sum(dim for name, dim in dims.items() if problem.gradient.wants(name))
@@ -157,32 +155,32 @@ def backward(
     threads: int | None = None,
     modified: Modified | None = None,
 ) -> None:
-    """Gradients of attention into ``results``.
+    """Write the gradients of attention to the arrays in ``results``.
 
-    The arguments are taken as checked. float64 computes in float64, everything else in float32.
-    The same inputs and tile give the same bits, whatever the number of threads.
+    The caller has checked the arguments. float64 inputs are computed in float64, all others in
+    float32. The same inputs and tile give the same bits for any number of threads.
 
     Parameters
     ----------
     q, k, v, causal, q_offset, softmax_scale, tile, threads, modified
-        As of `cupy_flash.host.cpu.forward`.
+        Arguments of `cupy_flash.host.cpu.forward`.
     out, dout : numpy.ndarray, (batch, seqlen_q, heads_q, head_dim_v)
-        The output, and its gradient.
+        Output of the forward pass, and its gradient.
     lse, dlse : numpy.ndarray, (batch, heads_q, seqlen_q)
-        The log-sum-exp, and perhaps its gradient.
+        Log-sum-exp, and its gradient or None.
     results : mapping of numpy.ndarray
-        By the names of inputs, arrays of their shapes that are overwritten with the gradients: "q",
-        "k", "v"; "bias", with all axes of scores, 1 long where one element serves all; "sinks"; and
-        "score_mod.NAME" of what `modified`'s function captures as differentiable.
+        Arrays to overwrite with gradients, of the shapes of the inputs, keyed by input: "q", "k",
+        "v"; "bias" with four axes, those along which it broadcasts of length 1; "sinks"; and
+        "score_mod.NAME" for each differentiable array that the score_mod captures.
 
     Raises
     ------
     ValueError
-        The scratch of one worker passes :data:`SCRATCH_LIMIT` with this tile.
+        If the scratch of one worker exceeds :data:`SCRATCH_LIMIT` with this tile.
     """
     visible = Mask(q.shape[1], k.shape[1], causal, q_offset)
     if causal and modified is None and (first := visible.first_row(0)):
-        # These rows attend to no key: they have no gradient and add to none.
+        # These rows attend to no key: their gradients are 0, and they add nothing to others.
         if "q" in results:
             dq = results["q"]
             dq[:, :first] = 0
@@ -217,7 +215,7 @@ def backward_by_formula(
     *,
     modified: None,
 ) -> bool:
-    """See `gradient_formula.backward_by_formula`."""
+    """Call `gradient_formula.backward_by_formula` with NumPy's floating-point errors ignored."""
     arrays = q, k, v, out, dout, lse, dlse
     return gradient_formula.backward_by_formula(*arrays, results, small, scale)
 
@@ -244,19 +242,19 @@ def varlen_backward(
     threads: int | None = None,
     modified: Modified | None = None,
 ) -> None:
-    """Gradients of attention of packed sequences into ``results``.
+    """Write the gradients of attention of packed sequences to the arrays in ``results``.
 
     Parameters
     ----------
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, modified
-        As of `cupy_flash.host.batches.varlen_forward`.
+        Arguments of `cupy_flash.host.batches.varlen_forward`.
     out, dout : numpy.ndarray, (total_q, heads_q, head_dim_v)
     lse, dlse : numpy.ndarray, (heads_q, total_q)
     results : mapping of numpy.ndarray
-        As of :func:`backward`; a bias is for (heads_q, total_q, max_seqlen_k). What belongs to no
-        sequence is 0.
+        Gradients, see :func:`backward`. The axes of a bias are (heads_q, total_q, max_seqlen_k).
+        Rows that belong to no sequence are set to 0.
     causal, softmax_scale, tile, threads
-        As of :func:`backward`.
+        Arguments of :func:`backward`.
     """
     totals = _totals(results, q.shape[1], k.shape[1], compute_dtype(q.dtype))
     bias = totals.get("bias")
@@ -273,9 +271,9 @@ def varlen_backward(
     )
     all_queries = find_queries(cu_seqlens_q, len(q), max_seqlen_q)
     works = []
-    # Modifications count from the beginning of each sequence.
+    # Modifications use indices within a sequence, so each sequence is then a pass of its own.
     for b, queries, keys, count in equal_runs(all_queries, places, modified is None):
-        # Without keys, only sinks have a gradient, through dlse.
+        # In a sequence without keys, only sinks have a gradient, through dlse.
         if not keys.seqlen and "sinks" not in totals:
             continue
         of_q, of_k = (
@@ -312,7 +310,7 @@ def varlen_backward(
 
 
 class _Run(NamedTuple):
-    """Packed sequences of one length, one behind the other."""
+    """Consecutive packed sequences of one length."""
 
     first: int
     seqlen: int
@@ -320,29 +318,30 @@ class _Run(NamedTuple):
 
     @property
     def span(self) -> slice:
-        """Their rows."""
+        """Slice of the rows of all sequences."""
         return slice(self.first, self.first + self.sequences * self.seqlen)
 
     def rows(self, x: Array) -> Array:
-        """Those of an array (total, heads, dim), as (sequences, seqlen, heads, dim)."""
+        """Return these rows of x (total, heads, dim) as (sequences, seqlen, heads, dim)."""
         return x[self.span].reshape(self.sequences, self.seqlen, *x.shape[1:])
 
     def values(self, x: Array) -> Array:
-        """Those of an array (heads, total), as (sequences, heads, seqlen)."""
+        """Return these rows of x (heads, total) as (sequences, heads, seqlen)."""
         return x[:, self.span].reshape(len(x), self.sequences, self.seqlen).swapaxes(0, 1)
 
 
 def _totals(
     results: Mapping[str, Array], heads_q: int, heads_kv: int, compute: np.dtype[Any]
 ) -> dict[str, Array]:
-    """Zeros to add gradients up in: the results themselves where their dtype will do.
+    """Return zeroed arrays to accumulate gradients in, or the results if their dtype suffices.
 
-    As `GradientPass` has them, but that packed rows of q, k, v and a bias are not yet cut up.
+    Their shapes are those of `GradientPass`, except that packed sequences are not yet separated.
     """
     totals = {}
     for name, result in results.items():
         result[...] = 0
-        # An element of dq is written once; what many pairs add to takes more than they have.
+        # Each element of dq is written once. Other gradients are sums over pairs and need a wider
+        # dtype: float64 if many pairs add to one element.
         dtype = np.dtype(np.float64)
         if name in ROWS:
             dtype = result.dtype if name == "q" else compute
@@ -354,7 +353,7 @@ def _totals(
 
 
 def _by_group(bias: Array, heads_q: int, heads_kv: int) -> Array:
-    """A bias as (batch, heads_kv, group, seqlen_q, seqlen_k); packed ones as of one sequence."""
+    """Return a bias as (batch, heads_kv, group, seqlen_q, seqlen_k); packed ones have batch 1."""
     if bias.ndim == 3:
         bias = bias[None]
     batch, heads, *pairs = bias.shape
@@ -363,18 +362,18 @@ def _by_group(bias: Array, heads_q: int, heads_kv: int) -> Array:
 
 
 def _write(results: Mapping[str, Array], totals: Mapping[str, Array]) -> None:
-    """Round what was not added up in the results themselves."""
+    """Copy gradients to the results, rounded to their dtype, unless accumulated there."""
     for name, result in results.items():
         if totals[name].dtype != result.dtype:
             np.copyto(result, totals[name].reshape(result.shape), casting="same_kind")
 
 
 def _run(works: list[GradientPass], tile: Tile, threads: int | None) -> None:
-    """Compute passes, their blocks shared out to threads."""
+    """Compute passes, with their query tiles distributed over threads."""
     worker_bytes = max((work.scratch_bytes for work in works), default=0)
     _require_scratch(tile, worker_bytes)
     pairs = sum(work.job.pairs for work in works)
-    # Of threads that work on short sequences, each waits for the other's turn with the GIL.
+    # One thread computes short sequences, as several would mostly wait for the GIL.
     most = pairs // MIN_PAIRS_PER_WORKER if pairs >= MIN_PAIRS_TO_SHARE * len(works) else 1
     workers = min(threads or cpus(), SCRATCH_LIMIT // max(worker_bytes, 1), max(most, 1))
     stop = Stop()

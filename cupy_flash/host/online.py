@@ -1,6 +1,6 @@
-"""Attention of a tile of query rows over tiles of keys: the heart of the CPU backend's algorithm.
+"""Tiled attention on the CPU: one query tile, with an online softmax over its KV tiles.
 
-See `cupy_flash.host.cpu`.
+`cupy_flash.host.cpu` describes the algorithm.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ Array = NDArray[Any]
 def attend(
     job: Pass, scratch: Scratch, block: Block, tiles: list[tuple[int, int]], stop: Stop
 ) -> None:
-    """Output and lse of one block; nothing is written once ``stop`` is requested."""
+    """Write output and lse of one query tile; write nothing once ``stop`` is requested."""
     tile = _Tile(job, scratch, block)
     if not tile.take_all(tiles, stop):
         return
     overflown = tile.overflown()
     tile.finish()
     if overflown is not None:
-        # Of the other rows not a bit may change.
+        # Only these rows are rewritten, so that the bits of all others stay as they are.
         tile = _Tile(job, scratch, block, shrink=True)
         if tile.take_all(tiles, stop):
             tile.finish_shrunk(overflown)
 
 
 class _Tile:
-    """The rows of a block on their way through the keys.
+    """State of the online softmax of one query tile.
 
-    Arrays are (sequences, kv heads, heads, rows, ...).
+    The axes of arrays are (sequences, KV heads, heads, rows, ...).
     """
 
     def __init__(self, job: Pass, scratch: Scratch, block: Block, *, shrink: bool = False) -> None:
@@ -61,7 +61,7 @@ class _Tile:
         return self.scratch.cut(name, shape, self.job.compute)
 
     def take_all(self, tiles: list[tuple[int, int]], stop: Stop) -> bool:
-        """Take up tiles of keys; return False if stopped on the way."""
+        """Process KV tiles in order; return False if a stop was requested meanwhile."""
         for number, (start, end) in enumerate(tiles):
             if stop.requested:
                 return False
@@ -69,13 +69,13 @@ class _Tile:
         return True
 
     def _take(self, start: int, stop: int, *, is_first: bool) -> None:
-        """Take up some keys; the first ones write what others add to."""
+        """Process keys [start, stop). The first KV tile initializes the running sums."""
         job, scratch = self.job, self.scratch
         k = job.keys(self.block, start, stop, scratch)
         v = job.values(self.block, start, stop, scratch)
         if self.shrink:
             v = v * job.compute.type(SHRINK)
-        # The rows of all heads that share keys are one matrix.
+        # The rows of all query heads that share a KV head form one matrix.
         q, acc, row_sum, row_max = (
             x.reshape(*x.shape[:2], -1, x.shape[4])
             for x in (self.q, self.acc, self.row_sum, self.row_max)
@@ -90,7 +90,7 @@ class _Tile:
         np.maximum.reduce(scores, axis=-1, keepdims=True, initial=lowest_score, out=new_max)
         if not is_first:
             np.maximum(new_max, row_max, out=new_max)
-            # The maxima seldom move after the first tiles; comparing them is cheap.
+            # The maxima rarely change after the first tiles, and comparing them is cheap.
             if not np.array_equal(new_max, row_max):
                 row_max -= new_max
                 np.exp(row_max, out=row_max)
@@ -99,7 +99,7 @@ class _Tile:
                 row_max[...] = new_max
         scores -= new_max
         np.exp(scores, out=scores)
-        # A product with ones sums rows three times as fast as add.reduce.
+        # A product with ones computes row sums in a third of the time of add.reduce.
         column = ones(count, job.compute.char)
         if is_first:
             np.matmul(scores.reshape(-1, count), column, out=row_sum.reshape(-1))
@@ -113,20 +113,20 @@ class _Tile:
         acc += product
 
     def overflown(self) -> Array | None:
-        """Rows with a sum of weighted values that is not finite, though the values may be."""
+        """Return which rows have a sum of weighted values that is not finite; None if none has."""
         acc = self.acc.reshape(-1)
-        # The sum of squares, which takes no memory, is inf or NaN then, though not only then.
+        # Quick test without a temporary array: a finite sum of squares means that all are finite.
         if math.isfinite(np.dot(acc, acc)):
             return None
         overflown = ~np.asarray(np.isfinite(self.acc).all(axis=-1, keepdims=True))
-        # Rows without weight are 0, whatever the values.
+        # A row sum of 0 makes the output row 0, whatever the values are.
         overflown[self.row_sum == 0] = False
         return overflown if overflown.any() else None
 
     def finish(self) -> None:
         """Write the output and the lse."""
         job, acc, row_sum = self.job, self.acc, self.row_sum
-        # 0 only where no score is above -inf: the largest term is exp(0), or bounded from below.
+        # A row sum is 0 only if no score is above -inf: otherwise its largest term is exp(0) = 1.
         empty = None if row_sum.all() else row_sum == 0
         sinks = self._count_sinks()
         if empty is not None:
@@ -155,7 +155,7 @@ class _Tile:
         return sinks
 
     def finish_shrunk(self, rows: Array) -> None:
-        """Write the output of some rows, whose values were shrunk."""
+        """Write the output of `rows`, which was computed with values multiplied by `SHRINK`."""
         self._count_sinks()
         self.acc /= self.row_sum
         self.acc /= self.job.compute.type(SHRINK)

@@ -1,7 +1,7 @@
-"""Short packed sequences of unequal lengths on the CPU, padded and computed together.
+"""Short packed sequences of unequal lengths on the CPU, padded to one length and computed together.
 
-A sequence of 10 tokens, 8 heads of 64, takes NumPy 43 us on its own, of which 13 are in matrix
-products. What padding adds is hidden, and cut off again.
+Computed alone, a sequence of 10 tokens with 8 heads of 64 takes 43 us, only 13 of them in matrix
+products. Padding is masked, and is not copied to the output.
 """
 
 from __future__ import annotations
@@ -19,26 +19,28 @@ from cupy_flash.problem.mask import seen_in_sequences, unseen
 
 Array = NDArray[Any]
 
-# Query-key pairs of a sequence, over all heads, up to which it is padded: of more, to gather and to
-# hide costs more than the calls of NumPy that are saved. Of enough pairs in all, threads share the
-# groups; 128 sequences of 16 to 64 tokens, 8 heads of 64, two threads: 16.6 ms, one by one 22.2.
+# Maximum number of query-key pairs, over all heads, of a sequence that is padded. For longer ones,
+# gathering and masking cost more than the saved NumPy calls. The second limit applies if all
+# sequences together have `MANY` pairs, as threads then compute groups in parallel: 16.6 instead of
+# 22.2 ms for 128 sequences of 16 to 64 tokens (8 heads of 64, 2 threads).
 MAX_PAIRS = 1 << 12
 MAX_PAIRS_OF_MANY = 1 << 15
 MANY = 1 << 19
 
-# Keys to a row up to which: of more, reading them is what takes the time.
+# Maximum number of keys per query row of a sequence that is padded: with more keys, reading them
+# dominates the time, and padding does not pay.
 MAX_KEYS_PER_ROW = 4
 
-# How much longer than the shortest sequence of a group the longest is: by a factor and by a number.
+# A group that begins with length n holds lengths up to MAX_RATIO * n + MAX_DIFFERENCE.
 MAX_RATIO = 1.25
 MAX_DIFFERENCE = 12
 
 
 def are_worth_it(seqlens_q: Array, seqlens_k: Array, heads: int) -> Array:
-    """Which sequences are better padded: short ones, if most are unlike those beside them."""
+    """Return which sequences to pad: the short ones, if most adjacent lengths differ."""
     pairs = heads * seqlens_q * seqlens_k
     short = pairs <= (MAX_PAIRS_OF_MANY if pairs.sum() >= MANY else MAX_PAIRS)
-    # With fewer keys some rows may see none.
+    # With fewer keys than queries, some rows might attend to no key.
     short &= (seqlens_q > 0) & (seqlens_q <= seqlens_k)
     short &= seqlens_k <= MAX_KEYS_PER_ROW * seqlens_q
     alike = (seqlens_q[1:] == seqlens_q[:-1]) & (seqlens_k[1:] == seqlens_k[:-1])
@@ -48,9 +50,9 @@ def are_worth_it(seqlens_q: Array, seqlens_k: Array, heads: int) -> Array:
 
 
 def groups(seqlens_q: Array, seqlens_k: Array, elements: int) -> Iterator[Array]:
-    """Indices of sequences of like lengths, as many as fit the scratch of a step.
+    """Yield the indices of sequences of similar lengths that together fit the scratch of a step.
 
-    ``elements`` is what a key and a query take, besides their scores.
+    ``elements`` is the number of elements of one query and one key, without their scores.
     """
     order = np.lexsort((seqlens_q, seqlens_k))
     lengths = zip(seqlens_q[order].tolist(), seqlens_k[order].tolist(), strict=True)
@@ -67,21 +69,21 @@ def groups(seqlens_q: Array, seqlens_k: Array, elements: int) -> Iterator[Array]
 
 
 class Group(NamedTuple):
-    """Sequences that are computed together, and where their rows are."""
+    """Sequences that are computed together, and the indices of their rows in the packed arrays."""
 
-    members: list[int]
+    members: list[int]  # indices of the sequences
     seqlens_q: Array
     seqlens_k: Array
-    rows_q: Array  # (sequences, longest): the last one over and over where there are no more
-    rows_k: Array
-    there: Array  # which of rows_q are
-    out_rows: Array  # those, one behind the other
+    rows_q: Array  # (sequences, longest seqlen_q), indices in q; padding repeats the last row
+    rows_k: Array  # (sequences, longest seqlen_k), indices in k and v, padded likewise
+    there: Array  # whether an entry of rows_q is a row of the sequence, and not padding
+    out_rows: Array  # entries of rows_q without padding, flattened
 
     @classmethod
     def make(
         cls, members: Array, firsts_q: Array, seqlens_q: Array, firsts_k: Array, seqlens_k: Array
     ) -> Group:
-        """Some of all sequences, by their indices."""
+        """Return the group of the sequences with the indices `members`."""
         seqlens_q, seqlens_k = seqlens_q[members], seqlens_k[members]
         rows_q = _padded(firsts_q[members], seqlens_q)
         rows_k = _padded(firsts_k[members], seqlens_k)
@@ -101,9 +103,9 @@ def forward(
     causal: bool,
     softmax_scale: float,
 ) -> bool:
-    """Attention within each of some packed sequences; False, and no output, if a row has no weight.
+    """Compute a group; return False, without output, if a row has no score above -inf.
 
-    With ``causal``, query ``i`` sees only the keys ``j <= i + seqlen_k - seqlen_q``.
+    With ``causal``, query ``i`` attends only to the keys ``j <= i + seqlen_k - seqlen_q``.
     """
     _, seqlens_q, seqlens_k, rows_q, rows_k, there, rows = group
     count, heads_kv = len(seqlens_q), k.shape[1]
@@ -112,7 +114,7 @@ def forward(
     seqlen_q, seqlen_k = rows_q.shape[1], rows_k.shape[1]
 
     def gathered(x: Array, rows: Array) -> Array:
-        """(sequences, kv heads, heads, rows, dim) in the dtype to compute in."""
+        """Return rows as (sequences, KV heads, heads, rows, dim), in the dtype to compute in."""
         shape = *rows.shape, heads_kv, x.shape[1] // heads_kv, x.shape[2]
         return x[rows].astype(compute, copy=False).reshape(shape).transpose(0, 2, 3, 1, 4)
 

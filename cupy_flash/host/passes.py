@@ -1,4 +1,4 @@
-"""One forward pass of the CPU backend as a record: arrays, how it is cut up, scratch memory."""
+"""One forward pass of the CPU backend: its arrays, its division into tiles, and scratch memory."""
 
 from __future__ import annotations
 
@@ -21,59 +21,59 @@ from cupy_flash.problem.tile import Tile
 
 Array = NDArray[Any]
 
-#: Bytes that the scratch of all workers together stays under; no more workers start than fit.
+#: Limit of the scratch memory of all workers together, in bytes. It also limits their number.
 SCRATCH_LIMIT = 60 << 20
 
-# Scratch that is kept for calls to come: of so many workers, each at most so large.
+# Limits of the scratch memory that is kept for later calls: number of workers, bytes per worker.
 MAX_KEPT = 8
 MAX_BYTES_KEPT = 4 << 20
 
-# Large buffers begin at pages. Each buffer begins some cache lines further in its page than the one
-# before it, because processors take a store and a load at equal offsets in two pages for the same
-# address at first. 64 x 8 queries over 8 keys, 8 heads of 64: 620 us, without the offset 663.
+# Large buffers begin at page boundaries. Each buffer is shifted by this many bytes more than the
+# previous one, because processors at first mistake a store and a load at equal page offsets for the
+# same address (4K aliasing). Batch 64, 8 queries, 8 keys, 8 heads of 64: 620 instead of 663 us.
 BYTES_BETWEEN_BUFFERS = 17 * 64
 
-# Values are multiplied by this where sums of p * v overflow: exact, and room for 2**32 keys.
+# Factor on the values of rows whose sum of p * v overflows. A power of two does not round, and this
+# one leaves headroom for 2**32 keys.
 SHRINK = 2.0**-32
 
-# Elements of scratch of the heads, and sequences, that are taken up in one step. Fewer make more
-# and shorter calls of NumPy, more leave a second thread without work. Two threads, ms, at 2**18,
-# 3 * 2**17, 2**19: 8 x 32 x 8 x 128 1.02, 0.96, 0.89; 8 x 128 x 8 x 128 7.0, 7.6, 6.2, causal 8.2,
-# 7.7, 7.6.
+# Scratch elements up to which one step computes several heads and sequences. A smaller limit makes
+# more and shorter NumPy calls, a larger one leaves a second thread without work. Two threads,
+# batch 8, seqlen 128, 8 heads of 128: 6.2 ms; with 2**18 elements 7.0 ms.
 ELEMENTS_AT_ONCE = 1 << 19
 
-
-# Keys of a block that a user's mask may hide as a whole.
+# Number of keys in a block of the score matrix that a user's mask_mod may mask as a whole.
 KEYS_OF_BLOCK = 64
 
-# Query-key pairs of a head from which on blocks are looked at, which takes 0.2 ms or more.
+# Minimum number of query-key pairs per head for which blocks that a mask_mod masks are looked up,
+# which takes 0.2 ms or more.
 MIN_PAIRS_TO_LOOK_AT_BLOCKS = 1 << 18
 
 
 @functools.cache
 def compute_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """What arrays of a dtype are computed in: float64 in itself, all others in float32."""
+    """Return the dtype to compute in: float64 for float64 arrays, float32 for all others."""
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 
 class Block(NamedTuple):
-    """A tile of query rows: some rows of some query heads, of one or several key/value heads."""
+    """A query tile: query rows of one or several sequences and KV heads, given by index ranges."""
 
     batch: slice
     kv_heads: slice
-    heads: slice  # of those that share a kv head
+    heads: slice  # query heads within the group of a KV head
     rows: slice
 
 
 class Cut(NamedTuple):
-    """How a pass is cut up into blocks."""
+    """Sizes of the query tiles (`Block`) and KV tiles that a pass is divided into."""
 
     Br: int
     Bc: int
-    heads_per_tile: int  # query heads of one kv head whose rows, if few, are stacked in one tile
-    kv_heads: int  # of a block
-    batch: int  # sequences of a block
-    elements: int  # of scratch
+    heads_per_tile: int  # query heads of a KV head whose rows, if few, are stacked in one tile
+    kv_heads: int  # KV heads per query tile
+    batch: int  # sequences per query tile
+    elements: int  # scratch elements per query tile
 
     @classmethod
     def make(
@@ -88,7 +88,7 @@ class Cut(NamedTuple):
         copies: bool,
         tile: Tile,
     ) -> Cut:
-        """As many whole heads and sequences to a block as one step takes."""
+        """Return a `Cut` with as many whole heads and sequences per tile as one step may take."""
         heads_per_tile = min(group, max(1, tile.Br // seqlen_q))
         Br = min(tile.Br, seqlen_q)
         Bc = min(tile.Bc, max(seqlen_k, 1))
@@ -101,22 +101,22 @@ class Cut(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """One forward pass: the arrays, and what all its tiles share."""
+    """One forward pass: its arrays, and the parameters that all its tiles share."""
 
     q: Array  # (batch, heads_kv, group, seqlen_q, head_dim)
     k: Array | PagedRows  # (batch, seqlen_k, heads_kv, head_dim)
     v: Array | PagedRows  # (batch, seqlen_k, heads_kv, head_dim_v)
     out: Array  # (batch, heads_kv, group, seqlen_q, head_dim_v)
     lse: Array | None  # (batch, heads_kv, group, seqlen_q)
-    visible: Mask  # but for what modifications say of each sequence: see `mask_of`
+    visible: Mask  # mask by position; modifications may change it per sequence, see `mask_of`
     modified: Modified | None
-    first: Pairs  # of the call, with which the pass begins
+    first: Pairs  # indices, within the call, of the first query-key pair of this pass
     softmax_scale: float
     compute: np.dtype[Any]
     cut: Cut
     copies: bool  # whether BLAS reads copies of k and v
     scratch_bytes: int
-    seen: SeenBlocks | None  # blocks of cut.Br rows and KEYS_OF_BLOCK keys that a mask_mod shows
+    seen: SeenBlocks | None  # visibility of blocks, cut.Br x KEYS_OF_BLOCK, under a mask_mod
 
     @classmethod
     def make(
@@ -133,7 +133,7 @@ class Pass(NamedTuple):
         modified: Modified | None = None,
         first: Pairs = FIRST,
     ) -> Pass:
-        """A pass over what `forward` is given."""
+        """Return the pass that computes the arguments of `cupy_flash.host.cpu.forward`."""
         batch, seqlen_q, heads_q, head_dim = q.shape
         _, seqlen_k, heads_kv, head_dim_v = v.shape
         group = heads_q // heads_kv
@@ -142,7 +142,7 @@ class Pass(NamedTuple):
         cut = Cut.make(
             batch, seqlen_q, seqlen_k, heads_kv, group, head_dim, head_dim_v, copies, tile
         )
-        # Further out makes no difference, and would not fit the index arithmetic.
+        # Clamp q_offset: larger offsets mask no other pairs, but overflow the index arithmetic.
         nearest, furthest = -seqlen_q, seqlen_k
         if modified is not None:
             nearest, furthest = -FURTHEST, FURTHEST
@@ -175,12 +175,12 @@ class Pass(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """Query-key pairs, masked ones too."""
+        """Number of query-key pairs, including masked pairs."""
         batch, heads_kv, group, seqlen_q, _ = self.q.shape
         return batch * heads_kv * group * seqlen_q * self.k.shape[1]
 
     def blocks(self) -> Iterator[Block]:
-        """The tiles of query rows, those that see most keys first."""
+        """Yield the query tiles, last rows first: in causal calls these attend to the most keys."""
         batch, heads_kv, group, seqlen_q, _ = self.q.shape
         cut = self.cut
         for rows in reversed(list(slices(seqlen_q, cut.Br))):
@@ -190,13 +190,13 @@ class Pass(NamedTuple):
                         yield Block(sequences, kv_heads, heads, rows)
 
     def mask_of(self, block: Block) -> Mask:
-        """What the rows of a block's sequences see by their positions."""
+        """Return the mask by position for a query tile, including the modifications of the call."""
         if self.modified is None:
             return self.visible
         return self.modified.of_mask(self.visible, self.first.b + block.batch.start)
 
     def tiles_of_keys(self, block: Block) -> list[tuple[int, int]]:
-        """Return the ranges of at most Bc keys that rows of a block attend to, in order."""
+        """Return the KV tiles that rows of a query tile attend to, in order, as [start, stop)."""
         visible = self.mask_of(block)
         begin, end = visible.begin(block.rows.start), visible.end(block.rows.stop - 1)
         runs = [(begin, end)] if begin < end else []
@@ -214,13 +214,13 @@ class Pass(NamedTuple):
         ]
 
     def is_shown(self, block: Block, start: int, stop: int) -> bool:
-        """Return whether the user's mask is known to show all pairs of rows and some keys."""
+        """Return whether a mask_mod surely masks no pair of a query tile and keys [start, stop)."""
         return self.seen is not None and bool(
             self._of_block(self.seen.all, block, start, stop).all()
         )
 
     def _of_block(self, of_blocks: Array, block: Block, start: int, stop: int) -> Array:
-        """Return the values of (batch or 1, heads or 1, row blocks, key blocks) for some keys."""
+        """Return the part of a `SeenBlocks` array that belongs to a query tile and some keys."""
         sequences, heads = of_blocks.shape[:2]
         some = block.batch if sequences > 1 else slice(None)
         of_heads = self._heads_of(block).reshape(-1) if heads > 1 else slice(None)
@@ -228,7 +228,7 @@ class Pass(NamedTuple):
         return of_blocks[some, :, block.rows.start // self.cut.Br, keys][:, of_heads]
 
     def pairs_of(self, block: Block, start: int, stop: int) -> Pairs:
-        """Pairs of a block's rows and some keys, as (sequences, kv heads, heads, rows, keys)."""
+        """Return indices of pairs that broadcast to (sequences, KV heads, heads, rows, keys)."""
         return self.first._replace(
             b=self.first.b + _integers(block.batch)[:, None, None, None, None],
             h=self._heads_of(block)[..., None, None],
@@ -238,13 +238,13 @@ class Pass(NamedTuple):
         )
 
     def _offset_of(self, block: Block) -> int:
-        """Return the position of the first query of a block's sequences among their keys."""
+        """Return the position among the keys of the first query of a query tile's sequences."""
         if self.modified is None or self.modified.q_offset is None:
             return self.visible.q_offset
         return int(self.modified.q_offset[self.first.b + block.batch.start])
 
     def sinks_of(self, block: Block) -> Array | None:
-        """The sinks of a block's heads, if there are any: (kv heads, heads, 1, 1)."""
+        """Return the sinks of a query tile's heads, (KV heads, heads, 1, 1); None without sinks."""
         if self.modified is None or self.modified.sinks is None:
             return None
         sinks: Array = self.modified.sinks[self._heads_of(block)].astype(self.compute)
@@ -255,15 +255,15 @@ class Pass(NamedTuple):
         return heads.reshape(self.q.shape[1:3])[block.kv_heads, block.heads]
 
     def queries(self, block: Block, scratch: Scratch) -> Array:
-        """Scaled queries, (sequences, kv heads, heads, rows, head_dim)."""
+        """Return the scaled queries, (sequences, KV heads, heads, rows, head_dim)."""
         source = self.q[tuple(block)]
         if source.shape[2] == 1:
-            # As they most likely lie in q: in one piece for NumPy.
+            # The copy has the axis order that q most likely has in memory, so NumPy copies it fast.
             b, h, g, s, d = source.shape
             q = scratch.cut("q", (b, s, h, g, d), self.compute).transpose(0, 2, 3, 1, 4)
         else:
             q = scratch.cut("q", source.shape, self.compute)
-        # With the scale folded in here, no pass over the scores is needed for it.
+        # Scaling the queries is cheaper than scaling the scores, which are more.
         scale = self.compute.type(self.softmax_scale)
         if source.dtype == self.compute:
             np.multiply(source, scale, out=q)
@@ -273,12 +273,12 @@ class Pass(NamedTuple):
         return q
 
     def keys(self, block: Block, start: int, stop: int, scratch: Scratch) -> Array:
-        """Keys as BLAS reads them: (sequences, kv heads, stop - start, head_dim)."""
+        """Return keys [start, stop) for BLAS: (sequences, KV heads, stop - start, head_dim)."""
         k = self.k[block.batch, start:stop, block.kv_heads].swapaxes(1, 2)
         return scratch.copy("k", k, self.compute) if self.copies else k
 
     def values(self, block: Block, start: int, stop: int, scratch: Scratch) -> Array:
-        """Values likewise."""
+        """Return values [start, stop) for BLAS: (sequences, KV heads, stop - start, head_dim_v)."""
         v = self.v[block.batch, start:stop, block.kv_heads].swapaxes(1, 2)
         return scratch.copy("v", v, self.compute) if self.copies else v
 
@@ -292,7 +292,7 @@ def _seen_by_mask_mod(
     Br: int,
     compute: np.dtype[Any],
 ) -> SeenBlocks | None:
-    """Return which blocks the user's mask shows, if there is one and blocks are worth a look."""
+    """Return the visibility of blocks under a mask_mod; None without one or for small problems."""
     pairs = visible.seqlen_q * visible.seqlen_k
     if modified is None or modified.scores.mask_mod is None or pairs < MIN_PAIRS_TO_LOOK_AT_BLOCKS:
         return None
@@ -311,9 +311,9 @@ def _seen_by_mask_mod(
 
 
 def _is_operand(x: Array | PagedRows, compute: np.dtype[Any]) -> bool:
-    """Whether BLAS reads the rows of (batch, seqlen, heads, dim) where they lie."""
+    """Return whether BLAS can read the rows of x (batch, seqlen, heads, dim) without a copy."""
     if isinstance(x, PagedRows):
-        # The rows at hand are a new array.
+        # Indexing gathers the rows into a new, contiguous array.
         return x.dtype == compute
     row, _, column = x.strides[1:]
     return (
@@ -326,7 +326,7 @@ def _is_operand(x: Array | PagedRows, compute: np.dtype[Any]) -> bool:
 
 
 def slices(count: int, size: int) -> Iterator[slice]:
-    """Yield consecutive ranges of `size` indices, and the rest."""
+    """Yield consecutive ranges of `size` of the indices [0, count); the last may be shorter."""
     for first in range(0, count, size):
         yield slice(first, min(first + size, count))
 
@@ -336,12 +336,12 @@ def _integers(span: slice) -> Array:
 
 
 def even_share(count: int, most: int) -> int:
-    """The size of equal parts, each of at most `most` or of one; 1 where there is nothing."""
+    """Return the size of nearly equal parts of `count` items, at most `most` but at least 1."""
     return max(1, -(-count // max(1, -(-count // max(most, 1)))))
 
 
 def scratch_elements(m: int, Bc: int, head_dim: int, head_dim_v: int, copies: bool) -> int:
-    """Elements of all buffers for a tile of m rows."""
+    """Return the number of elements of all scratch buffers for a query tile of m rows."""
     q, k, v = m * head_dim, Bc * head_dim, Bc * head_dim_v
     acc = product = m * head_dim_v
     row_max = new_max = row_sum = tile_sum = m
@@ -351,10 +351,10 @@ def scratch_elements(m: int, Bc: int, head_dim: int, head_dim_v: int, copies: bo
 
 
 class Scratch:
-    """One worker's buffers, cut to each tile's size; as large as the largest yet."""
+    """Scratch buffers of one worker, by name. A buffer grows to the largest tile so far."""
 
-    # Of workers that are through, for those to come: the system hands out new memory page by page,
-    # at the first write to each. 1 x 128 x 8 x 64 takes 1.6 ms, in buffers at hand 0.95.
+    # Buffers of finished workers, kept for later ones: the system maps new memory page by page, at
+    # the first write. Batch 1, seqlen 128, 8 heads of 64: 0.95 ms, with new buffers 1.6 ms.
     _kept: ClassVar[list[Scratch]] = []
 
     def __init__(self) -> None:
@@ -363,7 +363,7 @@ class Scratch:
     @classmethod
     @contextmanager
     def borrowed(cls) -> Iterator[Scratch]:
-        """Buffers for a worker."""
+        """Return a context manager that lends kept or new buffers to a worker."""
         try:
             scratch = cls._kept.pop()
         except IndexError:
@@ -374,28 +374,25 @@ class Scratch:
             cls._kept.append(scratch)
 
     def cut(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """An array of any content."""
+        """Return the start of a buffer as an uninitialized array of a shape."""
         size = math.prod(shape)
         flat = self._flat.get(name)
         if flat is None or flat.size < size or flat.dtype != dtype:
-            # First let go of, lest both be there at once.
+            # Free the old buffer first, so that the two never exist at the same time.
             self._flat.pop(name, None)
             skipped = len(self._flat) * BYTES_BETWEEN_BUFFERS // dtype.itemsize
             flat = self._flat[name] = np.empty(skipped + size, dtype)[skipped:]
         return flat[:size].reshape(shape)
 
     def copy(self, name: str, source: Array, dtype: np.dtype[Any]) -> Array:
-        """A contiguous copy in another dtype."""
+        """Return a contiguous copy of an array in a buffer, converted to a dtype."""
         copy = self.cut(name, source.shape, dtype)
         np.copyto(copy, source, casting="same_kind")
         return copy
 
 
 def mask(job: Pass, block: Block, scores: Array, start: int, stop: int) -> None:
-    """Set to -inf the scores, (..., rows, keys), of keys that a row does not see.
-
-    Before, a modified call's become what its modifications make of them.
-    """
+    """Modify and mask (-inf) the scores of a query tile and keys [start, stop), in place."""
     if job.modified is not None:
         modified = job.modified
         if job.is_shown(block, start, stop):
@@ -408,16 +405,16 @@ def mask(job: Pass, block: Block, scores: Array, start: int, stop: int) -> None:
 
 
 def change(scores: Array, modified: Modified, at: Pairs) -> None:
-    """Put in the place of scores what the modifications make of them."""
+    """Apply the modifications of a call to scores, in place."""
     if not modified.scores.changes_nothing:
         np.copyto(scores, modified.scores.apply(scores, at), casting="same_kind")
 
 
 def count_sink(row_max: Array, row_sum: Array, sink: Array) -> Array:
-    """Add a sink to row sums of exp(score - row_max), in place.
+    """Add a sink to row sums of exp(score - row_max), and update the row maxima, both in place.
 
-    Returns what all else that was multiplied by these weights is to be multiplied by. What comes of
-    rows without a score above -inf is of no use.
+    Returns the factor by which the caller must multiply sums that used the old weights. Results
+    for rows without a score above -inf are meaningless; the caller replaces them.
     """
     new_max = np.maximum(row_max, sink)
     factor: Array = np.exp(row_max - new_max)
@@ -428,10 +425,11 @@ def count_sink(row_max: Array, row_sum: Array, sink: Array) -> Array:
 
 
 def lost_rows(job: Pass, block: Block, scratch: Scratch, empty: Array) -> Array:
-    """Which rows without a score above -inf have finite queries and see finite keys, but some.
+    """Return which of the `empty` rows (no score above -inf) have scores that overflowed to -inf.
 
-    The formula then gives NaN, not 0: such scores are too large for the dtype. But where scores are
-    modified, that may have made them -inf.
+    Such a row attends to at least one key, and its query and all of these keys are finite. The
+    formula gives NaN for it, not 0. If scores are modified, no row counts as such, because the
+    modification itself may have made the scores -inf.
     """
     if job.modified is not None and not job.modified.scores.changes_nothing:
         return np.zeros_like(empty)
@@ -449,7 +447,7 @@ def lost_rows(job: Pass, block: Block, scratch: Scratch, empty: Array) -> Array:
 
 
 def all_between(flags: Array, begins: Array, ends: Array) -> Array:
-    """Whether all of flags[..., begin:end] are set, of each row: (..., rows)."""
+    """Return for each row whether all of flags[..., begin:end] are set, shape (..., rows)."""
     missing = np.zeros((*flags.shape[:-1], flags.shape[-1] + 1), np.int32)
     np.cumsum(~flags, axis=-1, out=missing[..., 1:])
     all_set: Array = missing[..., np.minimum(begins, ends)] == missing[..., ends]
@@ -458,12 +456,12 @@ def all_between(flags: Array, begins: Array, ends: Array) -> Array:
 
 @functools.cache
 def lowest(dtype: str) -> float:
-    """The lowest finite number of a dtype, given by its character."""
+    """Return the lowest finite number of a dtype, given by its character."""
     return float(np.finfo(dtype).min)
 
 
 def ones(count: int, dtype: str) -> Array:
-    """A vector of ones, not to be written."""
+    """Return a cached vector of `count` ones, which the caller must not modify."""
     return _ones((count - 1).bit_length(), dtype)[:count]
 
 

@@ -1,4 +1,4 @@
-"""The plan of a call that the CPU backend computes: its tile, and what it shows."""
+"""Tile and `Plan` of a call that the CPU backend computes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cupy_flash.problem.tile import FrozenTile, Tile
 
 
 def choose_cpu_tile(problem: Problem, request: FrozenTile) -> Tile:
-    """The CPU backend's tile: the one asked for, the tuned one, or the default."""
+    """Return the tile that the CPU backend uses: the requested, the tuned or the default one."""
     default = cpu.default_tile(problem)
     if request is not None:
         return dataclasses.replace(default, **tile_fields(type(default), request))
@@ -27,7 +27,7 @@ def choose_cpu_tile(problem: Problem, request: FrozenTile) -> Tile:
 
 
 def make_cpu_plan(problem: Problem, tile: Tile, no_gpu: str | None) -> Plan:
-    """The plan of the CPU backend; `no_gpu` says why no GPU computes it."""
+    """Return the plan of the CPU backend; `no_gpu` is the reason against a GPU, if there is one."""
     reason = "there is no GPU to use" if no_gpu else "the CPU was asked for"
     return Plan(
         problem=problem,

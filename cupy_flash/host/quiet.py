@@ -1,4 +1,4 @@
-"""The error state of NumPy within the CPU backend."""
+"""Decorator that makes NumPy ignore floating-point errors within the CPU backend."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ R = TypeVar("R")
 
 
 def _silent_context() -> Context | None:
-    """Return a context in which NumPy ignores errors; None before NumPy 2, which has none."""
+    """Return a context in which NumPy ignores floating-point errors; None for NumPy 1."""
     if np.lib.NumpyVersion(np.__version__) < "2.0.0":
         return None
     context = Context()
@@ -28,14 +28,13 @@ _silent = _silent_context()
 def quiet(function: Callable[P, R]) -> Callable[P, R]:
     """Return the function with every floating-point error of NumPy ignored while it runs.
 
-    The conditions that NumPy reports are intended: exp of -inf, the logarithm of an empty row's
-    sum, rounding to a subnormal number. The caller's `numpy.seterr` must not change a result.
-    `numpy.errstate` as a decorator keeps the previous state in one object that all threads share,
-    before NumPy 2.
+    These errors are expected: exp of -inf, the logarithm of an empty row's sum, subnormal results.
+    The caller's `numpy.seterr` must not change a result. `numpy.errstate` is not used as a
+    decorator, because before NumPy 2 all threads would share the previous state that it stores.
 
-    A call whose argument `modified` is None runs in a context of its own, which takes 0.3 us where
-    `numpy.errstate` takes 3. The user's functions, which `modified` may hold, see the context of
-    the caller.
+    If the argument `modified` is None, the call runs in a context of its own. That takes 0.3 us,
+    `numpy.errstate` 3 us. Otherwise `modified` may hold the user's functions, which must run in the
+    context of the caller.
     """
 
     @functools.wraps(function)

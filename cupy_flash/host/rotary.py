@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., 2021, https://arxiv.org/abs/2104.09864) of arrays."""
+"""Rotary position embedding (Su et al., 2021, https://arxiv.org/abs/2104.09864)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def rotated(
     advance: bool,
     compute: Any,
 ) -> Any:
-    """Rotate the leading columns of ``x`` by the positions that follow each sequence's first.
+    """Rotate the leading columns of ``x`` by positions counted from each sequence's first position.
 
     Parameters
     ----------
@@ -29,7 +29,7 @@ def rotated(
     first_positions : numpy.ndarray, (batch,)
         Position of the first row of each sequence.
     advance : bool
-        Whether row ``i`` is ``i`` positions further; else all rows are at the first position.
+        Whether row ``i`` has the first position plus ``i``, not the first position itself.
 
     Returns
     -------
@@ -50,22 +50,22 @@ def rotated_at(
     compute: Any,
     transposed: bool = False,
 ) -> Any:
-    """Rotate the leading columns of ``x``, pair by pair, by the angles of each row's position.
+    """Rotate pairs of the leading columns of ``x`` by the angles of each row's position.
 
     Parameters
     ----------
     x : numpy.ndarray or cupy.ndarray, (..., heads, head_dim)
     cos, sin : same kind of array, (rows, rotary_dim / 2)
         Cosine and sine of the angle of each position and pair. A position outside of the table
-        takes the nearest row of it.
+        uses the nearest row of the table.
     positions : numpy.ndarray, or the same kind of array as x
-        Position of each row of x. Integers that broadcast to the axes of x before heads.
+        Position of each row of x: integers that broadcast to the axes of x before heads.
     interleaved : bool
-        Whether columns (2i, 2i + 1) are a pair; else (i, i + rotary_dim / 2) are.
+        Whether the pairs are columns (2i, 2i + 1), not columns (i, i + rotary_dim / 2).
     compute : dtype
         Dtype of the products and sums, and of the result.
     transposed : bool
-        Whether to rotate by the negative angles, as gradients are.
+        Whether to rotate by the negative angles, as for gradients.
 
     Returns
     -------
@@ -73,7 +73,7 @@ def rotated_at(
     """
     xp, half = array_module(x), cos.shape[1]
     rows = xp.clip(xp.asarray(positions).astype(np.int64), 0, len(cos) - 1)
-    # (..., 1, half): all heads of a row take the same angles.
+    # Shape (..., 1, half): all heads of a row have the same angles.
     cos, sin = (table[rows].astype(compute)[..., None, :] for table in (cos, sin))
     if transposed:
         sin = -sin

@@ -1,14 +1,13 @@
-"""The forward pass row by row: bits that depend on a row's own query and keys alone.
+"""Batch-invariant forward pass: the bits of a row depend only on its own query and keys.
 
-BLAS adds up the same row in another order when a matrix has more rows, or when the row stands
-elsewhere in it (OpenBLAS 0.3.31 on AVX2: the seventh row of a float32 product differs from the
-first, of equal inputs). So here each row is a matrix product of its own, (1, head_dim) x
-(head_dim, Bc) and then (1, Bc) x (Bc, head_dim_v + 1), with key tiles that begin at multiples of Bc
-and are filled up with zeros, and a running maximum that is always kept. What surrounds a row has
-then no way into its result, but for NaN and inf among the values of unseen keys in its tiles.
+BLAS may sum a row in another order if the matrix has more rows or the row has another index. With
+OpenBLAS 0.3.31 on AVX2, rows 0 and 6 of a float32 product differ for equal inputs. So each row has
+matrix products of its own here, (1, head_dim) x (head_dim, Bc) and (1, Bc) x (Bc, head_dim_v + 1).
+KV tiles begin at multiples of Bc and are padded with zeros. Other rows cannot affect a result then,
+and masked keys can only by NaN or inf among their values.
 
-All heads of a sequence are taken at once, in few calls of NumPy each: for a handful of queries and
-keys that is also the fastest way.
+All heads of a sequence are computed at once, in few NumPy calls. For a handful of queries and keys,
+this is also the fastest way.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from cupy_flash.problem.mask import Mask, before, unseen
 
 Array = NDArray[Any]
 
-#: Keys of a tile, where none are asked for: the same for all problems.
+#: Default number of keys in a KV tile. It is the same for all problems, as the bits depend on it.
 DEFAULT_BC = 256
 
 
@@ -45,37 +44,41 @@ def forward(
     Bc: int,
     modified: Modified | None = None,
 ) -> None:
-    """Attention of one sequence into ``out``, and its log-sum-exp into ``lse``.
+    """Write attention of one sequence to ``out``, and its log-sum-exp to ``lse``.
 
     Scratch memory grows with heads_q * seqlen_q * Bc.
 
     Parameters
     ----------
     q : numpy.ndarray, (seqlen_q, heads_q, head_dim)
+        Queries: some or all rows and heads of the sequence.
     k : numpy.ndarray, (blocks, rows, heads_kv, head_dim)
-        Packed arrays are one block.
+        Keys; a packed array is a single block.
     v : numpy.ndarray, (blocks, rows, heads_kv, head_dim_v)
+        Values.
     out : numpy.ndarray, (seqlen_q, heads_q, head_dim_v)
+        Output.
     lse : numpy.ndarray, (heads_q, seqlen_q), or None
+        Output for the log-sum-exp, in natural logarithms.
     keys : Keys
-        Where those of the sequence lie in k and v.
+        Location of the sequence's keys and values in k and v.
     first : Pairs
-        The sequence, and the first row and head of it that are here.
+        Indices of the sequence, and of the first row and head that q holds.
     causal : bool
-        Query ``i`` of the sequence sees only the keys ``j <= i + q_offset``.
+        Whether query ``i`` of the sequence attends only to the keys ``j <= i + q_offset``.
     q_offset : int
-        Absolute position of the sequence's first query.
+        Position of the sequence's first query among its keys.
     softmax_scale : float
         Factor on the scores.
     Bc : int
-        Keys of a tile; the bits depend on it.
+        Number of keys in a KV tile; the bits depend on it.
     modified : Modified, optional
-        As in `cupy_flash.host.batches.varlen_forward`.
+        Masks and score modifications, see `cupy_flash.host.batches.varlen_forward`.
     """
     seqlen_q, heads_q, head_dim = q.shape
     heads_kv, head_dim_v = v.shape[2:]
     compute = compute_dtype(q.dtype)
-    # (heads_kv, m, 1, dim): m rows, query by query, of all the heads that share a kv head.
+    # Shape (heads_kv, m, 1, dim): m rows per KV head, ordered by query and then by query head.
     group = heads_q // heads_kv
     m = seqlen_q * group
     by_kv_head = q.reshape(seqlen_q, heads_kv, group, head_dim).swapaxes(0, 1)
@@ -98,8 +101,8 @@ def forward(
     acc, row_max = _take_all(rows, k, v, keys, seen, Bc, modification)
     row_sum, result = _finished(acc)
     if not np.isfinite(result).all():
-        # A sum of weighted values has left the numbers, though they may not have. Row by row, as
-        # all else.
+        # A sum of weighted values overflowed, perhaps although all values are finite. Recompute
+        # with scaled values, and replace only the results that are not finite.
         acc, _ = _take_all(rows, k, v, keys, seen, Bc, modification, compute.type(SHRINK))
         _, shrunk = _finished(acc)
         result = np.where(np.isfinite(result), result, shrunk / compute.type(SHRINK))
@@ -122,17 +125,17 @@ def forward(
 
 
 class _Change(NamedTuple):
-    """What modifications do to the scores of rows."""
+    """Modifications of a call, with the indices of the rows that they apply to."""
 
     modified: Modified
-    at: Pairs  # but for the keys; each broadcasts to (heads_kv, m, 1, keys)
-    begins: Array  # the first key that each row sees: (m,)
+    at: Pairs  # indices except those of keys; they broadcast to (heads_kv, m, 1, keys)
+    begins: Array  # first key that each row attends to, (m,)
     last_key: int
 
     def apply(self, scores: Array, start: int) -> None:
-        """Change scores, (heads_kv, m, 1, keys), from a key on; hide those before `begins`."""
+        """Modify scores (heads_kv, m, 1, Bc) of the KV tile at `start`, and mask early keys."""
         stop = start + scores.shape[-1]
-        # Of all keys of a tile, for the bits: what lies behind the last is hidden later.
+        # Always whole tiles, so that the bits stay the same; keys past the last are masked later.
         j = np.minimum(np.arange(start, stop, dtype=np.int32), np.int32(self.last_key))
         change(scores, self.modified, self.at._replace(j=j))
         if start < self.begins[-1]:
@@ -140,13 +143,13 @@ class _Change(NamedTuple):
 
     @property
     def sinks(self) -> Array | None:
-        """The sink of each row, if there are any: (heads_kv, m, 1, 1)."""
+        """Sink of each row, (heads_kv, m, 1, 1); None without sinks."""
         return None if self.modified.sinks is None else self.modified.sinks[self.at.h]
 
 
 def _finished(acc: Array) -> tuple[Array, Array]:
-    """Row sums and rows of the output."""
-    # Copied: NumPy may take another logarithm for strided arrays.
+    """Return the row sums and the rows of the output."""
+    # The copy is contiguous: NumPy may compute the logarithm of strided arrays differently.
     row_sum = acc[..., -1:].copy()
     return row_sum, acc[..., :-1] / row_sum
 
@@ -161,16 +164,16 @@ def _take_all(
     modification: _Change | None,
     factor: Any = 1,
 ) -> tuple[Array, Array]:
-    """Sums of weighted values, with the weights' own as a last column, and the rows' maxima.
+    """Return the sums of weighted values, with the row sums as a last column, and the row maxima.
 
-    The values are multiplied by a factor, where that is not 1.
+    The values are multiplied by `factor`. `seen` is the end of the keys that each row attends to.
     """
     heads_kv, m, _, head_dim = rows.shape
     head_dim_v, compute = v.shape[3], rows.dtype
     seen_by_all, seen_by_any = int(seen.min()), int(seen.max())
     begin = 0 if modification is None else int(modification.begins[0]) // Bc * Bc
     k_tile = np.zeros((heads_kv, Bc, head_dim), compute)
-    # A last column of ones adds up the row sums.
+    # A last column of ones makes the product compute the row sums as well.
     v_tile = np.zeros((heads_kv, Bc, head_dim_v + 1), compute)
     v_tile[..., -1] = 1
     scores = np.empty((heads_kv, m, 1, Bc), compute)
@@ -205,7 +208,7 @@ def _take_all(
 def _overflown(
     rows: Array, k: Array, keys: Keys, seen: Array, modification: _Change | None
 ) -> Array:
-    """Which rows see keys and, as these, are finite: as `cupy_flash.host.passes.lost_rows`."""
+    """Return which rows attend to a key and have finite queries and keys; see `lost_rows`."""
     begins: Any = 0 if modification is None else modification.begins
     if modification is not None and not modification.modified.scores.changes_nothing:
         return np.zeros((*rows.shape[:3], 1), bool)

@@ -1,10 +1,10 @@
-"""Where each sequence of a batch lies, found on the host; and its keys, read and written.
+"""Location of each sequence of a batch in the arrays, and access to its keys, for the CPU backend.
 
-The counterpart of `kernels_cu/grid/sequences.cuh` for the CPU backend. It gives the same meaning to
-any contents of cu_seqlens, cache_seqlens, block_table and cache_batch_idx, so that no element
+The counterpart for the kernels is `kernels_cu/grid/sequences.cuh`. Both interpret any contents of
+cu_seqlens, cache_seqlens, block_table and cache_batch_idx in the same way, so that no element
 outside of the arrays is accessed, and results agree with the kernels'.
 
-The arrays of keys and values are NumPy's or CuPy's; those of lengths and places are brought here.
+Keys and values are NumPy or CuPy arrays. Lengths, offsets and page numbers are in host memory.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ Ints = NDArray[Any]
 
 
 class Keys(NamedTuple):
-    """Where the keys, and values, of one sequence lie.
+    """Location of the keys and values of one sequence in an array (blocks, rows, heads, dim).
 
     Attributes
     ----------
     seqlen
-        How many there are.
+        Number of keys.
     capacity
-        How many there can be.
+        Maximum number of keys.
     block, first
-        Index along the first axis of an array (blocks, rows, heads, dim), and the first row there.
+        Index along the first axis, and first row in that block.
     pages
-        Indices along that axis, in order, where each holds a page of the sequence; None where it
-        is not paged. Those outside of the array are pages of zeros.
+        Page numbers of the sequence, in order: indices along the first axis. None if the sequence
+        is not paged. An index outside of the array counts as a page of zeros.
     """
 
     seqlen: int
@@ -46,20 +46,20 @@ class Keys(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """The rows of one sequence in packed q and out."""
+    """Query rows of one sequence in packed q and out."""
 
     first: int
     seqlen: int
 
     @property
     def rows(self) -> slice:
-        """The rows as an index."""
+        """Slice of the rows."""
         return slice(self.first, self.first + self.seqlen)
 
 
 @dataclass(frozen=True)
 class AllQueries:
-    """The rows of all sequences, as columns that are indexed by the sequence."""
+    """Query rows of all sequences: arrays of the fields of `Queries`, indexed by sequence."""
 
     firsts: Ints
     seqlens: Ints
@@ -76,7 +76,7 @@ class AllQueries:
 
 @dataclass(frozen=True)
 class AllKeys:
-    """The keys of all sequences, as columns that are indexed by the sequence; see `Keys`."""
+    """Keys of all sequences: arrays of the fields of `Keys`, indexed by sequence."""
 
     seqlens: Ints
     capacities: Ints
@@ -103,7 +103,7 @@ class AllKeys:
 
 
 def find_queries(cu_seqlens_q: Ints, total_q: int, max_seqlen_q: int) -> AllQueries:
-    """The rows of each packed sequence: within the array, and none where cu_seqlens_q decreases."""
+    """Return the query rows of packed sequences within q; none where cu_seqlens_q decreases."""
     ends = np.clip(cu_seqlens_q.astype(np.int64), 0, total_q)
     firsts = ends[:-1]
     return AllQueries(firsts, np.clip(ends[1:] - firsts, 0, max_seqlen_q))
@@ -130,10 +130,10 @@ def find_packed_keys(
     seqused_k: Ints | None,
     block_table: Ints | None,
 ) -> AllKeys:
-    """The keys of each sequence of a `flash_attention_varlen`.
+    """Return the keys of each sequence of a `flash_attention_varlen` call.
 
-    Packed ones begin where cu_seqlens_k says. Their number is seqused_k's, or the difference in
-    cu_seqlens_k, but no more than max_seqlen_k, than the packed array or the pages hold.
+    cu_seqlens_k gives the first row of a packed sequence. seqused_k, or the difference in
+    cu_seqlens_k, gives its length, limited by max_seqlen_k and by the packed array or the pages.
     """
     none = np.zeros(batch, np.int64)
     firsts, capacities = none, none + max_seqlen_k
@@ -159,18 +159,18 @@ def find_cached_keys(
     cache_batch_idx: Ints | None,
     block_table: Ints | None,
 ) -> AllKeys:
-    """The keys of each sequence in a cache.
+    """Return the keys of each sequence in a KV cache.
 
     Parameters
     ----------
     cache_seqlens
-        Their number, no more of which counts than the cache has room for.
+        Number of keys of each sequence, limited by the capacity of the cache.
     cache_shape
-        (caches, capacity, heads_kv, dim) or (pages, page_size, heads_kv, dim).
+        Shape (caches, capacity, heads_kv, dim) or (pages, page_size, heads_kv, dim) of the cache.
     cache_batch_idx
-        Which cache each sequence has; one that is none of them leaves it without room for a key.
+        Index of each sequence's cache. An index out of range gives the sequence capacity 0.
     block_table
-        (batch, max_pages)
+        Page numbers of each sequence, (batch, max_pages).
     """
     caches, rows = cache_shape[:2]
     batch = len(cache_seqlens)
@@ -187,9 +187,9 @@ def find_cached_keys(
 
 
 def read(blocks: Any, keys: Keys, first: int = 0, stop: int | None = None) -> Any:
-    """Rows ``first`` to ``stop``, all if not given, of one sequence: (rows, heads_kv, dim).
+    """Return rows [first, stop) of one sequence, by default all, as (rows, heads_kv, dim).
 
-    A view, unless they are in pages.
+    The result is a view unless the rows are in pages.
     """
     stop = keys.seqlen if stop is None else stop
     xp = array_module(blocks)
@@ -199,7 +199,7 @@ def read(blocks: Any, keys: Keys, first: int = 0, stop: int | None = None) -> An
         return blocks[keys.block, keys.first + first : keys.first + stop]
     pages, page_size = blocks.shape[:2]
     if stop - first < page_size:
-        # Of large pages not all of their rows.
+        # Copy only the needed rows: indexing whole pages would copy more.
         rows = xp.empty((stop - first, *blocks.shape[2:]), blocks.dtype)
         for page, there, here in _rows_of_pages(keys.pages, page_size, first, stop):
             rows[here] = blocks[page, there] if 0 <= page < pages else 0
@@ -217,9 +217,9 @@ def read(blocks: Any, keys: Keys, first: int = 0, stop: int | None = None) -> An
 def _rows_of_pages(
     pages: Ints, page_size: int, first: int, stop: int
 ) -> Iterator[tuple[int, slice, slice]]:
-    """Each page that has some of a sequence's rows ``first`` to ``stop``.
+    """Yield, for each page that holds some of the rows [first, stop), its number and two slices.
 
-    Yields its number, which of its rows they are, and which of those asked for.
+    The slices are the rows within the page, and the same rows counted from `first`.
     """
     row = first
     while row < stop:
@@ -231,9 +231,9 @@ def _rows_of_pages(
 
 
 class PagedRows:
-    """One sequence's keys or values in pages, read where an index asks for some.
+    """View of one sequence's paged keys or values as an array (1, seqlen, heads, dim).
 
-    Stands for an array (1, seqlen, heads, dim) that is indexed as ``[0:1, first:stop, heads]``.
+    An index ``[0:1, first:stop, heads]`` gathers the selected rows; no other index is supported.
     """
 
     def __init__(self, blocks: Any, keys: Keys) -> None:
@@ -247,15 +247,15 @@ class PagedRows:
 
 
 def heads_of(blocks: Any, heads: slice) -> Any:
-    """Some heads of an array (blocks, rows, heads, dim), or of what stands for one."""
+    """Return some heads of an array (blocks, rows, heads, dim), or of a `QuantizedBlocks`."""
     of_heads = getattr(blocks, "of_heads", None)
     return blocks[:, :, heads] if of_heads is None else of_heads(heads)
 
 
 def append(blocks: Any, keys: Keys, new: Any) -> None:
-    """Write rows (seqlen_new, heads_kv, dim) behind those of a sequence, as many as there is room.
+    """Append rows (seqlen_new, heads_kv, dim) to a sequence, up to its capacity.
 
-    What would go to a page outside of the array is dropped.
+    Rows for a page number outside of the array are dropped.
     """
     stop = min(keys.seqlen + len(new), keys.capacity)
     if keys.seqlen >= stop:
@@ -270,5 +270,5 @@ def append(blocks: Any, keys: Keys, new: Any) -> None:
 
 
 def longer(keys: Keys, seqlen_new: int) -> Keys:
-    """The keys after `append`."""
+    """Return the sequence's `Keys` after `append` of `seqlen_new` rows."""
     return keys._replace(seqlen=min(keys.seqlen + seqlen_new, keys.capacity))

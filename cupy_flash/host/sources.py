@@ -1,4 +1,4 @@
-"""Sources of the CPU backend, and their digest, by which tuned tiles and records are known."""
+"""Source files of the CPU backend, and their digest, which tuned tiles and records refer to."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FORWARD = (
     "mods/seen_blocks.py",
     "problem/mask.py",
 )
-#: Files of the package that determine results and speed of the CPU backend, by direction.
+#: Files of the package that determine the results and the speed of the CPU backend, by direction.
 SOURCES = {
     "forward": _FORWARD,
     "backward": (
@@ -44,10 +44,10 @@ SOURCES = {
 
 @functools.cache
 def digest(direction: str = "forward") -> str:
-    """Return sixteen hex digits over the syntax of `SOURCES`, in their order.
+    """Return a digest of sixteen hex digits over the syntax of the `SOURCES` of a direction.
 
-    Comments, docstrings, formatting and the names of files do not change the digest, and all
-    versions of Python give the same.
+    Comments, docstrings, formatting and file names do not change the digest. All versions of Python
+    compute the same digest.
     """
     package = Path(__file__).parents[1]
     text = "".join(_syntax(package / name) for name in SOURCES[direction])
@@ -64,7 +64,7 @@ def _syntax(path: Path) -> str:
 def _write(node: Any, write: Callable[[str], None]) -> None:
     """Write a syntax tree as text, without docstrings and other strings that are statements.
 
-    Unlike `ast.dump` this leaves out empty fields, in which versions of Python differ.
+    Unlike `ast.dump`, this omits empty fields, because they differ between versions of Python.
     """
     if isinstance(node, list):
         write("[")

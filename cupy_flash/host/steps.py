@@ -1,7 +1,8 @@
-"""The steps in which packed and cached sequences are computed on the CPU.
+"""Batching of packed and cached sequences into the steps that the CPU backend computes.
 
-A run is sequences of one shape at equal distances: one forward pass. Short packed sequences of
-unequal lengths are padded together (`cupy_flash.host.padding`).
+A run (`Run`) is consecutive sequences of one shape, stored at equal distances: it is one forward
+pass. Short packed sequences of unequal lengths are padded and grouped
+(`cupy_flash.host.padding`).
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from cupy_flash.host.sequence_places import (
 
 
 class Run(NamedTuple):
-    """Consecutive sequences of one shape at equal distances.
+    """Consecutive sequences of one shape, stored at equal distances.
 
     Attributes
     ----------
     first
-        Index of the first sequence among all.
+        Index of the run's first sequence in the batch.
     queries, keys
-        Rows and keys of the first sequence.
+        Query rows and keys of the first sequence.
     sequences
         Number of sequences.
     """
@@ -46,11 +47,11 @@ class Run(NamedTuple):
 def equal_runs(
     queries: AllQueries, keys: AllKeys, join: bool, among: NDArray[Any] | None = None
 ) -> list[Run]:
-    """Return the runs of sequences that have queries.
+    """Return the runs of all sequences that have queries.
 
-    Runs of sequences with keys are of one sequence each if `join` is False. Sequences without keys
-    are joined in any case, as nothing is computed for them. `among` are the indices of the
-    sequences, in order, all if it is None.
+    If `join` is False, a sequence with keys is a run by itself. Sequences without keys are joined
+    anyway, as nothing is computed for them. `among` holds the indices of the sequences to include,
+    in ascending order; None includes all.
     """
     some = np.flatnonzero(queries.seqlens) if among is None else among[queries.seqlens[among] > 0]
     if not some.size:
@@ -75,23 +76,23 @@ def equal_runs(
 
 
 def _follow(firsts: NDArray[Any], seqlens: NDArray[Any]) -> NDArray[Any]:
-    """Return which sequences but the first begin at the end of the sequence before."""
+    """Return, for each sequence except the first, whether it begins where the previous one ends."""
     follow: NDArray[Any] = firsts[1:] == firsts[:-1] + seqlens[:-1]
     return follow
 
 
-# Integers as part of a key.
+# Integer array as a hashable part of a cache key: its bytes and dtype.
 _Frozen = tuple[bytes, np.dtype[Any]]
 
 
 class Steps(NamedTuple):
-    """Packed sequences in the steps that they are computed in."""
+    """Packed sequences, divided into the steps that compute them."""
 
     queries: AllQueries
     keys: AllKeys
     groups: list[padding.Group]
-    padded_pairs: int  # query-key pairs of all groups
-    runs: list[Run]  # of the other sequences
+    padded_pairs: int  # number of query-key pairs of all groups
+    runs: list[Run]  # runs of the sequences that belong to no group
     rows_of_none: list[slice]  # ranges of rows in q that belong to no sequence
 
     @classmethod
@@ -111,14 +112,14 @@ class Steps(NamedTuple):
         join: bool,
         pad: bool,
     ) -> Steps:
-        """Sequences at these places.
+        """Return the steps of packed sequences; `varlen_forward` describes most parameters.
 
         Parameters
         ----------
         rows_k : int
-            Of all packed keys, or of a page.
+            Number of all packed keys or, with a block table, number of keys per page.
         join, pad : bool
-            Whether a step may hold several sequences, and those of unequal lengths.
+            Whether a step may hold several sequences, and whether their lengths may differ.
         """
         cu_q = np.frombuffer(*cu_seqlens_q)
         cu_k = None if cu_seqlens_k is None else np.frombuffer(*cu_seqlens_k)
@@ -150,6 +151,6 @@ class Steps(NamedTuple):
         return cls(queries, keys, groups, pairs, runs, rows_of_none(queries, total_q))
 
 
-# The layers of a model are called with the same lengths, one after the other. Of 8 sequences of 4
-# to 16 tokens, 12 heads of 32, finding the steps takes 150 us of 500.
+# Cached, because the layers of a model are called with the same lengths. For 8 sequences of 4 to 16
+# tokens with 12 heads of 32, finding the steps takes 150 us of 500.
 kept_steps = functools.lru_cache(16)(functools.partial(Steps.make, None))

@@ -1,9 +1,9 @@
-"""Threads that add to the same elements: each waits for its turn, so that bits depend on no thread.
+"""Ordered accumulation by several threads, so that results do not depend on thread timing.
 
-Items of work are numbered in the order in which threads take them up. Those of one queue add to
-the same elements, each in the order of the keys; an item may add what it has of some keys once all
-items before it in the queue have passed them. As those began earlier, they mostly have; and as none
-ever waits for a later one, all come to an end.
+Work items are numbered in the order in which threads begin them. The items of one queue add to the
+same elements, each in the order of the keys. An item may add its contribution for some keys once
+all earlier items of its queue have passed these keys. Usually they have, as they began earlier. No
+item waits for a later one, so there is no deadlock.
 """
 
 from __future__ import annotations
@@ -14,35 +14,35 @@ from typing import NamedTuple
 
 from cupy_flash.host.crew import Stop
 
-# After so long a waiting thread looks whether another has failed, which does not wake it.
+# Interval in seconds at which a waiting thread checks for a requested stop, which does not wake it.
 SECONDS_TO_LOOK = 0.1
 
 
 class Turn(NamedTuple):
-    """An item's place among all items."""
+    """Number of a work item in the order of all items, and the queue that it belongs to."""
 
     number: int
     queue: Hashable
 
 
 class Turns:
-    """Whose turn it is, of all items of a call."""
+    """Order in which the work items of a call add their contributions."""
 
     def __init__(self, stop: Stop) -> None:
         self._stop, self._changed = stop, threading.Condition()
-        # By queue: behind which keys its items are, by number.
+        # For each queue and each number of an unfinished item: the end of the keys it has passed.
         self._passed: dict[Hashable, dict[int, int]] = {}
-        # What is left to add of items that are through, while others are not that come before.
+        # Final additions of finished items that still wait for an earlier item to finish.
         self._rests: dict[int, Callable[[], None]] = {}
         self._next_rest = 0
 
     def enter(self, turn: Turn) -> None:
-        """Begin an item; to be called in the order of items."""
+        """Register an item; must be called in the order of items."""
         with self._changed:
             self._passed.setdefault(turn.queue, {})[turn.number] = 0
 
     def wait(self, turn: Turn, key: int) -> bool:
-        """Wait until an item may add what it has of keys before this one; False if all stop."""
+        """Wait until an item may add to keys before `key`; return False if a stop is requested."""
         with self._changed:
             passed = self._passed[turn.queue]
             while any(at < key for number, at in passed.items() if number < turn.number):
@@ -52,13 +52,13 @@ class Turns:
         return True
 
     def passed(self, turn: Turn, key: int) -> None:
-        """An item has nothing more to add of keys before this one."""
+        """Record that an item has nothing more to add to keys before `key`."""
         with self._changed:
             self._passed[turn.queue][turn.number] = key
             self._changed.notify_all()
 
     def finish(self, turn: Turn, add_rest: Callable[[], None]) -> None:
-        """An item is through; what is left to add is added when that of all before it is."""
+        """Finish an item. `add_rest` is called after the `add_rest` of all earlier items."""
         with self._changed:
             passed = self._passed[turn.queue]
             del passed[turn.number]

@@ -16,7 +16,7 @@ from cupy_flash.problem.values import finite
 
 
 class Modifications(TypedDict, total=False):
-    """Masks and score modifications. Each may be left out or None. See docs/masks.md.
+    """Masks and score modifications. Each may be left out or None. See docs/guide/masks.md.
 
     Let x = softmax_scale * q k^T, and p = i + q_offset the position of query i among the keys.
     Scores change in this order: softcap, score_mod, ALiBi, bias. Then pairs are masked, and then
@@ -71,7 +71,7 @@ class Modifications(TypedDict, total=False):
 
 
 class SequenceModifications(Modifications, total=False):
-    """Modifications of packed sequences and of KV caches; see docs/masks.md.
+    """Modifications of packed sequences and of KV caches; see docs/guide/masks.md.
 
     Parameters
     ----------
@@ -84,7 +84,7 @@ class SequenceModifications(Modifications, total=False):
 
 
 class PackedModifications(SequenceModifications, total=False):
-    """Modifications of packed sequences; see docs/masks.md.
+    """Modifications of packed sequences; see docs/guide/masks.md.
 
     Parameters
     ----------
@@ -98,7 +98,7 @@ class PackedModifications(SequenceModifications, total=False):
 
 
 class CacheModifications(SequenceModifications, total=False):
-    """Modifications of a call on a KV cache; see docs/masks.md.
+    """Modifications of a call on a KV cache; see docs/guide/masks.md.
 
     Parameters
     ----------

@@ -1,6 +1,6 @@
 """Changes of scores between the product and the softmax, and masks, on NumPy or CuPy arrays.
 
-The order is that of docs/masks.md: scale, softcap, score_mod, ALiBi, bias, and then masks.
+The order is that of docs/guide/masks.md: scale, softcap, score_mod, ALiBi, bias, and then masks.
 `cupy_flash.problem.mask` handles masks that depend on position alone.
 """
 

@@ -1,4 +1,4 @@
-"""Attention whose tokens, or whose cache, are shared out among the ranks of a communicator."""
+"""Attention over a sequence or a KV cache that is sharded over the ranks of a communicator."""
 
 from __future__ import annotations
 

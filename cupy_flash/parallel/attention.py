@@ -1,4 +1,4 @@
-"""Attention, and its gradients, of a sequence whose tokens are shared out among ranks."""
+"""Attention over a sequence whose tokens are sharded over ranks, and its gradients."""
 
 from __future__ import annotations
 
@@ -50,58 +50,58 @@ def flash_attention(
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Any:
-    """`cupy_flash.flash_attention` of a sequence whose tokens are shared out among ranks.
+    """Compute `cupy_flash.flash_attention` of a sequence whose tokens are sharded over ranks.
 
-    Every rank calls it with its shard of q, k and v, and gets that of the result.
+    Every rank calls it with its shard of q, k and v, and receives its shard of the result.
 
     Parameters
     ----------
     q : array, shape (batch, tokens, heads_q, head_dim)
-        Queries of this rank's tokens: what `shard` gives of the whole. Of NumPy, or CuPy with a
-        communicator of NCCL; float16, bfloat16, float32 or float64.
+        Queries of this rank's tokens, as returned by `shard`. A NumPy array for MPI, or a CuPy
+        array for NCCL; float16, bfloat16, float32 or float64.
     k : array, shape (batch, tokens, heads_kv, head_dim)
-        Keys likewise, of the same dtype. heads_q is a multiple of heads_kv.
+        Keys of this rank's tokens, of the same dtype. heads_q is a multiple of heads_kv.
     v : array, shape (batch, tokens, heads_kv, head_dim_v)
-        Values.
+        Values of this rank's tokens, of the same dtype.
     group : Group
-        The ranks.
+        Group of all ranks.
     seqlen : int
-        Tokens of the whole sequence.
+        Number of tokens of the whole sequence.
     seqlen_k : int, optional
-        Keys of the whole sequence, if not seqlen; shared out in the same order. The last query then
-        stands at the last key.
+        Number of keys of the whole sequence, by default seqlen; sharded in the same order. The last
+        query is aligned with the last key.
     order : {"zigzag", "contiguous"}
-        How tokens are shared out, see `shard`.
+        Assignment of tokens to ranks, see `shard`.
     cu_seqlens : sequence of int, optional
-        The sequence is several, packed one behind the other, each of which attends to itself alone:
-        where they begin, from 0, and where the last one ends, at seqlen. In host memory. The batch
-        is 1. Such a call cannot be captured in a CUDA graph.
+        Boundaries of packed sequences, from 0 to seqlen, in host memory. Queries attend only to
+        keys of their own sequence. The batch must be 1, and the call cannot be captured in a CUDA
+        graph.
     causal : bool
-        Queries see no later keys.
+        Whether queries attend to no later keys.
     softmax_scale : float, optional
         Factor on the scores, by default 1 / sqrt(head_dim).
     window_size, softcap
-        As of `cupy_flash.Modifications`. Keys that a window hides from all queries of a rank do not
-        travel to it.
+        Window and softcap, see `cupy_flash.Modifications`. Keys that the window masks for all
+        queries of a rank are not sent to it.
     alibi_slopes, sinks : array, shape (heads_q,), optional
-        As of `cupy_flash.Modifications`: of float32, of float64 beside a float64 q. The same on all
-        ranks.
+        ALiBi slopes and sinks, see `cupy_flash.Modifications`, the same on all ranks. The dtype is
+        float32, or float64 if q is float64; sinks may have the dtype of q instead.
     head_ranks : int, optional
-        Among how many neighbouring ranks heads are shared out: 1 is a ring, group.size
-        head-parallel attention, others between them are rings of such ranks. It divides group.size
-        and heads_q, and divides heads_kv or is a multiple of them. By default 1 of two
-        ranks, of more the largest that divides group.size and heads_kv.
+        Number of neighbouring ranks that heads are distributed over: 1 is ring attention,
+        group.size head-parallel attention, and values in between combine the two. It must divide
+        group.size and heads_q, and divide heads_kv or be a multiple of it. The default is 1 for two
+        ranks, otherwise the largest number that divides group.size and heads_kv.
     return_lse : bool
-        Also return the log-sum-exp.
+        Whether to return the log-sum-exp, too.
     backend : {"auto", "gpu", "cpu"}
-        Where NumPy arrays are computed.
+        Backend that computes NumPy arrays.
 
     Returns
     -------
     out : array, shape (batch, tokens, heads_q, head_dim_v)
-        Of this rank's tokens.
+        Output of this rank's tokens.
     lse : array, shape (batch, heads_q, tokens)
-        Only with return_lse; as of `cupy_flash.flash_attention`.
+        Log-sum-exp, only with return_lse; see `cupy_flash.flash_attention`.
 
     Raises
     ------
@@ -110,16 +110,16 @@ def flash_attention(
     ParallelError
         If another rank raises, calls with other arguments, or does not answer in time.
     UnsupportedError, CompileError
-        As `cupy_flash.flash_attention`.
+        See `cupy_flash.flash_attention`.
 
-    What else a rank raises in the middle of a call, as for want of memory, ends the group: the
-    others wait for it until their time is over.
+    Any other error in the middle of a call, such as a lack of memory, ends the group. The other
+    ranks then wait until their timeout.
 
     Notes
     -----
-    Same inputs on as many ranks give the same bits. On GPUs it runs on the current stream, and on
-    one of the group's, and does not synchronize but the first time that it is called with other
-    shapes or options.
+    The same inputs on the same number of ranks give the same bits. On GPUs, the call runs on the
+    current stream and on a stream of the group. It synchronizes only the first time that it is
+    called with new shapes or options.
 
     Examples
     --------
@@ -167,33 +167,33 @@ def flash_attention_backward(
     head_ranks: int | None = None,
     backend: str = "auto",
 ) -> tuple[Any, ...]:
-    """Gradients of `flash_attention` of a sequence that is shared out among ranks.
+    """Compute the gradients of `flash_attention` of a sequence that is sharded over ranks.
 
     Parameters
     ----------
     dout : array, shape (batch, tokens, heads_q, head_dim_v)
         Gradient of this rank's output.
     q, k, v, group, **options
-        As of the call of `flash_attention` whose gradients these are.
+        Arguments of the call of `flash_attention` to differentiate.
     out, lse : arrays
-        What it returned.
+        Results of that call.
 
     Returns
     -------
     dq, dk, dv : arrays
-        Of this rank's tokens, as q, k and v.
+        Gradients of this rank's q, k and v.
     dsinks : array, shape (heads_q,)
-        Only with sinks: over the tokens of all ranks, the same on each, of sinks' dtype.
+        Gradient of the sinks, of their dtype, only with sinks; summed over all ranks.
 
     Raises
     ------
     TypeError, ValueError, ParallelError, UnsupportedError, CompileError
-        As `flash_attention`.
+        See `flash_attention`.
 
     Notes
     -----
-    Sums over ranks are kept in float32, of float64 inputs in float64, and rounded once. Same inputs
-    on as many ranks give the same bits.
+    Sums over ranks are kept in float32 (float64 for float64 inputs) and rounded once. The same
+    inputs on the same number of ranks give the same bits.
     """
     call = _Call(
         *("flash_attention_backward", group, seqlen, seqlen_k, order, cu_seqlens, causal),
@@ -215,7 +215,7 @@ def _gradients(plan: _Plan, arrays: tuple[Any, ...], sinks: Any | None) -> tuple
     rows = Rows(q, out, dout, _from_rows(lse))
     dq, dk, dv = ring.backward(rows, k, v, exchange.ring, plan.geometry, plan.scores)
     if not exchange.shares_key_heads:
-        # Then nothing more is added.
+        # No other rank adds to dk and dv, so they can be sent in the dtype of the results.
         dk, dv = (array.astype(dtype, copy=False) for array in (dk, dv))
     dq, dk, dv = exchange.to_tokens(
         [(dq.astype(dtype, copy=False), plan.seqlen_q, exchange.heads_q, on_queries)]
@@ -230,7 +230,7 @@ def _gradients(plan: _Plan, arrays: tuple[Any, ...], sinks: Any | None) -> tuple
 
 
 def _sum_of_sinks(own: Any, exchange: HeadExchange) -> Any:
-    """Gradients of all sinks over all rows, from those of a rank's heads over its rows."""
+    """Return the gradients of all sinks, summed over ranks; `own` is this rank's contribution."""
     (said,) = exchange.group.gather(own)
     total = array_module(own).zeros(exchange.heads_q, own.dtype)
     for rank, part in enumerate(said):
@@ -239,7 +239,7 @@ def _sum_of_sinks(own: Any, exchange: HeadExchange) -> Any:
 
 
 def _as_rows(lse: Any) -> Any:
-    """A log-sum-exp, (batch, heads, rows), as heads of one column: (batch, rows, heads, 1)."""
+    """Return a log-sum-exp (batch, heads, rows) with the axes of q: (batch, rows, heads, 1)."""
     return lse.swapaxes(1, 2)[..., None]
 
 
@@ -248,7 +248,7 @@ def _from_rows(rows: Any) -> Any:
 
 
 class _Plan(NamedTuple):
-    """What all ranks agreed to do."""
+    """Parameters of a call that all ranks agreed on."""
 
     exchange: HeadExchange
     geometry: Geometry
@@ -258,7 +258,7 @@ class _Plan(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """Arguments of a call, but for its arrays of tokens."""
+    """Arguments of a call, except its arrays of tokens."""
 
     name: str
     group: Group
@@ -277,15 +277,15 @@ class _Call(NamedTuple):
     return_lse: bool = True
 
     def agreed(self, q: Any, k: Any, v: Any, *others: Any) -> AbstractContextManager[_Plan]:
-        """The plan, once all ranks are known to call alike, to carry it out in."""
-        # A graph would copy the cuts from memory of the host that is another's by then.
+        """Return a context manager that checks that all ranks agree, and yields the plan."""
+        # A graph would copy cu_seqlens from host memory that has been reused by then.
         packed = None if self.cu_seqlens is None else "cu_seqlens goes to the GPU in each call"
         return together(self.group, lambda: self._planned(q, k, v, others), packed)
 
     def _planned(
         self, q: Any, k: Any, v: Any, others: tuple[Any, ...]
     ) -> tuple[tuple[Any, ...], _Plan]:
-        """What all ranks have to call alike, and what this one does then."""
+        """Check the arguments; return the values that all ranks must agree on, and the plan."""
         for name, array in (("q", q), ("k", k), ("v", v)):
             self.group.require_carried(name, array)
             require_axes(name, array, 4, _AXES)
@@ -395,7 +395,7 @@ class _Call(NamedTuple):
         return asked
 
     def _cuts(self, batch: int, seqlen_q: int, seqlen_k: int) -> tuple[int, ...] | None:
-        """Where packed sequences begin and end, each once; None of one."""
+        """Return the distinct boundaries of packed sequences; None if cu_seqlens is not given."""
         if self.cu_seqlens is None:
             return None
         if not isinstance(self.cu_seqlens, Iterable):

@@ -1,4 +1,4 @@
-"""A piece of the score matrix as a call of attention, or of its gradients."""
+"""Attention, or its gradients, of one block of the score matrix (`Piece`)."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from cupy_flash.problem.gradient import ROWS
 
 
 class Scores(NamedTuple):
-    """What becomes of scores, and where they are computed, besides their geometry.
+    """Parameters of a call that do not depend on the positions of rows and keys.
 
     Attributes
     ----------
     scale
-        Factor.
+        Factor on the scores.
     softcap, alibi_slopes
-        As of `cupy_flash.Modifications`; slopes of the heads that the arrays have.
+        Softcap, and ALiBi slopes of this rank's heads; see `cupy_flash.Modifications`.
     backend
-        As of `cupy_flash.flash_attention`.
+        Backend, see `cupy_flash.flash_attention`.
     """
 
     scale: float
@@ -35,9 +35,9 @@ class Scores(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Arrays of queries' rows, (batch, rows, heads, dim), and what forward left of them.
+    """Arrays of query rows, (batch, rows, heads, dim), and results of the forward pass for them.
 
-    `lse` is (batch, heads, rows).
+    The shape of `lse` is (batch, heads, rows).
     """
 
     q: Any
@@ -49,9 +49,9 @@ class Rows(NamedTuple):
 def refuse_alone(
     arguments: Arguments, options: Options, backend: str, modifications: Mapping[str, Any]
 ) -> None:
-    """Raise what one rank alone would raise for arrays of these shapes and dtypes.
+    """Raise the exception that a single rank would raise for arrays of these shapes and dtypes.
 
-    In the middle of a call it would leave the other ranks behind.
+    Raised later, in the middle of a call, it would leave the other ranks waiting.
     """
     if 0 in (*arguments.q.shape[:2], *arguments.keys.shape[:2]):
         return
@@ -63,7 +63,7 @@ def refuse_alone(
 
 
 def require_same_dtype(arrays: Mapping[str, Any]) -> None:
-    """Raise TypeError unless all have a dtype that attention is computed in, and the same."""
+    """Raise TypeError unless all arrays have the same floating-point dtype, and it is supported."""
     first, like = next(iter(arrays.items()))
     for name, array in arrays.items():
         require_float(name, array)
@@ -85,9 +85,9 @@ def attend(
     *,
     shares_gpu: bool,
 ) -> None:
-    """Write attention of a piece into its rows of out, and its log-sum-exp.
+    """Compute one block of the score matrix; write its rows of ``out`` and ``lse``.
 
-    Arrays are those of all rows, (batch, rows, heads, dim) and (batch, heads, rows).
+    The arrays hold all rows, (batch, rows, heads, dim), and lse is (batch, heads, rows).
     """
     rows, keys = slice(*piece.rows), slice(*piece.keys)
     options = _options(piece, geometry, scores)._replace(shares_gpu=shares_gpu)
@@ -102,7 +102,7 @@ def attend(
 def gradients(
     of: Rows, k: Any, v: Any, piece: Piece, geometry: Geometry, scores: Scores
 ) -> tuple[Any, Any, Any]:
-    """What a piece adds to dq of its rows and to dk and dv of its keys, in float32 at least."""
+    """Return a block's contributions to dq, dk and dv, in float32 or, for float64, in float64."""
     rows, keys = slice(*piece.rows), slice(*piece.keys)
     options = _options(piece, geometry, scores)._replace(
         wrt=ROWS,
@@ -121,7 +121,7 @@ def gradients(
 
 
 def sink_gradients(of: Rows, k: Any, v: Any, sinks: Any, scores: Scores) -> Any:
-    """Of sinks, (heads,): they take part in the log-sum-exp alone, and any key serves."""
+    """Return the gradients of sinks, (heads,), which need `of.lse` but no keys: zeros will do."""
     xp = array_module(k)
     key, value = (xp.zeros((array.shape[0], 1, *array.shape[2:]), array.dtype) for array in (k, v))
     options = Options(
@@ -163,7 +163,7 @@ def _modifications(piece: Piece, geometry: Geometry, scores: Scores) -> dict[str
 
 
 def _packed(arguments: Any, piece: Piece) -> Any:
-    """The same of a batch of one as rows of packed sequences."""
+    """Return arguments of a batch of one as arguments of packed sequences."""
     cuts = array_module(arguments.q).asarray(piece.cu_seqlens, "int32")
     rows = {
         name: array[0]

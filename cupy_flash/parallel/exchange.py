@@ -1,4 +1,4 @@
-"""What carries bytes between ranks: the one interface of MPI and NCCL."""
+"""Interface of point-to-point communication between ranks, implemented for MPI and NCCL."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import numpy as np
 
 
 class Message(NamedTuple):
-    """A contiguous array, and the rank that it goes to or comes from."""
+    """Contiguous array to send or receive, and the rank at the other end (`peer`)."""
 
     array: Any
     peer: int
 
 
 class Transfer(Protocol):
-    """Messages under way; whoever started them keeps the arrays until they have arrived."""
+    """Messages in transit. The caller that started them keeps their arrays alive until the end."""
 
     def wait(self) -> None:
-        """From here on what arrives may be read, and what leaves be written.
+        """Wait until received arrays may be read and sent arrays may be overwritten.
 
-        On a GPU by what is enqueued on the current stream; elsewhere at once.
+        On a GPU, only work that is enqueued on the current stream afterwards waits, not the host.
 
         Raises
         ------
@@ -31,18 +31,18 @@ class Transfer(Protocol):
         """
 
     def finish(self) -> None:
-        """The same, for the host to read what arrives: waits for a GPU too."""
+        """Wait until the host may read received arrays; on a GPU, this blocks the host."""
 
 
 class Exchange(Protocol):
-    """Carries arrays between the ranks of a communicator, and knows no more of them.
+    """Point-to-point communication between the ranks of a communicator.
 
     Attributes
     ----------
     rank, size
-        Of this process, and of the communicator.
+        Rank of this process, and number of ranks of the communicator.
     xp
-        Whose arrays it carries: NumPy or CuPy.
+        Module whose arrays it sends and receives, NumPy or CuPy.
     """
 
     rank: int
@@ -50,36 +50,36 @@ class Exchange(Protocol):
     xp: Any
 
     def on_device(self) -> AbstractContextManager[Any]:
-        """What to be in while arrays are made and computed with that it carries."""
+        """Return a context manager for the device on which messages and results are allocated."""
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Transfer:
-        """All of them at once; both ends start them in the same order.
+        """Start all messages at once. Sender and receiver must start them in the same order.
 
         Raises
         ------
         ParallelError
-            Once a rank has failed or not answered.
+            If a rank has failed or not answered.
         """
 
     def is_capturing(self) -> bool:
-        """Whether the current stream's work goes to a CUDA graph."""
+        """Return whether the current stream is being captured in a CUDA graph."""
 
     def begin(self) -> None:
-        """A call begins: messages of another one are none of its own, where a carrier can tell."""
+        """Begin a call, so that messages of different calls are not confused if tags allow it."""
 
     def check(self) -> None:
-        """Raise ParallelError once a rank has failed or not answered."""
+        """Raise ParallelError if a rank has failed or not answered."""
 
     def end(self, why: str) -> None:
-        """Receive nothing more of what is under way, and carry no more.
+        """Cancel pending receives and refuse any further messages.
 
-        The first reason is what `check` says.
+        `check` then raises ParallelError with the first reason `why`.
         """
 
     def why_not(self, array: Any) -> str | None:
-        """Why it cannot carry an array; None if it can."""
+        """Return why an array cannot be sent; None if it can."""
 
 
 def bytes_of(array: Any) -> Any:
-    """A contiguous array as bytes, which carriers know where they do not know a dtype."""
+    """Return a contiguous array as bytes, as MPI does not know every dtype."""
     return array.reshape(-1).view(np.uint8)

@@ -1,4 +1,4 @@
-"""Arrays in host memory, carried by MPI."""
+"""Communication of NumPy arrays between ranks by MPI."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ from cupy_flash.arrays.strided import kind_of
 from cupy_flash.errors import ParallelError
 from cupy_flash.parallel.exchange import Message, bytes_of
 
-# Of no meaning, but not what a program's own messages are likely to have. Each call has another, by
-# its number, up to what every MPI has: calls of ranks that are apart do not take each other's.
+# First message tag, an arbitrary number that a program's own messages are unlikely to use, and
+# number of tags, which every MPI supports. Consecutive calls use different tags, so that ranks in
+# different calls do not receive each other's messages.
 _TAG, _TAGS = 20847, 8192
-# Most bytes of a message. MPI before version 4 counts bytes in an int, which 2 GiB overflow. A
-# longer array is sent in parts: MPI keeps the order of a rank's messages.
+# Maximum number of bytes in a message. Before version 4, MPI counts bytes in an int, which 2 GiB
+# overflow. A longer array is sent in parts; MPI preserves the order of messages between two ranks.
 _MOST_BYTES = 1 << 30
-# Looks at messages without a pause, and the pause from then on, in seconds: short exchanges are not
-# held up, and where ranks share cores the one that computes gets them.
+# Number of polls without a pause, and the pause between later polls, in seconds. Short exchanges
+# are not delayed, and a waiting rank leaves a shared core to ranks that compute.
 _BUSY_LOOKS, _PAUSE = 200, 50e-6
-# What was under way when an exchange ended, for good: MPI may still read and write its memory when
-# the group and its arrays are gone.
+# Transfers that were pending when an exchange ended. They are kept forever, because MPI may still
+# access their memory after the group and its arrays have been deleted.
 _abandoned: list[_MpiTransfer] = []
 
 
 class MpiExchange:
-    """See `Exchange`.
+    """Implementation of `Exchange` by MPI.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Comm
-        Stays the caller's.
+        Communicator; the caller remains its owner.
     timeout : float
-        Seconds that a wait may take.
+        Maximum duration of a wait, in seconds.
     """
 
     xp: Any = np
@@ -49,11 +50,11 @@ class MpiExchange:
         self._status, self._error = mpi.Status(), mpi.Exception
         self._broken: str | None = None
         self._calls = 0
-        # Also those whose owner has raised: MPI goes on to write to their memory.
+        # Includes transfers of calls that raised, because MPI continues to write to their memory.
         self._under_way: list[_MpiTransfer] = []
 
     def on_device(self) -> AbstractContextManager[Any]:
-        """See `Exchange`: any."""
+        """See `Exchange`; there is no device to select."""
         return contextlib.nullcontext()
 
     def is_capturing(self) -> bool:
@@ -92,7 +93,7 @@ class MpiExchange:
         return transfer
 
     def wait_for(self, transfer: _MpiTransfer) -> None:
-        """Return once all its messages are done."""
+        """Wait until all messages of a transfer are done."""
         give_up, looks, status = time.monotonic() + self._timeout, 0, self._status
         while transfer.open:
             still = []
@@ -100,7 +101,7 @@ class MpiExchange:
                 try:
                     is_over = message.request.Test(status)
                 except self._error as error:
-                    # More bytes than there is room for, say; some MPIs tell that in many lines.
+                    # For example, a message that is too long; some MPIs report it in many lines.
                     said = " ".join(str(error).split())
                     self._give_up(f"rank {self.rank}: {said}, of rank {message.peer}")
                 if not is_over:
@@ -131,7 +132,7 @@ class MpiExchange:
         _abandoned.extend(self._under_way)
         for transfer in self._under_way:
             for message in transfer.open:
-                # Not one that is sent: MPICH crashes where its receiver has not taken it.
+                # Only receives are cancelled: MPICH crashes if a cancelled send was not received.
                 if message.request and message.expected is not None:
                     message.request.Cancel()
 
@@ -141,7 +142,7 @@ class MpiExchange:
 
 
 class _Open(NamedTuple):
-    """A message that was not seen to arrive; of one that is received, how many bytes."""
+    """Pending message, and the number of bytes to receive (None for a message that is sent)."""
 
     request: Any
     peer: int
@@ -149,7 +150,7 @@ class _Open(NamedTuple):
 
 
 class _MpiTransfer:
-    """See `Transfer`."""
+    """Implementation of `Transfer` by MPI."""
 
     def __init__(self, exchange: MpiExchange, open_ones: list[_Open]) -> None:
         self._exchange, self.open = exchange, open_ones

@@ -1,4 +1,4 @@
-"""Arrays on GPUs, carried by NCCL."""
+"""Communication of CuPy arrays between ranks by NCCL."""
 
 from __future__ import annotations
 
@@ -14,57 +14,57 @@ from cupy_flash.errors import ParallelError
 from cupy_flash.gpu.environment import cupy_module, nccl_module
 from cupy_flash.parallel.exchange import Message
 
-# Of streams: above any that a device has, which CUDA then takes.
+# Stream priority beyond the range of any device; CUDA uses the highest priority instead.
 _FIRST = -100
-# Seconds between two looks of the guard, at most.
+# Maximum interval, in seconds, at which the guard thread checks exchanges.
 _LOOKS = 0.2
-# Between two looks of a host that waits for bytes.
+# Interval, in seconds, at which a host that waits for received bytes polls.
 _PAUSE = 20e-6
-# Marks of an exchange.
+# Indices of the two marks of an exchange.
 _BEGUN, _OVER = range(2)
 
 
 class NcclExchange:
-    """See `Exchange`.
+    """Implementation of `Exchange` by NCCL.
 
-    Messages have a stream of their own, which first waits for what the current one has by then:
+    Messages run on a stream of their own, which first waits for prior work of the current stream:
 
         current stream  ... keys 0 ready | attention 0 .......... | wait | attention 1
         stream of NCCL                   | keys 1 arrive ... done |
 
-    Nothing here waits for the GPU, so nothing here sees that a rank is missing. A thread does, the
-    guard: while exchanges are under way it looks at them, and ends the communicator when one takes
-    longer than it may, which frees the stream, and a host that is stuck in NCCL's first contact
-    with a rank. Every later call then raises what it noted.
+    The host never waits for the GPU, so a call cannot detect that a rank is missing. A guard thread
+    does: it checks pending exchanges, and aborts the communicator if one exceeds the timeout. That
+    releases the stream, and a host that is blocked in NCCL's connection setup. Every later call
+    raises the error that the guard recorded.
 
-    The guard asks CUDA nothing. Who copies an array to the host holds a lock of the driver until
-    the array is there, which it never is while a rank is missing; a query, or the end of an event,
-    would wait for that lock, and CuPy keeps Python's own meanwhile. Instead the GPU tells how far
-    it is, by bytes in memory of the host:
+    The guard does not call CUDA. A thread that copies an array to the host holds a driver lock
+    until the copy ends, which never happens while a rank is missing. An event query would wait for
+    that lock, and CuPy would hold the GIL meanwhile. Instead, the GPU writes its progress as marks,
+    which are bytes in pinned host memory:
 
         stream of NCCL   wait | messages ................... |
         stream of marks       | begun                        | over
         guard                        time counts: too long? end the communicator
 
-    To end one, NCCL first sets a flag that its kernels read: they stop, the copy ends, and the lock
-    is free for what else NCCL does.
+    To abort, NCCL first sets a flag that its kernels poll. The kernels stop, the copy ends, and the
+    driver lock is free for the rest of the abort.
 
     Parameters
     ----------
     comm : cupy.cuda.nccl.NcclCommunicator
-        Stays the caller's, but ends when an exchange fails.
+        Communicator; the caller remains its owner, but it is aborted if an exchange fails.
     timeout : float
-        Seconds that an exchange may take from when the GPU has come to it.
+        Maximum duration of an exchange, in seconds, from the time that the GPU begins it.
     """
 
     def __init__(self, comm: Any, timeout: float) -> None:
         self.xp, self._nccl = cupy_module(), nccl_module()
         self.rank, self.size, self._device = comm.rank_id(), comm.size(), comm.device_id()
         self._comm, self._timeout = comm, timeout
-        # Where thread blocks of attention end, those of messages are the next to start.
+        # With the highest priority, NCCL's thread blocks start as soon as any of attention end.
         with self.on_device():
             self._stream = self.xp.cuda.Stream(non_blocking=True, priority=_FIRST)
-            # Beside that of messages, which a copy would hold up.
+            # Marks have their own stream, because a copy would delay the messages.
             self._marking = self.xp.cuda.Stream(non_blocking=True)
             with self._marking:
                 self._one = self.xp.ones(1, np.uint8)
@@ -74,7 +74,7 @@ class NcclExchange:
         self._lock = threading.Lock()
 
     def on_device(self) -> Any:
-        """See `Exchange`: the communicator's device."""
+        """See `Exchange`; this is the communicator's device."""
         return self.xp.cuda.Device(self._device)
 
     def is_capturing(self) -> bool:
@@ -84,7 +84,7 @@ class NcclExchange:
             return bool(self.xp.cuda.runtime.streamIsCapturing(current.ptr))
 
     def begin(self) -> None:
-        """See `Exchange`; NCCL tells messages by their order alone."""
+        """See `Exchange`; NCCL has no tags and matches messages by their order alone."""
 
     def check(self) -> None:
         """See `Exchange`."""
@@ -107,7 +107,7 @@ class NcclExchange:
             transfer = _NcclTransfer(self)
             transfer.ready.record(current)
             self._stream.wait_event(transfer.ready)
-            # What is captured runs later, and then nobody can tell when.
+            # A captured exchange runs at graph launches, of which the guard knows nothing.
             is_watched = not self.is_capturing()
             if is_watched:
                 marks = _Marks(self.xp.cuda.alloc_pinned_memory(2))
@@ -125,7 +125,7 @@ class NcclExchange:
         return transfer
 
     def _mark(self, marks: _Marks, which: int, event: Any) -> None:
-        """Have the GPU set a mark after an event: by a copy, which needs no multiprocessor."""
+        """Enqueue a write of a mark after an event, by a copy, which needs no SM."""
         self._marking.wait_event(event)
         runtime = self.xp.cuda.runtime
         to_host, stream = runtime.memcpyDeviceToHost, self._marking.ptr
@@ -140,11 +140,11 @@ class NcclExchange:
             for array, peer in receives:
                 self._comm.recv(*_place(array), nccl.NCCL_INT8, peer, stream)
         finally:
-            # A group that stays open would take in what this thread asks of any communicator.
+            # An open group would swallow later NCCL calls of this thread on any communicator.
             nccl.groupEnd()
 
     def _watch(self, marks: _Marks) -> None:
-        """Have the guard look at an exchange; it lives as long as it has some, and so does this."""
+        """Register an exchange with the guard thread, which runs while exchanges are pending."""
         with self._lock:
             self._open.append(marks)
             if self._is_guarded:
@@ -153,12 +153,12 @@ class NcclExchange:
         threading.Thread(target=self._guard, name="cupy_flash nccl guard", daemon=True).start()
 
     def _guard(self) -> None:
-        """Look at open exchanges until none is left."""
+        """Check pending exchanges until none is left; this is the main function of the thread."""
         while self._broken is None:
             try:
                 self._look()
             except Exception as error:
-                # Without a guard nobody would keep the time.
+                # Without a guard there would be no timeout, so its failure ends the exchange.
                 self.end(f"rank {self.rank}: NCCL reports {_text(error)}")
             with self._lock:
                 if not self._open:
@@ -167,7 +167,7 @@ class NcclExchange:
             time.sleep(min(_LOOKS, self._timeout / 10))
 
     def _look(self) -> None:
-        """Forget exchanges that are over; end the communicator if one has failed."""
+        """Remove exchanges that are over; end the communicator if one has failed."""
         with self._lock:
             while self._open and self._open[0].are_over():
                 del self._open[0]
@@ -182,7 +182,7 @@ class NcclExchange:
             )
         elif first.is_enqueued:
             with self._lock:
-                # What was ended is not there to be asked.
+                # An aborted communicator must not be queried.
                 if not self._broken:
                     self._comm.check_async_error()
 
@@ -196,17 +196,17 @@ class NcclExchange:
 
 
 class _Marks:
-    """How far the GPU is with an exchange, for the guard.
+    """Progress of an exchange on the GPU, which the guard thread reads.
 
     Parameters
     ----------
     memory
-        Two pinned bytes; the GPU sets them.
+        Two pinned bytes, which the GPU sets.
 
     Attributes
     ----------
     is_enqueued
-        Whether the host has left NCCL.
+        Whether the host has returned from NCCL.
     """
 
     def __init__(self, memory: Any) -> None:
@@ -216,18 +216,18 @@ class _Marks:
         self._begun: float | None = None
 
     def are_over(self) -> bool:
-        """Whether the messages have arrived."""
+        """Return whether the messages have arrived."""
         return bool(self._set[_OVER])
 
     def seconds(self) -> float:
-        """Time since the GPU was first seen to have come to it; asked when it is the next."""
+        """Return the seconds since a call of this method first found that the GPU has begun."""
         if self._begun is None and self._set[_BEGUN]:
             self._begun = time.monotonic()
         return 0.0 if self._begun is None else time.monotonic() - self._begun
 
 
 class _NcclTransfer:
-    """See `Transfer`."""
+    """Implementation of `Transfer` by NCCL."""
 
     def __init__(self, exchange: NcclExchange) -> None:
         cuda = exchange.xp.cuda
@@ -253,14 +253,14 @@ def _text(error: Exception) -> str:
 
 
 def _place(array: Any) -> tuple[int, int]:
-    """Address and bytes."""
+    """Return the address and the number of bytes of an array."""
     return array.data.ptr, array.nbytes
 
 
 def communicator_of(comm: Any) -> Any | None:
-    """The communicator of NCCL that an object is, or has: `cupyx.distributed`'s; None if none."""
+    """Return an NCCL communicator, or the one inside a `cupyx.distributed` backend; else None."""
     for candidate in (comm, getattr(comm, "_comm", None)):
-        # Whoever made one has loaded NCCL; nobody else is to.
+        # Compared by name: importing the class would load NCCL for callers that do not use it.
         if type(candidate).__name__ == "NcclCommunicator":
             return candidate
     return None

@@ -1,4 +1,4 @@
-"""Generation over a cache whose keys are shared out among ranks."""
+"""Decoding with a KV cache that is sharded over ranks."""
 
 from __future__ import annotations
 
@@ -38,39 +38,40 @@ from cupy_flash.parallel.shards import placed_axis, require_array, require_rank
 from cupy_flash.problem.arrays import check_no_self_overlap
 from cupy_flash.problem.values import MAX_COUNT, check_bool, count, finite
 
-# Neighbouring keys on one rank: whole tiles of any kernel, and few enough that ranks have nearly as
-# many keys each.
+# Default number of consecutive keys on one rank: a multiple of the KV tiles of all kernels, and
+# small enough that all ranks have nearly the same number of keys.
 STRIPE = 256
 
 
 def cache_shard(array: Any, ranks: int, rank: int, *, axis: int = 1, stripe: int = STRIPE) -> Any:
-    """A rank's rows of a whole cache, or of keys to fill one with.
+    """Return a rank's rows of a whole KV cache, or of keys to fill a cache with.
 
-    Stripes of `stripe` keys go to the ranks in turns, so that all have as many at any length.
+    Stripes of `stripe` keys are assigned to the ranks round-robin, so that ranks have nearly the
+    same number of keys at any length.
 
     Parameters
     ----------
     array : array
-        Of NumPy or CuPy, not masked.
+        NumPy or CuPy array of all keys or values; not a masked array.
     ranks, rank : int
-        How many ranks there are, and which one's part is wanted.
+        Number of ranks, and index of the rank whose rows are returned.
     axis : int
-        Of the keys: 1 of (batch, seqlen, heads, dim).
+        Axis of the keys: 1 for (batch, seqlen, heads, dim).
     stripe : int
-        As of `flash_attention_with_kvcache`.
+        Number of keys per stripe, see `flash_attention_with_kvcache`.
 
     Returns
     -------
     array
-        A new one.
+        New array of this rank's rows.
 
     Raises
     ------
     TypeError
-        For what is no such array, or no integer.
+        If an argument has a wrong type.
     ValueError
-        For a rank or an axis that there is not, or a stripe of no keys or of more than int32 counts
-        on all ranks.
+        If the rank or axis does not exist, or stripe is 0 or so large that a stripe on each rank
+        exceeds int32.
 
     Examples
     --------
@@ -96,14 +97,14 @@ def cache_shard(array: Any, ranks: int, rank: int, *, axis: int = 1, stripe: int
 
 
 def cache_shard_length(seqlens: Any, ranks: int, rank: int, *, stripe: int = STRIPE) -> Any:
-    """How many of a sequence's first keys a rank has.
+    """Return the number of keys that a rank holds of sequences of given lengths.
 
     Parameters
     ----------
     seqlens : int or array of integers
-        Lengths of whole sequences, of NumPy or CuPy if an array.
+        Lengths of whole sequences; an array is a NumPy or CuPy array.
     ranks, rank, stripe
-        As of `cache_shard`.
+        Arguments of `cache_shard`.
 
     Returns
     -------
@@ -112,7 +113,7 @@ def cache_shard_length(seqlens: Any, ranks: int, rank: int, *, stripe: int = STR
     Raises
     ------
     TypeError, ValueError
-        As `cache_shard`; for negative lengths in host memory.
+        See `cache_shard`. ValueError also for negative lengths in host memory.
     """
     require_rank(ranks, rank)
     stripe = _require_stripe(stripe, ranks)
@@ -132,14 +133,14 @@ def cache_shard_length(seqlens: Any, ranks: int, rank: int, *, stripe: int = STR
 
 
 def _own_keys(seqlens: Any, ranks: int, rank: int, stripe: int) -> Any:
-    """`cache_shard_length` of lengths that are known to be right."""
+    """Return `cache_shard_length` of lengths that have been checked."""
     turns, rest = seqlens // (stripe * ranks), seqlens % (stripe * ranks) - rank * stripe
     own = min(max(rest, 0), stripe) if isinstance(rest, int) else rest.clip(0, stripe)
     return turns * stripe + own
 
 
 def _require_stripe(stripe: int, ranks: int) -> int:
-    """The stripe; positions of keys on all ranks stay within int32."""
+    """Return the checked stripe, with which positions of keys on all ranks stay within int32."""
     keys = count("stripe", stripe)
     if keys == 0:
         raise ValueError("stripe is 0; expected at least 1 key")
@@ -165,63 +166,62 @@ def flash_attention_with_kvcache(
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Any:
-    """`cupy_flash.flash_attention_with_kvcache` over a cache whose keys are shared out among ranks.
+    """Compute `cupy_flash.flash_attention_with_kvcache` with a cache that is sharded over ranks.
 
-    Each rank attends to the keys that it has, and all merge all results. New keys are appended on
-    the rank whose stripe they fall in.
+    Each rank attends to the keys in its shard. All ranks gather and merge the partial results. New
+    keys are appended on the rank that holds their stripe.
 
     Parameters
     ----------
     q : array, shape (batch, seqlen_q, heads_q, head_dim)
-        Queries, the same on all ranks; of NumPy, or CuPy with a communicator of NCCL.
+        Queries, the same on all ranks: a NumPy array for MPI, or a CuPy array for NCCL.
     k_cache, v_cache : arrays, shape (batch, seqlen_cache, heads_kv, dim)
-        This rank's rows of the cache, with room for `cache_shard_length` of the longest sequence.
-        Written in place if k is given.
+        This rank's rows of the cache. Their number must be at least `cache_shard_length` of the
+        longest sequence. New rows are written in place if k is given.
     k, v : arrays, shape (batch, seqlen_new, heads_kv, dim), optional
-        New keys and values, the same on all ranks, of the cache's dtype, which is q's.
+        New keys and values, the same on all ranks. They, the caches and q have the same dtype.
     group : Group
-        The ranks.
+        Group of all ranks.
     cache_seqlens : int or array of integers, shape (batch,)
-        Keys of each sequence on all ranks together, before new ones are appended; of q's kind, for
-        NumPy q also a list. On a GPU nobody looks at them: new keys without a row are dropped, and
-        of a sequence whose length is negative results hold anything.
+        Number of keys of each sequence on all ranks together, before the append. An array has q's
+        array type; for NumPy, a list is allowed. Values on a GPU are not checked: new keys past the
+        capacity are dropped, and results of a sequence of negative length are undefined.
     stripe : int
-        So many neighbouring keys lie on one rank, the next on the next: key p on rank
-        p // stripe % group.size, where it is in row
-        p // (stripe * group.size) * stripe + p % stripe. See `cache_shard`.
+        Number of consecutive keys on one rank before the next rank follows. Key p is on rank
+        p // stripe % group.size, in row p // (stripe * group.size) * stripe + p % stripe.
     causal : bool
-        Query i sees the keys j <= i + seqlen_k - seqlen_q, seqlen_k being the length after the
-        append. With several queries, these are no more than the new keys.
+        Whether query i attends only to the keys j <= i + seqlen_k - seqlen_q, where seqlen_k is the
+        length after the append. More than one query requires at least as many new keys.
     softmax_scale, softcap, backend
-        As of `cupy_flash.flash_attention_with_kvcache`.
+        Arguments of `cupy_flash.flash_attention_with_kvcache`.
     sinks : array, shape (heads_q,), optional
-        Likewise: of float32, of float64 beside a float64 q, or of q's dtype. The same on all ranks.
+        Sinks, the same on all ranks. The dtype is q's or float32, or float64 if q is float64.
     return_lse : bool
-        Also return the log-sum-exp.
+        Whether to return the log-sum-exp, too.
 
     Returns
     -------
     out : array, shape (batch, seqlen_q, heads_q, head_dim_v)
-        The same on all ranks.
+        Output, the same on all ranks.
     lse : array, shape (batch, heads_q, seqlen_q)
-        Only with return_lse.
+        Log-sum-exp, only with return_lse.
 
     Raises
     ------
     TypeError, ValueError, UnsupportedError, CompileError
-        As `cupy_flash.flash_attention_with_kvcache`.
+        See `cupy_flash.flash_attention_with_kvcache`.
     ParallelError
         If another rank raises, calls with other arguments, or does not answer in time. Contents of
-        the arrays, and so the lengths, are not compared.
+        the arrays, and hence the lengths, are not compared.
 
-    What else a rank raises in the middle of a call, as for want of memory, ends the group: the
-    others wait for it until their time is over.
+    Any other error in the middle of a call, such as a lack of memory, ends the group. The other
+    ranks then wait until their timeout.
 
     Notes
     -----
-    On GPUs with lengths in an array the step can be captured, once the same has been run: the graph
-    reads the lengths anew at each launch. It needs a memory pool of its own, as one of
-    `cupy_flash.flash_attention_with_kvcache` does. A failure within a graph is not seen.
+    On GPUs, with lengths in an array, a call can be captured in a CUDA graph after an equal call
+    has run. The graph reads the lengths at each launch. It needs its own memory pool, see
+    `cupy_flash.flash_attention_with_kvcache`. A failure within a graph is not detected.
     """
     planned = functools.partial(
         _planned,
@@ -231,7 +231,7 @@ def flash_attention_with_kvcache(
     with together(group, planned) as (lengths, new, stripe):
         if new:
             _append((k_cache, v_cache), (k, v), lengths, group, stripe)
-        # Several causal queries see all that was there before, each another share of what is new.
+        # Several causal queries attend to different new keys: a partial result of its own.
         is_apart = causal and q.shape[1] > 1
         attended = lengths if is_apart else lengths + new
         options: dict[str, Any] = {"softmax_scale": softmax_scale, "backend": backend}
@@ -266,9 +266,9 @@ def _planned(
     return_lse: bool,
     backend: str,
 ) -> tuple[tuple[Any, ...], tuple[Any, int, int]]:
-    """What all ranks have to call alike; lengths, how many keys are new, and of a stripe.
+    """Check the arguments before anything is written.
 
-    Raises for what is wrong on this rank, before anything is written.
+    Returns the values that all ranks must agree on, and (lengths, number of new keys, stripe).
     """
     check_bool("causal", causal)
     check_bool("return_lse", return_lse)
@@ -335,7 +335,7 @@ def _planned(
 
 
 def _lengths(cache_seqlens: Any, q: Any, group: Group) -> Any:
-    """The one length of all caches, or an array of each one's, where q lies."""
+    """Return the one length of all sequences, or an array of lengths in the memory of q."""
     length, lengths = given_lengths(cache_seqlens)
     if lengths is None:
         return length
@@ -348,21 +348,21 @@ def _lengths(cache_seqlens: Any, q: Any, group: Group) -> Any:
 
 
 def _length_limit(capacity: int, new: int, ranks: int, rank: int, stripe: int) -> LengthLimit:
-    """Up to the first key, in the last stripe, that this rank's rows have no room for."""
+    """Return the limit of lengths: the first key of this rank that its rows have no space for."""
     turns, rest = divmod(capacity, stripe)
     keys = (turns * ranks + rank) * stripe + rest
     reason = (
         f"k_cache has {capacity} rows on rank {rank} of {ranks}, in stripes of {stripe} for {keys} "
         "keys on all ranks" + (f", and {new} are appended" if new else "")
     )
-    # Positions, to which numbers of new keys are added, are int32.
+    # A length plus the number of new keys must not exceed int32.
     return LengthLimit(min(keys, MAX_COUNT - new) - new, reason)
 
 
 def _append(
     caches: tuple[Any, Any], new: tuple[Any, Any], lengths: Any, group: Group, stripe: int
 ) -> None:
-    """Write the new keys that are this rank's, and their values, into its rows."""
+    """Write the new keys and values that belong to this rank to its rows of the caches."""
     batch, count_new = new[0].shape[:2]
     if is_cupy(caches[0]):
         limit = _length_limit(caches[0].shape[1], count_new, group.size, group.rank, stripe)

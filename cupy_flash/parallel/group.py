@@ -1,4 +1,4 @@
-"""The ranks that share a sequence."""
+"""Group of ranks that compute a sharded sequence, and their agreement on each call."""
 
 from __future__ import annotations
 
@@ -19,47 +19,47 @@ from cupy_flash.parallel.exchange_mpi import MpiExchange
 from cupy_flash.parallel.exchange_nccl import NcclExchange, communicator_of
 from cupy_flash.problem.values import finite
 
-# Of what a rank says of its call: a mark, a digest, and text. An odd number of bytes, as no array
-# of 16-bit numbers has: who expects one, over MPI, finds that it is none. NCCL compares no sizes;
-# there who expects what is said finds that an array does not begin with the mark, a text's hash.
+# A rank describes its call by a record: a mark, a digest, and text (sizes in bytes). The size is
+# odd, unlike that of any array of 16-bit numbers, so that a rank that expects an array over MPI
+# detects the record. NCCL does not compare sizes; there, a rank that expects a record detects an
+# array because it does not begin with the mark.
 _MARK = hashlib.sha256(b"cupy_flash.parallel: a call").digest()[:16]
 _DIGEST, _TEXT = 32, 463
-# Calls that were agreed upon; forgotten all at once, by all ranks alike.
+# Maximum number of agreed calls that a group remembers. All ranks clear them at the same call.
 _MAX_AGREED = 4096
 
 _Plan = TypeVar("_Plan")
 
 
 class Group:
-    """A communicator's ranks, as the functions of `cupy_flash.parallel` take them.
+    """Ranks of a communicator, for the functions of `cupy_flash.parallel`.
 
-    Every rank makes the same calls in the same order, each with its part of the arrays. The first
-    time that a rank makes a call of some shapes and options it tells the others, so that all raise
-    where they differ, or where one has raised. Later ones cost nothing and are not compared: ranks
-    that differ then wait for each other until their time is over, or, where their messages have
-    equal sizes (as of two `softmax_scale`), get wrong results unseen.
+    Every rank must make the same calls in the same order, each with its part of the arrays. In the
+    first call with certain shapes and options, ranks exchange a description of the call, and all
+    raise if the descriptions differ or a rank raised. Later such calls are not compared, and cost
+    nothing. If ranks then make different calls, they wait until their timeout. If the messages of
+    these calls have equal sizes, results may be wrong without an error.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Comm, cupy.cuda.nccl.NcclCommunicator or cupyx.distributed.NCCLBackend
-        MPI carries arrays of NumPy, NCCL those of CuPy on the device that the communicator was made
-        on. It stays the caller's; while the group is in use it carries no other messages.
+        Communicator: MPI for NumPy arrays, NCCL for CuPy arrays on the communicator's device. The
+        caller remains its owner, but must not use it for other messages while the group is in use.
     timeout : float
-        Seconds that a rank waits for another before all give up. Longer than any rank may be busy
-        with something else before it makes the same call.
+        Seconds after which a rank stops waiting for another. This must exceed the time that any
+        rank may be late for a call.
 
     Attributes
     ----------
     rank, size : int
-        Of this process, from 0, and of the communicator.
+        Rank of this process, from 0, and number of ranks.
 
     Raises
     ------
     TypeError
-        For what is no communicator.
+        If comm is not a communicator of these types.
     ValueError
-        For a time that is not positive, or a communicator of MPI that is null or between two
-        groups.
+        If timeout is not positive, or comm is a null communicator or an intercommunicator of MPI.
     """
 
     def __init__(self, comm: Any, *, timeout: float = 600.0) -> None:
@@ -67,38 +67,38 @@ class Group:
             raise ValueError(f"timeout is {timeout} s; expected a positive time")
         self._exchange = _exchange_of(comm, float(timeout))
         self._agreed: set[tuple[Any, ...]] = set()
-        # Not yet waited for: whoever carries them writes to their memory, though a call may have
-        # raised that started them.
+        # Transfers that have not been waited for. Messages may still be written to their arrays,
+        # even if the call that started them has raised.
         self._open: list[_Strided] = []
 
     @property
     def rank(self) -> int:
-        """Number of this process, from 0."""
+        """Rank of this process, from 0."""
         return self._exchange.rank
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return self._exchange.size
 
     def check(self) -> None:
         """Raise ParallelError if a rank has failed or not answered in time.
 
-        Where nothing waits, as on GPUs, this is what to ask between the end of a stream's work and
-        the use of its results.
+        On GPUs, calls do not wait for other ranks. Call this function after a stream has finished
+        its work and before its results are used.
         """
         self._exchange.check()
 
     def require_carried(self, name: str, array: Any) -> None:
-        """Raise TypeError for an array that the communicator does not carry, or a masked one."""
+        """Raise TypeError if the communicator cannot send an array, or for a masked array."""
         if reason := self._exchange.why_not(array):
             raise TypeError(f"{name} {reason}")
         normalize(name, array)
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Transfer:
-        """Exchange arrays that need not be contiguous; those received are written when waited for.
+        """Start to exchange arrays, contiguous or not; `wait` completes the received arrays.
 
-        Messages between two ranks are told apart by their order alone.
+        Messages between two ranks are matched by their order alone.
         """
         xp = self._exchange.xp
         leaving = [Message(xp.ascontiguousarray(a), peer) for a, peer in sends if a.size]
@@ -113,9 +113,9 @@ class Group:
         return found
 
     def gather(self, *own: Any, room: int = 0) -> list[Any]:
-        """For each array, those of all ranks: (size + room, ...), the last ones left as they are.
+        """Return, for each array, an array (size + room, ...) of the arrays of all ranks.
 
-        All ranks give arrays of the same shapes.
+        All ranks must pass arrays of the same shapes. The last `room` entries are uninitialized.
         """
         xp, sends, receives, found = self._exchange.xp, [], [], []
         others = [rank for rank in range(self.size) if rank != self.rank]
@@ -130,7 +130,7 @@ class Group:
         return found
 
     def knows(self, call: tuple[Any, ...]) -> bool:
-        """Whether all ranks have agreed on such a call before."""
+        """Return whether all ranks have agreed on such a call before."""
         return call in self._agreed
 
     @contextlib.contextmanager
@@ -139,30 +139,29 @@ class Group:
         planned: Callable[[], tuple[tuple[Any, ...], _Plan]],
         why_not_captured: str | None = None,
     ) -> Iterator[_Plan]:
-        """What this rank plans to do, once all ranks are known to make the same call, to do it in.
+        """Yield this rank's plan of a call after all ranks have agreed on the call.
 
-        A rank that raises within leaves messages behind that the others wait for, and would take
-        those of its next call for them: it makes none.
+        If the body of the context raises, the group ends: other ranks wait for messages of this
+        call, and would take those of a later call for them.
 
         Parameters
         ----------
         planned
-            Gives all that must be the same, as plain values, and the plan; raises for arguments of
-            this rank.
+            Function that returns the values that all ranks must agree on, and the plan. It raises
+            if the arguments of this rank are wrong.
         why_not_captured
-            Why the call cannot be in a CUDA graph; None if it can.
+            Reason why the call cannot be captured in a CUDA graph; None if it can.
 
         Raises
         ------
         UnsupportedError
-            If it is captured and cannot be; nothing was said by then.
+            If a stream is being captured and `why_not_captured` is given; no message is sent.
         ParallelError
             If a rank makes another call, raises, or does not answer in time.
         """
         if why_not_captured and self._exchange.is_capturing():
             raise UnsupportedError(f"{why_not_captured}; no CUDA graph of it can be captured")
-        # What ranks compute overflows and underflows as the formula does, whatever the error state
-        # of the caller.
+        # Overflow and underflow are expected, so the error state of the caller does not apply.
         with self._exchange.on_device(), np.errstate(all="ignore"):
             plan = self._agree(planned)
             with self._or_end():
@@ -170,7 +169,7 @@ class Group:
 
     @contextlib.contextmanager
     def _or_end(self) -> Iterator[None]:
-        """End the group if what is within raises, once there are messages that others wait for."""
+        """End the group if the body raises, because other ranks wait for messages of this rank."""
         try:
             yield
         except BaseException as error:
@@ -185,8 +184,8 @@ class Group:
         try:
             call, plan = planned()
         except Exception as error:
-            # The others may wait for this rank to say what it calls. Or they know their call and
-            # do not: then the group is ended.
+            # Other ranks may be waiting for the record of this rank's call. If they know their call
+            # already, they are not, and then `_say` ends the group.
             with contextlib.suppress(Exception):
                 self._say(bytes(_DIGEST), f"{type(error).__name__}: {error}")
             raise
@@ -208,9 +207,9 @@ class Group:
         return plan
 
     def _say(self, digest: bytes, text: str) -> list[tuple[bytes, str]]:
-        """Tell all ranks a digest and as much of a text as fits; what each says.
+        """Send a digest and a text (truncated) to all ranks; return those of each rank.
 
-        Ends the group, and raises ParallelError, if one says nothing but is in a call already.
+        Ends the group and raises ParallelError if a rank sends messages of a call instead.
         """
         xp, room = self._exchange.xp, len(_MARK) + _DIGEST + _TEXT
         record = (_MARK + digest + text.encode())[:room].ljust(room, b"\0")
@@ -237,7 +236,7 @@ class Group:
 
 
 class _Strided:
-    """A transfer whose arrays arrive in memory of their own, and are then put in their places."""
+    """Transfer with contiguous buffers, which are copied to the receiving arrays at the end."""
 
     def __init__(
         self,
@@ -249,7 +248,7 @@ class _Strided:
     ) -> None:
         self._transfer, self._landing, self._places = transfer, landing, places
         self._open = open_ones
-        # Until it is waited for.
+        # Keeps the sent arrays alive until the transfer has been waited for.
         self._leaving = leaving
 
     def wait(self) -> None:
@@ -275,7 +274,7 @@ def together(
     planned: Callable[[], tuple[tuple[Any, ...], _Plan]],
     why_not_captured: str | None = None,
 ) -> AbstractContextManager[_Plan]:
-    """`Group.call`; TypeError for what is no group."""
+    """Return `Group.call`; raise TypeError if `group` is not a `Group`."""
     if not isinstance(group, Group):
         raise TypeError(f"group is {group!r}; expected a cupy_flash.parallel.Group")
     return group.call(planned, why_not_captured)

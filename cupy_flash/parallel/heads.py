@@ -1,16 +1,16 @@
-"""Head-parallel attention: ranks exchange tokens for heads, and heads for tokens afterwards.
+"""Head-parallel attention: an all-to-all exchanges tokens for heads, and back after attention.
 
-Each rank has some tokens of all heads, and for attention all tokens of some heads (Jacobs et al.
-2023, "DeepSpeed Ulysses"). Where there are more ranks than heads, neighbours exchange heads among
-themselves, and groups of neighbours are the places of a ring:
+Each rank holds some tokens of all heads and, during attention, all tokens of some heads (Jacobs et
+al. 2023, "DeepSpeed Ulysses"). If there are more ranks than heads, only neighbouring ranks exchange
+heads, and rings connect the ranks of different neighbourhoods that hold the same heads:
 
-    rank         0 1     2 3     4 5     6 7        heads are exchanged within each pair
-    of a pair    0 1     0 1     0 1     0 1
-    ring of 0    0       2       4       6          tokens of pairs, half of the heads
-    ring of 1      1       3       5       7
+    rank            0 1     2 3     4 5     6 7     the ranks of a pair exchange heads
+    index in pair   0 1     0 1     0 1     0 1
+    ring of rank 0  0       2       4       6       ranks that hold the first half of the heads
+    ring of rank 1    1       3       5       7     ranks that hold the second half
 
-In zigzag order the shards of neighbours are together a shard of the longer ring: chunks i, i + 1
-and those as far from the end.
+In zigzag order, the shards of neighbours together are one shard of the ring: chunks i, i + 1, and
+the chunks at the same distance from the end.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cupy_flash.parallel.shards import Chunk, halves
 
 
 def why_not_head_ranks(head_ranks: int, ranks: int, heads_q: int, heads_kv: int) -> str | None:
-    """Why heads cannot be shared out among so many ranks; None if they can."""
+    """Return why heads cannot be distributed over `head_ranks` ranks; None if they can."""
     if head_ranks < 1 or ranks % head_ranks:
         return f"does not divide the {ranks} ranks"
     if heads_q % head_ranks:
@@ -38,29 +38,29 @@ def why_not_head_ranks(head_ranks: int, ranks: int, heads_q: int, heads_kv: int)
 
 
 def chosen_head_ranks(ranks: int, heads_kv: int) -> int:
-    """Among how many ranks heads are shared out unless the caller says.
+    """Return the default number of ranks that heads are distributed over.
 
-    As many as have any whole: an exchange of heads moves a rank's own tokens, a ring those of all
-    ranks, and in backward twice as many bytes again for gradients. Two ranks are a ring: with as
-    many heads of keys as of queries each sends half of q, k, v and out of its tokens, or all of k
-    and v, which is as much, and only the ring sends it while attention is computed.
+    This is the largest number for which each rank has whole KV heads. An exchange of heads moves
+    only a rank's own tokens. A ring moves the keys of all ranks, and twice as many bytes again for
+    their gradients. Two ranks form a ring: if heads_kv equals heads_q, both ways move the same
+    number of bytes, but only the ring overlaps the exchange with attention.
     """
     return 1 if ranks == 2 else math.gcd(ranks, heads_kv)
 
 
 class HeadExchange(NamedTuple):
-    """Neighbouring ranks that exchange heads.
+    """Exchange of tokens for heads between neighbouring ranks.
 
     Attributes
     ----------
     group
-        All ranks.
+        Group of all ranks.
     head_ranks
-        How many exchange heads; 1 exchanges nothing.
+        Number of neighbouring ranks that exchange heads; with 1, nothing is exchanged.
     heads_q, heads_kv
-        Of the whole problem.
+        Numbers of heads of the whole problem.
     order
-        Of the shards.
+        Assignment of tokens to ranks, see `cupy_flash.parallel.shard`.
     """
 
     group: Group
@@ -71,40 +71,40 @@ class HeadExchange(NamedTuple):
 
     @property
     def ring(self) -> Ring:
-        """The ranks that have this one's heads."""
+        """Ring of the ranks that hold the same heads as this rank."""
         of_heads = self.group.rank % self.head_ranks
         ranks = range(of_heads, self.group.size, self.head_ranks)
         return Ring(self.group, ranks, self.group.rank // self.head_ranks)
 
     @property
     def neighbours(self) -> range:
-        """The ranks that exchange heads with this one, itself among them."""
+        """Ranks that exchange heads with this rank, including itself."""
         first = self.group.rank // self.head_ranks * self.head_ranks
         return range(first, first + self.head_ranks)
 
     @property
     def shares_key_heads(self) -> bool:
-        """Whether several ranks have the same key/value heads."""
+        """Whether several ranks hold the same KV heads."""
         return self.head_ranks > self.heads_kv
 
     def query_heads(self, rank: int) -> slice:
-        """The query heads of a rank."""
+        """Return the query heads that a rank computes."""
         place, each = rank % self.head_ranks, self.heads_q // self.head_ranks
         return slice(place * each, (place + 1) * each)
 
     def key_heads(self, rank: int) -> slice:
-        """The key/value heads that these read; several ranks have the same where there are few."""
+        """Return the KV heads of a rank's query heads; several ranks may hold the same KV head."""
         of_queries, shared_by = self.query_heads(rank), self.heads_q // self.heads_kv
         return slice(of_queries.start // shared_by, -(-of_queries.stop // shared_by))
 
     def to_heads(self, arrays: Sequence[tuple[Any, int, Callable[[int], slice]]]) -> list[Any]:
-        """All tokens of this rank's heads.
+        """Exchange tokens for heads; return arrays of all neighbours' tokens and this rank's heads.
 
         Parameters
         ----------
         arrays
-            Of this rank's tokens, (batch, tokens, heads, dim); the whole sequence's length; and
-            which heads a rank gets.
+            Tuples of an array of this rank's tokens, (batch, tokens, heads, dim), the length of the
+            whole sequence, and a function that returns the heads of a rank.
         """
         if self.head_ranks == 1:
             return [array for array, _, _ in arrays]
@@ -129,14 +129,14 @@ class HeadExchange(NamedTuple):
     def to_tokens(
         self, arrays: Sequence[tuple[Any, int, int, Callable[[int], slice]]]
     ) -> list[Any]:
-        """All heads of this rank's tokens: what `to_heads` exchanged goes back.
+        """Reverse `to_heads`: return arrays of this rank's tokens and all heads.
 
         Parameters
         ----------
         arrays
-            Of all tokens of this rank's heads, (batch, tokens, heads, dim); the whole sequence's
-            length; how many heads there are in all; and which a rank has. What several ranks have
-            is summed up, in their order.
+            Tuples of an array of this rank's heads, (batch, tokens, heads, dim), the length of the
+            whole sequence, the number of all heads, and a function that returns the heads of a
+            rank. Heads that several ranks hold are summed, in the order of ranks.
         """
         if self.head_ranks == 1:
             return [array for array, *_ in arrays]
@@ -163,7 +163,7 @@ class HeadExchange(NamedTuple):
         return found
 
     def _joined(self, parts: list[Any], heads: int, heads_of: Callable[[int], slice]) -> Any:
-        """All heads of some tokens, from the ranks that exchange heads."""
+        """Return an array of all heads, assembled or summed from the parts of all neighbours."""
         first, xp = parts[0], array_module(parts[0])
         is_shared = sum(part.shape[2] for part in parts) > heads
         whole = xp.zeros((*first.shape[:2], heads, first.shape[3]), first.dtype)
@@ -178,7 +178,7 @@ class HeadExchange(NamedTuple):
         return halves(seqlen, self.group.size, rank, self.order)
 
     def _places(self, seqlen: int) -> dict[int, tuple[Chunk, Chunk]]:
-        """Where the two chunks of each neighbour lie among the tokens of all of them."""
+        """Return the two chunks of each neighbour, with `at` relative to the tokens of all."""
         of_ranks = {rank: self._halves(seqlen, rank) for rank in self.neighbours}
         in_order = sorted(
             (half.start, i, rank, half.length)

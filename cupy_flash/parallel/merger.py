@@ -1,4 +1,4 @@
-"""Results over parts of the keys, until they are merged."""
+"""Collection and merging of partial results over parts of the keys."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ import numpy as np
 from cupy_flash.calls import run
 from cupy_flash.calls.partials import Partials
 
-# Results that are kept side by side. Merging each as it comes would round the sum each time, in 16
-# bits; keeping all would take as much memory as the whole sequence has. Eight at a time, and eight
-# of what these come to, round three times for 512 ranks.
+# Number of partial results that are kept before they are merged. Merging each result immediately
+# would round a 16-bit sum each time; keeping all would take memory for the whole sequence. Merging
+# eight results, and eight merged results, rounds three times for 512 ranks.
 _TOGETHER = 8
 
 
 class _Level(NamedTuple):
-    """Room for results, (results, batch, rows, heads, dim), and their log-sum-exps."""
+    """Buffers for partial results, (results, batch, rows, heads, dim), and their log-sum-exps."""
 
     out: Any
     lse: Any
 
 
 class Merger:
-    """Attention of some rows to one part of the keys after the other.
+    """Merger of partial attention results of the same rows over different parts of the keys.
 
-    The order in which results are added decides their bits, and nothing else does.
+    The bits of the merged result depend only on the partial results and on their order.
 
     Parameters
     ----------
     shape
-        Of one result, (batch, rows, heads, dim).
+        Shape of a partial result, (batch, rows, heads, dim).
     dtype
-        Of it.
+        Dtype of a partial result.
     count
-        How many results there will be.
+        Number of partial results that will be added.
     xp
-        NumPy or CuPy.
+        Array module, NumPy or CuPy.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: Any, count: int, xp: Any) -> None:
@@ -48,14 +48,14 @@ class Merger:
         self._is_whole = False
 
     def add(self, *, is_whole: bool) -> tuple[Any, Any]:
-        """Where the next result goes, and its log-sum-exp, (batch, heads, rows).
+        """Return buffers for the next result and its log-sum-exp, (batch, heads, rows).
 
-        All log-sum-exps are -inf: a row that gets none is as if it saw no key.
+        The log-sum-exp is initialized to -inf, so that a row that is not written has no weight.
 
         Parameters
         ----------
         is_whole
-            Whether all rows will be written.
+            Whether the caller will write all rows.
         """
         self._is_whole = is_whole
         return self._next(0)
@@ -77,7 +77,7 @@ class Merger:
         return out[at], lse[at]
 
     def _raise(self, level: int) -> None:
-        """Merge a level's results into one of the next."""
+        """Merge all results of a level into one result of the next level."""
         out, lse = self._next(level + 1)
         lse[...] = self._merged(level, None, out)[1]
         self._used[level] = 0
@@ -91,17 +91,17 @@ class Merger:
         return merged
 
     def result(self, sinks: Any | None) -> tuple[Any, Any]:
-        """Attention to all keys, and its log-sum-exp.
+        """Return the output and log-sum-exp over all keys.
 
         Parameters
         ----------
         sinks
-            One more score of each head's rows, (heads,); None for none.
+            Sink of each head, (heads,): an additional score in each row's softmax; or None.
         """
         if not self._levels:
             self.add(is_whole=False)
         level = 0
-        # What is raised may open a level.
+        # `_raise` may append a level, so the length is read again in each iteration.
         while level < len(self._levels) - 1:
             if self._used[level]:
                 self._raise(level)

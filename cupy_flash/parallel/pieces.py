@@ -1,9 +1,9 @@
-"""The part of the score matrix that one rank's queries and another's keys are, as a few calls.
+"""Division of the scores of one rank's queries and another rank's keys into a few attention calls.
 
-Of an unmasked, causal or windowed sequence nothing is computed that a mask hides, but for the tiles
-that its edge crosses: a rank's chunks of queries meet another's chunks of keys in rectangles that
-are seen wholly, not at all, or as the same mask moved by the distance of the chunks, which the
-argument `q_offset` of attention says. What no query sees does not travel either.
+A chunk of queries and a chunk of keys form a rectangle of the score matrix. It is unmasked, fully
+masked, or has the mask of the whole sequence shifted by the distance of the chunks, which the
+argument `q_offset` of attention expresses. Fully masked parts are not computed, except in tiles
+that the edge of the mask crosses, and keys that no query attends to are not sent.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from cupy_flash.problem.mask import Mask
 
 
 class Span(NamedTuple):
-    """Neighbouring rows, of queries or of keys, [start, stop)."""
+    """Range [start, stop) of consecutive query rows or keys."""
 
     start: int
     stop: int
 
     @property
     def length(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return self.stop - self.start
 
     def moved(self, distance: int) -> Span:
-        """The same rows counted from another one."""
+        """Return the range shifted by `distance` rows."""
         return Span(self.start + distance, self.stop + distance)
 
 
 class Geometry(NamedTuple):
-    """A sequence, its shards and its mask: all that says which rank needs what of which.
+    """A sequence, its sharding and its mask, which determine the keys that each rank needs.
 
     Attributes
     ----------
     seqlen_q, seqlen_k
-        Tokens of the whole sequence.
+        Numbers of queries and keys of the whole sequence.
     ranks, order
-        Shards; see `cupy_flash.parallel.shards`.
+        Number of shards, and assignment of tokens to them; see `cupy_flash.parallel.shards`.
     causal, left, right
-        The mask, as of `Mask`; the last query stands at the last key.
+        Mask, see `Mask`; the last query is aligned with the last key.
     cu_seqlens
-        Where packed sequences begin and end, from 0 to seqlen_q = seqlen_k; None of one.
+        Boundaries of packed sequences, from 0 to seqlen_q = seqlen_k; None for a single sequence.
     by_distance
-        Whether scores change with the distance of a query and a key, so that chunks that do not
-        touch cannot share a call.
+        Whether scores depend on the distance of query and key (ALiBi), so that one call cannot
+        compute chunks that are not adjacent.
     """
 
     seqlen_q: int
@@ -62,25 +62,25 @@ class Geometry(NamedTuple):
 
     @property
     def has_window(self) -> bool:
-        """Whether distances are bounded, besides by causality."""
+        """Whether there is a window, in addition to a causal mask or instead of it."""
         return self.left is not None or self.right is not None
 
 
 class Piece(NamedTuple):
-    """One call of attention.
+    """Block of the score matrix that one attention call computes.
 
     Attributes
     ----------
     rows
-        Of the queries' shard.
+        Range of rows in the shard of queries.
     keys
-        Of the keys' shard; from `Visit` on, of those that travel.
+        Range of keys in the shard of keys or, within a `Visit`, in the array of keys that are sent.
     q_offset
-        Position of the first row among the keys.
+        Position of the first row relative to the first key.
     is_masked
-        Whether the mask hides any of it.
+        Whether any pair of the block is masked.
     cu_seqlens
-        Where packed sequences begin and end, in rows and in keys; None of one.
+        Boundaries of packed sequences, relative to `rows` and `keys`; None for a single sequence.
     """
 
     rows: Span
@@ -91,14 +91,14 @@ class Piece(NamedTuple):
 
 
 class Visit(NamedTuple):
-    """What keys of one rank are to queries of another.
+    """Ring step of a rank: the keys that it needs from another rank, and the calls that use them.
 
     Attributes
     ----------
     ranges
-        Rows of the keys' shard that are needed, in order: these travel, one behind the other.
+        Ranges of the other rank's keys that are needed, in order; they are sent concatenated.
     layers
-        Pieces, in groups that have no rows in common.
+        Groups of blocks; the blocks of a group have no rows in common.
     """
 
     ranges: tuple[Span, ...]
@@ -106,13 +106,13 @@ class Visit(NamedTuple):
 
     @property
     def keys(self) -> int:
-        """Keys that travel."""
+        """Number of keys that are sent."""
         return sum(span.length for span in self.ranges)
 
 
 @functools.lru_cache(4096)
 def visit(geometry: Geometry, rank: int, other: int) -> Visit:
-    """What the keys of rank `other` are to the queries of `rank`."""
+    """Return the ring step in which the queries of `rank` attend to the keys of rank `other`."""
     g = geometry
     columns = chunks(g.seqlen_k, g.ranks, other, g.order)
     found: list[list[Piece]] = []
@@ -128,7 +128,7 @@ def visit(geometry: Geometry, rank: int, other: int) -> Visit:
 
 
 def _meeting(g: Geometry, rows: Chunk, keys: Chunk) -> Piece | None:
-    """What a chunk of keys is to a chunk of queries; None where no query sees a key."""
+    """Return the block of a chunk of queries and a chunk of keys; None if it is fully masked."""
     first_row, first_key, last_row, last_key = rows.start, keys.start, rows.stop, keys.stop
     offset = g.seqlen_k - g.seqlen_q
     if g.cu_seqlens is not None:
@@ -137,8 +137,8 @@ def _meeting(g: Geometry, rows: Chunk, keys: Chunk) -> Piece | None:
             local = tuple(cut - rows.start for cut in (rows.start, *inner, rows.stop))
             own = Span(rows.at, rows.at + rows.length)
             return Piece(own, Span(keys.at, keys.at + keys.length), 0, True, local)
-        # Chunks that are not the same have one sequence in common at most: the one that reaches
-        # from the end of the first to the begin of the second.
+        # Two different chunks have at most one sequence in common: the one that reaches from the
+        # end of the first chunk to the beginning of the second.
         later = bisect.bisect_right(g.cu_seqlens, max(rows.start, keys.start))
         begin, end = g.cu_seqlens[later - 1 : later + 1]
         first_row, last_row = max(rows.start, begin), min(rows.stop, end)
@@ -147,7 +147,7 @@ def _meeting(g: Geometry, rows: Chunk, keys: Chunk) -> Piece | None:
             return None
     distance = first_row + offset - first_key
     mask = Mask(last_row - first_row, last_key - first_key, g.causal, distance, g.left, g.right)
-    # Rows and keys that see, and are seen by, none of the others are left out.
+    # Leave out rows that attend to no key of the chunk, and keys that no row attends to.
     seeing = Span(mask.first_row(0), mask.last_row(mask.seqlen_k - 1))
     if seeing.length <= 0:
         return None
@@ -165,10 +165,10 @@ def _meeting(g: Geometry, rows: Chunk, keys: Chunk) -> Piece | None:
 
 
 def _side_by_side(g: Geometry, pieces: list[Piece]) -> list[Piece]:
-    """Pieces of the same rows with those made one whose keys lie next to each other.
+    """Return blocks of the same rows, with blocks of adjacent keys joined into one.
 
-    What is seen wholly can be followed by more of the same, or by what is causal: then all keys
-    before the last that a row sees are seen.
+    An unmasked block can be joined with a following unmasked or causal one: each row of the result
+    attends to all keys before its last one.
     """
     joined: list[Piece] = []
     for piece in pieces:
@@ -186,10 +186,10 @@ def _side_by_side(g: Geometry, pieces: list[Piece]) -> list[Piece]:
 
 
 def _one_above_the_other(g: Geometry, found: list[list[Piece]]) -> list[Piece]:
-    """The pieces of all chunks of rows, with those made one that are one wider call.
+    """Return the blocks of all chunks of rows, with adjacent rows joined if one call suffices.
 
-    Rows that see all of the same keys; and causal rows, where the later see all that the earlier
-    do, and then one more each:
+    It does for unmasked blocks of the same keys. It also does for causal blocks if the later rows
+    attend to all keys of the earlier rows, and each to one more:
 
         earlier rows  x . . . . .        low chunk
                       x x . . . .
@@ -218,7 +218,7 @@ def _one_above_the_other(g: Geometry, found: list[list[Piece]]) -> list[Piece]:
 
 
 def _union(spans: list[Span]) -> tuple[Span, ...]:
-    """The same rows, each once and in order."""
+    """Return the union of ranges as disjoint ranges in ascending order."""
     union: list[Span] = []
     for span in sorted(spans):
         if union and span.start <= union[-1].stop:
@@ -229,7 +229,7 @@ def _union(spans: list[Span]) -> tuple[Span, ...]:
 
 
 def _among(ranges: tuple[Span, ...], piece: Piece) -> Piece:
-    """A piece with its keys counted among those that travel."""
+    """Return a block with `keys` relative to the concatenated `ranges` that are sent."""
     before = 0
     for span in ranges:
         if piece.keys.start < span.stop:

@@ -1,9 +1,9 @@
-"""Ring attention: each rank's keys and values visit the ranks whose queries see them.
+"""Ring attention: keys and values are sent to the ranks whose queries attend to them.
 
-Queries stay where they are (Liu, Zaharia and Abbeel 2023, "Ring Attention with Blockwise
-Transformers"). In step d a rank attends to the keys of the d-th rank before it, while those of the
-next step arrive. They come straight from their owner, not from a neighbour who passes them on: so a
-rank gets only the rows that its queries see, and one that needs none of another's hears nothing.
+Queries stay on their rank (Liu, Zaharia and Abbeel 2023, "Ring Attention with Blockwise
+Transformers"). In step d, a rank attends to the keys of the d-th rank before it, while the keys of
+the next step arrive. Keys come directly from their owner and are not passed on by neighbours. So a
+rank receives only the keys that its queries attend to, and nothing from a rank without such keys.
 
     step          0             1             2
     rank 0   keys of 0     keys of 2     keys of 1
@@ -26,29 +26,29 @@ from cupy_flash.parallel.pieces import Geometry, Span, Visit, visit
 
 
 class Ring(NamedTuple):
-    """Ranks of a group, in order, and this one's place among them."""
+    """Ranks that form a ring, in order, and this rank's index among them (`place`)."""
 
     group: Group
     ranks: Sequence[int]
     place: int
 
     def before(self, distance: int) -> int:
-        """The place of the rank whose keys come in a step."""
+        """Return the index of the rank whose keys this rank attends to in step `distance`."""
         return (self.place - distance) % len(self.ranks)
 
     def behind(self, distance: int) -> int:
-        """The place of the rank that this one's keys go to."""
+        """Return the index of the rank that attends to this rank's keys in step `distance`."""
         return (self.place + distance) % len(self.ranks)
 
 
-# From so many elements on for each of q, keys and values that travel take longer than what is lost
-# by thread blocks that have a tile each. On two H100, with a window of 512 to 8192 keys of which
-# 1/32 to 1/2 travel, these take 7, 4 (1/8), 2 (1/4) and -1% longer; with all keys 2 to 17% less.
+# Elements sent per element of q from which on attention runs with one query tile per thread block
+# instead of a persistent grid, to leave SMs to NCCL. On two H100, this saves 2 to 17% if all keys
+# are sent, and costs 4% if 1/8 of a window is sent.
 _LONG_EXCHANGE = 1 / 2
 
 
 class _Guests(NamedTuple):
-    """Keys and values of another rank, how they come, and how many elements travel meanwhile."""
+    """Keys and values of another rank, their transfer, and its number of elements (`size`)."""
 
     k: Any
     v: Any
@@ -59,21 +59,21 @@ class _Guests(NamedTuple):
 def forward(
     q: Any, k: Any, v: Any, ring: Ring, geometry: Geometry, scores: Scores, sinks: Any | None
 ) -> tuple[Any, Any]:
-    """Attention of this rank's queries to the keys of all.
+    """Compute attention of this rank's queries over the keys of all ranks.
 
     Parameters
     ----------
     q, k, v
-        This rank's, (batch, rows, heads, dim).
+        Arrays of this rank, (batch, rows, heads, dim).
     geometry
-        Whose ranks are those of the ring.
+        Sequence and mask, sharded over the ranks of the ring.
     sinks
-        (heads,); counted once, when results are merged.
+        Sinks, (heads,); added once, in the final merge.
 
     Returns
     -------
     out, lse
-        (batch, rows, heads, dim), and (batch, heads, rows).
+        Output (batch, rows, heads, dim), and log-sum-exp (batch, heads, rows).
     """
     xp = array_module(q)
     visits = [visit(geometry, ring.place, ring.before(d)) for d in range(len(ring.ranks))]
@@ -98,10 +98,11 @@ def forward(
 def backward(
     of: Rows, k: Any, v: Any, ring: Ring, geometry: Geometry, scores: Scores
 ) -> tuple[Any, Any, Any]:
-    """Gradients of this rank's queries, keys and values, in float32 (of float64 in float64).
+    """Return the gradients of this rank's q, k and v, in float32 (float64 for float64 inputs).
 
-    Keys and values visit as in `forward`; what a rank adds to their gradients goes back to the
-    owner while the next step is computed, and is summed up there in the order of steps.
+    Keys and values are sent as in `forward`. The gradients that a rank computes for the keys of
+    another rank are sent back to their owner during the next step. The owner adds them in the order
+    of steps.
     """
     dq, dk, dv = _Sum(of.q), _Sum(k), _Sum(v)
     guests, returning = _Guests(k, v), None
@@ -129,10 +130,10 @@ def backward(
 
 
 class _Sum:
-    """A sum of parts of an array like another, in float32 (of float64 in float64).
+    """Accumulator of the shape of an array, in float32 (float64 for a float64 array).
 
-    The first part becomes the sum where it is of all rows: else clearing and adding would read and
-    write as much again as attention itself does.
+    If the first contribution covers all rows, it becomes the sum itself. Zeroing and adding would
+    otherwise move as many bytes again as attention.
     """
 
     def __init__(self, like: Any) -> None:
@@ -141,14 +142,14 @@ class _Sum:
 
     @property
     def value(self) -> Any:
-        """What was added so far."""
+        """Sum of the contributions so far."""
         if self._value is None:
             dtype = "float64" if self._like.dtype == "float64" else "float32"
             self._value = array_module(self._like).zeros(self._like.shape, dtype)
         return self._value
 
     def add(self, rows: Span, part: Any) -> None:
-        """Add to some rows; the part is then this sum's own."""
+        """Add `part` to some rows. The sum may keep `part`, so the caller must not reuse it."""
         if self._value is None and rows.length == self._like.shape[1]:
             self._value = part
         else:
@@ -156,7 +157,7 @@ class _Sum:
 
 
 def _invite(k: Any, v: Any, ring: Ring, geometry: Geometry, step: int) -> _Guests:
-    """Start the exchange of a step's keys and values; behind the last step nothing comes."""
+    """Start the exchange of keys and values for a step; after the last step there is none."""
     if step >= len(ring.ranks):
         return _Guests(None, None)
     giver, taker = ring.before(step), ring.behind(step)
@@ -179,7 +180,7 @@ def _arrived(guests: _Guests) -> _Guests:
 
 
 class _Returning(NamedTuple):
-    """What another rank adds to gradients of this one's keys and values."""
+    """Gradients of this rank's keys and values that another rank computed, and their transfer."""
 
     dk: Any
     dv: Any
@@ -187,7 +188,7 @@ class _Returning(NamedTuple):
     transfer: Transfer | None
 
     def add_to(self, dk: Any, dv: Any) -> None:
-        """Add it once it is here."""
+        """Wait for the gradients and add them to this rank's."""
         if self.transfer is not None:
             self.transfer.wait()
         for own, parts in ((dk, self.dk), (dv, self.dv)):
@@ -197,7 +198,7 @@ class _Returning(NamedTuple):
 
 
 def _send_back(dk: Any, dv: Any, ring: Ring, geometry: Geometry, step: int) -> _Returning:
-    """Start the exchange of what this rank adds to its guests' gradients."""
+    """Start to send computed gradients of keys to their owner, and to receive this rank's own."""
     owner, helper = ring.before(step), ring.behind(step)
     found, asked = visit(geometry, ring.place, owner), visit(geometry, helper, ring.place)
     dk_in, dv_in = _room(dk, asked), _room(dv, asked)
@@ -213,22 +214,22 @@ def _send_back(dk: Any, dv: Any, ring: Ring, geometry: Geometry, step: int) -> _
 
 
 def _started(ring: Ring, sends: list[Message], receives: list[Message]) -> Transfer | None:
-    """The transfer, or None where there is nothing to exchange."""
+    """Start and return a transfer; return None if there is nothing to exchange."""
     return ring.group.start(sends, receives) if sends or receives else None
 
 
 def _room(like: Any, found: Visit) -> Any:
-    """An array for the rows of another rank's that travel."""
+    """Return an uninitialized array for the rows that a ring step receives."""
     return array_module(like).empty((like.shape[0], found.keys, *like.shape[2:]), like.dtype)
 
 
 def _rows(own: Any, asked: Visit) -> list[Any]:
-    """The rows of an owner's array that a visit is about."""
+    """Return views of the ranges of a shard that a ring step sends."""
     return [own[:, slice(*span)] for span in asked.ranges]
 
 
 def _travelling(array: Any, found: Visit) -> list[Any]:
-    """The same rows in an array of those that travel."""
+    """Return views of the same ranges in an array of concatenated rows that were sent."""
     parts, at = [], 0
     for span in found.ranges:
         parts.append(array[:, at : at + span.length])

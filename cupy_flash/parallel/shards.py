@@ -1,4 +1,4 @@
-"""Which tokens of a sequence each rank holds."""
+"""Sharding of a sequence: the tokens that each rank holds."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ ORDERS = ("zigzag", "contiguous")
 
 
 class Chunk(NamedTuple):
-    """Neighbouring tokens of a rank.
+    """Consecutive tokens of a rank.
 
     Attributes
     ----------
     start, stop
-        Positions in the whole sequence.
+        Range [start, stop) in the whole sequence.
     at
-        Where the first of them lies in the rank's shard.
+        Index of the first of these tokens in the rank's shard.
     """
 
     start: int
@@ -32,16 +32,16 @@ class Chunk(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Tokens."""
+        """Number of tokens."""
         return self.stop - self.start
 
 
 def halves(seqlen: int, ranks: int, rank: int, order: str) -> tuple[Chunk, Chunk]:
-    """The two chunks that a shard consists of, one behind the other; either may be empty.
+    """Return the two consecutive chunks that form a shard; either may be empty.
 
-    In zigzag order the sequence is cut into 2 * ranks chunks of lengths that differ by one at most,
-    and rank r has the r-th and the r-th from the end: then every rank has the same share of a
-    causal mask. In contiguous order the second chunk is always empty.
+    In zigzag order, the sequence is cut into 2 * ranks chunks whose lengths differ by at most one.
+    Rank r has the r-th chunk from the front and the r-th from the end, so that all ranks have the
+    same work under a causal mask. In contiguous order, the second chunk is always empty.
     """
     if order == "contiguous":
         start, stop = rank * seqlen // ranks, (rank + 1) * seqlen // ranks
@@ -54,7 +54,7 @@ def halves(seqlen: int, ranks: int, rank: int, order: str) -> tuple[Chunk, Chunk
 
 
 def chunks(seqlen: int, ranks: int, rank: int, order: str) -> tuple[Chunk, ...]:
-    """The chunks of a shard as few and as long as they can be: `halves` that touch are one."""
+    """Return the chunks of a shard that are not empty, with adjacent `halves` joined into one."""
     low, high = halves(seqlen, ranks, rank, order)
     if low.stop == high.start:
         low, high = Chunk(low.start, high.stop, 0), Chunk(high.stop, high.stop, 0)
@@ -62,45 +62,45 @@ def chunks(seqlen: int, ranks: int, rank: int, order: str) -> tuple[Chunk, ...]:
 
 
 def shard_length(seqlen: int, ranks: int, rank: int, order: str = "zigzag") -> int:
-    """How many tokens of a sequence a rank holds.
+    """Return the number of tokens of a sequence that a rank holds.
 
     Parameters
     ----------
     seqlen, ranks, rank, order
-        As of `shard`.
+        Number of tokens of the whole sequence, and arguments of `shard`.
     """
     _require(seqlen, ranks, rank, order)
     return sum(half.length for half in halves(seqlen, ranks, rank, order))
 
 
 def shard(array: Any, ranks: int, rank: int, *, axis: int = 1, order: str = "zigzag") -> Any:
-    """A rank's part of an array that holds a whole sequence.
+    """Return a rank's shard of an array that holds a whole sequence.
 
     Parameters
     ----------
     array : array
-        Of NumPy or CuPy, not masked.
+        NumPy or CuPy array of the whole sequence; not a masked array.
     ranks, rank : int
-        How many ranks there are, and which one's part is wanted.
+        Number of ranks, and index of the rank whose shard is returned.
     axis : int
-        Of the tokens: 1 of (batch, seqlen, heads, dim), 0 of packed (total, heads, dim), 2 of a
-        log-sum-exp.
+        Axis of the tokens: 1 for (batch, seqlen, heads, dim), 0 for packed (total, heads, dim), 2
+        for a log-sum-exp.
     order : {"zigzag", "contiguous"}
-        "zigzag" cuts the sequence into 2 * ranks chunks and gives rank r the r-th and the r-th from
-        the end, so that all have the same share of a causal mask. "contiguous" gives each rank
-        neighbouring tokens.
+        Assignment of tokens. "zigzag" cuts the sequence into 2 * ranks chunks and gives rank r the
+        r-th from the front and the r-th from the end, so that all ranks have the same work under a
+        causal mask. "contiguous" gives each rank consecutive tokens.
 
     Returns
     -------
     array
-        A new one, contiguous, of `shard_length` tokens.
+        New contiguous array of `shard_length` tokens.
 
     Raises
     ------
     TypeError
-        For what is no such array, or no integer.
+        If an argument has a wrong type.
     ValueError
-        For a rank or an axis that there is not, or an unknown order.
+        If the rank, axis or order does not exist.
 
     Examples
     --------
@@ -122,28 +122,28 @@ def shard(array: Any, ranks: int, rank: int, *, axis: int = 1, order: str = "zig
 
 
 def gather(own: Any, group: Group, *, seqlen: int, axis: int = 1, order: str = "zigzag") -> Any:
-    """The whole of an array on every rank, from its shards.
+    """Return the whole array on every rank, assembled from the shards of all ranks.
 
     Parameters
     ----------
     own : array
         This rank's shard, of numbers or bools.
     group : Group
-        The ranks, each of which calls it.
+        Group of all ranks; each of them must call this function.
     seqlen : int
-        Tokens of the whole.
+        Number of tokens of the whole sequence.
     axis, order
-        As of `shard`.
+        Arguments of `shard`.
 
     Returns
     -------
     array
-        A new one.
+        New array of the whole sequence.
 
     Raises
     ------
     TypeError, ValueError
-        For a shard that is not of this rank.
+        If an argument is wrong, or the shard does not have the size of this rank's shard.
     ParallelError
         If another rank raises, calls with other arguments, or does not answer in time.
     """
@@ -171,7 +171,7 @@ def gather(own: Any, group: Group, *, seqlen: int, axis: int = 1, order: str = "
                 if rank != group.rank:
                     receives.append(Message(place, rank))
                     continue
-                # Once for all that it goes to.
+                # One contiguous copy serves all ranks that receive it.
                 part = xp.ascontiguousarray(own[_rows(at, half.at, half.at + half.length)])
                 place[...] = part
                 sends += [Message(part, other) for other in range(group.size) if other != rank]
@@ -184,22 +184,22 @@ def _rows(axis: int, start: int, stop: int) -> tuple[slice, ...]:
 
 
 def require_array(name: str, array: Any) -> None:
-    """Raise TypeError for what is no array of NumPy or CuPy, or a masked one."""
+    """Raise TypeError unless `array` is a NumPy or CuPy array, and not a masked array."""
     if not (isinstance(array, np.ndarray) or is_cupy(array)):
         raise TypeError(f"{name} is {kind_of(array)}; expected an array of NumPy or CuPy")
     normalize(name, array)
 
 
 def require_numbers(name: str, array: Any) -> None:
-    """Raise TypeError unless the dtype is one of numbers, or bool, as this machine has them."""
-    # Those of ml_dtypes, as bfloat16, NumPy knows as registered ones.
+    """Raise TypeError unless the dtype is numeric or bool, in this machine's byte order."""
+    # isbuiltin is 2 for the dtypes that ml_dtypes registers with NumPy, such as bfloat16.
     if array.dtype.kind not in "biufc" and array.dtype.isbuiltin != 2:
         raise TypeError(f"{name} has dtype {array.dtype}; expected one of numbers, or bool")
     require_native(name, array)
 
 
 def placed_axis(array: Any, axis: int) -> int:
-    """An axis counted from the first; ValueError for one that the array has not."""
+    """Return an axis as a non-negative number; raise ValueError if the array does not have it."""
     number = integer("axis", axis)
     if not -array.ndim <= number < array.ndim:
         raise ValueError(f"axis is {number}; expected one of the {array.ndim} axes that there are")
@@ -219,7 +219,7 @@ def _require(seqlen: int, ranks: int, rank: int, order: str) -> None:
 
 
 def require_rank(ranks: int, rank: int) -> None:
-    """Raise ValueError for a rank that there is not."""
+    """Raise ValueError unless 0 <= rank < ranks."""
     if integer("ranks", ranks) < 1:
         raise ValueError(f"ranks is {ranks}; expected at least 1")
     if not 0 <= integer("rank", rank) < ranks:

@@ -1,1 +1,1 @@
-"""Which family and tile, and why."""
+"""Choice of the kernel family and tile for a problem, with its reasons."""

@@ -19,31 +19,31 @@ from cupy_flash.problem.tile import FrozenTile, Tile
 
 @dataclass(frozen=True)
 class Plan:
-    """How a problem is computed.
+    """Plan of how a problem is computed.
 
     Attributes
     ----------
     problem, device
-        What is computed, and on what; device is None for the CPU backend.
+        Problem, and device on which it is computed; `device` is None for the CPU backend.
     family, tile
-        The kernel family's name ("cpu" for the CPU backend) and its compile-time tile.
+        Name of the kernel family ("cpu" for the CPU backend) and its compile-time tile.
     schedule
-        What is launched, and what that takes.
+        Kernel launches, and the memory that they need.
     unit
-        The translation unit; None for the CPU backend.
+        Translation unit; None for the CPU backend.
     reason
-        Why this family and tile.
+        Reason for this family and tile.
     rejected
-        Every other family, with why not.
+        Reason why each other family is not used, by its name.
     resources
-        Of the compiled main kernel; None where it is not loaded.
+        Registers and memory of the compiled main kernel; None if it is not loaded.
     """
 
     problem: Problem
     device: Device | None
     family: str
     tile: Tile
-    # Follows from the fields above, and holds mappings, which have no hash.
+    # The schedule follows from the fields above. It is not hashed because mappings have no hash.
     schedule: Schedule = field(repr=False, hash=False)
     unit: TranslationUnit | None = field(repr=False)
     reason: str
@@ -52,7 +52,7 @@ class Plan:
 
     @property
     def num_splits(self) -> int | None:
-        """Parts that the keys of a query tile are cut into; None where blocks have even shares."""
+        """Number of parts of the keys of a query tile; None if all keys are divided evenly."""
         split = self.schedule.split
         return None if split.kind == "even" else split.parts
 
@@ -63,7 +63,7 @@ class Plan:
 
     @property
     def workspace(self) -> int:
-        """Bytes of memory besides the arrays."""
+        """Number of bytes of temporary memory."""
         return self.schedule.workspace
 
     @property
@@ -73,16 +73,16 @@ class Plan:
 
     @property
     def threads(self) -> int:
-        """Threads of a block of the main kernel."""
+        """Number of threads of a thread block of the main kernel."""
         return self.main.threads if self.main else 0
 
     @property
     def shared_memory(self) -> int:
-        """Dynamic shared memory of a block of the main kernel, in bytes."""
+        """Dynamic shared memory of a thread block of the main kernel, in bytes."""
         return self.main.shared_memory if self.main else 0
 
     def blocks_per_sm(self) -> int:
-        """Blocks of the main kernel that fit an SM; an upper bound until it is compiled."""
+        """Return how many main thread blocks fit an SM; an upper bound until it is compiled."""
         if self.device is None:
             return 0
         registers = self.resources.registers if self.resources else 0
@@ -115,24 +115,24 @@ class Plan:
         return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
 
     def _block_rows(self) -> list[tuple[str, str]]:
-        """Which blocks of the score matrix are computed, as far as positions tell."""
+        """Return the line on how many blocks of the score matrix are computed, from positions."""
         problem, score = self.problem, self.problem.score
         family = FAMILIES[problem.direction].get(self.family)
         if family is not None and not family.automatic:
-            # A baseline, which visits all.
+            # A baseline computes all blocks.
             return []
         if score is not None and (score.offsets or score.seqused_q):
-            # The positions of queries stand in arrays.
+            # The positions of the queries are in device arrays.
             return []
         mask = problem.mask
         if not problem.layout.is_equal and problem.layout.kind != "padded":
-            # Each sequence has a mask of its own, aligned at its end.
+            # Each sequence has its own mask, aligned at its end.
             mask = mask._replace(q_offset=problem.seqlen_k - problem.seqlen_q)
         hides_pairs = score is not None and score.hides_pairs
         if mask.is_full and not hides_pairs:
             return []
         visited, partial, skipped = count_blocks(mask, self.tile.Br, self.tile.Bc)
-        # A mask that is no rule of positions may cut any.
+        # A mask that does not only depend on causality and window may be partial in any block.
         in_part = "" if hides_pairs else f", {partial:,} of them partial"
         text = f"{visited:,} visited{in_part}, {skipped:,} skipped"
         if problem.layout.is_equal:
@@ -162,7 +162,7 @@ class Plan:
 
 
 def count_blocks(mask: Mask, Br: int, Bc: int) -> tuple[int, int, int]:
-    """Blocks of Br rows and Bc keys: those visited, those of them seen in part, and the others."""
+    """Return how many blocks of Br rows and Bc keys are computed, are partial, and are skipped."""
     visited = whole = 0
     for first in range(0, mask.seqlen_q, Br):
         stop = min(first + Br, mask.seqlen_q)
@@ -213,21 +213,21 @@ def make_plan(
     Parameters
     ----------
     problem, device
-        What to compute, and on what.
+        Problem to compute, and the device.
     family
         Name of the family to use; None for the first that can serve the problem.
     tile
-        A tile of that family, or some of its fields (see `freeze_tile`); None for the tuned or
+        Tile of that family, or some of its fields (see `freeze_tile`); None for the tuned or
         default one.
     explain
-        Whether to find out, for each other family, the reason why it is not used.
+        Whether to determine, for each other family, the reason why it is not used.
 
     Raises
     ------
     UnsupportedError
         If the family cannot serve the problem, or the tile does not fit; the message says why.
     ValueError
-        For an unknown family or tile field.
+        If the family or a tile field is unknown.
     """
     families = FAMILIES[problem.direction]
     if family is not None and family not in families:
@@ -258,8 +258,8 @@ def make_plan(
 def _first_choice(problem: Problem, device: Device) -> str | None:
     """Return the name of the family for a call that names none; None if none serves it.
 
-    The checks take most of the planning time. So later families are not checked, and neither are
-    families that are for other numbers of query rows.
+    The checks take most of the planning time. So the search ends at the first suitable family, and
+    skips families that are for other numbers of query rows.
     """
     families = {n: f for n, f in FAMILIES[problem.direction].items() if f.automatic}
     for name, family in families.items():
@@ -274,7 +274,7 @@ def _first_choice(problem: Problem, device: Device) -> str | None:
 
 
 def _unusable(problem: Problem, device: Device) -> dict[str, str]:
-    """Return why families cannot serve the problem, by the names of those that cannot."""
+    """Return the families that cannot serve the problem, with a reason for each."""
     families = FAMILIES[problem.direction].items()
     reasons = {name: family.why_not(problem, device) for name, family in families}
     return {name: reason for name, reason in reasons.items() if reason}
@@ -283,7 +283,7 @@ def _unusable(problem: Problem, device: Device) -> dict[str, str]:
 def _rejected(
     problem: Problem, device: Device, chosen: str, *, is_asked_for: bool
 ) -> dict[str, str]:
-    """Return a reason for each family that is not used, by its name."""
+    """Return the reason why each other family is not used, by its name."""
     families = FAMILIES[problem.direction]
     rejected = _unusable(problem, device)
     for name, family in families.items():
@@ -299,14 +299,14 @@ def _rejected(
 
 
 def is_served(problem: Problem, device: Device) -> bool:
-    """Whether there is a family that would be chosen for the problem unasked."""
+    """Return whether some family serves the problem in a call that names none."""
     families = FAMILIES[problem.direction].values()
     return any(f.automatic and f.why_not(problem, device) is None for f in families)
 
 
 def _why_not_first(family: Family[Any], problem: Problem, device: Device) -> str | None:
-    # The bits of a row are those of a family and tile: one family for all batch-invariant problems
-    # of a dtype and head dims, chosen without a look at rows, lengths and batch.
+    # Results depend bitwise on family and tile. So all batch-invariant problems of a dtype and head
+    # dims use one family, which does not depend on the numbers of rows, keys and sequences.
     if not problem.is_batch_invariant:
         return family.why_not_first(problem, device)
     if family.serves_any_rows or not family.automatic:
@@ -323,7 +323,7 @@ def plan_tile(
     reason: str,
     rejected: Mapping[str, str] | None = None,
 ) -> Plan:
-    """The plan of one tile that is known to be legal."""
+    """Return the plan of a tile that is known to be legal."""
     schedule = family.schedule(problem, device, tile)
     return Plan(
         problem=problem,
@@ -342,7 +342,7 @@ def _choose_tile(
 ) -> tuple[Tile, str]:
     if request is not None:
         return _requested_tile(family, problem, device, request), "tile asked for"
-    # Tables are of problems without modifications.
+    # Tables contain only problems without modifications.
     is_plain = problem.score is None
     entry = tuning.lookup(device, family.name, family.digest(), problem) if is_plain else None
     if entry is not None:
@@ -361,7 +361,7 @@ def _tuned_reason(entry: tuning.Entry, device: Device) -> str:
 
 
 def tuned_tile(tile_type: type[Tile], fields: Mapping[str, int]) -> Tile | None:
-    """The tile of an entry of a table; None if its fields are not those of the type."""
+    """Return the tile of a table entry; None if its fields are not those of the type."""
     try:
         return tile_type(**fields)
     except (TypeError, ValueError):
@@ -390,7 +390,7 @@ def _requested_tile(
         for tile in family.candidates(problem, device)
         if all(getattr(tile, name) == value for name, value in wanted.items())
     ]
-    # Nearest to the default first: the fields that were not asked for should stay good ones.
+    # The nearest to the default comes first, to keep good values of fields that were not requested.
     fitting.sort(key=lambda tile: _distance(tile, default))
     reasons = []
     for tile in fitting:
@@ -398,24 +398,24 @@ def _requested_tile(
             return tile
         reasons.append(why_not)
     text = " ".join(f"{name}={value}" for name, value in wanted.items())
-    # The nearest candidate's: the default's other fields may be what is in the way.
+    # Prefer the reason of the nearest candidate: other fields of the default may be illegal here.
     reason = reasons[0] if reasons else reason
     raise UnsupportedError(f"family {family.name!r} has no tile with {text} here: {reason}")
 
 
 def _distance(tile: Tile, other: Tile) -> float:
-    """How much two tiles of a family differ: the sum over their fields of the relative change."""
+    """Return the distance of two tiles: the sum of the relative differences of their fields."""
     pairs = zip(dataclasses.astuple(tile), dataclasses.astuple(other), strict=True)
     return sum(abs(a - b) / max(a, b, 1) for a, b in pairs)
 
 
 def tile_fields(tile_type: type[Tile], request: FrozenTile) -> dict[str, int]:
-    """A request's fields, checked against those of a tile type.
+    """Return the fields of a request, checked against those of a tile type.
 
     Raises
     ------
     ValueError
-        For a field that the tile type does not have.
+        If the tile type does not have a field.
     """
     names = [f.name for f in dataclasses.fields(tile_type)]
     fields = dataclasses.asdict(request) if isinstance(request, Tile) else dict(request or ())

@@ -1,4 +1,4 @@
-"""`ProblemClass`: which problems share a tuned tile, and how tables spell that."""
+"""`ProblemClass`: the class of problems with the same tuned tile, and its text in tables."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from dataclasses import dataclass, fields
 from cupy_flash.problem.arrays import FLOAT8, LARGEST_QUANTIZED
 from cupy_flash.problem.problem import Problem
 
-# Longer sequences, and more query rows over the batch and all heads, are tuned alike.
+# Upper bounds of sequence lengths, and of query rows over the batch and all heads, in a class.
+# Larger sizes count as these.
 MOST_POSITIONS = 16384
 MOST_ROWS = 65536
 
 
 @dataclass(frozen=True)
 class ProblemClass:
-    """The class of problems that share a tuned tile; its text is what tables hold.
+    """Class of problems that use the same tuned tile; tables contain its text (`str`).
 
     Attributes
     ----------
     dtype, head_dim, head_dim_v, causal, alignment
-        As in `Problem`; of float8 the dtype of the output.
+        Same as in `Problem`, except that `dtype` is the dtype of the output for float8 inputs.
     seqlen_q, seqlen_k, rows
         Sequence lengths, and query rows over the batch and all heads, rounded to powers of four.
     kind
-        How sequences lie, where they are not blocks of equal length: "packed", "cache", "page16"
-        or "packed-page16"; else empty. Of keys that hold the values with "latent" ahead, and of
-        keys of 8 bits with their dtype: "int8-latent-cache". "float8_e4m3fn" of blocks of equal
-        length of float8.
+        Batch layout. Empty for a dense batch, or "float8_e4m3fn" if its inputs are float8.
+        Otherwise "packed", "cache", "page16" or "packed-page16" (pages of 16 rows), preceded by
+        "latent-" for MLA, and by the dtype of an 8-bit KV cache: "int8-latent-cache".
     direction
-        As in `Problem`. Which gradients are wanted, and in which dtype, makes no other class.
+        Same as in `Problem`. The class does not depend on which gradients are computed.
     """
 
     dtype: str
@@ -45,7 +45,7 @@ class ProblemClass:
 
     @classmethod
     def of(cls, problem: Problem) -> ProblemClass:
-        """That of a problem."""
+        """Return the class of a problem."""
         return cls(
             problem.out_dtype,
             problem.head_dim,
@@ -61,7 +61,7 @@ class ProblemClass:
 
     @classmethod
     def parse(cls, text: str) -> ProblemClass | None:
-        """The inverse of `str`; None for a class that is not spelled as now."""
+        """Return the class whose `str` is `text`; None if the text is not in the present format."""
         found = _TEXT.fullmatch(text)
         if found is None:
             return None
@@ -93,18 +93,18 @@ class ProblemClass:
 
     @property
     def page_size(self) -> int:
-        """Rows of a page of the cache; 0 where there are no pages."""
+        """Number of rows of a page of the KV cache; 0 if it is not paged."""
         return int(self.kind.partition("page")[2] or 0)
 
     @property
     def cache_dtype(self) -> str | None:
-        """Of keys of 8 bits, or of q, k and v of float8."""
+        """Name of the dtype of an 8-bit KV cache or of float8 inputs; None for others."""
         stored = self.kind.partition("-")[0]
         return stored if stored in LARGEST_QUANTIZED else None
 
     @property
     def values_in_keys(self) -> bool:
-        """As in `Problem`."""
+        """Whether each value consists of the first columns of its key (MLA)."""
         return _LATENT in self.kind.split("-")
 
 
@@ -131,7 +131,7 @@ def _kind(problem: Problem) -> str:
 
 
 def _bucket(value: int, most: int) -> int:
-    """The nearest power of four, by ratio and at most `most`; 0 stays 0."""
+    """Return the power of four nearest by ratio, but at most `most`; 0 stays 0."""
     if value <= 0:
         return 0
     low = 1 << (value.bit_length() - 1) // 2 * 2

@@ -1,4 +1,4 @@
-"""The tuned-tile table: shipped per GPU, overlaid by the user's own."""
+"""Tables of tuned tiles: shipped tables for several GPUs, and the user's table, which precedes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ logger = logging.getLogger("cupy_flash")
 TABLE_VERSION = 3
 SHIPPED_DIR = Path(__file__).resolve().parent / "tuned"
 HOME_VARIABLE = "CUPY_FLASH_HOME"
-# What the CPU backend's entries have for a GPU's name.
+# Value of `Entry.gpu` in entries of the CPU backend.
 CPU = "cpu"
-# A change of a table takes milliseconds: who waits longer waits for something that hangs.
+# Timeout for the lock of a table. A change takes milliseconds, so a longer wait means a hang.
 LOCK_SECONDS = 60
 
 
@@ -40,15 +40,15 @@ class Entry:
     gpu
         Device name, or `CPU`.
     arch, sm_count
-        Of that GPU, as in `Device`; 0 for the CPU.
+        Architecture and number of SMs of the GPU, as in `Device`; 0 for the CPU.
     family, digest
         Kernel family and the digest of its sources when it was tuned.
     problem_class
-        See `problem_class`.
+        Text of the class of problems, see `ProblemClass`.
     tile
         Field names and values of the family's tile.
     tflops
-        What it reached.
+        TFLOP/s that the tile reached.
     """
 
     gpu: str
@@ -62,51 +62,51 @@ class Entry:
 
     @property
     def key(self) -> tuple[str, str, str, str]:
-        """What the entry is found by."""
+        """Key of the entry in a table."""
         return (self.gpu, self.family, self.digest, self.problem_class)
 
     @property
     def direction(self) -> str:
-        """Of the class's problems; families of one name have kernels of their own in each."""
+        """Direction of the problems, since a forward and a backward family may have one name."""
         found = ProblemClass.parse(self.problem_class)
         return found.direction if found else "forward"
 
 
 class TableError(CupyFlashError, ValueError):
-    """A table file that cannot be read as one."""
+    """Error for a file that cannot be read as a table of tuned tiles."""
 
 
 def problem_class(problem: Problem) -> str:
-    """The text of the class of problems that share a tuned tile, see `ProblemClass`."""
+    """Return the text of the problem's class, see `ProblemClass`."""
     return str(ProblemClass.of(problem))
 
 
 def user_table_path() -> Path:
-    """Where the user's own table lies: ``$CUPY_FLASH_HOME``, by default ``~/.cupy_flash``."""
-    # Not Path.home(), which raises for a user without one.
+    """Return the path of the user's table, in ``$CUPY_FLASH_HOME`` or ``~/.cupy_flash``."""
+    # Path.home() would raise for a user without a home directory.
     home = os.environ.get(HOME_VARIABLE) or os.path.expanduser("~/.cupy_flash")
     return Path(home) / "tuned.json"
 
 
 def read_table(path: Path) -> list[Entry]:
-    """Read a table file's entries; a missing one is empty.
+    """Read the entries of a table file; there are none if the file does not exist.
 
     Raises
     ------
     TableError
-        If the file is there and is not a table of this version.
+        If the file exists but is not a table of this version.
     """
     return _read(path)[0]
 
 
 def _read(path: Path) -> tuple[list[Entry], dict[str, Any]]:
-    """A table file's entries, and the notes on where it comes from."""
+    """Return the entries of a table file and its notes on how the table was made."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return [], {}
     except (OSError, ValueError, RecursionError) as error:
-        # The text of an OSError names the file once more.
+        # Use `strerror` because the text of an OSError repeats the file name.
         why = getattr(error, "strerror", None) or error
         raise TableError(f"{path} cannot be read as a tuned table: {why}{_mend(path)}") from error
     try:
@@ -125,7 +125,7 @@ def _read(path: Path) -> tuple[list[Entry], dict[str, Any]]:
 
 
 def _mend(path: Path) -> str:
-    """Return how to mend the user's table; of other files nothing can be said."""
+    """Return advice on how to repair the user's table, or an empty string for other files."""
     return "; 'cupy-flash tables clear' sets it aside" if path == user_table_path() else ""
 
 
@@ -145,16 +145,16 @@ def _entry(item: dict[str, Any]) -> Entry:
 def write_table(
     path: Path, entries: Iterable[Entry], made_by: Mapping[str, Any] | None = None
 ) -> None:
-    """Write a table file, whole or not at all.
+    """Write a table file atomically.
 
     Parameters
     ----------
     path
-        The file; its folder is made.
+        Path of the file. Its folder is created if necessary.
     entries
-        What it holds.
+        Entries of the table.
     made_by
-        Notes on where it comes from, for people.
+        Notes for people on how the table was made.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     data = {
@@ -168,12 +168,12 @@ def write_table(
 
 
 def merged(old: Iterable[Entry], new: Iterable[Entry]) -> list[Entry]:
-    """Both lists' entries; where keys are the same, the new one."""
+    """Return the entries of both lists; for equal keys, the entry of `new` is used."""
     return list({entry.key: entry for entry in (*old, *new)}.values())
 
 
 def save(entry: Entry) -> Path:
-    """Put an entry in the user's table in place of one with the same key; return its path."""
+    """Add an entry to the user's table or replace the one with the same key; return the path."""
     path = user_table_path()
     change(path, lambda entries: merged(entries, [entry]))
     return path
@@ -184,16 +184,16 @@ def change(
     changed: Callable[[list[Entry]], list[Entry]],
     made_by: Mapping[str, Any] | None = None,
 ) -> None:
-    """Rewrite a table file while no other process does; one that cannot be read is set aside.
+    """Change a table file while it is locked; a file that cannot be read is set aside.
 
     Parameters
     ----------
     path
-        The file; it need not exist.
+        Path of the file, which need not exist.
     changed
-        The new entries, given the old.
+        Function that receives the old entries and returns the new ones.
     made_by
-        See `write_table`; None for what the file says.
+        See `write_table`; None keeps the notes of the file.
     """
     with locked(path):
         try:
@@ -208,16 +208,16 @@ def change(
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Keep everybody else from changing a table file; its folder is made.
+    """Lock a table file against changes by other processes; its folder is created.
 
-    The lock is a file beside it, which stays: who removed it could remove what another waits for.
+    The lock is a file next to the table. It is never removed: another process may wait for it.
 
     Raises
     ------
     OSError
-        If the folder cannot be written, or another process keeps the lock for `LOCK_SECONDS`.
+        If the folder is not writable, or another process holds the lock for `LOCK_SECONDS`.
     """
-    # Here, since only those who save need it.
+    # Imported here, because only calls that save an entry need it.
     from filelock import FileLock
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -226,19 +226,19 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a table that cannot be read; return its new path."""
+    """Rename a table file that cannot be read, and return its new path."""
     backup = path.with_suffix(".corrupt.json")
     path.replace(backup)
     return backup
 
 
 def clear() -> int:
-    """Remove the user's table; return how many entries it held.
+    """Remove the user's table, and return the number of its entries.
 
     Raises
     ------
     TableError
-        If it cannot be read.
+        If the table cannot be read.
     """
     path = user_table_path()
     if not path.exists():
@@ -252,7 +252,7 @@ def clear() -> int:
 
 @functools.cache
 def _in_effect() -> tuple[list[Entry], list[Entry]]:
-    """The user's entries, and the shipped ones."""
+    """Return the entries of the user's table, and those of all shipped tables."""
 
     def read(path: Path) -> list[Entry]:
         try:
@@ -266,7 +266,7 @@ def _in_effect() -> tuple[list[Entry], list[Entry]]:
 
 
 def entries() -> list[Entry]:
-    """All entries in effect: the shipped ones, overlaid by the user's."""
+    """Return all entries in effect: the user's, and shipped ones with other keys."""
     user, shipped = _in_effect()
     return merged(shipped, user)
 
@@ -278,7 +278,7 @@ def families() -> frozenset[str]:
 
 
 def reload() -> None:
-    """Forget what was read, so that the next lookup reads the files again."""
+    """Clear the cached tables, so that the next lookup reads the files again."""
     global _generation
     _generation += 1
     _in_effect.cache_clear()
@@ -286,28 +286,28 @@ def reload() -> None:
     _nearest_first.cache_clear()
 
 
-# Counts reloads: what was planned under an older table is planned again.
+# Number of reloads: plans made with an older table are made again.
 _generation = 0
 
 
 def generation() -> int:
-    """A number that changes whenever the table may have changed in this process."""
+    """Return a number that changes whenever the tables may have changed in this process."""
     return _generation
 
 
 def lookup(device: Device | None, family: str, digest: str, problem: Problem) -> Entry | None:
-    """The entry for a problem, if the family's sources are still those it was tuned on.
+    """Return the entry for a problem, if it was tuned with the present sources of the family.
 
-    None for a batch-invariant problem, whose tile goes by nothing that a class goes by.
+    Return None for a batch-invariant problem: its tile must not depend on lengths and batch size.
 
     Parameters
     ----------
     device
-        The GPU, or None for the CPU backend.
+        GPU, or None for the CPU backend.
     family, digest
-        The kernel family and the digest of its sources.
+        Name of the kernel family, and the digest of its sources.
     problem
-        What is computed.
+        Problem to compute.
     """
     if problem.is_batch_invariant:
         return None
@@ -317,21 +317,21 @@ def lookup(device: Device | None, family: str, digest: str, problem: Problem) ->
 def lookup_class(
     device: Device | None, family: str, digest: str, wanted: str, *, but_own: bool = False
 ) -> Entry | None:
-    """The entry for a class of problems, as `lookup` finds it.
+    """Return the entry for a class of problems, see `lookup`.
 
-    Those of the GPU come first, then those of other GPUs of its compute capability: the nearest
-    number of SMs first, then the name that begins most alike. The user's go before the shipped
-    ones. The search ends at a shipped table: what was swept for it and is not in it does best with
-    the default tile.
+    Entries of the GPU itself come first, then those of other GPUs of its compute capability: first
+    the nearest number of SMs, then the name with the longest common prefix. User entries precede
+    shipped ones. The search ends at the first shipped table, because shipped tables omit classes
+    for which the default tile was the fastest.
 
     Parameters
     ----------
     device, family, digest
         See `lookup`.
     wanted
-        The class.
+        Text of the class.
     but_own
-        Whether to pass over the user's entries of this very GPU.
+        Whether to skip the user's entries of the GPU itself.
     """
     place = (device.name, device.arch, device.sm_count) if device else (CPU, 0, 0)
     for is_shipped, tiles in _nearest_first(*place, family, digest):
@@ -345,11 +345,11 @@ def lookup_class(
 def _nearest_first(
     name: str, arch: int, sm_count: int, family: str, digest: str
 ) -> list[tuple[bool, dict[str, Entry]]]:
-    """The tables that may serve a processor: whether each is shipped, and its entries by class."""
+    """Return the tables for a device, nearest first, as (whether shipped, entries by class)."""
 
     def distance(item: tuple[bool, Entry]) -> tuple[bool, int, int, bool, str]:
         is_shipped, entry = item
-        # Of one number of SMs there are several: an H200 NVL is nearer to an H200 than to an H100.
+        # GPUs with equal SM counts differ: an H200 NVL is nearer to an H200 than to an H100.
         letters = zip(entry.gpu, name, strict=False)
         alike = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], letters))
         sms = abs(entry.sm_count - sm_count)

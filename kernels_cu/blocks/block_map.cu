@@ -1,18 +1,18 @@
-// Finds out which blocks of the score matrix a mask hides wholly, shows wholly, or in part. First
-// come ranges of what captured arrays hold for the rows of each part of a row tile and for the keys
-// of each key block; then, for 32 blocks at a time, what those say (bounds.cuh), and of blocks that
-// stay undecided a thread block looks at pairs, until one is seen and one is hidden; of some that
-// are seen in part all pairs are kept; last the order of the row tiles.
+// Builds a block mask: determines which blocks of the score matrix a mask leaves empty, full or
+// partial, in three kernels. `find_ranges` computes the range of captured values for the keys of
+// each key block and for each row group (a part of a query tile). `build` classifies blocks by
+// interval arithmetic on these ranges (bounds.cuh). If a block stays undecided, a CTA evaluates its
+// pairs until it has found a visible and a masked one. `order_tiles` sorts the query tiles.
 //
-// The unit declares ModArguments, Mods and MaskBounds ahead of this file.
+// The translation unit declares `ModArguments`, `Mods` and `MaskBounds` before this file.
 #include "blocks/bounds.cuh"
 #include "blocks/map.cuh"
 #include "score/capture.cuh"
 
 struct BlockMapParams {
   BlockMap map;
-  void* row_ranges;  // MaskBounds::Rows (batches, heads, row tiles, parts)
-  void* key_ranges;  // MaskBounds::Keys (batches, heads, key blocks)
+  void* row_ranges;  // `MaskBounds::Rows` (batches, heads, query tiles, row groups)
+  void* key_ranges;  // `MaskBounds::Keys` (batches, heads, key blocks)
   int batches;
   int heads;
   int seqlen_q;
@@ -21,9 +21,9 @@ struct BlockMapParams {
   int part_rows;
   int Bc;
   int row_tiles;
-  int parts;  // of a row tile
-  // Only keys from `left` before a row's position to `right` after it are considered. Positions may
-  // be 2^31 apart, so sums with `left` and `right` need 64 bits.
+  int parts;  // number of row groups per query tile
+  // The band: only keys from `left` before a row's position to `right` after it are considered.
+  // Positions may be 2^31 apart, so sums with `left` and `right` need 64 bits.
   int left;
   int right;
   alignas(8) ModArguments mods;
@@ -37,13 +37,13 @@ constexpr int lanes = 32;
 constexpr int threads = 256;
 constexpr int warps = threads / lanes;
 constexpr unsigned all_lanes = 0xffffffffu;
-// Keys of a row that a lane looks at in one go, and rows between two looks at what others found.
+// Number of keys that a lane evaluates at once; number of rows between two checks by the CTA.
 constexpr int keys_of_lane = 4;
 constexpr int rows_of_turn = 4;
-// Kinds of row tiles by how many blocks they visit.
+// Number of classes that query tiles are sorted into, by their number of nonempty blocks.
 constexpr int sizes = threads;
 
-// A mask that stands for all batches, or heads, is asked about the first.
+// Batch and head. A mask that is the same for all batches or heads is evaluated for the first.
 struct Head {
   int index;
   int batch;
@@ -53,7 +53,7 @@ struct Head {
       : index(index), batch(index / p.heads), head(index % p.heads) {}
 };
 
-// Positions of a part of a row tile, and keys of a block, ends included.
+// Positions of the rows of a row group, and keys of a key block; all bounds are inclusive.
 struct Block {
   int i_low;
   int i_high;
@@ -66,7 +66,7 @@ struct Block {
         j_low(key_block * p.Bc),
         j_high(min((key_block + 1) * p.Bc, p.seqlen_k) - 1) {}
 
-  // Without the rows and keys that the band leaves nothing of.
+  // Returns the block without the rows and keys that lie entirely outside of the band.
   __device__ Block within_band(const BlockMapParams& p) const {
     Block part = *this;
     part.i_low = int(max(int64(i_low), int64(j_low) - p.right));
@@ -79,7 +79,7 @@ struct Block {
   __device__ bool is_empty() const { return i_low > i_high || j_low > j_high; }
 };
 
-// Ranges that the lanes of a warp have, joined; each lane gets them.
+// `of_lane()` returns x of another lane; `joined_over_warp()` the union of the ranges of all lanes.
 template <class T>
 __device__ T of_lane(T x, int distance) {
   static_assert(sizeof(T) % 4 == 0, "words are exchanged");
@@ -110,11 +110,11 @@ __device__ inline Truth joined_over_warp(Truth range) {
           __any_sync(all_lanes, range.may_be_false) != 0};
 }
 
-// What at(position) gives at the positions from first to last, joined by a warp.
+// Returns the union of the ranges at(position) for the positions [first, last]. Called by a warp.
 template <class At>
 __device__ auto ranges_between(int first, int last, At at) {
   const int lane = threadIdx.x % lanes;
-  // Lanes without a position of their own take the last once more.
+  // Lanes past the last position evaluate the last position again.
   auto ranges = at(min(first + lane, last));
   for (int position = first + lane + lanes; position <= last; position += lanes) {
     MaskBounds::join(ranges, at(position));
@@ -123,12 +123,12 @@ __device__ auto ranges_between(int first, int last, At at) {
   return ranges;
 }
 
-// A warp for each part of each head, if there is anything to be read of rows, and for each key block.
+// Kernel: one warp computes the ranges of one row group of a head, or of one of its key blocks.
 __device__ inline void find_ranges(const BlockMapParams& p) {
   const int parts = MaskBounds::row_ranges > 0 ? p.all_parts() : 0;
   const int key_blocks = MaskBounds::key_ranges > 0 ? p.map.key_blocks : 0;
   const int64 index = int64(blockIdx.x) * warps + threadIdx.x / lanes;
-  // Of a mask without ranges nobody calls it, but the compiler would see a division by 0.
+  // Not launched for a mask without ranges; max() only hides a division by 0 from the compiler.
   const int warps_of_head = max(1, parts + key_blocks);
   const int64 of_head = index % warps_of_head;
   const int64 head = index / warps_of_head;
@@ -137,7 +137,7 @@ __device__ inline void find_ranges(const BlockMapParams& p) {
   const bool is_first_lane = threadIdx.x % lanes == 0;
   if (of_head < parts) {
     const Block block(p, int(of_head), 0);
-    // The last tile may have parts without rows.
+    // The last query tile may have row groups without rows.
     if (block.i_low > block.i_high) return;
     const auto ranges = ranges_between(block.i_low, block.i_high, [&](int i) {
       return MaskBounds::rows_at(p.mods, at.batch, at.head, i, 0, 0);
@@ -155,11 +155,11 @@ __device__ inline void find_ranges(const BlockMapParams& p) {
   }
 }
 
-// What is known of 32 blocks, a bit for each.
+// State of 32 blocks, one bit per block.
 struct Found {
-  unsigned open;  // looked at pair by pair
-  unsigned seen;  // some pair is seen
-  unsigned hidden;
+  unsigned open;    // undecided: its pairs must be evaluated
+  unsigned seen;    // some pair is visible
+  unsigned hidden;  // some pair is masked
 };
 
 __device__ inline Seen seen_by_bounds(const BlockMapParams& p, const Head& at, int part,
@@ -181,8 +181,8 @@ __device__ inline Seen seen_by_bounds(const BlockMapParams& p, const Head& at, i
                               block.j_high, 0, 0, rows, keys);
 }
 
-// What the corners of a block say: that decides most of those that a boundary crosses. Pair by pair
-// the documents of 32768 tokens took 200 us, so 8.
+// Evaluates the mask at the corners of a block, which decides most blocks that a boundary crosses:
+// 8 us instead of 200 with pairs only (document mask, 32768 tokens).
 __device__ inline Truth seen_by_corners(const BlockMapParams& p, const Head& at,
                                         const Block& block) {
   Truth sees = {false, false};
@@ -199,14 +199,13 @@ __device__ inline Truth seen_by_corners(const BlockMapParams& p, const Head& at,
   return sees;
 }
 
-// A warp's part of the pairs of a block, until the thread block knows one that is seen and one that
-// is hidden.
+// Evaluates this warp's pairs of a block, until the CTA has found a visible and a masked pair.
 __device__ __forceinline__ void look_at_pairs(const BlockMapParams& p, const Head& at,
                                               const Block& block, unsigned bit, Found& found) {
   const int lane = threadIdx.x % lanes, warp = threadIdx.x / lanes;
   volatile const Found& known = found;
   unsigned seen = 0, hidden = 0;
-  // Rows innermost, as what is read of keys alone then stays in registers.
+  // Rows are the inner loop, so that captured values of keys stay in registers.
   for (int first = block.j_low; first <= block.j_high; first += keys_of_lane * lanes) {
     const int j = first + lane;
     int rows = 0;
@@ -222,7 +221,7 @@ __device__ __forceinline__ void look_at_pairs(const BlockMapParams& p, const Hea
         seen |= is_inside & sees;
         hidden |= is_inside & !sees;
       }
-      // After the first row too: of a mask without order it shows both.
+      // Checked after the first row, too, since an irregular mask has both kinds of pairs there.
       if (rows++ % rows_of_turn == 0 || i + warps > block.i_high) {
         const unsigned any_seen = __any_sync(all_lanes, seen != 0) ? bit : 0;
         const unsigned any_hidden = __any_sync(all_lanes, hidden != 0) ? bit : 0;
@@ -231,7 +230,7 @@ __device__ __forceinline__ void look_at_pairs(const BlockMapParams& p, const Hea
           if (any_seen & ~known_seen) atomicOr(&found.seen, bit);
           if (any_hidden & ~known_hidden) atomicOr(&found.hidden, bit);
         }
-        // The first lane's word, as others may have read later.
+        // The vote makes the decision uniform, because lanes may read `known` at different times.
         const bool is_known = (any_seen | known_seen) & (any_hidden | known_hidden) & bit;
         if (__any_sync(all_lanes, is_known)) return;
       }
@@ -239,7 +238,7 @@ __device__ __forceinline__ void look_at_pairs(const BlockMapParams& p, const Hea
   }
 }
 
-// What is known of a warp's word before pairs are looked at.
+// Returns what is known about the 32 blocks of a word before any pairs are evaluated.
 __device__ inline Found found_at_once(const BlockMapParams& p, const Head& at, int part, int word) {
   Truth sees = {false, true};
   bool is_open = false;
@@ -254,7 +253,7 @@ __device__ inline Found found_at_once(const BlockMapParams& p, const Head& at, i
           __ballot_sync(all_lanes, sees.may_be_false)};
 }
 
-// Keeps the pairs of a block, a half of a fragment's thread each.
+// Stores the visible pairs of a block. Each thread stores one half of a ShownPairs entry.
 template <int Words>
 __device__ __forceinline__ void keep_pairs(const BlockMapParams& p, const Head& at, int part,
                                            int key_block, int slot) {
@@ -275,7 +274,7 @@ __device__ __forceinline__ void keep_pairs(const BlockMapParams& p, const Head& 
   }
 }
 
-// A thread block for each part of each head, and a warp for each of its words, from the last on.
+// Kernel: one CTA per row group and head; each warp classifies a word, from the last to the first.
 __device__ inline void build(const BlockMapParams& p) {
   __shared__ Found found[warps];
   const int warp = threadIdx.x / lanes;
@@ -317,7 +316,7 @@ __device__ inline void build(const BlockMapParams& p) {
   }
 }
 
-// The blocks that any part of a tile visits.
+// Range and number of key blocks that are nonempty for any row group of a query tile.
 struct Extent {
   int begin = 0;
   int end = 0;
@@ -335,13 +334,13 @@ struct Extent {
     }
   }
 
-  // From 0, that of a tile that visits all blocks, to sizes - 1.
+  // Returns the tile's class: from 0 if all key blocks are nonempty to sizes - 1 if none is.
   __device__ int size(const BlockMapParams& p) const {
     return int(int64(p.map.key_blocks - count) * (sizes - 1) / p.map.key_blocks);
   }
 };
 
-// A thread block for each head: its tiles by their size, in any order where that is the same.
+// Kernel: one CTA per head sorts the query tiles by class, in any order within a class.
 __device__ inline void order_tiles(const BlockMapParams& p) {
   __shared__ int ends[sizes];
   const int64 first = int64(blockIdx.x) * p.row_tiles;

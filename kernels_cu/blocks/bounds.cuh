@@ -1,14 +1,14 @@
-// Interval arithmetic: what a value can be where its positions lie in ranges. The functions that
-// cupy_flash/mods/bounds.py writes for a mask are made of these. A range may be too wide, never too
-// narrow; what is not known, or could wrap or be NaN, is anything of its type.
+// Interval arithmetic: the range of a value, given ranges of the query and key positions. The code
+// that cupy_flash/mods/bounds.py generates for a mask calls these functions. A range may be too
+// wide, but never too narrow. A value that is unknown, or may wrap, has the full range of its type.
 //
-// Arithmetic of reals rounds to nearest, which never reverses the order of two results, and masks
-// compute it by the same functions (score/exact.cuh). So the ends need no margin.
+// Arithmetic of reals rounds to nearest, which is monotonic, and masks use the same functions
+// (score/exact.cuh). So the bounds need no margin.
 #pragma once
 
 #include "score/functions.cuh"
 
-// Whether pairs are seen: none of them, all, or else some, or nobody knows.
+// Visibility of the pairs of a block: none or all are visible; `some` also means unknown.
 enum class Seen { none, some, all };
 
 struct Truth {
@@ -18,7 +18,7 @@ struct Truth {
   __device__ static Truth any() { return {true, true}; }
 };
 
-// 32-bit integers, in 64 bits, so that their sums and products do not wrap.
+// Range of 32-bit integers. The bounds have 64 bits, so that sums and products do not wrap.
 struct Ints {
   long long low;
   long long high;
@@ -51,7 +51,7 @@ __device__ inline Seen seen_of(Truth x) {
   return !x.may_be_true ? Seen::none : x.may_be_false ? Seen::some : Seen::all;
 }
 
-// ---- Of one value
+// ---- Ranges of a single value
 
 __device__ inline Truth range_at(bool x) { return {x, !x}; }
 __device__ inline Ints range_at(int x) { return {x, x}; }
@@ -63,7 +63,7 @@ __device__ RealRange<Real> real_at(Real x) {
 __device__ inline RealRange<float> range_at(float x) { return real_at(x); }
 __device__ inline RealRange<double> range_at(double x) { return real_at(x); }
 
-// ---- Of one of several
+// ---- Unions of ranges
 
 __device__ inline Truth range_joined(Truth x, Truth y) {
   return {x.may_be_true || y.may_be_true, x.may_be_false || y.may_be_false};
@@ -140,12 +140,12 @@ __device__ Truth range_is_nan(Range x) {
 
 // ---- Integers
 
-// Whether int holds both ends, so that no integer between them wraps.
+// Returns whether both bounds fit in an int, so that no integer between them wraps.
 __device__ inline bool are_ints(long long low, long long high) {
   return low >= Ints::lowest && high <= Ints::highest;
 }
 
-// Bounds of a sum or a product; one that int does not hold wraps to anything.
+// Returns the range of a sum or product with these bounds: any int if one of them wraps.
 __device__ inline Ints range_of(long long low, long long high) {
   return are_ints(low, high) ? Ints{low, high} : Ints::any();
 }
@@ -169,7 +169,7 @@ __device__ inline Ints range_sign(Ints x) {
 __device__ inline Ints range_min(Ints x, Ints y) { return {min(x.low, y.low), min(x.high, y.high)}; }
 __device__ inline Ints range_max(Ints x, Ints y) { return {max(x.low, y.low), max(x.high, y.high)}; }
 
-// Of a divisor that is one value the compiler makes half of this, of a literal less.
+// For a divisor that is one value, the compiler removes half of this code; for a literal, more.
 __device__ inline Ints range_floordiv(Ints x, Ints y) {
   if (y.low <= 0 && y.high >= 0) return y.low == y.high ? Ints{0, 0} : Ints::any();
   const auto quotient = [](long long n, long long by) -> long long {
@@ -192,7 +192,7 @@ __device__ inline Ints range_mod(Ints x, Ints y) {
   return {min(y.low + 1, 0LL), max(y.high - 1, 0LL)};
 }
 
-// The lowest power of 2 above, less 1: all that has no more bits.
+// Returns 2^n - 1 for the smallest n with x < 2^n.
 __device__ inline long long all_bits(long long x) {
   for (int shift = 1; shift < 32; shift *= 2) x |= x >> shift;
   return x;
@@ -202,7 +202,7 @@ __device__ inline bool is_one(Ints x) { return x.low == x.high; }
 
 __device__ inline Ints range_bit_and(Ints x, Ints y) {
   if (is_one(x) && is_one(y)) return {x.low & y.low, x.low & y.low};
-  // The remainder of a power of 2.
+  // x & (2^n - 1) is x mod 2^n, and monotonic while the upper bits of x do not change.
   if (is_one(y) && y.low >= 0 && y.low == all_bits(y.low) &&
       (x.low & ~y.low) == (x.high & ~y.low)) {
     return {x.low & y.low, x.high & y.low};
@@ -231,7 +231,7 @@ __device__ inline Ints range_shr(Ints x, Ints count) {
   if (is_one(count) && count.low >= 0 && count.low < 32) {
     return {x.low >> count.low, x.high >> count.low};
   }
-  // Towards 0 or -1.
+  // An unknown right shift moves x toward 0 or -1.
   return {min(x.low, 0LL), max(x.high, -1LL)};
 }
 
@@ -276,8 +276,8 @@ __device__ inline Words words_of(Ints x) {
 
 // ---- Reals
 
-// Bounds of an approximated function. Its relative error is below 2^-20 for float, and a larger
-// argument may give a result that is smaller by as much.
+// Returns the range of an approximated function. Its relative error is below 2^-20 for float, and a
+// larger argument may yield a result that is smaller by that error.
 template <class Real>
 __device__ RealRange<Real> range_of_approximated(Real low, Real high, bool may_be_nan) {
   const bool in_float = sizeof(Real) == 4;
@@ -291,7 +291,7 @@ __device__ RealRange<Real> range_of_approximated(Real low, Real high, bool may_b
 
 template <class Real>
 __device__ RealRange<Real> range_between(Real low, Real high, bool may_be_nan) {
-  // inf - inf and the like can be anything.
+  // The bounds are not ordered if one is NaN, for example inf - inf.
   return exact_le(low, high) ? RealRange<Real>{low, high, may_be_nan} : RealRange<Real>::any();
 }
 
@@ -319,7 +319,7 @@ __device__ RealRange<Real> range_sub(RealRange<Real> x, RealRange<Real> y) {
   return range_add(x, range_neg(y));
 }
 
-// Bounds of a function of two numbers that is monotonic in each.
+// Returns the range of a function of two numbers that is monotonic in each.
 template <class Real, class Compute>
 __device__ RealRange<Real> range_of_corners(RealRange<Real> x, RealRange<Real> y,
                                             Compute compute) {
@@ -356,7 +356,7 @@ __device__ RealRange<Real> range_max(RealRange<Real> x, RealRange<Real> y) {
   return {exact_max(x.low, y.low), exact_max(x.high, y.high), x.may_be_nan || y.may_be_nan};
 }
 
-// Functions that never fall: range_floor(x) and so on.
+// Increasing functions that are approximated: range_exp2(x) and so on.
 #define RISING(name)                                                                      \
   template <class Real>                                                                   \
   __device__ RealRange<Real> range_##name(RealRange<Real> x) {                            \
@@ -367,7 +367,7 @@ RISING(exp)
 RISING(expm1)
 #undef RISING
 
-// Those that are exact.
+// Increasing functions that are exact: range_floor(x) and so on.
 #define STEPS(name)                                                    \
   template <class Real>                                                \
   __device__ RealRange<Real> range_##name(RealRange<Real> x) {         \
@@ -379,7 +379,7 @@ STEPS(trunc)
 STEPS(rint)
 #undef STEPS
 
-// Those that are NaN below a bound.
+// Increasing functions that are NaN below the bound `least`.
 #define RISING_FROM(name, least)                                                          \
   template <class Real>                                                                   \
   __device__ RealRange<Real> range_##name(RealRange<Real> x) {                            \
@@ -405,7 +405,7 @@ __device__ RealRange<Real> range_tanh(RealRange<Real> x) {
   return {exact_tanh(x.low) - error, exact_tanh(x.high) + error, x.may_be_nan};
 }
 
-// Conversion of integers rounds to nearest.
+// Conversion of integers to reals rounds to nearest.
 template <class Real>
 __device__ RealRange<Real> reals_of(Ints x) {
   return {Real(x.low), Real(x.high), false};

@@ -1,60 +1,60 @@
-// Which blocks of the score matrix a mask leaves something of, as `block_map.cu` found them and
-// kernels read them. cupy_flash/gpu/block_maps.py lays the same struct out.
+// Block mask: which blocks of the score matrix a mask leaves empty, partial or full. `block_map.cu`
+// builds it and attention kernels read it. cupy_flash/gpu/block_maps.py declares the same struct.
 #pragma once
 
 using int64 = long long;
 
-// A row tile, and the blocks between the first and the last that it visits, none if begin == end.
+// A query tile, and its range [begin, end) of key blocks from the first to the last nonempty one.
 struct alignas(16) MappedTile {
   int tile;
   int begin;
   int end;
 };
 
-// Which pairs a mask shows of a block of 64 rows and at most 128 * Words keys: what a thread needs
-// of four warps that hold its scores as fragments (tile/fragments.cuh). The n-th bit of a half is
-// that of the n-th key that the thread holds, of the row 8 * half below its first.
+// Visible pairs in a block of 64 rows and at most 128 * Words keys: the bits for one thread of four
+// warps that hold the scores as accumulator fragments (tile/fragments.cuh). Bit n of bits[half] is
+// for the thread's n-th key and for the row 8 * half below its first row.
 template <int Words>
 struct alignas(8 * Words) ShownPairs {
   static constexpr int threads = 128;
   unsigned bits[2][Words];
 
-  // Where the rows and keys begin that a thread holds, in the block.
+  // Return the first row and the first key of the block that a thread holds.
   __device__ static int first_row(int thread) { return thread / 32 * 16 + thread % 32 / 4; }
   __device__ static int first_key(int thread) { return thread % 4 * 2; }
-  // How far behind its first its n-th key lies.
+  // Returns the distance from a thread's first key to its n-th key.
   __device__ static int step(int n) { return n / 2 * 8 + n % 2; }
 };
 
-// A row tile, Br rows of a sequence, consists of parts; a key block is Bc keys. The k-th bit of a
-// part's words is that of key block k. Of blocks that a part visits and that are not full, the last
-// few of each part have their pairs kept, in slots from the last block on.
+// Block mask in device memory. A query tile consists of row groups (`parts`); a block is a row
+// group times a key block of Bc keys. Bit k of a row group's words is for key block k. The last few
+// partial blocks of each row group have slots, from the last on, which store their visible pairs.
 struct BlockMap {
-  static constexpr int most_slots = 16;  // of a part
+  static constexpr int most_slots = 16;  // maximum number of slots per row group
 
-  unsigned char* memory;  // of the parts below, one behind the other
+  unsigned char* memory;  // the arrays below, stored consecutively; `*_at` are byte offsets
   int64 full_at;
   int64 behind_at;
   int64 tiles_at;
   int64 shown_at;
-  int64 batch_stride;  // in row tiles; 0 where all share one map
+  int64 batch_stride;  // in query tiles; 0 if all batches have the same mask
   int64 head_stride;
-  int words;  // of a part
+  int words;  // number of 32-bit words per row group
   int key_blocks;
-  int slots;  // of a part
+  int slots;  // number of slots per row group
 
-  // (batches, heads, row tiles, parts, words): blocks with a pair that is seen.
+  // Array (batches, heads, query tiles, row groups, words): bits of blocks with a visible pair.
   __device__ unsigned* visited() const { return reinterpret_cast<unsigned*>(memory); }
-  // Alike: those of which the mask hides no pair; the band's edge may cut them.
+  // Same shape: bits of blocks without a masked pair; a causal or window boundary may cut them.
   __device__ unsigned* full() const { return reinterpret_cast<unsigned*>(memory + full_at); }
-  // Alike: how many blocks of the words behind have slots.
+  // Same shape: number of blocks in later words that have slots.
   __device__ unsigned char* behind() const { return memory + behind_at; }
-  // (batches, heads, row tiles): those that visit most blocks first.
+  // Array (batches, heads, query tiles): query tiles sorted by nonempty blocks, most first.
   __device__ MappedTile* tiles() const {
     return reinterpret_cast<MappedTile*>(memory + tiles_at);
   }
-  // (batches, heads, row tiles, parts, slots, threads): the pairs that are kept; here of a part,
-  // counted over all.
+  // Visible pairs of partial blocks, in an array (batches, heads, query tiles, row groups, slots,
+  // threads). `part` is the index of a row group, counted over all batches, heads and query tiles.
   template <class Shown>
   __device__ Shown* shown_in(int64 part, int slot) const {
     return reinterpret_cast<Shown*>(memory + shown_at) + (part * slots + slot) * Shown::threads;
@@ -64,13 +64,13 @@ struct BlockMap {
     return batch * batch_stride + head * head_stride + tile;
   }
 
-  // The tile of a head that comes so many places behind its largest.
+  // Returns the query tile at index `place` of a head's sorted tiles.
   __device__ MappedTile tile_at(int batch, int head, int place) const {
     return tiles()[row_tile(batch, head, place)];
   }
 };
 
-// The blocks of one row tile.
+// Block mask of one query tile.
 template <int Parts>
 struct MappedBlocks {
   const unsigned* visited;
@@ -87,7 +87,7 @@ struct MappedBlocks {
     behind = map.behind() + at;
   }
 
-  // Where the pairs of a part's block are kept, from 1 on; 0 for nowhere.
+  // Returns the slot (counted from 1) of a block's visible pairs, or 0 if these are not stored.
   __device__ int slot_of(int part, int block) const {
     const int word = part * words + block / 32;
     const unsigned from_block = (visited[word] & ~full[word]) >> block % 32;
@@ -98,7 +98,7 @@ struct MappedBlocks {
   __device__ bool is_visited(int part, int block) const { return bit(visited, part, block); }
   __device__ bool is_full(int part, int block) const { return bit(full, part, block); }
 
-  // The first one that any part visits from `begin` on; `end` if there is none before.
+  // Returns the first key block in [begin, end) that is nonempty for any row group, or `end`.
   __device__ int first_from(int begin, int end) const {
     if (begin >= end) return end;
     int word = begin / 32;
@@ -110,11 +110,11 @@ struct MappedBlocks {
     return min(end, word * 32 + __ffs(bits) - 1);
   }
 
-  // The last one visited before `end`, or -1; blocks are taken from the last to the first.
+  // Returns the last key block before `end` that is nonempty for any row group, or -1.
   __device__ int last_before(int end) const {
     int word = (end - 1) >> 5;
     if (end <= 0) return -1;
-    // Its bits up to that of end - 1.
+    // Keep the bits of the word up to bit (end - 1) % 32.
     unsigned bits = visited_of_any(word) & (0xffffffffu >> (31 - (end - 1) % 32));
     while (bits == 0) {
       if (--word < 0) return -1;
@@ -123,7 +123,7 @@ struct MappedBlocks {
     return word * 32 + 31 - __clz(bits);
   }
 
-  // The blocks of a word that any part visits.
+  // Returns the bits of the key blocks in a word that are nonempty for any row group.
   __device__ unsigned visited_of_any(int word) const {
     unsigned bits = 0;
 #pragma unroll

@@ -1,26 +1,26 @@
-// What happens to a step's rows before they are attended to: new keys and values are written behind
-// the old ones of a cache, and with a rotary embedding (Su et al. 2021, RoFormer, section 3.4) the
-// new keys are turned by their positions on the way, and the queries into a workspace by theirs.
+// Appends new keys and values to a KV cache before attention. With a rotary embedding (Su et al.
+// 2021, RoFormer, section 3.4) the new keys are rotated by their positions before they are written.
+// The queries are rotated by their positions, too, and written to a workspace.
 //
 // Unless new rows are packed, blockIdx.x is a row of a sequence: its query and its new key and
 // value. The threads along blockIdx.y divide the 16-byte vectors of all of its heads: first those
-// of q, then those of k and of v. A step of decoding has few rows, and then only latency counts:
-// a thread issues its loads before anything is known about where the data goes.
+// of q, then those of k and of v. A step of decoding has few rows, so that only latency counts: a
+// thread issues its loads before it computes where the data goes.
 //
-// Where keys hold the values (Config::head_dim_v is 0) there are no others to write.
+// For MLA caches (`Config::head_dim_v` is 0), V is a prefix of K's columns, and only K is written.
 //
-// With Config::packed_new, the new rows of all sequences are packed, and cu_seqlens_k_new gives the
-// first row of each sequence. Then blockIdx.x counts the query rows first and the packed rows after
-// them. The kernel also writes the length of each sequence after the append, which attention reads.
+// With `Config::packed_new`, the new rows of all sequences are packed, and `cu_seqlens_k_new` holds
+// the first row of each sequence. Then blockIdx.x counts the query rows first and the packed rows
+// after them. The kernel also writes the lengths after the append, which attention reads.
 //
-// A cache may be one of several ranks', to which stripes of keys go in turns: lengths are those of
-// all together, and new rows in other ranks' stripes have no place here.
+// The cache may be sharded: stripes of keys are assigned to the ranks round-robin. Lengths are
+// global, and new rows in another rank's stripe are skipped.
 //
-// For a cache of 8 bits a warp has the new row of a head, of k or of v. Its numbers are divided by
-// a scale, which the caller gives or the warp finds first: that of the row's largest magnitude.
+// For an 8-bit cache, one warp quantizes the new row of one head of k or v. It divides the row by a
+// scale, which the caller passes or the warp computes from the row's maximum magnitude.
 //
-// Lengths, rows of the cache and page numbers come from the caller's arrays on the device and
-// nobody has checked them: what has no place of its own in the cache is dropped.
+// Lengths, cache indices and page numbers come from the caller's device arrays, which are not
+// validated. Rows whose position lies outside of the cache are dropped.
 #include "tile/element.cuh"
 #include "tile/access.cuh"
 #include "cache/quantize.cuh"
@@ -28,31 +28,31 @@
 #include "grid/pages.cuh"
 #include "grid/sequences.cuh"
 
-// The params of attention over the cache as it was: q goes to `out`, contiguous, where it
-// is turned; seqlen_q is 0 where it is not. And what is new.
+// Arguments: those of attention over the cache before the append, and the new rows. With a rotary
+// embedding, rotated queries go to `out`, which is contiguous; without, seqlen_q is 0.
 struct AppendParams : Params {
   Tensor new_k;     // (batch, seqlen_new, heads_kv, head_dim)
   Tensor new_v;     // (batch, seqlen_new, heads_kv, head_dim_v)
   const void* cos;  // (rotary_rows, rotary_dim / 2)
   const void* sin;
   const int* rotary_seqlens;  // (batch) positions of the first new keys, or null: cache lengths
-  int64 rotary_stride;  // of cos and sin
+  int64 rotary_stride;  // row stride of cos and sin, in elements
   int seqlen_new;
-  int rotary_rows;  // at least 1 where there is a rotary embedding
-  int q_advances;   // whether query i is at the position of new key i; else all are at the first's
-  int rank;         // whose stripes are in the cache, where it is shared out
-  Tensor k_scale;   // of a cache of 8 bits: (caches or pages, rows, heads_kv), or without data
+  int rotary_rows;  // number of rows of cos and sin, at least 1 with a rotary embedding
+  int q_advances;   // 1 if query i has the position of new key i, 0 if all have that of new key 0
+  int rank;         // rank whose stripes are in the cache, if it is sharded
+  Tensor k_scale;   // scales of an 8-bit cache: (caches or pages, rows, heads_kv), or null data
   Tensor v_scale;
-  const int* cu_seqlens_k_new;  // (batch + 1) where the sequences of packed new rows begin and end
-  int* lengths_after;           // (batch)
-  int total_new;                // packed new rows
+  const int* cu_seqlens_k_new;  // (batch + 1) offsets of the sequences among packed new rows
+  int* lengths_after;           // (batch) lengths of the sequences after the append
+  int total_new;                // number of packed new rows
 };
 
 namespace append {
 
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// The largest power of two that divides both; the alignment is one.
+// Returns the largest power of two that divides `alignment`, a power of two, and `bytes`.
 __host__ __device__ constexpr int common_alignment(int alignment, int bytes) {
   return bytes % alignment == 0 ? alignment : bytes & -bytes;
 }
@@ -63,12 +63,12 @@ constexpr int piece_elements = 16 / int(sizeof(Element));
 template <class Element>
 using Piece = Vector<Element, piece_elements<Element>>;
 
-// The pieces of a row that is copied as it is.
+// One 16-byte chunk of a row that is copied unchanged.
 template <class Element, int Columns, int Alignment>
 struct CopiedRow {
   static constexpr int width = piece_elements<Element>;
   static constexpr int pieces = ceil_div(Columns, width);
-  static constexpr int step = width;  // all parts begin at a multiple of so many columns
+  static constexpr int step = width;  // every part starts at a multiple of `step` columns
 
   Piece<Element> x;
   int column, elements;
@@ -87,9 +87,9 @@ struct CopiedRow {
   }
 };
 
-// The pieces of a row whose first rotary_dim columns are turned in pairs. Where the halves of those
-// columns are the pairs, a piece has a second one that belongs to it, half of the columns further.
-// FromAlignment and ToAlignment are those of the rows that it comes from and goes to.
+// One 16-byte chunk of a row whose first rotary_dim columns are rotated in pairs. If the pairs are
+// not interleaved, column i pairs with column i + rotary_dim / 2, and the chunk has a `partner`
+// chunk. FromAlignment and ToAlignment are the alignments of source and target rows in bytes.
 template <class Config, int FromAlignment, int ToAlignment>
 struct RotatedRow {
   using Element = typename Config::Element;
@@ -101,12 +101,12 @@ struct RotatedRow {
   static constexpr int half_bytes = half * int(sizeof(Element));
   static constexpr int pairs = interleaved ? width / 2 : width;
   static constexpr int rotated_pieces = ceil_div(half, pairs);
-  // Interleaved, the last rotated piece may hold columns beyond, which it copies.
+  // If pairs are interleaved, the last rotated chunk may end with columns that are only copied.
   static constexpr int rest_begin = interleaved ? rotated_pieces * width : Config::rotary_dim;
   static constexpr int rest = Config::head_dim > rest_begin ? Config::head_dim - rest_begin : 0;
   static constexpr int pieces = rotated_pieces + ceil_div(rest, width);
   static constexpr int step = interleaved ? width : common_alignment(width, half);
-  // Of the second half, hence of the columns behind it too.
+  // Alignment of the partner chunks, and of the columns after them.
   static constexpr int from_alignment =
       interleaved ? FromAlignment : common_alignment(FromAlignment, half_bytes);
   static constexpr int to_alignment =
@@ -114,7 +114,7 @@ struct RotatedRow {
 
   Piece<Element> x, partner;
   int column, elements;
-  int first_pair;  // of cos and sin; none where the piece is not rotated
+  int first_pair;  // column of cos and sin for the chunk's first pair; `half` if it is not rotated
 
   __device__ RotatedRow(const Element* row, int piece) {
     const bool rotated = piece < rotated_pieces;
@@ -130,8 +130,8 @@ struct RotatedRow {
 
   __device__ bool has_partner() const { return !interleaved && first_pair < half; }
 
-  // By the angles of one position. Products and sums are spelled out, so that the same row has the
-  // same bits whatever its alignment makes of the code around it.
+  // Rotates the chunk by the angles of one position. Explicit fma() calls make the bits of a row
+  // independent of its alignment, which would otherwise affect contraction.
   __device__ void turn(const Angle* cos, const Angle* sin) {
     const int count = min(pairs, half - first_pair);
     const auto c = load_elements<pairs, Config::rotary_alignment>(cos + first_pair, count);
@@ -181,7 +181,7 @@ __device__ inline int sequence_of_packed(const AppendParams& p, int row) {
   return packed_begin(p, first) <= row && row < packed_begin(p, first + 1) ? first : -1;
 }
 
-// One row of one sequence, and what the caller's arrays say about it.
+// One row of one sequence, and its position in the caller's arrays.
 template <class Config>
 struct Row {
   using Element = typename Config::Element;
@@ -189,10 +189,10 @@ struct Row {
 
   const AppendParams& p;
   int batch;
-  int row;         // among the queries and among the new keys of the sequence
-  bool has_query;  // whether the block rotates a query row
-  bool has_new;    // whether the block appends a new row
-  int packed_row;  // the index of the new row among the packed rows
+  int row;         // index of the row in the sequence's queries and new keys
+  bool has_query;  // whether the CTA rotates a query row
+  bool has_new;    // whether the CTA appends a new row
+  int packed_row;  // index of the new row among the packed new rows
 
   __device__ explicit Row(const AppendParams& params) : p(params) {
     if constexpr (Config::packed_new) {
@@ -217,7 +217,7 @@ struct Row {
     }
   }
 
-  // Its keys before the append, and how many there may be.
+  // The sequence before the append, and the maximum number of its keys.
   struct Keys {
     Sequence at;
     int capacity;
@@ -245,7 +245,7 @@ struct Row {
     return static_cast<Element*>(p.out.data) + index * Config::head_dim;
   }
 
-  // Where it goes in a cache, or null if it has no place there; or where its scale is.
+  // Returns the address of the new row (or of its scale) in `cache`, or null if it lies outside.
   template <class Stored = Element>
   __device__ Stored* target(const Tensor& cache, int head, const Keys& keys) const {
     int key = keys.at.seqlen_k + row;
@@ -273,7 +273,7 @@ struct Row {
   }
 };
 
-// Writes the lengths after the append. Each thread of the grid writes those of other sequences.
+// Writes the lengths after the append. The threads of the grid divide the sequences.
 template <class Config>
 __device__ void write_lengths(const AppendParams& p) {
   if (blockIdx.y != 0) return;
@@ -352,7 +352,7 @@ __device__ void append(const AppendParams& p) {
   }
 }
 
-// A warp's.
+// Called by one warp: quantizes the new row of one head, and appends it to the cache.
 template <class Config, class NewRow, class Turn>
 __device__ void quantize_row(const Row<Config>& row, const Tensor& new_rows, const Tensor& cache,
                              const Tensor& scales, int head, Turn turn) {
@@ -363,7 +363,7 @@ __device__ void quantize_row(const Row<Config>& row, const Tensor& new_rows, con
   Stored* target = row.template target<Stored>(cache, head, keys);
   if (target == nullptr) return;
   const auto* source = row.new_row(new_rows, head);
-  // Read again by those who write it, from L1.
+  // The row is read once for its scale and again for the store; the second read hits L1.
   const auto for_each_piece = [&](auto visit) {
     for (int piece = lane; piece < NewRow::pieces; piece += 32) {
       NewRow part(source, piece);
@@ -385,7 +385,7 @@ __device__ void quantize_row(const Row<Config>& row, const Tensor& new_rows, con
   });
 }
 
-// To a cache of 8 bits.
+// Like `append()`, for an 8-bit cache.
 template <class Config>
 __device__ void append_quantized(const AppendParams& p) {
   using Element = typename Config::Element;

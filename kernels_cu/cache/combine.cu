@@ -1,6 +1,6 @@
-// Merges results of attention over parts of the keys: out = sum_s exp(lse_s - lse) out_s with
-// lse = log sum_s exp(lse_s). A few lanes of a warp merge one query row, each a 16-byte piece of
-// its columns at a time. A sink of the head is one more part, without values.
+// Merges the results of attention over KV splits: out = sum_s exp(lse_s - lse) out_s with
+// lse = log sum_s exp(lse_s). A few lanes of a warp merge one query row, each a 16-byte chunk of
+// its columns at a time. A sink of the head acts as one more split, without values.
 #include "params.cuh"
 #include "score/lse_merge.cuh"
 #include "score/softmax.cuh"
@@ -8,9 +8,9 @@
 #include "tile/element.cuh"
 
 struct CombineParams {
-  Tensor out_partial;       // of one split: (batch, seqlen_q, heads_q, head_dim_v)
+  Tensor out_partial;       // first split: (batch, seqlen_q, heads_q, head_dim_v)
   Tensor out;               // (batch, seqlen_q, heads_q, head_dim_v)
-  int64 split_stride;       // between the splits of out_partial, in elements
+  int64 split_stride;       // distance between the splits of out_partial, in elements
   const void* lse_partial;  // (num_splits, batch, heads_q, seqlen_q), contiguous
   void* lse;                // (batch, heads_q, seqlen_q), contiguous
   int64 num_splits;
@@ -18,12 +18,12 @@ struct CombineParams {
   int seqlen_q;
   int heads_q;
   int head_dim_v;
-  const void* sinks;  // (heads_q), contiguous; or null, where Config has none
+  const void* sinks;  // (heads_q), contiguous; null without `Config::sinks`
 };
 
 namespace combine {
 
-// Over the lanes of a group; each of them gets the result, the same bits.
+// Returns the reduction over a group of lanes: the same bits in each of these lanes.
 template <int Lanes, class T, class Operation>
 __device__ T reduce(T x, Operation operation) {
 #pragma unroll
@@ -44,8 +44,8 @@ __device__ void combine(const CombineParams& p) {
 
   const int64 rows = int64(p.batch) * p.heads_q * p.seqlen_q;
   const int64 group = (int64(blockIdx.x) * blockDim.x + threadIdx.x) / lanes;
-  // Groups past the end merge the last row once more, since all lanes of a warp take part in its
-  // shuffles, and keep the result for themselves.
+  // Groups past the end also merge the last row, because all lanes of a warp take part in its
+  // shuffles; they do not write the result.
   const int64 index = min(group, rows - 1);
   const int lane = threadIdx.x % lanes;
   const T* lse_partial = static_cast<const T*>(p.lse_partial) + index;
@@ -59,8 +59,8 @@ __device__ void combine(const CombineParams& p) {
     sink = widen(sinks[index / p.seqlen_q % p.heads_q]);
     max = fmax(max, sink);
   }
-  // Of no use where it is infinite: 0 then gives a sum of 0 where nothing was seen, and inf or NaN
-  // where one was that.
+  // If the maximum is infinite, the base is 0. The sum is then 0 if no split has a visible key, and
+  // inf or NaN if the log-sum-exp of a split is.
   const T base = fabs(max) == Math::infinity() ? T(0) : max;
   LseMerge<T> merge = {base};
   for (int64 s = lane; s < p.num_splits; s += lanes) {
@@ -87,8 +87,8 @@ __device__ void combine(const CombineParams& p) {
       const T weight = merge.share_of(lse) * normalizer;
       const auto x =
           load_elements<width, Config::alignment>(from + s * p.split_stride + column, elements);
-      // Read all the same, so that the loads of several splits are under way at once; but it may
-      // hold anything.
+      // Splits without a visible key are loaded too, so that the loads of several splits overlap.
+      // Their outputs may hold anything, and are not used.
       const bool saw_nothing = lse == -Math::infinity();
 #pragma unroll
       for (int e = 0; e < width; ++e) {

@@ -1,5 +1,5 @@
-// Rows of numbers to 8 bits: divided by a scale, to nearest even, limited to the largest number. As
-// host/quantized.py does it, to the bit, but for which NaN of float8 a NaN becomes.
+// Quantization to 8 bits: divides by a scale, rounds to nearest even, and saturates. The results
+// are bitwise those of host/quantized.py, except for the sign of a float8 NaN.
 #pragma once
 
 #include "ptx/bytes.cuh"
@@ -17,7 +17,7 @@ __device__ constexpr float largest_number<signed_byte_t>() {
   return 127;
 }
 
-// Of numbers whose sign is gone the bits are in the numbers' order, with NaN above all.
+// Maximum magnitude, computed on the bits without the sign, so that NaN is larger than any number.
 struct LargestMagnitude {
   unsigned bits = 0;
 
@@ -52,15 +52,15 @@ __device__ inline signed_byte_t limited<signed_byte_t>(float x) {
   return {static_cast<signed char>(ptx::cvt_rni_s32_f32(within))};
 }
 
-// With a scale of 0 every number stands for 0. Asked of the bits, as comparisons take denormal
-// numbers for 0.
+// Returns x / scale as an 8-bit number, and 0 if the scale is 0. The test for 0 uses the bits,
+// because a comparison would flush a subnormal scale to 0.
 template <class Stored>
 __device__ Stored quantize(float x, float scale) {
   const bool is_zero = (__float_as_uint(scale) & 0x7fffffffu) == 0;
   return limited<Stored>(is_zero ? 0 : ptx::div_rn(x, scale));
 }
 
-// The first `elements` of N, to an address that is a multiple of Alignment or of N bytes.
+// Quantizes and stores the first `elements` of N numbers. `target` is aligned to min(Alignment, N).
 template <int Alignment, class Stored, class Element, int N>
 __device__ void store_quantized(Stored* target, const Element (&x)[N], int elements, float scale) {
   constexpr int width = Alignment < N ? Alignment : N;

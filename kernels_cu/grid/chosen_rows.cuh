@@ -1,9 +1,9 @@
-// Which query tile a thread block computes, and which rows of the tile it writes.
+// Selection of the query tile that a CTA computes, and of the rows of the tile that it writes.
 #pragma once
 
 #include "ptx/base.cuh"
 
-// The tile of the block's index, and all of its rows. A specialization for a Config chooses others.
+// Selects the tile of the CTA's index, and all of its rows; a Config may specialize this.
 template <class Config>
 struct ChosenRows {
   __device__ static int tile() { return ptx::block_index(); }

@@ -10,17 +10,17 @@
 // row 0 to row total_q. If cu_seqlens_q decreases, a gap may contain rows of sequences; these are
 // left out.
 //
-// All lanes of a warp call a function together; visit(row) is called for this warp's part of the
-// rows.
+// All lanes of a warp call the functions together. They call `visit(row)` for this warp's part of
+// the rows that belong to no sequence.
 struct Gaps {
   const Params& p;
 
-  // Visits the rows of all gaps, distributed over `warps` warps, of which this is number `warp`.
-  // Gaps between sequences are rare, and one warp visits each of them.
+  // Handles the rows of all gaps, distributed over `warps` warps, of which this is number `warp`.
+  // Gaps between sequences are rare, so one warp handles each of these.
   template <class Visit>
   __device__ void visit_all(unsigned warp, unsigned warps, Visit visit) const {
     if (p.cu_seqlens_q == nullptr) return;
-    // A loop with a single call site saves registers, which are few where this runs.
+    // The loop has a single call site, which saves registers; the callers have few.
     const unsigned last = p.batch;
     unsigned gap = min(warp + 1, last);
 #pragma unroll 1
@@ -32,7 +32,7 @@ struct Gaps {
     }
   }
 
-  // Visits the rows of the gap after a sequence and, for the first sequence, of the gap before it.
+  // Handles the rows of the gap after a sequence and, for the first sequence, of the gap before it.
   template <class Visit>
   __device__ void visit_around(int sequence, unsigned warp, unsigned warps, Visit visit) const {
     if (p.cu_seqlens_q == nullptr) return;
@@ -55,8 +55,7 @@ struct Gaps {
     return {first, first + clamp(start(sequence + 1) - first, 0, p.seqlen_q)};
   }
 
-  // Visits each row with index `part` among `parts` consecutive rows of the gap that belong to no
-  // sequence.
+  // Handles every `parts`-th row of the gap that belongs to no sequence, from number `part` on.
   template <class Visit>
   __device__ void visit_gap(int gap, unsigned part, unsigned parts, Visit visit) const {
     int begin = gap == 0 ? 0 : rows_of(gap - 1).end;
@@ -71,7 +70,7 @@ struct Gaps {
     }
   }
 
-  // Returns the first range of rows from `row` on that belongs to a sequence.
+  // Returns the first range of rows, at or after `row`, that belongs to a sequence.
   __device__ Rows first_owned_from(int row) const {
     Rows found = {p.total_q, p.total_q};
 #pragma unroll 1

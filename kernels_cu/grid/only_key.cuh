@@ -1,6 +1,6 @@
-// Correction of rows with modified scores that attend to one key: they are set to its value if the
-// products do not hold all bits of float32. The modifications are evaluated again for these rows
-// only.
+// Correction of rows with modified scores that attend to one key only. Such a row must equal the
+// key's value, which GEMMs with less than float32 precision do not guarantee. The correction
+// evaluates the modifications again, for these rows only.
 #pragma once
 
 #include "params.cuh"
@@ -10,8 +10,8 @@
 #include "score/softmax.cuh"
 
 // Called by a warp. Returns the only key of [begin, end) that a row attends to, or -1 if it attends
-// to several or none. Modifications are evaluated with scores of 0, which finds what masks and
-// biases of -inf hide.
+// to several or none. Modifications are evaluated with scores of 0, so that a result of -inf comes
+// from a mask or a bias of -inf.
 template <class Config>
 __device__ int find_only_key(const Params& p, const ScoreRow& row, int begin, int end) {
   int found = -1;

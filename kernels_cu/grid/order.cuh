@@ -1,8 +1,8 @@
-// The order in which thread blocks take the query tiles of sequences whose lengths only the device
-// knows. One thread block counts the tiles and puts the sequences in order, those of the most keys
-// first. Then a counter hands out tiles in that order, so that long ones do not come last. Thread
-// blocks whose tiles are known by their number need no counter, and each makes the order for
-// itself: that is sooner done than a kernel before theirs.
+// Order in which CTAs process the query tiles of sequences whose lengths are only known on the
+// device. A kernel of one CTA counts the tiles and sorts the sequences by their number of keys,
+// longest first, so that long tiles do not come last. An atomic counter then assigns tiles to CTAs
+// in that order. If the assignment is static, it needs no counter, and every CTA builds the order
+// for itself: that is faster than a separate kernel.
 #pragma once
 
 #include "params.cuh"
@@ -10,14 +10,14 @@
 #include "grid/sequences.cuh"
 #include "grid/visit.cuh"
 
-// In the workspace, behind partial results where keys are split. Tiles are those of one head, except
-// that those handed out are counted over all heads.
+// The order, stored in the workspace (with split KV, after the partial results). Tiles are counted
+// for one head, except by `handed_out`, which counts tiles of all heads.
 struct SequenceOrder {
   __device__ static int64 words(int batch) { return 2 * int64(batch) + 2; }
 
-  unsigned* handed_out;
-  unsigned* first_tile;  // (batch + 1) tiles of all sequences before a place of the order
-  int* sequence;         // (batch) at each place
+  unsigned* handed_out;  // atomic counter of the tiles assigned to CTAs
+  unsigned* first_tile;  // (batch + 1) number of tiles before each position of the order
+  int* sequence;         // (batch) index of the sequence at each position of the order
 
   int batch;
 
@@ -27,7 +27,7 @@ struct SequenceOrder {
         sequence(static_cast<int*>(p.workspace) + p.batch + 2),
         batch(p.batch) {}
 
-  // The same so many words further on.
+  // Returns the same arrays, placed `words` 32-bit words later in the workspace.
   __device__ SequenceOrder behind(int64 words) const {
     SequenceOrder moved = *this;
     moved.handed_out += words;
@@ -36,22 +36,23 @@ struct SequenceOrder {
     return moved;
   }
 
-  // ---- The first threads of a block make the order.
+  // ---- Building the order, by the first threads of a CTA.
 
-  // Numbers of keys fall into classes, eight for each power of two; within one any order is good.
+  // Sequences are sorted by class: eight classes of key counts for each power of two. The order
+  // within a class does not matter.
   static constexpr int classes = 256;
-  // Words of shared memory that it needs: a counter for each class, a sum for each warp.
+  // Size of `make()`'s shared memory in 32-bit words: a counter per class and a sum per warp.
   static constexpr int scratch_words = classes + 32;
 
-  // That of the most keys is 0.
+  // Returns the class of a sequence of `keys` keys. Class 0 holds the sequences with the most keys.
   __device__ static int class_of(int keys) {
-    // An exponent and three bits of a mantissa: from 1 to 241 for 1 to 2^30.
+    // The exponent and three mantissa bits of float(keys): 1 to 241 for 1 to 2^30 keys.
     const int rank = keys == 0 ? 0 : (__float_as_int(float(keys)) >> 20) - (127 << 3) + 1;
     return classes - 1 - rank;
   }
 
-  // Threads that wait for one another, and whether others make the order for themselves, too, and
-  // must come to the same.
+  // The threads that build the order together: here all of a CTA. `alike` is true if several CTAs
+  // build the order, each for itself, so that the result must be deterministic.
   struct WholeBlock {
     static constexpr bool alike = false;
     __device__ static unsigned threads() { return blockDim.x; }
@@ -100,7 +101,7 @@ struct SequenceOrder {
     }
   }
 
-  // One warp. Sequences of a class in the order of their numbers.
+  // Called by one warp. Writes `sequence`, with the sequences of a class ordered by their index.
   __device__ void put_in_turn(const Params& p, int* places) const {
     const int lane = threadIdx.x % 32;
     for (int first = 0; first < batch; first += 32) {
@@ -115,7 +116,7 @@ struct SequenceOrder {
     }
   }
 
-  // The sum of the values of the threads before this one, and in `total` that of all.
+  // Returns the exclusive prefix sum of `value` over the threads. Sets `total` to the sum.
   template <class Makers>
   __device__ static int sum_before(int value, int* warp_sums, int& total) {
     const int lane = threadIdx.x % 32;
@@ -130,7 +131,7 @@ struct SequenceOrder {
     return (warp > 0 ? before_warp : 0) + up_to_here - value;
   }
 
-  // Of the lanes up to this one.
+  // Returns the inclusive prefix sum over the lanes of a warp.
   __device__ static int sum_of_lanes(int value) {
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
@@ -140,9 +141,9 @@ struct SequenceOrder {
     return value;
   }
 
-  // ---- A warp takes tiles; all lanes of it together.
+  // ---- Assignment of tiles. All lanes of a warp call these functions together.
 
-  // The next tile, counted over all heads; there is none if it is not below tiles().
+  // Returns the next tile number, counted over all heads. No tile is left if it is >= `tiles()`.
   __device__ unsigned take() const {
     unsigned tile = 0;
     if (threadIdx.x % 32 == 0) tile = atomicAdd(handed_out, 1u);
@@ -151,8 +152,8 @@ struct SequenceOrder {
 
   __device__ unsigned tiles(int heads) const { return first_tile[batch] * heads; }
 
-  // The place in the order whose tiles this one, of one head, is among: each round, 32 lanes look
-  // at one place each.
+  // Returns the position in the order of the sequence that contains `tile`, counted for one head.
+  // In each round of the search, every lane tests one position.
   __device__ int place_of(unsigned tile) const {
     // first_tile[low] <= tile < first_tile[high]
     int low = 0;
@@ -168,8 +169,8 @@ struct SequenceOrder {
   }
 };
 
-// The tile-th query tile of a sequence, counted over all heads: as the other find_work() has it, in
-// sections of heads from the last query tile to the first.
+// Returns the coordinates of query tile number `tile` of a sequence, counted over all heads. As in
+// the other `find_work()`, heads are taken in sections, and query tiles from the last to the first.
 template <int Br>
 __device__ Work find_work(const Params& p, const Sequence& sequence, int batch, int tile,
                           int section_heads) {
@@ -182,16 +183,16 @@ __device__ Work find_work(const Params& p, const Sequence& sequence, int batch, 
   return {q_tile * Br, batch, head, head / (p.heads_q / p.heads_kv), 0};
 }
 
-// Heads that share keys go together. Without a causal mask that is all, as the tiles of a sequence
-// are equal; with it there are long ones and short ones, to be had in heads of `section_keys` keys.
+// Returns the number of query heads in a section: those of one KV head or, if a causal mask makes
+// tiles unequal, of as many KV heads as have `section_keys` keys together.
 template <bool Causal>
 __device__ int find_section_heads(const Params& p, int seqlen_k, int section_keys) {
   const int group = p.heads_q / p.heads_kv;
   return Causal ? group * min(p.heads_kv, max(1, section_keys / max(1, seqlen_k))) : group;
 }
 
-// The visit of the tile that `take` has, counted over all heads and splits; all lanes of a warp
-// together, of which one writes it.
+// Computes the work tile of tile number `take()`, counted over all heads and splits. All lanes of a
+// warp call this together; the lane whose `writes` is true writes `visit`.
 template <class Config, class Take>
 __device__ void take_visit(const Params& p, const SequenceOrder& order, Take take, int section_keys,
                            Visit<true>& visit, bool writes) {

@@ -1,27 +1,27 @@
-// Rows that do not follow one another in memory.
+// Rows of a paged KV cache, which do not have a constant stride.
 #pragma once
 
 #include "params.cuh"
 
-// Where a row begins. One that is not there is taken for zeros, and its address is never read.
+// Address of a row. If `is_there` is false, the row counts as zeros, and `begin` is never read.
 template <class Element>
 struct Row {
   const Element* begin;
   bool is_there;
 };
 
-// Whether there is a page of this number: nobody has checked a table.
+// Returns whether a page number is valid; block tables are not validated beforehand.
 __device__ inline bool is_page(int number, int pages) { return unsigned(number) < unsigned(pages); }
 
-// The keys or values that one sequence has in pages of a cache, for one head.
+// K or V rows of one sequence and one KV head in a paged cache.
 template <class Element, int PageSize>
 struct PagedRows {
-  const Element* head;  // of page 0
-  const int* table;     // the sequence's page numbers
+  const Element* head;  // the head's first row on page 0
+  const int* table;     // the sequence's row of the block table: page numbers
   int64 page_stride;
   int64 row_stride;
   int pages;
-  int end;  // of its keys: behind it the table may end
+  int end;  // number of keys of the sequence; the table may have no entries past it
 
   __device__ Row<Element> at(int key) const {
     const int page = key < end ? table[key / PageSize] : -1;

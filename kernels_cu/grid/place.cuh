@@ -1,6 +1,6 @@
-// What a thread block of a kernel for packed, cached or paged sequences works on, and where that
-// lies. Of Config it reads sequences (whether there are such), page_size (that of the keys and
-// values, 0 where they are not paged) and group (the query heads in a tile, see find_work()).
+// `Place`: a CTA's tile coordinates, and the rows of q, k, v and out that its sequence occupies,
+// for varlen, cached and paged batches. `Config::page_size` is 0 if K and V are not paged;
+// `Config::group` is the number of query heads packed into a tile, see `find_work()`.
 #pragma once
 
 #include "score/few_seen.cuh"
@@ -29,11 +29,11 @@ struct Place {
         work(find_work<Config::Br, group>(p, block)),
         at(find_sequence<page_size>(p, work.batch)) {}
 
-  // Of all tiles of this sequence and these heads.
+  // Number of rows in all query tiles of this sequence: seqlen_q times heads packed into a tile.
   __device__ int rows() const { return at.seqlen_q * group; }
 
-  // What the kernel would be given for this sequence alone: seqlen_q counts the rows of tiles.
-  // Strides of batches are zeros, since the addresses are those of the sequence.
+  // Returns the arguments of a call on this sequence alone. `seqlen_q` is `rows()`. Addresses are
+  // those of the sequence, so batch strides are 0.
   __device__ Params params() const {
     Params own = p;
     own.q = tensor_of(p.q, at.q_batch, at.q_first);
@@ -46,9 +46,8 @@ struct Place {
     return own;
   }
 
-  // Called by all warps of the thread block. The rows around the sequence that belong to none are
-  // distributed over the query tiles of the sequence. If keys are split, the kernel that merges the
-  // parts clears them.
+  // Called by all warps of the CTA. Clears the rows next to the sequence that belong to none; they
+  // are distributed over the sequence's query tiles. With split KV, the combine kernel does it.
   __device__ void clear_unowned_rows() const {
     if constexpr (!Config::split_keys) {
       const int warps = blockDim.x / 32;
@@ -64,7 +63,7 @@ struct Place {
   }
   __device__ Element* out(int row) const { return row_of(p.out, row); }
 
-  // The pages of p.k or p.v.
+  // Returns the sequence's rows of p.k or p.v (`tensor`) in a paged cache.
   __device__ PagedRows<Element, page_size> pages(const Tensor& tensor) const {
     return {tensor.head<const Element>(0, work.head_kv),
             p.block_table + work.batch * p.block_table_stride,
@@ -75,7 +74,7 @@ struct Place {
   }
 
   __device__ Results partials() const { return Results(p); }
-  // Where a row stands in lse, and among the rows of a split.
+  // Returns the index of a row of the tile in lse, and among the rows of a split.
   __device__ int64 index(int row) const {
     return Results::row_index(p, at, work.batch, work.head + row % group, row / group);
   }
@@ -91,8 +90,8 @@ struct Place {
   }
 };
 
-// The same questions for kernels that serve both: `place` is null where there are no sequences, p
-// is what the kernel was given for them, or place->params().
+// The functions below serve dense and varlen kernels alike. For dense batches `place` is null and
+// `p` holds the kernel's arguments; otherwise `p` is `place->params()`.
 template <class Config>
 __device__ auto partials_of(const Params& p, const Place<Config>* place) {
   using Results = Partials<Config>;
@@ -113,7 +112,7 @@ __device__ int64 index_of(const Params& p, const Work& work, const Place<Config>
   }
 }
 
-// A row of a tile as modifications know it.
+// Returns the coordinates of a tile's row that mask and score functions receive.
 template <class Config>
 __device__ ScoreRow score_row(const Params& p, const Work& work, const Place<Config>* place,
                               int row) {
@@ -126,7 +125,7 @@ __device__ ScoreRow score_row(const Params& p, const Work& work, const Place<Con
   }
 }
 
-// The value of the first key, for the heads of a tile.
+// Returns the row of V that belongs to the first key of a tile's sequence and KV head.
 template <class Config>
 __device__ Row<typename Config::Element> first_value(const Params& p, const Work& work,
                                                      const Place<Config>* place) {
@@ -137,7 +136,7 @@ __device__ Row<typename Config::Element> first_value(const Params& p, const Work
   }
 }
 
-// `head` is where the head's first row of the output begins.
+// Returns the address of an output element. `head` is the address of the head's first output row.
 template <class Config>
 __device__ typename Config::Element* out_row(typename Config::Element* head, const Params& p,
                                              const Place<Config>* place, int row, int column = 0) {
@@ -148,12 +147,12 @@ __device__ typename Config::Element* out_row(typename Config::Element* head, con
   }
 }
 
-// settle_few_seen() for the rows [first, end) of a tile. Where keys are split, merging does it.
+// Calls `settle_few_seen()` for the rows [first, end) of a tile; with split KV, combining does it.
 template <class Config>
 __device__ void settle_few_seen(const Params& p, const Work& work, const Place<Config>* place,
                                 int first, int end) {
   using Element = typename Config::Element;
-  // Without a mask there are no such rows, or they are right as they are.
+  // Without a causal mask, 16-bit rows need no correction: only seqlen_k == 0 leaves them no key.
   constexpr bool may_be_few = Config::causal || !quotient_is_exact<Element>;
   if constexpr (!Config::split_keys && may_be_few) {
     const Mask<Config, Config::group> mask(p, work.batch);

@@ -1,4 +1,4 @@
-// Which part of the problem a thread block works on.
+// Tile coordinates: the batch, head and first query row that a CTA computes.
 #pragma once
 
 #include "params.cuh"
@@ -8,17 +8,18 @@ __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / 
 struct Work {
   int q_begin;  // first row of the tile
   int batch;
-  int head;     // query head, or the first of those in the tile
-  int head_kv;  // the key/value head it reads
-  int split;    // which share of the keys
+  int head;     // query head; the first one if the tile has several
+  int head_kv;  // KV head of these query heads
+  int split;    // index of the KV split
 };
 
-// Thread blocks start in the order of blockIdx.x. Heads are taken in sections of section_heads, few
-// enough that their keys and values stay in L2 together; within a section the query tiles go from
-// the last, which causal masking makes the longest, to the first, so that short ones fill the tail.
+// Returns the tile coordinates of CTA `block`. CTAs start in the order of blockIdx.x. Heads are
+// taken in sections of `section_heads`, whose K and V stay in L2 together. Within a section, query
+// tiles run from the last, the longest with a causal mask, to the first, so that short ones fill
+// the tail.
 //
-// With Group query heads in a tile, all that share a key/value head, its row r is query r / Group
-// of the head r % Group among them: their keys and values are read once.
+// If a tile packs the `Group` query heads of a KV head, its row r is query r / Group of head
+// r % Group among them. K and V are then read once for all of these heads.
 template <int Br, int Group = 1>
 __device__ Work find_work(const Params& p, int block) {
   const int q_tiles = ceil_div(p.seqlen_q * Group, Br);

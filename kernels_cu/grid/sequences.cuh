@@ -1,25 +1,24 @@
-// Batches whose sequences do not lie one behind the other at equal lengths: rows packed without
-// padding, a key/value cache that is not full, pages of it anywhere in memory.
+// The rows that one sequence occupies in a varlen (packed), cached or paged batch.
 //
-// The numbers come from the caller's arrays on the device and nobody has checked them: whatever
-// they are, no address outside of the arrays is formed.
+// Lengths and offsets come from the caller's device arrays, which are not validated. Any values are
+// safe: no address outside of q, k, v and out is formed.
 #pragma once
 
 #include "params.cuh"
 
 __device__ inline int clamp(int x, int low, int high) { return max(low, min(x, high)); }
 
-// Where one sequence lies.
+// Position and lengths of one sequence.
 struct Sequence {
-  int q_batch;  // index of q and out along their first axis
-  int q_first;  // its first row there
+  int q_batch;  // index along the first axis of q and out
+  int q_first;  // first row of the sequence at this index
   int seqlen_q;
-  int k_batch;  // of k and v, unless they are paged
-  int k_first;
+  int k_batch;  // index along the first axis of k and v, unless they are paged
+  int k_first;  // first row of the sequence at this index
   int seqlen_k;
 
-  // Position of the first query of sequence `batch` among its keys: the last query that is used
-  // stands at the last key, unless keys are padded, and positions are those of the whole arrays.
+  // Returns the position of the first query of sequence `batch` among its keys: the last used query
+  // is aligned with the last key or, with `Config::padded`, whole arrays are aligned.
   template <class Config>
   __device__ int q_offset(const Params& p, int batch) const {
     const int used = used_queries<Config>(p, batch);
@@ -27,7 +26,7 @@ struct Sequence {
   }
 
  private:
-  // A template, as only units with modifications have the array.
+  // A template, because only kernels with modifications have the array `seqused_q`.
   template <class Config, class AnyParams>
   __device__ int used_queries(const AnyParams& p, int batch) const {
     if constexpr (Config::seqused_q) {
@@ -38,8 +37,8 @@ struct Sequence {
   }
 };
 
-// PageSize is 0 where k and v are not paged. A cache, and the queries beside it, are never packed.
-// `capacity` becomes how many keys the sequence may have; of none, it has no place.
+// PageSize is 0 if k and v are not paged; MayBePacked is false if neither q nor k can be packed.
+// Sets `capacity` to the largest possible number of keys: 0 if the cache_batch_idx is invalid.
 template <int PageSize, bool MayBePacked = true>
 __device__ Sequence find_sequence(const Params& p, int batch, int& capacity) {
   Sequence found = {batch, 0, p.seqlen_q, batch, 0, 0};
@@ -65,7 +64,7 @@ __device__ Sequence find_sequence(const Params& p, int batch, int& capacity) {
     found.k_batch = p.cache_batch_idx[batch];
     if (found.k_batch < 0 || found.k_batch >= p.caches) found.k_batch = capacity = 0;
   }
-  // Neither sum can pass 2^31: a capacity is at most 2^30.
+  // The sum cannot overflow, because a capacity is at most 2^30.
   found.seqlen_k = clamp(clamp(keys, 0, capacity) + p.new_keys, 0, capacity);
   return found;
 }

@@ -1,15 +1,15 @@
-// Which keys of which rows each thread block attends to, where few rows see many keys.
+// Distribution of KV work over CTAs in `decode`, where few query rows attend to many keys.
 //
-// An item is a tile of query rows with one key/value head; its keys are counted in units. Either
-// every item is cut into num_splits parts. Or, balanced, the sequences stand in one line, and the
-// blocks that are there for the same head and row tile take equal shares of its units: then all
-// blocks end together however the lengths differ, and at most the first and the last item of a
-// share are cut (the idea of Stream-K, Osama et al. 2023; for attention, Lean Attention, Sanovar et
-// al. 2024). Blocks for different heads are at the same keys at the same time: heads lie side by
-// side, and device memory likes to be read in longer runs than one head's row.
+// An output tile is a tile of query rows with one KV head; its keys are counted in units of
+// `unit_keys` keys. By default, every output tile is split into `num_splits` partial tiles. With
+// `Config::balanced` (stream-K: Osama et al. 2023; Lean Attention: Sanovar et al. 2024), the units
+// of all sequences are numbered consecutively, and each CTA of a KV head and row tile processes an
+// equal range of units, the work range. All CTAs then end together, whatever the lengths, and only
+// the first and last output tile of a work range may be split. CTAs of different heads process the
+// same keys at the same time: heads are adjacent in memory, and DRAM is read faster in longer runs.
 //
-// The parts of an item that a cluster of blocks has are merged there, and what clusters have of it
-// meets in device memory. Without clusters, each block counts as one.
+// The CTAs of a cluster merge their partial tiles of an output tile within the cluster; the results
+// of several clusters are merged in device memory. Without clusters, each CTA counts as a cluster.
 #pragma once
 
 #include "params.cuh"
@@ -17,52 +17,52 @@
 #include "grid/sequences.cuh"
 #include "score/mask.cuh"
 
-// A part of an item's keys. From `number` on it is known only where others with parts of the item
-// are asked for.
+// Partial tile: the KV units of an output tile that one CTA processes. `find_others` sets the
+// members from `number` on.
 struct Part {
   int batch;
   int head_kv;
   int row_tile;
   Sequence sequence;
-  int begin;  // units of keys
-  int end;
-  int number;   // of this part among those of the item that the cluster has
-  int count;    // of those
-  int place;    // in the cluster, of the block that has the first of them
-  int result;   // number of the cluster's result among those of the item
-  int results;  // of the item, that meet in device memory
+  int begin;    // first KV unit
+  int end;      // one past the last KV unit
+  int number;   // index among the partial tiles that this cluster has of the output tile
+  int count;    // number of these partial tiles
+  int place;    // rank in the cluster of the CTA that has the first of them
+  int result;   // index of this cluster's result among those of the output tile
+  int results;  // number of results of the output tile, which are merged in device memory
   int first_slot;
   int slot_step;
   int first_extra;
-  // Whether all blocks of some clusters have parts of the item, and each as the last of its share.
+  // Whether the output tile is the last one of every CTA in all clusters that have parts of it.
+  // These CTAs then each merge a slice of the columns.
   bool is_spread;
 
   __device__ bool is_whole() const { return count == 1 && results == 1; }
 
-  // The place in device memory of one of the item's results, and of a counter.
+  // Returns the slot in device memory of a result of the output tile, and of its counter.
   __device__ int slot_of(int result) const {
     return first_slot + slot_step * result + (result == 0 ? first_extra : 0);
   }
 };
 
-// The way of one of an item's results in device memory: it meets its neighbours in a group of
-// `fan`, what that leaves in the place of its first meets others of its kind, and so on.
+// Merge group: a node of the tree that merges an output tile's results in device memory. A group of
+// `fan` results is merged into the slot of its first one, a member of a group of the next level.
 struct Meeting {
-  // Groups are merged side by side, by a block each. Alone, one took 100 us for 132 results of 32
-  // rows.
+  // Size of a group. CTAs merge groups in parallel: one CTA takes 100 us for 132 results.
   static constexpr int fan = 8;
 
-  int first;     // of the group's results
-  int step = 1;  // from one to the next
+  int first;     // index of the group's first result
+  int step = 1;  // difference between the indices of consecutive members
   int level = 0;
 
   __device__ explicit Meeting(int result) : first(result - result % fan) {}
 
-  // Of the group, where the item has so many results.
+  // Returns the number of members, if the output tile has `results` results.
   __device__ int count(int results) const { return min(fan, ceil_div(results - first, step)); }
   __device__ bool is_last(int results) const { return step * fan >= results; }
-  // The result whose counter is the group's. No other group has it: those of the first level have a
-  // multiple of `fan`, and those above it one of the few behind.
+  // Returns the result whose counter the group uses. No other group uses it: groups of the first
+  // level use a multiple of `fan`, groups of a higher level a multiple of `fan` plus their level.
   __device__ int counter() const { return first + level; }
 
   __device__ void rise() {
@@ -72,32 +72,32 @@ struct Meeting {
   }
 };
 
-// Where a block is in its share. With Config::balanced: the units of the line and of a block's
-// share, and where its part begins and the share ends. Else, of all parts, its own and their
-// number. The host sees to it that 31 bits are enough: a division of
-// more takes a fifth of a microsecond.
+// Work range of a CTA, and the position in it. Without `Config::balanced`, `next` is the index of
+// the current partial tile among all, `end` their number, and the other members are unused. The
+// host ensures that 31 bits suffice: a 64-bit division takes 0.2 us.
 struct Share {
-  unsigned line;
-  unsigned units;
-  unsigned next;
-  unsigned end;
-  unsigned sequence_begin;  // of the units of sequence `batch`
+  unsigned line;            // number of units of all sequences
+  unsigned units;           // number of units of a work range
+  unsigned next;            // first unit of the current partial tile
+  unsigned end;             // one past the last unit of the work range
+  unsigned sequence_begin;  // first unit of sequence `batch`
   int batch;
   Sequence sequence;
 };
 
-// One warp takes the share, and one of its lanes finds the parts.
+// Computes the work range of a CTA and its partial tiles. One warp calls `take()`; one of its lanes
+// calls the other functions.
 template <class Config>
 struct Shares {
   static constexpr int unit_keys = Config::Bc * (Config::warps / Config::team);
-  static constexpr int group = Config::group;  // query heads of a key/value head
-  static constexpr unsigned cluster = Config::cluster > 0 ? Config::cluster : 1;  // blocks of one
+  static constexpr int group = Config::group;  // number of query heads per KV head
+  static constexpr unsigned cluster = Config::cluster > 0 ? Config::cluster : 1;  // CTAs in one
 
   const Params& p;
   Share& share;
-  const int row_tiles;  // of the longest sequence
-  const int items;      // of one sequence
-  const int used_keys;  // that seqused_k, if any, counts for the sequence of the lane's number
+  const int row_tiles;  // number of query tiles of the longest sequence
+  const int items;      // number of output tiles of one sequence
+  const int used_keys;  // element of seqused_k (if not null) at the lane's index
 
   __device__ Shares(const Params& params, Share& share, int used_keys)
       : p(params),
@@ -115,7 +115,7 @@ struct Shares {
     }
   }
 
-  // Whether there is a part where the share is; in what it is found, its keys.
+  // Sets `part`, up to its member `end`, to the current partial tile. Returns whether one is left.
   __device__ bool find(Part& part) {
     if constexpr (Config::balanced) {
       return find_in_share(part);
@@ -124,7 +124,7 @@ struct Shares {
     }
   }
 
-  // And then what other parts its item has: not needed before they are merged.
+  // Sets the other members of `part`, which only the merge with other partial tiles needs.
   __device__ void find_others(Part& part) const {
     if constexpr (Config::balanced) {
       find_others_in_line(part);
@@ -133,13 +133,13 @@ struct Shares {
     }
   }
 
-  // Whether there may be parts behind it.
+  // Returns whether more partial tiles may follow `part`.
   __device__ bool goes_on(const Part& part) const {
     return Config::balanced ? share.next + (part.end - part.begin) < share.end
                             : share.next + gridDim.x < share.end;
   }
 
-  // To where the next part begins.
+  // Advances to the partial tile after `part`.
   __device__ void pass(const Part& part) {
     if constexpr (Config::balanced) {
       share.next += part.end - part.begin;
@@ -152,7 +152,7 @@ struct Shares {
     }
   }
 
-  // At least about as many as there are keys in all sequences, times key/value heads.
+  // Returns an approximate upper bound of the number of keys in all sequences, times KV heads.
   __device__ int64 keys_of_all() const {
     return Config::balanced ? int64(share.line) * unit_keys * p.heads_kv
                             : int64(p.batch) * p.seqlen_k * p.heads_kv;
@@ -162,7 +162,7 @@ struct Shares {
   __device__ Sequence sequence_of(int batch) const {
     return sequence_of(p, batch);
   }
-  // That of the lane's number, whose keys are there.
+  // Returns the sequence at the lane's index, with the length `used_keys`, which is already loaded.
   __device__ Sequence sequence_of_lane() const {
     Params own = p;
     if (p.seqused_k != nullptr) own.keys = used_keys;
@@ -172,7 +172,7 @@ struct Shares {
   }
   __device__ static Sequence sequence_of(const Params& p, int batch) {
     if constexpr (Config::sequences) {
-      // Packed queries are not shared out evenly, and keys are packed only where they are.
+      // `Config::balanced` excludes packed queries, and keys are packed only if queries are.
       int capacity;
       return find_sequence<Config::page_size, !Config::balanced>(p, batch, capacity);
     } else {
@@ -180,7 +180,8 @@ struct Shares {
     }
   }
 
-  // The unit with the first key that a row of the sequence sees: those before are nobody's.
+  // Returns the first KV unit that any row of the sequence attends to; no CTA processes earlier
+  // ones.
   __device__ int first_unit(const Sequence& sequence, int batch) const {
     if constexpr (Config::window_left) {
       const Mask<Config> mask(sequence.seqlen_k, q_offset_of(sequence, batch), {p, batch});
@@ -194,7 +195,7 @@ struct Shares {
                              : first_position<Config>(p, batch, p.q_offset);
   }
 
-  // A sequence without keys has a unit too: someone must write that its rows see nothing.
+  // A sequence without keys still counts as one unit, so that one CTA writes its output rows.
   __device__ int units_of(const Sequence& sequence, int batch) const {
     return max(1, ceil_div(sequence.seqlen_k, unit_keys) - first_unit(sequence, batch));
   }
@@ -236,15 +237,15 @@ struct Shares {
   }
 
   __device__ Share share_of_line() const {
-    // Every sequence has the same number of units if no array counts its keys, and no array places
-    // a window that hides its first ones.
+    // All sequences have the same number of units if no array holds their lengths, and no array of
+    // offsets moves a window that masks their first keys.
     constexpr bool begins_alike = !(Config::offsets && Config::window_left);
     const bool is_uniform =
         (begins_alike && !Config::sequences) || p.batch == 1 ||
         (begins_alike && p.seqused_k == nullptr && p.cache_batch_idx == nullptr);
     Share taken;
     if (is_uniform) {
-      // The first's, in the lane that keeps the share.
+      // Only lane 0 uses the result, so this is sequence 0.
       taken.sequence = sequence_of_lane();
       const int units = units_of(taken.sequence, 0);
       cut_line(taken, p.batch * units);
@@ -263,14 +264,14 @@ struct Shares {
     return taken;
   }
 
-  // Of as many sequences as a warp has lanes: each finds one, and all know where it lies.
+  // Sets the work range if there are at most 32 sequences: each lane looks up one of them.
   __device__ void take_of_few(Share& taken) const {
     const int lane = threadIdx.x % 32;
     const Sequence own = sequence_of_lane();
     const unsigned units = lane < p.batch ? units_of(own, lane) : 0;
     const unsigned up_to = sum_up_to_lane(units);
     cut_line(taken, __shfl_sync(~0u, up_to, 31));
-    // Of a share behind the line's end, any.
+    // A work range that starts past the last unit is empty, so any sequence will do.
     const int found = min(31u, __ffs(__ballot_sync(~0u, taken.next < up_to)) - 1u);
     taken.batch = found;
     taken.sequence_begin = __shfl_sync(~0u, up_to - units, found);
@@ -279,12 +280,13 @@ struct Shares {
                       __shfl_sync(~0u, own.k_first, found),  __shfl_sync(~0u, own.seqlen_k, found)};
   }
 
-  // The grid: row tiles, key/value heads, and the blocks that share an item's line: all, or those
-  // of one cluster where another would cost more than it brings.
+  // Sets the CTA's range of the `line` units. The grid axes are row tiles, KV heads, and the CTAs
+  // that divide the units of a row tile and KV head. If the units are few, only the CTAs of one
+  // cluster have any, because merging across clusters would cost more than it saves.
   __device__ static void cut_line(Share& taken, unsigned line) {
     const bool is_short = Config::cluster > 0 && line <= Config::cluster_units * cluster;
     taken.line = line;
-    // Of constants a division is a shift.
+    // Two branches, because a division by a constant is cheap.
     if (is_short) {
       taken.units = (line + cluster - 1) / cluster;
     } else {
@@ -294,7 +296,7 @@ struct Shares {
     taken.end = min(line, taken.next + taken.units);
   }
 
-  // Of the sequence at first + lane.
+  // Returns the number of units of the sequence at index first + lane.
   __device__ int units_at(int first) const {
     const int batch = first + threadIdx.x % 32;
     return batch < p.batch ? units_of(sequence_of(batch), batch) : 0;
@@ -315,7 +317,7 @@ struct Shares {
     return x;
   }
 
-  // The sequence in which the share begins.
+  // Finds the sequence in which the work range begins.
   __device__ void find_batch(Share& taken) const {
     const unsigned next = taken.next;
     if (next >= taken.end) return;
@@ -364,8 +366,8 @@ struct Shares {
     part.place = first_here % cluster;
     part.result = own_cluster - first_cluster;
     part.results = last_place / cluster - first_cluster + 1;
-    // A cluster has two slots, the second for a sequence that begins in its share and goes on
-    // behind it.
+    // A cluster has two slots per KV head and row tile. The second one is for an output tile that
+    // begins in the cluster's range and continues in the next cluster.
     part.first_slot = 2 * (first_cluster * items + blockIdx.y * row_tiles + blockIdx.x);
     part.slot_step = 2 * items;
     part.first_extra = 1;

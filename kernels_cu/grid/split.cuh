@@ -1,9 +1,8 @@
-// Splitting the keys of one query tile over several thread blocks, and merging their results. The
-// workspace holds, for each split, a normalized partial output (batch, heads_q, seqlen_q,
-// head_dim_v) and then, for each split, a log-sum-exp (batch, heads_q, seqlen_q), in the
-// accumulator's type. Where modifications change scores, a log-sum-exp is a pair of numbers
-// (`ExponentSum`), in two arrays. For packed queries the shapes are (heads_q, total_q, ...), like
-// the shape of their lse.
+// Split KV: the keys of one query tile are split over several CTAs, and their results are merged.
+// The workspace holds the normalized partial outputs of all splits (batch, heads_q, seqlen_q,
+// head_dim_v), then the log-sum-exps of all splits (batch, heads_q, seqlen_q), in the accumulator's
+// type. If modifications change scores, a log-sum-exp is a pair of numbers (`ExponentSum`), stored
+// in two arrays. For packed queries the shapes are (heads_q, total_q, ...), as for their lse.
 #pragma once
 
 #include "params.cuh"
@@ -22,23 +21,23 @@ struct Partials {
   using T = Accumulator<typename Config::Element>;
 
   // Whether the log-sum-exp of a row is a pair of numbers. All keys of a padded row may have the
-  // score -1e9. As one number, their log-sum-exp has no digits for the number of keys, and parts
-  // with few and with many keys would get equal weights.
+  // score -1e9. A single number would have no digits left for the number of keys, and splits with
+  // few and with many keys would get equal weights.
   static constexpr bool has_pairs = Config::Mods::changes_scores;
-  // How many numbers a split holds for each row: its output and its log-sum-exp.
+  // Number of accumulator-type numbers that a split stores for each row: output and log-sum-exp.
   static constexpr int numbers = Config::head_dim_v + (has_pairs ? 2 : 1);
   using Merge = LseMerge<T, has_pairs>;
 
   T* out;
   T* lse;
-  int64 rows;  // of one split
+  int64 rows;  // number of rows of one split
 
   __device__ explicit Partials(const Params& p)
       : out(static_cast<T*>(p.workspace)), rows(row_count(p)) {
     lse = out + p.num_splits * rows * Config::head_dim_v;
   }
 
-  // Where a query row stands in lse, and among the rows of a split.
+  // Returns the index of a query row in lse, and among the rows of a split.
   __device__ static int64 row_index(const Params& p, int batch, int head, int row) {
     return (int64(batch) * p.heads_q + head) * p.seqlen_q + row;
   }
@@ -52,8 +51,8 @@ struct Partials {
   }
   __device__ T* lse_row(int split, int64 row) const { return lse + split * rows + row; }
 
-  // Returns the log-sum-exp of a row over the keys of a split. If it is a pair, `lse` holds the bases
-  // of all splits and then the logarithms of all splits.
+  // Returns the log-sum-exp of a row over the keys of a split. If it is a pair, `lse` holds the
+  // bases of all splits and then the logarithms of all splits.
   __device__ auto sum(const Params& p, int split, int64 row) const {
     if constexpr (has_pairs) {
       return ExponentSum<T>{*lse_row(split, row), *lse_row(p.num_splits + split, row)};
@@ -86,7 +85,7 @@ struct Partials {
   }
 };
 
-// The value of a sequence's first key.
+// Returns the row of V that belongs to the first key of a sequence.
 template <class Config>
 __device__ Row<typename Config::Element> first_value_of(const Params& p, const Sequence& at,
                                                         int batch, int head_kv) {
@@ -105,13 +104,13 @@ __device__ Row<typename Config::Element> first_value_of(const Params& p, const S
   }
 }
 
-// The query row that this warp merges, counted through (batch, heads_q, seqlen_q).
+// Returns the query row that this warp merges, as an index into (batch, heads_q, seqlen_q).
 __device__ inline int64 row_of_warp() {
   return (int64(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
 }
 
-// One warp merges one query row: out = sum_s w_s out_s with w_s = exp(lse_s - lse). find_out() is
-// where it goes; not asked sooner, so that the first reads need not wait for it.
+// Merges one query row by one warp: out = sum_s w_s out_s with w_s = exp(lse_s - lse). `find_out()`
+// returns the address of the output row. It is called late, so that the first loads do not wait.
 template <class Config, class FindOut>
 __device__ void combine_row(const Params& p, const Partials<Config>& partials, int64 index,
                             int head, int visible,
@@ -120,7 +119,7 @@ __device__ void combine_row(const Params& p, const Partials<Config>& partials, i
   using Math = SoftmaxMath<T>;
   using Element = typename Config::Element;
   const int lane = threadIdx.x % 32;
-  // The largest log-sum-exp of a part, or the largest base of a pair.
+  // The maximum over the splits of the log-sum-exp or, if it is a pair, of its base.
   T max = -Math::infinity();
   for (int s = 0; s < p.num_splits; ++s) max = fmax(max, *partials.lse_row(s, index));
   typename Partials<Config>::Merge merge = {max == -Math::infinity() ? T(0) : max};
@@ -137,7 +136,7 @@ __device__ void combine_row(const Params& p, const Partials<Config>& partials, i
     for (int s = 0; s < p.num_splits; ++s) {
       const bool saw_nothing = *partials.lse_row(s, index) == -Math::infinity();
       const T weight = merge.share_of(partials.sum(p, s, index)) * normalizer;
-      // A part in which the row saw nothing may be 0 times a value of others that is NaN.
+      // If the row attends to no key of the split, its partial output may be 0 * NaN.
       const T part = saw_nothing ? T(0) : partials.out_row(s, index)[column];
       merged = fma(weight, part, merged);
     }

@@ -1,4 +1,4 @@
-// What a stream of blocks of keys is made of: query tiles, each with the blocks that it visits.
+// Work tiles: each is a query tile together with the range of KV tiles that it iterates over.
 #pragma once
 
 #include "score/mask.cuh"
@@ -6,7 +6,7 @@
 #include "grid/schedule.cuh"
 #include "grid/sequences.cuh"
 
-// Where a query tile's sequence lies: as the parameters say of all of them, or as was found.
+// Sequence of a work tile: stored if `Found`, given by the kernel's arguments for dense batches.
 template <bool Found>
 struct VisitPlace;
 
@@ -24,7 +24,7 @@ struct VisitPlace<true> {
   __device__ const Sequence& sequence(const Params&, int) const { return found; }
 };
 
-// A query tile, and the blocks of keys that it visits from the last to the first.
+// A work tile. The KV tiles in `keys` are processed from the last to the first.
 template <bool Found>
 struct Visit : VisitPlace<Found> {
   Work work;
@@ -39,7 +39,7 @@ struct Visit : VisitPlace<Found> {
     return VisitPlace<Found>::sequence(p, work.batch);
   }
 
-  // A sequence that was found has its own number of keys and its own position of the first query.
+  // With `Found`, each sequence has its own number of keys and its own position of the first query.
   template <class Config>
   __device__ Mask<Config> mask(const Params& p) const {
     if constexpr (Found) {

@@ -1,6 +1,6 @@
-// One inline function per PTX instruction, named after it. Those that not all architectures have
-// are in stream.cuh, cluster.cuh, sm90a.cuh and wgmma.cuh. Shared-memory addresses
-// are 32-bit offsets into the shared window.
+// PTX wrappers: one inline function per instruction, named after the instruction. Instructions that
+// need a newer architecture are in stream.cuh, cluster.cuh, sm90a.cuh and wgmma.cuh. Shared-memory
+// addresses are 32-bit offsets into the shared window.
 #pragma once
 
 namespace ptx {
@@ -9,15 +9,16 @@ __device__ inline unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
-// %ctaid.x. The compiler does not know that it is blockIdx.x, nor that it never changes.
+// %ctaid.x. The asm hides from the compiler that the value equals blockIdx.x and is constant, so
+// that the compiler reads it again instead of keeping results derived from it in registers.
 __device__ inline int block_index() {
   int result;
   asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(result));
   return result;
 }
 
-// No instruction: a value that the compiler takes for a new one, and so computes here and not ahead
-// of a loop.
+// Emits no instruction. The compiler treats the result as a new value, so it does not hoist
+// computations that use the result out of a loop.
 __device__ inline int opaque(int x) {
   asm volatile("" : "+r"(x));
   return x;
@@ -57,7 +58,8 @@ __device__ inline void ld_shared_v4(unsigned (&x)[4], unsigned shared) {
                : "memory");
 }
 
-// mul.rn.f32: without the flush of denormal numbers to zero that the compiler is told to do.
+// mul.rn.f32: keeps subnormal numbers, which plain products flush to zero (kernels are compiled
+// with -ftz).
 __device__ inline float mul_rn(float x, float y) {
   float result;
   asm("mul.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(y));
@@ -71,14 +73,14 @@ __device__ inline float div_rn(float x, float y) {
   return result;
 }
 
-// rcp.approx.ftz.f32: 1 / x to 1 ulp.
+// rcp.approx.ftz.f32: 1 / x within 1 ulp.
 __device__ inline float rcp_approx(float x) {
   float result;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
 }
 
-// ex2.approx.ftz.f32: 2^x to 2 ulp.
+// ex2.approx.ftz.f32: 2^x within 2 ulp.
 __device__ inline float ex2_approx(float x) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
@@ -94,15 +96,15 @@ __device__ inline unsigned short cvt_rn_bf16_f32(float x) {
   return result;
 }
 
-// cvt.rn.bf16x2.f32: two values in one register, low in the lower half.
+// cvt.rn.bf16x2.f32: packs two values into one register, `low` in the lower half.
 __device__ inline unsigned cvt_rn_bf16x2_f32(float low, float high) {
   unsigned result;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
   return result;
 }
 
-// min.xorsign.abs.f32, or before sm_86 two instructions: x, but no larger in magnitude than the
-// positive bound, which also replaces NaN.
+// min.xorsign.abs.f32, or two instructions before sm_86: limits the magnitude of x to the positive
+// `bound`, keeping the sign. NaN becomes a number of magnitude `bound`.
 __device__ inline float min_magnitude(float x, float bound) {
 #if __CUDA_ARCH__ >= 860
   float result;
@@ -113,7 +115,7 @@ __device__ inline float min_magnitude(float x, float bound) {
 #endif
 }
 
-// cvt.rn.tf32.f32, or on architectures before sm_90 cvt.rna.tf32.f32: to the nearest TF32 value.
+// cvt.rn.tf32.f32, or cvt.rna.tf32.f32 before sm_90: rounds to the nearest TF32 value.
 __device__ inline unsigned cvt_tf32_f32(float x) {
   unsigned result;
 #if __CUDA_ARCH__ >= 900
@@ -138,8 +140,8 @@ __device__ inline unsigned mul_f16x2(unsigned x, unsigned y) {
   return result;
 }
 
-// cp.async: Bytes (4, 8 or 16) from global to shared memory, of which the first source_bytes are
-// read and the rest is filled with zeros. 16-byte copies go around L1.
+// cp.async: copies `Bytes` (4, 8 or 16) from global to shared memory. Only the first `source_bytes`
+// are read; zeros fill the rest. 16-byte copies bypass L1.
 template <int Bytes>
 __device__ inline void cp_async(unsigned shared, const void* global, int source_bytes) {
   if constexpr (Bytes == 16) {
@@ -159,21 +161,21 @@ __device__ inline void cp_async_commit_group() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// cp.async.wait_group: until at most Pending of this thread's groups are under way.
+// cp.async.wait_group: waits until at most `Pending` of this thread's groups are in flight.
 template <int Pending>
 __device__ inline void cp_async_wait_group() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
-// ldmatrix.x4: four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of
-// matrix l / 8.
+// ldmatrix.x4: loads four 8 x 8 matrices of 16-bit elements. Lane l passes the address of row l % 8
+// of matrix l / 8.
 __device__ inline void ldmatrix_x4(unsigned (&r)[4], unsigned shared) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(shared));
 }
 
-// ldmatrix.x4.trans: the same, each matrix transposed on the way.
+// ldmatrix.x4.trans: like ldmatrix.x4, but transposes each matrix.
 __device__ inline void ldmatrix_x4_trans(unsigned (&r)[4], unsigned shared) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])

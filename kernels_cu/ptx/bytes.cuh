@@ -1,4 +1,4 @@
-// What numbers of 8 bits take: one inline function per PTX instruction.
+// PTX wrappers for loads and conversions of 8-bit types: one inline function per instruction.
 #pragma once
 
 namespace ptx {
@@ -19,7 +19,8 @@ __device__ inline void ld_shared_v2(float (&x)[2], unsigned shared) {
                : "memory");
 }
 
-// prmt.b32: bytes of x and y, those of y counted from 4; the lowest digit chooses the lowest.
+// prmt.b32: selects four bytes. Hex digit i of `Digits` names the source of byte i: 0 to 3 are the
+// bytes of x, 4 to 7 those of y.
 template <unsigned Digits>
 __device__ inline unsigned prmt(unsigned x, unsigned y) {
   unsigned chosen;
@@ -47,7 +48,8 @@ __device__ inline unsigned cvt_rn_f16x2_e4m3x2(unsigned short x) {
   return result;
 }
 
-// cvt.rn.satfinite.e4m3x2.f32: of one number; what is larger than the largest becomes that.
+// cvt.rn.satfinite.e4m3x2.f32: converts one number. Values out of range become the largest finite
+// e4m3 number.
 __device__ inline unsigned char cvt_rn_satfinite_e4m3_f32(float x) {
   unsigned short result;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(result) : "f"(0.0f), "f"(x));
@@ -56,7 +58,7 @@ __device__ inline unsigned char cvt_rn_satfinite_e4m3_f32(float x) {
 
 #endif  // __CUDA_ARCH__ >= 890
 
-// cvt.rni.s32.f32: to the nearest, of two to the even one; NaN becomes 0.
+// cvt.rni.s32.f32: rounds to the nearest integer, ties to even. NaN becomes 0.
 __device__ inline int cvt_rni_s32_f32(float x) {
   int result;
   asm("cvt.rni.s32.f32 %0, %1;" : "=r"(result) : "f"(x));

@@ -1,5 +1,5 @@
-// One inline function per PTX instruction that thread blocks of a cluster work together by: sm_90
-// and newer. Shared-memory addresses are 32-bit offsets into the shared window.
+// PTX wrappers for communication between the CTAs of a cluster (sm_90 and newer): one inline
+// function per instruction. Shared-memory addresses are 32-bit offsets into the shared window.
 #pragma once
 
 #include "ptx/sm90a.cuh"
@@ -11,24 +11,25 @@ __device__ inline void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
 
-// barrier.cluster.arrive.relaxed: of what was written before, the others learn nothing.
+// barrier.cluster.arrive.relaxed: does not publish this thread's earlier writes to the cluster.
 __device__ inline void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 
-// barrier.cluster.wait.acquire: until all threads of the cluster have arrived.
+// barrier.cluster.wait.acquire: waits until all threads of the cluster have arrived.
 __device__ inline void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// mapa.shared::cluster: where in another block's shared memory the same address is.
+// mapa.shared::cluster: returns the corresponding address in the shared memory of CTA `rank`.
 __device__ inline unsigned map_to_block(unsigned shared, int rank) {
   unsigned result;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(result) : "r"(shared), "r"(rank));
   return result;
 }
 
-// st.async: four floats to another block's shared memory, counted as 16 bytes on a barrier there.
+// st.async: stores four floats to another CTA's shared memory and completes 16 bytes of the
+// transaction count of `barrier`, an mbarrier of that CTA.
 __device__ inline void st_async(unsigned shared, const float (&x)[4], unsigned barrier) {
   asm volatile(
       "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
@@ -37,14 +38,14 @@ __device__ inline void st_async(unsigned shared, const float (&x)[4], unsigned b
       : "memory");
 }
 
-// mbarrier.arrive, at a barrier of another block's. It orders what the block has done in shared
-// memory; .release.cluster would order all memory, and wait for it (MEMBAR.ALL.GPU).
+// mbarrier.arrive on a barrier of another CTA. The default scope orders this CTA's shared-memory
+// accesses only: .release.cluster would compile to MEMBAR.ALL.GPU, which waits for all memory.
 __device__ inline void mbarrier_arrive_at_block(unsigned barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// mbarrier.try_wait.parity.acquire.cluster, until the phase of that parity is complete: what other
-// blocks stored with it is there.
+// mbarrier.try_wait.parity.acquire.cluster: waits until the phase of that parity completes. Data
+// that other CTAs of the cluster stored during the phase is then visible.
 __device__ inline void mbarrier_wait_for_cluster(unsigned barrier, int parity) {
   asm volatile(
       "{\n"

@@ -1,11 +1,10 @@
-// What products of float8 take: wgmma.mma_async.m64nNk32, the warpgroup's asynchronous product d
-// (+)= a b of e4m3 operands with float32 accumulators, one specialization of `Wgmma` for each N
-// that is a multiple of 16, and the conversion of a.
+// wgmma.mma_async.m64nNk32: the asynchronous warpgroup product d (+)= a b of e4m3 operands with
+// float32 accumulators, for each N that is a multiple of 16; and conversions for operand a.
 //
-// The result lies as in wgmma.cuh. Of the 64 x 32 operand a thread t of the warpgroup has, of row
-// 16 (t / 32) + t % 32 / 4 + 8 h, the columns 4 (t % 4) to 4 (t % 4) + 3 in register h, and the
-// same sixteen columns further on in register 2 + h. Both operands have k contiguous: of 8 bits
-// there is no other way.
+// The result has the register layout described in wgmma.cuh. Thread t of the warpgroup holds part
+// of row 16 (t / 32) + t % 32 / 4 + 8 h of the 64 x 32 operand a: columns 4 (t % 4) to
+// 4 (t % 4) + 3 in register h, and the columns 16 higher in register 2 + h. Both operands have k
+// contiguous, as wgmma requires for 8-bit types.
 #pragma once
 
 #include "ptx/sm90a.cuh"
@@ -16,15 +15,15 @@
 
 namespace ptx {
 
-// cvt.rn.satfinite.e4m3x2.f32: two numbers, the first in the lower byte; what is larger than the
-// largest becomes that.
+// cvt.rn.satfinite.e4m3x2.f32: converts two numbers, `low` into the lower byte. Values out of range
+// become the largest finite e4m3 number.
 __device__ inline unsigned short cvt_rn_satfinite_e4m3x2_f32(float low, float high) {
   unsigned short result;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(result) : "f"(high), "f"(low));
   return result;
 }
 
-// mov.b32: of two halves, the lower one first.
+// mov.b32: packs two 16-bit halves into one register.
 __device__ inline unsigned mov_b32(unsigned short low, unsigned short high) {
   unsigned result;
   asm("mov.b32 %0, {%1, %2};" : "=r"(result) : "h"(low), "h"(high));

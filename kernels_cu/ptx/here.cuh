@@ -1,5 +1,5 @@
-// No instructions: what the compiler then computes where it stands. Left alone, it moves what is
-// needed later behind a barrier that another warp makes all wait at, where it costs time.
+// `here`: emits no instruction and forces the compiler to compute a pointer at this point. Without
+// it the compiler sinks the computation below a barrier, where it adds to the latency.
 #pragma once
 
 namespace ptx {

@@ -1,19 +1,19 @@
-// One inline function per PTX instruction that functions of a modification are made of, beside
-// those of base.cuh.
+// PTX wrappers for the arithmetic of generated mask and score functions, in addition to base.cuh:
+// one inline function per instruction.
 #pragma once
 
 #include "ptx/base.cuh"
 
 namespace ptx {
 
-// tanh.approx.f32: to 2^-11.
+// tanh.approx.f32: tanh(x) with a relative error of about 2^-11.
 __device__ inline float tanh_approx(float x) {
   float result;
   asm("tanh.approx.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
 }
 
-// min.NaN.f32: NaN if either is, which architectures before sm_80 need a comparison for.
+// min.NaN.f32: returns NaN if either argument is NaN. Before sm_80 this takes comparisons.
 __device__ inline float min_nan(float x, float y) {
 #if __CUDA_ARCH__ >= 800
   float result;
@@ -24,7 +24,7 @@ __device__ inline float min_nan(float x, float y) {
 #endif
 }
 
-// max.NaN.f32: NaN if either is.
+// max.NaN.f32: returns NaN if either argument is NaN.
 __device__ inline float max_nan(float x, float y) {
 #if __CUDA_ARCH__ >= 800
   float result;
@@ -42,8 +42,8 @@ __device__ inline int not_b32(int x) {
   return result;
 }
 
-// Arithmetic that keeps subnormal numbers, which the compiler is told to flush to zero, and that is
-// never contracted. mul.rn.f32 and div.rn.f32 are in base.cuh.
+// The arithmetic below keeps subnormal numbers, although kernels are compiled with -ftz, and is
+// never contracted to an FMA. mul.rn.f32 and div.rn.f32 are in base.cuh.
 
 // add.rn.f32
 __device__ inline float add_rn(float x, float y) {
@@ -149,15 +149,15 @@ __device__ inline bool setp_eq(float x, float y) {
   return result != 0;
 }
 
-// cvt.rzi.s32.f32: saturates, and NaN gives 0
+// cvt.rzi.s32.f32: truncates to an integer and saturates; NaN becomes 0.
 __device__ inline int cvt_rzi_s32(float x) {
   int result;
   asm("cvt.rzi.s32.f32 %0, %1;" : "=r"(result) : "f"(x));
   return result;
 }
 
-// fma.rz.ftz.f32: a result too large for float becomes the largest finite number. Unlike the
-// functions above it flushes subnormal numbers to zero.
+// fma.rz.ftz.f32: rounds toward zero, so that a result out of range becomes the largest finite
+// number. Unlike the functions above it flushes subnormal numbers to zero.
 __device__ inline float fma_rz(float x, float y, float z) {
   float result;
   asm("fma.rz.ftz.f32 %0, %1, %2, %3;" : "=f"(result) : "f"(x), "f"(y), "f"(z));

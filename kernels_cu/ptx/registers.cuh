@@ -1,10 +1,10 @@
-// No instructions, or none that computes: where the compiler is to have 32-bit values.
+// Wrappers that control where the compiler computes and holds 32-bit values; they compute nothing.
 #pragma once
 
 namespace ptx {
 
-// Values that the compiler must have computed before here, and takes for new ones from here on.
-// Around asynchronous products, whose accumulators it believes ready at once.
+// Forces the compiler to have computed the values at this point, and to treat them as new values
+// afterwards. Needed around wgmma, whose accumulators the compiler believes to be ready at once.
 template <int N>
 __device__ inline void pin(float (&x)[N]) {
 #pragma unroll
@@ -16,7 +16,7 @@ __device__ inline void pin(unsigned (&x)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+r"(x[i])::"memory");
 }
 
-// mov.b32: to another register, here and not where the compiler would have it.
+// mov.b32: copies to another register; the compiler cannot move the copy elsewhere.
 __device__ inline unsigned mov(unsigned x) {
   unsigned result;
   asm volatile("mov.b32 %0, %1;" : "=r"(result) : "r"(x) : "memory");

@@ -1,41 +1,40 @@
-// One inline function per PTX instruction that only Hopper (sm_90a) has, beside those of base.cuh.
-// Shared-memory addresses are 32-bit offsets into the shared window.
+// PTX wrappers for instructions that only Hopper (sm_90a) has, in addition to those of base.cuh:
+// one inline function each. Shared-memory addresses are 32-bit offsets into the shared window.
 #pragma once
 
 #include "ptx/base.cuh"
 
-// What cuTensorMapEncodeTiled fills in: an opaque record that describes a tensor to the copy
-// engine.
+// Opaque descriptor of a tensor for TMA; cuTensorMapEncodeTiled fills it in on the host.
 struct alignas(64) TensorMap {
   unsigned long long opaque[16];
 };
 
 namespace ptx {
 
-// setmaxnreg.inc: the warpgroup takes registers up to Registers per thread.
+// setmaxnreg.inc: raises the warpgroup's register count to `Registers` per thread.
 template <int Registers>
 __device__ inline void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
 }
 
-// setmaxnreg.dec: the warpgroup gives registers up, down to Registers per thread.
+// setmaxnreg.dec: releases registers of the warpgroup, down to `Registers` per thread.
 template <int Registers>
 __device__ inline void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
 }
 
-// fence.proxy.async: what this thread wrote to shared memory before is seen by the copy engine and
-// the tensor cores, once those who start them know that it did.
+// fence.proxy.async: makes this thread's earlier writes to shared memory visible to TMA and wgmma.
+// The thread that issues TMA or wgmma must synchronize with this thread afterwards.
 __device__ inline void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// mbarrier.init: a phase of the barrier completes with `count` arrivals.
+// mbarrier.init: initializes a barrier whose phases complete after `count` arrivals.
 __device__ inline void mbarrier_init(unsigned barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
-// fence.mbarrier_init: the copy engine sees the barriers initialized before.
+// fence.mbarrier_init: makes earlier barrier initializations visible to TMA and to the cluster.
 __device__ inline void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -45,20 +44,19 @@ __device__ inline void mbarrier_arrive(unsigned barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// mbarrier.arrive.expect_tx: arrives, and has the phase wait for that many bytes more.
+// mbarrier.arrive.expect_tx: adds `bytes` to the transaction count of the phase and arrives.
 __device__ inline void mbarrier_arrive_expect_tx(unsigned barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
 
-// mbarrier.expect_tx: has the phase, an arrival of which is still to come, wait for that many bytes
-// more.
+// mbarrier.expect_tx: adds `bytes` to the transaction count of a phase that is not yet complete.
 __device__ inline void mbarrier_expect_tx(unsigned barrier, int bytes) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
 
-// mbarrier.try_wait.parity, until the phase of that parity is complete.
+// mbarrier.try_wait.parity: waits until the phase of that parity is complete.
 __device__ inline void mbarrier_wait(unsigned barrier, int parity) {
   asm volatile(
       "{\n"
@@ -71,7 +69,7 @@ __device__ inline void mbarrier_wait(unsigned barrier, int parity) {
       : "memory");
 }
 
-// mbarrier.test_wait.parity: whether the phase of that parity is complete.
+// mbarrier.test_wait.parity: returns whether the phase of that parity is complete.
 __device__ inline bool mbarrier_test_wait(unsigned barrier, int parity) {
   int complete;
   asm volatile(
@@ -86,7 +84,7 @@ __device__ inline bool mbarrier_test_wait(unsigned barrier, int parity) {
   return complete;
 }
 
-// L2 eviction priorities, as createpolicy.fractional makes them of all accesses.
+// L2 cache policies: the values that createpolicy.fractional returns for fraction 1.0.
 constexpr unsigned long long l2_evict_first = 0x12F0000000000000;
 constexpr unsigned long long l2_evict_last = 0x14F0000000000000;
 constexpr unsigned long long l2_evict_normal = 0x1000000000000000;
@@ -96,8 +94,8 @@ __device__ inline void prefetch_tensormap(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// cp.async.bulk.tensor.4d: the box at these coordinates to shared memory; elements outside of the
-// tensor arrive as zeros. Its bytes count on the barrier. `policy` is an L2 eviction priority.
+// cp.async.bulk.tensor.4d: loads the box at these coordinates into shared memory and completes its
+// bytes on `barrier`. Elements outside the tensor become zeros. `policy` is an L2 cache policy.
 __device__ inline void cp_async_bulk_tensor_4d(unsigned shared, const TensorMap* map, int c0,
                                                int c1, int c2, int c3, unsigned barrier,
                                                unsigned long long policy) {
@@ -108,8 +106,8 @@ __device__ inline void cp_async_bulk_tensor_4d(unsigned shared, const TensorMap*
       : "memory");
 }
 
-// cp.async.bulk: bytes one behind the other to shared memory, both on 16 bytes. They count on the
-// barrier.
+// cp.async.bulk: copies `bytes` contiguous bytes from global to shared memory and completes them on
+// `barrier`. Both addresses and the size are multiples of 16.
 __device__ inline void cp_async_bulk(unsigned shared, const void* source, int bytes,
                                      unsigned barrier) {
   asm volatile(
@@ -119,17 +117,17 @@ __device__ inline void cp_async_bulk(unsigned shared, const void* source, int by
       : "memory");
 }
 
-// bar.sync: waits until `threads` threads have arrived at the named barrier, this one among them.
+// bar.sync: arrives at the named barrier and waits until `threads` threads have arrived.
 __device__ inline void bar_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// bar.arrive: arrives at the named barrier without waiting.
+// bar.arrive: arrives at the named barrier, whose phase takes `threads` arrivals, without waiting.
 __device__ inline void bar_arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// wgmma.fence: orders this warpgroup's register accesses before the products that follow.
+// wgmma.fence: orders this warpgroup's earlier register accesses before its next wgmma.
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 // wgmma.commit_group
@@ -137,7 +135,7 @@ __device__ inline void wgmma_commit_group() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// wgmma.wait_group: until at most Pending of this warpgroup's groups are under way.
+// wgmma.wait_group: waits until at most `Pending` of this warpgroup's groups are in flight.
 template <int Pending>
 __device__ inline void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");

@@ -1,5 +1,4 @@
-// Copies with an L2 eviction policy, and memory between blocks: one inline function per PTX
-// instruction.
+// PTX wrappers for copies with an L2 cache policy and for global memory that CTAs share.
 #pragma once
 
 #include "ptx/base.cuh"
@@ -8,14 +7,14 @@
 
 namespace ptx {
 
-// createpolicy.fractional.L2::evict_first, of all accesses.
+// createpolicy.fractional.L2::evict_first: returns the cache policy for fraction 1.0.
 __device__ inline unsigned long long l2_evict_first_policy() {
   unsigned long long policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
 
-// cp.async with a cache policy: otherwise as without.
+// cp.async with an L2 cache policy; see cp_async in base.cuh.
 template <int Bytes>
 __device__ inline void cp_async(unsigned shared, const void* global, int source_bytes,
                                 unsigned long long policy) {
@@ -32,7 +31,7 @@ __device__ inline void cp_async(unsigned shared, const void* global, int source_
   }
 }
 
-// ld.global, where it stands: the compiler moves a plain load behind copies that follow it.
+// ld.global, not reordered: the compiler would sink a plain load below the copies that follow.
 __device__ inline int ld_global(const int* global) {
   int x;
   asm volatile("ld.global.b32 %0, [%1];" : "=r"(x) : "l"(global));
@@ -44,7 +43,8 @@ __device__ inline void prefetch_l2(const void* global) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
 }
 
-// atom.add.acq_rel.gpu: what the block wrote before its last barrier is seen by whoever sees this.
+// atom.add.acq_rel.gpu: what this CTA wrote before its last barrier is visible to a thread that
+// reads the result of this addition with acquire semantics.
 __device__ inline int atom_add_acq_rel(int* global, int x) {
   int old;
   asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], %2;"

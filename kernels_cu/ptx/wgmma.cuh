@@ -1,9 +1,9 @@
-// wgmma.mma_async.m64nNk16, the warpgroup's asynchronous product d (+)= a b of 16-bit operands with
-// float32 accumulators: one specialization of `Wgmma` for each N that is a multiple of 16.
+// wgmma.mma_async.m64nNk16: the asynchronous warpgroup product d (+)= a b of 16-bit operands with
+// float32 accumulators. There is one specialization of `Wgmma` for each N that is a multiple of 16.
 //
-// Element (row, column) of the 64 x N result lies in thread t of the warpgroup, with row =
-// 16 (t / 32) + t % 32 / 4 + 8 h and column = 8 j + 2 (t % 4) + c, as d[4 j + 2 h + c]; the 64 x 16
-// operand a lies in registers in the same way, two columns packed in one.
+// Thread t of the warpgroup holds elements (row, column) of the 64 x N result as d[4 j + 2 h + c],
+// with row = 16 (t / 32) + t % 32 / 4 + 8 h and column = 8 j + 2 (t % 4) + c. The 64 x 16 operand a
+// has the same register layout, with two columns packed into each register.
 #pragma once
 
 #include "tile/element.cuh"
@@ -14,7 +14,7 @@
 template <class Element, int N>
 struct Wgmma;
 
-// Accumulators as asm text and as operands, eight at a time.
+// The accumulator registers as asm text and as asm operands, built up eight at a time.
 
 #define ACCUMULATORS_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define ACCUMULATORS_16 ACCUMULATORS_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
@@ -52,11 +52,10 @@ struct Wgmma;
 #define OPERANDS_120 OPERANDS_112, EIGHT_OF(112)
 #define OPERANDS_128 OPERANDS_120, EIGHT_OF(120)
 
-// A product's function. SHAPE is the instruction's name from k on, and FLAGS are what it takes in
-// the end: signs of a and b and, of 16 bits, whether another than k is contiguous. The operands that
-// follow COUNT accumulators are numbered i0, i1, ... d is cleared first unless accumulate.
-
-// a and b in shared memory.
+// The two macros below define one product each. SHAPE is the instruction's name from k on. FLAGS
+// are its immediate operands: the signs of a and b and, for 16-bit types, whether each operand in
+// shared memory is transposed (k not contiguous). Asm operands i0, i1, ... follow the COUNT
+// accumulators. The product overwrites d if `accumulate` is 0. Here a and b are in shared memory.
 #define WGMMA_FROM_SHARED(NAME, SHAPE, FLAGS, N, COUNT, i0, i1, i2)                                \
   __device__ static void NAME(float (&d)[COUNT], unsigned long long a, unsigned long long b,       \
                               int accumulate) {                                                    \
@@ -73,7 +72,7 @@ struct Wgmma;
         : "l"(a), "l"(b), "r"(accumulate));                                                        \
   }
 
-// a in registers, b in shared memory.
+// Defines a product with a in registers and b in shared memory.
 #define WGMMA_FROM_REGISTERS(NAME, SHAPE, FLAGS, N, COUNT, i0, i1, i2, i3, i4, i5)                 \
   __device__ static void NAME(float (&d)[COUNT], const unsigned* a, unsigned long long b,          \
                               int accumulate) {                                                    \
@@ -95,9 +94,9 @@ struct Wgmma;
 #define WGMMA(ELEMENT, TYPE, N, COUNT, i0, i1, i2, i3, i4, i5)                                     \
   template <>                                                                                      \
   struct Wgmma<ELEMENT, N> {                                                                       \
-    /* a and b with k contiguous. */                                                               \
+    /* a and b have k contiguous. */                                                               \
     WGMMA_FROM_SHARED(multiply, WGMMA_16_BITS(TYPE), "1, 1, 0, 0", N, COUNT, i0, i1, i2)           \
-    /* b with k, or with n, contiguous. */                                                         \
+    /* b has k contiguous in the first function, n in the second. */                               \
     WGMMA_FROM_REGISTERS(multiply_k_contiguous, WGMMA_16_BITS(TYPE), "1, 1, 0", N, COUNT, i0, i1,  \
                          i2, i3, i4, i5)                                                           \
     WGMMA_FROM_REGISTERS(multiply_n_contiguous, WGMMA_16_BITS(TYPE), "1, 1, 1", N, COUNT, i0, i1,  \
@@ -107,7 +106,7 @@ struct Wgmma;
   WGMMA(half_t, "f16", N, COUNT, __VA_ARGS__) \
   WGMMA(bfloat16_t, "bf16", N, COUNT, __VA_ARGS__)
 
-// WITH(N, accumulators, the numbers of the operands behind them) for each N.
+// Expands WITH(N, COUNT, i0, i1, ...) for each N: see WGMMA_FROM_REGISTERS for the arguments.
 #define WGMMA_OF_EACH_WIDTH(WITH)                                                                  \
   WITH(16, 8, 8, 9, 10, 11, 12, 13)                                                                \
   WITH(32, 16, 16, 17, 18, 19, 20, 21)                                                             \

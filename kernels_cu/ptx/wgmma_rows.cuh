@@ -1,5 +1,5 @@
-// What products of gradients need beside wgmma.cuh: wgmma with both operands in shared memory, the
-// right one with n contiguous, and stmatrix, which puts their left operands there.
+// Instructions that the backward pass needs in addition to wgmma.cuh: wgmma with both operands in
+// shared memory and n of b contiguous, and stmatrix, which writes operand a to shared memory.
 #pragma once
 
 #include "ptx/wgmma.cuh"
@@ -12,7 +12,7 @@ struct WgmmaRows;
 #define WGMMA_ROWS(ELEMENT, TYPE, N, COUNT, i0, i1, i2)                                            \
   template <>                                                                                      \
   struct WgmmaRows<ELEMENT, N> {                                                                   \
-    /* a with k contiguous, b with n contiguous. */                                                \
+    /* a has k contiguous, b has n contiguous. */                                                  \
     WGMMA_FROM_SHARED(multiply, WGMMA_16_BITS(TYPE), "1, 1, 0, 1", N, COUNT, i0, i1, i2)           \
   };
 #define WGMMA_ROWS_FOR_BOTH_TYPES(N, COUNT, ...)   \
@@ -24,8 +24,8 @@ WGMMA_ROWS_FOR_BOTH_TYPES(128, 64, 64, 65, 66)
 
 namespace ptx {
 
-// stmatrix.x4.trans: four 8 x 8 matrices of 16-bit elements, each transposed on the way; lane l
-// gives the address of row l % 8 of matrix l / 8.
+// stmatrix.x4.trans: stores four 8 x 8 matrices of 16-bit elements, each transposed. Lane l passes
+// the address of row l % 8 of matrix l / 8.
 __device__ inline void stmatrix_x4_trans(unsigned shared, const unsigned (&r)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
                    shared),

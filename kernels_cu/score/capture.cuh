@@ -1,10 +1,11 @@
-// An array that a modification of scores reads, whatever index it computes: one outside of the
-// array reads the nearest element. cupy_flash/mods/arguments.py lays the same struct out.
+// Array that a mask or score function captures. An index outside of the array reads the nearest
+// element. cupy_flash/mods/arguments.py declares the same struct.
 #pragma once
 
 #include "tile/element.cuh"
 
-// An element as device text computes with it: 64-bit integers become int, 16-bit types float.
+// Returns an element in the type that generated CUDA source computes with: 64-bit integers become
+// int, and 16-bit types float.
 template <class Element>
 __device__ inline Element read_capture(const Element* element) {
   return __ldg(element);
@@ -23,7 +24,7 @@ __device__ inline float read_capture(const bfloat16_t* element) {
   return widen(bfloat16_t{__ldg(reinterpret_cast<const unsigned short*>(element))});
 }
 
-// Where a kernel has no elements of pairs at hand.
+// Used by kernels that have not loaded elements of pairs in advance: each is loaded when needed.
 struct FromMemory {
   template <class Load>
   __device__ auto bias(int, Load load) const {
@@ -35,7 +36,7 @@ template <class Element, class Offset, int Rank, int Strides>
 struct CaptureFields {
   const Element* data;
   int shape[Rank];
-  Offset strides[Strides];  // in elements; the last is left out where it is 1
+  Offset strides[Strides];  // in elements; without the last one if it is 1
 };
 template <class Element, class Offset, int Rank>
 struct CaptureFields<Element, Offset, Rank, 0> {
@@ -47,12 +48,13 @@ struct CaptureFields<Element, Offset, 0, 0> {
   const Element* data;
 };
 
-// Offset holds the distance of any two elements: an address then takes two instructions of an int,
-// and twice as many of a long long.
+// `Offset` is int if it can hold the distance of any two elements: an address then takes two
+// instructions, and twice as many with long long.
 template <class Element, class Offset, int Rank, bool ContiguousLast>
 struct Capture : CaptureFields<Element, Offset, Rank, (Rank > 0 ? Rank - ContiguousLast : 0)> {
-  // Elements from the first of an axis to the nearest that there is to an index; `Inside` says that
-  // there is the very one. With a sign then: what is added to an index becomes part of the load.
+  // Returns the offset of an index along an axis, in elements; the index is clamped to the axis
+  // unless `Inside` states that it is valid. The offset is then signed, so that a constant added to
+  // the index becomes part of the load instruction.
   template <int Axis, bool Inside = false>
   __device__ Offset offset(int index) const {
     if constexpr (Inside) {
@@ -62,7 +64,7 @@ struct Capture : CaptureFields<Element, Offset, Rank, (Rank > 0 ? Rank - Contigu
     }
   }
 
-  // The same of an index that is not negative.
+  // Like `offset()`, for an index that is not negative.
   template <int Axis, bool Inside = false>
   __device__ Offset offset_from_0(int index) const {
     if constexpr (Inside) {
@@ -78,14 +80,14 @@ struct Capture : CaptureFields<Element, Offset, Rank, (Rank > 0 ? Rank - Contigu
     return read_capture(this->data + place<0>(indices...));
   }
 
-  // How CUDA text of the user's reads it.
+  // Call syntax for CUDA source that users write.
   template <class... Indices>
   __device__ auto operator()(Indices... indices) const {
     return at(indices...);
   }
 
  private:
-  // Unsigned, as an address then takes one multiply-add.
+  // The index is unsigned by default, so that an address takes one multiply-add.
   template <int Axis, class Index = unsigned>
   __device__ Offset step(Index index) const {
     if constexpr (ContiguousLast && Axis == Rank - 1) {

@@ -1,16 +1,15 @@
-// What a modification makes of every score of a matrix, or whether it sees every pair: for the
-// check of device text against the Python function beside it. cupy_flash/gpu/evaluate.py lays the
-// struct out.
+// Evaluates a score function, or a mask, for every pair of a score matrix. This checks generated
+// CUDA source against its Python function. cupy_flash/gpu/evaluate.py declares the same struct.
 //
-// The unit declares ModArguments and Mods ahead of this file.
+// The translation unit declares `ModArguments` and `Mods` before this file.
 #include "score/softmax.cuh"
 
 using int64 = long long;
 
 struct EvaluateParams {
   const Mods::Real* scores;  // (batch, heads, seqlen_q, seqlen_k)
-  Mods::Real* results;       // alike: new scores, or 1 where a pair is seen and 0 where not
-  int64 pairs;               // in all
+  Mods::Real* results;       // same shape: new scores or, of a mask, 1 for visible pairs and else 0
+  int64 pairs;               // number of all pairs
   int heads;
   int seqlen_q;
   int seqlen_k;
@@ -18,7 +17,7 @@ struct EvaluateParams {
   alignas(8) ModArguments mods;
 };
 
-// A thread for each pair.
+// Kernel: each thread evaluates one pair.
 __device__ inline void evaluate(const EvaluateParams& p) {
   using Real = Mods::Real;
   const int64 index = int64(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -30,7 +29,7 @@ __device__ inline void evaluate(const EvaluateParams& p) {
                                 row + p.q_offset, row, 0, 0, 0);
   const auto keys = Mods::keys(p.mods, of_row, key);
   if constexpr (Mods::changes_scores) {
-    // It gives exponents of two.
+    // `Mods::exponent()` returns an exponent of two.
     const Real exponent = Mods::exponent(p.mods, of_row, keys, 0, p.scores[index]);
     p.results[index] = exponent * SoftmaxMath<Real>::ln_2;
   } else {

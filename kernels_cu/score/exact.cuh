@@ -1,13 +1,12 @@
-// Functions of reals for values that decide something: they are compared, rounded, or used as an
-// index. All kernels and all tiles compute the same bits, which are those of NumPy except for the
-// approximated functions. Subnormal numbers are kept, and no multiplication is contracted with an
-// addition.
+// Functions of reals for values whose exact bits matter: values that are compared, rounded, or used
+// as an index. All kernels and all tiles compute the same bits, which are those of NumPy except for
+// the approximated functions. Subnormal numbers are kept, and no product is contracted to an FMA.
 //
 // Included by score/functions.cuh.
 #pragma once
 
-// Long functions are called rather than inlined, because kernels unroll their loops over scores. With
-// a copy of sinf() for each score of a lane, ptxas took more than four minutes for one kernel.
+// Long functions are called rather than inlined, because kernels unroll their loops over scores.
+// With a copy of sinf() for each score, ptxas took more than four minutes for one kernel.
 #define LONG_FUNCTION __device__ __noinline__ inline
 
 __device__ inline float exact_add(float x, float y) { return ptx::add_rn(x, y); }
@@ -47,7 +46,7 @@ __device__ inline bool exact_ne(T x, T y) {
 __device__ inline float exact_narrowed(double x) { return ptx::cvt_rn_f32_f64(x); }
 __device__ inline double exact_widened(float x) { return ptx::cvt_f64_f32(x); }
 
-// The result is NaN if either argument is.
+// Minimum and maximum, which are NaN if either argument is.
 __device__ inline float exact_min(float x, float y) { return ptx::min_nan(x, y); }
 __device__ inline double exact_min(double x, double y) { return x < y || x != x ? x : y; }
 __device__ inline float exact_max(float x, float y) { return ptx::max_nan(x, y); }
@@ -59,7 +58,7 @@ __device__ inline T exact_sign(T x) {
   return exact_lt(T(0), x) ? T(1) : exact_lt(x, T(0)) ? T(-1) : exact_eq(x, T(0)) ? T(0) : x;
 }
 
-// Conversions to integers saturate; NaN gives 0.
+// Conversions to integers saturate; NaN becomes 0.
 __device__ inline int exact_int(float x) { return ptx::cvt_rzi_s32(x); }
 __device__ inline int exact_int(double x) {
   if (!(x > -2147483648.0)) return x != x ? 0 : -2147483647 - 1;
@@ -71,8 +70,7 @@ __device__ inline unsigned long long exact_word(T x) {
   return x < T(18446744073709551616.0) ? static_cast<unsigned long long>(x) : ~0ull;
 }
 
-// Returns the remainder of a division whose quotient is rounded toward zero. Float holds it
-// exactly.
+// Returns the remainder of a division whose quotient is rounded toward zero. It is exact in float.
 LONG_FUNCTION double exact_fmod(double x, double y) { return ::fmod(x, y); }
 __device__ inline float exact_fmod(float x, float y) {
   return exact_narrowed(exact_fmod(ptx::cvt_f64_f32(x), ptx::cvt_f64_f32(y)));
@@ -81,8 +79,7 @@ __device__ inline float exact_fmod(float x, float y) {
 __device__ inline float exact_with_sign(float x, float of) { return ::copysignf(x, of); }
 __device__ inline double exact_with_sign(double x, double of) { return ::copysign(x, of); }
 
-// Remainder with the sign of the divisor, and quotient rounded down, computed in the steps of
-// NumPy.
+// Remainder with the sign of the divisor, and floor division, computed in the steps of NumPy.
 template <class T>
 __device__ inline T exact_mod(T x, T y) {
   const T rest = exact_fmod(x, y);
@@ -102,7 +99,7 @@ __device__ inline T exact_floordiv(T x, T y) {
   return exact_lt(T(0.5), exact_sub(quotient, whole)) ? exact_add(whole, T(1)) : whole;
 }
 
-// Functions approximated to 2 ulp. They may treat subnormal arguments and results as 0.
+// Functions approximated within 2 ulp. They may treat subnormal arguments and results as 0.
 #define EXACT_FUNCTION(name)                                              \
   __device__ inline float exact_##name(float x) { return ::name##f(x); }  \
   __device__ inline double exact_##name(double x) { return ::name(x); }

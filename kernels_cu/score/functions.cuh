@@ -1,7 +1,6 @@
-// Functions that the generated source of a modification calls, for float and double: those of
-// integers, and those of reals for values that only enter a score. Values that decide something (a
-// comparison, a rounding, an index), and all values of a mask, use the functions of score/exact.cuh
-// instead.
+// Functions that the generated source of a modification calls: functions of integers, and functions
+// of float and double for values that only enter a score. Values that are compared, rounded or used
+// as an index, and all values of a mask, use the functions of score/exact.cuh instead.
 #pragma once
 
 #include "ptx/base.cuh"
@@ -44,15 +43,16 @@ __device__ T mod_cos(T x) {
   return exact_cos(x);
 }
 
-// 1 / x, of a float to 1 ulp.
+// Returns 1 / x, within 1 ulp for float.
 __device__ inline float mod_reciprocal(float x) { return ptx::rcp_approx(x); }
 __device__ inline double mod_reciprocal(double x) { return 1 / x; }
 
-// 1 / (1 + 2^x), so that tanh(x) = 1 - 2 mod_logistic(2 log2(e) x), to 2^-23 near 0 too: good for
-// float16, and two approximations where tanhf() takes some 15 instructions.
+// Returns 1 / (1 + 2^x). Then tanh(x) = 1 - 2 mod_logistic(2 log2(e) x) has an error of 2^-23, also
+// near 0, which suffices for float16. It takes two approximate instructions; tanhf() takes about
+// 15.
 __device__ inline float mod_logistic(float x) { return ptx::rcp_approx(1 + ptx::ex2_approx(x)); }
 
-// To 2^-11, as good as bfloat16.
+// Returns tanh(x) with an error of 2^-11, which suffices for bfloat16.
 __device__ inline float mod_tanh_approx(float x) { return ptx::tanh_approx(x); }
 
 __device__ inline int mod_abs(int x) { return x < 0 ? int(0u - unsigned(x)) : x; }
@@ -73,8 +73,8 @@ __device__ inline float mod_max(float x, float y) { return ptx::max_nan(x, y); }
 __device__ inline int mod_min(int x, int y) { return ::min(x, y); }
 __device__ inline int mod_max(int x, int y) { return ::max(x, y); }
 
-// Returns x to the power n, a constant that is not a small integer. Finite negative x give NaN unless
-// n is an integer. There is no hardware logarithm of doubles, so pow() is as fast and more accurate.
+// Returns x to the power n, a constant that is not a small integer. Finite negative x yield NaN
+// unless n is an integer. For double, pow() is as fast, since no hardware logarithm exists.
 __device__ inline float mod_power_approx(float x, float n) {
   const float size = ::fabsf(x);
   const float power = mod_exp2(n * mod_log2(size));
@@ -92,7 +92,7 @@ __device__ inline T mod_quotient_scale(T y) {
   return size > large ? 1 / large : size < 1 / large ? large : T(1);
 }
 
-// Returns x / y * scale to 1 ulp, given 1 / y. The quotient is corrected by its remainder
+// Returns x / y * scale within 1 ulp, given 1 / y. The quotient is corrected by its remainder
 // (Markstein 1990, IBM J. Res. Dev. 34), unless the corrected quotient is NaN or infinite.
 template <class T>
 __device__ inline T mod_quotient(T x, T y, T inverse, T scale) {
@@ -101,9 +101,8 @@ __device__ inline T mod_quotient(T x, T y, T inverse, T scale) {
   return (mod_abs(better) < mod_infinity<T>() ? better : quotient) * scale;
 }
 
-// Returns x * factor + sum, saturated to the largest finite number if x is finite. So a bias of the
-// lowest finite number does not hide a key from a row that sees no other. The fast variant rounds
-// toward zero.
+// Returns x * factor + sum, saturated to the largest finite number if x is finite. A bias of the
+// lowest finite number thus does not mask a row's only key. The fast variant rounds toward zero.
 __device__ inline float mod_fast_finite_sum(float x, float factor, float sum) {
   return ptx::fma_rz(x, factor, sum);
 }
@@ -120,9 +119,9 @@ __device__ inline int mod_add(int x, int y) { return int(unsigned(x) + unsigned(
 __device__ inline int mod_sub(int x, int y) { return int(unsigned(x) - unsigned(y)); }
 __device__ inline int mod_mul(int x, int y) { return int(unsigned(x) * unsigned(y)); }
 __device__ inline int mod_sign(int x) { return (x > 0) - (x < 0); }
-// Computed as ~x + 1, because ptxas of CUDA 13.0 loses a minus sign for sm_90 and later: it compiles
-// min(min(a, -b), c) as min(min(a, b), c), and max alike. ptxas of CUDA 13.5 does not. The complement
-// is inline assembly, without which the compiler would find the negation again.
+// Computed as ~x + 1, because ptxas of CUDA 13.0 loses a minus sign for sm_90 and later: it
+// compiles min(min(a, -b), c) as min(min(a, b), c), and likewise max; ptxas of CUDA 13.5 does not.
+// The complement is inline assembly, since the compiler would otherwise recognize the negation.
 __device__ inline int mod_neg(int x) { return int(unsigned(ptx::not_b32(x)) + 1u); }
 
 // Returns the int nearest to x.
@@ -130,7 +129,7 @@ __device__ inline int mod_saturated(long long x) {
   return int(max(-2147483648LL, min(x, 2147483647LL)));
 }
 
-// Whole quotients and remainders, rounded down; of integers, 0 where the divisor is.
+// Floor division and its remainder, as in Python; the result is 0 if the divisor is 0.
 __device__ inline int mod_floordiv(int x, int y) {
   if (y == 0) return 0;
   // -2^31 / -1 does not fit, and wraps.
@@ -150,7 +149,7 @@ __device__ inline unsigned long long mod_mod(unsigned long long x, unsigned long
   return y == 0 ? 0 : x % y;
 }
 
-// Shifts by any count: by all bits or more, or by a negative count, nothing but signs is left.
+// Shifts by any count. If the count is negative or at least the width, only sign bits are left.
 __device__ inline int mod_shl(int x, int count) {
   return static_cast<unsigned>(count) < 32 ? static_cast<int>(static_cast<unsigned>(x) << count)
                                            : 0;

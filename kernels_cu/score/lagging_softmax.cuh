@@ -1,13 +1,13 @@
-// The online softmax of one query row for a kernel that never looks for maxima: the running
-// maximum, here called the base, lags behind (the idea is FlashAttention-4's) until a sum of p says
-// that it is too small. A floating-point p and sum lose no precision when p grows beyond 1, and
-// most of the rescaling, and of the lanes' agreeing on a maximum, is saved. What becomes of a row
-// depends on its own scores only.
+// Online softmax of one query row with lazy rescaling (an idea of FlashAttention-4): as a rule, no
+// row maximum is computed. P uses the previous base, which follows from a possibly stale maximum,
+// until the sum of P shows that the base is too small. This saves most rescaling and most
+// reductions over lanes, and a floating-point P loses no precision when it exceeds 1. A row's
+// result depends on its own scores only.
 #pragma once
 
 #include "score/softmax.cuh"
 
-// Of the four lanes that hold a row.
+// Returns whether x is true in any of the four lanes that hold a row.
 __device__ inline bool any_of_lanes(bool x) {
   return __ballot_sync(~0u, x) >> (threadIdx.x & 28) & 15;
 }
@@ -15,26 +15,26 @@ __device__ inline bool any_of_lanes(bool x) {
 template <class Element>
 struct LaggingSoftmaxRow {
   using Math = SoftmaxMath<float>;
-  // The exponent of a row's largest p lies between these two. float16 holds 2^15, but it has no
-  // numbers below 1 to spare: many small p make up much of an output. bfloat16 has all exponents of
-  // float32, and values with which p of 1 would overflow.
+  // Range of the exponent of a row's largest p. float16 holds up to 2^15, and needs its range below
+  // 1 for small p, many of which may make up most of an output. bfloat16 has the exponents of
+  // float32, and sums of its largest values would overflow with p = 1.
   static constexpr int highest = headroom<Element> ? -headroom<Element> : 15;
   static constexpr int lowest = highest - 15;
-  // A row's first base where its scores allow it. Those of most inputs lie around zero: then a
-  // lane's 32 p of a block sum up to about 2^12 of the 2^15 that are allowed, and one key is large
-  // enough from 2^-1 on.
+  // First base of a row, if its scores allow it. Scores of most inputs are near 0. The sum of a
+  // lane's 32 p of a KV tile is then about 2^12, with 2^15 allowed. A single key is large enough if
+  // its score, as an exponent of two, is at least -1.
   static constexpr float first_base = -6 - lowest;
 
   float base;  // p = exp2(score * scale_log2 - base)
-  float sum;   // of this lane's p
+  float sum;   // sum of this lane's p
 
   __device__ void reset() {
     base = first_base;
     sum = 0;
   }
 
-  // What a lane's p of a block sum up to: whether one of them may be larger than 2^highest, and
-  // whether one of so many is at least 2^lowest. A NaN is neither.
+  // These take the sum of a lane's `count` p of a KV tile. They return whether a p may exceed
+  // 2^highest, and whether some p is at least 2^lowest; false for NaN.
   __device__ static bool is_too_large(float sum) { return sum > power_of_two(highest); }
   __device__ static bool is_large_enough(float sum, int count) {
     return sum >= count * power_of_two(lowest);
@@ -43,21 +43,21 @@ struct LaggingSoftmaxRow {
     return exponent < 0 ? power_of_half(-exponent) : 1 / power_of_half(exponent);
   }
 
-  // Whether the row, four lanes', has seen no score above -inf: the largest p is never 0.
+  // Returns whether the row has had no score above -inf yet (the largest p is never 0).
   __device__ bool is_fresh() const { return !any_of_lanes(sum != 0); }
 
-  // The base of a row that sees only this score, times the scale: p is a power of two to within
-  // float32's rounding, and a 16-bit result exactly the value. The lanes that do not hold the score
-  // need not know: they have no p to sum up, nor the log-sum-exp to write. A score of -inf is none.
+  // Sets the base of a row with one visible key, given its score times the scale. P is then a power
+  // of two to within float32's rounding, and a 16-bit result is exactly the key's value. Only the
+  // lane that holds the key needs the base: the others neither sum p nor write the log-sum-exp.
   __device__ void see_only(float score) {
     if (score > -Math::infinity()) base = score - (highest - 1);
   }
 
-  // Takes the maximum of a block, relative to the base. The base changes if p have outgrown it, or
-  // if the first p are too small. Returns the change, and in `rescale` the factor for the output so
-  // far. With HasLow, a low score never becomes the base: the change is subtracted from the scores of
-  // this block afterwards, the new base from those of later blocks at once, and at this size the two
-  // round differently.
+  // Updates the base from the maximum of a KV tile, given relative to the base. The base changes if
+  // p has outgrown it, or if the first p are too small. Returns the change, and sets `rescale` to
+  // the factor for the output so far. With `HasLow`, a low score never becomes the base. The scores
+  // of this KV tile have the change subtracted last, those of later KV tiles the new base at once:
+  // with a base of that magnitude, the two would round differently.
   template <bool HasLow>
   __device__ float change_base(float max, bool outgrown, bool is_fresh, float& rescale) {
     const bool changes =

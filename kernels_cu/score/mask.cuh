@@ -1,6 +1,6 @@
-// Which (query, key) pairs are seen by their places alone, which tiles of keys a query tile visits,
-// and which of those need a mask at all; and the transpose, which query tiles see a tile of keys.
-// Nothing else compares a query with a key. cupy_flash/problem/mask.py is the same on the host.
+// Masks by position: causal, window and prefix. Computes which keys a query row attends to, the KV
+// tiles of a query tile, and which of these need masking; and the transpose, the query tiles of a
+// KV tile. No other file compares positions. cupy_flash/problem/mask.py is the host's counterpart.
 #pragma once
 
 #include "params.cuh"
@@ -8,7 +8,7 @@
 
 // Bounds on the keys of a row in addition to Config::causal: a window, and a prefix that is visible
 // regardless of causality and the window. With a prefix there is no left bound here: generated
-// source hides the keys between the prefix and the window, so that the keys of each row remain one
+// source masks the keys between the prefix and the window, so that the keys of each row remain one
 // range. Empty if Config has neither.
 template <class Config,
           bool Bounded = Config::window_left || Config::window_right || Config::prefix>
@@ -27,7 +27,7 @@ struct Band<Config, true> {
 
   __device__ Band(int left, int right, int prefix) : left(left), right(right), prefix(prefix) {}
 
-  // A template, as only units with modifications have the members.
+  // A template, because only kernels with modifications have the members of `p.mods`.
   template <class AnyParams>
   __device__ Band(const AnyParams& p, int batch) {
     if constexpr (Config::window_left) left = p.mods.window_left;
@@ -38,7 +38,7 @@ struct Band<Config, true> {
   __device__ Band counted_from(int key) const { return {left, right, prefix - key}; }
 };
 
-// Of a query tile whose rows are those of Group query heads in turns, see find_work().
+// Mask of a query tile whose rows interleave `Group` query heads; see `find_work()`.
 template <class Config, int Group = 1>
 struct Mask : Band<Config> {
   int seqlen_k;
@@ -52,13 +52,13 @@ struct Mask : Band<Config> {
   __device__ Mask(int seqlen_k, int q_offset, const Band<Config>& band)
       : Band<Config>(band), seqlen_k(seqlen_k), q_offset(q_offset) {}
 
-  // The same mask with keys counted from `key` on. (Subtracting `key` from each row's end instead
-  // would leave those ends loop-invariant, and the compiler would keep them all in registers.)
+  // Returns the same mask with keys counted from `key` on. (If callers subtracted `key` from each
+  // row's end, these ends would be loop-invariant, and the compiler would keep them in registers.)
   __device__ Mask counted_from(int key) const {
     return {seqlen_k - key, q_offset - key, Band<Config>::counted_from(key)};
   }
 
-  // Query row sees the keys [visible_begin(row), visible_end(row)).
+  // A query row attends to the keys [visible_begin(row), visible_end(row)).
   __device__ int visible_end(int row) const {
     if constexpr (!Config::causal && !Config::window_right) return seqlen_k;
     const int behind = row / Group + q_offset + 1;
@@ -75,18 +75,18 @@ struct Mask : Band<Config> {
     }
   }
 
-  // Of the tiles of Bc keys, how many end before a key that it does not see any more.
+  // Returns the number of KV tiles (of Bc keys) that end at or before visible_end(row).
   template <int Bc>
   __device__ int full_tiles(int row) const {
     return visible_end(row) / Bc;
   }
-  // And the first that begins with a key that it sees.
+  // Returns the index of the first KV tile that begins at or after visible_begin(row).
   template <int Bc>
   __device__ int first_full_tile(int row) const {
     return Config::window_left ? ceil_div(visible_begin(row), Bc) : 0;
   }
 
-  // The transpose: of `rows` rows, those from first_row() to last_row() - 1 see the key.
+  // The transpose: among `rows` query rows, [`first_row()`, `last_row()`) attend to the key.
   __device__ int first_row(int key, int rows) const {
     int first = 0;
     if constexpr (Config::causal) first = key - q_offset;
@@ -105,16 +105,17 @@ struct Mask : Band<Config> {
   }
 };
 
-// The tiles of Bc keys that one thread block visits, from end - 1 down to begin. Those in
-// [full_end, end) need a mask or reach past the last key; those before do not, unless a window
-// hides some of their keys (first_full_tile).
+// KV tiles of one CTA, processed from end - 1 down to begin. Tiles in [full_end, end) need a mask
+// or reach past the last key. Tiles before full_end need none, unless a window masks some of their
+// keys (see `first_full_tile`).
 struct KeyTiles {
   int begin;
   int full_end;
   int end;
 };
 
-// For the rows [q_begin, q_end) of one head; with Split, the split-th of num_splits shares.
+// Returns the KV tiles of the rows [q_begin, q_end) of one head. With `Split`, returns only those
+// of KV split `split` of num_splits.
 template <int Bc, bool Split, class Config, int Group>
 __device__ KeyTiles find_key_tiles(const Mask<Config, Group>& mask, int q_begin, int q_end,
                                    int split, int num_splits) {
@@ -130,8 +131,8 @@ __device__ KeyTiles find_key_tiles(const Mask<Config, Group>& mask, int q_begin,
   return {begin, max(begin, min(full, end)), end};
 }
 
-// The tiles of Br query rows that a tile of keys is visited by, from begin to end - 1. Those in
-// [full_begin, full_end) need no mask.
+// Query tiles [begin, end) whose rows attend to a KV tile. Tiles in [full_begin, full_end) need no
+// mask.
 struct QueryTiles {
   int begin;
   int full_begin;
@@ -139,7 +140,7 @@ struct QueryTiles {
   int end;
 };
 
-// For the keys [k_begin, k_end), not none of them, and `rows` rows in all.
+// Returns the query tiles of the keys [k_begin, k_end), at least one key, among `rows` query rows.
 template <int Br, class Config, int Group>
 __device__ QueryTiles find_query_tiles(const Mask<Config, Group>& mask, int k_begin, int k_end,
                                        int rows) {

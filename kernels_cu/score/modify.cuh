@@ -1,6 +1,6 @@
-// What modifications make of scores between the product and the softmax, and what they hide. The
-// host writes the struct `Mods` of a unit from the call's (cupy_flash/mods/emit.py); its functions
-// take the row's coordinates, then a key, then each score.
+// Application of modifications: masks and score functions that act between Q K^T and the softmax.
+// The host generates the struct `Mods` (cupy_flash/mods/emit.py). Its functions take the
+// coordinates of a row, then those of a key, then a score.
 #pragma once
 
 #include "params.cuh"
@@ -8,7 +8,7 @@
 #include "score/functions.cuh"
 #include "score/softmax.cuh"
 
-// Of units without modifications.
+// `Mods` of kernels without modifications.
 struct NoMods {
   static constexpr bool changes_scores = false;
   static constexpr bool hides_pairs = false;
@@ -16,21 +16,21 @@ struct NoMods {
   static constexpr bool has_low_scores = false;
 };
 
-// A row of a score matrix, as modifications know it.
+// Coordinates of a row of the score matrix, which modifications receive.
 struct ScoreRow {
   int batch;
   int head;
-  int row;       // of the sequence
+  int row;       // index of the query in its sequence
   int q_offset;  // position of the sequence's first query among its keys
-  int q_start;   // where a packed sequence begins in q
-  int k_start;
+  int q_start;   // first row of a packed sequence in q
+  int k_start;   // first row of a packed sequence in k
 };
 
-// What scores are multiplied by ahead of the mask. Modifications that change them do so themselves.
+// Factor of scores before the mask. Modifications that change scores apply it themselves.
 template <class Config>
 constexpr float prior_factor = Config::Mods::changes_scores ? 1 : score_factor<Config>;
 
-// And behind it, to be exponents of two.
+// Returns the factor of scores after the mask, which makes them exponents of two.
 template <class Config, class T>
 __device__ T exponent_scale(const Params& p) {
   if constexpr (Config::Mods::changes_scores) {
@@ -40,10 +40,10 @@ __device__ T exponent_scale(const Params& p) {
   }
 }
 
-// Changes and hides scores of some rows and a run of keys: score(r, n) is that of row at(r) and key
-// first_key + step(n), a constant that grows with n. Where they are changed, they become exponents
-// of two relative to base(r). With `hides` false nothing is hidden, as a block map says. pairs(r)
-// has elements of a row's pairs at hand.
+// Changes and masks scores of several rows and keys: score(r, n) is the score of row at(r) and key
+// first_key + step(n), where step(n) is a constant that increases with n. Changed scores become
+// exponents of two relative to base(r). If `hides` is false, no pair is masked (a block mask says
+// that the block is full). pairs(r) provides elements of a row's pairs that are already loaded.
 template <class Config, int Rows, int Count>
 struct ModifiedRows {
   using Mods = typename Config::Mods;
@@ -54,7 +54,7 @@ struct ModifiedRows {
     if constexpr (Mods::changes_scores || Mods::hides_pairs) {
       if (!Mods::changes_scores && !hides) return;
       if constexpr (Mods::has_bounds) {
-        // Asked of all rows at once, so that they share what is read of keys.
+        // Tested for all rows at once, so that they use the same loads of captured values of keys.
         bool is_inside = true;
 #pragma unroll
         for (int r = 0; r < Rows; ++r) {
@@ -118,8 +118,8 @@ __device__ void modify_rows(const AnyParams& p, At at, int first_key, Score scor
       [](int) { return FromMemory(); });
 }
 
-// A lane's parts of rows of accumulators (tile/fragments.cuh), whose first key is first_key:
-// part(r) is that of row at(r).
+// Like `ModifiedRows`, for a lane's accumulator fragments (tile/fragments.cuh): `part(r)` holds the
+// lane's scores of row `at(r)`, and `first_key` is the first key of these.
 template <class Config, int Rows, int column_tiles, class AnyParams, class At, class Base,
           class Part, class Pairs>
 __device__ void modify_fragments(const AnyParams& p, At at, int first_key, Base base, bool hides,
@@ -136,8 +136,8 @@ __device__ void modify_fragments(const AnyParams& p, At at, int first_key, Part 
       p, at, first_key, [](int) { return 0.f; }, true, part, [](int) { return FromMemory(); });
 }
 
-// A sink is one more score of a row, without a value: what it makes of the log-sum-exp, and the
-// factor that it leaves of the output.
+// Attention sink: one more score of a row, without a value. `lse` is the log-sum-exp with the sink,
+// and `factor` scales the output.
 template <class T>
 struct Sink {
   T lse;
@@ -154,7 +154,8 @@ struct Sink {
   }
 };
 
-// Takes the head's sink, if there are such, into a row's log-sum-exp; returns the factor.
+// Includes the head's sink, if there are sinks, in a row's log-sum-exp; returns the output's
+// factor.
 template <class Config, class T, class AnyParams>
 __device__ T take_sink(const AnyParams& p, int head, T& lse) {
   if constexpr (Config::sinks) {

@@ -1,6 +1,6 @@
-// The online softmax of one query row (Milakov and Gimelshein 2018; Dao 2023, FlashAttention-2,
-// section 3.1): scores arrive a tile at a time, the sum and the output are kept relative to a
-// running maximum, and the division by the sum waits until the end.
+// Online softmax of one query row (Milakov and Gimelshein 2018; Dao 2023, FlashAttention-2, section
+// 3.1): scores arrive one KV tile at a time, the sum and the output are relative to a running
+// maximum, and the output is divided by the sum at the end.
 #pragma once
 
 #include "tile/element.cuh"
@@ -30,22 +30,22 @@ struct SoftmaxMath<double> {
   static __device__ double log2(double x) { return ::log2(x); }
 };
 
-// Scores below this, as exponents of two, count as low. A bias of -1e9 or of the lowest number makes
-// them. From this size on, at most three bits follow the binary point.
+// Scores below this, as exponents of two, count as low. Biases of -1e9 or of the lowest number
+// yield such scores. At this magnitude, at most three bits follow the binary point.
 template <class T>
 constexpr T low_score = T(-0x1p20);
 template <>
 constexpr double low_score<double> = -0x1p49;
 
-// softmax_scale with the change of base folded in, so that exp(scale * s) is one exp2.
+// Returns softmax_scale * log2(e), so that exp(scale * s) is one exp2.
 template <class T>
 __device__ T scale_to_log2(double softmax_scale) {
   return T(softmax_scale * SoftmaxMath<double>::log2_e);
 }
 
-// A probability of 1 counts as 2^-headroom until the division by the sum, which goes by the same
-// measure: so 2^16 values as large as their type has them may be summed up and stay finite. float16
-// has neither such values nor such small numbers, and float64 the range for both.
+// P and its row sum are scaled by 2^-headroom until the division by the sum. The sum of 2^16
+// values, each the largest of its type, then stays finite. float16 has neither values that large
+// nor numbers that small, and float64 has range enough.
 template <class Element>
 constexpr int headroom = 16;
 template <>
@@ -53,18 +53,18 @@ constexpr int headroom<half_t> = 0;
 template <>
 constexpr int headroom<double> = 0;
 
-// 2^-exponent, of exponents that a float can hold.
+// Returns 2^-exponent, which must be a float.
 constexpr float power_of_half(int exponent) {
   return exponent == 0 ? 1.0f : power_of_half(exponent - 1) / 2;
 }
 
-// What scores are multiplied by ahead of the mask: the scale's sign, or 0, which makes NaN of what
-// is no number, as in the formula; and of a tiny scale a part, since the rest must be a normal
-// number for -inf of a masked score to stay that.
+// Factor of scores before the mask: the sign of the scale times, for a tiny scale, a power of two.
+// The rest of the scale must be a normal number, so that -inf of a masked score stays -inf. For a
+// scale of 0 the factor is 0, which makes inf and NaN scores NaN, as in the formula.
 template <class Config>
 constexpr float score_factor = Config::score_sign * power_of_half(Config::score_shift);
 
-// A sum of powers of two: 2^base * 2^log_sum. Both are -inf if there is nothing to sum up.
+// A sum of powers of two: 2^base * 2^log_sum. Both are -inf if the sum is empty.
 template <class T>
 struct ExponentSum {
   using Math = SoftmaxMath<T>;
@@ -72,7 +72,7 @@ struct ExponentSum {
   T base;
   T log_sum;
 
-  // Its natural logarithm.
+  // Returns the natural logarithm of the sum.
   __device__ T lse() const {
     return log_sum == -Math::infinity() ? log_sum : (base + log_sum) * Math::ln_2;
   }
@@ -82,28 +82,27 @@ template <class T>
 struct SoftmaxRow {
   using Math = SoftmaxMath<T>;
 
-  T max;  // of the scores, as they come from Q.K^T
-  T sum;  // of p = exp2(score * scale_log2 - base)
+  T max;  // running maximum of the scores Q K^T, without the scale
+  T sum;  // running sum of p = exp2(score * scale_log2 - base)
 
   __device__ void reset() {
     max = -Math::infinity();
     sum = 0;
   }
 
-  // Computed for each tile anew: kept, it would take a register for each row all the time.
+  // Recomputed for each KV tile: keeping it would cost one register per row.
   __device__ T base(T scale_log2) const {
     return max == -Math::infinity() ? T(0) : Math::multiply(max, scale_log2);
   }
 
-  // Whether a tile's maximum passes the running one by more than a factor of 2^slack in p. The
-  // maximum may lag behind that much: a floating-point p and sum lose no precision, and most of the
-  // rescaling is saved (the idea is FlashAttention-4's). False for -inf - -inf: a row that has seen
-  // no key yet.
+  // Returns whether a KV tile's maximum exceeds the running one by more than a factor of 2^slack in
+  // p. The running maximum may be stale by that much: p and its sum lose no precision, and most
+  // rescaling is saved (an idea of FlashAttention-4). False if both are -inf (no visible key yet).
   __device__ bool outgrown_by(T tile_max, T scale_log2, T slack) const {
     return (tile_max - max) * scale_log2 > slack;
   }
 
-  // Takes a tile's maximum in; returns what the sum and the output so far must be multiplied by.
+  // Updates the running maximum; returns the factor for the sum and the output so far.
   __device__ T update_max(T tile_max, T scale_log2, T slack = 0) {
     // Selects rather than branches: lanes of a warp hold different rows.
     const bool grows = outgrown_by(tile_max, scale_log2, slack);
@@ -123,11 +122,11 @@ struct SoftmaxRow {
     return Math::exp2(fma(score, scale_log2, -base));
   }
 
-  // No key, or none of a score above -inf. A NaN is something.
+  // Returns whether no score was above -inf. A NaN score makes this false.
   __device__ bool saw_nothing() const { return sum == T(0) && max == -Math::infinity(); }
 
-  // What the output is to be multiplied by. Where a score times the scale is beyond T, the sum is
-  // 0 although there was something, and 0 / 0 the NaN that the formula gives.
+  // Returns the factor for the output. If a score times the scale overflows T, the sum is 0
+  // although a key is visible; the output is then 0 / 0, the NaN that the formula gives.
   __device__ T normalizer() const { return saw_nothing() ? T(0) : T(1) / sum; }
 
   // Returns the sum of exp(scale * s) over all scores s; `sum` is in units of 2^-Headroom.
@@ -137,7 +136,7 @@ struct SoftmaxRow {
     return {base(scale_log2), Math::log2(sum / power_of_half(Headroom))};
   }
 
-  // log(sum(exp(scale * s))), natural, of a sum in units of 2^-Headroom.
+  // Returns log(sum(exp(scale * s))) over all scores s; `sum` is in units of 2^-Headroom.
   template <int Headroom = 0>
   __device__ T log_sum_exp(T scale_log2) const {
     if (saw_nothing()) return -Math::infinity();

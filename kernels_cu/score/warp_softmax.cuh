@@ -1,4 +1,4 @@
-// The online softmax of the rows that a warp holds as accumulator fragments of mma.m16n8k*: element
+// Online softmax of the rows that a warp holds as accumulator fragments of mma.m16n8k*: element
 // [i][j][2 * half + c] of a lane is row 16 i + 8 half + lane / 4, column 8 j + lane % 4 * 2 + c.
 #pragma once
 
@@ -9,20 +9,20 @@
 
 template <class Element, int row_tiles, int Bc, int columns_v>
 struct WarpSoftmax {
-  // The running maximum may lag behind until p has grown by 2^slack, far inside float16's range.
+  // The running maximum may be stale until p has grown by 2^slack, far inside float16's range.
   static constexpr int slack = 8;
   static constexpr int headroom = ::headroom<Element> ? ::headroom<Element> + slack : 0;
-  // Of 16 bits, p has its headroom by a maximum that is kept as much too large, which costs
-  // nothing. That rounds exponents of the headroom's size, to 2^-20, so that wider p is multiplied
-  // instead.
+  // For 16-bit types, the running maximum is kept too large by the headroom, which costs nothing.
+  // This rounds exponents to 2^-20, which is too coarse for wider types: there p is multiplied by
+  // 2^-factor instead.
   static constexpr int raise = sizeof(Element) == 2 ? headroom : 0;
-  static constexpr int factor = headroom - raise;  // log2 of it
+  static constexpr int factor = headroom - raise;
 
   using Scores = float[row_tiles][Bc / 8][4];
   using Output = float[row_tiles][columns_v / 8][4];
   using PerRow = float[row_tiles][2];
 
-  SoftmaxRow<float> rows[row_tiles][2];  // their sums, in units of 2^-factor, are of this lane's
+  SoftmaxRow<float> rows[row_tiles][2];  // their sums, in units of 2^-factor, cover this lane's
                                          // keys only
 
   __device__ void reset() {
@@ -47,8 +47,8 @@ struct WarpSoftmax {
     }
   }
 
-  // Hides the keys from visible_end(i, half) on, counted from the first that this lane holds, which
-  // is the tile's key threadIdx.x % 4 * 2.
+  // Masks the keys from visible_end(i, half) on. Keys are counted from the lane's first key, which
+  // is key threadIdx.x % 4 * 2 of the KV tile.
   template <class VisibleEnd>
   __device__ static void mask(Scores& scores, VisibleEnd visible_end) {
 #pragma unroll
@@ -61,7 +61,7 @@ struct WarpSoftmax {
     }
   }
 
-  // And those before visible_begin(i, half).
+  // Masks the keys before visible_begin(i, half), counted in the same way.
   template <class VisibleBegin>
   __device__ static void mask_before(Scores& scores, VisibleBegin visible_begin) {
 #pragma unroll
@@ -74,10 +74,9 @@ struct WarpSoftmax {
     }
   }
 
-  // Takes the scores' maxima in, and rescales the output where a running maximum moved: rarely,
-  // after the first few tiles, so all that this takes stands inside the branch. What happens to a
-  // row does not depend on the others: one that is multiplied by 1 for another's sake keeps its
-  // bits, denormal ones too.
+  // Updates the running maxima from the scores, and rescales the output of rows whose maximum
+  // changed. This is rare after the first few KV tiles, so all of the work is inside the branch.
+  // Rows do not affect each other: multiplying a row by 1 keeps all of its bits.
   __device__ void update_maxima(const Scores& scores, Output& out, float scale_log2) {
     PerRow tile_max;
     bool outgrown = false;
@@ -117,7 +116,7 @@ struct WarpSoftmax {
     }
   }
 
-  // Turns row tile i's scores of the j-th eight keys into probabilities relative to the base.
+  // Replaces scores[i][j] (row tile i, keys [8 j, 8 j + 8)) by probabilities relative to the base.
   __device__ void exponentiate(Scores& scores, int i, int j, const PerRow& base, float scale_log2) {
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
@@ -128,13 +127,13 @@ struct WarpSoftmax {
     }
   }
 
-  // Returns p of the row's largest score; the maximum must include the last tile.
+  // Returns p of the row's largest score; the maximum must include the last KV tile.
   __device__ static float largest_probability(const SoftmaxRow<float>& row, float scale_log2) {
     return SoftmaxRow<float>::probability(row.max, scale_log2, row.base(scale_log2)) *
            power_of_half(factor);
   }
 
-  // Sums over the four lanes that share a row.
+  // Reduces the row sums over the four lanes that hold a row.
   __device__ const SoftmaxRow<float>& add_lanes(int i, int half) {
     SoftmaxRow<float>& row = rows[i][half];
     row.sum = sum_of_lanes(row.sum);

@@ -1,10 +1,10 @@
-// Reading and writing a few elements of a row, in accesses as wide as its alignment allows.
+// Loads and stores of a few elements of a row, in accesses as wide as the row's alignment allows.
 #pragma once
 
 #include "tile/element.cuh"
 
-// N elements, of which the first `elements` are in memory and the others 0. Alignment is what their
-// address is a multiple of, in bytes.
+// Loads the first `elements` of N elements and sets the others to 0. The address is a multiple of
+// `Alignment` bytes.
 template <int N, int Alignment, class Element>
 __device__ Vector<Element, N> load_elements(const Element* global, int elements) {
   constexpr int aligned = Alignment / int(sizeof(Element));
@@ -28,8 +28,8 @@ __device__ Vector<Element, N> load_elements(const Element* global, int elements)
   return result;
 }
 
-// Writes one 16-byte chunk of an output row, of which the first `elements` are valid, in accesses
-// of Alignment bytes.
+// Writes the first `elements` elements of a 16-byte chunk of an output row, in accesses of
+// `Alignment` bytes.
 template <class Element, int Alignment>
 __device__ void store_chunk(Element* global, const Vector<Element, 16 / sizeof(Element)>& chunk,
                             int elements) {
@@ -51,8 +51,8 @@ __device__ void store_chunk(Element* global, const Vector<Element, 16 / sizeof(E
   }
 }
 
-// Writes four columns of an output row of Dim columns, of which `inside` are left, in one access
-// where its alignment allows.
+// Writes four columns of an output row of `Dim` columns, in one access if its alignment allows.
+// `inside` counts the columns from the first of the four to the end of the row.
 template <int Dim, int Alignment, class Element>
 __device__ void store_columns(Element* global, const Vector<Element, 4>& columns, int inside) {
   if (Alignment >= 8 && (Dim % 16 == 0 || inside >= 4)) {

@@ -1,4 +1,4 @@
-// Copies of row tiles between global and shared memory, by all threads of a block or of a warp.
+// Copies of tiles from global to shared memory by all threads of a CTA or of a warp.
 #pragma once
 
 #include "params.cuh"
@@ -10,13 +10,12 @@
 
 #if __CUDA_ARCH__ >= 800
 
-// Copies Rows rows of Columns elements into a Layout of padded rows; what lies past the Columns,
-// and with Ragged past the first rows_left rows, is filled with zeros. Alignment is what every
-// row's address is a multiple of, in bytes; rows that are only aligned to single 16-bit elements
-// are copied at once, through registers.
+// Copies `Rows` rows of `Columns` elements into a `Layout` of padded rows. Padding columns become
+// zeros and, if `Ragged`, so do rows from `rows_left` on. Every row's address is a multiple of
+// `Alignment` bytes. Rows with 2-byte alignment are copied synchronously, through registers.
 //
-// A thread keeps its column and steps down the rows by adding to one pointer: row * row_stride for
-// each of its copies would be loop-invariant, and the compiler would keep them all in registers.
+// Each thread copies a fixed column and steps down the rows by adding to one pointer. Computing
+// row * row_stride for each copy is loop-invariant, and would take one register per copy.
 template <class Layout, class Element, int Rows, int Columns, int Threads, int Alignment>
 struct RowCopy {
   static constexpr int copy_bytes = Alignment >= 4 ? Alignment : 16;
@@ -27,20 +26,20 @@ struct RowCopy {
   static constexpr int rows_at_once = Threads / columns_at_once;
   static constexpr bool whole_rows = Columns * int(sizeof(Element)) == Layout::row_bytes;
 
-  // Where this thread's copies begin in rows that begin at `global`.
+  // Returns the source address of this thread's first copy; the tile starts at `global`.
   static __device__ const Element* source(const Element* global, int64 row_stride) {
     return global + threadIdx.x / columns_at_once * row_stride +
            threadIdx.x % columns_at_once * copy_elements;
   }
 
-  // `source` as above.
+  // Starts this thread's copies. `source` is the address that `source()` returned.
   template <bool Ragged>
   static __device__ void start(unsigned shared, const Element* source, int64 row_stride,
                                int rows_left) {
     const int first_row = threadIdx.x / columns_at_once;
     if (Threads % columns_at_once != 0 && first_row >= rows_at_once) return;
-    // Compared with constants below, instead of as many rows with rows_left; and made of a thread
-    // index that the compiler takes for a new one, instead of kept in a register between the tiles.
+    // `left` is compared with compile-time constants below, which saves computing each row index.
+    // `opaque()` makes the compiler recompute `left` for each tile, which saves a register.
     const int left = Ragged ? rows_left - ptx::opaque(threadIdx.x) / columns_at_once : 0;
 #pragma unroll
     for (int pass = 0; pass < (Rows + rows_at_once - 1) / rows_at_once; ++pass) {
@@ -51,8 +50,8 @@ struct RowCopy {
     }
   }
 
-  // The same of rows that lie anywhere, row_at() says where. A few are asked for before the first
-  // is copied, for asking may be a read from memory.
+  // Like `start()`, for rows at arbitrary addresses, which `row_at()` returns. Up to four addresses
+  // are requested before the first copy, because `row_at()` may load from memory (a block table).
   template <class RowAt>
   static __device__ void gather(unsigned shared, RowAt row_at) {
     constexpr int passes = (Rows + rows_at_once - 1) / rows_at_once;
@@ -68,7 +67,7 @@ struct RowCopy {
       for (int i = 0; i < asked; ++i) {
         const int row = first_row + (begin + i) * rows_at_once;
         if ((begin + i + 1) * rows_at_once > Rows && row >= Rows) break;
-        // Not by copy_row(): counted from where the row begins, the addresses took a register less.
+        // `copy_row()` is not used: addresses relative to the start of the row save one register.
 #pragma unroll
         for (int first = 0; first < copies_per_row; first += columns_at_once) {
           const int copy = first + threadIdx.x % columns_at_once;
@@ -84,8 +83,9 @@ struct RowCopy {
     }
   }
 
-  // The part of one row that one of the threads copies, from where its first copy begins; zeros if
-  // the row is not there. A policy of 0 is none. Rows that are not whole may have other `columns`.
+  // Copies one thread's part of one row, from the address of its first copy. Writes zeros if the
+  // row does not exist. `policy` is an L2 cache policy or 0; `columns` is the number of valid
+  // columns.
   static __device__ void copy_row(unsigned thread, unsigned shared, int row, const Element* source,
                                   bool is_there, unsigned long long policy = 0,
                                   int columns = Columns) {

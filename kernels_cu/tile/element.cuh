@@ -1,5 +1,5 @@
-// The 16-bit types as plain storage, and their conversions, so that compiling needs no CUDA
-// headers.
+// The 16-bit element types as plain storage, with their conversions. They replace those of the CUDA
+// headers, so that kernels compile without a toolkit.
 #pragma once
 
 #include "ptx/base.cuh"
@@ -11,7 +11,7 @@ struct bfloat16_t {
   unsigned short bits;
 };
 
-// The type that scores, probabilities and sums are kept in.
+// Type of scores, probabilities and accumulators for an element type.
 template <class Element>
 struct AccumulatorOf {
   using type = float;
@@ -39,7 +39,7 @@ __device__ inline bfloat16_t narrow<bfloat16_t>(float x) {
 #if __CUDA_ARCH__ >= 800
   return {ptx::cvt_rn_bf16_f32(x)};
 #else
-  // Turing has no bfloat16 conversion: round to nearest even on the bits, and keep NaN a NaN.
+  // Turing has no bfloat16 conversion: round the bits to nearest even, and preserve NaN.
   const unsigned bits = __float_as_uint(x);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return {static_cast<unsigned short>((bits >> 16) | 0x40)};
   return {static_cast<unsigned short>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
@@ -55,7 +55,7 @@ __device__ inline double narrow<double>(double x) {
 }
 
 #if __CUDA_ARCH__ >= 800
-// Two 16-bit elements in one register, the first in the lower half.
+// Returns two 16-bit elements packed into one register, `low` in the lower half.
 template <class Element>
 __device__ unsigned pack(float low, float high);
 template <>
@@ -68,7 +68,7 @@ __device__ inline unsigned pack<bfloat16_t>(float low, float high) {
 }
 #endif
 
-// N elements that move as one memory access.
+// N elements that are loaded or stored by one memory access.
 template <class Element, int N>
 struct alignas(sizeof(Element) * N) Vector {
   Element at[N];

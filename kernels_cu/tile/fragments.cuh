@@ -1,6 +1,6 @@
-// Accumulator fragments, of mma and of wgmma alike: of each eight columns a lane has two, in two
-// rows eight apart. Four lanes share a row. `row` below is a lane's part of one: floats [4 j + c],
-// the columns 8 j + lane % 4 * 2 + c where the product has them in order.
+// Operations on accumulator fragments, which mma and wgmma lay out alike: of every eight columns a
+// lane holds two, in two rows that are eight apart. Four lanes hold a row. `row` below points to a
+// lane's part of one row: float [4 j + c] is column 8 j + lane % 4 * 2 + c of the product.
 #pragma once
 
 #include "ptx/base.cuh"
@@ -17,7 +17,7 @@ __device__ void clear(float (&fragments)[row_tiles][column_tiles][4]) {
   }
 }
 
-// Over the four lanes of a row.
+// Return the maximum and the sum over the four lanes that hold a row.
 __device__ inline float max_of_lanes(float x) {
   x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
   return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
@@ -27,7 +27,7 @@ __device__ inline float sum_of_lanes(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// Nothing is flushed to zero: a row that is multiplied by 1 keeps its bits.
+// Multiplies a row by `factor`. Subnormals are not flushed, so a factor of 1 preserves all bits.
 template <int column_tiles>
 __device__ void scale_row(float* row, float factor) {
 #pragma unroll
@@ -37,7 +37,7 @@ __device__ void scale_row(float* row, float factor) {
   }
 }
 
-// Sets the columns from `first` on, counted from the lane's first.
+// Sets the columns from `first` on to `value`; columns are counted from the lane's first column.
 template <int column_tiles>
 __device__ void fill_row_from(float* row, int first, float value) {
 #pragma unroll
@@ -49,7 +49,7 @@ __device__ void fill_row_from(float* row, int first, float value) {
   }
 }
 
-// And those before `first`.
+// Sets the columns before `first` to `value`; columns are counted from the lane's first column.
 template <int column_tiles>
 __device__ void fill_row_before(float* row, int first, float value) {
 #pragma unroll
@@ -61,7 +61,7 @@ __device__ void fill_row_before(float* row, int first, float value) {
   }
 }
 
-// Writes the lane's part of a row of Dim columns; [4 j + c] is column(j, c).
+// Writes the lane's part of a row of `Dim` columns; row[4 j + c] goes to column(j, c).
 template <int column_tiles, int Dim, class Column>
 __device__ void write_row(float* target, const float* row, Column column) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// A warp's copies of tiles of rows into shared memory, from wherever the rows lie.
+// Copies of KV tiles into shared memory by one warp, from strided arrays or from a paged cache.
 #pragma once
 
 #include "params.cuh"
@@ -14,13 +14,12 @@
 
 #if __CUDA_ARCH__ >= 800
 
-// Where a warp's copy has its rows from. In rows that lie evenly a lane steps through its own by
-// adding to one pointer.
+// Source rows with a constant stride: each lane steps through its rows by adding to one pointer.
 template <class Element>
 struct EvenRows {
   const Element* begin;
   int64 row_stride;
-  int rows_there;  // of the others nothing is read
+  int rows_there;  // number of rows that exist; the copy fills the others with zeros
 
   __device__ void start(int row) { begin += row * row_stride; }
   template <int Step>
@@ -32,7 +31,8 @@ struct EvenRows {
   }
 };
 
-// In others it asks: row_at(row, is_there), in which all lanes take part.
+// Source rows at arbitrary addresses, which row_at(row, is_there) returns. It may shuffle, so all
+// lanes call it together.
 template <class RowAt>
 struct AskedRows {
   RowAt row_at;
@@ -46,11 +46,11 @@ struct AskedRows {
 template <class RowAt>
 AskedRows(RowAt) -> AskedRows<RowAt>;
 
-// One warp's copy of Rows rows of Columns elements into a Layout; what lies past the Columns is
-// filled with zeros. Rows with a number of copies that is no power of two are copied in pieces that
-// are, so that no lane is idle, and none branches: 18 chunks are 16 of two rows at once, and then 2
-// of sixteen. 128 x 8192 keys of 576 columns take an H200 328 us so, by one row of 18 lanes at once
-// 416. `First` is the piece's first copy. What other warps copy too had better come through L1.
+// Copies `Rows` rows of `Columns` elements into a `Layout` by one warp. Padding columns become
+// zeros. A row is copied in slices, each a power of two of copies, so that no lane idles: 18 chunks
+// are 16 chunks of 2 rows at once, then 2 chunks of 16 rows (328 us instead of 416: H200, 128 x
+// 8192 keys, 576 columns). `First` is the first copy of the slice. `ThroughL1` is for rows that
+// several warps copy: the SM then fetches them once.
 template <class Layout, class Element, int Rows, int Columns, int Alignment, bool ThroughL1 = false,
           int First = 0>
 struct WarpCopy {
@@ -65,8 +65,8 @@ struct WarpCopy {
   static constexpr int rows_at_once = 32 / lanes;
   static constexpr int passes = (Rows + rows_at_once - 1) / rows_at_once;
 
-  // A policy of 0 is none. Rows that are not there become zeros, and those that are not whole may
-  // have other `columns`.
+  // Starts the copy. Rows that do not exist become zeros. `policy` is an L2 cache policy or 0;
+  // `columns` is the number of valid columns.
   template <class From>
   __device__ static void start(unsigned shared, unsigned long long policy, const From& from,
                                int columns = Columns) {
@@ -98,13 +98,13 @@ struct WarpCopy {
   }
 };
 
-// The rows of one key/value head of a sequence, which the cache holds as Elements; of a team, the
-// columns that the warp has of them.
+// The K and V rows of one KV head of a sequence, stored as `Element`. If several warps process the
+// same keys (`Config::team` > 1), each warp copies its slice of the columns.
 template <class Config, class Element>
 struct KeyRows {
   static constexpr int Bc = Config::Bc;
   static constexpr int page_size = Config::page_size;
-  // Whether all rows of a tile lie on one page; else each lane finds the page of one row.
+  // Whether all rows of a KV tile lie on one page. If not, each lane looks up the page of one row.
   static constexpr bool one_page = page_size > 0 && page_size % Bc == 0;
 
   template <class Columns>
@@ -119,9 +119,9 @@ struct KeyRows {
   const int* table;  // the sequence's page numbers
   const Element* keys;
   const Element* values;
-  int next_page;  // of the tile, or the lane's row, that is loaded next
+  int next_page;  // page of the KV tile (or of this lane's row of it) that `start()` copies next
 
-  // Where a head's begin in the first sequence, or on the first page.
+  // Addresses of a head's K and V rows in the first sequence or, if paged, on page 0.
   struct Head {
     const Element* keys;
     const Element* values;
@@ -135,7 +135,7 @@ struct KeyRows {
         seqlen_k(part.sequence.seqlen_k),
         pages(p.pages),
         table(p.block_table + part.batch * p.block_table_stride) {
-    // Only packed keys do not begin with the first row.
+    // `k_first` is nonzero for packed keys only.
     const int batch = page_size > 0 ? 0 : part.sequence.k_batch;
     const int64 first = page_size > 0 || Config::balanced ? 0 : part.sequence.k_first;
     keys = ptx::here(head.keys + batch * p.k.batch_stride + first * p.k.row_stride);
@@ -143,16 +143,15 @@ struct KeyRows {
     if constexpr (page_size > 0) next_page = page_of(tile);
   }
 
-  // Starts copying a tile of keys and values; the next call is for the one Step tiles on, whose
-  // pages are looked up already. Returns the page of the tile, or of the lane's row, or -1.
+  // Starts copying KV tile `tile`, and looks up the page of tile `tile + Step`, which the next call
+  // must copy. Returns the page of the KV tile, or of this lane's row of it, or -1.
   template <int Step>
   __device__ int start(unsigned key_target, unsigned value_target, int tile,
                        unsigned long long policy) {
     int page = -1;
     if constexpr (page_size > 0) {
-      // Checked only now, as whoever needs the number waits for it: decoding 8 x 4096 keys of 4
-      // heads of 128 takes 22.7 us that way, in pages of one row 18.0; checked when it is asked
-      // for, 25.5 and 20.8.
+      // The page number is checked here and not in `page_of()`, because its first use waits for the
+      // load: 22.7 instead of 25.5 us (decoding, 8 x 4096 keys, 4 heads of 128).
       if (is_page(next_page, pages)) page = next_page;
       next_page = page_of(tile + Step);
     }
@@ -164,7 +163,7 @@ struct KeyRows {
   }
 
  private:
-  // What the table says of the page that the tile lies on, or the lane's row of it.
+  // Loads the block-table entry of the KV tile, or of this lane's row of it, without checking it.
   __device__ int page_of(int tile) const {
     const int key = tile * Bc + (one_page ? 0 : threadIdx.x % 32);
     return key < seqlen_k ? ptx::ld_global(table + key / page_size) : -1;

@@ -5,13 +5,13 @@ __host__ __device__ constexpr int round_up(int value, int multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// Rows of Columns elements in 16-byte chunks, the chunk index of a row XORed with a phase.
+// Rows of `Columns` elements in 16-byte chunks, with the chunk index of a row XORed with a phase.
 //
-// ldmatrix and 16-byte copies read or write eight chunks at a time, and shared memory has eight
-// 16-byte bank groups. With c chunks per row, chunk j of row r would lie in group (r * c + j) % 8:
-// eight rows' chunks of one column meet in 8 / gcd(c, 8) groups only. The phase takes gcd(c, 8)
-// values, one for each run of 8 / gcd(c, 8) rows, which spreads them over all eight groups. An odd
-// c needs none.
+// ldmatrix and 16-byte copies access eight chunks at a time, and shared memory has eight 16-byte
+// bank groups. Without the phase, chunk j of row r would lie in bank group (r * c + j) % 8, with c
+// chunks per row. Chunks j of eight rows would then use only 8 / gcd(c, 8) bank groups. The phase
+// has gcd(c, 8) values, one for each run of 8 / gcd(c, 8) rows, so that these chunks use all eight
+// bank groups. An odd c needs no phase.
 template <class Element, int Columns>
 struct SwizzledRows {
   static constexpr int chunk_elements = 16 / sizeof(Element);
@@ -24,14 +24,14 @@ struct SwizzledRows {
 
   static_assert(Columns % chunk_elements == 0, "rows are whole chunks");
 
-  // In bytes.
+  // Returns the offset of a chunk in bytes.
   static __device__ int offset(int row, int chunk) {
     return row * row_bytes + (chunk ^ (row / (8 / swizzle) % swizzle)) * 16;
   }
 
-  // The address of (row + rows, chunk + chunks) from that of (row, chunk), in a tile that begins on
-  // 128 bytes, where rows is a multiple of 8, chunk is 0 or 1 and chunks is even: with constants
-  // for the last two this is one XOR and an offset that the load instruction takes.
+  // Returns the address of (row + rows, chunk + chunks), given the address of (row, chunk). The
+  // tile is aligned to 128 bytes, `rows` is a multiple of 8, chunk is 0 or 1, and `chunks` is even.
+  // If `rows` and `chunks` are constants, this is one XOR and an immediate offset of the load.
   static __device__ unsigned advance(unsigned address, int rows, int chunks) {
     return (address ^ (chunks % swizzle * 16)) + chunks / swizzle * swizzle * 16 + rows * row_bytes;
   }

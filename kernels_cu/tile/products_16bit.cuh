@@ -1,4 +1,4 @@
-// The two matrix products of a warp for float16 and bfloat16: mma.m16n8k16, fragments by ldmatrix.
+// The two GEMMs of a warp for float16 and bfloat16: mma.m16n8k16, with operands from ldmatrix.
 #pragma once
 
 #include "ptx/barrier.cuh"
@@ -22,18 +22,18 @@ __device__ inline void mma<bfloat16_t>(float (&d)[4], const unsigned (&a)[4], un
   ptx::mma_m16n8k16_bf16(d, a, b0, b1);
 }
 
-// Q (16 * row_tiles rows), K and V are SwizzledRows in shared memory. S and O live in accumulator
+// Q (16 * row_tiles rows), K and V are `SwizzledRows` in shared memory. S and O are accumulator
 // fragments: element [i][j][2 * half + c] of a lane is row 16 i + 8 half + lane / 4, column
 // 8 j + lane % 4 * 2 + c.
 //
-// Where `shares` warps that follow one another have the same rows, each multiplies the queries with
-// a share of the keys, gets the others' scores by exchange(), and has a share of O: of the columns,
-// every shares-th 16.
+// If `shares` > 1, that many consecutive warps process the same query rows. Each warp computes S
+// for a slice of the keys, receives the other warps' scores through `exchange`, and accumulates a
+// slice of O: of every 16 * `shares` columns, the 16 at index `share()`.
 template <class Config, int row_tiles, int shares = 1>
 struct Products16Bit {
   using Element = typename Config::Element;
   static constexpr int Bc = Config::Bc;
-  // mma works in steps of 16 along head_dim; the columns between are zeros in shared memory.
+  // head_dim is padded to a multiple of 16, the k of an mma; padding is zero in shared memory.
   static constexpr int columns = round_up(Config::head_dim, 16);
   static constexpr int columns_v = round_up(Config::head_dim_v, 16 * shares) / shares;
   static constexpr int k_steps = columns / 16;
@@ -53,8 +53,8 @@ struct Products16Bit {
 
   __device__ static int share() { return shares == 1 ? 0 : threadIdx.x / 32 % shares; }
 
-  // scores += Q K^T of this warp's keys. The fragment of the next step is read from shared memory
-  // while this one is multiplied.
+  // Adds Q K^T for this warp's keys to `scores`. The fragment of the next step is read from shared
+  // memory during the mma of the current step.
   __device__ void multiply_queries_keys(ScoreShare& scores, unsigned q_shared, unsigned k_shared) {
     constexpr int key_steps = shared_key_steps;
     k_shared += share() * (16 * key_steps * KeyLayout::row_bytes);
@@ -83,15 +83,15 @@ struct Products16Bit {
     }
   }
 
-  // Puts the scores of all warps that share these rows together. `shared` has room for those of the
-  // whole tile, all rows of the block; `group` numbers the warps that share rows.
+  // Gathers S for all Bc keys in each of the warps that process the same query rows. `shared` is a
+  // buffer for S of the CTA's whole query tile; `group` is the index of this group of warps.
   //
-  //   warp of share 0     [keys 0 to Bc / 2] --> shared \\  / barrier   both read all Bc keys
-  //   warp of share 1     [keys Bc / 2 on]   --> shared  ><  of the two
+  //   `share()` 0: S of keys [0, Bc / 2)  --> shared, named barrier --> S of keys [0, Bc)
+  //   `share()` 1: S of keys [Bc / 2, Bc) --> shared, named barrier --> S of keys [0, Bc)
   __device__ static void exchange(Scores& scores, const ScoreShare& own, unsigned shared,
                                   int group) {
     constexpr int of_share = Bc / shares / 8;
-    constexpr int bytes = 32 * sizeof(own[0][0]);  // of eight keys, a warp's
+    constexpr int bytes = 32 * sizeof(own[0][0]);  // size of S for 16 rows and 8 keys
     shared += group * (row_tiles * Bc / 8 * bytes) + threadIdx.x % 32 * sizeof(own[0][0]);
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
@@ -112,8 +112,8 @@ struct Products16Bit {
     }
   }
 
-  // out += P V of this warp's columns. exponentiate(i, j) makes probabilities of row tile i's scores
-  // [j]; called for the next 16 keys while these are multiplied, it runs under the tensor cores.
+  // Adds P V for this warp's columns to `out`. exponentiate(i, j) converts scores[i][j] to P. It is
+  // called for the next 16 keys before the mma of the current ones, which hide its latency.
   template <class Exponentiate>
   __device__ void multiply_probabilities_values(Output& out, const Scores& scores,
                                                 unsigned v_shared, Exponentiate exponentiate) {
@@ -160,7 +160,7 @@ struct Products16Bit {
     }
   }
 
-  // The output column of [.][j][2 * half + c].
+  // Returns the output column of out[.][j][2 * half + c].
   __device__ int column(int j, int c) const { return 8 * chunk(j) + lane % 4 * 2 + c; }
 
   // Writes the lane's part of one row of the output into a ValueLayout.
@@ -173,7 +173,7 @@ struct Products16Bit {
   }
 
  private:
-  // Of the eight columns [.][j].
+  // Returns the index of the 16-byte chunk of an output row that holds the eight columns out[.][j].
   __device__ static int chunk(int j) { return (j / 2 * shares + share()) * 2 + j % 2; }
 };
 

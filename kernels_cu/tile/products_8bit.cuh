@@ -1,15 +1,14 @@
-// The two matrix products of a warp whose keys and values are of 8 bits: mma.m16n8k16 of float16,
-// which those become in registers, whatever the queries are of.
+// The two GEMMs of a warp for 8-bit K and V: mma.m16n8k16 on Q, K and V converted to float16.
 //
-// ldmatrix hands out 16-bit units, here two columns of a row. Which column is which step of a
-// product's sum makes no difference, so long as queries and keys agree, and which column of the
-// output is which only to who writes it:
+// ldmatrix moves 16-bit units, each two 8-bit columns of a row. This permutes the columns. For k,
+// any permutation is right if Q and K agree; `write_row()` undoes that of the output columns:
 //
-//   a lane's four bytes              product                          the lane's part of it
-//   of a key: columns 4 t to 4 t + 3 k = 2 t, 2 t + 1, 2 t + 8, + 9   queries' same four columns
-//   of two keys: columns 2 n, 2 n+1  of all even columns, of all odd  output columns 4 t to 4 t + 3
+//           a lane's four bytes               use in the mma                  the lane's Q or O
+//   Q.K^T   columns 4 t to 4 t + 3 of a key   k = 2 t, 2 t + 1, 2 t + 8, + 9  Q columns 4 t to + 3
+//   P.V     columns 2 n, 2 n + 1 of two keys  one mma for columns 2 n,        O columns 4 t to + 3
+//                                             one for columns 2 n + 1
 //
-// where t is lane % 4, n is lane / 4, and columns count within 16.
+// where t is lane % 4, n is lane / 4, and columns count within a step of 16.
 #pragma once
 
 #include "ptx/base.cuh"
@@ -24,13 +23,13 @@
 
 #if __CUDA_ARCH__ >= 800
 
-// As `QueryFragments`, all steps in registers, in float16. Rows of bfloat16 are multiplied by a
-// power of two first, so that their largest number is about 1; others are off by 2^-25 at most.
+// Like `QueryFragments`, with all steps in registers, as float16. A bfloat16 row is first divided
+// by a power of two, so that its largest element is about 1. The error is then 2^-25 at most.
 template <class Element, class Layout, int row_tiles, int steps>
 struct QueriesByFours {
   static constexpr bool is_float16 = headroom<Element> == 0;
   unsigned kept[steps][row_tiles][4];
-  float factors[row_tiles][2];  // that the rows' scores are multiplied by
+  float factors[row_tiles][2];  // the powers of two; multiply the scores of the rows by them
 
   __device__ void keep(unsigned shared) {
 #pragma unroll
@@ -58,15 +57,15 @@ struct QueriesByFours {
   __device__ static float low(unsigned pair) { return __uint_as_float(pair << 16); }
   __device__ static float high(unsigned pair) { return __uint_as_float(pair & 0xffff0000u); }
 
-  // The lane's columns of a step.
+  // Reads the lane's four columns of a step.
   __device__ static void read(unsigned (&four)[2], unsigned shared, int i, int half, int step) {
     const int lane = threadIdx.x % 32;
     const int row = 16 * i + 8 * half + lane / 4;
     ptx::ld_shared_v2(four, shared + Layout::offset(row, 2 * step + lane % 4 / 2) + lane % 2 * 8);
   }
 
-  // The power of two below a row's largest number; but not so large that its inverse is denormal,
-  // nor infinity.
+  // Returns the power of two that a row is divided by: the largest one not above the row's maximum
+  // magnitude, clamped so that its inverse is a normal number. A row with infinities uses 1.
   __device__ static float factor_of(unsigned shared, int i, int half) {
     float largest = 0;
 #pragma unroll 4
@@ -84,7 +83,8 @@ struct QueriesByFours {
   }
 };
 
-// Q (16 * row_tiles rows), K and V are SwizzledRows in shared memory; S as in Products16Bit.
+// Q (16 * row_tiles rows), K and V are `SwizzledRows` in shared memory. S has the layout described
+// at `Products16Bit`.
 template <class Config, int row_tiles>
 struct Products8Bit {
   using Element = typename Config::Element;
@@ -105,7 +105,7 @@ struct Products8Bit {
   const int lane = threadIdx.x % 32;
   QueriesByFours<Element, SwizzledRows<Element, columns>, row_tiles, k_steps> queries;
 
-  // scores += Q K^T, of queries without their factors.
+  // Adds Q K^T to `scores`, without the factors of the query rows.
   __device__ void multiply_queries_keys(Scores& scores, unsigned k_shared) {
     const unsigned k_lane = k_shared + KeyLayout::offset(lane, 0);
     unsigned k[2][4];
@@ -128,7 +128,7 @@ struct Products8Bit {
     }
   }
 
-  // out += P V.
+  // Adds P V to `out`.
   __device__ void multiply_probabilities_values(Output& out, const Scores& scores,
                                                 unsigned v_shared) const {
     const unsigned v_lane = v_shared + ValueLayout::offset(lane, 0);
@@ -170,7 +170,7 @@ struct Products8Bit {
     }
   }
 
-  // Writes the lane's part of one row of the output, times a factor, to where the row begins.
+  // Writes the lane's part of one output row, times `factor`, to the row that starts at `row`.
   __device__ void write_row(const Output& out, int i, int half, float factor, float* row) const {
 #pragma unroll
     for (int step = 0; step < column_steps; ++step) {

@@ -1,11 +1,11 @@
-// The two matrix products of a warp for float32, each as three products on TF32 tensor cores.
+// The two GEMMs of a warp for float32, each as three products on TF32 tensor cores.
 //
-// TF32 keeps 11 of float32's 24 significant bits. Written as x = big + small, both TF32, x keeps
-// 22, and x y = big_x big_y + big_x small_y + small_x big_y leaves out 2^-22 of the product (Ootomo
-// and Yokota 2022). Tensor cores round their sums towards zero, so long sums drift: each step of
-// eight columns of Q.K^T, and each tile's share of the output, is summed alone and added to the
-// rest on the CUDA cores, rounded to nearest. Measured on an H100, 1 x 512 x 2 x 64: the largest
-// error falls from 2.5 times that of plain float32 products to less than theirs.
+// TF32 keeps 11 of float32's 24 significant bits. As x = big + small, both TF32, x keeps 22 bits,
+// and x y = big_x big_y + big_x small_y + small_x big_y omits 2^-22 of the product (Ootomo and
+// Yokota 2022). Tensor cores accumulate with rounding toward zero, so long sums drift. Each step of
+// eight columns of Q.K^T, and the contribution of each KV tile to O, is therefore accumulated
+// separately, and added on CUDA cores with rounding to nearest. This reduces the largest error from
+// 2.5 times that of plain float32 products to less than theirs (H100, 1 x 512 x 2 x 64).
 #pragma once
 
 #include "ptx/base.cuh"
@@ -18,28 +18,29 @@ struct SplitFloat {
   unsigned big;
   unsigned small;
 
-  // An infinite x leaves the infinity in `small`, beside the largest finite `big`: it then meets
-  // the other operand's `big` only, whose sign is the operand's, and not its `small`, which may be
-  // 0 or of the other sign and would make NaN of a product that is infinite.
+  // Splits any x. An infinite x becomes the largest finite `big` and an infinite `small`. The
+  // infinity is then multiplied by the other operand's `big` only, which has that operand's sign.
+  // The other `small` may be 0 or have the opposite sign: times infinity, it would yield NaN.
   __device__ static SplitFloat of(float x) {
     constexpr float largest = 0x1.ffcp127f;
     const unsigned big = ptx::cvt_tf32_f32(ptx::min_magnitude(x, largest));
     return {big, __float_as_uint(x - __uint_as_float(big))};
   }
 
-  // Of an infinity it makes NaN.
+  // Splits a finite x; an infinite x would yield NaN.
   __device__ static SplitFloat of_finite(float x) {
     const unsigned big = ptx::cvt_tf32_f32(x);
     return {big, __float_as_uint(x - __uint_as_float(big))};
   }
 };
 
-// The same shared-memory operands and accumulator fragments as Products16Bit, but with the output's
-// columns in another order, see column().
+// Like `Products16Bit` in its shared-memory operands and accumulator fragments, except that the
+// output columns are permuted; see `column()`.
 template <class Config, int row_tiles>
 struct ProductsTf32x3 {
   static constexpr int Bc = Config::Bc;
-  // mma works in steps of 8 along head_dim, and V is read 32 columns at a time.
+  // head_dim is padded to a multiple of 8, the k of an mma, and head_dim_v to one of 32, because V
+  // is read 32 columns at a time.
   static constexpr int columns = round_up(Config::head_dim, 8);
   static constexpr int columns_v = round_up(Config::head_dim_v, 32);
   static constexpr int k_steps = columns / 8;
@@ -53,11 +54,11 @@ struct ProductsTf32x3 {
   const int lane = threadIdx.x % 32;
   QueryFragments<KeyLayout, row_tiles, k_steps, Config::q_in_registers> queries;
 
-  // No two warps share rows.
+  // Each warp has its own query rows, so its index among the warps of these rows is 0.
   __device__ static int share() { return 0; }
 
-  // d[i][t] += a[i] b[t] for all row tiles and Tiles column tiles, the small terms first. Products
-  // that wait for each other's sums stand a whole round apart.
+  // Adds a[i] b[t] to d[i][t] for all row tiles i and column tiles t, the small terms first. The
+  // order keeps dependent products (the same accumulator) row_tiles * Tiles products apart.
   template <int Tiles>
   __device__ static void multiply(float (&d)[row_tiles][Tiles][4],
                                   const SplitFloat (&a)[row_tiles][4],
@@ -78,8 +79,8 @@ struct ProductsTf32x3 {
     }
   }
 
-  // scores += Q K^T. ldmatrix moves 16-byte rows of four floats as it does of eight 16-bit
-  // elements, and lane 4 g + t receives element t of row g: the TF32 fragments.
+  // Adds Q K^T to `scores`. ldmatrix moves 16-byte rows, here of four floats, and lane 4 g + t
+  // receives float t of row g. This is the layout of a TF32 operand fragment.
   __device__ void multiply_queries_keys(Scores& scores, unsigned q_shared, unsigned k_shared) {
     const unsigned k_lane = k_shared + KeyLayout::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
     unsigned k[2][4];
@@ -88,8 +89,8 @@ struct ProductsTf32x3 {
                        KeyLayout::advance(k_lane, number % key_pairs * 16, number / key_pairs * 2));
     };
     load_k(0);
-    // Fully unrolled, the steps' independent sums tempt the compiler into more registers than there
-    // are.
+    // Not fully unrolled unless Q is in registers: the compiler would interleave the independent
+    // sums of the steps and spill registers.
 #pragma unroll(Config::q_in_registers ? k_steps : 2)
     for (int step = 0; step < k_steps; ++step) {
       unsigned raw[row_tiles][4];
@@ -116,7 +117,7 @@ struct ProductsTf32x3 {
     }
   }
 
-  // The accumulators' tiles from `first` on += sums.
+  // Adds `sums` to the column tiles of `accumulators` from `first` on.
   template <int Tiles, int AllTiles>
   __device__ static void add(float (&accumulators)[row_tiles][AllTiles][4], int first,
                              const float (&sums)[row_tiles][Tiles][4]) {
@@ -130,12 +131,12 @@ struct ProductsTf32x3 {
     }
   }
 
-  // out += P V. Along the keys and along V's columns the order of a product's operands is free, as
-  // long as both sides agree. A lane's scores are of the keys 2t and 2t + 1 of each eight, so these
-  // two stand in the operands' places t and t + 4; and it reads four neighbouring columns at once,
-  // which serve one in each of four column tiles. Eight lanes read four rows of V two apart, two
-  // chunks of each: with the swizzle, eight different bank groups.
-  // exponentiate(i, j) makes probabilities of row tile i's scores [j], on their first use.
+  // Adds P V to `out`. A lane holds the scores of keys 2t and 2t + 1 of every eight, so P and V use
+  // these two keys as k = t and k = t + 4 of the mma: any order of k is right if both agree. A lane
+  // reads four adjacent columns of V at once, one for each of four column tiles, which permutes the
+  // output columns. Eight lanes read two chunks each of four rows of V that are two apart. The
+  // swizzle puts these in eight different bank groups.
+  // exponentiate(i, j) converts scores[i][j] to P before their first use.
   template <class Exponentiate>
   __device__ void multiply_probabilities_values(Output& out, const Scores& scores,
                                                 unsigned v_shared, Exponentiate exponentiate) {
@@ -170,10 +171,11 @@ struct ProductsTf32x3 {
     }
   }
 
-  // The output column of [.][j][2 * half + c]: column tile t of a group holds the columns 4 n + t.
+  // Returns the output column of out[.][j][2 * half + c]: column tile t of a group of 32 columns
+  // holds the columns 4 n + t.
   __device__ int column(int j, int c) const { return j / 4 * 32 + (lane % 4 * 2 + c) * 4 + j % 4; }
 
-  // Writes the lane's part of one row of the output into a ValueLayout: whole chunks.
+  // Writes the lane's part of one row of the output into a ValueLayout, in whole 16-byte chunks.
   __device__ void stage_row(const Output& out, int i, int half, unsigned shared, int row) const {
 #pragma unroll
     for (int group = 0; group < columns_v / 32; ++group) {

@@ -1,4 +1,4 @@
-// A warp's query rows as operand fragments of Q.K^T, from registers or from shared memory.
+// Query rows of a warp as operand fragments of Q.K^T, from registers or from shared memory.
 #pragma once
 
 #include "ptx/base.cuh"
@@ -6,14 +6,14 @@
 
 #if __CUDA_ARCH__ >= 800
 
-// The fragments of row_tiles tiles of 16 rows; a step is two chunks of a row, one product deep: 16
-// columns of 16-bit elements, 8 of float. Keep holds all steps in registers.
+// Operand fragments of `row_tiles` tiles of 16 rows. A step is two 16-byte chunks of a row, the k
+// of one mma: 16 columns of 16-bit elements or 8 of float. With `Keep` all steps stay in registers.
 template <class Layout, int row_tiles, int steps, bool Keep>
 struct QueryFragments {
   static constexpr int kept_steps = Keep ? steps : 1;
   unsigned kept[kept_steps][row_tiles][4];
 
-  // `shared` is where the warp's rows begin.
+  // Reads the fragments that stay in registers. `shared` is the address of the warp's first row.
   __device__ void keep(unsigned shared) {
 #pragma unroll
     for (int step = 0; step < kept_steps; ++step) read(kept[step], shared, step);

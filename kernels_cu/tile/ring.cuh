@@ -1,4 +1,4 @@
-// A slot of a ring of buffers in shared memory, and the parity of its barriers' phase.
+// Position in a ring buffer: stage index and mbarrier phase parity, like a CUTLASS PipelineState.
 #pragma once
 
 template <int Slots>

@@ -1,13 +1,12 @@
-// Shared-memory tiles that the copy engine writes and wgmma reads.
+// Shared-memory tiles that TMA writes and wgmma reads.
 #pragma once
 
 #include "ptx/base.cuh"
 #include "tile/layout.cuh"
 
-// Rows x Columns 16-bit elements. The columns are cut into slabs; a slab holds one line of 128 or
-// 64 bytes for each row, its 16-byte chunks XORed with the row as the copy engine's swizzle of that
-// width does, so that eight rows' chunks of one column lie in eight different bank groups. Each
-// slab is one box of the tensor map; what lies past the tensor's columns or rows arrives as zeros.
+// Tile of `Rows` x `Columns` 16-bit elements, stored as TMA boxes. Each of the `slabs` boxes holds
+// `line_bytes` (128 or 64) bytes of every row, in the TMA swizzle of that width, which avoids bank
+// conflicts. TMA fills elements past the tensor's columns or rows with zeros.
 template <int Rows, int Columns>
 struct SlabTile {
   static constexpr int columns = round_up(Columns, 32);
@@ -19,24 +18,24 @@ struct SlabTile {
 
   static_assert(Rows % 16 == 0, "slabs are whole repetitions of the swizzle");
 
-  // A step is 16 columns as k; in bytes from the tile's beginning.
+  // Returns the byte offset in the tile of k step `step` (16 columns), if k runs along the columns.
   static constexpr int column_step(int step) {
     constexpr int steps_per_line = line_columns / 16;
     return step / steps_per_line * slab_bytes + step % steps_per_line * 32;
   }
 
-  // Of the 16-byte chunk first + next of a row, with next 0 or 1; in bytes from the row's line in
-  // the first slab.
+  // Returns the byte offset of 16-byte chunk first + next of a row (`next` is 0 or 1), relative to
+  // the start of the row in the first box.
   __device__ static int chunk_offset(int row, int first, int next) {
     constexpr int chunks = line_bytes / 16;
     const int phase = line_bytes == 128 ? row % 8 : row / 2 % 4;
     return first / chunks * slab_bytes + ((first % chunks + next) ^ phase) * 16;
   }
 
-  // A step is 16 rows as k.
+  // Returns the byte offset in the tile of k step `step` (16 rows), if k runs along the rows.
   static constexpr int row_step(int step) { return step * 16 * line_bytes; }
 
-  // Rows from `begin` on of the tile at this address become zeros. By one warp.
+  // Sets the rows from `begin` on of the tile at shared address `tile` to zero. Called by one warp.
   __device__ static void clear_rows(unsigned tile, int begin) {
     const unsigned zeros[4] = {};
 #pragma unroll 1
@@ -49,7 +48,7 @@ struct SlabTile {
     }
   }
 
-  // Clears one row by a single thread.
+  // Sets one row to zero. Called by a single thread.
   __device__ static void clear_row(unsigned tile, int row) {
     const unsigned zeros[4] = {};
 #pragma unroll 1
@@ -61,11 +60,11 @@ struct SlabTile {
     }
   }
 
-  // Matrix descriptors (PTX ISA, "Matrix-descriptor format for wgmma") of the whole tile at address
-  // 0, to which an address in units of 16 bytes is added. With k along the columns:
+  // Return the matrix descriptor (PTX ISA, "Matrix-descriptor format for wgmma") of a tile at
+  // address 0; add the tile's address in units of 16 bytes. Here k runs along the columns.
   static constexpr unsigned long long k_along_columns() { return descriptor(16, 8 * line_bytes); }
 
-  // With k along the rows, and n across the slabs:
+  // Here k runs along the rows and n along the columns, across the boxes.
   static constexpr unsigned long long k_along_rows() {
     return descriptor(slab_bytes, 8 * line_bytes);
   }

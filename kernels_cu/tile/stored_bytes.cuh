@@ -1,11 +1,10 @@
-// Numbers of 8 bits as caches hold them, and the float16 ones that they become, which are the same
-// numbers.
+// The 8-bit element types of a KV cache, and their conversions to float16, which are exact.
 #pragma once
 
 #include "ptx/base.cuh"
 #include "ptx/bytes.cuh"
 
-// A sign, four bits of exponent, three of mantissa; no infinity, and one NaN of each sign.
+// float8 e4m3: a sign, four bits of exponent and three of mantissa; no infinity, one NaN per sign.
 struct float8_e4m3_t {
   unsigned char bits;
 };
@@ -15,7 +14,7 @@ struct signed_byte_t {
 
 #if __CUDA_ARCH__ >= 800
 
-// pair<first, second>(four): two of the four bytes of a register as a pair of float16.
+// pair<first, second>(four) converts two of the four bytes of a register to a pair of float16.
 template <class Stored>
 struct WidenBytes;
 
@@ -30,7 +29,8 @@ struct WidenBytes<float8_e4m3_t> {
 };
 #endif
 
-// A byte below the upper byte of 1024 is 1024 + itself, with its sign bit flipped 1152 + a number.
+// The float16 with upper byte 0x64 and lower byte b is 1024 + b. Flipping the sign bit of an int8 x
+// gives b = x + 128, so the float16 is 1152 + x, and subtracting 1152 yields x exactly.
 template <>
 struct WidenBytes<signed_byte_t> {
   template <int first, int second>

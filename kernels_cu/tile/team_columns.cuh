@@ -1,25 +1,27 @@
-// The columns of a head that a warp has: all, or where a team of warps shares them its part.
+// Columns of a head that a warp processes: all, or a slice if several warps process the same keys.
 #pragma once
 
 #include "tile/layout.cuh"
 
-// Each of the team has as many, whole steps of the tensor cores; those past the last are zeros.
+// `Columns` columns distributed over `Team` warps. Each warp has `padded` columns, a multiple of
+// 16; columns past the end of the head are zeros.
 template <int Columns, int Team>
 struct TeamColumns {
   static constexpr int padded = round_up(Columns, 16 * Team) / Team;
-  // That are there, of the last of the team.
+  // Number of valid (not padding) columns of the last warp.
   static constexpr int least = Columns - (Team - 1) * padded;
 
-  // And of any: more than `padded` stands for all, a negative number for none.
+  // Returns the number of columns from the first of warp `member` to the end of the head. At least
+  // `padded` means that all of the warp's columns are valid; at most 0 means that none is.
   __device__ static int left_of(int member) { return Columns - member * padded; }
 };
 
-// A config as one of the team has it.
+// The Config of one warp: its head dims are those of the warp's slice of the columns.
 template <class Config>
 struct TeamShare : Config {
   static constexpr int head_dim = TeamColumns<Config::head_dim, Config::team>::padded;
-  // Values that are columns of their keys are taken from the same part of them. Then there may be
-  // some that are no values, of which nothing is written.
+  // For MLA, where V is a prefix of K's columns, the warp's slice of K also serves as V. It may
+  // extend past head_dim_v; such columns are not written.
   static constexpr int head_dim_v =
       Config::values_in_keys ? head_dim : TeamColumns<Config::head_dim_v, Config::team>::padded;
 };

@@ -150,7 +150,7 @@ def test_an_input_that_is_no_archive_is_refused_in_one_line(tmp_path: Path, cont
     result = bench("--input", str(path))
 
     assert result.exit_code == 2
-    assert "cannot be read as an npz file: it is no zip archive; expected what" in result.stderr
+    assert "cannot be read as an npz file: it is not a zip archive; expected what" in result.stderr
     assert "pickle" not in result.stderr
     assert result.stderr.count("\n") == 1
 

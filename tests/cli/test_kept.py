@@ -377,7 +377,7 @@ def test_of_several_sweeps_those_that_were_done_are_kept(
     assert result.exit_code == 130
     assert row["problem_class"].split()[4] == "q64"
     assert "cpu fp32 d8 full s64" in result.stdout
-    assert "1 of 2 are done; the same command goes on from there." in result.stderr
+    assert "1 of 2 are done; the same command resumes there." in result.stderr
 
 
 def small_plans(device: Device) -> list[Plan]:
@@ -454,4 +454,4 @@ def test_a_compiler_that_was_killed_is_told_in_one_line(monkeypatch: pytest.Monk
 
     assert result.exit_code == 1
     assert len(told) == 1
-    assert "a process that compiles was ended" in told[0]
+    assert "a compiler process was ended" in told[0]

@@ -1,4 +1,4 @@
-"""Sums of fixed-point numbers, which do not depend on an order: kernel code run on the host."""
+"""Tests of `fixed_point.cuh`, run on the host: sums that do not depend on the order of addition."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMPILER = shutil.which("g++")
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to compile the kernel's code with")
 
-# Slots of a block are fewer.
+# Number of elements that sums go to: more than a thread block has slots.
 ELEMENTS = 1300
 
 AddUp = Callable[..., tuple[np.ndarray, np.ndarray]]
@@ -29,7 +29,7 @@ AddUp = Callable[..., tuple[np.ndarray, np.ndarray]]
 
 @pytest.fixture(scope="module")
 def add_up(tmp_path_factory: pytest.TempPathFactory) -> AddUp:
-    """A function of numbers and of the elements they belong to: integer sums, and their values."""
+    """Return a function that adds numbers to elements: it returns integer sums and their values."""
     library = tmp_path_factory.mktemp("host") / "fixed_point.so"
     options = ["-std=c++20", "-O1", "-shared", "-fPIC", "-fwrapv", "-ffp-contract=off"]
     options += [f"-I{KERNEL_DIR}", f"-I{FOLDER}"]
@@ -76,17 +76,17 @@ def test_a_sum_is_off_by_what_the_arithmetic_says(add_up: AddUp, dtype, exponent
     rng = np.random.default_rng(1)
     numbers = numbers_of(rng, dtype, exponents)
     elements = rng.integers(0, ELEMENTS, len(numbers))
-    # As for more numbers: up to 2^40 of them.
+    # The unit depends on `bits`: it is chosen for at most 2^bits numbers.
     for bits in (12, 20, 33, 40):
         _, values = add_up(numbers, elements, bits)
         above = math.frexp(float(abs(numbers).max()))[1]
-        # Of a number, and where that is below any power that its type has, of the least.
+        # Error of a number; the exponent is at least that of the smallest normal number.
         exponent = max(above + bits - 62, -126 if dtype == np.float32 else -1022)
         each = Fraction(2) ** (exponent + bits - 64)
         for element in range(ELEMENTS):
             mine = [Fraction(float(x)) for x in numbers[elements == element]]
             exact = sum(mine, Fraction(0))
-            # And the rounding of integers and of their sum to float64.
+            # The conversion of the integers, and of their sum, to float64 rounds, too.
             allowed = len(mine) * each + abs(exact) * Fraction(2) ** -51
             allowed += Fraction(2) ** -1074
             assert abs(Fraction(float(values[element])) - exact) <= allowed

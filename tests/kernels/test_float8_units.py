@@ -1,4 +1,4 @@
-"""Kernels of float8 compile, and spill little."""
+"""Tests that float8 kernels compile and spill few registers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cupy_flash.problem.arrays import FLOAT8, ArraySpec
 from cupy_flash.problem.device import device_for_arch
 from cupy_flash.problem.problem import make_problem
 
-# head_dim, head_dim_v, causal, output.
+# Tuples of head_dim, head_dim_v, causal, output dtype.
 CASES = [
     (64, 64, True, "bfloat16"),
     (128, 128, False, "float16"),
@@ -43,6 +43,6 @@ def test_units_compile_and_spill_little() -> None:
         for cubin in pool.map(compile_cubin, *zip(*units, strict=True)):
             assert "warning" not in cubin.log
             assert "serialized" not in cubin.log
-            # At head_dim 256 a few numbers of O; with 240 registers in place of 232 none, and no
-            # faster.
+            # At head_dim 256, a few elements of O spill. With 240 registers instead of 232 none do,
+            # but the kernel is not faster.
             assert max(r.spill_bytes for r in cubin.resources.values()) <= 56

@@ -1,4 +1,4 @@
-"""Rows of packed queries that belong to no sequence: `gaps.cuh`, compiled for the host."""
+"""Tests of `gaps.cuh`, run on the host: rows of packed queries that belong to no sequence."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to compile the 
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The program that prints the rows that each warp visits."""
+    """Return the path of the compiled program, which prints the rows assigned to each warp."""
     program = tmp_path_factory.mktemp("host") / "gaps"
     options = ["-std=c++20", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     options += [f"-I{KERNEL_DIR}", f"-I{FOLDER}"]
@@ -64,7 +64,7 @@ def unowned_rows(total: int, longest: int, starts: np.ndarray) -> list[int]:
 
 
 @pytest.mark.parametrize("make_batches", [ordered_batches, wild_batches])
-# The kernel's code, with its checks of memory, takes a fifth of a second for each.
+# Each batch takes 0.2 s, because the kernel's code is compiled with sanitizers.
 @pytest.mark.parametrize("count", few_then_slow([10, 300], 1))
 def test_all_rows_of_no_sequence_are_visited_and_no_others(
     program: Path, make_batches: Callable[[int], list[Batch]], count: int
@@ -83,7 +83,7 @@ def test_all_rows_of_no_sequence_are_visited_and_no_others(
         expected = unowned_rows(total, longest, starts)
         decreases = bool((np.diff(np.clip(starts, 0, total)) < 0).any())
         for rows in (of_all, around):
-            # Where the numbers decrease, gaps may overlap.
+            # If cu_seqlens_q decreases, gaps may overlap, and rows may appear twice.
             assert (sorted(set(rows)) if decreases else sorted(rows)) == expected, starts
 
 

@@ -1,6 +1,6 @@
-"""Kernels of gradients compile for every architecture, within what may be spilled.
+"""Tests that backward kernels compile for every architecture, within a limit of spilled bytes.
 
-What the table of machine code has, `test_machine_code.py` compiles.
+The kernels in the table of machine code are compiled by `test_machine_code.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SINKS = np.zeros(HEADS, np.float32)
 LENGTHS = np.array([99], np.int32)
 PREFIX = {"window_size": (99, 40), "prefix_lens": np.array([64], np.int32)}
 OFFSETS = {"window_size": (99, 40), "q_offset": np.array([64], np.int32)}
-# Family, architecture, dtype, head_dim, bytes that may be spilled, options.
+# Tuples of family, architecture, dtype, head_dim, limit of spilled bytes, options.
 UNITS: list[tuple[str, str, str, int, int, dict[str, Any]]] = [
     ("hopper", "sm_90", "float16", 128, 52, {"window_size": (99, 0), "softcap": 30.0}),
     ("hopper", "sm_90", "bfloat16", 256, 0, {"causal": True}),
@@ -53,7 +53,7 @@ UNITS: list[tuple[str, str, str, int, int, dict[str, Any]]] = [
 ]
 
 
-# The others take longer.
+# The unit that is tested by default; the others take longer.
 QUICK = [next(u for u in UNITS if u[0] == "simt")]
 
 

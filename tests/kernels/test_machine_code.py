@@ -1,5 +1,5 @@
-"""A representative set of kernels: that each compiles to what its family planned, and to the
-machine code of the table; with no GPU."""
+"""Tests that a representative set of kernels compiles as the families planned, and to the machine
+code in the table. They need no GPU."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ machine_code = script("machine_code") if IN_CHECKOUT else None
 HEAD, TABLE, TESTED = machine_code.read_table() if machine_code else ({}, {}, [])
 pytestmark = pytest.mark.skipif(not IN_CHECKOUT, reason="the tests stand outside a checkout")
 
-# Families whose every kernel takes shared memory as the launch says, and none of its own.
+# Families whose kernels use only dynamic shared memory, of the size in the launch.
 ALL_DYNAMIC = ("decode", "hopper", "mma")
-# What the warpgroup besides the consumers has.
+# Config member with the register count of the producer warpgroup, for kernels with setmaxnreg.
 HAND_REGISTERS_ROUND = {"hopper": "producer_registers", "hopper backward": "helper_registers"}
-# ptxas tells of products that it runs one after another, and of setmaxnreg that it ignores, in
-# warnings C7504 to C7520 and C7602; compilation goes on.
+# ptxas reports serialized wgmma and ignored setmaxnreg as warnings C7504 to C7520 and C7602, and
+# continues.
 TROUBLE = re.compile(r"C7[56]\d\d|serializ|setmaxnreg|warning", re.IGNORECASE)
 
 
-# The first kernel of each family for the GPU that most of them are for; the rest takes minutes.
-# Units of gradients have a quick test of their own, test_gradient_units.py.
+# The first sm_90 kernel of each family; compiling all kernels takes minutes. Backward kernels have
+# a quick test in test_gradient_units.py.
 QUICK = list(
     {
         kernel.family: kernel
@@ -66,7 +66,7 @@ def trouble_in(log: str) -> list[str]:
 def cubins(
     compile_pool: ProcessPoolExecutor, request: pytest.FixtureRequest
 ) -> dict[Any, Future[Cubin]]:
-    """Of all kernels that are asked for: each is compiled once."""
+    """Return the cubins of all selected kernels; each kernel is compiled once."""
     known, found = known_architectures(), {}
     for kernel in dict.fromkeys(c["kernel"] for c in selected_calls(request) if "kernel" in c):
         if kernel.arch in known:
@@ -82,24 +82,24 @@ def compiled(kernel: Any, cubins: dict[Any, Future[Cubin]]) -> Cubin:
 
 
 def most_spilled(kernel: Any, plan: Plan) -> int:
-    """Bytes of a thread that a default tile of the family may spill, with any NVRTC."""
+    """Return the limit of spilled bytes per thread for a default tile, with any NVRTC version."""
     if kernel.family == "hopper":
         return 32
     if kernel.family == "decode":
-        # At head_dim 256, and in tiles of 32 rows, all 255 registers are in use. There the four
-        # words of the sequence that a share begins in are stored on each of the ways to find it, 80
-        # bytes in all ahead of the first barrier, and read once; the loop over keys has none. More
-        # if each row has a page, whose address must be found, for sm_100, and with CUDA 12.9.
+        # At head_dim 256, and with 32 rows per tile, all 255 registers are in use. The kernel then
+        # spills the sequence in which its work range begins: 80 bytes before the first barrier,
+        # which are read once. The loop over keys spills nothing. More is spilled with pages of one
+        # row (address computations), for sm_100, and with CUDA 12.9.
         from cupy.cuda import nvrtc
 
         more = kernel.case.page_size == 1 or kernel.arch == 100
         more = more or nvrtc.getVersion() < (13, 0)
         all_in_use = plan.problem.head_dim > 192 or plan.tile.Br == 32
         return (48 if more else 32) + (64 if all_in_use else 0)
-    # The one tile that is faster than smaller ones although it spills, see its family.
+    # The float32 tile at the end is faster than smaller tiles although it spills; see its family.
     if kernel.family == "hopper backward":
-        # A consumer of packed sequences keeps its place among them, and looks for rows that attend
-        # to one key: 48 bytes with NVRTC 13.5.
+        # With packed sequences, a consumer keeps the position of its sequence and looks for rows
+        # with one visible key: 48 bytes with NVRTC 13.5.
         return 0 if plan.problem.layout.is_equal else 48
     problem = plan.problem
     if kernel.family == "mma backward" and not problem.layout.is_equal:
@@ -125,13 +125,13 @@ def test_a_kernel_compiles_to_what_its_family_planned(kernel: Any, cubins: Any) 
         if kernel.family in ALL_DYNAMIC:
             assert resources.static_shared_memory == 0
         elif kernel.family == "naive":
-            # Two tiles of 32 x 33 fit the 48 KiB that need no opting in.
+            # Two tiles of 32 x 33 fit in the 48 KiB that need no opt-in.
             assert resources.static_shared_memory <= 48 << 10
     if isinstance(tile, SimtTile):
         most = FORWARD["simt"].registers(plan.problem, tile)
         assert cubin.resources["simt_forward"].registers <= most
     if kernel.family in HAND_REGISTERS_ROUND:
-        # What setmaxnreg hands round is no more than the launch allots to the block.
+        # setmaxnreg must not distribute more registers than the launch allocates to the CTA.
         config = family.config(plan.problem, tile, plan.schedule.split)
         warpgroups = plan.threads // 128
         handed_out = config[HAND_REGISTERS_ROUND[kernel.family]]
@@ -156,7 +156,7 @@ def test_its_machine_code_is_that_of_the_table(kernel: Any, cubins: Any) -> None
 
 
 def test_the_table_holds_what_the_script_calls_representative() -> None:
-    # The tuned tables are not there in tests, and tiles therefore default ones.
+    # Tests do not load the tuned tables, so tiles are default tiles and not compared.
     def without_tile(kernel: Any) -> tuple[Any, ...]:
         return kernel.arch, kernel.family, kernel.case
 
@@ -242,7 +242,7 @@ FORMER = "0" * 16
 
 
 def recorded(path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, list[Any]]]:
-    """What the script finds in a folder that has only this record."""
+    """Return the script's findings in a folder that has only this record."""
     monkeypatch.setattr(machine_code, "RESULTS", path.parent)
     monkeypatch.setattr(machine_code.tuning, "SHIPPED_DIR", path.parent / "none")
     found: dict[str, Any] = machine_code.recorded()
@@ -355,7 +355,7 @@ def test_a_kernel_does_not_compile_with_other_shared_memory_than_its_family_says
 def test_a_warning_of_serialized_products_is_seen_in_the_log(
     compile_pool: ProcessPoolExecutor,
 ) -> None:
-    # A call that ptxas cannot look into is one of its reasons.
+    # ptxas serializes wgmma around a call that it cannot analyze, such as printf().
     job = next(kernel for kernel in TESTED if kernel.family == "hopper").job()
     call = "hopper_forward<Config>(maps, params);"
     text = job.unit.text.replace(call, call + '\n  printf("%d", params.seqlen_q);', 1)

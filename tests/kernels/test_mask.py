@@ -1,4 +1,4 @@
-"""Which pairs the kernels take as seen: `mask.cuh` run on the host, beside `problem/mask.py`."""
+"""Tests of `mask.cuh`, run on the host and compared with `problem/mask.py`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.draws import few_then_slow
 from cupy_flash.families.contract import KERNEL_DIR
 from cupy_flash.problem.mask import Mask
 
-# As in `host_kernels/seen_tiles.cpp`.
+# Same values as in `host_kernels/seen_tiles.cpp`.
 BR, BC = 16, 24
 FOLDER = Path(__file__).resolve().parent / "host_kernels"
 COMPILER = shutil.which("g++")
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to compile the 
 
 
 def random_problem(rng: np.random.Generator) -> tuple[int, Mask, int]:
-    """Query heads of a tile, a mask, and shares of the keys."""
+    """Return the number of query heads in a tile, a mask, and the number of KV splits."""
     seqlen_q, seqlen_k = map(int, rng.integers(1, 130, 2))
     q_offset = int(rng.integers(-140, 140))
     mask = Mask(seqlen_q, seqlen_k, causal=bool(rng.integers(2)), q_offset=q_offset)
@@ -35,7 +35,7 @@ def random_problem(rng: np.random.Generator) -> tuple[int, Mask, int]:
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory):
-    """Of each problem: what the rows see, and the tiles of keys and of rows, in numbers."""
+    """Return a function that runs the program on problems and returns its numbers, line by line."""
     program = tmp_path_factory.mktemp("host") / "seen_tiles"
     options = ["-std=c++20", "-O1", "-pthread", "-fsanitize=address,undefined"]
     options += ["-fno-sanitize-recover=all", f"-I{KERNEL_DIR}", f"-I{FOLDER}"]
@@ -66,7 +66,7 @@ def test_kernels_and_library_agree_which_keys_a_row_sees_and_which_tiles_need_a_
     problems = [random_problem(rng) for _ in range(count)]
     for (group, mask, splits), answer in zip(problems, answers(problems), strict=True):
         bounds, key_tiles, first_full, query_tiles = answer
-        # A row of the kernel is one of the group's heads at a query.
+        # A row of the kernel's tile is a pair of a query and one of the group's heads.
         rows = group * mask.seqlen_q
         assert bounds[0::2] == [mask.begin(row // group) for row in range(rows)]
         assert bounds[1::2] == [mask.end(row // group) for row in range(rows)]

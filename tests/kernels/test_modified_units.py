@@ -1,4 +1,4 @@
-"""Kernels with modifications compile for every kind of architecture, within what may be spilled."""
+"""Tests that kernels with modifications compile for all architectures and spill few registers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DTYPES = {"bfloat16": ml_dtypes.bfloat16}
 
 
 def array(*shape: int, dtype: Any = np.float32) -> np.ndarray:
-    # What it holds is not looked at, and takes no memory.
+    # Its contents do not matter, so it is a broadcast scalar, which takes no memory.
     return np.broadcast_to(np.zeros((), dtype), shape)
 
 
@@ -41,19 +41,19 @@ BIAS = np.empty((1, HEADS, SEQLEN, SEQLEN), DTYPES["bfloat16"])
 PREFIX = {"window_size": (255, 64), "prefix_lens": array(1, dtype=np.int32)}
 LENGTHS = array(1, dtype=np.int32)
 OFFSETS = {"window_size": (255, 64), "q_offset": array(1, dtype=np.int32)}
-# Family, architecture, dtype, head_dim, queries, bytes that may be spilled, modifications. Where
-# keys are split and scores are changed, a part's log-sum-exp is a pair of numbers, and Hopper units
-# spill two words.
+# Tuples of family, architecture, dtype, head_dim, queries, limit of spilled bytes, modifications.
+# If KV is split and scores are changed, a split's log-sum-exp is a pair of numbers, and Hopper
+# units spill two words.
 UNITS = [
     ("hopper", "sm_90", "bfloat16", 64, SEQLEN, 8, {"window_size": (1023, 0), "softcap": 30.0}),
     ("hopper", "sm_90", "bfloat16", 64, SEQLEN, 8, {"softcap": 50.0}),
     ("hopper", "sm_90", "bfloat16", 128, SEQLEN, 8, {"softcap": 50.0}),
     ("hopper", "sm_90", "bfloat16", 128, SEQLEN, 8, {"bias": BIAS}),
     ("hopper", "sm_90", "bfloat16", 128, SEQLEN, 8, {"score_mod": TABLE}),
-    # Two words, where the keys are split.
+    # It spills two words if KV is split.
     ("hopper", "sm_90", "bfloat16", 128, SEQLEN, 8, {"alibi_slopes": array(HEADS)}),
     ("hopper", "sm_90", "float16", 64, SEQLEN, 0, {"mask_mod": DOCUMENTS, "causal": True}),
-    # Loads for each pair leave no registers: see docs/masks.md.
+    # Loads for each pair take all free registers, see docs/engineering/measurements/masks.md.
     ("mma", "sm_80", "float16", 64, SEQLEN, 64, {"score_mod": TABLE, "sinks": array(HEADS)}),
     ("mma", "sm_120", "float32", 64, SEQLEN, 0, {"window_size": (64, 64), "softcap": 30.0}),
     ("decode", "sm_89", "bfloat16", 128, 1, 0, {"window_size": (1023, 0), "score_mod": TABLE}),
@@ -108,7 +108,7 @@ def test_a_unit_with_modifications_compiles(
     check_unit(compile_pool, made, spilled)
 
 
-# Kind of call, family, architecture, dtype, modifications.
+# Tuples of kind of call, family, architecture, dtype, modifications.
 OF_SEQUENCES = [
     ("packed", "hopper", "sm_90", "bfloat16", {"causal": True, "seqused_q": LENGTHS}),
     ("packed", "mma", "sm_80", "float16", {"seqused_q": LENGTHS, "q_offset": LENGTHS}),

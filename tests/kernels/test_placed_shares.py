@@ -1,6 +1,6 @@
-"""Which keys the thread blocks of `decode` take if windows begin elsewhere in each sequence.
+"""Tests of the KV work of `decode` thread blocks if windows start elsewhere in each sequence.
 
-The kernel's own code runs on the host.
+The kernel's code runs on the host.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which rows, and which places of tiles, packed sequences have: `places.cuh` run on the host."""
+"""Tests of `places.cuh`, run on the host: rows and tile slots of packed sequences."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from cupy_flash.families.contract import KERNEL_DIR
 
-# As in `host_kernels/places.cpp`.
+# Same value as in `host_kernels/places.cpp`.
 ROWS = 24
 FOLDER = Path(__file__).resolve().parent / "host_kernels"
 COMPILER = shutil.which("g++")
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to compile the 
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What prints whose places are whose."""
+    """Return the path of the compiled program, which prints the owners of tile slots and rows."""
     program = tmp_path_factory.mktemp("host") / "places"
     options = ["-std=c++20", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     options += [f"-I{KERNEL_DIR}", f"-I{FOLDER}"]
@@ -32,7 +32,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Parts(NamedTuple):
-    """Whose each place, row and sequence is: sequence, begin and end of its part."""
+    """Results of the program: (sequence, begin, end) for each tile slot, row and sequence."""
 
     of_places: np.ndarray
     of_rows: np.ndarray
@@ -40,7 +40,7 @@ class Parts(NamedTuple):
 
 
 def parts_of(batches: list[tuple[int, np.ndarray]], program: Path) -> list[Parts]:
-    """Of each total and starts."""
+    """Return the results of the program for batches of (total, starts)."""
     lines = "".join(f"{len(s) - 1} {total} {' '.join(map(str, s))}\n" for total, s in batches)
     done = subprocess.run([str(program)], input=lines, capture_output=True, text=True, check=True)
     found = [np.array(line.split(), int).reshape(-1, 3) for line in done.stdout.splitlines()]
@@ -71,7 +71,7 @@ def test_the_tiles_of_each_sequence_have_places_and_few_are_empty(program: Path)
         own = np.bincount(places[:, 0], minlength=len(starts) - 1)
         tiles = -(-np.diff(starts) // ROWS)
         assert (own >= tiles).all(), starts
-        # Rows of none are at the first and at the last.
+        # Rows outside of all sequences belong to the slots of the first or the last sequence.
         assert (own - tiles)[1:-1].max(initial=0) <= 1, starts
         assert len(places) == total // ROWS + len(tiles)
         own_rows = np.stack([np.arange(len(tiles)), starts[:-1], starts[1:]], axis=1)
@@ -103,7 +103,7 @@ def test_whatever_the_starts_are_a_row_is_one_sequences_and_its_tiles_have_place
                 continue
             assert (owners[begin:end] == -1).all(), starts
             owners[begin:end] = sequence
-            # As kernels number them: those of a sequence begin behind those of the ones before.
+            # Kernels number tile slots so that a sequence's slots come after those of earlier ones.
             tiles, first = -(-(end - begin) // ROWS), begin // ROWS + sequence
             assert taken <= first, starts
             taken = first + tiles

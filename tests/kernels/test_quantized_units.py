@@ -1,4 +1,4 @@
-"""Kernels that read caches of 8 bits, and append to them, compile for their architectures."""
+"""Tests that the kernels for 8-bit caches (attention and append) compile for all architectures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from cupy_flash.problem.device import Device, device_for_arch
 
 BF16, FP8, INT8 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, np.int8
 ROWS, CACHES, PAGE = 512, 3, 16
-# Architecture, dtype of q, of the cache, head dims, page size, scales, modifications.
+# Tuples of architecture, dtypes of q and of the cache, head dims, page size, scales, modifications.
 DECODE: list[tuple[str, Any, Any, tuple[int, int], int, str, dict[str, Any]]] = [
     ("sm_80", np.float16, INT8, (128, 128), 0, "row", {}),
     ("sm_86", BF16, INT8, (64, 64), 1, "row", {"window_size": (99, 0)}),
@@ -127,7 +127,7 @@ def test_units_compile_and_spill_little() -> None:
     with ProcessPoolExecutor(2) as pool:
         for cubin in pool.map(compile_cubin, *zip(*units, strict=True)):
             assert "warning" not in cubin.log
-            # Those of head_dim 256.
+            # The kernels of head_dim 256 spill most.
             assert max(r.spill_bytes for r in cubin.resources.values()) <= 80
 
 

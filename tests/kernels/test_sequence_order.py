@@ -1,5 +1,5 @@
-"""The order in which query tiles of packed sequences are handed out: the kernel's own code, run on
-the host."""
+"""Tests of `order.cuh`, run on the host: the order in which query tiles of packed sequences are
+assigned to thread blocks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.draws import few_then_slow
 
 from cupy_flash.families.contract import KERNEL_DIR
 
-# As in `host_kernels/sequence_order.cpp`.
+# Same values as in `host_kernels/sequence_order.cpp`.
 BR, BC = 64, 32
 FOLDER = Path(__file__).resolve().parent / "host_kernels"
 COMPILER = shutil.which("g++")
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to compile the 
 
 
 class Visit(NamedTuple):
-    """A line that the program prints."""
+    """Work tile: one line of the program's output."""
 
     batch: int
     head: int
@@ -42,7 +42,7 @@ class Visit(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """Packed sequences, as nobody has checked them."""
+    """Packed sequences; the contents of the arrays may be invalid."""
 
     cu_seqlens_q: list[int]
     cu_seqlens_k: list[int]
@@ -74,7 +74,7 @@ class Batch:
         return " ".join(str(int(number)) for number in numbers)
 
     def places(self) -> list[tuple[int, int, int, int]]:
-        """First row and length of each sequence, of its queries and of its keys."""
+        """Return (q_first, seqlen_q, k_first, seqlen_k) of each sequence."""
         result = []
         for i in range(len(self.cu_seqlens_q) - 1):
             q_first = min(max(self.cu_seqlens_q[i], 0), self.total_q)
@@ -89,7 +89,7 @@ class Batch:
         return result
 
     def expected(self) -> list[Visit]:
-        """The visits of all tiles, in no order."""
+        """Return the work tiles of all query tiles, in any order."""
         visits = []
         for i, (q_first, seqlen_q, k_first, seqlen_k) in enumerate(self.places()):
             for head in range(self.heads_q):
@@ -185,7 +185,7 @@ def test_blocks_that_make_the_order_each_for_itself_come_to_the_same(handed_out)
         for threads in (32, 64, 128)
     )
     expected = handed_out([one])[0]
-    # Of sequences alike those of lower numbers come first.
+    # Sequences of equal length are in the order of their indices.
     by_length: dict[int, list[int]] = {}
     for visit in expected:
         by_length.setdefault(visit.seqlen_k, []).append(visit.batch)
@@ -239,7 +239,7 @@ def test_a_sequence_is_taken_in_sections_of_heads_from_the_last_tile_to_the_firs
 ):
     batch = Batch.of_lengths([200], [200], heads_q=6, heads_kv=3, causal=causal, section_keys=450)
     (visits,) = handed_out([batch])
-    # Two groups of heads have 400 keys; without a mask there is nothing to balance.
+    # Two KV heads have 400 keys. Without a causal mask, a section is the heads of one KV head.
     section = 4 if causal else 2
     expected = [
         (head, q_begin)
@@ -254,7 +254,7 @@ def test_a_sequence_is_taken_in_sections_of_heads_from_the_last_tile_to_the_firs
 @pytest.mark.parametrize(
     ("heads_kv", "section_keys", "section"),
     [
-        # Half of an L2 of 50 MB in rows of head_dim 8, and as many keys as a word counts.
+        # Half of a 50 MB L2 cache in rows of head_dim 8; the largest number of keys.
         (1, 819_200, 4096),
         (1, 2**31 - 1, 4096),
         (4, 2**31 - 1, 4096),

@@ -1,5 +1,5 @@
-"""Which keys each thread block of the `decode` family takes: the kernel's own code, run on the
-host, in the grids and with the workspace that the family plans."""
+"""Tests of `shares.cuh`, run on the host with the grids and the workspace that `decode` plans:
+the partial tiles that each thread block processes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ decode = DecodeFamily()
 
 @dataclass(frozen=True)
 class Kind:
-    """What the kernel is compiled for; `layout` is that of the keys."""
+    """Compile-time parameters of a kernel; `layout` is the layout of the keys."""
 
     layout: str
     group: int
@@ -48,7 +48,7 @@ class Kind:
 
     @property
     def team(self) -> int:
-        """Warps that have the same keys."""
+        """Number of warps that process the same keys."""
         return 1 if self.head_dim <= 256 else 4
 
 
@@ -56,7 +56,7 @@ def tile(Br: int = 16, warps: int = 1, cluster: int = 0) -> DecodeTile:
     return DecodeTile(Br, 16, warps, 4, 1, cluster)
 
 
-# A few keys make a unit, so that short sequences have many.
+# KV units are small, so that short sequences have many of them.
 KINDS = (
     Kind("dense", 1, tile()),
     Kind("dense", 3, tile(warps=2, cluster=4)),
@@ -77,7 +77,7 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Batch:
-    """A problem with the contents of its arrays, as nobody has checked them."""
+    """A problem with the contents of its arrays, which may be invalid."""
 
     kind: Kind
     problem: Problem
@@ -108,7 +108,7 @@ class Batch:
         return " ".join(str(int(number)) for number in itertools.chain(numbers, *arrays))
 
     def lengths(self) -> list[tuple[int, int]]:
-        """Queries and keys of each sequence."""
+        """Return the numbers of queries and keys of each sequence."""
         p, s = self.problem, self.problem.layout
         if s.is_equal:
             return [(p.seqlen_q, p.seqlen_k)] * p.batch
@@ -126,7 +126,7 @@ class Batch:
         return result
 
     def units(self) -> dict[tuple[int, int, int], int]:
-        """Of the keys of each item: sequence, key/value head, tile of query rows."""
+        """Return the number of KV units of each output tile (sequence, KV head, row tile)."""
         p, tile = self.problem, self.kind.tile
         found = {}
         for b, (seqlen_q, keys) in enumerate(self.lengths()):
@@ -138,7 +138,7 @@ class Batch:
 
 
 class Meeting(NamedTuple):
-    """A group of results that one block merges."""
+    """Merge group: results of an output tile that one thread block merges."""
 
     first: int
     step: int
@@ -149,7 +149,7 @@ class Meeting(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """A line that the program prints."""
+    """Partial tile: one line of the program's output."""
 
     x: int
     y: int
@@ -177,7 +177,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Taken:
-    """What the blocks of a launch take, in the order of each block, and `keys_of_all`."""
+    """Partial tiles of a launch, in the order of each thread block, and `keys_of_all`."""
 
     parts: list[Part]
     keys_of_all: int
@@ -245,7 +245,7 @@ def problem_of(
 
 def random_batch(rng: np.random.Generator, kind: Kind) -> Batch:
     count = int(rng.choice([1, 2, 5, 31, 32, 33, 70, 131]))
-    # Barriers between lanes take their time where the lengths differ.
+    # Emulated barriers between lanes are slow if the lengths differ.
     sm_count = int(rng.integers(1, 40 if count <= 33 else 12))
     seqlen_k = int(rng.choice([1, 16, 17, 203, 799]))
     seqlen_q = int(rng.integers(1, 4))
@@ -264,7 +264,7 @@ def random_batch(rng: np.random.Generator, kind: Kind) -> Batch:
     if kind.layout == "packed":
         ends = np.cumsum(rng.integers(0, seqlen_q + 1, count))
         batch = replace(batch, cu_seqlens_q=(0, *map(int, ends)))
-    # One length for all; any lengths, also impossible ones; or few sequences with keys.
+    # Either one length for all, or any lengths (also invalid ones), or few sequences with keys.
     lengths = rng.integers(-3, seqlen_k + 5, count)
     if rng.integers(3) == 0:
         lengths *= rng.random(count) < 0.1
@@ -277,7 +277,7 @@ def random_batch(rng: np.random.Generator, kind: Kind) -> Batch:
 
 
 def configs() -> str:
-    """The header that the program is compiled with."""
+    """Return the header shares_configs.h, which the program is compiled with."""
     lines, cases = [], []
     for index, kind in enumerate(KINDS):
         problem = problem_of(kind, batch=2, heads_kv=1, seqlen_q=1, seqlen_k=99)
@@ -337,7 +337,7 @@ def _part(numbers: list[int]) -> Part:
 
 
 def assert_is_a_partition(batch: Batch, taken: Taken) -> None:
-    """Every unit of every item is in one part, and the blocks agree on who has which."""
+    """Assert that every unit is in one partial tile, and that thread blocks agree on the split."""
     units, lengths, by_item = batch.units(), batch.lengths(), taken.by_item()
     assert by_item.keys() == units.keys()
     for item, parts in by_item.items():
@@ -356,7 +356,7 @@ def assert_is_a_partition(batch: Batch, taken: Taken) -> None:
 
 
 def assert_is_spread_where_all_merge(batch: Batch, taken: Taken, parts: list[Part]) -> None:
-    """An item is spread if all blocks of its clusters have it as the last of their share."""
+    """Assert that is_spread is true exactly if all blocks of the clusters have the tile last."""
     size = batch.kind.tile.cluster
     last = {(part.x, part.y, part.z): part.item for part in taken.parts}
     places = {part.z for part in parts}
@@ -368,7 +368,7 @@ def assert_is_spread_where_all_merge(batch: Batch, taken: Taken, parts: list[Par
 
 
 def assert_no_two_meet(batch: Batch, taken: Taken) -> None:
-    """What is left in the workspace, and the counters, are within it and each one's own."""
+    """Assert that all slots of results and all counters are valid and distinct."""
     schedule = batch.schedule
     pieces = max(1, schedule.launches[0].cluster)
     piece = -(-batch.kind.head_dim // (4 * pieces)) * 4
@@ -388,9 +388,9 @@ def assert_no_two_meet(batch: Batch, taken: Taken) -> None:
 
 
 def assert_all_meet(ways: list[tuple[Meeting, ...]]) -> list[int]:
-    """Each group is of those that come to it, and the last of all; counters of the groups.
+    """Assert that the merge groups form a tree over all results; return the groups' counters.
 
-    `ways` are those of an item's results, in their order.
+    `ways` holds the merge groups that each result of an output tile passes through.
     """
     arriving = {result: way for result, way in enumerate(ways)}
     counters = []
@@ -437,18 +437,18 @@ def test_an_items_parts_are_in_neighbouring_blocks_of_equal_shares_and_place_is_
         for block, parts in work.items():
             taken_units = sum(part.end - part.begin for part in parts)
             assert taken_units == min(share, line - share * block[2])
-            # One after the other, so that only the first and the last can be cut.
+            # Partial tiles are consecutive, so that only the first and the last can be split.
             order = [(part.batch, part.begin) for part in parts]
             assert order == sorted(order)
             assert all(part.count == 1 for part in parts[1:-1])
-            # A cluster's block has room for one item's results.
+            # A CTA of a cluster can receive the results of one output tile.
             assert sum(part.number == 0 and part.count > 1 for part in parts) <= 1
 
 
 def test_a_block_that_finds_its_share_far_down_a_large_batch_has_the_right_sequence(take):
     kind = KINDS[2]
     problem = problem_of(kind, batch=260, heads_kv=1, seqlen_q=1, seqlen_k=799)
-    # One long sequence behind many empty ones, and one at the very end.
+    # One long sequence follows many empty ones, and another one is the very last.
     lengths = [0] * 260
     lengths[129] = lengths[259] = 799
     batch = Batch(kind, problem, 5, seqused_k=tuple(lengths))
@@ -470,7 +470,7 @@ def test_a_block_that_finds_its_share_far_down_a_large_batch_has_the_right_seque
     ids=str,
 )
 def test_many_results_meet_group_by_group(take, kind, sm_count, levels):
-    # 125 units of keys.
+    # The 2000 keys are 125 units.
     problem = problem_of(kind, batch=1, heads_kv=1, seqlen_q=1, seqlen_k=2000)
     batch = Batch(kind, problem, sm_count, keys=2000)
     (taken,) = take([batch])
@@ -493,7 +493,7 @@ def test_fewer_blocks_than_parts_of_given_splits_take_several_each(take, rng):
 
 def test_a_short_line_is_one_cluster_s(take):
     kind = KINDS[3]
-    # Room for 50 units and, with 40 SMs, two clusters of 8 for each row tile.
+    # The cache holds 50 units; with 40 SMs there are two clusters of 8 for each row tile.
     problem = problem_of(kind, batch=1, heads_kv=1, seqlen_q=1, seqlen_k=799)
     for keys, blocks in ((30, 2), (16 * 24, 8), (16 * 25, 13), (799, 13)):
         batch = Batch(kind, problem, 40, keys=keys)

@@ -1,4 +1,4 @@
-"""In which order blocks add to a tile of dq: `turn_order.cuh` run on the host."""
+"""Tests of `turn_order.cuh`, run on the host: the order in which blocks add to a dq tile."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from cupy_flash.families.contract import KERNEL_DIR
 from cupy_flash.problem.mask import Mask
 
-# As in `host_kernels/turn_order.cpp`.
+# Same values as in `host_kernels/turn_order.cpp`.
 BR, BC = 16, 24
 FOLDER = Path(__file__).resolve().parent / "host_kernels"
 COMPILER = shutil.which("g++")
@@ -34,7 +34,7 @@ def random_mask(rng: np.random.Generator) -> Mask:
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What prints the visits."""
+    """Return the path of the compiled program, which prints the dq order of each query tile."""
     program = tmp_path_factory.mktemp("host") / "turn_order"
     options = ["-std=c++20", "-O1", "-pthread", "-fsanitize=address,undefined"]
     options += ["-fno-sanitize-recover=all", f"-I{KERNEL_DIR}", f"-I{FOLDER}"]
@@ -44,7 +44,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def visits_of(masks: list[Mask], program: Path) -> list[np.ndarray]:
-    """Of each mask: tile of keys, tile of queries, turn, and whether it is the last."""
+    """Return rows of (KV tile, query tile, index in the dq order, is last) for each mask."""
     lines = "".join(
         f"{int(m.causal)} {m.seqlen_q} {m.seqlen_k} {m.q_offset} "
         f"{-1 if m.left is None else m.left} {-1 if m.right is None else m.right} {m.prefix}\n"
@@ -68,8 +68,8 @@ def test_blocks_that_visit_a_tile_have_turns_one_after_another_and_one_is_the_la
             by_tile[queries].append((turn, is_last, -keys))
         for turns in by_tile.values():
             turns.sort()
-            # Nobody waits for a turn that does not come, and who waits does so for later keys,
-            # whose blocks start first.
+            # Indices have no gaps, so no block waits forever. A block waits only for blocks of
+            # later keys, which start first.
             assert [turn for turn, _, _ in turns] == list(range(len(turns))), mask
             assert [bool(last) for _, last, _ in turns] == [False] * (len(turns) - 1) + [True], mask
             assert turns == sorted(turns, key=lambda found: found[2]), mask

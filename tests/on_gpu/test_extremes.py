@@ -75,7 +75,7 @@ def test_with_one_key_the_result_is_exactly_its_value(case: Case) -> None:
 )
 def test_with_one_key_of_a_large_score_the_result_is_exactly_its_value(case: Case) -> None:
     q, k, v = random_values(case)
-    # All scaled scores are below what docs/usage.md gives as the end of this.
+    # All scaled scores are below what docs/guide/accuracy.md gives as the end of this.
     q[...], k[...] = 0, 8
     most = 2000 if case.dtype == "float16" else 8000
     q[..., 0] = np.linspace(-most, most, case.seqlen_q)[:, None]

@@ -1,4 +1,4 @@
-"""The snippets of docs/parallel.md, and the example, run on several ranks."""
+"""The snippets of docs/guide/parallel.md, and the example, run on several ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run_on(ranks: int, *program: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_snippets_of_the_page_print_what_they_say_on_every_rank(tmp_path: Path) -> None:
-    snippets = SNIPPET.findall((ROOT / "docs/parallel.md").read_text(encoding="utf-8"))
+    snippets = SNIPPET.findall((ROOT / "docs/guide/parallel.md").read_text(encoding="utf-8"))
     assert len(snippets) >= 2
     # Each rank prints to its own file, because simultaneous output would mix lines.
     redirected = (

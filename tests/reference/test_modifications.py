@@ -46,7 +46,7 @@ def seen(p, j, row, h, b, length, causal, given):
 
 
 def score(x, p, j, row, h, b, given):
-    """Return a scaled score with all modifications, in the order of docs/masks.md."""
+    """Return a scaled score with all modifications, in the order of docs/guide/masks.md."""
     if "softcap" in given:
         x = given["softcap"] * math.tanh(x / given["softcap"])
     if "score_mod" in given:

@@ -1,4 +1,4 @@
-"""The worked example of docs/algorithm.md: its code runs, and gives the numbers of the page."""
+"""The worked example of docs/engineering/algorithm.md: its code gives the page's numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cupy_flash import attention_reference, combine
 if not IN_CHECKOUT:
     pytest.skip("the tests stand outside a checkout", allow_module_level=True)
 
-PAGE = (CHECKOUT / "docs" / "algorithm.md").read_text(encoding="utf-8")
+PAGE = (CHECKOUT / "docs" / "engineering" / "algorithm.md").read_text(encoding="utf-8")
 QUERY, KEYS, VALUES = np.ones(1), np.array([1.0, 2, 4, 3])[:, None], np.array([10.0, 20, 30, 40])
 
 

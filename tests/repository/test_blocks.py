@@ -64,7 +64,10 @@ if not IN_CHECKOUT:
 SHIPPED = Path(tuning.__file__).parent / "tuned"
 # Home folder and processor that the outputs show.
 HOME, PROCESSOR = "/home/ada", "AMD EPYC (2 CPUs)"
-PAGES = ["README.md", *(f"docs/{page.name}" for page in sorted(CHECKOUT.glob("docs/*.md")))]
+PAGES = [
+    "README.md",
+    *(page.relative_to(CHECKOUT).as_posix() for page in sorted(CHECKOUT.glob("docs/**/*.md"))),
+]
 BLOCK = re.compile(r"(?:^<!-- ([^\n]*) -->\n)?^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 NOTES = {"ci", "columns", "file", "figures", "given"}
 LANGUAGES = {"python", "pycon", "console", "sh", "json", "csv", "text", "cpp", ""}
@@ -286,7 +289,7 @@ def test_python_that_needs_what_is_absent_is_counted(block: Block) -> None:
 
 
 def two_records(folder: Path) -> None:
-    """Write two records of `bench` on one machine, as docs/tuning.md compares them."""
+    """Write two records of `bench` on one machine, as docs/guide/bench.md compares them."""
     medians = {
         ("cupy_flash-cpu", 1024): (298.4, 30.29),
         ("numpy-naive", 1024): (61.15, 47.32),
@@ -323,7 +326,7 @@ GIVEN: dict[str, Callable[[Path], None]] = {"records": two_records, "tile": one_
 
 
 class Clock:
-    """Fake clock of sweeps: at length 512 it gives the times in docs/tuning.md, otherwise 30 ms.
+    """Fake clock of sweeps: at length 512 the times in docs/guide/tuning.md, otherwise 30 ms.
 
     Attributes
     ----------
@@ -417,7 +420,7 @@ def test_commands_print_what_the_page_shows(
 
 
 def test_the_two_files_of_a_workload_say_the_same(tmp_path: Path) -> None:
-    written = [block for block in blocks_of("docs/tuning.md") if "file" in block.notes]
+    written = [block for block in blocks_of("docs/guide/tuning.md") if "file" in block.notes]
     found = []
     for block in written:
         path = tmp_path / block.notes["file"]

@@ -21,7 +21,7 @@ SOURCES = [
 ]
 PAGES = sorted(
     path
-    for pattern in ("*.md", "docs/*.md", "benchmarks/*.md")
+    for pattern in ("*.md", "docs/**/*.md", "benchmarks/*.md")
     for path in CHECKOUT.glob(pattern)
     if path.name != "CHANGELOG.md"  # describes earlier versions
 )
@@ -30,6 +30,11 @@ MODULES = sorted(
     for folder in ("benchmarks", "cli", "cupy_flash")
     for path in CHECKOUT.glob(f"{folder}/**/*.py")
 )
+
+
+def page_id(page: Path) -> str:
+    """Path of a page, as several folders may have pages of the same name."""
+    return page.relative_to(CHECKOUT).as_posix()
 
 
 def anchors(page: Path) -> set[str]:
@@ -47,7 +52,7 @@ def missing(text: str, pattern: str) -> list[str]:
     return sorted(n for n in named if not any(f"/{path}".endswith(f"/{n}") for path in SOURCES))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_links_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
     for link in links:
@@ -61,7 +66,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_source_files_that_a_page_names_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
 
@@ -88,7 +93,8 @@ QKV_AXES, SDPA_AXES = "(batch, seqlen, 3, heads, head_dim)", "(..., heads, seqle
     ("page", "begin", "end"),
     [
         ("README.md", "## Quick start", "\n`scaled_dot_product"),
-        ("docs/usage.md", "# Using", "\n## "),
+        ("docs/guide/usage.md", "# Using", "\n## "),
+        ("docs/guide/quickstart.md", "# Quick start", "\nPass CuPy"),
     ],
 )
 def test_a_page_begins_with_the_order_of_axes(page: str, begin: str, end: str) -> None:

@@ -1,4 +1,4 @@
-"""Imports between packages and modules follow the rules of docs/architecture.md."""
+"""Imports between packages and modules follow the rules of docs/engineering/architecture.md."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""The gallery of docs/masks.md runs, and gives the results of the reference."""
+"""The gallery of docs/guide/masks.md runs, and gives the results of the reference."""
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,13 +17,14 @@ from cupy_flash import attention_reference, attention_with_kvcache_reference
 if not IN_CHECKOUT:
     pytest.skip("the tests stand outside a checkout", allow_module_level=True)
 
-PAGE = CHECKOUT / "docs" / "masks.md"
+PAGE = CHECKOUT / "docs" / "guide" / "masks.md"
 
 
 def test_the_picture_is_of_the_masks_that_the_page_names(tmp_path) -> None:
     pytest.importorskip("matplotlib")
     masks = script("masks")
-    assert f"]({masks.TARGET.relative_to(PAGE.parent)})" in PAGE.read_text("utf-8")
+    picture = Path(os.path.relpath(masks.TARGET, PAGE.parent)).as_posix()
+    assert f"]({picture})" in PAGE.read_text("utf-8")
     assert masks.TARGET.stat().st_size < 30_000
     masks.main([str(tmp_path / "masks.png")])
     assert (tmp_path / "masks.png").stat().st_size > 5_000

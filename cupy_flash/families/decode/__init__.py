@@ -1,4 +1,4 @@
-"""Attention of few query rows over many keys: `kernels_cu/forward/decode.cu`."""
+"""The `decode` family: attention of few query rows over many keys (`forward/decode.cu`)."""
 
 from __future__ import annotations
 

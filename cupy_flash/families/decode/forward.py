@@ -1,4 +1,4 @@
-"""Attention of few query rows over many keys, bound by memory: `kernels_cu/forward/decode.cu`."""
+"""Memory-bound attention of few query rows over many keys: `kernels_cu/forward/decode.cu`."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import MAX_SEQLEN, Problem
 
 _HOPPER = HopperFamily()
-# Query rows of a key/value head and keys, beyond or below which other families are better.
+# Other families are faster for more query rows of a KV head, or for fewer keys.
 _MOST_ROWS = 32
 _FEWEST_KEYS = 256
-# Up to so much, whatever the lengths are, a launch lets keys and values leave L2 first.
+# Up to this size of keys and values in bytes, all loads use the L2 policy evict_first.
 _FEW_BYTES = 320 << 20
 
 
 class DecodeFamily(Family[DecodeTile]):
-    """Flash-Decoding, merged in the same kernel; with equal shares of all keys where it can."""
+    """Flash-Decoding with the merge in the same kernel, and evenly divided keys if possible."""
 
     name = "decode"
     source = "forward/decode.cu"
@@ -196,7 +196,7 @@ class DecodeFamily(Family[DecodeTile]):
 def _most_rows(problem: Problem) -> int:
     if sizes.team(problem) == 1:
         return _MOST_ROWS
-    # In latent attention, one query has 128 rows, one for each query head.
+    # In MLA, one query has up to 128 rows: one for each query head of the KV head.
     return max(_MOST_ROWS, min(sizes.group(problem), 16 * shares.MOST_SHARED_TILES))
 
 

@@ -1,4 +1,4 @@
-"""Which thread blocks of `decode` share keys: how many, in clusters or not, and where they meet."""
+"""Partition of the keys over thread blocks and clusters in the `decode` family."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from cupy_flash.families.schedule import EVEN, Split
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
 
-# Row tiles up to which the keys of all sequences are shared out evenly: with more, there are
-# thread blocks enough, and causal masks make the shares uneven anyway.
+# Largest number of query tiles per KV head for which all keys are divided evenly. With more query
+# tiles there are enough thread blocks, and causal masks would make even work ranges unbalanced.
 MOST_SHARED_TILES = 8
-# Of the SMs, with which thread blocks of clusters take keys and values as fast as with all.
+# Fraction of the SMs whose thread blocks, in clusters, reach the full memory bandwidth.
 _SHARE_OF_SMS = 0.42
-# Units of keys for each block of a cluster up to which no other cluster has a share: 1024 keys of 4
-# heads, 64 query heads, take one cluster of 4 blocks 10.7 us, two 12.6.
+# Largest number of KV units per thread block for which one cluster processes all keys: one cluster
+# of 4 takes 10.7 us, two take 12.6 us (1024 keys, 4 KV heads, 64 query heads).
 CLUSTER_UNITS = 3
-# Of the blocks that run at once, so many are enough if then no sequence is cut, where all are of
-# equal lengths. 8 heads on an H200: 64 sequences of 2048 keys take 33 blocks for each head 138.8
-# us, 32 of them 135.9; 128 of 1024 141.2 and 138.5; unequal lengths about the same time.
+# Least fraction of the concurrent thread blocks to use if this avoids splitting sequences of equal
+# length: 32 thread blocks per KV head take 135.9 us, 33 take 138.8 us (H200, 64 sequences of 2048
+# keys).
 _ENOUGH_PLACES = 0.95
 
 
 def is_balanced(problem: Problem, Br: int) -> bool:
-    """Whether the thread blocks take equal shares of all keys, not splits of each sequence's.
+    """Return whether all keys are divided evenly, instead of splitting the keys of each sequence.
 
-    The kernel needs to know how many rows every sequence has, which packed queries do not tell.
+    An even division requires that all sequences have the same number of query rows. This excludes
+    packed queries.
     """
     layout = problem.layout
     if layout.packed_q or layout.num_splits:
@@ -40,7 +41,7 @@ def is_balanced(problem: Problem, Br: int) -> bool:
 
 
 def split_of(problem: Problem, device: Device, tile: DecodeTile) -> Split:
-    """How each sequence's keys are split, where they are not shared out evenly."""
+    """Return the split of the keys of each sequence, for problems without an even division."""
     return split.choose(
         problem,
         device,
@@ -52,12 +53,12 @@ def split_of(problem: Problem, device: Device, tile: DecodeTile) -> Split:
 
 
 def items(problem: Problem, tile: DecodeTile) -> int:
-    """Row tiles of all key/value heads and sequences."""
+    """Return the number of query tiles of all KV heads and sequences."""
     return problem.batch * problem.heads_kv * sizes.row_tiles(problem, tile.Br)
 
 
 def slots(problem: Problem, device: Device, tile: DecodeTile, cut: Split) -> int:
-    """Places for results that meet in device memory."""
+    """Return the number of slots for partial results that are merged through device memory."""
     if cut.is_whole:
         return 0
     if cut.kind == "parts":
@@ -66,12 +67,12 @@ def slots(problem: Problem, device: Device, tile: DecodeTile, cut: Split) -> int
     clusters = blocks // max(1, tile.cluster)
     if clusters == 1:
         return 0
-    # A cluster leaves at most two: where its share begins, and ends.
+    # A cluster writes at most two partial results: at the begin and at the end of its work range.
     return 2 * row_tiles * heads * clusters
 
 
 def grid_of(problem: Problem, device: Device, tile: DecodeTile) -> tuple[int, int, int]:
-    """Row tiles, key/value heads, and how many thread blocks share the keys of each."""
+    """Return the grid: query tiles, KV heads, and thread blocks that divide the keys of each."""
     row_tiles = sizes.row_tiles(problem, tile.Br)
     lines = sizes.lines(problem, tile.Br)
     units = sizes.units(problem, tile)
@@ -85,21 +86,21 @@ def grid_of(problem: Problem, device: Device, tile: DecodeTile) -> tuple[int, in
 
 
 def blocks_of_sequence(problem: Problem, device: Device, tile: DecodeTile) -> int:
-    """Thread blocks of a head that have keys of one sequence, where lengths are equal."""
+    """Return over how many thread blocks the keys of a sequence are split, for equal lengths."""
     units = sizes.units(problem, tile)
     units_of_block = max(1, ceil_div(units, grid_of(problem, device, tile)[2]))
     return ceil_div(units // max(1, problem.batch), units_of_block)
 
 
 def _places(problem: Problem, device: Device, tile: DecodeTile) -> int:
-    """Thread blocks for each line of keys that run at once."""
+    """Return the number of concurrent thread blocks for each KV head and query tile."""
     return device.sm_count * tile.min_blocks // sizes.lines(problem, tile.Br)
 
 
 def places_of_whole_sequences(problem: Problem, device: Device, tile: DecodeTile) -> int:
-    """Nearly as many as `_places`, of which each has whole sequences if lengths are equal.
+    """Return a divisor of the batch size near `_places`, or 0 if there is none.
 
-    0 if there is no such number.
+    With this number of thread blocks, no sequence is split if all have the same length.
     """
     places = _places(problem, device, tile)
     counts = range(places, math.ceil(_ENOUGH_PLACES * places) - 1, -1)
@@ -107,19 +108,19 @@ def places_of_whole_sequences(problem: Problem, device: Device, tile: DecodeTile
 
 
 def most_clusters(device: Device, lines: int, tile: DecodeTile) -> int:
-    """Clusters for each line of keys that are enough for the bandwidth.
+    """Return the number of clusters per KV head and query tile that reach the memory bandwidth.
 
-    A power of two, so that sequences of equal lengths end where shares end.
+    It is a power of two, so that sequences of equal lengths are split evenly.
     """
     enough = math.ceil(_SHARE_OF_SMS * device.sm_count / (lines * tile.cluster))
     return 1 << (enough - 1).bit_length()
 
 
 def has_clusters(device: Device) -> bool:
-    """Whether thread blocks can be launched in clusters."""
+    """Return whether the device can launch thread blocks in clusters."""
     return device.arch // 10 in (9, 10)
 
 
 def launched(tile: DecodeTile, cut: Split) -> DecodeTile:
-    """The tile as it is launched: with a cluster only where blocks have even shares."""
+    """Return the tile to launch, which has clusters only if keys are divided evenly."""
     return tile if cut == EVEN else dataclasses.replace(tile, cluster=0)

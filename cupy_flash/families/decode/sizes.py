@@ -1,4 +1,4 @@
-"""Rows, columns and bytes of `decode`: what a warp, a team of warps and a thread block hold."""
+"""Rows, columns and bytes that a warp, a group of column warps and a thread block hold."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from cupy_flash.problem.arrays import ITEMSIZE, Strides
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
 
-# A scale of one key or value.
+# Size in bytes of the scale of a key or value.
 _SCALE_BYTES = 4
-# What a block knows of its part of the keys (`State` in the kernel).
+# Size in bytes of the work range and other state of a thread block (`State` in the kernel).
 _STATE_BYTES = 160
-# Columns beyond which a warp's registers do not hold a row tile's queries and output, and how many
-# warps share them then. With those of 576 each has 144, and about 170 registers.
+# Heads of more columns are divided over TEAM warps, because the registers of one warp cannot hold
+# their queries and output. At head_dim 576, each warp has 144 columns and 170 registers.
 _MOST_COLUMNS = 256
 TEAM = 4
 
 
 def group(problem: Problem) -> int:
-    """Query heads that share a key/value head; at least 1, for queries without heads."""
+    """Return the number of query heads per KV head; 1 if there are no query heads."""
     return max(1, problem.heads_q // problem.heads_kv)
 
 
 def rows(problem: Problem) -> int:
-    """Query rows of a sequence that share a key/value head."""
+    """Return the number of query rows of a sequence that use the same KV head."""
     return problem.seqlen_q * (problem.heads_q // problem.heads_kv)
 
 
 def row_tiles(problem: Problem, Br: int) -> int:
-    """Row tiles of a sequence's key/value head."""
+    """Return the number of query tiles of a sequence and KV head."""
     return ceil_div(rows(problem), Br)
 
 
 def lines(problem: Problem, Br: int) -> int:
-    """Lines of keys that thread blocks share out: one for each head and row tile."""
+    """Return the number of (KV head, query tile) pairs; the keys of each are divided separately."""
     return max(1, problem.heads_kv * row_tiles(problem, Br))
 
 
 def team(problem: Problem) -> int:
-    """Warps that share the columns of a head."""
+    """Return the number of warps that divide the columns of a head (column warps)."""
     return 1 if max(problem.head_dim, problem.head_dim_v) <= _MOST_COLUMNS else TEAM
 
 
@@ -50,9 +50,9 @@ def _teams(problem: Problem, tile: DecodeTile) -> int:
 
 
 def padded_dims(problem: Problem) -> tuple[int, int]:
-    """Columns of keys and of values: whole steps of the tensor cores for each of a team.
+    """Return the padded columns of keys and of values: multiples of 16 for each column warp.
 
-    Values in keys have all of the keys', some of which may be none of the output's.
+    In MLA, where values are columns of the keys, values have as many columns as keys.
     """
     step = 16 * team(problem)
     columns = round_up(problem.head_dim, step)
@@ -60,7 +60,7 @@ def padded_dims(problem: Problem) -> tuple[int, int]:
 
 
 def by_key(problem: Problem, scales: Strides | None) -> bool:
-    """Whether keys of a sequence's head may have different scales."""
+    """Return whether the keys of one sequence and head may have different scales."""
     if scales is None:
         return False
     block, row, _ = scales
@@ -68,7 +68,10 @@ def by_key(problem: Problem, scales: Strides | None) -> bool:
 
 
 def _key_bytes(problem: Problem) -> int:
-    """A key and its value in shared memory, and their scales, which each of a team has."""
+    """Return the size in bytes of a key, its value and their scales in shared memory.
+
+    Each column warp has a copy of the scales.
+    """
     size = ITEMSIZE[problem.tensors["k"].dtype]
     of_scales = 0
     if problem.scales is not None:
@@ -80,66 +83,66 @@ def _key_bytes(problem: Problem) -> int:
 
 
 def all_bytes(problem: Problem) -> int:
-    """All keys and values of the sequences, if they are as long as they may be."""
+    """Return the size in bytes of all keys and values if all sequences have the maximum length."""
     return problem.batch * problem.seqlen_k * problem.heads_kv * _key_bytes(problem)
 
 
 def stage_bytes(problem: Problem, tile: DecodeTile) -> int:
-    """Of all warps of a team."""
+    """Return the size in bytes of a KV tile, which is a ring stage of a group of column warps."""
     return tile.Bc * _key_bytes(problem)
 
 
 def _meeting_bytes(problem: Problem, tile: DecodeTile) -> int:
-    """Where teams add up their scores, of two tiles in turns."""
+    """Return the size in bytes of the double buffer in which column warps sum partial scores."""
     return 2 * tile.warps * tile.Br * tile.Bc * 4 if team(problem) > 1 else 0
 
 
 def unit_keys(problem: Problem, tile: DecodeTile) -> int:
-    """A tile for each team."""
+    """Return the number of keys of a KV unit: one KV tile for each group of column warps."""
     return tile.Bc * _teams(problem, tile)
 
 
 def units(problem: Problem, tile: DecodeTile) -> int:
-    """Units of keys that all sequences together may have; one without keys has one too."""
+    """Return the largest number of KV units of all sequences; one without keys counts as a unit."""
     return problem.batch * max(1, ceil_div(problem.seqlen_k, unit_keys(problem, tile)))
 
 
 def record_bytes(problem: Problem) -> int:
-    """A row of a partial result, as the kernel's shared memory and workspace hold it."""
+    """Return the size in bytes of a row of a partial result, in shared memory and workspace."""
     return (padded_dims(problem)[1] + 8) * 4
 
 
 def pieces(tile: DecodeTile) -> int:
-    """Pieces of an item's columns that the blocks of a cluster may merge."""
+    """Return into how many slices of columns a cluster may divide the merge of a query tile."""
     return max(1, tile.cluster)
 
 
 def slot_record_bytes(problem: Problem, tile: DecodeTile) -> int:
-    """The same in pieces or whole, as the workspace has place for."""
+    """Return the size in bytes of a row of a workspace slot, which may consist of slices."""
     chunks = round_up(problem.head_dim_v, 16) // 4
     of_piece = (4 * ceil_div(chunks, pieces(tile)) + 4) * 4
     return max(record_bytes(problem), pieces(tile) * of_piece)
 
 
 def kept_rows(problem: Problem, tile: DecodeTile) -> int:
-    """Rows of a tile that there are, whose results the blocks of a cluster keep."""
+    """Return the number of query rows of a tile for which a cluster exchanges partial results."""
     return max(1, min(tile.Br, rows(problem)))
 
 
 def _kept_bytes(problem: Problem, tile: DecodeTile) -> int:
-    """The results of a cluster's blocks for an item."""
+    """Return the size in bytes of the buffer that receives the partial results of a cluster."""
     return tile.cluster * kept_rows(problem, tile) * record_bytes(problem)
 
 
 def shared_memory(problem: Problem, tile: DecodeTile) -> int:
-    """Bytes of a thread block."""
+    """Return the size in bytes of shared memory of a thread block."""
     rings = _teams(problem, tile) * tile.stages * stage_bytes(problem, tile)
     others = _meeting_bytes(problem, tile) + _kept_bytes(problem, tile)
     return rings + others + _STATE_BYTES
 
 
 def with_all_stages(problem: Problem, device: Device, tile: DecodeTile) -> DecodeTile:
-    """The tile with as many stages as its share of the SM's shared memory has place for."""
+    """Return the tile with as many stages as shared memory has space for, given `min_blocks`."""
     per_block = device.shared_memory_per_sm // tile.min_blocks - device.reserved_shared_memory
     per_block = min(per_block, device.shared_memory_per_block) - _kept_bytes(problem, tile)
     per_block -= _meeting_bytes(problem, tile) + _STATE_BYTES
@@ -148,7 +151,7 @@ def with_all_stages(problem: Problem, device: Device, tile: DecodeTile) -> Decod
 
 
 def registers(problem: Problem, tile: DecodeTile) -> int:
-    """An estimate from below: queries, scores and output, and 40 for addresses and state."""
+    """Return a lower bound of the registers: queries, scores, output, and 40 others."""
     row_tiles = tile.Br // 16
     columns, columns_v = (dim // team(problem) for dim in padded_dims(problem))
     return row_tiles * (columns // 4 + tile.Bc // 2 + columns_v // 2) + 40

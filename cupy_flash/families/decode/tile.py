@@ -1,4 +1,4 @@
-"""`DecodeTile`, and what its fields may be."""
+"""`DecodeTile` and the values that its fields may have."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cupy_flash.problem.tile import Tile
 
 MOST_STAGES = 8
 CLUSTERS = (1, 2, 4, 8)
-# Keys of a tile of a cache of 8 bits: as many bytes as 16 of 16 bits.
+# Number of keys of a KV tile from an 8-bit cache: as many bytes as 16 keys of 16-bit elements.
 QUANTIZED_KEYS = 32
 
 
@@ -19,20 +19,20 @@ class DecodeTile(Tile):
     Attributes
     ----------
     Br
-        Rows of a thread block, 16 or 32: the query heads of a key/value head together.
+        Number of query rows of a thread block, 16 or 32. The query heads of a KV head are packed.
     Bc
-        Keys of a warp's tile, 16 or 32.
+        Number of keys of the KV tile of a warp, 16 or 32.
     warps
-        Of a thread block; they share its keys. With wide heads a multiple of 4, which have the
-        same keys and share their columns.
+        Number of warps of a thread block, which divide its keys. For wide heads, a multiple of 4:
+        four warps have the same keys and divide the columns.
     stages
-        Tiles in a warp's ring: one in use, the others on their way.
+        Number of KV tiles in the ring of a warp: one in use, the others being loaded.
     min_blocks
-        Thread blocks per SM that the compiler limits registers for, and that are launched.
+        Number of thread blocks per SM, both in `__launch_bounds__` and in the size of the grid.
     cluster
-        Thread blocks of a cluster, which merges its results through shared memory; as many
-        clusters share the keys of a head as the memory's bandwidth takes. 0 for as many blocks as
-        run at once, merging through device memory.
+        Number of thread blocks of a cluster, which merges its results through shared memory. The
+        number of clusters is enough for the memory bandwidth. 0 for no clusters: then as many
+        thread blocks as run at once merge their results through device memory.
     """
 
     warps: int = 4

@@ -1,4 +1,4 @@
-"""Attention and its gradients on Hopper: `kernels_cu/forward/hopper.cu`, `backward/hopper.cu`."""
+"""The forward and backward `hopper` families: `forward/hopper.cu` and `backward/hopper.cu`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients of 16-bit inputs on Hopper (sm_90a): `kernels_cu/backward/hopper.cu`."""
+"""Backward pass of 16-bit inputs on Hopper (sm_90a): `kernels_cu/backward/hopper.cu`."""
 
 from __future__ import annotations
 
@@ -23,41 +23,42 @@ from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
 from cupy_flash.problem.tile import Tile
 
-# Columns of a line of shared memory.
+# Number of columns of a TMA box, which is 128 bytes wide.
 _LINE = 64
-# Head dims of which a consumer holds dk and dv of 64 keys.
+# Largest head dim for which a consumer warpgroup holds both dk and dv of 64 keys.
 _WIDEST = 128
-# Registers of a thread of the helpers and of a consumer: together what the launch allots, 168 for
-# each of 384 threads.
+# Number of registers of a producer thread and of a consumer thread. Together, the warpgroups take
+# what the launch allocates, 168 for each of 384 threads.
 _REGISTERS = (24, 240)
-# Of wide heads of sequences: with 24 the helpers spilled, and a loop of theirs was compiled wrong.
+# The same for wide heads in varlen: with 24, producer warps spill, and a loop is miscompiled.
 _WIDE_REGISTERS_OF_SEQUENCES = (40, 232)
-# Of a consumer, for addresses and state, besides sums and operands.
+# Number of registers of a consumer thread besides accumulators and operands: addresses and state.
 _STATE_REGISTERS = 24
-# Besides those of slots.
+# Number of barriers in addition to those of the ring stages.
 _OTHER_BARRIERS = 11
-# Which keys a block owns, and which queries stream by.
+# Size in bytes of `HopperGradientPlace`: a thread block's keys and its range of query tiles.
 _PLACE_BYTES = 96
-# Of a query row: its log-sum-exp and delta.
+# Size in bytes of the statistics of a query row: its log-sum-exp and delta.
 _TERMS_BYTES = 8
-# Tiles of ds that consumers exchange: while one is written, products still read the other.
+# Number of dS tiles that consumers exchange: while one is written, products still read the other.
 _PAIR_STAGES = 2
-# Of dq's last kernel.
+# Number of threads of the kernel that converts the dq accumulator to dq.
 _SUM_THREADS = 256
 
 
 @dataclass(frozen=True)
 class HopperBackwardTile(Tile):
-    """Tile of the `hopper` family of gradients. Each 64 of the Bc keys are a consumer's, or both's.
+    """Tile of the backward `hopper` family.
 
     Attributes
     ----------
     Br, Bc
-        Queries that stream by, and keys that a block owns.
+        Number of query rows of each iteration, and number of keys of a thread block. Each of the
+        two consumers has 64 of the keys; for wide heads, both have the same 64 keys.
     columns
-        Queries that a consumer makes scores of at once.
+        Number of query rows for which a consumer computes scores at once.
     q_stages, dout_stages
-        Tiles of queries in shared memory, and of their dout.
+        Number of tiles of q, and of dout, in shared memory.
     """
 
     columns: int = 64
@@ -66,7 +67,7 @@ class HopperBackwardTile(Tile):
 
 
 class HopperBackwardFamily(Family[HopperBackwardTile]):
-    """Five products in one pass: wgmma and TMA, dq added in turns."""
+    """Backward pass in one kernel with wgmma and TMA; thread blocks add to dq in a fixed order."""
 
     name = "hopper"
     source = "backward/hopper.cu"
@@ -109,7 +110,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
             return f"columns is {tile.columns}; expected a multiple of 16 that divides {tile.Br}"
         if wide and not tile.Br == tile.columns == WARPGROUP_ROWS:
             return f"Br and columns are {tile.Br} and {tile.columns}; expected {WARPGROUP_ROWS}"
-        # Else consumers that own keys wait for the next queries before they leave those they have.
+        # For narrow heads, consumers wait for the next query tile before they release the last one.
         least = 1 if wide else 2
         if tile.q_stages < least:
             return f"q_stages is {tile.q_stages}; expected at least {least}"
@@ -125,10 +126,10 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         return gradients.why_not_grid(problem, tile.Bc, tile.Br)
 
     def _registers(self, problem: Problem, tile: HopperBackwardTile) -> int:
-        """An estimate from below: dk and dv; p, dp and p again as an operand; the rest."""
+        """Return a lower bound: dk and dv; S, dP and P as an operand; loop state."""
         dim, dim_v = _padded_dims(problem)
         if _is_wide(problem):
-            # Of dk and dv one; dq's half of the columns.
+            # A consumer holds either dk or dv, and half of the columns of dq.
             return max(dim, dim_v) // 2 + dim // 4 + tile.columns // 4 + _STATE_REGISTERS
         return (dim + dim_v) // 2 + tile.columns * 5 // 4 + _STATE_REGISTERS
 
@@ -153,18 +154,18 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         total += tile.q_stages * tile.Br * _TERMS_BYTES
         pairs = tile.Br * tile.Bc * size
         if _is_wide(problem):
-            # ds, and p.
+            # Tiles of dS and P; P is always there, dS only if dq is computed.
             total += (2 if gradient.wants("q") else 1) * pairs
         elif gradient.wants("q"):
             total += _PAIR_STAGES * pairs + tile.Br * dim * 4
         slots = tile.q_stages + tile.dout_stages
-        # Barriers for full and empty and, if tiles are inspected before use, for arrived.
+        # Each stage has barriers for full and empty and, if tiles are inspected, for arrived.
         arrives = not problem.layout.is_equal or gradients.inspects(problem)
         barriers = (3 if arrives else 2) * slots + _OTHER_BARRIERS
         return total + barriers * BARRIER_BYTES + _PLACE_BYTES
 
     def threads(self, tile: HopperBackwardTile) -> int:
-        """Of a block of the main kernel: two consumers', and the helpers'."""
+        """Return the threads of a thread block: two consumer warpgroups and a producer."""
         return 3 * WARPGROUP
 
     def schedule(self, problem: Problem, device: Device, tile: HopperBackwardTile) -> Schedule:
@@ -231,12 +232,12 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
 
 
 def _is_wide(problem: Problem) -> bool:
-    """Whether dk and dv of 64 keys take two consumers' registers."""
+    """Return whether dk and dv of 64 keys need the registers of two consumers."""
     return max(problem.head_dim, problem.head_dim_v) > _WIDEST
 
 
 def _last_writes(problem: Problem) -> bool:
-    """Whether the last block that adds to a tile of dq writes it."""
+    """Return whether the last thread block that adds to a dq tile also writes dq."""
     assert problem.gradient is not None
     return not _is_wide(problem) and problem.gradient.dtype == problem.dtype
 
@@ -247,9 +248,9 @@ def _register_split(problem: Problem) -> tuple[int, int]:
 
 
 def _padded_dims(problem: Problem) -> tuple[int, int]:
-    """Columns of q and k, and of v and dout, in shared memory.
+    """Return the number of columns of q and k, and of v and dout, in shared memory.
 
-    Of 64 rows of dq each consumer has whole lines.
+    For wide heads, each consumer computes half of the columns of dq, in whole boxes.
     """
     unit = 2 * _LINE if _is_wide(problem) else _LINE
     return round_up(problem.head_dim, unit), round_up(problem.head_dim_v, _LINE)
@@ -265,12 +266,11 @@ def _tensor_maps(problem: Problem, tile: HopperBackwardTile) -> dict[str, Tensor
 
 
 def _section(problem: Problem, device: Device) -> int:
-    """Query heads whose tiles are interleaved.
+    """Return the number of query heads whose tiles are interleaved.
 
-    As many as a third of L2 holds what their tiles of queries move of: q, dout and the sums of dq.
-    Adds to what is not in L2 take twice the time. TFLOP/s of an H200 at 16384 tokens with 1, 3, 8
-    and 32 heads: head_dim 64 causal at 8192 470, 475, 472, 334; 128 causal at 8192 508, 495, 409,
-    329; 256 at 8192 382, 378, 357, 223, at 2048 306, 347, 357, 211.
+    q, dout and the dq accumulator of these heads should fit in a third of L2, because adding to
+    memory outside of L2 takes twice the time: 470 TFLOP/s with 1 head, 334 with 32 heads (H200,
+    head_dim 64, causal, seqlen 8192).
     """
     group = problem.heads_q // problem.heads_kv
     row_bytes = (problem.head_dim + problem.head_dim_v) * problem.itemsize + 4 * problem.head_dim
@@ -279,7 +279,7 @@ def _section(problem: Problem, device: Device) -> int:
 
 
 def _preferred_tiles(problem: Problem) -> tuple[HopperBackwardTile, ...]:
-    """Tiles from the best down, by arithmetic: not yet measured."""
+    """Return tiles from the best to the worst, by resource arithmetic without measurements."""
     tile = HopperBackwardTile
     if _is_wide(problem):
         return (tile(64, 64),)

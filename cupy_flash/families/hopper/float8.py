@@ -1,7 +1,7 @@
-"""float8 as the `hopper` family takes it: the host's side of `forward/hopper/float8.cuh`.
+"""float8 inputs in the `hopper` family: the host side of `forward/hopper/float8.cuh`.
 
-The values become an array of their own in the workspace, transposed (`values.cuh`): (batch,
-heads_kv, head_dim_v, keys), the keys filled up to whole tiles.
+The values are transposed into the workspace (`values.cuh`), as an array (batch, heads_kv,
+head_dim_v, keys) whose keys are padded to whole tiles.
 """
 
 from __future__ import annotations
@@ -12,22 +12,23 @@ from cupy_flash.families.schedule import STRIDE_UNIT, Launch, TensorMapSpec
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
 
-# What the schedule calls the array.
+# Name of the array of transposed values, and of the launch that writes it.
 VALUES = "values"
-# Less than of 16 bits: with 192 rows, head_dim 128 and 128 keys the compiler spills none of 160.
+# Number of registers for state. It is smaller than for 16-bit inputs: a 192x128 tile at head_dim
+# 128 does not spill with 160 registers.
 _STATE_REGISTERS = 16
-# Keys of a product's step, and rows of a copy.
+# Number of keys of a k step, and largest number of rows of a TMA box.
 _STEP = 32
 _MOST_ROWS = 256
-# The output and scores of 32 keys take all registers.
+# Largest head dim: at 256, the output and the scores of 32 keys take all registers.
 _MOST_COLUMNS = 256
-# Keys of a tile, and threads that bring it to shared memory.
+# Number of keys of a tile of the transposing kernel, which has as many threads.
 _KEYS = 128
 _BLOCKS_PER_SM = 8
 
 
 def why_not(problem: Problem) -> str | None:
-    """Why no tile can serve the problem, or None."""
+    """Return why no tile can serve the problem, or None if one may."""
     if not problem.layout.is_equal:
         return "it transposes values of float8 of equal lengths only"
     if problem.score is not None:
@@ -44,22 +45,22 @@ def why_not(problem: Problem) -> str | None:
 
 
 def score_parts(problem: Problem, tile: HopperTile) -> int:
-    """Parts of the keys whose scores are products of their own.
+    """Return into how many parts the keys of a tile are divided; each part of S is one product.
 
-    A share of the output has the registers of one, so it is as wide. Two for narrow values, of
-    which a share would be half empty: 637 TFLOP/s at head_dim 64 on an H100, with one and 64 keys
-    503. At head_dim 128 two have 944, one 1030, at 256 both 1180.
+    The partial output of a KV tile reuses the registers of one part of S and has as many columns.
+    Two parts keep it from being half empty for narrow values: 637 TFLOP/s instead of 503 with one
+    part and 64 keys (H100, head_dim 64).
     """
     return 2 if 2 * problem.head_dim_v <= tile.Bc else 1
 
 
 def value_rows(problem: Problem, tile: HopperTile) -> int:
-    """Columns of values in shared memory, where they are rows: whole shares."""
+    """Return the rows of a transposed value tile: head_dim_v, padded to whole partial outputs."""
     return round_up(problem.head_dim_v, tile.Bc // score_parts(problem, tile))
 
 
 def why_not_tile(problem: Problem, tile: HopperTile) -> str | None:
-    """Why the tile is not legal, or None if it is."""
+    """Return why the tile is not legal, or None if it is."""
     if tile.Bc % _STEP:
         return f"Bc is {tile.Bc}; expected a multiple of {_STEP} of float8"
     if tile.q_steps:
@@ -70,28 +71,28 @@ def why_not_tile(problem: Problem, tile: HopperTile) -> str | None:
 
 
 def config(problem: Problem, tile: HopperTile) -> dict[str, int | bool]:
-    """Constants of the kernel that others do not have."""
+    """Return the `Config` members that only float8 kernels have."""
     return {"score_parts": score_parts(problem, tile)}
 
 
 def registers(problem: Problem, tile: HopperTile) -> int:
-    """Of O, S or shares of O, P, and what else lives in the main loop."""
+    """Return the registers per consumer thread: O, S (or partial outputs), P and loop state."""
     return value_rows(problem, tile) // 2 + tile.Bc // 2 + tile.Bc // 8 + _STATE_REGISTERS
 
 
 def launch(device: Device) -> Launch:
-    """What makes the array, ahead of the kernel that reads it."""
+    """Return the launch that transposes the values before the main kernel."""
     blocks = _BLOCKS_PER_SM * device.sm_count
     return Launch(VALUES, "hopper_values", (blocks, 1, 1), _KEYS, arguments=("float8_params",))
 
 
 def workspace(problem: Problem) -> int:
-    """Bytes of the array."""
+    """Return the size in bytes of the array of transposed values."""
     return problem.batch * problem.heads_kv * problem.head_dim_v * _line(problem)
 
 
 def tensor_map(problem: Problem, box: tuple[int, int]) -> TensorMapSpec:
-    """Of the array, with the keys and columns of a copy."""
+    """Return the tensor map of the transposed values; `box` has keys and head_dim_v columns."""
     p, line = problem, _line(problem)
     of_head = p.head_dim_v * line
     return TensorMapSpec(
@@ -103,5 +104,5 @@ def tensor_map(problem: Problem, box: tuple[int, int]) -> TensorMapSpec:
 
 
 def _line(problem: Problem) -> int:
-    """Bytes between the columns."""
+    """Return the size in bytes of a row of transposed values: the keys, padded to whole tiles."""
     return round_up(problem.seqlen_k, _KEYS)

@@ -36,16 +36,16 @@ from cupy_flash.families.schedule import MAIN_ENTRY, WHOLE, Launch, Schedule, Sp
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
 
-# More tiles of keys and values on their way brought nothing.
+# Largest number of stages of the KV ring; more are not faster.
 _MOST_STAGES = 8
-# Tiles whose stages are remembered.
+# Largest number of tiles in the cache of their stage counts.
 _MOST_COUNTED = 1024
-# Whose tiles are interleaved at most, where that is for more than their keys' sake.
+# Largest number of query heads to interleave for the sake of a block mask or bias.
 _MOST_HEADS = 64
 
 
 class HopperFamily(Family[HopperTile]):
-    """FlashAttention-3 with the blocks of all query tiles in one stream: wgmma and TMA."""
+    """FlashAttention-3 with wgmma and TMA; loads run ahead across the tiles of a thread block."""
 
     name = "hopper"
     source = "forward/hopper.cu"
@@ -56,7 +56,7 @@ class HopperFamily(Family[HopperTile]):
     reads_block_maps = True
 
     def __init__(self) -> None:
-        # Tiles with all stages, by what their number depends on.
+        # Cache of tiles with the largest number of stages; the key is what this number depends on.
         self._counted: dict[tuple[Any, ...], HopperTile] = {}
 
     def _why_not(self, problem: Problem, device: Device) -> str | None:
@@ -106,7 +106,7 @@ class HopperFamily(Family[HopperTile]):
         return sequences.why_not_first(problem) or self._why_not_few_tiles(problem, device)
 
     def _why_not_few_tiles(self, problem: Problem, device: Device) -> str | None:
-        """Why others take less time for a problem whose keys it does not split, or None."""
+        """Return why other families are faster if the keys are not split, or None."""
         tile = self.default_tile(problem, device)
         tiles = self._tiles(sequences.of_equal_lengths(problem), tile)
         if 2 * tiles * ranks(problem) >= device.sm_count:
@@ -186,9 +186,9 @@ class HopperFamily(Family[HopperTile]):
         return next((t for t in tiles if self.why_not_tile(problem, device, t) is None), None)
 
     def _with_all_stages(self, problem: Problem, device: Device, tile: HopperTile) -> HopperTile:
-        """Return the tile with as many stages as shared memory has place for.
+        """Return the tile with as many stages as shared memory has space for.
 
-        Found once for all lengths: counting takes a tenth of the time to plan a call.
+        The result is cached for all lengths: counting takes a tenth of the time to plan a call.
         """
         most = device.shared_memory_per_block
         key = (*footprint(problem), most, tile)
@@ -236,7 +236,7 @@ class HopperFamily(Family[HopperTile]):
             is_latent = latent.holds_values_in_keys(problem)
             cut = latent.split_of(problem, device, tile) if is_latent else WHOLE
             main = self._main(problem, device, tile, cut)
-            # The sequences' order, made by a kernel before or by each block.
+            # The order of sequences is computed by a kernel before, or by each thread block.
             order = sequences.order_bytes(problem)
             launches: tuple[Launch, ...] = (sequences.launch(), main)
             if ranks(problem) > 1:
@@ -250,7 +250,7 @@ class HopperFamily(Family[HopperTile]):
                 cut,
                 workspace=split.workspace(problem, cut) + order,
                 counters=scores.low_row_counters(problem),
-                # At least; the kernel takes more for a short causal sequence.
+                # A lower bound: the kernel interleaves more heads for short causal sequences.
                 section_heads=problem.heads_q // problem.heads_kv,
                 tensor_maps=maps,
                 params=latent.changed_params(given, problem),
@@ -294,8 +294,8 @@ class HopperFamily(Family[HopperTile]):
         )
 
     def _section_heads(self, problem: Problem, device: Device, tile: HopperTile) -> int:
-        # With a block map tiles come by their size: the more of a size, the evener the shares. A
-        # bias that heads share stays in L2 while they work on the same rows.
+        # With a block mask, query tiles are ordered by their work, and interleaving more heads
+        # balances it better. A bias without a head axis stays in L2 while heads read the same rows.
         shares_bias = scores.streams_bias(problem) and not scores.bias_strides(problem)[2]
         if self.is_mapped(problem) or shares_bias:
             return min(problem.batch * problem.heads_q, _MOST_HEADS)
@@ -305,8 +305,8 @@ class HopperFamily(Family[HopperTile]):
     def _main(self, problem: Problem, device: Device, tile: HopperTile, cut: Split) -> Launch:
         count = ranks(problem)
         blocks = self._tiles(problem, tile) * cut.parts
-        # Of sequences, blocks take the next tile when they are ready for it, and there may be many
-        # fewer tiles: those that begin late only do less.
+        # The grid is persistent, except for dense batches if other kernels use the GPU: a thread
+        # block that starts late would delay the end. In varlen, such a block fetches fewer tiles.
         if not (problem.shares_gpu and problem.layout.is_equal):
             blocks = min(blocks, device.sm_count // count)
         return Launch(

@@ -1,4 +1,4 @@
-"""Latent attention, whose values are columns of their keys, as the `hopper` family works on it."""
+"""Multi-head latent attention (MLA) in the `hopper` family: the values are columns of the keys."""
 
 from __future__ import annotations
 
@@ -14,31 +14,27 @@ from cupy_flash.problem.arrays import Tensor, Tensors
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
 
-# Thread blocks that a tile is worked on by, and the keys that times are of.
+# Number of thread blocks of a query tile, and number of keys to which `_TILE_US` refers.
 _PAIR = 2
 _KEYS = 64
-# Columns of the values, and of the others, come in lines of shared memory, as many in both blocks.
+# Head dims must be multiples of this: each of the two thread blocks has whole 64-byte box rows.
 _COLUMNS = _PAIR * 32
-# Microseconds that a pair of blocks takes for 64 keys, by the rows of the tile; that
-# each part of cut keys adds, and that a call takes besides. And what `decode` takes besides, and
-# its rate, which goes little by the number of rows where these are 33 to 128. On an H100, us of
-# graphs with L2 flushed, pages of 64, `hopper` and `decode`: 128 heads 1 x 4096 54, 45; 1 x 32768
-# 104, 101; 4 x 4096 56, 60; 4 x 32768 124, 287; 16 x 1024 46, 54; 64 x 4096 159, 523. 64 heads
-# 1 x 32768 90, 71; 4 x 4096 55, 52; 16 x 4096 66, 87; 64 x 1024 53, 78. 48 heads 4 x 32768 108,
-# 136; 16 x 4096 61, 77.
+# Cost model, fitted to timings on an H100. `_TILE_US` is the time of two thread blocks per 64 keys,
+# by Br. Each part of the keys adds `_PART_US`, and a call adds `_LAUNCH_US`.
 _TILE_US = {64: 1.7, 128: 2.1}
 _PART_US = 0.7
 _LAUNCH_US = 10.0
-# With 256 heads, where `mma` comes next: 1 x 4096 59, `mma` 83; 64 x 4096 285, 610.
+# Cost model of the `decode` family: launch time and TFLOP/s, for up to _MOST_FEW_ROWS query rows
+# per KV head. For more rows, `hopper` is always faster.
 _MOST_FEW_ROWS = 128
 _FEW_ROWS_LAUNCH_US = 12.0
 _FEW_ROWS_TFLOPS = 150.0
 
 
 def holds_values_in_keys(problem: Problem) -> bool:
-    """Whether a tile of keys serves as that of their values, without more columns than they have.
+    """Return whether the kernel reads values from the tile of keys (MLA), with no padded columns.
 
-    Each of two thread blocks takes half of the values' columns and half of the others.
+    Each of two thread blocks has half of the columns of the values and half of the other columns.
     """
     if ranks(problem) < _PAIR or not problem.values_in_keys or problem.itemsize != 2:
         return False
@@ -48,10 +44,10 @@ def holds_values_in_keys(problem: Problem) -> bool:
 
 
 def posed(problem: Problem) -> Problem:
-    """The problem as the kernels have it.
+    """Return the problem as the kernel computes it.
 
-    Of latent attention with one query of each sequence, which sees all keys, the query heads of a
-    key/value head are rows: a tile then has many.
+    In MLA decoding with one query per sequence, which attends to all keys, the query heads of a KV
+    head become query rows, so that they fill a tile.
     """
     if problem.seqlen_q != 1 or not holds_values_in_keys(problem):
         return problem
@@ -67,7 +63,7 @@ def posed(problem: Problem) -> Problem:
 
 
 def changed_params(problem: Problem, posed: Problem) -> dict[str, Any]:
-    """Fields of the kernels' argument in which a problem and how it is posed differ."""
+    """Return the fields of the argument struct in which `posed` differs from the problem."""
     if posed is problem:
         return {}
     return {
@@ -78,7 +74,7 @@ def changed_params(problem: Problem, posed: Problem) -> dict[str, Any]:
 
 
 def split_of(problem: Problem, device: Device, tile: HopperTile) -> Split:
-    """How the keys of sequences are shared out."""
+    """Choose the split of the keys of each sequence."""
     return split.choose(
         problem,
         device,
@@ -90,9 +86,9 @@ def split_of(problem: Problem, device: Device, tile: HopperTile) -> Split:
 
 
 def why_not_first(problem: Problem, device: Device, tile: HopperTile, tiles: int) -> str | None:
-    """Why a kernel for few rows takes less time for a posed problem, or None.
+    """Return why a family for few rows is faster for a problem from `posed`, or None.
 
-    `tiles` is how many query tiles there are.
+    `tiles` is the number of query tiles.
     """
     if problem.seqlen_q > _MOST_FEW_ROWS:
         return None

@@ -1,4 +1,4 @@
-"""A persistent grid: a thread block for each SM, which works through its share of the tiles."""
+"""Persistent grid: each SM has one thread block, which processes several query tiles."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from cupy_flash.families.contract import ceil_div
 from cupy_flash.problem.mask import Mask
 from cupy_flash.problem.problem import Problem
 
-# Heads beyond which a section's keys and values come from device memory too often: each head that
-# is worked on at the same time costs a query tile's share of the bandwidth.
+# Largest number of interleaved heads. With more, keys and values are read from device memory too
+# often: each head that is processed at the same time takes part of the bandwidth.
 _MOST_HEADS = 48
-# What balance is given up for a smaller section, whose keys and values more certainly stay in L2.
+# Loss of balance that is accepted for fewer interleaved heads, which use L2 better.
 _NEAR_BEST = 0.02
-# Query tiles that a balance is computed from; more would only repeat the pattern.
+# Largest number of query tiles for which the balance is computed; more would repeat the pattern.
 _MOST_TILES = 2**15
-# Besides its blocks of keys, a query tile costs about this many blocks.
+# Fixed cost of a query tile, in KV tiles.
 _TILE_COST = 1
 
 
 def section_heads(problem: Problem, *, blocks: int, Br: int, Bc: int) -> int:
-    """Query heads whose query tiles are interleaved (see `kernels_cu/grid/schedule.cuh`).
+    """Return the number of query heads to interleave (see `kernels_cu/grid/schedule.cuh`).
 
-    The fewest with which the thread blocks' shares are nearly as even as they can be: the fewer,
-    the more a head's keys and values are read by thread blocks that run at the same time. Without
-    a causal mask all shares are even, and heads that share keys and values go together.
+    It is the least number with which the work of the thread blocks is nearly as balanced as
+    possible. With fewer heads, more thread blocks read the same keys and values at the same time.
+    Without a causal mask the work is balanced anyway, and the heads of a KV head are interleaved.
 
-    Rows and keys count as multiples of a tile's, so that few lengths differ.
+    Lengths are rounded to multiples of the tile, so that few different lengths are computed.
 
     Parameters
     ----------
     problem
-        What is computed.
+        Problem to compute.
     blocks
-        Thread blocks of the grid.
+        Number of thread blocks of the grid.
     Br, Bc
-        Query and key rows of a tile.
+        Number of query rows, and of keys, of a tile.
     """
     group = problem.heads_q // problem.heads_kv
     tiles = ceil_div(problem.seqlen_q, Br)
@@ -48,10 +48,10 @@ def section_heads(problem: Problem, *, blocks: int, Br: int, Bc: int) -> int:
     return _most_even_section(rounded, heads, blocks, Br, Bc)
 
 
-# Takes 0.2 to 3 ms, and each layer of a model asks.
+# The result is cached because it takes 0.2 to 3 ms, and each layer of a model needs it.
 @functools.lru_cache(maxsize=4096)
 def _most_even_section(mask: Mask, heads: int, blocks: int, Br: int, Bc: int) -> int:
-    """Return the fewest heads with which the thread blocks' work is nearly the most even."""
+    """Return the least number of heads with which the balance is close to the best."""
     cost = _tile_costs(mask, Br, Bc)
     candidates = range(1, min(heads, _MOST_HEADS) + 1)
     evenness = {count: _evenness(cost, heads, count, blocks) for count in candidates}
@@ -60,14 +60,14 @@ def _most_even_section(mask: Mask, heads: int, blocks: int, Br: int, Bc: int) ->
 
 
 def _tile_costs(mask: Mask, Br: int, Bc: int) -> np.ndarray:
-    """Of a head's query tiles, in the order they are worked on: from the last to the first."""
+    """Return the cost of each query tile of a head in KV tiles, from the last to the first tile."""
     first = np.arange(mask.seqlen_q - Br, -1, -Br)
     blocks = -(-mask.ends(first + Br - 1) // Bc) - mask.begins(first) // Bc
     return np.maximum(blocks, 0) + _TILE_COST
 
 
 def _evenness(cost: np.ndarray, heads: int, section: int, blocks: int) -> float:
-    """Mean over largest share of work, for the order that the kernel takes the tiles in."""
+    """Return mean work / maximum work of the thread blocks, for the kernel's order of tiles."""
     sections = [np.repeat(cost, min(section, heads - first)) for first in range(0, heads, section)]
     work = np.concatenate(sections)
     rounds = ceil_div(len(work), blocks)

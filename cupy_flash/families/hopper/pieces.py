@@ -1,7 +1,7 @@
-"""float32 as the `hopper` family takes it: the host's side of `forward/hopper/pieces.cuh`.
+"""float32 inputs in the `hopper` family: the host side of `forward/hopper/pieces.cuh`.
 
-Each of q, k and v becomes an array of three bfloat16 for an element, the largest ones first, in the
-workspace: (3, batch, seqlen, heads, columns), the columns filled up to whole 16-byte chunks.
+q, k and v are each converted to an array in the workspace, (3, batch, seqlen, heads, columns). An
+element is the sum of three bfloat16 components, the largest first. Columns are padded to 16 bytes.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _PIECES = 3
 _ITEMSIZE = 2
 _CHUNK = 8
 _THREADS, _BLOCKS_PER_SM = 256, 8
-# From so many keys on, and rows that share them, this is the faster family for float32. On an H100,
-# to head_dim 128, 1.2 to 1.4 times as fast as `mma` at 512, causal at 64 1.2 times at 1024 (1.0 at
-# 768); above, 1.4 times as fast as `simt` at 256, causal 1.0 to 1.2 times.
+# Least number of keys, and of query rows per KV head, for which the family is faster than others.
+# At 512, it is 1.2 to 1.4 times as fast as `mma` (H100, head_dim up to 128). A causal mask at
+# head_dim 64 needs more rows, and head dims above 128 need fewer.
 _LEAST_ROWS = 512
 _NARROW_CAUSAL_LEAST_ROWS = 1024
 _WIDE_LEAST_ROWS = 256
 
 
 def why_not(problem: Problem) -> str | None:
-    """Why no tile can serve a problem of float32, or None."""
+    """Return why no tile can serve a float32 problem, or None if one may."""
     if not problem.layout.is_equal:
         return "it splits float32 of equal lengths only into what its products take"
     if problem.score is not None:
@@ -43,7 +43,7 @@ def why_not(problem: Problem) -> str | None:
 
 
 def why_not_first(problem: Problem) -> str | None:
-    """Why a kernel that reads float32 as it is takes less time, or None."""
+    """Return why a kernel that reads float32 without conversion is faster, or None."""
     rows = problem.seqlen_q * (problem.heads_q // problem.heads_kv)
     least = _least_rows(problem)
     if min(rows, problem.seqlen_k) < least:
@@ -57,15 +57,15 @@ def why_not_first(problem: Problem) -> str | None:
 
 
 def count(problem: Problem) -> int:
-    """Numbers that the products take in place of an element."""
+    """Return the number of components of an element: 3 bfloat16 for float32, otherwise 1."""
     return _PIECES if problem.dtype == "float32" else 1
 
 
 def output_registers(problem: Problem, columns: int) -> int:
-    """Of a consumer, for the output and, in pieces, a block's share of it, which is summed alone.
+    """Return the number of registers per consumer thread for O and, if float32, partial outputs.
 
-    The share is of all columns at once or, of wide heads, two are of 32. `columns` are those of the
-    output that a thread block has.
+    A partial output is the contribution of one KV tile. It has all columns or, for wide heads, 32
+    columns in each of two buffers. `columns` is the number of output columns of a thread block.
     """
     if count(problem) == 1:
         return round_up(columns, 16) // 2
@@ -75,20 +75,23 @@ def output_registers(problem: Problem, columns: int) -> int:
 
 
 def launch(device: Device) -> Launch:
-    """What makes the arrays, ahead of the kernel that reads them."""
+    """Return the launch that converts q, k and v before the main kernel."""
     blocks = _BLOCKS_PER_SM * device.sm_count
     return Launch("pieces", "hopper_pieces", (blocks, 1, 1), _THREADS)
 
 
 def workspace(problem: Problem) -> tuple[int, dict[str, int]]:
-    """Bytes of the arrays, and where each begins."""
+    """Return the size in bytes of the converted arrays, and the byte offset of each."""
     sizes = [math.prod(_shape(problem, name)) * _ITEMSIZE * _PIECES for name in ROWS]
     *starts, end = itertools.accumulate(sizes, initial=0)
     return end, {_name(name): start for name, start in zip(ROWS, starts, strict=True)}
 
 
 def tensor_maps(problem: Problem, boxes: dict[str, tuple[int, int]]) -> dict[str, TensorMapSpec]:
-    """Of the arrays, with the columns and rows of a copy of q, k and v: pieces as more batches."""
+    """Return tensor maps of the converted arrays, with components as additional batches.
+
+    `boxes` has the columns and rows of a TMA box for each of q, k and v.
+    """
     maps = {}
     for name in ROWS:
         columns, rows, heads, batch = _shape(problem, name)
@@ -107,7 +110,7 @@ def _least_rows(problem: Problem) -> int:
 
 
 def _are_broadcast(problem: Problem) -> bool:
-    """Whether an array has the same elements many times, which its pieces have anew each time."""
+    """Return whether an array is broadcast (stride 0): its conversion would repeat elements."""
     p = problem
     lengths = {name: _shape(p, name)[:0:-1] for name in ROWS}  # batch, heads, rows
     return any(

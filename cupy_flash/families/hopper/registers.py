@@ -1,4 +1,4 @@
-"""Registers of the forward kernel's threads: how they are shared out, and what a tile needs."""
+"""Registers of the threads of the forward kernel: their distribution, and the need of a tile."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from cupy_flash.families.hopper.sm90 import WARPGROUP_ROWS
 from cupy_flash.families.hopper.tiles import HopperTile
 from cupy_flash.problem.problem import Problem
 
-# Registers of a producer's and a consumer's thread, by the number of consumers. Together they are
-# what the launch allots, 168 or 128 for each thread: setmaxnreg would wait forever for more.
+# Registers per producer thread and per consumer thread, by the number of consumer warpgroups. All
+# warpgroups together must not exceed the launch's allocation (168 or 128 per thread), or setmaxnreg
+# hangs.
 _REGISTERS = {1: (40, 240), 2: (40, 232), 3: (32, 160)}
-# The same where the producer reads a block map: with fewer it spills, and consumers wait for it.
+# Registers if the producer reads a block mask: with fewer, it spills and delays the consumers.
 _MAPPED_REGISTERS = {1: (40, 240), 2: (72, 216), 3: (80, 144)}
-# Of a consumer, for addresses and state, besides S, P, O and Q.
+# Number of registers of a consumer thread for addresses and state, in addition to S, P, O and Q.
 _STATE_REGISTERS = 24
 
 
 def register_split(problem: Problem, tile: HopperTile) -> tuple[int, int]:
-    """Of a thread of the producer, and of one of a consumer."""
+    """Return the number of registers of a producer thread and of a consumer thread."""
     split = _MAPPED_REGISTERS if may_have_block_map(problem) else _REGISTERS
     return split[tile.Br // WARPGROUP_ROWS]
 
 
 def consumer_registers(problem: Problem, tile: HopperTile) -> int:
-    """An estimate from below: S, P, O and Q, and what else lives in the main loop."""
+    """Return a lower bound of the registers of a consumer thread: S, P, O, Q and loop state."""
     if problem.is_float8:
         return float8.registers(problem, tile)
     factor = pieces.count(problem)
@@ -36,14 +37,14 @@ def consumer_registers(problem: Problem, tile: HopperTile) -> int:
 
 
 def overlaps_output(problem: Problem, tile: HopperTile) -> bool:
-    """Whether consumers take exponentials while their own output is multiplied.
+    """Return whether a consumer computes a softmax while its previous P V product is running.
 
-    It takes registers for P of two blocks. Three consumers do not have them, and have two
-    others to fill the tensor cores meanwhile.
+    This overlap needs registers for P of two KV tiles. Three consumers lack these registers, but
+    then two other consumers keep the tensor cores busy.
     """
     if problem.is_float8:
         return False
     _, most = register_split(problem, tile)
     need = consumer_registers(problem, tile) + tile.Bc // 4 * pieces.count(problem)
-    # Where slots hold keys and values, leaving one early is worth more.
+    # In MLA, a ring stage holds keys and values. Releasing it early is worth more than the overlap.
     return tile.Br < 192 and need <= most and not latent.holds_values_in_keys(problem)

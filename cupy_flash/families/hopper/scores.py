@@ -1,4 +1,4 @@
-"""What is done to scores besides, as the kernel takes it: biases, edges, bounds."""
+"""Score modifications in the `hopper` family: biases by TMA, masks, bounds and low scores."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from cupy_flash.families.schedule import MAX_STRIDE, STRIDE_UNIT, Launch
 from cupy_flash.problem.device import Device, device_for_arch
 from cupy_flash.problem.problem import Problem
 
-# Tiles of a bias in shared memory.
+# Number of bias tiles in shared memory.
 BIAS_STAGES = 2
-# Counters: a flag that some row is empty, and the number of thread blocks of the second launch that
-# are done.
+# Number of counters: a flag that some row is empty, and the number of finished thread blocks of
+# the launch that computes such rows.
 _LOW_ROW_COUNTERS = 2
-# Computes rows of low or high scores.
+# Family whose kernel computes rows of low or high scores.
 _MMA = MmaFamily()
 
 
 def streams_bias(problem: Problem) -> bool:
-    """Whether the copy engine brings a bias beside the keys."""
+    """Return whether TMA loads tiles of a bias in addition to keys and values."""
     score = problem.score
     bias = score.bias if score is not None else None
     if bias is None or bias.dtype != problem.dtype or bias.alignment < STRIDE_UNIT:
@@ -34,7 +34,7 @@ def streams_bias(problem: Problem) -> bool:
 
 
 def bias_strides(problem: Problem) -> tuple[int, int, int]:
-    """Of batch, row and head of a bias that there is, in elements."""
+    """Return the strides of batch, row and head of the bias, in elements; there must be one."""
     score = problem.score
     assert score is not None
     assert score.bias is not None
@@ -43,10 +43,10 @@ def bias_strides(problem: Problem) -> tuple[int, int, int]:
 
 
 def is_noted(problem: Problem, tile: HopperTile) -> bool:
-    """Whether consumers leave out blocks of which their own 64 rows see nothing.
+    """Return whether a consumer skips KV tiles that are fully masked for its own 64 rows.
 
-    It takes 2% of a window's time, and blocks no smaller than the tile leave nothing out. With
-    causality alone it loses 1 to 3%, as those are two blocks of a query tile at most.
+    Skipping costs 2% of the time with a window, and KV tiles of at least Br keys are never skipped.
+    A causal mask alone leaves at most two such tiles per query tile, so it would lose 1 to 3%.
     """
     score = problem.score
     if score is None or not _has_edges(problem):
@@ -55,10 +55,10 @@ def is_noted(problem: Problem, tile: HopperTile) -> bool:
 
 
 def is_bounded(problem: Problem) -> bool:
-    """Whether p = exp(score) can be taken as it is: bfloat16 has the exponents for it.
+    """Return whether P = exp(S) needs no row maximum, because bounded scores fit bfloat16's range.
 
-    The consumers then take turns at the softmax. Wider heads, whose products are longer, were not
-    measured.
+    The consumers then compute their softmax one after another (ping-pong). Larger head dims, with
+    longer products, were not measured.
     """
     if problem.dtype != "bfloat16" or max(problem.head_dim, problem.head_dim_v) > 128:
         return False
@@ -66,12 +66,11 @@ def is_bounded(problem: Problem) -> bool:
 
 
 def finds_only_keys(problem: Problem) -> bool:
-    """Return whether the kernel looks for rows that attend to one key at the end of a query tile.
+    """Return whether the kernel checks each query tile for rows that attend to only one key.
 
-    If a window alone hides keys, the only key of a row is the first key, which the mask tells.
-    Looking for such rows takes 1.5% of the time of a causal window of 1024 keys (bfloat16, head_dim
-    64, H100). Rows with sinks are left out, as a sink adds to the sum; so is float8, whose
-    probabilities are powers of two.
+    If only a window masks keys, such a row attends to key 0, and the mask identifies it. The check
+    takes 1.5% of the time (causal window of 1024 keys, head_dim 64, H100). Sinks need no check, as
+    a sink adds to the sum. float8 needs none, as the probability of an only key is a power of two.
     """
     score = problem.score
     if score is None or score.sinks or problem.is_float8:
@@ -80,7 +79,7 @@ def finds_only_keys(problem: Problem) -> bool:
         return True
     if not problem.layout.is_equal:
         return True
-    # From row to row the number of keys grows while the first key is among them, and then stays or
+    # From row to row, the number of visible keys grows while key 0 is visible, and then stays or
     # falls. So if the last row attends to several keys, no row attends to a later key alone.
     last = np.array([problem.seqlen_q - 1])
     begin, end = problem.mask.begins(last)[0], problem.mask.ends(last)[0]
@@ -94,7 +93,7 @@ def computes_low_rows(problem: Problem) -> bool:
 
 
 def why_not_low_rows(problem: Problem, device: Device) -> str | None:
-    """Return why that launch cannot be made, or None if it can be or is not needed."""
+    """Return why rows of low scores cannot be computed; None if they can or need not be."""
     return _MMA.why_not(problem, device) if computes_low_rows(problem) else None
 
 
@@ -123,12 +122,12 @@ def low_row_launches(problem: Problem, device: Device) -> tuple[Launch, ...]:
 
 
 def low_row_counters(problem: Problem) -> int:
-    """Return the number of counters that the attention kernel and that launch communicate by."""
+    """Return the number of counters through which the main kernel and the launch communicate."""
     return _LOW_ROW_COUNTERS if computes_low_rows(problem) else 0
 
 
 def low_row_config(problem: Problem) -> dict[str, int | bool]:
-    """Return the members of the `Config` struct for that launch: whether it is made, its tile."""
+    """Return the `Config` members of the launch for low rows: whether it exists, and its tile."""
     if not computes_low_rows(problem):
         return {"marks_low_rows": False}
     tile = _low_row_tile(problem)
@@ -144,14 +143,14 @@ def low_row_config(problem: Problem) -> dict[str, int | bool]:
 
 
 def _low_row_tile(problem: Problem) -> MmaTile:
-    """Return a small tile: few calls need the launch, but all compile it."""
+    """Return a small tile for low rows: few calls need the launch, but all compile it."""
     tile, sm90 = MmaTile(64, 32), device_for_arch("sm_90")
     is_legal = _MMA.why_not_tile(problem, sm90, tile) is None
     return tile if is_legal else _MMA.default_tile(problem, sm90)
 
 
 def _has_edges(problem: Problem) -> bool:
-    """Whether tiles of keys are left out on both sides, by a window or a block map."""
+    """Return whether KV tiles may be skipped on both sides, because of a window or a block mask."""
     score = problem.score
     if score is None:
         return False

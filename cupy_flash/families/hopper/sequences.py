@@ -1,4 +1,4 @@
-"""Packed, cached and paged sequences as the `hopper` family takes them."""
+"""Packed, cached and paged sequences in the `hopper` family."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from cupy_flash.families.schedule import Launch
 from cupy_flash.problem.problem import Problem
 
 _PREPARE_THREADS = 1024
-# `SequenceOrder::scratch_words` of `grid/order.cuh`.
+# Value of `SequenceOrder::scratch_words` in `grid/order.cuh`.
 _PREPARE_WORDS = 256 + 32
 _WORD_BYTES = 4
 
 
 def why_not(problem: Problem) -> str | None:
-    """Why no tile can serve the problem for how its sequences lie, or None."""
+    """Return why no tile can serve the layout of the sequences, or None if one may."""
     layout = problem.layout
     if layout.is_equal:
         return None
@@ -35,7 +35,7 @@ def why_not(problem: Problem) -> str | None:
 
 
 def why_not_first(problem: Problem) -> str | None:
-    """Why a kernel that has several heads in a tile is the better choice, or None."""
+    """Return why a family that packs several heads into a query tile is better, or None."""
     rows = problem.seqlen_q
     if rows < WARPGROUP_ROWS and problem.heads_q > problem.heads_kv:
         return (
@@ -46,12 +46,12 @@ def why_not_first(problem: Problem) -> str | None:
 
 
 def of_equal_lengths(problem: Problem) -> Problem:
-    """The problem that a tile is chosen for: of packed sequences, as many of the longest."""
+    """Return a dense problem with about as many query rows, for which a tile is chosen."""
     layout = problem.layout
     if layout.is_equal:
         return problem
     if problem.is_batch_invariant:
-        # Any will do that is the same for all batches and lengths.
+        # The sizes are arbitrary, but must be the same for all batch sizes and lengths.
         return dataclasses.replace(problem, batch=128, seqlen_q=8192, seqlen_k=8192)
     if not layout.packed_q:
         return problem
@@ -59,11 +59,11 @@ def of_equal_lengths(problem: Problem) -> Problem:
 
 
 def order_bytes(problem: Problem) -> int:
-    """Of the order in which sequences are taken (`grid/order.cuh`)."""
+    """Return the size in bytes of the order of sequences in the workspace (`grid/order.cuh`)."""
     return (2 * problem.batch + 2) * _WORD_BYTES
 
 
 def launch() -> Launch:
-    """What makes the order, ahead of the kernel that takes them in it."""
+    """Return the launch that computes the order of sequences before the main kernel."""
     words = _PREPARE_WORDS * _WORD_BYTES
     return Launch("prepare", "hopper_prepare", (1, 1, 1), _PREPARE_THREADS, words)

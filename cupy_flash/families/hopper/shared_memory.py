@@ -1,4 +1,4 @@
-"""Shared memory of a block of the forward kernel: query tiles, the ring of keys and values."""
+"""Shared memory of a thread block of the forward kernel: query tiles, the KV ring and others."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ from cupy_flash.families.hopper.sm90 import BARRIER_BYTES, WARPGROUP_ROWS
 from cupy_flash.families.hopper.tiles import HopperTile
 from cupy_flash.problem.problem import Problem
 
-# What the blocks of a pair send to each other: tiles of scores, as many as they have buffers for.
+# Number of buffers for the partial scores that two thread blocks of a cluster exchange.
 _PAIR_BUFFERS = 2
-# Of latent attention, whose tiles of keys are held longer.
+# Number of these buffers in MLA, where KV tiles stay in shared memory longer.
 _LATENT_PAIR_BUFFERS = 1
 _SCORE_BYTES = 4
+# Size in bytes of a work tile: a query tile and its range of KV tiles.
 _VISIT_BYTES = 32
-# What a visit holds besides of a packed or cached sequence, and what is noted of its last values.
+# Additional bytes of a work tile of a packed or cached sequence: the location of its rows.
 _PLACE_BYTES = 24
+# Sizes in bytes of the record of a sequence's last values, and of the record of a KV tile.
 _TAIL_BYTES = 8
 _NOTE_BYTES = 8
-# Of 64 rows and a block of up to so many keys, the pairs that a mask shows (`blocks/map.cuh`).
+# Size in bytes of `ShownPairs` (`blocks/map.cuh`): visible pairs of 64 query rows and 128 keys.
 _SHOWN_BYTES, _SHOWN_KEYS = 1024, 128
-# Of a query tile's scales of float8, which its visit has.
+# Size in bytes of the float8 scales of a query tile, which are part of its work tile.
 _SCALES_BYTES = 8
 
 
 def footprint(problem: Problem) -> tuple[Any, ...]:
-    """Return all that `block_bytes` depends on besides the tile: no lengths, so few values."""
+    """Return all that `block_bytes` depends on besides the tile; lengths are not among it."""
     score = problem.score
     of_score: tuple[Any, ...] = ()
     if score is not None:
@@ -47,11 +49,11 @@ def footprint(problem: Problem) -> tuple[Any, ...]:
 
 
 def block_bytes(problem: Problem, tile: HopperTile) -> int:
-    """Return the bytes of a block of a problem as it is posed to the kernel; see `footprint`."""
+    """Return the size in bytes of a thread block, for the problem that `latent.posed` returns."""
     queries = tile.Br * _row_bytes(problem, problem.head_dim)
     stage = max(tile.Bc * _row_bytes(problem, problem.head_dim), _value_bytes(problem, tile))
-    # A slot has two barriers; a visit is kept for each query tile, for one whose output is
-    # being written, and for one whose queries are no longer needed.
+    # Each stage has two barriers. Work tiles: one for each query stage, one whose output is being
+    # written, and one whose queries are no longer needed.
     scales = _SCALES_BYTES if problem.is_float8 else 0
     visits = (tile.q_stages + 2) * (_VISIT_BYTES + scales)
     total = (
@@ -69,14 +71,14 @@ def block_bytes(problem: Problem, tile: HopperTile) -> int:
         total += BIAS_STAGES * (bias + 2 * BARRIER_BYTES)
     if ranks(problem) > 1:
         scores = tile.Br * tile.Bc * _SCORE_BYTES
-        # A barrier for each warp of the consumers.
+        # Each consumer warp has two barriers: one per buffer or, in MLA, for full and for read.
         is_latent = latent.holds_values_in_keys(problem)
         buffers = _LATENT_PAIR_BUFFERS if is_latent else _PAIR_BUFFERS
         total += buffers * scores + 2 * (tile.Br // 16 * BARRIER_BYTES)
     if problem.layout.is_equal:
         return total
-    # Two visits more, all with their places, and two barriers for them; a note and a barrier
-    # for the last values of a sequence in each slot, and for the end.
+    # Varlen and KV cache: two more work tiles with two barriers, the rows of the sequence for each
+    # work tile, and a barrier and a record of the last values for each stage and for the end.
     return (
         total
         + (tile.q_stages + 4) * _PLACE_BYTES
@@ -87,13 +89,13 @@ def block_bytes(problem: Problem, tile: HopperTile) -> int:
 
 
 def _row_bytes(problem: Problem, columns: int) -> int:
-    """Of a row in shared memory, all pieces."""
+    """Return the size in bytes of a row in shared memory, including all float32 components."""
     bytes_of_row = block_columns(problem, columns) * operand_bytes(problem)
     return round_up(bytes_of_row, 64) * pieces.count(problem)
 
 
 def _value_bytes(problem: Problem, tile: HopperTile) -> int:
-    """Of a tile of values, which of float8 has columns as rows."""
+    """Return the size in bytes of a tile of values, which is transposed for float8."""
     if problem.is_float8:
         return float8.value_rows(problem, tile) * _row_bytes(problem, tile.Bc)
     return tile.Bc * _row_bytes(problem, problem.head_dim_v)

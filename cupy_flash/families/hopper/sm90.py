@@ -1,17 +1,17 @@
-"""What sm_90a gives the kernels of both directions, and which devices have it."""
+"""Constants of sm_90a for forward and backward kernels, and a check of the device."""
 
 from __future__ import annotations
 
 from cupy_flash.problem.device import Device
 
-# Threads of a warpgroup, and rows of its products.
+# Number of threads of a warpgroup, and number of rows of its products (wgmma).
 WARPGROUP = 128
 WARPGROUP_ROWS = 64
 BARRIER_BYTES = 8
 
 
 def why_not_device(device: Device) -> str | None:
-    """Why kernels for sm_90a cannot be made for a device, or None if they can."""
+    """Return why kernels cannot be compiled for sm_90a on a device, or None if they can."""
     if device.arch != 90:
         return f"needs sm_90 for wgmma, not {device.sm}"
     if not device.arch_specific:

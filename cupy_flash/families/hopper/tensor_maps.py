@@ -1,4 +1,4 @@
-"""Tensor maps of the `hopper` family, by which the copy engine brings tiles of arrays."""
+"""Tensor maps of the `hopper` family, through which TMA loads tiles."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cupy_flash.problem.problem import Problem
 
 
 def why_not_rows(problem: Problem) -> str | None:
-    """Why the copy engine cannot bring the rows that are read, or None if it can."""
+    """Return why TMA cannot load rows of this alignment, or None if it can."""
     if problem.alignment >= STRIDE_UNIT:
         return None
     return (
@@ -31,7 +31,7 @@ def why_not_strides(
     """Return why TMA does not support the strides of a problem's maps, or None if it does."""
     most = MAX_STRIDE // problem.itemsize
     if all(0 <= n < most for tensor in problem.tensors.values() for n in tensor.strides):
-        # The maps need not be made, which takes 15 us.
+        # Skip the construction of the maps, which takes 15 us.
         return None
     for spec in maps().values():
         for length, stride in zip(spec.shape[1:], spec.strides, strict=True):
@@ -41,14 +41,14 @@ def why_not_strides(
 
 
 def argument(problem: Problem) -> str:
-    """Which tensor maps the forward kernel is given."""
+    """Return the name of the tensor map argument of the forward kernel (see `Launch.arguments`)."""
     if latent.holds_values_in_keys(problem):
         return "latent_maps"
     return "biased_maps" if streams_bias(problem) else "maps"
 
 
 def forward_maps(problem: Problem, tile: HopperTile) -> dict[str, TensorMapSpec]:
-    """Of q, k and v, or what they become, and of a bias."""
+    """Return the tensor maps of q, k and v (or their converted arrays) and of a bias, by name."""
     p = problem
     rows_q, batch_q, rows_k, batch_k = p.seqlen_q, p.batch, p.seqlen_k, p.batch
     if not p.layout.is_equal:
@@ -75,7 +75,7 @@ def forward_maps(problem: Problem, tile: HopperTile) -> dict[str, TensorMapSpec]
         return maps
     maps["v"] = _spec(p, "v", (p.head_dim_v, rows_k, p.heads_kv, batch_k), tile.Bc)
     if latent.holds_values_in_keys(p):
-        # Lines of the values, and of the others.
+        # Widths of a box for the columns of the values, and for the other columns.
         line, rest = (_slab_columns(n // 2) for n in (p.head_dim_v, p.head_dim - p.head_dim_v))
         for name, height in (("q", tile.Br), ("k", tile.Bc)):
             spec = maps[name]
@@ -91,10 +91,10 @@ def forward_maps(problem: Problem, tile: HopperTile) -> dict[str, TensorMapSpec]
 def map_spec(
     problem: Problem, shape: Shape, strides: Strides, box: tuple[int, int]
 ) -> TensorMapSpec:
-    """Of an array of the problem's dtype, with strides of batch, row and head in elements."""
+    """Return the map of an array (dim, rows, heads, batch); strides are of batch, row and head."""
     batch_stride, row_stride, head_stride = (s * problem.itemsize for s in strides)
     steps = (row_stride, head_stride, batch_stride)
-    # Where there is nothing to step to, any stride that the driver takes will do.
+    # An axis of length 1 may have any stride that the driver accepts.
     row, head, batch = (
         step if length > 1 else STRIDE_UNIT for length, step in zip(shape[1:], steps, strict=True)
     )
@@ -107,5 +107,5 @@ def _spec(problem: Problem, name: str, shape: Shape, rows: int) -> TensorMapSpec
 
 
 def _slab_columns(columns: int, itemsize: int = 2) -> int:
-    """Columns of one line of shared memory, which is also the swizzle's width."""
+    """Return the columns of a TMA box: its row is 64 or 128 bytes, which is the swizzle width."""
     return (128 if round_up(columns * itemsize, 64) % 128 == 0 else 64) // itemsize

@@ -373,7 +373,7 @@ def test_a_record_says_its_version_and_how_its_times_were_taken(tmp_path: Path) 
     assert head["record_version"] == 1
     assert head["timing"] == (
         "wall time of calls on cores at rest, after 2 untimed calls, medians and quartiles of up "
-        f"to 3, providers in turns, each on at most {environment.available_cpus()} threads"
+        f"to 3, providers alternating, each on at most {environment.available_cpus()} threads"
     )
     assert head["gpu_state"] is None
     assert {row["timed_by"] for row in data["rows"]} == {"clock"}
@@ -697,7 +697,7 @@ def test_host_times_bring_call_times_into_a_narrow_table_too(
 @pytest.mark.parametrize(
     ("timed_by", "says"),
     [
-        ("graph", "ms: GPU time of CUDA graph replays, but calls of cupy-library, the L2"),
+        ("graph", "ms: GPU time of CUDA graph replays (of calls for cupy-library), the L2"),
         ("events", "ms: GPU time of calls, the L2 overwritten before each."),
     ],
 )

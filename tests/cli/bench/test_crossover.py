@@ -136,7 +136,7 @@ def test_the_report_tells_who_lost_where_and_what_was_not_timed(
     assert "cupy_flash on s128: no memory" in joined
     assert "! a busy GPU" in text
     assert "!: cupy_flash on s32: over the error bound" in text
-    assert "ms: GPU time of CUDA graph replays, but calls of cupy-library" in joined
+    assert "ms: GPU time of CUDA graph replays (of calls for cupy-library)" in joined
 
 
 def run(*arguments: str) -> Any:

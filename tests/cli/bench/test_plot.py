@@ -179,7 +179,7 @@ def test_another_suffix_is_one_line_that_names_what_is_right(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("rows", "metadata", "why"),
     [
-        ([{"tile": 1}], {}, "is no record of 'cupy-flash bench': row 0 has no 'provider'"),
+        ([{"tile": 1}], {}, "is not a record of 'cupy-flash bench': row 0 has no 'provider'"),
         ([row("cupy_flash", 512, None)], {}, "no rate to draw"),
         (GRID, {"record_version": 7}, "is a record of version 7"),
         ([row("cupy_flash", 512, 1.0)] * 2, {}, "rows 0 and 1 are both cupy_flash on bf16"),

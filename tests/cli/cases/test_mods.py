@@ -174,7 +174,7 @@ def test_the_result_of_other_modifications_does_not_pass(text: str) -> None:
 def test_the_naive_formula_serves_all_that_it_serves_plain(case: Case) -> None:
     naive, inputs = provider("numpy-naive"), random_inputs(case, 3, on_gpu=False)
     if case.append:
-        assert naive.why_not(case) == "the plain formula appends nothing"
+        assert naive.why_not(case) == "the plain formula does not append"
         return
     check = Check(inputs, 0, on_gpu=False)
 

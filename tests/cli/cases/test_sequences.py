@@ -122,11 +122,14 @@ def test_a_paged_cache_has_whole_pages_and_its_problem_the_pages_strides() -> No
 @pytest.mark.parametrize(
     ("case", "says"),
     [
-        (cache(append=True, lengths=(203, 2)), "3 rows are appended, but a sequence has 2 keys"),
-        (cache(rotary=True), "need rows to append"),
-        (varlen(append=True), "only a cache"),
+        (
+            cache(append=True, lengths=(203, 2)),
+            "3 rows are appended, but a sequence has only 2 keys",
+        ),
+        (cache(rotary=True), "rotary needs append"),
+        (varlen(append=True), "need kind cache"),
         (dataclasses.replace(cache(), layout="bhsd"), "are 'bshd'"),
-        (dataclasses.replace(cache(causal=True), q_offset=3), "bottom right"),
+        (dataclasses.replace(cache(causal=True), q_offset=3), "take no q_offset"),
         (dataclasses.replace(varlen(), batch=3), "4 lengths up to 203 do not go with batch 3"),
         (dataclasses.replace(varlen(), seqlen_q=7), "attend to themselves"),
         (dataclasses.replace(cache(), batch=0), "batch is 0"),
@@ -294,10 +297,10 @@ def test_a_host_call_passes_the_arrays_by_the_functions_own_names() -> None:
 @pytest.mark.parametrize(
     ("name", "case", "says"),
     [
-        ("cupy_flash-page16", varlen(), "puts caches into pages"),
-        ("cupy_flash-page16", cache(page_size=4), "puts caches into pages"),
-        ("cupy_flash-uniform", cache(), "beside varlen batches only"),
-        ("numpy-naive", cache(append=True), "appends nothing"),
+        ("cupy_flash-page16", varlen(), "needs a contiguous cache"),
+        ("cupy_flash-page16", cache(page_size=4), "needs a contiguous cache"),
+        ("cupy_flash-uniform", cache(), "compared with varlen batches only"),
+        ("numpy-naive", cache(append=True), "does not append"),
     ],
 )
 def test_a_provider_says_what_it_is_not_for(name: str, case: Case, says: str) -> None:
@@ -608,8 +611,8 @@ def test_without_a_gpu_packed_sequences_stand_beside_equal_ones(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ("--page-size 4", "--page-size is of a cache; add --cache"),
-        ("--append", "--append is of a cache; add --cache"),
+        ("--page-size 4", "--page-size needs a cache; add --cache"),
+        ("--append", "--append needs a cache; add --cache"),
         ("--cache --rotary", "add --append"),
         ("--num-splits 2", "add --cache or --lengths"),
         ("--lengths 3,x", "'3,x' is not uniform, long-tail or whole numbers"),
@@ -624,7 +627,7 @@ def test_without_a_gpu_packed_sequences_stand_beside_equal_ones(tmp_path: Path) 
         (f"--cache --batch {10**20}", f"batch is {10**20}; expected at most 2147483647"),
         ("--lengths 3,4 --batch 2", "--batch does not go with --lengths"),
         ("--lengths uniform --seqlen-k 3", "--seqlen-k does not go with --lengths"),
-        ("--lengths uniform --append", "--append is of a cache"),
+        ("--lengths uniform --append", "--append needs a cache"),
         ("--cache --q-offset 3", "--q-offset does not go with --cache"),
         ("--cache --layout bhsd", "--layout bhsd does not go with --cache"),
         ("--preset decode --cache", "--cache does not go with --preset decode"),
@@ -706,11 +709,11 @@ def test_the_decode_table_has_microseconds_bandwidth_and_the_share_of_a_copy(
     assert rows[0]["copy_share"] == pytest.approx(rows[0]["kv_tb_per_s"] / 3)
     assert rows[0]["speedup"] == pytest.approx(1.1)
     assert re.search(r"^ cupy_flash +100.0 +0.0 +2.684 +89.5 +1.10 ", text, re.MULTILINE)
-    assert "% copy: of 3.000 TB/s" in text
+    assert "% copy: percentage of 3.000 TB/s" in text
     assert "cupy_flash-page16: 1.040 times the time of cupy_flash" in text
     assert max(map(len, text.splitlines())) <= 80
     notes = " ".join(text.split())
-    assert re.search(r"cupy_flash: decode \d+x\d+ [^:]*, all keys in \d+ equal shares", notes)
+    assert re.search(r"cupy_flash: decode \d+x\d+ [^:]*, all keys split evenly over \d+", notes)
     assert "us: GPU time of CUDA graph replays" in notes
 
 

@@ -115,7 +115,7 @@ def test_a_bad_row_is_refused_in_one_line_that_names_the_row_and_the_field(
 
 
 def test_a_csv_row_with_more_cells_than_names_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(click.UsageError, match=r"row 1 of .* has more cells than the heading"):
+    with pytest.raises(click.UsageError, match=r"row 1 of .* has more cells than the header"):
         read_csv(tmp_path, "seqlen_q,heads_q,head_dim\n113,4,24,7\n")
 
 

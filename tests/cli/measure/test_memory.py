@@ -189,7 +189,7 @@ def test_the_peak_has_a_column_where_it_was_asked_for(
 
     assert "MiB" not in plain
     assert any(line.rstrip().endswith("MiB") for line in with_memory.splitlines())
-    assert "MiB: memory that a call takes at its peak besides its inputs." in with_memory
+    assert "MiB: peak memory of a call, in addition to its inputs." in with_memory
     assert max(map(len, with_memory.splitlines())) <= width
 
 
@@ -207,7 +207,7 @@ def test_the_memory_preset_prints_its_table_even_where_nothing_was_timed(
         ],
         catch_exceptions=False,
     )
-    table = result.stdout.split("MiB of memory that a call takes")[1]
+    table = result.stdout.split("Peak memory of a call in MiB")[1]
 
     assert result.exit_code == 1
     assert [line.split() for line in table.splitlines() if line.startswith(" s")] == [
@@ -256,4 +256,4 @@ def test_what_does_not_fit_memory_stands_in_brackets_with_its_need(
     last = next(line for line in lines if line.startswith(" s32768"))
 
     assert last.split()[2:] == ["64.0", "(229,376)", "(229,376)"]
-    assert "( ): more than there is; estimated, not run." in lines
+    assert "( ): estimated and not run, because it exceeds the free memory." in lines

@@ -346,7 +346,7 @@ def test_without_memory_for_the_reference_the_case_is_left_out(
     monkeypatch.setattr("cupy_flash.cli.measure.runner.check_of", no_room)
     (cell,) = run(FakeProvider(), check=True)
 
-    assert cell.reason == "there is nothing to check it by: no room"
+    assert cell.reason == "no reference to check its result with: no room"
     assert cell.time is None
 
 

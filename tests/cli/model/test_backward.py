@@ -171,14 +171,14 @@ def test_roofline_counts_what_kernels_compute_again(tmp_path: Path) -> None:
     text = " ".join(result.stdout.split())
     assert "which compute 1.4 times the FLOPs that count" in text
     assert "FLOPs of gradients = " in text
-    assert "probabilities that forward left are read twice" in text
+    assert "the forward pass's probabilities are read twice" in text
 
 
 def test_roofline_of_a_gpu_without_kernels_is_modelled_too() -> None:
     result = roofline("--gpu", "V100", "--dtype", "fp16", "--bias", "heads")
 
     assert result.exit_code == 0, result.output
-    assert "no kernels of ours; modelled with tiles of 64x64" in result.stdout
+    assert "no kernels of cupy_flash; modelled with tiles of 64x64" in result.stdout
 
 
 def test_profile_compares_with_all_that_the_kernels_compute() -> None:

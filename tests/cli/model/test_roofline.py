@@ -85,7 +85,7 @@ def test_the_table_names_peak_bandwidth_ridge_point_and_source(no_gpu: None) -> 
 def test_without_kernels_for_a_gpu_the_usual_tile_is_modelled_and_that_is_said(
     no_gpu: None,
 ) -> None:
-    assert "fused on V100: no kernels of ours; modelled with tiles of 64x64." in (
+    assert "fused on V100: no kernels of cupy_flash; modelled with tiles of 64x64." in (
         run("--gpu", "V100").stdout
     )
 

@@ -103,13 +103,14 @@ def test_gradients_go_back_in_float32() -> None:
     assert found.exchange == pytest.approx(back / 300e9, rel=0.05)
 
 
-PAGE = Path(__file__).resolve().parents[3] / "docs/roofline.md"
+ROOT = Path(__file__).resolve().parents[3]
+PAGE = ROOT / "docs/engineering/roofline.md"
 
 
 @pytest.mark.skipif(not IN_CHECKOUT, reason="the tests stand outside a checkout")
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_two_gpus_took_as_long_as_the_model_says_within_a_tenth(direction: str) -> None:
-    record = PAGE.parents[1] / f"benchmarks/results/h100x2_{direction}.json"
+    record = ROOT / f"benchmarks/results/h100x2_{direction}.json"
     rows = json.loads(record.read_text(encoding="utf-8"))["rows"]
     alone = {row["causal"]: row for row in rows if row["provider"] == "cupy_flash"}
     on_two = {row["causal"]: row["median_ms"] for row in rows if "2gpus" in row["provider"]}

@@ -218,7 +218,7 @@ def test_of_grouped_heads_repeated_ones_are_summed_up(torch: FakeTorch, takes_gr
         torch.takes_groups = False
         prepared = provider("torch-efficient").prepare(inputs)
         assert prepared.note == (
-            "refuses grouped heads: the gradients of repeated k and v are summed up, timed"
+            "refuses grouped heads: the gradients of repeated k and v are summed, which is timed"
         )
 
     assert passes(inputs, prepared)
@@ -275,7 +275,7 @@ def test_what_cannot_be_captured_is_timed_by_calls(torch: FakeTorch) -> None:
     [
         ("torch-flash", {"causal": True}, "aligned top-left"),
         ("torch-cudnn", {"kind": "varlen", "seqlen_q": 203}, "takes no packed sequences"),
-        ("cupy_flash-torch", {"kind": "varlen", "seqlen_q": 203}, "beside torch's own call"),
+        ("cupy_flash-torch", {"kind": "varlen", "seqlen_q": 203}, "compared with torch's own call"),
         ("torch-flex", {}, "cannot be repeated"),
     ],
 )

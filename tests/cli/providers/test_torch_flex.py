@@ -221,7 +221,7 @@ def test_what_a_block_mask_keeps_is_told(torch: FakeTorch) -> None:
     windowed = case("window 10:0", seqlen_q=512, seqlen_k=512)
 
     note = FLEX.prepare(on_gpu(windowed)).note
-    assert note == "its BlockMask, made beforehand, keeps 43.8% of the blocks"
+    assert note == "its BlockMask, built beforehand, keeps 43.8% of the blocks"
     assert FLEX.prepare(on_gpu(case())).note is None
 
 
@@ -238,8 +238,8 @@ def test_a_block_mask_has_the_axes_that_its_mask_has(
     ("made", "says"),
     [
         (case("sinks"), "flex_attention has no sinks"),
-        (case(kind="cache"), "blocks of equal length only"),
-        (case(kind="varlen", seqlen_q=203), "blocks of equal length only"),
+        (case(kind="cache"), "batches of equal length only"),
+        (case(kind="varlen", seqlen_q=203), "batches of equal length only"),
         (case("mod documents", seqlen_q=250), "does not clamp"),
     ],
 )

@@ -234,9 +234,7 @@ def test_tiles_of_modified_calls_are_shown_and_not_saved(home: Path, clock: Fake
     assert "The best tile: +100.0% over the default, not saved: with modifications." in (
         result.stdout
     )
-    assert (
-        "Not saved with modifications: tables of tuned tiles are of calls without" in result.stdout
-    )
+    assert "Not saved with modifications: tables of tuned tiles hold only calls" in result.stdout
     assert not (home / "tuned.json").exists()
 
 
@@ -257,7 +255,7 @@ def test_beside_modified_calls_the_tiles_of_others_are_saved(
 def test_a_table_for_modified_calls_alone_is_refused(tmp_path: Path) -> None:
     result = on_cpu(*SHAPE, "--sinks", "--table", tmp_path / "cpu.json")
 
-    assert "would have nothing to hold: tables of tuned tiles are of calls" in refused(result)
+    assert "would stay empty: tables of tuned tiles hold only calls" in refused(result)
 
 
 def test_another_table_can_be_named_and_says_how_it_was_made(
@@ -353,7 +351,7 @@ def test_a_busy_cpu_counts_for_the_class_that_was_timed_meanwhile(
 
     assert [entry.problem_class.split()[4] for entry in saved(home)] == ["q64"]
     assert "1 of 2 classes keep a tile of their own." in tune("--report").stdout
-    assert "1 of 2 not kept, though better than the default: others used 97% of" in " ".join(
+    assert "1 of 2 not saved, though better than the default: others used 97% of" in " ".join(
         tune("--report").stdout.split()
     )
 
@@ -635,7 +633,7 @@ def test_where_every_check_fails_it_exits_with_1_and_saves_nothing(
     result = on_cpu(*SHAPE)
 
     assert result.exit_code == 1
-    assert "not that of the reference" in result.stderr
+    assert "differs from the reference" in result.stderr
     assert clock.timed == []
     assert not (home / "tuned.json").exists()
 
@@ -738,7 +736,7 @@ def test_of_a_size_that_is_not_there_the_part_that_is_wrong_is_named(
 def test_of_a_pair_of_sizes_that_do_not_go_together_those_that_do_are_named() -> None:
     text = refused(tune("--arch", "sm_90", "--br", "192", "--bc", "256"))
 
-    assert "--bc 256: expected some of 32, 48, 64, 80, 96 beside --br 192" in text
+    assert "--bc 256: expected some of 32, 48, 64, 80, 96 with --br 192" in text
 
 
 # ---- Interrupted and resumed sweeps
@@ -771,8 +769,8 @@ def test_an_interrupted_sweep_goes_on_with_what_is_left(home: Path, clock: FakeT
 
     assert first.exit_code == 130
     assert after_first == ["q64"], "what was found is not saved at once"
-    assert "1 of 2 are done; the same command goes on from there." in first.stderr
-    assert "Going on: 1 of 2 are done, and " in second.stderr
+    assert "1 of 2 are done; the same command resumes there." in first.stderr
+    assert "Resuming: 1 of 2 are done, and " in second.stderr
     assert {rows for _, rows in clock.timed} == {799}
     assert [e.problem_class.split()[4] for e in saved(home)] == ["q64", "q1024"]
 
@@ -804,8 +802,8 @@ def test_an_interrupted_sweep_of_one_class_goes_on_where_it_was(
     second = on_cpu(*SHAPE)
 
     assert first.exit_code == 130
-    assert "0 of 1 are done; the same command goes on from there." in first.stderr
-    assert f"Going on: 0 of 1 are done, and {tiles} tiles of the next are checked." in second.stderr
+    assert "0 of 1 are done; the same command resumes there." in first.stderr
+    assert f"Resuming: 0 of 1 are done, and {tiles} tiles of the next are checked." in second.stderr
     assert len(checked) == tiles
     # The interrupted lot of up to 16 tiles is timed again.
     assert whole <= len(clock.timed) <= whole + 16
@@ -844,7 +842,7 @@ def test_the_table_of_an_interrupted_sweep_says_that_nothing_is_saved(
     clock.time_of = good
     second = on_cpu(*SHAPE)
 
-    assert "The sweep is not complete, and nothing is saved." in first.stdout
+    assert "The sweep is not complete, so nothing is saved." in first.stdout
     assert "(saved)" not in first.stdout
     assert "64x128 (saved)" in second.stdout
 
@@ -886,7 +884,7 @@ def test_a_complete_sweep_starts_anew(clock: FakeTimer) -> None:
     again = on_cpu(*TWO)
 
     assert len(clock.timed) == 2 * once
-    assert "Going on" not in again.stderr
+    assert "Resuming" not in again.stderr
 
 
 @pytest.mark.parametrize("change", [("--repeats", "7"), ("--seed", "1"), ("--max-tiles", "3")])
@@ -900,8 +898,8 @@ def test_with_other_settings_an_interrupted_sweep_is_not_gone_on_with(
     on_cpu(*TWO)
     clock.time_of = good
 
-    assert "Going on" not in on_cpu(*TWO, *change).stderr
-    assert "Going on" in on_cpu(*TWO).stderr
+    assert "Resuming" not in on_cpu(*TWO, *change).stderr
+    assert "Resuming" in on_cpu(*TWO).stderr
 
 
 def test_with_other_kernel_sources_an_interrupted_sweep_is_not_gone_on_with(
@@ -917,7 +915,7 @@ def test_with_other_kernel_sources_an_interrupted_sweep_is_not_gone_on_with(
     clock.time_of = lambda tile, rows: 1.0
     monkeypatch.setattr(environment, "digest_of", lambda *_: "f" * 16)
 
-    assert "Going on" not in on_cpu(*TWO).stderr
+    assert "Resuming" not in on_cpu(*TWO).stderr
 
 
 # ---- Report
@@ -937,7 +935,7 @@ def test_the_report_shows_what_was_found_and_times_nothing(
     assert "cpu tiles: BrxBc." in result.stdout
     assert "reach 50.0% of the best tile's rate (geometric mean of 2)" in result.stdout
     assert "0 of 2 classes keep a tile of their own." in result.stdout
-    assert "2 of 2 not kept, though better than the default: --dry-run." in result.stdout
+    assert "2 of 2 not saved, though better than the default: --dry-run." in result.stdout
     assert [line.split()[-1] for line in result.stdout.splitlines() if "64x128" in line] == [
         "no",
         "no",
@@ -960,14 +958,14 @@ def test_the_report_leaves_out_what_was_found_with_other_kernel_sources(
     on_cpu(*SHAPE)
     monkeypatch.setattr(environment, "digest_of", lambda *_: "f" * 16)
 
-    assert tune("--report").stdout.startswith("No sweep of these kernels has been made")
+    assert tune("--report").stdout.startswith("No sweep of these kernels has been run")
 
 
 def test_before_the_first_sweep_the_report_says_so() -> None:
     result = tune("--report")
 
     assert result.exit_code == 0
-    assert "'cupy-flash tune' makes one" in result.stdout
+    assert "'cupy-flash tune' runs one" in result.stdout
 
 
 @pytest.mark.parametrize("columns", ["80", "120"])
@@ -1054,7 +1052,7 @@ def test_tiles_with_the_same_machine_code_and_launch_are_timed_once(
     assert {id(each) for each in called} == {id(default)}
     assert [c.medians_ms for c in candidates] == [[1.5]] * 3
     assert [c.rounds for c in candidates] == [3] * 3
-    assert "2 tiles gave the same machine code" in capsys.readouterr().out
+    assert "2 tiles compile to the same code" in capsys.readouterr().out
 
 
 class FakeCall:
@@ -1216,7 +1214,7 @@ def test_with_an_architecture_the_sweep_is_compiled_and_ranked_by_resources(
 
 @pytest.mark.parametrize("options", [("--cache", "--page-size", "16"), ("--lengths", "113,7")])
 def test_the_cpu_backend_has_no_tiles_to_tune_for_sequences(options: tuple[str, ...]) -> None:
-    assert "without tuned tiles" in refused(on_cpu(*options))
+    assert "no tuned tiles for" in refused(on_cpu(*options))
 
 
 def test_the_rate_of_packed_sequences_counts_each_ones_own_pairs() -> None:

@@ -1,6 +1,6 @@
-// Enough of CUDA to run a thread block's code on the host, a context of one thread for each of its
-// threads: handing over costs less than waking one. Not the memory model: every exchange between
-// lanes and every __syncthreads is a barrier.
+// The parts of CUDA that are needed to run a CTA's code on the host. Each CUDA thread is a
+// ucontext, since switching between contexts costs less than waking threads. The memory model is
+// not emulated: every exchange between lanes and every __syncthreads is a barrier.
 #pragma once
 
 #include <ucontext.h>
@@ -54,9 +54,9 @@ inline Block* the_block;
 
 inline Warp& the_warp() { return the_block->warps[threadIdx.x / 32]; }
 
-// To `run_block`, which goes on with the next thread.
+// Switches to `run_block`, which continues with the next thread.
 inline void let_others_run() {
-  // Lanes that nothing holds together may be at different blocks of a grid.
+  // Each lane loops over the CTAs of a grid, so lanes may have different values of blockIdx.
   const Index block = blockIdx;
   swapcontext(&the_block->threads[threadIdx.x].context, &the_block->context);
   blockIdx = block;
@@ -73,7 +73,7 @@ inline void Barrier::arrive_and_wait() {
 
 inline void __syncthreads() { the_block->barrier.arrive_and_wait(); }
 
-// What each lane reads of all lanes' values.
+// Returns read(values), where `values` holds the `value` of every lane of the warp.
 template <class Read>
 auto among_lanes(unsigned value, Read read) {
   Warp& warp = the_warp();
@@ -140,7 +140,7 @@ inline void run_thread() {
   the_block->threads[threadIdx.x].ended = true;
 }
 
-// Runs `body` on the threads of one block.
+// Runs `body` on the threads of one CTA.
 inline void run_block(int threads, const std::function<void()>& body) {
   Block block{Barrier(threads), std::vector<Warp>(threads / 32), std::vector<Thread>(threads), body};
   the_block = &block;

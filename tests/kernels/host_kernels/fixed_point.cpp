@@ -1,4 +1,4 @@
-// Adds up numbers as `backward/fixed_point.cuh` does, by the threads of a block: a library.
+// Library that sums numbers with `backward/fixed_point.cuh`, by the threads of one CTA.
 #include "cuda_on_host.h"
 
 #include <cmath>
@@ -30,7 +30,7 @@ void add_up(const T* numbers, const long long* elements, int count, T largest, i
   const FixedUnit<T> unit(largest, bits);
   run_block(64, [&] {
     slots.clear();
-    // In two runs, as what a block does to one tile of rows and then to another.
+    // Two passes, like a CTA that processes one query tile after another.
     for (int begin : {0, count / 2}) {
       const int end = begin == 0 ? count / 2 : count;
       for (int i = begin + threadIdx.x; i < end; i += blockDim.x) {

@@ -1,4 +1,4 @@
-// Prints the rows that each warp visits by `grid/gaps.cuh`. Standard input has one line of numbers
+// Prints the rows that `grid/gaps.cuh` assigns to each warp. Standard input has one line of numbers
 // for each batch: batch, total_q, max_seqlen_q, warps, and the batch + 1 elements of cu_seqlens_q.
 // The output has two lines for each batch: the rows by `visit_all`, then those by `visit_around`
 // for all sequences.

@@ -1,10 +1,10 @@
-// Prints the parts of the keys that thread blocks take by `shares.cuh` if a window hides the first
-// keys of each sequence, and each has its own position of the first query. Of each launch, standard
-// input has one line of numbers: whether there are sequences of their own lengths, and whether an
-// array has these, batch, keys, the window's left bound, thread blocks, and the positions. The
-// answer is a line for each part, batch, begin and end, and then an empty line.
+// Prints the partial tiles that `shares.cuh` assigns to CTAs if a window masks the first keys of
+// each sequence, and each sequence has its own position of the first query. Standard input has one
+// line of numbers for each launch: `Config::sequences`, 1 if there is seqused_k, batch, keys, the
+// window's left bound, the number of CTAs, and the positions. The output has a line for each
+// partial tile (batch, begin and end) and an empty line after each launch.
 #define CUPY_FLASH_MODIFIED
-// First, because the kernels' headers need them.
+// These must come first, because the kernels' headers need them.
 #include "cuda_on_host.h"
 struct Positions {
   const int* of_sequence;
@@ -15,7 +15,7 @@ struct ModArguments {
   int window_left;
 };
 
-// Then what is tested.
+// The code under test.
 #include "grid/shares.cuh"
 
 #include <cstdio>

@@ -1,7 +1,7 @@
-// Prints what `places.cuh` says of packed sequences. Of each batch, standard input has one line of
-// numbers: batch, total, and the batch + 1 starts. The answers are three lines, of three numbers
-// each for a place, a row, and a sequence: whose it is, and the first of its places, or rows, and
-// the one behind the last.
+// Prints the results of `places.cuh` for packed sequences. Standard input has one line of numbers
+// for each batch: batch, total, and the batch + 1 starts. The output has three lines for each
+// batch, with three numbers for every tile slot, row and sequence: the index of the sequence, and
+// begin and end of its tile slots or rows.
 #include <cstdio>
 
 #include "cuda_on_host.h"

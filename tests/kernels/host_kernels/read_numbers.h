@@ -4,7 +4,7 @@
 #include <cstdlib>
 #include <vector>
 
-// The next numbers of standard input; ends the program where there are none.
+// Returns the next `count` numbers of standard input; exits the program if there are fewer.
 inline std::vector<int> read(int count) {
   std::vector<int> numbers(count);
   for (int& number : numbers) {

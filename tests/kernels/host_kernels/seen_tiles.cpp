@@ -1,9 +1,8 @@
-// Prints what `mask.cuh` says of masks. Of each, standard input has one line of numbers: causal,
-// group (1 or 3), seqlen_q, seqlen_k, q_offset, num_splits, left and right of a window (-1 where it
-// has no bound) and prefix. The answer is a line with what each row sees, from and to; one with
-// begin, full_end and end of each query tile's keys in each split; one with the first tile that each
-// query tile's window hides no key of; and one with begin, full_begin, full_end and end of each key
-// tile's query tiles.
+// Prints the results of `mask.cuh`. Standard input has one line of numbers for each mask: causal,
+// group (1 or 3), seqlen_q, seqlen_k, q_offset, num_splits, left and right bound of a window (-1
+// for no bound) and prefix. The output has four lines for each mask: visible_begin and visible_end
+// of each row; the `KeyTiles` of each query tile and split; the first KV tile in which the window
+// masks no key, for each query tile; and the `QueryTiles` of each KV tile.
 #include <cstdio>
 
 #include "cuda_on_host.h"
@@ -65,7 +64,7 @@ void print_of(const std::vector<int>& n) {
   }
 }
 
-// The constants of the config, one after the other, as what has been read says.
+// Converts the values that were read to the constants of a Config, one after the other.
 template <bool... Known>
 void print_with(bool causal, const std::vector<int>& n) {
   if constexpr (sizeof...(Known) == 4) {

@@ -1,9 +1,9 @@
-// Prints the visits of batches of sequences in the order in which `grid/order.cuh` hands them
-// out. Of each batch, standard input has one line of numbers: causal, threads, batch, seqlen_q,
-// seqlen_k, heads_q, heads_kv, section_keys, total_q, total_k, whether there is seqused_k, splits,
-// whether blocks make the order alike, and then cu_seqlens_q, cu_seqlens_k and seqused_k. A line for each visit has: batch, head,
-// head_kv, q_begin, the first block of keys and the end of them, q_first, seqlen_q, k_first, seqlen_k. An
-// empty line ends a batch.
+// Prints the work tiles of batches of sequences in the order in which `grid/order.cuh` assigns
+// them. Standard input has one line of numbers for each batch: causal, threads, batch, seqlen_q,
+// seqlen_k, heads_q, heads_kv, section_keys, total_q, total_k, 1 if there is seqused_k, splits,
+// `alike`, and then cu_seqlens_q, cu_seqlens_k and seqused_k. The output has a line for each work
+// tile: batch, head, head_kv, q_begin, begin and end of the KV tiles, q_first, seqlen_q, k_first,
+// seqlen_k. An empty line ends a batch.
 #include "cuda_on_host.h"
 
 #include "grid/order.cuh"
@@ -12,7 +12,7 @@
 
 #include "read_numbers.h"
 
-// Words of the workspace ahead of the order, where keys are split.
+// Number of words of the workspace before the order, with split KV.
 constexpr int behind = 5;
 
 template <bool Causal, bool Split>
@@ -30,7 +30,7 @@ struct AlikeMakers : SequenceOrder::WholeBlock {
 template <bool Causal, bool Split>
 void print_visits(const Params& p, int threads, int section_keys, bool alike) {
   std::vector<int> scratch(SequenceOrder::scratch_words);
-  // Behind partial results.
+  // With split KV, the order comes after the partial results.
   const SequenceOrder order = SequenceOrder(p).behind(Split ? behind : 0);
   constexpr int Br = Config<Causal, Split>::Br;
   run_block(threads, [&] {
@@ -78,7 +78,7 @@ int main() {
     p.seqused_k = sizes[9] ? used.data() : nullptr;
     p.total_q = sizes[7];
     p.total_k = sizes[8];
-    // Nothing in it that has not been written.
+    // The workspace is filled with a large number, so that reading unwritten words fails the test.
     p.num_splits = sizes[10];
     std::vector<int> workspace(2 * p.batch + 2 + (p.num_splits > 1 ? behind : 0), 0x7fffffff);
     p.workspace = workspace.data();

@@ -1,15 +1,15 @@
-// Prints the parts of the keys that each thread block takes by `shares.cuh`. Of each launch,
-// standard input has one line of numbers: the config (those of shares_configs.h are numbered from
-// 0), the grid's x, y and z, batch, seqlen_q, seqlen_k, heads_kv, num_splits, caches, total_q, keys,
-// new_keys, whether there are cu_seqlens_q, seqused_k and cache_batch_idx, and then their elements.
-// A line for each part has: the block's x, y and z, the part's batch, head_kv, row_tile, seqlen_q,
-// seqlen_k, begin, end, number, count, place, result, results, slot and whether it is spread; and
-// for each meeting of the result, first, step, count, the counter's slot, and whether it is the
-// last. Then `keys_of_all` as the last block has it, and an empty line.
-// First, because the kernels' headers need it.
-#include "cuda_on_host.h"
+// Prints the partial tiles that `shares.cuh` assigns to each CTA. Standard input has one line of
+// numbers for each launch: the index of the config in shares_configs.h, the grid's x, y and z,
+// batch, seqlen_q, seqlen_k, heads_kv, num_splits, caches, total_q, keys, new_keys, 1 for each of
+// cu_seqlens_q, seqused_k and cache_batch_idx that exists, and then the elements of these arrays.
+//
+// The output has a line for each partial tile: the CTA's x, y and z; batch, head_kv, row_tile,
+// seqlen_q, seqlen_k, begin, end, number, count, place, result, results, slot and is_spread; and
+// for each merge group of the result first, step, count, the counter's slot and is_last. The last
+// CTA's `keys_of_all` and an empty line follow.
 
-// Then what is tested.
+#include "cuda_on_host.h"
+// The code under test; its headers need cuda_on_host.h.
 #include "grid/shares.cuh"
 
 #include <cstdio>
@@ -17,7 +17,8 @@
 #include "read_numbers.h"
 #include "shares_configs.h"
 
-// A warp takes each block's share, and its first lane, which then knows it, the parts.
+// Prints the partial tiles of each CTA. As in the kernel, a warp computes the work range of a CTA,
+// and only its first lane, which holds it, computes the partial tiles.
 template <class Config>
 struct PrintParts {
   static void print(const Params& p) {

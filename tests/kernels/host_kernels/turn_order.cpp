@@ -1,7 +1,7 @@
-// Prints what `turn_order.cuh` says of masks. Of each, standard input has one line of numbers:
-// causal, seqlen_q, seqlen_k, q_offset, left and right of a window (-1 where it has no bound) and
-// prefix. The answer is a line with four numbers for each visit of queries by a tile of keys:
-// the tile of keys, that of queries, the turn, and whether it is the last.
+// Prints the results of `turn_order.cuh`. Standard input has one line of numbers for each mask:
+// causal, seqlen_q, seqlen_k, q_offset, left and right bound of a window (-1 for no bound) and
+// prefix. The output is one line for each mask, with four numbers for each pair of a KV tile and a
+// query tile: the KV tile, the query tile, the index in the dq order, and 1 if it is the last.
 #include <cstdio>
 
 #include "cuda_on_host.h"
@@ -38,7 +38,7 @@ void print_of(const std::vector<int>& n) {
   std::printf("\n");
 }
 
-// The constants of the config, one after the other, as what has been read says.
+// Converts the values that were read to the constants of a Config, one after the other.
 template <bool... Known>
 void print_with(bool causal, const std::vector<int>& n) {
   if constexpr (sizeof...(Known) == 4) {

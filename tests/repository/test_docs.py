@@ -33,7 +33,7 @@ MODULES = sorted(
 
 
 def page_id(page: Path) -> str:
-    """Path of a page, as several folders may have pages of the same name."""
+    """Return the path of a page; several folders may have pages of the same name."""
     return page.relative_to(CHECKOUT).as_posix()
 
 

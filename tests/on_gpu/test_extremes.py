@@ -152,7 +152,7 @@ def test_packed_rows_without_keys_are_zero_beside_rows_that_see_nan(
                 "causal": True,
             },
         )
-    # Of 40 queries with 10 keys, the first 30 attend to none; of 30 with 20 keys, the first 10.
+    # Sequence 0 has 40 queries and 10 keys, so 30 rows attend to none; sequence 1 has 30 and 20.
     for without, seeing in ((slice(0, 30), slice(30, 40)), (slice(40, 50), slice(50, 70))):
         assert not out[without].any()
         assert (lse[:, without] == -np.inf).all()

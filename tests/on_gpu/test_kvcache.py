@@ -235,7 +235,7 @@ def test_long_or_many_paged_sequences_are_right(place: Place, case: KVCacheCase)
         head_dim_v=40,
     )
     for index, (seqlen_q, new) in enumerate(
-        # The queries are as many as the new keys, fewer, or more.
+        # There are equal numbers of queries and new keys, fewer queries, or more.
         [(1, 1), (2, 2), (17, 17), (100, 100), (1, 40), (5, 1)]
     )
     for causal in (False, True)
@@ -420,7 +420,7 @@ def test_fifty_calls_give_the_same_bits(place: Place, case: KVCacheCase, num_spl
         assert_same_bits(again, expected)
 
 
-# These cases differ so much that they split their keys differently, and use other counters.
+# These cases split their keys differently, and use different counters.
 MIXED = [
     kvcache(dtype="float16", batch=batch, longest=longest, seqlen_q=rows, heads_q=q, heads_kv=kv)
     for batch, longest, rows, q, kv in (

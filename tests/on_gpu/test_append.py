@@ -148,7 +148,7 @@ class Places:
         """Return the cached rows of each sequence, clamped as the append kernel clamps them."""
         told = np.broadcast_to(self.lengths, case.batch)
         if self.cache_batch_idx is not None:
-            # A sequence without a row of the cache has no keys.
+            # A sequence with an invalid cache index has no keys.
             rows = self.cache_batch_idx
             told = np.where((rows >= 0) & (rows < case.caches), told, 0)
         return np.clip(told, 0, case.seqlen_cache)

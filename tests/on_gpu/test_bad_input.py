@@ -1,4 +1,4 @@
-"""Calls that a GPU must refuse: a clear error, unharmed inputs, and a context that still works."""
+"""Refused calls on a GPU: the error is clear, inputs are unchanged, and the context still works."""
 
 from __future__ import annotations
 

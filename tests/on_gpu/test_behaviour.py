@@ -86,7 +86,7 @@ def cuda_torch() -> Any:
 
 
 def to_torch(torch: Any, values: tuple[np.ndarray, ...], dtype: str) -> list[Any]:
-    # Converted through float32, because torch cannot read bfloat16 arrays of NumPy.
+    # The arrays are converted through float32, because torch cannot read bfloat16 from NumPy.
     wide = np.float64 if dtype == "float64" else np.float32
     return [
         torch.tensor(a.astype(wide), dtype=getattr(torch, dtype), device="cuda") for a in values
@@ -299,7 +299,7 @@ def test_a_call_runs_on_the_current_stream_and_does_not_wait_for_it() -> None:
     cupy.cuda.Device().synchronize()
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
-        # This call leaves memory for the result in the stream's pool; a new allocation may wait.
+        # This call leaves memory for the result in the stream's pool: a new allocation could wait.
         flash_attention(*ready)
         stream.synchronize()
         keep_busy()

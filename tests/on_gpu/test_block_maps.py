@@ -24,7 +24,7 @@ def documents(rng: np.random.Generator, *shape: int, count: int = 12) -> np.ndar
 
 
 def arrays_of(rng: np.random.Generator) -> dict[str, tuple[Callable[..., Any], Arrays]]:
-    """Return mask functions and their captures: by bounds, by one position, and pair by pair."""
+    """Return masks of all kinds, by bounds, one position or pair, each with its captures."""
     nan = np.repeat(rng.choice([0.0, 1.0, 2.0, np.nan], KEYS // 50), 50).astype(np.float32)
     return {
         "window and first keys": (lambda i, j: ((i - j < 300) & (j <= i)) | (j < 4), {}),

@@ -100,7 +100,7 @@ def test_few_rows_over_many_keys_are_right(case: Case) -> None:
 @of_cases(
     dataclasses.replace(FEW, dtype=dtype, seqlen_k=seqlen_k, batch=batch, heads_kv=heads_kv)
     for dtype, heads_kv in (("float16", 8), ("bfloat16", 1))
-    # The numbers of keys are close to one tile, to all tiles of a thread block, and larger.
+    # The numbers of keys are near one tile, near all tiles of a thread block, or larger.
     for batch, seqlen_k in ((1, 1), (2, 15), (2, 17), (1, 63), (1, 65), (3, 129), (1, 20011))
 )
 def test_any_number_of_keys_is_right(case: Case) -> None:

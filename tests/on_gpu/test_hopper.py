@@ -53,7 +53,7 @@ def of_cases(cases: Iterable[Case]) -> Callable[..., Any]:
 
 # ---- Random problems
 
-# Some head dims have one dtype only, and few cases a negative scale, to limit the kernels.
+# To limit the number of kernels, some head dims have one dtype, and few scales are negative.
 USUAL_DIMS = {
     (64, 64): ("float16", "bfloat16"),
     (128, 128): ("float16", "bfloat16"),
@@ -85,7 +85,7 @@ def random_case(draw: random.Random) -> Case:
     elif kind < 0.2:
         seqlen_k, batch, heads_kv = draw.randint(700, 5000), 1, 1
     elif kind < 0.3:
-        # More query tiles than SMs.
+        # These sizes have more query tiles than a GPU has SMs.
         seqlen_q, batch, heads_kv, group = draw.randint(1, 300), 3, 8, 7
     causal = draw.random() < 0.5
     scale = draw.random()
@@ -438,7 +438,7 @@ def test_keys_of_score_minus_infinity_count_for_nothing(case: Case, hidden: slic
 @of_cases(
     dataclasses.replace(case, q_offset=offset)
     for case in LONG_CASES
-    # Only cases without split keys: the merge of splits returns the value of this key instead.
+    # Only cases without splits are tested, as a merge of splits returns the value of this key.
     if case.causal and case.batch == 4
     for offset in (0, -9)
 )

@@ -30,7 +30,7 @@ SCALES = ("none", "tensor", "page", "row", "computed")
 
 
 def draw(test: int, number: int) -> tuple[KVCacheCase, dict[str, Any], np.random.Generator]:
-    """Return a case, its modifications and a generator; the cases of a test use one kernel."""
+    """Return a case, its modifications and a random generator. A test's cases use one kernel."""
     rng, sizes = np.random.default_rng([11, test]), np.random.default_rng([11, test, number])
     paged = rng.random() < 0.7
     heads_kv = int(rng.choice([1, 1, 2]))

@@ -1,4 +1,4 @@
-"""Mask functions on Hopper: block masks, skipped KV tiles, and masks of pairs loaded with keys."""
+"""Mask functions on Hopper: block masks, skipped KV tiles, and visible pairs loaded with K."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def documents(rng: np.random.Generator, keys: int) -> Arrays:
 
 MASKS: dict[str, tuple[Callable[..., Any], Callable[..., Arrays]]] = {
     "documents": (lambda b, i, j, doc: doc[b, i] == doc[b, j], documents),
-    # Every block is partially masked. These are more than the block mask stores pairs of.
+    # Every block is partially masked, and the block mask stores the pairs of only some of them.
     "pairs": (
         lambda i, j, seen: seen[i, j],
         lambda rng, keys: {"seen": rng.random((keys, keys)) < 0.3},

@@ -181,7 +181,7 @@ def sampled_tiles(case: Case, count: int) -> list[Case]:
     return [dataclasses.replace(case, tile=tile) for tile in chosen]
 
 
-# There are enough heads that the keys are not split, and enough keys that the KV ring wraps around.
+# There are enough heads to leave the keys unsplit, and enough keys to fill the ring of KV tiles.
 MANY = Case("mma", "float16", 133, 450, batch=4, heads_q=60, heads_kv=20, causal=True)
 
 

@@ -13,7 +13,7 @@ from support import rank_checks
 from cupy_flash.gpu.environment import nccl_unavailable
 
 pytestmark = pytest.mark.gpu
-# Time limit of all checks, including compilation. Checks that are not made by then have failed.
+# Time limit in seconds of all checks, including compilation. Checks not made by then have failed.
 SECONDS = 240.0
 
 Said = list[dict[str, str]]

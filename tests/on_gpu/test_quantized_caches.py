@@ -31,7 +31,7 @@ CAPACITY = 300
 
 
 def draw(test: int, number: int) -> tuple[QuantizedCase, dict[str, int]]:
-    """Return a case and its number of splits; cases of a test use one kernel, up to its tile."""
+    """Return a case and its number of splits. Kernels of a test's cases differ only in the tile."""
     rng, sizes = np.random.default_rng([7, test]), np.random.default_rng([7, test, number])
     paged = rng.random() < 0.5
     page_size = int(rng.choice([1, 16, 37, 64])) if paged else 0

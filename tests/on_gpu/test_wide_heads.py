@@ -72,7 +72,7 @@ TILED = [
     (tile, *dims)
     for dims in ((512, 512), (576, 384), (512, 192))
     for tile in TILES
-    # In this tile a warp holds all columns of its rows, and lacks registers for 512 of them.
+    # With this tile a warp holds all columns of its rows, but lacks registers for 512 of them.
     if dims != (512, 512) or tile != MmaTile(64, 32)
 ]
 
@@ -99,7 +99,7 @@ def test_any_tile_of_mma_is_right(tile: MmaTile, head_dim: int, head_dim_v: int)
 
 # ---- Random problems
 
-# The problems of a test use one kernel, except for its tile.
+# The kernels of a test's problems differ only in the tile.
 PROBLEMS, CALLS = 1000, 40
 
 

@@ -105,7 +105,7 @@ extern "C" void build{number}(const BlockMapParams* p, int range_warps, int thre
 
 
 class FoundMap(NamedTuple):
-    """Contents of a block mask; all shapes are preceded by (batches, heads).
+    """Contents of a block mask, whose row tiles consist of parts; shapes follow (batches, heads).
 
     Attributes
     ----------

@@ -56,7 +56,7 @@ class Text:
     def emitted(self) -> str:
         score = self.score_mod and self.score_mod.expression
         seen = self.mask_mod and self.mask_mod.expression
-        # As in calls, whose kernels may have loaded the bias in advance; here it is never loaded.
+        # Kernels may load the bias of a pair in advance. The source is the same here, without this.
         pairwise = frozenset({"bias"} & self.captures.keys())
         slopes = None
         if self.backward:

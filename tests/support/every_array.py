@@ -92,7 +92,7 @@ class Call:
     Attributes
     ----------
     function
-        The function.
+        Public function, or a function that returns its plan.
     argument
         Optional argument that the call tests; None if it has the required arguments only.
     values

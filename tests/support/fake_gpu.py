@@ -25,7 +25,7 @@ from cupy_flash.gpu.by_value import MAX_BYTES
 from cupy_flash.gpu.counters import Shared
 from cupy_flash.problem.device import device_for_arch
 
-# Argument structs of launches that do not take the argument struct of attention.
+# Argument structs of the append and merge launches; all others take that of attention.
 _STRUCTS = {append.ENTRY: append.APPEND_DTYPE, combine.ENTRY: combine.COMBINE_DTYPE}
 # Address of the first array, and distance between arrays, which exceeds the size of any array.
 _FIRST, _APART = 1 << 40, 1 << 30

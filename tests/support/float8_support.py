@@ -198,7 +198,7 @@ def check_on_gpu(case: Float8Case, **choice: Any) -> None:
 
 
 def random_case(rng: np.random.Generator, **fixed: Any) -> Float8Case:
-    """Return a random case with odd sequence lengths; `fixed` names fields that are given."""
+    """Return a case with random lengths and options; `fixed` sets fields."""
     heads_kv = int(rng.choice([1, 2, 3]))
     head_dim, head_dim_v = (int(rng.integers(1, 257)) for _ in range(2))
     if rng.random() < 0.5:

@@ -1,7 +1,7 @@
-"""Calls of attention with random functions, and their right results.
+"""Calls of attention with random functions, and their true results.
 
-Queries and keys are small integers, and the scale is a power of two. So every score is exact, and
-every decision of a function. Pairs that the evaluator cannot decide are masked by an additional
+Queries and keys are small integers, and the scale is a power of two. So every score, and every
+decision of a function, is exact. Pairs that the evaluator cannot decide are masked by an additional
 mask array.
 """
 
@@ -205,14 +205,14 @@ def _host(array: Any) -> Any:
 
 
 def function_calls(seed: int, inputs: str | None = None) -> Iterator[FunctionCall]:
-    """Yield calls with random functions endlessly, except those with too many open pairs.
+    """Yield calls with random functions endlessly, except those with too many undecided pairs.
 
     Parameters
     ----------
     seed
         Seed of the calls.
     inputs
-        Dtype of queries and keys; by default each function's own.
+        Dtype of queries and keys; by default that of each function.
     """
     for number in itertools.count(seed * 100_000):
         call = _call(random_function(number, inputs=inputs))

@@ -96,14 +96,14 @@ class Fault:
     def found(
         self, folder: Path, cases: Sequence[Case], headers: Path = KERNEL_DIR
     ) -> dict[int, str]:
-        """Return what is wrong with functions because of the fault, by their numbers."""
+        """Return how results of functions are wrong because of the fault, by function number."""
         if self.on_cpu:
             wrong = {case.function.number: wrong_on_cpu(case) for case in cases}
         else:
             wrong = dict(
                 wrong_on_host_text(folder, cases, kernel_dir=headers, rewrite=self.rewrite)
             )
-        # Source that cannot be generated or compiled does not show most faults.
+        # A failed generation or compilation does not reveal a fault, unless the fault causes it.
         others = ("raises",) if self.stops else ("raises", "does not compile")
         return {n: why for n, why in wrong.items() if why and not why.startswith(others)}
 

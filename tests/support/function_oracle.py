@@ -49,7 +49,7 @@ class Expr:
 
 @dataclass(eq=False)
 class Helper:
-    """Function of the program that a traced function calls.
+    """Helper function that a traced function calls.
 
     Attributes
     ----------
@@ -73,10 +73,10 @@ class Value:
     Attributes
     ----------
     v
-        Array of values, in the dtype of the type.
+        Array of values, in the dtype of the expression's type.
     e
-        Error bound if a decision reads the value: 0 if every operation is exact, infinite if an
-        earlier decision is open. A float64 array, or the number 0.0.
+        Error bound if a decision reads the value: 0 if every operation is exact, infinite if errors
+        may change an earlier decision (it is open). A float64 array, or the number 0.0.
     s
         Error bound if the value enters the score; then products and sums may be fused (FMA).
     overflows
@@ -130,7 +130,7 @@ class Oracle:
             return self._value(root, {}, {})
 
     def _value(self, root: Expr, known: dict[int, Value], given: Mapping[str, Value]) -> Value:
-        # A stack instead of recursion, because chains of operations may be of any length.
+        # A stack replaces recursion, because chains of operations may have any length.
         stack = [root]
         while stack:
             node = stack[-1]

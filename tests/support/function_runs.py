@@ -98,7 +98,7 @@ def text_of(function: Function, rewrite: Rewrite | None = None) -> Text:
     """
     mod, kind = modification(function), f"{function.kind}_mod"
     if (other := _with_other_zeros(function)) is not None:
-        # An earlier call with the other zeros, whose numbers this call must not reuse.
+        # This makes an earlier call with the other zeros, whose numbers must not be reused.
         _numbers_of_call(modification(other), kind)
     expression, specs = prefixed_text(mod.traced, kind)
     arrays = dict(zip(mod.array_names, mod.arrays, strict=True))
@@ -158,7 +158,7 @@ class Case:
         return self._first(~(alike | (e > 0) & (near | np.isinf(e))), new)
 
     def wrong_score(self, new: Any) -> str | None:
-        """Compare new scores of a kernel, which computes score * log2(e), times ln(2)."""
+        """Compare new scores: a kernel computes score * log2(e), which is multiplied by ln(2)."""
         v, s = self.right.v.astype(np.float64), self.right.s
         info = np.finfo(self.function.real)
         new = new.astype(np.float64)
@@ -303,7 +303,7 @@ def wrong_on_host_text(
     """
     if COMPILER is None:
         pytest.skip("no g++ to compile device text with")
-    # A new folder each time: a library is not loaded again from a path that was loaded before.
+    # The folder is new each time, because a library is not loaded again from the same path.
     folder = Path(tempfile.mkdtemp(dir=folder))
     wrong: dict[int, str] = {}
     texts: dict[int, Text] = {}

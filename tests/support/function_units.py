@@ -159,7 +159,7 @@ def _results(case: Case, text: Text, kernel: Any) -> np.ndarray:
 
 
 def on_device(array: np.ndarray) -> tuple[Any, int]:
-    """Return a copy with the same strides, padded by other bytes, and its first address."""
+    """Return a padded copy with the same strides, and the address of its first element."""
     import cupy
 
     low, high = bytes_of(array)

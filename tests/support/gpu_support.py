@@ -282,7 +282,7 @@ def lse_bound(
 
     lse = max + log(sum exp(score - max)). Four quantities have errors:
 
-    - The scores; the error of lse is at most the largest of theirs. The sum of n products, in any
+    - The scores: lse is off by at most the largest error of a score. The sum of n products, in any
       order, is off by about sqrt(n) * eps * |q||k| (Higham and Mary 2019). Products that drop
       2^-22 of each term, and the rounded scale, add up to 4 eps * |q||k|.
     - The sum has a relative error of a few eps, which becomes an absolute error of the logarithm.
@@ -394,7 +394,7 @@ def check(case: Case, values: Arrays | None = None) -> None:
 
 @contextlib.contextmanager
 def naming(what: Any) -> Iterator[None]:
-    """Prefix the message of an assertion that fails within the context."""
+    """Add `what` to the message of an assertion that fails within the context."""
     try:
         yield
     except AssertionError as error:
@@ -417,7 +417,7 @@ BUSY = 500_000_000
 
 
 def keep_busy(cycles: int = BUSY) -> None:
-    """Enqueue a kernel that runs for these cycles, on the current stream."""
+    """Enqueue a kernel that runs for `cycles` clock cycles on the current stream."""
     import cupy
 
     code = """

@@ -108,7 +108,7 @@ class Class:
     mask_axes: tuple[int, ...]
     array_dtype: str  # dtype of biases, sinks and captures
     is_padding_bias: bool
-    has_lengths: bool  # whether it has seqlens_k or seqused_k
+    has_lengths: bool  # whether a call has seqlens_k or seqused_k
     has_offset: bool
     has_dlse: bool
     has_all_gradients: bool
@@ -267,7 +267,7 @@ class _Drawing:
         names += [name for name in ("bias", "sinks") if getattr(call, name) is not None]
         names += [f"score_mod.{n}" for n, x in call.captures.items() if x.dtype.kind != "i"]
         if not of.has_all_gradients:
-            # The class determines which ones, because kernels are compiled for them.
+            # The class determines the gradients, because kernels are compiled for them.
             chosen = np.random.default_rng((3, self.number % CLASSES)).permutation(names)
             names = [str(name) for name in chosen[: max(1, len(names) // 2)]]
         longest = tuple(int(n.max(initial=0)) for n in (self.seqlens_q, self.seqlens_k))
@@ -414,7 +414,7 @@ def compare(case: Case, xp: Any) -> list[Difference]:
       happen to be small. (In 16 bits the rounding of P and dS is larger, and the naive formula has
       it, too.)
     - in 16 bits with a softcap, the error of its tanh times the cap in the log-sum-exp: bfloat16
-      kernels have the hardware's tanh, whose error is 2^-11, and float16 ones 2^-22.
+      kernels use the hardware's tanh with an error of 2^-11, and float16 kernels have 2^-22.
 
     Kernels store scores times log2(e), so a log-sum-exp below ln 2 times the lowest number counts
     as equal to this product.

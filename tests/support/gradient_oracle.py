@@ -34,11 +34,11 @@ class At(NamedTuple):
     b: int
     h: int
     i: Array  # position of the query among the keys, (rows, 1)
-    j: Array  # (1, keys)
+    j: Array  # position of the key, (1, keys)
 
 
 class ScoreFunction(NamedTuple):
-    """A function of a score, with its derivatives.
+    """Function of a score, with its derivatives.
 
     Attributes
     ----------

@@ -119,7 +119,7 @@ def jax_library(platform: str) -> Library:
         if array.dtype == _FLOAT8:
             return fallback.convert(array)
         with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
-            # A copy, because on the CPU JAX may keep reading the memory that it is given.
+            # The array is copied, because on the CPU JAX may keep reading the given memory.
             return jax.device_put(array.copy(), device)
 
     return Library(f"jax {platform}", convert, jax.Array, is_immutable=True)

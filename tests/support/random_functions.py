@@ -114,7 +114,7 @@ class Function:
 
 
 def random_function(number: int, kind: str | None = None, inputs: str | None = None) -> Function:
-    """Return the function of a number; even numbers are scores, odd ones are masks.
+    """Return the function of a number; even numbers are score functions, odd ones are masks.
 
     Parameters
     ----------
@@ -251,7 +251,7 @@ def random_pairs(function: Function, runs: int = 20, length: int = 16) -> Pairs:
         row = int(rng.integers(0, 400))
         first_key = place + int(rng.integers(0, 400))
         if rng.integers(2):
-            # A run around the diagonal.
+            # This run is around the diagonal.
             first_key = max(0, place + row - int(rng.integers(0, length)))
         offset = place - int(rng.integers(0, 40)) if rng.integers(3) == 0 else place
         if divisors and rng.integers(2):
@@ -920,7 +920,7 @@ def _power_of_infinity(m: _Maker) -> Expr:
 
 
 def _scaled_compare(m: _Maker) -> Expr:
-    """Compare a scaled distance near the limits of the precision of float32."""
+    """Return a comparison of a scaled distance, near the limits of float32 precision."""
     c = m.literal(m._one([0.5, 1.5, 0.25, 3.0, 0.1]), REAL)
     left = m.make("multiply", REAL, m.make("subtract", INT, m.symbol("i"), m.symbol("j")), c)
     right = m.make("subtract", REAL, m.make("multiply", REAL, m.symbol("i"), c), m._real())
@@ -965,7 +965,7 @@ def _wide_bits(m: _Maker) -> Expr:
 
 
 def _reassociated(m: _Maker) -> Expr:
-    """Add small differences of large numbers to the score."""
+    """Return the score plus a small difference of large numbers."""
     if m.rng.integers(2):
         name, _ = m.array(INT, 1, "times")
         t = [m.load_of(name, INT, [m.symbol(x)]) for x in "ji"]

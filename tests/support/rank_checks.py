@@ -31,7 +31,7 @@ from support.sequence_support import random_kvcache_case
 TIMEOUT = 60.0
 # Time limit in seconds of ranks on GPUs, which may have to compile kernels.
 _TIMEOUT_OF_NCCL = 15.0
-# Time limit of one check. A rank that exceeds it hangs despite its group: it exits with its stack.
+# Time limit in seconds of one check. A rank that exceeds it prints its stack and exits.
 _CHECK_SECONDS = 30.0
 
 
@@ -463,7 +463,7 @@ def a_rank_that_calls_once_the_others_gave_up_raises_as_they_do(
 def a_rank_that_fails_in_the_middle_of_a_call_makes_no_other(
     ranks: Ranks, rng: np.random.Generator
 ) -> None:
-    """Otherwise other ranks would take messages of its next call for messages of this one."""
+    """Other ranks would mistake messages of its next call for messages of this one."""
     impatient, x = ranks.anew(2 * ranks.short), _tokens(ranks, 50)
 
     def call() -> None:
@@ -576,7 +576,7 @@ def over_nccl(communicator: Any, seed: int, folder: Path) -> None:
     made = []
 
     def groups(name: str, timeout: float) -> parallel.Group:
-        """Make a communicator whose id rank 0 writes to a file: a failed check leaves no other."""
+        """Make a communicator; its id goes through a file, as a failed check may break others."""
         place = folder / f"{name}.place"
         if rank == 0:
             place.with_suffix(".part").write_bytes(pickle.dumps(nccl.get_unique_id()))

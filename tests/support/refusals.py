@@ -40,7 +40,7 @@ def assert_refused(
 
 
 def jax_array(array: np.ndarray) -> Any:
-    """Return a stand-in for a JAX array: it has DLPack, and a type of JAX's module."""
+    """Return a stand-in for a JAX array, which has DLPack and the module name of JAX's type."""
 
     class Immutable(Foreign):
         pass

@@ -35,7 +35,7 @@ Dense = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def ragged_lengths(rng: np.random.Generator, batch: int, longest: int) -> tuple[int, ...]:
-    """Return lengths from 0 to `longest`: many short, few long, one of at least three is 0."""
+    """Return lengths from 0 to `longest`, many short and few long; of three or more, one is 0."""
     lengths = np.floor((longest + 1) * rng.random(batch) ** 2).astype(int)
     if batch >= 3:
         lengths[rng.integers(batch)] = 0
@@ -201,8 +201,8 @@ class Truth:
 
     out: np.ndarray
     lse: np.ndarray
-    owned: np.ndarray  # which rows belong to one sequence: (total_q,) or (batch, seqlen_q)
-    unowned: np.ndarray  # which rows belong to no sequence
+    owned: np.ndarray  # rows that belong to exactly one sequence, (total_q,) or (batch, seqlen_q)
+    unowned: np.ndarray  # rows that belong to no sequence
     parts: tuple[Part, ...]
 
     @classmethod

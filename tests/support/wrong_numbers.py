@@ -48,7 +48,7 @@ def _limit(name: str, value: int) -> Change:
 def _no_such_pages(arguments: Arguments) -> None:
     table = arguments["block_table"]
     pages, page_size, _, _ = arguments["k_cache" if "k_cache" in arguments else "k"].shape
-    # Invalid are the first page of a sequence, middle ones, those of new rows, and all of another.
+    # Pages become invalid: the first of a sequence, middle ones, those of new rows; all of one.
     for b, row, number in (
         (0, 0, pages),
         (0, 40, -1),

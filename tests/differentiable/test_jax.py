@@ -155,8 +155,10 @@ NUMBERS = [[0.1, 0.2, 0.3, 0.4], (0.1, -2, 0.3, 0), 0.25, 1, np.float32(0.5)]
 @pytest.mark.parametrize("values", NUMBERS, ids=repr)
 @pytest.mark.parametrize("function", ["dense", "packed qkv", "varlen"])
 @pytest.mark.parametrize("name", ["sinks", "alibi_slopes"])
-def test_slopes_and_sinks_may_be_numbers_or_lists(name: str, function: str, values: Any) -> None:
-    (q,) = arrays(jax.devices("cpu")[0], (2, 7, 4, 5))
+def test_slopes_and_sinks_may_be_numbers_or_lists(
+    device: Any, name: str, function: str, values: Any
+) -> None:
+    (q,) = arrays(device, (2, 7, 4, 5))
     ends = [0, 7, 14]
 
     def of(x: Any, given: Any) -> Any:
@@ -167,7 +169,7 @@ def test_slopes_and_sinks_may_be_numbers_or_lists(name: str, function: str, valu
             return cj.flash_attention_varlen(*rows, ends, ends, 7, 7, **{name: given})
         return cj.flash_attention_qkvpacked(jax.numpy.stack([x, q, q], 2), **{name: given})
 
-    array = jax.numpy.asarray(np.broadcast_to(np.array(values, np.float32), (4,)))
+    array = jax.device_put(np.broadcast_to(np.array(values, np.float32), (4,)), device)
     np.testing.assert_array_equal(np.asarray(of(q, values)), np.asarray(of(q, array)))
     found, expected = (jax.grad(lambda x, y=y: (of(x, y) ** 2).sum())(q) for y in (values, array))
     np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
@@ -181,7 +183,8 @@ def test_one_sink_that_is_traced_has_a_gradient() -> None:
 
     found = jax.grad(of)(0.5)
     assert found.shape == ()
-    expected = np.asarray(jax.grad(of)(jax.numpy.full(4, 0.5))).sum()
+    four = jax.device_put(np.full(4, 0.5, np.float32), q.device)
+    expected = np.asarray(jax.grad(of)(four)).sum()
     np.testing.assert_array_equal(np.asarray(found), expected)
 
 

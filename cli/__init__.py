@@ -1,5 +1,5 @@
-"""The command line of cupy_flash.
+"""Command line of cupy_flash: one module per command, and shared modules by concern.
 
-One module per command, the others by concern. Imported as `cupy_flash.cli`, also from a checkout,
-where the folder stands beside the package; imports within it are relative for that reason.
+The package is imported as `cupy_flash.cli`, also from a checkout, where this folder lies next to
+`cupy_flash`. Imports within it are therefore relative.
 """

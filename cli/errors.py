@@ -1,4 +1,4 @@
-"""How the commands report what went wrong: one line and an exit code, never a traceback."""
+"""Error reporting of the commands: one line and an exit code instead of a traceback."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cupy_flash.planning.tuning import TableError
 
 
 class NamedCommands(click.Group):
-    """A command group that names its commands where another is asked for."""
+    """Command group whose error message for an unknown command lists the known ones."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -30,20 +30,20 @@ class NamedCommands(click.Group):
 
 
 class OneLineErrors(NamedCommands):
-    """A command group that reports a wrong option in one line and exits with 2."""
+    """Command group that reports an error in one line; a usage error exits with code 2."""
 
     def make_context(self, *args: Any, **extra: Any) -> click.Context:
         with _closed_pipes_end_it():
             return super().make_context(*args, **extra)
 
     def invoke(self, ctx: click.Context) -> Any:
-        # Before anything imports CuPy.
+        # Called before any import of CuPy, which fails if its cache folder cannot be created.
         prepare_cupy_cache()
         with _closed_pipes_end_it():
             try:
                 return super().invoke(ctx)
             except click.BadOptionUsage as error:
-                # Click's parser does not say whose option it is.
+                # Click's parser attaches no context to this error; the context names the command.
                 command = self.get_command(ctx, ctx.invoked_subcommand or "")
                 if error.ctx is None and command is not None:
                     error.ctx = click.Context(command, ctx, ctx.invoked_subcommand)
@@ -57,7 +57,7 @@ class OneLineErrors(NamedCommands):
         standalone_mode: bool = True,
         **extra: Any,
     ) -> Any:
-        # Python has none where the shell closed it.
+        # Python sets these streams to None if the shell closed their file descriptors.
         sys.stdout = sys.stdout or io.StringIO()
         sys.stderr = sys.stderr or io.StringIO()
         code: Any = 0
@@ -70,10 +70,10 @@ class OneLineErrors(NamedCommands):
         except (CompileError, TableError) as error:
             code = _told(str(error), 1)
         except BrokenProcessPool:
-            text = "a process that compiles was ended, perhaps for want of memory; try --workers 1"
+            text = "a compiler process was ended, perhaps because memory ran out; try --workers 1"
             code = _told(f"cupy-flash: {text}", 1)
         except click.Abort as error:
-            # Click takes the end of a file for an interrupt.
+            # Click also raises Abort at the end of a file; its cause is then an EOFError.
             is_end = isinstance(error.__cause__, EOFError)
             text = "cupy-flash: unexpected end of a file or of the input"
             code = _told(text, 1) if is_end else _told("interrupted", _INTERRUPTED)
@@ -91,12 +91,12 @@ class OneLineErrors(NamedCommands):
         sys.exit(code if isinstance(code, int) else 0)
 
 
-# As a shell has it of a process that a signal ended.
+# Exit codes that a shell reports for processes ended by SIGINT (2) and SIGPIPE (13).
 _INTERRUPTED, _CLOSED_PIPE = 128 + 2, 128 + 13
 
 
 def _told(text: str, code: int) -> int:
-    """Say on stderr, if anybody listens, why the command ends with this code."""
+    """Print the reason for the exit to stderr, unless stderr is closed, and return the code."""
     try:
         click.echo(text, err=True)
     except OSError:
@@ -106,7 +106,7 @@ def _told(text: str, code: int) -> int:
 
 @contextlib.contextmanager
 def _closed_pipes_end_it() -> Iterator[None]:
-    """End with the usual code where the reader of a pipe went away; click would end with 1."""
+    """Exit with the code of SIGPIPE if the reader of a pipe is gone; click would exit with 1."""
     try:
         yield
     except BrokenPipeError as error:
@@ -114,7 +114,7 @@ def _closed_pipes_end_it() -> Iterator[None]:
 
 
 def _code_of_closed_pipe(error: BrokenPipeError) -> int:
-    """The code of what came before, where an interrupt was being told of."""
+    """Return the exit code for a broken pipe, or for an interrupt whose report broke the pipe."""
     _forget_unwritten_output()
     found: BaseException | None = error
     while found is not None:
@@ -125,7 +125,7 @@ def _code_of_closed_pipe(error: BrokenPipeError) -> int:
 
 
 def _is_of_cuda(error: Exception) -> bool:
-    """Whether the driver or a library of the toolkit reports it, through CuPy."""
+    """Return whether CuPy raised the error for the CUDA driver or a CUDA library."""
     return type(error).__module__.startswith(("cupy.cuda", "cupy_backends"))
 
 
@@ -143,7 +143,7 @@ def _usage_text(error: click.UsageError) -> str:
 
 
 def _forget_unwritten_output() -> None:
-    """Keep Python from trying once more, at its exit, what could not be written."""
+    """Discard unwritten output, so that Python does not flush it again at exit."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             stream.flush()
@@ -154,9 +154,9 @@ def _forget_unwritten_output() -> None:
 
 @contextlib.contextmanager
 def library_errors_as_usage() -> Iterator[None]:
-    """Turn what the library says about its arguments into a usage error.
+    """Turn errors that the library raises for its arguments into usage errors.
 
-    Only for arithmetic on what the user asked for: elsewhere a ValueError is a defect and shows.
+    Wrap only checks of the user's options: elsewhere a ValueError is a defect and must show.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""`cupy-flash info`: what is here, and which kernel families can be used."""
+"""The command `cupy-flash info`: hardware, versions, and usable kernel families."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from .records import environment
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def info(as_json: bool) -> None:
-    """GPUs, versions, cache places, kernel families and providers, and why not the others."""
+    """Show GPUs, versions, cache paths, kernel families and providers, usable or not and why."""
     facts = collect()
     click.echo(json.dumps(facts, indent=1) if as_json else _text(facts))
 
 
 def collect() -> dict[str, Any]:
-    """Everything that `info` tells."""
+    """Return everything that `info` shows."""
     gpus = environment.gpus()
     missing = {name: providers.provider(name).missing() for name in providers.names()}
     return {
-        # After the providers, so that torch counts where it was found.
+        # Collected after the providers, so that the version of torch is included if they import it.
         "versions": environment.versions(),
         "cpu": environment.cpu_name(),
         "gpu_unavailable": gpu_unavailable(),
@@ -68,7 +68,7 @@ def _places() -> dict[str, Any]:
 
 
 def _family(name: str, direction: str, gpus: list[Device]) -> dict[str, Any]:
-    """The dtypes that a family serves on the first GPU, and why not the others."""
+    """Return the dtypes that a family serves on the first GPU, and why it serves no others."""
     family = FAMILIES[direction][name]
     if not gpus:
         return {"digest": family.digest(), "dtypes": [], "why_not": {"all": "no GPU"}}

@@ -1,4 +1,4 @@
-"""`cupy-flash tables`: look at tuned tables, share them as files, take others' in."""
+"""The command `cupy-flash tables`: list, export, merge, import and clear tuned tables."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.group(cls=NamedCommands, invoke_without_command=True)
 @click.pass_context
 def tables(ctx: click.Context) -> None:
-    """Look at tuned tables, share them as files, and take in others'."""
+    """List, export, merge, import and clear tables of tuned tiles."""
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
 
 
 @tables.command("list")
 @click.argument("files", nargs=-1, type=click.Path(path_type=Path, exists=True, dir_okay=False))
-@click.option("--shipped", is_flag=True, help="Those that came with the library.")
+@click.option("--shipped", is_flag=True, help="List the tables that are part of the library.")
 def list_entries(files: tuple[Path, ...], shipped: bool) -> None:
-    """Show the entries of table files, by default of the user's own table."""
+    """List the entries of table files; without FILES, those of the user's table."""
     if shipped and files:
-        raise click.UsageError("--shipped names files of its own; leave the others out")
+        raise click.UsageError("--shipped lists its own files; leave out FILES")
     if shipped:
         paths = sorted(tuning.SHIPPED_DIR.glob("*.json"))
         if not paths:
-            click.echo("No tables came with the library")
+            click.echo("No tables are part of the library")
     else:
         paths = list(files) or [tuning.user_table_path()]
     for path in paths:
@@ -54,9 +54,9 @@ def list_entries(files: tuple[Path, ...], shipped: bool) -> None:
 @click.argument("file", type=_FILE)
 @force_option("FILE")
 def export(file: Path) -> None:
-    """Write the entries in effect, the user's over the shipped ones, into a file.
+    """Write the entries in effect to FILE: the user's, and shipped ones that they do not replace.
 
-    Entries for other kernel sources than this version's are left out.
+    Entries that were tuned on other kernel sources are left out.
     """
     entries = [entry for entry in tuning.entries() if not is_stale(entry)]
     _write(file, entries, "cupy-flash tables export")
@@ -66,10 +66,10 @@ def export(file: Path) -> None:
 @click.argument(
     "files", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True, dir_okay=False)
 )
-@click.option("--output", required=True, type=_FILE, help="The file to write.")
+@click.option("--output", required=True, type=_FILE, help="Path of the file to write.")
 @force_option("--output")
 def merge(files: tuple[Path, ...], output: Path) -> None:
-    """Put several table files into one; where keys are the same, the faster entry stays."""
+    """Merge table files into one; of entries with the same key, the faster one is kept."""
     entries: list[Entry] = []
     for path in files:
         entries = _faster_of(entries, _read(path))
@@ -79,9 +79,9 @@ def merge(files: tuple[Path, ...], output: Path) -> None:
 @tables.command("import")
 @click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 def import_entries(file: Path) -> None:
-    """Take a table file's entries into the user's table, over what is there.
+    """Import the entries of FILE into the user's table; they replace entries with the same key.
 
-    Entries of every GPU are taken; each serves its own, and those near it that have no table.
+    Entries of all GPUs are imported. An entry serves its own GPU, and similar ones without a table.
     """
     entries = _read(file)
     fresh = [entry for entry in entries if not is_stale(entry)]
@@ -99,7 +99,7 @@ def import_entries(file: Path) -> None:
 
 @tables.command()
 def clear() -> None:
-    """Remove the user's own table; one that cannot be read is kept under another name."""
+    """Delete the user's table; a table that cannot be read is renamed instead."""
     try:
         click.echo(f"{_entries(tuning.clear())} removed")
     except tuning.TableError:
@@ -109,9 +109,9 @@ def clear() -> None:
 
 
 def why_not(entry: Entry) -> str | None:
-    """Why an entry's tile cannot serve its class on its GPU, or None if it can."""
+    """Return why an entry's tile cannot serve its problem class on its GPU, or None if it can."""
     if (entry.family == "cpu") != (entry.gpu == tuning.CPU):
-        return f"family {entry.family!r} does not run there"
+        return f"family {entry.family!r} does not run on that processor"
     families = FAMILIES[entry.direction]
     tile_type = Tile if entry.family == "cpu" else families[entry.family].tile_type
     names = [field.name for field in dataclasses.fields(tile_type)]

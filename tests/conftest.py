@@ -1,4 +1,4 @@
-"""What all tests share: the gpu marker, seeds, and a home folder of their own."""
+"""Fixtures and hooks of all tests: markers gpu and slow, seeds, and a home folder per test."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from cupy_flash.gpu import compiler
 from cupy_flash.gpu.environment import gpu_unavailable
 from cupy_flash.planning import tuning
 
-# No deadlines: the machine may be busy.
+# Tests have no deadlines, since the machine may be busy.
 hypothesis.settings.register_profile("cupy_flash", deadline=None)
 hypothesis.settings.load_profile("cupy_flash")
 
-# Their assertions say as much as those of the tests themselves.
+# pytest then shows failed assertions in `support` with as much detail as those in tests.
 pytest.register_assert_rewrite("support")
 
 SEED_VARIABLE = "CUPY_FLASH_TEST_SEED"
-# Fresh for each run; set the variable to the number that a failing run printed to repeat it.
+# The seed differs between runs; to repeat a failing run, set the variable to the printed number.
 SEED = int(os.environ.get(SEED_VARIABLE) or secrets.randbelow(2**32))
 GPU_TESTS = Path(__file__).parent / "on_gpu"
-# Else JAX takes three quarters of a GPU's memory, which other workers need.
+# Otherwise JAX allocates three quarters of a GPU's memory, which other workers need.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     workers = getattr(config.option, "numprocesses", None)
     if workers:
-        # Else each worker has as many threads for products as there are cores: of 15 workers on 16
-        # cores a test of gradients took 20 seconds, of one alone a second.
+        # Otherwise each worker starts one OpenBLAS thread per core: with 15 workers on 16 cores, a
+        # test of gradients took 20 s instead of 1 s.
         threads = max(1, (os.cpu_count() or 1) // workers)
         os.environ.setdefault("OPENBLAS_NUM_THREADS", str(threads))
 
@@ -48,14 +48,14 @@ def pytest_report_header() -> str:
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    # Collecting and skipping these 12,000 tests takes a quarter of the run's time on two cores.
-    # pytest does not call this hook for a folder that the command line names, or whose files it
-    # names.
+    # Collecting and skipping the 12,000 tests in on_gpu takes a quarter of the run's time on two
+    # cores. pytest does not call this hook for a folder that the command line names, or whose
+    # files it names.
     return True if collection_path == GPU_TESTS and gpu_unavailable() is not None else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # Such an id differs between workers, which then run no test at all.
+    # An id with an address differs between xdist workers, which then run no test at all.
     if unstable := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"an id of a test holds an address: {unstable[0]}")
     if "slow" not in config.option.markexpr:
@@ -77,24 +77,24 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
-    """Random numbers that depend on the run's seed and the test's name only."""
-    # Shown beside a failure, where the header is not.
+    """Random generator whose numbers depend on the run's seed and the test's id only."""
+    # pytest shows this line with a failure, where the report header is out of sight.
     print(f"{SEED_VARIABLE}={SEED}")
     return np.random.default_rng([SEED, zlib.crc32(request.node.nodeid.encode())])
 
 
 @pytest.fixture(scope="session")
 def new_homes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Names of folders, one by one; `mktemp` would look through all that there are each time."""
+    """Paths of new folders; `mktemp` would search all existing folders each time."""
     folder = tmp_path_factory.mktemp("homes")
     return (folder / str(number) for number in itertools.count())
 
 
 @pytest.fixture(autouse=True)
 def home(new_homes: Iterator[Path]) -> Iterator[Path]:
-    """An empty `CUPY_FLASH_HOME` for each test, no prebuilt kernels, and no shipped tables.
+    """Empty `CUPY_FLASH_HOME` for each test, without prebuilt kernels and shipped tables.
 
-    What is tested does not depend on what was tuned; the tables have tests of their own.
+    Tests do not depend on tuned tables; the tables have their own tests.
     """
     folder = next(new_homes)
     folder.mkdir()
@@ -109,7 +109,7 @@ def home(new_homes: Iterator[Path]) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def compile_pool() -> Iterator[ProcessPoolExecutor]:
-    """Two processes that compile, for tests that first submit all they need."""
+    """Pool of two processes that compile, for tests that first submit all their units."""
     if reason := compiler.why_no_compiler():
         pytest.skip(reason)
     context = multiprocessing.get_context("spawn")

@@ -53,7 +53,7 @@ from cupy_flash.families import FAMILIES, FORWARD
 from cupy_flash.parallel import cache_shard
 from cupy_flash.problem.arrays import MAX_ALIGNMENT
 
-# Head dims whose rows, one after the other, keep the alignment that the first has.
+# Head dims whose consecutive rows keep the alignment of the first row.
 ALIGNED_DIMS = (
     *(("float16", alignment, (40, 24)) for alignment in (16, 8, 4, 2)),
     ("float16", 8, (36, 20)),
@@ -66,13 +66,13 @@ ALIGNED_DIMS = (
 
 
 def cases() -> Iterator[Case]:
-    """Every family and dtype, masks, ragged tiles, alignments, splits, stages, rows per warp."""
+    """Yield cases of every family and dtype, with masks, ragged tiles, alignments and splits."""
     small = Case(None, "float16", 70, 150, batch=1, heads_q=2, heads_kv=1)
     for family in FORWARD:
         for dtype in DTYPES:
             causal = dataclasses.replace(small, family=family, dtype=dtype, causal=True)
             yield causal
-            # Keys split over thread blocks; a row of queries, whose tile is another one.
+            # Here the keys are split over thread blocks, and the single query row has another tile.
             yield dataclasses.replace(causal, seqlen_q=1, seqlen_k=1030)
         for dtype, alignment, dims in ALIGNED_DIMS:
             yield dataclasses.replace(
@@ -104,12 +104,12 @@ def cases() -> Iterator[Case]:
     ):
         if short.is_supported():
             yield dataclasses.replace(short, tile=tile_with(short, fields))
-    # Head dims whose lines are 64 bytes; most query tiles see no key.
+    # The box rows of these head dims have 64 bytes; most query tiles attend to no key.
     yield dataclasses.replace(short, head_dim=96, head_dim_v=40, q_offset=-100)
-    # float32 in pieces, whose wide heads are multiplied in shares.
+    # float32 is split into components, and wide heads multiply P by slices of V's columns.
     yield dataclasses.replace(short, dtype="float32")
     yield dataclasses.replace(short, dtype="float32", batch=1, head_dim=192, head_dim_v=150)
-    # Above, most cases have more query rows than decode is for.
+    # Most cases above have more query rows than `decode` is meant for.
     few = dataclasses.replace(
         small, family="decode", seqlen_q=3, seqlen_k=1030, batch=2, causal=True, q_offset=20
     )
@@ -124,23 +124,23 @@ def cases() -> Iterator[Case]:
 
 
 def _more_tiles_than_sms(small: Case, **more: Any) -> Case:
-    """Only of so many each block of `hopper`'s persistent grid goes on to others."""
+    """Return a case with so many tiles that blocks of `hopper`'s persistent grid take several."""
     return dataclasses.replace(
         small, family="hopper", seqlen_q=135, seqlen_k=210, batch=4, heads_q=24, heads_kv=12, **more
     )
 
 
 def wide_cases() -> Iterator[Case]:
-    """Heads of more than 256 columns: pairs of thread blocks, warps that share rows, teams."""
+    """Yield heads of more than 256 columns: pairs of thread blocks, and warps that share rows."""
     small = Case("mma", "float16", 70, 150, batch=1, heads_q=2, heads_kv=1, causal=True)
     for dims, alignment in (((512, 512), 16), ((33, 330), 2)):
         wide = dataclasses.replace(small, head_dim=dims[0], head_dim_v=dims[1], alignment=alignment)
         yield wide
-        # Keys split over thread blocks.
+        # The keys of these cases are split over thread blocks.
         yield dataclasses.replace(wide, seqlen_q=5, seqlen_k=1030)
         yield dataclasses.replace(wide, family="decode", seqlen_q=3, seqlen_k=530)
     yield dataclasses.replace(small, family="simt", dtype="float32", head_dim=300, head_dim_v=290)
-    # Most tiles of the second see no key.
+    # Most tiles of the second case attend to no key.
     many = _more_tiles_than_sms(small)
     yield dataclasses.replace(many, head_dim=512, head_dim_v=512, q_offset=20)
     yield dataclasses.replace(many, head_dim=264, head_dim_v=40, q_offset=-100)
@@ -148,7 +148,7 @@ def wide_cases() -> Iterator[Case]:
 
 @dataclass(frozen=True)
 class LatentCall:
-    """A call whose values are columns of its keys, of 16 bits or of 8."""
+    """MLA call: the values are columns of the keys, which have 16 or 8 bits."""
 
     base: KVCacheCase
     cache_dtype: str | None
@@ -160,7 +160,7 @@ class LatentCall:
 
 
 def latent_calls() -> Iterator[LatentCall]:
-    """In pages and not, of one tile of rows and of several, with new rows; and of many heads."""
+    """Yield MLA calls: paged or not, with one or several row tiles, new rows, and many heads."""
     for number, (cache_dtype, page_size) in enumerate(
         itertools.product((None, *CACHE_DTYPES), (0, 1, 16))
     ):
@@ -188,7 +188,7 @@ class SequenceCall:
     Attributes
     ----------
     what
-        A case, or arguments with wrong numbers in them and what is wrong.
+        Test case, or a pair of what is wrong and the arguments with wrong numbers.
     """
 
     what: VarlenCase | KVCacheCase | tuple[str, dict[str, Any]]
@@ -208,20 +208,20 @@ class SequenceCall:
 
 
 def sequence_calls() -> Iterator[SequenceCall]:
-    """Five of each family that serves sequences; appending and rotating, which any of them does;
-    and clusters over caches.
+    """Yield five calls of each family that serves sequences, appends with rotation, and clusters
+    over caches.
     """
     for family in (name for name in FORWARD if FORWARD[name].serves_sequences):
         dtype = "float32" if family == "simt" else "float16"
         packed = VarlenCase(
             (70, 0, 33, 1), (150, 9, 0, 40), dtype, head_dim=40, head_dim_v=24, causal=True
         )
-        # The copy engine takes neither rows that are aligned to less nor shares of the keys.
+        # `hopper` requires 16-byte alignment for TMA, and does not split keys of sequences.
         alignment, num_splits = (16, 0) if family == "hopper" else (8, 3)
         yield SequenceCall(dataclasses.replace(packed, seqused=True), family, alignment=alignment)
         yield SequenceCall(wrong("keys of all sizes", 0, dtype), family, num_splits)
         yield SequenceCall(wrong("pages that there are not", 16, dtype), family)
-        # Keys shared out over thread blocks, evenly or in so many parts of each sequence.
+        # Keys are split evenly over thread blocks, or into `num_splits` parts per sequence.
         cached = KVCacheCase((1030, 7, 0), dtype, seqlen_q=2, indexed=True, causal=True)
         yield SequenceCall(cached, family)
         yield SequenceCall(wrong("pages that there are not", 16, dtype, seqlen_new=7), family, 3)
@@ -254,7 +254,7 @@ def sequence_calls() -> Iterator[SequenceCall]:
 
 
 def clustered_calls() -> Iterator[SequenceCall]:
-    """Calls of one cluster for each head, and of several, over sequences that not all share."""
+    """Yield calls with one or several clusters per head, over sequences that not all share."""
     many = ((530, 7, 0), *HEADS[1])
     few = ((5000, 7, 0, 900), 16, 2)
     for page_size, (lengths, heads_q, heads_kv) in ((0, many), (1, many), (16, many), (0, few)):
@@ -276,14 +276,14 @@ def clustered_calls() -> Iterator[SequenceCall]:
 def wrong(
     change: str, page_size: int, dtype: str, seqlen_new: int | None = None
 ) -> tuple[str, dict[str, Any]]:
-    """Arguments with wrong numbers: of packed sequences, or of a cache if rows are appended."""
+    """Return wrong arguments: for packed sequences, or for a cache if rows are appended."""
     if seqlen_new is None:
         return change, wrong_varlen(change, page_size, dtype)
     return change, wrong_kvcache(change, page_size, dtype, seqlen_new)
 
 
 def on_gpu(array: np.ndarray, alignment: int) -> Any:
-    """The array at the end of an allocation, its first element aligned to no more than asked."""
+    """Return the array at the end of an allocation, aligned to `alignment` bytes and no more."""
     import cupy
 
     start = alignment % MAX_ALIGNMENT // array.itemsize
@@ -292,12 +292,12 @@ def on_gpu(array: np.ndarray, alignment: int) -> Any:
 
 
 def call(case: Case) -> str | None:
-    """Make one call; return what is wrong with its output, if anything is."""
+    """Make a call; return what is wrong with its output, or None."""
     q, k, v, out = (
         on_gpu(array, case.alignment)
         for array in (*random_values(case), np.full(case.shape("out"), np.nan, DTYPES[case.dtype]))
     )
-    # Alignment is that of the arrays as they lie here, so the tile is chosen anew if none is given.
+    # The alignment is that of these arrays, so the tile is chosen again if none is given.
     flash_attention(
         q, k, v, out=out, return_lse=True, family=case.family, tile=case.tile, **case.formula
     )
@@ -305,9 +305,9 @@ def call(case: Case) -> str | None:
 
 
 def call_with_sequences(case: SequenceCall) -> str | None:
-    """The same of packed or cached sequences, whose results are compared with the reference.
+    """Make a call on packed or cached sequences; return how it differs from the reference, or None.
 
-    Where nothing is to be read there is NaN, so finite numbers would say little.
+    Elements that no call may read are NaN, so finite results alone would prove little.
     """
     arguments = case.arguments
     arrays = {
@@ -342,7 +342,7 @@ def call_with_sequences(case: SequenceCall) -> str | None:
 
 
 def modified_calls() -> Iterator[tuple[ModifiedCall, str | None]]:
-    """Modifications in each family, drawn as the tests draw them: captures end where they end."""
+    """Yield modified calls of each family, drawn as in the tests; captures end their allocation."""
     for number in range(24):
         rng = np.random.default_rng(number)
         family = (None, *FORWARD)[number % (1 + len(FORWARD))]
@@ -352,7 +352,7 @@ def modified_calls() -> Iterator[tuple[ModifiedCall, str | None]]:
         if family == "hopper" and kind == "paged":
             kind = "packed"
         yield random_call(rng, dtype, kind, few_rows=family == "decode"), family
-    # Each with ways of its own through the Hopper kernel.
+    # These calls take different paths through the Hopper kernel.
     rng = np.random.default_rng(0)
     bias = rng.standard_normal((1, 2, 200, 336))
     for dtype, head_dim in (("bfloat16", 64), ("bfloat16", 128), ("float16", 64)):
@@ -366,19 +366,19 @@ def modified_calls() -> Iterator[tuple[ModifiedCall, str | None]]:
         yield ModifiedCall("equal", dtype, arrays | {"bias": bias.astype(real)}, {}), "hopper"
         blocks = {"mask_mod": ("blocks", {})}
         yield ModifiedCall("equal", dtype, arrays, {"causal": True}, blocks), "hopper"
-    # Rows of low scores, by a launch of their own.
+    # Rows with very low scores are computed by an additional launch.
     for kind in KINDS:
         yield padded_call(rng, "bfloat16", kind, -1e30), "hopper"
 
 
 def call_modified(case: ModifiedCall, family: str | None) -> str | None:
-    """Why the call went wrong, or None."""
+    """Return why the call went wrong, or None."""
     import cupy
 
     try:
         case.check(cupy, family=family)
     except UnsupportedError:
-        # What a family does not serve, another does.
+        # Another family serves what this family does not.
         return None if family is None else call_modified(case, None)
     except AssertionError as error:
         return str(error)
@@ -386,7 +386,7 @@ def call_modified(case: ModifiedCall, family: str | None) -> str | None:
 
 
 def backward_calls() -> Iterator[tuple[GradientCall, str]]:
-    """Gradients in each family, drawn as the tests draw them; and of rows that `hopper` takes."""
+    """Yield backward calls of each family, drawn as in the tests; `hopper` has more head dims."""
     for number, (family, kind, dtype) in enumerate(
         itertools.product(FAMILIES["backward"], GRADIENT_KINDS, DTYPES)
     ):
@@ -402,7 +402,7 @@ def backward_calls() -> Iterator[tuple[GradientCall, str]]:
 
 
 def call_backward(case: GradientCall, family: str | None) -> str | None:
-    """Why the call went wrong, or None."""
+    """Return why the call went wrong, or None."""
     import cupy
 
     try:
@@ -415,7 +415,7 @@ def call_backward(case: GradientCall, family: str | None) -> str | None:
 
 
 def quantized_calls() -> Iterator[QuantizedCase]:
-    """8 bits: each dtype and kind of scales, with new rows, in pages and not; packed queries."""
+    """Yield calls with 8-bit caches: all dtypes and scales, paged or not, and packed queries."""
     for number, (cache_dtype, page_size) in enumerate(itertools.product(CACHE_DTYPES, (0, 16))):
         packed = VarlenCase(
             (70, 0, 3), (150, 9, 530), "float16", causal=True, page_size=page_size, seqused=True
@@ -438,7 +438,7 @@ def quantized_calls() -> Iterator[QuantizedCase]:
 
 
 def call_quantized(case: QuantizedCase) -> str | None:
-    """Why the call went wrong, or None."""
+    """Return why the call went wrong, or None."""
     try:
         check_on_gpu(case)
     except AssertionError as error:
@@ -447,7 +447,7 @@ def call_quantized(case: QuantizedCase) -> str | None:
 
 
 def call_latent(case: LatentCall) -> str | None:
-    """Why the call went wrong, or None; elsewhere than on Hopper none is made of its kernel."""
+    """Return why the call went wrong, or None; calls of `hopper` are made on Hopper only."""
     if case.family == "hopper" and current_device().arch != 90:
         return None
     try:
@@ -458,7 +458,7 @@ def call_latent(case: LatentCall) -> str | None:
 
 
 def float8_calls() -> Iterator[Float8Case]:
-    """Shares of all columns and of some, ragged ends."""
+    """Yield float8 calls: outputs in one slice of columns or several, and ragged ends."""
     for dim, causal in itertools.product((48, 128, 192, 256), (False, True)):
         yield Float8Case(
             200,
@@ -471,7 +471,7 @@ def float8_calls() -> Iterator[Float8Case]:
 
 
 def call_float8(case: Float8Case) -> str | None:
-    """Why the call went wrong, or None; elsewhere than on Hopper none is made."""
+    """Return why the call went wrong, or None; calls are made on Hopper only."""
     if current_device().arch != 90:
         return None
     try:
@@ -482,13 +482,13 @@ def call_float8(case: Float8Case) -> str | None:
 
 
 def shard_appends() -> Iterator[tuple[str, Any]]:
-    """Appends to a cache that ranks share out, all of them here one after the other."""
+    """Yield appends to a sharded KV cache, whose shards are all on this GPU, one after another."""
     for dtype, ranks, stripe in (("float16", 2, 3), ("bfloat16", 3, 1), ("float32", 2, 256)):
         yield f"append {dtype} to {ranks} ranks in stripes of {stripe}", (dtype, ranks, stripe)
 
 
 def call_shard_append(dtype: str, ranks: int, stripe: int) -> str | None:
-    """Why the call went wrong, or None."""
+    """Return why the call went wrong, or None."""
     rng = np.random.default_rng(ranks)
     whole, new = (rng.standard_normal((2, rows, 3, 40)).astype(DTYPES[dtype]) for rows in (41, 7))
     lengths = np.array([30, 5], np.int32)
@@ -505,12 +505,12 @@ def call_shard_append(dtype: str, ranks: int, stripe: int) -> str | None:
     return None
 
 
-# What goes wrong in a call, if anything does, by the call's name.
+# Name of a call, and a function that makes it and returns what is wrong, or None.
 Named = tuple[str, Callable[[], "str | None"]]
 
 
 def _named(make: Callable[..., str | None], calls: Iterable[Any]) -> Iterator[Named]:
-    """Of calls, or of pairs of a call and a family."""
+    """Yield names and functions for calls, or for pairs of a call and a family."""
     for each in calls:
         given = each if isinstance(each, tuple) else (each,)
         yield str(given[0]), functools.partial(make, *given)
@@ -535,7 +535,7 @@ GROUPS: dict[str, tuple[str, Callable[[], Iterable[Named]]]] = {
 
 
 def plain_calls() -> Iterator[Named]:
-    """Those of no group."""
+    """Yield the calls that are in no group."""
     yield from _named(call, _supported(cases()))
     yield from _named(call_with_sequences, sequence_calls())
     yield from ((name, functools.partial(call_shard_append, *x)) for name, x in shard_appends())

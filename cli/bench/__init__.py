@@ -1,1 +1,1 @@
-"""`bench`, and what reads its records."""
+"""The command `bench`, and the commands that read its records."""

@@ -1,4 +1,4 @@
-"""`cupy-flash bench`: time providers on the same inputs, each checked against the reference."""
+"""The command `cupy-flash bench`: time providers on the same inputs, and check their results."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _GPU_DEFAULTS: dict[str, Sequence[Any]] = {
     "head_dim": (128,),
     "dtype": ("bfloat16",),
 }
-# Some ten seconds on two cores.
+# Cases that take about ten seconds on two cores.
 _CPU_DEFAULTS: dict[str, Sequence[Any]] = {
     "batch": (1,),
     "seqlen_q": (1024, 2048),
@@ -60,7 +60,7 @@ _CPU_DEFAULTS: dict[str, Sequence[Any]] = {
     "head_dim": (64,),
     "dtype": ("float32",),
 }
-# Untimed and timed calls of a cell.
+# Numbers of untimed and timed calls of a cell.
 _GPU_REPEATS = (3, 20)
 _CPU_REPEATS = (1, 7)
 
@@ -107,7 +107,7 @@ def _choose_providers(
 
 
 def _several_gpus(gpus: int | None, head_ranks: int | None) -> SeveralGpus | None:
-    """The provider of --gpus, if it is given."""
+    """Return the provider of --gpus, or None if that option is not given."""
     if gpus is None:
         refuse({"head_ranks": head_ranks}, ("head_ranks",), "one GPU; it is for --gpus")
         return None
@@ -135,7 +135,7 @@ def _choose_baseline(
 
 
 def _refuse_hopeless_tile(cases: Sequence[Case], chosen: Sequence[Provider]) -> None:
-    """Raise a usage error if the forced tile fits no case of any provider of ours."""
+    """Raise a usage error if no provider of cupy_flash accepts the forced tile in any case."""
     reasons = [p.why_not(case) for p in chosen if p.ours for case in cases]
     if reasons and None not in reasons:
         raise click.UsageError(str(reasons[0]))
@@ -166,7 +166,7 @@ def _provider_names(
     type=click.IntRange(0),
     default=0,
     show_default=True,
-    help="Of the random inputs and lengths.",
+    help="Seed of the random inputs and sequence lengths.",
 )
 @click.option("--br", type=click.IntRange(1), help="Force the tile's query rows.")
 @click.option("--bc", type=click.IntRange(1), help="Force the tile's key rows.")
@@ -179,54 +179,54 @@ def _provider_names(
     "--preset",
     type=click.Choice(presets.NAMES),
     metavar="NAME",
-    help=f"A named set of cases: {', '.join(presets.NAMES)}.",
+    help=f"Named set of cases: {', '.join(presets.NAMES)}.",
 )
 @click.option(
     "--input",
     "path",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="An npz file with real q, k and v of shape (batch, seqlen, heads, head_dim).",
+    help="Path of an npz file with q, k and v of shape (batch, seqlen, heads, head_dim).",
 )
 @click.option(
     "--provider",
     "asked",
     type=_PROVIDERS,
     callback=_provider_names,
-    help="Who computes, separated by commas; 'cupy-flash info' lists them.",
+    help="Providers to time, separated by commas; 'cupy-flash info' lists them.",
 )
 @click.option(
     "--gpus",
     type=click.IntRange(2),
-    help="Also share the work out among so many GPUs, by processes that this command starts.",
+    help="Also run each case sharded over this many GPUs, in processes that this command starts.",
 )
 @click.option(
     "--head-ranks",
     type=click.IntRange(1),
-    help="Of these, how many share out heads: 1 is a ring. By default the library's choice.",
+    help="GPUs per head-parallel group; 1 is ring attention only. Default: the library's choice.",
 )
 @click.option(
     "--baseline",
     type=_PROVIDERS,
     callback=_provider_names,
-    help="Whom speedups refer to: the best of these providers on each case.",
+    help="Providers to compare with; speedups are relative to the fastest of them in each case.",
 )
-@click.option("--warmup", type=click.IntRange(0), help="Untimed calls: 3; on the CPU 1.")
-@click.option("--repeats", type=click.IntRange(1), help="Timed calls: 20; on the CPU 7.")
+@click.option("--warmup", type=click.IntRange(0), help="Untimed calls; default 3, on the CPU 1.")
+@click.option("--repeats", type=click.IntRange(1), help="Timed calls; default 20, on the CPU 7.")
 @click.option(
     "--cell-seconds",
     type=Seconds(),
     default=20.0,
     show_default=True,
-    help="Give a cell that takes longer a reason instead of a number; inf for no limit.",
+    help="Time limit of a cell (a provider on a case); longer cells are not timed. inf: no limit.",
 )
-@click.option("--skip-check", is_flag=True, help="Do not compare with the reference.")
+@click.option("--skip-check", is_flag=True, help="Do not compare results with the reference.")
 @click.option(
-    "--host-time", is_flag=True, help="Also show how long a call takes, and keeps Python."
+    "--host-time", is_flag=True, help="Also show the host time and the total time of a call."
 )
 @click.option(
     "--memory",
     is_flag=True,
-    help="Also show the memory that a call takes; as --preset memory does.",
+    help="Also show the peak memory of a call, as --preset memory does.",
 )
 @output_option
 @click.pass_context
@@ -255,10 +255,10 @@ def bench(
     output: Path | None,
     **options: Any,
 ) -> None:
-    """Time attention, or its gradients, on the same inputs by several providers, each checked.
+    """Time attention or its gradients with several providers, on the same inputs.
 
-    Shape options take lists: every combination becomes a case. Exits with 1 if a result of ours
-    fails its check, or if nothing could be timed.
+    Each result is checked. Options for shapes take lists: every combination becomes a case. The
+    exit code is 1 if a result of cupy_flash fails its check, or if nothing could be timed.
     """
     shape, sequences, mods = split_shape(options), split_sequences(options), split_mods(options)
     tile = tile_request({"Br": br, "Bc": bc, "warps": warps, "stages": stages}, more)
@@ -268,7 +268,7 @@ def bench(
     several = _several_gpus(gpus, head_ranks)
     if several is not None and (preset or path or tile):
         raise click.UsageError(
-            "--gpus draws its inputs, and ranks choose their tiles; leave out --preset, --input "
+            "--gpus needs random inputs, and ranks choose their tiles; leave out --preset, --input "
             "and a forced tile"
         )
     chosen = _choose_providers(
@@ -279,7 +279,7 @@ def bench(
     on_gpu = no_gpu is None and any(p.on_gpu for p in chosen)
     if named:
         names = [name for name in shape if name != "dtype"]
-        because = f"--preset {preset}, which names the cases"
+        because = f"--preset {preset}, which defines the cases"
         refuse_cases(shape, sequences, mods, because, names, backward=backward)
         cases = list(named.cases)
     else:
@@ -374,9 +374,9 @@ def bench(
             for cell in cells:
                 cell.release()
             if label and not sys.stderr.isatty():
-                # A terminal has a progress bar.
+                # A terminal shows a progress bar instead.
                 click.echo(f"[{len(done)}/{len(cases)}] {label}: {outcome_text(cells)}", err=True)
-            # Some errors leave the GPU useless; the rows of the cases to come say so.
+            # Some errors make the GPU unusable; the rows of the remaining cases then say so.
             with contextlib.suppress(RuntimeError):
                 providers.release_memory()
     flat = [cell for cells, _, _ in done for cell in cells]
@@ -385,11 +385,11 @@ def bench(
 
 
 def _copy_rate() -> float | None:
-    """What the GPU copies at, in TB/s; None if it does not."""
+    """Return the rate of copies on the GPU in TB/s, or None if it cannot be measured."""
     try:
         return copy_rate()
     except (RuntimeError, MemoryError) as error:
-        click.echo(f"The rate of copies is not known: {first_line(error)}", err=True)
+        click.echo(f"The rate of copies cannot be measured: {first_line(error)}", err=True)
         return None
     finally:
         with contextlib.suppress(RuntimeError):
@@ -397,13 +397,13 @@ def _copy_rate() -> float | None:
 
 
 def _inputs(case: Case, file: InputFile | None, seed: int, *, on_gpu: bool) -> Inputs | str:
-    """A case's inputs, or why it has none."""
+    """Return a case's inputs, or the reason why there are none."""
     try:
         if reason := too_large(case.array_bytes, on_gpu=on_gpu):
             return reason
         return file.inputs(case) if file else random_inputs(case, seed, on_gpu=on_gpu)
     except (RuntimeError, MemoryError) as error:
-        # Drawing takes memory besides; and errors of earlier calls show again.
+        # Drawing takes additional memory; and errors of earlier calls may appear only here.
         return f"no inputs: {first_line(error)}"
 
 
@@ -411,7 +411,7 @@ def _read_input(path: Path | None, preset: str | None) -> InputFile | None:
     if path is None:
         return None
     if preset:
-        raise click.UsageError("--input does not go with --preset: both name the cases")
+        raise click.UsageError("--input does not go with --preset: both define the cases")
     return InputFile.read(path)
 
 
@@ -425,7 +425,7 @@ def _cases(
 ) -> list[Case]:
     if file is not None:
         refuse(shape, SIZES, "--input, whose arrays have their own sizes")
-        refuse_sequences(sequences, "--input, whose arrays are blocks of equal length")
+        refuse_sequences(sequences, "--input, whose arrays are batches of equal length")
         return [
             file.case(
                 dtype=dtype, layout=layout, causal=causal, q_offset=offset, softmax_scale=scale

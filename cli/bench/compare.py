@@ -1,4 +1,4 @@
-"""`cupy-flash compare`: what became faster or slower between two records."""
+"""The command `cupy-flash compare`: changes of speed between two records."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ..records import records, report
 Key = tuple[str, Case]
 
 _RECORD = click.Path(path_type=Path, exists=True, dir_okay=False)
-# Cases that a note names before it only counts.
+# Number of cases that a note names before it only counts.
 _NAMED = 3
 
 
 @dataclass(frozen=True)
 class Change:
-    """A provider on a case that both records have."""
+    """Two rows of one provider and case, from the record before and the record after."""
 
     provider: str
     case: Case
@@ -34,7 +34,7 @@ class Change:
 
     @property
     def ratio(self) -> float | None:
-        """How many times as fast as before; None without two times of right results."""
+        """Speed relative to the record before; None unless both have times of correct results."""
         before, after = self.before["median_ms"], self.after["median_ms"]
         if not before or not after or records.is_wrong(self.before) or self.is_lost:
             return None
@@ -42,16 +42,16 @@ class Change:
 
     @property
     def is_lost(self) -> bool:
-        """Whether there was a time of a right result and is none any more."""
+        """Whether only the record before has the time of a correct result."""
         had = self.before["median_ms"] is not None and not records.is_wrong(self.before)
         return had and (self.after["median_ms"] is None or records.is_wrong(self.after))
 
     @property
     def verdict(self) -> str:
-        """One of `slower`, `same` and `faster`; or `lost`, or `-` if there is nothing to compare.
+        """One of `slower`, `same` and `faster`; `lost`; or `-` if there is nothing to compare.
 
-        A change counts where it is above the threshold and the middle halves of the repeats, from
-        the lower to the upper quartile, do not overlap.
+        A change counts if it exceeds the threshold and the interquartile ranges of the times do not
+        overlap.
         """
         if self.is_lost:
             return "lost"
@@ -78,12 +78,12 @@ _ORDER = ("lost", "slower", "same", "faster", "-")
     default=2.0,
     show_default=True,
     metavar="PERCENT",
-    help="The smallest change that counts.",
+    help="Smallest change that counts, in percent.",
 )
 @click.option(
     "--fail-on-slower",
     is_flag=True,
-    help="Exit with 1 if a row became slower, or lost its time or its right result.",
+    help="Exit with code 1 if a row became slower, or lost its time or its correct result.",
 )
 @output_option
 @click.pass_context
@@ -96,9 +96,9 @@ def compare(
     fail_on_slower: bool,
     output: Path | None,
 ) -> None:
-    """Show what became faster or slower from one record of 'bench' to another, beyond noise.
+    """Show what became faster or slower between two records of 'bench', beyond noise.
 
-    Rows are matched by provider and case. A change counts where it is above the threshold and the
+    Rows are matched by provider and case. A change counts if it exceeds the threshold and the
     interquartile ranges do not overlap.
     """
     files = (before, after)
@@ -192,8 +192,8 @@ def _print(
     columns = _COLUMNS if any(labels) else _COLUMNS[1:]
     report.print_table(out, shared, columns, filter(None, groups.values()))
     notes = [
-        "change: of speed, above 0 where B is faster. It counts beyond "
-        f"{threshold:g}% and where the interquartile ranges do not overlap."
+        "change: of speed, above 0 if B is faster. It counts if it exceeds "
+        f"{threshold:g}% and the interquartile ranges do not overlap."
     ]
     notes += [
         f"! {letter}: {head['unreliable']}; ratios are not reliable"
@@ -220,7 +220,7 @@ def _summary(changes: Sequence[Change]) -> str:
 
 
 def _lost(changes: Sequence[Change]) -> list[str]:
-    """What became of the times that A has and B has not."""
+    """Return notes on times that A has and B does not have, with the reasons."""
     return [
         f"{change.provider}: lost, "
         + str(change.after.get("reason") or "its result is over the error bound")
@@ -230,35 +230,35 @@ def _lost(changes: Sequence[Change]) -> list[str]:
 
 
 def _differences(heads: Sequence[Mapping[str, Any]], changes: Sequence[Change]) -> list[str]:
-    """What else differs between the runs, and may explain a change."""
+    """Return notes on other differences between the runs, which may explain a change."""
     notes = []
     devices = [head.get("device") for head in heads]
     if devices[0] != devices[1]:
-        notes.append(f"Other device: {devices[0]} in A, {devices[1]} in B.")
+        notes.append(f"Different device: {devices[0]} in A, {devices[1]} in B.")
     old, new = (head.get("versions") or {} for head in heads)
     for name in dict.fromkeys([*old, *new]):
         in_a, in_b = old.get(name, "none"), new.get(name, "none")
         if in_a != in_b:
-            notes.append(f"Other {name}: {in_a} in A, {in_b} in B.")
+            notes.append(f"Different {name}: {in_a} in A, {in_b} in B.")
     if not notes:
         notes += _machine(changes)
     for provider in dict.fromkeys(change.provider for change in changes):
         own = [change for change in changes if change.provider == provider]
         kernels = [_kernels([c.before for c in own]), _kernels([c.after for c in own])]
         if kernels[0] != kernels[1]:
-            notes.append(f"Other kernels of {provider}: {kernels[0]} in A, {kernels[1]} in B.")
+            notes.append(f"Different kernels of {provider}: {kernels[0]} in A, {kernels[1]} in B.")
     return notes
 
 
 def _machine(changes: Sequence[Change]) -> list[str]:
-    """What moved although neither its code nor the device did."""
+    """Return notes on providers whose speed changed although their code and the device did not."""
     moved = dict.fromkeys(
         change.provider
         for change in changes
         if change.verdict in ("slower", "faster") and not change.provider.startswith("cupy_flash")
     )
     return [
-        f"{provider} moved although device and versions are the same: the machine itself was "
+        f"{provider} changed although device and versions are the same: the machine itself was "
         "faster or slower, so take a change of that size as noise."
         for provider in moved
     ]

@@ -1,4 +1,4 @@
-"""What `bench --preset crossover` says: up to which length the library's products win."""
+"""Verdicts of `bench --preset crossover`: up to which length `cupy-library` is faster."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ..measure.timing import Spread
 from ..records import report
 from .table import reason_notes, timing_notes
 
-# What a verdict is by, and a cell's field of it.
+# Kinds of time that a verdict is based on, and the field of `Cell` that holds each.
 _CLOCKS = {"GPU time": "time", "call time": "call"}
 
 
 def verdicts(table: Sequence[Sequence[Cell]]) -> list[dict[str, Any]]:
-    """A row for each head_dim, dtype and mask: the longest sequence at which the library wins.
+    """Return a row per head_dim, dtype and mask: the longest sequence at which `cupy-library` wins.
 
-    `longest` has it by clock, None where the library never does, `losers` the lengths at which a
-    kernel of ours lost by GPU time.
+    `longest` holds that length for each kind of time, None if it never wins. `losers` holds the
+    lengths at which a kernel of cupy_flash lost by GPU time, keyed by the kernel.
     """
     groups: dict[tuple[int, str, bool], list[Sequence[Cell]]] = {}
     for cells in sorted(table, key=lambda cells: cells[0].case.seqlen_q):
@@ -46,14 +46,14 @@ def verdicts(table: Sequence[Sequence[Cell]]) -> list[dict[str, Any]]:
 
 
 def _times(cells: Sequence[Cell], field: str) -> tuple[Spread, Spread] | None:
-    """Ours and the library's; None where one was not timed."""
+    """Return the times of cupy_flash and of `cupy-library`, or None if either was not timed."""
     by_us: dict[bool, Spread | None] = {cell.provider.ours: getattr(cell, field) for cell in cells}
     ours, theirs = by_us.get(True), by_us.get(False)
     return (ours, theirs) if ours and theirs else None
 
 
 def _library_wins(cells: Sequence[Cell], field: str) -> bool:
-    """Whether the library is faster by more than the noise: the quartiles do not overlap."""
+    """Return whether `cupy-library` is faster, with interquartile ranges that do not overlap."""
     times = _times(cells, field)
     return times is not None and times[1].high < times[0].low
 
@@ -73,7 +73,7 @@ def _kernel(cells: Sequence[Cell]) -> str:
 
 
 def print_crossover(table: Sequence[Sequence[Cell]], title: str, notes: Sequence[str]) -> None:
-    """Print the verdicts, which kernels lost where, and why cases were not timed."""
+    """Print the verdicts, the kernels that lost, and why cases were not timed."""
     rows = verdicts(table)
 
     def column(name: str, heading: str, *, numeric: bool = False) -> report.Column:
@@ -106,7 +106,7 @@ def print_crossover(table: Sequence[Sequence[Cell]], title: str, notes: Sequence
             *notes,
             *timing_notes([cell for cells in table for cell in cells]),
             "Call time: from an idle GPU to the call's end, what Python does included. Where the "
-            "quartiles overlap, nobody wins.",
+            "quartiles overlap, neither wins.",
             *losses,
             *wrong,
             *reason_notes(table, labels),
@@ -115,7 +115,7 @@ def print_crossover(table: Sequence[Sequence[Cell]], title: str, notes: Sequence
 
 
 def as_record(table: Sequence[Sequence[Cell]]) -> Mapping[str, int | None]:
-    """The verdicts for a record's head."""
+    """Return the verdicts for the metadata of a record."""
     return {
         f"head_dim {row['head_dim']} {row['case']}, {clock}": length
         for row in verdicts(table)

@@ -1,4 +1,4 @@
-"""`cupy-flash plot`: TFLOP/s by sequence length for each provider, in the papers' style."""
+"""The command `cupy-flash plot`: TFLOP/s by sequence length and provider, in the papers' style."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ..cases.options import force_option, writable_path
 from ..records import records, report
 from ..records.figures import COLOURS, SUFFIXES, SUFFIXES_TEXT, figure, why_no_figures
 
-# More bars than this in a panel become lines.
+# Largest number of bars in a panel; panels with more have lines instead.
 _MOST_BARS = 30
-# Value labels stand upright where a panel has more bars than this.
+# Largest number of bars in a panel whose value labels are horizontal.
 _MOST_FLAT_LABELS = 14
-# More labels than this would run into each other below a panel of lines.
+# Largest number of tick labels below a panel of lines; more would overlap.
 _MOST_TICKS = 12
 _USUAL = ("cupy_flash", "torch-flash", "torch-cudnn", "torch-efficient", "torch-math")
 
 
 @dataclass(frozen=True)
 class Axis:
-    """What a picture's x axis counts."""
+    """Quantity on the x axis of a picture."""
 
     of: Callable[[Case], int]
     label: str
@@ -38,26 +38,26 @@ _QUERIES = Axis(lambda case: case.seqlen_q, "queries (seqlen_q)")
 
 @dataclass
 class Panel:
-    """The rows of one part of a picture, that differ in sequence length and provider only."""
+    """A panel of a picture; its rows differ only in sequence length and provider."""
 
-    # As `_panel_parts` gives them; their texts make the heading.
+    # Texts that `_panel_parts` returns; those that differ between panels form the heading.
     parts: dict[str, str]
-    # By provider and x.
+    # Rows, keyed by provider and x.
     rows: dict[tuple[str, int], report.Row] = field(default_factory=dict)
 
     @property
     def xs(self) -> list[int]:
-        """The sequence lengths, ascending."""
+        """Sequence lengths in ascending order."""
         return sorted({x for _, x in self.rows})
 
     def batches(self, x: int) -> set[int]:
-        """The batch sizes at one sequence length."""
+        """Return the batch sizes at one sequence length."""
         return {row["batch"] for (_, at), row in self.rows.items() if at == x}
 
 
 @dataclass(frozen=True)
 class Picture:
-    """What a record's picture shows."""
+    """Contents of the picture of a record."""
 
     device: str
     axis: Axis
@@ -76,11 +76,11 @@ class Picture:
     required=True,
     type=click.Path(path_type=Path, dir_okay=False),
     callback=lambda ctx, param, path: writable_path(path, SUFFIXES),
-    help=f"The picture: a file of {SUFFIXES_TEXT}.",
+    help=f"Path of the image: a {SUFFIXES_TEXT} file.",
 )
 @force_option("--output")
 def plot(path: Path, output: Path) -> None:
-    """Draw the rates in a record of 'bench', by sequence length and provider."""
+    """Draw the rates in a record of 'bench' by sequence length, for each provider."""
     if reason := why_no_figures():
         raise click.UsageError(reason)
     draw(picture(records.read_bench(path)), output)
@@ -88,7 +88,7 @@ def plot(path: Path, output: Path) -> None:
 
 
 def picture(record: report.Record) -> Picture:
-    """What the picture of a record of `bench` shows.
+    """Return the contents of the picture of a record of `bench`.
 
     Raises
     ------
@@ -123,7 +123,7 @@ def _axis(cases: Sequence[Case]) -> Axis:
 
 
 def _all_parts(cases: Sequence[Case], axis: Axis) -> list[dict[str, str]]:
-    """What tells each case's panel from the others; by batch size only where it must."""
+    """Return the texts that identify each case's panel; the batch size only if it is needed."""
     oblong = {_other(case, axis) for case in cases if case.seqlen_q != case.seqlen_k}
     parts = [_panel_parts(case, axis, oblong) for case in cases]
     batches: dict[tuple[Any, ...], set[int]] = {}
@@ -137,12 +137,12 @@ def _all_parts(cases: Sequence[Case], axis: Axis) -> list[dict[str, str]]:
 
 
 def _other(case: Case, axis: Axis) -> int:
-    """The sequence length that the axis does not count."""
+    """Return the sequence length that is not on the x axis."""
     return case.seqlen_k if axis is _QUERIES else case.seqlen_q
 
 
 def _panel_parts(case: Case, axis: Axis, oblong: set[int]) -> dict[str, str]:
-    """Texts of what a panel's rows share; square cases stay apart from those of `oblong`."""
+    """Return the texts that identify a case's panel, by property."""
     other = "seqlen_k" if axis is _QUERIES else "seqlen_q"
     mask = "causal" if case.causal else "full"
     if case.q_offset is not None:
@@ -163,7 +163,7 @@ def _panel_parts(case: Case, axis: Axis, oblong: set[int]) -> dict[str, str]:
         "heads": heads,
         "length": length,
         "scale": "" if case.softmax_scale is None else f"softmax_scale {case.softmax_scale:g}",
-        # Caches and packed sequences have but one layout of their axes.
+        # Caches and packed sequences have only one layout.
         "layout": sequences_text(case) or ("" if case.layout == "bshd" else case.layout),
         "direction": case.direction if case.is_backward else "",
         "batch": "",
@@ -171,7 +171,7 @@ def _panel_parts(case: Case, axis: Axis, oblong: set[int]) -> dict[str, str]:
 
 
 def length_text(length: int) -> str:
-    """A sequence length in the papers' way: 1k for 1024."""
+    """Return a sequence length in the form that papers use: 1k for 1024."""
     return f"{length // 1024}k" if length and length % 1024 == 0 else str(length)
 
 
@@ -181,7 +181,7 @@ def draw(shown: Picture, path: Path) -> None:
     columns = len(grid[0])
     most = max(len(panel.xs) for panel in shown.panels)
     bars = most * len(shown.providers)
-    # Inches; a label that lies flat needs a wider bar than one that stands.
+    # Width in inches; bars with horizontal labels must be wider than those with vertical ones.
     width = min(max((0.3 if bars <= _MOST_FLAT_LABELS else 0.2) * bars + 0.8, 3.2), 6.5)
     with figure(
         path,
@@ -189,7 +189,7 @@ def draw(shown: Picture, path: Path) -> None:
         height=2.5 * len(grid) + 0.7,
         nrows=len(grid),
         ncols=columns,
-        # Full and causal are for comparing; other neighbours may be worlds apart.
+        # Panels with full and causal masks are compared; other neighbours may differ widely.
         sharey="row" if paired else False,
         squeeze=False,
     ) as axes:
@@ -225,7 +225,7 @@ def draw(shown: Picture, path: Path) -> None:
 
 
 def _grid(panels: Sequence[Panel]) -> tuple[list[list[Panel | None]], bool]:
-    """Panels in rows, and whether a row pairs a full and a causal mask, all else the same."""
+    """Return rows of panels, and whether each row pairs a full with a causal mask."""
     pairs: dict[tuple[str, ...], dict[str, Panel]] = {}
     for panel in panels:
         rest = tuple(text for name, text in panel.parts.items() if name != "mask")
@@ -259,13 +259,13 @@ def _title(shown: Picture) -> str:
 
 
 def _tokens(shown: Picture) -> int | None:
-    """Batch size times sequence length where that is the same everywhere."""
+    """Return batch size times sequence length if it is equal in all rows, otherwise None."""
     products = {row["batch"] * x for panel in shown.panels for (_, x), row in panel.rows.items()}
     return products.pop() if len(products) == 1 else None
 
 
 def _ticks(place: Any, positions: Iterable[float], panel: Panel, shown: Picture) -> None:
-    """Label sequence lengths, with the batch size where neither it nor the tokens are the same."""
+    """Label sequence lengths, with the batch size if neither it nor the token count is constant."""
     batches = {row["batch"] for each in shown.panels for row in each.rows.values()}
     with_batch = len(batches) > 1 and not _tokens(shown) and not panel.parts["batch"]
     place.set_xticks(
@@ -278,7 +278,7 @@ def _ticks(place: Any, positions: Iterable[float], panel: Panel, shown: Picture)
 
 
 def _colours(shown: Picture) -> dict[str, str]:
-    """Ours first; who is met often has the same colour in every picture, others what is left."""
+    """Return each provider's colour; frequent providers have the same colour in every picture."""
     usual = [name for name in _USUAL if name in shown.providers]
     others = [name for name in shown.providers if name not in usual]
     colours = dict(zip(_USUAL, COLOURS, strict=False))
@@ -310,7 +310,7 @@ def _draw_bars(place: Any, panel: Panel, shown: Picture) -> dict[str, Any]:
 
 
 def _value(row: report.Row | None, height: float) -> str:
-    """A bar's label; n/a where there is no time, a mark where the result was wrong."""
+    """Return a bar's label: its value, "n/a" without a time, with "!" if the result was wrong."""
     if not height or row is None:
         return "n/a"
     text = f"{height:.0f}" if height >= 10 else f"{height:#.3g}"

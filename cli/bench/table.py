@@ -1,4 +1,4 @@
-"""What `bench` measured, as rows of a record and as a table."""
+"""Results of `bench`, as rows of a record and as a table."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def record_row(
     versions: dict[str, str],
     copy_rate: float | None = None,
 ) -> dict[str, Any]:
-    """A cell as a record's row.
+    """Return a cell as a row of a record.
 
-    Of a cache, the rate at which keys and values are read is compared with `copy_rate`, in TB/s.
+    For a cache, the rate of reading keys and values is compared with `copy_rate`, in TB/s.
     """
     check = cell.coverage or check
     case, prepared, time = cell.case, cell.prepared, cell.time
@@ -73,28 +73,28 @@ def record_row(
 
 
 def timing_text(settings: Settings, *, on_gpu: bool, backward: bool = False) -> str:
-    """How the times were taken, in a sentence."""
+    """Return a sentence about how the times were measured."""
     taken = f"after {settings.warmup} untimed calls, medians and quartiles of up to"
     given = f"; {_UNTIMED}" if backward else ""
     if not on_gpu:
         return (
-            f"wall time of calls on cores at rest, {taken} {settings.repeats}, providers in turns, "
-            f"each on at most {environment.available_cpus()} threads{given}"
+            f"wall time of calls on cores at rest, {taken} {settings.repeats}, providers "
+            f"alternating, each on at most {environment.available_cpus()} threads{given}"
         )
     given += f"; {_BY_AUTOGRAD}" if backward else ""
     return (
         "GPU time by events around CUDA graph replays, or around calls where timed_by is events, "
-        f"{taken} {settings.repeats}, providers in turns, the L2 overwritten before each; call_ms "
-        f"is the median wall time of a call from an idle GPU to its end, L2 warm{given}"
+        f"{taken} {settings.repeats}, providers alternating, the L2 overwritten before each; "
+        f"call_ms is the median wall time of a call from an idle GPU to its end, L2 warm{given}"
     )
 
 
-# Of gradients, what is there before a call.
-_UNTIMED = "the output and its log-sum-exp are made before, untimed"
-_BY_AUTOGRAD = "torch's calls are of autograd.grad, whose graph is made before"
-# Providers that put a cache into pages.
+# Results that calls for gradients take, and that are computed before the timed call.
+_UNTIMED = "the output and its log-sum-exp are computed beforehand, untimed"
+_BY_AUTOGRAD = "torch's calls are autograd.grad on a graph that is built beforehand"
+# Prefix of the names of providers that put a cache into pages.
 _PAGED = "cupy_flash-page"
-# What computes attention with the whole score matrix in memory, as the standard algorithm does.
+# Providers that hold the whole score matrix in memory, as the standard algorithm does.
 STANDARD_PROVIDERS = frozenset(
     {"cupy-library", "cupy_flash-naive", "numpy-naive", "torch-eager", "torch-math"}
 )
@@ -120,7 +120,7 @@ def _work_columns(rows: Sequence[report.Row]) -> list[report.Column]:
 
 
 def _reads_caches(rows: Sequence[report.Row]) -> bool:
-    """Whether there is nothing but caches, whose bytes are what takes the time."""
+    """Return whether all cases are caches, whose time depends on the bytes that are read."""
     return all(row["kind"] == "cache" for row in rows)
 
 
@@ -149,7 +149,7 @@ def _percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f}"
 
 
-# Columns that a terminal needs for call times, too, beside the longest names.
+# Width of a terminal, in characters, that has space for call times and the longest names.
 _WIDE = 90
 
 
@@ -184,10 +184,10 @@ def print_cells(
     copy_rate: float | None = None,
     unreliable: str | None = None,
 ) -> None:
-    """Print the cells of every case, what to know about them, and each provider's mean speedup.
+    """Print the cells of every case, notes on them, and each provider's mean speedup.
 
-    `gpu_notes` tell how the GPU or the CPU fared, and `unreliable` why ratios are not reliable;
-    `copy_rate` is what the GPU copies at, in TB/s.
+    `gpu_notes` describe the state of the GPU or the CPU, and `unreliable` says why ratios are not
+    reliable. `copy_rate` is the rate of copies on the GPU, in TB/s.
     """
     out = report.console()
     shared, labels = describe([cells[0].case for cells in table])
@@ -228,7 +228,7 @@ def print_cells(
 
 
 def _page_lines(table: Sequence[Sequence[Cell]]) -> list[str]:
-    """How much longer a paged cache takes than the same one in no pages."""
+    """Return lines that compare times on a paged cache with those on the contiguous cache."""
     found: dict[str, list[float]] = {}
     for cells in table:
         times = {cell.provider.name: cell.time.median for cell in cells if cell.time}
@@ -243,7 +243,7 @@ def _page_lines(table: Sequence[Sequence[Cell]]) -> list[str]:
 
 
 def outcome_text(cells: Sequence[Cell]) -> str:
-    """What came of a case, in a few words: who was the fastest."""
+    """Return the result of a case in a few words: the fastest provider and its time."""
     timed = [(cell.time.median, cell.provider.name) for cell in cells if cell.time]
     if not timed:
         return "not timed"
@@ -251,16 +251,16 @@ def outcome_text(cells: Sequence[Cell]) -> str:
     return f"{name} {report.milliseconds(ms)} ms"
 
 
-# A number that is no part of a name, a version or a size such as 64x128.
+# Matches a number that is not part of a name, a version or a size such as 64x128.
 _NUMBER = re.compile(r"(?<![\w.-])-?\d+(?:\.\d+)?(?!\.?\w)")
-# Cases that a line names.
+# Number of cases that a note names before it only counts.
 _MOST_NAMED = 3
 
 
 def reason_notes(table: Sequence[Sequence[Cell]], labels: Sequence[str]) -> list[str]:
-    """Why cells were not timed, and of which cases.
+    """Return the reasons why cells were not timed, each with the cases that it is for.
 
-    Reasons of a provider that differ in their numbers alone share a line.
+    Reasons of a provider that differ only in their numbers are joined into one note.
     """
     found: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for cells, label in zip(table, labels, strict=True):
@@ -307,12 +307,12 @@ def _cases_text(labels: Sequence[str], cases: int) -> str:
 
 
 def without_numbers(text: str) -> str:
-    """What texts that `joined` makes one of have in common."""
+    """Return a text with its numbers replaced; it is equal for texts that `joined` can join."""
     return _NUMBER.sub("0", text)
 
 
 def joined(texts: Sequence[str]) -> str:
-    """Texts that differ in numbers as one, with the range of each number."""
+    """Return texts that differ only in their numbers as one text, with the range of each number."""
     places = iter(zip(*(_NUMBER.findall(text) for text in texts), strict=True))
 
     def span(_: re.Match[str]) -> str:
@@ -324,7 +324,7 @@ def joined(texts: Sequence[str]) -> str:
 
 
 def print_memory(table: Sequence[Sequence[Cell]]) -> None:
-    """Print what a call of each provider takes, one line to a case."""
+    """Print the memory that a call of each provider takes, with one line per case."""
     out = report.console()
     labels = describe([cells[0].case for cells in table])[1]
     names = [cell.provider.name for cell in table[0]]
@@ -345,7 +345,7 @@ def print_memory(table: Sequence[Sequence[Cell]]) -> None:
         }
         for cells, label in zip(table, labels, strict=True)
     ]
-    title = "MiB of memory that a call takes at its peak besides its inputs"
+    title = "Peak memory of a call in MiB, in addition to its inputs"
     out.print()
     report.print_table(out, title, columns, [rows])
     standard = [name for name in names if name in STANDARD_PROVIDERS]
@@ -353,7 +353,7 @@ def print_memory(table: Sequence[Sequence[Cell]]) -> None:
     kinds = {"standard algorithm, whole score matrix": standard, "fused": fused}
     notes = [f"{kind}: {', '.join(found)}." for kind, found in kinds.items() if found]
     if any(cell.needs_bytes is not None for cells in table for cell in cells):
-        notes.append("( ): more than there is; estimated, not run.")
+        notes.append("( ): estimated and not run, because it exceeds the free memory.")
     report.print_notes(out, notes)
 
 
@@ -379,7 +379,7 @@ def _notes(
     if call_time:
         notes.append("call: wall time in ms of a call from an idle GPU to its end, L2 warm.")
     if settings.memory:
-        notes.append("MiB: memory that a call takes at its peak besides its inputs.")
+        notes.append("MiB: peak memory of a call, in addition to its inputs.")
     notes.append(f"speedup: over {_best_of(baseline)}. +-%: half the interquartile range.")
     cases = [cell.case for cell in cells]
     notes += [f"{text}." for text in environment.flop_conventions(cases)]
@@ -393,7 +393,7 @@ def _notes(
         share = "all" if rows == all_rows else f"{rows:,} of {all_rows:,}"
         what = "largest difference from the float64 reference"
         if is_backward:
-            what += ", of dq, dk or dv, as a share of what is allowed,"
+            what += ", of dq, dk or dv, relative to the largest allowed one,"
         notes.append(f"error: {what} over {share} query rows.")
     if not_finite := sum(c.not_finite for c in checks):
         notes.append(
@@ -418,39 +418,37 @@ def _splits_text(plan: Plan) -> str:
     if plan.num_splits:
         return f", keys split {plan.num_splits} ways"
     blocks = math.prod(plan.main.grid) if plan.main else 0
-    return f", all keys in {blocks} equal shares"
+    return f", all keys split evenly over {blocks} blocks"
 
 
 def _sequence_notes(cells: Sequence[Cell], copy_rate: float | None) -> list[str]:
-    """What to know about caches and packed sequences, and how to have them again."""
+    """Return notes on caches and packed sequences, with the option that repeats their lengths."""
     notes = []
     cached = [cell.case for cell in cells if cell.case.is_cached]
     if cached:
-        seen = (
-            ", of the keys that windows and documents leave" if any(c.mods for c in cached) else ""
-        )
+        seen = ", of the keys that masks leave visible" if any(c.mods for c in cached) else ""
         notes.append(
             "TB/s, GB/s: bytes of the keys and values, batch * heads_kv * seqlen_k * (head_dim + "
             f"head_dim_v) of them, over time{seen}."
         )
     if copy_rate:
         notes.append(
-            f"% copy: of {copy_rate:.3f} TB/s, bytes read and written by a copy of 1 GiB on the "
-            "device."
+            f"% copy: percentage of {copy_rate:.3f} TB/s, the bytes read and written by a copy of "
+            "1 GiB on the device, over its time."
         )
     for lengths in dict.fromkeys(cell.case.lengths for cell in cells):
         if lengths:
-            notes.append(f"The same lengths again: --lengths {repeatable(lengths)}")
+            notes.append(f"To repeat these lengths: --lengths {repeatable(lengths)}")
     return notes
 
 
 def timing_notes(cells: Sequence[Cell]) -> list[str]:
-    """How GPU times were taken."""
+    """Return a note on how the GPU times were measured."""
     timed = [cell for cell in cells if cell.time and cell.timed_by != "clock"]
     if not timed:
         return []
     others = sorted({cell.provider.name for cell in timed if cell.timed_by == "events"})
     what = "CUDA graph replays" if len(others) < len({c.provider.name for c in timed}) else "calls"
-    but = f", but calls of {', '.join(others)}" if others and what != "calls" else ""
+    but = f" (of calls for {', '.join(others)})" if others and what != "calls" else ""
     unit = "us" if all(cell.case.is_cached for cell in cells) else "ms"
     return [f"{unit}: GPU time of {what}{but}, the L2 overwritten before each."]

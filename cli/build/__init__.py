@@ -1,1 +1,1 @@
-"""`compile`, and compilation in processes."""
+"""The command `compile`, and compilation of kernels in worker processes."""

@@ -1,6 +1,6 @@
-"""Compile many translation units at once, in processes: NVRTC runs one compilation in each.
+"""Compile many translation units in parallel, in processes: NVRTC runs one compilation in each.
 
-Measured with NVRTC 13.0: two threads take as long as one after the other.
+With NVRTC 13.0, two threads of a process take as long as two consecutive compilations.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from cupy_flash.problem.device import Device, Resources
 from ..records.environment import available_cpus
 from ..records.report import write_whole
 
-# A worker on a GPU holds a CUDA context of some hundred MB.
+# Limit of the number of workers: one on a GPU holds a CUDA context of a few hundred MB.
 _MOST_WORKERS = 16
 
 
@@ -46,7 +46,7 @@ class Job:
     Attributes
     ----------
     shared_memory
-        Dynamic shared memory of each entry, for loading.
+        Dynamic shared memory in bytes of each entry, for loading.
     """
 
     unit: TranslationUnit
@@ -55,7 +55,7 @@ class Job:
 
     @classmethod
     def of(cls, plan: Plan) -> Job:
-        """The job that builds a GPU plan's kernels."""
+        """Return the job that builds a GPU plan's kernels."""
         assert plan.unit is not None
         assert plan.device is not None
         sizes = tuple((launch.entry, launch.shared_memory) for launch in plan.launches)
@@ -64,16 +64,16 @@ class Job:
 
 @dataclass(frozen=True)
 class Built:
-    """What came of a job: machine code and resources, or the compiler's words.
+    """Result of a job: machine code and resources, or an error.
 
     Attributes
     ----------
     cubin
-        None where the kernel was loaded instead, or does not compile.
+        Machine code; None if the kernel was loaded instead, or does not compile.
     resources
-        Of the main kernel, but for the bytes that any of the kernels spills.
+        Resources of the main kernel, with the most spilled bytes of any of the kernels.
     error
-        With the compiler's log; None if it compiled.
+        Message with the compiler's log; None if the job compiled.
     """
 
     cubin: Cubin | None = None
@@ -92,7 +92,7 @@ def _compile(job: Job) -> Built:
 
 
 def _load(job: Job) -> Built:
-    """Compile into CuPy's cache on disk, as a first call would."""
+    """Compile a job into CuPy's cache on disk, as a first call would."""
     try:
         kernel_cache.get(job.unit, dict(job.shared_memory))
     except CompileError as error:
@@ -102,7 +102,7 @@ def _load(job: Job) -> Built:
 
 @contextlib.contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Hold Ctrl-C back; a process that is started meanwhile never sees one, from its first line."""
+    """Block SIGINT; a process that is started meanwhile inherits this and never receives one."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -114,12 +114,12 @@ def _interrupts_held() -> Iterator[None]:
 
 
 def _live_and_die_with_the_parent() -> None:
-    # Ctrl-C reaches all processes of a terminal's group; a worker that dies while it holds the
-    # queue's lock would leave the others, and the parent, waiting.
+    # Ctrl-C sends SIGINT to every process of the terminal. A worker that died while it held the
+    # queue's lock would block the other workers and the parent.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     if parent is not None:
-        # A parent that was killed cannot tell its workers to end.
+        # A parent that was killed cannot end its workers.
         threading.Thread(target=_end_after, args=(parent,), daemon=True).start()
 
 
@@ -129,15 +129,15 @@ def _end_after(parent: Any) -> None:
 
 
 class Builder:
-    """Processes that build jobs; a context manager."""
+    """Pool of processes that build jobs; a context manager."""
 
     def __init__(self, workers: int | None = None) -> None:
-        """Start no process yet.
+        """Create the pool; its processes start with the first jobs.
 
         Parameters
         ----------
         workers
-            Processes; as many as there are CPUs if None.
+            Number of processes; None for the number of CPUs.
 
         Raises
         ------
@@ -146,11 +146,11 @@ class Builder:
         """
         if reason := why_no_compiler():
             raise click.ClickException(
-                f"{reason}; pip install 'cupy_flash[cuda13]' or [cuda12] brings a compiler, "
+                f"{reason}; pip install 'cupy_flash[cuda13]' or [cuda12] installs a compiler, "
                 "no GPU is needed"
             )
         count = min(workers or available_cpus(), _MOST_WORKERS)
-        # Not fork: a CUDA context does not survive it.
+        # Not fork, because a CUDA context does not survive it.
         self._pool = ProcessPoolExecutor(
             count,
             mp_context=multiprocessing.get_context("spawn"),
@@ -162,21 +162,21 @@ class Builder:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            # A kernel may take some ten seconds, and nobody waits for it any more.
+            # A kernel may take ten seconds to compile, and its result is no longer needed.
             for process in list((self._pool._processes or {}).values()):
                 process.terminate()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def submit(self, job: Job, *, load: bool = False) -> Future[Built]:
-        """Have a job built.
+        """Submit a job to the pool.
 
         Parameters
         ----------
         job
-            What to compile.
+            Job to build.
         load
-            Load the kernels on the current GPU, which leaves them in CuPy's cache, instead of
-            returning their code.
+            Whether to load the kernels on the current GPU, which leaves them in CuPy's cache,
+            instead of returning their code.
         """
         with _interrupts_held():
             return self._pool.submit(_load if load else _compile, job)
@@ -185,7 +185,7 @@ class Builder:
 def build(
     jobs: Sequence[Job], workers: int | None = None, *, load: bool = False
 ) -> Iterator[tuple[int, Built]]:
-    """Build every job, in parallel: yield its index and what came of it as they end.
+    """Build all jobs in parallel; yield the index and the result of each as soon as it ends.
 
     The arguments are those of `Builder` and of its `submit`.
     """
@@ -196,8 +196,8 @@ def build(
 
 
 def write_cubin(folder: Path, job: Job, cubin: Cubin) -> Path:
-    """Write machine code under the name that `CUPY_FLASH_CUBINS` finds it by."""
+    """Write machine code under the name by which `CUPY_FLASH_CUBINS` finds it."""
     path = folder / prebuilt_name(job.unit, job.device)
-    # Half a cubin would be loaded, and fail.
+    # Written atomically, because an incomplete cubin would be loaded and fail.
     write_whole(path, cubin.image)
     return path

@@ -1,4 +1,4 @@
-"""`cupy-flash compile`: build kernels ahead of use, with or without a GPU."""
+"""The command `cupy-flash compile`: build kernels ahead of use, with or without a GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .build import Built, Job, build, write_cubin
 def _architectures(
     ctx: click.Context, param: click.Parameter, given: Sequence[str]
 ) -> tuple[str, ...]:
-    """Architectures that kernels are built for, named as the compiler does however spelled."""
+    """Return the architectures to build for, in the compiler's spelling."""
     names = [name.strip() for text in given for name in text.split(",")]
     try:
         return tuple(dict.fromkeys(device_for_arch(name).sm for name in names))
@@ -45,7 +45,7 @@ def _architecture(ctx: click.Context, param: click.Parameter, given: str | None)
 
 
 def arch_option(command: Any, *, multiple: bool) -> Any:
-    """Add `--arch`, of one or of several architectures."""
+    """Add `--arch`, which takes one or several architectures."""
     names = [f"sm_{number}" for number in ARCHITECTURES]
     example = "sm_80,sm_90" if multiple else "sm_90 or 90"
     return click.option(
@@ -54,26 +54,28 @@ def arch_option(command: Any, *, multiple: bool) -> Any:
         callback=_architectures if multiple else _architecture,
         metavar="sm_NN",
         shell_complete=lambda ctx, param, incomplete: completed(names, incomplete),
-        help=f"Compile for {example}, no GPU needed: {', '.join(names)}.",
+        help=f"Architecture to compile for, such as {example}; needs no GPU. {', '.join(names)}.",
     )(command)
 
 
 def _folder(ctx: click.Context, param: click.Parameter, given: str | None) -> Path | None:
-    # An unset variable of the shell would have the cubins written here.
+    # The value of an unset shell variable is empty, and would mean the current folder.
     if given == "":
         raise click.BadParameter("'' is an empty name; expected a folder")
     return None if given is None else Path(given)
 
 
 @click.command("compile")
-@click.option("--all", "everything", is_flag=True, help="All that may be launched: every family.")
-@click.option("--list", "listing", is_flag=True, help="Name the kernels and build none.")
-@click.option("--workers", type=click.IntRange(1), help="Processes; as many as CPUs if left out.")
+@click.option(
+    "--all", "everything", is_flag=True, help="Build a representative set for every family."
+)
+@click.option("--list", "listing", is_flag=True, help="List the kernels without building them.")
+@click.option("--workers", type=click.IntRange(1), help="Number of processes; default: CPUs.")
 @click.option(
     "--output",
     type=click.Path(file_okay=False),
     callback=_folder,
-    help=f"Write cubins here, for use with {CUBINS_VARIABLE} set to the folder.",
+    help=f"Write cubins to this folder; the library uses them if {CUBINS_VARIABLE} names it.",
 )
 @click.pass_context
 def compile_kernels(
@@ -85,10 +87,10 @@ def compile_kernels(
     output: Path | None,
     arch: tuple[str, ...],
 ) -> None:
-    """Build kernels ahead of use and report what each takes.
+    """Build kernels ahead of use, and report the resources of each.
 
-    On a GPU the kernels go into CuPy's cache, unless --output or --arch is given; without one
-    --arch is required. Exits with 1 if a kernel does not compile.
+    On a GPU the kernels go into CuPy's cache, unless --output or --arch is given. Without a GPU,
+    --arch is required. The exit code is 1 if a kernel does not compile.
     """
     if listing and output is not None:
         raise click.UsageError("--list builds nothing to write; leave out --list or --output")
@@ -152,14 +154,14 @@ def _devices(arch: Sequence[str]) -> list[Device]:
 
 @dataclass(frozen=True)
 class _Kernel:
-    """What is built; `plan` is that of an attention kernel."""
+    """A kernel to build; `plan` is None if it is not an attention kernel."""
 
     job: Job
     plan: Plan | None = None
 
     @property
     def title(self) -> str:
-        """Family, dtype and sizes, how the keys lie, and the tile."""
+        """Family, dtype and sizes, layout of the keys, and tile."""
         name, tile, sizes = self.job.unit.title.partition(" tile ")
         return name + _lie(self.plan) + tile + sizes
 
@@ -173,7 +175,7 @@ def _kernels(device: Device, *, everything: bool) -> list[_Kernel]:
 
 
 def _lie(plan: Plan | None) -> str:
-    """How the keys lie, where they are a cache or packed."""
+    """Return the layout of the keys as text; empty for dense batches."""
     layout = plan.problem.layout if plan else None
     if layout is None or layout.is_equal:
         return ""

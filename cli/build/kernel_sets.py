@@ -1,18 +1,17 @@
-"""Which kernels `cupy-flash compile` builds: the one place that lists them.
+"""Sets of kernels that `cupy-flash compile` builds; only this module lists them.
 
-A kernel depends on dtype, head dims, causality, the sign of softmax_scale, how rows are aligned,
+A kernel depends on dtype, head dims, causality, the sign of softmax_scale, the alignment of rows,
 whether the keys are split over thread blocks, and its tile; not on batch, heads or lengths. Head
-dims are compile-time constants from 1 to 576 each, so "everything" is taken at representatives:
+dims are compile-time constants from 1 to 576, so even the largest set has representatives only:
 
-- `default_plans`: the dispatcher's choice for what common models ask for, at long sequences and
-  short ones, which may have tiles of their own; gradients of long ones; packed ones; and decoding
-  few sequences and many, their caches in pages of 16 rows and in none.
+- `default_plans`: the dispatcher's choice for common models, for long sequences and short ones,
+  which may have other tiles; gradients of long ones; packed ones; and decoding of few and of many
+  sequences, with contiguous caches and with caches in pages of 16 rows.
 - `all_plans`: for every family that serves it, every dtype x the head dims of published models x
-  full and causal x long, short and split, rows aligned to 16 bytes; for each dtype also three pairs
-  of different head dims, one of them odd, whose rows are aligned to single elements, and a negative
-  softmax_scale; gradients of long ones; packed sequences and caches, in pages of 16 rows and in
-  none; and each tile of the tuned tables, where it fits.
-- `other_units`: what appends to a cache, and merges results.
+  full and causal x long, short and split, with rows aligned to 16 bytes. Also three pairs of
+  different head dims, one odd, with rows aligned to single elements; a negative softmax_scale;
+  gradients; packed sequences; contiguous and paged caches; and each legal tile of tuned tables.
+- `other_units`: kernels that append to a cache, and kernels that merge results.
 """
 
 from __future__ import annotations
@@ -34,17 +33,17 @@ from cupy_flash.problem.problem import Problem
 
 from ..cases.cases import Case
 
-# From MiniLM (32) and ViT or GPT-2 (64) over LLaMA (128) to DeepSeek (192) and Gemma (256, and 512
-# in global layers).
+# Among them MiniLM (32), ViT and GPT-2 (64), LLaMA (128), DeepSeek (192) and Gemma (256, and 512 in
+# global layers).
 HEAD_DIMS = (32, 40, 64, 72, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-# (head_dim, head_dim_v): DeepSeek's, as heads and as latent rows, and an odd pair, read element by
-# element.
+# (head_dim, head_dim_v): DeepSeek's for prefill and for MLA decoding, and an odd pair, whose rows
+# are read element by element.
 _MIXED_HEAD_DIMS = ((192, 128), (576, 512), (65, 33))
 _COMMON_HEAD_DIMS = (64, 128)
 _PAGE_SIZE = 16
 _COMMON_DTYPES = ("bfloat16", "float16", "float32")
-# (batch, heads, seqlen): enough query tiles to fill any GPU, in long and short sequences, and too
-# few.
+# (batch, heads, seqlen): long and short sequences with enough query tiles to fill any GPU, and a
+# sequence with too few.
 _FULL = (4, 16, 4096)
 _SHORT = (64, 16, 256)
 _FEW = (1, 1, 4096)
@@ -76,7 +75,7 @@ def _problem(
 
 
 def default_plans(device: Device) -> list[Plan]:
-    """The dispatcher's choices for common dtypes and head dims."""
+    """Return the dispatcher's choices for common dtypes and head dims."""
     common = list(itertools.product(_COMMON_DTYPES, _COMMON_HEAD_DIMS))
     problems = [
         _problem(dtype, dim, dim, causal, size)
@@ -97,7 +96,7 @@ def default_plans(device: Device) -> list[Plan]:
 
 
 def all_plans(device: Device) -> list[Plan]:
-    """Everything the planner may choose, at representative head dims."""
+    """Return everything that the planner may choose, at representative head dims."""
     dims = [(dim, dim) for dim in HEAD_DIMS] + list(_MIXED_HEAD_DIMS)
     problems = [
         _problem(dtype, *dim, causal, size)
@@ -118,7 +117,7 @@ def all_plans(device: Device) -> list[Plan]:
         if family.why_not(problem, device) is None
     ]
     chosen = (make_plan(problem, device, family=family.name) for problem, family in served)
-    # For GPUs that this one's tuned table is not for.
+    # For GPUs that the tuned table of this device does not serve.
     defaults = (
         plan_tile(
             family, problem, device, family.default_tile(problem, device), reason="default tile"
@@ -129,7 +128,7 @@ def all_plans(device: Device) -> list[Plan]:
 
 
 def _sequence_problems() -> Iterator[Problem]:
-    """Prefill of packed sequences, decoding, and a chunk of a prompt."""
+    """Yield the problems of packed prefill, of decoding, and of a chunk of a prompt."""
     for dtype, dim, causal in itertools.product(DTYPES, _COMMON_HEAD_DIMS, (False, True)):
         heads = (16, 4, dim, dim)
         yield Case(dtype, 8, 2048, 2048, *heads, causal, kind="varlen").problem()
@@ -139,7 +138,7 @@ def _sequence_problems() -> Iterator[Problem]:
 
 
 def tuned_plans(device: Device) -> Iterator[Plan]:
-    """A plan for each entry of the tuned tables whose tile is legal on the device."""
+    """Yield a plan for each entry of the tuned tables whose tile is legal on the device."""
     for entry in tuning.entries():
         family = FAMILIES[entry.direction].get(entry.family)
         problem = problem_of_class(entry.problem_class)
@@ -154,7 +153,7 @@ def tuned_plans(device: Device) -> Iterator[Plan]:
 
 
 def other_units(*, everything: bool) -> list[TranslationUnit]:
-    """What appends rows to a cache, plain and rotating them, and what merges results."""
+    """Return kernels that append rows to a cache, rotated or not, and that merge results."""
     dtypes = DTYPES if everything else _COMMON_DTYPES
     units = []
     for dtype, dim, page_size in itertools.product(dtypes, _COMMON_HEAD_DIMS, (0, _PAGE_SIZE)):
@@ -176,7 +175,7 @@ def other_units(*, everything: bool) -> list[TranslationUnit]:
 def _append_spec(
     dtype: str, dim: int, page_size: int, rotation: tuple[str, bool] | None = None
 ) -> AppendSpec:
-    """One new row of 8 heads; rotated by tables of this dtype, interleaved or not, if given."""
+    """Return the spec of one new row of 8 heads, rotated if (table dtype, interleaved) is given."""
     rows, cached = (8 * dim, 8 * dim, dim), (4096 * 8 * dim, 8 * dim, dim)
     pages = 4096 // page_size if page_size else 0
     rotary_dtype, rotary_interleaved = rotation or (dtype, False)
@@ -211,7 +210,7 @@ def _append_spec(
 
 
 def case_of_class(text: str) -> Case | None:
-    """A case of a tuned entry's class, but for how rows are aligned; see `problem_of_class`."""
+    """Return a case of a tuned entry's class, whose rows may be aligned otherwise."""
     found = ProblemClass.parse(text)
     if found is None or found.dtype not in DTYPES:
         return None
@@ -235,20 +234,20 @@ def case_of_class(text: str) -> Case | None:
 
 
 def problem_of_class(text: str) -> Problem | None:
-    """A problem of a tuned entry's class; None if the class is not spelled as now."""
+    """Return a problem of a tuned entry's class, or None if there is none."""
     found, case = ProblemClass.parse(text), case_of_class(text)
     if found is None or case is None:
         return None
     try:
         problem = case.problem()
     except ValueError:
-        # Packed sequences of a call have as many queries as keys; a class need not.
+        # A class of packed sequences may have fewer queries than keys; a case cannot.
         return None
     return problem.aligned(found.alignment)
 
 
 def _distinct(plans: Iterable[Plan]) -> list[Plan]:
-    """One plan for each unit: different problems can share a kernel."""
+    """Return one plan for each unit, because different problems may have the same kernel."""
     found: dict[str, Plan] = {}
     for plan in plans:
         assert plan.unit is not None

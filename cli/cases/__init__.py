@@ -1,1 +1,1 @@
-"""What is timed: cases, their arrays and options."""
+"""Cases (the calls to time), their input arrays, and the options that define them."""

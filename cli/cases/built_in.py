@@ -1,4 +1,4 @@
-"""Functions of scores and masks as users write them, by name, and what the masks leave to see."""
+"""Built-in mask and score functions by name, and the keys that each mask leaves visible."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from cupy_flash.mods.modification import MaskMod, ScoreMod
 Ints = NDArray[np.int64]
 
 _DOCUMENTS = 12
-# Distances that a table of biases tells apart on either side.
+# Largest distance between query and key, either way, that has its own entry in the bias table.
 FURTHEST = 64
 STEP = 2
 SOFTCAP = 50.0
 
 
 class BuiltIn(NamedTuple):
-    """A modification by name.
+    """A built-in modification.
 
     Attributes
     ----------
     about
-        What it does, in a few words.
+        Short description of the function.
     make
-        `ScoreMod` or `MaskMod`.
+        Class of the modification: `ScoreMod` or `MaskMod`.
     function
-        The function that it is made of.
+        Function that the modification is made of.
     captures
-        What that captures, in host memory, of (heads_q, seqlen_k).
+        Function of (heads_q, seqlen_k) that returns the captured values, in host memory.
     head_axis
-        Name of the array that has query heads along its first axis.
+        Name of the captured array whose first axis is the query heads.
     seen
-        Of a mask: given the positions of queries and seqlen_k, where the keys begin and end that
-        each sees.
+        Function of query positions and seqlen_k that returns begin and end of each query's
+        visible keys. None for a modification that masks nothing.
     step
-        Of these keys it sees one out of so many.
+        Distance between visible keys within that range.
     """
 
     about: str
@@ -52,13 +52,13 @@ class BuiltIn(NamedTuple):
 
     @property
     def keyword(self) -> str:
-        """Of the library's functions."""
+        """Keyword argument that the library's functions take it by."""
         return "mask_mod" if self.make is MaskMod else "score_mod"
 
 
 @functools.lru_cache(maxsize=8)
 def _ends(seqlen_k: int) -> Ints:
-    """Behind the last key of each document, cut at random, but alike in all rows of a batch."""
+    """Return the end of each document. The cuts are random, but equal for all sequences."""
     places = np.arange(1, max(seqlen_k, 1))
     count = min(_DOCUMENTS - 1, len(places))
     cuts = np.random.default_rng(0).choice(places, count, replace=False)
@@ -66,7 +66,7 @@ def _ends(seqlen_k: int) -> Ints:
 
 
 def _document_of(positions: Ints, seqlen_k: int) -> Ints:
-    # Positions outside of the row read the nearest.
+    # Positions outside the sequence belong to the nearest document.
     inside = np.clip(positions, 0, max(seqlen_k - 1, 0))
     return np.searchsorted(_ends(seqlen_k), inside, side="right")
 
@@ -101,14 +101,14 @@ def _seen_all(positions: Ints, seqlen_k: int) -> tuple[Ints, Ints]:
 
 BUILT_IN = {
     "documents": BuiltIn(
-        f"{_DOCUMENTS} documents in a row, cut at random",
+        f"{_DOCUMENTS} documents in one sequence, cut at random",
         MaskMod,
         lambda i, j, document: document[i] == document[j],
         _documents,
         seen=_seen_documents,
     ),
     "t5": BuiltIn(
-        f"a table for each head by i - j, clipped at {FURTHEST}, is added",
+        f"a bias for each head by i - j, clipped at {FURTHEST}",
         ScoreMod,
         lambda score, h, i, j, table: (
             score + table[h, np.clip(i - j, -FURTHEST, FURTHEST) + FURTHEST]
@@ -117,7 +117,7 @@ BUILT_IN = {
         head_axis="table",
     ),
     "dilated": BuiltIn(
-        "every second key",
+        "every second key is visible",
         MaskMod,
         lambda i, j: (i - j) % STEP == 0,
         lambda heads_q, seqlen_k: {},
@@ -125,7 +125,7 @@ BUILT_IN = {
         step=STEP,
     ),
     "prefix": BuiltIn(
-        "causal behind a prefix of a quarter of the keys, without --causal",
+        "causal after a visible prefix of a quarter of the keys, without --causal",
         MaskMod,
         lambda i, j, prefix: (j <= i) | (j < prefix),
         lambda heads_q, seqlen_k: {"prefix": _prefix(seqlen_k)},

@@ -1,4 +1,4 @@
-"""One attention call to bench or tune, as sizes and flags."""
+"""Cases: single attention calls to benchmark or tune, as sizes and flags."""
 
 from __future__ import annotations
 
@@ -24,49 +24,49 @@ from .mods import PLAIN, Mods
 from .seen import Seen, count_pairs
 
 Shape = tuple[int, int, int, int]
-# Blocks of equal length; a key/value cache; sequences packed without padding.
+# Sequences of equal length; sequences in a KV cache; packed sequences (varlen), without padding.
 KINDS = ("dense", "cache", "varlen")
-# Strides of scales that heads have.
+# Strides of an array with one scale per head.
 _OF_HEADS: Strides = (0, 0, 1)
-# The output; or the gradients of queries, keys and values, given the output.
+# Calls that compute the output; calls that compute the gradients of q, k and v from the output.
 DIRECTIONS = ("forward", "backward")
 
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes and flags of one call, on new contiguous arrays in `layout`.
+    """Sizes and flags of one call on new contiguous arrays in `layout`.
 
     Attributes
     ----------
     dtype, batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v
-        Sizes. Of a cache, seqlen_k counts the keys that are attended to, appended ones included;
-        where sequences differ in length, seqlen_q and seqlen_k are the most that one has.
+        Dtype and sizes. For a cache, seqlen_k is the number of keys after appending.
+        If sequences differ in length, seqlen_q and seqlen_k are the largest lengths.
     causal, q_offset, softmax_scale, layout
-        As in `cupy_flash.flash_attention`.
+        Arguments as in `cupy_flash.flash_attention`.
     kind
-        One of `KINDS`: `flash_attention`, `flash_attention_with_kvcache` or
+        One of `KINDS`, in this order: `flash_attention`, `flash_attention_with_kvcache` or
         `flash_attention_varlen`.
     page_size
-        Rows of a page of the cache; 0 for a cache that is not paged.
+        Number of rows per page of the cache; 0 for a cache that is not paged.
     append
-        Whether each call also appends its seqlen_q new rows to the cache.
+        Whether each call also appends seqlen_q new rows to the cache.
     rotary
-        Whether it also rotates them, and the queries.
+        Whether the call also applies the rotary embedding to the new rows and the queries.
     asked_splits
-        num_splits of the functions named above.
+        Argument num_splits of the functions named above.
     lengths
-        Keys of each sequence, and of a varlen batch its queries, too; None where all have
+        Number of keys of each sequence, and of queries in a varlen batch; None if all are
         seqlen_k.
     mods
-        What is done to scores, and what hides keys besides.
+        Mask and score modifications.
     direction
-        One of `DIRECTIONS`: the call, or the one of its gradients, of q, k and v in their dtype.
+        One of `DIRECTIONS`. "backward" is the call for the gradients of q, k and v, in `dtype`.
     cache_dtype
-        Of a cache of 8 bits, which has a scale for each head; None for one of `dtype`. Of a dense
-        case "float8_e4m3fn", which q, k and v have then, each with a scale for each head; `dtype`
-        is the output's.
+        8-bit dtype of the cache, with one scale per head; None for a cache in `dtype`. A dense
+        case may have "float8_e4m3fn": q, k and v are then float8 with one scale per head, and
+        `dtype` is that of the output.
     values_in_keys
-        Whether the values of a cache are the first head_dim_v columns of its keys.
+        Whether the values of a cache are the first head_dim_v columns of its keys (MLA).
     """
 
     dtype: str
@@ -93,45 +93,45 @@ class Case:
     values_in_keys: bool = False
 
     def as_record(self) -> dict[str, Any]:
-        """Its fields as JSON holds them."""
+        """Return the fields in the form that JSON holds."""
         return dataclasses.asdict(self) | {"mods": str(self.mods) or None}
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> Case:
-        """The inverse of `as_record`."""
+        """Return the case of a record; the inverse of `as_record`."""
         lengths = record["lengths"] and tuple(record["lengths"])
         return cls(**dict(record) | {"lengths": lengths, "mods": Mods.parse(record["mods"] or "")})
 
     @property
     def is_dense(self) -> bool:
-        """Whether it is a call of `flash_attention`."""
+        """Whether the case is a call of `flash_attention`."""
         return self.kind == "dense"
 
     @property
     def is_cached(self) -> bool:
-        """Whether it is a call of `flash_attention_with_kvcache`."""
+        """Whether the case is a call of `flash_attention_with_kvcache`."""
         return self.kind == "cache"
 
     @property
     def is_backward(self) -> bool:
-        """Whether it is a call for gradients."""
+        """Whether the case is a call for gradients."""
         return self.direction == "backward"
 
     @property
     def key_lengths(self) -> tuple[int, ...]:
-        """Keys of each sequence."""
+        """Number of keys of each sequence."""
         return (self.seqlen_k,) * self.batch if self.lengths is None else self.lengths
 
     @property
     def query_lengths(self) -> tuple[int, ...]:
-        """Queries of each sequence."""
+        """Number of queries of each sequence."""
         return self.key_lengths if self.kind == "varlen" else (self.seqlen_q,) * self.batch
 
     @property
     def length_counts(self) -> dict[tuple[int, int], int]:
-        """How many sequences have so many queries and so many keys.
+        """Number of sequences by (number of queries, number of keys).
 
-        It takes no memory that grows with a batch of one length.
+        A batch of equal lengths has a single entry, whatever its size.
         """
         if self.lengths is None:
             is_packed = self.kind == "varlen"
@@ -140,30 +140,30 @@ class Case:
 
     @property
     def query_rows(self) -> int:
-        """Query rows over the whole batch and all heads."""
+        """Number of query rows in the batch, over all heads."""
         return self.heads_q * sum(n * queries for (queries, _), n in self.length_counts.items())
 
     @property
     def total_keys(self) -> int:
-        """Keys of all sequences."""
+        """Number of keys of all sequences together."""
         return sum(n * keys for (_, keys), n in self.length_counts.items())
 
     @property
     def cache_rows(self) -> int:
-        """Rows of k for each head, over the batch or all pages."""
+        """Number of rows of k per head, over the batch or all pages."""
         caches, rows, _, _ = self.bshd_shapes[1]
         return caches * rows
 
     @property
     def pages_per_sequence(self) -> int:
-        """Pages that hold seqlen_k rows; 0 where the cache is not paged."""
+        """Number of pages that hold seqlen_k rows; 0 if the cache is not paged."""
         return -(-self.seqlen_k // self.page_size) if self.page_size else 0
 
     @property
     def bshd_shapes(self) -> tuple[Shape, Shape, Shape]:
         """Shapes of q, k and v, or of the caches, in (batch, seqlen, heads, dim) order.
 
-        Packed arrays are a batch of one; a paged cache has pages for its batch.
+        Packed arrays have a batch of one; the batch axis of a paged cache is its pages.
         """
         batch, seqlen_q, seqlen_k = self.batch, self.seqlen_q, self.seqlen_k
         k_batch = batch
@@ -180,13 +180,13 @@ class Case:
 
     @property
     def sizes(self) -> Sizes:
-        """Sizes that its modifications go by; of a cache, keys are its capacity."""
+        """Sizes that modifications depend on; for a cache, seqlen_k is its capacity."""
         capacity = self.pages_per_sequence * self.page_size if self.page_size else self.seqlen_k
         total = self.total_keys if self.kind == "varlen" else None
         return Sizes(self.dtype, self.batch, self.heads_q, self.seqlen_q, capacity, total)
 
     def problem(self) -> Problem:
-        """The library's record of the call; raises TypeError or ValueError as the library does."""
+        """Return the library's `Problem`; raise TypeError or ValueError if the call is invalid."""
         problem = self._dense_problem() if self.is_dense else self._sequences_problem()
         if not self.is_backward:
             return problem
@@ -250,15 +250,15 @@ class Case:
         if self.layout != "bshd":
             raise ValueError(f"layout is {self.layout!r}; caches and packed sequences are 'bshd'")
         if self.q_offset is not None:
-            raise ValueError("caches and packed sequences have masks aligned at the bottom right")
+            raise ValueError("caches and packed sequences take no q_offset; leave it out")
         if (self.page_size or self.append or self.rotary) and not self.is_cached:
-            raise ValueError("only a cache is paged, appended to or rotated")
+            raise ValueError("page_size, append and rotary need kind cache")
         if self.cache_dtype and (not self.is_cached or self.append):
-            raise ValueError("only a cache that nothing is appended to is of 8 bits here")
+            raise ValueError("cache_dtype needs kind cache or dense, and no append")
         if self.values_in_keys and (not self.is_cached or self.append):
-            raise ValueError("only a cache that nothing is appended to has values in its keys here")
+            raise ValueError("values_in_keys needs kind cache, and no append")
         if self.rotary and (not self.append or self.head_dim % 2):
-            raise ValueError("rotary embeddings need rows to append, and an even head_dim")
+            raise ValueError("rotary needs append and an even head_dim")
         if self.lengths is not None and (
             len(self.lengths) != self.batch or max(self.lengths, default=0) != self.seqlen_k
         ):
@@ -274,8 +274,8 @@ class Case:
         least = self.seqlen_k if self.lengths is None else min(self.lengths)
         if self.append and least < self.seqlen_q:
             raise ValueError(
-                f"{self.seqlen_q} rows are appended, but a sequence has {least} keys with them; "
-                "expected no fewer"
+                f"{self.seqlen_q} rows are appended, but a sequence has only {least} keys with "
+                "them; expected at least as many"
             )
 
     def _spec(self, shape: Shape, dtype: str | None = None) -> ArraySpec:
@@ -287,19 +287,19 @@ class Case:
         return ArraySpec(shape, strides, dtype)
 
     def mask(self, seqlen_q: int, seqlen_k: int) -> Mask:
-        """Which keys the queries of a sequence of these lengths see by their positions."""
+        """Return the positional mask of a sequence with these lengths."""
         offset = seqlen_k - seqlen_q if self.q_offset is None else self.q_offset
         return Mask(seqlen_q, seqlen_k, self.causal, offset, *self.mods.window)
 
     def seen(self, seqlen_q: int, seqlen_k: int) -> Seen:
-        """Which keys they see, as far as arithmetic tells."""
+        """Return the visible keys of a sequence with these lengths; mask arrays are ignored."""
         return Seen.of(self.mask(seqlen_q, seqlen_k), self.mods.mod, self.sizes.seqlen_k)
 
     def flops(self) -> float:
-        """Floating-point operations, as `Problem.flops` counts them, of the pairs that are seen.
+        """Return the FLOPs of the visible pairs, as `Problem.flops` counts them.
 
-        What an array hides counts: a kernel cannot leave it out. Gradients take five products: the
-        scores again, dP = dout v', dq, dk and dv.
+        Pairs that an array masks count, because a kernel cannot skip them. Gradients take five
+        products: S again, dP = dout v', dq, dk and dv.
         """
         dim, dim_v = self.head_dim, self.head_dim_v
         width = 3 * dim + 2 * dim_v if self.is_backward else dim + dim_v
@@ -307,7 +307,7 @@ class Case:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of all keys and values that are attended to, by any query of their sequence."""
+        """Bytes of all keys and values that any query of their sequence attends to."""
         keys = self.total_keys
         if self.mods:
             lengths = self.length_counts.items()
@@ -316,15 +316,15 @@ class Case:
 
     @property
     def _key_bytes(self) -> int:
-        """Bytes of a key and its value."""
+        """Bytes of one key and its value."""
         columns = self.head_dim + (0 if self.values_in_keys else self.head_dim_v)
         return columns * ITEMSIZE[self.cache_dtype or self.dtype]
 
     @property
     def array_bytes(self) -> int:
-        """Bytes of q, k, v, or the caches, of the output, and of biases and masks.
+        """Bytes of q, of k and v or the caches, of the output, and of biases and masks.
 
-        Of a call for gradients also of these, of dout and of the log-sum-exp.
+        For a call for gradients, also bytes of the gradients, dout and the log-sum-exp.
         """
         rows = self.query_bytes + self.key_value_bytes + self.out_bytes
         if self.is_backward:
@@ -349,12 +349,12 @@ class Case:
 
     @property
     def result_bytes(self) -> int:
-        """Bytes of what the call gives."""
+        """Bytes of the arrays that the call returns."""
         return self.query_bytes + self.key_value_bytes if self.is_backward else self.out_bytes
 
     @property
     def scores(self) -> int:
-        """Elements of the score matrix of all heads."""
+        """Number of elements of the score matrices of all heads."""
         pairs = sum(n * queries * keys for (queries, keys), n in self.length_counts.items())
         return self.heads_q * pairs
 
@@ -370,14 +370,14 @@ class Case:
 
     @property
     def first_query(self) -> int:
-        """Position of the first query among the keys, where sequences have one length."""
+        """Position of the first query among the keys, if all sequences have one length."""
         return self.seqlen_k - self.seqlen_q if self.q_offset is None else self.q_offset
 
 
-# The counts of long sequences take milliseconds, and are asked for again and again.
+# Cached, because counting the pairs of long sequences takes milliseconds and happens often.
 @functools.lru_cache(maxsize=256)
 def _seen_pairs(case: Case) -> float:
-    """Pairs that the queries of one head see, over the batch."""
+    """Return the number of visible pairs of one head, over the batch."""
     row = case.sizes.seqlen_k
     return sum(
         count * count_pairs(case.mask(*lengths), case.mods.mod, row)
@@ -406,12 +406,12 @@ _LONG_DTYPE = {short: name for name, short in SHORT_DTYPE.items()}
 
 
 def dtype_name(text: str) -> str:
-    """A dtype's own name, of that or of the short one that tables print."""
+    """Return the full name of a dtype, given the full or the short name."""
     return _LONG_DTYPE.get(text, text)
 
 
 def _texts(case: Case) -> dict[str, str]:
-    """Each part of a case's description; empty where it is as usual."""
+    """Return the parts of a case's description; a part is empty if its value is the usual one."""
     mask = "causal" if case.causal else "full"
     if case.q_offset is not None:
         mask += f"@{case.q_offset}"
@@ -452,18 +452,18 @@ def _seqlen_text(case: Case) -> str:
 
 
 def pair_text(first: int, second: int) -> str:
-    """Two numbers that are mostly the same."""
+    """Return two numbers as text, or a single one if they are equal."""
     return str(first) if first == second else f"{first}/{second}"
 
 
 def sequences_text(case: Case) -> str:
-    """What a case of caches or packed sequences has besides; empty for blocks of equal length."""
+    """Return the part of a description that caches and packed sequences add; "" for dense cases."""
     texts = _texts(case)
     return " ".join(filter(None, (texts[part] for part in ("kind", "lengths", "step", "splits"))))
 
 
 def describe(cases: Sequence[Case]) -> tuple[str, list[str]]:
-    """What all cases share, and for each what sets it apart, as short texts."""
+    """Return short texts: what all cases have in common, and for each what sets it apart."""
     texts = [_texts(case) for case in cases]
     varying = {part for part in _PARTS if len({text[part] for text in texts}) > 1}
     shared = " ".join(t for part in _PARTS if part not in varying if (t := texts[0][part]))
@@ -489,7 +489,7 @@ def sweep(
     softmax_scale: Iterable[float] | None,
     layout: Iterable[str],
 ) -> list[Case]:
-    """Every combination; keys, kv heads and value dims follow the queries' where None."""
+    """Return every combination; keys, KV heads and value dims default to the queries' numbers."""
     cases = []
     combinations: Iterable[tuple[Any, ...]] = itertools.product(
         dtype,

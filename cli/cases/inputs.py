@@ -1,4 +1,4 @@
-"""The arrays that all providers of a row share."""
+"""Input arrays of a case, shared by all providers of a table row."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from .cases import Case, Shape
 from .mod_arguments import keywords, numpy_dtype, shapes
 from .sequences import Arrays
 
-# Elements: CuPy's generator counts them in 32 bits, and they are wider than 16-bit inputs.
+# Elements per draw. CuPy's generator counts in 32 bits, and draws are wider than 16-bit inputs.
 _DRAWN_AT_ONCE = 1 << 28
 
 
 @dataclass
 class Inputs:
-    """q, k and v of a case in its layout; copied to the host, or to the GPU, when first asked for.
+    """q, k and v of a case in its layout, copied to the host or to the GPU on first access.
 
     Attributes
     ----------
     case
-        What they are inputs of. Of a cache, k and v are the caches.
+        Case that the arrays belong to. For a cache, k and v are the caches.
     more
-        The other arrays of the call, all small, by the names of its arguments.
+        Other arrays of the call, all small, by argument name.
     seed
-        Of the arrays of its modifications, which are drawn when first asked for.
+        Seed of the arrays of the case's modifications, which are drawn on first access.
     """
 
     case: Case
@@ -51,16 +51,16 @@ class Inputs:
     more: Mapping[str, np.ndarray] = field(default_factory=dict)
     seed: int = 0
     _more_gpu: dict[str, Any] | None = None
-    # By whether they lie on the GPU: arrays, and keyword arguments with them.
+    # Arrays of the modifications, and keyword arguments that hold them; the key is `on_gpu`.
     _drawn: dict[bool, dict[str, Any]] = field(default_factory=dict)
     _modifications: dict[bool, dict[str, Any]] = field(default_factory=dict)
-    # Likewise what a call for gradients is given besides.
+    # dout, and out and lse, of calls for gradients; the key is `on_gpu`.
     _dout: dict[bool, Any] = field(default_factory=dict)
     _forward: dict[bool, tuple[Any, Any]] = field(default_factory=dict)
 
     @property
     def gpu(self) -> Arrays:
-        """As CuPy arrays on the current device."""
+        """The arrays as CuPy arrays on the current device."""
         if self._gpu is None:
             import cupy
 
@@ -71,7 +71,7 @@ class Inputs:
 
     @property
     def host(self) -> Arrays:
-        """As NumPy arrays."""
+        """The arrays as NumPy arrays."""
         if self._host is None:
             import cupy
 
@@ -82,7 +82,7 @@ class Inputs:
 
     @property
     def more_gpu(self) -> Mapping[str, Any]:
-        """The other arrays as CuPy arrays on the current device."""
+        """Other arrays of the call as CuPy arrays on the current device."""
         if self._more_gpu is None:
             import cupy
 
@@ -90,7 +90,7 @@ class Inputs:
         return self._more_gpu
 
     def modifications(self, *, on_gpu: bool) -> Mapping[str, Any]:
-        """Keyword arguments for the case's modifications, of CuPy arrays or of NumPy's."""
+        """Return keyword arguments for the case's modifications, with CuPy or NumPy arrays."""
         if on_gpu not in self._modifications:
             if not self._drawn:
                 self._drawn[on_gpu] = _drawn_arrays(self.case, self.seed, on_gpu=on_gpu)
@@ -104,7 +104,7 @@ class Inputs:
         return self._modifications[on_gpu]
 
     def dout(self, *, on_gpu: bool) -> Any:
-        """Of a call for gradients: standard normal numbers, like the output."""
+        """Return dout of a call for gradients: standard normal numbers in the output's shape."""
         if not self._dout:
             self._dout[on_gpu] = _drawn_dout(self.case, self.seed, on_gpu=on_gpu)
         if on_gpu not in self._dout:
@@ -112,7 +112,7 @@ class Inputs:
         return self._dout[on_gpu]
 
     def forward(self, *, on_gpu: bool) -> tuple[Any, Any]:
-        """The output and its log-sum-exp, which the library computes when first asked for."""
+        """Return the output and its log-sum-exp, which the library computes on first access."""
         if on_gpu not in self._forward:
             backend = "auto" if on_gpu else "cpu"
             found = self._forward_call(on_gpu=on_gpu, return_lse=True, backend=backend)()
@@ -120,16 +120,16 @@ class Inputs:
         return self._forward[on_gpu]
 
     def call(self, *, on_gpu: bool, **forced: Any) -> Callable[[], Any]:
-        """The library's call that computes the case, as a user would write it.
+        """Return the library call that computes the case, as a user would write it.
 
-        Of a call for gradients what it is given is there when this returns.
+        For a call for gradients, its inputs dout, out and lse are computed before this returns.
 
         Parameters
         ----------
         on_gpu
             Whether to pass CuPy arrays; NumPy arrays otherwise.
         forced
-            More arguments: backend, family, tile.
+            Additional arguments: backend, family, tile.
         """
         if not self.case.is_backward:
             return self._forward_call(on_gpu=on_gpu, **forced)
@@ -141,7 +141,7 @@ class Inputs:
     def gradient_call(
         self, function: Callable[..., Any], *, on_gpu: bool, **forced: Any
     ) -> Callable[[], Any]:
-        """A call for gradients; parameters as of `call`, and what computes them."""
+        """Return a call of `function` for gradients; the other parameters are those of `call`."""
         (q, k, v), options = self._arguments(on_gpu=on_gpu)
         dout = self.dout(on_gpu=on_gpu)
         options["out"] = self.forward(on_gpu=on_gpu)[0]
@@ -154,7 +154,7 @@ class Inputs:
         if case.is_dense:
             if case.cache_dtype:
                 options |= self.more_gpu if on_gpu else self.more
-                # Values have no mean here.
+                # The `dtype` of a float8 case is that of its output.
                 options |= {"out_dtype": case.dtype}
             return functools.partial(flash_attention, *arrays, **{**options, **forced})
         options["num_splits"] = case.asked_splits
@@ -162,7 +162,7 @@ class Inputs:
         return functools.partial(function, *arrays, **{**options, **forced})
 
     def _arguments(self, *, on_gpu: bool) -> tuple[Arrays, dict[str, Any]]:
-        """q, k and v as calls in both directions take them, and keyword arguments."""
+        """Return q, k and v as calls in both directions take them, and keyword arguments."""
         case = self.case
         q, k, v = self.gpu if on_gpu else self.host
         modifications = self.modifications(on_gpu=on_gpu)
@@ -184,10 +184,10 @@ class Inputs:
         return (q[0], k[0], v[0]), options
 
     def with_pages_of(self, page_size: int) -> Inputs:
-        """Inputs of the same step on a cache in pages of this size, in shuffled order.
+        """Return inputs of the same call on a cache in pages of this size, in shuffled order.
 
-        They share the memory of this cache where `can_share_pages`, so that its rows are dealt to
-        the sequences in another order; else they are new.
+        If `can_share_pages`, the pages share this cache's memory, and its rows are assigned to
+        other sequences. Otherwise the arrays are new.
         """
         case = dataclasses.replace(self.case, page_size=page_size)
         if not can_share_pages(self.case, page_size):
@@ -209,9 +209,9 @@ class Inputs:
         return made
 
     def with_cache_of(self, dtype: str) -> Inputs:
-        """Inputs of the same call on the cache, or a dense case's q, k and v, in 8 bits.
+        """Return inputs of the same call with its cache, or a dense case's q, k and v, in 8 bits.
 
-        With a scale for each head.
+        Each head has a scale.
         """
         case = dataclasses.replace(self.case, cache_dtype=dtype)
         q, k, v = self._gpu or self.host
@@ -230,12 +230,12 @@ class Inputs:
 
 
 def can_share_pages(case: Case, page_size: int) -> bool:
-    """Whether a cache's memory serves as pages, too: it is whole ones, and nobody writes to it."""
+    """Return whether a cache can be read as pages in place: whole pages, and no appended rows."""
     return case.seqlen_k % page_size == 0 and not case.append
 
 
 def placed_on(*, gpu: bool) -> Callable[[Any], Any]:
-    """Puts arrays on the GPU, or in host memory; those that are there stay."""
+    """Return a function that moves arrays to the GPU or the host, unless they are there."""
 
     def placed(array: Any) -> Any:
         if isinstance(array, np.ndarray) and not gpu:
@@ -247,7 +247,7 @@ def placed_on(*, gpu: bool) -> Callable[[Any], Any]:
 
 
 def _normal(xp: Any, generator: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-    """Standard normal numbers; as bools, which of them are positive."""
+    """Draw standard normal numbers; for bool, whether such numbers are positive."""
     drawn = np.float64 if dtype == np.float64 else np.float32
 
     def part(size: Any) -> Any:
@@ -255,7 +255,7 @@ def _normal(xp: Any, generator: Any, shape: tuple[int, ...], dtype: np.dtype) ->
         return found > 0 if dtype == np.dtype(bool) else found.astype(dtype, copy=False)
 
     if math.prod(shape) == 0:
-        # CuPy's generator launches a kernel even for nothing.
+        # CuPy's generator launches a kernel even for an empty array.
         return xp.empty(shape, dtype)
     if math.prod(shape) <= _DRAWN_AT_ONCE:
         return part(shape)
@@ -268,9 +268,9 @@ def _normal(xp: Any, generator: Any, shape: tuple[int, ...], dtype: np.dtype) ->
 
 
 def _drawn_arrays(case: Case, seed: int, *, on_gpu: bool) -> dict[str, Any]:
-    """The arrays of a case's modifications, drawn where they are used; slopes are the usual."""
+    """Draw the arrays of a case's modifications where they are needed; ALiBi slopes are fixed."""
     xp: Any = importlib.import_module("cupy") if on_gpu else np
-    # Not the generator of q: its rows would depend on whether they are biased.
+    # Not the generator of q: otherwise q would depend on whether the case has a bias.
     generator = xp.random.default_rng(seed + 1)
     found = {}
     for name, (shape, dtype) in shapes(case.mods, case.sizes).items():
@@ -293,13 +293,13 @@ def _in_layout(case: Case, bshd: Shape) -> Shape:
 
 
 def random_inputs(case: Case, seed: int, *, on_gpu: bool) -> Inputs:
-    """Standard normal inputs, generated where they are used."""
+    """Draw standard normal inputs in the memory where they are used."""
     if case.cache_dtype:
         wide = dataclasses.replace(case, cache_dtype=None)
         return random_inputs(wide, seed, on_gpu=on_gpu).with_cache_of(case.cache_dtype)
     shapes_of_qkv = [_in_layout(case, shape) for shape in case.bshd_shapes]
     xp: Any = importlib.import_module("cupy") if on_gpu else np
-    # Not RandomState: CuPy's needs the cuRAND library.
+    # `default_rng`, because CuPy's RandomState needs the cuRAND library.
     generator = xp.random.default_rng(seed)
     dtype = numpy_dtype(case.dtype)
     if case.values_in_keys:
@@ -315,7 +315,7 @@ def random_inputs(case: Case, seed: int, *, on_gpu: bool) -> Inputs:
 
 @dataclass(frozen=True)
 class InputFile:
-    """Real q, k and v in bshd order."""
+    """q, k and v from a user's file, in bshd order."""
 
     q: np.ndarray
     k: np.ndarray
@@ -328,14 +328,14 @@ class InputFile:
         Raises
         ------
         click.UsageError
-            If it is not such a file.
+            If the file does not hold such arrays.
         """
         try:
             arrays = _read_arrays(path)
         except click.UsageError:
             raise
         except Exception as error:
-            # A damaged archive shows in many ways: zlib's, struct's, zipfile's, NumPy's own.
+            # Damaged archives raise exceptions of zlib, struct, zipfile or NumPy.
             raise click.UsageError(f"{path} cannot be read as an npz file: {error}") from error
         for name, array in zip("qkv", arrays, strict=True):
             if array.ndim != 4 or array.dtype.name not in DTYPES:
@@ -351,12 +351,12 @@ class InputFile:
         return cls(*arrays)
 
     def case(self, **flags: Any) -> Case:
-        """The case that the file's arrays make, with the remaining fields given.
+        """Return the case that the file's arrays define, with its remaining fields in `flags`.
 
         Raises
         ------
         click.UsageError
-            If the arrays do not go together.
+            If the shapes of the arrays do not match.
         """
         q, k, v = self.q.shape, self.k.shape, self.v.shape
         if k[:3] != v[:3] or q[0] != k[0] or q[3] != k[3]:
@@ -376,10 +376,10 @@ class InputFile:
         )
 
     def inputs(self, case: Case) -> Inputs:
-        """The arrays in the case's dtype and layout."""
+        """Return the arrays in the case's dtype and layout."""
         dtype = numpy_dtype(case.dtype)
         axes = (0, 1, 2, 3) if case.layout == "bshd" else (0, 2, 1, 3)
-        # What a narrower dtype does not hold becomes inf, and rows of it are not compared.
+        # Values beyond a narrower dtype's range become inf; their rows are not compared.
         with np.errstate(over="ignore"):
             q, k, v = (
                 np.ascontiguousarray(array.astype(dtype, copy=False).transpose(axes))
@@ -389,12 +389,12 @@ class InputFile:
 
 
 def _read_arrays(path: Path) -> list[np.ndarray]:
-    # Opened here, since numpy.load leaves open what it cannot read.
+    # Opened here, because numpy.load leaves a file open if it cannot read it.
     with path.open("rb") as raw:
-        # numpy.load would take anything else for an array or a pickle, and speak of those.
+        # numpy.load would take other files for arrays or pickles, and its message would say so.
         if not zipfile.is_zipfile(raw):
             raise click.UsageError(
-                f"{path} cannot be read as an npz file: it is no zip archive; expected what "
+                f"{path} cannot be read as an npz file: it is not a zip archive; expected what "
                 "numpy.savez writes, with arrays q, k and v"
             )
         raw.seek(0)
@@ -412,11 +412,11 @@ def _read_array(file: Any, name: str) -> np.ndarray:
     except ValueError as error:
         if "allow_pickle" not in str(error):
             raise
-        # NumPy would recommend to load it unsafely.
+        # NumPy's message would recommend loading the file unsafely.
         raise ValueError(f"{name} holds Python objects; expected numbers") from error
     return found
 
 
 def _with_dtype(array: np.ndarray) -> np.ndarray:
-    # NumPy files know no bfloat16: it is kept as two bytes of nothing in particular.
+    # NumPy's file format has no bfloat16: such an array is stored as raw elements of two bytes.
     return array.view(ml_dtypes.bfloat16) if array.dtype == np.dtype("V2") else array

@@ -1,4 +1,4 @@
-"""The comma-separated lists that options take: what a command sweeps over."""
+"""Option types for comma-separated lists, which hold the values that a command sweeps over."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ T = TypeVar("T")
 
 
 class CommaList(click.ParamType, Generic[T]):
-    """Values separated by commas."""
+    """Option type for values separated by commas."""
 
     name = "list"
 
     def __init__(
         self, item: Callable[[str], T], what: str, example: str, choices: Sequence[str] = ()
     ) -> None:
-        """Describe the values.
+        """Initialize the type from a description of its values.
 
         Parameters
         ----------
         item
-            Value of a text; raises ValueError for a wrong one.
+            Parser of one value; raises ValueError if the text is not one.
         what, example
-            A value in words, and an example of a list.
+            Description of a value, and an example of a list.
         choices
-            Texts that a shell completes.
+            Texts that the shell can complete.
         """
         self.item, self.what, self.example, self.choices = item, what, example, choices
 
     @property
     def wanted(self) -> str:
-        """A value of the list, and an example of one."""
+        """Description of a value, with an example of a list."""
         return f"{self.what}; for example {self.example}"
 
     def convert(
@@ -108,7 +108,7 @@ def _yes_no(text: str) -> bool:
 
 
 def names_list(choices: Sequence[str], what: str) -> CommaList[str]:
-    """A list of names out of `choices`."""
+    """Return the option type for a list of names out of `choices`."""
     return CommaList(_one_of(*choices), f"{what} ({', '.join(choices)})", choices[0], choices)
 
 

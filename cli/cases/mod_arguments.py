@@ -1,4 +1,4 @@
-"""Modifications of a case as the library takes them: shapes, keyword arguments, and the plan's."""
+"""Library arguments for a case's modifications: array shapes, keyword arguments, score spec."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from cupy_flash.problem.score import ScoreSpec
 from .built_in import BUILT_IN
 from .mods import Mods
 
-# As the keyword arguments are called.
+# Keyword arguments that hold arrays over (query, key) pairs.
 OF_PAIRS = ("bias", "mask")
 
 
 def numpy_dtype(name: str) -> np.dtype:
-    """The NumPy dtype of a name in `cupy_flash.problem.arrays.DTYPES`."""
+    """Return the NumPy dtype of a name in `cupy_flash.problem.arrays.DTYPES`."""
     return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
 
 
 def shapes(mods: Mods, sizes: Sizes) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-    """Shape and dtype of each array, by its keyword argument; functions capture others, small ones.
+    """Return shape and dtype of each array by its keyword argument, without captured arrays.
 
     Raises
     ------
     ValueError
-        For an axis of sequences where these are packed.
+        If an array has a batch axis and the sequences are packed.
     """
     real = np.dtype(np.float64 if sizes.dtype == "float64" else np.float32)
     found: dict[str, tuple[tuple[int, ...], np.dtype]] = {}
@@ -58,23 +58,23 @@ def shapes(mods: Mods, sizes: Sizes) -> dict[str, tuple[tuple[int, ...], np.dtyp
 
 
 def array_bytes(mods: Mods, sizes: Sizes) -> int:
-    """Bytes of all these arrays."""
+    """Return the total size of these arrays in bytes."""
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes(mods, sizes).values())
 
 
 def keywords(
     mods: Mods, sizes: Sizes, arrays: Mapping[str, Any], placed: Callable[[Any], Any]
 ) -> dict[str, Any]:
-    """Keyword arguments of the library's functions.
+    """Return the keyword arguments of the library's functions.
 
     Parameters
     ----------
     mods, sizes
-        Of the case.
+        Modifications and sizes of the case.
     arrays
-        Those of `shapes`.
+        Arrays of the shapes and dtypes that `shapes` returns.
     placed
-        Puts what a function captures where these lie.
+        Function that moves captured arrays to the memory of `arrays`.
     """
     found = dict(arrays)
     if mods.window != Mods.window:
@@ -94,12 +94,12 @@ def keywords(
 
 @functools.lru_cache(maxsize=256)
 def score_of(mods: Mods, sizes: Sizes, *, causal: bool, backward: bool = False) -> ScoreSpec | None:
-    """What kernels are made for, without the arrays; of `backward` ones with derivatives.
+    """Return the score spec that kernels are generated from, with derivatives if `backward`.
 
     Raises
     ------
     TypeError, ValueError
-        As the library does.
+        If the library rejects the modifications.
     """
     unread = {name: _unread(*array) for name, array in shapes(mods, sizes).items()}
     found = read_modifiers(keywords(mods, sizes, unread, np.asarray), backward=backward)
@@ -110,7 +110,7 @@ def score_of(mods: Mods, sizes: Sizes, *, causal: bool, backward: bool = False) 
 
 
 def _unread(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """A new contiguous array as far as its address, shape, strides and dtype go."""
+    """Return a placeholder that has the strides and alignment of a new array, but little memory."""
     if 0 in shape:
         return np.empty(shape, dtype)
     steps = [dtype.itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
@@ -127,22 +127,22 @@ def restricted(
     heads: slice = slice(None),
     rows: slice = slice(None),
 ) -> dict[str, Any]:
-    """Keyword arguments of some heads and rows of one sequence, as a call of their own has them.
+    """Return the keyword arguments of a separate call on some heads and rows of one sequence.
 
     Parameters
     ----------
     given
-        Those of the whole call.
+        Keyword arguments of the whole call.
     mods
-        What they are of.
+        Modifications of the case.
     batch
-        Which sequence.
+        Index of the sequence.
     keys
-        How many it has.
+        Number of keys of the sequence.
     heads
         Query heads.
     rows
-        Of a packed sequence in the array of all, else of its own.
+        Query rows, as indices into the packed array or, if it is not packed, into the sequence.
     """
     found = dict(given)
     for name in ("alibi_slopes", "sinks"):

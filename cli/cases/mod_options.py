@@ -1,4 +1,4 @@
-"""The options that modify a command's cases."""
+"""Command-line options that set the mask and score modifications of a command's cases."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NONE = "none"
 
 
 def _or_none(name: str) -> Callable[[str], Any]:
-    """A field of `Mods`, or nothing."""
+    """Return a parser for a field of `Mods` that also accepts "none", for no modification."""
     absent = getattr(PLAIN, name)
     return lambda text: absent if text == _NONE else PARSERS[name](text)
 
@@ -27,32 +27,33 @@ def _or_none(name: str) -> Callable[[str], Any]:
 _MOD_OPTIONS: dict[str, tuple[click.ParamType, str]] = {
     "window": (
         CommaList(_or_none("window"), "LEFT:RIGHT or none", "1023:0"),
-        "Keys seen on either side of a query, LEFT:RIGHT; a side left out has no bound. -1 or "
-        "none for no window.",
+        "Number of keys before and after its own position that a query attends to, LEFT:RIGHT; a "
+        "side left out has no bound. -1 or none for no window.",
     ),
     "softcap": (
         CommaList(_or_none("softcap"), "a number from 1e-30 to 1e+30, 0 or none", "50"),
-        "Cap of scores, a number; 0 or none for no cap.",
+        "Softcap of the scores, a number; 0 or none for no softcap.",
     ),
-    "alibi": (FLAGS, "ALiBi's slopes, those of the paper: yes or no; 'no,yes' for both."),
-    "sinks": (FLAGS, "A sink for each query head: yes or no."),
+    "alibi": (FLAGS, "ALiBi with the slopes of the paper: yes or no; 'no,yes' for both."),
+    "sinks": (FLAGS, "Attention sink for each query head: yes or no."),
     **{
         name: (
             CommaList(_or_none(name), f"one of {', '.join(SPANS)}, none", SPANS[0]),
-            f"{what}: heads, for each head; shared, one for all; batch, for each head of each "
-            "sequence; or none.",
+            f"{what}: for each head (heads), for all heads together (shared), for each head of "
+            "each sequence (batch), or none.",
         )
-        for name, what in (("bias", "A bias in the dtype of q"), ("mask", "A mask of bools"))
+        for name, what in (("bias", "Bias in the dtype of q"), ("mask", "Boolean mask"))
     },
     "mod": (
         CommaList(_or_none("mod"), f"one of {', '.join(BUILT_IN)}, none", "documents"),
-        "A function: " + "; ".join(f"{n}, {built_in.about}" for n, built_in in BUILT_IN.items()),
+        "Mask or score function: "
+        + "; ".join(f"{n}, {built_in.about}" for n, built_in in BUILT_IN.items()),
     ),
 }
 
 
 def mod_options(command: Command) -> Command:
-    """Add the options that modify a command's cases."""
+    """Add the options for mask and score modifications to a command."""
     for name, (kind, text) in reversed(_MOD_OPTIONS.items()):
         flag: dict[str, Any] = {"is_flag": False, "flag_value": "yes"} if kind is FLAGS else {}
         command = click.option(f"--{name}", type=kind, help=text, **flag)(command)
@@ -60,17 +61,17 @@ def mod_options(command: Command) -> Command:
 
 
 def split_mods(options: dict[str, Any]) -> dict[str, Any]:
-    """Take those options out of a command's options; those not given are None."""
+    """Pop the modification options from a command's options; those not given are None."""
     return {name: options.pop(name) for name in _MOD_OPTIONS}
 
 
 def modified(cases: Sequence[Case], given: Mapping[str, Any]) -> list[Case]:
-    """Each case with every combination of the modifications, placed and checked by the library.
+    """Return each case with every combination of modifications, after `placed` and all checks.
 
     Raises
     ------
     click.UsageError
-        With the library's message, for what no kernel computes.
+        If no kernel computes one of the cases; with the library's message.
     """
     lists = {name: values for name, values in given.items() if values}
     found = [

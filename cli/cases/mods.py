@@ -1,4 +1,4 @@
-"""What a case does to its scores and hides of its keys, and how options and records spell that."""
+"""Mask and score modifications of a case, and their spelling in options and records."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from cupy_flash.mods.keywords import Window, checked_softcap, window_of
 
 from .built_in import BUILT_IN
 
-# Which axes an array over all pairs has besides rows and keys: of heads, none, of sequences too.
+# Shapes of a bias or mask array: for each head; for all heads; for each head of each sequence.
 SPANS = ("heads", "shared", "batch")
 _NO_WINDOW = Window()
 
 
 @dataclass(frozen=True)
 class Mods:
-    """Modifications of a call as plain values; nothing by default.
+    """Modifications of a call as plain values; none by default.
 
     Attributes
     ----------
     window
-        Bounds of the distance from a query to the keys that it sees.
+        Bounds of the distance from a query to the keys that it attends to.
     softcap
-        As in `cupy_flash.Modifications`.
+        Cap of the scores, as in `cupy_flash.Modifications`.
     alibi
-        Whether there are slopes: 2 ** (-8 (h + 1) / heads).
+        Whether there are ALiBi slopes: 2 ** (-8 (h + 1) / heads) for head h.
     sinks
-        Whether each head has one.
+        Whether each query head has a sink.
     bias, mask
-        One of `SPANS`: the shape of the array of that name.
+        Shape of the array of that name, one of `SPANS`; None for no array.
     mod
-        One of `BUILT_IN`: a function as a user writes it.
+        Name of a function in `BUILT_IN`, written as users write theirs; None for no function.
     """
 
     window: Window = _NO_WINDOW
@@ -48,7 +48,7 @@ class Mods:
         return self != Mods()
 
     def __str__(self) -> str:
-        """As `parse` reads it; empty for nothing."""
+        """Return the text that `parse` reads; empty if there are no modifications."""
         found = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -60,12 +60,12 @@ class Mods:
 
     @classmethod
     def parse(cls, text: str) -> Mods:
-        """The inverse of `str`.
+        """Return the modifications that a text describes, as `str` writes it.
 
         Raises
         ------
         ValueError
-            For another text.
+            If the text has another form.
         """
         found = {}
         for part in filter(None, text.split(", ")):
@@ -91,7 +91,7 @@ _TEXTS: dict[str, Callable[[Any], str]] = {"window": _window_text, "softcap": _s
 
 
 def _window(text: str) -> Window:
-    """LEFT:RIGHT, of which one may be left out; or -1, which has no bounds."""
+    """Parse LEFT:RIGHT, where either may be left out, or -1 for no window."""
     if text.strip() == "-1":
         return window_of(-1)
     left, right = (int(bound) if bound.strip() else None for bound in text.split(":"))
@@ -99,7 +99,7 @@ def _window(text: str) -> Window:
 
 
 def _softcap(text: str) -> float | None:
-    """A number, or 0, which is no cap."""
+    """Parse a number; 0 means no softcap."""
     return checked_softcap(float(text))
 
 
@@ -118,7 +118,7 @@ def _one_of(*choices: str) -> Callable[[str], str]:
     return parse
 
 
-# From a field's text to its value.
+# Parsers of the fields of `Mods`, keyed by field name.
 PARSERS: dict[str, Callable[[str], Any]] = {
     "window": _window,
     "softcap": _softcap,

@@ -1,4 +1,4 @@
-"""The options that commands share: shapes, sequences, tiles, outputs."""
+"""Options that several commands share: shapes, sequences, tiles, outputs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 class Seconds(click.FloatRange):
-    """A time above 0; "inf" is no limit."""
+    """Option type for a number of seconds above 0; "inf" means no limit."""
 
     def __init__(self) -> None:
         super().__init__(0, min_open=True)
@@ -47,12 +47,12 @@ class Seconds(click.FloatRange):
     ) -> float:
         seconds: float = super().convert(value, param, ctx)
         if math.isnan(seconds):
-            self.fail("'nan' is no time; expected seconds above 0, or inf", param, ctx)
+            self.fail("'nan' is not a time; expected seconds above 0, or inf", param, ctx)
         return seconds
 
 
 class Number(click.ParamType):
-    """A number within bounds, not infinite."""
+    """Option type for a finite number within bounds."""
 
     name = "number"
 
@@ -75,20 +75,20 @@ class Number(click.ParamType):
 FINITE = Number()
 
 
-# What a file of arrays, or a preset, decides instead of the options.
+# Options whose values an input file or a preset defines instead.
 SIZES = ("batch", "seqlen_q", "seqlen_k", "heads", "kv_heads", "head_dim", "head_dim_v")
 _SHAPE_OPTIONS: dict[str, tuple[click.ParamType, str]] = {
     "batch": (COUNTS, "Batch sizes."),
-    "seqlen_q": (LENGTHS, "Query rows."),
-    "seqlen_k": (LENGTHS, "Key and value rows; --seqlen-q if left out."),
-    "heads": (HEADS, "Query heads."),
-    "kv_heads": (HEADS, "Key and value heads; --heads if left out."),
-    "head_dim": (HEAD_DIMS, "Width of queries and keys, 1 to 576."),
-    "head_dim_v": (HEAD_DIMS, "Width of values; --head-dim if left out."),
+    "seqlen_q": (LENGTHS, "Numbers of query rows."),
+    "seqlen_k": (LENGTHS, "Numbers of keys and values; default: --seqlen-q."),
+    "heads": (HEADS, "Numbers of query heads."),
+    "kv_heads": (HEADS, "Numbers of key and value heads; default: --heads."),
+    "head_dim": (HEAD_DIMS, "Widths of queries and keys, 1 to 576."),
+    "head_dim_v": (HEAD_DIMS, "Widths of values; default: --head-dim."),
     "dtype": (DTYPE_LIST, f"{', '.join(DTYPES)}; also {', '.join(SHORT_DTYPE.values())}."),
     "layout": (names_list(LAYOUTS, "a layout"), "bshd (default) or bhsd."),
-    "causal": (FLAGS, "Causal masks; 'no,yes' for both."),
-    "q_offset": (INTEGERS, "Position of the first query, if causal or modified."),
+    "causal": (FLAGS, "Causal mask: yes or no; 'no,yes' for both."),
+    "q_offset": (INTEGERS, "Position of the first query among the keys, if causal or modified."),
     "softmax_scale": (FLOATS, "Factor on the scores."),
 }
 SHAPE_NAMES = tuple(_SHAPE_OPTIONS)
@@ -96,7 +96,7 @@ SHAPE_NAMES = tuple(_SHAPE_OPTIONS)
 Defaults = Mapping[str, Sequence[Any]]
 
 
-# Of caches: decoding with grouped heads.
+# Defaults for caches: decoding with grouped heads. The outer key is `on_gpu`.
 _CACHE_DEFAULTS = {
     True: {
         "batch": (8,),
@@ -122,7 +122,7 @@ _PACKED_DEFAULTS = {
 
 
 def _told(defaults: Mapping[bool, Defaults]) -> str:
-    """Defaults on a GPU and on the CPU, for help."""
+    """Return help text with the defaults on a GPU and on the CPU."""
     gpu, cpu = (
         ", ".join(f"{name} {value}" for name, (value,) in defaults[on_gpu].items())
         for on_gpu in (True, False)
@@ -134,51 +134,51 @@ _SEQUENCE_OPTIONS = (
     click.option(
         "--cache",
         is_flag=True,
-        help="--seqlen-q rows attend to a cache of --seqlen-k keys: flash_attention_with_kvcache."
-        + _told(_CACHE_DEFAULTS),
+        help="Let --seqlen-q rows attend to a cache of --seqlen-k keys, by "
+        "flash_attention_with_kvcache." + _told(_CACHE_DEFAULTS),
     ),
     click.option(
-        "--page-size", type=COUNTS, help="Rows of a page of the cache, pages shuffled; 0 for none."
+        "--page-size", type=COUNTS, help="Rows per page of the cache, shuffled pages; 0 for none."
     ),
-    click.option("--append", is_flag=True, help="Each call also appends its rows to the cache."),
-    click.option("--rotary", is_flag=True, help="It also rotates queries and appended keys."),
+    click.option("--append", is_flag=True, help="Also append new rows to the cache in each call."),
+    click.option("--rotary", is_flag=True, help="Also rotate the queries and the appended keys."),
     click.option(
         "--lengths",
         metavar="WHICH",
-        help="Lengths of packed sequences, flash_attention_varlen, or with --cache of the caches: "
-        "uniform, long-tail (16 to the longest, drawn with --seed), numbers, or a file of them."
-        + _told(_PACKED_DEFAULTS),
+        help="Lengths of packed sequences (flash_attention_varlen) or, with --cache, of caches: "
+        "uniform, long-tail (from 16 to the longest, drawn with --seed), numbers, or a file of "
+        "numbers." + _told(_PACKED_DEFAULTS),
     ),
     click.option(
-        "--num-splits", type=COUNTS, help="Shares of each sequence's keys; 0, the default: chosen."
+        "--num-splits", type=COUNTS, help="KV splits per sequence; 0 (default): library's choice."
     ),
 )
 SEQUENCE_NAMES = ("cache", "page_size", "append", "rotary", "lengths", "num_splits")
 
 
 def sequence_options(command: Command) -> Command:
-    """Add the options that make caches or packed sequences of a command's cases."""
+    """Add the options that turn a command's cases into caches or packed sequences."""
     for option in reversed(_SEQUENCE_OPTIONS):
         command = option(command)
     return command
 
 
 def backward_option(command: Command) -> Command:
-    """Add `--backward`, which `directed` reads."""
+    """Add the flag `--backward`, whose value `directed` takes."""
     return click.option(
         "--backward",
         is_flag=True,
-        help="Gradients of q, k and v, given the output and its log-sum-exp.",
+        help="Compute the gradients of q, k and v, given the output and its log-sum-exp.",
     )(command)
 
 
 def directed(cases: Sequence[Case], *, backward: bool) -> list[Case]:
-    """The cases, or those of their gradients, checked by the library.
+    """Return the cases or, if `backward`, their calls for gradients, checked by the library.
 
     Raises
     ------
     click.UsageError
-        With the library's message, for what has none.
+        If a case has no gradients; with the library's message.
     """
     if not backward:
         return list(cases)
@@ -186,12 +186,12 @@ def directed(cases: Sequence[Case], *, backward: bool) -> list[Case]:
 
 
 def split_sequences(options: dict[str, Any]) -> dict[str, Any]:
-    """Take the options on sequences out of a command's options; those not given are falsy."""
+    """Pop the sequence options from a command's options; those not given are falsy."""
     return {name: options.pop(name) for name in SEQUENCE_NAMES}
 
 
 def refuse_sequences(sequences: Mapping[str, Any], because: str) -> None:
-    """Raise a usage error if any option on sequences was given."""
+    """Raise a usage error if any sequence option was given."""
     for name, value in sequences.items():
         if value:
             raise click.UsageError(f"--{name.replace('_', '-')} does not go with {because}")
@@ -200,7 +200,7 @@ def refuse_sequences(sequences: Mapping[str, Any], because: str) -> None:
 def shape_options(
     defaults: Defaults, on_cpu: Defaults | None = None
 ) -> Callable[[Command], Command]:
-    """Add the options that `cases_from` reads; their help tells the defaults."""
+    """Return a decorator that adds the shape options; their help states the defaults."""
 
     def add(command: Command) -> Command:
         for name, (kind, text) in reversed(_SHAPE_OPTIONS.items()):
@@ -219,19 +219,19 @@ def shape_options(
 
 
 def split_shape(options: dict[str, Any]) -> dict[str, Any]:
-    """Take the shape options out of a command's options; those not given are None."""
+    """Pop the shape options from a command's options; those not given are None."""
     return {name: options.pop(name) for name in SHAPE_NAMES}
 
 
 def cases_from(shape: dict[str, Any], defaults: Mapping[str, Sequence[Any]]) -> list[Case]:
-    """Every combination of the options, for `modified` to check.
+    """Return every combination of the options as a case; `modified` checks them later.
 
     Parameters
     ----------
     shape
-        As `split_shape` returns it.
+        Shape options as `split_shape` returns them.
     defaults
-        For batch, seqlen_q, heads, head_dim and dtype.
+        Default values of batch, seqlen_q, heads, head_dim and dtype.
     """
     return _swept(_filled(shape, defaults))
 
@@ -242,7 +242,7 @@ def _swept(given: dict[str, Any]) -> list[Case]:
     Raises
     ------
     click.UsageError
-        If query heads cannot be grouped. The library's message would name arrays.
+        If --heads is no multiple of --kv-heads. The library's message would name arrays.
     """
     cases = sweep(**given)
     for case in cases:
@@ -254,13 +254,13 @@ def _swept(given: dict[str, Any]) -> list[Case]:
 
 
 def _filled(shape: Mapping[str, Any], defaults: Defaults) -> dict[str, Any]:
-    """The shape options, with defaults for those not given."""
+    """Return the shape options, with defaults for those not given."""
     fallbacks: Defaults = {"causal": (False,), "layout": ("bshd",), **defaults}
     return {name: fallbacks.get(name) if v is None else v for name, v in shape.items()}
 
 
 def checked_cases(cases: list[Case]) -> list[Case]:
-    """The cases, if the library computes them all."""
+    """Return the cases unchanged, after the library has accepted each of them."""
     with library_errors_as_usage():
         for case in cases:
             case.problem()
@@ -275,23 +275,23 @@ def sequence_cases(
     seed: int,
     on_gpu: bool,
 ) -> list[Case]:
-    """Every combination of the options, as `cases_from` makes them where none is on sequences.
+    """Return every combination of the options as a case; without sequence options, dense cases.
 
     Parameters
     ----------
     sequences, shape
-        As `split_sequences` and `split_shape` return them.
+        Options as `split_sequences` and `split_shape` return them.
     defaults
-        As of `cases_from`; batch, lengths and heads of caches and packed sequences are others.
+        Defaults as in `cases_from`; caches and packed sequences override some of them.
     seed
-        Of lengths that are drawn.
+        Seed of drawn lengths.
     on_gpu
-        Which of the defaults: on the CPU they are smaller.
+        Whether to use the defaults for a GPU; those for the CPU are smaller.
 
     Raises
     ------
     click.UsageError
-        For options that do not go together.
+        If options contradict each other.
     """
     cache, lengths = sequences["cache"], sequences["lengths"]
     _refuse_stray_sequences(sequences)
@@ -306,11 +306,11 @@ def sequence_cases(
     which: Any = None if lengths is None else _lengths(lengths)
     if isinstance(which, tuple):
         longest = "seqlen_k" if cache else "seqlen_q"
-        refuse(shape, ("batch", longest), "--lengths with numbers, which give it")
+        refuse(shape, ("batch", longest), "--lengths with numbers, which determine it")
         shape = shape | {"batch": (len(which),), longest: (max(which),)}
     own = (_CACHE_DEFAULTS if cache else _PACKED_DEFAULTS)[on_gpu]
     if cache and shape["heads"] is not None:
-        # Key and value heads follow the heads that were asked for, as they do elsewhere.
+        # As in dense cases, KV heads default to --heads if that was given.
         own = {name: value for name, value in own.items() if name != "kv_heads"}
     given = _filled(shape, dict(defaults) | own)
     found = []
@@ -335,7 +335,7 @@ def sequence_cases(
 
 
 def _require_room(case: Case, lengths: tuple[int, ...] | None) -> None:
-    """Raise a usage error for caches that hold fewer keys than a call appends."""
+    """Raise a usage error if caches hold fewer keys than a call appends."""
     option = "--seqlen-k" if lengths is None else "--lengths"
     least = case.seqlen_k if lengths is None else min(lengths)
     if least < case.seqlen_q:
@@ -348,27 +348,27 @@ def _require_room(case: Case, lengths: tuple[int, ...] | None) -> None:
 def _refuse_stray_sequences(sequences: Mapping[str, Any]) -> None:
     for name in ("page_size", "append", "rotary"):
         if sequences[name] and not sequences["cache"]:
-            raise click.UsageError(f"--{name.replace('_', '-')} is of a cache; add --cache")
+            raise click.UsageError(f"--{name.replace('_', '-')} needs a cache; add --cache")
     if sequences["rotary"] and not sequences["append"]:
         raise click.UsageError("--rotary rotates the rows that are appended; add --append")
     if sequences["num_splits"] and not sequences["cache"] and sequences["lengths"] is None:
         raise click.UsageError(
-            "--num-splits is of caches and packed sequences; add --cache or --lengths"
+            "--num-splits needs caches or packed sequences; add --cache or --lengths"
         )
 
 
 def _lengths(text: str) -> str | tuple[int, ...]:
-    """How lengths are drawn, or the lengths themselves.
+    """Return how lengths are drawn, or the lengths themselves.
 
     Raises
     ------
     click.UsageError
-        If the text is neither, nor the name of a file of whole numbers.
+        If the text is neither, nor the path of a file of whole numbers.
     """
     if text in ("uniform", "long-tail"):
         return text
     source, what = text, f"--lengths {text!r}"
-    # Not Path.is_file, which refuses a long list of numbers as a name that is too long.
+    # Not Path.is_file, which raises an error if a long list of numbers is too long for a name.
     if os.path.isfile(text) or any(map(str.isalpha, text)):
         try:
             source, what = Path(text).read_text(encoding="utf-8"), f"the file --lengths {text}"
@@ -396,7 +396,7 @@ def _is_length(word: str) -> bool:
     return is_short and int(word) <= MAX_SEQLEN
 
 
-# They are named below the table, so that they can be given again.
+# Drawn lengths are printed below the table, so that users can pass them again; hence the limit.
 _MOST_DRAWN = 2**16
 
 
@@ -409,7 +409,7 @@ def _drawn(which: str | tuple[int, ...] | None, case: Case, seed: int) -> tuple[
             f"{_MOST_DRAWN} sequences"
         )
     if which == "long-tail":
-        # Every call appends its rows: a cache holds no fewer.
+        # A cache holds at least the rows that the call appends.
         least = case.seqlen_q if case.seqlen_q < case.seqlen_k else 1
         return long_tail(case.batch, case.seqlen_k, seed, least=least)
     return (case.seqlen_k,) * case.batch if which == "uniform" else None
@@ -424,7 +424,7 @@ def refuse_cases(
     *,
     backward: bool = False,
 ) -> None:
-    """Raise a usage error if any of these shape options, or any of the others, was given."""
+    """Raise a usage error if one of these shape options, or any of the other options, was given."""
     if backward:
         raise click.UsageError(f"--backward does not go with {because}")
     refuse(shape, names, because)
@@ -433,38 +433,38 @@ def refuse_cases(
 
 
 def placed(cases: Sequence[Case]) -> list[Case]:
-    """The cases, those that a q_offset makes no difference to without one.
+    """Return the cases, without a q_offset where it makes no difference.
 
     Raises
     ------
     click.UsageError
-        If that are all cases, and one was given.
+        If q_offset was given and makes no difference in any case.
     """
     if all(case.q_offset is None for case in cases):
         return list(cases)
     if not any(case.causal or case.mods for case in cases):
         raise click.UsageError(
-            "--q-offset places a causal mask, a window or another modification; add --causal or "
-            "--window, or leave it out"
+            "--q-offset affects only a causal mask, a window or another modification; add --causal "
+            "or --window, or leave it out"
         )
     found = (c if c.causal or c.mods else dataclasses.replace(c, q_offset=None) for c in cases)
     return list(dict.fromkeys(found))
 
 
 def refuse(shape: Mapping[str, Any], names: Sequence[str], because: str) -> None:
-    """Raise a usage error if any of these options was given."""
+    """Raise a usage error if any of the named options was given."""
     for name in names:
         if shape[name] is not None:
             raise click.UsageError(f"--{name.replace('_', '-')} does not go with {because}")
 
 
 def tile_request(fields: dict[str, int | None], more: Sequence[str]) -> dict[str, int] | None:
-    """The fields of a forced tile, from options and from NAME=VALUE texts; None if there are none.
+    """Return the fields of a forced tile, from options and NAME=VALUE texts; None without any.
 
     Raises
     ------
     click.UsageError
-        For a text that is not NAME=VALUE, or a field that is given twice.
+        If a text is not NAME=VALUE, or a field has two different values.
     """
     request = {name: value for name, value in fields.items() if value is not None}
     for text in more:
@@ -481,12 +481,12 @@ def tile_request(fields: dict[str, int | None], more: Sequence[str]) -> dict[str
 
 
 def force_option(*files: str) -> Callable[[Command], Command]:
-    """Add `--force`, without which the command overwrites none of the files that it writes.
+    """Add `--force`, without which the command does not overwrite existing files.
 
     Parameters
     ----------
     files
-        Their options, as `--output`, or arguments, as `FILE`.
+        Options, such as `--output`, and arguments, such as `FILE`, that name output files.
     """
 
     def decorated(command: Command) -> Command:
@@ -506,19 +506,19 @@ def force_option(*files: str) -> Callable[[Command], Command]:
 
 
 def output_option(command: Command) -> Command:
-    """Add `--output`, a file that is not there yet, and `--force`, which overwrites one."""
+    """Add `--output` for a new file, and `--force`, which also allows an existing one."""
     return overwritable_output_option(force_option("--output")(command))
 
 
 def refuse_existing(path: Path | None, *, force: bool, name: str = "--output") -> None:
-    """Raise a usage error if what an option names would be overwritten, unless it is forced to."""
-    # An empty file, as mktemp makes, and a device hold nothing to lose.
+    """Raise a usage error if a file would be overwritten and `force` is not set."""
+    # An empty file, as mktemp creates, and a device have no contents to lose.
     if path is not None and not force and path.is_file() and path.stat().st_size:
         raise click.UsageError(f"{name} {path} exists; --force overwrites it")
 
 
 def overwritable_output_option(command: Command) -> Command:
-    """Add `--output`, a file that can be written and is none that the command reads.
+    """Add `--output` for a file that can be written and that the command does not read.
 
     The command calls `refuse_existing` itself.
     """
@@ -536,12 +536,12 @@ def overwritable_output_option(command: Command) -> Command:
         "--output",
         type=click.Path(path_type=Path, dir_okay=False),
         callback=_writable,
-        help="Write the rows to a file; its suffix says how: .json, .csv or .md.",
+        help="Write the rows to a file in the format of its suffix: .json, .csv or .md.",
     )(checked)
 
 
 def _is_file(value: Any, path: Path) -> bool:
-    """Whether an option's value names an existing file, the one at `path`."""
+    """Return whether an option's value names the existing file at `path`."""
     if not isinstance(value, (str, Path)):
         return False
     try:
@@ -555,12 +555,12 @@ def _writable(ctx: click.Context, param: click.Parameter, path: Path | None) -> 
 
 
 def writable_path(path: Path, suffixes: Iterable[str]) -> Path:
-    """The path, if it has one of the suffixes, in any case, and a file can be written there.
+    """Return the path after checking its suffix, in any case, and that the file can be written.
 
     Raises
     ------
     click.BadParameter
-        Otherwise.
+        If the suffix is not among `suffixes`, or the file cannot be written.
     """
     if path.suffix.lower() not in suffixes:
         name = repr(str(path)) if path.name else "an empty name"
@@ -578,12 +578,12 @@ def writable_path(path: Path, suffixes: Iterable[str]) -> Path:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder that is not there, for `--output`.
+    """Create a folder for `--output` if it does not exist.
 
     Raises
     ------
     click.BadParameter
-        If it cannot be made or written to.
+        If the folder cannot be created.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Named sets of cases: the benchmarks that results are published for."""
+"""Named sets of benchmark cases."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .cases import Case
 from .mods import PLAIN, Mods
 from .sequences import long_tail
 
-# FlashAttention-3 paper, section 4.1: 16k tokens and a hidden size of 2048 throughout.
+# FlashAttention-3 paper, section 4.1: every case has 16384 tokens and a hidden size of 2048.
 _TOKENS = 16384
 _HIDDEN = 2048
 
@@ -27,28 +27,28 @@ _FLOAT32_ROWS = (
     (4, 16, 4096, 128, False),
     (4, 16, 4096, 128, True),
 )
-# (query heads, key and value heads): groups of 4 and 8, each beside plain heads of the same FLOPs.
+# (query heads, KV heads): groups of 4 and 8, each next to ungrouped heads with the same FLOPs.
 _GROUPED_HEADS = ((32, 8), (32, 32), (64, 8), (64, 64))
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A benchmark by name.
+    """A named benchmark.
 
     Attributes
     ----------
     title
-        What it measures.
+        Short description of what the benchmark measures.
     cases
-        In the order of the table.
+        Cases in the order of the table.
     providers
-        Who runs them; those of others that a machine lacks are left out.
+        Names of the providers; third-party ones that are not installed are left out.
     baseline
-        Whom they are compared with: the best of these.
+        Providers to compare with; speedups are relative to the fastest of them in each case.
     needs_all
-        Whether it says nothing where one of the providers is missing.
+        Whether the result is meaningless if one of the providers is missing.
     notes
-        What to know besides: of a published benchmark also its figures, measured elsewhere.
+        Footnotes; for a published benchmark, among them its figures, measured elsewhere.
     """
 
     title: str
@@ -69,12 +69,12 @@ def square(
     *,
     heads_kv: int | None = None,
 ) -> Case:
-    """As many queries as keys and values as wide as keys; plain heads without `heads_kv`."""
+    """Return a case with equal sequence lengths and head dims; `heads_kv` defaults to `heads`."""
     return Case(dtype, batch, seqlen, seqlen, heads, heads_kv or heads, head_dim, head_dim, causal)
 
 
 def _long_prefills(*head_dims: int) -> tuple[Case, ...]:
-    """Full and causal, sequences of 4096 and 16384 tokens."""
+    """Return cases with full and causal masks, of sequences of 4096 and 16384 tokens."""
     return tuple(
         square("bfloat16", _TOKENS // seqlen, _HIDDEN // head_dim, seqlen, head_dim, causal)
         for head_dim in head_dims
@@ -84,7 +84,7 @@ def _long_prefills(*head_dims: int) -> tuple[Case, ...]:
 
 
 def _cobraml(head_dim: int, batch: int, seqlen: int) -> tuple[Case, Case]:
-    """Full and causal, 16 heads, in the order of CobraML's tables."""
+    """Return a full and a causal case with 16 heads, in the order of CobraML's tables."""
     full, causal = (
         square("float32", batch, 16, seqlen, head_dim, causal) for causal in (False, True)
     )
@@ -112,25 +112,25 @@ def _cute_example(causal: bool) -> Case:
         head_dim=128,
         head_dim_v=128,
         causal=causal,
-        # Its mask is aligned top-left.
+        # The example's mask is aligned at the top left.
         q_offset=0 if causal else None,
         softmax_scale=1.0,
     )
 
 
 def _decode(batch: int, seqlen_k: int) -> Case:
-    """One query row of a model with grouped heads."""
+    """Return a decoding case: one query row of a model with grouped heads."""
     return Case("bfloat16", batch, 1, seqlen_k, 32, 8, 128, 128, kind="cache")
 
 
 def _latent(batch: int, seqlen_k: int, heads: int) -> Case:
-    """One query row of a model with multi-head latent attention: all heads read one latent."""
+    """Return an MLA decoding case: the query row of every head reads the same latent vectors."""
     return Case(
         *("bfloat16", batch, 1, seqlen_k, heads, 1, 576, 512), kind="cache", values_in_keys=True
     )
 
 
-# Of the varlen preset: lengths from 16 to the longest.
+# Lengths of the varlen preset, from 16 to the longest.
 _PACKED = long_tail(32, 16384, seed=0)
 
 
@@ -151,7 +151,7 @@ def _packed(causal: bool) -> Case:
     )
 
 
-# Of the mods preset: a window of so many tokens, the query itself among them.
+# Number of tokens in the window of the mods preset, including the query's own.
 _WINDOW = 1024
 _WINDOWED = Mods.parse(f"window {_WINDOW - 1}:0")
 _MODIFIED = (
@@ -176,7 +176,7 @@ def _modified(head_dim: int, causal: bool, mods: Mods) -> Case:
 
 
 def _long_documents(head_dim: int) -> Case:
-    """A row of many tokens, for which a block map is made."""
+    """Return a case whose sequence is long enough for the library to build a block mask."""
     case = square("bfloat16", 1, _HIDDEN // head_dim, 32768, head_dim, causal=True)
     return dataclasses.replace(case, mods=Mods(mod="documents"))
 
@@ -200,7 +200,7 @@ _PRESETS = {
         baseline=("torch-efficient", "torch-math"),
     ),
     "gqa": Preset(
-        "Grouped heads beside plain ones of the same FLOPs",
+        "Grouped heads, compared with ungrouped heads of the same FLOPs",
         cases=tuple(
             square("bfloat16", batch, heads, seqlen, 128, heads_kv=heads_kv)
             for batch, seqlen in ((2, 8192), (1, 16384))
@@ -224,7 +224,7 @@ _PRESETS = {
         notes=("cupy_flash-pageN: the rows of the cache in shuffled pages of N",),
     ),
     "decode-quantized": Preset(
-        "The same over a cache of 8 bits, beside 16",
+        "Decoding: one query row over a cache of 8 bits, compared with 16",
         cases=tuple(
             _decode(batch, seqlen_k) for batch in (1, 8, 64) for seqlen_k in (1024, 8192, 65536)
         ),
@@ -255,26 +255,26 @@ _PRESETS = {
         ),
     ),
     "wide": Preset(
-        "Heads of 512 columns beside as many columns in heads of 256, of the same FLOPs",
+        "Heads of 512 columns, compared with heads of 256 of the same FLOPs",
         cases=_long_prefills(256, 512),
         providers=("cupy_flash", "torch-efficient", "torch-math"),
         baseline=("torch-efficient", "torch-math"),
     ),
     "fp8": Preset(
-        "q, k and v of float8 beside 16 bits",
+        "q, k and v of float8, compared with 16 bits",
         cases=_long_prefills(128, 256),
         providers=("cupy_flash", "cupy_flash-float8"),
         baseline=("cupy_flash",),
         notes=("cupy_flash-float8: q, k and v in e4m3, a scale for each head",),
     ),
     "varlen": Preset(
-        "Packed sequences of lengths with a long tail, and equal ones of the same FLOPs",
+        "Packed sequences of long-tailed lengths, and equal lengths of the same FLOPs",
         cases=(_packed(causal=False), _packed(causal=True)),
         providers=("cupy_flash", "cupy_flash-uniform"),
         baseline=("cupy_flash-uniform",),
     ),
     "mods": Preset(
-        "Masks and score modifications, and decoding with a window beside as many keys without",
+        "Masks and score modifications; decoding with a window, and as many keys without one",
         cases=(
             *(_modified(head_dim, *each) for head_dim in (64, 128) for each in _MODIFIED),
             *(_long_documents(head_dim) for head_dim in (64, 128)),
@@ -330,7 +330,7 @@ _PRESETS = {
         notes=(
             _COBRAML_NOTE,
             "Published, on an NVIDIA A10G, in this order, ms: 0.393, 0.034, 0.032, 0.032, 0.918, "
-            "0.857; the second does not go with its 3973 GFLOP/s, by which it took 1.081",
+            "0.857; the second contradicts its 3973 GFLOP/s, by which it took 1.081",
         ),
     ),
     "three-kernel": Preset(
@@ -353,7 +353,7 @@ _PRESETS = {
         notes=("Shapes of the article Matmul to Flash Attention; batch, dtype and mask are ours",),
     ),
     "replit-generation": Preset(
-        "Replit-3B writing its i-th token after 1000: one query, 1000 + i keys, all seen",
+        "Replit-3B writing its i-th token after 1000: one query, 1000 + i keys, all visible",
         cases=tuple(_replit(batch, 1, 1000 + i) for batch in (1, 8) for i in (1, 100, 1000)),
         providers=("cupy_flash", "torch-flash", "torch-cudnn", "torch-eager"),
         baseline=("torch-flash", "torch-cudnn"),
@@ -381,7 +381,7 @@ _PRESETS = {
 
 
 def _backward(name: str, *providers: str, baseline: tuple[str, ...] = ()) -> Preset:
-    """The gradients of a preset's cases but for caches; what is not given is as there."""
+    """Return the preset of the gradients of another preset's cases, without its cache cases."""
     named = _PRESETS[name]
     cases = (case for case in named.cases if not case.is_cached)
     return dataclasses.replace(
@@ -414,7 +414,7 @@ NAMES = tuple(_PRESETS)
 
 
 def preset(name: str, dtypes: Sequence[str] | None = None) -> Preset:
-    """A preset by name, in the dtypes asked for or its own."""
+    """Return a preset by name, in the given dtypes or, if None, its own."""
     named = _PRESETS[name]
     if dtypes is None:
         return named

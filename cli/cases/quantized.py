@@ -1,4 +1,4 @@
-"""Caches of 8 bits, and q, k and v, made of those of other dtypes."""
+"""Conversion of caches, or of q, k and v, to dtypes of 8 bits."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import numpy as np
 from cupy_flash.arrays.strided import array_module
 from cupy_flash.reference.eight_bits import widened
 
-# A power of two, so that 16 bits hold what a number stands for exactly: four of the standard normal
-# numbers that caches are drawn from are the largest of int8.
+# Scale of the 8-bit values. Because it is a power of two, 16 bits hold dequantized values exactly.
+# The largest int8 value, 127, stands for about 4; caches hold standard normal values.
 SCALE = 2.0**-5
-# Rows of an array that are converted at once.
+# Number of elements that are converted at once.
 _AT_ONCE = 1 << 22
 _FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
-# Between the exponents of float16 and of float8, in its last places.
+# Difference between the exponent biases of float16 and float8, in units of float8's last place.
 _EXPONENTS = 8 << 3
 
 
 def quantized(cache: Any, dtype: str) -> Any:
-    """A cache (blocks, rows, heads, dim), or q, in float8_e4m3fn or int8, of numbers times `SCALE`.
+    """Return a cache (blocks, rows, heads, dim), or q, in 8 bits: the values divided by `SCALE`.
 
-    float8's are those of float16 with bits cut off, as CuPy has no conversions of it.
+    float8_e4m3fn values are truncated from float16, because CuPy cannot convert to float8.
     """
     xp = array_module(cache)
     stored = xp.empty(cache.shape, np.int8 if dtype == "int8" else np.uint8)
@@ -35,14 +35,14 @@ def quantized(cache: Any, dtype: str) -> Any:
         else:
             bits = scaled.astype(np.float16).view(np.uint16)
             magnitude = ((bits & 0x7FFF) >> 7).astype(np.int32) - _EXPONENTS
-            # Of exponents that are too small the numbers are zeros.
+            # Values below the smallest normal number of float8 become zero.
             magnitude = xp.where(magnitude < 8, 0, xp.minimum(magnitude, 0x7E))
             part[...] = (bits >> 8 & 0x80) | magnitude.astype(np.uint16)
     return stored if dtype == "int8" else stored.view(_FLOAT8)
 
 
 def restored(stored: Any, dtype: np.dtype[Any]) -> Any:
-    """What some of such a cache stands for, which `dtype` holds exactly."""
+    """Return the values that 8-bit elements stand for, in a dtype that holds them exactly."""
     return (widened(stored).astype(np.float32) * np.float32(SCALE)).astype(dtype)
 
 

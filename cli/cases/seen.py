@@ -1,4 +1,4 @@
-"""Which keys the queries of a case see, as far as arithmetic tells: what counts as its work."""
+"""Keys that the queries of a case attend to, as ranges; they define the work that is counted."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ Ints = NDArray[np.int64]
 
 
 class Seen(NamedTuple):
-    """Keys that each query of a head sees.
+    """Visible keys of each query of one head.
 
     Attributes
     ----------
     mask
-        By positions.
+        Positional mask of one sequence.
     begins, ends : int64 arrays, (seqlen_q,)
-        They lie in [begin, end), which is empty where it sees none.
+        Range [begin, end) that holds the visible keys of each query; empty if there are none.
     step
-        It sees one in so many of them.
+        Distance between visible keys within the range; 1 if all are visible.
     """
 
     mask: Mask
@@ -34,16 +34,16 @@ class Seen(NamedTuple):
 
     @classmethod
     def of(cls, mask: Mask, mod: str | None = None, row: int = 0) -> Seen:
-        """Of a mask of positions and a modification in `BUILT_IN`.
+        """Return the visible keys under a positional mask and a modification in `BUILT_IN`.
 
         Parameters
         ----------
         mask
-            Of one sequence.
+            Positional mask of one sequence.
         mod
-            Its name; masks in arrays hide pairs, but nothing that a kernel could leave out.
+            Name of the modification. Mask arrays are ignored: no kernel can skip pairs by them.
         row
-            Keys that the modification was made for.
+            Number of keys that the modification was built for.
         """
         rows = np.arange(mask.seqlen_q)
         begins, ends = mask.begins(rows), mask.ends(rows)
@@ -55,19 +55,19 @@ class Seen(NamedTuple):
         return cls(mask, begins, np.maximum(begins, np.minimum(ends, last)), built_in.step)
 
     def pairs(self) -> float:
-        """How many pairs are seen."""
-        # The places of the first and of the last key, in steps from the query's own.
+        """Return the number of visible pairs."""
+        # Begin and end of each key range, in negated steps from the query's position: // rounds up.
         positions = np.arange(self.mask.seqlen_q) + self.mask.q_offset
         first, last = ((keys - positions) // -self.step for keys in (self.begins, self.ends))
         return float((first - last).sum())
 
     def keys(self) -> int:
-        """How many keys any query sees, and those between them."""
+        """Return the size of the smallest range that holds every visible key."""
         begins, ends = self.tiles(max(self.mask.seqlen_q, 1))
         return int((ends - begins).sum())
 
     def tiles(self, Br: int) -> tuple[Ints, Ints]:
-        """Where the keys begin and end that each tile of Br queries sees between them."""
+        """Return begin and end of the keys that are visible to each tile of Br queries."""
         starts = np.arange(0, self.mask.seqlen_q, Br)
         sees = self.ends > self.begins
         begins = np.minimum.reduceat(np.where(sees, self.begins, self.mask.seqlen_k), starts)
@@ -75,9 +75,9 @@ class Seen(NamedTuple):
         return np.minimum(begins, ends), ends
 
     def tiles_of_keys(self, Bc: int) -> tuple[Ints, Ints]:
-        """Where the queries begin and end that see any of each tile of Bc keys."""
+        """Return begin and end of the queries that attend to any key of each tile of Bc keys."""
         found = np.zeros((2, -(-self.mask.seqlen_k // Bc)), np.int64)
-        # Of each row the tiles that it sees any of; rows with the same ones lie in runs.
+        # Range of key tiles that each row attends to. Rows with the same range form runs.
         of_rows = np.stack([self.begins // Bc, -(-self.ends // Bc)])
         of_rows[:, self.ends == self.begins] = 0
         starts = np.flatnonzero(np.diff(of_rows, prepend=-1).any(axis=0))
@@ -91,9 +91,9 @@ class Seen(NamedTuple):
 
 
 def count_pairs(mask: Mask, mod: str | None, row: int) -> float:
-    """How many pairs the queries of a head see; parameters as of `Seen.of`.
+    """Return the number of visible pairs of one head; `Seen.of` describes the parameters.
 
-    Where nothing but positions hides any, the field's convention holds, see `Mask.pairs`.
+    If only positions mask pairs, the FLOP convention of `Mask.pairs` applies.
     """
     hides = mod is not None and BUILT_IN[mod].seen is not None
     return Seen.of(mask, mod, row).pairs() if hides else mask.pairs()

@@ -1,4 +1,4 @@
-"""What calls on caches and packed sequences take besides q, k and v, and what they attend to."""
+"""Arrays that calls on caches and packed sequences take in addition to q, k and v."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from .quantized import restored
 
 Arrays = tuple[Any, Any, Any]
 
-# Of the shortest sequence of a long-tailed batch.
+# Length of the shortest sequence in a long-tailed batch.
 SHORTEST = 16
-# The usual base of the rotary embedding's wavelengths (RoFormer, section 3.2.2).
+# Base of the rotary embedding's wavelengths (RoFormer, section 3.2.2).
 _ROTARY_BASE = 10000.0
 
 
 def long_tail(batch: int, longest: int, seed: int, *, least: int = 1) -> tuple[int, ...]:
-    """Many short lengths and few long ones: their logarithms are spread evenly.
+    """Return many short lengths and few long ones; their logarithms are drawn uniformly.
 
     Parameters
     ----------
     batch
-        How many. Of two or more, one is the shortest and one the longest.
+        Number of lengths. If there are several, one is the shortest and one the longest.
     longest
-        The range is from 16, or from `longest` where that is less, to this.
+        Upper end of the range, which begins at 16, or at `longest` if that is smaller.
     seed
-        Of the draw.
+        Seed of the draw.
     least
-        No length is below this.
+        Lower bound of all lengths.
     """
     shortest = max(least, min(SHORTEST, longest))
     draws = np.random.default_rng(seed).random(batch)
@@ -46,9 +46,9 @@ def long_tail(batch: int, longest: int, seed: int, *, least: int = 1) -> tuple[i
 
 
 def uniform_twin(case: Case) -> Case:
-    """A batch of equal lengths with about as many rows and FLOPs as a varlen batch.
+    """Return a batch of equal lengths with about as many rows and FLOPs as a varlen batch.
 
-    Its length is a multiple of 128: no tile of it is cut.
+    Its length is a multiple of 128, so that no tile is partial.
     """
     rows = case.total_keys
     pairs = sum(length * length for length in case.key_lengths)
@@ -70,13 +70,13 @@ def uniform_twin(case: Case) -> Case:
 
 
 def arrays_of(case: Case, seed: int) -> dict[str, np.ndarray]:
-    """The arrays besides q, k and v, or the caches, by the names of the call's arguments."""
+    """Return the arrays other than q, k and v (or the caches), by argument name."""
     if case.is_dense:
         return {}
     if case.kind == "varlen":
         ends = np.cumsum((0, *case.key_lengths), dtype=np.int32)
         return {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
-    # Not the generator of q: the rows of a cache would depend on how it is paged.
+    # Not the generator of q: otherwise the rows of a cache would depend on its page size.
     rng = np.random.default_rng([seed, 1])
     new = case.seqlen_q if case.append else 0
     found = {"cache_seqlens": np.asarray(case.key_lengths, np.int32) - np.int32(new)}
@@ -100,12 +100,12 @@ def arrays_of(case: Case, seed: int) -> dict[str, np.ndarray]:
 
 @dataclass(frozen=True)
 class Head:
-    """One query head of one sequence, as attention sees it once the step has appended its rows.
+    """q, k and v of one query head of one sequence, after the call has appended its rows.
 
     Attributes
     ----------
     q, k, v
-        (1, seqlen, 1, dim), in the precision of the inputs.
+        Arrays of shape (1, seqlen, 1, dim), in the precision of the inputs.
     first_query
         Position of the first query among the keys.
     """
@@ -124,16 +124,16 @@ def sequence_of(
     heads: slice = slice(None),
     kv_heads: slice = slice(None),
 ) -> Arrays:
-    """q, k and v of one sequence, (1, seqlen, heads, dim), as they are before a step.
+    """Return q, k and v of one sequence, (1, seqlen, heads, dim), before the call appends rows.
 
     Parameters
     ----------
     case, arrays, more
-        The call's, on the host or the GPU; `more` on the host.
+        Case and arrays of the call. `more` is in host memory; `arrays` may be on the GPU.
     batch
-        Which sequence.
+        Index of the sequence.
     heads, kv_heads
-        Which heads of it.
+        Query heads and KV heads to return.
     """
     q, k, v = arrays
     if case.kind == "varlen":
@@ -147,7 +147,7 @@ def sequence_of(
 def head_of(
     case: Case, arrays: Arrays, more: Mapping[str, np.ndarray], batch: int, head: int
 ) -> Head:
-    """One query head of a sequence, as attention sees it; parameters as of `sequence_of`."""
+    """Return one query head after appending; `sequence_of` describes the parameters."""
     heads, kv_heads = _slices(case, head)
     q, k, v = sequence_of(case, arrays, more, batch, heads, kv_heads)
     seqlen_q, seqlen_k = case.query_lengths[batch], case.key_lengths[batch]
@@ -157,14 +157,14 @@ def head_of(
         if case.rotary:
             new_k = _rotated(new_k, more, old, advance=True)
             q = _rotated(q, more, old, advance=case.causal or case.mods.window != Window())
-        # Copies: the cache is not to be written to.
+        # Copies, because the cache must not be modified.
         k, v = k.copy(), v.copy()
         k[:, old:], v[:, old:] = _like(k, new_k), _like(v, new_v)
     return Head(q, k, v, seqlen_k - seqlen_q)
 
 
 def _slices(case: Case, head: int) -> tuple[slice, slice]:
-    """A query head, and the head of its keys."""
+    """Return the slices of one query head and of its KV head."""
     kv_head = head // (case.heads_q // case.heads_kv)
     return slice(head, head + 1), slice(kv_head, kv_head + 1)
 
@@ -172,7 +172,7 @@ def _slices(case: Case, head: int) -> tuple[slice, slice]:
 def _cached(
     cache: Any, case: Case, more: Mapping[str, np.ndarray], batch: int, heads: slice
 ) -> Any:
-    """(1, seqlen_k, 1, dim) of a sequence's rows in the cache, or what they stand for."""
+    """Return a sequence's rows in the cache, (1, seqlen_k, heads, dim), dequantized if 8-bit."""
     seqlen_k = case.key_lengths[batch]
     if case.page_size:
         pages = cache[:, :, heads][_like(cache, more["block_table"][batch])]
@@ -183,7 +183,7 @@ def _cached(
 
 
 def _rotated(x: Any, more: Mapping[str, np.ndarray], first: int, *, advance: bool) -> Any:
-    """Rows (1, seqlen, 1, head_dim) turned as a kernel does, rounded to their dtype."""
+    """Apply the rotary embedding to rows (1, seqlen, 1, head_dim), and round to their dtype."""
     cos, sin = (_like(x, more[name]) for name in ("rotary_cos", "rotary_sin"))
     turned = rotated(
         x,
@@ -198,7 +198,7 @@ def _rotated(x: Any, more: Mapping[str, np.ndarray], first: int, *, advance: boo
 
 
 def _like(array: Any, small: np.ndarray) -> Any:
-    """A small array beside another one, on the host or on the GPU."""
+    """Return `small` in the memory that `array` is in: the host's or the GPU's."""
     if isinstance(array, np.ndarray):
         return small
     import cupy
@@ -215,16 +215,16 @@ def appended_reference(
     placed: Callable[[Any], Any],
     modifications: Mapping[str, Any],
 ) -> tuple[Any, Any]:
-    """out (1, seqlen_q, 1, head_dim_v) and lse (1, 1, seqlen_q) of a step that appends, in float64.
+    """Return out (1, seqlen_q, 1, head_dim_v) and lse (1, 1, seqlen_q) after appending, in float64.
 
     Parameters
     ----------
     case, arrays, more, batch, head
         As in `head_of`.
     placed
-        Puts an array where the reference is computed.
+        Function that moves an array to where the reference is computed.
     modifications
-        Of this head alone, and there.
+        Keyword arguments of this head's modifications, on arrays that are already there.
     """
     heads, kv_heads = _slices(case, head)
     q, k, v = sequence_of(case, arrays, more, batch, heads, kv_heads)
@@ -245,7 +245,7 @@ def appended_reference(
 def rows_in_call(
     case: Case, more: Mapping[str, np.ndarray], batch: int, start: int = 0, stop: int | None = None
 ) -> slice:
-    """Rows `start` to `stop` of a sequence, as biases and masks of the call have them."""
+    """Return rows `start` to `stop` of a sequence as indices into the call's biases and masks."""
     first = int(more["cu_seqlens_q"][batch]) if case.kind == "varlen" else 0
     return slice(first + start, first + (case.query_lengths[batch] if stop is None else stop))
 
@@ -253,7 +253,7 @@ def rows_in_call(
 def rows_of(
     case: Case, array: Any, more: Mapping[str, np.ndarray], batch: int, heads: slice
 ) -> Any:
-    """(1, seqlen, heads, dim): some heads of one sequence, of a result or of what is like one."""
+    """Return some heads of one sequence, (1, seqlen, heads, dim), of an output or gradient."""
     if case.kind == "varlen":
         return array[None, rows_in_call(case, more, batch), heads]
     bshd = array.swapaxes(1, 2) if case.layout == "bhsd" else array
@@ -261,5 +261,5 @@ def rows_of(
 
 
 def repeatable(lengths: tuple[int, ...]) -> str:
-    """Lengths as `--lengths` takes them."""
+    """Return lengths in the form that `--lengths` takes."""
     return ",".join(map(str, lengths))

@@ -1,4 +1,4 @@
-"""Weighted cases: what a sweep is to make fast."""
+"""Weighted cases: the workload that a sweep optimizes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .mods import Mods
 
 @dataclass(frozen=True)
 class Weighted:
-    """A case and how much its time counts, say how often it is called."""
+    """A case and the weight of its time, for example how often it is called."""
 
     case: Case
     weight: float = 1.0
@@ -39,10 +39,10 @@ class Group:
     Attributes
     ----------
     problem_class
-        See `cupy_flash.planning.tuning.problem_class`; of modified problems with what modifies them
-        behind it, as no table has it.
+        Class as in `cupy_flash.planning.tuning.problem_class`. If the cases have modifications,
+        these are appended; tables have no such class.
     cases
-        At least one.
+        Cases of the class, at least one.
     """
 
     problem_class: str
@@ -50,12 +50,12 @@ class Group:
 
     @property
     def is_modified(self) -> bool:
-        """Whether its cases have modifications, all the same."""
+        """Whether the cases have modifications, which are then the same in all of them."""
         return bool(self.cases[0].case.mods)
 
 
 def groups_of(cases: Iterable[Weighted]) -> list[Group]:
-    """The cases by problem class, in the order in which classes first appear."""
+    """Return the cases grouped by problem class, in the order in which classes first appear."""
     found: dict[str, list[Weighted]] = {}
     for weighted in cases:
         name = tuning.problem_class(weighted.case.problem())
@@ -65,24 +65,24 @@ def groups_of(cases: Iterable[Weighted]) -> list[Group]:
     return [Group(name, tuple(members)) for name, members in found.items()]
 
 
-# ---- What `tune --preset common` tunes
+# ---- Presets of `tune`
 
-# Head dims of published models: ViT and GPT-2, 96 of some, LLaMA, DeepSeek's latent attention,
-# Gemma.
+# (head_dim, head_dim_v) of published models, among them ViT and GPT-2 (64), LLaMA (128), DeepSeek's
+# MLA (192 and 128) and Gemma (256).
 _DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
-# Two lengths of each class (see `tuning.problem_class`), at so many tokens and a hidden size that
-# any GPU is full.
+# Two lengths of each class (see `tuning.problem_class`). Numbers of tokens, by bytes per element,
+# and the hidden size are large enough to fill any GPU.
 _LENGTHS = ((512, 1024), (2048, 4096), (8192, 16384))
 _HIDDEN = 2048
 _TOKENS = {2: 16384, 4: 4096}
-# Rows of a page, as `bench --preset mla` has them; 0 for a contiguous cache.
+# Rows per page of the latent caches, as in `bench --preset mla`; 0 for a contiguous cache.
 _LATENT_PAGES = (0, 16, 64)
 
 
 def common() -> list[Weighted]:
-    """The cases of the preset: both 16-bit types and float32, full and causal, by length.
+    """Return the cases of the preset: 16-bit types and float32, full and causal, by length.
 
-    A class's two lengths count alike: their weights are the inverse of their work.
+    The weights are the inverse of the work, so that both lengths of a class count equally.
     """
     cases = []
     for dtype, (dim, dim_v), causal, lengths in itertools.product(
@@ -97,9 +97,9 @@ def common() -> list[Weighted]:
 
 
 def decode() -> list[Weighted]:
-    """One query row of `presets`' decode cases in both 16-bit types, in no pages and in pages.
+    """Return the decode cases of `presets` in both 16-bit types, without pages and with them.
 
-    All read their keys and values at about one rate: weighted by the inverse, they count alike.
+    All read K and V at about one rate. Weights of 1 / bytes therefore make them count equally.
     """
     return [
         Weighted(case, 1e9 / case.kv_bytes)
@@ -111,7 +111,7 @@ def decode() -> list[Weighted]:
 
 
 def decode_quantized() -> list[Weighted]:
-    """Those of `decode` over caches of 8 bits."""
+    """Return the cases of `decode` on caches of 8 bits."""
     return [
         Weighted(case, 1e9 / case.kv_bytes)
         for each in decode()
@@ -121,7 +121,7 @@ def decode_quantized() -> list[Weighted]:
 
 
 def mla() -> list[Weighted]:
-    """`presets`' latent attention in both 16-bit types, in pages and not, in 16 and 8 bits."""
+    """Return the MLA cases of `presets` in both 16-bit types, paged or not, in 16 and 8 bits."""
     return [
         Weighted(case, 1e9 / case.kv_bytes)
         for dtype, page_size, stored in itertools.product(
@@ -133,7 +133,7 @@ def mla() -> list[Weighted]:
 
 
 def fp8() -> list[Weighted]:
-    """`presets`' cases of float8, to both 16-bit types, weighted by the inverse of their work."""
+    """Return the float8 cases of `presets`, with both 16-bit outputs, weighted by 1 / FLOPs."""
     return [
         Weighted(dataclasses.replace(case, cache_dtype=FLOAT8), 1e12 / case.flops())
         for dtype in ("bfloat16", "float16")
@@ -142,7 +142,7 @@ def fp8() -> list[Weighted]:
 
 
 def varlen() -> list[Weighted]:
-    """`presets`' packed sequences in both 16-bit types, weighted by the inverse of their work."""
+    """Return the packed cases of `presets` in both 16-bit types, weighted by 1 / FLOPs."""
     return [
         Weighted(case, 1e12 / case.flops())
         for dtype in ("bfloat16", "float16")
@@ -151,18 +151,18 @@ def varlen() -> list[Weighted]:
 
 
 def wide() -> list[Weighted]:
-    """Heads of 512 columns in both 16-bit types, weighted by the inverse of their work."""
+    """Return the cases with heads of 512 columns in both 16-bit types, weighted by 1 / FLOPs."""
     return [
         Weighted(case, 1e12 / case.flops())
         for dtype in ("bfloat16", "float16")
         for case in presets.preset("wide", (dtype,)).cases
-        # `common` has those of 256.
+        # `common` has the heads of 256 columns.
         if case.head_dim == 512
     ]
 
 
 def _backward(cases: Iterable[Weighted]) -> list[Weighted]:
-    """The cases of their gradients, weighted alike."""
+    """Return the cases with direction backward, with the same weights."""
     return [
         dataclasses.replace(each, case=dataclasses.replace(each.case, direction="backward"))
         for each in cases
@@ -193,7 +193,7 @@ _CHOICES = {
     "cache_dtype": tuple(LARGEST_QUANTIZED),
 }
 _REQUIRED = ("seqlen_q", "heads_q", "head_dim")
-# What other kinds have no use for.
+# Kinds of case that a field applies to.
 _KINDS_OF = {
     "page_size": ("cache",),
     "cache_dtype": ("cache", "dense"),
@@ -207,19 +207,19 @@ _FROM_ONE = ("heads_q", "heads_kv", "head_dim", "head_dim_v")
 
 
 def read_workload(path: Path) -> list[Weighted]:
-    """The weighted cases in a JSON or CSV file.
+    """Return the weighted cases in a JSON or CSV file.
 
     Parameters
     ----------
     path
-        A JSON list of objects, or a CSV table, with the names of `Case`'s fields and `weight`.
-        seqlen_q, heads_q and head_dim are required; seqlen_k, heads_kv and head_dim_v follow
-        them; dtype is bfloat16, batch and weight are 1 unless given.
+        Path of a JSON list of objects or a CSV table, with fields of `Case` and `weight`.
+        seqlen_q, heads_q and head_dim are required; seqlen_k, heads_kv and head_dim_v default to
+        them. dtype defaults to bfloat16; batch and weight default to 1.
 
     Raises
     ------
     click.UsageError
-        For a file that is not like that; the message names the row and the field.
+        If the file has another form; the message names the row and the field.
     """
     try:
         # Spreadsheets put a byte order mark before their CSV.
@@ -232,7 +232,7 @@ def read_workload(path: Path) -> list[Weighted]:
     except (OSError, ValueError, RecursionError, csv.Error) as error:
         raise click.UsageError(f"{path} cannot be read as a workload: {error}") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise click.UsageError(f"{path} is no workload; expected a list of objects")
+        raise click.UsageError(f"{path} is not a workload; expected a list of objects")
     if not rows:
         raise click.UsageError(f"{path} has no rows")
     return [_weighted(row, f"row {number} of {path}") for number, row in enumerate(rows, 1)]
@@ -240,7 +240,7 @@ def read_workload(path: Path) -> list[Weighted]:
 
 def _weighted(row: Mapping[str, Any], where: str) -> Weighted:
     if None in row:
-        raise click.UsageError(f"{where} has more cells than the heading has names")
+        raise click.UsageError(f"{where} has more cells than the header has names")
     fields = {name: value for name, value in row.items() if value not in (None, "")}
     known = {field.name for field in dataclasses.fields(Case)} | {"weight"}
     if unknown := [name for name in fields if name not in known]:
@@ -257,7 +257,7 @@ def _weighted(row: Mapping[str, Any], where: str) -> Weighted:
         "head_dim_v": fields["head_dim"],
     }
     defaults = {name: value for name, value in defaults.items() if name not in fields}
-    # The row's own fields first: a message is to name a field that stands there.
+    # The row's own fields first, so that messages name a field that the file contains.
     values = {name: _value(name, value, where) for name, value in (fields | defaults).items()}
     kind = values.get("kind", "dense")
     for name, kinds in _KINDS_OF.items():

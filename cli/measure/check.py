@@ -19,24 +19,24 @@ from ..cases.mod_arguments import numpy_dtype, restricted
 from ..cases.quantized import restored
 from ..cases.sequences import Arrays, Head
 
-# Scores that the reference computes in about a second: on the GPU it is bound by some ten passes
-# over float64 scores, on the host by exp.
+# Number of scores that the reference computes in about a second. The time is bound on the GPU by
+# some ten passes over float64 scores, and on the host by exp.
 GPU_SCORES = 2_000_000_000
 HOST_SCORES = 40_000_000
-# More blocks than this cost more in launches than in arithmetic.
+# Limit of the number of blocks; with more, launches take longer than arithmetic.
 _MOST_BLOCKS = 256
-# A sample: some heads, at least so many where there are, and of each so many rows in blocks spread
-# over the sequence; as many rows in all as long sequences leave time for.
+# Size of a sample: at least _LEAST_HEADS heads, and _ROWS_PER_HEAD rows per head in blocks of
+# _BLOCK_ROWS, spread over the sequence. SAMPLE_ROWS limits the rows of all heads together.
 _LEAST_HEADS = 4
 _ROWS_PER_HEAD = 1024
 _BLOCK_ROWS = 128
 SAMPLE_ROWS = 16384
-# A sample of sequences of different lengths: so many of them, and so many rows in all.
+# Size of a sample of sequences of different lengths: sequences, and rows in all of them.
 _MOST_SEQUENCES = 64
 _SEQUENCES_ROWS = 65536
-# Bytes of a block's float32 scores.
+# Limit of a block's float32 scores in bytes.
 _BLOCK_BYTES = 1 << 28
-# Below this many rows the naive result may be exact by luck.
+# With fewer rows, the naive result may be exact by chance.
 _FEW_ROWS = 256
 
 
@@ -53,18 +53,18 @@ class Block:
 def choose_blocks(
     case: Case, seed: int, most_scores: int, most_rows: int | None = None
 ) -> list[Block]:
-    """All rows where that is little work, else a random sample that holds every head's last rows.
+    """Return all rows if that is little work, otherwise a random sample with each head's last rows.
 
     Parameters
     ----------
     case
-        Whose rows.
+        Case whose rows are chosen.
     seed
-        Of the choice.
+        Seed of the choice.
     most_scores
-        Elements of the score matrix that may be computed.
+        Limit of the number of scores that the check computes.
     most_rows
-        Size of a sample, which is then taken even where all rows would be little work.
+        Size of a sample in rows. If given, all rows are taken only if there are no more than this.
     """
     if case.kind == "varlen":
         return _blocks_of_sequences(case, seed, most_scores, most_rows or _SEQUENCES_ROWS)
@@ -93,7 +93,7 @@ def choose_blocks(
 
 
 def _blocks_of_sequences(case: Case, seed: int, most_scores: int, most_rows: int) -> list[Block]:
-    """Blocks of the longest sequence and of others, as if each were a case of its own."""
+    """Choose blocks of the longest sequence and of others, each as if it were a dense case."""
     lengths = case.key_lengths
     order = np.random.default_rng(seed).permutation(case.batch).tolist()
     order.sort(key=lambda batch: lengths[batch] < max(lengths))
@@ -129,16 +129,16 @@ def _sample_heads(
 
 @dataclass(frozen=True)
 class Coverage:
-    """What a check compared: query rows over the batch and all heads, and the error it allowed.
+    """Extent of a check: query rows over the batch and all heads, and the allowed error.
 
     Attributes
     ----------
     rows, all_rows
-        Query rows that were compared, and that there are.
+        Number of query rows that were compared, and in total.
     bound
-        The largest difference that passes.
+        Largest difference that passes.
     not_finite
-        Query rows left out since the reference or the naive formula gives inf or NaN there.
+        Number of query rows left out because the reference or the naive formula is inf or NaN.
     """
 
     rows: int
@@ -149,27 +149,27 @@ class Coverage:
 
 @functools.cache
 def why_no_matmul() -> str | None:
-    """Why cupy.matmul cannot be used, or None if it can."""
+    """Return why cupy.matmul cannot be used, or None if it can."""
     import cupy
 
     try:
         one = cupy.ones((2, 2), np.float64)
         cupy.matmul(one, one)
-    except Exception as error:  # cuBLAS missing shows as one of several kinds
+    except Exception as error:  # a missing cuBLAS raises one of several exceptions
         return f"cupy.matmul needs the cuBLAS library: {' '.join(str(error).split())[:80]}"
     return None
 
 
 class Check:
-    """The reference of a case's sampled rows, and the error that it allows.
+    """Reference of a case's sampled rows, and the error that it allows.
 
-    The rule is `error_bound`'s: twice what the naive formula in the same precision gets on the
-    same rows, and a few units in the last place.
+    The rule is that of `error_bound`: twice the error of the naive formula in the same precision on
+    the same rows, plus a few units in the last place.
 
     Attributes
     ----------
     coverage
-        How many rows are compared, and the largest difference that passes.
+        Number of rows that are compared, and the largest difference that passes.
     """
 
     def __init__(
@@ -180,16 +180,16 @@ class Check:
         Parameters
         ----------
         inputs
-            Of the case.
+            Inputs of the case.
         seed
-            Of the sample.
+            Seed of the sample.
         on_gpu
-            Where the results will be.
+            Whether the results will be on the GPU.
         most_rows
             See `choose_blocks`.
         """
         case = inputs.case
-        # Without cuBLAS the rows are computed on the host, so that a bare installation checks too.
+        # Without cuBLAS the reference runs on the host, so that a minimal installation checks, too.
         self._on_gpu = on_gpu and why_no_matmul() is None
         self._case, self._more = case, inputs.more
         most_scores = GPU_SCORES if self._on_gpu else HOST_SCORES
@@ -197,7 +197,7 @@ class Check:
         rows = sum(block.stop - block.start for block in self._blocks)
         bound = 0.0
         self._reference: Any = None
-        # (rows,), which of the blocks' rows can be compared; None for all.
+        # Bool array (rows,): rows of the blocks that can be compared. None if all can.
         self._finite: Any = None
         if self._blocks:
             bound = self._compute(inputs, on_gpu=on_gpu, few=rows < _FEW_ROWS)
@@ -205,7 +205,7 @@ class Check:
         self.coverage = Coverage(compared, case.query_rows, bound, not_finite=rows - compared)
 
     def _compute(self, inputs: Inputs, *, on_gpu: bool, few: bool) -> float:
-        """Keep the reference, and return the bound."""
+        """Compute and store the reference; return the bound."""
         case, arrays = inputs.case, inputs.gpu if on_gpu else inputs.host
         modifications = inputs.modifications(on_gpu=self._on_gpu)
         references, lses, naives = [], [], []
@@ -243,11 +243,11 @@ class Check:
         lse = xp.concatenate(lses, 2)
         finite = (xp.isfinite(reference) & xp.isfinite(naive)).all((0, 2, 3))
         if not finite.all():
-            # Inputs so large that the plain formula overflows say nothing about a result.
+            # If the plain formula overflows, it cannot judge a result.
             self._finite = finite
             reference, naive, lse = reference[:, finite], naive[:, finite], lse[:, :, finite]
         self._reference = reference
-        # float64 shares the reference's own error, and few rows may be exact by luck.
+        # float64 results may have the reference's own error, and few rows may be exact by chance.
         needs_lse = few or case.dtype == "float64"
         return error_bound(
             naive, reference, numpy_dtype(case.dtype), lse=lse if needs_lse else None
@@ -256,7 +256,7 @@ class Check:
     def _of_block(
         self, modifications: Mapping[str, Any], block: Block, start: int, stop: int
     ) -> dict[str, Any]:
-        """Modifications of some rows of the block's head."""
+        """Return the modifications of some rows of the block's head."""
         return restricted(
             modifications,
             self._case.mods,
@@ -267,7 +267,7 @@ class Check:
         )
 
     def error(self, out: Any) -> float:
-        """Largest absolute difference of a result, in the case's layout, from the reference."""
+        """Return the largest absolute difference between a result and the reference."""
         if not self._blocks:
             return 0.0
         rows = [self._placed(self._rows(out, block)).astype(np.float64) for block in self._blocks]
@@ -276,13 +276,13 @@ class Check:
         return max_error(compared, self._reference)
 
     def _rows(self, out: Any, block: Block) -> Any:
-        """(1, rows, 1, dim) of a result."""
+        """Return the block's rows of a result, (1, rows, 1, dim)."""
         head = slice(block.head, block.head + 1)
         one = sequences.rows_of(self._case, out, self._more, block.batch, head)
         return one[:, block.start : block.stop]
 
     def _placed(self, array: Any) -> Any:
-        """The array where the reference is computed."""
+        """Return the array in the memory where the reference is computed."""
         is_host = isinstance(array, np.ndarray)
         if self._on_gpu == (not is_host):
             return array
@@ -292,7 +292,7 @@ class Check:
 
 
 def module_of(array: Any) -> Any:
-    """NumPy or CuPy, whichever has the array."""
+    """Return NumPy or CuPy, whichever created the array."""
     if isinstance(array, np.ndarray):
         return np
     import cupy
@@ -309,7 +309,7 @@ def _one_head(bshd: Any, batch: int, head: int) -> Any:
 
 
 def _head(case: Case, arrays: Arrays, more: Mapping[str, np.ndarray], block: Block) -> Head:
-    """The head of a block, in (1, seqlen, 1, dim) arrays."""
+    """Return the head of a block, with arrays (1, seqlen, 1, dim)."""
     if not case.is_dense:
         return sequences.head_of(case, arrays, more, block.batch, block.head)
     q, k, v = (_to_bshd(array, case.layout) for array in arrays)

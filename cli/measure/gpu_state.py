@@ -1,4 +1,4 @@
-"""What the GPU's clocks did while it was timed, and who else used it, by nvidia-smi; or the CPU."""
+"""State of the GPU (by nvidia-smi) or the CPUs during a run: clocks, and load by others."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _FIELDS = (
     "clocks_throttle_reasons.active",
 )
 _SAMPLE_MILLISECONDS = 100
-# NVML's bits of what holds the clocks down ("Clocks Event Reasons"), but for an idle GPU's, for
-# settings that somebody chose, and for the display's.
+# NVML's bits for reasons that lower the clocks ("Clocks Event Reasons"). Bits for an idle GPU, for
+# settings that a user chose and for the display's clocks are not errors and are left out.
 _IDLE = 0x1
 _REASONS = {
     0x4: "power cap",
@@ -33,33 +33,33 @@ _REASONS = {
     0x40: "hardware thermal slowdown",
     0x80: "power brake",
 }
-# A cap on power is how a GPU works at full load; the others mean that something is wrong.
+# A GPU at full load normally runs at its power cap; the other reasons indicate a problem.
 _USUAL = "power cap"
 _SELDOM = 0.05
-# Percent of the time, before a run on the GPU or during one on the CPU, in which others worked.
+# Percentage of time that others may be busy: on the GPU before a run, on the CPU during a run.
 _BUSY = 10
 
 
 @dataclass(frozen=True)
 class GpuState:
-    """How a GPU fared during a run.
+    """State of a GPU during a run.
 
     Attributes
     ----------
     samples
-        Taken while it worked.
+        Number of samples taken while the GPU was not idle.
     sm_clock_mhz
-        Median, lowest and highest; empty without samples.
+        Median, lowest and highest SM clock; empty without samples.
     max_sm_clock_mhz
-        What the GPU could run at.
+        Highest SM clock that the GPU supports.
     power_w, temperature_c
-        Highest.
+        Highest power and temperature.
     held_down
-        Reason to the share of samples in which it held the clocks down.
+        Fraction of samples in which the clocks were lowered, by reason.
     busy_before
-        Percent of the time in which the GPU was busy before the run began.
+        Percentage of time in which the GPU was busy before the run.
     other_processes
-        Processes that were computing on it before.
+        Number of other processes that were computing on the GPU before the run.
     """
 
     samples: int = 0
@@ -72,7 +72,7 @@ class GpuState:
     other_processes: int = 0
 
     def as_record(self) -> dict[str, object]:
-        """For the metadata of a record."""
+        """Return the fields for the metadata of a record."""
         return asdict(self)
 
     @property
@@ -83,7 +83,7 @@ class GpuState:
         return f"the GPU was {self.busy_before:.0f}% busy before the run"
 
     def notes(self) -> list[str]:
-        """What a reader of the numbers should know; warnings begin with "!"."""
+        """Return notes for readers of the measurements; warnings begin with "!"."""
         found = []
         if self.sm_clock_mhz:
             median, low, high = self.sm_clock_mhz
@@ -107,19 +107,19 @@ class GpuState:
 
 @dataclass(frozen=True)
 class CpuState:
-    """Who else used the CPUs during a run.
+    """Load of the CPUs by other processes during a run.
 
     Attributes
     ----------
     others
-        Percent of the time of the CPUs that this process may run on; None where the system does
-        not tell.
+        Percentage of the time of the CPUs that this process may run on; None if the system does
+        not report it.
     """
 
     others: float | None = None
 
     def as_record(self) -> dict[str, object]:
-        """For the metadata of a record."""
+        """Return the fields for the metadata of a record."""
         return asdict(self)
 
     @property
@@ -130,21 +130,21 @@ class CpuState:
         return f"others used {self.others:.0f}% of the CPU"
 
     def notes(self) -> list[str]:
-        """A warning, which begins with "!", if others took much."""
+        """Return a warning, which begins with "!", if others used much of the CPU time."""
         if self.unreliable is None:
             return []
         return [f"! {self.unreliable} during the run; ratios are not reliable"]
 
 
 class CpuWatch:
-    """Reads the CPUs' clocks; `state` tells who used them since it was made."""
+    """Meter of the CPU time that other processes use from the meter's creation on."""
 
     def __init__(self) -> None:
         self._start = (time.monotonic(), _busy_seconds(), _own_seconds())
 
     @property
     def state(self) -> CpuState:
-        """Of the time until now."""
+        """CPU load from the creation of this object until now."""
         start, busy, own = self._start
         passed, busy_now = time.monotonic() - start, _busy_seconds()
         if busy is None or busy_now is None or passed < _LEAST_SECONDS:
@@ -153,19 +153,19 @@ class CpuWatch:
         return CpuState(round(100 * others / passed / available_cpus(), 1))
 
 
-# The system counts in hundredths of a second.
+# The system counts CPU time in units of 10 ms, too coarse for shorter runs.
 _LEAST_SECONDS = 0.5
 _STAT = Path("/proc/stat")
 
 
 def _busy_seconds() -> float | None:
-    """What the CPUs that this process may run on have worked since the system began."""
+    """Return the total busy time since boot of the CPUs that this process may run on."""
     try:
         lines = _STAT.read_text(encoding="utf-8").splitlines()
         own = {f"cpu{index}" for index in os.sched_getaffinity(0)}
     except (OSError, AttributeError):
         return None
-    # user, nice, system, idle, iowait, irq, softirq, steal; then what user includes already.
+    # Fields: user, nice, system, idle, iowait, irq, softirq, steal. Later ones are part of user.
     fields = [line.split() for line in lines]
     counts = [list(map(int, f[1:9])) for f in fields if f and f[0] in own]
     ticks = sum(sum(count) - count[3] - count[4] for count in counts)
@@ -173,12 +173,12 @@ def _busy_seconds() -> float | None:
 
 
 def _own_seconds() -> float:
-    """What this process has worked, and those that it waited for."""
+    """Return the CPU time of this process and of child processes that it has waited for."""
     return sum(os.times()[:4])
 
 
 class GpuWatch:
-    """Collects samples; `state` tells what they say once the watch has ended."""
+    """Holder of a GPU's state, which is empty until the watch ends."""
 
     def __init__(self) -> None:
         self.state = GpuState()
@@ -186,12 +186,12 @@ class GpuWatch:
 
 @contextlib.contextmanager
 def watched(bus_id: str | None) -> Iterator[GpuWatch | CpuWatch]:
-    """Watch a GPU, or the CPUs, while the block runs; without nvidia-smi a GPU's state stays empty.
+    """Watch a GPU, or the CPUs, while the block runs; without nvidia-smi a GPU's state is empty.
 
     Parameters
     ----------
     bus_id
-        The GPU's PCI bus id; None for the CPUs.
+        PCI bus id of the GPU; None for the CPUs.
     """
     if bus_id is None:
         yield CpuWatch()
@@ -204,7 +204,7 @@ def watched(bus_id: str | None) -> Iterator[GpuWatch | CpuWatch]:
     select = [program, f"--id={bus_id}"]
     busy, others = _load_before(select)
     query = [*select, f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"]
-    # Into a file: a pipe that nobody reads while the block runs is full after two minutes.
+    # To a file: the block does not read the output, so a pipe would be full after two minutes.
     with tempfile.TemporaryFile("w+") as samples:
         with subprocess.Popen(
             [*query, f"--loop-ms={_SAMPLE_MILLISECONDS}"],
@@ -227,9 +227,9 @@ def bus_id() -> str:
 
 
 def busy_before(gpu: str) -> str | None:
-    """Return why times that are taken from now on are not reliable.
+    """Return why times measured from now on are not reliable.
 
-    None if the GPU is idle, and without nvidia-smi.
+    None if the GPU is idle or nvidia-smi is not installed.
 
     Parameters
     ----------
@@ -253,13 +253,13 @@ def _load_before(select: Sequence[str]) -> tuple[float, int]:
         return done.stdout.split() if done.returncode == 0 else []
 
     busy = ask("--query-gpu=utilization.gpu")
-    # This process has a context of its own by now.
+    # This process is one of them, because it has a CUDA context by now.
     others = max(0, len(ask("--query-compute-apps=pid")) - 1)
     return float(busy[0]) if busy and busy[0].isdigit() else 0.0, others
 
 
 def summary(lines: Sequence[str], busy_before: float, other_processes: int) -> GpuState:
-    """The state that lines of nvidia-smi's output tell; lines it cut short are left out."""
+    """Return the state from lines of nvidia-smi's output; incomplete lines are skipped."""
     samples = []
     for line in lines:
         values = line.split(", ")

@@ -1,4 +1,4 @@
-"""Compare gradients with the float64 reference, of all heads or of a sample of them."""
+"""Compare gradients with the float64 reference, for all heads or a sample of them."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from ..cases.sequences import rows_in_call, rows_of
 from . import check
 from .check import GPU_SCORES, HOST_SCORES, SAMPLE_ROWS, Check, Coverage
 
-# The reference, the naive formula and the sizes have five products each, not two formulas of two.
+# Work relative to a forward check: three formulas of five products each, instead of two of two.
 _WORK = 4
-# More groups than this cost more in launches than in arithmetic.
+# Limit of the number of groups; with more, launches take longer than arithmetic.
 _MOST_GROUPS = 64
 
 
 class Group(NamedTuple):
-    """The query heads of a sequence that share a key/value head.
+    """All query heads of a sequence that belong to one KV head.
 
-    Their gradients are computed whole: an element of dk takes all queries that see its key, and
-    these take all of their keys.
+    Their gradients are computed as a whole: an element of dk depends on all queries that attend to
+    its key, and those depend on all their keys.
     """
 
     batch: int
@@ -40,16 +40,16 @@ class Group(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What is known of a group's gradients of q, k and v.
+    """Reference gradients of q, k and v of a group, and the allowed errors.
 
     Attributes
     ----------
     exact
-        The reference; 0 where it is not compared.
+        Reference gradients; 0 where they are not compared.
     finite
-        Where it and the naive gradients are numbers, and are compared.
+        Whether each element is compared: it is, if reference and naive gradients are finite.
     bounds
-        The largest difference that passes, of each gradient.
+        Largest difference that passes, for each gradient.
     """
 
     exact: tuple[Any, ...]
@@ -60,18 +60,18 @@ class _Part(NamedTuple):
 def choose_groups(
     case: Case, seed: int, most_scores: int, most_rows: int | None = None
 ) -> list[Group]:
-    """All groups where that is little work, else one of the longest sequence, and others at random.
+    """Return all groups if that is little work, otherwise a random one of the longest and others.
 
     Parameters
     ----------
     case
-        Whose heads.
+        Case whose heads are chosen.
     seed
-        Of the choice.
+        Seed of the choice.
     most_scores
-        Elements of score matrices that may be computed, besides those of the longest sequence.
+        Limit of the number of scores, in addition to those of the longest sequence.
     most_rows
-        Query rows over all heads that may be compared, likewise; None for a usual sample.
+        Limit of the number of query rows, without the longest sequence's; None for a usual sample.
     """
     heads = case.heads_q // case.heads_kv
     lengths = tuple(zip(case.query_lengths, case.key_lengths, strict=True))
@@ -82,7 +82,7 @@ def choose_groups(
         if queries or keys
     ]
     order = [groups[index] for index in np.random.default_rng(seed).permutation(len(groups))]
-    # Stable: the first of the longest ones is a random one.
+    # The sort is stable, so the first group of a longest sequence is a random one.
     first = sorted(order, key=lambda group: -sum(lengths[group.batch]))[:1]
     scores, rows = most_scores, SAMPLE_ROWS if most_rows is None else most_rows
     if most_rows is None and case.scores <= most_scores and len(groups) <= _MOST_GROUPS:
@@ -100,21 +100,21 @@ def choose_groups(
 
 
 class GradientCheck:
-    """The reference of gradients of some groups of heads, and the error that it allows.
+    """Reference gradients of some groups of heads, and the error that they allow.
 
-    The rule is `gradient_bound`'s, for each gradient of each group. So that one number tells, an
-    error is what share of that it is.
+    `gradient_bound` defines the allowed error of each gradient of each group. Errors are reported
+    relative to it.
 
     Attributes
     ----------
     coverage
-        How many query rows are compared; a share of 1 passes.
+        Number of query rows that are compared. The bound is 1, because errors are relative.
     """
 
     def __init__(
         self, inputs: Inputs, seed: int, *, on_gpu: bool, most_rows: int | None = None
     ) -> None:
-        """Compute the reference; parameters as of `Check`."""
+        """Compute the reference; the parameters are those of `Check`."""
         case = inputs.case
         self._on_gpu = on_gpu and check.why_no_matmul() is None
         self._placed = placed_on(gpu=self._on_gpu)
@@ -161,7 +161,7 @@ class GradientCheck:
         xp = check.module_of(q)
         kept, finite, bounds = [], [], []
         for found in zip(naive, exact, sizes, strict=True):
-            # Where the plain formula overflows, nothing can be said of a gradient.
+            # Where the plain formula overflows, it cannot judge a gradient.
             is_finite = xp.isfinite(found[0]) & xp.isfinite(found[1]) & xp.isfinite(found[2])
             numbers, reference, size = (xp.where(is_finite, x, 0) for x in found)
             kept.append(reference)
@@ -171,7 +171,7 @@ class GradientCheck:
         return _Part(tuple(kept), tuple(finite), tuple(bounds))
 
     def error(self, found: tuple[Any, Any, Any]) -> float:
-        """The largest difference of dq, dk and dv from the reference, as a share of the allowed."""
+        """Return the largest error of dq, dk and dv, relative to its bound."""
         worst = 0.0
         for group, part in self._parts.items():
             gradients = self._of_group(group, found)
@@ -181,13 +181,13 @@ class GradientCheck:
         return worst
 
     def _of_group(self, group: Group, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
-        """(1, seqlen, heads, dim) of q, k and v, or of their gradients, in the case's layout."""
+        """Return q, k and v of a group, or their gradients, as (1, seqlen, heads, dim)."""
         heads, kv_heads = self._heads(group)
         each = zip(arrays, (heads, kv_heads, kv_heads), strict=True)
         return tuple(self._rows(array, group.batch, which) for array, which in each)
 
     def _heads(self, group: Group) -> tuple[slice, slice]:
-        """Query heads of a group, and its key/value head."""
+        """Return the slices of a group's query heads and of its KV head."""
         per_group = self._case.heads_q // self._case.heads_kv
         first = group.kv_head * per_group
         return slice(first, first + per_group), slice(group.kv_head, group.kv_head + 1)
@@ -199,6 +199,6 @@ class GradientCheck:
 def check_of(
     inputs: Inputs, seed: int, *, on_gpu: bool, most_rows: int | None = None
 ) -> Check | GradientCheck:
-    """What results of a case are compared with; parameters as of `Check`."""
+    """Return the check of a case's results; the parameters are those of `Check`."""
     kind = GradientCheck if inputs.case.is_backward else Check
     return kind(inputs, seed, on_gpu=on_gpu, most_rows=most_rows)

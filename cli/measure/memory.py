@@ -1,4 +1,4 @@
-"""How much memory a call takes at its peak, besides its inputs."""
+"""Peak memory of a call, in addition to its inputs."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from .timing import Timed
 
 
 def host_peak_bytes(timed: Timed) -> int:
-    """Of a call on NumPy arrays: what Python and NumPy allocate, its output included.
+    """Measure a call on NumPy arrays: peak of what Python and NumPy allocate, output included.
 
     Parameters
     ----------
     timed
-        A call that was made before, so that what it keeps for the next one is there.
+        Call that was made before, so that everything it caches exists.
 
     Returns
     -------
     int
-        Bytes. What a BLAS allocates for itself is not among them.
+        Number of bytes, without memory that a BLAS allocates for itself.
     """
     was_tracing = tracemalloc.is_tracing()
     tracemalloc.start()
@@ -28,7 +28,7 @@ def host_peak_bytes(timed: Timed) -> int:
         with timed.scope():
             tracemalloc.reset_peak()
             before = tracemalloc.get_traced_memory()[0]
-            # Kept until the peak is read, as a caller keeps it.
+            # Held until the peak is read, as a caller would hold it.
             result = timed.call()
             peak = tracemalloc.get_traced_memory()[1]
             del result
@@ -39,18 +39,18 @@ def host_peak_bytes(timed: Timed) -> int:
 
 
 def cupy_peak_bytes(timed: Timed) -> int:
-    """Of a call on CuPy arrays: device memory that it takes out of CuPy's pool, output included.
+    """Measure a call on CuPy arrays: peak of the device memory from CuPy's pool, output included.
 
     Parameters
     ----------
     timed
-        A call that was made before.
+        Call that was made before.
 
     Returns
     -------
     int
-        Bytes, each array's rounded up to the pool's 512. What libraries allocate past the pool is
-        not among them.
+        Number of bytes, with each array rounded up to the pool's 512. Memory that libraries
+        allocate outside the pool is not counted.
     """
     import cupy
 
@@ -66,28 +66,28 @@ def cupy_peak_bytes(timed: Timed) -> int:
             peak = max(peak, sum(live.values()))
 
         def free_postprocess(self, **block: Any) -> None:
-            # What was allocated before the call does not count when it goes, either.
+            # Memory that was allocated before the call is not in `live` and does not count.
             live.pop(block["mem_ptr"], None)
 
     with timed.scope(), Ledger():
-        # Kept until the hook is gone, as a caller keeps it.
+        # Held until the hook is removed, as a caller would hold it.
         result = timed.call()
     del result
     return peak
 
 
 def torch_peak_bytes(timed: Timed) -> int:
-    """Of a call on torch tensors: device memory out of torch's own allocator, output included.
+    """Measure a call on torch tensors: peak of torch's own device memory, output included.
 
     Parameters
     ----------
     timed
-        A call that was made before: torch keeps its libraries' workspaces from the first one on.
+        Call that was made before: torch keeps its libraries' workspaces from the first call on.
 
     Returns
     -------
     int
-        Bytes, each tensor's rounded up to the allocator's 512.
+        Number of bytes, with each tensor rounded up to the allocator's 512.
     """
     cuda = sys.modules["torch"].cuda
     with timed.scope():

@@ -1,6 +1,6 @@
-"""Processes that share work over several GPUs, a rank each, with a communicator of NCCL.
+"""Processes that work on several GPUs together: one rank each, with an NCCL communicator.
 
-NCCL finds the other ranks by a name that rank 0 makes; whoever starts the processes passes it on.
+Rank 0 creates the unique id of the communicator; the parent process sends it to the other ranks.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any, NamedTuple
 
-# What a rank does, at the top of a module: it is given the communicator and what the caller passes.
+# Module-level function of a rank; its arguments are the communicator and those of the caller.
 Work = Callable[..., Any]
-# In which a process starts, loads CuPy and has its GPU.
+# Time limit for starting a process, loading CuPy and initializing its GPU.
 _START_SECONDS = 120.0
 
 
 class RankError(RuntimeError):
-    """A rank failed, or did not end in time."""
+    """A rank failed, or did not finish in time."""
 
 
 class _Rank(NamedTuple):
-    """A process, and where it is told and tells things."""
+    """A process, and this side of the pipe to it."""
 
     number: int
     process: SpawnProcess
@@ -40,19 +40,19 @@ class _Rank(NamedTuple):
 
 
 def on_ranks(work: Work, ranks: int, *arguments: Any, seconds: float) -> list[Any]:
-    """What `work(communicator, *arguments)` returns in each of so many processes.
+    """Return the result of `work(communicator, *arguments)` in each of `ranks` processes.
 
-    Process r has GPU r as its current device, and is rank r.
+    Process r is rank r, and GPU r is its current device.
 
     Parameters
     ----------
     seconds
-        After which processes that still run are ended.
+        Time limit, after which processes that still run are killed.
 
     Raises
     ------
     RankError
-        With the traceback of the rank that failed first.
+        If a rank fails; with the traceback of the first one.
     """
     started = [_start(_answer, ranks, rank, (work, *arguments)) for rank in range(ranks)]
     give_up = time.monotonic() + seconds
@@ -67,29 +67,29 @@ def on_ranks(work: Work, ranks: int, *arguments: Any, seconds: float) -> list[An
 
 
 class Crew:
-    """This process as rank 0, and others that do what it tells them.
+    """This process as rank 0, and other processes that execute its orders.
 
     Parameters
     ----------
     work
-        Of the others: called as `work(communicator, orders)`, and over when `orders.recv()` raises
-        EOFError.
+        Function `work(communicator, orders)` of the other processes. It returns when
+        `orders.recv()` raises EOFError.
     ranks
-        How many there are, this one included.
+        Number of ranks, including this process.
     seconds
-        In which the others have to be ready.
+        Time limit for the start of the other processes.
 
     Raises
     ------
     RankError
-        If one of them is not.
+        If one of them is not ready in time.
     """
 
     def __init__(self, work: Work, ranks: int, *, seconds: float = _START_SECONDS) -> None:
         give_up = time.monotonic() + seconds
         self._others = [_start(work, ranks, rank, ()) for rank in range(1, ranks)]
         try:
-            # A communicator waits for all ranks, however long it takes.
+            # Checked first: creating a communicator waits for all ranks without a time limit.
             _said_by(self._others, give_up)
         except RankError:
             self.close()
@@ -102,15 +102,15 @@ class Crew:
         self.communicator = nccl.NcclCommunicator(ranks, name, 0)
 
     def tell(self, *order: Any) -> None:
-        """Tell all others."""
+        """Send an order to all other ranks."""
         for other in self._others:
             try:
                 other.pipe.send(order)
             except OSError:
-                raise RankError("a rank has ended; its error stands above") from None
+                raise RankError("a rank has ended; its error is printed above") from None
 
     def close(self) -> None:
-        """End the others."""
+        """End the other processes."""
         for other in self._others:
             other.pipe.close()
         for other in self._others:
@@ -122,31 +122,31 @@ def _start(role: Work, ranks: int, rank: int, arguments: tuple[Any, ...]) -> _Ra
     ours, theirs = context.Pipe()
     process = context.Process(target=_run, args=(role, ranks, rank, theirs, arguments), daemon=True)
     process.start()
-    # Else nobody would see that the process has ended.
+    # The child must hold the only copy of its end: then the pipe reports when the child exits.
     theirs.close()
     return _Rank(rank, process, ours)
 
 
 def _run(role: Work, ranks: int, rank: int, parent: Connection, arguments: tuple[Any, ...]) -> None:
-    """What a process does: find the others, and play its role."""
+    """Run in a rank's process: create the communicator, and call `role` with it."""
     try:
         import cupy
         from cupy.cuda import nccl
 
         cupy.cuda.Device(rank).use()
         name = nccl.get_unique_id() if rank == 0 else None
-        # Ready, and where the others find rank 0.
+        # Signals that this rank is ready; rank 0 also sends the communicator's unique id.
         parent.send((None, name))
         if name is None:
             name = parent.recv()
         role(nccl.NcclCommunicator(ranks, name, rank), parent, *arguments)
     except EOFError:
-        # The parent has closed.
+        # The parent has closed the pipe, which ends this rank.
         pass
     except BaseException:
         text = traceback.format_exc()
         print(f"rank {rank}: {text}", file=sys.stderr, flush=True)
-        # Who is gone has its own error.
+        # A parent that is gone has reported its own error.
         with contextlib.suppress(OSError):
             parent.send((text, None))
 
@@ -156,7 +156,7 @@ def _answer(communicator: Any, parent: Connection, work: Work, *arguments: Any) 
 
 
 def _said_by(ranks: Sequence[_Rank], give_up: float) -> list[Any]:
-    """What each says next; RankError as soon as one has failed, though others hang for it."""
+    """Return the next message of each rank; raise RankError as soon as any rank fails."""
     waiting, found = {rank.pipe: rank.number for rank in ranks}, {}
     while waiting:
         ready = wait(list(waiting), max(0.0, give_up - time.monotonic()))

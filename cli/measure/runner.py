@@ -1,4 +1,4 @@
-"""Run providers on one case: refuse, check, then time in turns."""
+"""Run providers on one case: refuse what cannot run, check results, then time calls alternately."""
 
 from __future__ import annotations
 
@@ -30,52 +30,52 @@ from .timing import (
     spread,
 )
 
-# Calls whose host time is taken: fewer, within reason, where each keeps the GPU for long.
+# Number of calls whose host time is measured. Long calls are fewer, limited by their total time.
 _HOST_TIME_CALLS = 200
 _FEWEST_HOST_TIME_CALLS = 20
 _HOST_TIME_SECONDS = 2.0
-# A cell on the host that takes more operations than this is first tried on a part of its rows and
-# heads, of about as many: some tenths of a second, enough to keep several cores busy.
+# A cell on the CPU with more operations than this is first tried on a part of its rows and heads,
+# with about this many. That takes a few tenths of a second, enough to keep several cores busy.
 _PROBE_FLOPS = 4e9
 _PROBE_ROWS = 1024
-# How much slower than the whole a part may be, and one case than another with the same head_dim:
-# what is refused by an estimate is over the limit even then.
+# An estimate may be too long by these factors: from a part of the case, and from another case with
+# the same head_dim. A case is refused only if it exceeds the limit in spite of them.
 _PART_MARGIN = 2
 _CASE_MARGIN = 4
-# Query rows that make a rate: with fewer, keys and values are read for little arithmetic.
+# From this number of query rows on, the rate is about constant; with fewer, reading K and V counts.
 _RATE_ROWS = 256
-# A graph holds the memory of its call. Calls that take more last so long that it does not matter
-# what the host adds to them.
+# Calls with more memory are not captured in a CUDA graph, which would hold that memory. They last
+# so long that the host's overhead does not matter.
 _GRAPH_BYTES = 1 << 30
-# How a provider refuses a case when it is made ready.
+# Exceptions by which a provider refuses a case in `prepare`.
 _REFUSALS = (ValueError, RuntimeError, MemoryError)
-# Errors that are raised with a sentence; of others the kind says as much as the text.
+# Exceptions whose message is a sentence. For others, the type is printed before the message.
 _TELLING = (ValueError, RuntimeError, MemoryError, OSError)
 
 
 @dataclass
 class Cell:
-    """One provider on one case: what came of it.
+    """Result of one provider on one case.
 
     Attributes
     ----------
     reason
-        Why it was not timed.
+        Reason why the cell was not timed.
     one_call
-        Seconds of a call, about.
+        Approximate seconds of a call.
     time
-        Milliseconds.
+        Milliseconds of a call.
     timed_by
-        "graph" for the GPU's time of a CUDA graph's replays, "events" for the GPU's time of calls,
-        "clock" for the time of calls on the CPU.
+        Method of `time`: "graph" is GPU time of replays of a CUDA graph, "events" is GPU time of
+        calls, and "clock" is wall time of calls on the CPU.
     call
-        Milliseconds of wall time of a call from an idle GPU to its end; None on the CPU.
+        Wall time in milliseconds of a call from an idle GPU to its end; None on the CPU.
     peak_bytes
-        Memory that a call takes besides its inputs.
+        Peak memory of a call in addition to its inputs.
     needs_bytes
-        Estimate of that, where there was too little memory.
+        Estimate of that memory, if there was too little.
     coverage
-        Of its check, where it was checked by inputs of its own.
+        Extent of the cell's check, if it was checked with inputs of its own.
     """
 
     provider: Provider
@@ -95,20 +95,20 @@ class Cell:
     coverage: Coverage | None = None
 
     def release(self) -> None:
-        """Let go of the inputs that the call holds; the plan stays."""
+        """Release the inputs that the call holds, but keep the plan."""
         if self.prepared:
             self.prepared = dataclasses.replace(
                 self.prepared, call=_gone, to_result=_gone, anew=None, inputs=None
             )
 
     def refuse(self, error: Exception) -> None:
-        """Remember why it is not timed."""
+        """Store the reason why the cell is not timed."""
         self.reason = first_line(error)
         if is_out_of_memory(error):
             self.needs_bytes = needed_bytes(self.provider, self.case)
 
     def fail(self, error: Exception) -> None:
-        """Remember what went wrong; if we are to answer for that, its check counts as failed."""
+        """Store an error; if the provider is part of this project, its check counts as failed."""
         self.refuse(error)
         if self.provider.ours and not is_out_of_memory(error):
             click.echo(_text(error), err=True)
@@ -117,7 +117,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Settings:
-    """How a row is timed."""
+    """Settings for the timing of a row."""
 
     warmup: int
     repeats: int
@@ -130,7 +130,7 @@ class Settings:
 
 @dataclass
 class Runner:
-    """Runs cases one after the other; timers are made once, and rates on the host remembered."""
+    """Runner of one case after another; it keeps its timers and the rates measured on the CPU."""
 
     settings: Settings
     _timers: dict[bool, Timer] = field(default_factory=dict)
@@ -139,10 +139,10 @@ class Runner:
     def run(
         self, case: Case, chosen: Sequence[Provider], draw: Callable[[], Inputs | str]
     ) -> tuple[list[Cell], Coverage | None]:
-        """The cells of one case.
+        """Return the cells of one case, and the coverage of its check.
 
-        `draw` gives the inputs or says why there are none; it is not called for a case that every
-        provider refuses.
+        `draw` returns the inputs, or the reason why there are none. It is not called if every
+        provider refuses the case.
         """
         cells = [Cell(provider, case) for provider in chosen]
         check = None
@@ -161,7 +161,7 @@ class Runner:
                 check = check_of(inputs, self.settings.seed, on_gpu=on_gpu)
             except (RuntimeError, MemoryError) as error:
                 for cell in ready:
-                    cell.reason = f"there is nothing to check it by: {first_line(error)}"
+                    cell.reason = f"no reference to check its result with: {first_line(error)}"
                 return cells, None
         for cell in ready:
             self._try(cell, check)
@@ -175,7 +175,7 @@ class Runner:
         return self._timers[provider.on_gpu]
 
     def _may_run(self, cell: Cell) -> bool:
-        """Refuse what can be refused without inputs."""
+        """Return whether a cell may run; refuse it if that can be decided without inputs."""
         try:
             cell.reason = cell.provider.why_not(cell.case)
             if cell.reason is None:
@@ -201,7 +201,7 @@ class Runner:
         return cell.reason is None
 
     def _too_slow_on_host(self, provider: Provider, inputs: Inputs) -> str | None:
-        """Time a part of the rows, where the whole would keep the user waiting for a refusal."""
+        """Time a part of the rows if the whole may take long; return why to refuse it, or None."""
         case = inputs.case
         if case.flops() < _PROBE_FLOPS or _rate_key(provider, case) in self._rates:
             return None
@@ -214,14 +214,14 @@ class Runner:
         return self._too_slow_by_rate(provider, case, _PART_MARGIN)
 
     def _too_slow_by_rate(self, provider: Provider, case: Case, margin: int) -> str | None:
-        """Estimate from what was measured before."""
+        """Return a reason to refuse the case by a rate that was measured before, or None."""
         rate = self._rates.get(_rate_key(provider, case))
         if rate is None:
             return None
         return self._over_limit(provider, case.flops() / rate, margin)
 
     def _learn(self, provider: Provider, case: Case, seconds: float) -> None:
-        """Remember the best rate on the host: the estimates that follow err to the short side."""
+        """Store the best rate on the CPU, so that estimates are rather too short than too long."""
         flops = case.flops()
         if provider.on_gpu or not flops or not seconds:
             return
@@ -229,21 +229,21 @@ class Runner:
         self._rates[key] = max(flops / seconds, self._rates.get(key, 0.0))
 
     def _repeats(self, provider: Provider, one_call: float) -> int:
-        """How often a call is timed; 0 where --cell-seconds does not allow enough."""
+        """Return the number of timed repeats; 0 if --cell-seconds allows too few."""
         s = self.settings
         one_repeat = one_call + self._timer(provider).pause
         return repeats_within(s.cell_seconds, one_repeat, s.warmup, s.repeats)
 
     def _over_limit(self, provider: Provider, one_call: float, margin: int = 1) -> str | None:
-        """Why a call is not repeated, though it may be shorter than estimated by the margin."""
+        """Return why a call is not repeated, or None; its estimate may be too long by `margin`."""
         if self._repeats(provider, one_call / margin):
             return None
         pause = self._timer(provider).pause
-        after = f" after {_seconds(pause)} of rest" if pause > one_call else ""
+        after = f" after a pause of {_seconds(pause)}" if pause > one_call else ""
         return f"one call takes about {_seconds(one_call)}{after}, too long for --cell-seconds"
 
     def _try(self, cell: Cell, check: Check | GradientCheck | None) -> None:
-        """The first call, which may compile; its check; and others for its time and memory."""
+        """Make the first call, which may compile; check its result; measure its time and memory."""
         prepared = cell.prepared
         assert prepared is not None
         try:
@@ -264,8 +264,8 @@ class Runner:
             if cell.reason is None:
                 cell.peak_bytes = cell.provider.peak_bytes(prepared)
         except Exception as error:
-            # Other libraries refuse in ways of their own; what is ours to answer for is no reason
-            # to lose the other cells, either.
+            # Other libraries refuse with any exception. An error of this library must not prevent
+            # the timing of other cells, either.
             cell.fail(error)
 
     def _time(self, cells: Sequence[Cell]) -> None:
@@ -273,7 +273,7 @@ class Runner:
             return
         on_gpu = cells[0].provider.on_gpu
         timer = self._timer(cells[0].provider)
-        # The graphs, and with them their memory, are gone when this returns.
+        # The graphs, and with them their memory, are freed when this returns.
         self._time_in_turns(timer, cells, self._replays(cells) if on_gpu else {})
         if not on_gpu:
             return
@@ -291,12 +291,12 @@ class Runner:
                 cell.fail(error)
 
     def _replays(self, cells: Sequence[Cell]) -> dict[int, Timed]:
-        """The calls that can be replayed, by their cell's place."""
+        """Return the calls that a CUDA graph can replay, by the index of their cell."""
         found = {}
         for index, cell in enumerate(cells):
             if cell.prepared is None or (cell.peak_bytes or 0) >= _GRAPH_BYTES:
                 continue
-            # What cannot be captured can still be called, or then says why not.
+            # A call that cannot be captured is timed without a graph.
             with contextlib.suppress(Exception):
                 if (replay := cell.provider.replayed(cell.prepared)) is not None:
                     found[index] = replay
@@ -305,7 +305,7 @@ class Runner:
     def _time_in_turns(
         self, timer: Timer, cells: Sequence[Cell], replays: Mapping[int, Timed]
     ) -> None:
-        """Time the cells in turns; one whose call fails drops out, and the others start anew."""
+        """Time the cells alternately; if a call fails, drop its cell, and restart the others."""
         s = self.settings
         calls = []
         for index, cell in enumerate(cells):
@@ -319,7 +319,7 @@ class Runner:
                 times = timer.interleaved([timed for _, timed in calls], s.warmup, repeats)
             except Exception as error:
                 if not any(cell.reason for cell, _ in calls):
-                    # The GPU reports some errors late: nobody knows whose call it was.
+                    # The GPU reports some errors late, so it is unknown which call failed.
                     for cell, _ in calls:
                         cell.fail(error)
                 calls = [(cell, timed) for cell, timed in calls if cell.reason is None]
@@ -331,7 +331,7 @@ class Runner:
 
 
 def _telling(cell: Cell, timed: Timed) -> Timed:
-    """The call, which leaves in the cell why it failed."""
+    """Return the call with a wrapper that stores the reason of a failure in the cell."""
 
     def call() -> Any:
         try:
@@ -352,7 +352,7 @@ def _host_time(timed: Timed, one_call: float) -> Spread:
 
 
 class _Refusal(Exception):
-    """A provider was not made ready."""
+    """Refusal of a case by a provider's `prepare`."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -367,12 +367,12 @@ def _prepared(provider: Provider, inputs: Inputs) -> Prepared:
 
 
 def needed_bytes(provider: Provider, case: Case) -> int:
-    """Estimate of the memory that a call takes besides its inputs."""
+    """Estimate the memory that a call needs in addition to its inputs."""
     return provider.scratch_bytes(case) + case.result_bytes
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether memory ran out: CUDA and torch have RuntimeErrors of their own for that."""
+    """Return whether memory ran out, which CUDA and torch report by their own RuntimeErrors."""
     return isinstance(error, MemoryError) or "out of memory" in str(error).lower()
 
 
@@ -395,14 +395,14 @@ def too_large(needed: int, *, on_gpu: bool) -> str | None:
 
 
 def _rate_key(provider: Provider, case: Case) -> tuple[Any, ...]:
-    """What cases share that a provider computes at about one rate."""
+    """Return the key of the cases that a provider computes at about the same rate."""
     rows = min(case.seqlen_q, _RATE_ROWS)
     kind = provider.name, case.direction, case.dtype
     return *kind, case.head_dim, case.head_dim_v, case.mods, rows
 
 
 def _seconds(value: float) -> str:
-    """Two significant digits, without an exponent."""
+    """Return seconds with two significant digits and without an exponent."""
     digits = np.format_float_positional(
         value, precision=2, unique=False, fractional=False, trim="-"
     )
@@ -410,7 +410,7 @@ def _seconds(value: float) -> str:
 
 
 def _part(inputs: Inputs) -> Inputs:
-    """The last query rows of some heads: about as much work as a probe may be."""
+    """Return the inputs of the last query rows of some heads: as much work as a probe may be."""
     if not inputs.case.is_dense:
         inputs = _longest_alone(inputs)
     case = inputs.case
@@ -430,7 +430,7 @@ def _part(inputs: Inputs) -> Inputs:
 
 
 def _longest_alone(inputs: Inputs) -> Inputs:
-    """The longest sequence as a batch of one."""
+    """Return the inputs of the longest sequence as a batch of one."""
     case = inputs.case
     batch = max(range(case.batch), key=case.key_lengths.__getitem__)
     alone = Case(
@@ -451,7 +451,7 @@ def _longest_alone(inputs: Inputs) -> Inputs:
 
 
 def set_speedups(cells: Sequence[Cell], baseline: Sequence[str]) -> None:
-    """Relate the cells of a case to the fastest of the baseline providers."""
+    """Set the speedup of each cell of a case, relative to the fastest baseline provider."""
     times = [c.time.median for c in cells if c.time and c.provider.name in baseline]
     base = min(times, default=None)
     for cell in cells:

@@ -1,4 +1,4 @@
-"""How long a call takes, on the GPU and on the host."""
+"""Timing of calls on the GPU and on the host."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any, Protocol
 
 Clock = Callable[[], float]
 
-# Passes of the flush before each timed call. One pass over twice the L2 takes 40 us on an H100,
-# about what the slowest host needs to enqueue a call; four keep the launch queued behind them, so
-# that the events see the GPU's time alone.
+# Passes over the flush buffer before each timed call. One pass over twice the L2 takes 40 us on an
+# H100, about as long as the slowest host takes to enqueue a call. With four, the call is enqueued
+# before they end, so that the events measure GPU time only.
 _FLUSH_PASSES = 4
 _FLUSH_SECONDS = 40e-6
-# Calls between synchronizations while the host's time is taken: the launch queue never fills up.
+# Calls between synchronizations while host time is measured, so that the launch queue never fills.
 _QUEUED_CALLS = 20
-# Calls from a quiet start whose wall time is taken, and seconds for all of them.
+# Calls from an idle start whose wall time is measured, and the time limit for all of them.
 _QUIET_CALLS = 20
 _QUIET_SECONDS = 1.0
 _COPIED_BYTES = 1 << 30
@@ -28,7 +28,7 @@ _COPIED_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Timed:
-    """A call to time, within a scope that is entered and left outside the timed span."""
+    """A call to time, and a scope that is entered before and left after the timed span."""
 
     call: Callable[[], Any]
     scope: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
@@ -36,7 +36,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class Spread:
-    """Median and quartiles of repeated timings, in the unit they were taken in."""
+    """Median and quartiles of repeated timings, in the unit of the timings."""
 
     median: float
     low: float
@@ -45,16 +45,16 @@ class Spread:
 
     @property
     def relative(self) -> float:
-        """Half the distance between the quartiles, as a share of the median."""
+        """Half the distance between the quartiles, relative to the median."""
         return (self.high - self.low) / 2 / self.median if self.median else 0.0
 
     def scaled(self, factor: float) -> Spread:
-        """The same with every timing multiplied."""
+        """Return the spread with every timing multiplied by a factor."""
         return Spread(factor * self.median, factor * self.low, factor * self.high, self.repeats)
 
 
 def spread(times: Sequence[float]) -> Spread:
-    """Median and quartiles of at least one timing."""
+    """Return median and quartiles of at least one timing."""
     if len(times) == 1:
         return Spread(times[0], times[0], times[0], 1)
     low, median, high = statistics.quantiles(times, n=4, method="inclusive")
@@ -62,32 +62,32 @@ def spread(times: Sequence[float]) -> Spread:
 
 
 class Timer(Protocol):
-    """Times calls on one kind of processor.
+    """Timer of calls on one kind of processor.
 
     Attributes
     ----------
     pause
-        Seconds that a repeat takes besides its call.
+        Seconds that a repeat takes in addition to its call.
     """
 
     pause: float
 
     def once(self, timed: Timed) -> float:
-        """Seconds of one call, from a quiet start to its end."""
+        """Return the seconds of one call, from an idle processor to the call's end."""
 
     def interleaved(
         self, calls: Sequence[Timed], warmup: int, repeats: Sequence[int]
     ) -> list[list[float]]:
-        """Milliseconds of each repeat of each call, taking turns."""
+        """Return the milliseconds of each repeat of each call; the calls alternate."""
 
 
-# Threads of a BLAS that had several spin for some 20 to 30 ms after a product before they sleep;
-# until then they take the cores from whoever is timed next.
+# The threads of a BLAS spin for some 20 to 30 ms after a product before they sleep. Until then
+# they would take cores from the next timed call.
 _SETTLE_SECONDS = 0.1
 
 
 class HostTimer:
-    """Times calls that return when they are done, each on cores that have come to rest."""
+    """Timer of calls that return when they are done; it lets the cores come to rest before each."""
 
     pause = _SETTLE_SECONDS
 
@@ -114,7 +114,7 @@ class HostTimer:
 
 
 class GpuTimer:
-    """Times calls that enqueue work on CuPy's current stream, by events, with the L2 flushed."""
+    """Timer, by events, of calls that enqueue work on CuPy's current stream; flushes the L2."""
 
     pause = _FLUSH_PASSES * _FLUSH_SECONDS
 
@@ -161,9 +161,9 @@ class GpuTimer:
 def take_turns(
     measure: Callable[[Timed], Any], calls: Sequence[Timed], repeats: Sequence[int]
 ) -> list[list[Any]]:
-    """What `measure` gives for each repeat of each call, repeat by repeat.
+    """Return the values of `measure` for each repeat of each call; the calls alternate.
 
-    A call with fewer repeats than the others sits out the last rounds.
+    A call with fewer repeats than the others is not measured in the last rounds.
     """
     results: list[list[Any]] = [[] for _ in calls]
     for turn in range(max(repeats, default=0)):
@@ -174,16 +174,16 @@ def take_turns(
 
 
 def call_milliseconds(timer: Timer, timed: Timed, one_call: float) -> Spread:
-    """Wall time of a call from a quiet start to its end, in milliseconds.
+    """Measure the wall time of a call from an idle processor to its end, in milliseconds.
 
     Parameters
     ----------
     timer
-        Whose `once` times it.
+        Timer whose `once` measures a call.
     timed
-        A call that was made before.
+        Call that was made before.
     one_call
-        Seconds that it takes, about: long calls are repeated less often.
+        Approximate seconds of a call; long calls are repeated less often.
     """
     affordable = int(_QUIET_SECONDS / max(one_call, 1e-6))
     count = min(_QUIET_CALLS, max(1, affordable))
@@ -197,7 +197,7 @@ def host_microseconds(
     calls: int,
     clock: Clock = time.perf_counter,
 ) -> Spread:
-    """Microseconds until a call returns to Python, whatever the GPU still has to do."""
+    """Measure the microseconds until a call returns to Python; the GPU may still be busy then."""
     times = []
     with timed.scope():
         for index in range(calls):
@@ -211,14 +211,14 @@ def host_microseconds(
 
 
 def repeats_within(seconds: float, one_repeat: float, warmup: int, repeats: int) -> int:
-    """How many repeats, at most those asked for, fit the seconds after the warm-up; 0 if under 3.
+    """Return how many repeats fit into the time limit after the warm-up; 0 if fewer than 3.
 
-    A median of fewer than three says nothing.
+    A median of fewer than three timings has no meaning.
 
     Parameters
     ----------
     seconds
-        For warm-up and repeats together; may be infinite.
+        Time limit for warm-up and repeats together; may be infinite.
     one_repeat
         Seconds of a call and the pause before it.
     """
@@ -229,29 +229,29 @@ def repeats_within(seconds: float, one_repeat: float, warmup: int, repeats: int)
 
 
 def replayed(timed: Timed) -> Timed | None:
-    """The GPU's part of a call on CuPy arrays: its work, captured once, to be launched repeatedly.
+    """Capture the GPU work of a call on CuPy arrays in a CUDA graph, to launch it repeatedly.
 
     Parameters
     ----------
     timed
-        A call that was made before, so that nothing is compiled any more.
+        Call that was made before, so that it compiles nothing.
 
     Returns
     -------
     Timed
-        Launches the work on CuPy's current stream. None if the call cannot be captured.
+        Call that launches the graph on CuPy's current stream. None if the call cannot be captured.
     """
     import cupy
 
-    # Memory of the graph's own: what a shared pool hands back to the system may be unmapped while
-    # the graph still writes to it.
+    # The graph gets its own pool: a shared one may return memory to the system, which unmaps it
+    # while the graph still uses it.
     pool = cupy.cuda.MemoryPool()
-    # Not the default stream, which cannot be captured.
+    # A new stream, because the default stream cannot be captured.
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     try:
         with stream, cupy.cuda.using_allocator(pool.malloc), timed.scope():
-            # What the capture allocates is in the pool after this.
+            # This call fills the pool, so that the capture finds its memory there.
             timed.call()
             stream.synchronize()
             stream.begin_capture(cupy.cuda.runtime.streamCaptureModeRelaxed)
@@ -265,14 +265,14 @@ def replayed(timed: Timed) -> Timed | None:
 
 
 def _launch(graph: Any, held: tuple[Any, ...]) -> None:
-    # What is held lives as long as the graph, which uses it.
+    # `held` keeps the stream, the pool and the result alive as long as the graph.
     graph.launch()
 
 
 def copy_rate() -> float:
-    """TB/s of a plain copy on the current device, bytes read and bytes written together.
+    """Measure the rate of a plain copy on the current device in TB/s: bytes read plus written.
 
-    What reading a cache is measured by.
+    The rate of reading a cache is compared with it.
     """
     import cupy
 

@@ -1,1 +1,1 @@
-"""Models and counters: `roofline` and `profile`."""
+"""Performance models, hardware counters, and the commands `roofline` and `profile`."""

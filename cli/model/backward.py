@@ -1,8 +1,8 @@
-"""The model of gradients: what kernels that sum up rows of dq, dk and dv move and compute.
+"""Model of backward kernels: the bytes and operations of the kernels that compute dq, dk and dv.
 
-The tiles of one kernel hold keys, by which queries and rows of dout pass, and sum up dk and dv;
-those of another hold queries, by which keys and values pass, and sum up dq. Each finds the scores
-anew. A kernel before these reads out and dout, and leaves a few numbers for each query.
+For each key tile, one kernel iterates over queries and rows of dout, and accumulates dk and dv. For
+each query tile, another iterates over keys and values, and accumulates dq. Each recomputes the
+scores. A preprocess kernel reads out and dout, and writes a few numbers for each query row.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from ..cases.mods import PLAIN, Mods
 from . import traffic
 from .traffic import Range, Schedule, Traffic
 
-# Products over head_dim and over head_dim_v: s = q k', dp = dout v', dv = p' dout, and dq and dk.
+# Products over head_dim (s = q k', dq, dk) and over head_dim_v (dp = dout v', dv = p' dout).
 USEFUL = (3, 2)
 _OF_KERNEL = {KEY_GRADIENTS: (2, 2), QUERY_GRADIENTS: (2, 1)}
-# Arithmetic besides, for each pair: an exponential's argument, and (dp - delta) p.
+# Other operations per pair: an exponential's argument, and (dp - delta) p.
 _PAIR_FLOPS = 4
 
 
@@ -34,11 +34,11 @@ class Kernel:
     Attributes
     ----------
     schedule
-        Its tiles, of Br queries and Bc keys, and how many run at the same time.
+        Tiles of Br queries and Bc keys, and the number of thread blocks that run concurrently.
     keys_stay
-        Whether a thread block holds keys; else it holds queries.
+        Whether a thread block holds a key tile; otherwise it holds a query tile.
     products
-        Products over head_dim, and over head_dim_v.
+        Numbers of products over head_dim and over head_dim_v.
     """
 
     schedule: Schedule
@@ -46,12 +46,12 @@ class Kernel:
     products: tuple[int, int]
 
     def ranges(self, problem: Problem, mods: Mods) -> list[Range]:
-        """What each tile of a head reads."""
+        """Return the range of rows that each tile of a head reads."""
         of = traffic.tile_ranges_of_keys if self.keys_stay else traffic.tile_ranges
         return of(problem, self.schedule.Br, self.schedule.Bc, mods)
 
     def pairs(self, problem: Problem, ranges: Sequence[Range]) -> int:
-        """Pairs of a head that its tiles go through."""
+        """Return the number of pairs of a head that the kernel's tiles compute."""
         schedule = self.schedule
         if self.keys_stay:
             return traffic.read_pairs(ranges, schedule.Bc, problem.seqlen_k)
@@ -59,10 +59,10 @@ class Kernel:
 
 
 def kernels_of(plan: Plan) -> list[Kernel]:
-    """The kernels of a plan that go through pairs."""
+    """Return the kernels of a plan that compute on (query, key) pairs."""
     device, tile = plan.device, plan.tile
     assert device is not None, "the CPU backend has no device memory"
-    # What only adds up or rounds sums that another kernel made holds no tile.
+    # Kernels that only add or round the sums of another kernel hold no tile in shared memory.
     launches = [
         launch
         for launch in plan.launches
@@ -87,7 +87,7 @@ def kernels_of(plan: Plan) -> list[Kernel]:
 
 
 def usual_kernels(schedule: Schedule) -> list[Kernel]:
-    """One of dk and dv and one of dq, on a GPU that has no kernels."""
+    """Return a kernel for dk and dv and one for dq, for a GPU without kernels of this library."""
     of_keys, of_queries = _OF_KERNEL[KEY_GRADIENTS], _OF_KERNEL[QUERY_GRADIENTS]
     return [Kernel(schedule, True, of_keys), Kernel(schedule, False, of_queries)]
 
@@ -97,38 +97,38 @@ def _width(problem: Problem, products: tuple[int, int]) -> int:
 
 
 def product_flops(problem: Problem, kernels: Sequence[Kernel], pairs: float) -> float:
-    """Of the products of all kernels, of so many pairs that are seen, over all heads."""
+    """Return the operations of all products of all kernels, for visible pairs over all heads."""
     return 2.0 * pairs * sum(_width(problem, kernel.products) for kernel in kernels)
 
 
 def recomputation(problem: Problem, kernels: Sequence[Kernel]) -> float:
-    """How many times as much as counts is computed."""
+    """Return the ratio of the FLOPs that are computed to the FLOPs that count."""
     computed = sum(_width(problem, kernel.products) for kernel in kernels)
     return computed / _width(problem, USEFUL)
 
 
 def other_flops(problem: Problem, kernels: Sequence[Kernel], pairs: float) -> float:
-    """Arithmetic besides products, of so many pairs that are seen, over all heads."""
+    """Return the operations other than products, for visible pairs over all heads."""
     return len(kernels) * _PAIR_FLOPS * pairs + 2 * problem.rows * problem.head_dim_v
 
 
 def compulsory(problem: Problem, mods: Mods = PLAIN) -> Traffic:
-    """What no algorithm does without: all inputs that are seen read once, gradients written."""
+    """Return the least possible traffic: visible inputs read once, gradients written once."""
     forward = traffic.compulsory(problem, mods)
-    # Of out and dout.
+    # Bytes of out and dout.
     of_rows = 2 * traffic.out_bytes(problem)
     return dataclasses.replace(forward, read=forward.read + of_rows, written=_written(problem))
 
 
 def standard(problem: Problem) -> Traffic:
-    """Products with matrices of scores in device memory between them; forward left P there.
+    """Return the traffic of separate products, with score matrices in device memory between them.
 
-    dv = P' dout; dP = dout v'; dS = P (dP - rowsum(dout out)); dq = dS k; dk = dS' q. A product
-    reads each operand once, which flatters the algorithm, and its P has all biases in it.
+    dv = P' dout; dP = dout v'; dS = P (dP - rowsum(dout out)); dq = dS k; dk = dS' q. P is left by
+    the forward pass, with all biases in it. A product reads each operand once, which flatters it.
     """
     scores = problem.rows * problem.seqlen_k * problem.itemsize
     key_values = _key_values(problem)
-    # dout for dv, for dP and with out for the sums of rows.
+    # dout is read for dv, for dP and, with out, for the row sums.
     of_rows = traffic.query_bytes(problem) + 4 * traffic.out_bytes(problem)
     return Traffic(
         read=of_rows + key_values + 5 * scores,
@@ -138,9 +138,9 @@ def standard(problem: Problem) -> Traffic:
 
 
 def fused(problem: Problem, kernels: Sequence[Kernel], mods: Mods = PLAIN) -> Traffic:
-    """Our kernels, whose rows that pass by come from memory as often as the L2 makes them.
+    """Return the traffic of this library's kernels, with the L2 cache.
 
-    See `traffic.fused`: the tiles of a section's heads that run at the same time read a row once.
+    As in `traffic.fused`, concurrent tiles of a section's heads read a row from memory once.
     """
     rows, arrays = [], 0
     for kernel in kernels:
@@ -153,7 +153,7 @@ def fused(problem: Problem, kernels: Sequence[Kernel], mods: Mods = PLAIN) -> Tr
 
 
 def fused_without_cache(problem: Problem, kernels: Sequence[Kernel], mods: Mods = PLAIN) -> Traffic:
-    """Where every tile of every head reads what passes by itself."""
+    """Return the traffic if every tile of every head reads its rows from device memory."""
     rows, arrays = [], 0
     heads = problem.batch * problem.heads_q
     for kernel in kernels:
@@ -167,7 +167,7 @@ def fused_without_cache(problem: Problem, kernels: Sequence[Kernel], mods: Mods 
 def _of_kernels(
     problem: Problem, mods: Mods, kernels: Sequence[Kernel], rows: Sequence[int], arrays: int
 ) -> Traffic:
-    """Kernels past which so many rows go, and which read so many bytes of biases and masks."""
+    """Return the traffic of kernels that iterate over `rows`, and read `arrays` bytes of biases."""
     workspace = max((kernel.schedule.workspace for kernel in kernels), default=0)
     read, key_values = 2 * traffic.out_bytes(problem) + arrays, 0
     for kernel, streamed in zip(kernels, rows, strict=True):
@@ -184,10 +184,10 @@ def _of_kernels(
 
 
 def _key_values(problem: Problem) -> int:
-    """Bytes of all keys and values."""
+    """Return the bytes of all keys and values."""
     return traffic.count_heads_kv(problem) * problem.seqlen_k * traffic.row_bytes(problem)
 
 
 def _written(problem: Problem) -> int:
-    """Bytes of dq, dk and dv."""
+    """Return the bytes of dq, dk and dv."""
     return traffic.query_bytes(problem) + _key_values(problem)

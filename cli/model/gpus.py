@@ -1,4 +1,4 @@
-"""What GPUs can do at most, as their makers publish it: no GPU is needed to ask."""
+"""Published peak rates and bandwidths of GPUs, for which no GPU is needed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cupy_flash.problem.device import ARCHITECTURES, KIB, Device, device_for_arc
 
 @dataclass(frozen=True)
 class Peak:
-    """The most floating-point operations per second in one dtype, and on which units."""
+    """Peak rate in one dtype, in FLOP/s, and the units that reach it."""
 
     flops: float
     units: str
@@ -25,23 +25,23 @@ class Gpu:
     Attributes
     ----------
     name
-        As `--gpu` takes it.
+        Name that `--gpu` takes.
     arch
         Compute capability times ten.
     sm_count
-        Streaming multiprocessors.
+        Number of streaming multiprocessors.
     l2_bytes
-        Size of the L2 cache.
+        Size of the L2 cache in bytes.
     hbm_bytes_per_second
-        Bandwidth of the device memory.
+        Bandwidth of the device memory in bytes per second.
     peak_flops
-        Per second, of dense matrices, the best units that the GPU has: tensor cores with float32
-        accumulation for float16, bfloat16 and tf32, CUDA cores for float32. What the source does
-        not state is left out.
+        FLOP/s of dense products by dtype, on the fastest units: tensor cores with float32
+        accumulation for float16, bfloat16 and tf32, CUDA cores for float32. Dtypes for which the
+        source states no rate are missing.
     source
-        The published document.
+        Published document.
     aliases
-        Other names; the first is what the driver reports.
+        Other names; the first is the one that the driver reports.
     """
 
     name: str
@@ -54,10 +54,10 @@ class Gpu:
     aliases: tuple[str, ...]
 
     def peak(self, dtype: str) -> Peak:
-        """The peak for products of a dtype in its own precision.
+        """Return the peak rate for products of a dtype in its own precision.
 
-        A float32 product can also be made of three tf32 ones, where that is faster. 16-bit inputs
-        that the tensor cores do not take are computed in float32.
+        A float32 product may consist of three tf32 products if that is faster. A 16-bit dtype that
+        the tensor cores do not support is computed in float32.
 
         Raises
         ------
@@ -79,7 +79,7 @@ class Gpu:
         return Peak(flops["float32"], "CUDA cores")
 
     def device(self) -> Device | None:
-        """What the planner needs to know of it; None for architectures without kernels here."""
+        """Return the GPU as a device for the planner; None if its architecture has no kernels."""
         if self.arch not in ARCHITECTURES:
             return None
         return dataclasses.replace(
@@ -105,7 +105,7 @@ def _gpu(
     tf32: float | None = None,
     fp64: float | None = None,
 ) -> Gpu:
-    """An entry of the table; rates in TFLOP/s without sparsity."""
+    """Return an entry of the table; rates are in TFLOP/s without sparsity."""
     rates = {
         "float16": half,
         "bfloat16": half if bf16 else None,
@@ -128,8 +128,8 @@ def _gpu(
 _A100 = "NVIDIA A100 Tensor Core GPU datasheet"
 _H100 = "NVIDIA H100 Tensor Core GPU datasheet"
 
-# Where a datasheet gives a rate "with sparsity", half of it stands here. GeForce figures are those
-# with float32 accumulation. SM counts and L2 sizes are from the architectures' whitepapers.
+# Rates that a datasheet gives "with sparsity" are halved. GeForce rates are those with float32
+# accumulation. SM counts and L2 sizes are from the architectures' whitepapers.
 GPUS: tuple[Gpu, ...] = (
     _gpu(
         "T4", ("Tesla T4",), "NVIDIA T4 datasheet",
@@ -208,17 +208,17 @@ GPUS: tuple[Gpu, ...] = (
 
 
 def names() -> tuple[str, ...]:
-    """The names that `find` knows, without aliases."""
+    """Return the names that `find` knows, without aliases."""
     return tuple(gpu.name for gpu in GPUS)
 
 
 def find(name: str) -> Gpu:
-    """The entry of a GPU by its name or by what the driver calls it, in any case.
+    """Return the entry of a GPU by its name or an alias, in any case.
 
     Raises
     ------
     ValueError
-        If it is not in the table; the message lists those that are.
+        If the GPU is not in the table; the message lists the names.
     """
     wanted = _key(name)
     for gpu in GPUS:
@@ -228,5 +228,5 @@ def find(name: str) -> Gpu:
 
 
 def _key(name: str) -> str:
-    """A name without its maker, product line, case and separators."""
+    """Return a name in lower case, without its maker, product line and separators."""
     return re.sub(r"[\s_-]+|nvidia|tesla|geforce", "", name.casefold())

@@ -1,4 +1,4 @@
-"""`cupy-flash profile`: one call's hardware counters beside what the algorithm should need."""
+"""The command `cupy-flash profile`: hardware counters of one call, compared with a model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from . import backward as of_gradients
 from . import traffic
 from .profiler import Call, Kernel, ProfilerError, profile_call
 
-# The shape whose traffic the papers' figures are about.
+# Shape of the papers' figures on memory traffic.
 _DEFAULTS: dict[str, Sequence[Any]] = {
     "batch": (1,),
     "seqlen_q": (4096,),
@@ -45,13 +45,13 @@ _DEFAULTS: dict[str, Sequence[Any]] = {
     "dtype": ("bfloat16",),
 }
 
-# Names differ between architectures; of several that a GPU has, the others are parts of the first
-# or of another number format, so the largest counts.
+# Names of metrics differ between architectures. If a GPU has several of these, the others count
+# parts of the first or another number format, so the largest value is taken.
 _READ = ("dram__bytes_read.sum", "dram__bytes_op_read.sum")
 _WRITTEN = ("dram__bytes_write.sum", "dram__bytes_op_write.sum")
 _FROM_L2 = ("lts__t_sectors_srcunit_tex_op_read.sum",)
 _SECTOR_BYTES = 32
-# One for each operation, so two for a multiplication and addition.
+# Counts each operation: a multiply-add is two.
 _TENSOR_FLOPS = tuple(
     f"sm__ops_path_tensor_src_{types}.sum"
     for types in (
@@ -68,7 +68,7 @@ _FLOPS = {
     for letter in "hfd"
     for operation, weight in (("add", 1), ("mul", 1), ("fma", 2))
 }
-# Exponentials run here, a warp at a time; so do conversions between integers and floats.
+# Instructions per warp of the units that compute exponentials and convert integers and floats.
 _SPECIAL = ("smsp__inst_executed_pipe_xu.sum",)
 _CONFLICTS = (
     "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum",
@@ -92,24 +92,24 @@ METRICS = (
 
 @dataclass(frozen=True)
 class Model:
-    """What a call should need, by arithmetic.
+    """Traffic and operations of a call, according to the model.
 
     Attributes
     ----------
     hbm
-        Bytes from and to device memory, and how often keys and values are read from there.
+        Traffic of the device memory.
     l2_bytes
-        Read by the SMs from the L2 cache: what device memory would have to give without one; None
-        for the unfused kernels.
+        Bytes that the SMs read from the L2 cache; without a cache, they would be read from device
+        memory. None for the unfused kernels.
     product_flops
-        Of all products, over the pairs that are seen; of gradients also of those that a kernel
-        computes again.
+        FLOPs of all products over the visible pairs; for gradients, also of products that a
+        kernel recomputes.
     other_flops
-        Of the softmax: for each score a multiplication and addition and one more addition, and
-        in the fused kernels a multiplication of the output for each tile of keys. Maxima count
-        nothing. Of gradients see `backward.other_flops`.
+        FLOPs of the softmax: for each score a multiply-add and an addition and, in the fused
+        kernels, a multiplication of the output for each key tile. Maxima do not count. For
+        gradients, see `backward.other_flops`.
     exponentials
-        One for each score, in each kernel that needs it.
+        Number of exponentials: one for each score, in each kernel that needs it.
     """
 
     hbm: traffic.Traffic
@@ -120,20 +120,20 @@ class Model:
 
 
 def _pairs(plan: Plan, mods: Mods) -> float:
-    """That are seen, over all heads."""
+    """Return the number of visible pairs over all heads."""
     p = plan.problem
     return p.batch * p.heads_q * count_pairs(p.mask, mods.mod, p.seqlen_k)
 
 
 def flops_of(plan: Plan, mods: Mods) -> float:
-    """As `Case.flops` counts them."""
+    """Return the FLOPs as `Case.flops` counts them."""
     p = plan.problem
     of_dim, of_dim_v = of_gradients.USEFUL if p.direction == "backward" else (1, 1)
     return 2.0 * _pairs(plan, mods) * (of_dim * p.head_dim + of_dim_v * p.head_dim_v)
 
 
 def model_of(plan: Plan, mods: Mods = PLAIN) -> Model:
-    """The model of a plan's problem; `mods` are its modifications."""
+    """Return the model of a plan's problem; `mods` are its modifications."""
     p, tile, scores = plan.problem, plan.tile, _pairs(plan, mods)
     if p.direction == "backward":
         kernels = of_gradients.kernels_of(plan)
@@ -146,7 +146,7 @@ def model_of(plan: Plan, mods: Mods = PLAIN) -> Model:
         )
     flops = flops_of(plan, mods)
     if plan.family == "naive":
-        # The scores are written, turned into probabilities in place, and read again.
+        # The scores are written, replaced by probabilities in place, and read again.
         inputs = traffic.compulsory(p, mods)
         hbm = dataclasses.replace(
             inputs,
@@ -164,7 +164,7 @@ def model_of(plan: Plan, mods: Mods = PLAIN) -> Model:
 
 
 def compiled(plan: Plan, kernels: Sequence[Kernel]) -> Plan:
-    """The plan with the registers of its main kernel, where that was profiled."""
+    """Return the plan with the registers of its main kernel, if that was profiled."""
     for kernel in kernels:
         registers = kernel.values.get(_REGISTERS)
         if registers and plan.main and kernel.name == plan.main.entry:
@@ -173,9 +173,9 @@ def compiled(plan: Plan, kernels: Sequence[Kernel]) -> Plan:
 
 
 def theoretical_occupancy(plan: Plan, device: Device) -> float | None:
-    """Percent of an SM's threads that the main kernel's resident blocks fill.
+    """Return the percentage of an SM's threads that the main kernel's resident blocks fill.
 
-    None where its registers are not known.
+    None if its registers are not known.
     """
     if plan.resources is None or plan.main is None:
         return None
@@ -184,7 +184,7 @@ def theoretical_occupancy(plan: Plan, device: Device) -> float | None:
 
 
 def _sum(kernels: Sequence[Kernel], names: Sequence[str]) -> float | None:
-    """Over the kernels, of the metric that counts most; None where none was measured."""
+    """Return the largest of the metrics' sums over the kernels; None if none was measured."""
     sums = [
         sum(kernel.values.get(name, 0.0) for kernel in kernels)
         for name in names
@@ -204,27 +204,27 @@ def _times(value: float | None, factor: float) -> float | None:
 
 
 def longest(kernels: Sequence[Kernel]) -> Kernel:
-    """The kernel that took most of the time."""
+    """Return the kernel that took most of the time."""
     return max(kernels, key=lambda kernel: kernel.values.get(_DURATION, 0.0))
 
 
 def compare(
     kernels: Sequence[Kernel], plan: Plan, device: Device, mods: Mods = PLAIN
 ) -> list[dict[str, Any]]:
-    """A row for each quantity: what was measured, what the model has, and their ratio.
+    """Return a row for each quantity: the measured value, the model's value, and their ratio.
 
     Parameters
     ----------
     kernels
-        At least one. Amounts are summed up over them; shares and registers are the longest's.
+        Kernels of the call. Amounts are their sums; percentages and registers are the longest's.
     plan, device, mods
-        Of the call.
+        Plan, device and modifications of the call.
     """
     plan = compiled(plan, kernels)
     model = model_of(plan, mods)
     main = longest(kernels)
     tensor = _sum(kernels, _TENSOR_FLOPS)
-    # Without tensor cores the products are among the other operations.
+    # Without tensor cores, the products count as other operations.
     on_tensor_cores = tensor is None or tensor > 0
     is_planned = plan.main is not None and main.name == plan.main.entry
     conflicts = _weighted(kernels, dict.fromkeys(_CONFLICTS, 1))
@@ -275,7 +275,7 @@ _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, 
 
 
 def amount(value: float | None, unit: str) -> str:
-    """Four significant digits with an SI prefix: 100700000 B is "100.7 MB"."""
+    """Return four significant digits with an SI prefix: 100700000 B is "100.7 MB"."""
     if value is None:
         return "-"
     if unit == "%":
@@ -285,7 +285,7 @@ def amount(value: float | None, unit: str) -> str:
 
 
 def _limit(kernel: Kernel) -> str:
-    """What keeps more blocks off an SM."""
+    """Return a text about what limits the number of thread blocks on an SM."""
     limits = {kernel.values[name]: what for name, what in _LIMITS.items() if name in kernel.values}
     if not limits:
         return ""
@@ -301,7 +301,7 @@ def _notes(
     notes = []
     if len(kernels) > 1 and seconds:
         shares = (f"{k.name} {k.values.get(_DURATION, 0) / seconds / 1e7:.0f}%" for k in kernels)
-        notes.append(f"Kernels, by time: {', '.join(shares)}. Shares are those of the longest.")
+        notes.append(f"Kernels by time: {', '.join(shares)}. Percentages are of the longest.")
     if seconds:
         bandwidth = ((by_name["HBM read"] or 0) + (by_name["HBM written"] or 0)) / seconds / 1e9
         notes.append(
@@ -318,7 +318,7 @@ def _notes(
     notes += [
         "Caches were flushed before each kernel, clocks left as they were.",
         "HBM written: what stays in the L2 cache at a kernel's end is not counted.",
-        f"Model: keys and values cross the memory bus {reads}, {others} are of the seen pairs: "
+        f"Model: keys and values cross the memory bus {reads}, {others} are of visible pairs: "
         "tiles on the edge of a mask or of a sequence count more when measured.",
     ]
     if plan.family != "naive" and plan.problem.dtype == "float32" and by_name["tensor-core FLOPs"]:
@@ -328,7 +328,7 @@ def _notes(
 
 
 def _counters(kernels: Sequence[Kernel]) -> list[dict[str, Any]]:
-    """Every metric of every kernel, as rows of a record."""
+    """Return every metric of every kernel as rows of a record."""
     return [
         {"quantity": name, "kernel": kernel.name, "measured": value}
         for kernel in kernels
@@ -349,7 +349,7 @@ _COLUMNS = (
 @mod_options
 @backward_option
 @click.option(
-    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the random inputs."
+    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of random inputs."
 )
 @click.option("--family", type=click.Choice(FAMILY_NAMES), help="Kernel family to profile.")
 @click.option(
@@ -364,9 +364,9 @@ def profile(
     output: Path | None,
     **options: Any,
 ) -> None:
-    """Count one call's memory traffic and operations with Nsight Compute, beside the model.
+    """Count one call's memory traffic and operations with Nsight Compute; compare with a model.
 
-    Takes one shape. Exits with 1 if nothing can be measured: no GPU, no ncu, or no permission.
+    Takes one shape. The exit code is 1 if nothing can be measured: no GPU, no ncu or no permission.
     """
     mods = split_mods(options)
     cases = modified(cases_from(split_shape(options), _DEFAULTS), mods)

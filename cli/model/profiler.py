@@ -1,6 +1,6 @@
-"""Counters of one call from Nsight Compute: find `ncu`, run it on a child process, read its table.
+"""Counters of one call by Nsight Compute: find `ncu`, run it on a child process, parse its table.
 
-Run as a module, this file is that child.
+If this file is run as a module, it is that child process.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ import click
 
 from ..cases.cases import Case
 
-# Where the CUDA toolkit and Nsight Compute's own package put it.
+# Paths where the CUDA toolkit and Nsight Compute's own package install it.
 PLACES = (
     "/usr/local/cuda*/bin/ncu",
     "/opt/nvidia/nsight-compute/*/ncu",
     "/usr/local/NVIDIA-Nsight-Compute*/ncu",
 )
-# Calls before the profiled one: the first compiles, the second is as every later one.
+# Calls before the profiled one. The first one compiles; the second is like every later one.
 _WARMUP = 2
 _OPTIONS = (
     *("--csv", "--page", "raw", "--print-units", "base", "--kernel-name-base", "function"),
     *("--profile-from-start", "off", "--target-processes", "all"),
-    # Every kernel starts with cold caches, as in the model, and at the clocks that `bench` times.
+    # As in the model, every kernel starts with cold caches; clocks are those that `bench` times at.
     *("--cache-control", "all", "--clock-control", "none"),
 )
 
 
 class ProfilerError(click.ClickException):
-    """Nothing was measured; the message says why in one line."""
+    """Error if nothing was measured; its message is the reason in one line."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One launch, with the metrics that the profiler had a number for."""
+    """One launch, with the metrics for which the profiler printed a number."""
 
     name: str
     values: Mapping[str, float]
@@ -50,7 +50,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Call:
-    """The call that the child makes; `family` and `tile` as in `flash_attention`."""
+    """Call that the child process makes; `family` and `tile` are as in `flash_attention`."""
 
     case: Case
     family: str | None = None
@@ -58,18 +58,18 @@ class Call:
     seed: int = 0
 
     def to_json(self) -> str:
-        """As `from_json` reads it."""
+        """Return the text that `from_json` reads."""
         return json.dumps(dataclasses.asdict(self) | {"case": self.case.as_record()})
 
     @classmethod
     def from_json(cls, text: str) -> Call:
-        """The inverse of `to_json`."""
+        """Return the call of a text that `to_json` wrote."""
         fields = json.loads(text)
         return cls(**fields | {"case": Case.of_record(fields["case"])})
 
 
 def find_ncu() -> str | None:
-    """Path of `ncu`: the one on PATH, else the newest in a usual place, or None."""
+    """Return the path of `ncu`: on PATH, otherwise the newest in a usual place, or None."""
     if found := shutil.which("ncu"):
         return found
     for place in PLACES:
@@ -83,14 +83,14 @@ def _version(path: str) -> list[int]:
 
 
 def profile_call(call: Call, metrics: Sequence[str]) -> list[Kernel]:
-    """The kernels that a call launches, in order, each with its metrics.
+    """Return the kernels that a call launches, in order, each with its metrics.
 
     Parameters
     ----------
     call
-        Made in a process of its own, where it was made before.
+        Call to make in a child process, after warm-up calls.
     metrics
-        Names as `ncu --metrics` takes them. Those that this GPU does not have are left out.
+        Names as `ncu --metrics` takes them. Metrics that this GPU does not have are left out.
 
     Raises
     ------
@@ -127,26 +127,26 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def _known_metrics(ncu: str, metrics: Sequence[str]) -> list[str]:
-    """Those that `ncu` lists for this GPU: it refuses a run that names any other."""
+    """Return the metrics that `ncu` lists for this GPU; it refuses to run with any other."""
     lines = _run([ncu, "--query-metrics"]).stdout.splitlines()
     listed = {line.split()[0] for line in lines if "__" in line}
     if not listed:
         return list(metrics)
-    # The list has names without the suffix that says how units are summed up, and lacks what is
-    # known of a launch without counting.
+    # The list has names without the suffix for their aggregation, and lacks metrics of launches,
+    # which need no counting.
     return [m for m in metrics if m.startswith("launch__") or m.partition(".")[0] in listed]
 
 
 def parse_raw_page(text: str, metrics: Sequence[str]) -> list[Kernel]:
-    """Read what `ncu --csv --page raw` prints.
+    """Parse the output of `ncu --csv --page raw`.
 
     Parameters
     ----------
     text
-        Lines of the profiled program and of the profiler (``==PROF==``) may stand around the
-        table: a line of headings, one of units, then one for each kernel.
+        Output with a table: a line of headings, a line of units, then a line for each kernel.
+        Lines of the profiled program and of the profiler (``==PROF==``) may surround it.
     metrics
-        Columns to read. A kernel lacks those that are not there or hold no number.
+        Columns to read. A kernel lacks columns that are missing or hold no number.
     """
     rows = list(csv.reader(line for line in text.splitlines() if line.startswith('"')))
     if len(rows) < 3 or "Kernel Name" not in rows[0]:
@@ -162,7 +162,7 @@ def _numbers(fields: Mapping[str, str], metrics: Sequence[str]) -> dict[str, flo
     numbers = {}
     for name in metrics:
         try:
-            # "1,234.5": ncu groups thousands, in files too.
+            # ncu groups thousands, also in files: "1,234.5".
             numbers[name] = float(fields.get(name, "").replace(",", ""))
         except ValueError:  # "n/a", or nothing
             continue
@@ -170,10 +170,10 @@ def _numbers(fields: Mapping[str, str], metrics: Sequence[str]) -> dict[str, flo
 
 
 def _what_failed(done: subprocess.CompletedProcess[str]) -> str:
-    """One line of what the child or the profiler said."""
+    """Return the line of the child's or the profiler's output that says what failed."""
     said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     if "Traceback" in done.stderr:
-        # It ends in what matters; the profiler then only adds that the child failed.
+        # A traceback ends in the error; the profiler then only adds that the child failed.
         return next(line for line in reversed(said) if not line.startswith("=="))
     lines = [*done.stdout.splitlines(), *said]
     errors = [line.removeprefix("==ERROR== ") for line in lines if line.startswith("==ERROR==")]
@@ -181,7 +181,7 @@ def _what_failed(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def _child(text: str) -> None:
-    """Make the call once for the profiler, and before that for what only the first call does."""
+    """Make the call for the profiler, after warm-up calls that do what only the first call does."""
     import cupy
 
     from ..cases.inputs import random_inputs

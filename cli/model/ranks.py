@@ -1,4 +1,4 @@
-"""Attention on several GPUs as a model: time by ranks, from one GPU's rate and the links' rates."""
+"""Model of attention on several GPUs: time by ranks, from one GPU's rate and the links' rates."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from cupy_flash.problem.mask import Mask
 
 from ..cases.cases import Case
 
-# Before the first byte of an exchange, in seconds. Between two H200 of one host by NVLink, NCCL
-# 2.28: 1 MB in 17 us, 16 MB in 86 us, 256 MB in 886 us, which is 14 us and 300 GB/s within 25%.
+# Latency of an exchange in seconds. Between two H200 of one host (NVLink, NCCL 2.28), 1 MB takes
+# 17 us, 16 MB 86 us and 256 MB 886 us; 14 us and 300 GB/s are within 25% of these.
 _LATENCY = 14e-6
-# Of the places of a ring so many are looked at, evenly spread: in zigzag order all have the same
-# work, but not the same to receive.
+# Number of a ring's ranks that are modelled, evenly spread. In zigzag order all ranks have the same
+# work, but receive different amounts.
 _PLACES = 8
 
 
 @dataclass(frozen=True)
 class Links:
-    """What connects GPUs: bytes per second of one, each way.
+    """Bandwidth of one GPU's links, in bytes per second and direction.
 
     Attributes
     ----------
     within
-        Between GPUs of a host.
+        Bandwidth to GPUs of the same host.
     between
-        Between hosts.
+        Bandwidth to other hosts.
     host_gpus
-        GPUs of a host.
+        Number of GPUs per host.
     """
 
     within: float
@@ -39,23 +39,23 @@ class Links:
     host_gpus: int
 
     def seconds(self, amount: float, *, within: bool) -> float:
-        """Of an exchange with another rank, of this host or not."""
+        """Return the seconds of an exchange with a rank of the same host, or of another one."""
         if not amount:
             return 0.0
         return _LATENCY + amount / (self.within if within else self.between)
 
 
 class Estimate(NamedTuple):
-    """A case on so many ranks.
+    """Estimated time of a case on several ranks.
 
     Attributes
     ----------
     ranks, head_ranks
-        All, and those that share out heads.
+        Number of ranks, and of ranks over which heads are distributed.
     seconds
-        Of a call.
+        Time of a call.
     compute, exchange
-        Of attention alone, and of exchanges that nothing hides.
+        Time of attention alone, and of exchanges that do not overlap with it.
     """
 
     ranks: int
@@ -66,7 +66,7 @@ class Estimate(NamedTuple):
 
 
 def counts(most: int) -> list[int]:
-    """1, 2, 4 and so on, and the most."""
+    """Return 1, 2, 4 and so on up to `most`, and `most`."""
     found = [1]
     while found[-1] * 2 <= most:
         found.append(found[-1] * 2)
@@ -76,23 +76,23 @@ def counts(most: int) -> list[int]:
 def estimate(
     case: Case, ranks: int, head_ranks: int | None, rate: float, memory: float, links: Links
 ) -> Estimate:
-    """How long a case takes on so many ranks.
+    """Estimate the time of a case on several ranks.
 
     Parameters
     ----------
     case
-        Dense, as many queries as keys.
+        Dense case with as many queries as keys.
     head_ranks
-        Among how many ranks heads are shared out; None for the library's own choice.
+        Number of ranks over which heads are distributed; None for the library's choice.
     rate
-        Of attention on one GPU, in FLOP/s.
+        Rate of attention on one GPU, in FLOP/s.
     memory
-        Bytes per second of its device memory.
+        Bandwidth of its device memory, in bytes per second.
 
     Raises
     ------
     ValueError
-        For head_ranks that do not fit.
+        If head_ranks does not fit the ranks and heads.
     """
     shared = chosen_head_ranks(ranks, case.heads_kv) if head_ranks is None else head_ranks
     if reason := why_not_head_ranks(shared, ranks, case.heads_q, case.heads_kv):
@@ -109,7 +109,7 @@ def estimate(
 
 @dataclass(frozen=True)
 class _Ring:
-    """The steps of a ring; ranks keep step, so each takes as long as for the slowest of them."""
+    """Steps of ring attention. All ranks wait for the slowest one in each step."""
 
     case: Case
     geometry: Geometry
@@ -119,7 +119,7 @@ class _Ring:
     links: Links
 
     def seconds(self) -> tuple[float, float]:
-        """Of attention, and of what is waited for besides."""
+        """Return the seconds of attention, and the seconds of additional waiting."""
         steps = range(self.geometry.ranks)
         computed = self._merging()
         waited = 0.0
@@ -131,7 +131,7 @@ class _Ring:
         return computed, waited + self._gradients(len(steps) - 1)
 
     def _visits(self, step: int) -> list[Visit]:
-        """What some ranks compute in a step; none before the first and behind the last."""
+        """Return what the modelled ranks compute in a step; empty if the ring has no such step."""
         ranks = self.geometry.ranks
         if not 0 <= step < ranks:
             return []
@@ -150,12 +150,12 @@ class _Ring:
         return 2.0 * case.batch * case.heads_q / self.shared * pairs * width / self.rate
 
     def _moved(self, step: int, itemsize: int) -> float:
-        """Seconds in which the keys of a step, and their values, go from rank to rank."""
+        """Return the seconds in which a step's keys and values are sent from rank to rank."""
         keys = max((found.keys for found in self._visits(step)), default=0)
         case = self.case
         heads = max(1, case.heads_kv // self.shared)
         amount = keys * case.batch * heads * (case.head_dim + case.head_dim_v) * itemsize
-        # In each step there is a rank whose keys come from another host, if there are several.
+        # If there are several hosts, each step has a rank whose keys come from another host.
         ranks = self.geometry.ranks * self.shared
         return self.links.seconds(amount, within=ranks <= self.links.host_gpus)
 
@@ -163,13 +163,13 @@ class _Ring:
         return self._moved(step, ITEMSIZE[self.case.dtype])
 
     def _gradients(self, step: int) -> float:
-        """Of what a step adds to gradients, in float32 at least; a rank's own go nowhere."""
+        """Return the seconds to send a step's gradients, in float32 at least; step 0 sends none."""
         if not self.case.is_backward or step < 1:
             return 0.0
         return self._moved(step, max(4, ITEMSIZE[self.case.dtype]))
 
     def _merging(self) -> float:
-        """Of reading all partial results, and writing one."""
+        """Return the seconds to read all partial results and to write the merged one."""
         if self.case.is_backward:
             return 0.0
         ranks = self.geometry.ranks
@@ -191,7 +191,7 @@ def _pairs(geometry: Geometry, piece: Piece) -> float:
 
 
 def _heads(case: Case, ranks: int, shared: int, links: Links) -> float:
-    """Seconds in which tokens are exchanged for heads, and heads for tokens."""
+    """Return the seconds to exchange tokens for heads, and heads for tokens."""
     if shared == 1:
         return 0.0
     moved = case.batch * case.seqlen_q / ranks * _bytes_of_token(case, shared)
@@ -200,20 +200,20 @@ def _heads(case: Case, ranks: int, shared: int, links: Links) -> float:
     seconds = sum(
         links.seconds(moved * peers / shared, within=is_within) for peers, is_within in parts
     )
-    # There and back.
+    # `seconds` has the bytes of both directions, but the latency of one only.
     return seconds + _LATENCY
 
 
 def _bytes_of_token(case: Case, shared: int) -> float:
-    """Of what is exchanged of a token of all heads, there and back."""
+    """Return the bytes that are exchanged, in both directions, for a token of all heads."""
     itemsize = ITEMSIZE[case.dtype]
     wide = max(4, itemsize)
-    # Queries go, and the output comes back; heads that are few go to several ranks.
+    # Queries are sent, and the output comes back. If KV heads are few, several ranks get each one.
     of_queries = case.heads_q * (case.head_dim + case.head_dim_v) * itemsize
     of_keys = max(case.heads_kv, shared) * (case.head_dim + case.head_dim_v)
     if not case.is_backward:
         return of_queries + of_keys * itemsize
-    # Besides the output, its gradient and the log-sum-exp go, and gradients of queries, keys and
-    # values come back: of keys that several ranks have they are still to be added up.
+    # In addition to the output, its gradient and the log-sum-exp are sent, and the gradients of q,
+    # k and v come back. Gradients of KV heads that several ranks hold are partial sums.
     back = wide if shared > case.heads_kv else itemsize
     return 2 * of_queries + case.heads_q * wide + of_keys * (itemsize + back)

@@ -1,4 +1,4 @@
-"""`cupy-flash roofline`: what memory and arithmetic let attention reach on a GPU, as a model."""
+"""The command `cupy-flash roofline`: the rate that a GPU's memory and units allow, as a model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from . import gpus, scaling
 from .gpus import Gpu
 from .traffic import Roof, Schedule, Traffic, fused, fused_without_cache, standard
 
-# The shape of the articles that draw a roofline of attention.
+# Shape of the articles that draw a roofline of attention.
 _DEFAULTS: dict[str, Sequence[Any]] = {
     "batch": (1,),
     "seqlen_q": (4096,),
@@ -51,7 +51,7 @@ _DEFAULTS: dict[str, Sequence[Any]] = {
     "dtype": ("float16",),
 }
 _WARMUP, _REPEATS = 3, 20
-# Query and key rows of a tile where there are no kernels to ask.
+# Query and key rows of a tile for an architecture without kernels.
 _USUAL_TILE = (64, 64)
 
 _STANDARD, _FUSED, _NO_CACHE = "standard", "fused", "fused, no L2"
@@ -62,16 +62,16 @@ Rows = Sequence[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Target:
-    """A GPU to draw the roof of.
+    """A GPU whose roofline is modelled.
 
     Attributes
     ----------
     gpu
-        Its published figures.
+        Published figures of the GPU.
     device
-        What the planner plans for; None where there are no kernels for the architecture.
+        Device that the planner plans for; None if there are no kernels for the architecture.
     present
-        Whether it is CuPy's current device.
+        Whether the GPU is CuPy's current device.
     """
 
     gpu: Gpu
@@ -81,7 +81,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Measured:
-    """The dispatcher's rate in FLOP/s, or why there is none."""
+    """Measured rate of the library's own choice in FLOP/s, or the reason why there is none."""
 
     flops: float | None = None
     reason: str | None = None
@@ -95,12 +95,12 @@ class Measured:
     "--gpu",
     "asked",
     type=CommaList(str, "a GPU", "A100,H100", gpus.names()),
-    help=f"Published figures of which GPUs, here or not: {', '.join(gpus.names())}.",
+    help=f"GPUs to model by their published figures, present or not: {', '.join(gpus.names())}.",
 )
 @click.option(
     "--measure/--no-measure",
     default=None,
-    help="Also time the library; by default where the GPU is the present one.",
+    help="Also time the library; by default only if the GPU is the present one.",
 )
 @scaling.scaling_options
 @overwritable_output_option
@@ -116,7 +116,7 @@ def roofline(
 ) -> None:
     """Model the memory traffic of standard and fused attention, and the rate that it allows.
 
-    Needs no GPU where --gpu names some. Shape options take lists: every combination becomes a case.
+    With --gpu, no GPU is needed. Options for shapes take lists: every combination becomes a case.
     """
     targets = _targets(asked)
     several = scaling.split_scaling(options)
@@ -125,7 +125,7 @@ def roofline(
     cases = directed(cases, backward=backward)
     if measure and not all(target.present for target in targets):
         raise click.UsageError(
-            "--measure times the present GPU; leave --gpu out or name that one only"
+            "--measure times the present GPU; leave out --gpu, or name only that GPU"
         )
     with library_errors_as_usage():
         for target, case in itertools.product(targets, cases):
@@ -164,7 +164,7 @@ def _model_several(
     *,
     refused: bool,
 ) -> None:
-    """Model the cases by numbers of GPUs."""
+    """Model the cases on several numbers of GPUs."""
     if refused:
         raise click.UsageError("--gpus prints a table; leave out --measure and --plot")
     scaling.refuse(cases, several)
@@ -185,7 +185,7 @@ def _model_several(
 
 
 def _targets(asked: Sequence[str] | None) -> list[Target]:
-    """The GPUs to model: those asked for, or the present one."""
+    """Return the GPUs to model: those asked for, or the present one."""
     no_gpu = gpu_unavailable()
     current = None if no_gpu else current_device()
     if asked is None and current is None:
@@ -203,7 +203,7 @@ def _targets(asked: Sequence[str] | None) -> list[Target]:
 
 
 def _present_gpu(current: Device | None) -> Gpu | None:
-    """The table's entry of the current device, if it has one."""
+    """Return the table's entry of the current device, or None if it has none."""
     try:
         return gpus.find(current.name) if current else None
     except ValueError:
@@ -211,7 +211,7 @@ def _present_gpu(current: Device | None) -> Gpu | None:
 
 
 def measure_rate(case: Case) -> Measured:
-    """The dispatcher's rate on the present GPU, timed as `bench` does, L2 flushed."""
+    """Measure the rate of the library's own choice as `bench` does, with the L2 flushed."""
     provider = providers.provider("cupy_flash")
     reason = provider.why_not(case) or too_large(
         case.array_bytes + provider.scratch_bytes(case), on_gpu=True
@@ -230,7 +230,7 @@ def measure_rate(case: Case) -> Measured:
 
 
 def case_rows(target: Target, case: Case, measured: Measured | None) -> list[dict[str, Any]]:
-    """A row for each algorithm on one case, as a record holds them."""
+    """Return a row of a record for each algorithm on one case."""
     problem, gpu = case.problem(), target.gpu
     plan = make_plan(problem, target.device) if target.device else None
     Br, Bc = (plan.tile.Br, plan.tile.Bc) if plan else _USUAL_TILE
@@ -278,7 +278,7 @@ def _row(
     peak = gpu.peak(case.dtype)
     roof = Roof(peak.flops, gpu.hbm_bytes_per_second)
     intensity = traffic.intensity(flops)
-    # Of what is computed, so much counts.
+    # Recomputed products do not count, so the peak of the FLOPs that count is lower.
     of_kernels = Roof(peak.flops / again, gpu.hbm_bytes_per_second)
     attainable = of_kernels.attainable(intensity)
     rate = measured.flops if measured else None
@@ -317,7 +317,7 @@ def _case_of(row: Mapping[str, Any]) -> Case:
 
 
 def _by(rows: Iterable[dict[str, Any]], *names: str) -> Iterator[Rows]:
-    """Neighbouring rows that agree in some fields."""
+    """Yield groups of neighbouring rows that agree in some fields."""
     for _, group in itertools.groupby(rows, key=lambda row: [row[name] for name in names]):
         yield list(group)
 
@@ -335,17 +335,17 @@ def _print(rows: Rows) -> None:
     cases = [_case_of(row) for row in rows]
     is_backward = any(case.is_backward for case in cases)
     notes += [
-        "standard: probabilities that forward left are read twice, the gradients of these and of "
+        "standard: the forward pass's probabilities are read twice; their gradients and those of "
         "the scores are written and read three times in all, in the inputs' dtype."
         if is_backward
         else "standard: the score matrix is written and read twice, in the inputs' dtype.",
         "no L2: fused, but every tile reads the rows of others from device memory."
         if is_backward
         else "no L2: fused, but every query tile reads its keys and values from device memory.",
-        "K/V: how often keys and values are read from there. TFLOP/s: attainable.",
+        "K/V: how often keys and values are read from device memory. TFLOP/s: attainable.",
     ]
     if any(row["measured_tflops"] is not None for row in rows):
-        notes.append("measured: cupy_flash's own choice, and its share of what is attainable.")
+        notes.append("measured: cupy_flash's own choice, and its part of the attainable rate.")
     notes += [f"{text}." for text in environment.flop_conventions(cases)]
     report.print_notes(out, notes)
 
@@ -374,13 +374,13 @@ def _print_roof(out: Console, rows: Rows) -> None:
         columns.append(Column("measured", _measured_text))
     if len(of_cases) > 1:
         out.print(title, markup=False, soft_wrap=True)
-    # A table for each case: beside the figures there is no place for a label at 80 columns.
+    # A table for each case, because 80 columns have no space for labels next to the figures.
     for label, group in zip(labels, of_cases, strict=True):
         report.print_table(out, label if len(of_cases) > 1 else title, columns, [group])
 
 
 def _fitting(out: Console, *parts: str) -> str:
-    """Parts beside each other where the terminal has the place, else below."""
+    """Return the parts on one line if the terminal is wide enough, otherwise one per line."""
     line = " ".join(parts)
     return line if cell_len(line) <= out.width else "\n".join(parts)
 
@@ -395,15 +395,15 @@ def _measured_text(row: report.Row) -> str:
 def _plan_note(row: Mapping[str, Any]) -> str:
     tile = f"tiles of {row['Br']}x{row['Bc']}"
     if row["family"] is None:
-        return f"fused on {row['gpu']}: no kernels of ours; modelled with {tile}."
+        return f"fused on {row['gpu']}: no kernels of cupy_flash; modelled with {tile}."
     splits = f", keys split {row['num_splits']} ways" if row["num_splits"] > 1 else ""
-    # The peak is the GPU's, not the kernel's.
+    # The peak is that of the GPU's fastest units, which the kernel may not use.
     slower = row["family"] == "simt" and row["peak_units"] != "CUDA cores"
     units = ", on CUDA cores, which do not reach that peak" if slower else ""
     again = row["flops_computed"] / row["flops"] if row["flops"] else 1.0
     twice = f", which compute {again:.2g} times the FLOPs that count" if again > 1 else ""
     return (
-        f"fused on {row['gpu']}: family {row['family']}, {tile}, {row['blocks']} blocks at once"
+        f"fused on {row['gpu']}: family {row['family']}, {tile}, {row['blocks']} concurrent blocks"
         f"{splits}{units}{twice}."
     )
 
@@ -412,7 +412,7 @@ _MARKERS = {_STANDARD: "s", _FUSED: "o", _NO_CACHE: "^"}
 
 
 def draw(path: Path, rows: Rows) -> None:
-    """The roofs of the rows' GPUs and dtypes, with the algorithms on and the measurements below."""
+    """Draw the roofs of the rows' GPUs and dtypes, with algorithms on them, measurements below."""
     cases = list(dict.fromkeys(map(_case_of, rows)))
     shared, texts = describe(cases)
     labels = dict(zip(cases, texts, strict=True))
@@ -459,7 +459,7 @@ def _mark(axes: Any, row: Mapping[str, Any], colour: str, label: str) -> None:
         axes.plot([x], [measured], "*", color=colour)
         label = f"{label}: {measured:.0f}" if label else f"{measured:.0f}"
     if row["algorithm"] == _FUSED:
-        # Upright below the lower mark: causal and full lie a factor of two apart, side by side.
+        # Vertical, so that the labels of neighbouring marks (causal and full) do not overlap.
         axes.annotate(
             label,
             (x, measured or y),

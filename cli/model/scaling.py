@@ -1,4 +1,4 @@
-"""The tables of `roofline --gpus`: time of a case by ranks."""
+"""Options and tables of `roofline --gpus`: time of a case by number of GPUs."""
 
 from __future__ import annotations
 
@@ -22,42 +22,42 @@ from .ranks import Links, counts, estimate
 Command = TypeVar("Command", bound=Callable[..., Any])
 Rows = Sequence[Mapping[str, Any]]
 
-# Between two H200 of a host NCCL moves 303 GB/s each way, of NVLink's 450; a host has a card of
-# 400 Gbit/s for each of its GPUs.
+# GB/s per GPU: NCCL moves 303 GB/s each way between two H200 of a host, of NVLink's 450. A host has
+# a network card of 400 Gbit/s for each of its GPUs.
 _LINK, _NETWORK, _HOST_GPUS = 300.0, 50.0, 8
-# GB/s or TFLOP/s; beyond, times are as good as none or endless.
+# Bounds in GB/s or TFLOP/s; beyond them, times would be practically 0 or infinite.
 _RATE = Number(1e-3, 1e9)
 _OPTIONS = (
     click.option(
-        "--gpus", type=click.IntRange(2, 65536), help="Model time on up to so many GPUs instead."
+        "--gpus", type=click.IntRange(2, 65536), help="Model time on up to this many GPUs instead."
     ),
     click.option(
         "--link",
         type=_RATE,
         show_default=f"{_LINK:g}",
-        help="GB/s of a GPU to others of its host, each way.",
+        help="Bandwidth from a GPU to others of its host, in GB/s per direction.",
     ),
     click.option(
         "--network",
         type=_RATE,
         show_default=f"{_NETWORK:g}",
-        help="GB/s of a GPU to other hosts.",
+        help="Bandwidth from a GPU to other hosts, in GB/s per direction.",
     ),
     click.option(
         "--host-gpus",
         type=click.IntRange(1),
         show_default=str(_HOST_GPUS),
-        help="GPUs of a host.",
+        help="Number of GPUs per host.",
     ),
     click.option(
         "--rate",
         type=_RATE,
-        help="TFLOP/s of attention on one GPU, as bench measures it; the roof's if left out.",
+        help="TFLOP/s of attention on one GPU, as bench measures it; default: the roofline's.",
     ),
     click.option(
         "--head-ranks",
         type=click.IntRange(1),
-        help="GPUs that share out heads: 1 is a ring; the library's choice if left out.",
+        help="GPUs per head-parallel group; 1 is ring attention only; default: library's choice.",
     ),
 )
 _DEFAULTS = {
@@ -70,14 +70,14 @@ _DEFAULTS = {
 
 
 def scaling_options(command: Command) -> Command:
-    """Add them."""
+    """Add the options for several GPUs to a command."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
 
 
 def split_scaling(options: dict[str, Any]) -> dict[str, Any]:
-    """Those of several GPUs, taken out; a usage error for any without --gpus."""
+    """Pop the options for several GPUs; without --gpus, none of the others may be given."""
     gpus = options.pop("gpus")
     given = {name: options.pop(name) for name in _DEFAULTS}
     if gpus is None:
@@ -87,24 +87,24 @@ def split_scaling(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse(cases: Sequence[Case], scaling: Mapping[str, Any]) -> None:
-    """Raise a usage error for what is not modelled."""
+    """Raise a usage error for cases that are not modelled."""
     asked, most = scaling["head_ranks"], scaling["gpus"]
     for case in cases:
         others = dataclasses.replace(case.mods, window=Window())
         if not case.is_dense or case.seqlen_q != case.seqlen_k or others:
             raise click.UsageError(
-                "--gpus models blocks of equal length, as many queries as keys, causal or not, "
-                "with or without a window"
+                "--gpus models batches of equal length with as many queries as keys, causal or "
+                "not, with or without a window"
             )
         if not case.flops():
-            raise click.UsageError("--gpus shares out work; expected a case that has some")
+            raise click.UsageError("--gpus distributes work; expected a case that has some")
         heads = case.heads_q, case.heads_kv
         if asked is not None and (reason := why_not_head_ranks(asked, most, *heads)):
             raise click.UsageError(f"--head-ranks is {asked}, which {reason}")
 
 
 def numbers_of_gpus(case: Case, scaling: Mapping[str, Any]) -> list[int]:
-    """1, 2, 4 and so on up to the most, without those that cannot share out heads as asked."""
+    """Return 1, 2, 4 and so on up to --gpus, without numbers that --head-ranks does not fit."""
     asked, heads = scaling["head_ranks"], (case.heads_q, case.heads_kv)
     return [
         ranks
@@ -116,14 +116,14 @@ def numbers_of_gpus(case: Case, scaling: Mapping[str, Any]) -> list[int]:
 def rows_of(
     gpu: Gpu, case: Case, attainable: float, scaling: Mapping[str, Any], advance: report.Advance
 ) -> Rows:
-    """A row for each number of GPUs.
+    """Return a row for each number of GPUs.
 
     Parameters
     ----------
     attainable
-        FLOP/s of one GPU, where the options name none.
+        FLOP/s of one GPU, if the options give none.
     advance
-        Told of each row before it is found.
+        Function that is called before each row, with a text.
     """
     links = Links(scaling["link"] * 1e9, scaling["network"] * 1e9, scaling["host_gpus"])
     rate = attainable if scaling["rate"] is None else scaling["rate"] * 1e12
@@ -157,7 +157,7 @@ def rows_of(
 
 
 def print_rows(groups: Sequence[Rows], cases: Sequence[Case]) -> None:
-    """A table for each case on each GPU."""
+    """Print a table for each case on each GPU."""
     out = report.console()
     columns = [
         Column("GPUs", lambda row: str(row["gpus"])),
@@ -180,7 +180,7 @@ def print_rows(groups: Sequence[Rows], cases: Sequence[Case]) -> None:
     report.print_notes(
         out,
         [
-            "heads among: how many neighbours exchange heads; GPUs over that are a ring's places.",
-            "waiting: for what attention does not hide of the exchanges.",
+            "heads among: GPUs per head-parallel group; GPUs over that are ranks of a ring.",
+            "waiting: time of exchanges that do not overlap with attention.",
         ],
     )

@@ -1,4 +1,4 @@
-"""A model of how many bytes attention moves from and to device memory, and the roofline over it.
+"""Model of the bytes that attention moves from and to device memory, and of the roofline.
 
 The roofline: Williams, Waterman and Patterson, "Roofline: An Insightful Visual Performance Model
 for Multicore Architectures", 2009. The traffic of the standard and the fused algorithm: Dao et al.,
@@ -21,14 +21,14 @@ from ..cases.seen import Ints, Seen
 
 @dataclass(frozen=True)
 class Roof:
-    """What bounds the rate of a program on a GPU.
+    """Bounds of a program's rate on a GPU.
 
     Attributes
     ----------
     peak_flops
-        Floating-point operations per second that the units can do.
+        Peak rate of the arithmetic units, in FLOP/s.
     bytes_per_second
-        Bandwidth of the device memory.
+        Bandwidth of the device memory in bytes per second.
     """
 
     peak_flops: float
@@ -36,15 +36,15 @@ class Roof:
 
     @property
     def ridge(self) -> float:
-        """FLOP per byte from which on the units are the bound: peak over bandwidth."""
+        """Intensity in FLOP per byte from which on arithmetic is the bound: peak over bandwidth."""
         return self.peak_flops / self.bytes_per_second
 
     def attainable(self, intensity: float) -> float:
-        """FLOP/s at so many FLOP per byte: min(peak, bandwidth * intensity)."""
+        """Return the attainable FLOP/s at an intensity: min(peak, bandwidth * intensity)."""
         return min(self.peak_flops, self.bytes_per_second * intensity)
 
     def bound(self, intensity: float) -> str:
-        """What holds the rate back."""
+        """Return the bound of the rate at an intensity: "compute" or "memory"."""
         return "compute" if intensity >= self.ridge else "memory"
 
 
@@ -55,9 +55,9 @@ class Traffic:
     Attributes
     ----------
     read, written
-        Bytes.
+        Number of bytes.
     key_value_reads
-        How often the keys and values that any query sees are read; 0 where there are none.
+        Average number of times that the visible keys and values are read; 0 if there are none.
     """
 
     read: int
@@ -66,30 +66,30 @@ class Traffic:
 
     @property
     def total(self) -> int:
-        """Bytes both ways."""
+        """Bytes in both directions."""
         return self.read + self.written
 
     def intensity(self, flops: float) -> float:
-        """Operations per byte; 0 where nothing is moved."""
+        """Return the operations per byte; 0 if no bytes are moved."""
         return flops / self.total if self.total else 0.0
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a fused kernel goes through the query tiles (see `kernels_cu/grid/schedule.cuh`).
+    """Order in which a fused kernel computes query tiles (see `kernels_cu/grid/schedule.cuh`).
 
     Attributes
     ----------
     Br, Bc
-        Query and key rows of a tile.
+        Numbers of query and key rows of a tile.
     blocks
-        Thread blocks that run at the same time.
+        Number of thread blocks that run concurrently.
     section_heads
-        Query heads whose query tiles are interleaved.
+        Number of query heads whose query tiles are interleaved.
     l2_bytes
-        Size of the L2 cache, half of which is taken to hold keys and values, as the planner does.
+        Size of the L2 cache in bytes. As in the planner, keys and values use half of it.
     num_splits
-        Thread blocks that share the keys of a query tile.
+        Number of thread blocks over which the keys of a query tile are split.
     workspace
         Bytes of the splits' partial results.
     """
@@ -104,11 +104,11 @@ class Schedule:
 
     @classmethod
     def of(cls, plan: Plan) -> Schedule:
-        """That of a plan for a GPU."""
+        """Return the schedule of a plan for a GPU."""
         device = plan.device
         assert device is not None, "the CPU backend has no device memory"
         grid = math.prod(plan.main.grid) if plan.main else 1
-        # Where blocks take equal shares of all keys, so many of them meet in a key/value head.
+        # If all keys are divided evenly over the blocks, this many of them work on a KV head.
         num_splits = plan.num_splits or ceil_div(grid, max(1, count_heads_kv(plan.problem)))
         return cls(
             Br=plan.tile.Br,
@@ -122,44 +122,44 @@ class Schedule:
 
 
 def query_bytes(problem: Problem) -> int:
-    """Bytes of q."""
+    """Return the bytes of q."""
     return problem.rows * problem.head_dim * problem.itemsize
 
 
 def out_bytes(problem: Problem) -> int:
-    """Bytes of the output."""
+    """Return the bytes of the output."""
     return problem.rows * problem.head_dim_v * problem.itemsize
 
 
 def row_bytes(problem: Problem) -> int:
-    """Of a key and its value, of one key/value head; or of a query and its output."""
+    """Return the bytes of a key and its value in one KV head, or of a query and its output."""
     return (problem.head_dim + problem.head_dim_v) * problem.itemsize
 
 
 def count_heads_kv(problem: Problem) -> int:
-    """Key/value heads of the whole batch."""
+    """Return the number of KV heads of the whole batch."""
     return problem.batch * problem.heads_kv
 
 
 def seen_of(problem: Problem, mods: Mods = PLAIN) -> Seen:
-    """Which keys the queries of a head see."""
+    """Return the visible keys of a head's queries."""
     return Seen.of(problem.mask, mods.mod, problem.seqlen_k)
 
 
-# Keys [begin, end) of a tile of queries, or queries of a tile of keys.
+# Range [begin, end) of the keys of a query tile, or of the queries of a key tile.
 Range = tuple[int, int]
 
 
 def tile_ranges(problem: Problem, Br: int, Bc: int, mods: Mods = PLAIN) -> list[Range]:
-    """Keys that each query tile of a head reads, from the first tile to the last.
+    """Return the keys that each query tile of a head reads, from the first tile to the last.
 
-    Only tiles of keys of which a pair is seen count, each whole up to the end of the sequence.
+    Only key tiles with a visible pair count, each as a whole up to the end of the sequence.
     """
     return _in_tiles(seen_of(problem, mods).tiles(Br), Bc, problem.seqlen_k)
 
 
 def tile_ranges_of_keys(problem: Problem, Br: int, Bc: int, mods: Mods = PLAIN) -> list[Range]:
-    """Queries that each tile of keys of a head reads, likewise."""
+    """Return the queries that each key tile of a head reads, from the first tile to the last."""
     return _in_tiles(seen_of(problem, mods).tiles_of_keys(Bc), Br, problem.seqlen_q)
 
 
@@ -172,26 +172,26 @@ def _in_tiles(found: tuple[Ints, Ints], size: int, length: int) -> list[Range]:
 
 
 def length(rows: Range) -> int:
-    """How many rows."""
+    """Return the number of rows in a range."""
     begin, end = rows
     return end - begin
 
 
 def _together(rows: Sequence[Range]) -> int:
-    """Rows from the first that any of the tiles reads to the last."""
+    """Return the number of rows from the first to the last that any of the tiles reads."""
     read = [each for each in rows if length(each)]
     return max(e for _, e in read) - min(b for b, _ in read) if read else 0
 
 
 @dataclass(frozen=True)
 class _OfPairs:
-    """A bias or a mask in an array: of how many heads it has rows of their own, and an element."""
+    """Bias or mask array: the number of heads with matrices of their own, and bytes per element."""
 
     matrices: int
     itemsize: int
 
     def bytes_of(self, pairs: int, matrices: int | None = None) -> int:
-        """Of so many pairs in each of its matrices, or in so many readings of one."""
+        """Return the bytes of `pairs` elements of each matrix; or of one, read several times."""
         return pairs * self.itemsize * (self.matrices if matrices is None else matrices)
 
 
@@ -202,7 +202,7 @@ def arrays_of_pairs(problem: Problem, mods: Mods) -> list[_OfPairs]:
 
 
 def compulsory(problem: Problem, mods: Mods = PLAIN) -> Traffic:
-    """What no algorithm does without: q, what is seen of keys, values and biases, and out, once."""
+    """Return the least possible traffic: q, visible keys, values and biases, and out, each once."""
     seen = seen_of(problem, mods)
     key_values = count_heads_kv(problem) * seen.keys() * row_bytes(problem)
     pairs = int((seen.ends - seen.begins).sum())
@@ -215,12 +215,12 @@ def compulsory(problem: Problem, mods: Mods = PLAIN) -> Traffic:
 
 
 def standard(problem: Problem, mods: Mods = PLAIN) -> Traffic:
-    """Three kernels with the score matrix in device memory between them.
+    """Return the traffic of three kernels with the score matrix in device memory between them.
 
     S = Q K^T reads q and k and writes S; P = softmax(S) reads S and writes P; O = P V reads P and v
-    and writes out. S and P have the inputs' dtype and are whole also where masks hide much: these
-    are applied to them, as is what changes scores. A product reads each operand once, and so are
-    biases and masks in arrays. This flatters the algorithm.
+    and writes out. S and P have the inputs' dtype. Even if masks hide most pairs, S and P are
+    complete, and masks and score modifications are applied to them. Each product reads its operands
+    once, and biases and mask arrays are read once. This flatters the algorithm.
     """
     scores = problem.rows * problem.seqlen_k * problem.itemsize
     key_values = count_heads_kv(problem) * problem.seqlen_k * row_bytes(problem)
@@ -236,7 +236,7 @@ def standard(problem: Problem, mods: Mods = PLAIN) -> Traffic:
 def _fused(
     problem: Problem, mods: Mods, key_value_rows: int, workspace: int, changed: int
 ) -> Traffic:
-    """A fused kernel that reads so many rows of keys and values, and bytes of biases and masks."""
+    """Return the traffic of a fused kernel that reads `key_value_rows` rows of keys and values."""
     seen = count_heads_kv(problem) * seen_of(problem, mods).keys()
     keys = key_value_rows * row_bytes(problem)
     return Traffic(
@@ -247,11 +247,11 @@ def _fused(
 
 
 def fused_without_cache(problem: Problem, *, Br: int, Bc: int, mods: Mods = PLAIN) -> Traffic:
-    """A fused kernel where every query tile of every head reads its keys and values itself.
+    """Return the traffic of a fused kernel if every query tile reads its keys and values itself.
 
-    That is theorem 2 for a loop over the queries outside and the keys inside: with Br as large as
-    an on-chip memory of M bytes allows, Br ~ M / head_dim, the keys and values are read
-    seqlen_q / Br times, some seqlen^2 * head_dim^2 / M bytes in all.
+    This is theorem 2 for an outer loop over queries and an inner loop over keys. Br is as large as
+    an on-chip memory of M bytes allows, Br ~ M / head_dim. The keys and values are then read
+    seqlen_q / Br times, about seqlen^2 * head_dim^2 / M bytes in all.
     """
     ranges = tile_ranges(problem, Br, Bc, mods)
     heads = problem.batch * problem.heads_q
@@ -261,15 +261,15 @@ def fused_without_cache(problem: Problem, *, Br: int, Bc: int, mods: Mods = PLAI
 
 
 def fused(problem: Problem, schedule: Schedule, mods: Mods = PLAIN) -> Traffic:
-    """Our fused kernels: q and out once, keys and values as often as the L2 cache makes them.
+    """Return the traffic of this library's fused kernels, with the L2 cache.
 
-    The query tiles of `section_heads` heads are interleaved, and go from the last to the first, so
-    that `blocks / section_heads` tiles of each head run at the same time. These begin at about the
-    same key and go on at the same pace: they read a tile of keys from device memory once. If the
-    keys and values of the section's heads fit half the L2 cache together, they are read once for
-    all tiles; if not, once for every round of tiles that run together, from the first key that one
-    of them sees to the last. A bias or mask is read once for each section that it is of, or once
-    for all if it fits half the cache. Partial results of splits are written and read.
+    q and out are moved once. The query tiles of `section_heads` heads are interleaved and run from
+    the last to the first, `blocks / section_heads` per head at a time. These proceed at the same
+    pace from about the same key, so they read a key tile from device memory once. If the keys and
+    values of the section's heads fit half the L2 cache, they are read once for all tiles. Otherwise
+    they are read once per round of concurrent tiles, from the first to the last key that any of
+    these attends to. A bias or mask is read once per section that it is for, or once in all if it
+    fits half the cache. Partial results of splits are written and read.
     """
     ranges = tile_ranges(problem, schedule.Br, schedule.Bc, mods)
     rows = streamed_rows(problem, schedule, ranges[::-1], keys_stay=False)
@@ -279,7 +279,7 @@ def fused(problem: Problem, schedule: Schedule, mods: Mods = PLAIN) -> Traffic:
 
 
 def array_bytes_of_sections(problem: Problem, schedule: Schedule, pairs: int, mods: Mods) -> int:
-    """Bytes of biases and masks that are read, of so many pairs of a head."""
+    """Return the bytes of biases and masks that are read, for `pairs` pairs of each head."""
     heads = problem.batch * problem.heads_q
     sections = ceil_div(heads, schedule.section_heads)
     read = 0
@@ -290,7 +290,7 @@ def array_bytes_of_sections(problem: Problem, schedule: Schedule, pairs: int, mo
 
 
 def read_pairs(ranges: Sequence[Range], size: int, rows: int) -> int:
-    """Pairs of the tiles of a head, of so many of its rows, and what they read."""
+    """Return the pairs that a head's tiles of `size` rows compute with the rows that they read."""
     own = (min(size, rows - tile * size) for tile in range(len(ranges)))
     return sum(count * length(read) for count, read in zip(own, ranges, strict=True))
 
@@ -298,17 +298,17 @@ def read_pairs(ranges: Sequence[Range], size: int, rows: int) -> int:
 def streamed_rows(
     problem: Problem, schedule: Schedule, ranges: Sequence[Range], *, keys_stay: bool
 ) -> int:
-    """Rows that tiles read from device memory one after the other, over all heads.
+    """Return the rows that consecutive tiles read from device memory, over all heads.
 
     Parameters
     ----------
     problem, schedule
-        Of a kernel.
+        Problem and schedule of a kernel.
     ranges
-        Rows that each tile of a head reads, in the order in which tiles are taken.
+        Rows that each tile of a head reads, in the order in which tiles are computed.
     keys_stay
-        Whether the tiles are of keys, and the queries of all heads that share these pass by; else
-        they are of queries.
+        Whether the tiles hold keys and read the queries of all heads of their group; otherwise
+        they hold queries and read keys.
     """
     group = problem.heads_q // problem.heads_kv
     sections, rest = divmod(problem.batch * problem.heads_q, schedule.section_heads)
@@ -327,12 +327,12 @@ def _rows_of_a_head(
     owners: int,
     streamed: int,
 ) -> int:
-    """Rows read from device memory for one of the section's heads whose rows pass by.
+    """Return the rows read from device memory for one of the section's heads that tiles read.
 
     Parameters
     ----------
     owners, streamed
-        Heads of a section: that have tiles of their own, and whose rows these read.
+        Numbers of heads in a section: heads that have tiles, and heads whose rows these read.
     """
     if not ranges or not owners:
         return 0

@@ -1,1 +1,1 @@
-"""Who can compute a case."""
+"""Providers: the libraries and kernels that can compute a case."""

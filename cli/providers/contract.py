@@ -1,4 +1,4 @@
-"""What every provider answers, and what it makes ready for a case."""
+"""Interface of providers, and the record of a provider that is prepared for a case."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ def _same(result: Any) -> Any:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A provider made ready for one case's inputs.
+    """A provider that is prepared for the inputs of one case.
 
     Attributes
     ----------
     call
-        Computes the output, or gradients of q, k and v.
+        Function that computes the output, or the gradients of q, k and v.
     to_result
-        Turns what `call` returned into a NumPy or CuPy array in the case's layout, or into one for
-        each gradient.
+        Function that converts the value of `call` to a NumPy or CuPy array in the case's layout,
+        or to one array per gradient.
     scope
-        Entered around calls, outside the timed span.
+        Function that returns a context for calls, entered and left outside the timed span.
     plan
-        What the library chose; None for other providers.
+        Plan of the library; None for other providers.
     kernel_digest
-        Of the sources of what runs; None for other providers.
+        Digest of the kernel's sources; None for other providers.
     note
-        What a reader of the numbers should know.
+        Note for readers of the measurements.
     inputs
-        What it computes, and is checked by, where that is not what it was made ready for.
+        Inputs that the call computes and is checked with, if they are not those of the case.
     scale
-        What its times are multiplied by.
+        Factor on the measured times.
     anew
-        Makes `call` once more on the current stream, where it goes by the stream it was made on.
+        Function that makes `call` again for the current stream, if `call` is bound to a stream.
     """
 
     call: Callable[[], Any]
@@ -69,21 +69,21 @@ class Prepared:
 
     @property
     def timed(self) -> Timed:
-        """What a timer takes."""
+        """The call in the form that timers take."""
         return Timed(self.call, self.scope)
 
 
 class Provider(ABC):
-    """One way to compute attention.
+    """A way to compute attention.
 
     Attributes
     ----------
     name
-        As the option and the results spell it.
+        Name in options and results.
     on_gpu
-        Whether it takes CuPy arrays; NumPy arrays otherwise.
+        Whether the provider takes CuPy arrays; NumPy arrays otherwise.
     ours
-        Whether a failed check is ours to answer for.
+        Whether the provider is part of this project, whose results must pass their check.
     """
 
     name: str
@@ -92,25 +92,25 @@ class Provider(ABC):
 
     @abstractmethod
     def why_not(self, case: Case) -> str | None:
-        """Why it cannot compute the case here, or None if it may."""
+        """Return why the provider cannot compute the case here, or None if it may."""
 
     @abstractmethod
     def scratch_bytes(self, case: Case) -> int:
-        """Estimate of the memory it takes besides inputs and output."""
+        """Estimate the memory in bytes that a call needs in addition to inputs and output."""
 
     @abstractmethod
     def prepare(self, inputs: Inputs) -> Prepared:
-        """Make it ready; raises ValueError or RuntimeError with the reason if it refuses."""
+        """Prepare the provider for inputs; raise ValueError or RuntimeError if it refuses them."""
 
     def missing(self) -> str | None:
-        """Why it cannot run on this machine at all, or None if it can."""
+        """Return why the provider cannot run on this machine at all, or None if it can."""
         return gpu_unavailable() if self.on_gpu else None
 
     def replayed(self, prepared: Prepared) -> Timed | None:
-        """The call's work as a CUDA graph that is launched; None where there is no such thing."""
+        """Return the call's work as a CUDA graph to launch; None if it cannot be captured."""
         return replayed(prepared.timed) if self.on_gpu else None
 
     def peak_bytes(self, prepared: Prepared) -> int:
-        """Memory that a call takes at its peak besides its inputs; it was called before."""
+        """Measure the peak memory of a call that was made before, in addition to its inputs."""
         measure = memory.cupy_peak_bytes if self.on_gpu else memory.host_peak_bytes
         return measure(prepared.timed)

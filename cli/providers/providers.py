@@ -1,4 +1,4 @@
-"""Who can compute a case, by name: the library, CuPy's and NumPy's formula, and torch."""
+"""Providers by name: the library, the plain formula in CuPy and NumPy, and torch."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ from ..records import environment
 from . import torch_flex, torch_providers
 from .contract import Prepared, Provider, TileFields
 
-# Of the providers that put a case's cache into pages.
+# Page sizes of the providers that put a case's cache into pages.
 PAGE_SIZES = (1, 16, 64)
-# Caches of 8 bits, and what they are called in names.
+# 8-bit dtypes of caches, and their short names in the names of providers.
 CACHE_DTYPES = {"float8_e4m3fn": "float8", "int8": "int8"}
-# Kernel families, whatever they compute.
+# Names of all kernel families, of both directions.
 FAMILY_NAMES = tuple(dict.fromkeys(name for families in FAMILIES.values() for name in families))
-# Arrays of the plain formula of gradients that are as large as a chunk of scores.
+# Number of arrays as large as a chunk of scores in the plain formula of gradients.
 _GRADIENT_TEMPORARIES = 10
 
 
 class Dispatcher(Provider):
-    """The library: its own choice of family, or one family."""
+    """The library, with its own choice of kernel family or with a given one."""
 
     ours = True
 
@@ -58,7 +58,7 @@ class Dispatcher(Provider):
         self.name = name
         self.family = family
         self.tile = dict(tile) if tile else None
-        # The dispatcher's choice where there is no GPU is the CPU backend.
+        # Without a GPU, the library chooses the CPU backend.
         self.on_gpu = family is not None or gpu_unavailable() is None
 
     def plan(self, case: Case) -> Plan:
@@ -90,7 +90,7 @@ class Dispatcher(Provider):
         )
 
     def replayed(self, prepared: Prepared) -> Timed | None:
-        # Replays would make the block map anew, which calls keep, as others keep theirs.
+        # A graph's replays would rebuild the block mask, which repeated calls reuse.
         assert prepared.plan is not None
         return None if _reads_map(prepared.plan) else super().replayed(prepared)
 
@@ -101,7 +101,7 @@ def _reads_map(plan: Plan) -> bool:
 
 
 class _Variant(Provider):
-    """The library, serving a case in another way than the case has it."""
+    """The library, computing a case in another form."""
 
     ours = True
 
@@ -112,14 +112,14 @@ class _Variant(Provider):
 
     @abstractmethod
     def served(self, case: Case) -> Case | str:
-        """The case that is computed, or why there is none."""
+        """Return the case that is computed instead, or the reason why there is none."""
 
     @abstractmethod
     def inputs_of(self, inputs: Inputs) -> Inputs:
-        """Inputs of the served case."""
+        """Return the inputs of the case that is computed."""
 
     def scale(self, case: Case) -> float:
-        """What times of the served case are multiplied by."""
+        """Return the factor on the times of the case that is computed."""
         return 1.0
 
     def why_not(self, case: Case) -> str | None:
@@ -143,7 +143,7 @@ class _Variant(Provider):
 
 
 class OnPages(_Variant):
-    """The library on the same cache in shuffled pages."""
+    """The library on the same cache, in pages with shuffled order."""
 
     def __init__(self, page_size: int, tile: TileFields) -> None:
         super().__init__(f"cupy_flash-page{page_size}", tile)
@@ -151,7 +151,7 @@ class OnPages(_Variant):
 
     def served(self, case: Case) -> Case | str:
         if not case.is_cached or case.page_size:
-            return "it puts caches into pages that are in none"
+            return "it needs a contiguous cache, which it divides into pages"
         return dataclasses.replace(case, page_size=self.page_size)
 
     def scratch_bytes(self, case: Case) -> int:
@@ -164,7 +164,7 @@ class OnPages(_Variant):
 
 
 class InEightBits(_Variant):
-    """The library on the same cache, or dense inputs, in 8 bits, with a scale for each head."""
+    """The library on the same cache, or dense inputs, in 8 bits with one scale per head."""
 
     def __init__(self, cache_dtype: str, tile: TileFields) -> None:
         super().__init__(f"cupy_flash-{CACHE_DTYPES[cache_dtype]}", tile)
@@ -173,9 +173,9 @@ class InEightBits(_Variant):
     def served(self, case: Case) -> Case | str:
         if case.is_dense:
             if self.cache_dtype != FLOAT8 or case.dtype not in FLOAT8_OUTPUTS or case.is_backward:
-                return "of dense cases it takes forward ones of 16 bits, in float8"
+                return "it takes dense cases only forward, with 16-bit dtypes, and in float8"
         elif not case.is_cached or case.append:
-            return "it reads caches, and appends to none"
+            return "it takes caches only without append"
         return dataclasses.replace(case, cache_dtype=self.cache_dtype)
 
     def scratch_bytes(self, case: Case) -> int:
@@ -188,7 +188,7 @@ class InEightBits(_Variant):
 
 
 class Anew(_Variant):
-    """The library in a CUDA graph, whose replays make the block map of a mask anew."""
+    """The library in a CUDA graph, whose replays rebuild the block mask of a mask function."""
 
     def __init__(self, tile: TileFields) -> None:
         super().__init__("cupy_flash-anew", tile)
@@ -196,21 +196,21 @@ class Anew(_Variant):
     def served(self, case: Case) -> Case | str:
         if self.on_gpu and case.mods.mod and _reads_map(self.dispatcher.plan(case)):
             return case
-        return "there is no block map to make anew"
+        return "there is no block mask to rebuild"
 
     def inputs_of(self, inputs: Inputs) -> Inputs:
         return inputs
 
 
 class Uniform(_Variant):
-    """`flash_attention` of a batch of equal lengths beside a varlen batch."""
+    """`flash_attention` on a batch of equal lengths, for comparison with a varlen batch."""
 
     def __init__(self, tile: TileFields) -> None:
         super().__init__("cupy_flash-uniform", tile)
 
     def served(self, case: Case) -> Case | str:
         if case.kind != "varlen":
-            return "it stands beside varlen batches only"
+            return "it is compared with varlen batches only"
         return uniform_twin(case)
 
     def scratch_bytes(self, case: Case) -> int:
@@ -228,13 +228,13 @@ class Uniform(_Variant):
         made = super().prepare(inputs)
         return dataclasses.replace(
             made,
-            note=f"flash_attention of {twin.batch} x {twin.seqlen_q}; times of "
-            f"{made.scale:.4f} times its FLOPs, which are those of the case",
+            note=f"flash_attention of {twin.batch} x {twin.seqlen_q}; its times are multiplied by "
+            f"{made.scale:.4f}, for the FLOPs of the case",
         )
 
 
 class CpuBackend(Provider):
-    """The library's NumPy backend."""
+    """CPU backend of the library."""
 
     name = "cupy_flash-cpu"
     on_gpu = False
@@ -262,7 +262,7 @@ class CpuBackend(Provider):
 
 
 def cpu_plan(case: Case, tile: TileFields) -> Plan:
-    """The CPU backend's plan of a case; raises ValueError for a tile that it does not take."""
+    """Return the CPU backend's plan of a case; raise ValueError if it does not accept the tile."""
     problem, request = case.problem(), freeze_tile(tile)
     if case.is_backward:
         default = gradients.default_tile(problem)
@@ -271,7 +271,7 @@ def cpu_plan(case: Case, tile: TileFields) -> Plan:
         plan = make_cpu_plan(problem, chosen, gpu_unavailable())
         return _with_room(dataclasses.replace(plan, schedule=schedule))
     chosen = choose_cpu_tile(problem, request)
-    # As the backend clips it: to the query rows that share a key and value head, and to the keys.
+    # Clipped as in the backend: to the query rows of a KV head's group, and to the keys.
     rows = case.seqlen_q * (case.heads_q // case.heads_kv)
     clipped = Tile(min(chosen.Br, max(rows, 1)), min(chosen.Bc, max(case.seqlen_k, 1)))
     return _with_room(make_cpu_plan(problem, clipped, gpu_unavailable()))
@@ -289,8 +289,8 @@ def _with_room(plan: Plan) -> Plan:
 class Formula(Provider):
     """`attention_naive`: matmul, softmax, matmul on the whole score matrix.
 
-    In float32 for 16-bit inputs, whose products NumPy does not offer. `backward_naive` for
-    gradients: the same and four more products, one head after the other.
+    16-bit inputs are computed in float32, because NumPy has no 16-bit matmul. Gradients are
+    computed by `backward_naive`: these products and four more, one head after another.
     """
 
     def __init__(self, name: str, *, on_gpu: bool) -> None:
@@ -301,14 +301,14 @@ class Formula(Provider):
         return super().missing() or (check.why_no_matmul() if self.on_gpu else None)
 
     def why_not(self, case: Case) -> str | None:
-        return self.missing() or ("the plain formula appends nothing" if case.append else None)
+        return self.missing() or ("the plain formula does not append" if case.append else None)
 
     def scratch_bytes(self, case: Case) -> int:
-        # The scores, a row-wise temporary of their size in softmax, rounded probabilities if any.
+        # Scores, a temporary of their size in softmax, and rounded probabilities if there are any.
         itemsize = 8 if case.dtype == "float64" else 4
         if case.is_backward:
             of_chunk = min(case.seqlen_q * case.seqlen_k, CHUNK_BYTES // 8 + case.seqlen_k)
-            # Sums that are not yet rounded besides.
+            # In addition, the gradients before they are rounded.
             return _GRADIENT_TEMPORARIES * itemsize * of_chunk + 2 * case.result_bytes
         rounded = 0 if case.dtype in ("float32", "float64") else 2 + itemsize
         changed = itemsize if case.mods else 0
@@ -349,11 +349,11 @@ class Formula(Provider):
             return module.concatenate([out[0] for out in found])
 
         module: Any = importlib.import_module("cupy") if self.on_gpu else np
-        return Prepared(one_by_one, scope=scope, note="one sequence after the other")
+        return Prepared(one_by_one, scope=scope, note="one sequence after another")
 
 
 def _as_many_threads_as_ours() -> AbstractContextManager[Any]:
-    """Let BLAS use the CPUs that the CPU backend uses, whatever its environment variables say."""
+    """Let BLAS use as many CPUs as the CPU backend, whatever its environment variables say."""
     limits: AbstractContextManager[Any] = threadpool_limits(
         environment.available_cpus(), user_api="blas"
     )
@@ -389,17 +389,17 @@ def _makers() -> dict[str, Callable[[TileFields], Provider]]:
 
 
 def names() -> tuple[str, ...]:
-    """All providers, whether they can run here or not."""
+    """Return the names of all providers, also of those that cannot run here."""
     return tuple(_makers())
 
 
 def provider(name: str, tile: TileFields = None) -> Provider:
-    """A provider by name; `tile` forces the tile of the library's own."""
+    """Return a provider by name; `tile` forces the tile of the library's own providers."""
     return _makers()[name](tile)
 
 
 def free_bytes(*, on_gpu: bool) -> int | None:
-    """Memory that can still be allocated, or None where the system does not tell."""
+    """Return the bytes that can still be allocated, or None if the system does not report them."""
     if on_gpu:
         import cupy
 
@@ -414,7 +414,7 @@ def free_bytes(*, on_gpu: bool) -> int | None:
 
 
 def release_memory() -> None:
-    """Hand cached device memory back, so that every provider finds the same."""
+    """Free cached device memory, so that every provider starts with the same amount."""
     if gpu_unavailable() is None:
         import cupy
 

@@ -1,4 +1,4 @@
-"""The library on several GPUs, each of which has a part of the tokens or of the cache."""
+"""The library on several GPUs, each of which holds a part of the tokens or of the cache."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from ..measure.ranks import Crew, RankError
 from ..measure.timing import Timed, replayed
 from .contract import Prepared, Provider
 
-# Longer than one rank draws inputs or compiles while others wait.
+# Seconds that a rank waits for the others, which may first have to draw inputs or compile.
 _TIMEOUT = 300.0
 
 
 class Share:
-    """What one rank does of a case.
+    """One rank's part of a case.
 
     Parameters
     ----------
     group
-        All of them.
+        Group of all ranks.
     inputs
-        Of the whole case; only this rank's part is kept.
+        Inputs of the whole case; only this rank's part is kept.
     head_ranks
-        Among how many heads are shared out; None for the library's choice.
+        Number of ranks over which heads are distributed; None lets the library choose.
     on_gpu
         Whether to take CuPy arrays.
     """
@@ -53,32 +53,32 @@ class Share:
                 self._call = self._backward(self._shard(dout), own)
 
     def call(self) -> Any:
-        """This rank's result, between two exchanges that start and end all ranks together."""
+        """Return this rank's result; an exchange before and after synchronizes all ranks."""
         self._group.gather(self._token)
         found = self._call()
         self._group.gather(self._token)
         return found
 
     def captured(self) -> Timed:
-        """`call` as a CUDA graph that all ranks launch together, once all have one.
+        """Return `call` as a CUDA graph that all ranks launch together, once all have captured it.
 
         Raises
         ------
         ParallelError
-            If this rank cannot capture it, or another does not answer: in the middle of a call
-            that leaves messages behind, so that the group is of no use any more.
+            If this rank cannot capture it, or another rank does not answer. Either may leave
+            messages of an unfinished call behind, so the group cannot be used any more.
         """
         found = replayed(Timed(self.call))
         if found is None:
             raise parallel.ParallelError(f"rank {self._group.rank} cannot capture its part")
-        # A graph that waits for a rank has no time limit.
+        # All ranks are waited for here, because graphs that wait for a rank have no time limit.
         (of_all,) = self._group.gather(self._token)
         of_all.get()
         self._group.check()
         return found
 
     def whole(self, found: Any) -> Any:
-        """All ranks' results."""
+        """Return the whole result, gathered from all ranks."""
         if self._case.is_cached:
             return found
         if not self._case.is_backward:
@@ -126,7 +126,7 @@ class Share:
 
 
 def serve(communicator: Any, orders: Connection) -> None:
-    """What the ranks but the first do: as they are told, one case after the other."""
+    """Execute orders, one case after another, on a rank other than the first."""
     group = parallel.Group(communicator, timeout=_TIMEOUT)
     share, found, graph = None, None, None
     while True:
@@ -146,7 +146,7 @@ def serve(communicator: Any, orders: Connection) -> None:
 
 
 class SeveralGpus(Provider):
-    """`cupy_flash.parallel` on so many GPUs, this process's among them."""
+    """`cupy_flash.parallel` on several GPUs, one of which is this process's."""
 
     on_gpu = True
     ours = True
@@ -157,7 +157,7 @@ class SeveralGpus(Provider):
         self._crew: Crew | None = None
         self._group: parallel.Group | None = None
         self._share: Share | None = None
-        # Why the ranks are no more.
+        # Reason why the ranks have ended; None while they run.
         self._ended: str | None = None
 
     def missing(self) -> str | None:
@@ -178,20 +178,20 @@ class SeveralGpus(Provider):
         if asked and (reason := why_not_head_ranks(asked, self.gpus, *heads)):
             return f"--head-ranks is {asked}, which {reason}"
         if case.mods or case.q_offset is not None or case.layout != "bshd":
-            return "on several GPUs bench times plain attention in bshd order"
+            return "on several GPUs, bench times attention without modifications, in bshd layout"
         if case.is_cached:
             if case.page_size or case.cache_dtype or case.values_in_keys or case.rotary:
-                return "caches on several GPUs have no pages, 8 bits or rotation"
+                return "caches on several GPUs take no pages, 8-bit dtypes, MLA or rotary embedding"
             if case.asked_splits or (case.causal and case.seqlen_q > 1 and not case.append):
-                return "caches on several GPUs have no splits of the caller's, and new causal keys"
+                return "caches on several GPUs take no --num-splits; --causal needs --append"
         elif not case.is_dense or case.seqlen_q != case.seqlen_k:
-            return "tokens are shared out of blocks of equal length, as many queries as keys"
+            return "sharding needs batches of equal length, with as many queries as keys"
         return None
 
     def scratch_bytes(self, case: Case) -> int:
         if case.is_cached:
             return case.array_bytes // self.gpus
-        # Own tokens, those of a guest, and results of two parts.
+        # Tokens of the rank itself, those received from another rank, and results of two parts.
         return 3 * (case.array_bytes + case.result_bytes) // self.gpus
 
     def prepare(self, inputs: Inputs) -> Prepared:
@@ -215,11 +215,11 @@ class SeveralGpus(Provider):
         return Prepared(call, to_result, note=self.note_of(inputs.case))
 
     def note_of(self, case: Case) -> str:
-        """What the GPUs share, and how."""
+        """Return how the GPUs divide the work, as a note."""
         if case.is_cached:
             return f"{self.gpus} GPUs, each with a part of the keys"
         found = self.head_ranks or chosen_head_ranks(self.gpus, case.heads_kv)
-        scheme = "a ring" if found == 1 else f"heads shared out among {found}"
+        scheme = "a ring" if found == 1 else f"heads distributed over {found}"
         return f"{self.gpus} GPUs, each with a part of the tokens: {scheme}"
 
     def replayed(self, prepared: Prepared) -> Timed:
@@ -229,7 +229,7 @@ class SeveralGpus(Provider):
         try:
             graph = share.captured()
         except Exception as error:
-            self._end(f"the {self.gpus} ranks ended as they captured a call: {error}")
+            self._end(f"the {self.gpus} ranks ended while they captured a call: {error}")
             raise
 
         def launch() -> Any:
@@ -239,7 +239,7 @@ class SeveralGpus(Provider):
         return Timed(launch)
 
     def _tell(self, *order: Any) -> None:
-        """Tell the other ranks; RankError with the reason once they are no more."""
+        """Send an order to the other ranks; raise RankError with the reason if they have ended."""
         if self._ended:
             raise RankError(self._ended)
         assert self._crew is not None
@@ -248,6 +248,6 @@ class SeveralGpus(Provider):
     def _end(self, why: str) -> None:
         assert self._crew is not None
         self._ended = why
-        # Else the end of this process waits for them.
+        # Otherwise this process would wait for them when it exits.
         self._crew.communicator.abort()
         self._crew.close()

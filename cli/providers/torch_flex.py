@@ -1,4 +1,4 @@
-"""FlexAttention: torch's attention with functions of scores and masks, compiled for each case."""
+"""FlexAttention: torch's attention with score and mask functions, compiled for each case."""
 
 from __future__ import annotations
 
@@ -12,23 +12,19 @@ from ..cases.cases import Case
 from ..cases.inputs import Inputs
 from .torch_providers import Attention, TorchProvider, to_torch, torch_module
 
-# (score, b, h, q_idx, kv_idx) to the new score; (b, h, q_idx, kv_idx) to whether the pair is seen.
+# (score, b, h, q_idx, kv_idx) -> new score; (b, h, q_idx, kv_idx) -> whether the pair is visible.
 Score = Callable[[Any, Any, Any, Any, Any], Any]
 Sees = Callable[[Any, Any, Any, Any], Any]
 
 
 def scores_of(case: Case, given: Mapping[str, Any], torch: Any) -> list[Score]:
-    """What a case does to scores, as FlexAttention takes it, in order.
+    """Return a case's score modifications as functions for FlexAttention, in order.
 
     Parameters
     ----------
-    case
-        The case.
     given
-        What its functions read, by the names of the library's arguments and of captures: tensors
-        and numbers.
-    torch
-        The module.
+        Tensors and numbers that the functions read, keyed by the names of the library's
+        arguments and of captures.
     """
     found: list[Score] = []
     first = case.first_query
@@ -57,7 +53,7 @@ def _softcap(cap: float, torch: Any) -> Score:
 
 
 def masks_of(case: Case, given: Mapping[str, Any]) -> list[Sees]:
-    """What a case hides, likewise: all of these have to see a pair."""
+    """Return a case's masks as FlexAttention functions; all return True for a visible pair."""
     found: list[Sees] = []
     first, (left, right) = case.first_query, case.mods.window
     if case.causal:
@@ -80,7 +76,7 @@ def masks_of(case: Case, given: Mapping[str, Any]) -> list[Sees]:
 
 
 def _element(array: Any, span: str) -> Sees:
-    """The element of a pair of an array that is of the shape which a span says."""
+    """Return a function that reads a pair's element of an array whose shape `span` names."""
     if span == "shared":
         return lambda b, h, q, k: array[0, 0, q, k]
     if span == "heads":
@@ -97,16 +93,14 @@ class Flex(TorchProvider):
         if reason := self.missing():
             return reason
         if not case.is_dense:
-            return "flex_attention is timed on blocks of equal length only"
+            return "flex_attention is timed on batches of equal length only"
         if case.is_backward:
-            return "what torch.compile differentiates frees what it reads, and cannot be repeated"
+            return "a compiled backward pass frees its inputs, so it cannot be repeated"
         if case.mods.sinks:
             return "flex_attention has no sinks"
         first = case.first_query
         if case.mods.mod == "documents" and not 0 <= first <= case.seqlen_k - case.seqlen_q:
-            return (
-                "queries outside of the keys are in no document, and flex_attention does not clamp"
-            )
+            return "queries beyond the keys are in no document, and flex_attention does not clamp"
         return None
 
     def scratch_bytes(self, case: Case) -> int:
@@ -117,8 +111,8 @@ class Flex(TorchProvider):
         flex = importlib.import_module("torch.nn.attention.flex_attention")
         case = inputs.case
         given = _tensors_by_name(inputs)
-        # After some functions in one process torch compiles no more of them, and with a warning
-        # only goes through the whole score matrix.
+        # After several functions in one process, torch stops compiling them. It then only warns and
+        # computes the whole score matrix.
         torch._dynamo.reset()
         block_mask, note = None, None
         if masks := masks_of(case, given):
@@ -133,7 +127,7 @@ class Flex(TorchProvider):
                 device=q.device,
             )
             kept = 100 - block_mask.sparsity()
-            note = f"its BlockMask, made beforehand, keeps {kept:.1f}% of the blocks"
+            note = f"its BlockMask, built beforehand, keeps {kept:.1f}% of the blocks"
         scores = tuple(scores_of(case, given, torch))
 
         def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -148,14 +142,14 @@ class Flex(TorchProvider):
             scale=case.softmax_scale,
             enable_gqa=case.heads_q != case.heads_kv,
         )
-        # Compiles.
+        # This call compiles.
         with torch.no_grad():
             attend(q, k, v)
         return Attention(attend, note=note)
 
 
 def _tensors_by_name(inputs: Inputs) -> dict[str, Any]:
-    """What the functions of a case read: arrays of its call, and what its modification captured."""
+    """Return what a case's functions read: arrays of its call, and values that they capture."""
     given = dict(inputs.modifications(on_gpu=True))
     captures: dict[str, Any] = {}
     for keyword in ("score_mod", "mask_mod"):

@@ -1,4 +1,4 @@
-"""torch's attention on the same CuPy arrays, where torch is installed."""
+"""Providers that call torch's attention on the same CuPy arrays, if torch is installed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _REFUSAL = "kernel not used because"
 
 
 def _why_no_call(case: Case) -> str | None:
-    """Why torch has no call that computes a case of caches or packed sequences, or None."""
+    """Return why torch cannot compute a case of caches or packed sequences, or None if it can."""
     if case.is_dense:
         return None
     if not case.is_cached:
@@ -45,7 +45,7 @@ def _why_no_call(case: Case) -> str | None:
 
 
 def _why_no_mask(mods: Mods, *, causal: bool) -> str | None:
-    """Why torch's call has no such modifications, or None: it takes one array over all pairs."""
+    """Return why torch's call, which takes at most one array, lacks modifications; or None."""
     arrays = [name for name in ("bias", "mask") if getattr(mods, name)]
     if others := dataclasses.replace(mods, bias=None, mask=None):
         return f"scaled_dot_product_attention has no {others}"
@@ -57,12 +57,12 @@ def _why_no_mask(mods: Mods, *, causal: bool) -> str | None:
 
 
 def _has_mask(case: Case) -> bool:
-    """Whether a causal mask hides anything: the last query sees every key."""
+    """Return whether a causal mask masks any pair: it masks none if the last query is alone."""
     return case.causal and not (case.is_cached and case.seqlen_q == 1)
 
 
 def torch_module() -> Any:
-    """The module."""
+    """Return the module torch."""
     import torch
 
     return torch
@@ -70,17 +70,17 @@ def torch_module() -> Any:
 
 @functools.cache
 def why_no_torch() -> str | None:
-    """Why torch cannot run on this GPU beside CuPy, or None if it can."""
+    """Return why torch cannot run on this GPU together with CuPy, or None if it can."""
     if reason := gpu_unavailable():
         return reason
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed"
     with warnings.catch_warnings():
-        # What its imports warn of is not about us.
+        # Warnings of torch's own imports do not concern the user.
         warnings.simplefilter("ignore")
         try:
             torch = torch_module()
-        except Exception as error:  # a library missing or of another version shows in many ways
+        except Exception as error:  # a missing or incompatible library raises various exceptions
             return f"torch cannot be imported: {' '.join(str(error).split())[:80]}"
     if not torch.cuda.is_available():
         return f"torch {torch.__version__} finds no CUDA device"
@@ -88,7 +88,7 @@ def why_no_torch() -> str | None:
 
 
 def idle_bytes() -> int:
-    """Device memory that torch has reserved and does not use."""
+    """Return the bytes of device memory that torch has reserved but does not use."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return 0
@@ -96,16 +96,16 @@ def idle_bytes() -> int:
 
 
 def release_memory() -> None:
-    """Hand torch's unused device memory back."""
+    """Free the device memory that torch has reserved but does not use."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
 
 def to_torch(array: Any) -> Any:
-    """A torch tensor over a CuPy array's memory."""
+    """Return a torch tensor over a CuPy array's memory."""
     torch = torch_module()
-    # The bits travel as integers: not every CuPy exports these.
+    # Passed as integers, because not every CuPy version exports these dtypes.
     for name, bits in (("bfloat16", "int16"), ("bool", "uint8")):
         if array.dtype.name == name:
             return torch.from_dlpack(array.view(bits)).view(getattr(torch, name))
@@ -113,7 +113,7 @@ def to_torch(array: Any) -> Any:
 
 
 def to_cupy(tensor: Any) -> Any:
-    """A CuPy array over a torch tensor's memory."""
+    """Return a CuPy array over a torch tensor's memory."""
     import cupy
     import ml_dtypes
 
@@ -125,9 +125,9 @@ def to_cupy(tensor: Any) -> Any:
 
 
 def tensors_of(inputs: Inputs) -> tuple[Any, Any, Any]:
-    """q, k and v as torch takes them, (batch, heads, seqlen, dim), over the same memory.
+    """Return q, k and v as torch takes them, (batch, heads, seqlen, dim), over the same memory.
 
-    For bshd arrays these are transposed views, as users of that layout have them.
+    For bshd arrays these are transposed views, as users of that layout would pass them.
     """
     import cupy
 
@@ -136,7 +136,7 @@ def tensors_of(inputs: Inputs) -> tuple[Any, Any, Any]:
     theirs = torch.cuda.current_stream().cuda_stream
     if ours != theirs:
         raise RuntimeError(f"torch is on stream {theirs:#x} and CuPy on {ours:#x}")
-    # The default, said for a process whose environment changed it: float32 means float32.
+    # The default, set in case the environment changed it: float32 must not be computed in TF32.
     torch.set_float32_matmul_precision("highest")
     q, k, v = (_bhsd(inputs.case, array) for array in inputs.gpu)
     return q, k, v
@@ -148,27 +148,27 @@ def _bhsd(case: Case, array: Any) -> Any:
 
 
 def _way_back(case: Case) -> Callable[[Any], Any]:
-    """From what torch gives to an array in the case's layout."""
+    """Return a function from torch's result to an array in the case's layout."""
     if case.layout == "bshd":
         return lambda out: to_cupy(out).swapaxes(1, 2)
     return to_cupy
 
 
 def _replay(graph: Any, held: tuple[Any, ...]) -> None:
-    # The memory of what is held is the graph's to read and to write to as long as it lives.
+    # `held` keeps the memory that the graph reads and writes alive as long as the graph.
     graph.replay()
 
 
 @dataclass(frozen=True)
 class Attention:
-    """How a provider attends.
+    """Attention as a provider computes it.
 
     Attributes
     ----------
     function
-        From q, k and v, (batch, heads, seqlen, dim), to the output.
+        Function from q, k and v, (batch, heads, seqlen, dim), to the output.
     scope
-        Entered around its calls.
+        Function that returns a context for its calls.
     note
         See `Prepared`.
     """
@@ -179,13 +179,13 @@ class Attention:
 
     @contextlib.contextmanager
     def without_gradients(self) -> Iterator[None]:
-        """The scope of calls of which no graph is kept."""
+        """Enter the scope for calls that record no autograd graph."""
         with self.scope(), torch_module().no_grad():
             yield
 
 
 class TorchProvider(Provider):
-    """What all that torch computes has in common."""
+    """Base class of the providers that compute with torch."""
 
     on_gpu = True
 
@@ -194,7 +194,7 @@ class TorchProvider(Provider):
 
     @abstractmethod
     def attention(self, inputs: Inputs, q: Any, k: Any, v: Any) -> Attention:
-        """How it attends; raises RuntimeError with the reason if it refuses these tensors."""
+        """Return the attention; raise RuntimeError with the reason if torch refuses the tensors."""
 
     def prepare(self, inputs: Inputs) -> Prepared:
         torch, case = torch_module(), inputs.case
@@ -208,7 +208,7 @@ class TorchProvider(Provider):
         dout = _bhsd(case, inputs.dout(on_gpu=True))
 
         def differentiated() -> Callable[[], Any]:
-            # Autograd keeps the stream that it first met a tensor on.
+            # New leaves, because autograd keeps the stream on which it first met a tensor.
             leaves = tuple(tensor.detach().requires_grad_() for tensor in tensors)
             with found.scope():
                 out = found.function(*leaves)
@@ -222,16 +222,16 @@ class TorchProvider(Provider):
         )
 
     def replayed(self, prepared: Prepared) -> Timed | None:
-        # torch keeps the memory of its own graphs apart; it launches them on its current stream,
+        # torch has separate memory for its own graphs; it launches them on its current stream,
         # which is CuPy's.
         torch = torch_module()
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         call = prepared.call
         try:
-            # A capture that fails leaves its stream the current one.
+            # A failed capture leaves its stream current; this context restores the previous one.
             with prepared.scope(), torch.cuda.stream(torch.cuda.current_stream()):
                 if prepared.anew is not None:
-                    # autograd goes backward on the streams that it went forward on.
+                    # autograd runs backward on the streams of the forward pass.
                     torch.cuda.synchronize()
                     with torch.cuda.stream(stream):
                         call = prepared.anew()
@@ -247,7 +247,7 @@ class TorchProvider(Provider):
 
 
 class ScaledDotProduct(TorchProvider):
-    """torch.nn.functional.scaled_dot_product_attention held to one backend."""
+    """torch.nn.functional.scaled_dot_product_attention, restricted to one backend."""
 
     def __init__(self, name: str, backend: str) -> None:
         self.name = name
@@ -265,7 +265,7 @@ class ScaledDotProduct(TorchProvider):
     def scratch_bytes(self, case: Case) -> int:
         if self.backend != "MATH":
             return 0
-        # Scores, probabilities and a mask's sum, 16-bit inputs in float32; and their gradients.
+        # Scores, probabilities and masked scores, in float32 for 16-bit inputs; and gradients.
         arrays = 5 if case.is_backward else 3
         return arrays * case.scores * (8 if case.dtype == "float64" else 4)
 
@@ -278,7 +278,7 @@ class ScaledDotProduct(TorchProvider):
 
     def attention(self, inputs: Inputs, q: Any, k: Any, v: Any) -> Attention:
         case = inputs.case
-        # `import torch` alone does not bring this module in every version.
+        # In some versions, `import torch` does not import this module.
         importlib.import_module("torch.nn.attention")
         arguments = {"is_causal": _has_mask(case), "scale": case.softmax_scale}
         for array in inputs.modifications(on_gpu=True).values():
@@ -293,7 +293,7 @@ class ScaledDotProduct(TorchProvider):
             return self._tried(grouped, q, k, v)
         except RuntimeError:
             if case.is_cached:
-                # A repeated cache would be another one, several times as large.
+                # Repeating the heads would make a new cache, several times as large.
                 raise
         repeated = dataclasses.replace(
             _with_repeated_heads(case, attention, k, v), scope=self._scope
@@ -304,7 +304,7 @@ class ScaledDotProduct(TorchProvider):
 
     @staticmethod
     def _tried(found: Attention, q: Any, k: Any, v: Any) -> Attention:
-        """Attend once; a refusal's RuntimeError then says what torch only warns of."""
+        """Attend once; a refusal's RuntimeError then has the reasons that torch only warns of."""
         with warnings.catch_warnings(record=True) as caught, found.scope():
             warnings.simplefilter("always")
             try:
@@ -317,7 +317,7 @@ class ScaledDotProduct(TorchProvider):
 def _with_repeated_heads(
     case: Case, attention: Callable[[Any, Any, Any], Any], k: Any, v: Any
 ) -> Attention:
-    """Attention by what takes as many heads of k and v as of q."""
+    """Return attention for grouped heads by a function that takes as many KV heads as heads."""
 
     def repeat(tensor: Any) -> Any:
         return tensor.repeat_interleave(case.heads_q // case.heads_kv, 1)
@@ -325,7 +325,7 @@ def _with_repeated_heads(
     if case.is_backward:
         return Attention(
             lambda q, k, v: attention(q, repeat(k), repeat(v)),
-            note="the gradients of repeated k and v are summed up, timed",
+            note="the gradients of repeated k and v are summed, which is timed",
         )
     repeated = repeat(k), repeat(v)
     return Attention(
@@ -334,10 +334,10 @@ def _with_repeated_heads(
 
 
 def refusal(warned: list[str], error: str) -> str:
-    """Why a backend refused, out of torch's warnings about all backends.
+    """Return why a backend refused, extracted from torch's warnings about all backends.
 
-    Each backend has a heading, "... kernel not used because:", and reasons after it; those of the
-    backends that we switched off say no more than that.
+    For each backend there is a heading, "... kernel not used because:", followed by reasons. The
+    only reason of backends outside of the scope is that they are disabled.
     """
     reasons = [text.split(" (Triggered")[0].strip() for text in warned]
     reasons = [r for r in reasons if _REFUSAL not in r and "runtime disabled" not in r]
@@ -345,7 +345,7 @@ def refusal(warned: list[str], error: str) -> str:
 
 
 class Eager(TorchProvider):
-    """Plain torch: q @ k^T, softmax, @ v, in the input's dtype."""
+    """Plain formula in torch: q @ k^T, softmax, @ v, in the input's dtype."""
 
     name = "torch-eager"
 
@@ -353,11 +353,11 @@ class Eager(TorchProvider):
         if reason := self.missing():
             return reason
         if not case.is_dense:
-            return "the plain formula here is of blocks of equal length"
+            return "the plain formula here takes batches of equal length only"
         if case.mods:
             return f"the plain formula here has no {case.mods}"
         if case.causal and case.problem().q_offset < 0:
-            return "a row that sees no key gives NaN in the plain formula"
+            return "a fully masked row gives NaN in the plain formula"
         return None
 
     def scratch_bytes(self, case: Case) -> int:
@@ -384,7 +384,7 @@ class Eager(TorchProvider):
 
 
 class OfTensors(TorchProvider):
-    """The library as torch's users call it: `cupy_flash.torch`, tensors in and out."""
+    """The library as torch users call it: `cupy_flash.torch`, with tensors as inputs and output."""
 
     name = "cupy_flash-torch"
     ours = True
@@ -393,7 +393,7 @@ class OfTensors(TorchProvider):
         if reason := self.missing():
             return reason
         if not case.is_dense or case.mods:
-            return "it stands beside torch's own call: equal lengths, no modifications"
+            return "it is compared with torch's own call: equal lengths, no modifications"
         try:
             self._plan(case)
         except ValueError as error:

@@ -1,1 +1,1 @@
-"""Tables, files and pictures of what was measured."""
+"""Tables, record files and plots of measurements."""

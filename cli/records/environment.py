@@ -1,4 +1,4 @@
-"""What ran where: versions and devices, for records and for `info`."""
+"""Versions and devices of this machine, for records and for `info`."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
 
 FLOP_CONVENTION = (
     "FLOPs = 2 * batch * heads_q * seqlen_q * seqlen_k * (head_dim + head_dim_v); "
-    "if causal, of the pairs that are seen: half if seqlen_q = seqlen_k"
+    "if causal, of the visible pairs: half if seqlen_q = seqlen_k"
 )
 FLOPS_OF_GRADIENTS = (
     "FLOPs of gradients = 2 * batch * heads_q * seqlen_q * seqlen_k * (3 * head_dim + 2 * "
     "head_dim_v), 2.5 times those of the output if the head_dims are equal; if causal, of the "
-    "pairs that are seen. Products that a kernel computes twice count once"
+    "visible pairs. Products that a kernel computes twice count once"
 )
 FLOPS_OF_MODS = (
-    "FLOPs of windows, documents, prefixes and dilated masks are of the pairs that are seen; masks "
-    "in arrays hide none"
+    "FLOPs of windows, documents, prefixes and dilated masks are of the visible pairs; pairs that "
+    "mask arrays hide count"
 )
 
 
 def flop_conventions(cases: Sequence[Case]) -> list[str]:
-    """How FLOPs of some cases are counted, in a sentence each."""
+    """Return one sentence for each way in which the FLOPs of some cases are counted."""
     said = {
         FLOP_CONVENTION: not all(case.is_backward for case in cases),
         FLOPS_OF_GRADIENTS: any(case.is_backward for case in cases),
@@ -48,7 +48,7 @@ def flop_conventions(cases: Sequence[Case]) -> list[str]:
 
 
 def digest_of(family: str, direction: str = "forward") -> str | None:
-    """Digest of a family's sources, or of the CPU backend's; None for an unknown one."""
+    """Return the digest of the sources of a family or "cpu"; None if the family is unknown."""
     if family == "cpu":
         return sources.digest(direction)
     known = FAMILIES[direction].get(family)
@@ -56,14 +56,14 @@ def digest_of(family: str, direction: str = "forward") -> str | None:
 
 
 def kernel_name(family: str, direction: str) -> str:
-    """A family and what its kernels compute, as text."""
+    """Return a family's name, with its direction if that is not forward."""
     return family if direction == "forward" else f"{family} {direction}"
 
 
 def versions() -> dict[str, str]:
-    """Versions of what a result depends on; what is not there is left out.
+    """Return the versions of everything that a result depends on, without missing packages.
 
-    torch and cuDNN are named where this process uses torch, and NCCL where it uses that.
+    torch and cuDNN are included if this process has imported torch, and NCCL if it uses that.
     """
     found: dict[str, str | None] = {
         "cupy_flash": cupy_flash.__version__,
@@ -87,12 +87,12 @@ def _cupy_versions() -> dict[str, str | None]:
     try:
         import cupy
         from cupy.cuda import nvrtc
-    except Exception:  # missing or broken: `info` says how, a record just has no such version
+    except Exception:  # CuPy is missing or broken; `info` reports the reason
         return {}
     found: dict[str, str | None] = {"cupy": cupy.__version__}
     try:
         found["nvrtc"] = ".".join(map(str, nvrtc.getVersion()))
-    except Exception:  # its library is loaded at the first call and may be missing
+    except Exception:  # the first call loads NVRTC's library, which may be missing
         found["nvrtc"] = None
     if gpu_unavailable() is None:
         found["cuda_runtime"] = _cuda_version(cupy.cuda.runtime.runtimeGetVersion())
@@ -105,7 +105,7 @@ def _cuda_version(number: int) -> str:
 
 
 def driver_version() -> str:
-    """The driver's own version where the system tells it, and the CUDA version it serves."""
+    """Return the driver's version, if it can be read, and the CUDA version that it supports."""
     import cupy
 
     cuda = f"CUDA {_cuda_version(cupy.cuda.runtime.driverGetVersion())}"
@@ -118,13 +118,13 @@ def driver_version() -> str:
 
 
 def available_cpus() -> int:
-    """CPUs that this process may run on."""
+    """Return the number of CPUs that this process may run on."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def cpu_name() -> str:
-    """The processor, with the number of CPUs that the CPU backend may use."""
+    """Return the processor's name and the number of CPUs that the CPU backend may use."""
     name = platform.processor() or platform.machine()
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
@@ -136,7 +136,7 @@ def cpu_name() -> str:
 
 
 def gpus() -> list[Device]:
-    """Every GPU that CUDA shows."""
+    """Return every GPU that CUDA lists."""
     if gpu_unavailable() is not None:
         return []
     import cupy
@@ -145,7 +145,7 @@ def gpus() -> list[Device]:
 
 
 def metadata(device: str) -> dict[str, Any]:
-    """Head of a record: when, on what, with which versions, and how FLOPs are counted."""
+    """Return the metadata of a record: date, device, versions and FLOP convention."""
     now = datetime.datetime.now(datetime.timezone.utc)
     return {
         "date": now.isoformat(timespec="seconds"),

@@ -1,4 +1,4 @@
-"""Pictures, where matplotlib is installed."""
+"""Plots, drawn with matplotlib if it is installed."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ..cases.options import Command, writable_path
 SUFFIXES = (".png", ".svg", ".pdf")
 SUFFIXES_TEXT = ".png, .svg or .pdf"
 
-# Distinct in black and white too (by lightness) and to readers who do not see red and green apart:
-# Okabe and Ito's palette, the first for us.
+# Okabe and Ito's palette, whose colours differ in lightness and for readers with colour blindness.
+# The first colour is that of cupy_flash.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 
 
 def plot_option(what: str) -> Callable[[Command], Command]:
-    """The option `--plot FILE`: an image of `what`, known to be writable before any work starts."""
+    """Return the option `--plot FILE` for a plot of `what`; the path is checked before any work."""
     return click.option(
         "--plot",
         type=click.Path(path_type=Path, dir_okay=False),
         callback=_drawable,
-        help=f"Draw {what} into a file of {SUFFIXES_TEXT} (needs matplotlib).",
+        help=f"Draw {what} to a {SUFFIXES_TEXT} file (needs matplotlib).",
     )
 
 
@@ -38,7 +38,7 @@ def _drawable(ctx: click.Context, param: click.Parameter, path: Path | None) -> 
 
 
 def why_no_figures() -> str | None:
-    """Why nothing can be drawn, or None if it can."""
+    """Return why plots cannot be drawn, or None if they can."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -50,26 +50,26 @@ def why_no_figures() -> str | None:
 def figure(
     path: Path, *, width: float = 7.0, height: float = 4.5, **subplots: Any
 ) -> Iterator[Any]:
-    """Matplotlib axes whose picture is written to a file at the end.
+    """Yield matplotlib axes, and write the figure to a file at the end.
 
     Parameters
     ----------
     path
-        With a suffix out of `SUFFIXES`.
+        Path of the file, with a suffix in `SUFFIXES`.
     width, height
-        In inches.
+        Size in inches.
     subplots
-        More arguments of `matplotlib.figure.Figure.subplots`.
+        Additional arguments of `matplotlib.figure.Figure.subplots`.
 
     Yields
     ------
     axes
-        What `subplots` returns.
+        Axes that `subplots` returns.
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    # Text stays text in an SVG, and the same data gives the same file, in a PDF without its date.
+    # SVG files keep text as text. Without a date and a random salt, equal data gives equal files.
     style: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "cupy_flash", "font.size": 9}
     with mpl.rc_context(style):
         page = Figure(figsize=(width, height), layout="constrained")

@@ -1,4 +1,4 @@
-"""Reading back what `bench --output x.json` and the scripts under benchmarks/ wrote."""
+"""Reading of the record files that `bench --output` and the scripts in benchmarks/ write."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from ..cases.mods import Mods
 from . import environment
 from .report import Record, Row
 
-# What a record's `record_version` may be; records from before there was one are of version 1.
+# The only `record_version` that is read. Records without that key have version 1.
 VERSION = 1
 
-# What tells one case from another, in the order in which tables show it.
+# Fields that distinguish cases, in the order in which tables show them.
 CASE_FIELDS = (
     "dtype",
     "head_dim",
@@ -38,33 +38,33 @@ CASE_FIELDS = (
     "seqlen_q",
     "seqlen_k",
 )
-# What caches, packed sequences, modified calls and gradients have besides: null in rows of other
-# cases, or not there at all.
+# Additional fields of caches, packed sequences, modified calls and gradients. In rows of other
+# cases they are null or missing.
 OPTIONAL_FIELDS = (
     *("kind", "page_size", "append", "rotary", "asked_splits", "lengths", "mods"),
     "direction",
     "values_in_keys",
 )
 
-# What a head's parts are, where a record has them.
+# Types of the entries in a record's metadata, which may lack some of them.
 _HEAD: dict[str, type] = {"date": str, "device": str, "versions": dict}
 
 
 def read(path: Path) -> Record:
-    """A record from a file.
+    """Read a record from a file.
 
     Raises
     ------
     click.UsageError
-        If the file cannot be read, is no record, is one of another version, or has a head that
-        no command writes.
+        If the file cannot be read, holds no record or one of another version, or has metadata
+        that no command writes.
     """
     expected = "expected a file that 'cupy-flash bench --output x.json' wrote"
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise click.UsageError(f"{path} cannot be read: {error.strerror}") from error
-    # Lists nested thousands deep are JSON, but no record.
+    # Lists nested thousands of levels deep raise RecursionError.
     except (ValueError, RecursionError) as error:
         raise click.UsageError(f"{path} is not JSON; {expected}") from error
     head, rows = (data.get("metadata"), data.get("rows")) if isinstance(data, dict) else (None,) * 2
@@ -88,19 +88,19 @@ def read(path: Path) -> Record:
 
 
 def kernels(record: Record) -> set[tuple[str, str, str]]:
-    """Kernel families whose times a record holds: name, direction, digest of the sources then."""
+    """Return (family, direction, digest of its sources at that time) of the kernels in a record."""
     head = record.metadata
     named = {
         (part.get("family"), part.get("direction") or "forward", part.get("kernel_digest"))
         for part in (head, *record.rows)
     }
-    # As the scripts under benchmarks/ name them.
+    # The scripts in benchmarks/ store digests under these keys.
     named |= {(name, "forward", head.get(f"{name}_digest")) for name in FORWARD}
     return {(name, direction, digest) for name, direction, digest in named if name and digest}
 
 
 def changed_kernels(record: Record) -> list[str]:
-    """Of these families, those whose sources are others now, as text."""
+    """Return the names of the families in a record whose sources have changed since."""
     changed = {
         environment.kernel_name(name, direction)
         for name, direction, digest in kernels(record)
@@ -110,16 +110,16 @@ def changed_kernels(record: Record) -> list[str]:
 
 
 def read_bench(path: Path) -> Record:
-    """A record of providers' times from a file.
+    """Read a record of `bench` from a file.
 
     Raises
     ------
     click.UsageError
-        As `read` does, and if its rows are not those of `bench` or one repeats another.
+        If `read` raises it, a row is not a row of `bench`, or two rows have one provider and case.
     """
     record = read(path)
     if fault := bench_fault(record.rows) or _repetition(record.rows):
-        raise click.UsageError(f"{path} is no record of 'cupy-flash bench': {fault}")
+        raise click.UsageError(f"{path} is not a record of 'cupy-flash bench': {fault}")
     return record
 
 
@@ -129,7 +129,7 @@ def _is_count(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    # JSON's integers have no bound; false for NaN too.
+    # Bounded, because JSON's integers may exceed any float. The comparison is false for NaN.
     return is_number and abs(value) <= sys.float_info.max
 
 
@@ -185,7 +185,7 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
 
 
 def bench_fault(rows: Sequence[Row]) -> str | None:
-    """Why these are not the rows of `bench`; None if they are."""
+    """Return why these are not the rows of `bench`, or None if they are."""
     if not rows:
         return "it has no rows"
     for index, row in enumerate(rows):
@@ -203,7 +203,7 @@ def bench_fault(rows: Sequence[Row]) -> str | None:
 
 
 def _repetition(rows: Sequence[Row]) -> str | None:
-    """Which row has the provider and the case of one before; None if none has."""
+    """Return which two rows have the same provider and case, or None if all differ."""
     first: dict[tuple[str, Case], int] = {}
     for index, row in enumerate(rows):
         provider, case = row["provider"], case_of(row)
@@ -213,8 +213,8 @@ def _repetition(rows: Sequence[Row]) -> str | None:
 
 
 def case_of(row: Row) -> Case:
-    """The case of a row of `bench`; None for a q_offset and a softmax_scale that are as usual."""
-    # Of cases without masks and modifications, and of sequences that are not causal, it is 0.
+    """Return the case of a row of `bench`, with None for a default q_offset or softmax_scale."""
+    # Rows of cases that q_offset does not affect hold 0, whatever their lengths.
     is_placed = row["causal"] or (row.get("mods") and row.get("kind") in (None, "dense"))
     usual_offset = not is_placed or row["q_offset"] == row["seqlen_k"] - row["seqlen_q"]
     usual_scale = math.isclose(row["softmax_scale"], max(row["head_dim"], 1) ** -0.5)
@@ -235,7 +235,7 @@ def case_of(row: Row) -> Case:
 
 
 def optional_fields(case: Case) -> dict[str, Any]:
-    """What tells a case of one of these kinds apart; None for others."""
+    """Return a case's `OPTIONAL_FIELDS`, with None for those at their defaults."""
     return {
         "kind": None if case.is_dense else case.kind,
         "page_size": case.page_size or None,
@@ -250,12 +250,12 @@ def optional_fields(case: Case) -> dict[str, Any]:
 
 
 def is_wrong(row: Row) -> bool:
-    """Whether a result of ours failed its check; other libraries are timed as they are."""
+    """Return whether the library's own result failed its check; other providers may fail it."""
     return row.get("check") == "failed" and row["provider"].startswith("cupy_flash")
 
 
 def by_case(rows: Sequence[Row]) -> list[dict[str, Row]]:
-    """The rows of each case by provider, in the order of the rows; of equal ones the first."""
+    """Return a dict of rows by provider for each case; among equal rows the first is kept."""
     found: dict[Case, dict[str, Row]] = {}
     for row in rows:
         found.setdefault(case_of(row), {}).setdefault(row["provider"], row)
@@ -263,9 +263,9 @@ def by_case(rows: Sequence[Row]) -> list[dict[str, Row]]:
 
 
 def ratio(found: Mapping[str, Row], provider: str, baseline: Sequence[str]) -> float | None:
-    """Best baseline time over a provider's time on one case.
+    """Return the fastest baseline time of a case, divided by a provider's time.
 
-    None if one is missing or the provider's result was wrong.
+    None if a time is missing or the provider's result was wrong.
     """
     times = [found[b]["median_ms"] for b in baseline if b in found and found[b]["median_ms"]]
     row = found.get(provider)

@@ -1,4 +1,4 @@
-"""Rows to tables and files."""
+"""Output of rows as tables and as record files."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from cupy_flash.problem.tile import Tile
 
 Row = Mapping[str, Any]
 
-# Characters in a line.
+# Characters per line.
 _UNLIMITED = 100_000
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table: its heading, and a row's text in it."""
+    """Column of a table: its heading, and the function that formats its cell in a row."""
 
     heading: str
     text: Callable[[Row], str]
@@ -44,14 +44,14 @@ class Column:
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        # Rich would end the process with 1; `errors` knows what a reader that went away is worth.
+        # Rich would exit with code 1; `OneLineErrors` has another exit code for closed pipes.
         raise
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Where results go: plain text where it is not a terminal.
+    """Return a console for results; it writes plain text unless its stream is a terminal.
 
-    Into a pipe or a file lines are as long as they are, unless COLUMNS says how wide.
+    In a pipe or file, lines have any length unless the environment variable COLUMNS limits it.
     """
     out = _Console(highlight=False, stderr=stderr)
     if not out.is_terminal and "COLUMNS" not in os.environ:
@@ -60,25 +60,25 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def number(value: float | None, digits: str = ".3g") -> str:
-    """A number as text; a dash where there is none."""
+    """Return a number as text, or a dash for None."""
     return "-" if value is None else format(value, digits)
 
 
 def milliseconds(value: float | None) -> str:
-    """Four significant digits, without an exponent."""
+    """Return milliseconds with four significant digits and without an exponent."""
     if value is None:
         return "-"
     return f"{value:.4f}" if value < 1 else f"{value:.4g}" if value < 1000 else f"{value:.0f}"
 
 
 def rate_unit(rows: Iterable[Row]) -> tuple[str, float]:
-    """TFLOP/s, or GFLOP/s where, as on CPUs, all are below one; and what TFLOP/s are times."""
+    """Return the unit of rates and its factor: GFLOP/s if all are below 1 TFLOP/s (CPUs)."""
     most = max((row["tflops"] or 0 for row in rows), default=0)
     return ("TFLOP/s", 1.0) if most >= 1 else ("GFLOP/s", 1e3)
 
 
 def rate_column(rows: Iterable[Row]) -> Column:
-    """The rates in the unit that fits them."""
+    """Return the column of rates, in the unit that `rate_unit` chooses."""
     heading, scale = rate_unit(rows)
 
     def text(row: Row) -> str:
@@ -88,7 +88,7 @@ def rate_column(rows: Iterable[Row]) -> Column:
 
 
 def error_text(row: Row) -> str:
-    """The largest error, marked where it is over the bound."""
+    """Return the largest error as text, with "!" if it exceeds the bound."""
     if row["max_error"] is None:
         return "-"
     text = row["max_error"] if isinstance(row["max_error"], str) else f"{row['max_error']:.1e}"
@@ -96,7 +96,7 @@ def error_text(row: Row) -> str:
 
 
 def tile_text(tile: Tile | Mapping[str, int] | None) -> str:
-    """A tile, or its fields, in few characters; `tile_legend` names them."""
+    """Return a short text of a tile or its fields; `tile_legend` names the numbers."""
     if tile is None:
         return "-"
     fields = _tile_fields(tile)
@@ -105,7 +105,7 @@ def tile_text(tile: Tile | Mapping[str, int] | None) -> str:
 
 
 def tile_legend(family: str, tile: Tile | Mapping[str, int]) -> str:
-    """What the numbers of a family's `tile_text` are."""
+    """Return the names of the numbers in a family's `tile_text`."""
     rest = [name for name in _tile_fields(tile) if name not in ("Br", "Bc")]
     return f"{family} tiles: {', '.join(['BrxBc', *rest])}"
 
@@ -122,8 +122,8 @@ def print_table(
 ) -> None:
     """Print rows under headings, with a rule between groups.
 
-    Columns of text are broken between words where the terminal is narrow. Numbers and words stay
-    whole, so the table may be wider than the terminal.
+    In a narrow terminal, columns of text wrap between words. Numbers and words are never broken,
+    so the table may be wider than the terminal.
     """
     out.print(title, markup=False, soft_wrap=True)
     texts = [[[column.text(row) for column in columns] for row in group] for group in groups]
@@ -153,7 +153,7 @@ def _least_width(out: Console, table: Table) -> int:
 
 
 def print_notes(out: Console, notes: Iterable[str]) -> None:
-    """Print lines below a table, each once, with how often it was said."""
+    """Print lines below a table, each once, with the number of its occurrences."""
     counts: dict[str, int] = {}
     for note in notes:
         counts[note] = counts.get(note, 0) + 1
@@ -162,15 +162,15 @@ def print_notes(out: Console, notes: Iterable[str]) -> None:
 
 
 Advance = Callable[[str], None]
-# Seconds between lines of progress.
+# Interval in seconds between printed lines of progress.
 _LINE_SECONDS = 10
 
 
 @contextmanager
 def progress(what: str, total: int, *, lines: bool = True) -> Iterator[Advance]:
-    """A progress bar on stderr, where that is a terminal; call what it gives before each step.
+    """Show progress on stderr; call the function that it yields before each step.
 
-    Elsewhere there is a line each 10 seconds, unless the command writes `lines` of its own.
+    A terminal shows a bar. Otherwise, if `lines`, a line is printed about every 10 seconds.
     """
     lines = lines and not sys.stderr.isatty()
     bar = Progress(
@@ -199,7 +199,7 @@ def progress(what: str, total: int, *, lines: bool = True) -> Iterator[Advance]:
 
 @dataclass(frozen=True)
 class Record:
-    """What a command measured: a head that says under which conditions, and rows."""
+    """Result of a command: metadata, which describes the conditions, and rows of measurements."""
 
     metadata: Mapping[str, Any]
     rows: Sequence[Row]
@@ -236,7 +236,7 @@ def _csv_text(record: Record) -> str:
 
 
 def four_digits(value: float) -> str:
-    """Four significant digits, or all of those before the point; an exponent below 0.0001."""
+    """Return four significant digits, or all digits of the integer part if it has more."""
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
@@ -245,7 +245,7 @@ def _cell_text(value: Any) -> str:
 
 
 def _markdown_text(record: Record) -> str:
-    # What all rows share stands once, above the table.
+    # Values that are equal in all rows are printed once, above the table.
     columns = _columns(record)
     texts = [[_cell_text(row.get(name)) for name in columns] for row in record.rows]
     shared = {
@@ -262,7 +262,7 @@ def _markdown_text(record: Record) -> str:
 
 
 def markdown_row(cells: Iterable[str]) -> str:
-    """One line of a Markdown table."""
+    """Return one line of a Markdown table."""
     return "| " + " | ".join(cells) + " |"
 
 
@@ -289,11 +289,11 @@ def write(path: Path, record: Record) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file that is there whole or as it was before, whatever interrupts."""
+    """Replace a file atomically: an interruption leaves either the old or the new contents."""
     path = path.resolve()
     draft = path.with_name(f".{os.getpid()}.part")
     if path.exists() and not (path.is_file() and os.access(path.parent, os.W_OK)):
-        # A device, or a file in a folder that takes no other.
+        # A device, or a file in a folder where no draft can be created.
         path.write_bytes(data)
         return
     try:
@@ -305,7 +305,7 @@ def write_whole(path: Path, data: bytes) -> None:
         draft.unlink(missing_ok=True)
 
 
-# Of the time between two writes of a record that grows, a write may take one part in so many.
+# Pause between two writes of a growing record, as a multiple of the time that a write takes.
 _WRITE_SHARE = 20
 
 
@@ -316,23 +316,23 @@ def kept(
     head: Callable[[], Mapping[str, Any]],
     show: Callable[[], None],
 ) -> Iterator[Callable[[], None]]:
-    """Keep what a command measures, whatever ends it: the file and the table have what was done.
+    """Save what a command has measured, in the file and as a table, even if it is interrupted.
 
     Parameters
     ----------
     path
-        The file; None for none.
+        Path of the file, or None for no file.
     rows
-        What was measured so far: grows while the block runs.
+        Measurements so far; the list grows while the block runs.
     head
-        Metadata of the record.
+        Function that returns the metadata of the record.
     show
-        Prints the rows; not called where there are none.
+        Function that prints the rows; it is not called if there are none.
 
     Yields
     ------
     save
-        To be called when rows have been added: they are in the file from then on.
+        Function to call after rows were added; it writes the file from time to time.
     """
     due = 0.0
 
@@ -341,7 +341,7 @@ def kept(
         start = time.monotonic()
         if path is None or not rows or start < due:
             return
-        # A full disk is no reason to stop measuring; at the end it is told.
+        # Measuring continues if the disk is full; the write at the end reports the error.
         with contextlib.suppress(click.ClickException):
             write(path, Record(head(), rows))
         due = time.monotonic() + _WRITE_SHARE * (time.monotonic() - start)
@@ -354,9 +354,9 @@ def kept(
 
 
 def keep(path: Path | None, record: Record, show: Callable[[], None]) -> None:
-    """Write a record, where there is a path for it, and show it."""
+    """Write a record if there is a path for it, and print its table."""
     try:
-        # First: whoever reads the table may go away.
+        # The file first, because printing fails if the reader of a pipe is gone.
         if path is not None:
             write(path, record)
     finally:
@@ -366,5 +366,5 @@ def keep(path: Path | None, record: Record, show: Callable[[], None]) -> None:
 
 
 def finite(value: float) -> float | str:
-    """A number for a record; JSON knows no infinity, so that becomes text."""
+    """Return a number for a record; inf and NaN become text, because JSON cannot hold them."""
     return value if abs(value) != float("inf") and value == value else str(value)

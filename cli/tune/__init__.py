@@ -1,1 +1,1 @@
-"""`tune`: sweeps over tiles."""
+"""The command `tune`: sweeps over tiles."""

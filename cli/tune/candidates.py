@@ -1,4 +1,4 @@
-"""Which tiles a sweep tries, and what comes of each."""
+"""Tiles that a sweep tries, and their results."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from ..cases.workload import Weighted
 
 @dataclass(frozen=True)
 class Limits:
-    """Which of the legal tiles are wanted.
+    """Restrictions on the tiles that a sweep tries.
 
     Attributes
     ----------
     Br, Bc
         Allowed sizes; None for all.
     max_smem
-        Most shared memory of a block, in KiB.
+        Largest shared memory of a thread block, in KiB.
     max_spills
-        Most bytes that a thread may spill.
+        Largest number of bytes that a thread may spill.
     max_tiles
-        Most tiles to try, evenly chosen.
+        Largest number of tiles, sampled evenly.
     """
 
     Br: tuple[int, ...] | None = None
@@ -43,11 +43,11 @@ class Limits:
 
     @property
     def exclude_nothing(self) -> bool:
-        """Whether all legal tiles that do not spill are tried."""
+        """Whether every legal tile is tried, except tiles that spill."""
         return self == Limits(max_spills=self.max_spills)
 
     def why_not(self, tile: Tile, shared_memory: int) -> str | None:
-        """Why a tile is not wanted, or None if it is."""
+        """Return why a tile is excluded, or None if it is not."""
         for name, allowed in (("br", self.Br), ("bc", self.Bc)):
             value = tile.Br if name == "br" else tile.Bc
             if allowed is not None and value not in allowed:
@@ -57,28 +57,28 @@ class Limits:
         return None
 
 
-# Fields that measuring a candidate sets.
+# Fields of a `Candidate` that measuring it sets.
 _RESULT = ("max_error", "failed", "medians_ms", "rounds", "dropped")
 
 
 @dataclass
 class Candidate:
-    """One tile for the cases of a group, and what came of it.
+    """One tile for the cases of a group, and its results.
 
     Attributes
     ----------
     plans
-        Of each case.
+        Plan of each case.
     weights
-        How much a case's time counts.
+        Weight of each case's time.
     flops
-        Of each case.
+        FLOPs of each case.
     medians_ms
-        Time of each case, as last measured; empty until then.
+        Last measured time of each case; empty before the first measurement.
     rounds
-        How many rounds of the race it was timed in.
+        Number of rounds of the race in which the tile was timed.
     twin
-        The candidate with the same machine code that is timed in its place.
+        Candidate with the same machine code, which is timed instead of this one.
     """
 
     plans: tuple[Plan, ...]
@@ -95,24 +95,24 @@ class Candidate:
 
     @property
     def plan(self) -> Plan:
-        """Of the first case."""
+        """Plan of the first case."""
         return self.plans[0]
 
     @property
     def tile(self) -> Tile:
-        """The tile, the same for all cases."""
+        """Tile, which is the same for all cases."""
         return self.plan.tile
 
     @property
     def cost_ms(self) -> float | None:
-        """Weighted sum of the cases' times; None until it was timed."""
+        """Weighted sum of the cases' times; None before they are measured."""
         if not self.medians_ms:
             return None
         return sum(w * ms for w, ms in zip(self.weights, self.medians_ms, strict=True))
 
     @property
     def tflops(self) -> float | None:
-        """Rate over all cases, as they are weighted."""
+        """Rate in TFLOP/s over all cases, with their weights."""
         cost = self.cost_ms
         if not cost:
             return None
@@ -120,24 +120,24 @@ class Candidate:
 
     @property
     def blocks_per_sm(self) -> int | None:
-        """Blocks that fit an SM; None where registers are not known."""
+        """Number of thread blocks that fit an SM; None if the registers are not known."""
         if self.resources is None:
             return None
         return dataclasses.replace(self.plan, resources=self.resources).blocks_per_sm()
 
     @property
     def result(self) -> dict[str, Any]:
-        """Results of its check and of its race, for `take`."""
+        """Results of the check and of the race, as `take` expects them."""
         return {name: getattr(self, name) for name in _RESULT}
 
     def take(self, result: Mapping[str, Any]) -> None:
-        """Take over the results of another candidate, or of this one in an interrupted sweep."""
+        """Copy the results of another candidate, or of this one in an interrupted sweep."""
         for name in _RESULT:
             setattr(self, name, result[name])
 
 
 def evenly(tiles: Sequence[Tile], default: Tile, most: int | None) -> list[Tile]:
-    """The default, and evenly out of the others so many that they are `most` together."""
+    """Return the default and an even sample of the other tiles, `most` tiles in all."""
     others = [tile for tile in tiles if tile != default]
     if most is None or len(others) < most:
         return [default, *others]
@@ -148,18 +148,18 @@ def evenly(tiles: Sequence[Tile], default: Tile, most: int | None) -> list[Tile]
 def gpu_candidates(
     cases: Sequence[Weighted], device: Device, family: str | None, limits: Limits
 ) -> list[Candidate]:
-    """The wanted tiles that are legal for all cases, and the default one of the first.
+    """Return the allowed tiles that are legal for all cases, and the default of the first case.
 
     Parameters
     ----------
     cases
-        What the tile is for.
+        Cases that the tile will serve.
     device
-        Where it runs.
+        Device that the tile runs on.
     family
-        Whose tiles; None for the family that the planner would choose.
+        Family of the tiles; None for the family that the planner would choose.
     limits
-        Which tiles are wanted; the default one is tried in any case.
+        Restrictions on the tiles; the default one is tried in any case.
     """
     problems = [case.case.problem() for case in cases]
     families = FAMILIES[problems[0].direction]
@@ -183,7 +183,7 @@ def gpu_candidates(
 
 
 def cpu_candidates(cases: Sequence[Weighted], limits: Limits) -> list[Candidate]:
-    """The CPU backend's tiles that are worth timing, and the default one of the first case."""
+    """Return the CPU backend's tiles that are worth timing, and the default of the first case."""
     problems = [case.case.problem() for case in cases]
     default = cpu.default_tile(problems[0])
     wanted = [tile for tile in cpu.candidate_tiles(problems[0]) if limits.why_not(tile, 0) is None]
@@ -201,7 +201,7 @@ def cpu_candidates(cases: Sequence[Weighted], limits: Limits) -> list[Candidate]
 def illegal_sizes(
     problem: Problem, device: Device, family: str, limits: Limits
 ) -> dict[tuple[int, int], str]:
-    """Why pairs of (Br, Bc) in the family's search space have no tile, where they have none."""
+    """Return why sizes (Br, Bc) of the search space have no legal tile, for sizes without one."""
     the_family = FAMILIES[problem.direction][family]
     reasons: dict[tuple[int, int], str] = {}
     legal = set()

@@ -1,4 +1,4 @@
-"""What `tune` found, as rows of a record and as tables."""
+"""Findings of `tune`, as rows of a record and as tables."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .candidates import Candidate
 from .journal import Finding
 from .sweep import Sweep
 
-# The note is printed below tables of classes, whose sizes differ from those of the cases.
+# Note below tables of classes, whose sizes differ from those of the cases.
 CLASS_NOTE = "class: sizes rounded to powers of four, so that a case of s96 is of class s64."
 
 
 def ranking_row(candidate: Candidate, rank: int) -> dict[str, Any]:
-    """A candidate as a record's row."""
+    """Return a candidate as a row of a record."""
     plan, resources = candidate.plan, candidate.resources
     static = resources.static_shared_memory if resources else 0
     error = candidate.max_error
@@ -57,7 +57,7 @@ def ranking_row(candidate: Candidate, rank: int) -> dict[str, Any]:
 def print_ranking(
     ranked: Sequence[Candidate], title: str, top: int, *, is_saved: bool = False
 ) -> None:
-    """Print the best tiles, and why others were dropped; the first may be marked as saved."""
+    """Print the best tiles, and why others were dropped; `is_saved` marks the first as saved."""
     rows = [ranking_row(candidate, rank) for rank, candidate in enumerate(ranked, 1)]
     on_gpu = any(row["registers"] is not None for row in rows)
     timed = any(row["tflops"] is not None for row in rows)
@@ -95,9 +95,9 @@ def print_ranking(
     if len(shown) + len(dropped) + twins < len(rows):
         notes.append(f"The best {len(shown)} of {len(rows)}; --output writes all.")
     if any(candidate.rounds for candidate in ranked):
-        notes.append("By rounds of the race that a tile lasted, then by time.")
+        notes.append("Ranked by the rounds of the race that a tile lasted, then by time.")
     if twins:
-        notes.append(f"{twins} tiles gave the same machine code as another and were not timed.")
+        notes.append(f"{twins} tiles compile to the same code as another and were not timed.")
     if on_gpu:
         legend = report.tile_legend(ranked[0].plan.family, ranked[0].tile)
         notes.append(legend + ".")
@@ -113,18 +113,18 @@ def finding_of(
     least_gain: float,
     unreliable: str | None = None,
 ) -> Finding:
-    """What a sweep found, for its journal and its report.
+    """Return the finding of a sweep, for its journal and its report.
 
     Parameters
     ----------
     sweep, ranked
-        The sweep, and its candidates from the best down.
+        Sweep, and its candidates from the best down.
     device
-        Where it ran.
+        Name of the device that it ran on.
     least_gain
-        Percent by which a tile must beat the default to be stored.
+        Percentage by which a tile must beat the default to be saved.
     unreliable
-        Why its times are not reliable; None if they are.
+        Reason why its times are not reliable; None if they are.
     """
     best = ranked[0]
     default = next(c for c in sweep.candidates if c.is_default)
@@ -157,23 +157,23 @@ def finding_of(
 
 
 def gain_percent(best: Candidate, default: Candidate) -> float | None:
-    """By how many percent the best tile is faster than the default; None if that did not run."""
+    """Return by how many percent the best tile beats the default; None if that did not run."""
     if best.cost_ms is None or default.cost_ms is None or default.failed:
         return None
     return round(100 * (default.cost_ms / best.cost_ms - 1), 2)
 
 
 def entry_of(finding: Finding, device: Device | None, which: str = "best") -> tuning.Entry:
-    """The table entry that a finding makes, of its best tile or of its default.
+    """Return the table entry for a finding's best tile or its default tile.
 
     Parameters
     ----------
     finding
-        What a sweep found.
+        Finding of a sweep.
     device
-        The GPU that it ran on; None for the CPU backend.
+        GPU that the sweep ran on; None for the CPU backend.
     which
-        "best" or "default".
+        Tile of the entry: "best" or "default".
     """
     return tuning.Entry(
         gpu=device.name if device else tuning.CPU,
@@ -188,12 +188,12 @@ def entry_of(finding: Finding, device: Device | None, which: str = "best") -> tu
 
 
 def is_stale(entry: tuning.Entry) -> bool:
-    """Whether an entry was tuned on other kernel sources than the present ones."""
+    """Return whether an entry was tuned on other kernel sources than the present ones."""
     return entry.digest != environment.digest_of(entry.family, entry.direction)
 
 
 def outcome_text(finding: Finding) -> str:
-    """A finding in few words."""
+    """Return the outcome of a finding in a few words."""
     if finding["best_tile"] is None:
         return "no tile ran and passed its check"
     if finding["best_tile"] == finding["default_tile"]:
@@ -206,7 +206,7 @@ def outcome_text(finding: Finding) -> str:
 
 
 def class_text(problem_class: str) -> str:
-    """A problem class in few words: what is as usual, or follows, is left out."""
+    """Return a short text of a problem class, without parts that have their usual value."""
     name, _, mods = problem_class.partition("; ")
     found = ProblemClass.parse(name)
     if found is None:
@@ -226,7 +226,7 @@ def class_text(problem_class: str) -> str:
 
 
 def print_findings(findings: Sequence[Finding], title: str) -> None:
-    """Print each class's default and best tile, and how near the defaults are to the best."""
+    """Print each class's default and best tile, and how close the defaults are to the best."""
     rows = [
         finding
         | {
@@ -263,7 +263,7 @@ def _kept_text(row: Mapping[str, Any]) -> str:
 
 
 def findings_notes(findings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """How near the defaults are to the best of their sweeps."""
+    """Return notes on how close the defaults are to the best tiles of their sweeps."""
     shares = [
         f["default_tflops"] / f["best_tflops"]
         for f in findings
@@ -271,7 +271,7 @@ def findings_notes(findings: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
     if not shares:
         return ["Nothing was timed."]
-    # Journals from before there were modifications do not say.
+    # Journals of versions without modifications lack this key.
     plain = [f for f in findings if not f.get("modified")]
     stored = sum(f["stored"] for f in plain)
     notes = [
@@ -282,11 +282,11 @@ def findings_notes(findings: Sequence[Mapping[str, Any]]) -> list[str]:
         near = sum(not f["stored"] and not f.get("not_stored") for f in plain)
         notes.append(
             f"{stored} of {len(plain)} classes keep a tile of their own"
-            + (f"; in {near} the default is near enough." if near else ".")
+            + (f"; in {near} the default is close enough." if near else ".")
         )
     refused = Counter(f["not_stored"] for f in findings if f.get("not_stored"))
     notes += [
-        f"{n} of {len(findings)} not kept, though better than the default: {why}."
+        f"{n} of {len(findings)} not saved, though better than the default: {why}."
         for why, n in refused.items()
     ]
     return notes

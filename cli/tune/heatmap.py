@@ -1,4 +1,4 @@
-"""Rates by tile size, Br down and Bc across."""
+"""Table of rates by tile size, with Br as rows and Bc as columns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .race import ranking
 
 Size = tuple[int, int]
 
-# From slow to fast, as RGB: viridis at five places.
+# Colours from slow to fast, as RGB: five points of the viridis colour map.
 _COLOURS = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _LEAST_WIDTH = 4
@@ -23,18 +23,18 @@ _LEAST_WIDTH = 4
 
 @dataclass(frozen=True)
 class HeatMap:
-    """The best rate of each size, and why other sizes have none.
+    """Best rate of each size, and why other sizes have none.
 
     Attributes
     ----------
     title
-        What was swept, on what.
+        Description of the sweep and its device.
     rates
-        TFLOP/s of the best tile of each (Br, Bc), as the ranking has it.
+        TFLOP/s of the best tile of each (Br, Bc), according to the ranking.
     reasons
-        Why a size in the search space has no rate.
+        Reason why a size in the search space has no rate.
     early
-        Sizes whose best tile left the race early: its rate is of fewer repeats.
+        Sizes whose best tile left the race early, so that its rate has fewer repeats.
     """
 
     title: str
@@ -46,7 +46,7 @@ class HeatMap:
     def of(
         cls, title: str, candidates: Sequence[Candidate], illegal: Mapping[Size, str]
     ) -> HeatMap:
-        """The map of a sweep's candidates and of the sizes that have no legal tile."""
+        """Return the map of a sweep's candidates and of the sizes that have no legal tile."""
         rates: dict[Size, float] = {}
         reasons = dict(illegal)
         early = set()
@@ -68,12 +68,12 @@ class HeatMap:
 
     @property
     def rows(self) -> list[int]:
-        """Br of the lines."""
+        """Values of Br in the map."""
         return sorted({size[0] for size in (*self.rates, *self.reasons)})
 
     @property
     def columns(self) -> list[int]:
-        """Bc of the columns."""
+        """Values of Bc in the map."""
         return sorted({size[1] for size in (*self.rates, *self.reasons)})
 
     @property
@@ -84,16 +84,16 @@ class HeatMap:
 
     @property
     def unit(self) -> tuple[str, float]:
-        """What the rates are shown in, and how much of that a TFLOP/s is."""
+        """Unit of the rates that are shown, and its factor on TFLOP/s."""
         return report.rate_unit({"tflops": rate} for rate in self.rates.values())
 
     def rate_text(self, rate: float) -> str:
-        """A rate in that unit, without a fraction where all are large."""
+        """Return a rate in that unit, without decimals if the rates are large."""
         scale = self.unit[1]
         return f"{rate * scale:{'.0f' if max(self.rates.values()) * scale >= 20 else '.3g'}}"
 
     def legend(self) -> dict[str, str]:
-        """A letter for each kind of reason: reasons that differ in their numbers are one kind."""
+        """Return a letter for each kind of reason; reasons of a kind may differ in numbers."""
         kinds = dict.fromkeys(_kind(why) for why in self.reasons.values())
         return dict(zip(kinds, _LETTERS, strict=False))
 
@@ -136,16 +136,16 @@ def print_heat_map(out: Console, heat: HeatMap) -> None:
     for cells in grid:
         for cell, width in zip(cells, widths, strict=True):
             cell.align("right", width)
-        # A map that is wider than the terminal is left whole.
+        # A map that is wider than the terminal is not wrapped.
         out.print(Text(" ").join(cells), soft_wrap=True)
     if heat.early:
-        out.print("~: left the race early, a rate of fewer repeats", markup=False)
+        out.print("~: left the race early, so timed with fewer repeats", markup=False)
     for kind, letter in legend.items():
         out.print(f"{letter}: {kind}", markup=False)
 
 
 def _style(rate: float, worst: float, best: float) -> str:
-    # Most differences are near the top: the colours are spread over the upper part.
+    # Most differences are near the best rate: the colours are spread over the upper part.
     share = (rate / best - max(0.5, worst / best)) / (1 - max(0.5, worst / best) or 1.0)
     red, green, blue = _colour(share)
     ink = "black" if 299 * red + 587 * green + 114 * blue > 128000 else "white"

@@ -1,4 +1,4 @@
-"""The sweeps of one `tune`, one after the other; an interrupted job goes on where it was."""
+"""Sweeps of one `tune` command, one after another; an interrupted job can be resumed."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from .race import ranking
 from .saver import Saver, why_not_saved
 from .sweep import Compilation, Settings, Sweep, measure, prebuilt_from, shorten, twin_class
 
-# Journals with other fields are not gone on with.
+# Version of the journal's fields; journals of other versions are not resumed.
 _JOURNAL_VERSION = 2
 
 
 @dataclasses.dataclass
 class TuneJob:
-    """All groups of one command, one after the other.
+    """All sweeps of one command, one after another.
 
     Attributes
     ----------
     last
-        The sweep that runs, or ran last; None if none did.
+        Sweep that runs, or ran last; None if none did.
     gpu_busy
         Reason why times on the GPU are not reliable; None if they are reliable, and on the CPU.
     """
@@ -56,22 +56,22 @@ class TuneJob:
 
     @property
     def goes_on(self) -> bool:
-        """Whether an interrupted job left something to go on with."""
+        """Whether an interrupted job left results to resume from."""
         return bool(self.journal.found or self.journal.begun)
 
     @property
     def only(self) -> Sweep | None:
-        """The sweep, where there is one alone, whose tiles can be shown."""
+        """The only sweep, whose tiles can then be shown; None if there are several."""
         return self.last if len(self.sweeps) == 1 else None
 
     @property
     def found(self) -> list[Finding]:
-        """What was found so far."""
+        """Findings so far."""
         found = self.journal.found
         return [found[c] for s in self.sweeps if (c := s.group.problem_class) in found]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Of a record: the tiles of one sweep, or what several found."""
+        """Return rows of a record: the tiles of a single sweep, or the findings of several."""
         if self.only is None:
             return [{k: v for k, v in f.items() if k != "finalists"} for f in self.found]
         ranked = ranking(self.only.candidates)
@@ -82,19 +82,19 @@ class TuneJob:
     def run(
         self, workers: int | None, rows: list[dict[str, Any]], save: Callable[[], None]
     ) -> None:
-        """Run what is left to do; put into `rows`, and have saved, what was found so far."""
+        """Run the remaining sweeps; update `rows` with the results so far, and call `save`."""
         journal = self.journal
         if self.goes_on:
             tiles = sum(map(len, journal.begun.values()))
             begun = f", and {tiles} tiles of the next are checked" if tiles else ""
             done = f"{len(journal.found)} of {len(self.sweeps)} are done"
-            click.echo(f"Going on: {done}{begun}.", err=True)
+            click.echo(f"Resuming: {done}{begun}.", err=True)
         for finding in self.found:
-            # An earlier command may have been a dry run, or one on a busy machine.
+            # Saving may be decided otherwise now: the earlier command may have been a dry run.
             if (now := self._settled(finding)) != finding:
                 journal.add(now)
         if self.device is not None:
-            # Before this process keeps the GPU busy.
+            # Checked before this process keeps the GPU busy.
             self.gpu_busy = busy_before(bus_id())
 
         def note() -> None:
@@ -115,7 +115,7 @@ class TuneJob:
                         compilation = Compilation(builder, Path(folder), self.limits.max_spills)
                         self._run_all(live, compilation)
         except (Exception, KeyboardInterrupt):
-            going_on = "; the same command goes on from there" if journal.is_kept else ""
+            going_on = "; the same command resumes there" if journal.is_kept else ""
             done = f"{len(journal.found)} of {len(self.sweeps)} are done"
             click.echo(f"{done}{going_on}.", err=True)
             raise
@@ -137,7 +137,7 @@ class TuneJob:
         journal = self.journal
         left = [s for s in self.sweeps if s.group.problem_class not in journal.found]
         if compilation:
-            # Everything is compiled ahead, but for what a shortlist will cut.
+            # All kernels are compiled ahead, except those of sweeps that will be shortened.
             classes = {sweep.group.problem_class for sweep in self.sweeps}
             for sweep in left:
                 if not self._comes_after_its_twin(sweep, classes):
@@ -179,7 +179,7 @@ class TuneJob:
         return unreliable()
 
     def _settled(self, finding: Finding) -> Finding:
-        """Return the finding with whether a command saves or saved its tile, and if not, why."""
+        """Return the finding with whether its tile is or will be saved and, if not, why."""
         if finding["stored"] or not finding["won"]:
             return finding
         why = why_not_saved(finding, self.saver)
@@ -192,7 +192,7 @@ class TuneJob:
 
 
 def _finalists(sweeps: Sequence[Sweep], journal: Journal) -> dict[str, list[Any]]:
-    """The tiles that did well, by class, of what is done; also where another run did it."""
+    """Return the tiles that went past the first round, for each class that is done."""
     found = {}
     for sweep in sweeps:
         finding = journal.found.get(sweep.group.problem_class)
@@ -207,5 +207,5 @@ def _group_identity(group: Group) -> list[Any]:
 
 
 def label(sweep: Sweep) -> str:
-    """A sweep in a few words."""
+    """Return a short text that identifies a sweep."""
     return f"{sweep.family} {class_text(sweep.group.problem_class)}"

@@ -1,4 +1,4 @@
-"""What a sweep has found so far, in a file: an interrupted one goes on where it was."""
+"""Journal of a sweep: a file with its results so far, so that it can be resumed."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ Finding = dict[str, Any]
 
 
 def folder() -> Path:
-    """Where journals lie: beside the user's table."""
+    """Return the folder of the journals, next to the user's table."""
     return tuning.user_table_path().parent / "sweeps"
 
 
 class Journal:
-    """The findings of one sweep, by problem class.
+    """Findings of one sweep, by problem class.
 
-    A sweep is known by its settings: with others, or other kernel sources, it is another one.
+    A sweep is identified by its settings, which include the digests of the kernel sources.
 
     Attributes
     ----------
     found
         Findings of the classes that are done.
     begun
-        Results of the tiles of a class that is not done, by class and by the tile's text.
+        Results of the tiles of classes that are not done, by class and by the tile's text.
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        """Read what an interrupted sweep of these settings left; the file stays as it is."""
+        """Read the results of an interrupted sweep with these settings; the file is not changed."""
         text = json.dumps(settings, sort_keys=True)
         name = hashlib.sha256(text.encode()).hexdigest()[:16]
         self.path = folder() / f"{name}.jsonl"
@@ -54,9 +54,9 @@ class Journal:
         self._is_begun = False
 
     def _begin(self) -> None:
-        """Write the results of the interrupted sweep over what the file held.
+        """Replace the file's contents by the results of the interrupted sweep.
 
-        If the file cannot be written, a line on stderr says so, and nothing is kept.
+        If the file cannot be written, a line on stderr says so, and nothing is recorded.
         """
         self._is_begun = True
         try:
@@ -72,19 +72,19 @@ class Journal:
             )
 
     def add(self, finding: Finding) -> None:
-        """Note what was found for a class."""
+        """Record the finding of a class."""
         self._append(finding)
         self.found[finding["problem_class"]] = finding
 
     def add_tile(
         self, problem_class: str, tile: str, result: Mapping[str, Any], unreliable: str | None
     ) -> None:
-        """Note what came of a tile so far, of a class that is not done."""
+        """Record the result of a tile, for a class that is not done."""
         line = {"class_begun": problem_class, "tile": tile, "unreliable": unreliable, **result}
         self._append(line)
 
     def finish(self) -> None:
-        """Note that the sweep is complete: the next one of its settings starts anew."""
+        """Record that the sweep is complete: the next one with its settings starts over."""
         self._append({"complete": True})
 
     def _append(self, line: Mapping[str, Any]) -> None:
@@ -97,7 +97,7 @@ class Journal:
 
 
 def _lines(path: Path) -> list[Finding]:
-    """The whole lines of a journal; one that was cut short by an interruption is left out."""
+    """Return the complete lines of a journal, without a line that an interruption cut short."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -112,6 +112,6 @@ def _lines(path: Path) -> list[Finding]:
 
 
 def findings() -> Iterator[Finding]:
-    """What all sweeps have found, the oldest first."""
+    """Yield the findings of all sweeps, the oldest first."""
     for path in sorted(folder().glob("*.jsonl"), key=lambda path: path.stat().st_mtime):
         yield from (line for line in _lines(path) if "problem_class" in line)

@@ -1,4 +1,4 @@
-"""How a sweep is getting on: a live table on a terminal, a line for each group elsewhere."""
+"""Progress of a sweep: a live table on a terminal, otherwise a line for each group."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from rich.table import Table
 from ..records import report
 from .candidates import Candidate
 
-# Finished groups that stay in view.
+# Number of finished groups that remain visible.
 _SHOWN = 8
 
 
 class Live:
-    """Told what happens, shows it on stderr; a context manager."""
+    """Display of a sweep's progress on stderr; a context manager."""
 
     def __init__(
         self, groups: int, resumed: int = 0, save: Callable[[], None] = lambda: None
     ) -> None:
-        """Show nothing yet.
+        """Create the display without showing it.
 
         Parameters
         ----------
         groups, resumed
-            How many there are, and how many of them were done before.
+            Number of groups, and of groups that were finished before.
         save
-            Called whenever there are new times.
+            Function that is called whenever there are new times.
         """
         self._groups, self._resumed, self._done = groups, resumed, resumed
         self._save = save
@@ -65,20 +65,20 @@ class Live:
             self._live.stop()
 
     def begin(self, label: str) -> None:
-        """A group begins."""
+        """Show that a group begins."""
         self._label, self._step, self._best, self._share = label, "", None, 0.0
 
     def compiled(self, done: int, total: int) -> None:
-        """So many of the group's kernels are compiled."""
+        """Show how many of the group's kernels are compiled."""
         self._step, self._share = f"compile {done}/{total}", 0.3 * done / total
 
     def checked(self, done: int, total: int) -> None:
-        """So many of the group's tiles are checked."""
+        """Show how many of the group's tiles are checked."""
         self._step, self._share = f"check {done}/{total}", 0.3 + 0.4 * done / total
 
     def timed(self, candidates: Sequence[Candidate]) -> None:
-        """These tiles were timed."""
-        # A round is timed in lots, and the best so far may be of an earlier one.
+        """Show that these candidates were timed."""
+        # A round is timed in lots, so the best candidate so far may be from an earlier lot.
         so_far = [*candidates, self._best] if self._best else candidates
         self._best = best = min(so_far, key=lambda c: (-c.rounds, c.cost_ms or 0.0))
         self._step = f"time, round {best.rounds}"
@@ -86,7 +86,7 @@ class Live:
         self._save()
 
     def end(self, outcome: str) -> None:
-        """The group is done."""
+        """Show that the group is done."""
         self._save()
         self._done += 1
         best, self._share = _text(self._best), 0.0

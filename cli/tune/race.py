@@ -1,4 +1,4 @@
-"""Successive halving: time many candidates a little and the best of them more.
+"""Successive halving: time many candidates briefly, and the best of them longer.
 
 Jamieson and Talwalkar, "Non-stochastic best arm identification", 2016.
 """
@@ -10,22 +10,22 @@ from dataclasses import dataclass
 
 from .candidates import Candidate
 
-# Calls are prepared and queued in lots of so many, so that progress shows and Ctrl-C works.
+# Number of candidates that are queued at once, so that progress shows and Ctrl-C works.
 _LOT = 16
 
 
 @dataclass(frozen=True)
 class Round:
-    """How often each candidate is timed, and which go on to the next round.
+    """Number of repeats in a round, and of candidates that reach the next round.
 
     Attributes
     ----------
     repeats
-        Of each case.
+        Number of repeats of each case.
     share
-        So large a part of them goes on.
+        Fraction of the candidates that reach the next round.
     least
-        So many go on at least.
+        Minimum number of candidates that reach the next round.
     """
 
     repeats: int
@@ -34,7 +34,7 @@ class Round:
 
 
 def rounds(repeats: int) -> tuple[Round, ...]:
-    """The rounds that end with so many repeats."""
+    """Return the rounds of a race; the last round has `repeats` repeats."""
     return (Round(2, 0.15, 12), Round(max(2, repeats // 4), 0.3, 4), Round(repeats, 0, 0))
 
 
@@ -47,18 +47,18 @@ def race(
 ) -> None:
     """Time candidates in rounds; the default one stays to the end.
 
-    Lots that were timed before, in a race that was interrupted, are not timed again.
+    Lots that were timed in an interrupted race are not timed again.
 
     Parameters
     ----------
     candidates
-        Those that passed their check.
+        Candidates that passed their check.
     plan
-        The rounds.
+        Rounds of the race.
     measure
-        Times some candidates, taking turns, for so many repeats, and notes their medians.
+        Function that times candidates alternately, with a number of repeats; stores the medians.
     advance
-        Told of those that were just timed.
+        Function that is called with the candidates that were just timed.
     """
     running = list(candidates)
     for number, each in enumerate(plan, 1):
@@ -70,7 +70,7 @@ def race(
             for candidate in lot:
                 candidate.rounds = number
             advance(lot)
-        # The times of an earlier round, by which these were chosen, are gone.
+        # In a resumed race, later times have replaced those by which this round chose.
         chosen = [candidate for candidate in running if candidate.rounds > number]
         running = chosen or _best(running, max(each.least, round(each.share * len(running))))
 
@@ -85,9 +85,9 @@ def _best(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
 
 
 def ranking(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Candidates from the best down: by rounds that they lasted, then by time.
+    """Return the candidates from the best down: by rounds that they lasted, then by time.
 
-    Those that were not timed follow, by resources: no spills, then many resident threads, then
+    Candidates that were not timed follow, by resources: no spills, then many resident threads, then
     large tiles, which read keys and values less often. Those that failed their check come last.
     """
 

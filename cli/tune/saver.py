@@ -1,4 +1,4 @@
-"""Puts the tiles that `tune` found into a table."""
+"""Saving of the tiles that `tune` found in a table."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .journal import Finding
 
 
 def require_writable(table: Path | None) -> None:
-    """Raise a usage error if the user's table, which is meant where there is none, cannot be."""
+    """Raise a usage error if `table` is None and the user's table cannot be written."""
     if table:
         return
     path = tuning.user_table_path()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Not the table itself: another process may be reading or replacing it.
+        # A temporary file, because another process may be reading or replacing the table.
         tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
         raise click.UsageError(
@@ -34,22 +34,23 @@ def require_writable(table: Path | None) -> None:
 
 @dataclasses.dataclass
 class Saver:
-    """Puts the tiles that beat the default into a table.
+    """Writer of the tiles that beat the default to a table.
 
     Attributes
     ----------
     table
-        The file; the user's table if None.
+        Path of the table; None for the user's table.
     device
-        Whose tiles they are; None for the CPU backend.
+        Device that the tiles are for; None for the CPU backend.
     removes
-        Whether an entry goes where the default is now the best: a sweep of some tiles cannot tell.
+        Whether to remove the entry of a class whose default is now the best tile. A sweep of only
+        some tiles cannot decide that.
     command
-        For people who read the file.
+        Command line, for people who read the file.
     force
-        Whether to save also what was measured on a busy machine.
+        Whether to save results of a busy machine, too.
     removed
-        Entries that went so far.
+        Number of entries removed so far.
     """
 
     table: Path | None
@@ -60,7 +61,7 @@ class Saver:
     removed: int = 0
 
     def save(self, found: Sequence[Finding]) -> str:
-        """Save the findings of calls without modifications; return what was done, as text."""
+        """Save the findings of calls without modifications; return a text about what was done."""
         path = self.table or tuning.user_table_path()
         usable = [f for f in found if f["best_tile"] is not None and not why_not_saved(f, self)]
         won = [entry_of(finding, self.device) for finding in usable if finding["stored"]]
@@ -86,7 +87,7 @@ class Saver:
         return "\n".join(texts)
 
     def _is_overruled(self, finding: Finding) -> bool:
-        """Whether a class without an entry in the user's table would not get the default tile."""
+        """Return whether a class without a user's entry would get another tile than the default."""
         if self.table:
             return False
         key = (finding["family"], finding["kernel_digest"], finding["problem_class"])

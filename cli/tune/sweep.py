@@ -1,4 +1,4 @@
-"""Compile, check and time the tiles of one group of cases after the other."""
+"""Compile, check and time the tiles of the groups of cases, one group after another."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from .candidates import Candidate, Limits, cpu_candidates, gpu_candidates
 from .live import Live
 from .race import race, rounds
 
-# What differs between these two types in machine code is the type alone, so that tiles which came
-# off badly with one need not be tried with the other.
+# The machine code for these two types differs only in the type of instructions. Tiles that are slow
+# for one therefore need not be tried for the other.
 _TWIN_DTYPES = {"float16": "bfloat16", "bfloat16": "float16"}
 
 
-# Query rows that each tile's result is compared on, for each case: hundreds of tiles are checked.
+# Query rows per case on which a tile's result is compared; few, as hundreds of tiles are checked.
 _CHECKED_ROWS = 2048
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How tiles are timed."""
+    """Settings for the timing of tiles."""
 
     seed: int
     warmup: int
@@ -52,30 +52,30 @@ class Settings:
 
 @dataclass
 class Sweep:
-    """A group of cases and the tiles that are tried for it."""
+    """A group of cases, and the tiles that are tried for it."""
 
     group: Group
     candidates: list[Candidate]
 
     @property
     def family(self) -> str:
-        """The kernel family, or "cpu"."""
+        """Name of the kernel family, or "cpu"."""
         return self.candidates[0].plan.family
 
     @property
     def direction(self) -> str:
-        """Of the cases."""
+        """Direction of the cases."""
         return self.candidates[0].plan.problem.direction
 
     def finalists(self) -> list[Tile]:
-        """The tiles that went past the first round."""
+        """Return the tiles that went past the first round."""
         return [candidate.tile for candidate in self.candidates if candidate.rounds > 1]
 
 
 def plan_sweeps(
     groups: Sequence[Group], device: Device | None, family: str | None, limits: Limits
 ) -> list[Sweep]:
-    """The sweeps of all groups; on the CPU without a device."""
+    """Return the sweeps of all groups, on the CPU if `device` is None."""
     return [
         Sweep(
             group,
@@ -88,13 +88,13 @@ def plan_sweeps(
 
 
 def too_large_for(sweep: Sweep) -> str | None:
-    """Why the arrays of a sweep's cases do not fit the free memory, or None if they do."""
+    """Return why the arrays of a sweep's cases do not fit the free memory, or None if they do."""
     needed = sum(weighted.case.array_bytes for weighted in sweep.group.cases)
     return too_large(needed, on_gpu=sweep.candidates[0].plan.device is not None)
 
 
 def twin_class(problem_class: str) -> str | None:
-    """The same class in the other 16-bit type; None for other types."""
+    """Return the same class with the other 16-bit type; None for other types."""
     found = ProblemClass.parse(problem_class)
     if found is None or found.dtype not in _TWIN_DTYPES:
         return None
@@ -102,7 +102,7 @@ def twin_class(problem_class: str) -> str | None:
 
 
 def shorten(sweep: Sweep, finalists: Mapping[str, Sequence[Tile]]) -> None:
-    """Keep only the tiles that did well in the other 16-bit type, where that was swept before."""
+    """Keep only the tiles that did well for the other 16-bit type, if that was swept before."""
     best = finalists.get(twin_class(sweep.group.problem_class) or "")
     if best:
         sweep.candidates = [c for c in sweep.candidates if c.tile in best or c.is_default]
@@ -110,7 +110,7 @@ def shorten(sweep: Sweep, finalists: Mapping[str, Sequence[Tile]]) -> None:
 
 @dataclass
 class Compilation:
-    """Builds the candidates of sweeps, each unit once, ahead of when they are wanted."""
+    """Compilation of the sweeps' candidates ahead of their use, each unit once."""
 
     builder: Builder
     folder: Path | None
@@ -119,7 +119,7 @@ class Compilation:
     _hashes: dict[str, str] = field(default_factory=dict)
 
     def start(self, candidates: Sequence[Candidate]) -> None:
-        """Have the candidates' units built."""
+        """Submit the candidates' translation units for compilation."""
         for candidate in candidates:
             for plan in candidate.plans:
                 job = Job.of(plan)
@@ -127,7 +127,7 @@ class Compilation:
                     self._futures[job.unit.text] = self.builder.submit(job)
 
     def finish(self, candidates: Sequence[Candidate], live: Live) -> None:
-        """Wait for the candidates' units; note resources, and drop what fails or spills."""
+        """Wait for the candidates' units; store resources, and drop what fails or spills."""
         self.start(candidates)
         units = {job.unit.text: job for c in candidates for job in map(Job.of, c.plans)}
         waiting = {self._futures[text]: text for text in units}
@@ -151,13 +151,13 @@ class Compilation:
             click.echo(errors[0], err=True)
             return
         spilled = max(b.resources.spill_bytes for b in built if b.resources)
-        # The default is what the others are compared with.
+        # The default is never dropped for spills, because the others are compared with it.
         if spilled > self.max_spills and not candidate.is_default:
             candidate.dropped = f"spills {spilled} bytes per thread"
 
     def _find_twins(self, candidates: Sequence[Candidate]) -> None:
         first: dict[tuple[Any, ...], Candidate] = {}
-        # The default is timed itself.
+        # The default first, so that it is timed itself.
         for candidate in sorted(candidates, key=lambda c: not c.is_default):
             if candidate.dropped is None:
                 key = tuple(
@@ -171,7 +171,7 @@ class Compilation:
 
 @contextlib.contextmanager
 def prebuilt_from(folder: Path) -> Iterator[None]:
-    """Have the library load kernels from a folder of cubins."""
+    """Let the library load kernels from a folder of cubins while the block runs."""
     before = os.environ.get(CUBINS_VARIABLE)
     os.environ[CUBINS_VARIABLE] = str(folder)
     try:

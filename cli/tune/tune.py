@@ -1,4 +1,4 @@
-"""`cupy-flash tune`: race the legal tiles of a family and save what beats the default."""
+"""The command `cupy-flash tune`: time the legal tiles of a family, and save the best ones."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ _CPU_DEFAULTS = {
 }
 
 
-_NO_TABLE = "tables of tuned tiles are of calls without modifications"
+_NO_TABLE = "tables of tuned tiles hold only calls without modifications"
 
 
 def _table_file(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
-    """A table file that can be written; one that is there must be a table."""
+    """Return the path of a table that can be written; a file that exists must be a table."""
     if path is None:
         return None
     writable_path(path, (".json",))
@@ -82,34 +82,36 @@ def _table_file(ctx: click.Context, param: click.Parameter, path: Path | None) -
 @sequence_options
 @mod_options
 @backward_option
-@click.option("--preset", type=click.Choice(list(PRESETS)), help="A named set of cases.")
+@click.option("--preset", type=click.Choice(list(PRESETS)), help="Named set of cases.")
 @click.option(
     "--workload",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="A .json or .csv file of weighted cases; see docs/guide/tuning.md.",
+    help="Path of a .json or .csv file of weighted cases; see docs/guide/tuning.md.",
 )
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of inputs.")
+@click.option(
+    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of random inputs."
+)
 @click.option("--family", type=click.Choice(FAMILY_NAMES), help="Kernel family to tune.")
-@click.option("--backend", type=click.Choice(["gpu", "cpu"]), help="What to tune for.")
-@click.option("--br", type=HEADS, help="Try only these query rows.")
-@click.option("--bc", type=HEADS, help="Try only these key rows.")
-@click.option("--max-smem", type=FINITE, help="Most KiB of shared memory per block.")
-@click.option("--max-tiles", type=click.IntRange(1), help="Try only so many tiles, evenly chosen.")
+@click.option("--backend", type=click.Choice(["gpu", "cpu"]), help="Backend to tune.")
+@click.option("--br", type=HEADS, help="Try only tiles with these numbers of query rows.")
+@click.option("--bc", type=HEADS, help="Try only tiles with these numbers of key rows.")
+@click.option("--max-smem", type=FINITE, help="Maximum shared memory of a thread block, in KiB.")
+@click.option("--max-tiles", type=click.IntRange(1), help="Number of tiles to try, evenly chosen.")
 @click.option(
     "--max-spills",
     type=click.IntRange(0),
     default=32,
     show_default=True,
-    help="Drop tiles that spill more bytes per thread.",
+    help="Drop tiles whose kernels spill more than this many bytes per thread.",
 )
 @click.option(
     "--min-gain",
     type=FINITE,
     default=2.0,
     show_default=True,
-    help="Save only what beats the default tile by so many percent.",
+    help="Save only tiles that are at least this many percent faster than the default tile.",
 )
-@click.option("--workers", type=click.IntRange(1), help="Processes that compile.")
+@click.option("--workers", type=click.IntRange(1), help="Number of processes that compile.")
 @click.option("--warmup", type=click.IntRange(0), default=1, show_default=True)
 @click.option("--repeats", type=click.IntRange(1), default=20, show_default=True)
 @click.option("--top", type=click.IntRange(1), default=20, show_default=True, help="Rows to show.")
@@ -117,7 +119,7 @@ def _table_file(ctx: click.Context, param: click.Parameter, path: Path | None) -
     "--table",
     type=click.Path(path_type=Path, dir_okay=False),
     callback=_table_file,
-    help="Save into this .json table instead of the user's.",
+    help="Path of a .json table to save to, instead of the user's table.",
 )
 @click.option("--dry-run", is_flag=True, help="Save nothing.")
 @click.option(
@@ -125,7 +127,7 @@ def _table_file(ctx: click.Context, param: click.Parameter, path: Path | None) -
     is_flag=True,
     help="Save tiles that were measured on a busy machine, and overwrite an existing --output.",
 )
-@click.option("--report", "reporting", is_flag=True, help="Show what earlier sweeps found.")
+@click.option("--report", "reporting", is_flag=True, help="Show the findings of earlier sweeps.")
 @overwritable_output_option
 @click.pass_context
 def tune(
@@ -155,13 +157,13 @@ def tune(
     arch: str | None,
     **options: Any,
 ) -> None:
-    """Race every legal tile of a kernel family on the given shapes and save what wins.
+    """Time every legal tile of a kernel family on the given shapes, and save the best.
 
-    Cases that share a tile are timed together. A tile is saved if it beats the family's default by
-    --min-gain percent; the dispatcher then uses it for that GPU and class of problems, until the
-    family's sources change. With modifications nothing is saved, nor, without --force, on a machine
-    that others use. An interrupted sweep goes on where it was. Exits with 1 if a tile's result
-    fails its check, or if a tile is not saved because the machine was busy.
+    Cases of one problem class are timed together. A tile is saved if it beats the family's default
+    by --min-gain percent; the dispatcher then uses it for that GPU and class, until the family's
+    sources change. Nothing is saved for cases with modifications or, without --force, on a machine
+    that others use. An interrupted sweep continues where it stopped. The exit code is 1 if a tile's
+    result fails its check, or if a tile is not saved because the machine was busy.
     """
     shape, sequences, mods = split_shape(options), split_sequences(options), split_mods(options)
     if reporting:
@@ -183,7 +185,7 @@ def tune(
     )
     if on_cpu and not all(each.case.is_dense and not each.case.is_backward for each in cases):
         raise click.UsageError(
-            "--backend cpu goes through caches, packed sequences and gradients without tuned tiles"
+            "--backend cpu has no tuned tiles for caches, packed sequences and gradients"
         )
     if any(weighted.case.flops() == 0 for weighted in cases):
         raise click.UsageError("a shape has nothing to compute, so no tile is the best for it")
@@ -191,10 +193,10 @@ def tune(
     device = None if on_cpu else _device(arch)
     are_modified = [group.is_modified for group in groups]
     if all(are_modified) and table:
-        raise click.UsageError(f"--table {table} would have nothing to hold: {_NO_TABLE}")
+        raise click.UsageError(f"--table {table} would stay empty: {_NO_TABLE}")
     limits = Limits(br, bc, max_smem, max_spills, max_tiles)
     with library_errors_as_usage():
-        # All groups first: a wrong option shows before anything is compiled.
+        # All sweeps are planned first, so that a wrong option shows before anything is compiled.
         sweeps = plan_sweeps(groups, device, family, limits)
     if (br or bc) and not any(_has_size(sweep, br, bc) for sweep in sweeps):
         everything = plan_sweeps(groups[:1], device, family, Limits())[0]
@@ -213,7 +215,7 @@ def tune(
     settings = Settings(seed, warmup, repeats)
     name = device.name if device else environment.cpu_name()
     job = TuneJob(sweeps, device, name, limits, settings, min_gain, saver)
-    # The record of a sweep that was interrupted is gone on with.
+    # A resumed sweep continues its existing record.
     refuse_existing(output, force=force or job.goes_on)
     rows: list[dict[str, Any]] = []
 
@@ -230,7 +232,7 @@ def tune(
     with report.kept(output, rows, head, show) as save:
         job.run(workers, rows, save)
     found = job.found
-    # Also what an earlier, interrupted command found.
+    # This includes findings of an earlier command that was interrupted.
     if saver:
         click.echo(saver.save(found))
     elif dry_run:
@@ -246,7 +248,7 @@ def tune(
         )
     failed = any(finding["failed"] for finding in found)
     if failed:
-        click.echo("!: a tile's result is not that of the reference; it was not saved.", err=True)
+        click.echo("!: a tile's result differs from the reference; it was not saved.", err=True)
     if busy or failed or all(finding["best_tile"] is None for finding in found):
         ctx.exit(1)
 
@@ -266,15 +268,15 @@ def _cases(
     backward: bool,
 ) -> list[Weighted]:
     if preset and workload:
-        raise click.UsageError("--preset does not go with --workload: both name the cases")
+        raise click.UsageError("--preset does not go with --workload: both define the cases")
     if preset:
         if on_cpu:
             raise click.UsageError(f"--preset {preset} is for GPUs; leave --backend cpu out")
-        because = f"--preset {preset}, which names the cases"
+        because = f"--preset {preset}, which defines the cases"
         refuse_cases(shape, sequences, mods, because, backward=backward)
         return PRESETS[preset]()
     if workload:
-        because = "--workload, which names the cases"
+        because = "--workload, which defines the cases"
         refuse_cases(shape, sequences, mods, because, backward=backward)
         return read_workload(workload)
     defaults = _CPU_DEFAULTS if on_cpu else _GPU_DEFAULTS
@@ -295,7 +297,7 @@ def _device(arch: str | None) -> Device:
 
 
 def _that_fit(sweeps: Sequence[Sweep]) -> list[Sweep]:
-    """The sweeps whose arrays fit the free memory; a line on stderr says why others do not."""
+    """Return the sweeps whose arrays fit the free memory; print why others are left out."""
     reasons = [too_large_for(sweep) for sweep in sweeps]
     for sweep, reason in zip(sweeps, reasons, strict=True):
         if reason:
@@ -320,7 +322,7 @@ def _has_size(sweep: Sweep, br: tuple[int, ...] | None, bc: tuple[int, ...] | No
 
 
 def _no_such_size(everything: Sweep, br: tuple[int, ...] | None, bc: tuple[int, ...] | None) -> str:
-    """What was asked for and what there is; of Bc, beside the Br that was asked for."""
+    """Return the sizes that were asked for and those that exist; Bc only for the given Br."""
     tiles = [candidate.tile for candidate in everything.candidates]
     of_br = [tile for tile in tiles if not br or tile.Br in br]
     parts = []
@@ -331,7 +333,7 @@ def _no_such_size(everything: Sweep, br: tuple[int, ...] | None, bc: tuple[int, 
         if given is not None and not sizes & set(given):
             asked, known = (", ".join(map(str, sorted(n))) for n in (set(given), sizes))
             parts.append(f"{option} {asked}: expected some of {known}")
-    beside = f" beside --br {', '.join(map(str, br))}" if br and of_br else ""
+    beside = f" with --br {', '.join(map(str, br))}" if br and of_br else ""
     return f"no tile of {everything.family} is that size; {'; '.join(parts)}{beside}"
 
 
@@ -349,7 +351,7 @@ def _show(
     name: str,
     top: int,
 ) -> None:
-    """Show a sweep's tiles and what was found; without a finding the sweep is not complete."""
+    """Print a sweep's tiles and its finding; without a finding the sweep is not complete."""
     title = _title(sweep, name)
     is_saved = finding is not None and finding["stored"]
     print_ranking(ranking(sweep.candidates), title, top, is_saved=is_saved)
@@ -357,7 +359,7 @@ def _show(
     illegal = illegal_sizes(problem, device, sweep.family, limits) if device else {}
     print_heat_map(report.console(), HeatMap.of(title, sweep.candidates, illegal))
     if finding is None:
-        click.echo("The sweep is not complete, and nothing is saved.")
+        click.echo("The sweep is not complete, so nothing is saved.")
     else:
         outcome = outcome_text(finding)
         click.echo(f"The best tile: {outcome}." if finding["best_tile"] else f"{outcome}.")
@@ -401,16 +403,16 @@ def _command() -> str:
 
 
 def _report(output: Path | None) -> None:
-    """Show the newest finding of each class on this machine's processors, timing nothing."""
+    """Print the newest finding of each problem class and device in the journals, timing nothing."""
     newest: dict[tuple[str, str, str], Finding] = {}
     for finding in findings():
-        # Journals from before there were gradients do not say.
+        # Journals of versions without gradients have no direction.
         kernels = (finding["family"], finding.get("direction", "forward"))
         if finding["kernel_digest"] == environment.digest_of(*kernels):
             key = (finding["device"], finding["family"], finding["problem_class"])
             newest[key] = finding
     if not newest:
-        click.echo("No sweep of these kernels has been made; 'cupy-flash tune' makes one.")
+        click.echo("No sweep of these kernels has been run; 'cupy-flash tune' runs one.")
         return
 
     def show() -> None:

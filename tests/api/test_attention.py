@@ -1,4 +1,4 @@
-"""The public functions on host arrays: what goes in, what comes out, and what is said meanwhile."""
+"""The public functions on host arrays: inputs, results, and what the library logs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def poisoned(shape, dtype):
 
 
 def assert_close(out, q, k, v, **formula):
-    """Within twice the error that the formula makes in the inputs' own precision."""
+    """Assert at most twice the error that the naive formula makes in the dtype of the inputs."""
     exact, lse = attention_reference(q, k, v, return_lse=True, **formula)
     assert out.shape == exact.shape
     assert out.dtype == q.dtype
@@ -335,7 +335,7 @@ def test_the_first_call_of_a_configuration_says_what_it_compiles_and_later_ones_
     rng, caplog
 ):
     assert gpu_unavailable() is None
-    # Head dims that no other test uses, so that the configuration is new to this process.
+    # No other test uses these head dims, so this process has not seen the configuration yet.
     arrays = random_qkv(rng, dims=(43, 71))
     with caplog.at_level(logging.INFO, "cupy_flash"):
         flash_attention(*arrays)

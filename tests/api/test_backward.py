@@ -1,4 +1,4 @@
-"""Gradients on the CPU: what goes in and comes out, and what is refused."""
+"""Gradients on the CPU backend: inputs, results, and errors for wrong arguments."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ assert_refused = functools.partial(refusals.assert_refused, flash_attention_back
 
 
 def arrays(rng: np.random.Generator, dtype: Any = np.float32) -> list[np.ndarray]:
-    """q, k, v and dout."""
+    """Return q, k, v and dout."""
     shapes = [(2, 33, 4, 24), (2, 50, 2, 24), (2, 50, 2, 8), (2, 33, 4, 8)]
     return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
 
 
 def good() -> dict[str, Any]:
-    """Arguments that are right, for one at a time to be made wrong."""
+    """Return valid arguments; each test makes one of them wrong."""
     q, k, v, dout = arrays(np.random.default_rng(0))
     out, lse = flash_attention(q, k, v, return_lse=True, backend="cpu")
     named = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "backend": "cpu"}
@@ -45,13 +45,13 @@ def good() -> dict[str, Any]:
 
 @pytest.mark.parametrize("where", [{"arch": "sm_90"}, {"backend": "cpu"}])
 def test_a_plan_allocates_nothing(where: dict[str, Any]) -> None:
-    # Views with the shape of 64 GiB. Kernels cannot read them in place, so the plan is for a copy.
+    # Views that have the shape of 64 GiB. Kernels cannot read them in place, so calls copy them.
     shape, row = (8, 4096, 64, 64), np.zeros(128, np.float16)
     q = np.lib.stride_tricks.as_strided(row, (*shape[:1], 64 * 4096, *shape[2:]), (0, 0, 0, 2))
     strided = np.lib.stride_tricks.as_strided(row, q.shape, (0, 0, 0, 4))
     for array in (q, strided):
         for function in (flash_attention, flash_attention_backward):
-            # The first round imports modules and fills caches, which stay allocated.
+            # The first iteration imports modules and fills caches, which stay allocated.
             for _ in range(2):
                 tracemalloc.start()
                 plan(function, q=array, k=array, v=array, **where)
@@ -181,7 +181,7 @@ def test_a_pullback_is_made_of_what_a_backward_call_takes() -> None:
 
 
 class TorchDtype:
-    """Prints itself as a dtype of PyTorch."""
+    """Dtype whose `str` is that of a dtype of PyTorch."""
 
     def __str__(self) -> str:
         return "torch.float32"
@@ -276,7 +276,7 @@ def test_keys_of_two_sequences_have_no_gradients(rng: Any) -> None:
     q, k, v, dout = (rng.standard_normal((30, 2, 8)).astype(np.float32) for _ in range(4))
     starts = np.array([0, 10, 30], np.int32)
     lengths = (starts, starts, 20, 20)
-    # Those that forward attends to as well have no place of their own.
+    # seqused_k extends sequence 0 into the keys of sequence 1; each key has one gradient row only.
     options: dict[str, Any] = {"seqused_k": np.array([11, 20], np.int32), "backend": "cpu"}
     out, lse = flash_attention_varlen(q, k, v, *lengths, return_lse=True, **options)
     with pytest.raises(ValueError, match="sequence 0 11 keys; expected at most 10, as cu_seqlens"):

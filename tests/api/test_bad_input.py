@@ -1,6 +1,6 @@
-"""Bad input: each kind gets an error that names what is wrong and what would be right.
+"""Bad input: each kind raises an error that names what is wrong and what would be right.
 
-And harms nothing: the inputs, and `out` where one is given, stay as they were.
+A refused call changes neither the inputs nor `out`, if it is given.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def zeros(*shape, dtype=np.float32):
     return np.zeros(shape, dtype)
 
 
-# As PyTorch orders the axes: (batch, heads, seqlen, head_dim).
+# The axis order of PyTorch: (batch, heads, seqlen, head_dim).
 Q_HEADS_FIRST, KV_HEADS_FIRST = zeros(2, 8, 100, 16), zeros(2, 2, 200, 16)
 
 
@@ -62,7 +62,7 @@ def test_heads_that_fit_in_the_other_layout_are_told_it(function, layout):
 
 
 def test_heads_that_fit_in_no_layout_are_not():
-    # 8 is no multiple of 3 either.
+    # 8 is not a multiple of 3, so the heads are wrong in layout "bhsd", too.
     with pytest.raises(ValueError, match=r"q has 100 heads; expected .* of k and v$"):
         flash_attention(Q_HEADS_FIRST, zeros(2, 3, 200, 16), zeros(2, 3, 200, 16))
 
@@ -82,7 +82,7 @@ def test_heads_before_the_rows_of_caches_and_packed_arrays_are_told_to_be_swappe
 
 
 def good():
-    """Arguments that are right, for one at a time to be made wrong."""
+    """Return valid arguments; each test makes one of them wrong."""
     return {
         "q": zeros(2, 113, 6, 40),
         "k": zeros(2, 203, 3, 40),
@@ -225,7 +225,7 @@ def test_an_option_of_the_wrong_kind_is_refused_after_an_equal_right_one(right, 
 
 
 class Changing:
-    """A number that changes in place, as a parameter of torch does."""
+    """Number that changes in place, as a parameter of PyTorch does."""
 
     def __init__(self, value):
         self.value = value
@@ -244,7 +244,7 @@ def test_an_option_that_was_changed_in_place_counts_by_its_present_value(name, m
     option = Changing(2)
     for option.value in (2, 3, 5):
         flash_attention(**arguments, causal=True, family="simt", **{name: option})
-    # More than one kernel a call, as keys are split.
+    # The keys are split, so each call launches more than one kernel.
     assert list(dict.fromkeys(struct[name] for _, struct in gpu.launches)) == [2, 3, 5]
 
 
@@ -293,7 +293,7 @@ def test_an_out_at_an_address_that_no_store_can_use_is_refused(dtype, offset, mo
 
 
 def misaligned(array):
-    """A copy that begins one byte beside where its elements should."""
+    """Return a copy that begins one byte past an aligned address."""
     memory = np.zeros(array.nbytes + 1, np.uint8)[1:]
     copy = memory.view(array.dtype).reshape(array.shape)
     copy[...] = array

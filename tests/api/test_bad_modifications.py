@@ -1,4 +1,4 @@
-"""Modifications that cannot be meant are refused, by a message that says what would be right."""
+"""Invalid masks and score modifications raise errors that say what would be right."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ SAME = ScoreMod(lambda score: score + 0)
 REFUSED = [
     ({"window_size": 5}, TypeError, r"is \(W - 1, 0\): \(4, 0\)"),
     ({"window_size": np.int64(5)}, TypeError, r"is \(W - 1, 0\): \(4, 0\)"),
-    # (-1, 0) would have no bound.
+    # The pair (-1, 0) would mean no left bound, so the message gives no example.
     ({"window_size": 0}, TypeError, r"is \(W - 1, 0\)$"),
     ({"window_size": True}, TypeError, r"a pair \(left, right\)"),
     ({"window_size": (1,)}, TypeError, r"a pair \(left, right\)"),
     ({"window_size": (1.5, 0)}, TypeError, "integers, or None"),
     ({"window_size": (-2, 0)}, ValueError, "distances of 0 or more"),
     ({"softcap": -30}, ValueError, "from 1e-30 to 1e.30, or 0 or None"),
-    # Infinite in float32, where inf * tanh(x / inf) is NaN.
+    # This softcap is infinite in float32, where inf * tanh(x / inf) is NaN.
     ({"softcap": 1e300}, ValueError, "from 1e-30 to 1e.30, or 0 or None"),
     ({"softcap": float("nan")}, ValueError, "a finite number"),
     ({"softcap": "30"}, TypeError, "a number"),
@@ -74,7 +74,7 @@ REFUSED = [
     ({"window_size": -2}, TypeError, "expected \\(left, right\\)"),
     ({"frobnicate": 3}, TypeError, "'frobnicate'; flash_attention takes q, k, v, causal, "),
 ]
-# Names that other libraries have, and misspelt ones.
+# Argument names of other libraries, and misspelt names.
 OTHER_NAMES = {
     "scale": "pass softmax_scale",
     "sm_scale": "pass softmax_scale",

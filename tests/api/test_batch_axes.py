@@ -1,4 +1,4 @@
-"""Arrays of equal lengths without a batch axis, or with more than one of them."""
+"""Dense arrays without a batch axis, or with several batch axes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cupy_flash import (
 )
 from cupy_flash.reference.dense import attention_naive, error_bound, max_error
 
-# Batch axes, and their order in memory from the outermost axis on.
+# Sizes of the batch axes, and the order of these axes in memory, outermost first.
 BATCHES = [((), ()), ((3,), (0,)), ((2, 3), (0, 1)), ((2, 3), (1, 0)), ((2, 1, 3), (2, 0, 1))]
 SEQLEN_Q, SEQLEN_K, HEADS, HEADS_KV, DIM, DIM_V = 13, 21, 4, 2, 16, 24
 
@@ -102,7 +102,7 @@ def test_results_are_written_to_arrays_of_the_same_axes(rng, batch):
     split = {n: placed(x, batch, range(len(batch))) for n, x in arrays.items()}
     dout = split.pop("dout")
     expected = flash_attention(**split, return_lse=True, backend="cpu")
-    # Every other column of heads of a wider array.
+    # `out` consists of every other head of an array with twice the heads.
     wide = np.full((*batch, SEQLEN_Q, 2 * HEADS, DIM_V), np.nan, np.float32)
     out = wide[..., ::2, :]
     results = flash_attention(**split, out=out, return_lse=True, backend="cpu")
@@ -212,7 +212,7 @@ def test_no_sequences_are_computed(rng):
     assert lse.shape == (2, 0, 3, HEADS, SEQLEN_Q)
 
 
-# Without a GPU: arrays without memory, kernels that do not run
+# Calls on a fake GPU: arrays have no memory, and kernels do not run
 
 
 @pytest.fixture
@@ -258,7 +258,7 @@ def test_one_array_of_all_three_is_read_where_it_lies(gpu, batch):
         for field in ("data", "row_stride", "head_stride"):
             assert params[name][field] == expected[name][field]
         assert not batch or params[name]["batch_stride"] == expected[name]["batch_stride"]
-    # Axes in another order cannot be merged.
+    # Batch axes that are in another order in memory cannot be merged into one.
     if len(batch) == 2:
         step = qkv.strides[1]
         turned = gpu.array(*qkv.shape, strides=(step, 2 * step, *qkv.strides[2:]))

@@ -1,4 +1,4 @@
-"""Merging partial results: on NumPy arrays, in its records, and as the compiler takes it."""
+"""Merging of partial results: NumPy arrays, errors, specs and plans, and compilation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from cupy_flash.problem.partials import CombineSpec
 from cupy_flash.reference.dense import attention_naive, attention_reference, error_bound, max_error
 
 needs_nvrtc = pytest.mark.skipif(why_no_compiler() is not None, reason=str(why_no_compiler()))
-# One part.
+# A single partial result and its log-sum-exp.
 OUT, LSE = np.zeros((1, 3, 2, 5), np.float32), np.zeros((1, 2, 3), np.float32)
 SHAPES = [(3, 2, 113, 6, 40), (1, 1, 1, 1, 1), (33, 2, 1, 8, 64), (2, 17, 3, 5), (7, 239, 2, 256)]
 
@@ -40,7 +40,7 @@ def random_attention(rng, seqlen_q, seqlen_k, dtype=np.float64, dims=(24, 40)):
 
 
 def attend_in_parts(q, k, v, ends, dtype=np.float64):
-    """Results of attention over the keys up to each end, from the one before it."""
+    """Return partial results of attention; each covers the keys between two successive ends."""
     begins = [0, *ends[:-1]]
     parts = [
         attention_reference(q, k[:, begin:end], v[:, begin:end], return_lse=True)
@@ -50,7 +50,7 @@ def attend_in_parts(q, k, v, ends, dtype=np.float64):
     return out.astype(dtype), lse.astype(np.float64 if dtype == np.float64 else np.float32)
 
 
-# Against attention over all keys
+# Comparison with attention over all keys
 
 
 @settings(max_examples=50)
@@ -138,7 +138,7 @@ def test_causal_parts_leave_rows_that_one_of_them_does_not_see(rng):
     assert max_error(lse, whole_lse) <= 1e-14
 
 
-# On NumPy arrays
+# Calls on NumPy arrays
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -155,7 +155,7 @@ def test_random_parts_are_merged_to_the_precision_of_their_sums(rng, dtype, shap
 def test_lists_of_parts_are_merged_as_one_array_of_them(rng, dtype, kind):
     out_partial, lse_partial = random_parts(rng, dtype, SHAPES[0])
     out, lse = combine(out_partial, lse_partial)
-    # Parts of their own strides, of which the first is not contiguous.
+    # Each partial result has its own strides, and the first one is not contiguous.
     apart = [np.repeat(x, 2, axis=1)[:, ::2] if i == 0 else x for i, x in enumerate(out_partial)]
     found, found_lse = combine(kind(apart), kind(lse_partial))
     np.testing.assert_array_equal(found, out)
@@ -332,7 +332,7 @@ def test_an_out_that_shares_memory_with_the_parts_is_refused():
         combine(**arguments, out=arguments["out_partial"][1])
 
 
-# Records
+# Specs and plans
 
 
 def spec(**changes):
@@ -353,7 +353,7 @@ def spec(**changes):
 
 
 def aligned(shape, dtype):
-    """Zeros at an address that is a multiple of 16."""
+    """Return zeros at an address that is a multiple of 16 bytes."""
     size = math.prod(shape) * dtype.itemsize
     buffer = np.zeros(size + 16, np.uint8)
     start = -buffer.ctypes.data % 16
@@ -445,7 +445,7 @@ def test_lengths_and_splits_share_one_kernel():
     assert combine_unit(other).text == combine_unit(spec()).text
 
 
-# Compiling
+# Compilation
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Lengths, slopes and sinks of any dtype, lists and numbers, and arrays at odd addresses."""
+"""Lengths, slopes and sinks of any dtype, as lists or numbers, and arrays at odd addresses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HEADS = 4
 
 
 def at_odd_address(array):
-    """Return a copy whose elements do not begin at multiples of their size."""
+    """Return a copy whose elements do not begin at multiples of their size in bytes."""
     memory = np.zeros(array.nbytes + 1, np.uint8)
     view = memory[1:].view(array.dtype).reshape(array.shape)
     view[...] = array
@@ -49,7 +49,7 @@ def assert_same(found, expected):
 
 
 def lengths_of(arguments):
-    """Return the lengths and places of a call, with entries that no call reads being 0."""
+    """Return the lengths and offsets of a call; negative entries, which no call reads, become 0."""
     found = {n: x for n, x in arguments.items() if n in LENGTHS and x is not None}
     assert all(x.dtype == np.int32 and x.max(initial=0) < 128 for x in found.values())
     return {n: np.maximum(x, 0) for n, x in found.items()}
@@ -139,7 +139,7 @@ def test_paged_keys_need_no_cu_seqlens_k_beside_seqused_k(rng):
 @pytest.mark.parametrize("of_q", [np.float16, np.float32, np.float64])
 def test_slopes_and_sinks_are_taken_in_any_float_dtype(rng, of_q, dtype):
     q, k, v = dense(rng, of_q)
-    # Numbers that every dtype holds.
+    # Every tested dtype represents these numbers exactly.
     vectors = {"alibi_slopes": np.array([0.5, 0.25, 1, 0]), "sinks": np.array([1, -2, 0.5, 0])}
     accumulator = np.float64 if of_q is np.float64 else np.float32
     right = {n: x.astype(accumulator) for n, x in vectors.items()}
@@ -245,7 +245,7 @@ def test_arrays_of_several_numbers_are_no_numbers(rng):
     for name in ("softmax_scale", "softcap"):
         with pytest.raises(TypeError, match=rf"{name} is array.*; expected a number"):
             flash_attention(q, k, v, **{name: np.ones(2)})
-    # One for each sequence, of which there are two.
+    # There are two sequences, so `q_offset` needs two entries.
     with pytest.raises(ValueError, match=r"q_offset has shape \(1,\); expected \(2,\)"):
         flash_attention(q, k, v, causal=True, q_offset=np.array([5]))
 
@@ -299,7 +299,7 @@ def test_elements_between_the_fields_of_records_are_read(rng):
     np.testing.assert_array_equal(flash_attention(q, records["row"], v), flash_attention(q, k, v))
 
 
-# Without a GPU: arrays without memory, kernels that do not run
+# Calls on a fake GPU: arrays have no memory, and kernels do not run
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Every public function, with every array argument from every library, on the CPU.
+"""Calls of every public function with arrays of every library as each argument, on the CPU.
 
 `tests/on_gpu/test_every_array.py` runs the same calls on a GPU.
 """
@@ -33,9 +33,9 @@ from support.libraries import (
 import cupy_flash
 
 FUNCTIONS = functions_of(cupy_flash)
-# float16, because kernels support some arguments only with 16-bit queries, and plans need a kernel.
+# With float16, because kernels support some arguments only with 16-bit queries.
 CALLS = [call for function in FUNCTIONS for call in calls_of(function, np.float16)]
-# The float64 references of the functions.
+# Reference functions in float64, by the name of the function that they are compared with.
 EXACT = {
     "flash_attention": cupy_flash.attention_reference,
     "flash_attention_varlen": cupy_flash.attention_varlen_reference,
@@ -77,7 +77,7 @@ def test_arrays_of_any_library_give_what_numpys_do(call: Call, library: Library)
     for one, other in zip(found, expected, strict=True):
         if isinstance(other, np.ndarray):
             host = host_array(one)
-            # JAX holds no float64.
+            # JAX converts float64 to float32, so compare in the dtype of the result.
             np.testing.assert_array_equal(host, other.astype(host.dtype))
             # Results are arrays of the same library as the first argument.
             if gives_arrays(call.function):
@@ -86,7 +86,7 @@ def test_arrays_of_any_library_give_what_numpys_do(call: Call, library: Library)
             assert (one.family, one.tile) == (other.family, other.tile)
     for name, array in written.items():
         np.testing.assert_array_equal(host_array(array), expected_written[name])
-        # What is returned is what was given.
+        # Written arrays that calls return are returned as the same objects.
         assert name.endswith(("cache", "scale")) or any(array is one for one in found)
 
 
@@ -115,7 +115,7 @@ def test_every_argument_has_a_case_or_is_known_to_be_no_array() -> None:
         for argument, required in arguments_of(function).items():
             if not required and (kind_of(function), argument) not in REFUSED:
                 call_of(function, argument, np.float16)
-    # The lists name no argument and no kind that does not exist.
+    # PLAIN and REFUSED name only arguments and kinds that exist.
     names = {n for f in FUNCTIONS for n in arguments_of(f)}
     assert names.isdisjoint(PLAIN)
     kinds = {kind_of(f) for f in FUNCTIONS} | {f.__name__ for f in FUNCTIONS}

@@ -40,7 +40,7 @@ def test_the_reference_is_that_of_what_numbers_stand_for() -> None:
 
 
 def test_naive_probabilities_are_those_of_e4m3() -> None:
-    """1 and 2^-4 and a bit, which is rounded; the sum is not."""
+    """Compare probabilities 1 and 0.07, which rounds to e4m3; the row sum is not rounded."""
     p = 0.07
     q, v = np.ones((1, 1, 1, 1), FLOAT8), np.array([0, 1], FLOAT8).reshape(1, 2, 1, 1)
     k = np.array([0, -1], FLOAT8).reshape(1, 2, 1, 1)

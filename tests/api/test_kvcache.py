@@ -1,4 +1,4 @@
-"""Attention to a cache: what goes in and out, what is written, refused and asked of a GPU."""
+"""Attention to a cache: inputs, results, written arrays, errors, and launches on a fake GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ assert_refused = functools.partial(refusals.assert_refused, flash_attention_with
 
 
 def good():
-    """Arguments that are right, for one at a time to be made wrong."""
+    """Return valid arguments; each test makes one of them wrong."""
     return {
         "q": np.zeros((3, 2, 6, 40), np.float32),
         "k_cache": np.zeros((4, 61, 3, 40), np.float32),
@@ -37,7 +37,7 @@ def good():
 
 
 def good_paged():
-    """The same, the caches in 16 pages of 8 rows."""
+    """Return the arguments of `good`, but with caches of 16 pages with 8 rows each."""
     return good() | {
         "k_cache": np.zeros((16, 8, 3, 40), np.float32),
         "v_cache": np.zeros((16, 8, 3, 72), np.float32),
@@ -439,7 +439,7 @@ def test_a_cache_that_overlaps_another_array_is_not_appended_to(other):
 def test_what_is_written_may_not_overlap_lengths_pages_and_tables(written, other):
     arguments = good_paged()
     array = arguments[other]
-    # Numbers that are written over would be read as lengths, places or angles.
+    # After overlapping writes, results would be read as lengths, page numbers or angles.
     inside = arguments[written].reshape(-1)[: array.size].view(array.dtype).reshape(array.shape)
     inside[...] = array
     message = f"{written} overlaps {other}; pass memory of its own"
@@ -468,7 +468,7 @@ def test_the_reference_takes_the_same_arguments(rng):
 
 
 def test_numpy_arrays_are_computed_on_a_gpu_where_there_is_one(rng, monkeypatch):
-    """Where the caches are complete and the queries rotated: what is appended stays on the host."""
+    """The CPU appends the new rows and rotates q; only the attention itself runs on the GPU."""
     problem = random_kvcache_case(
         rng, page_size=16, seqlen_q=2, seqlen_new=3, rotary_dim=16, causal=True
     ).problem()
@@ -494,7 +494,7 @@ def gpu(monkeypatch):
 
 
 def on(gpu, **changes):
-    """Arguments on the fake GPU that only attend: 3 queries, 4 caches of 61 rows."""
+    """Return arguments on the fake GPU without new rows: 3 queries, 4 caches of 61 rows."""
     return {
         "q": gpu.array(3, 1, 6, 40),
         "k_cache": gpu.array(4, 61, 3, 40),
@@ -504,7 +504,7 @@ def on(gpu, **changes):
 
 
 def appending(gpu, **changes):
-    """The same with new rows, rotated."""
+    """Return the arguments of `on` together with new rows and rotary tables."""
     new = {
         "k": gpu.array(3, 5, 3, 40),
         "v": gpu.array(3, 5, 3, 72),
@@ -564,11 +564,11 @@ def test_tensor_maps_are_of_the_caches_and_of_the_queries_as_they_are_rotated(gp
         assert [spec.shape for spec in specs] == [(40, 1, 6, 3), (40, 61, 3, 4), (72, 61, 3, 4)]
         assert params["q"]["data"] == new["out"]["data"]
         assert params["caches"] == 4
-        # The order of the sequences has its place before the rotated queries.
+        # The workspace begins with the order of the sequences; the rotated queries follow.
         address, _ = gpu.allocations[-1]
         assert address == params["workspace"] < new["out"]["data"]
         places.append(new["out"]["data"])
-    # The workspace is allocated anew in each call.
+    # Each call allocates a new workspace.
     assert places[0] != places[1]
     assert len(on_gpu._calls) == 1
     assert len(gpu.maps) == 2
@@ -586,7 +586,7 @@ def test_new_rows_are_appended_before_they_are_attended_to(gpu):
     assert new["seqused_k"] == arguments["cache_seqlens"].data.ptr
     assert new["cos"] == arguments["rotary_cos"].data.ptr
     assert params["new_keys"] == 5
-    # Attention reads the rotated queries, behind what else the one allocation holds.
+    # Attention reads the rotated queries, which are in the second and last allocation.
     _, (address, size) = gpu.allocations
     assert params["q"]["data"] == new["out"]["data"]
     assert address <= new["out"]["data"] <= address + size - 3 * 6 * 40 * 2
@@ -608,7 +608,7 @@ def test_packed_new_rows_are_counted_by_the_kernel_that_appends_them(gpu, rotary
     assert new["cu_seqlens_k_new"] == starts.data.ptr
     assert (new["total_new"], new["seqlen_new"], new["new_k"]["row_stride"]) == (11, 0, 3 * 40)
     assert new["keys"] == (keys or 0)
-    # Attention reads the lengths behind what else the one allocation holds.
+    # Attention reads the lengths after the append from the same allocation.
     assert params["seqused_k"] == new["lengths_after"] != 0
     assert params["new_keys"] == 0
     _, (address, size) = gpu.allocations

@@ -1,4 +1,4 @@
-"""Caches whose keys hold the values, as of multi-head latent attention: what goes in and out."""
+"""KV caches whose keys contain the values, as in multi-head latent attention (MLA)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ assert_refused = functools.partial(refusals.assert_refused, flash_attention_with
 
 
 def latents(rng, **more):
-    """Two sequences over 40 keys of 72 columns, with two new ones, for 48 columns of values."""
+    """Return a call of 2 sequences: 40 keys of 72 columns, 48 of them values, and 2 new keys."""
     return {
         "q": rng.standard_normal((2, 3, 4, 72)).astype(np.float32),
         "k_cache": rng.standard_normal((2, 40, 1, 72)).astype(np.float32),
@@ -28,7 +28,7 @@ def latents(rng, **more):
 
 
 def apart(arguments):
-    """The same call with the values in a cache of their own."""
+    """Return the same call with the values in a separate cache."""
     given = {name: value for name, value in arguments.items() if name != "head_dim_v"}
     columns = arguments["head_dim_v"]
     given["v_cache"] = given["k_cache"][..., :columns].copy()
@@ -65,7 +65,7 @@ def test_a_cache_of_8_bits_has_one_scale_for_both(rng):
     others = apart(arguments)
     del others["compute_scales"]
     out = flash_attention_with_kvcache(**arguments, backend="cpu")
-    # The scale of the key's largest number, of which the values may have none.
+    # The scale belongs to the key's largest magnitude, which may lie outside the value columns.
     scale = np.abs(arguments["k"][0]).max(axis=-1) / np.float32(127)
     np.testing.assert_array_equal(arguments["k_scale"][0, 31:33], scale)
     others["k_scale"], others["v_scale"] = (arguments["k_scale"].copy() for _ in range(2))

@@ -1,4 +1,4 @@
-"""The test vectors of ONNX's Attention operator, opsets 23 to 25, as calls of `flash_attention`."""
+"""Test vectors of ONNX's Attention operator, opsets 23 to 25, as calls of `flash_attention`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ VECTORS = 93
 
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_every_vector_of_onnx_is_a_call_of_flash_attention(backend: str) -> None:
-    """Compare `Y` only: the matrix of scores, which eighteen vectors also ask for, never exists."""
+    """Compare `Y` only: `flash_attention` never stores the scores, which 18 vectors also return."""
     node = pytest.importorskip("onnx.backend.test.case.node")
     with warnings.catch_warnings():
-        # Their own formula divides by zero.
+        # The formula in the onnx package divides by zero.
         warnings.simplefilter("ignore")
         importlib.import_module("onnx.backend.test.case.node.attention")
     cases = [case for case in node._NodeTestCases if not case.name.endswith("_expanded")]
@@ -35,7 +35,7 @@ def test_every_vector_of_onnx_is_a_call_of_flash_attention(backend: str) -> None
         out = attention(attributes_of(operator), named, backend)
         assert out.shape == expected.shape, case.name
         assert out.dtype == expected.dtype, case.name
-        # Their formula rounds what it computes in 16 bits at every step, ours at the end.
+        # The formula of ONNX rounds to 16 bits at every step; `flash_attention` rounds at the end.
         eps = float(ml_dtypes.finfo(out.dtype).eps)
         np.testing.assert_allclose(
             *(x.astype(np.float64) for x in (out, expected)),
@@ -51,7 +51,7 @@ def attributes_of(operator: Any) -> dict[str, Any]:
 
 
 def attention(attributes: Mapping[str, Any], inputs: Mapping[str, Array], backend: str) -> Array:
-    """Return `Y` of the operator."""
+    """Return output `Y` of the operator."""
     q, k, v = (inputs[name] for name in "QKV")
     is_flat = q.ndim == 3
     if is_flat:
@@ -73,12 +73,12 @@ def attention(attributes: Mapping[str, Any], inputs: Mapping[str, Array], backen
         "seqlens_k": inputs.get("nonpad_kv_seqlen"),
     }
     if options["causal"] or options["window_size"] != (-1, -1):
-        # The queries follow the past, or are the last of the keys that are no padding.
+        # The queries follow the past keys; with lengths, they are the last keys without padding.
         lengths = options["seqlens_k"]
         options["q_offset"] = past if lengths is None else lengths - q.shape[2]
     if "attn_mask" in inputs:
         mask = inputs["attn_mask"]
-        # Keys behind a short mask are hidden.
+        # Keys past the end of a short mask are masked.
         missing = k.shape[2] - mask.shape[-1]
         hidden = False if mask.dtype == bool else -np.inf
         padding = [(0, 0)] * (mask.ndim - 1) + [(0, missing)]

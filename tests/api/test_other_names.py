@@ -1,4 +1,4 @@
-"""Errors for unknown keywords name arguments that the called function has, or the one that has."""
+"""Errors for unknown keywords name an argument of the function, or of a function that has it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ QKV, ROWS, STARTS = np.stack([Q] * 3, 2), Q[0], [0, 4]
 LENGTHS = (STARTS, STARTS, 4, 4)
 DENSE, PACKED, GRADIENTS = (Q, Q, Q), (ROWS, ROWS, ROWS, *LENGTHS), (Q, Q, Q, Q, Q, LSE)
 PACKED_GRADIENTS = (ROWS, ROWS, ROWS, ROWS, ROWS, LSE[0], *LENGTHS)
-# Arguments of a call of each function that takes modifications.
+# Arguments for a call of each function that takes masks or score modifications.
 CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "attention_backward_reference": ((Q, Q, Q, Q), {}),
     "attention_reference": (DENSE, {}),
@@ -49,7 +49,7 @@ EVERY_FUNCTION = pytest.mark.parametrize(
 
 
 def accepted(function: Callable[..., Any]) -> list[str]:
-    """Return the names of a function's arguments and of the modifications of its calls."""
+    """Return the names of a function's arguments and of its masks and score modifications."""
     found = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is not parameter.VAR_KEYWORD:
@@ -57,13 +57,13 @@ def accepted(function: Callable[..., Any]) -> list[str]:
             continue
         kind = parameter.annotation.removeprefix("Unpack[").removesuffix("]")
         modifications = getattr(keywords, kind).__annotations__
-        # Other functions have seqused_k or cache_seqlens in its place.
+        # Functions for packed sequences and KV caches have other arguments instead of seqlens_k.
         found += [n for n in modifications if kind == "Modifications" or n != "seqlens_k"]
     return found
 
 
 def with_modifications(module: ModuleType) -> list[str]:
-    """Return the public functions of a module that take modifications."""
+    """Return the public functions of a module that take masks or score modifications."""
     functions = {name: getattr(module, name) for name in module.__all__}
     return [
         name
@@ -82,7 +82,7 @@ def function_of(module: str, name: str) -> Callable[..., Any]:
 
 
 def told(module: str, name: str, keyword: str) -> str:
-    """Return what follows the name of an unknown keyword in the error of a call that has it."""
+    """Return the part of the error for an unknown keyword that follows the keyword."""
     arguments, named = CALLS[name]
     if module == "cupy_flash.torch":
         torch = pytest.importorskip("torch")
@@ -113,7 +113,7 @@ def test_advice_names_arguments_of_the_called_function(module: str, name: str) -
     for keyword in (*INSTEAD, *LEFT_OUT):
         advice = told(module, name, keyword)
         if advice.startswith("pass "):
-            # Axes stand in parentheses.
+            # Axes are written in parentheses.
             meant = words(re.sub(r"\(.*?\)", "", advice)) & EVERY_ARGUMENT
             assert meant, keyword
             assert meant <= own, keyword
@@ -167,7 +167,7 @@ def test_modifications_that_a_function_is_said_to_take_are_taken(name: str) -> N
             "page_table",
             "it is block_table of flash_attention_varlen and flash_attention_with_kvcache",
         ),
-        # Of functions with the same results.
+        # The error names the function with this argument and the same results.
         (
             "flash_attention_backward",
             "cu_seqlens_kv",

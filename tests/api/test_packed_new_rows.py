@@ -1,4 +1,4 @@
-"""Steps that append a different number of new rows to each sequence, by cu_seqlens_k_new."""
+"""KV cache calls that append a different number of rows to each sequence (cu_seqlens_k_new)."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ LIBRARIES = ["numpy", pytest.param("cupy", marks=pytest.mark.gpu)]
 
 
 def packed(case: KVCacheCase, rng: np.random.Generator) -> tuple[dict[str, Any], np.ndarray]:
-    """Return the arguments of a call with packed new rows, and the number of each sequence's."""
+    """Return the arguments of a call with packed new rows, and the number of rows per sequence."""
     arguments = case.problem().arguments()
     counts = rng.integers(0, case.seqlen_new + 1, len(case.lengths))
     counts[rng.integers(len(counts))] = 0
-    # Rows in front of the first sequence and behind the last belong to none.
+    # Rows before the first sequence and after the last belong to no sequence.
     before, behind = rng.integers(0, 3, 2)
     for name in ("k", "v"):
         new = arguments[name]
@@ -59,7 +59,7 @@ def converted(arguments: dict[str, Any], xp: Any) -> dict[str, Any]:
 
 
 def call_of_each(arguments: dict[str, Any], counts: np.ndarray, xp: Any) -> dict[str, Any]:
-    """Append the rows of one sequence after the other, none packed; return the caches, and more."""
+    """Append the rows of each sequence by a separate call; return the arguments with the caches."""
     arguments = converted(arguments, xp)
     starts = to_numpy(arguments.pop("cu_seqlens_k_new"))
     for b, count in enumerate(counts):
@@ -171,7 +171,7 @@ def test_a_replayed_graph_reads_the_offsets_anew(rng: np.random.Generator) -> No
     stream = cupy.cuda.Stream(non_blocking=True)
     pool = cupy.cuda.MemoryPool()
     with stream, cupy.cuda.using_allocator(pool.malloc):
-        # Compiles, and leaves the pool what the capture needs.
+        # This call compiles, and leaves the memory that the capture needs in the pool.
         flash_attention_with_kvcache(**given, out=out)
         stream.synchronize()
         stream.begin_capture()
@@ -242,7 +242,7 @@ def test_offsets_out_of_range_are_limited_to_the_rows_there_are(
     arguments, _ = packed(case, rng)
     total = len(arguments["k"])
     for name in ("k", "v"):
-        # Not `nan_to_num`, which takes bfloat16 for a dtype without NaN.
+        # `nan_to_num` does not replace NaN in bfloat16 arrays.
         arguments[name][np.isnan(arguments[name])] = 0.5
     for starts in (
         [-(2**31), 2, 2, total, 2**31 - 1],

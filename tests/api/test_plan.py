@@ -1,4 +1,4 @@
-"""`plan` of every function: the plan of the call, whatever the call writes or is given back."""
+"""`plan` of every function returns the plan that a call uses, whatever outputs are passed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_outputs_and_results_of_the_forward_call_change_no_contiguous_plan() -> 
     )
     planned = plan(flash_attention_backward, **inputs, causal=True, **ON)
     assert planned == plan(flash_attention_backward, out, Q, KV, KV, out, lse, causal=True, **ON)
-    # The call computes another term.
+    # With `dlse` the call computes one more term.
     assert planned != plan(flash_attention_backward, **inputs, dlse=lse, causal=True, **ON)
 
 

@@ -1,4 +1,4 @@
-"""`quantize_kv`: what it stores stands for the same, and calls with a cache take it."""
+"""`quantize_kv`: error of the quantized values, and calls that read such caches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cupy_flash.arrays.float8 import float8_codes
 
 Array = np.ndarray
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
-# Axes of a cache, or of packed rows, that share a scale, and the shape of all scales.
+# Axes of a cache, or of packed rows, that share a scale, and the shape of the scales.
 SHARED = {
     "tensor": ((0, 1, 2, 3), ()),
     "head": ((0, 1, 3), (3,)),
@@ -37,23 +37,23 @@ DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 
 
 def spread(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
-    """Return random numbers whose heads and pages differ in magnitude."""
+    """Return random numbers whose magnitude differs between heads and between pages."""
     sizes = 2.0 ** rng.integers(-6, 6, (*shape[:-3], 1, shape[-2], 1))
     return (rng.standard_normal(shape) * sizes).astype(dtype)
 
 
 def restored(values: Array, scales: Array) -> Array:
-    """Return stored numbers times their scales, in float64."""
+    """Return the quantized values times their scales, in float64."""
     return values.astype(np.float64) * scales[..., None].astype(np.float64)
 
 
 def half_units(x: Array, scales: Array, dtype: str) -> Array:
-    """Return half of the distance of the numbers of 8 bits around each number."""
+    """Return half of the distance between the two 8-bit numbers around each number."""
     if dtype == "int8":
         return np.broadcast_to(scales[..., None] / 2, x.shape)
     quotients = x.astype(np.float64) / scales[..., None]
     _, exponents = np.frexp(quotients)
-    # Four significant bits, or multiples of 2^-9.
+    # float8_e4m3fn has four significant bits; subnormal numbers are multiples of 2^-9.
     return scales[..., None] * 2.0 ** (np.maximum(exponents - 4, -9) - 1)
 
 
@@ -79,10 +79,10 @@ def test_a_number_is_off_by_at_most_half_a_unit(
     exact = np.abs(x.astype(np.float64)).max(axis=axes).reshape(of_scales) / largest
     np.testing.assert_allclose(scales, exact, rtol=2.0**-23, atol=0)
     errors = np.abs(restored(values, scales) - x.astype(np.float64))
-    # The quotients are rounded to float32 before.
+    # The quotients x / scale are rounded to float32 before they are quantized.
     rounding = 2.0**-23 * np.abs(x.astype(np.float64))
     assert (errors <= half_units(x, scales, stored) + rounding).all()
-    # The largest magnitude becomes the largest number.
+    # The largest magnitude is quantized to the largest number of the dtype.
     assert np.abs(values.astype(np.float32)).max() == largest
     np.testing.assert_array_equal(x, before)
 
@@ -124,7 +124,7 @@ def test_packed_rows_are_taken_with_their_scales(
 
 
 def assert_alike(found: Array, expected: Array, q: Array, k: Array, v: Array) -> None:
-    """Assert the error of scores and weighted means in float32."""
+    """Assert that results differ by no more than rounding errors of scores and means in float32."""
     of_scores = 2.0**-23 * q.shape[-1] ** 0.5 * float(np.abs(q).max() * np.abs(k).max())
     bound = (2.0**-18 + 4 * of_scores) * float(np.abs(v).max())
     np.testing.assert_allclose(found, expected, rtol=0, atol=bound)
@@ -168,14 +168,14 @@ def test_zeros_and_nothing(per: str, stored: str) -> None:
 def test_float8_codes_are_those_of_ml_dtypes(rng: np.random.Generator) -> None:
     bits = rng.integers(2**32, size=1 << 20, dtype=np.uint32)
     numbers = np.arange(256, dtype=np.uint8).view(FLOAT8).astype(np.float32)
-    # Numbers of float8, those halfway between two of them, and their neighbours.
+    # All float8 numbers, the midpoints between neighbours, and the float32 numbers around these.
     finite = np.sort(numbers[np.isfinite(numbers)])
     edges = np.concatenate([numbers, (finite[1:] + finite[:-1]) / 2])
     near = [np.nextafter(edges, np.float32(to)) for to in (-np.inf, np.inf)]
     with np.errstate(invalid="ignore"):
         x = np.clip(np.concatenate([bits.view(np.float32), edges, *near]), -448, 448)
         expected = x.astype(FLOAT8).view(np.uint8)
-    # The sign of NaN has no meaning.
+    # The sign of NaN has no meaning, so NaNs are compared separately.
     known = ~np.isnan(x)
     np.testing.assert_array_equal(float8_codes(x)[known], expected[known])
     assert np.isnan(float8_codes(x[~known]).view(FLOAT8).astype(np.float32)).all()

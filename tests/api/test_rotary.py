@@ -1,4 +1,4 @@
-"""`apply_rotary`, against products of complex numbers."""
+"""Tests of `apply_rotary` against products of complex numbers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tables(rng: np.random.Generator, half: int, dtype: Any = np.float64) -> tupl
 
 
 def turned(x: Array, cos: Array, sin: Array, positions: Array, *, interleaved: bool) -> Array:
-    """Rows in float64, pairs of whose columns are multiplied by cos + i sin."""
+    """Return the rows in float64, with pairs of columns multiplied by cos + i sin."""
     half = cos.shape[1]
     first = np.arange(half) * 2 if interleaved else np.arange(half)
     second = first + (1 if interleaved else half)
@@ -36,7 +36,7 @@ def turned(x: Array, cos: Array, sin: Array, positions: Array, *, interleaved: b
 
 
 def assert_rounded(found: Array, expected: Array, x: Array, cos: Array, sin: Array) -> None:
-    """Assert an error of three roundings in the precision of the sums, and one to the dtype."""
+    """Assert an error of at most three roundings in the sums and one to the dtype."""
     assert found.dtype == x.dtype
     assert found.shape == x.shape
     largest = float(np.abs(x.astype(np.float64)).max(initial=0))
@@ -61,7 +61,7 @@ def test_pairs_turn_as_complex_numbers(
             places = np.broadcast_to(np.arange(shape[-3]), shape[:-2])
             expected = turned(x, cos, sin, places, interleaved=interleaved)
             assert_rounded(found, expected, x, cos, sin)
-            # The other columns stay as they are.
+            # Columns past the rotary dimension do not change.
             np.testing.assert_array_equal(found[..., 2 * half :], x[..., 2 * half :])
     np.testing.assert_array_equal(x, before)
 
@@ -112,13 +112,13 @@ def test_the_pullback_is_the_transpose(
     shape: tuple[int, ...], interleaved: bool, rng: np.random.Generator
 ) -> None:
     x, dout = rng.standard_normal((2, *shape))
-    # Tables that are no rotation have a transpose that is not the inverse.
+    # Random tables are not rotations, so their transpose differs from the inverse.
     cos, sin = rng.standard_normal((2, ROWS, 4))
     positions = rng.integers(ROWS, size=shape[:-2])
     out, pullback = apply_rotary_vjp(x, cos, sin, positions, interleaved)
     np.testing.assert_array_equal(out, apply_rotary(x, cos, sin, positions, interleaved))
     dx = pullback(dout)
-    # Each row's pairs alone, as the map is linear and rows are independent.
+    # The map is linear and rows are independent, so each row satisfies <out, dout> = <x, dx>.
     of_rows = (out * dout).sum(axis=-1), (x * dx).sum(axis=-1)
     np.testing.assert_allclose(*of_rows, rtol=0, atol=2.0**-40)
     for column in range(shape[-1]):

@@ -1,4 +1,4 @@
-"""By which positions a step on a cache rotates its queries and new keys."""
+"""Rotary positions of queries and new keys in calls with a KV cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cupy_flash import (
 LENGTHS = np.array([0, 17, 9], np.int32)
 STARTS = np.array([3, 2, 40], np.int32)
 ROWS, CAPACITY, DIM = 4, 32, 16
-# Options of a call, and whether query i is i positions further than the first.
+# Options of a call, and whether query i is rotated by the first position plus i.
 OPTIONS = [
     ({}, False),
     ({"softcap": 20.0}, False),

@@ -49,7 +49,7 @@ def arrays(
     dtype: Any = np.float64,
     heads_kv: int | None = None,
 ) -> list[Array]:
-    """Return query, key and value of random numbers; `sizes` are L, S, E and Ev."""
+    """Return random query, key and value arrays; `sizes` are L, S, E and Ev."""
     seqlen_q, seqlen_k, dim, dim_v = sizes
     of_keys = leading if heads_kv is None else (*leading[:-1], heads_kv)
     shapes = (*leading, seqlen_q, dim), (*of_keys, seqlen_k, dim), (*of_keys, seqlen_k, dim_v)
@@ -57,7 +57,7 @@ def arrays(
 
 
 def assert_alike(found: Array, expected: Array, values: Array, *, eps: float = 2.0**-52) -> None:
-    """Assert that results are weighted means of these values, of sums of order 1."""
+    """Assert equality up to roundings of weighted means of `values`."""
     assert found.shape == expected.shape
     bound = 64 * eps * float(np.abs(values.astype(np.float64)).max(initial=1))
     np.testing.assert_allclose(found.astype(np.float64), expected, rtol=0, atol=bound)
@@ -158,7 +158,7 @@ def test_arguments_have_the_order_of_pytorch(rng: np.random.Generator) -> None:
 
 
 def test_four_axes_are_read_in_place(rng: np.random.Generator) -> None:
-    # As projections lie in memory.
+    # Projections of a model have this order in memory: (batch, seqlen, heads, head_dim).
     given = [rng.standard_normal((2, 7, 4, 5)).swapaxes(1, 2) for _ in range(3)]
     mask = rng.random((7, 7)) < 0.6
     made = scaled_dot_product.prepared(*given, mask, 0.0, False, None, False)

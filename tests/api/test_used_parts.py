@@ -1,4 +1,4 @@
-"""Sequences of which only a part is used: queries at the end, and keys at the start of a cache."""
+"""Sequences that are used in part: the queries at their end, the keys at the start of a cache."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_padding_at_the_start_of_a_cache_is_left_out(
 def test_windows_may_begin_elsewhere_in_each_sequence(
     library: str, is_cached: bool, batch: int, places: Any, rng: Any
 ) -> None:
-    """For one query and many keys, `decode` divides the keys of all sequences among its blocks."""
+    """For one query and many keys, `decode` splits the keys of all sequences over its blocks."""
     xp = importlib.import_module(library)
     keys = 8192 if batch == 8 else 1500
     q, k, v = (

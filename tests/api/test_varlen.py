@@ -1,4 +1,4 @@
-"""Packed attention: what goes in and comes out, what is refused, what a GPU is asked to do."""
+"""Packed attention: inputs, results, errors, and launches on a fake GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ assert_refused = functools.partial(refusals.assert_refused, flash_attention_varl
 
 
 def good():
-    """Arguments that are right, for one at a time to be made wrong."""
+    """Return valid arguments; each test makes one of them wrong."""
     return {
         "q": np.zeros((113, 6, 40), np.float32),
         "k": np.zeros((203, 3, 40), np.float32),
@@ -35,7 +35,7 @@ def good():
 
 
 def good_paged():
-    """The same, the keys in 16 pages of 8 rows."""
+    """Return the arguments of `good`, but with keys in 16 pages with 8 rows each."""
     return good() | {
         "k": np.zeros((16, 8, 3, 40), np.float32),
         "v": np.zeros((16, 8, 3, 72), np.float32),
@@ -312,7 +312,7 @@ def gpu(monkeypatch):
 
 
 def on(gpu, **changes):
-    """Arguments on the fake GPU: 3 sequences, 113 queries, 203 keys."""
+    """Return arguments on the fake GPU: 3 sequences, 113 queries, 203 keys."""
     return {
         "q": gpu.array(113, 6, 40),
         "k": gpu.array(203, 3, 40),

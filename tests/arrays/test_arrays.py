@@ -1,4 +1,4 @@
-"""Array kinds in and out, layouts, alignment, and which arrays can be read where they lie."""
+"""Array libraries of inputs and results, layouts, alignment, and which arrays need no copy."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_a_library_that_cannot_take_results_back_is_refused():
     one_way = OneWay(np.zeros(SHAPE))
     with pytest.raises(TypeError, match="q is an OneWay, which offers no from_dlpack"):
         kinds.way_back("q", one_way)
-    # What is only read needs no way back.
+    # Results come from the library of q, so the library of k and v may lack `from_dlpack`.
     k = np.ones(SHAPE, np.float32)
     with pytest.raises(TypeError, match="q is an OneWay,"):
         flash_attention(one_way, k, k)

@@ -1,4 +1,4 @@
-"""Arrays of JAX: read where they lie, and results that become such arrays."""
+"""JAX arrays: inputs that are read in place, and results that are JAX arrays."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def format_of(*major_to_minor: int) -> Any:
 
 
 class ArrayImpl:
-    """An array of JAX on a GPU, as far as it is asked without DLPack."""
+    """Fake JAX array on a GPU: the attributes that the library reads without DLPack."""
 
     def __init__(self, gpu: Any, shape: tuple[int, ...], dtype: Any = np.float16) -> None:
         self.shape, self.dtype, self.ndim = shape, np.dtype(dtype), len(shape)
@@ -64,7 +64,7 @@ class ArrayImpl:
         self.exported_to.append(stream)
 
 
-# What a library is known by.
+# The library recognizes arrays of JAX by the module of their type.
 ArrayImpl.__module__ = "jaxlib._jax"
 
 
@@ -288,7 +288,7 @@ def test_jax_says_of_an_array_what_is_asked_of_it(jax, monkeypatch):
     memory = jax_arrays.from_jax("q", array)
     assert memory is not None
     assert (memory.array, memory.device) == (array, device)
-    # What a CuPy array has to be told alike.
+    # `facts` equals that of a CuPy array with the same shape, dtype and device.
     assert memory.facts[:2] == (values.shape, values.dtype)
     assert memory.facts[2] == device.local_hardware_id
     read_back = ctypes.string_at(memory.address, values.nbytes)

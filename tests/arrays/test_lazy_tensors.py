@@ -17,7 +17,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def imaginary(x: Any) -> Any:
-    """Return a tensor with the same values that is a lazy negation."""
+    """Return a tensor with the values of `x` that is a lazy negation."""
     lazy = torch.complex(torch.zeros_like(x), -x).conj().imag
     assert lazy.is_neg()
     return lazy
@@ -52,7 +52,7 @@ def slopes(x: Any) -> Any:
     return torch.tensor([0.5, 0.25], device=x.device)
 
 
-# Calls with one argument that may be lazy, and the others not.
+# Calls in which only the named argument is `lazy`.
 CALLS: dict[str, Callable[[Any, Any], Any]] = {
     "q": lambda x, lazy: cupy_flash.flash_attention(lazy, x, x),
     "k": lambda x, lazy: cupy_flash.flash_attention(x, lazy, x),
@@ -136,7 +136,7 @@ def test_lazy_tensors_are_not_written(lazy: Any, device: str) -> None:
     x = numbers(device)
     written = lazy(numbers(device))
     if lazy is zeros and device == "cuda":
-        # Calls of tensors on a GPU read addresses before anything else.
+        # Calls with tensors on a GPU read addresses before they check anything else.
         with pytest.raises(NotImplementedError, match="has no memory"):
             cupy_flash.flash_attention(x, x, x, out=written)
         return
@@ -171,11 +171,11 @@ def test_conjugation_is_resolved_before_the_dtype_is_refused(device: str) -> Non
 
 
 class Named(torch.Tensor):
-    """Subclass that does not change operations, so its memory holds its values."""
+    """Subclass that does not override operations, so its memory holds its values."""
 
 
 class Wrapped(torch.Tensor):
-    """Subclass with operations of its own."""
+    """Subclass with its own operations."""
 
     @staticmethod
     def __new__(cls, inner: Any) -> Any:
@@ -192,7 +192,7 @@ class Wrapped(torch.Tensor):
 ATTENTION = [cupy_flash.flash_attention, ct.flash_attention]
 
 
-# Torch warns that the interface of nested tensors may change.
+# PyTorch warns that the interface of nested tensors may change.
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("attention", ATTENTION)
 @pytest.mark.parametrize(
@@ -235,5 +235,5 @@ def test_masks_of_torch_are_read_in_their_dtypes(device: str) -> None:
         for attention in ATTENTION:
             for _ in range(2):
                 found = attention(x, x, x, **options)
-                # Sums of at most 5 products of order 1, in float32.
+                # Each element sums at most 5 products of order 1, in float32.
                 np.testing.assert_allclose(found.cpu(), expected.cpu(), rtol=0, atol=2**-20)

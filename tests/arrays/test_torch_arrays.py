@@ -1,4 +1,4 @@
-"""Tensors of torch on a GPU: read where they lie, answered in torch's memory, ordered with it."""
+"""PyTorch tensors on a fake GPU: read in place, results in torch's memory, stream order."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from cupy_flash.reference import rows
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64", "uint8")
 OURS, THEIRS = 0xA0, 0xB0
-# So many keys for a row that they are split.
+# One query with this many keys: the kernel splits them.
 LENGTHS = {"q": 1, "k": 8192, "v": 8192}
 
 
 class Tensor:
-    """A tensor as far as its address, shape, strides and dtype go."""
+    """Fake tensor: an address, a shape, strides and a dtype."""
 
     __torch_dispatch__ = None
     is_meta = is_nested = False
@@ -91,13 +91,13 @@ class Tensor:
         return (2, 0)
 
 
-# What a library is known by.
+# The library recognizes tensors of PyTorch by the module of their type.
 Tensor.__module__ = "torch"
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> fake_gpu.FakeGpu:
-    """Torch and CuPy on the legacy default stream, as both are unless told otherwise."""
+    """Fake GPU on which torch and CuPy use the legacy default stream, their default."""
     fake = fake_gpu.install(monkeypatch)
     fake.theirs, fake.is_grad_enabled, fake.written = 0, True, []
     private = SimpleNamespace(
@@ -269,7 +269,7 @@ def test_lengths_of_torch_may_have_another_integer_dtype(gpu):
     assert type(out) is Tensor
     ((_, params),) = gpu.launches
     assert params["cu_seqlens_q"] not in (0, offsets.data_ptr())
-    # The copies are made where torch's own work is.
+    # The lengths are converted on torch's current stream, so no event is needed.
     assert gpu.streams == [THEIRS]
     assert gpu.order == []
 
@@ -330,7 +330,7 @@ def test_torch_makes_contiguous_tensors(name, shape, monkeypatch):
 
 
 def calls(gpu: Any, kind: str) -> tuple[DifferentiableCall, dict[str, Any], tuple[Tensor, ...]]:
-    """A call, its options, and q, k and v."""
+    """Return a call, its options, and q, k and v."""
     heads = ((6, 40), (3, 40), (3, 72))
     if kind == "equal":
         call, _ = dense_call(True, None, None, "bshd", {})
@@ -348,7 +348,7 @@ def calls(gpu: Any, kind: str) -> tuple[DifferentiableCall, dict[str, Any], tupl
 
 
 def structs_of(gpu: Any, function: Any, *arguments: Any, **options: Any) -> Any:
-    """What it returns and launches, allocations beginning where they did before."""
+    """Return the result and the launched structs; allocations restart at a fixed address."""
     gpu.structs.clear()
     before, gpu._next = gpu._next, fake_gpu._FIRST << 1
     found = function(*arguments, **options)
@@ -369,7 +369,7 @@ def test_a_repeated_call_and_its_gradients_launch_what_plain_ones_do(gpu, kind, 
     assert recorded.run(arrays, call.options) is None, "no call like it was made"
     constants = tuple(call.constants.values())
     whole = {"causal": True, "return_lse": True, **options}
-    plain(*inputs, **whole)  # what is prepared takes addresses too
+    plain(*inputs, **whole)  # the first call has other addresses in its structs
     _, expected = structs_of(gpu, plain, *inputs, **whole)
     for _ in range(2):
         (results, found), launched = structs_of(gpu, recorded.run, arrays, call.options)

@@ -1,4 +1,4 @@
-"""The struct that kernels are given: what of it a plan says, for all of its calls."""
+"""The argument struct of kernels: the fields that a plan fills for all of its calls."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def cached(**changes: Any) -> Problem:
 
 
 def struct(problem: Problem, split: Split, section_heads: int) -> Any:
-    """The struct of a plan, where all pointers are null."""
+    """Return the argument struct of a plan, with null pointers."""
     schedule = Schedule((), split, section_heads=section_heads)
     fixed = attention.fixed_fields(SimpleNamespace(problem=problem, schedule=schedule))
     memory = bytearray(PARAMS_DTYPE.itemsize)

@@ -1,4 +1,4 @@
-"""Checks of device arrays under `CUPY_FLASH_CHECK`, on NumPy arrays in their place."""
+"""Checks of device arrays under `CUPY_FLASH_CHECK`, run on NumPy arrays instead."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ ROWS, KEYS, HEADS, DIM = 9, 12, 2, 8
 
 @pytest.fixture(params=[False, True], ids=["usual", "captured"])
 def is_captured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the stream is captured; the CPU backend then checks arrays as a GPU's are checked."""
+    """Whether a fake stream is captured. The CPU backend runs the checks for device arrays."""
     stream = SimpleNamespace(is_capturing=lambda: request.param)
     cupy = SimpleNamespace(cuda=SimpleNamespace(get_current_stream=lambda: stream))
     monkeypatch.setattr(checked, "cupy_module", lambda: cupy)
 
     def check_contents(arguments: Any, options: Any, problem: Any, keys: int) -> Any:
         checked.check(arguments, options, keys, None)
-        # The call itself needs right contents.
+        # The computation itself needs valid lengths and indices, so it is skipped.
         raise Passed
 
     def known(arguments: Any, options: Any, backend: str) -> Any:
@@ -52,7 +52,7 @@ def is_captured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 
 class Passed(Exception):
-    """No check failed."""
+    """Raised when no check has failed."""
 
 
 def _zeros(*shape: int) -> np.ndarray:
@@ -133,7 +133,7 @@ def test_an_entry_out_of_range_is_named(
 ) -> None:
     function, arguments = CALLS[name]
     values = arguments() | arrays_of(change)
-    # Arrays of a captured call have no contents yet.
+    # Arrays of a captured call have no contents yet, so nothing is checked.
     error = pytest.raises(Passed) if is_captured else pytest.raises(ValueError, match=message)
     with error:
         function(**values, backend="cpu")
@@ -189,7 +189,7 @@ def test_the_variable_asks_for_checks(value: str, expected: bool) -> None:
 
 @pytest.fixture(params=[None, "0", "1"])
 def is_asked_for(request: pytest.FixtureRequest) -> Iterator[bool]:
-    """Whether the variable, with which the library is imported, asks for checks."""
+    """Whether the environment variable, read at import, enables the checks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv(checked.VARIABLE, raising=False)
         if request.param is not None:
@@ -201,7 +201,7 @@ def is_asked_for(request: pytest.FixtureRequest) -> Iterator[bool]:
 
 @pytest.fixture
 def contents(is_asked_for: bool, monkeypatch: pytest.MonkeyPatch) -> dict[int, np.ndarray]:
-    """What stands in arrays of the GPU, by their addresses."""
+    """Contents of the arrays on the fake GPU, by address."""
     found: dict[int, np.ndarray] = {}
     stream = SimpleNamespace(is_capturing=lambda: False)
     cupy = SimpleNamespace(cuda=SimpleNamespace(get_current_stream=lambda: stream))
@@ -223,13 +223,13 @@ def test_the_variable_switches_the_checks_of_calls_on_a_gpu_on(
     function, arguments = CALLS[name]
 
     def call(values: dict[str, Any]) -> int:
-        """Return the number of launches of a call of such arrays on the GPU."""
+        """Return the number of launches of a call with these values on the fake GPU."""
         before = len(gpu.launches)
         function(**{n: on_gpu(gpu, x, contents) for n, x in values.items()})
         return len(gpu.launches) - before
 
     wrong = arguments() | arrays_of(change)
-    # The second call finds what the first one prepared.
+    # The second iteration repeats a call that is already prepared.
     for _ in range(2):
         assert call(arguments()) > 0
         if not is_asked_for:
@@ -242,7 +242,7 @@ def test_the_variable_switches_the_checks_of_calls_on_a_gpu_on(
 
 
 def on_gpu(gpu: FakeGpu, value: Any, contents: dict[int, np.ndarray]) -> FakeArray | Any:
-    """Return an array of the GPU with these contents."""
+    """Return an array on the fake GPU with these contents."""
     if not isinstance(value, np.ndarray):
         return value
     array = gpu.array(*value.shape, dtype=value.dtype)

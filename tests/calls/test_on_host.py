@@ -1,4 +1,4 @@
-"""Who computes sequences in host memory: where it is left open, a GPU that can."""
+"""Choice between GPU and CPU backend for packed sequences in host memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def problem(dtype: str = "float16") -> Problem:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU that serves 16-bit dtypes."""
+    """Fake GPU that supports 16-bit dtypes only."""
 
     def is_served(problem: Problem, device: object) -> bool:
         assert device == device_for_arch("sm_90")
@@ -78,11 +78,11 @@ def gradients(x: np.ndarray) -> Any:
 def test_another_thread_may_be_importing_cupy(
     call: Callable[[np.ndarray], Any], rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpu_unavailable()  # Which asks the real CuPy, once.
+    gpu_unavailable()  # imports the real CuPy, and caches the result
     monkeypatch.setattr(backends, "gpu_unavailable", lambda: "it is not there yet")
     x = rng.standard_normal((1, 5, 5, 8)).astype(np.float32)
     expected = call(x)
-    # In which there is nothing yet.
+    # While another thread imports CuPy, the module is in sys.modules but still empty.
     monkeypatch.setitem(sys.modules, "cupy", ModuleType("cupy"))
     for array, wanted in zip(call(x), expected, strict=True):
         np.testing.assert_array_equal(array, wanted)

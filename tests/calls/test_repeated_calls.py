@@ -1,4 +1,4 @@
-"""Repeated calls with modifications: what compiles again, and what is kept of them."""
+"""Repeated calls with modifications: what is compiled again, and what calls keep in memory."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ BATCH, HEADS = 2, 4
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     gpu = fake_gpu.install(monkeypatch)
-    # Else what is captured would be asked through DLPack.
+    # Without this patch, captured arrays would be read through DLPack.
     monkeypatch.setattr(captures, "read", lambda name, value, **_: value)
     return gpu
 
 
 @pytest.fixture
 def compiled(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Titles of the units that NVRTC would be given, in order."""
+    """Titles of the units passed to the compiler, in order."""
     titles: list[str] = []
 
     def load(unit: Any, device: Any, shared_memory: dict[str, int]) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def documents(gpu: FakeGpu, length: int, step: int) -> MaskMod:
 
 
 def variations(gpu: FakeGpu) -> Iterator[dict[str, Any]]:
-    """The same modifications with other numbers, arrays and functions."""
+    """Yield the same modifications with other numbers, arrays and functions."""
     for n in range(5):
         yield {
             "length": 500 + n,
@@ -116,13 +116,13 @@ def test_values_lengths_and_equal_functions_do_not_compile_again(
 ) -> None:
     calls = variations(gpu)
     call(gpu, **next(calls))
-    # The kernel, and where there is a block map the one that builds it.
+    # The kernel and, if there is a block map, the kernel that builds it.
     expected = list(compiled)
     assert 1 <= len(expected) <= 2
     launched = len(gpu.launches)
     for modifications in calls:
         call(gpu, **modifications)
-        # In another order as well.
+        # The order of keyword arguments must not matter.
         call(gpu, **dict(reversed(modifications.items())))
     assert compiled == expected
     assert len(gpu.launches) >= 9 * launched // 2
@@ -185,7 +185,7 @@ def test_new_functions_of_the_same_text_keep_no_memory(
     gains = [gpu.array(HEADS, dtype=np.float32) for _ in range(2)]
 
     def blocks_after(calls: int) -> int:
-        """Return the blocks of memory that Python's objects take after so many more calls."""
+        """Return the number of memory blocks that Python has allocated after `calls` more calls."""
         for n in range(calls):
             score_mod = ScoreMod(lambda score, h, gain: score * gain[h], gain=gains[n % 2])
             mask_mod = MaskMod(lambda b, i, j, doc: doc[b, i] == doc[b, j], doc=doc)
@@ -194,18 +194,18 @@ def test_new_functions_of_the_same_text_keep_no_memory(
         gc.collect()
         return sys.getallocatedblocks()
 
-    # All that is bounded fills up first: caches of what a function becomes have 256 entries.
+    # Fill all bounded caches first: those of traced functions have 256 entries.
     before = blocks_after(1_200)
     titles = len(compiled)
     after = blocks_after(count)
-    # Counted, as tracemalloc takes five times as long. A call that kept one object, however small,
-    # would keep a block, and one that kept its functions 100; measured are 50 in all, of 50,000.
+    # Counts blocks, since tracemalloc takes five times as long. A leak of one object per call would
+    # add a block per call. Measured: 50 more blocks after 50,000 calls.
     assert after - before < count / 100
     assert len(compiled) == titles
 
 
 def test_modifications_take_as_many_arguments_as_they_need(gpu: FakeGpu) -> None:
-    # An array of four axes takes 56 bytes of the struct.
+    # Each array of four axes takes 56 bytes of the argument struct.
     arrays = {name: gpu.array(2, 2, 2, 2, dtype=np.float32) for name in "vwxyz"}
 
     def sums(
@@ -220,7 +220,7 @@ def test_modifications_take_as_many_arguments_as_they_need(gpu: FakeGpu) -> None
 def test_a_grid_that_shares_the_gpu_has_a_block_for_each_tile(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a plan of its own, so that calls without keep theirs, and of the same unit."""
+    """`shares_gpu` makes a separate plan of the same unit; calls without it keep their plan."""
     plans: list[Any] = []
 
     def make_plan(*arguments: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Small calls of NumPy arrays that repeat an earlier one: what is not checked again."""
+"""Small calls on NumPy arrays that repeat an earlier call, and skip most checks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_repeated_call_gives_the_same_bits(
 ) -> None:
     options = {"causal": causal, "return_lse": return_lse}
     first, second = arrays(rng, dtype), arrays(rng, dtype)
-    # In the other order, each is the first of its kind.
+    # With the calls in the opposite order, each is once the first of its kind.
     expected = flash_attention(*second, **options)
     on_host._calls.clear()
     flash_attention(*first, **options)
@@ -79,7 +79,7 @@ def test_options_of_a_wrong_kind_are_still_refused(change: dict[str, Any], rng: 
 
 def test_arrays_of_another_library_are_still_refused(rng: Any) -> None:
     class Foreign:
-        """Shows the shape, strides and dtype of a NumPy array, and no elements."""
+        """Object with the shape, strides and dtype of a NumPy array, but no access to elements."""
 
         def __init__(self, array: np.ndarray) -> None:
             self.shape, self.strides, self.dtype = array.shape, array.strides, array.dtype

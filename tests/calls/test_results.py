@@ -1,4 +1,4 @@
-"""New arrays of calls: which there are, where they lie, and what memory they hold."""
+"""Allocation of result arrays: their number, alignment, and which arrays share memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the commands share: calls on the host are timed without a rest before each."""
+"""Shared fixture of the command tests: timing on the host without a pause before each call."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from cupy_flash.cli.measure.timing import HostTimer
 
 @pytest.fixture(autouse=True)
 def no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A tenth of a second before each of some 700 calls is most of these tests' time.
+    # A pause of 0.1 s before each of some 700 calls would take most of these tests' time.
     monkeypatch.setattr(HostTimer, "pause", 0.0)

@@ -1,4 +1,4 @@
-"""What the commands say when a place, a file or the output fails them: one line, no traceback."""
+"""Errors of commands due to paths, files or the output: one line, without a traceback."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def bench(*arguments: str) -> Result:
 def python(
     *arguments: str, env: dict[str, str] | None = None, stdout: int | IO[str] = subprocess.PIPE
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python with no GPU."""
+    """Run Python in a process that sees no GPU."""
     return subprocess.run(
         [sys.executable, *arguments],
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""} | (env or {}),
@@ -50,13 +50,13 @@ def python(
 
 
 def under_a_file(tmp_path: Path) -> dict[str, str]:
-    """A cache folder that nobody can make."""
+    """Return environment variables that name a cache folder which cannot be created."""
     (tmp_path / "file").write_text("", encoding="utf-8")
     return {"CUPY_CACHE_DIR": str(tmp_path / "file" / "cache")}
 
 
 def assert_one_warning(stderr: str) -> None:
-    """One line on the cache; CuPy may have warnings of its own to give."""
+    """Assert one line about the cache; CuPy may print warnings as well."""
     assert stderr.count("cannot be written") == 1
     assert "Traceback" not in stderr
 
@@ -103,7 +103,7 @@ def test_a_kernel_cache_that_cannot_be_made_does_not_keep_the_compiler_from_load
     assert result.stdout == "None\n"
 
 
-# Kernels that are compiled as on a GPU, but for the module that takes them.
+# Code that loads two kernels as on a GPU, except that `RawModule` is a fake.
 _COMPILE_TWO = """
 from cupy_flash.gpu import compiler
 assert compiler.why_no_compiler() is None
@@ -150,7 +150,7 @@ def test_an_input_that_is_no_archive_is_refused_in_one_line(tmp_path: Path, cont
     result = bench("--input", str(path))
 
     assert result.exit_code == 2
-    assert "cannot be read as an npz file: it is no zip archive; expected what" in result.stderr
+    assert "cannot be read as an npz file: it is not a zip archive; expected what" in result.stderr
     assert "pickle" not in result.stderr
     assert result.stderr.count("\n") == 1
 
@@ -188,7 +188,7 @@ def test_an_archive_that_is_damaged_anywhere_is_refused_as_a_wrong_option(tmp_pa
             InputFile.read(path)
         except click.UsageError:
             refused += 1
-        # Some bytes of an archive, such as its dates, are read by nobody.
+        # No code reads some bytes of an archive, such as its dates.
     assert refused > len(whole) // 2
 
 
@@ -276,7 +276,7 @@ def test_what_nobody_reads_changes_no_exit_code_and_is_not_written_again(
         patch.setattr(sys, "stderr", pipe)
         with pytest.raises(SystemExit) as ended:
             main(["bench", "--bogus"])
-        # As Python does at its exit; into the pipe it would raise.
+        # Python flushes stderr at its exit, too; with the closed pipe this would raise.
         print("more", file=pipe, flush=True)
 
     assert ended.value.code == 2

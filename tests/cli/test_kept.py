@@ -1,4 +1,4 @@
-"""What was measured is kept, in the file and in a table, whatever ends a command."""
+"""Results measured so far are kept in the file and the table, whatever ends a command."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 
 def bench_until(second: Callable[[], None], path: Path, monkeypatch: pytest.MonkeyPatch) -> Result:
-    """Time a case of 16 queries, do what is to happen in the next one, and go on."""
+    """Run `bench` on 16, 24 and 32 queries, and call `second` before the case of 24."""
     run = runner.Runner.run
 
     def runs(self: runner.Runner, case: Any, *others: Any) -> Any:
@@ -270,7 +270,7 @@ def test_a_file_that_is_written_anew_keeps_its_mode_and_its_place_behind_a_link(
 
 
 def with_closed_pipe(lines: int, *arguments: str) -> tuple[int, str]:
-    """Exit code and stderr of a command whose reader goes away after so many lines."""
+    """Return exit code and stderr of a command whose stdout is closed after `lines` lines."""
     with subprocess.Popen(
         [sys.executable, "-m", "cupy_flash", *arguments],
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
@@ -336,7 +336,7 @@ SWEEP = ("--backend", "cpu", "--seqlen-q", "113,799", "--heads", "1", "--head-di
 
 
 def tune_until(step: int, path: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> Result:
-    """A sweep on the CPU that is interrupted when tiles are to be timed for the so-manieth time."""
+    """Run `tune` with a fake timer that is interrupted in call number `step`, counted from 0."""
     from cupy_flash.cli.tune import sweep
 
     calls = iter(range(10**6))
@@ -370,18 +370,18 @@ def test_of_several_sweeps_those_that_were_done_are_kept(
 ) -> None:
     path = tmp_path / "rows.json"
     options = (*SWEEP, "--max-tiles", "3")
-    # Three rounds, each in one lot, and then the second sweep.
+    # The first sweep makes three timer calls, one for each round; the next is the second sweep's.
     result = tune_until(3, path, monkeypatch, *options)
     (row,) = rows_of(path)
 
     assert result.exit_code == 130
     assert row["problem_class"].split()[4] == "q64"
     assert "cpu fp32 d8 full s64" in result.stdout
-    assert "1 of 2 are done; the same command goes on from there." in result.stderr
+    assert "1 of 2 are done; the same command resumes there." in result.stderr
 
 
 def small_plans(device: Device) -> list[Plan]:
-    """Kernels that compile fast."""
+    """Return plans of kernels that compile fast."""
     return [
         make_plan(
             make_contiguous_problem(
@@ -432,7 +432,7 @@ def test_what_ends_a_command_ends_its_compilers_too() -> None:
     building = builder.submit(job)
     builder.__exit__(KeyboardInterrupt)
 
-    # Its process takes longer to start than we to give up.
+    # The compiler's process needs longer to start than `__exit__` to stop it.
     assert building.cancelled() or isinstance(building.exception(), BrokenProcessPool)
 
 
@@ -454,4 +454,4 @@ def test_a_compiler_that_was_killed_is_told_in_one_line(monkeypatch: pytest.Monk
 
     assert result.exit_code == 1
     assert len(told) == 1
-    assert "a process that compiles was ended" in told[0]
+    assert "a compiler process was ended" in told[0]

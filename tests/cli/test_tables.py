@@ -1,4 +1,4 @@
-"""`cupy-flash tables`: tuned tables looked at, shared and taken in."""
+"""`cupy-flash tables`: tuned tables that are listed, exported and imported."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_without_a_command_its_help_is_shown_and_a_wrong_one_is_told_the_right_o
     result = tables()
 
     assert (result.exit_code, result.stderr) == (0, "")
-    assert "Look at tuned tables" in result.stdout
+    assert "List, export, merge, import and clear tables" in result.stdout
     said = "no command 'nope'; expected one of clear, export, import, list, merge"
     assert said in one_line(tables("nope"), 2)
 
@@ -82,7 +82,7 @@ def test_the_users_own_table_is_listed_with_what_is_stale_marked(home: Path) -> 
     result = tables("list")
 
     assert f"2 saved in {home / 'tuned.json'}" in result.stdout
-    # As `tune` names classes.
+    # Classes have the names that `tune` prints.
     assert "mma bf16 d128 full s4096" in result.stdout
     assert "class: sizes rounded to powers of four, so that a case of s96" in result.stdout
     assert "Br=128 Bc=64" in result.stdout
@@ -133,13 +133,13 @@ def test_the_shipped_tables_can_be_listed() -> None:
     table(tuning.SHIPPED_DIR / "gpu.json", entry())
 
     assert "1 saved in" in tables("list", "--shipped").stdout
-    assert "leave the others out" in one_line(tables("list", "--shipped", __file__), 2)
+    assert "leave out FILES" in one_line(tables("list", "--shipped", __file__), 2)
 
 
 def test_where_none_is_shipped_the_users_table_is_not_shown_instead(home: Path) -> None:
     table(home / "tuned.json", entry())
 
-    assert tables("list", "--shipped").stdout == "No tables came with the library\n"
+    assert tables("list", "--shipped").stdout == "No tables are part of the library\n"
 
 
 NO_TABLES = {
@@ -250,8 +250,8 @@ WRONG_ENTRIES = {
     "no architecture": (entry(arch=47), "unknown architecture 47; expected one of sm_75"),
     "no SMs": (entry(sm_count=0), "sm_count is 0; expected at least 1"),
     "too old a GPU": (entry(arch=75), "sm_75"),
-    "a kernel on the CPU": (entry(gpu="cpu"), "family 'mma' does not run there"),
-    "the CPU's on a GPU": (dataclasses.replace(ON_CPU, gpu=GPU), "'cpu' does not run there"),
+    "a kernel on the CPU": (entry(gpu="cpu"), "family 'mma' does not run on that processor"),
+    "the CPU's on a GPU": (dataclasses.replace(ON_CPU, gpu=GPU), "'cpu' does not run on that"),
     "too large for a CPU": (
         dataclasses.replace(ON_CPU, tile={"Br": 2**20, "Bc": 2**20}),
         "tile 1048576x1048576 needs too much memory",

@@ -1,4 +1,4 @@
-"""Every function with gradients by torch or JAX, with every array argument."""
+"""Functions that are differentiated by torch or JAX, with every array argument."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def assert_alike(found: dict[str, np.ndarray], call: Call) -> None:
         del right["lse"]
     for name, expected in right.items():
         largest = max(1.0, float(np.abs(expected).max()))
-        # Sums of at most 100 float32 products of order 1.
+        # Each element sums at most 100 float32 products of order 1.
         np.testing.assert_allclose(
             found[name], expected, rtol=0, atol=100 * 2.0**-22 * largest, err_msg=name
         )

@@ -1,4 +1,4 @@
-"""Attention in JAX's autograd."""
+"""Attention under JAX's autodiff."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def assert_alike(got: Callable[..., Any], expected: Callable[..., Any], inputs: 
         strict=True,
     )
     for x, y in pairs:
-        # Sums of at most 300 products of order 1, in float32 on both sides.
+        # Each element sums at most 300 products of order 1, in float32 on both sides.
         np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=0, atol=300 * 2**-20)
 
 
@@ -140,7 +140,7 @@ def test_any_arguments_may_be_numpys(packed: bool, of_numpy: tuple[str, ...], de
             np.testing.assert_array_equal(np.asarray(gradient), np.asarray(expected[name]))
     out = of(mixed, list)
     assert isinstance(out, jax.Array)
-    # Without a JAX array among them, they are computed on the default device.
+    # A call without a JAX array is computed on JAX's default device.
     places = {jax.devices()[0]} if of_numpy == INPUTS else of(ours, list).devices()
     assert out.devices() == places
     # Gradients of one input, with the other inputs in either library.

@@ -1,4 +1,4 @@
-"""Attention in torch's autograd, on the CPU and on a GPU."""
+"""Attention in PyTorch's autograd, on the CPU and on a GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def qkv(device: str, dtype: Any = None) -> list[Any]:
 
 
 def formula(q: Any, k: Any, v: Any) -> Any:
-    """Causal attention of heads that share keys, in torch's own operations."""
+    """Compute causal attention with grouped heads (GQA) by PyTorch's own operations."""
     group = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(group, 2).transpose(1, 2) for x in (k, v))
     scores = q.transpose(1, 2) @ k.transpose(2, 3) / q.shape[-1] ** 0.5
@@ -63,7 +63,7 @@ def test_bias_and_sinks_have_gradients_too(device: str) -> None:
         return ct.flash_attention(q, k, v, bias=bias, sinks=sinks)
 
     assert torch.autograd.gradcheck(attention, (q, k, v, bias, sinks))
-    # One of them alone.
+    # Check the gradient of the sinks alone, too.
     q, k, v = (x.detach() for x in (q, k, v))
     assert torch.autograd.gradcheck(
         lambda sinks: attention(q, k, v, bias.detach(), sinks), (sinks,)
@@ -143,7 +143,7 @@ def test_a_gradient_without_strides_is_read(device: str) -> None:
     expected = torch.autograd.grad(formula(*inputs).sum(), inputs)
     got = torch.autograd.grad(ct.flash_attention(*inputs, causal=True).sum(), inputs)
     for x, y in zip(got, expected, strict=True):
-        # Sums of at most 36 products of order 1, in float64.
+        # Each element sums at most 36 products of order 1, in float64.
         np.testing.assert_allclose(x.cpu(), y.cpu(), rtol=0, atol=36 * 2**-50)
 
 
@@ -191,7 +191,7 @@ def test_a_capture_that_would_have_no_gradient_is_refused(device: str) -> None:
     ],
 )
 @pytest.mark.parametrize("compiled", [False, True])
-# torch's compiler uses what torch has given up.
+# PyTorch's compiler uses deprecated functions of PyTorch.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_what_is_wrong_is_told_in_graphs_as_well(
     compiled: bool, change: dict[str, Any], error: type[Exception], message: str
@@ -206,7 +206,7 @@ def test_what_is_wrong_is_told_in_graphs_as_well(
         function()
 
 
-# torch's compiler uses what torch has given up.
+# PyTorch's compiler uses deprecated functions of PyTorch.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
     "options",
@@ -229,7 +229,7 @@ def test_calls_that_no_operator_takes_break_the_graph(options: dict[str, Any]) -
         assert torch.equal(compiled(*inputs), expected)
 
 
-# torch's compiler uses what torch has given up.
+# PyTorch's compiler uses deprecated functions of PyTorch.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_position_of_each_sequence_is_part_of_a_graph() -> None:
     q, k, v = (x.detach() for x in qkv("cpu"))
@@ -273,7 +273,7 @@ def test_only_what_is_asked_for_is_computed(device: str) -> None:
 
 
 class Drop(torch.autograd.Function):
-    """A sum through which no gradient comes to the first."""
+    """Sum that passes no gradient to its first argument."""
 
     @staticmethod
     def forward(ctx: Any, dropped: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -370,7 +370,7 @@ def test_a_graph_holds_a_call_and_its_gradients() -> None:
 
 
 @pytest.mark.gpu
-# torch's compiler uses what torch has given up, and captures a graph of nothing.
+# PyTorch's compiler uses deprecated functions of PyTorch, and captures an empty graph.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The CUDA Graph is empty")
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 def test_graphs_of_the_compiler_hold_the_operator(
@@ -382,11 +382,11 @@ def test_graphs_of_the_compiler_hold_the_operator(
     def attention(q: Any, k: Any, v: Any) -> Any:
         return ct.flash_attention(q * 1.5, k, v, causal=True) + 1
 
-    # All that a call keeps for others like it is made by the compiled ones.
+    # The compiled calls are to fill the cache of prepared calls themselves.
     monkeypatch.setattr(on_gpu, "_calls", {})
     function = torch.compile(attention, fullgraph=True, mode=mode)
     results = []
-    # With less overhead the second call is captured in a CUDA graph, and the third replays it.
+    # With "reduce-overhead" the second call is captured in a CUDA graph, and the third replays it.
     for _ in range(3):
         out = function(*inputs)
         gradients = torch.autograd.grad(out, inputs, dout)

@@ -1,4 +1,4 @@
-"""Derivatives that torch has and attention does not support raise errors and are never zeros."""
+"""Derivatives that PyTorch has and attention does not support: errors instead of zeros."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ OPERATORS = [operator, operator_varlen]
 
 
 def penalty(attention: Any, x: Any, t: Any) -> Any:
-    """Gradient of |dy/dx|^2 with respect to a weight in front of attention."""
+    """Return the gradient of |dy/dx|^2 with respect to a weight applied before attention."""
     weight = torch.eye(3, dtype=x.dtype, device=x.device, requires_grad=True)
     x = x.clone().requires_grad_()
     (dx,) = torch.autograd.grad(attention(x @ weight).sum(), x, create_graph=True)

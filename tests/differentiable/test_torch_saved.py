@@ -205,7 +205,7 @@ def test_results_that_are_overwritten_are_noticed(device: str) -> None:
         out.sum().backward()
 
 
-# Arguments without versions, which are copied.
+# Arguments that are not tensors have no version counters, so calls save copies of them.
 OTHERS: dict[str, tuple[Callable[..., Any], Any]] = {
     "list": (lambda x: x.tolist(), "seqlens_k"),
     "NumPy": (lambda x: x.numpy(), "seqlens_k"),

@@ -1,4 +1,4 @@
-"""`cupy_flash.torch.scaled_dot_product_attention` in the place of PyTorch's own."""
+"""`cupy_flash.torch.scaled_dot_product_attention` as a replacement for PyTorch's function."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def inputs(
     device: str = "cpu",
     heads_kv: int | None = None,
 ) -> list[Any]:
-    """Return query, key and value of random numbers in float64."""
+    """Return random query, key and value tensors in float64."""
     of_keys = leading if heads_kv is None else (*leading[:-1], heads_kv)
     shapes = ((*leading, 7, 5), (*of_keys, 10, 5), (*of_keys, 10, 3))
     return [random(rng, *shape, device=device) for shape in shapes]
@@ -42,7 +42,7 @@ def formula(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Attention in PyTorch's elementary operations."""
+    """Compute attention by PyTorch's elementary operations."""
     if enable_gqa:
         group = query.shape[-3] // key.shape[-3]
         key, value = (x.repeat_interleave(group, -3) for x in (key, value))
@@ -69,7 +69,7 @@ def assert_alike(rng: np.random.Generator, given: list[Any], **options: Any) -> 
     gradients = (torch.autograd.grad(x, differentiable, dout) for x in (found, expected))
     of_found, of_expected = gradients
     for x, y in zip((found, *of_found), (expected, *of_expected), strict=True):
-        # Sums of at most 720 products of order 10, in float64.
+        # Each element sums at most 720 products of order 10, in float64.
         np.testing.assert_allclose(x.detach().cpu(), y.detach().cpu(), rtol=0, atol=7200 * 2.0**-51)
 
 
@@ -95,7 +95,7 @@ def test_masks_that_broadcast(
         given = inputs(rng, *leading, device=device)
         added = random(rng, *shape, device=device)
         assert_alike(rng, given, attn_mask=added)
-        # The first key is seen, as the formula has no result for rows without keys.
+        # Key 0 stays visible, because the formula has no result for fully masked rows.
         seen = (added.detach() < 0.5) | (torch.arange(shape[-1], device=device) == 0)
         assert_alike(rng, given, attn_mask=seen)
 
@@ -128,7 +128,7 @@ def test_it_takes_the_place_of_pytorchs_function(
     given = inputs(rng, 2, 4)
     found = ct.scaled_dot_product_attention(*given, **options)
     expected = torch.nn.functional.scaled_dot_product_attention(*given, **options)
-    # Weighted means of numbers of order 1, in float64.
+    # The results are weighted means of numbers of order 1, in float64.
     torch.testing.assert_close(found, expected, rtol=0, atol=2.0**-46)
 
 

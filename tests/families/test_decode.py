@@ -1,4 +1,4 @@
-"""The family for few query rows and many keys: its arithmetic."""
+"""The `decode` family, for few query rows and many keys: plans and tiles, without a GPU."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def problem(
     batch_invariant: bool = False,
     values_in_keys: bool = False,
 ) -> Problem:
-    """Sequences of `rows` query rows for each key/value head.
+    """Return a problem with `rows` query rows for each KV head.
 
     `layout` is "equal" for the arrays of `flash_attention`, "packed", "cache" or "pages of n".
     Rows in memory are padded to 16 bytes, and start at a multiple of `alignment`.
@@ -96,7 +96,7 @@ def launch_of(case: Problem, tile: DecodeTile) -> Launch:
     return launch
 
 
-# ---- What it serves, and when it is the better choice
+# ---- Supported problems, and when the family is preferred
 
 
 def test_other_dtypes_and_gpus_before_ampere_are_refused_with_the_reason():
@@ -169,8 +169,8 @@ def test_clusters_are_for_the_architectures_that_have_them(arch):
 @pytest.mark.parametrize(
     ("heads_kv", "group", "cluster", "clusters"),
     [
-        # With 42% of 132 SMs, which is 55.4, loads keep all of the memory's bandwidth busy. Several
-        # clusters are a power of two.
+        # Loads by 42% of the 132 SMs, which is 55.4, saturate the memory bandwidth. If there are
+        # several clusters, their number is a power of two.
         (1, 8, 8, 8),
         (2, 4, 8, 4),
         (3, 4, 8, 4),
@@ -198,7 +198,7 @@ def test_more_clusters_are_for_more_keys_than_one_has_three_units_of_for_each_bl
     case = problem(heads_kv=1, rows=8, group=8, batch=1, seqlen_k=seqlen_k)
     tile = default_tile(case)
     assert launch_of(case, tile).grid == (1, 1, 8 * clusters)
-    # What a cluster leaves where its share begins, and where it ends.
+    # A cluster writes partial results where its range of keys begins and where it ends.
     slots = 0 if clusters == 1 else 2 * clusters
     assert planned(case, tile) == (8 * clusters, slots, slots, EVEN)
 
@@ -216,7 +216,7 @@ def test_few_keys_of_several_heads_are_for_few_warps(heads_kv, batch, seqlen_k, 
 
 @pytest.mark.parametrize(
     ("batch", "cluster", "stages"),
-    # 64 MiB of keys and values, and more.
+    # At batch 2, keys and values take 64 MiB.
     [(2, 8, 2), (3, 4, 3)],
 )
 def test_clusters_are_smaller_where_many_rows_leave_no_place_for_keys_on_their_way(
@@ -228,7 +228,7 @@ def test_clusters_are_smaller_where_many_rows_leave_no_place_for_keys_on_their_w
 
 @pytest.mark.parametrize(("batch", "cluster"), [(1, 4), (2, 4), (4, 8), (5, 0)])
 def test_keys_that_two_row_tiles_read_are_for_clusters_where_they_are_few(batch, cluster):
-    # 16 MiB of keys and values at batch 4.
+    # At batch 4, keys and values take 16 MiB.
     case = problem(heads_kv=1, rows=32, group=32, batch=batch)
     assert default_tile(case).cluster == cluster
 
@@ -263,7 +263,7 @@ def test_default_tiles_are_legal_and_take_all_stages_that_there_is_room_for(arch
         assert decode.why_not_tile(case, device, tile) is None
         deeper = replace(tile, stages=tile.stages + 1)
         if decode.why_not_tile(case, device, deeper) is None:
-            # Of blocks that read much of several heads; the element sizes are those of bfloat16.
+            # Stages are left out only if 128 KiB are in flight; `key_bytes` is for bfloat16.
             assert (arch, tile.cluster, seqlen_k) == (90, 0, 65536)
             key_bytes = 2 * 2 * (-(-head_dim // 16) * 16)
             warps = tile.min_blocks * tile.warps
@@ -317,7 +317,7 @@ def test_with_batch_invariant_nothing_around_a_row_decides_in_which_order_it_is_
     assert_sums_in_one_order(cases, device_for_arch(arch))
 
 
-# Values as wide as keys, wider, and narrower: then the queries of 32 rows do not fit a stage.
+# If values are narrower than keys, the queries of 32 rows do not fit into a stage.
 DIM_PAIRS = [
     *((64, 64), (128, 128), (33, 33), (64, 128), (33, 72), (1, 256), (192, 128), (256, 16)),
     *((128, 64), (96, 64), (80, 64), (72, 64), (65, 64), (17, 16), (128, 1)),
@@ -440,9 +440,9 @@ def test_shared_memory_is_a_ring_for_each_warp_and_a_place_for_each_result_of_a_
 
     assert more(stages=5) == 3 * tile.warps * stage
     assert more(warps=7) == 3 * tile.stages * stage
-    # Each row's columns, and what its probabilities are relative to, and their sum.
+    # A row of a result has its columns, and 8 floats for the softmax base and the row sum.
     assert more(cluster=8) == 8 * rows * (columns[1] + 8) * 4
-    # And what all warps know of their part.
+    # The remaining bytes hold the state that all warps share.
     state = decode.shared_memory(case, tile) - tile.warps * tile.stages * stage
     assert 0 < state <= 256
     assert state % 16 == 0
@@ -452,15 +452,15 @@ def test_shared_memory_is_a_ring_for_each_warp_and_a_place_for_each_result_of_a_
 
 
 def planned(case: Problem, tile: DecodeTile, device: Device = h100) -> tuple[int, int, int, Split]:
-    """Blocks of the grid, slots of the workspace, counters, and how keys are shared out."""
+    """Return thread blocks, workspace slots, counters, and the split of the keys."""
     schedule = decode.schedule(case, device, tile)
     (launch,) = schedule.launches
     assert launch.entry == "attention"
     assert launch.threads == 32 * tile.warps
-    # What is not balanced is no cluster.
+    # Without an even split there are no clusters.
     launched = tile if schedule.split == EVEN else replace(tile, cluster=0)
     assert launch.shared_memory == decode.shared_memory(case, launched)
-    # A whole result of a row, or a piece of its columns from each block of a cluster, has a place.
+    # A slot holds the whole result of a row tile or, from each block of a cluster, some columns.
     columns, pieces = -(-case.head_dim_v // 16) * 16, max(1, launched.cluster)
     piece = -(-columns // (4 * pieces)) * 4
     slot = tile.Br * max(columns + 8, pieces * (piece + 4)) * 4
@@ -478,7 +478,7 @@ def test_balanced_as_many_blocks_as_run_at_once_share_the_keys_of_each_head(
     case = problem(rows=rows)
     places = 132 * min_blocks // (8 * row_tiles)
     assert launch_of(case, tile).grid == (row_tiles, 8, places)
-    # A block leaves up to two partial results: where its share begins, and where it ends.
+    # A block writes partial results where its range of keys begins and where it ends.
     blocks = row_tiles * 8 * places
     assert planned(case, tile) == (blocks, 2 * blocks, 2 * blocks, EVEN)
 
@@ -512,7 +512,7 @@ def test_four_blocks_of_two_warps_are_for_whole_sequences(arch, layout, batch, h
 
 
 def test_no_more_blocks_share_the_keys_than_there_are_units_of_them():
-    # 3 sequences of 2 units.
+    # The 3 sequences have 2 units of keys each.
     case = problem(batch=3, seqlen_k=65, heads_kv=1)
     assert planned(case, TILE) == (6, 12, 12, EVEN)
     assert planned(problem(batch=3, seqlen_k=65), TILE)[0] == 8 * 6
@@ -522,7 +522,7 @@ def test_no_more_blocks_share_the_keys_than_there_are_units_of_them():
 def test_one_cluster_for_each_line_needs_neither_workspace_nor_counters(cluster):
     tile = replace(TILE, cluster=cluster)
     for rows, row_tiles in ((4, 1), (32, 2)):
-        # Keys for three units for each of its blocks: no more than one cluster has.
+        # There are three units of keys per block of a cluster, which one cluster still processes.
         case = problem(rows=rows, batch=3, seqlen_k=64 * cluster)
         assert launch_of(case, tile).grid == (row_tiles, 8, cluster)
         assert planned(case, tile) == (row_tiles * 8 * cluster, 0, 0, EVEN)
@@ -562,7 +562,7 @@ def test_keys_of_packed_sequences_are_cut_until_their_blocks_fill_the_gpu(group,
     items = batch * heads_kv
     assert (blocks, slots, counters) == (items * split.parts,) * 3
     places = h100.sm_count * tile.min_blocks
-    # What the rule for splits calls full, with what it gives up for fewer of them.
+    # The split rule accepts 80% of the slots, and gives up to 15% for fewer splits.
     assert 0.8 * 0.85 * places <= blocks <= places
 
 
@@ -582,7 +582,7 @@ def test_more_heads_than_a_grid_s_second_axis_counts_are_along_the_first(layout,
     assert launch.grid[0] <= MAX_GRID
     assert launch.grid[1] <= MAX_GRID_Y
     assert launch.grid[2] <= MAX_GRID_Y
-    # Each head has its blocks.
+    # Each head has at least one block.
     assert math.prod(launch.grid) >= heads_kv
     assert (plan.schedule.split == EVEN) == (heads_kv <= MAX_GRID_Y)
 
@@ -601,13 +601,13 @@ def test_a_workspace_is_there_for_all_slots_that_blocks_may_use_on_any_gpu():
         assert slots == counters == (0 if alone else clusters)
 
 
-# ---- Teams of warps, which share the columns of wide heads
+# ---- Wide heads, whose columns are distributed over the warps of a team
 
 WIDE = DecodeTile(16, 16, warps=8, stages=4, min_blocks=1)
 
 
 def latent(**more: Any) -> Problem:
-    """Of the models that have multi-head latent attention."""
+    """Return a problem with the sizes of multi-head latent attention (MLA)."""
     sizes = {"heads_kv": 1, "rows": 16, "group": 16, "head_dim": 576, "head_dim_v": 512}
     return problem(**{**sizes, "values_in_keys": True, **more})
 
@@ -630,7 +630,7 @@ def test_teams_have_whole_numbers_of_warps_and_16_rows():
 
 def test_a_ring_holds_values_that_are_columns_of_their_keys_once():
     in_keys, apart = latent(), latent(values_in_keys=False)
-    # 16 keys of 576 columns for both teams, four times; and two turns of scores for each warp.
+    # Both teams have four stages of 16 keys with 576 columns; each warp has two score buffers.
     rings, scores = 2 * 4 * 16 * 576 * 2, 8 * 2 * 16 * 16 * 4
     assert decode.shared_memory(in_keys, WIDE) == rings + scores + 160
     tile = replace(WIDE, stages=2)
@@ -650,7 +650,7 @@ def test_wide_heads_are_served_from_sm_80_on(dims):
 
 def test_a_unit_of_keys_is_a_tile_of_each_team():
     case = latent(batch=1, seqlen_k=320)
-    # 10 units of two tiles.
+    # The 320 keys are 10 units of two tiles.
     assert launch_of(case, WIDE).grid == (1, 1, 10)
 
 
@@ -659,22 +659,22 @@ def test_default_tiles_of_wide_heads_have_two_teams_on_an_sm():
     assert default_tile(latent()) == together
     assert default_tile(latent(values_in_keys=False)).warps == 8
     assert default_tile(latent(rows=128, group=128)) == apart
-    # Where shared memory is less, with fewer keys.
+    # With less shared memory, tiles have fewer keys.
     assert default_tile(latent(), device_for_arch("sm_80")).Bc == 16
-    # What decides in which order keys are summed up does not go by the number of rows.
+    # The tile fixes the order of sums over keys, so it does not depend on the number of rows.
     for rows in (16, 128):
         assert default_tile(latent(rows=rows, group=16, batch_invariant=True)) == together
 
 
 def test_a_query_of_up_to_128_wide_heads_that_share_keys_goes_to_decode_where_hopper_takes_longer():
     for layout, batch, seqlen_k, rows, family in (
-        # Pages that are smaller than a tile of keys.
+        # These pages are smaller than a KV tile.
         ("pages of 16", 128, 8192, 128, "decode"),
         ("pages of 64", 128, 8192, 128, "hopper"),
         ("cache", 128, 8192, 128, "hopper"),
         ("cache", 128, 8192, 33, "hopper"),
         ("cache", 128, 8192, 32, "decode"),
-        # Few tiles, and parts of few keys.
+        # With few query tiles the keys are split; short splits are faster in `decode`.
         ("cache", 1, 4096, 128, "decode"),
         ("cache", 4, 32768, 128, "hopper"),
         ("cache", 4, 4096, 64, "decode"),

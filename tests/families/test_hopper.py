@@ -1,4 +1,4 @@
-"""The Hopper family: its arithmetic, and what the compiler makes of it, with no GPU."""
+"""The `hopper` family: plans, tiles, and compilation without a GPU."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def problem(
 
 
 def packed(case: Problem, *, sequences: int = 64, **changes: bool | int | None) -> Problem:
-    """Of as many sequences, the longest as in `case`, in as many rows as all of `case` has."""
+    """Return `case` as packed sequences in the same total of rows; the longest has its lengths."""
     layout = Layout(
         kind="packed",
         total_q=case.batch * case.seqlen_q,
@@ -74,7 +74,7 @@ def packed(case: Problem, *, sequences: int = 64, **changes: bool | int | None) 
 
 
 def cached(case: Problem, *, caches: int, **changes: bool | int) -> Problem:
-    """The same with keys in as many caches, of which not all rows are filled."""
+    """Return `case` with keys in `caches` KV caches, whose rows are filled in part."""
     layout = replace(Layout("cached", caches=caches), **changes)
     return replace(case, q_offset=0, layout=layout)
 
@@ -85,11 +85,11 @@ def default_tile(case: Problem) -> HopperTile:
     return tile
 
 
-# ---- What it serves
+# ---- Supported problems
 
 
 def strided(strides: tuple[int, int, int], *, alignment: int = 16) -> Problem:
-    """q and v as usual, k with these strides of batch, row and head."""
+    """Return a problem with these strides of k by batch, row and head; q and v are contiguous."""
     usual = ArraySpec.contiguous((2, 203, 3, 64), "float16")
     return make_problem(usual, ArraySpec(usual.shape, strides, "float16", alignment), usual)
 
@@ -149,7 +149,7 @@ def test_heads_too_wide_for_two_blocks_and_wide_float32_are_refused():
     "case",
     [
         strided((203 * 3 * 64, 3 * 64, 64)),
-        # A broadcast batch, and the largest step that the copy engine takes.
+        # These are a broadcast batch, and the largest stride that TMA accepts.
         strided((0, 3 * 64, 64)),
         strided((2**39 - 8, 3 * 64, 64)),
         problem(head_dim=8),
@@ -253,13 +253,13 @@ def test_every_legal_tile_fits_the_registers_and_the_shared_memory_of_an_sm(case
         assert plan.threads == 128 * (consumers + 1)
         config = hopper.config(case, tile, plan.schedule.split)
         producer, consumer = config["producer_registers"], config["consumer_registers"]
-        # setmaxnreg takes multiples of 8, and waits for ever for more than the launch allotted,
-        # which is in units of 8 for each thread.
+        # setmaxnreg takes multiples of 8. It waits forever if all warps request more registers than
+        # the launch allocated, which are a multiple of 8 per thread.
         assert producer % 8 == consumer % 8 == 0
         assert 24 <= producer <= consumer <= 240
         allotted = min(255, h100.registers_per_sm // plan.threads) // 8 * 8
         assert producer + consumers * consumer <= allotted * (consumers + 1)
-        # S, P and O live at once. Of wide heads a block has half of O.
+        # S, P and O are live at once. For wide heads, each thread block holds half of O's columns.
         columns = case.head_dim_v if plan.launches[0].grid[2] == 1 else case.head_dim_v / 2
         output = math.ceil(columns / 16) * 16
         assert tile.Bc // 2 + tile.Bc // 4 + output // 2 < consumer
@@ -299,7 +299,7 @@ def test_blocks_of_a_pair_have_half_of_the_columns_and_two_tiles_of_scores_to_re
     case, tile = problem(head_dim=head_dim, head_dim_v=head_dim_v), HopperTile(128, 32, stages=3)
     one_block, scores = problem(head_dim=columns, head_dim_v=columns_v), 128 * 32 * 4
     assert hopper.shared_memory(case, tile) == (
-        # Each of eight warps has a barrier for each tile.
+        # For each of the two score tiles, each of eight warps has a barrier.
         hopper.shared_memory(one_block, tile) + 2 * (scores + 8 * 8)
     )
 
@@ -437,7 +437,7 @@ def test_sequences_are_put_in_order_by_one_block_of_a_kernel_that_comes_first():
     assert (attention.entry, attention.grid) == ("attention", (132, 1, 1))
     assert plan.unit is not None
     assert plan.unit.entries == ("prepare", "attention")
-    # What was handed out, the tiles before each place and after the last, the order.
+    # In words: a counter of tiles, their prefix sums over the sequences, and the order.
     assert plan.workspace == 4 * (1 + 78 + 77)
 
 
@@ -482,7 +482,7 @@ def test_the_other_layout_and_views_of_it_differ_in_strides_only():
 
 
 def test_beside_other_kernels_a_grid_has_a_block_for_each_tile() -> None:
-    """But of sequences, of which a block takes the next tile when it is ready for it."""
+    """A grid over sequences stays persistent, because its blocks fetch tiles when they are idle."""
     case, tile = problem(batch=2), HopperTile(128, 128)
     tiles = 4096 // 128 * 2 * 16
     wide = packed(problem(head_dim=512), sequences=4096)
@@ -512,7 +512,7 @@ def test_packed_rows_are_one_batch_and_a_cache_has_a_batch_of_its_own():
 
 
 def test_an_axis_of_length_one_gets_a_stride_that_the_driver_takes():
-    # The strides of such an axis are never used, and may be anything: odd, negative, beyond 2^40.
+    # The stride of such an axis is never used, so it may be odd, negative, or beyond 2^40.
     one = ArraySpec((1, 203, 1, 64), (-5, 64, 2**50), "float16")
     for spec in maps_of(make_problem(one, one, one), HopperTile(128, 128)):
         assert spec.strides == (128, 16, 16)
@@ -527,7 +527,7 @@ def test_a_broadcast_axis_keeps_its_stride_of_zero():
     ("head_dim", "columns"),
     [
         *((8, 32), (32, 32), (40, 64), (64, 64), (72, 32), (96, 32), (104, 64), (160, 32)),
-        # Of wide heads, half of the columns.
+        # For wide heads, each thread block of a pair has half of the columns.
         *((256, 64), (264, 32), (384, 64), (448, 32), (512, 64)),
     ],
 )
@@ -536,22 +536,19 @@ def test_a_box_is_one_line_of_128_bytes_or_where_head_dim_wastes_half_of_one_64(
         assert spec.box == (columns, 128)
 
 
-# ---- What the compiler makes of it
-
-
-# ---- Slabs: matrix descriptors and the swizzle, compared by the compiler with values from here
+# ---- TMA tiles: descriptors and swizzle, which the compiler compares with values from here
 
 
 @dataclass(frozen=True)
 class Slabs:
-    """What `SlabTile` of `slabs.cuh` should say of rows x columns 16-bit elements."""
+    """Expected members of `SlabTile` of `slabs.cuh` for rows x columns 16-bit elements."""
 
     rows: int
     columns: int
 
     @property
     def line_bytes(self) -> int:
-        """128, the widest swizzle, unless the columns leave the last half of a line empty."""
+        """128, the widest swizzle, or 64 if the last half of a 128-byte box row would be empty."""
         return 64 if -(-self.columns // 32) % 2 else 128
 
     @property
@@ -559,14 +556,14 @@ class Slabs:
         return -(-self.columns * 2 // self.line_bytes)
 
     def offset(self, row: int, column: int) -> int:
-        """Byte that the copy engine writes an element to, leaving the swizzle out."""
+        """Return the byte offset at which TMA stores an element, before the swizzle."""
         slab, byte = divmod(2 * column, self.line_bytes)
         return (slab * self.rows + row) * self.line_bytes + byte
 
     def descriptor(self, leading: int) -> int:
-        """PTX ISA: bits 16-29 leading and 32-45 stride byte offset, in 16 bytes; 62-63 swizzle.
+        """Return a matrix descriptor of the PTX ISA, with byte offsets in units of 16 bytes.
 
-        The stride is that between groups of eight rows.
+        Bits 16-29: leading offset; 32-45: stride between groups of 8 rows; 62-63: swizzle mode.
         """
         swizzle = {128: 1, 64: 2}[self.line_bytes]
         stride = self.offset(8, 0)
@@ -579,9 +576,9 @@ class Slabs:
             "slabs": self.slabs,
             "slab_bytes": slab_bytes,
             "bytes": self.slabs * slab_bytes,
-            # One k step lies within a line: what leads elsewhere is not used, and 1 by convention.
+            # A k step lies within a box row, so the leading offset is unused, and 1 by convention.
             "k_along_columns()": self.descriptor(16),
-            # n goes on in the next slab.
+            # Along n, the elements continue in the next box.
             "k_along_rows()": self.descriptor(slab_bytes),
         }
         steps = -(-self.columns // 16)
@@ -600,14 +597,14 @@ SLABS = [
     for columns in (8, 32, 40, 64, 72, 96, 128, 160, 192, 200, 256)
 ]
 
-# Descriptors that gave right products on a GPU.
+# Descriptors with which wgmma gave right products on a GPU.
 MEASURED = [
     "SlabTile<128, 128>::k_along_columns() == 0x4000004000010000",
     "SlabTile<192, 64>::k_along_columns() == 0x4000004000010000",
     "SlabTile<128, 128>::k_along_rows() == 0x4000004004000000",
     "SlabTile<176, 128>::k_along_rows() == 0x4000004005800000",
     "SlabTile<80, 256>::k_along_rows() == 0x4000004002800000",
-    # Lines of 64 bytes.
+    # These tiles have box rows of 64 bytes.
     "SlabTile<128, 96>::k_along_columns() == 0x8000002000010000",
     "SlabTile<128, 96>::k_along_rows() == 0x8000002002000000",
 ]
@@ -637,8 +634,8 @@ def test_a_wrong_value_does_not_compile(name):
         compile_slabs([wrong])
 
 
-# The PTX ISA's swizzle modes: address bits 4 to 6 (4 and 5 for 64 bytes) XORed with the three (two)
-# bits from 7 on.
+# Swizzle modes of the PTX ISA: address bits 4 to 6 (4 and 5 for 64 bytes) are XORed with the three
+# (two) bits from bit 7 on.
 def swizzled(address: int, line_bytes: int) -> int:
     return address ^ (address >> 7 & line_bytes // 16 - 1) << 4
 
@@ -662,7 +659,7 @@ def test_eight_rows_of_a_chunk_lie_in_eight_bank_groups(slabs):
 
 
 def test_slabs_begin_where_the_swizzle_does():
-    # Both repeat after 1024 or 512 bytes; a descriptor whose address does not begin there would
+    # The swizzle repeats after 1024 or 512 bytes; a descriptor with another start address would
     # need a base offset.
     for slabs in SLABS:
         assert slabs.rows * slabs.line_bytes % (8 * slabs.line_bytes) == 0
@@ -676,7 +673,7 @@ def test_a_unit_is_compiled_for_its_own_architecture_only():
     assert dataclasses.replace(unit, arch_specific=False).target(h100) == "sm_90"
 
 
-# ---- Latent attention: values that are columns of their keys
+# ---- Multi-head latent attention (MLA): the values are columns of the keys
 
 
 def latent(
@@ -690,7 +687,7 @@ def latent(
     dims: tuple[int, int] = (576, 512),
     **more: Any,
 ) -> Problem:
-    """Queries of `heads` heads over a cache of latent keys."""
+    """Return an MLA problem with `heads` query heads over a KV cache."""
     caches = (batch, seqlen) if not page_size else (batch * seqlen // page_size, page_size)
     k = ArraySpec.contiguous((*caches, heads_kv, dims[0]), "bfloat16")
     return make_problem(
@@ -717,7 +714,7 @@ def test_query_heads_of_one_query_are_the_rows_of_a_tile():
     q, k = maps["q"], maps["k"]
     assert (q.shape, q.strides) == ((576, 128, 2, 128), (1152, 128 * 1152, 256 * 1152))
     assert (k.shape, k.strides) == ((576, 8192, 2, 128), (2304, 1152, 8192 * 2304))
-    # A block's half of the 64 columns that are no values is less than a line of 128 bytes.
+    # 64 key columns hold no values; a thread block's half of them fills half a 128-byte box row.
     assert (q.box, k.box) == ((64, 128), (64, 64))
     assert maps["q_rest"] == replace(q, box=(32, 128), array="q")
     assert maps["k_rest"] == replace(k, box=(32, 64), array="k")
@@ -751,7 +748,7 @@ def test_heads_of_several_queries_stay_heads():
 def test_a_slot_holds_keys_and_their_values_and_one_buffer_what_the_other_block_sends():
     tile = HopperTile(128, 64, stages=3)
     apart = replace(latent(heads_kv=128), values_in_keys=False, seqlen_q=128)
-    # Slots are as large, since there are more columns of keys than of values.
+    # Stages have the same size in both cases, because keys have more columns than values.
     less = hopper.shared_memory(apart, tile) - hopper.shared_memory(latent(), tile)
     assert less == 128 * 64 * 4
     assert default_tile(latent()).stages == 3
@@ -783,7 +780,7 @@ def test_keys_of_latent_attention_are_split_where_query_tiles_are_few():
     assert cut.num_splits is not None
     assert 8 <= cut.num_splits <= 16
     assert [launch.entry for launch in cut.launches] == ["attention", "combine"]
-    # Partial results, and of each thread block an order of the four sequences.
+    # The workspace holds partial results, and an order of the four sequences per thread block.
     blocks = math.prod(cut.launches[0].grid)
     assert cut.workspace == 4 * (cut.num_splits * 4 * 128 * 513 + blocks * (2 * 4 + 2))
     asked = make_plan(latent(num_splits=5), h100, family="hopper")
@@ -802,22 +799,22 @@ def test_default_tiles_of_latent_attention_compile_and_spill_little(case):
     cubin = compile_cubin(made.unit, h100)
     assert "serialized" not in cubin.log
     assert "warning" not in cubin.log
-    # Partial results take some more, at a tile's end.
+    # Kernels that write partial results spill a few more bytes.
     most = 32 if made.num_splits == 1 else 48
     assert max(found.spill_bytes for found in cubin.resources.values()) <= most
 
 
-# ---- Biases, and blocks that not every consumer sees
+# ---- Biases, and KV tiles that some consumers skip
 
 
 def modified(bias: np.ndarray | None = None, *, head_dim: int = 128, **more: Any) -> Plan:
-    """The plan of a call of 2 x 2048 queries and keys, 4 heads."""
+    """Return the plan of a call with batch 2, 2048 queries and keys, and 4 heads."""
     q = np.empty((2, 2048, 4, head_dim), np.float16)
     return plan(flash_attention, q, q, q, arch="sm_90", family="hopper", bias=bias, **more)
 
 
 def bias_of(*shape: int, dtype: str = "float16") -> np.ndarray:
-    # What it holds is not looked at, nor takes it memory.
+    # Plans read no elements, and untouched pages take no memory.
     return np.empty(shape, dtype)
 
 

@@ -1,4 +1,4 @@
-"""The Hopper family of gradients: its arithmetic."""
+"""The backward `hopper` family: plans and tiles, without a GPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def problem(
     alignment: int = 16,
     grad_dtype: str | None = None,
 ) -> Problem:
-    """The backward problem of contiguous arrays."""
+    """Return the backward problem of contiguous arrays."""
     heads_kv, head_dim_v = heads_kv or heads, head_dim_v or head_dim
     keys = seqlen if seqlen_k is None else seqlen_k
 

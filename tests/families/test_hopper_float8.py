@@ -1,4 +1,4 @@
-"""float8 of the Hopper family: what it serves, and where its values lie; with no GPU."""
+"""float8 in the `hopper` family: supported problems, and the layout of values; without a GPU."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_values_become_columns_of_whole_tiles_of_keys():
     assert list(maps) == ["q", "k", "values"]
     assert maps["values"].shape == (1024, 61, 3, 2)
     assert maps["values"].strides == (1024, 61 * 1024, 3 * 61 * 1024)
-    # A line of shared memory is 64 or 128 bytes, which are as many numbers.
+    # A box row of 64 or 128 bytes holds as many float8 numbers.
     tile = make_plan(case, h100).tile
     assert maps["q"].box == (128, tile.Br)
     assert maps["k"].box == (128, tile.Bc)
@@ -108,7 +108,7 @@ def test_a_block_is_whole_steps_of_32_keys():
 
 
 def test_shares_of_the_output_are_as_wide_as_a_block_of_keys_or_half():
-    """They have the registers of its scores."""
+    """The partial output of a KV tile uses the registers of the scores."""
     tile = HopperTile(128, 128, stages=4, q_stages=1, turns=1)
     rows = [float8.value_rows(problem(dim=64, dim_v=dim), tile) for dim in (16, 64, 80, 128, 160)]
     assert rows == [64, 64, 128, 128, 256]

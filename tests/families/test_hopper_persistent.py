@@ -1,4 +1,4 @@
-"""The order in which a persistent grid takes query tiles, and how many heads it interleaves."""
+"""Order in which a persistent grid processes query tiles, and how many heads it interleaves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cupy_flash.families.hopper import persistent
 from cupy_flash.problem.problem import Problem, make_contiguous_problem
 
 SMS = 132
-# What balance a smaller section may give up, and the largest one that is considered.
+# Balance that a smaller section may lose, and the number of heads in the largest section.
 NEAR_BEST, MOST_HEADS = 0.02, 48
 
 
@@ -30,7 +30,7 @@ def problem(**changes: int | bool) -> Problem:
 
 
 def work_of(case: Problem, tile: int, *, section: int, Br: int) -> tuple[int, int]:
-    """(batch and head, first query row) of the tile-th tile, as `find_work` of `schedule.cuh`."""
+    """Return (batch and head, first query row) of tile `tile`, as `find_work` of `schedule.cuh`."""
     q_tiles = -(-case.seqlen_q // Br)
     heads = case.batch * case.heads_q
     first_head = tile // (section * q_tiles) * section
@@ -40,7 +40,7 @@ def work_of(case: Problem, tile: int, *, section: int, Br: int) -> tuple[int, in
 
 
 def tiles_of_block(tiles: int, blocks: int, block: int) -> list[int]:
-    """One tile of each round over the grid; every other round goes backwards."""
+    """Return the tiles of a block: one per round over the grid; every other round is reversed."""
     taken = []
     for start in range(0, tiles, blocks):
         backwards = start // blocks % 2
@@ -51,14 +51,14 @@ def tiles_of_block(tiles: int, blocks: int, block: int) -> list[int]:
 
 
 def cost_of_tile(case: Problem, q_begin: int, *, Br: int, Bc: int) -> int:
-    """Blocks of keys that the tile visits, and one more for what each tile costs."""
+    """Return the number of KV tiles that the query tile attends to, plus 1 as its fixed cost."""
     last_row = min(q_begin + Br, case.seqlen_q) - 1
     visible = max(0, min(case.seqlen_k, last_row + case.q_offset + 1))
     return -(-visible // Bc) + 1
 
 
 def evenness(case: Problem, *, section: int, blocks: int, Br: int, Bc: int) -> float:
-    """Mean over largest share of the work, tile by tile as the thread blocks take them."""
+    """Return the mean work of a thread block divided by the largest work."""
     tiles = -(-case.seqlen_q // Br) * case.batch * case.heads_q
     shares = [
         sum(
@@ -106,7 +106,7 @@ def test_every_tile_of_every_head_is_taken_once_by_one_block(batch, heads, seqle
 def test_a_section_is_the_fewest_heads_with_nearly_the_most_even_shares(changes, Br, Bc, blocks):
     given = problem(**changes)
     chosen = persistent.section_heads(given, blocks=blocks, Br=Br, Bc=Bc)
-    # Lengths count as multiples of a tile's rows and keys.
+    # `section_heads` rounds lengths to whole query tiles and KV tiles.
     case = problem(
         **changes
         | {

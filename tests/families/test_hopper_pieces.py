@@ -1,4 +1,4 @@
-"""float32 of the Hopper family: what it serves, and where its pieces lie; with no GPU."""
+"""float32 in the `hopper` family: supported problems, and its components; without a GPU."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_pieces_are_arrays_of_three_bfloat16_for_an_element():
     maps = schedule.tensor_maps
     assert list(maps) == list(schedule.parts)
     assert maps["q_pieces"].dtype == "bfloat16"
-    # Each piece has batches of its own.
+    # Each of the three components has its own batch entries.
     assert maps["q_pieces"].shape == (64, 1000, 4, 9)
     assert maps["q_pieces"].strides == (4 * 128, 128, 1000 * 4 * 128)
     assert maps["k_pieces"].shape == (64, 1000, 2, 9)

@@ -1,4 +1,4 @@
-"""The tensor-core family: its arithmetic."""
+"""The `mma` family, on tensor cores: plans and tiles, without a GPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def problem(
     causal: bool = False,
     softmax_scale: float | None = None,
 ) -> Problem:
-    """Arrays whose rows are padded to 16 bytes and start at a multiple of `alignment`."""
+    """Return a problem whose rows are padded to 16 bytes and start at a multiple of `alignment`."""
 
     def spec(dim: int) -> ArraySpec:
         width = 16 // ITEMSIZE[dtype]
@@ -55,7 +55,7 @@ def ragged_problem(
     causal: bool = True,
     **options: int,
 ) -> Problem:
-    """Packed queries over a cache, in pages or not."""
+    """Return a problem with packed queries over a KV cache, which may be paged."""
     case = problem(dtype, head_dim, seqlen=seqlen, causal=causal)
     layout = Layout(
         kind="packed",
@@ -184,7 +184,7 @@ def test_a_batch_invariant_tile_does_not_depend_on_lengths(head_dim):
     assert len(tiles) == 1
 
 
-# The formulas of layout.cuh's SwizzledRows, evaluated as they stand in the file. C++ and Python
+# The formulas of `SwizzledRows` in layout.cuh, evaluated as they are written there. C++ and Python
 # agree on them once `/` of non-negative integers is spelled `//`.
 LAYOUT = (KERNEL_DIR / "tile" / "layout.cuh").read_text(encoding="utf-8")
 
@@ -217,8 +217,8 @@ class SwizzledRows:
         return int(eval(ADVANCE, {}, self.constants | names))
 
 
-# Every width that head_dim 1 to 576 is padded to, in chunks of 16 bytes: steps of 16 columns of 2
-# bytes, and up to 128 of 8 (Q, K) or 32 (V) columns of 4.
+# All widths that head_dim 1 to 576 is padded to, in chunks of 16 bytes: multiples of 16 columns
+# with 2 bytes, and multiples of 8 (Q, K) or 32 (V) columns with 4 bytes, up to 128.
 WIDTHS = sorted({n // 8 for n in range(16, 577, 16)} | {n // 4 for n in range(8, 129, 8)})
 
 

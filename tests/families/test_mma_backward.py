@@ -1,4 +1,4 @@
-"""Gradients in one pass on tensor cores: which problems, with which tiles, and what they take."""
+"""The backward `mma` family, with all gradients in one pass: problems, tiles, and memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def problem(
 
 
 def modified(dtype: str, **changes: bool) -> Problem:
-    """Scores that are changed, and as those attributes say besides."""
+    """Return a problem with modified scores and these attributes of `ScoreSpec`."""
     score = ScoreSpec(None, None, False, False, False, False, True, False, "", np.dtype([]))
     return dataclasses.replace(problem(dtype), score=dataclasses.replace(score, **changes))
 
@@ -85,7 +85,7 @@ def test_scores_may_have_any_slope(dtype: str, changes_slope: bool) -> None:
 def test_float32_needs_place_for_units_that_slopes_and_sinks_make_warps_find(
     dtype: str, changes: dict[str, bool], units: int
 ) -> None:
-    # 8 parts of the keys by 8 of the queries.
+    # The warps divide the tile into 8 parts of the keys by 8 of the queries.
     tile = MmaBackwardTile(128, 128, 8, 8, columns=16, stages=1)
     reason = mma.why_not_tile(modified(dtype, **changes), h200, tile)
     expected = f"8 parts of the keys by 16 of 128 queries have {units} units; expected at most 20"
@@ -106,8 +106,8 @@ def test_images_take_as_much_of_the_workspace_as_whole_tiles_of_the_inputs() -> 
     def workspace(dtype: str, **sizes: int) -> int:
         return mma.schedule(problem(dtype, **sizes), h200, TILE).workspace
 
-    # 25 tiles of 32 queries, of 2 x 8 heads, with 8 bytes of terms for each; 6 tiles of 128 keys,
-    # of 2 x 4 heads; behind each the scales.
+    # Queries: 2 x 8 heads of 25 tiles with 32 rows, which have 8 bytes of statistics each. Keys:
+    # 2 x 4 heads of 6 tiles with 128 keys. The scales after each tile take 128 bytes.
     images = 2 * 8 * 25 * (32 * (512 + 8) + 128) + 2 * 4 * 6 * (128 * 512 + 128)
     assert workspace("float32") - workspace("bfloat16") == images
 
@@ -126,5 +126,5 @@ def test_sections_are_of_one_size_and_larger_where_blocks_have_fewer_steps() -> 
         one = dataclasses.replace(one, causal=causal)
         return mma.schedule(one, h200, mma.default_tile(one, h200)).section_heads
 
-    # 64 heads: 16 blocks of each at once on 132 SMs take 9 of them, but then there is one left.
+    # 9 heads of 16 blocks each fill 132 SMs, but 64 heads in sections of 9 would leave one over.
     assert (section(causal=False), section(causal=True)) == (8, 16)

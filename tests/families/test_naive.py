@@ -1,4 +1,4 @@
-"""The naive family: its arithmetic."""
+"""The `naive` family: its three kernels, workspace, and refusals, without a GPU."""
 
 from __future__ import annotations
 

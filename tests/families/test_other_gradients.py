@@ -1,4 +1,4 @@
-"""Kernels of the gradients of biases, sinks and captures, which all families have behind theirs."""
+"""Kernels for gradients of biases, sinks and captures, launched after those of every family."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernel argument struct: laid out as C++ lays it out, which the compiler is asked to check."""
+"""Layout of the kernel argument struct: equal to that in C++, which the compiler verifies."""
 
 from __future__ import annotations
 

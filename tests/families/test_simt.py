@@ -1,4 +1,4 @@
-"""The CUDA-core family: its arithmetic."""
+"""The `simt` family, on CUDA cores: plans and tiles, without a GPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def problem(dtype="float32", head_dim=64, head_dim_v=None, **sizes):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_architecture_has_a_default_tile_for_every_head_dim(arch, dtype):
     device = device_for_arch(arch)
-    # 16 keys of more columns in float64 do not fit Turing's 64 KiB.
+    # 16 float64 keys with more columns do not fit into Turing's 64 KiB of shared memory.
     widest = 384 if (arch, dtype) == (75, "float64") else MAX_HEAD_DIM
     for head_dim in (1, 31, 32, 64, 80, 96, 128, 192, 255, 256, 257, 384, widest):
         for head_dim_v in (1, 33, head_dim, 256, widest):
@@ -96,7 +96,7 @@ def test_more_thread_blocks_than_a_launch_takes_are_refused():
 def test_sharing_a_buffer_takes_the_larger_of_k_and_v_instead_of_their_sum():
     apart, shared = (SimtTile(128, 64, 128, 8, share, 2) for share in (0, 1))
     case = problem(head_dim=64, head_dim_v=128)
-    # K rows are 64 floats and a vector of padding; V rows are 128 floats.
+    # A K row takes 64 floats and 4 of padding; a V row takes 128 floats.
     k_bytes, v_bytes = 64 * 68 * 4, 64 * 128 * 4
     difference = simt.shared_memory(case, apart) - simt.shared_memory(case, shared)
     assert difference == min(k_bytes, v_bytes)
@@ -178,7 +178,7 @@ def test_a_section_is_whole_groups_between_one_and_all(arch, seqlen_k, batch, he
 
 
 def ragged_problem(dtype="float32", head_dim=64, *, page_size=0, causal=True, **changes):
-    """Packed queries over a cache, in pages or not."""
+    """Return a problem with packed queries over a KV cache, which may be paged."""
     options = {f: changes.pop(f) for f in ("num_splits", "batch_invariant") if f in changes}
     case = problem(dtype, head_dim, causal=causal, **changes)
     layout = Layout(
@@ -199,7 +199,7 @@ def test_the_rows_of_a_tile_are_those_of_all_heads_that_share_keys():
     schedule = simt.schedule(case, h100, tile)
     assert simt.config(case, tile, schedule.split)["group"] == 4
     (forward, *_) = schedule.launches
-    # 3 queries of 4 heads fill 12 of 16 rows: a block for each of 4 sequences and 4 groups.
+    # 3 queries of 4 heads fill 12 of 16 rows: one tile for each of 4 sequences, 4 groups, 3 splits.
     assert forward.grid == (4 * 4 * 3, 1, 1)
 
 

@@ -1,4 +1,4 @@
-"""Appending to a cache: its records, its checks, and what the compiler makes of it, with no GPU."""
+"""Appending to a KV cache: specs, checks, and compilation without a GPU."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def variant(spec=CONTIGUOUS, **changes):
     return dataclasses.replace(spec, **changes)
 
 
-# Fields of the struct, and whose addresses they hold.
+# Fields of the argument struct, and the names of the arrays whose addresses they hold.
 TENSORS = {"q": "q", "k": "k_cache", "v": "v_cache", "new_k": "k", "new_v": "v"}
 OTHERS = {
     **{"seqused_k": "cache_seqlens", "cos": "rotary_cos", "sin": "rotary_sin"},
@@ -176,7 +176,7 @@ def test_packed_new_rows_have_blocks_of_their_own_behind_those_of_rotated_querie
     packed = variant(seqlen_new=0, total_new=11)
     assert append_launch(packed)[0][0] == 11
     assert append_launch(variant(packed, **ROTARY))[0][0] == 3 * 2 + 11
-    # One writes the lengths after the append, though there is nothing to append.
+    # One block writes the lengths after the append, even if there is nothing to append.
     assert append_launch(variant(packed, total_new=0))[0][0] == 1
 
 
@@ -260,7 +260,7 @@ def test_nothing_to_append_needs_no_kernel(nothing):
     prepare(variant(**nothing), h100, NAMES).run((0,) * len(NAMES))
 
 
-# Compiling
+# Compilation
 
 
 def compile_spec(spec, arch="sm_90"):
@@ -297,7 +297,7 @@ def test_keys_that_hold_the_values_are_all_that_is_appended(cache_dtype, rotary)
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_alignment_compiles_for_any_head_dim(dtype, interleaved):
-    # Rotary dims whose halves are 128, 3, 8 and 1: more than a piece, less than one, whole ones.
+    # Half rotary dims of 128, 3, 8 and 1: more than a 16-byte chunk, less than one, whole chunks.
     shapes = [(256, 256, 256), (37, 5, 6), (80, 128, 16), (2, 1, 2)]
     alignments = [a for a in (2, 4, 8, 16) if a >= ITEMSIZE[dtype]]
     for (head_dim, head_dim_v, rotary_dim), alignment in zip(shapes, alignments * 4, strict=False):

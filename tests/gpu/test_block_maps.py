@@ -1,4 +1,4 @@
-"""Block maps: what their kernels find, run on the host, and what is kept, with no GPU."""
+"""Block maps: their kernels, which run on the host here, and the maps that are kept."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ KERNELS = ("find_ranges", "build_block_map", "order_tiles")
 BATCH, HEADS = 2, 3
 DOCUMENTS = np.sort(SEED.integers(0, 6, (BATCH, 260)).astype(np.int32))
 
-# By bounds alone, by what is read of rows or keys or both, and pair by pair.
+# Masks that are decided by bounds alone, by captured values of rows or keys, or pair by pair.
 MASKS = {
     "window": MaskMod(lambda i, j: (np.abs(i - j) < 70) | (j < 4)),
     "documents": MaskMod(lambda b, i, j, doc: doc[b, i] == doc[b, j], doc=DOCUMENTS),
@@ -58,7 +58,7 @@ MASKS = {
 
 
 def random_spec(rng: np.random.Generator) -> MapSpec:
-    """Few blocks, ragged ones among them; offsets and bands of all kinds."""
+    """Return a spec of few blocks, some of them ragged, with random offset and window."""
 
     def maybe(bound: int) -> int | None:
         return None if rng.integers(2) else int(rng.integers(0, bound))
@@ -80,7 +80,7 @@ def random_spec(rng: np.random.Generator) -> MapSpec:
     )
 
 
-# ---- What the kernels find
+# ---- Maps that the kernels build
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def test_a_map_says_of_every_block_what_its_pairs_say(name, hosts, rng) -> None:
     text = mask_text(MASKS[name], "float32")
     for _ in range(4):
         spec = random_spec(rng)
-        # Shown where they differ.
+        # pytest shows this line if the map is wrong.
         print(spec)
         check_map(hosts[name].build(spec), MASKS[name], spec, spec.maps(text))
 
@@ -139,14 +139,14 @@ def test_kernels_read_of_a_map_what_was_written_to_it(hosts, rng) -> None:
         any_part = visited.any(0)
         before = np.maximum.accumulate(np.where(any_part, np.arange(blocks), -1))
         after = np.minimum.accumulate(np.where(any_part, np.arange(blocks), blocks)[::-1])[::-1]
-        # From 1 on, where a block that is hidden in part is among the last few.
+        # Partial blocks among the last `slots` ones have a slot, counted from 1.
         slot = np.where((visited > 0) & (full == 0), partial[b, h, t, :, :blocks], 0)
         slot[slot > slots] = 0
         expected = [visited.sum(0), full.sum(0), before, after, *slot]
         np.testing.assert_array_equal(told[1:-1].reshape(-1, 6).T, expected)
 
 
-# ---- The unit and its structs
+# ---- The unit and its argument structs
 
 
 def unit_of(mod: MaskMod, dtype: str) -> Any:
@@ -185,7 +185,7 @@ def test_tiles_lengths_and_values_share_a_unit() -> None:
 @pytest.mark.parametrize("dtype", [BLOCK_MAP_DTYPE, params_dtype(np.dtype([("x", np.int32)]))])
 def test_fields_lie_as_a_c_compiler_aligns_them(dtype: np.dtype) -> None:
     assert dtype.names is not None
-    # Structs begin on 8 bytes, whatever is in them.
+    # Nested structs begin at multiples of 8 bytes, whatever they contain.
     scalars = [name for name in dtype.names if dtype[name].fields is None]
     aligned = np.dtype([(name, dtype[name]) for name in scalars], align=True)
     assert aligned.fields is not None
@@ -208,7 +208,7 @@ def test_packing_fills_every_field() -> None:
     places = layout.full, layout.behind, layout.tiles, layout.shown
     assert tuple(record["map"]) == (1, *places, 6, 7, 4, 5, layout.slots, 0)
     assert sorted({0, *places, layout.bytes}) == [0, *places, layout.bytes]
-    # Of 6 parts, each with 128 threads' pairs of all 3 blocks.
+    # Visible pairs take 8 bytes in each of 128 threads, for 3 KV blocks of 6 parts, batch 2.
     assert layout.bytes - layout.shown == 2 * 6 * 3 * 128 * 8
     assert (record["row_ranges"], record["key_ranges"]) == (0x1000, 0x1200)
     names = ("batches", "heads", "seqlen_q", "seqlen_k", "q_offset")
@@ -219,7 +219,7 @@ def test_packing_fills_every_field() -> None:
     assert record["mods"] == mods
 
 
-# ---- Sizes
+# ---- Memory
 
 
 def test_the_map_of_a_million_tokens_takes_72_mb() -> None:
@@ -255,16 +255,16 @@ def test_the_band_is_what_causality_and_window_both_allow(options, band) -> None
     assert MapSpec(64, 64, 1, 1, 100, 100, **options).band == band
 
 
-# ---- What is kept
+# ---- Kept maps, and streams
 
 
 class FakeCuda:
-    """CUDA's part in it: streams, events, memory and launches, all noted in order.
+    """Fake of CUDA's streams, events, memory and launches; it records all operations in order.
 
     Attributes
     ----------
     done
-        What was enqueued: names and numbers.
+        Operations that were enqueued: names, events and streams.
     """
 
     def __init__(self) -> None:
@@ -397,7 +397,7 @@ def test_each_stream_waits_for_the_kernels_that_build_what_it_reads(cuda: FakeCu
     assert built_on != 0xA0
     names = [what[0] for what in cuda.done]
     assert names == ["record", "wait", *KERNELS, "record", "wait"]
-    # What comes in was written on the current stream; what goes out is read on it.
+    # The build waits for its inputs, from the current stream, which then waits for the map.
     (_, before, of_current), (_, waiting, event) = cuda.done[:2]
     assert (of_current, waiting, event) == (0xA0, built_on, before)
     (_, built, of_maps), (_, reader, awaited) = cuda.done[-2:]
@@ -407,7 +407,7 @@ def test_each_stream_waits_for_the_kernels_that_build_what_it_reads(cuda: FakeCu
     cuda.streams = [0xB0]
     launched(map_of(mod, SPEC, "float16"))
     assert cuda.done[0] == ("wait", 0xB0, built)
-    # The stream of maps, on which the memory is used again, runs behind what read the map.
+    # The stream of the builds reuses the memory, so it waits for the kernel that read the map.
     (_, event, reader), (_, waiting, awaited) = cuda.done[1:]
     assert (reader, waiting, awaited) == (0xB0, built_on, event)
     del ready
@@ -422,7 +422,7 @@ def test_the_legacy_stream_waits_once_and_is_waited_for_by_the_next_build(cuda: 
     cuda.done.clear()
     launched(map_of(mod, SPEC, "float16"))
     assert cuda.done == []
-    # What it reads may be forgotten, and its memory used by what another stream asks for.
+    # The next build may reuse memory that the legacy stream still reads, so it waits for that.
     cuda.streams = [0xB0]
     map_of(documents(), SPEC, "float16")
     _, event, _ = cuda.done[0]
@@ -447,7 +447,7 @@ def test_a_captured_call_builds_its_map_in_the_graph_and_keeps_nothing(cuda: Fak
 def test_the_map_of_a_graph_of_torch_lies_in_torchs_memory(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A graph keeps writing to its map, and torch reserves the memory of its graphs."""
+    """A graph writes to its map at each replay, and torch reserves the memory of its graphs."""
     made: list[int] = []
 
     def new_torch_memory(size: int) -> tuple[object, int]:
@@ -481,7 +481,7 @@ def test_strides_are_0_where_maps_are_shared(cuda: FakeCuda) -> None:
         map = map_of(MASKS[name], SPEC, "float16").map
         strides[name] = (map.batch_stride, map.head_stride)
         MASKS[name].refresh()
-    # In row tiles, of which there are 2.
+    # Strides count row tiles, of which each head has 2.
     assert strides == {
         "window": (0, 0),
         "documents": (2, 0),

@@ -1,4 +1,4 @@
-"""Units to machine code: what is compiled, what the compiler reports, where kernels are kept."""
+"""Compilation of units: what is compiled, what the compiler reports, where kernels are cached."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_a_prebuilt_kernel_is_found_by_its_digest_only(monkeypatch, tmp_path):
 
 
 class RawModule:
-    """Stands in for `cupy.RawModule`, which needs a GPU to compile for."""
+    """Fake of `cupy.RawModule`, which needs a GPU in order to compile."""
 
     failure: Exception | None = None
     made: list[RawModule]
@@ -231,7 +231,7 @@ def raw_module(monkeypatch):
     cupy = pytest.importorskip("cupy")
     if reason := why_no_compiler():
         pytest.skip(reason)
-    # Set first, so that what a test sets is undone.
+    # The variable is set first, so that monkeypatch undoes what a test sets.
     monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", "1")
     monkeypatch.delenv("CUPY_CACHE_IN_MEMORY")
     monkeypatch.setattr(RawModule, "made", [], raising=False)
@@ -247,7 +247,7 @@ def test_a_cache_that_cannot_be_written_is_warned_of_once_and_done_without(
     with caplog.at_level(logging.WARNING, "cupy_flash"):
         module, _ = compiler._load_module(UNIT, h100)
         compiler._load_module(UNIT, h100)
-    # The second kernel is not compiled in vain first.
+    # After the first failure, the second kernel is compiled in memory only.
     first, second, third = raw_module.made
     assert module is second
     assert (first.in_memory, second.in_memory, third.in_memory) == (None, "1", "1")

@@ -1,4 +1,4 @@
-"""Counters: zeros that no two kernels which may run at once share, and that a capture can have."""
+"""Counters: zeroed words that no two concurrent kernels share, and that captured calls get."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ LEGACY, PER_THREAD, OWN, OTHER = 0, 2, 0xA0, 0xB0
 
 
 class FakeCuda:
-    """CUDA's part in it: devices, streams, events, and memory that says when it was zeroed.
+    """Fake of CUDA's devices, streams, events and memory; it records which memory is zeroed.
 
     Attributes
     ----------
     ids
-        Numbers of the streams that have the handles at present; a thread's default stream has one
-        of its own.
+        Ids of the streams that own the handles at present; a thread's default stream has an id of
+        its own.
     ordered
-        Stream and event of all that was recorded and waited for.
+        Recorded events and waits: the kind, the event and the stream, in order.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class FakeCuda:
         return 0
 
     def new_stream(self) -> None:
-        """Destroy the stream that is current, and give its handle to a new one."""
+        """Destroy the current stream, and give its handle to a new stream."""
         self.ids[self.stream] = max(self.ids.values()) + 1
 
     def Stream(self, *, non_blocking: bool) -> SimpleNamespace:
@@ -80,7 +80,7 @@ class FakeCuda:
         self.zeroed[address] = size
 
     def holds_zeros(self, address: int, count: int) -> bool:
-        """Whether these words lie in one allocation, and it was zeroed."""
+        """Return whether these words lie in one allocation that was zeroed."""
         start = address >> 32 << 32
         end = start + self.zeroed.get(start, 0)
         return address % 4 == 0 and address + 4 * count <= end <= start + self.allocated[start]
@@ -101,14 +101,14 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
 
 
 def zeroed(count: int) -> int:
-    """The words of a launch that is enqueued at once."""
+    """Return the address of the words for a launch that is enqueued at once."""
     queue = counters.shared(count)
     queue.launched()
     return queue.address
 
 
 def in_a_new_thread(call: Callable[[], Any]) -> Any:
-    """What a call returns in a thread that ends with it."""
+    """Return the result of a call in a thread that ends after the call."""
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(call()))
     thread.start()
@@ -190,7 +190,7 @@ def test_a_new_stream_with_the_handle_of_one_that_was_destroyed_waits_for_its_ke
 
 
 def test_a_launch_that_counts_nothing_waits_for_a_stream_that_had_its_handle_too(cuda):
-    """CuPy's pool gives it the workspace of the last launch there."""
+    """CuPy's pool may give the launch the workspace of the last launch with this handle."""
     zeroed(0)
     cuda.new_stream()
     zeroed(0)
@@ -274,7 +274,7 @@ def test_a_capture_leaves_other_streams_to_their_blocks(cuda):
 
 @pytest.mark.parametrize("stream", [0, 1])
 def test_the_legacy_stream_is_not_asked_whether_it_is_captured(cuda, stream):
-    """While another one is, asking would be an error; captured it cannot be."""
+    """It cannot be captured, and the query raises an error while another stream is captured."""
     cuda.stream = stream
     zeroed(40)
     assert cuda.asked == []

@@ -1,4 +1,4 @@
-"""What there is to compute with: the GPUs, or why there is none, and where kernels are kept."""
+"""Detection of GPUs, the reason if there is none, and the folder of cached kernels."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_with_nvidia_hardware_the_reason_is_the_drivers(monkeypatch, tmp_path):
     monkeypatch.setattr(environment, "_DRIVER_PLACES", (str(tmp_path / "none"),))
     monkeypatch.setattr(environment, "_PCI_DEVICES", str(pci_cards(tmp_path, "0x8086", "0x10de")))
     assert gpu_unavailable.__wrapped__().startswith("CUDA reports no usable GPU: ")
-    # A driver without a card that PCI shows: WSL, Tegra.
+    # WSL and Tegra have a driver, but no card in the PCI list.
     monkeypatch.setattr(environment, "_PCI_DEVICES", str(pci_cards(tmp_path / "wsl")))
     monkeypatch.setattr(environment, "_DRIVER_PLACES", (str(tmp_path),))
     assert gpu_unavailable.__wrapped__().startswith("CUDA reports no usable GPU: ")
@@ -78,7 +78,7 @@ def test_a_system_that_does_not_list_its_cards_is_not_said_to_have_none(monkeypa
 
 
 def pci_cards(folder, *vendors):
-    """A folder like the system's list of PCI cards."""
+    """Return a folder like the system's list of PCI cards."""
     cards = folder / "devices"
     cards.mkdir(parents=True)
     for place, vendor in enumerate(vendors):

@@ -1,4 +1,4 @@
-"""Packed structs: their bytes are those of the NumPy dtype, whatever is fixed and what is not."""
+"""Packed structs equal records of the NumPy dtype, whichever fields are fixed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FIELDS = [name for name in PARAMS_DTYPE.names if name != "_"]
 
 @given(st.data())
 def test_packing_fills_every_field_of_the_dtype(data):
-    """Some are fixed; the values of the others come in any order, and among more."""
+    """Some fields are fixed; the values of others come in any order, among unrelated values."""
     changing = data.draw(st.lists(st.sampled_from(FIELDS), min_size=1, unique=True))
     names = data.draw(st.permutations([*(f"the {name}" for name in changing), "another"]))
     fixed, values = {}, dict.fromkeys(names, 7)

@@ -1,4 +1,4 @@
-"""Tensor maps: what the driver is asked for, how often, and what is kept."""
+"""Tensor maps: requests to the driver, how often they are made, and which maps are cached."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAP_BYTES = 128
 
 
 class Driver:
-    """Stands in for cuTensorMapEncodeTiled: records what it is asked, writes what names the map."""
+    """Fake of cuTensorMapEncodeTiled: records requests, and writes address and request number."""
 
     def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []
@@ -63,17 +63,17 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 @pytest.fixture(autouse=True)
 def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test starts without knowledge of the driver."""
+    """Forget what earlier tests learned about the driver."""
     monkeypatch.setattr(tensor_map, "_only_addresses_differ", {})
 
 
 def words_of(maps: ByValue) -> np.ndarray:
-    """A row of 64-bit words for each map."""
+    """Return a row of 64-bit words for each map."""
     return np.frombuffer(bytes(maps.memory), np.uint64).reshape(-1, MAP_BYTES // 8)
 
 
 def addresses_of(maps: ByValue) -> list[int]:
-    """The address that the fake driver wrote into each map."""
+    """Return the address that the fake driver wrote into each map."""
     return [int(words[0]) for words in words_of(maps)]
 
 
@@ -102,8 +102,8 @@ def test_addresses_are_found_among_other_values_by_their_names(driver):
 
 
 def test_dtype_and_swizzle_are_the_drivers_enumerators(driver):
-    # cuda.h: CU_TENSOR_MAP_DATA_TYPE_FLOAT16 is 6 and BFLOAT16 9, CU_TENSOR_MAP_SWIZZLE_64B 2 and
-    # 128B 3, CU_TENSOR_MAP_L2_PROMOTION_L2_128B 2; no interleave and a fill with zeros are 0.
+    # In cuda.h, CU_TENSOR_MAP_DATA_TYPE_FLOAT16 is 6 and BFLOAT16 9, CU_TENSOR_MAP_SWIZZLE_64B 2
+    # and 128B 3, CU_TENSOR_MAP_L2_PROMOTION_L2_128B 2. No interleave and a fill with zeros are 0.
     TensorMaps(SPECS, NAMES).at(addresses(0))
     assert [request["dtype"] for request in driver.requests[:3]] == [9, 9, 6]
     assert [request["modes"] for request in driver.requests[:3]] == [
@@ -166,7 +166,7 @@ def test_a_failure_of_the_driver_is_an_error_that_leaves_nothing_behind(driver):
 
 
 def test_threads_that_call_at_once_get_the_maps_of_their_own_addresses(driver, monkeypatch):
-    # So few sets that the threads throw out each other's all the time.
+    # So few maps are cached that the threads constantly evict those of other threads.
     monkeypatch.setattr(tensor_map, "_MAX_SETS", 4)
     maps = TensorMaps(SPECS, NAMES)
     start = threading.Barrier(4)
@@ -189,7 +189,7 @@ def test_threads_that_call_at_once_get_the_maps_of_their_own_addresses(driver, m
 
 
 class PlainDriver(Driver):
-    """Writes the address into the first word, and the same into the others every time."""
+    """Fake driver whose maps of one kind differ in the first word only, the address."""
 
     def __call__(self, *arguments: Any) -> int:
         status = super().__call__(*arguments)
@@ -241,7 +241,7 @@ def test_other_lengths_are_not_probed_again(plain_driver):
     for call in range(1, 5):
         assert addresses_of(maps.at(addresses(call))) == list(addresses(call))
     assert len(plain_driver.requests) == asked + len(SPECS)
-    # Another box is another kind.
+    # A different box makes a map of another kind, which is probed again.
     plain_driver.requests.clear()
     boxes = {name: dataclasses.replace(spec, box=(32, 16)) for name, spec in SPECS.items()}
     TensorMaps(boxes, NAMES).at(addresses(0))
@@ -254,7 +254,7 @@ def test_a_driver_that_does_more_than_write_the_address_is_always_asked(monkeypa
         def __call__(self, *arguments: Any) -> int:
             status = super().__call__(*arguments)
             target, address = arguments[0].value, arguments[3].value
-            # High addresses, such as the probes', are treated in a way of their own.
+            # This driver treats high addresses, such as those of the probes, in another way.
             if address >> 40 == 0:
                 return status
             if fails == "status":

@@ -1,4 +1,4 @@
-"""The tiled algorithm on NumPy, against the reference."""
+"""The tiled algorithm on NumPy arrays, compared with the reference."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cupy_flash.reference.dense import attention_naive, attention_reference, err
 
 FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 
-# The shape of an example decides its time.
+# The run time of an example depends on its shape.
 relaxed = settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -34,7 +34,7 @@ def random_qkv(seqlen_q, seqlen_k, *, batch=1, heads=(2, 2), dims=(40, 40), dtyp
 
 
 def run(q, k, v, *, Br=64, Bc=64, causal=False, q_offset=0, scale=None, threads=2, out=None):
-    """(out, lse) of the tiled forward pass, into buffers that hold NaN before."""
+    """Return (out, lse) of the tiled forward pass, in buffers that held NaN before."""
     batch, seqlen_q, heads_q, head_dim = q.shape
     if out is None:
         out = np.empty((batch, seqlen_q, heads_q, v.shape[3]), q.dtype)
@@ -58,7 +58,7 @@ def run(q, k, v, *, Br=64, Bc=64, causal=False, q_offset=0, scale=None, threads=
 
 
 def check(q, k, v, *, causal=False, q_offset=0, scale=None, **options):
-    """Run and hold against the reference by the error rule; NaN and inf where it has them."""
+    """Run, and compare with the reference by the error rule; NaN and inf must agree."""
     formula = {"causal": causal, "q_offset": q_offset, "softmax_scale": scale}
     exact, exact_lse = attention_reference(q, k, v, return_lse=True, **formula)
     naive = attention_naive(q, k, v, **formula)
@@ -70,7 +70,7 @@ def check(q, k, v, *, causal=False, q_offset=0, scale=None, **options):
 
 
 def sometimes_strided(data, array, name):
-    """``array``, or a view that equals it and is not contiguous."""
+    """Return ``array``, or an equal view that is not contiguous."""
     kind = data.draw(st.sampled_from(["contiguous", "bhsd", "spread", "backwards"]), label=name)
     if kind == "bhsd":
         return array.swapaxes(1, 2).copy().swapaxes(1, 2)
@@ -155,7 +155,7 @@ def test_a_masked_key_leaves_no_trace_not_even_in_the_rounding(Br, first_masked,
     clean_out, clean_lse = run(q, k, v, causal=True, Br=Br)
     k[:, first_masked:] = poison
     out, lse = run(q, k, v, causal=True, Br=Br)
-    # Query i sees the keys up to i.
+    # Query i attends to the keys up to i.
     np.testing.assert_array_equal(out[:, :first_masked], clean_out[:, :first_masked])
     np.testing.assert_array_equal(lse[..., :first_masked], clean_lse[..., :first_masked])
 
@@ -234,7 +234,7 @@ def test_small_calls_take_axes_in_any_order_in_memory():
 
 
 def in_memory_order(array, axes):
-    """The same array, whose axes lie in memory in this order."""
+    """Return an equal array whose axes have this order in memory."""
     return np.ascontiguousarray(array.transpose(axes)).transpose(np.argsort(axes))
 
 
@@ -287,7 +287,7 @@ def test_the_default_tile_has_rows_for_all_query_heads_of_a_key_head():
         head_dim_v=64,
     )
     assert cpu.default_tile(decode) == Tile(2 * 8, 4096)
-    # Four workers' scratch fits, whatever the head dims.
+    # The scratch of four workers fits, whatever the head dims are.
     wide = dataclasses.replace(decode, dtype="float64", head_dim=256, head_dim_v=256)
     assert 4 * scratch_bytes(wide, cpu.default_tile(wide)) <= cpu.SCRATCH_LIMIT
     prefill = dataclasses.replace(decode, seqlen_q=700)
@@ -354,7 +354,7 @@ def test_a_tile_is_two_positive_ints(Br, error):
         Tile(64, Br)
 
 
-# Values that the formula gives exactly, or just fits into its numbers.
+# Values whose results are exact, and values close to the largest number
 
 SHAPES_OF_ONE_KEY = [(1, 1, 2, 2), (9, 1, 2, 2), (300, 1, 6, 2), (1, 1, 8, 2)]
 
@@ -388,7 +388,7 @@ def test_values_up_to_the_largest_number_give_finite_results(
     q, k, v = random_qkv(seqlen, seqlen, dtype=np.float32)
     v = np.clip(v, -1, 1) * np.float32(magnitude)
     v[..., 0] = magnitude  # in a column of one sign the sum of products overflows
-    # Scores small enough for no running maximum, and larger ones.
+    # Small scores need no running maximum, larger ones do.
     for factor in (1, 8):
         arrays = (factor * q).astype(dtype), k.astype(dtype), v.astype(dtype)
         out, _ = check(*arrays, causal=causal, Br=tile, Bc=tile)
@@ -422,7 +422,7 @@ def test_scores_beyond_float32_give_nan_never_a_wrong_number(seqlen, sign, tile)
     out, lse = run(q, k, v, scale=1.0, Br=tile, Bc=tile)
     assert np.isnan(out[:, 3:]).all()
     assert not np.isfinite(lse[..., 3:]).any()
-    # A score of -inf by an infinite key is another matter: that key has no weight.
+    # A score of -inf due to an infinite key is different: that key has no weight.
     k[...] = -np.inf
     out, lse = run(np.abs(q), k, v, scale=1.0, Br=tile, Bc=tile)
     assert not out.any()

@@ -1,4 +1,4 @@
-"""The CPU backend on packed, cached and paged sequences, against the reference."""
+"""The CPU backend on packed, cached and paged sequences, compared with the reference."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from cupy_flash.host import batches, cpu, crew, padding, row_by_row
 from cupy_flash.host.batches import append, kvcache_forward, rotate, varlen_forward
 from cupy_flash.problem.tile import Tile
 
-# The shape of an example decides its time.
+# The run time of an example depends on its shape.
 relaxed = settings(max_examples=80, suppress_health_check=[HealthCheck.too_slow])
 
 PAGE_SIZES = [0, 1, 3, 16, 64]
@@ -89,7 +89,7 @@ def lse_like(q):
 
 
 def run_varlen(arguments, **options):
-    """(out, lse) of packed sequences, into buffers that hold NaN before."""
+    """Return (out, lse) of packed sequences, in buffers that held NaN before."""
     q, v = arguments["q"], arguments["v"]
     out = np.full((*q.shape[:2], v.shape[-1]), np.nan, q.dtype)
     lse = np.full((q.shape[1], q.shape[0]), np.nan, lse_like(q))
@@ -100,7 +100,7 @@ def run_varlen(arguments, **options):
 
 
 def run_kvcache(arguments, **options):
-    """(out, lse) of one step: turn, append in place, attend."""
+    """Return (out, lse) of one decoding step: rotate, append in place, attend."""
     arguments = dict(arguments)
     q, k, v = (arguments.pop(name) for name in "qkv")
     cos, sin = arguments.pop("rotary_cos"), arguments.pop("rotary_sin")
@@ -173,7 +173,7 @@ def test_a_ragged_batch_of_many_sequences_is_right(rng, dtype, page_size, batch_
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_long_sequences_beside_short_ones_are_right(rng, threads, monkeypatch):
-    # Small enough that all three ways are taken: alone, shared out, and by rows.
+    # With this limit, sequences are computed in all three ways: alone, by threads, and by rows.
     monkeypatch.setattr(cpu, "MIN_PAIRS_PER_WORKER", 1 << 16)
     case = VarlenCase((799, 1, 239, 0, 150, 113), (799, 3, 100, 50, 0, 203), causal=True, seed=1)
     check_varlen(case, threads=threads)
@@ -224,7 +224,7 @@ def assert_same_bits(some, others):
         assert one.tobytes() == other.tobytes()
 
 
-# Hostile integers: what the caller checks on the host, and the kernels have to bear.
+# Invalid integers, which functions check on the host, and which kernels have to clamp
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
@@ -350,7 +350,7 @@ def test_runs_of_equal_sequences_are_right(lengths, dtype):
 
 @pytest.fixture
 def no_passes(monkeypatch):
-    """Fail if any forward pass is made."""
+    """Make any forward pass fail the test."""
 
     def fail(*arguments):
         raise AssertionError("a pass was made")
@@ -405,7 +405,7 @@ SHORT = (5, 17, 1, 9, 20, 2, 12, 23, 8, 21, 11, 3, 16, 22)
 
 @pytest.fixture
 def padded(monkeypatch):
-    """How many sequences each step took together, and whether that was the end of it."""
+    """Steps of padded sequences: how many sequences, and whether `padding.forward` was done."""
     steps = []
     forward = padding.forward
 
@@ -472,7 +472,7 @@ def test_padded_rows_without_weight_are_left_to_another_way(padded):
 
 
 def slice_of(problem, sequence, rows, keys=None):
-    """Arguments for some rows of one sequence on its own, over its first `keys` keys."""
+    """Return the arguments for some rows of one sequence alone, over its first `keys` keys."""
     q, k, v = problem.dense[sequence]
     q, k, v = q[rows], k[:keys], v[:keys]
     return problem.arguments() | {
@@ -533,7 +533,7 @@ def test_batch_invariant_bits_do_not_depend_on_what_lies_behind_the_last_visible
     problem = VarlenCase((200,), (300,), dtype=dtype, causal=True).problem()
     arguments = slice_of(problem, 0, slice(None))
     clean = run_varlen(arguments, batch_invariant=True)
-    last_seen = 100 + 60  # by row 60
+    last_seen = 100 + 60  # the last key that row 60 attends to
     arguments["k"][last_seen + 1 :] = np.inf
     arguments["v"][last_seen + 1 :] *= -100
     dirty = run_varlen(arguments, batch_invariant=True)
@@ -601,7 +601,7 @@ def test_the_default_key_tile_leaves_no_tail_in_vector_loops():
 def test_of_pages_that_are_read_once_no_more_is_copied_than_the_tiles_at_hand(
     page_size, length, most
 ):
-    # 128 MiB of keys and values.
+    # Keys and values take 128 MiB.
     k, v = (np.ones((16384 // page_size, page_size, 8, 128), np.float32) for _ in range(2))
     q = np.ones((1, 1, 16, 128), np.float32)
     out = np.empty_like(q)

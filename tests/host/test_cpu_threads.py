@@ -1,4 +1,4 @@
-"""What threads of the CPU backend leave behind: after Ctrl-C, after an error, and in a fork."""
+"""State of the CPU backend's threads after Ctrl-C, after an error, and in a fork."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def calls() -> Iterator[Any]:
 
 
 def calls_in(function: Callable[..., Any], dtype: Any) -> Iterator[Call]:
-    """Yield the calls of a function on arrays of a dtype; 8 bits do not go with float64."""
+    """Yield the calls of a function on arrays of a dtype; float64 allows no 8-bit arrays."""
     for call in calls_of(function, dtype):
         if dtype is not np.float64 or call.argument not in SCALES:
             yield call
@@ -56,12 +56,12 @@ def scaled(call: Call, power: float) -> Call:
     return Call(call.function, call.argument, {n: times(x) for n, x in call.values.items()})
 
 
-# Beyond float32 on both sides, also subnormal and infinite there; float64 holds them.
+# These numbers are zero, subnormal or infinite in float32; float64 represents them.
 BEYOND = [1e-50, -1e300, 1e-40, float(np.finfo(np.float64).min)]
 
 
 def of_other_dtypes() -> Iterator[Any]:
-    """Yield calls whose numbers are converted on the way, to values that dtypes do not hold."""
+    """Yield calls that convert numbers to dtypes which do not represent them."""
     for function in functions_of(cupy_flash):
         if function.__name__ in ("check_mod", "plot_mask"):
             continue
@@ -73,7 +73,7 @@ def of_other_dtypes() -> Iterator[Any]:
 
 
 def changes(call: Call, dtype: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield other values of arguments of a call, and what they are."""
+    """Yield labels, and other values of the arguments of a call."""
     name = call.argument
     known = inspect.signature(call.function).parameters
     if name is None:
@@ -108,7 +108,7 @@ def test_errors_that_raise_change_nothing(call: Call) -> None:
 
 def assert_same_without_errors(call: Call) -> None:
     options = {"backend": "cpu"}
-    # First, as later calls like it skip checks and conversions.
+    # This call comes first, because later calls like it skip checks and conversions.
     with np.errstate(all="raise"):
         found = call.run(np.copy, **options)
     with np.errstate(all="ignore"):

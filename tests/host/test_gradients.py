@@ -1,4 +1,4 @@
-"""The CPU backend's backward pass: against the reference, and against itself."""
+"""The CPU backend's backward pass, compared with the reference and with itself."""
 
 from __future__ import annotations
 
@@ -100,13 +100,13 @@ def test_sequences_without_keys_are_one_pass_and_give_sinks_the_gradient_of_lse(
 
 SMALL = [(1, 1, 1), (2, 1, 9), (3, 8, 8), (1, 5, 12), (2, 33, 1), (1, 40, 47), (1, 20, 90)]
 
-# Calls of several steps: whose scores are stored by rows, by keys and as products of transposed
-# queries, and whose products are divided.
+# These calls take several steps. They store scores by rows, by keys, or as products of transposed
+# queries, and some divide their products.
 OF_STEPS = [(9, 130, 65), (3, 9, 3000), (40, 20, 90), (2, 1, 12000), (2, 9, 12000)]
 
 
 def both_ways(monkeypatch: Any, arguments: tuple[Any, ...], **options: Any) -> tuple[Any, Any]:
-    """Return gradients of a small call, and those that tiles give."""
+    """Return the gradients of a small call, and those of the tiled pass."""
     found = flash_attention_backward(*arguments, **options, backend="cpu")
     with monkeypatch.context() as without:
         without.setattr(gradients, "backward_small", lambda *_: False)
@@ -262,7 +262,7 @@ def test_what_a_plan_accepts_is_computed_and_the_default_tile_is_accepted(rng: A
     assert accepted > 60
 
 
-# The same bits
+# Bitwise reproducibility
 
 
 BIASES = {
@@ -277,7 +277,7 @@ BIASES = {
 
 
 def random_arrays(rng: Any, *, rows: tuple[int, ...] = (2, 70), keys: tuple[int, ...] = (2, 90)):
-    """q, k, v and dout, 6 heads over 2."""
+    """Return q, k, v and dout, with 6 query heads and 2 KV heads."""
     shapes = [(*rows, 6, 24), (*keys, 2, 24), (*keys, 2, 40), (*rows, 6, 40)]
     return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
 
@@ -430,7 +430,7 @@ def test_what_some_see_reaches_only_those(name: str, value: float, rng: Any) -> 
 
     def run() -> list[Any]:
         out, lse = flash_attention(*(arrays[n] for n in "qkv"), return_lse=True, **options)
-        # Values that are not finite also reach outputs of other rows of the same tile in forward.
+        # In forward, values that are not finite also reach outputs of other rows of the tile.
         out[:, :40] = clean_out[:, :40]
         given = (arrays[n] for n in ("dout", *"qkv"))
         return list(flash_attention_backward(*given, out, lse, **options))
@@ -439,7 +439,7 @@ def test_what_some_see_reaches_only_those(name: str, value: float, rng: Any) -> 
     expected = run()
     arrays[name][:, 40] = value
     dq, dk, dv = run()
-    # Query 40 sees the keys up to 40, and key 40 is seen by the queries from 40 on.
+    # Query 40 attends to keys up to 40, and only queries from 40 on attend to key 40.
     np.testing.assert_array_equal(dq[:, :40], expected[0][:, :40])
     assert not np.isfinite(dq[:, 40]).any()
     if name in ("q", "dout"):
@@ -476,7 +476,7 @@ def test_tiles_that_a_mask_hides_are_skipped(rng: Any, monkeypatch: Any) -> None
         out, lse = flash_attention(q, k, v, return_lse=True, **options)
         taken.clear()
         flash_attention_backward(dout, q, k, v, out, lse, tile=Tile(16, 24), **options)
-        # Keys and values of no more than each tile of rows sees.
+        # Each tile of rows loads only keys and values that it attends to.
         assert sum(taken) == 2 * 96
 
 
@@ -502,7 +502,7 @@ def test_a_tile_too_large_for_scratch_is_refused(rng: Any) -> None:
         flash_attention_backward(dout, q, k, v, v, lse, tile=Tile(2000, 5000), backend="cpu")
 
 
-# Turns
+# Ordered accumulation
 
 
 def test_an_item_waits_until_those_before_it_have_passed() -> None:

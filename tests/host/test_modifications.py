@@ -1,4 +1,4 @@
-"""The CPU backend with masks and changed scores, against the reference and against itself."""
+"""The CPU backend with masks and score functions, compared with the reference and itself."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ HEADS = [(1, 1), (4, 2), (6, 2), (3, 1), (2, 2)]
 
 @dataclass
 class Call:
-    """Sequences in arrays of a kind, in which what is not theirs is NaN."""
+    """Call with sequences in arrays of layout `kind`; rows outside of the sequences are NaN."""
 
     kind: str
     rng: np.random.Generator = field(repr=False)
@@ -52,7 +52,7 @@ class Call:
     q_offset: int | None = None
     scale: float | None = None
     same_length: bool = False
-    gap: int = 2  # rows of none behind packed keys
+    gap: int = 2  # rows after each packed sequence of keys, which belong to none
     modifications: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -107,7 +107,7 @@ class Call:
 
     @property
     def table_shape(self):
-        """Of what broadcasts to scores."""
+        """Shape of an array that broadcasts to the scores."""
         heads_q = self.heads[0]
         if self.kind == "packed":
             return heads_q, len(self.q), self.capacity
@@ -116,7 +116,7 @@ class Call:
 
     @property
     def modified(self):
-        """None for a plain call."""
+        """Parsed modifications, or None for a plain call."""
         if not self.modifications:
             return None
         return read_modifications(self.modifications, packed=self.kind == "packed")
@@ -126,7 +126,7 @@ class Call:
         return self.dim**-0.5 if self.scale is None else self.scale
 
     def run(self, *, tile=TILE, threads=1, batch_invariant=False, with_lse=True):
-        """(out, lse), into buffers that hold NaN before."""
+        """Return (out, lse), in buffers that held NaN before."""
         out = np.full(self.q.shape, np.nan, self.q.dtype)
         kept = compute_dtype(self.q.dtype)
         heads_q = self.heads[0]
@@ -178,7 +178,7 @@ class Call:
         return cached.out, cached.lse
 
     def check(self, **options):
-        """Fail unless a result is right, each sequence by itself."""
+        """Assert that the result is right, for each sequence separately."""
         out, lse = self.run(**options)
         exact, exact_lse = self.truth()
         modified = self.modified or Modified()
@@ -200,7 +200,7 @@ class Call:
             true_lse = exact_lse[lse_rows]
             naive = naive_formula(*dense, dtype=self.q.dtype, **same)[0].swapaxes(0, 1)
             allowed = error_bound(naive[None], exact[rows][None], self.q.dtype, lse=true_lse)
-            # As in `sequence_support.Part`: of few results the naive error may be lucky.
+            # As in `sequence_support.Part`: of few results, the naive error may be small by chance.
             terms, _ = formula(dense[0], dense[1], np.abs(dense[2]), **same)
             allowed += error_bound(terms, terms, compute_dtype(self.q.dtype), lse=true_lse)
             assert max_error(out[rows], exact[rows]) <= allowed
@@ -243,10 +243,10 @@ DISTANCES = [None, -1, 0, 1, BC - 1, BC, BC + 1, 1000]
 
 
 def a_table(call, rng):
-    """The shape of a bias or mask, with axes of one or, where they may, fewer."""
+    """Return a shape of a bias or mask; axes may be 1 or, in dense calls, left out."""
     shape = [1 if rng.random() < 0.25 else n for n in call.table_shape[:-1]]
     if call.kind == "packed":
-        # Only heads share a row.
+        # In packed calls, only the axis of heads may have length 1.
         return (shape[0], *call.table_shape[1:])
     return (*shape, call.table_shape[-1])[rng.integers(3) if call.kind == "equal" else 0 :]
 
@@ -263,7 +263,7 @@ def drawn_bias(call, rng):
 def drawn_mask(call, rng):
     mask = rng.random(a_table(call, rng)) < 0.7
     if rng.random() < 0.5:
-        # Some rows see nothing, or nothing in the first tiles.
+        # Some rows attend to no key, or to no key of the first tiles.
         mask[..., rng.integers(mask.shape[-2]), :] = False
         mask[..., rng.integers(mask.shape[-2]), : 2 * BC + 1] = False
     return mask
@@ -301,7 +301,7 @@ DRAW = {
 
 
 def combinations(kind, rng):
-    """Each modification, each pair with up to two more, and some of three and four."""
+    """Yield each modification, each pair with up to two more, and some sets of 3 and 4."""
     names = [name for name in DRAW if kind == "equal" or name != "seqlens_k"]
     yield from ([name] for name in names)
     for pair in itertools.combinations(names, 2):
@@ -327,7 +327,7 @@ def drawn_call(kind, dtype, names, rng):
     )
     call.modifications = {name: DRAW[name](call, rng) for name in names}
     if "prefix_lens" in names and {None, -1}.issuperset(call.modifications.get("window_size", ())):
-        # prefix_lens are refused unless causality or a window hides keys.
+        # prefix_lens are refused unless a causal mask or a window masks keys.
         call.causal = True
     if "seqlens_k" in names:
         for b, length in enumerate(call.modifications["seqlens_k"]):
@@ -337,14 +337,14 @@ def drawn_call(kind, dtype, names, rng):
 
 
 def test_every_modification_is_drawn():
-    # tests/api/test_used_parts.py has the others.
+    # tests/api/test_used_parts.py covers the other modifications.
     assert DRAW.keys() == NAMES - {"seqused_q", "cache_leftpad"}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_modifications_together_equal_the_reference(kind, dtype, rng, monkeypatch):
-    # So that two threads share out what is there.
+    # With this limit, two threads divide even such small calls.
     monkeypatch.setattr(cpu, "MIN_PAIRS_PER_WORKER", 64)
     count = 0
     for names in combinations(kind, rng):
@@ -360,17 +360,17 @@ def test_any_modifications_together_equal_the_reference(kind, dtype, rng, monkey
     assert count >= 63
 
 
-# What is hidden
+# Masked keys
 
 
 def every_way(kind):
-    """Tiles over some keys and over all, and rows by themselves."""
+    """Return options for tiles of some keys, tiles of all keys and, except dense, single rows."""
     ways = [{"tile": TILE}, {"tile": Tile(64, 64)}]
     return ways + [{"batch_invariant": True, "tile": TILE}] * (kind != "equal")
 
 
 def hiding(call, key, rows=slice(None)):
-    """Each way to hide keys from a key on of some rows, and other rows' keys not."""
+    """Yield modifications that mask keys from `key` on for some rows, and no key for others."""
     shape = call.table_shape
     mask = np.ones(shape, bool)
     mask[..., rows, key:] = False
@@ -407,7 +407,7 @@ def test_hidden_keys_leave_no_trace_not_even_in_the_rounding(kind, poison, rng):
     key = 11
     call = Call(kind, rng, same_length=True)
     others = {"softcap": 2.0, "alibi_slopes": np.full(4, 0.1, np.float32)}
-    # A bias of -inf is added, and NaN stays NaN: that is for arrays that are all numbers.
+    # A bias of -inf is left out: it is added to the score, so that NaN stays NaN.
     for hidden in (way for way in hiding(call, key) if [*way] != ["bias"]):
         call.modifications = others | hidden
         for way in every_way(kind):
@@ -483,7 +483,7 @@ def test_rows_whose_first_tiles_are_hidden_are_right(kind, rng):
 def test_keys_outside_of_all_windows_are_not_visited(rng):
     for kind in ("equal", "cached", "paged"):
         call = Call(kind, rng, seqlen_q=3, seqlen_k=90, same_length=True)
-        # The rows are at 87 to 89.
+        # The query rows are at positions 87 to 89.
         seen = slice(87 - 2 * BC, 88 + BC)
         for k, v in zip(call.k_of, call.v_of, strict=True):
             for x in (k, v):
@@ -492,7 +492,7 @@ def test_keys_outside_of_all_windows_are_not_visited(rng):
         call.modifications = {"window_size": (2 * BC, BC)}
         ways = [{"tile": TILE}, {"tile": Tile(64, 64)}]
         if kind != "equal":
-            # Tiles begin at multiples of Bc there.
+            # In batch-invariant calls, KV tiles begin at multiples of Bc, so Bc is 1.
             ways.append({"batch_invariant": True, "tile": Tile(4, 1)})
         for way in ways:
             out, _ = call.run(**way)
@@ -533,7 +533,7 @@ def test_windows_of_sequences_equal_the_reference_row_by_row(kind, window, rng):
     call.check(batch_invariant=True, tile=TILE)
 
 
-# Sinks, and numbers at their ends
+# Sinks, and extreme numbers
 
 
 @pytest.mark.parametrize("kind", ["equal", "cached"])
@@ -565,7 +565,7 @@ def test_sinks_are_the_plain_result_times_a_sigmoid(kind, rng):
         np.testing.assert_allclose(out, plain * share[..., None], rtol=0, atol=1e-13)
         both = np.logaddexp(plain_lse, by_head)
         if kind == "packed":
-            # Rows of no sequence have no sinks.
+            # Rows that belong to no sequence have no sinks.
             both[:, call.starts_q[-1] :] = -np.inf
         np.testing.assert_allclose(lse, both, rtol=0, atol=1e-13)
 
@@ -589,7 +589,7 @@ def test_scores_beyond_float32_give_nan_where_only_positions_hide(kind, rng):
     call.q[...], call.k[:, 5:30] = 1e20, -1e20
     plain = {"window_size": (4, 0), "sinks": np.zeros(4, np.float32)}
     for way in every_way(kind):
-        # Rows from 9 on see but what is finite.
+        # Rows from 9 on attend to finite keys only.
         call.modifications = plain
         out, lse = call.run(**way)
         assert np.isnan(out[:, 9:]).all()
@@ -614,7 +614,7 @@ def test_what_a_bias_makes_of_a_seen_pair_stays(number, rng):
             assert np.isnan(lse).sum() == 1
 
 
-# One thing said in two ways
+# Equivalent arguments
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -750,11 +750,11 @@ def test_modifications_that_say_nothing_change_nothing(kind, rng):
             np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
 
 
-# Bits
+# Bitwise reproducibility
 
 
 def modified_of_everything(call, rng):
-    """Modifications that are the same for a row wherever it stands; but for arrays by rows."""
+    """Return modifications that do not depend on where a row lies in the arrays of a call."""
     return {
         "window_size": (2 * BC + 3, 2),
         "softcap": 4.0,
@@ -827,13 +827,13 @@ def test_sequences_of_one_shape_share_steps_whose_masks_differ_or_not(rng):
             }
             together, _ = call.check(tile=Tile(64, 64))
             for b in range(5):
-                # Each sequence differs from the others by its modifications.
+                # The modifications differ between sequences, so the results do, too.
                 assert max_error(together[b], together[b - 1]) > 0.01
 
 
 @pytest.mark.parametrize("same_length", [True, False])
 def test_packed_sequences_without_gaps_each_count_from_their_own_beginning(same_length, rng):
-    # Plain ones of one shape are computed in one step, short ones of unequal lengths padded.
+    # Plain sequences of one shape are computed in one step; short unequal ones are padded.
     call = Call("packed", rng, batch=9, gap=0, same_length=same_length, causal=True)
     per_row = rng.standard_normal(call.table_shape).astype(np.float32)
     for call.modifications in (
@@ -850,7 +850,7 @@ def test_modifications_of_any_strides_are_read_as_they_are(rng):
     arrays = {name: DRAW[name](call, rng) for name in names}
     call.modifications, call.causal = arrays, True
     contiguous = call.run()
-    # Those of q, k and v may change how BLAS sums up.
+    # Strides of q, k and v stay, because they may change the order of sums in BLAS.
     call.modifications = {name: np.repeat(x, 2, axis=-1)[..., ::2] for name, x in arrays.items()}
     assert_same_bits(contiguous, call.run())
 

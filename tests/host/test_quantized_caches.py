@@ -1,4 +1,4 @@
-"""Caches of 8 bits on the CPU, against the reference on what they stand for."""
+"""8-bit KV caches on the CPU, compared with the reference on the dequantized caches."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_rows_may_be_computed_on_their_own(cache_dtype: str, scales: str) -> Non
 
 @pytest.mark.parametrize("scales", ["head", "computed"])
 def test_new_keys_are_turned_and_rounded_before_they_are_quantized(scales: str) -> None:
-    # Not against the reference: a key that is rounded otherwise may be a step away in 8 bits.
+    # No comparison with the reference: a key that rounds differently may be a step away in 8 bits.
     case = QuantizedCase(dataclasses.replace(SMALL, rotary_dim=16), "int8", scales)
     arguments, by_hand = case.arguments(), case.arguments()
     out = flash_attention_with_kvcache(**arguments)
@@ -89,7 +89,7 @@ def test_new_keys_are_turned_and_rounded_before_they_are_quantized(scales: str) 
 
 @pytest.mark.parametrize("page_size", [0, 16])
 def test_many_rows_of_queries_are_right(page_size: int) -> None:
-    # Those for which all keys are made into an array first.
+    # With this many query rows, all keys are first dequantized into an array.
     many = KVCacheCase((200, 170), "float16", seqlen_q=140, causal=True, page_size=page_size)
     check(QuantizedCase(many, "int8", "row"))
 
@@ -138,7 +138,7 @@ def test_every_float8_code_stands_for_its_number(dtype: type) -> None:
 
 
 def call_over_float8(name: str) -> Callable[..., Any]:
-    """A call over numbers of float8, of which all have scales."""
+    """Return a call with float8 arrays, all of which have scales."""
     base: KVCacheCase | VarlenCase = dataclasses.replace(SMALL, seqlen_new=0)
     if name == "dense":
         return functools.partial(flash_attention, **Float8Case(30, 40).arguments())
@@ -159,7 +159,7 @@ def call_over_float8(name: str) -> Callable[..., Any]:
 def test_numbers_of_float8_are_looked_up_in_a_table(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """None is converted on its own, which takes ten times as long: the table has them negative."""
+    """A negated table acts like negated scales, so no number is converted outside of the table."""
     call = functools.partial(call_over_float8(name), backend="cpu", return_lse=True)
     given = call.keywords
     scales = {n: -given[n] for n in ("q_scale", "k_scale", "v_scale") if n in given}
@@ -190,7 +190,7 @@ def test_computed_scales_make_the_largest_number_of_each_row_the_largest_there_i
 
 @pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
 def test_a_scale_of_zero_stands_for_zeros(cache_dtype: str) -> None:
-    # That of 1e-44 is one: float32 cannot divide it by the largest number.
+    # The scale of 1e-44 is 0, because float32 cannot hold 1e-44 over the largest number.
     rows = np.array([[1e-44, 0, -1e-44]], np.float32)
     scales = scales_of_rows(rows, cache_dtype)
     stored = quantized(rows, scales, CACHE_DTYPES[cache_dtype][0]).astype(np.float32)
@@ -332,7 +332,7 @@ def test_one_family_of_a_gpu_reads_them_for_packed_queries() -> None:
     made = plan(flash_attention_varlen, **arguments, arch="sm_90")
     assert (made.family, made.problem.layout.kind) == ("decode", "packed")
     assert made.problem.scales is not None
-    # Of rows and of heads, which lie behind each other.
+    # Each row and head has a scale, and heads are contiguous.
     assert made.problem.scales.given == {"k_scale": (0, 2, 1), "v_scale": (0, 2, 1)}
 
 

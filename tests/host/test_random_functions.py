@@ -1,4 +1,4 @@
-"""Random functions in attention and its gradients by the CPU backend."""
+"""Random score and mask functions in attention and its gradients by the CPU backend."""
 
 from __future__ import annotations
 

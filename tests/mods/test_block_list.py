@@ -1,4 +1,4 @@
-"""Masks that are given by blocks."""
+"""Block lists: masks that are given by blocks of rows and keys."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_bounds_decide_whole_blocks_without_a_look_at_pairs(tmp_path, rng) -> No
     (host,) = compiled_masks(tmp_path, [BlockList(blocks, block=(32, 16))])
     places = np.array(list(np.ndindex(4, 6)))
     ends = np.stack([places * (32, 16), places * (32, 16) + (31, 15)], -1).reshape(-1, 4)
-    # i_low, i_high, j_low, j_high.
+    # Columns of `ends` are i_low, i_high, j_low, j_high.
     seen = host.classify(0, 0, ends)
     np.testing.assert_array_equal(seen, np.where(blocks.ravel(), ALL, NONE))
 

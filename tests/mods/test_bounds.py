@@ -14,7 +14,7 @@ from cupy_flash.mods.bounds import emit_bounds
 from cupy_flash.mods.modification import MaskMod
 
 BATCH, HEADS, KEYS = 2, 3, 96
-# Queries stand before the first key and behind the last one, too.
+# Query positions also lie before the first key and past the last one.
 FIRST_ROW, END_ROW = -20, KEYS + 14
 SEED = np.random.default_rng(11)
 
@@ -28,7 +28,7 @@ def numbers(*shape: int, below: int, dtype: Any = np.int32) -> np.ndarray:
 
 
 def documents(*shape: int, count: int, dtype: Any = np.int32) -> np.ndarray:
-    """Ids that grow along the last axis."""
+    """Return ids that increase along the last axis."""
     return np.sort(numbers(*shape, below=count, dtype=dtype))
 
 
@@ -131,7 +131,7 @@ GALLERY = {
 
 
 def evaluated(mod: MaskMod, b: int, h: int) -> np.ndarray:
-    """All pairs, by their distance from the first row and the first key."""
+    """Return the mask of all pairs; indices count from the first row and the first key."""
     i, j = np.ogrid[FIRST_ROW:END_ROW, :KEYS]
     return np.broadcast_to(mod.evaluate(b, h, i, j), (END_ROW - FIRST_ROW, KEYS))
 
@@ -139,7 +139,7 @@ def evaluated(mod: MaskMod, b: int, h: int) -> np.ndarray:
 def random_ranges(rng: np.random.Generator, count: int) -> np.ndarray:
     ends = np.empty((count, 4), np.int32)
     for at, (low, end) in ((0, (FIRST_ROW, END_ROW)), (2, (0, KEYS))):
-        # Short ones too, and single positions.
+        # Some ranges are short or single positions.
         length = np.minimum(rng.integers(1, 40, count), rng.integers(1, 40, count))
         ends[:, at] = rng.integers(low, end - length + 1)
         ends[:, at + 1] = ends[:, at] + length - 1
@@ -186,7 +186,7 @@ def test_bounds_of_reals_are_never_wrong_in_other_types(dtype, tmp_path_factory,
 
 
 def random_text(rng: np.random.Generator, kind: str, depth: int) -> str:
-    """Python text of a random expression of bools, ints or reals."""
+    """Return Python source of a random expression of bools, ints or reals."""
 
     def of(kind: str) -> str:
         return random_text(rng, kind, depth - 1)
@@ -223,7 +223,7 @@ def random_text(rng: np.random.Generator, kind: str, depth: int) -> str:
             lambda: f"({of('real')} {rng.choice(['+', '-', '*'])} {of('real')})",
             lambda: f"({of('real')} {rng.choice(['*', '/'])} {n})",
             lambda: f"({of('int')} * 0.125 - {of('real')})",
-            # Of an integer NumPy's is in double precision, where less of them are 1.
+            # NumPy computes tanh of integers in float64, where fewer results round to 1.
             lambda: f"np.tanh(({of('real')}).astype(np.float32))",
             lambda: f"np.{rng.choice(['floor', 'abs', 'ceil'])}({of('real')})",
             lambda: f"np.{rng.choice(['minimum', 'maximum'])}({of('real')}, {of('int')})",
@@ -247,16 +247,16 @@ def test_bounds_of_random_expressions_are_never_wrong(rng, tmp_path) -> None:
     texts, mods = zip(*(drawn(lambda: random_mask(rng)) for _ in range(24)), strict=True)
     hosts = compiled_masks(tmp_path, mods)
     for text, mod, host in zip(texts, mods, hosts, strict=True):
-        # Shown where they are wrong.
+        # pytest shows this line if the bounds are wrong.
         print(text)
         check(mod, host, rng, 150)
 
 
-# ---- How much is left to look at
+# ---- Blocks that stay undecided
 
 
 def undecided(mod: MaskMod, host: HostMask, rows: int, keys: int) -> tuple[int, int]:
-    """Of blocks of KEYS queries and keys: those that are truly mixed, and other undecided ones."""
+    """Return the number of blocks that are truly mixed, and that of other undecided blocks."""
     starts = np.array([(i, j) for i in range(0, KEYS, rows) for j in range(0, KEYS, keys)])
     i, j = starts.T
     ends = np.stack([i, np.minimum(i + rows, KEYS) - 1, j, np.minimum(j + keys, KEYS) - 1], 1)
@@ -284,7 +284,7 @@ def test_blocks_that_a_mask_does_not_cut_are_decided(name, mixed, needless, host
 
 
 def test_where_two_conditions_exclude_each_other_within_a_block_it_is_looked_at(hosts) -> None:
-    # Documents out of order: a block holds both, whatever the bounds are.
+    # Here a block holds visible and masked pairs, whatever the bounds are.
     mixed, needless = undecided(
         GALLERY["documents out of order"], hosts["documents out of order"], 8, 8
     )
@@ -292,7 +292,7 @@ def test_where_two_conditions_exclude_each_other_within_a_block_it_is_looked_at(
     assert mixed > 100
 
 
-# ---- The text
+# ---- Generated CUDA source
 
 
 def bounds_of(mod: MaskMod) -> str:

@@ -1,4 +1,4 @@
-"""Captures: what is taken, how indices are clamped, and how the struct of arguments lies."""
+"""Captures: accepted values, clamped indices, and the layout of the argument struct."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cupy_flash.mods.modification import MaskMod, ScoreMod
 
 
 class Foreign:
-    """An array of another library: nothing but DLPack."""
+    """Array of another library that offers nothing but DLPack."""
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array

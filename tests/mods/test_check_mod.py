@@ -1,4 +1,4 @@
-"""Device text against the Python function beside it: the unit and the comparison, with no GPU."""
+"""`check_mod`: its unit, and the comparison of CUDA code with the Python function; no GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Device text compiled for GPUs, with none there."""
+"""Compilation of generated CUDA source for GPUs, without a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cupy_flash.mods.emit import HEADERS
 from cupy_flash.mods.modification import MaskMod, ScoreMod
 from cupy_flash.problem.device import device_for_arch
 
-# Scores of a lane, fewer of what takes long to compile, and threads of a block.
+# Scores per lane, threads per block, and fewer scores for modifications that compile slowly.
 KEYS, THREADS = 16, 128
 FEW = {"everything": 2, "everything_in_double": 1}
 
@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__({threads})
 """
 
 
-# A gradient of each capture, added to by whoever reads an element.
+# Kernel that adds the gradients of each pair to the captured elements that the pair reads.
 _BACKWARD = """
 namespace {name} {{
 {text}
@@ -142,18 +142,18 @@ def test_device_text_with_derivatives_compiles_without_warnings(arch) -> None:
     if arch != 90:
         del texts["everything_in_double"]
     if arch == 75:
-        # It has no such tanh, nor conversion.
+        # The units with bfloat16 inputs need instructions that Turing lacks.
         texts = {name: text for name, text in texts.items() if text.inputs != "bfloat16"}
     cubin = compiled(unit(texts, _BACKWARD), arch)
     for name in texts.keys() - FEW.keys():
-        # Long functions that are called have a stack, here of 32 bytes.
+        # Long functions are called instead of inlined, and use a stack of 32 bytes here.
         most = 32 if name == "gallery_of_functions" else 0
         assert cubin.resources[f"{name}_kernel"].spill_bytes <= most
 
 
-# With a copy of sinf() in each step of an unrolled loop, kernels took minutes to compile. `most` is
-# the number of bytes that a step may take. Called, these functions take 180 to 420, 350 to 580, 850
-# to 1500 and 200 to 380; inlined, 1100 to 2000, 4300 to 4400, 4800 to 5500 and 770 to 950.
+# If sinf() is inlined into each step of an unrolled loop, kernels take minutes to compile. `most`
+# limits the bytes of machine code per step: a called sine takes up to 420, an inlined one at
+# least 1100.
 @pytest.mark.parametrize("inputs", ["bfloat16", "float64"])
 @pytest.mark.parametrize(
     ("function", "most"),

@@ -1,4 +1,4 @@
-"""Derivatives of traced functions beside finite differences, and what they are at kinks."""
+"""Derivatives of traced functions, compared with finite differences, and their values at kinks."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from cupy_flash.mods.operations import ONE, OPERATIONS, ZERO, operation
 from cupy_flash.mods.scores import Pairs, Scores
 from cupy_flash.mods.slopes import apply_with_slope, behind_softcap, capture_gradients
 
-# Of differences: the third derivative times STEP^2 / 6, and the roundings of values over STEP, are
-# together below 1e-7 of the values.
+# Finite differences are off by the third derivative times STEP^2 / 6, and by roundings over STEP;
+# together, this is below 1e-7 of the values.
 STEP = 1e-5
 TOLERANCE = 1e-7
 POSITIONS = ("b", "h", "i", "j", "q_start", "k_start")
@@ -40,21 +40,21 @@ def of_pairs(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def compare(function: Callable[[np.ndarray], Any], found: Any, x: np.ndarray) -> None:
-    """Assert that `found` is the derivative of a function of float64."""
+    """Assert that `found` is the derivative of `function`, in float64."""
     at = [np.broadcast_to(function(x + n * STEP), x.shape) for n in (-1, 0, 1)]
     finite = np.isfinite(at).all(axis=0)
     first, middle, last = (values[finite] for values in at)
     before, behind = (middle - first) / STEP, (last - middle) / STEP
     scale = 1 + np.abs(middle) + np.abs(behind)
-    # It is about half of their difference away where something bends or jumps within the step.
+    # Where the function bends or jumps within the step, one-sided differences bound the error.
     allowed = np.abs(behind - before) + TOLERANCE * scale
-    # Almost all are compared closely.
+    # Almost all values are compared closely.
     assert (allowed < 1e-3 * scale).mean() > 0.98
     found = np.broadcast_to(found, x.shape)[finite]
     assert (np.abs((before + behind) / 2 - found) <= allowed).all()
 
 
-# By one of NumPy's functions, or what is written otherwise: of reals, about what is differentiated.
+# Differentiable functions of reals, by the name of NumPy's function or of another notation.
 SMOOTH = {
     "add": lambda x: x + 2 * x,
     "subtract": lambda x: 3 - x * 2 - (x - 1) - (x * x - x),
@@ -113,7 +113,7 @@ OF_NO_REALS = {
     "isnan",
     "isinf",
     "isfinite",
-    "true_divide",  # another name of divide
+    "true_divide",  # an alias of divide
 }
 
 
@@ -130,14 +130,14 @@ def test_a_functions_derivative_is_what_finite_differences_give(name, rng) -> No
     function = SMOOTH[name]
     mod = ScoreMod(lambda score: function(0.9 * score + 0.05))
     x = rng.uniform(-3, 3, 4000)
-    # Functions of the sign or the size of a number have no derivative at 0.
+    # Functions of the sign or the magnitude of a number have no derivative at 0.
     x = x[np.minimum(abs(0.9 * x + 0.05), abs(np.sin(x))) > 1e-3]
 
     def evaluate(x: np.ndarray) -> Any:
         return mod.evaluate(x, 0, 0, 0, 0)
 
     compare(evaluate, mod.derivative(x, 0, 0, 0, 0), x)
-    # And as part of others.
+    # The function is also compared as a part of others.
     outer = ScoreMod(lambda score: np.tanh(function(np.sin(score))) * score)
     compare(lambda x: outer.evaluate(x, 0, 0, 0, 0), outer.derivative(x, 0, 0, 0, 0), x)
 
@@ -159,7 +159,7 @@ def test_slopes_of_random_expressions_are_what_finite_differences_give(rng) -> N
 def gradients_by_differences(
     mod: ScoreMod, x: np.ndarray, given: dict[str, np.ndarray], weight: np.ndarray, name: str
 ) -> np.ndarray:
-    """Of the weighted sum of new scores, by each element of a capture."""
+    """Return the gradient of the weighted sum of new scores by each element of a capture."""
     found = np.zeros(mod.captures[name].shape)
     for element in np.ndindex(found.shape):
         sums = []
@@ -230,7 +230,7 @@ def test_gradients_of_captures_are_what_finite_differences_give(name, rng) -> No
     for capture, gradient in found.items():
         assert (gradient.shape, gradient.dtype) == (mod.captures[capture].shape, np.float64)
         expected = gradients_by_differences(mod, x, given, weight, capture)
-        # Sums of 756 products.
+        # Each element sums at most 756 products.
         np.testing.assert_allclose(gradient, expected, rtol=0, atol=3e-6)
 
 
@@ -240,7 +240,7 @@ def test_gradients_of_captures_of_random_expressions_are_sums_over_pairs(rng) ->
         x, weight, given = *rng.standard_normal((2, 40)), of_pairs(columns)
         at = Pairs(*(columns[name] for name in ("b", "h", "i", "j")))
         one = capture_gradients(mod, x, at, weight)["factor"]
-        # A step that the elements' own kinks are unlikely to be within.
+        # The step is so small that kinks of the elements are unlikely to lie within it.
         direction = rng.standard_normal(KEYS)
         factor = mod.captures["factor"].astype(np.float64)
         moved = [
@@ -253,7 +253,7 @@ def test_gradients_of_captures_of_random_expressions_are_sums_over_pairs(rng) ->
         assert abs((sums[0] - sums[1]) / 2e-7 - one @ direction) < 1e-5 * size
 
 
-# ---- Kinks and what is not chosen
+# ---- Kinks, and values that `where` does not choose
 
 
 def slope_at(function: Callable[[Any], Any], *x: float) -> list[float]:
@@ -286,7 +286,7 @@ def test_kinks_have_what_autograd_gives(function, at_0) -> None:
 @pytest.mark.parametrize(
     ("function", "slopes"),
     [
-        # Of what is not chosen nothing is left, be it infinite inside or outside of the choice.
+        # A value that is not chosen contributes nothing, even if it or its slope is infinite.
         (lambda x: np.where(x > 0, np.log(x), x), (1, 1, 0.5)),
         (lambda x: np.where(x > 0, np.sqrt(x), -np.inf), (0, 0, 0.5 / np.sqrt(2))),
         (lambda x: np.sqrt(np.where(x > 0, x, 0)), (0, 0, 0.5 / np.sqrt(2))),
@@ -310,7 +310,7 @@ def test_slopes_that_are_known_are_literals() -> None:
     assert of(lambda score: np.floor(score) + np.sign(score)) is ZERO
     assert of(lambda score, j, x: x[(score * 0).astype(np.int32)], x=floats(3)) is ZERO
     assert of(lambda score: score * 3 - score).value == 2
-    # One subtraction and one product beside the tangent that is there.
+    # The derivative reuses the tanh, and adds one subtraction and one product.
     capped = ScoreMod(lambda score, cap: cap * np.tanh(score / cap), cap=3.0)
     tanh = next(node for node in postorder(capped.graph) if node.op == "tanh")
     expected = operation("strict", operation("sub", ONE, operation("mul", tanh, tanh)))
@@ -356,7 +356,7 @@ def test_slopes_have_the_dtype_of_scores_and_broadcast_as_positions_do() -> None
     assert (one, one.dtype, one.shape) == (1, np.float32, ())
 
 
-# ---- CUDA text
+# ---- CUDA source
 
 
 def test_the_derivative_of_cuda_text_is_that_of_the_function_beside_it() -> None:
@@ -377,7 +377,7 @@ def test_a_function_that_cannot_be_traced_says_so_when_its_derivative_is_asked_f
         mod.derivative(np.float32(3), 0, 0, 0, 0)
 
 
-# ---- Names of what is differentiable
+# ---- Names of differentiable captures
 
 TABLE = np.ones((4, 8), np.float32)
 
@@ -420,13 +420,13 @@ def test_names_are_kept_by_copies_and_told_apart() -> None:
     assert len({mod, plain, make("x", "y"), make("x")}) == 4
     assert repr(mod) == "ScoreMod(<lambda>, x, y, differentiable=('y', 'x'))"
     assert repr(plain) == "ScoreMod(<lambda>, x, y)"
-    # What forward kernels are made for.
+    # Forward kernels are made for `traced`, which does not depend on these names.
     assert mod.traced is plain.traced
     with pytest.raises(AttributeError, match="immutable"):
         mod.differentiable = ()
 
 
-# ---- All that is done to scores
+# ---- All modifications of scores together
 
 
 def test_slopes_of_all_modifications_together_are_what_finite_differences_give(rng) -> None:
@@ -484,7 +484,7 @@ def test_hidden_pairs_leave_no_trace_in_gradients_of_captures() -> None:
     assert capture_gradients(mod, np.ones(2), at, np.array([0.0, 2.0]))["x"].tolist() == [0, 0.5]
 
 
-# Steps of long functions, by what their derivatives are made of.
+# Steps of long functions, by the operations in their derivatives.
 STEPS: dict[str, Callable[[Any, int], Any]] = {
     "sums": lambda x, n: x + n % 7,
     "shared terms": lambda x, n: x + x,
@@ -514,7 +514,7 @@ def size(*roots: Node) -> int:
     return sum(1 for _ in postorder(*roots))
 
 
-# 500 quotients in one another were more calls of Python than its stack has place for.
+# The derivative of 500 nested quotients once exceeded the depth of Python's call stack.
 @pytest.mark.parametrize("name", STEPS)
 def test_derivatives_of_long_functions_grow_with_their_length(name: str) -> None:
     step = STEPS[name]

@@ -1,4 +1,4 @@
-"""Derivatives in device text, run on the host, beside those on arrays."""
+"""Derivatives in generated CUDA source, run on the host, compared with those on arrays."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from cupy_flash.mods.modification import ScoreMod
 from cupy_flash.mods.scores import Pairs
 from cupy_flash.mods.slopes import capture_gradients
 
-# A power of 2, so that scores are the same on both sides: derivatives jump.
+# A power of 2, so that both sides compute equal scores: derivatives may jump between scores.
 SCALE = 0.25
-# A few roundings of values of some tens; of sums, of their largest element.
+# A few roundings of values between 10 and 100; for sums, of their largest element.
 TOLERANCE = {"float": 3e-5, "double": 1e-12}
 COUNT = 3000
 
@@ -89,7 +89,7 @@ def test_derivatives_of_random_expressions_are_those_on_arrays(rng, tmp_path) ->
         for _ in range(60)
     ]
     for text, run in zip(texts, derivatives_for_host(tmp_path, texts), strict=True):
-        # Shown where they differ.
+        # pytest shows this line if the derivatives differ.
         print(text.emitted())
         assert text.score_mod is not None
         compare(text.score_mod, text.inputs, run, rng, 500)

@@ -1,4 +1,4 @@
-"""What device text computes, run on the host, beside the Python function on arrays."""
+"""Generated CUDA source, run on the host, compared with the Python function on arrays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.mod_gallery import GALLERY, MASKS, NEGATIONS, SCORES, pairs, random
 from cupy_flash.mods.modification import MaskMod, Modification, ScoreMod
 
 IN_DOUBLE = ("softcap", "alibi", "buckets", "bias", "functions", "rounding", "captured numbers")
-# A few roundings of values of some tens.
+# A few roundings of values between 10 and 100.
 TOLERANCE = {"float": 3e-5, "double": 1e-12}
 
 
@@ -35,7 +35,7 @@ def compare(mod: Modification, real: str, run: Any, rng: np.random.Generator, co
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Any]:
-    """Compiled text of the whole gallery, by name and type of reals."""
+    """Compiled functions of the whole gallery, by name and dtype of the inputs."""
     names = [(name, "float16") for name in GALLERY] + [(name, "float64") for name in IN_DOUBLE]
     gallery = [Text.of(GALLERY[name], real) for name, real in names]
     runs = compiled_for_host(tmp_path_factory.mktemp("gallery"), gallery)
@@ -58,7 +58,7 @@ def test_random_expressions_are_computed_as_numpy_computes_them(rng, tmp_path) -
         for _ in range(60)
     ]
     for text, run in zip(texts, compiled_for_host(tmp_path, texts), strict=True):
-        # Shown where they differ.
+        # pytest shows this line if the results differ.
         print(text.emitted())
         compare(text.mods[0], text.real, run, rng, 500)
 
@@ -79,7 +79,7 @@ def test_nan_of_a_score_stays_in_minimum_and_maximum(tmp_path) -> None:
     mod = ScoreMod(lambda score: np.clip(np.minimum(score, 5), -5, 5) + np.sign(score))
     (run,) = compiled_for_host(tmp_path, [Text(mod)])
     scores = np.array([np.nan, -np.inf, np.inf, 7], np.float32)
-    # Times log2(e) and back.
+    # The generated code multiplies by log2(e) and back.
     np.testing.assert_allclose(run(scores)[0], [np.nan, -6, 6, 6], rtol=2**-22)
     np.testing.assert_array_equal(mod.evaluate(scores, 0, 0, 0, 0), [np.nan, -6, 6, 6])
 
@@ -99,10 +99,10 @@ def test_nan_of_a_score_stays_in_minimum_and_maximum(tmp_path) -> None:
             ["k.m0 - last >= 0", "k.m0 < a.x.shape[0]"],
         ),
         (lambda i, j, x: x[np.clip(i - j, -4, 4) + 4] > 0, (9,), ["8 < a.x.shape[0]"]),
-        # One that is read is anywhere; what it is read at is known.
+        # The outer index is read from x, so it may be anywhere; the inner index is known.
         (lambda j, x: x[x[j]] > 0, (9,), ["k.first + last < a.x.shape[0]"]),
         (lambda i, j, x: x[i * j] > 0, (9,), None),
-        # What a row reads is asked for once.
+        # Elements that depend on the row only are read once per row.
         (lambda i, j, x: (x[i] > 0) & (j > 2), (9,), None),
     ],
 )

@@ -1,4 +1,4 @@
-"""Faults that device text once had: the random functions find each that is put back."""
+"""Former faults of generated CUDA source: random functions find each fault that is put back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.random_functions import random_function
 
 pytestmark = pytest.mark.slow
 
-# Functions to choose from, and how many of those are tried in which a fault may show.
+# Number of random functions, and of those that are tried if the fault may show in them.
 COUNT, TRIED = 900, 60
 
 
@@ -34,7 +34,7 @@ def test_a_fault_that_is_put_back_is_found(
             break
     with fault.put_back(tmp_path) as headers:
         found = fault.found(tmp_path, tried, headers)
-    # What finds it is right without the fault.
+    # Functions that find the fault must be right without it.
     by_number = {case.function.number: case for case in tried}
     some = [by_number[number] for number in sorted(found)[:8]]
     wrong_anyway = replace(fault, rule=None).found(tmp_path, some)

@@ -1,4 +1,4 @@
-"""Random functions: their own evaluator, and the CPU backend and device text judged by it."""
+"""Random functions: an evaluator for them judges the CPU backend and generated CUDA source."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from cupy_flash.mods.expression import postorder
 from cupy_flash.mods.functions import FUNCTIONS
 from cupy_flash.mods.operations import OPERATIONS
 
-# Half of them are masks, half are scores.
+# Half of the functions are masks, half are score functions.
 COUNT, PART = 10_000, 1000
-# Always the same ones, and as many new ones in each run.
+# Functions that every run tests, and functions that differ between runs.
 FIXED, FRESH = 120, 80
-# New ones that were wrong once.
+# Former random functions whose results were wrong once.
 ONCE_WRONG = (
     4742, 5726, 7908, 8647, 1002765, 3005848, 3007382, 41044404, 289914747, 384548372,
 )  # fmt: skip
@@ -76,7 +76,7 @@ def test_attention_and_its_gradients_see_the_same_pairs(inputs: str) -> None:
         call.check(np)
 
 
-# ---- What is tried
+# ---- Coverage of operations
 
 
 @pytest.mark.slow
@@ -97,11 +97,11 @@ def test_every_operation_is_in_many_functions(count: int, least: int) -> None:
         operations.update({node.op for node in computed})
         traced.update({(node.op, *(x.type for x in node.args)) for node in computed})
         captured.update({(spec.dtype, spec.rank) for spec in mod.specs.values()})
-    # The marks of a user's text compute nothing.
+    # "strict" and "free" are marks, which compute nothing.
     rows = OPERATIONS.keys() - {"strict", "free"} | {"cast", "load"}
     assert not {op: operations[op] for op in rows if operations[op] < least}
     assert not {name: written[name] for name in FUNCTIONS if written[name] < least}
-    # Loads have an array and up to four indices.
+    # Loads take an array and up to four indices, so each combination of types is rare.
     by_type = {key: n for key, n in traced.items() if key[0] != "load"}
     assert not {key: n for key, n in by_type.items() if n < least // 8}
     dtypes = {"bool", "uint8", "int32", "int64", "uint64", "float16", "bfloat16", "float32"}
@@ -126,13 +126,13 @@ def test_a_number_gives_the_same_function_again() -> None:
             np.testing.assert_array_equal(value, second.captures[name])
 
 
-# Their first draws have indices like ~(x ** 0).
+# The first draws of these functions have indices like ~(x ** 0).
 @pytest.mark.parametrize("number", [4742, 5726])
 def test_no_index_is_a_negative_constant(number: int) -> None:
     modification(random_function(number))
 
 
-# ---- The evaluator, of what is known without one
+# ---- The evaluator, compared with known results
 
 
 def leaf(value: Any, type: str) -> Expr:
@@ -140,7 +140,7 @@ def leaf(value: Any, type: str) -> Expr:
 
 
 def computed(op: str, type: str, *args: tuple[Any, str], real: Any = np.float32) -> Any:
-    """An operation on numbers."""
+    """Return the result of an operation on numbers."""
     node = Expr(op, type, tuple(leaf(*arg) for arg in args))
     return Oracle({}, {}, real).value(node).v
 
@@ -204,7 +204,7 @@ def test_decisions_of_inexact_values_that_are_near_are_left_out() -> None:
     node = Expr("less", BOOL, (Expr("exp", REAL, (leaf(0.3, REAL),)), symbol))
     error = Oracle({"score": np.array(near, np.float32)}, {}).value(node).e
     np.testing.assert_array_equal(error > 0, [True, True, False, False])
-    # Exact ones never are, and one that decides alone is enough.
+    # Exact comparisons are never left out, and one operand that decides alone is enough.
     exact = Expr("less", BOOL, (leaf(0.3, REAL), symbol))
     both = Expr("bitwise_and", BOOL, (node, Expr("less", BOOL, (symbol, leaf(0.0, REAL)))))
     oracle = Oracle({"score": np.array(near, np.float32)}, {})
@@ -229,7 +229,7 @@ def test_sums_of_products_that_overflow_are_left_out_where_contraction_matters()
         negative = Expr("negative", REAL, (Expr("negative", REAL, (product,)),))
         for term in (product, negative):
             np.testing.assert_array_equal(np.isfinite(error(term)), [False, True, True])
-    # An infinity that is captured is one however it is added.
+    # A captured infinity stays infinite, however it is added.
     assert np.isfinite(error(leaf(np.inf, REAL))).all()
 
 
@@ -241,7 +241,7 @@ def test_finite_scores_stay_finite_as_exponents(right: float) -> None:
     v, zeros = np.full(count, right, np.float32), np.zeros(count)
     case = Case(function, pairs, Value(v, zeros, zeros))
     largest = np.float32(np.finfo(np.float32).max)
-    # As a kernel returns it: an exponent of two, at most the largest number, times ln(2).
+    # A kernel returns ln(2) times an exponent of two, which is at most the largest number.
     kept = np.clip(v * np.float64(np.log2(np.e)), -largest, largest).astype(np.float32)
     assert case.wrong_score(kept * np.float32(np.log(2))) is None
     assert case.wrong_score(np.full(count, np.copysign(np.inf, right), np.float32))

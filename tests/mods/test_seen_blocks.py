@@ -1,4 +1,4 @@
-"""Blocks that a mask hides or shows as a whole: never a wrong one, and none that is computed."""
+"""Blocks that a mask leaves empty or full: no wrong answers, and no empty block is computed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DOCUMENTS = np.sort(RNG.integers(0, 12, 300)).astype(np.int32)
 TABLE = RNG.random((400, 300)) < 0.01
 BLOCKS = RNG.random((1, 1, 40, 30)) < 0.1
 
-# Masks whose blocks are all known: they compare values of one position, or differences.
+# Masks whose blocks are all decided: they compare values of one position, or differences.
 KNOWN = {
     "documents": MaskMod(lambda i, j, doc: doc[i] == doc[j], doc=DOCUMENTS),
     "window": MaskMod(lambda i, j: abs(i - j) <= 20),
@@ -48,7 +48,7 @@ KNOWN = {
 X = np.where(np.arange(300) % 7 == 0, np.inf, 0).astype(np.float32)
 DISTANT = np.where(np.arange(300) < 8, np.inf, np.arange(300)).astype(np.float32)
 LARGE = np.where(np.arange(300) % 5 == 0, 3e38, -3e38).astype(np.float32)
-# A difference of infinities is NaN, which no comparison shows, whatever becomes of the difference.
+# Differences of infinities are NaN, and such pairs are masked, whatever later operations do.
 NOT_NUMBERS = {
     "minimum": MaskMod(lambda i, j, x: np.minimum(x[i] - x[j], 5) < 10, x=X),
     "all numbers": MaskMod(lambda i, j, x: x[i] - x[j] <= np.inf, x=X),
@@ -75,7 +75,7 @@ def positions(batch: int, heads: int, first: int, rows: int, keys: int) -> dict[
 
 
 def in_blocks(seen: np.ndarray, block: tuple[int, int]) -> SeenBlocks:
-    """Return what a mask does to blocks, by all pairs."""
+    """Return which blocks hold any visible pair, and which hold no masked pair."""
     rows, keys = (np.arange(0, n, size) for n, size in zip(seen.shape[2:], block, strict=True))
     found = [
         reduce.reduceat(reduce.reduceat(seen, rows, axis=2), keys, axis=3)
@@ -123,7 +123,7 @@ def test_a_table_of_all_sequences_is_counted_for_one_alone(monkeypatch: pytest.M
     found = seen_blocks(mod, at, 7, 5, np.float32)
     assert found is not None
     np.testing.assert_array_equal(found.some[0, 0], in_blocks(table[49:][None], (7, 5)).some[0, 0])
-    # A table that is larger than a call of several sequences is not counted.
+    # A table with more elements than a call of several sequences is not counted.
     several = seen_blocks(mod, at | {"b": positions(2, 1, 0, 1, 1)["b"]}, 7, 5, np.float32)
     assert several is not None
     assert several.some.all()
@@ -184,7 +184,7 @@ def test_what_is_left_out_changes_nothing(name: str, options: dict[str, Any]) ->
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
-# Rows and keys of the blocks that the CPU backend looks at: these masks show all of one, or none.
+# Size of the blocks that the CPU backend examines; these masks leave each block empty or full.
 ROWS, KEYS = 128, passes.KEYS_OF_BLOCK
 SHOWN = RNG.random((1, 1, 8, 16)) < 0.2
 OF_BLOCKS = {
@@ -199,7 +199,7 @@ OF_BLOCKS = {
 
 
 class Work:
-    """What the CPU backend does: tiles of rows and keys, and multiply-adds of its products."""
+    """Recorder of the CPU backend's work: tiles of rows and keys, and multiply-adds."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.tiles: list[tuple[int, int]] = []
@@ -212,7 +212,7 @@ class Work:
             return found
 
         def product(a: np.ndarray, b: np.ndarray, **options: Any) -> Any:
-            # Sums of rows are products with a vector, or are made otherwise.
+            # Row sums are products with a vector or use other functions, so they are not counted.
             if b.ndim > 1:
                 self.products.append(a.size * b.shape[-1])
             return matmul(a, b, **options)
@@ -221,7 +221,7 @@ class Work:
         monkeypatch.setattr(np, "matmul", product)
 
     def of(self, function: Any, *arrays: np.ndarray, **options: Any) -> tuple[Any, Any, int]:
-        """Return the result of a call, its tiles, and its multiply-adds."""
+        """Return the result of a call, its tiles, and its number of multiply-adds."""
         self.tiles, self.products = [], []
         result = function(*arrays, **options, tile=(ROWS, KEYS), backend="cpu")
         return result, sorted(self.tiles), sum(self.products)
@@ -229,7 +229,7 @@ class Work:
 
 @pytest.mark.parametrize("name", OF_BLOCKS)
 def test_hidden_blocks_are_not_computed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither forward nor backward: only visible ones are visited, and they take their share."""
+    """Both directions process visible tiles only, with a proportional number of multiply-adds."""
     q, k, v, dout = RNG.standard_normal((4, 1, 1024, 1, 16)).astype(np.float32)
     mod, everything = OF_BLOCKS[name], MaskMod(lambda i, j: (i >= 0) & (j >= 0))
     seen = mod.evaluate(**positions(1, 1, 0, 1024, 1024), dtype=np.float32)

@@ -295,7 +295,7 @@ def test_functions_of_torch_and_jax_are_refused_with_those_of_numpy() -> None:
     ):
         with pytest.raises(TypeError) as caught:
             ScoreMod(function)
-        # JAX raises an error of its own, whose context is ours.
+        # JAX raises its own error, whose context is the library's error.
         told = f"{caught.value} {caught.value.__context__}"
         assert "functions of NumPy, as np.where" in told
 

@@ -1,4 +1,4 @@
-"""What a traced function may do, what it is told otherwise, and what makes keys equal."""
+"""Tracing of functions: allowed operations, errors for others, and equality of modifications."""
 
 from __future__ import annotations
 
@@ -343,14 +343,14 @@ def test_positions_broadcast_and_results_have_the_dtype_of_scores() -> None:
     assert ScoreMod(lambda score: 1).evaluate(scores, 0, 0, i, j).dtype == np.float32
 
 
-# ---- Variables around a function
+# ---- Variables outside of a function
 
 OUTSIDE = 5
 
 
 def test_a_function_keeps_the_variables_that_it_was_traced_with(monkeypatch):
     j = np.arange(8, dtype=np.int32)
-    # The variable of a loop, which all of them share.
+    # All functions of this loop share its variable w.
     masks = [MaskMod(lambda i, j: i - j < w) for w in (2, 6)]  # noqa: B023
     outer = MaskMod(lambda i, j: np.any([x < OUTSIDE for x in [0]]) & (j < OUTSIDE))
     monkeypatch.setitem(globals(), "OUTSIDE", 0)

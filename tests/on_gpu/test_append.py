@@ -1,4 +1,4 @@
-"""Appending to a cache on a GPU: every row where it belongs, every other byte as it was."""
+"""Appends to a KV cache on a GPU: each new row is written in place, all other bytes are kept."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NO_PAGE = -1
 
 @dataclass(frozen=True)
 class Case:
-    """An append, but for the values and the lengths."""
+    """Shapes and options of an append, without array values and sequence lengths."""
 
     dtype: str = "float16"
     batch: int = 3
@@ -70,13 +70,13 @@ class Case:
 
 
 def shuffled_pages(rng: np.random.Generator, case: Case) -> np.ndarray:
-    """A block table whose sequences share no page; a few pages are nobody's."""
+    """Return a block table whose sequences have no page in common; 3 pages stay unused."""
     count = case.batch * case.max_pages
     return rng.permutation(count + 3)[:count].reshape(case.batch, -1).astype(np.int32)
 
 
 class Arrays:
-    """The arrays of one append, on the host and amid NaN on the GPU."""
+    """Arrays of one append, on the host and, surrounded by NaN, on the GPU."""
 
     def __init__(self, rng: np.random.Generator, case: Case) -> None:
         import cupy
@@ -101,7 +101,7 @@ class Arrays:
                 table = function(angles).astype(DTYPES[case.angle_dtype])
                 self.host[name] = table
                 self.guarded[name] = Guarded(table[None, :, None], case.rotary_alignment)
-        # A row more than is written, to see that it is not.
+        # The array has one extra row, which must not be written.
         shape = (case.batch * case.seqlen_q + 1, case.heads_q, case.head_dim)
         self.q_rotated = cupy.asarray(np.full(shape, np.nan, dtype))
 
@@ -130,7 +130,7 @@ class Arrays:
 
 @dataclass(frozen=True)
 class Places:
-    """Where the sequences lie: what a caller has in arrays on the device."""
+    """Lengths, block table and cache indices of the sequences, which a call reads on the device."""
 
     lengths: np.ndarray | int
     block_table: np.ndarray | None = None
@@ -145,16 +145,16 @@ class Places:
         return cls(lengths.astype(np.int32), cache_batch_idx=rows.astype(np.int32))
 
     def before(self, case: Case) -> np.ndarray:
-        """Rows of each sequence that are there, as an append takes what it is told."""
+        """Return the cached rows of each sequence, clamped as the append kernel clamps them."""
         told = np.broadcast_to(self.lengths, case.batch)
         if self.cache_batch_idx is not None:
-            # A sequence without a row of the cache has no keys.
+            # A sequence with an invalid cache index has no keys.
             rows = self.cache_batch_idx
             told = np.where((rows >= 0) & (rows < case.caches), told, 0)
         return np.clip(told, 0, case.seqlen_cache)
 
     def appended(self, case: Case) -> Iterator[tuple[int, int, int, int]]:
-        """(sequence, new row, row of the cache or page, row there) of what has a place."""
+        """Yield (sequence, new row, cache index or page, row in it) of each row that is written."""
         blocks = case.batch * case.max_pages + 3 if case.page_size else case.caches
         for batch, before in enumerate(self.before(case)):
             for row in range(case.seqlen_new):
@@ -176,11 +176,11 @@ class Places:
 
 
 def turned(case: Case, rows: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> Any:
-    """Rows (heads, head_dim) turned in float64, and how far float32 may be off.
+    """Return rows (heads, head_dim), rotated in float64, and the error bound of a float32 result.
 
-    Two products, one of them rounded, and their rounded sum are off by eps/2 of each term and of
-    the result; then that is rounded to the dtype, once. float64 is off in the same way here and on
-    the GPU, hence twice.
+    A result is the sum of two products. Rounding one product and the sum costs eps/2 of each term
+    and of the result. The result is then rounded to the dtype once. The bound is doubled, because
+    for float64 the expected value has the same error as the result of the GPU.
     """
     exact = rows.astype(np.float64)
     half = case.rotary_dim // 2
@@ -216,14 +216,14 @@ def address_of(array: Any) -> int:
 
 
 class Run:
-    """An append that is prepared, with the arrays of `Places` on the device."""
+    """Prepared append, with the arrays of `Places` on the device."""
 
     def __init__(self, arrays: Arrays, places: Places) -> None:
         self.arrays = arrays
         by_length = isinstance(places.lengths, np.ndarray)
         self.lengths = on_device(places.lengths) if by_length else None
         self.keys = 0 if by_length else int(places.lengths)
-        # A column more than there are pages, which must not be read.
+        # The block table has one extra column, which must not be read.
         table = places.block_table
         if table is not None:
             table = np.pad(table, ((0, 0), (0, 1)), constant_values=0)
@@ -247,7 +247,7 @@ class Run:
 
 
 def check(arrays: Arrays, places: Places) -> None:
-    """Fail unless the arrays hold what one append makes of their host copies."""
+    """Fail unless the arrays hold the result of one append to their host copies."""
     case, host = arrays.case, arrays.host
     for name in set(host) - {"k_cache", "v_cache"}:
         arrays.guarded[name].assert_unchanged()
@@ -425,26 +425,26 @@ def test_what_is_behind_a_rank_s_last_row_is_not_written(rng: np.random.Generato
 
 
 def strided(x: Any) -> Any:
-    """The same values, every other element of a last axis."""
+    """Return the same values as every other element of a last axis of twice the length."""
     room = type_of(x).zeros((*x.shape[:-1], 2 * x.shape[-1]), x.dtype)
     room[..., ::2] = x
     return room[..., ::2]
 
 
 def shifted(x: Any) -> Any:
-    """The same values one element further, with gaps between rows."""
+    """Return the same values, each row shifted by one element, with gaps between rows."""
     room = type_of(x).zeros((*x.shape[:-1], x.shape[-1] + 3), x.dtype)
     room[..., 1 : 1 + x.shape[-1]] = x
     return room[..., 1 : 1 + x.shape[-1]]
 
 
 def heads_first(x: Any) -> Any:
-    """The same values, in memory with heads before rows."""
+    """Return the same values, with the heads axis before the rows axis in memory."""
     return x.swapaxes(1, 2).copy().swapaxes(1, 2)
 
 
 def backwards(x: Any) -> Any:
-    """The same values, rows in memory from the last to the first."""
+    """Return the same values, with the rows in reverse order in memory."""
     return x[:, ::-1].copy()[:, ::-1]
 
 
@@ -495,7 +495,7 @@ def test_arrays_of_any_kind_get_the_rows_that_those_of_numpy_get(
     assert results[0] == results[1]
 
 
-# What nobody has checked
+# Lengths and indices that are not validated
 
 
 WILD = (-(2**31), -1, 0, 20, 22, 23, 24, 2**31 - 1)
@@ -558,7 +558,7 @@ def test_a_captured_append_follows_the_lengths_as_they_grow(rng: np.random.Gener
     cupy.cuda.Device().synchronize()
     with stream:
         run = Run(arrays, Places(np.array([3, 0, 11], np.int32), block_table=table))
-        # Leaves what the first replay leaves: the lengths are the same.
+        # This append writes the same rows as the first replay, because the lengths are equal.
         run()
         stream.synchronize()
         stream.begin_capture()

@@ -1,4 +1,4 @@
-"""Calls that a GPU must refuse: a clear error, unharmed inputs, and a context that still works."""
+"""Refused calls on a GPU: the error is clear, inputs are unchanged, and the context still works."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def gpu(array: np.ndarray) -> Any:
 
 @pytest.fixture
 def qkv() -> Iterator[list[Any]]:
-    """Good arrays; after the test they hold what they held, and a call with them works."""
+    """Yield valid arrays; check afterwards that they are unchanged and that a call still works."""
     values = random_values(CASE)
     arrays = [gpu(array) for array in values]
     yield arrays
@@ -135,7 +135,7 @@ WRONG_VALUES: dict[str, tuple[Change, str]] = {
 
 
 def with_one_head(array: Any) -> Any:
-    """A view that shows the first head in place of every head."""
+    """Return a view in which every head is the first head."""
     import cupy
 
     strides = (*array.strides[:2], 0, array.strides[3])
@@ -210,7 +210,7 @@ MISALIGNED = [("float32", 2), ("float16", 1), ("bfloat16", 1), ("float64", 4)]
 
 
 def beside(array: np.ndarray, offset: int) -> Any:
-    """The array on the GPU, so many bytes from where its elements should begin."""
+    """Return the array on the GPU, `offset` bytes past an aligned address."""
     import cupy
 
     memory = cupy.asarray(np.zeros(array.nbytes + 16, np.uint8))
@@ -365,7 +365,7 @@ def test_arrays_of_another_device_are_refused(qkv: list[Any]) -> None:
         other = [gpu(array) for array in random_values(CASE)]
         with pytest.raises(ValueError, match="q lies on device 0, but the current device is 1"):
             flash_attention(*qkv)
-        # The same kernels, loaded once more for this device.
+        # This call loads the same kernels again, for device 1.
         out = flash_attention(*other)
         Truth.of(random_values(CASE)).check(out.get())
     with pytest.raises(ValueError, match="k lies on device 1, but the current device is 0"):
@@ -374,6 +374,6 @@ def test_arrays_of_another_device_are_refused(qkv: list[Any]) -> None:
     flash_attention(*qkv, out=out)
     with cupy.cuda.Device(1):
         far_out = zeros(*SHAPE_Q)
-    # A call like one that went well before, but for where `out` lies.
+    # This call differs from the successful one above only in the device of `out`.
     with pytest.raises(ValueError, match="out lies on device 1, but the current device is 0"):
         flash_attention(*qkv, out=far_out)

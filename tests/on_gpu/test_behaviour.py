@@ -1,4 +1,4 @@
-"""What a call on a GPU does besides computing: kinds, streams, graphs, reuse, caches."""
+"""Behaviour of calls on a GPU: array types, streams, graphs, kernel reuse and caches on disk."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from cupy_flash.gpu.compiler import CUBINS_VARIABLE, compile_cubin, prebuilt_nam
 
 pytestmark = pytest.mark.gpu
 
-# Other libraries' warnings are not ours to fail on.
+# Warnings of other libraries must not fail these tests.
 with_other_library = pytest.mark.filterwarnings("default")
 LOGGER = "cupy_flash"
 CASE = Case(None, "float32", 113, 150, head_dim=48, head_dim_v=48)
-# So many heads that keys are not split, hence no workspace.
+# With this many heads the keys are not split, so a call needs no workspace.
 MANY_HEADS = dataclasses.replace(CASE, batch=8, heads_q=64, heads_kv=64)
 
 
@@ -47,7 +47,7 @@ def copy_on(stream: Any, target: Any, source: Any) -> None:
     target.data.copy_from_device_async(source.data, source.nbytes, stream)
 
 
-# Kinds
+# Array types
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -86,7 +86,7 @@ def cuda_torch() -> Any:
 
 
 def to_torch(torch: Any, values: tuple[np.ndarray, ...], dtype: str) -> list[Any]:
-    # By way of float32: torch reads no bfloat16 from NumPy.
+    # The arrays are converted through float32, because torch cannot read bfloat16 from NumPy.
     wide = np.float64 if dtype == "float64" else np.float32
     return [
         torch.tensor(a.astype(wide), dtype=getattr(torch, dtype), device="cuda") for a in values
@@ -132,7 +132,7 @@ def test_torch_work_before_and_after_a_call_is_ordered_with_it_on_a_side_stream(
         for tensor, source in zip(inputs, ready, strict=True):
             tensor.copy_(source, non_blocking=True)
         out = flash_attention(*inputs)
-        # Overwritten as soon as the side stream takes the call to be done with them.
+        # On the side stream, the inputs are overwritten as soon as the attention call is done.
         for tensor in inputs:
             tensor.fill_(torch.nan)
         host = out.cpu()
@@ -162,7 +162,7 @@ def test_jax_arrays_give_jax_arrays(jax: Any, way: str, monkeypatch: pytest.Monk
     assert out.devices() == inputs[0].devices()
     truth = Truth.of(values)
     truth.check(np.asarray(out))
-    # What JAX computes from it comes after it, also while the kernel still runs.
+    # A JAX operation on the result waits for the kernel, which may still run.
     truth.check(np.asarray(jax.numpy.flip(flash_attention(*inputs), 0))[::-1])
 
 
@@ -206,7 +206,7 @@ def test_jax_arrays_give_the_bits_that_cupy_arrays_give(jax: Any, dtype: str) ->
     values = random_values(dataclasses.replace(CASE, dtype=dtype))
     expected = [array.get() for array in flash_attention(*on_gpu(values), return_lse=True)]
     inputs = [jax.numpy.asarray(array).block_until_ready() for array in values]
-    # The second call finds what the first one prepared.
+    # The second call reuses what the first one prepared.
     for _ in range(2):
         results = flash_attention(*inputs, return_lse=True)
         for result, plain in zip(results, expected, strict=True):
@@ -299,7 +299,7 @@ def test_a_call_runs_on_the_current_stream_and_does_not_wait_for_it() -> None:
     cupy.cuda.Device().synchronize()
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
-        # Leaves memory for the result in the stream's pool: asking the driver for some may wait.
+        # This call leaves memory for the result in the stream's pool: a new allocation could wait.
         flash_attention(*ready)
         stream.synchronize()
         keep_busy()
@@ -321,7 +321,7 @@ def test_a_captured_call_replays_on_new_contents(family: str) -> None:
 def test_threads_may_call_at_once_on_streams_of_their_own() -> None:
     import cupy
 
-    # A head_dim of its own, so that the threads also race for the first compilation.
+    # No other test uses this head_dim, so the threads also race for the first compilation.
     case = dataclasses.replace(CASE, head_dim=88, head_dim_v=88)
     problems = [random_values(dataclasses.replace(case, seqlen_q=70 + i)) for i in range(4)]
     results: dict[int, list[np.ndarray]] = {}
@@ -393,7 +393,7 @@ def test_plan_tells_registers_once_the_kernel_is_compiled() -> None:
 def test_a_family_asked_for_is_the_one_that_runs(
     family: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # Rows of whole 16 bytes, which every family can read.
+    # The row size is a multiple of 16 bytes, which every family can read.
     case = dataclasses.replace(CASE, family=family, dtype="float16", head_dim=24, head_dim_v=24)
     if not case.is_supported():
         pytest.skip(f"{family} has nothing for this GPU")
@@ -443,7 +443,7 @@ np.save(sys.argv[1], out)
 
 
 def call_in_a_process(folder: Path, cache: Path) -> tuple[np.ndarray, str]:
-    """The result of one call in a fresh process, and what it logged."""
+    """Return the result of one call in a new process, and its log."""
     result = folder / "out.npy"
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(result)],
@@ -474,7 +474,7 @@ def test_a_second_process_reuses_the_kernels_on_disk(tmp_path: Path) -> None:
     kept = files()
     assert kept
     second, _ = call_in_a_process(tmp_path, cache)
-    # A compilation would have written its result.
+    # A compilation would have written a file to the cache.
     assert files() == kept
     np.testing.assert_array_equal(first, second)
     script_truth().check(second)
@@ -486,7 +486,7 @@ def test_a_cache_that_cannot_be_written_costs_a_warning_and_nothing_else(tmp_pat
     cache.mkdir()
     cache.chmod(0o500)
     if os.access(cache, os.W_OK):
-        # The superuser writes anywhere but into the kernel's own file system.
+        # The superuser can write to every folder except /proc.
         cache = Path("/proc")
     out, log = call_in_a_process(tmp_path, cache)
     assert "cannot be written" in log

@@ -1,4 +1,4 @@
-"""Masks that are given by blocks, on a GPU, against the reference with the same pairs."""
+"""`BlockList` masks on a GPU, against the reference with the same visible pairs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cupy_flash import BlockList, flash_attention
 pytestmark = pytest.mark.gpu
 
 BATCH, HEADS = 2, 4
-# Tiles that divide the blocks, or some of them, or none.
+# Tile sizes that divide all, some or none of the mask's block sizes below.
 TILES: dict[str, list[dict[str, int] | None]] = {
     "hopper": [None, {"Br": 128, "Bc": 64}, {"Br": 192, "Bc": 48}],
     "mma": [None],
@@ -25,7 +25,7 @@ TILES: dict[str, list[dict[str, int] | None]] = {
 def pairs(
     blocks: np.ndarray, block: tuple[int, int], seqlens: tuple[int, int], q_offset: int
 ) -> np.ndarray:
-    """Which pairs are seen, (batch or 1, heads or 1, seqlen_q, seqlen_k)."""
+    """Return which pairs are visible, shape (batch or 1, heads or 1, seqlen_q, seqlen_k)."""
     places = np.arange(seqlens[0]) + q_offset, np.arange(seqlens[1])
     rows, keys = (
         np.clip(at // size, 0, count - 1)
@@ -48,7 +48,7 @@ def test_it_is_right_whether_or_not_tiles_divide_its_blocks(
         seqlen_k = int(rng.integers(seqlen_q, 900))
         q_offset = int(rng.choice([seqlen_k - seqlen_q, 64, 0, -70]))
         axes = (int(rng.choice([1, BATCH])), int(rng.choice([1, HEADS])))
-        # Fewer than there are rows and keys, too.
+        # The blocks may cover fewer rows and keys than the inputs have.
         counts = (int(rng.integers(1, 1 + -(-900 // size))) for size in block)
         blocks = rng.random((*axes, *counts)) < 0.4
         shapes = {
@@ -60,7 +60,7 @@ def test_it_is_right_whether_or_not_tiles_divide_its_blocks(
         options: dict[str, Any] = {"causal": bool(rng.integers(2)), "q_offset": q_offset}
         mask = pairs(blocks, block, (seqlen_q, seqlen_k), q_offset)
         call = ModifiedCall("equal", "bfloat16", {**arrays, "mask": mask}, options)
-        # Shown where they differ.
+        # pytest shows this output if the results differ.
         print(call, blocks.shape, tile)
         out, lse = flash_attention(
             *(cupy.asarray(x) for x in arrays.values()),

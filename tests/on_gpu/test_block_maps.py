@@ -1,4 +1,4 @@
-"""Block maps on a GPU against NumPy, and in the order of streams and graphs."""
+"""Block masks built on a GPU, against NumPy, and their order relative to streams and graphs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def documents(rng: np.random.Generator, *shape: int, count: int = 12) -> np.ndar
 
 
 def arrays_of(rng: np.random.Generator) -> dict[str, tuple[Callable[..., Any], Arrays]]:
-    """Masks by bounds, by what one position reads, and pair by pair; with what they capture."""
+    """Return masks of all kinds, by bounds, one position or pair, each with its captures."""
     nan = np.repeat(rng.choice([0.0, 1.0, 2.0, np.nan], KEYS // 50), 50).astype(np.float32)
     return {
         "window and first keys": (lambda i, j: ((i - j < 300) & (j <= i)) | (j < 4), {}),
@@ -57,7 +57,7 @@ NAMES = tuple(arrays_of(np.random.default_rng(0)))
 
 
 def both(function: Callable[..., Any], arrays: Arrays) -> tuple[MaskMod, MaskMod]:
-    """The mask for the GPU, and for NumPy."""
+    """Return the mask with captures on the GPU, and the mask with captures in NumPy arrays."""
     import cupy
 
     on_gpu = {name: cupy.asarray(array) for name, array in arrays.items()}
@@ -102,7 +102,7 @@ def test_a_map_says_of_every_block_what_its_pairs_say(rng: np.random.Generator, 
     mod, on_host = both(*arrays_of(rng)[name])
     for _ in range(8):
         spec = random_spec(rng)
-        # Shown where they differ.
+        # pytest shows this output if the block masks differ.
         print(spec)
         ready = map_of(mod, spec, "float16")
         memory = bytes_of(ready.map).get()
@@ -144,7 +144,7 @@ def test_refresh_sees_what_was_written_to_a_captured_array(rng: np.random.Genera
 
 
 def keep_busy(array: Any) -> None:
-    """Some 10 ms of work on the current stream."""
+    """Enqueue about 10 ms of work on the current stream."""
     for _ in range(64):
         array += 1
 
@@ -163,7 +163,7 @@ def test_a_map_is_built_behind_what_is_written_and_read_behind_what_builds_it(
         return doc[i] == doc[j]
 
     mod, spec = MaskMod(same, doc=array), MapSpec(64, 64, 1, 1, KEYS, KEYS)
-    # So that nothing is compiled below, which would give the GPU time.
+    # Compile everything now: a compilation below would give the GPU time to finish its work.
     map_of(MaskMod(same, doc=array), spec, "float16")
     copy = cupy.empty_like(bytes_of(map_of(MaskMod(same, doc=array), spec, "float16").map))
     cupy.cuda.Device().synchronize()
@@ -210,7 +210,7 @@ def test_a_forgotten_map_stays_as_long_as_a_stream_reads_it(
     address = ready.map.address
     mod.refresh()
     del ready
-    # Of the same size: soon one lies where it lay.
+    # New block masks have the same size, so one is soon allocated at the forgotten one's address.
     after = []
     with builder:
         while not after or (after[-1].map.address != address and len(after) < 500):

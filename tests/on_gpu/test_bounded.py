@@ -1,4 +1,4 @@
-"""Scores that are known to stay small, whose exponentials Hopper takes without a maximum."""
+"""Scores with a small upper bound, for which the Hopper softmax needs no row maximum."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def hopper() -> None:
         pytest.skip("the hopper family does not run here")
 
 
-# Of what notes, splits, sequences and rows without a key do to a sum that has no maximum.
+# The cases cover skipped KV tiles, split KV, sequences and fully masked rows.
 @pytest.mark.parametrize("cap", [2.0, 30.0])
 @pytest.mark.parametrize("kind", ["equal", "padded", "packed", "cached"])
 def test_softcap_with_windows_and_whatever_else_is_right(
@@ -39,7 +39,7 @@ def test_softcap_with_windows_and_whatever_else_is_right(
         lengths = ("cache_seqlens", "seqlens_k")
         arrays = {n: x for n, x in call.arrays.items() if n in (*names, *lengths)}
         call = dataclasses.replace(call, arrays=arrays, options=options, mods={})
-        # Shown where it differs.
+        # pytest shows this output if the result differs.
         print(call)
         call.check(cupy, family="hopper")
 
@@ -55,7 +55,7 @@ def test_shares_of_the_keys_and_large_scores_are_right(
         name: rng.standard_normal((1, rows, 2, head_dim)).astype(real)
         for name, rows in (("q", 133), ("k", 1999), ("v", 1999))
     }
-    # All at the cap, with either sign.
+    # These queries and keys have large scores of either sign.
     arrays["q"][:, :50] = 30 * np.sign(rng.standard_normal(head_dim))
     arrays["k"][:, ::7] = 30
     call = ModifiedCall("equal", "bfloat16", arrays, {"softcap": 50.0})

@@ -1,4 +1,4 @@
-"""Captures on a GPU: any name, arrays of the variables around a function, and signed zeros."""
+"""Captures on a GPU: unusual names, arrays from enclosing scopes, and signed zeros."""
 
 from __future__ import annotations
 

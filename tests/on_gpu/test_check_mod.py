@@ -1,4 +1,4 @@
-"""The check of device text, on a GPU."""
+"""`check_mod` on a GPU, which compares CUDA source of a modification with its Python function."""
 
 from __future__ import annotations
 

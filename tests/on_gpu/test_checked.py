@@ -1,4 +1,4 @@
-"""Calls under `CUPY_FLASH_CHECK` refuse lengths and places of device arrays out of range."""
+"""With `CUPY_FLASH_CHECK`, calls refuse lengths and indices in device arrays out of range."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checks, as with the variable in the environment."""
+    """Enable the checks, as the environment variable does."""
     monkeypatch.setattr(checked, "is_asked_for", True)
 
 
@@ -52,7 +52,7 @@ def _on(convert: Any, values: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("library", ["cupy", "torch"])
 def test_an_entry_out_of_range_is_named(library: str, rng: np.random.Generator) -> None:
     convert = (cupy_library() if library == "cupy" else torch_library("cuda")).convert
-    # Twice, as the second call finds what the first prepared.
+    # The loop runs twice, because the second call reuses what the first one prepared.
     for _ in range(2):
         flash_attention_varlen(**_on(convert, _packed(rng, _ints(0, 27, 40))))
         wrong = _on(convert, _packed(rng, _ints(0, 28, 40)))

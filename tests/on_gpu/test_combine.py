@@ -65,7 +65,7 @@ def test_a_sink_is_one_more_part_without_values(
     for kind in {values[0].dtype, values[1].dtype}:
         sinks = random_sinks(rng, shape).astype(kind)
         out = poisoned(shape[1:], DTYPES[dtype])
-        # Every second of an array: the kernel reads them one behind the other.
+        # This view is not contiguous, and is copied, because the kernel reads contiguous sinks.
         apart = gpu(np.repeat(sinks, 2))[::2]
         result, lse = combine(*map(gpu, values), sinks=apart, out=out)
         assert_merged(result.get(), lse.get(), *with_sinks(*values, sinks))
@@ -85,7 +85,7 @@ def test_parts_of_attention_give_the_attention_over_all_keys(
     wide = np.float64 if dtype == "float64" else np.float32
     out, lse = combine(gpu(out_partial.astype(DTYPES[dtype])), gpu(lse_partial.astype(wide)))
     whole, whole_lse = attention_reference(q, k, v, return_lse=True)
-    # Rounding the parts is what a naive computation in this dtype does to its result.
+    # The parts are rounded to this dtype, as a naive computation rounds its result.
     rounded = whole.astype(DTYPES[dtype])
     assert max_error(out.get(), whole) <= error_bound(rounded, whole, DTYPES[dtype], lse=whole_lse)
     assert max_error(lse.get(), whole_lse) <= 16 * np.finfo(wide).eps * np.abs(whole_lse).max()
@@ -153,7 +153,7 @@ def test_nan_and_infinite_sums_of_a_part_show_in_the_row() -> None:
     assert (out[0, 2] == 1).all()
 
 
-# Where the arrays lie
+# Memory layouts
 
 
 @pytest.mark.parametrize("start", range(4))
@@ -162,7 +162,7 @@ def test_parts_and_out_of_any_alignment_and_strides(
     rng: np.random.Generator, dtype: str, start: int
 ) -> None:
     values = random_parts(rng, dtype, (3, 2, 13, 2, 37))
-    # Placed on the host, so that no kernel but the one under test runs.
+    # The arrays are filled on the host, so that only the kernel under test runs.
     whole = np.full((4, 2, 14, 3, 48), np.nan, DTYPES[dtype])
     part = (slice(3), slice(None), slice(1, None), slice(2), slice(start, start + 37))
     whole[part] = values[0]
@@ -192,7 +192,7 @@ def test_no_rows_give_empty_results(shape: tuple[int, ...]) -> None:
     assert lse.size == 0
 
 
-# How often and when
+# Repeated and captured calls
 
 
 def test_the_same_parts_give_the_same_bits_every_time(rng: np.random.Generator) -> None:
@@ -223,7 +223,7 @@ def test_a_captured_merge_follows_what_the_parts_hold(rng: np.random.Generator) 
         assert_merged(out.get(), lse.get(), *second)
 
 
-# What is refused
+# Refused arguments
 
 
 @pytest.mark.parametrize("position", [0, 1])

@@ -1,4 +1,4 @@
-"""Arguments that a GPU's kernels read only after a conversion: the same bits as without it."""
+"""Arguments that a call on a GPU converts: they give the same bits as already converted ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decode family on a GPU: few query rows over many keys, alone, cached and packed."""
+"""The decode family on a GPU: few query rows over many keys, dense, in KV caches and packed."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def on_gpu(function: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def cubins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Kernels of the selected cases, compiled on all CPUs instead of one by one at each call."""
+    """Compile the kernels of the selected cases on all CPUs, instead of one by one in each call."""
     folder: Path = tmp_path_factory.mktemp("cubins")
     if gpu_unavailable():
         return folder
@@ -80,7 +80,7 @@ def of_cases(cases: Iterable[Case]) -> Any:
     return pytest.mark.parametrize("case", list(cases), ids=str)
 
 
-# ---- Ordinary problems of few rows
+# ---- Dense problems with few rows
 
 
 @on_gpu
@@ -100,7 +100,7 @@ def test_few_rows_over_many_keys_are_right(case: Case) -> None:
 @of_cases(
     dataclasses.replace(FEW, dtype=dtype, seqlen_k=seqlen_k, batch=batch, heads_kv=heads_kv)
     for dtype, heads_kv in (("float16", 8), ("bfloat16", 1))
-    # About the width of one tile, of a block's tiles, and of several blocks'.
+    # The numbers of keys are near one tile, near all tiles of a thread block, or larger.
     for batch, seqlen_k in ((1, 1), (2, 15), (2, 17), (1, 63), (1, 65), (3, 129), (1, 20011))
 )
 def test_any_number_of_keys_is_right(case: Case) -> None:
@@ -189,7 +189,7 @@ def test_few_rows_go_to_this_family_unasked(case: Case) -> None:
 
 
 def sampled_tiles(case: Case, count: int) -> Iterator[Case]:
-    """The case with some of the legal tiles, ever the same ones."""
+    """Yield the case with each tile of a fixed random sample of the legal ones."""
     if case.is_supported():
         tiles = list(FORWARD["decode"].tiles(case.problem(), current_device()))
         for tile in random.Random(0).sample(tiles, min(count, len(tiles))):
@@ -211,9 +211,9 @@ def test_any_legal_tile_is_right(case: Case) -> None:
     check(case)
 
 
-# ---- Values at which the running base must change, or there is none
+# ---- Values for which the softmax base (a possibly stale row maximum) changes, or does not exist
 
-# Without clusters results meet in device memory, on any GPU.
+# Without clusters, partial results are merged through device memory on any GPU.
 NO_CLUSTERS = DecodeTile(16, 16, warps=4, stages=3, min_blocks=2)
 LONG = [
     dataclasses.replace(FEW, dtype=dtype, seqlen_q=3, causal=True, **changes)
@@ -231,7 +231,7 @@ def test_of_the_long_problems_some_leave_many_results_in_device_memory() -> None
         make_plan(case.problem(), device_for_arch("sm_90"), family="decode", tile=case.tile)
         for case in LONG
     ]
-    # Two places for each thread block or cluster of a head's line, whose blocks each have a piece.
+    # Each thread block or cluster has two slots per KV head, with a counter per block of a cluster.
     most = [
         plan.schedule.counters
         // (2 * plan.problem.heads_kv * max(1, plan.schedule.launches[0].cluster))
@@ -246,7 +246,7 @@ def test_of_the_long_problems_some_leave_many_results_in_device_memory() -> None
 def test_keys_that_grow_along_the_sequence_either_way_are_right(
     case: Case, ends: tuple[float, float]
 ) -> None:
-    # Blocks and warps then hold partial results that are far apart, in either order.
+    # Thread blocks and warps then hold partial results with very different maxima, in any order.
     check(case, with_growing_keys(case, ends))
 
 
@@ -300,7 +300,7 @@ def test_masked_keys_never_reach_the_output(case: Case, poison: float) -> None:
 @on_gpu
 @of_cases(LONG)
 def test_a_row_has_the_same_bits_whatever_its_neighbours_hold(case: Case) -> None:
-    # All heads of a key/value head are rows of one tile.
+    # All query heads of a KV head are rows of one tile.
     q, k, v = random_values(case)
     usual = run(case, (q, k, v))
     odd = np.arange(case.heads_q) % 2 == 1
@@ -310,7 +310,7 @@ def test_a_row_has_the_same_bits_whatever_its_neighbours_hold(case: Case) -> Non
     np.testing.assert_array_equal(usual[1][:, ~odd], changed[1][:, ~odd])
 
 
-# ---- The same bits, and counters that are zero again
+# ---- Reproducible bits, and counters that kernels reset to zero
 
 
 @on_gpu
@@ -335,9 +335,9 @@ def test_a_hundred_calls_give_the_same_bits(case: Case) -> None:
     check(case)
 
 
-# ---- Random problems: ordinary, cached and packed ones
+# ---- Random problems: dense, with a KV cache, and packed
 
-# Few combinations of dtype and head dims, so that there are not too many kernels.
+# There are few combinations of dtype and head dims, to limit the number of kernels.
 DIMS = (
     ("float16", 64, 64),
     ("bfloat16", 128, 128),
@@ -351,7 +351,7 @@ PROBLEMS, CHUNK = 300, 25
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A random case, and the options of its call."""
+    """Random case, with the options of its call."""
 
     case: Case | KVCacheCase | VarlenCase
     num_splits: int = 0
@@ -430,9 +430,9 @@ CLUSTERED = 40
 
 
 def clustered_call(draw: random.Random) -> Call:
-    """Few sequences, some too short for all blocks of a cluster, others for several clusters."""
+    """Return a call of few sequences: some too short to fill a cluster, some that span several."""
     dtype, head_dim, head_dim_v = draw.choice(DIMS[:3])
-    # Few heads take several clusters each. Many take one of 8, 4, 2 or 1.
+    # With few heads, a head takes several clusters. With many, it takes one of 8, 4, 2 or 1 blocks.
     heads_kv, group = draw.choice(
         ((8, 4), (8, 1), (7, 4), (16, 2), (32, 1), (64, 1), (1, 32), (1, 8), (2, 4), (3, 16))
     )
@@ -440,13 +440,13 @@ def clustered_call(draw: random.Random) -> Call:
     most = draw.choice((20, 300, 2000))
     if heads_kv <= 3 and group <= 16:
         most = draw.choice((300, 4000, 9000))
-    # No key at all, as many as a tile has, and fewer than a tile for each block.
+    # These lengths are zero, one key, one tile of 16 keys, and less than a tile per thread block.
     shares = (0, 1, 16, draw.randint(2, 127))
     lengths = tuple(
         draw.choice((*shares, draw.randint(0, most), most))
         for _ in range(draw.randint(1, min(9, 127 // heads_kv)))
     )
-    # Of more than 64 MiB, pages are for blocks without clusters.
+    # Paged caches of more than 64 MiB are computed without clusters.
     size = len(lengths) * (max(lengths) + 64) * heads_kv * 2 * (head_dim + head_dim_v)
     return Call(
         KVCacheCase(
@@ -497,7 +497,7 @@ def test_calls_that_are_sanitized_launch_clusters_too() -> None:
     ("place", "calls"),
     [
         pytest.param(place, calls, id=f"{place}-{index}", marks=marks)
-        # The CPU backend has random problems of its own; one chunk shows that these are sound.
+        # Other tests cover the CPU backend; one chunk checks that these problems are valid.
         for place, marks, chunks in (
             (CPU, (), random_chunks()[:1]),
             (DECODE, (pytest.mark.gpu, needs_decode), [*random_chunks(), *clustered_chunks()]),

@@ -1,6 +1,6 @@
-"""Gradients at the edges of masks in every family: rows with one key or none, keys without rows.
+"""Gradients in every family if rows attend to one key or none, or no row attends to some keys.
 
-Also gradients of float32 rows of dout whose sizes are far apart.
+Also float32 gradients if the rows of dout differ widely in magnitude.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ of_kernels = pytest.mark.parametrize(("family", "dtype", "head_dim"), KERNELS)
 
 
 def backward(call: EdgeCall, arrays: dict[str, np.ndarray], results: Any, family: str) -> Any:
-    """Return gradients by a family; skip the test if the family does not support the call."""
+    """Return the gradients of a family; skip the test if it does not support the call."""
     import cupy
 
     try:
@@ -58,7 +58,7 @@ def backward(call: EdgeCall, arrays: dict[str, np.ndarray], results: Any, family
 
 
 def assert_same(found: np.ndarray, expected: np.ndarray, dtype: str) -> None:
-    """Fail unless numbers are equal; float32 may round, in units of a tile's largest number."""
+    """Fail unless numbers are equal or, in float32, close relative to the largest one."""
     one, other = (x.astype(np.float64) for x in (found, expected))
     tolerance = 1e-5 * np.abs(other).max() if dtype == "float32" else 0
     np.testing.assert_allclose(one, other, rtol=0, atol=tolerance)
@@ -136,7 +136,7 @@ def test_what_some_see_reaches_only_those(
 ) -> None:
     import cupy
 
-    # In a plain call in which each row and key has a visible pair, tiles are not inspected.
+    # Kernels remove NaN from tiles only if a mask may hide whole rows or keys, as this array may.
     call = EdgeCall(150, 150, {"mask": np.tri(150, dtype=bool)[None, None]})
     arrays = call.arrays(dtype, head_dim, rng)
     out, lse = call.forward(arrays, cupy)
@@ -159,7 +159,7 @@ def test_packed_rows_without_keys_leave_no_trace(
 ) -> None:
     import cupy
 
-    # The first 20 queries of the first sequence see no key, nor do those of the second.
+    # The first 20 queries of sequence 0 and all queries of sequence 1 attend to no key.
     lengths = tuple(map(cupy.asarray, np.array([[0, 70, 90, 160], [0, 50, 50, 150]], np.int32)))
     options: dict[str, Any] = {"causal": True}
     given = (*lengths, 70, 100)

@@ -1,4 +1,4 @@
-"""Rotary embedding and numbers of 8 bits of CuPy arrays, against NumPy's."""
+"""Rotary embedding and 8-bit quantization of CuPy arrays, against those of NumPy arrays."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_rows_are_rotated_as_numpys(
         for found, right in results:
             assert found.dtype == dtype
             wide = right.astype(np.float64)
-            # Products of numbers of at most 6, whose sum may be contracted, and one rounding.
+            # The factors are at most 6. Their products may be fused (FMA), and are rounded once.
             bound = float(ml_dtypes.finfo(dtype).eps) * np.maximum(np.abs(wide), 36)
             assert (np.abs(host_array(found).astype(np.float64) - wide) <= bound).all()
 

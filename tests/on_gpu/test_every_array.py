@@ -1,6 +1,6 @@
-"""Every public function with every argument that is an array, of every library on a GPU.
+"""Every public function, with every array argument from every library, on a GPU.
 
-`tests/api/test_every_array.py` is the same without one, and has the tests of the matrix itself.
+`tests/api/test_every_array.py` runs the same calls on the CPU, and tests the list of calls.
 """
 
 from __future__ import annotations

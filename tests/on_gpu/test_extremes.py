@@ -1,6 +1,4 @@
-"""Every kernel family at the edges of what numbers can be: one key, none, the largest values, any
-scale.
-"""
+"""Every kernel family with extreme inputs: one key, no key, the largest values, any scale."""
 
 from __future__ import annotations
 
@@ -21,8 +19,8 @@ __all__ = ["cubins", "use_cubins"]  # fixtures
 
 pytestmark = pytest.mark.gpu
 
-# Near the largest of bfloat16 and float32. Sums of the largest float16 are no matter for float32;
-# those of float64 are too much for the reference as well.
+# `LARGEST` is close to the largest bfloat16 and float32. Sums of the largest float16 numbers fit
+# into float32, and those of the largest float64 numbers overflow in the reference, too.
 WITH_LARGE_VALUES = ("bfloat16", "float32")
 LARGEST = 3.3e38
 
@@ -36,7 +34,7 @@ def every_family(**sizes: Any) -> list[Case]:
 
 
 def first_values(case: Case, v: np.ndarray) -> np.ndarray:
-    """The first value of each query head: (batch, heads_q, head_dim_v)."""
+    """Return the first value row for each query head, shape (batch, heads_q, head_dim_v)."""
     return np.repeat(v[:, 0], case.heads_q // case.heads_kv, axis=1)
 
 
@@ -61,7 +59,7 @@ def test_the_first_row_of_a_causal_call_is_exactly_the_first_value(case: Case) -
 )
 def test_with_one_key_the_result_is_exactly_its_value(case: Case) -> None:
     q, k, v = random_values(case)
-    # Scores of all sizes, as their rounding is what may show.
+    # The scores have many magnitudes, because their rounding might change the result.
     q = (q.astype(np.float64) * np.geomspace(1e-3, 30, case.seqlen_q)[:, None, None]).astype(
         q.dtype
     )
@@ -75,7 +73,7 @@ def test_with_one_key_the_result_is_exactly_its_value(case: Case) -> None:
 )
 def test_with_one_key_of_a_large_score_the_result_is_exactly_its_value(case: Case) -> None:
     q, k, v = random_values(case)
-    # All scaled scores are below what docs/guide/accuracy.md gives as the end of this.
+    # All scaled scores are below the limit that docs/guide/accuracy.md states for exact results.
     q[...], k[...] = 0, 8
     most = 2000 if case.dtype == "float16" else 8000
     q[..., 0] = np.linspace(-most, most, case.seqlen_q)[:, None]
@@ -112,7 +110,7 @@ def test_a_cache_of_one_key_gives_exactly_its_value(
     assert not out[2].any()
 
 
-# ---- Rows that see no key.
+# ---- Rows that attend to no key.
 
 
 @of_cases(
@@ -154,7 +152,7 @@ def test_packed_rows_without_keys_are_zero_beside_rows_that_see_nan(
                 "causal": True,
             },
         )
-    # Of 40 queries over 10 keys the first 30 see none, of 30 over 20 the first 10.
+    # Sequence 0 has 40 queries and 10 keys, so 30 rows attend to none; sequence 1 has 30 and 20.
     for without, seeing in ((slice(0, 30), slice(30, 40)), (slice(40, 50), slice(50, 70))):
         assert not out[without].any()
         assert (lse[:, without] == -np.inf).all()
@@ -175,7 +173,7 @@ def with_largest_values(case: Case, *, alike: bool) -> Arrays:
     for seqlen_k in (150, 4099)
     for causal in (False, True)
     for case in every_family(batch=1)
-    # `naive` adds one value after the other, and of 4099 that are alike the rounding adds up, too.
+    # `naive` adds the values sequentially, so the rounding errors of 4099 equal values accumulate.
     if case.dtype in WITH_LARGE_VALUES and (case.family != "naive" or seqlen_k == 150)
 )
 @pytest.mark.parametrize("alike", [True, False], ids=["alike", "random"])
@@ -190,7 +188,7 @@ def test_the_largest_values_do_not_overflow(case: Case, alike: bool) -> None:
 )
 def test_the_largest_values_do_not_overflow_while_maxima_grow(case: Case) -> None:
     q, k, v = with_largest_values(case, alike=False)
-    # Keys are visited from the last to the first.
+    # Kernels process the keys from the last to the first, so the row maxima grow.
     size = np.geomspace(8, 0.01, case.seqlen_k)[:, None, None]
     check(case, (q, (k.astype(np.float64) * size).astype(k.dtype), v))
 
@@ -210,7 +208,7 @@ def test_small_values_keep_their_digits(case: Case) -> None:
 
 
 def with_large_scores(case: Case, size: float) -> Arrays:
-    """Queries and keys whose products are about `size`, all of them positive."""
+    """Return q, k and v, where the products of queries and keys are positive and about `size`."""
     q, k, v = random_values(case)
     factor = (size / case.head_dim) ** 0.5
     return (

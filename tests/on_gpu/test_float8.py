@@ -1,4 +1,4 @@
-"""q, k and v of float8 on a GPU, against the reference on what they stand for."""
+"""Attention with float8 q, k and v on a GPU, against the reference on dequantized inputs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = [
 ]
 
 TESTS, PROBLEMS = 50, 20
-# head_dim, head_dim_v and the alignment of v: few, as each is a kernel.
+# (head_dim, head_dim_v, alignment of v in bytes). Each entry needs a kernel, so there are few.
 KINDS = [
     (128, 128, 16),
     (256, 256, 16),
@@ -84,7 +84,7 @@ def test_longer_sequences(dim: int, causal: bool) -> None:
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("out_dtype", ["bfloat16", "float16"])
 def test_values_with_a_mean(dim: int, out_dtype: str) -> None:
-    """Their sums grow with the keys, and what tensor cores cut off each product with them."""
+    """The sums grow with the number of keys, and so does the truncation error of tensor cores."""
     keys = 4096
     case = Float8Case(64, keys, 1, 2, 1, dim, dim, out_dtype=out_dtype, mean=2.0)
     check_on_gpu(case)
@@ -117,7 +117,7 @@ def extreme_scales(**changes: float) -> dict[str, Any]:
 )
 @pytest.mark.parametrize("causal", [False, True])
 def test_extreme_scales(changes: dict[str, float], causal: bool) -> None:
-    """Of one of two batches: the other's rows are as ever."""
+    """Only sequence 1 has the extreme scale; it must not affect the rows of sequence 0."""
     case = dataclasses.replace(BASE, causal=causal)
     arguments = extreme_scales(**changes)
     out, lse = run_on_gpu(case, arguments)
@@ -131,14 +131,14 @@ def test_extreme_scales(changes: dict[str, float], causal: bool) -> None:
 
 
 def test_one_large_score_among_many_small_ones() -> None:
-    """All of the output is in the small ones, as far as e4m3 holds their probabilities."""
+    """The output comes from the small scores only, as far as e4m3 holds their probabilities."""
     keys = 4096
     q = np.full((1, 64, 1, 64), 1, FLOAT8)
     k = np.zeros((1, keys, 1, 64), FLOAT8)
     v = np.ones((1, keys, 1, 64), FLOAT8)
     for at in (0, 1000, keys - 1):
         k[:], v[:] = 0, 1
-        # exp(6.5) is 665; the other 4095 sum up to six times as much.
+        # exp(6.5) is 665. The other 4095 terms are 1 each, in sum six times as much.
         k[0, at] = 6.5 / 8
         v[0, at] = 0
         arguments = {"q": q, "k": k, "v": v}

@@ -1,4 +1,4 @@
-"""What a backward call does besides computing: the same bits, graphs, memory, large arrays."""
+"""Behaviour of backward calls: reproducible bits, graphs, memory, large arrays."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cupy_flash.families import FAMILIES
 pytestmark = pytest.mark.gpu
 
 KINDS = ("equal", "padded", "packed")
-# Each dtype; and of the two that add in turns the ways that widths and lengths take.
+# All dtypes; for the two families with ordered accumulation also all kinds and several head dims.
 CALLS = [(family, dtype, "equal", 64) for family in FAMILIES["backward"] for dtype in DTYPES]
 CALLS += [
     (family, dtype, kind, head_dim)
@@ -34,7 +34,7 @@ of_calls = pytest.mark.parametrize(("family", "dtype", "kind", "head_dim"), CALL
 
 
 class Pass:
-    """A causal call of grouped heads with its gradients, on the GPU."""
+    """Causal GQA call with its gradients, on the GPU."""
 
     def __init__(
         self,
@@ -63,13 +63,13 @@ class Pass:
             lengths = np.array([seqlen - 50, seqlen // 2], np.int32)
             self._options["seqlens_k"] = cupy.asarray(lengths)
         elif kind == "packed":
-            # One of a few rows, one of none, and rows of none behind the last.
+            # Sequence 0 is short, sequence 2 is empty, and the last 9 rows belong to no sequence.
             starts = np.array([0, 5, seqlen, seqlen, 2 * seqlen - 9], np.int32)
             self._lengths = (cupy.asarray(starts), cupy.asarray(starts), seqlen, seqlen)
             self._functions = (flash_attention_varlen, flash_attention_varlen_backward)
 
     def run(self, **options: Any) -> tuple[Any, ...]:
-        """dq, dk and dv; skips the test where the family does not serve the call."""
+        """Return dq, dk and dv; skip the test if the family does not support the call."""
         dout, q, k, v = (self.arrays[name] for name in ("dout", *"qkv"))
         forward, backward = self._functions
         out, lse = forward(q, k, v, *self._lengths, return_lse=True, **self._options)
@@ -96,7 +96,7 @@ def test_a_thousand_passes_give_the_same_bits(
 ) -> None:
     import cupy
 
-    # Each head has several tiles of keys, whose blocks run at once.
+    # Each head has several KV tiles, whose thread blocks run at the same time.
     call = Pass(family, dtype, kind, head_dim, seqlen=777, heads=8)
     first = [gradient.copy() for gradient in call.run()]
     unequal = cupy.zeros((), np.int64)
@@ -115,7 +115,7 @@ def test_what_the_memory_held_before_does_not_matter(
     call = Pass(family, dtype, kind, head_dim)
     expected = bits_of(call.run())
     for value in (np.nan, np.inf, 1.0):
-        # The pool hands this memory on, for workspaces and results.
+        # The memory pool reuses this memory for workspaces and results.
         cupy.get_default_memory_pool().free_all_blocks()
         dirty = cupy.full(2**22, value, np.float32)
         del dirty
@@ -159,7 +159,7 @@ def test_passes_on_streams_that_run_at_once_do_not_disturb_each_other(
     cupy.cuda.Device().synchronize()
     found = []
     for _ in range(12):
-        # Gone while its kernels run: the next one may have its handle, and the pool's memory of it.
+        # The stream is destroyed while its kernels run. The next one may get its handle and memory.
         with cupy.cuda.Stream(non_blocking=True):
             found += [call.run() for _ in range(2)]
     cupy.cuda.Device().synchronize()
@@ -175,7 +175,7 @@ def test_arrays_of_more_than_2_to_the_31_elements_are_right(family: str, dtype: 
     batch, seqlen, heads, dim = 2050, 128, 128, 64
     assert batch * seqlen * heads * dim > 2**31
     size = DTYPES[dtype].itemsize
-    # q, out, dout and dq, and the sums of dq.
+    # This is the memory of q, out, dout and dq, and of the float32 accumulator of dq.
     require_free_memory((4 * size + 5) * batch * seqlen * heads * dim)
     shapes = {"q": heads, "k": 1, "v": 1, "dout": heads}
     arrays = {
@@ -197,7 +197,7 @@ def test_arrays_of_more_than_2_to_the_31_elements_are_right(family: str, dtype: 
 
     found = run(slice(None))
     for b in sampled:
-        # Each row is summed up in the order that it has in a call of its own.
+        # Each row is accumulated in the same order as in a call for this sequence alone.
         expected = run(slice(b, b + 1))
         assert_equal_bits(tuple(x[b : b + 1] for x in found), bits_of(expected))
     assert not any(x[1 : sampled[1] : 100].any() for x in found)

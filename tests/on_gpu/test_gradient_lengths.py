@@ -1,4 +1,4 @@
-"""Gradients of packed sequences whose lengths no host has checked."""
+"""Gradients of packed sequences whose offsets in device memory are invalid."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from cupy_flash.host.sequence_places import find_packed_keys, find_queries
 pytestmark = pytest.mark.gpu
 
 CHANGES = [name for name, page_size in VARLEN_CALLS if page_size == 0]
-# Of what P and dS are rounded to before they are multiplied, and gradients in the end.
+# Relative rounding error of P and dS, which are operands of products, and of the gradients.
 ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-9, "float32": 2.0**-24}
 
 
 class Part(NamedTuple):
-    """Rows of a sequence, and how many keys it has."""
+    """First row and number of rows of a sequence in the packed queries or keys."""
 
     first: int
     seqlen: int
 
 
 def own_rows(starts: np.ndarray, total: int, sequence: int) -> tuple[int, int]:
-    """Begin and end of the rows that are one sequence's and no other's: as `places.cuh` says."""
+    """Return begin and end of the rows that belong to this sequence only, as in `places.cuh`."""
     at = np.clip(starts.astype(np.int64), 0, total)
     begin, end, low, high = int(at[0]), int(at[-1]), 0, len(starts) - 1
     while high - low > 1:
@@ -42,7 +42,7 @@ def own_rows(starts: np.ndarray, total: int, sequence: int) -> tuple[int, int]:
 
 
 def sequences(arguments: dict[str, Any]) -> Iterator[tuple[Part, Part]]:
-    """Queries and keys of each."""
+    """Yield the query rows and the keys of each sequence."""
     starts_q, starts_k = arguments["cu_seqlens_q"], arguments["cu_seqlens_k"]
     total_q, total_k = len(arguments["q"]), len(arguments["k"])
     queries = find_queries(starts_q, total_q, arguments["max_seqlen_q"])
@@ -66,7 +66,7 @@ def sequences(arguments: dict[str, Any]) -> Iterator[tuple[Part, Part]]:
 def formula(
     arguments: dict[str, Any], dout: np.ndarray, out: np.ndarray, lse: np.ndarray
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Gradients in float64, and what they are sums of, by size; out and lse are taken as given."""
+    """Return gradients in float64, given out and lse, and sums of the absolute values of terms."""
     q, k, v, dout, out, lse = (
         x.astype(np.float64) for x in (*(arguments[n] for n in "qkv"), dout, out, lse)
     )
@@ -86,7 +86,7 @@ def formula(
             delta = (dout[rows, h] * out[rows, h]).sum(axis=1, keepdims=True)
             dp_size = abs(dout[rows, h]) @ abs(v[own, kv]).T
             dp_size += abs(dout[rows, h] * out[rows, h]).sum(axis=1, keepdims=True)
-            # p is off by what its exponent is.
+            # The relative error of p is the absolute error of its exponent.
             p_size = p * (1 + abs(s) + abs(lse[h, rows, None]))
             ways = ((p, p * (dp - delta), np.asarray), (p_size, p_size * dp_size, np.abs))
             for part, (weights, ds, of) in enumerate(ways):
@@ -107,10 +107,10 @@ def test_whatever_lengths_there_are_each_row_is_of_one_sequence_and_is_written(
     arguments = wrong_varlen(change, 0, dtype)
     del arguments["block_table"]
     on_gpu = {n: cupy.asarray(x) if isinstance(x, np.ndarray) else x for n, x in arguments.items()}
-    # What forward makes of such lengths may be undefined in places.
+    # out and lse are random, because the forward results of such lengths may be undefined.
     shape, real = arguments["q"].shape, arguments["q"].dtype
     dout, out = (rng.standard_normal(shape).astype(real) for _ in range(2))
-    # Above all scores, as any log-sum-exp is: p is at most 1.
+    # lse exceeds all scores, as a true log-sum-exp does, so p is at most 1.
     lse = rng.uniform(6, 8, shape[1::-1]).astype(np.float32)
     given = {f"d{n}": cupy.full(on_gpu[n].shape, np.nan, arguments[n].dtype) for n in "qkv"}
     try:
@@ -128,10 +128,11 @@ def test_whatever_lengths_there_are_each_row_is_of_one_sequence_and_is_written(
     for name, (exact, size) in expected.items():
         off = abs(given[f"d{name}"].get().astype(np.float64) - exact)
         assert not off[size == 0].any(), name
-        # P, dS and the result are rounded once each; sums of 64 and, of float32, of all keys.
+        # P, dS and the result are rounded once each. The second term bounds the float32 sums.
         allowed = 4 * ROUNDING[dtype] * size + 2.0**-24 * 64 * size
         if dtype == "float32":
-            # Of pairs of float16 each operand may be off by 2^-40 of its tile's largest.
+            # An operand is the sum of two float16 components, with an error of up to 2^-40
+            # relative to the largest element of its tile.
             allowed = allowed + 2.0**-39 * size.max(initial=0)
         least = float(ml_dtypes.finfo(arguments[name].dtype).smallest_subnormal)
         assert (off <= allowed + least).all(), name

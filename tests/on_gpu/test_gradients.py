@@ -1,4 +1,4 @@
-"""Gradients on a GPU, of calls drawn at random, against the reference."""
+"""Gradients of random calls on a GPU, against the reference."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from cupy_flash.gpu.environment import gpu_unavailable
 
 pytestmark = pytest.mark.gpu
 
-# Compiling takes ten times as long as the rest, so calls of a test differ in what no kernel is
-# compiled for.
+# Compilation takes ten times as long as the rest, so the calls of a test differ only in properties
+# that need no other kernel.
 TESTS, CALLS = 600, 5
 
 
 def draw(test: int, number: int) -> tuple[GradientCall, str | None]:
-    """A call, and the family that is asked for."""
+    """Return a call and the requested family, or None for the planner's choice."""
     rng, sizes = np.random.default_rng(test), np.random.default_rng((test, number))
     family = str(rng.choice(["any", *FAMILIES["backward"]]))
     dtype, kind = str(rng.choice(list(DTYPES))), str(rng.choice(KINDS))
@@ -42,22 +42,22 @@ def test_random_gradients_are_right_in_every_family(test: int) -> None:
         try:
             got = call.run(cupy, family=family)
         except UnsupportedError:
-            # What a family does not serve, another does.
+            # If the requested family does not support the call, another one does.
             assert family is not None
             got = call.run(cupy)
         check_gradients(call, got)
 
 
 def tiled_case(head_dim: int) -> Case:
-    """Several tiles of queries and of keys of any size, the last ones cut off."""
+    """Return a case with several query tiles and KV tiles of any size, the last ones partial."""
     sizes = {"batch": 1, "seqlen_q": 500, "seqlen_k": 700, "heads_q": 4, "heads_kv": 2}
     dims = {"head_dim": head_dim, "head_dim_v": head_dim}
     return Case("bfloat16", **sizes, **dims, causal=True, direction="backward")
 
 
 def tiles() -> list[tuple[str, int, Any]]:
-    """Families, head dims and tiles that a caller may ask for: at most so many of each, and all of
-    those of `hopper`, with parts of other widths than are searched."""
+    """Return families, head dims and legal tiles: at most 6 tiles per head dim, but all tiles of
+    `hopper`, also with values of `columns` that the tuner does not try."""
     if gpu_unavailable():
         return []
     device, found = current_device(), []

@@ -1,4 +1,4 @@
-"""The Hopper family against the reference, on a GPU: what its own machinery could get wrong."""
+"""The Hopper family against the reference, on a GPU, in cases that its mechanisms could break."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ __all__ = ["cubins", "use_cubins"]  # fixtures
 
 pytestmark = marks()
 
-# More query tiles than a GPU has SMs: each thread block goes on to others.
+# There are more query tiles than SMs, so each thread block processes several.
 MANY = Case("hopper", "float16", 133, 450, batch=4, heads_q=60, heads_kv=20, causal=True)
 
 
@@ -53,7 +53,7 @@ def of_cases(cases: Iterable[Case]) -> Callable[..., Any]:
 
 # ---- Random problems
 
-# Some with one dtype only, and few with a negative scale, so that there are not too many kernels.
+# To limit the number of kernels, some head dims have one dtype, and few scales are negative.
 USUAL_DIMS = {
     (64, 64): ("float16", "bfloat16"),
     (128, 128): ("float16", "bfloat16"),
@@ -85,7 +85,7 @@ def random_case(draw: random.Random) -> Case:
     elif kind < 0.2:
         seqlen_k, batch, heads_kv = draw.randint(700, 5000), 1, 1
     elif kind < 0.3:
-        # More query tiles than SMs.
+        # These sizes have more query tiles than a GPU has SMs.
         seqlen_q, batch, heads_kv, group = draw.randint(1, 300), 3, 8, 7
     causal = draw.random() < 0.5
     scale = draw.random()
@@ -120,12 +120,12 @@ def random_case(draw: random.Random) -> Case:
 )
 def test_random_problems_are_right(cases: list[Case]) -> None:
     for case in cases:
-        # The family is what a call would take unasked, few rows over many keys apart.
+        # The planner chooses this family by itself, except for few rows over many keys.
         assert dataclasses.replace(case, family=None).plan().family in ("hopper", "decode")
     check_all(cases)
 
 
-# ---- The same bits
+# ---- Reproducible bits
 
 
 @of_cases(
@@ -141,7 +141,7 @@ def test_random_problems_are_right(cases: list[Case]) -> None:
         head_dim_v=head_dim,
         causal=causal,
     )
-    # Of 6 heads the keys are split, of 60 not.
+    # With 6 heads the keys are split, with 60 heads they are not.
     for heads in (6, 60)
     for dtype, head_dim in (("bfloat16", 64), ("float16", 96), ("bfloat16", 128), ("float16", 256))
     for causal in (False, True)
@@ -181,7 +181,7 @@ WIDE = dataclasses.replace(MANY, dtype="bfloat16", head_dim=128, head_dim_v=128,
         (WIDE, with_widths(128, 32, 80, 112, 128, 176)),
         (WIDE, with_widths(128, 64, 128, q_steps=8)),
         (WIDE, with_widths(192, 32, 80)),
-        # Lines of 64 bytes, with some or all steps of the queries in registers.
+        # TMA boxes have rows of 64 bytes, and some or all query columns stay in registers.
         (
             dataclasses.replace(MANY, head_dim=96, head_dim_v=40),
             [*with_widths(128, 80, 128, q_steps=6), *with_widths(64, 112, q_steps=3)],
@@ -247,7 +247,7 @@ def test_maps_written_without_the_driver_are_those_that_it_encodes(monkeypatch) 
         flash_attention, *on_gpu(random_values(case)), family="hopper"
     ).schedule.tensor_maps
     rng = np.random.default_rng(5)
-    # Maps of other lengths are not probed again.
+    # The driver is probed once; tensor maps of other lengths reuse the result.
     for length in (None, 1, 70, 100_000):
         if length is not None:
             specs = {
@@ -262,7 +262,7 @@ def test_maps_written_without_the_driver_are_those_that_it_encodes(monkeypatch) 
 
 
 def test_each_call_reads_the_arrays_it_is_given() -> None:
-    # The same q and k with another v, and so on: one address of three changes.
+    # All combinations of two arrays each for q, k and v: often only one of three addresses changes.
     case = Case("hopper", "bfloat16", 70, 150)
     first = random_values(case)
     second = tuple(array[::-1].copy() for array in first)
@@ -306,7 +306,7 @@ def one_head_for_all(array: Any) -> Any:
 
 
 def with_zero_stride(array: Any, axis: int) -> Any:
-    """The first of an axis in place of all."""
+    """Return a view that repeats the first element of an axis."""
     strides = tuple(0 if a == axis else stride for a, stride in enumerate(array.strides))
     if isinstance(array, np.ndarray):
         return np.lib.stride_tricks.as_strided(array, array.shape, strides)
@@ -331,7 +331,7 @@ def with_zero_stride(array: Any, axis: int) -> Any:
 def test_views_are_read_in_place(view: Callable[[Any], Any], causal: bool) -> None:
     case = Case("hopper", "float16", 113, 150, batch=3, heads_kv=4, head_dim=96, head_dim_v=96)
     q, k, v = random_values(case)
-    # What k and v have to share with q, q must go along with.
+    # q must have the same batch and head_dim as the views of k and v.
     q_view = view if view in (some_columns, last_sequence) else some_rows
     truth = Truth.of((q_view(q), view(k), view(v)), causal=causal)
     q_gpu, k_gpu, v_gpu = on_gpu((q, k, v))
@@ -366,7 +366,7 @@ def test_packed_qkv_is_read_in_place(head_dim: int) -> None:
     truth.check(out.get())
 
 
-# ---- Values at which the running base must change, or there is none
+# ---- Values for which the softmax base (a possibly stale row maximum) changes, or does not exist
 
 LONG = Case("hopper", "float16", 213, 700, heads_q=4, heads_kv=2)
 LONG_CASES = [
@@ -374,7 +374,7 @@ LONG_CASES = [
     for dtype, dim in (("float16", 64), ("bfloat16", 128))
     for causal in (False, True)
 ]
-# The same with so many heads that keys are not split.
+# These cases repeat the above with more heads, so that the keys are not split.
 LONG_CASES += [dataclasses.replace(case, batch=4, heads_q=30, heads_kv=10) for case in LONG_CASES]
 
 
@@ -392,20 +392,20 @@ def test_huge_scores_are_right(case: Case) -> None:
 def test_keys_that_grow_along_the_sequence_either_way_are_right(
     case: Case, ends: tuple[float, float]
 ) -> None:
-    # Blocks come from the last key to the first: scores grow in every block, or shrink.
+    # KV tiles are processed from the last to the first, so scores grow in every tile, or shrink.
     check(case, with_growing_keys(case, ends))
 
 
 @of_cases(LONG_CASES)
 @pytest.mark.parametrize("key", [0, 5, 130, 511, 699])
 def test_one_key_far_above_the_others_anywhere_is_right(case: Case, key: int) -> None:
-    # The base changes by some 30, and only for some rows.
+    # The softmax base changes by about 30, in some rows only.
     check(case, with_one_key_far_above(case, key))
 
 
 @of_cases(LONG_CASES)
 def test_scores_far_below_zero_are_right(case: Case) -> None:
-    # A fresh row's base is 0 unless its scores are far from that.
+    # The initial softmax base is kept unless the first scores of a row are far from it.
     check(case, with_scores_far_below_zero(case))
 
 
@@ -416,8 +416,8 @@ def test_scores_far_below_zero_are_right(case: Case) -> None:
 def test_many_small_probabilities_beside_one_large_are_not_lost(
     dtype: str, heads: int, peak: float, gap: float
 ) -> None:
-    # All of the output comes from keys whose scores are far below the last one's. They are seen
-    # after it, when the base is settled: too high a base would take them out of float16's range.
+    # The output comes only from keys whose scores are far below that of the last key, which is
+    # processed first. If it sets too high a base, the other p underflow in float16.
     case = Case("hopper", dtype, 9, 2048, batch=1, heads_q=heads, heads_kv=1, softmax_scale=1.0)
     q, k, v = random_values(case)
     q[...] = 0
@@ -438,7 +438,7 @@ def test_keys_of_score_minus_infinity_count_for_nothing(case: Case, hidden: slic
 @of_cases(
     dataclasses.replace(case, q_offset=offset)
     for case in LONG_CASES
-    # Of split keys what merges the parts gives it the value.
+    # Only cases without splits are tested, as a merge of splits returns the value of this key.
     if case.causal and case.batch == 4
     for offset in (0, -9)
 )
@@ -454,7 +454,7 @@ def test_masked_keys_never_reach_the_output(case: Case, poison: float) -> None:
     clean = run(case, (q, k, v))
     k[:, 250:] = poison
     poisoned = run(case, (q, k, v))
-    # Rows below 100 see none of these keys, though they share tiles with rows that do.
+    # Rows before 100 attend to none of these keys, but share tiles with rows that do.
     np.testing.assert_array_equal(bits(clean[0][:, :100]), bits(poisoned[0][:, :100]))
     np.testing.assert_array_equal(clean[1][:, :, :100], poisoned[1][:, :, :100])
 
@@ -466,7 +466,7 @@ def test_masked_keys_never_reach_the_output(case: Case, poison: float) -> None:
 )
 @pytest.mark.parametrize("scores", ["large", "far below zero"])
 def test_a_row_has_the_same_bits_whatever_its_neighbours_hold(case: Case, scores: str) -> None:
-    # Whether a base changes is a row's own affair, though it is asked for a whole warp.
+    # A warp votes on base changes, but the base of a row depends on the scores of this row only.
     q, k, v = random_values(case)
     q[..., 0], k[..., 0] = 0, -30
     usual = run(case, (q, k, v))
@@ -486,13 +486,13 @@ def test_a_row_has_the_same_bits_whatever_its_neighbours_hold(case: Case, scores
 @of_cases([dataclasses.replace(MANY, head_dim=dim, head_dim_v=dim) for dim in (64, 128)])
 def test_a_captured_call_replays_on_new_contents(case: Case) -> None:
     def other_call() -> None:
-        # The maps that the graph holds are its own, whatever is called in between.
+        # The graph holds its own tensor maps, so a call in between does not affect it.
         flash_attention(*on_gpu(random_values(case)), family="hopper")
 
     check_captured_call(case, other_call)
 
 
-# ---- Many tiles that are short, or see nothing
+# ---- Many tiles that are short, or attend to no key
 
 TINY = Case("hopper", "float16", 3, 3, batch=300, heads_q=16, heads_kv=4)
 
@@ -520,8 +520,8 @@ def test_tiny_sequences_are_right_with_one_query_tile_or_two_on_their_way(case: 
     check(case)
 
 
-# With tiles of 128 rows, and every row from 900 on seeing something, 7 of a head's 8 tiles see
-# nothing; sections of heads bring a thread block tiles of both kinds in turn.
+# With query tiles of 128 rows and a q_offset of -900, 7 of a head's 8 tiles attend to no key. The
+# tiles of several heads are interleaved, so a thread block processes tiles of both kinds.
 BLIND = Case("hopper", "float16", 1000, 100, batch=8, heads_q=32, heads_kv=8, causal=True)
 
 

@@ -1,4 +1,4 @@
-"""float32 in pieces by the Hopper family, against the reference, on a GPU."""
+"""float32 on the Hopper family (as sums of bfloat16 components), against the reference."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def random_case(draw: random.Random) -> Case:
     if kind < 0.1:
         seqlen_q = draw.randint(0, 7)
     elif kind < 0.2:
-        # More query tiles than SMs.
+        # These sizes have more query tiles than a GPU has SMs.
         seqlen_q, seqlen_k, batch = draw.randint(1, 200), draw.randint(2, 200), 20
     return Case(
         "hopper",
@@ -154,7 +154,7 @@ def test_small_and_large_values_keep_their_digits(exponent: int) -> None:
 
 
 def test_every_column_counts_whatever_its_length() -> None:
-    # Of columns whose lengths differ by 2^30 the products of all are as large.
+    # Column norms differ by up to 2^30, but all columns contribute equally to the scores.
     case = dataclasses.replace(WIDE, batch=1, heads_q=4, heads_kv=4)
     q, k, v = random_values(case)
     lengths = np.exp2(np.linspace(-15, 15, case.head_dim)).astype(np.float32)

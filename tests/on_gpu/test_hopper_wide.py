@@ -1,4 +1,4 @@
-"""The Hopper family on heads of more than 256 columns, which two thread blocks share, on a GPU."""
+"""The Hopper family with head dims above 256, which two thread blocks split, on a GPU."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ __all__ = ["cubins", "use_cubins"]  # fixtures
 
 pytestmark = marks(512)
 
-# The second block has as many columns as the first, fewer, or none of the queries. One dtype each,
-# and few rows and split keys of the first only, so that there are not too many kernels.
+# The second thread block has as many columns as the first, fewer, or no query columns. Each entry
+# has one dtype, and only the first has few rows or split keys, to limit the number of kernels.
 DIMS = {
     (512, 512): "bfloat16",
     (576, 512): "float16",
     (264, 264): "float16",
     (8, 424): "bfloat16",
 }
-# More query tiles than there are pairs of SMs: each pair of blocks goes on to others.
+# There are more query tiles than pairs of SMs, so each pair of thread blocks processes several.
 MANY = Case(
     "hopper",
     "bfloat16",
@@ -53,10 +53,10 @@ def random_case(draw: random.Random) -> Case:
     elif kind < 0.2:
         seqlen_k = draw.randint(1, 9)
     elif kind < 0.35 and dims == (512, 512):
-        # Split keys.
+        # With these sizes, the keys are split.
         seqlen_k, batch, heads_kv, group = draw.randint(700, 3000), 1, 1, draw.choice((1, 2))
     elif kind < 0.5:
-        # More query tiles than pairs of SMs.
+        # These sizes have more query tiles than a GPU has pairs of SMs.
         seqlen_q, seqlen_k, batch, heads_kv, group = draw.randint(65, 140), 70, 3, 8, 3
     causal = draw.random() < 0.5
     return Case(
@@ -86,7 +86,7 @@ def test_random_problems_are_right(cases: list[Case]) -> None:
 
 
 def test_rows_that_end_within_a_slab_are_right() -> None:
-    # Of an odd number of elements, in arrays whose rows begin on 16 bytes.
+    # The rows have an odd number of elements, and start at multiples of 16 bytes.
     check(dataclasses.replace(MANY, head_dim=511, head_dim_v=259, layout="bhsd"))
 
 

@@ -1,4 +1,4 @@
-"""Packed and cached attention captured in CUDA graphs, and replayed with other numbers."""
+"""Varlen and KV-cache calls captured in CUDA graphs, and replayed with other array contents."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STEPS = 25
 
 @dataclasses.dataclass
 class Captured:
-    """A graph, what it was captured from, and the pool that its workspace is in."""
+    """Captured graph, with the result of the call, the stream, and the pool of its workspace."""
 
     graph: Any
     result: Any
@@ -44,7 +44,7 @@ class Captured:
 def captured(
     place: Place, enqueue: Callable[[], Any], stream: Any = None, mode: int | None = None
 ) -> Captured:
-    """Capture what `enqueue` does as the docs say: warm up first, under a pool of its own."""
+    """Capture `enqueue` as the docs recommend: after a warm-up, with a separate memory pool."""
     import cupy
 
     stream = stream or cupy.cuda.Stream(non_blocking=True)
@@ -65,7 +65,7 @@ def copy_on(stream: Any, target: Any, source: Any) -> None:
 
 
 def advance(lengths: Any) -> None:
-    """Count every sequence's new row, on the current stream."""
+    """Add 1 to the length of every sequence, on the current stream."""
     import cupy
 
     code = 'extern "C" __global__ void advance(int* lengths) { ++lengths[threadIdx.x]; }'
@@ -73,7 +73,7 @@ def advance(lengths: Any) -> None:
 
 
 class Generation:
-    """Steps that append one token to each cache and attend to it; the token is ever the same."""
+    """Decoding steps that append the same token to each cache and attend to the cache."""
 
     def __init__(self, place: Place, case: KVCacheCase, **options: Any) -> None:
         import cupy
@@ -98,7 +98,7 @@ class Generation:
         copy_on(stream, self.history[index], self.out)
 
     def state(self) -> list[np.ndarray]:
-        """All results so far, and the caches."""
+        """Return all results so far, and the caches."""
         arrays = (self.history, self.arguments["k_cache"], self.arguments["v_cache"])
         return [bits(array.get()) for array in arrays]
 
@@ -119,7 +119,7 @@ def generated_eagerly(place: Place, case: KVCacheCase, **options: Any) -> Genera
 
 
 def assert_replays_to(generation: Generation, made: Captured, expected: Generation) -> None:
-    """Fail unless as many replays as there are steps, from the start, end in the expected state."""
+    """Fail unless `STEPS` replays, from the first lengths on, end in the expected state."""
     generation.start_again(made.stream)
     for index in range(STEPS):
         made.graph.launch(made.stream)
@@ -149,12 +149,12 @@ GENERATIONS = [
         lengths=lengths,
     )
     for dtype, heads_kv, lengths, page_size, rotary_dim in (
-        # Few heads and many keys: results meet in device memory.
+        # With few heads and many keys, partial results are merged through device memory.
         ("float16", 2, (1500, 0, 1800), 0, 0),
         ("bfloat16", 2, (4000,), 16, 64),
         ("bfloat16", 2, (*range(0, 150, 5), *[1] * 10), 1, 32),
         ("float32", 2, (0, 300, 17, 16, 64), 16, 64),
-        # Heads enough for one cluster each, in which they meet.
+        # With 8 KV heads, each has one cluster, which merges its partial results itself.
         ("bfloat16", 8, (900, 0, 333), 0, 0),
         ("bfloat16", 8, (5, 400, 0, 15, 129), 16, 64),
     )
@@ -193,7 +193,7 @@ def test_replays_and_eager_calls_on_other_streams_do_not_disturb_each_other(
 
     expected = generated_eagerly(place, case)
     generation = Generation(place, case)
-    # The same call on the stream of the capture, and unlike ones on another.
+    # `alike` makes the same call on the stream of the capture, `other` another call on `side`.
     alike, other = Generation(place, case), Generation(place, GENERATIONS[0])
     expected_other = generated_eagerly(place, GENERATIONS[0])
     made = captured(place, generation.step)
@@ -249,7 +249,7 @@ def test_a_captured_workspace_is_the_graph_s_alone_while_its_pool_is_kept(
     generation.start_again(made.stream)
     made.stream.synchronize()
     for index in range(STEPS):
-        # Whatever the usual pool has is NaN and handed out again; the graph's own is not touched.
+        # The free memory of the default pool is NaN and is reused; the pool of the graph is not.
         poison_free_memory(place)
         eager = Generation(place, case)
         eager.step()
@@ -300,7 +300,7 @@ def test_a_captured_varlen_call_replays_on_other_lengths(
     import cupy
 
     rng = np.random.default_rng(6)
-    # The same rows in all, divided among the sequences in other ways.
+    # The total number of rows is the same, but the lengths of the sequences are permuted.
     others = [
         dataclasses.replace(
             case,
@@ -371,7 +371,7 @@ def test_a_captured_step_follows_other_caches_and_pages(place: Place, page_size:
 @on_every_family
 @of_cases(GENERATIONS)
 def test_after_a_warm_up_the_strictest_capture_succeeds(place: Place, case: KVCacheCase) -> None:
-    # In this mode anything but enqueueing is an error, on any stream: a wait, or an allocation.
+    # In this mode a wait or an allocation is an error, on any stream.
     import cupy
 
     expected = generated_eagerly(place, case)
@@ -402,7 +402,7 @@ def test_a_call_runs_on_the_current_stream_and_does_not_wait_for_it(
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with stream:
-        # Leaves memory for the result in the stream's pool: asking the driver for some may wait.
+        # This call leaves memory for the result in the stream's pool: a new allocation could wait.
         with place.skipping_what_it_refuses():
             function(**problem.arguments(cupy), **place.options)
         stream.synchronize()

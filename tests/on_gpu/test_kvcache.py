@@ -1,4 +1,4 @@
-"""Attention over key/value caches against the reference, on the CPU and on a GPU."""
+"""Attention over KV caches against the reference, on the CPU and on a GPU."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from cupy_flash import attention_with_kvcache_reference, combine, flash_attentio
 
 __all__ = ["cubins", "use_cubins"]  # fixtures
 
-# For what need not meet in every combination.
+# Random choices replace combinations of parameters that need not all be tested.
 DRAW = random.Random(5)
 
 
@@ -168,7 +168,7 @@ def test_rows_are_appended_though_the_queries_have_no_heads(place: Place) -> Non
 
 @everywhere
 def test_sequences_may_read_one_cache(place: Place) -> None:
-    # Nothing is appended: several beams of one prompt.
+    # Several beams read the cache of one prompt; no rows are appended.
     case = kvcache(dtype="float16", seqlen_q=2, batch=4, indexed=True, heads_q=8, heads_kv=2)
     arguments = problem_of(case).arguments()
     arguments["cache_batch_idx"][:] = arguments["cache_batch_idx"][int(np.argmax(case.lengths))]
@@ -220,7 +220,7 @@ def test_long_or_many_paged_sequences_are_right(place: Place, case: KVCacheCase)
     check_kvcache(place, case)
 
 
-# ---- New rows
+# ---- Appended rows
 
 
 @everywhere
@@ -235,7 +235,7 @@ def test_long_or_many_paged_sequences_are_right(place: Place, case: KVCacheCase)
         head_dim_v=40,
     )
     for index, (seqlen_q, new) in enumerate(
-        # As many queries as new keys, fewer, and more.
+        # There are equal numbers of queries and new keys, fewer queries, or more.
         [(1, 1), (2, 2), (17, 17), (100, 100), (1, 40), (5, 1)]
     )
     for causal in (False, True)
@@ -403,7 +403,7 @@ def test_more_splits_than_there_are_tiles_of_keys_are_right(
     check_kvcache(place, case, num_splits=num_splits)
 
 
-# ---- The same bits, and counters that are zero again
+# ---- Reproducible bits, and counters that kernels reset to zero
 
 
 @on_gpu
@@ -420,7 +420,7 @@ def test_fifty_calls_give_the_same_bits(place: Place, case: KVCacheCase, num_spl
         assert_same_bits(again, expected)
 
 
-# So unlike that they share out their keys, and count, differently.
+# These cases split their keys differently, and use different counters.
 MIXED = [
     kvcache(dtype="float16", batch=batch, longest=longest, seqlen_q=rows, heads_q=q, heads_kv=kv)
     for batch, longest, rows, q, kv in (
@@ -454,7 +454,7 @@ def test_calls_of_different_shapes_one_after_another_do_not_disturb_each_other(
     expected = [call(place, arguments).get() for arguments in sets]
     for case, result in zip(MIXED, expected, strict=True):
         problem_of(case).check(result)
-    # Enqueued without a pause: what one call leaves in the counters the next one finds.
+    # The calls are enqueued without a pause, and each finds the counters as the last left them.
     order = np.random.default_rng(8).integers(len(sets), size=200)
     splits = np.random.default_rng(9).integers(0, 4, size=200)
     results = [call(place, sets[i], num_splits=int(n)) for i, n in zip(order, splits, strict=True)]
@@ -474,7 +474,7 @@ def test_two_streams_at_once_are_right(place: Place) -> None:
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
     cupy.cuda.Device().synchronize()
     results: list[list[tuple[int, Any]]] = [[], []]
-    # The second stream goes the other way round, so that unlike calls run at the same time.
+    # The second stream uses the reverse order, so that different calls run at the same time.
     for repeat in range(20):
         for i in range(len(sets)):
             for s, which in enumerate((i, -1 - i)):
@@ -557,7 +557,7 @@ def test_batch_invariant_bits_of_a_sequence_are_the_same_alone(
 
 
 def only(arguments: dict[str, Any], b: int) -> dict[str, Any]:
-    """The arguments of one sequence of the batch; its cache is the same."""
+    """Return the arguments of one sequence of the batch; the caches stay whole."""
     per_sequence = ("q", "k", "v", "cache_seqlens", "cache_batch_idx", "block_table")
     return {
         name: value[b : b + 1] if name in per_sequence and value is not None else value
@@ -605,7 +605,7 @@ def test_batch_invariant_bits_do_not_depend_on_chunks_and_steps(
     assert_same_bits((*together, *caches.values()), whole)
 
 
-# ---- Poison
+# ---- NaN and infinity that must have no effect
 
 
 @on_every_family
@@ -614,7 +614,7 @@ def test_batch_invariant_bits_do_not_depend_on_chunks_and_steps(
 def test_what_lies_beyond_the_lengths_leaves_no_trace(
     place: Place, page_size: int, num_splits: int
 ) -> None:
-    # The same bits whether there is NaN, infinity or a number where nothing is to be read.
+    # Unused rows hold NaN, infinity or a number; the bits of the result must be the same.
     case = kvcache(
         dtype="float16", longest=900, seqlen_q=5, page_size=page_size, heads_q=8, heads_kv=2
     )
@@ -655,7 +655,7 @@ def test_one_sequence_leaves_no_trace_in_another(place: Place, page_size: int) -
     assert np.isnan(poisoned[0][1].astype(np.float32)).all()
 
 
-# ---- Rows behind the first 2^31 elements
+# ---- Rows after the first 2^31 elements
 
 FAR = 2**31 + 2**20  # elements
 
@@ -674,8 +674,8 @@ def test_rows_beyond_32_bits_of_a_cache_are_read_and_appended(
     def random_rows(*shape: int) -> np.ndarray:
         return rng.standard_normal((*shape, head_dim)).astype(np.float16)
 
-    # Caches or pages with numbers lie at both ends of the array, and NaN in between. Sequences own
-    # half of them, the last one among them.
+    # Caches or pages with numbers are at both ends of the array, with NaN in between. Half of them
+    # belong to sequences, including the last one.
     rows = page_size or capacity
     owned = batch * -(-capacity // rows)
     values = random_rows(2 * owned, rows, 2, 1)
@@ -693,7 +693,7 @@ def test_rows_beyond_32_bits_of_a_cache_are_read_and_appended(
     }
 
     def with_cache(buffer: Any, places: np.ndarray) -> dict[str, Any]:
-        """The arguments with keys and values that are interleaved, (places, rows, 2, 1, dim)."""
+        """Return the arguments with interleaved keys and values, (blocks, rows, 2, 1, dim)."""
         numbers = places.astype(np.int32)
         return arguments | {
             "k_cache": buffer[:, :, 0],
@@ -723,7 +723,7 @@ def test_rows_beyond_32_bits_of_a_cache_are_read_and_appended(
     assert written[:, :, 1].tobytes() == after.v_cache.tobytes()
 
 
-# ---- Numbers that are wrong, and that the host does not see
+# ---- Invalid lengths and indices in device memory, which the host cannot check
 
 
 @on_gpu
@@ -789,7 +789,7 @@ def test_a_call_that_is_refused_leaves_the_cache_as_it_was(place: Place) -> None
         assert arguments[name].get().tobytes() == getattr(problem, name).tobytes()
 
 
-# ---- Kinds of arrays, and results that are merged
+# ---- Array types, and merged results
 
 
 @pytest.mark.parametrize("backend", [pytest.param("auto", marks=pytest.mark.gpu), "cpu"])
@@ -804,7 +804,7 @@ def test_caches_in_host_memory_are_appended_to_in_place(backend: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("default")  # torch's own are not ours to fail on
+@pytest.mark.filterwarnings("default")  # warnings of torch must not fail the test
 def test_torch_tensors_on_the_gpu_are_appended_to_in_place() -> None:
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():

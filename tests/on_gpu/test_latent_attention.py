@@ -1,4 +1,4 @@
-"""Values that are columns of their keys, and heads wider than 256 columns, on a GPU."""
+"""Multi-head latent attention (MLA: values are columns of keys), and wide heads, on a GPU."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from cupy_flash import flash_attention_with_kvcache, plan
 
 pytestmark = pytest.mark.gpu
 
-# Compiling takes longer than the rest, so calls of a test differ in what no kernel is compiled for.
+# Compilation takes most of the time, so the calls of a test differ in what needs no other kernel.
 PROBLEMS, CALLS = 512, 32
-# Rows of a sequence's cache.
+# Number of rows in the cache of a sequence.
 CAPACITY = 300
 SCALES = ("none", "tensor", "page", "row", "computed")
 
 
 def draw(test: int, number: int) -> tuple[KVCacheCase, dict[str, Any], np.random.Generator]:
-    """A case, its modifications, and what draws the rest; those of a test are for one kernel."""
+    """Return a case, its modifications and a random generator. A test's cases use one kernel."""
     rng, sizes = np.random.default_rng([11, test]), np.random.default_rng([11, test, number])
     paged = rng.random() < 0.7
     heads_kv = int(rng.choice([1, 1, 2]))
@@ -138,7 +138,7 @@ def test_keys_may_be_shared_out(
 
 
 def draw_rows(number: int) -> tuple[KVCacheCase, dict[str, Any]]:
-    """A case of which `hopper` has all query heads in one tile, and how its keys are split."""
+    """Return a case whose query heads `hopper` packs into one tile, and its number of splits."""
     rng = np.random.default_rng([12, number])
     heads_kv = int(rng.choice([1, 1, 1, 2]))
     head_dim, head_dim_v = map(
@@ -147,7 +147,7 @@ def draw_rows(number: int) -> tuple[KVCacheCase, dict[str, Any]]:
     paged = rng.random() < 0.6
     new = int(rng.integers(3))
     lengths = ragged_lengths(rng, int(rng.choice([1, 5, 9])), 900)
-    # Of several queries a head's are the rows.
+    # With several queries per sequence, the rows of a tile are the queries of one head.
     seqlen_q = int(rng.choice([1, 1, 1, 1, 2, 70]))
     heads = int(rng.choice([128, 128, 64, 100, 33, 7, 200])) if seqlen_q == 1 else 7
     case = KVCacheCase(
@@ -174,8 +174,8 @@ def test_random_problems_whose_heads_are_rows_are_right(number: int) -> None:
     check_latent(case, family="hopper", **choice)
 
 
-# Each block puts the sequences in order by itself: more of them than its threads, many of them
-# alike, and fewer than pairs of blocks.
+# Each thread block sorts the sequences itself. The numbers of sequences are more than its threads,
+# enough for many equal lengths, and fewer than pairs of thread blocks.
 @pytest.mark.parametrize("sequences", [300, 70, 3])
 def test_many_sequences_are_right(sequences: int) -> None:
     rng = np.random.default_rng([13, sequences])
@@ -249,7 +249,7 @@ def test_a_graph_serves_a_growing_cache(
         **LATENT,
     )
     arguments = latent_arguments(base, cache_dtype, "tensor")
-    # What the graph appends where it has not been yet.
+    # The lengths grow past rows that no replay appends, so the cache must hold no NaN.
     arguments["k_cache"] = np.nan_to_num(arguments["k_cache"].astype(np.float32)).astype(
         arguments["k_cache"].dtype
     )

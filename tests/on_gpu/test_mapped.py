@@ -1,4 +1,4 @@
-"""Masks by a function on Hopper: block maps, notes, and the pairs that come beside the keys."""
+"""Mask functions on Hopper: block masks, skipped KV tiles, and visible pairs loaded with K."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def documents(rng: np.random.Generator, keys: int) -> Arrays:
 
 MASKS: dict[str, tuple[Callable[..., Any], Callable[..., Arrays]]] = {
     "documents": (lambda b, i, j, doc: doc[b, i] == doc[b, j], documents),
-    # Every block is hidden in part, more than have slots.
+    # Every block is partially masked, and the block mask stores the pairs of only some of them.
     "pairs": (
         lambda i, j, seen: seen[i, j],
         lambda rng, keys: {"seen": rng.random((keys, keys)) < 0.3},
@@ -44,8 +44,8 @@ TILES = (
 )
 
 
-# More tiles than there are SMs, so that thread blocks go on from one to the next; and so few that
-# the keys are split.
+# The first case has more query tiles than SMs, so that a thread block processes several. The second
+# has so few that the keys are split.
 @pytest.mark.parametrize(("batch", "heads", "rows"), [(BATCH, 24, (100, 500)), (1, 2, (40, 200))])
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: "{Br}x{Bc}".format(**tile))
 @pytest.mark.parametrize("name", MASKS)
@@ -77,7 +77,7 @@ def test_every_tile_sees_the_pairs_that_the_function_shows(
     call = ModifiedCall("equal", "bfloat16", {**arrays, "mask": mask}, options)
     on_gpu = [cupy.asarray(x) for x in arrays.values()]
     mod = MaskMod(function, **{n: cupy.asarray(x) for n, x in captures.items()})
-    # Shown where they differ.
+    # pytest shows this output if the results differ.
     print(call, tile)
     out, lse = flash_attention(
         *on_gpu,

@@ -1,4 +1,4 @@
-"""Masks and changes of scores on a GPU, in combinations drawn at random, against the reference."""
+"""Random combinations of mask and score modifications on a GPU, against the reference."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from cupy_flash.reference.dense import error_bound, max_error
 
 pytestmark = pytest.mark.gpu
 
-# Ten calls to a test: a test for each would take longer to list than to run.
+# A test has ten calls, because collecting a test per call would take longer than running it.
 TESTS, CALLS = 200, 10
 
 
 def draw(seed: int) -> tuple[ModifiedCall, str | None]:
-    """A call, and the family that is asked for."""
+    """Return a call and the requested family, or None for the planner's choice."""
     rng = np.random.default_rng(seed)
     family = str(rng.choice(["any", *FORWARD]))
     dtypes = ["float16", "bfloat16"] if family in ("hopper", "decode") else list(DTYPES)
@@ -40,7 +40,7 @@ def test_random_combinations_are_right_in_every_family(test: int) -> None:
         try:
             call.check(cupy, family=family)
         except UnsupportedError:
-            # What a family does not serve, another does.
+            # If the requested family does not support the call, another one does.
             assert family is not None
             call.check(cupy)
 
@@ -60,7 +60,7 @@ def test_scores_at_their_cap_keep_the_precision_of_values(cap, size, sign, rng) 
     call.check(cupy)
 
 
-# Queries behind all keys: every score is far below zero, and the last block's others are hidden.
+# Queries come after all keys, so ALiBi makes all scores low, and the last KV tile is partly masked.
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("head_dim", [64, 72, 128])
 @pytest.mark.parametrize("rows", [3, 34, 130])
@@ -84,7 +84,7 @@ LOW = [-65504.0, -1e6, -1e9, -1e30, float(np.finfo(np.float32).min)]
 
 
 def check_with_and_without_lse(call: ModifiedCall, **how: Any) -> None:
-    """Check a call, and that its output is the same if no log-sum-exp is asked for."""
+    """Check a call, and that its output is the same if no log-sum-exp is requested."""
     import cupy
 
     out, lse = call.run(cupy, **how)
@@ -121,7 +121,7 @@ def test_rows_of_low_scores_weigh_the_keys_of_all_parts(
         check_with_and_without_lse(call, family=family)
 
 
-# Several tiles of queries and of keys, of which some hold no such row.
+# There are several query tiles and KV tiles, and some query tiles have no row of low scores.
 @pytest.mark.parametrize("low", LOW)
 @pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 def test_padded_rows_of_long_calls_weigh_keys_of_all_tiles(
@@ -139,7 +139,7 @@ def test_padded_rows_of_long_calls_weigh_keys_of_all_tiles(
     check_with_and_without_lse(call)
 
 
-# Scores of different tiles of keys on both sides of the number below which scores count as low.
+# Scores of different KV tiles are on both sides of the threshold below which a score is low.
 @pytest.mark.parametrize("above", [-25.0, -3.0, 0.0, 3.0, 25.0])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -151,15 +151,15 @@ def test_scores_around_the_lowest_that_count_keep_their_weights(
         for name, length in (("q", 200), ("k", 777), ("v", 777))
     }
     arrays["q"][...] = 0
-    # Multiples of 2^-4 are exact there.
+    # At this magnitude, float32 represents multiples of 2^-4 exactly.
     lowest = -np.round(2**20 * np.log(2))
     steps = rng.integers(-16, 17, (2, 1, 200, 777)) / 16
     arrays["bias"] = (lowest + above + steps).astype(np.float32)
     check_with_and_without_lse(ModifiedCall("equal", dtype, arrays, {"causal": False}))
 
 
-# The highest scores of a row, which some keys of several parts have, and its others. As exponents
-# of two, 2.5e38 and more exceed the largest float.
+# `high` is the highest score of a row, which keys in several splits have; `others` is the score of
+# the other keys. Times log2(e), 2.5e38 and more exceed the largest float32.
 @pytest.mark.parametrize(
     ("high", "others"),
     [
@@ -228,7 +228,7 @@ def test_rows_of_low_scores_beside_a_sink(kind: str, sink: float, rng: np.random
 
 
 def test_rows_of_low_scores_are_found_at_each_replay_of_a_graph(rng: np.random.Generator) -> None:
-    """The counters are 0 after a replay, and the next one finds rows that were not low before."""
+    """A replay resets the counters, and the next one finds rows that were not low before."""
     import cupy
 
     real = DTYPES["bfloat16"]

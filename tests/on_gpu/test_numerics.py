@@ -34,8 +34,8 @@ __all__ = ["cubins", "use_cubins"]  # fixtures
 
 pytestmark = pytest.mark.gpu
 
-# One or two dtypes of each family, where what is tested does not depend on the dtype; decode's
-# are in test_decode.py.
+# One or two dtypes per family, for tests that do not depend on the dtype. The decode family is
+# tested in test_decode.py.
 FAMILY_DTYPES = [
     ("hopper", "float16"),
     ("hopper", "float32"),
@@ -77,7 +77,7 @@ HEAD_DIMS += [(64, 128), (192, 128), (40, 33), (1, 256), (256, 1), (72, 96)]
 
 
 def dtypes_for(family: str, index: int) -> tuple[str, ...]:
-    """Both kinds of product that `mma` has, and the other families' dtypes in turn."""
+    """Return a 16-bit dtype and float32 for `hopper` and `mma`, else one dtype, by index."""
     if family in ("hopper", "mma"):
         return (("float16", "bfloat16")[index % 2], "float32")
     return (tuple(DTYPES)[index % 4],)
@@ -146,7 +146,7 @@ def test_query_heads_share_key_value_heads_in_order(case: Case) -> None:
 @of_cases(
     Case(family, dtype, seqlen_q, 4099, batch=1, heads_q=1, heads_kv=1, causal=True, q_offset=off)
     for family, dtype in (*FAMILY_DTYPES, ("simt", "float64"))
-    # With an offset of 5 most of the splits see no key at all.
+    # With an offset of 5, most splits have no visible key.
     for seqlen_q, off in ((1, None), (113, None), (113, 5), (113, -50))
 )
 def test_one_head_with_many_keys_is_right(case: Case) -> None:
@@ -172,7 +172,7 @@ def test_empty_sequences_and_batches_give_zero_or_nothing(case: Case) -> None:
 
 
 def sampled_tiles(case: Case, count: int) -> list[Case]:
-    """The case with some of the legal tiles, ever the same ones; none where it is not supported."""
+    """Return the case with a fixed random sample of its legal tiles; empty if unsupported."""
     if not case.is_supported():
         return []
     family = FORWARD[str(case.family)]
@@ -181,7 +181,7 @@ def sampled_tiles(case: Case, count: int) -> list[Case]:
     return [dataclasses.replace(case, tile=tile) for tile in chosen]
 
 
-# So many heads that the keys are not split, and so many keys that a ring of tiles goes round.
+# There are enough heads to leave the keys unsplit, and enough keys to fill the ring of KV tiles.
 MANY = Case("mma", "float16", 133, 450, batch=4, heads_q=60, heads_kv=20, causal=True)
 
 
@@ -245,7 +245,7 @@ of_families = pytest.mark.parametrize(
 
 
 def poisoned_values(case: Case, what: str) -> Arrays:
-    """Random values with one element, or one row, of NaN or infinity."""
+    """Return random values with one element, or one row, of NaN or infinity."""
     q, k, v = random_values(case)
     if what == "NaN query":
         q[0, 37] = np.nan
@@ -268,7 +268,7 @@ def poisoned_values(case: Case, what: str) -> Arrays:
     ["NaN query", "infinite query", "NaN key", "infinite key", "NaN value", "infinite value"],
 )
 def test_nan_and_infinity_propagate_as_in_the_reference(family: str, dtype: str, what: str) -> None:
-    # No mask where a value is poisoned: a masked value row may count as 0 * NaN.
+    # Poisoned values are tested without a mask, because a masked value may count as 0 * NaN.
     case = Case(family, dtype, 113, 150, causal="value" not in what)
     check(case, poisoned_values(case, what))
 
@@ -281,7 +281,7 @@ def test_masked_keys_never_reach_the_output(family: str, dtype: str, poison: flo
     clean = run(case, (q, k, v))
     k[:, 70:] = poison
     poisoned = run(case, (q, k, v))
-    # Rows below 70 see none of these keys, though they share tiles with them.
+    # Rows before 70 attend to none of these keys, although they share tiles with them.
     np.testing.assert_array_equal(bits(clean[0][:, :70]), bits(poisoned[0][:, :70]))
     np.testing.assert_array_equal(clean[1][:, :, :70], poisoned[1][:, :, :70])
 
@@ -378,7 +378,7 @@ def test_strides_beyond_32_bits_are_right(family: str, axis: str) -> None:
     case = Case(family, "float16", 70, 133, heads_q=2, heads_kv=2)
     values = random_values(case)
     out_values = np.full(case.shape("out"), np.nan, np.float16)
-    # q and the keys lie in one buffer, the output in the other, v as usual.
+    # q and k are in one buffer, the output is in the other, and v is an ordinary array.
     inputs, outputs = (cupy.ndarray((FAR + 2**20,), np.float16) for _ in range(2))
     arrays = {"v": cupy.asarray(values[2])}
     for name, array, buffer, start in (
@@ -395,13 +395,13 @@ def test_strides_beyond_32_bits_are_right(family: str, axis: str) -> None:
 
 
 def spread(values: np.ndarray, buffer: Any, start: int, axis: str) -> Any:
-    """The values in a flat buffer of GPU memory, the ends of one axis `FAR` elements apart."""
+    """Return the values in a flat GPU buffer, with the ends of one axis `FAR` elements apart."""
     import cupy
 
     size = values.itemsize
     number = {"batch": 0, "row": 1, "head": 2}[axis]
     strides = list(values.strides)
-    # Whole 16 bytes, so that rows stay aligned.
+    # The stride is a multiple of 16 bytes, so that rows stay aligned.
     strides[number] = -(-FAR // (values.shape[number] - 1) // 8) * 8 * size
     view = cupy.ndarray(
         values.shape, values.dtype, buffer.data + start * size, (*strides[:3], size)
@@ -412,7 +412,7 @@ def spread(values: np.ndarray, buffer: Any, start: int, axis: str) -> Any:
 
 
 def rows_of(array: Any) -> Iterator[Any]:
-    """The contiguous rows of a 4-d CuPy array, each reached by pointer arithmetic on the host."""
+    """Yield the contiguous rows of a 4-d CuPy array, found by pointer arithmetic on the host."""
     import cupy
 
     for index in np.ndindex(array.shape[:3]):

@@ -1,4 +1,4 @@
-"""Rows that see exactly one key return its value exactly, whatever hides the other keys or changes
+"""Rows that attend to one key return its value exactly, whatever masks the other keys or modifies
 the scores, on the CPU and on a GPU."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HEAD_DIMS = ((64, 64), (128, 128), (40, 33), (320, 320))
 
 
 def only_keys(rows: int, keys: int) -> np.ndarray:
-    """Return the key of each row; keys of neighbouring rows are far apart."""
+    """Return the only visible key of each row; keys of neighbouring rows are far apart."""
     return (np.arange(rows) * 77 + 5) % keys
 
 
@@ -85,7 +85,7 @@ def arrays_of(
 
 
 def on(place: Place, options: dict[str, Any], dtype: np.dtype[Any]) -> dict[str, Any]:
-    """Return options with arrays moved to the place, reals in float64 if queries are float64."""
+    """Return the options with arrays on the device of `place`, float64 if the queries are."""
 
     def array(x: np.ndarray) -> Any:
         return place.xp.asarray(x.astype(dtype) if (x.dtype, dtype) == ("f4", "f8") else x)
@@ -94,7 +94,7 @@ def on(place: Place, options: dict[str, Any], dtype: np.dtype[Any]) -> dict[str,
 
 
 def values_of(v: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """The value of each row's key, for all query heads."""
+    """Return the value of each row's key, for all query heads."""
     return np.repeat(v[:, keys], HEADS_Q // HEADS_KV, axis=2)
 
 
@@ -105,7 +105,7 @@ def check(
     options: dict[str, Any],
     rows: slice = slice(None),
 ) -> None:
-    """Fail unless some rows of the output are exactly the values of these keys."""
+    """Fail unless the given rows of the output are exactly the values of these keys."""
     with place.skipping_what_it_refuses():
         out, lse = flash_attention(
             *(place.xp.asarray(x) for x in arrays),
@@ -163,7 +163,7 @@ def test_the_first_row_of_a_causal_call(
 
 
 # Bounds on the relative error of p * v / (p + sink). In 16 bits, p and the result are rounded; in
-# float32 and float64, p has the error of its score, whose size is up to some 40.
+# float32 and float64, p has the error of its score, which is up to about 40.
 SINK_ERRORS = {"float16": 2**-10, "bfloat16": 2**-7, "float32": 2**-14, "float64": 2**-40}
 
 

@@ -1,4 +1,4 @@
-"""Gradients of biases, sinks and captures on a GPU, each of few calls made for it."""
+"""Gradients of biases, sinks and captured arrays on a GPU, in calls made for this purpose."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make_call(
     seed: int = 0,
     **arrays: np.ndarray,
 ) -> GradientCall:
-    """A causal call of gradients of no more than its modifications."""
+    """Return a causal call that requests the gradients of its modifications only."""
     rng = np.random.default_rng(seed)
 
     def values(*shape: int) -> np.ndarray:
@@ -55,7 +55,7 @@ def make_call(
 
 
 def check(call: GradientCall, **how: Any) -> dict[str, np.ndarray]:
-    """The gradients, which have the same bits when they are computed again."""
+    """Check the gradients, and that further calls give the same bits; return the gradients."""
     import cupy
 
     found = call.run(cupy, **how)
@@ -69,7 +69,7 @@ def check(call: GradientCall, **how: Any) -> dict[str, np.ndarray]:
 
 @pytest.fixture
 def made_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, dict[str, Any]]]:
-    """Makes a modification, as calls have them, of a function and captures with gradients."""
+    """Return a function that makes a score modification whose captures have gradients."""
 
     def make(function: Callable[..., Any], **captures: Any) -> tuple[str, dict[str, Any]]:
         monkeypatch.setitem(SCORE_MODS, "of this test", function)
@@ -156,7 +156,7 @@ def test_what_is_no_number_stays_in_its_elements(kind: str, made_of) -> None:
     import cupy
 
     rows = sum(LENGTHS_Q) if kind == "packed" else SEQLEN_Q
-    # Positions of queries are those of keys, of which the last is the last query's.
+    # Queries have positions among the keys; the last query is at the last key.
     position = 30 + SEQLEN_K - (LENGTHS_Q[0] if kind == "packed" else SEQLEN_Q)
     gain = np.random.default_rng(7).uniform(0.5, 1.5, SEQLEN_K).astype(np.float32)
     mod = made_of(lambda score, i, gain: score * gain[i], gain=gain)
@@ -201,7 +201,7 @@ def test_gradients_are_captured_in_a_graph() -> None:
     expected = cupy_flash.flash_attention_backward(*positional, **named)
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
-        # Leaves memory for the capture, which cannot allocate any.
+        # This call leaves memory in the pool for the capture, which cannot allocate any.
         cupy_flash.flash_attention_backward(*positional, **named)
         stream.begin_capture()
         found = cupy_flash.flash_attention_backward(*positional, **named)

@@ -1,4 +1,4 @@
-"""Ranks that exchange arrays on GPUs through NCCL: one and two processes, a GPU each."""
+"""Ranks that exchange arrays on GPUs through NCCL, as one or two processes with a GPU each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support import rank_checks
 from cupy_flash.gpu.environment import nccl_unavailable
 
 pytestmark = pytest.mark.gpu
-# For all checks, where every kernel is compiled anew; those that are not made by then have failed.
+# Time limit in seconds of all checks, including compilation. Checks not made by then have failed.
 SECONDS = 240.0
 
 Said = list[dict[str, str]]
@@ -21,13 +21,13 @@ Said = list[dict[str, str]]
 
 @pytest.fixture(scope="module", params=[2], ids="{} ranks".format)
 def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Said:
-    """What each of so many ranks has to say of each check: nothing where it passed."""
+    """Return for each rank the traceback of each check, by name; empty if the check passed."""
     return said_by(request.param, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def said_by_one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What a rank without others has to say."""
+    """Return the traceback of each check, by name, if there is only one rank."""
     return said_by(1, tmp_path_factory)[0]
 
 
@@ -40,7 +40,7 @@ def said_by(ranks: int, temporary: pytest.TempPathFactory) -> Said:
         pytest.skip(f"{ranks} ranks need as many GPUs")
     from cupy_flash.cli.measure.ranks import RankError, on_ranks
 
-    # A process that is started anew finds modules by this.
+    # New processes import the test modules through this path.
     sys.path.append(str(Path(__file__).resolve().parents[1]))
     seed = int(os.environ.get("CUPY_FLASH_TEST_SEED") or secrets.randbelow(2**32))
     print(f"CUPY_FLASH_TEST_SEED={seed}")
@@ -49,7 +49,7 @@ def said_by(ranks: int, temporary: pytest.TempPathFactory) -> Said:
     try:
         on_ranks(rank_checks.over_nccl, ranks, seed, folder, seconds=SECONDS)
     except RankError as error:
-        # Of checks that were made by then there is what they said.
+        # Checks that were made before the error have written their results.
         missing = f"{missing}: {error}"
     return [
         {

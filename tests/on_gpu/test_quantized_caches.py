@@ -1,4 +1,4 @@
-"""Caches of 8 bits on a GPU, against the reference on what they stand for."""
+"""8-bit KV caches on a GPU, against the reference on dequantized values."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from cupy_flash.reference.packed import attention_with_kvcache_reference
 
 pytestmark = pytest.mark.gpu
 
-# Compiling takes longer than the rest, so calls of a test differ in what no kernel is compiled for.
+# Compilation takes most of the time, so the calls of a test differ in what needs no other kernel.
 PROBLEMS, CALLS = 1000, 40
-# Rows of a sequence's cache.
+# Number of rows in the cache of a sequence.
 CAPACITY = 300
 
 
 def draw(test: int, number: int) -> tuple[QuantizedCase, dict[str, int]]:
-    """A case, and how its keys are split; those of a test are for one kernel, but for its tile."""
+    """Return a case and its number of splits. Kernels of a test's cases differ only in the tile."""
     rng, sizes = np.random.default_rng([7, test]), np.random.default_rng([7, test, number])
     paged = rng.random() < 0.5
     page_size = int(rng.choice([1, 16, 37, 64])) if paged else 0
-    # Each kind of scales, windows, sinks and splits with packed queries and without.
+    # Scales, windows, sinks and splits of each kind occur with packed queries and without.
     scales = SCALES[test % len(SCALES)]
     is_packed = test % 3 == 2 and scales != "computed"
     heads_kv = int(rng.choice([1, 2, 3]))
@@ -155,7 +155,7 @@ def test_windows_sinks_and_modifications_are_right(cache_dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_tiny_scales_lose_nothing(dtype: str) -> None:
-    # Probabilities times a scale of 2e-6 are below what float16 holds well.
+    # Probabilities times a scale of 2e-6 are subnormal in float16.
     base = KVCacheCase((200, 64, 130), dtype, head_dim=128)
     arguments = QuantizedCase(base, "int8", "row").arguments()
     rng = np.random.default_rng(3)
@@ -165,7 +165,7 @@ def test_tiny_scales_lose_nothing(dtype: str) -> None:
         with np.errstate(all="ignore"):
             expected = attention_with_kvcache_reference(**arguments).out
         _, out, _ = run_on_gpu(arguments)
-        # A number of the output's dtype beside its own last place.
+        # In float16, the tolerance includes the smallest subnormal number.
         least = 2.0**-24 if dtype == "float16" else 0
         bound = np.abs(expected).max() * 2**-6 + least
         assert np.abs(out.astype(np.float64) - expected).max() <= bound
@@ -205,7 +205,7 @@ def test_chunks_of_queries_alone_have_the_same_bits(
     arguments = QuantizedCase(base, cache_dtype, scales).arguments()
     _, together, _ = run_on_gpu(arguments, batch_invariant=True)
     for sequence, length in enumerate(base.lengths):
-        # As if a prompt were appended in chunks, each for itself.
+        # Each chunk of queries is a separate call, as if a prompt were appended in chunks.
         for begin, end in ((0, 1), (1, 24), (24, 40)):
             part = dict(arguments)
             part["q"] = arguments["q"][sequence : sequence + 1, begin:end]
@@ -253,7 +253,7 @@ def test_new_keys_are_turned_before_they_are_quantized() -> None:
         given, out, _ = run_on_gpu(arguments)
         expected = flash_attention_with_kvcache(**host, backend="cpu")
         np.testing.assert_allclose(out.astype(np.float32), expected.astype(np.float32), atol=2**-5)
-        # A turned number that is rounded otherwise may be a step away in 8 bits.
+        # A rotated element that is rounded differently may differ by one step in 8 bits.
         off = to_numpy(given["k_cache"]).astype(int) - host["k_cache"].astype(int)
         assert np.abs(off).max() <= 1
 
@@ -289,7 +289,7 @@ def test_a_captured_step_serves_a_growing_cache() -> None:
 
 
 def tensors_of(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The same arguments, arrays as torch's on the GPU."""
+    """Return the same arguments, with torch tensors on the GPU instead of arrays."""
     torch = pytest.importorskip("torch")
     types = {"bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn}
 
@@ -365,7 +365,7 @@ def test_scales_that_are_ever_other_numbers_leave_no_memory_behind(library: str)
             for n, x in arguments.items()
         }
     cupy_used = cupy.get_default_memory_pool().used_bytes
-    # The first call allocates memory that later calls share.
+    # The first call allocates memory that later calls reuse.
     flash_attention_with_kvcache(**given | {"k_scale": 0.5}).sum().item()
     before = used(), cupy_used()
     outs = {}

@@ -1,6 +1,6 @@
-"""Random packed, cached and paged sequences, by each kernel family that takes any of them.
+"""Random varlen and KV-cache calls, with and without pages, in each family that supports them.
 
-`test_decode.py` does the same for few rows over many keys.
+`test_decode.py` does the same for few query rows over many keys.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cupy_flash.problem.arrays import DTYPES
 
 __all__ = ["cubins", "use_cubins"]  # fixtures
 
-# What a family is given; a draw that it refuses would say nothing.
+# Parameters that each family supports; a case that the family refuses would test nothing.
 TAKES: dict[str, dict[str, Any]] = {
     "hopper": {"dtypes": SIXTEEN_BIT, "page_sizes": (0,), "splits": (0, 1)},
     "mma": {"dtypes": (*SIXTEEN_BIT, "float32")},
@@ -39,9 +39,9 @@ def random_case(
     page_sizes: tuple[int, ...] = (0, 0, 1, 16, 48, 128),
     splits: tuple[int, ...] = (0, 0, 1, 2, 3, 7),
 ) -> tuple[VarlenCase | KVCacheCase, int]:
-    """A case, and into how many shares its keys are split."""
+    """Return a case and its number of KV splits."""
     dtype = draw.choice(dtypes)
-    # `mma`'s products of float32 end at head_dim 128.
+    # The `mma` family supports float32 up to head_dim 128.
     dims = DIMS[:3] if dtype == "float32" or draw.random() < 0.6 else DIMS
     head_dim, head_dim_v = draw.choice(dims)
     heads_kv, group = draw.randint(1, 3), draw.choice((1, 2, 4, 5))

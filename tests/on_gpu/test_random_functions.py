@@ -1,4 +1,4 @@
-"""Random functions on a GPU: evaluated alone, in attention and its gradients, and in block maps."""
+"""Random mask and score functions on a GPU: alone, in attention, gradients and block masks."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from cupy_flash.gpu.block_maps import Layout
 
 pytestmark = pytest.mark.gpu
 
-# Half of them are masks, half are scores; each hundred is a unit.
+# Half of the functions are masks, half are score functions. A translation unit has 100 of them.
 COUNT, PART = 10_000, 100
 FRESH = 20
-# Calls of attention, ten to a test, and masks whose maps are built; the rest of each takes minutes.
+# Numbers of attention calls and of block masks, ten per test. All but the first `QUICK` are slow.
 CALLS, QUICK = 300, 60
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 FAMILIES = {
@@ -63,7 +63,7 @@ def test_attention_and_its_gradients_see_the_same_pairs(begin: int) -> None:
         try:
             call.check(cupy, family=family, backward=family if family != "naive" else None)
         except UnsupportedError:
-            # What a family does not serve, another does.
+            # If the requested family does not support the call, another one does.
             call.check(cupy)
 
 

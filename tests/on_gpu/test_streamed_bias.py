@@ -1,4 +1,4 @@
-"""Biases that Hopper's copy engine brings beside the keys, on a GPU, against the reference."""
+"""Biases that TMA loads along with the keys on Hopper, against the reference."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [
     ),
 ]
 
-# Whose warps run apart, and which have little to do between two blocks.
+# Some tiles let the consumer warpgroups drift apart, and some have little work per KV tile.
 TILES: list[dict[str, int] | None] = [
     None,
     {"Br": 192, "Bc": 64, "turns": 0, "q_stages": 1, "q_steps": 0},
@@ -30,7 +30,7 @@ TILES: list[dict[str, int] | None] = [
 
 
 def on_gpu(bias: np.ndarray) -> Any:
-    """The same in rows that begin on 16 bytes, and NaN behind what a row has."""
+    """Return the bias with rows that start at multiples of 16 bytes, and NaN after each row."""
     import cupy
 
     *shape, columns = bias.shape
@@ -67,7 +67,7 @@ def test_it_is_right_whatever_the_tile_and_which_axes_share_it(
         how: dict[str, Any] = {"family": "hopper", "tile": tile, "bias": on_gpu(bias)}
         made = plan(flash_attention, q, k, v, **options, **how)
         assert list(made.schedule.tensor_maps) == ["q", "k", "v", "bias"]
-        # What goes wrong by chance does so seldom.
+        # A race would show in few calls only, so the call is repeated.
         results = set()
         for _ in range(5):
             out, lse = flash_attention(q, k, v, return_lse=True, **options, **how)

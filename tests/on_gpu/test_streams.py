@@ -1,4 +1,4 @@
-"""Streams that come and go: what their launches share is never in use twice."""
+"""Short-lived streams: two launches never use the same counters or workspace at a time."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from cupy_flash.gpu import counters
 pytestmark = pytest.mark.gpu
 
 PAIRS = 148
-# Calls in a row, so that kernels of a stream still run when it is gone.
+# Calls per stream, enough that its kernels still run when the stream is destroyed.
 CALLS = 4
 
 
 class Steps:
-    """Steps of generation over long caches, whose shares of the keys meet in device memory."""
+    """Decoding steps over long caches, whose KV splits are merged through device memory."""
 
     def __init__(self, rng: np.random.Generator, family: str) -> None:
         import cupy
@@ -57,8 +57,8 @@ def test_a_stream_with_the_handle_of_one_that_was_destroyed_is_not_disturbed_by_
             with stream:
                 for out in results:
                     steps(out)
-            # Its kernels run on, and the next one may have its handle. It always had before calls
-            # left an event behind; since then no pair has shared one on the driver it was tried on.
+            # The kernels still run, and the next stream may get the handle of this one. It always
+            # did before each call recorded an event; since then it never did on the tested driver.
             del stream
     cupy.cuda.Device().synchronize()
     wrong = [i for i, pair in enumerate(outs.get()) if not all_alike(pair, expected)]
@@ -110,7 +110,7 @@ def test_calls_on_a_stream_of_ones_own_take_words_only_once(rng: np.random.Gener
     assert len(counters._kept) == kept > 0
 
 
-# ---- Options that live on a GPU
+# ---- Options in GPU memory
 
 
 def test_a_scale_on_the_gpu_that_was_changed_in_place_counts_by_its_present_value(

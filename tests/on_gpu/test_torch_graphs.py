@@ -1,4 +1,4 @@
-"""Graphs of torch that capture calls with masks: memory that they write, and values they read."""
+"""CUDA graphs of torch that capture masked calls: memory they write, and values they read."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def blocks() -> Any:
     return torch.eye(KEYS // 256, dtype=torch.bool, device="cuda")[None, None]
 
 
-# By name: a function that makes the modifications of a call, and one that gives the visible pairs.
+# Two functions by name: one makes the modifications of a call, one returns the visible pairs.
 MASKS: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[Any, Any], Any]]] = {
     "positions": (
         lambda: {"mask_mod": MaskMod(lambda i, j: i // 300 == j // 300)},
@@ -108,7 +108,7 @@ def foreign_arrays(stream: Any) -> list[Any]:
 
     found = []
     with warnings.catch_warnings():
-        # Its successor takes streams of fewer versions of torch.
+        # The replacement of this deprecated class supports fewer versions of torch.
         warnings.simplefilter("ignore", DeprecationWarning)
         of_torch = cupy.cuda.ExternalStream(stream.cuda_stream)
     for own in (of_torch, cupy.cuda.Stream.null):
@@ -127,7 +127,7 @@ def test_a_graph_writes_its_own_memory_alone(name: str, mode: str) -> None:
     (q, k, v), options = inputs(), make()
     graph, stream, out = captured(lambda: cupy_flash.flash_attention(q, k, v, **options), mode)
     if "mask_mod" in options:
-        # Drops the maps that calls before the capture have kept; the graph has a map of its own.
+        # This drops the block masks of the calls before the capture. The graph has its own.
         options["mask_mod"].refresh()
     cupy.get_default_memory_pool().free_all_blocks()
     others = foreign_arrays(stream)
@@ -200,7 +200,7 @@ def test_a_graph_holds_gradients_of_masked_calls(name: str, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_graph_appends_and_counts(mode: str) -> None:
-    """Capturing a call counts its writes; replays write again without counting."""
+    """A captured call increments the tensor version; replays write without incrementing it."""
     q, k, v = (torch.randn(2, 1, HEADS, DIM, device="cuda", dtype=torch.float16) for _ in range(3))
     caches = [torch.zeros(2, 64, HEADS, DIM, device="cuda", dtype=torch.float16) for _ in range(2)]
     lengths = torch.tensor([3, 9], dtype=torch.int32, device="cuda")

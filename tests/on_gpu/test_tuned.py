@@ -1,6 +1,6 @@
-"""The tiles of the shipped tables against the reference, on GPUs that may be given them.
+"""The tiles of the shipped tables against the reference, on GPUs to which they apply.
 
-A table need not hold tiles for calls of all kinds, so that there is one of each besides.
+A table may lack tiles for some kinds of calls, so `CLASSES` adds a call of each kind.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CLASSES = (
 
 
 def entries_of(device: Device) -> Iterator[Entry]:
-    """The shipped ones of the present sources, and those of `CLASSES` with the planner's tiles."""
+    """Yield the shipped entries that are up to date, and `CLASSES` with the planner's tiles."""
     for path in sorted(tuning.SHIPPED_DIR.glob("*.json")):
         for entry in tuning.read_table(path):
             if entry.arch == device.arch and not is_stale(entry):
@@ -59,7 +59,7 @@ def entries_of(device: Device) -> Iterator[Entry]:
 
 
 def tuned_calls() -> list[TunedCall]:
-    """Calls on this GPU of each tile that fits it."""
+    """Return the calls to test on this GPU: some for each tile that applies to it."""
     if gpu_unavailable():
         return []
     device = current_device()
@@ -72,7 +72,7 @@ CALLS = tuned_calls()
 
 @pytest.fixture(scope="module")
 def cubins(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All their kernels, compiled on all CPUs."""
+    """Compile the kernels of all calls on all CPUs; return their folder."""
     folder: Path = tmp_path_factory.mktemp("cubins")
     write_cubins(folder, [Job.of(call.plan()) for call in CALLS])
     return folder

@@ -88,7 +88,7 @@ def test_seqused_k_hides_the_rest_of_each_sequence(place: Place, case: VarlenCas
         ((0, 0), (17, 5)),
         ((17, 5), (0, 0)),
         ((1,), (1,)),
-        # More queries than keys: the first rows of a causal sequence see none.
+        # With more queries than keys, the first rows of a causal sequence attend to none.
         ((113, 30), (20, 29)),
     )
     for dtype, causal in (("float16", True), ("float32", False))
@@ -212,7 +212,7 @@ def test_pages_of_any_head_dims_are_right(place: Place, case: VarlenCase) -> Non
 
 @everywhere
 def test_sequences_may_share_pages(place: Place) -> None:
-    # Four sequences with one prompt: its pages stand in each one's row of the table.
+    # Four sequences have one prompt, whose page numbers are in each row of the block table.
     case = varlen(dtype="float16", page_size=16, heads_q=8, heads_kv=2, batch=4, longest=150)
     arguments = problem_of(case).arguments()
     rng = np.random.default_rng(11)
@@ -289,7 +289,7 @@ def test_any_number_of_splits_is_right(place: Place, case: VarlenCase, num_split
 @pytest.mark.gpu
 @pytest.mark.parametrize("dims", [(16, 256), (64, 128), (16, 16)])
 def test_the_splits_of_a_tile_with_little_shared_memory_are_merged(dims: tuple[int, int]) -> None:
-    # Not even a row of each split's result would fit it.
+    # Shared memory cannot hold even one row of the partial result of each split.
     case = VarlenCase(
         (16,), (65536,), "float16", heads_q=1, heads_kv=1, head_dim=dims[0], head_dim_v=dims[1]
     )
@@ -297,7 +297,7 @@ def test_the_splits_of_a_tile_with_little_shared_memory_are_merged(dims: tuple[i
     check_varlen(Place("decode"), case, tile=tile)
 
 
-# ---- The same bits
+# ---- Reproducible bits
 
 
 @on_gpu
@@ -341,7 +341,7 @@ def test_batch_invariant_bits_of_a_sequence_are_the_same_alone(
 
 
 def only(arguments: dict[str, Any], b: int) -> dict[str, Any]:
-    """The arguments of one sequence of the batch, as short as can be."""
+    """Return the arguments of one sequence of the batch, with arrays cut to its rows."""
     q_rows = slice(*arguments["cu_seqlens_q"][b : b + 2])
     k_first, k_end = arguments["cu_seqlens_k"][b : b + 2]
     one = arguments | {
@@ -366,7 +366,7 @@ def only(arguments: dict[str, Any], b: int) -> dict[str, Any]:
 def test_batch_invariant_bits_do_not_depend_on_how_a_prefill_is_cut(
     place: Place, dtype: str, page_size: int
 ) -> None:
-    # One sequence as itself, and as a batch of chunks: each chunk's keys end where its rows do.
+    # A prefill is one sequence, or a batch of chunks. The keys of a chunk end with its last row.
     length = 333
     case = VarlenCase(
         (length,),
@@ -386,14 +386,14 @@ def test_batch_invariant_bits_do_not_depend_on_how_a_prefill_is_cut(
         chunks["block_table"] = np.repeat(arguments["block_table"], len(ends) - 1, axis=0)
         chunks["cu_seqlens_k"] = np.cumsum(np.concatenate([[0], ends[1:]])).astype(np.int32)
     else:
-        # Packed keys of one chunk cannot be another's too: each has a copy.
+        # Packed sequences cannot share keys, so each chunk has a copy.
         for name in "kv":
             chunks[name] = np.concatenate([arguments[name][:end] for end in ends[1:]])
         chunks["cu_seqlens_k"] = np.cumsum(np.concatenate([[0], ends[1:]])).astype(np.int32)
     assert_same_bits(run_varlen(place, chunks, batch_invariant=True), whole)
 
 
-# ---- Poison
+# ---- NaN and infinity that must have no effect
 
 
 @on_every_family
@@ -402,7 +402,7 @@ def test_batch_invariant_bits_do_not_depend_on_how_a_prefill_is_cut(
 def test_one_sequence_leaves_no_trace_in_another(
     place: Place, page_size: int, poison: float
 ) -> None:
-    # Neighbours share tiles of rows: what one holds must not reach the other.
+    # Neighbouring sequences share query tiles; the values of one must not affect the other.
     case = VarlenCase((37, 70, 5), (50, 91, 203), dtype="float16", page_size=page_size, causal=True)
     arguments = problem_of(case).arguments()
     clean = run_varlen(place, arguments)
@@ -421,7 +421,7 @@ def test_one_sequence_leaves_no_trace_in_another(
     assert np.isnan(poisoned[0][middle].astype(np.float32)).any()
 
 
-# ---- Numbers that are wrong, and that the host does not see
+# ---- Invalid lengths and indices in device memory, which the host cannot check
 
 
 @on_gpu
@@ -436,7 +436,7 @@ def test_wrong_numbers_do_what_is_documented_and_no_harm(
     check_varlen_result(arguments, out, lse)
 
 
-# ---- As the other functions compute it
+# ---- Equal lengths, empty inputs, and new results
 
 
 @everywhere

@@ -1,5 +1,4 @@
-"""Heads of more than 256 columns against the reference, in every family that takes them, on a
-GPU."""
+"""Head dims above 256 against the reference, in every family that supports them, on a GPU."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ from cupy_flash.families.mma import MmaTile
 
 pytestmark = pytest.mark.gpu
 
-# head_dim and head_dim_v: of global layers, of latent attention, ragged ones, and one side alone.
+# (head_dim, head_dim_v) of global layers, of MLA, of other sizes, and with only one above 256.
 WIDE = [(257, 257), (288, 320), (320, 288), (384, 384), (512, 512), (576, 512), (576, 576)]
 WIDE += [(64, 512), (512, 33), (300, 513)]
 WIDE_GRADIENTS = (264, 320, 512, 576)
@@ -49,7 +48,7 @@ DENSE = [
     )
     for family in FAMILIES
     for index, (dim, dim_v) in enumerate(WIDE)
-    # Each width in one dtype and mask, since each takes long to compile.
+    # Each entry has one dtype and mask, because each takes long to compile.
     for dtype, causal in [(list(DTYPES)[index % len(DTYPES)], index % 3 == 0)]
 ]
 
@@ -73,7 +72,7 @@ TILED = [
     (tile, *dims)
     for dims in ((512, 512), (576, 384), (512, 192))
     for tile in TILES
-    # Warps with rows of their own have no registers for an output of 512 columns.
+    # With this tile a warp holds all columns of its rows, but lacks registers for 512 of them.
     if dims != (512, 512) or tile != MmaTile(64, 32)
 ]
 
@@ -92,7 +91,7 @@ def test_any_tile_of_mma_is_right(tile: MmaTile, head_dim: int, head_dim_v: int)
             tile=tile,
         )
         if reason := FORWARD["mma"].why_not_tile(case.problem(), current_device(), tile):
-            # Less shared memory than the GPUs with most have.
+            # Some GPUs have less shared memory than the tile needs.
             assert "shared memory" in reason
             pytest.skip(reason)
         check(case)
@@ -100,12 +99,12 @@ def test_any_tile_of_mma_is_right(tile: MmaTile, head_dim: int, head_dim_v: int)
 
 # ---- Random problems
 
-# Those of a test are for one kernel, but for its tile.
+# The kernels of a test's problems differ only in the tile.
 PROBLEMS, CALLS = 1000, 40
 
 
 def draw(test: int, number: int) -> tuple[str, int, Case | VarlenCase | KVCacheCase]:
-    """A family, the alignment of rows, and a problem."""
+    """Return a family, the alignment of rows in bytes, and a problem."""
     rng = np.random.default_rng([zlib.crc32(b"wide"), test])
     sizes = np.random.default_rng([zlib.crc32(b"wide"), test, number])
     family = str(rng.choice(["mma", "mma", "decode", "simt"]))

@@ -1,4 +1,4 @@
-"""What attention of shards refuses, with a message that names the argument."""
+"""Bad input to attention over shards: errors that name the argument."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_wrong_arguments_are_named(
     }
     with pytest.raises(error, match=text):
         parallel.flash_attention(**given)
-    # Nothing was begun that others would wait for.
+    # The refused call has started nothing that other ranks would wait for.
     x = rows(1, 9, 2, 8)
     parallel.flash_attention(x, x, x, group, seqlen=9)
 

@@ -1,7 +1,7 @@
-"""Every function of `cupy_flash.parallel`, with every array argument from every library.
+"""Calls of every function of `cupy_flash.parallel`, with arrays of every library.
 
-MPI carries only NumPy arrays: other arrays are refused by a message of the library, not by an
-error of an attribute that they lack.
+MPI carries only NumPy arrays: other arrays raise an error that names the argument, instead of an
+AttributeError.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Exchanges over MPI of a process with itself: what is of a call, and what an end takes back."""
+"""Exchanges over MPI of a process with itself: messages of a call, and the end of a group."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_no_message_has_a_count_beyond_an_int(comm: Any) -> None:
 
     exchange = MpiExchange(comm, 60)
     exchange._comm = NoMpi()
-    # The array has no memory, and none is read.
+    # The array has no memory, and the fake MPI reads none.
     exchange.start([Message(unallocated((5 << 30,), np.uint8), 0)], [])
     assert sum(counts) == 5 << 30
     assert max(counts) < 2**31
@@ -80,7 +80,7 @@ def test_an_end_takes_back_all_that_is_under_way(comm: Any) -> None:
         exchange.start([], [Message(place, 0)])
     exchange.end("one rank is missing")
     sent = comm.Isend(np.ones(4), 0, exchange_mpi._TAG)
-    # Nothing that was under way has taken it.
+    # No receive that was pending at the end has taken the message.
     assert comm.Iprobe(0, exchange_mpi._TAG)
     sent.Cancel()
     assert not places.any()

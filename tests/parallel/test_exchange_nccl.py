@@ -1,4 +1,4 @@
-"""Exchanges over NCCL as far as no GPU is needed: what is asked of it, and the guard."""
+"""Exchanges over NCCL without a GPU: calls of CUDA and NCCL, and the guard of timeouts."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class NcclError(RuntimeError):
 
 
 class Pinned(bytearray):
-    """Memory of the host; its address is what a copy is told."""
+    """Fake of pinned host memory; `ptr` is the address that copies get."""
 
     ptr = 0
 
 
 class Event:
-    """One that is over when its GPU says so."""
+    """Fake CUDA event that is done once its stream has finished."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu, self._recorded = gpu, ""
@@ -46,17 +46,17 @@ class Event:
 
 
 class Gpu:
-    """A CuPy whose streams end when they are told to, and what was asked of it."""
+    """Fake CuPy that records calls in order, and whose streams finish when a test says so."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
         self.finished = {"current"}
         self.pinned: dict[int, Pinned] = {}
-        # Marks that are set once a stream has finished.
+        # Streams and addresses in pinned memory: a mark is set once its stream has finished.
         self.marks: list[tuple[str, int]] = []
         self.is_capturing = False
         self.fails = False
-        # What the next looks for errors raise.
+        # Errors that the next queries for asynchronous errors raise.
         self.errors: list[Exception] = []
         self.device = 5
         self.nccl = SimpleNamespace(
@@ -100,14 +100,14 @@ class Gpu:
         return found
 
     def _copy(self, target: int, source: int, size: int, kind: int, stream: Any) -> None:
-        """A mark: the first waits for the current stream, the second for messages."""
+        """Copy a mark: mark 0 waits for the current stream, mark 1 for the stream of messages."""
         assert (source, size, kind, stream) == (7, 1, 2, "marks")
         self.said.append(f"mark {target % 1000}")
         self.marks.append(("messages" if target % 1000 else "current", target))
         self.finish()
 
     def finish(self, *streams: str) -> None:
-        """Set the marks of what is over."""
+        """Finish these streams, and set the marks of all finished streams."""
         self.finished |= set(streams)
         for stream, target in self.marks:
             if stream in self.finished:
@@ -128,7 +128,7 @@ class Gpu:
         found.name, found.wait_event = name, wait_event
         return found
 
-    # As a communicator.
+    # Methods of a communicator
     rank_id = staticmethod(lambda: 1)
     size = staticmethod(lambda: 3)
     device_id = staticmethod(lambda: 0)
@@ -228,7 +228,7 @@ def test_what_nccl_refuses_is_an_error_of_ranks(gpu: Gpu) -> None:
         exchange.start([Message(array(0, 1), 0)], [])
     with pytest.raises(ParallelError, match="NCCL reports"):
         exchange.check()
-    # An open group would take in what comes next, of any communicator.
+    # An open NCCL group would include the next operations of any communicator.
     assert gpu.said[-2:] == ["end", "abort"]
 
 

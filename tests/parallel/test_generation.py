@@ -1,4 +1,4 @@
-"""Steps over a cache that is shared out: what is refused, and how keys are shared."""
+"""Decoding steps over a sharded KV cache: errors, and the distribution of keys over ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups of ranks that are not there: what this one makes of what the others would send it."""
+"""Groups with a fake second rank: how rank 0 reacts to what rank 1 would send."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Fill = Callable[[np.ndarray, np.ndarray], None]
 
 
 class Sizeless:
-    """An exchange that compares no sizes, as NCCL's: rank 1 fills what rank 0 receives."""
+    """Fake exchange that, like NCCL's, compares no sizes; `fill` writes what rank 0 receives."""
 
     rank, size, xp = 0, 2, np
 
@@ -117,7 +117,7 @@ def test_who_raises_in_a_call_that_is_new_to_all_keeps_its_group(
     with pytest.raises(ValueError, match="q is wrong"):
         make(group, raises=True)
     make(group)
-    # What is known is not said again.
+    # A call that all ranks know is not announced again.
     exchange: Any = group._exchange
     sent = exchange.sent
     make(group)
@@ -125,7 +125,7 @@ def test_who_raises_in_a_call_that_is_new_to_all_keeps_its_group(
 
 
 def test_packed_sequences_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And nothing was said: the group can be used."""
+    """The error is raised before anything is sent, so the group stays usable."""
     group = grouped(the_same, monkeypatch)
     exchange: Any = group._exchange
     exchange.captures = True

@@ -1,4 +1,4 @@
-"""Results over parts of the keys, merged a few at a time."""
+"""Merging of partial results over parts of the keys, a few at a time."""
 
 from __future__ import annotations
 

@@ -22,13 +22,13 @@ RANKS = [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))]
 def said(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[str]]:
-    """What each of so many ranks has to say of each check: nothing where it passed."""
+    """Errors of each rank, by check; an empty text means that the check passed."""
     return said_by(request.param, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def said_by_one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What a rank without others has to say."""
+    """Errors of a single rank, by check."""
     return said_by(1, tmp_path_factory)
 
 
@@ -39,7 +39,7 @@ def said_by(ranks: int, temporary: pytest.TempPathFactory) -> dict[str, list[str
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
         "CUPY_FLASH_HOME": str(folder),
-        # More ranks than cores.
+        # There may be more ranks than cores, so each rank uses one thread.
         "OPENBLAS_NUM_THREADS": "1",
         "OMP_NUM_THREADS": "1",
     }

@@ -32,7 +32,7 @@ def run_on(ranks: int, *program: str) -> subprocess.CompletedProcess[str]:
 def test_the_snippets_of_the_page_print_what_they_say_on_every_rank(tmp_path: Path) -> None:
     snippets = SNIPPET.findall((ROOT / "docs/guide/parallel.md").read_text(encoding="utf-8"))
     assert len(snippets) >= 2
-    # In files of their own, as ranks that print at once mix their lines.
+    # Each rank prints to its own file, because simultaneous output would mix lines.
     redirected = (
         "import sys\nfrom mpi4py import MPI\n"
         f"sys.stdout = open(rf'{tmp_path}/{{MPI.COMM_WORLD.Get_rank()}}.txt', 'w')\n"
@@ -93,7 +93,7 @@ def test_the_example_says_that_memory_is_short_and_ends_all_processes() -> None:
 
 @pytest.mark.slow
 def test_the_example_ends_all_processes_where_one_fails(tmp_path: Path) -> None:
-    """Also where it is not the first; the others would wait for ten minutes."""
+    """The last rank fails; without an abort, the others would wait for ten minutes."""
     program = tmp_path / "failing.py"
     program.write_text(
         "import runpy, sys\n"

@@ -1,4 +1,4 @@
-"""Which calls the score matrix is cut up into, and what travels for them; no ranks are needed."""
+"""Division of the score matrix into calls, and the keys that are sent for them; without ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def positions(seqlen: int, g: Geometry, rank: int) -> np.ndarray:
 
 
 def seen_by(piece: Piece, g: Geometry) -> np.ndarray:
-    """Which pairs of its rows and keys a call sees, as the library documents its arguments."""
+    """Return which pairs of a call are visible, by the documented meaning of its arguments."""
     if piece.cu_seqlens is not None:
         seen = np.zeros((piece.rows.length, piece.keys.length), bool)
         for start, stop in zip(piece.cu_seqlens, piece.cu_seqlens[1:], strict=False):
@@ -74,7 +74,7 @@ def test_pieces_see_each_pair_once_that_the_mask_shows(rng: np.random.Generator)
 
 
 def test_positions_of_pieces_are_those_of_their_tokens(rng: np.random.Generator) -> None:
-    """Scores that depend on the distance need it, whatever the mask shows."""
+    """Scores that depend on distances need right positions, even if all pairs are visible."""
     for _ in range(100):
         g = random_geometry(rng)._replace(by_distance=True, cu_seqlens=None)
         for rank in range(g.ranks):
@@ -120,7 +120,7 @@ def test_shards_are_all_tokens_once_and_differ_by_two_at_most(rng: np.random.Gen
 
 
 def test_shards_of_neighbours_are_a_shard_of_fewer_ranks() -> None:
-    """So head-parallel neighbours are one place of a ring."""
+    """Therefore, head-parallel neighbours can act as one rank of a ring."""
     for seqlen in (7, 64, 101):
         for rank in range(3):
             tokens = [halves(seqlen, 6, 2 * rank + i, "zigzag") for i in range(2)]

@@ -1,4 +1,4 @@
-"""The ring's order of messages and attention, with no other rank and nothing computed."""
+"""Order of messages and attention in a ring, without other ranks and without computation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cupy_flash.parallel.shards import shard_length
 
 
 class Group:
-    """Carries nothing, and says when it was to."""
+    """Fake group that sends nothing, and records when messages start and are waited for."""
 
     def __init__(self, events: list[str]) -> None:
         self.events = events
@@ -34,7 +34,7 @@ class Group:
             ["start", "shared", "wait", "start", "shared", "wait", "alone"],
         ),
         (Geometry(4096, 4096, 1, "zigzag"), ["alone"]),
-        # Nobody sees the keys of another rank, but for those next to its own.
+        # With this window, ranks attend to keys of their own shard and the previous one only.
         (
             Geometry(4096, 4096, 4, "contiguous", causal=True, left=5),
             ["start", "alone", "wait", "alone"],

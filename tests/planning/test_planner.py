@@ -1,4 +1,4 @@
-"""Which family and tile serve a problem, why, and what a caller may ask for instead."""
+"""Choice of family and tile for a problem, its reasons, and requests of the caller."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def problem(**changes):
 
 @st.composite
 def problems(draw):
-    """Any problem: ragged sizes, strides of any alignment, both masks."""
+    """Draw any problem: ragged sizes, strides of any alignment, causal or not."""
     dtype = draw(st.sampled_from(DTYPES))
     seqlens = st.one_of(st.integers(0, 300), st.integers(0, 2**20))
     dims = st.one_of(
@@ -85,18 +85,18 @@ def assert_fits(family, case, device, tile):
         assert all(0 <= n < 2**31 for n in launch.grid)
         assert launch.grid[0] > 0 or case.is_empty
     assert plan.blocks_per_sm() >= 1
-    # All of the query rows are covered, by each of the splits of a fused kernel.
+    # The grid covers all query rows, once for each split of a fused kernel.
     if family.automatic and not case.is_empty:
-        # Where query heads share a tile, those of a key/value head are its rows.
+        # In `decode`, the query heads of a KV head are rows of the same tile.
         group = case.heads_q // case.heads_kv if family.name == "decode" else 1
         row_tiles = -(-case.seqlen_q * group // tile.Br)
-        # Even shares of all keys begin and end anywhere.
+        # With an even split, work ranges begin and end anywhere.
         parts = plan.num_splits or 0
         tiles = row_tiles * case.batch * (case.heads_q // group) * parts
         mains = [launch for launch in plan.launches if launch.entry == MAIN_ENTRY]
         blocks, _, ranks = (mains or plan.launches)[0].grid
         if family.name == "hopper":
-            # Its blocks, or pairs of them for wide heads, go on to the next tile.
+            # Its grid is persistent: blocks, or for wide heads pairs of blocks, fetch more tiles.
             most = device.sm_count // ranks
             assert min(tiles, most) <= blocks <= most
         else:
@@ -106,7 +106,7 @@ def assert_fits(family, case, device, tile):
 @relaxed
 @given(problems(), devices)
 def test_any_problem_gets_a_legal_tile_on_any_gpu(case, device):
-    # Turing's 64 KiB hold no 16 keys of more than 384 columns in float64.
+    # 16 float64 keys with more than 384 columns do not fit into Turing's 64 KiB.
     is_wide = max(case.head_dim, case.head_dim_v) > 384
     assume(device.arch > 75 or case.dtype != "float64" or not is_wide)
     plan = make_plan(case, device)
@@ -439,7 +439,7 @@ def test_a_plan_prints_different_head_dims_splits_and_workspace():
 
 
 def test_launches_of_one_unit_ask_for_the_same_shared_memory():
-    """The limit is set once for each unit."""
+    """The limit of shared memory is set once for each unit."""
     for name, family in FORWARD.items():
         asked: dict[str, set[int]] = {}
         for seqlen_q, seqlen_k in ((799, 3), (257, 129), (1, 4096), (64, 64), (500, 5000)):
@@ -463,7 +463,7 @@ def test_registers_once_known_bound_the_blocks_of_an_sm():
 
 
 def blocks_row(plan):
-    """What a plan says about blocks of the score matrix; None where it says nothing."""
+    """Return what a plan prints about blocks of the score matrix, or None."""
     rows = [line.split(maxsplit=1) for line in str(plan).splitlines()]
     return next((text for name, text in rows if name == "blocks" and "visited" in text), None)
 
@@ -482,7 +482,7 @@ def test_blocks_are_counted_as_each_tile_visits_them(rng):
         ]
         visited, partial, skipped = count_blocks(mask, Br, Bc)
 
-        # Of rows that see nothing and rows that see something, a tile may visit what lies between.
+        # A tile that also has fully masked rows may include empty blocks.
         assert visited >= sum(part.any() for part in parts)
         assert visited - partial == sum(part.all() and part.shape[1] == Bc for part in parts)
         assert visited + skipped == len(parts)

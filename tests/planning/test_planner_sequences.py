@@ -1,4 +1,4 @@
-"""Which family and tile serve packed, cached and paged sequences, and what a plan says of them."""
+"""Choice of family and tile for packed, cached and paged sequences, and what plans print."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def packed(
     dtype: str = "float16",
     **options: Any,
 ) -> Problem:
-    """Packed sequences, of which one has at most so many rows."""
+    """Return a problem of packed sequences with at most `seqlen_q` queries and `seqlen_k` keys."""
     q, k, v = (
         ArraySpec.contiguous((1, batch * rows, n, dim), dtype)
         for rows, n, dim in (
@@ -57,7 +57,7 @@ def cached(
     page_size: int = 0,
     **options: Any,
 ) -> Problem:
-    """Queries of a cache of this capacity, in pages or not."""
+    """Return a problem of queries over KV caches of `seqlen_k` rows, paged if `page_size`."""
     max_pages = -(-seqlen_k // page_size) if page_size else 0
     places = (batch * max_pages, page_size) if page_size else (batch, seqlen_k)
     q = ArraySpec.contiguous((batch, seqlen_q, heads[0], dims[0]), dtype)
@@ -68,7 +68,7 @@ def cached(
 
 @st.composite
 def problems(draw: st.DrawFn, **fixed: Any) -> Problem:
-    """Any sequences, of any sizes."""
+    """Draw a problem of packed or cached sequences of any sizes."""
     heads_kv, group = draw(st.integers(1, 8)), draw(st.integers(1, 8))
     dims = st.one_of(st.sampled_from([64, 128, 192, 256, 512]), st.integers(1, MAX_HEAD_DIM))
     sizes: dict[str, Any] = {
@@ -94,7 +94,7 @@ devices = st.sampled_from(ARCHITECTURES).map(device_for_arch)
 @relaxed
 @given(problems(), devices)
 def test_any_sequences_get_a_legal_tile_on_any_gpu(case, device):
-    # Turing's 64 KiB hold no 16 keys of more than 384 columns in float64.
+    # 16 float64 keys with more than 384 columns do not fit into Turing's 64 KiB.
     is_wide = max(case.head_dim, case.head_dim_v) > 384
     assume(device.arch > 75 or case.dtype != "float64" or not is_wide)
     plan = make_plan(case, device)
@@ -115,26 +115,26 @@ def test_any_sequences_get_a_legal_tile_on_any_gpu(case, device):
     assert plan.blocks_per_sm() >= 1
 
 
-# ---- Which family
+# ---- Choice of the family
 
 
 @pytest.mark.parametrize(
     ("case", "device", "family"),
     [
-        # Few rows over many keys are read once: bound by memory.
+        # Few query rows over many keys are bound by memory bandwidth.
         (cached(), H100, "decode"),
         (cached(page_size=16), A100, "decode"),
         (packed(seqlen_q=4, heads=(32, 4)), H100, "decode"),
-        # Many rows: the tensor cores', in the order of their rates.
+        # Many query rows go to the fastest family on tensor cores.
         (packed(), H100, "hopper"),
         (cached(seqlen_q=1024), H100, "hopper"),
         (packed(), A100, "mma"),
         (cached(seqlen_q=1024), A100, "mma"),
-        # What the copy engine does not bring, and keys that are to be shared out.
+        # TMA does not serve small pages or unaligned rows, and `hopper` does not split these keys.
         (cached(seqlen_q=1024, page_size=16), H100, "mma"),
         (packed(num_splits=3), H100, "mma"),
         (packed(dims=(33, 64)), H100, "mma"),
-        # Float32, and what is left for CUDA cores.
+        # float32 goes to `mma` if it is served there; the rest goes to CUDA cores.
         (packed(dtype="float32"), H100, "mma"),
         (cached(dtype="float32"), H100, "mma"),
         (packed(dtype="float32", dims=(256, 256)), H100, "simt"),
@@ -157,7 +157,7 @@ def test_few_query_tiles_go_to_a_family_that_splits_keys():
 
 
 def test_a_bound_that_is_not_tight_makes_no_query_tiles():
-    """Of packed sequences it counts how many rows there are, not how many there may be."""
+    """The number of query tiles follows from the rows of q, not from `max_seqlen_q`."""
     case = packed(batch=300, seqlen_q=8, heads=(4, 4))
     loose = make_problem(
         *(ArraySpec.contiguous((1, 2400, 4, 128), "float16") for _ in "qkv"),
@@ -172,7 +172,7 @@ def test_a_bound_that_is_not_tight_makes_no_query_tiles():
 
 @pytest.mark.parametrize("family", ["mma", "simt"])
 def test_more_rows_to_merge_than_a_launch_has_blocks_for_are_refused(family):
-    # Query tiles and splits can be counted; the kernel that merges has a block for 8 rows.
+    # Query tiles and splits are within limits, but the merge kernel has a block for 8 rows.
     q, k = (ArraySpec.contiguous((1, 131072, heads, 64), "float16") for heads in (64, 1))
     sizes = {"batch": 4096, "max_seqlen_q": 131072, "max_seqlen_k": 131072}
     case, whole = (make_problem(q, k, k, kind="packed", num_splits=n, **sizes) for n in (2, 1))
@@ -248,7 +248,7 @@ def test_batch_invariant_sequences_of_any_number_of_rows_go_to_one_family(
 def test_bits_of_a_batch_invariant_row_do_not_depend_on_what_it_is_planned_with(
     data, device, page_size, causal
 ):
-    """Same family, tile and partition of the keys, for prefill, chunks and decoding steps."""
+    """Prefill, chunks and decoding steps have the same family, tile and split of the keys."""
     dims = data.draw(st.sampled_from([(64, 64), (128, 128), (33, 7), (192, 128), (256, 256)]))
     heads_kv, group = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 8))
     fixed = {
@@ -286,7 +286,7 @@ def test_a_tuned_tile_does_not_change_batch_invariant_bits(home):
     assert make_plan(invariant, A100).tile == family.default_tile(invariant, A100)
 
 
-# ---- The kernel that attends, where another is launched before it
+# ---- The attention kernel, if another kernel is launched before it
 
 
 def prepared() -> Plan:

@@ -1,4 +1,4 @@
-"""Classes of problems, written and parsed."""
+"""Problem classes: their text, and parsing it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planning remembers results that do not depend on lengths; they change no plan."""
+"""Planning caches results that do not depend on lengths; caching changes no plan."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ lengths = st.one_of(st.integers(1, 40), st.integers(1, 3000), st.integers(1, 2**
 
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
-    """Problems of few dtypes and head dims, so that several have the same remembered results."""
+    """Draw problems of few dtypes and head dims, so that several share cached results."""
     dims = st.sampled_from([64, 128, 192, 512])
     dtype, dim, dim_v = draw(st.sampled_from(DTYPES)), draw(dims), draw(dims)
     batch, heads_kv = draw(st.integers(1, 9)), draw(st.sampled_from([1, 8]))
@@ -48,7 +48,7 @@ def problems(draw: st.DrawFn) -> Problem:
 
 
 def chosen_by_definition(case: Problem, device: Device) -> str:
-    """Return the first family for which it is a first choice, else the first that can serve."""
+    """Return the first family that prefers the problem, otherwise the first that can serve it."""
     families = FAMILIES[case.direction].values()
     serving = [f for f in families if f.automatic and f.why_not(case, device) is None]
     first = (f for f in serving if planner._why_not_first(f, case, device) is None)
@@ -67,7 +67,7 @@ def test_what_is_remembered_of_other_plans_changes_none(
         family = FAMILIES[case.direction][plan.family]
         if not family.suits_rows(case):
             assert family.why_not_first(case, device) is not None
-        # A new family remembers nothing.
+        # A new instance of the family has no cached results.
         contract._written.cache_clear()
         params.assertions.cache_clear()
         anew = plan_tile(type(family)(), case, device, plan.tile, reason=plan.reason)
@@ -77,7 +77,7 @@ def test_what_is_remembered_of_other_plans_changes_none(
             if other.why_not(case, device) is None:
                 tile = other.default_tile(case, device)
                 assert type(other)().default_tile(case, device) == tile
-        # Equal values of two types, as 1 and True, would be one key.
+        # Keys that are equal but differ in type, like 1 and True, would share a cached result.
         assert plan.unit is not None
         for kind, name in re.findall(r"static constexpr (\w+) (\w+) =", plan.unit.text):
             assert kinds.setdefault(name, kind) == kind

@@ -1,4 +1,4 @@
-"""The tables of tuned tiles that are shipped: whose they are, and that their tiles can run."""
+"""Shipped tables of tuned tiles: who made them, and whether their tiles can run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cupy_flash.planning.problem_class import ProblemClass
 from cupy_flash.planning.tuning import Entry
 from cupy_flash.problem.device import device_for_arch
 
-# Here, since tests themselves are shipped none.
+# Listed at import, because a fixture hides the shipped tables from tests.
 TABLES = sorted(tuning.SHIPPED_DIR.glob("*.json"))
 
 
@@ -55,7 +55,7 @@ def test_a_table_knows_its_gpu(path: Path) -> None:
 
 
 def legal_tiles() -> Iterator[Entry]:
-    """What `tune` may find for a preset, as entries: some legal tiles of every fifth class."""
+    """Yield entries as `tune` may save them: some legal tiles of every fifth class of presets."""
     device = device_for_arch("sm_90")
     for preset in PRESETS.values():
         for group in groups_of(preset())[::5]:
@@ -88,7 +88,7 @@ def test_every_tile_that_tune_may_save_can_be_imported() -> None:
 
 
 def kind_of(problem_class: ProblemClass) -> ProblemClass:
-    """All of a class but how long sequences are, and how many."""
+    """Return a problem class without the lengths and the number of sequences."""
     return dataclasses.replace(problem_class, seqlen_q=0, seqlen_k=0, rows=0)
 
 

@@ -1,4 +1,4 @@
-"""The tuned-tile table: classes, files, and that a bad file harms nothing."""
+"""The table of tuned tiles: classes, files, and that a bad file does no harm."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def look_up(device=GPU, family="mma", digest="0123456789abcdef", problem=PROBLEM
     return tuning.lookup(device, family, digest, problem)
 
 
-# Of another compute capability.
+# A GPU of another compute capability.
 OTHER = {"gpu": "an older GPU", "arch": 80, "sm_count": 108}
 OTHER_GPU = gpu("an older GPU", "sm_80", 108)
 
@@ -120,7 +120,7 @@ def test_what_a_tile_hardly_depends_on_keeps_the_class(changes):
 
 
 def parts(**changes):
-    """The numbers of a class that is rounded: of q, k and rows."""
+    """Return the rounded numbers of a class, those of q, k and rows."""
     found = re.search(r"q(\d+) k(\d+) rows(\d+)", problem_class(resized(**changes)))
     return tuple(map(int, found.groups()))
 
@@ -130,7 +130,7 @@ def test_sequence_lengths_go_by_the_power_of_four_that_is_nearest_by_ratio(seqle
     bucket = parts(seqlen_q=seqlen, seqlen_k=3)[0]
     assert parts(seqlen_q=3, seqlen_k=seqlen)[1] == bucket
     assert bucket in [4**n for n in range(8)]
-    # Within a factor of 2.
+    # The bucket is within a factor of 2 of the length.
     assert bucket <= 2 * seqlen
     assert seqlen < 2 * bucket
 
@@ -218,7 +218,7 @@ def test_an_entry_of_another_gpu_family_digest_or_class_is_not_used(key):
 
 @pytest.fixture
 def shipped():
-    """Ship these entries and no others."""
+    """Function that makes the given entries the only shipped ones."""
 
     def ship(*entries):
         write_table(tuning.SHIPPED_DIR / "gpu.json", entries)
@@ -236,7 +236,7 @@ def test_the_users_entry_goes_before_the_shipped_one(shipped):
     assert look_up().tflops == 1.0
 
 
-# ---- GPUs without a table of their own
+# ---- GPUs without their own table
 
 
 def of_gpu(name, sm_count=132, **changes):

@@ -1,4 +1,4 @@
-"""What a GPU offers, by architecture, and how many blocks that lets an SM hold."""
+"""Limits of GPUs by architecture, and how many blocks these let an SM hold."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_every_architecture_has_limits_that_go_together(arch):
     device = device_for_arch(arch)
     assert (device.arch, device.sm, device.name) == (arch, f"sm_{arch}", f"sm_{arch}")
     assert 48 * KIB <= device.shared_memory_per_block <= device.shared_memory_per_sm
-    # A block that takes all it may leaves what the system reserves.
+    # A block with the maximum of shared memory leaves exactly what the system reserves.
     spare = device.shared_memory_per_sm - device.shared_memory_per_block
     assert spare == device.reserved_shared_memory
     assert device.threads_per_sm % 32 == 0
@@ -40,12 +40,12 @@ def test_an_unknown_architecture_is_told_the_known_ones(spelling):
     ("threads", "shared_memory", "registers", "blocks"),
     [
         (128, 0, 0, 16),  # threads: 2048 / 128
-        (128, 100 * KIB, 0, 2),  # 228 KiB / 101 KiB
+        (128, 100 * KIB, 0, 2),  # 228 KiB / (100 KiB + 1 KiB reserved)
         (128, 227 * KIB, 0, 1),
         (128, 0, 255, 2),  # 65536 / (4 warps of 32 x 256)
         (128, 0, 128, 4),
         (128, 0, 129, 3),  # a warp takes registers in steps of 256: 136 per thread
-        (32, 0, 16, 32),  # no SM holds more blocks
+        (32, 0, 16, 32),  # the maximum of blocks per SM
     ],
 )
 def test_blocks_per_sm_is_what_the_scarcest_resource_allows(

@@ -1,4 +1,4 @@
-"""The rule of who sees whom, against a mask written out, and that nothing else states it."""
+"""The rule of visible pairs, compared with explicit masks; no other module states the rule."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def written_out(mask: Mask) -> np.ndarray:
 
 
 def random_masks(rng: np.random.Generator) -> list[Mask]:
-    """Causal ones and full ones, half of them with windows, some with a prefix."""
+    """Return random masks: causal or full, half of them with windows, some with a prefix."""
     masks = []
     for _ in range(300):
         seqlen_q, seqlen_k = (int(n) for n in rng.integers(1, 40, 2))
@@ -80,13 +80,13 @@ def test_blocks_of_keys_and_tiles_of_rows_are_each_others_transpose(rng) -> None
 
 
 def assert_cover(found: tuple[int, int, int, int], parts: list, may_be_whole: list[bool]) -> None:
-    """Blocks from begin to end hold all that is seen; exactly the full ones are seen whole."""
+    """Assert that [begin, end) covers all visible pairs, and [full_begin, full_end) full parts."""
     begin, full_begin, full_end, end = found
     assert 0 <= begin <= full_begin <= full_end <= end <= len(parts)
     seen = [index for index, part in enumerate(parts) if part.any()]
     assert set(seen) <= set(range(begin, end))
     if seen:
-        # Nothing on either side that holds nothing.
+        # There is no empty part at either end.
         assert (begin, end) == (seen[0], seen[-1] + 1)
     whole = [
         index
@@ -124,7 +124,7 @@ def test_rows_of_sequences_are_aligned_at_their_ends() -> None:
 
 
 def reckons_with_the_offset(node: ast.AST) -> bool:
-    """Whether an expression adds to a mask's offset, subtracts from it or compares with it."""
+    """Return whether an expression adds to, subtracts from or compares a mask's offset."""
     if not isinstance(node, (ast.BinOp, ast.Compare)):
         return False
     parts = [node.left, *(node.comparators if isinstance(node, ast.Compare) else [node.right])]
@@ -140,13 +140,13 @@ MODULES = sorted(
 )
 
 
-# Modifications are given positions, which are no rule.
+# Number of expressions that compute positions for modifications; these do not state the rule.
 GIVES_POSITIONS = {
     str(Path("calls", "check_mod.py")): 1,
     str(Path("host", "gradient_tiles.py")): 1,
     str(Path("mods", "scores.py")): 2,
     str(Path("mods", "slopes.py")): 1,
-    # Of pieces of a sequence: how they follow one another.
+    # These expressions place pieces of a sequence relative to each other.
     str(Path("parallel", "pieces.py")): 4,
 }
 

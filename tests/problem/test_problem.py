@@ -1,4 +1,4 @@
-"""The record of one call: what it holds, what it counts, and how positions are kept in range."""
+"""The record of one call: its fields, its counts, and how positions are kept in range."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def problem(**changes):
 
 
 def seen(problem):
-    """The mask by its definition: (seqlen_q, seqlen_k), whether query i sees key j."""
+    """Return whether query i attends to key j, by definition, shape (seqlen_q, seqlen_k)."""
     i, j = np.ogrid[: problem.seqlen_q, : problem.seqlen_k]
     return (j <= i + problem.q_offset) | (not problem.causal)
 
@@ -79,7 +79,7 @@ def test_contiguous_strides_are_numpys():
 def test_a_causal_mask_is_aligned_bottom_right_by_default(seqlen_q, seqlen_k):
     p = problem(seqlen_q=seqlen_q, seqlen_k=seqlen_k, causal=True)
     assert p.q_offset == seqlen_k - seqlen_q
-    # The last query sees the last key, the one before does not.
+    # The last query attends to the last key; the query before it does not.
     assert seen(p)[-1].all()
     assert seqlen_q == 1 or not seen(p)[-2].all()
 
@@ -133,7 +133,7 @@ def test_kernels_get_a_scale_in_parts_that_make_it_up(dtype, scale):
     if sign:
         assert sign * factor * 2.0**-shift == scale
     else:
-        # It makes no difference to any score.
+        # A scale this small makes no difference to any score.
         assert abs(scale) * 2.0**exponent < 1e-6
 
 

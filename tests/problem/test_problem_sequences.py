@@ -1,4 +1,4 @@
-"""The record of a call on packed, cached or paged sequences, and what is refused in making it."""
+"""The record of a call on packed, cached or paged sequences, and errors when it is made."""
 
 from __future__ import annotations
 

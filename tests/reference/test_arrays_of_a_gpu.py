@@ -1,4 +1,4 @@
-"""Arrays of GPU memory as the reference takes them, by stand-ins that have CuPy's limits."""
+"""Arrays in GPU memory as arguments of the reference, with fakes that have CuPy's limits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BATCH, QUERIES, KEYS, HEADS, HEADS_KV, DIM = 2, 5, 7, 4, 2, 8
 
 
 class OnGpu:
-    """An array that only a copy to the host reads, as CuPy's do for functions of NumPy."""
+    """Fake CuPy array, which NumPy's functions can read only after a copy to the host."""
 
     def __init__(self, array: np.ndarray) -> None:
         self._array = array
@@ -45,12 +45,12 @@ class OnGpu:
     __dlpack__ = __dlpack_device__
 
 
-# The module is how `cupy_flash.arrays.strided` recognizes CuPy's arrays.
+# `cupy_flash.arrays.strided` recognizes CuPy's arrays by this module.
 OnGpu.__module__ = "cupy"
 
 
 class LikeCupy(np.ndarray):
-    """An array that neither converts nor copies float8, as CuPy's do not."""
+    """Fake CuPy array that, like CuPy's, neither converts nor copies float8."""
 
     def _refuse_float8(self, *dtypes: Any) -> None:
         if FLOAT8 in (self.dtype, *map(np.dtype, dtypes)):
@@ -154,7 +154,7 @@ def cached(rng: np.random.Generator, **options: Any) -> Any:
         result = attention_with_kvcache_reference(
             *of_8_bits, convert(k), convert(v), cache_seqlens=[2, 6], **options
         )
-        # The codes of float8, with the sign of 0.
+        # Return the codes of float8, which show the sign of 0.
         caches = (x.view(np.uint8) for x in (result.k_cache, result.v_cache))
         return (*result[:2], *caches, *result[4:])
 
@@ -187,7 +187,7 @@ def test_float8_is_read_and_written_by_its_codes(name: str, rng: np.random.Gener
     np.testing.assert_equal(results, call(lambda array: array))
 
 
-# The naive formula rounds to float8, where the last bit of an exponential may decide.
+# The naive formula is left out: it rounds to float8, where the last bit of exp may decide.
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", sorted(CALLS.keys() - {"naive"}))
 def test_float8_of_cupy(name: str, rng: np.random.Generator) -> None:
@@ -201,11 +201,11 @@ def test_float8_of_cupy(name: str, rng: np.random.Generator) -> None:
         if other is None:
             assert one is None
         elif other.dtype == np.uint8:
-            # NaN has a code of either sign.
+            # NaN has a code of each sign.
             codes = host_array(one), other
             np.testing.assert_array_equal(*(x.view(FLOAT8).astype(np.float32) for x in codes))
         else:
-            # Scores of up to 2^12, sums of 8 products, are off by 2^-37, and move results by twice
-            # as much of the largest value.
+            # Scores of up to 2^12, sums of 8 products, have errors of 2^-37, and change results by
+            # at most twice that fraction of the largest value.
             largest = np.abs(other[np.isfinite(other)]).max(initial=1)
             np.testing.assert_allclose(host_array(one), other, rtol=0, atol=2.0**-36 * largest)

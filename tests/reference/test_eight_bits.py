@@ -1,4 +1,4 @@
-"""The reference's conversions of 8-bit numbers, against the list of all such numbers."""
+"""The reference's conversions of 8-bit numbers, compared with the list of all such numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def all_numbers(dtype: np.dtype) -> np.ndarray:
 @pytest.mark.parametrize("dtype", QUANTIZED, ids=str)
 def test_a_quantized_number_is_the_nearest_that_there_is(rng, dtype):
     numbers = all_numbers(dtype)
-    # Numbers, the midpoints of neighbours, and the float32 numbers next to either.
+    # All numbers, the midpoints of neighbours, and the float32 numbers next to these.
     middles = (numbers[1:] + numbers[:-1]) / 2
     exact = np.concatenate([numbers, middles, [-1e30, 1e30, -np.inf, np.inf, 0.0]])
     exact = exact.astype(np.float32)

@@ -1,4 +1,4 @@
-"""The two oracles of gradients: against finite differences, and against each other."""
+"""The two oracles of gradients, compared with finite differences and with each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The error rule of gradients: what passes, and wrong gradients of every kind that do not."""
+"""The error rule of gradients: naive gradients pass, and wrong ones of every kind fail."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def call_with_everything(rng: np.random.Generator, dtype: str) -> GradientCall:
 
 
 def naively(call: GradientCall, **changed: Any) -> dict[str, np.ndarray]:
-    """Naive gradients of another call than was asked for, of the same results."""
+    """Return the naive gradients of a changed call, for the results of the original call."""
     other = dataclasses.replace(call, **changed)
     other.__dict__["results"] = call.results
     return dict(other.truth.naive)
@@ -73,7 +73,7 @@ def put(value: float, *at: Any) -> Callable[[np.ndarray], None]:
 
 
 def without_the_largest_key(x: np.ndarray) -> None:
-    # Any other may be small enough for bfloat16 to lose it: of 61 random calls it did one's median.
+    # Other keys may be lost in bfloat16's rounding: in 1 of 61 random calls, the median key was.
     x[0, np.abs(x[0, :, 0].astype(np.float64)).max(axis=-1).argmax(), 0] = 0
 
 
@@ -135,7 +135,7 @@ def test_naive_gradients_of_random_calls_are_near_enough(kind: str, dtype: str, 
         check_gradients(call, call.truth.naive)
 
 
-# So much cancels in the gradients of these captures that bfloat16 tells little of them.
+# Gradients of these captures cancel so much that errors are lost in bfloat16's rounding.
 @pytest.mark.parametrize(
     ("wrong", "dtype"),
     [
@@ -148,7 +148,7 @@ def test_naive_gradients_of_random_calls_are_near_enough(kind: str, dtype: str, 
 def test_wrong_gradients_are_found_out(wrong: str, dtype: str, rng: Any) -> None:
     name, gradients = WRONG[wrong]
     call = call_with_everything(rng, dtype)
-    # Of all gradients, so that each has to be found out by itself.
+    # All other gradients are right, so that the wrong one must be found by itself.
     got = dict(call.truth.naive) | {name: gradients(call)[name]}
     with pytest.raises(AssertionError, match=f"d{name} "):
         check_gradients(call, got)
@@ -157,7 +157,7 @@ def test_wrong_gradients_are_found_out(wrong: str, dtype: str, rng: Any) -> None
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_products_of_fewer_digits_are_no_float32(name: str, rng: Any) -> None:
     call = call_with_everything(rng, "float32")
-    # As TF32 has them: 10 bits behind the first.
+    # These inputs have the precision of TF32: 10 bits after the first.
     short = {
         n: (call.forward.arrays[n].view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
         for n in ("q", "k", "v")

@@ -1,4 +1,4 @@
-"""The oracle's gradients: against differences of the oracle itself, and at their edges."""
+"""Gradients of the reference, compared with difference quotients, and edge cases."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from cupy_flash.reference import rows
 
 FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 SMALL = {"head_dims": range(1, 9), "longest": (9, 17)}
-# Of the steps of difference quotients.
+# Step of the difference quotients.
 STEP = 1e-4
 
 
 def with_input(call: GradientCall, name: str, array: np.ndarray) -> GradientCall:
-    """The call with another array."""
+    """Return the call with another array."""
     forward = call.forward
     if name.startswith(OF_MOD):
         mod, captures = forward.mods["score_mod"]
@@ -38,7 +38,7 @@ def with_input(call: GradientCall, name: str, array: np.ndarray) -> GradientCall
 
 
 def terms(call: GradientCall) -> np.ndarray:
-    """What is summed up to the number whose gradients a call has."""
+    """Return the terms whose sum is the number that is differentiated."""
     out, lse = call.exact_results()
     found = [(call.dout * out).ravel()]
     if call.dlse is not None:
@@ -47,7 +47,7 @@ def terms(call: GradientCall) -> np.ndarray:
 
 
 def quotient(call: GradientCall, name: str, direction: np.ndarray, step: float) -> float:
-    """Of the number's difference along a direction in one of the inputs."""
+    """Return the difference quotient of the sum of `terms` along a direction in one input."""
     ends = (with_input(call, name, call.inputs[name] + x * direction) for x in (step, -step))
     with np.errstate(invalid="ignore"):
         above, below = (terms(end) for end in ends)
@@ -63,8 +63,8 @@ def check_by_differences(call: GradientCall, rng: np.random.Generator) -> None:
         assert np.isfinite(gradient).all(), f"d{name}: {call}"
         direction = rng.standard_normal(gradient.shape)
         wide, narrow = (quotient(call, name, direction, step) for step in (STEP, STEP / 2))
-        # What is left of the error grows with the fourth power of the step; a hundredth of what is
-        # taken away is much more. And terms are off by some 50 ulps, over twice the step.
+        # Richardson extrapolation leaves an error of the fourth power of the step, below 1% of its
+        # correction. Terms also have errors of some 50 ulps, divided by twice the step.
         expected = narrow + (narrow - wide) / 3
         allowed = abs(narrow - wide) / 100 + 50 * 2.0**-52 * max(size, 1.0) / STEP
         found = float((gradient * direction).sum())
@@ -75,7 +75,7 @@ def check_by_differences(call: GradientCall, rng: np.random.Generator) -> None:
 
 
 def smooth_gradient_call(rng: np.random.Generator, kind: str) -> GradientCall:
-    """A random small call whose score has a slope everywhere."""
+    """Return a random small call whose score function is differentiable everywhere."""
     while True:
         call = random_gradient_call(rng, "float64", kind, **SMALL)
         if call.forward.mods.get("score_mod", ("",))[0] != "relu":
@@ -104,8 +104,8 @@ def exact_gradient(call: GradientCall, name: str) -> np.ndarray:
     return call.truth.exact[name]
 
 
-# P and dX are off by half of eps each, and so are the output that D is made of, and the result.
-# What is below the smallest normal number is off by half of the smallest of all.
+# P, dX, the output that D is made of, and the result each have errors of half of eps. Below the
+# smallest normal number, errors are half of the smallest subnormal number.
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("number", range(4))
@@ -130,13 +130,13 @@ def finite(x: np.ndarray) -> np.ndarray:
     return x[np.isfinite(x)]
 
 
-# ---- Edges
+# ---- Edge cases
 
 
 def random_arrays(
     rng: np.random.Generator, seqlens: tuple[int, int] = (11, 23), dtype: Any = np.float64
 ) -> list[np.ndarray]:
-    """Arrays dout, q, k and v of two sequences, four heads on two, head_dim 8 and 5."""
+    """Return dout, q, k and v: batch 2, 4 query heads, 2 KV heads, head dims 8 and 5."""
     shapes = [(seqlens[0], 4, 5), (seqlens[0], 4, 8), (seqlens[1], 2, 8), (seqlens[1], 2, 5)]
     return [rng.standard_normal((2, *shape)).astype(dtype) for shape in shapes]
 
@@ -149,7 +149,7 @@ def gain(rng: np.random.Generator) -> ScoreMod:
 
 def test_what_is_hidden_leaves_no_trace_and_gets_nothing(rng: Any) -> None:
     dout, q, k, v = random_arrays(rng)
-    # The first rows see nothing, one key is seen by none, and another only by the last row.
+    # The first rows attend to no key, no row to key 7, and only the last row to key 9.
     mask = rng.random((11, 23)) < 0.7
     mask[:3] = mask[:, 7] = mask[:-1, 9] = False
     mask[-1, 9] = True
@@ -169,7 +169,7 @@ def test_what_is_hidden_leaves_no_trace_and_gets_nothing(rng: Any) -> None:
     assert not dk[:, 7].any()
     assert not dv[:, 7].any()
     assert not dbias[..., ~mask].any()
-    # What the last row alone sees is in its gradient alone.
+    # Key 9, to which only the last row attends, changes only that row's gradient.
     v[:, 9] = np.nan
     dq = attention_backward_reference(dout, q, k, v, bias=bias, wrt=["q"], **options)[0]
     assert np.isfinite(dq[:, :-1]).all()

@@ -1,4 +1,4 @@
-"""Which query sees which key: as the reference has it, and as a picture."""
+"""Visible pairs: compared with those of the reference, and drawn as a picture."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MASKS: dict[str, dict[str, Any]] = {
 def test_it_is_what_the_reference_gives_a_weight(name: str, rng: np.random.Generator) -> None:
     q = rng.standard_normal((BATCH, QUERIES, HEADS, 8))
     k = rng.standard_normal((BATCH, KEYS, HEADS, 8))
-    # The weights themselves come out.
+    # Values that form an identity matrix make the output equal to the weights.
     v = np.broadcast_to(np.eye(KEYS)[None, :, None], (BATCH, KEYS, HEADS, KEYS))
     arguments = dict(MASKS[name])
     if "alibi_slopes" in arguments:

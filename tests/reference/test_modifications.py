@@ -1,4 +1,4 @@
-"""The oracle's modifications, against each pair of query and key taken by itself."""
+"""Modifications in the reference, compared with a formula for each pair of query and key."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from cupy_flash.reference.packed_gradients import attention_varlen_backward_refe
 
 SEQLEN_Q, SEQLEN_K, HEADS, DIM = 7, 11, (4, 2), 6
 SCALE = -0.4
-# tests/api/test_used_parts.py has those of packed sequences and caches.
+# tests/api/test_used_parts.py covers those for packed sequences and caches.
 DENSE = NAMES - {"seqused_q", "cache_leftpad"}
 
 
 def seen(p, j, row, h, b, length, causal, given):
-    """Whether a pair is seen, by each rule in turn."""
+    """Return whether a pair is visible, by one rule after another."""
     if j >= length:
         return False
     left, right = given.get("window_size", (None, None))
@@ -46,7 +46,7 @@ def seen(p, j, row, h, b, length, causal, given):
 
 
 def score(x, p, j, row, h, b, given):
-    """What becomes of a scaled score, in the order of docs/guide/masks.md."""
+    """Return a scaled score with all modifications, in the order of docs/guide/masks.md."""
     if "softcap" in given:
         x = given["softcap"] * math.tanh(x / given["softcap"])
     if "score_mod" in given:
@@ -60,9 +60,9 @@ def score(x, p, j, row, h, b, given):
 
 
 def by_pairs(q, k, v, *, causal, q_offset, given, first=0):
-    """(out, lse) of (batch, seqlen, heads, dim) arrays, over Python's exact sums.
+    """Return (out, lse) for arrays (batch, seqlen, heads, dim), with Python's exact sums.
 
-    `first` is the number of the first sequence.
+    `first` is the index of the first sequence in the arguments of `given`.
     """
     batch, seqlen_q, heads_q, _ = q.shape
     group = heads_q // k.shape[2]
@@ -85,7 +85,7 @@ def by_pairs(q, k, v, *, causal, q_offset, given, first=0):
 
 
 def drawn(rng, batch=2, seqlen_q=SEQLEN_Q, seqlen_k=SEQLEN_K):
-    """Each modification."""
+    """Return random arguments for each modification."""
     table = batch, HEADS[0], seqlen_q, seqlen_k
     mask = rng.random(table) < 0.6
     mask[:, 1, -1] = False
@@ -182,7 +182,7 @@ def test_packed_arrays_of_fewer_axes_serve_all_heads(rng):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        # Zeros that were to be added would hide all.
+        # This mask may be meant to be added to scores; taken as booleans, it would mask all pairs.
         ({"mask": np.zeros((SEQLEN_Q, SEQLEN_K), np.float32)}, "expected bool"),
         ({"score_mod": lambda score: score}, r"expected a ScoreMod, as ScoreMod\(function\)"),
         ({"window": (1, 0)}, "pass window_size"),
@@ -193,7 +193,7 @@ def test_what_would_be_taken_for_something_else_is_refused(given, message, rng):
         attention_reference(*random_qkv(rng), **given)
 
 
-# Of two sequences, four query heads, seven queries and eleven keys.
+# Arguments that do not fit 2 sequences, 4 query heads, 7 queries and 11 keys.
 UNFIT = [
     ({"alibi_slopes": np.zeros(3)}, r"alibi_slopes has shape \(3,\); expected \(4,\)"),
     ({"alibi_slopes": np.zeros((1, 4))}, r"expected \(2, 4\)"),
@@ -219,7 +219,7 @@ def test_what_does_not_fit_the_call_is_refused(given, message, rng):
         attention_naive(q, k, v, **given)
     with pytest.raises(ValueError, match=message):
         attention_backward_reference(np.zeros((*q.shape[:3], 3)), q, k, v, **given)
-    # A cache, and sequences packed one behind the other, of the same sizes.
+    # A KV cache and packed sequences of the same sizes are refused, too.
     with pytest.raises(ValueError, match=message):
         attention_with_kvcache_reference(q, k, v, cache_seqlens=11, **given)
     packed, starts = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)], ([0, 7, 14], [0, 11, 22])
@@ -293,11 +293,11 @@ def test_packed_sequences_count_from_their_own_beginning(rng):
         )
         for b in (0, 2):
             rows, keys = (slice(x[b], x[b + 1]) for x in (starts_q, starts_k))
-            # Of this sequence, at its number.
+            # The part of this sequence is repeated, so that it has the sequence's index.
             bias = np.repeat(table[None, :, rows, : lengths_k[b]], 3, axis=0)
             own = given | {"bias": bias, "mask": bias < 0.8}
             if mod is product:
-                # Only ALiBi stands between it and the bias.
+                # Only ALiBi comes between score_mod and bias, so the bias can include the product.
                 del own["score_mod"]
                 own["bias"] = bias + np.outer(per_row[rows], per_key[keys])
             expected, expected_lse = by_pairs(

@@ -1,4 +1,4 @@
-"""The oracle itself: against the formula spelled out row by row, and at its edges."""
+"""The reference, compared with the formula written out row by row, and edge cases."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def random_qkv(seqlen_q, seqlen_k, *, heads=(2, 2), dims=(40, 40), dtype=np.floa
 
 
 def by_rows(q, k, v, scale, q_offset=None):
-    """The formula for one query at a time, over Python's exact sum; (out, lse) in bshd."""
+    """Return (out, lse) by the formula, one query at a time, with Python's exact sums."""
     batch, seqlen_q, heads_q, _ = q.shape
     group = heads_q // k.shape[2]
     out = np.zeros((batch, seqlen_q, heads_q, v.shape[3]))

@@ -1,4 +1,4 @@
-"""The oracle of packed, cached and paged sequences: against one dense sequence at a time."""
+"""The reference on packed, cached and paged sequences, compared with one dense call for each."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PAGE_SIZES = [0, 1, 3, 16, 64]
 
 
 def dense_reference(sequence, case):
-    """(out, lse) of one sequence: (seqlen_q, heads_q, head_dim_v) and (heads_q, seqlen_q)."""
+    """Return (out, lse) of a sequence: (seqlen_q, heads_q, head_dim_v) and (heads_q, seqlen_q)."""
     out, lse = attention_reference(
         *(x[None] for x in sequence),
         causal=case.causal,
@@ -92,7 +92,7 @@ def test_new_keys_and_queries_are_turned_by_their_positions(
     problem = case.problem()
     result = attention_with_kvcache_reference(**problem.arguments())
     problem.check_caches(result.k_cache, result.v_cache)
-    # The problem turns by another formula in the dtype's precision, and rounds q.
+    # `problem` rotates by another formula in the dtype's precision, and rounds q.
     eps = float(ml_dtypes.finfo(DTYPES[dtype]).eps)
     for b, sequence in enumerate(problem.dense):
         expected_out, expected_lse = dense_reference(sequence, case)
@@ -101,7 +101,7 @@ def test_new_keys_and_queries_are_turned_by_their_positions(
 
 
 def test_turned_keys_are_rounded_as_a_cache_holds_them_and_queries_are_not():
-    # One pair, turned by 45 degrees: 1 becomes sqrt(1/2), which float16 rounds.
+    # One pair of columns is rotated by 45 degrees: 1 becomes sqrt(1/2), which float16 rounds.
     one = np.zeros((1, 1, 1, 2), np.float16)
     one[..., 0] = 1
     table = np.full((1, 1), np.sqrt(0.5))
@@ -159,7 +159,7 @@ def test_without_cu_seqlens_k_pages_hold_max_seqlen_k_keys():
     np.testing.assert_array_equal(out, expected)
 
 
-# Hostile integers
+# Invalid integers
 
 
 def test_a_decreasing_pair_is_an_empty_sequence_and_ends_are_clamped():
@@ -174,8 +174,8 @@ def test_a_decreasing_pair_is_an_empty_sequence_and_ends_are_clamped():
             "max_seqlen_k": 100,
         }
     )
-    # The first has no keys, the second no queries; the third has the last 30 of the 50 and 35 of
-    # the 65, and, as the last one, the rows that it shares with the first.
+    # Sequence 0 has no keys, sequence 1 no queries. Sequence 2 has the last 30 of 50 queries and
+    # the last 35 of 65 keys; queries that it shares with sequence 0 belong to sequence 2.
     assert not out[:20].any()
     expected, _ = dense_reference((q[20:], k[30:], v[30:]), problem.case)
     np.testing.assert_array_equal(out[20:], expected)
@@ -255,7 +255,7 @@ def test_cupy_is_not_imported_for_numpy_arrays():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-# What the tests of other files rely on
+# Error checks that tests in other files rely on
 
 
 def test_a_wrong_row_of_values_is_noticed_in_a_long_sequence_beside_short_ones():
@@ -295,7 +295,7 @@ def test_caches_of_another_library_are_taken_and_given_back():
     case = KVCacheCase((5, 0, 9), seqlen_new=2, indexed=True, rotary_dim=8)
     arguments = case.problem().arguments()
     given = attention_with_kvcache_reference(**as_foreign(arguments))
-    # But for the scales, which only caches of 8 bits have.
+    # The last two results are scales, which only 8-bit caches have.
     for one, other in zip(
         given[:4], attention_with_kvcache_reference(**arguments)[:4], strict=True
     ):

@@ -1,4 +1,4 @@
-"""Rotary embedding of the reference, against products of complex numbers."""
+"""Rotary embedding of the reference, compared with products of complex numbers."""
 
 from __future__ import annotations
 

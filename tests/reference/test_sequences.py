@@ -1,4 +1,4 @@
-"""Row indices of sequences, against loops in plain Python."""
+"""Row indices of sequences, compared with loops in plain Python."""
 
 from __future__ import annotations
 

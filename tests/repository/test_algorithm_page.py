@@ -1,4 +1,4 @@
-"""The worked example of docs/engineering/algorithm.md: its code gives its numbers."""
+"""The worked example of docs/engineering/algorithm.md: its code gives the page's numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ QUERY, KEYS, VALUES = np.ones(1), np.array([1.0, 2, 4, 3])[:, None], np.array([1
 
 @pytest.fixture(scope="module")
 def names() -> dict[str, Any]:
-    """What the page's code defines."""
+    """Names that the page's code defines."""
     found: dict[str, Any] = {}
     for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
         exec(block, found)
@@ -28,7 +28,7 @@ def names() -> dict[str, Any]:
 
 
 def rows(heading: str) -> list[list[str]]:
-    """The cells of the page's table whose first line starts so."""
+    """Return the cells of the page's table whose first line starts with `heading`."""
     lines = PAGE[PAGE.index(heading) :].split("\n\n")[0].splitlines()[2:]
     return [line.strip("| ").split(" | ") for line in lines]
 

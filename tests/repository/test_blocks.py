@@ -1,23 +1,23 @@
-"""Fenced blocks of README.md and of the pages in docs/: what they show is what happens.
+"""Fenced blocks of README.md and of the pages in docs/: their code does what the page shows.
 
-The word after a fence decides what becomes of a block, and an HTML comment on the line before it
-says what else it takes:
+The word after a fence says how a block is tested, and an HTML comment on the line before it says
+what the test needs:
 
 - ``python`` and ``pycon`` run, the blocks of a page one after another, with the names of the blocks
   before. The comment at the end of a line of ``python`` is compared if the line prints something or
   the comment begins with the shape of what the line assigns.
 - A block without a word is what the ``python`` block before it prints.
 - ``console`` shows commands, each on a line that begins with ``$``, and what they print; ``sh``
-  shows commands alone. All options are parsed; what needs nothing that is absent here also runs.
-- ``json`` and ``csv`` are files for the commands of the page, ``text`` and ``cpp`` pictures.
+    shows commands alone. All options are parsed; a block runs if nothing that it needs is absent.
+- ``json`` and ``csv`` are files for the commands of the page, ``text`` and ``cpp`` illustrations.
 
 ``...`` in an output stands for any text. The comments:
 
-- ``needs: WORDS``, see `NEEDS`.
-- ``figures: measured``: numbers differ from machine to machine. Each line that is shown is printed,
-  whatever its numbers and line breaks are.
+- ``needs: WORDS``: requirements, see `NEEDS`.
+- ``figures: measured``: numbers differ between machines. Each line of the page must be printed, but
+  numbers and line breaks may differ.
 - ``file: NAME``: the name of the file.
-- ``given: NAME``: what is there before the commands run, see `GIVEN`.
+- ``given: NAME``: files that exist before the commands run, see `GIVEN`.
 - ``columns: N``: width of the terminal, if it is not 80.
 - ``ci: NAME``: `.ci/run` runs the command.
 """
@@ -62,7 +62,7 @@ if not IN_CHECKOUT:
     pytest.skip("the tests stand outside a checkout", allow_module_level=True)
 
 SHIPPED = Path(tuning.__file__).parent / "tuned"
-# The user whose home the outputs show, and the processor.
+# Home folder and processor that the outputs show.
 HOME, PROCESSOR = "/home/ada", "AMD EPYC (2 CPUs)"
 PAGES = [
     "README.md",
@@ -118,11 +118,11 @@ class Block:
         return self.language in ("sh", "console")
 
     def absent(self) -> str | None:
-        """Why the block cannot run here, or None if it can."""
+        """Return why the block cannot run here, or None if it can."""
         return next((why for need in self.needs if (why := NEEDS[need]())), None)
 
     def commands(self) -> list[tuple[str, str]]:
-        """Return the commands and what each is shown to print."""
+        """Return the commands, each with the output that the page shows."""
         text = self.text.replace("\\\n", "")
         if self.language == "sh":
             return [(line, "") for line in text.splitlines()]
@@ -146,7 +146,7 @@ BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
 
 def commands() -> list[Any]:
-    """Blocks of commands that run."""
+    """Return the blocks of commands that run, as parameters of a test."""
     marks = {"gpu": pytest.mark.gpu, "time": pytest.mark.slow}
     return [
         pytest.param(block, id=str(block), marks=[marks[x] for x in block.needs if x in marks])
@@ -198,7 +198,7 @@ def test_the_options_of_every_command_are_known(block: Block) -> None:
             _, found, arguments = command.resolve_command(context, arguments)
             assert found is not None
             command = found
-        # Paths are looked at when the command runs.
+        # Paths are checked when the command runs.
         known = {name for parameter in command.params for name in parameter.opts}
         given = {word.split("=")[0] for word in arguments if word.startswith("--")}
         assert given <= known, line
@@ -245,7 +245,7 @@ def log_level() -> Iterator[None]:
 
 @pytest.fixture
 def shipped_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans of the pages are those of an installed library, whose tables count."""
+    """Use the shipped tables, as the plans that the pages show do."""
     monkeypatch.setattr(tuning, "SHIPPED_DIR", SHIPPED)
     tuning.reload()
 
@@ -289,7 +289,7 @@ def test_python_that_needs_what_is_absent_is_counted(block: Block) -> None:
 
 
 def two_records(folder: Path) -> None:
-    """Two records of `bench` on one machine, as docs/guide/bench.md compares them."""
+    """Write two records of `bench` on one machine, as docs/guide/bench.md compares them."""
     medians = {
         ("cupy_flash-cpu", 1024): (298.4, 30.29),
         ("numpy-naive", 1024): (61.15, 47.32),
@@ -315,7 +315,7 @@ def two_records(folder: Path) -> None:
 
 
 def one_tile(folder: Path) -> None:
-    """A tile that a sweep on the CPU has saved."""
+    """Save a tile as a sweep on the CPU does."""
     case = Case("float32", 1, 1, 2000, 8, 2, 64, 64, causal=True)
     tile = {"Br": 32, "Bc": 2048}
     found = problem_class(case.problem())
@@ -326,7 +326,7 @@ GIVEN: dict[str, Callable[[Path], None]] = {"records": two_records, "tile": one_
 
 
 class Clock:
-    """Clock of the sweeps: sequences of 512 take the times of docs/guide/tuning.md, others 30 ms.
+    """Fake clock of sweeps: at length 512 the times in docs/guide/tuning.md, otherwise 30 ms.
 
     Attributes
     ----------
@@ -361,7 +361,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """A machine at rest, whose sweeps take the times of the pages."""
+    """Fake clock of an idle machine, on which sweeps take the times of the pages."""
     clock = Clock()
     monkeypatch.setattr(sweep, "HostTimer", lambda: clock)
     monkeypatch.setattr(CpuWatch, "state", CpuState(0.0))
@@ -412,7 +412,7 @@ def test_commands_print_what_the_page_shows(
         printed = run_command(words, tmp_path)
         if block.language == "console":
             if "[1/" not in shown and "[2/" not in shown:
-                # A terminal shows one line of progress, and removes it.
+                # A terminal shows a line of progress, and removes it at the end.
                 printed = re.sub(r"^\[\d+/\d+\] .*\n", "", printed, flags=re.MULTILINE)
             measured = "figures" in block.notes
             missing = unlike(shown.replace("^C\n", ""), printed, measured=measured)

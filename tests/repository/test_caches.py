@@ -1,4 +1,4 @@
-"""Caches without a bound hold nothing whose number grows with the arguments of a program."""
+"""Unbounded caches hold nothing whose number grows with the arguments of a program."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import cupy_flash
 
 PACKAGE = Path(cupy_flash.__file__).parent
 
-# Functions that cache every result, and the few things that their arguments can be.
+# Functions with an unbounded cache, and the few values that their arguments can have.
 FEW = {
     "_numbers_of_codes": "dtypes of 8 bits and dtypes that attention is computed in",
     "_nearest_first": "processors, families and digests",

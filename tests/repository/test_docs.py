@@ -1,4 +1,4 @@
-"""What the pages and comments of the checkout point at is there."""
+"""Links and file names in the pages and comments of the checkout lead to existing files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PAGES = sorted(
     path
     for pattern in ("*.md", "docs/**/*.md", "benchmarks/*.md")
     for path in CHECKOUT.glob(pattern)
-    if path.name != "CHANGELOG.md"  # tells of what was
+    if path.name != "CHANGELOG.md"  # describes earlier versions
 )
 MODULES = sorted(
     path
@@ -33,12 +33,12 @@ MODULES = sorted(
 
 
 def page_id(page: Path) -> str:
-    """Path of a page, as several folders may have pages of the same name."""
+    """Return the path of a page; several folders may have pages of the same name."""
     return page.relative_to(CHECKOUT).as_posix()
 
 
 def anchors(page: Path) -> set[str]:
-    """What links to headings of a page say."""
+    """Return the anchors of a page's headings."""
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {
@@ -47,7 +47,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def missing(text: str, pattern: str) -> list[str]:
-    """Files that a text names and that no folder holds, in full or by the end of their path."""
+    """Return names of files in a text that are neither the path of a file nor the end of one."""
     named = set(re.findall(pattern, text))
     return sorted(n for n in named if not any(f"/{path}".endswith(f"/{n}") for path in SOURCES))
 
@@ -59,7 +59,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         if link.startswith("http"):
             continue
         name, _, anchor = link.partition("#")
-        # The template of a page in docs/ links from there.
+        # The template of a page in docs/ has the links of that page.
         folder = CHECKOUT / "docs" if page.name == "page.md" else page.parent
         target = folder / name if name else page
         assert target.exists(), link
@@ -83,7 +83,7 @@ def test_kernel_sources_that_comments_name_exist() -> None:
     assert found == {}
 
 
-# Arrays in PyTorch's order are the commonest mistake: where people look first has to say so.
+# Arrays in PyTorch's axis order are a common mistake, so introductions must state the order.
 AXES, REMEDY = "(batch, seqlen, heads, head_dim)", 'layout="bhsd"'
 OF_TORCH = "(batch, heads, seqlen, head_dim)"
 QKV_AXES, SDPA_AXES = "(batch, seqlen, 3, heads, head_dim)", "(..., heads, seqlen, head_dim)"
@@ -104,7 +104,7 @@ def test_a_page_begins_with_the_order_of_axes(page: str, begin: str, end: str) -
 
 
 def functions_of_axes() -> dict[str, tuple[str, set[str]]]:
-    """Docstrings and parameters of public functions of dense arrays, by module and name."""
+    """Return docstrings and parameters of public functions of dense arrays, by module and name."""
     found = {}
     for path in MODULES:
         if path.is_relative_to(CHECKOUT / "cupy_flash"):
@@ -120,7 +120,7 @@ FUNCTIONS = functions_of_axes()
 
 
 def test_functions_of_dense_arrays_are_found() -> None:
-    """Those of arrays in all their forms, and those of tensors and of JAX."""
+    """There are functions for arrays of any library, for PyTorch and for JAX."""
     names = [name.partition(".")[2] for name in FUNCTIONS]
     expected = {
         "attention_backward_reference": 1,

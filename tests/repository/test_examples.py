@@ -1,6 +1,6 @@
-"""The examples run and give what they say.
+"""The examples run and give the results that they print.
 
-What the examples compute does not depend on who computes the attention, or how.
+Their results do not depend on the function or the backend that computes attention.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def command() -> Any:
 
 @pytest.fixture
 def generate() -> Iterator[Any]:
-    # Its many small products on all cores would wait for each other, and for other tests.
+    # The example's many small products on all cores would delay each other and other tests.
     with threadpool_limits(limits=1, user_api="blas"):
         yield load("generate")
 
@@ -64,7 +64,7 @@ def encoder(minilm: Any) -> Any:
 
 
 def one_by_one(attention: Callable[..., Any]) -> Callable[..., Any]:
-    """Attention of packed sequences by a call of another function for each of them."""
+    """Return attention for packed sequences that calls `attention` for each sequence."""
 
     def packed(q: Any, k: Any, v: Any, cu_seqlens: Any, max_seqlen: int) -> Any:
         sequences = [slice(*ends) for ends in pairwise(cu_seqlens.tolist())]
@@ -79,8 +79,8 @@ def one_by_one(attention: Callable[..., Any]) -> Callable[..., Any]:
 def test_embeddings_equal_those_computed_with_the_reference_attention(
     minilm: Any, command: Any, backend: str, way: str
 ) -> None:
-    # All else in the encoder is the same float32 arithmetic, so the embeddings differ by how the
-    # rounding of attention spreads through six layers. The naive formula in float32 measures that.
+    # The rest of the encoder is the same float32 arithmetic. Embeddings differ by how rounding
+    # errors of attention spread through six layers, which the naive formula in float32 measures.
     try:
         place, xp = command.choose_backend(backend)
     except command.click.UsageError as error:
@@ -161,7 +161,7 @@ def test_gelu_keeps_to_the_error_it_documents(minilm: Any) -> None:
     exact = [0.5 * float(value) * math.erfc(-float(value) / math.sqrt(2)) for value in x]
     out = minilm.gelu(x)
     assert out.dtype == np.float32
-    assert np.abs(out - exact).max() < 4e-7 + np.spacing(np.float32(14)) / 2  # an output's half ulp
+    assert np.abs(out - exact).max() < 4e-7 + np.spacing(np.float32(14)) / 2  # half an ulp of out
 
 
 def test_safetensors_file_gives_its_tensors_by_name(minilm: Any) -> None:
@@ -234,8 +234,8 @@ def test_save_qkv_keeps_the_chosen_layer_of_the_passage(
         for name, expected in zip("qkv", recorder.calls[layer - 1], strict=True):
             assert saved[name].dtype == np.float32
             assert saved[name].shape == (1, 509, 12, 32)
-            # The layers before it took another attention function: 1e-4 of values near 5 tells the
-            # rounding of float32 from another layer's values.
+            # Earlier layers used another attention function. At values near 5, a tolerance of 1e-4
+            # separates float32 rounding from the values of another layer.
             np.testing.assert_allclose(saved[name], expected, rtol=0, atol=1e-4)
 
 
@@ -337,7 +337,7 @@ def test_quickstart_prints_the_shape_and_an_error_as_small_as_the_naive_formula(
 
 @pytest.fixture
 def decoder(generate: Any) -> Any:
-    """The model whose weights come with the examples, for the CPU."""
+    """The model whose weights come with the examples, on the CPU."""
     return generate.load_decoder(generate.WEIGHTS, np)
 
 
@@ -467,7 +467,7 @@ def test_a_token_that_rounding_decided_is_named_and_ends_its_comparison(
     logits = np.array([[[0, 1, 3], [2, 1, 1.9], [0, 9, 0]], [[1, 0, 0], [1, 0, 0], [1, 0, 0]]])
     moved = logits.copy()
     moved[0, 1] = [1.9999, 1, 2.0]
-    moved[0, 2] = [9, 0, 0]  # after another token
+    moved[0, 2] = [9, 0, 0]  # ignored, because earlier tokens differ
     a, b = (generate.Generated(x.argmax(axis=2), x, 1.0) for x in (moved, logits))
     found = generate.Comparison.of(a, b)
     assert found.parted == {0: 1}

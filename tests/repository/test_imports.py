@@ -1,4 +1,4 @@
-"""Who imports whom: the rules of docs/engineering/architecture.md."""
+"""Imports between packages and modules follow the rules of docs/engineering/architecture.md."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# Each room may import those behind it, and all may import `errors`.
+# Packages that each package may import; all may import `errors`, too.
 MAY_IMPORT = {
     "parallel": {"api", "calls", "gpu", "arrays", "mods", "problem"},
     "api": {"calls", "planning", "mods", "problem"},
@@ -28,7 +28,7 @@ CUPY = {"gpu", "arrays"}
 
 @functools.cache
 def imported(path: Path) -> tuple[str, ...]:
-    """Modules that a file imports anywhere in it, by their full names."""
+    """Return the full names of the modules that a file imports anywhere."""
     found: list[str] = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -46,7 +46,7 @@ def imported(path: Path) -> tuple[str, ...]:
 
 
 def modules(folder: str) -> dict[str, Path]:
-    """The files below a folder by the names of their modules."""
+    """Return the files below a folder by module name."""
     return {
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
         for path in sorted((ROOT / folder).rglob("*.py"))

@@ -1,4 +1,4 @@
-"""The gallery of docs/guide/masks.md runs, and gives what the reference gives."""
+"""The gallery of docs/guide/masks.md runs, and gives the results of the reference."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_picture_is_of_the_masks_that_the_page_names(tmp_path) -> None:
         )
         for title, options in masks.pictures().items()
     }
-    # Each node of a tree sees its parent's ancestors, and itself.
+    # Each node of a tree attends to its parent, the parent's ancestors, and itself.
     of_tree = seen["tree"][:, -len(masks._PARENTS) :]
     for node, parent in enumerate(masks._PARENTS):
         above = of_tree[parent].copy() if parent >= 0 else np.zeros(len(masks._PARENTS), bool)
@@ -91,8 +91,8 @@ def test_every_snippet_gives_what_the_reference_gives(monkeypatch) -> None:
         exec(compile(snippet, str(PAGE), "exec"), names)
         assert len(calls) == before + 1, snippet
     for out, truth in calls:
-        # float32 scores of standard deviation 1: 2^-20 is 8 units in the last place of the largest.
+        # Scores have standard deviation 1, in float32; 2^-20 is 8 ulps of the largest value.
         np.testing.assert_allclose(out, truth, rtol=0, atol=2**-20 * np.abs(truth).max())
-    # Each says something else.
+    # Each snippet gives a different result.
     first, *others = (out for out, _ in calls if out.shape == calls[0][0].shape)
     assert all(np.abs(first - other).max() > 1e-3 for other in others)

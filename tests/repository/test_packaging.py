@@ -1,4 +1,4 @@
-"""What is built and installed: one top-level name that holds the commands and the kernels."""
+"""Built and installed files: one top-level package that holds the commands and the kernels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytest.importorskip("hatchling", reason="building needs hatchling, which the tes
 
 
 def build(target: str, folder: Path) -> Path:
-    """Build with the back end itself: pip's isolated builds would ask a registry."""
+    """Build with the build backend itself: pip's isolated builds would ask a registry."""
     folder.mkdir(exist_ok=True)
     subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", folder],
@@ -34,7 +34,7 @@ def build(target: str, folder: Path) -> Path:
 
 
 def files_below(folder: str, *suffixes: str) -> set[str]:
-    """Paths of the checkout's files below a folder, relative to the checkout, with slashes."""
+    """Return the paths of files below a folder, relative to the checkout, with slashes."""
     return {
         path.relative_to(CHECKOUT).as_posix()
         for path in (CHECKOUT / folder).rglob("*")
@@ -55,7 +55,7 @@ def wheel_files(wheel: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that holds what installing the wheel puts into site-packages."""
+    """Folder with what the installed wheel puts into site-packages."""
     folder = tmp_path_factory.mktemp("site")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
@@ -74,7 +74,7 @@ WHERE = """
 
 
 def places(installed: Path, working_directory: Path, *arguments: str | Path) -> list[Path]:
-    """Where a fresh interpreter finds the package, its commands and its kernels."""
+    """Return where a new interpreter finds the package, its commands and its kernels."""
     environment = os.environ | {"PYTHONPATH": str(installed)}
     environment.pop("PYTHONSAFEPATH", None)
     output = subprocess.run(
@@ -90,7 +90,7 @@ def places(installed: Path, working_directory: Path, *arguments: str | Path) -> 
 
 @pytest.fixture
 def console_script(tmp_path: Path) -> Path:
-    """A script that, as the installed command, has its own folder first on its path."""
+    """Script whose folder is first on its path, as for the installed command."""
     folder = tmp_path / "bin"
     folder.mkdir()
     script = folder / "where.py"

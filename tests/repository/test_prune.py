@@ -1,4 +1,4 @@
-"""Records and shipped tiles of kernels that no longer exist are found, and go on request."""
+"""Records and shipped tiles of kernels that no longer exist are found, and removed on request."""
 
 from __future__ import annotations
 

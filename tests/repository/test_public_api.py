@@ -1,6 +1,6 @@
 """The public names, their parameters and the options of the command line, compared with a snapshot.
 
-A change that is meant is recorded by `python tests/repository/test_public_api.py`, and noted in
+Record an intended change by `python tests/repository/test_public_api.py`, and note it in
 CHANGELOG.md if users see it.
 """
 

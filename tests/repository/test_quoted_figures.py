@@ -1,4 +1,4 @@
-"""The figures that the README quotes are those of the records, and the page is up to date."""
+"""Figures that the README quotes equal those of the records, and the page is up to date."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def results(tmp_path: Path) -> Path:
 
 
 def faults(results: Path, prose: str, *sources: str) -> list[str]:
-    """What is wrong with prose and its sources."""
+    """Return the errors in prose and its sources."""
     block = "\n".join(["  <!-- figures", *(f"  {line}" for line in sources), "  -->"])
     return quotes.faults(f"# Title\n\n- {prose}\n{block if sources else ''}\n", results)
 

@@ -38,7 +38,7 @@ def page(template: str, results: Path) -> str:
 
 
 def table(text: str) -> list[list[str]]:
-    """The cells of a Markdown table, without its rule."""
+    """Return the cells of a Markdown table, without its rule."""
     lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
     return [lines[0], *lines[2:]]
 

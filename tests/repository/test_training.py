@@ -1,4 +1,4 @@
-"""The example that trains: its gradients are right, and so is what it learns from them."""
+"""The training example: its gradients are right, and training reduces the loss."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS = 20
 
 @pytest.fixture
 def train() -> Iterator[Any]:
-    # Its many small products on all cores would wait for each other, and for other tests.
+    # The example's many small products on all cores would delay each other and other tests.
     with threadpool_limits(limits=1, user_api="blas"):
         yield load("train")
 
@@ -29,7 +29,7 @@ def train() -> Iterator[Any]:
 def formula(
     train: Any, config: Any, forward: Callable[..., Any], backward: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Attention and its gradients by two functions that have the whole score matrix in memory."""
+    """Return attention and its gradients by two functions that hold the whole score matrix."""
     cos, sin = train.rotary_tables(config.head_dim, 4096)
 
     def attend(layer: int, q: Any, k: Any, v: Any, sinks: Any) -> Any:
@@ -55,7 +55,7 @@ def test_the_pullbacks_of_the_model_give_the_slope_of_the_loss_in_any_direction(
     config = train.Config(
         vocabulary=11, layers=2, width=12, heads_q=4, heads_kv=2, head_dim=6, hidden=10, window=5
     )
-    # Sinks of the first step are 0, and no gain is 1.
+    # The noise makes sinks differ from 0, and gains from 1.
     weights = {
         name: weight.astype(np.float64) + 0.1 * rng.standard_normal(weight.shape)
         for name, weight in train.random_weights(config, 0).items()
@@ -70,7 +70,7 @@ def test_the_pullbacks_of_the_model_give_the_slope_of_the_loss_in_any_direction(
     _, gradients = loss_of(weights)
     assert gradients.keys() == weights.keys()
     # A central difference is off by step^2 / 6 times a third derivative, and by the rounding of the
-    # loss over the step: rotations are rounded to float32 tables but computed in its dtype.
+    # loss over the step. Rotations are computed in float64, but from float32 tables.
     step = 1e-3
     for name, weight in weights.items():
         direction = rng.standard_normal(weight.shape) / weight.size**0.5
@@ -91,7 +91,7 @@ def test_turning_by_the_negative_sine_is_the_pullback_of_a_rotation(
 
 
 def losses_of(train: Any, attention: Callable[..., Any] | None, seed: int) -> np.ndarray:
-    """Of the first steps, of the usual model."""
+    """Return the losses of the first steps of the default model."""
     config, place = train.Config(), train.Place("cpu", np, np, "float32")
     schedule = train.Schedule(STEPS, batch=2, seqlen=70)
     decoder = train.Decoder(config, train.random_weights(config, seed))
@@ -108,14 +108,14 @@ def losses_of(train: Any, attention: Callable[..., Any] | None, seed: int) -> np
 def test_losses_are_those_of_the_naive_formulas_gradients_within_rounding(
     train: Any, rng: np.random.Generator
 ) -> None:
-    # All else is the same float32 arithmetic, so losses differ by how the rounding of attention and
-    # of its gradients spreads from step to step. The naive formula in float32 measures that.
+    # The rest is the same float32 arithmetic. Losses differ by how rounding errors of attention and
+    # its gradients spread from step to step, which the naive formula in float32 measures.
     seed = int(rng.integers(2**31))
     exact = formula(train, train.Config(), attention_reference, attention_backward_reference)
     naive = formula(train, train.Config(), attention_naive, backward_naive)
     fused, exact, naive = (losses_of(train, way, seed) for way in (None, exact, naive))
-    # The mean of five batches is compared, because the loss of one depends on its text: it was 0.83
-    # of the first for one of 13 seeds, and their means were 0.53 to 0.58.
+    # The mean of five batches is compared, because a single loss depends on its text: in 1 of 13
+    # seeds it was 0.83 of the first loss, while means were 0.53 to 0.58.
     assert exact[-5:].mean() < 0.7 * exact[0]
     assert max_error(fused, exact) <= error_bound(naive, exact, np.float32)
 
@@ -132,7 +132,7 @@ def test_gradients_of_bfloat16_products_are_those_of_float32_within_rounding(
         decoder = train.Decoder(config, weights, dtype=dtype)
         found.append(train.loss_and_gradients(decoder, tokens, attention))
     (rounded_loss, rounded), (loss, exact) = found
-    # Some twenty roundings one behind the other, forwards and back, each by 2^-9 at most.
+    # Some twenty consecutive roundings, forward and backward, are off by at most 2^-9 each.
     rounding = 20 * 2**-9
     assert rounded_loss == pytest.approx(loss, rel=rounding)
     difference = sum(((rounded[name] - exact[name]) ** 2).sum() for name in exact)
@@ -147,7 +147,7 @@ def test_steps_that_bfloat16_has_no_numbers_for_add_up(
     optimizer = train.AdamW(weights)
     for _ in range(STEPS):
         optimizer.step({"w": rng.uniform(1, 2, (8, 8)).astype(np.float32)}, rate=1e-4)
-    # Each step is about as long as the rate, whatever the gradient's size.
+    # Each step is about as long as the learning rate, whatever the gradient's magnitude.
     assert (weights["w"] < 1 - STEPS * 0.5e-4).all()
     assert (weights["w"] > 1 - STEPS * 2e-4).all()
 
@@ -168,7 +168,7 @@ def test_the_command_learns_and_keeps_weights_that_text_is_generated_with(
     lines = re.findall(r"step +(\d+) +loss ([\d.]+) +(\d+) tokens/s", output)
     assert [int(step) for step, _, _ in lines] == list(range(3, 31, 3))
     losses = [float(loss) for _, loss, _ in lines]
-    # Bytes as often as they are in the text, whatever stands before, have 3.1 nats.
+    # A prediction by the frequencies of bytes alone has a loss of 3.1 nats.
     assert losses[0] > 5
     assert losses[-1] < 3
     assert all(float(rate) > 0 for _, _, rate in lines)

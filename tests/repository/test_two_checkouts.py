@@ -1,4 +1,4 @@
-"""Timing two checkouts in one process."""
+"""Timing of two checkouts in one process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_calls_of_two_checkouts_are_timed_in_one_process(tmp_path: Path) -> None
     old, new, ratio, *label = line.split()
     assert float(ratio) == pytest.approx(float(new) / float(old), abs=1e-3)
     assert label == ["b4", "s512", "full"]
-    # The modules that the program had are the same as before.
+    # This process still has the same modules as before.
     assert before.items() <= sys.modules.items()
 
 

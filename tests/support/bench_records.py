@@ -1,4 +1,4 @@
-"""Records as `bench` writes them, to read back."""
+"""Records in the format of the `bench` command, for tests of the commands that read them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ METADATA = {
 
 
 def row(provider: str, seqlen: int, ms: float | None, **more: Any) -> dict[str, Any]:
-    """A row whose quartiles are 1% about the median, of 16384 tokens unless `more` says else."""
+    """Return a row with quartiles 1% from the median, of 16384 tokens; `more` replaces fields."""
     ours = provider.startswith("cupy_flash")
     return {
         "provider": provider,
@@ -53,7 +53,7 @@ def row(provider: str, seqlen: int, ms: float | None, **more: Any) -> dict[str, 
 
 
 def write(path: Path, rows: Sequence[Any], **metadata: Any) -> Path:
-    """A record's file; `metadata` replaces parts of its head."""
+    """Write a record and return its path; `metadata` replaces fields of the header."""
     path.parent.mkdir(exist_ok=True)
     text = json.dumps({"metadata": METADATA | metadata, "rows": rows})
     path.write_text(text, encoding="utf-8")
@@ -61,8 +61,8 @@ def write(path: Path, rows: Sequence[Any], **metadata: Any) -> Path:
 
 
 def invoke(command: click.Command, *arguments: str | Path) -> Result:
-    """Run a command below `cupy-flash`, whose errors are one line."""
-    # A command keeps the names of its help option from the first call.
+    """Run a command as a subcommand of `cupy-flash`, with errors printed on one line."""
+    # A command caches the names of its help option in the first call, so they are set here, too.
     group = OneLineErrors("cupy-flash", commands=[command], context_settings=main.context_settings)
     line = [command.name or "", *map(str, arguments)]
     return CliRunner().invoke(group, line, prog_name="cupy-flash", catch_exceptions=False)

@@ -1,4 +1,4 @@
-"""The scripts of the checkout's folder benchmarks/, as modules."""
+"""Scripts in the folder benchmarks/ of the checkout, imported as modules."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 from types import ModuleType
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-# The tests may stand outside of one.
+# The tests may be outside of a checkout.
 IN_CHECKOUT = (CHECKOUT / "benchmarks").is_dir()
 
 
 def script(name: str) -> ModuleType:
-    """A module of the folder benchmarks/, which finds its neighbours there."""
+    """Return a module of the folder benchmarks/, which can import the other modules there."""
     folder = str(CHECKOUT / "benchmarks")
     if folder not in sys.path:
         sys.path.append(folder)

@@ -1,4 +1,4 @@
-"""Bounds and block maps of masks: their device code run on the host, and the same by NumPy."""
+"""Bounds and block masks of mask functions, by generated code run on the CPU and by NumPy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from support.device_text import COMPILER, FOLDER
 HOST_KERNELS = Path(__file__).resolve().parents[1] / "kernels" / "host_kernels"
 NONE, SOME, ALL = range(3)
 
-# What the block's code needs besides what others that run on the host do.
+# Definitions for the kernel that builds block masks, in addition to those of cuda_on_host.h.
 _BLOCK = """
 #include "cuda_on_host.h"
 #define __shared__ static
@@ -39,7 +39,7 @@ template <class T>
 T atomicOr(T* address, T value) { return __atomic_fetch_or(address, value, __ATOMIC_RELAXED); }
 """
 
-# What the code needs that reads maps, where the block's is not there.
+# Definitions for code that reads block masks, if `_BLOCK` is not part of the source.
 _READING = """
 #define __device__
 #include <algorithm>
@@ -105,18 +105,18 @@ extern "C" void build{number}(const BlockMapParams* p, int range_warps, int thre
 
 
 class FoundMap(NamedTuple):
-    """What a map says, by (batches, heads).
+    """Contents of a block mask, whose row tiles consist of parts; shapes follow (batches, heads).
 
     Attributes
     ----------
     visited, full
-        Bools (parts, key blocks).
+        Whether a block is non-empty, and whether it is full, shape (parts, key blocks).
     tiles
-        (row tiles, 3).
+        Row tile, first and end key block in launch order, shape (row tiles, 3).
     behind
-        (parts, words).
+        Number of stored partial blocks after each word of 32 blocks, shape (parts, words).
     shown
-        (parts, slots, threads, halves, words) of bits.
+        Bits of stored visible pairs, shape (parts, slots, threads, halves, words).
     """
 
     visited: np.ndarray
@@ -127,17 +127,17 @@ class FoundMap(NamedTuple):
 
 
 class HostMask(NamedTuple):
-    """A mask's device code, on the host.
+    """Mask whose generated code is compiled for the CPU.
 
     Attributes
     ----------
     classify
-        Of b, h and an (n, 4) array of i_low, i_high, j_low and j_high: what bounds say of each.
+        Function of b, h and rows (i_low, i_high, j_low, j_high): NONE, SOME or ALL for each.
     build
-        A `MapSpec`'s map.
+        Function that builds the block mask of a `MapSpec`.
     read
-        What a kernel is told of a row tile, of two parts, of such a map: of `BLOCK_MAP_DTYPE`,
-        batch, head, tile.
+        Function of a `BLOCK_MAP_DTYPE` record, batch, head and row tile that returns what a kernel
+        reads for this row tile, which has two parts.
     """
 
     classify: Callable[[int, int, np.ndarray], np.ndarray]
@@ -148,7 +148,7 @@ class HostMask(NamedTuple):
 def compiled_masks(
     folder: Path, mods: Sequence[MaskMod], dtype: str = "float32", *, builds: bool = False
 ) -> list[HostMask]:
-    """Compiles the code of masks together, with or without that which builds maps."""
+    """Compile the code of masks together, with or without the code that builds block masks."""
     if COMPILER is None:
         pytest.skip("no g++ to compile device text with")
     texts = [mask_text(mod, dtype) for mod in mods]
@@ -190,7 +190,7 @@ def _host_mask(
 
     def built(spec: MapSpec) -> FoundMap:
         layout, (batches, heads) = Layout.of(spec, text), spec.maps(text)
-        # Nothing in it that has not been written.
+        # The memory starts with garbage, so that a read of unwritten bytes changes the result.
         memory = np.full(layout.bytes, 0xA5, np.uint8)
         scratch = np.full(layout.scratch + 8, 0xA5, np.uint8)
         map = BlockMap(
@@ -226,19 +226,19 @@ def pointer(array: np.ndarray) -> ctypes.c_void_p:
 
 
 def map_of(mod: MaskMod, spec: MapSpec, dtype: str) -> ReadyMap:
-    """The map of a mask on the current device and stream, as calls ask for it."""
+    """Return the block mask of a mask on the current device and stream, as calls do."""
     cuda = block_maps.cupy_module().cuda
     key = MapKey(cuda.runtime.getDevice(), dtype, spec)
     return map_of_mask(mod, key, cuda.get_current_stream().ptr)
 
 
 def launched(ready: ReadyMap) -> None:
-    """As calls say it behind their launches."""
+    """Report a launch that reads the block mask, as calls do after their launches."""
     ready.launched(block_maps.cupy_module().cuda.get_current_stream().ptr)
 
 
 def read_map(spec: MapSpec, maps: tuple[int, int], memory: np.ndarray, layout: Layout) -> FoundMap:
-    """What a map's bytes say."""
+    """Return the contents of a block mask from its bytes."""
     shape = (*maps, spec.row_tiles * spec.parts)
 
     def part(begin: int, dtype: type, *lengths: int) -> np.ndarray:
@@ -248,7 +248,7 @@ def read_map(spec: MapSpec, maps: tuple[int, int], memory: np.ndarray, layout: L
     bits = []
     for begin in (0, layout.full):
         words = part(begin, np.uint8, *shape, spec.words * 4)
-        # No bit is set behind the last block.
+        # No bit is set after the last block.
         blocks = np.unpackbits(words, axis=-1, bitorder="little").astype(bool)
         assert not blocks[..., spec.key_blocks :].any()
         bits.append(blocks[..., : spec.key_blocks])
@@ -261,12 +261,12 @@ def read_map(spec: MapSpec, maps: tuple[int, int], memory: np.ndarray, layout: L
 
 
 def check_map(found: FoundMap, mod: MaskMod, spec: MapSpec, maps: tuple[int, int]) -> None:
-    """Asserts that a map says what the mask's pairs say."""
+    """Fail unless a block mask agrees with the pairs of the mask."""
     visited, full, tiles = found[:3]
     expected_visited, expected_full = _expected_map(mod, spec, maps)
     np.testing.assert_array_equal(visited, expected_visited)
     np.testing.assert_array_equal(full, expected_full)
-    # All tiles, the largest first; of nearly as many blocks in any order.
+    # All tiles occur, those with the most blocks first; nearly equal tiles may be in any order.
     order = tiles[..., 0]
     np.testing.assert_array_equal(
         np.sort(order), np.broadcast_to(range(spec.row_tiles), order.shape)
@@ -282,7 +282,7 @@ def check_map(found: FoundMap, mod: MaskMod, spec: MapSpec, maps: tuple[int, int
 
 
 def _check_kept_pairs(found: FoundMap, mod: MaskMod, spec: MapSpec, maps: tuple[int, int]) -> None:
-    """The pairs of each part's last blocks that are neither hidden nor shown wholly."""
+    """Fail unless the stored pairs of the last partial blocks of each part are right."""
     slots = found.shown.shape[3]
     partial = found.visited & ~found.full
     of_words = np.pad(partial, [(0, 0)] * 3 + [(0, -spec.key_blocks % 32)])
@@ -309,7 +309,7 @@ def _check_kept_pairs(found: FoundMap, mod: MaskMod, spec: MapSpec, maps: tuple[
 def _expected_map(
     mod: MaskMod, spec: MapSpec, maps: tuple[int, int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Pair by pair, whether blocks are visited, and full."""
+    """Return which blocks are non-empty, and which are full, computed pair by pair."""
     left, right = spec.band
     i = np.arange(spec.seqlen_q, dtype=np.int32)[:, None] + np.int32(spec.q_offset)
     j = np.arange(spec.seqlen_k, dtype=np.int32)
@@ -323,7 +323,7 @@ def _expected_map(
 
 
 def of_blocks(pairs: np.ndarray, spec: MapSpec) -> np.ndarray:
-    """Whether any pair of each block is true; none is where parts of the last tile have no rows."""
+    """Return whether any pair of each block is true; False for parts without rows."""
     rows = np.arange(0, spec.seqlen_q, spec.Br // spec.parts)
     keys = np.arange(0, spec.seqlen_k, spec.Bc)
     blocks = np.logical_or.reduceat(np.logical_or.reduceat(pairs, rows, -2), keys, -1)

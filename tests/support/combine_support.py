@@ -1,4 +1,4 @@
-"""What the tests of `combine` share: random parts, and how far their merging may be off."""
+"""Random partial results for the tests of `combine`, and error bounds of merged results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def lse_dtype(dtype: str) -> np.dtype:
 def random_parts(
     rng: np.random.Generator, dtype: str, shape: tuple[int, ...], *, unseen: float = 0.2
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(out_partial, lse_partial) of a shape; a share of the parts saw no key and holds NaN."""
+    """Return (out_partial, lse_partial); a fraction `unseen` of the rows has no key and is NaN."""
     out = rng.standard_normal(shape).astype(DTYPES[dtype])
     lse_shape = (*shape[:-3], shape[-2], shape[-3])
     lse = rng.normal(scale=4, size=lse_shape).astype(lse_dtype(dtype))
@@ -30,7 +30,7 @@ def random_parts(
 
 
 def random_sinks(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Of the heads of such parts, (heads_q,) of float64; some are none."""
+    """Return float64 sinks for parts of this shape, (heads_q,); some are -inf."""
     sinks = rng.normal(scale=4, size=shape[-2])
     sinks[rng.random(len(sinks)) < 0.2] = -np.inf
     return sinks
@@ -39,14 +39,14 @@ def random_sinks(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray
 def with_sinks(
     out_partial: np.ndarray, lse_partial: np.ndarray, sinks: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The parts, and one more that sinks are."""
+    """Return the parts with one more, which represents the sinks."""
     none = np.zeros_like(out_partial[:1])
     of_rows = np.broadcast_to(sinks.astype(lse_partial.dtype)[:, None], lse_partial[:1].shape)
     return np.concatenate([out_partial, none]), np.concatenate([lse_partial, of_rows])
 
 
 def exact(out_partial: np.ndarray, lse_partial: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The formula in float64, on finite values and parts that saw no key."""
+    """Return the merged results in float64, for finite values and parts without visible keys."""
     out64, lse64 = out_partial.astype(np.float64), lse_partial.astype(np.float64)
     largest = lse64.max(axis=0)
     base = np.where(largest == -np.inf, 0, largest)
@@ -59,12 +59,12 @@ def exact(out_partial: np.ndarray, lse_partial: np.ndarray) -> tuple[np.ndarray,
 
 
 def assert_merged(out: Any, lse: Any, out_partial: np.ndarray, lse_partial: np.ndarray) -> None:
-    """Fail unless (out, lse) are the parts merged, but for what their precision rounds.
+    """Fail unless (out, lse) are the merged parts, up to rounding.
 
-    With u half of the sums' eps: a weight's exponent d = lse_s - max is off by 3u of itself (the
-    difference, log2 e, their product) and its exponential by 4u more; the sum of S weights by S u,
-    its inverse and the product with it by u each; the weighted sum by S u. The result is
-    rounded once to its dtype.
+    Let u be half the eps of lse's dtype. A weight's exponent d = lse_s - max has a relative error
+    of 3u (the difference, log2 e, and their product), and its exponential of 4u more. The sum of S
+    weights adds S u, its inverse and the product with it u each, and the weighted sum S u. The
+    result is rounded once to its dtype.
     """
     expected, expected_lse = exact(out_partial, lse_partial)
     assert out.dtype == out_partial.dtype

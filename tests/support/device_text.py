@@ -1,4 +1,4 @@
-"""Device text of modifications: as emitted, and compiled for the host and called with arrays."""
+"""Generated CUDA source of modifications, as text and compiled for the CPU."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from cupy_flash.mods.modification import MaskMod, Modification, ScoreMod
 
 FOLDER = Path(__file__).resolve().parents[1] / "mods" / "on_host"
 COMPILER = shutil.which("g++")
-# What a kernel gives for each pair, in this order.
+# Values that a kernel passes for each pair, in the order of the columns of the argument table.
 COLUMNS = ("b", "h", "i", "row", "q_start", "k_start", "first_key", "step")
 
 
 @dataclass(frozen=True)
 class Text:
-    """Device text of a score's change and of a mask, either of which may be missing."""
+    """Generated CUDA source of a score function and of a mask, one of which may be missing."""
 
     score_mod: ScoreMod | None = None
     mask_mod: MaskMod | None = None
     inputs: str = "float32"  # dtype of queries and keys
-    scale: float = 1.0  # of products of both
-    backward: bool = False  # whether there are derivatives
+    scale: float = 1.0  # factor of the products q k^T
+    backward: bool = False  # whether the source includes derivatives
 
     @classmethod
     def of(cls, mod: Modification, inputs: str = "float32") -> Text:
@@ -56,7 +56,7 @@ class Text:
     def emitted(self) -> str:
         score = self.score_mod and self.score_mod.expression
         seen = self.mask_mod and self.mask_mod.expression
-        # As calls have it, whose biases may be at hand; on the host they are not.
+        # Kernels may load the bias of a pair in advance. The source is the same here, without this.
         pairwise = frozenset({"bias"} & self.captures.keys())
         slopes = None
         if self.backward:
@@ -150,13 +150,13 @@ extern "C" void backward{number}(const ModArguments* a, int pairs, const int* co
 
 
 def compiled_for_host(folder: Path, texts: Sequence[Text]) -> list[Run]:
-    """Compiles texts together; of each, a function of a pair's columns and scores."""
+    """Compile sources together; return for each a function of the pairs' columns and scores."""
     loaded = _compiled(folder, texts)
     return [_run(text, getattr(loaded, f"run{n}")) for n, text in enumerate(texts)]
 
 
 def derivatives_for_host(folder: Path, texts: Sequence[Text]) -> list[RunBackward]:
-    """The same of texts with derivatives: a function of columns, products and weights."""
+    """Compile sources with derivatives; return functions of columns, products and weights."""
     loaded = _compiled(folder, texts)
     return [_run_backward(text, getattr(loaded, f"backward{n}")) for n, text in enumerate(texts)]
 
@@ -173,7 +173,7 @@ def _compiled(folder: Path, texts: Sequence[Text]) -> ctypes.CDLL:
         units.append(_UNIT.format(text=text.emitted(), size=size, more=more, **common))
     source, library = folder / "mods.cpp", folder / "mods.so"
     source.write_text(includes + _INSIDE + "".join(units), encoding="utf-8")
-    # The stand-ins come first; sums of integers wrap, as they do in NumPy and on a GPU.
+    # The stand-in headers come first. Sums of integers wrap, as in NumPy and on a GPU.
     options = ["-std=c++17", "-O0", "-w", "-shared", "-fPIC", "-fwrapv"]
     options += [f"-I{FOLDER}", f"-I{KERNEL_DIR}"]
     command = [COMPILER, *options, str(source), "-o", str(library)]
@@ -184,7 +184,7 @@ def _compiled(folder: Path, texts: Sequence[Text]) -> ctypes.CDLL:
 
 def _run(text: Text, function: Any) -> Run:
     def run(scores: np.ndarray, **columns: Any) -> tuple[np.ndarray, np.ndarray]:
-        """New scores, and whether pairs are seen, of arrays of one axis."""
+        """Return new scores, and which pairs are visible, for 1-d arrays."""
         scores = np.ascontiguousarray(scores, _dtype(text))
         new, seen = np.empty_like(scores), np.empty(len(scores), bool)
         _call(text, function, columns, scores, new, seen)
@@ -197,7 +197,7 @@ def _run_backward(text: Text, function: Any) -> RunBackward:
     def run(
         products: np.ndarray, weights: np.ndarray, **columns: Any
     ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Slopes of arrays of one axis, and gradients of captures by name."""
+        """Return slopes, and gradients of captures by name, for 1-d arrays."""
         products, weights = (np.ascontiguousarray(x, _dtype(text)) for x in (products, weights))
         slopes = np.full_like(products, np.nan)
         assert text.score_mod is not None
@@ -217,7 +217,7 @@ def _dtype(text: Text) -> Any:
 
 
 def _call(text: Text, function: Any, columns: Mapping[str, Any], *arrays: np.ndarray) -> None:
-    """Calls what was compiled with a table of the columns and with arrays, one for each pair."""
+    """Call a compiled function with a table of the columns and arrays, one row per pair."""
     count = len(arrays[0])
     table = np.zeros((count, len(COLUMNS)), np.int32)
     for place, name in enumerate(COLUMNS):

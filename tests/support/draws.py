@@ -1,4 +1,4 @@
-"""How many random draws of a test run with the quick tests."""
+"""Selection of the random draws that run with the quick tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 
 def few_then_slow(values: Iterable[object], quick: int) -> list[object]:
-    """Parameters of a test, of which all but the first `quick` are slow."""
+    """Return parameters of a test, of which all but the first `quick` are marked slow."""
     return [
         value if number < quick else pytest.param(value, marks=pytest.mark.slow)
         for number, value in enumerate(values)

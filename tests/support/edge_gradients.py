@@ -1,4 +1,4 @@
-"""Backward calls at the edges of masks: rows with one key or none, and keys without rows."""
+"""Backward calls in which rows attend to one key or none, or no row attends to some keys."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ ALL = slice(None)
 
 
 class EdgeCall(NamedTuple):
-    """Sizes and options of a dense call, and its special rows and keys.
+    """Dense call: its sizes, options, and special rows and keys.
 
     Attributes
     ----------
     rows, keys
-        Queries that see one key or none, and keys that no query sees.
+        Queries that attend to one key or none, and keys that no query attends to.
     hidden
-        Names of the arrays that may hold NaN in rows without a key and keys without a row. A bias
-        hides a score by adding -inf to it, and NaN plus -inf is NaN.
+        Names of the arrays that may hold NaN in `rows` and `keys`. With a bias, q and k may not: a
+        bias masks a pair by adding -inf to its score, and NaN plus -inf is NaN.
     """
 
     seqlen_q: int
@@ -46,7 +46,7 @@ class EdgeCall(NamedTuple):
         return {name: array.astype(DTYPES[dtype]) for name, array in found.items()}
 
     def forward(self, arrays: Mapping[str, np.ndarray], xp: Any, **where: Any) -> tuple[Any, ...]:
-        """Output and log-sum-exp."""
+        """Return the output and the log-sum-exp."""
         found: tuple[Any, ...] = cupy_flash.flash_attention(
             *(xp.asarray(arrays[n]) for n in "qkv"),
             return_lse=True,
@@ -68,7 +68,7 @@ class EdgeCall(NamedTuple):
         return [x if xp is np else x.get() for x in found]
 
     def _options(self, arrays: Mapping[str, np.ndarray], xp: Any) -> dict[str, Any]:
-        """Return the options, with reals in float64 if the arrays are."""
+        """Return the options, with float arrays in float64 if `arrays` are float64."""
         real = np.float64 if arrays["q"].dtype == np.float64 else np.float32
         found = dict(self.options)
         for name, value in self.options.items():
@@ -85,7 +85,7 @@ class EdgeCall(NamedTuple):
 
 
 def _one_key_of_each(rng: Any, seqlen_q: int, seqlen_k: int) -> np.ndarray:
-    """A mask that shows each row one key."""
+    """Return a random mask with one visible key per row."""
     shape = (BATCH, HEADS, seqlen_q)
     keys = rng.integers(0, seqlen_k, shape)
     seen: np.ndarray = np.arange(seqlen_k) == keys[..., None]
@@ -105,7 +105,7 @@ def _diagonal() -> MaskMod:
     return MaskMod(lambda b, h, i, j: i == j)
 
 
-# Calls in which rows see one key, by the way in which the others are hidden.
+# Calls in which rows attend to one key, by the way in which the other keys are masked.
 ONE_KEY: dict[str, Callable[[Any], EdgeCall]] = {
     "causal": lambda rng: EdgeCall(150, 150, {"causal": True}, slice(1)),
     "key": lambda rng: EdgeCall(150, 1, {}, ALL),
@@ -124,7 +124,7 @@ ONE_KEY: dict[str, Callable[[Any], EdgeCall]] = {
         150, 200, {"bias": _bias(_one_key_of_each(rng, 150, 200), rng), "softcap": 20.0}, ALL
     ),
     "function": lambda rng: EdgeCall(150, 150, {"mask_mod": _diagonal()}, ALL),
-    # Keys end before the window of every row, but the first of them is in a prefix.
+    # All keys come before the window of every row, but the first key is in a prefix.
     "window and prefix": lambda rng: EdgeCall(
         150,
         90,
@@ -140,7 +140,7 @@ ONE_KEY: dict[str, Callable[[Any], EdgeCall]] = {
 
 
 def _hidden(rng: Any, seqlen_q: int, seqlen_k: int, rows: slice, keys: slice) -> np.ndarray:
-    """Return a random mask that hides some rows and keys entirely, and a tenth of other pairs."""
+    """Return a random mask that hides these rows and keys, and a tenth of the other pairs."""
     seen: np.ndarray = rng.random((BATCH, HEADS, seqlen_q, seqlen_k)) < 0.9
     seen[:, :, rows], seen[..., keys] = False, False
     return seen
@@ -157,7 +157,7 @@ def _biased(rng: Any, **more: Any) -> EdgeCall:
     return call._replace(options=options, hidden=("v", "dout"))
 
 
-# Calls in which rows see no key, or no row sees a key.
+# Calls in which some rows attend to no key, or no row attends to some keys.
 NONE: dict[str, Callable[[Any], EdgeCall]] = {
     "rows before the first key": lambda rng: EdgeCall(192, 152, {"causal": True}, slice(40)),
     "keys behind the last row": lambda rng: EdgeCall(
@@ -184,12 +184,12 @@ NONE: dict[str, Callable[[Any], EdgeCall]] = {
 def confident_call(dtype: str, head_dim: int, rng: Any) -> GradientCall:
     """Return a call whose rows have most of their weight on one key each, up to all but 2^-45.
 
-    Its mask hides nothing, but makes kernels look for rows that see one key only.
+    Its mask hides nothing, but makes kernels look for rows that attend to one key only.
     """
     rows, keys = 300, 130
     k, v = rng.standard_normal((2, BATCH, keys, HEADS_KV, head_dim))
     own = np.repeat(k[:, rng.integers(0, keys, rows)], HEADS // HEADS_KV, axis=2)
-    # The scaled score of a row's own key exceeds the others by about this gap.
+    # The scaled score of the row's chosen key exceeds the others by about this gap.
     gaps = np.linspace(2, 32, rows)[:, None, None]
     q = own * gaps * np.sqrt(head_dim) / (own**2).sum(-1, keepdims=True)
     dout = rng.standard_normal(q.shape)
@@ -207,7 +207,7 @@ def large_scores_of_one_key(dtype: str, head_dim: int, rng: Any) -> dict[str, np
     return {name: array.astype(DTYPES[dtype]) for name, array in arrays.items()}
 
 
-# Bias values of padding, and values as high. 1e15 is too large for float64 as well.
+# Low bias values, as of padding, and high ones. 1e15 leaves too few digits in float64, too.
 EXTREME_SCORES = (-1e6, -1e9, -1e15, -1e30, float(np.finfo(np.float32).min), 1e9, 1e30)
 
 
@@ -219,7 +219,7 @@ def has_no_digits(score: float, dtype: str) -> bool:
 def gradients_of_padding(
     rng: np.random.Generator, xp: Any, dtype: str, head_dim: int, score: float, **how: Any
 ) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
-    """Return dq, dk and dv of a call with rows of extreme scores, and those if their dout is 0."""
+    """Return dq, dk and dv of a call with rows of extreme scores, and those with dout 0 there."""
     shapes = {"q": (2, 70, 2, head_dim), "k": (2, 90, 2, head_dim)}
     shapes |= {"v": shapes["k"], "dout": shapes["q"]}
     given = {n: xp.asarray(rng.standard_normal(s).astype(DTYPES[dtype])) for n, s in shapes.items()}

@@ -1,7 +1,7 @@
 """Calls of every public function with every array argument, convertible to any library.
 
-The matrix of calls is made from the functions' signatures. The tests fail for an argument that has
-no case here and is not listed as not being an array.
+The calls are made from the signatures of the functions. The tests fail for an argument that has no
+case here, unless `PLAIN` lists it.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ WITHOUT_INPUTS = {
 
 @dataclass
 class Captured:
-    """A modification that captures arrays of the tested library.
+    """Modification that captures arrays of the tested library.
 
     Attributes
     ----------
     make
-        Function that makes the modification, given one that converts NumPy arrays to that library.
+        Function that makes the modification, given a function that converts NumPy arrays.
     """
 
     make: Callable[[Callable[[Any], Any]], Any]
@@ -92,7 +92,7 @@ class Call:
     Attributes
     ----------
     function
-        The function.
+        Public function, or a function that returns its plan.
     argument
         Optional argument that the call tests; None if it has the required arguments only.
     values
@@ -116,7 +116,7 @@ class Call:
         """Arguments that the call, or the call that it plans, writes."""
         found = WRITTEN & self.values.keys()
         if self.is_plan:
-            # A plan does not look at dqkv.
+            # A plan ignores dqkv.
             found -= {"dqkv"}
         if "lse" in self.values:
             # In a backward call `out` is the output of the forward call, which is read.
@@ -159,7 +159,7 @@ def _converted(value: Any, convert: Callable[[Any], Any]) -> Any:
 
 
 def functions_of(module: ModuleType) -> list[Callable[..., Any]]:
-    """Return the public functions of a module, and the plans of those that have some."""
+    """Return the public functions of a module; for `cupy_flash` also those that return plans."""
     public = (getattr(module, name) for name in module.__all__ if not name.startswith("plan"))
     functions = [f for f in public if inspect.isfunction(f)]
     if module is not cupy_flash:
@@ -252,7 +252,7 @@ REFUSED = {
 
 
 class _World:
-    """Arguments of one function."""
+    """Generator of arguments for one function."""
 
     def __init__(
         self, function: Callable[..., Any], dtype: np.dtype[Any], rng: np.random.Generator
@@ -413,7 +413,7 @@ class _World:
         return self._new_rows(values) | tables
 
     def _scales(self, values: dict[str, Any], dtype: Any = np.int8) -> dict[str, Any]:
-        """Keys and values of 8 bits with scales; for equal lengths, float8 and queries as well."""
+        """Return 8-bit keys and values with scales; for dense calls float8 q, k and v."""
         if self.kind == "equal":
             found = {n: values[n].astype(np.float32).astype(FLOAT8) for n in ("q", "k", "v")}
             scales = {

@@ -1,16 +1,16 @@
-"""How far results of the calls of `every_array` on a GPU may be off.
+"""Error bounds for results of the calls of `every_array` on a GPU.
 
-With u half of the inputs' eps and w the largest magnitude of a value row's element:
+Let u be half the eps of the inputs, and w the largest magnitude of an element of v:
 
-- *Output*: the probabilities are rounded to the inputs' dtype, or are not, and so are their sums:
-  at most 2 u w together. GPU and CPU backend round the result once each, by u w. Scores that are
-  off by d move the output by 2 d w at most.
-- *Log-sum-exp*: `lse_bound` for each of both.
+- *Output*: rounding of the probabilities and of their sums to the inputs' dtype costs at most
+  2 u w. The GPU and the CPU backend each round the result once, by u w. If scores are off by d,
+  the output is off by at most 2 d w.
+- *Log-sum-exp*: `lse_bound` for the GPU, and once more for the CPU backend.
 - *Gradients*: the error rule of the gradients, `gradient_bound`.
 - *Rotated rows*: GPU and CPU round each element once, and gradients of rotated rows twice.
-- *Numbers of 8 bits* and their scales: the same bits.
+- *8-bit numbers* and their scales: the same bits.
 - *Keys that are rotated or have scales*, which are rounded before the product: the error rules of
-  packed and cached sequences and of float8.
+  varlen and KV-cache calls and of float8.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def check_results(call: Call, found: Sequence[np.ndarray], expected: Sequence[np
         _check_gradients(call.values, found, is_exact=name.startswith("attention"))
     elif name.endswith("_vjp"):
         _check_forward(call.values, found[:1], expected[:1])
-        # The call gives its own output as the output's gradient.
+        # The call passes its output as the gradient of the output.
         values = {n: x for n, x in call.values.items() if n != "return_lse"}
         _check_gradients(values | {"dout": found[0]}, found[1:])
     elif (truth := _truth(call)) is not None:
@@ -89,7 +89,7 @@ def check_results(call: Call, found: Sequence[np.ndarray], expected: Sequence[np
 def _check_rotated(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> None:
     largest = max(float(np.abs(right.astype(np.float64)).max()) for right in expected)
     for array, right in zip(found, expected, strict=True):
-        # Two products of each rounded element, with tables of at most 4.
+        # A result is the sum of two products of rounded elements, with table entries of at most 4.
         bound = 8 * float(np.finfo(right.dtype).eps) * largest
         error = max_error(array, right)
         assert error <= bound, f"a rotated row is off by {error:.3g}, allowed {bound:.3g}"
@@ -104,7 +104,7 @@ def check_stored(found: np.ndarray, expected: np.ndarray) -> None:
 
 
 def _truth(call: Call) -> Any:
-    """The truth of a kernel's call whose inputs are rounded before the product; None of others."""
+    """Return the truth of a call whose kernel rounds inputs before the product, or None."""
     values = call.values
     if not call.function.__name__.startswith("flash"):
         return None
@@ -125,7 +125,7 @@ def _truth(call: Call) -> Any:
 
 
 def _inputs(values: Mapping[str, Any]) -> list[np.ndarray]:
-    """q, k and v, times their scales; of caches with their new rows."""
+    """Return q, k and v, times their scales; new rows are followed by those of the cache."""
     if "qkv" in values:
         return [values["qkv"][:, :, i] for i in range(3)]
     found = []
@@ -143,7 +143,7 @@ def _check_forward(
     out, *lse = found
     of_lse = np.zeros(1) if len(expected) == 1 else expected[1]
     if "out_partial" in values:
-        # No product is computed.
+        # Merging computes no products of queries and keys.
         q = k = np.zeros((1, 1))
         v = values["out_partial"]
     else:
@@ -163,7 +163,7 @@ def _check_forward(
 def _check_gradients(
     values: Mapping[str, Any], found: Sequence[np.ndarray], *, is_exact: bool = False
 ) -> None:
-    """Fail unless gradients are right; `is_exact` is for those that are computed in float64."""
+    """Fail unless gradients are right; `is_exact` tells that they are computed in float64."""
     without = {"dq", "dk", "dv", "dqkv", "qkv", "out", "lse"}
     given = {n: _in_numpy(x) for n, x in values.items() if n not in without}
     if "qkv" in values:
@@ -174,7 +174,7 @@ def _check_gradients(
     reference, naive, sizes = _GRADIENTS[is_packed]
     exact = reference(**given)
     of_naive = exact if is_exact else naive(**given, out=values.get("out"))
-    # JAX may hold no float64.
+    # JAX may have no float64, so the dtype is that of the result.
     dtype = found[0].dtype if is_exact else given["q"].dtype
     forward = {n: x for n, x in given.items() if n not in ("dout", "dlse")}
     if is_packed:

@@ -1,4 +1,4 @@
-"""The examples as modules and as commands."""
+"""The examples, imported as modules and run as commands."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def load(name: str) -> Any:
-    """A module of the examples."""
+    """Return a module of the examples."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(EXAMPLES))
         return importlib.import_module(name)
 
 
 def call(command: Any, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """Exit code, output and error output of an example's command."""
+    """Run an example's command; return its exit code, output and error output."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["example.py", *arguments])
         patch.setenv("COLUMNS", "80")

@@ -1,4 +1,4 @@
-"""NumPy under CuPy's name: what the commands do on a GPU, where there is none."""
+"""Replacement of CuPy by NumPy, which lets the commands run as on a GPU without one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import cupy_flash.cli.main  # every command, to be told of the GPU
+import cupy_flash.cli.main  # imports every command, so that `install` can patch it
 from cupy_flash.cli.measure import check
 from cupy_flash.cli.providers import torch_providers
 from cupy_flash.cli.records import environment
@@ -20,7 +20,7 @@ MILLISECONDS = 1.5
 
 
 class _OnDevice(np.ndarray):
-    """An array whose memory can be set in a stream's order."""
+    """Array that has CuPy's `data.memset_async`."""
 
     @property
     def data(self) -> Any:
@@ -28,14 +28,14 @@ class _OnDevice(np.ndarray):
 
 
 class FakeCupy:
-    """As much of CuPy as the commands use: arrays are NumPy's, and any work takes 1.5 ms.
+    """The part of CuPy that the commands use, with NumPy arrays; any work takes 1.5 ms.
 
     Attributes
     ----------
     uploads, downloads
-        How many arrays were copied to the GPU, and back.
+        Numbers of arrays that were copied to the GPU, and back.
     free, idle
-        Bytes that the GPU has left, and that the pool holds for nobody.
+        Bytes of free memory on the GPU, and of unused memory in the pool.
     """
 
     __version__ = "14.5.6"
@@ -61,7 +61,7 @@ class FakeCupy:
         )
 
     class ndarray:
-        """What the library would take for an array in GPU memory: none is."""
+        """Type by which the library recognizes arrays in GPU memory; no array has it."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(np, name)
@@ -85,7 +85,7 @@ class FakeCupy:
 
 
 class _Hook:
-    """Sees no allocation: NumPy's are none of the pool's."""
+    """Memory hook that sees no allocation, because NumPy does not use the pool."""
 
     def __enter__(self) -> None:
         pass
@@ -95,11 +95,11 @@ class _Hook:
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> FakeCupy:
-    """Have the commands find CuPy and GPUs, and no torch, until the test ends.
+    """Make the commands find CuPy and GPUs, but no torch, until the test ends.
 
-    The library knows nothing of the GPUs, so that its calls compute here.
+    The library itself finds no GPU, so its calls are computed on the CPU.
     """
-    # What this process remembers of its own CuPy is asked of that one.
+    # The result for the real CuPy is cached now, before the fake one is installed.
     gpu_unavailable()
     cupy = FakeCupy()
     monkeypatch.setitem(sys.modules, "cupy", cupy)
@@ -114,11 +114,11 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeCupy:
             monkeypatch.setattr(module, "current_device", device)
     monkeypatch.setattr(environment, "device_for_id", lambda index: device())
     monkeypatch.setattr(torch_providers, "why_no_torch", lambda: "torch is not installed")
-    # As asked for the first time.
+    # The undecorated function does not return a cached result.
     monkeypatch.setattr(check, "why_no_matmul", check.why_no_matmul.__wrapped__)
     return cupy
 
 
 def device() -> Device:
-    """What each of the GPUs is."""
+    """Return the device that each of the fake GPUs is."""
     return device_for_arch("sm_90")

@@ -1,4 +1,4 @@
-"""A GPU that notes what it is asked to do: arrays without memory, kernels that do not run."""
+"""Fake GPU that records what it is asked to do: arrays have no memory, and kernels do not run."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from cupy_flash.gpu.by_value import MAX_BYTES
 from cupy_flash.gpu.counters import Shared
 from cupy_flash.problem.device import device_for_arch
 
-# Argument structs of launches that do not take the params of attention.
+# Argument structs of the append and merge launches; all others take that of attention.
 _STRUCTS = {append.ENTRY: append.APPEND_DTYPE, combine.ENTRY: combine.COMBINE_DTYPE}
-# Where the first array lies, and how far apart they are: nothing that a test makes is as large.
+# Address of the first array, and distance between arrays, which exceeds the size of any array.
 _FIRST, _APART = 1 << 40, 1 << 30
 
 
 class FakeArray:
-    """A CuPy array as far as its address, shape, strides and dtype go."""
+    """CuPy array without memory: it has an address, a shape, strides and a dtype."""
 
     @staticmethod
     def new_address() -> int:
-        """Where an array lies that is not told where."""
+        """Return the address of an array that is given none."""
         return 0
 
     def __init__(
@@ -79,9 +79,9 @@ class FakeArray:
         return self.shape[0]
 
     def __getitem__(self, index: int | tuple[Any, ...] | None) -> FakeArray:
-        """Return the first element, a part along the third last axis, or the first columns only.
+        """Return the first element, an element of the third last axis, or the first columns.
 
-        With None return the array with another first axis.
+        With None, return the array with one more axis in front.
         """
         if index is None:
             return FakeArray((1, *self.shape), self.dtype, self.data, (0, *self.strides))
@@ -101,7 +101,7 @@ class FakeArray:
 
     def copy(self, order: str) -> FakeArray:
         assert order == "C"
-        # As new memory is, it is aligned.
+        # A copy is aligned, as new memory is.
         address = self.data.ptr // 512 * 512 + _APART // 2
         return FakeArray(self.shape, self.dtype, address=address)
 
@@ -111,7 +111,7 @@ class FakeArray:
         return FakeArray(self.shape, dtype)
 
     def reshape(self, shape: tuple[int, ...]) -> FakeArray:
-        """Return a view with all axes but the last three as one."""
+        """Return a view that joins all axes before the last three."""
         assert strided.has_one_batch_stride(self)
         assert shape[1:] == self.shape[-3:]
         steps = [s for n, s in zip(self.shape[:-3], self.strides, strict=False) if n > 1]
@@ -121,13 +121,13 @@ class FakeArray:
         self.filled = value
 
 
-# What `cupy_flash.arrays.strided` knows CuPy's arrays by.
+# `cupy_flash.arrays.strided` recognizes CuPy arrays by this.
 FakeArray.__module__ = "cupy"
 
 
 @dataclass(frozen=True)
 class FakeMemory:
-    """A place in memory, which is counted on from."""
+    """Memory pointer that supports adding an offset."""
 
     ptr: int
     device_id: int = 0
@@ -146,14 +146,14 @@ def _broadcast(array: FakeArray, shape: tuple[int, ...]) -> FakeArray:
 
 
 class _Unowned:
-    """Memory of another library's array, which is its own pointer as well."""
+    """Memory of another library's array; it also serves as the pointer to this memory."""
 
     def __init__(self, ptr: int, size: int, owner: Any, device: int) -> None:
         self.ptr, self.device_id, self._owner, self.mem = ptr, device, owner, self
 
 
 class FakeTensorMaps:
-    """Tensor maps that are nothing but their specs and the addresses that they are of."""
+    """Tensor maps that consist of their specs and array addresses only."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class FakeTensorMaps:
 
 
 class FakeArguments:
-    """What `ThreadArguments` keeps, which are no addresses but the things themselves."""
+    """Replacement of `ThreadArguments` that keeps the objects themselves instead of addresses."""
 
     def __init__(self, memory: bytearray) -> None:
         self.memory = self.pointer = memory
@@ -182,7 +182,7 @@ class FakeArguments:
 
 
 class FakeKernel(NamedTuple):
-    """A kernel, which CuPy calls and which the driver launches."""
+    """Kernel that can be called through CuPy and launched by the driver function."""
 
     call: Callable[..., None]
 
@@ -195,7 +195,7 @@ class FakeKernel(NamedTuple):
 
 
 def launch_kernel(call: Any, *numbers_and_arguments: Any) -> None:
-    """The driver's function."""
+    """Launch a fake kernel with the arguments of the driver's launch function."""
     *numbers, _, arguments, extra = numbers_and_arguments
     grid, block, shared_memory = numbers[:3], numbers[3:6], numbers[6]
     assert extra == 0
@@ -203,26 +203,26 @@ def launch_kernel(call: Any, *numbers_and_arguments: Any) -> None:
 
 
 class FakeGpu:
-    """The GPU, and what was asked of it since it was made.
+    """Fake GPU, and a record of the calls since it was created or `forget` was called.
 
     Attributes
     ----------
     launches
-        Entry, and the struct that it was given: what was launched, in order.
+        Entry and argument struct of each launch, in order.
     structs
-        The bytes of those structs.
+        Bytes of these structs.
     maps
-        Specs and addresses of the tensor maps of each launch that was given some.
+        Specs and addresses of the tensor maps, for each launch that takes some.
     allocations
-        Address and bytes of all memory: a call's results, and then its workspace.
+        Address and size in bytes of each allocation: the results of a call, then its workspace.
     compiled
-        Titles of the units that kernels were asked for.
+        Titles of the translation units whose kernels were requested.
     stream
-        The current one.
+        Handle of the current stream.
     streams
-        What each launch was enqueued on.
+        Handle of the stream of each launch.
     order
-        Which stream was to wait, and for which.
+        Pairs of a stream that waits, and the stream that it waits for.
     uploads
         Arrays that were copied from host memory.
     """
@@ -235,7 +235,7 @@ class FakeGpu:
         self.allocations: list[tuple[int, int]] = []
         self.compiled: list[str] = []
         self.counters: list[int] = []
-        # Where the struct of a launch is written, and what kernels are given for it.
+        # Memory to which the struct of a launch is written, and the arguments that refer to it.
         memory = bytearray(MAX_BYTES)
         self.arguments = FakeArguments(memory)
         self.device = self.stream = 0
@@ -244,7 +244,7 @@ class FakeGpu:
         self._next = _FIRST
 
     def forget(self) -> None:
-        """Clear the lists of what calls did so far."""
+        """Clear the record of the calls so far."""
         for noted in vars(self).values():
             if isinstance(noted, list):
                 noted.clear()
@@ -294,7 +294,7 @@ class FakeGpu:
 
 
 class _Stream(contextlib.nullcontext[None]):
-    """One that what is built on it is not told from the current one."""
+    """Stream that does not become the current stream when it is entered."""
 
     ptr = 0x57
 
@@ -304,7 +304,7 @@ class _Stream(contextlib.nullcontext[None]):
     @staticmethod
     @contextlib.contextmanager
     def from_external(other: Any) -> Iterator[None]:
-        """Another library's, which is the current one meanwhile."""
+        """Make another library's stream current within the context."""
         gpu = sys.modules["cupy"].gpu
         before, (_, gpu.stream) = gpu.stream, other.__cuda_stream__()
         yield
@@ -312,7 +312,7 @@ class _Stream(contextlib.nullcontext[None]):
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    """A new fake GPU, which attention runs on until the test ends."""
+    """Return a new fake GPU, on which attention runs until the test ends."""
     gpu = FakeGpu()
     last_of: dict[int, int] = {}
     runtime = SimpleNamespace(
@@ -362,11 +362,11 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
 
 
 def compute_on_host(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Have calls believe in a GPU that NumPy arrays are uploaded to, and compute them here.
+    """Make calls upload NumPy arrays to a pretended GPU, and compute them on the CPU.
 
     Returns
     -------
-    The arrays of each call that was uploaded.
+    The uploaded arrays of each call.
     """
     uploads: list[Any] = []
     here = functools.partial(np.array, copy=True)

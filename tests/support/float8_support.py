@@ -14,7 +14,7 @@ from cupy_flash.reference.dense import attention_naive, attention_reference, err
 from support.gpu_support import DTYPES, Guarded, Truth, lse_bound, one_blas_thread
 
 FLOAT8 = ml_dtypes.float8_e4m3fn
-# What has a scale of its own.
+# Units of an input that have one scale each; "number" is a scale on the host.
 SCALES = ("none", "number", "tensor", "head", "batch", "batch and head")
 
 
@@ -22,8 +22,8 @@ SCALES = ("none", "number", "tensor", "head", "batch", "batch and head")
 class Float8Case:
     """One call.
 
-    `spread` is the standard deviation of what q and k stand for, `mean` the mean of the values, and
-    `alignment` that of v's rows.
+    `spread` is the standard deviation of the dequantized q and k, `mean` the mean of the
+    dequantized values, and `alignment` the alignment of the rows of v in bytes.
     """
 
     seqlen_q: int
@@ -63,7 +63,7 @@ class Float8Case:
         return (self.batch, first, second, dim)
 
     def arguments(self) -> dict[str, Any]:
-        """q, k, v and their scales: NumPy arrays or numbers, whose products are about normal."""
+        """Return q, k, v and their scales (NumPy arrays or numbers), normal when dequantized."""
         rng = np.random.default_rng(self.seed)
         found: dict[str, Any] = {}
         for name in "qkv":
@@ -94,7 +94,7 @@ class Float8Case:
 
 
 def surrounded(values: np.ndarray, alignment: int) -> Any:
-    """Float8 on the GPU amid NaN, its rows aligned to so many bytes and no more."""
+    """Return float8 values on the GPU amid NaN, with rows aligned to just `alignment` bytes."""
     import cupy
 
     first, second, third, dim = values.shape
@@ -110,7 +110,7 @@ def surrounded(values: np.ndarray, alignment: int) -> Any:
 
 
 def on_device(arguments: dict[str, Any], alignment: int = 16) -> dict[str, Any]:
-    """The same on the GPU; v aligned to so many bytes, numbers as they are."""
+    """Return the arguments with arrays on the GPU, and the rows of v aligned to `alignment`."""
     import cupy
 
     found = {}
@@ -123,7 +123,7 @@ def on_device(arguments: dict[str, Any], alignment: int = 16) -> dict[str, Any]:
 
 
 def truth_of(case: Float8Case, arguments: dict[str, Any]) -> Truth:
-    """In float64, of what the numbers stand for; see `attention_naive` for the bound."""
+    """Return the float64 result on dequantized inputs; see `attention_naive` for the bound."""
     with one_blas_thread():
         out, lse = attention_reference(**arguments, **case.formula, return_lse=True)
         naive = attention_naive(**arguments, **case.formula, dtype=DTYPES[case.out_dtype])
@@ -143,10 +143,10 @@ def truth_of(case: Float8Case, arguments: dict[str, Any]) -> Truth:
 
 
 def _spread(case: Float8Case, wide: dict[str, np.ndarray], out: np.ndarray) -> float:
-    """How far an output may be off for each 1 that scores are.
+    """Return the largest change of an output element per unit of error in the scores.
 
-    With scores off by d_j it is off by sum p_j d_j (v_j - out), which is at most the largest d
-    times the standard deviation of v under p.
+    If scores are off by d_j, the output is off by sum p_j d_j (v_j - out). This is at most the
+    largest d times the standard deviation of v under p.
     """
     squares = {name: x.astype(np.float64) for name, x in wide.items()}
     squares["v"] = squares["v"] ** 2
@@ -157,12 +157,12 @@ def _spread(case: Float8Case, wide: dict[str, np.ndarray], out: np.ndarray) -> f
 
 
 def _bound_of_products(case: Float8Case, wide: dict[str, np.ndarray]) -> float:
-    """How far a log-sum-exp may be off for the sums of float8's products.
+    """Return the error bound of a log-sum-exp for the float8 products of tensor cores.
 
-    Of each of the head_dim products tensor cores cut off what is below 2^-13 of the largest number
-    that they add up, here taken to be the largest score: it may be less than a product, which makes
-    the bound stricter. What is cut off has the sign of its product; of q and k around zero, as
-    drawn here, it adds up as random numbers do.
+    Tensor cores truncate each of the head_dim products at 2^-13 of the largest number in the sum.
+    Here the largest score stands for this number; it may be less, which makes the bound stricter.
+    The truncation error has the sign of its product. For q and k with mean zero, as drawn here,
+    these errors add up like random numbers.
     """
     q, k = (wide[name] if case.layout == "bhsd" else wide[name].swapaxes(1, 2) for name in "qk")
     k = k.repeat(case.heads_q // case.heads_kv, axis=1).swapaxes(-1, -2)
@@ -175,7 +175,7 @@ def _bound_of_products(case: Float8Case, wide: dict[str, np.ndarray]) -> float:
 def run_on_gpu(
     case: Float8Case, arguments: dict[str, Any], **choice: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(out, lse) of a call amid NaN, written over NaN; fails if it writes elsewhere."""
+    """Return (out, lse) of a call on arrays surrounded by NaN; fail if it writes elsewhere."""
     given = on_device(arguments, case.alignment)
     out = Guarded(np.full(case.shape("out"), np.nan, DTYPES[case.out_dtype]), 16)
     result, lse = flash_attention(
@@ -198,7 +198,7 @@ def check_on_gpu(case: Float8Case, **choice: Any) -> None:
 
 
 def random_case(rng: np.random.Generator, **fixed: Any) -> Float8Case:
-    """Of ragged lengths."""
+    """Return a case with random lengths and options; `fixed` sets fields."""
     heads_kv = int(rng.choice([1, 2, 3]))
     head_dim, head_dim_v = (int(rng.integers(1, 257)) for _ in range(2))
     if rng.random() < 0.5:

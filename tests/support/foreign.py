@@ -1,4 +1,4 @@
-"""Arrays of a library that the package has never heard of."""
+"""Arrays of a library that the package does not know."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 class Foreign:
-    """Another library's array: DLPack and nothing else to read it by."""
+    """Another library's array, which can be read by DLPack only."""
 
     def __init__(self, array: np.ndarray, device_type: int = 1) -> None:
         self.array = array

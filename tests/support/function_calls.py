@@ -1,8 +1,8 @@
-"""Calls of attention with random functions, and their right results.
+"""Calls of attention with random functions, and their true results.
 
-Queries and keys are small integers and the scale is a power of two, so that every score is exact,
-and with it every decision of a function. Pairs that the evaluator leaves open are hidden by an
-additional mask array.
+Queries and keys are small integers, and the scale is a power of two. So every score, and every
+decision of a function, is exact. Pairs that the evaluator cannot decide are masked by an additional
+mask array.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ _MOST_OPEN = 0.3
 
 @dataclass
 class FunctionCall:
-    """A call of attention with a random function.
+    """Call of attention with a random function.
 
     Attributes
     ----------
     function
-        A mask, or a change of scores.
+        Mask function or score function.
     arrays
-        q, k, v and dout of a sequence: (rows, heads, head_dim).
+        q, k, v and dout of one sequence, shape (rows, heads, head_dim).
     q_offset
         Position of the first query.
     scores, errors
-        Right scores, float64 (heads, seqlen_q, seqlen_k), and bounds of the errors of a kernel.
+        True scores, float64 (heads, seqlen_q, seqlen_k), and bounds of the errors of a kernel.
     seen
-        Pairs that are visible and not left out.
+        Pairs that are visible and decided.
     closed
-        Pairs that are not left out.
+        Pairs that are decided; the mask array hides all others.
     """
 
     function: Function
@@ -60,18 +60,18 @@ class FunctionCall:
         shapes = {name: x.shape for name, x in self.arrays.items()}
         return f"{self.function}{shapes}, q_offset {self.q_offset}"
 
-    # ---- What is right
+    # ---- True results
 
     @property
     def row_errors(self) -> np.ndarray:
-        """Largest error bound among the scores of a row that contribute to it."""
+        """Largest error bound among those scores of a row that contribute to its output."""
         scores = np.where(self.seen, self.scores, -np.inf)
         top = scores.max(-1, keepdims=True)
         weighs = self.seen & (scores + self.errors >= top - 60)
         return np.where(weighs, self.errors, 0).max(-1, initial=0)
 
     def formula(self, dtype: Any, real: Any) -> tuple[np.ndarray, ...]:
-        """Return probabilities, output (rows, heads, head_dim) and log-sum-exp in a precision."""
+        """Return probabilities, output (rows, heads, head_dim) and log-sum-exp by the formula."""
         scores = np.where(self.seen, self.scores, -np.inf).astype(real)
         top = scores.max(-1, keepdims=True)
         # Differences of scores near the ends of the range overflow to -inf, whose weight is 0.
@@ -101,7 +101,7 @@ class FunctionCall:
         return options
 
     def check(self, xp: Any, family: str | None = None, backward: str | None = None) -> None:
-        """Call forward and backward, and compare with the right results."""
+        """Call forward and backward, and compare with the true results."""
         q, k, v = (xp.asarray(self.arrays[name][None]) for name in "qkv")
         options = self.options(xp)
         poisoned = xp.full(q.shape, np.nan, q.dtype)
@@ -144,7 +144,7 @@ class FunctionCall:
         )
 
     def dout(self) -> np.ndarray:
-        """The gradient of the output; 0 in rows whose scores are not known well enough."""
+        """Return the gradient of the output; 0 in rows whose score errors exceed `_VAGUE`."""
         vague = (self.row_errors > _VAGUE).T[..., None]
         return np.where(vague, 0, self.arrays["dout"]).astype(self.arrays["dout"].dtype)
 
@@ -165,12 +165,12 @@ class FunctionCall:
             f"dv of {(~(off <= allowed)).any(-1).sum()} keys, by {off.max():.3g}, allowed "
             f"{allowed.min():.3g} (dv itself {max_error(dv, right):.3g}): {self}"
         )
-        # Keys that no query sees have gradients of exactly 0.
+        # Keys that no query attends to have gradients of exactly 0.
         unseen = ~self.seen.any(-2).T
         assert not dv[unseen].any(), f"dv of keys that no query sees: {self}"
 
     def _check_dq_and_dk(self, dq: np.ndarray, dk: np.ndarray, dout: np.ndarray) -> None:
-        """Compare where no derivative of a function is needed: a mask has none."""
+        """Compare dq and dk of a call with a mask, for which no derivative is needed."""
         dtype = DTYPES[self.function.inputs]
         _, _, lse = self.formula(np.float64, np.float64)
         right = self._mask_gradients(dout, np.float64, np.float64)
@@ -182,14 +182,14 @@ class FunctionCall:
                 f"{name} of {(~(off <= allowed)).any(-1).sum()} rows, by {off.max():.3g}, allowed "
                 f"{allowed:.3g}: {self}"
             )
-        # One key gives its row whatever its score is.
+        # The output of a row with one visible key does not depend on its score.
         alone = (self.seen.sum(-1) <= 1).T
         assert not dq[alone].any(), f"dq of rows that see one key or none: {self}"
         unseen = ~(self.seen & (self.seen.sum(-1, keepdims=True) > 1)).any(-2).T
         assert not dk[unseen].any(), f"dk of keys that no query sees among others: {self}"
 
     def _mask_gradients(self, dout: np.ndarray, dtype: Any, real: Any) -> tuple[Any, Any]:
-        """Return dq and dk by the formula, in a precision."""
+        """Return dq and dk by the plain formula, in the precision of `real`."""
         p, out, _ = self.formula(dtype, real)
         q, k, v = (self.arrays[name].astype(real) for name in "qkv")
         wide = dout.astype(real)
@@ -205,14 +205,14 @@ def _host(array: Any) -> Any:
 
 
 def function_calls(seed: int, inputs: str | None = None) -> Iterator[FunctionCall]:
-    """Yield calls with random functions endlessly, except those with too many open pairs.
+    """Yield calls with random functions endlessly, except those with too many undecided pairs.
 
     Parameters
     ----------
     seed
         Seed of the calls.
     inputs
-        Dtype of queries and keys; by default each function's own.
+        Dtype of queries and keys; by default that of each function.
     """
     for number in itertools.count(seed * 100_000):
         call = _call(random_function(number, inputs=inputs))

@@ -1,7 +1,7 @@
-"""Faults that generated CUDA code once had, to be put back: the random functions must find each.
+"""Former faults of generated CUDA code. If a fault is put back, the random functions must find it.
 
-Most are rewrites of the traced expression, which compute what the code computed then; the others
-change a line of a header or a part of the library.
+Most faults are rewrites of the traced expression, which compute what the faulty code computed. The
+others change a line of a header or a part of the library.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Rule = Callable[[Node, tuple[Node, ...]], "Node | None"]
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault that is put back.
+    """Fault that can be put back.
 
     Attributes
     ----------
@@ -52,13 +52,13 @@ class Fault:
         Parts of the library: an object, the name of an attribute, and a function from the attribute
         to the faulty one.
     header, old, new
-        A file in the folder of kernels, text in it, and the text that replaces this.
+        File in the folder of kernels, text in it, and the text that replaces it.
     concerns
-        What the Python text of a function has to hold for the fault to show.
+        Regular expression that matches the Python text of functions in which the fault may show.
     on_cpu
-        Whether it is the CPU backend that has the fault.
+        Whether the CPU backend has the fault.
     stops
-        Whether device text with the fault does not compile.
+        Whether generated source with the fault does not compile.
     """
 
     rule: Rule | None = None
@@ -96,14 +96,14 @@ class Fault:
     def found(
         self, folder: Path, cases: Sequence[Case], headers: Path = KERNEL_DIR
     ) -> dict[int, str]:
-        """Return what is wrong with functions because of the fault, by their numbers."""
+        """Return how results of functions are wrong because of the fault, by function number."""
         if self.on_cpu:
             wrong = {case.function.number: wrong_on_cpu(case) for case in cases}
         else:
             wrong = dict(
                 wrong_on_host_text(folder, cases, kernel_dir=headers, rewrite=self.rewrite)
             )
-        # Text that is not printed, or does not compile, says nothing of most faults.
+        # A failed generation or compilation does not reveal a fault, unless the fault causes it.
         others = ("raises",) if self.stops else ("raises", "does not compile")
         return {n: why for n, why in wrong.items() if why and not why.startswith(others)}
 
@@ -128,7 +128,7 @@ def _quotient_as_product(node: Node, args: tuple[Node, ...]) -> Node | None:
 
 
 def _stepped(node: Node, args: tuple[Node, ...]) -> Node | None:
-    """A product with the key, begun at an earlier key and stepped along in floats."""
+    """Return a product with the key position as a product of an earlier key plus float steps."""
     if node.op not in ("mul", "div") or node.type != REAL or args[0] is not cast(J, REAL):
         return None
     first = cast(operation("sub", J, constant(7, INT)), REAL)
@@ -146,7 +146,7 @@ def _unsigned_remainder(node: Node, args: tuple[Node, ...]) -> Node | None:
 
 
 def _index_from_above(node: Node, args: tuple[Node, ...]) -> Node | None:
-    """A product that wraps, taken for one that is not negative: it is clamped from above only."""
+    """Return a load whose wrapped negative index is clamped from above only."""
     if node.op != "load":
         return None
     last, zero = constant(2**31 - 1, INT), constant(0, INT)
@@ -161,7 +161,7 @@ def _wraps(index: Node) -> bool:
 
 
 def _difference_of_reals(node: Node, args: tuple[Node, ...]) -> Node | None:
-    """A real of an integer, computed from reals of its parts."""
+    """Return the conversion of an integer to a float, with the parts converted separately."""
     if node.op != "cast" or node.type != REAL or args[0].type != INT:
         return None
     return _by_parts(args[0])
@@ -192,7 +192,7 @@ def _scaled(node: Node, args: tuple[Node, ...]) -> Node | None:
 
 
 def _floor_of_quotient(node: Node, args: tuple[Node, ...]) -> Node | None:
-    """The former formula, which gave NaN for infinite divisors."""
+    """Return a floor division by the former formula, which gives NaN for infinite divisors."""
     if node.op != "floordiv" or node.type != REAL:
         return None
     x, y = args
@@ -201,7 +201,7 @@ def _floor_of_quotient(node: Node, args: tuple[Node, ...]) -> Node | None:
 
 
 def _inverse_flushed(node: Node, args: tuple[Node, ...]) -> Node | None:
-    """An inverse that is subnormal becomes 0."""
+    """Return a quotient in which a subnormal inverse of the divisor becomes 0."""
     if node.op != "div":
         return None
     x, y = args
@@ -219,7 +219,7 @@ def _power_by_logarithm(node: Node, args: tuple[Node, ...]) -> Node | None:
 
 
 def _one_zero(node: Node, args: tuple[Node, ...]) -> Node | None:
-    """-0.0 and 0.0 as one captured number."""
+    """Return a captured number in which -0.0 becomes 0.0."""
     if node.op != "scalar" or node.type != REAL:
         return None
     is_zero = operation("eq", node, _real(0))
@@ -227,18 +227,18 @@ def _one_zero(node: Node, args: tuple[Node, ...]) -> Node | None:
 
 
 def _cast_wraps(node: Node, args: tuple[Node, ...]) -> Node | None:
-    """A real beyond all integers becomes the least one, as on some processors."""
+    """Return a cast that maps floats out of range to the least integer, as some CPUs do."""
     if node.op != "cast" or node.type != INT or args[0].type != REAL:
         return None
     inside = operation("lt", operation("abs", args[0]), _real(2.0**31))
     return operation("where", inside, Node("cast", INT, args), constant(-(2**31), INT))
 
 
-# ---- Parts of the library as they were
+# ---- Former versions of parts of the library
 
 
 def _never_wrapping(range_of: Any) -> Any:
-    """Ranges of integers as if none wrapped."""
+    """Return a range analysis that assumes that no integer wraps."""
 
     def range(self: Analysis, node: Node) -> Range:
         range_of(self, node)
@@ -251,7 +251,7 @@ def _never_wrapping(range_of: Any) -> Any:
 
 
 def _without_manner(find: Any) -> Any:
-    """Slopes along the keys also for expressions of the user, in which the order must be kept."""
+    """Return a slope analysis that ignores that user expressions must keep their order."""
 
     def find_slope(self: Analysis, node: Node) -> Node | None:
         is_users = node.type == REAL and node.value in (ORDERED, EXACT)
@@ -276,7 +276,7 @@ def _none_is_large(may_be_large: Any) -> Any:
 
 
 def _same_key(number_key: Any) -> Any:
-    """A number as its own key: 0.0 equals -0.0."""
+    """Return a function that uses a number as its own key, so that 0.0 equals -0.0."""
     return lambda value: value
 
 
@@ -285,7 +285,7 @@ def _unprefixed(prefixed: Any) -> Any:
 
 
 def _traced_anew(evaluate: Any) -> Any:
-    """A function that is evaluated with what the program's variables hold by then."""
+    """Return an evaluation that traces again, and so reads the present values of variables."""
 
     def evaluated(self: Modification, *args: Any) -> Any:
         names = parameters_of(self.function, self._first, self.specs)
@@ -297,7 +297,7 @@ def _traced_anew(evaluate: Any) -> Any:
 
 _LARGE = r"e\+38"
 
-# Faults by a description, which begins with a number by the kind of fault.
+# Faults by description; the number at its start is the kind of fault.
 FAULTS: dict[str, Fault] = {
     "1: a quotient is a product with the inverse": Fault(
         _quotient_as_product, concerns=r"(floor|trunc|rint|ceil)\((np.divide\(|\()[ij][, ]"

@@ -1,4 +1,4 @@
-"""Block maps of random masks, judged by the evaluator of random functions."""
+"""Block masks of random mask functions, checked by the evaluator of random functions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.random_functions import Function
 
 
 def random_map_spec(function: Function) -> MapSpec:
-    """Return a map of few blocks, some of them ragged, near the first key or far from it."""
+    """Return the spec of a block mask with few, partly ragged blocks at any distance from key 0."""
     rng = np.random.default_rng([48, function.number])
 
     def maybe(bound: int) -> int | None:
@@ -36,7 +36,7 @@ def random_map_spec(function: Function) -> MapSpec:
 
 
 def pairs_of(function: Function, spec: MapSpec) -> tuple[np.ndarray, np.ndarray]:
-    """Return which pairs are seen, (batch, heads, seqlen_q, seqlen_k), and which are decided."""
+    """Return which pairs are visible, (batch, heads, seqlen_q, seqlen_k), and which are decided."""
     zero = np.int32(0)
     shape = (spec.batch, spec.heads_q, spec.seqlen_q, spec.seqlen_k)
     symbols = {
@@ -54,9 +54,9 @@ def pairs_of(function: Function, spec: MapSpec) -> tuple[np.ndarray, np.ndarray]
 def wrong_map(
     found: FoundMap, function: Function, spec: MapSpec, maps: tuple[int, int]
 ) -> str | None:
-    """Return how a map differs from the function on decided pairs, or None if it does not."""
+    """Return how a block mask differs from the function on decided pairs; None if it does not."""
     seen, known = pairs_of(function, spec)
-    # If a mask does not depend on the sequence or the head, all of them share one map.
+    # If a mask does not depend on the sequence or the head, there is one block mask for all.
     seen, known = (x[: maps[0], : maps[1]] for x in (seen, known))
     behind = np.arange(spec.seqlen_q)[:, None] + spec.q_offset - np.arange(spec.seqlen_k)
     band = behind >= 0 if spec.causal else np.ones(behind.shape, bool)
@@ -74,7 +74,7 @@ def wrong_map(
 
 
 def _wrong_kept(found: FoundMap, seen: np.ndarray, known: np.ndarray, spec: MapSpec) -> str | None:
-    """Check the pairs that a map keeps, those of the last blocks of each part."""
+    """Check the pairs that a block mask stores, those of the last blocks of each part."""
     slots = found.shown.shape[3]
     threads, halves, keys = np.ogrid[:128, :2, : spec.Bc // 4]
     rows = threads // 32 * 16 + threads % 32 // 4 + 8 * halves

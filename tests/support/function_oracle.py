@@ -1,6 +1,6 @@
-"""An evaluator of random functions in plain NumPy, with bounds of the errors of backends.
+"""Evaluator of random functions in plain NumPy, with bounds of the errors of backends.
 
-It defines the right values of traced functions, so it imports nothing of the library.
+It defines the true values of traced functions, so it imports nothing of the library.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import numpy as np
 
 BOOL, INT, UINT64, REAL = "bool", "int32", "uint64", "real"
 _INTEGERS = {BOOL: np.bool_, INT: np.int32, UINT64: np.uint64}
-# Bound of the error of an inexact operation before a decision, in units in the last place: each of
-# two backends may be off by 2.
+# Error bound of an inexact operation before a decision, in units in the last place: each of two
+# backends may be off by 2 units.
 _UNITS = 4.0
 
 Array = Any
@@ -22,22 +22,22 @@ Array = Any
 
 @dataclass(eq=False)
 class Expr:
-    """An operation of a random function. Shared subexpressions are one object.
+    """Operation of a random function. Shared subexpressions are one object.
 
     Attributes
     ----------
     op
-        Name of NumPy's function; ``astype``, ``load`` (a capture's element), ``call`` (a helper),
-        and the leaves ``symbol``, ``scalar`` (a captured number), ``literal`` and ``parameter``
-        (of a helper).
+        Name of a NumPy function, ``astype``, ``load`` (an element of a capture), ``call`` (of a
+        helper), or a leaf: ``symbol``, ``scalar`` (a captured number), ``literal`` or
+        ``parameter`` (of a helper).
     type
         Type of the result.
     args
-        Operands; of a load the indices.
+        Operands; for a load, the indices.
     value
-        Name of a symbol, capture or parameter; value of a literal; `Helper` of a call.
+        Name of a symbol, capture or parameter, value of a literal, or `Helper` of a call.
     form
-        Python text with a place for each operand.
+        Python text with a replacement field for each operand.
     """
 
     op: str
@@ -49,7 +49,7 @@ class Expr:
 
 @dataclass(eq=False)
 class Helper:
-    """A function of the program that a traced function calls.
+    """Helper function that a traced function calls.
 
     Attributes
     ----------
@@ -73,15 +73,15 @@ class Value:
     Attributes
     ----------
     v
-        Array of values, in the dtype of the type.
+        Array of values, in the dtype of the expression's type.
     e
-        Bound of the error if a decision reads the value: 0 if every operation is exact, infinite if
-        a decision is open. A float64 array, or the number 0.0.
+        Error bound if a decision reads the value: 0 if every operation is exact, infinite if errors
+        may change an earlier decision (it is open). A float64 array, or the number 0.0.
     s
-        The same where the value reaches the score, and products and sums may be contracted.
+        Error bound if the value enters the score; then products and sums may be fused (FMA).
     overflows
         Whether the value is infinite only because a result of finite operands was rounded. A sum
-        that is contracted with such a product does not round it.
+        that is fused with such a product does not round it.
     """
 
     v: Array
@@ -96,7 +96,7 @@ class Oracle:
     Parameters
     ----------
     symbols
-        Positions (int32 arrays), and ``score`` (reals).
+        Positions (int32 arrays), and ``score`` (a float array).
     captures
         Arrays and numbers by name.
     real
@@ -119,18 +119,18 @@ class Oracle:
         self._symbols, self._captures, self._real = symbols, captures, real
         self._inputs, self._score_error = inputs, score_error
         info = np.finfo(real)
-        # Half a unit of 1, the least positive number, and the largest.
+        # `_u` is half the eps; the others are the least, the least normal and the largest number.
         self._u = float(info.eps) / 2
         self._tiny = float(info.smallest_subnormal)
         self._normal, self._most = float(info.tiny), float(info.max)
 
     def value(self, root: Expr) -> Value:
-        """The value of an expression."""
+        """Return the value of an expression."""
         with np.errstate(all="ignore"):
             return self._value(root, {}, {})
 
     def _value(self, root: Expr, known: dict[int, Value], given: Mapping[str, Value]) -> Value:
-        # A stack instead of recursion, because chains of operations may be of any length.
+        # A stack replaces recursion, because chains of operations may have any length.
         stack = [root]
         while stack:
             node = stack[-1]
@@ -271,7 +271,7 @@ class Oracle:
         error = _open(x, y)
         if op == "xor":
             return _decided(x.v ^ y.v, error)
-        # One known operand may decide alone.
+        # One known operand may decide the result alone.
         if op == "and":
             known = ((x.e == 0) & ~x.v) | ((y.e == 0) & ~y.v)
             return _decided(x.v & y.v, np.where(known, 0.0, error))
@@ -309,8 +309,8 @@ class Oracle:
         s = self._spread(op, args, v, [self._in_score(y) for y in args], contracts=True)
         if op in ("add", "subtract"):
             x, y = args
-            # The sum of an infinity and of a product that overflows to the other one is NaN, but
-            # that infinity where the product is not rounded.
+            # The sum of an infinity and a product that overflows to the opposite infinity is NaN;
+            # if the product is fused, it is not rounded, and the sum is the first infinity.
             differs = np.isinf(x.v) & np.isinf(y.v) & np.isnan(v)
             differs &= np.asarray(x.overflows) | np.asarray(y.overflows)
             return Value(v, e, np.where(differs, np.inf, s))
@@ -357,7 +357,7 @@ class Oracle:
             settled &= np.isfinite(total)
             if op != "add" and op != "subtract":
                 settled &= ((da == 0) | (np.abs(a) > da)) & ((db == 0) | (np.abs(b) > db))
-            # A contracted product may exceed the largest number.
+            # A fused product may exceed the largest number.
             limit = (2.1 if op == "multiply" and contracts else 1.001) * self._most
             overflows = np.where(np.abs(exact) - d > limit, 0.0, np.inf)
             if self._real is np.float64:
@@ -379,12 +379,12 @@ class Oracle:
 
     def _extreme(self, op: str, x: Value, y: Value) -> Value:
         v = getattr(np, op)(x.v, y.v)
-        # The sign of a zero is left open.
+        # The sign of a zero is not determined.
         zeros = (x.v == 0) & (y.v == 0) & (np.signbit(x.v) != np.signbit(y.v))
         e, s = (np.maximum(a, b) for a, b in ((x.e, y.e), (x.s, y.s)))
         if zeros.any():
             e, s = (np.where(zeros, np.maximum(d, self._tiny), d) for d in (e, s))
-        # Where both are far apart, the error is that of the one that it is.
+        # If the operands are far apart, the error is at most that of the chosen one.
         return Value(v, e, s, np.asarray(x.overflows) | np.asarray(y.overflows))
 
     def _floored(self, op: str, x: Value, y: Value) -> Value:
@@ -419,8 +419,8 @@ class Oracle:
         exponent = np.float64(self._real(n))
 
         def power(t: Array) -> Array:
-            # For arrays and a single exponent of 0.5 NumPy computes the square root, which differs
-            # from the power of its scalars at -0.0 and -infinity.
+            # For arrays and a scalar exponent of 0.5, NumPy computes the square root, which differs
+            # from the power of scalars at -0.0 and -infinity.
             several = np.append(np.ravel(t), 1.0)
             return np.power(several, np.full(several.size, exponent))[:-1].reshape(np.shape(t))
 
@@ -448,7 +448,7 @@ class Oracle:
         return Value(v, e, s, _overflows(v, x.v))
 
     def _flushed(self, x: Array, exact: Array, function: Callable[[Array], Array]) -> Array:
-        """Return the error if subnormal arguments and results are taken for 0."""
+        """Return the error if subnormal arguments and results are flushed to 0."""
         below = np.where(np.abs(exact) < self._normal, self._normal, 0.0)
         small = (x != 0) & (np.abs(x) < self._normal)
         if not small.any():
@@ -474,7 +474,7 @@ class Oracle:
         else:
             low, high = function(_f64(v) - error), function(_f64(v) + error)
             d = np.maximum(np.abs(exact - low), np.abs(high - exact))
-            # Between the ends there is a pole, or the boundary of the domain.
+            # An interval that contains 0 may contain a pole or the boundary of the domain.
             d = np.where(_f64(v) * (_f64(v) - error) <= 0, np.inf, d)
             d = np.where(_f64(v) * (_f64(v) + error) <= 0, np.inf, d)
             if function in (np.log1p, np.exp, np.exp2, np.expm1):
@@ -492,12 +492,12 @@ class Oracle:
             return 0.0
         size = np.where(np.abs(exact) <= self._most, np.abs(exact), 0.0)
         if op in ("exp", "exp2", "expm1", "power"):
-            # Powers of two flush what is below the least normal number.
+            # Powers of two flush results below the least normal number to 0.
             d = self._normal + 4 * self._u * size
             if op == "exp" and self._inputs in ("float16", "bfloat16"):
                 d = d + 2.0**-20 * size * np.maximum(1, np.where(np.isfinite(x), np.abs(x), 0))
             if op == "power":
-                # A product of many factors, or a power of two of a logarithm.
+                # A power is a product of many factors, or exp2 of a logarithm.
                 d = d + 64 * self._u * size
                 d = d + 2 * self._u * size * np.abs(np.nan_to_num(np.log2(size)))
             return d
@@ -571,7 +571,7 @@ def _decided(v: Array, error: Array) -> Value:
 
 
 def _whole(x: Array, type: str) -> Array:
-    """Return reals as integers: rounded toward zero and saturated, with 0 for NaN."""
+    """Return floats as integers: rounded toward zero and saturated, with 0 for NaN."""
     x = np.trunc(_f64(x))
     if type == INT:
         return np.nan_to_num(np.clip(x, -(2.0**31), 2.0**31 - 1), nan=0).astype(np.int32)

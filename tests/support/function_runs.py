@@ -1,4 +1,4 @@
-"""Random functions by the CPU backend and by generated CUDA code that is compiled for the host."""
+"""Random functions on the CPU backend, and as generated CUDA code that is compiled for the CPU."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ LN_2 = 0.6931471805599453
 def modification(
     function: Function, captures: Mapping[str, Any] | None = None
 ) -> ScoreMod | MaskMod:
-    """Return the library's object of a function.
+    """Return a `ScoreMod` or `MaskMod` of a function.
 
     Parameters
     ----------
     function
-        The function.
+        Random function.
     captures
-        Its captures elsewhere, such as on a GPU.
+        Captures that replace those of the function, such as arrays on a GPU.
     """
     kind = ScoreMod if function.kind == "score" else MaskMod
     called = function.function()
     made = kind(called, **(function.captures if captures is None else captures))
-    # The object keeps the numbers of the program, whatever the program does to them later.
+    # The object keeps the values of global variables, even if the program changes them later.
     for name in function.variables:
         called.__globals__[name] = _other_number(called.__globals__[name])
     return made
@@ -63,7 +63,7 @@ def _other_number(value: Any) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _kept_numbers(modifiers: Modifiers) -> dict[str, Any]:
-    """Return captured numbers as a call packs them, once for all calls that are equal."""
+    """Return captured numbers as a call packs them; equal calls get the same object."""
     return {name: number_of(key) for name, key in modifiers.numbers}
 
 
@@ -74,7 +74,7 @@ def _numbers_of_call(mod: ScoreMod | MaskMod, kind: str) -> dict[str, Any]:
 
 
 def _with_other_zeros(function: Function) -> Function | None:
-    """Return a function whose captured zeros have the other sign; None if there is none."""
+    """Return the function with the sign of captured zeros changed; None if there are no zeros."""
     others = {
         name: -value
         for name, value in function.captures.items()
@@ -92,13 +92,13 @@ def text_of(function: Function, rewrite: Rewrite | None = None) -> Text:
     Parameters
     ----------
     function
-        The function.
+        Random function.
     rewrite
-        Changes what was traced before it is printed.
+        Function that changes the traced expression before code is generated.
     """
     mod, kind = modification(function), f"{function.kind}_mod"
     if (other := _with_other_zeros(function)) is not None:
-        # A call before this one, from which it must differ.
+        # This makes an earlier call with the other zeros, whose numbers must not be reused.
         _numbers_of_call(modification(other), kind)
     expression, specs = prefixed_text(mod.traced, kind)
     arrays = dict(zip(mod.array_names, mod.arrays, strict=True))
@@ -113,7 +113,7 @@ def text_of(function: Function, rewrite: Rewrite | None = None) -> Text:
 
 @dataclass
 class Case:
-    """A function with its pairs and their right values."""
+    """Function with its pairs and their true values."""
 
     function: Function
     pairs: Pairs
@@ -135,7 +135,7 @@ class Case:
 
     @property
     def share_known(self) -> float:
-        """Return the fraction of pairs that are compared."""
+        """Fraction of the pairs that are compared."""
         error = self.right.e if self.function.kind == "mask" else self.right.s
         return float(np.mean(np.isfinite(error) if self.function.kind == "score" else error == 0))
 
@@ -158,13 +158,13 @@ class Case:
         return self._first(~(alike | (e > 0) & (near | np.isinf(e))), new)
 
     def wrong_score(self, new: Any) -> str | None:
-        """Compare new scores of a kernel, which are its exponents of two times ln(2)."""
+        """Compare new scores: a kernel computes score * log2(e), which is multiplied by ln(2)."""
         v, s = self.right.v.astype(np.float64), self.right.s
         info = np.finfo(self.function.real)
         new = new.astype(np.float64)
         with np.errstate(all="ignore"):
             near = np.abs(new - v) <= s + 3 * info.eps * np.abs(v) + 2.0**-100
-            # An exponent of two is larger than its score, and stays finite.
+            # score * log2(e) exceeds the score, and is clamped to the largest finite number.
             large = np.isfinite(v) & (np.abs(v) >= 0.69 * info.max) & np.isfinite(new)
             near |= large & (new / v > 0.69) & (new / v < 1.01)
         alike = np.where(np.isnan(v), np.isnan(new), new == v)
@@ -183,7 +183,7 @@ class Case:
 
 
 def wrong_on_cpu(case: Case) -> str | None:
-    """Return how the CPU backend differs from the right values of a function, or None."""
+    """Return how the CPU backend differs from the true values of a function, or None."""
     function, columns = case.function, case.pairs.columns
     places = {name: columns[name] for name in ("b", "h", "i", "j", "q_start", "k_start")}
     try:
@@ -284,14 +284,14 @@ def wrong_on_host_text(
     kernel_dir: Path = KERNEL_DIR,
     rewrite: Rewrite | None = None,
 ) -> dict[int, str]:
-    """Return how generated code, compiled for the host, differs, by the numbers of functions.
+    """Return how generated code, compiled for the CPU, differs, by the numbers of functions.
 
     Parameters
     ----------
     folder
         Folder for sources and libraries.
     cases
-        The functions.
+        Functions to compare.
     batch
         Number of functions that are compiled together.
     workers
@@ -299,11 +299,11 @@ def wrong_on_host_text(
     kernel_dir
         Folder of the headers.
     rewrite
-        Changes what was traced before it is printed.
+        Function that changes the traced expression before code is generated.
     """
     if COMPILER is None:
         pytest.skip("no g++ to compile device text with")
-    # A new folder each time: a library is not loaded again from a path that was loaded before.
+    # The folder is new each time, because a library is not loaded again from the same path.
     folder = Path(tempfile.mkdtemp(dir=folder))
     wrong: dict[int, str] = {}
     texts: dict[int, Text] = {}

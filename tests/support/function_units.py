@@ -1,4 +1,4 @@
-"""Random functions on a GPU: many in a translation unit, each called as kernels call it."""
+"""Random functions on a GPU: many per translation unit, each called as kernels call it."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Unit:
     Attributes
     ----------
     wrong
-        Errors of functions that cannot be traced or compiled, by number.
+        Errors of functions that cannot be traced or compiled, by function number.
     """
 
     def __init__(self, cases: Sequence[Case]) -> None:
@@ -105,7 +105,7 @@ class Unit:
         return TranslationUnit(text, entries, f"{len(left)} random functions")
 
     def compiled(self, device: Device) -> bytes:
-        """Return machine code of all functions that compile."""
+        """Return the machine code of all functions that compile."""
         while True:
             try:
                 return compile_cubin(self._unit(), device).image
@@ -118,7 +118,7 @@ class Unit:
                 self.wrong |= found
 
     def run(self, image: bytes) -> dict[int, str]:
-        """Return how results on the current device differ, by number."""
+        """Return how results on the current device differ, by function number."""
         import cupy
 
         module = cupy.cuda.function.Module()
@@ -159,7 +159,7 @@ def _results(case: Case, text: Text, kernel: Any) -> np.ndarray:
 
 
 def on_device(array: np.ndarray) -> tuple[Any, int]:
-    """Return a copy with the same strides amid other bytes, and its first element's address."""
+    """Return a padded copy with the same strides, and the address of its first element."""
     import cupy
 
     low, high = bytes_of(array)

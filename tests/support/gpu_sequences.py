@@ -1,8 +1,7 @@
-"""Calls on packed, cached and paged sequences wherever they can be computed: by the CPU backend,
-and on a GPU by every kernel family that serves sequences.
+"""Varlen and KV-cache calls, on the CPU backend and in every kernel family that supports sequences.
 
-Every array lies amid NaN (numbers that are no row or page of anything, where it holds integers),
-so that what is read or written outside of it shows.
+Every array is surrounded by NaN (integer arrays by numbers that are no valid row or page), so that
+an access out of bounds is detected.
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ from support.sequence_support import (
 
 SEQUENCE_FAMILIES = [name for name, family in FORWARD.items() if family.serves_sequences]
 SIXTEEN_BIT = ("float16", "bfloat16")
-# Query and key/value heads of which 1, 4 and 8 share one.
+# (query heads, KV heads), with 1, 4 and 8 query heads per KV head.
 GROUPS = ((3, 3), (8, 2), (8, 1))
 HEAD_DIMS = (
     *((40, 40), (128, 128), (192, 192), (256, 256)),
     *((192, 128), (64, 128), (96, 40), (33, 7), (576, 512)),
 )
 PAGE_SIZES = (1, 3, 16, 64, 256)
-# dtype, page size, head_dim and head_dim_v.
+# (dtype, page size, head_dim, head_dim_v).
 PAGES_OF_DIMS = (
     ("bfloat16", 16, 128, 128),
     ("float16", 64, 256, 256),
@@ -61,15 +60,15 @@ PAGES_OF_DIMS = (
     ("bfloat16", 1, 40, 33),
     ("float32", 3, 40, 33),
 )
-# Bytes of the memory pool that are NaN before a call; no test needs as large a workspace.
+# Bytes of pool memory that hold NaN before a call. No test needs a workspace of this size.
 POISONED = 1 << 28
-# Far from every row and page, and as bits of a float a number, not NaN.
+# An integer far from every row and page. Its bits, read as a float, are a number and not NaN.
 NOT_AN_INDEX = 2**30 + 12345
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a call is computed: "cpu", a kernel family, or "chosen", the planner's."""
+    """Backend of a call: "cpu", a kernel family, or "chosen" for the planner's choice."""
 
     name: str
 
@@ -92,7 +91,7 @@ class Place:
 
     @contextlib.contextmanager
     def skipping_what_it_refuses(self) -> Iterator[None]:
-        """Skip the test, with the planner's reason, if no kernel serves what is called within."""
+        """Skip the test, with the planner's reason, if no kernel supports the call within."""
         try:
             yield
         except UnsupportedError as error:
@@ -124,7 +123,7 @@ def of_cases(cases: Iterable[VarlenCase | KVCacheCase]) -> Any:
 
 
 def of_aligned_cases(cases: Iterable[VarlenCase | KVCacheCase]) -> Any:
-    """Every case with rows that are aligned to 8, 4 and 2 bytes, as its dtype allows."""
+    """Parametrize with every case and row alignments of 8, 4 and 2 bytes, as its dtype allows."""
     pairs = [
         pytest.param(case, alignment, id=f"{case_name(case)} alignment={alignment}")
         for case in cases
@@ -135,37 +134,37 @@ def of_aligned_cases(cases: Iterable[VarlenCase | KVCacheCase]) -> Any:
 
 
 def case_name(case: VarlenCase | KVCacheCase) -> str:
-    """The case in a few words: how many sequences, not all of their lengths."""
+    """Return a short name of the case, with the number of sequences instead of all lengths."""
     lengths = case.seqlens_k if isinstance(case, VarlenCase) else case.lengths
     rest = [text for text in str(case).split() if not text.startswith(("seqlens_", "lengths="))]
     return " ".join([f"batch={len(lengths)}", f"longest={max(lengths, default=0)}", *rest])
 
 
 def _rng_of(fixed: dict[str, Any]) -> np.random.Generator:
-    # The same in every process, as the names of tests have to be.
+    # The seed is the same in every process, because the names of tests depend on it.
     return np.random.default_rng(zlib.crc32(repr(sorted(fixed.items())).encode()))
 
 
 def varlen(**fixed: Any) -> VarlenCase:
-    """A case of random lengths, ever the same ones for the same arguments."""
+    """Return a case with random lengths, which the arguments determine."""
     return random_varlen_case(_rng_of(fixed), **fixed)
 
 
 def kvcache(**fixed: Any) -> KVCacheCase:
-    """A case of random lengths, ever the same ones for the same arguments."""
+    """Return a case with random lengths, which the arguments determine."""
     return random_kvcache_case(_rng_of(fixed), **fixed)
 
 
 @functools.lru_cache(maxsize=4)
 def problem_of(case: Any) -> Any:
-    """The case's arrays and what is true of them, kept for the next place."""
+    """Return the arrays and true results of a case, cached for its tests on other backends."""
     return case.problem()
 
 
 class Amid:
-    """An array in a larger buffer, amid what must be neither read nor written.
+    """Array in a larger buffer, surrounded by elements that must be neither read nor written.
 
-    Around it, after each row and after each head there is NaN, or `NOT_AN_INDEX`.
+    They are NaN, or `NOT_AN_INDEX`, and are around the array, after each row and after each head.
     """
 
     def __init__(self, xp: Any, values: np.ndarray, alignment: int = MAX_ALIGNMENT) -> None:
@@ -184,7 +183,7 @@ class Amid:
         return self._placement.view(flat)[self._index]
 
     def values(self) -> np.ndarray:
-        """What the array holds now; fails if anything around it was written."""
+        """Return the present values of the array; fail if anything around it was written."""
         after = to_numpy(self.buffer)
         values = self._view_of(after).copy()
         self._view_of(self._before)[...] = values
@@ -197,7 +196,7 @@ class Amid:
 
 @dataclass
 class Arrays:
-    """The arguments of a call, its arrays amid poison."""
+    """Arguments of a call, with arrays surrounded by NaN or `NOT_AN_INDEX`."""
 
     amid: dict[str, Amid]
     others: dict[str, Any]
@@ -206,7 +205,7 @@ class Arrays:
     def of(cls, xp: Any, arguments: dict[str, Any], alignment: int = MAX_ALIGNMENT) -> Arrays:
         arrays = {n: a for n, a in arguments.items() if isinstance(a, np.ndarray)}
         return cls(
-            # What is no index has the alignment that is asked for.
+            # Integer arrays ignore the requested alignment.
             {name: Amid(xp, array, alignment) for name, array in arrays.items()},
             {name: value for name, value in arguments.items() if name not in arrays},
         )
@@ -222,12 +221,12 @@ class Arrays:
 
 
 def poison_free_memory(place: Place) -> None:
-    """Have the memory for lse and the workspace hold NaN."""
+    """Fill the free memory that lse and the workspace will use with NaN."""
     if not place.is_gpu:
         return
     cupy = place.xp
     cupy.get_default_memory_pool().free_all_blocks()
-    # All bits set is a NaN in every format. Freed on return: what is allocated next is cut from it.
+    # All bits set is a NaN in every format. The pool cuts the next allocations from this block.
     cupy.cuda.alloc(POISONED).memset_async(0xFF, POISONED)
 
 
@@ -237,7 +236,7 @@ def run_varlen(
     alignment: int = MAX_ALIGNMENT,
     **options: Any,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(out, lse) of a call with these values, written over NaN; fails if it writes elsewhere."""
+    """Return (out, lse) of a call that writes over NaN; fail if it writes elsewhere."""
     arrays = Arrays.of(place.xp, arguments, alignment)
     out = _poisoned_out(place, arguments["q"], arguments["v"], alignment)
     lse = _run(place, flash_attention_varlen, arrays, out, options)
@@ -251,7 +250,7 @@ def run_kvcache(
     alignment: int = MAX_ALIGNMENT,
     **options: Any,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(out, lse, k_cache, v_cache) after a call, likewise."""
+    """Return (out, lse, k_cache, v_cache) after a call; fail if it writes elsewhere."""
     arrays = Arrays.of(place.xp, arguments, alignment)
     out = _poisoned_out(place, arguments["q"], arguments["v_cache"], alignment)
     lse = _run(place, flash_attention_with_kvcache, arrays, out, options)
@@ -261,7 +260,7 @@ def run_kvcache(
 
 
 def _poisoned_out(place: Place, q: np.ndarray, v: np.ndarray, alignment: int) -> Amid:
-    """Room for the output, full of NaN."""
+    """Return a buffer for the output, full of NaN."""
     shape = (*q.shape[:-1], v.shape[-1])
     return Amid(place.xp, np.full(shape, np.nan, q.dtype), alignment)
 
@@ -273,7 +272,7 @@ def _run(
     out: Amid,
     options: dict[str, Any],
 ) -> np.ndarray:
-    """The lse of a call that writes to `out`."""
+    """Run a call that writes to `out`; return its lse."""
     poison_free_memory(place)
     with place.skipping_what_it_refuses():
         result, lse = function(
@@ -297,7 +296,7 @@ def check_kvcache(
 ) -> None:
     """Fail unless a case is computed right, and the cache changes by the appended rows only.
 
-    Options take the place of the case's own arguments, such as cache_seqlens.
+    Options replace arguments of the case with the same name, such as cache_seqlens.
     """
     problem: KVCacheProblem = problem_of(case)
     arguments = problem.arguments()
@@ -317,7 +316,7 @@ def assert_same_bits(results: Iterable[np.ndarray], expected: Iterable[np.ndarra
 
 @pytest.fixture(scope="module")
 def cubins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Kernels of the selected cases, compiled on all CPUs instead of one by one at each call."""
+    """Compile the kernels of the selected cases on all CPUs, instead of one by one in each call."""
     folder: Path = tmp_path_factory.mktemp("cubins")
     calls = selected_calls(request)
     on_a_gpu = [call for call in calls if "case" in call and call["place"].is_gpu]
@@ -327,7 +326,7 @@ def cubins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def _jobs_of(call: dict[str, Any]) -> Iterator[Job]:
-    """Of a test's parameters; what they leave out costs a compilation later on, no more."""
+    """Yield the compilations for a test's parameters; the test compiles what is missing here."""
     options = {name: call[name] for name in ("alignment", "num_splits") if name in call}
     family = None if call["place"].name == "chosen" else call["place"].name
     return jobs_of(call["case"], family, **options)
@@ -339,7 +338,7 @@ def jobs_of(
     alignment: int = MAX_ALIGNMENT,
     num_splits: int = 0,
 ) -> Iterator[Job]:
-    """What has to be compiled to check a case on this GPU; nothing where it is refused."""
+    """Yield the compilations for a check of a case on this GPU; none if the case is refused."""
     problem = problem_of(case)
     values = problem.arguments() | {"out": problem.poisoned_out()}
     arguments = Arrays.of(np, values, alignment).arguments
@@ -365,7 +364,7 @@ def jobs_of(
 
 
 def decode_on_h100(arguments: dict[str, Any]) -> Plan:
-    """How `decode` computes a call of `flash_attention_with_kvcache` on an H100.
+    """Return the plan of the `decode` family for a `flash_attention_with_kvcache` call on an H100.
 
     `arguments` are NumPy arrays and options.
     """
@@ -375,6 +374,6 @@ def decode_on_h100(arguments: dict[str, Any]) -> Plan:
 
 
 def cluster_of(plan: Plan) -> int:
-    """Thread blocks of a cluster that `decode` launches; 0 without any."""
+    """Return the thread blocks per cluster in a launch of `decode`; 0 without clusters."""
     assert plan.main is not None
     return plan.main.cluster

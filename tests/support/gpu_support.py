@@ -1,7 +1,7 @@
-"""What the GPU tests share: problems as data, arrays amid poisoned memory, one comparison.
+"""Helpers of the GPU tests: cases, arrays surrounded by NaN, and comparison with the reference.
 
-What is true is computed on the host with NumPy: the GPU tests then need no cuBLAS, and run no
-kernels but the ones under test.
+The reference is computed on the host with NumPy, so the GPU tests need no cuBLAS, and run only the
+kernels under test.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 @functools.cache
 def current_device() -> Device:
-    """The GPU; without one, a stand-in, so that tests can be listed anywhere."""
+    """Return the GPU, or a stand-in if there is none, so that tests can be collected anywhere."""
     return device_for_arch("sm_90") if gpu_unavailable() else device_for_id(0)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where an array lies in a flat buffer: rows of an alignment, other elements around each."""
+    """Layout of an array in a flat buffer: aligned rows, with other elements around each."""
 
     start: int
     outer: tuple[int, int, int, int]
@@ -57,8 +57,8 @@ class Placement:
     @classmethod
     def of(cls, shape: tuple[int, int, int, int], itemsize: int, alignment: int) -> Placement:
         unit = alignment // itemsize
-        # An odd number of units, so that rows are aligned to no more than asked for; and more of
-        # them than the row fills.
+        # The row stride is an odd number of units, so that rows are aligned to no more than
+        # requested, and exceeds the row.
         width = (shape[3] // unit + 1 | 1) * unit
         return cls(unit, (shape[0], shape[1] + 1, shape[2] + 1, width), shape)
 
@@ -67,17 +67,17 @@ class Placement:
         return 2 * self.start + math.prod(self.outer)
 
     def view(self, flat: Any) -> Any:
-        """The array within a NumPy or CuPy buffer of `size` elements."""
+        """Return the array within a NumPy or CuPy buffer of `size` elements."""
         whole = flat[self.start : self.start + math.prod(self.outer)].reshape(self.outer)
         return whole[tuple(slice(length) for length in self.inner)]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call, but for the values in the arrays.
+    """Call without array values.
 
-    family and tile None leave the choice to the planner; a family without a tile takes its default
-    one, not a tuned one, so that the kernels under test depend on nothing but the sources.
+    If family and tile are None, the planner chooses. A family without a tile uses its default
+    tile, not a tuned one, so that the kernels under test depend on the sources only.
     """
 
     family: str | None
@@ -107,7 +107,7 @@ class Case:
 
     @property
     def formula(self) -> dict[str, Any]:
-        """The options that say what is computed."""
+        """Options that determine the result."""
         return {
             "causal": self.causal,
             "q_offset": self.q_offset,
@@ -117,7 +117,7 @@ class Case:
 
     @property
     def choice(self) -> dict[str, Any]:
-        """The options that say which kernel computes it."""
+        """Options that determine the kernel."""
         return {"family": self.family, "tile": self.tile_used()}
 
     def shape(self, name: str) -> tuple[int, int, int, int]:
@@ -134,7 +134,7 @@ class Case:
         return Placement.of(self.shape(name), DTYPES[self.dtype].itemsize, self.alignment)
 
     def problem(self) -> Problem:
-        """The problem that `run` poses, told without arrays."""
+        """Return the problem of the call that `run` makes, without arrays."""
         options = {name: value for name, value in self.formula.items() if name != "layout"}
         specs = {name: self._spec(self.placement(name)) for name in ("q", "k", "v", "out")}
         return make_problem(**specs, **options)
@@ -168,13 +168,13 @@ class Case:
 
 
 def tile_with(case: Case, fields: dict[str, int]) -> Tile:
-    """The first legal tile of the case's family that has these fields."""
+    """Return the first legal tile of the case's family that has these fields."""
     tiles = FORWARD[str(case.family)].tiles(case.problem(), current_device())
     return next(t for t in tiles if all(getattr(t, n) == value for n, value in fields.items()))
 
 
 class Guarded:
-    """An array on the GPU, amid NaN: before and after it, after each row, after each sequence."""
+    """Array on the GPU, surrounded by NaN: around it, after each row and after each sequence."""
 
     def __init__(self, values: np.ndarray, alignment: int) -> None:
         import cupy
@@ -186,7 +186,7 @@ class Guarded:
         self.view = self._placement.view(self._buffer)
 
     def values(self) -> np.ndarray:
-        """What the array holds now; fails if anything around it was written."""
+        """Return the present values of the array; fail if anything around it was written."""
         after = self._buffer.get()
         values = self._placement.view(after).copy()
         self._placement.view(self._before)[...] = values
@@ -198,19 +198,19 @@ class Guarded:
 
 
 def bits(array: np.ndarray) -> np.ndarray:
-    """Its bytes, in which one NaN differs from another, and 0 from -0."""
+    """Return the bytes of an array, in which different NaNs differ, and 0 differs from -0."""
     return np.ascontiguousarray(array).view(np.uint8)
 
 
 def on_gpu(values: Iterable[np.ndarray]) -> list[Any]:
-    """The arrays as CuPy's, contiguous."""
+    """Return the arrays as contiguous CuPy arrays."""
     import cupy
 
     return [cupy.asarray(array) for array in values]
 
 
 def random_values(case: Case) -> Arrays:
-    """Normal random q, k and v; the same for all kernels that a case can be computed with."""
+    """Return normal random q, k and v, which do not depend on the kernel that the case selects."""
     rng = np.random.default_rng(zlib.crc32(str(_without_kernel(case)).encode()))
     q, k, v = (rng.standard_normal(case.shape(n)).astype(DTYPES[case.dtype]) for n in "qkv")
     return q, k, v
@@ -222,7 +222,7 @@ def _without_kernel(case: Case) -> Case:
 
 @dataclass(frozen=True)
 class Truth:
-    """The result in float64, and how far a kernel may be off."""
+    """Result in float64, and error bounds for a kernel."""
 
     out: np.ndarray
     lse: np.ndarray
@@ -243,7 +243,7 @@ class Truth:
         )
 
     def check(self, out: np.ndarray, lse: np.ndarray | None = None, layout: str = "bshd") -> None:
-        """Fail unless a result is right: NaN and inf in place, the rest within the bounds."""
+        """Fail unless a result is NaN or inf where the reference is, and else within the bounds."""
         assert max_error(out, self.out) <= self.out_bound
         sees_nothing = self.lse == -np.inf
         by_head = out.swapaxes(1, 2) if layout == "bshd" else out
@@ -259,14 +259,14 @@ def _thread_pools() -> ThreadpoolController:
 
 
 def one_blas_thread() -> AbstractContextManager[Any]:
-    """Small products on all cores wait for each other most of the time."""
+    """Limit BLAS to one thread, because threads of small products mostly wait for each other."""
     return _thread_pools().limit(limits=1, user_api="blas")
 
 
 def tanh_error(dtype: Any, cap: float) -> float:
-    """How far scores of a cap, and a log-sum-exp of them, may be off for its tanh in bfloat16.
+    """Return the error bound of capped scores, and of their log-sum-exp, from tanh in bfloat16.
 
-    It is the hardware's, to 2^-11; the rounding of what comes of it may be as much again.
+    Kernels use the hardware's tanh, which has an error of 2^-11. Rounding may add as much.
     """
     return 2.0**-10 * cap if np.dtype(dtype) == DTYPES["bfloat16"] else 0.0
 
@@ -278,17 +278,17 @@ def lse_bound(
     softmax_scale: float | None,
     softcap: float | None = None,
 ) -> float:
-    """How far a log-sum-exp kept in float32 (float64 for float64) may be off.
+    """Return the error bound of a log-sum-exp in float32, or in float64 for float64 inputs.
 
-    lse = max + log(sum exp(score - max)). Four things are rounded:
+    lse = max + log(sum exp(score - max)). Four quantities have errors:
 
-    - The scores, and lse is off by no more than the worst of them is. A product of n terms, summed
-      in whatever order, is off by about sqrt(n) * eps * |q||k| (Higham and Mary 2019); products
-      that leave out 2^-22 of each term, and the rounding of the scale, add up to 4 of them.
-    - The sum, by a factor of 1 + a few eps, which its logarithm turns into a few eps. Hardware's
-      exp2 is good to 2 eps, log2 to 1; merging splits takes both once more; 2 are for the adding.
-    - The result, by eps/2 of its size.
-    - A softcap's tanh: `tanh_error`.
+    - The scores: lse is off by at most the largest error of a score. The sum of n products, in any
+      order, is off by about sqrt(n) * eps * |q||k| (Higham and Mary 2019). Products that drop
+      2^-22 of each term, and the rounded scale, add up to 4 eps * |q||k|.
+    - The sum has a relative error of a few eps, which becomes an absolute error of the logarithm.
+      The hardware's exp2 costs 2 eps, log2 1 eps, a merge of splits both again, and additions 2.
+    - The result is rounded by eps/2 of its size.
+    - The tanh of a softcap has the error `tanh_error`.
     """
     eps = float(np.finfo(np.float64 if q.dtype == np.float64 else np.float32).eps)
     scale = 1 / math.sqrt(q.shape[3]) if softmax_scale is None else abs(softmax_scale)
@@ -307,7 +307,7 @@ def _largest_norm(rows: np.ndarray) -> float:
 def check_captured_call(case: Case, meanwhile: Callable[[], Any] = lambda: None) -> None:
     """Fail unless a call in a graph computes what its arrays hold at each replay.
 
-    `meanwhile` is called between the capture and the first of them, on the same stream.
+    `meanwhile` is called between the capture and the first replay, on the same stream.
     """
     import cupy
 
@@ -342,7 +342,7 @@ def _truth_of_random_values(case: Case) -> Truth:
 
 
 def run(case: Case, values: Arrays) -> tuple[np.ndarray, np.ndarray]:
-    """(out, lse) of a call on guarded arrays, written over NaN; fails if it writes elsewhere."""
+    """Return (out, lse) of a call on guarded arrays, over NaN; fail if it writes elsewhere."""
     inputs = [Guarded(array, case.alignment) for array in values]
     out = Guarded(np.full(case.shape("out"), np.nan, values[0].dtype), case.alignment)
     fill_freed_memory_with_nan(case)
@@ -358,7 +358,7 @@ def run(case: Case, values: Arrays) -> tuple[np.ndarray, np.ndarray]:
 
 
 def require_free_memory(needed: int) -> None:
-    """Skip the test unless the GPU has so many bytes free."""
+    """Skip the test unless the GPU has `needed` bytes of free memory."""
     import cupy
 
     cupy.get_default_memory_pool().free_all_blocks()
@@ -368,13 +368,13 @@ def require_free_memory(needed: int) -> None:
 
 
 def fill_freed_memory_with_nan(case: Case) -> None:
-    """Put NaN into the memory that CuPy's pool will hand out next for lse and the workspace."""
+    """Put NaN into the memory that CuPy's pool will use next for lse and the workspace."""
     import cupy
 
     problem = case.problem()
     lse_bytes = problem.rows * (8 if case.dtype == "float64" else 4)
     sizes = [size for size in (lse_bytes, case.plan().workspace) if size]
-    # Held at once, so that the second is not given the first one's memory; freed on return.
+    # Both blocks are held at once, so that they are distinct. They are freed on return.
     blocks = [cupy.cuda.alloc(size) for size in sizes]
     for block, size in zip(blocks, sizes, strict=True):
         # All bits set is a NaN in every format.
@@ -394,7 +394,7 @@ def check(case: Case, values: Arrays | None = None) -> None:
 
 @contextlib.contextmanager
 def naming(what: Any) -> Iterator[None]:
-    """Have a failure within say what failed."""
+    """Add `what` to the message of an assertion that fails within the context."""
     try:
         yield
     except AssertionError as error:
@@ -412,12 +412,12 @@ def check_all(cases: Iterable[Case]) -> None:
     assert not failures, "\n".join(failures)
 
 
-# Cycles that a stream is kept busy: half a second at most, time for a hundred calls at least.
+# Cycles that a stream is kept busy: at most half a second, and at least the time of 100 calls.
 BUSY = 500_000_000
 
 
 def keep_busy(cycles: int = BUSY) -> None:
-    """A kernel that takes a while, on the current stream."""
+    """Enqueue a kernel that runs for `cycles` clock cycles on the current stream."""
     import cupy
 
     code = """

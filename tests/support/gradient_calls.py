@@ -1,6 +1,6 @@
-"""Backward calls drawn at random: what they are given, and what is right.
+"""Random backward calls: their arguments and true results.
 
-`gradient_rule.check_gradients` compares with it what they return.
+`gradient_rule.check_gradients` compares the results of calls with the true ones.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ ROWS = ("q", "k", "v")
 OF_MOD = "score_mod."
 # Captures of the gallery's functions that have gradients.
 DIFFERENTIABLE = {"table": ("table",), "gain": ("gain", "shift")}
-# How arrays may lie in memory, see `placed`; only the first ones are for results.
+# Memory layouts of arrays, see `placed`; results do not use the last one.
 PLACES = ("contiguous", "sliced", "odd", "swapped", "reversed")
 PLACES_OF_RESULTS = PLACES[:4]
 
 
 class GradientTruth(NamedTuple):
-    """What gradients are compared with, by the names of the inputs.
+    """True gradients, and what their error bounds depend on, by the names of the inputs.
 
     Attributes
     ----------
     exact, naive, sizes
-        As `gradient_bound` has them.
+        Arguments of `gradient_bound`.
     score_errors
-        How far off gradients are by what scores are off by: `GradientCall.score_errors`.
+        Errors of gradients due to errors of scores, see `GradientCall.score_errors`.
     lse
-        The reference's. With sinks, that of the keys alone where its absolute value is larger, as
-        scores are as large, however little the sink leaves of their probabilities.
+        Log-sum-exp of the reference. With sinks, that of the keys alone if its magnitude is larger:
+        scores are that large, however little probability the sink leaves to them.
     """
 
     exact: Mapping[str, np.ndarray]
@@ -62,7 +62,7 @@ class GradientTruth(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Elements that have a bound of their own: an index into gradients of each name, and of lse."""
+    """Elements with a separate error bound, as an index into each named gradient and into lse."""
 
     of: Mapping[str, Any]
     lse: Any
@@ -72,15 +72,15 @@ WHOLE = Part({}, ...)
 
 
 def placed(array: np.ndarray, place: str, xp: Any) -> Any:
-    """An array of NumPy or CuPy with the same values, and NaN around them in memory.
+    """Return a NumPy or CuPy array with the same values in a memory layout, padded with NaN.
 
-    An axis with a stride of 0 keeps it, wherever the rest is to lie.
+    An array with a stride of 0 keeps it in every layout.
 
     Parameters
     ----------
     place
-        "contiguous"; "sliced", rows amid others; "odd", rows that are aligned to nothing;
-        "swapped", axes of rows and heads the other way round; "reversed", rows backwards.
+        "contiguous"; "sliced", columns of a wider array; "odd", rows without any alignment;
+        "swapped", with the rows and heads axes exchanged; "reversed", with rows in reverse order.
     """
     if 0 in array.strides and array.size:
         once = array[tuple(slice(1) if s == 0 else slice(None) for s in array.strides)]
@@ -103,20 +103,20 @@ def placed(array: np.ndarray, place: str, xp: Any) -> Any:
 
 @dataclass
 class GradientCall:
-    """One backward call: arrays in host memory.
+    """One backward call, with arrays in host memory.
 
     Attributes
     ----------
     forward
-        The call whose gradients are asked for.
+        Forward call whose gradients are requested.
     dout, dlse
-        Gradients of its results; of lse perhaps none.
+        Gradients of its results; dlse may be None.
     wrt
-        Names of the inputs whose gradients are wanted, or None.
+        Names of the inputs whose gradients are requested, or None for the default.
     grad_dtype
-        Of the gradients, or None.
+        Dtype of the gradients, or None for that of each input.
     places
-        Of q, k, v, dout, dq, dk and dv: how they lie in memory, contiguous where not named.
+        Memory layouts of q, k, v, dout, dq, dk and dv; contiguous if not named.
     """
 
     forward: ModifiedCall
@@ -137,13 +137,13 @@ class GradientCall:
 
     @property
     def equal_addends(self) -> int:
-        """Of how many addends, all equal, gradients are sums; 0 if they differ."""
+        """Number of equal addends whose sum a gradient is; 0 if the addends differ."""
         rows, heads = -3, -2
         if self.forward.options.get("layout") == "bhsd":
             rows, heads = heads, rows
         if self.forward.options.get("softmax_scale") != 0:
             return 0
-        # Rows of no sequence are NaN.
+        # Rows that belong to no sequence are NaN.
         dout = np.moveaxis(self.dout, rows, 0)
         if not ((dout == dout[:1]) | np.isnan(dout)).all():
             return 0
@@ -152,12 +152,12 @@ class GradientCall:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the gradients that the call gives, in order."""
+        """Names of the gradients that the call returns, in order."""
         return (*ROWS, *self._captures) if self.wrt is None else self.wrt
 
     @property
     def inputs(self) -> dict[str, np.ndarray]:
-        """Arrays that there are gradients of, by name."""
+        """Arrays that have gradients, by name."""
         found = {n: x for n, x in self.forward.arrays.items() if n in (*ROWS, "bias", "sinks")}
         return found | self._captures
 
@@ -167,9 +167,9 @@ class GradientCall:
         return {OF_MOD + name: captures[name] for name in captures.get("differentiable", ())}
 
     def given(self, xp: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and keyword arguments of the public function, arrays of NumPy or CuPy.
+        """Return positional and keyword arguments of the public function, as arrays of `xp`.
 
-        All but the arrays that gradients are written to, see `results_for`.
+        The arrays that gradients are written to are missing, see `results_for`.
         """
         (_, _, _, *lengths), named = self._given(xp)
         if self.grad_dtype is not None:
@@ -183,7 +183,7 @@ class GradientCall:
         return (dout, q, k, v, out, lse, *lengths), named
 
     def results_for(self, xp: Any) -> dict[str, Any]:
-        """Arrays of NaN for those gradients of q, k and v that are wanted, as arguments."""
+        """Return arrays of NaN for the requested gradients of q, k and v, as arguments."""
         poisoned = {
             name: np.full(self.inputs[name].shape, np.nan, self.dtype_of(name))
             for name in self.names
@@ -195,7 +195,7 @@ class GradientCall:
         }
 
     def _given(self, xp: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments behind dout that the library and the reference have in common."""
+        """Return the arguments after dout that the library and the reference have in common."""
         positional, named = self.forward.given(xp)
         if self.dlse is not None:
             named["dlse"] = xp.asarray(self.dlse)
@@ -205,20 +205,20 @@ class GradientCall:
 
     @functools.cached_property
     def results(self) -> tuple[np.ndarray, np.ndarray]:
-        """The forward call's output and lse, as exact as their dtypes are."""
+        """Exact output and lse of the forward call, rounded to their dtypes."""
         out, lse = self.exact_results()
         dtype = self.forward.arrays["q"].dtype
         return out.astype(dtype), lse.astype(np.float64 if dtype == np.float64 else np.float32)
 
     def exact_results(self, **changed: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Output and lse of the float64 reference, perhaps with some options changed."""
+        """Return output and lse of the float64 reference, perhaps with some options changed."""
         positional, named = self.forward.given(np)
         if self.is_packed:
             return attention_varlen_reference(*positional, **named | changed)
         return attention_reference(*positional, **named | changed, return_lse=True)
 
     def run(self, xp: Any, **how: Any) -> dict[str, np.ndarray]:
-        """Gradients of the library by name, in host memory; those of q, k and v are NaN before."""
+        """Return the library's gradients by name, in host memory; dq, dk and dv start as NaN."""
         positional, named = self.given(xp)
         outputs = self.results_for(xp)
         function = (
@@ -233,12 +233,12 @@ class GradientCall:
         return found if xp is np else {name: xp.asnumpy(x) for name, x in found.items()}
 
     def dtype_of(self, name: str) -> np.dtype[Any]:
-        """What the gradient of an input comes in."""
+        """Return the dtype of the gradient of an input."""
         return self.inputs[name].dtype if self.grad_dtype is None else DTYPES[self.grad_dtype]
 
     @functools.cached_property
     def truth(self) -> GradientTruth:
-        """What is right."""
+        """True gradients of the call, with data for their error bounds."""
         (q, k, v, *lengths), named = self._given(np)
         functions = (
             (attention_varlen_backward_reference, backward_varlen_naive, gradient_varlen_sizes)
@@ -260,17 +260,17 @@ class GradientCall:
 
     @property
     def score_errors(self) -> ScoreErrors:
-        """What scores and slopes are off by in the precision that is computed in.
+        """Errors of scores and slopes in the compute precision.
 
-        A scaled score is the sum of n products. What adds them one by one rounds partial sums, each
-        by 0.3 ulps or so; where these grow as sqrt(n), the sum is off by a fourth of eps times the
-        sum of absolute values, and so is the reference in float64. Of a million scores the largest
-        error is five times as much: 5 * sqrt(2) / 4 < 2 eps.
+        A scaled score is the sum of n products. If they are added one by one, each partial sum is
+        rounded by about 0.3 ulps. These errors grow as sqrt(n), so the sum is off by about eps / 4
+        times the sum of absolute values, and so is the reference in float64. The largest error of a
+        million scores is five times as much: 5 * sqrt(2) / 4 < 2 eps.
 
-        In bfloat16 a tanh is the hardware's, to 2^-11 of itself; else it is good to 4 eps. A score
-        that a softcap makes is off by as much of itself, and it is no larger than the scaled score
-        or the cap. The slope 1 - tanh^2 is off by 2 tanh * 2^-11 tanh <= 2^-10, however small it
-        is. What the gallery's functions make of a capped score has a slope of 1.5 at most.
+        In bfloat16, kernels use the hardware's tanh with a relative error of 2^-11; otherwise it is
+        4 eps. A capped score has the same relative error, and is at most the scaled score or the
+        cap. The slope 1 - tanh^2 is off by 2 tanh * 2^-11 tanh <= 2^-10, however small it is. The
+        gallery's functions of a capped score have slopes of at most 1.5.
         """
         name = self.forward.mods.get("score_mod", ("",))[0]
         tanhs = (name == "tanh") + ("softcap" in self.forward.options)
@@ -282,9 +282,9 @@ class GradientCall:
 
     @functools.cached_property
     def unseen(self) -> dict[str, np.ndarray]:
-        """Which rows of q see nothing, which of k and v nothing sees, and elements of a bias."""
+        """Elements with a gradient of 0: rows without keys, keys without rows, unused bias."""
         _, lse = self.exact_results(sinks=None)
-        # Rows of no sequence have NaN.
+        # The lse of rows that belong to no sequence is NaN.
         blind = ~(lse > -np.inf)
         if self.is_packed or self.forward.options.get("layout", "bshd") == "bshd":
             blind = blind.swapaxes(-1, -2)
@@ -298,7 +298,7 @@ class GradientCall:
 
     @functools.cached_property
     def parts(self) -> list[Part]:
-        """The sequences."""
+        """Sequences of the call, each of which has separate error bounds."""
         (q, k, _, *lengths), named = self._given(np)
         if not self.is_packed:
             return [Part(dict.fromkeys(ROWS, b), b) for b in range(len(q))]
@@ -319,21 +319,21 @@ def random_gradient_call(
     longest: tuple[int, int] = LONGEST,
     sizes: np.random.Generator | None = None,
 ) -> GradientCall:
-    """A backward call with one to four modifications.
+    """Return a backward call with one to four modifications.
 
-    What lies behind the sequences' ends, keys that are padding and rows of no sequence, is NaN.
-    Arrays lie anyhow in memory; dout and dlse may have strides of 0.
+    Padding keys and rows that belong to no sequence are NaN. Arrays have random memory layouts, and
+    dout and dlse may have strides of 0.
 
     Parameters
     ----------
     kind
         One of `KINDS`.
     head_dims
-        To choose head_dim and head_dim_v from.
+        Choices of head_dim and head_dim_v.
     longest
-        Queries and keys of a sequence, at most.
+        Largest numbers of queries and keys of a sequence.
     sizes
-        As of `random_call`.
+        Generator of lengths and values, see `random_call`.
     """
     sizes = rng if sizes is None else sizes
     forward = random_call(
@@ -388,7 +388,7 @@ def random_gradient_call(
 def _of_results(
     rng: np.random.Generator, sizes: np.random.Generator, shape: tuple[int, ...], dtype: Any
 ) -> np.ndarray:
-    """A gradient of results, perhaps as a sum or mean over some axes has it."""
+    """Return a gradient of results, perhaps broadcast like that of a sum over some axes."""
     kind = rng.integers(6)
     own = tuple(1 if kind == 0 or (kind == 1 and rng.integers(2)) else n for n in shape)
     return np.broadcast_to(sizes.standard_normal(own).astype(dtype), shape)
@@ -397,7 +397,7 @@ def _of_results(
 def _add_rows_of_none(
     forward: ModifiedCall, rng: np.random.Generator, sizes: np.random.Generator
 ) -> None:
-    """Rows behind the last packed sequence, and perhaps keys behind those that are used."""
+    """Add rows after the last packed sequence, and perhaps keys after those that are used."""
     arrays = forward.arrays
     for name, spare in zip(
         ROWS, (*sizes.integers(0, 4, 1), *[sizes.integers(0, 4)] * 2), strict=True

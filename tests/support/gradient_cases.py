@@ -64,7 +64,7 @@ LONGEST = ((20, 90), (70, 130), (130, 250), (180, 70))
 # Which axes of a bias or a mask have the length of the scores' axes (1); the others have length 1.
 AXES = ((1, 1, 1, 1), (0, 1, 1, 1), (1, 0, 1, 1), (0, 0, 1, 1), (1, 0, 0, 1), (1, 1, 1, 0))
 
-# The functions that `gradient_oracle` has by hand, as a user writes them.
+# Functions as a user writes them; `gradient_oracle` has them with hand-written derivatives.
 SCORE_MODS: dict[str, Any] = {
     "softer": lambda score: 20 * np.tanh(score / 20),
     "square": lambda score: score + score * score / 16,
@@ -108,7 +108,7 @@ class Class:
     mask_axes: tuple[int, ...]
     array_dtype: str  # dtype of biases, sinks and captures
     is_padding_bias: bool
-    has_lengths: bool  # whether it has seqlens_k or seqused_k
+    has_lengths: bool  # whether a call has seqlens_k or seqused_k
     has_offset: bool
     has_dlse: bool
     has_all_gradients: bool
@@ -118,7 +118,7 @@ class Class:
 
 def draw_class(number: int) -> Class:
     """Return a class of calls. The first 44 classes have all pairs of dtype and modification."""
-    # With this seed the first classes have every function.
+    # With this seed, the first classes include every function.
     rng = np.random.default_rng((2001, number))
 
     def chance(probability: float) -> bool:
@@ -170,7 +170,7 @@ class Case:
     wrt: tuple[str, ...]
 
     def dtype_of(self, name: str) -> np.dtype[Any]:
-        """Dtype of the gradient of an input."""
+        """Return the dtype of the gradient of an input."""
         if self.of.grad_dtype is not None:
             return DTYPES[self.of.grad_dtype]
         call = self.oracle
@@ -267,14 +267,14 @@ class _Drawing:
         names += [name for name in ("bias", "sinks") if getattr(call, name) is not None]
         names += [f"score_mod.{n}" for n, x in call.captures.items() if x.dtype.kind != "i"]
         if not of.has_all_gradients:
-            # The class determines which ones, because kernels are compiled for them.
+            # The class determines the gradients, because kernels are compiled for them.
             chosen = np.random.default_rng((3, self.number % CLASSES)).permutation(names)
             names = [str(name) for name in chosen[: max(1, len(names) // 2)]]
         longest = tuple(int(n.max(initial=0)) for n in (self.seqlens_q, self.seqlens_k))
         return Case(self.number, of, call, longest, tuple(names))
 
     def poison(self, call: OracleCall) -> None:
-        """Write NaN where nothing may be read: padding, rows of no sequence, some hidden rows."""
+        """Write NaN where nothing may be read: padding, rows of no sequence, some masked rows."""
         nan = float("nan")
         if call.seqlens_k is not None:
             for b, n in enumerate(call.seqlens_k):
@@ -296,9 +296,9 @@ class _Drawing:
                 call.dlse[blind] = nan
 
     def ignore_padded_rows(self, call: OracleCall) -> None:
-        """Set the gradients of rows that see only padding to 0.
+        """Set dout and dlse of rows that attend to padding only to 0.
 
-        Their log-sum-exp, about -1e38, has no digits left for the number of keys.
+        The log-sum-exp of such a row, about -1e38, has no digits left for the number of keys.
         """
         ignored = attention(call, exact(self.dtype)).lse < -PADDING
         call.dout[ignored.swapaxes(1, 2)] = 0
@@ -306,7 +306,7 @@ class _Drawing:
             call.dlse[ignored] = 0
 
     def shape_of_pairs(self, axes: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of a bias or a mask."""
+        """Return the shape of a bias or a mask."""
         of = self.of
         longest_k = int(self.seqlens_k.max(initial=0))
         if of.is_packed:
@@ -331,7 +331,7 @@ class _Drawing:
     def add_bias(self, call: OracleCall) -> None:
         call.bias = self.normal(*self.shape_of_pairs(self.of.bias_axes))
         if self.of.is_padding_bias:
-            # As in models with padding masks.
+            # The bias is that of models with padding masks.
             least = ml_dtypes.finfo(self.array_dtype).min
             shape = (self.batch, 1, 1, int(self.seqlens_k[0]))
             hidden = self.rng.random(shape) < self.rng.choice([0.1, 0.5, 1.0])
@@ -414,10 +414,10 @@ def compare(case: Case, xp: Any) -> list[Difference]:
       happen to be small. (In 16 bits the rounding of P and dS is larger, and the naive formula has
       it, too.)
     - in 16 bits with a softcap, the error of its tanh times the cap in the log-sum-exp: bfloat16
-      kernels have the hardware's tanh, whose error is 2^-11, and float16 ones 2^-22.
+      kernels use the hardware's tanh with an error of 2^-11, and float16 kernels have 2^-22.
 
-    Kernels keep scores as exponents of two, so that a log-sum-exp below the lowest number times
-    ln 2 counts as that.
+    Kernels store scores times log2(e), so a log-sum-exp below ln 2 times the lowest number counts
+    as equal to this product.
     """
     call, dtype = case.oracle, case.oracle.q.dtype
     found = _run(case, xp)
@@ -459,7 +459,7 @@ def compare(case: Case, xp: Any) -> list[Difference]:
 
 
 def _ulp(dtype: np.dtype[Any], x: np.ndarray) -> float:
-    """Unit in the last place of a dtype at the largest finite number."""
+    """Return the unit in the last place of a dtype at the largest finite magnitude in `x`."""
     info = ml_dtypes.finfo(dtype)
     largest = float(abs(x[np.isfinite(x)]).max(initial=0))
     # The mantissa of frexp is in [0.5, 1).

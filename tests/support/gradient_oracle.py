@@ -1,7 +1,7 @@
 """Attention and its gradients by the plain formula, in NumPy, without any code of the library.
 
 Let x = scale * q k', t the score after softcap, score function, ALiBi and bias, s the sink of a
-head, and P = exp(t - lse), where lse = log(exp(s) + sum exp(t)) over the keys that a row sees. Then
+head, and P = exp(t - lse), where lse = log(exp(s) + sum exp(t)) over the row's visible keys. Then
 
     out = P v                       dv = P' dout
     dP = dout v'                    D = rowsum(dout * out) - dlse
@@ -9,8 +9,8 @@ head, and P = exp(t - lse), where lse = log(exp(s) + sum exp(t)) over the keys t
     dq = scale * dX k               dk = scale * dX' q
     dbias = sums of dT              dsink = -sum exp(s - lse) * D
 
-Hidden pairs are left out of the sums. A row that sees no key has out = 0, and lse = -inf
-or the sink; rows that belong to no sequence have out = 0 and lse = -inf.
+The sums omit masked pairs. A row that attends to no key has out = 0, and lse = -inf or the sink.
+Rows that belong to no sequence have out = 0 and lse = -inf.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 Array = np.ndarray
 Captures = Mapping[str, Array]
 
-# Score functions and masks, by hand
+# Score functions with hand-written derivatives, and masks
 
 
 class At(NamedTuple):
@@ -34,11 +34,11 @@ class At(NamedTuple):
     b: int
     h: int
     i: Array  # position of the query among the keys, (rows, 1)
-    j: Array  # (1, keys)
+    j: Array  # position of the key, (1, keys)
 
 
 class ScoreFunction(NamedTuple):
-    """A function of a score, with its derivatives.
+    """Function of a score, with its derivatives.
 
     Attributes
     ----------
@@ -163,8 +163,8 @@ class OracleCall:
     window
         Left and right bound; None for no bound.
     bias, mask
-        Four axes, each as long as that of the scores or 1; of packed sequences three axes, (1 or
-        heads_q, total_q, max_seqlen_k).
+        Four axes, each with the length of the scores' axis or 1. For packed sequences three axes,
+        (1 or heads_q, total_q, max_seqlen_k).
     score_function, mask_function
         Keys of `SCORE_FUNCTIONS` and `MASK_FUNCTIONS`.
     captures, mask_captures
@@ -179,7 +179,7 @@ class OracleCall:
     causal: bool = False
     scale: float | None = None
     q_offset: int | None = None
-    q_offsets: Array | None = None  # takes the place of q_offset
+    q_offsets: Array | None = None  # q_offset of each sequence, instead of `q_offset`
     window: tuple[int | None, int | None] = (None, None)
     prefix_lens: Array | None = None
     seqlens_k: Array | None = None
@@ -199,7 +199,7 @@ class OracleCall:
 
 
 class Arithmetic(NamedTuple):
-    """How a call is computed.
+    """Precision and kind of a computation.
 
     Attributes
     ----------
@@ -236,7 +236,7 @@ SIZES = Arithmetic(np.dtype(np.float64), np.dtype(np.float64), of_sizes=True)
 
 
 class Sequence(NamedTuple):
-    """Place of one sequence: indices of its rows and keys, and the position of its first query."""
+    """One sequence: indices of its rows and keys, and the position of its first query."""
 
     b: int
     rows: tuple[Any, ...]  # into q, out and dout
@@ -247,15 +247,15 @@ class Sequence(NamedTuple):
     first_row: int  # in the row axis of bias and mask
 
     def of_query(self, h: int) -> tuple[Any, ...]:
-        """Index of a head's rows in q, out and dout."""
+        """Return the index of a head's rows in q, out and dout."""
         return (*self.rows, ..., h, slice(None))
 
     def of_key(self, h: int) -> tuple[Any, ...]:
-        """Index of a key/value head's rows in k and v."""
+        """Return the index of a KV head's rows in k and v."""
         return (*self.keys, h, slice(None))
 
     def of_lse(self, h: int) -> tuple[Any, ...]:
-        """Index of a head's rows in lse and dlse."""
+        """Return the index of a head's rows in lse and dlse."""
         return (h, *self.rows) if isinstance(self.rows[0], slice) else (self.b, h)
 
 
@@ -299,7 +299,7 @@ class Results(NamedTuple):
 def attention(
     call: OracleCall, arithmetic: Arithmetic, given: tuple[Array, Array] | None = None
 ) -> Results:
-    """Output, log-sum-exp and all gradients, in `arithmetic.compute`.
+    """Compute the output, log-sum-exp and all gradients in `arithmetic.compute`.
 
     Parameters
     ----------
@@ -351,7 +351,7 @@ def lse_shape(call: OracleCall) -> tuple[int, ...]:
 
 
 def unseen(call: OracleCall) -> tuple[Array, Array]:
-    """Return which rows see no key, of `lse_shape`, and which keys no row sees, (..., heads_kv)."""
+    """Return which rows have no visible key, of `lse_shape`, and which keys no row attends to."""
     blind, hidden = np.ones(lse_shape(call), bool), np.ones(call.k.shape[:-1], bool)
     heads_q, heads_kv = call.q.shape[-2], call.k.shape[-2]
     for sequence in sequences(call):
@@ -411,7 +411,7 @@ class _Head:
         part += dt.sum(axis=axes, keepdims=True)
 
     def seen(self) -> Array:
-        """Return which row sees which key: (rows, keys)."""
+        """Return which pairs are visible, shape (rows, keys)."""
         call, at, b = self.call, self.at, self.sequence.b
         left, right = call.window
         seen = np.ones((self.sequence.seqlen_q, self.sequence.seqlen_k), bool)
@@ -473,7 +473,7 @@ class _Head:
         sink = compute.type(-np.inf if self.call.sinks is None else self.call.sinks[self.h])
         seen = self.seen()
         sees, is_seen = seen.any(axis=1), seen.any(axis=0)
-        # Selected, not multiplied by 0, because these rows may hold NaN.
+        # These rows are replaced by 0, not multiplied by 0, because they may hold NaN.
         q, dout = (np.where(sees[:, None], a, 0) for a in (q, dout))
         k, v = (np.where(is_seen[:, None], a, 0) for a in (k, v))
         x = scale * (q @ k.T)
@@ -502,7 +502,7 @@ class _Head:
         if sink != -np.inf:
             dsink = size(-(np.exp(sink - (lse if given is None else given[1])) * d).sum())
         if self.arithmetic.of_sizes:
-            # Errors of a log-sum-exp are those of the scores. Here q and k are absolute values.
+            # A log-sum-exp has the errors of the scores. Here q and k are absolute values.
             scores = scale * (q @ k.T) + abs(t)
             out, lse = p @ v, np.where(seen, scores, 0).max(axis=1, initial=0)
         return _OfHead(

@@ -1,29 +1,29 @@
-"""How far gradients may be off: the error rule, asserted of all gradients of a call by name.
+"""Error rule of gradients, which `check_gradients` asserts for all gradients of a call.
 
-The error of a gradient g is allowed to be, with maxima over one sequence (short sequences have
-large gradients: what they allow would hide errors in those of long ones),
+The allowed error of a gradient g is the sum below. Maxima are over one sequence, because short
+sequences have large gradients, whose bound would hide errors in those of long sequences.
 
     2 max|naive - g| + 4 ulp(max|g|) + (4 + 2 max|lse|) ulp'(max S)
         + n/3 ulp'(max S), of n equal addends + errors of scores
 
-- *Twice the naive error*, the house rule: P, dX, the output and the result rounded to the inputs'
-  dtype, as separate kernels would have it. Another order of sums rounds the same numbers.
-- *4 ulps* of the gradient's dtype, or of q's if that is coarser: see `error_bound`. One of them is
-  for the rounding of a result where the naive one happens to be exact.
-- *Ulps of S*, what the gradient would be if nothing cancelled, in the precision that is computed
-  in. A kernel's P = exp(t - lse) takes an lse that is rounded by half an ulp, and a t that is as
-  large is too: an error of some |lse| ulp' in proportion to P, which the naive formula, that
-  divides by its own sum, need not have. And dP - D loses an ulp' or so of |dP| + |D|, which is
-  everything where a query sees a single key.
-- *Equal addends*, where all scores are 0 and all rows of dout are one: what an addition rounds off
-  is then the same as long as the sum's exponent is. Of n additions half come with the last
-  exponent, half an ulp off at most, a quarter with the one before, whose ulp is half of that, and
-  so on: n/3 ulp'(max S). Naive sums of few parts each show less of it.
-- *Errors of scores*, see `GradientCall.score_errors`: each pair's P and dT are off by as much of
-  themselves as its score is off, the slope besides by what that is; summed up as if nothing
-  cancelled. For in float64 the naive result has the reference's own errors, and shows none of them.
+- *Twice the naive error*, as for all results. The naive formula rounds P, dX, the output and the
+  result to the inputs' dtype, as separate kernels do. Kernels round the same numbers.
+- *4 ulps* of the gradient's dtype, or of q's if that is coarser, see `error_bound`. One of them is
+  for the rounding of a result if the naive one happens to be exact.
+- *Ulps of S*: S is the size of the gradient if nothing cancels, and ulp' is an ulp of the compute
+  precision. A kernel's P = exp(t - lse) uses a rounded lse and a rounded t of the same size. So P
+  has a relative error of about |lse| ulp'. The naive formula divides by its own sum, and need not
+  have this error. Also dP - D has an error of about one ulp' of |dP| + |D|, which is all of the
+  result if a query attends to a single key.
+- *Equal addends* occur if all scores are 0 and all rows of dout are equal. Then each addition has
+  the same error as long as the sum has the same exponent. Of n additions, half have the last
+  exponent and an error of at most half an ulp, a quarter have the exponent before with half this
+  ulp, and so on: n/3 ulp'(max S). Naive sums of fewer addends show less of this error.
+- *Errors of scores*, see `GradientCall.score_errors`: the relative errors of P and dT of a pair are
+  the error of its score, and the slope has its own error; all are summed as if nothing cancelled.
+  In float64 the naive result has the errors of the reference, and shows none of them.
 
-What no query sees, and queries that see nothing, have gradients of exactly 0.
+Keys that no query attends to, and queries that attend to no key, have gradients of exactly 0.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from support.modified_calls import DTYPES
 
 
 def check_gradients(call: GradientCall, got: Mapping[str, Any] | Sequence[Any]) -> None:
-    """Fail unless gradients are as near to the reference as the rule asks for.
+    """Fail unless gradients are as close to the reference as the error rule requires.
 
     Parameters
     ----------
@@ -64,7 +64,7 @@ def check_gradients(call: GradientCall, got: Mapping[str, Any] | Sequence[Any]) 
 
 
 def allowed_error(call: GradientCall, name: str, at: Any, lse: Any) -> float:
-    """Error of a gradient's part, whose queries have a part of lse."""
+    """Return the allowed error of part `at` of a gradient, whose queries have part `lse` of lse."""
     truth = call.truth
     bound = gradient_bound(
         truth.naive[name][at],
@@ -74,7 +74,7 @@ def allowed_error(call: GradientCall, name: str, at: Any, lse: Any) -> float:
         lse=truth.lse[lse],
         result=call.dtype_of(name),
     )
-    # The output and the log-sum-exp are given, so nothing that a sink's gradient is made of is off.
+    # The gradient of a sink has no error of scores, because it is computed from given out and lse.
     off = 0.0 if name == "sinks" else float(truth.score_errors[name][at].max(initial=0))
     size = np.asarray(truth.sizes[name][at]).max(initial=0)
     ulp = np.spacing(size.astype(compute_dtype(np.dtype(DTYPES[call.forward.dtype]))))
@@ -92,7 +92,7 @@ def _check_part(call: GradientCall, name: str, gradient: np.ndarray, at: Any, ls
 
 
 def _worst(found: np.ndarray, exact: np.ndarray, naive: np.ndarray, sizes: np.ndarray) -> str:
-    """Where the largest error is, and what stands there."""
+    """Return a description of the largest error: its index and the values there."""
     found = found.astype(np.float64)
     with np.errstate(all="ignore"):
         off = np.where(found == exact, 0, np.abs(found - exact))

@@ -1,4 +1,4 @@
-"""What the tests of the Hopper family share."""
+"""Helpers for the tests of the Hopper family."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.gpu_support import DTYPES, Case, current_device, on_gpu, random_val
 
 
 def marks(head_dim: int = 64) -> list[Any]:
-    """Of a module whose heads are so wide."""
+    """Return the pytest marks of a module that tests this head_dim."""
     case = Case("hopper", "float16", head_dim=head_dim, head_dim_v=head_dim)
     reason = "the hopper family needs sm_90"
     return [pytest.mark.gpu, pytest.mark.skipif(not case.is_supported(), reason=reason)]
@@ -25,9 +25,9 @@ def marks(head_dim: int = 64) -> list[Any]:
 def random_chunks(
     random_case: Callable[[random.Random], Case], seed: int, *, problems: int, chunk: int
 ) -> list[list[Case]]:
-    """So many problems, ever the same ones for a seed, in chunks of a test each.
+    """Return `problems` random cases, which the seed determines, in chunks of one test each.
 
-    Those of one kernel lie together: the workers of xdist each compile what theirs need.
+    Cases with the same kernel are adjacent, so that each worker of xdist compiles few kernels.
     """
     draw = random.Random(seed)
     cases = [random_case(draw) for _ in range(problems)]
@@ -36,7 +36,7 @@ def random_chunks(
 
 
 def tiled(case: Case, fields: Iterable[dict[str, int]]) -> Iterator[Case]:
-    """The case with each tile that has some fields and is legal, with as many stages as fit."""
+    """Yield the case with a tile for each set of fields, if legal, with as many stages as fit."""
     family, problem, device = FORWARD["hopper"], case.problem(), current_device()
     for some in fields:
         tiles = (
@@ -49,7 +49,7 @@ def tiled(case: Case, fields: Iterable[dict[str, int]]) -> Iterator[Case]:
 
 
 def check_same_bits(case: Case, calls: int) -> None:
-    """Fail unless so many calls give the same bits."""
+    """Fail unless all of these calls give the same bits."""
     import cupy
 
     inputs = on_gpu(random_values(case))

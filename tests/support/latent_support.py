@@ -1,4 +1,4 @@
-"""Calls whose values are columns of their keys: what they are given, and what is right."""
+"""Calls of MLA, whose values are columns of the keys: their arguments and true results."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from cupy_flash.reference.packed import attention_with_kvcache_reference
 from support.quantized_support import QuantizedCase, on_device
 from support.sequence_support import KVCacheCase, Truth, to_numpy
 
-# Of the models that have such attention.
+# Head dims and KV heads of models with MLA.
 LATENT = {"head_dim": 576, "head_dim_v": 512, "heads_kv": 1}
 Arguments = dict[str, Any]
 
 
 def latent_arguments(base: KVCacheCase, cache_dtype: str | None, scales: str) -> Arguments:
-    """What the function under test takes, as new NumPy arrays: the case's keys alone."""
+    """Return the arguments of the call, as new NumPy arrays, with keys but no values."""
     if cache_dtype is None:
         found = base.problem().arguments()
     else:
@@ -26,7 +26,7 @@ def latent_arguments(base: KVCacheCase, cache_dtype: str | None, scales: str) ->
 
 
 def after_the_append(arguments: Arguments) -> tuple[Arguments, Any]:
-    """The same with nothing new, and values of their own; and what the caches then hold."""
+    """Return an equivalent call after the append, with separate values, and the new caches."""
     given = {name: value for name, value in arguments.items() if name != "head_dim_v"}
     if given["k"] is not None:
         given["v_scale"] = given.get("k_scale")
@@ -46,7 +46,7 @@ def after_the_append(arguments: Arguments) -> tuple[Arguments, Any]:
 
 
 def run_on_gpu(arguments: Arguments, **more: Any) -> tuple[Arguments, Any, Any]:
-    """The arrays after a call on the GPU, its output, which is NaN before, and lse."""
+    """Run a call on the GPU, over an output of NaN; return its arrays, output and lse."""
     import cupy
 
     given = {name: on_device(x) for name, x in arguments.items()}
@@ -63,9 +63,9 @@ def check_latent(
     modifications: Arguments | None = None,
     **choice: Any,
 ) -> None:
-    """Assert that a call gives what the reference gives, and stores the same bits.
+    """Fail unless a call agrees with the reference, and stores the same bits.
 
-    `modifications` are those that `sequence_support.Truth` knows.
+    `modifications` are limited to those that `sequence_support.Truth` supports.
     """
     arguments = latent_arguments(base, cache_dtype, scales) | (modifications or {})
     with np.errstate(all="ignore"):

@@ -22,7 +22,7 @@ _NOT_OF_TORCH = {"torch.bfloat16": np.dtype(ml_dtypes.bfloat16), "torch.float8_e
 
 
 class OnlyDlpack:
-    """An array that can be read by DLPack only."""
+    """Array that can be read by DLPack only."""
 
     def __init__(self, array: Any) -> None:
         self.wrapped = array
@@ -49,14 +49,14 @@ class OnlyDlpackNamespace:
 
 @dataclass(frozen=True)
 class Library:
-    """An array library on the CPU or on a GPU.
+    """Array library on the CPU or on a GPU.
 
     Attributes
     ----------
     name
         Name of the library in the names of tests.
     convert
-        From an array of NumPy, which stays what it is where the library has no such dtype.
+        Function that converts a NumPy array; returns it unchanged if the library lacks the dtype.
     type
         Type of the library's arrays.
     is_immutable
@@ -70,7 +70,7 @@ class Library:
 
 
 def host_array(array: Any) -> np.ndarray:
-    """An array of any library in host memory, as NumPy's."""
+    """Return an array of any library as a NumPy array."""
     if isinstance(array, OnlyDlpack):
         array = array.wrapped
     if is_cupy(array):
@@ -78,19 +78,19 @@ def host_array(array: Any) -> np.ndarray:
     if is_any_tensor(array):
         array = array.detach().cpu()
         if (dtype := _NOT_OF_TORCH.get(str(array.dtype))) is not None:
-            # Torch gives NumPy no arrays of these dtypes.
+            # Torch cannot convert arrays of these dtypes to NumPy.
             bits = array.view(getattr(sys.modules["torch"], f"int{8 * dtype.itemsize}"))
             return cast(np.ndarray, bits.numpy().view(dtype))
     return np.asarray(array)
 
 
 def numpy_library() -> Library:
-    """NumPy."""
+    """Return NumPy."""
     return Library("numpy", lambda array: array, np.ndarray)
 
 
 def torch_library(device: str) -> Library:
-    """PyTorch on "cpu" or "cuda"."""
+    """Return PyTorch on "cpu" or "cuda"; skip the test if there is none."""
     torch = pytest.importorskip("torch")
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("this torch has no GPU")
@@ -107,7 +107,7 @@ def torch_library(device: str) -> Library:
 
 
 def jax_library(platform: str) -> Library:
-    """JAX on "cpu" or "gpu"."""
+    """Return JAX on "cpu" or "gpu"; skip the test if there is none."""
     jax = pytest.importorskip("jax")
     try:
         (device, *_) = jax.devices(platform)
@@ -119,14 +119,14 @@ def jax_library(platform: str) -> Library:
         if array.dtype == _FLOAT8:
             return fallback.convert(array)
         with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
-            # A copy, because on the CPU JAX may keep reading the memory that it is given.
+            # The array is copied, because on the CPU JAX may keep reading the given memory.
             return jax.device_put(array.copy(), device)
 
     return Library(f"jax {platform}", convert, jax.Array, is_immutable=True)
 
 
 def cupy_library() -> Library:
-    """CuPy."""
+    """Return CuPy; skip the test if there is no GPU."""
     if reason := gpu_unavailable():
         pytest.skip(f"no GPU: {reason}")
     cupy = importlib.import_module("cupy")

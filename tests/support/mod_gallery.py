@@ -1,4 +1,4 @@
-"""Modifications of every kind, drawn at random too, and pairs that they are called with."""
+"""Modifications of every kind, also random ones, and pairs to evaluate them for."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def numbers(*shape: int, below: int, dtype: Any = np.int32) -> np.ndarray:
 
 
 def bucket_bias(score: Any, h: Any, i: Any, j: Any, table: Any) -> Any:
-    """T5's, of 32 buckets up to a distance of 128."""
+    """Add the position bias of T5, with 32 buckets up to a distance of 128."""
     distance = np.maximum(i - j, 0)
     far = 16 + (np.log(np.maximum(distance, 1) / 16) / np.log(128 / 16) * 16).astype(np.int32)
     bucket = np.where(distance < 16, distance, np.minimum(far, 31))
@@ -34,7 +34,7 @@ def bucket_bias(score: Any, h: Any, i: Any, j: Any, table: Any) -> Any:
 
 
 def neighbours(i: Any, j: Any, width: Any) -> Any:
-    """Pixels at most 2 rows and 3 columns apart."""
+    """Return whether two pixels are at most 2 rows and 3 columns apart."""
     return (np.abs(i // width - j // width) <= 2) & (np.abs(i % width - j % width) <= 3)
 
 
@@ -184,7 +184,7 @@ NEGATIONS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def pairs(rng: np.random.Generator, count: int) -> dict[str, np.ndarray]:
-    """Positions inside and outside of all captured arrays, and steps from a first key."""
+    """Return positions inside and outside of all captured arrays, and steps from a first key."""
     i = rng.integers(-20, KEYS + 30, count, np.int32)
     columns = {
         "b": rng.integers(0, BATCH, count, np.int32),
@@ -201,7 +201,7 @@ def pairs(rng: np.random.Generator, count: int) -> dict[str, np.ndarray]:
 
 
 def random_text(rng: np.random.Generator, kind: str, depth: int) -> str:
-    """Python text of a random expression of bools, ints or reals, the latter continuous."""
+    """Return Python text of a random bool, int or real expression; real ones are continuous."""
 
     def of(kind: str) -> str:
         return random_text(rng, kind, depth - 1)
@@ -250,7 +250,7 @@ def random_text(rng: np.random.Generator, kind: str, depth: int) -> str:
 
 
 def drawn(draw: Callable[[], Drawn]) -> Drawn:
-    """Draw until no index is a negative constant, which is refused when a function is traced."""
+    """Draw until no index is a negative constant, which tracing refuses."""
     while True:
         try:
             return draw()
@@ -271,7 +271,7 @@ def random_mod(rng: np.random.Generator) -> Modification:
 
 
 def random_score_mod(rng: np.random.Generator) -> ScoreMod:
-    """With gradients of what it captures of reals."""
+    """Return a random score function with gradients of its captured float array."""
 
     def draw() -> ScoreMod:
         text = random_text(rng, "real", 4)
@@ -287,7 +287,7 @@ def _captures(rng: np.random.Generator) -> dict[str, Any]:
 
 
 def with_gradients(mod: ScoreMod) -> ScoreMod:
-    """The same with gradients of all that it captures of reals."""
+    """Return the same score function with gradients of all captured float arrays."""
     names = [name for name, spec in mod.specs.items() if spec.rank is not None]
     reals = [name for name in names if mod.specs[name].type == REAL]
     return ScoreMod(mod.function, cuda=mod.cuda, differentiable=reals, **mod.captures)

@@ -1,4 +1,4 @@
-"""Calls with modifications, drawn at random: what they are given, and what is right."""
+"""Random calls with modifications: their arguments and true results."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ DTYPES = {
 KINDS = ("equal", "padded", "packed", "cached", "paged")
 PAGE = 16
 HEAD_DIMS = (8, 32, 64, 72, 128)
-# Queries and keys of a sequence, at most.
+# Largest numbers of queries and keys of a sequence.
 LONGEST = (150, 399)
 
-# Functions of the gallery: name -> (class, function, captures of a call).
+# Functions of the gallery by name; `random_call` draws what they capture.
 SCORE_MODS = {
     "tanh": lambda score: 20 * np.tanh(score / 20),
     "table": lambda score, h, i, j, table: score + table[h, np.clip(i - j, -20, 20) + 20],
@@ -59,18 +59,18 @@ MASK_MODS = {
 
 @dataclass
 class ModifiedCall:
-    """One call: arrays in host memory by argument, numbers and modifications.
+    """One call with modifications; its arrays are in host memory.
 
     Attributes
     ----------
     kind
         One of `KINDS`.
     arrays
-        Arguments that are arrays, and those of modifications.
+        Arguments that are arrays, including those of modifications.
     options
         Other arguments.
     mods
-        Of score_mod and mask_mod: the function's name, and what it captures.
+        Name and captures of the functions of score_mod and mask_mod.
     """
 
     kind: str
@@ -86,13 +86,13 @@ class ModifiedCall:
 
     @property
     def function(self) -> Callable[..., Any]:
-        """The public function that the call is one of."""
+        """Public function that the call uses."""
         if self.kind == "packed":
             return flash_attention_varlen
         return flash_attention_with_kvcache if "k_cache" in self.arrays else flash_attention
 
     def given(self, xp: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and keyword arguments of the public function, arrays of NumPy or CuPy."""
+        """Return positional and keyword arguments of the public function, as arrays of `xp`."""
         arrays = {name: xp.asarray(array) for name, array in self.arrays.items()}
         for kind, (name, captures) in self.mods.items():
             captured = {
@@ -110,7 +110,7 @@ class ModifiedCall:
         return tuple(positional), arrays | options
 
     def run(self, xp: Any, **how: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Output and lse of the library, in host memory; both are NaN before."""
+        """Run the call over an output of NaN; return output and lse in host memory."""
         positional, named = self.given(xp)
         q, v = self.arrays["q"], self.arrays.get("v", self.arrays.get("v_cache"))
         assert v is not None
@@ -120,7 +120,7 @@ class ModifiedCall:
         return (result, lse) if xp is np else (xp.asnumpy(result), xp.asnumpy(lse))
 
     def truth(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Output and lse of the float64 reference, and output of the naive formula."""
+        """Return output and lse of the float64 reference, and output of the naive formula."""
         positional, named = self.given(np)
         for name in ("num_splits", "batch_invariant"):
             named.pop(name, None)
@@ -134,7 +134,7 @@ class ModifiedCall:
         return out, lse, self._naive(named, out)
 
     def _naive(self, named: dict[str, Any], out: np.ndarray) -> np.ndarray:
-        """The naive formula of each sequence."""
+        """Return the output of the naive formula, sequence by sequence."""
         a, packed = self.arrays, self.kind == "packed"
         plain = ("cache_seqlens", "block_table", "causal", "softmax_scale")
         mods = {n: x for n, x in named.items() if n not in plain}
@@ -168,23 +168,23 @@ class ModifiedCall:
         return naive
 
     def check(self, xp: Any, **how: Any) -> None:
-        """Run the call, and compare with what is right."""
+        """Run the call, and compare its results with the reference."""
         out, lse = self.run(xp, **how)
         self.compare(out, lse)
 
     def compare(self, out: np.ndarray, lse: np.ndarray) -> None:
-        """Assert that results are as near to the reference as the rule asks for."""
+        """Fail unless results are as close to the reference as the error rule requires."""
         true_out, true_lse, naive = self.truth()
         bound = error_bound(naive, true_out, DTYPES[self.dtype], lse=true_lse)
         error = max_error(out, true_out)
         assert error <= bound, f"error {error:.3g}, allowed {bound:.3g}: {self}"
-        # Of scores that 16-bit inputs make, summed up in float32.
+        # The scores of 16-bit inputs are summed in float32, the dtype of their lse.
         real = np.finfo(lse.dtype)
         seen = np.isfinite(true_lse)
         assert np.array_equal(np.isfinite(lse), seen), f"lse is finite elsewhere: {self}"
         assert np.array_equal(lse[~seen], true_lse[~seen]), f"lse of rows without keys: {self}"
-        # Kernels keep scores as exponents of two: a log-sum-exp below the lowest number times ln 2
-        # counts as that.
+        # Kernels store scores times log2(e), so a log-sum-exp below ln 2 times the lowest number
+        # counts as equal to this product.
         true_lse = np.where(seen, np.maximum(true_lse, -np.log(2) * float(real.max)), true_lse)
         largest = max(1.0, np.abs(true_lse[seen]).max(initial=0), 30.0)
         tolerance = 64 * real.eps * largest + tanh_error(DTYPES[self.dtype], self.caps())
@@ -207,20 +207,20 @@ def random_call(
     empty: bool = False,
     sizes: np.random.Generator | None = None,
 ) -> ModifiedCall:
-    """A call with one to four modifications.
+    """Return a call with one to four modifications.
 
     Parameters
     ----------
     few_rows
         Whether sequences have one to four queries, as in decoding.
     head_dims
-        To choose head_dim and head_dim_v from.
+        Choices of head_dim and head_dim_v.
     longest
-        Queries and keys of a sequence, at most.
+        Largest numbers of queries and keys of a sequence.
     empty
         Whether some sequences have no queries, or no keys.
     sizes
-        Draws lengths and what is in arrays, `rng` what a kernel is compiled for; None for `rng`.
+        Generator of lengths and array values; `rng` draws the rest, which selects the kernel.
     """
     sizes = rng if sizes is None else sizes
     heads_kv = int(rng.integers(1, 3))
@@ -308,13 +308,13 @@ def _add_modifications(
         options["causal"] = True
     accumulator = np.float64 if call.dtype == "float64" else np.float32
     either = DTYPES[call.dtype] if rng.integers(2) else np.dtype(accumulator)
-    # Along some axes one row serves all.
+    # Some axes have length 1, and are broadcast.
     shape = tuple(1 if rng.integers(4) == 0 else n for n in pairs)
     if "window" in chosen:
         sides = [int(sizes.choice([0, 1, 15, 16, 17, 63, 64, 65, 500])) for _ in range(2)]
         window = tuple(None if rng.integers(4) == 0 else s for s in sides)
         if window == (None, None) and (needs_window or chosen == {"window"}):
-            # A q_offset, if there is one, needs something to place.
+            # A q_offset is refused unless a mask depends on positions.
             window = (sides[0], None)
         options["window_size"] = window
     if "softcap" in chosen:
@@ -367,7 +367,7 @@ def _add_modifications(
         call.mods["mask_mod"] = (name, captures)
 
 
-# Arguments of `random_call` that change or hide scores.
+# Arguments of `random_call` that change scores or mask pairs.
 _MODIFIERS = (
     *("window_size", "softcap", "alibi_slopes", "sinks", "bias", "mask", "prefix_lens"),
     *("tree_mask", "softmax_scale", "q_offset"),
@@ -375,7 +375,7 @@ _MODIFIERS = (
 
 
 def padded_call(rng: np.random.Generator, dtype: str, kind: str, low: float) -> ModifiedCall:
-    """Draw a call whose bias is `low` for all keys of some rows, and some keys of the others."""
+    """Return a call whose bias is `low` for all keys of some rows, and some keys of the others."""
     drawn = random_call(rng, dtype, kind, few_rows=False)
     arrays = {n: x for n, x in drawn.arrays.items() if n not in _MODIFIERS}
     options = {n: x for n, x in drawn.options.items() if n not in _MODIFIERS}

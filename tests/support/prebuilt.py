@@ -1,7 +1,7 @@
-"""Kernels of all selected tests of a module, compiled at once, on all CPUs.
+"""Fixtures that compile the kernels of all selected tests of a module in parallel, on all CPUs.
 
-A module that imports the fixtures uses them; one whose tests call for more than `Case`s tell has a
-`cubins` of its own.
+A module uses these fixtures if it imports them. If its `Case`s do not determine all kernels, it
+defines another `cubins`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from support.gpu_support import Case
 
 @pytest.fixture(scope="module")
 def cubins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Kernels of the selected cases, compiled on all CPUs instead of one by one at each call."""
+    """Compile the kernels of the selected cases on all CPUs, instead of one by one in each call."""
     folder: Path = tmp_path_factory.mktemp("cubins")
     calls = selected_calls(request)
     cases = [call["case"] for call in calls if "case" in call]
@@ -31,27 +31,27 @@ def cubins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(autouse=True)
 def use_cubins(home: Path, cubins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # After `home`, which hides the user's own prebuilt kernels.
+    # The fixture `home` must run before, because it hides the user's prebuilt kernels.
     monkeypatch.setenv(CUBINS_VARIABLE, str(cubins))
 
 
 def selected_calls(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """Parameters of the selected tests of the module that asks."""
+    """Return the parameters of the selected tests of the requesting module."""
     mine = (item for item in request.session.items if item.path == request.path)
     return [spec.params for item in mine if (spec := getattr(item, "callspec", None))]
 
 
 def jobs_of_cases(cases: Iterable[Case]) -> list[Job]:
-    """What has to be compiled to run them."""
+    """Return the compilations that these cases need."""
     plans = [case.plan() for case in dict.fromkeys(cases)]
     return [Job.of(plan) for plan in plans if not plan.problem.is_empty]
 
 
 def write_cubins(folder: Path, jobs: Iterable[Job]) -> None:
-    """Compile in parallel, for `CUPY_FLASH_CUBINS` to name the folder.
+    """Compile in parallel, and write the kernels to a folder for `CUPY_FLASH_CUBINS`.
 
-    A kernel that does not compile is left to the test that calls it. Where xdist runs the tests,
-    its workers take up the CPUs, and each compiles what its own tests call for.
+    A kernel that does not compile is left to the test that calls it. Under xdist nothing is
+    compiled here: its workers use all CPUs, and each compiles what its own tests need.
     """
     if "PYTEST_XDIST_WORKER" in os.environ:
         return

@@ -1,4 +1,4 @@
-"""Random calls over keys and values of 8 bits: `KVCacheCase` and `VarlenCase`, quantized."""
+"""Random calls with 8-bit keys and values: `KVCacheCase` and `VarlenCase`, quantized."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support.sequence_support import (
     to_numpy,
 )
 
-# By the name in `Problem`, and the largest number of each.
+# NumPy dtype and largest number, by the name of the dtype in `Problem`.
 CACHE_DTYPES: dict[str, tuple[Any, float]] = {
     "float8_e4m3fn": (ml_dtypes.float8_e4m3fn, 448.0),
     "int8": (np.int8, 127.0),
@@ -30,10 +30,10 @@ SCALES = ("none", "number", "tensor", "head", "page", "row", "computed")
 
 @dataclass(frozen=True)
 class QuantizedCase:
-    """A call of `flash_attention_with_kvcache` or `flash_attention_varlen` over 8 bits.
+    """Call of `flash_attention_with_kvcache` or `flash_attention_varlen` with 8-bit keys.
 
-    `scales` says what has one: see `SCALES`; "page" is each cache where there are no pages.
-    `window` and `sinks` are those of the call.
+    `scales` names the unit that has one scale, see `SCALES`. Without pages, "page" means a scale
+    for each sequence's cache. `window` and `sinks` are those of the call.
     """
 
     base: KVCacheCase | VarlenCase
@@ -50,10 +50,10 @@ class QuantizedCase:
         return isinstance(self.base, VarlenCase)
 
     def arguments(self) -> dict[str, Any]:
-        """What the function under test takes, as new NumPy arrays.
+        """Return the arguments of the function under test, as new NumPy arrays.
 
-        Where the case's caches hold what must not be read, numbers of float8 are NaN, and scales of
-        rows too, unless new rows may be divided by them.
+        Rows that must not be read hold NaN in float8. Their scales are NaN, too, unless new rows
+        may be divided by them.
         """
         found = self.base.problem().arguments()
         rng = np.random.default_rng(self.base.seed + 1)
@@ -73,7 +73,7 @@ class QuantizedCase:
         self, rng: np.random.Generator, cache: np.ndarray, unread: np.ndarray
     ) -> tuple[np.ndarray, Any]:
         dtype, largest = CACHE_DTYPES[self.cache_dtype]
-        # Packed rows have no first axis.
+        # Packed keys have no batch axis.
         *blocks, rows, heads = cache.shape[:-1]
         of_rows = (*blocks, rows, heads)
         shape = {
@@ -82,7 +82,7 @@ class QuantizedCase:
             "row": of_rows,
             "computed": of_rows,
         }.get(self.scales, ())
-        # Some of the numbers are limited to the largest.
+        # With such scales, some values are clipped to the largest number.
         usual = np.float32(3 / largest)
         scale = (usual * rng.uniform(0.5, 2, shape)).astype(np.float32)
         if self.scales == "none":
@@ -101,7 +101,7 @@ class QuantizedCase:
 
 
 def random_quantized_case(rng: np.random.Generator, **fixed: Any) -> QuantizedCase:
-    """A case of ragged lengths; `fixed` names what its `KVCacheCase` is to have."""
+    """Return a case with ragged lengths; `fixed` sets fields of its `KVCacheCase`."""
     cache_dtype = str(rng.choice(list(CACHE_DTYPES)))
     scales = str(rng.choice(SCALES))
     heads_kv = int(rng.choice([1, 2, 3]))
@@ -127,7 +127,7 @@ def random_quantized_case(rng: np.random.Generator, **fixed: Any) -> QuantizedCa
 
 
 def random_packed_case(rng: np.random.Generator, **fixed: Any) -> QuantizedCase:
-    """Packed queries over packed keys or pages; `fixed` names what its `VarlenCase` is to have."""
+    """Return a case with packed queries; `fixed` sets fields of its `VarlenCase`."""
     heads_kv = int(rng.choice([1, 2, 3]))
     base = random_varlen_case(
         rng,
@@ -153,19 +153,19 @@ def random_packed_case(rng: np.random.Generator, **fixed: Any) -> QuantizedCase:
 
 
 def on_device(x: Any) -> Any:
-    """An array on the GPU; anything else as it is."""
+    """Return an array on the GPU; return any other value unchanged."""
     import cupy
 
     if not isinstance(x, (np.ndarray, np.generic)):
         return x
     if x.itemsize == 1 and x.dtype.kind == "V":
-        # CuPy makes no arrays of float8, and views bytes as such.
+        # CuPy cannot create float8 arrays, but can view bytes as float8.
         return cupy.asarray(x.view(np.uint8)).view(x.dtype)
     return cupy.asarray(x)
 
 
 def run_on_gpu(arguments: dict[str, Any], **more: Any) -> tuple[dict[str, Any], Any, Any]:
-    """The arrays after a call on the GPU, its output, which is NaN before, and lse."""
+    """Run a call on the GPU, over an output of NaN; return its arrays, output and lse."""
     import cupy
 
     given = {name: on_device(x) for name, x in arguments.items()}
@@ -185,7 +185,7 @@ def _same_bits(a: Any, b: np.ndarray) -> bool:
 
 
 def check_on_gpu(case: QuantizedCase, **choice: Any) -> None:
-    """Assert that a call on the GPU gives what the reference gives, and stores the same bits."""
+    """Fail unless a call on the GPU agrees with the reference, and stores the same bits."""
     arguments = case.arguments()
     if case.is_packed:
         with np.errstate(all="ignore"):

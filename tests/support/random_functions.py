@@ -1,4 +1,4 @@
-"""Random functions of pairs: their text, their captures, and pairs to evaluate them for.
+"""Random score and mask functions: their text, their captures, and pairs to evaluate them for.
 
 A function depends on its number only, so that the number is enough to repeat a failure.
 """
@@ -67,7 +67,7 @@ _COMPARISONS = ("less", "less_equal", "greater", "greater_equal", "equal", "not_
 
 @dataclass
 class Function:
-    """A random function.
+    """Random score or mask function.
 
     Attributes
     ----------
@@ -84,7 +84,7 @@ class Function:
     captures
         Arrays and numbers by name.
     variables
-        Names of the program's numbers that functions read which `text` calls.
+        Names of global numbers in `text`, which its helper functions read.
     """
 
     number: int
@@ -100,7 +100,7 @@ class Function:
         return np.float64 if self.inputs == "float64" else np.float32
 
     def function(self) -> Callable[..., Any]:
-        """The Python function."""
+        """Return the Python function."""
         names: dict[str, Any] = {"np": np}
         exec(compile(self.text, f"<function {self.number}>", "exec"), names)
         return names["function"]
@@ -114,7 +114,7 @@ class Function:
 
 
 def random_function(number: int, kind: str | None = None, inputs: str | None = None) -> Function:
-    """Return the function of a number; even numbers are scores, odd ones are masks.
+    """Return the function of a number; even numbers are score functions, odd ones are masks.
 
     Parameters
     ----------
@@ -153,10 +153,10 @@ def nodes_of(function: Function) -> Iterator[Expr]:
 
 
 def _names_element_below(function: Function) -> bool:
-    """Return whether an index is a negative constant, which is refused when a function is traced.
+    """Return whether an index is a negative constant, which tracing refuses.
 
-    The text may hide a constant, as ``~(x ** 0)`` does. Its value is the same for all pairs and
-    whatever is captured.
+    The text may hide a constant, as ``~(x ** 0)`` does. A constant has the same value for all pairs
+    and all captures.
     """
     loads = [node for node in nodes_of(function) if node.op == "load"]
     indices = [index for node in loads for index in node.args if _may_be_constant(index, {})]
@@ -174,7 +174,7 @@ def _names_element_below(function: Function) -> bool:
 
 
 def _may_be_constant(node: Expr, given: dict[str, bool]) -> bool:
-    """Return whether a value may follow from the text alone, with that of a helper's parameters."""
+    """Return whether a value may be constant; `given` holds the same for a helper's parameters."""
     if not node.args:
         return node.op == "literal" or (node.op == "parameter" and given[node.value])
     are_constant = [_may_be_constant(x, given) for x in node.args]
@@ -188,13 +188,13 @@ def _may_be_constant(node: Expr, given: dict[str, bool]) -> bool:
         return True
     if node.op == "where":
         return all(are_constant[1:]) or (are_constant[0] and any(are_constant[1:]))
-    # One factor, and one bool, may decide.
+    # One constant factor, or one constant bool, may determine the result.
     may_decide = node.op == "multiply" or node.type == BOOL
     return any(are_constant) if may_decide else all(are_constant)
 
 
 def _other(value: Any) -> Any:
-    """Return another capture of the same kind: no element is the same."""
+    """Return another capture of the same kind, in which every element differs."""
     if isinstance(value, np.ndarray):
         return 1 - value if value.dtype.kind not in "biu" else ~value
     if isinstance(value, (bool, np.bool_)):
@@ -251,11 +251,11 @@ def random_pairs(function: Function, runs: int = 20, length: int = 16) -> Pairs:
         row = int(rng.integers(0, 400))
         first_key = place + int(rng.integers(0, 400))
         if rng.integers(2):
-            # A run around the diagonal.
+            # This run is around the diagonal.
             first_key = max(0, place + row - int(rng.integers(0, length)))
         offset = place - int(rng.integers(0, 40)) if rng.integers(3) == 0 else place
         if divisors and rng.integers(2):
-            # Errors in quotients by a number of the function are most likely where they are whole.
+            # Quotients by a number of the function are most likely wrong where they are whole.
             n = int(rng.choice(divisors))
             first_key -= first_key % n
             row -= min(row, (row + offset) % n)
@@ -404,7 +404,7 @@ class _Maker:
         return self._astype(self._one(ints), type)
 
     def symbol(self, name: str) -> Expr:
-        # A new object each time, as positions need no local variable in the text.
+        # Each use is a new object, so that the text needs no local variable for it.
         if self._parameters is not None:
             return self._parameter(INT)
         return Expr("symbol", INT, (), name, name)
@@ -560,7 +560,7 @@ class _Maker:
             return np.asarray(found).astype(real)
 
     def load_of(self, name: str, type: str, indices: Sequence[Expr]) -> Expr:
-        """An element of a captured array."""
+        """Return an element of a captured array."""
         places = ", ".join(f"{{{n}}}" for n in range(len(indices)))
         form = f"{name}[{places}]" if indices else name
         return Expr("load", type, tuple(indices), name, form)
@@ -591,7 +591,7 @@ class _Maker:
     # ---- Operations
 
     def make(self, op: str, type: str, *args: Expr) -> Expr:
-        """An operation, written as an operator or as NumPy's function."""
+        """Return an operation, written as an operator or as a NumPy function."""
         places = [f"{{{n}}}" for n in range(len(args))]
         called = f"np.{op}({', '.join(places)})"
         forms = [called]
@@ -657,7 +657,7 @@ Rule = Callable[["_Maker", int], Expr]
 
 
 def _two(op: str, type: str) -> Rule:
-    """An operation on two values of a type."""
+    """Return a rule for an operation on two values of a type."""
     return lambda m, depth: m.make(op, type, *m.with_literal(type, depth))
 
 
@@ -666,7 +666,7 @@ def _any_type(m: _Maker) -> str:
 
 
 def _one_of(op: str, type: str, *sources: str) -> Rule:
-    """An operation on one value."""
+    """Return a rule for an operation on one value."""
 
     def rule(m: _Maker, depth: int) -> Expr:
         source = m._one(sources) if sources else type
@@ -763,7 +763,7 @@ def _power_of(type: str) -> Rule:
 
 
 def _helper_of(type: str) -> Rule:
-    """A call of a helper function."""
+    """Return a rule for a call of a helper function."""
 
     def rule(m: _Maker, depth: int) -> Expr:
         if m._parameters is not None or len(m.helpers) >= 3:
@@ -805,7 +805,7 @@ def _quotient(op: str) -> Rule:
 
 
 def _numbers_table(type: str) -> list[Rule]:
-    """Return the rules that integers and reals share."""
+    """Return the rules that apply to both integers and floats."""
     return [
         *(_two(op, type) for op in ("add", "subtract", "multiply", "floor_divide", "remainder",
                                     "minimum", "maximum")),
@@ -920,7 +920,7 @@ def _power_of_infinity(m: _Maker) -> Expr:
 
 
 def _scaled_compare(m: _Maker) -> Expr:
-    """Compare a scaled distance near the limits of the precision of float32."""
+    """Return a comparison of a scaled distance, near the limits of float32 precision."""
     c = m.literal(m._one([0.5, 1.5, 0.25, 3.0, 0.1]), REAL)
     left = m.make("multiply", REAL, m.make("subtract", INT, m.symbol("i"), m.symbol("j")), c)
     right = m.make("subtract", REAL, m.make("multiply", REAL, m.symbol("i"), c), m._real())
@@ -957,7 +957,7 @@ def _steps(m: _Maker) -> Expr:
 
 
 def _wide_bits(m: _Maker) -> Expr:
-    """A bit of a word, as tree masks read it."""
+    """Return a bit of a 64-bit word, as tree masks read it."""
     words = m.load_of(m.array(UINT64, 1)[0], UINT64, [m.symbol("i")])
     bit = m._astype(m.make("remainder", INT, m.symbol("j"), m.literal(64, INT)), UINT64)
     return m.make("bitwise_and", UINT64, m.make("right_shift", UINT64, words, bit),
@@ -965,7 +965,7 @@ def _wide_bits(m: _Maker) -> Expr:
 
 
 def _reassociated(m: _Maker) -> Expr:
-    """Add small differences of large numbers to the score."""
+    """Return the score plus a small difference of large numbers."""
     if m.rng.integers(2):
         name, _ = m.array(INT, 1, "times")
         t = [m.load_of(name, INT, [m.symbol(x)]) for x in "ji"]
@@ -982,7 +982,7 @@ def _least_bias(m: _Maker) -> Expr:
     if m.rng.integers(2):
         least = m._captured_number(least.value, REAL)
     if m.rng.integers(3) == 0:
-        # As in models with a mask of zeros and ones.
+        # The bias is computed from a mask of zeros and ones, as in some models.
         ones = m._astype(m.of(BOOL, 1), REAL)
         difference = m.make("subtract", REAL, m.literal(1.0, REAL), ones)
         return m.make("add", REAL, m._score(), m.make("multiply", REAL, difference, least))
@@ -998,7 +998,7 @@ def _by_infinity(m: _Maker) -> Expr:
 
 
 def _of_large(m: _Maker) -> Expr:
-    """Quotients whose divisor has no normal inverse."""
+    """Return a quotient whose divisor has a subnormal inverse."""
     x = m.make("multiply", REAL, m._astype(m.symbol("j"), REAL), m.literal(2.0**122, REAL))
     y = m._one([2.0**127, 1.5 * 2.0**126, _MAX])
     return m.make("divide", REAL, x, m._one([m.literal, m._captured_number])(y, REAL))
@@ -1009,7 +1009,7 @@ def _wrapped_table(m: _Maker) -> Expr:
 
 
 def _chain(m: _Maker) -> Expr:
-    """A sum that shares its terms."""
+    """Return a sum whose operands are the same object, several levels deep."""
     x = m._leaf(REAL)
     for _ in range(int(m.rng.integers(2, 7))):
         x = m.make("add", REAL, x, x)
@@ -1035,7 +1035,7 @@ _OF_SCORES = (_reassociated, _least_bias)
 
 
 def _text(root: Expr, kind: str, maker: _Maker) -> tuple[str, tuple[str, ...]]:
-    """Return Python text, and the names of the program's numbers; shared values have names."""
+    """Return Python text, with variables for shared values, and the names of global numbers."""
     first = ("score",) if kind == "score" else ()
     names = [*first, *_POSITIONS, *maker.captures]
     variables: dict[str, str] = {}
@@ -1050,7 +1050,7 @@ def _text(root: Expr, kind: str, maker: _Maker) -> tuple[str, tuple[str, ...]]:
 
 
 def _body(root: Expr, variables: dict[str, str] | None = None) -> str:
-    """Return the lines of a function; every second number becomes one of `variables`."""
+    """Return the lines of a function; every second literal becomes a global in `variables`."""
     uses: dict[int, int] = {}
     order: list[Expr] = []
     stack = [(root, False)]

@@ -1,8 +1,8 @@
-"""What every rank of a communicator does in the tests of `cupy_flash.parallel`.
+"""Checks that every rank of a communicator makes in the tests of `cupy_flash.parallel`.
 
-Over MPI it is a program: `mpiexec -n RANKS python rank_checks.py SEED FOLDER` makes each check
-below on all ranks and leaves in FOLDER what each rank has to say of it: a traceback, or nothing
-where it passed. Over NCCL `over_nccl` does, in processes that have a communicator.
+Over MPI this is a program: `mpiexec -n RANKS python rank_checks.py SEED FOLDER` makes each check on
+all ranks. It writes the outcome on each rank to FOLDER: a traceback, or an empty text if the check
+passed. Over NCCL, `over_nccl` does the same in processes that have a communicator.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from support.modified_calls import DTYPES, ModifiedCall
 from support.sequence_support import random_kvcache_case
 
 TIMEOUT = 60.0
-# Of ranks on GPUs, whose kernels may have to be compiled.
+# Time limit in seconds of ranks on GPUs, which may have to compile kernels.
 _TIMEOUT_OF_NCCL = 15.0
-# For one check; a rank that takes longer hangs in spite of its group, and ends with its stack.
+# Time limit in seconds of one check. A rank that exceeds it prints its stack and exits.
 _CHECK_SECONDS = 30.0
 
 
 class Ranks(NamedTuple):
-    """The ranks of a check.
+    """Ranks that make a check.
 
     Attributes
     ----------
     group
-        Them.
+        Group of the ranks.
     xp
-        Whose arrays they exchange: NumPy or CuPy.
+        NumPy or CuPy, whose arrays the ranks exchange.
     anew
-        Makes a group of the same ranks with another communicator, and this time limit.
+        Function that makes a group of these ranks with a new communicator and a given time limit.
     """
 
     group: parallel.Group
@@ -53,7 +53,7 @@ class Ranks(NamedTuple):
     anew: Callable[[float], parallel.Group]
 
     def place(self, array: Any) -> Any:
-        """An array of the host where ranks have theirs."""
+        """Return a host array as an array of `xp`."""
         return None if array is None else self.xp.asarray(array)
 
     def on_host(self, array: Any) -> np.ndarray:
@@ -62,9 +62,9 @@ class Ranks(NamedTuple):
 
     @property
     def short(self) -> float:
-        """A time limit that ranks which make the same call keep, in seconds.
+        """Time limit in seconds that ranks do not exceed if they make the same call.
 
-        NCCL first connects the ranks, and each may compile kernels that another has by then.
+        NCCL first connects the ranks, and a rank may compile kernels that another already has.
         """
         return 0.5 if self.xp is np else 3.0
 
@@ -79,7 +79,7 @@ def check(function: Check) -> Check:
 
 
 def random_call(rng: np.random.Generator, dtype: str, *, packed: bool) -> ModifiedCall:
-    """Attention of a whole sequence, of a length that ranks do not divide."""
+    """Return a call on a whole sequence; the number of ranks need not divide its length."""
     real = DTYPES[dtype]
     heads_kv = int(rng.integers(1, 5))
     heads_q, dim, dim_v = heads_kv * int(rng.integers(1, 3)), *rng.choice([8, 24, 32], 2)
@@ -102,7 +102,7 @@ def random_call(rng: np.random.Generator, dtype: str, *, packed: bool) -> Modifi
         options["softmax_scale"] = float(rng.choice([-0.2, 0.5]))
     if rng.integers(4) == 0:
         options["softcap"] = 30.0
-    # Slopes and sinks are of the dtype that sums are kept in.
+    # Slopes and sinks have the dtype in which sums are accumulated.
     own = np.float64 if dtype == "float64" else np.float32
     if rng.integers(3) == 0:
         arrays["alibi_slopes"] = rng.uniform(0, 0.5, heads_q).astype(own)
@@ -117,7 +117,7 @@ def random_call(rng: np.random.Generator, dtype: str, *, packed: bool) -> Modifi
 
 
 class Sharded:
-    """A call as ranks make it, and their shards as the whole."""
+    """Sharded version of a call, with conversions between whole arrays and shards."""
 
     def __init__(self, call: ModifiedCall, ranks: Ranks, rng: np.random.Generator) -> None:
         self.call, self.ranks, self.group = call, ranks, ranks.group
@@ -193,7 +193,7 @@ def check_forward(ranks: Ranks, rng: np.random.Generator, *, packed: bool) -> No
         out, lse = sharded.forward()
         seqlen, _ = sharded.seqlens
         done.append((call, sharded.whole(out, seqlen), sharded.whole(lse, seqlen, axis=2)))
-    # One rank's, and at the end: a rank that fails says nothing to the others.
+    # Only rank 0 compares, and after all calls, because other ranks wait for a rank that fails.
     for call, out, lse in done if ranks.group.rank == 0 else ():
         call.compare(out, lse)
 
@@ -290,7 +290,7 @@ def generation(ranks: Ranks, rng: np.random.Generator) -> None:
 
 
 def _rows_of_rank(group: parallel.Group, whole: np.ndarray, stripe: int) -> np.ndarray:
-    """A rank's rows of a cache, and NaN up to what the one has that has most."""
+    """Return a rank's rows of a cache, padded with NaN to the length of the longest shard."""
     rows = parallel.cache_shard(whole, group.size, group.rank, stripe=stripe)
     room = parallel.cache_shard_length(whole.shape[1], group.size, 0, stripe=stripe)
     cache = np.full((len(whole), room, *whole.shape[2:]), np.nan, whole.dtype)
@@ -299,7 +299,7 @@ def _rows_of_rank(group: parallel.Group, whole: np.ndarray, stripe: int) -> np.n
 
 
 def _together(ranks: Ranks, cache: Any, like: np.ndarray, stripe: int) -> np.ndarray:
-    """The whole cache whose rows these are on each rank."""
+    """Return the whole cache, of which each rank holds some rows."""
     (gathered,) = ranks.group.gather(cache)
     of_all, size = ranks.on_host(gathered), ranks.group.size
     positions = np.arange(like.shape[1])
@@ -404,7 +404,7 @@ def whether_a_log_sum_exp_is_wanted_is_part_of_a_call(
 def known_calls_that_differ_are_found_by_their_messages(
     ranks: Ranks, rng: np.random.Generator
 ) -> None:
-    """Over MPI, which tells how many bytes come; NCCL's time limit is another check's."""
+    """Only MPI reports the sizes of messages; another check covers the time limit of NCCL."""
     if ranks.xp is not np:
         return
     impatient = ranks.anew(2.0)
@@ -415,7 +415,7 @@ def known_calls_that_differ_are_found_by_their_messages(
     mine = int(impatient.rank == 0)
 
     def call_twice() -> None:
-        # Ranks that call alike may come to their end: the next exchange tells them.
+        # Ranks with the same call may complete it; then the next exchange raises.
         for _ in range(2):
             x = arrays[mine]
             parallel.flash_attention(x, x, x, impatient, seqlen=lengths[mine], head_ranks=1)
@@ -430,17 +430,17 @@ def a_rank_that_does_not_call_is_not_waited_for(ranks: Ranks, rng: np.random.Gen
 
     def call() -> None:
         out = parallel.flash_attention(x, x, x, impatient, seqlen=50, head_ranks=1)
-        # On a GPU a call does not wait: what comes after it finds that the exchange was ended.
+        # On a GPU the call does not wait; the operations after it find that the exchange failed.
         ranks.on_host(out)
         parallel.gather(x, impatient, seqlen=50)
 
-    # What all know is not agreed upon again, so that a rank is missed in the exchange itself.
+    # Ranks do not negotiate a known call again, so the exchange itself detects a missing rank.
     call()
     start = time.monotonic()
     for _ in range(2 if impatient.rank else 0):
         with pytest.raises(parallel.ParallelError, match=f"waited {ranks.short:g} s for"):
             call()
-    # Those who wait for one that waits give up after it, each at its own limit.
+    # A rank that waits for another waiting rank gives up after that one, at its own time limit.
     assert time.monotonic() - start < ranks.short * impatient.size + 5
 
 
@@ -448,7 +448,7 @@ def a_rank_that_does_not_call_is_not_waited_for(ranks: Ranks, rng: np.random.Gen
 def a_rank_that_calls_once_the_others_gave_up_raises_as_they_do(
     ranks: Ranks, rng: np.random.Generator
 ) -> None:
-    """Over MPI, with messages of 64 KB and more: it sends those once they are received."""
+    """This check is for MPI, which sends messages of 64 KB or more only when they are received."""
     if ranks.xp is not np:
         return
     impatient, x = ranks.anew(ranks.short), _tokens(ranks, 1000, 64)
@@ -463,21 +463,21 @@ def a_rank_that_calls_once_the_others_gave_up_raises_as_they_do(
 def a_rank_that_fails_in_the_middle_of_a_call_makes_no_other(
     ranks: Ranks, rng: np.random.Generator
 ) -> None:
-    """Else its next call's messages would be taken for those of this one."""
+    """Other ranks would mistake messages of its next call for messages of this one."""
     impatient, x = ranks.anew(2 * ranks.short), _tokens(ranks, 50)
 
     def call() -> None:
         out = parallel.flash_attention(x, x, x, impatient, seqlen=50, head_ranks=1)
         ranks.on_host(out)
         ranks.on_host(parallel.gather(x, impatient, seqlen=50))
-        # On a GPU nothing waits for the exchange but its end.
+        # On a GPU no operation raises if the exchange fails at the end, so `check` asks for it.
         impatient.check()
 
     def out_of_memory(*_: Any, **__: Any) -> None:
         raise MemoryError
 
     call()
-    # NCCL may see that a rank has ended before the time is over.
+    # NCCL may notice that a rank has stopped before the time limit.
     waited = f"waited {2 * ranks.short:g} s for|NCCL reports"
     if impatient.rank == 1:
         with pytest.MonkeyPatch.context() as patched:
@@ -485,7 +485,7 @@ def a_rank_that_fails_in_the_middle_of_a_call_makes_no_other(
             with pytest.raises(MemoryError):
                 call()
     else:
-        # It may have sent all that this call needs, but nothing of the next.
+        # Rank 1 may have sent all messages of this call, but it sends none of the next.
         with pytest.raises(parallel.ParallelError, match=waited):
             call()
     text = "raised MemoryError in the middle" if impatient.rank == 1 else waited
@@ -497,7 +497,7 @@ def a_rank_that_fails_in_the_middle_of_a_call_makes_no_other(
 def a_rank_that_raises_in_a_call_that_the_others_know_makes_no_other(
     ranks: Ranks, rng: np.random.Generator
 ) -> None:
-    """What it says is for ranks that say something: these have it among their keys."""
+    """The other ranks do not negotiate, so they receive the error message instead of keys."""
     impatient, x = ranks.anew(2 * ranks.short), _tokens(ranks, 50)
 
     def call(q: Any) -> None:
@@ -517,7 +517,7 @@ def a_rank_that_raises_in_a_call_that_the_others_know_makes_no_other(
         call(x)
 
 
-# Of the others there have to be several ranks.
+# Checks that also work with one rank; all others need several ranks.
 _OF_ONE_RANK = (
     attention,
     attention_of_packed_sequences,
@@ -532,20 +532,20 @@ _OF_ONE_RANK = (
 
 
 def checks_of(ranks: int) -> dict[str, Check]:
-    """The checks that so many ranks make."""
+    """Return the checks for this number of ranks, by name."""
     return {n: f for n, f in CHECKS.items() if ranks > 1 or f in _OF_ONE_RANK}
 
 
-# Makes a group with a communicator of its own, of a name that is used once, and a time limit.
+# Function of a unique name and a time limit that makes a group with a new communicator.
 Groups = Callable[[str, float], parallel.Group]
-# Is told of each check what a rank has to say.
+# Function that records the outcome of a check on this rank: a traceback, or an empty text.
 Told = Callable[[str, str], None]
 
 
 def checked(groups: Groups, size: int, xp: Any, timeout: float, seed: int, told: Told) -> None:
-    """Make each check, those about failures last, and tell of each: a traceback, or nothing.
+    """Make each check, those about failures last, and report a traceback or an empty text.
 
-    Each has a communicator of its own, so that what one leaves behind is no matter of the next.
+    Each check has a separate communicator, so that a failed check does not affect the next one.
     """
     for number, (name, function) in enumerate(checks_of(size).items()):
         try:
@@ -558,7 +558,7 @@ def checked(groups: Groups, size: int, xp: Any, timeout: float, seed: int, told:
 
 
 def appear(places: list[Path], *, seconds: float) -> bool:
-    """Whether there are all files by then."""
+    """Wait for files; return whether all of them exist within the time limit."""
     give_up = time.monotonic() + seconds
     while not all(place.exists() for place in places):
         if time.monotonic() > give_up:
@@ -568,7 +568,7 @@ def appear(places: list[Path], *, seconds: float) -> bool:
 
 
 def over_nccl(communicator: Any, seed: int, folder: Path) -> None:
-    """`checked` on the current GPU; what each rank says is in the folder once it is said."""
+    """Make all checks on the current GPU, and write the outcome of each to the folder."""
     import cupy
     from cupy.cuda import nccl
 
@@ -576,14 +576,14 @@ def over_nccl(communicator: Any, seed: int, folder: Path) -> None:
     made = []
 
     def groups(name: str, timeout: float) -> parallel.Group:
-        """Ranks find each other by a file: no communicator is whole where a check has failed."""
+        """Make a communicator; its id goes through a file, as a failed check may break others."""
         place = folder / f"{name}.place"
         if rank == 0:
             place.with_suffix(".part").write_bytes(pickle.dumps(nccl.get_unique_id()))
             place.with_suffix(".part").rename(place)
         assert appear([place], seconds=_TIMEOUT_OF_NCCL), f"rank 0 has not come to {name}"
         found = nccl.NcclCommunicator(size, pickle.loads(place.read_bytes()), rank)
-        # The end of one waits for other ranks, unless it is aborted.
+        # Destroying a communicator waits for the other ranks, unless it is aborted.
         made.append(found)
         return parallel.Group(found, timeout=timeout)
 
@@ -592,7 +592,7 @@ def over_nccl(communicator: Any, seed: int, folder: Path) -> None:
             cupy.cuda.Device().synchronize()
         (folder / f"{name}.{rank}").write_text(text)
         print(f"rank {rank}: {name}: {text or 'passed'}", file=sys.stderr, flush=True)
-        # Others may still receive what this rank has sent.
+        # Other ranks may still receive messages of this rank.
         appear([folder / f"{name}.{other}" for other in range(size)], seconds=_TIMEOUT_OF_NCCL)
         for found in made:
             found.abort()
@@ -605,7 +605,7 @@ def over_nccl(communicator: Any, seed: int, folder: Path) -> None:
 
 
 def over_mpi(seed: int) -> dict[str, str]:
-    """`checked` over all processes that were started together: what this rank has to say."""
+    """Make all checks with the processes of an MPI program; return the outcomes on this rank."""
     from mpi4py import MPI
 
     said: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Programs that MPI starts."""
+"""Launcher of MPI programs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 
 def launcher() -> str:
-    """MPI's own, of this environment; skips the test where there is none."""
+    """Return the path of mpiexec in this environment; skip the test if there is none."""
     pytest.importorskip("mpi4py", exc_type=ImportError)
     beside = Path(sys.executable).parent
     found = shutil.which("mpiexec", path=os.pathsep.join([str(beside), os.environ["PATH"]]))

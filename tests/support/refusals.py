@@ -1,4 +1,4 @@
-"""Calls that are to be refused, and options that every call with sequences refuses."""
+"""Check of refused calls, and options that all varlen and KV-cache calls refuse."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from cupy_flash import UnsupportedError
 from support.foreign import Foreign
 
-# Changes of a call's options, and what the ValueError says.
+# Options to change in a call, and text in the message of the ValueError.
 WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"num_splits": -2}, "num_splits is -2; expected 1 to"),
     ({"num_splits": 2, "batch_invariant": True}, "batch_invariant=True does not split keys"),
@@ -29,7 +29,7 @@ def assert_refused(
     message: str,
     arguments: dict[str, Any],
 ) -> None:
-    """Fail unless a call raises the error, in these words, and leaves every array as it was."""
+    """Fail unless a call raises the error with this message, and leaves all arrays unchanged."""
     arrays = [x for x in arguments.values() if isinstance(x, np.ndarray)]
     before = [x.tobytes() for x in arrays]
     with pytest.raises(error) as caught:
@@ -40,7 +40,7 @@ def assert_refused(
 
 
 def jax_array(array: np.ndarray) -> Any:
-    """What is known of an array of JAX: where its type comes from, and DLPack."""
+    """Return a stand-in for a JAX array, which has DLPack and the module name of JAX's type."""
 
     class Immutable(Foreign):
         pass

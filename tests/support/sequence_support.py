@@ -1,9 +1,8 @@
-"""Random batches of packed, cached and paged sequences, what is true of them, and how far a result
-may be off.
+"""Random varlen and KV-cache calls, their true results, and error bounds.
 
-A case says everything but the values; its problem holds NumPy arrays in which nothing that must
-not be read is a number: rows beyond the lengths, pages of no sequence and rows of no sequence are
-NaN. `arguments` hands out copies, NumPy's or CuPy's, named as the functions under test name them.
+A case holds everything except array values. Its problem holds NumPy arrays in which everything that
+must not be read is NaN: rows beyond the lengths, and rows and pages that belong to no sequence.
+`arguments` returns copies as NumPy or CuPy arrays, by parameter name of the function under test.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ Dense = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def ragged_lengths(rng: np.random.Generator, batch: int, longest: int) -> tuple[int, ...]:
-    """Lengths from 0 to `longest`: many short, few long, one of them 0 if there are three."""
+    """Return lengths from 0 to `longest`, many short and few long; of three or more, one is 0."""
     lengths = np.floor((longest + 1) * rng.random(batch) ** 2).astype(int)
     if batch >= 3:
         lengths[rng.integers(batch)] = 0
@@ -45,10 +44,10 @@ def ragged_lengths(rng: np.random.Generator, batch: int, longest: int) -> tuple[
 
 @dataclass(frozen=True)
 class VarlenCase:
-    """A call of `flash_attention_varlen`, but for the values in the arrays.
+    """Call of `flash_attention_varlen` without array values.
 
-    page_size 0 packs the keys. With `seqused` the keys of each sequence are fewer than
-    cu_seqlens_k leaves room for. The rows behind the last sequence belong to none.
+    If page_size is 0, the keys are packed. With `seqused`, each sequence has fewer keys than
+    cu_seqlens_k provides. The rows after the last sequence belong to no sequence.
     """
 
     seqlens_q: tuple[int, ...]
@@ -63,8 +62,8 @@ class VarlenCase:
     page_size: int = 0
     seqused: bool = False
     rows_of_none: int = 5
-    slack: int = 3  # by which max_seqlen_* exceed the longest sequence
-    filler: float = np.nan  # in rows and pages of none
+    slack: int = 3  # excess of max_seqlen_* over the longest sequence
+    filler: float = np.nan  # value of rows and pages that belong to no sequence
     seed: int = 0
 
     def __str__(self) -> str:
@@ -76,11 +75,11 @@ class VarlenCase:
 
 @dataclass(frozen=True)
 class KVCacheCase:
-    """A call of `flash_attention_with_kvcache`, but for the values in the arrays.
+    """Call of `flash_attention_with_kvcache` without array values.
 
-    `lengths` are those before seqlen_new rows are appended. page_size 0 is a cache that is not
-    paged; `indexed` then has more caches than sequences, in another order. rotary_dim 0 rotates
-    nothing; to rotate, seqlen_new must be positive.
+    `lengths` are the lengths before seqlen_new rows are appended. If page_size is 0, the cache has
+    no pages; with `indexed`, there are then more caches than sequences, in another order. If
+    rotary_dim is 0, nothing is rotated; otherwise seqlen_new must be positive.
     """
 
     lengths: tuple[int, ...]
@@ -97,9 +96,9 @@ class KVCacheCase:
     indexed: bool = False
     rotary_dim: int = 0
     rotary_interleaved: bool = True
-    rotary_dtype: str | None = None  # q's, if not given
+    rotary_dtype: str | None = None  # dtype of the rotary tables, by default that of q
     slack: int = 3  # rows of the cache beyond the longest sequence
-    filler: float = np.nan  # in rows and pages of none
+    filler: float = np.nan  # value of rows and pages that belong to no sequence
     seed: int = 0
 
     def __str__(self) -> str:
@@ -112,7 +111,7 @@ class KVCacheCase:
 def random_varlen_case(
     rng: np.random.Generator, *, batch: int = 5, longest: int = 203, **fixed: Any
 ) -> VarlenCase:
-    """A case of ragged lengths; `fixed` names the rest."""
+    """Return a case with ragged lengths; `fixed` sets fields."""
     return VarlenCase(
         **{
             "seqlens_q": ragged_lengths(rng, batch, longest),
@@ -126,7 +125,7 @@ def random_varlen_case(
 def random_kvcache_case(
     rng: np.random.Generator, *, batch: int = 5, longest: int = 203, **fixed: Any
 ) -> KVCacheCase:
-    """A case of ragged lengths; `fixed` names the rest."""
+    """Return a case with ragged lengths; `fixed` sets fields."""
     return KVCacheCase(
         **{
             "lengths": ragged_lengths(rng, batch, longest),
@@ -136,16 +135,16 @@ def random_kvcache_case(
     )
 
 
-# Elements of a result, up to which the largest error of the naive formula says little.
+# Results with fewer elements are too small for a typical largest error of the naive formula.
 FEW_RESULTS = 1000
 
 
 @dataclass(frozen=True)
 class Part:
-    """One sequence of a result, and how far it may be off.
+    """One sequence of a result, with its error bounds.
 
-    A bound of its own: short sequences have large results, and what they allow would hide errors
-    in long ones.
+    Each sequence has separate bounds, because short sequences have large results, whose bound would
+    hide errors in long ones.
     """
 
     rows: Any  # index into out and owned
@@ -162,25 +161,25 @@ class Part:
         truth: tuple[np.ndarray, np.ndarray],
         **formula: Any,
     ) -> Part:
-        """The bounds from the formula in the precision of q's dtype.
+        """Compute the bounds from the naive formula in the precision of q's dtype.
 
-        `dense` is the sequence as an implementation sees it, after rounding what it rounds; `truth`
-        the exact (out, lse), (seqlen_q, heads_q, head_dim_v) and (heads_q, seqlen_q).
+        `dense` is the sequence after all rounding of inputs by an implementation. `truth` is the
+        exact (out, lse) with shapes (seqlen_q, heads_q, head_dim_v) and (heads_q, seqlen_q).
         """
         q, k, v = (x[None] for x in dense)
         out, lse = (x[None] for x in truth)
         naive = attention_naive(q, k, v, **formula)
         rounded_out, rounded_lse = attention_reference(q, k, v, return_lse=True, **formula)
-        # Terms p v are summed with errors in proportion to the sum of p |v|, not to what is left of
-        # it where they cancel. Over many results the naive error shows that; over few it may be
-        # lucky (the mean of 18 keys, 0.0033 of 0.8: off by 3.9e-8, naively by less than 3e-9), and
-        # in float64 it shares the reference's own.
+        # The error of a sum of terms p v is proportional to the sum of p |v|, even if the terms
+        # cancel. The naive error of many results shows this. With few results, it may be small by
+        # chance (a mean of 18 keys was off by 3.9e-8, naively by less than 3e-9), and in float64
+        # the naive formula has the errors of the reference.
         summing = 0.0
         if out.size < FEW_RESULTS or q.dtype == np.float64:
             terms = attention_reference(q, k, np.abs(v), **formula)
             summing = error_bound(terms, terms, compute_dtype(q.dtype), lse=rounded_lse)
-        # What rounding the inputs alone makes a difference of, nothing where they are not rotated:
-        # apart from the naive error, or the two may cancel in a result of few elements.
+        # `_finite_error` is the effect of rounding rotated inputs, 0 without rotation. It is added
+        # separately, because it may cancel the naive error in a result of few elements.
         return cls(
             rows,
             lse_rows,
@@ -194,21 +193,21 @@ class Part:
 
 @dataclass(frozen=True)
 class Truth:
-    """The result in float64, and how far a result in the inputs' dtype may be off.
+    """Result in float64, with error bounds for a result in the inputs' dtype.
 
-    Either packed, (total_q, heads_q, head_dim_v) and (heads_q, total_q), or (batch, seqlen_q,
-    heads_q, head_dim_v) and (batch, heads_q, seqlen_q).
+    out and lse have shapes (total_q, heads_q, head_dim_v) and (heads_q, total_q) if packed,
+    otherwise (batch, seqlen_q, heads_q, head_dim_v) and (batch, heads_q, seqlen_q).
     """
 
     out: np.ndarray
     lse: np.ndarray
-    owned: np.ndarray  # which rows belong to one sequence: (total_q,) or (batch, seqlen_q)
-    unowned: np.ndarray  # which rows belong to no sequence
+    owned: np.ndarray  # rows that belong to exactly one sequence, (total_q,) or (batch, seqlen_q)
+    unowned: np.ndarray  # rows that belong to no sequence
     parts: tuple[Part, ...]
 
     @classmethod
     def of_varlen(cls, arguments: dict[str, Any]) -> Truth:
-        """Of a call of `flash_attention_varlen` with these NumPy arrays, whatever they hold."""
+        """Return the truth of a `flash_attention_varlen` call with NumPy arrays of any contents."""
         formula = _formula(arguments)
         q, k, v = (arguments[name] for name in "qkv")
         block_table = arguments["block_table"]
@@ -237,7 +236,7 @@ class Truth:
         with one_blas_thread():
             out, lse = attention_varlen_reference(**arguments)
             for found, keys in zip(queries, places, strict=True):
-                # Where sequences overlap, nothing is said of the result.
+                # The result of overlapping sequences is undefined.
                 if (owners[found.rows] == 1).all():
                     rows = (read(x, keys).astype(q.dtype, copy=False) for x in blocks)
                     dense = (q[found.rows], *rows)
@@ -251,7 +250,7 @@ class Truth:
 
     @classmethod
     def of_kvcache(cls, arguments: dict[str, Any]) -> Truth:
-        """Of a call of `flash_attention_with_kvcache` with these NumPy arrays, likewise."""
+        """Return the truth of a `flash_attention_with_kvcache` call with NumPy arrays."""
         formula = _formula(arguments)
         q, new = arguments["q"], arguments["k"]
         before = list(
@@ -300,9 +299,9 @@ class Truth:
         return cls(out, lse, owned, ~owned, tuple(parts))
 
     def check(self, out: Any, lse: Any = None) -> None:
-        """Fail unless a result, NumPy's or CuPy's, is right.
+        """Fail unless a result, in NumPy or CuPy arrays, is right.
 
-        Rows that belong to no sequence are exactly 0, and their log-sum-exps -inf.
+        Rows that belong to no sequence must be exactly 0, and their log-sum-exps -inf.
         """
         out, lse = to_numpy(out), None if lse is None else to_numpy(lse)
         assert out.shape == self.out.shape
@@ -323,7 +322,7 @@ class Truth:
 
 
 class _Problem(ABC):
-    """What both kinds of problem have."""
+    """Base class of both kinds of problems."""
 
     case: VarlenCase | KVCacheCase
     q: np.ndarray
@@ -331,10 +330,10 @@ class _Problem(ABC):
     @property
     @abstractmethod
     def truth(self) -> Truth:
-        """What is right, found once."""
+        """True result, computed once."""
 
     def poisoned_out(self, xp: Any = np) -> Any:
-        """A buffer for `out`, full of NaN."""
+        """Return a buffer for `out`, full of NaN."""
         shape = (*self.q.shape[:-1], self.case.head_dim_v)
         return xp.asarray(np.full(shape, np.nan, self.q.dtype))
 
@@ -345,7 +344,7 @@ class _Problem(ABC):
 
 @dataclass(frozen=True)
 class VarlenProblem(_Problem):
-    """The arrays of a `VarlenCase`."""
+    """Arrays of a `VarlenCase`."""
 
     case: VarlenCase
     q: np.ndarray  # (total_q, heads_q, head_dim)
@@ -355,7 +354,7 @@ class VarlenProblem(_Problem):
     cu_seqlens_k: np.ndarray
     seqused_k: np.ndarray | None  # (batch,)
     block_table: np.ndarray | None  # (batch, max_pages)
-    dense: tuple[Dense, ...]  # each sequence on its own
+    dense: tuple[Dense, ...]  # each sequence separately
 
     @classmethod
     def of(cls, case: VarlenCase) -> VarlenProblem:
@@ -396,7 +395,7 @@ class VarlenProblem(_Problem):
         )
 
     def arguments(self, xp: Any = np) -> dict[str, Any]:
-        """What the function under test takes, as new arrays of `xp`."""
+        """Return the arguments of the function under test, as new arrays of `xp`."""
         case = self.case
         room = np.diff(self.cu_seqlens_k).max(initial=0)
         return {
@@ -423,7 +422,7 @@ class VarlenProblem(_Problem):
 
 @dataclass(frozen=True)
 class KVCacheProblem(_Problem):
-    """The arrays of a `KVCacheCase`."""
+    """Arrays of a `KVCacheCase`."""
 
     case: KVCacheCase
     q: np.ndarray  # (batch, seqlen_q, heads_q, head_dim)
@@ -436,7 +435,7 @@ class KVCacheProblem(_Problem):
     block_table: np.ndarray | None
     rotary_cos: np.ndarray | None  # (rows, rotary_dim / 2)
     rotary_sin: np.ndarray | None
-    dense: tuple[Dense, ...]  # each sequence on its own, rotated in the precision of its dtype
+    dense: tuple[Dense, ...]  # each sequence separately, rotated in the precision of its dtype
 
     @classmethod
     def of(cls, case: KVCacheCase) -> KVCacheProblem:
@@ -482,7 +481,7 @@ class KVCacheProblem(_Problem):
         )
 
     def arguments(self, xp: Any = np) -> dict[str, Any]:
-        """What the function under test takes, as new arrays of `xp`: it may write to the caches."""
+        """Return the arguments of the function under test, as new arrays of `xp`."""
         case = self.case
         return {
             **_copies(
@@ -508,7 +507,7 @@ class KVCacheProblem(_Problem):
         return Truth.of_kvcache(self.arguments())
 
     def check_caches(self, k_cache: Any, v_cache: Any) -> None:
-        """Fail unless the new rows are in the caches and all else is as it was, byte for byte.
+        """Fail unless the caches hold the new rows, and are otherwise unchanged byte for byte.
 
         Rotated rows may be off by the rounding of another precision or order; values may not.
         """
@@ -527,7 +526,7 @@ class KVCacheProblem(_Problem):
 
     @property
     def _new_rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """First and second index of every appended row of a cache: (batch * seqlen_new,) each."""
+        """First and second index of each appended row in a cache, (batch * seqlen_new,) each."""
         batch, new = len(self.case.lengths), self.case.seqlen_new
         sequence = np.repeat(np.arange(batch), new)
         row = (self.cache_seqlens[:, None] + np.arange(new)).reshape(-1)
@@ -538,7 +537,7 @@ class KVCacheProblem(_Problem):
         return place[sequence], row
 
     def expected_cache(self, name: str) -> np.ndarray:
-        """k_cache or v_cache after the append."""
+        """Return k_cache or v_cache after the append."""
         cache: np.ndarray = getattr(self, name).copy()
         new = self.case.seqlen_new
         index = 1 if name == "k_cache" else 2
@@ -553,9 +552,9 @@ def to_numpy(array: Any) -> np.ndarray:
 
 
 def _formula(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The options of a call that the plain formula of one sequence takes as they are.
+    """Return the options of a call that apply unchanged to the formula of one sequence.
 
-    alibi_slopes are one for each head.
+    alibi_slopes must have one value per head.
     """
     modifications = ("window_size", "sinks", "softcap", "alibi_slopes")
     return {
@@ -566,11 +565,11 @@ def _formula(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _name(case: VarlenCase | KVCacheCase) -> str:
-    """The fields that are not as by default, for the name of a test."""
+    """Return the fields that differ from their defaults, for the name of a test."""
     shown = []
     for field in dataclasses.fields(case):
         value = getattr(case, field.name)
-        # NaN, which differs from itself, is a default too.
+        # The test for identity is for NaN, a default that differs from itself.
         if field.name != "seed" and not (value is field.default or value == field.default):
             text = "-".join(map(str, value)) if isinstance(value, tuple) else value
             shown.append(f"{field.name}={text}")
@@ -610,7 +609,7 @@ def _filled(filler: float, like: np.ndarray, *leading: int) -> np.ndarray:
 def _packed(
     rows: list[np.ndarray], cu_seqlens: np.ndarray, spare: int, filler: float
 ) -> np.ndarray:
-    """Sequences one behind the other at the places that cu_seqlens names, filler in between."""
+    """Return sequences packed at the offsets in cu_seqlens, with filler between them."""
     packed = _filled(filler, rows[0], int(cu_seqlens[-1]) + spare)
     for first, sequence in zip(cu_seqlens, rows, strict=False):
         packed[first : first + len(sequence)] = sequence
@@ -620,7 +619,7 @@ def _packed(
 def _placed(
     rows: list[np.ndarray], places: list[int], caches: int, capacity: int, filler: float
 ) -> np.ndarray:
-    """A cache that is not paged: sequence b at index places[b] of the first axis."""
+    """Return a cache without pages; sequence b is at index places[b] of the first axis."""
     cache = _filled(filler, rows[0], caches, capacity)
     for place, sequence in zip(places, rows, strict=True):
         cache[place, : len(sequence)] = sequence
@@ -630,7 +629,7 @@ def _placed(
 def _shuffled_pages(
     rng: np.random.Generator, batch: int, capacity: int, page_size: int
 ) -> tuple[np.ndarray, int]:
-    """block_table (batch, max_pages) of distinct pages in random order, and how many there are."""
+    """Return a block table (batch, max_pages) of distinct random pages, and their number."""
     max_pages = -(-capacity // page_size)
     pages = batch * max_pages + 3
     order = rng.permutation(pages)[: batch * max_pages]
@@ -650,7 +649,7 @@ def _paged(
 def _rotary_table(
     rng: np.random.Generator, case: KVCacheCase, capacity: int
 ) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
-    """Random angles: no two positions, and no two columns, turn alike."""
+    """Return tables of random angles, so that all positions and columns are rotated differently."""
     if not case.rotary_dim:
         return None, None
     angles = rng.uniform(-np.pi, np.pi, (capacity + case.seqlen_q, case.rotary_dim // 2))
@@ -665,7 +664,7 @@ def _rotated_sequence(
     cos: np.ndarray | None,
     sin: np.ndarray | None,
 ) -> Dense:
-    """One sequence as attention sees it, computed as a naive implementation would."""
+    """Return one sequence with rotated rows, computed as a naive implementation would."""
     if cos is None or sin is None:
         return sequence
     q, k, v = sequence
@@ -677,7 +676,7 @@ def _rotated_sequence(
 
 
 def _rotated(case: KVCacheCase, x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
-    """x (rows, heads, head_dim) by the angles of its rows: a product of complex numbers."""
+    """Return x (rows, heads, head_dim) rotated by the angles of its rows, as complex products."""
     compute = np.float64 if x.dtype == np.float64 else np.float32
     dim, half = case.rotary_dim, case.rotary_dim // 2
     first, second = (

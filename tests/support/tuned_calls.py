@@ -1,4 +1,4 @@
-"""Calls of the kind that a tuned tile is for, on ragged lengths, which that tile computes."""
+"""Calls of the problem class of a tuned tile, with ragged lengths, computed by this tile."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from support.sequence_support import KVCacheCase, VarlenCase
 
 
 class _Sizes(NamedTuple):
-    """Of a call; `lengths` are those of packed sequences, or of the keys in caches."""
+    """Sizes of a call; `lengths` are those of packed sequences, or of the keys in caches."""
 
     batch: int
     seqlen_q: int
@@ -39,9 +39,9 @@ class _Sizes(NamedTuple):
     q_offset: int | None = None
 
 
-# A class of no more queries of a sequence is for decoding: its calls have as many.
+# Classes with at most this many queries per sequence are for decoding; their calls keep the number.
 _FEW_QUERIES = 16
-# Few query tiles, and many. What is right of gradients takes ten times as long to compute.
+# Sizes with few query tiles, and with many. Reference gradients take ten times as long to compute.
 _SIZES = {
     "forward": (
         _Sizes(2, 799, 513, 4, 2, (799, 1, 0, 513), q_offset=-150),
@@ -56,7 +56,7 @@ _SIZES = {
 
 @dataclass(frozen=True)
 class TunedCall:
-    """A call, told as the command line tells all kinds of them, and the tile that computes it."""
+    """Call, as a case of the command line, and the tile that computes it."""
 
     case: cases.Case
     family: str
@@ -67,7 +67,7 @@ class TunedCall:
         return f"{self.family} {cases.describe([self.case])[0]} {self.tile}"
 
     def plan(self) -> Plan:
-        """How the call is computed here; raises as it does where the tile does not fit."""
+        """Return the plan of the call on this GPU; raise as a call does if the tile is illegal."""
         problem = self.case.problem().aligned(self.alignment)
         return make_plan(problem, current_device(), **self._choice)
 
@@ -108,7 +108,7 @@ class TunedCall:
             check_kvcache(Place(self.family), base, self.alignment, tile=self.tile)
 
     def _fields(self, kind: type) -> dict[str, Any]:
-        """Those that the case has in common with a kind of the tests' own."""
+        """Return the fields that the case has in common with a dataclass of the tests."""
         names = {field.name for field in dataclasses.fields(kind)}
         return {name: value for name, value in vars(self.case).items() if name in names}
 
@@ -132,7 +132,7 @@ class TunedCall:
 
 
 def calls_of(entry: Entry, device: Device) -> list[TunedCall]:
-    """Calls that an entry's tile is to compute on a device; none if it is not made for that."""
+    """Return calls for an entry's tile to compute on a device; empty if it does not apply."""
     own, problem = case_of_class(entry.problem_class), problem_of_class(entry.problem_class)
     family = FAMILIES[entry.direction][entry.family]
     if own is None or problem is None or family.why_not(problem, device):

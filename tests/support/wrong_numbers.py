@@ -1,7 +1,7 @@
-"""Lengths, places and page numbers that no host has checked: what a caller could pass, and which
-sequences they stand for all the same.
+"""Calls with invalid lengths, offsets or page numbers in device memory, unchecked by the host.
 
-All rows and pages hold numbers, whoever they belong to: which of them are read shows in the result.
+Kernels clamp such values, so the result is defined all the same. All rows and pages hold numbers,
+even those of no sequence, so the result shows which of them were read.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from support.sequence_support import Truth
 
 LARGEST, SMALLEST = 2**31 - 1, -(2**31)
 HEAD_DIM = 64
-# Query and key/value heads: few, and so many that on some GPUs clusters compute a cache's.
+# (query heads, KV heads): few, and enough that clusters compute KV-cache calls on some GPUs.
 HEADS = ((4, 2), (32, 8))
 PAGE_SIZE, OTHER_PAGE_SIZES = 16, (1, 64)
-# Rows of all pages, and of those of a sequence.
+# Number of rows in all pages, and in the pages of one sequence.
 _PAGED_ROWS, _SEQUENCE_ROWS = 640, 192
 
 Arguments = dict[str, Any]
@@ -48,7 +48,7 @@ def _limit(name: str, value: int) -> Change:
 def _no_such_pages(arguments: Arguments) -> None:
     table = arguments["block_table"]
     pages, page_size, _, _ = arguments["k_cache" if "k_cache" in arguments else "k"].shape
-    # Of a sequence the first page, one in the middle, and the one that new rows go to; all of one.
+    # Pages become invalid: the first of a sequence, middle ones, those of new rows; all of one.
     for b, row, number in (
         (0, 0, pages),
         (0, 40, -1),
@@ -81,14 +81,14 @@ _VARLEN: dict[str, Change] = {
 }
 
 
-# A change, and the page_size of the call that it is made to; 0 is not paged.
+# Names of changes, and page_size of the calls that are changed; 0 for calls without pages.
 VARLEN_CALLS = [(name, 0) for name in _VARLEN if "page" not in name]
 VARLEN_CALLS += [(name, PAGE_SIZE) for name in _VARLEN]
 VARLEN_CALLS += [("pages that there are not", page_size) for page_size in OTHER_PAGE_SIZES]
 
 
 def wrong_varlen(change: str, page_size: int, dtype: str) -> Arguments:
-    """Arguments of `flash_attention_varlen`: 3 sequences, a number or some of which is wrong."""
+    """Return arguments of `flash_attention_varlen` for 3 sequences, with invalid numbers."""
     rng = np.random.default_rng(17)
     places = (_PAGED_ROWS // page_size, page_size) if page_size else (305,)
     heads_q, heads_kv = HEADS[0]
@@ -131,7 +131,7 @@ def wrong_kvcache(
     seqlen_new: int,
     heads: tuple[int, int] = HEADS[0],
 ) -> Arguments:
-    """Arguments of `flash_attention_with_kvcache`, likewise: room for 192 rows of each of 3."""
+    """Return arguments of `flash_attention_with_kvcache` for 3 sequences, with invalid numbers."""
     rng = np.random.default_rng(19)
     places = (_PAGED_ROWS // page_size, page_size) if page_size else (5, _SEQUENCE_ROWS)
     heads_q, heads_kv = heads
@@ -165,7 +165,7 @@ def _table(rng: np.random.Generator, batch: int, page_size: int) -> np.ndarray:
 
 
 def check_varlen_result(arguments: Arguments, out: np.ndarray, lse: np.ndarray) -> None:
-    """Fail unless the rows of one sequence are right, and those of none are 0."""
+    """Fail unless rows of exactly one sequence are right, and rows of no sequence are 0."""
     Truth.of_varlen(arguments).check(out, lse)
 
 
@@ -176,9 +176,9 @@ def check_kvcache_result(
     k_cache: np.ndarray,
     v_cache: np.ndarray,
 ) -> None:
-    """Fail unless the result and both caches are what the reference makes of these numbers.
+    """Fail unless the result and both caches agree with the reference for these numbers.
 
-    Nothing is rotated: appended rows are the new ones byte for byte.
+    Nothing is rotated, so appended rows equal the new rows byte for byte.
     """
     Truth.of_kvcache(arguments).check(out, lse)
     expected = attention_with_kvcache_reference(**arguments)

@@ -35,7 +35,7 @@ from cupy_flash.cli.records import environment
 from cupy_flash.errors import CompileError
 from cupy_flash.planning.planner import make_plan
 
-# What the benchmark records promise.
+# Fields that every row of a benchmark record has.
 FIELDS = {
     "provider",
     "kernel_digest",
@@ -209,7 +209,7 @@ def test_a_forced_tile_that_no_worker_has_room_for_is_refused() -> None:
 
 @pytest.fixture
 def overflowing(tmp_path: Path) -> Path:
-    """Finite float32 inputs whose scores are not; the second head's are."""
+    """Save finite float32 inputs; the scores of the first of two heads overflow."""
     rng = np.random.default_rng(3)
     q, k, v = (rng.standard_normal((1, 37, 2, 8)).astype(np.float32) for _ in "qkv")
     q[:, :, 0] *= np.float32(1e30)
@@ -373,7 +373,7 @@ def test_a_record_says_its_version_and_how_its_times_were_taken(tmp_path: Path) 
     assert head["record_version"] == 1
     assert head["timing"] == (
         "wall time of calls on cores at rest, after 2 untimed calls, medians and quartiles of up "
-        f"to 3, providers in turns, each on at most {environment.available_cpus()} threads"
+        f"to 3, providers alternating, each on at most {environment.available_cpus()} threads"
     )
     assert head["gpu_state"] is None
     assert {row["timed_by"] for row in data["rows"]} == {"clock"}
@@ -404,7 +404,7 @@ def test_a_throttled_and_busy_gpu_is_flagged_below_the_table(
     def watched(bus_id: str | None) -> Iterator[GpuWatch]:
         watch = GpuWatch()
         yield watch
-        # As the watch does: the state is known at the end.
+        # The real watch also sets its state only at the end.
         watch.state = GpuState(
             samples=10,
             sm_clock_mhz=(1410, 1200, 1980),
@@ -580,7 +580,7 @@ def test_that_there_is_no_gpu_is_said_in_lines_that_fit_the_terminal() -> None:
 
 
 def reason_lines(reasons: Sequence[str | None], capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """Lines below the table of cases that numpy-naive refused for these reasons."""
+    """Return the lines printed below a table of cases that numpy-naive refused for `reasons`."""
     seqlens = (113, 239, 307, 512, 799)[: len(reasons)]
     cases = [Case("float32", 1, seqlen, seqlen, 2, 2, 24, 24) for seqlen in seqlens]
     table = [
@@ -642,7 +642,7 @@ def gpu_table(
     timed_by: str = "graph",
     **shown: bool,
 ) -> list[str]:
-    """Lines of a table as after a run on a GPU, with kernels short of a millisecond."""
+    """Return the lines of a table as after a GPU run; the kernels take less than a millisecond."""
     monkeypatch.setenv("COLUMNS", str(width))
     settings = Settings(3, 20, 20.0, 0, check=True, **{"host_time": False, **shown})
     table = []
@@ -697,7 +697,7 @@ def test_host_times_bring_call_times_into_a_narrow_table_too(
 @pytest.mark.parametrize(
     ("timed_by", "says"),
     [
-        ("graph", "ms: GPU time of CUDA graph replays, but calls of cupy-library, the L2"),
+        ("graph", "ms: GPU time of CUDA graph replays (of calls for cupy-library), the L2"),
         ("events", "ms: GPU time of calls, the L2 overwritten before each."),
     ],
 )
@@ -709,12 +709,12 @@ def test_whose_calls_were_timed_instead_of_a_graph_is_said(
     assert says in text
 
 
-# ---- On a GPU that is not there
+# ---- On a fake GPU
 
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
-    """The GPUs that were watched, by their places on the bus."""
+    """PCI bus ids of the GPUs that were watched."""
     found: list[str | None] = []
 
     @contextlib.contextmanager
@@ -753,7 +753,7 @@ def test_on_a_gpu_the_library_is_timed_beside_who_serves_such_cases_there(
     assert len(watched) == 1
     assert watched[0] == sys.modules["cupy"].cuda.Device().pci_bus_id
     assert (head["gpu_state"] is None, head["cpu_state"]) == (False, None)
-    # What reading a cache is measured by.
+    # Reading a cache is compared with this copy rate.
     assert head.get("copy_tb_per_s") == (3.0 if "--cache" in arguments else None)
 
 

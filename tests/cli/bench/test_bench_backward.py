@@ -1,4 +1,4 @@
-"""`cupy-flash bench --backward`, and presets of gradients, on the CPU."""
+"""`cupy-flash bench --backward`, and presets for gradients, on the CPU."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_rows_say_that_they_are_of_gradients_and_count_five_products(tmp_path: P
         assert row["checked_rows"] == 2 * 4 * 113
     assert data["rows"][0]["kernel_digest"] == environment.digest_of("cpu", "backward")
     assert "(3 * head_dim + 2 * head_dim_v)" in data["metadata"]["flop_convention"]
-    assert "the output and its log-sum-exp are made before" in data["metadata"]["timing"]
+    assert "the output and its log-sum-exp are computed beforehand" in data["metadata"]["timing"]
 
 
 @pytest.mark.parametrize(
@@ -102,8 +102,8 @@ def test_the_table_says_what_is_timed_and_what_an_error_is() -> None:
 
     assert "fp32 backward b2" in out
     assert "FLOPs of gradients = 2 * batch" in out
-    assert "The output and its log-sum-exp are made before, untimed." in out
-    assert "of dq, dk or dv, as a share of what is allowed, over all query rows" in out
+    assert "The output and its log-sum-exp are computed beforehand, untimed." in out
+    assert "of dq, dk or dv, relative to the largest allowed one, over all query rows" in out
     assert "torch" not in out
 
 

@@ -1,4 +1,4 @@
-"""`cupy-flash compare`, and what reading a record refuses."""
+"""`cupy-flash compare`, and errors for records that cannot be read."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from cupy_flash.cli.bench.compare import compare
 
 
 def compared(tmp_path: Path, a: list[Any], b: list[Any], *arguments: str, **head: Any) -> Result:
-    """The result of comparing two lists of rows; `head` changes the second record's metadata."""
+    """Return the result of comparing two lists of rows; `head` changes the second's metadata."""
     return invoke(
         compare, write(tmp_path / "a.json", a), write(tmp_path / "b.json", b, **head), *arguments
     )
 
 
 def verdicts(tmp_path: Path, a: list[Any], b: list[Any], *arguments: str) -> dict[int, str]:
-    """Each sequence length's verdict."""
+    """Return the verdict for each sequence length."""
     output = tmp_path / "out.json"
     result = compared(tmp_path, a, b, *arguments, "--output", str(output), "--force")
     assert result.exit_code == 0, result.output
@@ -118,19 +118,19 @@ def test_other_devices_versions_and_kernels_are_named(tmp_path: Path) -> None:
     result = compared(tmp_path, a, b, device="another GPU", versions=versions)
     text = " ".join(result.output.split())
 
-    assert "Other device: a GPU in A, another GPU in B." in text
-    assert "Other torch: 2.11 in A, none in B." in text
-    assert "Other cudnn: none in A, 9.19 in B." in text
+    assert "Different device: a GPU in A, another GPU in B." in text
+    assert "Different torch: 2.11 in A, none in B." in text
+    assert "Different cudnn: none in A, 9.19 in B." in text
     assert "Other cupy_flash" not in text
-    assert "Other kernels of cupy_flash: mma abc in A, hopper def in B." in text
+    assert "Different kernels of cupy_flash: mma abc in A, hopper def in B." in text
 
 
 def test_a_library_that_moved_on_the_same_machine_tells_how_large_noise_is(tmp_path: Path) -> None:
     a = [row("cupy_flash", 799, 1.0), row("torch-flash", 799, 1.0)]
     b = [row("cupy_flash", 799, 1.1), row("torch-flash", 799, 1.1)]
 
-    assert "torch-flash moved although" in compared(tmp_path, a, b).output
-    assert "moved although" not in compared(tmp_path, a, b, device="another GPU").output
+    assert "torch-flash changed although" in compared(tmp_path, a, b).output
+    assert "changed although" not in compared(tmp_path, a, b, device="another GPU").output
 
 
 def test_a_lost_time_is_told_with_its_reason(tmp_path: Path) -> None:

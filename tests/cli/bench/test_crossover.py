@@ -1,4 +1,4 @@
-"""`bench --preset crossover`: what it says of times that it is given."""
+"""Report of `bench --preset crossover` for given times."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def cells(
     dtype: str = "float32",
     head_dim: int = 64,
 ) -> list[Cell]:
-    """Two cells of a case with these times; the same by call time unless `calls` says else."""
+    """Return two cells with these times; `calls` are their call times if those differ."""
     case = square(dtype, 1, 16, seqlen, head_dim)
     plan = make_plan(case.problem(), device_for_arch("sm_90"))
     made = []
@@ -54,7 +54,7 @@ def cells(
 
 
 def series(*winners: bool | None) -> list[list[Cell]]:
-    """Cells of each length: whether the library wins it, or None where it was not timed."""
+    """Return cells by length; `winners` says if the library is faster, None if it was not timed."""
     return [
         cells(n, None, steady(1.0))
         if wins is None
@@ -136,7 +136,7 @@ def test_the_report_tells_who_lost_where_and_what_was_not_timed(
     assert "cupy_flash on s128: no memory" in joined
     assert "! a busy GPU" in text
     assert "!: cupy_flash on s32: over the error bound" in text
-    assert "ms: GPU time of CUDA graph replays, but calls of cupy-library" in joined
+    assert "ms: GPU time of CUDA graph replays (of calls for cupy-library)" in joined
 
 
 def run(*arguments: str) -> Any:

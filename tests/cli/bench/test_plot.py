@@ -19,13 +19,13 @@ def shown(rows: list[dict[str, Any]]) -> Picture:
 
 
 def texts(path: Path) -> list[str]:
-    """The texts of an SVG."""
+    """Return the texts of an SVG file."""
     found = re.findall(r"<text[^>]*>([^<]*)</text>", path.read_text(encoding="utf-8"))
     return [text.strip() for text in found]
 
 
 def drawn(tmp_path: Path, rows: list[dict[str, Any]], **metadata: Any) -> list[str]:
-    """The texts of the picture of a record with these rows."""
+    """Return the texts in the picture of a record with these rows."""
     pytest.importorskip("matplotlib")
     output = tmp_path / "picture.svg"
     result = invoke(plot, write(tmp_path / "r.json", rows, **metadata), "--output", output)
@@ -109,7 +109,7 @@ def test_many_points_become_lines_over_a_logarithmic_axis(tmp_path: Path) -> Non
     assert [text for text in found if re.fullmatch(r"\d+k?", text)][: len(lengths)] == [
         length_text(length) for length in lengths
     ]
-    assert found.count("100") <= 1  # a tick at most, no value labels
+    assert found.count("100") <= 1  # at most one tick label, no value labels
 
 
 def test_lines_over_few_lengths_that_are_near_have_ticks_at_these(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_another_suffix_is_one_line_that_names_what_is_right(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("rows", "metadata", "why"),
     [
-        ([{"tile": 1}], {}, "is no record of 'cupy-flash bench': row 0 has no 'provider'"),
+        ([{"tile": 1}], {}, "is not a record of 'cupy-flash bench': row 0 has no 'provider'"),
         ([row("cupy_flash", 512, None)], {}, "no rate to draw"),
         (GRID, {"record_version": 7}, "is a record of version 7"),
         ([row("cupy_flash", 512, 1.0)] * 2, {}, "rows 0 and 1 are both cupy_flash on bf16"),
@@ -220,7 +220,7 @@ def test_without_matplotlib_one_line_says_how_to_get_it(
 
 
 def decoding(provider: str, ms: float, **more: Any) -> dict[str, Any]:
-    """A row of one query over a cache."""
+    """Return a row for one query over a KV cache."""
     cached = {"batch": 8, "seqlen_q": 1, "heads_kv": 8, "kind": "cache", "kv_tb_per_s": 0.25 / ms}
     return row(provider, 8192, ms) | cached | {"copy_share": 0.1 / ms} | more
 

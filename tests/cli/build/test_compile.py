@@ -1,4 +1,4 @@
-"""`cupy-flash compile` with no GPU."""
+"""`cupy-flash compile` without a GPU."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def small_problem(dtype: str = "float32", direction: str = "forward") -> Problem
 
 @pytest.fixture
 def no_other_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention kernels alone, which a test chooses."""
+    """Restrict `compile` to attention kernels, which the test chooses."""
     monkeypatch.setattr(kernel_sets, "other_units", lambda **_: [])
 
 
 def one_plan(device: Device) -> list[Plan]:
-    """The kernel that compiles fastest."""
+    """Return a plan of the kernel that compiles fastest."""
     return [make_plan(small_problem(), device, family="naive")]
 
 
@@ -108,7 +108,7 @@ def test_the_report_has_registers_spills_and_shared_memory(
 
 
 class InThisProcess(Executor):
-    """Does at once what a pool of processes would do."""
+    """Executor that runs each call at once in this process."""
 
     _processes = None
 
@@ -123,7 +123,7 @@ class InThisProcess(Executor):
 
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> dict[str, Resources]:
-    """What a GPU that is not there says of the kernels that were loaded on it, by their texts."""
+    """Resources that a fake GPU reports for the kernels loaded on it, by source text."""
     found: dict[str, Resources] = {}
 
     class KernelCache:

@@ -1,4 +1,4 @@
-"""Dense cases of float8: their problem, inputs, bytes, and what results are held against."""
+"""Dense float8 cases: their problem, inputs, bytes, and the reference of their results."""
 
 from __future__ import annotations
 

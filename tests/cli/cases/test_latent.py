@@ -1,4 +1,4 @@
-"""Cases whose values are columns of their keys."""
+"""MLA cases: the values are columns of the keys."""
 
 from __future__ import annotations
 
@@ -56,5 +56,5 @@ def test_a_record_tells_it_apart():
 
 @pytest.mark.parametrize("change", [{"append": True}, {"kind": "varlen", "seqlen_q": 48}])
 def test_only_a_cache_that_nothing_is_appended_to_has_them(change):
-    with pytest.raises(ValueError, match="values in its keys"):
+    with pytest.raises(ValueError, match="values_in_keys needs"):
         dataclasses.replace(LATENT, **change).problem()

@@ -1,4 +1,4 @@
-"""Modifications of a case: as text, as the library's arguments, and as work."""
+"""Modifications of a case: as text, as arguments of the library, and the work that they leave."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def cases() -> list[Any]:
 
 
 def bench(*arguments: str) -> Result:
-    # As wide as any table: times take more columns on a busy machine.
+    # The terminal is wide enough for any table; times need more columns on a busy machine.
     return CliRunner().invoke(main, ["bench", *arguments], env={"COLUMNS": "240"})
 
 
@@ -117,7 +117,7 @@ def test_what_the_functions_take_for_nothing_is_nothing(text: str) -> None:
 
 
 def plan_of(inputs: Inputs) -> Any:
-    """The public function's plan of a case's arrays."""
+    """Return the plan that the public function makes for a case's arrays."""
     call = inputs.call(on_gpu=False)
     q, k, v = call.args
     case, options = inputs.case, dict(call.keywords)
@@ -174,7 +174,7 @@ def test_the_result_of_other_modifications_does_not_pass(text: str) -> None:
 def test_the_naive_formula_serves_all_that_it_serves_plain(case: Case) -> None:
     naive, inputs = provider("numpy-naive"), random_inputs(case, 3, on_gpu=False)
     if case.append:
-        assert naive.why_not(case) == "the plain formula appends nothing"
+        assert naive.why_not(case) == "the plain formula does not append"
         return
     check = Check(inputs, 0, on_gpu=False)
 
@@ -193,7 +193,7 @@ def test_bytes_are_those_of_the_arrays(case: Case) -> None:
 
 
 def seen_by_the_formula(case: Case, seqlen_q: int, seqlen_k: int) -> np.ndarray:
-    """(seqlen_q, seqlen_k): pairs of one head that the reference leaves."""
+    """Return which pairs of a head the reference attends to, shape (seqlen_q, seqlen_k)."""
     given = random_inputs(case, 0, on_gpu=False).modifications(on_gpu=False)
     scores = read_modifications(given).scores
     rows, keys = np.arange(seqlen_q), np.arange(seqlen_k)
@@ -222,7 +222,7 @@ def test_what_counts_as_work_is_what_the_formula_leaves(
     assert case.flops() == 2 * 2 * 4 * matrix.sum() * (16 + 24)
     used = np.flatnonzero(matrix.any(0))
     span = used[-1] - used[0] + 1
-    # A dilated mask may leave out a key on either side.
+    # `seen` counts a range of keys; a dilated mask may mask keys at both ends of the range.
     assert span <= seen.keys() <= span + seen.step - 1
     for Br in (1, 16, 300):
         begins, ends = seen.tiles(Br)

@@ -1,4 +1,4 @@
-"""The options that commands share: lists that sweep, presets, and one-line errors."""
+"""Options that several commands share: lists of values, presets, and one-line errors."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_description_names_only_what_differs() -> None:
 
 
 def completions(*words: str) -> list[str]:
-    """Return what a shell offers for the last word."""
+    """Return the completions that a shell offers for the last word."""
     complete = ShellComplete(main, {}, "cupy-flash", "_CUPY_FLASH_COMPLETE")
     return [item.value for item in complete.get_completions(list(words[:-1]), words[-1])]
 
@@ -173,7 +173,7 @@ def test_the_float32_preset_compares_with_the_best_of_two_torch_backends() -> No
             ("bench", "--cache", "--append", "--rotary", "--head-dim", "33"),
             "--rotary needs an even --head-dim, not 33",
         ),
-        (("bench", "--q-offset", "3"), "--q-offset places a causal mask, a window or another"),
+        (("bench", "--q-offset", "3"), "--q-offset affects only a causal mask, a window or"),
         (
             ("bench", "--causal", "no", "--q-offset", "3"),
             "add --causal or --window, or leave it",
@@ -185,7 +185,7 @@ def test_the_float32_preset_compares_with_the_best_of_two_torch_backends() -> No
         (("roofline", "--heads"), "'--heads' requires an argument. Expected a whole number from 1"),
         (("bench", "--tile"), "bench: Option '--tile' requires an argument."),
         (("bench", "--seed", "-1"), "-1 is not in the range x>=0"),
-        (("bench", "--cell-seconds", "nan"), "'nan' is no time; expected seconds above 0, or inf"),
+        (("bench", "--cell-seconds", "nan"), "'nan' is not a time; expected seconds above 0, or"),
         (("bench", "--cell-seconds", "0"), "0.0 is not in the range x>0"),
         (("bench", "--provider", "torch"), "'torch' is unknown; expected some of cupy_flash,"),
         (
@@ -195,7 +195,7 @@ def test_the_float32_preset_compares_with_the_best_of_two_torch_backends() -> No
         (("bench", "--preset", "fa3-grid", "--batch", "3"), "--batch does not go with --preset"),
         (
             ("bench", "--preset", "fa3-grid", "--input", __file__),
-            "--input does not go with --preset: both name the cases",
+            "--input does not go with --preset: both define the cases",
         ),
         (("bench", "--preset", "fa4"), "'fa4' is not one of 'fa3-grid', 'float32'"),
         (("bench", "--tile", "threads"), "'threads' is not NAME=NUMBER"),
@@ -216,7 +216,7 @@ def test_the_float32_preset_compares_with_the_best_of_two_torch_backends() -> No
         ),
         (
             ("tune", "--backend", "cpu", "--preset", "decode", "--workload", __file__),
-            "--preset does not go with --workload: both name the cases",
+            "--preset does not go with --workload: both define the cases",
         ),
         (("compile", "--arch", "hopper"), "unknown architecture 'hopper'; expected one of sm_75,"),
         (("compile", "--list", "--output", "cubins"), "--list builds nothing to write; leave out"),
@@ -294,8 +294,8 @@ def test_dtypes_may_be_named_as_tables_print_them() -> None:
 @pytest.mark.parametrize(
     ("command", "told"),
     [
-        ("bench", "Query rows. [default: 1024,4096; on the CPU 1024,2048]"),
-        ("tune", "Query heads. [default: 16; on the CPU 8]"),
+        ("bench", "Numbers of query rows. [default: 1024,4096; on the CPU 1024,2048]"),
+        ("tune", "Numbers of query heads. [default: 16; on the CPU 8]"),
         ("profile", "Batch sizes. [default: 1]"),
         ("roofline", "fp32, fp64. [default: float16]"),
         ("bench", "[default: batch 8, seqlen_q 1, seqlen_k 8192, heads 32, kv_heads 8, head_dim"),

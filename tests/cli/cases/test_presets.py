@@ -1,4 +1,4 @@
-"""Presets: named sets of cases, and what is printed of them."""
+"""Presets: named sets of cases, and the output for them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_cobramls_tables_are_16_heads_full_and_causal_against_eager_pytorch(
 
 def test_the_row_that_does_not_add_up_is_told_with_the_time_of_its_rate() -> None:
     case = presets.preset("cobraml-cpp").cases[1]
-    # They count hidden pairs, too.
+    # The published rate of this project counts masked pairs, too.
     ms = 2 * case.problem().flops() / 3973e6
 
     assert f"by which it took {ms:.3f}" in presets.preset("cobraml-cpp").notes[1]
@@ -167,7 +167,7 @@ def test_every_standard_provider_exists() -> None:
 
 
 def _cells(preset: presets.Preset) -> list[list[Cell]]:
-    """Each case's cells as if they had run: the first provider twice as fast as the next."""
+    """Return cells as after a run in which each provider takes twice the time of the previous."""
     table = []
     for case in preset.cases:
         cells = []
@@ -185,7 +185,7 @@ Show = Callable[[str, int], list[str]]
 
 @pytest.fixture
 def show(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Show:
-    """Lines that `bench` prints for a preset in a terminal of some width."""
+    """Function that returns the lines `bench` prints for a preset, given the terminal's width."""
 
     def lines(name: str, width: int) -> list[str]:
         monkeypatch.setenv("COLUMNS", str(width))
@@ -236,7 +236,7 @@ def test_a_preset_runs_and_its_record_names_it(tmp_path: Path) -> None:
     )
     data = json.loads(path.read_text(encoding="utf-8"))
 
-    # Every cell is over the limit of time.
+    # Every cell exceeds the time limit.
     assert result.exit_code == 1
     assert "three kernels 21.8565 ms" in " ".join(result.stdout.split())
     assert data["metadata"]["preset"] == "three-kernel"

@@ -1,4 +1,4 @@
-"""The caches of 8 bits that benchmarks read."""
+"""8-bit KV caches of benchmarks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from cupy_flash.cli.cases.quantized import SCALE, quantized, restored
 
-# By the cache's dtype: the largest relative error, of bits that are cut off, and absolute one.
+# Largest relative error, from dropped mantissa bits, and largest absolute error, by dtype.
 ERRORS = {"float8_e4m3fn": (1 / 8, SCALE * 2**-6), "int8": (0, SCALE / 2)}
 
 

@@ -1,4 +1,4 @@
-"""Caches and packed sequences in `bench`: cases, inputs, checks, providers and tables."""
+"""KV caches and packed sequences in `bench`: cases, inputs, checks, providers and tables."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ LENGTHS = (113, 1, 59, 203)
 
 @pytest.fixture
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where there is no GPU, whichever module asks: all providers then compute here."""
+    """Hide the GPU from every module, so that all providers compute on the host."""
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "cupy_flash" and hasattr(module, "gpu_unavailable"):
             monkeypatch.setattr(module, "gpu_unavailable", lambda: "the tests have none")
@@ -77,7 +77,7 @@ CASES = [
 
 
 def reference(inputs: Inputs) -> np.ndarray:
-    """The whole result in float64."""
+    """Return the reference result of all rows, in float64."""
     case = inputs.case
     q, k, v = inputs.host
     options: dict[str, Any] = {"causal": case.causal, "softmax_scale": case.softmax_scale}
@@ -122,11 +122,14 @@ def test_a_paged_cache_has_whole_pages_and_its_problem_the_pages_strides() -> No
 @pytest.mark.parametrize(
     ("case", "says"),
     [
-        (cache(append=True, lengths=(203, 2)), "3 rows are appended, but a sequence has 2 keys"),
-        (cache(rotary=True), "need rows to append"),
-        (varlen(append=True), "only a cache"),
+        (
+            cache(append=True, lengths=(203, 2)),
+            "3 rows are appended, but a sequence has only 2 keys",
+        ),
+        (cache(rotary=True), "rotary needs append"),
+        (varlen(append=True), "need kind cache"),
         (dataclasses.replace(cache(), layout="bhsd"), "are 'bshd'"),
-        (dataclasses.replace(cache(causal=True), q_offset=3), "bottom right"),
+        (dataclasses.replace(cache(causal=True), q_offset=3), "take no q_offset"),
         (dataclasses.replace(varlen(), batch=3), "4 lengths up to 203 do not go with batch 3"),
         (dataclasses.replace(varlen(), seqlen_q=7), "attend to themselves"),
         (dataclasses.replace(cache(), batch=0), "batch is 0"),
@@ -150,7 +153,7 @@ def test_a_cases_problem_is_that_of_the_call(case: Case) -> None:
         arguments = Arguments(q, k_cache=k, v_cache=v, **inputs.more)
         found = problem_of(arguments, Options("cached", case.causal))
 
-    # NumPy arrays need not begin where GPU memory does.
+    # NumPy arrays may be aligned less than GPU memory, so compare at 16 bytes.
     assert case.problem() == found.aligned(16)
 
 
@@ -169,7 +172,7 @@ def test_a_long_tailed_draw_spans_the_range_and_is_the_same_again() -> None:
     lengths = long_tail(64, 16384, seed=3)
 
     assert (min(lengths), max(lengths)) == (16, 16384)
-    # Evenly spread logarithms: half are below the geometric mean of the ends.
+    # The logarithms are spread evenly, so the median is near the geometric mean of 16 and 16384.
     assert np.median(lengths) < 1024
     assert lengths == long_tail(64, 16384, seed=3) != long_tail(64, 16384, seed=4)
 
@@ -294,10 +297,10 @@ def test_a_host_call_passes_the_arrays_by_the_functions_own_names() -> None:
 @pytest.mark.parametrize(
     ("name", "case", "says"),
     [
-        ("cupy_flash-page16", varlen(), "puts caches into pages"),
-        ("cupy_flash-page16", cache(page_size=4), "puts caches into pages"),
-        ("cupy_flash-uniform", cache(), "beside varlen batches only"),
-        ("numpy-naive", cache(append=True), "appends nothing"),
+        ("cupy_flash-page16", varlen(), "needs a contiguous cache"),
+        ("cupy_flash-page16", cache(page_size=4), "needs a contiguous cache"),
+        ("cupy_flash-uniform", cache(), "compared with varlen batches only"),
+        ("numpy-naive", cache(append=True), "does not append"),
     ],
 )
 def test_a_provider_says_what_it_is_not_for(name: str, case: Case, says: str) -> None:
@@ -393,7 +396,7 @@ def test_the_uniform_twin_has_about_the_rows_and_flops_of_the_batch() -> None:
 
 
 class TwoMilliseconds:
-    """A clock by which every call takes two milliseconds."""
+    """Fake timer by which every call takes two milliseconds."""
 
     pause = 0.0
 
@@ -608,8 +611,8 @@ def test_without_a_gpu_packed_sequences_stand_beside_equal_ones(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ("--page-size 4", "--page-size is of a cache; add --cache"),
-        ("--append", "--append is of a cache; add --cache"),
+        ("--page-size 4", "--page-size needs a cache; add --cache"),
+        ("--append", "--append needs a cache; add --cache"),
         ("--cache --rotary", "add --append"),
         ("--num-splits 2", "add --cache or --lengths"),
         ("--lengths 3,x", "'3,x' is not uniform, long-tail or whole numbers"),
@@ -624,7 +627,7 @@ def test_without_a_gpu_packed_sequences_stand_beside_equal_ones(tmp_path: Path) 
         (f"--cache --batch {10**20}", f"batch is {10**20}; expected at most 2147483647"),
         ("--lengths 3,4 --batch 2", "--batch does not go with --lengths"),
         ("--lengths uniform --seqlen-k 3", "--seqlen-k does not go with --lengths"),
-        ("--lengths uniform --append", "--append is of a cache"),
+        ("--lengths uniform --append", "--append needs a cache"),
         ("--cache --q-offset 3", "--q-offset does not go with --cache"),
         ("--cache --layout bhsd", "--layout bhsd does not go with --cache"),
         ("--preset decode --cache", "--cache does not go with --preset decode"),
@@ -649,11 +652,11 @@ def test_real_inputs_are_no_caches(tmp_path: Path) -> None:
     assert "--cache does not go with --input" in result.stderr
 
 
-# ---- What is printed and recorded of a GPU
+# ---- Output and records of GPU runs
 
 
 class FakeGpuProvider(Provider):
-    """A provider that was timed on a GPU that is not there."""
+    """Provider whose times come from a fake GPU."""
 
     on_gpu = True
 
@@ -706,11 +709,11 @@ def test_the_decode_table_has_microseconds_bandwidth_and_the_share_of_a_copy(
     assert rows[0]["copy_share"] == pytest.approx(rows[0]["kv_tb_per_s"] / 3)
     assert rows[0]["speedup"] == pytest.approx(1.1)
     assert re.search(r"^ cupy_flash +100.0 +0.0 +2.684 +89.5 +1.10 ", text, re.MULTILINE)
-    assert "% copy: of 3.000 TB/s" in text
+    assert "% copy: percentage of 3.000 TB/s" in text
     assert "cupy_flash-page16: 1.040 times the time of cupy_flash" in text
     assert max(map(len, text.splitlines())) <= 80
     notes = " ".join(text.split())
-    assert re.search(r"cupy_flash: decode \d+x\d+ [^:]*, all keys in \d+ equal shares", notes)
+    assert re.search(r"cupy_flash: decode \d+x\d+ [^:]*, all keys split evenly over \d+", notes)
     assert "us: GPU time of CUDA graph replays" in notes
 
 

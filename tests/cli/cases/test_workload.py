@@ -1,4 +1,4 @@
-"""Workloads in files, the preset, and which cases share a sweep."""
+"""Workload files, the preset `common`, and which cases share a sweep."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def read_csv(folder: Path, text: str) -> list[Weighted]:
 
 
 def message(folder: Path, row: Any) -> str:
-    """What is said of a file whose second row is this one."""
+    """Return the error for a file whose second row is `row`."""
     with pytest.raises(click.UsageError) as caught:
         read_json(folder, ROW, row)
     assert "\n" not in caught.value.message
@@ -115,7 +115,7 @@ def test_a_bad_row_is_refused_in_one_line_that_names_the_row_and_the_field(
 
 
 def test_a_csv_row_with_more_cells_than_names_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(click.UsageError, match=r"row 1 of .* has more cells than the heading"):
+    with pytest.raises(click.UsageError, match=r"row 1 of .* has more cells than the header"):
         read_csv(tmp_path, "seqlen_q,heads_q,head_dim\n113,4,24,7\n")
 
 
@@ -173,7 +173,7 @@ def test_the_preset_has_every_dtype_head_dim_mask_and_length_class_once() -> Non
     assert {case.causal for case in first} == {False, True}
     assert {(case.head_dim, case.head_dim_v) for case in first} >= {(64, 64), (128, 128)}
     sixteen_bit = [case for case in first if case.dtype != "float32"]
-    # Six pairs of head dims, full and causal, three classes of lengths, two types.
+    # There are 6 pairs of head dims, full and causal masks, 3 classes of lengths and 2 dtypes.
     assert len(sixteen_bit) == 6 * 2 * 3 * 2
 
 
@@ -184,7 +184,7 @@ def test_the_presets_two_lengths_of_a_class_count_alike() -> None:
         assert work == pytest.approx([work[0]] * len(work))
 
 
-# ---- Caches and packed sequences
+# ---- KV caches and packed sequences
 
 STEP = {
     **{"kind": "cache", "seqlen_q": 1, "seqlen_k": 203, "heads_q": 4, "heads_kv": 2},

@@ -1,4 +1,4 @@
-"""What a benchmark's result is compared with, on all rows or on a sample."""
+"""Comparison of a benchmark's result with the reference, on all rows or on a sample."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_inputs_depend_on_the_seed_alone() -> None:
 
 
 class OnGpu:
-    """An array in GPU memory, of which parts can be taken and nothing be computed here."""
+    """Fake array in GPU memory, which can be sliced but takes no part in computations."""
 
     def __init__(self, values: np.ndarray) -> None:
         self.values = values

@@ -1,4 +1,4 @@
-"""What is said of a GPU's clocks and load, from a fake nvidia-smi."""
+"""Reports of a GPU's clocks and load, from a fake nvidia-smi."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ CAPPED, THERMAL, IDLE, SETTING = "0x4", "0x20", "0x1", "0x2"
 
 
 def sample(clock: int = 1755, reasons: str = "0x0", watts: str = "650.25") -> str:
-    """A line as nvidia-smi prints it: clocks, power, temperature, what holds the clocks down."""
+    """Return a line of nvidia-smi: clocks, power, temperature, reasons for reduced clocks."""
     return f"{clock}, 1980, {watts}, 61, 0x{int(reasons, 16):016x}"
 
 
 @pytest.fixture
 def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Put an nvidia-smi on PATH that says what it is told to, and notes how it was called."""
+    """Function that puts a fake nvidia-smi on PATH; it logs the arguments of each call."""
 
     def install(
         samples: Sequence[str] = (), busy: str = "0", pids: Sequence[int] = (1,), status: int = 0
@@ -58,7 +58,7 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
 
 
 def state_after(tmp_path: Path, bus_id: str | None = BUS_ID) -> GpuState:
-    """The state of a run that lasts until the samples were printed."""
+    """Return the GPU state of a run that lasts until the samples are printed."""
     with watched(bus_id) as watch:
         deadline = time.monotonic() + 30
         while not (tmp_path / "sampled").exists() and time.monotonic() < deadline:
@@ -148,7 +148,7 @@ def test_a_busy_gpu_is_flagged(
 def test_before_anything_is_timed_a_busy_gpu_is_known(
     nvidia_smi: Callable[..., Path], busy: str, says: str | None
 ) -> None:
-    # A process that only holds a context takes no time.
+    # A process that only holds a CUDA context uses no GPU time.
     nvidia_smi(busy=busy, pids=[1, 2, 3])
 
     assert busy_before(BUS_ID) == says
@@ -195,7 +195,7 @@ def test_without_nvidia_smi_no_gpu_is_watched(
 def cpu_state(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, busy: float, own: float, seconds: float
 ) -> CpuState:
-    """The state of a run of so many seconds on two CPUs that worked so many, some for us."""
+    """Return the state of a run in which two CPUs worked `busy` seconds, `own` of them for us."""
     stat = tmp_path / "stat"
     ticks = os.sysconf("SC_CLK_TCK")
     clock = iter([100.0, 100.0 + seconds])
@@ -207,7 +207,7 @@ def cpu_state(
     monkeypatch.setattr(gpu_state.time, "monotonic", lambda: next(clock))
 
     def write(done: float) -> None:
-        # user, nice, system, idle, iowait, irq, softirq, steal, and what user holds already
+        # user, nice, system, idle, iowait, irq, softirq, steal, and guest time, which user includes
         lines = [f"cpu{index} {int(done * ticks / 2)} 0 0 777 99 0 0 0 55 0" for index in (0, 2)]
         stat.write_text("\n".join([*lines, "cpu1 9999999 0 0 0 0 0 0 0 0 0", "intr 5"]))
 

@@ -1,4 +1,4 @@
-"""What a benchmark's gradients are compared with, of all heads or of a sample."""
+"""Comparison of a benchmark's gradients with the reference, for all heads or a sample."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def varlen(*lengths: int, **more: Any) -> Case:
 
 
 def gradients(of: Case, seed: int = 5) -> tuple[Any, tuple[np.ndarray, ...]]:
-    """Inputs, and the plain formula's gradients of them."""
+    """Return inputs, and their gradients by the naive formula."""
     inputs = random_inputs(of, seed, on_gpu=False)
     found = provider("numpy-naive").prepare(inputs).call()
     return inputs, tuple(np.array(x) for x in found)
@@ -108,7 +108,7 @@ def test_a_nan_is_an_infinite_error() -> None:
 
 def test_what_has_no_finite_reference_is_left_out_and_the_rest_compared() -> None:
     inputs = random_inputs(case(), 5, on_gpu=False)
-    # Of the first sequence all that goes with the key's head.
+    # Due to this value, batch entry 0 has no finite gradients in the query heads of KV head 1.
     inputs.host[2][0, 7, 1] = np.inf
     found = tuple(np.array(x) for x in provider("numpy-naive").prepare(inputs).call())
     check = GradientCheck(inputs, 0, on_gpu=False)

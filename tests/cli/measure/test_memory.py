@@ -1,4 +1,4 @@
-"""How much memory a call takes: measured on the host, and by a fake CuPy and a fake torch."""
+"""Memory that a call takes: measured on the host, and with a fake CuPy and a fake torch."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_failed_call_leaves_the_tracing_of_memory_as_it_was() -> None:
 
 
 class FakePool:
-    """CuPy's pool as far as its hooks see it: blocks with an address and a size."""
+    """Fake CuPy memory pool that calls the hooks with given addresses and sizes of blocks."""
 
     def __init__(self) -> None:
         self.hooks: list[Any] = []
@@ -101,7 +101,7 @@ def test_on_cupy_arrays_the_peak_is_of_the_blocks_that_are_out_at_once(
         pool.malloc(0x1000, 1024)
         pool.malloc(0x2000, 4096)
         pool.free(0x1000, 1024)
-        # The block is given out again.
+        # The pool hands out the freed block again.
         pool.malloc(0x1000, 512)
 
     assert cupy_peak_bytes(Timed(call)) == 1024 + 4096
@@ -175,7 +175,7 @@ def test_rows_carry_the_workspace_of_ours_and_everybodys_peak(tmp_path: Path) ->
         assert ours["workspace_bytes"] > 0
         assert ours["peak_bytes"] >= out
         assert naive["workspace_bytes"] is None
-        # The scores are there at least once, and again for their exponentials.
+        # The naive formula holds at least one score matrix.
         assert naive["peak_bytes"] >= out + scores
 
 
@@ -189,7 +189,7 @@ def test_the_peak_has_a_column_where_it_was_asked_for(
 
     assert "MiB" not in plain
     assert any(line.rstrip().endswith("MiB") for line in with_memory.splitlines())
-    assert "MiB: memory that a call takes at its peak besides its inputs." in with_memory
+    assert "MiB: peak memory of a call, in addition to its inputs." in with_memory
     assert max(map(len, with_memory.splitlines())) <= width
 
 
@@ -207,7 +207,7 @@ def test_the_memory_preset_prints_its_table_even_where_nothing_was_timed(
         ],
         catch_exceptions=False,
     )
-    table = result.stdout.split("MiB of memory that a call takes")[1]
+    table = result.stdout.split("Peak memory of a call in MiB")[1]
 
     assert result.exit_code == 1
     assert [line.split() for line in table.splitlines() if line.startswith(" s")] == [
@@ -217,7 +217,7 @@ def test_the_memory_preset_prints_its_table_even_where_nothing_was_timed(
 
 
 def memory_lines(width: int, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> list[str]:
-    """The memory preset's table if the whole matrix fits up to 8192 keys."""
+    """Return the lines of the memory preset's table, if score matrices fit up to 8192 keys."""
     monkeypatch.setenv("COLUMNS", str(width))
     preset = presets.preset("memory")
     table = []
@@ -256,4 +256,4 @@ def test_what_does_not_fit_memory_stands_in_brackets_with_its_need(
     last = next(line for line in lines if line.startswith(" s32768"))
 
     assert last.split()[2:] == ["64.0", "(229,376)", "(229,376)"]
-    assert "( ): more than there is; estimated, not run." in lines
+    assert "( ): estimated and not run, because it exceeds the free memory." in lines

@@ -1,4 +1,4 @@
-"""Processes of several GPUs, where there are none: what is wrong is told."""
+"""Processes for several GPUs on a machine without GPUs: failures of ranks are reported."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_crew_waits_for_no_rank_longer_than_it_may() -> None:
 
 
 def started(count: int) -> tuple[list[Any], list[Any]]:
-    """Ranks, and the ends of their pipes that they say things to."""
+    """Return ranks, and the pipe ends through which these ranks report."""
     pipes = [multiprocessing.Pipe() for _ in range(count)]
     found: list[Any] = [
         ranks._Rank(number, multiprocessing.get_context("spawn").Process(), ours)

@@ -1,4 +1,4 @@
-"""How the cells of a case are run: what is timed, in which order, and what a failure costs."""
+"""Runs of the cells of a case: what is timed, in which order, and what happens on errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GIB = 1 << 30
 
 
 class FakeTimer:
-    """A GPU's timer by name only: it makes the calls that it is given, and each takes 3 ms."""
+    """Fake timer that runs each call, and reports 3 ms for it."""
 
     pause = 0.0
 
@@ -57,7 +57,7 @@ class FakeTimer:
 
 
 class FakeProvider(Provider):
-    """A provider on a GPU that is not there."""
+    """Provider on a fake GPU."""
 
     on_gpu = True
 
@@ -101,7 +101,7 @@ def run(*chosen: Provider, timer: FakeTimer | None = None, check: bool = False) 
 
 
 def failing(error: BaseException, after: int = 0) -> Callable[[], Any]:
-    """A call that raises once it was made so many times."""
+    """Return a call that raises `error` after `after` successful calls."""
     left = after
 
     def call() -> str:
@@ -199,7 +199,7 @@ def test_on_the_cpu_the_time_is_that_of_the_call_by_the_clock() -> None:
 
 
 class OddError(Exception):
-    """A kind that nobody knows."""
+    """Exception type that no module knows."""
 
 
 ERRORS = [
@@ -231,7 +231,7 @@ def kinds(errors: Sequence[tuple[Exception, str]]) -> list[str]:
 def test_whatever_a_call_raises_and_whenever_its_cell_says_why_and_the_others_are_timed(
     error: Exception, says: str, calls_before: int
 ) -> None:
-    # One call to try, one to estimate by, 5 in turns, then those from an idle GPU.
+    # The runner makes one trial call, one to estimate, 5 interleaved, then calls on an idle GPU.
     broken = FakeProvider("broken", failing(error, calls_before))
     timer = FakeTimer()
     cell, other = run(broken, FakeProvider(), timer=timer)
@@ -346,7 +346,7 @@ def test_without_memory_for_the_reference_the_case_is_left_out(
     monkeypatch.setattr("cupy_flash.cli.measure.runner.check_of", no_room)
     (cell,) = run(FakeProvider(), check=True)
 
-    assert cell.reason == "there is nothing to check it by: no room"
+    assert cell.reason == "no reference to check its result with: no room"
     assert cell.time is None
 
 
@@ -372,12 +372,12 @@ def test_scopes_are_left_after_a_failure() -> None:
     assert entered == 0
 
 
-# 4.3 GFLOP: enough to be tried on a part of it first.
+# A case of 4.3 GFLOP: large enough that the runner tries a part of it first.
 LONG = Case("float32", 2, 1024, 1024, 8, 4, 64, 64, layout="bhsd")
 
 
 class HostProvider(FakeProvider):
-    """A provider on the host that notes which cases it is made ready for."""
+    """Provider on the host that records the cases which it prepares."""
 
     on_gpu = False
 
@@ -386,7 +386,7 @@ class HostProvider(FakeProvider):
         self.seen: list[Case] = []
 
     def prepare(self, inputs: Any) -> Prepared:
-        # What is timed has the shapes that its case says.
+        # The inputs have the shapes of their case.
         assert [array.shape for array in inputs.host] == [
             (batch, heads, seqlen, dim) if inputs.case.layout == "bhsd" else shape
             for shape in inputs.case.bshd_shapes
@@ -397,7 +397,7 @@ class HostProvider(FakeProvider):
 
 
 def on_host(one_call: float, **settings: Any) -> Runner:
-    """A runner whose timer says that any call takes so many seconds."""
+    """Return a runner whose timer reports `one_call` seconds for any call."""
     settings = {"warmup": 0, "cell_seconds": 1.0} | settings
     return Runner(dataclasses.replace(SETTINGS, **settings), {False: FakeTimer(one_call)})
 
@@ -482,7 +482,7 @@ def test_a_rate_tells_nothing_of_other_providers() -> None:
 def test_a_case_that_may_fit_although_its_part_says_not_is_tried(
     seconds: float, is_timed: bool
 ) -> None:
-    # Three calls in a second are needed, and the whole would take twice the time of its part.
+    # Three calls must fit in 1 s; the whole case should take twice the time of its tried part.
     provider = HostProvider()
     said = reason(on_host(seconds), provider, LONG)
 
@@ -512,7 +512,7 @@ def test_a_long_batch_of_sequences_is_tried_on_the_longest_alone(kind: str) -> N
     (tried,) = provider.seen
 
     assert (tried.kind, tried.batch, tried.seqlen_k) == ("dense", 1, max(lengths))
-    # Its last rows, which see every key.
+    # The part consists of the last query rows, which attend to every key.
     assert tried.first_query + tried.seqlen_q == tried.seqlen_k
     assert cell.reason is not None
     assert cell.reason.endswith("too long for --cell-seconds")

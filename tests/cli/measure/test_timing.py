@@ -1,4 +1,4 @@
-"""How calls are timed, on clocks that say what they are told to."""
+"""Timing of calls, with fake clocks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from cupy_flash.cli.measure.timing import (
 
 
 class FakeClock:
-    """Seconds that pass only while a fake call runs."""
+    """Fake clock that advances only while a fake call runs."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -134,7 +134,7 @@ def test_the_rest_before_each_call_on_the_host_is_what_a_repeat_costs_besides_it
 
 
 class FakeGpu:
-    """The part of CuPy that a timer uses: it notes what is put on the stream, in order."""
+    """Fake of the part of CuPy that a timer uses; `stream` records the operations in order."""
 
     def __init__(self) -> None:
         self.stream: list[str] = []
@@ -145,7 +145,7 @@ class FakeGpu:
             def record(self, stream: object) -> None:
                 gpu.stream.append("event")
 
-        # Not the buffer that flushes the L2.
+        # Only copies of this array are recorded; `empty` makes the buffer that flushes L2.
         copied = SimpleNamespace(
             copy_from_device_async=lambda source, size, stream: self.stream.append("copy")
         )
@@ -232,7 +232,7 @@ def test_a_copy_counts_bytes_read_and_bytes_written(monkeypatch: pytest.MonkeyPa
 
 
 class FakeCapture:
-    """The part of CuPy that a graph is captured by; a stream, and a pool that it holds."""
+    """Fake of the part of CuPy that captures a graph; also serves as device, stream and graph."""
 
     streamCaptureModeRelaxed = 2
 

@@ -1,4 +1,4 @@
-"""The model of gradients: traffic, products that are computed again, and what commands show."""
+"""Model of gradients: memory traffic, recomputed products, and the output of commands."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_what_is_read_once_is_what_each_kernel_is_given() -> None:
     q, kv, out = of.query_bytes, of.key_value_bytes, of.out_bytes
     found = backward.fused(problem, huge)
 
-    # out and dout for the terms of rows; then all of q, k, v and dout twice.
+    # out and dout are read for the row statistics, then q, k, v, dout and the workspace twice.
     assert found.read == 2 * out + 2 * (q + kv + out + plan.workspace)
     assert found.written == q + kv + plan.workspace
     assert found.key_value_reads == 2
@@ -157,7 +157,7 @@ def roofline(*arguments: str) -> Any:
 
 def test_roofline_counts_what_kernels_compute_again(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
-    # Which has no family of one kernel.
+    # Every backward family that runs on a T4 has more than one kernel.
     result = roofline("--gpu", "T4", "--causal", "no,yes", "--output", str(path))
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
     fused = [row for row in rows if row["algorithm"] == "fused"]
@@ -171,14 +171,14 @@ def test_roofline_counts_what_kernels_compute_again(tmp_path: Path) -> None:
     text = " ".join(result.stdout.split())
     assert "which compute 1.4 times the FLOPs that count" in text
     assert "FLOPs of gradients = " in text
-    assert "probabilities that forward left are read twice" in text
+    assert "the forward pass's probabilities are read twice" in text
 
 
 def test_roofline_of_a_gpu_without_kernels_is_modelled_too() -> None:
     result = roofline("--gpu", "V100", "--dtype", "fp16", "--bias", "heads")
 
     assert result.exit_code == 0, result.output
-    assert "no kernels of ours; modelled with tiles of 64x64" in result.stdout
+    assert "no kernels of cupy_flash; modelled with tiles of 64x64" in result.stdout
 
 
 def test_profile_compares_with_all_that_the_kernels_compute() -> None:

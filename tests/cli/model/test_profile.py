@@ -1,4 +1,4 @@
-"""`cupy-flash profile` on counters that a stand-in for Nsight Compute prints."""
+"""`cupy-flash profile` with counters that a fake Nsight Compute prints."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def csv_line(fields: Sequence[str]) -> str:
 
 
 def raw_page(kernels: Sequence[tuple[str, Mapping[str, float | str]]]) -> str:
-    """What ncu prints: its own lines, headings, units, then a line for each kernel."""
+    """Return what ncu prints: its own lines, column headings, units, and a line per kernel."""
     names = list(kernels[0][1])
     lines = [
         "==PROF== Connected to process 4242 (python3)",
@@ -85,7 +85,7 @@ def install_ncu(
     errors: str = "",
     code: int = 0,
 ) -> Path:
-    """Put an `ncu` into a folder that lists metrics, prints `output`, and keeps its arguments."""
+    """Install a fake `ncu` that lists metrics, prints `output`, and saves its arguments."""
     folder.mkdir(parents=True, exist_ok=True)
     names = sorted({m.partition(".")[0] for m in METRICS} if listed is None else listed)
     listing = "".join(f"{name:<80} Counter  inst  what it counts\n" for name in names)
@@ -108,7 +108,7 @@ def install_ncu(
 
 @pytest.fixture(autouse=True)
 def nothing_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A folder that is all of PATH; no profiler in the usual places."""
+    """Folder that is the only entry of PATH; profilers elsewhere are hidden."""
     folder = tmp_path / "bin"
     monkeypatch.setenv("PATH", str(folder))
     monkeypatch.setattr(profiler, "PLACES", ())
@@ -117,7 +117,7 @@ def nothing_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An H100 to plan for."""
+    """Make an H100 the current GPU."""
     monkeypatch.setattr(profile_module, "gpu_unavailable", lambda: None)
     for module in (providers, profile_module):
         monkeypatch.setattr(module, "current_device", lambda: H100)
@@ -215,7 +215,7 @@ def test_metrics_that_the_gpu_does_not_have_are_not_asked_for(nothing_installed:
         "dram__bytes_read.sum",
         "gpu__time_duration.sum",
     }
-    # What is known of a launch without counting is in no list.
+    # Launch metrics need no counters, so `ncu --query-metrics` does not list them.
     assert "launch__registers_per_thread" in asked
 
 
@@ -413,7 +413,7 @@ def test_amounts_add_up_over_kernels_and_shares_are_the_longest_kernels() -> Non
     assert rows["HBM read"]["measured"] == pytest.approx(2 * 3.02 * BYTES)
     assert rows["time"]["measured"] == pytest.approx(501e-6)
     assert rows["tensor pipe active"]["measured"] == 71.25
-    # Two additions or multiplications, and one of both, in each kernel.
+    # Each of two kernels adds, multiplies, and makes fused multiply-adds, which count twice.
     assert rows["other FLOPs"]["measured"] == 2 * 4 * 600_000_000
 
 

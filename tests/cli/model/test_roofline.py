@@ -1,4 +1,4 @@
-"""`cupy-flash roofline` with no GPU, and with one that is made up."""
+"""`cupy-flash roofline` without a GPU, and with a fake GPU."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A present H100 on which every call reaches 600 TFLOP/s."""
+    """Make an H100 the current GPU, on which every call reaches 600 TFLOP/s."""
     monkeypatch.setattr(roofline_module, "gpu_unavailable", lambda: None)
     for module in (providers, roofline_module):
         monkeypatch.setattr(module, "current_device", gpus.find("H100").device)
@@ -85,7 +85,7 @@ def test_the_table_names_peak_bandwidth_ridge_point_and_source(no_gpu: None) -> 
 def test_without_kernels_for_a_gpu_the_usual_tile_is_modelled_and_that_is_said(
     no_gpu: None,
 ) -> None:
-    assert "fused on V100: no kernels of ours; modelled with tiles of 64x64." in (
+    assert "fused on V100: no kernels of cupy_flash; modelled with tiles of 64x64." in (
         run("--gpu", "V100").stdout
     )
 
@@ -174,7 +174,7 @@ def test_the_rate_is_the_problems_flops_over_the_median(monkeypatch: pytest.Monk
             return [[9.0, 2.0, 1.0]]
 
     case = Case("float32", 1, 113, 203, 2, 2, 24, 24)
-    # Where there is no GPU, the dispatcher's choice is the CPU backend: nothing is run of it here.
+    # Without a GPU the dispatcher chooses the CPU backend; the fake timer runs no call.
     monkeypatch.setattr(providers, "gpu_unavailable", lambda: "none is plugged in")
     monkeypatch.setattr(roofline_module, "GpuTimer", FakeTimer)
     monkeypatch.setattr(roofline_module, "too_large", lambda needed, *, on_gpu: None)

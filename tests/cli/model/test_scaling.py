@@ -1,4 +1,4 @@
-"""`cupy-flash roofline --gpus`: time by ranks as a model."""
+"""`cupy-flash roofline --gpus`: modelled time by number of ranks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_with_links_that_take_no_time_ranks_share_the_work_evenly(
 
 
 def test_a_step_of_a_ring_hides_the_next_ones_keys() -> None:
-    """Two ranks: the second step's keys and values come while the first is computed."""
+    """With two ranks, the second step's keys and values arrive during the first step."""
     bytes_moved = 131072 // 2 * 16 * 2 * 128 * 2
     first_step = CASE.flops() / 600e12 / 4
     slow = Links(bytes_moved / first_step / 2, 1.0, 8)
@@ -71,7 +71,7 @@ def test_between_hosts_the_network_carries() -> None:
 
 
 def test_a_step_of_a_ring_over_hosts_takes_as_long_as_its_slowest_pair() -> None:
-    """Also of neighbours: the first GPU of a host has the last one of another before it."""
+    """On two hosts, the first GPU of each receives from the last GPU of the other host."""
     links = Links(1e30, 50e9, 8)
     assert estimate(CASE, 8, 1, 600e12, 1e30, links).exchange == 0
     first_step = CASE.flops() / 600e12 / 16**2
@@ -84,7 +84,7 @@ def test_a_step_of_a_ring_over_hosts_takes_as_long_as_its_slowest_pair() -> None
 def test_backward_exchanges_heads_of_all_that_it_reads_and_writes(
     heads_kv: int, head_ranks: int, item_back: int
 ) -> None:
-    """Gradients of keys that several ranks have are added up in float32."""
+    """Gradients of a KV head that several ranks hold are summed in float32."""
     case = Case("bfloat16", 1, 4096, 4096, 8, heads_kv, 128, 64, direction="backward")
     ranks = head_ranks
     links = Links(1e6, 1.0, 8)
@@ -96,7 +96,7 @@ def test_backward_exchanges_heads_of_all_that_it_reads_and_writes(
 
 
 def test_gradients_go_back_in_float32() -> None:
-    """Twice the bytes of what came, of which the last cannot be hidden."""
+    """Gradients take twice the bytes of k and v, and their last transfer is not hidden."""
     case = Case("bfloat16", 1, 131072, 131072, 16, 16, 128, 128, direction="backward")
     found = estimate(case, 2, 1, 600e12, 1e30, Links(300e9, 1.0, 8))
     back = 131072 // 2 * 16 * 2 * 128 * 4

@@ -1,4 +1,4 @@
-"""The model of memory traffic, against counting by hand and by brute force."""
+"""Model of memory traffic, compared with counts by hand and by brute force."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def random_problem(rng: np.random.Generator) -> Problem:
 
 
 def sees(p: Problem) -> np.ndarray:
-    """Which pairs of a head are seen, (seqlen_q, seqlen_k)."""
+    """Return which pairs of a head are visible, shape (seqlen_q, seqlen_k)."""
     i, j = np.ogrid[: p.seqlen_q, : p.seqlen_k]
     return (j <= i + p.q_offset) if p.causal else np.ones((p.seqlen_q, p.seqlen_k), bool)
 
@@ -138,7 +138,7 @@ def test_modified_tiles_read_what_brute_force_finds_seen(
 
 
 def modified(p: Problem, text: str) -> tuple[Problem, Mods]:
-    """The problem with modifications."""
+    """Return the problem with the modifications that `text` names, and these modifications."""
     mods = Mods.parse(text)
     sizes = Sizes(p.dtype, p.batch, p.heads_q, p.seqlen_q, p.seqlen_k)
     return dataclasses.replace(p, score=score_of(mods, sizes, causal=p.causal)), mods
@@ -162,7 +162,7 @@ def test_an_array_over_pairs_is_read_once_unless_the_cache_is_too_small(
     assert more(compulsory(p, mods).read, compulsory(p).read) == matrices
     assert more(standard(p, mods).read, standard(p).read) == matrices
     assert more(fused(p, large, mods).read, fused(p, large).read) == matrices
-    # Four sections of two heads; each reads what it needs.
+    # Each of the four sections of two heads reads the matrices of its heads.
     assert more(fused(p, small, mods).read, fused(p, small).read) == {1: 4}.get(matrices, 8)
     uncached = fused_without_cache(p, Br=16, Bc=32, mods=mods).read
     assert more(uncached, fused_without_cache(p, Br=16, Bc=32).read) == 8
@@ -193,7 +193,7 @@ def test_keys_and_values_that_just_miss_the_cache_are_read_for_every_round() -> 
     p = problem()
     schedule = Schedule(Br=16, Bc=32, blocks=8, section_heads=4, l2_bytes=2 * 203 * 2 * 64 * 2 - 2)
 
-    # Eight blocks take two of the eight query tiles of each of four heads at a time.
+    # Eight blocks process two query tiles of each of four heads at a time; a head has eight.
     assert fused(p, schedule).key_value_reads == 4
 
 
@@ -213,7 +213,7 @@ def test_a_cache_that_holds_nothing_leaves_what_blocks_share_in_a_round(
 
 
 def brute_force_read(p: Problem, schedule: Schedule) -> int:
-    """Bytes read if thread blocks take the tiles of a section in order, so many at a time."""
+    """Return the bytes read if `schedule.blocks` thread blocks take a section's tiles in order."""
     keys = [end for _, end in tile_ranges(p, schedule.Br, schedule.Bc)]
     group = p.heads_q // p.heads_kv
     heads = range(p.batch * p.heads_q)
@@ -230,7 +230,7 @@ def brute_force_read(p: Problem, schedule: Schedule) -> int:
 
 
 def test_a_last_section_of_fewer_heads_runs_more_tiles_together() -> None:
-    # Two sections: of two key/value heads, four tiles of each at a time, and of one, eight.
+    # A section of two KV heads runs four tiles of each at a time, the section of one head eight.
     p = problem(heads_q=3, heads_kv=3, seqlen_q=128)
     schedule = Schedule(Br=16, Bc=32, blocks=8, section_heads=2, l2_bytes=0)
 
@@ -246,7 +246,7 @@ def test_no_model_of_the_fused_algorithm_is_below_the_compulsory_or_above_the_un
         schedule = Schedule(Br, Bc, blocks, p.heads_q // p.heads_kv, int(rng.integers(1, 2**20)))
         read = fused(p, schedule).read
 
-        # Whole tiles of keys may go past the last one that is seen.
+        # A whole KV tile may extend past the last visible key.
         assert compulsory(p).read <= read <= fused_without_cache(p, Br=Br, Bc=Bc).read
 
 
@@ -262,7 +262,7 @@ def test_splits_leave_fewer_query_tiles_to_run_together() -> None:
     whole = Schedule(Br=16, Bc=32, blocks=32, section_heads=4, l2_bytes=0)
     split = dataclasses.replace(whole, num_splits=4)
 
-    # Eight query tiles: all at once, or two at a time.
+    # The eight query tiles of a head run all at once or, with 4 splits, two at a time.
     assert fused(problem(), whole).key_value_reads == 1
     assert fused(problem(), split).key_value_reads == 4
 

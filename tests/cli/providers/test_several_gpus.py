@@ -1,4 +1,4 @@
-"""What a rank does in `bench --gpus`: with one rank, over MPI, it does all."""
+"""The part of one rank in `bench --gpus`; a group of one MPI rank computes the whole case."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def test_all_ranks_together_compute_the_case(case: Case, group: parallel.Group) 
 @pytest.mark.parametrize(
     ("changed", "head_ranks", "reason"),
     [
-        ({"layout": "bhsd"}, None, "plain attention in bshd order"),
+        ({"layout": "bhsd"}, None, "attention without modifications, in bshd layout"),
         ({"seqlen_q": 7}, None, "as many queries as keys"),
         ({"kind": "cache", "seqlen_q": 1, "page_size": 16}, None, "no pages"),
-        ({"kind": "cache", "seqlen_q": 2}, None, "new causal keys"),
+        ({"kind": "cache", "seqlen_q": 2}, None, "--causal needs --append"),
         ({}, 3, "--head-ranks is 3, which does not divide the 2 ranks"),
     ],
 )
@@ -70,7 +70,7 @@ def test_what_it_does_not_time_has_a_reason(
 def test_a_capture_that_fails_ends_the_ranks_and_says_so(
     group: parallel.Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may have been in the middle of a call, which leaves a group of no use."""
+    """The failure may have interrupted a call, after which the group cannot be used."""
     done: list[Any] = []
     crew: Any = SimpleNamespace(
         tell=lambda *order: done.append(order[0]),
@@ -87,7 +87,7 @@ def test_a_capture_that_fails_ends_the_ranks_and_says_so(
     with pytest.raises(parallel.ParallelError, match="rank 0 cannot capture its part"):
         provider.replayed(prepared)
     assert done == ["prepare", "capture", "abort", "close"]
-    said = "the 2 ranks ended as they captured a call: rank 0 cannot capture"
+    said = "the 2 ranks ended while they captured a call: rank 0 cannot capture"
     with pytest.raises(RankError, match=said):
         prepared.call()
     assert str(provider.why_not(CASE)).startswith(said)
@@ -102,7 +102,7 @@ def test_a_cache_takes_its_shard_besides() -> None:
     ("head_ranks", "changed", "says"),
     [
         (None, {}, "a part of the tokens: a ring"),
-        (2, {}, "a part of the tokens: heads shared out among 2"),
+        (2, {}, "a part of the tokens: heads distributed over 2"),
         (None, {"kind": "cache", "seqlen_q": 1}, "2 GPUs, each with a part of the keys"),
     ],
 )

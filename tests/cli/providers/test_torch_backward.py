@@ -1,4 +1,4 @@
-"""Gradients by torch's autograd, by a torch that is NumPy."""
+"""Gradients by PyTorch's autograd, with a fake torch that computes with NumPy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from cupy_flash.reference.gradients import backward_naive
 
 
 class Tensor(np.ndarray):
-    """An array that remembers whether gradients of it are wanted, and what it was repeated from."""
+    """Fake tensor that records whether it needs a gradient, and which tensor it repeats."""
 
     requires_grad = False
     source: Tensor | None = None
@@ -44,27 +44,27 @@ class Tensor(np.ndarray):
 
 
 class Output:
-    """What attention gave, with its graph."""
+    """Output of attention, with the inputs and options that its graph holds."""
 
     def __init__(self, inputs: tuple[Any, ...], options: dict[str, Any], stream: Any) -> None:
         self.inputs, self.options, self.stream = inputs, options, stream
 
 
 class Stream(NamedTuple):
-    """What torch has of one."""
+    """Fake of `torch.cuda.Stream`."""
 
     cuda_stream: Any
 
 
 class FakeTorch:
-    """As much of torch as autograd takes.
+    """Fake of the parts of torch that compute gradients.
 
     Attributes
     ----------
     log
-        What was done, in order: attention, gradients, replays.
+        Operations in order: attention, gradients, replays.
     takes_groups
-        Whether its attention takes grouped heads.
+        Whether `sdpa` accepts grouped heads (GQA).
     captures
         Whether calls can be captured.
     """
@@ -123,7 +123,7 @@ class FakeTorch:
     @contextlib.contextmanager
     def capture(self, graph: Any, *, stream: Stream, capture_error_mode: str) -> Iterator[None]:
         if not self.captures:
-            # And so it does.
+            # After a failed capture, PyTorch stays on the stream of the capture.
             self.stream = stream.cuda_stream
             raise RuntimeError("operation not permitted when stream is capturing")
         with self.on(stream):
@@ -151,7 +151,7 @@ class FakeTorch:
             *arrays,
             layout="bhsd",
             causal=out.options["is_causal"],
-            # Its mask is aligned top-left.
+            # PyTorch aligns its causal mask top-left.
             q_offset=0 if out.options["is_causal"] else None,
             softmax_scale=out.options["scale"],
         )
@@ -165,7 +165,7 @@ class FakeTorch:
 
 @pytest.fixture
 def torch(monkeypatch: pytest.MonkeyPatch) -> FakeTorch:
-    """A torch beside a CuPy, neither of which is more than NumPy."""
+    """Fake torch and fake CuPy, which both compute with NumPy."""
     cupy = fake_cupy.install(monkeypatch)
     cupy.cuda.get_current_stream = lambda: SimpleNamespace(ptr=0)
     fake = FakeTorch(monkeypatch)
@@ -211,14 +211,14 @@ def test_the_graph_is_made_before_and_a_call_goes_backward_alone(torch: FakeTorc
 def test_of_grouped_heads_repeated_ones_are_summed_up(torch: FakeTorch, takes_groups: bool) -> None:
     inputs = inputs_of(heads_kv=2)
     if takes_groups:
-        # What the fake computes its gradients by takes them anyway.
+        # The fake computes gradients by `backward_naive`, which accepts grouped heads anyway.
         prepared = provider("torch-cudnn").prepare(inputs)
         assert prepared.note is None
     else:
         torch.takes_groups = False
         prepared = provider("torch-efficient").prepare(inputs)
         assert prepared.note == (
-            "refuses grouped heads: the gradients of repeated k and v are summed up, timed"
+            "refuses grouped heads: the gradients of repeated k and v are summed, which is timed"
         )
 
     assert passes(inputs, prepared)
@@ -275,7 +275,7 @@ def test_what_cannot_be_captured_is_timed_by_calls(torch: FakeTorch) -> None:
     [
         ("torch-flash", {"causal": True}, "aligned top-left"),
         ("torch-cudnn", {"kind": "varlen", "seqlen_q": 203}, "takes no packed sequences"),
-        ("cupy_flash-torch", {"kind": "varlen", "seqlen_q": 203}, "beside torch's own call"),
+        ("cupy_flash-torch", {"kind": "varlen", "seqlen_q": 203}, "compared with torch's own call"),
         ("torch-flex", {}, "cannot be repeated"),
     ],
 )

@@ -1,4 +1,4 @@
-"""FlexAttention and torch's own call with modifications, by a torch that is NumPy."""
+"""FlexAttention and PyTorch's attention with masks, with a fake torch that computes with NumPy."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def case(mods: str = "", **more: Any) -> Case:
 
 
 class BlockMask:
-    """What is seen, pair by pair, in blocks of 128."""
+    """Fake block mask: visibility of each pair, and sparsity in blocks of 128 x 128."""
 
     def __init__(self, mask_mod: Any, sizes: tuple[Any, ...]) -> None:
         self.sizes, self.mask_mod = sizes, mask_mod
@@ -57,7 +57,7 @@ class BlockMask:
 
 
 class Tensor(np.ndarray):
-    """An array with a device and torch's transpose."""
+    """Fake tensor: an array with a device and PyTorch's `transpose`."""
 
     device = "cuda"
 
@@ -66,12 +66,12 @@ class Tensor(np.ndarray):
 
 
 class FakeTorch:
-    """As much of torch as the providers use.
+    """Fake of the parts of torch that the providers use.
 
     Attributes
     ----------
     log
-        What was asked of the compiler and of the two calls, in order.
+        Calls of the compiler and of both attention functions, in order.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +152,7 @@ class FakeTorch:
 
 @pytest.fixture
 def torch(monkeypatch: pytest.MonkeyPatch) -> FakeTorch:
-    """A torch beside a CuPy, neither of which is more than NumPy."""
+    """Fake torch and fake CuPy, which both compute with NumPy."""
     cupy = fake_cupy.install(monkeypatch)
     cupy.cuda.get_current_stream = lambda: SimpleNamespace(ptr=0)
     fake = FakeTorch(monkeypatch)
@@ -221,7 +221,7 @@ def test_what_a_block_mask_keeps_is_told(torch: FakeTorch) -> None:
     windowed = case("window 10:0", seqlen_q=512, seqlen_k=512)
 
     note = FLEX.prepare(on_gpu(windowed)).note
-    assert note == "its BlockMask, made beforehand, keeps 43.8% of the blocks"
+    assert note == "its BlockMask, built beforehand, keeps 43.8% of the blocks"
     assert FLEX.prepare(on_gpu(case())).note is None
 
 
@@ -238,8 +238,8 @@ def test_a_block_mask_has_the_axes_that_its_mask_has(
     ("made", "says"),
     [
         (case("sinks"), "flex_attention has no sinks"),
-        (case(kind="cache"), "blocks of equal length only"),
-        (case(kind="varlen", seqlen_q=203), "blocks of equal length only"),
+        (case(kind="cache"), "batches of equal length only"),
+        (case(kind="varlen", seqlen_q=203), "batches of equal length only"),
         (case("mod documents", seqlen_q=250), "does not clamp"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What a record tells of the machine: versions that are there, GPUs, and the processor."""
+"""Description of the machine in a record: installed versions, GPUs, and the processor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> FakeCupy:
 
 
 def reads(monkeypatch: pytest.MonkeyPatch, folder: Path, text: str | None) -> None:
-    """Have the system tell this of itself, or nothing."""
+    """Make system files read as `text`, or as missing files if it is None."""
     path = folder / "told"
     if text is not None:
         path.write_text(text, encoding="utf-8")

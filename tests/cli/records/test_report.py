@@ -1,4 +1,4 @@
-"""Rows to tables and files."""
+"""Conversion of rows to tables and files."""
 
 from __future__ import annotations
 

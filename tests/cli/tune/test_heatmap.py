@@ -1,4 +1,4 @@
-"""The map of rates by tile size, on the terminal and as a picture."""
+"""Map of rates by tile size, on the terminal and as a picture."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_the_star_is_the_winners_though_one_that_left_early_was_faster_in_fewer_
 
     assert heat.best == (64, 64)
     assert [cell[0] for cell in cells(text)[2][1:]] == ["*", "~"]
-    assert "~: left the race early, a rate of fewer repeats" in text
+    assert "~: left the race early, so timed with fewer repeats" in text
 
 
 def test_the_rate_of_a_size_is_that_of_its_tile_that_lasted_longest() -> None:

@@ -1,4 +1,4 @@
-"""What an interrupted sweep leaves behind, and who may go on with it."""
+"""Journal of an interrupted sweep, and which commands may resume the sweep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is shown of a sweep while it runs."""
+"""Progress display of a running sweep."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def candidate(Br: int, ms: float, rounds: int = 1) -> Candidate:
 
 
 class Terminal(io.StringIO):
-    """A terminal of 80 columns that keeps what is written."""
+    """Fake terminal that keeps its output."""
 
     def isatty(self) -> bool:
         return True
@@ -39,7 +39,7 @@ def page(live: Live) -> str:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Seconds that have passed, to be set."""
+    """Elapsed seconds, in a list, so that a test can change them."""
     now = [0.0]
     monkeypatch.setattr(live_module.time, "monotonic", lambda: now[0])
     return now
@@ -122,7 +122,7 @@ def test_the_time_left_goes_by_what_this_run_did_and_not_by_what_it_found_done(
     live.end("the default")
     clock[0] = 90.0
 
-    # One of four in a minute and a half: three more take four and a half.
+    # One of the four sweeps that were left took 1:30, so three more take 4:30.
     assert "1:30 passed, about 4:30 left" in page(live)
 
 

@@ -1,4 +1,4 @@
-"""The race between tiles: who is timed how often, and how they are ranked."""
+"""The race between tiles: how often each tile is timed, and how tiles are ranked."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ CASE = Case("float32", 1, 113, 203, 2, 2, 24, 24)
 
 
 def candidate(Br: int, **fields: Any) -> Candidate:
-    """A tile that the fake clock below says takes Br ms."""
+    """Return a candidate tile that takes `Br` ms by the fake `Clock` below."""
     plan = make_cpu_plan(CASE.problem(), Tile(Br, 64), "no GPU")
     return Candidate((plan,), (1.0,), (CASE.flops(),), **fields)
 
 
 class Clock:
-    """Takes a tile's Br for its time, and notes who was timed."""
+    """Fake clock by which a tile takes `Br` ms; it records which tiles are timed."""
 
     def __init__(self) -> None:
         self.lots: list[tuple[list[int], int]] = []
@@ -148,5 +148,5 @@ def test_a_tiles_cost_is_the_weighted_sum_of_its_cases_times() -> None:
     both = Candidate((plan, plan), (3.0, 0.5), (CASE.flops(),) * 2, medians_ms=[2.0, 8.0])
 
     assert both.cost_ms == 3 * 2 + 0.5 * 8
-    # (3 + 0.5) times the case's work in that time.
+    # The rate counts the case's FLOPs 3 + 0.5 times.
     assert both.tflops == pytest.approx(3.5 * CASE.problem().flops() / 10e-3 / 1e12)

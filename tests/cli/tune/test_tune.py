@@ -1,4 +1,4 @@
-"""`cupy-flash tune` on the CPU with a fake clock, and compiled for a GPU that is not there."""
+"""`cupy-flash tune` on the CPU with a fake clock, and compiled for a GPU that is not present."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from cupy_flash.reference.dense import attention_naive
 SHAPE = ("--seqlen-q", "113", "--seqlen-k", "203", "--heads", "2", "--head-dim", "24")
 CASE = Case("float32", 1, 113, 203, 2, 2, 24, 24)
 DEFAULT = {"Br": 113, "Bc": 203}
-# Two classes.
+# Options that name cases of two problem classes.
 TWO = ("--seqlen-q", "113,799", "--heads", "1", "--head-dim", "8")
 needs_compiler = pytest.mark.skipif(
     why_no_compiler() is not None, reason="needs NVRTC, which comes with the cuda extras"
@@ -58,13 +58,13 @@ TimeOf = Callable[[dict[str, int], int], float]
 
 
 class FakeTimer:
-    """Says how long a tile takes, and notes what it was asked."""
+    """Fake timer that returns given times of tiles, and records what it times."""
 
     pause = 0.0
 
     def __init__(self, time_of: TimeOf) -> None:
         self.time_of = time_of
-        # Tile and query rows.
+        # The tile and the number of query rows of each timed call.
         self.timed: list[tuple[dict[str, int], int]] = []
 
     def once(self, timed: Timed) -> float:
@@ -87,7 +87,7 @@ class FakeTimer:
 
 @pytest.fixture(autouse=True)
 def cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Set how many percent of the CPU others use; nothing at first, whatever the machine does."""
+    """Function that sets the CPU use of other processes, in percent; at first it is 0."""
 
     def used(percent: float) -> None:
         monkeypatch.setattr(CpuWatch, "state", CpuState(percent))
@@ -98,7 +98,7 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeTimer:
-    """The clock of every sweep: at first the tile of 64 x 128 takes 1 ms and all others 2 ms."""
+    """Fake timer of every sweep; at first tile 64 x 128 takes 1 ms and all others 2 ms."""
     timer = FakeTimer(lambda tile, rows: 1.0 if tile == {"Br": 64, "Bc": 128} else 2.0)
     monkeypatch.setattr(sweep_module, "HostTimer", lambda: timer)
     return timer
@@ -130,7 +130,7 @@ def refused(result: Result, code: int = 2) -> str:
 
 REPORT_NOT = (("--preset", "common"), ("--heads", "2"))
 
-# ---- What is saved
+# ---- Saved tiles
 
 
 def test_a_tile_that_beats_the_default_is_saved_and_then_used(home: Path, clock: FakeTimer) -> None:
@@ -234,9 +234,7 @@ def test_tiles_of_modified_calls_are_shown_and_not_saved(home: Path, clock: Fake
     assert "The best tile: +100.0% over the default, not saved: with modifications." in (
         result.stdout
     )
-    assert (
-        "Not saved with modifications: tables of tuned tiles are of calls without" in result.stdout
-    )
+    assert "Not saved with modifications: tables of tuned tiles hold only calls" in result.stdout
     assert not (home / "tuned.json").exists()
 
 
@@ -257,7 +255,7 @@ def test_beside_modified_calls_the_tiles_of_others_are_saved(
 def test_a_table_for_modified_calls_alone_is_refused(tmp_path: Path) -> None:
     result = on_cpu(*SHAPE, "--sinks", "--table", tmp_path / "cpu.json")
 
-    assert "would have nothing to hold: tables of tuned tiles are of calls" in refused(result)
+    assert "would stay empty: tables of tuned tiles hold only calls" in refused(result)
 
 
 def test_another_table_can_be_named_and_says_how_it_was_made(
@@ -353,12 +351,12 @@ def test_a_busy_cpu_counts_for_the_class_that_was_timed_meanwhile(
 
     assert [entry.problem_class.split()[4] for entry in saved(home)] == ["q64"]
     assert "1 of 2 classes keep a tile of their own." in tune("--report").stdout
-    assert "1 of 2 not kept, though better than the default: others used 97% of" in " ".join(
+    assert "1 of 2 not saved, though better than the default: others used 97% of" in " ".join(
         tune("--report").stdout.split()
     )
 
 
-# ---- What is tried
+# ---- Candidates
 
 
 def test_several_shapes_of_one_class_are_one_sweep(tmp_path: Path, clock: FakeTimer) -> None:
@@ -442,7 +440,7 @@ def test_of_a_workload_the_tile_that_makes_the_weighted_sum_least_wins(
 ) -> None:
     path = tmp_path / "workload.csv"
     path.write_text(WORKLOAD.format(*weights), encoding="utf-8")
-    # Tiles of 32 rows are good for the one length, tiles of 64 rows for the other.
+    # Tiles of 32 rows are fast at length 100, tiles of 64 rows at length 113.
     good_for = {32: 100, 64: 113}
     clock.time_of = lambda tile, rows: (
         20.0 if tile["Br"] not in good_for else 1.0 if good_for[tile["Br"]] == rows else 10.0
@@ -474,7 +472,7 @@ def test_a_bad_workload_is_refused_in_one_line_that_names_the_row(tmp_path: Path
     assert f"row 2 of {path} has weight '-3'" in refused(on_cpu("--workload", path))
 
 
-# ---- What is refused
+# ---- Errors
 
 
 @pytest.mark.parametrize(
@@ -564,7 +562,7 @@ def test_memory_that_runs_out_on_the_way_is_reported_without_a_traceback(
 def unwritable(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Path:
-    """A `CUPY_FLASH_HOME` that cannot be."""
+    """Set `CUPY_FLASH_HOME` to a folder that cannot be created."""
     folder = Path(request.param)
     if request.param == "a regular file":
         folder = tmp_path / "file"
@@ -619,7 +617,7 @@ def test_a_dry_run_needs_no_place_to_write(unwritable: Path, clock: FakeTimer) -
 
 
 def wrong_for(Br: int | None) -> Callable[..., np.ndarray]:
-    """An attention that is wrong for tiles of so many rows, or for all."""
+    """Return an attention function that is wrong for tiles of `Br` rows, or for all if None."""
 
     def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, **options: Any) -> np.ndarray:
         out = cupy_flash.flash_attention(q, k, v, **options)
@@ -635,7 +633,7 @@ def test_where_every_check_fails_it_exits_with_1_and_saves_nothing(
     result = on_cpu(*SHAPE)
 
     assert result.exit_code == 1
-    assert "not that of the reference" in result.stderr
+    assert "differs from the reference" in result.stderr
     assert clock.timed == []
     assert not (home / "tuned.json").exists()
 
@@ -656,7 +654,7 @@ def test_a_wrong_tile_is_not_saved_though_it_would_be_the_fastest(
 
 
 class PassedCheck:
-    """Compares nothing."""
+    """Check that compares nothing and always passes."""
 
     class coverage:
         bound = 1.0
@@ -738,16 +736,16 @@ def test_of_a_size_that_is_not_there_the_part_that_is_wrong_is_named(
 def test_of_a_pair_of_sizes_that_do_not_go_together_those_that_do_are_named() -> None:
     text = refused(tune("--arch", "sm_90", "--br", "192", "--bc", "256"))
 
-    assert "--bc 256: expected some of 32, 48, 64, 80, 96 beside --br 192" in text
+    assert "--bc 256: expected some of 32, 48, 64, 80, 96 with --br 192" in text
 
 
-# ---- Interrupted, and resumed
+# ---- Interrupted and resumed sweeps
 
 
 def interrupted_when(
     time_of: Callable[[dict[str, int], int], float], is_now: Callable[[int, int], bool]
 ) -> Callable[[dict[str, int], int], float]:
-    """Return a clock that is interrupted, given how many times were asked for, and the rows."""
+    """Return `time_of`, interrupted if `is_now` holds for the call number and the query rows."""
     asked = itertools.count()
 
     def time_or_interrupt(tile: dict[str, int], rows: int) -> float:
@@ -771,8 +769,8 @@ def test_an_interrupted_sweep_goes_on_with_what_is_left(home: Path, clock: FakeT
 
     assert first.exit_code == 130
     assert after_first == ["q64"], "what was found is not saved at once"
-    assert "1 of 2 are done; the same command goes on from there." in first.stderr
-    assert "Going on: 1 of 2 are done, and " in second.stderr
+    assert "1 of 2 are done; the same command resumes there." in first.stderr
+    assert "Resuming: 1 of 2 are done, and " in second.stderr
     assert {rows for _, rows in clock.timed} == {799}
     assert [e.problem_class.split()[4] for e in saved(home)] == ["q64", "q1024"]
 
@@ -792,7 +790,7 @@ def test_an_interrupted_sweep_of_one_class_goes_on_where_it_was(
     good = clock.time_of
     interrupted = interrupted_when(good, lambda asked, rows: asked == step)
 
-    # An uninterrupted sweep is the measure.
+    # An uninterrupted sweep gives the expected counts.
     on_cpu(*SHAPE)
     whole, tiles = len(clock.timed), len(checked)
     tuning.clear()
@@ -804,10 +802,10 @@ def test_an_interrupted_sweep_of_one_class_goes_on_where_it_was(
     second = on_cpu(*SHAPE)
 
     assert first.exit_code == 130
-    assert "0 of 1 are done; the same command goes on from there." in first.stderr
-    assert f"Going on: 0 of 1 are done, and {tiles} tiles of the next are checked." in second.stderr
+    assert "0 of 1 are done; the same command resumes there." in first.stderr
+    assert f"Resuming: 0 of 1 are done, and {tiles} tiles of the next are checked." in second.stderr
     assert len(checked) == tiles
-    # A lot that was interrupted is timed again.
+    # The interrupted lot of up to 16 tiles is timed again.
     assert whole <= len(clock.timed) <= whole + 16
     assert "The best tile: +100.0% over the default, saved." in second.stdout
     assert [entry.tile for entry in saved(home)] == [{"Br": 64, "Bc": 128}]
@@ -828,7 +826,7 @@ def test_the_record_of_an_interrupted_sweep_is_gone_on_with(
     assert first.exit_code == 130
     assert second.exit_code == 0
     assert all(row["rounds"] for row in rows_of(path))
-    # A command that is refused leaves what was found.
+    # A refused command keeps the saved results.
     assert "exists; --force overwrites it" in refused(on_cpu(*SHAPE, "--output", path))
     assert "1 of 1 classes keep a tile of their own." in tune("--report").stdout
 
@@ -844,7 +842,7 @@ def test_the_table_of_an_interrupted_sweep_says_that_nothing_is_saved(
     clock.time_of = good
     second = on_cpu(*SHAPE)
 
-    assert "The sweep is not complete, and nothing is saved." in first.stdout
+    assert "The sweep is not complete, so nothing is saved." in first.stdout
     assert "(saved)" not in first.stdout
     assert "64x128 (saved)" in second.stdout
 
@@ -886,7 +884,7 @@ def test_a_complete_sweep_starts_anew(clock: FakeTimer) -> None:
     again = on_cpu(*TWO)
 
     assert len(clock.timed) == 2 * once
-    assert "Going on" not in again.stderr
+    assert "Resuming" not in again.stderr
 
 
 @pytest.mark.parametrize("change", [("--repeats", "7"), ("--seed", "1"), ("--max-tiles", "3")])
@@ -900,8 +898,8 @@ def test_with_other_settings_an_interrupted_sweep_is_not_gone_on_with(
     on_cpu(*TWO)
     clock.time_of = good
 
-    assert "Going on" not in on_cpu(*TWO, *change).stderr
-    assert "Going on" in on_cpu(*TWO).stderr
+    assert "Resuming" not in on_cpu(*TWO, *change).stderr
+    assert "Resuming" in on_cpu(*TWO).stderr
 
 
 def test_with_other_kernel_sources_an_interrupted_sweep_is_not_gone_on_with(
@@ -917,10 +915,10 @@ def test_with_other_kernel_sources_an_interrupted_sweep_is_not_gone_on_with(
     clock.time_of = lambda tile, rows: 1.0
     monkeypatch.setattr(environment, "digest_of", lambda *_: "f" * 16)
 
-    assert "Going on" not in on_cpu(*TWO).stderr
+    assert "Resuming" not in on_cpu(*TWO).stderr
 
 
-# ---- The report
+# ---- Report
 
 
 def test_the_report_shows_what_was_found_and_times_nothing(
@@ -937,7 +935,7 @@ def test_the_report_shows_what_was_found_and_times_nothing(
     assert "cpu tiles: BrxBc." in result.stdout
     assert "reach 50.0% of the best tile's rate (geometric mean of 2)" in result.stdout
     assert "0 of 2 classes keep a tile of their own." in result.stdout
-    assert "2 of 2 not kept, though better than the default: --dry-run." in result.stdout
+    assert "2 of 2 not saved, though better than the default: --dry-run." in result.stdout
     assert [line.split()[-1] for line in result.stdout.splitlines() if "64x128" in line] == [
         "no",
         "no",
@@ -960,14 +958,14 @@ def test_the_report_leaves_out_what_was_found_with_other_kernel_sources(
     on_cpu(*SHAPE)
     monkeypatch.setattr(environment, "digest_of", lambda *_: "f" * 16)
 
-    assert tune("--report").stdout.startswith("No sweep of these kernels has been made")
+    assert tune("--report").stdout.startswith("No sweep of these kernels has been run")
 
 
 def test_before_the_first_sweep_the_report_says_so() -> None:
     result = tune("--report")
 
     assert result.exit_code == 0
-    assert "'cupy-flash tune' makes one" in result.stdout
+    assert "'cupy-flash tune' runs one" in result.stdout
 
 
 @pytest.mark.parametrize("columns", ["80", "120"])
@@ -978,17 +976,17 @@ def test_what_is_shown_fits_the_terminal_and_has_no_colour_in_a_file(
     outputs = [on_cpu(*TWO, "--dry-run"), tune("--report"), on_cpu(*SHAPE, "--dry-run")]
     lines = [line for each in outputs for line in each.stdout.splitlines()]
 
-    # A title is one line, however long.
+    # A title stays on one line, however long it is.
     assert max(len(line) for line in lines if "d24 full" not in line) <= int(columns)
     assert not any("\x1b" in line or "…" in line for line in lines)
     assert "GFLOP/s" in outputs[1].stdout
 
 
-# ---- Machine code that is the same, and the other 16-bit type
+# ---- Equal machine code, and the other 16-bit type
 
 
 class FakeBuilder:
-    """Gives the machine code that a function says, and counts."""
+    """Fake builder: `image_of` returns the machine code of a job, and submissions are counted."""
 
     def __init__(self, image_of: Callable[[Job], bytes], spills: int = 0) -> None:
         self.image_of = image_of
@@ -1006,7 +1004,7 @@ class FakeBuilder:
 
 
 def gpu_field(count: int = 3) -> list[Candidate]:
-    """Tiles that are launched alike."""
+    """Return candidate tiles whose launches are equal."""
     cases = [Weighted(Case("bfloat16", 4, 4096, 4096, 16, 16, 64, 64))]
     found = gpu_candidates(cases, device_for_arch("sm_90"), "mma", Limits(max_tiles=count))
     for each in found:
@@ -1054,11 +1052,11 @@ def test_tiles_with_the_same_machine_code_and_launch_are_timed_once(
     assert {id(each) for each in called} == {id(default)}
     assert [c.medians_ms for c in candidates] == [[1.5]] * 3
     assert [c.rounds for c in candidates] == [3] * 3
-    assert "2 tiles gave the same machine code" in capsys.readouterr().out
+    assert "2 tiles compile to the same code" in capsys.readouterr().out
 
 
 class FakeCall:
-    """A call that the fake timer can read."""
+    """Fake call with the attributes that the fake timer reads."""
 
     def __init__(self, candidate: Candidate) -> None:
         self.keywords = {"tile": dataclasses.asdict(candidate.tile)}
@@ -1145,7 +1143,7 @@ def test_of_both_16_bit_types_the_second_has_the_firsts_finalists_to_try(
     on_cpu(*shape, "--dtype", "float16,bfloat16")
     second = len(clock.timed) - alone
 
-    # Twelve tiles went past the first round, and the default; of those four past the second.
+    # 12 tiles and the default are left after the first type; rounds 1 and 2 time 13, round 3 five.
     assert second <= 13 + 13 + 5 < alone
 
 
@@ -1183,14 +1181,14 @@ def test_on_a_gpu_all_is_compiled_ahead_but_what_the_other_16_bit_type_may_cut(
 
     assert result.exit_code == 0, result.output
     assert {entry.gpu for entry in saved(home)} == {fake_cupy.device().name}
-    # Of the second what the first's race left.
+    # If the second type waits, it compiles only the tiles that the race of the first type left.
     assert (counts["compiled", second] < counts["compiled", first]) is waits
     assert counts["checked", second] == counts["compiled", second]
     last_check = len(events) - events[::-1].index(("checked", first))
     assert (events.index(("compiled", second)) >= last_check) is waits
 
 
-# ---- For a GPU that is not there
+# ---- Compilation for a GPU that is not present
 
 
 @needs_compiler
@@ -1211,12 +1209,12 @@ def test_with_an_architecture_the_sweep_is_compiled_and_ranked_by_resources(
     assert not (home / "tuned.json").exists()
 
 
-# ---- Caches and packed sequences
+# ---- KV caches and packed sequences
 
 
 @pytest.mark.parametrize("options", [("--cache", "--page-size", "16"), ("--lengths", "113,7")])
 def test_the_cpu_backend_has_no_tiles_to_tune_for_sequences(options: tuple[str, ...]) -> None:
-    assert "without tuned tiles" in refused(on_cpu(*options))
+    assert "no tuned tiles for" in refused(on_cpu(*options))
 
 
 def test_the_rate_of_packed_sequences_counts_each_ones_own_pairs() -> None:
@@ -1242,7 +1240,7 @@ def test_what_names_its_cases_takes_no_options_on_sequences(kind: str, tmp_path:
     [
         ("decode", {"decode"}),
         ("decode-quantized", {"decode"}),
-        # Of many heads of a latent on Hopper.
+        # MLA with many query heads is served by two families on Hopper.
         ("mla", {"decode", "hopper"}),
     ],
 )

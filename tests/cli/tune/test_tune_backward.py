@@ -1,4 +1,4 @@
-"""Tuned tiles of gradients: what `cupy-flash tune --backward` tries, saves and finds again."""
+"""Tuned tiles of gradients: what `cupy-flash tune --backward` tries, saves and reads back."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def tune(*arguments: str | Path) -> Result:
 
 
 class FakeTimer:
-    """The clock of a sweep: large tiles take longer."""
+    """Fake timer of a sweep by which a tile takes `Br` ms."""
 
     pause = 0.0
 
@@ -60,7 +60,7 @@ class FakeTimer:
 
 
 class FakeBuilder:
-    """Gives every unit machine code of its own."""
+    """Fake builder that returns different machine code for each unit."""
 
     def submit(self, job: Job) -> Future[Built]:
         future: Future[Built] = Future()
@@ -72,7 +72,7 @@ class FakeBuilder:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """A GPU that computes here; function, family and tile of each call that names some."""
+    """Fake GPU that computes on the host; lists the function, family and tile of its calls."""
     asked: list[Any] = []
 
     def on_host(name: str) -> Any:
@@ -95,7 +95,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def entry_of(case: Case, family: str = "mma") -> tuning.Entry:
-    """An entry of a tile that is not the default one."""
+    """Return an entry for a tile that is not the default."""
     problem, kernels = case.problem(), FAMILIES[case.direction][family]
     default = kernels.default_tile(problem, H200)
     tile = next(tile for tile in kernels.tiles(problem, H200) if tile != default)
@@ -249,7 +249,7 @@ def test_a_wrong_gradient_is_not_saved(
     tiles = [entry.tile["Br"] for entry in tuning.read_table(home / "tuned.json")]
 
     assert result.exit_code == 1
-    assert "not that of the reference" in result.stderr
+    assert "differs from the reference" in result.stderr
     assert tiles == [32]
 
 
@@ -257,4 +257,4 @@ def test_the_cpu_backend_has_no_tiles_of_gradients_to_tune() -> None:
     result = tune("--backend", "cpu", "--backward", "--seqlen-q", "64")
 
     assert result.exit_code == 2
-    assert "gradients without tuned tiles" in result.stderr
+    assert "no tuned tiles for caches, packed sequences and gradients" in result.stderr

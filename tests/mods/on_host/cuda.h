@@ -1,4 +1,4 @@
-// Enough of CUDA to run the functions of a modification on the host.
+// The part of CUDA that the functions of a modification need on the host.
 #pragma once
 
 #include <algorithm>

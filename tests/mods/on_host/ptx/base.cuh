@@ -1,4 +1,4 @@
-// Stands in for the instructions that conversions and functions are made of.
+// Host versions of the instructions that conversions and functions are made of.
 #pragma once
 
 #include "cuda.h"

@@ -1,4 +1,4 @@
-// Stands in for the instructions of functions.
+// Host versions of the instructions that functions are made of.
 #pragma once
 
 #include "ptx/base.cuh"

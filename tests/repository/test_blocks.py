@@ -91,7 +91,7 @@ NEEDS: dict[str, Callable[[], str | None]] = {
     "compiler": why_no_compiler,
     "weights": why_no_example,
     "time": lambda: None,  # a slow test
-    "minutes": lambda: "it compiles for minutes, as a command of README.md does, which is run",
+    "minutes": lambda: "it compiles for minutes; another command of its page compiles the same",
     "ranks": lambda: "tests/parallel/test_page.py runs it on several ranks",
     "communicator": lambda: "the caller makes the communicator",
     "profiler": lambda: "it needs Nsight Compute",

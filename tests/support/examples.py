@@ -12,10 +12,10 @@ import pytest
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
-def load(name: str) -> Any:
+def load(name: str, folder: Path = EXAMPLES) -> Any:
     """A module of the examples."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(EXAMPLES))
+        patch.syspath_prepend(str(folder))
         return importlib.import_module(name)
 
 

@@ -21,7 +21,7 @@ SOURCES = [
 ]
 PAGES = sorted(
     path
-    for pattern in ("*.md", "docs/**/*.md", "benchmarks/*.md")
+    for pattern in ("*.md", "docs/**/*.md", "benchmarks/*.md", "examples/*/*.md")
     for path in CHECKOUT.glob(pattern)
     if path.name != "CHANGELOG.md"  # describes earlier versions
 )

@@ -200,6 +200,7 @@ def test_the_source_archive_holds_all_that_building_and_testing_need(tmp_path: P
     for folder in ("cupy_flash", "cli", "tests", "examples", "benchmarks"):
         expected |= files_below(folder, ".py", ".json", ".typed", ".txt", ".md")
     expected |= files_below("kernels_cu", ".cu", ".cuh") | files_below("docs", ".md")
+    expected |= files_below("examples", ".cu")
 
     with tarfile.open(build("sdist", tmp_path / "sdist")) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}

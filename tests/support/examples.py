@@ -12,10 +12,10 @@ import pytest
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
-def load(name: str) -> Any:
-    """Return a module of the examples."""
+def load(name: str, folder: Path = EXAMPLES) -> Any:
+    """Return a module of the examples, or of another folder."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(EXAMPLES))
+        patch.syspath_prepend(str(folder))
         return importlib.import_module(name)
 
 

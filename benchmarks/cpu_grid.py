@@ -1,4 +1,4 @@
-"""Times of the CPU backend and of the plain formula in NumPy, over a grid of float32 calls.
+"""Times of the CPU backend and of the naive formula in NumPy, over a grid of float32 calls.
 
     python benchmarks/cpu_grid.py --output benchmarks/results/cpu_grid.json
 
@@ -152,9 +152,14 @@ def write_record(path: Path, rows: list[dict[str, Any]], timing: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kind", choices=KINDS, action="append", help="all if not given")
-    parser.add_argument("--only", default="", help="part of the names of the cases to time")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument(
+        "--kind",
+        choices=KINDS,
+        action="append",
+        help="kind of cases to time; repeatable; default: all",
+    )
+    parser.add_argument("--only", default="", help="time only cases whose name contains this")
+    parser.add_argument("--output", type=Path, help="record to write")
     options = parser.parse_args()
     rows = []
     for kind in options.kind or KINDS:

@@ -1,4 +1,4 @@
-r"""Small float32 calls of the CPU backend, and their gradients, and the plain formula in NumPy.
+r"""Times of small float32 calls and gradients: the CPU backend and the naive formula in NumPy.
 
     OPENBLAS_NUM_THREADS=1 python benchmarks/cpu_small_calls.py \
         --output benchmarks/results/cpu_small_calls.json
@@ -112,8 +112,10 @@ def shown(row: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="regular expression found in names of cases")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument(
+        "--only", default="", help="time only cases that match this regular expression"
+    )
+    parser.add_argument("--output", type=Path, help="record to write")
     options = parser.parse_args()
     rows = []
     # With fewer keys than queries, the formula gives NaN for causal rows that attend to no key.

@@ -101,9 +101,9 @@ def measure(product: Callable[[], Any], case: tuple[int, int, bool, int, int]) -
 
 
 @click.command()
-@click.option("--output", type=click.Path(path_type=Path), help="Write the rows as JSON.")
+@click.option("--output", type=click.Path(path_type=Path), help="Record to write.")
 def main(output: Path | None) -> None:
-    """Measure all rows."""
+    """Compare the rates of attention with the rate of a matrix product in each case."""
     product = product_call()
     rows = []
     for case in _CASES:

@@ -585,14 +585,18 @@ def _why_not_same(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--update", action="store_true", help="write the table anew")
-    parser.add_argument("--restamp", action="store_true", help="put the present digests")
-    parser.add_argument("--cubins", type=Path, help="keep the machine code in this folder")
+    parser.add_argument("--update", action="store_true", help="write a new table")
+    parser.add_argument(
+        "--restamp",
+        action="store_true",
+        help="write the present digests to records and tiles of unchanged kernels",
+    )
+    parser.add_argument("--cubins", type=Path, help="also write the machine code to this folder")
     parser.add_argument(
         "--moved",
         type=Path,
-        help="what --cubins kept of the sources of the table: a kernel whose arguments only lie "
-        "elsewhere counts as the same",
+        help="folder that --cubins wrote for the sources of the table; a kernel counts as unchanged "
+        "if only the offsets of its arguments differ",
     )
     options = parser.parse_args()
     of_records = [k for rows in recorded().values() for *_, kernels in rows for k in kernels]

@@ -62,9 +62,9 @@ def median_us(family: str, count: int) -> float:
 
 
 @click.command()
-@click.option("--output", type=click.Path(path_type=Path), help="Write the rows as JSON.")
+@click.option("--output", type=click.Path(path_type=Path), help="Record to write.")
 def main(output: Path | None) -> None:
-    """Measure both families with addresses that stay, return and never do."""
+    """Measure the host time of a call with constant, recurring and new addresses of its arrays."""
     rows = []
     for addresses, count in _SETS.items():
         times = {f"{name}_us": round(median_us(name, count), 1) for name in _FAMILIES}

@@ -58,10 +58,12 @@ def prune_tables(folder: Path, delete: bool) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """List or delete; return the exit code."""
-    parser = argparse.ArgumentParser(description="Find records and tiles of former kernels.")
-    parser.add_argument("--delete", action="store_true", help="delete what is found")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--tables", type=Path, default=tuning.SHIPPED_DIR)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--delete", action="store_true", help="delete the records and tiles found")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the records")
+    parser.add_argument(
+        "--tables", type=Path, default=tuning.SHIPPED_DIR, help="folder of the tuned tables"
+    )
     options = parser.parse_args(arguments)
     try:
         found = prune_records(options.results, options.delete)

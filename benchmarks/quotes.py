@@ -234,8 +234,14 @@ def _block_faults(prose: str, start: int, block: re.Match[str], results: Path) -
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the errors in the files; return the exit code."""
     parser = argparse.ArgumentParser(description="Check quoted figures against the records.")
-    parser.add_argument("files", type=Path, nargs="*", default=[ROOT / "README.md"])
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument(
+        "files",
+        type=Path,
+        nargs="*",
+        default=[ROOT / "README.md"],
+        help="Markdown files to check; default: README.md",
+    )
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the records")
     options = parser.parse_args(arguments)
     found = [
         f"{path}, {fault}"

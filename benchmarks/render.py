@@ -428,10 +428,17 @@ def write(page: Page, path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write or check the page and its figures; return the exit code."""
     parser = argparse.ArgumentParser(description="Render docs/benchmarks.md and its figures.")
-    parser.add_argument("--check", action="store_true", help="only compare; 1 if they differ")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--template", type=Path, default=TEMPLATE)
-    parser.add_argument("--page", type=Path, default=PAGE, help="figures go beside it")
+    parser.add_argument(
+        "--check", action="store_true", help="only compare; exit with 1 if a file differs"
+    )
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the records")
+    parser.add_argument("--template", type=Path, default=TEMPLATE, help="text with directives")
+    parser.add_argument(
+        "--page",
+        type=Path,
+        default=PAGE,
+        help="page to write; its figures go to figures/ next to it",
+    )
     options = parser.parse_args(arguments)
     try:
         page = Page(options.template.read_text(encoding="utf-8"), options.results)

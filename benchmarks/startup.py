@@ -71,10 +71,10 @@ def measure(dtype: str, head_dim: int, rounds: int) -> dict[str, object]:
 
 
 @click.command()
-@click.option("--rounds", default=3, show_default=True, help="Fresh caches to start from.")
-@click.option("--output", type=click.Path(path_type=Path), help="Write the rows as JSON.")
+@click.option("--rounds", default=3, show_default=True, help="Number of processes per cache state.")
+@click.option("--output", type=click.Path(path_type=Path), help="Record to write.")
 def main(rounds: int, output: Path | None) -> None:
-    """Measure first calls in new processes."""
+    """Measure the first call of a process, with an empty kernel cache and with a filled one."""
     rows = [measure(dtype, head_dim, rounds) for dtype, head_dim in _CASES]
     for row in rows:
         click.echo(

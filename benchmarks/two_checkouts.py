@@ -85,10 +85,16 @@ def _loaded() -> list[str]:
 @click.command()
 @click.argument("other", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("preset")
-@click.option("--only", default="", metavar="REGEX", help="Only cases whose label has a match.")
-@click.option("--repeats", default=40, show_default=True, type=click.IntRange(1))
+@click.option("--only", default="", metavar="REGEX", help="Time only cases whose label matches.")
+@click.option(
+    "--repeats",
+    default=40,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Number of timed calls per case and checkout.",
+)
 def main(other: Path, preset: str, only: str, repeats: int) -> None:
-    """Compare the checkout OTHER with this one on the cases of PRESET."""
+    """Time the cases of PRESET with the checkout OTHER and with this one."""
     before, after = Checkout(other.resolve()), Checkout(HERE)
     cases = [checkout.presets.preset(preset).cases for checkout in (before, after)]
     common, labels = after.cases.describe(cases[1])

@@ -27,7 +27,7 @@ backend_option = click.option(
     type=click.Choice(["auto", "cpu", "gpu"]),
     default="auto",
     show_default=True,
-    help="Where to run.",
+    help="Backend of attention; auto uses a GPU if there is one.",
 )
 
 

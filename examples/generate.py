@@ -250,16 +250,24 @@ def load_decoder(path: Path, xp: Any) -> Decoder:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("prompts", nargs=-1, type=Utf8Text())
 @click.option(
-    "--tokens", type=click.IntRange(1, 4096), default=64, show_default=True, help="Per prompt."
+    "--tokens",
+    type=click.IntRange(1, 4096),
+    default=64,
+    show_default=True,
+    help="Number of tokens to generate for each prompt.",
 )
 @click.option(
-    "--page-size", type=click.IntRange(1, 4096), default=16, show_default=True, help="Tokens."
+    "--page-size",
+    type=click.IntRange(1, 4096),
+    default=16,
+    show_default=True,
+    help="Number of tokens in a page of the KV cache.",
 )
 @click.option(
     "--weights",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     default=WEIGHTS,
-    help="What train.py --output wrote; by default those that come with it.",
+    help="File of weights that train.py --output wrote; default: weights.npz of the examples.",
 )
 @backend_option
 def command(
@@ -269,7 +277,10 @@ def command(
     weights: Path,
     backend: str,
 ) -> None:
-    """Continue each of PROMPTS (built-in ones if none are given), with a cache and without."""
+    """Generate a continuation of each of PROMPTS with a paged KV cache, and again without a cache.
+
+    Without PROMPTS, built-in prompts are continued.
+    """
     texts = [prompt.encode() for prompt in prompts or PROMPTS]
     if not all(texts):
         raise click.UsageError("a prompt is empty; expected at least one byte of each")

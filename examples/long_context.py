@@ -320,21 +320,42 @@ def program(world: Any | None) -> int:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--tokens", type=click.IntRange(1, 2**40), help="As many as fit if left out.")
-@click.option("--heads", type=click.IntRange(1, 4096), default=16, show_default=True)
-@click.option("--kv-heads", "heads_kv", type=click.IntRange(1, 4096), default=4, show_default=True)
+@click.option(
+    "--tokens",
+    type=click.IntRange(1, 2**40),
+    help="Number of tokens; default: as many as the memory and --minutes allow.",
+)
+@click.option(
+    "--heads",
+    type=click.IntRange(1, 4096),
+    default=16,
+    show_default=True,
+    help="Number of query heads.",
+)
+@click.option(
+    "--kv-heads",
+    "heads_kv",
+    type=click.IntRange(1, 4096),
+    default=4,
+    show_default=True,
+    help="Number of KV heads.",
+)
 @click.option(
     "--minutes",
     type=click.FloatRange(0, 1e6, min_open=True),
     default=1.0,
     show_default=True,
-    help="What the length may cost, about, where it is not given.",
+    help="Approximate time limit, which bounds the number of tokens if --tokens is not given.",
 )
-@click.option("--gpus", type=click.IntRange(1), help="All of this host if left out.")
-@click.option("--head-ranks", type=click.IntRange(1), help="1 for a ring alone.")
+@click.option("--gpus", type=click.IntRange(1), help="Number of GPUs; default: all of this host.")
+@click.option(
+    "--head-ranks",
+    type=click.IntRange(1),
+    help="Processes per head-parallel group; 1 is ring attention only. Default: automatic.",
+)
 @click.pass_obj
 def main(world: Any | None, gpus: int | None, **options: Any) -> None:
-    """Attend to a long sequence on several GPUs, or by MPI on the CPU."""
+    """Compute attention over a long sequence on several GPUs or, with MPI, in CPU processes."""
     settings = Settings(**options)
     if settings.heads % settings.heads_kv:
         raise click.UsageError("--heads is no multiple of --kv-heads")

@@ -200,7 +200,7 @@ def timed(embed: Callable[[], np.ndarray]) -> tuple[np.ndarray, float]:
     "--file",
     "file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="More sentences, one per line, UTF-8.",
+    help="Path of a UTF-8 text file with more sentences, one per line.",
 )
 @backend_option
 @click.option(
@@ -208,15 +208,15 @@ def timed(embed: Callable[[], np.ndarray]) -> tuple[np.ndarray, float]:
     "qkv_path",
     metavar="FILE.npz",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Keep one layer's q, k, v of a long text (your sentences joined, else a built-in passage;"
-    " at most 512 tokens) for cupy-flash bench --input.",
+    help="File to write q, k and v of one layer to, for cupy-flash bench --input. Their text is the"
+    " joined sentences, or a built-in passage if there are none, cut at 512 tokens.",
 )
 @click.option(
     "--layer",
     type=click.IntRange(1, LAYERS),
     default=LAYERS,
     show_default=True,
-    help="The layer that --save-qkv keeps.",
+    help="Number of the layer whose q, k and v --save-qkv writes.",
 )
 def command(
     sentences: tuple[str, ...],
@@ -225,9 +225,9 @@ def command(
     qkv_path: Path | None,
     layer: int,
 ) -> None:
-    """Print the cosine similarity of each pair of SENTENCES (built-in ones if none are given).
+    """Print the cosine similarity of each pair of SENTENCES.
 
-    A sentence is cut at 256 tokens.
+    Without SENTENCES and --file, built-in sentences are compared. Sentences are cut at 256 tokens.
     """
     given = [*sentences, *(read_sentences(file) if file else ())]
     compared = given or list(SENTENCES)

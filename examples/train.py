@@ -257,26 +257,54 @@ def writable(ctx: click.Context, param: click.Parameter, path: Path | None) -> P
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--steps", type=click.IntRange(1), default=600, show_default=True)
-@click.option("--batch", type=click.IntRange(1), default=4, show_default=True, help="Texts a step.")
 @click.option(
-    "--seqlen", type=click.IntRange(1), default=192, show_default=True, help="Bytes of each."
+    "--steps",
+    type=click.IntRange(1),
+    default=600,
+    show_default=True,
+    help="Number of training steps.",
 )
-@click.option("--rate", type=click.FloatRange(0, min_open=True), default=4e-3, show_default=True)
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option(
+    "--batch",
+    type=click.IntRange(1),
+    default=4,
+    show_default=True,
+    help="Number of pieces of text per step.",
+)
+@click.option(
+    "--seqlen",
+    type=click.IntRange(1),
+    default=192,
+    show_default=True,
+    help="Number of bytes (tokens) in each piece.",
+)
+@click.option(
+    "--rate",
+    type=click.FloatRange(0, min_open=True),
+    default=4e-3,
+    show_default=True,
+    help="Largest learning rate; it rises at first and decays later.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="Seed of the initial weights and of the choice of texts.",
+)
 @click.option(
     "--text",
     "text_path",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     default=TEXT,
-    help="What to learn; by default alice.txt.",
+    help="Path of the text to train on; default: alice.txt of the examples.",
 )
 @click.option(
     "--output",
     metavar="FILE.npz",
     type=click.Path(dir_okay=False, path_type=Path),
     callback=writable,
-    help="Keep the weights, for generate.py --weights.",
+    help="File to write the weights to, for generate.py --weights.",
 )
 @click.option(
     "--plot",
@@ -284,7 +312,7 @@ def writable(ctx: click.Context, param: click.Parameter, path: Path | None) -> P
     metavar="FILE.png",
     type=click.Path(dir_okay=False, path_type=Path),
     callback=writable,
-    help="Draw the loss (needs matplotlib).",
+    help="File to draw the loss to; needs matplotlib.",
 )
 @backend_option
 def command(
@@ -298,7 +326,7 @@ def command(
     plot_path: Path | None,
     backend: str,
 ) -> None:
-    """Train a small transformer to continue a text."""
+    """Train a small transformer to predict the next byte of a text."""
     place = Place.choose(backend, bfloat16)
     schedule = Schedule(steps, batch, seqlen, rate)
     text = read_text(text_path, seqlen)

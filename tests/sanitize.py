@@ -1,13 +1,13 @@
-"""A representative set of calls to run under compute-sanitizer.
+"""Representative calls of all kernel families, to run under compute-sanitizer.
 
     python tests/sanitize.py
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py
     compute-sanitizer --tool racecheck --error-exitcode 1 python tests/sanitize.py
     compute-sanitizer --tool initcheck --error-exitcode 1 python tests/sanitize.py
 
-The first, plain run leaves the kernels in CuPy's cache, so that the others spend no time on
-compiling. Every array is an allocation of its own that ends with its last element: memcheck then
-sees any access beyond it.
+The first command runs without compute-sanitizer and compiles the kernels into CuPy's cache, so that
+the other commands spend no time on compilation. Each array has its own allocation, which ends with
+the last element of the array. memcheck therefore reports any access past the end of an array.
 """
 
 from __future__ import annotations
@@ -521,12 +521,18 @@ def _supported(some: Iterable[Case]) -> Iterator[Case]:
 
 
 GROUPS: dict[str, tuple[str, Callable[[], Iterable[Named]]]] = {
-    "modified": ("calls with modifications", lambda: _named(call_modified, modified_calls())),
-    "backward": ("gradients", lambda: _named(call_backward, backward_calls())),
-    "quantized": ("keys of 8 bits", lambda: _named(call_quantized, quantized_calls())),
-    "float8": ("q, k and v of float8", lambda: _named(call_float8, float8_calls())),
+    "modified": (
+        "calls with masks or score modifications",
+        lambda: _named(call_modified, modified_calls()),
+    ),
+    "backward": ("backward calls", lambda: _named(call_backward, backward_calls())),
+    "quantized": (
+        "calls with 8-bit keys and values",
+        lambda: _named(call_quantized, quantized_calls()),
+    ),
+    "float8": ("calls with float8 q, k and v", lambda: _named(call_float8, float8_calls())),
     "wide": (
-        "wide heads and latent attention",
+        "calls with wide heads, and of latent attention",
         lambda: itertools.chain(
             _named(call, _supported(wide_cases())), _named(call_latent, latent_calls())
         ),
@@ -545,10 +551,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--list", action="store_true", help="name the calls and make none")
+    parser.add_argument(
+        "--list", action="store_true", help="print the names of the calls, and make none"
+    )
     for group, (what, _) in GROUPS.items():
-        parser.add_argument(f"--{group}", action="store_true", help=f"only {what}")
-    parser.add_argument("--only", default="", metavar="REGEX", help="only calls of such names")
+        parser.add_argument(f"--{group}", action="store_true", help=f"make only {what}")
+    parser.add_argument(
+        "--only", default="", metavar="REGEX", help="make only calls whose name matches"
+    )
     arguments = parser.parse_args()
     chosen = [group for group in GROUPS if getattr(arguments, group)]
     makers = [GROUPS[group][1] for group in chosen or GROUPS]

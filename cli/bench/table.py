@@ -378,6 +378,8 @@ def _notes(
     notes = timing_notes(cells)
     if call_time:
         notes.append("call: wall time in ms of a call from an idle GPU to its end, L2 warm.")
+    if settings.host_time:
+        notes.append("host us: host time of a call in us, until the call returns to Python.")
     if settings.memory:
         notes.append("MiB: peak memory of a call, in addition to its inputs.")
     notes.append(f"speedup: over {_best_of(baseline)}. +-%: half the interquartile range.")

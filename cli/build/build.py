@@ -35,8 +35,8 @@ from cupy_flash.problem.device import Device, Resources
 from ..records.environment import available_cpus
 from ..records.report import write_whole
 
-# Limit of the number of workers: one on a GPU holds a CUDA context of a few hundred MB.
-_MOST_WORKERS = 16
+# Maximum number of workers: on a GPU, each holds a CUDA context of a few hundred MB.
+MOST_WORKERS = 16
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class Builder:
         Parameters
         ----------
         workers
-            Number of processes; None for the number of CPUs.
+            Number of processes; None for the number of CPUs. At most MOST_WORKERS are used.
 
         Raises
         ------
@@ -149,7 +149,7 @@ class Builder:
                 f"{reason}; pip install 'cupy_flash[cuda13]' or [cuda12] installs a compiler, "
                 "no GPU is needed"
             )
-        count = min(workers or available_cpus(), _MOST_WORKERS)
+        count = min(workers or available_cpus(), MOST_WORKERS)
         # Not fork, because a CUDA context does not survive it.
         self._pool = ProcessPoolExecutor(
             count,

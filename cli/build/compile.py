@@ -23,7 +23,7 @@ from ..cases.lists import completed
 from ..cases.options import make_folder
 from ..records import report
 from . import kernel_sets
-from .build import Built, Job, build, write_cubin
+from .build import MOST_WORKERS, Built, Job, build, write_cubin
 
 
 def _architectures(
@@ -70,7 +70,11 @@ def _folder(ctx: click.Context, param: click.Parameter, given: str | None) -> Pa
     "--all", "everything", is_flag=True, help="Build a representative set for every family."
 )
 @click.option("--list", "listing", is_flag=True, help="List the kernels without building them.")
-@click.option("--workers", type=click.IntRange(1), help="Number of processes; default: CPUs.")
+@click.option(
+    "--workers",
+    type=click.IntRange(1),
+    help=f"Number of processes; at most {MOST_WORKERS} are used. Default: number of CPUs.",
+)
 @click.option(
     "--output",
     type=click.Path(file_okay=False),

@@ -13,7 +13,7 @@ from cupy_flash.gpu.environment import current_device, gpu_unavailable
 from cupy_flash.planning import tuning
 from cupy_flash.problem.device import Device, device_for_arch
 
-from ..build.build import Builder
+from ..build.build import MOST_WORKERS, Builder
 from ..build.compile import arch_option
 from ..cases.cases import describe
 from ..cases.lists import HEADS
@@ -111,10 +111,29 @@ def _table_file(ctx: click.Context, param: click.Parameter, path: Path | None) -
     show_default=True,
     help="Save only tiles that are at least this many percent faster than the default tile.",
 )
-@click.option("--workers", type=click.IntRange(1), help="Number of processes that compile.")
-@click.option("--warmup", type=click.IntRange(0), default=1, show_default=True)
-@click.option("--repeats", type=click.IntRange(1), default=20, show_default=True)
-@click.option("--top", type=click.IntRange(1), default=20, show_default=True, help="Rows to show.")
+@click.option(
+    "--workers",
+    type=click.IntRange(1),
+    help=f"Number of processes that compile; at most {MOST_WORKERS} are used. Default: number of "
+    "CPUs.",
+)
+@click.option(
+    "--warmup",
+    type=click.IntRange(0),
+    default=1,
+    show_default=True,
+    help="Number of untimed calls of a tile and case in each round.",
+)
+@click.option(
+    "--repeats",
+    type=click.IntRange(1),
+    default=20,
+    show_default=True,
+    help="Number of timed calls of a tile and case in the last round.",
+)
+@click.option(
+    "--top", type=click.IntRange(1), default=20, show_default=True, help="Number of rows to show."
+)
 @click.option(
     "--table",
     type=click.Path(path_type=Path, dir_okay=False),

@@ -97,12 +97,13 @@ def flash_attention_with_kvcache(
         Position of the first new row of each sequence, for the rotation; by default cache_seqlens.
         Pass it if the first rows of a cache are padding, or were dropped.
     k_scale, v_scale : float32 arrays, or numbers, optional
-        Scales of 8-bit caches: a stored number times its scale is the key or value; by default 1. A
-        number is copied to the GPU in the first call with that number. Arrays broadcast to (caches,
-        seqlen_cache, heads_kv) or (pages, page_size, heads_kv): shape () is one scale, (heads_kv,)
-        one per head, (pages, 1, heads_kv) one per page and head. New rows are rotated and rounded
-        to their dtype, divided by their scales in float32, rounded to nearest even, and clamped to
-        the largest number of the cache's dtype. A scale of 0 stores 0, and int8 stores NaN as 0.
+        Scales of 8-bit caches: a stored number times its scale is the key or value; by default 1.
+        On a GPU, each call writes a scale that is a number to GPU memory. Arrays broadcast to
+        (caches, seqlen_cache, heads_kv) or (pages, page_size, heads_kv): shape () is one scale,
+        (heads_kv,) one per head, (pages, 1, heads_kv) one per page and head. New rows are rotated
+        and rounded to their dtype, divided by their scales in float32, rounded to nearest even, and
+        clamped to the largest number of the cache's dtype. A scale of 0 stores 0, and int8 stores
+        NaN as 0.
     compute_scales : bool
         Whether the append computes the scale of each new row and head from its largest magnitude,
         and writes it to k_scale and v_scale, which then have one scale per row and head.

@@ -190,12 +190,23 @@ def compiler_log(rung: Rung, arch: int, causal: bool) -> str:
 
 
 @click.command()
-@click.option("--batch", default=2, type=click.IntRange(1), show_default=True)
-@click.option("--seqlen", default=4096, type=click.IntRange(1), show_default=True)
-@click.option("--heads", default=16, type=click.IntRange(1), show_default=True)
+@click.option(
+    "--batch", default=2, type=click.IntRange(1), show_default=True, help="Number of sequences."
+)
+@click.option(
+    "--seqlen", default=4096, type=click.IntRange(1), show_default=True, help="Tokens per sequence."
+)
+@click.option(
+    "--heads", default=16, type=click.IntRange(1), show_default=True, help="Number of heads."
+)
 @click.option("--causal", is_flag=True, help="Query i attends to the keys j <= i.")
-@click.option("--compile-only", is_flag=True, help="Compile the kernels, and run none.")
-@click.option("--arch", default="sm_90", show_default=True, help="Target without a GPU.")
+@click.option("--compile-only", is_flag=True, help="Compile the kernels without running them.")
+@click.option(
+    "--arch",
+    default="sm_90",
+    show_default=True,
+    help="Architecture to compile for if no kernel runs.",
+)
 def main(batch: int, seqlen: int, heads: int, causal: bool, compile_only: bool, arch: str) -> None:
     """Check and time the kernels of this folder on float16 arrays with head_dim 128."""
     try:

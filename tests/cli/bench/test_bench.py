@@ -684,6 +684,7 @@ def test_a_wide_table_has_call_times_beside_gpu_times(
     assert "0.0625" in first
     assert "0.0750" in first
     assert "call: wall time in ms of a call from an idle GPU to its end, L2 warm." in lines
+    assert "host us: host time of a call in us, until the call returns to Python." in lines
 
 
 def test_host_times_bring_call_times_into_a_narrow_table_too(

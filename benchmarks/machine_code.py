@@ -595,8 +595,8 @@ def main() -> int:
     parser.add_argument(
         "--moved",
         type=Path,
-        help="folder that --cubins wrote for the sources of the table; a kernel counts as unchanged "
-        "if only the offsets of its arguments differ",
+        help="folder that --cubins wrote for the sources of the table; a kernel is unchanged if "
+        "only the offsets of its arguments differ",
     )
     options = parser.parse_args()
     of_records = [k for rows in recorded().values() for *_, kernels in rows for k in kernels]

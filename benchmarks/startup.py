@@ -71,7 +71,9 @@ def measure(dtype: str, head_dim: int, rounds: int) -> dict[str, object]:
 
 
 @click.command()
-@click.option("--rounds", default=3, show_default=True, help="Number of processes per cache state.")
+@click.option(
+    "--rounds", default=3, show_default=True, help="Number of first calls per case and cache."
+)
 @click.option("--output", type=click.Path(path_type=Path), help="Record to write.")
 def main(rounds: int, output: Path | None) -> None:
     """Measure the first call of a process, with an empty kernel cache and with a filled one."""

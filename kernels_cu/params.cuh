@@ -54,8 +54,8 @@ struct Params {
 #ifdef CUPY_FLASH_MODIFIED
   // Arguments of the modifications; the translation unit declares the struct before this file.
   alignas(8) ModArguments mods;
-  // Block mask, if `Config::mapped`.
-  BlockMap block_map;
+  // Block mask, if `Config::block_mask`.
+  BlockMask block_mask;
 #endif
 };
 

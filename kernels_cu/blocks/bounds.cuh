@@ -9,7 +9,7 @@
 #include "score/functions.cuh"
 
 // Visibility of the pairs of a block: none or all are visible; `some` also means unknown.
-enum class Seen { none, some, all };
+enum class Visibility { none, some, all };
 
 struct Truth {
   bool may_be_true;
@@ -47,8 +47,8 @@ struct RealRange {
   }
 };
 
-__device__ inline Seen seen_of(Truth x) {
-  return !x.may_be_true ? Seen::none : x.may_be_false ? Seen::some : Seen::all;
+__device__ inline Visibility visibility_of(Truth x) {
+  return !x.may_be_true ? Visibility::none : x.may_be_false ? Visibility::some : Visibility::all;
 }
 
 // ---- Ranges of a single value
@@ -65,23 +65,23 @@ __device__ inline RealRange<double> range_at(double x) { return real_at(x); }
 
 // ---- Unions of ranges
 
-__device__ inline Truth range_joined(Truth x, Truth y) {
+__device__ inline Truth range_union(Truth x, Truth y) {
   return {x.may_be_true || y.may_be_true, x.may_be_false || y.may_be_false};
 }
-__device__ inline Ints range_joined(Ints x, Ints y) {
+__device__ inline Ints range_union(Ints x, Ints y) {
   return {min(x.low, y.low), max(x.high, y.high)};
 }
-__device__ inline Words range_joined(Words x, Words y) {
+__device__ inline Words range_union(Words x, Words y) {
   return {min(x.low, y.low), max(x.high, y.high)};
 }
 template <class Real>
-__device__ RealRange<Real> range_joined(RealRange<Real> x, RealRange<Real> y) {
+__device__ RealRange<Real> range_union(RealRange<Real> x, RealRange<Real> y) {
   return {exact_min(x.low, y.low), exact_max(x.high, y.high), x.may_be_nan || y.may_be_nan};
 }
 
 template <class Range>
 __device__ Range range_where(Truth condition, Range x, Range y) {
-  return !condition.may_be_false ? x : !condition.may_be_true ? y : range_joined(x, y);
+  return !condition.may_be_false ? x : !condition.may_be_true ? y : range_union(x, y);
 }
 
 // ---- Bools

@@ -1,11 +1,11 @@
-// Block mask: which blocks of the score matrix a mask leaves empty, partial or full. `block_map.cu`
+// Block mask: which blocks of the score matrix a mask leaves empty, partial or full. `block_mask.cu`
 // builds it and attention kernels read it. cupy_flash/gpu/block_maps.py declares the same struct.
 #pragma once
 
 using int64 = long long;
 
 // A query tile, and its range [begin, end) of key blocks from the first to the last nonempty one.
-struct alignas(16) MappedTile {
+struct alignas(16) MaskedTile {
   int tile;
   int begin;
   int end;
@@ -15,7 +15,7 @@ struct alignas(16) MappedTile {
 // warps that hold the scores as accumulator fragments (tile/fragments.cuh). Bit n of bits[half] is
 // for the thread's n-th key and for the row 8 * half below its first row.
 template <int Words>
-struct alignas(8 * Words) ShownPairs {
+struct alignas(8 * Words) VisiblePairs {
   static constexpr int threads = 128;
   unsigned bits[2][Words];
 
@@ -26,17 +26,17 @@ struct alignas(8 * Words) ShownPairs {
   __device__ static int step(int n) { return n / 2 * 8 + n % 2; }
 };
 
-// Block mask in device memory. A query tile consists of row groups (`parts`); a block is a row
+// Block mask in device memory. A query tile consists of row groups (`row_groups`); a block is a row
 // group times a key block of Bc keys. Bit k of a row group's words is for key block k. The last few
 // partial blocks of each row group have slots, from the last on, which store their visible pairs.
-struct BlockMap {
-  static constexpr int most_slots = 16;  // maximum number of slots per row group
+struct BlockMask {
+  static constexpr int max_slots = 16;  // maximum number of slots per row group
 
   unsigned char* memory;  // the arrays below, stored consecutively; `*_at` are byte offsets
-  int64 full_at;
-  int64 behind_at;
-  int64 tiles_at;
-  int64 shown_at;
+  int64 full_offset;
+  int64 slots_after_offset;
+  int64 tiles_offset;
+  int64 pairs_offset;
   int64 batch_stride;  // in query tiles; 0 if all batches have the same mask
   int64 head_stride;
   int words;  // number of 32-bit words per row group
@@ -44,95 +44,95 @@ struct BlockMap {
   int slots;  // number of slots per row group
 
   // Array (batches, heads, query tiles, row groups, words): bits of blocks with a visible pair.
-  __device__ unsigned* visited() const { return reinterpret_cast<unsigned*>(memory); }
+  __device__ unsigned* nonempty() const { return reinterpret_cast<unsigned*>(memory); }
   // Same shape: bits of blocks without a masked pair; a causal or window boundary may cut them.
-  __device__ unsigned* full() const { return reinterpret_cast<unsigned*>(memory + full_at); }
+  __device__ unsigned* full() const { return reinterpret_cast<unsigned*>(memory + full_offset); }
   // Same shape: number of blocks in later words that have slots.
-  __device__ unsigned char* behind() const { return memory + behind_at; }
+  __device__ unsigned char* slots_after() const { return memory + slots_after_offset; }
   // Array (batches, heads, query tiles): query tiles sorted by nonempty blocks, most first.
-  __device__ MappedTile* tiles() const {
-    return reinterpret_cast<MappedTile*>(memory + tiles_at);
+  __device__ MaskedTile* tiles() const {
+    return reinterpret_cast<MaskedTile*>(memory + tiles_offset);
   }
   // Visible pairs of partial blocks, in an array (batches, heads, query tiles, row groups, slots,
-  // threads). `part` is the index of a row group, counted over all batches, heads and query tiles.
-  template <class Shown>
-  __device__ Shown* shown_in(int64 part, int slot) const {
-    return reinterpret_cast<Shown*>(memory + shown_at) + (part * slots + slot) * Shown::threads;
+  // threads). `row_group` is the index of a row group, counted over all batches, heads and query tiles.
+  template <class TilePairs>
+  __device__ TilePairs* visible_pairs(int64 row_group, int slot) const {
+    return reinterpret_cast<TilePairs*>(memory + pairs_offset) + (row_group * slots + slot) * TilePairs::threads;
   }
 
-  __device__ int64 row_tile(int batch, int head, int tile) const {
+  __device__ int64 query_tile_index(int batch, int head, int tile) const {
     return batch * batch_stride + head * head_stride + tile;
   }
 
-  // Returns the query tile at index `place` of a head's sorted tiles.
-  __device__ MappedTile tile_at(int batch, int head, int place) const {
-    return tiles()[row_tile(batch, head, place)];
+  // Returns the query tile at index `position` of a head's sorted tiles.
+  __device__ MaskedTile sorted_tile(int batch, int head, int position) const {
+    return tiles()[query_tile_index(batch, head, position)];
   }
 };
 
 // Block mask of one query tile.
-template <int Parts>
-struct MappedBlocks {
-  const unsigned* visited;
+template <int RowGroups>
+struct MaskedBlocks {
+  const unsigned* nonempty;
   const unsigned* full;
-  const unsigned char* behind;
+  const unsigned char* slots_after;
   int words;
   int slots;
 
-  __device__ MappedBlocks(const BlockMap& map, int batch, int head, int tile)
+  __device__ MaskedBlocks(const BlockMask& map, int batch, int head, int tile)
       : words(map.words), slots(map.slots) {
-    const int64 at = map.row_tile(batch, head, tile) * Parts * words;
-    visited = map.visited() + at;
-    full = map.full() + at;
-    behind = map.behind() + at;
+    const int64 offset = map.query_tile_index(batch, head, tile) * RowGroups * words;
+    nonempty = map.nonempty() + offset;
+    full = map.full() + offset;
+    slots_after = map.slots_after() + offset;
   }
 
   // Returns the slot (counted from 1) of a block's visible pairs, or 0 if these are not stored.
-  __device__ int slot_of(int part, int block) const {
-    const int word = part * words + block / 32;
-    const unsigned from_block = (visited[word] & ~full[word]) >> block % 32;
-    const int slot = behind[word] + __popc(from_block);
+  __device__ int slot_of(int row_group, int block) const {
+    const int word = row_group * words + block / 32;
+    const unsigned from_block = (nonempty[word] & ~full[word]) >> block % 32;
+    const int slot = slots_after[word] + __popc(from_block);
     return from_block % 2 && slot <= slots ? slot : 0;
   }
 
-  __device__ bool is_visited(int part, int block) const { return bit(visited, part, block); }
-  __device__ bool is_full(int part, int block) const { return bit(full, part, block); }
+  __device__ bool is_nonempty(int row_group, int block) const { return bit(nonempty, row_group, block); }
+  __device__ bool is_full(int row_group, int block) const { return bit(full, row_group, block); }
 
   // Returns the first key block in [begin, end) that is nonempty for any row group, or `end`.
-  __device__ int first_from(int begin, int end) const {
+  __device__ int first_nonempty(int begin, int end) const {
     if (begin >= end) return end;
     int word = begin / 32;
-    unsigned bits = visited_of_any(word) & (0xffffffffu << begin % 32);
+    unsigned bits = nonempty_word(word) & (0xffffffffu << begin % 32);
     while (bits == 0) {
       if (++word * 32 >= end) return end;
-      bits = visited_of_any(word);
+      bits = nonempty_word(word);
     }
     return min(end, word * 32 + __ffs(bits) - 1);
   }
 
   // Returns the last key block before `end` that is nonempty for any row group, or -1.
-  __device__ int last_before(int end) const {
+  __device__ int last_nonempty_before(int end) const {
     int word = (end - 1) >> 5;
     if (end <= 0) return -1;
     // Keep the bits of the word up to bit (end - 1) % 32.
-    unsigned bits = visited_of_any(word) & (0xffffffffu >> (31 - (end - 1) % 32));
+    unsigned bits = nonempty_word(word) & (0xffffffffu >> (31 - (end - 1) % 32));
     while (bits == 0) {
       if (--word < 0) return -1;
-      bits = visited_of_any(word);
+      bits = nonempty_word(word);
     }
     return word * 32 + 31 - __clz(bits);
   }
 
   // Returns the bits of the key blocks in a word that are nonempty for any row group.
-  __device__ unsigned visited_of_any(int word) const {
+  __device__ unsigned nonempty_word(int word) const {
     unsigned bits = 0;
 #pragma unroll
-    for (int part = 0; part < Parts; ++part) bits |= visited[part * words + word];
+    for (int row_group = 0; row_group < RowGroups; ++row_group) bits |= nonempty[row_group * words + word];
     return bits;
   }
 
  private:
-  __device__ bool bit(const unsigned* of, int part, int block) const {
-    return of[part * words + block / 32] >> block % 32 & 1;
+  __device__ bool bit(const unsigned* bits, int row_group, int block) const {
+    return bits[row_group * words + block / 32] >> block % 32 & 1;
   }
 };

@@ -74,30 +74,30 @@ _BUILDER = """
 namespace mask{number} {{
 #include "blocks/block_map.cu"
 
-extern "C" void read{number}(const BlockMap* map, int batch, int head, int tile, int* answers) {{
-  const MappedBlocks<2> blocks(*map, batch, head, tile);
-  *answers++ = map->tile_at(batch, head, tile).tile;
+extern "C" void read{number}(const BlockMask* map, int batch, int head, int tile, int* answers) {{
+  const MaskedBlocks<2> blocks(*map, batch, head, tile);
+  *answers++ = map->sorted_tile(batch, head, tile).tile;
   for (int k = 0; k < map->key_blocks; ++k) {{
-    *answers++ = blocks.is_visited(0, k) + 2 * blocks.is_visited(1, k);
+    *answers++ = blocks.is_nonempty(0, k) + 2 * blocks.is_nonempty(1, k);
     *answers++ = blocks.is_full(0, k) + 2 * blocks.is_full(1, k);
-    *answers++ = blocks.last_before(k + 1);
-    *answers++ = blocks.first_from(k, map->key_blocks);
+    *answers++ = blocks.last_nonempty_before(k + 1);
+    *answers++ = blocks.first_nonempty(k, map->key_blocks);
     *answers++ = blocks.slot_of(0, k);
     *answers++ = blocks.slot_of(1, k);
   }}
-  *answers = blocks.last_before(0);
+  *answers = blocks.last_nonempty_before(0);
 }}
 
-extern "C" void build{number}(const BlockMapParams* p, int range_warps, int thread_blocks,
+extern "C" void build{number}(const BlockMaskParams* p, int range_warps, int thread_blocks,
                               int heads) {{
   for (int block = 0; block < (range_warps + 7) / 8; ++block) {{
-    run_block(256, [&] {{ blockIdx.x = block; block_map::find_ranges(*p); }});
+    run_block(256, [&] {{ blockIdx.x = block; block_mask::find_ranges(*p); }});
   }}
   for (int block = 0; block < thread_blocks; ++block) {{
-    run_block(256, [&] {{ blockIdx.x = block; block_map::build(*p); }});
+    run_block(256, [&] {{ blockIdx.x = block; block_mask::build(*p); }});
   }}
   for (int head = 0; head < heads; ++head) {{
-    run_block(256, [&] {{ blockIdx.x = head; block_map::order_tiles(*p); }});
+    run_block(256, [&] {{ blockIdx.x = head; block_mask::order_tiles(*p); }});
   }}
 }}
 }}

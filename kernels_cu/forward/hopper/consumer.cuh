@@ -52,8 +52,8 @@ struct HopperConsumer {
   int block;                  // KV tile whose scores were computed last
   int begin;                  // last KV tile of the query tile, in processing order
   typename Cta::Note note;    // `Note` of the KV tile, if Config::noted
-  int shown_slot = -1;        // index in the ring of visible pairs, if Config::mapped
-  typename Cta::Shown shown;  // visible pairs of the KV tile, if the block mask stores them
+  int visible_pairs_slot = -1;        // index in the ring of visible pairs, if Config::block_mask
+  typename Cta::TilePairs visible_pairs;  // visible pairs of the KV tile, if the block mask stores them
   RingPosition<Config::bias_stages> bias_ring;
 
   __device__ HopperConsumer(const Cta& cta, int consumer)
@@ -119,7 +119,7 @@ struct HopperConsumer {
     products.start_output(accumulate, true);
     if (product_turns) pass_turn();
 
-    take_shown_pairs();
+    read_visible_pairs();
     if (softmax_turns) take_turn();
     ptx::wgmma_wait_group<1>();
     products.leave_scores(2, tile_ends, !Config::noted && block == begin);
@@ -176,7 +176,7 @@ struct HopperConsumer {
       products.start_scores();
       if (!is_first_turn) products.pass_values();
       end_turn();
-      take_shown_pairs();
+      read_visible_pairs();
       ptx::wgmma_wait_group<0>();
       products.leave_scores(is_first_turn ? 1 : 2, !accumulate, false);
       is_first_turn = false;
@@ -211,7 +211,7 @@ struct HopperConsumer {
   __device__ void take_note() {
     products.await_slot();
     note = *cta.note(products.ring.slot);
-    if (Config::mapped && ++shown_slot == Cta::shown_slots) shown_slot = 0;
+    if (Config::block_mask && ++visible_pairs_slot == Cta::visible_pairs_slots) visible_pairs_slot = 0;
     block = note.block;
     if (!Products::keeps_all_queries && note.begins_tile() && visit >= 0) products.leave_queries();
   }
@@ -319,7 +319,7 @@ struct HopperConsumer {
                                ? sequence.template q_offset<Config>(cta.p, batch)
                                : first_position<Config>(cta.p, batch, cta.p.q_offset);
       const int first = products.first_row_of(current.work) + Products::lane_row();
-      const bool hides = !Config::mapped || !(note.is_full(consumer) || note.slot(consumer));
+      const bool hides = !Config::block_mask || !(note.is_full(consumer) || note.slot(consumer));
       const HopperBias<Config> bias(cta, consumer, bias_ring);
       modify_fragments<Config, 2, Bc / 8>(
           cta.p,
@@ -330,30 +330,30 @@ struct HopperConsumer {
           block * Bc + threadIdx.x % 4 * 2, [&](int half) { return softmax.rows[half].base; },
           hides, [&](int half) { return products.scores + 2 * half; },
           [&](int half) { return bias.of_half(half); });
-      if constexpr (Config::mapped) {
-        if (note.slot(consumer)) hide_others();
+      if constexpr (Config::block_mask) {
+        if (note.slot(consumer)) apply_visible_pairs();
       }
     }
   }
 
   // Loads the visible pairs that arrived with K, before the stage of K is released.
-  __device__ void take_shown_pairs() {
-    if constexpr (Config::mapped) {
+  __device__ void read_visible_pairs() {
+    if constexpr (Config::block_mask) {
       if (note.slot(consumer)) {
-        shown = cta.shown(shown_slot, consumer);
+        visible_pairs = cta.visible_pairs(visible_pairs_slot, consumer);
         // TMA must not overwrite the pairs before they are read, see `HopperBias`.
         ptx::fence_proxy_async();
       }
     }
   }
 
-  __device__ void hide_others() {
+  __device__ void apply_visible_pairs() {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int n = 0; n < Bc / 4; ++n) {
-        const bool is_shown = shown.bits[half][n / 32] >> n % 32 & 1;
-        if (!is_shown) {
+        const bool is_visible = visible_pairs.bits[half][n / 32] >> n % 32 & 1;
+        if (!is_visible) {
           products.scores[2 * half + n / 2 * 4 + n % 2] = -SoftmaxMath<float>::infinity();
         }
       }
@@ -364,9 +364,9 @@ struct HopperConsumer {
     const Visit& current = *cta.visit(visit);
     const int first = Config::sequences ? products.first_row_of(current.work) : first_row;
     const Mask<Config> mask = current.template mask<Config>(cta.p);
-    const auto block_mask = mask.counted_from(block * Bc + threadIdx.x % 4 * 2);
+    const auto tile_mask = mask.counted_from(block * Bc + threadIdx.x % 4 * 2);
     softmax.mask(products.scores, block == 0, [&](int half) {
-      return block_mask.visible_end(first + Products::lane_row() + 8 * half);
+      return tile_mask.visible_end(first + Products::lane_row() + 8 * half);
     });
   }
 };

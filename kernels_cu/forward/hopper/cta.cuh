@@ -104,7 +104,7 @@ struct HopperCta {
 
     static constexpr unsigned everyone = (1u << consumers) - 1;
     static constexpr unsigned first = 1 << 30, end = 1u << 31;
-    static_assert(BlockMap::most_slots < 256, "a slot takes eight bits");
+    static_assert(BlockMask::max_slots < 256, "a slot takes eight bits");
     // Returns the bits for one consumer: whether it needs the KV tile, whether the block mask
     // leaves all its pairs visible, and the slot of the visible pairs, counted from 1 (0 if not
     // stored).
@@ -127,9 +127,9 @@ struct HopperCta {
   // Visible pairs of a partially masked KV tile, for each consumer. They arrive with K and are read
   // before the stage of K is released. K and V alternate in the ring of tiles, so stages / 2 + 1
   // entries suffice: when a stage is free for K, the K of so many KV tiles ago has been released.
-  using Shown = ShownPairs<Bc <= 128 ? 1 : 2>;
-  static constexpr int shown_bytes = Shown::threads * int(sizeof(Shown));
-  static constexpr int shown_slots = Config::mapped ? Config::stages / 2 + 1 : 0;
+  using TilePairs = VisiblePairs<Bc <= 128 ? 1 : 2>;
+  static constexpr int visible_pairs_bytes = TilePairs::threads * int(sizeof(TilePairs));
+  static constexpr int visible_pairs_slots = Config::block_mask ? Config::stages / 2 + 1 : 0;
 
   // Receive buffers of each consumer warp for the scores of the peer CTA. MLA has one buffer: with
   // two, there would be space for two stages of 64 keys instead of three.
@@ -140,8 +140,8 @@ struct HopperCta {
   // pairs, receive buffers, barriers, then work tiles, `Tail` and `Note` entries.
   static constexpr int ring_offset = Config::q_stages * q_slot_bytes;
   static constexpr int bias_offset = ring_offset + Config::stages * slot_bytes;
-  static constexpr int shown_offset = bias_offset + Config::bias_stages * BiasTile::bytes;
-  static constexpr int pair_offset = shown_offset + shown_slots * consumers * shown_bytes;
+  static constexpr int visible_pairs_offset = bias_offset + Config::bias_stages * BiasTile::bytes;
+  static constexpr int pair_offset = visible_pairs_offset + visible_pairs_slots * consumers * visible_pairs_bytes;
   static constexpr int barrier_offset =
       pair_offset + pair_buffers * 4 * consumers * pair_warp_bytes;
   static constexpr int ring_barriers = 2 * (Config::stages + Config::q_stages);
@@ -250,15 +250,15 @@ struct HopperCta {
     return (ranks == 1 ? address : address % most) / 16;
   }
 
-  __device__ unsigned shown_address(int slot, int consumer) const {
-    return shared + shown_offset + (slot * consumers + consumer) * shown_bytes;
+  __device__ unsigned visible_pairs_address(int slot, int consumer) const {
+    return shared + visible_pairs_offset + (slot * consumers + consumer) * visible_pairs_bytes;
   }
 
-  __device__ const Shown& shown(int slot, int consumer) const {
+  __device__ const TilePairs& visible_pairs(int slot, int consumer) const {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
-    return reinterpret_cast<const Shown*>(
-        shared_memory + shown_offset)[(slot * consumers + consumer) * Shown::threads +
-                                      threadIdx.x % Shown::threads];
+    return reinterpret_cast<const TilePairs*>(
+        shared_memory + visible_pairs_offset)[(slot * consumers + consumer) * TilePairs::threads +
+                                      threadIdx.x % TilePairs::threads];
   }
 
   // Returns the index of this CTA among those that split head_dim.
@@ -282,7 +282,7 @@ struct HopperCta {
     const unsigned tile = tile_of(round);
     if (tile >= tiles) return Visit::end_of_work();
     const Work work = find_work<Br>(p, tile);
-    if constexpr (Config::mapped) {
+    if constexpr (Config::block_mask) {
       return mapped_visit(p, work);
     } else {
       return Visit::of(p, work, key_tiles(p, work));
@@ -299,22 +299,22 @@ struct HopperCta {
   template <class AnyParams>
   __device__ static Visit mapped_visit(const AnyParams& p, Work work) {
     const int place = ceil_div(p.seqlen_q, Br) - 1 - work.q_begin / Br;
-    const MappedTile found = p.block_map.tile_at(work.batch, work.head, place);
+    const MaskedTile found = p.block_mask.sorted_tile(work.batch, work.head, place);
     work.q_begin = found.tile * Br;
     KeyTiles keys = key_tiles(p, work);
     keys.begin = max(keys.begin, found.begin);
     keys.end = max(keys.begin, min(keys.end, found.end));
     if constexpr (Config::split_keys) {
-      const MappedBlocks<consumers> blocks = mapped_blocks(p, work);
-      keys.begin = blocks.first_from(keys.begin, keys.end);
-      if (keys.begin < keys.end) keys.end = blocks.last_before(keys.end) + 1;
+      const MaskedBlocks<consumers> blocks = masked_blocks(p, work);
+      keys.begin = blocks.first_nonempty(keys.begin, keys.end);
+      if (keys.begin < keys.end) keys.end = blocks.last_nonempty_before(keys.end) + 1;
     }
     return Visit::of(p, work, keys);
   }
 
   template <class AnyParams>
-  __device__ static MappedBlocks<consumers> mapped_blocks(const AnyParams& p, const Work& work) {
-    return {p.block_map, work.batch, work.head, work.q_begin / Br};
+  __device__ static MaskedBlocks<consumers> masked_blocks(const AnyParams& p, const Work& work) {
+    return {p.block_mask, work.batch, work.head, work.q_begin / Br};
   }
 
   // Number of KV tiles before the last one at which the producer requests the next work tile from

@@ -53,7 +53,7 @@ struct HopperNotes {
     const bool is_inside = visit.keys.begin <= block && block < visit.keys.end;
     bits = is_inside ? bits_of(p, visit, block) : 0;
     // The first and last KV tile are always published; without a block mask, so are all others.
-    const bool is_told = !Config::mapped || bits & Note::everyone || block == visit.keys.begin ||
+    const bool is_told = !Config::block_mask || bits & Note::everyone || block == visit.keys.begin ||
                          block == visit.keys.end - 1;
     pending = __ballot_sync(all_lanes, is_inside && is_told);
   }
@@ -62,11 +62,11 @@ struct HopperNotes {
   template <class AnyParams>
   __device__ int word_before(const AnyParams& p, const Visit& visit) const {
     const int first = visit.keys.begin / 32;
-    if constexpr (Config::mapped) {
-      const auto blocks = Cta::mapped_blocks(p, visit.work);
+    if constexpr (Config::block_mask) {
+      const auto blocks = Cta::masked_blocks(p, visit.work);
       for (int last = word - 1; last >= first; last -= 32) {
         const int word = last - lane();
-        const bool visits = word == first || (word > first && blocks.visited_of_any(word) != 0);
+        const bool visits = word == first || (word > first && blocks.nonempty_word(word) != 0);
         if (const unsigned found = __ballot_sync(all_lanes, visits)) return last - __ffs(found) + 1;
       }
       return -1;
@@ -78,11 +78,11 @@ struct HopperNotes {
   template <class AnyParams>
   __device__ static unsigned bits_of(const AnyParams& p, const Visit& visit, int block) {
     unsigned bits = 0;
-    if constexpr (Config::mapped) {
-      const auto blocks = Cta::mapped_blocks(p, visit.work);
+    if constexpr (Config::block_mask) {
+      const auto blocks = Cta::masked_blocks(p, visit.work);
 #pragma unroll
       for (int consumer = 0; consumer < Cta::consumers; ++consumer) {
-        bits |= Note::bits_of(consumer, blocks.is_visited(consumer, block),
+        bits |= Note::bits_of(consumer, blocks.is_nonempty(consumer, block),
                               blocks.is_full(consumer, block), blocks.slot_of(consumer, block));
       }
     } else {

@@ -24,7 +24,7 @@ struct HopperProducer {
   RingPosition<1> found = {};
   RingPosition<Cta::tails> tail = {};
   RingPosition<Config::bias_stages> bias_ring = {};
-  RingPosition<Cta::shown_slots> shown_ring = {};
+  RingPosition<Cta::visible_pairs_slots> visible_pairs_ring = {};
   HopperNotes<Config> notes;  // used if Config::noted
 
   // Returns whether a thread runs the producer; acts() returns whether it issues copies and
@@ -131,26 +131,26 @@ struct HopperProducer {
     ptx::mbarrier_wait(cta.empty(ring.slot), ring.parity ^ 1);
     if (!acts()) return;
     *cta.note(ring.slot) = note;
-    if constexpr (Config::mapped) load_shown_pairs(cta.p, note, work);
+    if constexpr (Config::block_mask) load_visible_pairs(cta.p, note, work);
   }
 
   // Loads the visible pairs that the block mask stores. They arrive at the same barrier as K.
   template <class AnyParams>
-  __device__ void load_shown_pairs(const AnyParams& p, const typename Cta::Note& note,
+  __device__ void load_visible_pairs(const AnyParams& p, const typename Cta::Note& note,
                                    const Work& work) {
     // Few KV tiles have any. A loop needs fewer of the producer's few registers.
 #pragma unroll 1
     for (int consumer = 0; consumer < Cta::consumers; ++consumer) {
       const int slot = note.slot(consumer);
       if (slot == 0) continue;
-      const int64 tile = p.block_map.row_tile(work.batch, work.head, work.q_begin / Config::Br);
-      ptx::mbarrier_expect_tx(cta.full(ring.slot), Cta::shown_bytes);
-      ptx::cp_async_bulk(cta.shown_address(shown_ring.slot, consumer),
-                         p.block_map.template shown_in<typename Cta::Shown>(
+      const int64 tile = p.block_mask.query_tile_index(work.batch, work.head, work.q_begin / Config::Br);
+      ptx::mbarrier_expect_tx(cta.full(ring.slot), Cta::visible_pairs_bytes);
+      ptx::cp_async_bulk(cta.visible_pairs_address(visible_pairs_ring.slot, consumer),
+                         p.block_mask.template visible_pairs<typename Cta::TilePairs>(
                              tile * Cta::consumers + consumer, slot - 1),
-                         Cta::shown_bytes, cta.full(ring.slot));
+                         Cta::visible_pairs_bytes, cta.full(ring.slot));
     }
-    shown_ring.advance();
+    visible_pairs_ring.advance();
   }
 
   __device__ void end_notes() {

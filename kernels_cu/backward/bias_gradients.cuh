@@ -81,8 +81,8 @@ struct BiasGradients {
     const Sequence at = sequence_of<Config>(p, batch);
     if (row >= at.seqlen_q) return;
     const Mask<Config> mask = mask_of<Config>(p, at, batch);
-    const KeyTiles seen =
-        find_key_tiles<size, false>(mask, row, min(row + size, at.seqlen_q), 0, 1);
+    const KvTileRange seen =
+        kv_tile_range<size, false>(mask, row, min(row + size, at.seqlen_q), 0, 1);
     if (key < seen.begin * size || key >= seen.end * size) return;
     Scores scores;
     scores.find(p, memory, at, mask, batch, head, row, key);

@@ -186,8 +186,8 @@ struct Contributions {
     const Sequence at = sequence_of<Config>(p, batch);
     if (row >= at.seqlen_q) return;
     const Mask<Config> mask = mask_of<Config>(p, at, batch);
-    const KeyTiles tiles =
-        find_key_tiles<size, false>(mask, row, min(row + size, at.seqlen_q), 0, 1);
+    const KvTileRange tiles =
+        kv_tile_range<size, false>(mask, row, min(row + size, at.seqlen_q), 0, 1);
     Scores scores;
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
       scores.find(p, memory, at, mask, batch, head, row, tile * size);

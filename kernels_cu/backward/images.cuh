@@ -332,17 +332,17 @@ struct ImageMaker {
 
   __device__ void of_queries(const GradientParams& p, int block) const {
     constexpr int Br = Config::Br;
-    const GradientWork work = find_gradient_work<Config, Br, false, false>(p, block);
-    const Sequence at = sequence_of<Config>(p, work.batch);
-    if (work.begin >= at.seqlen_q) return;
+    const GradientTileCoord coord = gradient_tile_coord<Config, Br, false, false>(p, block);
+    const Sequence at = sequence_of<Config>(p, coord.batch);
+    if (coord.begin >= at.seqlen_q) return;
     using Image = typename Images::OfQueries;
-    char* image = Images::of_queries(p, at, work.batch, work.head, work.begin / Br);
-    const int left = at.seqlen_q - work.begin;
-    const int64 first_row = at.q_first + int64(work.begin);
+    char* image = Images::of_queries(p, at, coord.batch, coord.head, coord.begin / Br);
+    const int left = at.seqlen_q - coord.begin;
+    const int64 first_row = at.q_first + int64(coord.begin);
     const auto rows = [&](const Tensor& tensor) {
-      return tensor.head<const float>(at.q_batch, work.head) + first_row * tensor.row_stride;
+      return tensor.head<const float>(at.q_batch, coord.head) + first_row * tensor.row_stride;
     };
-    const auto* terms = row_terms<Config>(p) + first_row_of_head(p, at, work.head) + work.begin;
+    const auto* terms = row_terms<Config>(p) + first_row_of_head(p, at, coord.head) + coord.begin;
     QueryScales scales = {};
     float norm;
     scales.q = Part<Br, Config::head_dim, Config::padded_dim>{rows(p.q), p.q.row_stride, left, terms, true}
@@ -384,15 +384,15 @@ struct ImageMaker {
 
   __device__ void of_keys(const GradientParams& p, int block) const {
     constexpr int Bc = Config::Bc;
-    const GradientWork work = find_gradient_work<Config, Bc, true, false>(p, block);
-    const Sequence at = sequence_of<Config>(p, work.batch);
-    if (work.begin >= at.seqlen_k) return;
+    const GradientTileCoord coord = gradient_tile_coord<Config, Bc, true, false>(p, block);
+    const Sequence at = sequence_of<Config>(p, coord.batch);
+    if (coord.begin >= at.seqlen_k) return;
     using Image = typename Images::OfKeys;
-    char* image = Images::of_keys(p, at, work.batch, work.head, work.begin / Bc);
-    const int left = at.seqlen_k - work.begin;
-    const int64 first_row = at.k_first + int64(work.begin);
+    char* image = Images::of_keys(p, at, coord.batch, coord.head, coord.begin / Bc);
+    const int left = at.seqlen_k - coord.begin;
+    const int64 first_row = at.k_first + int64(coord.begin);
     const auto rows = [&](const Tensor& tensor) {
-      return tensor.head<const float>(at.k_batch, work.head) + first_row * tensor.row_stride;
+      return tensor.head<const float>(at.k_batch, coord.head) + first_row * tensor.row_stride;
     };
     constexpr int words = KeyScales::keys / 32;
     if (threadIdx.x < words) shared.infinite[threadIdx.x] = 0;

@@ -25,7 +25,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
   using Base::Bc, Base::stages, Base::threads, Base::side_warps, Base::warp_keys, Base::row_tiles;
   using Base::columns, Base::passes, Base::sum_column_warps, Base::sum_row_tiles, Base::paired;
   using Base::finds_p, Base::finds_ds, Base::is_bounded, Base::exchanges_p, Base::exchanges_ds;
-  using Base::stage_bytes, Base::stages_at, Base::p, Base::work, Base::at, Base::mask;
+  using Base::stage_bytes, Base::stages_at, Base::p, Base::coord, Base::at, Base::mask;
   using Base::memory, Base::shared, Base::scale_log2, Base::warp, Base::lane, Base::tiles;
   using Base::full_end, Base::key_warp, Base::side, Base::keys_at, Base::values_at, Base::ds_at;
   using Base::p_at, Base::queries_at, Base::douts_at, Base::terms_at, Base::load_keys, Base::load;
@@ -66,7 +66,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
  private:
   __device__ void sweep() {
     load_keys();
-    Step step = {work.head * group(), tiles.end - 1};
+    Step step = {coord.head * group(), tiles.end - 1};
     load(0, step);
     int stage = 0;
     if constexpr (Config::inspects && !in_pieces) clean_keys();
@@ -101,13 +101,13 @@ struct MmaGradients : MmaGradientProducts<Config> {
   __device__ void visit(int stage, int head, int tile) {
     // The mask is also needed past the last key: scores of missing keys are 0, so their P may be
     // infinite, and infinity times a missing key, 0, would make dq NaN.
-    const bool is_masked = work.begin + Bc > at.seqlen_k ||
+    const bool is_masked = coord.begin + Bc > at.seqlen_k ||
                            (is_bounded && (tile < tiles.full_begin || tile >= full_end));
     int found = 0;  // value of the semaphore, in thread 0
     if constexpr (wants_q) {
       if (threadIdx.x == 0) {
         const QuerySums<Config> sums(p);
-        found = look_at_turn(sums.counter(p, at, work.batch, head, tile));
+        found = look_at_turn(sums.counter(p, at, coord.batch, head, tile));
       }
     }
     make_pairs<true>(stage, head, tile, side() * columns, is_masked);
@@ -117,7 +117,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
     }
     if constexpr (wants_q) {
       const QuerySums<Config> sums(p);
-      const int place = sums.place(p, at, work.batch, head, tile);
+      const int place = sums.place(p, at, coord.batch, head, tile);
       const int turn = turn_of(tile);
       if (threadIdx.x == 0) await_turn(sums.counters + place, turn, found);
       __syncthreads();
@@ -183,7 +183,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
         p,
         mask,
         at,
-        work.batch,
+        coord.batch,
         head,
         of_scaled ? scale_log2 * unit.score : scale_log2,
         in_pieces ? 1 / Units::unit_of_p : 1,
@@ -197,7 +197,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
     }
     weigh.template run<Masked>(
         [&](int r) { return tile * Br + column + r / 2 * 8 + r % 2; },
-        work.begin + key_warp() * warp_keys + lane / 4,
+        coord.begin + key_warp() * warp_keys + lane / 4,
         [&](int r) { return unit.of(terms[r / 2 * 8 + r % 2]); },
         [&](int r, int n) -> float& { return element(scores, r, n); },
         [&](int r, int n) -> float& { return element(gradients, r, n); },
@@ -267,7 +267,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
 
   __device__ void add_query_gradients(int stage, int head, int tile, int turn) {
     const TurnOfWarp<Fragments> own(
-        QuerySums<Config>(p).template sums<Fragments::floats>(p, at, work.batch, head, tile),
+        QuerySums<Config>(p).template sums<Fragments::floats>(p, at, coord.batch, head, tile),
         turn);
     typename TurnOfWarp<Fragments>::Sums sums;
     const unsigned right = ColumnsOfSums::lane_address(keys_at(), warp % sum_column_warps);
@@ -301,7 +301,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
   // Returns whether any query attends to a key. If none does, its sums may be NaN, as 0 times NaN.
   __device__ bool is_seen(int i, int half) {
     const int row = key_warp() * warp_keys + 16 * i + 8 * half + lane / 4;
-    const int key = work.begin + row;
+    const int key = coord.begin + row;
     bool found = mask.first_row(key, at.seqlen_q) < mask.last_row(key, at.seqlen_q);
     if constexpr (Config::Mods::hides_pairs) {
       found = found && reinterpret_cast<const int*>(memory + stages_at)[row] != 0;
@@ -350,9 +350,9 @@ struct MmaGradients : MmaGradientProducts<Config> {
   // no warp reads any more, so that global stores are whole 16-byte chunks.
   template <int Dim, class TileLayout, class OwnColumns, class Accumulators>
   __device__ void write(const Tensor& tensor, const Accumulators& of, unsigned target) {
-    Gradient* output = tensor.head<Gradient>(at.k_batch, work.head) +
-                       (int64(at.k_first) + work.begin) * tensor.row_stride;
-    const int left = at.seqlen_k - work.begin;
+    Gradient* output = tensor.head<Gradient>(at.k_batch, coord.head) +
+                       (int64(at.k_first) + coord.begin) * tensor.row_stride;
+    const int left = at.seqlen_k - coord.begin;
     constexpr int column_tiles = 2 * OwnColumns::steps;
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
@@ -396,10 +396,10 @@ template <class Config>
 __device__ void mma_gradients(const GradientParams& p) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   // With a causal mask most queries attend to the first keys, so their KV tiles start first.
-  const GradientWork work = find_gradient_work<Config, Config::Bc, true, false>(p, blockIdx.x);
-  const Sequence at = sequence_of<Config>(p, work.batch);
-  if (work.begin >= at.seqlen_k) return;
-  MmaGradients<Config>(p, work, at, shared_memory).run();
+  const GradientTileCoord coord = gradient_tile_coord<Config, Config::Bc, true, false>(p, blockIdx.x);
+  const Sequence at = sequence_of<Config>(p, coord.batch);
+  if (coord.begin >= at.seqlen_k) return;
+  MmaGradients<Config>(p, coord, at, shared_memory).run();
 }
 
 template <class Config>

@@ -167,21 +167,21 @@ struct QueryGradientTile {
   };
 
   __device__ static void write(const GradientParams& p, Shared& shared) {
-    const GradientWork work = find_gradient_work<Config, Br, false, false>(p, blockIdx.x);
-    const Sequence at = sequence_of<Config>(p, work.batch);
-    if (work.begin >= at.seqlen_q) return;
+    const GradientTileCoord coord = gradient_tile_coord<Config, Br, false, false>(p, blockIdx.x);
+    const Sequence at = sequence_of<Config>(p, coord.batch);
+    if (coord.begin >= at.seqlen_q) return;
     const QuerySums<Config> all(p);
-    const int tile = work.begin / Br;
+    const int tile = coord.begin / Br;
     // No CTA adds to a query tile that attends to no key, so its sums are undefined.
-    const bool is_written = *all.counter(p, at, work.batch, work.head, tile) != 0;
+    const bool is_written = *all.counter(p, at, coord.batch, coord.head, tile) != 0;
     const float* sums =
-        all.template sums<Fragments::floats>(p, at, work.batch, work.head, tile);
-    const auto* terms = row_terms<Config>(p) + first_row_of_head(p, at, work.head) + work.begin;
-    const int left = at.seqlen_q - work.begin;
+        all.template sums<Fragments::floats>(p, at, coord.batch, coord.head, tile);
+    const auto* terms = row_terms<Config>(p) + first_row_of_head(p, at, coord.head) + coord.begin;
+    const int left = at.seqlen_q - coord.begin;
     const float scale = signed_scale<Config, float>(p);
-    const Mask<Config> mask = mask_of<Config>(p, at, work.batch);
-    Gradient* output = p.dq.head<Gradient>(at.q_batch, work.head) +
-                       (at.q_first + int64(work.begin)) * p.dq.row_stride;
+    const Mask<Config> mask = mask_of<Config>(p, at, coord.batch);
+    Gradient* output = p.dq.head<Gradient>(at.q_batch, coord.head) +
+                       (at.q_first + int64(coord.begin)) * p.dq.row_stride;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
     for (int i = 0; i < Fragments::row_tiles; ++i) {
@@ -199,7 +199,7 @@ struct QueryGradientTile {
         // A row without visible keys may have NaN in its sums, from 0 times other rows' keys.
         const bool found =
             row < left && terms[row].lse_log2 != SoftmaxMath<float>::infinity() &&
-            mask.visible_begin(work.begin + row) < mask.visible_end(work.begin + row);
+            mask.visible_begin(coord.begin + row) < mask.visible_end(coord.begin + row);
         scale_row<column_tiles>(of[0] + 2 * half, scale);
         if (!found) fill_row_from<column_tiles>(of[0] + 2 * half, 0, 0);
         if constexpr (is_staged) {

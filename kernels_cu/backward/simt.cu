@@ -35,7 +35,7 @@ struct SimtGradients {
   static_assert(sizeof(Shared) == Config::shared_memory, "as the host planned");
 
   const GradientParams& p;
-  const GradientWork work;
+  const GradientTileCoord coord;
   const Sequence at;
   const Mask<Config> mask;
   Shared& shared;
@@ -49,12 +49,12 @@ struct SimtGradients {
   T sums_v[slices_v][own_rows][own_dims];
   T seen[own_rows];  // row sums of P, to detect rows whose pairs are all masked
 
-  __device__ SimtGradients(const GradientParams& p, const GradientWork& work, const Sequence& at,
+  __device__ SimtGradients(const GradientParams& p, const GradientTileCoord& coord, const Sequence& at,
                            Shared& shared)
       : p(p),
-        work(work),
+        coord(coord),
         at(at),
-        mask(mask_of<Config>(p, at, work.batch)),
+        mask(mask_of<Config>(p, at, coord.batch)),
         shared(shared),
         scale_log2(signed_scale<Config, double>(p) * SoftmaxMath<double>::log2_e) {}
 
@@ -63,22 +63,22 @@ struct SimtGradients {
     clear(sums_v);
 #pragma unroll
     for (int i = 0; i < own_rows; ++i) seen[i] = 0;
-    const int stop = min(work.begin + rows, row_count());
+    const int stop = min(coord.begin + rows, row_count());
     const int group = p.heads_q / p.heads_kv;
     if constexpr (OfKeys) {
-      const QueryTiles tiles = find_query_tiles<columns>(mask, work.begin, stop, at.seqlen_q);
-      for (int head = work.head * group; head < (work.head + 1) * group; ++head) {
+      const QueryTileRange tiles = query_tile_range<columns>(mask, coord.begin, stop, at.seqlen_q);
+      for (int head = coord.head * group; head < (coord.head + 1) * group; ++head) {
         for (int tile = tiles.begin; tile < tiles.end; ++tile) {
-          visit(keys(p.k, work.head), keys(p.v, work.head), queries(p.q, head),
+          visit(keys(p.k, coord.head), keys(p.v, coord.head), queries(p.q, head),
                 queries(p.dout, head), head, tile * columns);
         }
       }
     } else {
-      const KeyTiles tiles = find_key_tiles<columns, false>(mask, work.begin, stop, 0, 1);
-      const int head_kv = work.head / group;
+      const KvTileRange tiles = kv_tile_range<columns, false>(mask, coord.begin, stop, 0, 1);
+      const int head_kv = coord.head / group;
       for (int tile = tiles.begin; tile < tiles.end; ++tile) {
-        visit(queries(p.q, work.head), queries(p.dout, work.head), keys(p.k, head_kv),
-              keys(p.v, head_kv), work.head, tile * columns);
+        visit(queries(p.q, coord.head), queries(p.dout, coord.head), keys(p.k, head_kv),
+              keys(p.v, head_kv), coord.head, tile * columns);
       }
     }
     finish();
@@ -110,10 +110,10 @@ struct SimtGradients {
   // Processes one tile of columns: computes S and dP, and adds what they contribute to the sums.
   __device__ void visit(Rows first, Rows first_v, Rows second, Rows second_v, int head,
                         int column) {
-    Products::template multiply<Config::head_dim>(scores, shared.operands, first, work.begin,
+    Products::template multiply<Config::head_dim>(scores, shared.operands, first, coord.begin,
                                                   second, column);
     Products::template multiply<Config::head_dim_v>(gradients, shared.operands, first_v,
-                                                    work.begin, second_v, column);
+                                                    coord.begin, second_v, column);
     weigh(head, column + x);
 #pragma unroll
     for (int i = 0; i < own_rows; ++i) {
@@ -138,16 +138,16 @@ struct SimtGradients {
     const auto terms = [&](int row) {
       return row < at.seqlen_q ? of_rows[row] : RowTerms<T>{SoftmaxMath<T>::infinity(), 0};
     };
-    const int row = work.begin + y;
+    const int row = coord.begin + y;
     const auto step = [](int n) { return n * side; };
     if constexpr (OfKeys) {
-      const Weigh<Config, own_columns, own_rows> weigh = {p, mask, at, work.batch, head, scale_log2};
+      const Weigh<Config, own_columns, own_rows> weigh = {p, mask, at, coord.batch, head, scale_log2};
       weigh.template run<true>([&](int r) { return column + r * side; }, row,
                                [&](int r) { return terms(column + r * side); },
                                [&](int r, int n) -> T& { return scores[n][r]; },
                                [&](int r, int n) -> T& { return gradients[n][r]; }, step);
     } else {
-      const Weigh<Config, own_rows, own_columns> weigh = {p, mask, at, work.batch, head, scale_log2};
+      const Weigh<Config, own_rows, own_columns> weigh = {p, mask, at, coord.batch, head, scale_log2};
       weigh.template run<true>([&](int r) { return row + r * side; }, column,
                                [&](int r) { return terms(row + r * side); },
                                [&](int r, int n) -> T& { return scores[r][n]; },
@@ -157,7 +157,7 @@ struct SimtGradients {
 
   // Returns whether a row has a visible pair. If it has none, its sums may be NaN, as 0 times NaN.
   __device__ bool is_seen(int i) const {
-    const int row = work.begin + y + i * side;
+    const int row = coord.begin + y + i * side;
     bool found;
     if constexpr (OfKeys) {
       found = mask.first_row(row, at.seqlen_q) < mask.last_row(row, at.seqlen_q);
@@ -190,11 +190,11 @@ struct SimtGradients {
   template <int Dim, int Slices>
   __device__ void write(const Tensor& tensor, int i, const T (&of)[Slices][own_rows][own_dims],
                         bool found, T factor) {
-    const int row = work.begin + y + i * side;
+    const int row = coord.begin + y + i * side;
     if (tensor.data == nullptr || row >= row_count()) return;
     const int batch = OfKeys ? at.k_batch : at.q_batch;
     const int64 place = (OfKeys ? at.k_first : at.q_first) + int64(row);
-    Gradient* output = tensor.head<Gradient>(batch, work.head) + place * tensor.row_stride;
+    Gradient* output = tensor.head<Gradient>(batch, coord.head) + place * tensor.row_stride;
 #pragma unroll
     for (int s = 0; s < Slices; ++s) {
 #pragma unroll
@@ -210,11 +210,11 @@ template <class Config, bool OfKeys>
 __device__ void simt_gradients(const GradientParams& p) {
   using Kernel = SimtGradients<Config, OfKeys>;
   extern __shared__ __align__(16) unsigned char shared_memory[];
-  const GradientWork work =
-      find_gradient_work<Config, Kernel::rows, OfKeys, !OfKeys>(p, blockIdx.x);
-  const Sequence at = sequence_of<Config>(p, work.batch);
-  if (work.begin >= (OfKeys ? at.seqlen_k : at.seqlen_q)) return;
-  Kernel(p, work, at, *reinterpret_cast<typename Kernel::Shared*>(shared_memory)).run();
+  const GradientTileCoord coord =
+      gradient_tile_coord<Config, Kernel::rows, OfKeys, !OfKeys>(p, blockIdx.x);
+  const Sequence at = sequence_of<Config>(p, coord.batch);
+  if (coord.begin >= (OfKeys ? at.seqlen_k : at.seqlen_q)) return;
+  Kernel(p, coord, at, *reinterpret_cast<typename Kernel::Shared*>(shared_memory)).run();
 }
 
 template <class Config>

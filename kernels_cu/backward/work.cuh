@@ -5,7 +5,7 @@
 #include "backward/places.cuh"
 #include "grid/schedule.cuh"
 
-struct GradientWork {
+struct GradientTileCoord {
   int begin;  // first row of the tile
   int batch;
   int head;   // KV head of a KV tile, or query head of a query tile
@@ -39,7 +39,7 @@ struct GradientRows {
 // together; sequences shorter than the longest have larger sections. Within a section tiles are in
 // order, or reversed if `FromLast`, so that the longest tiles of a causal mask start first.
 template <class Config, int Rows, bool OfKeys, bool FromLast>
-__device__ GradientWork find_gradient_work(const GradientParams& p, int block) {
+__device__ GradientTileCoord gradient_tile_coord(const GradientParams& p, int block) {
   const GradientRows<OfKeys> of(p);
   const int longest = ceil_div(of.longest, Rows);
   int tiles = longest, heads = p.batch * of.heads, section_heads = of.section_heads;

@@ -69,7 +69,7 @@ __device__ void hopper_forward(const TensorMaps& maps, const Params& params) {
     if constexpr (HopperCta<Config>::makes_order) cta.make_order();
     if (HopperProducer<Config>::is_one()) HopperProducer<Config>{cta}.produce();
     if constexpr (Config::sequences) {
-      if (threadIdx.x / 32 == 1) HopperFinder<Config>{cta}.find_visits();
+      if (threadIdx.x / 32 == 1) HopperFinder<Config>{cta}.schedule_tiles();
       if (threadIdx.x / 32 == 2) HopperTailClearer<Config>{cta}.clear_tails();
       if (threadIdx.x / 32 == 3) clear_unowned_rows<Config, 1>(params);
     } else {

@@ -45,17 +45,17 @@ struct ProductsOf<float> {
 
 // Tile coordinates, kept only if modifications need them: an unused member would change the loops.
 template <class Config, bool Modified = Config::modified>
-struct MmaWork {
-  __device__ explicit MmaWork(const Work&) {}
+struct MmaTileCoord {
+  __device__ explicit MmaTileCoord(const TileCoord&) {}
 };
 template <class Config>
-struct MmaWork<Config, true> {
-  const Work work;
-  __device__ explicit MmaWork(const Work& work) : work(work) {}
+struct MmaTileCoord<Config, true> {
+  const TileCoord coord;
+  __device__ explicit MmaTileCoord(const TileCoord& coord) : coord(coord) {}
 };
 
 template <class Config>
-struct MmaForward : MmaWork<Config> {
+struct MmaForward : MmaTileCoord<Config> {
   using Element = typename Config::Element;
   static constexpr int Br = Config::Br;
   static constexpr int Bc = Config::Bc;
@@ -97,7 +97,7 @@ struct MmaForward : MmaWork<Config> {
   const Params& p;
   const Place<Config>* place;  // sequence of this CTA, or null if the batch is dense
   const Mask<Config, Config::group> mask;
-  const KeyTiles tiles;
+  const KvTileRange tiles;
   const int group = threadIdx.x / 32 / shares;  // index of the warps that have the same rows
   const int lane = threadIdx.x % 32;
   const int first_row;  // first query row of which this lane holds elements, see row_of()
@@ -112,33 +112,33 @@ struct MmaForward : MmaWork<Config> {
   typename Products::Output out;
   Softmax softmax;
 
-  __device__ MmaForward(const Params& params, const Work& work, unsigned shared,
+  __device__ MmaForward(const Params& params, const TileCoord& coord, unsigned shared,
                         const Place<Config>* place = nullptr)
-      : MmaWork<Config>(work),
+      : MmaTileCoord<Config>(coord),
         p(params),
         place(place),
-        mask(params, work.batch),
-        tiles(find_key_tiles<Bc, Config::split_keys>(mask, work.q_begin,
-                                                     min(work.q_begin + Br, params.seqlen_q),
-                                                     work.split, params.num_splits)),
-        first_row(first_row_of(work)),
+        mask(params, coord.batch),
+        tiles(kv_tile_range<Bc, Config::split_keys>(mask, coord.q_begin,
+                                                     min(coord.q_begin + Br, params.seqlen_q),
+                                                     coord.split, params.num_splits)),
+        first_row(first_row_of(coord)),
         q_shared(shared),
         ring(shared + q_bytes),
-        next_keys(KeyCopy::source(params.k.head<const Element>(work.batch, work.head_kv) +
+        next_keys(KeyCopy::source(params.k.head<const Element>(coord.batch, coord.head_kv) +
                                       int64(tiles.end - 1) * Bc * params.k.row_stride,
                                   params.k.row_stride)),
-        next_values(ValueCopy::source(params.v.head<const Element>(work.batch, work.head_kv) +
+        next_values(ValueCopy::source(params.v.head<const Element>(coord.batch, coord.head_kv) +
                                           int64(tiles.end - 1) * Bc * params.v.row_stride,
                                       params.v.row_stride)),
         scale_log2(exponent_scale<Config, float>(params)) {
     if constexpr (Config::group > 1) {
-      QueryCopy::gather(q_shared, [&](int row) { return place->query(work.q_begin + row); });
+      QueryCopy::gather(q_shared, [&](int row) { return place->query(coord.q_begin + row); });
       return;
     }
     const Element* queries = QueryCopy::source(
-        p.q.head<const Element>(work.batch, work.head) + work.q_begin * p.q.row_stride,
+        p.q.head<const Element>(coord.batch, coord.head) + coord.q_begin * p.q.row_stride,
         p.q.row_stride);
-    QueryCopy::template start<true>(q_shared, queries, p.q.row_stride, p.seqlen_q - work.q_begin);
+    QueryCopy::template start<true>(q_shared, queries, p.q.row_stride, p.seqlen_q - coord.q_begin);
   }
 
   __device__ void run() {
@@ -165,7 +165,7 @@ struct MmaForward : MmaWork<Config> {
   // Returns the first KV tile in which the window masks no key for any row.
   __device__ int first_full_tile() const {
     if constexpr (Config::window_left) {
-      const int last_row = min(this->work.q_begin + Br, p.seqlen_q) - 1;
+      const int last_row = min(this->coord.q_begin + Br, p.seqlen_q) - 1;
       return max(tiles.begin, mask.template first_full_tile<Bc>(last_row));
     } else {
       return tiles.begin;
@@ -275,8 +275,8 @@ struct MmaForward : MmaWork<Config> {
     }
   }
 
-  __device__ int first_row_of(const Work& work) const {
-    return work.q_begin + group * warp_rows + lane / 4;
+  __device__ int first_row_of(const TileCoord& coord) const {
+    return coord.q_begin + group * warp_rows + lane / 4;
   }
 
   // Returns the query row of the upper (0) or lower (1) accumulator half in row tile i.
@@ -288,7 +288,7 @@ struct MmaForward : MmaWork<Config> {
     if constexpr (Config::modified) {
       modify_fragments<Config, 2 * row_tiles, Bc / 8>(
           p,
-          [&](int r) { return score_row(p, this->work, place, row_of(first_row, r / 2, r % 2)); },
+          [&](int r) { return score_row(p, this->coord, place, row_of(first_row, r / 2, r % 2)); },
           key_begin + lane % 4 * 2, [&](int r) { return scores[r / 2][0] + 2 * (r % 2); });
     }
   }
@@ -312,12 +312,12 @@ struct MmaForward : MmaWork<Config> {
     if constexpr (Config::sequences) {
       const Place<Config> again(place->p, ChosenRows<Config>::tile());
       const Params own = again.params();
-      finish(own, again.work, &again);
-      if (sees_few()) settle(own, again.work, &again);
+      finish(own, again.coord, &again);
+      if (sees_few()) settle(own, again.coord, &again);
       again.clear_unowned_rows();
     } else {
-      finish(p, find_work<Br>(p, ChosenRows<Config>::tile()), nullptr);
-      if (sees_few()) settle(p, find_work<Br>(p, ChosenRows<Config>::tile()), nullptr);
+      finish(p, tile_coord<Br>(p, ChosenRows<Config>::tile()), nullptr);
+      if (sees_few()) settle(p, tile_coord<Br>(p, ChosenRows<Config>::tile()), nullptr);
     }
   }
 
@@ -326,18 +326,18 @@ struct MmaForward : MmaWork<Config> {
     return !Config::modified && mask.visible_end(first_row - lane / 4) <= few_keys<Element>;
   }
 
-  __device__ static void settle(const Params& p, const Work& work, const Place<Config>* place) {
+  __device__ static void settle(const Params& p, const TileCoord& coord, const Place<Config>* place) {
     const unsigned group = threadIdx.x / 32 / shares;
-    const int first = work.q_begin + group * warp_rows;
+    const int first = coord.q_begin + group * warp_rows;
     // Waits until all warps with the same rows have written them.
     if constexpr (shares > 1) {
       ptx::barrier_sync_aligned(1 + group, 32 * shares);
       if (Products::share() > 0) return;
     }
-    settle_few_seen<Config>(p, work, place, first, min(first + warp_rows, p.seqlen_q));
+    settle_few_seen<Config>(p, coord, place, first, min(first + warp_rows, p.seqlen_q));
   }
 
-  __device__ void finish(const Params& p, const Work& work, const Place<Config>* place) {
+  __device__ void finish(const Params& p, const TileCoord& coord, const Place<Config>* place) {
     const auto partials = partials_of(p, place);
     unsigned sees_one = 0;  // bit 2 * i + half: the sum of the row is a single p
 #pragma unroll
@@ -351,19 +351,19 @@ struct MmaForward : MmaWork<Config> {
         }
         const float normalizer = state.normalizer();
         scale_row<Products::columns_v / 8>(out[i][0] + 2 * half, normalizer);
-        const int row = row_of(first_row_of(work), i, half);
+        const int row = row_of(first_row_of(coord), i, half);
         if constexpr (Config::modified) {
-          finish_modified(p, score_row(p, work, place, row).head, state, out[i][0] + 2 * half);
+          finish_modified(p, score_row(p, coord, place, row).head, state, out[i][0] + 2 * half);
         }
         if (lane % 4 == 0 && Products::share() == 0 && row < p.seqlen_q &&
-            ChosenRows<Config>::include(row - work.q_begin)) {
-          const int64 index = index_of(p, work, place, row);
+            ChosenRows<Config>::include(row - coord.q_begin)) {
+          const int64 index = index_of(p, coord, place, row);
           if constexpr (Config::split_keys) {
-            partials.template set<Softmax::factor>(p, work.split, index, state, scale_log2);
+            partials.template set<Softmax::factor>(p, coord.split, index, state, scale_log2);
           } else if (p.lse != nullptr) {
             float lse = log_sum_exp(state);
             if constexpr (Config::sinks) {
-              take_sink<Config>(p, score_row(p, work, place, row).head, lse);
+              take_sink<Config>(p, score_row(p, coord, place, row).head, lse);
             }
             static_cast<float*>(p.lse)[index] = lse;
           }
@@ -371,21 +371,21 @@ struct MmaForward : MmaWork<Config> {
       }
     }
     if constexpr (Config::split_keys) {
-      write_partial(partials, p, work, place);
+      write_partial(partials, p, coord, place);
     } else {
-      write_output(p, work, place);
+      write_output(p, coord, place);
     }
-    if constexpr (settles_only_keys) settle_only_keys(sees_one, partials, p, work, place);
+    if constexpr (settles_only_keys) settle_only_keys(sees_one, partials, p, coord, place);
   }
 
   __device__ void settle_only_keys(unsigned sees_one, const Partials<Config>& partials,
-                                   const Params& p, const Work& work,
+                                   const Params& p, const TileCoord& coord,
                                    const Place<Config>* place) const {
     if (!__any_sync(~0u, sees_one != 0)) return;
-    const KeyTiles tiles = find_key_tiles<Bc, Config::split_keys>(
-        Mask<Config, Config::group>(p, work.batch), work.q_begin,
-        min(work.q_begin + Br, p.seqlen_q), work.split, p.num_splits);
-    const int first_of_warp = first_row_of(work) - lane / 4;
+    const KvTileRange tiles = kv_tile_range<Bc, Config::split_keys>(
+        Mask<Config, Config::group>(p, coord.batch), coord.q_begin,
+        min(coord.q_begin + Br, p.seqlen_q), coord.split, p.num_splits);
+    const int first_of_warp = first_row_of(coord) - lane / 4;
 #pragma unroll 1
     for (int r = 0; r < 2 * row_tiles; ++r) {
       // Keep one bit per row, that of the first of its four lanes.
@@ -393,15 +393,15 @@ struct MmaForward : MmaWork<Config> {
 #pragma unroll 1
       for (; left != 0; left &= left - 1) {
         const int row = row_of(first_of_warp + (__ffs(left) - 1) / 4, r / 2, r % 2);
-        if (row >= p.seqlen_q || !ChosenRows<Config>::include(row - work.q_begin)) continue;
+        if (row >= p.seqlen_q || !ChosenRows<Config>::include(row - coord.q_begin)) continue;
         // Orders the next writes after those of the lanes that wrote the row.
         __syncwarp();
         if constexpr (Config::split_keys) {
-          settle_only_key<Config>(p, work, place, tiles, row,
-                                  partials.out_row(work.split, index_of(p, work, place, row)));
+          settle_only_key<Config>(p, coord, place, tiles, row,
+                                  partials.out_row(coord.split, index_of(p, coord, place, row)));
         } else {
-          Element* head = p.out.head<Element>(work.batch, work.head);
-          settle_only_key<Config>(p, work, place, tiles, row, out_row(head, p, place, row));
+          Element* head = p.out.head<Element>(coord.batch, coord.head);
+          settle_only_key<Config>(p, coord, place, tiles, row, out_row(head, p, place, row));
         }
       }
     }
@@ -423,14 +423,14 @@ struct MmaForward : MmaWork<Config> {
   }
 
   __device__ void write_partial(const Partials<Config>& partials, const Params& p,
-                                const Work& work, const Place<Config>* place) {
+                                const TileCoord& coord, const Place<Config>* place) {
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = row_of(first_row_of(work), i, half);
+        const int row = row_of(first_row_of(coord), i, half);
         if (row >= p.seqlen_q) continue;
-        float* target = partials.out_row(work.split, index_of(p, work, place, row));
+        float* target = partials.out_row(coord.split, index_of(p, coord, place, row));
         write_row<Products::columns_v / 8, Config::head_dim_v>(
             target, out[i][0] + 2 * half, [&](int j, int c) { return products.column(j, c); });
       }
@@ -438,7 +438,7 @@ struct MmaForward : MmaWork<Config> {
   }
 
   // Writes the output through shared memory, each warp its own rows, in whole 16-byte chunks.
-  __device__ void write_output(const Params& p, const Work& work, const Place<Config>* place) {
+  __device__ void write_output(const Params& p, const TileCoord& coord, const Place<Config>* place) {
     __syncthreads();
     const int warp_row = group * warp_rows;
 #pragma unroll
@@ -453,18 +453,18 @@ struct MmaForward : MmaWork<Config> {
     } else {
       ptx::barrier_sync_aligned(1 + group, 32 * shares);
     }
-    Element* output = p.out.head<Element>(work.batch, work.head);
+    Element* output = p.out.head<Element>(coord.batch, coord.head);
     constexpr int elements = ValueLayout::chunk_elements;
 #pragma unroll
     for (int pass = 0; pass < warp_rows * ValueLayout::chunks; pass += 32 * shares) {
       const int first = pass + 32 * Products::share();
       const int row = warp_row + (first + lane) / ValueLayout::chunks;
       const int chunk = (first + lane) % ValueLayout::chunks;
-      if (work.q_begin + row >= p.seqlen_q || !ChosenRows<Config>::include(row)) continue;
+      if (coord.q_begin + row >= p.seqlen_q || !ChosenRows<Config>::include(row)) continue;
       unsigned bits[4];
       ptx::ld_shared_v4(bits, q_shared + ValueLayout::offset(row, chunk));
       store_chunk<Element, Config::out_alignment>(
-          out_row(output, p, place, work.q_begin + row, chunk * elements),
+          out_row(output, p, place, coord.q_begin + row, chunk * elements),
           reinterpret_cast<const Vector<Element, elements>&>(bits),
           Config::head_dim_v - chunk * elements);
     }
@@ -476,14 +476,14 @@ __device__ void mma_forward(const Params& params, int tile = blockIdx.x) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   if constexpr (Config::sequences) {
     const Place<Config> place(params, tile);
-    if (place.work.q_begin >= place.rows()) {
+    if (place.coord.q_begin >= place.rows()) {
       place.clear_unowned_rows();
       return;
     }
     const Params own = place.params();
-    MmaForward<Config>(own, place.work, ptx::shared_address(shared_memory), &place).run();
+    MmaForward<Config>(own, place.coord, ptx::shared_address(shared_memory), &place).run();
   } else {
-    MmaForward<Config>(params, find_work<Config::Br>(params, tile),
+    MmaForward<Config>(params, tile_coord<Config::Br>(params, tile),
                        ptx::shared_address(shared_memory))
         .run();
   }

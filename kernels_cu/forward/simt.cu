@@ -15,7 +15,7 @@
 namespace simt {
 
 template <class Config>
-__device__ void write(const Params& p, const Work& work, const Place<Config>* place,
+__device__ void write(const Params& p, const TileCoord& coord, const Place<Config>* place,
                       Rows<Config>& rows, typename Layout<Config>::T scale_log2) {
   using L = Layout<Config>;
   using Element = typename L::Element;
@@ -23,15 +23,15 @@ __device__ void write(const Params& p, const Work& work, const Place<Config>* pl
   constexpr int dim = Config::head_dim_v;
 #pragma unroll
   for (int i = 0; i < L::rows; ++i) {
-    const int row = work.q_begin + rows.first() + i * L::warp_rows;
+    const int row = coord.q_begin + rows.first() + i * L::warp_rows;
     if (row >= p.seqlen_q) continue;
-    const int64 index = index_of(p, work, place, row);
+    const int64 index = index_of(p, coord, place, row);
     T* lse = static_cast<T*>(p.lse) + index;
     // If KV is split, the sink is applied when the splits are merged.
     const auto log_sum_exp = [&](T& factor) {
       T found = rows.softmax[i].template log_sum_exp<L::headroom>(scale_log2);
       if constexpr (Config::sinks && !Config::split_keys) {
-        factor = take_sink<Config>(p, score_row(p, work, place, row).head, found);
+        factor = take_sink<Config>(p, score_row(p, coord, place, row).head, found);
       }
       return found;
     };
@@ -43,17 +43,17 @@ __device__ void write(const Params& p, const Work& work, const Place<Config>* pl
     if constexpr (Config::split_keys) {
       constexpr int unit = dim % L::width == 0 ? L::width : 1;
       const auto partials = partials_of(p, place);
-      rows.template store<unit>(partials.out_row(work.split, index), i);
-      lse = partials.lse_row(work.split, index);
+      rows.template store<unit>(partials.out_row(coord.split, index), i);
+      lse = partials.lse_row(coord.split, index);
     } else {
       constexpr int most = Config::out_alignment / int(sizeof(Element));
       constexpr int unit = most < 1 ? 1 : most < L::width ? most : L::width;
-      Element* head = p.out.head<Element>(work.batch, work.head);
+      Element* head = p.out.head<Element>(coord.batch, coord.head);
       rows.template store<unit>(out_row(head, p, place, row), i);
     }
     if constexpr (Config::split_keys && Partials<Config>::has_pairs) {
       if (L::position() == 0) {
-        partials_of(p, place).set(p, work.split, index,
+        partials_of(p, place).set(p, coord.split, index,
                                   rows.softmax[i].template exponent_sum<L::headroom>(scale_log2));
       }
     } else if (L::position() == 0 && (Config::split_keys || p.lse != nullptr)) {
@@ -83,7 +83,7 @@ struct Kernel : InPlace<Config> {
   using InPlace<Config>::place;
 
   const Params& p;
-  const Work work;
+  const TileCoord coord;
   const Element* k_head;
   const Element* v_head;
   T* q;
@@ -92,13 +92,13 @@ struct Kernel : InPlace<Config> {
   T* probabilities;
   Rows<Config> rows;
 
-  __device__ Kernel(const Params& params, const Work& work, T* shared,
+  __device__ Kernel(const Params& params, const TileCoord& coord, T* shared,
                     const Place<Config>* place = nullptr)
       : InPlace<Config>(place),
         p(params),
-        work(work),
-        k_head(params.k.head<const Element>(work.batch, work.head_kv)),
-        v_head(params.v.head<const Element>(work.batch, work.head_kv)),
+        coord(coord),
+        k_head(params.k.head<const Element>(coord.batch, coord.head_kv)),
+        v_head(params.v.head<const Element>(coord.batch, coord.head_kv)),
         q(shared),
         k(q + L::q_size),
         v(Config::share_kv ? k : k + L::k_size),
@@ -107,9 +107,9 @@ struct Kernel : InPlace<Config> {
   __device__ void load_q() {
     using Load = TileLoad<Config, Config::Br, Config::head_dim, L::qk_stride, true>;
     if constexpr (Config::group > 1) {
-      Load::gather(q, [&](int row) { return place->query(work.q_begin + row); });
+      Load::gather(q, [&](int row) { return place->query(coord.q_begin + row); });
     } else {
-      Load::run(q, p.q.head<const Element>(work.batch, work.head), p.q.row_stride, work.q_begin,
+      Load::run(q, p.q.head<const Element>(coord.batch, coord.head), p.q.row_stride, coord.q_begin,
                 p.seqlen_q);
     }
   }
@@ -148,17 +148,17 @@ struct Kernel : InPlace<Config> {
 
   // Processes one KV tile. Its K is already being copied; on return, K of the next tile is. With
   // separate buffers, V is copied during Q K^T, and the next K during P V.
-  __device__ void visit(const typename Rows<Config>::KeyMask& mask, int tile, const KeyTiles& tiles,
+  __device__ void visit(const typename Rows<Config>::KeyMask& mask, int tile, const KvTileRange& tiles,
                         T scale_log2) {
     wait_for_copies();
     __syncthreads();
     if (!Config::share_kv) load_v(tile);
     rows.multiply_keys(q, k);
-    const auto at = [&](int row) { return score_row(p, work, place, work.q_begin + row); };
+    const auto at = [&](int row) { return score_row(p, coord, place, coord.q_begin + row); };
     rows.modify(p, at, tile * Config::Bc);
     const bool is_left =
         Config::window_left && tile < mask.template first_full_tile<Config::Bc>(last_row());
-    if (tile >= tiles.full_end || is_left) rows.mask(mask, work.q_begin, tile * Config::Bc);
+    if (tile >= tiles.full_end || is_left) rows.mask(mask, coord.q_begin, tile * Config::Bc);
     rows.exponentiate(probabilities, scale_log2);
     if (Config::share_kv) {
       __syncthreads();
@@ -174,13 +174,13 @@ struct Kernel : InPlace<Config> {
     }
   }
 
-  __device__ int last_row() const { return min(work.q_begin + Config::Br, p.seqlen_q) - 1; }
+  __device__ int last_row() const { return min(coord.q_begin + Config::Br, p.seqlen_q) - 1; }
 
   __device__ void run() {
-    const typename Rows<Config>::KeyMask mask(p, work.batch);
+    const typename Rows<Config>::KeyMask mask(p, coord.batch);
     const int q_end = last_row() + 1;
-    const KeyTiles tiles = find_key_tiles<Config::Bc, Config::split_keys>(mask, work.q_begin, q_end,
-                                                                          work.split, p.num_splits);
+    const KvTileRange tiles = kv_tile_range<Config::Bc, Config::split_keys>(mask, coord.q_begin, q_end,
+                                                                          coord.split, p.num_splits);
     const T scale_log2 = exponent_scale<Config, T>(p);
     rows.reset();
     if (tiles.begin < tiles.end) {
@@ -191,15 +191,15 @@ struct Kernel : InPlace<Config> {
       visit(mask, tile, tiles, scale_log2);
     }
     rows.finish();
-    write<Config>(p, work, place, rows, scale_log2);
+    write<Config>(p, coord, place, rows, scale_log2);
     if (Config::modified) return;
-    if (mask.visible_end(work.q_begin + first_of_warp()) > few_keys<Element>) return;
+    if (mask.visible_end(coord.q_begin + first_of_warp()) > few_keys<Element>) return;
     // The tile coordinates are recomputed. Keeping them until here would slow the loops by 2.5% in
     // causal calls at head_dim 256.
     if constexpr (Config::sequences) {
-      settle(work);
+      settle(coord);
     } else {
-      settle(find_work<Config::Br>(p, ptx::block_index()));
+      settle(tile_coord<Config::Br>(p, ptx::block_index()));
     }
   }
 
@@ -207,9 +207,9 @@ struct Kernel : InPlace<Config> {
   static constexpr int warp_rows = L::warp_rows * L::rows;
   __device__ static int first_of_warp() { return threadIdx.x / 32 * warp_rows; }
 
-  __device__ void settle(const Work& work) const {
-    const int first = work.q_begin + first_of_warp();
-    settle_few_seen<Config>(p, work, place, first, min(first + warp_rows, p.seqlen_q));
+  __device__ void settle(const TileCoord& coord) const {
+    const int first = coord.q_begin + first_of_warp();
+    settle_few_seen<Config>(p, coord, place, first, min(first + warp_rows, p.seqlen_q));
   }
 };
 
@@ -222,15 +222,15 @@ __device__ void simt_attention(const Params& p) {
   T* const memory = reinterpret_cast<T*>(shared);
   if constexpr (Config::sequences) {
     const Place<Config> place(p, blockIdx.x);
-    if (place.work.q_begin < place.rows()) {
+    if (place.coord.q_begin < place.rows()) {
       const Params own = place.params();
-      simt::Kernel<Config>(own, place.work, memory, &place).run();
+      simt::Kernel<Config>(own, place.coord, memory, &place).run();
     }
     // `Place` is computed again: keeping it until here would change the machine code of the loops.
     if (!Config::split_keys && p.cu_seqlens_q != nullptr) {
       Place<Config>(p, ptx::block_index()).clear_unowned_rows();
     }
   } else {
-    simt::Kernel<Config>(p, find_work<Config::Br>(p, blockIdx.x), memory).run();
+    simt::Kernel<Config>(p, tile_coord<Config::Br>(p, blockIdx.x), memory).run();
   }
 }

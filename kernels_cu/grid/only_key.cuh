@@ -34,15 +34,15 @@ __device__ int find_only_key(const Params& p, const ScoreRow& row, int begin, in
 // Called by a warp after it has written the result of a row to `out`. If the row attends to only
 // one key of `tiles`, the result becomes the value of that key.
 template <class Config, class Out>
-__device__ void settle_only_key(const Params& p, const Work& work, const Place<Config>* place,
-                                const KeyTiles& tiles, int row, Out* out) {
+__device__ void settle_only_key(const Params& p, const TileCoord& coord, const Place<Config>* place,
+                                const KvTileRange& tiles, int row, Out* out) {
   using Element = typename Config::Element;
-  const Mask<Config, Config::group> mask(p, work.batch);
+  const Mask<Config, Config::group> mask(p, coord.batch);
   const int begin = max(mask.visible_begin(row), tiles.begin * Config::Bc);
   const int end = min(mask.visible_end(row), tiles.end * Config::Bc);
-  const int key = find_only_key<Config>(p, score_row(p, work, place, row), begin, end);
+  const int key = find_only_key<Config>(p, score_row(p, coord, place, row), begin, end);
   if (key < 0) return;
-  Row<Element> value = {p.v.template head<const Element>(work.batch, work.head_kv) +
+  Row<Element> value = {p.v.template head<const Element>(coord.batch, coord.head_kv) +
                             key * p.v.row_stride,
                         true};
   if constexpr (Config::page_size > 0) value = place->pages(place->p.v).at(key);

@@ -170,9 +170,9 @@ struct SequenceOrder {
 };
 
 // Returns the coordinates of query tile number `tile` of a sequence, counted over all heads. As in
-// the other `find_work()`, heads are taken in sections, and query tiles from the last to the first.
+// the other `tile_coord()`, heads are taken in sections, and query tiles from the last to the first.
 template <int Br>
-__device__ Work find_work(const Params& p, const Sequence& sequence, int batch, int tile,
+__device__ TileCoord tile_coord(const Params& p, const Sequence& sequence, int batch, int tile,
                           int section_heads) {
   const int q_tiles = ceil_div(sequence.seqlen_q, Br);
   const int first_head = tile / (section_heads * q_tiles) * section_heads;
@@ -192,13 +192,13 @@ __device__ int find_section_heads(const Params& p, int seqlen_k, int section_key
 }
 
 // Computes the work tile of tile number `take()`, counted over all heads and splits. All lanes of a
-// warp call this together; the lane whose `writes` is true writes `visit`.
+// warp call this together; the lane whose `writes` is true writes `work_tile`.
 template <class Config, class Take>
-__device__ void take_visit(const Params& p, const SequenceOrder& order, Take take, int section_keys,
-                           Visit<true>& visit, bool writes) {
+__device__ void fetch_work_tile(const Params& p, const SequenceOrder& order, Take take, int section_keys,
+                           WorkTile<true>& work_tile, bool writes) {
   unsigned tile = take();
   if (tile >= order.tiles(p.heads_q) * (Config::split_keys ? p.num_splits : 1)) {
-    if (writes) visit = Visit<true>::end_of_work();
+    if (writes) work_tile = WorkTile<true>::end_of_work();
     return;
   }
   int split = 0;
@@ -209,16 +209,16 @@ __device__ void take_visit(const Params& p, const SequenceOrder& order, Take tak
   const int place = order.place_of(tile / p.heads_q);
   const int batch = order.sequence[place];
   const Sequence sequence = find_sequence<0>(p, batch);
-  Work work = find_work<Config::Br>(
+  TileCoord coord = tile_coord<Config::Br>(
       p, sequence, batch, tile - order.first_tile[place] * p.heads_q,
       find_section_heads<Config::causal>(p, sequence.seqlen_k, section_keys));
-  if constexpr (Config::split_keys) work.split = split;
+  if constexpr (Config::split_keys) coord.split = split;
   const Mask<Config> mask(sequence.seqlen_k, sequence.q_offset<Config>(p, batch), {p, batch});
-  const int q_end = min(work.q_begin + Config::Br, sequence.seqlen_q);
+  const int q_end = min(coord.q_begin + Config::Br, sequence.seqlen_q);
   if (writes) {
-    visit = {{sequence},
-             work,
-             find_key_tiles<Config::Bc, Config::split_keys>(mask, work.q_begin, q_end, split,
+    work_tile = {{sequence},
+             coord,
+             kv_tile_range<Config::Bc, Config::split_keys>(mask, coord.q_begin, q_end, split,
                                                             p.num_splits)};
   }
 }

@@ -1,6 +1,6 @@
 // `Place`: a CTA's tile coordinates, and the rows of q, k, v and out that its sequence occupies,
 // for varlen, cached and paged batches. `Config::page_size` is 0 if K and V are not paged;
-// `Config::group` is the number of query heads packed into a tile, see `find_work()`.
+// `Config::group` is the number of query heads packed into a tile, see `tile_coord()`.
 #pragma once
 
 #include "score/few_seen.cuh"
@@ -21,13 +21,13 @@ struct Place {
   static constexpr int page_size = Config::page_size;
 
   const Params& p;
-  const Work work;
+  const TileCoord coord;
   const Sequence at;
 
   __device__ Place(const Params& p, int block)
       : p(p),
-        work(find_work<Config::Br, group>(p, block)),
-        at(find_sequence<page_size>(p, work.batch)) {}
+        coord(tile_coord<Config::Br, group>(p, block)),
+        at(find_sequence<page_size>(p, coord.batch)) {}
 
   // Number of rows in all query tiles of this sequence: seqlen_q times heads packed into a tile.
   __device__ int rows() const { return at.seqlen_q * group; }
@@ -42,7 +42,7 @@ struct Place {
     own.v = tensor_of(p.v, page_size > 0 ? 0 : at.k_batch, at.k_first);
     own.seqlen_q = rows();
     own.seqlen_k = at.seqlen_k;
-    own.q_offset = at.template q_offset<Config>(p, work.batch);
+    own.q_offset = at.template q_offset<Config>(p, coord.batch);
     return own;
   }
 
@@ -52,8 +52,8 @@ struct Place {
     if constexpr (!Config::split_keys) {
       const int warps = blockDim.x / 32;
       const int tiles = ceil_div(p.seqlen_q * group, Config::Br);
-      const int part = work.q_begin / Config::Br * warps + threadIdx.x / 32;
-      UnownedRows<Config>{p}.clear_around(work.batch, part, tiles * warps, work.head, group);
+      const int part = coord.q_begin / Config::Br * warps + threadIdx.x / 32;
+      UnownedRows<Config>{p}.clear_around(coord.batch, part, tiles * warps, coord.head, group);
     }
   }
 
@@ -65,8 +65,8 @@ struct Place {
 
   // Returns the sequence's rows of p.k or p.v (`tensor`) in a paged cache.
   __device__ PagedRows<Element, page_size> pages(const Tensor& tensor) const {
-    return {tensor.head<const Element>(0, work.head_kv),
-            p.block_table + work.batch * p.block_table_stride,
+    return {tensor.head<const Element>(0, coord.head_kv),
+            p.block_table + coord.batch * p.block_table_stride,
             tensor.batch_stride,
             tensor.row_stride,
             p.pages,
@@ -76,7 +76,7 @@ struct Place {
   __device__ Results partials() const { return Results(p); }
   // Returns the index of a row of the tile in lse, and among the rows of a split.
   __device__ int64 index(int row) const {
-    return Results::row_index(p, at, work.batch, work.head + row % group, row / group);
+    return Results::row_index(p, at, coord.batch, coord.head + row % group, row / group);
   }
 
  private:
@@ -85,7 +85,7 @@ struct Place {
     return {data, 0, all.row_stride, all.head_stride};
   }
   __device__ Element* row_of(const Tensor& tensor, int row) const {
-    return tensor.head<Element>(at.q_batch, work.head + row % group) +
+    return tensor.head<Element>(at.q_batch, coord.head + row % group) +
            (at.q_first + row / group) * tensor.row_stride;
   }
 };
@@ -103,36 +103,36 @@ __device__ auto partials_of(const Params& p, const Place<Config>* place) {
 }
 
 template <class Config>
-__device__ int64 index_of(const Params& p, const Work& work, const Place<Config>* place, int row) {
+__device__ int64 index_of(const Params& p, const TileCoord& coord, const Place<Config>* place, int row) {
   using Results = Partials<Config>;
   if constexpr (Config::sequences) {
     return place->index(row);
   } else {
-    return Results::row_index(p, work.batch, work.head, row);
+    return Results::row_index(p, coord.batch, coord.head, row);
   }
 }
 
 // Returns the coordinates of a tile's row that mask and score functions receive.
 template <class Config>
-__device__ ScoreRow score_row(const Params& p, const Work& work, const Place<Config>* place,
+__device__ ScoreRow score_row(const Params& p, const TileCoord& coord, const Place<Config>* place,
                               int row) {
   if constexpr (Config::sequences) {
-    return {work.batch, work.head + row % Config::group, row / Config::group, p.q_offset,
+    return {coord.batch, coord.head + row % Config::group, row / Config::group, p.q_offset,
             place->at.q_first, place->at.k_first};
   } else {
-    const int q_offset = first_position<Config>(p, work.batch, p.q_offset);
-    return {work.batch, work.head, row, q_offset, 0, 0};
+    const int q_offset = first_position<Config>(p, coord.batch, p.q_offset);
+    return {coord.batch, coord.head, row, q_offset, 0, 0};
   }
 }
 
 // Returns the row of V that belongs to the first key of a tile's sequence and KV head.
 template <class Config>
-__device__ Row<typename Config::Element> first_value(const Params& p, const Work& work,
+__device__ Row<typename Config::Element> first_value(const Params& p, const TileCoord& coord,
                                                      const Place<Config>* place) {
   if constexpr (Config::sequences) {
-    return first_value_of<Config>(place->p, place->at, work.batch, work.head_kv);
+    return first_value_of<Config>(place->p, place->at, coord.batch, coord.head_kv);
   } else {
-    return {p.v.head<const typename Config::Element>(work.batch, work.head_kv), true};
+    return {p.v.head<const typename Config::Element>(coord.batch, coord.head_kv), true};
   }
 }
 
@@ -149,16 +149,16 @@ __device__ typename Config::Element* out_row(typename Config::Element* head, con
 
 // Calls `settle_few_seen()` for the rows [first, end) of a tile; with split KV, combining does it.
 template <class Config>
-__device__ void settle_few_seen(const Params& p, const Work& work, const Place<Config>* place,
+__device__ void settle_few_seen(const Params& p, const TileCoord& coord, const Place<Config>* place,
                                 int first, int end) {
   using Element = typename Config::Element;
   // Without a causal mask, 16-bit rows need no correction: only seqlen_k == 0 leaves them no key.
   constexpr bool may_be_few = Config::causal || !quotient_is_exact<Element>;
   if constexpr (!Config::split_keys && may_be_few) {
-    const Mask<Config, Config::group> mask(p, work.batch);
-    Element* head = p.out.head<Element>(work.batch, work.head);
+    const Mask<Config, Config::group> mask(p, coord.batch);
+    Element* head = p.out.head<Element>(coord.batch, coord.head);
     settle_few_seen<Config::head_dim_v, Element>(
         first, end, [&](int row) { return mask.visible_end(row); },
-        [&](int row) { return out_row(head, p, place, row); }, first_value(p, work, place));
+        [&](int row) { return out_row(head, p, place, row); }, first_value(p, coord, place));
   }
 }

@@ -5,7 +5,7 @@
 
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-struct Work {
+struct TileCoord {
   int q_begin;  // first row of the tile
   int batch;
   int head;     // query head; the first one if the tile has several
@@ -21,7 +21,7 @@ struct Work {
 // If a tile packs the `Group` query heads of a KV head, its row r is query r / Group of head
 // r % Group among them. K and V are then read once for all of these heads.
 template <int Br, int Group = 1>
-__device__ Work find_work(const Params& p, int block) {
+__device__ TileCoord tile_coord(const Params& p, int block) {
   const int q_tiles = ceil_div(p.seqlen_q * Group, Br);
   const int heads = p.batch * (p.heads_q / Group);
   int id = block;

@@ -16,15 +16,15 @@ struct UnownedRows {
 
   const Params& p;
 
-  // Clears this warp's part of the rows that belong to no sequence; see `Gaps::visit_all()`.
+  // Clears this warp's part of the rows that belong to no sequence; see `Gaps::for_each_row()`.
   __device__ void clear_all(unsigned warp, unsigned warps) const {
-    Gaps{p}.visit_all(warp, warps, [&](int row) { clear(row, 0, p.heads_q); });
+    Gaps{p}.for_each_row(warp, warps, [&](int row) { clear(row, 0, p.heads_q); });
   }
 
   // Clears this warp's part of the gaps next to a sequence, for `heads` heads from `first_head` on.
   __device__ void clear_around(int sequence, unsigned warp, unsigned warps, int first_head,
                                int heads) const {
-    Gaps{p}.visit_around(sequence, warp, warps, [&](int row) { clear(row, first_head, heads); });
+    Gaps{p}.for_each_adjacent_row(sequence, warp, warps, [&](int row) { clear(row, first_head, heads); });
   }
 
  private:

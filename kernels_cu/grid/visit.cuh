@@ -6,47 +6,47 @@
 #include "grid/schedule.cuh"
 #include "grid/sequences.cuh"
 
-// Sequence of a work tile: stored if `Found`, given by the kernel's arguments for dense batches.
-template <bool Found>
-struct VisitPlace;
+// Sequence of a work tile: stored if `HasSeqlens`, given by the kernel's arguments for dense batches.
+template <bool HasSeqlens>
+struct WorkTileSequence;
 
 template <>
-struct VisitPlace<false> {
+struct WorkTileSequence<false> {
   __device__ Sequence sequence(const Params& p, int batch) const {
     return {batch, 0, p.seqlen_q, batch, 0, p.seqlen_k};
   }
 };
 
 template <>
-struct VisitPlace<true> {
-  Sequence found;
+struct WorkTileSequence<true> {
+  Sequence stored;
 
-  __device__ const Sequence& sequence(const Params&, int) const { return found; }
+  __device__ const Sequence& sequence(const Params&, int) const { return stored; }
 };
 
-// A work tile. The KV tiles in `keys` are processed from the last to the first.
-template <bool Found>
-struct Visit : VisitPlace<Found> {
-  Work work;
-  KeyTiles keys;
+// A work tile. The KV tiles in `kv_tiles` are processed from the last to the first.
+template <bool HasSeqlens>
+struct WorkTile : WorkTileSequence<HasSeqlens> {
+  TileCoord coord;
+  KvTileRange kv_tiles;
 
-  __device__ static Visit end_of_work() { return {{}, {-1}}; }
-  __device__ bool is_end_of_work() const { return work.q_begin < 0; }
-  __device__ int blocks() const { return keys.end - keys.begin; }
-  __device__ bool has_keys() const { return blocks() > 0; }
+  __device__ static WorkTile end_of_work() { return {{}, {-1}}; }
+  __device__ bool is_end_of_work() const { return coord.q_begin < 0; }
+  __device__ int kv_tile_count() const { return kv_tiles.end - kv_tiles.begin; }
+  __device__ bool has_keys() const { return kv_tile_count() > 0; }
 
   __device__ decltype(auto) sequence(const Params& p) const {
-    return VisitPlace<Found>::sequence(p, work.batch);
+    return WorkTileSequence<HasSeqlens>::sequence(p, coord.batch);
   }
 
-  // With `Found`, each sequence has its own number of keys and its own position of the first query.
+  // With `HasSeqlens`, each sequence has its own number of keys and its own position of the first query.
   template <class Config>
   __device__ Mask<Config> mask(const Params& p) const {
-    if constexpr (Found) {
-      const Sequence& it = sequence(p);
-      return {it.seqlen_k, it.template q_offset<Config>(p, work.batch), {p, work.batch}};
+    if constexpr (HasSeqlens) {
+      const Sequence& tile_sequence = sequence(p);
+      return {tile_sequence.seqlen_k, tile_sequence.template q_offset<Config>(p, coord.batch), {p, coord.batch}};
     } else {
-      return Mask<Config>(p, work.batch);
+      return Mask<Config>(p, coord.batch);
     }
   }
 };

@@ -38,7 +38,7 @@ struct Band<Config, true> {
   __device__ Band counted_from(int key) const { return {left, right, prefix - key}; }
 };
 
-// Mask of a query tile whose rows interleave `Group` query heads; see `find_work()`.
+// Mask of a query tile whose rows interleave `Group` query heads; see `tile_coord()`.
 template <class Config, int Group = 1>
 struct Mask : Band<Config> {
   int seqlen_k;
@@ -108,7 +108,7 @@ struct Mask : Band<Config> {
 // KV tiles of one CTA, processed from end - 1 down to begin. Tiles in [full_end, end) need a mask
 // or reach past the last key. Tiles before full_end need none, unless a window masks some of their
 // keys (see `first_full_tile`).
-struct KeyTiles {
+struct KvTileRange {
   int begin;
   int full_end;
   int end;
@@ -117,7 +117,7 @@ struct KeyTiles {
 // Returns the KV tiles of the rows [q_begin, q_end) of one head. With `Split`, returns only those
 // of KV split `split` of num_splits.
 template <int Bc, bool Split, class Config, int Group>
-__device__ KeyTiles find_key_tiles(const Mask<Config, Group>& mask, int q_begin, int q_end,
+__device__ KvTileRange kv_tile_range(const Mask<Config, Group>& mask, int q_begin, int q_end,
                                    int split, int num_splits) {
   const int seen = ceil_div(mask.visible_end(q_end - 1), Bc);
   const int full = mask.template full_tiles<Bc>(q_begin);
@@ -133,7 +133,7 @@ __device__ KeyTiles find_key_tiles(const Mask<Config, Group>& mask, int q_begin,
 
 // Query tiles [begin, end) whose rows attend to a KV tile. Tiles in [full_begin, full_end) need no
 // mask.
-struct QueryTiles {
+struct QueryTileRange {
   int begin;
   int full_begin;
   int full_end;
@@ -142,7 +142,7 @@ struct QueryTiles {
 
 // Returns the query tiles of the keys [k_begin, k_end), at least one key, among `rows` query rows.
 template <int Br, class Config, int Group>
-__device__ QueryTiles find_query_tiles(const Mask<Config, Group>& mask, int k_begin, int k_end,
+__device__ QueryTileRange query_tile_range(const Mask<Config, Group>& mask, int k_begin, int k_end,
                                        int rows) {
   const int end = ceil_div(mask.last_row(k_end - 1, rows), Br);
   const int begin = min(end, mask.first_row(k_begin, rows) / Br);

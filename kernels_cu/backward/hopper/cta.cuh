@@ -66,17 +66,17 @@ template <class Config>
 struct HopperGradientPlace {
   static constexpr bool is_shared = Config::padded_dim + Config::padded_dim_v == 512;
 
-  GradientWork work;
+  GradientTileCoord coord;
   Sequence at;
   Mask<Config> mask;
   TurnOrder<Config::Br, Config::Bc, Config> order;
 
-  __device__ HopperGradientPlace(const GradientParams& p, const GradientWork& work,
+  __device__ HopperGradientPlace(const GradientParams& p, const GradientTileCoord& coord,
                                  const Sequence& at)
-      : work(work),
+      : coord(coord),
         at(at),
-        mask(mask_of<Config>(p, at, work.batch)),
-        order(mask, work.begin, at.seqlen_q) {}
+        mask(mask_of<Config>(p, at, coord.batch)),
+        order(mask, coord.begin, at.seqlen_q) {}
 };
 
 template <class Config>
@@ -141,7 +141,7 @@ struct HopperGradientCta {
   const GradientParams& p;
   const GradientMaps& maps;
   const unsigned shared;
-  const GradientWork& work;
+  const GradientTileCoord& coord;
   const Sequence& at;
   const Mask<Config>& mask;
   const TurnOrder<Br, Bc, Config>& order;
@@ -151,7 +151,7 @@ struct HopperGradientCta {
       : p(p),
         maps(maps),
         shared(shared),
-        work(place.work),
+        coord(place.coord),
         at(place.at),
         mask(place.mask),
         order(place.order) {}
@@ -164,13 +164,13 @@ struct HopperGradientCta {
   };
   __device__ bool has_steps() const { return order.first_tile < order.end_tile; }
   __device__ Step first_step() const {
-    return {work.head * (p.heads_q / p.heads_kv), order.first_tile};
+    return {coord.head * (p.heads_q / p.heads_kv), order.first_tile};
   }
   // Avoids a division, for which a producer warp lacks registers: ptxas once overwrote its
   // dividend. The products may wrap around, because their true difference is less than heads_q.
   __device__ bool is_last(const Step& step) const {
     return step.tile == order.end_tile - 1 &&
-           (step.head + 1u) * p.heads_kv == (work.head + 1u) * p.heads_q;
+           (step.head + 1u) * p.heads_kv == (coord.head + 1u) * p.heads_q;
   }
   __device__ Step step_behind(const Step& step) const {
     if (step.tile < order.end_tile - 1) return {step.head, step.tile + 1};
@@ -181,11 +181,11 @@ struct HopperGradientCta {
   // infinite, and infinity times a missing key, 0, would make dq NaN. Missing rows must not be
   // modified.
   __device__ bool is_masked(const Step& step) const {
-    if (work.begin + Bc > at.seqlen_k) return true;
+    if (coord.begin + Bc > at.seqlen_k) return true;
     if (!is_bounded && !Config::sequences) return false;
     const int first = step.tile * Br, last = first + Br - 1;
-    return last >= at.seqlen_q || mask.visible_end(first) < work.begin + Bc ||
-           mask.visible_begin(last) > work.begin;
+    return last >= at.seqlen_q || mask.visible_end(first) < coord.begin + Bc ||
+           mask.visible_begin(last) > coord.begin;
   }
 
   // ---- Shared memory.

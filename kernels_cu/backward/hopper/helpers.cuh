@@ -22,13 +22,13 @@ struct HopperGradientLoader {
 
   __device__ void load_all() {
     const Sequence& at = cta.at;
-    load<typename Cta::KeyTile>(cta.keys_at(), &cta.maps.k, at.k_first + cta.work.begin,
-                                cta.work.head, at.k_batch,
+    load<typename Cta::KeyTile>(cta.keys_at(), &cta.maps.k, at.k_first + cta.coord.begin,
+                                cta.coord.head, at.k_batch,
                                 Config::sequences ? cta.keys_arrived() : cta.keys_full());
     Step step = cta.first_step();
     load_queries(step);
-    load<typename Cta::ValueTile>(cta.values_at(), &cta.maps.v, at.k_first + cta.work.begin,
-                                  cta.work.head, at.k_batch, cta.values_full());
+    load<typename Cta::ValueTile>(cta.values_at(), &cta.maps.v, at.k_first + cta.coord.begin,
+                                  cta.coord.head, at.k_batch, cta.values_full());
     load_douts(step);
     while (!cta.is_last(step)) {
       step = cta.step_behind(step);
@@ -86,7 +86,7 @@ struct HopperGradientTerms {
   __device__ void bring_all() {
     if constexpr (Config::sequences) {
       clear_tail<typename Cta::KeyTile>(cta.keys_arrived(), 0, cta.keys_at(),
-                                        cta.at.seqlen_k - cta.work.begin);
+                                        cta.at.seqlen_k - cta.coord.begin);
       Cta::tell(cta.keys_full());
     }
     for (Step step = cta.first_step();; step = cta.step_behind(step)) {
@@ -189,9 +189,9 @@ struct HopperGradientAdder {
  private:
   __device__ void add(const Step& step) {
     const QuerySums<Config> all(cta.p);
-    int* counter = all.counter(cta.p, cta.at, cta.work.batch, step.head, step.tile);
+    int* counter = all.counter(cta.p, cta.at, cta.coord.batch, step.head, step.tile);
     float* target =
-        all.template sums<Fragments::floats>(cta.p, cta.at, cta.work.batch, step.head, step.tile);
+        all.template sums<Fragments::floats>(cta.p, cta.at, cta.coord.batch, step.head, step.tile);
     const int turn = cta.order.turn_of(step.tile);
     while (ptx::ld_acquire_gpu(counter) != turn) {
     }

@@ -258,7 +258,7 @@ struct HopperGradientProducts {
   // `Weigh` for a part of a query tile, and its arguments. Its delta is 0: dP contains -delta.
   using WeighPart = Weigh<Config, columns / 4, 2>;
   __device__ WeighPart weigh_part(const Step& step) const {
-    return {cta.p, cta.mask, cta.at, cta.work.batch, step.head, scale_log2};
+    return {cta.p, cta.mask, cta.at, cta.coord.batch, step.head, scale_log2};
   }
   __device__ auto rows_of_part(const Step& step, int part) const {
     const int first = step.tile * Br + part * columns + threadIdx.x % 4 * 2;
@@ -273,7 +273,7 @@ struct HopperGradientProducts {
   __device__ static auto key_step() {
     return [](int n) { return 8 * n; };
   }
-  __device__ int first_key() const { return cta.work.begin + lane_key(); }
+  __device__ int first_key() const { return cta.coord.begin + lane_key(); }
 
   // Converts S to P and, in `gradients`, dP to dS.
   __device__ void weigh_both(Scores& scores, Scores& gradients, const RowsOfLane& lse_log2,
@@ -414,7 +414,7 @@ struct HopperGradientProducts {
 
   // Returns whether any query attends to a key. If none does, its sums may be NaN, as 0 times NaN.
   __device__ bool is_seen(int half) const {
-    const int key = cta.work.begin + lane_key() + 8 * half;
+    const int key = cta.coord.begin + lane_key() + 8 * half;
     const bool found =
         cta.mask.first_row(key, cta.at.seqlen_q) < cta.mask.last_row(key, cta.at.seqlen_q);
     if constexpr (!Mods::hides_pairs) return found;
@@ -454,9 +454,9 @@ struct HopperGradientProducts {
   __device__ void write(const Tensor& tensor, const float (&of)[Count], unsigned tile) const {
     constexpr int parts = sizeof(Gradient) / sizeof(Element);
     constexpr int column_tiles = Count / 4 / parts;
-    const int first = cta.work.begin + own_key();
+    const int first = cta.coord.begin + own_key();
     const int left = cta.at.seqlen_k - first;
-    Gradient* output = tensor.head<Gradient>(cta.at.k_batch, cta.work.head) +
+    Gradient* output = tensor.head<Gradient>(cta.at.k_batch, cta.coord.head) +
                        (int64(cta.at.k_first) + first) * tensor.row_stride;
     const int lane_row = lane_key() - own_key();
     const unsigned own = own_rows<Tile>(tile);

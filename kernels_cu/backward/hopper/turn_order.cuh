@@ -18,8 +18,8 @@ struct TurnOrder {
 
   __device__ TurnOrder(const Mask<Config>& mask, int begin, int rows)
       : mask(mask), begin(begin), rows(rows) {
-    const QueryTiles tiles =
-        find_query_tiles<Br>(mask, begin, min(begin + Bc, mask.seqlen_k), rows);
+    const QueryTileRange tiles =
+        query_tile_range<Br>(mask, begin, min(begin + Bc, mask.seqlen_k), rows);
     first_tile = tiles.begin;
     // The range must be empty if no row attends to the keys, as the order does not count this CTA.
     end_tile = mask.first_row(begin, rows) < rows ? tiles.end : tiles.begin;

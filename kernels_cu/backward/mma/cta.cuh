@@ -102,7 +102,7 @@ struct MmaGradientCta {
   using Copy = RowCopy<TileLayout, Element, Rows, Dim, threads, Config::alignment>;
 
   const GradientParams& p;
-  const GradientWork work;
+  const GradientTileCoord coord;
   const Sequence at;
   const Mask<Config> mask;
   unsigned char* const memory;
@@ -110,19 +110,19 @@ struct MmaGradientCta {
   const float scale_log2;
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
-  const QueryTiles tiles;
+  const QueryTileRange tiles;
   int full_end;
 
-  __device__ MmaGradientCta(const GradientParams& p, const GradientWork& work, const Sequence& at,
+  __device__ MmaGradientCta(const GradientParams& p, const GradientTileCoord& coord, const Sequence& at,
                             unsigned char* memory)
       : p(p),
-        work(work),
+        coord(coord),
         at(at),
-        mask(mask_of<Config>(p, at, work.batch)),
+        mask(mask_of<Config>(p, at, coord.batch)),
         memory(memory),
         shared(ptx::shared_address(memory)),
         scale_log2(signed_scale<Config, double>(p) * SoftmaxMath<double>::log2_e),
-        tiles(find_query_tiles<Br>(mask, work.begin, min(work.begin + Bc, at.seqlen_k),
+        tiles(query_tile_range<Br>(mask, coord.begin, min(coord.begin + Bc, at.seqlen_k),
                                    at.seqlen_q)),
         full_end(tiles.full_end) {
     // Modifications are not evaluated for rows past the last one, so such a tile needs the mask.
@@ -141,7 +141,7 @@ struct MmaGradientCta {
   };
   __device__ int group() const { return p.heads_q / p.heads_kv; }
   __device__ bool is_last(const Step& step) const {
-    return step.tile == tiles.begin && step.head == (work.head + 1) * group() - 1;
+    return step.tile == tiles.begin && step.head == (coord.head + 1) * group() - 1;
   }
   __device__ Step step_behind(const Step& step) const {
     if (step.tile > tiles.begin) return {step.head, step.tile - 1};
@@ -150,7 +150,7 @@ struct MmaGradientCta {
 
   // Returns the CTA's index in the dq order of a query tile. The order skips masked KV tiles.
   __device__ int turn_of(int tile) const {
-    return work.begin / Bc - (Config::window_left ? mask.visible_begin(tile * Br) / Bc : 0);
+    return coord.begin / Bc - (Config::window_left ? mask.visible_begin(tile * Br) / Bc : 0);
   }
 
   // ---- Addresses.
@@ -160,8 +160,8 @@ struct MmaGradientCta {
     return tensor.head<const Element>(at.q_batch, head) + at.q_first * tensor.row_stride;
   }
   __device__ const Element* keys(const Tensor& tensor) const {
-    return tensor.head<const Element>(at.k_batch, work.head) +
-           (int64(at.k_first) + work.begin) * tensor.row_stride;
+    return tensor.head<const Element>(at.k_batch, coord.head) +
+           (int64(at.k_first) + coord.begin) * tensor.row_stride;
   }
 
   __device__ unsigned keys_at() const { return shared; }
@@ -199,9 +199,9 @@ struct MmaGradientCta {
   __device__ void load_keys() {
     if constexpr (in_pieces) {
       start_image<typename Images::OfKeys>(
-          keys_at(), Images::of_keys(p, at, work.batch, work.head, work.begin / Bc));
+          keys_at(), Images::of_keys(p, at, coord.batch, coord.head, coord.begin / Bc));
     } else {
-      const int left = at.seqlen_k - work.begin;
+      const int left = at.seqlen_k - coord.begin;
       start<Bc, Config::head_dim, Layout>(keys_at(), keys(p.k), p.k, left);
       if constexpr (wants_ds) {
         start<Bc, Config::head_dim_v, LayoutV>(values_at(), keys(p.v), p.v, left);
@@ -239,7 +239,7 @@ struct MmaGradientCta {
   __device__ void load(int stage, const Step& step) {
     if constexpr (in_pieces) {
       start_image<typename Images::OfQueries>(
-          queries_at(stage), Images::of_queries(p, at, work.batch, step.head, step.tile));
+          queries_at(stage), Images::of_queries(p, at, coord.batch, step.head, step.tile));
     } else {
       load_queries(stage, step.head, step.tile * Br);
     }

@@ -22,7 +22,7 @@
 template <class Config, bool Transposed = HopperCta<Config>::transposes_values>
 struct HopperConsumer {
   using Cta = HopperCta<Config>;
-  using Visit = typename Cta::Visit;
+  using WorkTile = typename Cta::WorkTile;
   using Products = HopperProducts<Config>;
   using Softmax = HopperSoftmax<Config>;
   using SoftmaxRow = typename Softmax::Row;
@@ -44,7 +44,7 @@ struct HopperConsumer {
   Products products;
   Softmax softmax;
   HopperPair<Config> pair;
-  int visit = 0;  // index in the ring of work tiles
+  int work_tile_slot = 0;  // index in the ring of work tiles
 
   // State of the query tile. Values that are cheap to recompute are not kept, to save registers.
   int first_row;              // first query row of this consumer
@@ -89,7 +89,7 @@ struct HopperConsumer {
     while (true) {
       const bool tile_ends = block == begin;
       if (tile_ends) {
-        visit = Cta::next_visit(visit);
+        work_tile_slot = Cta::next_work_tile_slot(work_tile_slot);
         if (!enter_tile()) break;
         products.keep_queries();
       } else {
@@ -154,7 +154,7 @@ struct HopperConsumer {
   //   issued     S0    O0       S2       S3 O2    O3
   __device__ void consume_own() {
     if (Config::turns && consumer == consumers - 1) pass_turn();
-    visit = -1;
+    work_tile_slot = -1;
     bool is_first_turn = true;
     bool accumulate = false;
     while (true) {
@@ -187,7 +187,7 @@ struct HopperConsumer {
       for (take_note(); note.is_of(consumer); take_note()) {
         const bool tile_ends = note.begins_tile();
         if (tile_ends) {
-          visit = Cta::next_visit(visit);
+          work_tile_slot = Cta::next_work_tile_slot(work_tile_slot);
           enter_tile();
           products.keep_queries();
         }
@@ -213,21 +213,21 @@ struct HopperConsumer {
     note = *cta.note(products.ring.slot);
     if (Config::block_mask && ++visible_pairs_slot == Cta::visible_pairs_slots) visible_pairs_slot = 0;
     block = note.block;
-    if (!Products::keeps_all_queries && note.begins_tile() && visit >= 0) products.leave_queries();
+    if (!Products::keeps_all_queries && note.begins_tile() && work_tile_slot >= 0) products.leave_queries();
   }
 
   // Writes the output of a query tile, if O holds one, where the next tile begins or the work ends.
   __device__ void change_tile(bool& accumulate) {
     if (!note.begins_tile() && !note.is_end()) return;
     if (accumulate) {
-      const HopperResults<Config> of_tile = {cta, products, Cta::next_visit(visit)};
+      const HopperResults<Config> of_tile = {cta, products, Cta::next_work_tile_slot(work_tile_slot)};
       float normalizer[2];
       const bool is_special = of_tile.finish_softmax(softmax.rows, normalizer);
       of_tile.write_output(normalizer, is_special);
       softmax.reset();
       accumulate = false;
     }
-    if (!note.is_end()) visit = Cta::next_visit(visit);
+    if (!note.is_end()) work_tile_slot = Cta::next_work_tile_slot(work_tile_slot);
   }
 
   // Lets the next consumer proceed. No consumer waits for the last arrival of the last consumer.
@@ -236,21 +236,21 @@ struct HopperConsumer {
   }
 
   // Returns the epilogue of the query tile before the one that was entered last.
-  __device__ HopperResults<Config> results() { return {cta, products, visit}; }
+  __device__ HopperResults<Config> results() { return {cta, products, work_tile_slot}; }
 
   // Waits for the next query tile. Returns false after the last one.
   __device__ bool enter_tile() {
     products.await_queries();
-    const Visit& next = *cta.visit(visit);
+    const WorkTile& next = *cta.work_tile_at(work_tile_slot);
     if (next.is_end_of_work()) return false;
-    first_row = products.first_row_of(next.work);
+    first_row = products.first_row_of(next.coord);
     if constexpr (Cta::transposes_values) softmax.enter(next, cta.p);
     if (Config::sequences) {
       full_end = next.template mask<Config>(cta.p).template full_tiles<Bc>(first_row);
     }
     if constexpr (!Config::noted) {
-      block = next.keys.end - 1;
-      begin = next.keys.begin;
+      block = next.kv_tiles.end - 1;
+      begin = next.kv_tiles.begin;
     }
     return true;
   }
@@ -290,14 +290,14 @@ struct HopperConsumer {
 
   // Returns the first KV tile in which the window masks no key for any row of this consumer.
   __device__ int first_full_block() const {
-    const Visit& current = *cta.visit(visit);
-    const int last = products.first_row_of(current.work) + 63;
+    const WorkTile& current = *cta.work_tile_at(work_tile_slot);
+    const int last = products.first_row_of(current.coord) + 63;
     return current.template mask<Config>(cta.p).template first_full_tile<Bc>(last);
   }
 
   __device__ void mask_before_window() {
-    const Visit& current = *cta.visit(visit);
-    const int first = products.first_row_of(current.work) + Products::lane_row();
+    const WorkTile& current = *cta.work_tile_at(work_tile_slot);
+    const int first = products.first_row_of(current.coord) + Products::lane_row();
     const Mask<Config> mask = current.template mask<Config>(cta.p);
     const int lane_begin = block * Bc + threadIdx.x % 4 * 2;
     Softmax::mask_before(products.scores, [&](int half) {
@@ -307,24 +307,24 @@ struct HopperConsumer {
 
   // Returns the batch index of the query tile if the mask depends on it, otherwise 0.
   __device__ int batch() const {
-    return Config::prefix || Config::offsets ? cta.visit(visit)->work.batch : 0;
+    return Config::prefix || Config::offsets ? cta.work_tile_at(work_tile_slot)->coord.batch : 0;
   }
 
   __device__ void modify_scores() {
     if constexpr (Config::modified) {
-      const Visit& current = *cta.visit(visit);
+      const WorkTile& current = *cta.work_tile_at(work_tile_slot);
       const auto& sequence = current.sequence(cta.p);
-      const int batch = current.work.batch;
+      const int batch = current.coord.batch;
       const int q_offset = Config::sequences
                                ? sequence.template q_offset<Config>(cta.p, batch)
                                : first_position<Config>(cta.p, batch, cta.p.q_offset);
-      const int first = products.first_row_of(current.work) + Products::lane_row();
+      const int first = products.first_row_of(current.coord) + Products::lane_row();
       const bool hides = !Config::block_mask || !(note.is_full(consumer) || note.slot(consumer));
       const HopperBias<Config> bias(cta, consumer, bias_ring);
       modify_fragments<Config, 2, Bc / 8>(
           cta.p,
           [&](int half) {
-            return ScoreRow{batch,    current.work.head, first + 8 * half,
+            return ScoreRow{batch,    current.coord.head, first + 8 * half,
                             q_offset, sequence.q_first,  sequence.k_first};
           },
           block * Bc + threadIdx.x % 4 * 2, [&](int half) { return softmax.rows[half].base; },
@@ -361,8 +361,8 @@ struct HopperConsumer {
   }
 
   __device__ void apply_mask() {
-    const Visit& current = *cta.visit(visit);
-    const int first = Config::sequences ? products.first_row_of(current.work) : first_row;
+    const WorkTile& current = *cta.work_tile_at(work_tile_slot);
+    const int first = Config::sequences ? products.first_row_of(current.coord) : first_row;
     const Mask<Config> mask = current.template mask<Config>(cta.p);
     const auto tile_mask = mask.counted_from(block * Bc + threadIdx.x % 4 * 2);
     softmax.mask(products.scores, block == 0, [&](int half) {

@@ -82,11 +82,11 @@ struct HopperCta {
           (!Config::sequences && !Config::split_keys && !Config::modified),
       "of float32 and float8 there are only batches of equal lengths, whole and without more");
 
-  using Visit = HopperVisit<Config>;
+  using WorkTile = HopperWorkTile<Config>;
   // Entries in the ring of work tiles. A work tile is read again when its output is written. If the
   // next one has a single KV tile, its query stage may be reloaded before that. In variable-length
   // batches, the scheduler warp is two work tiles ahead, of which the producer knows one.
-  static constexpr int visits = Config::q_stages + 2 + 2 * Config::sequences;
+  static constexpr int work_tile_slots = Config::q_stages + 2 + 2 * Config::sequences;
 
   // V tile with the last keys of a sequence. The rows after them belong to other sequences.
   struct Tail {
@@ -149,8 +149,8 @@ struct HopperCta {
   static constexpr int pair_barriers = ranks > 1 ? 2 * 4 * consumers : 0;
   static constexpr int barriers =
       ring_barriers + sequence_barriers + 2 * Config::bias_stages + pair_barriers;
-  static constexpr int visit_offset = barrier_offset + barriers * 8;
-  static constexpr int tail_offset = visit_offset + visits * int(sizeof(Visit));
+  static constexpr int work_tile_offset = barrier_offset + barriers * 8;
+  static constexpr int tail_offset = work_tile_offset + work_tile_slots * int(sizeof(WorkTile));
   static constexpr int note_offset = tail_offset + tails * int(sizeof(Tail));
   static_assert(note_offset + notes * int(sizeof(Note)) == Config::shared_memory,
                 "as the host planned");
@@ -214,9 +214,9 @@ struct HopperCta {
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(empty_barrier);
   }
 
-  __device__ Visit* visit(int index) const {
+  __device__ WorkTile* work_tile_at(int index) const {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
-    return reinterpret_cast<Visit*>(shared_memory + visit_offset) + index;
+    return reinterpret_cast<WorkTile*>(shared_memory + work_tile_offset) + index;
   }
 
   __device__ Tail* tail(int index) const {
@@ -229,7 +229,7 @@ struct HopperCta {
     return reinterpret_cast<Note*>(shared_memory + note_offset) + slot;
   }
 
-  __device__ static int next_visit(int index) { return index + 1 == visits ? 0 : index + 1; }
+  __device__ static int next_work_tile_slot(int index) { return index + 1 == work_tile_slots ? 0 : index + 1; }
 
   __device__ unsigned slot_address(int slot) const {
     return shared + ring_offset + slot * slot_bytes;
@@ -276,45 +276,45 @@ struct HopperCta {
     return round * gridDim.x + place;
   }
 
-  __device__ Visit visit_of(unsigned round) const {
+  __device__ WorkTile work_tile_of(unsigned round) const {
     // Unsigned: there are up to 2^31 - 1 tiles, and a round may run past the last one.
     const unsigned tiles = ceil_div(p.seqlen_q, Br) * p.batch * p.heads_q * p.num_splits;
     const unsigned tile = tile_of(round);
-    if (tile >= tiles) return Visit::end_of_work();
-    const Work work = find_work<Br>(p, tile);
+    if (tile >= tiles) return WorkTile::end_of_work();
+    const TileCoord coord = tile_coord<Br>(p, tile);
     if constexpr (Config::block_mask) {
-      return mapped_visit(p, work);
+      return masked_work_tile(p, coord);
     } else {
-      return Visit::of(p, work, key_tiles(p, work));
+      return WorkTile::create(p, coord, key_tiles(p, coord));
     }
   }
 
-  __device__ static KeyTiles key_tiles(const Params& p, const Work& work) {
-    const int q_end = min(work.q_begin + Br, p.seqlen_q);
-    return find_key_tiles<Bc, Config::split_keys>(Mask<Config>(p, work.batch), work.q_begin, q_end,
-                                                  work.split, p.num_splits);
+  __device__ static KvTileRange key_tiles(const Params& p, const TileCoord& coord) {
+    const int q_end = min(coord.q_begin + Br, p.seqlen_q);
+    return kv_tile_range<Bc, Config::split_keys>(Mask<Config>(p, coord.batch), coord.q_begin, q_end,
+                                                  coord.split, p.num_splits);
   }
 
   // Returns the work tile with a block mask, which sorts a head's query tiles by their KV tiles.
   template <class AnyParams>
-  __device__ static Visit mapped_visit(const AnyParams& p, Work work) {
-    const int place = ceil_div(p.seqlen_q, Br) - 1 - work.q_begin / Br;
-    const MaskedTile found = p.block_mask.sorted_tile(work.batch, work.head, place);
-    work.q_begin = found.tile * Br;
-    KeyTiles keys = key_tiles(p, work);
+  __device__ static WorkTile masked_work_tile(const AnyParams& p, TileCoord coord) {
+    const int place = ceil_div(p.seqlen_q, Br) - 1 - coord.q_begin / Br;
+    const MaskedTile found = p.block_mask.sorted_tile(coord.batch, coord.head, place);
+    coord.q_begin = found.tile * Br;
+    KvTileRange keys = key_tiles(p, coord);
     keys.begin = max(keys.begin, found.begin);
     keys.end = max(keys.begin, min(keys.end, found.end));
     if constexpr (Config::split_keys) {
-      const MaskedBlocks<consumers> blocks = masked_blocks(p, work);
+      const MaskedBlocks<consumers> blocks = masked_blocks(p, coord);
       keys.begin = blocks.first_nonempty(keys.begin, keys.end);
       if (keys.begin < keys.end) keys.end = blocks.last_nonempty_before(keys.end) + 1;
     }
-    return Visit::of(p, work, keys);
+    return WorkTile::create(p, coord, keys);
   }
 
   template <class AnyParams>
-  __device__ static MaskedBlocks<consumers> masked_blocks(const AnyParams& p, const Work& work) {
-    return {p.block_mask, work.batch, work.head, work.q_begin / Br};
+  __device__ static MaskedBlocks<consumers> masked_blocks(const AnyParams& p, const TileCoord& coord) {
+    return {p.block_mask, coord.batch, coord.head, coord.q_begin / Br};
   }
 
   // Number of KV tiles before the last one at which the producer requests the next work tile from
@@ -356,39 +356,39 @@ struct HopperCta {
     OrderMakers::sync();
   }
 
-  __device__ int64 lse_index(const Visit& visit, int row) const {
-    const Work& work = visit.work;
+  __device__ int64 lse_index(const WorkTile& work_tile, int row) const {
+    const TileCoord& coord = work_tile.coord;
     if constexpr (Config::sequences) {
-      return Partials<Config>::row_index(p, visit.sequence(p), work.batch, work.head, row);
+      return Partials<Config>::row_index(p, work_tile.sequence(p), coord.batch, coord.head, row);
     } else {
-      return Partials<Config>::row_index(p, work.batch, work.head, row);
+      return Partials<Config>::row_index(p, coord.batch, coord.head, row);
     }
   }
 
   // Writes the log-sum-exp of a row of a KV split in the form of an `ExponentSum`.
-  __device__ void write_log_sum_exp(const Visit& visit, int row,
+  __device__ void write_log_sum_exp(const WorkTile& work_tile, int row,
                                     const ExponentSum<float>& sum) const {
-    Partials<Config>(p).set(p, visit.work.split, lse_index(visit, row), sum);
+    Partials<Config>(p).set(p, work_tile.coord.split, lse_index(work_tile, row), sum);
   }
-  __device__ void write_log_sum_exp(const Visit& visit, int row, float lse) const {
-    const Work& work = visit.work;
+  __device__ void write_log_sum_exp(const WorkTile& work_tile, int row, float lse) const {
+    const TileCoord& coord = work_tile.coord;
     const Partials<Config> partials(p);
-    const int64 index = lse_index(visit, row);
+    const int64 index = lse_index(work_tile, row);
     if (Config::split_keys) {
-      *partials.lse_row(work.split, index) = lse;
+      *partials.lse_row(coord.split, index) = lse;
     } else {
       static_cast<float*>(p.lse)[index] = lse;
     }
   }
 
-  __device__ float* partial_row(const Work& work, int row) const {
+  __device__ float* partial_row(const TileCoord& coord, int row) const {
     const Partials<Config> partials(p);
-    return partials.out_row(work.split, partials.row_index(p, work.batch, work.head, row));
+    return partials.out_row(coord.split, partials.row_index(p, coord.batch, coord.head, row));
   }
 
-  __device__ Output* output_row(const Visit& visit, int row) const {
-    const Sequence& sequence = visit.sequence(p);
-    return p.out.head<Output>(sequence.q_batch, visit.work.head) +
+  __device__ Output* output_row(const WorkTile& work_tile, int row) const {
+    const Sequence& sequence = work_tile.sequence(p);
+    return p.out.head<Output>(sequence.q_batch, work_tile.coord.head) +
            (sequence.q_first + row) * p.out.row_stride;
   }
 
@@ -397,9 +397,9 @@ struct HopperCta {
   // one key, p v / p differs from v. In variable-length batches, consumers skip such rows;
   // otherwise they are overwritten at the end. With modifications, only the consumers know which
   // rows these are.
-  __device__ bool is_set_by_helper(const Visit& visit, int row) const {
+  __device__ bool is_set_by_helper(const WorkTile& work_tile, int row) const {
     return !Config::modified &&
-           visit.template mask<Config>(p).visible_end(row) <= few_keys<Element>;
+           work_tile.template mask<Config>(p).visible_end(row) <= few_keys<Element>;
   }
   __device__ bool helper_sets_rows() const {
     return Config::causal && !Config::sequences && !Config::modified &&

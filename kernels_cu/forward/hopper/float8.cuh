@@ -76,10 +76,10 @@ struct HopperScales {
   float scores;  // factor of the scores, besides softmax_scale
   float values;  // factor of the output
 
-  __device__ static HopperScales of(const Params& params, const Work& work) {
+  __device__ static HopperScales of(const Params& params, const TileCoord& coord) {
     const auto& p = static_cast<const Float8Params&>(params);
-    return {at(p.q_scale, work.batch, work.head) * at(p.k_scale, work.batch, work.head_kv),
-            at(p.v_scale, work.batch, work.head_kv)};
+    return {at(p.q_scale, coord.batch, coord.head) * at(p.k_scale, coord.batch, coord.head_kv),
+            at(p.v_scale, coord.batch, coord.head_kv)};
   }
 
   // Returns the scale of the exponents without its sign, see negates(). It must be positive, never
@@ -97,12 +97,12 @@ struct HopperScales {
 };
 
 template <class Config, class Out>
-struct HopperVisit<Config, float8_for<Out>> : Visit<false> {
+struct HopperWorkTile<Config, float8_for<Out>> : WorkTile<false> {
   HopperScales scales;
 
-  __device__ static HopperVisit end_of_work() { return {Visit<false>::end_of_work(), {}}; }
-  __device__ static HopperVisit of(const Params& p, const Work& work, const KeyTiles& keys) {
-    return {{{}, work, keys}, HopperScales::of(p, work)};
+  __device__ static HopperWorkTile end_of_work() { return {WorkTile<false>::end_of_work(), {}}; }
+  __device__ static HopperWorkTile create(const Params& p, const TileCoord& coord, const KvTileRange& keys) {
+    return {{{}, coord, keys}, HopperScales::of(p, coord)};
   }
 };
 

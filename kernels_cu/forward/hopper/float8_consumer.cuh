@@ -27,7 +27,7 @@ struct HopperConsumer<Config, true> : HopperConsumer<Config, false> {
   using Base::cta;
   using Base::products;
   using Base::softmax;
-  using Base::visit;
+  using Base::work_tile_slot;
 
   using Base::Base;
 
@@ -45,7 +45,7 @@ struct HopperConsumer<Config, true> : HopperConsumer<Config, false> {
       const bool tile_ends = block == begin;
       const SoftmaxRow finished[2] = {softmax.rows[0], softmax.rows[1]};
       if (tile_ends) {
-        visit = Cta::next_visit(visit);
+        work_tile_slot = Cta::next_work_tile_slot(work_tile_slot);
         if (!this->enter_tile()) break;
       } else {
         --block;

@@ -43,10 +43,10 @@ struct HopperSoftmax<Config, true> {
   __device__ void reset() { rows[0] = rows[1] = {-Math::infinity(), 0}; }
 
   // Sets the scales, which each work tile has for itself.
-  template <class Visit>
-  __device__ void enter(const Visit& visit, const Params& p) {
-    scale_log2 = visit.scales.exponent_scale(exponent_scale<Config, float>(p));
-    negates = visit.scales.negates();
+  template <class WorkTile>
+  __device__ void enter(const WorkTile& work_tile, const Params& p) {
+    scale_log2 = work_tile.scales.exponent_scale(exponent_scale<Config, float>(p));
+    negates = work_tile.scales.negates();
   }
 
   __device__ void apply_factor(Scores& scores) const {

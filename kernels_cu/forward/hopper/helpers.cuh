@@ -14,7 +14,7 @@ template <class Config>
 struct HopperFinder {
   using Element = typename Config::Element;
   using Cta = HopperCta<Config>;
-  using Visit = typename Cta::Visit;
+  using WorkTile = typename Cta::WorkTile;
 
   // Number of keys whose K and V of one head take 32 of the 50 MB of L2, so that they stay there.
   static constexpr int section_keys =
@@ -22,16 +22,16 @@ struct HopperFinder {
 
   const Cta& cta;
   RingPosition<1> found = {};
-  int visit = 0;  // index in the ring of work tiles
+  int work_tile_slot = 0;  // index in the ring of work tiles
 
-  __device__ void find_visits() {
+  __device__ void schedule_tiles() {
     const SequenceOrder order = Cta::order_of(cta.p);
     const bool is_first = threadIdx.x % 32 == 0;
     for (unsigned round = 0;; ++round) {
-      Visit& next = *cta.visit(visit);
+      WorkTile& next = *cta.work_tile_at(work_tile_slot);
       // The CTAs of a pair take the same tiles without communication.
       const auto take = [&] { return Cta::ranks == 1 ? order.take() : Cta::tile_of(round); };
-      take_visit<Config>(cta.p, order, take, section_keys, next, is_first);
+      fetch_work_tile<Config>(cta.p, order, take, section_keys, next, is_first);
       __syncwarp();
       if (!next.is_end_of_work() && (Config::causal || !next.has_keys())) {
         set_few_seen(next);
@@ -44,16 +44,16 @@ struct HopperFinder {
       }
       if (next.is_end_of_work()) return;
       found.advance();
-      visit = Cta::next_visit(visit);
+      work_tile_slot = Cta::next_work_tile_slot(work_tile_slot);
       // A CTA that claims a work tile too early withholds it from CTAs that may become idle first.
-      if (next.blocks() > Cta::found_ahead) ptx::mbarrier_wait(cta.found_empty(), found.parity ^ 1);
+      if (next.kv_tile_count() > Cta::found_ahead) ptx::mbarrier_wait(cta.found_empty(), found.parity ^ 1);
     }
   }
 
   // Writes the output of query tiles without a visible key, which the main loop skips.
   __device__ void write_unseeing_tiles() const {
     for (unsigned round = 0;; ++round) {
-      const Visit next = cta.visit_of(round);
+      const WorkTile next = cta.work_tile_of(round);
       if (next.is_end_of_work()) return;
       if (!next.has_keys()) set_few_seen(next);
     }
@@ -63,33 +63,33 @@ struct HopperFinder {
   __device__ void set_rows_of_few_keys() const {
     cta.await_consumers();
     for (unsigned round = 0;; ++round) {
-      const Visit next = cta.visit_of(round);
+      const WorkTile next = cta.work_tile_of(round);
       if (next.is_end_of_work()) return;
       if (next.has_keys()) set_few_seen(next);
     }
   }
 
-  __device__ void set_few_seen(const Visit& visit) const {
-    const Work& work = visit.work;
+  __device__ void set_few_seen(const WorkTile& work_tile) const {
+    const TileCoord& coord = work_tile.coord;
     const int lane = threadIdx.x % 32;
-    const int q_end = min(work.q_begin + Config::Br, visit.sequence(cta.p).seqlen_q);
+    const int q_end = min(coord.q_begin + Config::Br, work_tile.sequence(cta.p).seqlen_q);
     // These rows are rare, and the producer warps have few registers: loops are not unrolled.
 #pragma unroll 1
-    for (int row = work.q_begin; row < q_end; ++row) {
-      if (visit.has_keys() && !cta.is_set_by_helper(visit, row)) return;
+    for (int row = coord.q_begin; row < q_end; ++row) {
+      if (work_tile.has_keys() && !cta.is_set_by_helper(work_tile, row)) return;
       if constexpr (few_keys<Element> > 0) {
-        if (visit.has_keys() && visit.template mask<Config>(cta.p).visible_end(row) > 0) {
-          set_to_value(visit, row);
+        if (work_tile.has_keys() && work_tile.template mask<Config>(cta.p).visible_end(row) > 0) {
+          set_to_value(work_tile, row);
           continue;
         }
       }
       if (lane == 0 && Cta::rank() == 0 && (Config::split_keys || cta.p.lse != nullptr)) {
         float lse = -SoftmaxMath<float>::infinity();
         if constexpr (Config::split_keys && Partials<Config>::has_pairs) {
-          cta.write_log_sum_exp(visit, row, ExponentSum<float>{lse, lse});
+          cta.write_log_sum_exp(work_tile, row, ExponentSum<float>{lse, lse});
         } else {
-          if constexpr (!Config::split_keys) take_sink<Config>(cta.p, work.head, lse);
-          cta.write_log_sum_exp(visit, row, lse);
+          if constexpr (!Config::split_keys) take_sink<Config>(cta.p, coord.head, lse);
+          cta.write_log_sum_exp(work_tile, row, lse);
         }
       }
       const int first = Cta::first_column_v(),
@@ -97,19 +97,19 @@ struct HopperFinder {
 #pragma unroll 1
       for (int column = first + lane; column < end; column += 32) {
         if constexpr (Config::split_keys) {
-          cta.partial_row(work, row)[column] = 0;
+          cta.partial_row(coord, row)[column] = 0;
         } else {
-          cta.output_row(visit, row)[column] = {};
+          cta.output_row(work_tile, row)[column] = {};
         }
       }
     }
   }
 
   // Sets a row that attends to one key to the value of that key.
-  __device__ void set_to_value(const Visit& visit, int row) const {
-    const Work& work = visit.work;
-    const Row<Element> value = {cta.p.v.template head<Element>(work.batch, work.head_kv), true};
-    Element* out = cta.output_row(visit, row);
+  __device__ void set_to_value(const WorkTile& work_tile, int row) const {
+    const TileCoord& coord = work_tile.coord;
+    const Row<Element> value = {cta.p.v.template head<Element>(coord.batch, coord.head_kv), true};
+    Element* out = cta.output_row(work_tile, row);
 #pragma unroll 1
     for (int column = threadIdx.x % 32; column < Config::head_dim_v; column += 32) {
       out[column] = settled(1, out[column], value, column);

@@ -10,7 +10,7 @@
 template <class Config>
 struct HopperNotes {
   using Cta = HopperCta<Config>;
-  using Visit = typename Cta::Visit;
+  using WorkTile = typename Cta::WorkTile;
   using Note = typename Cta::Note;
   static constexpr int Bc = Config::Bc;
   static constexpr unsigned all_lanes = ~0u;
@@ -22,52 +22,52 @@ struct HopperNotes {
 
   // Begins a query tile. Its last KV tile is processed first.
   template <class AnyParams>
-  __device__ void enter(const AnyParams& p, const Visit& visit) {
+  __device__ void enter(const AnyParams& p, const WorkTile& work_tile) {
     served = 0;
-    look_at(p, visit, (visit.keys.end - 1) / 32);
+    look_at(p, work_tile, (work_tile.kv_tiles.end - 1) / 32);
   }
 
   // Returns the KV tile to process after `block`, or -1 at the end of the query tile.
   template <class AnyParams>
-  __device__ int block_after(const AnyParams& p, const Visit& visit, int block) {
+  __device__ int block_after(const AnyParams& p, const WorkTile& work_tile, int block) {
     pending &= ~(1u << block % 32);
-    if (pending == 0) look_at(p, visit, word_before(p, visit));
+    if (pending == 0) look_at(p, work_tile, word_before(p, work_tile));
     return pending == 0 ? -1 : word * 32 + 31 - __clz(pending);
   }
 
-  __device__ Note note_of(const Visit& visit, int block) {
+  __device__ Note note_of(const WorkTile& work_tile, int block) {
     unsigned of_block = __shfl_sync(all_lanes, bits, block % 32);
     // A consumer that attends to no KV tile must still write its rows, so it gets the last one.
-    if (block == visit.keys.begin) of_block |= Note::everyone & ~served;
+    if (block == work_tile.kv_tiles.begin) of_block |= Note::everyone & ~served;
     served |= of_block & Note::everyone;
-    return Note::of(block, of_block, block == visit.keys.end - 1);
+    return Note::of(block, of_block, block == work_tile.kv_tiles.end - 1);
   }
 
  private:
   __device__ static int lane() { return threadIdx.x % 32; }
 
   template <class AnyParams>
-  __device__ void look_at(const AnyParams& p, const Visit& visit, int word) {
+  __device__ void look_at(const AnyParams& p, const WorkTile& work_tile, int word) {
     this->word = word;
     const int block = word * 32 + lane();
-    const bool is_inside = visit.keys.begin <= block && block < visit.keys.end;
-    bits = is_inside ? bits_of(p, visit, block) : 0;
+    const bool is_inside = work_tile.kv_tiles.begin <= block && block < work_tile.kv_tiles.end;
+    bits = is_inside ? bits_of(p, work_tile, block) : 0;
     // The first and last KV tile are always published; without a block mask, so are all others.
-    const bool is_told = !Config::block_mask || bits & Note::everyone || block == visit.keys.begin ||
-                         block == visit.keys.end - 1;
+    const bool is_told = !Config::block_mask || bits & Note::everyone || block == work_tile.kv_tiles.begin ||
+                         block == work_tile.kv_tiles.end - 1;
     pending = __ballot_sync(all_lanes, is_inside && is_told);
   }
 
   // Returns the next group of 32 KV tiles that some consumer needs, or that ends the query tile.
   template <class AnyParams>
-  __device__ int word_before(const AnyParams& p, const Visit& visit) const {
-    const int first = visit.keys.begin / 32;
+  __device__ int word_before(const AnyParams& p, const WorkTile& work_tile) const {
+    const int first = work_tile.kv_tiles.begin / 32;
     if constexpr (Config::block_mask) {
-      const auto blocks = Cta::masked_blocks(p, visit.work);
+      const auto blocks = Cta::masked_blocks(p, work_tile.coord);
       for (int last = word - 1; last >= first; last -= 32) {
         const int word = last - lane();
-        const bool visits = word == first || (word > first && blocks.nonempty_word(word) != 0);
-        if (const unsigned found = __ballot_sync(all_lanes, visits)) return last - __ffs(found) + 1;
+        const bool is_wanted = word == first || (word > first && blocks.nonempty_word(word) != 0);
+        if (const unsigned found = __ballot_sync(all_lanes, is_wanted)) return last - __ffs(found) + 1;
       }
       return -1;
     } else {
@@ -76,21 +76,21 @@ struct HopperNotes {
   }
 
   template <class AnyParams>
-  __device__ static unsigned bits_of(const AnyParams& p, const Visit& visit, int block) {
+  __device__ static unsigned bits_of(const AnyParams& p, const WorkTile& work_tile, int block) {
     unsigned bits = 0;
     if constexpr (Config::block_mask) {
-      const auto blocks = Cta::masked_blocks(p, visit.work);
+      const auto blocks = Cta::masked_blocks(p, work_tile.coord);
 #pragma unroll
       for (int consumer = 0; consumer < Cta::consumers; ++consumer) {
         bits |= Note::bits_of(consumer, blocks.is_nonempty(consumer, block),
                               blocks.is_full(consumer, block), blocks.slot_of(consumer, block));
       }
     } else {
-      const Mask<Config> mask = visit.template mask<Config>(p);
-      const int rows = visit.sequence(p).seqlen_q;
+      const Mask<Config> mask = work_tile.template mask<Config>(p);
+      const int rows = work_tile.sequence(p).seqlen_q;
 #pragma unroll
       for (int consumer = 0; consumer < Cta::consumers; ++consumer) {
-        const int first = visit.work.q_begin + 64 * consumer, end = min(first + 64, rows);
+        const int first = work_tile.coord.q_begin + 64 * consumer, end = min(first + 64, rows);
         const bool sees = first < end && mask.visible_begin(first) < (block + 1) * Bc &&
                           block * Bc < mask.visible_end(end - 1);
         bits |= Note::bits_of(consumer, sees, false, 0);

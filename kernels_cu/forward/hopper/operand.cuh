@@ -111,10 +111,10 @@ struct HopperTiles {
 };
 
 template <class Config, class Element = typename Config::Element>
-struct HopperVisit : Visit<Config::sequences> {
-  __device__ static HopperVisit end_of_work() { return {Visit<Config::sequences>::end_of_work()}; }
-  __device__ static HopperVisit of(const Params&, const Work& work, const KeyTiles& keys) {
-    return {{{}, work, keys}};
+struct HopperWorkTile : WorkTile<Config::sequences> {
+  __device__ static HopperWorkTile end_of_work() { return {WorkTile<Config::sequences>::end_of_work()}; }
+  __device__ static HopperWorkTile create(const Params&, const TileCoord& coord, const KvTileRange& keys) {
+    return {{{}, coord, keys}};
   }
 };
 

@@ -11,7 +11,7 @@
 template <class Config>
 struct HopperProducer {
   using Cta = HopperCta<Config>;
-  using Visit = typename Cta::Visit;
+  using WorkTile = typename Cta::WorkTile;
   using QueryTile = typename Cta::QueryTile;
   using KeyTile = typename Cta::KeyTile;
   using ValueTile = typename Cta::ValueTile;
@@ -20,7 +20,7 @@ struct HopperProducer {
   const Cta& cta;
   RingPosition<Config::stages> ring = {};
   RingPosition<Config::q_stages> q_ring = {};
-  int visit = 0;  // index in the ring of work tiles
+  int work_tile_slot = 0;  // index in the ring of work tiles
   RingPosition<1> found = {};
   RingPosition<Cta::tails> tail = {};
   RingPosition<Config::bias_stages> bias_ring = {};
@@ -49,7 +49,7 @@ struct HopperProducer {
   __device__ void produce() {
     Block values = {-1};  // KV tile whose V comes next
     for (unsigned round = 0;; ++round) {
-      const Visit& next = coming_visit(round);
+      const WorkTile& next = next_work_tile(round);
       if (next.is_end_of_work()) break;
       if (!next.has_keys()) continue;
       // Load the next queries first if a query stage is free; otherwise after the tiles that the
@@ -62,88 +62,88 @@ struct HopperProducer {
         notes.enter(cta.p, next);
       }
       if (announced) announce(next);
-      for (int key = next.keys.end - 1; key >= next.keys.begin;
+      for (int key = next.kv_tiles.end - 1; key >= next.kv_tiles.begin;
            key = Config::noted ? notes.block_after(cta.p, next, key) : key - 1) {
         const Sequence& sequence = next.sequence(cta.p);
-        Block keys = {key, next.work.head_kv, sequence.k_batch, sequence.k_first,
+        Block keys = {key, next.coord.head_kv, sequence.k_batch, sequence.k_first,
                       sequence.seqlen_k};
-        if constexpr (Config::page_size > 0) find_page(next.work.batch, keys);
-        if constexpr (Config::noted) leave_note(notes.note_of(next, key), next.work);
+        if constexpr (Config::page_size > 0) find_page(next.coord.batch, keys);
+        if constexpr (Config::noted) leave_note(notes.note_of(next, key), next.coord);
         load_keys(keys);
-        if constexpr (Cta::streams_bias) load_bias(next.work, key);
+        if constexpr (Cta::streams_bias) load_bias(next.coord, key);
         if (!Cta::values_in_keys && values.index >= 0) load_values(values);
         if (!announced) announce(next);
         announced = true;
         values = keys;
         if (Config::sequences &&
-            key == next.keys.begin + min(Cta::found_ahead, next.blocks() - 1)) {
+            key == next.kv_tiles.begin + min(Cta::found_ahead, next.kv_tile_count() - 1)) {
           if (acts()) ptx::mbarrier_arrive(cta.found_empty());
         }
       }
     }
     if constexpr (Config::noted) end_notes();
     if (!Cta::values_in_keys && values.index >= 0) load_values(values);
-    if constexpr (!Config::noted) announce(Visit::end_of_work());
+    if constexpr (!Config::noted) announce(WorkTile::end_of_work());
     if constexpr (Config::sequences) announce_no_tail();
   }
 
-  __device__ decltype(auto) coming_visit(unsigned round) {
+  __device__ decltype(auto) next_work_tile(unsigned round) {
     if constexpr (Config::sequences) {
-      return find_next_visit();
+      return wait_work_tile();
     } else {
-      return cta.visit_of(round);
+      return cta.work_tile_of(round);
     }
   }
 
   // Waits for the next work tile from the scheduler warp.
-  __device__ const Visit& find_next_visit() {
+  __device__ const WorkTile& wait_work_tile() {
     ptx::mbarrier_wait(cta.found_full(), found.parity);
     found.advance();
-    return *cta.visit(visit);
+    return *cta.work_tile_at(work_tile_slot);
   }
 
   // Publishes a work tile to the consumers, and loads its queries unless it is the end marker.
-  __device__ void announce(const Visit& next) {
+  __device__ void announce(const WorkTile& next) {
     ptx::mbarrier_wait(cta.q_empty(q_ring.slot), q_ring.parity ^ 1);
     // In variable-length batches, the scheduler warp has written it already.
-    if (!Config::sequences && acts()) *cta.visit(visit) = next;
+    if (!Config::sequences && acts()) *cta.work_tile_at(work_tile_slot) = next;
     const unsigned barrier = cta.q_full(q_ring.slot);
     if (!next.is_end_of_work()) {
       const Sequence& sequence = next.sequence(cta.p);
       if constexpr (Cta::values_in_keys) {
         load_latent<QueryTile>(cta.shared + q_ring.slot * Cta::q_slot_bytes, &maps().q,
-                               &maps().q_rest, sequence.q_first + next.work.q_begin,
-                               next.work.head, sequence.q_batch, barrier, ptx::l2_evict_first);
+                               &maps().q_rest, sequence.q_first + next.coord.q_begin,
+                               next.coord.head, sequence.q_batch, barrier, ptx::l2_evict_first);
       } else {
         load<QueryTile>(cta.shared + q_ring.slot * Cta::q_slot_bytes, &cta.maps.q,
-                        sequence.q_first + next.work.q_begin, next.work.head, sequence.q_batch,
+                        sequence.q_first + next.coord.q_begin, next.coord.head, sequence.q_batch,
                         barrier, ptx::l2_evict_first, Cta::rank() * Cta::columns);
       }
     } else if (acts()) {
       ptx::mbarrier_arrive(barrier);
     }
     q_ring.advance();
-    visit = Cta::next_visit(visit);
+    work_tile_slot = Cta::next_work_tile_slot(work_tile_slot);
   }
 
   // Publishes the `Note` of the KV tile whose K comes next.
-  __device__ void leave_note(const typename Cta::Note& note, const Work& work) {
+  __device__ void leave_note(const typename Cta::Note& note, const TileCoord& coord) {
     ptx::mbarrier_wait(cta.empty(ring.slot), ring.parity ^ 1);
     if (!acts()) return;
     *cta.note(ring.slot) = note;
-    if constexpr (Config::block_mask) load_visible_pairs(cta.p, note, work);
+    if constexpr (Config::block_mask) load_visible_pairs(cta.p, note, coord);
   }
 
   // Loads the visible pairs that the block mask stores. They arrive at the same barrier as K.
   template <class AnyParams>
   __device__ void load_visible_pairs(const AnyParams& p, const typename Cta::Note& note,
-                                   const Work& work) {
+                                   const TileCoord& coord) {
     // Few KV tiles have any. A loop needs fewer of the producer's few registers.
 #pragma unroll 1
     for (int consumer = 0; consumer < Cta::consumers; ++consumer) {
       const int slot = note.slot(consumer);
       if (slot == 0) continue;
-      const int64 tile = p.block_mask.query_tile_index(work.batch, work.head, work.q_begin / Config::Br);
+      const int64 tile = p.block_mask.query_tile_index(coord.batch, coord.head, coord.q_begin / Config::Br);
       ptx::mbarrier_expect_tx(cta.full(ring.slot), Cta::visible_pairs_bytes);
       ptx::cp_async_bulk(cta.visible_pairs_address(visible_pairs_ring.slot, consumer),
                          p.block_mask.template visible_pairs<typename Cta::TilePairs>(
@@ -226,11 +226,11 @@ struct HopperProducer {
     ring.advance();
   }
 
-  __device__ void load_bias(const Work& work, int key) {
+  __device__ void load_bias(const TileCoord& coord, int key) {
     ptx::mbarrier_wait(cta.bias_empty(bias_ring.slot), bias_ring.parity ^ 1);
     load<typename Cta::BiasTile>(cta.bias_address(bias_ring.slot),
-                                 &static_cast<const BiasedTensorMaps&>(cta.maps).bias, work.q_begin,
-                                 work.head, work.batch, cta.bias_full(bias_ring.slot),
+                                 &static_cast<const BiasedTensorMaps&>(cta.maps).bias, coord.q_begin,
+                                 coord.head, coord.batch, cta.bias_full(bias_ring.slot),
                                  ptx::l2_evict_normal, key * Bc);
     bias_ring.advance();
   }

@@ -58,7 +58,7 @@ struct HopperProducts {
   __device__ HopperProducts(const Cta& cta, int consumer) : cta(cta), consumer(consumer) {}
 
   // Returns the first row of this consumer in a query tile.
-  __device__ int first_row_of(const Work& work) const { return work.q_begin + 64 * consumer; }
+  __device__ int first_row_of(const TileCoord& coord) const { return coord.q_begin + 64 * consumer; }
 
   // Returns the first of the two rows of which this lane holds elements; the other is eight below.
   __device__ static int lane_row() { return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4; }

@@ -17,7 +17,7 @@ template <class Config>
 struct HopperResults {
   using Cta = HopperCta<Config>;
   using Element = typename Cta::Output;
-  using Visit = typename Cta::Visit;
+  using WorkTile = typename Cta::WorkTile;
   using Products = HopperProducts<Config>;
   using SoftmaxRow = typename HopperSoftmax<Config>::Row;
   // float8 pads `Products::columns_v` to whole partial outputs, so it may be larger.
@@ -31,8 +31,8 @@ struct HopperResults {
   Products& products;
   const int next;  // index after the finished one in the ring of work tiles
 
-  __device__ const Visit& finished_visit() const {
-    return *cta.visit(next == 0 ? Cta::visits - 1 : next - 1);
+  __device__ const WorkTile& finished_work_tile() const {
+    return *cta.work_tile_at(next == 0 ? Cta::work_tile_slots - 1 : next - 1);
   }
 
   // Computes the factors that output rows are multiplied by, and writes the log-sum-exp. Returns
@@ -48,10 +48,10 @@ struct HopperResults {
     for (int half = 0; half < 2; ++half) {
       if constexpr (!Config::modified) state[half].sum = sum_of_lanes(state[half].sum);
       normalizer[half] = state[half].sum == 0 ? 0 : ptx::rcp_approx(state[half].sum);
-      if constexpr (Cta::transposes_values) normalizer[half] *= finished_visit().scales.values;
+      if constexpr (Cta::transposes_values) normalizer[half] *= finished_work_tile().scales.values;
       if constexpr (Config::sinks && !Config::split_keys) {
         float lse = state[half].log_sum_exp();
-        normalizer[half] *= take_sink<Config>(cta.p, finished_visit().work.head, lse);
+        normalizer[half] *= take_sink<Config>(cta.p, finished_work_tile().coord.head, lse);
       }
       if (is_special && may_be_one_key[half]) normalizer[half] = -state[half].sum;
     }
@@ -60,11 +60,11 @@ struct HopperResults {
       is_special = __any_sync(~0u, is_special || normalizer[0] == 0 || normalizer[1] == 0);
     }
     if (Cta::rank() != 0 || (!Config::split_keys && cta.p.lse == nullptr)) return is_special;
-    const Visit& visit = finished_visit();
+    const WorkTile& work_tile = finished_work_tile();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = row_of(visit.work, half);
-      if (threadIdx.x % 4 == 0 && row < visit.sequence(cta.p).seqlen_q) {
+      const int row = row_of(work_tile.coord, half);
+      if (threadIdx.x % 4 == 0 && row < work_tile.sequence(cta.p).seqlen_q) {
         if constexpr (Config::split_keys && Partials<Config>::has_pairs) {
           ExponentSum<float> sum = state[half].exponent_sum();
           if constexpr (Config::marks_low_rows) {
@@ -72,11 +72,11 @@ struct HopperResults {
             // this split was left out.
             if (!(state[half].base < most_base)) sum.base = SoftmaxMath<float>::infinity();
           }
-          cta.write_log_sum_exp(visit, row, sum);
+          cta.write_log_sum_exp(work_tile, row, sum);
         } else {
           float lse = state[half].log_sum_exp();
-          if constexpr (!Config::split_keys) take_sink<Config>(cta.p, visit.work.head, lse);
-          cta.write_log_sum_exp(visit, row, lse);
+          if constexpr (!Config::split_keys) take_sink<Config>(cta.p, work_tile.coord.head, lse);
+          cta.write_log_sum_exp(work_tile, row, lse);
         }
       }
     }
@@ -108,7 +108,7 @@ struct HopperResults {
   }
 
   __device__ void write_output(float (&normalizer)[2], bool is_special) const {
-    const Visit& visit = finished_visit();
+    const WorkTile& work_tile = finished_work_tile();
     if (Config::finds_only_keys && is_special) normalize_only_keys(normalizer);
     products.scale_output(normalizer);
     if (Config::modified && is_special) {
@@ -125,9 +125,9 @@ struct HopperResults {
       }
     }
     if constexpr (Config::split_keys) {
-      write_partial(visit.work);
+      write_partial(work_tile.coord);
     } else {
-      write_rows(visit);
+      write_rows(work_tile);
     }
   }
 
@@ -150,22 +150,22 @@ struct HopperResults {
     }
   }
 
-  __device__ void write_rows(const Visit& visit) const {
+  __device__ void write_rows(const WorkTile& work_tile) const {
     if constexpr (sizeof(Element) == 4) {
-      write_float_rows(visit);
+      write_float_rows(work_tile);
     } else {
-      write_narrow_rows(visit);
+      write_narrow_rows(work_tile);
     }
   }
 
   // Four lanes with two columns each write 32 contiguous bytes.
-  __device__ void write_float_rows(const Visit& visit) const {
+  __device__ void write_float_rows(const WorkTile& work_tile) const {
     const int first_column = threadIdx.x % 4 * 2;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = row_of(visit.work, half);
-      if (row >= visit.sequence(cta.p).seqlen_q) continue;
-      Element* target = cta.output_row(visit, row) + first_column;
+      const int row = row_of(work_tile.coord, half);
+      if (row >= work_tile.sequence(cta.p).seqlen_q) continue;
+      Element* target = cta.output_row(work_tile, row) + first_column;
 #pragma unroll
       for (int j = 0; j < columns_v / 8; ++j) {
         const float* two = products.out + 4 * j + 2 * half;
@@ -180,7 +180,7 @@ struct HopperResults {
     }
   }
 
-  __device__ void write_narrow_rows(const Visit& visit) const {
+  __device__ void write_narrow_rows(const WorkTile& work_tile) const {
     // First column of this lane after the exchange with its neighbour lane.
     const int first_column = threadIdx.x % 2 * 8 + threadIdx.x % 4 / 2 * 4;
 #pragma unroll
@@ -192,10 +192,10 @@ struct HopperResults {
         columns[i] = exchange(pack<Element>(two[0], two[1]), pack<Element>(two[4], two[5]));
       }
       // One branch encloses all stores: with a branch for each, they would wait for each other.
-      const int row = row_of(visit.work, half);
-      if (row >= visit.sequence(cta.p).seqlen_q) continue;
-      if (Config::sequences && Config::causal && cta.is_set_by_helper(visit, row)) continue;
-      Element* target = cta.output_row(visit, row) + Cta::first_column_v() + first_column;
+      const int row = row_of(work_tile.coord, half);
+      if (row >= work_tile.sequence(cta.p).seqlen_q) continue;
+      if (Config::sequences && Config::causal && cta.is_set_by_helper(work_tile, row)) continue;
+      Element* target = cta.output_row(work_tile, row) + Cta::first_column_v() + first_column;
 #pragma unroll
       for (int i = 0; i < columns_v / 16; ++i) {
         store_columns<Cta::has_whole_columns_v ? Cta::columns_v : 1, Config::out_alignment>(
@@ -214,12 +214,12 @@ struct HopperResults {
     return reinterpret_cast<const Vector<Element, 4>&>(pairs);
   }
 
-  __device__ void write_partial(const Work& work) const {
+  __device__ void write_partial(const TileCoord& coord) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = row_of(work, half);
+      const int row = row_of(coord, half);
       if (row >= cta.p.seqlen_q) continue;
-      float* target = cta.partial_row(work, row);
+      float* target = cta.partial_row(coord, row);
       // If no CTA has padded columns, no column needs a bounds check.
       constexpr bool whole = Cta::has_whole_columns_v;
       if (whole) target += Cta::first_column_v();
@@ -231,8 +231,8 @@ struct HopperResults {
   }
 
   // Returns the query row of this lane's upper (0) or lower (1) accumulator half.
-  __device__ int row_of(const Work& work, int half) const {
-    return products.first_row_of(work) + Products::lane_row() + 8 * half;
+  __device__ int row_of(const TileCoord& coord, int half) const {
+    return products.first_row_of(coord) + Products::lane_row() + 8 * half;
   }
 };
 

@@ -1,6 +1,6 @@
 // Prints the rows that `grid/gaps.cuh` assigns to each warp. Standard input has one line of numbers
 // for each batch: batch, total_q, max_seqlen_q, warps, and the batch + 1 elements of cu_seqlens_q.
-// The output has two lines for each batch: the rows by `visit_all`, then those by `visit_around`
+// The output has two lines for each batch: the rows by `for_each_row`, then those by `for_each_adjacent_row`
 // for all sequences.
 #include "cuda_on_host.h"
 
@@ -25,12 +25,12 @@ int main() {
     p.cu_seqlens_q = starts.data();
     const unsigned warps = sizes[2];
     run_block(32, [&] {
-      for (unsigned warp = 0; warp < warps; ++warp) Gaps{p}.visit_all(warp, warps, print);
+      for (unsigned warp = 0; warp < warps; ++warp) Gaps{p}.for_each_row(warp, warps, print);
     });
     std::printf("\n");
     run_block(32, [&] {
       for (int i = 0; i < batch; ++i) {
-        for (unsigned warp = 0; warp < warps; ++warp) Gaps{p}.visit_around(i, warp, warps, print);
+        for (unsigned warp = 0; warp < warps; ++warp) Gaps{p}.for_each_adjacent_row(i, warp, warps, print);
       }
     });
     std::printf("\n");

@@ -1,8 +1,8 @@
 // Prints the results of `mask.cuh`. Standard input has one line of numbers for each mask: causal,
 // group (1 or 3), seqlen_q, seqlen_k, q_offset, num_splits, left and right bound of a window (-1
 // for no bound) and prefix. The output has four lines for each mask: visible_begin and visible_end
-// of each row; the `KeyTiles` of each query tile and split; the first KV tile in which the window
-// masks no key, for each query tile; and the `QueryTiles` of each KV tile.
+// of each row; the `KvTileRange` of each query tile and split; the first KV tile in which the window
+// masks no key, for each query tile; and the `QueryTileRange` of each KV tile.
 #include <cstdio>
 
 #include "cuda_on_host.h"
@@ -27,9 +27,9 @@ void print(const Mask<Config, Group>& mask, int rows, int num_splits) {
   for (int begin = 0; begin < rows; begin += Br) {
     for (int split = 0; split < num_splits; ++split) {
       const int end = min(begin + Br, rows);
-      const KeyTiles tiles = num_splits > 1
-                                 ? find_key_tiles<Bc, true>(mask, begin, end, split, num_splits)
-                                 : find_key_tiles<Bc, false>(mask, begin, end, split, num_splits);
+      const KvTileRange tiles = num_splits > 1
+                                 ? kv_tile_range<Bc, true>(mask, begin, end, split, num_splits)
+                                 : kv_tile_range<Bc, false>(mask, begin, end, split, num_splits);
       std::printf("%d %d %d ", tiles.begin, tiles.full_end, tiles.end);
     }
   }
@@ -40,7 +40,7 @@ void print(const Mask<Config, Group>& mask, int rows, int num_splits) {
   std::printf("\n");
   for (int begin = 0; begin < mask.seqlen_k; begin += Bc) {
     const int end = min(begin + Bc, mask.seqlen_k);
-    const QueryTiles tiles = find_query_tiles<Br>(mask, begin, end, rows);
+    const QueryTileRange tiles = query_tile_range<Br>(mask, begin, end, rows);
     std::printf("%d %d %d %d ", tiles.begin, tiles.full_begin, tiles.full_end, tiles.end);
   }
   std::printf("\n");

@@ -28,7 +28,7 @@ struct AlikeMakers : SequenceOrder::WholeBlock {
 };
 
 template <bool Causal, bool Split>
-void print_visits(const Params& p, int threads, int section_keys, bool alike) {
+void print_work_tiles(const Params& p, int threads, int section_keys, bool alike) {
   std::vector<int> scratch(SequenceOrder::scratch_words);
   // With split KV, the order comes after the partial results.
   const SequenceOrder order = SequenceOrder(p).behind(Split ? behind : 0);
@@ -41,15 +41,15 @@ void print_visits(const Params& p, int threads, int section_keys, bool alike) {
     }
   });
   run_block(32, [&] {
-    static Visit<true> next;
+    static WorkTile<true> next;
     const bool is_first = threadIdx.x == 0;
     const auto take = [&] { return order.take(); };
     while (true) {
-      take_visit<Config<Causal, Split>>(p, order, take, section_keys, next, is_first);
+      fetch_work_tile<Config<Causal, Split>>(p, order, take, section_keys, next, is_first);
       if (is_first && !next.is_end_of_work()) {
         const Sequence& at = next.sequence(p);
-        std::printf("%d %d %d %d %d %d %d %d %d %d\n", next.work.batch, next.work.head,
-                    next.work.head_kv, next.work.q_begin, next.keys.begin, next.keys.end,
+        std::printf("%d %d %d %d %d %d %d %d %d %d\n", next.coord.batch, next.coord.head,
+                    next.coord.head_kv, next.coord.q_begin, next.kv_tiles.begin, next.kv_tiles.end,
                     at.q_first, at.seqlen_q, at.k_first, at.seqlen_k);
       }
       __syncthreads();
@@ -83,11 +83,11 @@ int main() {
     std::vector<int> workspace(2 * p.batch + 2 + (p.num_splits > 1 ? behind : 0), 0x7fffffff);
     p.workspace = workspace.data();
     if (p.num_splits > 1) {
-      print_visits<false, true>(p, threads, section_keys, sizes[11]);
+      print_work_tiles<false, true>(p, threads, section_keys, sizes[11]);
     } else if (causal) {
-      print_visits<true, false>(p, threads, section_keys, sizes[11]);
+      print_work_tiles<true, false>(p, threads, section_keys, sizes[11]);
     } else {
-      print_visits<false, false>(p, threads, section_keys, sizes[11]);
+      print_work_tiles<false, false>(p, threads, section_keys, sizes[11]);
     }
   }
 }

@@ -208,7 +208,7 @@ struct ImageMaker {
     bool is_q = false;
     bool is_k = false;
 
-    __device__ bool is_there(int row) const {
+    __device__ bool exists(int row) const {
       if (row >= min(left, Rows)) return false;
       if (terms == nullptr) return true;
       return !(is_q ? clears_q(terms[row]) : clears_dout(terms[row]));
@@ -216,7 +216,7 @@ struct ImageMaker {
 
     // Returns eight columns of a row, with zeros past the last column.
     __device__ auto read(int row, int chunk) const {
-      const int inside = is_there(row) ? max(0, min(8, Dim - 8 * chunk)) : 0;
+      const int inside = exists(row) ? max(0, min(8, Dim - 8 * chunk)) : 0;
       return load_elements<8, Config::alignment>(rows + row * stride + 8 * chunk, inside);
     }
 

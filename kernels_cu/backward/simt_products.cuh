@@ -55,8 +55,8 @@ struct SimtProducts {
     bool is_clean = true;
     for (int i = threadIdx.x; i < Size / stride * slice; i += threads) {
       const int row = first + i / slice, d = begin_dim + i % slice;
-      const bool is_there = row < source.count && d < Dim;
-      const T x = is_there ? widen(source.begin[row * source.stride + d]) : T(0);
+      const bool exists = row < source.count && d < Dim;
+      const T x = exists ? widen(source.begin[row * source.stride + d]) : T(0);
       is_clean = is_clean && is_finite(x);
       target[i / slice * stride + i % slice] = x;
     }

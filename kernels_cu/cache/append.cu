@@ -258,7 +258,7 @@ struct Row {
     if constexpr (Config::page_size > 0) {
       const int* table = p.block_table + batch * p.block_table_stride;
       const int page = table[key / Config::page_size];
-      if (!is_page(page, p.pages)) return nullptr;
+      if (!is_valid_page(page, p.pages)) return nullptr;
       return cache.head<Stored>(page, head) + key % Config::page_size * cache.row_stride;
     } else {
       return cache.head<Stored>(keys.at.k_batch, head) + key * cache.row_stride;

@@ -95,7 +95,7 @@ struct MmaForward : MmaTileCoord<Config> {
   using ValueCopy = Copy<Bc, Config::head_dim_v, ValueLayout>;
 
   const Params& p;
-  const Place<Config>* place;  // sequence of this CTA, or null if the batch is dense
+  const SequenceView<Config>* view;  // sequence of this CTA, or null if the batch is dense
   const Mask<Config, Config::group> mask;
   const KvTileRange tiles;
   const int group = threadIdx.x / 32 / shares;  // index of the warps that have the same rows
@@ -113,10 +113,10 @@ struct MmaForward : MmaTileCoord<Config> {
   Softmax softmax;
 
   __device__ MmaForward(const Params& params, const TileCoord& coord, unsigned shared,
-                        const Place<Config>* place = nullptr)
+                        const SequenceView<Config>* view = nullptr)
       : MmaTileCoord<Config>(coord),
         p(params),
-        place(place),
+        view(view),
         mask(params, coord.batch),
         tiles(kv_tile_range<Bc, Config::split_keys>(mask, coord.q_begin,
                                                      min(coord.q_begin + Br, params.seqlen_q),
@@ -132,7 +132,7 @@ struct MmaForward : MmaTileCoord<Config> {
                                       params.v.row_stride)),
         scale_log2(exponent_scale<Config, float>(params)) {
     if constexpr (Config::group > 1) {
-      QueryCopy::gather(q_shared, [&](int row) { return place->query(coord.q_begin + row); });
+      QueryCopy::gather(q_shared, [&](int row) { return view->query(coord.q_begin + row); });
       return;
     }
     const Element* queries = QueryCopy::source(
@@ -184,8 +184,8 @@ struct MmaForward : MmaTileCoord<Config> {
   // Returns the address of K or V of a tile. The ring receives K and V of the last KV tile, then K
   // and V of the tile before it, and so on, in consecutive stages.
   __device__ unsigned ring_address(int tile, int is_value) const {
-    const int place = stages == 3 ? (tile + is_value) % 3 : tile % (stages / 2) * 2 + is_value;
-    return ring + place * stage_bytes;
+    const int stage = stages == 3 ? (tile + is_value) % 3 : tile % (stages / 2) * 2 + is_value;
+    return ring + stage * stage_bytes;
   }
 
   // Starts the copy that comes `Ahead` stages after K of a tile, if there is one. Every call
@@ -200,9 +200,9 @@ struct MmaForward : MmaTileCoord<Config> {
       const int rows_left = p.seqlen_k - tile * Bc;
       if constexpr (Config::page_size > 0) {
         if constexpr (is_value) {
-          load_pages<ValueCopy>(target, place->p.v, tile * Bc);
+          load_pages<ValueCopy>(target, view->p.v, tile * Bc);
         } else {
-          load_pages<KeyCopy>(target, place->p.k, tile * Bc);
+          load_pages<KeyCopy>(target, view->p.k, tile * Bc);
         }
       } else if constexpr (is_value) {
         ValueCopy::template start<Ragged>(target, next_values, p.v.row_stride, rows_left);
@@ -218,11 +218,11 @@ struct MmaForward : MmaTileCoord<Config> {
   // Loads a paged tile. The block table is read for each row, or once if the tile lies in one page.
   template <class TileCopy>
   __device__ void load_pages(unsigned target, const Tensor& tensor, int first) {
-    const auto rows = place->pages(tensor);
+    const auto rows = view->pages(tensor);
     if constexpr (Config::page_size % Bc == 0) {
       const auto row = rows.at(first);
       TileCopy::template start<true>(target, TileCopy::source(row.begin, tensor.row_stride),
-                                     tensor.row_stride, row.is_there ? p.seqlen_k - first : 0);
+                                     tensor.row_stride, row.exists ? p.seqlen_k - first : 0);
     } else {
       TileCopy::gather(target, [&](int row) { return rows.at(first + row); });
     }
@@ -288,7 +288,7 @@ struct MmaForward : MmaTileCoord<Config> {
     if constexpr (Config::modified) {
       modify_fragments<Config, 2 * row_tiles, Bc / 8>(
           p,
-          [&](int r) { return score_row(p, this->coord, place, row_of(first_row, r / 2, r % 2)); },
+          [&](int r) { return score_row(p, this->coord, view, row_of(first_row, r / 2, r % 2)); },
           key_begin + lane % 4 * 2, [&](int r) { return scores[r / 2][0] + 2 * (r % 2); });
     }
   }
@@ -310,11 +310,11 @@ struct MmaForward : MmaTileCoord<Config> {
   __device__ void finish() {
     // The tile coordinates are recomputed, so that they take no registers in the loops.
     if constexpr (Config::sequences) {
-      const Place<Config> again(place->p, ChosenRows<Config>::tile());
-      const Params own = again.params();
-      finish(own, again.coord, &again);
-      if (sees_few()) settle(own, again.coord, &again);
-      again.clear_unowned_rows();
+      const SequenceView<Config> tile_view(view->p, ChosenRows<Config>::tile());
+      const Params local = tile_view.params();
+      finish(local, tile_view.coord, &tile_view);
+      if (sees_few()) settle(local, tile_view.coord, &tile_view);
+      tile_view.clear_unowned_rows();
     } else {
       finish(p, tile_coord<Br>(p, ChosenRows<Config>::tile()), nullptr);
       if (sees_few()) settle(p, tile_coord<Br>(p, ChosenRows<Config>::tile()), nullptr);
@@ -326,7 +326,7 @@ struct MmaForward : MmaTileCoord<Config> {
     return !Config::modified && mask.visible_end(first_row - lane / 4) <= few_keys<Element>;
   }
 
-  __device__ static void settle(const Params& p, const TileCoord& coord, const Place<Config>* place) {
+  __device__ static void settle(const Params& p, const TileCoord& coord, const SequenceView<Config>* view) {
     const unsigned group = threadIdx.x / 32 / shares;
     const int first = coord.q_begin + group * warp_rows;
     // Waits until all warps with the same rows have written them.
@@ -334,11 +334,11 @@ struct MmaForward : MmaTileCoord<Config> {
       ptx::barrier_sync_aligned(1 + group, 32 * shares);
       if (Products::share() > 0) return;
     }
-    settle_few_seen<Config>(p, coord, place, first, min(first + warp_rows, p.seqlen_q));
+    settle_few_seen<Config>(p, coord, view, first, min(first + warp_rows, p.seqlen_q));
   }
 
-  __device__ void finish(const Params& p, const TileCoord& coord, const Place<Config>* place) {
-    const auto partials = partials_of(p, place);
+  __device__ void finish(const Params& p, const TileCoord& coord, const SequenceView<Config>* view) {
+    const auto partials = partials_of(p, view);
     unsigned sees_one = 0;  // bit 2 * i + half: the sum of the row is a single p
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
@@ -353,17 +353,17 @@ struct MmaForward : MmaTileCoord<Config> {
         scale_row<Products::columns_v / 8>(out[i][0] + 2 * half, normalizer);
         const int row = row_of(first_row_of(coord), i, half);
         if constexpr (Config::modified) {
-          finish_modified(p, score_row(p, coord, place, row).head, state, out[i][0] + 2 * half);
+          finish_modified(p, score_row(p, coord, view, row).head, state, out[i][0] + 2 * half);
         }
         if (lane % 4 == 0 && Products::share() == 0 && row < p.seqlen_q &&
             ChosenRows<Config>::include(row - coord.q_begin)) {
-          const int64 index = index_of(p, coord, place, row);
+          const int64 index = index_of(p, coord, view, row);
           if constexpr (Config::split_keys) {
             partials.template set<Softmax::factor>(p, coord.split, index, state, scale_log2);
           } else if (p.lse != nullptr) {
             float lse = log_sum_exp(state);
             if constexpr (Config::sinks) {
-              take_sink<Config>(p, score_row(p, coord, place, row).head, lse);
+              take_sink<Config>(p, score_row(p, coord, view, row).head, lse);
             }
             static_cast<float*>(p.lse)[index] = lse;
           }
@@ -371,16 +371,16 @@ struct MmaForward : MmaTileCoord<Config> {
       }
     }
     if constexpr (Config::split_keys) {
-      write_partial(partials, p, coord, place);
+      write_partial(partials, p, coord, view);
     } else {
-      write_output(p, coord, place);
+      write_output(p, coord, view);
     }
-    if constexpr (settles_only_keys) settle_only_keys(sees_one, partials, p, coord, place);
+    if constexpr (settles_only_keys) settle_only_keys(sees_one, partials, p, coord, view);
   }
 
   __device__ void settle_only_keys(unsigned sees_one, const Partials<Config>& partials,
                                    const Params& p, const TileCoord& coord,
-                                   const Place<Config>* place) const {
+                                   const SequenceView<Config>* view) const {
     if (!__any_sync(~0u, sees_one != 0)) return;
     const KvTileRange tiles = kv_tile_range<Bc, Config::split_keys>(
         Mask<Config, Config::group>(p, coord.batch), coord.q_begin,
@@ -397,11 +397,11 @@ struct MmaForward : MmaTileCoord<Config> {
         // Orders the next writes after those of the lanes that wrote the row.
         __syncwarp();
         if constexpr (Config::split_keys) {
-          settle_only_key<Config>(p, coord, place, tiles, row,
-                                  partials.out_row(coord.split, index_of(p, coord, place, row)));
+          settle_only_key<Config>(p, coord, view, tiles, row,
+                                  partials.out_row(coord.split, index_of(p, coord, view, row)));
         } else {
           Element* head = p.out.head<Element>(coord.batch, coord.head);
-          settle_only_key<Config>(p, coord, place, tiles, row, out_row(head, p, place, row));
+          settle_only_key<Config>(p, coord, view, tiles, row, out_row(head, p, view, row));
         }
       }
     }
@@ -423,14 +423,14 @@ struct MmaForward : MmaTileCoord<Config> {
   }
 
   __device__ void write_partial(const Partials<Config>& partials, const Params& p,
-                                const TileCoord& coord, const Place<Config>* place) {
+                                const TileCoord& coord, const SequenceView<Config>* view) {
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = row_of(first_row_of(coord), i, half);
         if (row >= p.seqlen_q) continue;
-        float* target = partials.out_row(coord.split, index_of(p, coord, place, row));
+        float* target = partials.out_row(coord.split, index_of(p, coord, view, row));
         write_row<Products::columns_v / 8, Config::head_dim_v>(
             target, out[i][0] + 2 * half, [&](int j, int c) { return products.column(j, c); });
       }
@@ -438,7 +438,7 @@ struct MmaForward : MmaTileCoord<Config> {
   }
 
   // Writes the output through shared memory, each warp its own rows, in whole 16-byte chunks.
-  __device__ void write_output(const Params& p, const TileCoord& coord, const Place<Config>* place) {
+  __device__ void write_output(const Params& p, const TileCoord& coord, const SequenceView<Config>* view) {
     __syncthreads();
     const int warp_row = group * warp_rows;
 #pragma unroll
@@ -464,7 +464,7 @@ struct MmaForward : MmaTileCoord<Config> {
       unsigned bits[4];
       ptx::ld_shared_v4(bits, q_shared + ValueLayout::offset(row, chunk));
       store_chunk<Element, Config::out_alignment>(
-          out_row(output, p, place, coord.q_begin + row, chunk * elements),
+          out_row(output, p, view, coord.q_begin + row, chunk * elements),
           reinterpret_cast<const Vector<Element, elements>&>(bits),
           Config::head_dim_v - chunk * elements);
     }
@@ -475,13 +475,13 @@ template <class Config>
 __device__ void mma_forward(const Params& params, int tile = blockIdx.x) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   if constexpr (Config::sequences) {
-    const Place<Config> place(params, tile);
-    if (place.coord.q_begin >= place.rows()) {
-      place.clear_unowned_rows();
+    const SequenceView<Config> view(params, tile);
+    if (view.coord.q_begin >= view.rows()) {
+      view.clear_unowned_rows();
       return;
     }
-    const Params own = place.params();
-    MmaForward<Config>(own, place.coord, ptx::shared_address(shared_memory), &place).run();
+    const Params local = view.params();
+    MmaForward<Config>(local, view.coord, ptx::shared_address(shared_memory), &view).run();
   } else {
     MmaForward<Config>(params, tile_coord<Config::Br>(params, tile),
                        ptx::shared_address(shared_memory))

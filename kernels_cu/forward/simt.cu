@@ -15,7 +15,7 @@
 namespace simt {
 
 template <class Config>
-__device__ void write(const Params& p, const TileCoord& coord, const Place<Config>* place,
+__device__ void write(const Params& p, const TileCoord& coord, const SequenceView<Config>* view,
                       Rows<Config>& rows, typename Layout<Config>::T scale_log2) {
   using L = Layout<Config>;
   using Element = typename L::Element;
@@ -25,13 +25,13 @@ __device__ void write(const Params& p, const TileCoord& coord, const Place<Confi
   for (int i = 0; i < L::rows; ++i) {
     const int row = coord.q_begin + rows.first() + i * L::warp_rows;
     if (row >= p.seqlen_q) continue;
-    const int64 index = index_of(p, coord, place, row);
+    const int64 index = index_of(p, coord, view, row);
     T* lse = static_cast<T*>(p.lse) + index;
     // If KV is split, the sink is applied when the splits are merged.
     const auto log_sum_exp = [&](T& factor) {
       T found = rows.softmax[i].template log_sum_exp<L::headroom>(scale_log2);
       if constexpr (Config::sinks && !Config::split_keys) {
-        factor = take_sink<Config>(p, score_row(p, coord, place, row).head, found);
+        factor = take_sink<Config>(p, score_row(p, coord, view, row).head, found);
       }
       return found;
     };
@@ -42,18 +42,18 @@ __device__ void write(const Params& p, const TileCoord& coord, const Place<Confi
     }
     if constexpr (Config::split_keys) {
       constexpr int unit = dim % L::width == 0 ? L::width : 1;
-      const auto partials = partials_of(p, place);
+      const auto partials = partials_of(p, view);
       rows.template store<unit>(partials.out_row(coord.split, index), i);
       lse = partials.lse_row(coord.split, index);
     } else {
       constexpr int most = Config::out_alignment / int(sizeof(Element));
       constexpr int unit = most < 1 ? 1 : most < L::width ? most : L::width;
       Element* head = p.out.head<Element>(coord.batch, coord.head);
-      rows.template store<unit>(out_row(head, p, place, row), i);
+      rows.template store<unit>(out_row(head, p, view, row), i);
     }
-    if constexpr (Config::split_keys && Partials<Config>::has_pairs) {
+    if constexpr (Config::split_keys && Partials<Config>::lse_is_pair) {
       if (L::position() == 0) {
-        partials_of(p, place).set(p, coord.split, index,
+        partials_of(p, view).set(p, coord.split, index,
                                   rows.softmax[i].template exponent_sum<L::headroom>(scale_log2));
       }
     } else if (L::position() == 0 && (Config::split_keys || p.lse != nullptr)) {
@@ -64,23 +64,23 @@ __device__ void write(const Params& p, const TileCoord& coord, const Place<Confi
 
 // Sequence of the CTA. In dense batches it is a static null, not a member: even an unused member
 // would change the machine code of the loops.
-template <class Config, bool HasPlace = Config::sequences>
-struct InPlace {
-  static constexpr const Place<Config>* place = nullptr;
-  __device__ explicit InPlace(const Place<Config>*) {}
+template <class Config, bool HasView = Config::sequences>
+struct OptionalView {
+  static constexpr const SequenceView<Config>* view = nullptr;
+  __device__ explicit OptionalView(const SequenceView<Config>*) {}
 };
 template <class Config>
-struct InPlace<Config, true> {
-  const Place<Config>* place;
-  __device__ explicit InPlace(const Place<Config>* place) : place(place) {}
+struct OptionalView<Config, true> {
+  const SequenceView<Config>* view;
+  __device__ explicit OptionalView(const SequenceView<Config>* view) : view(view) {}
 };
 
 template <class Config>
-struct Kernel : InPlace<Config> {
+struct Kernel : OptionalView<Config> {
   using L = Layout<Config>;
   using Element = typename L::Element;
   using T = typename L::T;
-  using InPlace<Config>::place;
+  using OptionalView<Config>::view;
 
   const Params& p;
   const TileCoord coord;
@@ -93,8 +93,8 @@ struct Kernel : InPlace<Config> {
   Rows<Config> rows;
 
   __device__ Kernel(const Params& params, const TileCoord& coord, T* shared,
-                    const Place<Config>* place = nullptr)
-      : InPlace<Config>(place),
+                    const SequenceView<Config>* view = nullptr)
+      : OptionalView<Config>(view),
         p(params),
         coord(coord),
         k_head(params.k.head<const Element>(coord.batch, coord.head_kv)),
@@ -107,7 +107,7 @@ struct Kernel : InPlace<Config> {
   __device__ void load_q() {
     using Load = TileLoad<Config, Config::Br, Config::head_dim, L::qk_stride, true>;
     if constexpr (Config::group > 1) {
-      Load::gather(q, [&](int row) { return place->query(coord.q_begin + row); });
+      Load::gather(q, [&](int row) { return view->query(coord.q_begin + row); });
     } else {
       Load::run(q, p.q.head<const Element>(coord.batch, coord.head), p.q.row_stride, coord.q_begin,
                 p.seqlen_q);
@@ -115,21 +115,21 @@ struct Kernel : InPlace<Config> {
   }
   __device__ void load_k(int tile) {
     if constexpr (Config::page_size > 0) {
-      load_pages<Config::head_dim, L::qk_stride>(k, place->p.k, tile);
+      load_pages<Config::head_dim, L::qk_stride>(k, view->p.k, tile);
     } else {
       load_tile<Config::head_dim, L::qk_stride>(k, k_head, p.k.row_stride, tile);
     }
   }
   __device__ void load_v(int tile) {
     if constexpr (Config::page_size > 0) {
-      load_pages<Config::head_dim_v, L::v_stride>(v, place->p.v, tile);
+      load_pages<Config::head_dim_v, L::v_stride>(v, view->p.v, tile);
     } else {
       load_tile<Config::head_dim_v, L::v_stride>(v, v_head, p.v.row_stride, tile);
     }
   }
   template <int Dim, int Stride>
   __device__ void load_pages(T* shared, const Tensor& tensor, int tile) {
-    const auto rows = place->pages(tensor);
+    const auto rows = view->pages(tensor);
     TileLoad<Config, Config::Bc, Dim, Stride, true>::gather(
         shared, [&](int row) { return rows.at(tile * Config::Bc + row); });
   }
@@ -154,7 +154,7 @@ struct Kernel : InPlace<Config> {
     __syncthreads();
     if (!Config::share_kv) load_v(tile);
     rows.multiply_keys(q, k);
-    const auto at = [&](int row) { return score_row(p, coord, place, coord.q_begin + row); };
+    const auto at = [&](int row) { return score_row(p, coord, view, coord.q_begin + row); };
     rows.modify(p, at, tile * Config::Bc);
     const bool is_left =
         Config::window_left && tile < mask.template first_full_tile<Config::Bc>(last_row());
@@ -191,7 +191,7 @@ struct Kernel : InPlace<Config> {
       visit(mask, tile, tiles, scale_log2);
     }
     rows.finish();
-    write<Config>(p, coord, place, rows, scale_log2);
+    write<Config>(p, coord, view, rows, scale_log2);
     if (Config::modified) return;
     if (mask.visible_end(coord.q_begin + first_of_warp()) > few_keys<Element>) return;
     // The tile coordinates are recomputed. Keeping them until here would slow the loops by 2.5% in
@@ -209,7 +209,7 @@ struct Kernel : InPlace<Config> {
 
   __device__ void settle(const TileCoord& coord) const {
     const int first = coord.q_begin + first_of_warp();
-    settle_few_seen<Config>(p, coord, place, first, min(first + warp_rows, p.seqlen_q));
+    settle_few_seen<Config>(p, coord, view, first, min(first + warp_rows, p.seqlen_q));
   }
 };
 
@@ -221,14 +221,14 @@ __device__ void simt_attention(const Params& p) {
   using T = Accumulator<typename Config::Element>;
   T* const memory = reinterpret_cast<T*>(shared);
   if constexpr (Config::sequences) {
-    const Place<Config> place(p, blockIdx.x);
-    if (place.coord.q_begin < place.rows()) {
-      const Params own = place.params();
-      simt::Kernel<Config>(own, place.coord, memory, &place).run();
+    const SequenceView<Config> view(p, blockIdx.x);
+    if (view.coord.q_begin < view.rows()) {
+      const Params local = view.params();
+      simt::Kernel<Config>(local, view.coord, memory, &view).run();
     }
-    // `Place` is computed again: keeping it until here would change the machine code of the loops.
+    // `SequenceView` is computed again: keeping it until here would change the machine code of the loops.
     if (!Config::split_keys && p.cu_seqlens_q != nullptr) {
-      Place<Config>(p, ptx::block_index()).clear_unowned_rows();
+      SequenceView<Config>(p, ptx::block_index()).clear_unowned_rows();
     }
   } else {
     simt::Kernel<Config>(p, tile_coord<Config::Br>(p, blockIdx.x), memory).run();

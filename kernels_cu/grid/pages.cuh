@@ -3,15 +3,15 @@
 
 #include "params.cuh"
 
-// Address of a row. If `is_there` is false, the row counts as zeros, and `begin` is never read.
+// Address of a row. If `exists` is false, the row counts as zeros, and `begin` is never read.
 template <class Element>
 struct Row {
   const Element* begin;
-  bool is_there;
+  bool exists;
 };
 
 // Returns whether a page number is valid; block tables are not validated beforehand.
-__device__ inline bool is_page(int number, int pages) { return unsigned(number) < unsigned(pages); }
+__device__ inline bool is_valid_page(int number, int pages) { return unsigned(number) < unsigned(pages); }
 
 // K or V rows of one sequence and one KV head in a paged cache.
 template <class Element, int PageSize>
@@ -25,7 +25,7 @@ struct PagedRows {
 
   __device__ Row<Element> at(int key) const {
     const int page = key < end ? table[key / PageSize] : -1;
-    const bool is_there = is_page(page, pages);
-    return {head + (is_there ? page : 0) * page_stride + key % PageSize * row_stride, is_there};
+    const bool exists = is_valid_page(page, pages);
+    return {head + (exists ? page : 0) * page_stride + key % PageSize * row_stride, exists};
   }
 };

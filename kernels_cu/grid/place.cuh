@@ -1,4 +1,4 @@
-// `Place`: a CTA's tile coordinates, and the rows of q, k, v and out that its sequence occupies,
+// `SequenceView`: a CTA's tile coordinates, and the rows of q, k, v and out that its sequence occupies,
 // for varlen, cached and paged batches. `Config::page_size` is 0 if K and V are not paged;
 // `Config::group` is the number of query heads packed into a tile, see `tile_coord()`.
 #pragma once
@@ -14,7 +14,7 @@
 #include "grid/unowned_rows.cuh"
 
 template <class Config>
-struct Place {
+struct SequenceView {
   using Element = typename Config::Element;
   using Results = Partials<Config>;
   static constexpr int group = Config::group;
@@ -22,28 +22,28 @@ struct Place {
 
   const Params& p;
   const TileCoord coord;
-  const Sequence at;
+  const Sequence sequence;
 
-  __device__ Place(const Params& p, int block)
+  __device__ SequenceView(const Params& p, int block)
       : p(p),
         coord(tile_coord<Config::Br, group>(p, block)),
-        at(find_sequence<page_size>(p, coord.batch)) {}
+        sequence(find_sequence<page_size>(p, coord.batch)) {}
 
   // Number of rows in all query tiles of this sequence: seqlen_q times heads packed into a tile.
-  __device__ int rows() const { return at.seqlen_q * group; }
+  __device__ int rows() const { return sequence.seqlen_q * group; }
 
   // Returns the arguments of a call on this sequence alone. `seqlen_q` is `rows()`. Addresses are
   // those of the sequence, so batch strides are 0.
   __device__ Params params() const {
-    Params own = p;
-    own.q = tensor_of(p.q, at.q_batch, at.q_first);
-    own.out = tensor_of(p.out, at.q_batch, at.q_first);
-    own.k = tensor_of(p.k, page_size > 0 ? 0 : at.k_batch, at.k_first);
-    own.v = tensor_of(p.v, page_size > 0 ? 0 : at.k_batch, at.k_first);
-    own.seqlen_q = rows();
-    own.seqlen_k = at.seqlen_k;
-    own.q_offset = at.template q_offset<Config>(p, coord.batch);
-    return own;
+    Params local = p;
+    local.q = tensor_of(p.q, sequence.q_batch, sequence.q_first);
+    local.out = tensor_of(p.out, sequence.q_batch, sequence.q_first);
+    local.k = tensor_of(p.k, page_size > 0 ? 0 : sequence.k_batch, sequence.k_first);
+    local.v = tensor_of(p.v, page_size > 0 ? 0 : sequence.k_batch, sequence.k_first);
+    local.seqlen_q = rows();
+    local.seqlen_k = sequence.seqlen_k;
+    local.q_offset = sequence.template q_offset<Config>(p, coord.batch);
+    return local;
   }
 
   // Called by all warps of the CTA. Clears the rows next to the sequence that belong to none; they
@@ -58,8 +58,8 @@ struct Place {
   }
 
   __device__ Row<Element> query(int row) const {
-    const bool is_there = row < rows();
-    return {row_of(p.q, is_there ? row : 0), is_there};
+    const bool exists = row < rows();
+    return {row_of(p.q, exists ? row : 0), exists};
   }
   __device__ Element* out(int row) const { return row_of(p.out, row); }
 
@@ -70,43 +70,43 @@ struct Place {
             tensor.batch_stride,
             tensor.row_stride,
             p.pages,
-            at.seqlen_k};
+            sequence.seqlen_k};
   }
 
   __device__ Results partials() const { return Results(p); }
   // Returns the index of a row of the tile in lse, and among the rows of a split.
   __device__ int64 index(int row) const {
-    return Results::row_index(p, at, coord.batch, coord.head + row % group, row / group);
+    return Results::row_index(p, sequence, coord.batch, coord.head + row % group, row / group);
   }
 
  private:
-  __device__ static Tensor tensor_of(const Tensor& all, int batch, int first_row) {
-    Element* data = all.head<Element>(batch, 0) + first_row * all.row_stride;
-    return {data, 0, all.row_stride, all.head_stride};
+  __device__ static Tensor tensor_of(const Tensor& tensor, int batch, int first_row) {
+    Element* data = tensor.head<Element>(batch, 0) + first_row * tensor.row_stride;
+    return {data, 0, tensor.row_stride, tensor.head_stride};
   }
   __device__ Element* row_of(const Tensor& tensor, int row) const {
-    return tensor.head<Element>(at.q_batch, coord.head + row % group) +
-           (at.q_first + row / group) * tensor.row_stride;
+    return tensor.head<Element>(sequence.q_batch, coord.head + row % group) +
+           (sequence.q_first + row / group) * tensor.row_stride;
   }
 };
 
-// The functions below serve dense and varlen kernels alike. For dense batches `place` is null and
-// `p` holds the kernel's arguments; otherwise `p` is `place->params()`.
+// The functions below serve dense and varlen kernels alike. For dense batches `view` is null and
+// `p` holds the kernel's arguments; otherwise `p` is `view->params()`.
 template <class Config>
-__device__ auto partials_of(const Params& p, const Place<Config>* place) {
+__device__ auto partials_of(const Params& p, const SequenceView<Config>* view) {
   using Results = Partials<Config>;
   if constexpr (Config::sequences) {
-    return place->partials();
+    return view->partials();
   } else {
     return Results(p);
   }
 }
 
 template <class Config>
-__device__ int64 index_of(const Params& p, const TileCoord& coord, const Place<Config>* place, int row) {
+__device__ int64 index_of(const Params& p, const TileCoord& coord, const SequenceView<Config>* view, int row) {
   using Results = Partials<Config>;
   if constexpr (Config::sequences) {
-    return place->index(row);
+    return view->index(row);
   } else {
     return Results::row_index(p, coord.batch, coord.head, row);
   }
@@ -114,11 +114,11 @@ __device__ int64 index_of(const Params& p, const TileCoord& coord, const Place<C
 
 // Returns the coordinates of a tile's row that mask and score functions receive.
 template <class Config>
-__device__ ScoreRow score_row(const Params& p, const TileCoord& coord, const Place<Config>* place,
+__device__ ScoreRow score_row(const Params& p, const TileCoord& coord, const SequenceView<Config>* view,
                               int row) {
   if constexpr (Config::sequences) {
     return {coord.batch, coord.head + row % Config::group, row / Config::group, p.q_offset,
-            place->at.q_first, place->at.k_first};
+            view->sequence.q_first, view->sequence.k_first};
   } else {
     const int q_offset = first_position<Config>(p, coord.batch, p.q_offset);
     return {coord.batch, coord.head, row, q_offset, 0, 0};
@@ -128,9 +128,9 @@ __device__ ScoreRow score_row(const Params& p, const TileCoord& coord, const Pla
 // Returns the row of V that belongs to the first key of a tile's sequence and KV head.
 template <class Config>
 __device__ Row<typename Config::Element> first_value(const Params& p, const TileCoord& coord,
-                                                     const Place<Config>* place) {
+                                                     const SequenceView<Config>* view) {
   if constexpr (Config::sequences) {
-    return first_value_of<Config>(place->p, place->at, coord.batch, coord.head_kv);
+    return first_value_of<Config>(view->p, view->sequence, coord.batch, coord.head_kv);
   } else {
     return {p.v.head<const typename Config::Element>(coord.batch, coord.head_kv), true};
   }
@@ -139,9 +139,9 @@ __device__ Row<typename Config::Element> first_value(const Params& p, const Tile
 // Returns the address of an output element. `head` is the address of the head's first output row.
 template <class Config>
 __device__ typename Config::Element* out_row(typename Config::Element* head, const Params& p,
-                                             const Place<Config>* place, int row, int column = 0) {
+                                             const SequenceView<Config>* view, int row, int column = 0) {
   if constexpr (Config::group > 1) {
-    return place->out(row) + column;
+    return view->out(row) + column;
   } else {
     return head + row * p.out.row_stride + column;
   }
@@ -149,7 +149,7 @@ __device__ typename Config::Element* out_row(typename Config::Element* head, con
 
 // Calls `settle_few_seen()` for the rows [first, end) of a tile; with split KV, combining does it.
 template <class Config>
-__device__ void settle_few_seen(const Params& p, const TileCoord& coord, const Place<Config>* place,
+__device__ void settle_few_seen(const Params& p, const TileCoord& coord, const SequenceView<Config>* view,
                                 int first, int end) {
   using Element = typename Config::Element;
   // Without a causal mask, 16-bit rows need no correction: only seqlen_k == 0 leaves them no key.
@@ -159,6 +159,6 @@ __device__ void settle_few_seen(const Params& p, const TileCoord& coord, const P
     Element* head = p.out.head<Element>(coord.batch, coord.head);
     settle_few_seen<Config::head_dim_v, Element>(
         first, end, [&](int row) { return mask.visible_end(row); },
-        [&](int row) { return out_row(head, p, place, row); }, first_value(p, coord, place));
+        [&](int row) { return out_row(head, p, view, row); }, first_value(p, coord, view));
   }
 }

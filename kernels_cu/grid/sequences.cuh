@@ -41,12 +41,12 @@ struct Sequence {
 // Sets `capacity` to the largest possible number of keys: 0 if the cache_batch_idx is invalid.
 template <int PageSize, bool MayBePacked = true>
 __device__ Sequence find_sequence(const Params& p, int batch, int& capacity) {
-  Sequence found = {batch, 0, p.seqlen_q, batch, 0, 0};
+  Sequence sequence = {batch, 0, p.seqlen_q, batch, 0, 0};
   if (MayBePacked && p.cu_seqlens_q != nullptr) {
-    found.q_batch = 0;
-    found.q_first = clamp(p.cu_seqlens_q[batch], 0, p.total_q);
-    const int end = clamp(p.cu_seqlens_q[batch + 1], found.q_first, p.total_q);
-    found.seqlen_q = min(end - found.q_first, p.seqlen_q);
+    sequence.q_batch = 0;
+    sequence.q_first = clamp(p.cu_seqlens_q[batch], 0, p.total_q);
+    const int end = clamp(p.cu_seqlens_q[batch + 1], sequence.q_first, p.total_q);
+    sequence.seqlen_q = min(end - sequence.q_first, p.seqlen_q);
   }
   capacity = p.seqlen_k;
   int keys = p.keys;
@@ -54,19 +54,19 @@ __device__ Sequence find_sequence(const Params& p, int batch, int& capacity) {
     const int first = p.cu_seqlens_k[batch];
     keys = max(0, p.cu_seqlens_k[batch + 1]) - max(0, first);
     if (PageSize == 0) {
-      found.k_batch = 0;
-      found.k_first = clamp(first, 0, p.total_k);
-      capacity = min(capacity, p.total_k - found.k_first);
+      sequence.k_batch = 0;
+      sequence.k_first = clamp(first, 0, p.total_k);
+      capacity = min(capacity, p.total_k - sequence.k_first);
     }
   }
   if (p.seqused_k != nullptr) keys = p.seqused_k[batch];
   if (p.cache_batch_idx != nullptr) {
-    found.k_batch = p.cache_batch_idx[batch];
-    if (found.k_batch < 0 || found.k_batch >= p.caches) found.k_batch = capacity = 0;
+    sequence.k_batch = p.cache_batch_idx[batch];
+    if (sequence.k_batch < 0 || sequence.k_batch >= p.caches) sequence.k_batch = capacity = 0;
   }
   // The sum cannot overflow, because a capacity is at most 2^30.
-  found.seqlen_k = clamp(clamp(keys, 0, capacity) + p.new_keys, 0, capacity);
-  return found;
+  sequence.seqlen_k = clamp(clamp(keys, 0, capacity) + p.new_keys, 0, capacity);
+  return sequence;
 }
 
 template <int PageSize>

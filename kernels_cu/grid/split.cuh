@@ -23,10 +23,10 @@ struct Partials {
   // Whether the log-sum-exp of a row is a pair of numbers. All keys of a padded row may have the
   // score -1e9. A single number would have no digits left for the number of keys, and splits with
   // few and with many keys would get equal weights.
-  static constexpr bool has_pairs = Config::Mods::changes_scores;
+  static constexpr bool lse_is_pair = Config::Mods::changes_scores;
   // Number of accumulator-type numbers that a split stores for each row: output and log-sum-exp.
-  static constexpr int numbers = Config::head_dim_v + (has_pairs ? 2 : 1);
-  using Merge = LseMerge<T, has_pairs>;
+  static constexpr int numbers = Config::head_dim_v + (lse_is_pair ? 2 : 1);
+  using Merge = LseMerge<T, lse_is_pair>;
 
   T* out;
   T* lse;
@@ -41,10 +41,10 @@ struct Partials {
   __device__ static int64 row_index(const Params& p, int batch, int head, int row) {
     return (int64(batch) * p.heads_q + head) * p.seqlen_q + row;
   }
-  __device__ static int64 row_index(const Params& p, const Sequence& at, int batch, int head,
+  __device__ static int64 row_index(const Params& p, const Sequence& sequence, int batch, int head,
                                     int row) {
     if (p.cu_seqlens_q == nullptr) return row_index(p, batch, head, row);
-    return int64(head) * p.total_q + at.q_first + row;
+    return int64(head) * p.total_q + sequence.q_first + row;
   }
   __device__ T* out_row(int split, int64 row) const {
     return out + (split * rows + row) * Config::head_dim_v;
@@ -54,7 +54,7 @@ struct Partials {
   // Returns the log-sum-exp of a row over the keys of a split. If it is a pair, `lse` holds the
   // bases of all splits and then the logarithms of all splits.
   __device__ auto sum(const Params& p, int split, int64 row) const {
-    if constexpr (has_pairs) {
+    if constexpr (lse_is_pair) {
       return ExponentSum<T>{*lse_row(split, row), *lse_row(p.num_splits + split, row)};
     } else {
       return *lse_row(split, row);
@@ -67,7 +67,7 @@ struct Partials {
   template <int Headroom>
   __device__ void set(const Params& p, int split, int64 row, const SoftmaxRow<T>& state,
                       T scale_log2) const {
-    if constexpr (has_pairs) {
+    if constexpr (lse_is_pair) {
       set(p, split, row, state.template exponent_sum<Headroom>(scale_log2));
     } else {
       *lse_row(split, row) = state.template log_sum_exp<Headroom>(scale_log2);
@@ -87,7 +87,7 @@ struct Partials {
 
 // Returns the row of V that belongs to the first key of a sequence.
 template <class Config>
-__device__ Row<typename Config::Element> first_value_of(const Params& p, const Sequence& at,
+__device__ Row<typename Config::Element> first_value_of(const Params& p, const Sequence& sequence,
                                                         int batch, int head_kv) {
   using Element = typename Config::Element;
   if constexpr (Config::page_size > 0) {
@@ -97,10 +97,10 @@ __device__ Row<typename Config::Element> first_value_of(const Params& p, const S
         p.v.batch_stride,
         p.v.row_stride,
         p.pages,
-        at.seqlen_k};
+        sequence.seqlen_k};
     return values.at(0);
   } else {
-    return {p.v.head<const Element>(at.k_batch, head_kv) + at.k_first * p.v.row_stride, true};
+    return {p.v.head<const Element>(sequence.k_batch, head_kv) + sequence.k_first * p.v.row_stride, true};
   }
 }
 
@@ -109,12 +109,12 @@ __device__ inline int64 row_of_warp() {
   return (int64(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
 }
 
-// Merges one query row by one warp: out = sum_s w_s out_s with w_s = exp(lse_s - lse). `find_out()`
+// Merges one query row by one warp: out = sum_s w_s out_s with w_s = exp(lse_s - lse). `out_row()`
 // returns the address of the output row. It is called late, so that the first loads do not wait.
-template <class Config, class FindOut>
+template <class Config, class OutRow>
 __device__ void combine_row(const Params& p, const Partials<Config>& partials, int64 index,
                             int head, int visible,
-                            const Row<typename Config::Element>& first_value, FindOut find_out) {
+                            const Row<typename Config::Element>& first_value, OutRow out_row) {
   using T = typename Partials<Config>::T;
   using Math = SoftmaxMath<T>;
   using Element = typename Config::Element;
@@ -130,15 +130,15 @@ __device__ void combine_row(const Params& p, const Partials<Config>& partials, i
     normalizer *= take_sink<Config>(p, head, lse);
   }
 
-  Element* out = find_out();
+  Element* out = out_row();
   for (int column = lane; column < Config::head_dim_v; column += 32) {
     T merged = 0;
     for (int s = 0; s < p.num_splits; ++s) {
       const bool saw_nothing = *partials.lse_row(s, index) == -Math::infinity();
       const T weight = merge.share_of(partials.sum(p, s, index)) * normalizer;
       // If the row attends to no key of the split, its partial output may be 0 * NaN.
-      const T part = saw_nothing ? T(0) : partials.out_row(s, index)[column];
-      merged = fma(weight, part, merged);
+      const T partial = saw_nothing ? T(0) : partials.out_row(s, index)[column];
+      merged = fma(weight, partial, merged);
     }
     out[column] = Config::modified
                       ? narrow<Element>(merged)
@@ -163,15 +163,15 @@ __device__ void combine(const Params& p) {
   const int head = batch_head % p.heads_q;
   const int head_kv = head / (p.heads_q / p.heads_kv);
   if constexpr (Config::sequences) {
-    const Sequence at = find_sequence<Config::page_size>(p, batch);
+    const Sequence sequence = find_sequence<Config::page_size>(p, batch);
     UnownedRows<Config>{p}.clear_around(batch, row, p.seqlen_q, head, 1);
-    if (row >= at.seqlen_q) return;
-    const Mask<Config> mask(at.seqlen_k, at.template q_offset<Config>(p, batch), {p, batch});
-    combine_row(p, partials, partials.row_index(p, at, batch, head, row), head,
+    if (row >= sequence.seqlen_q) return;
+    const Mask<Config> mask(sequence.seqlen_k, sequence.template q_offset<Config>(p, batch), {p, batch});
+    combine_row(p, partials, partials.row_index(p, sequence, batch, head, row), head,
                 mask.visible_end(row),
-                first_value_of<Config>(p, at, batch, head_kv), [&] {
-                  return p.out.head<Element>(at.q_batch, head) +
-                         (at.q_first + row) * p.out.row_stride;
+                first_value_of<Config>(p, sequence, batch, head_kv), [&] {
+                  return p.out.head<Element>(sequence.q_batch, head) +
+                         (sequence.q_first + row) * p.out.row_stride;
                 });
   } else {
     const Row<Element> first_value = {p.v.head<const Element>(batch, head_kv), true};

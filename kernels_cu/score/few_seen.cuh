@@ -23,7 +23,7 @@ __device__ Element settled(int visible, Element result, const Row<Element>& firs
                            int column) {
   if (visible == 0) return Element{};
   if (visible > 1 || widen(result) != widen(result)) return result;
-  return first_value.is_there ? first_value.begin[column] : Element{};
+  return first_value.exists ? first_value.begin[column] : Element{};
 }
 
 // Called by one warp: corrects the degenerate ones among the rows [first, end), whose `Dim` columns

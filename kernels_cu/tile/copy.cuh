@@ -74,7 +74,7 @@ struct RowCopy {
           if (copies_per_row % columns_at_once != 0 && copy >= copies_per_row) break;
           const int column = copy * copy_elements;
           int elements = whole_rows ? copy_elements : max(0, min(copy_elements, Columns - column));
-          if (!rows[i].is_there) elements = 0;
+          if (!rows[i].exists) elements = 0;
           copy_one(shared + Layout::offset(row, copy / copies_per_chunk) +
                        copy % copies_per_chunk * copy_bytes,
                    rows[i].begin + column, elements, 0);
@@ -87,7 +87,7 @@ struct RowCopy {
   // row does not exist. `policy` is an L2 cache policy or 0; `columns` is the number of valid
   // columns.
   static __device__ void copy_row(unsigned thread, unsigned shared, int row, const Element* source,
-                                  bool is_there, unsigned long long policy = 0,
+                                  bool exists, unsigned long long policy = 0,
                                   int columns = Columns) {
 #pragma unroll
     for (int first = 0; first < copies_per_row; first += columns_at_once) {
@@ -97,7 +97,7 @@ struct RowCopy {
           whole_rows ? copy_elements : max(0, min(copy_elements, columns - copy * copy_elements));
       copy_one(shared + Layout::offset(row, copy / copies_per_chunk) +
                    copy % copies_per_chunk * copy_bytes,
-               source + first * copy_elements, is_there ? elements : 0, policy);
+               source + first * copy_elements, exists ? elements : 0, policy);
     }
   }
 

@@ -23,15 +23,15 @@ struct EvenRows {
 
   __device__ void start(int row) { begin += row * row_stride; }
   template <int Step>
-  __device__ const Element* next(int row, bool& is_there) {
-    is_there = row < rows_there;
+  __device__ const Element* next(int row, bool& exists) {
+    exists = row < rows_there;
     const Element* one = begin;
     begin += Step * row_stride;
     return one;
   }
 };
 
-// Source rows at arbitrary addresses, which row_at(row, is_there) returns. It may shuffle, so all
+// Source rows at arbitrary addresses, which row_at(row, exists) returns. It may shuffle, so all
 // lanes call it together.
 template <class RowAt>
 struct AskedRows {
@@ -39,8 +39,8 @@ struct AskedRows {
 
   __device__ void start(int) const {}
   template <int Step>
-  __device__ auto next(int row, bool& is_there) const {
-    return row_at(row, is_there);
+  __device__ auto next(int row, bool& exists) const {
+    return row_at(row, exists);
   }
 };
 template <class RowAt>
@@ -79,12 +79,12 @@ struct WarpCopy {
 #pragma unroll
     for (int pass = 0; pass < passes; ++pass) {
       const int row = first_row + pass * rows_at_once;
-      bool is_there;
-      const Element* source = rows.template next<rows_at_once>(row, is_there) + copy * most;
+      bool exists;
+      const Element* source = rows.template next<rows_at_once>(row, exists) + copy * most;
       if (Rows % rows_at_once != 0 && row >= Rows) continue;
       const unsigned target = shared + Layout::offset(row, copy / Block::copies_per_chunk) +
                               copy % Block::copies_per_chunk * Block::copy_bytes;
-      const int there = is_there ? elements : 0;
+      const int there = exists ? elements : 0;
       if constexpr (ThroughL1 && Alignment == 16) {
         ptx::cp_async_through_l1(target, source, there * int(sizeof(Element)));
       } else {
@@ -152,7 +152,7 @@ struct KeyRows {
     if constexpr (page_size > 0) {
       // The page number is checked here and not in `page_of()`, because its first use waits for the
       // load: 22.7 instead of 25.5 us (decoding, 8 x 4096 keys, 4 heads of 128).
-      if (is_page(next_page, pages)) page = next_page;
+      if (is_valid_page(next_page, pages)) page = next_page;
       next_page = page_of(tile + Step);
     }
     copy<KeyColumns>(key_target, keys, p.k, tile, page, policy);
@@ -177,9 +177,9 @@ struct KeyRows {
     const int first = tile * Bc;
     base += member * Columns::padded;
     if constexpr (page_size > 0 && !one_page) {
-      const AskedRows rows = {[&](int row, bool& is_there) {
+      const AskedRows rows = {[&](int row, bool& exists) {
         const int row_page = __shfl_sync(~0u, page, row % 32);
-        is_there = row_page >= 0 && row < seqlen_k - first;
+        exists = row_page >= 0 && row < seqlen_k - first;
         return base + row_page * tensor.batch_stride +
                (first + row) % page_size * tensor.row_stride;
       }};

@@ -132,8 +132,8 @@ struct DecodeWarp : DecodeBlock<Config> {
     // Each lane computes the offset of one row.
     const int64 place =
         this->query_of(lane) * q.row_stride + this->head_of(lane) * q.head_stride;
-    const AskedRows rows = {[&](int row, bool& is_there) {
-      is_there = row < inside;
+    const AskedRows rows = {[&](int row, bool& exists) {
+      exists = row < inside;
       return queries + __shfl_sync(~0u, place, row);
     }};
     Copy::start(target, Block::policy(), rows, Columns::left_of(member));

@@ -85,7 +85,7 @@ struct HopperFinder {
       }
       if (lane == 0 && Cta::rank() == 0 && (Config::split_keys || cta.p.lse != nullptr)) {
         float lse = -SoftmaxMath<float>::infinity();
-        if constexpr (Config::split_keys && Partials<Config>::has_pairs) {
+        if constexpr (Config::split_keys && Partials<Config>::lse_is_pair) {
           cta.write_log_sum_exp(work_tile, row, ExponentSum<float>{lse, lse});
         } else {
           if constexpr (!Config::split_keys) take_sink<Config>(cta.p, coord.head, lse);

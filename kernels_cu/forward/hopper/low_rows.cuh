@@ -101,14 +101,14 @@ struct LowRows {
   // split is so low that splits written as -inf have weight, too, or the base of some split is inf.
   __device__ bool is_empty(int tile, int in_tile) const {
     if constexpr (Config::sequences) {
-      const Place<Config> place(p, tile);
-      return is_empty(place.params(), place.coord, &place, place.coord.q_begin + in_tile);
+      const SequenceView<Config> view(p, tile);
+      return is_empty(view.params(), view.coord, &view, view.coord.q_begin + in_tile);
     } else {
       const TileCoord coord = tile_coord<Config::Br>(p, tile);
-      return is_empty(p, coord, static_cast<const Place<Config>*>(nullptr), coord.q_begin + in_tile);
+      return is_empty(p, coord, static_cast<const SequenceView<Config>*>(nullptr), coord.q_begin + in_tile);
     }
   }
-  __device__ static bool is_empty(const Params& p, const TileCoord& coord, const Place<Config>* place,
+  __device__ static bool is_empty(const Params& p, const TileCoord& coord, const SequenceView<Config>* view,
                                   int row) {
     if (row >= p.seqlen_q) return false;
     bool is_empty = true;
@@ -116,13 +116,13 @@ struct LowRows {
     if constexpr (Attention::split_keys) {
       const Partials<Config> partials(p);
       for (int split = 0; split < p.num_splits; ++split) {
-        const auto sum = partials.sum(p, split, index_of(p, coord, place, row));
+        const auto sum = partials.sum(p, split, index_of(p, coord, view, row));
         is_empty &= sum.base + sum.log_sum < low_score<float> + 128;
         is_high |= sum.base == SoftmaxMath<float>::infinity();
       }
     } else {
       constexpr int columns = 16 / int(sizeof(Element));
-      const Element* output = out_row(p.out.head<Element>(coord.batch, coord.head), p, place, row);
+      const Element* output = out_row(p.out.head<Element>(coord.batch, coord.head), p, view, row);
       const auto first = load_elements<columns, Config::out_alignment>(output, Config::head_dim_v);
 #pragma unroll
       for (int e = 0; e < min(columns, Config::head_dim_v); ++e) {

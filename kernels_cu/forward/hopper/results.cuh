@@ -65,7 +65,7 @@ struct HopperResults {
     for (int half = 0; half < 2; ++half) {
       const int row = row_of(work_tile.coord, half);
       if (threadIdx.x % 4 == 0 && row < work_tile.sequence(cta.p).seqlen_q) {
-        if constexpr (Config::split_keys && Partials<Config>::has_pairs) {
+        if constexpr (Config::split_keys && Partials<Config>::lse_is_pair) {
           ExponentSum<float> sum = state[half].exponent_sum();
           if constexpr (Config::marks_low_rows) {
             // Marks the row. Without this, other splits, whose scores are not high, would hide that

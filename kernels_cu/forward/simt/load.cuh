@@ -70,17 +70,17 @@ struct TileLoad {
           if (row_units % lanes != 0 && index >= row_units) continue;
           const int column = index * unit;
           copy(shared + row * Stride + column, source[i].begin + column, column,
-               source[i].is_there);
+               source[i].exists);
         }
       }
     }
   }
 
   // Copies the unit at `column` of a row of Dim columns, or zeros if the row does not exist.
-  __device__ static void copy(T* shared, const Element* source, int column, bool is_there) {
+  __device__ static void copy(T* shared, const Element* source, int column, bool exists) {
 #if __CUDA_ARCH__ >= 800
     if constexpr (async) {
-      const int count = !is_there ? 0 : whole ? unit : max(0, min(unit, Dim - column));
+      const int count = !exists ? 0 : whole ? unit : max(0, min(unit, Dim - column));
       ptx::cp_async<unit* int(sizeof(Element))>(ptx::shared_address(shared), source,
                                                 count * int(sizeof(Element)));
       return;
@@ -89,9 +89,9 @@ struct TileLoad {
     // These conditions compare `column`. If they compared a clamped count, as above, ptxas of CUDA
     // 13.0 would overwrite the predicate before its use.
     Vector<Element, unit> from = {};
-    if (is_there && (whole || column + unit <= Dim)) {
+    if (exists && (whole || column + unit <= Dim)) {
       from = *reinterpret_cast<const Vector<Element, unit>*>(source);
-    } else if (is_there && !whole) {
+    } else if (exists && !whole) {
 #pragma unroll
       for (int i = 0; i < unit; ++i) {
         if (column + i < Dim) from.at[i] = source[i];

@@ -29,7 +29,7 @@
 template <class Config>
 __device__ void hopper_prepare(const Params& params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
-  HopperCta<Config>::order_of(params).template make<Config::Br, SequenceOrder::WholeBlock>(
+  HopperCta<Config>::order_of(params).template build<Config::Br, VarlenOrder::CtaThreads>(
       params, reinterpret_cast<int*>(shared_memory));
 }
 
@@ -66,7 +66,7 @@ __device__ void hopper_forward(const TensorMaps& maps, const Params& params) {
   }
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Config::producer_registers>();
-    if constexpr (HopperCta<Config>::makes_order) cta.make_order();
+    if constexpr (HopperCta<Config>::builds_order) cta.build_order();
     if (HopperProducer<Config>::is_one()) HopperProducer<Config>{cta}.produce();
     if constexpr (Config::sequences) {
       if (threadIdx.x / 32 == 1) HopperFinder<Config>{cta}.schedule_tiles();

@@ -11,26 +11,26 @@
 #include "grid/visit.cuh"
 
 // The order, stored in the workspace (with split KV, after the partial results). Tiles are counted
-// for one head, except by `handed_out`, which counts tiles of all heads.
-struct SequenceOrder {
+// for one head, except by `next_tile`, which counts tiles of all heads.
+struct VarlenOrder {
   __device__ static int64 words(int batch) { return 2 * int64(batch) + 2; }
 
-  unsigned* handed_out;  // atomic counter of the tiles assigned to CTAs
+  unsigned* next_tile;  // atomic counter of the tiles assigned to CTAs
   unsigned* first_tile;  // (batch + 1) number of tiles before each position of the order
   int* sequence;         // (batch) index of the sequence at each position of the order
 
   int batch;
 
-  __device__ explicit SequenceOrder(const Params& p)
-      : handed_out(static_cast<unsigned*>(p.workspace)),
-        first_tile(handed_out + 1),
+  __device__ explicit VarlenOrder(const Params& p)
+      : next_tile(static_cast<unsigned*>(p.workspace)),
+        first_tile(next_tile + 1),
         sequence(static_cast<int*>(p.workspace) + p.batch + 2),
         batch(p.batch) {}
 
   // Returns the same arrays, placed `words` 32-bit words later in the workspace.
-  __device__ SequenceOrder behind(int64 words) const {
-    SequenceOrder moved = *this;
-    moved.handed_out += words;
+  __device__ VarlenOrder offset_by(int64 words) const {
+    VarlenOrder moved = *this;
+    moved.next_tile += words;
     moved.first_tile += words;
     moved.sequence += words;
     return moved;
@@ -41,7 +41,7 @@ struct SequenceOrder {
   // Sequences are sorted by class: eight classes of key counts for each power of two. The order
   // within a class does not matter.
   static constexpr int classes = 256;
-  // Size of `make()`'s shared memory in 32-bit words: a counter per class and a sum per warp.
+  // Size of `build()`'s shared memory in 32-bit words: a counter per class and a sum per warp.
   static constexpr int scratch_words = classes + 32;
 
   // Returns the class of a sequence of `keys` keys. Class 0 holds the sequences with the most keys.
@@ -51,88 +51,88 @@ struct SequenceOrder {
     return classes - 1 - rank;
   }
 
-  // The threads that build the order together: here all of a CTA. `alike` is true if several CTAs
+  // The threads that build the order together: here all of a CTA. `deterministic` is true if several CTAs
   // build the order, each for itself, so that the result must be deterministic.
-  struct WholeBlock {
-    static constexpr bool alike = false;
+  struct CtaThreads {
+    static constexpr bool deterministic = false;
     __device__ static unsigned threads() { return blockDim.x; }
     __device__ static void sync() { __syncthreads(); }
   };
 
-  template <int Br, class Makers>
-  __device__ void make(const Params& p, int* scratch) const {
-    int* places = scratch;
+  template <int Br, class Builders>
+  __device__ void build(const Params& p, int* scratch) const {
+    int* class_ends = scratch;
     int* warp_sums = scratch + classes;
-    for (int i = threadIdx.x; i < classes; i += Makers::threads()) places[i] = 0;
-    Makers::sync();
-    for (int i = threadIdx.x; i < batch; i += Makers::threads()) {
-      atomicAdd(&places[class_of(find_sequence<0>(p, i).seqlen_k)], 1);
+    for (int i = threadIdx.x; i < classes; i += Builders::threads()) class_ends[i] = 0;
+    Builders::sync();
+    for (int i = threadIdx.x; i < batch; i += Builders::threads()) {
+      atomicAdd(&class_ends[class_of(find_sequence<0>(p, i).seqlen_k)], 1);
     }
-    Makers::sync();
+    Builders::sync();
     int carry = 0;
-    for (int first = 0; first < classes; first += Makers::threads()) {
+    for (int first = 0; first < classes; first += Builders::threads()) {
       const int i = first + threadIdx.x;
       int total;
-      const int before = sum_before<Makers>(i < classes ? places[i] : 0, warp_sums, total);
-      if (i < classes) places[i] = carry + before;
+      const int before = exclusive_scan<Builders>(i < classes ? class_ends[i] : 0, warp_sums, total);
+      if (i < classes) class_ends[i] = carry + before;
       carry += total;
     }
-    Makers::sync();
-    if constexpr (Makers::alike) {
-      if (threadIdx.x < 32) put_in_turn(p, places);
+    Builders::sync();
+    if constexpr (Builders::deterministic) {
+      if (threadIdx.x < 32) write_in_order(p, class_ends);
     } else {
-      for (int i = threadIdx.x; i < batch; i += Makers::threads()) {
-        sequence[atomicAdd(&places[class_of(find_sequence<0>(p, i).seqlen_k)], 1)] = i;
+      for (int i = threadIdx.x; i < batch; i += Builders::threads()) {
+        sequence[atomicAdd(&class_ends[class_of(find_sequence<0>(p, i).seqlen_k)], 1)] = i;
       }
     }
-    Makers::sync();
+    Builders::sync();
     carry = 0;
-    for (int first = 0; first < batch; first += Makers::threads()) {
+    for (int first = 0; first < batch; first += Builders::threads()) {
       const int i = first + threadIdx.x;
       const int tiles = i < batch ? ceil_div(find_sequence<0>(p, sequence[i]).seqlen_q, Br) : 0;
       int total;
-      const int before = sum_before<Makers>(tiles, warp_sums, total);
+      const int before = exclusive_scan<Builders>(tiles, warp_sums, total);
       if (i < batch) first_tile[i] = carry + before;
       carry += total;
     }
     if (threadIdx.x == 0) {
       first_tile[batch] = carry;
-      *handed_out = 0;
+      *next_tile = 0;
     }
   }
 
   // Called by one warp. Writes `sequence`, with the sequences of a class ordered by their index.
-  __device__ void put_in_turn(const Params& p, int* places) const {
+  __device__ void write_in_order(const Params& p, int* class_ends) const {
     const int lane = threadIdx.x % 32;
     for (int first = 0; first < batch; first += 32) {
       const int i = first + lane;
-      const int its_class = i < batch ? class_of(find_sequence<0>(p, i).seqlen_k) : -1;
-      const unsigned alike = __match_any_sync(~0u, its_class);
-      const int before = __popc(alike & ((1u << lane) - 1));
-      if (i < batch) sequence[places[its_class] + before] = i;
+      const int sequence_class = i < batch ? class_of(find_sequence<0>(p, i).seqlen_k) : -1;
+      const unsigned same_class = __match_any_sync(~0u, sequence_class);
+      const int before = __popc(same_class & ((1u << lane) - 1));
+      if (i < batch) sequence[class_ends[sequence_class] + before] = i;
       __syncwarp();
-      if (i < batch && before == 0) places[its_class] += __popc(alike);
+      if (i < batch && before == 0) class_ends[sequence_class] += __popc(same_class);
       __syncwarp();
     }
   }
 
   // Returns the exclusive prefix sum of `value` over the threads. Sets `total` to the sum.
-  template <class Makers>
-  __device__ static int sum_before(int value, int* warp_sums, int& total) {
+  template <class Builders>
+  __device__ static int exclusive_scan(int value, int* warp_sums, int& total) {
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
-    const int up_to_here = sum_of_lanes(value);
-    if (lane == 31) warp_sums[warp] = up_to_here;
-    Makers::sync();
-    const int up_to_warp = sum_of_lanes(lane < Makers::threads() / 32 ? warp_sums[lane] : 0);
-    total = __shfl_sync(~0u, up_to_warp, 31);
-    const int before_warp = __shfl_sync(~0u, up_to_warp, max(0, warp - 1));
-    Makers::sync();
-    return (warp > 0 ? before_warp : 0) + up_to_here - value;
+    const int inclusive = inclusive_scan(value);
+    if (lane == 31) warp_sums[warp] = inclusive;
+    Builders::sync();
+    const int warp_inclusive = inclusive_scan(lane < Builders::threads() / 32 ? warp_sums[lane] : 0);
+    total = __shfl_sync(~0u, warp_inclusive, 31);
+    const int before_warp = __shfl_sync(~0u, warp_inclusive, max(0, warp - 1));
+    Builders::sync();
+    return (warp > 0 ? before_warp : 0) + inclusive - value;
   }
 
   // Returns the inclusive prefix sum over the lanes of a warp.
-  __device__ static int sum_of_lanes(int value) {
+  __device__ static int inclusive_scan(int value) {
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
       const int other = __shfl_up_sync(~0u, value, distance);
@@ -144,9 +144,9 @@ struct SequenceOrder {
   // ---- Assignment of tiles. All lanes of a warp call these functions together.
 
   // Returns the next tile number, counted over all heads. No tile is left if it is >= `tiles()`.
-  __device__ unsigned take() const {
+  __device__ unsigned fetch() const {
     unsigned tile = 0;
-    if (threadIdx.x % 32 == 0) tile = atomicAdd(handed_out, 1u);
+    if (threadIdx.x % 32 == 0) tile = atomicAdd(next_tile, 1u);
     return __shfl_sync(~0u, tile, 0);
   }
 
@@ -154,14 +154,14 @@ struct SequenceOrder {
 
   // Returns the position in the order of the sequence that contains `tile`, counted for one head.
   // In each round of the search, every lane tests one position.
-  __device__ int place_of(unsigned tile) const {
+  __device__ int position_of(unsigned tile) const {
     // first_tile[low] <= tile < first_tile[high]
     int low = 0;
     int high = batch;
     while (high - low > 1) {
       const int step = ceil_div(high - low, 32);
-      const int place = low + int(threadIdx.x % 32) * step;
-      const bool is_before = place < high && first_tile[place] <= tile;
+      const int position = low + int(threadIdx.x % 32) * step;
+      const bool is_before = position < high && first_tile[position] <= tile;
       low += (__popc(__ballot_sync(~0u, is_before)) - 1) * step;
       high = min(high, low + step);
     }
@@ -191,12 +191,12 @@ __device__ int find_section_heads(const Params& p, int seqlen_k, int section_key
   return Causal ? group * min(p.heads_kv, max(1, section_keys / max(1, seqlen_k))) : group;
 }
 
-// Computes the work tile of tile number `take()`, counted over all heads and splits. All lanes of a
+// Computes the work tile of tile number `fetch()`, counted over all heads and splits. All lanes of a
 // warp call this together; the lane whose `writes` is true writes `work_tile`.
-template <class Config, class Take>
-__device__ void fetch_work_tile(const Params& p, const SequenceOrder& order, Take take, int section_keys,
+template <class Config, class Fetch>
+__device__ void fetch_work_tile(const Params& p, const VarlenOrder& order, Fetch fetch, int section_keys,
                            WorkTile<true>& work_tile, bool writes) {
-  unsigned tile = take();
+  unsigned tile = fetch();
   if (tile >= order.tiles(p.heads_q) * (Config::split_keys ? p.num_splits : 1)) {
     if (writes) work_tile = WorkTile<true>::end_of_work();
     return;
@@ -206,11 +206,11 @@ __device__ void fetch_work_tile(const Params& p, const SequenceOrder& order, Tak
     split = tile % p.num_splits;
     tile /= p.num_splits;
   }
-  const int place = order.place_of(tile / p.heads_q);
-  const int batch = order.sequence[place];
+  const int position = order.position_of(tile / p.heads_q);
+  const int batch = order.sequence[position];
   const Sequence sequence = find_sequence<0>(p, batch);
   TileCoord coord = tile_coord<Config::Br>(
-      p, sequence, batch, tile - order.first_tile[place] * p.heads_q,
+      p, sequence, batch, tile - order.first_tile[position] * p.heads_q,
       find_section_heads<Config::causal>(p, sequence.seqlen_k, section_keys));
   if constexpr (Config::split_keys) coord.split = split;
   const Mask<Config> mask(sequence.seqlen_k, sequence.q_offset<Config>(p, batch), {p, batch});

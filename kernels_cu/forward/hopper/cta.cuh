@@ -167,8 +167,8 @@ struct HopperCta {
   __device__ unsigned q_empty(int slot) const { return q_full(Config::q_stages + slot); }
   // Barriers of the work tile that the scheduler warp gives to the producer. At `arrived`, a V tile
   // with a `Tail` has been loaded.
-  __device__ unsigned found_full() const { return full(ring_barriers); }
-  __device__ unsigned found_empty() const { return full(ring_barriers + 1); }
+  __device__ unsigned work_tile_full() const { return full(ring_barriers); }
+  __device__ unsigned work_tile_empty() const { return full(ring_barriers + 1); }
   __device__ unsigned arrived(int index) const { return full(ring_barriers + 2 + index); }
 
   __device__ unsigned bias_full(int slot) const {
@@ -199,8 +199,8 @@ struct HopperCta {
       ptx::mbarrier_init(bias_empty(slot), warps);
     }
     if constexpr (Config::sequences) {
-      ptx::mbarrier_init(found_full(), 1);
-      ptx::mbarrier_init(found_empty(), 1);
+      ptx::mbarrier_init(work_tile_full(), 1);
+      ptx::mbarrier_init(work_tile_empty(), 1);
       for (int index = 0; index < tails; ++index) ptx::mbarrier_init(arrived(index), 1);
     }
     for (int index = barriers - pair_barriers; index < barriers; ++index) {
@@ -319,19 +319,19 @@ struct HopperCta {
 
   // Number of KV tiles before the last one at which the producer requests the next work tile from
   // the scheduler warp.
-  static constexpr int found_ahead = 2;
+  static constexpr int work_tile_prefetch = 2;
 
   // CTA pairs take query tiles by index, not from a counter. Each CTA sorts the sequences itself.
-  static constexpr bool makes_order = Config::sequences && ranks > 1;
+  static constexpr bool builds_order = Config::sequences && ranks > 1;
 
   // Returns the order of the sequences, in the workspace after partial results and other orders.
-  __device__ static SequenceOrder order_of(const Params& p) {
-    const SequenceOrder order(p);
-    if constexpr (makes_order) {
-      return order.behind(partial_words(p) +
-                          (blockIdx.z * gridDim.x + blockIdx.x) * SequenceOrder::words(p.batch));
+  __device__ static VarlenOrder order_of(const Params& p) {
+    const VarlenOrder order(p);
+    if constexpr (builds_order) {
+      return order.offset_by(partial_words(p) +
+                          (blockIdx.z * gridDim.x + blockIdx.x) * VarlenOrder::words(p.batch));
     } else if constexpr (Config::split_keys) {
-      return order.behind(partial_words(p));
+      return order.offset_by(partial_words(p));
     } else {
       return order;
     }
@@ -344,16 +344,16 @@ struct HopperCta {
   }
 
   // The threads that sort the sequences. Their shared-memory scratch is overwritten by TMA later.
-  struct OrderMakers {
-    static constexpr bool alike = true;
+  struct OrderBuilders {
+    static constexpr bool deterministic = true;
     __device__ static unsigned threads() { return 128; }
     __device__ static void sync() { ptx::bar_sync(1 + consumers, 128); }
   };
-  __device__ void make_order() const {
+  __device__ void build_order() const {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
-    order_of(p).template make<Br, OrderMakers>(p, reinterpret_cast<int*>(shared_memory));
+    order_of(p).template build<Br, OrderBuilders>(p, reinterpret_cast<int*>(shared_memory));
     ptx::fence_proxy_async();
-    OrderMakers::sync();
+    OrderBuilders::sync();
   }
 
   __device__ int64 lse_index(const WorkTile& work_tile, int row) const {

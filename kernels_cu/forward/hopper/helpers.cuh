@@ -21,17 +21,17 @@ struct HopperFinder {
       (32 << 20) / (Config::head_dim + Config::head_dim_v) / int(sizeof(Element));
 
   const Cta& cta;
-  RingPosition<1> found = {};
+  RingPosition<1> work_tile_state = {};
   int work_tile_slot = 0;  // index in the ring of work tiles
 
   __device__ void schedule_tiles() {
-    const SequenceOrder order = Cta::order_of(cta.p);
+    const VarlenOrder order = Cta::order_of(cta.p);
     const bool is_first = threadIdx.x % 32 == 0;
     for (unsigned round = 0;; ++round) {
       WorkTile& next = *cta.work_tile_at(work_tile_slot);
       // The CTAs of a pair take the same tiles without communication.
-      const auto take = [&] { return Cta::ranks == 1 ? order.take() : Cta::tile_of(round); };
-      fetch_work_tile<Config>(cta.p, order, take, section_keys, next, is_first);
+      const auto fetch = [&] { return Cta::ranks == 1 ? order.fetch() : Cta::tile_of(round); };
+      fetch_work_tile<Config>(cta.p, order, fetch, section_keys, next, is_first);
       __syncwarp();
       if (!next.is_end_of_work() && (Config::causal || !next.has_keys())) {
         set_few_seen(next);
@@ -39,14 +39,14 @@ struct HopperFinder {
         if (!next.has_keys()) continue;
       }
       if (is_first) {
-        ptx::mbarrier_wait(cta.found_empty(), found.parity ^ 1);
-        ptx::mbarrier_arrive(cta.found_full());
+        ptx::mbarrier_wait(cta.work_tile_empty(), work_tile_state.parity ^ 1);
+        ptx::mbarrier_arrive(cta.work_tile_full());
       }
       if (next.is_end_of_work()) return;
-      found.advance();
+      work_tile_state.advance();
       work_tile_slot = Cta::next_work_tile_slot(work_tile_slot);
       // A CTA that claims a work tile too early withholds it from CTAs that may become idle first.
-      if (next.kv_tile_count() > Cta::found_ahead) ptx::mbarrier_wait(cta.found_empty(), found.parity ^ 1);
+      if (next.kv_tile_count() > Cta::work_tile_prefetch) ptx::mbarrier_wait(cta.work_tile_empty(), work_tile_state.parity ^ 1);
     }
   }
 

@@ -21,7 +21,7 @@ struct HopperProducer {
   RingPosition<Config::stages> ring = {};
   RingPosition<Config::q_stages> q_ring = {};
   int work_tile_slot = 0;  // index in the ring of work tiles
-  RingPosition<1> found = {};
+  RingPosition<1> work_tile_state = {};
   RingPosition<Cta::tails> tail = {};
   RingPosition<Config::bias_stages> bias_ring = {};
   RingPosition<Cta::visible_pairs_slots> visible_pairs_ring = {};
@@ -76,8 +76,8 @@ struct HopperProducer {
         announced = true;
         values = keys;
         if (Config::sequences &&
-            key == next.kv_tiles.begin + min(Cta::found_ahead, next.kv_tile_count() - 1)) {
-          if (acts()) ptx::mbarrier_arrive(cta.found_empty());
+            key == next.kv_tiles.begin + min(Cta::work_tile_prefetch, next.kv_tile_count() - 1)) {
+          if (acts()) ptx::mbarrier_arrive(cta.work_tile_empty());
         }
       }
     }
@@ -97,8 +97,8 @@ struct HopperProducer {
 
   // Waits for the next work tile from the scheduler warp.
   __device__ const WorkTile& wait_work_tile() {
-    ptx::mbarrier_wait(cta.found_full(), found.parity);
-    found.advance();
+    ptx::mbarrier_wait(cta.work_tile_full(), work_tile_state.parity);
+    work_tile_state.advance();
     return *cta.work_tile_at(work_tile_slot);
   }
 

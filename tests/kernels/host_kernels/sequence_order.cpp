@@ -1,7 +1,7 @@
 // Prints the work tiles of batches of sequences in the order in which `grid/order.cuh` assigns
 // them. Standard input has one line of numbers for each batch: causal, threads, batch, seqlen_q,
 // seqlen_k, heads_q, heads_kv, section_keys, total_q, total_k, 1 if there is seqused_k, splits,
-// `alike`, and then cu_seqlens_q, cu_seqlens_k and seqused_k. The output has a line for each work
+// `deterministic`, and then cu_seqlens_q, cu_seqlens_k and seqused_k. The output has a line for each work
 // tile: batch, head, head_kv, q_begin, begin and end of the KV tiles, q_first, seqlen_q, k_first,
 // seqlen_k. An empty line ends a batch.
 #include "cuda_on_host.h"
@@ -23,29 +23,29 @@ struct Config {
                         offsets = false, seqused_q = false;
 };
 
-struct AlikeMakers : SequenceOrder::WholeBlock {
-  static constexpr bool alike = true;
+struct DeterministicBuilders : VarlenOrder::CtaThreads {
+  static constexpr bool deterministic = true;
 };
 
 template <bool Causal, bool Split>
-void print_work_tiles(const Params& p, int threads, int section_keys, bool alike) {
-  std::vector<int> scratch(SequenceOrder::scratch_words);
+void print_work_tiles(const Params& p, int threads, int section_keys, bool deterministic) {
+  std::vector<int> scratch(VarlenOrder::scratch_words);
   // With split KV, the order comes after the partial results.
-  const SequenceOrder order = SequenceOrder(p).behind(Split ? behind : 0);
+  const VarlenOrder order = VarlenOrder(p).offset_by(Split ? behind : 0);
   constexpr int Br = Config<Causal, Split>::Br;
   run_block(threads, [&] {
-    if (alike) {
-      order.template make<Br, AlikeMakers>(p, scratch.data());
+    if (deterministic) {
+      order.template build<Br, DeterministicBuilders>(p, scratch.data());
     } else {
-      order.template make<Br, SequenceOrder::WholeBlock>(p, scratch.data());
+      order.template build<Br, VarlenOrder::CtaThreads>(p, scratch.data());
     }
   });
   run_block(32, [&] {
     static WorkTile<true> next;
     const bool is_first = threadIdx.x == 0;
-    const auto take = [&] { return order.take(); };
+    const auto fetch = [&] { return order.fetch(); };
     while (true) {
-      fetch_work_tile<Config<Causal, Split>>(p, order, take, section_keys, next, is_first);
+      fetch_work_tile<Config<Causal, Split>>(p, order, fetch, section_keys, next, is_first);
       if (is_first && !next.is_end_of_work()) {
         const Sequence& at = next.sequence(p);
         std::printf("%d %d %d %d %d %d %d %d %d %d\n", next.coord.batch, next.coord.head,

@@ -47,7 +47,7 @@ __device__ void decode_forward(const typename CacheOf<Config>::Arguments& params
   while (block.state.has_part) {
     warp.attend([&] {
       if (threadIdx.x != 0) return;
-      block.find_others();
+      block.set_merge_info();
       merge.memory.prefetch_counter();
       if constexpr (in_cluster) cluster.expect_sent();
     });

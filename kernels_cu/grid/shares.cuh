@@ -17,67 +17,67 @@
 #include "grid/sequences.cuh"
 #include "score/mask.cuh"
 
-// Partial tile: the KV units of an output tile that one CTA processes. `find_others` sets the
+// Partial tile: the KV units of an output tile that one CTA processes. `set_merge_info` sets the
 // members from `number` on.
-struct Part {
+struct PartialTile {
   int batch;
   int head_kv;
   int row_tile;
   Sequence sequence;
   int begin;    // first KV unit
   int end;      // one past the last KV unit
-  int number;   // index among the partial tiles that this cluster has of the output tile
+  int index;   // index among the partial tiles that this cluster has of the output tile
   int count;    // number of these partial tiles
-  int place;    // rank in the cluster of the CTA that has the first of them
+  int first_cta_rank;    // rank in the cluster of the CTA that has the first of them
   int result;   // index of this cluster's result among those of the output tile
   int results;  // number of results of the output tile, which are merged in device memory
   int first_slot;
   int slot_step;
-  int first_extra;
+  int first_result_offset;
   // Whether the output tile is the last one of every CTA in all clusters that have parts of it.
   // These CTAs then each merge a slice of the columns.
-  bool is_spread;
+  bool is_sliced;
 
-  __device__ bool is_whole() const { return count == 1 && results == 1; }
+  __device__ bool is_unsplit() const { return count == 1 && results == 1; }
 
   // Returns the slot in device memory of a result of the output tile, and of its counter.
   __device__ int slot_of(int result) const {
-    return first_slot + slot_step * result + (result == 0 ? first_extra : 0);
+    return first_slot + slot_step * result + (result == 0 ? first_result_offset : 0);
   }
 };
 
 // Merge group: a node of the tree that merges an output tile's results in device memory. A group of
-// `fan` results is merged into the slot of its first one, a member of a group of the next level.
-struct Meeting {
+// `fan_in` results is merged into the slot of its first one, a member of a group of the next level.
+struct MergeGroup {
   // Size of a group. CTAs merge groups in parallel: one CTA takes 100 us for 132 results.
-  static constexpr int fan = 8;
+  static constexpr int fan_in = 8;
 
   int first;     // index of the group's first result
   int step = 1;  // difference between the indices of consecutive members
   int level = 0;
 
-  __device__ explicit Meeting(int result) : first(result - result % fan) {}
+  __device__ explicit MergeGroup(int result) : first(result - result % fan_in) {}
 
   // Returns the number of members, if the output tile has `results` results.
-  __device__ int count(int results) const { return min(fan, ceil_div(results - first, step)); }
-  __device__ bool is_last(int results) const { return step * fan >= results; }
+  __device__ int count(int results) const { return min(fan_in, ceil_div(results - first, step)); }
+  __device__ bool is_root(int results) const { return step * fan_in >= results; }
   // Returns the result whose counter the group uses. No other group uses it: groups of the first
-  // level use a multiple of `fan`, groups of a higher level a multiple of `fan` plus their level.
+  // level use a multiple of `fan_in`, groups of a higher level a multiple of `fan_in` plus their level.
   __device__ int counter() const { return first + level; }
 
-  __device__ void rise() {
-    step *= fan;
+  __device__ void next_level() {
+    step *= fan_in;
     ++level;
-    first -= first % (step * fan);
+    first -= first % (step * fan_in);
   }
 };
 
 // Work range of a CTA, and the position in it. Without `Config::balanced`, `next` is the index of
 // the current partial tile among all, `end` their number, and the other members are unused. The
 // host ensures that 31 bits suffice: a 64-bit division takes 0.2 us.
-struct Share {
-  unsigned line;            // number of units of all sequences
-  unsigned units;           // number of units of a work range
+struct WorkRange {
+  unsigned total_units;      // number of units of all sequences
+  unsigned range_units;     // number of units of a work range
   unsigned next;            // first unit of the current partial tile
   unsigned end;             // one past the last unit of the work range
   unsigned sequence_begin;  // first unit of sequence `batch`
@@ -88,73 +88,73 @@ struct Share {
 // Computes the work range of a CTA and its partial tiles. One warp calls `take()`; one of its lanes
 // calls the other functions.
 template <class Config>
-struct Shares {
+struct KvPartitioner {
   static constexpr int unit_keys = Config::Bc * (Config::warps / Config::team);
   static constexpr int group = Config::group;  // number of query heads per KV head
   static constexpr unsigned cluster = Config::cluster > 0 ? Config::cluster : 1;  // CTAs in one
 
   const Params& p;
-  Share& share;
+  WorkRange& work_range;
   const int row_tiles;  // number of query tiles of the longest sequence
-  const int items;      // number of output tiles of one sequence
-  const int used_keys;  // element of seqused_k (if not null) at the lane's index
+  const int output_tiles;      // number of output tiles of one sequence
+  const int lane_seqlen;  // element of seqused_k (if not null) at the lane's index
 
-  __device__ Shares(const Params& params, Share& share, int used_keys)
+  __device__ KvPartitioner(const Params& params, WorkRange& work_range, int lane_seqlen)
       : p(params),
-        share(share),
-        used_keys(used_keys),
+        work_range(work_range),
+        lane_seqlen(lane_seqlen),
         row_tiles(ceil_div(params.seqlen_q * group, Config::Br)),
-        items(params.heads_kv * row_tiles) {}
+        output_tiles(params.heads_kv * row_tiles) {}
 
-  __device__ void take() {
+  __device__ void init_work_range() {
     if constexpr (Config::balanced) {
-      share = share_of_line();
+      work_range = stream_k_range();
     } else {
-      share.next = blockIdx.x;
-      share.end = unsigned(p.batch) * items * p.num_splits;
+      work_range.next = blockIdx.x;
+      work_range.end = unsigned(p.batch) * output_tiles * p.num_splits;
     }
   }
 
-  // Sets `part`, up to its member `end`, to the current partial tile. Returns whether one is left.
-  __device__ bool find(Part& part) {
+  // Sets `partial_tile`, up to its member `end`, to the current partial tile. Returns whether one is left.
+  __device__ bool get_tile(PartialTile& partial_tile) {
     if constexpr (Config::balanced) {
-      return find_in_share(part);
+      return get_stream_k_tile(partial_tile);
     } else {
-      return find_in_splits(part);
+      return get_split_tile(partial_tile);
     }
   }
 
-  // Sets the other members of `part`, which only the merge with other partial tiles needs.
-  __device__ void find_others(Part& part) const {
+  // Sets the other members of `partial_tile`, which only the merge with other partial tiles needs.
+  __device__ void set_merge_info(PartialTile& partial_tile) const {
     if constexpr (Config::balanced) {
-      find_others_in_line(part);
+      set_stream_k_merge_info(partial_tile);
     } else {
-      find_others_of_split(part);
+      set_split_merge_info(partial_tile);
     }
   }
 
-  // Returns whether more partial tiles may follow `part`.
-  __device__ bool goes_on(const Part& part) const {
-    return Config::balanced ? share.next + (part.end - part.begin) < share.end
-                            : share.next + gridDim.x < share.end;
+  // Returns whether more partial tiles may follow `partial_tile`.
+  __device__ bool has_next(const PartialTile& partial_tile) const {
+    return Config::balanced ? work_range.next + (partial_tile.end - partial_tile.begin) < work_range.end
+                            : work_range.next + gridDim.x < work_range.end;
   }
 
-  // Advances to the partial tile after `part`.
-  __device__ void pass(const Part& part) {
+  // Advances to the partial tile after `partial_tile`.
+  __device__ void advance(const PartialTile& partial_tile) {
     if constexpr (Config::balanced) {
-      share.next += part.end - part.begin;
-      if (share.next < share.end) {
-        share.sequence_begin = share.next;
-        share.sequence = sequence_of(++share.batch);
+      work_range.next += partial_tile.end - partial_tile.begin;
+      if (work_range.next < work_range.end) {
+        work_range.sequence_begin = work_range.next;
+        work_range.sequence = sequence_of(++work_range.batch);
       }
     } else {
-      share.next += gridDim.x;
+      work_range.next += gridDim.x;
     }
   }
 
   // Returns an approximate upper bound of the number of keys in all sequences, times KV heads.
-  __device__ int64 keys_of_all() const {
-    return Config::balanced ? int64(share.line) * unit_keys * p.heads_kv
+  __device__ int64 total_keys() const {
+    return Config::balanced ? int64(work_range.total_units) * unit_keys * p.heads_kv
                             : int64(p.batch) * p.seqlen_k * p.heads_kv;
   }
 
@@ -162,13 +162,13 @@ struct Shares {
   __device__ Sequence sequence_of(int batch) const {
     return sequence_of(p, batch);
   }
-  // Returns the sequence at the lane's index, with the length `used_keys`, which is already loaded.
+  // Returns the sequence at the lane's index, with the length `lane_seqlen`, which is already loaded.
   __device__ Sequence sequence_of_lane() const {
-    Params own = p;
-    if (p.seqused_k != nullptr) own.keys = used_keys;
-    own.seqused_k = nullptr;
+    Params lane_params = p;
+    if (p.seqused_k != nullptr) lane_params.keys = lane_seqlen;
+    lane_params.seqused_k = nullptr;
     const int lane = threadIdx.x % 32;
-    return sequence_of(own, min(lane, p.batch - 1));
+    return sequence_of(lane_params, min(lane, p.batch - 1));
   }
   __device__ static Sequence sequence_of(const Params& p, int batch) {
     if constexpr (Config::sequences) {
@@ -196,113 +196,113 @@ struct Shares {
   }
 
   // A sequence without keys still counts as one unit, so that one CTA writes its output rows.
-  __device__ int units_of(const Sequence& sequence, int batch) const {
+  __device__ int unit_count(const Sequence& sequence, int batch) const {
     return max(1, ceil_div(sequence.seqlen_k, unit_keys) - first_unit(sequence, batch));
   }
 
-  __device__ bool find_in_splits(Part& part) {
-    for (; share.next < share.end; share.next += gridDim.x) {
-      const int split = share.next % p.num_splits;
-      const int item = share.next / p.num_splits;
-      const int batch = item / items;
+  __device__ bool get_split_tile(PartialTile& partial_tile) {
+    for (; work_range.next < work_range.end; work_range.next += gridDim.x) {
+      const int split = work_range.next % p.num_splits;
+      const int output_tile = work_range.next / p.num_splits;
+      const int batch = output_tile / output_tiles;
       const Sequence sequence = sequence_of(batch);
-      const int row_tile = item % row_tiles;
+      const int row_tile = output_tile % row_tiles;
       if (row_tile * Config::Br >= sequence.seqlen_q * group) continue;
-      const int units = units_of(sequence, batch);
+      const int units = unit_count(sequence, batch);
       const int first = first_unit(sequence, batch);
-      const int most = ceil_div(units, p.num_splits);
-      const int begin = min(units, split * most);
-      part.batch = batch;
-      part.head_kv = item % items / row_tiles;
-      part.row_tile = row_tile;
-      part.sequence = sequence;
-      part.begin = first + begin;
-      part.end = first + min(units, begin + most);
+      const int split_units = ceil_div(units, p.num_splits);
+      const int begin = min(units, split * split_units);
+      partial_tile.batch = batch;
+      partial_tile.head_kv = output_tile % output_tiles / row_tiles;
+      partial_tile.row_tile = row_tile;
+      partial_tile.sequence = sequence;
+      partial_tile.begin = first + begin;
+      partial_tile.end = first + min(units, begin + split_units);
       return true;
     }
     return false;
   }
 
-  __device__ void find_others_of_split(Part& part) const {
-    const int split = share.next % p.num_splits;
-    part.number = 0;
-    part.count = 1;
-    part.place = 0;
-    part.result = split;
-    part.results = p.num_splits;
-    part.first_slot = share.next - split;
-    part.slot_step = 1;
-    part.first_extra = 0;
-    part.is_spread = false;
+  __device__ void set_split_merge_info(PartialTile& partial_tile) const {
+    const int split = work_range.next % p.num_splits;
+    partial_tile.index = 0;
+    partial_tile.count = 1;
+    partial_tile.first_cta_rank = 0;
+    partial_tile.result = split;
+    partial_tile.results = p.num_splits;
+    partial_tile.first_slot = work_range.next - split;
+    partial_tile.slot_step = 1;
+    partial_tile.first_result_offset = 0;
+    partial_tile.is_sliced = false;
   }
 
-  __device__ Share share_of_line() const {
+  __device__ WorkRange stream_k_range() const {
     // All sequences have the same number of units if no array holds their lengths, and no array of
     // offsets moves a window that masks their first keys.
-    constexpr bool begins_alike = !(Config::offsets && Config::window_left);
+    constexpr bool same_first_unit = !(Config::offsets && Config::window_left);
     const bool is_uniform =
-        (begins_alike && !Config::sequences) || p.batch == 1 ||
-        (begins_alike && p.seqused_k == nullptr && p.cache_batch_idx == nullptr);
-    Share taken;
+        (same_first_unit && !Config::sequences) || p.batch == 1 ||
+        (same_first_unit && p.seqused_k == nullptr && p.cache_batch_idx == nullptr);
+    WorkRange range;
     if (is_uniform) {
       // Only lane 0 uses the result, so this is sequence 0.
-      taken.sequence = sequence_of_lane();
-      const int units = units_of(taken.sequence, 0);
-      cut_line(taken, p.batch * units);
-      taken.batch = p.batch == 1 ? 0 : taken.next / units;
-      taken.sequence_begin = taken.batch * units;
-      if (taken.batch > 0 && taken.next < taken.end) taken.sequence = sequence_of(taken.batch);
+      range.sequence = sequence_of_lane();
+      const int units = unit_count(range.sequence, 0);
+      set_range(range, p.batch * units);
+      range.batch = p.batch == 1 ? 0 : range.next / units;
+      range.sequence_begin = range.batch * units;
+      if (range.batch > 0 && range.next < range.end) range.sequence = sequence_of(range.batch);
     } else if (p.batch <= 32) {
-      take_of_few(taken);
+      set_small_batch_range(range);
     } else {
       unsigned units = 0;
-      for (int first = 0; first < p.batch; first += 32) units += sum_of_warp(units_at(first));
-      cut_line(taken, units);
-      find_batch(taken);
-      if (taken.next < taken.end) taken.sequence = sequence_of(taken.batch);
+      for (int first = 0; first < p.batch; first += 32) units += warp_sum(lane_unit_count(first));
+      set_range(range, units);
+      find_first_sequence(range);
+      if (range.next < range.end) range.sequence = sequence_of(range.batch);
     }
-    return taken;
+    return range;
   }
 
   // Sets the work range if there are at most 32 sequences: each lane looks up one of them.
-  __device__ void take_of_few(Share& taken) const {
+  __device__ void set_small_batch_range(WorkRange& range) const {
     const int lane = threadIdx.x % 32;
-    const Sequence own = sequence_of_lane();
-    const unsigned units = lane < p.batch ? units_of(own, lane) : 0;
-    const unsigned up_to = sum_up_to_lane(units);
-    cut_line(taken, __shfl_sync(~0u, up_to, 31));
+    const Sequence lane_sequence = sequence_of_lane();
+    const unsigned units = lane < p.batch ? unit_count(lane_sequence, lane) : 0;
+    const unsigned inclusive = inclusive_scan(units);
+    set_range(range, __shfl_sync(~0u, inclusive, 31));
     // A work range that starts past the last unit is empty, so any sequence will do.
-    const int found = min(31u, __ffs(__ballot_sync(~0u, taken.next < up_to)) - 1u);
-    taken.batch = found;
-    taken.sequence_begin = __shfl_sync(~0u, up_to - units, found);
-    taken.sequence = {__shfl_sync(~0u, own.q_batch, found),  __shfl_sync(~0u, own.q_first, found),
-                      __shfl_sync(~0u, own.seqlen_q, found), __shfl_sync(~0u, own.k_batch, found),
-                      __shfl_sync(~0u, own.k_first, found),  __shfl_sync(~0u, own.seqlen_k, found)};
+    const int owner = min(31u, __ffs(__ballot_sync(~0u, range.next < inclusive)) - 1u);
+    range.batch = owner;
+    range.sequence_begin = __shfl_sync(~0u, inclusive - units, owner);
+    range.sequence = {__shfl_sync(~0u, lane_sequence.q_batch, owner),  __shfl_sync(~0u, lane_sequence.q_first, owner),
+                      __shfl_sync(~0u, lane_sequence.seqlen_q, owner), __shfl_sync(~0u, lane_sequence.k_batch, owner),
+                      __shfl_sync(~0u, lane_sequence.k_first, owner),  __shfl_sync(~0u, lane_sequence.seqlen_k, owner)};
   }
 
-  // Sets the CTA's range of the `line` units. The grid axes are row tiles, KV heads, and the CTAs
+  // Sets the CTA's range of the `total_units` units. The grid axes are row tiles, KV heads, and the CTAs
   // that divide the units of a row tile and KV head. If the units are few, only the CTAs of one
   // cluster have any, because merging across clusters would cost more than it saves.
-  __device__ static void cut_line(Share& taken, unsigned line) {
-    const bool is_short = Config::cluster > 0 && line <= Config::cluster_units * cluster;
-    taken.line = line;
+  __device__ static void set_range(WorkRange& range, unsigned total_units) {
+    const bool fits_cluster = Config::cluster > 0 && total_units <= Config::cluster_units * cluster;
+    range.total_units = total_units;
     // Two branches, because a division by a constant is cheap.
-    if (is_short) {
-      taken.units = (line + cluster - 1) / cluster;
+    if (fits_cluster) {
+      range.range_units = (total_units + cluster - 1) / cluster;
     } else {
-      taken.units = (line + gridDim.z - 1) / gridDim.z;
+      range.range_units = (total_units + gridDim.z - 1) / gridDim.z;
     }
-    taken.next = min(line, blockIdx.z * taken.units);
-    taken.end = min(line, taken.next + taken.units);
+    range.next = min(total_units, blockIdx.z * range.range_units);
+    range.end = min(total_units, range.next + range.range_units);
   }
 
   // Returns the number of units of the sequence at index first + lane.
-  __device__ int units_at(int first) const {
+  __device__ int lane_unit_count(int first) const {
     const int batch = first + threadIdx.x % 32;
-    return batch < p.batch ? units_of(sequence_of(batch), batch) : 0;
+    return batch < p.batch ? unit_count(sequence_of(batch), batch) : 0;
   }
 
-  __device__ static unsigned sum_up_to_lane(unsigned x) {
+  __device__ static unsigned inclusive_scan(unsigned x) {
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
       const unsigned below = __shfl_up_sync(~0u, x, step);
@@ -311,25 +311,25 @@ struct Shares {
     return x;
   }
 
-  __device__ static int sum_of_warp(int x) {
+  __device__ static int warp_sum(int x) {
 #pragma unroll
     for (int bit = 1; bit < 32; bit *= 2) x += __shfl_xor_sync(~0u, x, bit);
     return x;
   }
 
   // Finds the sequence in which the work range begins.
-  __device__ void find_batch(Share& taken) const {
-    const unsigned next = taken.next;
-    if (next >= taken.end) return;
+  __device__ void find_first_sequence(WorkRange& range) const {
+    const unsigned next = range.next;
+    if (next >= range.end) return;
     unsigned begin = 0;
     for (int first = 0;; first += 32) {
-      const unsigned own = units_at(first);
-      const unsigned sum = sum_up_to_lane(own);
+      const unsigned lane_units = lane_unit_count(first);
+      const unsigned sum = inclusive_scan(lane_units);
       const unsigned after = __ballot_sync(~0u, next < begin + sum);
       if (after != 0) {
-        const int found = __ffs(after) - 1;
-        taken.batch = first + found;
-        taken.sequence_begin = begin + __shfl_sync(~0u, sum - own, found);
+        const int owner = __ffs(after) - 1;
+        range.batch = first + owner;
+        range.sequence_begin = begin + __shfl_sync(~0u, sum - lane_units, owner);
         return;
       }
       begin += __shfl_sync(~0u, sum, 31);
@@ -337,42 +337,42 @@ struct Shares {
   }
 
   __device__ unsigned sequence_end() const {
-    return share.sequence_begin + units_of(share.sequence, share.batch);
+    return work_range.sequence_begin + unit_count(work_range.sequence, work_range.batch);
   }
 
-  __device__ bool find_in_share(Part& part) const {
-    if (share.next >= share.end) return false;
-    const unsigned begin = share.sequence_begin;
-    const int first = first_unit(share.sequence, share.batch);
-    part.batch = share.batch;
-    part.head_kv = blockIdx.y;
-    part.row_tile = blockIdx.x;
-    part.sequence = share.sequence;
-    part.begin = first + (share.next - begin);
-    part.end = first + (min(sequence_end(), share.end) - begin);
+  __device__ bool get_stream_k_tile(PartialTile& partial_tile) const {
+    if (work_range.next >= work_range.end) return false;
+    const unsigned begin = work_range.sequence_begin;
+    const int first = first_unit(work_range.sequence, work_range.batch);
+    partial_tile.batch = work_range.batch;
+    partial_tile.head_kv = blockIdx.y;
+    partial_tile.row_tile = blockIdx.x;
+    partial_tile.sequence = work_range.sequence;
+    partial_tile.begin = first + (work_range.next - begin);
+    partial_tile.end = first + (min(sequence_end(), work_range.end) - begin);
     return true;
   }
 
-  __device__ void find_others_in_line(Part& part) const {
-    const unsigned begin = share.sequence_begin, sequence_end = this->sequence_end();
-    const unsigned first_place = begin / share.units;
-    const unsigned last_place = (sequence_end - 1) / share.units;
-    const unsigned own_cluster = blockIdx.z / cluster;
-    const unsigned first_cluster = first_place / cluster;
-    const unsigned first_here = max(first_place, own_cluster * cluster);
-    const unsigned last_here = min(last_place, own_cluster * cluster + cluster - 1);
-    part.number = blockIdx.z - first_here;
-    part.count = last_here - first_here + 1;
-    part.place = first_here % cluster;
-    part.result = own_cluster - first_cluster;
-    part.results = last_place / cluster - first_cluster + 1;
+  __device__ void set_stream_k_merge_info(PartialTile& partial_tile) const {
+    const unsigned begin = work_range.sequence_begin, sequence_end = this->sequence_end();
+    const unsigned first_cta = begin / work_range.range_units;
+    const unsigned last_cta = (sequence_end - 1) / work_range.range_units;
+    const unsigned this_cluster = blockIdx.z / cluster;
+    const unsigned first_cluster = first_cta / cluster;
+    const unsigned first_local = max(first_cta, this_cluster * cluster);
+    const unsigned last_local = min(last_cta, this_cluster * cluster + cluster - 1);
+    partial_tile.index = blockIdx.z - first_local;
+    partial_tile.count = last_local - first_local + 1;
+    partial_tile.first_cta_rank = first_local % cluster;
+    partial_tile.result = this_cluster - first_cluster;
+    partial_tile.results = last_cta / cluster - first_cluster + 1;
     // A cluster has two slots per KV head and row tile. The second one is for an output tile that
     // begins in the cluster's range and continues in the next cluster.
-    part.first_slot = 2 * (first_cluster * items + blockIdx.y * row_tiles + blockIdx.x);
-    part.slot_step = 2 * items;
-    part.first_extra = 1;
-    part.is_spread = cluster > 1 && first_place % cluster == 0 &&
-                     last_place % cluster == cluster - 1 &&
-                     sequence_end == min(share.line, (last_place + 1) * share.units);
+    partial_tile.first_slot = 2 * (first_cluster * output_tiles + blockIdx.y * row_tiles + blockIdx.x);
+    partial_tile.slot_step = 2 * output_tiles;
+    partial_tile.first_result_offset = 1;
+    partial_tile.is_sliced = cluster > 1 && first_cta % cluster == 0 &&
+                     last_cta % cluster == cluster - 1 &&
+                     sequence_end == min(work_range.total_units, (last_cta + 1) * work_range.range_units);
   }
 };

@@ -130,14 +130,14 @@ struct KeyRows {
         : keys(p.k.head<const Element>(0, head_kv)), values(p.v.head<const Element>(0, head_kv)) {}
   };
 
-  __device__ KeyRows(const Params& p, const Part& part, const Head& head, int tile)
+  __device__ KeyRows(const Params& p, const PartialTile& partial_tile, const Head& head, int tile)
       : p(p),
-        seqlen_k(part.sequence.seqlen_k),
+        seqlen_k(partial_tile.sequence.seqlen_k),
         pages(p.pages),
-        table(p.block_table + part.batch * p.block_table_stride) {
+        table(p.block_table + partial_tile.batch * p.block_table_stride) {
     // `k_first` is nonzero for packed keys only.
-    const int batch = page_size > 0 ? 0 : part.sequence.k_batch;
-    const int64 first = page_size > 0 || Config::balanced ? 0 : part.sequence.k_first;
+    const int batch = page_size > 0 ? 0 : partial_tile.sequence.k_batch;
+    const int64 first = page_size > 0 || Config::balanced ? 0 : partial_tile.sequence.k_first;
     keys = ptx::here(head.keys + batch * p.k.batch_stride + first * p.k.row_stride);
     values = ptx::here(head.values + batch * p.v.batch_stride + first * p.v.row_stride);
     if constexpr (page_size > 0) next_page = page_of(tile);

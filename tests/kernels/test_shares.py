@@ -137,7 +137,7 @@ class Batch:
         return found
 
 
-class Meeting(NamedTuple):
+class MergeGroup(NamedTuple):
     """Merge group: results of an output tile that one thread block merges."""
 
     first: int
@@ -148,7 +148,7 @@ class Meeting(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
+class PartialTile:
     """Partial tile: one line of the program's output."""
 
     x: int
@@ -168,7 +168,7 @@ class Part:
     results: int
     slot: int
     is_spread: bool
-    meetings: tuple[Meeting, ...]
+    meetings: tuple[MergeGroup, ...]
 
     @property
     def item(self) -> tuple[int, int, int]:
@@ -179,10 +179,10 @@ class Part:
 class Taken:
     """Partial tiles of a launch, in the order of each thread block, and `keys_of_all`."""
 
-    parts: list[Part]
+    parts: list[PartialTile]
     keys_of_all: int
 
-    def by_item(self) -> dict[tuple[int, int, int], list[Part]]:
+    def by_item(self) -> dict[tuple[int, int, int], list[PartialTile]]:
         found = defaultdict(list)
         for part in self.parts:
             found[part.item].append(part)
@@ -329,11 +329,13 @@ def _taken(lines: list[str]) -> Taken:
     return Taken([_part([int(number) for number in line.split()]) for line in parts], int(keys))
 
 
-def _part(numbers: list[int]) -> Part:
-    fixed = len(dataclasses.fields(Part)) - 1
-    fields = len(Meeting._fields)
+def _part(numbers: list[int]) -> PartialTile:
+    fixed = len(dataclasses.fields(PartialTile)) - 1
+    fields = len(MergeGroup._fields)
     meetings = range(fixed, len(numbers), fields)
-    return Part(*numbers[:fixed], tuple(Meeting(*numbers[i : i + fields]) for i in meetings))
+    return PartialTile(
+        *numbers[:fixed], tuple(MergeGroup(*numbers[i : i + fields]) for i in meetings)
+    )
 
 
 def assert_is_a_partition(batch: Batch, taken: Taken) -> None:
@@ -355,7 +357,7 @@ def assert_is_a_partition(batch: Batch, taken: Taken) -> None:
             assert (part.seqlen_q, part.seqlen_k) == lengths[part.batch]
 
 
-def assert_is_spread_where_all_merge(batch: Batch, taken: Taken, parts: list[Part]) -> None:
+def assert_is_spread_where_all_merge(batch: Batch, taken: Taken, parts: list[PartialTile]) -> None:
     """Assert that is_spread is true exactly if all blocks of the clusters have the tile last."""
     size = batch.kind.tile.cluster
     last = {(part.x, part.y, part.z): part.item for part in taken.parts}
@@ -387,7 +389,7 @@ def assert_no_two_meet(batch: Batch, taken: Taken) -> None:
     assert all(0 <= counter < schedule.counters // pieces for counter in counters)
 
 
-def assert_all_meet(ways: list[tuple[Meeting, ...]]) -> list[int]:
+def assert_all_meet(ways: list[tuple[MergeGroup, ...]]) -> list[int]:
     """Assert that the merge groups form a tree over all results; return the groups' counters.
 
     `ways` holds the merge groups that each result of an output tile passes through.

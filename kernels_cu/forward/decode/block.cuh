@@ -1,5 +1,5 @@
 // State that the threads of a CTA of the decode kernel share: its shared memory, its current
-// partial tile and the query rows of that tile. A partial tile (`Part`) is a query tile of one KV
+// partial tile and the query rows of that tile. A partial tile (`PartialTile`) is a query tile of one KV
 // head with a range of its keys. Row r of a tile is query r / group of the group's head r % group.
 #pragma once
 
@@ -81,7 +81,7 @@ struct DecodeBlock {
   static constexpr int piece_record = 4 * piece_chunks + 4;
   static_assert(piece_record <= record, "pieces of an item fit where one whole result does");
   static_assert(Br * record * 4 <= team_bytes, "a partial result fits");
-  static_assert(Meeting::fan <= Br, "and a row of each of a group");
+  static_assert(MergeGroup::fan_in <= Br, "and a row of each of a group");
 
   // Order in shared memory: the rings, buffers in which column warps sum their scores, in a cluster
   // buffers for received results (all columns or a slice), and `State`.
@@ -94,10 +94,10 @@ struct DecodeBlock {
   struct alignas(16) State {
     unsigned long long results_barrier;
     unsigned long long policy;  // L2 cache policy of KV loads
-    Share share;
-    Part part;
+    WorkRange work_range;
+    PartialTile partial_tile;
     bool has_part;
-    bool goes_on;  // whether the work range continues after `part`
+    bool goes_on;  // whether the work range continues after `partial_tile`
     float scale_log2;
   };
   static_assert(state_offset + int(sizeof(State)) == Config::shared_memory, "as the host planned");
@@ -106,15 +106,15 @@ struct DecodeBlock {
   const Arguments& p;
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
-  const int used_keys;  // seqused_k[lane], or 0
+  const int lane_seqlen;  // seqused_k[lane], or 0
   State& state;
-  const Part& part;
+  const PartialTile& partial_tile;
 
   __device__ DecodeBlock(const Arguments& params)
       : p(params),
-        used_keys(ask_for_keys(params)),
+        lane_seqlen(ask_for_keys(params)),
         state(*reinterpret_cast<State*>(shared_floats() + state_offset / 4)),
-        part(state.part) {}
+        partial_tile(state.partial_tile) {}
 
   __device__ static float* shared_floats() {
     extern __shared__ __align__(128) unsigned char shared_memory[];
@@ -139,14 +139,14 @@ struct DecodeBlock {
   // depend. find_others() computes the rest later.
   __device__ void take_share() const {
     if (warp == 0) {
-      Share share;
-      Shares<Config> shares(p, share, used_keys);
-      shares.take();
+      WorkRange work_range;
+      KvPartitioner<Config> partitioner(p, work_range, lane_seqlen);
+      partitioner.init_work_range();
       if (lane == 0) {
-        state.part.count = 0;
-        if constexpr (!Config::reads_little) state.policy = policy_of(shares);
-        find_part(shares);
-        state.share = share;
+        state.partial_tile.count = 0;
+        if constexpr (!Config::reads_little) state.policy = policy_of(partitioner);
+        find_part(partitioner);
+        state.work_range = work_range;
       }
     }
     // An otherwise idle thread computes the scale.
@@ -156,21 +156,21 @@ struct DecodeBlock {
   // Advances to the next partial tile of the work range.
   __device__ void find_next_part() const {
     if (threadIdx.x == 0) {
-      Share share = state.share;
-      Shares<Config> shares(p, share, used_keys);
-      shares.pass(part);
-      find_part(shares);
-      state.share = share;
+      WorkRange work_range = state.work_range;
+      KvPartitioner<Config> partitioner(p, work_range, lane_seqlen);
+      partitioner.advance(partial_tile);
+      find_part(partitioner);
+      state.work_range = work_range;
     }
     __syncthreads();
   }
-  // Fills in the members of `part` that describe the other partial tiles of its query tile. One
+  // Fills in the members of `partial_tile` that describe the other partial tiles of its query tile. One
   // thread calls this while the first keys are being loaded; the next barrier publishes the result.
-  __device__ void find_others() const {
-    Share share = state.share;
-    const Shares<Config> shares(p, share, used_keys);
-    shares.find_others(state.part);
-    state.goes_on = shares.goes_on(part);
+  __device__ void set_merge_info() const {
+    WorkRange work_range = state.work_range;
+    const KvPartitioner<Config> partitioner(p, work_range, lane_seqlen);
+    partitioner.set_merge_info(state.partial_tile);
+    state.goes_on = partitioner.has_next(partial_tile);
   }
 
   // Returns the L2 policy for K and V, which are read once. Small calls use evict_first, so that
@@ -187,25 +187,25 @@ struct DecodeBlock {
   }
 
   // Chooses the L2 policy at run time, if sequences may be short or long. 0 means no policy.
-  __device__ static unsigned long long policy_of(const Shares<Config>& shares) {
+  __device__ static unsigned long long policy_of(const KvPartitioner<Config>& partitioner) {
     // 320 MiB of K and V of all heads, as a number of keys.
     constexpr int apart = Config::values_in_keys ? 0 : Config::head_dim_v;
     constexpr int key = (Config::head_dim + apart) * int(sizeof(Stored));
     constexpr int64 few = (int64(320) << 20) / key;
-    return shares.keys_of_all() < few ? ptx::l2_evict_first_policy() : 0;
+    return partitioner.total_keys() < few ? ptx::l2_evict_first_policy() : 0;
   }
 
-  // Stores the next partial tile in `state.part`, which keeps the last one if there is none.
-  __device__ void find_part(Shares<Config>& shares) const {
-    Part next;
-    state.has_part = shares.find(next);
+  // Stores the next partial tile in `state.partial_tile`, which keeps the last one if there is none.
+  __device__ void find_part(KvPartitioner<Config>& partitioner) const {
+    PartialTile next;
+    state.has_part = partitioner.get_tile(next);
     if (!state.has_part) return;
-    state.part.batch = next.batch;
-    state.part.head_kv = next.head_kv;
-    state.part.row_tile = next.row_tile;
-    state.part.sequence = next.sequence;
-    state.part.begin = next.begin;
-    state.part.end = next.end;
+    state.partial_tile.batch = next.batch;
+    state.partial_tile.head_kv = next.head_kv;
+    state.partial_tile.row_tile = next.row_tile;
+    state.partial_tile.sequence = next.sequence;
+    state.partial_tile.begin = next.begin;
+    state.partial_tile.end = next.end;
   }
 
   // Prefetches the block table to L2 while warp 0 computes the work range. The pages of this CTA
@@ -221,27 +221,27 @@ struct DecodeBlock {
     }
   }
 
-  __device__ int first_row() const { return part.row_tile * Br; }
-  __device__ int tile_rows() const { return min(Br, part.sequence.seqlen_q * group - first_row()); }
+  __device__ int first_row() const { return partial_tile.row_tile * Br; }
+  __device__ int tile_rows() const { return min(Br, partial_tile.sequence.seqlen_q * group - first_row()); }
 
   // Returns the query index of a row within its sequence. head_of() returns its head in the group.
   __device__ int query_of(int row) const { return (first_row() + row) / group; }
   __device__ int head_of(int row) const { return (first_row() + row) % group; }
 
   __device__ int q_offset() const {
-    return Config::sequences ? part.sequence.template q_offset<Config>(p, part.batch)
-                             : first_position<Config>(p, part.batch, p.q_offset);
+    return Config::sequences ? partial_tile.sequence.template q_offset<Config>(p, partial_tile.batch)
+                             : first_position<Config>(p, partial_tile.batch, p.q_offset);
   }
   __device__ Mask<Config, group> mask() const {
-    return {part.sequence.seqlen_k, q_offset(), {p, part.batch}};
+    return {partial_tile.sequence.seqlen_k, q_offset(), {p, partial_tile.batch}};
   }
   __device__ int visible_end(int row) const { return mask().visible_end(first_row() + row); }
   __device__ int visible_begin(int row) const { return mask().visible_begin(first_row() + row); }
 
   // Returns the coordinates of a row for modifications.
   __device__ ScoreRow score_row(int row) const {
-    const Sequence& at = part.sequence;
-    return {part.batch, part.head_kv * group + head_of(row), query_of(row), q_offset(), at.q_first,
+    const Sequence& at = partial_tile.sequence;
+    return {partial_tile.batch, partial_tile.head_kv * group + head_of(row), query_of(row), q_offset(), at.q_first,
             at.k_first};
   }
 };

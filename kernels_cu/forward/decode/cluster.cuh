@@ -64,29 +64,29 @@ struct DecodeCluster {
 
   // Sends a chunk of a row of the partial result to the CTA that merges it. The first chunk of a
   // slice comes with the state of the row.
-  __device__ void send(const Part& part, int row, int chunk, const Vector<float, 4>& values,
+  __device__ void send(const PartialTile& partial_tile, int row, int chunk, const Vector<float, 4>& values,
                        const Vector<float, 4>& state) const {
-    const Columns columns = Columns::of_chunk(part, chunk);
+    const Columns columns = Columns::of_chunk(partial_tile, chunk);
     const int in_record = chunk - columns.first_chunk();
-    float* kept = Block::kept_results() + part.number * Block::kept_floats + row * columns.record();
-    send_to(part, columns.piece, kept + 4 * in_record, values);
-    if (in_record == 0) send_to(part, columns.piece, kept + columns.state(), state);
+    float* kept = Block::kept_results() + partial_tile.index * Block::kept_floats + row * columns.record();
+    send_to(partial_tile, columns.piece, kept + 4 * in_record, values);
+    if (in_record == 0) send_to(partial_tile, columns.piece, kept + columns.state(), state);
   }
 
   // Returns whether this CTA merges columns of the current query tile.
   __device__ bool is_merged_here() const {
-    const Part& part = block.part;
-    return part.count > 1 && (part.number == 0 || part.is_spread) &&
-           Columns::of_block(part, part.number).chunks_there() > 0;
+    const PartialTile& partial_tile = block.partial_tile;
+    return partial_tile.count > 1 && (partial_tile.index == 0 || partial_tile.is_sliced) &&
+           Columns::of_block(partial_tile, partial_tile.index).chunks_there() > 0;
   }
 
   // Arrives at the mbarrier with the number of bytes to expect, while keys are being loaded.
   __device__ void expect_sent() const {
     if (!is_merged_here()) return;
-    const Part& part = block.part;
-    const int chunks = Columns::of_block(part, part.number).chunks_there();
+    const PartialTile& partial_tile = block.partial_tile;
+    const int chunks = Columns::of_block(partial_tile, partial_tile.index).chunks_there();
     const int bytes = block.tile_rows() * (chunks + 1) * 16;
-    ptx::mbarrier_arrive_expect_tx(Block::results_barrier(), (part.count - 1) * bytes);
+    ptx::mbarrier_arrive_expect_tx(Block::results_barrier(), (partial_tile.count - 1) * bytes);
   }
   // Waits until the results of the other CTAs have arrived.
   __device__ void wait_for_sent() const {
@@ -95,12 +95,12 @@ struct DecodeCluster {
 
  private:
   // Sends `values` to the CTA with partial tile `number` of the query tile, at the same address.
-  __device__ static void send_to(const Part& part, int number, float* kept,
+  __device__ static void send_to(const PartialTile& partial_tile, int number, float* kept,
                                  const Vector<float, 4>& values) {
-    if (number == part.number) {
+    if (number == partial_tile.index) {
       *reinterpret_cast<Vector<float, 4>*>(kept) = values;
     } else {
-      const int place = part.place + number;
+      const int place = partial_tile.first_cta_rank + number;
       ptx::st_async(ptx::map_to_block(ptx::shared_address(kept), place), values.at,
                     ptx::map_to_block(Block::results_barrier(), place));
     }

@@ -20,12 +20,12 @@ struct MergedColumns {
   int piece = 0;
 
   // Returns the columns that the CTA with partial tile `number` of the query tile merges.
-  __device__ static MergedColumns of_block(const Part& part, int number) {
-    return part.is_spread ? MergedColumns{true, number} : MergedColumns{};
+  __device__ static MergedColumns of_block(const PartialTile& partial_tile, int number) {
+    return partial_tile.is_sliced ? MergedColumns{true, number} : MergedColumns{};
   }
   // Returns the columns of the CTA that merges `chunk`.
-  __device__ static MergedColumns of_chunk(const Part& part, int chunk) {
-    return of_block(part, chunk / piece_chunks);
+  __device__ static MergedColumns of_chunk(const PartialTile& partial_tile, int chunk) {
+    return of_block(partial_tile, chunk / piece_chunks);
   }
 
   __device__ int first_chunk() const { return is_piece ? piece * piece_chunks : 0; }

@@ -35,50 +35,50 @@ struct DecodeMerge {
 
   // Merges the partial results of the warps, or of groups of column warps, in shared memory.
   __device__ void merge_warps() const {
-    const Part& part = block.part;
-    const To to = part.is_whole() ? To::output : part.count == 1 ? To::memory : To::cluster;
+    const PartialTile& partial_tile = block.partial_tile;
+    const To to = partial_tile.is_unsplit() ? To::output : partial_tile.count == 1 ? To::memory : To::cluster;
     constexpr int teams = Block::Team::teams;
     const Columns all;
     merge<teams>(Block::shared_floats(), Block::team_bytes / 4, teams, all, 0, block.tile_rows(),
-                 to, part.result);
-    if (part.count == 1) join(all);
+                 to, partial_tile.result);
+    if (partial_tile.count == 1) join(all);
   }
 
   // Merges the partial results that the other CTAs of the cluster send.
   __device__ void merge_sent() const {
-    const Part& part = block.part;
-    const Columns columns = Columns::of_block(part, part.number);
+    const PartialTile& partial_tile = block.partial_tile;
+    const Columns columns = Columns::of_block(partial_tile, partial_tile.index);
     Cluster{block}.wait_for_sent();
-    merge<Config::cluster>(Block::kept_results(), Block::kept_floats, part.count, columns, 0,
-                           block.tile_rows(), part.results == 1 ? To::output : To::memory,
-                           part.result);
+    merge<Config::cluster>(Block::kept_results(), Block::kept_floats, partial_tile.count, columns, 0,
+                           block.tile_rows(), partial_tile.results == 1 ? To::output : To::memory,
+                           partial_tile.result);
     join(columns);
   }
 
   // Merges results in global memory, where this CTA or its cluster has written one. The last CTA of
   // a merge group to arrive merges the group and proceeds to the next level of the tree.
   __device__ void join(const Columns& columns) const {
-    const Part& part = block.part;
+    const PartialTile& partial_tile = block.partial_tile;
 #pragma unroll 1
-    for (Meeting meeting(part.result); meeting.step < part.results; meeting.rise()) {
-      const int count = meeting.count(part.results);
+    for (MergeGroup merge_group(partial_tile.result); merge_group.step < partial_tile.results; merge_group.next_level()) {
+      const int count = merge_group.count(partial_tile.results);
       if (count == 1) continue;
-      if (!memory.is_last_to_arrive(meeting, count, columns)) return;
-      merge_group(meeting, count, columns);
+      if (!memory.is_last_to_arrive(merge_group, count, columns)) return;
+      merge_results(merge_group, count, columns);
     }
   }
 
   // Merges all rows of a merge group, as many at a time as fit in shared memory.
-  __device__ void merge_group(const Meeting& meeting, int count, const Columns& columns) const {
-    const To to = meeting.is_last(block.part.results) ? To::output : To::memory;
+  __device__ void merge_results(const MergeGroup& merge_group, int count, const Columns& columns) const {
+    const To to = merge_group.is_root(block.partial_tile.results) ? To::output : To::memory;
     const int all_rows = block.tile_rows();
     const int at_once = Block::rings_bytes / (count * columns.record() * 4);
 #pragma unroll 1
     for (int first_row = 0; first_row < all_rows; first_row += at_once) {
       const int rows = min(at_once, all_rows - first_row);
-      memory.gather(meeting, count, first_row, rows, columns);
-      merge<Meeting::fan>(Block::shared_floats(), rows * columns.record(), count, columns,
-                          first_row, rows, to, meeting.first);
+      memory.gather(merge_group, count, first_row, rows, columns);
+      merge<MergeGroup::fan_in>(Block::shared_floats(), rows * columns.record(), count, columns,
+                          first_row, rows, to, merge_group.first);
       // All warps have read these rows before the next ones overwrite them.
       __syncthreads();
     }
@@ -90,8 +90,8 @@ struct DecodeMerge {
   template <int Most>
   __device__ void merge(const float* source, int result_floats, int results, const Columns& columns,
                         int first, int rows, To to, int target) const {
-    // A copy in registers: after a store, the compiler would read `block.part` again.
-    const Part part = block.part;
+    // A copy in registers: after a store, the compiler would read `block.partial_tile` again.
+    const PartialTile partial_tile = block.partial_tile;
     const int first_row = columns.first_row(), step = columns.rows_at_once();
     if (first_row >= step) return;
 #pragma unroll 1
@@ -99,7 +99,7 @@ struct DecodeMerge {
          chunk += Columns::threads) {
 #pragma unroll 1
       for (int row = first_row; row < rows; row += step) {
-        merge_chunk<Most>(part, source + row * columns.record(), result_floats, results, columns,
+        merge_chunk<Most>(partial_tile, source + row * columns.record(), result_floats, results, columns,
                           first + row, chunk, to, target);
       }
     }
@@ -107,7 +107,7 @@ struct DecodeMerge {
 
   // Merges four columns of a row. All loads are issued before the first one is used.
   template <int Most>
-  __device__ void merge_chunk(const Part& part, const float* source, int result_floats,
+  __device__ void merge_chunk(const PartialTile& partial_tile, const float* source, int result_floats,
                               int results, const Columns& columns, int row, int chunk, To to,
                               int target) const {
     // Indices past the last result read it again; the loop below ignores them.
@@ -131,7 +131,7 @@ struct DecodeMerge {
       for (int c = 0; c < 4; ++c) merged.at[c] = fmaf(weight, values.at[c], merged.at[c]);
     }
     if (to != To::output) {
-      leave_partial(part, row, chunk, merged, {{base, sum}}, columns, to, target);
+      leave_partial(partial_tile, row, chunk, merged, {{base, sum}}, columns, to, target);
       return;
     }
     float normalizer = sum == 0 ? 0 : ptx::rcp_approx(sum);
@@ -158,7 +158,7 @@ struct DecodeMerge {
   }
 
   // Writes a chunk of a row for further merging. The first chunk comes with the row's base and sum.
-  __device__ void leave_partial(const Part& part, int row, int chunk,
+  __device__ void leave_partial(const PartialTile& partial_tile, int row, int chunk,
                                 const Vector<float, 4>& values, const Vector<float, 4>& state,
                                 const Columns& columns, To to, int target) const {
     if (!Block::in_cluster || to == To::memory) {
@@ -167,13 +167,13 @@ struct DecodeMerge {
       if (chunk == 0) ptx::st_global_v4(record + columns.state(), state.at);
       return;
     }
-    if constexpr (Block::in_cluster) Cluster{block}.send(part, row, chunk, values, state);
+    if constexpr (Block::in_cluster) Cluster{block}.send(partial_tile, row, chunk, values, state);
   }
 
   __device__ void write_output(int row, int column, const Vector<float, 4>& values) const {
-    const Sequence& sequence = block.part.sequence;
+    const Sequence& sequence = block.partial_tile.sequence;
     const int64 output_row = sequence.q_first + block.query_of(row);
-    const int head = block.part.head_kv * Block::group + block.head_of(row);
+    const int head = block.partial_tile.head_kv * Block::group + block.head_of(row);
     Element* target = block.p.out.template head<Element>(sequence.q_batch, head) +
                       output_row * block.p.out.row_stride + column;
     constexpr int columns = Config::head_dim_v;
@@ -191,10 +191,10 @@ struct DecodeMerge {
   __device__ void write_log_sum_exp(int row, float lse) const {
     // lse has shape (batch, heads_q, seqlen_q) or, for packed queries, (heads_q, total_q).
     const Params& p = block.p;
-    const Sequence& sequence = block.part.sequence;
+    const Sequence& sequence = block.partial_tile.sequence;
     const bool is_packed = Config::sequences && block.p.cu_seqlens_q != nullptr;
     const int seqlen = is_packed ? block.p.total_q : p.seqlen_q;
-    const int64 head = int64(sequence.q_batch) * p.heads_q + block.part.head_kv * Block::group +
+    const int64 head = int64(sequence.q_batch) * p.heads_q + block.partial_tile.head_kv * Block::group +
                        block.head_of(row);
     static_cast<float*>(p.lse)[head * seqlen + sequence.q_first + block.query_of(row)] = lse;
   }

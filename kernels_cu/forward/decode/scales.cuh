@@ -46,13 +46,13 @@ struct ScalesOfPart {
 
   __device__ explicit ScalesOfPart(const Tensor& scales) : scales(scales) {}
 
-  __device__ void begin(const Part& part) {
+  __device__ void begin(const PartialTile& partial_tile) {
     of_all = 1;
     from = nullptr;
     if (scales.data == nullptr) return;
-    const int batch = page_size > 0 ? 0 : part.sequence.k_batch;
-    const int64 first = page_size > 0 ? 0 : part.sequence.k_first;
-    from = scales.head<const float>(batch, part.head_kv) + first * scales.row_stride;
+    const int batch = page_size > 0 ? 0 : partial_tile.sequence.k_batch;
+    const int64 first = page_size > 0 ? 0 : partial_tile.sequence.k_first;
+    from = scales.head<const float>(batch, partial_tile.head_kv) + first * scales.row_stride;
     if constexpr (!by_key) of_all = *from;
   }
 
@@ -94,7 +94,7 @@ struct DecodeScales {
   static constexpr int bytes = 0;
 
   __device__ explicit DecodeScales(const Params&) {}
-  __device__ void begin(const Part&) {}
+  __device__ void begin(const PartialTile&) {}
   __device__ void start(unsigned, int, int, int) const {}
 };
 
@@ -116,9 +116,9 @@ struct DecodeScales<Config, true> {
 
   __device__ explicit DecodeScales(const QuantizedParams& p) : keys(p.k_scale), values(p.v_scale) {}
 
-  __device__ void begin(const Part& part) {
-    keys.begin(part);
-    values.begin(part);
+  __device__ void begin(const PartialTile& partial_tile) {
+    keys.begin(partial_tile);
+    values.begin(partial_tile);
     if constexpr (Config::v_scales_by_key) {
 #pragma unroll
       for (int i = 0; i < row_tiles; ++i) units[i][0] = units[i][1] = least_unit;

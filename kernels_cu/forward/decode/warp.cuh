@@ -34,7 +34,7 @@ struct DecodeWarp : DecodeBlock<Config> {
 
   using Block::lane;
   using Block::p;
-  using Block::part;
+  using Block::partial_tile;
   using Block::state;
   using Block::tile_rows;
   using Block::visible_begin;
@@ -69,11 +69,11 @@ struct DecodeWarp : DecodeBlock<Config> {
   template <class WhileLoading>
   __device__ void attend(WhileLoading while_loading) {
     const int last_seen = visible_end(tile_rows() - 1);
-    const int end = min(part.end * teams, ceil_div(last_seen, Bc));
-    const int first = part.begin * teams + warp / Team::size;
+    const int end = min(partial_tile.end * teams, ceil_div(last_seen, Bc));
+    const int first = partial_tile.begin * teams + warp / Team::size;
     constexpr int last_stage = stages - 1;
-    Rows rows_to_load(p, part, Config::balanced ? head : Head(p, part.head_kv), first);
-    scales.begin(part);
+    Rows rows_to_load(p, partial_tile, Config::balanced ? head : Head(p, partial_tile.head_kv), first);
+    scales.begin(partial_tile);
     softmax.reset();
     const int seen_by_all = visible_end(0);
     // The window masks keys before `seen_from` for some rows.
@@ -101,7 +101,7 @@ struct DecodeWarp : DecodeBlock<Config> {
         const int page =
             rows_to_load.template start<teams>(
                 target, target + Block::values_offset, load_tile, Block::policy());
-        scales.start(target + Block::scales_offset, load_tile, page, part.sequence.seqlen_k);
+        scales.start(target + Block::scales_offset, load_tile, page, partial_tile.sequence.seqlen_k);
       }
       if (load_tile == first) {
         start_queries(ring + last_stage * stage_bytes);
@@ -126,8 +126,8 @@ struct DecodeWarp : DecodeBlock<Config> {
     const Tensor& q = p.q;
     const int member = Team::member();
     const Element* queries =
-        q.head<const Element>(part.sequence.q_batch, part.head_kv * Block::group) +
-        part.sequence.q_first * q.row_stride + member * Columns::padded;
+        q.head<const Element>(partial_tile.sequence.q_batch, partial_tile.head_kv * Block::group) +
+        partial_tile.sequence.q_first * q.row_stride + member * Columns::padded;
     const int inside = tile_rows();
     // Each lane computes the offset of one row.
     const int64 place =

@@ -1,4 +1,4 @@
-// Prints the partial tiles that `shares.cuh` assigns to CTAs if a window masks the first keys of
+// Prints the partial tiles that `partitioner.cuh` assigns to CTAs if a window masks the first keys of
 // each sequence, and each sequence has its own position of the first query. Standard input has one
 // line of numbers for each launch: `Config::sequences`, 1 if there is seqused_k, batch, keys, the
 // window's left bound, the number of CTAs, and the positions. The output has a line for each
@@ -37,14 +37,14 @@ void print_parts(const Params& p) {
   run_block(32, [&] {
     for (unsigned z = 0; z < gridDim.z; ++z) {
       blockIdx = {0, 0, z};
-      Share share;
+      WorkRange work_range;
       const bool is_counted = p.seqused_k != nullptr && threadIdx.x < unsigned(p.batch);
-      Shares<Config> shares(p, share, is_counted ? p.seqused_k[threadIdx.x] : 0);
-      shares.take();
+      KvPartitioner<Config> partitioner(p, work_range, is_counted ? p.seqused_k[threadIdx.x] : 0);
+      partitioner.init_work_range();
       if (threadIdx.x != 0) continue;
-      Part part;
-      for (; shares.find(part); shares.pass(part)) {
-        std::printf("%d %d %d\n", part.batch, part.begin, part.end);
+      PartialTile partial_tile;
+      for (; partitioner.get_tile(partial_tile); partitioner.advance(partial_tile)) {
+        std::printf("%d %d %d\n", partial_tile.batch, partial_tile.begin, partial_tile.end);
       }
     }
   });

@@ -10,8 +10,8 @@
 
 constexpr int Rows = 24;
 
-void print(const PackedPart& part) {
-  std::printf("%d %d %d ", part.sequence, part.begin, part.end);
+void print(const PackedPart& partial_tile) {
+  std::printf("%d %d %d ", partial_tile.sequence, partial_tile.begin, partial_tile.end);
 }
 
 int main() {

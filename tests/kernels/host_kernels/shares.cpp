@@ -1,4 +1,4 @@
-// Prints the partial tiles that `shares.cuh` assigns to each CTA. Standard input has one line of
+// Prints the partial tiles that `partitioner.cuh` assigns to each CTA. Standard input has one line of
 // numbers for each launch: the index of the config in shares_configs.h, the grid's x, y and z,
 // batch, seqlen_q, seqlen_k, heads_kv, num_splits, caches, total_q, keys, new_keys, 1 for each of
 // cu_seqlens_q, seqused_k and cache_batch_idx that exists, and then the elements of these arrays.
@@ -36,28 +36,28 @@ struct PrintParts {
   }
 
   static void print_block(const Params& p) {
-    Share share;
+    WorkRange work_range;
     const bool is_counted = p.seqused_k != nullptr && threadIdx.x < unsigned(p.batch);
-    Shares<Config> shares(p, share, is_counted ? p.seqused_k[threadIdx.x] : 0);
-    shares.take();
+    KvPartitioner<Config> partitioner(p, work_range, is_counted ? p.seqused_k[threadIdx.x] : 0);
+    partitioner.init_work_range();
     if (threadIdx.x != 0) return;
-    Part part;
-    for (; shares.find(part); shares.pass(part)) {
-      shares.find_others(part);
+    PartialTile partial_tile;
+    for (; partitioner.get_tile(partial_tile); partitioner.advance(partial_tile)) {
+      partitioner.set_merge_info(partial_tile);
       std::printf("%u %u %u %d %d %d %d %d %d %d %d %d %d %d %d %d %d", blockIdx.x, blockIdx.y,
-                  blockIdx.z, part.batch, part.head_kv, part.row_tile, part.sequence.seqlen_q,
-                  part.sequence.seqlen_k, part.begin, part.end, part.number, part.count,
-                  part.place, part.result, part.results, part.slot_of(part.result),
-                  part.is_spread);
-      for (Meeting m(part.result); m.step < part.results; m.rise()) {
-        std::printf(" %d %d %d %d %d", m.first, m.step, m.count(part.results),
-                    part.slot_of(m.counter()), int(m.is_last(part.results)));
+                  blockIdx.z, partial_tile.batch, partial_tile.head_kv, partial_tile.row_tile, partial_tile.sequence.seqlen_q,
+                  partial_tile.sequence.seqlen_k, partial_tile.begin, partial_tile.end, partial_tile.index, partial_tile.count,
+                  partial_tile.first_cta_rank, partial_tile.result, partial_tile.results, partial_tile.slot_of(partial_tile.result),
+                  partial_tile.is_sliced);
+      for (MergeGroup m(partial_tile.result); m.step < partial_tile.results; m.next_level()) {
+        std::printf(" %d %d %d %d %d", m.first, m.step, m.count(partial_tile.results),
+                    partial_tile.slot_of(m.counter()), int(m.is_root(partial_tile.results)));
       }
       std::printf("\n");
     }
     const bool is_last =
         blockIdx.x + 1 == gridDim.x && blockIdx.y + 1 == gridDim.y && blockIdx.z + 1 == gridDim.z;
-    if (is_last) std::printf("%lld\n", shares.keys_of_all());
+    if (is_last) std::printf("%lld\n", partitioner.total_keys());
   }
 };
 

@@ -29,39 +29,39 @@
 
 template <class Config>
 __device__ void decode_forward(const typename CacheOf<Config>::Arguments& params) {
-  constexpr bool in_cluster = DecodeBlock<Config>::in_cluster;
+  constexpr bool in_cluster = DecodeCta<Config>::in_cluster;
   DecodeWarp<Config> warp(params);
-  const DecodeBlock<Config>& block = warp;
-  const DecodeMerge<Config> merge(block);
-  DecodeCluster<Config> cluster{block};
-  if constexpr (in_cluster) cluster.announce();
-  if constexpr (Config::page_size > 0) block.prefetch_table();
+  const DecodeCta<Config>& cta = warp;
+  const DecodeMerge<Config> merge(cta);
+  DecodeCluster<Config> cluster{cta};
+  if constexpr (in_cluster) cluster.init_receive_barrier();
+  if constexpr (Config::page_size > 0) cta.prefetch_table();
   // Packed queries use fixed splits. The last warp clears rows that belong to no sequence, since it
   // is idle while warp 0 computes the work range of the CTA.
   if constexpr (Config::sequences && !Config::balanced) {
-    if (block.warp == Config::warps - 1) {
+    if (cta.warp == Config::warps - 1) {
       UnownedRows<Config>{params}.clear_all(blockIdx.x, gridDim.x);
     }
   }
-  block.take_share();
-  while (block.state.has_part) {
+  cta.init_work_range();
+  while (cta.state.has_tile) {
     warp.attend([&] {
       if (threadIdx.x != 0) return;
-      block.set_merge_info();
+      cta.set_merge_info();
       merge.memory.prefetch_counter();
-      if constexpr (in_cluster) cluster.expect_sent();
+      if constexpr (in_cluster) cluster.expect_results();
     });
-    cluster.meet();
-    warp.leave_result();
+    cluster.sync_cluster();
+    warp.write_result();
     __syncthreads();
     merge.merge_warps();
     // All warps must finish merging before the rings and `state` are overwritten.
     __syncthreads();
-    if (!block.state.goes_on) break;
-    block.find_next_part();
+    if (!cta.state.has_next) break;
+    cta.next_tile();
   }
-  cluster.meet();
-  if (in_cluster && cluster.is_merged_here()) merge.merge_sent();
+  cluster.sync_cluster();
+  if (in_cluster && cluster.merges_here()) merge.merge_received();
 }
 
 #endif  // __CUDA_ARCH__ >= 800

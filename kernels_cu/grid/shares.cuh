@@ -89,7 +89,7 @@ struct WorkRange {
 // calls the other functions.
 template <class Config>
 struct KvPartitioner {
-  static constexpr int unit_keys = Config::Bc * (Config::warps / Config::team);
+  static constexpr int unit_keys = Config::Bc * (Config::warps / Config::column_warps);
   static constexpr int group = Config::group;  // number of query heads per KV head
   static constexpr unsigned cluster = Config::cluster > 0 ? Config::cluster : 1;  // CTAs in one
 

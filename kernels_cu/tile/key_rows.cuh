@@ -16,25 +16,25 @@
 
 // Source rows with a constant stride: each lane steps through its rows by adding to one pointer.
 template <class Element>
-struct EvenRows {
+struct StridedRows {
   const Element* begin;
   int64 row_stride;
-  int rows_there;  // number of rows that exist; the copy fills the others with zeros
+  int row_count;  // number of rows that exist; the copy fills the others with zeros
 
   __device__ void start(int row) { begin += row * row_stride; }
   template <int Step>
   __device__ const Element* next(int row, bool& exists) {
-    exists = row < rows_there;
-    const Element* one = begin;
+    exists = row < row_count;
+    const Element* address = begin;
     begin += Step * row_stride;
-    return one;
+    return address;
   }
 };
 
 // Source rows at arbitrary addresses, which row_at(row, exists) returns. It may shuffle, so all
 // lanes call it together.
 template <class RowAt>
-struct AskedRows {
+struct GatheredRows {
   RowAt row_at;
 
   __device__ void start(int) const {}
@@ -44,7 +44,7 @@ struct AskedRows {
   }
 };
 template <class RowAt>
-AskedRows(RowAt) -> AskedRows<RowAt>;
+GatheredRows(RowAt) -> GatheredRows<RowAt>;
 
 // Copies `Rows` rows of `Columns` elements into a `Layout` by one warp. Padding columns become
 // zeros. A row is copied in slices, each a power of two of copies, so that no lane idles: 18 chunks
@@ -54,64 +54,64 @@ AskedRows(RowAt) -> AskedRows<RowAt>;
 template <class Layout, class Element, int Rows, int Columns, int Alignment, bool ThroughL1 = false,
           int First = 0>
 struct WarpCopy {
-  using Block = RowCopy<Layout, Element, Rows, Columns, 32, Alignment>;
-  static constexpr int left = Block::copies_per_row - First;
-  static constexpr int lanes = left >= 32  ? 32
-                               : left >= 16 ? 16
-                               : left >= 8  ? 8
-                               : left >= 4  ? 4
-                               : left >= 2  ? 2
+  using WarpRowCopy = RowCopy<Layout, Element, Rows, Columns, 32, Alignment>;
+  static constexpr int remaining = WarpRowCopy::copies_per_row - First;
+  static constexpr int lanes = remaining >= 32  ? 32
+                               : remaining >= 16 ? 16
+                               : remaining >= 8  ? 8
+                               : remaining >= 4  ? 4
+                               : remaining >= 2  ? 2
                                             : 1;
   static constexpr int rows_at_once = 32 / lanes;
   static constexpr int passes = (Rows + rows_at_once - 1) / rows_at_once;
 
   // Starts the copy. Rows that do not exist become zeros. `policy` is an L2 cache policy or 0;
   // `columns` is the number of valid columns.
-  template <class From>
-  __device__ static void start(unsigned shared, unsigned long long policy, const From& from,
+  template <class SourceRows>
+  __device__ static void start(unsigned shared, unsigned long long policy, const SourceRows& source_rows,
                                int columns = Columns) {
     const int copy = First + threadIdx.x % lanes;
-    constexpr int most = Block::copy_elements;
-    const int elements = Block::whole_rows ? most : max(0, min(most, columns - copy * most));
+    constexpr int per_copy = WarpRowCopy::copy_elements;
+    const int elements = WarpRowCopy::whole_rows ? per_copy : max(0, min(per_copy, columns - copy * per_copy));
     const int first_row = threadIdx.x % 32 / lanes;
-    From rows = from;
+    SourceRows rows = source_rows;
     rows.start(first_row);
 #pragma unroll
     for (int pass = 0; pass < passes; ++pass) {
       const int row = first_row + pass * rows_at_once;
       bool exists;
-      const Element* source = rows.template next<rows_at_once>(row, exists) + copy * most;
+      const Element* source = rows.template next<rows_at_once>(row, exists) + copy * per_copy;
       if (Rows % rows_at_once != 0 && row >= Rows) continue;
-      const unsigned target = shared + Layout::offset(row, copy / Block::copies_per_chunk) +
-                              copy % Block::copies_per_chunk * Block::copy_bytes;
-      const int there = exists ? elements : 0;
+      const unsigned target = shared + Layout::offset(row, copy / WarpRowCopy::copies_per_chunk) +
+                              copy % WarpRowCopy::copies_per_chunk * WarpRowCopy::copy_bytes;
+      const int valid = exists ? elements : 0;
       if constexpr (ThroughL1 && Alignment == 16) {
-        ptx::cp_async_through_l1(target, source, there * int(sizeof(Element)));
+        ptx::cp_async_through_l1(target, source, valid * int(sizeof(Element)));
       } else {
-        Block::copy_one(target, source, there, policy);
+        WarpRowCopy::copy_one(target, source, valid, policy);
       }
     }
-    if constexpr (left > lanes) {
+    if constexpr (remaining > lanes) {
       WarpCopy<Layout, Element, Rows, Columns, Alignment, ThroughL1, First + lanes>::start(
-          shared, policy, from, columns);
+          shared, policy, source_rows, columns);
     }
   }
 };
 
 // The K and V rows of one KV head of a sequence, stored as `Element`. If several warps process the
-// same keys (`Config::team` > 1), each warp copies its slice of the columns.
+// same keys (`Config::column_warps` > 1), each warp copies its slice of the columns.
 template <class Config, class Element>
-struct KeyRows {
+struct KvRows {
   static constexpr int Bc = Config::Bc;
   static constexpr int page_size = Config::page_size;
   // Whether all rows of a KV tile lie on one page. If not, each lane looks up the page of one row.
   static constexpr bool one_page = page_size > 0 && page_size % Bc == 0;
 
   template <class Columns>
-  using Copy = WarpCopy<SwizzledRows<Element, Columns::padded>, Element, Bc, Columns::least,
+  using Copy = WarpCopy<SwizzledRows<Element, Columns::padded>, Element, Bc, Columns::last_valid,
                         Config::alignment>;
-  using KeyColumns = TeamColumns<Config::head_dim, Config::team>;
-  using ValueColumns = TeamColumns<Config::head_dim_v, Config::team>;
+  using KeyColumns = WarpColumns<Config::head_dim, Config::column_warps>;
+  using ValueColumns = WarpColumns<Config::head_dim_v, Config::column_warps>;
 
   const Params& p;
   const int seqlen_k;
@@ -130,7 +130,7 @@ struct KeyRows {
         : keys(p.k.head<const Element>(0, head_kv)), values(p.v.head<const Element>(0, head_kv)) {}
   };
 
-  __device__ KeyRows(const Params& p, const PartialTile& partial_tile, const Head& head, int tile)
+  __device__ KvRows(const Params& p, const PartialTile& partial_tile, const Head& head, int tile)
       : p(p),
         seqlen_k(partial_tile.sequence.seqlen_k),
         pages(p.pages),
@@ -172,12 +172,12 @@ struct KeyRows {
   template <class Columns>
   __device__ void copy(unsigned target, const Element* base, const Tensor& tensor, int tile,
                        int page, unsigned long long policy) const {
-    const int member = threadIdx.x / 32 % Config::team;
-    const int columns = Columns::left_of(member);
+    const int column_warp = threadIdx.x / 32 % Config::column_warps;
+    const int columns = Columns::columns_from(column_warp);
     const int first = tile * Bc;
-    base += member * Columns::padded;
+    base += column_warp * Columns::padded;
     if constexpr (page_size > 0 && !one_page) {
-      const AskedRows rows = {[&](int row, bool& exists) {
+      const GatheredRows rows = {[&](int row, bool& exists) {
         const int row_page = __shfl_sync(~0u, page, row % 32);
         exists = row_page >= 0 && row < seqlen_k - first;
         return base + row_page * tensor.batch_stride +
@@ -185,10 +185,10 @@ struct KeyRows {
       }};
       Copy<Columns>::start(target, policy, rows, columns);
     } else {
-      const bool reads = !one_page || page >= 0;
+      const bool has_rows = !one_page || page >= 0;
       if constexpr (one_page) base += page * tensor.batch_stride;
       base += (one_page ? first % page_size : first) * tensor.row_stride;
-      const EvenRows<Element> rows = {base, tensor.row_stride, reads ? seqlen_k - first : 0};
+      const StridedRows<Element> rows = {base, tensor.row_stride, has_rows ? seqlen_k - first : 0};
       Copy<Columns>::start(target, policy, rows, columns);
     }
   }

@@ -22,17 +22,17 @@
 // Class of the matrix products for a 16-bit or 8-bit cache, and the type to which P is rounded.
 template <class Config, int row_tiles, bool quantized>
 struct DecodeProducts {
-  using type = Products16Bit<TeamShare<Config>, row_tiles>;
+  using type = Products16Bit<WarpColumnsConfig<Config>, row_tiles>;
   using Probability = typename Config::Element;
 };
 template <class Config, int row_tiles>
 struct DecodeProducts<Config, row_tiles, true> {
-  using type = Products8Bit<TeamShare<Config>, row_tiles>;
+  using type = Products8Bit<WarpColumnsConfig<Config>, row_tiles>;
   using Probability = half_t;
 };
 
 template <class Config>
-struct DecodeBlock {
+struct DecodeCta {
   using Element = typename Config::Element;
   using Stored = typename CacheOf<Config>::Element;
   static constexpr int Br = Config::Br;
@@ -46,7 +46,7 @@ struct DecodeBlock {
   using KeyLayout = typename Products::KeyLayout;
   using ValueLayout = typename Products::ValueLayout;
   using QueryLayout = SwizzledRows<Element, Products::columns>;
-  using Team = DecodeTeam<Config>;
+  using ColumnWarps = DecodeColumnWarps<Config>;
 
   static_assert(Br == 16 || Br == 32, "a warp holds all rows");
   static_assert(Bc == 16 || Bc == 32, "a lane knows the page of at most one row");
@@ -60,15 +60,15 @@ struct DecodeBlock {
   static constexpr int scales_offset = values_offset + Bc * ValueLayout::row_bytes;
   static constexpr int stage_bytes = scales_offset + DecodeScales<Config>::bytes;
   static constexpr int ring_bytes = stages * stage_bytes;
-  static constexpr int team_bytes = Team::size * ring_bytes;
-  static constexpr int rings_bytes = Team::teams * team_bytes;
+  static constexpr int key_warp_bytes = ColumnWarps::size * ring_bytes;
+  static constexpr int rings_bytes = ColumnWarps::key_warps * key_warp_bytes;
 
   static_assert(Br * QueryLayout::row_bytes <= stage_bytes, "queries come through a stage");
 
   // A partial result is a record of floats per row: output columns, base of the probabilities,
   // their sum. The records overwrite the rings of the warps that process the same keys.
   static constexpr int columns = Products::columns_v;  // columns per warp
-  static constexpr int record_columns = Team::size * columns;
+  static constexpr int record_columns = ColumnWarps::size * columns;
   // The state of a row, base and sum, takes 2 floats. Padding to 8 avoids bank conflicts: 730
   // instead of 990 cycles for 16 rows of 8 warps (H100).
   static constexpr int record = record_columns + 8;
@@ -76,18 +76,18 @@ struct DecodeBlock {
   static constexpr int output_chunks = round_up(Config::head_dim_v, 16) / 4;
   // Sizes of a slice of the columns, which one CTA of a cluster merges (decode/columns.cuh).
   static constexpr bool in_cluster = Config::cluster > 0;
-  static constexpr int pieces = in_cluster ? Config::cluster : 1;
-  static constexpr int piece_chunks = (output_chunks + pieces - 1) / pieces;
-  static constexpr int piece_record = 4 * piece_chunks + 4;
-  static_assert(piece_record <= record, "pieces of an item fit where one whole result does");
-  static_assert(Br * record * 4 <= team_bytes, "a partial result fits");
+  static constexpr int slices = in_cluster ? Config::cluster : 1;
+  static constexpr int slice_chunks = (output_chunks + slices - 1) / slices;
+  static constexpr int slice_record = 4 * slice_chunks + 4;
+  static_assert(slice_record <= record, "pieces of an item fit where one whole result does");
+  static_assert(Br * record * 4 <= key_warp_bytes, "a partial result fits");
   static_assert(MergeGroup::fan_in <= Br, "and a row of each of a group");
 
   // Order in shared memory: the rings, buffers in which column warps sum their scores, in a cluster
   // buffers for received results (all columns or a slice), and `State`.
-  static constexpr int kept_floats = Config::kept_rows * record;
-  static constexpr int kept_offset = rings_bytes + Team::bytes;
-  static constexpr int state_offset = kept_offset + Config::cluster * kept_floats * 4;
+  static constexpr int receive_floats = Config::receive_rows * record;
+  static constexpr int receive_offset = rings_bytes + ColumnWarps::bytes;
+  static constexpr int state_offset = receive_offset + Config::cluster * receive_floats * 4;
 
   // State of the current partial tile, not kept in the registers of every thread. The barrier
   // counts the bytes that other CTAs of a cluster send.
@@ -96,8 +96,8 @@ struct DecodeBlock {
     unsigned long long policy;  // L2 cache policy of KV loads
     WorkRange work_range;
     PartialTile partial_tile;
-    bool has_part;
-    bool goes_on;  // whether the work range continues after `partial_tile`
+    bool has_tile;
+    bool has_next;  // whether the work range continues after `partial_tile`
     float scale_log2;
   };
   static_assert(state_offset + int(sizeof(State)) == Config::shared_memory, "as the host planned");
@@ -110,9 +110,9 @@ struct DecodeBlock {
   State& state;
   const PartialTile& partial_tile;
 
-  __device__ DecodeBlock(const Arguments& params)
+  __device__ DecodeCta(const Arguments& params)
       : p(params),
-        lane_seqlen(ask_for_keys(params)),
+        lane_seqlen(load_lane_seqlen(params)),
         state(*reinterpret_cast<State*>(shared_floats() + state_offset / 4)),
         partial_tile(state.partial_tile) {}
 
@@ -120,13 +120,13 @@ struct DecodeBlock {
     extern __shared__ __align__(128) unsigned char shared_memory[];
     return reinterpret_cast<float*>(shared_memory);
   }
-  __device__ static float* kept_results() { return shared_floats() + kept_offset / 4; }
+  __device__ static float* receive_buffer() { return shared_floats() + receive_offset / 4; }
   __device__ static unsigned results_barrier() {
     return ptx::shared_address(shared_floats()) + state_offset;
   }
 
   // Loads one sequence length per lane, before all else: the work range depends on the lengths.
-  __device__ static int ask_for_keys(const Params& p) {
+  __device__ static int load_lane_seqlen(const Params& p) {
     const int lane = threadIdx.x % 32;
     int used = 0;
     if (Config::sequences && Config::balanced && p.seqused_k != nullptr && lane < p.batch) {
@@ -137,15 +137,15 @@ struct DecodeBlock {
 
   // Computes the work range of the CTA and the keys of its first partial tile, on which all loads
   // depend. find_others() computes the rest later.
-  __device__ void take_share() const {
+  __device__ void init_work_range() const {
     if (warp == 0) {
       WorkRange work_range;
       KvPartitioner<Config> partitioner(p, work_range, lane_seqlen);
       partitioner.init_work_range();
       if (lane == 0) {
         state.partial_tile.count = 0;
-        if constexpr (!Config::reads_little) state.policy = policy_of(partitioner);
-        find_part(partitioner);
+        if constexpr (!Config::small_kv) state.policy = policy_of(partitioner);
+        store_next_tile(partitioner);
         state.work_range = work_range;
       }
     }
@@ -154,12 +154,12 @@ struct DecodeBlock {
     __syncthreads();
   }
   // Advances to the next partial tile of the work range.
-  __device__ void find_next_part() const {
+  __device__ void next_tile() const {
     if (threadIdx.x == 0) {
       WorkRange work_range = state.work_range;
       KvPartitioner<Config> partitioner(p, work_range, lane_seqlen);
       partitioner.advance(partial_tile);
-      find_part(partitioner);
+      store_next_tile(partitioner);
       state.work_range = work_range;
     }
     __syncthreads();
@@ -170,14 +170,14 @@ struct DecodeBlock {
     WorkRange work_range = state.work_range;
     const KvPartitioner<Config> partitioner(p, work_range, lane_seqlen);
     partitioner.set_merge_info(state.partial_tile);
-    state.goes_on = partitioner.has_next(partial_tile);
+    state.has_next = partitioner.has_next(partial_tile);
   }
 
   // Returns the L2 policy for K and V, which are read once. Small calls use evict_first, so that
   // they need not wait until dirty lines leave L2 (24 instead of 26 us for 32 MiB). Large calls use
   // no policy: 476 us for 2 GiB, instead of 566 us with evict_normal (H200).
   __device__ unsigned long long policy() const {
-    if constexpr (Config::reads_little) {
+    if constexpr (Config::small_kv) {
       const unsigned long long evict_first = ptx::l2_evict_first_policy();
       __builtin_assume(evict_first != 0);
       return evict_first;
@@ -189,17 +189,17 @@ struct DecodeBlock {
   // Chooses the L2 policy at run time, if sequences may be short or long. 0 means no policy.
   __device__ static unsigned long long policy_of(const KvPartitioner<Config>& partitioner) {
     // 320 MiB of K and V of all heads, as a number of keys.
-    constexpr int apart = Config::values_in_keys ? 0 : Config::head_dim_v;
-    constexpr int key = (Config::head_dim + apart) * int(sizeof(Stored));
-    constexpr int64 few = (int64(320) << 20) / key;
-    return partitioner.total_keys() < few ? ptx::l2_evict_first_policy() : 0;
+    constexpr int v_columns = Config::values_in_keys ? 0 : Config::head_dim_v;
+    constexpr int bytes_per_key = (Config::head_dim + v_columns) * int(sizeof(Stored));
+    constexpr int64 small_keys = (int64(320) << 20) / bytes_per_key;
+    return partitioner.total_keys() < small_keys ? ptx::l2_evict_first_policy() : 0;
   }
 
   // Stores the next partial tile in `state.partial_tile`, which keeps the last one if there is none.
-  __device__ void find_part(KvPartitioner<Config>& partitioner) const {
+  __device__ void store_next_tile(KvPartitioner<Config>& partitioner) const {
     PartialTile next;
-    state.has_part = partitioner.get_tile(next);
-    if (!state.has_part) return;
+    state.has_tile = partitioner.get_tile(next);
+    if (!state.has_tile) return;
     state.partial_tile.batch = next.batch;
     state.partial_tile.head_kv = next.head_kv;
     state.partial_tile.row_tile = next.row_tile;
@@ -212,10 +212,10 @@ struct DecodeBlock {
   // are not known yet, so all CTAs together prefetch the table, one cache line per thread.
   __device__ void prefetch_table() const {
     if (warp == 0) return;
-    constexpr int line = 128 / sizeof(int);
-    constexpr int lines_of_block = 32 * (warps - 1);
-    const int64 number = (int64(blockIdx.z) * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
-    const int64 first = (number * lines_of_block + threadIdx.x - 32) * line;
+    constexpr int cache_line = 128 / sizeof(int);
+    constexpr int lines_per_cta = 32 * (warps - 1);
+    const int64 cta = (int64(blockIdx.z) * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+    const int64 first = (cta * lines_per_cta + threadIdx.x - 32) * cache_line;
     if (first < (p.batch - 1) * p.block_table_stride + p.max_pages) {
       ptx::prefetch_l2(p.block_table + first);
     }

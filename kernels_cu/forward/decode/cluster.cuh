@@ -13,7 +13,7 @@
 //   issue loads of first keys
 //   arrive, expect the bytes   --> 1 arrival, all bytes                             expect_sent()
 //   compute its partial tile                                compute their partial tiles
-//   cluster_wait  <----------- all mbarriers are initialized -------->  cluster_wait       meet()
+//   cluster_wait  <----------- all mbarriers are initialized -------->  cluster_wait       sync_cluster()
 //   store own result in buffer
 //                                  bytes are counted    <-- st_async results to the
 //                                                           buffers of the merging CTA     send()
@@ -35,21 +35,21 @@
 
 template <class Config>
 struct DecodeCluster {
-  using Block = DecodeBlock<Config>;
-  using Columns = MergedColumns<Config>;
+  using Cta = DecodeCta<Config>;
+  using Slice = MergeSlice<Config>;
 
-  const Block& block;
-  bool has_met = !Block::in_cluster;
+  const Cta& cta;
+  bool has_synced = !Cta::in_cluster;
 
   // Initializes the mbarrier of this CTA, so that other CTAs may send to it. An otherwise idle warp
   // does so and arrives with release semantics.
-  __device__ void announce() const {
-    if (block.warp != Config::warps - 1) {
+  __device__ void init_receive_barrier() const {
+    if (cta.warp != Config::warps - 1) {
       ptx::cluster_arrive_relaxed();
       return;
     }
-    if (block.lane == 0) {
-      ptx::mbarrier_init(Block::results_barrier(), 1);
+    if (cta.lane == 0) {
+      ptx::mbarrier_init(Cta::results_barrier(), 1);
       ptx::fence_mbarrier_init();
     }
     __syncwarp();
@@ -57,52 +57,52 @@ struct DecodeCluster {
   }
 
   // Waits until all mbarriers of the cluster are initialized. Only the first call waits.
-  __device__ void meet() {
-    if (!has_met) ptx::cluster_wait();
-    has_met = true;
+  __device__ void sync_cluster() {
+    if (!has_synced) ptx::cluster_wait();
+    has_synced = true;
   }
 
   // Sends a chunk of a row of the partial result to the CTA that merges it. The first chunk of a
   // slice comes with the state of the row.
   __device__ void send(const PartialTile& partial_tile, int row, int chunk, const Vector<float, 4>& values,
                        const Vector<float, 4>& state) const {
-    const Columns columns = Columns::of_chunk(partial_tile, chunk);
-    const int in_record = chunk - columns.first_chunk();
-    float* kept = Block::kept_results() + partial_tile.index * Block::kept_floats + row * columns.record();
-    send_to(partial_tile, columns.piece, kept + 4 * in_record, values);
-    if (in_record == 0) send_to(partial_tile, columns.piece, kept + columns.state(), state);
+    const Slice slice = Slice::for_chunk(partial_tile, chunk);
+    const int in_record = chunk - slice.first_chunk();
+    float* target = Cta::receive_buffer() + partial_tile.index * Cta::receive_floats + row * slice.record();
+    send_to(partial_tile, slice.index, target + 4 * in_record, values);
+    if (in_record == 0) send_to(partial_tile, slice.index, target + slice.state(), state);
   }
 
   // Returns whether this CTA merges columns of the current query tile.
-  __device__ bool is_merged_here() const {
-    const PartialTile& partial_tile = block.partial_tile;
+  __device__ bool merges_here() const {
+    const PartialTile& partial_tile = cta.partial_tile;
     return partial_tile.count > 1 && (partial_tile.index == 0 || partial_tile.is_sliced) &&
-           Columns::of_block(partial_tile, partial_tile.index).chunks_there() > 0;
+           Slice::for_cta(partial_tile, partial_tile.index).valid_chunks() > 0;
   }
 
   // Arrives at the mbarrier with the number of bytes to expect, while keys are being loaded.
-  __device__ void expect_sent() const {
-    if (!is_merged_here()) return;
-    const PartialTile& partial_tile = block.partial_tile;
-    const int chunks = Columns::of_block(partial_tile, partial_tile.index).chunks_there();
-    const int bytes = block.tile_rows() * (chunks + 1) * 16;
-    ptx::mbarrier_arrive_expect_tx(Block::results_barrier(), (partial_tile.count - 1) * bytes);
+  __device__ void expect_results() const {
+    if (!merges_here()) return;
+    const PartialTile& partial_tile = cta.partial_tile;
+    const int chunks = Slice::for_cta(partial_tile, partial_tile.index).valid_chunks();
+    const int bytes = cta.tile_rows() * (chunks + 1) * 16;
+    ptx::mbarrier_arrive_expect_tx(Cta::results_barrier(), (partial_tile.count - 1) * bytes);
   }
   // Waits until the results of the other CTAs have arrived.
-  __device__ void wait_for_sent() const {
-    ptx::mbarrier_wait_for_cluster(Block::results_barrier(), 0);
+  __device__ void wait_results() const {
+    ptx::mbarrier_wait_for_cluster(Cta::results_barrier(), 0);
   }
 
  private:
-  // Sends `values` to the CTA with partial tile `number` of the query tile, at the same address.
-  __device__ static void send_to(const PartialTile& partial_tile, int number, float* kept,
+  // Sends `values` to the CTA with partial tile `index` of the query tile, at the same address.
+  __device__ static void send_to(const PartialTile& partial_tile, int index, float* target,
                                  const Vector<float, 4>& values) {
-    if (number == partial_tile.index) {
-      *reinterpret_cast<Vector<float, 4>*>(kept) = values;
+    if (index == partial_tile.index) {
+      *reinterpret_cast<Vector<float, 4>*>(target) = values;
     } else {
-      const int place = partial_tile.first_cta_rank + number;
-      ptx::st_async(ptx::map_to_block(ptx::shared_address(kept), place), values.at,
-                    ptx::map_to_block(Block::results_barrier(), place));
+      const int place = partial_tile.first_cta_rank + index;
+      ptx::st_async(ptx::map_to_block(ptx::shared_address(target), place), values.at,
+                    ptx::map_to_block(Cta::results_barrier(), place));
     }
   }
 };

@@ -20,67 +20,67 @@
 #if __CUDA_ARCH__ >= 800
 
 template <class Config>
-struct DecodeTeam {
-  static constexpr int size = Config::team;
-  static constexpr int teams = Config::warps / size;
-  static_assert(teams * size == Config::warps && teams <= 15, "whole teams, a barrier each");
+struct DecodeColumnWarps {
+  static constexpr int size = Config::column_warps;
+  static constexpr int key_warps = Config::warps / size;
+  static_assert(key_warps * size == Config::warps && key_warps <= 15, "whole teams, a barrier each");
   static constexpr int fragments = Config::Br / 16 * (Config::Bc / 8);
   static constexpr int fragment_bytes = 32 * 16;
-  static constexpr int turn_bytes = size * fragments * fragment_bytes;
-  static constexpr int team_bytes = size > 1 ? 2 * turn_bytes : 0;
-  static constexpr int bytes = teams * team_bytes;
+  static constexpr int buffer_bytes = size * fragments * fragment_bytes;
+  static constexpr int key_warp_bytes = size > 1 ? 2 * buffer_bytes : 0;
+  static constexpr int bytes = key_warps * key_warp_bytes;
 
-  const unsigned places;
-  int turn = 0;  // offset of the current buffer, in bytes
+  const unsigned exchange_buffer;
+  int buffer = 0;  // offset of the current buffer, in bytes
 
-  __device__ explicit DecodeTeam(unsigned shared) : places(shared + number() * team_bytes) {}
+  __device__ explicit DecodeColumnWarps(unsigned shared) : exchange_buffer(shared + key_warp() * key_warp_bytes) {}
 
-  __device__ static int number() { return threadIdx.x / 32 / size; }
-  __device__ static int member() { return threadIdx.x / 32 % size; }
+  __device__ static int key_warp() { return threadIdx.x / 32 / size; }
+  __device__ static int column_warp() { return threadIdx.x / 32 % size; }
 
   // Waits for all warps that process the same keys.
-  __device__ static void meet() {
+  __device__ static void sync() {
     if constexpr (size == 1) {
       __syncwarp();
     } else {
-      ptx::barrier_sync_aligned(1 + number(), 32 * size);
+      ptx::barrier_sync_aligned(1 + key_warp(), 32 * size);
     }
   }
 
   // Replaces partial scores by their sum over the column warps. Lanes read only their own elements.
   template <int row_tiles, int key_tiles>
-  __device__ void add_up(float (&scores)[row_tiles][key_tiles][4]) {
+  __device__ void reduce_scores(float (&scores)[row_tiles][key_tiles][4]) {
     if constexpr (size > 1) {
-      const unsigned lane = places + turn + threadIdx.x % 32 * 16;
-      const auto place = [&](int member, int i, int j) {
-        return lane + ((member * row_tiles + i) * key_tiles + j) * fragment_bytes;
+      const unsigned lane = exchange_buffer + buffer + threadIdx.x % 32 * 16;
+      const auto address = [&](int column_warp, int i, int j) {
+        return lane + ((column_warp * row_tiles + i) * key_tiles + j) * fragment_bytes;
       };
 #pragma unroll
       for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
         for (int j = 0; j < key_tiles; ++j) {
-          ptx::st_shared_v4(place(member(), i, j),
+          ptx::st_shared_v4(address(column_warp(), i, j),
                             reinterpret_cast<const unsigned (&)[4]>(scores[i][j]));
         }
       }
-      meet();
+      sync();
 #pragma unroll
       for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
         for (int j = 0; j < key_tiles; ++j) {
-          unsigned parts[size][4];
+          unsigned partials[size][4];
 #pragma unroll
-          for (int m = 0; m < size; ++m) ptx::ld_shared_v4(parts[m], place(m, i, j));
+          for (int m = 0; m < size; ++m) ptx::ld_shared_v4(partials[m], address(m, i, j));
 #pragma unroll
           for (int c = 0; c < 4; ++c) {
-            float sum = __uint_as_float(parts[0][c]);
+            float sum = __uint_as_float(partials[0][c]);
 #pragma unroll
-            for (int m = 1; m < size; ++m) sum += __uint_as_float(parts[m][c]);
+            for (int m = 1; m < size; ++m) sum += __uint_as_float(partials[m][c]);
             scores[i][j][c] = sum;
           }
         }
       }
-      turn ^= turn_bytes;
+      buffer ^= buffer_bytes;
     }
   }
 };

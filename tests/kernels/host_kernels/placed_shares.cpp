@@ -24,7 +24,7 @@ struct ModArguments {
 
 template <bool Sequences>
 struct Config {
-  static constexpr int head_dim = 128, head_dim_v = 128, Br = 16, Bc = 16, warps = 8, team = 1;
+  static constexpr int head_dim = 128, head_dim_v = 128, Br = 16, Bc = 16, warps = 8, column_warps = 1;
   static constexpr int group = 4, page_size = 0, cluster = 4, cluster_units = 3;
   static constexpr bool causal = true, sequences = Sequences, balanced = true;
   static constexpr bool window_left = true, window_right = false, prefix = false;

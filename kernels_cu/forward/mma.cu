@@ -34,12 +34,12 @@
 
 template <class Element>
 struct ProductsOf {
-  template <class Config, int row_tiles, int shares>
-  using type = Products16Bit<Config, row_tiles, shares>;
+  template <class Config, int row_tiles, int column_warps>
+  using type = Products16Bit<Config, row_tiles, column_warps>;
 };
 template <>
 struct ProductsOf<float> {
-  template <class Config, int row_tiles, int shares>
+  template <class Config, int row_tiles, int column_warps>
   using type = ProductsTf32x3<Config, row_tiles>;
 };
 
@@ -61,10 +61,10 @@ struct MmaForward : MmaTileCoord<Config> {
   static constexpr int Bc = Config::Bc;
   static constexpr int stages = Config::stages;
   static constexpr int threads = 32 * Config::warps;
-  static constexpr int shares = Br < 16 * Config::warps ? 16 * Config::warps / Br : 1;
-  static constexpr int warp_rows = Br / (Config::warps / shares);
+  static constexpr int column_warps = Br < 16 * Config::warps ? 16 * Config::warps / Br : 1;
+  static constexpr int warp_rows = Br / (Config::warps / column_warps);
   static constexpr int row_tiles = warp_rows / 16;
-  using Products = typename ProductsOf<Element>::template type<Config, row_tiles, shares>;
+  using Products = typename ProductsOf<Element>::template type<Config, row_tiles, column_warps>;
   using KeyLayout = typename Products::KeyLayout;
   using ValueLayout = typename Products::ValueLayout;
   using Softmax = WarpSoftmax<Element, row_tiles, Bc, Products::columns_v>;
@@ -76,7 +76,7 @@ struct MmaForward : MmaTileCoord<Config> {
 
   static_assert(warp_rows == 16 || warp_rows == 32, "a warp owns one or two tiles of 16 rows");
   static_assert(Br % Config::warps == 0 && Bc % 16 == 0, "tiles are whole fragments");
-  static_assert(shares == 1 || sizeof(Element) == 2, "of float32 no head is wide");
+  static_assert(column_warps == 1 || sizeof(Element) == 2, "of float32 no head is wide");
   static_assert(stages >= 2 && stages <= 4, "one tile in use, one to three on their way");
 
   // Shared memory: Q, which the output overwrites at the end, then the ring of K and V tiles.
@@ -85,7 +85,7 @@ struct MmaForward : MmaTileCoord<Config> {
   static constexpr int q_bytes = Br * row_bytes;
   static constexpr int stage_bytes = Bc * row_bytes;
   static_assert(q_bytes + stages * stage_bytes == Config::shared_memory, "as the host planned");
-  static_assert(shares == 1 || Br * Bc * int(sizeof(float)) <= stage_bytes,
+  static_assert(column_warps == 1 || Br * Bc * int(sizeof(float)) <= stage_bytes,
                 "the scores fit where the keys were");
 
   template <int Rows, int Columns, class Layout>
@@ -98,7 +98,7 @@ struct MmaForward : MmaTileCoord<Config> {
   const SequenceView<Config>* view;  // sequence of this CTA, or null if the batch is dense
   const Mask<Config, Config::group> mask;
   const KvTileRange tiles;
-  const int group = threadIdx.x / 32 / shares;  // index of the warps that have the same rows
+  const int group = threadIdx.x / 32 / column_warps;  // index of the warps that have the same rows
   const int lane = threadIdx.x % 32;
   const int first_row;  // first query row of which this lane holds elements, see row_of()
   const unsigned q_shared;
@@ -153,10 +153,10 @@ struct MmaForward : MmaTileCoord<Config> {
     }
     reset();
     int tile = last;
-    for (; tile >= tiles.full_end; --tile) visit<true>(tile);
-    for (; tile >= first_full_tile(); --tile) visit<false>(tile);
+    for (; tile >= tiles.full_end; --tile) process_tile<true>(tile);
+    for (; tile >= first_full_tile(); --tile) process_tile<false>(tile);
     if constexpr (Config::window_left) {
-      for (; tile >= tiles.begin; --tile) visit<true>(tile);
+      for (; tile >= tiles.begin; --tile) process_tile<true>(tile);
     }
     ptx::cp_async_wait_group<0>();
     finish();
@@ -238,13 +238,13 @@ struct MmaForward : MmaTileCoord<Config> {
   }
 
   template <bool Edge>
-  __device__ void visit(int tile) {
+  __device__ void process_tile(int tile) {
     // With two stages, the next copy must start at once to arrive in time. With more, it is better
     // issued while the tensor cores finish. Only the last KV tile can be partial. Of that tile,
     // only V is loaded here, and only with two stages.
     const unsigned k_shared = await_tile<0>(tile);
     if (stages == 2) load_tile<stages - 1, Edge>(tile);
-    score_keys(k_shared);
+    compute_scores(k_shared);
     if (stages > 2) load_tile<stages - 1, false>(tile);
     softmax.template apply_factor<Config>(scores);
     modify_scores(tile * Bc);
@@ -261,17 +261,17 @@ struct MmaForward : MmaTileCoord<Config> {
     if (stages > 2) load_tile<stages, false>(tile);
   }
 
-  __device__ void score_keys(unsigned k_shared) {
-    if constexpr (shares == 1) {
+  __device__ void compute_scores(unsigned k_shared) {
+    if constexpr (column_warps == 1) {
       clear(scores);
       products.multiply_queries_keys(scores, warp_queries(), k_shared);
     } else {
-      typename Products::ScoreShare own;
-      clear(own);
-      products.multiply_queries_keys(own, warp_queries(), k_shared);
+      typename Products::PartialScores partial_scores;
+      clear(partial_scores);
+      products.multiply_queries_keys(partial_scores, warp_queries(), k_shared);
       // All warps have read K, which S overwrites. Its stage is not loaded before await_tile<1>.
       __syncthreads();
-      Products::exchange(scores, own, k_shared, group);
+      Products::exchange(scores, partial_scores, k_shared, group);
     }
   }
 
@@ -327,12 +327,12 @@ struct MmaForward : MmaTileCoord<Config> {
   }
 
   __device__ static void settle(const Params& p, const TileCoord& coord, const SequenceView<Config>* view) {
-    const unsigned group = threadIdx.x / 32 / shares;
+    const unsigned group = threadIdx.x / 32 / column_warps;
     const int first = coord.q_begin + group * warp_rows;
     // Waits until all warps with the same rows have written them.
-    if constexpr (shares > 1) {
-      ptx::barrier_sync_aligned(1 + group, 32 * shares);
-      if (Products::share() > 0) return;
+    if constexpr (column_warps > 1) {
+      ptx::barrier_sync_aligned(1 + group, 32 * column_warps);
+      if (Products::column_warp() > 0) return;
     }
     settle_few_seen<Config>(p, coord, view, first, min(first + warp_rows, p.seqlen_q));
   }
@@ -355,7 +355,7 @@ struct MmaForward : MmaTileCoord<Config> {
         if constexpr (Config::modified) {
           finish_modified(p, score_row(p, coord, view, row).head, state, out[i][0] + 2 * half);
         }
-        if (lane % 4 == 0 && Products::share() == 0 && row < p.seqlen_q &&
+        if (lane % 4 == 0 && Products::column_warp() == 0 && row < p.seqlen_q &&
             ChosenRows<Config>::include(row - coord.q_begin)) {
           const int64 index = index_of(p, coord, view, row);
           if constexpr (Config::split_keys) {
@@ -448,16 +448,16 @@ struct MmaForward : MmaTileCoord<Config> {
         products.stage_row(out, i, half, q_shared, warp_row + 16 * i + 8 * half + lane / 4);
       }
     }
-    if constexpr (shares == 1) {
+    if constexpr (column_warps == 1) {
       __syncwarp();
     } else {
-      ptx::barrier_sync_aligned(1 + group, 32 * shares);
+      ptx::barrier_sync_aligned(1 + group, 32 * column_warps);
     }
     Element* output = p.out.head<Element>(coord.batch, coord.head);
     constexpr int elements = ValueLayout::chunk_elements;
 #pragma unroll
-    for (int pass = 0; pass < warp_rows * ValueLayout::chunks; pass += 32 * shares) {
-      const int first = pass + 32 * Products::share();
+    for (int pass = 0; pass < warp_rows * ValueLayout::chunks; pass += 32 * column_warps) {
+      const int first = pass + 32 * Products::column_warp();
       const int row = warp_row + (first + lane) / ValueLayout::chunks;
       const int chunk = (first + lane) % ValueLayout::chunks;
       if (coord.q_begin + row >= p.seqlen_q || !ChosenRows<Config>::include(row)) continue;

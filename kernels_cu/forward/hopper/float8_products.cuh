@@ -28,9 +28,9 @@ struct HopperProducts<Config, true> : HopperProducts<Config, false> {
   static constexpr int parts = Config::score_parts;
   static constexpr int part = Bc / parts;
   static constexpr int columns_v = Cta::Tiles::value_rows;
-  static constexpr int shares = columns_v / part;
+  static constexpr int partial_outs = columns_v / part;
   static_assert(columns_v % part == 0, "whole shares");
-  static_assert(parts == 1 || shares == 1, "while a share is added its other registers have scores");
+  static_assert(parts == 1 || partial_outs == 1, "while a share is added its other registers have scores");
   using Part = float[part / 2];
 
   float out[columns_v / 2];
@@ -73,23 +73,23 @@ struct HopperProducts<Config, true> : HopperProducts<Config, false> {
   template <bool scores_follow>
   __device__ void add_output(Slot values, Slot keys, const float (&factor)[2]) {
     await(values);
-    start_share(values, 0);
+    start_partial_out(values, 0);
     if constexpr (scores_follow) await(keys);
     if constexpr (parts > 1 && scores_follow) start_part_of_scores(keys, 1);
 #pragma unroll
-    for (int i = 0; i < shares; ++i) {
-      const bool is_last = i + 1 == shares;
+    for (int i = 0; i < partial_outs; ++i) {
+      const bool is_last = i + 1 == partial_outs;
       await_all_but_one(parts > 1 && scores_follow);
-      Part& share = registers(i);
-      ptx::pin(share);
+      Part& partial_out = registers(i);
+      ptx::pin(partial_out);
       if (is_last) Cta::leave(cta.empty(values.slot));
 #pragma unroll
       for (int j = 0; j < part / 2; ++j) {
         float& total = out[i * part / 2 + j];
-        total = fmaf(total, factor[j / 2 % 2], share[j]);
+        total = fmaf(total, factor[j / 2 % 2], partial_out[j]);
       }
       if (!is_last) {
-        start_share(values, i + 1);
+        start_partial_out(values, i + 1);
       } else if (scores_follow) {
         start_part_of_scores(keys, 0);
       }
@@ -132,16 +132,16 @@ struct HopperProducts<Config, true> : HopperProducts<Config, false> {
     ptx::wgmma_commit_group();
   }
 
-  __device__ void start_share(Slot slot, int index) {
+  __device__ void start_partial_out(Slot slot, int index) {
     const unsigned long long v =
         ValueTile::k_along_columns() +
         (cta.slot_address(slot.slot) + index * part * ValueTile::line_bytes) / 16;
-    Part& share = registers(index);
-    ptx::pin(share);
+    Part& partial_out = registers(index);
+    ptx::pin(partial_out);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Bc / step_columns; ++step) {
-      Wgmma<Element, part>::multiply_k_contiguous(share, probabilities + 4 * step,
+      Wgmma<Element, part>::multiply_k_contiguous(partial_out, probabilities + 4 * step,
                                                   v + ValueTile::column_step(step) / 16, step != 0);
     }
     ptx::wgmma_commit_group();

@@ -27,15 +27,15 @@ struct HopperProducts {
   static constexpr bool keeps_all_queries = kept_steps == k_steps;
 
   // Tensor cores accumulate with rounding toward zero, so long sums drift. For float32 inputs, the
-  // contribution of each KV tile to O (`share`) is accumulated separately, then added. For wide
+  // contribution of each KV tile to O (`partial_out`) is accumulated separately, then added. For wide
   // heads, registers hold 64 columns of it: 32 are accumulated while 32 are added.
-  static constexpr bool shares_output = pieces > 1;
+  static constexpr bool two_level_accumulation = pieces > 1;
   static constexpr bool is_wide =
-      shares_output && (Config::head_dim > 128 || Config::head_dim_v > 128);
+      two_level_accumulation && (Config::head_dim > 128 || Config::head_dim_v > 128);
   static constexpr int columns_v = round_up(Cta::columns_v, is_wide ? 32 : 16);
-  static constexpr int share_columns = is_wide ? 32 : columns_v;
-  static constexpr int shares = columns_v / share_columns;
-  static constexpr int share_buffers = is_wide ? 2 : 1;
+  static constexpr int partial_columns = is_wide ? 32 : columns_v;
+  static constexpr int partial_outs = columns_v / partial_columns;
+  static constexpr int partial_buffers = is_wide ? 2 : 1;
 
   static_assert(kept_steps >= 0 && kept_steps <= k_steps, "steps of 16 columns");
   static_assert(pieces == 1 || kept_steps == 0, "no registers for the pieces of queries");
@@ -53,7 +53,7 @@ struct HopperProducts {
   unsigned next_probabilities[pieces][Bc / 4];
   unsigned queries[kept_steps ? 4 * kept_steps : 1];
   float out[columns_v / 2];
-  float share[share_buffers][shares_output ? share_columns / 2 : 1];
+  float partial_out[partial_buffers][two_level_accumulation ? partial_columns / 2 : 1];
 
   __device__ HopperProducts(const Cta& cta, int consumer) : cta(cta), consumer(consumer) {}
 
@@ -209,12 +209,12 @@ struct HopperProducts {
       return;
     }
     await_slot();
-    if constexpr (shares_output) {
+    if constexpr (two_level_accumulation) {
       if (!accumulate) {
 #pragma unroll
         for (int i = 0; i < columns_v / 2; ++i) out[i] = 0;
       }
-      start_share(0, ring.slot);
+      start_partial_out(0, ring.slot);
     } else {
       start_product<columns_v>(out, 0, ring.slot, accumulate);
     }
@@ -224,8 +224,8 @@ struct HopperProducts {
   // Waits until O is complete, including all partial outputs, and releases the stage of V.
   __device__ void await_output(bool behind_scores = false) {
     const int slot = slot_before(Cta::values_in_keys && behind_scores ? 2 : 1);
-    if constexpr (shares_output) {
-      add_shares(slot);
+    if constexpr (two_level_accumulation) {
+      add_partial_outs(slot);
     } else {
       ptx::wgmma_wait_group<0>();
       ptx::pin(out);
@@ -234,26 +234,26 @@ struct HopperProducts {
   }
 
   // Adds all partial outputs to O, then releases the stage of V, which all of them read.
-  __device__ void add_shares(int slot) {
+  __device__ void add_partial_outs(int slot) {
 #pragma unroll
-    for (int i = 0; i < shares; ++i) {
-      if (i + 1 < shares) {
-        start_share(i + 1, slot);
+    for (int i = 0; i < partial_outs; ++i) {
+      if (i + 1 < partial_outs) {
+        start_partial_out(i + 1, slot);
         ptx::wgmma_wait_group<1>();
       } else {
         ptx::wgmma_wait_group<0>();
         Cta::leave(cta.empty(slot));
       }
-      ptx::pin(share[i % share_buffers]);
+      ptx::pin(partial_out[i % partial_buffers]);
 #pragma unroll
-      for (int j = 0; j < share_columns / 2; ++j) {
-        out[i * share_columns / 2 + j] += share[i % share_buffers][j];
+      for (int j = 0; j < partial_columns / 2; ++j) {
+        out[i * partial_columns / 2 + j] += partial_out[i % partial_buffers][j];
       }
     }
   }
 
-  __device__ void start_share(int index, int slot) {
-    start_product<share_columns>(share[index % share_buffers], index * share_columns, slot, false);
+  __device__ void start_partial_out(int index, int slot) {
+    start_product<partial_columns>(partial_out[index % partial_buffers], index * partial_columns, slot, false);
   }
 
   // Issues sums = P V, or sums += P V, for some columns of V in a stage.

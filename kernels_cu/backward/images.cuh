@@ -273,7 +273,7 @@ struct ImageMaker {
     // Writes components in units of the tile's largest element. Returns the unit, and in `norm` the
     // largest norm of a row.
     __device__ float write(const ImageMaker& maker, char* image, float& norm) const {
-      const Unit unit = Unit::of(largest(maker, [](int, float) {}));
+      const Unit unit = Unit::for_largest(largest(maker, [](int, float) {}));
       norm = write(maker, image, unit, [](int) { return 1.0f; });
       return unit.size;
     }
@@ -297,7 +297,7 @@ struct ImageMaker {
             for (int e = 0; e < 4; ++e) {
               const float low = scaled(x.at[2 * e]), high = scaled(x.at[2 * e + 1]);
               squares = fma(finite(low), finite(low), fma(finite(high), finite(high), squares));
-              const SplitPair pair = SplitPair::of(low, high);
+              const SplitPair pair = SplitPair::split(low, high);
               big.at[e] = pair.big;
               small.at[e] = pair.small;
             }
@@ -367,7 +367,7 @@ struct ImageMaker {
       most = shared.tops[row] * factor;
       reinterpret_cast<typename Images::Terms*>(image + Image::terms_at)[row] = own;
     }
-    const Unit unit = Unit::of(largest(most));
+    const Unit unit = Unit::for_largest(largest(most));
     scales.dout = unit.size;
     scales.delta = largest(finite_size());
     scales.dout_norm = dout.write(*this, image + Image::second_at, unit, [&](int of) {

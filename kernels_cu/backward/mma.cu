@@ -21,7 +21,7 @@
 template <class Config>
 struct MmaGradients : MmaGradientProducts<Config> {
   using Base = MmaGradientProducts<Config>;
-  using Base::in_pieces, Base::wants_q, Base::wants_k, Base::wants_v, Base::wants_ds, Base::Br;
+  using Base::has_components, Base::wants_q, Base::wants_k, Base::wants_v, Base::wants_ds, Base::Br;
   using Base::Bc, Base::stages, Base::threads, Base::side_warps, Base::warp_keys, Base::row_tiles;
   using Base::columns, Base::passes, Base::sum_column_warps, Base::sum_row_tiles, Base::paired;
   using Base::finds_p, Base::finds_ds, Base::is_bounded, Base::exchanges_p, Base::exchanges_ds;
@@ -34,7 +34,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
   using Base::first_sum_tile, Base::first_of_p, Base::first_of_ds, Base::factors;
   using Base::clean_keys, Base::clean_queries, Base::apply_to_left;
   using typename Base::Gradient;
-  using typename Base::Piece;
+  using typename Base::Component;
   using typename Base::Scores;
   using typename Base::Layout;
   using typename Base::LayoutV;
@@ -69,12 +69,12 @@ struct MmaGradients : MmaGradientProducts<Config> {
     Step step = {coord.head * group(), tiles.end - 1};
     load(0, step);
     int stage = 0;
-    if constexpr (Config::inspects && !in_pieces) clean_keys();
+    if constexpr (Config::inspects && !has_components) clean_keys();
     while (true) {
       ptx::cp_async_wait_group<0>();
       // Wait until all warps are done with the previous tile: the next load overwrites its stage.
       __syncthreads();
-      if constexpr (Config::inspects && !in_pieces) clean_queries(stage);
+      if constexpr (Config::inspects && !has_components) clean_queries(stage);
       if (stages > 1 && !is_last(step)) load(1 - stage, step_behind(step));
       visit(stage, step.head, step.tile);
       if (is_last(step)) break;
@@ -152,7 +152,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
     } else {
       weigh<false>(scores, gradients, stage, head, tile, first);
     }
-    if constexpr (in_pieces && wants_v) factors(stage).apply_to_p(scores, first);
+    if constexpr (has_components && wants_v) factors(stage).apply_to_p(scores, first);
     const float second_of_ds =
         Base::template take_unit<finds_ds>(gradients, first_of_ds, exchanges_ds, first);
     const float second_of_p =
@@ -161,7 +161,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
     Base::template make_left<exchanges_ds>(of_ds, gradients, ds_at(), first);
     Base::template make_left<exchanges_p>(of_p, scores, p_at(), first);
     if constexpr (wants_k) {
-      if constexpr (in_pieces) apply_to_left(of_ds, stage, first);
+      if constexpr (has_components) apply_to_left(of_ds, stage, first);
       Base::template add_product<Columns, Layout>(sums_k, of_ds, query_rows,
                                                   units(stage).of_k * second_of_ds);
     }
@@ -178,7 +178,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
     const Terms* terms =
         reinterpret_cast<const Terms*>(memory + (terms_at(stage) - shared)) + column;
     const Units unit = units(stage);
-    constexpr bool of_scaled = in_pieces && !Config::Mods::changes_scores;
+    constexpr bool of_scaled = has_components && !Config::Mods::changes_scores;
     const Weigh<Config, columns / 4, 2 * row_tiles> weigh = {
         p,
         mask,
@@ -186,12 +186,12 @@ struct MmaGradients : MmaGradientProducts<Config> {
         coord.batch,
         head,
         of_scaled ? scale_log2 * unit.score : scale_log2,
-        in_pieces ? 1 / Units::unit_of_p : 1,
-        in_pieces ? Units::log2_of_p : 0};
+        has_components ? 1 / Units::unit_of_p : 1,
+        has_components ? Units::log2_of_p : 0};
     const auto element = [](auto& of, int r, int n) -> float& {
       return of[n / 2][r / 2][2 * (n % 2) + r % 2];
     };
-    if constexpr (in_pieces) {
+    if constexpr (has_components) {
       scale(scores, gradients, unit);
       hide_infinite_keys(scores);
     }
@@ -255,7 +255,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
         }
         if constexpr (wants_k) {
           read(left, ds_at(), first);
-          if constexpr (in_pieces) apply_to_left(left, stage, first);
+          if constexpr (has_components) apply_to_left(left, stage, first);
           float factor = units(stage).of_k;
           if constexpr (finds_ds) factor *= second_unit(first_of_ds, key_warp(), first);
           Base::template add_product<Columns, Layout>(
@@ -271,7 +271,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
         turn);
     typename TurnOfWarp<Fragments>::Sums sums;
     const unsigned right = ColumnsOfSums::lane_address(keys_at(), warp % sum_column_warps);
-    if constexpr (in_pieces) {
+    if constexpr (has_components) {
       constexpr int depth = finds_ds ? row_tiles : Bc % 32 == 0 ? 2 : 1;  // summed separately
       clear(sums);
 #pragma unroll 1
@@ -359,7 +359,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = key_warp() * warp_keys + 16 * i + 8 * half + lane / 4;
-        if constexpr (sizeof(Gradient) != sizeof(Piece)) {
+        if constexpr (sizeof(Gradient) != sizeof(Component)) {
           if (row >= left) continue;
           write_row<column_tiles, Dim>(
               output + row * tensor.row_stride, of[i][0] + 2 * half,
@@ -369,12 +369,12 @@ struct MmaGradients : MmaGradientProducts<Config> {
           for (int j = 0; j < column_tiles; ++j) {
             const int chunk = OwnColumns::column(j, side()) / 8;
             ptx::st_shared(target + TileLayout::offset(row, chunk) + lane % 4 * 4,
-                           pack<Piece>(of[i][j][2 * half], of[i][j][2 * half + 1]));
+                           pack<Component>(of[i][j][2 * half], of[i][j][2 * half + 1]));
           }
         }
       }
     }
-    if constexpr (sizeof(Gradient) == sizeof(Piece)) {
+    if constexpr (sizeof(Gradient) == sizeof(Component)) {
       __syncthreads();
       constexpr int elements = TileLayout::chunk_elements;
 #pragma unroll 4

@@ -39,7 +39,7 @@ __device__ void split_step(LeftStep<row_tiles>& big, LeftStep<row_tiles>& small,
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
       const float* of = scores[i][2 * step + r / 2] + 2 * (r % 2);
-      const SplitPair pair = SplitPair::of(of[0], of[1]);
+      const SplitPair pair = SplitPair::split(of[0], of[1]);
       big[i][r] = pair.big;
       small[i][r] = pair.small;
     }
@@ -132,18 +132,18 @@ struct SharedColumns {
                                      Factor factor) {
 #pragma unroll
     for (int step = 0; step < steps; ++step) {
-      float alone[row_tiles][2][4] = {};
+      float product[row_tiles][2][4] = {};
 #pragma unroll
       for (int k = 0; k < depth; ++k) {
         unsigned right[2][4];
 #pragma unroll
-        for (int piece = 0; piece < 2; ++piece) {
+        for (int component = 0; component < 2; ++component) {
           ptx::ldmatrix_x4_trans(
-              right[piece], Layout::advance(b, 16 * k, 2 * sharers * step + piece * Columns / 8));
+              right[component], Layout::advance(b, 16 * k, 2 * sharers * step + component * Columns / 8));
         }
-        multiply_pieces(alone, left[k], right);
+        multiply_components(product, left[k], right);
       }
-      add_alone(sums, 2 * step, alone, factor);
+      add_scaled(sums, 2 * step, product, factor);
     }
   }
 

@@ -19,12 +19,12 @@
 
 // Type and number of the components that an `Element` is split into for tensor cores.
 template <class Element>
-struct Pieces {
+struct Components {
   using type = Element;
   static constexpr int count = 1;
 };
 template <>
-struct Pieces<float> {
+struct Components<float> {
   using type = half_t;
   static constexpr int count = 2;
 };
@@ -35,7 +35,7 @@ struct Unit {
   float inverse;
 
   // Returns the unit in which numbers up to `largest` are below 2^15. A NaN counts as 2^-100.
-  __device__ static Unit of(float largest) {
+  __device__ static Unit for_largest(float largest) {
     constexpr unsigned below = 14;
     const float kept = fminf(fmaxf(largest, 0x1p-100f), 0x1p126f);
     const unsigned exponent = (__float_as_uint(kept) >> 23) - below;
@@ -48,7 +48,7 @@ struct SplitPair {
   unsigned big;
   unsigned small;
 
-  __device__ static SplitPair of(float low, float high) {
+  __device__ static SplitPair split(float low, float high) {
     const unsigned big = pack<half_t>(low, high);
     const float low_left = low - ptx::cvt_f32_f16(static_cast<unsigned short>(big));
     const float high_left = high - ptx::cvt_f32_f16(static_cast<unsigned short>(big >> 16));
@@ -59,7 +59,7 @@ struct SplitPair {
 // Accumulates sums += left right, small products first. The first index of an operand selects its
 // big or small components. `right` holds two column tiles, as loaded by ldmatrix.
 template <int row_tiles>
-__device__ void multiply_pieces(float (&sums)[row_tiles][2][4],
+__device__ void multiply_components(float (&sums)[row_tiles][2][4],
                                 const unsigned (&left)[2][row_tiles][4],
                                 const unsigned (&right)[2][4]) {
 #pragma unroll
@@ -78,8 +78,8 @@ __device__ void multiply_pieces(float (&sums)[row_tiles][2][4],
 
 // Adds factor(i) alone[i] to sums[i][first] and sums[i][first + 1].
 template <int row_tiles, int column_tiles, class Factor>
-__device__ void add_alone(float (&sums)[row_tiles][column_tiles][4], int first,
-                          const float (&alone)[row_tiles][2][4], Factor factor) {
+__device__ void add_scaled(float (&sums)[row_tiles][column_tiles][4], int first,
+                          const float (&product)[row_tiles][2][4], Factor factor) {
 #pragma unroll
   for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
@@ -87,7 +87,7 @@ __device__ void add_alone(float (&sums)[row_tiles][column_tiles][4], int first,
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
         float& sum = sums[i][first + t][c];
-        sum = fma(alone[i][t][c], factor(i), sum);
+        sum = fma(product[i][t][c], factor(i), sum);
       }
     }
   }
@@ -105,24 +105,24 @@ __device__ void multiply_rows(float (&sums)[row_tiles][column_tiles][4], unsigne
   for (int step = 0; step < Dim / 16; ++step) {
     unsigned of_left[2][row_tiles][4];
 #pragma unroll
-    for (int piece = 0; piece < 2; ++piece) {
+    for (int component = 0; component < 2; ++component) {
 #pragma unroll
       for (int i = 0; i < row_tiles; ++i) {
-        ptx::ldmatrix_x4(of_left[piece][i],
-                         Layout::advance(left_lane, 16 * i, 2 * step + piece * Dim / 8));
+        ptx::ldmatrix_x4(of_left[component][i],
+                         Layout::advance(left_lane, 16 * i, 2 * step + component * Dim / 8));
       }
     }
 #pragma unroll
     for (int pair = 0; pair < column_tiles / 2; ++pair) {
       unsigned of_right[2][4];
 #pragma unroll
-      for (int piece = 0; piece < 2; ++piece) {
-        ptx::ldmatrix_x4(of_right[piece],
-                         Layout::advance(right_lane, 16 * pair, 2 * step + piece * Dim / 8));
+      for (int component = 0; component < 2; ++component) {
+        ptx::ldmatrix_x4(of_right[component],
+                         Layout::advance(right_lane, 16 * pair, 2 * step + component * Dim / 8));
       }
-      float alone[row_tiles][2][4] = {};
-      multiply_pieces(alone, of_left, of_right);
-      add_alone(sums, 2 * pair, alone, [](int) { return 1.0f; });
+      float product[row_tiles][2][4] = {};
+      multiply_components(product, of_left, of_right);
+      add_scaled(sums, 2 * pair, product, [](int) { return 1.0f; });
     }
   }
 }

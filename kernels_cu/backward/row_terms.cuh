@@ -14,7 +14,7 @@ struct RowTermsOf {
   using Element = typename Config::Element;
   using T = Accumulator<Element>;
   static constexpr int width = 16 / int(sizeof(Element));  // elements of one load of a lane
-  static constexpr int pieces = ceil_div(Config::head_dim_v, width);
+  static constexpr int chunks = ceil_div(Config::head_dim_v, width);
   static constexpr int lanes = Config::row_lanes;  // lanes that process one row
   static_assert(lanes <= 32 && (lanes & (lanes - 1)) == 0, "a power of two of a warp's lanes");
 
@@ -86,7 +86,7 @@ struct RowTermsOf {
   __device__ static T product(const Element* out, const Element* dout, bool& is_zero) {
     T sum = 0;
 #pragma unroll
-    for (int first = 0; first < pieces; first += lanes) {
+    for (int first = 0; first < chunks; first += lanes) {
       const int column = (first + threadIdx.x % lanes) * width;
       const int left = max(0, min(width, Config::head_dim_v - column));
       const auto x = load_elements<width, Config::alignment>(out + column, left);

@@ -77,7 +77,7 @@ def output_registers(problem: Problem, columns: int) -> int:
 def launch(device: Device) -> Launch:
     """Return the launch that converts q, k and v before the main kernel."""
     blocks = _BLOCKS_PER_SM * device.sm_count
-    return Launch("pieces", "hopper_pieces", (blocks, 1, 1), _THREADS)
+    return Launch("pieces", "hopper_components", (blocks, 1, 1), _THREADS)
 
 
 def workspace(problem: Problem) -> tuple[int, dict[str, int]]:

@@ -21,9 +21,9 @@ template <class Config>
 struct MmaGradientCta {
   using Element = typename Config::Element;
   using Gradient = typename Config::Gradient;
-  using Piece = typename Pieces<Element>::type;  // element type in shared memory
-  static constexpr int pieces = Pieces<Element>::count;
-  static constexpr bool in_pieces = pieces > 1;
+  using Component = typename Components<Element>::type;  // element type in shared memory
+  static constexpr int components = Components<Element>::count;
+  static constexpr bool has_components = components > 1;
   static constexpr bool wants_q = Config::wants_q;
   static constexpr bool wants_k = Config::wants_k;
   static constexpr bool wants_v = Config::wants_v;
@@ -61,18 +61,18 @@ struct MmaGradientCta {
 
   // Whether a warp chooses second units for the P, or the dS, that it computes at once. Sinks may
   // make all of them far smaller than their bounds, and slopes of scores have no bound.
-  static constexpr bool finds_p = in_pieces && wants_v && Config::sinks;
+  static constexpr bool finds_p = has_components && wants_v && Config::sinks;
   static constexpr bool finds_ds =
-      in_pieces && wants_ds && (Config::sinks || changes_slope<typename Config::Mods>());
+      has_components && wants_ds && (Config::sinks || changes_slope<typename Config::Mods>());
   static constexpr int units_of_each = key_warps * (Br / columns);
 
   using Scores = float[row_tiles][columns / 8][4];
-  using Layout = SwizzledRows<Piece, pieces * dim>;     // of q and k
-  using LayoutV = SwizzledRows<Piece, pieces * dim_v>;  // of v and dout
-  using Pairs = Exchange<Piece, pieces * Br>;           // of P^T and dS^T: keys by queries
-  using Columns = SharedColumns<Piece, Layout, dim, side_warps>;
-  using ColumnsV = SharedColumns<Piece, LayoutV, dim_v, side_warps>;
-  using ColumnsOfSums = SharedColumns<Piece, Layout, dim, sum_column_warps>;
+  using Layout = SwizzledRows<Component, components * dim>;     // of q and k
+  using LayoutV = SwizzledRows<Component, components * dim_v>;  // of v and dout
+  using Pairs = Exchange<Component, components * Br>;           // of P^T and dS^T: keys by queries
+  using Columns = SharedColumns<Component, Layout, dim, side_warps>;
+  using ColumnsV = SharedColumns<Component, LayoutV, dim_v, side_warps>;
+  using ColumnsOfSums = SharedColumns<Component, Layout, dim, sum_column_warps>;
   using Fragments = SumFragments<Br, dim, sum_row_warps, sum_column_warps>;
 
   // Whether some queries may attend to only some of their sequence's keys.
@@ -84,7 +84,7 @@ struct MmaGradientCta {
   using Terms = RowTerms<float>;
   using Images = TileImages<Config>;
   static constexpr int scales_bytes =
-      in_pieces ? Images::OfKeys::bytes - Images::OfKeys::scales_at : 0;
+      has_components ? Images::OfKeys::bytes - Images::OfKeys::scales_at : 0;
   static constexpr int row_bytes = Layout::row_bytes + LayoutV::row_bytes;
   static constexpr int keys_bytes = Bc * row_bytes + scales_bytes;
   static constexpr int units_at = Images::OfKeys::scales_at + int(sizeof(KeyScales));
@@ -197,7 +197,7 @@ struct MmaGradientCta {
   }
 
   __device__ void load_keys() {
-    if constexpr (in_pieces) {
+    if constexpr (has_components) {
       start_image<typename Images::OfKeys>(
           keys_at(), Images::of_keys(p, at, coord.batch, coord.head, coord.begin / Bc));
     } else {
@@ -237,7 +237,7 @@ struct MmaGradientCta {
   }
 
   __device__ void load(int stage, const Step& step) {
-    if constexpr (in_pieces) {
+    if constexpr (has_components) {
       start_image<typename Images::OfQueries>(
           queries_at(stage), Images::of_queries(p, at, coord.batch, step.head, step.tile));
     } else {

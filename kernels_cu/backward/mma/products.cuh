@@ -13,13 +13,13 @@
 template <class Config>
 struct MmaGradientProducts : MmaGradientCta<Config> {
   using Base = MmaGradientCta<Config>;
-  using Base::pieces, Base::in_pieces, Base::Br, Base::warp_keys, Base::row_tiles, Base::columns;
+  using Base::components, Base::has_components, Base::Br, Base::warp_keys, Base::row_tiles, Base::columns;
   using Base::steps, Base::sum_column_warps, Base::sum_row_tiles, Base::dim, Base::dim_v;
   using Base::finds_p, Base::units_of_each, Base::units_at, Base::memory, Base::shared, Base::warp;
   using Base::lane, Base::key_warp, Base::side, Base::keys_at, Base::values_at, Base::ds_at;
   using Base::p_at, Base::queries_at, Base::douts_at;
   using typename Base::Element;
-  using typename Base::Piece;
+  using typename Base::Component;
   using typename Base::Scores;
   using typename Base::Layout;
   using typename Base::LayoutV;
@@ -31,7 +31,7 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
 
   template <int Dim, int Columns>
   struct ProductConfig {
-    using Element = Piece;
+    using Element = Component;
     static constexpr int Bc = Columns;
     static constexpr int head_dim = Dim;
     static constexpr int head_dim_v = Dim;
@@ -39,23 +39,23 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
   };
 
   // P^T or dS^T of the warp's keys and of `columns` queries, as a left operand.
-  using Left = LeftStep<row_tiles>[steps][pieces];
+  using Left = LeftStep<row_tiles>[steps][components];
 
   // Converts scores to a left operand. If `Exchanges`, also writes it to `target` for other warps.
   template <bool Exchanges>
   __device__ void make_left(Left& left, const Scores& of, unsigned target, int first) {
 #pragma unroll
     for (int step = 0; step < steps; ++step) {
-      if constexpr (in_pieces) {
+      if constexpr (has_components) {
         split_step(left[step][0], left[step][1], of, step);
       } else {
         pack_step<Element>(left[step][0], of, step);
       }
       if constexpr (Exchanges) {
 #pragma unroll
-        for (int piece = 0; piece < pieces; ++piece) {
-          Pairs::write(target, left[step][piece], key_warp() * warp_keys,
-                       (piece * Br + first) / 16 + step);
+        for (int component = 0; component < components; ++component) {
+          Pairs::write(target, left[step][component], key_warp() * warp_keys,
+                       (component * Br + first) / 16 + step);
         }
       }
     }
@@ -66,9 +66,9 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
 #pragma unroll
     for (int step = 0; step < steps; ++step) {
 #pragma unroll
-      for (int piece = 0; piece < pieces; ++piece) {
-        Pairs::read(left[step][piece], source, key_warp() * warp_keys,
-                    (piece * Br + first) / 16 + step);
+      for (int component = 0; component < components; ++component) {
+        Pairs::read(left[step][component], source, key_warp() * warp_keys,
+                    (component * Br + first) / 16 + step);
       }
     }
   }
@@ -77,7 +77,7 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
   template <class OwnColumns, class RightLayout, class Sums>
   __device__ void add_product(Sums& sums, const Left& left, unsigned right_rows, float factor) {
     const unsigned right = OwnColumns::lane_address(right_rows, side());
-    if constexpr (in_pieces) {
+    if constexpr (has_components) {
       OwnColumns::add_product(sums, left, right, [&](int) { return factor; });
     } else {
 #pragma unroll
@@ -103,7 +103,7 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
   __device__ void multiply_rows(float (&sums)[row_tiles][column_tiles][4], unsigned left_rows,
                                 unsigned right_rows) {
     const unsigned left = left_rows + key_warp() * warp_keys * TileLayout::row_bytes;
-    if constexpr (in_pieces) {
+    if constexpr (has_components) {
       ::multiply_rows<TileLayout, Dim>(sums, left, right_rows);
     } else {
       Products16Bit<ProductConfig<Dim, 8 * column_tiles>, row_tiles>().multiply_queries_keys(
@@ -180,16 +180,16 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
     static constexpr float unit_of_p = 0x1p-14f;
 
     __device__ Terms of(const Terms& terms) const {
-      if constexpr (!in_pieces) return terms;
+      if constexpr (!has_components) return terms;
       return {terms.lse_log2 - log2_of_p, terms.delta * delta};
     }
   };
   __device__ Units units(int stage) const {
-    if constexpr (!in_pieces) return {};
+    if constexpr (!has_components) return {};
     const auto& queries = *reinterpret_cast<const QueryScales*>(
         memory + (queries_at(ptx::opaque(stage)) - shared) + Images::OfQueries::scales_at);
     const auto& keys = *reinterpret_cast<const KeyScales*>(memory + Images::OfKeys::scales_at);
-    const Unit ds = Unit::of(fma(queries.dout_norm, keys.v_norm, queries.delta));
+    const Unit ds = Unit::for_largest(fma(queries.dout_norm, keys.v_norm, queries.delta));
     const float inverse = ds.inverse * Units::unit_of_p;
     Units units;
     units.score = queries.q * keys.k;
@@ -218,10 +218,10 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
       for (int r = 0; r < 4; ++r) {
         const unsigned two = of_rows.of_pair(first + 16 * step + r / 2 * 8 + lane % 4 * 2);
 #pragma unroll
-        for (int piece = 0; piece < pieces; ++piece) {
+        for (int component = 0; component < components; ++component) {
 #pragma unroll
           for (int i = 0; i < row_tiles; ++i) {
-            left[step][piece][i][r] = ptx::mul_f16x2(left[step][piece][i][r], two);
+            left[step][component][i][r] = ptx::mul_f16x2(left[step][component][i][r], two);
           }
         }
       }
@@ -246,7 +246,7 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
       const float size = fabsf(x);
       if (size < SoftmaxMath<float>::infinity()) top = fmaxf(top, size);
     });
-    const Unit unit = Unit::of(__uint_as_float(__reduce_max_sync(~0u, __float_as_uint(top))));
+    const Unit unit = Unit::for_largest(__uint_as_float(__reduce_max_sync(~0u, __float_as_uint(top))));
     for_each(scores, [&](float& x) { x *= unit.inverse; });
     if (tells && lane == 0) second_unit(begin, key_warp(), first) = unit.size;
     return unit.size;
@@ -270,11 +270,11 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
   }
 
   // Reads dS of the warp's rows of dq, for 16 keys from `key` on.
-  __device__ void read_ds(LeftStep<sum_row_tiles> (&left)[pieces], int key) {
+  __device__ void read_ds(LeftStep<sum_row_tiles> (&left)[components], int key) {
 #pragma unroll
-    for (int piece = 0; piece < pieces; ++piece) {
-      Pairs::read_transposed(left[piece], ds_at(), key,
-                             piece * Br / 16 + first_sum_tile());
+    for (int component = 0; component < components; ++component) {
+      Pairs::read_transposed(left[component], ds_at(), key,
+                             component * Br / 16 + first_sum_tile());
     }
   }
 

@@ -47,7 +47,7 @@ struct HopperCta {
   static constexpr int Bc = Config::Bc;
   static constexpr int consumers = Br / 64;
   // Number of component tiles stored consecutively for each tile: 3 for float32, otherwise 1.
-  static constexpr int pieces = HopperOperand<Element>::pieces;
+  static constexpr int components = HopperOperand<Element>::components;
   // Number of CTAs that split head_dim (`pair.cuh`): 2 for heads wider than 256, otherwise 1.
   static constexpr int ranks = Config::head_dim > 256 || Config::head_dim_v > 256 ? 2 : 1;
   static constexpr int columns = hopper_columns(Config::head_dim, ranks);
@@ -65,20 +65,20 @@ struct HopperCta {
   using BiasTile = SlabTile<Br, Bc>;
   static constexpr bool streams_bias = Config::bias_stages > 0;
 
-  static constexpr int q_slot_bytes = pieces * QueryTile::bytes;
+  static constexpr int q_slot_bytes = components * QueryTile::bytes;
   static constexpr int slot_bytes =
-      pieces * (KeyTile::bytes > ValueTile::bytes ? KeyTile::bytes : ValueTile::bytes);
+      components * (KeyTile::bytes > ValueTile::bytes ? KeyTile::bytes : ValueTile::bytes);
   static_assert(Br % 64 == 0 && consumers >= 1 && consumers <= 3, "64 rows for each consumer");
   static_assert(Bc % 16 == 0 && Bc <= 256, "both products are whole wgmma");
   static_assert(!Config::sequences || !Config::split_keys || values_in_keys,
                 "a sequence's keys are left whole, but for latent attention");
-  static_assert(!values_in_keys || (ranks > 1 && pieces == 1 && !Config::noted),
+  static_assert(!values_in_keys || (ranks > 1 && components == 1 && !Config::noted),
                 "of 16-bit heads that two blocks share, without modifications");
   static_assert(!values_in_keys || (columns_v % 32 == 0 && columns_rest % 32 == 0),
                 "slabs of values, and slabs of the other columns");
   static_assert(Config::page_size % Bc == 0, "a tile of keys is of one page");
   static_assert(
-      (pieces == 1 && !transposes_values) ||
+      (components == 1 && !transposes_values) ||
           (!Config::sequences && !Config::split_keys && !Config::modified),
       "of float32 and float8 there are only batches of equal lengths, whole and without more");
 

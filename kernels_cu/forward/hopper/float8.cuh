@@ -42,12 +42,12 @@ struct HopperOutput<float8_for<Out>> {
 template <class Out>
 struct HopperOperand<float8_for<Out>> {
   using type = float8_e4m3_t;
-  static constexpr int pieces = 1;
+  static constexpr int components = 1;
   static constexpr bool transposes_values = true;
 
   // Stores pair i of P, in accumulator order: columns 8 (i / 2) + 2 t and the next, row i % 2.
   template <int Words>
-  __device__ static void put(float low, float high, int i, unsigned (&probabilities)[Words]) {
+  __device__ static void store_pair(float low, float high, int i, unsigned (&probabilities)[Words]) {
     const unsigned short two = ptx::cvt_rn_satfinite_e4m3x2_f32(low, high);
     unsigned& four = probabilities[i / 4 * 2 + i % 2];
     four = i / 2 % 2 ? ptx::mov_b32(static_cast<unsigned short>(four), two) : two;

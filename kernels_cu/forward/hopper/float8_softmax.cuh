@@ -93,7 +93,7 @@ struct HopperSoftmax<Config, true> {
         p[c] = ptx::ex2_approx(fmaf(scores[2 * i + c], scale_log2, -bases[half]));
         parts[half][c] += p[c];
       }
-      Operand::put(p[0], p[1], i, probabilities);
+      Operand::store_pair(p[0], p[1], i, probabilities);
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

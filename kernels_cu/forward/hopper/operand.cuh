@@ -22,48 +22,48 @@ struct HopperOutput {
 template <class Element>
 struct HopperOperand {
   using type = Element;
-  static constexpr int pieces = 1;
+  static constexpr int components = 1;
   static constexpr bool transposes_values = false;
 
-  __device__ static void split(float low, float high, unsigned (&pieces)[1]) {
-    pieces[0] = pack<Element>(low, high);
+  __device__ static void split(float low, float high, unsigned (&components)[1]) {
+    components[0] = pack<Element>(low, high);
   }
 };
 
 template <>
 struct HopperOperand<float> {
   using type = bfloat16_t;
-  static constexpr int pieces = 3;
+  static constexpr int components = 3;
   static constexpr bool transposes_values = false;
 
   // Splits two numbers into components, the largest first; `low` fills the lower halves.
-  __device__ static void split(float low, float high, unsigned (&pieces)[3]) {
+  __device__ static void split(float low, float high, unsigned (&components)[3]) {
 #pragma unroll
     for (int i = 0; i < 3; ++i) {
-      pieces[i] = pack<bfloat16_t>(low, high);
-      low -= __uint_as_float(pieces[i] << 16);
-      high -= __uint_as_float(pieces[i] & 0xffff0000u);
+      components[i] = pack<bfloat16_t>(low, high);
+      low -= __uint_as_float(components[i] << 16);
+      high -= __uint_as_float(components[i] & 0xffff0000u);
     }
   }
 
   // Splits any two numbers. An infinity goes to the last component, which is only multiplied by the
   // first one of the other operand: other components may be 0 or of the other sign, and give NaN.
-  __device__ static void split_any(float low, float high, unsigned (&pieces)[3]) {
-    const float most_low = most_of(low), most_high = most_of(high);
+  __device__ static void split_any(float low, float high, unsigned (&components)[3]) {
+    const float bound_low = component_bound(low), bound_high = component_bound(high);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      pieces[i] =
-          pack<bfloat16_t>(ptx::min_magnitude(low, most_low), ptx::min_magnitude(high, most_high));
-      low -= __uint_as_float(pieces[i] << 16);
-      high -= __uint_as_float(pieces[i] & 0xffff0000u);
+      components[i] =
+          pack<bfloat16_t>(ptx::min_magnitude(low, bound_low), ptx::min_magnitude(high, bound_high));
+      low -= __uint_as_float(components[i] << 16);
+      high -= __uint_as_float(components[i] & 0xffff0000u);
     }
-    pieces[2] = pack<bfloat16_t>(low, high);
+    components[2] = pack<bfloat16_t>(low, high);
   }
 
   // Returns the largest magnitude of the first two components of x. For a finite x it is the
   // largest bfloat16, so that rounding makes none infinite. For an infinite x it is 1, so that
   // their products do not overflow to an infinity of the other sign.
-  __device__ static float most_of(float x) {
+  __device__ static float component_bound(float x) {
     constexpr float largest = 0x1.fep127f;
     return fabsf(x) == __int_as_float(0x7f800000) ? 1 : largest;
   }
@@ -72,11 +72,11 @@ struct HopperOperand<float> {
 // Calls product(i, j, is_first) for components i and j of two operands, except for negligible
 // pairs, smallest first. With `unroll` 1, in a loop, `product` must not index registers by
 // component.
-template <int pieces, int unroll = pieces * (pieces + 1) / 2, class Product>
+template <int components, int unroll = components * (components + 1) / 2, class Product>
 __device__ void for_each_product(Product product) {
-  int sum = pieces - 1, i = 0;
+  int sum = components - 1, i = 0;
 #pragma unroll unroll
-  for (int n = 0; n < pieces * (pieces + 1) / 2; ++n) {
+  for (int n = 0; n < components * (components + 1) / 2; ++n) {
     product(i, sum - i, n == 0);
     if (++i > sum) {
       i = 0;

@@ -11,7 +11,7 @@
 #if __CUDA_ARCH__ == 900
 
 template <class Config>
-struct HopperPieces {
+struct HopperComponents {
   using Operand = HopperOperand<float>;
   using Chunk = Vector<bfloat16_t, 8>;
   static constexpr int alignment = Config::alignment;
@@ -19,21 +19,21 @@ struct HopperPieces {
   // Splits one array, with any number of CTAs and threads. Returns the address for the next array.
   template <int dim>
   __device__ static Chunk* write(const Tensor& tensor, int batch, int seqlen, int heads,
-                                 Chunk* pieces) {
+                                 Chunk* components) {
     constexpr int chunks = ceil_div(dim, 8);
-    const int of_row = heads * chunks;
+    const int chunks_per_row = heads * chunks;
     const int64 rows = int64(batch) * seqlen;
-    const int64 piece = rows * of_row;
+    const int64 component_chunks = rows * chunks_per_row;
     // A CTA processes several rows at once if one row has too few chunks for all threads.
-    const int together = max(1, int(blockDim.x) / of_row);
-    for (int64 first = int64(blockIdx.x) * together; first < rows;
-         first += int64(gridDim.x) * together) {
-      for (int i = threadIdx.x; i < together * of_row; i += blockDim.x) {
-        const int64 row = first + i / of_row;
+    const int rows_at_once = max(1, int(blockDim.x) / chunks_per_row);
+    for (int64 first = int64(blockIdx.x) * rows_at_once; first < rows;
+         first += int64(gridDim.x) * rows_at_once) {
+      for (int i = threadIdx.x; i < rows_at_once * chunks_per_row; i += blockDim.x) {
+        const int64 row = first + i / chunks_per_row;
         if (row >= rows) break;
-        const int at = i % of_row;
-        const int column = at % chunks * 8;
-        const float* source = tensor.head<const float>(int(row / seqlen), at / chunks) +
+        const int chunk = i % chunks_per_row;
+        const int column = chunk % chunks * 8;
+        const float* source = tensor.head<const float>(int(row / seqlen), chunk / chunks) +
                               row % seqlen * tensor.row_stride + column;
         unsigned split[4][3];
 #pragma unroll
@@ -46,21 +46,21 @@ struct HopperPieces {
 #pragma unroll
         for (int k = 0; k < 3; ++k) {
           const unsigned words[4] = {split[0][k], split[1][k], split[2][k], split[3][k]};
-          pieces[k * piece + row * of_row + at] = reinterpret_cast<const Chunk&>(words);
+          components[k * component_chunks + row * chunks_per_row + chunk] = reinterpret_cast<const Chunk&>(words);
         }
       }
     }
-    return pieces + 3 * piece;
+    return components + 3 * component_chunks;
   }
 };
 
 template <class Config>
-__device__ void hopper_pieces(const Params& p) {
-  using Pieces = HopperPieces<Config>;
-  auto* at = static_cast<typename Pieces::Chunk*>(p.workspace);
-  at = Pieces::template write<Config::head_dim>(p.q, p.batch, p.seqlen_q, p.heads_q, at);
-  at = Pieces::template write<Config::head_dim>(p.k, p.batch, p.seqlen_k, p.heads_kv, at);
-  Pieces::template write<Config::head_dim_v>(p.v, p.batch, p.seqlen_k, p.heads_kv, at);
+__device__ void hopper_components(const Params& p) {
+  using Components = HopperComponents<Config>;
+  auto* target = static_cast<typename Components::Chunk*>(p.workspace);
+  target = Components::template write<Config::head_dim>(p.q, p.batch, p.seqlen_q, p.heads_q, target);
+  target = Components::template write<Config::head_dim>(p.k, p.batch, p.seqlen_k, p.heads_kv, target);
+  Components::template write<Config::head_dim_v>(p.v, p.batch, p.seqlen_k, p.heads_kv, target);
 }
 
 #endif  // __CUDA_ARCH__ == 900

@@ -258,14 +258,14 @@ struct HopperProducer {
   __device__ void load(unsigned target, const TensorMap* map, int row, int head, int batch,
                        unsigned barrier, unsigned long long policy, int first_column) const {
     if (!acts()) return;
-    ptx::mbarrier_arrive_expect_tx(barrier, Cta::pieces * Tile::bytes);
+    ptx::mbarrier_arrive_expect_tx(barrier, Cta::components * Tile::bytes);
 #pragma unroll
-    for (int piece = 0; piece < Cta::pieces; ++piece) {
+    for (int component = 0; component < Cta::components; ++component) {
 #pragma unroll
       for (int slab = 0; slab < Tile::slabs; ++slab) {
-        ptx::cp_async_bulk_tensor_4d(target + piece * Tile::bytes + slab * Tile::slab_bytes, map,
+        ptx::cp_async_bulk_tensor_4d(target + component * Tile::bytes + slab * Tile::slab_bytes, map,
                                      first_column + slab * Tile::line_columns, row, head,
-                                     piece * cta.p.batch + batch, barrier, policy);
+                                     component * cta.p.batch + batch, barrier, policy);
       }
     }
   }

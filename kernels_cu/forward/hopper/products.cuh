@@ -20,8 +20,8 @@ struct HopperProducts {
   using KeyTile = typename Cta::KeyTile;
   using ValueTile = typename Cta::ValueTile;
   static constexpr int Bc = Config::Bc;
-  static constexpr int pieces = Operand::pieces;
-  static constexpr int products_of_pieces = pieces * (pieces + 1) / 2;
+  static constexpr int components = Operand::components;
+  static constexpr int component_products = components * (components + 1) / 2;
   static constexpr int k_steps = round_up(Cta::columns, 16) / 16;
   static constexpr int kept_steps = Config::q_steps;  // 16-column steps of Q in registers
   static constexpr bool keeps_all_queries = kept_steps == k_steps;
@@ -29,7 +29,7 @@ struct HopperProducts {
   // Tensor cores accumulate with rounding toward zero, so long sums drift. For float32 inputs, the
   // contribution of each KV tile to O (`partial_out`) is accumulated separately, then added. For wide
   // heads, registers hold 64 columns of it: 32 are accumulated while 32 are added.
-  static constexpr bool two_level_accumulation = pieces > 1;
+  static constexpr bool two_level_accumulation = components > 1;
   static constexpr bool is_wide =
       two_level_accumulation && (Config::head_dim > 128 || Config::head_dim_v > 128);
   static constexpr int columns_v = round_up(Cta::columns_v, is_wide ? 32 : 16);
@@ -38,7 +38,7 @@ struct HopperProducts {
   static constexpr int partial_buffers = is_wide ? 2 : 1;
 
   static_assert(kept_steps >= 0 && kept_steps <= k_steps, "steps of 16 columns");
-  static_assert(pieces == 1 || kept_steps == 0, "no registers for the pieces of queries");
+  static_assert(components == 1 || kept_steps == 0, "no registers for the pieces of queries");
 
   const Cta& cta;
   const int consumer;
@@ -49,8 +49,8 @@ struct HopperProducts {
   float scores[Bc / 2];
   // The operand P, as pairs in accumulator order, and P of the next KV tile. The latter may be
   // computed while the tensor cores still read P.
-  unsigned probabilities[pieces][Bc / 4];
-  unsigned next_probabilities[pieces][Bc / 4];
+  unsigned probabilities[components][Bc / 4];
+  unsigned next_probabilities[components][Bc / 4];
   unsigned queries[kept_steps ? 4 * kept_steps : 1];
   float out[columns_v / 2];
   float partial_out[partial_buffers][two_level_accumulation ? partial_columns / 2 : 1];
@@ -111,10 +111,10 @@ struct HopperProducts {
     // For wide heads, the compiler keeps the descriptors of so many wgmma in local memory, unless
     // they are in a loop: 79 instead of 60 TFLOP/s at head_dim 256, causal. At head_dim 64 and 128
     // a loop is 3 to 10% slower.
-    for_each_product<pieces, is_wide ? 1 : products_of_pieces>([&](int q_piece, int k_piece,
+    for_each_product<components, is_wide ? 1 : component_products>([&](int q_component, int k_component,
                                                                    bool is_first) {
-      const unsigned long long q_start = q + q_piece * (QueryTile::bytes / 16);
-      const unsigned long long k_start = k + k_piece * (KeyTile::bytes / 16);
+      const unsigned long long q_start = q + q_component * (QueryTile::bytes / 16);
+      const unsigned long long k_start = k + k_component * (KeyTile::bytes / 16);
 #pragma unroll
       for (int step = 0; step < k_steps; ++step) {
         const unsigned long long k_step = k_start + KeyTile::column_step(step) / 16;
@@ -192,11 +192,11 @@ struct HopperProducts {
   // written earlier, the compiler would serialize the products.
   __device__ void take_probabilities() {
 #pragma unroll
-    for (int piece = 0; piece < pieces; ++piece) {
+    for (int component = 0; component < components; ++component) {
 #pragma unroll
       for (int i = 0; i < Bc / 4; ++i) {
-        const unsigned next = next_probabilities[piece][i];
-        probabilities[piece][i] = Config::overlaps_output ? ptx::mov(next) : next;
+        const unsigned next = next_probabilities[component][i];
+        probabilities[component][i] = Config::overlaps_output ? ptx::mov(next) : next;
       }
     }
   }
@@ -264,12 +264,12 @@ struct HopperProducts {
         Cta::in_descriptor(cta.slot_address(slot) + ValueTile::column_step(column / 16));
     ptx::pin(sums);
     ptx::wgmma_fence();
-    for_each_product<pieces>([&](int p_piece, int v_piece, bool is_first) {
+    for_each_product<components>([&](int p_component, int v_component, bool is_first) {
 #pragma unroll
       for (int step = 0; step < Bc / 16; ++step) {
         Wgmma<Element, columns>::multiply_n_contiguous(
-            sums, probabilities[p_piece] + 4 * step,
-            v + (v_piece * ValueTile::bytes + ValueTile::row_step(step)) / 16,
+            sums, probabilities[p_component] + 4 * step,
+            v + (v_component * ValueTile::bytes + ValueTile::row_step(step)) / 16,
             step != 0 || !is_first || accumulate);
       }
     });

@@ -36,7 +36,7 @@ struct HopperSoftmax {
   static constexpr int Bc = Config::Bc;
   using Scores = float[Bc / 2];
   using Operand = HopperOperand<typename Config::Element>;
-  using Probabilities = unsigned[Operand::pieces][Bc / 4];
+  using Probabilities = unsigned[Operand::components][Bc / 4];
 
   static_assert(!Config::bounded || (Config::Mods::changes_scores && Row::highest < 0),
                 "scores are exponents of two, and p that are not held to a maximum need bfloat16");
@@ -145,16 +145,16 @@ struct HopperSoftmax {
         p[c] = ptx::ex2_approx(exponent(scores[2 * i + c], half));
         parts[half][c] += p[c];
       }
-      unsigned pieces[Operand::pieces];
-      Operand::split(p[0], p[1], pieces);
+      unsigned components[Operand::components];
+      Operand::split(p[0], p[1], components);
 #pragma unroll
-      for (int piece = 0; piece < Operand::pieces; ++piece) probabilities[piece][i] = pieces[piece];
+      for (int component = 0; component < Operand::components; ++component) probabilities[component][i] = components[component];
     }
     sums[0] = parts[0][0] + parts[0][1];
     sums[1] = parts[1][0] + parts[1][1];
     // Without the pin, the compiler sinks these conversions to their use, after the next S = Q K^T.
 #pragma unroll
-    for (int piece = 0; piece < Operand::pieces; ++piece) ptx::pin(probabilities[piece]);
+    for (int component = 0; component < Operand::components; ++component) ptx::pin(probabilities[component]);
   }
 
   // Returns the exponent of p, relative to the row's base. Modified scores are exponents already.

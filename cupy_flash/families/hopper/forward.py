@@ -336,7 +336,7 @@ class HopperFamily(Family[HopperTile]):
             "Bc": tile.Bc,
             "stages": tile.stages,
             "q_stages": tile.q_stages,
-            "turns": bool(tile.turns),
+            "pingpong": bool(tile.turns),
             "overlaps_output": overlaps_output(problem, tile),
             "q_steps": tile.q_steps,
             "producer_registers": of_producer,

@@ -29,14 +29,14 @@ struct HopperConsumer {
   static constexpr int Bc = Config::Bc;
   static constexpr int consumers = Cta::consumers;
 
-  static_assert(!Config::turns || consumers > 1, "turns need another to take them with");
+  static_assert(!Config::pingpong || consumers > 1, "turns need another to take them with");
   // Ping-pong scheduling: named barriers order the consumers, so that the softmax of one overlaps
   // the GEMMs of another. With bounded scores, the softmax takes longer than both GEMMs, and the
   // barriers order its first half instead: one consumer computes tanh while another computes
   // exponentials. With a softcap of 50 that is 3% faster at head_dim 64 and 128; without tanh it is
   // 3 to 20% slower.
-  static constexpr bool softmax_turns = Config::turns && Config::bounded && !Config::noted;
-  static constexpr bool product_turns = Config::turns && !softmax_turns;
+  static constexpr bool pingpong_softmax = Config::pingpong && Config::bounded && !Config::noted;
+  static constexpr bool pingpong_gemms = Config::pingpong && !pingpong_softmax;
 
   const Cta& cta;
   const int consumer;  // index of this consumer
@@ -75,10 +75,10 @@ struct HopperConsumer {
   // Processes every KV tile of the CTA's work tiles.
   __device__ void consume_all() {
     if (!enter_tile()) return;
-    if (Config::turns && consumer == consumers - 1) pass_turn();
+    if (Config::pingpong && consumer == consumers - 1) pingpong_arrive();
     products.keep_queries();
     products.start_scores();
-    if (softmax_turns) take_turn();
+    if (pingpong_softmax) pingpong_wait();
     ptx::wgmma_wait_group<0>();
     products.leave_scores(1, true, block == begin);
     float rescale[2];
@@ -99,28 +99,28 @@ struct HopperConsumer {
       accumulate = !tile_ends;
     }
 
-    if (product_turns) take_turn();
+    if (pingpong_gemms) pingpong_wait();
     products.start_output(accumulate);
-    if (product_turns && consumer < consumers - 1) pass_turn();
+    if (pingpong_gemms && consumer < consumers - 1) pingpong_arrive();
     float normalizer[2];
     const bool is_special = results().finish_softmax(softmax.rows, normalizer);
     products.await_output();
     results().write_output(normalizer, is_special);
     pair.finish();
     // Waits for the last arrival of the last consumer, so that no barrier is left half complete.
-    if (softmax_turns && consumer == 0) take_turn();
+    if (pingpong_softmax && consumer == 0) pingpong_wait();
   }
 
   // Issues S of KV tile `block` and O of the KV tile before it. `tile_ends` says that the latter
   // was the last one of its query tile.
   __device__ void multiply_both(bool tile_ends, bool accumulate, float (&rescale)[2]) {
-    if (product_turns) take_turn();
+    if (pingpong_gemms) pingpong_wait();
     products.start_scores();
     products.start_output(accumulate, true);
-    if (product_turns) pass_turn();
+    if (pingpong_gemms) pingpong_arrive();
 
     read_visible_pairs();
-    if (softmax_turns) take_turn();
+    if (pingpong_softmax) pingpong_wait();
     ptx::wgmma_wait_group<1>();
     products.leave_scores(2, tile_ends, !Config::noted && block == begin);
     const SoftmaxRow finished[2] = {softmax.rows[0], softmax.rows[1]};
@@ -153,18 +153,18 @@ struct HopperConsumer {
   //   ring       K0    K1 V0    K2 V1    K3 V2    end V3
   //   issued     S0    O0       S2       S3 O2    O3
   __device__ void consume_own() {
-    if (Config::turns && consumer == consumers - 1) pass_turn();
+    if (Config::pingpong && consumer == consumers - 1) pingpong_arrive();
     work_tile_slot = -1;
-    bool is_first_turn = true;
+    bool is_first_kv_tile = true;
     bool accumulate = false;
     while (true) {
       for (take_note(); !note.is_of(consumer); take_note()) {
         change_tile(accumulate);
-        if (Config::turns) take_turn();
+        if (Config::pingpong) pingpong_wait();
         products.pass_keys(note.is_end());
-        if (!is_first_turn) products.pass_values();
-        is_first_turn = false;
-        end_turn();
+        if (!is_first_kv_tile) products.pass_values();
+        is_first_kv_tile = false;
+        pingpong_arrive_next();
         if (note.is_end()) return;
       }
       change_tile(accumulate);
@@ -172,14 +172,14 @@ struct HopperConsumer {
         enter_tile();
         products.keep_queries();
       }
-      if (Config::turns) take_turn();
+      if (Config::pingpong) pingpong_wait();
       products.start_scores();
-      if (!is_first_turn) products.pass_values();
-      end_turn();
+      if (!is_first_kv_tile) products.pass_values();
+      pingpong_arrive_next();
       read_visible_pairs();
       ptx::wgmma_wait_group<0>();
-      products.leave_scores(is_first_turn ? 1 : 2, !accumulate, false);
-      is_first_turn = false;
+      products.leave_scores(is_first_kv_tile ? 1 : 2, !accumulate, false);
+      is_first_kv_tile = false;
       float rescale[2];
       if (take_softmax(rescale) && accumulate) products.scale_output(rescale);
       products.take_probabilities();
@@ -195,10 +195,10 @@ struct HopperConsumer {
         accumulate = !tile_ends;
       }
 
-      if (Config::turns) take_turn();
+      if (Config::pingpong) pingpong_wait();
       products.pass_keys(note.is_end());
       products.start_output(accumulate);
-      end_turn();
+      pingpong_arrive_next();
       products.await_output();
       accumulate = true;
       change_tile(accumulate);
@@ -231,8 +231,8 @@ struct HopperConsumer {
   }
 
   // Lets the next consumer proceed. No consumer waits for the last arrival of the last consumer.
-  __device__ void end_turn() const {
-    if (Config::turns && !(note.is_end() && consumer == consumers - 1)) pass_turn();
+  __device__ void pingpong_arrive_next() const {
+    if (Config::pingpong && !(note.is_end() && consumer == consumers - 1)) pingpong_arrive();
   }
 
   // Returns the epilogue of the query tile before the one that was entered last.
@@ -255,8 +255,8 @@ struct HopperConsumer {
     return true;
   }
 
-  __device__ void take_turn() const { ptx::bar_sync(1 + consumer, 256); }
-  __device__ void pass_turn() const { ptx::bar_arrive(1 + (consumer + 1) % consumers, 256); }
+  __device__ void pingpong_wait() const { ptx::bar_sync(1 + consumer, 256); }
+  __device__ void pingpong_arrive() const { ptx::bar_arrive(1 + (consumer + 1) % consumers, 256); }
 
   // Converts the scores of the KV tile to probabilities. Returns whether the base of any row of the
   // warp changed, so that O must be multiplied by `rescale`.
@@ -271,10 +271,10 @@ struct HopperConsumer {
     pair.complete(products.scores, meanwhile);
     Softmax::apply_factor(products.scores);
     modify_scores();
-    if constexpr (softmax_turns) {
+    if constexpr (pingpong_softmax) {
       // The pin keeps the modification of the scores before the arrival.
       ptx::pin(products.scores);
-      pass_turn();
+      pingpong_arrive();
     }
     if (block >= first_masked_block()) apply_mask();
     if constexpr (Config::window_left) {

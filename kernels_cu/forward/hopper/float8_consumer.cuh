@@ -34,7 +34,7 @@ struct HopperConsumer<Config, true> : HopperConsumer<Config, false> {
   __device__ void consume() {
     softmax.reset();
     if (!this->enter_tile()) return;
-    if (Config::turns && consumer == consumers - 1) this->pass_turn();
+    if (Config::pingpong && consumer == consumers - 1) this->pingpong_arrive();
     const Slot first = products.take_slot();
     products.start_scores(first);
     float rescale[2];
@@ -54,9 +54,9 @@ struct HopperConsumer<Config, true> : HopperConsumer<Config, false> {
       const Slot keys = products.take_slot();
       const Slot values = products.take_slot();
       // Without the ping-pong order, consumers that share the tensor cores equally stay in step.
-      if (Config::turns) this->take_turn();
+      if (Config::pingpong) this->pingpong_wait();
       products.template add_output<true>(values, keys, rescale);
-      if (Config::turns) this->pass_turn();
+      if (Config::pingpong) this->pingpong_arrive();
       if (tile_ends) {
         write_tile(finished);
         softmax.reset();
@@ -66,9 +66,9 @@ struct HopperConsumer<Config, true> : HopperConsumer<Config, false> {
     }
 
     const Slot values = products.take_slot();
-    if (Config::turns) this->take_turn();
+    if (Config::pingpong) this->pingpong_wait();
     products.template add_output<false>(values, values, rescale);
-    if (Config::turns && consumer < consumers - 1) this->pass_turn();
+    if (Config::pingpong && consumer < consumers - 1) this->pingpong_arrive();
     write_tile(softmax.rows);
   }
 

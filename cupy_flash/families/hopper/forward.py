@@ -344,7 +344,7 @@ class HopperFamily(Family[HopperTile]):
             "sequences": not problem.layout.is_equal,
             "page_size": problem.layout.page_size,
             "values_in_keys": latent.holds_values_in_keys(problem),
-            "noted": scores.is_noted(problem, tile),
+            "skips_tiles": scores.is_noted(problem, tile),
             "bounded": scores.is_bounded(problem),
             "finds_only_keys": scores.finds_only_keys(problem),
             "bias_stages": scores.BIAS_STAGES if scores.streams_bias(problem) else 0,

@@ -35,7 +35,7 @@ struct HopperConsumer {
   // barriers order its first half instead: one consumer computes tanh while another computes
   // exponentials. With a softcap of 50 that is 3% faster at head_dim 64 and 128; without tanh it is
   // 3 to 20% slower.
-  static constexpr bool pingpong_softmax = Config::pingpong && Config::bounded && !Config::noted;
+  static constexpr bool pingpong_softmax = Config::pingpong && Config::bounded && !Config::skips_tiles;
   static constexpr bool pingpong_gemms = Config::pingpong && !pingpong_softmax;
 
   const Cta& cta;
@@ -49,9 +49,9 @@ struct HopperConsumer {
   // State of the query tile. Values that are cheap to recompute are not kept, to save registers.
   int first_row;              // first query row of this consumer
   int full_end;               // first KV tile that needs a mask, if Config::sequences
-  int block;                  // KV tile whose scores were computed last
+  int kv_tile;                  // KV tile whose scores were computed last
   int begin;                  // last KV tile of the query tile, in processing order
-  typename Cta::Note note;    // `Note` of the KV tile, if Config::noted
+  typename Cta::KvTileInfo kv_tile_info;    // `KvTileInfo` of the KV tile, if Config::noted
   int visible_pairs_slot = -1;        // index in the ring of visible pairs, if Config::block_mask
   typename Cta::TilePairs visible_pairs;  // visible pairs of the KV tile, if the block mask stores them
   RingPosition<Config::bias_stages> bias_ring;
@@ -65,8 +65,8 @@ struct HopperConsumer {
 
   __device__ void consume() {
     softmax.reset();
-    if constexpr (Config::noted) {
-      consume_own();
+    if constexpr (Config::skips_tiles) {
+      consume_needed();
     } else {
       consume_all();
     }
@@ -80,20 +80,20 @@ struct HopperConsumer {
     products.start_scores();
     if (pingpong_softmax) pingpong_wait();
     ptx::wgmma_wait_group<0>();
-    products.leave_scores(1, true, block == begin);
+    products.leave_scores(1, true, kv_tile == begin);
     float rescale[2];
     take_softmax(rescale);
     products.take_probabilities();
 
     bool accumulate = false;  // whether O holds earlier KV tiles of the query tile
     while (true) {
-      const bool tile_ends = block == begin;
+      const bool tile_ends = kv_tile == begin;
       if (tile_ends) {
         work_tile_slot = Cta::next_work_tile_slot(work_tile_slot);
         if (!enter_tile()) break;
         products.keep_queries();
       } else {
-        --block;
+        --kv_tile;
       }
       multiply_both(tile_ends, accumulate, rescale);
       accumulate = !tile_ends;
@@ -111,7 +111,7 @@ struct HopperConsumer {
     if (pingpong_softmax && consumer == 0) pingpong_wait();
   }
 
-  // Issues S of KV tile `block` and O of the KV tile before it. `tile_ends` says that the latter
+  // Issues S of KV tile `kv_tile` and O of the KV tile before it. `tile_ends` says that the latter
   // was the last one of its query tile.
   __device__ void multiply_both(bool tile_ends, bool accumulate, float (&rescale)[2]) {
     if (pingpong_gemms) pingpong_wait();
@@ -122,7 +122,7 @@ struct HopperConsumer {
     read_visible_pairs();
     if (pingpong_softmax) pingpong_wait();
     ptx::wgmma_wait_group<1>();
-    products.leave_scores(2, tile_ends, !Config::noted && block == begin);
+    products.leave_scores(2, tile_ends, !Config::skips_tiles && kv_tile == begin);
     const SoftmaxRow finished[2] = {softmax.rows[0], softmax.rows[1]};
     if (tile_ends) softmax.reset();
     // Stages that hold both K and V are few. While it waits for the peer CTA, a consumer can wait
@@ -152,20 +152,20 @@ struct HopperConsumer {
   //
   //   ring       K0    K1 V0    K2 V1    K3 V2    end V3
   //   issued     S0    O0       S2       S3 O2    O3
-  __device__ void consume_own() {
+  __device__ void consume_needed() {
     if (Config::pingpong && consumer == consumers - 1) pingpong_arrive();
     work_tile_slot = -1;
     bool is_first_kv_tile = true;
     bool accumulate = false;
     while (true) {
-      for (take_note(); !note.is_of(consumer); take_note()) {
+      for (next_kv_tile(); !kv_tile_info.is_needed_by(consumer); next_kv_tile()) {
         change_tile(accumulate);
         if (Config::pingpong) pingpong_wait();
-        products.pass_keys(note.is_end());
+        products.pass_keys(kv_tile_info.is_end());
         if (!is_first_kv_tile) products.pass_values();
         is_first_kv_tile = false;
         pingpong_arrive_next();
-        if (note.is_end()) return;
+        if (kv_tile_info.is_end()) return;
       }
       change_tile(accumulate);
       if (!accumulate) {
@@ -184,8 +184,8 @@ struct HopperConsumer {
       if (take_softmax(rescale) && accumulate) products.scale_output(rescale);
       products.take_probabilities();
 
-      for (take_note(); note.is_of(consumer); take_note()) {
-        const bool tile_ends = note.begins_tile();
+      for (next_kv_tile(); kv_tile_info.is_needed_by(consumer); next_kv_tile()) {
+        const bool tile_ends = kv_tile_info.begins_query_tile();
         if (tile_ends) {
           work_tile_slot = Cta::next_work_tile_slot(work_tile_slot);
           enter_tile();
@@ -196,29 +196,29 @@ struct HopperConsumer {
       }
 
       if (Config::pingpong) pingpong_wait();
-      products.pass_keys(note.is_end());
+      products.pass_keys(kv_tile_info.is_end());
       products.start_output(accumulate);
       pingpong_arrive_next();
       products.await_output();
       accumulate = true;
       change_tile(accumulate);
-      if (note.is_end()) return;
+      if (kv_tile_info.is_end()) return;
     }
   }
 
   // Waits for the next KV tile. If it begins another query tile, the old queries are released at
   // once: the consumer that waits for new queries may be the first in the ping-pong order.
-  __device__ void take_note() {
+  __device__ void next_kv_tile() {
     products.await_slot();
-    note = *cta.note(products.ring.slot);
+    kv_tile_info = *cta.kv_tile_info(products.ring.slot);
     if (Config::block_mask && ++visible_pairs_slot == Cta::visible_pairs_slots) visible_pairs_slot = 0;
-    block = note.block;
-    if (!Products::keeps_all_queries && note.begins_tile() && work_tile_slot >= 0) products.leave_queries();
+    kv_tile = kv_tile_info.kv_tile;
+    if (!Products::keeps_all_queries && kv_tile_info.begins_query_tile() && work_tile_slot >= 0) products.leave_queries();
   }
 
   // Writes the output of a query tile, if O holds one, where the next tile begins or the work ends.
   __device__ void change_tile(bool& accumulate) {
-    if (!note.begins_tile() && !note.is_end()) return;
+    if (!kv_tile_info.begins_query_tile() && !kv_tile_info.is_end()) return;
     if (accumulate) {
       const HopperResults<Config> of_tile = {cta, products, Cta::next_work_tile_slot(work_tile_slot)};
       float normalizer[2];
@@ -227,12 +227,12 @@ struct HopperConsumer {
       softmax.reset();
       accumulate = false;
     }
-    if (!note.is_end()) work_tile_slot = Cta::next_work_tile_slot(work_tile_slot);
+    if (!kv_tile_info.is_end()) work_tile_slot = Cta::next_work_tile_slot(work_tile_slot);
   }
 
   // Lets the next consumer proceed. No consumer waits for the last arrival of the last consumer.
   __device__ void pingpong_arrive_next() const {
-    if (Config::pingpong && !(note.is_end() && consumer == consumers - 1)) pingpong_arrive();
+    if (Config::pingpong && !(kv_tile_info.is_end() && consumer == consumers - 1)) pingpong_arrive();
   }
 
   // Returns the epilogue of the query tile before the one that was entered last.
@@ -248,8 +248,8 @@ struct HopperConsumer {
     if (Config::sequences) {
       full_end = next.template mask<Config>(cta.p).template full_tiles<Bc>(first_row);
     }
-    if constexpr (!Config::noted) {
-      block = next.kv_tiles.end - 1;
+    if constexpr (!Config::skips_tiles) {
+      kv_tile = next.kv_tiles.end - 1;
       begin = next.kv_tiles.begin;
     }
     return true;
@@ -276,20 +276,20 @@ struct HopperConsumer {
       ptx::pin(products.scores);
       pingpong_arrive();
     }
-    if (block >= first_masked_block()) apply_mask();
+    if (kv_tile >= first_masked_tile()) apply_mask();
     if constexpr (Config::window_left) {
-      if (block < first_full_block()) mask_before_window();
+      if (kv_tile < first_unmasked_tile()) mask_before_window();
     }
   }
 
   // Returns the first KV tile in which the mask hides keys from a row of this consumer.
-  __device__ int first_masked_block() const {
+  __device__ int first_masked_tile() const {
     return Config::sequences ? full_end
                              : Mask<Config>(cta.p, batch()).template full_tiles<Bc>(first_row);
   }
 
   // Returns the first KV tile in which the window masks no key for any row of this consumer.
-  __device__ int first_full_block() const {
+  __device__ int first_unmasked_tile() const {
     const WorkTile& current = *cta.work_tile_at(work_tile_slot);
     const int last = products.first_row_of(current.coord) + 63;
     return current.template mask<Config>(cta.p).template first_full_tile<Bc>(last);
@@ -299,7 +299,7 @@ struct HopperConsumer {
     const WorkTile& current = *cta.work_tile_at(work_tile_slot);
     const int first = products.first_row_of(current.coord) + Products::lane_row();
     const Mask<Config> mask = current.template mask<Config>(cta.p);
-    const int lane_begin = block * Bc + threadIdx.x % 4 * 2;
+    const int lane_begin = kv_tile * Bc + threadIdx.x % 4 * 2;
     Softmax::mask_before(products.scores, [&](int half) {
       return mask.visible_begin(first + 8 * half) - lane_begin;
     });
@@ -319,7 +319,7 @@ struct HopperConsumer {
                                ? sequence.template q_offset<Config>(cta.p, batch)
                                : first_position<Config>(cta.p, batch, cta.p.q_offset);
       const int first = products.first_row_of(current.coord) + Products::lane_row();
-      const bool hides = !Config::block_mask || !(note.is_full(consumer) || note.slot(consumer));
+      const bool hides = !Config::block_mask || !(kv_tile_info.is_full(consumer) || kv_tile_info.slot(consumer));
       const HopperBias<Config> bias(cta, consumer, bias_ring);
       modify_fragments<Config, 2, Bc / 8>(
           cta.p,
@@ -327,11 +327,11 @@ struct HopperConsumer {
             return ScoreRow{batch,    current.coord.head, first + 8 * half,
                             q_offset, sequence.q_first,  sequence.k_first};
           },
-          block * Bc + threadIdx.x % 4 * 2, [&](int half) { return softmax.rows[half].base; },
+          kv_tile * Bc + threadIdx.x % 4 * 2, [&](int half) { return softmax.rows[half].base; },
           hides, [&](int half) { return products.scores + 2 * half; },
           [&](int half) { return bias.of_half(half); });
       if constexpr (Config::block_mask) {
-        if (note.slot(consumer)) apply_visible_pairs();
+        if (kv_tile_info.slot(consumer)) apply_visible_pairs();
       }
     }
   }
@@ -339,7 +339,7 @@ struct HopperConsumer {
   // Loads the visible pairs that arrived with K, before the stage of K is released.
   __device__ void read_visible_pairs() {
     if constexpr (Config::block_mask) {
-      if (note.slot(consumer)) {
+      if (kv_tile_info.slot(consumer)) {
         visible_pairs = cta.visible_pairs(visible_pairs_slot, consumer);
         // TMA must not overwrite the pairs before they are read, see `HopperBias`.
         ptx::fence_proxy_async();
@@ -364,8 +364,8 @@ struct HopperConsumer {
     const WorkTile& current = *cta.work_tile_at(work_tile_slot);
     const int first = Config::sequences ? products.first_row_of(current.coord) : first_row;
     const Mask<Config> mask = current.template mask<Config>(cta.p);
-    const auto tile_mask = mask.counted_from(block * Bc + threadIdx.x % 4 * 2);
-    softmax.mask(products.scores, block == 0, [&](int half) {
+    const auto tile_mask = mask.counted_from(kv_tile * Bc + threadIdx.x % 4 * 2);
+    softmax.mask(products.scores, kv_tile == 0, [&](int half) {
       return tile_mask.visible_end(first + Products::lane_row() + 8 * half);
     });
   }

@@ -72,7 +72,7 @@ struct HopperCta {
   static_assert(Bc % 16 == 0 && Bc <= 256, "both products are whole wgmma");
   static_assert(!Config::sequences || !Config::split_keys || values_in_keys,
                 "a sequence's keys are left whole, but for latent attention");
-  static_assert(!values_in_keys || (ranks > 1 && components == 1 && !Config::noted),
+  static_assert(!values_in_keys || (ranks > 1 && components == 1 && !Config::skips_tiles),
                 "of 16-bit heads that two blocks share, without modifications");
   static_assert(!values_in_keys || (columns_v % 32 == 0 && columns_rest % 32 == 0),
                 "slabs of values, and slabs of the other columns");
@@ -97,32 +97,32 @@ struct HopperCta {
   static constexpr int tails = Config::sequences ? Config::stages + 1 : 0;
 
   // Which consumers need a KV tile, and whether they must mask it, if consumers skip tiles. The
-  // producer publishes one `Note` per stage of K.
-  struct Note {
-    int block;
+  // producer publishes one `KvTileInfo` per stage of K.
+  struct KvTileInfo {
+    int kv_tile;
     unsigned bits;
 
-    static constexpr unsigned everyone = (1u << consumers) - 1;
+    static constexpr unsigned all_consumers = (1u << consumers) - 1;
     static constexpr unsigned first = 1 << 30, end = 1u << 31;
     static_assert(BlockMask::max_slots < 256, "a slot takes eight bits");
     // Returns the bits for one consumer: whether it needs the KV tile, whether the block mask
     // leaves all its pairs visible, and the slot of the visible pairs, counted from 1 (0 if not
     // stored).
-    __device__ static unsigned bits_of(int consumer, bool is_own, bool is_full, unsigned slot) {
-      return (unsigned(is_own) | unsigned(is_full) << 3) << consumer | slot << (6 + 8 * consumer);
+    __device__ static unsigned bits_of(int consumer, bool is_needed, bool is_full, unsigned slot) {
+      return (unsigned(is_needed) | unsigned(is_full) << 3) << consumer | slot << (6 + 8 * consumer);
     }
-    __device__ static Note of(int block, unsigned bits, bool begins_tile) {
-      return {block, bits | (begins_tile ? first : 0)};
+    __device__ static KvTileInfo create(int kv_tile, unsigned bits, bool begins_query_tile) {
+      return {kv_tile, bits | (begins_query_tile ? first : 0)};
     }
-    __device__ static Note end_of_work() { return {-1, end}; }
+    __device__ static KvTileInfo end_of_work() { return {-1, end}; }
 
-    __device__ bool is_of(int consumer) const { return bits >> consumer & 1; }
+    __device__ bool is_needed_by(int consumer) const { return bits >> consumer & 1; }
     __device__ bool is_full(int consumer) const { return bits >> (3 + consumer) & 1; }
     __device__ int slot(int consumer) const { return bits >> (6 + 8 * consumer) & 255; }
-    __device__ bool begins_tile() const { return bits & first; }
+    __device__ bool begins_query_tile() const { return bits & first; }
     __device__ bool is_end() const { return bits & end; }
   };
-  static constexpr int notes = Config::noted ? Config::stages : 0;
+  static constexpr int kv_tile_infos = Config::skips_tiles ? Config::stages : 0;
 
   // Visible pairs of a partially masked KV tile, for each consumer. They arrive with K and are read
   // before the stage of K is released. K and V alternate in the ring of tiles, so stages / 2 + 1
@@ -137,7 +137,7 @@ struct HopperCta {
   static constexpr int pair_warp_bytes = 16 * Bc * int(sizeof(float));
 
   // Order in shared memory: rings of query tiles, of K and V tiles, of the bias and of visible
-  // pairs, receive buffers, barriers, then work tiles, `Tail` and `Note` entries.
+  // pairs, receive buffers, barriers, then work tiles, `Tail` and `KvTileInfo` entries.
   static constexpr int ring_offset = Config::q_stages * q_slot_bytes;
   static constexpr int bias_offset = ring_offset + Config::stages * slot_bytes;
   static constexpr int visible_pairs_offset = bias_offset + Config::bias_stages * BiasTile::bytes;
@@ -151,8 +151,8 @@ struct HopperCta {
       ring_barriers + sequence_barriers + 2 * Config::bias_stages + pair_barriers;
   static constexpr int work_tile_offset = barrier_offset + barriers * 8;
   static constexpr int tail_offset = work_tile_offset + work_tile_slots * int(sizeof(WorkTile));
-  static constexpr int note_offset = tail_offset + tails * int(sizeof(Tail));
-  static_assert(note_offset + notes * int(sizeof(Note)) == Config::shared_memory,
+  static constexpr int kv_tile_info_offset = tail_offset + tails * int(sizeof(Tail));
+  static_assert(kv_tile_info_offset + kv_tile_infos * int(sizeof(KvTileInfo)) == Config::shared_memory,
                 "as the host planned");
 
   const Params& p;
@@ -224,9 +224,9 @@ struct HopperCta {
     return reinterpret_cast<Tail*>(shared_memory + tail_offset) + index;
   }
 
-  __device__ Note* note(int slot) const {
+  __device__ KvTileInfo* kv_tile_info(int slot) const {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
-    return reinterpret_cast<Note*>(shared_memory + note_offset) + slot;
+    return reinterpret_cast<KvTileInfo*>(shared_memory + kv_tile_info_offset) + slot;
   }
 
   __device__ static int next_work_tile_slot(int index) { return index + 1 == work_tile_slots ? 0 : index + 1; }

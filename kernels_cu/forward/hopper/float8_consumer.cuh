@@ -21,7 +21,7 @@ struct HopperConsumer<Config, true> : HopperConsumer<Config, false> {
   using Slot = typename Products::Slot;
   using Base::Bc;
   using Base::begin;
-  using Base::block;
+  using Base::kv_tile;
   using Base::consumer;
   using Base::consumers;
   using Base::cta;
@@ -38,17 +38,17 @@ struct HopperConsumer<Config, true> : HopperConsumer<Config, false> {
     const Slot first = products.take_slot();
     products.start_scores(first);
     float rescale[2];
-    take_block(first, rescale);
+    process_scores(first, rescale);
     products.clear_output();
 
     while (true) {
-      const bool tile_ends = block == begin;
+      const bool tile_ends = kv_tile == begin;
       const SoftmaxRow finished[2] = {softmax.rows[0], softmax.rows[1]};
       if (tile_ends) {
         work_tile_slot = Cta::next_work_tile_slot(work_tile_slot);
         if (!this->enter_tile()) break;
       } else {
-        --block;
+        --kv_tile;
       }
       // In the ring, K comes before V of the previous KV tile.
       const Slot keys = products.take_slot();
@@ -62,7 +62,7 @@ struct HopperConsumer<Config, true> : HopperConsumer<Config, false> {
         softmax.reset();
         products.clear_output();
       }
-      take_block(keys, rescale);
+      process_scores(keys, rescale);
     }
 
     const Slot values = products.take_slot();
@@ -74,11 +74,11 @@ struct HopperConsumer<Config, true> : HopperConsumer<Config, false> {
 
  private:
   // Computes the softmax of a KV tile whose scores have been issued.
-  __device__ void take_block(Slot keys, float (&rescale)[2]) {
-    products.await_scores(keys, block == begin);
+  __device__ void process_scores(Slot keys, float (&rescale)[2]) {
+    products.await_scores(keys, kv_tile == begin);
     softmax.apply_factor(products.sums);
-    if (block >= this->first_masked_block()) {
-      const auto mask = Mask<Config>(cta.p, 0).counted_from(block * Bc + threadIdx.x % 4 * 2);
+    if (kv_tile >= this->first_masked_tile()) {
+      const auto mask = Mask<Config>(cta.p, 0).counted_from(kv_tile * Bc + threadIdx.x % 4 * 2);
       softmax.mask(products.sums, [&](int half) {
         return mask.visible_end(this->first_row + Products::lane_row() + 8 * half);
       });

@@ -58,11 +58,11 @@ struct HopperProducts<Config, true> : HopperProducts<Config, false> {
   }
 
   // Waits for S. Releases the K stage and, after the last KV tile of a query tile, the query stage.
-  __device__ void await_scores(Slot slot, bool is_last_block) {
+  __device__ void await_scores(Slot slot, bool is_last_tile) {
     ptx::wgmma_wait_group<0>();
     ptx::pin(sums);
     Cta::leave(cta.empty(slot.slot));
-    if (is_last_block) Base::leave_queries();
+    if (is_last_tile) Base::leave_queries();
   }
 
   // Computes O = O * factor + P V, and issues the next S if there is one. With two parts of S, V is

@@ -8,66 +8,66 @@
 #if __CUDA_ARCH__ == 900
 
 template <class Config>
-struct HopperNotes {
+struct KvTileIterator {
   using Cta = HopperCta<Config>;
   using WorkTile = typename Cta::WorkTile;
-  using Note = typename Cta::Note;
+  using KvTileInfo = typename Cta::KvTileInfo;
   static constexpr int Bc = Config::Bc;
   static constexpr unsigned all_lanes = ~0u;
 
   int word;          // index of the current 32 KV tiles
   unsigned pending;  // bits of those that are still to come
-  unsigned bits;     // bits of the `Note` for the lane's KV tile
+  unsigned bits;     // bits of the `KvTileInfo` for the lane's KV tile
   unsigned served;   // bits of the consumers that got a KV tile of this query tile
 
   // Begins a query tile. Its last KV tile is processed first.
   template <class AnyParams>
   __device__ void enter(const AnyParams& p, const WorkTile& work_tile) {
     served = 0;
-    look_at(p, work_tile, (work_tile.kv_tiles.end - 1) / 32);
+    examine_word(p, work_tile, (work_tile.kv_tiles.end - 1) / 32);
   }
 
-  // Returns the KV tile to process after `block`, or -1 at the end of the query tile.
+  // Returns the KV tile to process after `kv_tile`, or -1 at the end of the query tile.
   template <class AnyParams>
-  __device__ int block_after(const AnyParams& p, const WorkTile& work_tile, int block) {
-    pending &= ~(1u << block % 32);
-    if (pending == 0) look_at(p, work_tile, word_before(p, work_tile));
+  __device__ int next_tile(const AnyParams& p, const WorkTile& work_tile, int kv_tile) {
+    pending &= ~(1u << kv_tile % 32);
+    if (pending == 0) examine_word(p, work_tile, previous_word(p, work_tile));
     return pending == 0 ? -1 : word * 32 + 31 - __clz(pending);
   }
 
-  __device__ Note note_of(const WorkTile& work_tile, int block) {
-    unsigned of_block = __shfl_sync(all_lanes, bits, block % 32);
+  __device__ KvTileInfo info(const WorkTile& work_tile, int kv_tile) {
+    unsigned tile_bits = __shfl_sync(all_lanes, bits, kv_tile % 32);
     // A consumer that attends to no KV tile must still write its rows, so it gets the last one.
-    if (block == work_tile.kv_tiles.begin) of_block |= Note::everyone & ~served;
-    served |= of_block & Note::everyone;
-    return Note::of(block, of_block, block == work_tile.kv_tiles.end - 1);
+    if (kv_tile == work_tile.kv_tiles.begin) tile_bits |= KvTileInfo::all_consumers & ~served;
+    served |= tile_bits & KvTileInfo::all_consumers;
+    return KvTileInfo::create(kv_tile, tile_bits, kv_tile == work_tile.kv_tiles.end - 1);
   }
 
  private:
   __device__ static int lane() { return threadIdx.x % 32; }
 
   template <class AnyParams>
-  __device__ void look_at(const AnyParams& p, const WorkTile& work_tile, int word) {
+  __device__ void examine_word(const AnyParams& p, const WorkTile& work_tile, int word) {
     this->word = word;
-    const int block = word * 32 + lane();
-    const bool is_inside = work_tile.kv_tiles.begin <= block && block < work_tile.kv_tiles.end;
-    bits = is_inside ? bits_of(p, work_tile, block) : 0;
+    const int kv_tile = word * 32 + lane();
+    const bool is_inside = work_tile.kv_tiles.begin <= kv_tile && kv_tile < work_tile.kv_tiles.end;
+    bits = is_inside ? bits_of(p, work_tile, kv_tile) : 0;
     // The first and last KV tile are always published; without a block mask, so are all others.
-    const bool is_told = !Config::block_mask || bits & Note::everyone || block == work_tile.kv_tiles.begin ||
-                         block == work_tile.kv_tiles.end - 1;
-    pending = __ballot_sync(all_lanes, is_inside && is_told);
+    const bool is_published = !Config::block_mask || bits & KvTileInfo::all_consumers || kv_tile == work_tile.kv_tiles.begin ||
+                         kv_tile == work_tile.kv_tiles.end - 1;
+    pending = __ballot_sync(all_lanes, is_inside && is_published);
   }
 
   // Returns the next group of 32 KV tiles that some consumer needs, or that ends the query tile.
   template <class AnyParams>
-  __device__ int word_before(const AnyParams& p, const WorkTile& work_tile) const {
+  __device__ int previous_word(const AnyParams& p, const WorkTile& work_tile) const {
     const int first = work_tile.kv_tiles.begin / 32;
     if constexpr (Config::block_mask) {
       const auto blocks = Cta::masked_blocks(p, work_tile.coord);
       for (int last = word - 1; last >= first; last -= 32) {
         const int word = last - lane();
         const bool is_wanted = word == first || (word > first && blocks.nonempty_word(word) != 0);
-        if (const unsigned found = __ballot_sync(all_lanes, is_wanted)) return last - __ffs(found) + 1;
+        if (const unsigned wanted = __ballot_sync(all_lanes, is_wanted)) return last - __ffs(wanted) + 1;
       }
       return -1;
     } else {
@@ -76,14 +76,14 @@ struct HopperNotes {
   }
 
   template <class AnyParams>
-  __device__ static unsigned bits_of(const AnyParams& p, const WorkTile& work_tile, int block) {
+  __device__ static unsigned bits_of(const AnyParams& p, const WorkTile& work_tile, int kv_tile) {
     unsigned bits = 0;
     if constexpr (Config::block_mask) {
       const auto blocks = Cta::masked_blocks(p, work_tile.coord);
 #pragma unroll
       for (int consumer = 0; consumer < Cta::consumers; ++consumer) {
-        bits |= Note::bits_of(consumer, blocks.is_nonempty(consumer, block),
-                              blocks.is_full(consumer, block), blocks.slot_of(consumer, block));
+        bits |= KvTileInfo::bits_of(consumer, blocks.is_nonempty(consumer, kv_tile),
+                              blocks.is_full(consumer, kv_tile), blocks.slot_of(consumer, kv_tile));
       }
     } else {
       const Mask<Config> mask = work_tile.template mask<Config>(p);
@@ -91,9 +91,9 @@ struct HopperNotes {
 #pragma unroll
       for (int consumer = 0; consumer < Cta::consumers; ++consumer) {
         const int first = work_tile.coord.q_begin + 64 * consumer, end = min(first + 64, rows);
-        const bool sees = first < end && mask.visible_begin(first) < (block + 1) * Bc &&
-                          block * Bc < mask.visible_end(end - 1);
-        bits |= Note::bits_of(consumer, sees, false, 0);
+        const bool is_visible = first < end && mask.visible_begin(first) < (kv_tile + 1) * Bc &&
+                          kv_tile * Bc < mask.visible_end(end - 1);
+        bits |= KvTileInfo::bits_of(consumer, is_visible, false, 0);
       }
     }
     return bits;

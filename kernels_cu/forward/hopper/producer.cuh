@@ -25,15 +25,15 @@ struct HopperProducer {
   RingPosition<Cta::tails> tail = {};
   RingPosition<Config::bias_stages> bias_ring = {};
   RingPosition<Cta::visible_pairs_slots> visible_pairs_ring = {};
-  HopperNotes<Config> notes;  // used if Config::noted
+  KvTileIterator<Config> kv_tiles;  // used if Config::noted
 
   // Returns whether a thread runs the producer; acts() returns whether it issues copies and
   // arrives.
-  __device__ static bool is_one() { return Config::noted ? threadIdx.x < 32 : threadIdx.x == 0; }
-  __device__ static bool acts() { return !Config::noted || threadIdx.x == 0; }
+  __device__ static bool is_one() { return Config::skips_tiles ? threadIdx.x < 32 : threadIdx.x == 0; }
+  __device__ static bool acts() { return !Config::skips_tiles || threadIdx.x == 0; }
 
   // A KV tile of a sequence.
-  struct Block {
+  struct KvTile {
     int index;
     int head;
     int batch;
@@ -47,7 +47,7 @@ struct HopperProducer {
   // Loads the tiles of all query tiles of this CTA. K is one KV tile ahead of V, the order in which
   // consumers need them.
   __device__ void produce() {
-    Block values = {-1};  // KV tile whose V comes next
+    KvTile values = {-1};  // KV tile whose V comes next
     for (unsigned round = 0;; ++round) {
       const WorkTile& next = next_work_tile(round);
       if (next.is_end_of_work()) break;
@@ -57,18 +57,18 @@ struct HopperProducer {
       // 4% slower there, and 3% faster without a causal mask (512 keys, head_dim 128).
       bool announced =
           !Config::causal && ptx::mbarrier_test_wait(cta.q_empty(q_ring.slot), q_ring.parity ^ 1);
-      if constexpr (Config::noted) {
+      if constexpr (Config::skips_tiles) {
         announced = __shfl_sync(~0u, announced, 0);
-        notes.enter(cta.p, next);
+        kv_tiles.enter(cta.p, next);
       }
       if (announced) announce(next);
       for (int key = next.kv_tiles.end - 1; key >= next.kv_tiles.begin;
-           key = Config::noted ? notes.block_after(cta.p, next, key) : key - 1) {
+           key = Config::skips_tiles ? kv_tiles.next_tile(cta.p, next, key) : key - 1) {
         const Sequence& sequence = next.sequence(cta.p);
-        Block keys = {key, next.coord.head_kv, sequence.k_batch, sequence.k_first,
+        KvTile keys = {key, next.coord.head_kv, sequence.k_batch, sequence.k_first,
                       sequence.seqlen_k};
         if constexpr (Config::page_size > 0) find_page(next.coord.batch, keys);
-        if constexpr (Config::noted) leave_note(notes.note_of(next, key), next.coord);
+        if constexpr (Config::skips_tiles) publish_kv_tile(kv_tiles.info(next, key), next.coord);
         load_keys(keys);
         if constexpr (Cta::streams_bias) load_bias(next.coord, key);
         if (!Cta::values_in_keys && values.index >= 0) load_values(values);
@@ -81,9 +81,9 @@ struct HopperProducer {
         }
       }
     }
-    if constexpr (Config::noted) end_notes();
+    if constexpr (Config::skips_tiles) publish_end();
     if (!Cta::values_in_keys && values.index >= 0) load_values(values);
-    if constexpr (!Config::noted) announce(WorkTile::end_of_work());
+    if constexpr (!Config::skips_tiles) announce(WorkTile::end_of_work());
     if constexpr (Config::sequences) announce_no_tail();
   }
 
@@ -126,22 +126,22 @@ struct HopperProducer {
     work_tile_slot = Cta::next_work_tile_slot(work_tile_slot);
   }
 
-  // Publishes the `Note` of the KV tile whose K comes next.
-  __device__ void leave_note(const typename Cta::Note& note, const TileCoord& coord) {
+  // Publishes the `KvTileInfo` of the KV tile whose K comes next.
+  __device__ void publish_kv_tile(const typename Cta::KvTileInfo& kv_tile_info, const TileCoord& coord) {
     ptx::mbarrier_wait(cta.empty(ring.slot), ring.parity ^ 1);
     if (!acts()) return;
-    *cta.note(ring.slot) = note;
-    if constexpr (Config::block_mask) load_visible_pairs(cta.p, note, coord);
+    *cta.kv_tile_info(ring.slot) = kv_tile_info;
+    if constexpr (Config::block_mask) load_visible_pairs(cta.p, kv_tile_info, coord);
   }
 
   // Loads the visible pairs that the block mask stores. They arrive at the same barrier as K.
   template <class AnyParams>
-  __device__ void load_visible_pairs(const AnyParams& p, const typename Cta::Note& note,
+  __device__ void load_visible_pairs(const AnyParams& p, const typename Cta::KvTileInfo& kv_tile_info,
                                    const TileCoord& coord) {
     // Few KV tiles have any. A loop needs fewer of the producer's few registers.
 #pragma unroll 1
     for (int consumer = 0; consumer < Cta::consumers; ++consumer) {
-      const int slot = note.slot(consumer);
+      const int slot = kv_tile_info.slot(consumer);
       if (slot == 0) continue;
       const int64 tile = p.block_mask.query_tile_index(coord.batch, coord.head, coord.q_begin / Config::Br);
       ptx::mbarrier_expect_tx(cta.full(ring.slot), Cta::visible_pairs_bytes);
@@ -153,10 +153,10 @@ struct HopperProducer {
     visible_pairs_ring.advance();
   }
 
-  __device__ void end_notes() {
+  __device__ void publish_end() {
     ptx::mbarrier_wait(cta.empty(ring.slot), ring.parity ^ 1);
     if (acts()) {
-      *cta.note(ring.slot) = Cta::Note::end_of_work();
+      *cta.kv_tile_info(ring.slot) = Cta::KvTileInfo::end_of_work();
       ptx::mbarrier_arrive(cta.full(ring.slot));
     }
     ring.advance();
@@ -164,27 +164,27 @@ struct HopperProducer {
 
   // Sets the page that holds a KV tile. The block table is not validated: for a page number outside
   // the cache, TMA fills the tile with zeros.
-  __device__ void find_page(int batch, Block& keys) const {
+  __device__ void find_page(int batch, KvTile& keys) const {
     const int key = keys.row();
     keys.batch = cta.p.block_table[batch * cta.p.block_table_stride + key / Config::page_size];
     keys.first = key % Config::page_size - key;
   }
 
-  __device__ void load_keys(const Block& block) {
+  __device__ void load_keys(const KvTile& kv_tile) {
     if constexpr (Cta::values_in_keys) {
-      load_latent_keys(block);
+      load_latent_keys(kv_tile);
     } else {
-      load_block<KeyTile>(&cta.maps.k, block, Cta::rank() * Cta::columns);
+      load_kv_tile<KeyTile>(&cta.maps.k, kv_tile, Cta::rank() * Cta::columns);
     }
   }
 
   // Loads K of MLA, which is also V. Rows past the sequence's end are zeroed, as in `load_tail`.
-  __device__ void load_latent_keys(const Block& block) {
-    const bool has_tail = Config::sequences && block.rows() < Bc;
+  __device__ void load_latent_keys(const KvTile& kv_tile) {
+    const bool has_tail = Config::sequences && kv_tile.rows() < Bc;
     ptx::mbarrier_wait(cta.empty(ring.slot), ring.parity ^ 1);
-    if (has_tail) *cta.tail(tail.slot) = {ring.slot, block.rows()};
-    load_latent<KeyTile>(cta.slot_address(ring.slot), &maps().k, &maps().k_rest, block.row(),
-                         block.head, block.batch,
+    if (has_tail) *cta.tail(tail.slot) = {ring.slot, kv_tile.rows()};
+    load_latent<KeyTile>(cta.slot_address(ring.slot), &maps().k, &maps().k_rest, kv_tile.row(),
+                         kv_tile.head, kv_tile.batch,
                          has_tail ? cta.arrived(tail.slot) : cta.full(ring.slot),
                          ptx::l2_evict_last);
     ring.advance();
@@ -219,9 +219,9 @@ struct HopperProducer {
   }
 
   template <class Tile>
-  __device__ void load_block(const TensorMap* map, const Block& block, int first_column) {
+  __device__ void load_kv_tile(const TensorMap* map, const KvTile& kv_tile, int first_column) {
     ptx::mbarrier_wait(cta.empty(ring.slot), ring.parity ^ 1);
-    load<Tile>(cta.slot_address(ring.slot), map, block.row(), block.head, block.batch,
+    load<Tile>(cta.slot_address(ring.slot), map, kv_tile.row(), kv_tile.head, kv_tile.batch,
                cta.full(ring.slot), ptx::l2_evict_last, first_column);
     ring.advance();
   }
@@ -235,21 +235,21 @@ struct HopperProducer {
     bias_ring.advance();
   }
 
-  __device__ void load_values(const Block& block) {
-    if (Config::sequences && block.rows() < Bc) {
-      load_tail(block);
+  __device__ void load_values(const KvTile& kv_tile) {
+    if (Config::sequences && kv_tile.rows() < Bc) {
+      load_tail(kv_tile);
     } else if constexpr (Cta::transposes_values) {
-      load_transposed(block);
+      load_transposed(kv_tile);
     } else {
-      load_block<ValueTile>(&cta.maps.v, block, Cta::first_column_v());
+      load_kv_tile<ValueTile>(&cta.maps.v, kv_tile, Cta::first_column_v());
     }
   }
 
   // Loads a tile of transposed V, whose columns are keys.
-  __device__ void load_transposed(const Block& block) {
+  __device__ void load_transposed(const KvTile& kv_tile) {
     ptx::mbarrier_wait(cta.empty(ring.slot), ring.parity ^ 1);
-    load<ValueTile>(cta.slot_address(ring.slot), &cta.maps.v, 0, block.head, block.batch,
-                    cta.full(ring.slot), ptx::l2_evict_last, block.row());
+    load<ValueTile>(cta.slot_address(ring.slot), &cta.maps.v, 0, kv_tile.head, kv_tile.batch,
+                    cta.full(ring.slot), ptx::l2_evict_last, kv_tile.row());
     ring.advance();
   }
 
@@ -273,10 +273,10 @@ struct HopperProducer {
   // Loads V with rows past the end of the sequence. Its stage becomes full when those rows have
   // been zeroed. The ring of tails has a free entry, because only as many earlier tails as there
   // are stages can be unconsumed.
-  __device__ void load_tail(const Block& block) {
+  __device__ void load_tail(const KvTile& kv_tile) {
     ptx::mbarrier_wait(cta.empty(ring.slot), ring.parity ^ 1);
-    if (acts()) *cta.tail(tail.slot) = {ring.slot, block.rows()};
-    load<ValueTile>(cta.slot_address(ring.slot), &cta.maps.v, block.row(), block.head, block.batch,
+    if (acts()) *cta.tail(tail.slot) = {ring.slot, kv_tile.rows()};
+    load<ValueTile>(cta.slot_address(ring.slot), &cta.maps.v, kv_tile.row(), kv_tile.head, kv_tile.batch,
                     cta.arrived(tail.slot), ptx::l2_evict_last, Cta::first_column_v());
     ring.advance();
     tail.advance();

@@ -162,10 +162,10 @@ struct HopperProducts {
   // Called when S is complete. Releases the K stage of the product that was issued `products`
   // products ago, and the query stage if this was its last use. Queries in registers have been read
   // from shared memory when the first product with them is complete.
-  __device__ void leave_scores(int products, bool is_first_block, bool is_last_block) {
+  __device__ void leave_scores(int products, bool is_first_tile, bool is_last_tile) {
     ptx::pin(scores);
     if constexpr (!Cta::values_in_keys) Cta::leave(cta.empty(slot_before(products)));
-    if (keeps_all_queries ? is_first_block : is_last_block) leave_queries();
+    if (keeps_all_queries ? is_first_tile : is_last_tile) leave_queries();
   }
 
   __device__ void leave_queries() {

@@ -43,7 +43,7 @@ __device__ void hopper_gradients(const GradientMaps& maps, const GradientParams&
   // The shuffle tells the compiler that the value is uniform within a warp.
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (warp < 4) {
-    ptx::setmaxnreg_dec<Config::helper_registers>();
+    ptx::setmaxnreg_dec<Config::producer_registers>();
     if (!cta.has_steps()) return;
     const bool is_first = threadIdx.x % 32 == 0;
     if (warp == 0 && is_first) HopperGradientLoader<Config>{cta}.load_all();

@@ -69,21 +69,21 @@ __device__ void hopper_forward(const TensorMaps& maps, const Params& params) {
     if constexpr (HopperCta<Config>::builds_order) cta.build_order();
     if (HopperProducer<Config>::is_one()) HopperProducer<Config>{cta}.produce();
     if constexpr (Config::sequences) {
-      if (threadIdx.x / 32 == 1) HopperFinder<Config>{cta}.schedule_tiles();
+      if (threadIdx.x / 32 == 1) HopperScheduler<Config>{cta}.schedule_tiles();
       if (threadIdx.x / 32 == 2) HopperTailClearer<Config>{cta}.clear_tails();
       if (threadIdx.x / 32 == 3) clear_unowned_rows<Config, 1>(params);
     } else {
       constexpr bool may_see_nothing = Config::causal || Config::split_keys || Config::modified;
       if (may_see_nothing && threadIdx.x / 32 == 1) {
-        HopperFinder<Config> finder{cta};
-        finder.write_unseeing_tiles();
-        if (cta.helper_sets_rows()) finder.set_rows_of_few_keys();
+        HopperScheduler<Config> scheduler{cta};
+        scheduler.write_unseeing_tiles();
+        if (cta.scheduler_writes_rows()) scheduler.set_rows_of_few_keys();
       }
     }
   } else {
     ptx::setmaxnreg_inc<Config::consumer_registers>();
     HopperConsumer<Config>(cta, warpgroup - 1).consume();
-    if (cta.helper_sets_rows()) cta.consumers_have_written();
+    if (cta.scheduler_writes_rows()) cta.consumers_have_written();
     if (threadIdx.x / 32 == 4) clear_unowned_rows<Config, 2>(params);
   }
 }

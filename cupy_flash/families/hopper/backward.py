@@ -221,7 +221,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
             "dout_stages": tile.dout_stages,
             "padded_dim": dim,
             "padded_dim_v": dim_v,
-            "helper_registers": helper_registers,
+            "producer_registers": helper_registers,
             "consumer_registers": consumer_registers,
             "wide": _is_wide(problem),
             "shared_memory": self.shared_memory(problem, tile),

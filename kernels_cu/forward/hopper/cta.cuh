@@ -397,11 +397,11 @@ struct HopperCta {
   // one key, p v / p differs from v. In variable-length batches, consumers skip such rows;
   // otherwise they are overwritten at the end. With modifications, only the consumers know which
   // rows these are.
-  __device__ bool is_set_by_helper(const WorkTile& work_tile, int row) const {
+  __device__ bool is_written_by_scheduler(const WorkTile& work_tile, int row) const {
     return !Config::modified &&
            work_tile.template mask<Config>(p).visible_end(row) <= few_keys<Element>;
   }
-  __device__ bool helper_sets_rows() const {
+  __device__ bool scheduler_writes_rows() const {
     return Config::causal && !Config::sequences && !Config::modified &&
            p.q_offset < few_keys<Element>;
   }

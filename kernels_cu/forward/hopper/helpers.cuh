@@ -11,7 +11,7 @@
 // Scheduler warp. In variable-length batches, it fetches work tiles ahead of the producer. It also
 // writes the output of fully masked rows.
 template <class Config>
-struct HopperFinder {
+struct HopperScheduler {
   using Element = typename Config::Element;
   using Cta = HopperCta<Config>;
   using WorkTile = typename Cta::WorkTile;
@@ -76,7 +76,7 @@ struct HopperFinder {
     // These rows are rare, and the producer warps have few registers: loops are not unrolled.
 #pragma unroll 1
     for (int row = coord.q_begin; row < q_end; ++row) {
-      if (work_tile.has_keys() && !cta.is_set_by_helper(work_tile, row)) return;
+      if (work_tile.has_keys() && !cta.is_written_by_scheduler(work_tile, row)) return;
       if constexpr (few_keys<Element> > 0) {
         if (work_tile.has_keys() && work_tile.template mask<Config>(cta.p).visible_end(row) > 0) {
           set_to_value(work_tile, row);

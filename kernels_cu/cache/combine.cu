@@ -89,10 +89,10 @@ __device__ void combine(const CombineParams& p) {
           load_elements<width, Config::alignment>(from + s * p.split_stride + column, elements);
       // Splits without a visible key are loaded too, so that the loads of several splits overlap.
       // Their outputs may hold anything, and are not used.
-      const bool saw_nothing = lse == -Math::infinity();
+      const bool is_fully_masked = lse == -Math::infinity();
 #pragma unroll
       for (int e = 0; e < width; ++e) {
-        merged[e] = fma(weight, saw_nothing ? T(0) : widen(x.at[e]), merged[e]);
+        merged[e] = fma(weight, is_fully_masked ? T(0) : widen(x.at[e]), merged[e]);
       }
     }
     Vector<Element, width> result;

@@ -73,11 +73,11 @@ __device__ void hopper_forward(const TensorMaps& maps, const Params& params) {
       if (threadIdx.x / 32 == 2) HopperTailClearer<Config>{cta}.clear_tails();
       if (threadIdx.x / 32 == 3) clear_unowned_rows<Config, 1>(params);
     } else {
-      constexpr bool may_see_nothing = Config::causal || Config::split_keys || Config::modified;
-      if (may_see_nothing && threadIdx.x / 32 == 1) {
+      constexpr bool may_be_fully_masked = Config::causal || Config::split_keys || Config::modified;
+      if (may_be_fully_masked && threadIdx.x / 32 == 1) {
         HopperScheduler<Config> scheduler{cta};
-        scheduler.write_unseeing_tiles();
-        if (cta.scheduler_writes_rows()) scheduler.set_rows_of_few_keys();
+        scheduler.write_masked_tiles();
+        if (cta.scheduler_writes_rows()) scheduler.overwrite_degenerate_rows();
       }
     }
   } else {

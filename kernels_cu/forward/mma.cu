@@ -71,7 +71,7 @@ struct MmaForward : MmaTileCoord<Config> {
 
   // Whether to find rows that attend to one key at the end, and to set them to its value. Needed if
   // P V loses bits and modifications mask keys, so that `Mask` does not tell which rows these are.
-  static constexpr bool settles_only_keys =
+  static constexpr bool fixes_one_key_rows =
       Config::modified && !Config::sinks && !quotient_is_exact<Element>;
 
   static_assert(warp_rows == 16 || warp_rows == 32, "a warp owns one or two tiles of 16 rows");
@@ -313,20 +313,20 @@ struct MmaForward : MmaTileCoord<Config> {
       const SequenceView<Config> tile_view(view->p, ChosenRows<Config>::tile());
       const Params local = tile_view.params();
       finish(local, tile_view.coord, &tile_view);
-      if (sees_few()) settle(local, tile_view.coord, &tile_view);
+      if (may_have_degenerate_rows()) fix_rows(local, tile_view.coord, &tile_view);
       tile_view.clear_unowned_rows();
     } else {
       finish(p, tile_coord<Br>(p, ChosenRows<Config>::tile()), nullptr);
-      if (sees_few()) settle(p, tile_coord<Br>(p, ChosenRows<Config>::tile()), nullptr);
+      if (may_have_degenerate_rows()) fix_rows(p, tile_coord<Br>(p, ChosenRows<Config>::tile()), nullptr);
     }
   }
 
   // Returns whether settle() is needed. Recomputing the coordinates costs 1 to 2% with 512 keys.
-  __device__ bool sees_few() const {
-    return !Config::modified && mask.visible_end(first_row - lane / 4) <= few_keys<Element>;
+  __device__ bool may_have_degenerate_rows() const {
+    return !Config::modified && mask.visible_end(first_row - lane / 4) <= max_degenerate_keys<Element>;
   }
 
-  __device__ static void settle(const Params& p, const TileCoord& coord, const SequenceView<Config>* view) {
+  __device__ static void fix_rows(const Params& p, const TileCoord& coord, const SequenceView<Config>* view) {
     const unsigned group = threadIdx.x / 32 / column_warps;
     const int first = coord.q_begin + group * warp_rows;
     // Waits until all warps with the same rows have written them.
@@ -334,20 +334,20 @@ struct MmaForward : MmaTileCoord<Config> {
       ptx::barrier_sync_aligned(1 + group, 32 * column_warps);
       if (Products::column_warp() > 0) return;
     }
-    settle_few_seen<Config>(p, coord, view, first, min(first + warp_rows, p.seqlen_q));
+    fix_degenerate_rows<Config>(p, coord, view, first, min(first + warp_rows, p.seqlen_q));
   }
 
   __device__ void finish(const Params& p, const TileCoord& coord, const SequenceView<Config>* view) {
     const auto partials = partials_of(p, view);
-    unsigned sees_one = 0;  // bit 2 * i + half: the sum of the row is a single p
+    unsigned one_key_rows = 0;  // bit 2 * i + half: the sum of the row is a single p
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const SoftmaxRow<float>& state = softmax.add_lanes(i, half);
-        if constexpr (settles_only_keys) {
+        if constexpr (fixes_one_key_rows) {
           const float largest = Softmax::largest_probability(state, scale_log2);
-          if (state.sum > 0 && state.sum == largest) sees_one |= 1 << (2 * i + half);
+          if (state.sum > 0 && state.sum == largest) one_key_rows |= 1 << (2 * i + half);
         }
         const float normalizer = state.normalizer();
         scale_row<Products::columns_v / 8>(out[i][0] + 2 * half, normalizer);
@@ -375,13 +375,13 @@ struct MmaForward : MmaTileCoord<Config> {
     } else {
       write_output(p, coord, view);
     }
-    if constexpr (settles_only_keys) settle_only_keys(sees_one, partials, p, coord, view);
+    if constexpr (fixes_one_key_rows) fix_one_key_rows(one_key_rows, partials, p, coord, view);
   }
 
-  __device__ void settle_only_keys(unsigned sees_one, const Partials<Config>& partials,
+  __device__ void fix_one_key_rows(unsigned one_key_rows, const Partials<Config>& partials,
                                    const Params& p, const TileCoord& coord,
                                    const SequenceView<Config>* view) const {
-    if (!__any_sync(~0u, sees_one != 0)) return;
+    if (!__any_sync(~0u, one_key_rows != 0)) return;
     const KvTileRange tiles = kv_tile_range<Bc, Config::split_keys>(
         Mask<Config, Config::group>(p, coord.batch), coord.q_begin,
         min(coord.q_begin + Br, p.seqlen_q), coord.split, p.num_splits);
@@ -389,7 +389,7 @@ struct MmaForward : MmaTileCoord<Config> {
 #pragma unroll 1
     for (int r = 0; r < 2 * row_tiles; ++r) {
       // Keep one bit per row, that of the first of its four lanes.
-      unsigned left = __ballot_sync(~0u, sees_one >> r & 1) & 0x11111111;
+      unsigned left = __ballot_sync(~0u, one_key_rows >> r & 1) & 0x11111111;
 #pragma unroll 1
       for (; left != 0; left &= left - 1) {
         const int row = row_of(first_of_warp + (__ffs(left) - 1) / 4, r / 2, r % 2);
@@ -397,11 +397,11 @@ struct MmaForward : MmaTileCoord<Config> {
         // Orders the next writes after those of the lanes that wrote the row.
         __syncwarp();
         if constexpr (Config::split_keys) {
-          settle_only_key<Config>(p, coord, view, tiles, row,
+          fix_one_key_row<Config>(p, coord, view, tiles, row,
                                   partials.out_row(coord.split, index_of(p, coord, view, row)));
         } else {
           Element* head = p.out.head<Element>(coord.batch, coord.head);
-          settle_only_key<Config>(p, coord, view, tiles, row, out_row(head, p, view, row));
+          fix_one_key_row<Config>(p, coord, view, tiles, row, out_row(head, p, view, row));
         }
       }
     }
@@ -419,7 +419,7 @@ struct MmaForward : MmaTileCoord<Config> {
       float lse = log_sum_exp(state);
       scale_row<Products::columns_v / 8>(row, take_sink<Config>(p, head, lse));
     }
-    if (state.saw_nothing()) fill_row_from<Products::columns_v / 8>(row, 0, 0);
+    if (state.is_fully_masked()) fill_row_from<Products::columns_v / 8>(row, 0, 0);
   }
 
   __device__ void write_partial(const Partials<Config>& partials, const Params& p,

@@ -193,13 +193,13 @@ struct Kernel : OptionalView<Config> {
     rows.finish();
     write<Config>(p, coord, view, rows, scale_log2);
     if (Config::modified) return;
-    if (mask.visible_end(coord.q_begin + first_of_warp()) > few_keys<Element>) return;
+    if (mask.visible_end(coord.q_begin + first_of_warp()) > max_degenerate_keys<Element>) return;
     // The tile coordinates are recomputed. Keeping them until here would slow the loops by 2.5% in
     // causal calls at head_dim 256.
     if constexpr (Config::sequences) {
-      settle(coord);
+      fix_rows(coord);
     } else {
-      settle(tile_coord<Config::Br>(p, ptx::block_index()));
+      fix_rows(tile_coord<Config::Br>(p, ptx::block_index()));
     }
   }
 
@@ -207,9 +207,9 @@ struct Kernel : OptionalView<Config> {
   static constexpr int warp_rows = L::warp_rows * L::rows;
   __device__ static int first_of_warp() { return threadIdx.x / 32 * warp_rows; }
 
-  __device__ void settle(const TileCoord& coord) const {
+  __device__ void fix_rows(const TileCoord& coord) const {
     const int first = coord.q_begin + first_of_warp();
-    settle_few_seen<Config>(p, coord, view, first, min(first + warp_rows, p.seqlen_q));
+    fix_degenerate_rows<Config>(p, coord, view, first, min(first + warp_rows, p.seqlen_q));
   }
 };
 

@@ -13,8 +13,8 @@
 // to several or none. Modifications are evaluated with scores of 0, so that a result of -inf comes
 // from a mask or a bias of -inf.
 template <class Config>
-__device__ int find_only_key(const Params& p, const ScoreRow& row, int begin, int end) {
-  int found = -1;
+__device__ int find_only_visible_key(const Params& p, const ScoreRow& row, int begin, int end) {
+  int only_key = -1;
 #pragma unroll 1
   for (int first = begin; first < end; first += 32) {
     const int key = first + threadIdx.x % 32;
@@ -22,25 +22,25 @@ __device__ int find_only_key(const Params& p, const ScoreRow& row, int begin, in
     modify_rows<Config, 1, 1>(
         p, [&](int) { return row; }, min(key, end - 1), [&](int, int) -> float& { return score; },
         [](int) { return 0; });
-    const unsigned seen =
+    const unsigned visible =
         __ballot_sync(~0u, key < end && score > -SoftmaxMath<float>::infinity());
-    if (seen == 0) continue;
-    if (found >= 0 || (seen & (seen - 1)) != 0) return -1;
-    found = first + __ffs(seen) - 1;
+    if (visible == 0) continue;
+    if (only_key >= 0 || (visible & (visible - 1)) != 0) return -1;
+    only_key = first + __ffs(visible) - 1;
   }
-  return found;
+  return only_key;
 }
 
 // Called by a warp after it has written the result of a row to `out`. If the row attends to only
 // one key of `tiles`, the result becomes the value of that key.
 template <class Config, class Out>
-__device__ void settle_only_key(const Params& p, const TileCoord& coord, const SequenceView<Config>* view,
+__device__ void fix_one_key_row(const Params& p, const TileCoord& coord, const SequenceView<Config>* view,
                                 const KvTileRange& tiles, int row, Out* out) {
   using Element = typename Config::Element;
   const Mask<Config, Config::group> mask(p, coord.batch);
   const int begin = max(mask.visible_begin(row), tiles.begin * Config::Bc);
   const int end = min(mask.visible_end(row), tiles.end * Config::Bc);
-  const int key = find_only_key<Config>(p, score_row(p, coord, view, row), begin, end);
+  const int key = find_only_visible_key<Config>(p, score_row(p, coord, view, row), begin, end);
   if (key < 0) return;
   Row<Element> value = {p.v.template head<const Element>(coord.batch, coord.head_kv) +
                             key * p.v.row_stride,

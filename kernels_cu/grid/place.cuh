@@ -147,17 +147,17 @@ __device__ typename Config::Element* out_row(typename Config::Element* head, con
   }
 }
 
-// Calls `settle_few_seen()` for the rows [first, end) of a tile; with split KV, combining does it.
+// Calls `fix_degenerate_rows()` for the rows [first, end) of a tile; with split KV, combining does it.
 template <class Config>
-__device__ void settle_few_seen(const Params& p, const TileCoord& coord, const SequenceView<Config>* view,
+__device__ void fix_degenerate_rows(const Params& p, const TileCoord& coord, const SequenceView<Config>* view,
                                 int first, int end) {
   using Element = typename Config::Element;
   // Without a causal mask, 16-bit rows need no correction: only seqlen_k == 0 leaves them no key.
-  constexpr bool may_be_few = Config::causal || !quotient_is_exact<Element>;
-  if constexpr (!Config::split_keys && may_be_few) {
+  constexpr bool may_be_degenerate = Config::causal || !quotient_is_exact<Element>;
+  if constexpr (!Config::split_keys && may_be_degenerate) {
     const Mask<Config, Config::group> mask(p, coord.batch);
     Element* head = p.out.head<Element>(coord.batch, coord.head);
-    settle_few_seen<Config::head_dim_v, Element>(
+    fix_degenerate_rows<Config::head_dim_v, Element>(
         first, end, [&](int row) { return mask.visible_end(row); },
         [&](int row) { return out_row(head, p, view, row); }, first_value(p, coord, view));
   }

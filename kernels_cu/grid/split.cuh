@@ -134,15 +134,15 @@ __device__ void combine_row(const Params& p, const Partials<Config>& partials, i
   for (int column = lane; column < Config::head_dim_v; column += 32) {
     T merged = 0;
     for (int s = 0; s < p.num_splits; ++s) {
-      const bool saw_nothing = *partials.lse_row(s, index) == -Math::infinity();
+      const bool is_fully_masked = *partials.lse_row(s, index) == -Math::infinity();
       const T weight = merge.share_of(partials.sum(p, s, index)) * normalizer;
       // If the row attends to no key of the split, its partial output may be 0 * NaN.
-      const T partial = saw_nothing ? T(0) : partials.out_row(s, index)[column];
+      const T partial = is_fully_masked ? T(0) : partials.out_row(s, index)[column];
       merged = fma(weight, partial, merged);
     }
     out[column] = Config::modified
                       ? narrow<Element>(merged)
-                      : settled(visible, narrow<Element>(merged), first_value, column);
+                      : degenerate_value(visible, narrow<Element>(merged), first_value, column);
   }
   if (lane == 0 && p.lse != nullptr) {
     T lse = merge.lse();

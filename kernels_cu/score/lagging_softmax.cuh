@@ -13,7 +13,7 @@ __device__ inline bool any_of_lanes(bool x) {
 }
 
 template <class Element>
-struct LaggingSoftmaxRow {
+struct LazySoftmaxRow {
   using Math = SoftmaxMath<float>;
   // Range of the exponent of a row's largest p. float16 holds up to 2^15, and needs its range below
   // 1 for small p, many of which may make up most of an output. bfloat16 has the exponents of
@@ -44,12 +44,12 @@ struct LaggingSoftmaxRow {
   }
 
   // Returns whether the row has had no score above -inf yet (the largest p is never 0).
-  __device__ bool is_fresh() const { return !any_of_lanes(sum != 0); }
+  __device__ bool is_empty() const { return !any_of_lanes(sum != 0); }
 
   // Sets the base of a row with one visible key, given its score times the scale. P is then a power
   // of two to within float32's rounding, and a 16-bit result is exactly the key's value. Only the
   // lane that holds the key needs the base: the others neither sum p nor write the log-sum-exp.
-  __device__ void see_only(float score) {
+  __device__ void set_only_key(float score) {
     if (score > -Math::infinity()) base = score - (highest - 1);
   }
 
@@ -59,11 +59,11 @@ struct LaggingSoftmaxRow {
   // of this KV tile have the change subtracted last, those of later KV tiles the new base at once:
   // with a base of that magnitude, the two would round differently.
   template <bool HasLow>
-  __device__ float change_base(float max, bool outgrown, bool is_fresh, float& rescale) {
+  __device__ float change_base(float max, bool outgrown, bool is_empty, float& rescale) {
     const bool changes =
-        outgrown || (is_fresh && max < lowest && max > (HasLow ? low_score<float> : -Math::infinity()));
+        outgrown || (is_empty && max < lowest && max > (HasLow ? low_score<float> : -Math::infinity()));
     const float change = changes ? max - lowest : 0;
-    rescale = changes && !is_fresh ? Math::exp2(-change) : 1;
+    rescale = changes && !is_empty ? Math::exp2(-change) : 1;
     base += change;
     sum *= rescale;
     return change;

@@ -346,7 +346,7 @@ class HopperFamily(Family[HopperTile]):
             "values_in_keys": latent.holds_values_in_keys(problem),
             "skips_tiles": scores.is_noted(problem, tile),
             "bounded": scores.is_bounded(problem),
-            "finds_only_keys": scores.finds_only_keys(problem),
+            "detects_one_key_rows": scores.finds_only_keys(problem),
             "bias_stages": scores.BIAS_STAGES if scores.streams_bias(problem) else 0,
             "shared_memory": self.shared_memory(problem, tile),
             **scores.low_row_config(problem),

@@ -211,7 +211,7 @@ struct DecodeWarp : DecodeCta<Config> {
         float* target = record + warp % ColumnWarps::size * columns;
         const float base = state.base(scale_log2);
         // A row with base -inf or without a visible key has weight 0, whatever its columns hold.
-        const bool has_weight = !state.saw_nothing() && base > -SoftmaxMath<float>::infinity();
+        const bool has_weight = !state.is_fully_masked() && base > -SoftmaxMath<float>::infinity();
         if (!has_weight) {
 #pragma unroll
           for (int j = 0; j < columns / 8; ++j) out[i][j][2 * half] = out[i][j][2 * half + 1] = 0;

@@ -399,11 +399,11 @@ struct HopperCta {
   // rows these are.
   __device__ bool is_written_by_scheduler(const WorkTile& work_tile, int row) const {
     return !Config::modified &&
-           work_tile.template mask<Config>(p).visible_end(row) <= few_keys<Element>;
+           work_tile.template mask<Config>(p).visible_end(row) <= max_degenerate_keys<Element>;
   }
   __device__ bool scheduler_writes_rows() const {
     return Config::causal && !Config::sequences && !Config::modified &&
-           p.q_offset < few_keys<Element>;
+           p.q_offset < max_degenerate_keys<Element>;
   }
   __device__ void consumers_have_written() const {
     ptx::bar_arrive(1 + consumers, 128 * consumers + 32);

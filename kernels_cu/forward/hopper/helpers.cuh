@@ -34,7 +34,7 @@ struct HopperScheduler {
       fetch_work_tile<Config>(cta.p, order, fetch, section_keys, next, is_first);
       __syncwarp();
       if (!next.is_end_of_work() && (Config::causal || !next.has_keys())) {
-        set_few_seen(next);
+        write_degenerate_rows(next);
         __syncwarp();
         if (!next.has_keys()) continue;
       }
@@ -51,25 +51,25 @@ struct HopperScheduler {
   }
 
   // Writes the output of query tiles without a visible key, which the main loop skips.
-  __device__ void write_unseeing_tiles() const {
+  __device__ void write_masked_tiles() const {
     for (unsigned round = 0;; ++round) {
       const WorkTile next = cta.work_tile_of(round);
       if (next.is_end_of_work()) return;
-      if (!next.has_keys()) set_few_seen(next);
+      if (!next.has_keys()) write_degenerate_rows(next);
     }
   }
 
-  // Waits for the consumers, then sets the first rows if they attend to at most `few_keys` keys.
-  __device__ void set_rows_of_few_keys() const {
+  // Waits for the consumers, then sets the first rows if they attend to at most `max_degenerate_keys` keys.
+  __device__ void overwrite_degenerate_rows() const {
     cta.await_consumers();
     for (unsigned round = 0;; ++round) {
       const WorkTile next = cta.work_tile_of(round);
       if (next.is_end_of_work()) return;
-      if (next.has_keys()) set_few_seen(next);
+      if (next.has_keys()) write_degenerate_rows(next);
     }
   }
 
-  __device__ void set_few_seen(const WorkTile& work_tile) const {
+  __device__ void write_degenerate_rows(const WorkTile& work_tile) const {
     const TileCoord& coord = work_tile.coord;
     const int lane = threadIdx.x % 32;
     const int q_end = min(coord.q_begin + Config::Br, work_tile.sequence(cta.p).seqlen_q);
@@ -77,9 +77,9 @@ struct HopperScheduler {
 #pragma unroll 1
     for (int row = coord.q_begin; row < q_end; ++row) {
       if (work_tile.has_keys() && !cta.is_written_by_scheduler(work_tile, row)) return;
-      if constexpr (few_keys<Element> > 0) {
+      if constexpr (max_degenerate_keys<Element> > 0) {
         if (work_tile.has_keys() && work_tile.template mask<Config>(cta.p).visible_end(row) > 0) {
-          set_to_value(work_tile, row);
+          write_value(work_tile, row);
           continue;
         }
       }
@@ -106,13 +106,13 @@ struct HopperScheduler {
   }
 
   // Sets a row that attends to one key to the value of that key.
-  __device__ void set_to_value(const WorkTile& work_tile, int row) const {
+  __device__ void write_value(const WorkTile& work_tile, int row) const {
     const TileCoord& coord = work_tile.coord;
     const Row<Element> value = {cta.p.v.template head<Element>(coord.batch, coord.head_kv), true};
     Element* out = cta.output_row(work_tile, row);
 #pragma unroll 1
     for (int column = threadIdx.x % 32; column < Config::head_dim_v; column += 32) {
-      out[column] = settled(1, out[column], value, column);
+      out[column] = degenerate_value(1, out[column], value, column);
     }
   }
 };

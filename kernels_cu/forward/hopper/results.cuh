@@ -37,9 +37,9 @@ struct HopperResults {
 
   // Computes the factors that output rows are multiplied by, and writes the log-sum-exp. Returns
   // whether any row of the warp is special, which write_output() then looks for. A row is special
-  // if its factor is 0 or, with Config::finds_only_keys, if one lane holds its whole sum, so that
+  // if its factor is 0 or, with Config::detects_one_key_rows, if one lane holds its whole sum, so that
   // it may attend to one key only. In the latter case the factor in that lane is minus the sum,
-  // which normalize_only_keys() replaces. Most tiles have no special row; one vote skips all this.
+  // which normalize_one_key_rows() replaces. Most tiles have no special row; one vote skips all this.
   __device__ bool finish_softmax(const SoftmaxRow (&finished)[2], float (&normalizer)[2]) const {
     SoftmaxRow state[2] = {finished[0], finished[1]};
     bool may_be_one_key[2] = {}, is_special = false;
@@ -95,7 +95,7 @@ struct HopperResults {
     for (int half = 0; half < 2; ++half) {
       const float own = state[half].sum;
       state[half].sum = sum_of_lanes(own);
-      may_be_one_key[half] = Config::finds_only_keys && own == state[half].sum;
+      may_be_one_key[half] = Config::detects_one_key_rows && own == state[half].sum;
       is_low[half] = Config::marks_low_rows && !(fabsf(state[half].base) < most_base);
       is_special |= may_be_one_key[half] || state[half].sum == 0 || is_low[half];
     }
@@ -109,7 +109,7 @@ struct HopperResults {
 
   __device__ void write_output(float (&normalizer)[2], bool is_special) const {
     const WorkTile& work_tile = finished_work_tile();
-    if (Config::finds_only_keys && is_special) normalize_only_keys(normalizer);
+    if (Config::detects_one_key_rows && is_special) normalize_one_key_rows(normalizer);
     products.scale_output(normalizer);
     if (Config::modified && is_special) {
       // A row with a sum of 0 holds 0 times values that other rows attend to. It has no visible key
@@ -138,7 +138,7 @@ struct HopperResults {
   // Each lane checks one column: comparing all 32 makes a bias 1% slower (bfloat16, head_dim 128,
   // 8192 keys, H200). If only the checked columns have 16-bit quotients, the output is off by the
   // rounding of the sum, half a unit in its last place.
-  __device__ void normalize_only_keys(float (&normalizer)[2]) const {
+  __device__ void normalize_one_key_rows(float (&normalizer)[2]) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float sum = max_of_lanes(-normalizer[half]);

@@ -32,7 +32,7 @@ __device__ inline float largest_of_lane(const float (&scores)[Bc / 2], int half)
 // `Transposed` selects the specialization for float8 (float8_softmax.cuh), whose V is transposed.
 template <class Config, bool Transposed = HopperCta<Config>::transposes_values>
 struct HopperSoftmax {
-  using Row = LaggingSoftmaxRow<typename Config::Element>;
+  using Row = LazySoftmaxRow<typename Config::Element>;
   static constexpr int Bc = Config::Bc;
   using Scores = float[Bc / 2];
   using Operand = HopperOperand<typename Config::Element>;
@@ -50,7 +50,7 @@ struct HopperSoftmax {
 
   const float scale_log2;
   Row rows[2];
-  bool some_are_fresh;  // whether a row of the warp may have had no visible key yet
+  bool any_empty;  // whether a row of the warp may have had no visible key yet
 
   __device__ explicit HopperSoftmax(const Params& p)
       : scale_log2(exponent_scale<Config, float>(p)) {}
@@ -59,7 +59,7 @@ struct HopperSoftmax {
     rows[0].reset();
     rows[1].reset();
     if constexpr (Config::bounded) rows[0].base = rows[1].base = 0;
-    some_are_fresh = true;
+    any_empty = true;
   }
 
   __device__ static void apply_factor(Scores& scores) {
@@ -72,7 +72,7 @@ struct HopperSoftmax {
   // Whether only positions mask keys, so that mask() knows the only key of a row. With sinks, the
   // output of such a row is not the value of that key, and all lanes of the row need the base.
   static constexpr bool positions_hide_keys =
-      !Config::modified || !(Config::finds_only_keys || Config::sinks ||
+      !Config::modified || !(Config::detects_one_key_rows || Config::sinks ||
                              Config::Mods::changes_scores || Config::Mods::hides_pairs);
 
   // Masks the keys from visible_end(half) on, counted from the first one that this lane holds.
@@ -83,7 +83,7 @@ struct HopperSoftmax {
       const int visible = visible_end(half);
       // The only key of a row is the first key that its first lane holds.
       if (positions_hide_keys && visible == 1 && is_first_of_keys && threadIdx.x % 4 == 0) {
-        rows[half].see_only(scores[2 * half] * scale_log2);
+        rows[half].set_only_key(scores[2 * half] * scale_log2);
       }
       fill_row_from<Bc / 8>(scores + 2 * half, visible, -SoftmaxMath<float>::infinity());
     }
@@ -108,7 +108,7 @@ struct HopperSoftmax {
     // Bounded scores need no maximum: bfloat16 and float32 sums can hold any p that they produce.
     if constexpr (!Config::bounded) {
       changes =
-          __any_sync(~0u, some_are_fresh | Row::is_too_large(sums[0]) | Row::is_too_large(sums[1]));
+          __any_sync(~0u, any_empty | Row::is_too_large(sums[0]) | Row::is_too_large(sums[1]));
       if (changes) changes = bases_must_change(sums);
       if (changes) changes = change_bases(scores, sums, rescale);
       if (changes) take_exponentials(scores, probabilities, sums);
@@ -123,12 +123,12 @@ struct HopperSoftmax {
     bool may_change = false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const bool is_settled =
+      const bool is_established =
           any_of_lanes(Row::is_large_enough(sums[half], Bc / 4) || rows[half].sum != 0);
-      may_change |= !is_settled || Row::is_too_large(sums[half]);
+      may_change |= !is_established || Row::is_too_large(sums[half]);
     }
     const bool must_change = __any_sync(~0u, may_change);
-    if (!must_change) some_are_fresh = false;
+    if (!must_change) any_empty = false;
     return must_change;
   }
 
@@ -166,15 +166,15 @@ struct HopperSoftmax {
   // Changes the bases of rows whose p are too large, or whose first p are too small. Returns
   // whether any base of the warp changed. None does if all keys of a KV tile are masked.
   __device__ bool change_bases(Scores& scores, const float (&sums)[2], float (&rescale)[2]) {
-    bool any_remains_fresh = false, any_changes = false;
+    bool any_remains_empty = false, any_changes = false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float max = max_of_lanes(exponent(largest_of_lane<Bc>(scores, half), half));
-      const bool is_fresh = rows[half].is_fresh();
-      any_remains_fresh |= is_fresh && is_nothing(max);
+      const bool is_empty = rows[half].is_empty();
+      any_remains_empty |= is_empty && is_nothing(max);
       const bool outgrown = any_of_lanes(Row::is_too_large(sums[half]));
       const float change = rows[half].template change_base<Config::marks_low_rows>(
-          max, outgrown, is_fresh, rescale[half]);
+          max, outgrown, is_empty, rescale[half]);
       any_changes |= change != 0;
       if constexpr (Config::Mods::changes_scores) {
 #pragma unroll
@@ -184,7 +184,7 @@ struct HopperSoftmax {
         }
       }
     }
-    some_are_fresh = __any_sync(~0u, any_remains_fresh);
+    any_empty = __any_sync(~0u, any_remains_empty);
     return __any_sync(~0u, any_changes);
   }
 };

@@ -181,7 +181,7 @@ struct Rows {
 #pragma unroll
       for (int j = 0; j < L::columns; ++j) {
         // A fully masked row holds 0 times values that other rows of the tile attend to.
-        out[i][j] = Config::modified && softmax[i].saw_nothing() ? T(0) : out[i][j] * normalizer;
+        out[i][j] = Config::modified && softmax[i].is_fully_masked() ? T(0) : out[i][j] * normalizer;
       }
     }
   }

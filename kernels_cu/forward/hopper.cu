@@ -34,14 +34,14 @@ __device__ void hopper_prepare(const Params& params) {
 }
 
 // Clears output rows that belong to no sequence. Called by one warp of each CTA, in kernels where
-// `Ranks` CTAs split head_dim. A spare warp of the producer warpgroup runs this in parallel to the
+// `CtaRanks` CTAs split head_dim. A spare warp of the producer warpgroup runs this in parallel to the
 // consumers. In CTA pairs that makes consumers spill, so a consumer warp runs it at its end.
-template <class Config, int Ranks>
+template <class Config, int CtaRanks>
 __device__ void clear_unowned_rows(const Params& params) {
   using Cta = HopperCta<Config>;
-  if constexpr (Config::sequences && !Config::split_keys && Cta::ranks == Ranks) {
-    UnownedRows<Config>{params}.clear_all(ptx::block_index() * Ranks + Cta::rank(),
-                                          gridDim.x * Ranks);
+  if constexpr (Config::sequences && !Config::split_keys && Cta::cta_ranks == CtaRanks) {
+    UnownedRows<Config>{params}.clear_all(ptx::block_index() * CtaRanks + Cta::cta_rank(),
+                                          gridDim.x * CtaRanks);
   }
 }
 
@@ -57,7 +57,7 @@ __device__ void hopper_forward(const TensorMaps& maps, const Params& params) {
     ptx::prefetch_tensormap(&maps.k);
     ptx::prefetch_tensormap(&maps.v);
   }
-  if constexpr (HopperCta<Config>::ranks > 1) {
+  if constexpr (HopperCta<Config>::cta_ranks > 1) {
     // Nothing may be sent to a CTA before its barriers are initialized.
     ptx::cluster_arrive();
     ptx::cluster_wait();

@@ -43,7 +43,7 @@ struct HopperConsumer {
 
   Products products;
   Softmax softmax;
-  HopperPair<Config> pair;
+  PeerExchange<Config> peer;
   int work_tile_slot = 0;  // index in the ring of work tiles
 
   // State of the query tile. Values that are cheap to recompute are not kept, to save registers.
@@ -61,7 +61,7 @@ struct HopperConsumer {
         consumer(consumer),
         products(cta, consumer),
         softmax(cta.p),
-        pair(cta, consumer) {}
+        peer(cta, consumer) {}
 
   __device__ void consume() {
     softmax.reset();
@@ -106,7 +106,7 @@ struct HopperConsumer {
     const bool is_special = results().finish_softmax(softmax.rows, normalizer);
     products.await_output();
     results().write_output(normalizer, is_special);
-    pair.finish();
+    peer.finish();
     // Waits for the last arrival of the last consumer, so that no barrier is left half complete.
     if (pingpong_softmax && consumer == 0) pingpong_wait();
   }
@@ -266,9 +266,9 @@ struct HopperConsumer {
   }
 
   // Completes the scores of the KV tile: adds those of the peer CTA, modifies them and masks them.
-  template <class Meanwhile>
-  __device__ void prepare_scores(Meanwhile meanwhile) {
-    pair.complete(products.scores, meanwhile);
+  template <class WhileWaiting>
+  __device__ void prepare_scores(WhileWaiting while_waiting) {
+    peer.add_peer_scores(products.scores, while_waiting);
     Softmax::apply_factor(products.scores);
     modify_scores();
     if constexpr (pingpong_softmax) {

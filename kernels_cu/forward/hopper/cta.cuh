@@ -35,9 +35,9 @@ struct LatentTensorMaps : TensorMaps {
 
 #if __CUDA_ARCH__ == 900
 
-// Returns how many columns of a head each of its `ranks` CTAs has. The last CTA may have fewer.
-__host__ __device__ constexpr int hopper_columns(int dim, int ranks) {
-  return ranks == 1 ? dim : round_up(ceil_div(dim, ranks), 16);
+// Returns how many columns of a head each of its `cta_ranks` CTAs has. The last CTA may have fewer.
+__host__ __device__ constexpr int hopper_columns(int dim, int cta_ranks) {
+  return cta_ranks == 1 ? dim : round_up(ceil_div(dim, cta_ranks), 16);
 }
 
 template <class Config>
@@ -48,10 +48,10 @@ struct HopperCta {
   static constexpr int consumers = Br / 64;
   // Number of component tiles stored consecutively for each tile: 3 for float32, otherwise 1.
   static constexpr int components = HopperOperand<Element>::components;
-  // Number of CTAs that split head_dim (`pair.cuh`): 2 for heads wider than 256, otherwise 1.
-  static constexpr int ranks = Config::head_dim > 256 || Config::head_dim_v > 256 ? 2 : 1;
-  static constexpr int columns = hopper_columns(Config::head_dim, ranks);
-  static constexpr int columns_v = hopper_columns(Config::head_dim_v, ranks);
+  // Number of CTAs that split head_dim (`peer.cuh`): 2 for heads wider than 256, otherwise 1.
+  static constexpr int cta_ranks = Config::head_dim > 256 || Config::head_dim_v > 256 ? 2 : 1;
+  static constexpr int columns = hopper_columns(Config::head_dim, cta_ranks);
+  static constexpr int columns_v = hopper_columns(Config::head_dim_v, cta_ranks);
   // MLA: V is a prefix of K's columns, and one stage holds both. Each CTA also has half of the
   // columns of K that are not in V.
   static constexpr bool values_in_keys = Config::values_in_keys;
@@ -72,7 +72,7 @@ struct HopperCta {
   static_assert(Bc % 16 == 0 && Bc <= 256, "both products are whole wgmma");
   static_assert(!Config::sequences || !Config::split_keys || values_in_keys,
                 "a sequence's keys are left whole, but for latent attention");
-  static_assert(!values_in_keys || (ranks > 1 && components == 1 && !Config::skips_tiles),
+  static_assert(!values_in_keys || (cta_ranks > 1 && components == 1 && !Config::skips_tiles),
                 "of 16-bit heads that two blocks share, without modifications");
   static_assert(!values_in_keys || (columns_v % 32 == 0 && columns_rest % 32 == 0),
                 "slabs of values, and slabs of the other columns");
@@ -133,22 +133,22 @@ struct HopperCta {
 
   // Receive buffers of each consumer warp for the scores of the peer CTA. MLA has one buffer: with
   // two, there would be space for two stages of 64 keys instead of three.
-  static constexpr int pair_buffers = ranks > 1 ? (values_in_keys ? 1 : 2) : 0;
-  static constexpr int pair_warp_bytes = 16 * Bc * int(sizeof(float));
+  static constexpr int peer_buffers = cta_ranks > 1 ? (values_in_keys ? 1 : 2) : 0;
+  static constexpr int peer_warp_bytes = 16 * Bc * int(sizeof(float));
 
   // Order in shared memory: rings of query tiles, of K and V tiles, of the bias and of visible
   // pairs, receive buffers, barriers, then work tiles, `Tail` and `KvTileInfo` entries.
   static constexpr int ring_offset = Config::q_stages * q_slot_bytes;
   static constexpr int bias_offset = ring_offset + Config::stages * slot_bytes;
   static constexpr int visible_pairs_offset = bias_offset + Config::bias_stages * BiasTile::bytes;
-  static constexpr int pair_offset = visible_pairs_offset + visible_pairs_slots * consumers * visible_pairs_bytes;
+  static constexpr int peer_offset = visible_pairs_offset + visible_pairs_slots * consumers * visible_pairs_bytes;
   static constexpr int barrier_offset =
-      pair_offset + pair_buffers * 4 * consumers * pair_warp_bytes;
+      peer_offset + peer_buffers * 4 * consumers * peer_warp_bytes;
   static constexpr int ring_barriers = 2 * (Config::stages + Config::q_stages);
   static constexpr int sequence_barriers = Config::sequences ? 2 + tails : 0;
-  static constexpr int pair_barriers = ranks > 1 ? 2 * 4 * consumers : 0;
+  static constexpr int peer_barriers = cta_ranks > 1 ? 2 * 4 * consumers : 0;
   static constexpr int barriers =
-      ring_barriers + sequence_barriers + 2 * Config::bias_stages + pair_barriers;
+      ring_barriers + sequence_barriers + 2 * Config::bias_stages + peer_barriers;
   static constexpr int work_tile_offset = barrier_offset + barriers * 8;
   static constexpr int tail_offset = work_tile_offset + work_tile_slots * int(sizeof(WorkTile));
   static constexpr int kv_tile_info_offset = tail_offset + tails * int(sizeof(Tail));
@@ -177,11 +177,11 @@ struct HopperCta {
   __device__ unsigned bias_empty(int slot) const { return bias_full(Config::bias_stages + slot); }
 
   // Barrier for the scores that the peer CTA sends to a consumer warp.
-  __device__ unsigned pair_full(int buffer, int warp) const {
-    return full(barriers - pair_barriers + buffer * 4 * consumers + warp);
+  __device__ unsigned peer_full(int buffer, int warp) const {
+    return full(barriers - peer_barriers + buffer * 4 * consumers + warp);
   }
   // With one buffer: the barrier at which the peer CTA arrives after it has read what it received.
-  __device__ unsigned pair_read(int warp) const { return pair_full(1, warp); }
+  __device__ unsigned peer_read(int warp) const { return peer_full(1, warp); }
 
   __device__ void init_barriers() const {
     // Each consumer warp arrives to release a stage.
@@ -203,7 +203,7 @@ struct HopperCta {
       ptx::mbarrier_init(work_tile_empty(), 1);
       for (int index = 0; index < tails; ++index) ptx::mbarrier_init(arrived(index), 1);
     }
-    for (int index = barriers - pair_barriers; index < barriers; ++index) {
+    for (int index = barriers - peer_barriers; index < barriers; ++index) {
       ptx::mbarrier_init(full(index), 1);
     }
     ptx::fence_mbarrier_init();
@@ -239,15 +239,15 @@ struct HopperCta {
     return shared + bias_offset + slot * BiasTile::bytes;
   }
 
-  __device__ unsigned pair_address(int buffer, int warp) const {
-    return shared + pair_offset + (buffer * 4 * consumers + warp) * pair_warp_bytes;
+  __device__ unsigned peer_address(int buffer, int warp) const {
+    return shared + peer_offset + (buffer * 4 * consumers + warp) * peer_warp_bytes;
   }
 
   // Returns an address as matrix descriptors hold it. In a cluster, its upper bits hold the CTA
   // rank: in a descriptor they would change the stride between TMA boxes.
   __device__ static unsigned in_descriptor(unsigned address) {
     constexpr unsigned most = 1 << 18;
-    return (ranks == 1 ? address : address % most) / 16;
+    return (cta_ranks == 1 ? address : address % most) / 16;
   }
 
   __device__ unsigned visible_pairs_address(int slot, int consumer) const {
@@ -262,11 +262,11 @@ struct HopperCta {
   }
 
   // Returns the index of this CTA among those that split head_dim.
-  __device__ static int rank() { return ranks == 1 ? 0 : blockIdx.z; }
-  __device__ static int first_column_v() { return rank() * columns_v; }
+  __device__ static int cta_rank() { return cta_ranks == 1 ? 0 : blockIdx.z; }
+  __device__ static int first_column_v() { return cta_rank() * columns_v; }
   // Returns the number of output columns from the first one of this CTA to the end of the head.
-  __device__ static int inside_v() { return Config::head_dim_v - first_column_v(); }
-  static constexpr bool has_whole_columns_v = ranks * columns_v == Config::head_dim_v;
+  __device__ static int columns_left_v() { return Config::head_dim_v - first_column_v(); }
+  static constexpr bool has_whole_columns_v = cta_ranks * columns_v == Config::head_dim_v;
 
   // Returns the query tile of this CTA, or CTA pair, in a round over the grid. Tiles are in order
   // of decreasing length. Odd rounds run backwards, so that the CTA with the longest tile of one
@@ -322,7 +322,7 @@ struct HopperCta {
   static constexpr int work_tile_prefetch = 2;
 
   // CTA pairs take query tiles by index, not from a counter. Each CTA sorts the sequences itself.
-  static constexpr bool builds_order = Config::sequences && ranks > 1;
+  static constexpr bool builds_order = Config::sequences && cta_ranks > 1;
 
   // Returns the order of the sequences, in the workspace after partial results and other orders.
   __device__ static VarlenOrder order_of(const Params& p) {

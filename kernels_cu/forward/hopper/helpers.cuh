@@ -30,7 +30,7 @@ struct HopperScheduler {
     for (unsigned round = 0;; ++round) {
       WorkTile& next = *cta.work_tile_at(work_tile_slot);
       // The CTAs of a pair take the same tiles without communication.
-      const auto fetch = [&] { return Cta::ranks == 1 ? order.fetch() : Cta::tile_of(round); };
+      const auto fetch = [&] { return Cta::cta_ranks == 1 ? order.fetch() : Cta::tile_of(round); };
       fetch_work_tile<Config>(cta.p, order, fetch, section_keys, next, is_first);
       __syncwarp();
       if (!next.is_end_of_work() && (Config::causal || !next.has_keys())) {
@@ -83,7 +83,7 @@ struct HopperScheduler {
           continue;
         }
       }
-      if (lane == 0 && Cta::rank() == 0 && (Config::split_keys || cta.p.lse != nullptr)) {
+      if (lane == 0 && Cta::cta_rank() == 0 && (Config::split_keys || cta.p.lse != nullptr)) {
         float lse = -SoftmaxMath<float>::infinity();
         if constexpr (Config::split_keys && Partials<Config>::lse_is_pair) {
           cta.write_log_sum_exp(work_tile, row, ExponentSum<float>{lse, lse});

@@ -38,50 +38,50 @@
 
 #if __CUDA_ARCH__ == 900
 
-template <class Config, bool Paired = (HopperCta<Config>::ranks > 1)>
-struct HopperPair {
-  __device__ HopperPair(const HopperCta<Config>&, int) {}
-  template <class Meanwhile>
-  __device__ void complete(const float (&)[Config::Bc / 2], Meanwhile meanwhile) const {
-    meanwhile();
+template <class Config, bool HasPeer = (HopperCta<Config>::cta_ranks > 1)>
+struct PeerExchange {
+  __device__ PeerExchange(const HopperCta<Config>&, int) {}
+  template <class WhileWaiting>
+  __device__ void add_peer_scores(const float (&)[Config::Bc / 2], WhileWaiting while_waiting) const {
+    while_waiting();
   }
   __device__ void finish() const {}
 };
 
 template <class Config>
-struct HopperPair<Config, true> {
+struct PeerExchange<Config, true> {
   using Cta = HopperCta<Config>;
   static constexpr int vectors = Config::Bc / 8;  // vectors of four scores per lane
 
   const Cta& cta;
   const int warp;  // index among the consumer warps
-  RingPosition<Cta::pair_buffers> ring;
-  static constexpr bool tells = Cta::pair_buffers == 1;  // whether a warp signals that it has read
+  RingPosition<Cta::peer_buffers> ring;
+  static constexpr bool single_buffered = Cta::peer_buffers == 1;  // whether a warp signals that it has read
 
-  __device__ HopperPair(const Cta& cta, int consumer)
+  __device__ PeerExchange(const Cta& cta, int consumer)
       : cta(cta), warp(4 * consumer + threadIdx.x / 32 % 4) {}
 
   // Adds the partial scores of the peer CTA to those of this one. Calls meanwhile() between sending
   // and receiving.
-  template <class Meanwhile>
-  __device__ void complete(float (&scores)[Config::Bc / 2], Meanwhile meanwhile) {
+  template <class WhileWaiting>
+  __device__ void add_peer_scores(float (&scores)[Config::Bc / 2], WhileWaiting while_waiting) {
     const int lane = threadIdx.x % 32;
     // Addresses are recomputed each time: there are no registers to keep them.
-    const int warp = tells ? ptx::mov(this->warp) : this->warp;
-    const unsigned received = cta.pair_address(ring.slot, warp) + lane * 16;
-    const unsigned full = cta.pair_full(ring.slot, warp);
-    const int twin = Cta::rank() ^ 1;
-    const unsigned target = ptx::map_to_block(received, twin);
-    const unsigned target_full = ptx::map_to_block(full, twin);
-    if (lane == 0) ptx::mbarrier_arrive_expect_tx(full, Cta::pair_warp_bytes);
-    if constexpr (tells) ptx::mbarrier_wait(cta.pair_read(warp), ring.parity ^ 1);
+    const int warp = single_buffered ? ptx::mov(this->warp) : this->warp;
+    const unsigned received = cta.peer_address(ring.slot, warp) + lane * 16;
+    const unsigned full = cta.peer_full(ring.slot, warp);
+    const int peer_rank = Cta::cta_rank() ^ 1;
+    const unsigned target = ptx::map_to_block(received, peer_rank);
+    const unsigned target_full = ptx::map_to_block(full, peer_rank);
+    if (lane == 0) ptx::mbarrier_arrive_expect_tx(full, Cta::peer_warp_bytes);
+    if constexpr (single_buffered) ptx::mbarrier_wait(cta.peer_read(warp), ring.parity ^ 1);
 #pragma unroll
     for (int i = 0; i < vectors; ++i) {
       const float four[4] = {scores[4 * i], scores[4 * i + 1], scores[4 * i + 2],
                              scores[4 * i + 3]};
       ptx::st_async(target + i * 512, four, target_full);
     }
-    meanwhile();
+    while_waiting();
     ptx::mbarrier_wait_for_cluster(full, ring.parity);
 #pragma unroll
     for (int i = 0; i < vectors; ++i) {
@@ -90,10 +90,10 @@ struct HopperPair<Config, true> {
 #pragma unroll
       for (int c = 0; c < 4; ++c) scores[4 * i + c] += __uint_as_float(four[c]);
     }
-    if constexpr (tells) {
+    if constexpr (single_buffered) {
       __syncwarp();
       if (lane == 0) {
-        ptx::mbarrier_arrive_at_block(ptx::map_to_block(cta.pair_read(warp), twin));
+        ptx::mbarrier_arrive_at_block(ptx::map_to_block(cta.peer_read(warp), peer_rank));
       }
     }
     ring.advance();
@@ -101,7 +101,7 @@ struct HopperPair<Config, true> {
 
   // Waits for the last arrival of the peer CTA, so that none comes after this CTA has exited.
   __device__ void finish() const {
-    if constexpr (tells) ptx::mbarrier_wait(cta.pair_read(warp), ring.parity ^ 1);
+    if constexpr (single_buffered) ptx::mbarrier_wait(cta.peer_read(warp), ring.parity ^ 1);
   }
 };
 

@@ -117,7 +117,7 @@ struct HopperProducer {
       } else {
         load<QueryTile>(cta.shared + q_ring.slot * Cta::q_slot_bytes, &cta.maps.q,
                         sequence.q_first + next.coord.q_begin, next.coord.head, sequence.q_batch,
-                        barrier, ptx::l2_evict_first, Cta::rank() * Cta::columns);
+                        barrier, ptx::l2_evict_first, Cta::cta_rank() * Cta::columns);
       }
     } else if (acts()) {
       ptx::mbarrier_arrive(barrier);
@@ -174,7 +174,7 @@ struct HopperProducer {
     if constexpr (Cta::values_in_keys) {
       load_latent_keys(kv_tile);
     } else {
-      load_kv_tile<KeyTile>(&cta.maps.k, kv_tile, Cta::rank() * Cta::columns);
+      load_kv_tile<KeyTile>(&cta.maps.k, kv_tile, Cta::cta_rank() * Cta::columns);
     }
   }
 
@@ -204,7 +204,7 @@ struct HopperProducer {
     copy<typename Tile::First>(target, map, row, head, batch, barrier, policy,
                                Cta::first_column_v());
     copy<typename Tile::Rest>(target + Tile::First::bytes, rest, row, head, batch, barrier, policy,
-                              Config::head_dim_v + Cta::rank() * Cta::columns_rest);
+                              Config::head_dim_v + Cta::cta_rank() * Cta::columns_rest);
   }
 
   template <class Tile>

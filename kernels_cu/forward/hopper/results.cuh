@@ -59,7 +59,7 @@ struct HopperResults {
       // A large sink may make a factor 0 although the sum is not 0.
       is_special = __any_sync(~0u, is_special || normalizer[0] == 0 || normalizer[1] == 0);
     }
-    if (Cta::rank() != 0 || (!Config::split_keys && cta.p.lse == nullptr)) return is_special;
+    if (Cta::cta_rank() != 0 || (!Config::split_keys && cta.p.lse == nullptr)) return is_special;
     const WorkTile& work_tile = finished_work_tile();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -199,7 +199,7 @@ struct HopperResults {
 #pragma unroll
       for (int i = 0; i < columns_v / 16; ++i) {
         store_columns<Cta::has_whole_columns_v ? Cta::columns_v : 1, Config::out_alignment>(
-            target + 16 * i, columns[i], Cta::inside_v() - 16 * i - first_column);
+            target + 16 * i, columns[i], Cta::columns_left_v() - 16 * i - first_column);
       }
     }
   }

@@ -544,7 +544,7 @@ def test_a_box_is_one_line_of_128_bytes_or_where_head_dim_wastes_half_of_one_64(
 
 @dataclass(frozen=True)
 class Slabs:
-    """What `SlabTile` of `slabs.cuh` should say of rows x columns 16-bit elements."""
+    """What `TmaTile` of `slabs.cuh` should say of rows x columns 16-bit elements."""
 
     rows: int
     columns: int
@@ -587,7 +587,7 @@ class Slabs:
         steps = -(-self.columns // 16)
         values |= {f"column_step({s})": self.offset(0, 16 * s) for s in range(steps)}
         values |= {f"row_step({s})": self.offset(16 * s, 0) for s in range(self.rows // 16)}
-        tile = f"SlabTile<{self.rows}, {self.columns}>"
+        tile = f"TmaTile<{self.rows}, {self.columns}>"
         return [
             f'static_assert({tile}::{name} == {value:#x}ull, "{name} of {tile}");'
             for name, value in values.items()
@@ -602,14 +602,14 @@ SLABS = [
 
 # Descriptors that gave right products on a GPU.
 MEASURED = [
-    "SlabTile<128, 128>::k_along_columns() == 0x4000004000010000",
-    "SlabTile<192, 64>::k_along_columns() == 0x4000004000010000",
-    "SlabTile<128, 128>::k_along_rows() == 0x4000004004000000",
-    "SlabTile<176, 128>::k_along_rows() == 0x4000004005800000",
-    "SlabTile<80, 256>::k_along_rows() == 0x4000004002800000",
+    "TmaTile<128, 128>::k_along_columns() == 0x4000004000010000",
+    "TmaTile<192, 64>::k_along_columns() == 0x4000004000010000",
+    "TmaTile<128, 128>::k_along_rows() == 0x4000004004000000",
+    "TmaTile<176, 128>::k_along_rows() == 0x4000004005800000",
+    "TmaTile<80, 256>::k_along_rows() == 0x4000004002800000",
     # Lines of 64 bytes.
-    "SlabTile<128, 96>::k_along_columns() == 0x8000002000010000",
-    "SlabTile<128, 96>::k_along_rows() == 0x8000002002000000",
+    "TmaTile<128, 96>::k_along_columns() == 0x8000002000010000",
+    "TmaTile<128, 96>::k_along_rows() == 0x8000002002000000",
 ]
 
 

@@ -123,7 +123,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
       }
       Base::narrow(left_ds, gradients);
     }
-    if constexpr (wants_q) Base::write_pairs(left_ds, Part);
+    if constexpr (wants_q) Base::write_ds(left_ds, Part);
 
     QueryParts query_sums;
     if constexpr (sums_queries) {

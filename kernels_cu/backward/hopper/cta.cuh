@@ -101,23 +101,23 @@ struct HopperGradientCta {
   static constexpr int dim = Config::padded_dim;
   static constexpr int dim_v = Config::padded_dim_v;
 
-  using KeyTile = SlabTile<Bc, dim>;
-  using ValueTile = SlabTile<Bc, dim_v>;
-  using QueryTile = SlabTile<Br, dim>;
-  using DoutTile = SlabTile<Br, dim_v>;
+  using KeyTile = TmaTile<Bc, dim>;
+  using ValueTile = TmaTile<Bc, dim_v>;
+  using QueryTile = TmaTile<Br, dim>;
+  using DoutTile = TmaTile<Br, dim_v>;
   // dS: queries by keys, one slab (TMA box) for each consumer's keys.
-  using PairTile = SlabTile<Br, Bc>;
+  using DsTile = TmaTile<Br, Bc>;
   using Fragments = WarpgroupFragments<Br, dim, consumers>;
-  static_assert(KeyTile::line_bytes == 128 && ValueTile::line_bytes == 128, "slabs of 64 columns");
+  static_assert(KeyTile::box_row_bytes == 128 && ValueTile::box_row_bytes == 128, "slabs of 64 columns");
 
   // Shared memory: k, v, the rings of q and dout, dS, the dq sums (or P, for wide heads), row
   // statistics, barriers and `HopperGradientPlace`.
   static constexpr int value_offset = KeyTile::bytes;
   static constexpr int query_offset = value_offset + ValueTile::bytes;
   static constexpr int dout_offset = query_offset + Config::q_stages * QueryTile::bytes;
-  static constexpr int pair_offset = dout_offset + Config::dout_stages * DoutTile::bytes;
-  static constexpr int pair_stages = wide ? 1 : 2;
-  static constexpr int sums_offset = pair_offset + (wants_q ? pair_stages * PairTile::bytes : 0);
+  static constexpr int ds_offset = dout_offset + Config::dout_stages * DoutTile::bytes;
+  static constexpr int ds_stages = wide ? 1 : 2;
+  static constexpr int sums_offset = ds_offset + (wants_q ? ds_stages * DsTile::bytes : 0);
   static constexpr int weights_bytes = Br * Bc * int(sizeof(Element));
   static constexpr int sums_bytes = wide ? weights_bytes : wants_q ? int(Fragments::floats) * 4 : 0;
   static constexpr int terms_offset = sums_offset + sums_bytes;
@@ -198,8 +198,8 @@ struct HopperGradientCta {
   __device__ unsigned douts_at(int slot) const {
     return shared + dout_offset + slot * DoutTile::bytes;
   }
-  __device__ unsigned pairs_at(int stage) const {
-    return shared + pair_offset + stage * PairTile::bytes;
+  __device__ unsigned ds_at(int stage) const {
+    return shared + ds_offset + stage * DsTile::bytes;
   }
   __device__ unsigned sums_at(int consumer) const {
     return shared + sums_offset + consumer * Fragments::bytes_of_consumer;
@@ -234,7 +234,7 @@ struct HopperGradientCta {
   }
   // Barriers of consumers with the same keys (wide.cuh).
   __device__ unsigned weights_full() const { return barrier(ring_barriers + 3); }
-  __device__ unsigned pairs_full() const { return barrier(ring_barriers + 4); }
+  __device__ unsigned ds_full() const { return barrier(ring_barriers + 4); }
   __device__ unsigned turn_full(int slot) const { return barrier(ring_barriers + 5 + slot); }
   __device__ unsigned added(int slot) const { return turn_full(sums_slots + slot); }
   __device__ unsigned q_arrived(int slot) const {
@@ -261,7 +261,7 @@ struct HopperGradientCta {
     ptx::mbarrier_init(values_full(), 1);
     if (wide) {
       ptx::mbarrier_init(weights_full(), 4);
-      ptx::mbarrier_init(pairs_full(), 4);
+      ptx::mbarrier_init(ds_full(), 4);
       for (int slot = 0; slot < sums_slots; ++slot) {
         ptx::mbarrier_init(turn_full(slot), 1);
         ptx::mbarrier_init(added(slot), warps);

@@ -63,8 +63,8 @@ struct HopperGradientLoader {
                               unsigned barrier) {
     ptx::mbarrier_arrive_expect_tx(barrier, Tile::bytes);
 #pragma unroll
-    for (int slab = 0; slab < Tile::slabs; ++slab) {
-      ptx::cp_async_bulk_tensor_4d(target + slab * Tile::slab_bytes, map, slab * Tile::line_columns,
+    for (int box = 0; box < Tile::boxes; ++box) {
+      ptx::cp_async_bulk_tensor_4d(target + box * Tile::box_bytes, map, box * Tile::box_columns,
                                    row, head, batch, barrier, ptx::l2_evict_normal);
     }
   }
@@ -151,7 +151,7 @@ struct HopperGradientTerms {
   template <class Tile>
   __device__ static void clear_tail(unsigned arrived, int parity, unsigned tile, int rows) {
     ptx::mbarrier_wait(arrived, parity);
-    if (rows * Tile::line_bytes < Tile::slab_bytes) {
+    if (rows * Tile::box_row_bytes < Tile::box_bytes) {
       Tile::clear_rows(tile, rows);
       ptx::fence_proxy_async();
     }

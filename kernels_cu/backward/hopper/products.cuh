@@ -30,7 +30,7 @@ struct HopperGradientProducts {
   using ValueTile = typename Cta::ValueTile;
   using QueryTile = typename Cta::QueryTile;
   using DoutTile = typename Cta::DoutTile;
-  using PairTile = typename Cta::PairTile;
+  using DsTile = typename Cta::DsTile;
   using Fragments = typename Cta::Fragments;
   using Mods = typename Config::Mods;
   static constexpr bool wants_q = Cta::wants_q;
@@ -63,7 +63,7 @@ struct HopperGradientProducts {
   const float scale_log2;
   RingPosition<Config::q_stages> q_ring = {};
   RingPosition<Config::dout_stages> dout_ring = {};
-  RingPosition<Cta::pair_stages> pair_ring = {};
+  RingPosition<Cta::ds_stages> ds_ring = {};
   float seen[2] = {};  // sums of P, to detect keys whose pairs are all masked
 
   __device__ HopperGradientProducts(const Cta& cta, int consumer)
@@ -83,10 +83,10 @@ struct HopperGradientProducts {
   // product with them; other consumers read them only after a barrier.
   __device__ void clean_keys() const {
     if constexpr (Config::inspects) {
-      constexpr int bytes = 64 * KeyTile::line_bytes;
+      constexpr int bytes = 64 * KeyTile::box_row_bytes;
 #pragma unroll 1
-      for (int slab = 0; slab < KeyTile::slabs; ++slab) {
-        const unsigned rows = own_rows<KeyTile>(cta.keys_at() + slab * KeyTile::slab_bytes);
+      for (int box = 0; box < KeyTile::boxes; ++box) {
+        const unsigned rows = own_rows<KeyTile>(cta.keys_at() + box * KeyTile::box_bytes);
 #pragma unroll
         for (int at = threadIdx.x % 128 * 16; at < bytes; at += 128 * 16) {
           clean_chunk<Element>(rows + at);
@@ -156,11 +156,11 @@ struct HopperGradientProducts {
   template <class Tile, int Count>
   __device__ void keep(unsigned (&kept)[Count], unsigned tile) const {
     const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16;
-    const unsigned line = own_rows<Tile>(tile) + row * Tile::line_bytes;
+    const unsigned row_address = own_rows<Tile>(tile) + row * Tile::box_row_bytes;
 #pragma unroll
     for (int step = 0; step < Count / 4; ++step) {
       unsigned fragment[4];
-      ptx::ldmatrix_x4(fragment, line + Tile::chunk_offset(row, 2 * step, threadIdx.x / 16 % 2));
+      ptx::ldmatrix_x4(fragment, row_address + Tile::chunk_offset(row, 2 * step, threadIdx.x / 16 % 2));
 #pragma unroll
       for (int i = 0; i < 4; ++i) kept[4 * step + i] = fragment[i];
     }
@@ -202,33 +202,33 @@ struct HopperGradientProducts {
   // Issues dQ = dS K, for the consumer's rows, or for a chunk of its columns.
   template <int Chunk>
   __device__ void start_query_sums(QueryParts& sums) {
-    const unsigned rows = cta.pairs_at(pair_ring.slot) +
-                          (Fragments::by_rows ? 64 * consumer * PairTile::line_bytes : 0);
+    const unsigned rows = cta.ds_at(ds_ring.slot) +
+                          (Fragments::by_rows ? 64 * consumer * DsTile::box_row_bytes : 0);
     const unsigned keys =
         cta.keys_at() + (Fragments::by_rows ? 0
                                             : (consumer * Fragments::columns + Chunk * query_columns) /
-                                                  KeyTile::line_columns * KeyTile::slab_bytes);
-    const unsigned long long ds = PairTile::k_along_columns() + rows / 16;
+                                                  KeyTile::box_columns * KeyTile::box_bytes);
+    const unsigned long long ds = DsTile::k_along_columns() + rows / 16;
     const unsigned long long k = KeyTile::k_along_rows() + keys / 16;
     ptx::pin(sums);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Bc / 16; ++step) {
-      WgmmaRows<Element, query_columns>::multiply(sums, ds + PairTile::column_step(step) / 16,
+      WgmmaRows<Element, query_columns>::multiply(sums, ds + DsTile::column_step(step) / 16,
                                                        k + KeyTile::row_step(step) / 16, step != 0);
     }
     ptx::wgmma_commit_group();
-    if constexpr (Chunk == query_chunks - 1) pair_ring.advance();
+    if constexpr (Chunk == query_chunks - 1) ds_ring.advance();
   }
 
   // Return where the consumer's keys start in a KV tile, and where a part starts in a query tile.
   template <class Tile>
   __device__ unsigned own_rows(unsigned tile) const {
-    return tile + own_key() * Tile::line_bytes;
+    return tile + own_key() * Tile::box_row_bytes;
   }
   template <class Tile>
   __device__ static unsigned rows_of(unsigned tile, int part) {
-    return tile + part * columns * Tile::line_bytes;
+    return tile + part * columns * Tile::box_row_bytes;
   }
 
   // ---- Between products.
@@ -351,17 +351,17 @@ struct HopperGradientProducts {
 
   // Writes dS of the consumer's keys to its slab (TMA box), which has one line per query. The
   // swizzle keeps the chunks of eight consecutive queries in different bank groups.
-  __device__ void write_pairs(const LeftOperand& left_ds, int part) const {
+  __device__ void write_ds(const LeftOperand& left_ds, int part) const {
     const int lane = threadIdx.x % 32;
     const int chunk = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
-    const unsigned at = rows_of<PairTile>(cta.pairs_at(pair_ring.slot), part) +
-                        own_key() / 64 * PairTile::slab_bytes +
-                        (lane / 16 * 8 + lane % 8) * PairTile::line_bytes + (chunk ^ lane % 8) * 16;
+    const unsigned at = rows_of<DsTile>(cta.ds_at(ds_ring.slot), part) +
+                        own_key() / 64 * DsTile::box_bytes +
+                        (lane / 16 * 8 + lane % 8) * DsTile::box_row_bytes + (chunk ^ lane % 8) * 16;
 #pragma unroll
     for (int step = 0; step < columns / 16; ++step) {
       const unsigned of[4] = {left_ds[4 * step], left_ds[4 * step + 1], left_ds[4 * step + 2],
                               left_ds[4 * step + 3]};
-      ptx::stmatrix_x4_trans(at + PairTile::row_step(step), of);
+      ptx::stmatrix_x4_trans(at + DsTile::row_step(step), of);
     }
   }
 
@@ -480,7 +480,7 @@ struct HopperGradientProducts {
         if (row >= left) break;
         unsigned bits[4];
         ptx::ld_shared_v4(
-            bits, own + row * Tile::line_bytes + Tile::chunk_offset(row, chunk / 2 * 2, chunk % 2));
+            bits, own + row * Tile::box_row_bytes + Tile::chunk_offset(row, chunk / 2 * 2, chunk % 2));
         const int column = part * column_tiles * 8 + chunk * columns_of_chunk;
         store_chunk<Gradient, Config::out_alignment>(
             output + row * tensor.row_stride + column,
@@ -492,14 +492,14 @@ struct HopperGradientProducts {
   // Stores a lane's two of eight columns, which are one 16-byte chunk of a row, or two if float32.
   template <class Tile>
   __device__ static void put_two(unsigned rows, int row, int eight, const float* two) {
-    const unsigned line = rows + row * Tile::line_bytes;
+    const unsigned row_address = rows + row * Tile::box_row_bytes;
     if constexpr (sizeof(Gradient) == sizeof(Element)) {
       ptx::st_shared(
-          line + threadIdx.x % 4 * 4 + Tile::chunk_offset(row, eight / 2 * 2, eight % 2),
+          row_address + threadIdx.x % 4 * 4 + Tile::chunk_offset(row, eight / 2 * 2, eight % 2),
           pack<Element>(two[0], two[1]));
     } else {
       const unsigned at =
-          line + threadIdx.x % 2 * 8 + Tile::chunk_offset(row, 2 * eight, threadIdx.x % 4 / 2);
+          row_address + threadIdx.x % 2 * 8 + Tile::chunk_offset(row, 2 * eight, threadIdx.x % 4 / 2);
       ptx::st_shared(at, __float_as_uint(two[0]));
       ptx::st_shared(at + 4, __float_as_uint(two[1]));
     }

@@ -158,7 +158,7 @@ struct HopperValueConsumer : HopperWideProducts<Config> {
       Base::start_value_sums(sums_v, left_p, 0);
     }
     QueryParts query_sums;
-    if constexpr (wants_ds) ptx::mbarrier_wait(cta.pairs_full(), parity);
+    if constexpr (wants_ds) ptx::mbarrier_wait(cta.ds_full(), parity);
     if constexpr (wants_q) Base::template start_query_sums<0>(query_sums);
     Base::template await<wants_q>(sums_v);
     Cta::tell(cta.dout_empty(dout_ring.slot));
@@ -274,7 +274,7 @@ struct HopperKeyConsumer : HopperWideProducts<Config> {
     QueryParts query_sums;
     if constexpr (wants_q) {
       // Wait until all warps of this consumer have written dS.
-      ptx::mbarrier_wait(cta.pairs_full(), parity);
+      ptx::mbarrier_wait(cta.ds_full(), parity);
       Base::template start_query_sums<0>(query_sums);
     }
     Base::template await<wants_q>(sums_k);
@@ -299,9 +299,9 @@ struct HopperKeyConsumer : HopperWideProducts<Config> {
     Base::template await<0>(gradients);
     Base::finish_gradients(gradients, scores, is_masked);
     Base::narrow(left_ds, gradients);
-    if constexpr (wants_q) Base::write_pairs(left_ds, 0);
+    if constexpr (wants_q) Base::write_ds(left_ds, 0);
     ptx::fence_proxy_async();
-    Cta::tell(cta.pairs_full());
+    Cta::tell(cta.ds_full());
   }
 
   // Reads what the other consumer passes: P, or P times the slope.

@@ -27,11 +27,11 @@ struct HopperBias<Config, true> {
   __device__ HopperBias(const Cta& cta, int consumer, RingPosition<Config::bias_stages>& ring) {
     ptx::mbarrier_wait(cta.bias_full(ring.slot), ring.parity);
     const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16;
-    const unsigned line =
-        cta.bias_address(ring.slot) + (consumer * 64 + row) * Tile::line_bytes;
+    const unsigned row_address =
+        cta.bias_address(ring.slot) + (consumer * 64 + row) * Tile::box_row_bytes;
 #pragma unroll
     for (int step = 0; step < steps; ++step) {
-      ptx::ldmatrix_x4(pairs[step], line + Tile::chunk_offset(row, 2 * step, threadIdx.x / 16 % 2));
+      ptx::ldmatrix_x4(pairs[step], row_address + Tile::chunk_offset(row, 2 * step, threadIdx.x / 16 % 2));
     }
     // Without this fence, TMA may overwrite the stage before ldmatrix has read it. wgmma traffic
     // can delay those reads by hundreds of cycles, and the mbarrier arrival does not wait for them.

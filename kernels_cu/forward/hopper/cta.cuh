@@ -28,7 +28,7 @@ struct BiasedTensorMaps : TensorMaps {
 };
 
 // Tensor maps of MLA kernels; `q_rest` and `k_rest` cover the columns after the first head_dim_v.
-struct LatentTensorMaps : TensorMaps {
+struct MlaTensorMaps : TensorMaps {
   TensorMap q_rest;
   TensorMap k_rest;
 };
@@ -62,7 +62,7 @@ struct HopperCta {
   using KeyTile = typename Tiles::KeyTile;
   using ValueTile = typename Tiles::ValueTile;
   static constexpr bool transposes_values = HopperOperand<Element>::transposes_values;
-  using BiasTile = SlabTile<Br, Bc>;
+  using BiasTile = TmaTile<Br, Bc>;
   static constexpr bool streams_bias = Config::bias_stages > 0;
 
   static constexpr int q_slot_bytes = components * QueryTile::bytes;

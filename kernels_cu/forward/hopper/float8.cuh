@@ -56,19 +56,19 @@ struct HopperOperand<float8_for<Out>> {
 
 // Tile of Rows x Columns bytes.
 template <int Rows, int Columns>
-struct ByteSlabTile : SlabTile<Rows, (Columns + 1) / 2> {
-  static constexpr int line_columns = SlabTile<Rows, (Columns + 1) / 2>::line_bytes;
+struct ByteTmaTile : TmaTile<Rows, (Columns + 1) / 2> {
+  static constexpr int box_columns = TmaTile<Rows, (Columns + 1) / 2>::box_row_bytes;
 };
 
 template <class Config, int columns, int columns_v, class Out>
 struct HopperTiles<Config, columns, columns_v, float8_for<Out>> {
   static_assert(Config::Bc % 32 == 0, "whole steps of k");
   static_assert(columns == Config::head_dim && columns_v == Config::head_dim_v, "no pairs");
-  using QueryTile = ByteSlabTile<Config::Br, columns>;
-  using KeyTile = ByteSlabTile<Config::Bc, columns>;
+  using QueryTile = ByteTmaTile<Config::Br, columns>;
+  using KeyTile = ByteTmaTile<Config::Bc, columns>;
   // The columns of a V tile are keys. Its rows are padded to whole partial outputs.
   static constexpr int value_rows = round_up(columns_v, Config::Bc / Config::score_parts);
-  using ValueTile = ByteSlabTile<value_rows, Config::Bc>;
+  using ValueTile = ByteTmaTile<value_rows, Config::Bc>;
 };
 
 // Scales of a query tile. The producer loads them, so that no consumer waits for them.

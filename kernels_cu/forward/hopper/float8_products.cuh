@@ -120,7 +120,7 @@ struct HopperProducts<Config, true> : HopperProducts<Config, false> {
     const unsigned long long q = QueryTile::k_along_columns() + Base::queries_address() / 16;
     const unsigned long long k =
         KeyTile::k_along_columns() +
-        (cta.slot_address(slot.slot) + index * part * KeyTile::line_bytes) / 16;
+        (cta.slot_address(slot.slot) + index * part * KeyTile::box_row_bytes) / 16;
     Part& scores = registers(index);
     ptx::pin(scores);
     ptx::wgmma_fence();
@@ -135,7 +135,7 @@ struct HopperProducts<Config, true> : HopperProducts<Config, false> {
   __device__ void start_partial_out(Slot slot, int index) {
     const unsigned long long v =
         ValueTile::k_along_columns() +
-        (cta.slot_address(slot.slot) + index * part * ValueTile::line_bytes) / 16;
+        (cta.slot_address(slot.slot) + index * part * ValueTile::box_row_bytes) / 16;
     Part& partial_out = registers(index);
     ptx::pin(partial_out);
     ptx::wgmma_fence();

@@ -85,29 +85,29 @@ __device__ void for_each_product(Product product) {
   }
 }
 
-// MLA tile of K or Q. The columns that are also V, and the others, have a `SlabTile` each.
+// MLA tile of K or Q. The columns that are also V, and the others, have a `TmaTile` each.
 template <int Rows, int Values, int Others>
-struct LatentTile {
-  using First = SlabTile<Rows, Values>;
-  using Rest = SlabTile<Rows, Others>;
+struct MlaTile {
+  using First = TmaTile<Rows, Values>;
+  using Rest = TmaTile<Rows, Others>;
   static constexpr int bytes = First::bytes + Rest::bytes;
 };
 
-template <int Rows, int Columns, int Values, bool Latent>
+template <int Rows, int Columns, int Values, bool IsMla>
 struct HopperTile {
-  using type = SlabTile<Rows, Columns>;
+  using type = TmaTile<Rows, Columns>;
 };
 template <int Rows, int Columns, int Values>
 struct HopperTile<Rows, Columns, Values, true> {
-  using type = LatentTile<Rows, Values, Columns - Values>;
+  using type = MlaTile<Rows, Values, Columns - Values>;
 };
 
 template <class Config, int columns, int columns_v, class Element = typename Config::Element>
 struct HopperTiles {
-  static constexpr bool latent = Config::values_in_keys;
-  using QueryTile = typename HopperTile<Config::Br, columns, columns_v, latent>::type;
-  using KeyTile = typename HopperTile<Config::Bc, columns, columns_v, latent>::type;
-  using ValueTile = SlabTile<Config::Bc, columns_v>;
+  static constexpr bool is_mla = Config::values_in_keys;
+  using QueryTile = typename HopperTile<Config::Br, columns, columns_v, is_mla>::type;
+  using KeyTile = typename HopperTile<Config::Bc, columns, columns_v, is_mla>::type;
+  using ValueTile = TmaTile<Config::Bc, columns_v>;
 };
 
 template <class Config, class Element = typename Config::Element>

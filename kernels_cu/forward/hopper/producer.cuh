@@ -111,7 +111,7 @@ struct HopperProducer {
     if (!next.is_end_of_work()) {
       const Sequence& sequence = next.sequence(cta.p);
       if constexpr (Cta::values_in_keys) {
-        load_latent<QueryTile>(cta.shared + q_ring.slot * Cta::q_slot_bytes, &maps().q,
+        load_mla<QueryTile>(cta.shared + q_ring.slot * Cta::q_slot_bytes, &maps().q,
                                &maps().q_rest, sequence.q_first + next.coord.q_begin,
                                next.coord.head, sequence.q_batch, barrier, ptx::l2_evict_first);
       } else {
@@ -172,18 +172,18 @@ struct HopperProducer {
 
   __device__ void load_keys(const KvTile& kv_tile) {
     if constexpr (Cta::values_in_keys) {
-      load_latent_keys(kv_tile);
+      load_mla_keys(kv_tile);
     } else {
       load_kv_tile<KeyTile>(&cta.maps.k, kv_tile, Cta::cta_rank() * Cta::columns);
     }
   }
 
   // Loads K of MLA, which is also V. Rows past the sequence's end are zeroed, as in `load_tail`.
-  __device__ void load_latent_keys(const KvTile& kv_tile) {
+  __device__ void load_mla_keys(const KvTile& kv_tile) {
     const bool has_tail = Config::sequences && kv_tile.rows() < Bc;
     ptx::mbarrier_wait(cta.empty(ring.slot), ring.parity ^ 1);
     if (has_tail) *cta.tail(tail.slot) = {ring.slot, kv_tile.rows()};
-    load_latent<KeyTile>(cta.slot_address(ring.slot), &maps().k, &maps().k_rest, kv_tile.row(),
+    load_mla<KeyTile>(cta.slot_address(ring.slot), &maps().k, &maps().k_rest, kv_tile.row(),
                          kv_tile.head, kv_tile.batch,
                          has_tail ? cta.arrived(tail.slot) : cta.full(ring.slot),
                          ptx::l2_evict_last);
@@ -191,13 +191,13 @@ struct HopperProducer {
     if (has_tail) tail.advance();
   }
 
-  __device__ const LatentTensorMaps& maps() const {
-    return static_cast<const LatentTensorMaps&>(cta.maps);
+  __device__ const MlaTensorMaps& maps() const {
+    return static_cast<const MlaTensorMaps&>(cta.maps);
   }
 
   // Loads the columns whose values this CTA multiplies, and then its half of the other columns.
   template <class Tile>
-  __device__ void load_latent(unsigned target, const TensorMap* map, const TensorMap* rest, int row,
+  __device__ void load_mla(unsigned target, const TensorMap* map, const TensorMap* rest, int row,
                               int head, int batch, unsigned barrier,
                               unsigned long long policy) const {
     ptx::mbarrier_arrive_expect_tx(barrier, Tile::bytes);
@@ -211,9 +211,9 @@ struct HopperProducer {
   __device__ void copy(unsigned target, const TensorMap* map, int row, int head, int batch,
                        unsigned barrier, unsigned long long policy, int first_column) const {
 #pragma unroll
-    for (int slab = 0; slab < Tile::slabs; ++slab) {
-      ptx::cp_async_bulk_tensor_4d(target + slab * Tile::slab_bytes, map,
-                                   first_column + slab * Tile::line_columns, row, head, batch,
+    for (int box = 0; box < Tile::boxes; ++box) {
+      ptx::cp_async_bulk_tensor_4d(target + box * Tile::box_bytes, map,
+                                   first_column + box * Tile::box_columns, row, head, batch,
                                    barrier, policy);
     }
   }
@@ -262,9 +262,9 @@ struct HopperProducer {
 #pragma unroll
     for (int component = 0; component < Cta::components; ++component) {
 #pragma unroll
-      for (int slab = 0; slab < Tile::slabs; ++slab) {
-        ptx::cp_async_bulk_tensor_4d(target + component * Tile::bytes + slab * Tile::slab_bytes, map,
-                                     first_column + slab * Tile::line_columns, row, head,
+      for (int box = 0; box < Tile::boxes; ++box) {
+        ptx::cp_async_bulk_tensor_4d(target + component * Tile::bytes + box * Tile::box_bytes, map,
+                                     first_column + box * Tile::box_columns, row, head,
                                      component * cta.p.batch + batch, barrier, policy);
       }
     }

@@ -69,7 +69,7 @@ struct HopperProducts {
 
   // Returns the address of this consumer's 64 query rows.
   __device__ unsigned queries_address() const {
-    return cta.shared + q_ring.slot * Cta::q_slot_bytes + consumer * 64 * QueryTile::line_bytes;
+    return cta.shared + q_ring.slot * Cta::q_slot_bytes + consumer * 64 * QueryTile::box_row_bytes;
   }
 
   // Copies queries to registers, so that wgmma reads less shared memory, whose bandwidth Q, K and
@@ -80,12 +80,12 @@ struct HopperProducts {
 
   __device__ void copy_queries() {
     const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16;
-    const unsigned line = queries_address() + row * QueryTile::line_bytes;
+    const unsigned row_address = queries_address() + row * QueryTile::box_row_bytes;
 #pragma unroll
     for (int step = 0; step < kept_steps; ++step) {
       unsigned fragment[4];
       ptx::ldmatrix_x4(fragment,
-                       line + QueryTile::chunk_offset(row, 2 * step, threadIdx.x / 16 % 2));
+                       row_address + QueryTile::chunk_offset(row, 2 * step, threadIdx.x / 16 % 2));
 #pragma unroll
       for (int i = 0; i < 4; ++i) queries[4 * step + i] = fragment[i];
     }
@@ -94,7 +94,7 @@ struct HopperProducts {
   // Issues S = Q K^T.
   __device__ void start_scores() {
     if constexpr (Cta::values_in_keys) {
-      start_latent_scores();
+      start_mla_scores();
     } else {
       start_plain_scores();
     }
@@ -130,7 +130,7 @@ struct HopperProducts {
     ring.advance();
   }
 
-  __device__ void start_latent_scores() {
+  __device__ void start_mla_scores() {
     using QueryFirst = typename QueryTile::First;
     using KeyFirst = typename KeyTile::First;
     await_slot();
@@ -150,7 +150,7 @@ struct HopperProducts {
   __device__ void multiply_columns(unsigned q_tile, unsigned k_tile, bool accumulate) {
     const unsigned long long q =
         Queries::k_along_columns() +
-        Cta::in_descriptor(q_tile + consumer * 64 * Queries::line_bytes);
+        Cta::in_descriptor(q_tile + consumer * 64 * Queries::box_row_bytes);
     const unsigned long long k = Keys::k_along_columns() + Cta::in_descriptor(k_tile);
 #pragma unroll
     for (int step = 0; step < Queries::columns / 16; ++step) {

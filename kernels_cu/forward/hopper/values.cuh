@@ -32,11 +32,11 @@ struct HopperValues {
       const int first_key = int(tile % key_tiles) * keys;
       const int64 rest = tile / key_tiles;
       const int first_column = int(rest % column_tiles) * columns;
-      const int64 of_head = rest / column_tiles;
-      const int batch = int(of_head / p.heads_kv), head = int(of_head % p.heads_kv);
+      const int64 head_index = rest / column_tiles;
+      const int batch = int(head_index / p.heads_kv), head = int(head_index % p.heads_kv);
       const Byte* source = p.v.head<const Byte>(batch, head);
       auto* target = static_cast<Byte*>(p.workspace) +
-                     (of_head * dim + first_column) * (int64(key_tiles) * keys) + first_key;
+                     (head_index * dim + first_column) * (int64(key_tiles) * keys) + first_key;
       load(p, source, first_key, first_column, shared);
       __syncthreads();
       store(target, int64(key_tiles) * keys, dim - first_column, shared);
@@ -62,11 +62,11 @@ struct HopperValues {
   }
 
   // Writes 16 keys of four columns.
-  __device__ static void store(Byte* target, int64 line, int columns_left,
+  __device__ static void store(Byte* target, int64 target_stride, int columns_left,
                                const unsigned char* shared) {
-    const int sixteen = threadIdx.x % 8, column = threadIdx.x / 8 * 4;
-    const unsigned char* source = shared + offset(16 * sixteen) + column;
-    unsigned places[4][4];
+    const int key_group = threadIdx.x % 8, column = threadIdx.x / 8 * 4;
+    const unsigned char* source = shared + offset(16 * key_group) + column;
+    unsigned columns_of_keys[4][4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       unsigned four[4];
@@ -79,16 +79,16 @@ struct HopperValues {
                                ptx::prmt<0x5140>(four[2], four[3])};
       const unsigned high[2] = {ptx::prmt<0x7362>(four[0], four[1]),
                                 ptx::prmt<0x7362>(four[2], four[3])};
-      places[0][i] = ptx::prmt<0x5410>(low[0], low[1]);
-      places[1][i] = ptx::prmt<0x7632>(low[0], low[1]);
-      places[2][i] = ptx::prmt<0x5410>(high[0], high[1]);
-      places[3][i] = ptx::prmt<0x7632>(high[0], high[1]);
+      columns_of_keys[0][i] = ptx::prmt<0x5410>(low[0], low[1]);
+      columns_of_keys[1][i] = ptx::prmt<0x7632>(low[0], low[1]);
+      columns_of_keys[2][i] = ptx::prmt<0x5410>(high[0], high[1]);
+      columns_of_keys[3][i] = ptx::prmt<0x7632>(high[0], high[1]);
     }
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
       if (column + c < columns_left) {
-        *reinterpret_cast<Chunk*>(target + (column + c) * line + 16 * sixteen) =
-            reinterpret_cast<const Chunk&>(places[c]);
+        *reinterpret_cast<Chunk*>(target + (column + c) * target_stride + 16 * key_group) =
+            reinterpret_cast<const Chunk&>(columns_of_keys[c]);
       }
     }
   }

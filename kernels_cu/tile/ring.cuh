@@ -1,15 +1,15 @@
 // Position in a ring buffer: stage index and mbarrier phase parity, like a CUTLASS PipelineState.
 #pragma once
 
-template <int Slots>
-struct RingPosition {
-  int slot = 0;
-  int parity = 0;
+template <int Stages>
+struct PipelineState {
+  int index = 0;
+  int phase = 0;
 
   __device__ void advance() {
-    if (++slot == Slots) {
-      slot = 0;
-      parity ^= 1;
+    if (++index == Stages) {
+      index = 0;
+      phase ^= 1;
     }
   }
 };

@@ -44,9 +44,9 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
   static constexpr bool keeps_keys = dim <= 64 && dim_v <= 64;
   static constexpr bool ahead = keeps_keys;
 
-  int sums_parity = 1;
-  int sums_slot = 0;
-  int others_parity = 0;
+  int sums_phase = 1;
+  int sums_stage = 0;
+  int others_phase = 0;
   float sums_k[dim / 2];
   float sums_v[dim_v / 2];
   Scores scores;                       // S^T, then P^T
@@ -71,7 +71,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
   __device__ void sweep() {
     Step step = cta.first_step();
     ptx::mbarrier_wait(cta.keys_full(), 0);
-    ptx::mbarrier_wait(cta.q_full(q_ring.slot), q_ring.parity);
+    ptx::mbarrier_wait(cta.q_full(q_ring.index), q_ring.phase);
     if (wants_ds) ptx::mbarrier_wait(cta.values_full(), 0);
     Base::clean_keys();
     if constexpr (keeps_keys) {
@@ -79,7 +79,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
       if (wants_ds) Base::template keep<typename Base::ValueTile>(values, cta.values_at());
     }
     Scores first;
-    Base::start_scores(first, keys, q_ring.slot, 0);
+    Base::start_scores(first, keys, q_ring.index, 0);
     take_terms(0);
     await_scores(first);
     while (!cta.is_last(step)) {
@@ -93,7 +93,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
   template <bool Last>
   __device__ void visit(const Step& step) {
     const bool is_masked = cta.is_masked(step);
-    ptx::mbarrier_wait(cta.dout_full(dout_ring.slot), dout_ring.parity);
+    ptx::mbarrier_wait(cta.dout_full(dout_ring.index), dout_ring.phase);
     visit_parts<0, Last>(step, is_masked);
   }
 
@@ -133,9 +133,9 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     }
     if constexpr (wants_k) Base::start_key_sums(sums_k, left_ds, Part);
     Base::template await<int(sums_queries) + int(wants_k)>(sums_v);
-    const int slot = q_ring.slot;
+    const int stage = q_ring.index;
     if constexpr (ends_tile) {
-      Cta::tell(cta.dout_empty(dout_ring.slot));
+      Cta::tell(cta.dout_empty(dout_ring.index));
       dout_ring.advance();
       q_ring.advance();
     }
@@ -143,7 +143,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
       Base::template await<wants_k>(query_sums);
       if constexpr (Cta::last_writes) {
         if (cta.order.is_last_turn(step.tile)) {
-          finish_query_sums(query_sums, step, slot);
+          finish_query_sums(query_sums, step, stage);
         } else {
           write_query_sums(query_sums);
         }
@@ -152,24 +152,24 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
       }
     }
     if constexpr (has_next && !ahead) {
-      if constexpr (ends_tile) ptx::mbarrier_wait(cta.q_full(q_ring.slot), q_ring.parity);
-      Base::start_scores(next, keys, q_ring.slot, ends_tile ? 0 : Part + 1);
+      if constexpr (ends_tile) ptx::mbarrier_wait(cta.q_full(q_ring.index), q_ring.phase);
+      Base::start_scores(next, keys, q_ring.index, ends_tile ? 0 : Part + 1);
     }
     if constexpr (has_next) take_terms(ends_tile ? 0 : Part + 1);
     Base::template await<has_next && !ahead>(sums_k);
-    if constexpr (ends_tile) Cta::tell(cta.q_empty(slot));
+    if constexpr (ends_tile) Cta::tell(cta.q_empty(stage));
     if constexpr (has_next) await_scores(next);
   }
 
   // Issues the scores of the next part. If `Behind`, it is the first part of the next stage's tile.
   template <bool Behind>
   __device__ void start_next(Scores& next, int part) const {
-    RingPosition<Config::q_stages> ring = q_ring;
+    PipelineState<Config::q_stages> ring = q_ring;
     if constexpr (Behind) {
       ring.advance();
-      ptx::mbarrier_wait(cta.q_full(ring.slot), ring.parity);
+      ptx::mbarrier_wait(cta.q_full(ring.index), ring.phase);
     }
-    Base::start_scores(next, keys, ring.slot, Behind ? 0 : part);
+    Base::start_scores(next, keys, ring.index, Behind ? 0 : part);
   }
   __device__ void await_scores(Scores& next) {
     Base::template await<0>(next);
@@ -212,14 +212,14 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
            Fragments::place(threadIdx.x / 32 % 4, 0, 0, threadIdx.x % 32) * int(sizeof(float));
   }
   __device__ void sums_are_full() {
-    Cta::tell(cta.sums_full(consumer, sums_slot));
-    sums_slot ^= 1;
-    sums_parity ^= 1;
+    Cta::tell(cta.sums_full(consumer, sums_stage));
+    sums_stage ^= 1;
+    sums_phase ^= 1;
   }
 
   // Passes the dq sums to the adder lane, in accumulator order.
   __device__ void write_query_sums(const QueryParts& sums) {
-    ptx::mbarrier_wait(cta.sums_empty(consumer), sums_parity);
+    ptx::mbarrier_wait(cta.sums_empty(consumer), sums_phase);
 #pragma unroll
     for (int j = 0; j < Fragments::column_tiles; ++j) {
       unsigned of[4];
@@ -231,10 +231,10 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     sums_are_full();
   }
 
-  // Adds the earlier CTAs' sums and writes dq. `slot` is the stage of q and of its row statistics.
-  __device__ void finish_query_sums(QueryParts& sums, const Step& step, int slot) {
-    ptx::mbarrier_wait(cta.others_full(consumer), others_parity);
-    others_parity ^= 1;
+  // Adds the earlier CTAs' sums and writes dq. `stage` is the stage of q and of its row statistics.
+  __device__ void finish_query_sums(QueryParts& sums, const Step& step, int stage) {
+    ptx::mbarrier_wait(cta.others_full(consumer), others_phase);
+    others_phase ^= 1;
     if (cta.order.turn_of(step.tile) > 0) {
 #pragma unroll
       for (int j = 0; j < Fragments::column_tiles; ++j) {
@@ -247,7 +247,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
       ptx::fence_proxy_async();
     }
     sums_are_full();
-    Base::write_query_gradients(sums, step, slot);
+    Base::write_query_gradients(sums, step, stage);
   }
 };
 

@@ -125,7 +125,7 @@ struct HopperGradientCta {
   static constexpr int barrier_offset = terms_offset + Config::q_stages * terms_bytes;
   static constexpr int ring_barriers = 2 * (Config::q_stages + Config::dout_stages);
   // Other barriers: 3 for k and v; at most 8 for dq sums or, with wide heads, P, dS and semaphore.
-  static constexpr int sums_slots = 2;
+  static constexpr int sums_stages = 2;
   static constexpr int other_barriers = 3 + 8;
   static_assert(consumers == 2, "as many barriers");
   static constexpr int arrived_barriers = Config::q_stages + Config::dout_stages;
@@ -192,11 +192,11 @@ struct HopperGradientCta {
 
   __device__ unsigned keys_at() const { return shared; }
   __device__ unsigned values_at() const { return shared + value_offset; }
-  __device__ unsigned queries_at(int slot) const {
-    return shared + query_offset + slot * QueryTile::bytes;
+  __device__ unsigned queries_at(int stage) const {
+    return shared + query_offset + stage * QueryTile::bytes;
   }
-  __device__ unsigned douts_at(int slot) const {
-    return shared + dout_offset + slot * DoutTile::bytes;
+  __device__ unsigned douts_at(int stage) const {
+    return shared + dout_offset + stage * DoutTile::bytes;
   }
   __device__ unsigned ds_at(int stage) const {
     return shared + ds_offset + stage * DsTile::bytes;
@@ -206,18 +206,18 @@ struct HopperGradientCta {
   }
   __device__ unsigned weights_at() const { return shared + sums_offset; }
   // Returns the row statistics of a stage: first lse_log2 of each row, then -delta of each row.
-  __device__ float* terms(int slot) const {
+  __device__ float* terms(int stage) const {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
-    return reinterpret_cast<float*>(shared_memory + terms_offset) + slot * 2 * Br;
+    return reinterpret_cast<float*>(shared_memory + terms_offset) + stage * 2 * Br;
   }
 
   // ---- Barriers. A stage is full when its data has arrived, empty when all consumers released it.
 
   __device__ unsigned barrier(int index) const { return shared + barrier_offset + index * 8; }
-  __device__ unsigned q_full(int slot) const { return barrier(slot); }
-  __device__ unsigned q_empty(int slot) const { return q_full(Config::q_stages + slot); }
-  __device__ unsigned dout_full(int slot) const { return q_full(2 * Config::q_stages + slot); }
-  __device__ unsigned dout_empty(int slot) const { return dout_full(Config::dout_stages + slot); }
+  __device__ unsigned q_full(int stage) const { return barrier(stage); }
+  __device__ unsigned q_empty(int stage) const { return q_full(Config::q_stages + stage); }
+  __device__ unsigned dout_full(int stage) const { return q_full(2 * Config::q_stages + stage); }
+  __device__ unsigned dout_empty(int stage) const { return dout_full(Config::dout_stages + stage); }
   __device__ unsigned keys_full() const { return barrier(ring_barriers); }
   __device__ unsigned keys_arrived() const { return barrier(ring_barriers + 1); }
   __device__ unsigned values_full() const { return barrier(ring_barriers + 2); }
@@ -226,35 +226,35 @@ struct HopperGradientCta {
   __device__ unsigned sums_empty(int consumer) const {
     return barrier(ring_barriers + 3 + consumer);
   }
-  __device__ unsigned sums_full(int consumer, int slot) const {
-    return sums_empty(consumers + sums_slots * consumer + slot);
+  __device__ unsigned sums_full(int consumer, int stage) const {
+    return sums_empty(consumers + sums_stages * consumer + stage);
   }
   __device__ unsigned others_full(int consumer) const {
-    return barrier(ring_barriers + 3 + consumers + consumers * sums_slots + consumer);
+    return barrier(ring_barriers + 3 + consumers + consumers * sums_stages + consumer);
   }
   // Barriers of consumers with the same keys (wide.cuh).
   __device__ unsigned weights_full() const { return barrier(ring_barriers + 3); }
   __device__ unsigned ds_full() const { return barrier(ring_barriers + 4); }
-  __device__ unsigned turn_full(int slot) const { return barrier(ring_barriers + 5 + slot); }
-  __device__ unsigned added(int slot) const { return turn_full(sums_slots + slot); }
-  __device__ unsigned q_arrived(int slot) const {
-    return barrier(ring_barriers + other_barriers + slot);
+  __device__ unsigned turn_full(int stage) const { return barrier(ring_barriers + 5 + stage); }
+  __device__ unsigned added(int stage) const { return turn_full(sums_stages + stage); }
+  __device__ unsigned q_arrived(int stage) const {
+    return barrier(ring_barriers + other_barriers + stage);
   }
-  __device__ unsigned dout_arrived(int slot) const { return q_arrived(Config::q_stages + slot); }
+  __device__ unsigned dout_arrived(int stage) const { return q_arrived(Config::q_stages + stage); }
 
   __device__ void init_barriers() const {
     constexpr int warps = 4 * consumers;
     // The loader and the row statistics warp both arrive at `q_full`. If that warp inspects the
     // tile, it arrives alone.
-    for (int slot = 0; slot < Config::q_stages; ++slot) {
-      ptx::mbarrier_init(q_full(slot), inspects ? 1 : 2);
-      ptx::mbarrier_init(q_empty(slot), warps);
-      if (inspects) ptx::mbarrier_init(q_arrived(slot), 1);
+    for (int stage = 0; stage < Config::q_stages; ++stage) {
+      ptx::mbarrier_init(q_full(stage), inspects ? 1 : 2);
+      ptx::mbarrier_init(q_empty(stage), warps);
+      if (inspects) ptx::mbarrier_init(q_arrived(stage), 1);
     }
-    for (int slot = 0; slot < Config::dout_stages; ++slot) {
-      ptx::mbarrier_init(dout_full(slot), 1);
-      ptx::mbarrier_init(dout_empty(slot), warps);
-      if (inspects) ptx::mbarrier_init(dout_arrived(slot), 1);
+    for (int stage = 0; stage < Config::dout_stages; ++stage) {
+      ptx::mbarrier_init(dout_full(stage), 1);
+      ptx::mbarrier_init(dout_empty(stage), warps);
+      if (inspects) ptx::mbarrier_init(dout_arrived(stage), 1);
     }
     ptx::mbarrier_init(keys_full(), 1);
     ptx::mbarrier_init(keys_arrived(), 1);
@@ -262,16 +262,16 @@ struct HopperGradientCta {
     if (wide) {
       ptx::mbarrier_init(weights_full(), 4);
       ptx::mbarrier_init(ds_full(), 4);
-      for (int slot = 0; slot < sums_slots; ++slot) {
-        ptx::mbarrier_init(turn_full(slot), 1);
-        ptx::mbarrier_init(added(slot), warps);
+      for (int stage = 0; stage < sums_stages; ++stage) {
+        ptx::mbarrier_init(turn_full(stage), 1);
+        ptx::mbarrier_init(added(stage), warps);
       }
     } else {
       for (int consumer = 0; consumer < consumers; ++consumer) {
         ptx::mbarrier_init(sums_empty(consumer), 1);
         ptx::mbarrier_init(others_full(consumer), 1);
-        for (int slot = 0; slot < sums_slots; ++slot) {
-          ptx::mbarrier_init(sums_full(consumer, slot), 4);
+        for (int stage = 0; stage < sums_stages; ++stage) {
+          ptx::mbarrier_init(sums_full(consumer, stage), 4);
         }
       }
     }

@@ -17,8 +17,8 @@ struct HopperGradientLoader {
   using Step = typename Cta::Step;
 
   const Cta& cta;
-  RingPosition<Config::q_stages> q_ring = {};
-  RingPosition<Config::dout_stages> dout_ring = {};
+  PipelineState<Config::q_stages> q_ring = {};
+  PipelineState<Config::dout_stages> dout_ring = {};
 
   __device__ void load_all() {
     const Sequence& at = cta.at;
@@ -39,20 +39,20 @@ struct HopperGradientLoader {
 
  private:
   __device__ void load_queries(const Step& step) {
-    const int slot = q_ring.slot;
-    ptx::mbarrier_wait(cta.q_empty(slot), q_ring.parity ^ 1);
-    load<typename Cta::QueryTile>(cta.queries_at(slot), &cta.maps.q, row_of(step), step.head,
+    const int stage = q_ring.index;
+    ptx::mbarrier_wait(cta.q_empty(stage), q_ring.phase ^ 1);
+    load<typename Cta::QueryTile>(cta.queries_at(stage), &cta.maps.q, row_of(step), step.head,
                                   cta.at.q_batch,
-                                  Cta::inspects ? cta.q_arrived(slot) : cta.q_full(slot));
+                                  Cta::inspects ? cta.q_arrived(stage) : cta.q_full(stage));
     q_ring.advance();
   }
 
   __device__ void load_douts(const Step& step) {
-    const int slot = dout_ring.slot;
-    ptx::mbarrier_wait(cta.dout_empty(slot), dout_ring.parity ^ 1);
-    load<typename Cta::DoutTile>(cta.douts_at(slot), &cta.maps.dout, row_of(step), step.head,
+    const int stage = dout_ring.index;
+    ptx::mbarrier_wait(cta.dout_empty(stage), dout_ring.phase ^ 1);
+    load<typename Cta::DoutTile>(cta.douts_at(stage), &cta.maps.dout, row_of(step), step.head,
                                  cta.at.q_batch,
-                                 Cta::inspects ? cta.dout_arrived(slot) : cta.dout_full(slot));
+                                 Cta::inspects ? cta.dout_arrived(stage) : cta.dout_full(stage));
     dout_ring.advance();
   }
 
@@ -80,8 +80,8 @@ struct HopperGradientTerms {
   static constexpr int rows_of_lane = Br / 32;
 
   const Cta& cta;
-  RingPosition<Config::q_stages> q_ring = {};
-  RingPosition<Config::dout_stages> dout_ring = {};
+  PipelineState<Config::q_stages> q_ring = {};
+  PipelineState<Config::dout_stages> dout_ring = {};
 
   __device__ void bring_all() {
     if constexpr (Config::sequences) {
@@ -107,8 +107,8 @@ struct HopperGradientTerms {
       found[i] = {SoftmaxMath<float>::infinity(), 0};
       if (row < left) found[i] = source[row];
     }
-    ptx::mbarrier_wait(cta.q_empty(q_ring.slot), q_ring.parity ^ 1);
-    float* terms = cta.terms(q_ring.slot);
+    ptx::mbarrier_wait(cta.q_empty(q_ring.index), q_ring.phase ^ 1);
+    float* terms = cta.terms(q_ring.index);
 #pragma unroll
     for (int i = 0; i < rows_of_lane; ++i) {
       const int row = i * 32 + threadIdx.x % 32;
@@ -116,17 +116,17 @@ struct HopperGradientTerms {
       terms[Br + row] = -found[i].delta;
     }
     if constexpr (Cta::inspects) {
-      clear<typename Cta::QueryTile>(cta.q_arrived(q_ring.slot), q_ring.parity,
-                                     cta.queries_at(q_ring.slot), left,
+      clear<typename Cta::QueryTile>(cta.q_arrived(q_ring.index), q_ring.phase,
+                                     cta.queries_at(q_ring.index), left,
                                      [&](int i) { return clears_q(found[i]); });
     }
-    Cta::tell(cta.q_full(q_ring.slot));
+    Cta::tell(cta.q_full(q_ring.index));
     q_ring.advance();
     if constexpr (Cta::inspects) {
-      clear<typename Cta::DoutTile>(cta.dout_arrived(dout_ring.slot), dout_ring.parity,
-                                    cta.douts_at(dout_ring.slot), left,
+      clear<typename Cta::DoutTile>(cta.dout_arrived(dout_ring.index), dout_ring.phase,
+                                    cta.douts_at(dout_ring.index), left,
                                     [&](int i) { return clears_dout(found[i]); });
-      Cta::tell(cta.dout_full(dout_ring.slot));
+      Cta::tell(cta.dout_full(dout_ring.index));
       dout_ring.advance();
     }
   }
@@ -134,9 +134,9 @@ struct HopperGradientTerms {
   // Waits for a tile of q or dout whose load is in flight, and clears its rows from `rows` on. If
   // `Config::inspects`, also clears the lane's rows `i` for which `clears(i)` is true.
   template <class Tile, class Clears>
-  __device__ static void clear(unsigned arrived, int parity, unsigned tile, int rows,
+  __device__ static void clear(unsigned arrived, int phase, unsigned tile, int rows,
                                Clears clears) {
-    clear_tail<Tile>(arrived, parity, tile, rows);
+    clear_tail<Tile>(arrived, phase, tile, rows);
     if constexpr (Config::inspects) {
 #pragma unroll
       for (int i = 0; i < rows_of_lane; ++i) {
@@ -149,8 +149,8 @@ struct HopperGradientTerms {
 
   // Waits for a tile whose load is in flight, and clears the rows after the sequence's `rows` rows.
   template <class Tile>
-  __device__ static void clear_tail(unsigned arrived, int parity, unsigned tile, int rows) {
-    ptx::mbarrier_wait(arrived, parity);
+  __device__ static void clear_tail(unsigned arrived, int phase, unsigned tile, int rows) {
+    ptx::mbarrier_wait(arrived, phase);
     if (rows * Tile::box_row_bytes < Tile::box_bytes) {
       Tile::clear_rows(tile, rows);
       ptx::fence_proxy_async();
@@ -174,13 +174,13 @@ struct HopperGradientAdder {
   static constexpr int bytes = Fragments::bytes_of_consumer;
 
   const Cta& cta;
-  const int slot;
-  int parity = 0;
+  const int lane_index;
+  int phase = 0;
 
   __device__ void add_own() {
     int index = 0;
     for (Step step = cta.first_step();; step = cta.step_behind(step)) {
-      if (index == slot) add(step);
+      if (index == lane_index) add(step);
       index ^= 1;
       if (cta.is_last(step)) break;
     }
@@ -202,13 +202,13 @@ struct HopperGradientAdder {
       add_sums(target, turn);
       pass_turn(counter);
     }
-    parity ^= 1;
+    phase ^= 1;
   }
 
   __device__ void add_sums(float* target, int turn) {
 #pragma unroll
     for (int consumer = 0; consumer < Cta::consumers; ++consumer) {
-      ptx::mbarrier_wait(cta.sums_full(consumer, slot), parity);
+      ptx::mbarrier_wait(cta.sums_full(consumer, lane_index), phase);
       float* part = target + consumer * (bytes / 4);
       if (turn == 0) {
         ptx::cp_async_bulk_store(part, cta.sums_at(consumer), bytes);
@@ -232,7 +232,7 @@ struct HopperGradientAdder {
 #pragma unroll
     for (int consumer = 0; consumer < Cta::consumers; ++consumer) {
       // Wait until the other lane has released the buffer of the previous tile.
-      ptx::mbarrier_wait(cta.sums_empty(consumer), slot ^ 1);
+      ptx::mbarrier_wait(cta.sums_empty(consumer), lane_index ^ 1);
       if (turn == 0) {
         ptx::mbarrier_arrive(cta.others_full(consumer));
       } else {
@@ -243,7 +243,7 @@ struct HopperGradientAdder {
     }
 #pragma unroll
     for (int consumer = 0; consumer < Cta::consumers; ++consumer) {
-      ptx::mbarrier_wait(cta.sums_full(consumer, slot), parity);
+      ptx::mbarrier_wait(cta.sums_full(consumer, lane_index), phase);
       ptx::mbarrier_arrive(cta.sums_empty(consumer));
     }
   }

@@ -61,9 +61,9 @@ struct HopperGradientProducts {
   const Cta& cta;
   const int consumer;
   const float scale_log2;
-  RingPosition<Config::q_stages> q_ring = {};
-  RingPosition<Config::dout_stages> dout_ring = {};
-  RingPosition<Cta::ds_stages> ds_ring = {};
+  PipelineState<Config::q_stages> q_ring = {};
+  PipelineState<Config::dout_stages> dout_ring = {};
+  PipelineState<Cta::ds_stages> ds_ring = {};
   float seen[2] = {};  // sums of P, to detect keys whose pairs are all masked
 
   __device__ HopperGradientProducts(const Cta& cta, int consumer)
@@ -101,11 +101,11 @@ struct HopperGradientProducts {
 
   // Issues S^T = K Q^T, for a part of the queries in a stage.
   template <int Count>
-  __device__ void start_scores(Scores& scores, const unsigned (&keys)[Count], int slot,
+  __device__ void start_scores(Scores& scores, const unsigned (&keys)[Count], int stage,
                                int part) const {
     ptx::pin(scores);
     ptx::wgmma_fence();
-    const unsigned rows = rows_of<QueryTile>(cta.queries_at(slot), part);
+    const unsigned rows = rows_of<QueryTile>(cta.queries_at(stage), part);
 #pragma unroll
     for (int step = 0; step < k_steps; ++step) {
       multiply<KeyTile, QueryTile>(scores, keys, cta.keys_at(), rows, step, step != 0);
@@ -126,7 +126,7 @@ struct HopperGradientProducts {
     }
     ptx::pin(gradients);
     ptx::wgmma_fence();
-    const unsigned rows = rows_of<DoutTile>(cta.douts_at(dout_ring.slot), part);
+    const unsigned rows = rows_of<DoutTile>(cta.douts_at(dout_ring.index), part);
 #pragma unroll
     for (int step = 0; step < k_steps_v; ++step) {
       multiply<ValueTile, DoutTile>(gradients, values, cta.values_at(), rows, step, true);
@@ -177,13 +177,13 @@ struct HopperGradientProducts {
   __device__ void start_value_sums(float (&sums_v)[dim_v / 2], const LeftOperand& left_p,
                                    int part) const {
     start_sums<DoutTile, dim_v>(sums_v, left_p,
-                                rows_of<DoutTile>(cta.douts_at(dout_ring.slot), part));
+                                rows_of<DoutTile>(cta.douts_at(dout_ring.index), part));
   }
   // Issues dK += dS^T Q.
   __device__ void start_key_sums(float (&sums_k)[dim / 2], const LeftOperand& left_ds,
                                  int part) const {
     start_sums<QueryTile, dim>(sums_k, left_ds,
-                               rows_of<QueryTile>(cta.queries_at(q_ring.slot), part));
+                               rows_of<QueryTile>(cta.queries_at(q_ring.index), part));
   }
   template <class Tile, int Columns>
   __device__ static void start_sums(float (&sums)[Columns / 2], const LeftOperand& left,
@@ -202,7 +202,7 @@ struct HopperGradientProducts {
   // Issues dQ = dS K, for the consumer's rows, or for a chunk of its columns.
   template <int Chunk>
   __device__ void start_query_sums(QueryParts& sums) {
-    const unsigned rows = cta.ds_at(ds_ring.slot) +
+    const unsigned rows = cta.ds_at(ds_ring.index) +
                           (Fragments::by_rows ? 64 * consumer * DsTile::box_row_bytes : 0);
     const unsigned keys =
         cta.keys_at() + (Fragments::by_rows ? 0
@@ -240,7 +240,7 @@ struct HopperGradientProducts {
     take(minus_delta, part, Br);
   }
   __device__ void take(RowsOfLane& of_rows, int part, int first) const {
-    const float* terms = cta.terms(q_ring.slot) + first + part * columns + threadIdx.x % 4 * 2;
+    const float* terms = cta.terms(q_ring.index) + first + part * columns + threadIdx.x % 4 * 2;
     using Pair = Vector<float, 2>;
 #pragma unroll
     for (int j = 0; j < columns / 8; ++j) {
@@ -354,7 +354,7 @@ struct HopperGradientProducts {
   __device__ void write_ds(const LeftOperand& left_ds, int part) const {
     const int lane = threadIdx.x % 32;
     const int chunk = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
-    const unsigned at = rows_of<DsTile>(cta.ds_at(ds_ring.slot), part) +
+    const unsigned at = rows_of<DsTile>(cta.ds_at(ds_ring.index), part) +
                         own_key() / 64 * DsTile::box_bytes +
                         (lane / 16 * 8 + lane % 8) * DsTile::box_row_bytes + (chunk ^ lane % 8) * 16;
 #pragma unroll
@@ -367,7 +367,7 @@ struct HopperGradientProducts {
 
   // ---- dq of the consumer's part of a query tile.
 
-  __device__ void write_query_gradients(QueryParts& sums, const Step& step, int slot) const {
+  __device__ void write_query_gradients(QueryParts& sums, const Step& step, int stage) const {
     const float scale = signed_scale<Config, float>(cta.p);
     const int warp = 4 * consumer + threadIdx.x / 32 % 4;
     const int lane = threadIdx.x % 32;
@@ -379,7 +379,7 @@ struct HopperGradientProducts {
       const int in_tile = Fragments::row(warp, 0) + lane / 4 + 8 * half;
       const int row = step.tile * Br + in_tile;
       // A row without visible keys may have NaN in its sums, from 0 times other rows' keys.
-      const bool found = cta.terms(slot)[in_tile] != SoftmaxMath<float>::infinity() &&
+      const bool found = cta.terms(stage)[in_tile] != SoftmaxMath<float>::infinity() &&
                          cta.mask.visible_begin(row) < cta.mask.visible_end(row);
       scale_row<Fragments::column_tiles>(sums + 2 * half, scale);
       if (!found) fill_row_from<Fragments::column_tiles>(sums + 2 * half, 0, 0);

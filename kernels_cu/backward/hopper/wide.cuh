@@ -35,8 +35,8 @@ struct HopperWideProducts : HopperGradientProducts<Config> {
   using typename Base::Step;
   static_assert(Base::parts == 1 && Config::Bc == 64, "a tile is a part, and keys are shared");
 
-  int parity = 0;  // phase of the barriers that complete once per tile
-  RingPosition<Cta::sums_slots> turn_ring = {};
+  int phase = 0;  // phase of the barriers that complete once per tile
+  PipelineState<Cta::sums_stages> turn_ring = {};
   unsigned no_operand[1];  // stands for keys in registers; here they stay in shared memory
 
   using Base::Base;
@@ -70,7 +70,7 @@ struct HopperWideProducts : HopperGradientProducts<Config> {
         all.template sums<Fragments::floats>(cta.p, cta.at, cta.coord.batch, step.head, step.tile) +
         Fragments::place(warp, 0, Chunk * column_tiles, threadIdx.x % 32);
     const bool is_first = cta.order.turn_of(step.tile) == 0;
-    if (Chunk == 0) ptx::mbarrier_wait(cta.turn_full(turn_ring.slot), turn_ring.parity);
+    if (Chunk == 0) ptx::mbarrier_wait(cta.turn_full(turn_ring.index), turn_ring.phase);
     const auto put = [&](auto put_at) {
 #pragma unroll
       for (int j = 0; j < column_tiles; ++j) {
@@ -84,7 +84,7 @@ struct HopperWideProducts : HopperGradientProducts<Config> {
       put([](float* at, const float(&of)[4]) { ptx::red_add_v4(at, of); });
     }
     if constexpr (Chunk == Base::query_chunks - 1) {
-      Cta::tell(cta.added(turn_ring.slot));
+      Cta::tell(cta.added(turn_ring.index));
       turn_ring.advance();
     }
   }
@@ -98,7 +98,7 @@ struct HopperWideProducts : HopperGradientProducts<Config> {
 template <class Config>
 struct HopperValueConsumer : HopperWideProducts<Config> {
   using Base = HopperWideProducts<Config>;
-  using Base::columns, Base::cta, Base::dout_ring, Base::no_operand, Base::parity, Base::q_ring;
+  using Base::columns, Base::cta, Base::dout_ring, Base::no_operand, Base::phase, Base::q_ring;
   using Base::wants_ds, Base::wants_q, Base::wants_v;
   using typename Base::Cta;
   using typename Base::LeftOperand;
@@ -135,15 +135,15 @@ struct HopperValueConsumer : HopperWideProducts<Config> {
   }
 
   __device__ void start_next(Scores& next) {
-    ptx::mbarrier_wait(cta.q_full(q_ring.slot), q_ring.parity);
-    Base::start_scores(next, no_operand, q_ring.slot, 0);
+    ptx::mbarrier_wait(cta.q_full(q_ring.index), q_ring.phase);
+    Base::start_scores(next, no_operand, q_ring.index, 0);
   }
   __device__ void await_next(Scores& next) {
     Base::take_lse(lse_log2, 0);
     Base::template await<0>(next);
 #pragma unroll
     for (int i = 0; i < columns / 2; ++i) scores[i] = next[i];
-    Cta::tell(cta.q_empty(q_ring.slot));
+    Cta::tell(cta.q_empty(q_ring.index));
     q_ring.advance();
   }
 
@@ -154,14 +154,14 @@ struct HopperValueConsumer : HopperWideProducts<Config> {
     LeftOperand left_p;
     weigh(left_p, step, is_masked);
     if constexpr (wants_v) {
-      ptx::mbarrier_wait(cta.dout_full(dout_ring.slot), dout_ring.parity);
+      ptx::mbarrier_wait(cta.dout_full(dout_ring.index), dout_ring.phase);
       Base::start_value_sums(sums_v, left_p, 0);
     }
     QueryParts query_sums;
-    if constexpr (wants_ds) ptx::mbarrier_wait(cta.ds_full(), parity);
+    if constexpr (wants_ds) ptx::mbarrier_wait(cta.ds_full(), phase);
     if constexpr (wants_q) Base::template start_query_sums<0>(query_sums);
     Base::template await<wants_q>(sums_v);
-    Cta::tell(cta.dout_empty(dout_ring.slot));
+    Cta::tell(cta.dout_empty(dout_ring.index));
     dout_ring.advance();
     Scores next;
     const auto start = [&] {
@@ -172,7 +172,7 @@ struct HopperValueConsumer : HopperWideProducts<Config> {
     } else {
       start();
     }
-    parity ^= 1;
+    phase ^= 1;
     if constexpr (!Last) await_next(next);
   }
 
@@ -218,7 +218,7 @@ template <class Config>
 struct HopperKeyConsumer : HopperWideProducts<Config> {
   using Base = HopperWideProducts<Config>;
   using Element = typename Config::Element;
-  using Base::columns, Base::cta, Base::dout_ring, Base::no_operand, Base::parity, Base::q_ring;
+  using Base::columns, Base::cta, Base::dout_ring, Base::no_operand, Base::phase, Base::q_ring;
   using Base::wants_ds, Base::wants_k, Base::wants_q;
   using typename Base::Cta;
   using typename Base::LeftOperand;
@@ -253,8 +253,8 @@ struct HopperKeyConsumer : HopperWideProducts<Config> {
 
   // Issues dP^T of the next query tile.
   __device__ void start_next() {
-    ptx::mbarrier_wait(cta.q_full(q_ring.slot), q_ring.parity);
-    ptx::mbarrier_wait(cta.dout_full(dout_ring.slot), dout_ring.parity);
+    ptx::mbarrier_wait(cta.q_full(q_ring.index), q_ring.phase);
+    ptx::mbarrier_wait(cta.dout_full(dout_ring.index), dout_ring.phase);
     if constexpr (wants_ds) {
       typename Base::RowsOfLane minus_delta;
       Base::take_minus_delta(minus_delta, 0);
@@ -268,17 +268,17 @@ struct HopperKeyConsumer : HopperWideProducts<Config> {
   __device__ void visit(const Step& step) {
     LeftOperand left_ds;
     if constexpr (wants_ds) weigh(left_ds, cta.is_masked(step));
-    Cta::tell(cta.dout_empty(dout_ring.slot));
+    Cta::tell(cta.dout_empty(dout_ring.index));
     dout_ring.advance();
     if constexpr (wants_k) Base::start_key_sums(sums_k, left_ds, 0);
     QueryParts query_sums;
     if constexpr (wants_q) {
       // Wait until all warps of this consumer have written dS.
-      ptx::mbarrier_wait(cta.ds_full(), parity);
+      ptx::mbarrier_wait(cta.ds_full(), phase);
       Base::template start_query_sums<0>(query_sums);
     }
     Base::template await<wants_q>(sums_k);
-    Cta::tell(cta.q_empty(q_ring.slot));
+    Cta::tell(cta.q_empty(q_ring.index));
     q_ring.advance();
     const auto start = [&] {
       if constexpr (!Last) start_next();
@@ -288,12 +288,12 @@ struct HopperKeyConsumer : HopperWideProducts<Config> {
     } else {
       start();
     }
-    parity ^= 1;
+    phase ^= 1;
   }
 
   __device__ void weigh(LeftOperand& left_ds, bool is_masked) {
     Scores scores;
-    ptx::mbarrier_wait(cta.weights_full(), parity);
+    ptx::mbarrier_wait(cta.weights_full(), phase);
     take(scores);
     Base::look_for_seen(scores);
     Base::template await<0>(gradients);
@@ -329,13 +329,13 @@ struct HopperTurnKeeper {
   using Step = typename Cta::Step;
 
   const Cta& cta;
-  const int slot;
-  int parity = 0;
+  const int lane_index;
+  int phase = 0;
 
   __device__ void keep_own() {
     int index = 0;
     for (Step step = cta.first_step();; step = cta.step_behind(step)) {
-      if (index == slot) keep(step);
+      if (index == lane_index) keep(step);
       index ^= 1;
       if (cta.is_last(step)) break;
     }
@@ -348,10 +348,10 @@ struct HopperTurnKeeper {
     const int turn = cta.order.turn_of(step.tile);
     while (ptx::ld_acquire_gpu(counter) != turn) {
     }
-    ptx::mbarrier_arrive(cta.turn_full(slot));
-    ptx::mbarrier_wait(cta.added(slot), parity);
+    ptx::mbarrier_arrive(cta.turn_full(lane_index));
+    ptx::mbarrier_wait(cta.added(lane_index), phase);
     pass_turn(counter);
-    parity ^= 1;
+    phase ^= 1;
   }
 };
 

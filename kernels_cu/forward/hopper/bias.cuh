@@ -9,7 +9,7 @@
 
 template <class Config, bool Streamed = (Config::bias_stages > 0)>
 struct HopperBias {
-  __device__ HopperBias(const HopperCta<Config>&, int, RingPosition<Config::bias_stages>&) {}
+  __device__ HopperBias(const HopperCta<Config>&, int, PipelineState<Config::bias_stages>&) {}
   __device__ FromMemory of_half(int) const { return {}; }
 };
 
@@ -24,11 +24,11 @@ struct HopperBias<Config, true> {
   unsigned pairs[steps][4];
 
   // Reads the bias of a KV tile from its stage and releases the stage.
-  __device__ HopperBias(const Cta& cta, int consumer, RingPosition<Config::bias_stages>& ring) {
-    ptx::mbarrier_wait(cta.bias_full(ring.slot), ring.parity);
+  __device__ HopperBias(const Cta& cta, int consumer, PipelineState<Config::bias_stages>& ring) {
+    ptx::mbarrier_wait(cta.bias_full(ring.index), ring.phase);
     const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16;
     const unsigned row_address =
-        cta.bias_address(ring.slot) + (consumer * 64 + row) * Tile::box_row_bytes;
+        cta.bias_address(ring.index) + (consumer * 64 + row) * Tile::box_row_bytes;
 #pragma unroll
     for (int step = 0; step < steps; ++step) {
       ptx::ldmatrix_x4(pairs[step], row_address + Tile::chunk_offset(row, 2 * step, threadIdx.x / 16 % 2));
@@ -36,7 +36,7 @@ struct HopperBias<Config, true> {
     // Without this fence, TMA may overwrite the stage before ldmatrix has read it. wgmma traffic
     // can delay those reads by hundreds of cycles, and the mbarrier arrival does not wait for them.
     ptx::fence_proxy_async();
-    Cta::leave(cta.bias_empty(ring.slot));
+    Cta::leave(cta.bias_empty(ring.index));
     ring.advance();
   }
 

@@ -54,7 +54,7 @@ struct HopperConsumer {
   typename Cta::KvTileInfo kv_tile_info;    // `KvTileInfo` of the KV tile, if Config::noted
   int visible_pairs_slot = -1;        // index in the ring of visible pairs, if Config::block_mask
   typename Cta::TilePairs visible_pairs;  // visible pairs of the KV tile, if the block mask stores them
-  RingPosition<Config::bias_stages> bias_ring;
+  PipelineState<Config::bias_stages> bias_ring;
 
   __device__ HopperConsumer(const Cta& cta, int consumer)
       : cta(cta),
@@ -209,8 +209,8 @@ struct HopperConsumer {
   // Waits for the next KV tile. If it begins another query tile, the old queries are released at
   // once: the consumer that waits for new queries may be the first in the ping-pong order.
   __device__ void next_kv_tile() {
-    products.await_slot();
-    kv_tile_info = *cta.kv_tile_info(products.ring.slot);
+    products.wait_stage();
+    kv_tile_info = *cta.kv_tile_info(products.ring.index);
     if (Config::block_mask && ++visible_pairs_slot == Cta::visible_pairs_slots) visible_pairs_slot = 0;
     kv_tile = kv_tile_info.kv_tile;
     if (!Products::keeps_all_queries && kv_tile_info.begins_query_tile() && work_tile_slot >= 0) products.leave_queries();
@@ -319,7 +319,7 @@ struct HopperConsumer {
                                ? sequence.template q_offset<Config>(cta.p, batch)
                                : first_position<Config>(cta.p, batch, cta.p.q_offset);
       const int first = products.first_row_of(current.coord) + Products::lane_row();
-      const bool hides = !Config::block_mask || !(kv_tile_info.is_full(consumer) || kv_tile_info.slot(consumer));
+      const bool hides = !Config::block_mask || !(kv_tile_info.is_full(consumer) || kv_tile_info.pairs_slot(consumer));
       const HopperBias<Config> bias(cta, consumer, bias_ring);
       modify_fragments<Config, 2, Bc / 8>(
           cta.p,
@@ -331,7 +331,7 @@ struct HopperConsumer {
           hides, [&](int half) { return products.scores + 2 * half; },
           [&](int half) { return bias.of_half(half); });
       if constexpr (Config::block_mask) {
-        if (kv_tile_info.slot(consumer)) apply_visible_pairs();
+        if (kv_tile_info.pairs_slot(consumer)) apply_visible_pairs();
       }
     }
   }
@@ -339,7 +339,7 @@ struct HopperConsumer {
   // Loads the visible pairs that arrived with K, before the stage of K is released.
   __device__ void read_visible_pairs() {
     if constexpr (Config::block_mask) {
-      if (kv_tile_info.slot(consumer)) {
+      if (kv_tile_info.pairs_slot(consumer)) {
         visible_pairs = cta.visible_pairs(visible_pairs_slot, consumer);
         // TMA must not overwrite the pairs before they are read, see `HopperBias`.
         ptx::fence_proxy_async();

@@ -65,8 +65,8 @@ struct HopperCta {
   using BiasTile = TmaTile<Br, Bc>;
   static constexpr bool streams_bias = Config::bias_stages > 0;
 
-  static constexpr int q_slot_bytes = components * QueryTile::bytes;
-  static constexpr int slot_bytes =
+  static constexpr int q_stage_bytes = components * QueryTile::bytes;
+  static constexpr int stage_bytes =
       components * (KeyTile::bytes > ValueTile::bytes ? KeyTile::bytes : ValueTile::bytes);
   static_assert(Br % 64 == 0 && consumers >= 1 && consumers <= 3, "64 rows for each consumer");
   static_assert(Bc % 16 == 0 && Bc <= 256, "both products are whole wgmma");
@@ -90,7 +90,7 @@ struct HopperCta {
 
   // V tile with the last keys of a sequence. The rows after them belong to other sequences.
   struct Tail {
-    int slot;  // stage in the ring; -1 after the last tail
+    int stage;  // stage in the ring; -1 after the last tail
     int rows;  // number of rows that belong to the sequence
   };
   // Entries in the ring of tails: one per stage, and the end marker.
@@ -108,8 +108,8 @@ struct HopperCta {
     // Returns the bits for one consumer: whether it needs the KV tile, whether the block mask
     // leaves all its pairs visible, and the slot of the visible pairs, counted from 1 (0 if not
     // stored).
-    __device__ static unsigned bits_of(int consumer, bool is_needed, bool is_full, unsigned slot) {
-      return (unsigned(is_needed) | unsigned(is_full) << 3) << consumer | slot << (6 + 8 * consumer);
+    __device__ static unsigned bits_of(int consumer, bool is_needed, bool is_full, unsigned pairs_slot) {
+      return (unsigned(is_needed) | unsigned(is_full) << 3) << consumer | pairs_slot << (6 + 8 * consumer);
     }
     __device__ static KvTileInfo create(int kv_tile, unsigned bits, bool begins_query_tile) {
       return {kv_tile, bits | (begins_query_tile ? first : 0)};
@@ -118,7 +118,7 @@ struct HopperCta {
 
     __device__ bool is_needed_by(int consumer) const { return bits >> consumer & 1; }
     __device__ bool is_full(int consumer) const { return bits >> (3 + consumer) & 1; }
-    __device__ int slot(int consumer) const { return bits >> (6 + 8 * consumer) & 255; }
+    __device__ int pairs_slot(int consumer) const { return bits >> (6 + 8 * consumer) & 255; }
     __device__ bool begins_query_tile() const { return bits & first; }
     __device__ bool is_end() const { return bits & end; }
   };
@@ -138,8 +138,8 @@ struct HopperCta {
 
   // Order in shared memory: rings of query tiles, of K and V tiles, of the bias and of visible
   // pairs, receive buffers, barriers, then work tiles, `Tail` and `KvTileInfo` entries.
-  static constexpr int ring_offset = Config::q_stages * q_slot_bytes;
-  static constexpr int bias_offset = ring_offset + Config::stages * slot_bytes;
+  static constexpr int ring_offset = Config::q_stages * q_stage_bytes;
+  static constexpr int bias_offset = ring_offset + Config::stages * stage_bytes;
   static constexpr int visible_pairs_offset = bias_offset + Config::bias_stages * BiasTile::bytes;
   static constexpr int peer_offset = visible_pairs_offset + visible_pairs_slots * consumers * visible_pairs_bytes;
   static constexpr int barrier_offset =
@@ -161,20 +161,20 @@ struct HopperCta {
 
   // A stage is full when its bytes have arrived, and empty when all consumers have released it.
 
-  __device__ unsigned full(int slot) const { return shared + barrier_offset + slot * 8; }
-  __device__ unsigned empty(int slot) const { return full(Config::stages + slot); }
-  __device__ unsigned q_full(int slot) const { return full(2 * Config::stages + slot); }
-  __device__ unsigned q_empty(int slot) const { return q_full(Config::q_stages + slot); }
+  __device__ unsigned full(int stage) const { return shared + barrier_offset + stage * 8; }
+  __device__ unsigned empty(int stage) const { return full(Config::stages + stage); }
+  __device__ unsigned q_full(int stage) const { return full(2 * Config::stages + stage); }
+  __device__ unsigned q_empty(int stage) const { return q_full(Config::q_stages + stage); }
   // Barriers of the work tile that the scheduler warp gives to the producer. At `arrived`, a V tile
   // with a `Tail` has been loaded.
   __device__ unsigned work_tile_full() const { return full(ring_barriers); }
   __device__ unsigned work_tile_empty() const { return full(ring_barriers + 1); }
   __device__ unsigned arrived(int index) const { return full(ring_barriers + 2 + index); }
 
-  __device__ unsigned bias_full(int slot) const {
-    return full(ring_barriers + sequence_barriers + slot);
+  __device__ unsigned bias_full(int stage) const {
+    return full(ring_barriers + sequence_barriers + stage);
   }
-  __device__ unsigned bias_empty(int slot) const { return bias_full(Config::bias_stages + slot); }
+  __device__ unsigned bias_empty(int stage) const { return bias_full(Config::bias_stages + stage); }
 
   // Barrier for the scores that the peer CTA sends to a consumer warp.
   __device__ unsigned peer_full(int buffer, int warp) const {
@@ -186,17 +186,17 @@ struct HopperCta {
   __device__ void init_barriers() const {
     // Each consumer warp arrives to release a stage.
     constexpr int warps = 4 * consumers;
-    for (int slot = 0; slot < Config::stages; ++slot) {
-      ptx::mbarrier_init(full(slot), 1);
-      ptx::mbarrier_init(empty(slot), warps);
+    for (int stage = 0; stage < Config::stages; ++stage) {
+      ptx::mbarrier_init(full(stage), 1);
+      ptx::mbarrier_init(empty(stage), warps);
     }
-    for (int slot = 0; slot < Config::q_stages; ++slot) {
-      ptx::mbarrier_init(q_full(slot), 1);
-      ptx::mbarrier_init(q_empty(slot), warps);
+    for (int stage = 0; stage < Config::q_stages; ++stage) {
+      ptx::mbarrier_init(q_full(stage), 1);
+      ptx::mbarrier_init(q_empty(stage), warps);
     }
-    for (int slot = 0; slot < Config::bias_stages; ++slot) {
-      ptx::mbarrier_init(bias_full(slot), 1);
-      ptx::mbarrier_init(bias_empty(slot), warps);
+    for (int stage = 0; stage < Config::bias_stages; ++stage) {
+      ptx::mbarrier_init(bias_full(stage), 1);
+      ptx::mbarrier_init(bias_empty(stage), warps);
     }
     if constexpr (Config::sequences) {
       ptx::mbarrier_init(work_tile_full(), 1);
@@ -224,19 +224,19 @@ struct HopperCta {
     return reinterpret_cast<Tail*>(shared_memory + tail_offset) + index;
   }
 
-  __device__ KvTileInfo* kv_tile_info(int slot) const {
+  __device__ KvTileInfo* kv_tile_info(int stage) const {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
-    return reinterpret_cast<KvTileInfo*>(shared_memory + kv_tile_info_offset) + slot;
+    return reinterpret_cast<KvTileInfo*>(shared_memory + kv_tile_info_offset) + stage;
   }
 
   __device__ static int next_work_tile_slot(int index) { return index + 1 == work_tile_slots ? 0 : index + 1; }
 
-  __device__ unsigned slot_address(int slot) const {
-    return shared + ring_offset + slot * slot_bytes;
+  __device__ unsigned stage_address(int stage) const {
+    return shared + ring_offset + stage * stage_bytes;
   }
 
-  __device__ unsigned bias_address(int slot) const {
-    return shared + bias_offset + slot * BiasTile::bytes;
+  __device__ unsigned bias_address(int stage) const {
+    return shared + bias_offset + stage * BiasTile::bytes;
   }
 
   __device__ unsigned peer_address(int buffer, int warp) const {
@@ -250,14 +250,14 @@ struct HopperCta {
     return (cta_ranks == 1 ? address : address % most) / 16;
   }
 
-  __device__ unsigned visible_pairs_address(int slot, int consumer) const {
-    return shared + visible_pairs_offset + (slot * consumers + consumer) * visible_pairs_bytes;
+  __device__ unsigned visible_pairs_address(int stage, int consumer) const {
+    return shared + visible_pairs_offset + (stage * consumers + consumer) * visible_pairs_bytes;
   }
 
-  __device__ const TilePairs& visible_pairs(int slot, int consumer) const {
+  __device__ const TilePairs& visible_pairs(int stage, int consumer) const {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     return reinterpret_cast<const TilePairs*>(
-        shared_memory + visible_pairs_offset)[(slot * consumers + consumer) * TilePairs::threads +
+        shared_memory + visible_pairs_offset)[(stage * consumers + consumer) * TilePairs::threads +
                                       threadIdx.x % TilePairs::threads];
   }
 

@@ -18,7 +18,7 @@ struct HopperConsumer<Config, true> : HopperConsumer<Config, false> {
   using typename Base::Cta;
   using typename Base::Products;
   using typename Base::SoftmaxRow;
-  using Slot = typename Products::Slot;
+  using Stage = typename Products::Stage;
   using Base::Bc;
   using Base::begin;
   using Base::kv_tile;
@@ -35,7 +35,7 @@ struct HopperConsumer<Config, true> : HopperConsumer<Config, false> {
     softmax.reset();
     if (!this->enter_tile()) return;
     if (Config::pingpong && consumer == consumers - 1) this->pingpong_arrive();
-    const Slot first = products.take_slot();
+    const Stage first = products.next_stage();
     products.start_scores(first);
     float rescale[2];
     process_scores(first, rescale);
@@ -51,8 +51,8 @@ struct HopperConsumer<Config, true> : HopperConsumer<Config, false> {
         --kv_tile;
       }
       // In the ring, K comes before V of the previous KV tile.
-      const Slot keys = products.take_slot();
-      const Slot values = products.take_slot();
+      const Stage keys = products.next_stage();
+      const Stage values = products.next_stage();
       // Without the ping-pong order, consumers that share the tensor cores equally stay in step.
       if (Config::pingpong) this->pingpong_wait();
       products.template add_output<true>(values, keys, rescale);
@@ -65,7 +65,7 @@ struct HopperConsumer<Config, true> : HopperConsumer<Config, false> {
       process_scores(keys, rescale);
     }
 
-    const Slot values = products.take_slot();
+    const Stage values = products.next_stage();
     if (Config::pingpong) this->pingpong_wait();
     products.template add_output<false>(values, values, rescale);
     if (Config::pingpong && consumer < consumers - 1) this->pingpong_arrive();
@@ -74,7 +74,7 @@ struct HopperConsumer<Config, true> : HopperConsumer<Config, false> {
 
  private:
   // Computes the softmax of a KV tile whose scores have been issued.
-  __device__ void process_scores(Slot keys, float (&rescale)[2]) {
+  __device__ void process_scores(Stage keys, float (&rescale)[2]) {
     products.await_scores(keys, kv_tile == begin);
     softmax.apply_factor(products.sums);
     if (kv_tile >= this->first_masked_tile()) {

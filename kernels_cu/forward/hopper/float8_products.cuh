@@ -18,7 +18,7 @@ struct HopperProducts<Config, true> : HopperProducts<Config, false> {
   using Base::Bc;
   using Base::cta;
   using Base::ring;
-  using Slot = RingPosition<Config::stages>;
+  using Stage = PipelineState<Config::stages>;
 
   static constexpr int step_columns = 32;  // k of one wgmma
   static constexpr int q_steps = round_up(Config::head_dim, step_columns) / step_columns;
@@ -39,10 +39,10 @@ struct HopperProducts<Config, true> : HopperProducts<Config, false> {
 
   using Base::Base;
 
-  __device__ Slot take_slot() {
-    const Slot slot = ring;
+  __device__ Stage next_stage() {
+    const Stage state = ring;
     ring.advance();
-    return slot;
+    return state;
   }
 
   __device__ void clear_output() {
@@ -51,17 +51,17 @@ struct HopperProducts<Config, true> : HopperProducts<Config, false> {
   }
 
   // Issues S = Q K^T.
-  __device__ void start_scores(Slot slot) {
-    await(slot);
+  __device__ void start_scores(Stage state) {
+    await(state);
 #pragma unroll
-    for (int i = 0; i < parts; ++i) start_part_of_scores(slot, i);
+    for (int i = 0; i < parts; ++i) start_part_of_scores(state, i);
   }
 
   // Waits for S. Releases the K stage and, after the last KV tile of a query tile, the query stage.
-  __device__ void await_scores(Slot slot, bool is_last_tile) {
+  __device__ void await_scores(Stage state, bool is_last_tile) {
     ptx::wgmma_wait_group<0>();
     ptx::pin(sums);
-    Cta::leave(cta.empty(slot.slot));
+    Cta::leave(cta.empty(state.index));
     if (is_last_tile) Base::leave_queries();
   }
 
@@ -71,7 +71,7 @@ struct HopperProducts<Config, true> : HopperProducts<Config, false> {
   //   registers 0   | P V   | added          | first part of S
   //   registers 1           | second part of S
   template <bool scores_follow>
-  __device__ void add_output(Slot values, Slot keys, const float (&factor)[2]) {
+  __device__ void add_output(Stage values, Stage keys, const float (&factor)[2]) {
     await(values);
     start_partial_out(values, 0);
     if constexpr (scores_follow) await(keys);
@@ -82,7 +82,7 @@ struct HopperProducts<Config, true> : HopperProducts<Config, false> {
       await_all_but_one(parts > 1 && scores_follow);
       Part& partial_out = registers(i);
       ptx::pin(partial_out);
-      if (is_last) Cta::leave(cta.empty(values.slot));
+      if (is_last) Cta::leave(cta.empty(values.index));
 #pragma unroll
       for (int j = 0; j < part / 2; ++j) {
         float& total = out[i * part / 2 + j];
@@ -106,7 +106,7 @@ struct HopperProducts<Config, true> : HopperProducts<Config, false> {
     return reinterpret_cast<Part&>(sums[index % parts * (part / 2)]);
   }
 
-  __device__ void await(Slot slot) const { ptx::mbarrier_wait(cta.full(slot.slot), slot.parity); }
+  __device__ void await(Stage state) const { ptx::mbarrier_wait(cta.full(state.index), state.phase); }
 
   __device__ static void await_all_but_one(bool one) {
     if (one) {
@@ -116,11 +116,11 @@ struct HopperProducts<Config, true> : HopperProducts<Config, false> {
     }
   }
 
-  __device__ void start_part_of_scores(Slot slot, int index) {
+  __device__ void start_part_of_scores(Stage state, int index) {
     const unsigned long long q = QueryTile::k_along_columns() + Base::queries_address() / 16;
     const unsigned long long k =
         KeyTile::k_along_columns() +
-        (cta.slot_address(slot.slot) + index * part * KeyTile::box_row_bytes) / 16;
+        (cta.stage_address(state.index) + index * part * KeyTile::box_row_bytes) / 16;
     Part& scores = registers(index);
     ptx::pin(scores);
     ptx::wgmma_fence();
@@ -132,10 +132,10 @@ struct HopperProducts<Config, true> : HopperProducts<Config, false> {
     ptx::wgmma_commit_group();
   }
 
-  __device__ void start_partial_out(Slot slot, int index) {
+  __device__ void start_partial_out(Stage state, int index) {
     const unsigned long long v =
         ValueTile::k_along_columns() +
-        (cta.slot_address(slot.slot) + index * part * ValueTile::box_row_bytes) / 16;
+        (cta.stage_address(state.index) + index * part * ValueTile::box_row_bytes) / 16;
     Part& partial_out = registers(index);
     ptx::pin(partial_out);
     ptx::wgmma_fence();

@@ -21,7 +21,7 @@ struct HopperScheduler {
       (32 << 20) / (Config::head_dim + Config::head_dim_v) / int(sizeof(Element));
 
   const Cta& cta;
-  RingPosition<1> work_tile_state = {};
+  PipelineState<1> work_tile_state = {};
   int work_tile_slot = 0;  // index in the ring of work tiles
 
   __device__ void schedule_tiles() {
@@ -39,14 +39,14 @@ struct HopperScheduler {
         if (!next.has_keys()) continue;
       }
       if (is_first) {
-        ptx::mbarrier_wait(cta.work_tile_empty(), work_tile_state.parity ^ 1);
+        ptx::mbarrier_wait(cta.work_tile_empty(), work_tile_state.phase ^ 1);
         ptx::mbarrier_arrive(cta.work_tile_full());
       }
       if (next.is_end_of_work()) return;
       work_tile_state.advance();
       work_tile_slot = Cta::next_work_tile_slot(work_tile_slot);
       // A CTA that claims a work tile too early withholds it from CTAs that may become idle first.
-      if (next.kv_tile_count() > Cta::work_tile_prefetch) ptx::mbarrier_wait(cta.work_tile_empty(), work_tile_state.parity ^ 1);
+      if (next.kv_tile_count() > Cta::work_tile_prefetch) ptx::mbarrier_wait(cta.work_tile_empty(), work_tile_state.phase ^ 1);
     }
   }
 
@@ -124,16 +124,16 @@ struct HopperTailClearer {
   using Cta = HopperCta<Config>;
 
   const Cta& cta;
-  RingPosition<Cta::tails> tail = {};
+  PipelineState<Cta::tails> tail = {};
 
   __device__ void clear_tails() {
     while (true) {
-      ptx::mbarrier_wait(cta.arrived(tail.slot), tail.parity);
-      const typename Cta::Tail loaded = *cta.tail(tail.slot);
-      if (loaded.slot < 0) return;
-      Cta::ValueTile::clear_rows(cta.slot_address(loaded.slot), loaded.rows);
+      ptx::mbarrier_wait(cta.arrived(tail.index), tail.phase);
+      const typename Cta::Tail loaded = *cta.tail(tail.index);
+      if (loaded.stage < 0) return;
+      Cta::ValueTile::clear_rows(cta.stage_address(loaded.stage), loaded.rows);
       ptx::fence_proxy_async();
-      Cta::leave(cta.full(loaded.slot));
+      Cta::leave(cta.full(loaded.stage));
       tail.advance();
     }
   }

@@ -55,7 +55,7 @@ struct PeerExchange<Config, true> {
 
   const Cta& cta;
   const int warp;  // index among the consumer warps
-  RingPosition<Cta::peer_buffers> ring;
+  PipelineState<Cta::peer_buffers> ring;
   static constexpr bool single_buffered = Cta::peer_buffers == 1;  // whether a warp signals that it has read
 
   __device__ PeerExchange(const Cta& cta, int consumer)
@@ -68,13 +68,13 @@ struct PeerExchange<Config, true> {
     const int lane = threadIdx.x % 32;
     // Addresses are recomputed each time: there are no registers to keep them.
     const int warp = single_buffered ? ptx::mov(this->warp) : this->warp;
-    const unsigned received = cta.peer_address(ring.slot, warp) + lane * 16;
-    const unsigned full = cta.peer_full(ring.slot, warp);
+    const unsigned received = cta.peer_address(ring.index, warp) + lane * 16;
+    const unsigned full = cta.peer_full(ring.index, warp);
     const int peer_rank = Cta::cta_rank() ^ 1;
     const unsigned target = ptx::map_to_block(received, peer_rank);
     const unsigned target_full = ptx::map_to_block(full, peer_rank);
     if (lane == 0) ptx::mbarrier_arrive_expect_tx(full, Cta::peer_warp_bytes);
-    if constexpr (single_buffered) ptx::mbarrier_wait(cta.peer_read(warp), ring.parity ^ 1);
+    if constexpr (single_buffered) ptx::mbarrier_wait(cta.peer_read(warp), ring.phase ^ 1);
 #pragma unroll
     for (int i = 0; i < vectors; ++i) {
       const float four[4] = {scores[4 * i], scores[4 * i + 1], scores[4 * i + 2],
@@ -82,7 +82,7 @@ struct PeerExchange<Config, true> {
       ptx::st_async(target + i * 512, four, target_full);
     }
     while_waiting();
-    ptx::mbarrier_wait_for_cluster(full, ring.parity);
+    ptx::mbarrier_wait_for_cluster(full, ring.phase);
 #pragma unroll
     for (int i = 0; i < vectors; ++i) {
       unsigned four[4];
@@ -101,7 +101,7 @@ struct PeerExchange<Config, true> {
 
   // Waits for the last arrival of the peer CTA, so that none comes after this CTA has exited.
   __device__ void finish() const {
-    if constexpr (single_buffered) ptx::mbarrier_wait(cta.peer_read(warp), ring.parity ^ 1);
+    if constexpr (single_buffered) ptx::mbarrier_wait(cta.peer_read(warp), ring.phase ^ 1);
   }
 };
 

@@ -18,13 +18,13 @@ struct HopperProducer {
   static constexpr int Bc = Config::Bc;
 
   const Cta& cta;
-  RingPosition<Config::stages> ring = {};
-  RingPosition<Config::q_stages> q_ring = {};
+  PipelineState<Config::stages> ring = {};
+  PipelineState<Config::q_stages> q_ring = {};
   int work_tile_slot = 0;  // index in the ring of work tiles
-  RingPosition<1> work_tile_state = {};
-  RingPosition<Cta::tails> tail = {};
-  RingPosition<Config::bias_stages> bias_ring = {};
-  RingPosition<Cta::visible_pairs_slots> visible_pairs_ring = {};
+  PipelineState<1> work_tile_state = {};
+  PipelineState<Cta::tails> tail = {};
+  PipelineState<Config::bias_stages> bias_ring = {};
+  PipelineState<Cta::visible_pairs_slots> visible_pairs_ring = {};
   KvTileIterator<Config> kv_tiles;  // used if Config::noted
 
   // Returns whether a thread runs the producer; acts() returns whether it issues copies and
@@ -56,7 +56,7 @@ struct HopperProducer {
       // consumers need before they can release one. Causal calls load keys first: queries first is
       // 4% slower there, and 3% faster without a causal mask (512 keys, head_dim 128).
       bool announced =
-          !Config::causal && ptx::mbarrier_test_wait(cta.q_empty(q_ring.slot), q_ring.parity ^ 1);
+          !Config::causal && ptx::mbarrier_test_wait(cta.q_empty(q_ring.index), q_ring.phase ^ 1);
       if constexpr (Config::skips_tiles) {
         announced = __shfl_sync(~0u, announced, 0);
         kv_tiles.enter(cta.p, next);
@@ -97,25 +97,25 @@ struct HopperProducer {
 
   // Waits for the next work tile from the scheduler warp.
   __device__ const WorkTile& wait_work_tile() {
-    ptx::mbarrier_wait(cta.work_tile_full(), work_tile_state.parity);
+    ptx::mbarrier_wait(cta.work_tile_full(), work_tile_state.phase);
     work_tile_state.advance();
     return *cta.work_tile_at(work_tile_slot);
   }
 
   // Publishes a work tile to the consumers, and loads its queries unless it is the end marker.
   __device__ void announce(const WorkTile& next) {
-    ptx::mbarrier_wait(cta.q_empty(q_ring.slot), q_ring.parity ^ 1);
+    ptx::mbarrier_wait(cta.q_empty(q_ring.index), q_ring.phase ^ 1);
     // In variable-length batches, the scheduler warp has written it already.
     if (!Config::sequences && acts()) *cta.work_tile_at(work_tile_slot) = next;
-    const unsigned barrier = cta.q_full(q_ring.slot);
+    const unsigned barrier = cta.q_full(q_ring.index);
     if (!next.is_end_of_work()) {
       const Sequence& sequence = next.sequence(cta.p);
       if constexpr (Cta::values_in_keys) {
-        load_mla<QueryTile>(cta.shared + q_ring.slot * Cta::q_slot_bytes, &maps().q,
+        load_mla<QueryTile>(cta.shared + q_ring.index * Cta::q_stage_bytes, &maps().q,
                                &maps().q_rest, sequence.q_first + next.coord.q_begin,
                                next.coord.head, sequence.q_batch, barrier, ptx::l2_evict_first);
       } else {
-        load<QueryTile>(cta.shared + q_ring.slot * Cta::q_slot_bytes, &cta.maps.q,
+        load<QueryTile>(cta.shared + q_ring.index * Cta::q_stage_bytes, &cta.maps.q,
                         sequence.q_first + next.coord.q_begin, next.coord.head, sequence.q_batch,
                         barrier, ptx::l2_evict_first, Cta::cta_rank() * Cta::columns);
       }
@@ -128,9 +128,9 @@ struct HopperProducer {
 
   // Publishes the `KvTileInfo` of the KV tile whose K comes next.
   __device__ void publish_kv_tile(const typename Cta::KvTileInfo& kv_tile_info, const TileCoord& coord) {
-    ptx::mbarrier_wait(cta.empty(ring.slot), ring.parity ^ 1);
+    ptx::mbarrier_wait(cta.empty(ring.index), ring.phase ^ 1);
     if (!acts()) return;
-    *cta.kv_tile_info(ring.slot) = kv_tile_info;
+    *cta.kv_tile_info(ring.index) = kv_tile_info;
     if constexpr (Config::block_mask) load_visible_pairs(cta.p, kv_tile_info, coord);
   }
 
@@ -141,23 +141,23 @@ struct HopperProducer {
     // Few KV tiles have any. A loop needs fewer of the producer's few registers.
 #pragma unroll 1
     for (int consumer = 0; consumer < Cta::consumers; ++consumer) {
-      const int slot = kv_tile_info.slot(consumer);
-      if (slot == 0) continue;
+      const int pairs_slot = kv_tile_info.pairs_slot(consumer);
+      if (pairs_slot == 0) continue;
       const int64 tile = p.block_mask.query_tile_index(coord.batch, coord.head, coord.q_begin / Config::Br);
-      ptx::mbarrier_expect_tx(cta.full(ring.slot), Cta::visible_pairs_bytes);
-      ptx::cp_async_bulk(cta.visible_pairs_address(visible_pairs_ring.slot, consumer),
+      ptx::mbarrier_expect_tx(cta.full(ring.index), Cta::visible_pairs_bytes);
+      ptx::cp_async_bulk(cta.visible_pairs_address(visible_pairs_ring.index, consumer),
                          p.block_mask.template visible_pairs<typename Cta::TilePairs>(
-                             tile * Cta::consumers + consumer, slot - 1),
-                         Cta::visible_pairs_bytes, cta.full(ring.slot));
+                             tile * Cta::consumers + consumer, pairs_slot - 1),
+                         Cta::visible_pairs_bytes, cta.full(ring.index));
     }
     visible_pairs_ring.advance();
   }
 
   __device__ void publish_end() {
-    ptx::mbarrier_wait(cta.empty(ring.slot), ring.parity ^ 1);
+    ptx::mbarrier_wait(cta.empty(ring.index), ring.phase ^ 1);
     if (acts()) {
-      *cta.kv_tile_info(ring.slot) = Cta::KvTileInfo::end_of_work();
-      ptx::mbarrier_arrive(cta.full(ring.slot));
+      *cta.kv_tile_info(ring.index) = Cta::KvTileInfo::end_of_work();
+      ptx::mbarrier_arrive(cta.full(ring.index));
     }
     ring.advance();
   }
@@ -181,11 +181,11 @@ struct HopperProducer {
   // Loads K of MLA, which is also V. Rows past the sequence's end are zeroed, as in `load_tail`.
   __device__ void load_mla_keys(const KvTile& kv_tile) {
     const bool has_tail = Config::sequences && kv_tile.rows() < Bc;
-    ptx::mbarrier_wait(cta.empty(ring.slot), ring.parity ^ 1);
-    if (has_tail) *cta.tail(tail.slot) = {ring.slot, kv_tile.rows()};
-    load_mla<KeyTile>(cta.slot_address(ring.slot), &maps().k, &maps().k_rest, kv_tile.row(),
+    ptx::mbarrier_wait(cta.empty(ring.index), ring.phase ^ 1);
+    if (has_tail) *cta.tail(tail.index) = {ring.index, kv_tile.rows()};
+    load_mla<KeyTile>(cta.stage_address(ring.index), &maps().k, &maps().k_rest, kv_tile.row(),
                          kv_tile.head, kv_tile.batch,
-                         has_tail ? cta.arrived(tail.slot) : cta.full(ring.slot),
+                         has_tail ? cta.arrived(tail.index) : cta.full(ring.index),
                          ptx::l2_evict_last);
     ring.advance();
     if (has_tail) tail.advance();
@@ -220,17 +220,17 @@ struct HopperProducer {
 
   template <class Tile>
   __device__ void load_kv_tile(const TensorMap* map, const KvTile& kv_tile, int first_column) {
-    ptx::mbarrier_wait(cta.empty(ring.slot), ring.parity ^ 1);
-    load<Tile>(cta.slot_address(ring.slot), map, kv_tile.row(), kv_tile.head, kv_tile.batch,
-               cta.full(ring.slot), ptx::l2_evict_last, first_column);
+    ptx::mbarrier_wait(cta.empty(ring.index), ring.phase ^ 1);
+    load<Tile>(cta.stage_address(ring.index), map, kv_tile.row(), kv_tile.head, kv_tile.batch,
+               cta.full(ring.index), ptx::l2_evict_last, first_column);
     ring.advance();
   }
 
   __device__ void load_bias(const TileCoord& coord, int key) {
-    ptx::mbarrier_wait(cta.bias_empty(bias_ring.slot), bias_ring.parity ^ 1);
-    load<typename Cta::BiasTile>(cta.bias_address(bias_ring.slot),
+    ptx::mbarrier_wait(cta.bias_empty(bias_ring.index), bias_ring.phase ^ 1);
+    load<typename Cta::BiasTile>(cta.bias_address(bias_ring.index),
                                  &static_cast<const BiasedTensorMaps&>(cta.maps).bias, coord.q_begin,
-                                 coord.head, coord.batch, cta.bias_full(bias_ring.slot),
+                                 coord.head, coord.batch, cta.bias_full(bias_ring.index),
                                  ptx::l2_evict_normal, key * Bc);
     bias_ring.advance();
   }
@@ -247,9 +247,9 @@ struct HopperProducer {
 
   // Loads a tile of transposed V, whose columns are keys.
   __device__ void load_transposed(const KvTile& kv_tile) {
-    ptx::mbarrier_wait(cta.empty(ring.slot), ring.parity ^ 1);
-    load<ValueTile>(cta.slot_address(ring.slot), &cta.maps.v, 0, kv_tile.head, kv_tile.batch,
-                    cta.full(ring.slot), ptx::l2_evict_last, kv_tile.row());
+    ptx::mbarrier_wait(cta.empty(ring.index), ring.phase ^ 1);
+    load<ValueTile>(cta.stage_address(ring.index), &cta.maps.v, 0, kv_tile.head, kv_tile.batch,
+                    cta.full(ring.index), ptx::l2_evict_last, kv_tile.row());
     ring.advance();
   }
 
@@ -274,18 +274,18 @@ struct HopperProducer {
   // been zeroed. The ring of tails has a free entry, because only as many earlier tails as there
   // are stages can be unconsumed.
   __device__ void load_tail(const KvTile& kv_tile) {
-    ptx::mbarrier_wait(cta.empty(ring.slot), ring.parity ^ 1);
-    if (acts()) *cta.tail(tail.slot) = {ring.slot, kv_tile.rows()};
-    load<ValueTile>(cta.slot_address(ring.slot), &cta.maps.v, kv_tile.row(), kv_tile.head, kv_tile.batch,
-                    cta.arrived(tail.slot), ptx::l2_evict_last, Cta::first_column_v());
+    ptx::mbarrier_wait(cta.empty(ring.index), ring.phase ^ 1);
+    if (acts()) *cta.tail(tail.index) = {ring.index, kv_tile.rows()};
+    load<ValueTile>(cta.stage_address(ring.index), &cta.maps.v, kv_tile.row(), kv_tile.head, kv_tile.batch,
+                    cta.arrived(tail.index), ptx::l2_evict_last, Cta::first_column_v());
     ring.advance();
     tail.advance();
   }
 
   __device__ void announce_no_tail() const {
     if (!acts()) return;
-    *cta.tail(tail.slot) = {-1, 0};
-    ptx::mbarrier_arrive(cta.arrived(tail.slot));
+    *cta.tail(tail.index) = {-1, 0};
+    ptx::mbarrier_arrive(cta.arrived(tail.index));
   }
 };
 

@@ -43,8 +43,8 @@ struct HopperProducts {
   const Cta& cta;
   const int consumer;
 
-  RingPosition<Config::stages> ring;
-  RingPosition<Config::q_stages> q_ring;
+  PipelineState<Config::stages> ring;
+  PipelineState<Config::q_stages> q_ring;
 
   float scores[Bc / 2];
   // The operand P, as pairs in accumulator order, and P of the next KV tile. The latter may be
@@ -64,12 +64,12 @@ struct HopperProducts {
   __device__ static int lane_row() { return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4; }
 
   __device__ void await_queries() const {
-    ptx::mbarrier_wait(cta.q_full(q_ring.slot), q_ring.parity);
+    ptx::mbarrier_wait(cta.q_full(q_ring.index), q_ring.phase);
   }
 
   // Returns the address of this consumer's 64 query rows.
   __device__ unsigned queries_address() const {
-    return cta.shared + q_ring.slot * Cta::q_slot_bytes + consumer * 64 * QueryTile::box_row_bytes;
+    return cta.shared + q_ring.index * Cta::q_stage_bytes + consumer * 64 * QueryTile::box_row_bytes;
   }
 
   // Copies queries to registers, so that wgmma reads less shared memory, whose bandwidth Q, K and
@@ -101,11 +101,11 @@ struct HopperProducts {
   }
 
   __device__ void start_plain_scores() {
-    await_slot();
+    wait_stage();
     const unsigned long long q =
         QueryTile::k_along_columns() + Cta::in_descriptor(queries_address());
     const unsigned long long k =
-        KeyTile::k_along_columns() + Cta::in_descriptor(cta.slot_address(ring.slot));
+        KeyTile::k_along_columns() + Cta::in_descriptor(cta.stage_address(ring.index));
     ptx::pin(scores);
     ptx::wgmma_fence();
     // For wide heads, the compiler keeps the descriptors of so many wgmma in local memory, unless
@@ -133,9 +133,9 @@ struct HopperProducts {
   __device__ void start_mla_scores() {
     using QueryFirst = typename QueryTile::First;
     using KeyFirst = typename KeyTile::First;
-    await_slot();
-    const unsigned q = cta.shared + q_ring.slot * Cta::q_slot_bytes;
-    const unsigned k = cta.slot_address(ring.slot);
+    wait_stage();
+    const unsigned q = cta.shared + q_ring.index * Cta::q_stage_bytes;
+    const unsigned k = cta.stage_address(ring.index);
     ptx::pin(scores);
     ptx::wgmma_fence();
     multiply_columns<QueryFirst, KeyFirst>(q, k, false);
@@ -164,27 +164,27 @@ struct HopperProducts {
   // from shared memory when the first product with them is complete.
   __device__ void leave_scores(int products, bool is_first_tile, bool is_last_tile) {
     ptx::pin(scores);
-    if constexpr (!Cta::values_in_keys) Cta::leave(cta.empty(slot_before(products)));
+    if constexpr (!Cta::values_in_keys) Cta::leave(cta.empty(stage_before(products)));
     if (keeps_all_queries ? is_first_tile : is_last_tile) leave_queries();
   }
 
   __device__ void leave_queries() {
-    Cta::leave(cta.q_empty(q_ring.slot));
+    Cta::leave(cta.q_empty(q_ring.index));
     q_ring.advance();
   }
 
-  __device__ void await_slot() const { ptx::mbarrier_wait(cta.full(ring.slot), ring.parity); }
+  __device__ void wait_stage() const { ptx::mbarrier_wait(cta.full(ring.index), ring.phase); }
 
   // Skips K, or the end marker, which has arrived. Releases the stage of K.
   __device__ void pass_keys(bool is_end) {
-    if (!is_end) Cta::leave(cta.empty(ring.slot));
+    if (!is_end) Cta::leave(cta.empty(ring.index));
     ring.advance();
   }
 
   // Skips V, but waits until V has arrived: the phases of its stage must complete in order.
   __device__ void pass_values() {
-    await_slot();
-    Cta::leave(cta.empty(ring.slot));
+    wait_stage();
+    Cta::leave(cta.empty(ring.index));
     ring.advance();
   }
 
@@ -205,44 +205,44 @@ struct HopperProducts {
   // of K, and K of the next scores may be in the stage after it (`behind_scores`).
   __device__ void start_output(bool accumulate, bool behind_scores = false) {
     if constexpr (Cta::values_in_keys) {
-      start_product<columns_v>(out, 0, slot_before(behind_scores ? 2 : 1), accumulate);
+      start_product<columns_v>(out, 0, stage_before(behind_scores ? 2 : 1), accumulate);
       return;
     }
-    await_slot();
+    wait_stage();
     if constexpr (two_level_accumulation) {
       if (!accumulate) {
 #pragma unroll
         for (int i = 0; i < columns_v / 2; ++i) out[i] = 0;
       }
-      start_partial_out(0, ring.slot);
+      start_partial_out(0, ring.index);
     } else {
-      start_product<columns_v>(out, 0, ring.slot, accumulate);
+      start_product<columns_v>(out, 0, ring.index, accumulate);
     }
     ring.advance();
   }
 
   // Waits until O is complete, including all partial outputs, and releases the stage of V.
   __device__ void await_output(bool behind_scores = false) {
-    const int slot = slot_before(Cta::values_in_keys && behind_scores ? 2 : 1);
+    const int stage = stage_before(Cta::values_in_keys && behind_scores ? 2 : 1);
     if constexpr (two_level_accumulation) {
-      add_partial_outs(slot);
+      add_partial_outs(stage);
     } else {
       ptx::wgmma_wait_group<0>();
       ptx::pin(out);
-      Cta::leave(cta.empty(slot));
+      Cta::leave(cta.empty(stage));
     }
   }
 
   // Adds all partial outputs to O, then releases the stage of V, which all of them read.
-  __device__ void add_partial_outs(int slot) {
+  __device__ void add_partial_outs(int stage) {
 #pragma unroll
     for (int i = 0; i < partial_outs; ++i) {
       if (i + 1 < partial_outs) {
-        start_partial_out(i + 1, slot);
+        start_partial_out(i + 1, stage);
         ptx::wgmma_wait_group<1>();
       } else {
         ptx::wgmma_wait_group<0>();
-        Cta::leave(cta.empty(slot));
+        Cta::leave(cta.empty(stage));
       }
       ptx::pin(partial_out[i % partial_buffers]);
 #pragma unroll
@@ -252,16 +252,16 @@ struct HopperProducts {
     }
   }
 
-  __device__ void start_partial_out(int index, int slot) {
-    start_product<partial_columns>(partial_out[index % partial_buffers], index * partial_columns, slot, false);
+  __device__ void start_partial_out(int index, int stage) {
+    start_product<partial_columns>(partial_out[index % partial_buffers], index * partial_columns, stage, false);
   }
 
   // Issues sums = P V, or sums += P V, for some columns of V in a stage.
   template <int columns>
-  __device__ void start_product(float (&sums)[columns / 2], int column, int slot, bool accumulate) {
+  __device__ void start_product(float (&sums)[columns / 2], int column, int stage, bool accumulate) {
     const unsigned long long v =
         ValueTile::k_along_rows() +
-        Cta::in_descriptor(cta.slot_address(slot) + ValueTile::column_step(column / 16));
+        Cta::in_descriptor(cta.stage_address(stage) + ValueTile::column_step(column / 16));
     ptx::pin(sums);
     ptx::wgmma_fence();
     for_each_product<components>([&](int p_component, int v_component, bool is_first) {
@@ -286,9 +286,9 @@ struct HopperProducts {
   }
 
   // Returns the stage that the ring was at `products` products ago.
-  __device__ int slot_before(int products) const {
-    const int slot = ring.slot - products;
-    return slot < 0 ? slot + Config::stages : slot;
+  __device__ int stage_before(int products) const {
+    const int stage = ring.index - products;
+    return stage < 0 ? stage + Config::stages : stage;
   }
 };
 

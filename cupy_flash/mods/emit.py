@@ -292,7 +292,7 @@ def _of_product(node: Node) -> Node:
 
 def _function_of_score(name: str, body: list[str]) -> list[str]:
     declaration = f"Real {name}({_PAIR_PARAMETERS}, Real x, const Pairs& pairs = {{}})"
-    template = "template <bool Inside = false, class Pairs = FromMemory>"
+    template = "template <bool Inside = false, class Pairs = LoadOnDemand>"
     return [template, *_function(declaration, body)]
 
 

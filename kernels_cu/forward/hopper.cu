@@ -40,7 +40,7 @@ template <class Config, int CtaRanks>
 __device__ void clear_unowned_rows(const Params& params) {
   using Cta = HopperCta<Config>;
   if constexpr (Config::sequences && !Config::split_keys && Cta::cta_ranks == CtaRanks) {
-    UnownedRows<Config>{params}.clear_all(ptx::block_index() * CtaRanks + Cta::cta_rank(),
+    UnownedRows<Config>{params}.clear_all(ptx::cta_index() * CtaRanks + Cta::cta_rank(),
                                           gridDim.x * CtaRanks);
   }
 }
@@ -67,7 +67,7 @@ __device__ void hopper_forward(const TensorMaps& maps, const Params& params) {
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Config::producer_registers>();
     if constexpr (HopperCta<Config>::builds_order) cta.build_order();
-    if (HopperProducer<Config>::is_one()) HopperProducer<Config>{cta}.produce();
+    if (HopperProducer<Config>::is_producer_thread()) HopperProducer<Config>{cta}.produce();
     if constexpr (Config::sequences) {
       if (threadIdx.x / 32 == 1) HopperScheduler<Config>{cta}.schedule_tiles();
       if (threadIdx.x / 32 == 2) HopperTailClearer<Config>{cta}.clear_tails();
@@ -83,7 +83,7 @@ __device__ void hopper_forward(const TensorMaps& maps, const Params& params) {
   } else {
     ptx::setmaxnreg_inc<Config::consumer_registers>();
     HopperConsumer<Config>(cta, warpgroup - 1).consume();
-    if (cta.scheduler_writes_rows()) cta.consumers_have_written();
+    if (cta.scheduler_writes_rows()) cta.arrive_consumers_done();
     if (threadIdx.x / 32 == 4) clear_unowned_rows<Config, 2>(params);
   }
 }

@@ -310,14 +310,14 @@ struct MmaForward : MmaTileCoord<Config> {
   __device__ void finish() {
     // The tile coordinates are recomputed, so that they take no registers in the loops.
     if constexpr (Config::sequences) {
-      const SequenceView<Config> tile_view(view->p, ChosenRows<Config>::tile());
+      const SequenceView<Config> tile_view(view->p, RowSelection<Config>::tile());
       const Params local = tile_view.params();
       finish(local, tile_view.coord, &tile_view);
       if (may_have_degenerate_rows()) fix_rows(local, tile_view.coord, &tile_view);
       tile_view.clear_unowned_rows();
     } else {
-      finish(p, tile_coord<Br>(p, ChosenRows<Config>::tile()), nullptr);
-      if (may_have_degenerate_rows()) fix_rows(p, tile_coord<Br>(p, ChosenRows<Config>::tile()), nullptr);
+      finish(p, tile_coord<Br>(p, RowSelection<Config>::tile()), nullptr);
+      if (may_have_degenerate_rows()) fix_rows(p, tile_coord<Br>(p, RowSelection<Config>::tile()), nullptr);
     }
   }
 
@@ -356,7 +356,7 @@ struct MmaForward : MmaTileCoord<Config> {
           finish_modified(p, score_row(p, coord, view, row).head, state, out[i][0] + 2 * half);
         }
         if (lane % 4 == 0 && Products::column_warp() == 0 && row < p.seqlen_q &&
-            ChosenRows<Config>::include(row - coord.q_begin)) {
+            RowSelection<Config>::include(row - coord.q_begin)) {
           const int64 index = index_of(p, coord, view, row);
           if constexpr (Config::split_keys) {
             partials.template set<Softmax::factor>(p, coord.split, index, state, scale_log2);
@@ -393,7 +393,7 @@ struct MmaForward : MmaTileCoord<Config> {
 #pragma unroll 1
       for (; left != 0; left &= left - 1) {
         const int row = row_of(first_of_warp + (__ffs(left) - 1) / 4, r / 2, r % 2);
-        if (row >= p.seqlen_q || !ChosenRows<Config>::include(row - coord.q_begin)) continue;
+        if (row >= p.seqlen_q || !RowSelection<Config>::include(row - coord.q_begin)) continue;
         // Orders the next writes after those of the lanes that wrote the row.
         __syncwarp();
         if constexpr (Config::split_keys) {
@@ -460,7 +460,7 @@ struct MmaForward : MmaTileCoord<Config> {
       const int first = pass + 32 * Products::column_warp();
       const int row = warp_row + (first + lane) / ValueLayout::chunks;
       const int chunk = (first + lane) % ValueLayout::chunks;
-      if (coord.q_begin + row >= p.seqlen_q || !ChosenRows<Config>::include(row)) continue;
+      if (coord.q_begin + row >= p.seqlen_q || !RowSelection<Config>::include(row)) continue;
       unsigned bits[4];
       ptx::ld_shared_v4(bits, q_shared + ValueLayout::offset(row, chunk));
       store_chunk<Element, Config::out_alignment>(

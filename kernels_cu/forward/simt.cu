@@ -199,7 +199,7 @@ struct Kernel : OptionalView<Config> {
     if constexpr (Config::sequences) {
       fix_rows(coord);
     } else {
-      fix_rows(tile_coord<Config::Br>(p, ptx::block_index()));
+      fix_rows(tile_coord<Config::Br>(p, ptx::cta_index()));
     }
   }
 
@@ -228,7 +228,7 @@ __device__ void simt_attention(const Params& p) {
     }
     // `SequenceView` is computed again: keeping it until here would change the machine code of the loops.
     if (!Config::split_keys && p.cu_seqlens_q != nullptr) {
-      SequenceView<Config>(p, ptx::block_index()).clear_unowned_rows();
+      SequenceView<Config>(p, ptx::cta_index()).clear_unowned_rows();
     }
   } else {
     simt::Kernel<Config>(p, tile_coord<Config::Br>(p, blockIdx.x), memory).run();

@@ -5,7 +5,7 @@
 
 // Selects the tile of the CTA's index, and all of its rows; a Config may specialize this.
 template <class Config>
-struct ChosenRows {
-  __device__ static int tile() { return ptx::block_index(); }
+struct RowSelection {
+  __device__ static int tile() { return ptx::cta_index(); }
   __device__ static bool include(int) { return true; }
 };

@@ -25,7 +25,7 @@ __device__ inline float read_capture(const bfloat16_t* element) {
 }
 
 // Used by kernels that have not loaded elements of pairs in advance: each is loaded when needed.
-struct FromMemory {
+struct LoadOnDemand {
   template <class Load>
   __device__ auto bias(int, Load load) const {
     return load();

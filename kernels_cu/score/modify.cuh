@@ -115,7 +115,7 @@ template <class Config, int Rows, int Count, class AnyParams, class At, class Sc
 __device__ void modify_rows(const AnyParams& p, At at, int first_key, Score score, Step step) {
   ModifiedRows<Config, Rows, Count>::modify(
       p, at, first_key, [](int) { return 0; }, true, score, step,
-      [](int) { return FromMemory(); });
+      [](int) { return LoadOnDemand(); });
 }
 
 // Like `ModifiedRows`, for a lane's accumulator fragments (tile/fragments.cuh): `part(r)` holds the
@@ -133,7 +133,7 @@ __device__ void modify_fragments(const AnyParams& p, At at, int first_key, Base 
 template <class Config, int Rows, int column_tiles, class AnyParams, class At, class Part>
 __device__ void modify_fragments(const AnyParams& p, At at, int first_key, Part part) {
   modify_fragments<Config, Rows, column_tiles>(
-      p, at, first_key, [](int) { return 0.f; }, true, part, [](int) { return FromMemory(); });
+      p, at, first_key, [](int) { return 0.f; }, true, part, [](int) { return LoadOnDemand(); });
 }
 
 // Attention sink: one more score of a row, without a value. `lse` is the log-sum-exp with the sink,

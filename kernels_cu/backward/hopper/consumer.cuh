@@ -63,7 +63,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     if (cta.has_steps()) sweep();
     // dv is written first: the other consumer may still read this one's keys, but not its values.
     if constexpr (wants_v) Base::write_value_gradients(sums_v);
-    if constexpr (wants_q) Cta::await_consumers();
+    if constexpr (wants_q) Cta::sync_consumers();
     if constexpr (wants_k) Base::write_key_gradients(sums_k);
   }
 
@@ -81,7 +81,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     Scores first;
     Base::start_scores(first, keys, q_ring.index, 0);
     take_terms(0);
-    await_scores(first);
+    wait_scores(first);
     while (!cta.is_last(step)) {
       visit<false>(step);
       step = cta.step_behind(step);
@@ -117,7 +117,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     if constexpr (wants_v) Base::start_value_sums(sums_v, left_p, Part);
     if constexpr (wants_ds) {
       if constexpr (!at_once) {
-        Base::template await<wants_v>(gradients);
+        Base::template wait<wants_v>(gradients);
         Base::finish_gradients(gradients, scores, is_masked);
         Base::settle(gradients, scores, step, Part, is_masked);
       }
@@ -128,19 +128,19 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     QueryParts query_sums;
     if constexpr (sums_queries) {
       ptx::fence_proxy_async();
-      Cta::await_consumers();
+      Cta::sync_consumers();
       Base::template start_query_sums<0>(query_sums);
     }
     if constexpr (wants_k) Base::start_key_sums(sums_k, left_ds, Part);
-    Base::template await<int(sums_queries) + int(wants_k)>(sums_v);
+    Base::template wait<int(sums_queries) + int(wants_k)>(sums_v);
     const int stage = q_ring.index;
     if constexpr (ends_tile) {
-      Cta::tell(cta.dout_empty(dout_ring.index));
+      Cta::arrive_warp(cta.dout_empty(dout_ring.index));
       dout_ring.advance();
       q_ring.advance();
     }
     if constexpr (sums_queries) {
-      Base::template await<wants_k>(query_sums);
+      Base::template wait<wants_k>(query_sums);
       if constexpr (Cta::last_writes) {
         if (cta.order.is_last_turn(step.tile)) {
           finish_query_sums(query_sums, step, stage);
@@ -156,9 +156,9 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
       Base::start_scores(next, keys, q_ring.index, ends_tile ? 0 : Part + 1);
     }
     if constexpr (has_next) take_terms(ends_tile ? 0 : Part + 1);
-    Base::template await<has_next && !ahead>(sums_k);
-    if constexpr (ends_tile) Cta::tell(cta.q_empty(stage));
-    if constexpr (has_next) await_scores(next);
+    Base::template wait<has_next && !ahead>(sums_k);
+    if constexpr (ends_tile) Cta::arrive_warp(cta.q_empty(stage));
+    if constexpr (has_next) wait_scores(next);
   }
 
   // Issues the scores of the next part. If `Behind`, it is the first part of the next stage's tile.
@@ -171,8 +171,8 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     }
     Base::start_scores(next, keys, ring.index, Behind ? 0 : part);
   }
-  __device__ void await_scores(Scores& next) {
-    Base::template await<0>(next);
+  __device__ void wait_scores(Scores& next) {
+    Base::template wait<0>(next);
 #pragma unroll
     for (int i = 0; i < columns / 2; ++i) scores[i] = next[i];
   }
@@ -191,7 +191,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     constexpr int rows = columns / 4;
     if constexpr (at_once) {
       Base::start_gradients(gradients, values, Part, [](int) {});
-      Base::template await<0>(gradients);
+      Base::template wait<0>(gradients);
       Base::weigh_both(scores, gradients, lse_log2, step, Part, is_masked);
     } else if constexpr (wants_ds && !Config::modified) {
       // Masked and unmasked tiles share one copy of the product; masked pairs are removed after it.
@@ -212,7 +212,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
            Fragments::place(threadIdx.x / 32 % 4, 0, 0, threadIdx.x % 32) * int(sizeof(float));
   }
   __device__ void sums_are_full() {
-    Cta::tell(cta.sums_full(consumer, sums_stage));
+    Cta::arrive_warp(cta.sums_full(consumer, sums_stage));
     sums_stage ^= 1;
     sums_phase ^= 1;
   }

@@ -279,14 +279,14 @@ struct HopperGradientCta {
   }
 
   // Arrives once for the warp, after all its lanes are done.
-  __device__ static void tell(unsigned barrier) {
+  __device__ static void arrive_warp(unsigned barrier) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barrier);
   }
 
   // Named barriers: 1 for all consumers, 2 + `consumer` for a single one.
-  __device__ static void await_consumers() { ptx::bar_sync(1, 128 * consumers); }
-  __device__ static void await_own(int consumer) { ptx::bar_sync(2 + consumer, 128); }
+  __device__ static void sync_consumers() { ptx::bar_sync(1, 128 * consumers); }
+  __device__ static void sync_consumer(int consumer) { ptx::bar_sync(2 + consumer, 128); }
 };
 
 #endif  // __CUDA_ARCH__ == 900

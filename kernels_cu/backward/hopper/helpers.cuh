@@ -87,7 +87,7 @@ struct HopperGradientTerms {
     if constexpr (Config::sequences) {
       clear_tail<typename Cta::KeyTile>(cta.keys_arrived(), 0, cta.keys_at(),
                                         cta.at.seqlen_k - cta.coord.begin);
-      Cta::tell(cta.keys_full());
+      Cta::arrive_warp(cta.keys_full());
     }
     for (Step step = cta.first_step();; step = cta.step_behind(step)) {
       bring(step);
@@ -120,13 +120,13 @@ struct HopperGradientTerms {
                                      cta.queries_at(q_ring.index), left,
                                      [&](int i) { return clears_q(found[i]); });
     }
-    Cta::tell(cta.q_full(q_ring.index));
+    Cta::arrive_warp(cta.q_full(q_ring.index));
     q_ring.advance();
     if constexpr (Cta::inspects) {
       clear<typename Cta::DoutTile>(cta.dout_arrived(dout_ring.index), dout_ring.phase,
                                     cta.douts_at(dout_ring.index), left,
                                     [&](int i) { return clears_dout(found[i]); });
-      Cta::tell(cta.dout_full(dout_ring.index));
+      Cta::arrive_warp(cta.dout_full(dout_ring.index));
       dout_ring.advance();
     }
   }

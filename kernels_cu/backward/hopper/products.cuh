@@ -93,7 +93,7 @@ struct HopperGradientProducts {
         }
       }
       ptx::fence_proxy_async();
-      Cta::await_own(consumer);
+      Cta::sync_consumer(consumer);
     }
   }
 
@@ -168,7 +168,7 @@ struct HopperGradientProducts {
 
   // Waits for the product of `sums`, after which `Pending` other products were issued.
   template <int Pending, int Count>
-  __device__ static void await(float (&sums)[Count]) {
+  __device__ static void wait(float (&sums)[Count]) {
     ptx::wgmma_wait_group<Pending>();
     ptx::pin(sums);
   }
@@ -463,7 +463,7 @@ struct HopperGradientProducts {
 #pragma unroll
     for (int part = 0; part < parts; ++part) {
       // Wait until all lanes have read the previous part.
-      if (part > 0) Cta::await_own(consumer);
+      if (part > 0) Cta::sync_consumer(consumer);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = lane_row + 8 * half;
@@ -472,7 +472,7 @@ struct HopperGradientProducts {
           put_two<Tile>(own, row, j, of + 4 * (part * column_tiles + j) + 2 * half);
         }
       }
-      Cta::await_own(consumer);
+      Cta::sync_consumer(consumer);
       constexpr int chunks = column_tiles * parts, columns_of_chunk = 16 / sizeof(Gradient);
 #pragma unroll 4
       for (int place = threadIdx.x % 128; place < 64 * chunks; place += 128) {

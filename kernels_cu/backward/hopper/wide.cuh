@@ -45,7 +45,7 @@ struct HopperWideProducts : HopperGradientProducts<Config> {
   // `next()` issues the next tile's product before the last addition, so that they overlap.
   template <class Next>
   __device__ void add_query_sums(QueryParts& first, const Step& step, Next next) {
-    Base::template await<0>(first);
+    Base::template wait<0>(first);
     if constexpr (Base::query_chunks == 1) {
       next();
       add<0>(first, step);
@@ -53,7 +53,7 @@ struct HopperWideProducts : HopperGradientProducts<Config> {
       QueryParts second;
       Base::template start_query_sums<1>(second);
       add<0>(first, step);
-      Base::template await<0>(second);
+      Base::template wait<0>(second);
       next();
       add<1>(second, step);
     }
@@ -84,7 +84,7 @@ struct HopperWideProducts : HopperGradientProducts<Config> {
       put([](float* at, const float(&of)[4]) { ptx::red_add_v4(at, of); });
     }
     if constexpr (Chunk == Base::query_chunks - 1) {
-      Cta::tell(cta.added(turn_ring.index));
+      Cta::arrive_warp(cta.added(turn_ring.index));
       turn_ring.advance();
     }
   }
@@ -115,7 +115,7 @@ struct HopperValueConsumer : HopperWideProducts<Config> {
   __device__ void run() {
     Base::clear(sums_v);
     if (cta.has_steps()) sweep();
-    Cta::await_consumers();
+    Cta::sync_consumers();
     if constexpr (wants_v) Base::write_value_gradients(sums_v);
   }
 
@@ -126,7 +126,7 @@ struct HopperValueConsumer : HopperWideProducts<Config> {
     Base::clean_keys();
     Scores first;
     start_next(first);
-    await_next(first);
+    wait_next(first);
     while (!cta.is_last(step)) {
       visit<false>(step);
       step = cta.step_behind(step);
@@ -138,12 +138,12 @@ struct HopperValueConsumer : HopperWideProducts<Config> {
     ptx::mbarrier_wait(cta.q_full(q_ring.index), q_ring.phase);
     Base::start_scores(next, no_operand, q_ring.index, 0);
   }
-  __device__ void await_next(Scores& next) {
+  __device__ void wait_next(Scores& next) {
     Base::take_lse(lse_log2, 0);
-    Base::template await<0>(next);
+    Base::template wait<0>(next);
 #pragma unroll
     for (int i = 0; i < columns / 2; ++i) scores[i] = next[i];
-    Cta::tell(cta.q_empty(q_ring.index));
+    Cta::arrive_warp(cta.q_empty(q_ring.index));
     q_ring.advance();
   }
 
@@ -160,8 +160,8 @@ struct HopperValueConsumer : HopperWideProducts<Config> {
     QueryParts query_sums;
     if constexpr (wants_ds) ptx::mbarrier_wait(cta.ds_full(), phase);
     if constexpr (wants_q) Base::template start_query_sums<0>(query_sums);
-    Base::template await<wants_q>(sums_v);
-    Cta::tell(cta.dout_empty(dout_ring.index));
+    Base::template wait<wants_q>(sums_v);
+    Cta::arrive_warp(cta.dout_empty(dout_ring.index));
     dout_ring.advance();
     Scores next;
     const auto start = [&] {
@@ -173,7 +173,7 @@ struct HopperValueConsumer : HopperWideProducts<Config> {
       start();
     }
     phase ^= 1;
-    if constexpr (!Last) await_next(next);
+    if constexpr (!Last) wait_next(next);
   }
 
   // Computes P and passes it to the dk consumer; if slopes are changed, passes P times the slope.
@@ -210,7 +210,7 @@ struct HopperValueConsumer : HopperWideProducts<Config> {
                               weights[4 * i + 3]};
       ptx::st_shared_v4(Base::weights_at(i), of);
     }
-    Cta::tell(cta.weights_full());
+    Cta::arrive_warp(cta.weights_full());
   }
 };
 
@@ -234,7 +234,7 @@ struct HopperKeyConsumer : HopperWideProducts<Config> {
   __device__ void run() {
     Base::clear(sums_k);
     if (cta.has_steps()) sweep();
-    Cta::await_consumers();
+    Cta::sync_consumers();
     if constexpr (wants_k) Base::write_key_gradients(sums_k);
   }
 
@@ -268,7 +268,7 @@ struct HopperKeyConsumer : HopperWideProducts<Config> {
   __device__ void visit(const Step& step) {
     LeftOperand left_ds;
     if constexpr (wants_ds) weigh(left_ds, cta.is_masked(step));
-    Cta::tell(cta.dout_empty(dout_ring.index));
+    Cta::arrive_warp(cta.dout_empty(dout_ring.index));
     dout_ring.advance();
     if constexpr (wants_k) Base::start_key_sums(sums_k, left_ds, 0);
     QueryParts query_sums;
@@ -277,8 +277,8 @@ struct HopperKeyConsumer : HopperWideProducts<Config> {
       ptx::mbarrier_wait(cta.ds_full(), phase);
       Base::template start_query_sums<0>(query_sums);
     }
-    Base::template await<wants_q>(sums_k);
-    Cta::tell(cta.q_empty(q_ring.index));
+    Base::template wait<wants_q>(sums_k);
+    Cta::arrive_warp(cta.q_empty(q_ring.index));
     q_ring.advance();
     const auto start = [&] {
       if constexpr (!Last) start_next();
@@ -296,12 +296,12 @@ struct HopperKeyConsumer : HopperWideProducts<Config> {
     ptx::mbarrier_wait(cta.weights_full(), phase);
     take(scores);
     Base::look_for_seen(scores);
-    Base::template await<0>(gradients);
+    Base::template wait<0>(gradients);
     Base::finish_gradients(gradients, scores, is_masked);
     Base::narrow(left_ds, gradients);
     if constexpr (wants_q) Base::write_ds(left_ds, 0);
     ptx::fence_proxy_async();
-    Cta::tell(cta.ds_full());
+    Cta::arrive_warp(cta.ds_full());
   }
 
   // Reads what the other consumer passes: P, or P times the slope.

@@ -101,8 +101,8 @@ struct DecodeCluster {
       *reinterpret_cast<Vector<float, 4>*>(target) = values;
     } else {
       const int place = partial_tile.first_cta_rank + index;
-      ptx::st_async(ptx::map_to_block(ptx::shared_address(target), place), values.at,
-                    ptx::map_to_block(Cta::results_barrier(), place));
+      ptx::st_async(ptx::map_to_cta(ptx::shared_address(target), place), values.at,
+                    ptx::map_to_cta(Cta::results_barrier(), place));
     }
   }
 };

@@ -10,7 +10,7 @@
 template <class Config, bool Streamed = (Config::bias_stages > 0)>
 struct HopperBias {
   __device__ HopperBias(const HopperCta<Config>&, int, PipelineState<Config::bias_stages>&) {}
-  __device__ FromMemory of_half(int) const { return {}; }
+  __device__ LoadOnDemand row(int) const { return {}; }
 };
 
 template <class Config>
@@ -36,22 +36,22 @@ struct HopperBias<Config, true> {
     // Without this fence, TMA may overwrite the stage before ldmatrix has read it. wgmma traffic
     // can delay those reads by hundreds of cycles, and the mbarrier arrival does not wait for them.
     ptx::fence_proxy_async();
-    Cta::leave(cta.bias_empty(ring.index));
+    Cta::release_stage(cta.bias_empty(ring.index));
     ring.advance();
   }
 
   // Bias of one of the lane's two rows.
   struct Row {
-    const HopperBias& of;
+    const HopperBias& tile_bias;
     const int half;
 
     template <class Load>
     __device__ float bias(int step, Load) const {
-      const unsigned two = of.pairs[step / 16][step % 16 / 8 * 2 + half];
+      const unsigned two = tile_bias.pairs[step / 16][step % 16 / 8 * 2 + half];
       return widen(Element{static_cast<unsigned short>(step % 2 ? two >> 16 : two)});
     }
   };
-  __device__ Row of_half(int half) const { return {*this, half}; }
+  __device__ Row row(int half) const { return {*this, half}; }
 };
 
 #endif  // __CUDA_ARCH__ == 900

@@ -74,23 +74,23 @@ struct HopperConsumer {
 
   // Processes every KV tile of the CTA's work tiles.
   __device__ void consume_all() {
-    if (!enter_tile()) return;
+    if (!begin_query_tile()) return;
     if (Config::pingpong && consumer == consumers - 1) pingpong_arrive();
     products.keep_queries();
     products.start_scores();
     if (pingpong_softmax) pingpong_wait();
     ptx::wgmma_wait_group<0>();
-    products.leave_scores(1, true, kv_tile == begin);
+    products.release_scores(1, true, kv_tile == begin);
     float rescale[2];
-    take_softmax(rescale);
-    products.take_probabilities();
+    compute_softmax(rescale);
+    products.move_probabilities();
 
     bool accumulate = false;  // whether O holds earlier KV tiles of the query tile
     while (true) {
       const bool tile_ends = kv_tile == begin;
       if (tile_ends) {
         work_tile_slot = Cta::next_work_tile_slot(work_tile_slot);
-        if (!enter_tile()) break;
+        if (!begin_query_tile()) break;
         products.keep_queries();
       } else {
         --kv_tile;
@@ -103,9 +103,9 @@ struct HopperConsumer {
     products.start_output(accumulate);
     if (pingpong_gemms && consumer < consumers - 1) pingpong_arrive();
     float normalizer[2];
-    const bool is_special = results().finish_softmax(softmax.rows, normalizer);
-    products.await_output();
-    results().write_output(normalizer, is_special);
+    const bool is_special = epilogue().finish_softmax(softmax.rows, normalizer);
+    products.wait_output();
+    epilogue().write_output(normalizer, is_special);
     peer.finish();
     // Waits for the last arrival of the last consumer, so that no barrier is left half complete.
     if (pingpong_softmax && consumer == 0) pingpong_wait();
@@ -122,25 +122,25 @@ struct HopperConsumer {
     read_visible_pairs();
     if (pingpong_softmax) pingpong_wait();
     ptx::wgmma_wait_group<1>();
-    products.leave_scores(2, tile_ends, !Config::skips_tiles && kv_tile == begin);
+    products.release_scores(2, tile_ends, !Config::skips_tiles && kv_tile == begin);
     const SoftmaxRow finished[2] = {softmax.rows[0], softmax.rows[1]};
     if (tile_ends) softmax.reset();
     // Stages that hold both K and V are few. While it waits for the peer CTA, a consumer can wait
     // for O, too, and release a stage.
-    constexpr bool leaves_early = Cta::values_in_keys && !Config::overlaps_output;
+    constexpr bool releases_early = Cta::values_in_keys && !Config::overlaps_output;
     prepare_scores([&] {
-      if (leaves_early) products.await_output(true);
+      if (releases_early) products.wait_output(true);
     });
-    if (!Config::overlaps_output && !leaves_early) products.await_output(true);
+    if (!Config::overlaps_output && !releases_early) products.wait_output(true);
     const bool rescales =
         softmax.exponentiate(products.scores, products.next_probabilities, rescale);
     float normalizer[2];
     bool is_special = false;
-    if (tile_ends) is_special = results().finish_softmax(finished, normalizer);
-    if (Config::overlaps_output) products.await_output(true);
-    products.take_probabilities();
+    if (tile_ends) is_special = epilogue().finish_softmax(finished, normalizer);
+    if (Config::overlaps_output) products.wait_output(true);
+    products.move_probabilities();
     if (tile_ends) {
-      results().write_output(normalizer, is_special);
+      epilogue().write_output(normalizer, is_special);
     } else if (rescales) {
       products.scale_output(rescale);
     }
@@ -159,36 +159,36 @@ struct HopperConsumer {
     bool accumulate = false;
     while (true) {
       for (next_kv_tile(); !kv_tile_info.is_needed_by(consumer); next_kv_tile()) {
-        change_tile(accumulate);
+        switch_query_tile(accumulate);
         if (Config::pingpong) pingpong_wait();
-        products.pass_keys(kv_tile_info.is_end());
-        if (!is_first_kv_tile) products.pass_values();
+        products.skip_keys(kv_tile_info.is_end());
+        if (!is_first_kv_tile) products.skip_values();
         is_first_kv_tile = false;
         pingpong_arrive_next();
         if (kv_tile_info.is_end()) return;
       }
-      change_tile(accumulate);
+      switch_query_tile(accumulate);
       if (!accumulate) {
-        enter_tile();
+        begin_query_tile();
         products.keep_queries();
       }
       if (Config::pingpong) pingpong_wait();
       products.start_scores();
-      if (!is_first_kv_tile) products.pass_values();
+      if (!is_first_kv_tile) products.skip_values();
       pingpong_arrive_next();
       read_visible_pairs();
       ptx::wgmma_wait_group<0>();
-      products.leave_scores(is_first_kv_tile ? 1 : 2, !accumulate, false);
+      products.release_scores(is_first_kv_tile ? 1 : 2, !accumulate, false);
       is_first_kv_tile = false;
       float rescale[2];
-      if (take_softmax(rescale) && accumulate) products.scale_output(rescale);
-      products.take_probabilities();
+      if (compute_softmax(rescale) && accumulate) products.scale_output(rescale);
+      products.move_probabilities();
 
       for (next_kv_tile(); kv_tile_info.is_needed_by(consumer); next_kv_tile()) {
         const bool tile_ends = kv_tile_info.begins_query_tile();
         if (tile_ends) {
           work_tile_slot = Cta::next_work_tile_slot(work_tile_slot);
-          enter_tile();
+          begin_query_tile();
           products.keep_queries();
         }
         multiply_both(tile_ends, accumulate, rescale);
@@ -196,12 +196,12 @@ struct HopperConsumer {
       }
 
       if (Config::pingpong) pingpong_wait();
-      products.pass_keys(kv_tile_info.is_end());
+      products.skip_keys(kv_tile_info.is_end());
       products.start_output(accumulate);
       pingpong_arrive_next();
-      products.await_output();
+      products.wait_output();
       accumulate = true;
-      change_tile(accumulate);
+      switch_query_tile(accumulate);
       if (kv_tile_info.is_end()) return;
     }
   }
@@ -213,17 +213,17 @@ struct HopperConsumer {
     kv_tile_info = *cta.kv_tile_info(products.ring.index);
     if (Config::block_mask && ++visible_pairs_slot == Cta::visible_pairs_slots) visible_pairs_slot = 0;
     kv_tile = kv_tile_info.kv_tile;
-    if (!Products::keeps_all_queries && kv_tile_info.begins_query_tile() && work_tile_slot >= 0) products.leave_queries();
+    if (!Products::keeps_all_queries && kv_tile_info.begins_query_tile() && work_tile_slot >= 0) products.release_queries();
   }
 
   // Writes the output of a query tile, if O holds one, where the next tile begins or the work ends.
-  __device__ void change_tile(bool& accumulate) {
+  __device__ void switch_query_tile(bool& accumulate) {
     if (!kv_tile_info.begins_query_tile() && !kv_tile_info.is_end()) return;
     if (accumulate) {
-      const HopperResults<Config> of_tile = {cta, products, Cta::next_work_tile_slot(work_tile_slot)};
+      const HopperEpilogue<Config> epilogue = {cta, products, Cta::next_work_tile_slot(work_tile_slot)};
       float normalizer[2];
-      const bool is_special = of_tile.finish_softmax(softmax.rows, normalizer);
-      of_tile.write_output(normalizer, is_special);
+      const bool is_special = epilogue.finish_softmax(softmax.rows, normalizer);
+      epilogue.write_output(normalizer, is_special);
       softmax.reset();
       accumulate = false;
     }
@@ -236,11 +236,11 @@ struct HopperConsumer {
   }
 
   // Returns the epilogue of the query tile before the one that was entered last.
-  __device__ HopperResults<Config> results() { return {cta, products, work_tile_slot}; }
+  __device__ HopperEpilogue<Config> epilogue() { return {cta, products, work_tile_slot}; }
 
   // Waits for the next query tile. Returns false after the last one.
-  __device__ bool enter_tile() {
-    products.await_queries();
+  __device__ bool begin_query_tile() {
+    products.wait_queries();
     const WorkTile& next = *cta.work_tile_at(work_tile_slot);
     if (next.is_end_of_work()) return false;
     first_row = products.first_row_of(next.coord);
@@ -260,7 +260,7 @@ struct HopperConsumer {
 
   // Converts the scores of the KV tile to probabilities. Returns whether the base of any row of the
   // warp changed, so that O must be multiplied by `rescale`.
-  __device__ bool take_softmax(float (&rescale)[2]) {
+  __device__ bool compute_softmax(float (&rescale)[2]) {
     prepare_scores([] {});
     return softmax.exponentiate(products.scores, products.next_probabilities, rescale);
   }
@@ -329,7 +329,7 @@ struct HopperConsumer {
           },
           kv_tile * Bc + threadIdx.x % 4 * 2, [&](int half) { return softmax.rows[half].base; },
           hides, [&](int half) { return products.scores + 2 * half; },
-          [&](int half) { return bias.of_half(half); });
+          [&](int half) { return bias.row(half); });
       if constexpr (Config::block_mask) {
         if (kv_tile_info.pairs_slot(consumer)) apply_visible_pairs();
       }

@@ -165,11 +165,11 @@ struct HopperCta {
   __device__ unsigned empty(int stage) const { return full(Config::stages + stage); }
   __device__ unsigned q_full(int stage) const { return full(2 * Config::stages + stage); }
   __device__ unsigned q_empty(int stage) const { return q_full(Config::q_stages + stage); }
-  // Barriers of the work tile that the scheduler warp gives to the producer. At `arrived`, a V tile
+  // Barriers of the work tile that the scheduler warp gives to the producer. At `tail_loaded`, a V tile
   // with a `Tail` has been loaded.
   __device__ unsigned work_tile_full() const { return full(ring_barriers); }
   __device__ unsigned work_tile_empty() const { return full(ring_barriers + 1); }
-  __device__ unsigned arrived(int index) const { return full(ring_barriers + 2 + index); }
+  __device__ unsigned tail_loaded(int index) const { return full(ring_barriers + 2 + index); }
 
   __device__ unsigned bias_full(int stage) const {
     return full(ring_barriers + sequence_barriers + stage);
@@ -201,7 +201,7 @@ struct HopperCta {
     if constexpr (Config::sequences) {
       ptx::mbarrier_init(work_tile_full(), 1);
       ptx::mbarrier_init(work_tile_empty(), 1);
-      for (int index = 0; index < tails; ++index) ptx::mbarrier_init(arrived(index), 1);
+      for (int index = 0; index < tails; ++index) ptx::mbarrier_init(tail_loaded(index), 1);
     }
     for (int index = barriers - peer_barriers; index < barriers; ++index) {
       ptx::mbarrier_init(full(index), 1);
@@ -209,7 +209,7 @@ struct HopperCta {
     ptx::fence_mbarrier_init();
   }
 
-  __device__ static void leave(unsigned empty_barrier) {
+  __device__ static void release_stage(unsigned empty_barrier) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(empty_barrier);
   }
@@ -245,7 +245,7 @@ struct HopperCta {
 
   // Returns an address as matrix descriptors hold it. In a cluster, its upper bits hold the CTA
   // rank: in a descriptor they would change the stride between TMA boxes.
-  __device__ static unsigned in_descriptor(unsigned address) {
+  __device__ static unsigned descriptor_address(unsigned address) {
     constexpr unsigned most = 1 << 18;
     return (cta_ranks == 1 ? address : address % most) / 16;
   }
@@ -272,8 +272,8 @@ struct HopperCta {
   // of decreasing length. Odd rounds run backwards, so that the CTA with the longest tile of one
   // round gets the shortest tile of the next.
   __device__ static unsigned tile_of(unsigned round) {
-    const unsigned place = round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-    return round * gridDim.x + place;
+    const unsigned index = round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+    return round * gridDim.x + index;
   }
 
   __device__ WorkTile work_tile_of(unsigned round) const {
@@ -298,12 +298,12 @@ struct HopperCta {
   // Returns the work tile with a block mask, which sorts a head's query tiles by their KV tiles.
   template <class AnyParams>
   __device__ static WorkTile masked_work_tile(const AnyParams& p, TileCoord coord) {
-    const int place = ceil_div(p.seqlen_q, Br) - 1 - coord.q_begin / Br;
-    const MaskedTile found = p.block_mask.sorted_tile(coord.batch, coord.head, place);
-    coord.q_begin = found.tile * Br;
+    const int position = ceil_div(p.seqlen_q, Br) - 1 - coord.q_begin / Br;
+    const MaskedTile sorted = p.block_mask.sorted_tile(coord.batch, coord.head, position);
+    coord.q_begin = sorted.tile * Br;
     KvTileRange keys = key_tiles(p, coord);
-    keys.begin = max(keys.begin, found.begin);
-    keys.end = max(keys.begin, min(keys.end, found.end));
+    keys.begin = max(keys.begin, sorted.begin);
+    keys.end = max(keys.begin, min(keys.end, sorted.end));
     if constexpr (Config::split_keys) {
       const MaskedBlocks<consumers> blocks = masked_blocks(p, coord);
       keys.begin = blocks.first_nonempty(keys.begin, keys.end);
@@ -405,10 +405,10 @@ struct HopperCta {
     return Config::causal && !Config::sequences && !Config::modified &&
            p.q_offset < max_degenerate_keys<Element>;
   }
-  __device__ void consumers_have_written() const {
+  __device__ void arrive_consumers_done() const {
     ptx::bar_arrive(1 + consumers, 128 * consumers + 32);
   }
-  __device__ void await_consumers() const { ptx::bar_sync(1 + consumers, 128 * consumers + 32); }
+  __device__ void wait_consumers_done() const { ptx::bar_sync(1 + consumers, 128 * consumers + 32); }
 };
 
 #endif  // __CUDA_ARCH__ == 900

@@ -33,7 +33,7 @@ struct HopperConsumer<Config, true> : HopperConsumer<Config, false> {
 
   __device__ void consume() {
     softmax.reset();
-    if (!this->enter_tile()) return;
+    if (!this->begin_query_tile()) return;
     if (Config::pingpong && consumer == consumers - 1) this->pingpong_arrive();
     const Stage first = products.next_stage();
     products.start_scores(first);
@@ -46,7 +46,7 @@ struct HopperConsumer<Config, true> : HopperConsumer<Config, false> {
       const SoftmaxRow finished[2] = {softmax.rows[0], softmax.rows[1]};
       if (tile_ends) {
         work_tile_slot = Cta::next_work_tile_slot(work_tile_slot);
-        if (!this->enter_tile()) break;
+        if (!this->begin_query_tile()) break;
       } else {
         --kv_tile;
       }
@@ -75,7 +75,7 @@ struct HopperConsumer<Config, true> : HopperConsumer<Config, false> {
  private:
   // Computes the softmax of a KV tile whose scores have been issued.
   __device__ void process_scores(Stage keys, float (&rescale)[2]) {
-    products.await_scores(keys, kv_tile == begin);
+    products.wait_scores(keys, kv_tile == begin);
     softmax.apply_factor(products.sums);
     if (kv_tile >= this->first_masked_tile()) {
       const auto mask = Mask<Config>(cta.p, 0).counted_from(kv_tile * Bc + threadIdx.x % 4 * 2);
@@ -88,8 +88,8 @@ struct HopperConsumer<Config, true> : HopperConsumer<Config, false> {
 
   __device__ void write_tile(const SoftmaxRow (&finished)[2]) {
     float normalizer[2];
-    const bool is_special = this->results().finish_softmax(finished, normalizer);
-    this->results().write_output(normalizer, is_special);
+    const bool is_special = this->epilogue().finish_softmax(finished, normalizer);
+    this->epilogue().write_output(normalizer, is_special);
   }
 };
 

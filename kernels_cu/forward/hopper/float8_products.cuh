@@ -52,17 +52,17 @@ struct HopperProducts<Config, true> : HopperProducts<Config, false> {
 
   // Issues S = Q K^T.
   __device__ void start_scores(Stage state) {
-    await(state);
+    wait(state);
 #pragma unroll
     for (int i = 0; i < parts; ++i) start_part_of_scores(state, i);
   }
 
   // Waits for S. Releases the K stage and, after the last KV tile of a query tile, the query stage.
-  __device__ void await_scores(Stage state, bool is_last_tile) {
+  __device__ void wait_scores(Stage state, bool is_last_tile) {
     ptx::wgmma_wait_group<0>();
     ptx::pin(sums);
-    Cta::leave(cta.empty(state.index));
-    if (is_last_tile) Base::leave_queries();
+    Cta::release_stage(cta.empty(state.index));
+    if (is_last_tile) Base::release_queries();
   }
 
   // Computes O = O * factor + P V, and issues the next S if there is one. With two parts of S, V is
@@ -72,17 +72,17 @@ struct HopperProducts<Config, true> : HopperProducts<Config, false> {
   //   registers 1           | second part of S
   template <bool scores_follow>
   __device__ void add_output(Stage values, Stage keys, const float (&factor)[2]) {
-    await(values);
+    wait(values);
     start_partial_out(values, 0);
-    if constexpr (scores_follow) await(keys);
+    if constexpr (scores_follow) wait(keys);
     if constexpr (parts > 1 && scores_follow) start_part_of_scores(keys, 1);
 #pragma unroll
     for (int i = 0; i < partial_outs; ++i) {
       const bool is_last = i + 1 == partial_outs;
-      await_all_but_one(parts > 1 && scores_follow);
+      wait_all_but_one(parts > 1 && scores_follow);
       Part& partial_out = registers(i);
       ptx::pin(partial_out);
-      if (is_last) Cta::leave(cta.empty(values.index));
+      if (is_last) Cta::release_stage(cta.empty(values.index));
 #pragma unroll
       for (int j = 0; j < part / 2; ++j) {
         float& total = out[i * part / 2 + j];
@@ -106,9 +106,9 @@ struct HopperProducts<Config, true> : HopperProducts<Config, false> {
     return reinterpret_cast<Part&>(sums[index % parts * (part / 2)]);
   }
 
-  __device__ void await(Stage state) const { ptx::mbarrier_wait(cta.full(state.index), state.phase); }
+  __device__ void wait(Stage state) const { ptx::mbarrier_wait(cta.full(state.index), state.phase); }
 
-  __device__ static void await_all_but_one(bool one) {
+  __device__ static void wait_all_but_one(bool one) {
     if (one) {
       ptx::wgmma_wait_group<1>();
     } else {

@@ -61,7 +61,7 @@ struct HopperScheduler {
 
   // Waits for the consumers, then sets the first rows if they attend to at most `max_degenerate_keys` keys.
   __device__ void overwrite_degenerate_rows() const {
-    cta.await_consumers();
+    cta.wait_consumers_done();
     for (unsigned round = 0;; ++round) {
       const WorkTile next = cta.work_tile_of(round);
       if (next.is_end_of_work()) return;
@@ -128,12 +128,12 @@ struct HopperTailClearer {
 
   __device__ void clear_tails() {
     while (true) {
-      ptx::mbarrier_wait(cta.arrived(tail.index), tail.phase);
+      ptx::mbarrier_wait(cta.tail_loaded(tail.index), tail.phase);
       const typename Cta::Tail loaded = *cta.tail(tail.index);
       if (loaded.stage < 0) return;
       Cta::ValueTile::clear_rows(cta.stage_address(loaded.stage), loaded.rows);
       ptx::fence_proxy_async();
-      Cta::leave(cta.full(loaded.stage));
+      Cta::release_stage(cta.full(loaded.stage));
       tail.advance();
     }
   }

@@ -37,9 +37,9 @@ template <class Attention>
 struct LowRows {
   using Config = LowRowsConfig<Attention>;
   using Element = typename Config::Element;
-  using Chosen = ChosenRows<Config>;
-  static constexpr int tiles_of_warp = 4;
-  static constexpr int tiles_of_round = tiles_of_warp * Config::warps;
+  using Selection = RowSelection<Config>;
+  static constexpr int tiles_per_warp = 4;
+  static constexpr int tiles_per_round = tiles_per_warp * Config::warps;
   static constexpr int words = ceil_div(Config::Br, 32);
 
   const Params& p;
@@ -57,19 +57,19 @@ struct LowRows {
 
  private:
   __device__ void compute_rounds() const {
-    __shared__ unsigned found[tiles_of_round][words];
+    __shared__ unsigned low_rows[tiles_per_round][words];
     const int tiles = ceil_div(p.seqlen_q, Config::Br) * p.batch * p.heads_q;
-    for (int first = blockIdx.x; first < tiles; first += gridDim.x * tiles_of_round) {
+    for (int first = blockIdx.x; first < tiles; first += gridDim.x * tiles_per_round) {
 #pragma unroll
-      for (int i = 0; i < tiles_of_warp; ++i) {
-        const int slot = threadIdx.x / 32 * tiles_of_warp + i;
-        const int tile = first + slot * gridDim.x;
-        find(tile < tiles ? tile * p.num_splits : -1, found[slot]);
+      for (int i = 0; i < tiles_per_warp; ++i) {
+        const int index = threadIdx.x / 32 * tiles_per_warp + i;
+        const int tile = first + index * gridDim.x;
+        find(tile < tiles ? tile * p.num_splits : -1, low_rows[index]);
       }
       __syncthreads();
 #pragma unroll 1
-      for (int slot = 0; slot < tiles_of_round; ++slot) {
-        compute((first + slot * gridDim.x) * p.num_splits, found[slot]);
+      for (int index = 0; index < tiles_per_round; ++index) {
+        compute((first + index * gridDim.x) * p.num_splits, low_rows[index]);
       }
       __syncthreads();
     }
@@ -91,7 +91,7 @@ struct LowRows {
 #pragma unroll
     for (int word = 0; word < words; ++word) any |= bits[word];
     if (any == 0) return;
-    Chosen::choose(tile, bits);
+    Selection::select(tile, bits);
     mma_forward<Config>(p, tile);
     __syncthreads();
   }
@@ -99,13 +99,13 @@ struct LowRows {
   // Returns whether the attention kernel left a row of a tile to this launch. Then the first
   // columns of the output are -0. If KV is split, there are two cases: the log-sum-exp of every
   // split is so low that splits written as -inf have weight, too, or the base of some split is inf.
-  __device__ bool is_empty(int tile, int in_tile) const {
+  __device__ bool is_empty(int tile, int row_in_tile) const {
     if constexpr (Config::sequences) {
       const SequenceView<Config> view(p, tile);
-      return is_empty(view.params(), view.coord, &view, view.coord.q_begin + in_tile);
+      return is_empty(view.params(), view.coord, &view, view.coord.q_begin + row_in_tile);
     } else {
       const TileCoord coord = tile_coord<Config::Br>(p, tile);
-      return is_empty(p, coord, static_cast<const SequenceView<Config>*>(nullptr), coord.q_begin + in_tile);
+      return is_empty(p, coord, static_cast<const SequenceView<Config>*>(nullptr), coord.q_begin + row_in_tile);
     }
   }
   __device__ static bool is_empty(const Params& p, const TileCoord& coord, const SequenceView<Config>* view,
@@ -134,30 +134,30 @@ struct LowRows {
 };
 
 template <class Attention>
-struct ChosenRows<LowRowsConfig<Attention>> {
+struct RowSelection<LowRowsConfig<Attention>> {
   using Config = LowRowsConfig<Attention>;
   static constexpr int words = ceil_div(Config::Br, 32);
-  struct Choice {
+  struct SelectedRows {
     int tile;
     unsigned rows[words];
   };
 
   // Sets the tile and rows to compute. Called by all threads when they are done with the last tile.
-  __device__ static void choose(int tile, const unsigned (&bits)[words]) {
+  __device__ static void select(int tile, const unsigned (&bits)[words]) {
     if (threadIdx.x == 0) {
-      choice().tile = tile;
+      selected().tile = tile;
 #pragma unroll
-      for (int word = 0; word < words; ++word) choice().rows[word] = bits[word];
+      for (int word = 0; word < words; ++word) selected().rows[word] = bits[word];
     }
     __syncthreads();
   }
-  __device__ static int tile() { return choice().tile; }
-  __device__ static bool include(int row) { return choice().rows[row / 32] >> row % 32 & 1; }
+  __device__ static int tile() { return selected().tile; }
+  __device__ static bool include(int row) { return selected().rows[row / 32] >> row % 32 & 1; }
 
  private:
-  __device__ static Choice& choice() {
-    __shared__ Choice choice;
-    return choice;
+  __device__ static SelectedRows& selected() {
+    __shared__ SelectedRows selected;
+    return selected;
   }
 };
 

@@ -71,8 +71,8 @@ struct PeerExchange<Config, true> {
     const unsigned received = cta.peer_address(ring.index, warp) + lane * 16;
     const unsigned full = cta.peer_full(ring.index, warp);
     const int peer_rank = Cta::cta_rank() ^ 1;
-    const unsigned target = ptx::map_to_block(received, peer_rank);
-    const unsigned target_full = ptx::map_to_block(full, peer_rank);
+    const unsigned target = ptx::map_to_cta(received, peer_rank);
+    const unsigned target_full = ptx::map_to_cta(full, peer_rank);
     if (lane == 0) ptx::mbarrier_arrive_expect_tx(full, Cta::peer_warp_bytes);
     if constexpr (single_buffered) ptx::mbarrier_wait(cta.peer_read(warp), ring.phase ^ 1);
 #pragma unroll
@@ -93,7 +93,7 @@ struct PeerExchange<Config, true> {
     if constexpr (single_buffered) {
       __syncwarp();
       if (lane == 0) {
-        ptx::mbarrier_arrive_at_block(ptx::map_to_block(cta.peer_read(warp), peer_rank));
+        ptx::mbarrier_arrive_at_cta(ptx::map_to_cta(cta.peer_read(warp), peer_rank));
       }
     }
     ring.advance();

@@ -29,8 +29,8 @@ struct HopperProducer {
 
   // Returns whether a thread runs the producer; acts() returns whether it issues copies and
   // arrives.
-  __device__ static bool is_one() { return Config::skips_tiles ? threadIdx.x < 32 : threadIdx.x == 0; }
-  __device__ static bool acts() { return !Config::skips_tiles || threadIdx.x == 0; }
+  __device__ static bool is_producer_thread() { return Config::skips_tiles ? threadIdx.x < 32 : threadIdx.x == 0; }
+  __device__ static bool is_elected() { return !Config::skips_tiles || threadIdx.x == 0; }
 
   // A KV tile of a sequence.
   struct KvTile {
@@ -55,36 +55,36 @@ struct HopperProducer {
       // Load the next queries first if a query stage is free; otherwise after the tiles that the
       // consumers need before they can release one. Causal calls load keys first: queries first is
       // 4% slower there, and 3% faster without a causal mask (512 keys, head_dim 128).
-      bool announced =
+      bool published =
           !Config::causal && ptx::mbarrier_test_wait(cta.q_empty(q_ring.index), q_ring.phase ^ 1);
       if constexpr (Config::skips_tiles) {
-        announced = __shfl_sync(~0u, announced, 0);
+        published = __shfl_sync(~0u, published, 0);
         kv_tiles.enter(cta.p, next);
       }
-      if (announced) announce(next);
+      if (published) publish_work_tile(next);
       for (int key = next.kv_tiles.end - 1; key >= next.kv_tiles.begin;
            key = Config::skips_tiles ? kv_tiles.next_tile(cta.p, next, key) : key - 1) {
         const Sequence& sequence = next.sequence(cta.p);
         KvTile keys = {key, next.coord.head_kv, sequence.k_batch, sequence.k_first,
                       sequence.seqlen_k};
-        if constexpr (Config::page_size > 0) find_page(next.coord.batch, keys);
+        if constexpr (Config::page_size > 0) look_up_page(next.coord.batch, keys);
         if constexpr (Config::skips_tiles) publish_kv_tile(kv_tiles.info(next, key), next.coord);
         load_keys(keys);
         if constexpr (Cta::streams_bias) load_bias(next.coord, key);
         if (!Cta::values_in_keys && values.index >= 0) load_values(values);
-        if (!announced) announce(next);
-        announced = true;
+        if (!published) publish_work_tile(next);
+        published = true;
         values = keys;
         if (Config::sequences &&
             key == next.kv_tiles.begin + min(Cta::work_tile_prefetch, next.kv_tile_count() - 1)) {
-          if (acts()) ptx::mbarrier_arrive(cta.work_tile_empty());
+          if (is_elected()) ptx::mbarrier_arrive(cta.work_tile_empty());
         }
       }
     }
     if constexpr (Config::skips_tiles) publish_end();
     if (!Cta::values_in_keys && values.index >= 0) load_values(values);
-    if constexpr (!Config::skips_tiles) announce(WorkTile::end_of_work());
-    if constexpr (Config::sequences) announce_no_tail();
+    if constexpr (!Config::skips_tiles) publish_work_tile(WorkTile::end_of_work());
+    if constexpr (Config::sequences) publish_end_of_tails();
   }
 
   __device__ decltype(auto) next_work_tile(unsigned round) {
@@ -103,10 +103,10 @@ struct HopperProducer {
   }
 
   // Publishes a work tile to the consumers, and loads its queries unless it is the end marker.
-  __device__ void announce(const WorkTile& next) {
+  __device__ void publish_work_tile(const WorkTile& next) {
     ptx::mbarrier_wait(cta.q_empty(q_ring.index), q_ring.phase ^ 1);
     // In variable-length batches, the scheduler warp has written it already.
-    if (!Config::sequences && acts()) *cta.work_tile_at(work_tile_slot) = next;
+    if (!Config::sequences && is_elected()) *cta.work_tile_at(work_tile_slot) = next;
     const unsigned barrier = cta.q_full(q_ring.index);
     if (!next.is_end_of_work()) {
       const Sequence& sequence = next.sequence(cta.p);
@@ -119,7 +119,7 @@ struct HopperProducer {
                         sequence.q_first + next.coord.q_begin, next.coord.head, sequence.q_batch,
                         barrier, ptx::l2_evict_first, Cta::cta_rank() * Cta::columns);
       }
-    } else if (acts()) {
+    } else if (is_elected()) {
       ptx::mbarrier_arrive(barrier);
     }
     q_ring.advance();
@@ -129,7 +129,7 @@ struct HopperProducer {
   // Publishes the `KvTileInfo` of the KV tile whose K comes next.
   __device__ void publish_kv_tile(const typename Cta::KvTileInfo& kv_tile_info, const TileCoord& coord) {
     ptx::mbarrier_wait(cta.empty(ring.index), ring.phase ^ 1);
-    if (!acts()) return;
+    if (!is_elected()) return;
     *cta.kv_tile_info(ring.index) = kv_tile_info;
     if constexpr (Config::block_mask) load_visible_pairs(cta.p, kv_tile_info, coord);
   }
@@ -155,7 +155,7 @@ struct HopperProducer {
 
   __device__ void publish_end() {
     ptx::mbarrier_wait(cta.empty(ring.index), ring.phase ^ 1);
-    if (acts()) {
+    if (is_elected()) {
       *cta.kv_tile_info(ring.index) = Cta::KvTileInfo::end_of_work();
       ptx::mbarrier_arrive(cta.full(ring.index));
     }
@@ -164,7 +164,7 @@ struct HopperProducer {
 
   // Sets the page that holds a KV tile. The block table is not validated: for a page number outside
   // the cache, TMA fills the tile with zeros.
-  __device__ void find_page(int batch, KvTile& keys) const {
+  __device__ void look_up_page(int batch, KvTile& keys) const {
     const int key = keys.row();
     keys.batch = cta.p.block_table[batch * cta.p.block_table_stride + key / Config::page_size];
     keys.first = key % Config::page_size - key;
@@ -185,7 +185,7 @@ struct HopperProducer {
     if (has_tail) *cta.tail(tail.index) = {ring.index, kv_tile.rows()};
     load_mla<KeyTile>(cta.stage_address(ring.index), &maps().k, &maps().k_rest, kv_tile.row(),
                          kv_tile.head, kv_tile.batch,
-                         has_tail ? cta.arrived(tail.index) : cta.full(ring.index),
+                         has_tail ? cta.tail_loaded(tail.index) : cta.full(ring.index),
                          ptx::l2_evict_last);
     ring.advance();
     if (has_tail) tail.advance();
@@ -257,7 +257,7 @@ struct HopperProducer {
   template <class Tile>
   __device__ void load(unsigned target, const TensorMap* map, int row, int head, int batch,
                        unsigned barrier, unsigned long long policy, int first_column) const {
-    if (!acts()) return;
+    if (!is_elected()) return;
     ptx::mbarrier_arrive_expect_tx(barrier, Cta::components * Tile::bytes);
 #pragma unroll
     for (int component = 0; component < Cta::components; ++component) {
@@ -275,17 +275,17 @@ struct HopperProducer {
   // are stages can be unconsumed.
   __device__ void load_tail(const KvTile& kv_tile) {
     ptx::mbarrier_wait(cta.empty(ring.index), ring.phase ^ 1);
-    if (acts()) *cta.tail(tail.index) = {ring.index, kv_tile.rows()};
+    if (is_elected()) *cta.tail(tail.index) = {ring.index, kv_tile.rows()};
     load<ValueTile>(cta.stage_address(ring.index), &cta.maps.v, kv_tile.row(), kv_tile.head, kv_tile.batch,
-                    cta.arrived(tail.index), ptx::l2_evict_last, Cta::first_column_v());
+                    cta.tail_loaded(tail.index), ptx::l2_evict_last, Cta::first_column_v());
     ring.advance();
     tail.advance();
   }
 
-  __device__ void announce_no_tail() const {
-    if (!acts()) return;
+  __device__ void publish_end_of_tails() const {
+    if (!is_elected()) return;
     *cta.tail(tail.index) = {-1, 0};
-    ptx::mbarrier_arrive(cta.arrived(tail.index));
+    ptx::mbarrier_arrive(cta.tail_loaded(tail.index));
   }
 };
 

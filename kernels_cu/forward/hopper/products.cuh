@@ -63,7 +63,7 @@ struct HopperProducts {
   // Returns the first of the two rows of which this lane holds elements; the other is eight below.
   __device__ static int lane_row() { return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4; }
 
-  __device__ void await_queries() const {
+  __device__ void wait_queries() const {
     ptx::mbarrier_wait(cta.q_full(q_ring.index), q_ring.phase);
   }
 
@@ -103,9 +103,9 @@ struct HopperProducts {
   __device__ void start_plain_scores() {
     wait_stage();
     const unsigned long long q =
-        QueryTile::k_along_columns() + Cta::in_descriptor(queries_address());
+        QueryTile::k_along_columns() + Cta::descriptor_address(queries_address());
     const unsigned long long k =
-        KeyTile::k_along_columns() + Cta::in_descriptor(cta.stage_address(ring.index));
+        KeyTile::k_along_columns() + Cta::descriptor_address(cta.stage_address(ring.index));
     ptx::pin(scores);
     ptx::wgmma_fence();
     // For wide heads, the compiler keeps the descriptors of so many wgmma in local memory, unless
@@ -150,8 +150,8 @@ struct HopperProducts {
   __device__ void multiply_columns(unsigned q_tile, unsigned k_tile, bool accumulate) {
     const unsigned long long q =
         Queries::k_along_columns() +
-        Cta::in_descriptor(q_tile + consumer * 64 * Queries::box_row_bytes);
-    const unsigned long long k = Keys::k_along_columns() + Cta::in_descriptor(k_tile);
+        Cta::descriptor_address(q_tile + consumer * 64 * Queries::box_row_bytes);
+    const unsigned long long k = Keys::k_along_columns() + Cta::descriptor_address(k_tile);
 #pragma unroll
     for (int step = 0; step < Queries::columns / 16; ++step) {
       Wgmma<Element, Bc>::multiply(scores, q + Queries::column_step(step) / 16,
@@ -162,35 +162,35 @@ struct HopperProducts {
   // Called when S is complete. Releases the K stage of the product that was issued `products`
   // products ago, and the query stage if this was its last use. Queries in registers have been read
   // from shared memory when the first product with them is complete.
-  __device__ void leave_scores(int products, bool is_first_tile, bool is_last_tile) {
+  __device__ void release_scores(int products, bool is_first_tile, bool is_last_tile) {
     ptx::pin(scores);
-    if constexpr (!Cta::values_in_keys) Cta::leave(cta.empty(stage_before(products)));
-    if (keeps_all_queries ? is_first_tile : is_last_tile) leave_queries();
+    if constexpr (!Cta::values_in_keys) Cta::release_stage(cta.empty(stage_before(products)));
+    if (keeps_all_queries ? is_first_tile : is_last_tile) release_queries();
   }
 
-  __device__ void leave_queries() {
-    Cta::leave(cta.q_empty(q_ring.index));
+  __device__ void release_queries() {
+    Cta::release_stage(cta.q_empty(q_ring.index));
     q_ring.advance();
   }
 
   __device__ void wait_stage() const { ptx::mbarrier_wait(cta.full(ring.index), ring.phase); }
 
   // Skips K, or the end marker, which has arrived. Releases the stage of K.
-  __device__ void pass_keys(bool is_end) {
-    if (!is_end) Cta::leave(cta.empty(ring.index));
+  __device__ void skip_keys(bool is_end) {
+    if (!is_end) Cta::release_stage(cta.empty(ring.index));
     ring.advance();
   }
 
   // Skips V, but waits until V has arrived: the phases of its stage must complete in order.
-  __device__ void pass_values() {
+  __device__ void skip_values() {
     wait_stage();
-    Cta::leave(cta.empty(ring.index));
+    Cta::release_stage(cta.empty(ring.index));
     ring.advance();
   }
 
   // Moves P of the next KV tile to the operand. No wgmma may be in flight: if the operand were
   // written earlier, the compiler would serialize the products.
-  __device__ void take_probabilities() {
+  __device__ void move_probabilities() {
 #pragma unroll
     for (int component = 0; component < components; ++component) {
 #pragma unroll
@@ -202,10 +202,10 @@ struct HopperProducts {
   }
 
   // Issues O = P V, or O += P V; for float32, the first partial output. In MLA, V is in the stage
-  // of K, and K of the next scores may be in the stage after it (`behind_scores`).
-  __device__ void start_output(bool accumulate, bool behind_scores = false) {
+  // of K, and K of the next scores may be in the stage after it (`after_scores`).
+  __device__ void start_output(bool accumulate, bool after_scores = false) {
     if constexpr (Cta::values_in_keys) {
-      start_product<columns_v>(out, 0, stage_before(behind_scores ? 2 : 1), accumulate);
+      start_product<columns_v>(out, 0, stage_before(after_scores ? 2 : 1), accumulate);
       return;
     }
     wait_stage();
@@ -222,14 +222,14 @@ struct HopperProducts {
   }
 
   // Waits until O is complete, including all partial outputs, and releases the stage of V.
-  __device__ void await_output(bool behind_scores = false) {
-    const int stage = stage_before(Cta::values_in_keys && behind_scores ? 2 : 1);
+  __device__ void wait_output(bool after_scores = false) {
+    const int stage = stage_before(Cta::values_in_keys && after_scores ? 2 : 1);
     if constexpr (two_level_accumulation) {
       add_partial_outs(stage);
     } else {
       ptx::wgmma_wait_group<0>();
       ptx::pin(out);
-      Cta::leave(cta.empty(stage));
+      Cta::release_stage(cta.empty(stage));
     }
   }
 
@@ -242,7 +242,7 @@ struct HopperProducts {
         ptx::wgmma_wait_group<1>();
       } else {
         ptx::wgmma_wait_group<0>();
-        Cta::leave(cta.empty(stage));
+        Cta::release_stage(cta.empty(stage));
       }
       ptx::pin(partial_out[i % partial_buffers]);
 #pragma unroll
@@ -261,7 +261,7 @@ struct HopperProducts {
   __device__ void start_product(float (&sums)[columns / 2], int column, int stage, bool accumulate) {
     const unsigned long long v =
         ValueTile::k_along_rows() +
-        Cta::in_descriptor(cta.stage_address(stage) + ValueTile::column_step(column / 16));
+        Cta::descriptor_address(cta.stage_address(stage) + ValueTile::column_step(column / 16));
     ptx::pin(sums);
     ptx::wgmma_fence();
     for_each_product<components>([&](int p_component, int v_component, bool is_first) {

@@ -14,7 +14,7 @@
 #if __CUDA_ARCH__ == 900
 
 template <class Config>
-struct HopperResults {
+struct HopperEpilogue {
   using Cta = HopperCta<Config>;
   using Element = typename Cta::Output;
   using WorkTile = typename Cta::WorkTile;
@@ -25,7 +25,7 @@ struct HopperResults {
       Cta::transposes_values ? round_up(Config::head_dim_v, 16) : Products::columns_v;
 
   // Bound on |base| of rows that this kernel computes itself, with Config::marks_low_rows.
-  static constexpr float most_base = -low_score<float> - 64;
+  static constexpr float max_base = -low_score<float> - 64;
 
   const Cta& cta;
   Products& products;
@@ -43,7 +43,7 @@ struct HopperResults {
   __device__ bool finish_softmax(const SoftmaxRow (&finished)[2], float (&normalizer)[2]) const {
     SoftmaxRow state[2] = {finished[0], finished[1]};
     bool may_be_one_key[2] = {}, is_special = false;
-    if constexpr (Config::modified) is_special = sum_up(state, may_be_one_key);
+    if constexpr (Config::modified) is_special = sum_rows(state, may_be_one_key);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if constexpr (!Config::modified) state[half].sum = sum_of_lanes(state[half].sum);
@@ -70,7 +70,7 @@ struct HopperResults {
           if constexpr (Config::marks_low_rows) {
             // Marks the row. Without this, other splits, whose scores are not high, would hide that
             // this split was left out.
-            if (!(state[half].base < most_base)) sum.base = SoftmaxMath<float>::infinity();
+            if (!(state[half].base < max_base)) sum.base = SoftmaxMath<float>::infinity();
           }
           cta.write_log_sum_exp(work_tile, row, sum);
         } else {
@@ -89,14 +89,14 @@ struct HopperResults {
   // low scores, which are masked though they have weight in this row. Or its base is at least
   // most_base: then scores of the KV tile that set the base are rounded differently from those of
   // later ones. The base exceeds the largest score by at most 32.
-  __device__ static bool sum_up(SoftmaxRow (&state)[2], bool (&may_be_one_key)[2]) {
+  __device__ static bool sum_rows(SoftmaxRow (&state)[2], bool (&may_be_one_key)[2]) {
     bool is_special = false, is_low[2] = {};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float own = state[half].sum;
-      state[half].sum = sum_of_lanes(own);
-      may_be_one_key[half] = Config::detects_one_key_rows && own == state[half].sum;
-      is_low[half] = Config::marks_low_rows && !(fabsf(state[half].base) < most_base);
+      const float lane_sum = state[half].sum;
+      state[half].sum = sum_of_lanes(lane_sum);
+      may_be_one_key[half] = Config::detects_one_key_rows && lane_sum == state[half].sum;
+      is_low[half] = Config::marks_low_rows && !(fabsf(state[half].base) < max_base);
       is_special |= may_be_one_key[half] || state[half].sum == 0 || is_low[half];
     }
     is_special = __any_sync(~0u, is_special);

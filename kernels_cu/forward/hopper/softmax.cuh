@@ -43,7 +43,7 @@ struct HopperSoftmax {
 
   // Returns whether a score is treated as masked. A row without other scores is recomputed by
   // another launch (low_rows.cuh).
-  __device__ static bool is_nothing(float score) {
+  __device__ static bool is_masked_score(float score) {
     if constexpr (Config::marks_low_rows) return score <= low_score<float>;
     return score == -SoftmaxMath<float>::infinity();
   }
@@ -71,7 +71,7 @@ struct HopperSoftmax {
 
   // Whether only positions mask keys, so that mask() knows the only key of a row. With sinks, the
   // output of such a row is not the value of that key, and all lanes of the row need the base.
-  static constexpr bool positions_hide_keys =
+  static constexpr bool positions_mask_keys =
       !Config::modified || !(Config::detects_one_key_rows || Config::sinks ||
                              Config::Mods::changes_scores || Config::Mods::hides_pairs);
 
@@ -82,7 +82,7 @@ struct HopperSoftmax {
     for (int half = 0; half < 2; ++half) {
       const int visible = visible_end(half);
       // The only key of a row is the first key that its first lane holds.
-      if (positions_hide_keys && visible == 1 && is_first_of_keys && threadIdx.x % 4 == 0) {
+      if (positions_mask_keys && visible == 1 && is_first_of_keys && threadIdx.x % 4 == 0) {
         rows[half].set_only_key(scores[2 * half] * scale_log2);
       }
       fill_row_from<Bc / 8>(scores + 2 * half, visible, -SoftmaxMath<float>::infinity());
@@ -103,7 +103,7 @@ struct HopperSoftmax {
   // the previous sums and output must be multiplied by `rescale`.
   __device__ bool exponentiate(Scores& scores, Probabilities& probabilities, float (&rescale)[2]) {
     float sums[2];
-    take_exponentials(scores, probabilities, sums);
+    compute_exponentials(scores, probabilities, sums);
     bool changes = false;
     // Bounded scores need no maximum: bfloat16 and float32 sums can hold any p that they produce.
     if constexpr (!Config::bounded) {
@@ -111,7 +111,7 @@ struct HopperSoftmax {
           __any_sync(~0u, any_empty | Row::is_too_large(sums[0]) | Row::is_too_large(sums[1]));
       if (changes) changes = bases_must_change(sums);
       if (changes) changes = change_bases(scores, sums, rescale);
-      if (changes) take_exponentials(scores, probabilities, sums);
+      if (changes) compute_exponentials(scores, probabilities, sums);
     }
     rows[0].sum += sums[0];
     rows[1].sum += sums[1];
@@ -133,7 +133,7 @@ struct HopperSoftmax {
   }
 
   // Computes P, and its sum over this lane's elements of each row.
-  __device__ void take_exponentials(const Scores& scores, Probabilities& probabilities,
+  __device__ void compute_exponentials(const Scores& scores, Probabilities& probabilities,
                                     float (&sums)[2]) const {
     float parts[2][2] = {};
 #pragma unroll
@@ -171,7 +171,7 @@ struct HopperSoftmax {
     for (int half = 0; half < 2; ++half) {
       const float max = max_of_lanes(exponent(largest_of_lane<Bc>(scores, half), half));
       const bool is_empty = rows[half].is_empty();
-      any_remains_empty |= is_empty && is_nothing(max);
+      any_remains_empty |= is_empty && is_masked_score(max);
       const bool outgrown = any_of_lanes(Row::is_too_large(sums[half]));
       const float change = rows[half].template change_base<Config::marks_low_rows>(
           max, outgrown, is_empty, rescale[half]);

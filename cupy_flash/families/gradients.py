@@ -211,7 +211,7 @@ def config(
     return {
         "as_inputs": problem.gradient.as_inputs,
         "row_lanes": row_lanes(problem),
-        "sequences": not problem.layout.is_equal,
+        "has_seqlens": not problem.layout.is_equal,
         "sums_Br": 0 if sums is None else sums.Br,
         "conceals": problem.score is not None and problem.score.conceals,
         "inspects": inspects(problem),

@@ -91,7 +91,7 @@ def config(problem: Problem) -> dict[str, int | bool]:
     """Return the members of the `Config` struct that `place.cuh` reads."""
     layout = problem.layout
     return {
-        "sequences": not layout.is_equal,
+        "has_seqlens": not layout.is_equal,
         "page_size": layout.page_size,
         "group": group_size(problem),
     }

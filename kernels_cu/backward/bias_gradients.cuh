@@ -38,7 +38,7 @@ struct BiasGradients {
   const GradientParams& p;
   const BiasGradient& of;
   unsigned char* const memory;  // operands, and at the end the tile of the result
-  const bool is_packed = Config::sequences && p.cu_seqlens_q != nullptr;
+  const bool is_packed = Config::has_seqlens && p.cu_seqlens_q != nullptr;
   const bool keeps_rows = of.rows > 1;
   const bool keeps_keys = of.keys > 1;
   // The rows of a packed bias determine the sequence.

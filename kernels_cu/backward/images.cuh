@@ -143,7 +143,7 @@ struct TileImages {
                                   int tile) {
     const QuerySums<Config> sums(p);
     int64 place = (int64(batch) * p.heads_kv + head) * ceil_div(p.seqlen_k, Config::Bc) + tile;
-    if (Config::sequences && p.cu_seqlens_k != nullptr) {
+    if (Config::has_seqlens && p.cu_seqlens_k != nullptr) {
       place = int64(head) * count_places<Config::Bc>(p.total_k, p.batch) +
               first_place<Config::Bc>(at.k_first, batch) + tile;
     }

@@ -115,7 +115,7 @@ struct GradientType<Config, Input, false> {
 // `cu_seqlens` or `seqused_k` overlap: its gradient would be written twice.
 template <class Config>
 __device__ Sequence sequence_of(const Params& p, int batch) {
-  if constexpr (Config::sequences) {
+  if constexpr (Config::has_seqlens) {
     Sequence found = find_sequence<0>(p, batch);
     if (p.cu_seqlens_q != nullptr) {
       const PackedPart own = rows_of_sequence(p.cu_seqlens_q, p.batch, p.total_q, batch);
@@ -136,7 +136,7 @@ __device__ Sequence sequence_of(const Params& p, int batch) {
 // Returns the mask that decides by position which pairs of a sequence are visible.
 template <class Config>
 __device__ Mask<Config> mask_of(const Params& p, const Sequence& at, int batch) {
-  const int q_offset = Config::sequences ? at.q_offset<Config>(p, batch)
+  const int q_offset = Config::has_seqlens ? at.q_offset<Config>(p, batch)
                                          : first_position<Config>(p, batch, p.q_offset);
   return {at.seqlen_k, q_offset, {p, batch}};
 }

@@ -124,7 +124,7 @@ struct QuerySums {
   }
 
   __device__ static bool is_packed(const GradientParams& p) {
-    return Config::sequences && p.cu_seqlens_q != nullptr;
+    return Config::has_seqlens && p.cu_seqlens_q != nullptr;
   }
 
   // Returns the tile slot of a query tile: its index in all arrays with an entry per tile.

@@ -28,7 +28,7 @@ struct SinkGradients {
   // Returns the sum over all rows of the head, in thread 0.
   __device__ static T sum(const GradientParams& p, int head, T sink) {
     __shared__ T of_warps[threads / 32];
-    const bool is_packed = Config::sequences && p.cu_seqlens_q != nullptr;
+    const bool is_packed = Config::has_seqlens && p.cu_seqlens_q != nullptr;
     // Packed sequences are stored consecutively. Rows before and after them belong to none.
     const int begin = is_packed ? clamp(p.cu_seqlens_q[0], 0, p.total_q) : 0;
     const int64 end = is_packed ? int64(clamp(p.cu_seqlens_q[p.batch], begin, p.total_q))

@@ -13,13 +13,13 @@ struct UnseenRows {
   __device__ static void clear(const GradientParams& p) {
     if constexpr (Config::clears_queries) {
       if (p.dq.data != nullptr) {
-        const bool is_packed = Config::sequences && p.cu_seqlens_q != nullptr;
+        const bool is_packed = Config::has_seqlens && p.cu_seqlens_q != nullptr;
         const int rows = is_packed ? p.total_q : p.seqlen_q;
         clear_where<Config::head_dim>(p.dq, p.heads_q, rows, is_packed ? 1 : p.batch,
                                       [&](int batch, int row) { return is_unseeing(p, batch, row); });
       }
     }
-    if constexpr (Config::sequences) {
+    if constexpr (Config::has_seqlens) {
       const int rows = p.cu_seqlens_k != nullptr ? p.total_k : p.seqlen_k;
       const int batches = p.cu_seqlens_k != nullptr ? 1 : p.batch;
       const auto is_of_none = [&](int batch, int row) { return is_key_of_none(p, batch, row); };
@@ -62,7 +62,7 @@ struct UnseenRows {
   }
 
   __device__ static bool is_unseeing(const GradientParams& p, int batch, int row) {
-    if (Config::sequences && p.cu_seqlens_q != nullptr) {
+    if (Config::has_seqlens && p.cu_seqlens_q != nullptr) {
       batch = rows_around(p.cu_seqlens_q, p.batch, p.total_q, row).sequence;
     }
     const Sequence at = sequence_of<Config>(p, batch);

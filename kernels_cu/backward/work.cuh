@@ -44,7 +44,7 @@ __device__ GradientTileCoord gradient_tile_coord(const GradientParams& p, int bl
   const int longest = ceil_div(of.longest, Rows);
   int tiles = longest, heads = p.batch * of.heads, section_heads = of.section_heads;
   PackedPart places = {};
-  const bool is_packed = Config::sequences && of.starts != nullptr;
+  const bool is_packed = Config::has_seqlens && of.starts != nullptr;
   if (is_packed) {
     places = places_around<Rows>(of.starts, p.batch, of.total, block / of.heads);
     tiles = places.end - places.begin;

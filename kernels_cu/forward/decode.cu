@@ -38,7 +38,7 @@ __device__ void decode_forward(const typename CacheOf<Config>::Arguments& params
   if constexpr (Config::page_size > 0) cta.prefetch_table();
   // Packed queries use fixed splits. The last warp clears rows that belong to no sequence, since it
   // is idle while warp 0 computes the work range of the CTA.
-  if constexpr (Config::sequences && !Config::balanced) {
+  if constexpr (Config::has_seqlens && !Config::balanced) {
     if (cta.warp == Config::warps - 1) {
       UnownedRows<Config>{params}.clear_all(blockIdx.x, gridDim.x);
     }

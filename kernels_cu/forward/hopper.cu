@@ -39,7 +39,7 @@ __device__ void hopper_prepare(const Params& params) {
 template <class Config, int CtaRanks>
 __device__ void clear_unowned_rows(const Params& params) {
   using Cta = HopperCta<Config>;
-  if constexpr (Config::sequences && !Config::split_keys && Cta::cta_ranks == CtaRanks) {
+  if constexpr (Config::has_seqlens && !Config::split_keys && Cta::cta_ranks == CtaRanks) {
     UnownedRows<Config>{params}.clear_all(ptx::cta_index() * CtaRanks + Cta::cta_rank(),
                                           gridDim.x * CtaRanks);
   }
@@ -68,7 +68,7 @@ __device__ void hopper_forward(const TensorMaps& maps, const Params& params) {
     ptx::setmaxnreg_dec<Config::producer_registers>();
     if constexpr (HopperCta<Config>::builds_order) cta.build_order();
     if (HopperProducer<Config>::is_producer_thread()) HopperProducer<Config>{cta}.produce();
-    if constexpr (Config::sequences) {
+    if constexpr (Config::has_seqlens) {
       if (threadIdx.x / 32 == 1) HopperScheduler<Config>{cta}.schedule_tiles();
       if (threadIdx.x / 32 == 2) HopperTailClearer<Config>{cta}.clear_tails();
       if (threadIdx.x / 32 == 3) clear_unowned_rows<Config, 1>(params);

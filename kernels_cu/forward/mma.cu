@@ -309,7 +309,7 @@ struct MmaForward : MmaTileCoord<Config> {
   // Divides by the row sums and writes the output and the log-sum-exp.
   __device__ void finish() {
     // The tile coordinates are recomputed, so that they take no registers in the loops.
-    if constexpr (Config::sequences) {
+    if constexpr (Config::has_seqlens) {
       const SequenceView<Config> tile_view(view->p, RowSelection<Config>::tile());
       const Params local = tile_view.params();
       finish(local, tile_view.coord, &tile_view);
@@ -474,7 +474,7 @@ struct MmaForward : MmaTileCoord<Config> {
 template <class Config>
 __device__ void mma_forward(const Params& params, int tile = blockIdx.x) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
-  if constexpr (Config::sequences) {
+  if constexpr (Config::has_seqlens) {
     const SequenceView<Config> view(params, tile);
     if (view.coord.q_begin >= view.rows()) {
       view.clear_unowned_rows();

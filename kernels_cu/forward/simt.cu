@@ -64,7 +64,7 @@ __device__ void write(const Params& p, const TileCoord& coord, const SequenceVie
 
 // Sequence of the CTA. In dense batches it is a static null, not a member: even an unused member
 // would change the machine code of the loops.
-template <class Config, bool HasView = Config::sequences>
+template <class Config, bool HasView = Config::has_seqlens>
 struct OptionalView {
   static constexpr const SequenceView<Config>* view = nullptr;
   __device__ explicit OptionalView(const SequenceView<Config>*) {}
@@ -196,7 +196,7 @@ struct Kernel : OptionalView<Config> {
     if (mask.visible_end(coord.q_begin + first_of_warp()) > max_degenerate_keys<Element>) return;
     // The tile coordinates are recomputed. Keeping them until here would slow the loops by 2.5% in
     // causal calls at head_dim 256.
-    if constexpr (Config::sequences) {
+    if constexpr (Config::has_seqlens) {
       fix_rows(coord);
     } else {
       fix_rows(tile_coord<Config::Br>(p, ptx::cta_index()));
@@ -220,7 +220,7 @@ __device__ void simt_attention(const Params& p) {
   extern __shared__ __align__(16) unsigned char shared[];
   using T = Accumulator<typename Config::Element>;
   T* const memory = reinterpret_cast<T*>(shared);
-  if constexpr (Config::sequences) {
+  if constexpr (Config::has_seqlens) {
     const SequenceView<Config> view(p, blockIdx.x);
     if (view.coord.q_begin < view.rows()) {
       const Params local = view.params();

@@ -95,7 +95,7 @@ struct SequenceView {
 template <class Config>
 __device__ auto partials_of(const Params& p, const SequenceView<Config>* view) {
   using Results = Partials<Config>;
-  if constexpr (Config::sequences) {
+  if constexpr (Config::has_seqlens) {
     return view->partials();
   } else {
     return Results(p);
@@ -105,7 +105,7 @@ __device__ auto partials_of(const Params& p, const SequenceView<Config>* view) {
 template <class Config>
 __device__ int64 index_of(const Params& p, const TileCoord& coord, const SequenceView<Config>* view, int row) {
   using Results = Partials<Config>;
-  if constexpr (Config::sequences) {
+  if constexpr (Config::has_seqlens) {
     return view->index(row);
   } else {
     return Results::row_index(p, coord.batch, coord.head, row);
@@ -116,7 +116,7 @@ __device__ int64 index_of(const Params& p, const TileCoord& coord, const Sequenc
 template <class Config>
 __device__ ScoreRow score_row(const Params& p, const TileCoord& coord, const SequenceView<Config>* view,
                               int row) {
-  if constexpr (Config::sequences) {
+  if constexpr (Config::has_seqlens) {
     return {coord.batch, coord.head + row % Config::group, row / Config::group, p.q_offset,
             view->sequence.q_first, view->sequence.k_first};
   } else {
@@ -129,7 +129,7 @@ __device__ ScoreRow score_row(const Params& p, const TileCoord& coord, const Seq
 template <class Config>
 __device__ Row<typename Config::Element> first_value(const Params& p, const TileCoord& coord,
                                                      const SequenceView<Config>* view) {
-  if constexpr (Config::sequences) {
+  if constexpr (Config::has_seqlens) {
     return first_value_of<Config>(view->p, view->sequence, coord.batch, coord.head_kv);
   } else {
     return {p.v.head<const typename Config::Element>(coord.batch, coord.head_kv), true};

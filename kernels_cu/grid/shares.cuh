@@ -171,7 +171,7 @@ struct KvPartitioner {
     return sequence_of(lane_params, min(lane, p.batch - 1));
   }
   __device__ static Sequence sequence_of(const Params& p, int batch) {
-    if constexpr (Config::sequences) {
+    if constexpr (Config::has_seqlens) {
       // `Config::balanced` excludes packed queries, and keys are packed only if queries are.
       int capacity;
       return find_sequence<Config::page_size, !Config::balanced>(p, batch, capacity);
@@ -191,7 +191,7 @@ struct KvPartitioner {
     }
   }
   __device__ int q_offset_of(const Sequence& sequence, int batch) const {
-    return Config::sequences ? sequence.template q_offset<Config>(p, batch)
+    return Config::has_seqlens ? sequence.template q_offset<Config>(p, batch)
                              : first_position<Config>(p, batch, p.q_offset);
   }
 
@@ -241,7 +241,7 @@ struct KvPartitioner {
     // offsets moves a window that masks their first keys.
     constexpr bool same_first_unit = !(Config::offsets && Config::window_left);
     const bool is_uniform =
-        (same_first_unit && !Config::sequences) || p.batch == 1 ||
+        (same_first_unit && !Config::has_seqlens) || p.batch == 1 ||
         (same_first_unit && p.seqused_k == nullptr && p.cache_batch_idx == nullptr);
     WorkRange range;
     if (is_uniform) {

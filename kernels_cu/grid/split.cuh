@@ -76,7 +76,7 @@ struct Partials {
 
  private:
   __device__ static int64 row_count(const Params& p) {
-    if constexpr (Config::sequences) {
+    if constexpr (Config::has_seqlens) {
       const int64 packed = p.total_q;
       return p.heads_q * (p.cu_seqlens_q != nullptr ? packed : int64(p.batch) * p.seqlen_q);
     } else {
@@ -162,7 +162,7 @@ __device__ void combine(const Params& p) {
   const int batch = batch_head / p.heads_q;
   const int head = batch_head % p.heads_q;
   const int head_kv = head / (p.heads_q / p.heads_kv);
-  if constexpr (Config::sequences) {
+  if constexpr (Config::has_seqlens) {
     const Sequence sequence = find_sequence<Config::page_size>(p, batch);
     UnownedRows<Config>{p}.clear_around(batch, row, p.seqlen_q, head, 1);
     if (row >= sequence.seqlen_q) return;

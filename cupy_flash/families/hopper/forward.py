@@ -341,7 +341,7 @@ class HopperFamily(Family[HopperTile]):
             "q_steps": tile.q_steps,
             "producer_registers": of_producer,
             "consumer_registers": of_consumer,
-            "sequences": not problem.layout.is_equal,
+            "has_seqlens": not problem.layout.is_equal,
             "page_size": problem.layout.page_size,
             "values_in_keys": latent.holds_values_in_keys(problem),
             "skips_tiles": scores.is_noted(problem, tile),

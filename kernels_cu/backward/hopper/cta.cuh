@@ -92,7 +92,7 @@ struct HopperGradientCta {
   static constexpr bool wants_v = Config::wants_v;
   static constexpr bool wants_ds = wants_q || wants_k;
   // Whether the row statistics warp inspects tiles of q and dout before consumers read them.
-  static constexpr bool inspects = Config::sequences || Config::inspects;
+  static constexpr bool inspects = Config::has_seqlens || Config::inspects;
   // Whether consumers of the last CTA in the dq order write dq; otherwise a separate kernel does.
   // Wide heads leave no registers for the earlier sums, and float32 gradients none for addresses:
   // spilling 236 bytes per thread cost 15% (H100, head_dim 128, 65536 tokens).
@@ -182,7 +182,7 @@ struct HopperGradientCta {
   // modified.
   __device__ bool is_masked(const Step& step) const {
     if (coord.begin + Bc > at.seqlen_k) return true;
-    if (!is_bounded && !Config::sequences) return false;
+    if (!is_bounded && !Config::has_seqlens) return false;
     const int first = step.tile * Br, last = first + Br - 1;
     return last >= at.seqlen_q || mask.visible_end(first) < coord.begin + Bc ||
            mask.visible_begin(last) > coord.begin;

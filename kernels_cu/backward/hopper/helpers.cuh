@@ -24,7 +24,7 @@ struct HopperGradientLoader {
     const Sequence& at = cta.at;
     load<typename Cta::KeyTile>(cta.keys_at(), &cta.maps.k, at.k_first + cta.coord.begin,
                                 cta.coord.head, at.k_batch,
-                                Config::sequences ? cta.keys_arrived() : cta.keys_full());
+                                Config::has_seqlens ? cta.keys_arrived() : cta.keys_full());
     Step step = cta.first_step();
     load_queries(step);
     load<typename Cta::ValueTile>(cta.values_at(), &cta.maps.v, at.k_first + cta.coord.begin,
@@ -84,7 +84,7 @@ struct HopperGradientTerms {
   PipelineState<Config::dout_stages> dout_ring = {};
 
   __device__ void bring_all() {
-    if constexpr (Config::sequences) {
+    if constexpr (Config::has_seqlens) {
       clear_tail<typename Cta::KeyTile>(cta.keys_arrived(), 0, cta.keys_at(),
                                         cta.at.seqlen_k - cta.coord.begin);
       Cta::arrive_warp(cta.keys_full());

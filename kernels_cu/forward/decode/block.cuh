@@ -129,7 +129,7 @@ struct DecodeCta {
   __device__ static int load_lane_seqlen(const Params& p) {
     const int lane = threadIdx.x % 32;
     int used = 0;
-    if (Config::sequences && Config::balanced && p.seqused_k != nullptr && lane < p.batch) {
+    if (Config::has_seqlens && Config::balanced && p.seqused_k != nullptr && lane < p.batch) {
       used = ptx::ld_global(p.seqused_k + lane);
     }
     return used;
@@ -229,7 +229,7 @@ struct DecodeCta {
   __device__ int head_of(int row) const { return (first_row() + row) % group; }
 
   __device__ int q_offset() const {
-    return Config::sequences ? partial_tile.sequence.template q_offset<Config>(p, partial_tile.batch)
+    return Config::has_seqlens ? partial_tile.sequence.template q_offset<Config>(p, partial_tile.batch)
                              : first_position<Config>(p, partial_tile.batch, p.q_offset);
   }
   __device__ Mask<Config, group> mask() const {

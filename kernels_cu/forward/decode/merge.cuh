@@ -192,7 +192,7 @@ struct DecodeMerge {
     // lse has shape (batch, heads_q, seqlen_q) or, for packed queries, (heads_q, total_q).
     const Params& p = cta.p;
     const Sequence& sequence = cta.partial_tile.sequence;
-    const bool is_packed = Config::sequences && cta.p.cu_seqlens_q != nullptr;
+    const bool is_packed = Config::has_seqlens && cta.p.cu_seqlens_q != nullptr;
     const int seqlen = is_packed ? cta.p.total_q : p.seqlen_q;
     const int64 head = int64(sequence.q_batch) * p.heads_q + cta.partial_tile.head_kv * Cta::group +
                        cta.head_of(row);

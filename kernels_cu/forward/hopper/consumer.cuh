@@ -48,7 +48,7 @@ struct HopperConsumer {
 
   // State of the query tile. Values that are cheap to recompute are not kept, to save registers.
   int first_row;              // first query row of this consumer
-  int full_end;               // first KV tile that needs a mask, if Config::sequences
+  int full_end;               // first KV tile that needs a mask, if Config::has_seqlens
   int kv_tile;                  // KV tile whose scores were computed last
   int begin;                  // last KV tile of the query tile, in processing order
   typename Cta::KvTileInfo kv_tile_info;    // `KvTileInfo` of the KV tile, if Config::noted
@@ -245,7 +245,7 @@ struct HopperConsumer {
     if (next.is_end_of_work()) return false;
     first_row = products.first_row_of(next.coord);
     if constexpr (Cta::transposes_values) softmax.enter(next, cta.p);
-    if (Config::sequences) {
+    if (Config::has_seqlens) {
       full_end = next.template mask<Config>(cta.p).template full_tiles<Bc>(first_row);
     }
     if constexpr (!Config::skips_tiles) {
@@ -284,7 +284,7 @@ struct HopperConsumer {
 
   // Returns the first KV tile in which the mask hides keys from a row of this consumer.
   __device__ int first_masked_tile() const {
-    return Config::sequences ? full_end
+    return Config::has_seqlens ? full_end
                              : Mask<Config>(cta.p, batch()).template full_tiles<Bc>(first_row);
   }
 
@@ -315,7 +315,7 @@ struct HopperConsumer {
       const WorkTile& current = *cta.work_tile_at(work_tile_slot);
       const auto& sequence = current.sequence(cta.p);
       const int batch = current.coord.batch;
-      const int q_offset = Config::sequences
+      const int q_offset = Config::has_seqlens
                                ? sequence.template q_offset<Config>(cta.p, batch)
                                : first_position<Config>(cta.p, batch, cta.p.q_offset);
       const int first = products.first_row_of(current.coord) + Products::lane_row();
@@ -362,7 +362,7 @@ struct HopperConsumer {
 
   __device__ void apply_mask() {
     const WorkTile& current = *cta.work_tile_at(work_tile_slot);
-    const int first = Config::sequences ? products.first_row_of(current.coord) : first_row;
+    const int first = Config::has_seqlens ? products.first_row_of(current.coord) : first_row;
     const Mask<Config> mask = current.template mask<Config>(cta.p);
     const auto tile_mask = mask.counted_from(kv_tile * Bc + threadIdx.x % 4 * 2);
     softmax.mask(products.scores, kv_tile == 0, [&](int half) {

@@ -70,7 +70,7 @@ struct HopperCta {
       components * (KeyTile::bytes > ValueTile::bytes ? KeyTile::bytes : ValueTile::bytes);
   static_assert(Br % 64 == 0 && consumers >= 1 && consumers <= 3, "64 rows for each consumer");
   static_assert(Bc % 16 == 0 && Bc <= 256, "both products are whole wgmma");
-  static_assert(!Config::sequences || !Config::split_keys || values_in_keys,
+  static_assert(!Config::has_seqlens || !Config::split_keys || values_in_keys,
                 "a sequence's keys are left whole, but for latent attention");
   static_assert(!values_in_keys || (cta_ranks > 1 && components == 1 && !Config::skips_tiles),
                 "of 16-bit heads that two blocks share, without modifications");
@@ -79,14 +79,14 @@ struct HopperCta {
   static_assert(Config::page_size % Bc == 0, "a tile of keys is of one page");
   static_assert(
       (components == 1 && !transposes_values) ||
-          (!Config::sequences && !Config::split_keys && !Config::modified),
+          (!Config::has_seqlens && !Config::split_keys && !Config::modified),
       "of float32 and float8 there are only batches of equal lengths, whole and without more");
 
   using WorkTile = HopperWorkTile<Config>;
   // Entries in the ring of work tiles. A work tile is read again when its output is written. If the
   // next one has a single KV tile, its query stage may be reloaded before that. In variable-length
   // batches, the scheduler warp is two work tiles ahead, of which the producer knows one.
-  static constexpr int work_tile_slots = Config::q_stages + 2 + 2 * Config::sequences;
+  static constexpr int work_tile_slots = Config::q_stages + 2 + 2 * Config::has_seqlens;
 
   // V tile with the last keys of a sequence. The rows after them belong to other sequences.
   struct Tail {
@@ -94,7 +94,7 @@ struct HopperCta {
     int rows;  // number of rows that belong to the sequence
   };
   // Entries in the ring of tails: one per stage, and the end marker.
-  static constexpr int tails = Config::sequences ? Config::stages + 1 : 0;
+  static constexpr int tails = Config::has_seqlens ? Config::stages + 1 : 0;
 
   // Which consumers need a KV tile, and whether they must mask it, if consumers skip tiles. The
   // producer publishes one `KvTileInfo` per stage of K.
@@ -145,7 +145,7 @@ struct HopperCta {
   static constexpr int barrier_offset =
       peer_offset + peer_buffers * 4 * consumers * peer_warp_bytes;
   static constexpr int ring_barriers = 2 * (Config::stages + Config::q_stages);
-  static constexpr int sequence_barriers = Config::sequences ? 2 + tails : 0;
+  static constexpr int sequence_barriers = Config::has_seqlens ? 2 + tails : 0;
   static constexpr int peer_barriers = cta_ranks > 1 ? 2 * 4 * consumers : 0;
   static constexpr int barriers =
       ring_barriers + sequence_barriers + 2 * Config::bias_stages + peer_barriers;
@@ -198,7 +198,7 @@ struct HopperCta {
       ptx::mbarrier_init(bias_full(stage), 1);
       ptx::mbarrier_init(bias_empty(stage), warps);
     }
-    if constexpr (Config::sequences) {
+    if constexpr (Config::has_seqlens) {
       ptx::mbarrier_init(work_tile_full(), 1);
       ptx::mbarrier_init(work_tile_empty(), 1);
       for (int index = 0; index < tails; ++index) ptx::mbarrier_init(tail_loaded(index), 1);
@@ -322,7 +322,7 @@ struct HopperCta {
   static constexpr int work_tile_prefetch = 2;
 
   // CTA pairs take query tiles by index, not from a counter. Each CTA sorts the sequences itself.
-  static constexpr bool builds_order = Config::sequences && cta_ranks > 1;
+  static constexpr bool builds_order = Config::has_seqlens && cta_ranks > 1;
 
   // Returns the order of the sequences, in the workspace after partial results and other orders.
   __device__ static VarlenOrder order_of(const Params& p) {
@@ -358,7 +358,7 @@ struct HopperCta {
 
   __device__ int64 lse_index(const WorkTile& work_tile, int row) const {
     const TileCoord& coord = work_tile.coord;
-    if constexpr (Config::sequences) {
+    if constexpr (Config::has_seqlens) {
       return Partials<Config>::row_index(p, work_tile.sequence(p), coord.batch, coord.head, row);
     } else {
       return Partials<Config>::row_index(p, coord.batch, coord.head, row);
@@ -402,7 +402,7 @@ struct HopperCta {
            work_tile.template mask<Config>(p).visible_end(row) <= max_degenerate_keys<Element>;
   }
   __device__ bool scheduler_writes_rows() const {
-    return Config::causal && !Config::sequences && !Config::modified &&
+    return Config::causal && !Config::has_seqlens && !Config::modified &&
            p.q_offset < max_degenerate_keys<Element>;
   }
   __device__ void arrive_consumers_done() const {

@@ -100,7 +100,7 @@ struct LowRows {
   // columns of the output are -0. If KV is split, there are two cases: the log-sum-exp of every
   // split is so low that splits written as -inf have weight, too, or the base of some split is inf.
   __device__ bool is_empty(int tile, int row_in_tile) const {
-    if constexpr (Config::sequences) {
+    if constexpr (Config::has_seqlens) {
       const SequenceView<Config> view(p, tile);
       return is_empty(view.params(), view.coord, &view, view.coord.q_begin + row_in_tile);
     } else {

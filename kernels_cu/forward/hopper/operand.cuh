@@ -111,8 +111,8 @@ struct HopperTiles {
 };
 
 template <class Config, class Element = typename Config::Element>
-struct HopperWorkTile : WorkTile<Config::sequences> {
-  __device__ static HopperWorkTile end_of_work() { return {WorkTile<Config::sequences>::end_of_work()}; }
+struct HopperWorkTile : WorkTile<Config::has_seqlens> {
+  __device__ static HopperWorkTile end_of_work() { return {WorkTile<Config::has_seqlens>::end_of_work()}; }
   __device__ static HopperWorkTile create(const Params&, const TileCoord& coord, const KvTileRange& keys) {
     return {{{}, coord, keys}};
   }

@@ -75,7 +75,7 @@ struct HopperProducer {
         if (!published) publish_work_tile(next);
         published = true;
         values = keys;
-        if (Config::sequences &&
+        if (Config::has_seqlens &&
             key == next.kv_tiles.begin + min(Cta::work_tile_prefetch, next.kv_tile_count() - 1)) {
           if (is_elected()) ptx::mbarrier_arrive(cta.work_tile_empty());
         }
@@ -84,11 +84,11 @@ struct HopperProducer {
     if constexpr (Config::skips_tiles) publish_end();
     if (!Cta::values_in_keys && values.index >= 0) load_values(values);
     if constexpr (!Config::skips_tiles) publish_work_tile(WorkTile::end_of_work());
-    if constexpr (Config::sequences) publish_end_of_tails();
+    if constexpr (Config::has_seqlens) publish_end_of_tails();
   }
 
   __device__ decltype(auto) next_work_tile(unsigned round) {
-    if constexpr (Config::sequences) {
+    if constexpr (Config::has_seqlens) {
       return wait_work_tile();
     } else {
       return cta.work_tile_of(round);
@@ -106,7 +106,7 @@ struct HopperProducer {
   __device__ void publish_work_tile(const WorkTile& next) {
     ptx::mbarrier_wait(cta.q_empty(q_ring.index), q_ring.phase ^ 1);
     // In variable-length batches, the scheduler warp has written it already.
-    if (!Config::sequences && is_elected()) *cta.work_tile_at(work_tile_slot) = next;
+    if (!Config::has_seqlens && is_elected()) *cta.work_tile_at(work_tile_slot) = next;
     const unsigned barrier = cta.q_full(q_ring.index);
     if (!next.is_end_of_work()) {
       const Sequence& sequence = next.sequence(cta.p);
@@ -180,7 +180,7 @@ struct HopperProducer {
 
   // Loads K of MLA, which is also V. Rows past the sequence's end are zeroed, as in `load_tail`.
   __device__ void load_mla_keys(const KvTile& kv_tile) {
-    const bool has_tail = Config::sequences && kv_tile.rows() < Bc;
+    const bool has_tail = Config::has_seqlens && kv_tile.rows() < Bc;
     ptx::mbarrier_wait(cta.empty(ring.index), ring.phase ^ 1);
     if (has_tail) *cta.tail(tail.index) = {ring.index, kv_tile.rows()};
     load_mla<KeyTile>(cta.stage_address(ring.index), &maps().k, &maps().k_rest, kv_tile.row(),
@@ -236,7 +236,7 @@ struct HopperProducer {
   }
 
   __device__ void load_values(const KvTile& kv_tile) {
-    if (Config::sequences && kv_tile.rows() < Bc) {
+    if (Config::has_seqlens && kv_tile.rows() < Bc) {
       load_tail(kv_tile);
     } else if constexpr (Cta::transposes_values) {
       load_transposed(kv_tile);

@@ -1,6 +1,6 @@
 // Prints the partial tiles that `partitioner.cuh` assigns to CTAs if a window masks the first keys of
 // each sequence, and each sequence has its own position of the first query. Standard input has one
-// line of numbers for each launch: `Config::sequences`, 1 if there is seqused_k, batch, keys, the
+// line of numbers for each launch: `Config::has_seqlens`, 1 if there is seqused_k, batch, keys, the
 // window's left bound, the number of CTAs, and the positions. The output has a line for each
 // partial tile (batch, begin and end) and an empty line after each launch.
 #define CUPY_FLASH_MODIFIED
@@ -22,11 +22,11 @@ struct ModArguments {
 
 #include "read_numbers.h"
 
-template <bool Sequences>
+template <bool HasSeqlens>
 struct Config {
   static constexpr int head_dim = 128, head_dim_v = 128, Br = 16, Bc = 16, warps = 8, column_warps = 1;
   static constexpr int group = 4, page_size = 0, cluster = 4, cluster_units = 3;
-  static constexpr bool causal = true, sequences = Sequences, balanced = true;
+  static constexpr bool causal = true, has_seqlens = HasSeqlens, balanced = true;
   static constexpr bool window_left = true, window_right = false, prefix = false;
   static constexpr bool offsets = true, seqused_q = false, padded = false;
   static constexpr bool split_keys = false, values_in_keys = false;

@@ -78,14 +78,14 @@ struct BiasGradients {
   __device__ T* tile() const { return reinterpret_cast<T*>(memory); }
 
   __device__ void visit(int batch, int head, int row, int key) {
-    const Sequence at = sequence_of<Config>(p, batch);
-    if (row >= at.seqlen_q) return;
-    const Mask<Config> mask = mask_of<Config>(p, at, batch);
+    const Sequence sequence = sequence_of<Config>(p, batch);
+    if (row >= sequence.seqlen_q) return;
+    const Mask<Config> mask = mask_of<Config>(p, sequence, batch);
     const KvTileRange seen =
-        kv_tile_range<size, false>(mask, row, min(row + size, at.seqlen_q), 0, 1);
+        kv_tile_range<size, false>(mask, row, min(row + size, sequence.seqlen_q), 0, 1);
     if (key < seen.begin * size || key >= seen.end * size) return;
     Scores scores;
-    scores.find(p, memory, at, mask, batch, head, row, key);
+    scores.find(p, memory, sequence, mask, batch, head, row, key);
 #pragma unroll
     for (int i = 0; i < Scores::own_rows; ++i) {
 #pragma unroll
@@ -107,10 +107,10 @@ struct BiasGradients {
     __syncthreads();
     if (!keeps_rows) fold(size, 1, stride);
     if (!keeps_keys) fold(keeps_rows ? size : 1, stride, 1);
-    const Sequence at = sequence_of<Config>(p, mine.batch);
-    const int rows = keeps_rows ? min(size, at.seqlen_q - mine.rows * size) : 1;
+    const Sequence sequence = sequence_of<Config>(p, mine.batch);
+    const int rows = keeps_rows ? min(size, sequence.seqlen_q - mine.rows * size) : 1;
     const int keys = keeps_keys ? min(size, of.keys - mine.keys * size) : 1;
-    const int64 first_row = int64(mine.rows) * size + (is_packed && keeps_rows ? at.q_first : 0);
+    const int64 first_row = int64(mine.rows) * size + (is_packed && keeps_rows ? sequence.q_first : 0);
     const int64 head = (is_packed ? 0 : int64(mine.batch) * of.heads) + mine.heads;
     for (int i = threadIdx.x; i < size * size; i += Scores::threads) {
       const int row = i / size, key = i % size;

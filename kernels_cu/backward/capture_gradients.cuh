@@ -183,14 +183,14 @@ struct Contributions {
  private:
   template <class Visit>
   __device__ void visit_rows(int batch, int head, int row, Visit visit) {
-    const Sequence at = sequence_of<Config>(p, batch);
-    if (row >= at.seqlen_q) return;
-    const Mask<Config> mask = mask_of<Config>(p, at, batch);
+    const Sequence sequence = sequence_of<Config>(p, batch);
+    if (row >= sequence.seqlen_q) return;
+    const Mask<Config> mask = mask_of<Config>(p, sequence, batch);
     const KvTileRange tiles =
-        kv_tile_range<size, false>(mask, row, min(row + size, at.seqlen_q), 0, 1);
+        kv_tile_range<size, false>(mask, row, min(row + size, sequence.seqlen_q), 0, 1);
     Scores scores;
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
-      scores.find(p, memory, at, mask, batch, head, row, tile * size);
+      scores.find(p, memory, sequence, mask, batch, head, row, tile * size);
       // Keys are the outer loop: an element that depends on the key alone is the same for all rows.
 #pragma unroll
       for (int j = 0; j < Scores::own_keys; ++j) {
@@ -199,7 +199,7 @@ struct Contributions {
           if (scores.gradients[i][j] == 0) continue;
           const int of_row = row + Scores::row(i);
           const auto mod = Mods::row(p.mods, batch, head, of_row + mask.q_offset, of_row,
-                                     at.q_first, at.k_first, T(0));
+                                     sequence.q_first, sequence.k_first, T(0));
           Mods::spread(p.mods, mod, Mods::keys(p.mods, mod, tile * size + Scores::first_key()),
                        Scores::step(j), scores.products[i][j], scores.gradients[i][j],
                        [&](int number, int64 element, T x) { add(number, element, x, visit); });

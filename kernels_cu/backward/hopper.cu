@@ -24,11 +24,11 @@ template <class Config>
 __device__ void hopper_gradients(const GradientMaps& maps, const GradientParams& p) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const GradientTileCoord coord = gradient_tile_coord<Config, Config::Bc, true, true>(p, blockIdx.x);
-  const Sequence at = sequence_of<Config>(p, coord.batch);
-  if (coord.begin >= at.seqlen_k) return;
+  const Sequence sequence = sequence_of<Config>(p, coord.batch);
+  if (coord.begin >= sequence.seqlen_k) return;
   using Cta = HopperGradientCta<Config>;
   using Place = HopperGradientPlace<Config>;
-  const Place own(p, coord, at);
+  const Place own(p, coord, sequence);
   Place* const shared_place = reinterpret_cast<Place*>(shared_memory + Cta::place_offset);
   const Cta cta(p, maps, ptx::shared_address(shared_memory), Place::is_shared ? *shared_place : own);
   if (threadIdx.x == 0) {

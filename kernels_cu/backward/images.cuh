@@ -134,18 +134,18 @@ struct TileImages {
   // Returns the address of a query tile. Preswizzled tiles follow the dq sums in the workspace.
   // Query tiles have the tile slots of dq, KV tiles slots of their own. Workspace arrays of later
   // kernels may overlap all of them.
-  __device__ static char* of_queries(const GradientParams& p, const Sequence& at, int batch,
+  __device__ static char* of_queries(const GradientParams& p, const Sequence& sequence, int batch,
                                      int head, int tile) {
     const QuerySums<Config> sums(p);
-    return begin(p, sums) + int64(sums.place(p, at, batch, head, tile)) * OfQueries::bytes;
+    return begin(p, sums) + int64(sums.place(p, sequence, batch, head, tile)) * OfQueries::bytes;
   }
-  __device__ static char* of_keys(const GradientParams& p, const Sequence& at, int batch, int head,
+  __device__ static char* of_keys(const GradientParams& p, const Sequence& sequence, int batch, int head,
                                   int tile) {
     const QuerySums<Config> sums(p);
     int64 place = (int64(batch) * p.heads_kv + head) * ceil_div(p.seqlen_k, Config::Bc) + tile;
     if (Config::has_seqlens && p.cu_seqlens_k != nullptr) {
       place = int64(head) * count_places<Config::Bc>(p.total_k, p.batch) +
-              first_place<Config::Bc>(at.k_first, batch) + tile;
+              first_place<Config::Bc>(sequence.k_first, batch) + tile;
     }
     return begin(p, sums) + sums.count * int64(OfQueries::bytes) + place * OfKeys::bytes;
   }
@@ -333,16 +333,16 @@ struct ImageMaker {
   __device__ void of_queries(const GradientParams& p, int block) const {
     constexpr int Br = Config::Br;
     const GradientTileCoord coord = gradient_tile_coord<Config, Br, false, false>(p, block);
-    const Sequence at = sequence_of<Config>(p, coord.batch);
-    if (coord.begin >= at.seqlen_q) return;
+    const Sequence sequence = sequence_of<Config>(p, coord.batch);
+    if (coord.begin >= sequence.seqlen_q) return;
     using Image = typename Images::OfQueries;
-    char* image = Images::of_queries(p, at, coord.batch, coord.head, coord.begin / Br);
-    const int left = at.seqlen_q - coord.begin;
-    const int64 first_row = at.q_first + int64(coord.begin);
+    char* image = Images::of_queries(p, sequence, coord.batch, coord.head, coord.begin / Br);
+    const int left = sequence.seqlen_q - coord.begin;
+    const int64 first_row = sequence.q_first + int64(coord.begin);
     const auto rows = [&](const Tensor& tensor) {
-      return tensor.head<const float>(at.q_batch, coord.head) + first_row * tensor.row_stride;
+      return tensor.head<const float>(sequence.q_batch, coord.head) + first_row * tensor.row_stride;
     };
-    const auto* terms = row_terms<Config>(p) + first_row_of_head(p, at, coord.head) + coord.begin;
+    const auto* terms = row_terms<Config>(p) + first_row_of_head(p, sequence, coord.head) + coord.begin;
     QueryScales scales = {};
     float norm;
     scales.q = Part<Br, Config::head_dim, Config::padded_dim>{rows(p.q), p.q.row_stride, left, terms, true}
@@ -385,14 +385,14 @@ struct ImageMaker {
   __device__ void of_keys(const GradientParams& p, int block) const {
     constexpr int Bc = Config::Bc;
     const GradientTileCoord coord = gradient_tile_coord<Config, Bc, true, false>(p, block);
-    const Sequence at = sequence_of<Config>(p, coord.batch);
-    if (coord.begin >= at.seqlen_k) return;
+    const Sequence sequence = sequence_of<Config>(p, coord.batch);
+    if (coord.begin >= sequence.seqlen_k) return;
     using Image = typename Images::OfKeys;
-    char* image = Images::of_keys(p, at, coord.batch, coord.head, coord.begin / Bc);
-    const int left = at.seqlen_k - coord.begin;
-    const int64 first_row = at.k_first + int64(coord.begin);
+    char* image = Images::of_keys(p, sequence, coord.batch, coord.head, coord.begin / Bc);
+    const int left = sequence.seqlen_k - coord.begin;
+    const int64 first_row = sequence.k_first + int64(coord.begin);
     const auto rows = [&](const Tensor& tensor) {
-      return tensor.head<const float>(at.k_batch, coord.head) + first_row * tensor.row_stride;
+      return tensor.head<const float>(sequence.k_batch, coord.head) + first_row * tensor.row_stride;
     };
     constexpr int words = KeyScales::keys / 32;
     if (threadIdx.x < words) shared.infinite[threadIdx.x] = 0;

@@ -25,7 +25,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
   using Base::Bc, Base::stages, Base::threads, Base::side_warps, Base::warp_keys, Base::row_tiles;
   using Base::columns, Base::passes, Base::sum_column_warps, Base::sum_row_tiles, Base::paired;
   using Base::finds_p, Base::finds_ds, Base::is_bounded, Base::exchanges_p, Base::exchanges_ds;
-  using Base::stage_bytes, Base::stages_at, Base::p, Base::coord, Base::at, Base::mask;
+  using Base::stage_bytes, Base::stages_at, Base::p, Base::coord, Base::sequence, Base::mask;
   using Base::memory, Base::shared, Base::scale_log2, Base::warp, Base::lane, Base::tiles;
   using Base::full_end, Base::key_warp, Base::side, Base::keys_at, Base::values_at, Base::ds_at;
   using Base::p_at, Base::queries_at, Base::douts_at, Base::terms_at, Base::load_keys, Base::load;
@@ -101,13 +101,13 @@ struct MmaGradients : MmaGradientProducts<Config> {
   __device__ void visit(int stage, int head, int tile) {
     // The mask is also needed past the last key: scores of missing keys are 0, so their P may be
     // infinite, and infinity times a missing key, 0, would make dq NaN.
-    const bool is_masked = coord.begin + Bc > at.seqlen_k ||
+    const bool is_masked = coord.begin + Bc > sequence.seqlen_k ||
                            (is_bounded && (tile < tiles.full_begin || tile >= full_end));
     int found = 0;  // value of the semaphore, in thread 0
     if constexpr (wants_q) {
       if (threadIdx.x == 0) {
         const QuerySums<Config> sums(p);
-        found = look_at_turn(sums.counter(p, at, coord.batch, head, tile));
+        found = look_at_turn(sums.counter(p, sequence, coord.batch, head, tile));
       }
     }
     make_pairs<true>(stage, head, tile, side() * columns, is_masked);
@@ -117,7 +117,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
     }
     if constexpr (wants_q) {
       const QuerySums<Config> sums(p);
-      const int place = sums.place(p, at, coord.batch, head, tile);
+      const int place = sums.place(p, sequence, coord.batch, head, tile);
       const int turn = turn_of(tile);
       if (threadIdx.x == 0) await_turn(sums.counters + place, turn, found);
       __syncthreads();
@@ -182,7 +182,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
     const Weigh<Config, columns / 4, 2 * row_tiles> weigh = {
         p,
         mask,
-        at,
+        sequence,
         coord.batch,
         head,
         of_scaled ? scale_log2 * unit.score : scale_log2,
@@ -267,7 +267,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
 
   __device__ void add_query_gradients(int stage, int head, int tile, int turn) {
     const TurnOfWarp<Fragments> own(
-        QuerySums<Config>(p).template sums<Fragments::floats>(p, at, coord.batch, head, tile),
+        QuerySums<Config>(p).template sums<Fragments::floats>(p, sequence, coord.batch, head, tile),
         turn);
     typename TurnOfWarp<Fragments>::Sums sums;
     const unsigned right = ColumnsOfSums::lane_address(keys_at(), warp % sum_column_warps);
@@ -302,7 +302,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
   __device__ bool is_seen(int i, int half) {
     const int row = key_warp() * warp_keys + 16 * i + 8 * half + lane / 4;
     const int key = coord.begin + row;
-    bool found = mask.first_row(key, at.seqlen_q) < mask.last_row(key, at.seqlen_q);
+    bool found = mask.first_row(key, sequence.seqlen_q) < mask.last_row(key, sequence.seqlen_q);
     if constexpr (Config::Mods::hides_pairs) {
       found = found && reinterpret_cast<const int*>(memory + stages_at)[row] != 0;
     }
@@ -350,9 +350,9 @@ struct MmaGradients : MmaGradientProducts<Config> {
   // no warp reads any more, so that global stores are whole 16-byte chunks.
   template <int Dim, class TileLayout, class OwnColumns, class Accumulators>
   __device__ void write(const Tensor& tensor, const Accumulators& of, unsigned target) {
-    Gradient* output = tensor.head<Gradient>(at.k_batch, coord.head) +
-                       (int64(at.k_first) + coord.begin) * tensor.row_stride;
-    const int left = at.seqlen_k - coord.begin;
+    Gradient* output = tensor.head<Gradient>(sequence.k_batch, coord.head) +
+                       (int64(sequence.k_first) + coord.begin) * tensor.row_stride;
+    const int left = sequence.seqlen_k - coord.begin;
     constexpr int column_tiles = 2 * OwnColumns::steps;
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
@@ -397,9 +397,9 @@ __device__ void mma_gradients(const GradientParams& p) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   // With a causal mask most queries attend to the first keys, so their KV tiles start first.
   const GradientTileCoord coord = gradient_tile_coord<Config, Config::Bc, true, false>(p, blockIdx.x);
-  const Sequence at = sequence_of<Config>(p, coord.batch);
-  if (coord.begin >= at.seqlen_k) return;
-  MmaGradients<Config>(p, coord, at, shared_memory).run();
+  const Sequence sequence = sequence_of<Config>(p, coord.batch);
+  if (coord.begin >= sequence.seqlen_k) return;
+  MmaGradients<Config>(p, coord, sequence, shared_memory).run();
 }
 
 template <class Config>

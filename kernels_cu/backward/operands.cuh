@@ -60,8 +60,8 @@ struct Exchange {
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
-        const int at = row + 16 * i + 8 * (r % 2) + lane / 4;
-        ptx::st_shared(shared + Layout::offset(at, 2 * step + r / 2) + lane % 4 * 4, left[i][r]);
+        const int fragment_row = row + 16 * i + 8 * (r % 2) + lane / 4;
+        ptx::st_shared(shared + Layout::offset(fragment_row, 2 * step + r / 2) + lane % 4 * 4, left[i][r]);
       }
     }
   }
@@ -70,11 +70,11 @@ struct Exchange {
   template <int row_tiles>
   __device__ static void read(LeftStep<row_tiles>& left, unsigned shared, int row, int step) {
     const int lane = threadIdx.x % 32;
-    const unsigned at =
+    const unsigned address =
         shared + row * Layout::row_bytes + Layout::offset(lane % 16, 2 * step + lane / 16);
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
-      ptx::ldmatrix_x4(left[i], at + 16 * i * Layout::row_bytes);
+      ptx::ldmatrix_x4(left[i], address + 16 * i * Layout::row_bytes);
     }
   }
 

@@ -54,17 +54,17 @@ __device__ auto* row_terms(const GradientParams& p) {
 }
 
 // Returns the index in lse of the first query row of a sequence's head.
-__device__ inline int64 first_row_of_head(const Params& p, const Sequence& at, int head) {
-  if (p.cu_seqlens_q != nullptr) return int64(head) * p.total_q + at.q_first;
-  return (int64(at.q_batch) * p.heads_q + head) * p.seqlen_q;
+__device__ inline int64 first_row_of_head(const Params& p, const Sequence& sequence, int head) {
+  if (p.cu_seqlens_q != nullptr) return int64(head) * p.total_q + sequence.q_first;
+  return (int64(sequence.q_batch) * p.heads_q + head) * p.seqlen_q;
 }
 
 // Returns the statistics of a query row; those of a fully masked row past the end of the sequence.
 template <class Config, class T = Accumulator<typename Config::Element>>
-__device__ RowTerms<T> row_terms_of(const GradientParams& p, const Sequence& at, int head,
+__device__ RowTerms<T> row_terms_of(const GradientParams& p, const Sequence& sequence, int head,
                                     int row) {
-  if (row >= at.seqlen_q) return {SoftmaxMath<T>::infinity(), 0};
-  return row_terms<Config>(p)[first_row_of_head(p, at, head) + row];
+  if (row >= sequence.seqlen_q) return {SoftmaxMath<T>::infinity(), 0};
+  return row_terms<Config>(p)[first_row_of_head(p, sequence, head) + row];
 }
 
 // Threshold of P above which a row counts as attending to one key only.
@@ -135,10 +135,10 @@ __device__ Sequence sequence_of(const Params& p, int batch) {
 
 // Returns the mask that decides by position which pairs of a sequence are visible.
 template <class Config>
-__device__ Mask<Config> mask_of(const Params& p, const Sequence& at, int batch) {
-  const int q_offset = Config::has_seqlens ? at.q_offset<Config>(p, batch)
+__device__ Mask<Config> mask_of(const Params& p, const Sequence& sequence, int batch) {
+  const int q_offset = Config::has_seqlens ? sequence.q_offset<Config>(p, batch)
                                          : first_position<Config>(p, batch, p.q_offset);
-  return {at.seqlen_k, q_offset, {p, batch}};
+  return {sequence.seqlen_k, q_offset, {p, batch}};
 }
 
 // Returns the softmax scale with its sign. dq and dk are multiplied by it.

@@ -60,7 +60,7 @@ struct TurnOfWarp {
     clear(sums);
     if constexpr (!memory_adds) {
       if (!is_first) {
-        for_each([&](int i, int j, float* at) { ptx::ld_global_cg_v4(sums[i][j], at); });
+        for_each([&](int i, int j, float* fragment) { ptx::ld_global_cg_v4(sums[i][j], fragment); });
       }
     }
   }
@@ -68,18 +68,18 @@ struct TurnOfWarp {
   __device__ void end(const Sums& sums) const {
 #if __CUDA_ARCH__ >= 900
     if (!is_first) {
-      for_each([&](int i, int j, float* at) { ptx::red_add_v4(at, sums[i][j]); });
+      for_each([&](int i, int j, float* fragment) { ptx::red_add_v4(fragment, sums[i][j]); });
       return;
     }
 #endif
-    for_each([&](int i, int j, float* at) { ptx::st_global_v4(at, sums[i][j]); });
+    for_each([&](int i, int j, float* fragment) { ptx::st_global_v4(fragment, sums[i][j]); });
   }
 
   // Replaces `begin()` and `end()` if the products started from 0 and are in units of `unit`.
   __device__ void add(Sums& sums, float unit) const {
-    for_each([&](int i, int j, float* at) {
+    for_each([&](int i, int j, float* fragment) {
       float before[4] = {};
-      if (!memory_adds && !is_first) ptx::ld_global_cg_v4(before, at);
+      if (!memory_adds && !is_first) ptx::ld_global_cg_v4(before, fragment);
 #pragma unroll
       for (int c = 0; c < 4; ++c) sums[i][j][c] = fma(sums[i][j][c], unit, before[c]);
     });
@@ -128,21 +128,21 @@ struct QuerySums {
   }
 
   // Returns the tile slot of a query tile: its index in all arrays with an entry per tile.
-  __device__ int place(const GradientParams& p, const Sequence& at, int batch, int head,
+  __device__ int place(const GradientParams& p, const Sequence& sequence, int batch, int head,
                        int tile) const {
     if (!is_packed(p)) return (batch * p.heads_q + head) * tiles + tile;
-    return head * tiles + first_place<Br>(at.q_first, batch) + tile;
+    return head * tiles + first_place<Br>(sequence.q_first, batch) + tile;
   }
-  __device__ int* counter(const GradientParams& p, const Sequence& at, int batch, int head,
+  __device__ int* counter(const GradientParams& p, const Sequence& sequence, int batch, int head,
                           int tile) const {
-    return counters + place(p, at, batch, head, tile);
+    return counters + place(p, sequence, batch, head, tile);
   }
 
   // Returns the sums of a query tile. Each tile has `floats` floats.
   template <int64 floats>
-  __device__ float* sums(const GradientParams& p, const Sequence& at, int batch, int head,
+  __device__ float* sums(const GradientParams& p, const Sequence& sequence, int batch, int head,
                          int tile) const {
-    return first_sums() + int64(place(p, at, batch, head, tile)) * floats;
+    return first_sums() + int64(place(p, sequence, batch, head, tile)) * floats;
   }
   __device__ float* first_sums() const {
     return reinterpret_cast<float*>(reinterpret_cast<char*>(counters) +
@@ -168,20 +168,20 @@ struct QueryGradientTile {
 
   __device__ static void write(const GradientParams& p, Shared& shared) {
     const GradientTileCoord coord = gradient_tile_coord<Config, Br, false, false>(p, blockIdx.x);
-    const Sequence at = sequence_of<Config>(p, coord.batch);
-    if (coord.begin >= at.seqlen_q) return;
+    const Sequence sequence = sequence_of<Config>(p, coord.batch);
+    if (coord.begin >= sequence.seqlen_q) return;
     const QuerySums<Config> all(p);
     const int tile = coord.begin / Br;
     // No CTA adds to a query tile that attends to no key, so its sums are undefined.
-    const bool is_written = *all.counter(p, at, coord.batch, coord.head, tile) != 0;
+    const bool is_written = *all.counter(p, sequence, coord.batch, coord.head, tile) != 0;
     const float* sums =
-        all.template sums<Fragments::floats>(p, at, coord.batch, coord.head, tile);
-    const auto* terms = row_terms<Config>(p) + first_row_of_head(p, at, coord.head) + coord.begin;
-    const int left = at.seqlen_q - coord.begin;
+        all.template sums<Fragments::floats>(p, sequence, coord.batch, coord.head, tile);
+    const auto* terms = row_terms<Config>(p) + first_row_of_head(p, sequence, coord.head) + coord.begin;
+    const int left = sequence.seqlen_q - coord.begin;
     const float scale = signed_scale<Config, float>(p);
-    const Mask<Config> mask = mask_of<Config>(p, at, coord.batch);
-    Gradient* output = p.dq.head<Gradient>(at.q_batch, coord.head) +
-                       (at.q_first + int64(coord.begin)) * p.dq.row_stride;
+    const Mask<Config> mask = mask_of<Config>(p, sequence, coord.batch);
+    Gradient* output = p.dq.head<Gradient>(sequence.q_batch, coord.head) +
+                       (sequence.q_first + int64(coord.begin)) * p.dq.row_stride;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
     for (int i = 0; i < Fragments::row_tiles; ++i) {

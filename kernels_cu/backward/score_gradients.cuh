@@ -132,16 +132,16 @@ struct ScoreGradients : ScoreProducts<Config, has_tensor_cores<Config>> {
   T gradients[own_rows][own_keys];  // gradients of the modified scores; 0 for masked pairs
 
   // Computes the tile whose first query and key are `row` and `key` of a sequence.
-  __device__ void find(const GradientParams& p, unsigned char* memory, const Sequence& at,
+  __device__ void find(const GradientParams& p, unsigned char* memory, const Sequence& sequence,
                        const Mask<Config>& mask, int batch, int head, int row, int key) {
     using Element = typename Config::Element;
     const int head_kv = head / (p.heads_q / p.heads_kv);
     Products::template multiply<Config::head_dim>(
-        products, memory, query_rows<Element>(p.q, at, head), row,
-        key_rows<Element>(p.k, at, head_kv), key);
+        products, memory, query_rows<Element>(p.q, sequence, head), row,
+        key_rows<Element>(p.k, sequence, head_kv), key);
     Products::template multiply<Config::head_dim_v>(
-        gradients, memory, query_rows<Element>(p.dout, at, head), row,
-        key_rows<Element>(p.v, at, head_kv), key);
+        gradients, memory, query_rows<Element>(p.dout, sequence, head), row,
+        key_rows<Element>(p.v, sequence, head_kv), key);
     T scores[own_rows][own_keys];
 #pragma unroll
     for (int i = 0; i < own_rows; ++i) {
@@ -149,10 +149,10 @@ struct ScoreGradients : ScoreProducts<Config, has_tensor_cores<Config>> {
       for (int j = 0; j < own_keys; ++j) scores[i][j] = products[i][j];
     }
     const T scale_log2 = signed_scale<Config, double>(p) * SoftmaxMath<double>::log2_e;
-    const Weigh<Config, own_rows, own_keys> weigh = {p, mask, at, batch, head, scale_log2};
+    const Weigh<Config, own_rows, own_keys> weigh = {p, mask, sequence, batch, head, scale_log2};
     weigh.template run<true, false>(
         [&](int r) { return row + Products::row(r); }, key + Products::first_key(),
-        [&](int r) { return row_terms_of<Config>(p, at, head, row + Products::row(r)); },
+        [&](int r) { return row_terms_of<Config>(p, sequence, head, row + Products::row(r)); },
         [&](int r, int n) -> T& { return scores[r][n]; },
         [&](int r, int n) -> T& { return gradients[r][n]; },
         [](int n) { return Products::step(n); });

@@ -36,7 +36,7 @@ struct SimtGradients {
 
   const GradientParams& p;
   const GradientTileCoord coord;
-  const Sequence at;
+  const Sequence sequence;
   const Mask<Config> mask;
   Shared& shared;
   const T scale_log2;
@@ -49,12 +49,12 @@ struct SimtGradients {
   T sums_v[slices_v][own_rows][own_dims];
   T seen[own_rows];  // row sums of P, to detect rows whose pairs are all masked
 
-  __device__ SimtGradients(const GradientParams& p, const GradientTileCoord& coord, const Sequence& at,
+  __device__ SimtGradients(const GradientParams& p, const GradientTileCoord& coord, const Sequence& sequence,
                            Shared& shared)
       : p(p),
         coord(coord),
-        at(at),
-        mask(mask_of<Config>(p, at, coord.batch)),
+        sequence(sequence),
+        mask(mask_of<Config>(p, sequence, coord.batch)),
         shared(shared),
         scale_log2(signed_scale<Config, double>(p) * SoftmaxMath<double>::log2_e) {}
 
@@ -66,7 +66,7 @@ struct SimtGradients {
     const int stop = min(coord.begin + rows, row_count());
     const int group = p.heads_q / p.heads_kv;
     if constexpr (OfKeys) {
-      const QueryTileRange tiles = query_tile_range<columns>(mask, coord.begin, stop, at.seqlen_q);
+      const QueryTileRange tiles = query_tile_range<columns>(mask, coord.begin, stop, sequence.seqlen_q);
       for (int head = coord.head * group; head < (coord.head + 1) * group; ++head) {
         for (int tile = tiles.begin; tile < tiles.end; ++tile) {
           visit(keys(p.k, coord.head), keys(p.v, coord.head), queries(p.q, head),
@@ -99,12 +99,12 @@ struct SimtGradients {
     }
   }
 
-  __device__ int row_count() const { return OfKeys ? at.seqlen_k : at.seqlen_q; }
+  __device__ int row_count() const { return OfKeys ? sequence.seqlen_k : sequence.seqlen_q; }
   __device__ Rows queries(const Tensor& tensor, int head) const {
-    return query_rows<Element>(tensor, at, head);
+    return query_rows<Element>(tensor, sequence, head);
   }
   __device__ Rows keys(const Tensor& tensor, int head) const {
-    return key_rows<Element>(tensor, at, head);
+    return key_rows<Element>(tensor, sequence, head);
   }
 
   // Processes one tile of columns: computes S and dP, and adds what they contribute to the sums.
@@ -134,20 +134,20 @@ struct SimtGradients {
 
   // Converts S and dP to P and dS. `column` is the thread's first column.
   __device__ void weigh(int head, int column) {
-    const auto* of_rows = row_terms<Config>(p) + first_row_of_head(p, at, head);
+    const auto* of_rows = row_terms<Config>(p) + first_row_of_head(p, sequence, head);
     const auto terms = [&](int row) {
-      return row < at.seqlen_q ? of_rows[row] : RowTerms<T>{SoftmaxMath<T>::infinity(), 0};
+      return row < sequence.seqlen_q ? of_rows[row] : RowTerms<T>{SoftmaxMath<T>::infinity(), 0};
     };
     const int row = coord.begin + y;
     const auto step = [](int n) { return n * side; };
     if constexpr (OfKeys) {
-      const Weigh<Config, own_columns, own_rows> weigh = {p, mask, at, coord.batch, head, scale_log2};
+      const Weigh<Config, own_columns, own_rows> weigh = {p, mask, sequence, coord.batch, head, scale_log2};
       weigh.template run<true>([&](int r) { return column + r * side; }, row,
                                [&](int r) { return terms(column + r * side); },
                                [&](int r, int n) -> T& { return scores[n][r]; },
                                [&](int r, int n) -> T& { return gradients[n][r]; }, step);
     } else {
-      const Weigh<Config, own_rows, own_columns> weigh = {p, mask, at, coord.batch, head, scale_log2};
+      const Weigh<Config, own_rows, own_columns> weigh = {p, mask, sequence, coord.batch, head, scale_log2};
       weigh.template run<true>([&](int r) { return row + r * side; }, column,
                                [&](int r) { return terms(row + r * side); },
                                [&](int r, int n) -> T& { return scores[r][n]; },
@@ -160,7 +160,7 @@ struct SimtGradients {
     const int row = coord.begin + y + i * side;
     bool found;
     if constexpr (OfKeys) {
-      found = mask.first_row(row, at.seqlen_q) < mask.last_row(row, at.seqlen_q);
+      found = mask.first_row(row, sequence.seqlen_q) < mask.last_row(row, sequence.seqlen_q);
     } else {
       found = mask.visible_begin(row) < mask.visible_end(row);
     }
@@ -192,8 +192,8 @@ struct SimtGradients {
                         bool found, T factor) {
     const int row = coord.begin + y + i * side;
     if (tensor.data == nullptr || row >= row_count()) return;
-    const int batch = OfKeys ? at.k_batch : at.q_batch;
-    const int64 place = (OfKeys ? at.k_first : at.q_first) + int64(row);
+    const int batch = OfKeys ? sequence.k_batch : sequence.q_batch;
+    const int64 place = (OfKeys ? sequence.k_first : sequence.q_first) + int64(row);
     Gradient* output = tensor.head<Gradient>(batch, coord.head) + place * tensor.row_stride;
 #pragma unroll
     for (int s = 0; s < Slices; ++s) {
@@ -212,9 +212,9 @@ __device__ void simt_gradients(const GradientParams& p) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
   const GradientTileCoord coord =
       gradient_tile_coord<Config, Kernel::rows, OfKeys, !OfKeys>(p, blockIdx.x);
-  const Sequence at = sequence_of<Config>(p, coord.batch);
-  if (coord.begin >= (OfKeys ? at.seqlen_k : at.seqlen_q)) return;
-  Kernel(p, coord, at, *reinterpret_cast<typename Kernel::Shared*>(shared_memory)).run();
+  const Sequence sequence = sequence_of<Config>(p, coord.batch);
+  if (coord.begin >= (OfKeys ? sequence.seqlen_k : sequence.seqlen_q)) return;
+  Kernel(p, coord, sequence, *reinterpret_cast<typename Kernel::Shared*>(shared_memory)).run();
 }
 
 template <class Config>

@@ -16,14 +16,14 @@ struct HeadRows {
 
 // Return the rows of a sequence in q or dout, and in k or v.
 template <class Element>
-__device__ HeadRows<Element> query_rows(const Tensor& tensor, const Sequence& at, int head) {
-  return {tensor.head<const Element>(at.q_batch, head) + at.q_first * tensor.row_stride,
-          tensor.row_stride, at.seqlen_q};
+__device__ HeadRows<Element> query_rows(const Tensor& tensor, const Sequence& sequence, int head) {
+  return {tensor.head<const Element>(sequence.q_batch, head) + sequence.q_first * tensor.row_stride,
+          tensor.row_stride, sequence.seqlen_q};
 }
 template <class Element>
-__device__ HeadRows<Element> key_rows(const Tensor& tensor, const Sequence& at, int head) {
-  return {tensor.head<const Element>(at.k_batch, head) + at.k_first * tensor.row_stride,
-          tensor.row_stride, at.seqlen_k};
+__device__ HeadRows<Element> key_rows(const Tensor& tensor, const Sequence& sequence, int head) {
+  return {tensor.head<const Element>(sequence.k_batch, head) + sequence.k_first * tensor.row_stride,
+          tensor.row_stride, sequence.seqlen_k};
 }
 
 template <class Element, int Rows, int Columns>

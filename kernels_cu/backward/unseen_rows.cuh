@@ -65,17 +65,17 @@ struct UnseenRows {
     if (Config::has_seqlens && p.cu_seqlens_q != nullptr) {
       batch = rows_around(p.cu_seqlens_q, p.batch, p.total_q, row).sequence;
     }
-    const Sequence at = sequence_of<Config>(p, batch);
-    row -= at.q_first;
-    const Mask<Config> mask = mask_of<Config>(p, at, batch);
-    return row < 0 || row >= at.seqlen_q || mask.visible_begin(row) >= mask.visible_end(row);
+    const Sequence sequence = sequence_of<Config>(p, batch);
+    row -= sequence.q_first;
+    const Mask<Config> mask = mask_of<Config>(p, sequence, batch);
+    return row < 0 || row >= sequence.seqlen_q || mask.visible_begin(row) >= mask.visible_end(row);
   }
 
   __device__ static bool is_key_of_none(const GradientParams& p, int batch, int row) {
     if (p.cu_seqlens_k != nullptr) {
       batch = rows_around(p.cu_seqlens_k, p.batch, p.total_k, row).sequence;
     }
-    const Sequence at = sequence_of<Config>(p, batch);
-    return row < at.k_first || row - at.k_first >= at.seqlen_k;
+    const Sequence sequence = sequence_of<Config>(p, batch);
+    return row < sequence.k_first || row - sequence.k_first >= sequence.seqlen_k;
   }
 };

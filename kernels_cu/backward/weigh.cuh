@@ -28,7 +28,7 @@ struct Weigh {
 
   const AnyParams& p;
   const Mask<Config>& mask;
-  const Sequence& at;
+  const Sequence& sequence;
   int batch;
   int head;
   T scale_log2;
@@ -134,13 +134,13 @@ struct Weigh {
     __device__ bool include(int step) const { return step < end && step >= begin; }
   };
   __device__ Places places_of(int row, int first_key) const {
-    Places places = {0, row < at.seqlen_q ? mask.visible_end(row) - first_key : 0};
+    Places places = {0, row < sequence.seqlen_q ? mask.visible_end(row) - first_key : 0};
     if constexpr (Config::window_left) places.begin = mask.visible_begin(row) - first_key;
     return places;
   }
 
   __device__ auto mod_row(int row, T base) const {
-    return Mods::row(p.mods, batch, head, row + mask.q_offset, row, at.q_first, at.k_first, base);
+    return Mods::row(p.mods, batch, head, row + mask.q_offset, row, sequence.q_first, sequence.k_first, base);
   }
 
   // Calls `put(r, n, seen, sees_one, exponent, slope)` for each pair: whether it is visible,

@@ -219,12 +219,12 @@ struct Row {
 
   // The sequence before the append, and the maximum number of its keys.
   struct Keys {
-    Sequence at;
+    Sequence sequence;
     int capacity;
   };
   __device__ Keys keys() const {
     Keys found;
-    found.at = find_sequence<Config::page_size, false>(p, batch, found.capacity);
+    found.sequence = find_sequence<Config::page_size, false>(p, batch, found.capacity);
     return found;
   }
 
@@ -248,7 +248,7 @@ struct Row {
   // Returns the address of the new row (or of its scale) in `cache`, or null if it lies outside.
   template <class Stored = Element>
   __device__ Stored* target(const Tensor& cache, int head, const Keys& keys) const {
-    int key = keys.at.seqlen_k + row;
+    int key = keys.sequence.seqlen_k + row;
     if (key >= keys.capacity) return nullptr;
     if constexpr (Config::ranks > 1) {
       const int number = key / Config::stripe;
@@ -261,13 +261,13 @@ struct Row {
       if (!is_valid_page(page, p.pages)) return nullptr;
       return cache.head<Stored>(page, head) + key % Config::page_size * cache.row_stride;
     } else {
-      return cache.head<Stored>(keys.at.k_batch, head) + key * cache.row_stride;
+      return cache.head<Stored>(keys.sequence.k_batch, head) + key * cache.row_stride;
     }
   }
 
   __device__ const Angle* angles(const void* table, const Keys& keys, bool advances) const {
     const int* first = p.rotary_seqlens;
-    const int begin = first ? clamp(first[batch], 0, p.rotary_rows) : keys.at.seqlen_k;
+    const int begin = first ? clamp(first[batch], 0, p.rotary_rows) : keys.sequence.seqlen_k;
     const int position = min(begin + (advances ? row : 0), p.rotary_rows - 1);
     return static_cast<const Angle*>(table) + position * p.rotary_stride;
   }

@@ -67,16 +67,16 @@ struct HopperGradientPlace {
   static constexpr bool is_shared = Config::padded_dim + Config::padded_dim_v == 512;
 
   GradientTileCoord coord;
-  Sequence at;
+  Sequence sequence;
   Mask<Config> mask;
   TurnOrder<Config::Br, Config::Bc, Config> order;
 
   __device__ HopperGradientPlace(const GradientParams& p, const GradientTileCoord& coord,
-                                 const Sequence& at)
+                                 const Sequence& sequence)
       : coord(coord),
-        at(at),
-        mask(mask_of<Config>(p, at, coord.batch)),
-        order(mask, coord.begin, at.seqlen_q) {}
+        sequence(sequence),
+        mask(mask_of<Config>(p, sequence, coord.batch)),
+        order(mask, coord.begin, sequence.seqlen_q) {}
 };
 
 template <class Config>
@@ -142,7 +142,7 @@ struct HopperGradientCta {
   const GradientMaps& maps;
   const unsigned shared;
   const GradientTileCoord& coord;
-  const Sequence& at;
+  const Sequence& sequence;
   const Mask<Config>& mask;
   const TurnOrder<Br, Bc, Config>& order;
 
@@ -152,7 +152,7 @@ struct HopperGradientCta {
         maps(maps),
         shared(shared),
         coord(place.coord),
-        at(place.at),
+        sequence(place.sequence),
         mask(place.mask),
         order(place.order) {}
 
@@ -181,10 +181,10 @@ struct HopperGradientCta {
   // infinite, and infinity times a missing key, 0, would make dq NaN. Missing rows must not be
   // modified.
   __device__ bool is_masked(const Step& step) const {
-    if (coord.begin + Bc > at.seqlen_k) return true;
+    if (coord.begin + Bc > sequence.seqlen_k) return true;
     if (!is_bounded && !Config::has_seqlens) return false;
     const int first = step.tile * Br, last = first + Br - 1;
-    return last >= at.seqlen_q || mask.visible_end(first) < coord.begin + Bc ||
+    return last >= sequence.seqlen_q || mask.visible_end(first) < coord.begin + Bc ||
            mask.visible_begin(last) > coord.begin;
   }
 

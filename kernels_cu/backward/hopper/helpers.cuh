@@ -21,14 +21,14 @@ struct HopperGradientLoader {
   PipelineState<Config::dout_stages> dout_ring = {};
 
   __device__ void load_all() {
-    const Sequence& at = cta.at;
-    load<typename Cta::KeyTile>(cta.keys_at(), &cta.maps.k, at.k_first + cta.coord.begin,
-                                cta.coord.head, at.k_batch,
+    const Sequence& sequence = cta.sequence;
+    load<typename Cta::KeyTile>(cta.keys_at(), &cta.maps.k, sequence.k_first + cta.coord.begin,
+                                cta.coord.head, sequence.k_batch,
                                 Config::has_seqlens ? cta.keys_arrived() : cta.keys_full());
     Step step = cta.first_step();
     load_queries(step);
-    load<typename Cta::ValueTile>(cta.values_at(), &cta.maps.v, at.k_first + cta.coord.begin,
-                                  cta.coord.head, at.k_batch, cta.values_full());
+    load<typename Cta::ValueTile>(cta.values_at(), &cta.maps.v, sequence.k_first + cta.coord.begin,
+                                  cta.coord.head, sequence.k_batch, cta.values_full());
     load_douts(step);
     while (!cta.is_last(step)) {
       step = cta.step_behind(step);
@@ -42,7 +42,7 @@ struct HopperGradientLoader {
     const int stage = q_ring.index;
     ptx::mbarrier_wait(cta.q_empty(stage), q_ring.phase ^ 1);
     load<typename Cta::QueryTile>(cta.queries_at(stage), &cta.maps.q, row_of(step), step.head,
-                                  cta.at.q_batch,
+                                  cta.sequence.q_batch,
                                   Cta::inspects ? cta.q_arrived(stage) : cta.q_full(stage));
     q_ring.advance();
   }
@@ -51,12 +51,12 @@ struct HopperGradientLoader {
     const int stage = dout_ring.index;
     ptx::mbarrier_wait(cta.dout_empty(stage), dout_ring.phase ^ 1);
     load<typename Cta::DoutTile>(cta.douts_at(stage), &cta.maps.dout, row_of(step), step.head,
-                                 cta.at.q_batch,
+                                 cta.sequence.q_batch,
                                  Cta::inspects ? cta.dout_arrived(stage) : cta.dout_full(stage));
     dout_ring.advance();
   }
 
-  __device__ int row_of(const Step& step) const { return cta.at.q_first + step.tile * Config::Br; }
+  __device__ int row_of(const Step& step) const { return cta.sequence.q_first + step.tile * Config::Br; }
 
   template <class Tile>
   __device__ static void load(unsigned target, const TensorMap* map, int row, int head, int batch,
@@ -86,7 +86,7 @@ struct HopperGradientTerms {
   __device__ void bring_all() {
     if constexpr (Config::has_seqlens) {
       clear_tail<typename Cta::KeyTile>(cta.keys_arrived(), 0, cta.keys_at(),
-                                        cta.at.seqlen_k - cta.coord.begin);
+                                        cta.sequence.seqlen_k - cta.coord.begin);
       Cta::arrive_warp(cta.keys_full());
     }
     for (Step step = cta.first_step();; step = cta.step_behind(step)) {
@@ -97,9 +97,9 @@ struct HopperGradientTerms {
 
  private:
   __device__ void bring(const Step& step) {
-    const int left = cta.at.seqlen_q - step.tile * Br;
+    const int left = cta.sequence.seqlen_q - step.tile * Br;
     const auto* source =
-        row_terms<Config>(cta.p) + first_row_of_head(cta.p, cta.at, step.head) + step.tile * Br;
+        row_terms<Config>(cta.p) + first_row_of_head(cta.p, cta.sequence, step.head) + step.tile * Br;
     RowTerms<float> found[rows_of_lane];
 #pragma unroll
     for (int i = 0; i < rows_of_lane; ++i) {
@@ -189,9 +189,9 @@ struct HopperGradientAdder {
  private:
   __device__ void add(const Step& step) {
     const QuerySums<Config> all(cta.p);
-    int* counter = all.counter(cta.p, cta.at, cta.coord.batch, step.head, step.tile);
+    int* counter = all.counter(cta.p, cta.sequence, cta.coord.batch, step.head, step.tile);
     float* target =
-        all.template sums<Fragments::floats>(cta.p, cta.at, cta.coord.batch, step.head, step.tile);
+        all.template sums<Fragments::floats>(cta.p, cta.sequence, cta.coord.batch, step.head, step.tile);
     const int turn = cta.order.turn_of(step.tile);
     while (ptx::ld_acquire_gpu(counter) != turn) {
     }

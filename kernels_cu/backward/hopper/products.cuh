@@ -88,8 +88,8 @@ struct HopperGradientProducts {
       for (int box = 0; box < KeyTile::boxes; ++box) {
         const unsigned rows = own_rows<KeyTile>(cta.keys_at() + box * KeyTile::box_bytes);
 #pragma unroll
-        for (int at = threadIdx.x % 128 * 16; at < bytes; at += 128 * 16) {
-          clean_chunk<Element>(rows + at);
+        for (int offset = threadIdx.x % 128 * 16; offset < bytes; offset += 128 * 16) {
+          clean_chunk<Element>(rows + offset);
         }
       }
       ptx::fence_proxy_async();
@@ -258,7 +258,7 @@ struct HopperGradientProducts {
   // `Weigh` for a part of a query tile, and its arguments. Its delta is 0: dP contains -delta.
   using WeighPart = Weigh<Config, columns / 4, 2>;
   __device__ WeighPart weigh_part(const Step& step) const {
-    return {cta.p, cta.mask, cta.at, cta.coord.batch, step.head, scale_log2};
+    return {cta.p, cta.mask, cta.sequence, cta.coord.batch, step.head, scale_log2};
   }
   __device__ auto rows_of_part(const Step& step, int part) const {
     const int first = step.tile * Br + part * columns + threadIdx.x % 4 * 2;
@@ -354,14 +354,14 @@ struct HopperGradientProducts {
   __device__ void write_ds(const LeftOperand& left_ds, int part) const {
     const int lane = threadIdx.x % 32;
     const int chunk = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
-    const unsigned at = rows_of<DsTile>(cta.ds_at(ds_ring.index), part) +
+    const unsigned address = rows_of<DsTile>(cta.ds_at(ds_ring.index), part) +
                         own_key() / 64 * DsTile::box_bytes +
                         (lane / 16 * 8 + lane % 8) * DsTile::box_row_bytes + (chunk ^ lane % 8) * 16;
 #pragma unroll
     for (int step = 0; step < columns / 16; ++step) {
       const unsigned of[4] = {left_ds[4 * step], left_ds[4 * step + 1], left_ds[4 * step + 2],
                               left_ds[4 * step + 3]};
-      ptx::stmatrix_x4_trans(at + DsTile::row_step(step), of);
+      ptx::stmatrix_x4_trans(address + DsTile::row_step(step), of);
     }
   }
 
@@ -372,8 +372,8 @@ struct HopperGradientProducts {
     const int warp = 4 * consumer + threadIdx.x / 32 % 4;
     const int lane = threadIdx.x % 32;
     const int first_column = Fragments::column(warp, 0);
-    Gradient* output = cta.p.dq.template head<Gradient>(cta.at.q_batch, step.head) +
-                       (cta.at.q_first + int64(step.tile * Br)) * cta.p.dq.row_stride;
+    Gradient* output = cta.p.dq.template head<Gradient>(cta.sequence.q_batch, step.head) +
+                       (cta.sequence.q_first + int64(step.tile * Br)) * cta.p.dq.row_stride;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int in_tile = Fragments::row(warp, 0) + lane / 4 + 8 * half;
@@ -392,7 +392,7 @@ struct HopperGradientProducts {
         const float* two = sums + 8 * i + 2 * half;
         chunks[i] = exchange(pack<Gradient>(two[0], two[1]), pack<Gradient>(two[4], two[5]));
       }
-      if (row >= cta.at.seqlen_q) continue;
+      if (row >= cta.sequence.seqlen_q) continue;
 #pragma unroll
       for (int i = 0; i < Fragments::column_tiles / 2; ++i) {
         if (Config::head_dim < dim && first_column + 16 * i >= Config::head_dim) break;
@@ -416,7 +416,7 @@ struct HopperGradientProducts {
   __device__ bool is_seen(int half) const {
     const int key = cta.coord.begin + lane_key() + 8 * half;
     const bool found =
-        cta.mask.first_row(key, cta.at.seqlen_q) < cta.mask.last_row(key, cta.at.seqlen_q);
+        cta.mask.first_row(key, cta.sequence.seqlen_q) < cta.mask.last_row(key, cta.sequence.seqlen_q);
     if constexpr (!Mods::hides_pairs) return found;
     const float sum = sum_of_lanes(seen[half]);
     return found && sum != 0;
@@ -455,9 +455,9 @@ struct HopperGradientProducts {
     constexpr int parts = sizeof(Gradient) / sizeof(Element);
     constexpr int column_tiles = Count / 4 / parts;
     const int first = cta.coord.begin + own_key();
-    const int left = cta.at.seqlen_k - first;
-    Gradient* output = tensor.head<Gradient>(cta.at.k_batch, cta.coord.head) +
-                       (int64(cta.at.k_first) + first) * tensor.row_stride;
+    const int left = cta.sequence.seqlen_k - first;
+    Gradient* output = tensor.head<Gradient>(cta.sequence.k_batch, cta.coord.head) +
+                       (int64(cta.sequence.k_first) + first) * tensor.row_stride;
     const int lane_row = lane_key() - own_key();
     const unsigned own = own_rows<Tile>(tile);
 #pragma unroll
@@ -498,10 +498,10 @@ struct HopperGradientProducts {
           row_address + threadIdx.x % 4 * 4 + Tile::chunk_offset(row, eight / 2 * 2, eight % 2),
           pack<Element>(two[0], two[1]));
     } else {
-      const unsigned at =
+      const unsigned address =
           row_address + threadIdx.x % 2 * 8 + Tile::chunk_offset(row, 2 * eight, threadIdx.x % 4 / 2);
-      ptx::st_shared(at, __float_as_uint(two[0]));
-      ptx::st_shared(at + 4, __float_as_uint(two[1]));
+      ptx::st_shared(address, __float_as_uint(two[0]));
+      ptx::st_shared(address + 4, __float_as_uint(two[1]));
     }
   }
 };

@@ -67,7 +67,7 @@ struct HopperWideProducts : HopperGradientProducts<Config> {
     const QuerySums<Config> all(cta.p);
     const int warp = 4 * consumer + threadIdx.x / 32 % 4;
     float* target =
-        all.template sums<Fragments::floats>(cta.p, cta.at, cta.coord.batch, step.head, step.tile) +
+        all.template sums<Fragments::floats>(cta.p, cta.sequence, cta.coord.batch, step.head, step.tile) +
         Fragments::place(warp, 0, Chunk * column_tiles, threadIdx.x % 32);
     const bool is_first = cta.order.turn_of(step.tile) == 0;
     if (Chunk == 0) ptx::mbarrier_wait(cta.turn_full(turn_ring.index), turn_ring.phase);
@@ -79,9 +79,9 @@ struct HopperWideProducts : HopperGradientProducts<Config> {
       }
     };
     if (is_first) {
-      put([](float* at, const float(&of)[4]) { ptx::st_global_v4(at, of); });
+      put([](float* fragment, const float(&of)[4]) { ptx::st_global_v4(fragment, of); });
     } else {
-      put([](float* at, const float(&of)[4]) { ptx::red_add_v4(at, of); });
+      put([](float* fragment, const float(&of)[4]) { ptx::red_add_v4(fragment, of); });
     }
     if constexpr (Chunk == Base::query_chunks - 1) {
       Cta::arrive_warp(cta.added(turn_ring.index));
@@ -344,7 +344,7 @@ struct HopperTurnKeeper {
  private:
   __device__ void keep(const Step& step) {
     const QuerySums<Config> all(cta.p);
-    int* counter = all.counter(cta.p, cta.at, cta.coord.batch, step.head, step.tile);
+    int* counter = all.counter(cta.p, cta.sequence, cta.coord.batch, step.head, step.tile);
     const int turn = cta.order.turn_of(step.tile);
     while (ptx::ld_acquire_gpu(counter) != turn) {
     }

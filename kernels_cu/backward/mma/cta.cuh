@@ -103,7 +103,7 @@ struct MmaGradientCta {
 
   const GradientParams& p;
   const GradientTileCoord coord;
-  const Sequence at;
+  const Sequence sequence;
   const Mask<Config> mask;
   unsigned char* const memory;
   const unsigned shared;
@@ -113,20 +113,20 @@ struct MmaGradientCta {
   const QueryTileRange tiles;
   int full_end;
 
-  __device__ MmaGradientCta(const GradientParams& p, const GradientTileCoord& coord, const Sequence& at,
+  __device__ MmaGradientCta(const GradientParams& p, const GradientTileCoord& coord, const Sequence& sequence,
                             unsigned char* memory)
       : p(p),
         coord(coord),
-        at(at),
-        mask(mask_of<Config>(p, at, coord.batch)),
+        sequence(sequence),
+        mask(mask_of<Config>(p, sequence, coord.batch)),
         memory(memory),
         shared(ptx::shared_address(memory)),
         scale_log2(signed_scale<Config, double>(p) * SoftmaxMath<double>::log2_e),
-        tiles(query_tile_range<Br>(mask, coord.begin, min(coord.begin + Bc, at.seqlen_k),
-                                   at.seqlen_q)),
+        tiles(query_tile_range<Br>(mask, coord.begin, min(coord.begin + Bc, sequence.seqlen_k),
+                                   sequence.seqlen_q)),
         full_end(tiles.full_end) {
     // Modifications are not evaluated for rows past the last one, so such a tile needs the mask.
-    if (Config::modified && at.seqlen_q % Br != 0) full_end = min(full_end, at.seqlen_q / Br);
+    if (Config::modified && sequence.seqlen_q % Br != 0) full_end = min(full_end, sequence.seqlen_q / Br);
   }
 
   __device__ int key_warp() const { return warp / side_warps; }
@@ -157,11 +157,11 @@ struct MmaGradientCta {
 
   // Return a head's first row of q or dout, and the KV tile's first row of k or v.
   __device__ const Element* queries(const Tensor& tensor, int head) const {
-    return tensor.head<const Element>(at.q_batch, head) + at.q_first * tensor.row_stride;
+    return tensor.head<const Element>(sequence.q_batch, head) + sequence.q_first * tensor.row_stride;
   }
   __device__ const Element* keys(const Tensor& tensor) const {
-    return tensor.head<const Element>(at.k_batch, coord.head) +
-           (int64(at.k_first) + coord.begin) * tensor.row_stride;
+    return tensor.head<const Element>(sequence.k_batch, coord.head) +
+           (int64(sequence.k_first) + coord.begin) * tensor.row_stride;
   }
 
   __device__ unsigned keys_at() const { return shared; }
@@ -190,18 +190,18 @@ struct MmaGradientCta {
   __device__ static void start_image(unsigned target, const char* source) {
 #pragma unroll
     for (int first = 0; first < Image::bytes; first += 16 * threads) {
-      const int at = first + 16 * int(threadIdx.x);
-      if (first + 16 * threads > Image::bytes && at >= Image::bytes) break;
-      ptx::cp_async<16>(target + at, source + at, 16);
+      const int offset = first + 16 * int(threadIdx.x);
+      if (first + 16 * threads > Image::bytes && offset >= Image::bytes) break;
+      ptx::cp_async<16>(target + offset, source + offset, 16);
     }
   }
 
   __device__ void load_keys() {
     if constexpr (has_components) {
       start_image<typename Images::OfKeys>(
-          keys_at(), Images::of_keys(p, at, coord.batch, coord.head, coord.begin / Bc));
+          keys_at(), Images::of_keys(p, sequence, coord.batch, coord.head, coord.begin / Bc));
     } else {
-      const int left = at.seqlen_k - coord.begin;
+      const int left = sequence.seqlen_k - coord.begin;
       start<Bc, Config::head_dim, Layout>(keys_at(), keys(p.k), p.k, left);
       if constexpr (wants_ds) {
         start<Bc, Config::head_dim_v, LayoutV>(values_at(), keys(p.v), p.v, left);
@@ -214,8 +214,8 @@ struct MmaGradientCta {
   __device__ void clean_keys() {
     ptx::cp_async_wait_group<0>();
     __syncthreads();
-    for (int at = 16 * int(threadIdx.x); at < Bc * Layout::row_bytes; at += 16 * threads) {
-      clean_chunk<Element>(keys_at() + at);
+    for (int offset = 16 * int(threadIdx.x); offset < Bc * Layout::row_bytes; offset += 16 * threads) {
+      clean_chunk<Element>(keys_at() + offset);
     }
   }
 
@@ -227,11 +227,11 @@ struct MmaGradientCta {
     if (!__syncthreads_or(found)) return;
     // The rows of dout follow those of q.
     constexpr unsigned zeros[4] = {};
-    for (int at = 16 * int(threadIdx.x); at < Br * row_bytes; at += 16 * threads) {
+    for (int offset = 16 * int(threadIdx.x); offset < Br * row_bytes; offset += 16 * threads) {
       constexpr int of_q = Br * Layout::row_bytes;
-      const bool clears = at < of_q ? clears_q(terms[at / Layout::row_bytes])
-                                    : clears_dout(terms[(at - of_q) / LayoutV::row_bytes]);
-      if (clears) ptx::st_shared_v4(queries_at(stage) + at, zeros);
+      const bool clears = offset < of_q ? clears_q(terms[offset / Layout::row_bytes])
+                                    : clears_dout(terms[(offset - of_q) / LayoutV::row_bytes]);
+      if (clears) ptx::st_shared_v4(queries_at(stage) + offset, zeros);
     }
     __syncthreads();
   }
@@ -239,7 +239,7 @@ struct MmaGradientCta {
   __device__ void load(int stage, const Step& step) {
     if constexpr (has_components) {
       start_image<typename Images::OfQueries>(
-          queries_at(stage), Images::of_queries(p, at, coord.batch, step.head, step.tile));
+          queries_at(stage), Images::of_queries(p, sequence, coord.batch, step.head, step.tile));
     } else {
       load_queries(stage, step.head, step.tile * Br);
     }
@@ -247,12 +247,12 @@ struct MmaGradientCta {
   }
 
   __device__ void load_queries(int stage, int head, int first) {
-    const int left = at.seqlen_q - first;
+    const int left = sequence.seqlen_q - first;
     start<Br, Config::head_dim, Layout>(queries_at(stage),
                                         queries(p.q, head) + first * p.q.row_stride, p.q, left);
     start<Br, Config::head_dim_v, LayoutV>(
         douts_at(stage), queries(p.dout, head) + first * p.dout.row_stride, p.dout, left);
-    const Terms* terms = row_terms<Config>(p) + first_row_of_head(p, at, head) + first;
+    const Terms* terms = row_terms<Config>(p) + first_row_of_head(p, sequence, head) + first;
 #pragma unroll
     for (int first_row = 0; first_row < Br; first_row += threads) {
       const int i = first_row + threadIdx.x;

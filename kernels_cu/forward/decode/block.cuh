@@ -240,9 +240,9 @@ struct DecodeCta {
 
   // Returns the coordinates of a row for modifications.
   __device__ ScoreRow score_row(int row) const {
-    const Sequence& at = partial_tile.sequence;
-    return {partial_tile.batch, partial_tile.head_kv * group + head_of(row), query_of(row), q_offset(), at.q_first,
-            at.k_first};
+    const Sequence& sequence = partial_tile.sequence;
+    return {partial_tile.batch, partial_tile.head_kv * group + head_of(row), query_of(row), q_offset(), sequence.q_first,
+            sequence.k_first};
   }
 };
 

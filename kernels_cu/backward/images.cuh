@@ -254,7 +254,7 @@ struct ImageMaker {
             const auto x = read(row, chunk);
 #pragma unroll
             for (int e = 0; e < 8; ++e) {
-              const float size = fabsf(x.at[e]);
+              const float size = fabsf(x.data[e]);
               if (size < SoftmaxMath<float>::infinity()) top = fmaxf(top, size);
             }
           },
@@ -295,11 +295,11 @@ struct ImageMaker {
             Vector<unsigned, 4> big, small;
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-              const float low = scaled(x.at[2 * e]), high = scaled(x.at[2 * e + 1]);
+              const float low = scaled(x.data[2 * e]), high = scaled(x.data[2 * e + 1]);
               squares = fma(finite(low), finite(low), fma(finite(high), finite(high), squares));
               const SplitPair pair = SplitPair::split(low, high);
-              big.at[e] = pair.big;
-              small.at[e] = pair.small;
+              big.data[e] = pair.big;
+              small.data[e] = pair.small;
             }
             *reinterpret_cast<Vector<unsigned, 4>*>(image + Layout::offset(row, chunk)) = big;
             *reinterpret_cast<Vector<unsigned, 4>*>(image + Layout::offset(row, chunks + chunk)) =

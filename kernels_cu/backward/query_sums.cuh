@@ -205,7 +205,7 @@ struct QueryGradientTile {
         if constexpr (is_staged) {
 #pragma unroll
           for (int j = 0; j < column_tiles; ++j) {
-            Gradient* chunk = shared.of_warp[warp][8 * half + lane / 4][j].at;
+            Gradient* chunk = shared.of_warp[warp][8 * half + lane / 4][j].data;
             *reinterpret_cast<unsigned*>(chunk + lane % 4 * 2) =
                 pack<Gradient>(of[j][2 * half], of[j][2 * half + 1]);
           }

@@ -93,8 +93,8 @@ struct RowTermsOf {
       const auto y = load_elements<width, Config::alignment>(dout + column, left);
 #pragma unroll
       for (int e = 0; e < width; ++e) {
-        sum = fma(widen(x.at[e]), widen(y.at[e]), sum);
-        if constexpr (Config::sinks) is_zero &= widen(x.at[e]) == T(0);
+        sum = fma(widen(x.data[e]), widen(y.data[e]), sum);
+        if constexpr (Config::sinks) is_zero &= widen(x.data[e]) == T(0);
       }
     }
 #pragma unroll

@@ -139,10 +139,10 @@ struct RotatedRow {
 #pragma unroll
     for (int pair = 0; pair < pairs; ++pair) {
       if (pair >= count) break;
-      Element& first = interleaved ? x.at[2 * pair] : x.at[pair];
-      Element& second = interleaved ? x.at[2 * pair + 1] : partner.at[pair];
+      Element& first = interleaved ? x.data[2 * pair] : x.data[pair];
+      Element& second = interleaved ? x.data[2 * pair + 1] : partner.data[pair];
       const T a = widen(first), b = widen(second);
-      const T cosine = T(widen(c.at[pair])), sine = T(widen(s.at[pair]));
+      const T cosine = T(widen(c.data[pair])), sine = T(widen(s.data[pair]));
       first = narrow<Element>(fma(a, cosine, -(b * sine)));
       second = narrow<Element>(fma(a, sine, b * cosine));
     }
@@ -374,14 +374,14 @@ __device__ void quantize_row(const Row<Config>& row, const Tensor& new_rows, con
   float scale = 1;
   if constexpr (Config::computes_scales) {
     LargestMagnitude largest;
-    for_each_piece([&](int, const auto& x, int elements) { largest.look_at(x.at, elements); });
+    for_each_piece([&](int, const auto& x, int elements) { largest.look_at(x.data, elements); });
     scale = ptx::div_rn(largest.of_warp(), largest_number<Stored>());
     if (lane == 0) *row.template target<float>(scales, head, keys) = scale;
   } else if (scales.data != nullptr) {
     scale = *row.template target<float>(scales, head, keys);
   }
   for_each_piece([&](int column, const auto& x, int elements) {
-    store_quantized<alignment>(target + column, x.at, elements, scale);
+    store_quantized<alignment>(target + column, x.data, elements, scale);
   });
 }
 

@@ -92,12 +92,12 @@ __device__ void combine(const CombineParams& p) {
       const bool is_fully_masked = lse == -Math::infinity();
 #pragma unroll
       for (int e = 0; e < width; ++e) {
-        merged[e] = fma(weight, is_fully_masked ? T(0) : widen(x.at[e]), merged[e]);
+        merged[e] = fma(weight, is_fully_masked ? T(0) : widen(x.data[e]), merged[e]);
       }
     }
     Vector<Element, width> result;
 #pragma unroll
-    for (int e = 0; e < width; ++e) result.at[e] = narrow<Element>(merged[e]);
+    for (int e = 0; e < width; ++e) result.data[e] = narrow<Element>(merged[e]);
     store_chunk<Element, Config::out_alignment>(to + column, result, elements);
   }
   if (lane == 0) static_cast<T*>(p.lse)[index] = merge.lse();

@@ -70,14 +70,14 @@ __device__ void store_quantized(Stored* target, const Element (&x)[N], int eleme
     Piece piece;
 #pragma unroll
     for (int e = 0; e < width; ++e) {
-      piece.at[e] = quantize<Stored>(float(widen(x[begin + e])), scale);
+      piece.data[e] = quantize<Stored>(float(widen(x[begin + e])), scale);
     }
     if (begin + width <= elements) {
       *reinterpret_cast<Piece*>(target + begin) = piece;
     } else {
 #pragma unroll
       for (int e = 0; e < width; ++e) {
-        if (begin + e < elements) target[begin + e] = piece.at[e];
+        if (begin + e < elements) target[begin + e] = piece.data[e];
       }
     }
   }

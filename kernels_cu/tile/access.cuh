@@ -17,11 +17,11 @@ __device__ Vector<Element, N> load_elements(const Element* global, int elements)
     if (begin + width <= elements) {
       const Piece piece = *reinterpret_cast<const Piece*>(global + begin);
 #pragma unroll
-      for (int e = 0; e < width; ++e) result.at[begin + e] = piece.at[e];
+      for (int e = 0; e < width; ++e) result.data[begin + e] = piece.data[e];
     } else {
 #pragma unroll
       for (int e = 0; e < width; ++e) {
-        if (begin + e < elements) result.at[begin + e] = global[begin + e];
+        if (begin + e < elements) result.data[begin + e] = global[begin + e];
       }
     }
   }
@@ -40,12 +40,12 @@ __device__ void store_chunk(Element* global, const Vector<Element, 16 / sizeof(E
     if (begin + width <= elements) {
       Piece piece;
 #pragma unroll
-      for (int e = 0; e < width; ++e) piece.at[e] = chunk.at[begin + e];
+      for (int e = 0; e < width; ++e) piece.data[e] = chunk.data[begin + e];
       *reinterpret_cast<Piece*>(global + begin) = piece;
     } else {
 #pragma unroll
       for (int e = 0; e < width; ++e) {
-        if (begin + e < elements) global[begin + e] = chunk.at[begin + e];
+        if (begin + e < elements) global[begin + e] = chunk.data[begin + e];
       }
     }
   }
@@ -60,7 +60,7 @@ __device__ void store_columns(Element* global, const Vector<Element, 4>& columns
   } else {
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      if (c < inside) global[c] = columns.at[c];
+      if (c < inside) global[c] = columns.data[c];
     }
   }
 }

@@ -114,7 +114,7 @@ struct RowCopy {
       Vector<Element, copy_elements> values = {};
 #pragma unroll
       for (int e = 0; e < copy_elements; ++e) {
-        if (e < elements) values.at[e] = source[e];
+        if (e < elements) values.data[e] = source[e];
       }
       ptx::st_shared_v4(target, reinterpret_cast<const unsigned (&)[4]>(values));
     }

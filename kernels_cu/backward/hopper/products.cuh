@@ -245,8 +245,8 @@ struct HopperGradientProducts {
 #pragma unroll
     for (int j = 0; j < columns / 8; ++j) {
       const Pair pair = *reinterpret_cast<const Pair*>(terms + 8 * j);
-      of_rows[2 * j] = pair.at[0];
-      of_rows[2 * j + 1] = pair.at[1];
+      of_rows[2 * j] = pair.data[0];
+      of_rows[2 * j + 1] = pair.data[1];
     }
   }
   // Initializes the accumulators of dP with -delta.

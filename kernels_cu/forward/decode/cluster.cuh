@@ -101,7 +101,7 @@ struct DecodeCluster {
       *reinterpret_cast<Vector<float, 4>*>(target) = values;
     } else {
       const int place = partial_tile.first_cta_rank + index;
-      ptx::st_async(ptx::map_to_cta(ptx::shared_address(target), place), values.at,
+      ptx::st_async(ptx::map_to_cta(ptx::shared_address(target), place), values.data,
                     ptx::map_to_cta(Cta::results_barrier(), place));
     }
   }

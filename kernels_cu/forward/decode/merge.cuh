@@ -124,11 +124,11 @@ struct DecodeMerge {
       const float* record = result(r);
       const auto values = *reinterpret_cast<const Vector<float, 4>*>(record + 4 * chunk);
       const auto state = *reinterpret_cast<const Vector<float, 2>*>(record + slice.state());
-      const float weight = Math::exp2(state.at[0] - base);
+      const float weight = Math::exp2(state.data[0] - base);
       if (r >= results) continue;
-      sum = fmaf(weight, state.at[1], sum);
+      sum = fmaf(weight, state.data[1], sum);
 #pragma unroll
-      for (int c = 0; c < 4; ++c) merged.at[c] = fmaf(weight, values.at[c], merged.at[c]);
+      for (int c = 0; c < 4; ++c) merged.data[c] = fmaf(weight, values.data[c], merged.data[c]);
     }
     if (destination != Destination::output) {
       write_partial(partial_tile, row, chunk, merged, {{base, sum}}, slice, destination, target);
@@ -140,7 +140,7 @@ struct DecodeMerge {
       normalizer *= take_sink<Config>(cta.p, cta.score_row(row).head, lse);
     }
 #pragma unroll
-    for (int c = 0; c < 4; ++c) merged.at[c] *= normalizer;
+    for (int c = 0; c < 4; ++c) merged.data[c] *= normalizer;
     const int column = 4 * (slice.first_chunk() + chunk);
     write_output(row, column, merged);
     if (column == 0 && cta.p.lse != nullptr) {
@@ -163,8 +163,8 @@ struct DecodeMerge {
                                 const Slice& slice, Destination destination, int target) const {
     if (!Cta::in_cluster || destination == Destination::memory) {
       float* record = memory.result(target, slice) + row * slice.record();
-      ptx::st_global_v4(record + 4 * chunk, values.at);
-      if (chunk == 0) ptx::st_global_v4(record + slice.state(), state.at);
+      ptx::st_global_v4(record + 4 * chunk, values.data);
+      if (chunk == 0) ptx::st_global_v4(record + slice.state(), state.data);
       return;
     }
     if constexpr (Cta::in_cluster) Cluster{cta}.send(partial_tile, row, chunk, values, state);
@@ -178,12 +178,12 @@ struct DecodeMerge {
                       output_row * cta.p.out.row_stride + column;
     constexpr int dim = Config::head_dim_v;
     if (Config::out_alignment >= 8 && (dim % 16 == 0 || dim - column >= 4)) {
-      ptx::st_global_v2(target, pack<Element>(values.at[0], values.at[1]),
-                        pack<Element>(values.at[2], values.at[3]));
+      ptx::st_global_v2(target, pack<Element>(values.data[0], values.data[1]),
+                        pack<Element>(values.data[2], values.data[3]));
     } else {
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
-        if (c < dim - column) target[c] = narrow<Element>(values.at[c]);
+        if (c < dim - column) target[c] = narrow<Element>(values.data[c]);
       }
     }
   }

@@ -126,7 +126,7 @@ struct LowRows {
       const auto first = load_elements<columns, Config::out_alignment>(output, Config::head_dim_v);
 #pragma unroll
       for (int e = 0; e < min(columns, Config::head_dim_v); ++e) {
-        is_empty &= __float_as_uint(widen(first.at[e])) == 0x80000000u;
+        is_empty &= __float_as_uint(widen(first.data[e])) == 0x80000000u;
       }
     }
     return is_empty || is_high;

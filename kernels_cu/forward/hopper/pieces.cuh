@@ -40,8 +40,8 @@ struct HopperComponents {
         for (int quarter = 0; quarter < 2; ++quarter) {
           const auto four =
               load_elements<4, alignment>(source + 4 * quarter, dim - column - 4 * quarter);
-          Operand::split_any(four.at[0], four.at[1], split[2 * quarter]);
-          Operand::split_any(four.at[2], four.at[3], split[2 * quarter + 1]);
+          Operand::split_any(four.data[0], four.data[1], split[2 * quarter]);
+          Operand::split_any(four.data[2], four.data[3], split[2 * quarter + 1]);
         }
 #pragma unroll
         for (int k = 0; k < 3; ++k) {

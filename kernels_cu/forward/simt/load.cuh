@@ -94,7 +94,7 @@ struct TileLoad {
     } else if (exists && !whole) {
 #pragma unroll
       for (int i = 0; i < unit; ++i) {
-        if (column + i < Dim) from.at[i] = source[i];
+        if (column + i < Dim) from.data[i] = source[i];
       }
     }
     constexpr int part = unit < L::width ? unit : L::width;
@@ -107,8 +107,8 @@ struct TileLoad {
       Vector<T, part> to;
 #pragma unroll
       for (int j = 0; j < part; ++j) {
-        to.at[j] =
-            widen(parts == 2 && which != i ? from.at[(i ^ 1) * part + j] : from.at[i * part + j]);
+        to.data[j] =
+            widen(parts == 2 && which != i ? from.data[(i ^ 1) * part + j] : from.data[i * part + j]);
       }
       *reinterpret_cast<Vector<T, part>*>(shared + which * part) = to;
     }

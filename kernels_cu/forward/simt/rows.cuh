@@ -156,7 +156,7 @@ struct Rows {
           for (int i = 0; i < L::rows; ++i) {
 #pragma unroll
             for (int x = 0; x < L::width; ++x) {
-              sums[i][j + x] = fma(p_part[i].at[w], v_part.at[x], sums[i][j + x]);
+              sums[i][j + x] = fma(p_part[i].data[w], v_part.data[x], sums[i][j + x]);
             }
           }
         }
@@ -200,7 +200,7 @@ struct Rows {
       if (column + Unit <= Config::head_dim_v) {
         Vector<Out, Unit> vector;
 #pragma unroll
-        for (int x = 0; x < Unit; ++x) vector.at[x] = narrow<Out>(out[i][j + x]);
+        for (int x = 0; x < Unit; ++x) vector.data[x] = narrow<Out>(out[i][j + x]);
         *reinterpret_cast<Vector<Out, Unit>*>(row + column) = vector;
       } else if (Config::head_dim_v % Unit != 0) {
 #pragma unroll
@@ -243,7 +243,7 @@ struct Rows {
         for (int w = 0; w < L::width; ++w) {
 #pragma unroll
           for (int i = 0; i < L::rows; ++i) {
-            sums[i][j] = fma(q_part[i].at[w], k_part.at[w], sums[i][j]);
+            sums[i][j] = fma(q_part[i].data[w], k_part.data[w], sums[i][j]);
           }
         }
       }

@@ -54,14 +54,14 @@ struct BiasGradients {
     const int row_tiles = ceil_div(p.seqlen_q, size), key_tiles = ceil_div(p.seqlen_k, size);
     const Tiles own_tiles = {keeps_batch ? p.batch : 1, keeps_heads ? p.heads_q : 1,
                              keeps_rows ? row_tiles : 1, keeps_keys ? key_tiles : 1};
-    const Tiles passing = {keeps_batch ? 1 : p.batch, keeps_heads ? 1 : p.heads_q,
+    const Tiles pending_release = {keeps_batch ? 1 : p.batch, keeps_heads ? 1 : p.heads_q,
                            keeps_rows ? 1 : row_tiles, keeps_keys ? 1 : key_tiles};
     const int part = blockIdx.x % of.parts;
     const Tiles mine = own_tiles[blockIdx.x / of.parts];
-    const int64 share = (passing.count() + of.parts - 1) / of.parts;
-    const int64 end = min((part + 1) * share, passing.count());
+    const int64 share = (pending_release.count() + of.parts - 1) / of.parts;
+    const int64 end = min((part + 1) * share, pending_release.count());
     for (int64 number = part * share; number < end; ++number) {
-      const Tiles other = passing[number];
+      const Tiles other = pending_release[number];
       // Along each axis, the index in `mine` or that in `other` is 0.
       visit(mine.batch + other.batch, mine.heads + other.heads, (mine.rows + other.rows) * size,
             (mine.keys + other.keys) * size);

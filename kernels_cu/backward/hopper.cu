@@ -27,12 +27,12 @@ __device__ void hopper_gradients(const GradientMaps& maps, const GradientParams&
   const Sequence sequence = sequence_of<Config>(p, coord.batch);
   if (coord.begin >= sequence.seqlen_k) return;
   using Cta = HopperGradientCta<Config>;
-  using Place = HopperGradientPlace<Config>;
-  const Place own(p, coord, sequence);
-  Place* const shared_place = reinterpret_cast<Place*>(shared_memory + Cta::place_offset);
-  const Cta cta(p, maps, ptx::shared_address(shared_memory), Place::is_shared ? *shared_place : own);
+  using BlockInfo = HopperGradientBlockInfo<Config>;
+  const BlockInfo local_info(p, coord, sequence);
+  BlockInfo* const shared_info = reinterpret_cast<BlockInfo*>(shared_memory + Cta::block_info_offset);
+  const Cta cta(p, maps, ptx::shared_address(shared_memory), BlockInfo::is_shared ? *shared_info : local_info);
   if (threadIdx.x == 0) {
-    if (Place::is_shared) *shared_place = own;
+    if (BlockInfo::is_shared) *shared_info = local_info;
     cta.init_barriers();
     ptx::prefetch_tensormap(&maps.q);
     ptx::prefetch_tensormap(&maps.k);
@@ -51,9 +51,9 @@ __device__ void hopper_gradients(const GradientMaps& maps, const GradientParams&
     if constexpr (Config::wants_q) {
       if (warp >= 2 && is_first) {
         if constexpr (Config::wide) {
-          HopperTurnKeeper<Config>{cta, warp - 2}.keep_own();
+          HopperSemaphoreWarp<Config>{cta, warp - 2}.run();
         } else {
-          HopperGradientAdder<Config>{cta, warp - 2}.add_own();
+          HopperGradientAdder<Config>{cta, warp - 2}.run();
         }
       }
     }

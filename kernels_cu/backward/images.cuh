@@ -137,17 +137,17 @@ struct TileImages {
   __device__ static char* of_queries(const GradientParams& p, const Sequence& sequence, int batch,
                                      int head, int tile) {
     const QuerySums<Config> sums(p);
-    return begin(p, sums) + int64(sums.place(p, sequence, batch, head, tile)) * OfQueries::bytes;
+    return begin(p, sums) + int64(sums.tile_slot(p, sequence, batch, head, tile)) * OfQueries::bytes;
   }
   __device__ static char* of_keys(const GradientParams& p, const Sequence& sequence, int batch, int head,
                                   int tile) {
     const QuerySums<Config> sums(p);
-    int64 place = (int64(batch) * p.heads_kv + head) * ceil_div(p.seqlen_k, Config::Bc) + tile;
+    int64 slot = (int64(batch) * p.heads_kv + head) * ceil_div(p.seqlen_k, Config::Bc) + tile;
     if (Config::has_seqlens && p.cu_seqlens_k != nullptr) {
-      place = int64(head) * count_places<Config::Bc>(p.total_k, p.batch) +
+      slot = int64(head) * count_places<Config::Bc>(p.total_k, p.batch) +
               first_place<Config::Bc>(sequence.k_first, batch) + tile;
     }
-    return begin(p, sums) + sums.count * int64(OfQueries::bytes) + place * OfKeys::bytes;
+    return begin(p, sums) + sums.count * int64(OfQueries::bytes) + slot * OfKeys::bytes;
   }
 
  private:

@@ -29,7 +29,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
   using Base::memory, Base::shared, Base::scale_log2, Base::warp, Base::lane, Base::tiles;
   using Base::full_end, Base::key_warp, Base::side, Base::keys_at, Base::values_at, Base::ds_at;
   using Base::p_at, Base::queries_at, Base::douts_at, Base::terms_at, Base::load_keys, Base::load;
-  using Base::group, Base::is_last, Base::step_behind, Base::turn_of, Base::read;
+  using Base::group, Base::is_last, Base::step_behind, Base::order_index, Base::read;
   using Base::multiply_in_pair, Base::units, Base::second_unit, Base::scale, Base::read_ds;
   using Base::first_sum_tile, Base::first_of_p, Base::first_of_ds, Base::factors;
   using Base::clean_keys, Base::clean_queries, Base::apply_to_left;
@@ -50,7 +50,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
   float sums_k[row_tiles][2 * Columns::steps][4];
   float sums_v[row_tiles][2 * ColumnsV::steps][4];
   float seen[row_tiles][2];  // sums of P, to detect keys whose pairs are all masked
-  int passing = -1;          // tile slot whose semaphore must be released, or -1
+  int pending_release = -1;          // tile slot whose semaphore must be released, or -1
 
   using Base::Base;
 
@@ -87,14 +87,14 @@ struct MmaGradients : MmaGradientProducts<Config> {
       }
     }
     __syncthreads();
-    pass();
+    release_semaphore();
   }
 
   // Releases the semaphore of the previous tile, after a barrier of all threads that added to it.
-  __device__ void pass() {
+  __device__ void release_semaphore() {
     if constexpr (wants_q) {
       if (threadIdx.x != 0) return;
-      pass_turn(passing < 0 ? nullptr : QuerySums<Config>(p).counters + passing);
+      semaphore_release(pending_release < 0 ? nullptr : QuerySums<Config>(p).semaphores + pending_release);
     }
   }
 
@@ -103,11 +103,11 @@ struct MmaGradients : MmaGradientProducts<Config> {
     // infinite, and infinity times a missing key, 0, would make dq NaN.
     const bool is_masked = coord.begin + Bc > sequence.seqlen_k ||
                            (is_bounded && (tile < tiles.full_begin || tile >= full_end));
-    int found = 0;  // value of the semaphore, in thread 0
+    int current = 0;  // value of the semaphore, in thread 0
     if constexpr (wants_q) {
       if (threadIdx.x == 0) {
         const QuerySums<Config> sums(p);
-        found = look_at_turn(sums.counter(p, sequence, coord.batch, head, tile));
+        current = semaphore_peek(sums.semaphore(p, sequence, coord.batch, head, tile));
       }
     }
     make_pairs<true>(stage, head, tile, side() * columns, is_masked);
@@ -117,13 +117,13 @@ struct MmaGradients : MmaGradientProducts<Config> {
     }
     if constexpr (wants_q) {
       const QuerySums<Config> sums(p);
-      const int place = sums.place(p, sequence, coord.batch, head, tile);
-      const int turn = turn_of(tile);
-      if (threadIdx.x == 0) await_turn(sums.counters + place, turn, found);
+      const int slot = sums.tile_slot(p, sequence, coord.batch, head, tile);
+      const int index = order_index(tile);
+      if (threadIdx.x == 0) semaphore_wait(sums.semaphores + slot, index, current);
       __syncthreads();
       add_others(stage);
-      add_query_gradients(stage, head, tile, turn);
-      passing = place;
+      add_query_gradients(stage, head, tile, index);
+      pending_release = slot;
     } else if constexpr (side_warps > 1) {
       __syncthreads();
       add_others(stage);
@@ -146,7 +146,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
       Base::template multiply_keys_queries<columns>(scores, query_rows);
       if constexpr (wants_ds) Base::template multiply_values_douts<columns>(gradients, dout_rows);
     }
-    if (First) pass();
+    if (First) release_semaphore();
     if (is_masked) {
       weigh<true>(scores, gradients, stage, head, tile, first);
     } else {
@@ -265,11 +265,11 @@ struct MmaGradients : MmaGradientProducts<Config> {
     }
   }
 
-  __device__ void add_query_gradients(int stage, int head, int tile, int turn) {
-    const TurnOfWarp<Fragments> own(
+  __device__ void add_query_gradients(int stage, int head, int tile, int order_index) {
+    const DqAccumulator<Fragments> accumulator(
         QuerySums<Config>(p).template sums<Fragments::floats>(p, sequence, coord.batch, head, tile),
-        turn);
-    typename TurnOfWarp<Fragments>::Sums sums;
+        order_index);
+    typename DqAccumulator<Fragments>::Sums sums;
     const unsigned right = ColumnsOfSums::lane_address(keys_at(), warp % sum_column_warps);
     if constexpr (has_components) {
       constexpr int depth = finds_ds ? row_tiles : Bc % 32 == 0 ? 2 : 1;  // summed separately
@@ -285,16 +285,16 @@ struct MmaGradients : MmaGradientProducts<Config> {
         });
       }
       factors(stage).apply_to_rows(sums, first_sum_tile());
-      own.add(sums, units(stage).of_q);
+      accumulator.add(sums, units(stage).of_q);
     } else {
-      own.begin(sums);
+      accumulator.begin(sums);
 #pragma unroll
       for (int key = 0; key < Bc; key += 16) {
         LeftStep<sum_row_tiles> left[1];
         read_ds(left, key);
         ColumnsOfSums::multiply(sums, left[0], right + key * Layout::row_bytes);
       }
-      own.end(sums);
+      accumulator.end(sums);
     }
   }
 

@@ -23,7 +23,7 @@ struct SumFragments {
   static constexpr int64 floats = int64(Rows) * Columns;
 
   // Returns the offset of a lane's four floats of fragment [i][j].
-  __device__ static int place(int warp, int i, int j, int lane) {
+  __device__ static int fragment_offset(int warp, int i, int j, int lane) {
     return (((warp * row_tiles + i) * column_tiles + j) * 32 + lane) * 4;
   }
   // Return the first row, and the first column, of a warp's fragment [i][j].
@@ -41,7 +41,7 @@ struct SumFragments {
 // are `red` instructions. Before sm_90, the accumulators start from the sums of the earlier CTAs.
 // The first CTA stores, so that no kernel needs to clear the sums.
 template <class Fragments>
-struct TurnOfWarp {
+struct DqAccumulator {
   using Sums = float[Fragments::row_tiles][Fragments::column_tiles][4];
 #if __CUDA_ARCH__ >= 900
   static constexpr bool memory_adds = true;
@@ -52,9 +52,9 @@ struct TurnOfWarp {
   float* target;
   bool is_first;
 
-  __device__ TurnOfWarp(float* sums, int turn)
-      : target(sums + Fragments::place(threadIdx.x / 32, 0, 0, threadIdx.x % 32)),
-        is_first(turn == 0) {}
+  __device__ DqAccumulator(float* sums, int order_index)
+      : target(sums + Fragments::fragment_offset(threadIdx.x / 32, 0, 0, threadIdx.x % 32)),
+        is_first(order_index == 0) {}
 
   __device__ void begin(Sums& sums) const {
     clear(sums);
@@ -93,7 +93,7 @@ struct TurnOfWarp {
     for (int i = 0; i < Fragments::row_tiles; ++i) {
 #pragma unroll
       for (int j = 0; j < Fragments::column_tiles; ++j) {
-        visit(i, j, target + Fragments::place(0, i, j, 0));
+        visit(i, j, target + Fragments::fragment_offset(0, i, j, 0));
       }
     }
   }
@@ -110,7 +110,7 @@ struct QuerySums {
   static constexpr int64 unit = 512;
   int tiles;  // tile slots of a head: of all packed sequences, or of one sequence
   int count;  // tile slots of all heads
-  int* counters;
+  int* semaphores;
 
   // Constructed again at each use, so that its members take no registers in between.
   __device__ explicit QuerySums(const GradientParams& p)
@@ -119,7 +119,7 @@ struct QuerySums {
     const int64 rows = int64(p.heads_q) * (is_packed(p) ? int64(p.total_q)
                                                         : int64(p.batch) * ptx::opaque(p.seqlen_q));
     count = (is_packed(p) ? 1 : p.batch) * p.heads_q * tiles;
-    counters = reinterpret_cast<int*>(static_cast<char*>(p.workspace) +
+    semaphores = reinterpret_cast<int*>(static_cast<char*>(p.workspace) +
                                       whole(rows * int64(sizeof(*row_terms<Config>(p)))));
   }
 
@@ -128,24 +128,24 @@ struct QuerySums {
   }
 
   // Returns the tile slot of a query tile: its index in all arrays with an entry per tile.
-  __device__ int place(const GradientParams& p, const Sequence& sequence, int batch, int head,
+  __device__ int tile_slot(const GradientParams& p, const Sequence& sequence, int batch, int head,
                        int tile) const {
     if (!is_packed(p)) return (batch * p.heads_q + head) * tiles + tile;
     return head * tiles + first_place<Br>(sequence.q_first, batch) + tile;
   }
-  __device__ int* counter(const GradientParams& p, const Sequence& sequence, int batch, int head,
+  __device__ int* semaphore(const GradientParams& p, const Sequence& sequence, int batch, int head,
                           int tile) const {
-    return counters + place(p, sequence, batch, head, tile);
+    return semaphores + tile_slot(p, sequence, batch, head, tile);
   }
 
   // Returns the sums of a query tile. Each tile has `floats` floats.
   template <int64 floats>
   __device__ float* sums(const GradientParams& p, const Sequence& sequence, int batch, int head,
                          int tile) const {
-    return first_sums() + int64(place(p, sequence, batch, head, tile)) * floats;
+    return first_sums() + int64(tile_slot(p, sequence, batch, head, tile)) * floats;
   }
   __device__ float* first_sums() const {
-    return reinterpret_cast<float*>(reinterpret_cast<char*>(counters) +
+    return reinterpret_cast<float*>(reinterpret_cast<char*>(semaphores) +
                                     whole(count * int64(sizeof(int))));
   }
 
@@ -173,7 +173,7 @@ struct QueryGradientTile {
     const QuerySums<Config> all(p);
     const int tile = coord.begin / Br;
     // No CTA adds to a query tile that attends to no key, so its sums are undefined.
-    const bool is_written = *all.counter(p, sequence, coord.batch, coord.head, tile) != 0;
+    const bool is_written = *all.semaphore(p, sequence, coord.batch, coord.head, tile) != 0;
     const float* sums =
         all.template sums<Fragments::floats>(p, sequence, coord.batch, coord.head, tile);
     const auto* terms = row_terms<Config>(p) + first_row_of_head(p, sequence, coord.head) + coord.begin;
@@ -189,7 +189,7 @@ struct QueryGradientTile {
       if (is_written) {
 #pragma unroll
         for (int j = 0; j < column_tiles; ++j) {
-          ptx::ld_global_cg_v4(of[j], sums + Fragments::place(warp, i, j, lane));
+          ptx::ld_global_cg_v4(of[j], sums + Fragments::fragment_offset(warp, i, j, lane));
         }
       }
       const int first = Fragments::row(warp, i);

@@ -24,7 +24,7 @@ struct RowTermsOf {
       const QuerySums<Config> sums(p);
       const int64 step = int64(gridDim.x) * blockDim.x;
       for (int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x; i < sums.count; i += step) {
-        sums.counters[i] = 0;
+        sums.semaphores[i] = 0;
       }
     }
     UnseenRows<Config>::clear(p);

@@ -13,23 +13,23 @@
 
 // One thread of a CTA operates the semaphores; barriers order it with the other threads.
 //
-//   look_at_turn   reads the semaphore early, to hide the latency of the load
+//   semaphore_peek   reads the semaphore early, to hide the latency of the load
 //   pass_turn      releases the previous tile, after a barrier of all threads that added to it
-//   await_turn     waits for a tile, before a barrier of all threads that will add to it
+//   semaphore_wait     waits for a tile, before a barrier of all threads that will add to it
 //
-// The fence in `pass_turn` also makes the earlier load in `look_at_turn` an acquire.
-__device__ inline int look_at_turn(const int* counter) { return ptx::ld_relaxed_gpu(counter); }
+// The fence in `semaphore_release` also makes the earlier load in `semaphore_peek` an acquire.
+__device__ inline int semaphore_peek(const int* semaphore) { return ptx::ld_relaxed_gpu(semaphore); }
 
-// Increments the semaphore at `counter`. If `counter` is null, only executes the fence.
-__device__ inline void pass_turn(int* counter) {
+// Increments the semaphore at `semaphore`. If `semaphore` is null, only executes the fence.
+__device__ inline void semaphore_release(int* semaphore) {
   ptx::fence_acq_rel_gpu();
-  if (counter != nullptr) ptx::red_add_relaxed_gpu(counter, 1);
+  if (semaphore != nullptr) ptx::red_add_relaxed_gpu(semaphore, 1);
 }
 
-// Waits until the semaphore is `turn`. `found` is what `look_at_turn` returned.
-__device__ inline void await_turn(const int* counter, int turn, int found) {
-  if (found == turn) return;
-  while (ptx::ld_acquire_gpu(counter) != turn) {
+// Waits until the semaphore is `order_index`. `current` is what `semaphore_peek` returned.
+__device__ inline void semaphore_wait(const int* semaphore, int order_index, int current) {
+  if (current == order_index) return;
+  while (ptx::ld_acquire_gpu(semaphore) != order_index) {
   }
 }
 

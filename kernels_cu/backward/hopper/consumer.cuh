@@ -46,7 +46,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
 
   int sums_phase = 1;
   int sums_stage = 0;
-  int others_phase = 0;
+  int earlier_sums_phase = 0;
   float sums_k[dim / 2];
   float sums_v[dim_v / 2];
   Scores scores;                       // S^T, then P^T
@@ -142,7 +142,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     if constexpr (sums_queries) {
       Base::template wait<wants_k>(query_sums);
       if constexpr (Cta::last_writes) {
-        if (cta.order.is_last_turn(step.tile)) {
+        if (cta.order.is_last_cta(step.tile)) {
           finish_query_sums(query_sums, step, stage);
         } else {
           write_query_sums(query_sums);
@@ -209,7 +209,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
 
   __device__ unsigned sums_at() const {
     return cta.sums_at(consumer) +
-           Fragments::place(threadIdx.x / 32 % 4, 0, 0, threadIdx.x % 32) * int(sizeof(float));
+           Fragments::fragment_offset(threadIdx.x / 32 % 4, 0, 0, threadIdx.x % 32) * int(sizeof(float));
   }
   __device__ void sums_are_full() {
     Cta::arrive_warp(cta.sums_full(consumer, sums_stage));
@@ -225,7 +225,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
       unsigned of[4];
 #pragma unroll
       for (int c = 0; c < 4; ++c) of[c] = __float_as_uint(sums[4 * j + c]);
-      ptx::st_shared_v4(sums_at() + Fragments::place(0, 0, j, 0) * int(sizeof(float)), of);
+      ptx::st_shared_v4(sums_at() + Fragments::fragment_offset(0, 0, j, 0) * int(sizeof(float)), of);
     }
     ptx::fence_proxy_async();
     sums_are_full();
@@ -233,13 +233,13 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
 
   // Adds the earlier CTAs' sums and writes dq. `stage` is the stage of q and of its row statistics.
   __device__ void finish_query_sums(QueryParts& sums, const Step& step, int stage) {
-    ptx::mbarrier_wait(cta.others_full(consumer), others_phase);
-    others_phase ^= 1;
-    if (cta.order.turn_of(step.tile) > 0) {
+    ptx::mbarrier_wait(cta.earlier_sums_full(consumer), earlier_sums_phase);
+    earlier_sums_phase ^= 1;
+    if (cta.order.order_index(step.tile) > 0) {
 #pragma unroll
       for (int j = 0; j < Fragments::column_tiles; ++j) {
         unsigned of[4];
-        ptx::ld_shared_v4(of, sums_at() + Fragments::place(0, 0, j, 0) * int(sizeof(float)));
+        ptx::ld_shared_v4(of, sums_at() + Fragments::fragment_offset(0, 0, j, 0) * int(sizeof(float)));
 #pragma unroll
         for (int c = 0; c < 4; ++c) sums[4 * j + c] += __uint_as_float(of[c]);
       }

@@ -50,7 +50,7 @@ struct WarpgroupFragments {
   static constexpr int64 floats = int64(Rows) * Columns;
   static constexpr int bytes_of_consumer = 64 * columns * 4;
 
-  __device__ static int place(int warp, int, int j, int lane) {
+  __device__ static int fragment_offset(int warp, int, int j, int lane) {
     return ((warp * column_tiles + j) * 32 + lane) * 4;
   }
   __device__ static int row(int warp, int) { return by_rows ? warp * 16 : warp % 4 * 16; }
@@ -63,15 +63,15 @@ struct WarpgroupFragments {
 // both head dims are 256: 468 instead of 451 TFLOP/s (H200, 16384 tokens). For smaller head dims,
 // spilling a few registers is faster.
 template <class Config>
-struct HopperGradientPlace {
+struct HopperGradientBlockInfo {
   static constexpr bool is_shared = Config::padded_dim + Config::padded_dim_v == 512;
 
   GradientTileCoord coord;
   Sequence sequence;
   Mask<Config> mask;
-  TurnOrder<Config::Br, Config::Bc, Config> order;
+  DqOrder<Config::Br, Config::Bc, Config> order;
 
-  __device__ HopperGradientPlace(const GradientParams& p, const GradientTileCoord& coord,
+  __device__ HopperGradientBlockInfo(const GradientParams& p, const GradientTileCoord& coord,
                                  const Sequence& sequence)
       : coord(coord),
         sequence(sequence),
@@ -111,7 +111,7 @@ struct HopperGradientCta {
   static_assert(KeyTile::box_row_bytes == 128 && ValueTile::box_row_bytes == 128, "slabs of 64 columns");
 
   // Shared memory: k, v, the rings of q and dout, dS, the dq sums (or P, for wide heads), row
-  // statistics, barriers and `HopperGradientPlace`.
+  // statistics, barriers and `HopperGradientBlockInfo`.
   static constexpr int value_offset = KeyTile::bytes;
   static constexpr int query_offset = value_offset + ValueTile::bytes;
   static constexpr int dout_offset = query_offset + Config::q_stages * QueryTile::bytes;
@@ -131,9 +131,9 @@ struct HopperGradientCta {
   static constexpr int arrived_barriers = Config::q_stages + Config::dout_stages;
   static constexpr int barriers =
       ring_barriers + other_barriers + (inspects ? arrived_barriers : 0);
-  static constexpr int place_offset = barrier_offset + barriers * 8, place_bytes = 96;
-  static_assert(sizeof(HopperGradientPlace<Config>) <= place_bytes, "room for it");
-  static_assert(place_offset + place_bytes == Config::shared_memory, "as the host planned");
+  static constexpr int block_info_offset = barrier_offset + barriers * 8, block_info_bytes = 96;
+  static_assert(sizeof(HopperGradientBlockInfo<Config>) <= block_info_bytes, "room for it");
+  static_assert(block_info_offset + block_info_bytes == Config::shared_memory, "as the host planned");
 
   // Whether some queries may attend to only some of their sequence's keys.
   static constexpr bool is_bounded = Config::causal || Config::modified;
@@ -144,17 +144,17 @@ struct HopperGradientCta {
   const GradientTileCoord& coord;
   const Sequence& sequence;
   const Mask<Config>& mask;
-  const TurnOrder<Br, Bc, Config>& order;
+  const DqOrder<Br, Bc, Config>& order;
 
   __device__ HopperGradientCta(const GradientParams& p, const GradientMaps& maps, unsigned shared,
-                               const HopperGradientPlace<Config>& place)
+                               const HopperGradientBlockInfo<Config>& block_info)
       : p(p),
         maps(maps),
         shared(shared),
-        coord(place.coord),
-        sequence(place.sequence),
-        mask(place.mask),
-        order(place.order) {}
+        coord(block_info.coord),
+        sequence(block_info.sequence),
+        mask(block_info.mask),
+        order(block_info.order) {}
 
   // ---- Sequence of query tiles: for each query head of the group, from the first to the last.
 
@@ -229,14 +229,14 @@ struct HopperGradientCta {
   __device__ unsigned sums_full(int consumer, int stage) const {
     return sums_empty(consumers + sums_stages * consumer + stage);
   }
-  __device__ unsigned others_full(int consumer) const {
+  __device__ unsigned earlier_sums_full(int consumer) const {
     return barrier(ring_barriers + 3 + consumers + consumers * sums_stages + consumer);
   }
   // Barriers of consumers with the same keys (wide.cuh).
   __device__ unsigned weights_full() const { return barrier(ring_barriers + 3); }
   __device__ unsigned ds_full() const { return barrier(ring_barriers + 4); }
-  __device__ unsigned turn_full(int stage) const { return barrier(ring_barriers + 5 + stage); }
-  __device__ unsigned added(int stage) const { return turn_full(sums_stages + stage); }
+  __device__ unsigned semaphore_acquired(int stage) const { return barrier(ring_barriers + 5 + stage); }
+  __device__ unsigned dq_added(int stage) const { return semaphore_acquired(sums_stages + stage); }
   __device__ unsigned q_arrived(int stage) const {
     return barrier(ring_barriers + other_barriers + stage);
   }
@@ -263,13 +263,13 @@ struct HopperGradientCta {
       ptx::mbarrier_init(weights_full(), 4);
       ptx::mbarrier_init(ds_full(), 4);
       for (int stage = 0; stage < sums_stages; ++stage) {
-        ptx::mbarrier_init(turn_full(stage), 1);
-        ptx::mbarrier_init(added(stage), warps);
+        ptx::mbarrier_init(semaphore_acquired(stage), 1);
+        ptx::mbarrier_init(dq_added(stage), warps);
       }
     } else {
       for (int consumer = 0; consumer < consumers; ++consumer) {
         ptx::mbarrier_init(sums_empty(consumer), 1);
-        ptx::mbarrier_init(others_full(consumer), 1);
+        ptx::mbarrier_init(earlier_sums_full(consumer), 1);
         for (int stage = 0; stage < sums_stages; ++stage) {
           ptx::mbarrier_init(sums_full(consumer, stage), 4);
         }

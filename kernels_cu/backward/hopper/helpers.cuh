@@ -177,7 +177,7 @@ struct HopperGradientAdder {
   const int lane_index;
   int phase = 0;
 
-  __device__ void add_own() {
+  __device__ void run() {
     int index = 0;
     for (Step step = cta.first_step();; step = cta.step_behind(step)) {
       if (index == lane_index) add(step);
@@ -189,28 +189,28 @@ struct HopperGradientAdder {
  private:
   __device__ void add(const Step& step) {
     const QuerySums<Config> all(cta.p);
-    int* counter = all.counter(cta.p, cta.sequence, cta.coord.batch, step.head, step.tile);
+    int* semaphore = all.semaphore(cta.p, cta.sequence, cta.coord.batch, step.head, step.tile);
     float* target =
         all.template sums<Fragments::floats>(cta.p, cta.sequence, cta.coord.batch, step.head, step.tile);
-    const int turn = cta.order.turn_of(step.tile);
-    while (ptx::ld_acquire_gpu(counter) != turn) {
+    const int order_index = cta.order.order_index(step.tile);
+    while (ptx::ld_acquire_gpu(semaphore) != order_index) {
     }
     ptx::fence_proxy_async_global();
-    if (Cta::last_writes && cta.order.is_last_turn(step.tile)) {
-      bring_others(target, turn);
+    if (Cta::last_writes && cta.order.is_last_cta(step.tile)) {
+      load_earlier_sums(target, order_index);
     } else {
-      add_sums(target, turn);
-      pass_turn(counter);
+      add_sums(target, order_index);
+      semaphore_release(semaphore);
     }
     phase ^= 1;
   }
 
-  __device__ void add_sums(float* target, int turn) {
+  __device__ void add_sums(float* target, int order_index) {
 #pragma unroll
     for (int consumer = 0; consumer < Cta::consumers; ++consumer) {
       ptx::mbarrier_wait(cta.sums_full(consumer, lane_index), phase);
       float* part = target + consumer * (bytes / 4);
-      if (turn == 0) {
+      if (order_index == 0) {
         ptx::cp_async_bulk_store(part, cta.sums_at(consumer), bytes);
       } else {
         ptx::cp_reduce_async_bulk_add(part, cta.sums_at(consumer), bytes);
@@ -228,17 +228,17 @@ struct HopperGradientAdder {
   }
 
   // Loads the earlier sums into the buffer. Consumers arrive at `sums_full` once they read them.
-  __device__ void bring_others(const float* source, int turn) {
+  __device__ void load_earlier_sums(const float* source, int order_index) {
 #pragma unroll
     for (int consumer = 0; consumer < Cta::consumers; ++consumer) {
       // Wait until the other lane has released the buffer of the previous tile.
       ptx::mbarrier_wait(cta.sums_empty(consumer), lane_index ^ 1);
-      if (turn == 0) {
-        ptx::mbarrier_arrive(cta.others_full(consumer));
+      if (order_index == 0) {
+        ptx::mbarrier_arrive(cta.earlier_sums_full(consumer));
       } else {
-        ptx::mbarrier_arrive_expect_tx(cta.others_full(consumer), bytes);
+        ptx::mbarrier_arrive_expect_tx(cta.earlier_sums_full(consumer), bytes);
         ptx::cp_async_bulk(cta.sums_at(consumer), source + consumer * (bytes / 4), bytes,
-                           cta.others_full(consumer));
+                           cta.earlier_sums_full(consumer));
       }
     }
 #pragma unroll

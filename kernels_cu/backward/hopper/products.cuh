@@ -475,8 +475,8 @@ struct HopperGradientProducts {
       Cta::sync_consumer(consumer);
       constexpr int chunks = column_tiles * parts, columns_of_chunk = 16 / sizeof(Gradient);
 #pragma unroll 4
-      for (int place = threadIdx.x % 128; place < 64 * chunks; place += 128) {
-        const int row = place / chunks, chunk = place % chunks;
+      for (int block_info = threadIdx.x % 128; block_info < 64 * chunks; block_info += 128) {
+        const int row = block_info / chunks, chunk = block_info % chunks;
         if (row >= left) break;
         unsigned bits[4];
         ptx::ld_shared_v4(

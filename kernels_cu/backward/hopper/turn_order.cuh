@@ -8,7 +8,7 @@
 
 // Index of a CTA, whose keys start at `begin`, in the dq order of each query tile.
 template <int Br, int Bc, class Config>
-struct TurnOrder {
+struct DqOrder {
   Mask<Config> mask;
   int begin;
   int rows;  // query rows of the sequence
@@ -16,7 +16,7 @@ struct TurnOrder {
   int first_tile;
   int end_tile;
 
-  __device__ TurnOrder(const Mask<Config>& mask, int begin, int rows)
+  __device__ DqOrder(const Mask<Config>& mask, int begin, int rows)
       : mask(mask), begin(begin), rows(rows) {
     const QueryTileRange tiles =
         query_tile_range<Br>(mask, begin, min(begin + Bc, mask.seqlen_k), rows);
@@ -26,12 +26,12 @@ struct TurnOrder {
   }
 
   // Returns the CTA's index in the dq order of a query tile. The order skips masked KV tiles.
-  __device__ int turn_of(int tile) const {
+  __device__ int order_index(int tile) const {
     const int seen = mask.visible_end(min((tile + 1) * Br, rows) - 1);
     return ceil_div(seen, Bc) - 1 - begin / Bc;
   }
   // Returns whether the CTA is the last one in the dq order of a query tile.
-  __device__ bool is_last_turn(int tile) const {
+  __device__ bool is_last_cta(int tile) const {
     return begin / Bc == mask.visible_begin(tile * Br) / Bc;
   }
 };

@@ -36,7 +36,7 @@ struct HopperWideProducts : HopperGradientProducts<Config> {
   static_assert(Base::parts == 1 && Config::Bc == 64, "a tile is a part, and keys are shared");
 
   int phase = 0;  // phase of the barriers that complete once per tile
-  PipelineState<Cta::sums_stages> turn_ring = {};
+  PipelineState<Cta::sums_stages> semaphore_ring = {};
   unsigned no_operand[1];  // stands for keys in registers; here they stay in shared memory
 
   using Base::Base;
@@ -68,14 +68,14 @@ struct HopperWideProducts : HopperGradientProducts<Config> {
     const int warp = 4 * consumer + threadIdx.x / 32 % 4;
     float* target =
         all.template sums<Fragments::floats>(cta.p, cta.sequence, cta.coord.batch, step.head, step.tile) +
-        Fragments::place(warp, 0, Chunk * column_tiles, threadIdx.x % 32);
-    const bool is_first = cta.order.turn_of(step.tile) == 0;
-    if (Chunk == 0) ptx::mbarrier_wait(cta.turn_full(turn_ring.index), turn_ring.phase);
+        Fragments::fragment_offset(warp, 0, Chunk * column_tiles, threadIdx.x % 32);
+    const bool is_first = cta.order.order_index(step.tile) == 0;
+    if (Chunk == 0) ptx::mbarrier_wait(cta.semaphore_acquired(semaphore_ring.index), semaphore_ring.phase);
     const auto put = [&](auto put_at) {
 #pragma unroll
       for (int j = 0; j < column_tiles; ++j) {
         const float of[4] = {sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]};
-        put_at(target + Fragments::place(0, 0, j, 0), of);
+        put_at(target + Fragments::fragment_offset(0, 0, j, 0), of);
       }
     };
     if (is_first) {
@@ -84,8 +84,8 @@ struct HopperWideProducts : HopperGradientProducts<Config> {
       put([](float* fragment, const float(&of)[4]) { ptx::red_add_v4(fragment, of); });
     }
     if constexpr (Chunk == Base::query_chunks - 1) {
-      Cta::arrive_warp(cta.added(turn_ring.index));
-      turn_ring.advance();
+      Cta::arrive_warp(cta.dq_added(semaphore_ring.index));
+      semaphore_ring.advance();
     }
   }
 
@@ -324,7 +324,7 @@ struct HopperKeyConsumer : HopperWideProducts<Config> {
 // Run by two lanes, of two warps, on alternate query tiles, as a release takes long. Waits for the
 // dq semaphore on behalf of the consumers, and releases it when both have added.
 template <class Config>
-struct HopperTurnKeeper {
+struct HopperSemaphoreWarp {
   using Cta = HopperGradientCta<Config>;
   using Step = typename Cta::Step;
 
@@ -332,25 +332,25 @@ struct HopperTurnKeeper {
   const int lane_index;
   int phase = 0;
 
-  __device__ void keep_own() {
+  __device__ void run() {
     int index = 0;
     for (Step step = cta.first_step();; step = cta.step_behind(step)) {
-      if (index == lane_index) keep(step);
+      if (index == lane_index) process(step);
       index ^= 1;
       if (cta.is_last(step)) break;
     }
   }
 
  private:
-  __device__ void keep(const Step& step) {
+  __device__ void process(const Step& step) {
     const QuerySums<Config> all(cta.p);
-    int* counter = all.counter(cta.p, cta.sequence, cta.coord.batch, step.head, step.tile);
-    const int turn = cta.order.turn_of(step.tile);
-    while (ptx::ld_acquire_gpu(counter) != turn) {
+    int* semaphore = all.semaphore(cta.p, cta.sequence, cta.coord.batch, step.head, step.tile);
+    const int order_index = cta.order.order_index(step.tile);
+    while (ptx::ld_acquire_gpu(semaphore) != order_index) {
     }
-    ptx::mbarrier_arrive(cta.turn_full(lane_index));
-    ptx::mbarrier_wait(cta.added(lane_index), phase);
-    pass_turn(counter);
+    ptx::mbarrier_arrive(cta.semaphore_acquired(lane_index));
+    ptx::mbarrier_wait(cta.dq_added(lane_index), phase);
+    semaphore_release(semaphore);
     phase ^= 1;
   }
 };

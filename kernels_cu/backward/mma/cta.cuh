@@ -149,7 +149,7 @@ struct MmaGradientCta {
   }
 
   // Returns the CTA's index in the dq order of a query tile. The order skips masked KV tiles.
-  __device__ int turn_of(int tile) const {
+  __device__ int order_index(int tile) const {
     return coord.begin / Bc - (Config::window_left ? mask.visible_begin(tile * Br) / Bc : 0);
   }
 

@@ -30,9 +30,9 @@ template <class Config>
 void print_of(const std::vector<int>& n) {
   const Mask<Config> mask(n[1], n[2], band<Config>(n));
   for (int begin = 0; begin < mask.seqlen_k; begin += Bc) {
-    const TurnOrder<Br, Bc, Config> order(mask, begin, n[0]);
+    const DqOrder<Br, Bc, Config> order(mask, begin, n[0]);
     for (int tile = order.first_tile; tile < order.end_tile; ++tile) {
-      std::printf("%d %d %d %d ", begin / Bc, tile, order.turn_of(tile), order.is_last_turn(tile));
+      std::printf("%d %d %d %d ", begin / Bc, tile, order.order_index(tile), order.is_last_cta(tile));
     }
   }
   std::printf("\n");

@@ -144,8 +144,8 @@ struct TileImages {
     const QuerySums<Config> sums(p);
     int64 slot = (int64(batch) * p.heads_kv + head) * ceil_div(p.seqlen_k, Config::Bc) + tile;
     if (Config::has_seqlens && p.cu_seqlens_k != nullptr) {
-      slot = int64(head) * count_places<Config::Bc>(p.total_k, p.batch) +
-              first_place<Config::Bc>(sequence.k_first, batch) + tile;
+      slot = int64(head) * count_tile_slots<Config::Bc>(p.total_k, p.batch) +
+              first_tile_slot<Config::Bc>(sequence.k_first, batch) + tile;
     }
     return begin(p, sums) + sums.count * int64(OfQueries::bytes) + slot * OfKeys::bytes;
   }
@@ -417,7 +417,7 @@ template <class Config>
 __device__ void make_tile_images(const GradientParams& p) {
   using Maker = ImageMaker<Config>;
   __shared__ typename Maker::Shared shared;
-  const int of_queries = GradientRows<false>(p).template blocks<Config::Br>(p.batch);
+  const int of_queries = GradientTiling<false>(p).template blocks<Config::Br>(p.batch);
   const int block = blockIdx.x;
   if (block < of_queries) {
     Maker{shared}.of_queries(p, block);

@@ -118,12 +118,12 @@ __device__ Sequence sequence_of(const Params& p, int batch) {
   if constexpr (Config::has_seqlens) {
     Sequence found = find_sequence<0>(p, batch);
     if (p.cu_seqlens_q != nullptr) {
-      const PackedPart own = rows_of_sequence(p.cu_seqlens_q, p.batch, p.total_q, batch);
+      const PackedRange own = rows_of_sequence(p.cu_seqlens_q, p.batch, p.total_q, batch);
       found.q_first = own.begin;
       found.seqlen_q = clamp(own.end - own.begin, 0, found.seqlen_q);
     }
     if (p.cu_seqlens_k != nullptr) {
-      const PackedPart own = rows_of_sequence(p.cu_seqlens_k, p.batch, p.total_k, batch);
+      const PackedRange own = rows_of_sequence(p.cu_seqlens_k, p.batch, p.total_k, batch);
       found.k_first = own.begin;
       found.seqlen_k = clamp(own.end - own.begin, 0, found.seqlen_k);
     }

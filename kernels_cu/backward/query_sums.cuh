@@ -114,7 +114,7 @@ struct QuerySums {
 
   // Constructed again at each use, so that its members take no registers in between.
   __device__ explicit QuerySums(const GradientParams& p)
-      : tiles(is_packed(p) ? count_places<Br>(p.total_q, p.batch)
+      : tiles(is_packed(p) ? count_tile_slots<Br>(p.total_q, p.batch)
                            : ceil_div(ptx::opaque(p.seqlen_q), Br)) {
     const int64 rows = int64(p.heads_q) * (is_packed(p) ? int64(p.total_q)
                                                         : int64(p.batch) * ptx::opaque(p.seqlen_q));
@@ -131,7 +131,7 @@ struct QuerySums {
   __device__ int tile_slot(const GradientParams& p, const Sequence& sequence, int batch, int head,
                        int tile) const {
     if (!is_packed(p)) return (batch * p.heads_q + head) * tiles + tile;
-    return head * tiles + first_place<Br>(sequence.q_first, batch) + tile;
+    return head * tiles + first_tile_slot<Br>(sequence.q_first, batch) + tile;
   }
   __device__ int* semaphore(const GradientParams& p, const Sequence& sequence, int batch, int head,
                           int tile) const {

@@ -11,13 +11,13 @@
 #include "backward/work.cuh"
 #include "score/mask.cuh"
 
-template <class Config, bool OfKeys>
+template <class Config, bool OfKv>
 struct SimtGradients {
   using Element = typename Config::Element;
   using Gradient = typename Config::Gradient;
   using T = Accumulator<Element>;
-  static constexpr int rows = OfKeys ? Config::Bc : Config::Br;
-  static constexpr int columns = OfKeys ? Config::Br : Config::Bc;
+  static constexpr int rows = OfKv ? Config::Bc : Config::Br;
+  static constexpr int columns = OfKv ? Config::Br : Config::Bc;
   using Products = SimtProducts<Element, rows, columns>;
   static constexpr int side = Products::side;
   static constexpr int own_rows = Products::own_rows;
@@ -65,7 +65,7 @@ struct SimtGradients {
     for (int i = 0; i < own_rows; ++i) seen[i] = 0;
     const int stop = min(coord.begin + rows, row_count());
     const int group = p.heads_q / p.heads_kv;
-    if constexpr (OfKeys) {
+    if constexpr (OfKv) {
       const QueryTileRange tiles = query_tile_range<columns>(mask, coord.begin, stop, sequence.seqlen_q);
       for (int head = coord.head * group; head < (coord.head + 1) * group; ++head) {
         for (int tile = tiles.begin; tile < tiles.end; ++tile) {
@@ -99,7 +99,7 @@ struct SimtGradients {
     }
   }
 
-  __device__ int row_count() const { return OfKeys ? sequence.seqlen_k : sequence.seqlen_q; }
+  __device__ int row_count() const { return OfKv ? sequence.seqlen_k : sequence.seqlen_q; }
   __device__ Rows queries(const Tensor& tensor, int head) const {
     return query_rows<Element>(tensor, sequence, head);
   }
@@ -126,7 +126,7 @@ struct SimtGradients {
       }
     }
     Products::template add<Config::head_dim, hides>(sums, shared.operands, shared.ds, second, column);
-    if constexpr (OfKeys) {
+    if constexpr (OfKv) {
       Products::template add<Config::head_dim_v, hides>(sums_v, shared.operands, shared.p,
                                                         second_v, column);
     }
@@ -140,7 +140,7 @@ struct SimtGradients {
     };
     const int row = coord.begin + y;
     const auto step = [](int n) { return n * side; };
-    if constexpr (OfKeys) {
+    if constexpr (OfKv) {
       const Weigh<Config, own_columns, own_rows> weigh = {p, mask, sequence, coord.batch, head, scale_log2};
       weigh.template run<true>([&](int r) { return column + r * side; }, row,
                                [&](int r) { return terms(column + r * side); },
@@ -159,7 +159,7 @@ struct SimtGradients {
   __device__ bool is_seen(int i) const {
     const int row = coord.begin + y + i * side;
     bool found;
-    if constexpr (OfKeys) {
+    if constexpr (OfKv) {
       found = mask.first_row(row, sequence.seqlen_q) < mask.last_row(row, sequence.seqlen_q);
     } else {
       found = mask.visible_begin(row) < mask.visible_end(row);
@@ -178,7 +178,7 @@ struct SimtGradients {
 #pragma unroll
     for (int i = 0; i < own_rows; ++i) {
       const bool found = is_seen(i);
-      if constexpr (OfKeys) {
+      if constexpr (OfKv) {
         write<Config::head_dim>(p.dk, i, sums, found, scale);
         write<Config::head_dim_v>(p.dv, i, sums_v, found, T(1));
       } else {
@@ -192,8 +192,8 @@ struct SimtGradients {
                         bool found, T factor) {
     const int row = coord.begin + y + i * side;
     if (tensor.data == nullptr || row >= row_count()) return;
-    const int batch = OfKeys ? sequence.k_batch : sequence.q_batch;
-    const int64 place = (OfKeys ? sequence.k_first : sequence.q_first) + int64(row);
+    const int batch = OfKv ? sequence.k_batch : sequence.q_batch;
+    const int64 place = (OfKv ? sequence.k_first : sequence.q_first) + int64(row);
     Gradient* output = tensor.head<Gradient>(batch, coord.head) + place * tensor.row_stride;
 #pragma unroll
     for (int s = 0; s < Slices; ++s) {
@@ -206,14 +206,14 @@ struct SimtGradients {
   }
 };
 
-template <class Config, bool OfKeys>
+template <class Config, bool OfKv>
 __device__ void simt_gradients(const GradientParams& p) {
-  using Kernel = SimtGradients<Config, OfKeys>;
+  using Kernel = SimtGradients<Config, OfKv>;
   extern __shared__ __align__(16) unsigned char shared_memory[];
   const GradientTileCoord coord =
-      gradient_tile_coord<Config, Kernel::rows, OfKeys, !OfKeys>(p, blockIdx.x);
+      gradient_tile_coord<Config, Kernel::rows, OfKv, !OfKv>(p, blockIdx.x);
   const Sequence sequence = sequence_of<Config>(p, coord.batch);
-  if (coord.begin >= (OfKeys ? sequence.seqlen_k : sequence.seqlen_q)) return;
+  if (coord.begin >= (OfKv ? sequence.seqlen_k : sequence.seqlen_q)) return;
   Kernel(p, coord, sequence, *reinterpret_cast<typename Kernel::Shared*>(shared_memory)).run();
 }
 

@@ -63,7 +63,7 @@ struct UnseenRows {
 
   __device__ static bool is_unseeing(const GradientParams& p, int batch, int row) {
     if (Config::has_seqlens && p.cu_seqlens_q != nullptr) {
-      batch = rows_around(p.cu_seqlens_q, p.batch, p.total_q, row).sequence;
+      batch = find_sequence_rows(p.cu_seqlens_q, p.batch, p.total_q, row).sequence;
     }
     const Sequence sequence = sequence_of<Config>(p, batch);
     row -= sequence.q_first;
@@ -73,7 +73,7 @@ struct UnseenRows {
 
   __device__ static bool is_key_of_none(const GradientParams& p, int batch, int row) {
     if (p.cu_seqlens_k != nullptr) {
-      batch = rows_around(p.cu_seqlens_k, p.batch, p.total_k, row).sequence;
+      batch = find_sequence_rows(p.cu_seqlens_k, p.batch, p.total_k, row).sequence;
     }
     const Sequence sequence = sequence_of<Config>(p, batch);
     return row < sequence.k_first || row - sequence.k_first >= sequence.seqlen_k;

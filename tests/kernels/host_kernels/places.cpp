@@ -10,7 +10,7 @@
 
 constexpr int Rows = 24;
 
-void print(const PackedPart& partial_tile) {
+void print(const PackedRange& partial_tile) {
   std::printf("%d %d %d ", partial_tile.sequence, partial_tile.begin, partial_tile.end);
 }
 
@@ -20,11 +20,11 @@ int main() {
     const int total = read(1)[0];
     const std::vector<int> starts = read(batch + 1);
     const int* const from = starts.data();
-    for (int place = 0; place < count_places<Rows>(total, batch); ++place) {
-      print(places_around<Rows>(from, batch, total, place));
+    for (int slot = 0; slot < count_tile_slots<Rows>(total, batch); ++slot) {
+      print(find_tile_slots<Rows>(from, batch, total, slot));
     }
     std::printf("\n");
-    for (int row = 0; row < total; ++row) print(rows_around(from, batch, total, row));
+    for (int row = 0; row < total; ++row) print(find_sequence_rows(from, batch, total, row));
     std::printf("\n");
     for (int i = 0; i < batch; ++i) print(rows_of_sequence(from, batch, total, i));
     std::printf("\n");

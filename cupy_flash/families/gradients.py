@@ -97,7 +97,7 @@ def schedule(
     assert gradient is not None
     terms = Launch(
         ROW_TERMS,
-        "find_row_terms",
+        "preprocess",
         (_terms_blocks(problem), 1, 1),
         _TERMS_THREADS,
         arguments=("gradients",),

@@ -18,11 +18,11 @@
 #include "tile/element.cuh"
 
 // Returns whether rows of q, or of dout, with these row statistics are cleared.
-__device__ inline bool clears_q(const RowTerms<float>& terms) {
-  return !(terms.lse_log2 < SoftmaxMath<float>::infinity());
+__device__ inline bool clears_q(const RowStats<float>& stats) {
+  return !(stats.lse_log2 < SoftmaxMath<float>::infinity());
 }
-__device__ inline bool clears_dout(const RowTerms<float>& terms) {
-  return terms.lse_log2 == SoftmaxMath<float>::infinity();
+__device__ inline bool clears_dout(const RowStats<float>& stats) {
+  return stats.lse_log2 == SoftmaxMath<float>::infinity();
 }
 
 // Bit pattern of +infinity in a 16-bit type.

@@ -47,7 +47,7 @@ __device__ void hopper_gradients(const GradientMaps& maps, const GradientParams&
     if (!cta.has_steps()) return;
     const bool is_first = threadIdx.x % 32 == 0;
     if (warp == 0 && is_first) HopperGradientLoader<Config>{cta}.load_all();
-    if (warp == 1) HopperGradientTerms<Config>{cta}.bring_all();
+    if (warp == 1) HopperRowStatsLoader<Config>{cta}.load_all();
     if constexpr (Config::wants_q) {
       if (warp >= 2 && is_first) {
         if constexpr (Config::wide) {

@@ -110,23 +110,23 @@ struct KeyScales {
   __device__ bool is_infinite(int key) const { return infinite[key / 32] >> key % 32 & 1; }
 };
 
-// Layout of a preswizzled tile of `Rows` rows, with `TermBytes` bytes of row statistics per row.
-template <int Rows, int Dim, int DimV, int TermBytes>
+// Layout of a preswizzled tile of `Rows` rows, with `StatsBytes` bytes of row statistics per row.
+template <int Rows, int Dim, int DimV, int StatsBytes>
 struct TileImage {
   using Layout = SwizzledRows<half_t, 2 * Dim>;
   using LayoutV = SwizzledRows<half_t, 2 * DimV>;
-  static constexpr int second_at = Rows * Layout::row_bytes;
-  static constexpr int terms_at = second_at + Rows * LayoutV::row_bytes;
-  static constexpr int scales_at = terms_at + Rows * TermBytes;
-  static constexpr int bytes = scales_at + 128;  // keeps the next tile aligned for the swizzle
+  static constexpr int second_offset = Rows * Layout::row_bytes;
+  static constexpr int stats_offset = second_offset + Rows * LayoutV::row_bytes;
+  static constexpr int scales_offset = stats_offset + Rows * StatsBytes;
+  static constexpr int bytes = scales_offset + 128;  // keeps the next tile aligned for the swizzle
 };
 
 // Preswizzled query tiles and KV tiles. `Config` has `Br`, `Bc`, `padded_dim`, `padded_dim_v`.
 template <class Config>
 struct TileImages {
-  using Terms = RowTerms<float>;
+  using Stats = RowStats<float>;
   using OfQueries =
-      TileImage<Config::Br, Config::padded_dim, Config::padded_dim_v, int(sizeof(Terms))>;
+      TileImage<Config::Br, Config::padded_dim, Config::padded_dim_v, int(sizeof(Stats))>;
   using OfKeys = TileImage<Config::Bc, Config::padded_dim, Config::padded_dim_v, 0>;
   static constexpr int64 sums_of_tile =
       Config::wants_q ? int64(Config::Br) * Config::padded_dim : 0;
@@ -204,14 +204,14 @@ struct ImageMaker {
     const float* rows;
     int64 stride;
     int left;
-    const typename Images::Terms* terms;  // row statistics; null for a KV tile
+    const typename Images::Stats* stats;  // row statistics; null for a KV tile
     bool is_q = false;
     bool is_k = false;
 
     __device__ bool exists(int row) const {
       if (row >= min(left, Rows)) return false;
-      if (terms == nullptr) return true;
-      return !(is_q ? clears_q(terms[row]) : clears_dout(terms[row]));
+      if (stats == nullptr) return true;
+      return !(is_q ? clears_q(stats[row]) : clears_dout(stats[row]));
     }
 
     // Returns eight columns of a row, with zeros past the last column.
@@ -342,18 +342,18 @@ struct ImageMaker {
     const auto rows = [&](const Tensor& tensor) {
       return tensor.head<const float>(sequence.q_batch, coord.head) + first_row * tensor.row_stride;
     };
-    const auto* terms = row_terms<Config>(p) + first_row_of_head(p, sequence, coord.head) + coord.begin;
+    const auto* stats = row_stats<Config>(p) + first_row_of_head(p, sequence, coord.head) + coord.begin;
     QueryScales scales = {};
     float norm;
-    scales.q = Part<Br, Config::head_dim, Config::padded_dim>{rows(p.q), p.q.row_stride, left, terms, true}
+    scales.q = Part<Br, Config::head_dim, Config::padded_dim>{rows(p.q), p.q.row_stride, left, stats, true}
                    .write(*this, image, norm);
     const Part<Br, Config::head_dim_v, Config::padded_dim_v> dout = {
-        rows(p.dout), p.dout.row_stride, left, terms};
+        rows(p.dout), p.dout.row_stride, left, stats};
     const float top = dout.largest(*this, [&](int row, float of_row) { shared.tops[row] = of_row; });
     static_assert(Br <= threads, "a thread has a row at most");
     const int row = threadIdx.x;
     const bool is_own = row < Br;
-    auto own = is_own && row < left ? terms[row] : typename Images::Terms{};
+    auto own = is_own && row < left ? stats[row] : typename Images::Stats{};
     if (clears_dout(own)) own.delta = 0;
     const auto finite_size = [&] {
       const float size = fabsf(own.delta);
@@ -365,12 +365,12 @@ struct ImageMaker {
       const float factor = find_factor(row, own.delta, top, delta);
       own.delta *= factor;
       most = shared.tops[row] * factor;
-      reinterpret_cast<typename Images::Terms*>(image + Image::terms_at)[row] = own;
+      reinterpret_cast<typename Images::Stats*>(image + Image::stats_offset)[row] = own;
     }
     const Unit unit = Unit::for_largest(largest(most));
     scales.dout = unit.size;
     scales.delta = largest(finite_size());
-    scales.dout_norm = dout.write(*this, image + Image::second_at, unit, [&](int of) {
+    scales.dout_norm = dout.write(*this, image + Image::second_offset, unit, [&](int of) {
       return RowFactors::inverse(shared.powers[of]);
     });
     if (threadIdx.x == 0) {
@@ -379,7 +379,7 @@ struct ImageMaker {
         scales.factors.differ |= shared.powers[i] != 0;
       }
     }
-    if (threadIdx.x == 0) *reinterpret_cast<QueryScales*>(image + Image::scales_at) = scales;
+    if (threadIdx.x == 0) *reinterpret_cast<QueryScales*>(image + Image::scales_offset) = scales;
   }
 
   __device__ void of_keys(const GradientParams& p, int block) const {
@@ -403,13 +403,13 @@ struct ImageMaker {
             .write(*this, image, norm);
     scales.v = Part<Bc, Config::head_dim_v, Config::padded_dim_v>{rows(p.v), p.v.row_stride, left,
                                                                   nullptr}
-                   .write(*this, image + Image::second_at, scales.v_norm);
+                   .write(*this, image + Image::second_offset, scales.v_norm);
 #pragma unroll
     for (int i = 0; i < words; ++i) {
       scales.infinite[i] = shared.infinite[i];
       scales.has_infinite |= scales.infinite[i] != 0;
     }
-    if (threadIdx.x == 0) *reinterpret_cast<KeyScales*>(image + Image::scales_at) = scales;
+    if (threadIdx.x == 0) *reinterpret_cast<KeyScales*>(image + Image::scales_offset) = scales;
   }
 };
 

@@ -25,10 +25,10 @@ struct MmaGradients : MmaGradientProducts<Config> {
   using Base::Bc, Base::stages, Base::threads, Base::side_warps, Base::warp_keys, Base::row_tiles;
   using Base::columns, Base::passes, Base::sum_column_warps, Base::sum_row_tiles, Base::paired;
   using Base::finds_p, Base::finds_ds, Base::is_bounded, Base::exchanges_p, Base::exchanges_ds;
-  using Base::stage_bytes, Base::stages_at, Base::p, Base::coord, Base::sequence, Base::mask;
+  using Base::stage_bytes, Base::stages_offset, Base::p, Base::coord, Base::sequence, Base::mask;
   using Base::memory, Base::shared, Base::scale_log2, Base::warp, Base::lane, Base::tiles;
-  using Base::full_end, Base::key_warp, Base::side, Base::keys_at, Base::values_at, Base::ds_at;
-  using Base::p_at, Base::queries_at, Base::douts_at, Base::terms_at, Base::load_keys, Base::load;
+  using Base::full_end, Base::key_warp, Base::side, Base::keys_address, Base::values_address, Base::ds_address;
+  using Base::p_address, Base::queries_address, Base::dout_address, Base::stats_address, Base::load_keys, Base::load;
   using Base::group, Base::is_last, Base::step_behind, Base::order_index, Base::read;
   using Base::multiply_in_pair, Base::units, Base::second_unit, Base::scale, Base::read_ds;
   using Base::first_sum_tile, Base::first_of_p, Base::first_of_ds, Base::factors;
@@ -42,7 +42,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
   using typename Base::ColumnsV;
   using typename Base::ColumnsOfSums;
   using typename Base::Fragments;
-  using typename Base::Terms;
+  using typename Base::Stats;
   using typename Base::Step;
   using typename Base::Left;
   using typename Base::Units;
@@ -134,8 +134,8 @@ struct MmaGradients : MmaGradientProducts<Config> {
   // and adds what they contribute to the warp's columns of dk and dv.
   template <bool First>
   __device__ void make_pairs(int stage, int head, int tile, int first, bool is_masked) {
-    const unsigned query_rows = queries_at(stage) + first * Layout::row_bytes;
-    const unsigned dout_rows = douts_at(stage) + first * LayoutV::row_bytes;
+    const unsigned query_rows = queries_address(stage) + first * Layout::row_bytes;
+    const unsigned dout_rows = dout_address(stage) + first * LayoutV::row_bytes;
     Scores scores;     // S^T, then P^T
     Scores gradients;  // dP^T, then dS^T
     if constexpr (paired) {
@@ -158,8 +158,8 @@ struct MmaGradients : MmaGradientProducts<Config> {
     const float second_of_p =
         Base::template take_unit<finds_p>(scores, first_of_p, exchanges_p, first);
     Left of_p, of_ds;
-    Base::template make_left<exchanges_ds>(of_ds, gradients, ds_at(), first);
-    Base::template make_left<exchanges_p>(of_p, scores, p_at(), first);
+    Base::template make_left<exchanges_ds>(of_ds, gradients, ds_address(), first);
+    Base::template make_left<exchanges_p>(of_p, scores, p_address(), first);
     if constexpr (wants_k) {
       if constexpr (has_components) apply_to_left(of_ds, stage, first);
       Base::template add_product<Columns, Layout>(sums_k, of_ds, query_rows,
@@ -175,8 +175,8 @@ struct MmaGradients : MmaGradientProducts<Config> {
   __device__ void weigh(Scores& scores, Scores& gradients, int stage, int head, int tile,
                         int first) {
     const int column = first + lane % 4 * 2;  // column of the lane's first element in the tile
-    const Terms* terms =
-        reinterpret_cast<const Terms*>(memory + (terms_at(stage) - shared)) + column;
+    const Stats* stats =
+        reinterpret_cast<const Stats*>(memory + (stats_address(stage) - shared)) + column;
     const Units unit = units(stage);
     constexpr bool of_scaled = has_components && !Config::Mods::changes_scores;
     const Weigh<Config, columns / 4, 2 * row_tiles> weigh = {
@@ -198,7 +198,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
     weigh.template run<Masked>(
         [&](int r) { return tile * Br + column + r / 2 * 8 + r % 2; },
         coord.begin + key_warp() * warp_keys + lane / 4,
-        [&](int r) { return unit.of(terms[r / 2 * 8 + r % 2]); },
+        [&](int r) { return unit.of(stats[r / 2 * 8 + r % 2]); },
         [&](int r, int n) -> float& { return element(scores, r, n); },
         [&](int r, int n) -> float& { return element(gradients, r, n); },
         [](int n) { return n / 2 * 16 + n % 2 * 8; });
@@ -218,7 +218,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
   // becomes -inf: any other score of such a key has made the row's lse NaN.
   __device__ void hide_infinite_keys(Scores& scores) const {
     const auto& keys =
-        *reinterpret_cast<const KeyScales*>(memory + Base::Images::OfKeys::scales_at);
+        *reinterpret_cast<const KeyScales*>(memory + Base::Images::OfKeys::scales_offset);
     if (!keys.has_infinite) return;
     const float infinity = SoftmaxMath<float>::infinity();
     const float hidden = !Config::Mods::changes_scores && scale_log2 < 0 ? infinity : -infinity;
@@ -247,19 +247,19 @@ struct MmaGradients : MmaGradientProducts<Config> {
         const int first = (pass * side_warps + (side() + other) % side_warps) * columns;
         Left left;
         if constexpr (wants_v) {
-          read(left, p_at(), first);
+          read(left, p_address(), first);
           float factor = units(stage).of_v;
           if constexpr (finds_p) factor *= second_unit(first_of_p, key_warp(), first);
           Base::template add_product<ColumnsV, LayoutV>(
-              sums_v, left, douts_at(stage) + first * LayoutV::row_bytes, factor);
+              sums_v, left, dout_address(stage) + first * LayoutV::row_bytes, factor);
         }
         if constexpr (wants_k) {
-          read(left, ds_at(), first);
+          read(left, ds_address(), first);
           if constexpr (has_components) apply_to_left(left, stage, first);
           float factor = units(stage).of_k;
           if constexpr (finds_ds) factor *= second_unit(first_of_ds, key_warp(), first);
           Base::template add_product<Columns, Layout>(
-              sums_k, left, queries_at(stage) + first * Layout::row_bytes, factor);
+              sums_k, left, queries_address(stage) + first * Layout::row_bytes, factor);
         }
       }
     }
@@ -270,7 +270,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
         QuerySums<Config>(p).template sums<Fragments::floats>(p, sequence, coord.batch, head, tile),
         order_index);
     typename DqAccumulator<Fragments>::Sums sums;
-    const unsigned right = ColumnsOfSums::lane_address(keys_at(), warp % sum_column_warps);
+    const unsigned right = ColumnsOfSums::lane_address(keys_address(), warp % sum_column_warps);
     if constexpr (has_components) {
       constexpr int depth = finds_ds ? row_tiles : Bc % 32 == 0 ? 2 : 1;  // summed separately
       clear(sums);
@@ -304,14 +304,14 @@ struct MmaGradients : MmaGradientProducts<Config> {
     const int key = coord.begin + row;
     bool found = mask.first_row(key, sequence.seqlen_q) < mask.last_row(key, sequence.seqlen_q);
     if constexpr (Config::Mods::hides_pairs) {
-      found = found && reinterpret_cast<const int*>(memory + stages_at)[row] != 0;
+      found = found && reinterpret_cast<const int*>(memory + stages_offset)[row] != 0;
     }
     return found;
   }
 
   // If modifications mask pairs, combines `seen` of the warps that have the same keys.
   __device__ void share_seen() {
-    int* flags = reinterpret_cast<int*>(memory + stages_at);
+    int* flags = reinterpret_cast<int*>(memory + stages_offset);
     static_assert(stages * stage_bytes >= Bc * int(sizeof(int)), "place for a flag of each key");
     for (int i = threadIdx.x; i < Bc; i += threads) flags[i] = 0;
     __syncthreads();
@@ -342,8 +342,8 @@ struct MmaGradients : MmaGradientProducts<Config> {
         }
       }
     }
-    if constexpr (wants_k) write<Config::head_dim, Layout, Columns>(p.dk, sums_k, keys_at());
-    if constexpr (wants_v) write<Config::head_dim_v, LayoutV, ColumnsV>(p.dv, sums_v, values_at());
+    if constexpr (wants_k) write<Config::head_dim, Layout, Columns>(p.dk, sums_k, keys_address());
+    if constexpr (wants_v) write<Config::head_dim_v, LayoutV, ColumnsV>(p.dv, sums_v, values_address());
   }
 
   // Writes dk or dv. A gradient of the inputs' type goes through shared memory at `target`, which

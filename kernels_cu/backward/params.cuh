@@ -40,7 +40,7 @@ struct GradientParams : Params {
 // Row statistics of a query row, from which gradients are computed: P = exp2(score log2(e) -
 // lse_log2) and dS = P (dP - delta).
 template <class T>
-struct alignas(2 * sizeof(T)) RowTerms {
+struct alignas(2 * sizeof(T)) RowStats {
   // +inf if the row has no gradient, because it attends to no key or its scores are too large in
   // magnitude; P is then 0.
   T lse_log2;
@@ -49,8 +49,8 @@ struct alignas(2 * sizeof(T)) RowTerms {
 
 // Returns the row statistics of all query rows, which are in the workspace in the order of lse.
 template <class Config>
-__device__ auto* row_terms(const GradientParams& p) {
-  return static_cast<RowTerms<Accumulator<typename Config::Element>>*>(p.workspace);
+__device__ auto* row_stats(const GradientParams& p) {
+  return static_cast<RowStats<Accumulator<typename Config::Element>>*>(p.workspace);
 }
 
 // Returns the index in lse of the first query row of a sequence's head.
@@ -61,10 +61,10 @@ __device__ inline int64 first_row_of_head(const Params& p, const Sequence& seque
 
 // Returns the statistics of a query row; those of a fully masked row past the end of the sequence.
 template <class Config, class T = Accumulator<typename Config::Element>>
-__device__ RowTerms<T> row_terms_of(const GradientParams& p, const Sequence& sequence, int head,
+__device__ RowStats<T> row_stats_of(const GradientParams& p, const Sequence& sequence, int head,
                                     int row) {
   if (row >= sequence.seqlen_q) return {SoftmaxMath<T>::infinity(), 0};
-  return row_terms<Config>(p)[first_row_of_head(p, sequence, head) + row];
+  return row_stats<Config>(p)[first_row_of_head(p, sequence, head) + row];
 }
 
 // Threshold of P above which a row counts as attending to one key only.

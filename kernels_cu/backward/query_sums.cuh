@@ -120,7 +120,7 @@ struct QuerySums {
                                                         : int64(p.batch) * ptx::opaque(p.seqlen_q));
     count = (is_packed(p) ? 1 : p.batch) * p.heads_q * tiles;
     semaphores = reinterpret_cast<int*>(static_cast<char*>(p.workspace) +
-                                      whole(rows * int64(sizeof(*row_terms<Config>(p)))));
+                                      whole(rows * int64(sizeof(*row_stats<Config>(p)))));
   }
 
   __device__ static bool is_packed(const GradientParams& p) {
@@ -176,7 +176,7 @@ struct QueryGradientTile {
     const bool is_written = *all.semaphore(p, sequence, coord.batch, coord.head, tile) != 0;
     const float* sums =
         all.template sums<Fragments::floats>(p, sequence, coord.batch, coord.head, tile);
-    const auto* terms = row_terms<Config>(p) + first_row_of_head(p, sequence, coord.head) + coord.begin;
+    const auto* stats = row_stats<Config>(p) + first_row_of_head(p, sequence, coord.head) + coord.begin;
     const int left = sequence.seqlen_q - coord.begin;
     const float scale = signed_scale<Config, float>(p);
     const Mask<Config> mask = mask_of<Config>(p, sequence, coord.batch);
@@ -198,7 +198,7 @@ struct QueryGradientTile {
         const int row = first + 8 * half + lane / 4;
         // A row without visible keys may have NaN in its sums, from 0 times other rows' keys.
         const bool found =
-            row < left && terms[row].lse_log2 != SoftmaxMath<float>::infinity() &&
+            row < left && stats[row].lse_log2 != SoftmaxMath<float>::infinity() &&
             mask.visible_begin(coord.begin + row) < mask.visible_end(coord.begin + row);
         scale_row<column_tiles>(of[0] + 2 * half, scale);
         if (!found) fill_row_from<column_tiles>(of[0] + 2 * half, 0, 0);

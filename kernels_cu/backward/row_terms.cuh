@@ -10,7 +10,7 @@
 #include "grid/schedule.cuh"
 
 template <class Config>
-struct RowTermsOf {
+struct Preprocess {
   using Element = typename Config::Element;
   using T = Accumulator<Element>;
   static constexpr int width = 16 / int(sizeof(Element));  // elements of one load of a lane
@@ -19,7 +19,7 @@ struct RowTermsOf {
   static_assert(lanes <= 32 && (lanes & (lanes - 1)) == 0, "a power of two of a warp's lanes");
 
   // Clears semaphores and rows, and computes the statistics of one query row per `lanes` lanes.
-  __device__ static void find(const GradientParams& p) {
+  __device__ static void compute(const GradientParams& p) {
     if constexpr (Config::sums_Br > 0) {
       const QuerySums<Config> sums(p);
       const int64 step = int64(gridDim.x) * blockDim.x;
@@ -33,9 +33,9 @@ struct RowTermsOf {
     const int64 number = (int64(blockIdx.x) * blockDim.x + threadIdx.x) / lanes;
     // All lanes of a warp take part in the shuffles; those past the end repeat the last row.
     const int64 index = number < rows ? number : rows - 1;
-    const int rows_of_head = is_packed ? p.total_q : p.seqlen_q;
-    const int64 head = index / rows_of_head;
-    const int row = index % rows_of_head;
+    const int rows_per_head = is_packed ? p.total_q : p.seqlen_q;
+    const int64 head = index / rows_per_head;
+    const int row = index % rows_per_head;
     const int batch = is_packed ? 0 : head / p.heads_q;
     const int head_q = is_packed ? head : head % p.heads_q;
     bool is_zero = true;  // whether the lane's part of the output row is 0
@@ -56,23 +56,23 @@ struct RowTermsOf {
     if constexpr (Config::Mods::changes_scores) {
       lse_log2 = mod_finite_sum(lse, SoftmaxMath<T>::log2_e, T(0));
     }
-    bool sees_nothing = lse == -SoftmaxMath<T>::infinity();
+    bool is_masked = lse == -SoftmaxMath<T>::infinity();
     // If scores are very low or very high, their log-sum-exp has too few digits to compute P from.
     // Rows with such scores are padding, and have no gradient.
     if constexpr (Config::Mods::changes_scores) {
       const T size = lse_log2 < 0 ? -lse_log2 : lse_log2;
-      sees_nothing |= size > -low_score<T> && size < SoftmaxMath<T>::infinity();
+      is_masked |= size > -low_score<T> && size < SoftmaxMath<T>::infinity();
     }
     // With sinks, the log-sum-exp of a row that attends to no key is the sink alone.
     if constexpr (Config::sinks) {
-      sees_nothing |= is_zero && lse_log2 == sink_of(p, head_q) * SoftmaxMath<T>::log2_e;
+      is_masked |= is_zero && lse_log2 == sink_of(p, head_q) * SoftmaxMath<T>::log2_e;
     }
     // The output of a row that attends to no key depends on no input, so its delta is 0.
-    T delta = (Config::inspects || Config::sinks) && sees_nothing ? T(0) : sum;
+    T delta = (Config::inspects || Config::sinks) && is_masked ? T(0) : sum;
     if constexpr (Config::has_dlse) delta -= static_cast<const T*>(p.dlse)[index];
     const T infinity =
         Config::sinks || Config::Mods::changes_scores ? SoftmaxMath<T>::infinity() : -lse;
-    row_terms<Config>(p)[index] = {sees_nothing ? infinity : lse_log2, delta};
+    row_stats<Config>(p)[index] = {is_masked ? infinity : lse_log2, delta};
   }
 
  private:
@@ -104,6 +104,6 @@ struct RowTermsOf {
 };
 
 template <class Config>
-__device__ void find_row_terms(const GradientParams& p) {
-  RowTermsOf<Config>::find(p);
+__device__ void preprocess(const GradientParams& p) {
+  Preprocess<Config>::compute(p);
 }

@@ -60,19 +60,19 @@ struct ScoreProducts<Config, true> {
                                   const HeadRows<Element>& keys, int key) {
     using Products = Products16Bit<Tile<Dim>, 1>;
     using Layout = typename Products::KeyLayout;
-    const unsigned rows_at = ptx::shared_address(memory);
-    const unsigned keys_at = rows_at + size * Layout::row_bytes;
+    const unsigned rows_address = ptx::shared_address(memory);
+    const unsigned keys_address = rows_address + size * Layout::row_bytes;
     // Wait until all threads have read the operands that the loads overwrite.
     __syncthreads();
-    load<Dim, Layout>(rows_at, queries, row);
-    load<Dim, Layout>(keys_at, keys, key);
+    load<Dim, Layout>(rows_address, queries, row);
+    load<Dim, Layout>(keys_address, keys, key);
     ptx::cp_async_commit_group();
     ptx::cp_async_wait_group<0>();
     __syncthreads();
     typename Products::Scores scores;
     clear(scores);
-    Products().multiply_queries_keys(scores, rows_at + warp() / 2 * 16 * Layout::row_bytes,
-                                     keys_at + warp() % 2 * 32 * Layout::row_bytes);
+    Products().multiply_queries_keys(scores, rows_address + warp() / 2 * 16 * Layout::row_bytes,
+                                     keys_address + warp() % 2 * 32 * Layout::row_bytes);
 #pragma unroll
     for (int i = 0; i < own_rows; ++i) {
 #pragma unroll
@@ -152,7 +152,7 @@ struct ScoreGradients : ScoreProducts<Config, has_tensor_cores<Config>> {
     const Weigh<Config, own_rows, own_keys> weigh = {p, mask, sequence, batch, head, scale_log2};
     weigh.template run<true, false>(
         [&](int r) { return row + Products::row(r); }, key + Products::first_key(),
-        [&](int r) { return row_terms_of<Config>(p, sequence, head, row + Products::row(r)); },
+        [&](int r) { return row_stats_of<Config>(p, sequence, head, row + Products::row(r)); },
         [&](int r, int n) -> T& { return scores[r][n]; },
         [&](int r, int n) -> T& { return gradients[r][n]; },
         [](int n) { return Products::step(n); });

@@ -134,22 +134,22 @@ struct SimtGradients {
 
   // Converts S and dP to P and dS. `column` is the thread's first column.
   __device__ void weigh(int head, int column) {
-    const auto* of_rows = row_terms<Config>(p) + first_row_of_head(p, sequence, head);
-    const auto terms = [&](int row) {
-      return row < sequence.seqlen_q ? of_rows[row] : RowTerms<T>{SoftmaxMath<T>::infinity(), 0};
+    const auto* of_rows = row_stats<Config>(p) + first_row_of_head(p, sequence, head);
+    const auto stats = [&](int row) {
+      return row < sequence.seqlen_q ? of_rows[row] : RowStats<T>{SoftmaxMath<T>::infinity(), 0};
     };
     const int row = coord.begin + y;
     const auto step = [](int n) { return n * side; };
     if constexpr (OfKv) {
       const Weigh<Config, own_columns, own_rows> weigh = {p, mask, sequence, coord.batch, head, scale_log2};
       weigh.template run<true>([&](int r) { return column + r * side; }, row,
-                               [&](int r) { return terms(column + r * side); },
+                               [&](int r) { return stats(column + r * side); },
                                [&](int r, int n) -> T& { return scores[n][r]; },
                                [&](int r, int n) -> T& { return gradients[n][r]; }, step);
     } else {
       const Weigh<Config, own_rows, own_columns> weigh = {p, mask, sequence, coord.batch, head, scale_log2};
       weigh.template run<true>([&](int r) { return row + r * side; }, column,
-                               [&](int r) { return terms(row + r * side); },
+                               [&](int r) { return stats(row + r * side); },
                                [&](int r, int n) -> T& { return scores[r][n]; },
                                [&](int r, int n) -> T& { return gradients[r][n]; }, step);
     }

@@ -56,7 +56,7 @@ struct SinkGradients {
   __device__ static T term(const GradientParams& p, int64 index, T sink) {
     const T lse = static_cast<const T*>(p.lse)[index];
     if (lse == -Math::infinity()) return 0;
-    return Math::exp2((sink - lse) * Math::log2_e) * row_terms<Config>(p)[index].delta;
+    return Math::exp2((sink - lse) * Math::log2_e) * row_stats<Config>(p)[index].delta;
   }
 };
 

@@ -17,7 +17,7 @@ constexpr bool changes_slope() {
 
 // Softmax backward of `Queries` rows and `Keys` keys that a thread holds: `score(r, n)` is that of
 // query `row_of(r)` and key `first_key + step(n)`, where `step(n)` is constant and grows with n.
-// `terms(r)` returns row statistics. `AnyParams`: only params of units with modifications have
+// `stats(r)` returns row statistics. `AnyParams`: only params of units with modifications have
 // `mods`.
 template <class Config, int Queries, int Keys, class AnyParams = GradientParams>
 struct Weigh {
@@ -38,31 +38,31 @@ struct Weigh {
   // Replaces `score(r, n)`, which is S, by P, and `gradient(r, n)`, which is dP, by dS. `Masked`
   // says that some pairs are masked by position or past the last row. `OfScaled` selects gradients
   // of the scaled scores; otherwise they are those of the modified scores that the softmax takes.
-  template <bool Masked, bool OfScaled = true, class RowOf, class Terms, class Score,
+  template <bool Masked, bool OfScaled = true, class RowOf, class Stats, class Score,
             class Gradient, class Step>
-  __device__ void run(RowOf row_of, int first_key, Terms terms, Score score, Gradient gradient,
+  __device__ void run(RowOf row_of, int first_key, Stats stats, Score score, Gradient gradient,
                       Step step) const {
     visit<Masked, OfScaled>(
-        row_of, first_key, terms, score, step,
+        row_of, first_key, stats, score, step,
         [&](int r, int n, bool seen, bool sees_one, T exponent, T slope) {
           const T probability = seen ? Math::exp2(exponent) : T(0);
-          const T of_score = probability * (gradient(r, n) - terms(r).delta) * slope;
+          const T of_score = probability * (gradient(r, n) - stats(r).delta) * slope;
           score(r, n) = probability;
           // If functions may mask pairs, a score of -inf masks its pair, too.
           bool counts = Config::conceals ? probability != 0 : seen;
-          if constexpr (may_see_one) counts = counts && !(probability > threshold(terms(r)));
-          if (sees_one) counts = counts && !(probability > threshold(terms(r)));
+          if constexpr (may_see_one) counts = counts && !(probability > threshold(stats(r)));
+          if (sees_one) counts = counts && !(probability > threshold(stats(r)));
           gradient(r, n) = counts ? of_score : T(0);
         },
         0, Queries);
   }
 
   // Computes P only, for the rows [first, last). Requires that modifications change no slopes.
-  template <bool Masked, class RowOf, class Terms, class Score, class Step>
-  __device__ void begin(RowOf row_of, int first_key, Terms terms, Score score, Step step, int first,
+  template <bool Masked, class RowOf, class Stats, class Score, class Step>
+  __device__ void begin(RowOf row_of, int first_key, Stats stats, Score score, Step step, int first,
                         int last) const {
     visit<Masked, true>(
-        row_of, first_key, terms, score, step,
+        row_of, first_key, stats, score, step,
         [&](int r, int n, bool seen, bool, T exponent, T) {
           score(r, n) = seen ? Math::exp2(exponent) : T(0);
         },
@@ -105,7 +105,7 @@ struct Weigh {
   using Element = typename Config::Element;
 
   // Returns the threshold of P above which a key counts as the row's only key, times `one`.
-  __device__ T threshold(const RowTerms<T>& row) const {
+  __device__ T threshold(const RowStats<T>& row) const {
     if constexpr (sizeof(Element) == 2) {
       return one * p_of_one_key<Element>;
     } else {
@@ -146,9 +146,9 @@ struct Weigh {
   // Calls `put(r, n, seen, sees_one, exponent, slope)` for each pair: whether it is visible,
   // whether its row attends to one key by position, its exponent, and the slope of its score. `put`
   // must drop masked pairs by selection, so that a NaN in their inputs has no effect.
-  template <bool Masked, bool OfScaled, class RowOf, class Terms, class Score, class Step,
+  template <bool Masked, bool OfScaled, class RowOf, class Stats, class Score, class Step,
             class Put>
-  __device__ void visit(RowOf row_of, int first_key, Terms terms, Score score, Step step, Put put,
+  __device__ void visit(RowOf row_of, int first_key, Stats stats, Score score, Step step, Put put,
                         int first, int last) const {
     if constexpr (is_modified) {
       if constexpr (Mods::has_bounds) {
@@ -160,23 +160,23 @@ struct Weigh {
               Mods::is_inside(p.mods, row, Mods::keys(p.mods, row, first_key), step(Keys - 1));
         }
         if (is_inside) {
-          visit_all<Masked, true, OfScaled>(row_of, first_key, terms, score, step, put, first, last);
+          visit_all<Masked, true, OfScaled>(row_of, first_key, stats, score, step, put, first, last);
           return;
         }
       }
     }
-    visit_all<Masked, false, OfScaled>(row_of, first_key, terms, score, step, put, first, last);
+    visit_all<Masked, false, OfScaled>(row_of, first_key, stats, score, step, put, first, last);
   }
 
-  template <bool Masked, bool Inside, bool OfScaled, class RowOf, class Terms, class Score,
+  template <bool Masked, bool Inside, bool OfScaled, class RowOf, class Stats, class Score,
             class Step, class Put>
-  __device__ void visit_all(RowOf row_of, int first_key, Terms terms, Score score, Step step,
+  __device__ void visit_all(RowOf row_of, int first_key, Stats stats, Score score, Step step,
                             Put put, int first, int last) const {
 #pragma unroll
     for (int r = 0; r < Queries; ++r) {
       if (r < first || r >= last) continue;
       const int row = row_of(r);
-      const T lse_log2 = terms(r).lse_log2;
+      const T lse_log2 = stats(r).lse_log2;
       Places places = {};
       if constexpr (Masked) places = places_of(row, first_key);
       const bool sees_one = Masked && asks_places && count(row) == 1;

@@ -51,7 +51,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
   float sums_v[dim_v / 2];
   Scores scores;                       // S^T, then P^T
   Scores gradients;                    // dP^T - delta, then dS^T; accumulates onto -delta
-  typename Base::RowsOfLane lse_log2;  // of the next scores
+  typename Base::LaneRows lse_log2;  // of the next scores
   unsigned keys[keeps_keys ? 4 * Base::k_steps : 1];
   unsigned values[keeps_keys ? 4 * Base::k_steps_v : 1];
 
@@ -75,12 +75,12 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     if (wants_ds) ptx::mbarrier_wait(cta.values_full(), 0);
     Base::clean_keys();
     if constexpr (keeps_keys) {
-      Base::template keep<typename Base::KeyTile>(keys, cta.keys_at());
-      if (wants_ds) Base::template keep<typename Base::ValueTile>(values, cta.values_at());
+      Base::template keep<typename Base::KeyTile>(keys, cta.keys_address());
+      if (wants_ds) Base::template keep<typename Base::ValueTile>(values, cta.values_address());
     }
     Scores first;
     Base::start_scores(first, keys, q_ring.index, 0);
-    take_terms(0);
+    load_stats(0);
     wait_scores(first);
     while (!cta.is_last(step)) {
       visit<false>(step);
@@ -155,7 +155,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
       if constexpr (ends_tile) ptx::mbarrier_wait(cta.q_full(q_ring.index), q_ring.phase);
       Base::start_scores(next, keys, q_ring.index, ends_tile ? 0 : Part + 1);
     }
-    if constexpr (has_next) take_terms(ends_tile ? 0 : Part + 1);
+    if constexpr (has_next) load_stats(ends_tile ? 0 : Part + 1);
     Base::template wait<has_next && !ahead>(sums_k);
     if constexpr (ends_tile) Cta::arrive_warp(cta.q_empty(stage));
     if constexpr (has_next) wait_scores(next);
@@ -178,10 +178,10 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
   }
 
   // Loads the row statistics of a part into the registers where the next products need them.
-  __device__ void take_terms(int part) {
-    Base::take_lse(lse_log2, part);
-    typename Base::RowsOfLane minus_delta;
-    Base::take_minus_delta(minus_delta, part);
+  __device__ void load_stats(int part) {
+    Base::load_lse(lse_log2, part);
+    typename Base::LaneRows minus_delta;
+    Base::load_minus_delta(minus_delta, part);
     Base::spread(gradients, minus_delta);
   }
 
@@ -207,8 +207,8 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     Base::look_for_seen(scores);
   }
 
-  __device__ unsigned sums_at() const {
-    return cta.sums_at(consumer) +
+  __device__ unsigned sums_address() const {
+    return cta.sums_address(consumer) +
            Fragments::fragment_offset(threadIdx.x / 32 % 4, 0, 0, threadIdx.x % 32) * int(sizeof(float));
   }
   __device__ void sums_are_full() {
@@ -225,7 +225,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
       unsigned of[4];
 #pragma unroll
       for (int c = 0; c < 4; ++c) of[c] = __float_as_uint(sums[4 * j + c]);
-      ptx::st_shared_v4(sums_at() + Fragments::fragment_offset(0, 0, j, 0) * int(sizeof(float)), of);
+      ptx::st_shared_v4(sums_address() + Fragments::fragment_offset(0, 0, j, 0) * int(sizeof(float)), of);
     }
     ptx::fence_proxy_async();
     sums_are_full();
@@ -239,7 +239,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
 #pragma unroll
       for (int j = 0; j < Fragments::column_tiles; ++j) {
         unsigned of[4];
-        ptx::ld_shared_v4(of, sums_at() + Fragments::fragment_offset(0, 0, j, 0) * int(sizeof(float)));
+        ptx::ld_shared_v4(of, sums_address() + Fragments::fragment_offset(0, 0, j, 0) * int(sizeof(float)));
 #pragma unroll
         for (int c = 0; c < 4; ++c) sums[4 * j + c] += __uint_as_float(of[c]);
       }

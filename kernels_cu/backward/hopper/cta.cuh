@@ -118,11 +118,11 @@ struct HopperGradientCta {
   static constexpr int ds_offset = dout_offset + Config::dout_stages * DoutTile::bytes;
   static constexpr int ds_stages = wide ? 1 : 2;
   static constexpr int sums_offset = ds_offset + (wants_q ? ds_stages * DsTile::bytes : 0);
-  static constexpr int weights_bytes = Br * Bc * int(sizeof(Element));
-  static constexpr int sums_bytes = wide ? weights_bytes : wants_q ? int(Fragments::floats) * 4 : 0;
-  static constexpr int terms_offset = sums_offset + sums_bytes;
-  static constexpr int terms_bytes = 2 * Br * int(sizeof(float));
-  static constexpr int barrier_offset = terms_offset + Config::q_stages * terms_bytes;
+  static constexpr int p_tile_bytes = Br * Bc * int(sizeof(Element));
+  static constexpr int sums_bytes = wide ? p_tile_bytes : wants_q ? int(Fragments::floats) * 4 : 0;
+  static constexpr int stats_offset = sums_offset + sums_bytes;
+  static constexpr int stats_bytes = 2 * Br * int(sizeof(float));
+  static constexpr int barrier_offset = stats_offset + Config::q_stages * stats_bytes;
   static constexpr int ring_barriers = 2 * (Config::q_stages + Config::dout_stages);
   // Other barriers: 3 for k and v; at most 8 for dq sums or, with wide heads, P, dS and semaphore.
   static constexpr int sums_stages = 2;
@@ -190,25 +190,25 @@ struct HopperGradientCta {
 
   // ---- Shared memory.
 
-  __device__ unsigned keys_at() const { return shared; }
-  __device__ unsigned values_at() const { return shared + value_offset; }
-  __device__ unsigned queries_at(int stage) const {
+  __device__ unsigned keys_address() const { return shared; }
+  __device__ unsigned values_address() const { return shared + value_offset; }
+  __device__ unsigned queries_address(int stage) const {
     return shared + query_offset + stage * QueryTile::bytes;
   }
-  __device__ unsigned douts_at(int stage) const {
+  __device__ unsigned dout_address(int stage) const {
     return shared + dout_offset + stage * DoutTile::bytes;
   }
-  __device__ unsigned ds_at(int stage) const {
+  __device__ unsigned ds_address(int stage) const {
     return shared + ds_offset + stage * DsTile::bytes;
   }
-  __device__ unsigned sums_at(int consumer) const {
+  __device__ unsigned sums_address(int consumer) const {
     return shared + sums_offset + consumer * Fragments::bytes_of_consumer;
   }
-  __device__ unsigned weights_at() const { return shared + sums_offset; }
+  __device__ unsigned p_tile_address() const { return shared + sums_offset; }
   // Returns the row statistics of a stage: first lse_log2 of each row, then -delta of each row.
-  __device__ float* terms(int stage) const {
+  __device__ float* stats(int stage) const {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
-    return reinterpret_cast<float*>(shared_memory + terms_offset) + stage * 2 * Br;
+    return reinterpret_cast<float*>(shared_memory + stats_offset) + stage * 2 * Br;
   }
 
   // ---- Barriers. A stage is full when its data has arrived, empty when all consumers released it.
@@ -233,7 +233,7 @@ struct HopperGradientCta {
     return barrier(ring_barriers + 3 + consumers + consumers * sums_stages + consumer);
   }
   // Barriers of consumers with the same keys (wide.cuh).
-  __device__ unsigned weights_full() const { return barrier(ring_barriers + 3); }
+  __device__ unsigned p_full() const { return barrier(ring_barriers + 3); }
   __device__ unsigned ds_full() const { return barrier(ring_barriers + 4); }
   __device__ unsigned semaphore_acquired(int stage) const { return barrier(ring_barriers + 5 + stage); }
   __device__ unsigned dq_added(int stage) const { return semaphore_acquired(sums_stages + stage); }
@@ -260,7 +260,7 @@ struct HopperGradientCta {
     ptx::mbarrier_init(keys_arrived(), 1);
     ptx::mbarrier_init(values_full(), 1);
     if (wide) {
-      ptx::mbarrier_init(weights_full(), 4);
+      ptx::mbarrier_init(p_full(), 4);
       ptx::mbarrier_init(ds_full(), 4);
       for (int stage = 0; stage < sums_stages; ++stage) {
         ptx::mbarrier_init(semaphore_acquired(stage), 1);

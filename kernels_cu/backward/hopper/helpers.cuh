@@ -22,12 +22,12 @@ struct HopperGradientLoader {
 
   __device__ void load_all() {
     const Sequence& sequence = cta.sequence;
-    load<typename Cta::KeyTile>(cta.keys_at(), &cta.maps.k, sequence.k_first + cta.coord.begin,
+    load<typename Cta::KeyTile>(cta.keys_address(), &cta.maps.k, sequence.k_first + cta.coord.begin,
                                 cta.coord.head, sequence.k_batch,
                                 Config::has_seqlens ? cta.keys_arrived() : cta.keys_full());
     Step step = cta.first_step();
     load_queries(step);
-    load<typename Cta::ValueTile>(cta.values_at(), &cta.maps.v, sequence.k_first + cta.coord.begin,
+    load<typename Cta::ValueTile>(cta.values_address(), &cta.maps.v, sequence.k_first + cta.coord.begin,
                                   cta.coord.head, sequence.k_batch, cta.values_full());
     load_douts(step);
     while (!cta.is_last(step)) {
@@ -41,7 +41,7 @@ struct HopperGradientLoader {
   __device__ void load_queries(const Step& step) {
     const int stage = q_ring.index;
     ptx::mbarrier_wait(cta.q_empty(stage), q_ring.phase ^ 1);
-    load<typename Cta::QueryTile>(cta.queries_at(stage), &cta.maps.q, row_of(step), step.head,
+    load<typename Cta::QueryTile>(cta.queries_address(stage), &cta.maps.q, row_of(step), step.head,
                                   cta.sequence.q_batch,
                                   Cta::inspects ? cta.q_arrived(stage) : cta.q_full(stage));
     q_ring.advance();
@@ -50,7 +50,7 @@ struct HopperGradientLoader {
   __device__ void load_douts(const Step& step) {
     const int stage = dout_ring.index;
     ptx::mbarrier_wait(cta.dout_empty(stage), dout_ring.phase ^ 1);
-    load<typename Cta::DoutTile>(cta.douts_at(stage), &cta.maps.dout, row_of(step), step.head,
+    load<typename Cta::DoutTile>(cta.dout_address(stage), &cta.maps.dout, row_of(step), step.head,
                                  cta.sequence.q_batch,
                                  Cta::inspects ? cta.dout_arrived(stage) : cta.dout_full(stage));
     dout_ring.advance();
@@ -73,59 +73,59 @@ struct HopperGradientLoader {
 // Run by one warp. Copies row statistics to the stages of q. Clears rows past the end of a
 // sequence, which may lie inside a tile, and rows that attend to no key.
 template <class Config>
-struct HopperGradientTerms {
+struct HopperRowStatsLoader {
   using Cta = HopperGradientCta<Config>;
   using Step = typename Cta::Step;
   static constexpr int Br = Config::Br;
-  static constexpr int rows_of_lane = Br / 32;
+  static constexpr int rows_per_lane = Br / 32;
 
   const Cta& cta;
   PipelineState<Config::q_stages> q_ring = {};
   PipelineState<Config::dout_stages> dout_ring = {};
 
-  __device__ void bring_all() {
+  __device__ void load_all() {
     if constexpr (Config::has_seqlens) {
-      clear_tail<typename Cta::KeyTile>(cta.keys_arrived(), 0, cta.keys_at(),
+      clear_tail<typename Cta::KeyTile>(cta.keys_arrived(), 0, cta.keys_address(),
                                         cta.sequence.seqlen_k - cta.coord.begin);
       Cta::arrive_warp(cta.keys_full());
     }
     for (Step step = cta.first_step();; step = cta.step_behind(step)) {
-      bring(step);
+      load(step);
       if (cta.is_last(step)) break;
     }
   }
 
  private:
-  __device__ void bring(const Step& step) {
+  __device__ void load(const Step& step) {
     const int left = cta.sequence.seqlen_q - step.tile * Br;
     const auto* source =
-        row_terms<Config>(cta.p) + first_row_of_head(cta.p, cta.sequence, step.head) + step.tile * Br;
-    RowTerms<float> found[rows_of_lane];
+        row_stats<Config>(cta.p) + first_row_of_head(cta.p, cta.sequence, step.head) + step.tile * Br;
+    RowStats<float> row_stats_of_lane[rows_per_lane];
 #pragma unroll
-    for (int i = 0; i < rows_of_lane; ++i) {
+    for (int i = 0; i < rows_per_lane; ++i) {
       const int row = i * 32 + threadIdx.x % 32;
-      found[i] = {SoftmaxMath<float>::infinity(), 0};
-      if (row < left) found[i] = source[row];
+      row_stats_of_lane[i] = {SoftmaxMath<float>::infinity(), 0};
+      if (row < left) row_stats_of_lane[i] = source[row];
     }
     ptx::mbarrier_wait(cta.q_empty(q_ring.index), q_ring.phase ^ 1);
-    float* terms = cta.terms(q_ring.index);
+    float* stats = cta.stats(q_ring.index);
 #pragma unroll
-    for (int i = 0; i < rows_of_lane; ++i) {
+    for (int i = 0; i < rows_per_lane; ++i) {
       const int row = i * 32 + threadIdx.x % 32;
-      terms[row] = found[i].lse_log2;
-      terms[Br + row] = -found[i].delta;
+      stats[row] = row_stats_of_lane[i].lse_log2;
+      stats[Br + row] = -row_stats_of_lane[i].delta;
     }
     if constexpr (Cta::inspects) {
       clear<typename Cta::QueryTile>(cta.q_arrived(q_ring.index), q_ring.phase,
-                                     cta.queries_at(q_ring.index), left,
-                                     [&](int i) { return clears_q(found[i]); });
+                                     cta.queries_address(q_ring.index), left,
+                                     [&](int i) { return clears_q(row_stats_of_lane[i]); });
     }
     Cta::arrive_warp(cta.q_full(q_ring.index));
     q_ring.advance();
     if constexpr (Cta::inspects) {
       clear<typename Cta::DoutTile>(cta.dout_arrived(dout_ring.index), dout_ring.phase,
-                                    cta.douts_at(dout_ring.index), left,
-                                    [&](int i) { return clears_dout(found[i]); });
+                                    cta.dout_address(dout_ring.index), left,
+                                    [&](int i) { return clears_dout(row_stats_of_lane[i]); });
       Cta::arrive_warp(cta.dout_full(dout_ring.index));
       dout_ring.advance();
     }
@@ -139,7 +139,7 @@ struct HopperGradientTerms {
     clear_tail<Tile>(arrived, phase, tile, rows);
     if constexpr (Config::inspects) {
 #pragma unroll
-      for (int i = 0; i < rows_of_lane; ++i) {
+      for (int i = 0; i < rows_per_lane; ++i) {
         const int row = i * 32 + threadIdx.x % 32;
         if (row < rows && clears(i)) Tile::clear_row(tile, row);
       }
@@ -211,9 +211,9 @@ struct HopperGradientAdder {
       ptx::mbarrier_wait(cta.sums_full(consumer, lane_index), phase);
       float* part = target + consumer * (bytes / 4);
       if (order_index == 0) {
-        ptx::cp_async_bulk_store(part, cta.sums_at(consumer), bytes);
+        ptx::cp_async_bulk_store(part, cta.sums_address(consumer), bytes);
       } else {
-        ptx::cp_reduce_async_bulk_add(part, cta.sums_at(consumer), bytes);
+        ptx::cp_reduce_async_bulk_add(part, cta.sums_address(consumer), bytes);
       }
       ptx::cp_async_bulk_commit_group();
     }
@@ -237,7 +237,7 @@ struct HopperGradientAdder {
         ptx::mbarrier_arrive(cta.earlier_sums_full(consumer));
       } else {
         ptx::mbarrier_arrive_expect_tx(cta.earlier_sums_full(consumer), bytes);
-        ptx::cp_async_bulk(cta.sums_at(consumer), source + consumer * (bytes / 4), bytes,
+        ptx::cp_async_bulk(cta.sums_address(consumer), source + consumer * (bytes / 4), bytes,
                            cta.earlier_sums_full(consumer));
       }
     }

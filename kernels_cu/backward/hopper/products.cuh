@@ -86,7 +86,7 @@ struct HopperGradientProducts {
       constexpr int bytes = 64 * KeyTile::box_row_bytes;
 #pragma unroll 1
       for (int box = 0; box < KeyTile::boxes; ++box) {
-        const unsigned rows = own_rows<KeyTile>(cta.keys_at() + box * KeyTile::box_bytes);
+        const unsigned rows = own_rows<KeyTile>(cta.keys_address() + box * KeyTile::box_bytes);
 #pragma unroll
         for (int offset = threadIdx.x % 128 * 16; offset < bytes; offset += 128 * 16) {
           clean_chunk<Element>(rows + offset);
@@ -105,10 +105,10 @@ struct HopperGradientProducts {
                                int part) const {
     ptx::pin(scores);
     ptx::wgmma_fence();
-    const unsigned rows = rows_of<QueryTile>(cta.queries_at(stage), part);
+    const unsigned rows = rows_of<QueryTile>(cta.queries_address(stage), part);
 #pragma unroll
     for (int step = 0; step < k_steps; ++step) {
-      multiply<KeyTile, QueryTile>(scores, keys, cta.keys_at(), rows, step, step != 0);
+      multiply<KeyTile, QueryTile>(scores, keys, cta.keys_address(), rows, step, step != 0);
     }
     ptx::wgmma_commit_group();
   }
@@ -126,10 +126,10 @@ struct HopperGradientProducts {
     }
     ptx::pin(gradients);
     ptx::wgmma_fence();
-    const unsigned rows = rows_of<DoutTile>(cta.douts_at(dout_ring.index), part);
+    const unsigned rows = rows_of<DoutTile>(cta.dout_address(dout_ring.index), part);
 #pragma unroll
     for (int step = 0; step < k_steps_v; ++step) {
-      multiply<ValueTile, DoutTile>(gradients, values, cta.values_at(), rows, step, true);
+      multiply<ValueTile, DoutTile>(gradients, values, cta.values_address(), rows, step, true);
       between(step);
     }
     ptx::wgmma_commit_group();
@@ -177,13 +177,13 @@ struct HopperGradientProducts {
   __device__ void start_value_sums(float (&sums_v)[dim_v / 2], const LeftOperand& left_p,
                                    int part) const {
     start_sums<DoutTile, dim_v>(sums_v, left_p,
-                                rows_of<DoutTile>(cta.douts_at(dout_ring.index), part));
+                                rows_of<DoutTile>(cta.dout_address(dout_ring.index), part));
   }
   // Issues dK += dS^T Q.
   __device__ void start_key_sums(float (&sums_k)[dim / 2], const LeftOperand& left_ds,
                                  int part) const {
     start_sums<QueryTile, dim>(sums_k, left_ds,
-                               rows_of<QueryTile>(cta.queries_at(q_ring.index), part));
+                               rows_of<QueryTile>(cta.queries_address(q_ring.index), part));
   }
   template <class Tile, int Columns>
   __device__ static void start_sums(float (&sums)[Columns / 2], const LeftOperand& left,
@@ -202,10 +202,10 @@ struct HopperGradientProducts {
   // Issues dQ = dS K, for the consumer's rows, or for a chunk of its columns.
   template <int Chunk>
   __device__ void start_query_sums(QueryParts& sums) {
-    const unsigned rows = cta.ds_at(ds_ring.index) +
+    const unsigned rows = cta.ds_address(ds_ring.index) +
                           (Fragments::by_rows ? 64 * consumer * DsTile::box_row_bytes : 0);
     const unsigned keys =
-        cta.keys_at() + (Fragments::by_rows ? 0
+        cta.keys_address() + (Fragments::by_rows ? 0
                                             : (consumer * Fragments::columns + Chunk * query_columns) /
                                                   KeyTile::box_columns * KeyTile::box_bytes);
     const unsigned long long ds = DsTile::k_along_columns() + rows / 16;
@@ -234,23 +234,23 @@ struct HopperGradientProducts {
   // ---- Between products.
 
   // The lane's row statistics of a part: lse_log2 or -delta of each row.
-  using RowsOfLane = float[columns / 4];
-  __device__ void take_lse(RowsOfLane& lse_log2, int part) const { take(lse_log2, part, 0); }
-  __device__ void take_minus_delta(RowsOfLane& minus_delta, int part) const {
+  using LaneRows = float[columns / 4];
+  __device__ void load_lse(LaneRows& lse_log2, int part) const { take(lse_log2, part, 0); }
+  __device__ void load_minus_delta(LaneRows& minus_delta, int part) const {
     take(minus_delta, part, Br);
   }
-  __device__ void take(RowsOfLane& of_rows, int part, int first) const {
-    const float* terms = cta.terms(q_ring.index) + first + part * columns + threadIdx.x % 4 * 2;
+  __device__ void take(LaneRows& of_rows, int part, int first) const {
+    const float* stats = cta.stats(q_ring.index) + first + part * columns + threadIdx.x % 4 * 2;
     using Pair = Vector<float, 2>;
 #pragma unroll
     for (int j = 0; j < columns / 8; ++j) {
-      const Pair pair = *reinterpret_cast<const Pair*>(terms + 8 * j);
+      const Pair pair = *reinterpret_cast<const Pair*>(stats + 8 * j);
       of_rows[2 * j] = pair.data[0];
       of_rows[2 * j + 1] = pair.data[1];
     }
   }
   // Initializes the accumulators of dP with -delta.
-  __device__ static void spread(Scores& gradients, const RowsOfLane& minus_delta) {
+  __device__ static void spread(Scores& gradients, const LaneRows& minus_delta) {
 #pragma unroll
     for (int i = 0; i < columns / 2; ++i) gradients[i] = minus_delta[i / 4 * 2 + i % 2];
   }
@@ -264,8 +264,8 @@ struct HopperGradientProducts {
     const int first = step.tile * Br + part * columns + threadIdx.x % 4 * 2;
     return [=](int r) { return first + r / 2 * 8 + r % 2; };
   }
-  __device__ static auto terms_of(const RowsOfLane& lse_log2) {
-    return [&](int r) { return RowTerms<float>{lse_log2[r], 0}; };
+  __device__ static auto stats_of(const LaneRows& lse_log2) {
+    return [&](int r) { return RowStats<float>{lse_log2[r], 0}; };
   }
   __device__ static auto element(Scores& of) {
     return [&](int r, int n) -> float& { return of[r / 2 * 4 + 2 * n + r % 2]; };
@@ -276,11 +276,11 @@ struct HopperGradientProducts {
   __device__ int first_key() const { return cta.coord.begin + lane_key(); }
 
   // Converts S to P and, in `gradients`, dP to dS.
-  __device__ void weigh_both(Scores& scores, Scores& gradients, const RowsOfLane& lse_log2,
+  __device__ void weigh_both(Scores& scores, Scores& gradients, const LaneRows& lse_log2,
                              const Step& step, int part, bool is_masked) const {
     const auto run = [&](auto masked) {
       weigh_part(step).template run<masked.value>(rows_of_part(step, part), first_key(),
-                                                  terms_of(lse_log2), element(scores),
+                                                  stats_of(lse_log2), element(scores),
                                                   element(gradients), key_step());
     };
     is_masked ? run(Const<true>()) : run(Const<false>());
@@ -288,13 +288,13 @@ struct HopperGradientProducts {
 
   // Converts S to P for the lane's rows [first, last).
   template <bool Masked>
-  __device__ void weigh_scores(Scores& scores, const RowsOfLane& lse_log2, const Step& step,
+  __device__ void weigh_scores(Scores& scores, const LaneRows& lse_log2, const Step& step,
                                int part, int first, int last) const {
     weigh_part(step).template begin<Masked>(rows_of_part(step, part), first_key(),
-                                            terms_of(lse_log2), element(scores), key_step(), first,
+                                            stats_of(lse_log2), element(scores), key_step(), first,
                                             last);
   }
-  __device__ void weigh_all_scores(Scores& scores, const RowsOfLane& lse_log2, const Step& step,
+  __device__ void weigh_all_scores(Scores& scores, const LaneRows& lse_log2, const Step& step,
                                    int part, bool is_masked) const {
     constexpr int rows = columns / 4;
     if (is_masked) {
@@ -354,7 +354,7 @@ struct HopperGradientProducts {
   __device__ void write_ds(const LeftOperand& left_ds, int part) const {
     const int lane = threadIdx.x % 32;
     const int chunk = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
-    const unsigned address = rows_of<DsTile>(cta.ds_at(ds_ring.index), part) +
+    const unsigned address = rows_of<DsTile>(cta.ds_address(ds_ring.index), part) +
                         own_key() / 64 * DsTile::box_bytes +
                         (lane / 16 * 8 + lane % 8) * DsTile::box_row_bytes + (chunk ^ lane % 8) * 16;
 #pragma unroll
@@ -379,7 +379,7 @@ struct HopperGradientProducts {
       const int in_tile = Fragments::row(warp, 0) + lane / 4 + 8 * half;
       const int row = step.tile * Br + in_tile;
       // A row without visible keys may have NaN in its sums, from 0 times other rows' keys.
-      const bool found = cta.terms(stage)[in_tile] != SoftmaxMath<float>::infinity() &&
+      const bool found = cta.stats(stage)[in_tile] != SoftmaxMath<float>::infinity() &&
                          cta.mask.visible_begin(row) < cta.mask.visible_end(row);
       scale_row<Fragments::column_tiles>(sums + 2 * half, scale);
       if (!found) fill_row_from<Fragments::column_tiles>(sums + 2 * half, 0, 0);
@@ -438,14 +438,14 @@ struct HopperGradientProducts {
 
   __device__ void write_value_gradients(float (&sums_v)[dim_v / 2]) const {
     clear_unseen(sums_v);
-    write<Config::head_dim_v, ValueTile>(cta.p.dv, sums_v, cta.values_at());
+    write<Config::head_dim_v, ValueTile>(cta.p.dv, sums_v, cta.values_address());
   }
   __device__ void write_key_gradients(float (&sums_k)[dim / 2]) const {
     const float scale = signed_scale<Config, float>(cta.p);
 #pragma unroll
     for (int half = 0; half < 2; ++half) scale_row<dim / 8>(sums_k + 2 * half, scale);
     clear_unseen(sums_k);
-    write<Config::head_dim, KeyTile>(cta.p.dk, sums_k, cta.keys_at());
+    write<Config::head_dim, KeyTile>(cta.p.dk, sums_k, cta.keys_address());
   }
 
   // Writes dk or dv through the consumer's part of a shared-memory tile that is not read any more,

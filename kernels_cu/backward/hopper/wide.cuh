@@ -90,8 +90,8 @@ struct HopperWideProducts : HopperGradientProducts<Config> {
   }
 
   // Returns the address of the lane's i-th four registers of P in the exchange buffer.
-  __device__ unsigned weights_at(int i) const {
-    return cta.weights_at() + (i * 128 + threadIdx.x % 128) * 16;
+  __device__ unsigned p_tile_address(int i) const {
+    return cta.p_tile_address() + (i * 128 + threadIdx.x % 128) * 16;
   }
 };
 
@@ -108,7 +108,7 @@ struct HopperValueConsumer : HopperWideProducts<Config> {
 
   float sums_v[Base::dim_v / 2];
   Scores scores;
-  typename Base::RowsOfLane lse_log2;
+  typename Base::LaneRows lse_log2;
 
   using Base::Base;
 
@@ -139,7 +139,7 @@ struct HopperValueConsumer : HopperWideProducts<Config> {
     Base::start_scores(next, no_operand, q_ring.index, 0);
   }
   __device__ void wait_next(Scores& next) {
-    Base::take_lse(lse_log2, 0);
+    Base::load_lse(lse_log2, 0);
     Base::template wait<0>(next);
 #pragma unroll
     for (int i = 0; i < columns / 2; ++i) scores[i] = next[i];
@@ -208,9 +208,9 @@ struct HopperValueConsumer : HopperWideProducts<Config> {
     for (int i = 0; i < columns / 16; ++i) {
       const unsigned of[4] = {weights[4 * i], weights[4 * i + 1], weights[4 * i + 2],
                               weights[4 * i + 3]};
-      ptx::st_shared_v4(Base::weights_at(i), of);
+      ptx::st_shared_v4(Base::p_tile_address(i), of);
     }
-    Cta::arrive_warp(cta.weights_full());
+    Cta::arrive_warp(cta.p_full());
   }
 };
 
@@ -256,8 +256,8 @@ struct HopperKeyConsumer : HopperWideProducts<Config> {
     ptx::mbarrier_wait(cta.q_full(q_ring.index), q_ring.phase);
     ptx::mbarrier_wait(cta.dout_full(dout_ring.index), dout_ring.phase);
     if constexpr (wants_ds) {
-      typename Base::RowsOfLane minus_delta;
-      Base::take_minus_delta(minus_delta, 0);
+      typename Base::LaneRows minus_delta;
+      Base::load_minus_delta(minus_delta, 0);
       Base::spread(gradients, minus_delta);
       Base::start_gradients(gradients, no_operand, 0, [](int) {});
     }
@@ -293,7 +293,7 @@ struct HopperKeyConsumer : HopperWideProducts<Config> {
 
   __device__ void weigh(LeftOperand& left_ds, bool is_masked) {
     Scores scores;
-    ptx::mbarrier_wait(cta.weights_full(), phase);
+    ptx::mbarrier_wait(cta.p_full(), phase);
     take(scores);
     Base::look_for_seen(scores);
     Base::template wait<0>(gradients);
@@ -309,7 +309,7 @@ struct HopperKeyConsumer : HopperWideProducts<Config> {
 #pragma unroll
     for (int i = 0; i < columns / 16; ++i) {
       unsigned of[4];
-      ptx::ld_shared_v4(of, Base::weights_at(i));
+      ptx::ld_shared_v4(of, Base::p_tile_address(i));
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
         const Element low = {static_cast<unsigned short>(of[r])};

@@ -81,22 +81,22 @@ struct MmaGradientCta {
   // Shared memory: k and v; dS^T; P^T if several warps have the same keys; stages of q, dout and
   // row statistics. For float32, the keys and each stage are preswizzled tiles with scales at the
   // end, and second units follow the scales of the keys.
-  using Terms = RowTerms<float>;
+  using Stats = RowStats<float>;
   using Images = TileImages<Config>;
   static constexpr int scales_bytes =
-      has_components ? Images::OfKeys::bytes - Images::OfKeys::scales_at : 0;
+      has_components ? Images::OfKeys::bytes - Images::OfKeys::scales_offset : 0;
   static constexpr int row_bytes = Layout::row_bytes + LayoutV::row_bytes;
   static constexpr int keys_bytes = Bc * row_bytes + scales_bytes;
-  static constexpr int units_at = Images::OfKeys::scales_at + int(sizeof(KeyScales));
-  static_assert(units_at + (finds_p + finds_ds) * units_of_each * int(sizeof(float)) <=
+  static constexpr int units_offset = Images::OfKeys::scales_offset + int(sizeof(KeyScales));
+  static_assert(units_offset + (finds_p + finds_ds) * units_of_each * int(sizeof(float)) <=
                     Images::OfKeys::bytes,
                 "as the host has seen");
   static constexpr int pairs_bytes = Bc * Pairs::Layout::row_bytes;
   static constexpr bool exchanges_p = side_warps > 1 && wants_v;
   static constexpr bool exchanges_ds = wants_q || (side_warps > 1 && wants_k);
-  static constexpr int stage_bytes = Br * (row_bytes + int(sizeof(Terms))) + scales_bytes;
-  static constexpr int stages_at = keys_bytes + (1 + (side_warps > 1)) * pairs_bytes;
-  static_assert(stages_at + stages * stage_bytes == Config::shared_memory, "as the host planned");
+  static constexpr int stage_bytes = Br * (row_bytes + int(sizeof(Stats))) + scales_bytes;
+  static constexpr int stages_offset = keys_bytes + (1 + (side_warps > 1)) * pairs_bytes;
+  static_assert(stages_offset + stages * stage_bytes == Config::shared_memory, "as the host planned");
 
   template <int Rows, int Dim, class TileLayout>
   using Copy = RowCopy<TileLayout, Element, Rows, Dim, threads, Config::alignment>;
@@ -164,17 +164,17 @@ struct MmaGradientCta {
            (int64(sequence.k_first) + coord.begin) * tensor.row_stride;
   }
 
-  __device__ unsigned keys_at() const { return shared; }
-  __device__ unsigned values_at() const { return shared + Bc * Layout::row_bytes; }
-  __device__ unsigned ds_at() const { return shared + keys_bytes; }
-  __device__ unsigned p_at() const { return ds_at() + pairs_bytes; }
-  __device__ unsigned queries_at(int stage) const {
-    return shared + stages_at + stage * stage_bytes;
+  __device__ unsigned keys_address() const { return shared; }
+  __device__ unsigned values_address() const { return shared + Bc * Layout::row_bytes; }
+  __device__ unsigned ds_address() const { return shared + keys_bytes; }
+  __device__ unsigned p_address() const { return ds_address() + pairs_bytes; }
+  __device__ unsigned queries_address(int stage) const {
+    return shared + stages_offset + stage * stage_bytes;
   }
-  __device__ unsigned douts_at(int stage) const {
-    return queries_at(stage) + Br * Layout::row_bytes;
+  __device__ unsigned dout_address(int stage) const {
+    return queries_address(stage) + Br * Layout::row_bytes;
   }
-  __device__ unsigned terms_at(int stage) const { return queries_at(stage) + Br * row_bytes; }
+  __device__ unsigned stats_address(int stage) const { return queries_address(stage) + Br * row_bytes; }
 
   // ---- Loads.
 
@@ -199,12 +199,12 @@ struct MmaGradientCta {
   __device__ void load_keys() {
     if constexpr (has_components) {
       start_image<typename Images::OfKeys>(
-          keys_at(), Images::of_keys(p, sequence, coord.batch, coord.head, coord.begin / Bc));
+          keys_address(), Images::of_keys(p, sequence, coord.batch, coord.head, coord.begin / Bc));
     } else {
       const int left = sequence.seqlen_k - coord.begin;
-      start<Bc, Config::head_dim, Layout>(keys_at(), keys(p.k), p.k, left);
+      start<Bc, Config::head_dim, Layout>(keys_address(), keys(p.k), p.k, left);
       if constexpr (wants_ds) {
-        start<Bc, Config::head_dim_v, LayoutV>(values_at(), keys(p.v), p.v, left);
+        start<Bc, Config::head_dim_v, LayoutV>(values_address(), keys(p.v), p.v, left);
       }
     }
   }
@@ -215,23 +215,23 @@ struct MmaGradientCta {
     ptx::cp_async_wait_group<0>();
     __syncthreads();
     for (int offset = 16 * int(threadIdx.x); offset < Bc * Layout::row_bytes; offset += 16 * threads) {
-      clean_chunk<Element>(keys_at() + offset);
+      clean_chunk<Element>(keys_address() + offset);
     }
   }
 
   // Clears the rows of q and dout in a stage for which `clears_q()` and `clears_dout()` are true.
   __device__ void clean_queries(int stage) {
-    const auto* terms = reinterpret_cast<const Terms*>(memory + (terms_at(stage) - shared));
+    const auto* stats = reinterpret_cast<const Stats*>(memory + (stats_address(stage) - shared));
     bool found = false;
-    for (int row = threadIdx.x; row < Br; row += threads) found |= clears_q(terms[row]);
+    for (int row = threadIdx.x; row < Br; row += threads) found |= clears_q(stats[row]);
     if (!__syncthreads_or(found)) return;
     // The rows of dout follow those of q.
     constexpr unsigned zeros[4] = {};
     for (int offset = 16 * int(threadIdx.x); offset < Br * row_bytes; offset += 16 * threads) {
       constexpr int of_q = Br * Layout::row_bytes;
-      const bool clears = offset < of_q ? clears_q(terms[offset / Layout::row_bytes])
-                                    : clears_dout(terms[(offset - of_q) / LayoutV::row_bytes]);
-      if (clears) ptx::st_shared_v4(queries_at(stage) + offset, zeros);
+      const bool clears = offset < of_q ? clears_q(stats[offset / Layout::row_bytes])
+                                    : clears_dout(stats[(offset - of_q) / LayoutV::row_bytes]);
+      if (clears) ptx::st_shared_v4(queries_address(stage) + offset, zeros);
     }
     __syncthreads();
   }
@@ -239,7 +239,7 @@ struct MmaGradientCta {
   __device__ void load(int stage, const Step& step) {
     if constexpr (has_components) {
       start_image<typename Images::OfQueries>(
-          queries_at(stage), Images::of_queries(p, sequence, coord.batch, step.head, step.tile));
+          queries_address(stage), Images::of_queries(p, sequence, coord.batch, step.head, step.tile));
     } else {
       load_queries(stage, step.head, step.tile * Br);
     }
@@ -248,17 +248,17 @@ struct MmaGradientCta {
 
   __device__ void load_queries(int stage, int head, int first) {
     const int left = sequence.seqlen_q - first;
-    start<Br, Config::head_dim, Layout>(queries_at(stage),
+    start<Br, Config::head_dim, Layout>(queries_address(stage),
                                         queries(p.q, head) + first * p.q.row_stride, p.q, left);
     start<Br, Config::head_dim_v, LayoutV>(
-        douts_at(stage), queries(p.dout, head) + first * p.dout.row_stride, p.dout, left);
-    const Terms* terms = row_terms<Config>(p) + first_row_of_head(p, sequence, head) + first;
+        dout_address(stage), queries(p.dout, head) + first * p.dout.row_stride, p.dout, left);
+    const Stats* stats = row_stats<Config>(p) + first_row_of_head(p, sequence, head) + first;
 #pragma unroll
     for (int first_row = 0; first_row < Br; first_row += threads) {
       const int i = first_row + threadIdx.x;
       if (Br % threads != 0 && i >= Br) break;
-      ptx::cp_async<sizeof(Terms)>(terms_at(stage) + i * int(sizeof(Terms)),
-                                   terms + (i < left ? i : 0), i < left ? sizeof(Terms) : 0);
+      ptx::cp_async<sizeof(Stats)>(stats_address(stage) + i * int(sizeof(Stats)),
+                                   stats + (i < left ? i : 0), i < left ? sizeof(Stats) : 0);
     }
   }
 };

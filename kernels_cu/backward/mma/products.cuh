@@ -15,16 +15,16 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
   using Base = MmaGradientCta<Config>;
   using Base::components, Base::has_components, Base::Br, Base::warp_keys, Base::row_tiles, Base::columns;
   using Base::steps, Base::sum_column_warps, Base::sum_row_tiles, Base::dim, Base::dim_v;
-  using Base::finds_p, Base::units_of_each, Base::units_at, Base::memory, Base::shared, Base::warp;
-  using Base::lane, Base::key_warp, Base::side, Base::keys_at, Base::values_at, Base::ds_at;
-  using Base::p_at, Base::queries_at, Base::douts_at;
+  using Base::finds_p, Base::units_of_each, Base::units_offset, Base::memory, Base::shared, Base::warp;
+  using Base::lane, Base::key_warp, Base::side, Base::keys_address, Base::values_address, Base::ds_address;
+  using Base::p_address, Base::queries_address, Base::dout_address;
   using typename Base::Element;
   using typename Base::Component;
   using typename Base::Scores;
   using typename Base::Layout;
   using typename Base::LayoutV;
   using typename Base::Pairs;
-  using typename Base::Terms;
+  using typename Base::Stats;
   using typename Base::Images;
 
   using Base::Base;
@@ -90,12 +90,12 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
   template <int Columns>
   __device__ void multiply_keys_queries(float (&scores)[row_tiles][Columns / 8][4],
                                         unsigned query_rows) {
-    multiply_rows<Layout, dim>(scores, keys_at(), query_rows);
+    multiply_rows<Layout, dim>(scores, keys_address(), query_rows);
   }
   template <int Columns>
   __device__ void multiply_values_douts(float (&gradients)[row_tiles][Columns / 8][4],
                                         unsigned dout_rows) {
-    multiply_rows<LayoutV, dim_v>(gradients, values_at(), dout_rows);
+    multiply_rows<LayoutV, dim_v>(gradients, values_address(), dout_rows);
   }
 
   // Accumulates sums += left right^T, where the left rows are the warp's keys.
@@ -120,11 +120,11 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
     clear(both);
     if (has_scores) {
       multiply_keys_queries<2 * columns>(
-          both, queries_at(stage) + first_of_pair * Layout::row_bytes);
+          both, queries_address(stage) + first_of_pair * Layout::row_bytes);
       give_half(both, columns / 8, first_of_pair + columns);
     } else {
       multiply_values_douts<2 * columns>(
-          both, douts_at(stage) + first_of_pair * LayoutV::row_bytes);
+          both, dout_address(stage) + first_of_pair * LayoutV::row_bytes);
       give_half(both, 0, first_of_pair);
     }
     ptx::barrier_sync_aligned(1 + warp / 2, 64);
@@ -164,7 +164,7 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
   // use the space of P^T, the others that of dS^T.
   __device__ unsigned place_of_given(int i, int j, int first) const {
     const int key = key_warp() * warp_keys + 16 * i + lane % 16;
-    return (lane < 16 ? p_at() : ds_at()) + Pairs::Layout::offset(key, first / 8 + j);
+    return (lane < 16 ? p_address() : ds_address()) + Pairs::Layout::offset(key, first / 8 + j);
   }
 
   // Units for float32. P is in units of 2^-14, so that it stays below 2^15 even if lse is rounded
@@ -179,16 +179,16 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
     static constexpr float log2_of_p = 14;
     static constexpr float unit_of_p = 0x1p-14f;
 
-    __device__ Terms of(const Terms& terms) const {
-      if constexpr (!has_components) return terms;
-      return {terms.lse_log2 - log2_of_p, terms.delta * delta};
+    __device__ Stats of(const Stats& stats) const {
+      if constexpr (!has_components) return stats;
+      return {stats.lse_log2 - log2_of_p, stats.delta * delta};
     }
   };
   __device__ Units units(int stage) const {
     if constexpr (!has_components) return {};
     const auto& queries = *reinterpret_cast<const QueryScales*>(
-        memory + (queries_at(ptx::opaque(stage)) - shared) + Images::OfQueries::scales_at);
-    const auto& keys = *reinterpret_cast<const KeyScales*>(memory + Images::OfKeys::scales_at);
+        memory + (queries_address(ptx::opaque(stage)) - shared) + Images::OfQueries::scales_offset);
+    const auto& keys = *reinterpret_cast<const KeyScales*>(memory + Images::OfKeys::scales_offset);
     const Unit ds = Unit::for_largest(fma(queries.dout_norm, keys.v_norm, queries.delta));
     const float inverse = ds.inverse * Units::unit_of_p;
     Units units;
@@ -205,7 +205,7 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
   // factors' inverses.
   __device__ const RowFactors& factors(int stage) const {
     return reinterpret_cast<const QueryScales*>(
-               memory + (queries_at(ptx::opaque(stage)) - shared) + Images::OfQueries::scales_at)
+               memory + (queries_address(ptx::opaque(stage)) - shared) + Images::OfQueries::scales_offset)
         ->factors;
   }
 
@@ -232,7 +232,7 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
   static constexpr int first_of_p = 0;
   static constexpr int first_of_ds = finds_p ? units_of_each : 0;
   __device__ float& second_unit(int begin, int key_warp, int first) {
-    return reinterpret_cast<float*>(memory + units_at)[begin + key_warp * (Br / columns) +
+    return reinterpret_cast<float*>(memory + units_offset)[begin + key_warp * (Br / columns) +
                                                        first / columns];
   }
 
@@ -273,7 +273,7 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
   __device__ void read_ds(LeftStep<sum_row_tiles> (&left)[components], int key) {
 #pragma unroll
     for (int component = 0; component < components; ++component) {
-      Pairs::read_transposed(left[component], ds_at(), key,
+      Pairs::read_transposed(left[component], ds_address(), key,
                              component * Br / 16 + first_sum_tile());
     }
   }

@@ -213,8 +213,8 @@ def config(
         "row_lanes": row_lanes(problem),
         "has_seqlens": not problem.layout.is_equal,
         "sums_Br": 0 if sums is None else sums.Br,
-        "conceals": problem.score is not None and problem.score.conceals,
+        "may_mask_pairs": problem.score is not None and problem.score.conceals,
         "inspects": inspects(problem),
-        "one_key": _may_see_one_key(problem),
+        "has_one_key_rows": _may_see_one_key(problem),
         "clears_queries": last_writes or not problem.layout.is_equal,
     } | other_gradients.config(problem)

@@ -49,7 +49,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
 
   float sums_k[row_tiles][2 * Columns::steps][4];
   float sums_v[row_tiles][2 * ColumnsV::steps][4];
-  float seen[row_tiles][2];  // sums of P, to detect keys whose pairs are all masked
+  float p_sums[row_tiles][2];  // sums of P, to detect keys whose pairs are all masked
   int pending_release = -1;          // tile slot whose semaphore must be released, or -1
 
   using Base::Base;
@@ -58,7 +58,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
     clear(sums_k);
     clear(sums_v);
 #pragma unroll
-    for (int i = 0; i < row_tiles; ++i) seen[i][0] = seen[i][1] = 0;
+    for (int i = 0; i < row_tiles; ++i) p_sums[i][0] = p_sums[i][1] = 0;
     if (tiles.begin < tiles.end) sweep();
     finish();
   }
@@ -148,9 +148,9 @@ struct MmaGradients : MmaGradientProducts<Config> {
     }
     if (First) release_semaphore();
     if (is_masked) {
-      weigh<true>(scores, gradients, stage, head, tile, first);
+      softmax_backward<true>(scores, gradients, stage, head, tile, first);
     } else {
-      weigh<false>(scores, gradients, stage, head, tile, first);
+      softmax_backward<false>(scores, gradients, stage, head, tile, first);
     }
     if constexpr (has_components && wants_v) factors(stage).apply_to_p(scores, first);
     const float second_of_ds =
@@ -172,14 +172,14 @@ struct MmaGradients : MmaGradientProducts<Config> {
   }
 
   template <bool Masked>
-  __device__ void weigh(Scores& scores, Scores& gradients, int stage, int head, int tile,
+  __device__ void softmax_backward(Scores& scores, Scores& gradients, int stage, int head, int tile,
                         int first) {
     const int column = first + lane % 4 * 2;  // column of the lane's first element in the tile
     const Stats* stats =
         reinterpret_cast<const Stats*>(memory + (stats_address(stage) - shared)) + column;
     const Units unit = units(stage);
     constexpr bool of_scaled = has_components && !Config::Mods::changes_scores;
-    const Weigh<Config, columns / 4, 2 * row_tiles> weigh = {
+    const SoftmaxBackward<Config, columns / 4, 2 * row_tiles> softmax_backward = {
         p,
         mask,
         sequence,
@@ -193,9 +193,9 @@ struct MmaGradients : MmaGradientProducts<Config> {
     };
     if constexpr (has_components) {
       scale(scores, gradients, unit);
-      hide_infinite_keys(scores);
+      mask_infinite_keys(scores);
     }
-    weigh.template run<Masked>(
+    softmax_backward.template run<Masked>(
         [&](int r) { return tile * Br + column + r / 2 * 8 + r % 2; },
         coord.begin + key_warp() * warp_keys + lane / 4,
         [&](int r) { return unit.of(stats[r / 2 * 8 + r % 2]); },
@@ -208,7 +208,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
 #pragma unroll
         for (int j = 0; j < columns / 8; ++j) {
 #pragma unroll
-          for (int c = 0; c < 4; ++c) seen[i][c / 2] += scores[i][j][c];
+          for (int c = 0; c < 4; ++c) p_sums[i][c / 2] += scores[i][j][c];
         }
       }
     }
@@ -216,12 +216,12 @@ struct MmaGradients : MmaGradientProducts<Config> {
 
   // Sets the scores of keys that hold an infinity, whose components are zeros. The scaled score
   // becomes -inf: any other score of such a key has made the row's lse NaN.
-  __device__ void hide_infinite_keys(Scores& scores) const {
+  __device__ void mask_infinite_keys(Scores& scores) const {
     const auto& keys =
         *reinterpret_cast<const KeyScales*>(memory + Base::Images::OfKeys::scales_offset);
     if (!keys.has_infinite) return;
     const float infinity = SoftmaxMath<float>::infinity();
-    const float hidden = !Config::Mods::changes_scores && scale_log2 < 0 ? infinity : -infinity;
+    const float masked_score = !Config::Mods::changes_scores && scale_log2 < 0 ? infinity : -infinity;
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
@@ -231,7 +231,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
         for (int j = 0; j < columns / 8; ++j) {
 #pragma unroll
           for (int c = 0; c < 2; ++c) {
-            scores[i][j][2 * half + c] = hidden;
+            scores[i][j][2 * half + c] = masked_score;
           }
         }
       }
@@ -299,7 +299,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
   }
 
   // Returns whether any query attends to a key. If none does, its sums may be NaN, as 0 times NaN.
-  __device__ bool is_seen(int i, int half) {
+  __device__ bool is_visible_key(int i, int half) {
     const int row = key_warp() * warp_keys + 16 * i + 8 * half + lane / 4;
     const int key = coord.begin + row;
     bool found = mask.first_row(key, sequence.seqlen_q) < mask.last_row(key, sequence.seqlen_q);
@@ -309,8 +309,8 @@ struct MmaGradients : MmaGradientProducts<Config> {
     return found;
   }
 
-  // If modifications mask pairs, combines `seen` of the warps that have the same keys.
-  __device__ void share_seen() {
+  // If modifications mask pairs, combines `p_sums` of the warps that have the same keys.
+  __device__ void combine_p_sums() {
     int* flags = reinterpret_cast<int*>(memory + stages_offset);
     static_assert(stages * stage_bytes >= Bc * int(sizeof(int)), "place for a flag of each key");
     for (int i = threadIdx.x; i < Bc; i += threads) flags[i] = 0;
@@ -319,7 +319,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if (seen[i][half] != 0) {
+        if (p_sums[i][half] != 0) {
           flags[key_warp() * warp_keys + 16 * i + 8 * half + lane / 4] = 1;
         }
       }
@@ -329,12 +329,12 @@ struct MmaGradients : MmaGradientProducts<Config> {
 
   __device__ void finish() {
     const float scale = signed_scale<Config, float>(p);
-    if constexpr (Config::Mods::hides_pairs) share_seen();
+    if constexpr (Config::Mods::hides_pairs) combine_p_sums();
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const bool found = is_seen(i, half);
+        const bool found = is_visible_key(i, half);
         scale_row<2 * Columns::steps>(sums_k[i][0] + 2 * half, scale);
         if (!found) {
           fill_row_from<2 * Columns::steps>(sums_k[i][0] + 2 * half, 0, 0);

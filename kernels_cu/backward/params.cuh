@@ -99,7 +99,7 @@ __device__ inline T least_p_of_one_key(T lse_log2) {
 
 // Whether dS of rows that attend to one key is set to 0: not if lse has a gradient or a sink.
 template <class Config>
-constexpr bool settles_one_key = Config::one_key && !Config::has_dlse && !Config::sinks;
+constexpr bool zeroes_one_key_ds = Config::has_one_key_rows && !Config::has_dlse && !Config::sinks;
 
 // Element type of a gradient: that of its input, or `Config::Gradient` if the caller asks for one.
 template <class Config, class Input, bool AsInput = Config::as_inputs>

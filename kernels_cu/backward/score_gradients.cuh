@@ -149,8 +149,8 @@ struct ScoreGradients : ScoreProducts<Config, has_tensor_cores<Config>> {
       for (int j = 0; j < own_keys; ++j) scores[i][j] = products[i][j];
     }
     const T scale_log2 = signed_scale<Config, double>(p) * SoftmaxMath<double>::log2_e;
-    const Weigh<Config, own_rows, own_keys> weigh = {p, mask, sequence, batch, head, scale_log2};
-    weigh.template run<true, false>(
+    const SoftmaxBackward<Config, own_rows, own_keys> softmax_backward = {p, mask, sequence, batch, head, scale_log2};
+    softmax_backward.template run<true, false>(
         [&](int r) { return row + Products::row(r); }, key + Products::first_key(),
         [&](int r) { return row_stats_of<Config>(p, sequence, head, row + Products::row(r)); },
         [&](int r, int n) -> T& { return scores[r][n]; },

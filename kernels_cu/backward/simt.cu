@@ -47,7 +47,7 @@ struct SimtGradients {
   T gradients[own_rows][own_columns];  // dP, then dS
   T sums[slices][own_rows][own_dims];  // dk, or dq
   T sums_v[slices_v][own_rows][own_dims];
-  T seen[own_rows];  // row sums of P, to detect rows whose pairs are all masked
+  T p_sums[own_rows];  // row sums of P, to detect rows whose pairs are all masked
 
   __device__ SimtGradients(const GradientParams& p, const GradientTileCoord& coord, const Sequence& sequence,
                            Shared& shared)
@@ -62,7 +62,7 @@ struct SimtGradients {
     clear(sums);
     clear(sums_v);
 #pragma unroll
-    for (int i = 0; i < own_rows; ++i) seen[i] = 0;
+    for (int i = 0; i < own_rows; ++i) p_sums[i] = 0;
     const int stop = min(coord.begin + rows, row_count());
     const int group = p.heads_q / p.heads_kv;
     if constexpr (OfKv) {
@@ -114,7 +114,7 @@ struct SimtGradients {
                                                   second, column);
     Products::template multiply<Config::head_dim_v>(gradients, shared.operands, first_v,
                                                     coord.begin, second_v, column);
-    weigh(head, column + x);
+    softmax_backward(head, column + x);
 #pragma unroll
     for (int i = 0; i < own_rows; ++i) {
 #pragma unroll
@@ -122,7 +122,7 @@ struct SimtGradients {
         const int place = (y + i * side) * (columns + 1) + x + j * side;
         shared.p[place] = scores[i][j];
         shared.ds[place] = gradients[i][j];
-        if constexpr (Config::Mods::hides_pairs) seen[i] += scores[i][j];
+        if constexpr (Config::Mods::hides_pairs) p_sums[i] += scores[i][j];
       }
     }
     Products::template add<Config::head_dim, hides>(sums, shared.operands, shared.ds, second, column);
@@ -133,7 +133,7 @@ struct SimtGradients {
   }
 
   // Converts S and dP to P and dS. `column` is the thread's first column.
-  __device__ void weigh(int head, int column) {
+  __device__ void softmax_backward(int head, int column) {
     const auto* of_rows = row_stats<Config>(p) + first_row_of_head(p, sequence, head);
     const auto stats = [&](int row) {
       return row < sequence.seqlen_q ? of_rows[row] : RowStats<T>{SoftmaxMath<T>::infinity(), 0};
@@ -141,14 +141,14 @@ struct SimtGradients {
     const int row = coord.begin + y;
     const auto step = [](int n) { return n * side; };
     if constexpr (OfKv) {
-      const Weigh<Config, own_columns, own_rows> weigh = {p, mask, sequence, coord.batch, head, scale_log2};
-      weigh.template run<true>([&](int r) { return column + r * side; }, row,
+      const SoftmaxBackward<Config, own_columns, own_rows> softmax_backward = {p, mask, sequence, coord.batch, head, scale_log2};
+      softmax_backward.template run<true>([&](int r) { return column + r * side; }, row,
                                [&](int r) { return stats(column + r * side); },
                                [&](int r, int n) -> T& { return scores[n][r]; },
                                [&](int r, int n) -> T& { return gradients[n][r]; }, step);
     } else {
-      const Weigh<Config, own_rows, own_columns> weigh = {p, mask, sequence, coord.batch, head, scale_log2};
-      weigh.template run<true>([&](int r) { return row + r * side; }, column,
+      const SoftmaxBackward<Config, own_rows, own_columns> softmax_backward = {p, mask, sequence, coord.batch, head, scale_log2};
+      softmax_backward.template run<true>([&](int r) { return row + r * side; }, column,
                                [&](int r) { return stats(row + r * side); },
                                [&](int r, int n) -> T& { return scores[r][n]; },
                                [&](int r, int n) -> T& { return gradients[r][n]; }, step);
@@ -156,7 +156,7 @@ struct SimtGradients {
   }
 
   // Returns whether a row has a visible pair. If it has none, its sums may be NaN, as 0 times NaN.
-  __device__ bool is_seen(int i) const {
+  __device__ bool has_visible_pair(int i) const {
     const int row = coord.begin + y + i * side;
     bool found;
     if constexpr (OfKv) {
@@ -165,7 +165,7 @@ struct SimtGradients {
       found = mask.visible_begin(row) < mask.visible_end(row);
     }
     if constexpr (Config::Mods::hides_pairs) {
-      T sum = seen[i];
+      T sum = p_sums[i];
 #pragma unroll
       for (int bit = 1; bit < side; bit *= 2) sum += __shfl_xor_sync(~0u, sum, bit);
       found = found && sum != 0;
@@ -177,7 +177,7 @@ struct SimtGradients {
     const T scale = signed_scale<Config, T>(p);
 #pragma unroll
     for (int i = 0; i < own_rows; ++i) {
-      const bool found = is_seen(i);
+      const bool found = has_visible_pair(i);
       if constexpr (OfKv) {
         write<Config::head_dim>(p.dk, i, sums, found, scale);
         write<Config::head_dim_v>(p.dv, i, sums_v, found, T(1));

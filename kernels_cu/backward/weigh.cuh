@@ -20,7 +20,7 @@ constexpr bool changes_slope() {
 // `stats(r)` returns row statistics. `AnyParams`: only params of units with modifications have
 // `mods`.
 template <class Config, int Queries, int Keys, class AnyParams = GradientParams>
-struct Weigh {
+struct SoftmaxBackward {
   using T = Accumulator<typename Config::Element>;
   using Mods = typename Config::Mods;
   using Math = SoftmaxMath<T>;
@@ -42,29 +42,29 @@ struct Weigh {
             class Gradient, class Step>
   __device__ void run(RowOf row_of, int first_key, Stats stats, Score score, Gradient gradient,
                       Step step) const {
-    visit<Masked, OfScaled>(
+    for_each_pair<Masked, OfScaled>(
         row_of, first_key, stats, score, step,
-        [&](int r, int n, bool seen, bool sees_one, T exponent, T slope) {
-          const T probability = seen ? Math::exp2(exponent) : T(0);
-          const T of_score = probability * (gradient(r, n) - stats(r).delta) * slope;
+        [&](int r, int n, bool is_visible, bool has_one_key, T exponent, T slope) {
+          const T probability = is_visible ? Math::exp2(exponent) : T(0);
+          const T ds = probability * (gradient(r, n) - stats(r).delta) * slope;
           score(r, n) = probability;
           // If functions may mask pairs, a score of -inf masks its pair, too.
-          bool counts = Config::conceals ? probability != 0 : seen;
-          if constexpr (may_see_one) counts = counts && !(probability > threshold(stats(r)));
-          if (sees_one) counts = counts && !(probability > threshold(stats(r)));
-          gradient(r, n) = counts ? of_score : T(0);
+          bool has_gradient = Config::may_mask_pairs ? probability != 0 : is_visible;
+          if constexpr (may_have_one_key) has_gradient = has_gradient && !(probability > threshold(stats(r)));
+          if (has_one_key) has_gradient = has_gradient && !(probability > threshold(stats(r)));
+          gradient(r, n) = has_gradient ? ds : T(0);
         },
         0, Queries);
   }
 
   // Computes P only, for the rows [first, last). Requires that modifications change no slopes.
   template <bool Masked, class RowOf, class Stats, class Score, class Step>
-  __device__ void begin(RowOf row_of, int first_key, Stats stats, Score score, Step step, int first,
+  __device__ void compute_p(RowOf row_of, int first_key, Stats stats, Score score, Step step, int first,
                         int last) const {
-    visit<Masked, true>(
+    for_each_pair<Masked, true>(
         row_of, first_key, stats, score, step,
-        [&](int r, int n, bool seen, bool, T exponent, T) {
-          score(r, n) = seen ? Math::exp2(exponent) : T(0);
+        [&](int r, int n, bool is_visible, bool, T exponent, T) {
+          score(r, n) = is_visible ? Math::exp2(exponent) : T(0);
         },
         first, last);
   }
@@ -73,8 +73,8 @@ struct Weigh {
   // the last row, which attend to the fewest keys, are checked first. P is checked, too, because
   // lse may cover more keys than this call has, or include a sink.
   template <class RowOf, class Score, class Gradient>
-  __device__ void settle(RowOf row_of, Score score, Gradient gradient) const {
-    if constexpr (settles_one_key<Config>) {
+  __device__ void zero_one_key_ds(RowOf row_of, Score score, Gradient gradient) const {
+    if constexpr (zeroes_one_key_ds<Config>) {
       static_assert(sizeof(Element) == 2, "of others the threshold depends on the row");
       if (count(row_of(0)) > 1 && count(row_of(Queries - 1)) > 1) return;
 #pragma unroll
@@ -90,13 +90,13 @@ struct Weigh {
 
   // Sets P of pairs that are masked by position to 0. For calls without modifications.
   template <class RowOf, class Score, class Step>
-  __device__ void hide(RowOf row_of, int first_key, Score score, Step step) const {
+  __device__ void mask_p(RowOf row_of, int first_key, Score score, Step step) const {
 #pragma unroll
     for (int r = 0; r < Queries; ++r) {
-      const Places places = places_of(row_of(r), first_key);
+      const VisibleRange visible = visible_range(row_of(r), first_key);
 #pragma unroll
       for (int n = 0; n < Keys; ++n) {
-        if (!places.include(step(n))) score(r, n) = 0;
+        if (!visible.include(step(n))) score(r, n) = 0;
       }
     }
   }
@@ -116,39 +116,39 @@ struct Weigh {
   }
 
   // Whether functions or arrays may mask all keys of a row except one.
-  static constexpr bool may_see_one = settles_one_key<Config> && Config::conceals;
+  static constexpr bool may_have_one_key = zeroes_one_key_ds<Config> && Config::may_mask_pairs;
 
-  // Whether rows that attend to one key are detected by position. With `Config::conceals` and
+  // Whether rows that attend to one key are detected by position. With `Config::may_mask_pairs` and
   // 16-bit inputs they are not, to save registers: their P exceeds the threshold as well, unless
   // scores are in the thousands.
-  static constexpr bool asks_places =
-      settles_one_key<Config> && !(Config::conceals && sizeof(Element) == 2);
+  static constexpr bool checks_positions =
+      zeroes_one_key_ds<Config> && !(Config::may_mask_pairs && sizeof(Element) == 2);
 
   // Returns how many keys a row attends to by position. With growing `row` it rises, then falls.
   __device__ int count(int row) const { return mask.visible_end(row) - mask.visible_begin(row); }
 
   // Range of keys that a row attends to by position, counted from `first_key`.
-  struct Places {
+  struct VisibleRange {
     int begin;
     int end;
     __device__ bool include(int step) const { return step < end && step >= begin; }
   };
-  __device__ Places places_of(int row, int first_key) const {
-    Places places = {0, row < sequence.seqlen_q ? mask.visible_end(row) - first_key : 0};
-    if constexpr (Config::window_left) places.begin = mask.visible_begin(row) - first_key;
-    return places;
+  __device__ VisibleRange visible_range(int row, int first_key) const {
+    VisibleRange visible = {0, row < sequence.seqlen_q ? mask.visible_end(row) - first_key : 0};
+    if constexpr (Config::window_left) visible.begin = mask.visible_begin(row) - first_key;
+    return visible;
   }
 
   __device__ auto mod_row(int row, T base) const {
     return Mods::row(p.mods, batch, head, row + mask.q_offset, row, sequence.q_first, sequence.k_first, base);
   }
 
-  // Calls `put(r, n, seen, sees_one, exponent, slope)` for each pair: whether it is visible,
-  // whether its row attends to one key by position, its exponent, and the slope of its score. `put`
+  // Calls `store(r, n, is_visible, has_one_key, exponent, slope)` for each pair: whether it is visible,
+  // whether its row attends to one key by position, its exponent, and the slope of its score. `store`
   // must drop masked pairs by selection, so that a NaN in their inputs has no effect.
   template <bool Masked, bool OfScaled, class RowOf, class Stats, class Score, class Step,
-            class Put>
-  __device__ void visit(RowOf row_of, int first_key, Stats stats, Score score, Step step, Put put,
+            class Store>
+  __device__ void for_each_pair(RowOf row_of, int first_key, Stats stats, Score score, Step step, Store store,
                         int first, int last) const {
     if constexpr (is_modified) {
       if constexpr (Mods::has_bounds) {
@@ -160,26 +160,26 @@ struct Weigh {
               Mods::is_inside(p.mods, row, Mods::keys(p.mods, row, first_key), step(Keys - 1));
         }
         if (is_inside) {
-          visit_all<Masked, true, OfScaled>(row_of, first_key, stats, score, step, put, first, last);
+          evaluate_pairs<Masked, true, OfScaled>(row_of, first_key, stats, score, step, store, first, last);
           return;
         }
       }
     }
-    visit_all<Masked, false, OfScaled>(row_of, first_key, stats, score, step, put, first, last);
+    evaluate_pairs<Masked, false, OfScaled>(row_of, first_key, stats, score, step, store, first, last);
   }
 
   template <bool Masked, bool Inside, bool OfScaled, class RowOf, class Stats, class Score,
-            class Step, class Put>
-  __device__ void visit_all(RowOf row_of, int first_key, Stats stats, Score score, Step step,
-                            Put put, int first, int last) const {
+            class Step, class Store>
+  __device__ void evaluate_pairs(RowOf row_of, int first_key, Stats stats, Score score, Step step,
+                            Store store, int first, int last) const {
 #pragma unroll
     for (int r = 0; r < Queries; ++r) {
       if (r < first || r >= last) continue;
       const int row = row_of(r);
       const T lse_log2 = stats(r).lse_log2;
-      Places places = {};
-      if constexpr (Masked) places = places_of(row, first_key);
-      const bool sees_one = Masked && asks_places && count(row) == 1;
+      VisibleRange visible = {};
+      if constexpr (Masked) visible = visible_range(row, first_key);
+      const bool has_one_key = Masked && checks_positions && count(row) == 1;
       if constexpr (is_modified) {
         const auto mod = mod_row(row, lse_log2);
         const auto keys = Mods::keys(p.mods, mod, first_key);
@@ -195,17 +195,17 @@ struct Weigh {
           } else {
             exponent = fma(x, scale_log2, -lse_log2);
           }
-          bool seen = !Masked || places.include(step(n));
+          bool is_visible = !Masked || visible.include(step(n));
           if constexpr (Mods::hides_pairs) {
-            seen = seen && Mods::template sees<Inside>(p.mods, mod, keys, step(n));
+            is_visible = is_visible && Mods::template sees<Inside>(p.mods, mod, keys, step(n));
           }
-          put(r, n, seen, sees_one, exponent, slope);
+          store(r, n, is_visible, has_one_key, exponent, slope);
         }
       } else {
 #pragma unroll
         for (int n = 0; n < Keys; ++n) {
-          const bool seen = !Masked || places.include(step(n));
-          put(r, n, seen, sees_one, fma(score(r, n), scale_log2, -lse_log2), T(1));
+          const bool is_visible = !Masked || visible.include(step(n));
+          store(r, n, is_visible, has_one_key, fma(score(r, n), scale_log2, -lse_log2), T(1));
         }
       }
     }

@@ -29,7 +29,7 @@
 template <class Config>
 struct HopperGradientConsumer : HopperGradientProducts<Config> {
   using Base = HopperGradientProducts<Config>;
-  using Base::at_once, Base::wants_ds, Base::wants_k, Base::wants_q, Base::wants_v;
+  using Base::single_pass, Base::wants_ds, Base::wants_k, Base::wants_q, Base::wants_v;
   using Base::columns, Base::dim, Base::dim_v, Base::parts;
   using Base::consumer, Base::cta, Base::dout_ring, Base::q_ring;
   using typename Base::Cta;
@@ -112,14 +112,14 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     LeftOperand left_p, left_ds;
     Scores next;
     if constexpr (has_next && ahead) start_next<ends_tile>(next, Part + 1);
-    weigh<Part>(step, is_masked);
+    softmax_backward<Part>(step, is_masked);
     Base::narrow(left_p, scores);
     if constexpr (wants_v) Base::start_value_sums(sums_v, left_p, Part);
     if constexpr (wants_ds) {
-      if constexpr (!at_once) {
+      if constexpr (!single_pass) {
         Base::template wait<wants_v>(gradients);
-        Base::finish_gradients(gradients, scores, is_masked);
-        Base::settle(gradients, scores, step, Part, is_masked);
+        Base::compute_ds(gradients, scores, is_masked);
+        Base::zero_one_key_ds(gradients, scores, step, Part, is_masked);
       }
       Base::narrow(left_ds, gradients);
     }
@@ -182,29 +182,29 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     Base::load_lse(lse_log2, part);
     typename Base::LaneRows minus_delta;
     Base::load_minus_delta(minus_delta, part);
-    Base::spread(gradients, minus_delta);
+    Base::broadcast_minus_delta(gradients, minus_delta);
   }
 
-  // Converts S to P. If `at_once`, also converts dP to dS; otherwise leaves dP in flight.
+  // Converts S to P. If `single_pass`, also converts dP to dS; otherwise leaves dP in flight.
   template <int Part>
-  __device__ void weigh(const Step& step, bool is_masked) {
+  __device__ void softmax_backward(const Step& step, bool is_masked) {
     constexpr int rows = columns / 4;
-    if constexpr (at_once) {
+    if constexpr (single_pass) {
       Base::start_gradients(gradients, values, Part, [](int) {});
       Base::template wait<0>(gradients);
-      Base::weigh_both(scores, gradients, lse_log2, step, Part, is_masked);
+      Base::compute_p_and_ds(scores, gradients, lse_log2, step, Part, is_masked);
     } else if constexpr (wants_ds && !Config::modified) {
       // Masked and unmasked tiles share one copy of the product; masked pairs are removed after it.
       Base::start_gradients(gradients, values, Part, [&](int i) {
-        Base::template weigh_scores<false>(scores, lse_log2, step, Part, i * rows / Base::k_steps_v,
+        Base::template compute_p<false>(scores, lse_log2, step, Part, i * rows / Base::k_steps_v,
                                            (i + 1) * rows / Base::k_steps_v);
       });
-      if (is_masked) Base::hide_pairs(scores, step, Part);
+      if (is_masked) Base::mask_p(scores, step, Part);
     } else {
       if constexpr (wants_ds) Base::start_gradients(gradients, values, Part, [](int) {});
-      Base::weigh_all_scores(scores, lse_log2, step, Part, is_masked);
+      Base::compute_all_p(scores, lse_log2, step, Part, is_masked);
     }
-    Base::look_for_seen(scores);
+    Base::add_p_sums(scores);
   }
 
   __device__ unsigned sums_address() const {
@@ -222,10 +222,10 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     ptx::mbarrier_wait(cta.sums_empty(consumer), sums_phase);
 #pragma unroll
     for (int j = 0; j < Fragments::column_tiles; ++j) {
-      unsigned of[4];
+      unsigned four[4];
 #pragma unroll
-      for (int c = 0; c < 4; ++c) of[c] = __float_as_uint(sums[4 * j + c]);
-      ptx::st_shared_v4(sums_address() + Fragments::fragment_offset(0, 0, j, 0) * int(sizeof(float)), of);
+      for (int c = 0; c < 4; ++c) four[c] = __float_as_uint(sums[4 * j + c]);
+      ptx::st_shared_v4(sums_address() + Fragments::fragment_offset(0, 0, j, 0) * int(sizeof(float)), four);
     }
     ptx::fence_proxy_async();
     sums_are_full();
@@ -238,10 +238,10 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     if (cta.order.order_index(step.tile) > 0) {
 #pragma unroll
       for (int j = 0; j < Fragments::column_tiles; ++j) {
-        unsigned of[4];
-        ptx::ld_shared_v4(of, sums_address() + Fragments::fragment_offset(0, 0, j, 0) * int(sizeof(float)));
+        unsigned four[4];
+        ptx::ld_shared_v4(four, sums_address() + Fragments::fragment_offset(0, 0, j, 0) * int(sizeof(float)));
 #pragma unroll
-        for (int c = 0; c < 4; ++c) sums[4 * j + c] += __uint_as_float(of[c]);
+        for (int c = 0; c < 4; ++c) sums[4 * j + c] += __uint_as_float(four[c]);
       }
       // These reads must complete before TMA overwrites the buffer.
       ptx::fence_proxy_async();

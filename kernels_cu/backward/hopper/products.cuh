@@ -49,7 +49,7 @@ struct HopperGradientProducts {
 
   // Whether P and dS are computed in one pass, from S, dP and what the modifications read. Needed
   // if modifications change slopes.
-  static constexpr bool at_once = changes_slope<Mods>() && wants_ds;
+  static constexpr bool single_pass = changes_slope<Mods>() && wants_ds;
 
   using Scores = float[columns / 2];
   using LeftOperand = unsigned[columns / 4];
@@ -64,7 +64,7 @@ struct HopperGradientProducts {
   PipelineState<Config::q_stages> q_ring = {};
   PipelineState<Config::dout_stages> dout_ring = {};
   PipelineState<Cta::ds_stages> ds_ring = {};
-  float seen[2] = {};  // sums of P, to detect keys whose pairs are all masked
+  float p_sums[2] = {};  // sums of P, to detect keys whose pairs are all masked
 
   __device__ HopperGradientProducts(const Cta& cta, int consumer)
       : cta(cta),
@@ -73,11 +73,11 @@ struct HopperGradientProducts {
 
   // Returns the first of the lane's two keys in the CTA's KV tile. The second is 8 further on.
   __device__ int lane_key() const {
-    return own_key() + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+    return consumer_key() + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
   }
 
   // Returns the first of the consumer's keys in the KV tile.
-  __device__ int own_key() const { return Config::wide ? 0 : 64 * consumer; }
+  __device__ int consumer_key() const { return Config::wide ? 0 : 64 * consumer; }
 
   // Cleans this consumer's keys in shared memory. The keys must have arrived. Call before the first
   // product with them; other consumers read them only after a barrier.
@@ -86,7 +86,7 @@ struct HopperGradientProducts {
       constexpr int bytes = 64 * KeyTile::box_row_bytes;
 #pragma unroll 1
       for (int box = 0; box < KeyTile::boxes; ++box) {
-        const unsigned rows = own_rows<KeyTile>(cta.keys_address() + box * KeyTile::box_bytes);
+        const unsigned rows = consumer_rows<KeyTile>(cta.keys_address() + box * KeyTile::box_bytes);
 #pragma unroll
         for (int offset = threadIdx.x % 128 * 16; offset < bytes; offset += 128 * 16) {
           clean_chunk<Element>(rows + offset);
@@ -148,7 +148,7 @@ struct HopperGradientProducts {
       Wgmma<Element, columns>::multiply(
           sums,
           LeftTile::k_along_columns() +
-              (own_rows<LeftTile>(left) + LeftTile::column_step(step)) / 16,
+              (consumer_rows<LeftTile>(left) + LeftTile::column_step(step)) / 16,
           right, accumulate);
     }
   }
@@ -156,7 +156,7 @@ struct HopperGradientProducts {
   template <class Tile, int Count>
   __device__ void keep(unsigned (&kept)[Count], unsigned tile) const {
     const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16;
-    const unsigned row_address = own_rows<Tile>(tile) + row * Tile::box_row_bytes;
+    const unsigned row_address = consumer_rows<Tile>(tile) + row * Tile::box_row_bytes;
 #pragma unroll
     for (int step = 0; step < Count / 4; ++step) {
       unsigned fragment[4];
@@ -223,8 +223,8 @@ struct HopperGradientProducts {
 
   // Return where the consumer's keys start in a KV tile, and where a part starts in a query tile.
   template <class Tile>
-  __device__ unsigned own_rows(unsigned tile) const {
-    return tile + own_key() * Tile::box_row_bytes;
+  __device__ unsigned consumer_rows(unsigned tile) const {
+    return tile + consumer_key() * Tile::box_row_bytes;
   }
   template <class Tile>
   __device__ static unsigned rows_of(unsigned tile, int part) {
@@ -235,29 +235,29 @@ struct HopperGradientProducts {
 
   // The lane's row statistics of a part: lse_log2 or -delta of each row.
   using LaneRows = float[columns / 4];
-  __device__ void load_lse(LaneRows& lse_log2, int part) const { take(lse_log2, part, 0); }
+  __device__ void load_lse(LaneRows& lse_log2, int part) const { load_rows(lse_log2, part, 0); }
   __device__ void load_minus_delta(LaneRows& minus_delta, int part) const {
-    take(minus_delta, part, Br);
+    load_rows(minus_delta, part, Br);
   }
-  __device__ void take(LaneRows& of_rows, int part, int first) const {
+  __device__ void load_rows(LaneRows& row_values, int part, int first) const {
     const float* stats = cta.stats(q_ring.index) + first + part * columns + threadIdx.x % 4 * 2;
     using Pair = Vector<float, 2>;
 #pragma unroll
     for (int j = 0; j < columns / 8; ++j) {
       const Pair pair = *reinterpret_cast<const Pair*>(stats + 8 * j);
-      of_rows[2 * j] = pair.data[0];
-      of_rows[2 * j + 1] = pair.data[1];
+      row_values[2 * j] = pair.data[0];
+      row_values[2 * j + 1] = pair.data[1];
     }
   }
   // Initializes the accumulators of dP with -delta.
-  __device__ static void spread(Scores& gradients, const LaneRows& minus_delta) {
+  __device__ static void broadcast_minus_delta(Scores& gradients, const LaneRows& minus_delta) {
 #pragma unroll
     for (int i = 0; i < columns / 2; ++i) gradients[i] = minus_delta[i / 4 * 2 + i % 2];
   }
 
-  // `Weigh` for a part of a query tile, and its arguments. Its delta is 0: dP contains -delta.
-  using WeighPart = Weigh<Config, columns / 4, 2>;
-  __device__ WeighPart weigh_part(const Step& step) const {
+  // `SoftmaxBackward` for a part of a query tile, and its arguments. Its delta is 0: dP contains -delta.
+  using PartBackward = SoftmaxBackward<Config, columns / 4, 2>;
+  __device__ PartBackward part_backward(const Step& step) const {
     return {cta.p, cta.mask, cta.sequence, cta.coord.batch, step.head, scale_log2};
   }
   __device__ auto rows_of_part(const Step& step, int part) const {
@@ -267,8 +267,8 @@ struct HopperGradientProducts {
   __device__ static auto stats_of(const LaneRows& lse_log2) {
     return [&](int r) { return RowStats<float>{lse_log2[r], 0}; };
   }
-  __device__ static auto element(Scores& of) {
-    return [&](int r, int n) -> float& { return of[r / 2 * 4 + 2 * n + r % 2]; };
+  __device__ static auto element(Scores& accumulators) {
+    return [&](int r, int n) -> float& { return accumulators[r / 2 * 4 + 2 * n + r % 2]; };
   }
   __device__ static auto key_step() {
     return [](int n) { return 8 * n; };
@@ -276,10 +276,10 @@ struct HopperGradientProducts {
   __device__ int first_key() const { return cta.coord.begin + lane_key(); }
 
   // Converts S to P and, in `gradients`, dP to dS.
-  __device__ void weigh_both(Scores& scores, Scores& gradients, const LaneRows& lse_log2,
+  __device__ void compute_p_and_ds(Scores& scores, Scores& gradients, const LaneRows& lse_log2,
                              const Step& step, int part, bool is_masked) const {
     const auto run = [&](auto masked) {
-      weigh_part(step).template run<masked.value>(rows_of_part(step, part), first_key(),
+      part_backward(step).template run<masked.value>(rows_of_part(step, part), first_key(),
                                                   stats_of(lse_log2), element(scores),
                                                   element(gradients), key_step());
     };
@@ -288,54 +288,54 @@ struct HopperGradientProducts {
 
   // Converts S to P for the lane's rows [first, last).
   template <bool Masked>
-  __device__ void weigh_scores(Scores& scores, const LaneRows& lse_log2, const Step& step,
+  __device__ void compute_p(Scores& scores, const LaneRows& lse_log2, const Step& step,
                                int part, int first, int last) const {
-    weigh_part(step).template begin<Masked>(rows_of_part(step, part), first_key(),
+    part_backward(step).template compute_p<Masked>(rows_of_part(step, part), first_key(),
                                             stats_of(lse_log2), element(scores), key_step(), first,
                                             last);
   }
-  __device__ void weigh_all_scores(Scores& scores, const LaneRows& lse_log2, const Step& step,
+  __device__ void compute_all_p(Scores& scores, const LaneRows& lse_log2, const Step& step,
                                    int part, bool is_masked) const {
     constexpr int rows = columns / 4;
     if (is_masked) {
-      weigh_scores<true>(scores, lse_log2, step, part, 0, rows);
+      compute_p<true>(scores, lse_log2, step, part, 0, rows);
     } else {
-      weigh_scores<false>(scores, lse_log2, step, part, 0, rows);
+      compute_p<false>(scores, lse_log2, step, part, 0, rows);
     }
   }
-  __device__ void hide_pairs(Scores& scores, const Step& step, int part) const {
-    weigh_part(step).hide(rows_of_part(step, part), first_key(), element(scores), key_step());
+  __device__ void mask_p(Scores& scores, const Step& step, int part) const {
+    part_backward(step).mask_p(rows_of_part(step, part), first_key(), element(scores), key_step());
   }
-  __device__ void look_for_seen(const Scores& scores) {
+  __device__ void add_p_sums(const Scores& scores) {
     if constexpr (Mods::hides_pairs) {
 #pragma unroll
-      for (int i = 0; i < columns / 2; ++i) seen[i / 2 % 2] += scores[i];
+      for (int i = 0; i < columns / 2; ++i) p_sums[i / 2 % 2] += scores[i];
     }
   }
 
-  // Makes dS exactly 0 in rows that attend to one key only. `of` is dS itself, or the P that dS is
-  // computed from. With `Config::conceals` such rows are recognized by their P alone: checking
+  // Makes dS exactly 0 in rows that attend to one key only. `accumulators` is dS itself, or the P that dS is
+  // computed from. With `Config::may_mask_pairs` such rows are recognized by their P alone: checking
   // positions as well takes registers that kernels with functions do not have.
-  __device__ void settle(Scores& of, Scores& scores, const Step& step, int part,
+  __device__ void zero_one_key_ds(Scores& accumulators, Scores& scores, const Step& step, int part,
                          bool is_masked) const {
-    if constexpr (!Config::conceals) {
+    if constexpr (!Config::may_mask_pairs) {
       if (is_masked) {
-        weigh_part(step).settle(rows_of_part(step, part), element(scores), element(of));
+        part_backward(step).zero_one_key_ds(rows_of_part(step, part), element(scores), element(accumulators));
       }
-    } else if constexpr (settles_one_key<Config>) {
+    } else if constexpr (zeroes_one_key_ds<Config>) {
       static_assert(sizeof(Element) == 2, "of others the threshold depends on the row");
 #pragma unroll
-      for (int i = 0; i < columns / 2; ++i) of[i] = scores[i] > p_of_one_key<Element> ? 0 : of[i];
+      for (int i = 0; i < columns / 2; ++i) accumulators[i] = scores[i] > p_of_one_key<Element> ? 0 : accumulators[i];
     }
   }
 
   // Computes dS = P (dP - delta). A masked pair has P = 0; its dS is set to 0 by selection.
-  __device__ static void finish_gradients(Scores& gradients, const Scores& scores, bool is_masked) {
-    if (is_masked || Config::conceals) {
+  __device__ static void compute_ds(Scores& gradients, const Scores& scores, bool is_masked) {
+    if (is_masked || Config::may_mask_pairs) {
 #pragma unroll
       for (int i = 0; i < columns / 2; ++i) {
-        const float of_score = scores[i] * gradients[i];
-        gradients[i] = scores[i] == 0 ? 0 : of_score;
+        const float ds = scores[i] * gradients[i];
+        gradients[i] = scores[i] == 0 ? 0 : ds;
       }
     } else {
 #pragma unroll
@@ -344,9 +344,9 @@ struct HopperGradientProducts {
   }
 
   // Converts an accumulator to a left operand by packing pairs of elements.
-  __device__ static void narrow(LeftOperand& left, const Scores& of) {
+  __device__ static void narrow(LeftOperand& left, const Scores& accumulators) {
 #pragma unroll
-    for (int i = 0; i < columns / 4; ++i) left[i] = pack<Element>(of[2 * i], of[2 * i + 1]);
+    for (int i = 0; i < columns / 4; ++i) left[i] = pack<Element>(accumulators[2 * i], accumulators[2 * i + 1]);
   }
 
   // Writes dS of the consumer's keys to its slab (TMA box), which has one line per query. The
@@ -355,13 +355,13 @@ struct HopperGradientProducts {
     const int lane = threadIdx.x % 32;
     const int chunk = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
     const unsigned address = rows_of<DsTile>(cta.ds_address(ds_ring.index), part) +
-                        own_key() / 64 * DsTile::box_bytes +
+                        consumer_key() / 64 * DsTile::box_bytes +
                         (lane / 16 * 8 + lane % 8) * DsTile::box_row_bytes + (chunk ^ lane % 8) * 16;
 #pragma unroll
     for (int step = 0; step < columns / 16; ++step) {
-      const unsigned of[4] = {left_ds[4 * step], left_ds[4 * step + 1], left_ds[4 * step + 2],
+      const unsigned four[4] = {left_ds[4 * step], left_ds[4 * step + 1], left_ds[4 * step + 2],
                               left_ds[4 * step + 3]};
-      ptx::stmatrix_x4_trans(address + DsTile::row_step(step), of);
+      ptx::stmatrix_x4_trans(address + DsTile::row_step(step), four);
     }
   }
 
@@ -376,16 +376,16 @@ struct HopperGradientProducts {
                        (cta.sequence.q_first + int64(step.tile * Br)) * cta.p.dq.row_stride;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int in_tile = Fragments::row(warp, 0) + lane / 4 + 8 * half;
-      const int row = step.tile * Br + in_tile;
+      const int row_in_tile = Fragments::row(warp, 0) + lane / 4 + 8 * half;
+      const int row = step.tile * Br + row_in_tile;
       // A row without visible keys may have NaN in its sums, from 0 times other rows' keys.
-      const bool found = cta.stats(stage)[in_tile] != SoftmaxMath<float>::infinity() &&
+      const bool is_visible = cta.stats(stage)[row_in_tile] != SoftmaxMath<float>::infinity() &&
                          cta.mask.visible_begin(row) < cta.mask.visible_end(row);
       scale_row<Fragments::column_tiles>(sums + 2 * half, scale);
-      if (!found) fill_row_from<Fragments::column_tiles>(sums + 2 * half, 0, 0);
-      Gradient* target = output + in_tile * cta.p.dq.row_stride;
+      if (!is_visible) fill_row_from<Fragments::column_tiles>(sums + 2 * half, 0, 0);
+      Gradient* target = output + row_in_tile * cta.p.dq.row_stride;
       // Even lanes store four columns of the first eight of 16, odd lanes four of the second eight.
-      const int own = first_column + lane % 2 * 8 + lane % 4 / 2 * 4;
+      const int lane_column = first_column + lane % 2 * 8 + lane % 4 / 2 * 4;
       Vector<Gradient, 4> chunks[Fragments::column_tiles / 2];
 #pragma unroll
       for (int i = 0; i < Fragments::column_tiles / 2; ++i) {
@@ -396,8 +396,8 @@ struct HopperGradientProducts {
 #pragma unroll
       for (int i = 0; i < Fragments::column_tiles / 2; ++i) {
         if (Config::head_dim < dim && first_column + 16 * i >= Config::head_dim) break;
-        store_columns<Config::head_dim, Config::out_alignment>(target + own + 16 * i, chunks[i],
-                                                               Config::head_dim - own - 16 * i);
+        store_columns<Config::head_dim, Config::out_alignment>(target + lane_column + 16 * i, chunks[i],
+                                                               Config::head_dim - lane_column - 16 * i);
       }
     }
   }
@@ -405,28 +405,28 @@ struct HopperGradientProducts {
   // Lanes hold two columns in each of two groups of eight, and exchange one pair with a neighbour.
   __device__ static Vector<Gradient, 4> exchange(unsigned first, unsigned second) {
     const bool is_odd = threadIdx.x % 2;
-    const unsigned taken = __shfl_xor_sync(~0u, is_odd ? first : second, 1);
-    const unsigned pairs[2] = {is_odd ? taken : first, is_odd ? second : taken};
+    const unsigned received = __shfl_xor_sync(~0u, is_odd ? first : second, 1);
+    const unsigned pairs[2] = {is_odd ? received : first, is_odd ? second : received};
     return reinterpret_cast<const Vector<Gradient, 4>&>(pairs);
   }
 
   // ---- dk and dv.
 
   // Returns whether any query attends to a key. If none does, its sums may be NaN, as 0 times NaN.
-  __device__ bool is_seen(int half) const {
+  __device__ bool is_visible_key(int half) const {
     const int key = cta.coord.begin + lane_key() + 8 * half;
-    const bool found =
+    const bool is_visible =
         cta.mask.first_row(key, cta.sequence.seqlen_q) < cta.mask.last_row(key, cta.sequence.seqlen_q);
-    if constexpr (!Mods::hides_pairs) return found;
-    const float sum = sum_of_lanes(seen[half]);
-    return found && sum != 0;
+    if constexpr (!Mods::hides_pairs) return is_visible;
+    const float sum = sum_of_lanes(p_sums[half]);
+    return is_visible && sum != 0;
   }
 
   template <int Count>
-  __device__ void clear_unseen(float (&sums)[Count]) const {
+  __device__ void zero_masked_keys(float (&sums)[Count]) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if (!is_seen(half)) fill_row_from<Count / 4>(sums + 2 * half, 0, 0);
+      if (!is_visible_key(half)) fill_row_from<Count / 4>(sums + 2 * half, 0, 0);
     }
   }
 
@@ -437,29 +437,29 @@ struct HopperGradientProducts {
   }
 
   __device__ void write_value_gradients(float (&sums_v)[dim_v / 2]) const {
-    clear_unseen(sums_v);
+    zero_masked_keys(sums_v);
     write<Config::head_dim_v, ValueTile>(cta.p.dv, sums_v, cta.values_address());
   }
   __device__ void write_key_gradients(float (&sums_k)[dim / 2]) const {
     const float scale = signed_scale<Config, float>(cta.p);
 #pragma unroll
     for (int half = 0; half < 2; ++half) scale_row<dim / 8>(sums_k + 2 * half, scale);
-    clear_unseen(sums_k);
+    zero_masked_keys(sums_k);
     write<Config::head_dim, KeyTile>(cta.p.dk, sums_k, cta.keys_address());
   }
 
   // Writes dk or dv through the consumer's part of a shared-memory tile that is not read any more,
   // so that global stores are whole 16-byte chunks. A float32 gradient is written in two halves.
   template <int Dim, class Tile, int Count>
-  __device__ void write(const Tensor& tensor, const float (&of)[Count], unsigned tile) const {
+  __device__ void write(const Tensor& tensor, const float (&accumulators)[Count], unsigned tile) const {
     constexpr int parts = sizeof(Gradient) / sizeof(Element);
     constexpr int column_tiles = Count / 4 / parts;
-    const int first = cta.coord.begin + own_key();
+    const int first = cta.coord.begin + consumer_key();
     const int left = cta.sequence.seqlen_k - first;
     Gradient* output = tensor.head<Gradient>(cta.sequence.k_batch, cta.coord.head) +
                        (int64(cta.sequence.k_first) + first) * tensor.row_stride;
-    const int lane_row = lane_key() - own_key();
-    const unsigned own = own_rows<Tile>(tile);
+    const int lane_row = lane_key() - consumer_key();
+    const unsigned rows = consumer_rows<Tile>(tile);
 #pragma unroll
     for (int part = 0; part < parts; ++part) {
       // Wait until all lanes have read the previous part.
@@ -469,7 +469,7 @@ struct HopperGradientProducts {
         const int row = lane_row + 8 * half;
 #pragma unroll
         for (int j = 0; j < column_tiles; ++j) {
-          put_two<Tile>(own, row, j, of + 4 * (part * column_tiles + j) + 2 * half);
+          store_two<Tile>(rows, row, j, accumulators + 4 * (part * column_tiles + j) + 2 * half);
         }
       }
       Cta::sync_consumer(consumer);
@@ -480,7 +480,7 @@ struct HopperGradientProducts {
         if (row >= left) break;
         unsigned bits[4];
         ptx::ld_shared_v4(
-            bits, own + row * Tile::box_row_bytes + Tile::chunk_offset(row, chunk / 2 * 2, chunk % 2));
+            bits, rows + row * Tile::box_row_bytes + Tile::chunk_offset(row, chunk / 2 * 2, chunk % 2));
         const int column = part * column_tiles * 8 + chunk * columns_of_chunk;
         store_chunk<Gradient, Config::out_alignment>(
             output + row * tensor.row_stride + column,
@@ -491,7 +491,7 @@ struct HopperGradientProducts {
 
   // Stores a lane's two of eight columns, which are one 16-byte chunk of a row, or two if float32.
   template <class Tile>
-  __device__ static void put_two(unsigned rows, int row, int eight, const float* two) {
+  __device__ static void store_two(unsigned rows, int row, int eight, const float* two) {
     const unsigned row_address = rows + row * Tile::box_row_bytes;
     if constexpr (sizeof(Gradient) == sizeof(Element)) {
       ptx::st_shared(

@@ -74,14 +74,14 @@ struct HopperWideProducts : HopperGradientProducts<Config> {
     const auto put = [&](auto put_at) {
 #pragma unroll
       for (int j = 0; j < column_tiles; ++j) {
-        const float of[4] = {sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]};
-        put_at(target + Fragments::fragment_offset(0, 0, j, 0), of);
+        const float four[4] = {sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]};
+        put_at(target + Fragments::fragment_offset(0, 0, j, 0), four);
       }
     };
     if (is_first) {
-      put([](float* fragment, const float(&of)[4]) { ptx::st_global_v4(fragment, of); });
+      put([](float* fragment, const float(&four)[4]) { ptx::st_global_v4(fragment, four); });
     } else {
-      put([](float* fragment, const float(&of)[4]) { ptx::red_add_v4(fragment, of); });
+      put([](float* fragment, const float(&four)[4]) { ptx::red_add_v4(fragment, four); });
     }
     if constexpr (Chunk == Base::query_chunks - 1) {
       Cta::arrive_warp(cta.dq_added(semaphore_ring.index));
@@ -152,7 +152,7 @@ struct HopperValueConsumer : HopperWideProducts<Config> {
   __device__ void visit(const Step& step) {
     const bool is_masked = cta.is_masked(step);
     LeftOperand left_p;
-    weigh(left_p, step, is_masked);
+    softmax_backward(left_p, step, is_masked);
     if constexpr (wants_v) {
       ptx::mbarrier_wait(cta.dout_full(dout_ring.index), dout_ring.phase);
       Base::start_value_sums(sums_v, left_p, 0);
@@ -177,38 +177,38 @@ struct HopperValueConsumer : HopperWideProducts<Config> {
   }
 
   // Computes P and passes it to the dk consumer; if slopes are changed, passes P times the slope.
-  __device__ void weigh(LeftOperand& left_p, const Step& step, bool is_masked) {
-    LeftOperand weights;
-    if constexpr (Base::at_once) {
+  __device__ void softmax_backward(LeftOperand& left_p, const Step& step, bool is_masked) {
+    LeftOperand p_operand;
+    if constexpr (Base::single_pass) {
       Scores slopes;
 #pragma unroll
       for (int i = 0; i < columns / 2; ++i) slopes[i] = 1;
-      Base::weigh_both(scores, slopes, lse_log2, step, 0, is_masked);
-      Base::narrow(weights, slopes);
+      Base::compute_p_and_ds(scores, slopes, lse_log2, step, 0, is_masked);
+      Base::narrow(p_operand, slopes);
     } else {
-      Base::weigh_all_scores(scores, lse_log2, step, 0, is_masked);
+      Base::compute_all_p(scores, lse_log2, step, 0, is_masked);
     }
-    Base::look_for_seen(scores);
+    Base::add_p_sums(scores);
     Base::narrow(left_p, scores);
     if constexpr (wants_ds) {
-      if constexpr (Base::at_once) {
-        give(weights);
-      } else if (settles_one_key<Config> && (is_masked || Config::conceals)) {
-        Base::settle(scores, scores, step, 0, is_masked);
-        Base::narrow(weights, scores);
-        give(weights);
+      if constexpr (Base::single_pass) {
+        send_p(p_operand);
+      } else if (zeroes_one_key_ds<Config> && (is_masked || Config::may_mask_pairs)) {
+        Base::zero_one_key_ds(scores, scores, step, 0, is_masked);
+        Base::narrow(p_operand, scores);
+        send_p(p_operand);
       } else {
-        give(left_p);
+        send_p(left_p);
       }
     }
   }
 
-  __device__ void give(const LeftOperand& weights) const {
+  __device__ void send_p(const LeftOperand& p_operand) const {
 #pragma unroll
     for (int i = 0; i < columns / 16; ++i) {
-      const unsigned of[4] = {weights[4 * i], weights[4 * i + 1], weights[4 * i + 2],
-                              weights[4 * i + 3]};
-      ptx::st_shared_v4(Base::p_tile_address(i), of);
+      const unsigned four[4] = {p_operand[4 * i], p_operand[4 * i + 1], p_operand[4 * i + 2],
+                              p_operand[4 * i + 3]};
+      ptx::st_shared_v4(Base::p_tile_address(i), four);
     }
     Cta::arrive_warp(cta.p_full());
   }
@@ -258,7 +258,7 @@ struct HopperKeyConsumer : HopperWideProducts<Config> {
     if constexpr (wants_ds) {
       typename Base::LaneRows minus_delta;
       Base::load_minus_delta(minus_delta, 0);
-      Base::spread(gradients, minus_delta);
+      Base::broadcast_minus_delta(gradients, minus_delta);
       Base::start_gradients(gradients, no_operand, 0, [](int) {});
     }
   }
@@ -267,7 +267,7 @@ struct HopperKeyConsumer : HopperWideProducts<Config> {
   template <bool Last>
   __device__ void visit(const Step& step) {
     LeftOperand left_ds;
-    if constexpr (wants_ds) weigh(left_ds, cta.is_masked(step));
+    if constexpr (wants_ds) softmax_backward(left_ds, cta.is_masked(step));
     Cta::arrive_warp(cta.dout_empty(dout_ring.index));
     dout_ring.advance();
     if constexpr (wants_k) Base::start_key_sums(sums_k, left_ds, 0);
@@ -291,13 +291,13 @@ struct HopperKeyConsumer : HopperWideProducts<Config> {
     phase ^= 1;
   }
 
-  __device__ void weigh(LeftOperand& left_ds, bool is_masked) {
+  __device__ void softmax_backward(LeftOperand& left_ds, bool is_masked) {
     Scores scores;
     ptx::mbarrier_wait(cta.p_full(), phase);
-    take(scores);
-    Base::look_for_seen(scores);
+    receive_p(scores);
+    Base::add_p_sums(scores);
     Base::template wait<0>(gradients);
-    Base::finish_gradients(gradients, scores, is_masked);
+    Base::compute_ds(gradients, scores, is_masked);
     Base::narrow(left_ds, gradients);
     if constexpr (wants_q) Base::write_ds(left_ds, 0);
     ptx::fence_proxy_async();
@@ -305,15 +305,15 @@ struct HopperKeyConsumer : HopperWideProducts<Config> {
   }
 
   // Reads what the other consumer passes: P, or P times the slope.
-  __device__ void take(Scores& scores) const {
+  __device__ void receive_p(Scores& scores) const {
 #pragma unroll
     for (int i = 0; i < columns / 16; ++i) {
-      unsigned of[4];
-      ptx::ld_shared_v4(of, Base::p_tile_address(i));
+      unsigned four[4];
+      ptx::ld_shared_v4(four, Base::p_tile_address(i));
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
-        const Element low = {static_cast<unsigned short>(of[r])};
-        const Element high = {static_cast<unsigned short>(of[r] >> 16)};
+        const Element low = {static_cast<unsigned short>(four[r])};
+        const Element high = {static_cast<unsigned short>(four[r] >> 16)};
         scores[8 * i + 2 * r] = widen(low);
         scores[8 * i + 2 * r + 1] = widen(high);
       }

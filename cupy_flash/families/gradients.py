@@ -212,7 +212,7 @@ def config(
         "as_inputs": problem.gradient.as_inputs,
         "row_lanes": row_lanes(problem),
         "has_seqlens": not problem.layout.is_equal,
-        "sums_Br": 0 if sums is None else sums.Br,
+        "dq_Br": 0 if sums is None else sums.Br,
         "may_mask_pairs": problem.score is not None and problem.score.conceals,
         "inspects": inspects(problem),
         "has_one_key_rows": _may_see_one_key(problem),

@@ -242,7 +242,7 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
             "columns": tile.columns,
             "stages": tile.stages,
             "paired": bool(tile.paired),
-            "sum_row_warps": tile.sum_row_warps,
+            "dq_row_warps": tile.sum_row_warps,
             "padded_dim": dim,
             "padded_dim_v": dim_v,
             "shared_memory": self.shared_memory(problem, tile),

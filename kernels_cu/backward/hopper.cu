@@ -72,7 +72,7 @@ __device__ void hopper_gradients(const GradientMaps& maps, const GradientParams&
 // Kernel that writes dq if the consumers of the main kernel do not.
 template <class Config>
 __device__ void hopper_query_gradients(const GradientParams& p) {
-  using Tile = QueryGradientTile<Config, typename HopperGradientCta<Config>::Fragments>;
+  using Tile = DqTile<Config, typename HopperGradientCta<Config>::Fragments>;
   __shared__ typename Tile::Shared shared;
   Tile::write(p, shared);
 }

@@ -128,7 +128,7 @@ struct TileImages {
   using OfQueries =
       TileImage<Config::Br, Config::padded_dim, Config::padded_dim_v, int(sizeof(Stats))>;
   using OfKeys = TileImage<Config::Bc, Config::padded_dim, Config::padded_dim_v, 0>;
-  static constexpr int64 sums_of_tile =
+  static constexpr int64 floats_per_tile =
       Config::wants_q ? int64(Config::Br) * Config::padded_dim : 0;
 
   // Returns the address of a query tile. Preswizzled tiles follow the dq sums in the workspace.
@@ -136,12 +136,12 @@ struct TileImages {
   // kernels may overlap all of them.
   __device__ static char* of_queries(const GradientParams& p, const Sequence& sequence, int batch,
                                      int head, int tile) {
-    const QuerySums<Config> sums(p);
+    const DqSums<Config> sums(p);
     return begin(p, sums) + int64(sums.tile_slot(p, sequence, batch, head, tile)) * OfQueries::bytes;
   }
   __device__ static char* of_keys(const GradientParams& p, const Sequence& sequence, int batch, int head,
                                   int tile) {
-    const QuerySums<Config> sums(p);
+    const DqSums<Config> sums(p);
     int64 slot = (int64(batch) * p.heads_kv + head) * ceil_div(p.seqlen_k, Config::Bc) + tile;
     if (Config::has_seqlens && p.cu_seqlens_k != nullptr) {
       slot = int64(head) * count_tile_slots<Config::Bc>(p.total_k, p.batch) +
@@ -151,8 +151,8 @@ struct TileImages {
   }
 
  private:
-  __device__ static char* begin(const GradientParams& p, const QuerySums<Config>& sums) {
-    return reinterpret_cast<char*>(sums.first_sums() + sums.count * sums_of_tile);
+  __device__ static char* begin(const GradientParams& p, const DqSums<Config>& sums) {
+    return reinterpret_cast<char*>(sums.first_tile() + sums.count * floats_per_tile);
   }
 };
 

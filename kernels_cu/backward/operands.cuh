@@ -23,9 +23,9 @@ __device__ void pack_step(LeftStep<row_tiles>& left,
   for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float (&of)[4] = scores[i][2 * step + half];
-      left[i][2 * half] = pack<Element>(of[0], of[1]);
-      left[i][2 * half + 1] = pack<Element>(of[2], of[3]);
+      const float (&values)[4] = scores[i][2 * step + half];
+      left[i][2 * half] = pack<Element>(values[0], values[1]);
+      left[i][2 * half + 1] = pack<Element>(values[2], values[3]);
     }
   }
 }
@@ -38,8 +38,8 @@ __device__ void split_step(LeftStep<row_tiles>& big, LeftStep<row_tiles>& small,
   for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
-      const float* of = scores[i][2 * step + r / 2] + 2 * (r % 2);
-      const SplitPair pair = SplitPair::split(of[0], of[1]);
+      const float* values = scores[i][2 * step + r / 2] + 2 * (r % 2);
+      const SplitPair pair = SplitPair::split(values[0], values[1]);
       big[i][r] = pair.big;
       small[i][r] = pair.small;
     }
@@ -92,16 +92,16 @@ struct Exchange {
   }
 };
 
-// Columns of a `Layout` that one of `sharers` warps processes: 16 of every 16 * `sharers`.
-template <class Element, class Layout, int Columns, int sharers>
-struct SharedColumns {
-  static constexpr int steps = Columns / 16 / sharers;
-  static_assert(steps * 16 * sharers == Columns, "all have as many");
+// Columns of a `Layout` that one of `warps` warps processes: 16 of every 16 * `warps`.
+template <class Element, class Layout, int Columns, int warps>
+struct ColumnSlice {
+  static constexpr int steps = Columns / 16 / warps;
+  static_assert(steps * 16 * warps == Columns, "all have as many");
 
-  // Returns the lane's address for the functions below. `place` is the warp's index among sharers.
-  __device__ static unsigned lane_address(unsigned shared, int place) {
+  // Returns the lane's address for the functions below. `warp` is the warp's index among sharers.
+  __device__ static unsigned lane_address(unsigned shared, int warp) {
     const int lane = threadIdx.x % 32;
-    return shared + Layout::offset(lane % 16, 2 * place + lane / 16);
+    return shared + Layout::offset(lane % 16, 2 * warp + lane / 16);
   }
 
   // Accumulates sums += left B, where `b` is the `lane_address()` of the 16 rows of B.
@@ -114,7 +114,7 @@ struct SharedColumns {
     for (int step = 0; step < steps; ++step) {
       if (step + 1 < steps) {
         ptx::ldmatrix_x4_trans(right[(step + 1) % 2],
-                               Layout::advance(b, 0, 2 * sharers * (step + 1)));
+                               Layout::advance(b, 0, 2 * warps * (step + 1)));
       }
 #pragma unroll
       for (int i = 0; i < row_tiles; ++i) {
@@ -139,7 +139,7 @@ struct SharedColumns {
 #pragma unroll
         for (int component = 0; component < 2; ++component) {
           ptx::ldmatrix_x4_trans(
-              right[component], Layout::advance(b, 16 * k, 2 * sharers * step + component * Columns / 8));
+              right[component], Layout::advance(b, 16 * k, 2 * warps * step + component * Columns / 8));
         }
         multiply_components(product, left[k], right);
       }
@@ -147,9 +147,9 @@ struct SharedColumns {
     }
   }
 
-  // Returns the lane's first column in sums [.][j][.], for the warp with index `place`.
-  __device__ static int column(int j, int place) {
-    return (j / 2 * sharers + place) * 16 + j % 2 * 8 + threadIdx.x % 4 * 2;
+  // Returns the lane's first column in sums [.][j][.], for the warp with index `warp`.
+  __device__ static int column(int j, int warp) {
+    return (j / 2 * warps + warp) * 16 + j % 2 * 8 + threadIdx.x % 4 * 2;
   }
 };
 

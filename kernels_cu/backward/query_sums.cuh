@@ -14,7 +14,7 @@
 // warps, so that a warp adds to 512 contiguous bytes at a time. Warps with the same rows take 16
 // columns each, round-robin.
 template <int Rows, int Columns, int row_warps, int column_warps>
-struct SumFragments {
+struct DqFragments {
   static constexpr int warps = row_warps * column_warps;
   static constexpr int row_tiles = Rows / 16 / row_warps;
   static constexpr int column_tiles = Columns / 8 / column_warps;
@@ -87,13 +87,13 @@ struct DqAccumulator {
   }
 
  private:
-  template <class Visit>
-  __device__ void for_each(Visit visit) const {
+  template <class Function>
+  __device__ void for_each(Function function) const {
 #pragma unroll
     for (int i = 0; i < Fragments::row_tiles; ++i) {
 #pragma unroll
       for (int j = 0; j < Fragments::column_tiles; ++j) {
-        visit(i, j, target + Fragments::fragment_offset(0, i, j, 0));
+        function(i, j, target + Fragments::fragment_offset(0, i, j, 0));
       }
     }
   }
@@ -105,22 +105,22 @@ struct DqAccumulator {
 // kernel (row_terms.cuh), and the dq sums. Packed sequences leave some tile slots unused
 // (places.cuh). `QuerySums` in gradients.py computes the same sizes.
 template <class Config>
-struct QuerySums {
-  static constexpr int Br = Config::sums_Br;
+struct DqSums {
+  static constexpr int Br = Config::dq_Br;
   static constexpr int64 unit = 512;
   int tiles;  // tile slots of a head: of all packed sequences, or of one sequence
   int count;  // tile slots of all heads
   int* semaphores;
 
   // Constructed again at each use, so that its members take no registers in between.
-  __device__ explicit QuerySums(const GradientParams& p)
+  __device__ explicit DqSums(const GradientParams& p)
       : tiles(is_packed(p) ? count_tile_slots<Br>(p.total_q, p.batch)
                            : ceil_div(ptx::opaque(p.seqlen_q), Br)) {
     const int64 rows = int64(p.heads_q) * (is_packed(p) ? int64(p.total_q)
                                                         : int64(p.batch) * ptx::opaque(p.seqlen_q));
     count = (is_packed(p) ? 1 : p.batch) * p.heads_q * tiles;
     semaphores = reinterpret_cast<int*>(static_cast<char*>(p.workspace) +
-                                      whole(rows * int64(sizeof(*row_stats<Config>(p)))));
+                                      aligned(rows * int64(sizeof(*row_stats<Config>(p)))));
   }
 
   __device__ static bool is_packed(const GradientParams& p) {
@@ -142,35 +142,35 @@ struct QuerySums {
   template <int64 floats>
   __device__ float* sums(const GradientParams& p, const Sequence& sequence, int batch, int head,
                          int tile) const {
-    return first_sums() + int64(tile_slot(p, sequence, batch, head, tile)) * floats;
+    return first_tile() + int64(tile_slot(p, sequence, batch, head, tile)) * floats;
   }
-  __device__ float* first_sums() const {
+  __device__ float* first_tile() const {
     return reinterpret_cast<float*>(reinterpret_cast<char*>(semaphores) +
-                                    whole(count * int64(sizeof(int))));
+                                    aligned(count * int64(sizeof(int))));
   }
 
  private:
-  __device__ static int64 whole(int64 bytes) { return (bytes + unit - 1) / unit * unit; }
+  __device__ static int64 aligned(int64 bytes) { return (bytes + unit - 1) / unit * unit; }
 };
 
 // Converts the sums of one query tile to dq.
 template <class Config, class Fragments>
-struct QueryGradientTile {
+struct DqTile {
   using Gradient = typename Config::Gradient;
-  static constexpr int Br = Config::sums_Br;
+  static constexpr int Br = Config::dq_Br;
   static constexpr int column_tiles = Fragments::column_tiles;
   static constexpr bool is_staged = sizeof(Gradient) == 2;
   // 16-bit gradients are staged in shared memory, so that whole 16-byte chunks are stored.
   static constexpr int chunks = is_staged ? column_tiles : 1;
   struct Shared {
-    Vector<Gradient, 8> of_warp[Fragments::warps][16][chunks + 1];
+    Vector<Gradient, 8> warp_rows[Fragments::warps][16][chunks + 1];
   };
 
   __device__ static void write(const GradientParams& p, Shared& shared) {
     const GradientTileCoord coord = gradient_tile_coord<Config, Br, false, false>(p, blockIdx.x);
     const Sequence sequence = sequence_of<Config>(p, coord.batch);
     if (coord.begin >= sequence.seqlen_q) return;
-    const QuerySums<Config> all(p);
+    const DqSums<Config> all(p);
     const int tile = coord.begin / Br;
     // No CTA adds to a query tile that attends to no key, so its sums are undefined.
     const bool is_written = *all.semaphore(p, sequence, coord.batch, coord.head, tile) != 0;
@@ -185,11 +185,11 @@ struct QueryGradientTile {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
     for (int i = 0; i < Fragments::row_tiles; ++i) {
-      float of[column_tiles][4] = {};
+      float values[column_tiles][4] = {};
       if (is_written) {
 #pragma unroll
         for (int j = 0; j < column_tiles; ++j) {
-          ptx::ld_global_cg_v4(of[j], sums + Fragments::fragment_offset(warp, i, j, lane));
+          ptx::ld_global_cg_v4(values[j], sums + Fragments::fragment_offset(warp, i, j, lane));
         }
       }
       const int first = Fragments::row(warp, i);
@@ -197,34 +197,34 @@ struct QueryGradientTile {
       for (int half = 0; half < 2; ++half) {
         const int row = first + 8 * half + lane / 4;
         // A row without visible keys may have NaN in its sums, from 0 times other rows' keys.
-        const bool found =
+        const bool is_visible =
             row < left && stats[row].lse_log2 != SoftmaxMath<float>::infinity() &&
             mask.visible_begin(coord.begin + row) < mask.visible_end(coord.begin + row);
-        scale_row<column_tiles>(of[0] + 2 * half, scale);
-        if (!found) fill_row_from<column_tiles>(of[0] + 2 * half, 0, 0);
+        scale_row<column_tiles>(values[0] + 2 * half, scale);
+        if (!is_visible) fill_row_from<column_tiles>(values[0] + 2 * half, 0, 0);
         if constexpr (is_staged) {
 #pragma unroll
           for (int j = 0; j < column_tiles; ++j) {
-            Gradient* chunk = shared.of_warp[warp][8 * half + lane / 4][j].data;
-            *reinterpret_cast<unsigned*>(chunk + lane % 4 * 2) =
-                pack<Gradient>(of[j][2 * half], of[j][2 * half + 1]);
+            Gradient* target = shared.warp_rows[warp][8 * half + lane / 4][j].data;
+            *reinterpret_cast<unsigned*>(target + lane % 4 * 2) =
+                pack<Gradient>(values[j][2 * half], values[j][2 * half + 1]);
           }
         } else if (row < left) {
           write_row<column_tiles, Config::head_dim>(
-              output + row * p.dq.row_stride, of[0] + 2 * half,
+              output + row * p.dq.row_stride, values[0] + 2 * half,
               [&](int j, int c) { return Fragments::column(warp, j) + lane % 4 * 2 + c; });
         }
       }
       if constexpr (is_staged) {
         __syncwarp();
 #pragma unroll
-        for (int place = 0; place < 16 * chunks; place += 32) {
-          const int row = (place + lane) / chunks, j = (place + lane) % chunks;
+        for (int chunk = 0; chunk < 16 * chunks; chunk += 32) {
+          const int row = (chunk + lane) / chunks, j = (chunk + lane) % chunks;
           if (first + row >= left) continue;
           const int column = Fragments::column(warp, j);
           store_chunk<Gradient, Config::out_alignment>(
               output + (first + row) * p.dq.row_stride + column,
-              shared.of_warp[warp][row][j], Config::head_dim - column);
+              shared.warp_rows[warp][row][j], Config::head_dim - column);
         }
         __syncwarp();
       }

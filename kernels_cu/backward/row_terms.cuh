@@ -20,8 +20,8 @@ struct Preprocess {
 
   // Clears semaphores and rows, and computes the statistics of one query row per `lanes` lanes.
   __device__ static void compute(const GradientParams& p) {
-    if constexpr (Config::sums_Br > 0) {
-      const QuerySums<Config> sums(p);
+    if constexpr (Config::dq_Br > 0) {
+      const DqSums<Config> sums(p);
       const int64 step = int64(gridDim.x) * blockDim.x;
       for (int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x; i < sums.count; i += step) {
         sums.semaphores[i] = 0;

@@ -46,7 +46,7 @@ struct SimtGradients {
   T scores[own_rows][own_columns];     // S, then P
   T gradients[own_rows][own_columns];  // dP, then dS
   T sums[slices][own_rows][own_dims];  // dk, or dq
-  T sums_v[slices_v][own_rows][own_dims];
+  T dv_sums[slices_v][own_rows][own_dims];
   T p_sums[own_rows];  // row sums of P, to detect rows whose pairs are all masked
 
   __device__ SimtGradients(const GradientParams& p, const GradientTileCoord& coord, const Sequence& sequence,
@@ -60,7 +60,7 @@ struct SimtGradients {
 
   __device__ void run() {
     clear(sums);
-    clear(sums_v);
+    clear(dv_sums);
 #pragma unroll
     for (int i = 0; i < own_rows; ++i) p_sums[i] = 0;
     const int stop = min(coord.begin + rows, row_count());
@@ -127,7 +127,7 @@ struct SimtGradients {
     }
     Products::template add<Config::head_dim, hides>(sums, shared.operands, shared.ds, second, column);
     if constexpr (OfKv) {
-      Products::template add<Config::head_dim_v, hides>(sums_v, shared.operands, shared.p,
+      Products::template add<Config::head_dim_v, hides>(dv_sums, shared.operands, shared.p,
                                                         second_v, column);
     }
   }
@@ -180,7 +180,7 @@ struct SimtGradients {
       const bool found = has_visible_pair(i);
       if constexpr (OfKv) {
         write<Config::head_dim>(p.dk, i, sums, found, scale);
-        write<Config::head_dim_v>(p.dv, i, sums_v, found, T(1));
+        write<Config::head_dim_v>(p.dv, i, dv_sums, found, T(1));
       } else {
         write<Config::head_dim>(p.dq, i, sums, found, scale);
       }

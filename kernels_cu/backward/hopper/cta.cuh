@@ -38,7 +38,7 @@ struct GradientMaps {
 #if __CUDA_ARCH__ == 900
 
 // Layout of the dq sums: the accumulators of the consumers, each of which has some of the rows or,
-// if there are 64 rows only, some of the columns. See `SumFragments`.
+// if there are 64 rows only, some of the columns. See `DqFragments`.
 template <int Rows, int Columns, int consumers>
 struct WarpgroupFragments {
   static constexpr bool by_rows = Rows == 64 * consumers;
@@ -172,7 +172,7 @@ struct HopperGradientCta {
     return step.tile == order.end_tile - 1 &&
            (step.head + 1u) * p.heads_kv == (coord.head + 1u) * p.heads_q;
   }
-  __device__ Step step_behind(const Step& step) const {
+  __device__ Step next_step(const Step& step) const {
     if (step.tile < order.end_tile - 1) return {step.head, step.tile + 1};
     return {step.head + 1, order.first_tile};
   }

@@ -31,7 +31,7 @@ struct HopperGradientLoader {
                                   cta.coord.head, sequence.k_batch, cta.values_full());
     load_douts(step);
     while (!cta.is_last(step)) {
-      step = cta.step_behind(step);
+      step = cta.next_step(step);
       load_queries(step);
       load_douts(step);
     }
@@ -89,7 +89,7 @@ struct HopperRowStatsLoader {
                                         cta.sequence.seqlen_k - cta.coord.begin);
       Cta::arrive_warp(cta.keys_full());
     }
-    for (Step step = cta.first_step();; step = cta.step_behind(step)) {
+    for (Step step = cta.first_step();; step = cta.next_step(step)) {
       load(step);
       if (cta.is_last(step)) break;
     }
@@ -179,7 +179,7 @@ struct HopperGradientAdder {
 
   __device__ void run() {
     int index = 0;
-    for (Step step = cta.first_step();; step = cta.step_behind(step)) {
+    for (Step step = cta.first_step();; step = cta.next_step(step)) {
       if (index == lane_index) add(step);
       index ^= 1;
       if (cta.is_last(step)) break;
@@ -188,7 +188,7 @@ struct HopperGradientAdder {
 
  private:
   __device__ void add(const Step& step) {
-    const QuerySums<Config> all(cta.p);
+    const DqSums<Config> all(cta.p);
     int* semaphore = all.semaphore(cta.p, cta.sequence, cta.coord.batch, step.head, step.tile);
     float* target =
         all.template sums<Fragments::floats>(cta.p, cta.sequence, cta.coord.batch, step.head, step.tile);

@@ -54,9 +54,9 @@ struct HopperGradientProducts {
   using Scores = float[columns / 2];
   using LeftOperand = unsigned[columns / 4];
   // Number of dq columns that a consumer computes at once.
-  static constexpr int query_columns = Config::wide ? 64 : Fragments::columns;
-  static constexpr int query_chunks = Fragments::columns / query_columns;
-  using QueryParts = float[query_columns / 2];
+  static constexpr int dq_columns = Config::wide ? 64 : Fragments::columns;
+  static constexpr int dq_chunks = Fragments::columns / dq_columns;
+  using DqPart = float[dq_columns / 2];
 
   const Cta& cta;
   const int consumer;
@@ -116,7 +116,7 @@ struct HopperGradientProducts {
   // Issues dP^T = V dO^T - delta, where `gradients` already holds -delta. Calls `between(step)`
   // after the issue of each k step.
   template <int Count, class Between>
-  __device__ void start_gradients(Scores& gradients, const unsigned (&values)[Count], int part,
+  __device__ void start_dp(Scores& gradients, const unsigned (&values)[Count], int part,
                                   Between between) const {
     // Without these copies, the compiler sees too many accumulators, of several copies of the loop
     // body, to keep wgmma asynchronous.
@@ -174,15 +174,15 @@ struct HopperGradientProducts {
   }
 
   // Issues dV += P^T dO.
-  __device__ void start_value_sums(float (&sums_v)[dim_v / 2], const LeftOperand& left_p,
+  __device__ void start_dv(float (&dv_sums)[dim_v / 2], const LeftOperand& left_p,
                                    int part) const {
-    start_sums<DoutTile, dim_v>(sums_v, left_p,
+    start_sums<DoutTile, dim_v>(dv_sums, left_p,
                                 rows_of<DoutTile>(cta.dout_address(dout_ring.index), part));
   }
   // Issues dK += dS^T Q.
-  __device__ void start_key_sums(float (&sums_k)[dim / 2], const LeftOperand& left_ds,
+  __device__ void start_dk(float (&dk_sums)[dim / 2], const LeftOperand& left_ds,
                                  int part) const {
-    start_sums<QueryTile, dim>(sums_k, left_ds,
+    start_sums<QueryTile, dim>(dk_sums, left_ds,
                                rows_of<QueryTile>(cta.queries_address(q_ring.index), part));
   }
   template <class Tile, int Columns>
@@ -201,12 +201,12 @@ struct HopperGradientProducts {
 
   // Issues dQ = dS K, for the consumer's rows, or for a chunk of its columns.
   template <int Chunk>
-  __device__ void start_query_sums(QueryParts& sums) {
+  __device__ void start_dq(DqPart& sums) {
     const unsigned rows = cta.ds_address(ds_ring.index) +
                           (Fragments::by_rows ? 64 * consumer * DsTile::box_row_bytes : 0);
     const unsigned keys =
         cta.keys_address() + (Fragments::by_rows ? 0
-                                            : (consumer * Fragments::columns + Chunk * query_columns) /
+                                            : (consumer * Fragments::columns + Chunk * dq_columns) /
                                                   KeyTile::box_columns * KeyTile::box_bytes);
     const unsigned long long ds = DsTile::k_along_columns() + rows / 16;
     const unsigned long long k = KeyTile::k_along_rows() + keys / 16;
@@ -214,11 +214,11 @@ struct HopperGradientProducts {
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Bc / 16; ++step) {
-      WgmmaRows<Element, query_columns>::multiply(sums, ds + DsTile::column_step(step) / 16,
+      WgmmaRows<Element, dq_columns>::multiply(sums, ds + DsTile::column_step(step) / 16,
                                                        k + KeyTile::row_step(step) / 16, step != 0);
     }
     ptx::wgmma_commit_group();
-    if constexpr (Chunk == query_chunks - 1) ds_ring.advance();
+    if constexpr (Chunk == dq_chunks - 1) ds_ring.advance();
   }
 
   // Return where the consumer's keys start in a KV tile, and where a part starts in a query tile.
@@ -367,7 +367,7 @@ struct HopperGradientProducts {
 
   // ---- dq of the consumer's part of a query tile.
 
-  __device__ void write_query_gradients(QueryParts& sums, const Step& step, int stage) const {
+  __device__ void write_dq(DqPart& sums, const Step& step, int stage) const {
     const float scale = signed_scale<Config, float>(cta.p);
     const int warp = 4 * consumer + threadIdx.x / 32 % 4;
     const int lane = threadIdx.x % 32;
@@ -436,16 +436,16 @@ struct HopperGradientProducts {
     for (int i = 0; i < Count; ++i) sums[i] = 0;
   }
 
-  __device__ void write_value_gradients(float (&sums_v)[dim_v / 2]) const {
-    zero_masked_keys(sums_v);
-    write<Config::head_dim_v, ValueTile>(cta.p.dv, sums_v, cta.values_address());
+  __device__ void write_dv(float (&dv_sums)[dim_v / 2]) const {
+    zero_masked_keys(dv_sums);
+    write<Config::head_dim_v, ValueTile>(cta.p.dv, dv_sums, cta.values_address());
   }
-  __device__ void write_key_gradients(float (&sums_k)[dim / 2]) const {
+  __device__ void write_dk(float (&dk_sums)[dim / 2]) const {
     const float scale = signed_scale<Config, float>(cta.p);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) scale_row<dim / 8>(sums_k + 2 * half, scale);
-    zero_masked_keys(sums_k);
-    write<Config::head_dim, KeyTile>(cta.p.dk, sums_k, cta.keys_address());
+    for (int half = 0; half < 2; ++half) scale_row<dim / 8>(dk_sums + 2 * half, scale);
+    zero_masked_keys(dk_sums);
+    write<Config::head_dim, KeyTile>(cta.p.dk, dk_sums, cta.keys_address());
   }
 
   // Writes dk or dv through the consumer's part of a shared-memory tile that is not read any more,

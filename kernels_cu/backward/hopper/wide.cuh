@@ -31,7 +31,7 @@ struct HopperWideProducts : HopperGradientProducts<Config> {
   using typename Base::Cta;
   using typename Base::Fragments;
   using typename Base::LeftOperand;
-  using typename Base::QueryParts;
+  using typename Base::DqPart;
   using typename Base::Step;
   static_assert(Base::parts == 1 && Config::Bc == 64, "a tile is a part, and keys are shared");
 
@@ -44,14 +44,14 @@ struct HopperWideProducts : HopperGradientProducts<Config> {
   // Computes the consumer's columns of dq and adds them to memory once the CTA holds the semaphore.
   // `next()` issues the next tile's product before the last addition, so that they overlap.
   template <class Next>
-  __device__ void add_query_sums(QueryParts& first, const Step& step, Next next) {
+  __device__ void add_dq(DqPart& first, const Step& step, Next next) {
     Base::template wait<0>(first);
-    if constexpr (Base::query_chunks == 1) {
+    if constexpr (Base::dq_chunks == 1) {
       next();
       add<0>(first, step);
     } else {
-      QueryParts second;
-      Base::template start_query_sums<1>(second);
+      DqPart second;
+      Base::template start_dq<1>(second);
       add<0>(first, step);
       Base::template wait<0>(second);
       next();
@@ -61,10 +61,10 @@ struct HopperWideProducts : HopperGradientProducts<Config> {
 
   // Adds a chunk of dq to memory. The first CTA stores, so that no kernel needs to clear the sums.
   template <int Chunk>
-  __device__ void add(const QueryParts& sums, const Step& step) {
-    constexpr int column_tiles = Base::query_columns / 8;
-    static_assert(Base::query_chunks <= 2, "first and second");
-    const QuerySums<Config> all(cta.p);
+  __device__ void add(const DqPart& sums, const Step& step) {
+    constexpr int column_tiles = Base::dq_columns / 8;
+    static_assert(Base::dq_chunks <= 2, "first and second");
+    const DqSums<Config> all(cta.p);
     const int warp = 4 * consumer + threadIdx.x / 32 % 4;
     float* target =
         all.template sums<Fragments::floats>(cta.p, cta.sequence, cta.coord.batch, step.head, step.tile) +
@@ -83,7 +83,7 @@ struct HopperWideProducts : HopperGradientProducts<Config> {
     } else {
       put([](float* fragment, const float(&four)[4]) { ptx::red_add_v4(fragment, four); });
     }
-    if constexpr (Chunk == Base::query_chunks - 1) {
+    if constexpr (Chunk == Base::dq_chunks - 1) {
       Cta::arrive_warp(cta.dq_added(semaphore_ring.index));
       semaphore_ring.advance();
     }
@@ -102,25 +102,25 @@ struct HopperValueConsumer : HopperWideProducts<Config> {
   using Base::wants_ds, Base::wants_q, Base::wants_v;
   using typename Base::Cta;
   using typename Base::LeftOperand;
-  using typename Base::QueryParts;
+  using typename Base::DqPart;
   using typename Base::Scores;
   using typename Base::Step;
 
-  float sums_v[Base::dim_v / 2];
+  float dv_sums[Base::dim_v / 2];
   Scores scores;
   typename Base::LaneRows lse_log2;
 
   using Base::Base;
 
   __device__ void run() {
-    Base::clear(sums_v);
-    if (cta.has_steps()) sweep();
+    Base::clear(dv_sums);
+    if (cta.has_steps()) process_tiles();
     Cta::sync_consumers();
-    if constexpr (wants_v) Base::write_value_gradients(sums_v);
+    if constexpr (wants_v) Base::write_dv(dv_sums);
   }
 
  private:
-  __device__ void sweep() {
+  __device__ void process_tiles() {
     Step step = cta.first_step();
     ptx::mbarrier_wait(cta.keys_full(), 0);
     Base::clean_keys();
@@ -128,10 +128,10 @@ struct HopperValueConsumer : HopperWideProducts<Config> {
     start_next(first);
     wait_next(first);
     while (!cta.is_last(step)) {
-      visit<false>(step);
-      step = cta.step_behind(step);
+      process_tile<false>(step);
+      step = cta.next_step(step);
     }
-    visit<true>(step);
+    process_tile<true>(step);
   }
 
   __device__ void start_next(Scores& next) {
@@ -149,18 +149,18 @@ struct HopperValueConsumer : HopperWideProducts<Config> {
 
   // Processes a tile whose scores are complete. Unless `Last`, ends with those of the next tile.
   template <bool Last>
-  __device__ void visit(const Step& step) {
+  __device__ void process_tile(const Step& step) {
     const bool is_masked = cta.is_masked(step);
     LeftOperand left_p;
     softmax_backward(left_p, step, is_masked);
     if constexpr (wants_v) {
       ptx::mbarrier_wait(cta.dout_full(dout_ring.index), dout_ring.phase);
-      Base::start_value_sums(sums_v, left_p, 0);
+      Base::start_dv(dv_sums, left_p, 0);
     }
-    QueryParts query_sums;
+    DqPart dq_part;
     if constexpr (wants_ds) ptx::mbarrier_wait(cta.ds_full(), phase);
-    if constexpr (wants_q) Base::template start_query_sums<0>(query_sums);
-    Base::template wait<wants_q>(sums_v);
+    if constexpr (wants_q) Base::template start_dq<0>(dq_part);
+    Base::template wait<wants_q>(dv_sums);
     Cta::arrive_warp(cta.dout_empty(dout_ring.index));
     dout_ring.advance();
     Scores next;
@@ -168,7 +168,7 @@ struct HopperValueConsumer : HopperWideProducts<Config> {
       if constexpr (!Last) start_next(next);
     };
     if constexpr (wants_q) {
-      Base::add_query_sums(query_sums, step, start);
+      Base::add_dq(dq_part, step, start);
     } else {
       start();
     }
@@ -222,33 +222,33 @@ struct HopperKeyConsumer : HopperWideProducts<Config> {
   using Base::wants_ds, Base::wants_k, Base::wants_q;
   using typename Base::Cta;
   using typename Base::LeftOperand;
-  using typename Base::QueryParts;
+  using typename Base::DqPart;
   using typename Base::Scores;
   using typename Base::Step;
 
-  float sums_k[Base::dim / 2];
+  float dk_sums[Base::dim / 2];
   Scores gradients;  // dP^T - delta of the next tile, in flight
 
   using Base::Base;
 
   __device__ void run() {
-    Base::clear(sums_k);
-    if (cta.has_steps()) sweep();
+    Base::clear(dk_sums);
+    if (cta.has_steps()) process_tiles();
     Cta::sync_consumers();
-    if constexpr (wants_k) Base::write_key_gradients(sums_k);
+    if constexpr (wants_k) Base::write_dk(dk_sums);
   }
 
  private:
-  __device__ void sweep() {
+  __device__ void process_tiles() {
     ptx::mbarrier_wait(cta.values_full(), 0);
     if constexpr (wants_q) ptx::mbarrier_wait(cta.keys_full(), 0);
     Step step = cta.first_step();
     start_next();
     while (!cta.is_last(step)) {
-      visit<false>(step);
-      step = cta.step_behind(step);
+      process_tile<false>(step);
+      step = cta.next_step(step);
     }
-    visit<true>(step);
+    process_tile<true>(step);
   }
 
   // Issues dP^T of the next query tile.
@@ -259,32 +259,32 @@ struct HopperKeyConsumer : HopperWideProducts<Config> {
       typename Base::LaneRows minus_delta;
       Base::load_minus_delta(minus_delta, 0);
       Base::broadcast_minus_delta(gradients, minus_delta);
-      Base::start_gradients(gradients, no_operand, 0, [](int) {});
+      Base::start_dp(gradients, no_operand, 0, [](int) {});
     }
   }
 
   // Processes a tile whose dP is in flight. Unless `Last`, ends with the next tile's dP in flight.
   template <bool Last>
-  __device__ void visit(const Step& step) {
+  __device__ void process_tile(const Step& step) {
     LeftOperand left_ds;
     if constexpr (wants_ds) softmax_backward(left_ds, cta.is_masked(step));
     Cta::arrive_warp(cta.dout_empty(dout_ring.index));
     dout_ring.advance();
-    if constexpr (wants_k) Base::start_key_sums(sums_k, left_ds, 0);
-    QueryParts query_sums;
+    if constexpr (wants_k) Base::start_dk(dk_sums, left_ds, 0);
+    DqPart dq_part;
     if constexpr (wants_q) {
       // Wait until all warps of this consumer have written dS.
       ptx::mbarrier_wait(cta.ds_full(), phase);
-      Base::template start_query_sums<0>(query_sums);
+      Base::template start_dq<0>(dq_part);
     }
-    Base::template wait<wants_q>(sums_k);
+    Base::template wait<wants_q>(dk_sums);
     Cta::arrive_warp(cta.q_empty(q_ring.index));
     q_ring.advance();
     const auto start = [&] {
       if constexpr (!Last) start_next();
     };
     if constexpr (wants_q) {
-      Base::add_query_sums(query_sums, step, start);
+      Base::add_dq(dq_part, step, start);
     } else {
       start();
     }
@@ -334,7 +334,7 @@ struct HopperSemaphoreWarp {
 
   __device__ void run() {
     int index = 0;
-    for (Step step = cta.first_step();; step = cta.step_behind(step)) {
+    for (Step step = cta.first_step();; step = cta.next_step(step)) {
       if (index == lane_index) process(step);
       index ^= 1;
       if (cta.is_last(step)) break;
@@ -343,7 +343,7 @@ struct HopperSemaphoreWarp {
 
  private:
   __device__ void process(const Step& step) {
-    const QuerySums<Config> all(cta.p);
+    const DqSums<Config> all(cta.p);
     int* semaphore = all.semaphore(cta.p, cta.sequence, cta.coord.batch, step.head, step.tile);
     const int order_index = cta.order.order_index(step.tile);
     while (ptx::ld_acquire_gpu(semaphore) != order_index) {

@@ -34,22 +34,22 @@ struct MmaGradientCta {
   static constexpr int warps = Config::warps;
   static constexpr int threads = 32 * warps;
   static constexpr int key_warps = Config::key_warps;
-  static constexpr int side_warps = warps / key_warps;
-  static_assert(key_warps * side_warps == warps, "all have as much");
+  static constexpr int query_warps = warps / key_warps;
+  static_assert(key_warps * query_warps == warps, "all have as much");
 
   // Number of keys of a warp, and of queries (`columns`) whose scores it computes at once.
   static constexpr int warp_keys = Bc / key_warps;
   static constexpr int row_tiles = warp_keys / 16;
   static constexpr int columns = Config::columns;
-  static constexpr int passes = Br / (columns * side_warps);
+  static constexpr int passes = Br / (columns * query_warps);
   static constexpr int steps = columns / 16;
   static_assert(warp_keys * key_warps == Bc && row_tiles * 16 == warp_keys, "whole fragments");
-  static_assert(passes * columns * side_warps == Br && steps * 16 == columns, "whole fragments");
+  static_assert(passes * columns * query_warps == Br && steps * 16 == columns, "whole fragments");
 
   // A dq tile is divided among the warps by rows and by columns.
-  static constexpr int sum_row_warps = Config::sum_row_warps;
-  static constexpr int sum_column_warps = warps / sum_row_warps;
-  static constexpr int sum_row_tiles = Br / 16 / sum_row_warps;
+  static constexpr int dq_row_warps = Config::dq_row_warps;
+  static constexpr int dq_column_warps = warps / dq_row_warps;
+  static constexpr int dq_row_tiles = Br / 16 / dq_row_warps;
 
   static constexpr int dim = Config::padded_dim;
   static constexpr int dim_v = Config::padded_dim_v;
@@ -57,23 +57,23 @@ struct MmaGradientCta {
   // Whether warps with the same keys work in pairs: one warp computes S and the other dP for the
   // queries of both, and they exchange halves. Larger products read fewer operands.
   static constexpr bool paired = Config::paired && wants_ds;
-  static_assert(!paired || side_warps % 2 == 0, "pairs");
+  static_assert(!paired || query_warps % 2 == 0, "pairs");
 
   // Whether a warp chooses second units for the P, or the dS, that it computes at once. Sinks may
   // make all of them far smaller than their bounds, and slopes of scores have no bound.
-  static constexpr bool finds_p = has_components && wants_v && Config::sinks;
-  static constexpr bool finds_ds =
+  static constexpr bool refines_p = has_components && wants_v && Config::sinks;
+  static constexpr bool refines_ds =
       has_components && wants_ds && (Config::sinks || changes_slope<typename Config::Mods>());
-  static constexpr int units_of_each = key_warps * (Br / columns);
+  static constexpr int units_per_operand = key_warps * (Br / columns);
 
   using Scores = float[row_tiles][columns / 8][4];
   using Layout = SwizzledRows<Component, components * dim>;     // of q and k
   using LayoutV = SwizzledRows<Component, components * dim_v>;  // of v and dout
   using Pairs = Exchange<Component, components * Br>;           // of P^T and dS^T: keys by queries
-  using Columns = SharedColumns<Component, Layout, dim, side_warps>;
-  using ColumnsV = SharedColumns<Component, LayoutV, dim_v, side_warps>;
-  using ColumnsOfSums = SharedColumns<Component, Layout, dim, sum_column_warps>;
-  using Fragments = SumFragments<Br, dim, sum_row_warps, sum_column_warps>;
+  using Columns = ColumnSlice<Component, Layout, dim, query_warps>;
+  using ColumnsV = ColumnSlice<Component, LayoutV, dim_v, query_warps>;
+  using DqColumns = ColumnSlice<Component, Layout, dim, dq_column_warps>;
+  using Fragments = DqFragments<Br, dim, dq_row_warps, dq_column_warps>;
 
   // Whether some queries may attend to only some of their sequence's keys.
   static constexpr bool is_bounded = Config::causal || Config::modified;
@@ -88,14 +88,14 @@ struct MmaGradientCta {
   static constexpr int row_bytes = Layout::row_bytes + LayoutV::row_bytes;
   static constexpr int keys_bytes = Bc * row_bytes + scales_bytes;
   static constexpr int units_offset = Images::OfKeys::scales_offset + int(sizeof(KeyScales));
-  static_assert(units_offset + (finds_p + finds_ds) * units_of_each * int(sizeof(float)) <=
+  static_assert(units_offset + (refines_p + refines_ds) * units_per_operand * int(sizeof(float)) <=
                     Images::OfKeys::bytes,
                 "as the host has seen");
   static constexpr int pairs_bytes = Bc * Pairs::Layout::row_bytes;
-  static constexpr bool exchanges_p = side_warps > 1 && wants_v;
-  static constexpr bool exchanges_ds = wants_q || (side_warps > 1 && wants_k);
+  static constexpr bool exchanges_p = query_warps > 1 && wants_v;
+  static constexpr bool exchanges_ds = wants_q || (query_warps > 1 && wants_k);
   static constexpr int stage_bytes = Br * (row_bytes + int(sizeof(Stats))) + scales_bytes;
-  static constexpr int stages_offset = keys_bytes + (1 + (side_warps > 1)) * pairs_bytes;
+  static constexpr int stages_offset = keys_bytes + (1 + (query_warps > 1)) * pairs_bytes;
   static_assert(stages_offset + stages * stage_bytes == Config::shared_memory, "as the host planned");
 
   template <int Rows, int Dim, class TileLayout>
@@ -129,8 +129,8 @@ struct MmaGradientCta {
     if (Config::modified && sequence.seqlen_q % Br != 0) full_end = min(full_end, sequence.seqlen_q / Br);
   }
 
-  __device__ int key_warp() const { return warp / side_warps; }
-  __device__ int side() const { return warp % side_warps; }
+  __device__ int key_warp() const { return warp / query_warps; }
+  __device__ int query_warp() const { return warp % query_warps; }
 
   // ---- Sequence of query tiles.
 
@@ -143,7 +143,7 @@ struct MmaGradientCta {
   __device__ bool is_last(const Step& step) const {
     return step.tile == tiles.begin && step.head == (coord.head + 1) * group() - 1;
   }
-  __device__ Step step_behind(const Step& step) const {
+  __device__ Step next_step(const Step& step) const {
     if (step.tile > tiles.begin) return {step.head, step.tile - 1};
     return {step.head + 1, tiles.end - 1};
   }
@@ -228,9 +228,9 @@ struct MmaGradientCta {
     // The rows of dout follow those of q.
     constexpr unsigned zeros[4] = {};
     for (int offset = 16 * int(threadIdx.x); offset < Br * row_bytes; offset += 16 * threads) {
-      constexpr int of_q = Br * Layout::row_bytes;
-      const bool clears = offset < of_q ? clears_q(stats[offset / Layout::row_bytes])
-                                    : clears_dout(stats[(offset - of_q) / LayoutV::row_bytes]);
+      constexpr int q_bytes = Br * Layout::row_bytes;
+      const bool clears = offset < q_bytes ? clears_q(stats[offset / Layout::row_bytes])
+                                    : clears_dout(stats[(offset - q_bytes) / LayoutV::row_bytes]);
       if (clears) ptx::st_shared_v4(queries_address(stage) + offset, zeros);
     }
     __syncthreads();

@@ -44,7 +44,7 @@ struct BiasGradients {
   // The rows of a packed bias determine the sequence.
   const bool keeps_batch = is_packed ? keeps_rows : of.batch > 1;
   const bool keeps_heads = of.heads > 1;
-  CompensatedSum<T> sums[Scores::own_rows][Scores::own_keys];
+  CompensatedSum<T> sums[Scores::rows_per_thread][Scores::keys_per_thread];
 
   __device__ BiasGradients(const GradientParams& p, unsigned char* memory)
       : p(p), of(p.dbias), memory(memory) {}
@@ -85,11 +85,11 @@ struct BiasGradients {
         kv_tile_range<size, false>(mask, row, min(row + size, sequence.seqlen_q), 0, 1);
     if (key < seen.begin * size || key >= seen.end * size) return;
     Scores scores;
-    scores.find(p, memory, sequence, mask, batch, head, row, key);
+    scores.compute(p, memory, sequence, mask, batch, head, row, key);
 #pragma unroll
-    for (int i = 0; i < Scores::own_rows; ++i) {
+    for (int i = 0; i < Scores::rows_per_thread; ++i) {
 #pragma unroll
-      for (int j = 0; j < Scores::own_keys; ++j) sums[i][j].add(scores.gradients[i][j]);
+      for (int j = 0; j < Scores::keys_per_thread; ++j) sums[i][j].add(scores.gradients[i][j]);
     }
   }
 
@@ -97,9 +97,9 @@ struct BiasGradients {
   __device__ void write(Result* result, const Tiles& mine) {
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < Scores::own_rows; ++i) {
+    for (int i = 0; i < Scores::rows_per_thread; ++i) {
 #pragma unroll
-      for (int j = 0; j < Scores::own_keys; ++j) {
+      for (int j = 0; j < Scores::keys_per_thread; ++j) {
         tile()[Scores::row(i) * stride + Scores::first_key() + Scores::step(j)] =
             sums[i][j].total();
       }

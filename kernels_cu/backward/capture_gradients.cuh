@@ -190,12 +190,12 @@ struct Contributions {
         kv_tile_range<size, false>(mask, row, min(row + size, sequence.seqlen_q), 0, 1);
     Scores scores;
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
-      scores.find(p, memory, sequence, mask, batch, head, row, tile * size);
+      scores.compute(p, memory, sequence, mask, batch, head, row, tile * size);
       // Keys are the outer loop: an element that depends on the key alone is the same for all rows.
 #pragma unroll
-      for (int j = 0; j < Scores::own_keys; ++j) {
+      for (int j = 0; j < Scores::keys_per_thread; ++j) {
 #pragma unroll
-        for (int i = 0; i < Scores::own_rows; ++i) {
+        for (int i = 0; i < Scores::rows_per_thread; ++i) {
           if (scores.gradients[i][j] == 0) continue;
           const int of_row = row + Scores::row(i);
           const auto mod = Mods::row(p.mods, batch, head, of_row + mask.q_offset, of_row,

@@ -12,7 +12,7 @@
 
 __host__ __device__ constexpr int larger(int x, int y) { return x > y ? x : y; }
 
-// Products of query rows and key rows. A thread holds those of `row(i)`, i < `own_rows`, and of key
+// Products of query rows and key rows. A thread holds those of `row(i)`, i < `rows_per_thread`, and of key
 // `first_key() + step(j)`, where rows and keys count from the tile's first.
 template <class Config, bool OnTensorCores>
 struct ScoreProducts {
@@ -22,7 +22,7 @@ struct ScoreProducts {
   static constexpr int size = sizeof(T) == 8 ? 32 : 64;  // rows and keys of a tile
   using Products = SimtProducts<Element, size, size>;
   using Shared = typename Products::Shared;
-  static constexpr int own_rows = Products::own_rows, own_keys = Products::own_columns;
+  static constexpr int rows_per_thread = Products::rows_per_thread, keys_per_thread = Products::columns_per_thread;
   static constexpr int memory = sizeof(Shared);
 
   __device__ static int row(int i) { return Products::y() + i * Products::side; }
@@ -30,7 +30,7 @@ struct ScoreProducts {
   __device__ static constexpr int step(int j) { return j * Products::side; }
 
   template <int Dim>
-  __device__ static void multiply(T (&product)[own_rows][own_keys], unsigned char* memory,
+  __device__ static void multiply(T (&product)[rows_per_thread][keys_per_thread], unsigned char* memory,
                                   const HeadRows<Element>& queries, int row,
                                   const HeadRows<Element>& keys, int key) {
     Products::template multiply<Dim>(product, *reinterpret_cast<Shared*>(memory), queries, row,
@@ -46,7 +46,7 @@ struct ScoreProducts<Config, true> {
   using Element = typename Config::Element;
   using T = float;
   static constexpr int size = 64;
-  static constexpr int own_rows = 2, own_keys = 8;
+  static constexpr int rows_per_thread = 2, keys_per_thread = 8;
   static constexpr int dim = larger(Config::head_dim, Config::head_dim_v);
   static constexpr int memory = 2 * size * round_up(dim, 16) * int(sizeof(Element));
 
@@ -55,7 +55,7 @@ struct ScoreProducts<Config, true> {
   __device__ static constexpr int step(int j) { return j / 2 * 8 + j % 2; }
 
   template <int Dim>
-  __device__ static void multiply(T (&product)[own_rows][own_keys], unsigned char* memory,
+  __device__ static void multiply(T (&product)[rows_per_thread][keys_per_thread], unsigned char* memory,
                                   const HeadRows<Element>& queries, int row,
                                   const HeadRows<Element>& keys, int key) {
     using Products = Products16Bit<Tile<Dim>, 1>;
@@ -74,9 +74,9 @@ struct ScoreProducts<Config, true> {
     Products().multiply_queries_keys(scores, rows_address + warp() / 2 * 16 * Layout::row_bytes,
                                      keys_address + warp() % 2 * 32 * Layout::row_bytes);
 #pragma unroll
-    for (int i = 0; i < own_rows; ++i) {
+    for (int i = 0; i < rows_per_thread; ++i) {
 #pragma unroll
-      for (int j = 0; j < own_keys; ++j) product[i][j] = scores[0][j / 2][2 * i + j % 2];
+      for (int j = 0; j < keys_per_thread; ++j) product[i][j] = scores[0][j / 2][2 * i + j % 2];
     }
   }
 
@@ -117,8 +117,8 @@ template <class Config>
 struct ScoreGradients : ScoreProducts<Config, has_tensor_cores<Config>> {
   using Products = ScoreProducts<Config, has_tensor_cores<Config>>;
   using T = typename Products::T;
-  using Products::own_keys;
-  using Products::own_rows;
+  using Products::keys_per_thread;
+  using Products::rows_per_thread;
   using Products::size;
   static constexpr int threads = 256;
   // Row stride of a tile in shared memory: one more than `size`, to avoid bank conflicts.
@@ -128,11 +128,11 @@ struct ScoreGradients : ScoreProducts<Config, has_tensor_cores<Config>> {
                                                     : Config::simt_score_memory),
                 "as the host planned");
 
-  T products[own_rows][own_keys];   // unscaled scores: products of q and k
-  T gradients[own_rows][own_keys];  // gradients of the modified scores; 0 for masked pairs
+  T products[rows_per_thread][keys_per_thread];   // unscaled scores: products of q and k
+  T gradients[rows_per_thread][keys_per_thread];  // gradients of the modified scores; 0 for masked pairs
 
   // Computes the tile whose first query and key are `row` and `key` of a sequence.
-  __device__ void find(const GradientParams& p, unsigned char* memory, const Sequence& sequence,
+  __device__ void compute(const GradientParams& p, unsigned char* memory, const Sequence& sequence,
                        const Mask<Config>& mask, int batch, int head, int row, int key) {
     using Element = typename Config::Element;
     const int head_kv = head / (p.heads_q / p.heads_kv);
@@ -142,14 +142,14 @@ struct ScoreGradients : ScoreProducts<Config, has_tensor_cores<Config>> {
     Products::template multiply<Config::head_dim_v>(
         gradients, memory, query_rows<Element>(p.dout, sequence, head), row,
         key_rows<Element>(p.v, sequence, head_kv), key);
-    T scores[own_rows][own_keys];
+    T scores[rows_per_thread][keys_per_thread];
 #pragma unroll
-    for (int i = 0; i < own_rows; ++i) {
+    for (int i = 0; i < rows_per_thread; ++i) {
 #pragma unroll
-      for (int j = 0; j < own_keys; ++j) scores[i][j] = products[i][j];
+      for (int j = 0; j < keys_per_thread; ++j) scores[i][j] = products[i][j];
     }
     const T scale_log2 = signed_scale<Config, double>(p) * SoftmaxMath<double>::log2_e;
-    const SoftmaxBackward<Config, own_rows, own_keys> softmax_backward = {p, mask, sequence, batch, head, scale_log2};
+    const SoftmaxBackward<Config, rows_per_thread, keys_per_thread> softmax_backward = {p, mask, sequence, batch, head, scale_log2};
     softmax_backward.template run<true, false>(
         [&](int r) { return row + Products::row(r); }, key + Products::first_key(),
         [&](int r) { return row_stats_of<Config>(p, sequence, head, row + Products::row(r)); },

@@ -31,14 +31,14 @@ struct SimtProducts {
   using T = Accumulator<Element>;
   static constexpr int side = 16;
   static constexpr int threads = side * side;
-  static constexpr int own_rows = Rows / side;
-  static constexpr int own_columns = Columns / side;
+  static constexpr int rows_per_thread = Rows / side;
+  static constexpr int columns_per_thread = Columns / side;
   static_assert(Rows % side == 0 && Columns % side == 0, "whole rows and columns of threads");
 
   // Rows of a slice are padded by one element, so that a warp reads from different banks.
   static constexpr int slice = 32;
   static constexpr int stride = slice + 1;
-  static constexpr int own_dims = slice / side;
+  static constexpr int dims_per_thread = slice / side;
   struct Shared {
     T rows[Rows * stride];
     T columns[Columns * stride];
@@ -65,13 +65,13 @@ struct SimtProducts {
 
   // Computes product = rows columns^T over `Dim` columns of head_dim.
   template <int Dim>
-  __device__ static void multiply(T (&product)[own_rows][own_columns], Shared& shared,
+  __device__ static void multiply(T (&product)[rows_per_thread][columns_per_thread], Shared& shared,
                                   const HeadRows<Element>& rows, int first_row,
                                   const HeadRows<Element>& columns, int first_column) {
 #pragma unroll
-    for (int i = 0; i < own_rows; ++i) {
+    for (int i = 0; i < rows_per_thread; ++i) {
 #pragma unroll
-      for (int j = 0; j < own_columns; ++j) product[i][j] = 0;
+      for (int j = 0; j < columns_per_thread; ++j) product[i][j] = 0;
     }
 #pragma unroll 1
     for (int begin = 0; begin < Dim; begin += slice) {
@@ -81,14 +81,14 @@ struct SimtProducts {
       __syncthreads();
 #pragma unroll 4
       for (int d = 0; d < slice; ++d) {
-        T left[own_rows];
+        T left[rows_per_thread];
 #pragma unroll
-        for (int i = 0; i < own_rows; ++i) left[i] = shared.rows[(y() + i * side) * stride + d];
+        for (int i = 0; i < rows_per_thread; ++i) left[i] = shared.rows[(y() + i * side) * stride + d];
 #pragma unroll
-        for (int j = 0; j < own_columns; ++j) {
+        for (int j = 0; j < columns_per_thread; ++j) {
           const T right = shared.columns[(x() + j * side) * stride + d];
 #pragma unroll
-          for (int i = 0; i < own_rows; ++i) product[i][j] = fma(left[i], right, product[i][j]);
+          for (int i = 0; i < rows_per_thread; ++i) product[i][j] = fma(left[i], right, product[i][j]);
         }
       }
     }
@@ -98,26 +98,26 @@ struct SimtProducts {
   // apart. A tile is summed separately, as long sums then lose less to rounding. With `Selects`, a
   // weight of 0 means a masked pair, whose column is left out of the sum, as 0 times NaN is NaN.
   template <int Dim, bool Selects, int Slices>
-  __device__ static void add(T (&sums)[Slices][own_rows][own_dims], Shared& shared,
+  __device__ static void add(T (&sums)[Slices][rows_per_thread][dims_per_thread], Shared& shared,
                              const T* weights, const HeadRows<Element>& columns,
                              int first_column) {
 #pragma unroll
     for (int s = 0; s < Slices; ++s) {
       __syncthreads();
       const bool is_clean = load<Dim>(shared.columns, columns, first_column, s * slice);
-      T share[own_rows][own_dims] = {};
-      const auto sum_up = [&](auto take) {
+      T partial[rows_per_thread][dims_per_thread] = {};
+      const auto accumulate = [&](auto select) {
 #pragma unroll 4
         for (int c = 0; c < Columns; ++c) {
-          T right[own_dims];
+          T right[dims_per_thread];
 #pragma unroll
-          for (int d = 0; d < own_dims; ++d) right[d] = shared.columns[c * stride + x() + d * side];
+          for (int d = 0; d < dims_per_thread; ++d) right[d] = shared.columns[c * stride + x() + d * side];
 #pragma unroll
-          for (int i = 0; i < own_rows; ++i) {
+          for (int i = 0; i < rows_per_thread; ++i) {
             const T left = weights[(y() + i * side) * (Columns + 1) + c];
 #pragma unroll
-            for (int d = 0; d < own_dims; ++d) {
-              share[i][d] = fma(left, take(left, right[d]), share[i][d]);
+            for (int d = 0; d < dims_per_thread; ++d) {
+              partial[i][d] = fma(left, select(left, right[d]), partial[i][d]);
             }
           }
         }
@@ -129,14 +129,14 @@ struct SimtProducts {
         __syncthreads();
       }
       if (selects) {
-        sum_up([](T left, T right) { return left == 0 ? T(0) : right; });
+        accumulate([](T left, T right) { return left == 0 ? T(0) : right; });
       } else {
-        sum_up([](T, T right) { return right; });
+        accumulate([](T, T right) { return right; });
       }
 #pragma unroll
-      for (int i = 0; i < own_rows; ++i) {
+      for (int i = 0; i < rows_per_thread; ++i) {
 #pragma unroll
-        for (int d = 0; d < own_dims; ++d) sums[s][i][d] += share[i][d];
+        for (int d = 0; d < dims_per_thread; ++d) sums[s][i][d] += partial[i][d];
       }
     }
   }

@@ -188,7 +188,7 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
             launches.append(
                 Launch(
                     TILE_IMAGES,
-                    "mma_tile_images",
+                    "mma_preswizzle_tiles",
                     (of_keys + of_queries, 1, 1),
                     _IMAGE_THREADS,
                     arguments=("gradients",),

@@ -49,13 +49,13 @@ __device__ unsigned clean_pair(unsigned pair) {
 // Cleans 16 bytes of k in shared memory, and writes them only if they change.
 template <class Element>
 __device__ void clean_chunk(unsigned shared) {
-  unsigned found[4], clean[4];
-  ptx::ld_shared_v4(found, shared);
+  unsigned words[4], cleaned[4];
+  ptx::ld_shared_v4(words, shared);
   bool is_clean = true;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    clean[i] = clean_pair<Element>(found[i]);
-    is_clean = is_clean && clean[i] == found[i];
+    cleaned[i] = clean_pair<Element>(words[i]);
+    is_clean = is_clean && cleaned[i] == words[i];
   }
-  if (!is_clean) ptx::st_shared_v4(shared, clean);
+  if (!is_clean) ptx::st_shared_v4(shared, cleaned);
 }

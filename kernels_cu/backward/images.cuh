@@ -43,11 +43,11 @@ struct RowFactors {
     return __uint_as_float((127 + log2_step * power) << 23);
   }
   __device__ int power(int row) const { return powers[row / 2] >> row % 2 * 4 & 15; }
-  __device__ float of(int row) const { return value(power(row)); }
+  __device__ float row_factor(int row) const { return value(power(row)); }
 
   // Returns the factors of an even row and of the next one as float16. Factors of 2^-32 and less
   // become 0.
-  __device__ unsigned of_pair(int row) const {
+  __device__ unsigned factor_pair(int row) const {
     const int two = powers[row / 2];
     return pack<half_t>(value(two & 15), value(two >> 4));
   }
@@ -61,7 +61,7 @@ struct RowFactors {
     for (int j = 0; j < column_tiles; ++j) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        const float factor = of(first + 8 * j + threadIdx.x % 4 * 2 + c);
+        const float factor = row_factor(first + 8 * j + threadIdx.x % 4 * 2 + c);
 #pragma unroll
         for (int i = 0; i < row_tiles; ++i) {
           p[i][j][c] *= factor;
@@ -79,7 +79,7 @@ struct RowFactors {
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float factor = of(16 * (first_tile + i) + 8 * half + threadIdx.x % 32 / 4);
+        const float factor = row_factor(16 * (first_tile + i) + 8 * half + threadIdx.x % 32 / 4);
 #pragma unroll
         for (int j = 0; j < column_tiles; ++j) {
           sums[i][j][2 * half] *= factor;
@@ -112,7 +112,7 @@ struct KeyScales {
 
 // Layout of a preswizzled tile of `Rows` rows, with `StatsBytes` bytes of row statistics per row.
 template <int Rows, int Dim, int DimV, int StatsBytes>
-struct TileImage {
+struct PreswizzledTile {
   using Layout = SwizzledRows<half_t, 2 * Dim>;
   using LayoutV = SwizzledRows<half_t, 2 * DimV>;
   static constexpr int second_offset = Rows * Layout::row_bytes;
@@ -123,23 +123,23 @@ struct TileImage {
 
 // Preswizzled query tiles and KV tiles. `Config` has `Br`, `Bc`, `padded_dim`, `padded_dim_v`.
 template <class Config>
-struct TileImages {
+struct PreswizzledTiles {
   using Stats = RowStats<float>;
-  using OfQueries =
-      TileImage<Config::Br, Config::padded_dim, Config::padded_dim_v, int(sizeof(Stats))>;
-  using OfKeys = TileImage<Config::Bc, Config::padded_dim, Config::padded_dim_v, 0>;
+  using QueryTile =
+      PreswizzledTile<Config::Br, Config::padded_dim, Config::padded_dim_v, int(sizeof(Stats))>;
+  using KvTile = PreswizzledTile<Config::Bc, Config::padded_dim, Config::padded_dim_v, 0>;
   static constexpr int64 floats_per_tile =
       Config::wants_q ? int64(Config::Br) * Config::padded_dim : 0;
 
   // Returns the address of a query tile. Preswizzled tiles follow the dq sums in the workspace.
   // Query tiles have the tile slots of dq, KV tiles slots of their own. Workspace arrays of later
   // kernels may overlap all of them.
-  __device__ static char* of_queries(const GradientParams& p, const Sequence& sequence, int batch,
+  __device__ static char* query_tile_address(const GradientParams& p, const Sequence& sequence, int batch,
                                      int head, int tile) {
     const DqSums<Config> sums(p);
-    return begin(p, sums) + int64(sums.tile_slot(p, sequence, batch, head, tile)) * OfQueries::bytes;
+    return begin(p, sums) + int64(sums.tile_slot(p, sequence, batch, head, tile)) * QueryTile::bytes;
   }
-  __device__ static char* of_keys(const GradientParams& p, const Sequence& sequence, int batch, int head,
+  __device__ static char* kv_tile_address(const GradientParams& p, const Sequence& sequence, int batch, int head,
                                   int tile) {
     const DqSums<Config> sums(p);
     int64 slot = (int64(batch) * p.heads_kv + head) * ceil_div(p.seqlen_k, Config::Bc) + tile;
@@ -147,7 +147,7 @@ struct TileImages {
       slot = int64(head) * count_tile_slots<Config::Bc>(p.total_k, p.batch) +
               first_tile_slot<Config::Bc>(sequence.k_first, batch) + tile;
     }
-    return begin(p, sums) + sums.count * int64(OfQueries::bytes) + slot * OfKeys::bytes;
+    return begin(p, sums) + sums.count * int64(QueryTile::bytes) + slot * KvTile::bytes;
   }
 
  private:
@@ -158,13 +158,13 @@ struct TileImages {
 
 // Code of a CTA that writes one preswizzled tile.
 template <class Config>
-struct ImageMaker {
-  using Images = TileImages<Config>;
+struct TilePreswizzler {
+  using Preswizzled = PreswizzledTiles<Config>;
   static constexpr int threads = 256;
   static constexpr int warps = threads / 32;
   struct Shared {
-    float of_warps[warps];
-    float tops[RowFactors::rows];  // largest finite magnitude in each row of dout
+    float warp_maxima[warps];
+    float row_maxima[RowFactors::rows];  // largest finite magnitude in each row of dout
     unsigned char powers[RowFactors::rows];
     unsigned infinite[KeyScales::keys / 32];
   };
@@ -178,19 +178,19 @@ struct ImageMaker {
 #pragma unroll
     for (int bit = 1; bit < 32; bit *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, bit));
     __syncthreads();
-    if (threadIdx.x % 32 == 0) shared.of_warps[threadIdx.x / 32] = x;
+    if (threadIdx.x % 32 == 0) shared.warp_maxima[threadIdx.x / 32] = x;
     __syncthreads();
-    x = shared.of_warps[0];
+    x = shared.warp_maxima[0];
 #pragma unroll
-    for (int warp = 1; warp < warps; ++warp) x = fmaxf(x, shared.of_warps[warp]);
+    for (int warp = 1; warp < warps; ++warp) x = fmaxf(x, shared.warp_maxima[warp]);
     return x;
   }
 
-  // Converts `Rows` x `Dim` floats to components at `image`. Rows from `left` on do not exist, and
+  // Converts `Rows` x `Dim` floats to components at `target`. Rows from `left` on do not exist, and
   // become zeros. Elements are cleaned as clean.cuh describes, except that an infinity in k becomes
   // 0 and sets the key's bit of `infinite`.
   template <int Rows, int Dim, int Padded>
-  struct Part {
+  struct TileRows {
     using Layout = SwizzledRows<half_t, 2 * Padded>;
     static constexpr int chunks = Padded / 8;
     static constexpr int lanes = chunks % 32 == 0   ? 32
@@ -204,7 +204,7 @@ struct ImageMaker {
     const float* rows;
     int64 stride;
     int left;
-    const typename Images::Stats* stats;  // row statistics; null for a KV tile
+    const typename Preswizzled::Stats* stats;  // row statistics; null for a KV tile
     bool is_q = false;
     bool is_k = false;
 
@@ -221,22 +221,22 @@ struct ImageMaker {
     }
 
     // Returns x, or 0 if it is NaN or infinite, and flags a key that holds an infinity.
-    __device__ static float clean(const ImageMaker& maker, float x, int row) {
+    __device__ static float clean(const TilePreswizzler& preswizzler, float x, int row) {
       if (fabsf(x) == SoftmaxMath<float>::infinity()) {
-        atomicOr(&maker.shared.infinite[row / 32], 1u << row % 32);
+        atomicOr(&preswizzler.shared.infinite[row / 32], 1u << row % 32);
       }
       return fabsf(x) < SoftmaxMath<float>::infinity() ? x : 0;
     }
 
-    // All lanes call `visit(row, chunk)` for their chunks of a row, then `end(row)`.
-    template <class Visit, class End>
-    __device__ static void for_each(Visit visit, End end) {
+    // All lanes call `function(row, chunk)` for their chunks of a row, then `end(row)`.
+    template <class Function, class EndRow>
+    __device__ static void for_each(Function function, EndRow end) {
 #pragma unroll 1
       for (int first = 0; first < Rows; first += rows_at_once) {
         const int row = first + threadIdx.x / lanes;
 #pragma unroll
         for (int round = 0; round < rounds; ++round) {
-          visit(row, round * lanes + threadIdx.x % lanes);
+          function(row, round * lanes + threadIdx.x % lanes);
         }
         end(row);
       }
@@ -245,52 +245,52 @@ struct ImageMaker {
     // Returns |x|, at most 2^15: NaN and inf in a row must not make the largest norm infinite.
     __device__ static float finite(float x) { return fminf(fabsf(x), 0x1p15f); }
 
-    // Returns the largest finite magnitude in the tile, and passes each row's to `tell(row, top)`.
-    template <class Tell>
-    __device__ float largest(const ImageMaker& maker, Tell tell) const {
-      float top = 0, of_all = 0;
+    // Returns the largest finite magnitude in the tile, and passes each row's to `on_row(row, row_max)`.
+    template <class OnRow>
+    __device__ float largest(const TilePreswizzler& preswizzler, OnRow on_row) const {
+      float row_max = 0, tile_max = 0;
       for_each(
           [&](int row, int chunk) {
             const auto x = read(row, chunk);
 #pragma unroll
             for (int e = 0; e < 8; ++e) {
               const float size = fabsf(x.data[e]);
-              if (size < SoftmaxMath<float>::infinity()) top = fmaxf(top, size);
+              if (size < SoftmaxMath<float>::infinity()) row_max = fmaxf(row_max, size);
             }
           },
           [&](int row) {
 #pragma unroll
             for (int bit = 1; bit < lanes; bit *= 2) {
-              top = fmaxf(top, __shfl_xor_sync(~0u, top, bit));
+              row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, bit));
             }
-            if (row < Rows) tell(row, top);
-            of_all = fmaxf(of_all, top);
-            top = 0;
+            if (row < Rows) on_row(row, row_max);
+            tile_max = fmaxf(tile_max, row_max);
+            row_max = 0;
           });
-      return maker.largest(of_all);
+      return preswizzler.largest(tile_max);
     }
 
     // Writes components in units of the tile's largest element. Returns the unit, and in `norm` the
     // largest norm of a row.
-    __device__ float write(const ImageMaker& maker, char* image, float& norm) const {
-      const Unit unit = Unit::for_largest(largest(maker, [](int, float) {}));
-      norm = write(maker, image, unit, [](int) { return 1.0f; });
+    __device__ float write(const TilePreswizzler& preswizzler, char* target, float& norm) const {
+      const Unit unit = Unit::for_largest(largest(preswizzler, [](int, float) {}));
+      norm = write(preswizzler, target, unit, [](int) { return 1.0f; });
       return unit.size;
     }
 
     // Writes components in the given unit, each row multiplied by `factor(row)`. Returns the
     // largest norm of these rows.
     template <class Factor>
-    __device__ float write(const ImageMaker& maker, char* image, const Unit& unit,
+    __device__ float write(const TilePreswizzler& preswizzler, char* target, const Unit& unit,
                            Factor factor) const {
       float squares = 0, most = 0;
       for_each(
           [&](int row, int chunk) {
             if (row >= Rows) return;
             const auto x = read(row, chunk);
-            const float of_row = factor(row);
-            const auto scaled = [&](float of) {
-              return (is_k ? clean(maker, of, row) : of) * of_row * unit.inverse;
+            const float row_factor = factor(row);
+            const auto scaled = [&](float x) {
+              return (is_k ? clean(preswizzler, x, row) : x) * row_factor * unit.inverse;
             };
             Vector<unsigned, 4> big, small;
 #pragma unroll
@@ -301,8 +301,8 @@ struct ImageMaker {
               big.data[e] = pair.big;
               small.data[e] = pair.small;
             }
-            *reinterpret_cast<Vector<unsigned, 4>*>(image + Layout::offset(row, chunk)) = big;
-            *reinterpret_cast<Vector<unsigned, 4>*>(image + Layout::offset(row, chunks + chunk)) =
+            *reinterpret_cast<Vector<unsigned, 4>*>(target + Layout::offset(row, chunk)) = big;
+            *reinterpret_cast<Vector<unsigned, 4>*>(target + Layout::offset(row, chunks + chunk)) =
                 small;
           },
           [&](int) {
@@ -313,30 +313,30 @@ struct ImageMaker {
             most = fmaxf(most, squares);
             squares = 0;
           });
-      return sqrtf(maker.largest(most)) * unit.size;
+      return sqrtf(preswizzler.largest(most)) * unit.size;
     }
   };
 
-  // Returns the power of two by which the thread's row of dout and its delta, `of_row`, are
-  // multiplied. `top` and `delta` are the largest magnitudes of dout and delta in the tile.
-  __device__ float find_factor(int row, float of_row, float top, float delta) const {
-    const float size = fabsf(of_row), of_dout = shared.tops[row];
+  // Returns the power of two by which the thread's row of dout and its delta, `row_factor`, are
+  // multiplied. `row_max` and `delta` are the largest magnitudes of dout and delta in the tile.
+  __device__ float choose_factor(int row, float row_delta, float row_max, float delta) const {
+    const float size = fabsf(row_delta), dout_max = shared.row_maxima[row];
     int power = 0;
-    if (size < SoftmaxMath<float>::infinity() && (size > 0 || of_dout > 0)) {
+    if (size < SoftmaxMath<float>::infinity() && (size > 0 || dout_max > 0)) {
       power = RowFactors::power_of(
-          fmaxf(top > 0 ? of_dout / top : 0, delta > 0 ? size / delta : 0));
+          fmaxf(row_max > 0 ? dout_max / row_max : 0, delta > 0 ? size / delta : 0));
     }
     shared.powers[row] = power;
     return RowFactors::inverse(power);
   }
 
-  __device__ void of_queries(const GradientParams& p, int block) const {
+  __device__ void write_query_tile(const GradientParams& p, int block) const {
     constexpr int Br = Config::Br;
     const GradientTileCoord coord = gradient_tile_coord<Config, Br, false, false>(p, block);
     const Sequence sequence = sequence_of<Config>(p, coord.batch);
     if (coord.begin >= sequence.seqlen_q) return;
-    using Image = typename Images::OfQueries;
-    char* image = Images::of_queries(p, sequence, coord.batch, coord.head, coord.begin / Br);
+    using Tile = typename Preswizzled::QueryTile;
+    char* target = Preswizzled::query_tile_address(p, sequence, coord.batch, coord.head, coord.begin / Br);
     const int left = sequence.seqlen_q - coord.begin;
     const int64 first_row = sequence.q_first + int64(coord.begin);
     const auto rows = [&](const Tensor& tensor) {
@@ -345,33 +345,33 @@ struct ImageMaker {
     const auto* stats = row_stats<Config>(p) + first_row_of_head(p, sequence, coord.head) + coord.begin;
     QueryScales scales = {};
     float norm;
-    scales.q = Part<Br, Config::head_dim, Config::padded_dim>{rows(p.q), p.q.row_stride, left, stats, true}
-                   .write(*this, image, norm);
-    const Part<Br, Config::head_dim_v, Config::padded_dim_v> dout = {
+    scales.q = TileRows<Br, Config::head_dim, Config::padded_dim>{rows(p.q), p.q.row_stride, left, stats, true}
+                   .write(*this, target, norm);
+    const TileRows<Br, Config::head_dim_v, Config::padded_dim_v> dout = {
         rows(p.dout), p.dout.row_stride, left, stats};
-    const float top = dout.largest(*this, [&](int row, float of_row) { shared.tops[row] = of_row; });
+    const float row_max = dout.largest(*this, [&](int row, float maximum) { shared.row_maxima[row] = maximum; });
     static_assert(Br <= threads, "a thread has a row at most");
     const int row = threadIdx.x;
-    const bool is_own = row < Br;
-    auto own = is_own && row < left ? stats[row] : typename Images::Stats{};
-    if (clears_dout(own)) own.delta = 0;
+    const bool has_row = row < Br;
+    auto own_stats = has_row && row < left ? stats[row] : typename Preswizzled::Stats{};
+    if (clears_dout(own_stats)) own_stats.delta = 0;
     const auto finite_size = [&] {
-      const float size = fabsf(own.delta);
+      const float size = fabsf(own_stats.delta);
       return size < SoftmaxMath<float>::infinity() ? size : 0;
     };
     const float delta = largest(finite_size());
     float most = 0;
-    if (is_own) {
-      const float factor = find_factor(row, own.delta, top, delta);
-      own.delta *= factor;
-      most = shared.tops[row] * factor;
-      reinterpret_cast<typename Images::Stats*>(image + Image::stats_offset)[row] = own;
+    if (has_row) {
+      const float factor = choose_factor(row, own_stats.delta, row_max, delta);
+      own_stats.delta *= factor;
+      most = shared.row_maxima[row] * factor;
+      reinterpret_cast<typename Preswizzled::Stats*>(target + Tile::stats_offset)[row] = own_stats;
     }
     const Unit unit = Unit::for_largest(largest(most));
     scales.dout = unit.size;
     scales.delta = largest(finite_size());
-    scales.dout_norm = dout.write(*this, image + Image::second_offset, unit, [&](int of) {
-      return RowFactors::inverse(shared.powers[of]);
+    scales.dout_norm = dout.write(*this, target + Tile::second_offset, unit, [&](int row) {
+      return RowFactors::inverse(shared.powers[row]);
     });
     if (threadIdx.x == 0) {
       for (int i = 0; i < Br; ++i) {
@@ -379,16 +379,16 @@ struct ImageMaker {
         scales.factors.differ |= shared.powers[i] != 0;
       }
     }
-    if (threadIdx.x == 0) *reinterpret_cast<QueryScales*>(image + Image::scales_offset) = scales;
+    if (threadIdx.x == 0) *reinterpret_cast<QueryScales*>(target + Tile::scales_offset) = scales;
   }
 
-  __device__ void of_keys(const GradientParams& p, int block) const {
+  __device__ void write_kv_tile(const GradientParams& p, int block) const {
     constexpr int Bc = Config::Bc;
     const GradientTileCoord coord = gradient_tile_coord<Config, Bc, true, false>(p, block);
     const Sequence sequence = sequence_of<Config>(p, coord.batch);
     if (coord.begin >= sequence.seqlen_k) return;
-    using Image = typename Images::OfKeys;
-    char* image = Images::of_keys(p, sequence, coord.batch, coord.head, coord.begin / Bc);
+    using Tile = typename Preswizzled::KvTile;
+    char* target = Preswizzled::kv_tile_address(p, sequence, coord.batch, coord.head, coord.begin / Bc);
     const int left = sequence.seqlen_k - coord.begin;
     const int64 first_row = sequence.k_first + int64(coord.begin);
     const auto rows = [&](const Tensor& tensor) {
@@ -399,30 +399,30 @@ struct ImageMaker {
     KeyScales scales = {};
     float norm;
     scales.k =
-        Part<Bc, Config::head_dim, Config::padded_dim>{rows(p.k), p.k.row_stride, left, nullptr, false, true}
-            .write(*this, image, norm);
-    scales.v = Part<Bc, Config::head_dim_v, Config::padded_dim_v>{rows(p.v), p.v.row_stride, left,
+        TileRows<Bc, Config::head_dim, Config::padded_dim>{rows(p.k), p.k.row_stride, left, nullptr, false, true}
+            .write(*this, target, norm);
+    scales.v = TileRows<Bc, Config::head_dim_v, Config::padded_dim_v>{rows(p.v), p.v.row_stride, left,
                                                                   nullptr}
-                   .write(*this, image + Image::second_offset, scales.v_norm);
+                   .write(*this, target + Tile::second_offset, scales.v_norm);
 #pragma unroll
     for (int i = 0; i < words; ++i) {
       scales.infinite[i] = shared.infinite[i];
       scales.has_infinite |= scales.infinite[i] != 0;
     }
-    if (threadIdx.x == 0) *reinterpret_cast<KeyScales*>(image + Image::scales_offset) = scales;
+    if (threadIdx.x == 0) *reinterpret_cast<KeyScales*>(target + Tile::scales_offset) = scales;
   }
 };
 
 template <class Config>
-__device__ void make_tile_images(const GradientParams& p) {
-  using Maker = ImageMaker<Config>;
-  __shared__ typename Maker::Shared shared;
-  const int of_queries = GradientTiling<false>(p).template blocks<Config::Br>(p.batch);
+__device__ void preswizzle_tiles(const GradientParams& p) {
+  using Preswizzler = TilePreswizzler<Config>;
+  __shared__ typename Preswizzler::Shared shared;
+  const int query_tiles = GradientTiling<false>(p).template blocks<Config::Br>(p.batch);
   const int block = blockIdx.x;
-  if (block < of_queries) {
-    Maker{shared}.of_queries(p, block);
+  if (block < query_tiles) {
+    Preswizzler{shared}.write_query_tile(p, block);
   } else {
-    Maker{shared}.of_keys(p, block - of_queries);
+    Preswizzler{shared}.write_kv_tile(p, block - query_tiles);
   }
 }
 

@@ -218,7 +218,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
   // becomes -inf: any other score of such a key has made the row's lse NaN.
   __device__ void mask_infinite_keys(Scores& scores) const {
     const auto& keys =
-        *reinterpret_cast<const KeyScales*>(memory + Base::Images::OfKeys::scales_offset);
+        *reinterpret_cast<const KeyScales*>(memory + Base::Preswizzled::KvTile::scales_offset);
     if (!keys.has_infinite) return;
     const float infinity = SoftmaxMath<float>::infinity();
     const float masked_score = !Config::Mods::changes_scores && scale_log2 < 0 ? infinity : -infinity;
@@ -403,8 +403,8 @@ __device__ void mma_gradients(const GradientParams& p) {
 }
 
 template <class Config>
-__device__ void mma_tile_images(const GradientParams& p) {
-  make_tile_images<Config>(p);
+__device__ void mma_preswizzle_tiles(const GradientParams& p) {
+  preswizzle_tiles<Config>(p);
 }
 
 template <class Config>

@@ -82,14 +82,14 @@ struct MmaGradientCta {
   // row statistics. For float32, the keys and each stage are preswizzled tiles with scales at the
   // end, and second units follow the scales of the keys.
   using Stats = RowStats<float>;
-  using Images = TileImages<Config>;
+  using Preswizzled = PreswizzledTiles<Config>;
   static constexpr int scales_bytes =
-      has_components ? Images::OfKeys::bytes - Images::OfKeys::scales_offset : 0;
+      has_components ? Preswizzled::KvTile::bytes - Preswizzled::KvTile::scales_offset : 0;
   static constexpr int row_bytes = Layout::row_bytes + LayoutV::row_bytes;
   static constexpr int keys_bytes = Bc * row_bytes + scales_bytes;
-  static constexpr int units_offset = Images::OfKeys::scales_offset + int(sizeof(KeyScales));
+  static constexpr int units_offset = Preswizzled::KvTile::scales_offset + int(sizeof(KeyScales));
   static_assert(units_offset + (refines_p + refines_ds) * units_per_operand * int(sizeof(float)) <=
-                    Images::OfKeys::bytes,
+                    Preswizzled::KvTile::bytes,
                 "as the host has seen");
   static constexpr int pairs_bytes = Bc * Pairs::Layout::row_bytes;
   static constexpr bool exchanges_p = query_warps > 1 && wants_v;
@@ -186,20 +186,20 @@ struct MmaGradientCta {
                                    tensor.row_stride, left);
   }
 
-  template <class Image>
-  __device__ static void start_image(unsigned target, const char* source) {
+  template <class Tile>
+  __device__ static void start_tile(unsigned target, const char* source) {
 #pragma unroll
-    for (int first = 0; first < Image::bytes; first += 16 * threads) {
+    for (int first = 0; first < Tile::bytes; first += 16 * threads) {
       const int offset = first + 16 * int(threadIdx.x);
-      if (first + 16 * threads > Image::bytes && offset >= Image::bytes) break;
+      if (first + 16 * threads > Tile::bytes && offset >= Tile::bytes) break;
       ptx::cp_async<16>(target + offset, source + offset, 16);
     }
   }
 
   __device__ void load_keys() {
     if constexpr (has_components) {
-      start_image<typename Images::OfKeys>(
-          keys_address(), Images::of_keys(p, sequence, coord.batch, coord.head, coord.begin / Bc));
+      start_tile<typename Preswizzled::KvTile>(
+          keys_address(), Preswizzled::kv_tile_address(p, sequence, coord.batch, coord.head, coord.begin / Bc));
     } else {
       const int left = sequence.seqlen_k - coord.begin;
       start<Bc, Config::head_dim, Layout>(keys_address(), keys(p.k), p.k, left);
@@ -238,8 +238,8 @@ struct MmaGradientCta {
 
   __device__ void load(int stage, const Step& step) {
     if constexpr (has_components) {
-      start_image<typename Images::OfQueries>(
-          queries_address(stage), Images::of_queries(p, sequence, coord.batch, step.head, step.tile));
+      start_tile<typename Preswizzled::QueryTile>(
+          queries_address(stage), Preswizzled::query_tile_address(p, sequence, coord.batch, step.head, step.tile));
     } else {
       load_queries(stage, step.head, step.tile * Br);
     }

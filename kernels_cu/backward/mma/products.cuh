@@ -25,7 +25,7 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
   using typename Base::LayoutV;
   using typename Base::Pairs;
   using typename Base::Stats;
-  using typename Base::Images;
+  using typename Base::Preswizzled;
 
   using Base::Base;
 
@@ -187,8 +187,8 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
   __device__ Units units(int stage) const {
     if constexpr (!has_components) return {};
     const auto& queries = *reinterpret_cast<const QueryScales*>(
-        memory + (queries_address(ptx::opaque(stage)) - shared) + Images::OfQueries::scales_offset);
-    const auto& keys = *reinterpret_cast<const KeyScales*>(memory + Images::OfKeys::scales_offset);
+        memory + (queries_address(ptx::opaque(stage)) - shared) + Preswizzled::QueryTile::scales_offset);
+    const auto& keys = *reinterpret_cast<const KeyScales*>(memory + Preswizzled::KvTile::scales_offset);
     const Unit ds = Unit::for_largest(fma(queries.dout_norm, keys.v_norm, queries.delta));
     const float inverse = ds.inverse * Units::p_unit;
     Units units;
@@ -205,7 +205,7 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
   // factors' inverses.
   __device__ const RowFactors& factors(int stage) const {
     return reinterpret_cast<const QueryScales*>(
-               memory + (queries_address(ptx::opaque(stage)) - shared) + Images::OfQueries::scales_offset)
+               memory + (queries_address(ptx::opaque(stage)) - shared) + Preswizzled::QueryTile::scales_offset)
         ->factors;
   }
 
@@ -216,7 +216,7 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
     for (int step = 0; step < steps; ++step) {
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
-        const unsigned two = row_factors.of_pair(first + 16 * step + r / 2 * 8 + lane % 4 * 2);
+        const unsigned two = row_factors.factor_pair(first + 16 * step + r / 2 * 8 + lane % 4 * 2);
 #pragma unroll
         for (int component = 0; component < components; ++component) {
 #pragma unroll

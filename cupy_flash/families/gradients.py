@@ -216,5 +216,5 @@ def config(
         "may_mask_pairs": problem.score is not None and problem.score.conceals,
         "inspects": inspects(problem),
         "has_one_key_rows": _may_see_one_key(problem),
-        "clears_queries": last_writes or not problem.layout.is_equal,
+        "zeroes_queries": last_writes or not problem.layout.is_equal,
     } | other_gradients.config(problem)

@@ -27,7 +27,7 @@ struct Preprocess {
         sums.semaphores[i] = 0;
       }
     }
-    UnseenRows<Config>::clear(p);
+    UnwrittenRows<Config>::clear(p);
     const bool is_packed = p.cu_seqlens_q != nullptr;
     const int64 rows = p.heads_q * (is_packed ? int64(p.total_q) : int64(p.batch) * p.seqlen_q);
     const int64 number = (int64(blockIdx.x) * blockDim.x + threadIdx.x) / lanes;

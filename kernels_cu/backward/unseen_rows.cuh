@@ -6,52 +6,52 @@
 #include "tile/access.cuh"
 
 template <class Config>
-struct UnseenRows {
+struct UnwrittenRows {
   using Gradient = typename Config::Gradient;
 
   // Called by all threads of the grid.
   __device__ static void clear(const GradientParams& p) {
-    if constexpr (Config::clears_queries) {
+    if constexpr (Config::zeroes_queries) {
       if (p.dq.data != nullptr) {
         const bool is_packed = Config::has_seqlens && p.cu_seqlens_q != nullptr;
         const int rows = is_packed ? p.total_q : p.seqlen_q;
-        clear_where<Config::head_dim>(p.dq, p.heads_q, rows, is_packed ? 1 : p.batch,
-                                      [&](int batch, int row) { return is_unseeing(p, batch, row); });
+        zero_rows_if<Config::head_dim>(p.dq, p.heads_q, rows, is_packed ? 1 : p.batch,
+                                      [&](int batch, int row) { return is_unwritten(p, batch, row); });
       }
     }
     if constexpr (Config::has_seqlens) {
       const int rows = p.cu_seqlens_k != nullptr ? p.total_k : p.seqlen_k;
       const int batches = p.cu_seqlens_k != nullptr ? 1 : p.batch;
-      const auto is_of_none = [&](int batch, int row) { return is_key_of_none(p, batch, row); };
+      const auto is_unowned = [&](int batch, int row) { return is_unowned_key(p, batch, row); };
       if (p.dk.data != nullptr) {
-        clear_where<Config::head_dim>(p.dk, p.heads_kv, rows, batches, is_of_none);
+        zero_rows_if<Config::head_dim>(p.dk, p.heads_kv, rows, batches, is_unowned);
       }
       if (p.dv.data != nullptr) {
-        clear_where<Config::head_dim_v>(p.dv, p.heads_kv, rows, batches, is_of_none);
+        zero_rows_if<Config::head_dim_v>(p.dv, p.heads_kv, rows, batches, is_unowned);
       }
     }
   }
 
  private:
   // Each lane tests one row of all heads. The whole warp then zeroes each row that a lane found.
-  template <int Dim, class IsUnseen>
-  __device__ static void clear_where(const Tensor& gradient, int heads, int rows, int batches,
-                                     IsUnseen is_unseen) {
+  template <int Dim, class IsUnwritten>
+  __device__ static void zero_rows_if(const Tensor& gradient, int heads, int rows, int batches,
+                                     IsUnwritten is_unwritten_row) {
     const int lane = threadIdx.x % 32;
     const int64 step = int64(gridDim.x) * blockDim.x, count = int64(rows) * batches;
     for (int64 first = int64(blockIdx.x) * blockDim.x + threadIdx.x - lane; first < count;
          first += step) {
-      const int64 own = first + lane;
-      unsigned left = __ballot_sync(~0u, own < count && is_unseen(own / rows, own % rows));
-      for (; left != 0; left &= left - 1) {
-        const int64 found = first + __ffs(left) - 1;
-        clear_row<Dim>(gradient, heads, found / rows, found % rows);
+      const int64 lane_row = first + lane;
+      unsigned pending = __ballot_sync(~0u, lane_row < count && is_unwritten_row(lane_row / rows, lane_row % rows));
+      for (; pending != 0; pending &= pending - 1) {
+        const int64 unwritten = first + __ffs(pending) - 1;
+        zero_row<Dim>(gradient, heads, unwritten / rows, unwritten % rows);
       }
     }
   }
 
   template <int Dim>
-  __device__ static void clear_row(const Tensor& gradient, int heads, int batch, int row) {
+  __device__ static void zero_row(const Tensor& gradient, int heads, int batch, int row) {
     constexpr int elements = 16 / int(sizeof(Gradient));
     constexpr int chunks = ceil_div(Dim, elements);
     for (int i = threadIdx.x % 32; i < heads * chunks; i += 32) {
@@ -61,7 +61,7 @@ struct UnseenRows {
     }
   }
 
-  __device__ static bool is_unseeing(const GradientParams& p, int batch, int row) {
+  __device__ static bool is_unwritten(const GradientParams& p, int batch, int row) {
     if (Config::has_seqlens && p.cu_seqlens_q != nullptr) {
       batch = find_sequence_rows(p.cu_seqlens_q, p.batch, p.total_q, row).sequence;
     }
@@ -71,7 +71,7 @@ struct UnseenRows {
     return row < 0 || row >= sequence.seqlen_q || mask.visible_begin(row) >= mask.visible_end(row);
   }
 
-  __device__ static bool is_key_of_none(const GradientParams& p, int batch, int row) {
+  __device__ static bool is_unowned_key(const GradientParams& p, int batch, int row) {
     if (p.cu_seqlens_k != nullptr) {
       batch = find_sequence_rows(p.cu_seqlens_k, p.batch, p.total_k, row).sequence;
     }

@@ -346,9 +346,9 @@ class _Emission:
         yield from _function(declaration, [f"{struct} r;", *lines, "return r;"])
         joined = [f"x.{name} = range_union(x.{name}, y.{name});" for name in found.values()]
         yield from _function(f"void join({struct}& x, const {struct}& y)", joined)
-        yield "template <class Visit>"
-        visits = [f"visit(x.{name});" for name in found.values()]
-        yield from _function(f"void each({struct}& x, Visit visit)", visits)
+        yield "template <class Function>"
+        visits = [f"function(x.{name});" for name in found.values()]
+        yield from _function(f"void each({struct}& x, Function function)", visits)
 
 
 def _function(declaration: str, body: list[str]) -> list[str]:

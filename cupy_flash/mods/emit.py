@@ -90,7 +90,7 @@ def emit(
       ``exponent``; it may be NaN or infinite for masked pairs,
     - ``differentiable``, the number of captures with gradients, and ``loads``, the number of their
       elements that a pair reads at most,
-    - ``void visit_differentiable(a, visit)``, which calls ``visit(number, capture)`` for each,
+    - ``void for_each_differentiable(a, function)``, which calls ``function(number, capture)`` for each,
     - ``void spread(a, row, keys, step, x, weight, add)``, which calls ``add(number, element,
       gradient)`` for each load of such a capture, with its number, the index of the element in C
       order, and the product of ``weight``, the gradient of the new score, with the derivative.
@@ -176,10 +176,12 @@ class _Emission:
             f"static constexpr int differentiable = {len(slopes.names)};",
             f"static constexpr int loads = {len(slopes.partials)};",
         ]
-        visits = [f"visit({number}, a.{name});" for number, name in enumerate(slopes.names)]
+        visits = [f"function({number}, a.{name});" for number, name in enumerate(slopes.names)]
         functions = [
-            "template <class Visit>",
-            *_function("void visit_differentiable(const ModArguments& a, Visit&& visit)", visits),
+            "template <class Function>",
+            *_function(
+                "void for_each_differentiable(const ModArguments& a, Function&& function)", visits
+            ),
             *_function_of_score("slope", of_slope),
             "template <bool Inside = false, class Add>",
             *_function(f"void spread({_SPREAD_PARAMETERS})", self._spread(slopes.partials)),

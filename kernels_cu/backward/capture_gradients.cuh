@@ -38,7 +38,7 @@ struct CaptureSums {
   using Mods = typename Config::Mods;
   static constexpr int count = Mods::differentiable;
   // Each element has two flag bits: +inf was added, and -inf was added. NaN sets both.
-  static constexpr int flags_of_word = 16;
+  static constexpr int flags_per_word = 16;
 
   int64 first[count];  // index of each array's first element in `sums`
   int64 elements = 0;
@@ -47,7 +47,7 @@ struct CaptureSums {
   unsigned* flags;
 
   __device__ explicit CaptureSums(const GradientParams& p) {
-    Mods::visit_differentiable(p.mods, [&](int number, const auto& capture) {
+    Mods::for_each_differentiable(p.mods, [&](int number, const auto& capture) {
       first[number] = elements;
       if (p.dcaptures[number] != nullptr) elements += size_of(capture);
     });
@@ -60,18 +60,18 @@ struct CaptureSums {
     const int64 step = int64(gridDim.x) * blockDim.x;
     for (int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x; i < elements; i += step) {
       sums[i] = {0, 0};
-      if (i % flags_of_word == 0) flags[i / flags_of_word] = 0;
+      if (i % flags_per_word == 0) flags[i / flags_per_word] = 0;
     }
   }
 
   __device__ void flag(int64 element, T x) const {
     const unsigned bits = x > 0 ? 1 : x < 0 ? 2 : 3;
-    atomicOr(&flags[element / flags_of_word], bits << element % flags_of_word * 2);
+    atomicOr(&flags[element / flags_per_word], bits << element % flags_per_word * 2);
   }
 
   __device__ double value(int64 element, const FixedUnit<T>& unit) const {
     const double infinity = SoftmaxMath<double>::infinity();
-    switch (flags[element / flags_of_word] >> element % flags_of_word * 2 & 3) {
+    switch (flags[element / flags_per_word] >> element % flags_per_word * 2 & 3) {
       case 0: return unit.value(sums[element]);
       case 1: return infinity;
       case 2: return -infinity;
@@ -82,11 +82,11 @@ struct CaptureSums {
 
 // Maximum over the threads of a CTA, separately for each captured array.
 template <class T, int Count>
-struct LargestOfBlock {
+struct CtaMaximum {
   static constexpr int warps = 8;
-  T of_warps[warps][Count];
+  T warp_maxima[warps][Count];
 
-  __device__ void find(T (&x)[Count]) {
+  __device__ void reduce(T (&x)[Count]) {
     const int warp = threadIdx.x / 32;
 #pragma unroll
     for (int number = 0; number < Count; ++number) {
@@ -94,12 +94,12 @@ struct LargestOfBlock {
       for (int bit = 1; bit < 32; bit *= 2) {
         x[number] = max(x[number], __shfl_xor_sync(~0u, x[number], bit));
       }
-      if (threadIdx.x % 32 == 0) of_warps[warp][number] = x[number];
+      if (threadIdx.x % 32 == 0) warp_maxima[warp][number] = x[number];
     }
     __syncthreads();
 #pragma unroll
     for (int number = 0; number < Count; ++number) {
-      for (int i = 0; i < warps; ++i) x[number] = max(x[number], of_warps[i][number]);
+      for (int i = 0; i < warps; ++i) x[number] = max(x[number], warp_maxima[i][number]);
     }
   }
 };
@@ -110,35 +110,35 @@ struct CaptureUnits {
   using Sums = CaptureSums<Config>;
   using T = typename Sums::T;
   static constexpr int count = Sums::count;
-  using Shared = LargestOfBlock<T, count>;
-  FixedUnit<T> of[count];
+  using Shared = CtaMaximum<T, count>;
+  FixedUnit<T> units[count];
 
-  __device__ CaptureUnits(const GradientParams& p, const Sums& all, Shared& shared) {
+  __device__ CaptureUnits(const GradientParams& p, const Sums& captures, Shared& shared) {
     T largest[count] = {};
     for (int block = threadIdx.x; block < int(gridDim.x); block += blockDim.x) {
 #pragma unroll
       for (int number = 0; number < count; ++number) {
-        largest[number] = max(largest[number], all.largest[block * count + number]);
+        largest[number] = max(largest[number], captures.largest[block * count + number]);
       }
     }
-    shared.find(largest);
+    shared.reduce(largest);
     const bool is_packed = Config::has_seqlens && p.cu_seqlens_q != nullptr;
     const int64 rows = is_packed ? int64(p.total_q) : int64(p.batch) * p.seqlen_q;
     const int64 contributions = rows * p.heads_q * p.seqlen_k * Config::Mods::loads;
     const int bits = 64 - __clzll(contributions);
 #pragma unroll
-    for (int number = 0; number < count; ++number) of[number] = {largest[number], bits};
+    for (int number = 0; number < count; ++number) units[number] = {largest[number], bits};
   }
 };
 
 template <class Config, class Input, class Offset, int Rank, bool ContiguousLast>
-__device__ void write_capture(void* result, const Capture<Input, Offset, Rank, ContiguousLast>& of,
-                              const CaptureSums<Config>& all, int number,
+__device__ void write_capture(void* result, const Capture<Input, Offset, Rank, ContiguousLast>& capture,
+                              const CaptureSums<Config>& captures, int number,
                               const FixedUnit<typename CaptureSums<Config>::T>& unit) {
   using Gradient = typename GradientType<Config, Input>::type;
-  const int64 size = size_of(of), step = int64(gridDim.x) * blockDim.x;
+  const int64 size = size_of(capture), step = int64(gridDim.x) * blockDim.x;
   for (int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x; i < size; i += step) {
-    const double value = all.value(all.first[number] + i, unit);
+    const double value = captures.value(captures.first[number] + i, unit);
     static_cast<Gradient*>(result)[i] = narrow<Gradient>(Accumulator<Gradient>(value));
   }
 }
@@ -153,36 +153,36 @@ struct Contributions {
   static constexpr int size = Scores::size;
 
   const GradientParams& p;
-  const Sums& all;
+  const Sums& captures;
   unsigned char* const memory;  // shared memory for operands
   // For each array: the element that the thread added to last, and its pending sum.
-  int64 last[Sums::count];
-  CompensatedSum<T> since[Sums::count];
+  int64 last_element[Sums::count];
+  CompensatedSum<T> pending[Sums::count];
 
-  __device__ Contributions(const GradientParams& p, const Sums& all, unsigned char* memory)
-      : p(p), all(all), memory(memory) {
+  __device__ Contributions(const GradientParams& p, const Sums& captures, unsigned char* memory)
+      : p(p), captures(captures), memory(memory) {
 #pragma unroll
-    for (int64& element : last) element = -1;
+    for (int64& element : last_element) element = -1;
   }
 
-  // Calls `visit(number, element, x)` for each contribution to array `number`; `element` indexes
-  // the elements of all arrays. Calls `leave_rows()` after each query tile.
-  template <class Visit, class LeaveRows>
-  __device__ void visit_all(Visit visit, LeaveRows leave_rows) {
+  // Calls `function(number, element, x)` for each contribution to array `number`; `element` indexes
+  // the elements of all arrays. Calls `end_rows()` after each query tile.
+  template <class Function, class EndRows>
+  __device__ void for_each_contribution(Function function, EndRows end_rows) {
     const int tiles = ceil_div(p.seqlen_q, size);
     const int64 end = int64(p.batch) * p.heads_q * tiles;
     for (int64 number = blockIdx.x; number < end; number += gridDim.x) {
       const int batch_head = number / tiles;
-      visit_rows(batch_head / p.heads_q, batch_head % p.heads_q, number % tiles * size, visit);
-      leave_rows();
+      process_rows(batch_head / p.heads_q, batch_head % p.heads_q, number % tiles * size, function);
+      end_rows();
     }
 #pragma unroll
-    for (int number = 0; number < Sums::count; ++number) hand_on(number, visit);
+    for (int number = 0; number < Sums::count; ++number) flush(number, function);
   }
 
  private:
-  template <class Visit>
-  __device__ void visit_rows(int batch, int head, int row, Visit visit) {
+  template <class Function>
+  __device__ void process_rows(int batch, int head, int row, Function function) {
     const Sequence sequence = sequence_of<Config>(p, batch);
     if (row >= sequence.seqlen_q) return;
     const Mask<Config> mask = mask_of<Config>(p, sequence, batch);
@@ -197,95 +197,95 @@ struct Contributions {
 #pragma unroll
         for (int i = 0; i < Scores::rows_per_thread; ++i) {
           if (scores.gradients[i][j] == 0) continue;
-          const int of_row = row + Scores::row(i);
-          const auto mod = Mods::row(p.mods, batch, head, of_row + mask.q_offset, of_row,
+          const int query_row = row + Scores::row(i);
+          const auto mod_row = Mods::row(p.mods, batch, head, query_row + mask.q_offset, query_row,
                                      sequence.q_first, sequence.k_first, T(0));
-          Mods::spread(p.mods, mod, Mods::keys(p.mods, mod, tile * size + Scores::first_key()),
+          Mods::spread(p.mods, mod_row, Mods::keys(p.mods, mod_row, tile * size + Scores::first_key()),
                        Scores::step(j), scores.products[i][j], scores.gradients[i][j],
-                       [&](int number, int64 element, T x) { add(number, element, x, visit); });
+                       [&](int number, int64 element, T x) { add(number, element, x, function); });
         }
       }
     }
   }
 
-  template <class Visit>
-  __device__ void add(int number, int64 element, T x, Visit visit) {
+  template <class Function>
+  __device__ void add(int number, int64 element, T x, Function function) {
     if (p.dcaptures[number] == nullptr) return;
-    element += all.first[number];
+    element += captures.first[number];
     if (!is_finite(x)) {
-      visit(number, element, x);
+      function(number, element, x);
       return;
     }
-    if (last[number] != element) {
-      hand_on(number, visit);
-      last[number] = element;
+    if (last_element[number] != element) {
+      flush(number, function);
+      last_element[number] = element;
     }
-    since[number].add(x);
+    pending[number].add(x);
   }
 
-  template <class Visit>
-  __device__ void hand_on(int number, Visit visit) {
-    if (last[number] >= 0) visit(number, last[number], since[number].total());
-    since[number] = {};
+  template <class Function>
+  __device__ void flush(int number, Function function) {
+    if (last_element[number] >= 0) function(number, last_element[number], pending[number].total());
+    pending[number] = {};
   }
 };
 
 template <class Config>
 __device__ void measure_captures(const GradientParams& p) {
-  using Of = Contributions<Config>;
-  using T = typename Of::T;
-  constexpr int count = Of::Sums::count;
+  using Kernel = Contributions<Config>;
+  using T = typename Kernel::T;
+  constexpr int count = Kernel::Sums::count;
   extern __shared__ __align__(128) unsigned char shared_memory[];
-  __shared__ LargestOfBlock<T, count> of_block;
-  const CaptureSums<Config> all(p);
-  all.clear();
+  __shared__ CtaMaximum<T, count> cta_maximum;
+  const CaptureSums<Config> captures(p);
+  captures.clear();
   T largest[count] = {};
-  Of(p, all, shared_memory)
-      .visit_all(
+  Kernel(p, captures, shared_memory)
+      .for_each_contribution(
           [&](int number, int64, T x) {
             if (is_finite(x)) largest[number] = max(largest[number], x < 0 ? -x : x);
           },
           [] {});
-  of_block.find(largest);
+  cta_maximum.reduce(largest);
   if (threadIdx.x != 0) return;
 #pragma unroll
   for (int number = 0; number < count; ++number) {
-    all.largest[blockIdx.x * count + number] = largest[number];
+    captures.largest[blockIdx.x * count + number] = largest[number];
   }
 }
 
 template <class Config>
 __device__ void add_captures(const GradientParams& p) {
-  using Of = Contributions<Config>;
-  using T = typename Of::T;
+  using Kernel = Contributions<Config>;
+  using T = typename Kernel::T;
   extern __shared__ __align__(128) unsigned char shared_memory[];
   __shared__ typename CaptureUnits<Config>::Shared largest;
   __shared__ FixedSlots slots;
-  const CaptureSums<Config> all(p);
-  const CaptureUnits<Config> units(p, all, largest);
+  const CaptureSums<Config> captures(p);
+  const CaptureUnits<Config> units(p, captures, largest);
   slots.clear();
-  Of(p, all, shared_memory)
-      .visit_all(
+  Kernel(p, captures, shared_memory)
+      .for_each_contribution(
           [&](int number, int64 element, T x) {
             if (is_finite(x)) {
-              slots.add(all.sums, element, units.of[number].of(x));
+              slots.add(captures.sums, element, units.units[number].to_fixed(x));
             } else {
-              all.flag(element, x);
+              captures.flag(element, x);
             }
           },
-          [&] { slots.empty(all.sums); });
-  slots.empty(all.sums);
+          [&] { slots.flush(captures.sums); });
+  slots.flush(captures.sums);
 }
 
 template <class Config>
 __device__ void write_captures(const GradientParams& p) {
   using Units = CaptureUnits<Config>;
   __shared__ typename Units::Shared largest;
-  const CaptureSums<Config> all(p);
-  const Units units(p, all, largest);
-  Config::Mods::visit_differentiable(p.mods, [&](int number, const auto& capture) {
+  const CaptureSums<Config> captures(p);
+  const Units units(p, captures, largest);
+  Config::Mods::for_each_differentiable(p.mods, [&](int number, const auto& capture) {
     if (p.dcaptures[number] != nullptr) {
-      write_capture<Config>(p.dcaptures[number], capture, all, number, units.of[number]);
+      write_capture<Config>(p.dcaptures[number], capture, captures, number, units.units[number]);
     }
   });
 }

@@ -44,7 +44,7 @@ struct FixedUnit {
       : exponent(min(Binary<T>::largest, 62 - bits - Binary<T>::exponent_above(largest))),
         shift(63 - bits) {}
 
-  __device__ Fixed of(T x) const {
+  __device__ Fixed to_fixed(T x) const {
     const T scaled = x * Binary<T>::power(exponent);
     const T whole = rint(scaled);
     return {int64(whole), int64(rint((scaled - whole) * Binary<T>::power(shift)))};
@@ -83,12 +83,12 @@ struct FixedSlots {
   __device__ void add(Fixed* memory, int64 element, const Fixed& x) {
     const int slot = element % count;
     const unsigned owner = element / count + 1;
-    unsigned found = owners[slot];
-    if (found == 0) {
-      found = atomicCAS(&owners[slot], 0u, owner);
-      if (found == 0) found = owner;
+    unsigned holder = owners[slot];
+    if (holder == 0) {
+      holder = atomicCAS(&owners[slot], 0u, owner);
+      if (holder == 0) holder = owner;
     }
-    if (found == owner) {
+    if (holder == owner) {
       add(0, slot, x.high);
       add(2, slot, x.low);
     } else {
@@ -97,7 +97,7 @@ struct FixedSlots {
   }
 
   // Called by all threads of the CTA. Adds the sums to `memory`, and frees the slots.
-  __device__ void empty(Fixed* memory) {
+  __device__ void flush(Fixed* memory) {
     __syncthreads();
     for (int i = threadIdx.x; i < count; i += blockDim.x) {
       if (owners[i] == 0) continue;

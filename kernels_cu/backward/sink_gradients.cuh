@@ -27,7 +27,7 @@ struct SinkGradients {
  private:
   // Returns the sum over all rows of the head, in thread 0.
   __device__ static T sum(const GradientParams& p, int head, T sink) {
-    __shared__ T of_warps[threads / 32];
+    __shared__ T warp_totals[threads / 32];
     const bool is_packed = Config::has_seqlens && p.cu_seqlens_q != nullptr;
     // Packed sequences are stored consecutively. Rows before and after them belong to none.
     const int begin = is_packed ? clamp(p.cu_seqlens_q[0], 0, p.total_q) : 0;
@@ -43,9 +43,9 @@ struct SinkGradients {
     T total = terms.total();
 #pragma unroll
     for (int bit = 16; bit > 0; bit /= 2) total += __shfl_xor_sync(~0u, total, bit);
-    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = total;
+    if (threadIdx.x % 32 == 0) warp_totals[threadIdx.x / 32] = total;
     __syncthreads();
-    total = of_warps[threadIdx.x % 32];
+    total = warp_totals[threadIdx.x % 32];
 #pragma unroll
     for (int bit = 16; bit > 0; bit /= 2) total += __shfl_xor_sync(~0u, total, bit);
     return total;

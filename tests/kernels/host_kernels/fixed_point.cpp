@@ -34,9 +34,9 @@ void add_up(const T* numbers, const long long* elements, int count, T largest, i
     for (int begin : {0, count / 2}) {
       const int end = begin == 0 ? count / 2 : count;
       for (int i = begin + threadIdx.x; i < end; i += blockDim.x) {
-        slots.add(sums, elements[i], unit.of(numbers[i]));
+        slots.add(sums, elements[i], unit.to_fixed(numbers[i]));
       }
-      slots.empty(sums);
+      slots.flush(sums);
     }
   });
   for (int i = 0; i < size; ++i) values[i] = unit.value(sums[i]);

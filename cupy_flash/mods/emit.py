@@ -64,7 +64,7 @@ def emit(
 ) -> str:
     """Return C++ of the structs through which a kernel changes scores and masks pairs.
 
-    ``Mods`` has the constants ``changes_scores``, ``hides_pairs``, ``calls_functions`` (each score
+    ``Mods`` has the constants ``changes_scores``, ``masks_pairs``, ``calls_functions`` (each score
     uses the special function unit) and ``has_low_scores`` (a finite score may become the lowest
     finite exponent of two). It also has these functions. A kernel calls ``row`` for a query row,
     ``keys`` for that row and a run of keys, and the others for each pair:
@@ -73,9 +73,9 @@ def emit(
     - ``Keys keys(a, row, first_key)``,
     - ``Real exponent(a, row, keys, step, x, pairs)``, which is log2(e) times the new score, minus
       the base, for the key ``first_key + step``, where x is the product of query and key,
-    - ``bool sees(a, row, keys, step)``, which is whether the pair is visible.
+    - ``bool is_visible(a, row, keys, step)``, which is whether the pair is visible.
 
-    ``exponent`` and ``sees`` have a variant ``Inside`` for pairs whose array indices are in bounds.
+    ``exponent`` and ``is_visible`` have a variant ``Inside`` for pairs whose array indices are in bounds.
     ``has_bounds`` says that the variant differs, and ``bool is_inside(a, row, keys, last)`` whether
     it may be used for all steps from 0 to ``last``.
 
@@ -149,7 +149,7 @@ class _Emission:
         lines = [
             f"using Real = {self._real};",
             f"static constexpr bool changes_scores = {_bool(score is not None)};",
-            f"static constexpr bool hides_pairs = {_bool(seen is not TRUE)};",
+            f"static constexpr bool masks_pairs = {_bool(seen is not TRUE)};",
             f"static constexpr bool has_bounds = {_bool(bool(members.bounds))};",
             f"static constexpr bool calls_functions = {_bool(self._calls_functions(power))};",
             f"static constexpr bool has_low_scores = {_bool(_has_low_scores(power))};",
@@ -162,7 +162,7 @@ class _Emission:
             *self._is_inside(),
             *_function_of_score("exponent", of_power),
             "template <bool Inside = false>",
-            *_function(f"bool sees({_PAIR_PARAMETERS})", of_seen),
+            *_function(f"bool is_visible({_PAIR_PARAMETERS})", of_seen),
             *functions,
         ]
         struct = "\n".join(["struct Mods {", *(f"  {line}" for line in lines), "};"])

@@ -202,7 +202,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
         [&](int r, int n) -> float& { return element(scores, r, n); },
         [&](int r, int n) -> float& { return element(gradients, r, n); },
         [](int n) { return n / 2 * 16 + n % 2 * 8; });
-    if constexpr (Config::Mods::hides_pairs) {
+    if constexpr (Config::Mods::masks_pairs) {
 #pragma unroll
       for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
@@ -303,7 +303,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
     const int row = key_warp() * warp_keys + 16 * i + 8 * half + lane / 4;
     const int key = coord.begin + row;
     bool is_visible = mask.first_row(key, sequence.seqlen_q) < mask.last_row(key, sequence.seqlen_q);
-    if constexpr (Config::Mods::hides_pairs) {
+    if constexpr (Config::Mods::masks_pairs) {
       is_visible = is_visible && reinterpret_cast<const int*>(memory + stages_offset)[row] != 0;
     }
     return is_visible;
@@ -329,7 +329,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
 
   __device__ void finish() {
     const float scale = signed_scale<Config, float>(p);
-    if constexpr (Config::Mods::hides_pairs) combine_p_sums();
+    if constexpr (Config::Mods::masks_pairs) combine_p_sums();
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll

@@ -122,7 +122,7 @@ struct SimtGradients {
         const int index = (y + i * side) * (columns + 1) + x + j * side;
         shared.p[index] = scores[i][j];
         shared.ds[index] = gradients[i][j];
-        if constexpr (Config::Mods::hides_pairs) p_sums[i] += scores[i][j];
+        if constexpr (Config::Mods::masks_pairs) p_sums[i] += scores[i][j];
       }
     }
     Products::template add<Config::head_dim, may_mask_pairs>(sums, shared.operands, shared.ds, second, column);
@@ -164,7 +164,7 @@ struct SimtGradients {
     } else {
       is_visible = mask.visible_begin(row) < mask.visible_end(row);
     }
-    if constexpr (Config::Mods::hides_pairs) {
+    if constexpr (Config::Mods::masks_pairs) {
       T sum = p_sums[i];
 #pragma unroll
       for (int bit = 1; bit < side; bit *= 2) sum += __shfl_xor_sync(~0u, sum, bit);

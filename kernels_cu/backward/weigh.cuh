@@ -24,7 +24,7 @@ struct SoftmaxBackward {
   using T = Accumulator<typename Config::Element>;
   using Mods = typename Config::Mods;
   using Math = SoftmaxMath<T>;
-  static constexpr bool is_modified = Mods::changes_scores || Mods::hides_pairs;
+  static constexpr bool is_modified = Mods::changes_scores || Mods::masks_pairs;
 
   const AnyParams& p;
   const Mask<Config>& mask;
@@ -196,8 +196,8 @@ struct SoftmaxBackward {
             exponent = fma(x, scale_log2, -lse_log2);
           }
           bool is_visible = !Masked || visible.include(step(n));
-          if constexpr (Mods::hides_pairs) {
-            is_visible = is_visible && Mods::template sees<Inside>(p.mods, mod, keys, step(n));
+          if constexpr (Mods::masks_pairs) {
+            is_visible = is_visible && Mods::template is_visible<Inside>(p.mods, mod, keys, step(n));
           }
           store(r, n, is_visible, has_one_key, exponent, slope);
         }

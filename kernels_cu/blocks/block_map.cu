@@ -191,7 +191,7 @@ __device__ inline Truth evaluate_corners(const BlockMaskParams& p, const BatchHe
     const int i = corner % 2 ? block.i_high : block.i_low;
     const int j = corner / 2 ? block.j_high : block.j_low;
     const auto row = Mods::row(p.mods, batch_head.batch, batch_head.head, i, i - p.q_offset, 0, 0, 0);
-    const bool is_visible = Mods::sees(p.mods, row, Mods::keys(p.mods, row, j), 0);
+    const bool is_visible = Mods::is_visible(p.mods, row, Mods::keys(p.mods, row, j), 0);
     const bool is_inside = int64(j) >= int64(i) - p.left && int64(j) <= int64(i) + p.right;
     visible.may_be_true |= is_inside & is_visible;
     visible.may_be_false |= is_inside & !is_visible;
@@ -217,7 +217,7 @@ __device__ __forceinline__ void evaluate_pairs(const BlockMaskParams& p, const B
 #pragma unroll
       for (int n = 0; n < keys_per_lane; ++n) {
         const bool is_inside = j + n * lanes >= begin && j + n * lanes <= end;
-        const bool is_visible = Mods::sees(p.mods, row, keys, n * lanes);
+        const bool is_visible = Mods::is_visible(p.mods, row, keys, n * lanes);
         visible |= is_inside & is_visible;
         masked |= is_inside & !is_visible;
       }
@@ -268,7 +268,7 @@ __device__ __forceinline__ void store_visible_pairs(const BlockMaskParams& p, co
   for (int word = 0; word < Words; ++word) {
     unsigned bits_of_word = 0;
     for (int n = 0; n < min(32, p.Bc / 4 - word * 32); ++n) {
-      bits_of_word |= unsigned(Mods::sees(p.mods, mod_row, keys, TilePairs::step(word * 32 + n))) << n;
+      bits_of_word |= unsigned(Mods::is_visible(p.mods, mod_row, keys, TilePairs::step(word * 32 + n))) << n;
     }
     bits[word] = bits_of_word;
   }

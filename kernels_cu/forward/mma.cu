@@ -363,7 +363,7 @@ struct MmaForward : MmaTileCoord<Config> {
           } else if (p.lse != nullptr) {
             float lse = log_sum_exp(state);
             if constexpr (Config::sinks) {
-              take_sink<Config>(p, score_row(p, coord, view, row).head, lse);
+              apply_sink<Config>(p, score_row(p, coord, view, row).head, lse);
             }
             static_cast<float*>(p.lse)[index] = lse;
           }
@@ -417,7 +417,7 @@ struct MmaForward : MmaTileCoord<Config> {
                                   float* row) const {
     if constexpr (Config::sinks && !Config::split_keys) {
       float lse = log_sum_exp(state);
-      scale_row<Products::columns_v / 8>(row, take_sink<Config>(p, head, lse));
+      scale_row<Products::columns_v / 8>(row, apply_sink<Config>(p, head, lse));
     }
     if (state.is_fully_masked()) fill_row_from<Products::columns_v / 8>(row, 0, 0);
   }

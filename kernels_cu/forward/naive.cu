@@ -115,12 +115,12 @@ __device__ void softmax(const Params& p) {
   T normalizer = state.normalizer();
   if constexpr (Config::sinks) {
     T lse = state.log_sum_exp(scale_log2);
-    normalizer *= take_sink<Config>(p, head, lse);
+    normalizer *= apply_sink<Config>(p, head, lse);
   }
   for (int key = lane; key < p.seqlen_k; key += 32) row[key] *= normalizer;
   if (lane == 0 && p.lse != nullptr) {
     T lse = state.log_sum_exp(scale_log2);
-    take_sink<Config>(p, head, lse);
+    apply_sink<Config>(p, head, lse);
     static_cast<T*>(p.lse)[index] = lse;
   }
 }

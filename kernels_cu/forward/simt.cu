@@ -31,7 +31,7 @@ __device__ void write(const Params& p, const TileCoord& coord, const SequenceVie
     const auto log_sum_exp = [&](T& factor) {
       T found = rows.softmax[i].template log_sum_exp<L::headroom>(scale_log2);
       if constexpr (Config::sinks && !Config::split_keys) {
-        factor = take_sink<Config>(p, score_row(p, coord, view, row).head, found);
+        factor = apply_sink<Config>(p, score_row(p, coord, view, row).head, found);
       }
       return found;
     };
@@ -154,8 +154,8 @@ struct Kernel : OptionalView<Config> {
     __syncthreads();
     if (!Config::share_kv) load_v(tile);
     rows.multiply_keys(q, k);
-    const auto at = [&](int row) { return score_row(p, coord, view, coord.q_begin + row); };
-    rows.modify(p, at, tile * Config::Bc);
+    const auto row_coord = [&](int row) { return score_row(p, coord, view, coord.q_begin + row); };
+    rows.modify(p, row_coord, tile * Config::Bc);
     const bool is_left =
         Config::window_left && tile < mask.template first_full_tile<Config::Bc>(last_row());
     if (tile >= tiles.full_end || is_left) rows.mask(mask, coord.q_begin, tile * Config::Bc);

@@ -123,21 +123,21 @@ __device__ void combine_row(const Params& p, const Partials<Config>& partials, i
   T max = -Math::infinity();
   for (int s = 0; s < p.num_splits; ++s) max = fmax(max, *partials.lse_row(s, index));
   typename Partials<Config>::Merge merge = {max == -Math::infinity() ? T(0) : max};
-  for (int s = 0; s < p.num_splits; ++s) merge.sum += merge.share_of(partials.sum(p, s, index));
+  for (int s = 0; s < p.num_splits; ++s) merge.sum += merge.weight_of(partials.sum(p, s, index));
   T normalizer = merge.normalizer();
   if constexpr (Config::sinks) {
     T lse = merge.lse();
-    normalizer *= take_sink<Config>(p, head, lse);
+    normalizer *= apply_sink<Config>(p, head, lse);
   }
 
   Element* out = out_row();
   for (int column = lane; column < Config::head_dim_v; column += 32) {
     T merged = 0;
     for (int s = 0; s < p.num_splits; ++s) {
-      const bool is_fully_masked = *partials.lse_row(s, index) == -Math::infinity();
-      const T weight = merge.share_of(partials.sum(p, s, index)) * normalizer;
+      const bool is_masked = *partials.lse_row(s, index) == -Math::infinity();
+      const T weight = merge.weight_of(partials.sum(p, s, index)) * normalizer;
       // If the row attends to no key of the split, its partial output may be 0 * NaN.
-      const T partial = is_fully_masked ? T(0) : partials.out_row(s, index)[column];
+      const T partial = is_masked ? T(0) : partials.out_row(s, index)[column];
       merged = fma(weight, partial, merged);
     }
     out[column] = Config::modified
@@ -146,7 +146,7 @@ __device__ void combine_row(const Params& p, const Partials<Config>& partials, i
   }
   if (lane == 0 && p.lse != nullptr) {
     T lse = merge.lse();
-    take_sink<Config>(p, head, lse);
+    apply_sink<Config>(p, head, lse);
     static_cast<T*>(p.lse)[index] = lse;
   }
 }

@@ -61,9 +61,9 @@ struct Mask : Band<Config> {
   // A query row attends to the keys [visible_begin(row), visible_end(row)).
   __device__ int visible_end(int row) const {
     if constexpr (!Config::causal && !Config::window_right) return seqlen_k;
-    const int behind = row / Group + q_offset + 1;
-    int end = Config::causal ? behind : seqlen_k;
-    if constexpr (Config::window_right) end = min(end, behind + this->right);
+    const int causal_end = row / Group + q_offset + 1;
+    int end = Config::causal ? causal_end : seqlen_k;
+    if constexpr (Config::window_right) end = min(end, causal_end + this->right);
     if constexpr (Config::prefix) end = max(end, this->prefix);
     return max(0, min(seqlen_k, end));
   }
@@ -119,15 +119,15 @@ struct KvTileRange {
 template <int Bc, bool Split, class Config, int Group>
 __device__ KvTileRange kv_tile_range(const Mask<Config, Group>& mask, int q_begin, int q_end,
                                    int split, int num_splits) {
-  const int seen = ceil_div(mask.visible_end(q_end - 1), Bc);
+  const int visible_end_tile = ceil_div(mask.visible_end(q_end - 1), Bc);
   const int full = mask.template full_tiles<Bc>(q_begin);
-  const int first = Config::window_left ? min(seen, mask.visible_begin(q_begin) / Bc) : 0;
+  const int first = Config::window_left ? min(visible_end_tile, mask.visible_begin(q_begin) / Bc) : 0;
   if constexpr (!Split) {
-    return {first, Config::window_left ? max(first, min(full, seen)) : min(full, seen), seen};
+    return {first, Config::window_left ? max(first, min(full, visible_end_tile)) : min(full, visible_end_tile), visible_end_tile};
   }
-  const int share = ceil_div(seen - first, num_splits);
-  const int begin = min(seen, first + split * share);
-  const int end = min(seen, begin + share);
+  const int split_tiles = ceil_div(visible_end_tile - first, num_splits);
+  const int begin = min(visible_end_tile, first + split * split_tiles);
+  const int end = min(visible_end_tile, begin + split_tiles);
   return {begin, max(begin, min(full, end)), end};
 }
 

@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__({threads})
 #pragma unroll
   for (int step = 0; step < {keys}; ++step) {{
     Mods::Real& score = scores[step * {threads} + threadIdx.x];
-    if (Mods::sees(a, r, k, step)) score = Mods::exponent(a, r, k, step, score);
+    if (Mods::is_visible(a, r, k, step)) score = Mods::exponent(a, r, k, step, score);
   }}
 }}
 }}

@@ -114,7 +114,7 @@ extern "C" void run{number}(const ModArguments* a, int pairs, const int* columns
                             : Mods::exponent(*a, r, k, step, x[pair]);
       scores[pair] *= 0.6931471805599453;
     }}
-    seen[pair] = inside ? Mods::sees<true>(*a, r, k, step) : Mods::sees(*a, r, k, step);
+    seen[pair] = inside ? Mods::is_visible<true>(*a, r, k, step) : Mods::is_visible(*a, r, k, step);
   }}
 }}
 {more}

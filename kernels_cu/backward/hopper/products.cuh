@@ -307,7 +307,7 @@ struct HopperGradientProducts {
     part_backward(step).mask_p(rows_of_part(step, part), first_key(), element(scores), key_step());
   }
   __device__ void add_p_sums(const Scores& scores) {
-    if constexpr (Mods::hides_pairs) {
+    if constexpr (Mods::masks_pairs) {
 #pragma unroll
       for (int i = 0; i < columns / 2; ++i) p_sums[i / 2 % 2] += scores[i];
     }
@@ -417,7 +417,7 @@ struct HopperGradientProducts {
     const int key = cta.coord.begin + lane_key() + 8 * half;
     const bool is_visible =
         cta.mask.first_row(key, cta.sequence.seqlen_q) < cta.mask.last_row(key, cta.sequence.seqlen_q);
-    if constexpr (!Mods::hides_pairs) return is_visible;
+    if constexpr (!Mods::masks_pairs) return is_visible;
     const float sum = sum_of_lanes(p_sums[half]);
     return is_visible && sum != 0;
   }

@@ -137,7 +137,7 @@ struct DecodeMerge {
     float normalizer = sum == 0 ? 0 : ptx::rcp_approx(sum);
     if constexpr (Config::sinks) {
       float lse = log_sum_exp(base, sum);
-      normalizer *= take_sink<Config>(cta.p, cta.score_row(row).head, lse);
+      normalizer *= apply_sink<Config>(cta.p, cta.score_row(row).head, lse);
     }
 #pragma unroll
     for (int c = 0; c < 4; ++c) merged.data[c] *= normalizer;
@@ -146,7 +146,7 @@ struct DecodeMerge {
     if (column == 0 && cta.p.lse != nullptr) {
       float lse = log_sum_exp(base, sum);
       if constexpr (Config::sinks) {
-        take_sink<Config>(cta.p, cta.score_row(row).head, lse);
+        apply_sink<Config>(cta.p, cta.score_row(row).head, lse);
       }
       write_log_sum_exp(row, lse);
     }

@@ -319,7 +319,7 @@ struct HopperConsumer {
                                ? sequence.template q_offset<Config>(cta.p, batch)
                                : first_position<Config>(cta.p, batch, cta.p.q_offset);
       const int first = products.first_row_of(current.coord) + Products::lane_row();
-      const bool hides = !Config::block_mask || !(kv_tile_info.is_full(consumer) || kv_tile_info.pairs_slot(consumer));
+      const bool masks = !Config::block_mask || !(kv_tile_info.is_full(consumer) || kv_tile_info.pairs_slot(consumer));
       const HopperBias<Config> bias(cta, consumer, bias_ring);
       modify_fragments<Config, 2, Bc / 8>(
           cta.p,
@@ -328,7 +328,7 @@ struct HopperConsumer {
                             q_offset, sequence.q_first,  sequence.k_first};
           },
           kv_tile * Bc + threadIdx.x % 4 * 2, [&](int half) { return softmax.rows[half].base; },
-          hides, [&](int half) { return products.scores + 2 * half; },
+          masks, [&](int half) { return products.scores + 2 * half; },
           [&](int half) { return bias.row(half); });
       if constexpr (Config::block_mask) {
         if (kv_tile_info.pairs_slot(consumer)) apply_visible_pairs();

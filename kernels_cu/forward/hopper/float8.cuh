@@ -76,10 +76,10 @@ struct HopperScales {
   float scores;  // factor of the scores, besides softmax_scale
   float values;  // factor of the output
 
-  __device__ static HopperScales of(const Params& params, const TileCoord& coord) {
+  __device__ static HopperScales load(const Params& params, const TileCoord& coord) {
     const auto& p = static_cast<const Float8Params&>(params);
-    return {at(p.q_scale, coord.batch, coord.head) * at(p.k_scale, coord.batch, coord.head_kv),
-            at(p.v_scale, coord.batch, coord.head_kv)};
+    return {load_scale(p.q_scale, coord.batch, coord.head) * load_scale(p.k_scale, coord.batch, coord.head_kv),
+            load_scale(p.v_scale, coord.batch, coord.head_kv)};
   }
 
   // Returns the scale of the exponents without its sign, see negates(). It must be positive, never
@@ -91,7 +91,7 @@ struct HopperScales {
   __device__ bool negates() const { return scores < 0; }
 
  private:
-  __device__ static float at(const Tensor& scale, int batch, int head) {
+  __device__ static float load_scale(const Tensor& scale, int batch, int head) {
     return scale.data == nullptr ? 1 : *scale.head<const float>(batch, head);
   }
 };
@@ -102,7 +102,7 @@ struct HopperWorkTile<Config, float8_for<Out>> : WorkTile<false> {
 
   __device__ static HopperWorkTile end_of_work() { return {WorkTile<false>::end_of_work(), {}}; }
   __device__ static HopperWorkTile create(const Params& p, const TileCoord& coord, const KvTileRange& keys) {
-    return {{{}, coord, keys}, HopperScales::of(p, coord)};
+    return {{{}, coord, keys}, HopperScales::load(p, coord)};
   }
 };
 

@@ -88,7 +88,7 @@ struct HopperScheduler {
         if constexpr (Config::split_keys && Partials<Config>::lse_is_pair) {
           cta.write_log_sum_exp(work_tile, row, ExponentSum<float>{lse, lse});
         } else {
-          if constexpr (!Config::split_keys) take_sink<Config>(cta.p, coord.head, lse);
+          if constexpr (!Config::split_keys) apply_sink<Config>(cta.p, coord.head, lse);
           cta.write_log_sum_exp(work_tile, row, lse);
         }
       }

@@ -51,7 +51,7 @@ struct HopperEpilogue {
       if constexpr (Cta::transposes_values) normalizer[half] *= finished_work_tile().scales.values;
       if constexpr (Config::sinks && !Config::split_keys) {
         float lse = state[half].log_sum_exp();
-        normalizer[half] *= take_sink<Config>(cta.p, finished_work_tile().coord.head, lse);
+        normalizer[half] *= apply_sink<Config>(cta.p, finished_work_tile().coord.head, lse);
       }
       if (is_special && may_be_one_key[half]) normalizer[half] = -state[half].sum;
     }
@@ -75,7 +75,7 @@ struct HopperEpilogue {
           cta.write_log_sum_exp(work_tile, row, sum);
         } else {
           float lse = state[half].log_sum_exp();
-          if constexpr (!Config::split_keys) take_sink<Config>(cta.p, work_tile.coord.head, lse);
+          if constexpr (!Config::split_keys) apply_sink<Config>(cta.p, work_tile.coord.head, lse);
           cta.write_log_sum_exp(work_tile, row, lse);
         }
       }

@@ -73,7 +73,7 @@ struct HopperSoftmax {
   // output of such a row is not the value of that key, and all lanes of the row need the base.
   static constexpr bool positions_mask_keys =
       !Config::modified || !(Config::detects_one_key_rows || Config::sinks ||
-                             Config::Mods::changes_scores || Config::Mods::hides_pairs);
+                             Config::Mods::changes_scores || Config::Mods::masks_pairs);
 
   // Masks the keys from visible_end(half) on, counted from the first one that this lane holds.
   template <class VisibleEnd>

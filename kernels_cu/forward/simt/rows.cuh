@@ -31,7 +31,7 @@ struct Rows {
   // Whether modifications only mask keys. Then the largest p must be exactly 1, so that the output
   // of a row with one key is its value. Changed scores are exponents, whose largest p is 1 anyway.
   // Without modifications, such rows are set to the value at the end.
-  static constexpr bool hides_only = Config::modified && !Config::Mods::changes_scores;
+  static constexpr bool only_masks = Config::modified && !Config::Mods::changes_scores;
 
   T scores[L::rows][L::keys];      // key j is position() + j * row_threads
   T out[L::rows][L::columns];      // vector j is at column (position() + j * row_threads) * width
@@ -92,11 +92,11 @@ struct Rows {
   }
 
   // Applies modifications. at(row) returns the coordinates of a row of the tile.
-  template <class At>
-  __device__ void modify(const Params& p, At at, int key_begin) {
+  template <class RowCoord>
+  __device__ void modify(const Params& p, RowCoord row_coord, int key_begin) {
     if constexpr (Config::modified) {
       modify_rows<Config, L::rows, L::keys>(
-          p, [&](int i) { return at(first() + i * L::warp_rows); }, key_begin + L::position(),
+          p, [&](int i) { return row_coord(first() + i * L::warp_rows); }, key_begin + L::position(),
           [&](int i, int j) -> T& { return scores[i][j]; },
           [](int j) { return j * L::row_threads; });
     }
@@ -127,7 +127,7 @@ struct Rows {
       for (int j = 0; j < L::keys; ++j) {
         // For p of 32 bits or more, multiplying by a power of two is exact. Adding to the exponent
         // would round it.
-        const T probability = SoftmaxRow<T>::template probability<hides_only>(
+        const T probability = SoftmaxRow<T>::template probability<only_masks>(
                                   scores[i][j], scale_log2, base) *
                               T(power_of_half(L::headroom));
         softmax[i].sum += probability;

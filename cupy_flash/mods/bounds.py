@@ -244,7 +244,7 @@ class _Emission:
         """Return C++ of the range of an element, known if each index has one possible value."""
         array, *indices = node.args
         ranges = [self._text(index) for index in indices]
-        conditions = " && ".join(f"is_one({x})" for x in ranges)
+        conditions = " && ".join(f"is_single_value({x})" for x in ranges)
         element = f"a.{array.value}.at({', '.join(f'int({x}.low)' for x in ranges)})"
         if node.type == REAL:
             element = RowPrinter(Members(), self._analysis, self._captures, self._real).as_real(

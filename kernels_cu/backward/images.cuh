@@ -27,13 +27,13 @@
 //
 // dk and dv are sums over rows, so the contribution of a scaled row is scaled back first.
 struct RowFactors {
-  static constexpr int rows = 128, log2_step = 8, most = 15;
+  static constexpr int rows = 128, log2_step = 8, max_power = 15;
   bool differ;  // whether any factor is not 1
   unsigned char powers[rows / 2];
 
   __device__ static constexpr int power_of(float ratio) {
     int power = 0;
-    for (float size = 0x1p-8f; power < most && ratio < size; size *= 0x1p-8f) ++power;
+    for (float size = 0x1p-8f; power < max_power && ratio < size; size *= 0x1p-8f) ++power;
     return power;
   }
   __device__ static float value(int power) {
@@ -216,8 +216,8 @@ struct TilePreswizzler {
 
     // Returns eight columns of a row, with zeros past the last column.
     __device__ auto read(int row, int chunk) const {
-      const int inside = exists(row) ? max(0, min(8, Dim - 8 * chunk)) : 0;
-      return load_elements<8, Config::alignment>(rows + row * stride + 8 * chunk, inside);
+      const int columns_left = exists(row) ? max(0, min(8, Dim - 8 * chunk)) : 0;
+      return load_elements<8, Config::alignment>(rows + row * stride + 8 * chunk, columns_left);
     }
 
     // Returns x, or 0 if it is NaN or infinite, and flags a key that holds an infinity.
@@ -283,7 +283,7 @@ struct TilePreswizzler {
     template <class Factor>
     __device__ float write(const TilePreswizzler& preswizzler, char* target, const Unit& unit,
                            Factor factor) const {
-      float squares = 0, most = 0;
+      float squares = 0, maximum = 0;
       for_each(
           [&](int row, int chunk) {
             if (row >= Rows) return;
@@ -310,10 +310,10 @@ struct TilePreswizzler {
             for (int bit = 1; bit < lanes; bit *= 2) {
               squares += __shfl_xor_sync(~0u, squares, bit);
             }
-            most = fmaxf(most, squares);
+            maximum = fmaxf(maximum, squares);
             squares = 0;
           });
-      return sqrtf(preswizzler.largest(most)) * unit.size;
+      return sqrtf(preswizzler.largest(maximum)) * unit.size;
     }
   };
 
@@ -360,14 +360,14 @@ struct TilePreswizzler {
       return size < SoftmaxMath<float>::infinity() ? size : 0;
     };
     const float delta = largest(finite_size());
-    float most = 0;
+    float maximum = 0;
     if (has_row) {
       const float factor = choose_factor(row, own_stats.delta, row_max, delta);
       own_stats.delta *= factor;
-      most = shared.row_maxima[row] * factor;
+      maximum = shared.row_maxima[row] * factor;
       reinterpret_cast<typename Preswizzled::Stats*>(target + Tile::stats_offset)[row] = own_stats;
     }
-    const Unit unit = Unit::for_largest(largest(most));
+    const Unit unit = Unit::for_largest(largest(maximum));
     scales.dout = unit.size;
     scales.delta = largest(finite_size());
     scales.dout_norm = dout.write(*this, target + Tile::second_offset, unit, [&](int row) {

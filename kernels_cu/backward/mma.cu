@@ -302,7 +302,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
   __device__ bool is_visible_key(int i, int half) {
     const int row = key_warp() * warp_keys + 16 * i + 8 * half + lane / 4;
     const int key = coord.begin + row;
-    bool is_visible = mask.first_row(key, sequence.seqlen_q) < mask.last_row(key, sequence.seqlen_q);
+    bool is_visible = mask.row_begin(key, sequence.seqlen_q) < mask.row_end(key, sequence.seqlen_q);
     if constexpr (Config::Mods::masks_pairs) {
       is_visible = is_visible && reinterpret_cast<const int*>(memory + stages_offset)[row] != 0;
     }

@@ -116,18 +116,18 @@ struct GradientType<Config, Input, false> {
 template <class Config>
 __device__ Sequence sequence_of(const Params& p, int batch) {
   if constexpr (Config::has_seqlens) {
-    Sequence found = find_sequence<0>(p, batch);
+    Sequence sequence = find_sequence<0>(p, batch);
     if (p.cu_seqlens_q != nullptr) {
-      const PackedRange own = rows_of_sequence(p.cu_seqlens_q, p.batch, p.total_q, batch);
-      found.q_first = own.begin;
-      found.seqlen_q = clamp(own.end - own.begin, 0, found.seqlen_q);
+      const PackedRange rows = rows_of_sequence(p.cu_seqlens_q, p.batch, p.total_q, batch);
+      sequence.q_first = rows.begin;
+      sequence.seqlen_q = clamp(rows.end - rows.begin, 0, sequence.seqlen_q);
     }
     if (p.cu_seqlens_k != nullptr) {
-      const PackedRange own = rows_of_sequence(p.cu_seqlens_k, p.batch, p.total_k, batch);
-      found.k_first = own.begin;
-      found.seqlen_k = clamp(own.end - own.begin, 0, found.seqlen_k);
+      const PackedRange rows = rows_of_sequence(p.cu_seqlens_k, p.batch, p.total_k, batch);
+      sequence.k_first = rows.begin;
+      sequence.seqlen_k = clamp(rows.end - rows.begin, 0, sequence.seqlen_k);
     }
-    return found;
+    return sequence;
   } else {
     return {batch, 0, p.seqlen_q, batch, 0, p.seqlen_k};
   }

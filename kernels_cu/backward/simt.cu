@@ -160,7 +160,7 @@ struct SimtGradients {
     const int row = coord.begin + y + i * side;
     bool is_visible;
     if constexpr (OfKv) {
-      is_visible = mask.first_row(row, sequence.seqlen_q) < mask.last_row(row, sequence.seqlen_q);
+      is_visible = mask.row_begin(row, sequence.seqlen_q) < mask.row_end(row, sequence.seqlen_q);
     } else {
       is_visible = mask.visible_begin(row) < mask.visible_end(row);
     }

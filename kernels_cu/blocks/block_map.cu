@@ -68,12 +68,12 @@ struct Block {
 
   // Returns the block without the rows and keys that lie entirely outside of the band.
   __device__ Block within_band(const BlockMaskParams& p) const {
-    Block inside = *this;
-    inside.i_low = int(max(int64(i_low), int64(j_low) - p.right));
-    inside.i_high = int(min(int64(i_high), int64(j_high) + p.left));
-    inside.j_low = int(max(int64(j_low), int64(inside.i_low) - p.left));
-    inside.j_high = int(min(int64(j_high), int64(inside.i_high) + p.right));
-    return inside;
+    Block clipped = *this;
+    clipped.i_low = int(max(int64(i_low), int64(j_low) - p.right));
+    clipped.i_high = int(min(int64(i_high), int64(j_high) + p.left));
+    clipped.j_low = int(max(int64(j_low), int64(clipped.i_low) - p.left));
+    clipped.j_high = int(min(int64(j_high), int64(clipped.i_high) + p.right));
+    return clipped;
   }
 
   __device__ bool is_empty() const { return i_low > i_high || j_low > j_high; }

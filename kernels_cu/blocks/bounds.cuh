@@ -172,8 +172,8 @@ __device__ inline Ints range_max(Ints x, Ints y) { return {max(x.low, y.low), ma
 // For a divisor that is one value, the compiler removes half of this code; for a literal, more.
 __device__ inline Ints range_floordiv(Ints x, Ints y) {
   if (y.low <= 0 && y.high >= 0) return y.low == y.high ? Ints{0, 0} : Ints::any();
-  const auto quotient = [](long long n, long long by) -> long long {
-    return by == -1 ? -n : mod_floordiv(static_cast<int>(n), static_cast<int>(by));
+  const auto quotient = [](long long n, long long divisor) -> long long {
+    return divisor == -1 ? -n : mod_floordiv(static_cast<int>(n), static_cast<int>(divisor));
   };
   const long long a = quotient(x.low, y.low), b = quotient(x.high, y.low);
   const long long c = quotient(x.low, y.high), d = quotient(x.high, y.high);
@@ -182,10 +182,10 @@ __device__ inline Ints range_floordiv(Ints x, Ints y) {
 
 __device__ inline Ints range_mod(Ints x, Ints y) {
   if (y.low == y.high && y.low != 0 && y.low != -1) {
-    const int by = static_cast<int>(y.low);
-    const int first = mod_floordiv(static_cast<int>(x.low), by);
-    if (first == mod_floordiv(static_cast<int>(x.high), by)) {
-      const long long whole = static_cast<long long>(first) * by;
+    const int divisor = static_cast<int>(y.low);
+    const int first = mod_floordiv(static_cast<int>(x.low), divisor);
+    if (first == mod_floordiv(static_cast<int>(x.high), divisor)) {
+      const long long whole = static_cast<long long>(first) * divisor;
       return {x.low - whole, x.high - whole};
     }
   }
@@ -198,12 +198,12 @@ __device__ inline long long all_bits(long long x) {
   return x;
 }
 
-__device__ inline bool is_one(Ints x) { return x.low == x.high; }
+__device__ inline bool is_single_value(Ints x) { return x.low == x.high; }
 
 __device__ inline Ints range_bit_and(Ints x, Ints y) {
-  if (is_one(x) && is_one(y)) return {x.low & y.low, x.low & y.low};
+  if (is_single_value(x) && is_single_value(y)) return {x.low & y.low, x.low & y.low};
   // x & (2^n - 1) is x mod 2^n, and monotonic while the upper bits of x do not change.
-  if (is_one(y) && y.low >= 0 && y.low == all_bits(y.low) &&
+  if (is_single_value(y) && y.low >= 0 && y.low == all_bits(y.low) &&
       (x.low & ~y.low) == (x.high & ~y.low)) {
     return {x.low & y.low, x.high & y.low};
   }
@@ -211,24 +211,24 @@ __device__ inline Ints range_bit_and(Ints x, Ints y) {
   return {0, x.low < 0 ? y.high : y.low < 0 ? x.high : min(x.high, y.high)};
 }
 __device__ inline Ints range_bit_or(Ints x, Ints y) {
-  if (is_one(x) && is_one(y)) return {x.low | y.low, x.low | y.low};
+  if (is_single_value(x) && is_single_value(y)) return {x.low | y.low, x.low | y.low};
   if (x.low < 0 || y.low < 0) return Ints::any();
   return {max(x.low, y.low), all_bits(x.high | y.high)};
 }
 __device__ inline Ints range_bit_xor(Ints x, Ints y) {
-  if (is_one(x) && is_one(y)) return {x.low ^ y.low, x.low ^ y.low};
+  if (is_single_value(x) && is_single_value(y)) return {x.low ^ y.low, x.low ^ y.low};
   if (x.low < 0 || y.low < 0) return Ints::any();
   return {0, all_bits(x.high | y.high)};
 }
 __device__ inline Ints range_bit_not(Ints x) { return {~x.high, ~x.low}; }
 
 __device__ inline Ints range_shl(Ints x, Ints count) {
-  if (!is_one(count) || count.low < 0 || count.low > 31) return Ints::any();
+  if (!is_single_value(count) || count.low < 0 || count.low > 31) return Ints::any();
   const long long factor = 1LL << count.low;
   return range_of(x.low * factor, x.high * factor);
 }
 __device__ inline Ints range_shr(Ints x, Ints count) {
-  if (is_one(count) && count.low >= 0 && count.low < 32) {
+  if (is_single_value(count) && count.low >= 0 && count.low < 32) {
     return {x.low >> count.low, x.high >> count.low};
   }
   // An unknown right shift moves x toward 0 or -1.
@@ -281,12 +281,12 @@ __device__ inline Words words_of(Ints x) {
 template <class Real>
 __device__ RealRange<Real> range_of_approximated(Real low, Real high, bool may_be_nan) {
   const bool in_float = sizeof(Real) == 4;
-  const Real share = in_float ? Real(9.5e-7) : Real(7e-15), least = Real(1.2e-38);
+  const Real relative_error = in_float ? Real(9.5e-7) : Real(7e-15), least = Real(1.2e-38);
   const Real size = exact_max(exact_abs(low), exact_abs(high));
-  const Real apart = exact_add(exact_mul(size, share), least);
-  if (exact_ne(apart, apart)) return RealRange<Real>::any();
-  if (apart == mod_infinity<Real>()) return {-size, size, may_be_nan};
-  return {exact_sub(low, apart), exact_add(high, apart), may_be_nan};
+  const Real error = exact_add(exact_mul(size, relative_error), least);
+  if (exact_ne(error, error)) return RealRange<Real>::any();
+  if (error == mod_infinity<Real>()) return {-size, size, may_be_nan};
+  return {exact_sub(low, error), exact_add(high, error), may_be_nan};
 }
 
 template <class Real>
@@ -357,40 +357,40 @@ __device__ RealRange<Real> range_max(RealRange<Real> x, RealRange<Real> y) {
 }
 
 // Increasing functions that are approximated: range_exp2(x) and so on.
-#define RISING(name)                                                                      \
+#define INCREASING(name)                                                                      \
   template <class Real>                                                                   \
   __device__ RealRange<Real> range_##name(RealRange<Real> x) {                            \
     return range_of_approximated(exact_##name(x.low), exact_##name(x.high), x.may_be_nan); \
   }
-RISING(exp2)
-RISING(exp)
-RISING(expm1)
-#undef RISING
+INCREASING(exp2)
+INCREASING(exp)
+INCREASING(expm1)
+#undef INCREASING
 
 // Increasing functions that are exact: range_floor(x) and so on.
-#define STEPS(name)                                                    \
+#define INCREASING_EXACT(name)                                                    \
   template <class Real>                                                \
   __device__ RealRange<Real> range_##name(RealRange<Real> x) {         \
     return {exact_##name(x.low), exact_##name(x.high), x.may_be_nan};  \
   }
-STEPS(floor)
-STEPS(ceil)
-STEPS(trunc)
-STEPS(rint)
-#undef STEPS
+INCREASING_EXACT(floor)
+INCREASING_EXACT(ceil)
+INCREASING_EXACT(trunc)
+INCREASING_EXACT(rint)
+#undef INCREASING_EXACT
 
 // Increasing functions that are NaN below the bound `least`.
-#define RISING_FROM(name, least)                                                          \
+#define INCREASING_FROM(name, least)                                                          \
   template <class Real>                                                                   \
   __device__ RealRange<Real> range_##name(RealRange<Real> x) {                            \
     if (!exact_le(Real(least), x.low)) return RealRange<Real>::any();                     \
     return range_of_approximated(exact_##name(x.low), exact_##name(x.high), x.may_be_nan); \
   }
-RISING_FROM(log, 0)
-RISING_FROM(log2, 0)
-RISING_FROM(log10, 0)
-RISING_FROM(log1p, -1)
-#undef RISING_FROM
+INCREASING_FROM(log, 0)
+INCREASING_FROM(log2, 0)
+INCREASING_FROM(log10, 0)
+INCREASING_FROM(log1p, -1)
+#undef INCREASING_FROM
 
 template <class Real>
 __device__ RealRange<Real> range_sqrt(RealRange<Real> x) {

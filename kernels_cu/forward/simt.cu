@@ -29,11 +29,11 @@ __device__ void write(const Params& p, const TileCoord& coord, const SequenceVie
     T* lse = static_cast<T*>(p.lse) + index;
     // If KV is split, the sink is applied when the splits are merged.
     const auto log_sum_exp = [&](T& factor) {
-      T found = rows.softmax[i].template log_sum_exp<L::headroom>(scale_log2);
+      T lse_value = rows.softmax[i].template log_sum_exp<L::headroom>(scale_log2);
       if constexpr (Config::sinks && !Config::split_keys) {
-        factor = apply_sink<Config>(p, score_row(p, coord, view, row).head, found);
+        factor = apply_sink<Config>(p, score_row(p, coord, view, row).head, lse_value);
       }
-      return found;
+      return lse_value;
     };
     T factor = 1;
     if constexpr (Config::sinks && !Config::split_keys) {
@@ -148,7 +148,7 @@ struct Kernel : OptionalView<Config> {
 
   // Processes one KV tile. Its K is already being copied; on return, K of the next tile is. With
   // separate buffers, V is copied during Q K^T, and the next K during P V.
-  __device__ void visit(const typename Rows<Config>::KeyMask& mask, int tile, const KvTileRange& tiles,
+  __device__ void process_tile(const typename Rows<Config>::KeyMask& mask, int tile, const KvTileRange& tiles,
                         T scale_log2) {
     wait_for_copies();
     __syncthreads();
@@ -188,7 +188,7 @@ struct Kernel : OptionalView<Config> {
       load_k(tiles.end - 1);
     }
     for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
-      visit(mask, tile, tiles, scale_log2);
+      process_tile(mask, tile, tiles, scale_log2);
     }
     rows.finish();
     write<Config>(p, coord, view, rows, scale_log2);

@@ -86,8 +86,8 @@ struct Mask : Band<Config> {
     return Config::window_left ? ceil_div(visible_begin(row), Bc) : 0;
   }
 
-  // The transpose: among `rows` query rows, [`first_row()`, `last_row()`) attend to the key.
-  __device__ int first_row(int key, int rows) const {
+  // The transpose: among `rows` query rows, [`row_begin()`, `row_end()`) attend to the key.
+  __device__ int row_begin(int key, int rows) const {
     int first = 0;
     if constexpr (Config::causal) first = key - q_offset;
     if constexpr (Config::window_right) first = max(first, key - q_offset - this->right);
@@ -96,7 +96,7 @@ struct Mask : Band<Config> {
     }
     return max(0, min(rows / Group, first)) * Group;
   }
-  __device__ int last_row(int key, int rows) const {
+  __device__ int row_end(int key, int rows) const {
     if constexpr (Config::window_left) {
       return max(0, min(rows / Group, key + this->left - q_offset + 1)) * Group;
     } else {
@@ -144,10 +144,10 @@ struct QueryTileRange {
 template <int Br, class Config, int Group>
 __device__ QueryTileRange query_tile_range(const Mask<Config, Group>& mask, int k_begin, int k_end,
                                        int rows) {
-  const int end = ceil_div(mask.last_row(k_end - 1, rows), Br);
-  const int begin = min(end, mask.first_row(k_begin, rows) / Br);
-  const int full_begin = max(begin, min(end, ceil_div(mask.first_row(k_end - 1, rows), Br)));
-  const int last = mask.last_row(k_begin, rows);
+  const int end = ceil_div(mask.row_end(k_end - 1, rows), Br);
+  const int begin = min(end, mask.row_begin(k_begin, rows) / Br);
+  const int full_begin = max(begin, min(end, ceil_div(mask.row_begin(k_end - 1, rows), Br)));
+  const int last = mask.row_end(k_begin, rows);
   const int full_end = last == rows ? end : min(end, last / Br);
   return {begin, full_begin, max(full_begin, full_end), end};
 }

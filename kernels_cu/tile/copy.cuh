@@ -55,16 +55,16 @@ struct RowCopy {
   template <class RowAt>
   static __device__ void gather(unsigned shared, RowAt row_at) {
     constexpr int passes = (Rows + rows_at_once - 1) / rows_at_once;
-    constexpr int asked = passes < 4 ? passes : 4;
+    constexpr int rows_per_batch = passes < 4 ? passes : 4;
     const int first_row = threadIdx.x / columns_at_once;
     if (Threads % columns_at_once != 0 && first_row >= rows_at_once) return;
 #pragma unroll
-    for (int begin = 0; begin < passes; begin += asked) {
-      Row<Element> rows[asked];
+    for (int begin = 0; begin < passes; begin += rows_per_batch) {
+      Row<Element> rows[rows_per_batch];
 #pragma unroll
-      for (int i = 0; i < asked; ++i) rows[i] = row_at(first_row + (begin + i) * rows_at_once);
+      for (int i = 0; i < rows_per_batch; ++i) rows[i] = row_at(first_row + (begin + i) * rows_at_once);
 #pragma unroll
-      for (int i = 0; i < asked; ++i) {
+      for (int i = 0; i < rows_per_batch; ++i) {
         const int row = first_row + (begin + i) * rows_at_once;
         if ((begin + i + 1) * rows_at_once > Rows && row >= Rows) break;
         // `copy_row()` is not used: addresses relative to the start of the row save one register.

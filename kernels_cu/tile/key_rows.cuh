@@ -138,8 +138,8 @@ struct KvRows {
     // `k_first` is nonzero for packed keys only.
     const int batch = page_size > 0 ? 0 : partial_tile.sequence.k_batch;
     const int64 first = page_size > 0 || Config::balanced ? 0 : partial_tile.sequence.k_first;
-    keys = ptx::here(head.keys + batch * p.k.batch_stride + first * p.k.row_stride);
-    values = ptx::here(head.values + batch * p.v.batch_stride + first * p.v.row_stride);
+    keys = ptx::compute_here(head.keys + batch * p.k.batch_stride + first * p.k.row_stride);
+    values = ptx::compute_here(head.values + batch * p.v.batch_stride + first * p.v.row_stride);
     if constexpr (page_size > 0) next_page = page_of(tile);
   }
 

@@ -83,7 +83,9 @@ def registers(problem: Problem, tile: HopperTile) -> int:
 def launch(device: Device) -> Launch:
     """Return the launch that transposes the values before the main kernel."""
     blocks = _BLOCKS_PER_SM * device.sm_count
-    return Launch(VALUES, "hopper_values", (blocks, 1, 1), _KEYS, arguments=("float8_params",))
+    return Launch(
+        VALUES, "hopper_transpose_values", (blocks, 1, 1), _KEYS, arguments=("float8_params",)
+    )
 
 
 def workspace(problem: Problem) -> int:

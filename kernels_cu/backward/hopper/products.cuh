@@ -416,7 +416,7 @@ struct HopperGradientProducts {
   __device__ bool is_visible_key(int half) const {
     const int key = cta.coord.begin + lane_key() + 8 * half;
     const bool is_visible =
-        cta.mask.first_row(key, cta.sequence.seqlen_q) < cta.mask.last_row(key, cta.sequence.seqlen_q);
+        cta.mask.row_begin(key, cta.sequence.seqlen_q) < cta.mask.row_end(key, cta.sequence.seqlen_q);
     if constexpr (!Mods::masks_pairs) return is_visible;
     const float sum = sum_of_lanes(p_sums[half]);
     return is_visible && sum != 0;

@@ -22,7 +22,7 @@ struct DqOrder {
         query_tile_range<Br>(mask, begin, min(begin + Bc, mask.seqlen_k), rows);
     first_tile = tiles.begin;
     // The range must be empty if no row attends to the keys, as the order does not count this CTA.
-    end_tile = mask.first_row(begin, rows) < rows ? tiles.end : tiles.begin;
+    end_tile = mask.row_begin(begin, rows) < rows ? tiles.end : tiles.begin;
   }
 
   // Returns the CTA's index in the dq order of a query tile. The order skips masked KV tiles.

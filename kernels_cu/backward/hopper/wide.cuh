@@ -71,17 +71,17 @@ struct HopperWideProducts : HopperGradientProducts<Config> {
         Fragments::fragment_offset(warp, 0, Chunk * column_tiles, threadIdx.x % 32);
     const bool is_first = cta.order.order_index(step.tile) == 0;
     if (Chunk == 0) ptx::mbarrier_wait(cta.semaphore_acquired(semaphore_ring.index), semaphore_ring.phase);
-    const auto put = [&](auto put_at) {
+    const auto write = [&](auto write_four) {
 #pragma unroll
       for (int j = 0; j < column_tiles; ++j) {
         const float four[4] = {sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]};
-        put_at(target + Fragments::fragment_offset(0, 0, j, 0), four);
+        write_four(target + Fragments::fragment_offset(0, 0, j, 0), four);
       }
     };
     if (is_first) {
-      put([](float* fragment, const float(&four)[4]) { ptx::st_global_v4(fragment, four); });
+      write([](float* fragment, const float(&four)[4]) { ptx::st_global_v4(fragment, four); });
     } else {
-      put([](float* fragment, const float(&four)[4]) { ptx::red_add_v4(fragment, four); });
+      write([](float* fragment, const float(&four)[4]) { ptx::red_add_v4(fragment, four); });
     }
     if constexpr (Chunk == Base::dq_chunks - 1) {
       Cta::arrive_warp(cta.dq_added(semaphore_ring.index));

@@ -222,9 +222,9 @@ struct MmaGradientCta {
   // Clears the rows of q and dout in a stage for which `clears_q()` and `clears_dout()` are true.
   __device__ void clean_queries(int stage) {
     const auto* stats = reinterpret_cast<const Stats*>(memory + (stats_address(stage) - shared));
-    bool found = false;
-    for (int row = threadIdx.x; row < Br; row += threads) found |= clears_q(stats[row]);
-    if (!__syncthreads_or(found)) return;
+    bool any_cleared = false;
+    for (int row = threadIdx.x; row < Br; row += threads) any_cleared |= clears_q(stats[row]);
+    if (!__syncthreads_or(any_cleared)) return;
     // The rows of dout follow those of q.
     constexpr unsigned zeros[4] = {};
     for (int offset = 16 * int(threadIdx.x); offset < Br * row_bytes; offset += 16 * threads) {

@@ -67,10 +67,10 @@ struct DecodeCluster {
   __device__ void send(const PartialTile& partial_tile, int row, int chunk, const Vector<float, 4>& values,
                        const Vector<float, 4>& state) const {
     const Slice slice = Slice::for_chunk(partial_tile, chunk);
-    const int in_record = chunk - slice.first_chunk();
+    const int chunk_in_record = chunk - slice.first_chunk();
     float* target = Cta::receive_buffer() + partial_tile.index * Cta::receive_floats + row * slice.record();
-    send_to(partial_tile, slice.index, target + 4 * in_record, values);
-    if (in_record == 0) send_to(partial_tile, slice.index, target + slice.state(), state);
+    send_to(partial_tile, slice.index, target + 4 * chunk_in_record, values);
+    if (chunk_in_record == 0) send_to(partial_tile, slice.index, target + slice.state(), state);
   }
 
   // Returns whether this CTA merges columns of the current query tile.
@@ -100,9 +100,9 @@ struct DecodeCluster {
     if (index == partial_tile.index) {
       *reinterpret_cast<Vector<float, 4>*>(target) = values;
     } else {
-      const int place = partial_tile.first_cta_rank + index;
-      ptx::st_async(ptx::map_to_cta(ptx::shared_address(target), place), values.data,
-                    ptx::map_to_cta(Cta::results_barrier(), place));
+      const int rank = partial_tile.first_cta_rank + index;
+      ptx::st_async(ptx::map_to_cta(ptx::shared_address(target), rank), values.data,
+                    ptx::map_to_cta(Cta::results_barrier(), rank));
     }
   }
 };

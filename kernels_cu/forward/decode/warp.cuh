@@ -58,10 +58,10 @@ struct DecodeWarp : DecodeCta<Config> {
         head(params, Config::balanced ? blockIdx.y : 0),
         scales(params),
         column_warps(ptx::shared_address(Cta::shared_floats()) + Cta::rings_bytes) {
-    // `here` makes the compiler compute the addresses now, while warp 0 computes the work range.
+    // `compute_here` makes the compiler compute the addresses now, while warp 0 computes the work range.
     if constexpr (Config::balanced) {
-      head.keys = ptx::here(head.keys);
-      head.values = ptx::here(head.values);
+      head.keys = ptx::compute_here(head.keys);
+      head.values = ptx::compute_here(head.values);
     }
   }
 

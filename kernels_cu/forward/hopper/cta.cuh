@@ -246,8 +246,8 @@ struct HopperCta {
   // Returns an address as matrix descriptors hold it. In a cluster, its upper bits hold the CTA
   // rank: in a descriptor they would change the stride between TMA boxes.
   __device__ static unsigned descriptor_address(unsigned address) {
-    constexpr unsigned most = 1 << 18;
-    return (cta_ranks == 1 ? address : address % most) / 16;
+    constexpr unsigned window_bytes = 1 << 18;
+    return (cta_ranks == 1 ? address : address % window_bytes) / 16;
   }
 
   __device__ unsigned visible_pairs_address(int stage, int consumer) const {

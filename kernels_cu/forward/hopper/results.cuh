@@ -169,12 +169,12 @@ struct HopperEpilogue {
 #pragma unroll
       for (int j = 0; j < columns_v / 8; ++j) {
         const float* two = products.out + 4 * j + 2 * half;
-        const int inside = Config::head_dim_v - 8 * j - first_column;
-        if (Config::out_alignment >= 8 && inside >= 2) {
+        const int columns_left = Config::head_dim_v - 8 * j - first_column;
+        if (Config::out_alignment >= 8 && columns_left >= 2) {
           *reinterpret_cast<Vector<Element, 2>*>(target + 8 * j) = {two[0], two[1]};
         } else {
-          if (inside > 0) target[8 * j] = two[0];
-          if (inside > 1) target[8 * j + 1] = two[1];
+          if (columns_left > 0) target[8 * j] = two[0];
+          if (columns_left > 1) target[8 * j + 1] = two[1];
         }
       }
     }

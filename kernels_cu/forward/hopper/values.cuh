@@ -12,7 +12,7 @@
 #if __CUDA_ARCH__ == 900
 
 template <class Config>
-struct HopperValues {
+struct HopperValueTranspose {
   using Byte = float8_e4m3_t;
   using Chunk = Vector<Byte, 16>;
   // Size of a tile, which a CTA with one thread per key copies to shared memory.
@@ -95,8 +95,8 @@ struct HopperValues {
 };
 
 template <class Config>
-__device__ void hopper_values(const Params& p) {
-  using Values = HopperValues<Config>;
+__device__ void hopper_transpose_values(const Params& p) {
+  using Values = HopperValueTranspose<Config>;
   __shared__ __align__(16) unsigned char shared[Values::bytes];
   Values::transpose(p, shared);
 }

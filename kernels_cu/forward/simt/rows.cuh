@@ -55,13 +55,13 @@ struct Rows {
     q += first() * L::qk_stride;
     k += L::position() * L::qk_stride;
     constexpr int dim = round_up(Config::head_dim, L::width);
-    if constexpr (dim <= most_in_one_sum) {
+    if constexpr (dim <= max_single_sum) {
       add_products<dim>(q, k, scores);
     } else {
-      constexpr int rest = dim % wide_piece;
+      constexpr int rest = dim % slice_columns;
 #pragma unroll 1
-      for (int d = 0; d < dim - rest; d += wide_piece) add_piece<wide_piece>(q + d, k + d);
-      if constexpr (rest > 0) add_piece<rest>(q + dim - rest, k + dim - rest);
+      for (int d = 0; d < dim - rest; d += slice_columns) add_slice<slice_columns>(q + d, k + d);
+      if constexpr (rest > 0) add_slice<rest>(q + dim - rest, k + dim - rest);
     }
     if constexpr (prior_factor<Config> != 1) {
 #pragma unroll
@@ -215,8 +215,8 @@ struct Rows {
   // The error of a sum of n products is about n / sqrt(2) roundings of one of them. In blocks of m
   // it is sqrt(n (m + n / m) / 2): for 512 columns 136 instead of 362, with m = 64. A blocked
   // library GEMM is nearer to 136.
-  static constexpr int most_in_one_sum = 256;
-  static constexpr int wide_piece = 64;
+  static constexpr int max_single_sum = 256;
+  static constexpr int slice_columns = 64;
 
   using Scores = T[L::rows][L::keys];
 
@@ -251,7 +251,7 @@ struct Rows {
   }
 
   template <int Dim>
-  __device__ void add_piece(const T* q, const T* k) {
+  __device__ void add_slice(const T* q, const T* k) {
     Scores sums;
     clear(sums);
     add_products<Dim>(q, k, sums);

@@ -1,4 +1,4 @@
-// Prints the partial tiles that `partitioner.cuh` assigns to each CTA. Standard input has one line of
+// Prints the partial tiles that `shares.cuh` assigns to each CTA. Standard input has one line of
 // numbers for each launch: the index of the config in shares_configs.h, the grid's x, y and z,
 // batch, seqlen_q, seqlen_k, heads_kv, num_splits, caches, total_q, keys, new_keys, 1 for each of
 // cu_seqlens_q, seqused_k and cache_batch_idx that exists, and then the elements of these arrays.

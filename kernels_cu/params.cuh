@@ -32,7 +32,7 @@ struct Params {
   int heads_kv;
   int q_offset;       // causal: query i attends to keys j <= i + q_offset; see `first_position()`
   int num_splits;     // number of KV splits, each computed by one CTA
-  int section_heads;  // number of heads whose query tiles are interleaved, see schedule.cuh
+  int section_heads;  // number of heads whose query tiles are interleaved, see tile_coord.cuh
 
   // Lengths and offsets of packed, cached or paged sequences (sequences.cuh); null and 0 for dense
   // batches.

@@ -76,7 +76,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a fused kernel goes through the query tiles (see `kernels_cu/grid/schedule.cuh`).
+    """How a fused kernel goes through the query tiles (see `kernels_cu/scheduler/tile_coord.cuh`).
 
     Attributes
     ----------

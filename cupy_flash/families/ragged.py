@@ -88,7 +88,7 @@ def schedule(problem: Problem, device: Device, cut: Split, main: Launch) -> Sche
 
 
 def config(problem: Problem) -> dict[str, int | bool]:
-    """Return the members of the `Config` struct that `place.cuh` reads."""
+    """Return the members of the `Config` struct that `sequence_view.cuh` reads."""
     layout = problem.layout
     return {
         "has_seqlens": not layout.is_equal,

@@ -8,7 +8,7 @@
 #include "backward/compensated_sum.cuh"
 #include "backward/params.cuh"
 #include "backward/score_gradients.cuh"
-#include "grid/schedule.cuh"
+#include "scheduler/tile_coord.cuh"
 #include "score/capture.cuh"
 
 template <class Config>

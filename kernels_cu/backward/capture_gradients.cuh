@@ -19,7 +19,7 @@
 #include "backward/fixed_point.cuh"
 #include "backward/params.cuh"
 #include "backward/score_gradients.cuh"
-#include "grid/schedule.cuh"
+#include "scheduler/tile_coord.cuh"
 #include "score/capture.cuh"
 
 template <class Input, class Offset, int Rank, bool ContiguousLast>

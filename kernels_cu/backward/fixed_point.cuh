@@ -5,7 +5,7 @@
 // and of `low` within 2^62. The error of a number is at most u 2^-s / 2 = 2^(e + 2b - 126).
 #pragma once
 
-#include "grid/sequences.cuh"
+#include "scheduler/sequences.cuh"
 
 // Conversions between powers of two and their exponents.
 template <class T>

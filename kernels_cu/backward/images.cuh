@@ -12,7 +12,7 @@
 #include "backward/pieces.cuh"
 #include "backward/query_sums.cuh"
 #include "backward/work.cuh"
-#include "grid/schedule.cuh"
+#include "scheduler/tile_coord.cuh"
 #include "tile/access.cuh"
 #include "tile/layout.cuh"
 

@@ -7,7 +7,7 @@
 #include "score/mask.cuh"
 #include "score/softmax.cuh"
 #include "tile/element.cuh"
-#include "grid/sequences.cuh"
+#include "scheduler/sequences.cuh"
 
 // Gradient of a bias, a contiguous array. An axis along which the bias is broadcast has length 1.
 // With packed sequences there is no batch axis, and the rows are those of all sequences.

@@ -5,7 +5,7 @@
 // could be written by two CTAs or by none, or a CTA could wait for another that does not exist.
 #pragma once
 
-#include "grid/sequences.cuh"
+#include "scheduler/sequences.cuh"
 
 struct PackedRange {
   int sequence;

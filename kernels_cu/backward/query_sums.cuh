@@ -5,7 +5,7 @@
 #include "backward/params.cuh"
 #include "backward/turns.cuh"
 #include "backward/work.cuh"
-#include "grid/schedule.cuh"
+#include "scheduler/tile_coord.cuh"
 #include "tile/access.cuh"
 #include "tile/fragments.cuh"
 #include "tile/layout.cuh"

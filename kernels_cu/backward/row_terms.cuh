@@ -7,7 +7,7 @@
 #include "backward/unseen_rows.cuh"
 #include "score/capture.cuh"
 #include "tile/access.cuh"
-#include "grid/schedule.cuh"
+#include "scheduler/tile_coord.cuh"
 
 template <class Config>
 struct Preprocess {

@@ -3,7 +3,7 @@
 
 #include "backward/compensated_sum.cuh"
 #include "backward/params.cuh"
-#include "grid/sequences.cuh"
+#include "scheduler/sequences.cuh"
 #include "score/capture.cuh"
 
 template <class Config>

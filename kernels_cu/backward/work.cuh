@@ -3,7 +3,7 @@
 
 #include "backward/params.cuh"
 #include "backward/places.cuh"
-#include "grid/schedule.cuh"
+#include "scheduler/tile_coord.cuh"
 
 struct GradientTileCoord {
   int begin;  // first row of the tile

@@ -25,8 +25,8 @@
 #include "tile/access.cuh"
 #include "cache/quantize.cuh"
 #include "params.cuh"
-#include "grid/pages.cuh"
-#include "grid/sequences.cuh"
+#include "scheduler/pages.cuh"
+#include "scheduler/sequences.cuh"
 
 // Arguments: those of attention over the cache before the append, and the new rows. With a rotary
 // embedding, rotated queries go to `out`, which is contiguous; without, seqlen_q is 0.

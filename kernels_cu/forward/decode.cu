@@ -2,7 +2,7 @@
 // sm_80 and newer. The kernel is bound by memory bandwidth, and reads the KV cache once.
 //
 // The query heads of a KV head are rows of one query tile, so that each key is read once for all of
-// them. Each CTA has a work range, i.e. a range of the keys (grid/shares.cuh), which its warps
+// them. Each CTA has a work range, i.e. a range of the keys (scheduler/kv_partition.cuh), which its warps
 // divide. All warps hold the same query rows. Each warp streams KV tiles of Bc keys through a ring
 // of its own and ends with a partial result, independently of other warps (Flash-Decoding, Dao et
 // al. 2023). The CTA merges the partial results of its warps. In a cluster, CTAs send their results
@@ -22,7 +22,7 @@
 #include "forward/decode/cluster.cuh"
 #include "forward/decode/merge.cuh"
 #include "forward/decode/warp.cuh"
-#include "grid/unowned_rows.cuh"
+#include "scheduler/unowned_rows.cuh"
 #include "params.cuh"
 
 #if __CUDA_ARCH__ >= 800

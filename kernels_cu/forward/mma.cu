@@ -24,11 +24,11 @@
 #include "tile/layout.cuh"
 #include "tile/products_16bit.cuh"
 #include "tile/products_tf32x3.cuh"
-#include "grid/chosen_rows.cuh"
-#include "grid/only_key.cuh"
-#include "grid/place.cuh"
-#include "grid/schedule.cuh"
-#include "grid/split.cuh"
+#include "scheduler/row_selection.cuh"
+#include "scheduler/one_key_rows.cuh"
+#include "scheduler/sequence_view.cuh"
+#include "scheduler/tile_coord.cuh"
+#include "scheduler/split_kv.cuh"
 
 #if __CUDA_ARCH__ >= 800
 

@@ -6,7 +6,7 @@
 #include "score/modify.cuh"
 #include "score/softmax.cuh"
 #include "tile/element.cuh"
-#include "grid/schedule.cuh"
+#include "scheduler/tile_coord.cuh"
 
 namespace naive {
 

@@ -9,8 +9,8 @@
 #include "score/modify.cuh"
 #include "score/softmax.cuh"
 #include "tile/element.cuh"
-#include "grid/place.cuh"
-#include "grid/schedule.cuh"
+#include "scheduler/sequence_view.cuh"
+#include "scheduler/tile_coord.cuh"
 
 namespace simt {
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "tile/element.cuh"
-#include "grid/pages.cuh"
+#include "scheduler/pages.cuh"
 
 // Whether p v / p rounds to v if p is the only one of its row: true for 16-bit and 8-bit types,
 // since p is then a power of two to within float32's rounding.

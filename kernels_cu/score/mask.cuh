@@ -4,7 +4,7 @@
 #pragma once
 
 #include "params.cuh"
-#include "grid/schedule.cuh"
+#include "scheduler/tile_coord.cuh"
 
 // Bounds on the keys of a row in addition to Config::causal: a window, and a prefix that is visible
 // regardless of causality and the window. With a prefix there is no left bound here: generated

@@ -6,7 +6,7 @@
 #include "ptx/stream.cuh"
 #include "tile/element.cuh"
 #include "tile/layout.cuh"
-#include "grid/pages.cuh"
+#include "scheduler/pages.cuh"
 
 #if __CUDA_ARCH__ >= 800
 

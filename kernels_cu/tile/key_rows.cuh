@@ -9,8 +9,8 @@
 #include "tile/element.cuh"
 #include "tile/layout.cuh"
 #include "tile/team_columns.cuh"
-#include "grid/pages.cuh"
-#include "grid/shares.cuh"
+#include "scheduler/pages.cuh"
+#include "scheduler/kv_partition.cuh"
 
 #if __CUDA_ARCH__ >= 800
 

@@ -1,4 +1,4 @@
-"""Tests of `order.cuh`, run on the host: the order in which query tiles of packed sequences are
+"""Tests of `varlen_order.cuh`, run on the host: the order in which query tiles of packed sequences are
 assigned to thread blocks."""
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 // reach a query tile one after another, and none waits.
 #pragma once
 
-#include "grid/schedule.cuh"
+#include "scheduler/tile_coord.cuh"
 #include "score/mask.cuh"
 
 // Index of a CTA, whose keys start at `begin`, in the dq order of each query tile.

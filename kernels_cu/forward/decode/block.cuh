@@ -14,8 +14,8 @@
 #include "tile/products_16bit.cuh"
 #include "tile/products_8bit.cuh"
 #include "tile/team_columns.cuh"
-#include "grid/sequences.cuh"
-#include "grid/shares.cuh"
+#include "scheduler/sequences.cuh"
+#include "scheduler/kv_partition.cuh"
 
 #if __CUDA_ARCH__ >= 800
 

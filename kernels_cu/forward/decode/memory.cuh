@@ -6,7 +6,7 @@
 #include "forward/decode/columns.cuh"
 #include "ptx/base.cuh"
 #include "ptx/stream.cuh"
-#include "grid/shares.cuh"
+#include "scheduler/kv_partition.cuh"
 
 #if __CUDA_ARCH__ >= 800
 

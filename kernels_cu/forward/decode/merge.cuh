@@ -12,7 +12,7 @@
 #include "score/modify.cuh"
 #include "score/softmax.cuh"
 #include "tile/element.cuh"
-#include "grid/shares.cuh"
+#include "scheduler/kv_partition.cuh"
 
 #if __CUDA_ARCH__ >= 800
 

@@ -2,7 +2,7 @@
 // added to the row sum and then multiplied by the scale of its value.
 #pragma once
 
-#include "grid/shares.cuh"
+#include "scheduler/kv_partition.cuh"
 #include "params.cuh"
 #include "ptx/bytes.cuh"
 #include "ptx/stream.cuh"

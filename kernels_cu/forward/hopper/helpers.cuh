@@ -2,7 +2,7 @@
 #pragma once
 
 #include "forward/hopper/cta.cuh"
-#include "grid/order.cuh"
+#include "scheduler/varlen_order.cuh"
 #include "score/modify.cuh"
 #include "score/softmax.cuh"
 

@@ -9,9 +9,9 @@
 #pragma once
 
 #include "forward/mma.cu"
-#include "grid/chosen_rows.cuh"
-#include "grid/place.cuh"
-#include "grid/schedule.cuh"
+#include "scheduler/row_selection.cuh"
+#include "scheduler/sequence_view.cuh"
+#include "scheduler/tile_coord.cuh"
 #include "params.cuh"
 #include "ptx/stream.cuh"
 #include "tile/access.cuh"

@@ -6,7 +6,7 @@
 // in P V.
 #pragma once
 
-#include "grid/visit.cuh"
+#include "scheduler/work_tile.cuh"
 #include "ptx/base.cuh"
 #include "tile/element.cuh"
 #include "tile/slabs.cuh"

@@ -3,7 +3,7 @@
 
 #include "forward/simt/layout.cuh"
 #include "ptx/base.cuh"
-#include "grid/pages.cuh"
+#include "scheduler/pages.cuh"
 
 namespace simt {
 

@@ -1,10 +1,10 @@
-// Prints the rows that `grid/gaps.cuh` assigns to each warp. Standard input has one line of numbers
+// Prints the rows that `scheduler/gaps.cuh` assigns to each warp. Standard input has one line of numbers
 // for each batch: batch, total_q, max_seqlen_q, warps, and the batch + 1 elements of cu_seqlens_q.
 // The output has two lines for each batch: the rows by `for_each_row`, then those by `for_each_adjacent_row`
 // for all sequences.
 #include "cuda_on_host.h"
 
-#include "grid/gaps.cuh"
+#include "scheduler/gaps.cuh"
 
 #include <cstdio>
 

@@ -1,4 +1,4 @@
-// Prints the partial tiles that `shares.cuh` assigns to CTAs if a window masks the first keys of
+// Prints the partial tiles that `kv_partition.cuh` assigns to CTAs if a window masks the first keys of
 // each sequence, and each sequence has its own position of the first query. Standard input has one
 // line of numbers for each launch: `Config::has_seqlens`, 1 if there is seqused_k, batch, keys, the
 // window's left bound, the number of CTAs, and the positions. The output has a line for each
@@ -16,7 +16,7 @@ struct ModArguments {
 };
 
 // The code under test.
-#include "grid/shares.cuh"
+#include "scheduler/kv_partition.cuh"
 
 #include <cstdio>
 

@@ -1,4 +1,4 @@
-// Prints the work tiles of batches of sequences in the order in which `grid/order.cuh` assigns
+// Prints the work tiles of batches of sequences in the order in which `scheduler/varlen_order.cuh` assigns
 // them. Standard input has one line of numbers for each batch: causal, threads, batch, seqlen_q,
 // seqlen_k, heads_q, heads_kv, section_keys, total_q, total_k, 1 if there is seqused_k, splits,
 // `deterministic`, and then cu_seqlens_q, cu_seqlens_k and seqused_k. The output has a line for each work
@@ -6,7 +6,7 @@
 // seqlen_k. An empty line ends a batch.
 #include "cuda_on_host.h"
 
-#include "grid/order.cuh"
+#include "scheduler/varlen_order.cuh"
 
 #include <cstdio>
 

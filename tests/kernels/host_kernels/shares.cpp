@@ -1,4 +1,4 @@
-// Prints the partial tiles that `shares.cuh` assigns to each CTA. Standard input has one line of
+// Prints the partial tiles that `kv_partition.cuh` assigns to each CTA. Standard input has one line of
 // numbers for each launch: the index of the config in shares_configs.h, the grid's x, y and z,
 // batch, seqlen_q, seqlen_k, heads_kv, num_splits, caches, total_q, keys, new_keys, 1 for each of
 // cu_seqlens_q, seqused_k and cache_batch_idx that exists, and then the elements of these arrays.
@@ -10,7 +10,7 @@
 
 #include "cuda_on_host.h"
 // The code under test; its headers need cuda_on_host.h.
-#include "grid/shares.cuh"
+#include "scheduler/kv_partition.cuh"
 
 #include <cstdio>
 

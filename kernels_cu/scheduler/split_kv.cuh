@@ -12,9 +12,9 @@
 #include "score/modify.cuh"
 #include "score/softmax.cuh"
 #include "tile/element.cuh"
-#include "grid/pages.cuh"
-#include "grid/sequences.cuh"
-#include "grid/unowned_rows.cuh"
+#include "scheduler/pages.cuh"
+#include "scheduler/sequences.cuh"
+#include "scheduler/unowned_rows.cuh"
 
 template <class Config>
 struct Partials {

@@ -3,8 +3,8 @@
 #pragma once
 
 #include "params.cuh"
-#include "grid/gaps.cuh"
-#include "grid/schedule.cuh"
+#include "scheduler/gaps.cuh"
+#include "scheduler/tile_coord.cuh"
 #include "score/softmax.cuh"
 #include "tile/access.cuh"
 #include "tile/element.cuh"

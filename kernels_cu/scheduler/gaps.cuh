@@ -3,7 +3,7 @@
 #pragma once
 
 #include "params.cuh"
-#include "grid/sequences.cuh"
+#include "scheduler/sequences.cuh"
 
 // Gap i is before sequence i, and gap `batch` after the last sequence. Every row that belongs to no
 // sequence is in a gap, whatever cu_seqlens_q holds, because gaps and sequences together lead from

@@ -6,9 +6,9 @@
 #pragma once
 
 #include "params.cuh"
-#include "grid/schedule.cuh"
-#include "grid/sequences.cuh"
-#include "grid/visit.cuh"
+#include "scheduler/tile_coord.cuh"
+#include "scheduler/sequences.cuh"
+#include "scheduler/work_tile.cuh"
 
 // The order, stored in the workspace (with split KV, after the partial results). Tiles are counted
 // for one head, except by `next_tile`, which counts tiles of all heads.

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "params.cuh"
-#include "grid/place.cuh"
+#include "scheduler/sequence_view.cuh"
 #include "score/mask.cuh"
 #include "score/modify.cuh"
 #include "score/softmax.cuh"

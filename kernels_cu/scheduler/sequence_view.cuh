@@ -6,12 +6,12 @@
 #include "score/few_seen.cuh"
 #include "score/mask.cuh"
 #include "score/modify.cuh"
-#include "grid/pages.cuh"
+#include "scheduler/pages.cuh"
 #include "params.cuh"
-#include "grid/schedule.cuh"
-#include "grid/sequences.cuh"
-#include "grid/split.cuh"
-#include "grid/unowned_rows.cuh"
+#include "scheduler/tile_coord.cuh"
+#include "scheduler/sequences.cuh"
+#include "scheduler/split_kv.cuh"
+#include "scheduler/unowned_rows.cuh"
 
 template <class Config>
 struct SequenceView {

@@ -3,8 +3,8 @@
 
 #include "score/mask.cuh"
 #include "params.cuh"
-#include "grid/schedule.cuh"
-#include "grid/sequences.cuh"
+#include "scheduler/tile_coord.cuh"
+#include "scheduler/sequences.cuh"
 
 // Sequence of a work tile: stored if `HasSeqlens`, given by the kernel's arguments for dense batches.
 template <bool HasSeqlens>

@@ -13,8 +13,8 @@
 #pragma once
 
 #include "params.cuh"
-#include "grid/schedule.cuh"
-#include "grid/sequences.cuh"
+#include "scheduler/tile_coord.cuh"
+#include "scheduler/sequences.cuh"
 #include "score/mask.cuh"
 
 // Partial tile: the KV units of an output tile that one CTA processes. `set_merge_info` sets the

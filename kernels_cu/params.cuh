@@ -2,7 +2,7 @@
 // struct as a NumPy dtype, and asserts at compile time that sizes and offsets agree.
 #pragma once
 
-#include "blocks/map.cuh"
+#include "block_mask/block_mask.cuh"
 
 // A (batch, seqlen, heads, dim) array whose last axis is contiguous. Strides count elements.
 struct Tensor {

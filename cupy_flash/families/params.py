@@ -56,7 +56,7 @@ PARAMS_DTYPE = np.dtype(
 )
 
 
-# The struct of a block mask, which mirrors blocks/map.cuh.
+# The struct of a block mask, which mirrors block_mask/block_mask.cuh.
 BLOCK_MAP_DTYPE = np.dtype(
     [
         ("memory", np.uint64),

@@ -1,6 +1,6 @@
 """Block masks, built on the GPU: which blocks of the score matrix are empty, partial or full.
 
-This is the host side of `kernels_cu/blocks/block_map.cu`. No function here waits for the GPU.
+This is the host side of `kernels_cu/block_mask/build.cu`. No function here waits for the GPU.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from cupy_flash.gpu.by_value import ByValue
 from cupy_flash.gpu.compiler import kernel_cache
 from cupy_flash.gpu.environment import cupy_module
 
-SOURCE = "blocks/block_map.cu"
+SOURCE = "block_mask/build.cu"
 FIND_RANGES, BUILD, ORDER = "find_ranges", "build_block_map", "order_tiles"
 # Value of an absent bound: no two positions are further apart.
 UNBOUNDED = 2**31 - 1
 
-# Number of threads, and of warps, of a thread block (as in block_map.cu).
+# Number of threads, and of warps, of a thread block (as in build.cu).
 _THREADS, _WARPS = 256, 8
 # Number of KV blocks per word of a bit array, and bytes of a word.
 _BITS, _WORD = 32, 4
-# Size in bytes of `MaskedTile` in map.cuh.
+# Size in bytes of `MaskedTile` in block_mask.cuh.
 _TILE = 16
 # Alignment in bytes of the arrays in one allocation.
 _ALIGNMENT = 512
-# Layout of the stored visible pairs of a block (`VisiblePairs` in map.cuh): query rows, threads that
+# Layout of the stored visible pairs of a block (`VisiblePairs` in block_mask.cuh): query rows, threads that
 # read them, and keys per word.
 _KEPT_ROWS, _KEPT_THREADS, _KEPT_KEYS = 64, 128, 128
 # Largest number of partial blocks per row group whose visible pairs are stored, and bytes for all.
@@ -215,7 +215,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class BlockMap:
-    """Block mask in device memory (`BlockMask` in `kernels_cu/blocks/map.cuh`).
+    """Block mask in device memory (`BlockMask` in `kernels_cu/block_mask/block_mask.cuh`).
 
     Attributes
     ----------

@@ -1,7 +1,7 @@
 """Generated CUDA source that bounds a mask over ranges of positions: the struct ``MaskBounds``.
 
 It finds blocks of the score matrix that a mask leaves empty or full by interval arithmetic
-(`kernels_cu/blocks/bounds.cuh`), without computing pairs.
+(`kernels_cu/block_mask/bounds.cuh`), without computing pairs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cupy_flash.mods.operations import COMPARISONS, OPERATIONS
 from cupy_flash.mods.printer import RowPrinter, literal, unwrapped
 
 # Headers that a unit includes before the source, in addition to those of `cupy_flash.mods.emit`.
-HEADERS = ("blocks/bounds.cuh",)
+HEADERS = ("block_mask/bounds.cuh",)
 # Largest size of a range in bytes: two doubles and a bool.
 RANGE_BYTES = 24
 

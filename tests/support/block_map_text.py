@@ -72,7 +72,7 @@ extern "C" void classify{number}(const ModArguments* a, int b, int h, int count,
 
 _BUILDER = """
 namespace mask{number} {{
-#include "blocks/block_map.cu"
+#include "block_mask/build.cu"
 
 extern "C" void read{number}(const BlockMask* map, int batch, int head, int tile, int* answers) {{
   const MaskedBlocks<2> blocks(*map, batch, head, tile);
@@ -152,7 +152,7 @@ def compiled_masks(
     if COMPILER is None:
         pytest.skip("no g++ to compile device text with")
     texts = [mask_text(mod, dtype) for mod in mods]
-    headers = ["cuda.h", *texts[0].headers, "blocks/map.cuh"]
+    headers = ["cuda.h", *texts[0].headers, "block_mask/block_mask.cuh"]
     unit = _BOUNDS + _BUILDER * builds
     source, library = folder / "masks.cpp", folder / "masks.so"
     units = [unit.format(number=n, text=text.text) for n, text in enumerate(texts)]

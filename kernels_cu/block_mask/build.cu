@@ -5,8 +5,8 @@
 // pairs until it has found a visible and a masked one. `order_tiles` sorts the query tiles.
 //
 // The translation unit declares `ModArguments`, `Mods` and `MaskBounds` before this file.
-#include "blocks/bounds.cuh"
-#include "blocks/map.cuh"
+#include "block_mask/bounds.cuh"
+#include "block_mask/block_mask.cuh"
 #include "score/capture.cuh"
 
 struct BlockMaskParams {

@@ -1,4 +1,4 @@
-// Block mask: which blocks of the score matrix a mask leaves empty, partial or full. `block_map.cu`
+// Block mask: which blocks of the score matrix a mask leaves empty, partial or full. `build.cu`
 // builds it and attention kernels read it. cupy_flash/gpu/block_maps.py declares the same struct.
 #pragma once
 

@@ -126,7 +126,7 @@ def schedule(
 
 @dataclass(frozen=True)
 class QuerySums:
-    """Float32 accumulator of dq in the workspace, see `kernels_cu/backward/query_sums.cuh`.
+    """Float32 accumulator of dq in the workspace, see `kernels_cu/backward/dq/accumulate.cuh`.
 
     Attributes
     ----------
@@ -155,7 +155,7 @@ class QuerySums:
 def inspects(problem: Problem) -> bool:
     """Return whether some row may attend to no key, or some key may have no row attend to it.
 
-    Kernels then inspect tiles for NaN and infinity, see `kernels_cu/backward/clean.cuh`.
+    Kernels then inspect tiles for NaN and infinity, see `kernels_cu/backward/preprocess/clean.cuh`.
     """
     mask = problem.mask
     if problem.score is not None and problem.score.conceals:

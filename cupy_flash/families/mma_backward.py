@@ -24,7 +24,7 @@ from cupy_flash.problem.tile import Tile
 
 # Size in bytes of the statistics of a query row: its log-sum-exp and delta.
 _TERMS_BYTES = 8
-# Size in bytes of the scales after a pre-swizzled float32 tile (kernels_cu/backward/images.cuh).
+# Size in bytes of the scales after a pre-swizzled float32 tile (kernels_cu/backward/preprocess/preswizzle.cuh).
 _SCALES_BYTES = 128
 # Number of scale factors of P and dS that fit after `KeyScales`, which hold a bit for each key.
 _MOST_UNITS = (_SCALES_BYTES - 4 * 4 - 256 // 8) // 4

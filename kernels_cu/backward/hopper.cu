@@ -2,20 +2,20 @@
 //
 // As in mma.cu, a CTA owns a KV tile, whose dk and dv it keeps in registers, and iterates over the
 // query tiles of all query heads. The CTAs of a head add their dq of a query tile in a fixed order
-// (turns.cuh). Here query tiles go from the first to the last, and CTAs of later keys add first.
+// (dq/semaphore.cuh). Here query tiles go from the first to the last, and CTAs of later keys add first.
 // The last CTA of the order writes dq, or another kernel does.
 //
 // Two consumer warpgroups issue wgmma: each has half of the keys (hopper/consumer.cuh) or, for wide
-// heads, half of the products (hopper/wide.cuh). Warps of the producer warpgroup load tiles and add
-// dq (hopper/helpers.cuh).
+// heads, half of the products (hopper/split_consumers.cuh). Warps of the producer warpgroup load tiles and add
+// dq (hopper/producer_warps.cuh).
 #include "backward/hopper/consumer.cuh"
 #include "backward/hopper/cta.cuh"
-#include "backward/hopper/helpers.cuh"
-#include "backward/hopper/wide.cuh"
+#include "backward/hopper/producer_warps.cuh"
+#include "backward/hopper/split_consumers.cuh"
 #include "backward/params.cuh"
-#include "backward/query_sums.cuh"
-#include "backward/row_terms.cuh"
-#include "backward/work.cuh"
+#include "backward/dq/accumulate.cuh"
+#include "backward/preprocess/preprocess.cuh"
+#include "backward/tile_coord.cuh"
 #include "ptx/sm90a.cuh"
 
 #if __CUDA_ARCH__ == 900

@@ -1,20 +1,20 @@
 // Gradients of attention on tensor cores, sm_80 and newer, by five products in one pass. Inputs are
-// float16, bfloat16, or float32 as pairs of float16 components (pieces.cuh), for which another
-// kernel first writes preswizzled tiles (images.cuh).
+// float16, bfloat16, or float32 as pairs of float16 components (preprocess/float32_fp16x2.cuh), for which another
+// kernel first writes preswizzled tiles (preprocess/preswizzle.cuh).
 //
 // FlashAttention-2 (Dao 2023, algorithm 2): a CTA owns a KV tile, whose dk and dv it keeps in
 // registers. It iterates over the query tiles of all query heads, from the last to the first:
 //
 //   S^T = K Q^T,  dP^T = V dO^T,  P and dS from these,  dV += P^T dO,  dK += dS^T Q,  dQ = dS K
 //
-// The CTAs of a head add their dq of a query tile in a fixed order (turns.cuh). Scores are
+// The CTAs of a head add their dq of a query tile in a fixed order (dq/semaphore.cuh). Scores are
 // transposed, so that a warp with all queries of its keys holds P^T and dS^T in registers for its
 // products. If registers cannot hold whole rows of dk and dv, `query_warps` warps have the same
 // keys: each computes the scores of some of the queries and sums some of the columns of dk and dv,
 // and they exchange P^T and dS^T through shared memory.
 #include "backward/mma/products.cuh"
-#include "backward/query_sums.cuh"
-#include "backward/turns.cuh"
+#include "backward/dq/accumulate.cuh"
+#include "backward/dq/semaphore.cuh"
 
 #if __CUDA_ARCH__ >= 800
 

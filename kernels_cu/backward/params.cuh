@@ -3,7 +3,7 @@
 #pragma once
 
 #include "params.cuh"
-#include "backward/places.cuh"
+#include "backward/packed_tiles.cuh"
 #include "score/mask.cuh"
 #include "score/softmax.cuh"
 #include "tile/element.cuh"
@@ -29,8 +29,8 @@ struct GradientParams : Params {
   const void* dlse;  // gradient of lse, or null
   void* dsinks;      // shape (heads_q), or null
   BiasGradient dbias;
-  void* bias_parts;    // in the workspace, see bias_gradients.cuh
-  void* capture_sums;  // in the workspace, see capture_gradients.cuh
+  void* bias_parts;    // in the workspace, see inputs/bias.cuh
+  void* capture_sums;  // in the workspace, see inputs/captures.cuh
 #ifdef CUPY_FLASH_MODIFIED
   // Contiguous gradients of captured arrays, in the order of generated code; null if not wanted.
   void* dcaptures[Mods::differentiable > 0 ? Mods::differentiable : 1];

@@ -5,10 +5,10 @@
 //   keys:    k, v       q, dout         S^T = K Q^T, dP^T = V dO^T, dV += P^T dO, dK += dS^T Q
 //   queries: q, dout    k, v            S = Q K^T,   dP = dO V^T,   dQ += dS K
 #include "backward/params.cuh"
-#include "backward/row_terms.cuh"
-#include "backward/simt_products.cuh"
-#include "backward/weigh.cuh"
-#include "backward/work.cuh"
+#include "backward/preprocess/preprocess.cuh"
+#include "backward/simt/products.cuh"
+#include "backward/softmax_backward.cuh"
+#include "backward/tile_coord.cuh"
 #include "score/mask.cuh"
 
 template <class Config, bool OfKv>

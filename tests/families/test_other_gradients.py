@@ -104,7 +104,7 @@ def test_a_unit_includes_a_file_once_and_says_what_was_in_it() -> None:
         assert of.unit.text.count(f'#include "backward/{name}_gradients.cuh"  // sources ') == 1
     plain = plan("q")
     assert plain.unit is not None
-    assert "capture_gradients.cuh" not in plain.unit.text
+    assert "inputs/captures.cuh" not in plain.unit.text
 
 
 def test_a_bias_without_elements_has_no_kernel() -> None:

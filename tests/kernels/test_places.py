@@ -1,4 +1,4 @@
-"""Tests of `places.cuh`, run on the host: rows and tile slots of packed sequences."""
+"""Tests of `packed_tiles.cuh`, run on the host: rows and tile slots of packed sequences."""
 
 from __future__ import annotations
 

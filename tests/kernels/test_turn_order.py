@@ -1,4 +1,4 @@
-"""Tests of `turn_order.cuh`, run on the host: the order in which blocks add to a dq tile."""
+"""Tests of `order.cuh`, run on the host: the order in which blocks add to a dq tile."""
 
 from __future__ import annotations
 

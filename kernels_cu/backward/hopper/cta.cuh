@@ -10,19 +10,19 @@
 //     warpgroups        sums_empty                     write their dq sums    sums_full
 //                       others_full                    write dq               sums_full
 //
-// For wide heads (wide.cuh) consumers add dq, and the adders only operate the semaphore.
+// For wide heads (split_consumers.cuh) consumers add dq, and the adders only operate the semaphore.
 //
 // In packed sequences and with padded keys, rows past the last one belong to other sequences, and
 // query rows may attend to no key. TMA loads of such tiles arrive at separate barriers: the row
 // statistics warp waits for them, clears those rows and then signals the consumers, because 0 times
 // NaN is NaN. Keys that no query attends to may hold NaN, too; consumers clean them before they
-// multiply with them (clean.cuh).
+// multiply with them (preprocess/clean.cuh).
 #pragma once
 
-#include "backward/hopper/turn_order.cuh"
+#include "backward/dq/order.cuh"
 #include "backward/params.cuh"
-#include "backward/query_sums.cuh"
-#include "backward/work.cuh"
+#include "backward/dq/accumulate.cuh"
+#include "backward/tile_coord.cuh"
 #include "ptx/sm90a.cuh"
 #include "score/mask.cuh"
 #include "tile/ring.cuh"
@@ -84,7 +84,7 @@ struct HopperGradientCta {
   using Element = typename Config::Element;
   static constexpr int Br = Config::Br;
   static constexpr int Bc = Config::Bc;
-  // For wide heads, both consumers have the same 64 keys (wide.cuh); otherwise each has 64 keys.
+  // For wide heads, both consumers have the same 64 keys (split_consumers.cuh); otherwise each has 64 keys.
   static constexpr bool wide = Config::wide;
   static constexpr int consumers = wide ? 2 : Bc / 64;
   static constexpr bool wants_q = Config::wants_q;
@@ -232,7 +232,7 @@ struct HopperGradientCta {
   __device__ unsigned earlier_sums_full(int consumer) const {
     return barrier(ring_barriers + 3 + consumers + consumers * sums_stages + consumer);
   }
-  // Barriers of consumers with the same keys (wide.cuh).
+  // Barriers of consumers with the same keys (split_consumers.cuh).
   __device__ unsigned p_full() const { return barrier(ring_barriers + 3); }
   __device__ unsigned ds_full() const { return barrier(ring_barriers + 4); }
   __device__ unsigned semaphore_acquired(int stage) const { return barrier(ring_barriers + 5 + stage); }

@@ -3,9 +3,9 @@
 // that writes the gradients.
 #pragma once
 
-#include "backward/clean.cuh"
+#include "backward/preprocess/clean.cuh"
 #include "backward/hopper/cta.cuh"
-#include "backward/weigh.cuh"
+#include "backward/softmax_backward.cuh"
 #include "ptx/registers.cuh"
 #include "ptx/sm90a.cuh"
 #include "ptx/wgmma.cuh"

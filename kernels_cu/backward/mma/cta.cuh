@@ -2,14 +2,14 @@
 // warp computes of them, the layout of shared memory, and the loads.
 #pragma once
 
-#include "backward/clean.cuh"
-#include "backward/images.cuh"
-#include "backward/operands.cuh"
+#include "backward/preprocess/clean.cuh"
+#include "backward/preprocess/preswizzle.cuh"
+#include "backward/mma/operands.cuh"
 #include "backward/params.cuh"
-#include "backward/pieces.cuh"
-#include "backward/row_terms.cuh"
-#include "backward/weigh.cuh"
-#include "backward/work.cuh"
+#include "backward/preprocess/float32_fp16x2.cuh"
+#include "backward/preprocess/preprocess.cuh"
+#include "backward/softmax_backward.cuh"
+#include "backward/tile_coord.cuh"
 #include "ptx/base.cuh"
 #include "score/mask.cuh"
 #include "tile/copy.cuh"

@@ -1,4 +1,4 @@
-// Library that sums numbers with `backward/fixed_point.cuh`, by the threads of one CTA.
+// Library that sums numbers with `backward/inputs/fixed_point.cuh`, by the threads of one CTA.
 #include "cuda_on_host.h"
 
 #include <cmath>
@@ -21,7 +21,7 @@ inline unsigned atomicCAS(unsigned* address, unsigned expected, unsigned value) 
   return expected;
 }
 
-#include "backward/fixed_point.cuh"
+#include "backward/inputs/fixed_point.cuh"
 
 template <class T>
 void add_up(const T* numbers, const long long* elements, int count, T largest, int bits,

@@ -1,4 +1,4 @@
-// Prints the results of `places.cuh` for packed sequences. Standard input has one line of numbers
+// Prints the results of `packed_tiles.cuh` for packed sequences. Standard input has one line of numbers
 // for each batch: batch, total, and the batch + 1 starts. The output has three lines for each
 // batch, with three numbers for every tile slot, row and sequence: the index of the sequence, and
 // begin and end of its tile slots or rows.
@@ -6,7 +6,7 @@
 
 #include "cuda_on_host.h"
 #include "read_numbers.h"
-#include "backward/places.cuh"
+#include "backward/packed_tiles.cuh"
 
 constexpr int Rows = 24;
 

@@ -1,4 +1,4 @@
-// Prints the results of `turn_order.cuh`. Standard input has one line of numbers for each mask:
+// Prints the results of `order.cuh`. Standard input has one line of numbers for each mask:
 // causal, seqlen_q, seqlen_k, q_offset, left and right bound of a window (-1 for no bound) and
 // prefix. The output is one line for each mask, with four numbers for each pair of a KV tile and a
 // query tile: the KV tile, the query tile, the index in the dq order, and 1 if it is the last.
@@ -6,7 +6,7 @@
 
 #include "cuda_on_host.h"
 #include "read_numbers.h"
-#include "backward/hopper/turn_order.cuh"
+#include "backward/dq/order.cuh"
 
 constexpr int Br = 16;
 constexpr int Bc = 24;

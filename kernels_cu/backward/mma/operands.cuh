@@ -3,7 +3,7 @@
 // float32: first all big components of a row, then all small ones.
 #pragma once
 
-#include "backward/pieces.cuh"
+#include "backward/preprocess/float32_fp16x2.cuh"
 #include "ptx/base.cuh"
 #include "tile/element.cuh"
 #include "tile/layout.cuh"

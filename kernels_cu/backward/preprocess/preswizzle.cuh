@@ -1,17 +1,17 @@
-// Preswizzled tiles: tiles of float32 inputs as float16 components (pieces.cuh), stored in the
+// Preswizzled tiles: tiles of float32 inputs as float16 components (preprocess/float32_fp16x2.cuh), stored in the
 // workspace in the layout that they have in shared memory. A CTA of the main kernel loads a tile as
 // one contiguous range of bytes.
 //
 // A preswizzled query tile holds rows of q, rows of dout, their row statistics and scales. A KV
 // tile holds rows of k, rows of v and scales. Rows past the end of a sequence are zeros, and
-// elements are cleaned as clean.cuh describes.
+// elements are cleaned as preprocess/clean.cuh describes.
 #pragma once
 
-#include "backward/clean.cuh"
+#include "backward/preprocess/clean.cuh"
 #include "backward/params.cuh"
-#include "backward/pieces.cuh"
-#include "backward/query_sums.cuh"
-#include "backward/work.cuh"
+#include "backward/preprocess/float32_fp16x2.cuh"
+#include "backward/dq/accumulate.cuh"
+#include "backward/tile_coord.cuh"
 #include "scheduler/tile_coord.cuh"
 #include "tile/access.cuh"
 #include "tile/layout.cuh"
@@ -187,7 +187,7 @@ struct TilePreswizzler {
   }
 
   // Converts `Rows` x `Dim` floats to components at `target`. Rows from `left` on do not exist, and
-  // become zeros. Elements are cleaned as clean.cuh describes, except that an infinity in k becomes
+  // become zeros. Elements are cleaned as preprocess/clean.cuh describes, except that an infinity in k becomes
   // 0 and sets the key's bit of `infinite`.
   template <int Rows, int Dim, int Padded>
   struct TileRows {

@@ -3,8 +3,8 @@
 #pragma once
 
 #include "backward/params.cuh"
-#include "backward/simt_products.cuh"
-#include "backward/weigh.cuh"
+#include "backward/simt/products.cuh"
+#include "backward/softmax_backward.cuh"
 #include "score/mask.cuh"
 #include "tile/copy.cuh"
 #include "tile/fragments.cuh"

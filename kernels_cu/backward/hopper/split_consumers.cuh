@@ -17,7 +17,7 @@
 
 #include "backward/hopper/cta.cuh"
 #include "backward/hopper/products.cuh"
-#include "backward/turns.cuh"
+#include "backward/dq/semaphore.cuh"
 #include "ptx/adds.cuh"
 #include "ptx/sm90a.cuh"
 

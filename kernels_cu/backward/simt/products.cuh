@@ -2,7 +2,7 @@
 // apart. Operands come through shared memory, one slice of head_dim at a time.
 #pragma once
 
-#include "backward/compensated_sum.cuh"
+#include "backward/inputs/compensated_sum.cuh"
 #include "backward/params.cuh"
 #include "tile/element.cuh"
 

@@ -1,7 +1,7 @@
 // Gradients of sinks: -sum over a head's rows of exp(sink - lse) delta. A CTA computes one head.
 #pragma once
 
-#include "backward/compensated_sum.cuh"
+#include "backward/inputs/compensated_sum.cuh"
 #include "backward/params.cuh"
 #include "scheduler/sequences.cuh"
 #include "score/capture.cuh"

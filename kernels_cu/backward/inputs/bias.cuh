@@ -5,9 +5,9 @@
 // tiles of each: they write partial sums to the workspace, and another kernel adds those.
 #pragma once
 
-#include "backward/compensated_sum.cuh"
+#include "backward/inputs/compensated_sum.cuh"
 #include "backward/params.cuh"
-#include "backward/score_gradients.cuh"
+#include "backward/inputs/score_gradients.cuh"
 #include "scheduler/tile_coord.cuh"
 #include "score/capture.cuh"
 

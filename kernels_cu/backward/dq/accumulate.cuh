@@ -3,8 +3,8 @@
 #pragma once
 
 #include "backward/params.cuh"
-#include "backward/turns.cuh"
-#include "backward/work.cuh"
+#include "backward/dq/semaphore.cuh"
+#include "backward/tile_coord.cuh"
 #include "scheduler/tile_coord.cuh"
 #include "tile/access.cuh"
 #include "tile/fragments.cuh"
@@ -102,8 +102,8 @@ struct DqAccumulator {
 #endif  // __CUDA_ARCH__ >= 800
 
 // Workspace after the row statistics: a semaphore for each dq tile, cleared by the preprocess
-// kernel (row_terms.cuh), and the dq sums. Packed sequences leave some tile slots unused
-// (places.cuh). `QuerySums` in gradients.py computes the same sizes.
+// kernel (preprocess/preprocess.cuh), and the dq sums. Packed sequences leave some tile slots unused
+// (packed_tiles.cuh). `QuerySums` in gradients.py computes the same sizes.
 template <class Config>
 struct DqSums {
   static constexpr int Br = Config::dq_Br;

@@ -2,9 +2,9 @@
 // lanes add dq sums to memory.
 #pragma once
 
-#include "backward/clean.cuh"
+#include "backward/preprocess/clean.cuh"
 #include "backward/hopper/cta.cuh"
-#include "backward/turns.cuh"
+#include "backward/dq/semaphore.cuh"
 #include "ptx/adds.cuh"
 #include "score/softmax.cuh"
 

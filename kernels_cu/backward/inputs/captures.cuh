@@ -1,6 +1,6 @@
 // Gradients of arrays that a score modification captures. Each (query, key) pair adds to the
 // elements that it reads, anywhere in the array. Contributions are added as integers
-// (fixed_point.cuh), so that their order does not affect the result.
+// (inputs/fixed_point.cuh), so that their order does not affect the result.
 //
 // One kernel computes the largest contribution M to each array, which determines the unit of the
 // integers. The next computes all contributions again and adds them. The last converts the sums.
@@ -15,10 +15,10 @@
 // its order, and adds one contribution, rounded to half an ulp.
 #pragma once
 
-#include "backward/compensated_sum.cuh"
-#include "backward/fixed_point.cuh"
+#include "backward/inputs/compensated_sum.cuh"
+#include "backward/inputs/fixed_point.cuh"
 #include "backward/params.cuh"
-#include "backward/score_gradients.cuh"
+#include "backward/inputs/score_gradients.cuh"
 #include "scheduler/tile_coord.cuh"
 #include "score/capture.cuh"
 

@@ -3,8 +3,8 @@
 #pragma once
 
 #include "backward/params.cuh"
-#include "backward/query_sums.cuh"
-#include "backward/unseen_rows.cuh"
+#include "backward/dq/accumulate.cuh"
+#include "backward/preprocess/zero_rows.cuh"
 #include "score/capture.cuh"
 #include "tile/access.cuh"
 #include "scheduler/tile_coord.cuh"

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "backward/params.cuh"
-#include "backward/places.cuh"
+#include "backward/packed_tiles.cuh"
 #include "scheduler/tile_coord.cuh"
 
 struct GradientTileCoord {

@@ -1,4 +1,4 @@
-"""float32 inputs in the `hopper` family: the host side of `forward/hopper/pieces.cuh`.
+"""float32 inputs in the `hopper` family: the host side of `forward/hopper/float32_bf16x3.cuh`.
 
 q, k and v are each converted to an array in the workspace, (3, batch, seqlen, heads, columns). An
 element is the sum of three bfloat16 components, the largest first. Columns are padded to 16 bytes.

@@ -7,9 +7,9 @@
 
 #include "forward/hopper/bias.cuh"
 #include "forward/hopper/cta.cuh"
-#include "forward/hopper/pair.cuh"
+#include "forward/hopper/peer_exchange.cuh"
 #include "forward/hopper/products.cuh"
-#include "forward/hopper/results.cuh"
+#include "forward/hopper/epilogue.cuh"
 #include "forward/hopper/softmax.cuh"
 #include "ptx/registers.cuh"
 #include "ptx/sm90a.cuh"
@@ -18,7 +18,7 @@
 
 #if __CUDA_ARCH__ == 900
 
-// `Transposed` selects the specialization for float8 (float8_consumer.cuh), whose V is transposed.
+// `Transposed` selects the specialization for float8 (float8/consumer.cuh), whose V is transposed.
 template <class Config, bool Transposed = HopperCta<Config>::transposes_values>
 struct HopperConsumer {
   using Cta = HopperCta<Config>;

@@ -2,7 +2,7 @@
 // their barriers, the work tiles in flight, and the addresses of results.
 #pragma once
 
-#include "forward/hopper/float8.cuh"
+#include "forward/hopper/float8/float8.cuh"
 #include "forward/hopper/operand.cuh"
 #include "scheduler/varlen_order.cuh"
 #include "scheduler/tile_coord.cuh"
@@ -48,7 +48,7 @@ struct HopperCta {
   static constexpr int consumers = Br / 64;
   // Number of component tiles stored consecutively for each tile: 3 for float32, otherwise 1.
   static constexpr int components = HopperOperand<Element>::components;
-  // Number of CTAs that split head_dim (`pair.cuh`): 2 for heads wider than 256, otherwise 1.
+  // Number of CTAs that split head_dim (`peer_exchange.cuh`): 2 for heads wider than 256, otherwise 1.
   static constexpr int cta_ranks = Config::head_dim > 256 || Config::head_dim_v > 256 ? 2 : 1;
   static constexpr int columns = hopper_columns(Config::head_dim, cta_ranks);
   static constexpr int columns_v = hopper_columns(Config::head_dim_v, cta_ranks);

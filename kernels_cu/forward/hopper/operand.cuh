@@ -13,7 +13,7 @@
 
 #if __CUDA_ARCH__ == 900
 
-// float8 specializes the templates for operand, output, tiles and scales (float8.cuh).
+// float8 specializes the templates for operand, output, tiles and scales (float8/float8.cuh).
 template <class Element>
 struct HopperOutput {
   using type = Element;

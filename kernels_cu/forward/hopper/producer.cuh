@@ -4,7 +4,7 @@
 #pragma once
 
 #include "forward/hopper/cta.cuh"
-#include "forward/hopper/notes.cuh"
+#include "forward/hopper/kv_tile_iterator.cuh"
 
 #if __CUDA_ARCH__ == 900
 

@@ -10,7 +10,7 @@
 
 #if __CUDA_ARCH__ == 900
 
-// `Transposed` selects the specialization for float8 (float8_products.cuh), whose V is transposed.
+// `Transposed` selects the specialization for float8 (float8/products.cuh), whose V is transposed.
 template <class Config, bool Transposed = HopperCta<Config>::transposes_values>
 struct HopperProducts {
   using Operand = HopperOperand<typename Config::Element>;

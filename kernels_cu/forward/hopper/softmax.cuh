@@ -29,7 +29,7 @@ __device__ inline float largest_of_lane(const float (&scores)[Bc / 2], int half)
   return max[0];
 }
 
-// `Transposed` selects the specialization for float8 (float8_softmax.cuh), whose V is transposed.
+// `Transposed` selects the specialization for float8 (float8/softmax.cuh), whose V is transposed.
 template <class Config, bool Transposed = HopperCta<Config>::transposes_values>
 struct HopperSoftmax {
   using Row = LazySoftmaxRow<typename Config::Element>;

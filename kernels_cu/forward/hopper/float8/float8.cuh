@@ -1,7 +1,7 @@
 // float8 (e4m3) in the Hopper kernel. Inputs q, k and v have a scale for each batch and head, and
 // the output has 16 bits.
 //
-// 8-bit wgmma needs both operands with k contiguous. So `hopper_transpose_values` (values.cuh) transposes V
+// 8-bit wgmma needs both operands with k contiguous. So `hopper_transpose_values` (float8/transpose_values.cuh) transposes V
 // into the workspace and permutes the keys of each group of 16. A lane holds the scores of columns
 // 2 t and 2 t + 1 of every eight (t is lane % 4). In the permuted order, these are its fragment of
 // P:

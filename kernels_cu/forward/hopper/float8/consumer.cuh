@@ -7,8 +7,8 @@
 #pragma once
 
 #include "forward/hopper/consumer.cuh"
-#include "forward/hopper/float8_products.cuh"
-#include "forward/hopper/float8_softmax.cuh"
+#include "forward/hopper/float8/products.cuh"
+#include "forward/hopper/float8/softmax.cuh"
 
 #if __CUDA_ARCH__ == 900
 

@@ -1,7 +1,7 @@
 // The two matrix products of a consumer of the Hopper kernel for float8 inputs.
 #pragma once
 
-#include "forward/hopper/float8.cuh"
+#include "forward/hopper/float8/float8.cuh"
 #include "forward/hopper/products.cuh"
 #include "ptx/base.cuh"
 

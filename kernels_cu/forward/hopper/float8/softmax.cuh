@@ -6,7 +6,7 @@
 // maximum.
 #pragma once
 
-#include "forward/hopper/float8.cuh"
+#include "forward/hopper/float8/float8.cuh"
 #include "forward/hopper/softmax.cuh"
 #include "ptx/base.cuh"
 #include "ptx/registers.cuh"

@@ -1,9 +1,9 @@
 // Kernel that runs before the Hopper kernel for float8: writes V transposed to the workspace, from
 // where TMA loads it, as (batch, heads_kv, head_dim_v, keys). The keys are padded with zeros to
-// whole tiles of 128, in the order that float8.cuh describes.
+// whole tiles of 128, in the order that float8/float8.cuh describes.
 #pragma once
 
-#include "forward/hopper/float8.cuh"
+#include "forward/hopper/float8/float8.cuh"
 #include "params.cuh"
 #include "ptx/bytes.cuh"
 #include "tile/access.cuh"

@@ -11,14 +11,14 @@
 // merges the group.
 //
 // If a head is too wide for one warp's registers, several warps process the same keys, each with a
-// slice of the columns (decode/team.cuh). In MLA (DeepSeek-V2, 2024), V is a prefix of K's columns,
+// slice of the columns (decode/column_warps.cuh). In MLA (DeepSeek-V2, 2024), V is a prefix of K's columns,
 // so a KV tile is read once and multiplied twice.
 //
 // An 8-bit cache is read as it is. Each warp converts it to 16-bit numbers in registers, which is
 // exact, and multiplies scores and probabilities by the scales (decode/scales.cuh).
 #pragma once
 
-#include "forward/decode/block.cuh"
+#include "forward/decode/cta.cuh"
 #include "forward/decode/cluster.cuh"
 #include "forward/decode/merge.cuh"
 #include "forward/decode/warp.cuh"

@@ -3,7 +3,7 @@
 // `Config::group` is the number of query heads packed into a tile, see `tile_coord()`.
 #pragma once
 
-#include "score/few_seen.cuh"
+#include "score/degenerate_rows.cuh"
 #include "score/mask.cuh"
 #include "score/modify.cuh"
 #include "scheduler/pages.cuh"

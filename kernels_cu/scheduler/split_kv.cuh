@@ -6,7 +6,7 @@
 #pragma once
 
 #include "params.cuh"
-#include "score/few_seen.cuh"
+#include "score/degenerate_rows.cuh"
 #include "score/lse_merge.cuh"
 #include "score/mask.cuh"
 #include "score/modify.cuh"

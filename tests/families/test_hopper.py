@@ -544,7 +544,7 @@ def test_a_box_is_one_line_of_128_bytes_or_where_head_dim_wastes_half_of_one_64(
 
 @dataclass(frozen=True)
 class Slabs:
-    """What `TmaTile` of `slabs.cuh` should say of rows x columns 16-bit elements."""
+    """What `TmaTile` of `tma_tile.cuh` should say of rows x columns 16-bit elements."""
 
     rows: int
     columns: int
@@ -615,7 +615,7 @@ MEASURED = [
 
 def compile_slabs(assertions: list[str]) -> Cubin:
     text = "\n".join(
-        ['#include "tile/slabs.cuh"', *assertions, 'extern "C" __global__ void none() {}']
+        ['#include "tile/tma_tile.cuh"', *assertions, 'extern "C" __global__ void none() {}']
     )
     return compile_cubin(TranslationUnit(text, ("none",), "slabs", arch_specific=True), h100)
 

@@ -7,7 +7,7 @@
 // same order, each one step after its predecessor.
 #pragma once
 
-#include "ptx/adds.cuh"
+#include "ptx/ordered_add.cuh"
 
 #if __CUDA_ARCH__ >= 800
 

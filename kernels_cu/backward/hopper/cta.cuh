@@ -25,8 +25,8 @@
 #include "backward/tile_coord.cuh"
 #include "ptx/sm90a.cuh"
 #include "score/mask.cuh"
-#include "tile/ring.cuh"
-#include "tile/slabs.cuh"
+#include "tile/pipeline_state.cuh"
+#include "tile/tma_tile.cuh"
 
 struct GradientMaps {
   TensorMap q;

@@ -5,7 +5,7 @@
 #include "backward/preprocess/clean.cuh"
 #include "backward/hopper/cta.cuh"
 #include "backward/dq/semaphore.cuh"
-#include "ptx/adds.cuh"
+#include "ptx/ordered_add.cuh"
 #include "score/softmax.cuh"
 
 #if __CUDA_ARCH__ == 900

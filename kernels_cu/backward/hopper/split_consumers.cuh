@@ -18,7 +18,7 @@
 #include "backward/hopper/cta.cuh"
 #include "backward/hopper/products.cuh"
 #include "backward/dq/semaphore.cuh"
-#include "ptx/adds.cuh"
+#include "ptx/ordered_add.cuh"
 #include "ptx/sm90a.cuh"
 
 #if __CUDA_ARCH__ == 900

@@ -2,8 +2,8 @@
 // merges them, and how they are copied to shared memory.
 #pragma once
 
-#include "forward/decode/block.cuh"
-#include "forward/decode/columns.cuh"
+#include "forward/decode/cta.cuh"
+#include "forward/decode/merge_slice.cuh"
 #include "ptx/base.cuh"
 #include "ptx/stream.cuh"
 #include "scheduler/kv_partition.cuh"

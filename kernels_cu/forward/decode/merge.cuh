@@ -3,12 +3,12 @@
 // unrolled only as far as needed to have several loads in flight.
 #pragma once
 
-#include "forward/decode/block.cuh"
+#include "forward/decode/cta.cuh"
 #include "forward/decode/cluster.cuh"
-#include "forward/decode/columns.cuh"
+#include "forward/decode/merge_slice.cuh"
 #include "forward/decode/memory.cuh"
 #include "ptx/base.cuh"
-#include "ptx/wide.cuh"
+#include "ptx/wide_access.cuh"
 #include "score/modify.cuh"
 #include "score/softmax.cuh"
 #include "tile/element.cuh"

@@ -1,16 +1,16 @@
 // A warp of the decode kernel. It streams KV tiles through a ring of its own and writes a partial
 // result, independently of other warps. If a head is wide, several column warps process the same
-// keys, each with a slice of the columns, and exchange only scores (decode/team.cuh).
+// keys, each with a slice of the columns, and exchange only scores (decode/column_warps.cuh).
 #pragma once
 
-#include "forward/decode/block.cuh"
+#include "forward/decode/cta.cuh"
 #include "ptx/base.cuh"
-#include "ptx/here.cuh"
+#include "ptx/compute_here.cuh"
 #include "score/softmax.cuh"
 #include "score/warp_softmax.cuh"
 #include "tile/element.cuh"
 #include "tile/fragments.cuh"
-#include "tile/key_rows.cuh"
+#include "tile/kv_rows.cuh"
 
 #if __CUDA_ARCH__ >= 800
 

@@ -11,10 +11,10 @@
 #include "scheduler/work_tile.cuh"
 #include "params.cuh"
 #include "ptx/sm90a.cuh"
-#include "score/few_seen.cuh"
+#include "score/degenerate_rows.cuh"
 #include "tile/element.cuh"
-#include "tile/ring.cuh"
-#include "tile/slabs.cuh"
+#include "tile/pipeline_state.cuh"
+#include "tile/tma_tile.cuh"
 
 struct TensorMaps {
   TensorMap q;

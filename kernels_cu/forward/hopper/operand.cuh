@@ -9,7 +9,7 @@
 #include "scheduler/work_tile.cuh"
 #include "ptx/base.cuh"
 #include "tile/element.cuh"
-#include "tile/slabs.cuh"
+#include "tile/tma_tile.cuh"
 
 #if __CUDA_ARCH__ == 900
 

@@ -34,7 +34,7 @@
 #include "forward/hopper/cta.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/registers.cuh"
-#include "tile/ring.cuh"
+#include "tile/pipeline_state.cuh"
 
 #if __CUDA_ARCH__ == 900
 

@@ -8,7 +8,7 @@
 #include "ptx/base.cuh"
 #include "ptx/registers.cuh"
 #include "ptx/sm90a.cuh"
-#include "score/lagging_softmax.cuh"
+#include "score/lazy_softmax.cuh"
 #include "score/modify.cuh"
 #include "tile/fragments.cuh"
 

@@ -17,7 +17,7 @@
 #include "forward/hopper/operand.cuh"
 #include "params.cuh"
 #include "ptx/float8.cuh"
-#include "tile/slabs.cuh"
+#include "tile/tma_tile.cuh"
 
 // A float8 input whose output has type `Out`.
 template <class Out>

@@ -6,7 +6,7 @@
 // in global memory, independently of other slices.
 #pragma once
 
-#include "forward/decode/block.cuh"
+#include "forward/decode/cta.cuh"
 
 #if __CUDA_ARCH__ >= 800
 

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "forward/decode/scales.cuh"
-#include "forward/decode/team.cuh"
+#include "forward/decode/column_warps.cuh"
 #include "params.cuh"
 #include "ptx/base.cuh"
 #include "ptx/stream.cuh"
@@ -13,7 +13,7 @@
 #include "tile/layout.cuh"
 #include "tile/products_16bit.cuh"
 #include "tile/products_8bit.cuh"
-#include "tile/team_columns.cuh"
+#include "tile/warp_columns.cuh"
 #include "scheduler/sequences.cuh"
 #include "scheduler/kv_partition.cuh"
 
@@ -74,7 +74,7 @@ struct DecodeCta {
   static constexpr int record = record_columns + 8;
   // Number of 4-column chunks of a record that hold output columns.
   static constexpr int output_chunks = round_up(Config::head_dim_v, 16) / 4;
-  // Sizes of a slice of the columns, which one CTA of a cluster merges (decode/columns.cuh).
+  // Sizes of a slice of the columns, which one CTA of a cluster merges (decode/merge_slice.cuh).
   static constexpr bool in_cluster = Config::cluster > 0;
   static constexpr int slices = in_cluster ? Config::cluster : 1;
   static constexpr int slice_chunks = (output_chunks + slices - 1) / slices;

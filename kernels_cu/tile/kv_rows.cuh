@@ -2,13 +2,13 @@
 #pragma once
 
 #include "params.cuh"
-#include "ptx/here.cuh"
+#include "ptx/compute_here.cuh"
 #include "ptx/stream.cuh"
-#include "ptx/wide.cuh"
+#include "ptx/wide_access.cuh"
 #include "tile/copy.cuh"
 #include "tile/element.cuh"
 #include "tile/layout.cuh"
-#include "tile/team_columns.cuh"
+#include "tile/warp_columns.cuh"
 #include "scheduler/pages.cuh"
 #include "scheduler/kv_partition.cuh"
 

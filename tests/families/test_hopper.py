@@ -539,50 +539,50 @@ def test_a_box_is_one_line_of_128_bytes_or_where_head_dim_wastes_half_of_one_64(
 # ---- What the compiler makes of it
 
 
-# ---- Slabs: matrix descriptors and the swizzle, compared by the compiler with values from here
+# ---- TmaTile: matrix descriptors and the swizzle, compared by the compiler with values from here
 
 
 @dataclass(frozen=True)
-class Slabs:
+class TmaTile:
     """What `TmaTile` of `tma_tile.cuh` should say of rows x columns 16-bit elements."""
 
     rows: int
     columns: int
 
     @property
-    def line_bytes(self) -> int:
+    def box_row_bytes(self) -> int:
         """128, the widest swizzle, unless the columns leave the last half of a line empty."""
         return 64 if -(-self.columns // 32) % 2 else 128
 
     @property
-    def slabs(self) -> int:
-        return -(-self.columns * 2 // self.line_bytes)
+    def boxes(self) -> int:
+        return -(-self.columns * 2 // self.box_row_bytes)
 
     def offset(self, row: int, column: int) -> int:
         """Byte that the copy engine writes an element to, leaving the swizzle out."""
-        slab, byte = divmod(2 * column, self.line_bytes)
-        return (slab * self.rows + row) * self.line_bytes + byte
+        box, byte = divmod(2 * column, self.box_row_bytes)
+        return (box * self.rows + row) * self.box_row_bytes + byte
 
     def descriptor(self, leading: int) -> int:
         """PTX ISA: bits 16-29 leading and 32-45 stride byte offset, in 16 bytes; 62-63 swizzle.
 
         The stride is that between groups of eight rows.
         """
-        swizzle = {128: 1, 64: 2}[self.line_bytes]
+        swizzle = {128: 1, 64: 2}[self.box_row_bytes]
         stride = self.offset(8, 0)
         return swizzle << 62 | stride // 16 << 32 | leading // 16 << 16
 
     def assertions(self) -> list[str]:
-        slab_bytes = self.rows * self.line_bytes
+        box_bytes = self.rows * self.box_row_bytes
         values = {
-            "line_bytes": self.line_bytes,
-            "slabs": self.slabs,
-            "slab_bytes": slab_bytes,
-            "bytes": self.slabs * slab_bytes,
+            "box_row_bytes": self.box_row_bytes,
+            "boxes": self.boxes,
+            "box_bytes": box_bytes,
+            "bytes": self.boxes * box_bytes,
             # One k step lies within a line: what leads elsewhere is not used, and 1 by convention.
             "k_along_columns()": self.descriptor(16),
-            # n goes on in the next slab.
-            "k_along_rows()": self.descriptor(slab_bytes),
+            # n goes on in the next box.
+            "k_along_rows()": self.descriptor(box_bytes),
         }
         steps = -(-self.columns // 16)
         values |= {f"column_step({s})": self.offset(0, 16 * s) for s in range(steps)}
@@ -594,8 +594,8 @@ class Slabs:
         ]
 
 
-SLABS = [
-    Slabs(rows, columns)
+TMA_TILES = [
+    TmaTile(rows, columns)
     for rows in (16, 64, 80, 112, 128, 176, 192, 256)
     for columns in (8, 32, 40, 64, 72, 96, 128, 160, 192, 200, 256)
 ]
@@ -617,20 +617,20 @@ def compile_slabs(assertions: list[str]) -> Cubin:
     text = "\n".join(
         ['#include "tile/tma_tile.cuh"', *assertions, 'extern "C" __global__ void none() {}']
     )
-    return compile_cubin(TranslationUnit(text, ("none",), "slabs", arch_specific=True), h100)
+    return compile_cubin(TranslationUnit(text, ("none",), "boxes", arch_specific=True), h100)
 
 
 def test_descriptors_steps_and_sizes_of_slabs_are_what_the_isa_says():
     measured = [f'static_assert({condition}, "");' for condition in MEASURED]
-    compile_slabs(measured + [line for slabs in SLABS for line in slabs.assertions()])
+    compile_slabs(measured + [line for boxes in TMA_TILES for line in boxes.assertions()])
 
 
 @pytest.mark.parametrize(
     "name",
-    ["slab_bytes", "k_along_columns", "k_along_rows", "column_step(5)", "row_step(3)"],
+    ["box_bytes", "k_along_columns", "k_along_rows", "column_step(5)", "row_step(3)"],
 )
 def test_a_wrong_value_does_not_compile(name):
-    (right,) = (line for line in Slabs(128, 128).assertions() if f"::{name}" in line)
+    (right,) = (line for line in TmaTile(128, 128).assertions() if f"::{name}" in line)
     wrong = re.sub("0x([0-9a-f]+)ull", lambda value: f"{int(value[1], 16) ^ 0x10000:#x}ull", right)
     compile_slabs([right])
     with pytest.raises(CompileError, match=re.escape(name)):
@@ -639,33 +639,33 @@ def test_a_wrong_value_does_not_compile(name):
 
 # The PTX ISA's swizzle modes: address bits 4 to 6 (4 and 5 for 64 bytes) XORed with the three (two)
 # bits from 7 on.
-def swizzled(address: int, line_bytes: int) -> int:
-    return address ^ (address >> 7 & line_bytes // 16 - 1) << 4
+def swizzled(address: int, box_row_bytes: int) -> int:
+    return address ^ (address >> 7 & box_row_bytes // 16 - 1) << 4
 
 
-@pytest.mark.parametrize("slabs", [Slabs(64, 128), Slabs(48, 96), Slabs(32, 8)])
-def test_eight_rows_of_a_chunk_lie_in_eight_bank_groups(slabs):
-    columns = range(0, slabs.slabs * slabs.line_bytes // 2, 8)
+@pytest.mark.parametrize("boxes", [TmaTile(64, 128), TmaTile(48, 96), TmaTile(32, 8)])
+def test_eight_rows_of_a_chunk_lie_in_eight_bank_groups(boxes):
+    columns = range(0, boxes.boxes * boxes.box_row_bytes // 2, 8)
     for column in columns:
-        for first in range(0, slabs.rows, 8):
+        for first in range(0, boxes.rows, 8):
             addresses = [
-                swizzled(slabs.offset(row, column), slabs.line_bytes)
+                swizzled(boxes.offset(row, column), boxes.box_row_bytes)
                 for row in range(first, first + 8)
             ]
             assert len({address // 16 % 8 for address in addresses}) == 8
     every = {
-        swizzled(slabs.offset(row, column), slabs.line_bytes)
-        for row in range(slabs.rows)
+        swizzled(boxes.offset(row, column), boxes.box_row_bytes)
+        for row in range(boxes.rows)
         for column in columns
     }
-    assert len(every) == slabs.rows * len(columns)
+    assert len(every) == boxes.rows * len(columns)
 
 
 def test_slabs_begin_where_the_swizzle_does():
     # Both repeat after 1024 or 512 bytes; a descriptor whose address does not begin there would
     # need a base offset.
-    for slabs in SLABS:
-        assert slabs.rows * slabs.line_bytes % (8 * slabs.line_bytes) == 0
+    for boxes in TMA_TILES:
+        assert boxes.rows * boxes.box_row_bytes % (8 * boxes.box_row_bytes) == 0
 
 
 def test_a_unit_is_compiled_for_its_own_architecture_only():
@@ -872,7 +872,7 @@ def test_other_biases_are_read_one_by_one(bias, more):
 def test_consumers_leave_blocks_out_where_their_rows_may_see_fewer(more, is_noted):
     unit = modified(head_dim=64, **more).unit
     assert unit is not None
-    assert f"bool noted = {str(is_noted).lower()};" in unit.text
+    assert f"bool skips_tiles = {str(is_noted).lower()};" in unit.text
 
 
 @pytest.mark.parametrize(

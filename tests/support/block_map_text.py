@@ -26,12 +26,12 @@ from cupy_flash.gpu.block_maps import (
 from cupy_flash.mods.modification import MaskMod
 from support.device_text import COMPILER, FOLDER
 
-HOST_KERNELS = Path(__file__).resolve().parents[1] / "kernels" / "host_kernels"
+KERNELS_ON_CPU = Path(__file__).resolve().parents[1] / "kernels" / "on_cpu"
 NONE, SOME, ALL = range(3)
 
 # What the block's code needs besides what others that run on the host do.
 _BLOCK = """
-#include "cuda_on_host.h"
+#include "cuda_on_cpu.h"
 #define __shared__ static
 #define __launch_bounds__(threads)
 inline bool __any_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) != 0; }
@@ -160,7 +160,7 @@ def compiled_masks(
     first = _BLOCK if builds else _READING
     source.write_text(first + includes + "".join(units), encoding="utf-8")
     options = ["-std=c++17", "-O0", "-w", "-shared", "-fPIC", "-fwrapv"]
-    options += [f"-I{path}" for path in (FOLDER, HOST_KERNELS, KERNEL_DIR)]
+    options += [f"-I{path}" for path in (FOLDER, KERNELS_ON_CPU, KERNEL_DIR)]
     command = [COMPILER, *options, str(source), "-o", str(library)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

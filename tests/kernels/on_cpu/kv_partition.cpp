@@ -1,5 +1,5 @@
 // Prints the partial tiles that `kv_partition.cuh` assigns to each CTA. Standard input has one line of
-// numbers for each launch: the index of the config in shares_configs.h, the grid's x, y and z,
+// numbers for each launch: the index of the config in kv_partition_configs.h, the grid's x, y and z,
 // batch, seqlen_q, seqlen_k, heads_kv, num_splits, caches, total_q, keys, new_keys, 1 for each of
 // cu_seqlens_q, seqused_k and cache_batch_idx that exists, and then the elements of these arrays.
 //
@@ -8,26 +8,26 @@
 // for each merge group of the result first, step, count, the counter's slot and is_last. The last
 // CTA's `keys_of_all` and an empty line follow.
 
-#include "cuda_on_host.h"
-// The code under test; its headers need cuda_on_host.h.
+#include "cuda_on_cpu.h"
+// The code under test; its headers need cuda_on_cpu.h.
 #include "scheduler/kv_partition.cuh"
 
 #include <cstdio>
 
 #include "read_numbers.h"
-#include "shares_configs.h"
+#include "kv_partition_configs.h"
 
 // Prints the partial tiles of each CTA. As in the kernel, a warp computes the work range of a CTA,
 // and only its first lane, which holds it, computes the partial tiles.
 template <class Config>
-struct PrintParts {
+struct PrintPartialTiles {
   static void print(const Params& p) {
     run_block(32, [&] {
       for (unsigned z = 0; z < gridDim.z; ++z) {
         for (unsigned y = 0; y < gridDim.y; ++y) {
           for (unsigned x = 0; x < gridDim.x; ++x) {
             blockIdx = {x, y, z};
-            print_block(p);
+            print_cta(p);
           }
         }
       }
@@ -35,7 +35,7 @@ struct PrintParts {
     std::printf("\n");
   }
 
-  static void print_block(const Params& p) {
+  static void print_cta(const Params& p) {
     WorkRange work_range;
     const bool is_counted = p.seqused_k != nullptr && threadIdx.x < unsigned(p.batch);
     KvPartitioner<Config> partitioner(p, work_range, is_counted ? p.seqused_k[threadIdx.x] : 0);
@@ -81,6 +81,6 @@ int main() {
     p.cu_seqlens_q = n[12] ? ends.data() : nullptr;
     p.seqused_k = n[13] ? used.data() : nullptr;
     p.cache_batch_idx = n[14] ? caches.data() : nullptr;
-    if (!with_config<PrintParts>(config, p)) return 1;
+    if (!with_config<PrintPartialTiles>(config, p)) return 1;
   }
 }

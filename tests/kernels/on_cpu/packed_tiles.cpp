@@ -4,7 +4,7 @@
 // begin and end of its tile slots or rows.
 #include <cstdio>
 
-#include "cuda_on_host.h"
+#include "cuda_on_cpu.h"
 #include "read_numbers.h"
 #include "backward/packed_tiles.cuh"
 

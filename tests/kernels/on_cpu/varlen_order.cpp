@@ -4,7 +4,7 @@
 // `deterministic`, and then cu_seqlens_q, cu_seqlens_k and seqused_k. The output has a line for each work
 // tile: batch, head, head_kv, q_begin, begin and end of the KV tiles, q_first, seqlen_q, k_first,
 // seqlen_k. An empty line ends a batch.
-#include "cuda_on_host.h"
+#include "cuda_on_cpu.h"
 
 #include "scheduler/varlen_order.cuh"
 
@@ -13,7 +13,7 @@
 #include "read_numbers.h"
 
 // Number of words of the workspace before the order, with split KV.
-constexpr int behind = 5;
+constexpr int partial_words = 5;
 
 template <bool Causal, bool Split>
 struct Config {
@@ -31,7 +31,7 @@ template <bool Causal, bool Split>
 void print_work_tiles(const Params& p, int threads, int section_keys, bool deterministic) {
   std::vector<int> scratch(VarlenOrder::scratch_words);
   // With split KV, the order comes after the partial results.
-  const VarlenOrder order = VarlenOrder(p).offset_by(Split ? behind : 0);
+  const VarlenOrder order = VarlenOrder(p).offset_by(Split ? partial_words : 0);
   constexpr int Br = Config<Causal, Split>::Br;
   run_block(threads, [&] {
     if (deterministic) {
@@ -80,7 +80,7 @@ int main() {
     p.total_k = sizes[8];
     // The workspace is filled with a large number, so that reading unwritten words fails the test.
     p.num_splits = sizes[10];
-    std::vector<int> workspace(2 * p.batch + 2 + (p.num_splits > 1 ? behind : 0), 0x7fffffff);
+    std::vector<int> workspace(2 * p.batch + 2 + (p.num_splits > 1 ? partial_words : 0), 0x7fffffff);
     p.workspace = workspace.data();
     if (p.num_splits > 1) {
       print_work_tiles<false, true>(p, threads, section_keys, sizes[11]);

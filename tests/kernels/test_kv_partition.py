@@ -23,7 +23,7 @@ from cupy_flash.problem.arrays import ArraySpec
 from cupy_flash.problem.device import device_for_arch
 from cupy_flash.problem.problem import Problem, make_contiguous_problem, make_problem
 
-FOLDER = Path(__file__).resolve().parent / "host_kernels"
+FOLDER = Path(__file__).resolve().parent / "on_cpu"
 COMPILER = shutil.which("g++")
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to compile the kernel's code with")
@@ -42,12 +42,12 @@ class Kind:
     head_dim: int = 16
 
     def __str__(self) -> str:
-        wide = f"-head_dim{self.head_dim}" if self.team > 1 else ""
+        wide = f"-head_dim{self.head_dim}" if self.column_warps > 1 else ""
         name = f"{self.layout}-{self.group}-cluster{self.tile.cluster}-splits{self.num_splits}"
         return name + wide
 
     @property
-    def team(self) -> int:
+    def column_warps(self) -> int:
         """Number of warps that process the same keys."""
         return 1 if self.head_dim <= 256 else 4
 
@@ -98,7 +98,7 @@ class Batch:
         return launch.grid
 
     @property
-    def line(self) -> str:
+    def text_line(self) -> str:
         p, s = self.problem, self.problem.layout
         numbers = [KINDS.index(self.kind), *self.grid, p.batch, p.seqlen_q, p.seqlen_k, p.heads_kv]
         numbers += [self.schedule.split.parts, s.caches, s.total_q, self.keys]
@@ -131,9 +131,9 @@ class Batch:
         found = {}
         for b, (seqlen_q, keys) in enumerate(self.lengths()):
             row_tiles = -(-seqlen_q * self.kind.group // tile.Br)
-            units = max(1, -(-keys // (tile.Bc * tile.warps // self.kind.team)))
-            for item in itertools.product([b], range(p.heads_kv), range(row_tiles)):
-                found[item] = units
+            units = max(1, -(-keys // (tile.Bc * tile.warps // self.kind.column_warps)))
+            for output_tile in itertools.product([b], range(p.heads_kv), range(row_tiles)):
+                found[output_tile] = units
         return found
 
 
@@ -163,35 +163,36 @@ class PartialTile:
     end: int
     number: int
     count: int
-    place: int
+    first_cta_rank: int
     result: int
     results: int
     slot: int
-    is_spread: bool
-    meetings: tuple[MergeGroup, ...]
+    is_sliced: bool
+    merge_groups: tuple[MergeGroup, ...]
 
     @property
-    def item(self) -> tuple[int, int, int]:
+    def output_tile(self) -> tuple[int, int, int]:
         return self.batch, self.head_kv, self.row_tile
 
 
 @dataclass(frozen=True)
-class Taken:
-    """Partial tiles of a launch, in the order of each thread block, and `keys_of_all`."""
+class Partition:
+    """Partial tiles of a launch, in the order of each thread block, and `total_keys`."""
 
-    parts: list[PartialTile]
-    keys_of_all: int
+    partial_tiles: list[PartialTile]
+    total_keys: int
 
-    def by_item(self) -> dict[tuple[int, int, int], list[PartialTile]]:
+    def by_output_tile(self) -> dict[tuple[int, int, int], list[PartialTile]]:
         found = defaultdict(list)
-        for part in self.parts:
-            found[part.item].append(part)
+        for partial_tile in self.partial_tiles:
+            found[partial_tile.output_tile].append(partial_tile)
         return {
-            item: sorted(parts, key=lambda p: (p.result, p.number)) for item, parts in found.items()
+            output_tile: sorted(partial_tiles, key=lambda p: (p.result, p.number))
+            for output_tile, partial_tiles in found.items()
         }
 
 
-Run = Callable[[list[Batch]], list[Taken]]
+Run = Callable[[list[Batch]], list[Partition]]
 
 
 def spec(*shape: int) -> ArraySpec:
@@ -277,7 +278,7 @@ def random_batch(rng: np.random.Generator, kind: Kind) -> Batch:
 
 
 def configs() -> str:
-    """Return the header shares_configs.h, which the program is compiled with."""
+    """Return the header kv_partition_configs.h, which the program is compiled with."""
     lines, cases = [], []
     for index, kind in enumerate(KINDS):
         problem = problem_of(kind, batch=2, heads_kv=1, seqlen_q=1, seqlen_k=99)
@@ -302,94 +303,129 @@ def configs() -> str:
 
 
 @pytest.fixture(scope="module")
-def take(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    folder = tmp_path_factory.mktemp("host")
-    (folder / "shares_configs.h").write_text(configs(), encoding="utf-8")
+def partitions(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("cpu")
+    (folder / "kv_partition_configs.h").write_text(configs(), encoding="utf-8")
     options = ["-std=c++20", "-O1", "-fsanitize=address,undefined"]
     options += ["-fno-sanitize-recover=all"]
     options += [f"-I{path}" for path in (KERNEL_DIR, FOLDER, folder)]
-    program, source = folder / "shares", FOLDER / "shares.cpp"
+    program, source = folder / "kv_partition", FOLDER / "kv_partition.cpp"
     subprocess.run([str(COMPILER), *options, str(source), "-o", str(program)], check=True)
 
-    def run(batches: list[Batch]) -> list[Taken]:
-        lines = "".join(batch.line + "\n" for batch in batches)
+    def run(batches: list[Batch]) -> list[Partition]:
+        lines = "".join(batch.text_line + "\n" for batch in batches)
         done = subprocess.run(
             [str(program)], input=lines, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stderr
         launches = done.stdout.split("\n\n")[:-1]
         assert len(launches) == len(batches)
-        return [_taken(text.splitlines()) for text in launches]
+        return [_partition(text.splitlines()) for text in launches]
 
     return run
 
 
-def _taken(lines: list[str]) -> Taken:
-    *parts, keys = lines
-    return Taken([_part([int(number) for number in line.split()]) for line in parts], int(keys))
+def _partition(lines: list[str]) -> Partition:
+    *partial_tiles, keys = lines
+    return Partition(
+        [
+            _partial_tile([int(number) for number in text_line.split()])
+            for text_line in partial_tiles
+        ],
+        int(keys),
+    )
 
 
-def _part(numbers: list[int]) -> PartialTile:
+def _partial_tile(numbers: list[int]) -> PartialTile:
     fixed = len(dataclasses.fields(PartialTile)) - 1
     fields = len(MergeGroup._fields)
-    meetings = range(fixed, len(numbers), fields)
+    merge_groups = range(fixed, len(numbers), fields)
     return PartialTile(
-        *numbers[:fixed], tuple(MergeGroup(*numbers[i : i + fields]) for i in meetings)
+        *numbers[:fixed], tuple(MergeGroup(*numbers[i : i + fields]) for i in merge_groups)
     )
 
 
-def assert_is_a_partition(batch: Batch, taken: Taken) -> None:
+def assert_is_a_partition(batch: Batch, partition: Partition) -> None:
     """Assert that every unit is in one partial tile, and that thread blocks agree on the split."""
-    units, lengths, by_item = batch.units(), batch.lengths(), taken.by_item()
-    assert by_item.keys() == units.keys()
-    for item, parts in by_item.items():
-        by_result = itertools.groupby(parts, key=lambda part: part.result)
+    units, lengths, by_output_tile = batch.units(), batch.lengths(), partition.by_output_tile()
+    assert by_output_tile.keys() == units.keys()
+    for output_tile, partial_tiles in by_output_tile.items():
+        by_result = itertools.groupby(partial_tiles, key=lambda partial_tile: partial_tile.result)
         results = [list(those) for _, those in by_result]
-        assert [those[0].result for those in results] == list(range(parts[0].results))
-        assert len({part.results for part in parts}) == 1
+        assert [those[0].result for those in results] == list(range(partial_tiles[0].results))
+        assert len({partial_tile.results for partial_tile in partial_tiles}) == 1
         for those in results:
-            assert [part.number for part in those] == list(range(those[0].count))
-            assert len({(part.count, part.place, part.slot) for part in those}) == 1
-        assert_is_spread_where_all_merge(batch, taken, parts)
-        assert [part.begin for part in parts] == [0, *(part.end for part in parts[:-1])]
-        assert parts[-1].end == units[item]
-        for part in parts:
-            assert (part.seqlen_q, part.seqlen_k) == lengths[part.batch]
+            assert [partial_tile.number for partial_tile in those] == list(range(those[0].count))
+            assert (
+                len(
+                    {
+                        (partial_tile.count, partial_tile.first_cta_rank, partial_tile.slot)
+                        for partial_tile in those
+                    }
+                )
+                == 1
+            )
+        assert_is_sliced_where_all_merge(batch, partition, partial_tiles)
+        assert [partial_tile.begin for partial_tile in partial_tiles] == [
+            0,
+            *(partial_tile.end for partial_tile in partial_tiles[:-1]),
+        ]
+        assert partial_tiles[-1].end == units[output_tile]
+        for partial_tile in partial_tiles:
+            assert (partial_tile.seqlen_q, partial_tile.seqlen_k) == lengths[partial_tile.batch]
 
 
-def assert_is_spread_where_all_merge(batch: Batch, taken: Taken, parts: list[PartialTile]) -> None:
-    """Assert that is_spread is true exactly if all blocks of the clusters have the tile last."""
+def assert_is_sliced_where_all_merge(
+    batch: Batch, partition: Partition, partial_tiles: list[PartialTile]
+) -> None:
+    """Assert that is_sliced is true exactly if all blocks of the clusters have the tile last."""
     size = batch.kind.tile.cluster
-    last = {(part.x, part.y, part.z): part.item for part in taken.parts}
-    places = {part.z for part in parts}
+    last = {
+        (partial_tile.x, partial_tile.y, partial_tile.z): partial_tile.output_tile
+        for partial_tile in partition.partial_tiles
+    }
+    cta_indices = {partial_tile.z for partial_tile in partial_tiles}
     whole = size > 1 and all(
-        other in places for z in places for other in range(z - z % size, z - z % size + size)
+        other in cta_indices
+        for z in cta_indices
+        for other in range(z - z % size, z - z % size + size)
     )
-    expected = whole and all(last[part.x, part.y, part.z] == part.item for part in parts)
-    assert {part.is_spread for part in parts} == {expected}
+    expected = whole and all(
+        last[partial_tile.x, partial_tile.y, partial_tile.z] == partial_tile.output_tile
+        for partial_tile in partial_tiles
+    )
+    assert {partial_tile.is_sliced for partial_tile in partial_tiles} == {expected}
 
 
-def assert_no_two_meet(batch: Batch, taken: Taken) -> None:
+def assert_slots_are_distinct(batch: Batch, partition: Partition) -> None:
     """Assert that all slots of results and all counters are valid and distinct."""
     schedule = batch.schedule
-    pieces = max(1, schedule.launches[0].cluster)
-    piece = -(-batch.kind.head_dim // (4 * pieces)) * 4
-    slot_bytes = batch.kind.tile.Br * max(batch.kind.head_dim + 8, pieces * (piece + 4)) * 4
-    left = [part for part in taken.parts if part.results > 1 and part.number == 0]
-    slots = [part.slot for part in left]
+    slices = max(1, schedule.launches[0].cluster)
+    slice_columns = -(-batch.kind.head_dim // (4 * slices)) * 4
+    slot_bytes = batch.kind.tile.Br * max(batch.kind.head_dim + 8, slices * (slice_columns + 4)) * 4
+    left = [
+        partial_tile
+        for partial_tile in partition.partial_tiles
+        if partial_tile.results > 1 and partial_tile.number == 0
+    ]
+    slots = [partial_tile.slot for partial_tile in left]
     assert len(set(slots)) == len(slots)
-    most = schedule.workspace // slot_bytes
-    assert all(0 <= slot < most for slot in slots)
+    slot_count = schedule.workspace // slot_bytes
+    assert all(0 <= slot < slot_count for slot in slots)
     counters = []
-    for parts in taken.by_item().values():
-        if parts[0].results > 1:
-            ways = [part.meetings for part in parts if part.number == 0]
-            counters += assert_all_meet(ways)
+    for partial_tiles in partition.by_output_tile().values():
+        if partial_tiles[0].results > 1:
+            ways = [
+                partial_tile.merge_groups
+                for partial_tile in partial_tiles
+                if partial_tile.number == 0
+            ]
+            counters += assert_tree_covers_all_results(ways)
     assert len(set(counters)) == len(counters)
-    assert all(0 <= counter < schedule.counters // pieces for counter in counters)
+    assert all(0 <= counter < schedule.counters // slices for counter in counters)
 
 
-def assert_all_meet(ways: list[tuple[MergeGroup, ...]]) -> list[int]:
+def assert_tree_covers_all_results(ways: list[tuple[MergeGroup, ...]]) -> list[int]:
     """Assert that the merge groups form a tree over all results; return the groups' counters.
 
     `ways` holds the merge groups that each result of an output tile passes through.
@@ -411,53 +447,64 @@ def assert_all_meet(ways: list[tuple[MergeGroup, ...]]) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_every_unit_of_keys_is_taken_once_and_no_two_results_have_a_place_in_common(
-    take, rng, kind
-):
+def test_every_kv_unit_is_processed_once_and_slots_of_results_are_distinct(partitions, rng, kind):
     batches = [random_batch(rng, kind) for _ in range(8)]
-    for batch, taken in zip(batches, take(batches), strict=True):
-        assert_is_a_partition(batch, taken)
-        assert_no_two_meet(batch, taken)
-        assert taken.keys_of_all >= batch.problem.heads_kv * sum(k for _, k in batch.lengths())
+    for batch, partition in zip(batches, partitions(batches), strict=True):
+        assert_is_a_partition(batch, partition)
+        assert_slots_are_distinct(batch, partition)
+        assert partition.total_keys >= batch.problem.heads_kv * sum(k for _, k in batch.lengths())
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if not k.num_splits], ids=str)
-def test_an_items_parts_are_in_neighbouring_blocks_of_equal_shares_and_place_is_the_first(
-    take, rng, kind
+def test_work_ranges_are_equal_and_partial_tiles_of_an_output_tile_are_adjacent(
+    partitions, rng, kind
 ):
     batches = [random_batch(rng, kind) for _ in range(8)]
-    for batch, taken in zip(batches, take(batches), strict=True):
+    for batch, partition in zip(batches, partitions(batches), strict=True):
         tile, work = batch.kind.tile, defaultdict(list)
-        for part in taken.parts:
-            assert (part.row_tile, part.head_kv) == (part.x, part.y)
-            assert part.z % max(1, tile.cluster) == part.place + part.number
-            work[part.x, part.y, part.z].append(part)
-        *_, places = batch.grid
-        line = sum(units for (_, *item), units in batch.units().items() if item == [0, 0])
-        cluster = tile.cluster or places
-        share = -(-line // (cluster if line <= 3 * tile.cluster else places))
-        for block, parts in work.items():
-            taken_units = sum(part.end - part.begin for part in parts)
-            assert taken_units == min(share, line - share * block[2])
+        for partial_tile in partition.partial_tiles:
+            assert (partial_tile.row_tile, partial_tile.head_kv) == (partial_tile.x, partial_tile.y)
+            assert (
+                partial_tile.z % max(1, tile.cluster)
+                == partial_tile.first_cta_rank + partial_tile.number
+            )
+            work[partial_tile.x, partial_tile.y, partial_tile.z].append(partial_tile)
+        *_, cta_indices = batch.grid
+        text_line = sum(
+            units for (_, *output_tile), units in batch.units().items() if output_tile == [0, 0]
+        )
+        cluster = tile.cluster or cta_indices
+        range_units = -(-text_line // (cluster if text_line <= 3 * tile.cluster else cta_indices))
+        for block, partial_tiles in work.items():
+            taken_units = sum(
+                partial_tile.end - partial_tile.begin for partial_tile in partial_tiles
+            )
+            assert taken_units == min(range_units, text_line - range_units * block[2])
             # Partial tiles are consecutive, so that only the first and the last can be split.
-            order = [(part.batch, part.begin) for part in parts]
+            order = [(partial_tile.batch, partial_tile.begin) for partial_tile in partial_tiles]
             assert order == sorted(order)
-            assert all(part.count == 1 for part in parts[1:-1])
+            assert all(partial_tile.count == 1 for partial_tile in partial_tiles[1:-1])
             # A CTA of a cluster can receive the results of one output tile.
-            assert sum(part.number == 0 and part.count > 1 for part in parts) <= 1
+            assert (
+                sum(
+                    partial_tile.number == 0 and partial_tile.count > 1
+                    for partial_tile in partial_tiles
+                )
+                <= 1
+            )
 
 
-def test_a_block_that_finds_its_share_far_down_a_large_batch_has_the_right_sequence(take):
+def test_a_work_range_far_into_a_large_batch_has_the_right_sequence(partitions):
     kind = KINDS[2]
     problem = problem_of(kind, batch=260, heads_kv=1, seqlen_q=1, seqlen_k=799)
     # One long sequence follows many empty ones, and another one is the very last.
     lengths = [0] * 260
     lengths[129] = lengths[259] = 799
     batch = Batch(kind, problem, 5, seqused_k=tuple(lengths))
-    (taken,) = take([batch])
-    assert_is_a_partition(batch, taken)
-    assert_no_two_meet(batch, taken)
-    assert {part.z for part in taken.parts} == set(range(5))
+    (partition,) = partitions([batch])
+    assert_is_a_partition(batch, partition)
+    assert_slots_are_distinct(batch, partition)
+    assert {partial_tile.z for partial_tile in partition.partial_tiles} == set(range(5))
 
 
 @pytest.mark.parametrize(
@@ -471,36 +518,36 @@ def test_a_block_that_finds_its_share_far_down_a_large_batch_has_the_right_seque
     ],
     ids=str,
 )
-def test_many_results_meet_group_by_group(take, kind, sm_count, levels):
+def test_many_results_are_merged_as_a_tree(partitions, kind, sm_count, levels):
     # The 2000 keys are 125 units.
     problem = problem_of(kind, batch=1, heads_kv=1, seqlen_q=1, seqlen_k=2000)
     batch = Batch(kind, problem, sm_count, keys=2000)
-    (taken,) = take([batch])
-    assert_is_a_partition(batch, taken)
-    assert_no_two_meet(batch, taken)
-    assert {len(part.meetings) for part in taken.parts} == {levels}
+    (partition,) = partitions([batch])
+    assert_is_a_partition(batch, partition)
+    assert_slots_are_distinct(batch, partition)
+    assert {len(partial_tile.merge_groups) for partial_tile in partition.partial_tiles} == {levels}
 
 
-def test_fewer_blocks_than_parts_of_given_splits_take_several_each(take, rng):
+def test_fewer_thread_blocks_than_splits_process_several_each(partitions, rng):
     class OnFewBlocks(Batch):
         grid = (5, 1, 1)
 
     for kind in (KINDS[10], KINDS[11]):
         whole = random_batch(rng, kind)
         few = OnFewBlocks(**whole.__dict__)
-        (taken,) = take([few])
-        assert_is_a_partition(few, taken)
-        assert_no_two_meet(few, taken)
+        (partition,) = partitions([few])
+        assert_is_a_partition(few, partition)
+        assert_slots_are_distinct(few, partition)
 
 
-def test_a_short_line_is_one_cluster_s(take):
+def test_few_units_go_to_one_cluster(partitions):
     kind = KINDS[3]
     # The cache holds 50 units; with 40 SMs there are two clusters of 8 for each row tile.
     problem = problem_of(kind, batch=1, heads_kv=1, seqlen_q=1, seqlen_k=799)
     for keys, blocks in ((30, 2), (16 * 24, 8), (16 * 25, 13), (799, 13)):
         batch = Batch(kind, problem, 40, keys=keys)
         assert batch.grid == (2, 1, 16)
-        (taken,) = take([batch])
-        assert_is_a_partition(batch, taken)
-        assert_no_two_meet(batch, taken)
-        assert {part.z for part in taken.parts} == set(range(blocks))
+        (partition,) = partitions([batch])
+        assert_is_a_partition(batch, partition)
+        assert_slots_are_distinct(batch, partition)
+        assert {partial_tile.z for partial_tile in partition.partial_tiles} == set(range(blocks))

@@ -2,7 +2,7 @@
 // for each batch: batch, total_q, max_seqlen_q, warps, and the batch + 1 elements of cu_seqlens_q.
 // The output has two lines for each batch: the rows by `for_each_row`, then those by `for_each_adjacent_row`
 // for all sequences.
-#include "cuda_on_host.h"
+#include "cuda_on_cpu.h"
 
 #include "scheduler/gaps.cuh"
 

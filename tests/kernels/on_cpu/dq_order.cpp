@@ -4,7 +4,7 @@
 // query tile: the KV tile, the query tile, the index in the dq order, and 1 if it is the last.
 #include <cstdio>
 
-#include "cuda_on_host.h"
+#include "cuda_on_cpu.h"
 #include "read_numbers.h"
 #include "backward/dq/order.cuh"
 

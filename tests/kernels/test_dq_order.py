@@ -13,9 +13,9 @@ import pytest
 from cupy_flash.families.contract import KERNEL_DIR
 from cupy_flash.problem.mask import Mask
 
-# Same values as in `host_kernels/turn_order.cpp`.
+# Same values as in `on_cpu/dq_order.cpp`.
 BR, BC = 16, 24
-FOLDER = Path(__file__).resolve().parent / "host_kernels"
+FOLDER = Path(__file__).resolve().parent / "on_cpu"
 COMPILER = shutil.which("g++")
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to compile the kernel's code with")
@@ -35,15 +35,15 @@ def random_mask(rng: np.random.Generator) -> Mask:
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the path of the compiled program, which prints the dq order of each query tile."""
-    program = tmp_path_factory.mktemp("host") / "turn_order"
+    program = tmp_path_factory.mktemp("cpu") / "dq_order"
     options = ["-std=c++20", "-O1", "-pthread", "-fsanitize=address,undefined"]
     options += ["-fno-sanitize-recover=all", f"-I{KERNEL_DIR}", f"-I{FOLDER}"]
-    source = str(FOLDER / "turn_order.cpp")
+    source = str(FOLDER / "dq_order.cpp")
     subprocess.run([str(COMPILER), *options, source, "-o", str(program)], check=True)
     return program
 
 
-def visits_of(masks: list[Mask], program: Path) -> list[np.ndarray]:
+def order_of(masks: list[Mask], program: Path) -> list[np.ndarray]:
     """Return rows of (KV tile, query tile, index in the dq order, is last) for each mask."""
     lines = "".join(
         f"{int(m.causal)} {m.seqlen_q} {m.seqlen_k} {m.q_offset} "
@@ -57,32 +57,34 @@ def visits_of(masks: list[Mask], program: Path) -> list[np.ndarray]:
 
 
 @pytest.mark.slow
-def test_blocks_that_visit_a_tile_have_turns_one_after_another_and_one_is_the_last(
+def test_the_dq_order_of_a_tile_has_no_gaps_and_one_last_thread_block(
     program: Path,
 ) -> None:
     rng = np.random.default_rng(17)
     masks = [random_mask(rng) for _ in range(2000)]
-    for mask, visits in zip(masks, visits_of(masks, program), strict=True):
+    for mask, entries in zip(masks, order_of(masks, program), strict=True):
         by_tile = defaultdict(list)
-        for keys, queries, turn, is_last in visits.tolist():
-            by_tile[queries].append((turn, is_last, -keys))
-        for turns in by_tile.values():
-            turns.sort()
+        for keys, queries, index, is_last in entries.tolist():
+            by_tile[queries].append((index, is_last, -keys))
+        for indices in by_tile.values():
+            indices.sort()
             # Indices have no gaps, so no block waits forever. A block waits only for blocks of
             # later keys, which start first.
-            assert [turn for turn, _, _ in turns] == list(range(len(turns))), mask
-            assert [bool(last) for _, last, _ in turns] == [False] * (len(turns) - 1) + [True], mask
-            assert turns == sorted(turns, key=lambda found: found[2]), mask
+            assert [index for index, _, _ in indices] == list(range(len(indices))), mask
+            assert [bool(last) for _, last, _ in indices] == [False] * (len(indices) - 1) + [
+                True
+            ], mask
+            assert indices == sorted(indices, key=lambda found: found[2]), mask
 
 
-def test_every_pair_that_is_seen_is_visited(program: Path) -> None:
+def test_every_visible_pair_is_in_the_dq_order(program: Path) -> None:
     rng = np.random.default_rng(18)
     masks = [random_mask(rng) for _ in range(200)]
-    for mask, visits in zip(masks, visits_of(masks, program), strict=True):
-        visited = {(queries, keys) for keys, queries, _, _ in visits.tolist()}
-        seen = {
+    for mask, entries in zip(masks, order_of(masks, program), strict=True):
+        processed = {(queries, keys) for keys, queries, _, _ in entries.tolist()}
+        visible = {
             (row // BR, key // BC)
             for row in range(mask.seqlen_q)
             for key in range(mask.begin(row), mask.end(row))
         }
-        assert seen <= visited, mask
+        assert visible <= processed, mask

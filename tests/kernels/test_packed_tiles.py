@@ -12,9 +12,9 @@ import pytest
 
 from cupy_flash.families.contract import KERNEL_DIR
 
-# Same value as in `host_kernels/places.cpp`.
+# Same value as in `on_cpu/packed_tiles.cpp`.
 ROWS = 24
-FOLDER = Path(__file__).resolve().parent / "host_kernels"
+FOLDER = Path(__file__).resolve().parent / "on_cpu"
 COMPILER = shutil.which("g++")
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to compile the kernel's code with")
@@ -23,29 +23,29 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to compile the 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the path of the compiled program, which prints the owners of tile slots and rows."""
-    program = tmp_path_factory.mktemp("host") / "places"
+    program = tmp_path_factory.mktemp("cpu") / "packed_tiles"
     options = ["-std=c++20", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     options += [f"-I{KERNEL_DIR}", f"-I{FOLDER}"]
-    source = str(FOLDER / "places.cpp")
+    source = str(FOLDER / "packed_tiles.cpp")
     subprocess.run([str(COMPILER), *options, source, "-o", str(program)], check=True)
     return program
 
 
-class Parts(NamedTuple):
+class Ranges(NamedTuple):
     """Results of the program: (sequence, begin, end) for each tile slot, row and sequence."""
 
-    of_places: np.ndarray
+    of_slots: np.ndarray
     of_rows: np.ndarray
     of_sequences: np.ndarray
 
 
-def parts_of(batches: list[tuple[int, np.ndarray]], program: Path) -> list[Parts]:
+def ranges_of(batches: list[tuple[int, np.ndarray]], program: Path) -> list[Ranges]:
     """Return the results of the program for batches of (total, starts)."""
     lines = "".join(f"{len(s) - 1} {total} {' '.join(map(str, s))}\n" for total, s in batches)
     done = subprocess.run([str(program)], input=lines, capture_output=True, text=True, check=True)
     found = [np.array(line.split(), int).reshape(-1, 3) for line in done.stdout.splitlines()]
     assert len(found) == 3 * len(batches)
-    return [Parts(*found[i : i + 3]) for i in range(0, len(found), 3)]
+    return [Ranges(*found[i : i + 3]) for i in range(0, len(found), 3)]
 
 
 def wild_batches() -> list[tuple[int, np.ndarray]]:
@@ -59,56 +59,56 @@ def wild_batches() -> list[tuple[int, np.ndarray]]:
 
 
 @pytest.mark.slow
-def test_the_tiles_of_each_sequence_have_places_and_few_are_empty(program: Path) -> None:
+def test_the_tiles_of_each_sequence_have_slots_and_few_are_empty(program: Path) -> None:
     rng = np.random.default_rng(5)
     batches = []
     for _ in range(500):
         lengths = rng.integers(0, rng.choice([2, 30, 300]), rng.integers(1, 12))
         starts = rng.integers(0, 50) + np.concatenate([[0], np.cumsum(lengths)])
         batches.append((int(starts[-1] + rng.integers(0, 50)), starts))
-    for (total, starts), parts in zip(batches, parts_of(batches, program), strict=True):
-        places = parts.of_places
-        own = np.bincount(places[:, 0], minlength=len(starts) - 1)
+    for (total, starts), ranges in zip(batches, ranges_of(batches, program), strict=True):
+        slots = ranges.of_slots
+        slot_counts = np.bincount(slots[:, 0], minlength=len(starts) - 1)
         tiles = -(-np.diff(starts) // ROWS)
-        assert (own >= tiles).all(), starts
+        assert (slot_counts >= tiles).all(), starts
         # Rows outside of all sequences belong to the slots of the first or the last sequence.
-        assert (own - tiles)[1:-1].max(initial=0) <= 1, starts
-        assert len(places) == total // ROWS + len(tiles)
-        own_rows = np.stack([np.arange(len(tiles)), starts[:-1], starts[1:]], axis=1)
-        assert (parts.of_sequences == own_rows).all(), starts
-        owned = parts.of_rows[starts[0] : starts[-1]]
-        assert (owned == np.repeat(own_rows, np.diff(starts), axis=0)).all(), starts
+        assert (slot_counts - tiles)[1:-1].max(initial=0) <= 1, starts
+        assert len(slots) == total // ROWS + len(tiles)
+        sequence_rows = np.stack([np.arange(len(tiles)), starts[:-1], starts[1:]], axis=1)
+        assert (ranges.of_sequences == sequence_rows).all(), starts
+        found_rows = ranges.of_rows[starts[0] : starts[-1]]
+        assert (found_rows == np.repeat(sequence_rows, np.diff(starts), axis=0)).all(), starts
 
 
-def test_whatever_the_starts_are_a_place_is_one_sequences_and_all_agree_on_it(
+def test_for_any_starts_a_slot_belongs_to_one_sequence_and_all_searches_agree(
     program: Path,
 ) -> None:
     batches = wild_batches()
-    for (_, starts), (places, _, _) in zip(batches, parts_of(batches, program), strict=True):
-        for place, (sequence, begin, end) in enumerate(places.tolist()):
-            assert begin <= place < end, starts
-            assert (places[begin:end] == (sequence, begin, end)).all(), starts
-            assert (places[:, 0] == sequence).sum() == end - begin, starts
+    for (_, starts), (slots, _, _) in zip(batches, ranges_of(batches, program), strict=True):
+        for slot, (sequence, begin, end) in enumerate(slots.tolist()):
+            assert begin <= slot < end, starts
+            assert (slots[begin:end] == (sequence, begin, end)).all(), starts
+            assert (slots[:, 0] == sequence).sum() == end - begin, starts
 
 
-def test_whatever_the_starts_are_a_row_is_one_sequences_and_its_tiles_have_places(
+def test_for_any_starts_a_row_belongs_to_one_sequence_and_its_tiles_have_slots(
     program: Path,
 ) -> None:
     batches = wild_batches()
-    for (total, starts), parts in zip(batches, parts_of(batches, program), strict=True):
+    for (total, starts), ranges in zip(batches, ranges_of(batches, program), strict=True):
         owners = np.full(total, -1)
-        taken = 0
-        for sequence, begin, end in parts.of_sequences.tolist():
+        end_slot = 0
+        for sequence, begin, end in ranges.of_sequences.tolist():
             if begin >= end:
                 continue
             assert (owners[begin:end] == -1).all(), starts
             owners[begin:end] = sequence
             # Kernels number tile slots so that a sequence's slots come after those of earlier ones.
             tiles, first = -(-(end - begin) // ROWS), begin // ROWS + sequence
-            assert taken <= first, starts
-            taken = first + tiles
-            assert (parts.of_places[:, 0] == sequence).sum() >= tiles, starts
-        assert taken <= len(parts.of_places), starts
-        _, begins, ends = parts.of_rows.T
-        of_some = (begins <= np.arange(total)) & (np.arange(total) < ends)
-        assert (np.where(of_some, parts.of_rows[:, 0], -1) == owners).all(), starts
+            assert end_slot <= first, starts
+            end_slot = first + tiles
+            assert (ranges.of_slots[:, 0] == sequence).sum() >= tiles, starts
+        assert end_slot <= len(ranges.of_slots), starts
+        _, begins, ends = ranges.of_rows.T
+        has_sequence = (begins <= np.arange(total)) & (np.arange(total) < ends)
+        assert (np.where(has_sequence, ranges.of_rows[:, 0], -1) == owners).all(), starts

@@ -1,5 +1,5 @@
 // Library that sums numbers with `backward/inputs/fixed_point.cuh`, by the threads of one CTA.
-#include "cuda_on_host.h"
+#include "cuda_on_cpu.h"
 
 #include <cmath>
 

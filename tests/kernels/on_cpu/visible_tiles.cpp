@@ -5,7 +5,7 @@
 // masks no key, for each query tile; and the `QueryTileRange` of each KV tile.
 #include <cstdio>
 
-#include "cuda_on_host.h"
+#include "cuda_on_cpu.h"
 #include "read_numbers.h"
 #include "score/mask.cuh"
 

@@ -17,15 +17,15 @@ from support.draws import few_then_slow
 
 from cupy_flash.families.contract import KERNEL_DIR
 
-# Same values as in `host_kernels/sequence_order.cpp`.
+# Same values as in `on_cpu/varlen_order.cpp`.
 BR, BC = 64, 32
-FOLDER = Path(__file__).resolve().parent / "host_kernels"
+FOLDER = Path(__file__).resolve().parent / "on_cpu"
 COMPILER = shutil.which("g++")
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to compile the kernel's code with")
 
 
-class Visit(NamedTuple):
+class WorkTile(NamedTuple):
     """Work tile: one line of the program's output."""
 
     batch: int
@@ -57,7 +57,7 @@ class Batch:
     threads: int = 64
     splits: int = 1
     seqused_k: list[int] | None = field(default=None)
-    alike: bool = False
+    deterministic: bool = False
 
     @classmethod
     def of_lengths(cls, q: list[int], k: list[int], **options: int) -> Batch:
@@ -69,11 +69,11 @@ class Batch:
         numbers = [self.causal, self.threads, len(self.cu_seqlens_q) - 1]
         numbers += [self.max_seqlen_q, self.max_seqlen_k, self.heads_q, self.heads_kv]
         numbers += [self.section_keys, self.total_q, self.total_k, self.seqused_k is not None]
-        numbers += [self.splits, self.alike]
+        numbers += [self.splits, self.deterministic]
         numbers += [*self.cu_seqlens_q, *self.cu_seqlens_k, *(self.seqused_k or [])]
         return " ".join(str(int(number)) for number in numbers)
 
-    def places(self) -> list[tuple[int, int, int, int]]:
+    def sequences(self) -> list[tuple[int, int, int, int]]:
         """Return (q_first, seqlen_q, k_first, seqlen_k) of each sequence."""
         result = []
         for i in range(len(self.cu_seqlens_q) - 1):
@@ -88,58 +88,58 @@ class Batch:
             result.append((q_first, seqlen_q, k_first, min(max(keys, 0), capacity)))
         return result
 
-    def expected(self) -> list[Visit]:
+    def expected(self) -> list[WorkTile]:
         """Return the work tiles of all query tiles, in any order."""
-        visits = []
-        for i, (q_first, seqlen_q, k_first, seqlen_k) in enumerate(self.places()):
+        work_tiles = []
+        for i, (q_first, seqlen_q, k_first, seqlen_k) in enumerate(self.sequences()):
             for head in range(self.heads_q):
                 for q_begin in range(0, seqlen_q, BR):
                     last = min(q_begin + BR, seqlen_q) - 1
-                    seen = seqlen_k
+                    visible = seqlen_k
                     if self.causal:
-                        seen = min(seqlen_k, max(0, last + seqlen_k - seqlen_q + 1))
+                        visible = min(seqlen_k, max(0, last + seqlen_k - seqlen_q + 1))
                     head_kv = head // (self.heads_q // self.heads_kv)
-                    place = (q_first, seqlen_q, k_first, seqlen_k)
-                    blocks = -(-seen // BC)
-                    share = -(-blocks // self.splits)
+                    sequence = (q_first, seqlen_q, k_first, seqlen_k)
+                    kv_tiles = -(-visible // BC)
+                    split_tiles = -(-kv_tiles // self.splits)
                     for split in range(self.splits):
-                        begin = min(blocks, split * share)
-                        keys = (begin, min(blocks, begin + share))
-                        visits.append(Visit(i, head, head_kv, q_begin, *keys, *place))
-        return visits
+                        begin = min(kv_tiles, split * split_tiles)
+                        keys = (begin, min(kv_tiles, begin + split_tiles))
+                        work_tiles.append(WorkTile(i, head, head_kv, q_begin, *keys, *sequence))
+        return work_tiles
 
 
-Order = Callable[[list[Batch]], list[list[Visit]]]
+Order = Callable[[list[Batch]], list[list[WorkTile]]]
 
 
 @pytest.fixture(scope="module")
-def handed_out(tmp_path_factory: pytest.TempPathFactory) -> Order:
-    program = tmp_path_factory.mktemp("host") / "sequence_order"
-    source = FOLDER / "sequence_order.cpp"
+def assigned_tiles(tmp_path_factory: pytest.TempPathFactory) -> Order:
+    program = tmp_path_factory.mktemp("cpu") / "varlen_order"
+    source = FOLDER / "varlen_order.cpp"
     options = ["-std=c++20", "-O1", "-fsanitize=address,undefined"]
     options += ["-fno-sanitize-recover=all", f"-I{KERNEL_DIR}", f"-I{FOLDER}"]
     subprocess.run([str(COMPILER), *options, str(source), "-o", str(program)], check=True)
 
-    def run(batches: list[Batch]) -> list[list[Visit]]:
+    def run(batches: list[Batch]) -> list[list[WorkTile]]:
         lines = "\n".join(batch.line for batch in batches) + "\n"
         done = subprocess.run(
             [str(program)], input=lines, capture_output=True, text=True, check=True
         )
-        blocks = _split_batches(done.stdout)
-        assert len(blocks) == len(batches)
-        return [[Visit(*map(int, line.split())) for line in block] for block in blocks]
+        batches_of_lines = _split_batches(done.stdout)
+        assert len(batches_of_lines) == len(batches)
+        return [[WorkTile(*map(int, line.split())) for line in block] for block in batches_of_lines]
 
     return run
 
 
 def _split_batches(text: str) -> list[list[str]]:
-    blocks: list[list[str]] = [[]]
+    kv_tiles: list[list[str]] = [[]]
     for line in text.splitlines():
         if line:
-            blocks[-1].append(line)
+            kv_tiles[-1].append(line)
         else:
-            blocks.append([])
-    return blocks[:-1]
+            kv_tiles.append([])
+    return kv_tiles[:-1]
 
 
 def random_batch(seed: int) -> Batch:
@@ -164,37 +164,39 @@ def random_batch(seed: int) -> Batch:
 
 
 @pytest.mark.parametrize("count", few_then_slow([3, 40], 1))
-def test_every_query_tile_of_every_head_is_handed_out_once_with_the_keys_that_it_sees(
-    handed_out, count
+def test_every_query_tile_of_every_head_is_assigned_once_with_its_visible_keys(
+    assigned_tiles, count
 ):
     batches = [random_batch(seed) for seed in range(count)]
     batches += [
         replace(random_batch(seed), causal=False, splits=splits)
         for seed, splits in zip(range(40, 40 + count // 2), itertools.cycle((2, 3, 7)))
     ]
-    batches += [replace(random_batch(seed), alike=True) for seed in range(60, 60 + count // 2)]
-    for batch, visits in zip(batches, handed_out(batches), strict=True):
-        assert sorted(visits) == sorted(batch.expected())
+    batches += [
+        replace(random_batch(seed), deterministic=True) for seed in range(60, 60 + count // 2)
+    ]
+    for batch, work_tiles in zip(batches, assigned_tiles(batches), strict=True):
+        assert sorted(work_tiles) == sorted(batch.expected())
 
 
-def test_blocks_that_make_the_order_each_for_itself_come_to_the_same(handed_out):
+def test_thread_blocks_that_each_build_the_order_agree(assigned_tiles):
     rng = np.random.default_rng(2)
     lengths = [int(n) for n in rng.choice([0, 1, 63, 64, 900, 1000], 300)]
     one, *others = (
-        Batch.of_lengths([1] * 300, lengths, threads=threads, alike=True)
+        Batch.of_lengths([1] * 300, lengths, threads=threads, deterministic=True)
         for threads in (32, 64, 128)
     )
-    expected = handed_out([one])[0]
+    expected = assigned_tiles([one])[0]
     # Sequences of equal length are in the order of their indices.
     by_length: dict[int, list[int]] = {}
-    for visit in expected:
-        by_length.setdefault(visit.seqlen_k, []).append(visit.batch)
+    for work_tile in expected:
+        by_length.setdefault(work_tile.seqlen_k, []).append(work_tile.batch)
     assert all(numbers == sorted(numbers) for numbers in by_length.values())
-    assert all(visits == expected for visits in handed_out(others))
+    assert all(work_tiles == expected for work_tiles in assigned_tiles(others))
 
 
 @pytest.mark.slow
-def test_whatever_the_numbers_are_no_row_outside_of_the_arrays_is_named(handed_out):
+def test_for_any_lengths_no_row_outside_of_the_arrays_is_assigned(assigned_tiles):
     rng = np.random.default_rng(5)
     extreme = [0, 1, -1, 2**31 - 1, -(2**31), 2**30, 100, 333, 1000]
     batches = []
@@ -214,31 +216,31 @@ def test_whatever_the_numbers_are_no_row_outside_of_the_arrays_is_named(handed_o
                 seqused_k=used,
             )
         )
-    for batch, visits in zip(batches, handed_out(batches), strict=True):
-        assert sorted(visits) == sorted(batch.expected())
-        for visit in visits:
-            assert visit.q_first >= 0
-            assert visit.q_first + visit.seqlen_q <= batch.total_q
-            assert visit.k_first >= 0
-            assert visit.k_first + visit.seqlen_k <= batch.total_k
+    for batch, work_tiles in zip(batches, assigned_tiles(batches), strict=True):
+        assert sorted(work_tiles) == sorted(batch.expected())
+        for work_tile in work_tiles:
+            assert work_tile.q_first >= 0
+            assert work_tile.q_first + work_tile.seqlen_q <= batch.total_q
+            assert work_tile.k_first >= 0
+            assert work_tile.k_first + work_tile.seqlen_k <= batch.total_k
 
 
-def test_sequences_with_more_keys_come_first_but_for_an_eighth(handed_out):
+def test_sequences_with_more_keys_come_first_but_for_an_eighth(assigned_tiles):
     rng = np.random.default_rng(1)
     lengths = [int(n) for n in np.exp(rng.uniform(np.log(16), np.log(16384), 200))]
-    (visits,) = handed_out([Batch.of_lengths([1] * 200, lengths, section_keys=1)])
-    order = [visit.seqlen_k for visit in visits]
+    (work_tiles,) = assigned_tiles([Batch.of_lengths([1] * 200, lengths, section_keys=1)])
+    order = [work_tile.seqlen_k for work_tile in work_tiles]
     longest_to_come = np.maximum.accumulate(order[::-1])[::-1]
     assert np.all(longest_to_come <= 1.125 * np.array(order))
     assert order[0] >= max(lengths) / 1.125
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_sequence_is_taken_in_sections_of_heads_from_the_last_tile_to_the_first(
-    handed_out, causal
+def test_a_sequence_is_processed_in_sections_of_heads_from_the_last_tile_to_the_first(
+    assigned_tiles, causal
 ):
     batch = Batch.of_lengths([200], [200], heads_q=6, heads_kv=3, causal=causal, section_keys=450)
-    (visits,) = handed_out([batch])
+    (work_tiles,) = assigned_tiles([batch])
     # Two KV heads have 400 keys. Without a causal mask, a section is the heads of one KV head.
     section = 4 if causal else 2
     expected = [
@@ -247,7 +249,7 @@ def test_a_sequence_is_taken_in_sections_of_heads_from_the_last_tile_to_the_firs
         for q_begin in (192, 128, 64, 0)
         for head in range(first, min(first + section, 6))
     ]
-    assert [(visit.head, visit.q_begin) for visit in visits] == expected
+    assert [(work_tile.head, work_tile.q_begin) for work_tile in work_tiles] == expected
 
 
 @pytest.mark.slow
@@ -263,7 +265,7 @@ def test_a_sequence_is_taken_in_sections_of_heads_from_the_last_tile_to_the_firs
     ],
 )
 def test_a_section_is_a_group_of_heads_at_least_and_all_at_most_however_few_keys_there_are(
-    handed_out, heads_kv, section_keys, section
+    assigned_tiles, heads_kv, section_keys, section
 ):
     batch = Batch.of_lengths(
         [65],
@@ -273,11 +275,11 @@ def test_a_section_is_a_group_of_heads_at_least_and_all_at_most_however_few_keys
         causal=True,
         section_keys=section_keys,
     )
-    (visits,) = handed_out([batch])
+    (work_tiles,) = assigned_tiles([batch])
     expected = [
         (head, q_begin)
         for first in range(0, 4096, section)
         for q_begin in (64, 0)
         for head in range(first, first + section)
     ]
-    assert [(visit.head, visit.q_begin) for visit in visits] == expected
+    assert [(work_tile.head, work_tile.q_begin) for work_tile in work_tiles] == expected

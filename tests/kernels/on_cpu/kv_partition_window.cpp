@@ -5,7 +5,7 @@
 // partial tile (batch, begin and end) and an empty line after each launch.
 #define CUPY_FLASH_MODIFIED
 // These must come first, because the kernels' headers need them.
-#include "cuda_on_host.h"
+#include "cuda_on_cpu.h"
 struct Positions {
   const int* of_sequence;
   int at(int batch) const { return of_sequence[batch]; }
@@ -33,7 +33,7 @@ struct Config {
 };
 
 template <class Config>
-void print_parts(const Params& p) {
+void print_partial_tiles(const Params& p) {
   run_block(32, [&] {
     for (unsigned z = 0; z < gridDim.z; ++z) {
       blockIdx = {0, 0, z};
@@ -52,19 +52,19 @@ void print_parts(const Params& p) {
 }
 
 int main() {
-  int is_of_sequences;
-  while (std::scanf("%d", &is_of_sequences) == 1) {
+  int has_seqlens;
+  while (std::scanf("%d", &has_seqlens) == 1) {
     const std::vector<int> n = read(5), positions = read(n[1]), used(n[1], n[2]);
     Params p = {};
     p.batch = p.caches = n[1];
     p.seqlen_q = 1;
     p.seqlen_k = n[2];
-    p.keys = is_of_sequences ? n[2] : 0;
+    p.keys = has_seqlens ? n[2] : 0;
     p.seqused_k = n[0] ? used.data() : nullptr;
     p.heads_q = 4;
     p.heads_kv = p.num_splits = 1;
     p.mods = {{positions.data()}, n[3]};
     gridDim = {1, 1, unsigned(n[4])};
-    is_of_sequences ? print_parts<Config<true>>(p) : print_parts<Config<false>>(p);
+    has_seqlens ? print_partial_tiles<Config<true>>(p) : print_partial_tiles<Config<false>>(p);
   }
 }

@@ -65,8 +65,8 @@ struct Params {
 template <class Config, class AnyParams>
 __device__ int first_position(const AnyParams& p, int batch, int otherwise) {
   if constexpr (Config::offsets) {
-    constexpr int furthest = (1 << 30) - (1 << 10);
-    return max(-furthest, min(furthest, p.mods.q_offset.at(batch)));
+    constexpr int max_position = (1 << 30) - (1 << 10);
+    return max(-max_position, min(max_position, p.mods.q_offset.at(batch)));
   } else {
     return otherwise;
   }

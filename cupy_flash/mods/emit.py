@@ -50,7 +50,7 @@ _ROW_PARAMETERS = (
 _KEYS_PARAMETERS = "const ModArguments& a, const Row& r, int first_key"
 _BOUNDS_PARAMETERS = "const ModArguments& a, const Row& r, const Keys& k, int last"
 _PAIR_PARAMETERS = "const ModArguments& a, const Row& r, const Keys& k, int step"
-_SPREAD_PARAMETERS = f"{_PAIR_PARAMETERS}, Real x, Real weight, Add&& add"
+_SCATTER_PARAMETERS = f"{_PAIR_PARAMETERS}, Real x, Real weight, Add&& add"
 
 
 def emit(
@@ -91,7 +91,7 @@ def emit(
     - ``differentiable``, the number of captures with gradients, and ``loads``, the number of their
       elements that a pair reads at most,
     - ``void for_each_differentiable(a, function)``, which calls ``function(number, capture)`` for each,
-    - ``void spread(a, row, keys, step, x, weight, add)``, which calls ``add(number, element,
+    - ``void scatter(a, row, keys, step, x, weight, add)``, which calls ``add(number, element,
       gradient)`` for each load of such a capture, with its number, the index of the element in C
       order, and the product of ``weight``, the gradient of the new score, with the derivative.
       The product is 0 if the weight is.
@@ -184,11 +184,11 @@ class _Emission:
             ),
             *_function_of_score("slope", of_slope),
             "template <bool Inside = false, class Add>",
-            *_function(f"void spread({_SPREAD_PARAMETERS})", self._spread(slopes.partials)),
+            *_function(f"void scatter({_SCATTER_PARAMETERS})", self._scatter(slopes.partials)),
         ]
         return constants, functions
 
-    def _spread(self, partials: tuple[Partial, ...]) -> list[str]:
+    def _scatter(self, partials: tuple[Partial, ...]) -> list[str]:
         printer = self._printer(PairPrinter)
         lowered = [(x, self._lowered(_of_product(x.derivative))) for x in partials]
 

@@ -139,10 +139,10 @@ extern "C" void backward{number}(const ModArguments* a, int pairs, const int* co
     }};
     if (is_inside<Mods>(*a, r, k, step)) {{
       slopes[pair] = Mods::slope<true>(*a, r, k, step, x[pair]);
-      Mods::spread<true>(*a, r, k, step, x[pair], weights[pair], add);
+      Mods::scatter<true>(*a, r, k, step, x[pair], weights[pair], add);
     }} else {{
       slopes[pair] = Mods::slope(*a, r, k, step, x[pair]);
-      Mods::spread(*a, r, k, step, x[pair], weights[pair], add);
+      Mods::scatter(*a, r, k, step, x[pair], weights[pair], add);
     }}
   }}
 }}

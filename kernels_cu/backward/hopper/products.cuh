@@ -256,8 +256,8 @@ struct HopperGradientProducts {
   }
 
   // `SoftmaxBackward` for a part of a query tile, and its arguments. Its delta is 0: dP contains -delta.
-  using PartBackward = SoftmaxBackward<Config, columns / 4, 2>;
-  __device__ PartBackward part_backward(const Step& step) const {
+  using PartSoftmaxBackward = SoftmaxBackward<Config, columns / 4, 2>;
+  __device__ PartSoftmaxBackward part_softmax_backward(const Step& step) const {
     return {cta.p, cta.mask, cta.sequence, cta.coord.batch, step.head, scale_log2};
   }
   __device__ auto rows_of_part(const Step& step, int part) const {
@@ -279,7 +279,7 @@ struct HopperGradientProducts {
   __device__ void compute_p_and_ds(Scores& scores, Scores& gradients, const LaneRows& lse_log2,
                              const Step& step, int part, bool is_masked) const {
     const auto run = [&](auto masked) {
-      part_backward(step).template run<masked.value>(rows_of_part(step, part), first_key(),
+      part_softmax_backward(step).template run<masked.value>(rows_of_part(step, part), first_key(),
                                                   stats_of(lse_log2), element(scores),
                                                   element(gradients), key_step());
     };
@@ -290,7 +290,7 @@ struct HopperGradientProducts {
   template <bool Masked>
   __device__ void compute_p(Scores& scores, const LaneRows& lse_log2, const Step& step,
                                int part, int first, int last) const {
-    part_backward(step).template compute_p<Masked>(rows_of_part(step, part), first_key(),
+    part_softmax_backward(step).template compute_p<Masked>(rows_of_part(step, part), first_key(),
                                             stats_of(lse_log2), element(scores), key_step(), first,
                                             last);
   }
@@ -304,7 +304,7 @@ struct HopperGradientProducts {
     }
   }
   __device__ void mask_p(Scores& scores, const Step& step, int part) const {
-    part_backward(step).mask_p(rows_of_part(step, part), first_key(), element(scores), key_step());
+    part_softmax_backward(step).mask_p(rows_of_part(step, part), first_key(), element(scores), key_step());
   }
   __device__ void add_p_sums(const Scores& scores) {
     if constexpr (Mods::masks_pairs) {
@@ -320,7 +320,7 @@ struct HopperGradientProducts {
                          bool is_masked) const {
     if constexpr (!Config::may_mask_pairs) {
       if (is_masked) {
-        part_backward(step).zero_one_key_ds(rows_of_part(step, part), element(scores), element(accumulators));
+        part_softmax_backward(step).zero_one_key_ds(rows_of_part(step, part), element(scores), element(accumulators));
       }
     } else if constexpr (zeroes_one_key_ds<Config>) {
       static_assert(sizeof(Element) == 2, "of others the threshold depends on the row");

@@ -200,7 +200,7 @@ struct Contributions {
           const int query_row = row + Scores::row(i);
           const auto mod_row = Mods::row(p.mods, batch, head, query_row + mask.q_offset, query_row,
                                      sequence.q_first, sequence.k_first, T(0));
-          Mods::spread(p.mods, mod_row, Mods::keys(p.mods, mod_row, tile * size + Scores::first_key()),
+          Mods::scatter(p.mods, mod_row, Mods::keys(p.mods, mod_row, tile * size + Scores::first_key()),
                        Scores::step(j), scores.products[i][j], scores.gradients[i][j],
                        [&](int number, int64 element, T x) { add(number, element, x, function); });
         }

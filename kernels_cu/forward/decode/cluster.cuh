@@ -2,7 +2,7 @@
 //
 // CTAs take keys in order. CTA A has the first partial tile of the query tile as the last of its
 // work range. CTAs B, C, ... have theirs as the first of their ranges. They send their results to
-// A, which merges. A query tile is spread if all CTAs of the cluster have a partial tile of it,
+// A, which merges. A query tile is sliced if all CTAs of the cluster have a partial tile of it,
 // each as the last of its range. Then every CTA merges one slice of the columns (merge_slice.cuh) and
 // receives only that slice. To receive 16 rows from seven CTAs would take one CTA a microsecond.
 //

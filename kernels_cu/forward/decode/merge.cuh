@@ -84,10 +84,10 @@ struct DecodeMerge {
     }
   }
 
-  // Merges the rows [first, first + rows) of at most `Most` results, always in the same order. The
+  // Merges the rows [first, first + rows) of at most `MaxResults` results, always in the same order. The
   // results are in shared memory, result_floats apart. In global memory, the merged result
   // overwrites result `target`.
-  template <int Most>
+  template <int MaxResults>
   __device__ void merge(const float* source, int result_floats, int results, const Slice& slice,
                         int first, int rows, Destination destination, int target) const {
     // A copy in registers: after a store, the compiler would read `cta.partial_tile` again.
@@ -99,14 +99,14 @@ struct DecodeMerge {
          chunk += Slice::threads) {
 #pragma unroll 1
       for (int row = first_row; row < rows; row += step) {
-        merge_chunk<Most>(partial_tile, source + row * slice.record(), result_floats, results, slice,
+        merge_chunk<MaxResults>(partial_tile, source + row * slice.record(), result_floats, results, slice,
                           first + row, chunk, destination, target);
       }
     }
   }
 
   // Merges four columns of a row. All loads are issued before the first one is used.
-  template <int Most>
+  template <int MaxResults>
   __device__ void merge_chunk(const PartialTile& partial_tile, const float* source, int result_floats,
                               int results, const Slice& slice, int row, int chunk, Destination destination,
                               int target) const {
@@ -116,11 +116,11 @@ struct DecodeMerge {
     // stays finite.
     float base = lowest_base;
 #pragma unroll
-    for (int r = 0; r < Most; ++r) base = fmaxf(base, result(r)[slice.state()]);
+    for (int r = 0; r < MaxResults; ++r) base = fmaxf(base, result(r)[slice.state()]);
     float sum = 0;
     Vector<float, 4> merged = {};
 #pragma unroll
-    for (int r = 0; r < Most; ++r) {
+    for (int r = 0; r < MaxResults; ++r) {
       const float* record = result(r);
       const auto values = *reinterpret_cast<const Vector<float, 4>*>(record + 4 * chunk);
       const auto state = *reinterpret_cast<const Vector<float, 2>*>(record + slice.state());

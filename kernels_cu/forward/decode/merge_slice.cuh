@@ -1,5 +1,5 @@
 // Columns of a query tile that a CTA merges, in chunks of four. If all CTAs of its clusters have
-// partial tiles of it, the query tile is spread: each CTA merges one slice of the columns, the same
+// partial tiles of it, the query tile is sliced: each CTA merges one slice of the columns, the same
 // in every cluster. Otherwise, one CTA of the cluster merges all columns.
 //
 // If several clusters have partial tiles, the CTAs that merge the same slice exchange their results

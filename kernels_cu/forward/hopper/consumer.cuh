@@ -76,7 +76,7 @@ struct HopperConsumer {
   __device__ void consume_all() {
     if (!begin_query_tile()) return;
     if (Config::pingpong && consumer == consumers - 1) pingpong_arrive();
-    products.keep_queries();
+    products.load_query_fragments();
     products.start_scores();
     if (pingpong_softmax) pingpong_wait();
     ptx::wgmma_wait_group<0>();
@@ -91,7 +91,7 @@ struct HopperConsumer {
       if (tile_ends) {
         work_tile_slot = Cta::next_work_tile_slot(work_tile_slot);
         if (!begin_query_tile()) break;
-        products.keep_queries();
+        products.load_query_fragments();
       } else {
         --kv_tile;
       }
@@ -170,7 +170,7 @@ struct HopperConsumer {
       switch_query_tile(accumulate);
       if (!accumulate) {
         begin_query_tile();
-        products.keep_queries();
+        products.load_query_fragments();
       }
       if (Config::pingpong) pingpong_wait();
       products.start_scores();
@@ -189,7 +189,7 @@ struct HopperConsumer {
         if (tile_ends) {
           work_tile_slot = Cta::next_work_tile_slot(work_tile_slot);
           begin_query_tile();
-          products.keep_queries();
+          products.load_query_fragments();
         }
         multiply_both(tile_ends, accumulate, rescale);
         accumulate = !tile_ends;

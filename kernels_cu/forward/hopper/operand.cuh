@@ -86,10 +86,10 @@ __device__ void for_each_product(Product product) {
 }
 
 // MLA tile of K or Q. The columns that are also V, and the others, have a `TmaTile` each.
-template <int Rows, int Values, int Others>
+template <int Rows, int Values, int RestColumns>
 struct MlaTile {
   using First = TmaTile<Rows, Values>;
-  using Rest = TmaTile<Rows, Others>;
+  using Rest = TmaTile<Rows, RestColumns>;
   static constexpr int bytes = First::bytes + Rest::bytes;
 };
 

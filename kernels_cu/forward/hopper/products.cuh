@@ -74,11 +74,11 @@ struct HopperProducts {
 
   // Copies queries to registers, so that wgmma reads less shared memory, whose bandwidth Q, K and
   // arriving tiles exhaust. If all of Q is in registers, its stage can be released early.
-  __device__ void keep_queries() {
-    if constexpr (kept_steps > 0) copy_queries();
+  __device__ void load_query_fragments() {
+    if constexpr (kept_steps > 0) copy_query_fragments();
   }
 
-  __device__ void copy_queries() {
+  __device__ void copy_query_fragments() {
     const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16;
     const unsigned row_address = queries_address() + row * QueryTile::box_row_bytes;
 #pragma unroll

@@ -264,7 +264,7 @@ def _in_pieces(problem: Problem) -> bool:
 
 
 def _second_units(problem: Problem) -> int:
-    """Return for how many of P and dS the warps compute scale factors (`finds_p`, `finds_ds`)."""
+    """Return for how many of P and dS the warps compute scale factors (`refines_p`, `refines_ds`)."""
     score = problem.score
     if score is None or not _in_pieces(problem):
         return 0

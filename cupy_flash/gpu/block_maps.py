@@ -172,7 +172,7 @@ class Layout:
     Attributes
     ----------
     full, behind, tiles, shown, bytes
-        Byte offsets of the arrays after the first one, `visited`, and total number of bytes.
+        Byte offsets of the arrays after the first one, `nonempty`, and total number of bytes.
     slots
         Largest number of blocks of a row group whose visible pairs are stored.
     key_ranges, scratch

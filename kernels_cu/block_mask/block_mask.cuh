@@ -32,7 +32,7 @@ struct alignas(8 * Words) VisiblePairs {
 struct BlockMask {
   static constexpr int max_slots = 16;  // maximum number of slots per row group
 
-  unsigned char* memory;  // the arrays below, stored consecutively; `*_at` are byte offsets
+  unsigned char* memory;  // the arrays below, stored consecutively; `*_offset` are byte offsets
   int64 full_offset;
   int64 slots_after_offset;
   int64 tiles_offset;

@@ -157,7 +157,7 @@ __device__ inline void find_ranges(const BlockMaskParams& p) {
 
 // State of 32 blocks, one bit per block.
 struct BlockStates {
-  unsigned undecided;    // undecided: its pairs must be evaluated
+  unsigned undecided;  // pairs of the block must be evaluated
   unsigned visible;    // some pair is visible
   unsigned masked;  // some pair is masked
 };
@@ -363,4 +363,4 @@ __device__ inline void order_tiles(const BlockMaskParams& p) {
   }
 }
 
-}  // namespace block_map
+}  // namespace block_mask

@@ -321,7 +321,7 @@ struct MmaForward : MmaTileCoord<Config> {
     }
   }
 
-  // Returns whether settle() is needed. Recomputing the coordinates costs 1 to 2% with 512 keys.
+  // Returns whether fix_rows() is needed. Recomputing the coordinates costs 1 to 2% with 512 keys.
   __device__ bool may_have_degenerate_rows() const {
     return !Config::modified && mask.visible_end(first_row - lane / 4) <= max_degenerate_keys<Element>;
   }

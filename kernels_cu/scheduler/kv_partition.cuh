@@ -85,7 +85,7 @@ struct WorkRange {
   Sequence sequence;
 };
 
-// Computes the work range of a CTA and its partial tiles. One warp calls `take()`; one of its lanes
+// Computes the work range of a CTA and its partial tiles. One warp calls `init_work_range()`; one of its lanes
 // calls the other functions.
 template <class Config>
 struct KvPartitioner {

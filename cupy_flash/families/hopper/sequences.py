@@ -12,7 +12,7 @@ from cupy_flash.families.schedule import Launch
 from cupy_flash.problem.problem import Problem
 
 _PREPARE_THREADS = 1024
-# Value of `SequenceOrder::scratch_words` in `scheduler/varlen_order.cuh`.
+# Value of `VarlenOrder::scratch_words` in `scheduler/varlen_order.cuh`.
 _PREPARE_WORDS = 256 + 32
 _WORD_BYTES = 4
 

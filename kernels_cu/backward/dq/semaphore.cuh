@@ -13,8 +13,8 @@
 
 // One thread of a CTA operates the semaphores; barriers order it with the other threads.
 //
-//   semaphore_peek   reads the semaphore early, to hide the latency of the load
-//   pass_turn      releases the previous tile, after a barrier of all threads that added to it
+//   semaphore_peek     reads the semaphore early, to hide the latency of the load
+//   semaphore_release  releases the previous tile, after a barrier of all threads that added to it
 //   semaphore_wait     waits for a tile, before a barrier of all threads that will add to it
 //
 // The fence in `semaphore_release` also makes the earlier load in `semaphore_peek` an acquire.

@@ -5,10 +5,10 @@
 //   loader, a lane      q_empty, dout_empty            issues TMA loads       q_full, dout_full
 //   statistics, a warp  q_empty                        copies row statistics  q_full
 //   adders, two lanes   semaphore, sums_full           add dq to memory       sums_empty, semaphore
-//                       semaphore, if last in order    load the earlier sums  others_full
+//                       semaphore, if last         load the earlier sums  earlier_sums_full
 //   consumers, two      q_full, dout_full, each other  multiply               q_empty, dout_empty
 //     warpgroups        sums_empty                     write their dq sums    sums_full
-//                       others_full                    write dq               sums_full
+//                       earlier_sums_full              write dq               sums_full
 //
 // For wide heads (split_consumers.cuh) consumers add dq, and the adders only operate the semaphore.
 //

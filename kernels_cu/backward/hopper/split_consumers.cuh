@@ -11,8 +11,8 @@
 //
 // Two lanes of the producer warpgroup operate the dq semaphore for the consumers:
 //
-//   semaphore lane  semaphore acquired           | both have added: releases the semaphore
-//   consumers             turn_full -> add, added
+//   semaphore lane  acquires the semaphore       | both have added: releases it
+//   consumers       semaphore_acquired -> add, dq_added
 #pragma once
 
 #include "backward/hopper/cta.cuh"

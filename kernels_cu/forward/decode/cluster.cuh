@@ -8,16 +8,16 @@
 //
 //   a CTA that merges              its mbarrier             the other CTAs of the query tile
 //   ---------------------------    ---------------------    ----------------------------------
-//   init its mbarrier          --> phase 0: 1 arrival       init their own mbarriers   announce()
-//   cluster_arrive                                          cluster_arrive
+//   init_receive_barrier()     --> phase 0: 1 arrival       init_receive_barrier()
+//     cluster_arrive                                          cluster_arrive
 //   issue loads of first keys
-//   arrive, expect the bytes   --> 1 arrival, all bytes                             expect_sent()
+//   expect_results()           --> 1 arrival, all bytes
 //   compute its partial tile                                compute their partial tiles
-//   cluster_wait  <----------- all mbarriers are initialized -------->  cluster_wait       sync_cluster()
+//   sync_cluster()  <---------- all mbarriers are initialized ------->  sync_cluster()
 //   store own result in buffer
-//                                  bytes are counted    <-- st_async results to the
-//                                                           buffers of the merging CTA     send()
-//   wait for phase 0           <-- phase 0 ends                                   wait_for_sent()
+//                                  bytes are counted    <-- send() results with st_async to
+//                                                           the buffers of the merging CTA
+//   wait_results()             <-- phase 0 ends
 //   merge buffers 0, 1, ...
 //
 // Bytes may arrive before they are expected: the phase does not end without the CTA's own arrival.

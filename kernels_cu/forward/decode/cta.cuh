@@ -136,7 +136,7 @@ struct DecodeCta {
   }
 
   // Computes the work range of the CTA and the keys of its first partial tile, on which all loads
-  // depend. find_others() computes the rest later.
+  // depend. set_merge_info() computes the rest later.
   __device__ void init_work_range() const {
     if (warp == 0) {
       WorkRange work_range;

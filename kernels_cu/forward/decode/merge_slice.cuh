@@ -29,7 +29,7 @@ struct MergeSlice {
   }
 
   __device__ int first_chunk() const { return is_slice ? index * slice_chunks : 0; }
-  // Number of chunks per row, where the last slice counts as full. chunks_there() is exact.
+  // Number of chunks per row, where the last slice counts as full. valid_chunks() is exact.
   __device__ int chunks() const { return is_slice ? slice_chunks : all_chunks; }
   __device__ int valid_chunks() const {
     return is_slice ? max(0, min(slice_chunks, all_chunks - first_chunk())) : all_chunks;

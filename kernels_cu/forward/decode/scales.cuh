@@ -74,7 +74,7 @@ struct PartialTileScales {
     }
   }
 
-  // Scales of the keys that a lane holds in accumulator fragments. take() loads them.
+  // Scales of the keys that a lane holds in accumulator fragments. load() loads them.
   using LaneScales = float[Bc / 8][2];
   __device__ void load(LaneScales& lane_scales, unsigned stage) const {
 #pragma unroll

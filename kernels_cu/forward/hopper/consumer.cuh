@@ -51,7 +51,7 @@ struct HopperConsumer {
   int full_end;               // first KV tile that needs a mask, if Config::has_seqlens
   int kv_tile;                  // KV tile whose scores were computed last
   int begin;                  // last KV tile of the query tile, in processing order
-  typename Cta::KvTileInfo kv_tile_info;    // `KvTileInfo` of the KV tile, if Config::noted
+  typename Cta::KvTileInfo kv_tile_info;    // `KvTileInfo` of the KV tile, if Config::skips_tiles
   int visible_pairs_slot = -1;        // index in the ring of visible pairs, if Config::block_mask
   typename Cta::TilePairs visible_pairs;  // visible pairs of the KV tile, if the block mask stores them
   PipelineState<Config::bias_stages> bias_ring;

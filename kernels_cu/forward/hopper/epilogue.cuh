@@ -87,7 +87,7 @@ struct HopperEpilogue {
   // row's sum. Returns whether any row of the warp is special. With Config::marks_low_rows, the sum
   // of a row becomes 0 in two cases, and low_rows.cuh computes the row. Its base may be near the
   // low scores, which are masked though they have weight in this row. Or its base is at least
-  // most_base: then scores of the KV tile that set the base are rounded differently from those of
+  // max_base: then scores of the KV tile that set the base are rounded differently from those of
   // later ones. The base exceeds the largest score by at most 32.
   __device__ static bool sum_rows(SoftmaxRow (&state)[2], bool (&may_be_one_key)[2]) {
     bool is_special = false, is_low[2] = {};

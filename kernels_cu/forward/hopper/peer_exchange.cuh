@@ -61,7 +61,7 @@ struct PeerExchange<Config, true> {
   __device__ PeerExchange(const Cta& cta, int consumer)
       : cta(cta), warp(4 * consumer + threadIdx.x / 32 % 4) {}
 
-  // Adds the partial scores of the peer CTA to those of this one. Calls meanwhile() between sending
+  // Adds the partial scores of the peer CTA to those of this one. Calls while_waiting() between sending
   // and receiving.
   template <class WhileWaiting>
   __device__ void add_peer_scores(float (&scores)[Config::Bc / 2], WhileWaiting while_waiting) {

@@ -25,9 +25,9 @@ struct HopperProducer {
   PipelineState<Cta::tails> tail = {};
   PipelineState<Config::bias_stages> bias_ring = {};
   PipelineState<Cta::visible_pairs_slots> visible_pairs_ring = {};
-  KvTileIterator<Config> kv_tiles;  // used if Config::noted
+  KvTileIterator<Config> kv_tiles;  // used if Config::skips_tiles
 
-  // Returns whether a thread runs the producer; acts() returns whether it issues copies and
+  // Returns whether a thread runs the producer; is_elected() returns whether it issues copies and
   // arrives.
   __device__ static bool is_producer_thread() { return Config::skips_tiles ? threadIdx.x < 32 : threadIdx.x == 0; }
   __device__ static bool is_elected() { return !Config::skips_tiles || threadIdx.x == 0; }

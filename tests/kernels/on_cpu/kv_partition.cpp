@@ -4,9 +4,9 @@
 // cu_seqlens_q, seqused_k and cache_batch_idx that exists, and then the elements of these arrays.
 //
 // The output has a line for each partial tile: the CTA's x, y and z; batch, head_kv, row_tile,
-// seqlen_q, seqlen_k, begin, end, number, count, place, result, results, slot and is_spread; and
-// for each merge group of the result first, step, count, the counter's slot and is_last. The last
-// CTA's `keys_of_all` and an empty line follow.
+// seqlen_q, seqlen_k, begin, end, index, count, first_cta_rank, result, results, slot and
+// is_sliced; and for each merge group of the result first, step, count, the counter's slot and
+// is_root. The last CTA's `total_keys` and an empty line follow.
 
 #include "cuda_on_cpu.h"
 // The code under test; its headers need cuda_on_cpu.h.

@@ -312,7 +312,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
   // If modifications mask pairs, combines `p_sums` of the warps that have the same keys.
   __device__ void combine_p_sums() {
     int* flags = reinterpret_cast<int*>(memory + stages_offset);
-    static_assert(stages * stage_bytes >= Bc * int(sizeof(int)), "place for a flag of each key");
+    static_assert(stages * stage_bytes >= Bc * int(sizeof(int)), "the stages hold a flag per key");
     for (int i = threadIdx.x; i < Bc; i += threads) flags[i] = 0;
     __syncthreads();
 #pragma unroll

@@ -75,7 +75,7 @@ struct SoftmaxBackward {
   template <class RowOf, class Score, class Gradient>
   __device__ void zero_one_key_ds(RowOf row_of, Score score, Gradient gradient) const {
     if constexpr (zeroes_one_key_ds<Config>) {
-      static_assert(sizeof(Element) == 2, "of others the threshold depends on the row");
+      static_assert(sizeof(Element) == 2, "for other types the threshold depends on the row");
       if (count(row_of(0)) > 1 && count(row_of(Queries - 1)) > 1) return;
 #pragma unroll
       for (int r = 0; r < Queries; ++r) {

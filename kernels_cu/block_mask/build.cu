@@ -82,7 +82,7 @@ struct Block {
 // `shuffle_xor()` returns x of another lane; `warp_union()` the union of the ranges of all lanes.
 template <class T>
 __device__ T shuffle_xor(T x, int distance) {
-  static_assert(sizeof(T) % 4 == 0, "words are exchanged");
+  static_assert(sizeof(T) % 4 == 0, "the type must consist of 32-bit words");
   unsigned words[sizeof(T) / 4];
   memcpy(words, &x, sizeof(T));
   for (unsigned& word : words) word = __shfl_xor_sync(all_lanes, word, distance);
@@ -258,7 +258,7 @@ template <int Words>
 __device__ __forceinline__ void store_visible_pairs(const BlockMaskParams& p, const BatchHead& batch_head, int row_group,
                                            int key_block, int slot) {
   using TilePairs = VisiblePairs<Words>;
-  static_assert(threads == 2 * TilePairs::threads, "each has a row");
+  static_assert(threads == 2 * TilePairs::threads, "each thread processes one row");
   const int thread = threadIdx.x / 2, half = threadIdx.x % 2;
   const int row = row_group * p.group_rows + TilePairs::first_row(thread) + 8 * half;
   const auto mod_row = Mods::row(p.mods, batch_head.batch, batch_head.head, row + p.q_offset, row, 0, 0, 0);

@@ -75,9 +75,9 @@ struct MmaForward : MmaTileCoord<Config> {
       Config::modified && !Config::sinks && !quotient_is_exact<Element>;
 
   static_assert(warp_rows == 16 || warp_rows == 32, "a warp owns one or two tiles of 16 rows");
-  static_assert(Br % Config::warps == 0 && Bc % 16 == 0, "tiles are whole fragments");
-  static_assert(column_warps == 1 || sizeof(Element) == 2, "of float32 no head is wide");
-  static_assert(stages >= 2 && stages <= 4, "one tile in use, one to three on their way");
+  static_assert(Br % Config::warps == 0 && Bc % 16 == 0, "tiles consist of whole fragments");
+  static_assert(column_warps == 1 || sizeof(Element) == 2, "column warps need 16-bit elements");
+  static_assert(stages >= 2 && stages <= 4, "2 to 4 stages");
 
   // Shared memory: Q, which the output overwrites at the end, then the ring of K and V tiles.
   static constexpr int row_bytes =
@@ -86,7 +86,7 @@ struct MmaForward : MmaTileCoord<Config> {
   static constexpr int stage_bytes = Bc * row_bytes;
   static_assert(q_bytes + stages * stage_bytes == Config::shared_memory, "as the host planned");
   static_assert(column_warps == 1 || Br * Bc * int(sizeof(float)) <= stage_bytes,
-                "the scores fit where the keys were");
+                "scores fit in the stage of the keys");
 
   template <int Rows, int Columns, class Layout>
   using Copy = RowCopy<Layout, Element, Rows, Columns, threads, Config::alignment>;

@@ -76,7 +76,7 @@ struct Capture : CaptureFields<Element, Offset, Rank, (Rank > 0 ? Rank - Contigu
 
   template <class... Indices>
   __device__ auto at(Indices... indices) const {
-    static_assert(sizeof...(Indices) == Rank, "as many indices as the array has axes");
+    static_assert(sizeof...(Indices) == Rank, "one index per axis");
     return read_capture(this->data + element_offset<0>(indices...));
   }
 

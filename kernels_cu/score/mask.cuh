@@ -19,7 +19,7 @@ struct Band {
 };
 template <class Config>
 struct Band<Config, true> {
-  static_assert(!(Config::prefix && Config::window_left), "two ranges of keys");
+  static_assert(!(Config::prefix && Config::window_left), "prefix and left window exclude each other");
 
   int left;
   int right;

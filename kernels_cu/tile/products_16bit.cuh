@@ -40,7 +40,7 @@ struct Products16Bit {
   static constexpr int key_steps = Bc / 16;
   static constexpr int warp_key_steps = key_steps / column_warps;
   static constexpr int column_steps = columns_v / 16;
-  static_assert(key_steps % column_warps == 0, "each warp has whole steps of the keys");
+  static_assert(key_steps % column_warps == 0, "each column warp processes whole k steps");
 
   using KeyLayout = SwizzledRows<Element, columns>;
   using ValueLayout = SwizzledRows<Element, columns_v * column_warps>;

@@ -91,7 +91,7 @@ struct Products8Bit {
   using Stored = typename Config::CacheElement;
   using Widen = WidenBytes<Stored>;
   static constexpr int Bc = Config::Bc;
-  static_assert(Bc == 32, "one ldmatrix brings 16 columns of all keys");
+  static_assert(Bc == 32, "one ldmatrix loads 16 columns of all keys");
   static constexpr int columns = round_up(Config::head_dim, 16);
   static constexpr int columns_v = round_up(Config::head_dim_v, 16);
   static constexpr int k_steps = columns / 16;

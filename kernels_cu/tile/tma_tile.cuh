@@ -16,7 +16,7 @@ struct TmaTile {
   static constexpr int box_bytes = Rows * box_row_bytes;
   static constexpr int bytes = boxes * box_bytes;
 
-  static_assert(Rows % 16 == 0, "slabs are whole repetitions of the swizzle");
+  static_assert(Rows % 16 == 0, "boxes contain whole repetitions of the swizzle pattern");
 
   // Returns the byte offset in the tile of k step `step` (16 columns), if k runs along the columns.
   static constexpr int column_step(int step) {

@@ -19,7 +19,7 @@ struct DqFragments {
   static constexpr int row_tiles = Rows / 16 / row_warps;
   static constexpr int column_tiles = Columns / 8 / column_warps;
   static_assert(row_tiles * row_warps * 16 == Rows, "whole fragments");
-  static_assert(column_tiles % 2 == 0 && column_tiles * column_warps * 8 == Columns, "pairs");
+  static_assert(column_tiles % 2 == 0 && column_tiles * column_warps * 8 == Columns, "pairs of fragments");
   static constexpr int64 floats = int64(Rows) * Columns;
 
   // Returns the offset of a lane's four floats of fragment [i][j].

@@ -105,10 +105,10 @@ struct HopperGradientCta {
   using ValueTile = TmaTile<Bc, dim_v>;
   using QueryTile = TmaTile<Br, dim>;
   using DoutTile = TmaTile<Br, dim_v>;
-  // dS: queries by keys, one slab (TMA box) for each consumer's keys.
+  // dS: queries by keys, one TMA box for each consumer's keys.
   using DsTile = TmaTile<Br, Bc>;
   using Fragments = WarpgroupFragments<Br, dim, consumers>;
-  static_assert(KeyTile::box_row_bytes == 128 && ValueTile::box_row_bytes == 128, "slabs of 64 columns");
+  static_assert(KeyTile::box_row_bytes == 128 && ValueTile::box_row_bytes == 128, "boxes of 64 columns");
 
   // Shared memory: k, v, the rings of q and dout, dS, the dq sums (or P, for wide heads), row
   // statistics, barriers and `HopperGradientBlockInfo`.
@@ -127,12 +127,12 @@ struct HopperGradientCta {
   // Other barriers: 3 for k and v; at most 8 for dq sums or, with wide heads, P, dS and semaphore.
   static constexpr int sums_stages = 2;
   static constexpr int other_barriers = 3 + 8;
-  static_assert(consumers == 2, "as many barriers");
+  static_assert(consumers == 2, "barriers are counted for two consumers");
   static constexpr int arrived_barriers = Config::q_stages + Config::dout_stages;
   static constexpr int barriers =
       ring_barriers + other_barriers + (inspects ? arrived_barriers : 0);
   static constexpr int block_info_offset = barrier_offset + barriers * 8, block_info_bytes = 96;
-  static_assert(sizeof(HopperGradientBlockInfo<Config>) <= block_info_bytes, "room for it");
+  static_assert(sizeof(HopperGradientBlockInfo<Config>) <= block_info_bytes, "fits in block_info_bytes");
   static_assert(block_info_offset + block_info_bytes == Config::shared_memory, "as the host planned");
 
   // Whether some queries may attend to only some of their sequence's keys.

@@ -217,7 +217,7 @@ struct HopperGradientAdder {
       }
       ptx::cp_async_bulk_commit_group();
     }
-    static_assert(Cta::consumers == 2, "as many waits");
+    static_assert(Cta::consumers == 2, "one wait per consumer");
     ptx::cp_async_bulk_wait_group_read<1>();
     ptx::mbarrier_arrive(cta.sums_empty(0));
     ptx::cp_async_bulk_wait_group_read<0>();

@@ -323,7 +323,7 @@ struct HopperGradientProducts {
         part_softmax_backward(step).zero_one_key_ds(rows_of_part(step, part), element(scores), element(accumulators));
       }
     } else if constexpr (zeroes_one_key_ds<Config>) {
-      static_assert(sizeof(Element) == 2, "of others the threshold depends on the row");
+      static_assert(sizeof(Element) == 2, "for other types the threshold depends on the row");
 #pragma unroll
       for (int i = 0; i < columns / 2; ++i) accumulators[i] = scores[i] > p_of_one_key<Element> ? 0 : accumulators[i];
     }

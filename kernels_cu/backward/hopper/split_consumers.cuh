@@ -33,7 +33,7 @@ struct HopperWideProducts : HopperGradientProducts<Config> {
   using typename Base::LeftOperand;
   using typename Base::DqPart;
   using typename Base::Step;
-  static_assert(Base::parts == 1 && Config::Bc == 64, "a tile is a part, and keys are shared");
+  static_assert(Base::parts == 1 && Config::Bc == 64, "a query tile is one part, and both consumers have the same keys");
 
   int phase = 0;  // phase of the barriers that complete once per tile
   PipelineState<Cta::sums_stages> semaphore_ring = {};
@@ -63,7 +63,7 @@ struct HopperWideProducts : HopperGradientProducts<Config> {
   template <int Chunk>
   __device__ void add(const DqPart& sums, const Step& step) {
     constexpr int column_tiles = Base::dq_columns / 8;
-    static_assert(Base::dq_chunks <= 2, "first and second");
+    static_assert(Base::dq_chunks <= 2, "at most two chunks");
     const DqSums<Config> all(cta.p);
     const int warp = 4 * consumer + threadIdx.x / 32 % 4;
     float* target =

@@ -35,7 +35,7 @@ struct MmaGradientCta {
   static constexpr int threads = 32 * warps;
   static constexpr int key_warps = Config::key_warps;
   static constexpr int query_warps = warps / key_warps;
-  static_assert(key_warps * query_warps == warps, "all have as much");
+  static_assert(key_warps * query_warps == warps, "all warps process equally large parts");
 
   // Number of keys of a warp, and of queries (`columns`) whose scores it computes at once.
   static constexpr int warp_keys = Bc / key_warps;
@@ -57,7 +57,7 @@ struct MmaGradientCta {
   // Whether warps with the same keys work in pairs: one warp computes S and the other dP for the
   // queries of both, and they exchange halves. Larger products read fewer operands.
   static constexpr bool paired = Config::paired && wants_ds;
-  static_assert(!paired || query_warps % 2 == 0, "pairs");
+  static_assert(!paired || query_warps % 2 == 0, "query warps work in pairs");
 
   // Whether a warp chooses second units for the P, or the dS, that it computes at once. Sinks may
   // make all of them far smaller than their bounds, and slopes of scores have no bound.
@@ -90,7 +90,7 @@ struct MmaGradientCta {
   static constexpr int units_offset = Preswizzled::KvTile::scales_offset + int(sizeof(KeyScales));
   static_assert(units_offset + (refines_p + refines_ds) * units_per_operand * int(sizeof(float)) <=
                     Preswizzled::KvTile::bytes,
-                "as the host has seen");
+                "scale factors fit the preswizzled tile");
   static constexpr int pairs_bytes = Bc * Pairs::Layout::row_bytes;
   static constexpr bool exchanges_p = query_warps > 1 && wants_v;
   static constexpr bool exchanges_ds = wants_q || (query_warps > 1 && wants_k);

@@ -96,7 +96,7 @@ struct Exchange {
 template <class Element, class Layout, int Columns, int warps>
 struct ColumnSlice {
   static constexpr int steps = Columns / 16 / warps;
-  static_assert(steps * 16 * warps == Columns, "all have as many");
+  static_assert(steps * 16 * warps == Columns, "all warps process equally many columns");
 
   // Returns the lane's address for the functions below. `warp` is the warp's index among sharers.
   __device__ static unsigned lane_address(unsigned shared, int warp) {

@@ -168,8 +168,8 @@ struct TilePreswizzler {
     unsigned char powers[RowFactors::rows];
     unsigned infinite[KeyScales::keys / 32];
   };
-  static_assert(Config::Br <= RowFactors::rows && Config::Bc <= KeyScales::keys, "room for all");
-  static_assert(sizeof(QueryScales) <= 128 && sizeof(KeyScales) <= 128, "behind an image");
+  static_assert(Config::Br <= RowFactors::rows && Config::Bc <= KeyScales::keys, "scale factors for all rows and keys of a tile");
+  static_assert(sizeof(QueryScales) <= 128 && sizeof(KeyScales) <= 128, "scale factors fit in 128 bytes after the tile");
 
   Shared& shared;
 
@@ -350,7 +350,7 @@ struct TilePreswizzler {
     const TileRows<Br, Config::head_dim_v, Config::padded_dim_v> dout = {
         rows(p.dout), p.dout.row_stride, left, stats};
     const float row_max = dout.largest(*this, [&](int row, float maximum) { shared.row_maxima[row] = maximum; });
-    static_assert(Br <= threads, "a thread has a row at most");
+    static_assert(Br <= threads, "a thread processes at most one row");
     const int row = threadIdx.x;
     const bool has_row = row < Br;
     auto own_stats = has_row && row < left ? stats[row] : typename Preswizzled::Stats{};

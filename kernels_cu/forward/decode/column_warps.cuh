@@ -23,7 +23,7 @@ template <class Config>
 struct DecodeColumnWarps {
   static constexpr int size = Config::column_warps;
   static constexpr int key_warps = Config::warps / size;
-  static_assert(key_warps * size == Config::warps && key_warps <= 15, "whole teams, a barrier each");
+  static_assert(key_warps * size == Config::warps && key_warps <= 15, "warps divide into groups of column warps, with a named barrier each");
   static constexpr int fragments = Config::Br / 16 * (Config::Bc / 8);
   static constexpr int fragment_bytes = 32 * 16;
   static constexpr int buffer_bytes = size * fragments * fragment_bytes;

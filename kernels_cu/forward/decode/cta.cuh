@@ -49,9 +49,9 @@ struct DecodeCta {
   using ColumnWarps = DecodeColumnWarps<Config>;
 
   static_assert(Br == 16 || Br == 32, "a warp holds all rows");
-  static_assert(Bc == 16 || Bc == 32, "a lane knows the page of at most one row");
-  static_assert(Config::q_in_registers, "queries have no place in shared memory");
-  static_assert(stages >= 2, "one tile in use, the others on their way");
+  static_assert(Bc == 16 || Bc == 32, "a lane looks up the page of at most one row");
+  static_assert(Config::q_in_registers, "queries are kept in registers");
+  static_assert(stages >= 2, "at least double buffering");
 
   // Shared memory: one ring per warp, whose stages hold keys, values and scales. If V is a prefix
   // of K's columns (MLA), V is read from the stage of K.
@@ -63,7 +63,7 @@ struct DecodeCta {
   static constexpr int key_warp_bytes = ColumnWarps::size * ring_bytes;
   static constexpr int rings_bytes = ColumnWarps::key_warps * key_warp_bytes;
 
-  static_assert(Br * QueryLayout::row_bytes <= stage_bytes, "queries come through a stage");
+  static_assert(Br * QueryLayout::row_bytes <= stage_bytes, "queries are loaded through a stage");
 
   // A partial result is a record of floats per row: output columns, base of the probabilities,
   // their sum. The records overwrite the rings of the warps that process the same keys.
@@ -79,9 +79,9 @@ struct DecodeCta {
   static constexpr int slices = in_cluster ? Config::cluster : 1;
   static constexpr int slice_chunks = (output_chunks + slices - 1) / slices;
   static constexpr int slice_record = 4 * slice_chunks + 4;
-  static_assert(slice_record <= record, "pieces of an item fit where one whole result does");
+  static_assert(slice_record <= record, "a slice fits in the space of a whole result");
   static_assert(Br * record * 4 <= key_warp_bytes, "a partial result fits");
-  static_assert(MergeGroup::fan_in <= Br, "and a row of each of a group");
+  static_assert(MergeGroup::fan_in <= Br, "a row of each result of a merge group fits");
 
   // Order in shared memory: the rings, buffers in which column warps sum their scores, in a cluster
   // buffers for received results (all columns or a slice), and `State`.

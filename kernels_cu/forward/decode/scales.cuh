@@ -38,7 +38,7 @@ struct PartialTileScales {
   static constexpr int Bc = Config::Bc;
   static constexpr int page_size = Config::page_size;
   static constexpr int bytes = by_key ? Bc * int(sizeof(float)) : 0;
-  static_assert(Bc == 32, "a lane brings the scale of one key");
+  static_assert(Bc == 32, "each lane loads the scale of one key");
 
   const Tensor& scales;
   float common_scale;

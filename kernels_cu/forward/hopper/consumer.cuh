@@ -29,7 +29,7 @@ struct HopperConsumer {
   static constexpr int Bc = Config::Bc;
   static constexpr int consumers = Cta::consumers;
 
-  static_assert(!Config::pingpong || consumers > 1, "turns need another to take them with");
+  static_assert(!Config::pingpong || consumers > 1, "ping-pong scheduling needs several consumers");
   // Ping-pong scheduling: named barriers order the consumers, so that the softmax of one overlaps
   // the GEMMs of another. With bounded scores, the softmax takes longer than both GEMMs, and the
   // barriers order its first half instead: one consumer computes tanh while another computes

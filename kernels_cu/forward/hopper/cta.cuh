@@ -69,18 +69,18 @@ struct HopperCta {
   static constexpr int stage_bytes =
       components * (KeyTile::bytes > ValueTile::bytes ? KeyTile::bytes : ValueTile::bytes);
   static_assert(Br % 64 == 0 && consumers >= 1 && consumers <= 3, "64 rows for each consumer");
-  static_assert(Bc % 16 == 0 && Bc <= 256, "both products are whole wgmma");
+  static_assert(Bc % 16 == 0 && Bc <= 256, "both products consist of whole wgmma instructions");
   static_assert(!Config::has_seqlens || !Config::split_keys || values_in_keys,
-                "a sequence's keys are left whole, but for latent attention");
+                "with sequences, keys are split only for MLA");
   static_assert(!values_in_keys || (cta_ranks > 1 && components == 1 && !Config::skips_tiles),
-                "of 16-bit heads that two blocks share, without modifications");
+                "MLA needs CTA pairs and 16-bit elements without modifications");
   static_assert(!values_in_keys || (columns_v % 32 == 0 && columns_rest % 32 == 0),
-                "slabs of values, and slabs of the other columns");
-  static_assert(Config::page_size % Bc == 0, "a tile of keys is of one page");
+                "V columns and the other columns form whole boxes");
+  static_assert(Config::page_size % Bc == 0, "a KV tile belongs to one page");
   static_assert(
       (components == 1 && !transposes_values) ||
           (!Config::has_seqlens && !Config::split_keys && !Config::modified),
-      "of float32 and float8 there are only batches of equal lengths, whole and without more");
+      "float32 and float8 support only equal lengths without splits or modifications");
 
   using WorkTile = HopperWorkTile<Config>;
   // Entries in the ring of work tiles. A work tile is read again when its output is written. If the
@@ -104,7 +104,7 @@ struct HopperCta {
 
     static constexpr unsigned all_consumers = (1u << consumers) - 1;
     static constexpr unsigned first = 1 << 30, end = 1u << 31;
-    static_assert(BlockMask::max_slots < 256, "a slot takes eight bits");
+    static_assert(BlockMask::max_slots < 256, "a slot number has eight bits");
     // Returns the bits for one consumer: whether it needs the KV tile, whether the block mask
     // leaves all its pairs visible, and the slot of the visible pairs, counted from 1 (0 if not
     // stored).

@@ -38,7 +38,7 @@ struct HopperProducts {
   static constexpr int partial_buffers = is_wide ? 2 : 1;
 
   static_assert(kept_steps >= 0 && kept_steps <= k_steps, "steps of 16 columns");
-  static_assert(components == 1 || kept_steps == 0, "no registers for the pieces of queries");
+  static_assert(components == 1 || kept_steps == 0, "float32 keeps no components of Q in registers");
 
   const Cta& cta;
   const int consumer;

@@ -39,7 +39,7 @@ struct HopperSoftmax {
   using Probabilities = unsigned[Operand::components][Bc / 4];
 
   static_assert(!Config::bounded || (Config::Mods::changes_scores && Row::highest < 0),
-                "scores are exponents of two, and p that are not held to a maximum need bfloat16");
+                "bounded scores need log2 scores and the exponent range of bfloat16");
 
   // Returns whether a score is treated as masked. A row without other scores is recomputed by
   // another launch (low_rows.cuh).

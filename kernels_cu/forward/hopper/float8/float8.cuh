@@ -63,7 +63,7 @@ struct ByteTmaTile : TmaTile<Rows, (Columns + 1) / 2> {
 template <class Config, int columns, int columns_v, class Out>
 struct HopperTiles<Config, columns, columns_v, float8_for<Out>> {
   static_assert(Config::Bc % 32 == 0, "whole steps of k");
-  static_assert(columns == Config::head_dim && columns_v == Config::head_dim_v, "no pairs");
+  static_assert(columns == Config::head_dim && columns_v == Config::head_dim_v, "no clusters of two CTAs");
   using QueryTile = ByteTmaTile<Config::Br, columns>;
   using KeyTile = ByteTmaTile<Config::Bc, columns>;
   // The columns of a V tile are keys. Its rows are padded to whole partial outputs.

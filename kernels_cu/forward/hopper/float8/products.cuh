@@ -29,8 +29,8 @@ struct HopperProducts<Config, true> : HopperProducts<Config, false> {
   static constexpr int part = Bc / parts;
   static constexpr int columns_v = Cta::Tiles::value_rows;
   static constexpr int partial_outs = columns_v / part;
-  static_assert(columns_v % part == 0, "whole shares");
-  static_assert(parts == 1 || partial_outs == 1, "while a share is added its other registers have scores");
+  static_assert(columns_v % part == 0, "whole partial outputs");
+  static_assert(parts == 1 || partial_outs == 1, "registers of a second partial output hold scores");
   using Part = float[part / 2];
 
   float out[columns_v / 2];

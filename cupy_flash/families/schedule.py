@@ -178,7 +178,7 @@ class Schedule:
     counters
         Number of 32-bit words of device memory that are zero before a launch and after it.
     section_heads
-        Number of query heads whose query tiles are interleaved (`kernels_cu/scheduler/tile_coord.cuh`).
+        Number of query heads whose query tiles are interleaved (`scheduler/tile_coord.cuh`).
     tensor_maps
         Tensor maps that the kernels take, in order, by name.
     parts

@@ -39,8 +39,8 @@ _BITS, _WORD = 32, 4
 _TILE = 16
 # Alignment in bytes of the arrays in one allocation.
 _ALIGNMENT = 512
-# Layout of the stored visible pairs of a block (`VisiblePairs` in block_mask.cuh): query rows, threads that
-# read them, and keys per word.
+# Layout of the stored visible pairs of a block (`VisiblePairs` in block_mask.cuh): query rows,
+# threads that read them, and keys per word.
 _KEPT_ROWS, _KEPT_THREADS, _KEPT_KEYS = 64, 128, 128
 # Largest number of partial blocks per row group whose visible pairs are stored, and bytes for all.
 # Document masks rarely have more than two; a million tokens have space for two.

@@ -50,8 +50,8 @@ class Bounds(NamedTuple):
 def emit_bounds(seen: Node, captures: Captures, *, dtype: str = "float32") -> Bounds:
     """Return C++ of the struct ``MaskBounds``, which has the following functions.
 
-    - ``Visibility classify(a, b, h, i_low, i_high, j_low, j_high, q_start, k_start, rows, keys)``: over
-      all pairs of two inclusive ranges, ``Visibility::all`` only if every pair is visible,
+    - ``Visibility classify(a, b, h, i_low, i_high, j_low, j_high, q_start, k_start, rows, keys)``:
+      over all pairs of two inclusive ranges, ``Visibility::all`` only if every pair is visible,
       ``Visibility::none`` only if none is, otherwise ``Visibility::some``.
     - ``Rows rows_at(a, b, h, i, q_start, k_start)``, ``Keys keys_at(a, b, h, j, ...)``: ranges, at
       one position, of values that read captured arrays and depend on that position alone;

@@ -75,9 +75,9 @@ def emit(
       the base, for the key ``first_key + step``, where x is the product of query and key,
     - ``bool is_visible(a, row, keys, step)``, which is whether the pair is visible.
 
-    ``exponent`` and ``is_visible`` have a variant ``Inside`` for pairs whose array indices are in bounds.
-    ``has_bounds`` says that the variant differs, and ``bool is_inside(a, row, keys, last)`` whether
-    it may be used for all steps from 0 to ``last``.
+    ``exponent`` and ``is_visible`` have a variant ``Inside`` for pairs whose array indices are in
+    bounds. ``has_bounds`` says that the variant differs, and ``bool is_inside(a, row, keys, last)``
+    whether it may be used for all steps from 0 to ``last``.
 
     ``step`` should be a constant after unrolling. ``row`` computes values that are constant along a
     row, and ``keys`` computes values that are linear in the key, for ``first_key``. The other
@@ -90,7 +90,8 @@ def emit(
       ``exponent``; it may be NaN or infinite for masked pairs,
     - ``differentiable``, the number of captures with gradients, and ``loads``, the number of their
       elements that a pair reads at most,
-    - ``void for_each_differentiable(a, function)``, which calls ``function(number, capture)`` for each,
+    - ``void for_each_differentiable(a, function)``, which calls ``function(number, capture)`` for
+      each,
     - ``void scatter(a, row, keys, step, x, weight, add)``, which calls ``add(number, element,
       gradient)`` for each load of such a capture, with its number, the index of the element in C
       order, and the product of ``weight``, the gradient of the new score, with the derivative.

@@ -2,12 +2,12 @@
 //
 // As in mma.cu, a CTA owns a KV tile, whose dk and dv it keeps in registers, and iterates over the
 // query tiles of all query heads. The CTAs of a head add their dq of a query tile in a fixed order
-// (dq/semaphore.cuh). Here query tiles go from the first to the last, and CTAs of later keys add first.
-// The last CTA of the order writes dq, or another kernel does.
+// (dq/semaphore.cuh). Here query tiles go from the first to the last, and CTAs of later keys add
+// first. The last CTA of the order writes dq, or another kernel does.
 //
 // Two consumer warpgroups issue wgmma: each has half of the keys (hopper/consumer.cuh) or, for wide
-// heads, half of the products (hopper/split_consumers.cuh). Warps of the producer warpgroup load tiles and add
-// dq (hopper/producer_warps.cuh).
+// heads, half of the products (hopper/split_consumers.cuh). Warps of the producer warpgroup load
+// tiles and add dq (hopper/producer_warps.cuh).
 #include "backward/hopper/consumer.cuh"
 #include "backward/hopper/cta.cuh"
 #include "backward/hopper/producer_warps.cuh"
@@ -23,14 +23,17 @@
 template <class Config>
 __device__ void hopper_gradients(const GradientMaps& maps, const GradientParams& p) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
-  const GradientTileCoord coord = gradient_tile_coord<Config, Config::Bc, true, true>(p, blockIdx.x);
+  const GradientTileCoord coord =
+      gradient_tile_coord<Config, Config::Bc, true, true>(p, blockIdx.x);
   const Sequence sequence = sequence_of<Config>(p, coord.batch);
   if (coord.begin >= sequence.seqlen_k) return;
   using Cta = HopperGradientCta<Config>;
   using BlockInfo = HopperGradientBlockInfo<Config>;
   const BlockInfo local_info(p, coord, sequence);
-  BlockInfo* const shared_info = reinterpret_cast<BlockInfo*>(shared_memory + Cta::block_info_offset);
-  const Cta cta(p, maps, ptx::shared_address(shared_memory), BlockInfo::is_shared ? *shared_info : local_info);
+  BlockInfo* const shared_info =
+      reinterpret_cast<BlockInfo*>(shared_memory + Cta::block_info_offset);
+  const Cta cta(p, maps, ptx::shared_address(shared_memory),
+                BlockInfo::is_shared ? *shared_info : local_info);
   if (threadIdx.x == 0) {
     if (BlockInfo::is_shared) *shared_info = local_info;
     cta.init_barriers();

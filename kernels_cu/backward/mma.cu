@@ -1,6 +1,6 @@
 // Gradients of attention on tensor cores, sm_80 and newer, by five products in one pass. Inputs are
-// float16, bfloat16, or float32 as pairs of float16 components (preprocess/float32_fp16x2.cuh), for which another
-// kernel first writes preswizzled tiles (preprocess/preswizzle.cuh).
+// float16, bfloat16, or float32 as pairs of float16 components (preprocess/float32_fp16x2.cuh), for
+// which another kernel first writes preswizzled tiles (preprocess/preswizzle.cuh).
 //
 // FlashAttention-2 (Dao 2023, algorithm 2): a CTA owns a KV tile, whose dk and dv it keeps in
 // registers. It iterates over the query tiles of all query heads, from the last to the first:
@@ -27,8 +27,10 @@ struct MmaGradients : MmaGradientProducts<Config> {
   using Base::refines_p, Base::refines_ds, Base::is_bounded, Base::exchanges_p, Base::exchanges_ds;
   using Base::stage_bytes, Base::stages_offset, Base::p, Base::coord, Base::sequence, Base::mask;
   using Base::memory, Base::shared, Base::scale_log2, Base::warp, Base::lane, Base::tiles;
-  using Base::full_end, Base::key_warp, Base::query_warp, Base::keys_address, Base::values_address, Base::ds_address;
-  using Base::p_address, Base::queries_address, Base::dout_address, Base::stats_address, Base::load_keys, Base::load;
+  using Base::full_end, Base::key_warp, Base::query_warp, Base::keys_address, Base::values_address,
+      Base::ds_address;
+  using Base::p_address, Base::queries_address, Base::dout_address, Base::stats_address,
+      Base::load_keys, Base::load;
   using Base::group, Base::is_last, Base::next_step, Base::order_index, Base::read;
   using Base::multiply_paired, Base::units, Base::second_unit, Base::scale, Base::read_ds;
   using Base::first_dq_tile, Base::p_units_begin, Base::ds_units_begin, Base::factors;
@@ -50,7 +52,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
   float dk_sums[row_tiles][2 * Columns::steps][4];
   float dv_sums[row_tiles][2 * ColumnsV::steps][4];
   float p_sums[row_tiles][2];  // sums of P, to detect keys whose pairs are all masked
-  int pending_release = -1;          // tile slot whose semaphore must be released, or -1
+  int pending_release = -1;    // tile slot whose semaphore must be released, or -1
 
   using Base::Base;
 
@@ -94,7 +96,8 @@ struct MmaGradients : MmaGradientProducts<Config> {
   __device__ void release_semaphore() {
     if constexpr (wants_q) {
       if (threadIdx.x != 0) return;
-      semaphore_release(pending_release < 0 ? nullptr : DqSums<Config>(p).semaphores + pending_release);
+      semaphore_release(pending_release < 0 ? nullptr
+                                            : DqSums<Config>(p).semaphores + pending_release);
     }
   }
 
@@ -113,7 +116,8 @@ struct MmaGradients : MmaGradientProducts<Config> {
     compute_pairs<true>(stage, head, tile, query_warp() * columns, is_masked);
 #pragma unroll
     for (int i = 1; i < passes; ++i) {
-      compute_pairs<false>(stage, head, tile, (i * query_warps + query_warp()) * columns, is_masked);
+      compute_pairs<false>(stage, head, tile, (i * query_warps + query_warp()) * columns,
+                           is_masked);
     }
     if constexpr (wants_q) {
       const DqSums<Config> sums(p);
@@ -173,7 +177,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
 
   template <bool Masked>
   __device__ void softmax_backward(Scores& scores, Scores& gradients, int stage, int head, int tile,
-                        int first) {
+                                   int first) {
     const int column = first + lane % 4 * 2;  // column of the lane's first element in the tile
     const Stats* stats =
         reinterpret_cast<const Stats*>(memory + (stats_address(stage) - shared)) + column;
@@ -221,7 +225,8 @@ struct MmaGradients : MmaGradientProducts<Config> {
         *reinterpret_cast<const KeyScales*>(memory + Base::Preswizzled::KvTile::scales_offset);
     if (!keys.has_infinite) return;
     const float infinity = SoftmaxMath<float>::infinity();
-    const float masked_score = !Config::Mods::changes_scores && scale_log2 < 0 ? infinity : -infinity;
+    const float masked_score =
+        !Config::Mods::changes_scores && scale_log2 < 0 ? infinity : -infinity;
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
@@ -343,7 +348,8 @@ struct MmaGradients : MmaGradientProducts<Config> {
       }
     }
     if constexpr (wants_k) write<Config::head_dim, Layout, Columns>(p.dk, dk_sums, keys_address());
-    if constexpr (wants_v) write<Config::head_dim_v, LayoutV, ColumnsV>(p.dv, dv_sums, values_address());
+    if constexpr (wants_v)
+      write<Config::head_dim_v, LayoutV, ColumnsV>(p.dv, dv_sums, values_address());
   }
 
   // Writes dk or dv. A gradient of the inputs' type goes through shared memory at `target`, which
@@ -396,7 +402,8 @@ template <class Config>
 __device__ void mma_gradients(const GradientParams& p) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   // With a causal mask most queries attend to the first keys, so their KV tiles start first.
-  const GradientTileCoord coord = gradient_tile_coord<Config, Config::Bc, true, false>(p, blockIdx.x);
+  const GradientTileCoord coord =
+      gradient_tile_coord<Config, Config::Bc, true, false>(p, blockIdx.x);
   const Sequence sequence = sequence_of<Config>(p, coord.batch);
   if (coord.begin >= sequence.seqlen_k) return;
   MmaGradients<Config>(p, coord, sequence, shared_memory).run();

@@ -13,10 +13,11 @@ struct PackedRange {
   int end;  // at most `begin` if the part is empty
 };
 
-// Returns the sequence that the search finds, and its part of [begin, end). `is_at_or_after(i, first)`
-// returns whether it is sequence i, whose part begins at `first`, or a later sequence.
+// Returns the sequence that the search finds, and its part of [begin, end). `is_at_or_after(i,
+// first)` returns whether it is sequence i, whose part begins at `first`, or a later sequence.
 template <class First, class IsAtOrAfter>
-__device__ PackedRange search(int batch, int begin, int end, First first, IsAtOrAfter is_at_or_after) {
+__device__ PackedRange search(int batch, int begin, int end, First first,
+                              IsAtOrAfter is_at_or_after) {
   PackedRange range = {0, begin, end};
   for (int high = batch; high - range.sequence > 1;) {
     const int middle = range.sequence + (high - range.sequence) / 2;
@@ -33,14 +34,15 @@ __device__ PackedRange search(int batch, int begin, int end, First first, IsAtOr
 }
 
 template <class IsAtOrAfter>
-__device__ PackedRange search_rows(const int* starts, int batch, int total, IsAtOrAfter is_at_or_after) {
+__device__ PackedRange search_rows(const int* starts, int batch, int total,
+                                   IsAtOrAfter is_at_or_after) {
   const auto first = [=](int i) { return clamp(starts[i], 0, total); };
   return search(batch, first(0), first(batch), first, is_at_or_after);
 }
 
 // Returns the rows of a sequence.
 __device__ inline PackedRange rows_of_sequence(const int* starts, int batch, int total,
-                                              int sequence) {
+                                               int sequence) {
   return search_rows(starts, batch, total, [=](int i, int) { return i <= sequence; });
 }
 

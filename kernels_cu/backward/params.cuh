@@ -137,7 +137,7 @@ __device__ Sequence sequence_of(const Params& p, int batch) {
 template <class Config>
 __device__ Mask<Config> mask_of(const Params& p, const Sequence& sequence, int batch) {
   const int q_offset = Config::has_seqlens ? sequence.q_offset<Config>(p, batch)
-                                         : first_position<Config>(p, batch, p.q_offset);
+                                           : first_position<Config>(p, batch, p.q_offset);
   return {sequence.seqlen_k, q_offset, {p, batch}};
 }
 

@@ -24,7 +24,8 @@ struct SimtGradients {
   static constexpr int columns_per_thread = Products::columns_per_thread;
   static constexpr int dims_per_thread = Products::dims_per_thread;
   static constexpr int slices = ceil_div(Config::head_dim, Products::slice);
-  static constexpr bool may_mask_pairs = Config::causal || Config::modified;  // may mask pairs in a tile
+  // Whether pairs in a tile may be masked.
+  static constexpr bool may_mask_pairs = Config::causal || Config::modified;
   static constexpr int slices_v = ceil_div(Config::head_dim_v, Products::slice);
 
   struct Shared {
@@ -49,8 +50,8 @@ struct SimtGradients {
   T dv_sums[slices_v][rows_per_thread][dims_per_thread];
   T p_sums[rows_per_thread];  // row sums of P, to detect rows whose pairs are all masked
 
-  __device__ SimtGradients(const GradientParams& p, const GradientTileCoord& coord, const Sequence& sequence,
-                           Shared& shared)
+  __device__ SimtGradients(const GradientParams& p, const GradientTileCoord& coord,
+                           const Sequence& sequence, Shared& shared)
       : p(p),
         coord(coord),
         sequence(sequence),
@@ -66,11 +67,12 @@ struct SimtGradients {
     const int stop = min(coord.begin + rows, row_count());
     const int group = p.heads_q / p.heads_kv;
     if constexpr (OfKv) {
-      const QueryTileRange tiles = query_tile_range<columns>(mask, coord.begin, stop, sequence.seqlen_q);
+      const QueryTileRange tiles =
+          query_tile_range<columns>(mask, coord.begin, stop, sequence.seqlen_q);
       for (int head = coord.head * group; head < (coord.head + 1) * group; ++head) {
         for (int tile = tiles.begin; tile < tiles.end; ++tile) {
           process_tile(keys(p.k, coord.head), keys(p.v, coord.head), queries(p.q, head),
-                queries(p.dout, head), head, tile * columns);
+                       queries(p.dout, head), head, tile * columns);
         }
       }
     } else {
@@ -78,7 +80,7 @@ struct SimtGradients {
       const int head_kv = coord.head / group;
       for (int tile = tiles.begin; tile < tiles.end; ++tile) {
         process_tile(queries(p.q, coord.head), queries(p.dout, coord.head), keys(p.k, head_kv),
-              keys(p.v, head_kv), coord.head, tile * columns);
+                     keys(p.v, head_kv), coord.head, tile * columns);
       }
     }
     finish();
@@ -109,7 +111,7 @@ struct SimtGradients {
 
   // Processes one tile of columns: computes S and dP, and adds what they contribute to the sums.
   __device__ void process_tile(Rows first, Rows first_v, Rows second, Rows second_v, int head,
-                        int column) {
+                               int column) {
     Products::template multiply<Config::head_dim>(scores, shared.operands, first, coord.begin,
                                                   second, column);
     Products::template multiply<Config::head_dim_v>(gradients, shared.operands, first_v,
@@ -125,10 +127,11 @@ struct SimtGradients {
         if constexpr (Config::Mods::masks_pairs) p_sums[i] += scores[i][j];
       }
     }
-    Products::template add<Config::head_dim, may_mask_pairs>(sums, shared.operands, shared.ds, second, column);
+    Products::template add<Config::head_dim, may_mask_pairs>(sums, shared.operands, shared.ds,
+                                                             second, column);
     if constexpr (OfKv) {
       Products::template add<Config::head_dim_v, may_mask_pairs>(dv_sums, shared.operands, shared.p,
-                                                        second_v, column);
+                                                                 second_v, column);
     }
   }
 
@@ -136,22 +139,27 @@ struct SimtGradients {
   __device__ void softmax_backward(int head, int column) {
     const auto* row_stats_of_head = row_stats<Config>(p) + first_row_of_head(p, sequence, head);
     const auto stats = [&](int row) {
-      return row < sequence.seqlen_q ? row_stats_of_head[row] : RowStats<T>{SoftmaxMath<T>::infinity(), 0};
+      return row < sequence.seqlen_q ? row_stats_of_head[row]
+                                     : RowStats<T>{SoftmaxMath<T>::infinity(), 0};
     };
     const int row = coord.begin + y;
     const auto step = [](int n) { return n * side; };
     if constexpr (OfKv) {
-      const SoftmaxBackward<Config, columns_per_thread, rows_per_thread> softmax_backward = {p, mask, sequence, coord.batch, head, scale_log2};
+      const SoftmaxBackward<Config, columns_per_thread, rows_per_thread> softmax_backward = {
+          p, mask, sequence, coord.batch, head, scale_log2};
       softmax_backward.template run<true>([&](int r) { return column + r * side; }, row,
-                               [&](int r) { return stats(column + r * side); },
-                               [&](int r, int n) -> T& { return scores[n][r]; },
-                               [&](int r, int n) -> T& { return gradients[n][r]; }, step);
+                                          [&](int r) { return stats(column + r * side); },
+                                          [&](int r, int n) -> T& { return scores[n][r]; },
+                                          [&](int r, int n) -> T& { return gradients[n][r]; },
+                                          step);
     } else {
-      const SoftmaxBackward<Config, rows_per_thread, columns_per_thread> softmax_backward = {p, mask, sequence, coord.batch, head, scale_log2};
+      const SoftmaxBackward<Config, rows_per_thread, columns_per_thread> softmax_backward = {
+          p, mask, sequence, coord.batch, head, scale_log2};
       softmax_backward.template run<true>([&](int r) { return row + r * side; }, column,
-                               [&](int r) { return stats(row + r * side); },
-                               [&](int r, int n) -> T& { return scores[r][n]; },
-                               [&](int r, int n) -> T& { return gradients[r][n]; }, step);
+                                          [&](int r) { return stats(row + r * side); },
+                                          [&](int r, int n) -> T& { return scores[r][n]; },
+                                          [&](int r, int n) -> T& { return gradients[r][n]; },
+                                          step);
     }
   }
 
@@ -188,7 +196,8 @@ struct SimtGradients {
   }
 
   template <int Dim, int Slices>
-  __device__ void write(const Tensor& tensor, int i, const T (&values)[Slices][rows_per_thread][dims_per_thread],
+  __device__ void write(const Tensor& tensor, int i,
+                        const T (&values)[Slices][rows_per_thread][dims_per_thread],
                         bool is_visible, T factor) {
     const int row = coord.begin + y + i * side;
     if (tensor.data == nullptr || row >= row_count()) return;
@@ -200,7 +209,8 @@ struct SimtGradients {
 #pragma unroll
       for (int d = 0; d < dims_per_thread; ++d) {
         const int column = s * Products::slice + x + d * side;
-        if (column < Dim) output[column] = narrow<Gradient>(is_visible ? values[s][i][d] * factor : T(0));
+        if (column < Dim)
+          output[column] = narrow<Gradient>(is_visible ? values[s][i][d] * factor : T(0));
       }
     }
   }

@@ -50,7 +50,8 @@ struct SoftmaxBackward {
           score(r, n) = probability;
           // If functions may mask pairs, a score of -inf masks its pair, too.
           bool has_gradient = Config::may_mask_pairs ? probability != 0 : is_visible;
-          if constexpr (may_have_one_key) has_gradient = has_gradient && !(probability > threshold(stats(r)));
+          if constexpr (may_have_one_key)
+            has_gradient = has_gradient && !(probability > threshold(stats(r)));
           if (has_one_key) has_gradient = has_gradient && !(probability > threshold(stats(r)));
           gradient(r, n) = has_gradient ? ds : T(0);
         },
@@ -59,8 +60,8 @@ struct SoftmaxBackward {
 
   // Computes P only, for the rows [first, last). Requires that modifications change no slopes.
   template <bool Masked, class RowOf, class Stats, class Score, class Step>
-  __device__ void compute_p(RowOf row_of, int first_key, Stats stats, Score score, Step step, int first,
-                        int last) const {
+  __device__ void compute_p(RowOf row_of, int first_key, Stats stats, Score score, Step step,
+                            int first, int last) const {
     for_each_pair<Masked, true>(
         row_of, first_key, stats, score, step,
         [&](int r, int n, bool is_visible, bool, T exponent, T) {
@@ -140,16 +141,18 @@ struct SoftmaxBackward {
   }
 
   __device__ auto mod_row(int row, T base) const {
-    return Mods::row(p.mods, batch, head, row + mask.q_offset, row, sequence.q_first, sequence.k_first, base);
+    return Mods::row(p.mods, batch, head, row + mask.q_offset, row, sequence.q_first,
+                     sequence.k_first, base);
   }
 
-  // Calls `store(r, n, is_visible, has_one_key, exponent, slope)` for each pair: whether it is visible,
-  // whether its row attends to one key by position, its exponent, and the slope of its score. `store`
-  // must drop masked pairs by selection, so that a NaN in their inputs has no effect.
+  // Calls `store(r, n, is_visible, has_one_key, exponent, slope)` for each pair: whether it is
+  // visible, whether its row attends to one key by position, its exponent, and the slope of its
+  // score. `store` must drop masked pairs by selection, so that a NaN in their inputs has no
+  // effect.
   template <bool Masked, bool OfScaled, class RowOf, class Stats, class Score, class Step,
             class Store>
-  __device__ void for_each_pair(RowOf row_of, int first_key, Stats stats, Score score, Step step, Store store,
-                        int first, int last) const {
+  __device__ void for_each_pair(RowOf row_of, int first_key, Stats stats, Score score, Step step,
+                                Store store, int first, int last) const {
     if constexpr (is_modified) {
       if constexpr (Mods::has_bounds) {
         bool is_inside = true;
@@ -160,18 +163,20 @@ struct SoftmaxBackward {
               Mods::is_inside(p.mods, row, Mods::keys(p.mods, row, first_key), step(Keys - 1));
         }
         if (is_inside) {
-          evaluate_pairs<Masked, true, OfScaled>(row_of, first_key, stats, score, step, store, first, last);
+          evaluate_pairs<Masked, true, OfScaled>(row_of, first_key, stats, score, step, store,
+                                                 first, last);
           return;
         }
       }
     }
-    evaluate_pairs<Masked, false, OfScaled>(row_of, first_key, stats, score, step, store, first, last);
+    evaluate_pairs<Masked, false, OfScaled>(row_of, first_key, stats, score, step, store, first,
+                                            last);
   }
 
   template <bool Masked, bool Inside, bool OfScaled, class RowOf, class Stats, class Score,
             class Step, class Store>
   __device__ void evaluate_pairs(RowOf row_of, int first_key, Stats stats, Score score, Step step,
-                            Store store, int first, int last) const {
+                                 Store store, int first, int last) const {
 #pragma unroll
     for (int r = 0; r < Queries; ++r) {
       if (r < first || r >= last) continue;
@@ -197,7 +202,8 @@ struct SoftmaxBackward {
           }
           bool is_visible = !Masked || visible.include(step(n));
           if constexpr (Mods::masks_pairs) {
-            is_visible = is_visible && Mods::template is_visible<Inside>(p.mods, mod, keys, step(n));
+            is_visible =
+                is_visible && Mods::template is_visible<Inside>(p.mods, mod, keys, step(n));
           }
           store(r, n, is_visible, has_one_key, exponent, slope);
         }

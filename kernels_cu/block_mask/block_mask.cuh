@@ -54,10 +54,11 @@ struct BlockMask {
     return reinterpret_cast<MaskedTile*>(memory + tiles_offset);
   }
   // Visible pairs of partial blocks, in an array (batches, heads, query tiles, row groups, slots,
-  // threads). `row_group` is the index of a row group, counted over all batches, heads and query tiles.
+  // threads). `row_group` counts over all batches, heads and query tiles.
   template <class TilePairs>
   __device__ TilePairs* visible_pairs(int64 row_group, int slot) const {
-    return reinterpret_cast<TilePairs*>(memory + pairs_offset) + (row_group * slots + slot) * TilePairs::threads;
+    return reinterpret_cast<TilePairs*>(memory + pairs_offset) +
+           (row_group * slots + slot) * TilePairs::threads;
   }
 
   __device__ int64 query_tile_index(int batch, int head, int tile) const {
@@ -95,7 +96,9 @@ struct MaskedBlocks {
     return from_block % 2 && slot <= slots ? slot : 0;
   }
 
-  __device__ bool is_nonempty(int row_group, int block) const { return bit(nonempty, row_group, block); }
+  __device__ bool is_nonempty(int row_group, int block) const {
+    return bit(nonempty, row_group, block);
+  }
   __device__ bool is_full(int row_group, int block) const { return bit(full, row_group, block); }
 
   // Returns the first key block in [begin, end) that is nonempty for any row group, or `end`.
@@ -127,7 +130,8 @@ struct MaskedBlocks {
   __device__ unsigned nonempty_word(int word) const {
     unsigned bits = 0;
 #pragma unroll
-    for (int row_group = 0; row_group < RowGroups; ++row_group) bits |= nonempty[row_group * words + word];
+    for (int row_group = 0; row_group < RowGroups; ++row_group)
+      bits |= nonempty[row_group * words + word];
     return bits;
   }
 

@@ -92,7 +92,8 @@ __device__ T shuffle_xor(T x, int distance) {
 template <class T>
 __device__ T warp_union(T range) {
   for (int distance = 1; distance < lanes; distance *= 2) {
-    range = range_union(range, T{shuffle_xor(range.low, distance), shuffle_xor(range.high, distance)});
+    range =
+        range_union(range, T{shuffle_xor(range.low, distance), shuffle_xor(range.high, distance)});
   }
   return range;
 }
@@ -100,7 +101,7 @@ template <class Real>
 __device__ RealRange<Real> warp_union(RealRange<Real> range) {
   for (int distance = 1; distance < lanes; distance *= 2) {
     range = range_union(range, RealRange<Real>{shuffle_xor(range.low, distance),
-                                                shuffle_xor(range.high, distance), false});
+                                               shuffle_xor(range.high, distance), false});
   }
   range.may_be_nan = __any_sync(all_lanes, range.may_be_nan);
   return range;
@@ -110,7 +111,7 @@ __device__ inline Truth warp_union(Truth range) {
           __any_sync(all_lanes, range.may_be_false) != 0};
 }
 
-// Returns the union of the ranges ranges_at(position) for the positions [first, last]. Called by a warp.
+// Returns the union of ranges_at(position) for the positions [first, last]. Called by a warp.
 template <class RangesAt>
 __device__ auto ranges_between(int first, int last, RangesAt ranges_at) {
   const int lane = threadIdx.x % lanes;
@@ -159,11 +160,12 @@ __device__ inline void find_ranges(const BlockMaskParams& p) {
 struct BlockStates {
   unsigned undecided;  // pairs of the block must be evaluated
   unsigned visible;    // some pair is visible
-  unsigned masked;  // some pair is masked
+  unsigned masked;     // some pair is masked
 };
 
-__device__ inline Visibility classify_by_bounds(const BlockMaskParams& p, const BatchHead& batch_head, int row_group,
-                                      int key_block) {
+__device__ inline Visibility classify_by_bounds(const BlockMaskParams& p,
+                                                const BatchHead& batch_head, int row_group,
+                                                int key_block) {
   if (key_block >= p.map.key_blocks) return Visibility::none;
   const Block block = Block(p, row_group, key_block).within_band(p);
   if (block.is_empty()) return Visibility::none;
@@ -177,20 +179,21 @@ __device__ inline Visibility classify_by_bounds(const BlockMaskParams& p, const 
     keys = static_cast<const MaskBounds::Keys*>(
         p.key_ranges)[int64(batch_head.index) * p.map.key_blocks + key_block];
   }
-  return MaskBounds::classify(p.mods, batch_head.batch, batch_head.head, block.i_low, block.i_high, block.j_low,
-                              block.j_high, 0, 0, rows, keys);
+  return MaskBounds::classify(p.mods, batch_head.batch, batch_head.head, block.i_low, block.i_high,
+                              block.j_low, block.j_high, 0, 0, rows, keys);
 }
 
 // Evaluates the mask at the corners of a block, which decides most blocks that a boundary crosses:
 // 8 us instead of 200 with pairs only (document mask, 32768 tokens).
 __device__ inline Truth evaluate_corners(const BlockMaskParams& p, const BatchHead& batch_head,
-                                        const Block& block) {
+                                         const Block& block) {
   Truth visible = {false, false};
 #pragma unroll
   for (int corner = 0; corner < 4; ++corner) {
     const int i = corner % 2 ? block.i_high : block.i_low;
     const int j = corner / 2 ? block.j_high : block.j_low;
-    const auto row = Mods::row(p.mods, batch_head.batch, batch_head.head, i, i - p.q_offset, 0, 0, 0);
+    const auto row =
+        Mods::row(p.mods, batch_head.batch, batch_head.head, i, i - p.q_offset, 0, 0, 0);
     const bool is_visible = Mods::is_visible(p.mods, row, Mods::keys(p.mods, row, j), 0);
     const bool is_inside = int64(j) >= int64(i) - p.left && int64(j) <= int64(i) + p.right;
     visible.may_be_true |= is_inside & is_visible;
@@ -200,8 +203,9 @@ __device__ inline Truth evaluate_corners(const BlockMaskParams& p, const BatchHe
 }
 
 // Evaluates this warp's pairs of a block, until the CTA has found a visible and a masked pair.
-__device__ __forceinline__ void evaluate_pairs(const BlockMaskParams& p, const BatchHead& batch_head,
-                                              const Block& block, unsigned bit, BlockStates& states) {
+__device__ __forceinline__ void evaluate_pairs(const BlockMaskParams& p,
+                                               const BatchHead& batch_head, const Block& block,
+                                               unsigned bit, BlockStates& states) {
   const int lane = threadIdx.x % lanes, warp = threadIdx.x / lanes;
   volatile const BlockStates& known = states;
   unsigned visible = 0, masked = 0;
@@ -210,7 +214,8 @@ __device__ __forceinline__ void evaluate_pairs(const BlockMaskParams& p, const B
     const int j = first + lane;
     int rows = 0;
     for (int i = block.i_low + warp; i <= block.i_high; i += warps) {
-      const auto row = Mods::row(p.mods, batch_head.batch, batch_head.head, i, i - p.q_offset, 0, 0, 0);
+      const auto row =
+          Mods::row(p.mods, batch_head.batch, batch_head.head, i, i - p.q_offset, 0, 0, 0);
       const auto keys = Mods::keys(p.mods, row, j);
       const int begin = int(max(int64(block.j_low), int64(i) - p.left));
       const int end = int(min(int64(block.j_high), int64(i) + p.right));
@@ -239,11 +244,14 @@ __device__ __forceinline__ void evaluate_pairs(const BlockMaskParams& p, const B
 }
 
 // Returns what is known about the 32 blocks of a word before any pairs are evaluated.
-__device__ inline BlockStates classify_word(const BlockMaskParams& p, const BatchHead& batch_head, int row_group, int word) {
+__device__ inline BlockStates classify_word(const BlockMaskParams& p, const BatchHead& batch_head,
+                                            int row_group, int word) {
   Truth visible = {false, true};
   bool is_undecided = false;
   const int key_block = word * 32 + int(threadIdx.x % lanes);
-  const Visibility visibility = word < p.map.words ? classify_by_bounds(p, batch_head, row_group, key_block) : Visibility::none;
+  const Visibility visibility = word < p.map.words
+                                    ? classify_by_bounds(p, batch_head, row_group, key_block)
+                                    : Visibility::none;
   if (visibility == Visibility::all) visible = {true, false};
   if (visibility == Visibility::some) {
     visible = evaluate_corners(p, batch_head, Block(p, row_group, key_block).within_band(p));
@@ -255,20 +263,23 @@ __device__ inline BlockStates classify_word(const BlockMaskParams& p, const Batc
 
 // Stores the visible pairs of a block. Each thread stores one half of a VisiblePairs entry.
 template <int Words>
-__device__ __forceinline__ void store_visible_pairs(const BlockMaskParams& p, const BatchHead& batch_head, int row_group,
-                                           int key_block, int slot) {
+__device__ __forceinline__ void store_visible_pairs(const BlockMaskParams& p,
+                                                    const BatchHead& batch_head, int row_group,
+                                                    int key_block, int slot) {
   using TilePairs = VisiblePairs<Words>;
   static_assert(threads == 2 * TilePairs::threads, "each thread processes one row");
   const int thread = threadIdx.x / 2, half = threadIdx.x % 2;
   const int row = row_group * p.group_rows + TilePairs::first_row(thread) + 8 * half;
-  const auto mod_row = Mods::row(p.mods, batch_head.batch, batch_head.head, row + p.q_offset, row, 0, 0, 0);
+  const auto mod_row =
+      Mods::row(p.mods, batch_head.batch, batch_head.head, row + p.q_offset, row, 0, 0, 0);
   const auto keys = Mods::keys(p.mods, mod_row, key_block * p.Bc + TilePairs::first_key(thread));
   unsigned* bits = p.map.visible_pairs<TilePairs>(blockIdx.x, slot)[thread].bits[half];
 #pragma unroll
   for (int word = 0; word < Words; ++word) {
     unsigned bits_of_word = 0;
     for (int n = 0; n < min(32, p.Bc / 4 - word * 32); ++n) {
-      bits_of_word |= unsigned(Mods::is_visible(p.mods, mod_row, keys, TilePairs::step(word * 32 + n))) << n;
+      bits_of_word |=
+          unsigned(Mods::is_visible(p.mods, mod_row, keys, TilePairs::step(word * 32 + n))) << n;
     }
     bits[word] = bits_of_word;
   }
@@ -326,7 +337,8 @@ struct Extent {
     const unsigned* nonempty = p.map.nonempty() + tile * p.row_groups * p.map.words;
     for (int word = 0; word < p.map.words; ++word) {
       unsigned any = 0;
-      for (int row_group = 0; row_group < p.row_groups; ++row_group) any |= nonempty[row_group * p.map.words + word];
+      for (int row_group = 0; row_group < p.row_groups; ++row_group)
+        any |= nonempty[row_group * p.map.words + word];
       if (any == 0) continue;
       if (count == 0) begin = word * 32 + __ffs(any) - 1;
       end = word * 32 + 32 - __clz(any);

@@ -313,7 +313,8 @@ __device__ void append(const AppendParams& p) {
   using Key = CopiedRow<Element, dim, alignment>;
   using RotatedKey = RotatedRow<Config, alignment, alignment>;
   using Value = CopiedRow<Element, Config::head_dim_v, alignment>;
-  static_assert(Config::rotary_dim % 2 == 0 && Config::rotary_dim <= dim, "rotary_dim must be even and at most head_dim");
+  static_assert(Config::rotary_dim % 2 == 0 && Config::rotary_dim <= dim,
+                "rotary_dim must be even and at most head_dim");
 
   if constexpr (Config::packed_new) write_lengths<Config>(p);
   const Row<Config> row(p);

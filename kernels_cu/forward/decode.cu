@@ -2,17 +2,17 @@
 // sm_80 and newer. The kernel is bound by memory bandwidth, and reads the KV cache once.
 //
 // The query heads of a KV head are rows of one query tile, so that each key is read once for all of
-// them. Each CTA has a work range, i.e. a range of the keys (scheduler/kv_partition.cuh), which its warps
-// divide. All warps hold the same query rows. Each warp streams KV tiles of Bc keys through a ring
-// of its own and ends with a partial result, independently of other warps (Flash-Decoding, Dao et
-// al. 2023). The CTA merges the partial results of its warps. In a cluster, CTAs send their results
-// to one CTA, or to each CTA a slice of the columns. Results of several clusters, or of CTAs
-// without clusters, are merged as a tree through global memory: the last CTA of a group to arrive
-// merges the group.
+// them. Each CTA has a work range, i.e. a range of the keys (scheduler/kv_partition.cuh), which its
+// warps divide. All warps hold the same query rows. Each warp streams KV tiles of Bc keys through a
+// ring of its own and ends with a partial result, independently of other warps (Flash-Decoding, Dao
+// et al. 2023). The CTA merges the partial results of its warps. In a cluster, CTAs send their
+// results to one CTA, or to each CTA a slice of the columns. Results of several clusters, or of
+// CTAs without clusters, are merged as a tree through global memory: the last CTA of a group to
+// arrive merges the group.
 //
 // If a head is too wide for one warp's registers, several warps process the same keys, each with a
-// slice of the columns (decode/column_warps.cuh). In MLA (DeepSeek-V2, 2024), V is a prefix of K's columns,
-// so a KV tile is read once and multiplied twice.
+// slice of the columns (decode/column_warps.cuh). In MLA (DeepSeek-V2, 2024), V is a prefix of K's
+// columns, so a KV tile is read once and multiplied twice.
 //
 // An 8-bit cache is read as it is. Each warp converts it to 16-bit numbers in registers, which is
 // exact, and multiplies scores and probabilities by the scales (decode/scales.cuh).

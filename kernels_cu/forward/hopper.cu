@@ -34,8 +34,8 @@ __device__ void hopper_prepare(const Params& params) {
 }
 
 // Clears output rows that belong to no sequence. Called by one warp of each CTA, in kernels where
-// `CtaRanks` CTAs split head_dim. A spare warp of the producer warpgroup runs this in parallel to the
-// consumers. In CTA pairs that makes consumers spill, so a consumer warp runs it at its end.
+// `CtaRanks` CTAs split head_dim. A spare warp of the producer warpgroup runs this in parallel to
+// the consumers. In CTA pairs that makes consumers spill, so a consumer warp runs it at its end.
 template <class Config, int CtaRanks>
 __device__ void clear_unowned_rows(const Params& params) {
   using Cta = HopperCta<Config>;

@@ -119,8 +119,8 @@ struct MmaForward : MmaTileCoord<Config> {
         view(view),
         mask(params, coord.batch),
         tiles(kv_tile_range<Bc, Config::split_keys>(mask, coord.q_begin,
-                                                     min(coord.q_begin + Br, params.seqlen_q),
-                                                     coord.split, params.num_splits)),
+                                                    min(coord.q_begin + Br, params.seqlen_q),
+                                                    coord.split, params.num_splits)),
         first_row(first_row_of(coord)),
         q_shared(shared),
         ring(shared + q_bytes),
@@ -317,16 +317,19 @@ struct MmaForward : MmaTileCoord<Config> {
       tile_view.clear_unowned_rows();
     } else {
       finish(p, tile_coord<Br>(p, RowSelection<Config>::tile()), nullptr);
-      if (may_have_degenerate_rows()) fix_rows(p, tile_coord<Br>(p, RowSelection<Config>::tile()), nullptr);
+      if (may_have_degenerate_rows())
+        fix_rows(p, tile_coord<Br>(p, RowSelection<Config>::tile()), nullptr);
     }
   }
 
   // Returns whether fix_rows() is needed. Recomputing the coordinates costs 1 to 2% with 512 keys.
   __device__ bool may_have_degenerate_rows() const {
-    return !Config::modified && mask.visible_end(first_row - lane / 4) <= max_degenerate_keys<Element>;
+    return !Config::modified &&
+           mask.visible_end(first_row - lane / 4) <= max_degenerate_keys<Element>;
   }
 
-  __device__ static void fix_rows(const Params& p, const TileCoord& coord, const SequenceView<Config>* view) {
+  __device__ static void fix_rows(const Params& p, const TileCoord& coord,
+                                  const SequenceView<Config>* view) {
     const unsigned group = threadIdx.x / 32 / column_warps;
     const int first = coord.q_begin + group * warp_rows;
     // Waits until all warps with the same rows have written them.
@@ -337,7 +340,8 @@ struct MmaForward : MmaTileCoord<Config> {
     fix_degenerate_rows<Config>(p, coord, view, first, min(first + warp_rows, p.seqlen_q));
   }
 
-  __device__ void finish(const Params& p, const TileCoord& coord, const SequenceView<Config>* view) {
+  __device__ void finish(const Params& p, const TileCoord& coord,
+                         const SequenceView<Config>* view) {
     const auto partials = partials_of(p, view);
     unsigned one_key_rows = 0;  // bit 2 * i + half: the sum of the row is a single p
 #pragma unroll
@@ -438,7 +442,8 @@ struct MmaForward : MmaTileCoord<Config> {
   }
 
   // Writes the output through shared memory, each warp its own rows, in whole 16-byte chunks.
-  __device__ void write_output(const Params& p, const TileCoord& coord, const SequenceView<Config>* view) {
+  __device__ void write_output(const Params& p, const TileCoord& coord,
+                               const SequenceView<Config>* view) {
     __syncthreads();
     const int warp_row = group * warp_rows;
 #pragma unroll

@@ -76,12 +76,13 @@ __device__ void scores(const Params& p) {
         const int q_offset = first_position<Config>(p, batch, p.q_offset);
         return ScoreRow{batch, head, element.row(), q_offset, 0, 0};
       },
-      element.column(),
-      [&](int, int) -> T& { return sum; }, [](int) { return 0; });
+      element.column(), [&](int, int) -> T& { return sum; }, [](int) { return 0; });
   const Mask<Config> mask(p, batch);
   bool is_visible = element.column() < mask.visible_end(element.row());
-  if constexpr (Config::window_left) is_visible &= element.column() >= mask.visible_begin(element.row());
-  score_row<T>(p, element.batch_head, element.row())[element.column()] = is_visible ? sum : -SoftmaxMath<T>::infinity();
+  if constexpr (Config::window_left)
+    is_visible &= element.column() >= mask.visible_begin(element.row());
+  score_row<T>(p, element.batch_head, element.row())[element.column()] =
+      is_visible ? sum : -SoftmaxMath<T>::infinity();
 }
 
 // Computes P = softmax(scale * S) in place, one warp per row, and writes the log-sum-exp.
@@ -144,7 +145,8 @@ __device__ void output(const Params& p) {
   for (int begin = 0; begin < p.seqlen_k; begin += tile) {
     const int p_key = begin + element.x;
     const int v_key = begin + element.y;
-    p_tile[element.y][element.x] = element.row() < p.seqlen_q && p_key < p.seqlen_k ? probabilities[p_key] : T(0);
+    p_tile[element.y][element.x] =
+        element.row() < p.seqlen_q && p_key < p.seqlen_k ? probabilities[p_key] : T(0);
     v_tile[element.y][element.x] =
         v_key < p.seqlen_k && element.column() < dim ? widen(v[v_key * p.v.row_stride]) : T(0);
     __syncthreads();

@@ -54,7 +54,7 @@ __device__ void write(const Params& p, const TileCoord& coord, const SequenceVie
     if constexpr (Config::split_keys && Partials<Config>::lse_is_pair) {
       if (L::position() == 0) {
         partials_of(p, view).set(p, coord.split, index,
-                                  rows.softmax[i].template exponent_sum<L::headroom>(scale_log2));
+                                 rows.softmax[i].template exponent_sum<L::headroom>(scale_log2));
       }
     } else if (L::position() == 0 && (Config::split_keys || p.lse != nullptr)) {
       *lse = log_sum_exp(factor);
@@ -148,8 +148,8 @@ struct Kernel : OptionalView<Config> {
 
   // Processes one KV tile. Its K is already being copied; on return, K of the next tile is. With
   // separate buffers, V is copied during Q K^T, and the next K during P V.
-  __device__ void process_tile(const typename Rows<Config>::KeyMask& mask, int tile, const KvTileRange& tiles,
-                        T scale_log2) {
+  __device__ void process_tile(const typename Rows<Config>::KeyMask& mask, int tile,
+                               const KvTileRange& tiles, T scale_log2) {
     wait_for_copies();
     __syncthreads();
     if (!Config::share_kv) load_v(tile);
@@ -179,8 +179,8 @@ struct Kernel : OptionalView<Config> {
   __device__ void run() {
     const typename Rows<Config>::KeyMask mask(p, coord.batch);
     const int q_end = last_row() + 1;
-    const KvTileRange tiles = kv_tile_range<Config::Bc, Config::split_keys>(mask, coord.q_begin, q_end,
-                                                                          coord.split, p.num_splits);
+    const KvTileRange tiles = kv_tile_range<Config::Bc, Config::split_keys>(
+        mask, coord.q_begin, q_end, coord.split, p.num_splits);
     const T scale_log2 = exponent_scale<Config, T>(p);
     rows.reset();
     if (tiles.begin < tiles.end) {
@@ -226,7 +226,7 @@ __device__ void simt_attention(const Params& p) {
       const Params local = view.params();
       simt::Kernel<Config>(local, view.coord, memory, &view).run();
     }
-    // `SequenceView` is computed again: keeping it until here would change the machine code of the loops.
+    // `SequenceView` is computed again: keeping it until here would change the loops' machine code.
     if (!Config::split_keys && p.cu_seqlens_q != nullptr) {
       SequenceView<Config>(p, ptx::cta_index()).clear_unowned_rows();
     }

@@ -1,5 +1,5 @@
-// `compute_here`: emits no instruction and forces the compiler to compute a pointer at this point. Without
-// it the compiler sinks the computation below a barrier, where it adds to the latency.
+// `compute_here`: emits no instruction and forces the compiler to compute a pointer at this point.
+// Without it the compiler sinks the computation below a barrier, where it adds to the latency.
 #pragma once
 
 namespace ptx {

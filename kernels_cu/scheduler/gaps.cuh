@@ -10,8 +10,8 @@
 // row 0 to row total_q. If cu_seqlens_q decreases, a gap may contain rows of sequences; these are
 // left out.
 //
-// All lanes of a warp call the functions together. They call `function(row)` for this warp's part of
-// the rows that belong to no sequence.
+// All lanes of a warp call the functions together. They call `function(row)` for this warp's part
+// of the rows that belong to no sequence.
 struct Gaps {
   const Params& p;
 
@@ -34,7 +34,8 @@ struct Gaps {
 
   // Handles the rows of the gap after a sequence and, for the first sequence, of the gap before it.
   template <class Function>
-  __device__ void for_each_adjacent_row(int sequence, unsigned warp, unsigned warps, Function function) const {
+  __device__ void for_each_adjacent_row(int sequence, unsigned warp, unsigned warps,
+                                        Function function) const {
     if (p.cu_seqlens_q == nullptr) return;
 #pragma unroll 1
     for (int gap = sequence == 0 ? 0 : sequence + 1; gap <= sequence + 1; ++gap) {
@@ -57,7 +58,8 @@ struct Gaps {
 
   // Handles every `parts`-th row of the gap that belongs to no sequence, from number `part` on.
   template <class Function>
-  __device__ void for_each_row_of_gap(int gap, unsigned part, unsigned parts, Function function) const {
+  __device__ void for_each_row_of_gap(int gap, unsigned part, unsigned parts,
+                                      Function function) const {
     int begin = gap == 0 ? 0 : rows_of(gap - 1).end;
     const int gap_end = gap == p.batch ? p.total_q : start(gap);
 #pragma unroll 1

@@ -26,9 +26,9 @@ struct PartialTile {
   Sequence sequence;
   int begin;    // first KV unit
   int end;      // one past the last KV unit
-  int index;   // index among the partial tiles that this cluster has of the output tile
+  int index;    // index among the partial tiles that this cluster has of the output tile
   int count;    // number of these partial tiles
-  int first_cta_rank;    // rank in the cluster of the CTA that has the first of them
+  int first_cta_rank;  // rank in the cluster of the CTA that has the first of them
   int result;   // index of this cluster's result among those of the output tile
   int results;  // number of results of the output tile, which are merged in device memory
   int first_slot;
@@ -62,7 +62,8 @@ struct MergeGroup {
   __device__ int count(int results) const { return min(fan_in, ceil_div(results - first, step)); }
   __device__ bool is_root(int results) const { return step * fan_in >= results; }
   // Returns the result whose counter the group uses. No other group uses it: groups of the first
-  // level use a multiple of `fan_in`, groups of a higher level a multiple of `fan_in` plus their level.
+  // level use a multiple of `fan_in`, groups of a higher level a multiple of `fan_in` plus their
+  // level.
   __device__ int counter() const { return first + level; }
 
   __device__ void next_level() {
@@ -76,7 +77,7 @@ struct MergeGroup {
 // the current partial tile among all, `end` their number, and the other members are unused. The
 // host ensures that 31 bits suffice: a 64-bit division takes 0.2 us.
 struct WorkRange {
-  unsigned total_units;      // number of units of all sequences
+  unsigned total_units;     // number of units of all sequences
   unsigned range_units;     // number of units of a work range
   unsigned next;            // first unit of the current partial tile
   unsigned end;             // one past the last unit of the work range
@@ -85,8 +86,8 @@ struct WorkRange {
   Sequence sequence;
 };
 
-// Computes the work range of a CTA and its partial tiles. One warp calls `init_work_range()`; one of its lanes
-// calls the other functions.
+// Computes the work range of a CTA and its partial tiles. One warp calls `init_work_range()`; one
+// of its lanes calls the other functions.
 template <class Config>
 struct KvPartitioner {
   static constexpr int unit_keys = Config::Bc * (Config::warps / Config::column_warps);
@@ -96,8 +97,8 @@ struct KvPartitioner {
   const Params& p;
   WorkRange& work_range;
   const int row_tiles;  // number of query tiles of the longest sequence
-  const int output_tiles;      // number of output tiles of one sequence
-  const int lane_seqlen;  // element of seqused_k (if not null) at the lane's index
+  const int output_tiles;  // number of output tiles of one sequence
+  const int lane_seqlen;   // element of seqused_k (if not null) at the lane's index
 
   __device__ KvPartitioner(const Params& params, WorkRange& work_range, int lane_seqlen)
       : p(params),
@@ -115,7 +116,7 @@ struct KvPartitioner {
     }
   }
 
-  // Sets `partial_tile`, up to its member `end`, to the current partial tile. Returns whether one is left.
+  // Sets the members of `partial_tile` up to `end`. Returns whether a partial tile is left.
   __device__ bool get_tile(PartialTile& partial_tile) {
     if constexpr (Config::balanced) {
       return get_stream_k_tile(partial_tile);
@@ -135,8 +136,9 @@ struct KvPartitioner {
 
   // Returns whether more partial tiles may follow `partial_tile`.
   __device__ bool has_next(const PartialTile& partial_tile) const {
-    return Config::balanced ? work_range.next + (partial_tile.end - partial_tile.begin) < work_range.end
-                            : work_range.next + gridDim.x < work_range.end;
+    return Config::balanced
+               ? work_range.next + (partial_tile.end - partial_tile.begin) < work_range.end
+               : work_range.next + gridDim.x < work_range.end;
   }
 
   // Advances to the partial tile after `partial_tile`.
@@ -162,7 +164,7 @@ struct KvPartitioner {
   __device__ Sequence sequence_of(int batch) const {
     return sequence_of(p, batch);
   }
-  // Returns the sequence at the lane's index, with the length `lane_seqlen`, which is already loaded.
+  // Returns the sequence at the lane's index, whose length `lane_seqlen` is already loaded.
   __device__ Sequence sequence_of_lane() const {
     Params lane_params = p;
     if (p.seqused_k != nullptr) lane_params.keys = lane_seqlen;
@@ -192,7 +194,7 @@ struct KvPartitioner {
   }
   __device__ int q_offset_of(const Sequence& sequence, int batch) const {
     return Config::has_seqlens ? sequence.template q_offset<Config>(p, batch)
-                             : first_position<Config>(p, batch, p.q_offset);
+                               : first_position<Config>(p, batch, p.q_offset);
   }
 
   // A sequence without keys still counts as one unit, so that one CTA writes its output rows.
@@ -275,14 +277,17 @@ struct KvPartitioner {
     const int owner = min(31u, __ffs(__ballot_sync(~0u, range.next < inclusive)) - 1u);
     range.batch = owner;
     range.sequence_begin = __shfl_sync(~0u, inclusive - units, owner);
-    range.sequence = {__shfl_sync(~0u, lane_sequence.q_batch, owner),  __shfl_sync(~0u, lane_sequence.q_first, owner),
-                      __shfl_sync(~0u, lane_sequence.seqlen_q, owner), __shfl_sync(~0u, lane_sequence.k_batch, owner),
-                      __shfl_sync(~0u, lane_sequence.k_first, owner),  __shfl_sync(~0u, lane_sequence.seqlen_k, owner)};
+    range.sequence = {__shfl_sync(~0u, lane_sequence.q_batch, owner),
+                      __shfl_sync(~0u, lane_sequence.q_first, owner),
+                      __shfl_sync(~0u, lane_sequence.seqlen_q, owner),
+                      __shfl_sync(~0u, lane_sequence.k_batch, owner),
+                      __shfl_sync(~0u, lane_sequence.k_first, owner),
+                      __shfl_sync(~0u, lane_sequence.seqlen_k, owner)};
   }
 
-  // Sets the CTA's range of the `total_units` units. The grid axes are row tiles, KV heads, and the CTAs
-  // that divide the units of a row tile and KV head. If the units are few, only the CTAs of one
-  // cluster have any, because merging across clusters would cost more than it saves.
+  // Sets the CTA's range of the `total_units` units. The grid axes are row tiles, KV heads, and the
+  // CTAs that divide the units of a row tile and KV head. If the units are few, only the CTAs of
+  // one cluster have any, because merging across clusters would cost more than it saves.
   __device__ static void set_range(WorkRange& range, unsigned total_units) {
     const bool fits_cluster = Config::cluster > 0 && total_units <= Config::cluster_units * cluster;
     range.total_units = total_units;
@@ -368,11 +373,12 @@ struct KvPartitioner {
     partial_tile.results = last_cta / cluster - first_cluster + 1;
     // A cluster has two slots per KV head and row tile. The second one is for an output tile that
     // begins in the cluster's range and continues in the next cluster.
-    partial_tile.first_slot = 2 * (first_cluster * output_tiles + blockIdx.y * row_tiles + blockIdx.x);
+    partial_tile.first_slot =
+        2 * (first_cluster * output_tiles + blockIdx.y * row_tiles + blockIdx.x);
     partial_tile.slot_step = 2 * output_tiles;
     partial_tile.first_result_offset = 1;
-    partial_tile.is_sliced = cluster > 1 && first_cta % cluster == 0 &&
-                     last_cta % cluster == cluster - 1 &&
-                     sequence_end == min(work_range.total_units, (last_cta + 1) * work_range.range_units);
+    partial_tile.is_sliced =
+        cluster > 1 && first_cta % cluster == 0 && last_cta % cluster == cluster - 1 &&
+        sequence_end == min(work_range.total_units, (last_cta + 1) * work_range.range_units);
   }
 };

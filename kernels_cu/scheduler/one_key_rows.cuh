@@ -34,17 +34,17 @@ __device__ int find_only_visible_key(const Params& p, const ScoreRow& row, int b
 // Called by a warp after it has written the result of a row to `out`. If the row attends to only
 // one key of `tiles`, the result becomes the value of that key.
 template <class Config, class Out>
-__device__ void fix_one_key_row(const Params& p, const TileCoord& coord, const SequenceView<Config>* view,
-                                const KvTileRange& tiles, int row, Out* out) {
+__device__ void fix_one_key_row(const Params& p, const TileCoord& coord,
+                                const SequenceView<Config>* view, const KvTileRange& tiles, int row,
+                                Out* out) {
   using Element = typename Config::Element;
   const Mask<Config, Config::group> mask(p, coord.batch);
   const int begin = max(mask.visible_begin(row), tiles.begin * Config::Bc);
   const int end = min(mask.visible_end(row), tiles.end * Config::Bc);
   const int key = find_only_visible_key<Config>(p, score_row(p, coord, view, row), begin, end);
   if (key < 0) return;
-  Row<Element> value = {p.v.template head<const Element>(coord.batch, coord.head_kv) +
-                            key * p.v.row_stride,
-                        true};
+  Row<Element> value = {
+      p.v.template head<const Element>(coord.batch, coord.head_kv) + key * p.v.row_stride, true};
   if constexpr (Config::page_size > 0) value = view->pages(view->p.v).at(key);
 #pragma unroll 1
   for (int column = threadIdx.x % 32; column < Config::head_dim_v; column += 32) {

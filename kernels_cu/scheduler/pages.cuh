@@ -11,7 +11,9 @@ struct Row {
 };
 
 // Returns whether a page number is valid; block tables are not validated beforehand.
-__device__ inline bool is_valid_page(int number, int pages) { return unsigned(number) < unsigned(pages); }
+__device__ inline bool is_valid_page(int number, int pages) {
+  return unsigned(number) < unsigned(pages);
+}
 
 // K or V rows of one sequence and one KV head in a paged cache.
 template <class Element, int PageSize>

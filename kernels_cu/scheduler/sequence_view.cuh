@@ -1,6 +1,6 @@
-// `SequenceView`: a CTA's tile coordinates, and the rows of q, k, v and out that its sequence occupies,
-// for varlen, cached and paged batches. `Config::page_size` is 0 if K and V are not paged;
-// `Config::group` is the number of query heads packed into a tile, see `tile_coord()`.
+// `SequenceView`: a CTA's tile coordinates, and the rows of q, k, v and out that its sequence
+// occupies, for varlen, cached and paged batches. `Config::page_size` is 0 if K and V are not
+// paged; `Config::group` is the number of query heads packed into a tile, see `tile_coord()`.
 #pragma once
 
 #include "score/degenerate_rows.cuh"
@@ -103,7 +103,8 @@ __device__ auto partials_of(const Params& p, const SequenceView<Config>* view) {
 }
 
 template <class Config>
-__device__ int64 index_of(const Params& p, const TileCoord& coord, const SequenceView<Config>* view, int row) {
+__device__ int64 index_of(const Params& p, const TileCoord& coord, const SequenceView<Config>* view,
+                          int row) {
   using Results = Partials<Config>;
   if constexpr (Config::has_seqlens) {
     return view->index(row);
@@ -114,11 +115,11 @@ __device__ int64 index_of(const Params& p, const TileCoord& coord, const Sequenc
 
 // Returns the coordinates of a tile's row that mask and score functions receive.
 template <class Config>
-__device__ ScoreRow score_row(const Params& p, const TileCoord& coord, const SequenceView<Config>* view,
-                              int row) {
+__device__ ScoreRow score_row(const Params& p, const TileCoord& coord,
+                              const SequenceView<Config>* view, int row) {
   if constexpr (Config::has_seqlens) {
-    return {coord.batch, coord.head + row % Config::group, row / Config::group, p.q_offset,
-            view->sequence.q_first, view->sequence.k_first};
+    return {coord.batch, coord.head + row % Config::group, row / Config::group,
+            p.q_offset,  view->sequence.q_first,           view->sequence.k_first};
   } else {
     const int q_offset = first_position<Config>(p, coord.batch, p.q_offset);
     return {coord.batch, coord.head, row, q_offset, 0, 0};
@@ -139,7 +140,8 @@ __device__ Row<typename Config::Element> first_value(const Params& p, const Tile
 // Returns the address of an output element. `head` is the address of the head's first output row.
 template <class Config>
 __device__ typename Config::Element* out_row(typename Config::Element* head, const Params& p,
-                                             const SequenceView<Config>* view, int row, int column = 0) {
+                                             const SequenceView<Config>* view, int row,
+                                             int column = 0) {
   if constexpr (Config::group > 1) {
     return view->out(row) + column;
   } else {
@@ -147,10 +149,10 @@ __device__ typename Config::Element* out_row(typename Config::Element* head, con
   }
 }
 
-// Calls `fix_degenerate_rows()` for the rows [first, end) of a tile; with split KV, combining does it.
+// Calls `fix_degenerate_rows()` for rows [first, end) of a tile; with split KV, combining does it.
 template <class Config>
-__device__ void fix_degenerate_rows(const Params& p, const TileCoord& coord, const SequenceView<Config>* view,
-                                int first, int end) {
+__device__ void fix_degenerate_rows(const Params& p, const TileCoord& coord,
+                                    const SequenceView<Config>* view, int first, int end) {
   using Element = typename Config::Element;
   // Without a causal mask, 16-bit rows need no correction: only seqlen_k == 0 leaves them no key.
   constexpr bool may_be_degenerate = Config::causal || !quotient_is_exact<Element>;

@@ -100,7 +100,8 @@ __device__ Row<typename Config::Element> first_value_of(const Params& p, const S
         sequence.seqlen_k};
     return values.at(0);
   } else {
-    return {p.v.head<const Element>(sequence.k_batch, head_kv) + sequence.k_first * p.v.row_stride, true};
+    return {p.v.head<const Element>(sequence.k_batch, head_kv) + sequence.k_first * p.v.row_stride,
+            true};
   }
 }
 
@@ -113,8 +114,8 @@ __device__ inline int64 row_of_warp() {
 // returns the address of the output row. It is called late, so that the first loads do not wait.
 template <class Config, class OutRow>
 __device__ void combine_row(const Params& p, const Partials<Config>& partials, int64 index,
-                            int head, int visible,
-                            const Row<typename Config::Element>& first_value, OutRow out_row) {
+                            int head, int visible, const Row<typename Config::Element>& first_value,
+                            OutRow out_row) {
   using T = typename Partials<Config>::T;
   using Math = SoftmaxMath<T>;
   using Element = typename Config::Element;
@@ -166,10 +167,10 @@ __device__ void combine(const Params& p) {
     const Sequence sequence = find_sequence<Config::page_size>(p, batch);
     UnownedRows<Config>{p}.clear_around(batch, row, p.seqlen_q, head, 1);
     if (row >= sequence.seqlen_q) return;
-    const Mask<Config> mask(sequence.seqlen_k, sequence.template q_offset<Config>(p, batch), {p, batch});
+    const Mask<Config> mask(sequence.seqlen_k, sequence.template q_offset<Config>(p, batch),
+                            {p, batch});
     combine_row(p, partials, partials.row_index(p, sequence, batch, head, row), head,
-                mask.visible_end(row),
-                first_value_of<Config>(p, sequence, batch, head_kv), [&] {
+                mask.visible_end(row), first_value_of<Config>(p, sequence, batch, head_kv), [&] {
                   return p.out.head<Element>(sequence.q_batch, head) +
                          (sequence.q_first + row) * p.out.row_stride;
                 });

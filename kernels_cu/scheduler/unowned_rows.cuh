@@ -24,7 +24,8 @@ struct UnownedRows {
   // Clears this warp's part of the gaps next to a sequence, for `heads` heads from `first_head` on.
   __device__ void clear_around(int sequence, unsigned warp, unsigned warps, int first_head,
                                int heads) const {
-    Gaps{p}.for_each_adjacent_row(sequence, warp, warps, [&](int row) { clear(row, first_head, heads); });
+    Gaps{p}.for_each_adjacent_row(sequence, warp, warps,
+                                  [&](int row) { clear(row, first_head, heads); });
   }
 
  private:

@@ -15,7 +15,7 @@
 struct VarlenOrder {
   __device__ static int64 words(int batch) { return 2 * int64(batch) + 2; }
 
-  unsigned* next_tile;  // atomic counter of the tiles assigned to CTAs
+  unsigned* next_tile;   // atomic counter of the tiles assigned to CTAs
   unsigned* first_tile;  // (batch + 1) number of tiles before each position of the order
   int* sequence;         // (batch) index of the sequence at each position of the order
 
@@ -51,8 +51,8 @@ struct VarlenOrder {
     return classes - 1 - rank;
   }
 
-  // The threads that build the order together: here all of a CTA. `deterministic` is true if several CTAs
-  // build the order, each for itself, so that the result must be deterministic.
+  // The threads that build the order together: here all of a CTA. `deterministic` is true if
+  // several CTAs build the order, each for itself, so that the result must be deterministic.
   struct CtaThreads {
     static constexpr bool deterministic = false;
     __device__ static unsigned threads() { return blockDim.x; }
@@ -73,7 +73,8 @@ struct VarlenOrder {
     for (int first = 0; first < classes; first += Builders::threads()) {
       const int i = first + threadIdx.x;
       int total;
-      const int before = exclusive_scan<Builders>(i < classes ? class_ends[i] : 0, warp_sums, total);
+      const int before =
+          exclusive_scan<Builders>(i < classes ? class_ends[i] : 0, warp_sums, total);
       if (i < classes) class_ends[i] = carry + before;
       carry += total;
     }
@@ -124,7 +125,8 @@ struct VarlenOrder {
     const int inclusive = inclusive_scan(value);
     if (lane == 31) warp_sums[warp] = inclusive;
     Builders::sync();
-    const int warp_inclusive = inclusive_scan(lane < Builders::threads() / 32 ? warp_sums[lane] : 0);
+    const int warp_inclusive =
+        inclusive_scan(lane < Builders::threads() / 32 ? warp_sums[lane] : 0);
     total = __shfl_sync(~0u, warp_inclusive, 31);
     const int before_warp = __shfl_sync(~0u, warp_inclusive, max(0, warp - 1));
     Builders::sync();
@@ -170,10 +172,10 @@ struct VarlenOrder {
 };
 
 // Returns the coordinates of query tile number `tile` of a sequence, counted over all heads. As in
-// the other `tile_coord()`, heads are taken in sections, and query tiles from the last to the first.
+// the other `tile_coord()`, heads are taken in sections, and query tiles in descending order.
 template <int Br>
 __device__ TileCoord tile_coord(const Params& p, const Sequence& sequence, int batch, int tile,
-                          int section_heads) {
+                                int section_heads) {
   const int q_tiles = ceil_div(sequence.seqlen_q, Br);
   const int first_head = tile / (section_heads * q_tiles) * section_heads;
   const int heads = min(section_heads, p.heads_q - first_head);
@@ -191,11 +193,11 @@ __device__ int find_section_heads(const Params& p, int seqlen_k, int section_key
   return Causal ? group * min(p.heads_kv, max(1, section_keys / max(1, seqlen_k))) : group;
 }
 
-// Computes the work tile of tile number `fetch()`, counted over all heads and splits. All lanes of a
-// warp call this together; the lane whose `writes` is true writes `work_tile`.
+// Computes the work tile of tile number `fetch()`, counted over all heads and splits. All lanes of
+// a warp call this together; the lane whose `writes` is true writes `work_tile`.
 template <class Config, class Fetch>
-__device__ void fetch_work_tile(const Params& p, const VarlenOrder& order, Fetch fetch, int section_keys,
-                           WorkTile<true>& work_tile, bool writes) {
+__device__ void fetch_work_tile(const Params& p, const VarlenOrder& order, Fetch fetch,
+                                int section_keys, WorkTile<true>& work_tile, bool writes) {
   unsigned tile = fetch();
   if (tile >= order.tiles(p.heads_q) * (Config::split_keys ? p.num_splits : 1)) {
     if (writes) work_tile = WorkTile<true>::end_of_work();
@@ -217,8 +219,8 @@ __device__ void fetch_work_tile(const Params& p, const VarlenOrder& order, Fetch
   const int q_end = min(coord.q_begin + Config::Br, sequence.seqlen_q);
   if (writes) {
     work_tile = {{sequence},
-             coord,
-             kv_tile_range<Config::Bc, Config::split_keys>(mask, coord.q_begin, q_end, split,
-                                                            p.num_splits)};
+                 coord,
+                 kv_tile_range<Config::Bc, Config::split_keys>(mask, coord.q_begin, q_end, split,
+                                                               p.num_splits)};
   }
 }

@@ -6,7 +6,7 @@
 #include "scheduler/tile_coord.cuh"
 #include "scheduler/sequences.cuh"
 
-// Sequence of a work tile: stored if `HasSeqlens`, given by the kernel's arguments for dense batches.
+// Sequence of a work tile: stored if `HasSeqlens`, otherwise given by the kernel's arguments.
 template <bool HasSeqlens>
 struct WorkTileSequence;
 
@@ -39,12 +39,14 @@ struct WorkTile : WorkTileSequence<HasSeqlens> {
     return WorkTileSequence<HasSeqlens>::sequence(p, coord.batch);
   }
 
-  // With `HasSeqlens`, each sequence has its own number of keys and its own position of the first query.
+  // With `HasSeqlens`, each sequence has its own number of keys and position of the first query.
   template <class Config>
   __device__ Mask<Config> mask(const Params& p) const {
     if constexpr (HasSeqlens) {
       const Sequence& tile_sequence = sequence(p);
-      return {tile_sequence.seqlen_k, tile_sequence.template q_offset<Config>(p, coord.batch), {p, coord.batch}};
+      return {tile_sequence.seqlen_k,
+              tile_sequence.template q_offset<Config>(p, coord.batch),
+              {p, coord.batch}};
     } else {
       return Mask<Config>(p, coord.batch);
     }

@@ -20,7 +20,7 @@ constexpr int max_degenerate_keys = quotient_is_exact<Element> ? 0 : 1;
 // it NaN.
 template <class Element>
 __device__ Element degenerate_value(int visible, Element result, const Row<Element>& first_value,
-                           int column) {
+                                    int column) {
   if (visible == 0) return Element{};
   if (visible > 1 || widen(result) != widen(result)) return result;
   return first_value.exists ? first_value.begin[column] : Element{};
@@ -30,7 +30,7 @@ __device__ Element degenerate_value(int visible, Element result, const Row<Eleme
 // this warp has written. The number of visible keys must not decrease from row to row.
 template <int Dim, class Element, class VisibleEnd, class OutRow>
 __device__ void fix_degenerate_rows(int first, int end, VisibleEnd visible_end, OutRow out_row,
-                                const Row<Element>& first_value) {
+                                    const Row<Element>& first_value) {
   constexpr int max_keys = max_degenerate_keys<Element>;
   if (first >= end || visible_end(first) > max_keys) return;
   // Several lanes have written each row.

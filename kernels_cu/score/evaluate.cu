@@ -25,8 +25,8 @@ __device__ inline void evaluate(const EvaluateParams& p) {
   const int key = index % p.seqlen_k;
   const int row = index / p.seqlen_k % p.seqlen_q;
   const int64 batch_head = index / p.seqlen_k / p.seqlen_q;
-  const auto mod_row = Mods::row(p.mods, batch_head / p.heads, batch_head % p.heads,
-                                row + p.q_offset, row, 0, 0, 0);
+  const auto mod_row =
+      Mods::row(p.mods, batch_head / p.heads, batch_head % p.heads, row + p.q_offset, row, 0, 0, 0);
   const auto keys = Mods::keys(p.mods, mod_row, key);
   if constexpr (Mods::changes_scores) {
     // `Mods::exponent()` returns an exponent of two.

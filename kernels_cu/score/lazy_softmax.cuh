@@ -60,8 +60,8 @@ struct LazySoftmaxRow {
   // with a base of that magnitude, the two would round differently.
   template <bool HasLow>
   __device__ float change_base(float max, bool outgrown, bool is_empty, float& rescale) {
-    const bool changes =
-        outgrown || (is_empty && max < lowest && max > (HasLow ? low_score<float> : -Math::infinity()));
+    const bool changes = outgrown || (is_empty && max < lowest &&
+                                      max > (HasLow ? low_score<float> : -Math::infinity()));
     const float change = changes ? max - lowest : 0;
     rescale = changes && !is_empty ? Math::exp2(-change) : 1;
     base += change;

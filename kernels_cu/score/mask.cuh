@@ -19,7 +19,8 @@ struct Band {
 };
 template <class Config>
 struct Band<Config, true> {
-  static_assert(!(Config::prefix && Config::window_left), "prefix and left window exclude each other");
+  static_assert(!(Config::prefix && Config::window_left),
+                "prefix and left window exclude each other");
 
   int left;
   int right;
@@ -118,12 +119,16 @@ struct KvTileRange {
 // of KV split `split` of num_splits.
 template <int Bc, bool Split, class Config, int Group>
 __device__ KvTileRange kv_tile_range(const Mask<Config, Group>& mask, int q_begin, int q_end,
-                                   int split, int num_splits) {
+                                     int split, int num_splits) {
   const int visible_end_tile = ceil_div(mask.visible_end(q_end - 1), Bc);
   const int full = mask.template full_tiles<Bc>(q_begin);
-  const int first = Config::window_left ? min(visible_end_tile, mask.visible_begin(q_begin) / Bc) : 0;
+  const int first =
+      Config::window_left ? min(visible_end_tile, mask.visible_begin(q_begin) / Bc) : 0;
   if constexpr (!Split) {
-    return {first, Config::window_left ? max(first, min(full, visible_end_tile)) : min(full, visible_end_tile), visible_end_tile};
+    return {
+        first,
+        Config::window_left ? max(first, min(full, visible_end_tile)) : min(full, visible_end_tile),
+        visible_end_tile};
   }
   const int split_tiles = ceil_div(visible_end_tile - first, num_splits);
   const int begin = min(visible_end_tile, first + split * split_tiles);
@@ -143,7 +148,7 @@ struct QueryTileRange {
 // Returns the query tiles of the keys [k_begin, k_end), at least one key, among `rows` query rows.
 template <int Br, class Config, int Group>
 __device__ QueryTileRange query_tile_range(const Mask<Config, Group>& mask, int k_begin, int k_end,
-                                       int rows) {
+                                           int rows) {
   const int end = ceil_div(mask.row_end(k_end - 1, rows), Br);
   const int begin = min(end, mask.row_begin(k_begin, rows) / Br);
   const int full_begin = max(begin, min(end, ceil_div(mask.row_begin(k_end - 1, rows), Br)));

@@ -49,8 +49,8 @@ struct ModifiedRows {
   using Mods = typename Config::Mods;
 
   template <class AnyParams, class RowCoord, class Base, class Score, class Step, class Pairs>
-  __device__ static void modify(const AnyParams& p, RowCoord coord, int first_key, Base base, bool masks,
-                                Score score, Step step, Pairs pairs) {
+  __device__ static void modify(const AnyParams& p, RowCoord coord, int first_key, Base base,
+                                bool masks, Score score, Step step, Pairs pairs) {
     if constexpr (Mods::changes_scores || Mods::masks_pairs) {
       if (!Mods::changes_scores && !masks) return;
       if constexpr (Mods::has_bounds) {
@@ -74,8 +74,8 @@ struct ModifiedRows {
  private:
   template <class AnyParams, class T>
   __device__ static auto row_of(const AnyParams& p, const ScoreRow& coord, T base) {
-    return Mods::row(p.mods, coord.batch, coord.head, coord.row + coord.q_offset, coord.row, coord.q_start,
-                     coord.k_start, base);
+    return Mods::row(p.mods, coord.batch, coord.head, coord.row + coord.q_offset, coord.row,
+                     coord.q_start, coord.k_start, base);
   }
 
   template <bool Inside, class AnyParams, class RowCoord, class Base, class Score, class Step,
@@ -111,29 +111,34 @@ struct ModifiedRows {
   }
 };
 
-template <class Config, int Rows, int Count, class AnyParams, class RowCoord, class Score, class Step>
-__device__ void modify_rows(const AnyParams& p, RowCoord coord, int first_key, Score score, Step step) {
+template <class Config, int Rows, int Count, class AnyParams, class RowCoord, class Score,
+          class Step>
+__device__ void modify_rows(const AnyParams& p, RowCoord coord, int first_key, Score score,
+                            Step step) {
   ModifiedRows<Config, Rows, Count>::modify(
       p, coord, first_key, [](int) { return 0; }, true, score, step,
       [](int) { return LoadOnDemand(); });
 }
 
-// Like `ModifiedRows`, for a lane's accumulator fragments (tile/fragments.cuh): `row_scores(r)` holds the
-// lane's scores of row `coord(r)`, and `first_key` is the first key of these.
+// Like `ModifiedRows`, for a lane's accumulator fragments (tile/fragments.cuh): `row_scores(r)`
+// holds the lane's scores of row `coord(r)`, and `first_key` is the first key of these.
 template <class Config, int Rows, int column_tiles, class AnyParams, class RowCoord, class Base,
           class RowScores, class Pairs>
-__device__ void modify_fragments(const AnyParams& p, RowCoord coord, int first_key, Base base, bool masks,
-                                 RowScores row_scores, Pairs pairs) {
+__device__ void modify_fragments(const AnyParams& p, RowCoord coord, int first_key, Base base,
+                                 bool masks, RowScores row_scores, Pairs pairs) {
   ModifiedRows<Config, Rows, 2 * column_tiles>::modify(
       p, coord, first_key, base, masks,
       [&](int r, int n) -> float& { return row_scores(r)[n / 2 * 4 + n % 2]; },
       [](int n) { return n / 2 * 8 + n % 2; }, pairs);
 }
 
-template <class Config, int Rows, int column_tiles, class AnyParams, class RowCoord, class RowScores>
-__device__ void modify_fragments(const AnyParams& p, RowCoord coord, int first_key, RowScores row_scores) {
+template <class Config, int Rows, int column_tiles, class AnyParams, class RowCoord,
+          class RowScores>
+__device__ void modify_fragments(const AnyParams& p, RowCoord coord, int first_key,
+                                 RowScores row_scores) {
   modify_fragments<Config, Rows, column_tiles>(
-      p, coord, first_key, [](int) { return 0.f; }, true, row_scores, [](int) { return LoadOnDemand(); });
+      p, coord, first_key, [](int) { return 0.f; }, true, row_scores,
+      [](int) { return LoadOnDemand(); });
 }
 
 // Attention sink: one more score of a row, without a value. `lse` is the log-sum-exp with the sink,

@@ -54,7 +54,8 @@ __device__ void store_chunk(Element* global, const Vector<Element, 16 / sizeof(E
 // Writes four columns of an output row of `Dim` columns, in one access if its alignment allows.
 // `columns_left` counts the columns from the first of the four to the end of the row.
 template <int Dim, int Alignment, class Element>
-__device__ void store_columns(Element* global, const Vector<Element, 4>& columns, int columns_left) {
+__device__ void store_columns(Element* global, const Vector<Element, 4>& columns,
+                              int columns_left) {
   if (Alignment >= 8 && (Dim % 16 == 0 || columns_left >= 4)) {
     *reinterpret_cast<Vector<Element, 4>*>(global) = columns;
   } else {

@@ -56,23 +56,24 @@ template <class Layout, class Element, int Rows, int Columns, int Alignment, boo
 struct WarpCopy {
   using WarpRowCopy = RowCopy<Layout, Element, Rows, Columns, 32, Alignment>;
   static constexpr int remaining = WarpRowCopy::copies_per_row - First;
-  static constexpr int lanes = remaining >= 32  ? 32
+  static constexpr int lanes = remaining >= 32   ? 32
                                : remaining >= 16 ? 16
                                : remaining >= 8  ? 8
                                : remaining >= 4  ? 4
                                : remaining >= 2  ? 2
-                                            : 1;
+                                                 : 1;
   static constexpr int rows_at_once = 32 / lanes;
   static constexpr int passes = (Rows + rows_at_once - 1) / rows_at_once;
 
   // Starts the copy. Rows that do not exist become zeros. `policy` is an L2 cache policy or 0;
   // `columns` is the number of valid columns.
   template <class SourceRows>
-  __device__ static void start(unsigned shared, unsigned long long policy, const SourceRows& source_rows,
-                               int columns = Columns) {
+  __device__ static void start(unsigned shared, unsigned long long policy,
+                               const SourceRows& source_rows, int columns = Columns) {
     const int copy = First + threadIdx.x % lanes;
     constexpr int per_copy = WarpRowCopy::copy_elements;
-    const int elements = WarpRowCopy::whole_rows ? per_copy : max(0, min(per_copy, columns - copy * per_copy));
+    const int elements =
+        WarpRowCopy::whole_rows ? per_copy : max(0, min(per_copy, columns - copy * per_copy));
     const int first_row = threadIdx.x % 32 / lanes;
     SourceRows rows = source_rows;
     rows.start(first_row);

@@ -26,9 +26,9 @@ __device__ inline void mma<bfloat16_t>(float (&d)[4], const unsigned (&a)[4], un
 // fragments: element [i][j][2 * half + c] of a lane is row 16 i + 8 half + lane / 4, column
 // 8 j + lane % 4 * 2 + c.
 //
-// If `column_warps` > 1, that many consecutive warps process the same query rows. Each warp computes S
-// for a slice of the keys, receives the other warps' scores through `exchange`, and accumulates a
-// slice of O: of every 16 * `column_warps` columns, the 16 at index `column_warp()`.
+// If `column_warps` > 1, that many consecutive warps process the same query rows. Each warp
+// computes S for a slice of the keys, receives the other warps' scores through `exchange`, and
+// accumulates a slice of O: of every 16 * `column_warps` columns, the 16 at index `column_warp()`.
 template <class Config, int row_tiles, int column_warps = 1>
 struct Products16Bit {
   using Element = typename Config::Element;
@@ -51,11 +51,14 @@ struct Products16Bit {
   const int lane = threadIdx.x % 32;
   QueryFragments<KeyLayout, row_tiles, k_steps, Config::q_in_registers> queries;
 
-  __device__ static int column_warp() { return column_warps == 1 ? 0 : threadIdx.x / 32 % column_warps; }
+  __device__ static int column_warp() {
+    return column_warps == 1 ? 0 : threadIdx.x / 32 % column_warps;
+  }
 
   // Adds Q K^T for this warp's keys to `scores`. The fragment of the next step is read from shared
   // memory during the mma of the current step.
-  __device__ void multiply_queries_keys(PartialScores& scores, unsigned q_shared, unsigned k_shared) {
+  __device__ void multiply_queries_keys(PartialScores& scores, unsigned q_shared,
+                                        unsigned k_shared) {
     constexpr int key_steps = warp_key_steps;
     k_shared += column_warp() * (16 * key_steps * KeyLayout::row_bytes);
     const unsigned k_lane = k_shared + KeyLayout::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
@@ -88,11 +91,12 @@ struct Products16Bit {
   //
   //   `column_warp()` 0: S of keys [0, Bc / 2)  --> shared, named barrier --> S of keys [0, Bc)
   //   `column_warp()` 1: S of keys [Bc / 2, Bc) --> shared, named barrier --> S of keys [0, Bc)
-  __device__ static void exchange(Scores& scores, const PartialScores& partial_scores, unsigned shared,
-                                  int group) {
+  __device__ static void exchange(Scores& scores, const PartialScores& partial_scores,
+                                  unsigned shared, int group) {
     constexpr int tiles_per_warp = Bc / column_warps / 8;
     constexpr int bytes = 32 * sizeof(partial_scores[0][0]);  // size of S for 16 rows and 8 keys
-    shared += group * (row_tiles * Bc / 8 * bytes) + threadIdx.x % 32 * sizeof(partial_scores[0][0]);
+    shared +=
+        group * (row_tiles * Bc / 8 * bytes) + threadIdx.x % 32 * sizeof(partial_scores[0][0]);
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
@@ -117,7 +121,8 @@ struct Products16Bit {
   template <class Exponentiate>
   __device__ void multiply_probabilities_values(Output& out, const Scores& scores,
                                                 unsigned v_shared, Exponentiate exponentiate) {
-    const unsigned v_lane = v_shared + ValueLayout::offset(lane % 16, lane / 16 + 2 * column_warp());
+    const unsigned v_lane =
+        v_shared + ValueLayout::offset(lane % 16, lane / 16 + 2 * column_warp());
     unsigned v[2][4];
     auto load_v = [&](int number) {
       ptx::ldmatrix_x4_trans(v[number % 2],

@@ -5,8 +5,8 @@
 #include "tile/layout.cuh"
 
 // Tile of `Rows` x `Columns` 16-bit elements, stored as TMA boxes. Each of the `boxes` boxes holds
-// `box_row_bytes` (128 or 64) bytes of every row, in the TMA swizzle of that width, which avoids bank
-// conflicts. TMA fills elements past the tensor's columns or rows with zeros.
+// `box_row_bytes` (128 or 64) bytes of every row, in the TMA swizzle of that width, which avoids
+// bank conflicts. TMA fills elements past the tensor's columns or rows with zeros.
 template <int Rows, int Columns>
 struct TmaTile {
   static constexpr int columns = round_up(Columns, 32);
@@ -62,7 +62,9 @@ struct TmaTile {
 
   // Return the matrix descriptor (PTX ISA, "Matrix-descriptor format for wgmma") of a tile at
   // address 0; add the tile's address in units of 16 bytes. Here k runs along the columns.
-  static constexpr unsigned long long k_along_columns() { return descriptor(16, 8 * box_row_bytes); }
+  static constexpr unsigned long long k_along_columns() {
+    return descriptor(16, 8 * box_row_bytes);
+  }
 
   // Here k runs along the rows and n along the columns, across the boxes.
   static constexpr unsigned long long k_along_rows() {

@@ -23,5 +23,6 @@ struct WarpColumnsConfig : Config {
   // For MLA, where V is a prefix of K's columns, the warp's slice of K also serves as V. It may
   // extend past head_dim_v; such columns are not written.
   static constexpr int head_dim_v =
-      Config::values_in_keys ? head_dim : WarpColumns<Config::head_dim_v, Config::column_warps>::padded;
+      Config::values_in_keys ? head_dim
+                             : WarpColumns<Config::head_dim_v, Config::column_warps>::padded;
 };

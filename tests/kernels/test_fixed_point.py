@@ -1,4 +1,4 @@
-"""Tests of `inputs/fixed_point.cuh`, run on the host: sums that do not depend on the order of addition."""
+"""Tests of `inputs/fixed_point.cuh`, run on the host: sums independent of the order of addition."""
 
 from __future__ import annotations
 

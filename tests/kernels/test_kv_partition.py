@@ -1,4 +1,4 @@
-"""Tests of `kv_partition.cuh`, run on the host with the grids and the workspace that `decode` plans:
+"""Tests of `kv_partition.cuh`, run on the host with the grids and workspace that `decode` plans:
 the partial tiles that each thread block processes."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Tests of `varlen_order.cuh`, run on the host: the order in which query tiles of packed sequences are
-assigned to thread blocks."""
+"""Tests of `varlen_order.cuh`, run on the host: the order in which query tiles of packed sequences
+are assigned to thread blocks."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Part(NamedTuple):
 
 
 def own_rows(starts: np.ndarray, total: int, sequence: int) -> tuple[int, int]:
-    """Begin and end of the rows that are one sequence's and no other's: as `packed_tiles.cuh` says."""
+    """Begin and end of the rows that are one sequence's and no others, as in `packed_tiles.cuh`."""
     at = np.clip(starts.astype(np.int64), 0, total)
     begin, end, low, high = int(at[0]), int(at[-1]), 0, len(starts) - 1
     while high - low > 1:

@@ -1,7 +1,7 @@
 """float8 inputs in the `hopper` family: the host side of `forward/hopper/float8/float8.cuh`.
 
-The values are transposed into the workspace (`float8/transpose_values.cuh`), as an array (batch, heads_kv,
-head_dim_v, keys) whose keys are padded to whole tiles.
+The values are transposed into the workspace (`float8/transpose_values.cuh`), as an array
+(batch, heads_kv, head_dim_v, keys) whose keys are padded to whole tiles.
 """
 
 from __future__ import annotations

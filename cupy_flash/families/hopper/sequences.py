@@ -59,7 +59,7 @@ def of_equal_lengths(problem: Problem) -> Problem:
 
 
 def order_bytes(problem: Problem) -> int:
-    """Return the size in bytes of the order of sequences in the workspace (`scheduler/varlen_order.cuh`)."""
+    """Return the size in bytes of the order of sequences (`scheduler/varlen_order.cuh`)."""
     return (2 * problem.batch + 2) * _WORD_BYTES
 
 

@@ -19,7 +19,8 @@ struct DqFragments {
   static constexpr int row_tiles = Rows / 16 / row_warps;
   static constexpr int column_tiles = Columns / 8 / column_warps;
   static_assert(row_tiles * row_warps * 16 == Rows, "whole fragments");
-  static_assert(column_tiles % 2 == 0 && column_tiles * column_warps * 8 == Columns, "pairs of fragments");
+  static_assert(column_tiles % 2 == 0 && column_tiles * column_warps * 8 == Columns,
+                "pairs of fragments");
   static constexpr int64 floats = int64(Rows) * Columns;
 
   // Returns the offset of a lane's four floats of fragment [i][j].
@@ -60,7 +61,8 @@ struct DqAccumulator {
     clear(sums);
     if constexpr (!memory_adds) {
       if (!is_first) {
-        for_each([&](int i, int j, float* fragment) { ptx::ld_global_cg_v4(sums[i][j], fragment); });
+        for_each(
+            [&](int i, int j, float* fragment) { ptx::ld_global_cg_v4(sums[i][j], fragment); });
       }
     }
   }
@@ -102,8 +104,8 @@ struct DqAccumulator {
 #endif  // __CUDA_ARCH__ >= 800
 
 // Workspace after the row statistics: a semaphore for each dq tile, cleared by the preprocess
-// kernel (preprocess/preprocess.cuh), and the dq sums. Packed sequences leave some tile slots unused
-// (packed_tiles.cuh). `QuerySums` in gradients.py computes the same sizes.
+// kernel (preprocess/preprocess.cuh), and the dq sums. Packed sequences leave some tile slots
+// unused (packed_tiles.cuh). `QuerySums` in gradients.py computes the same sizes.
 template <class Config>
 struct DqSums {
   static constexpr int Br = Config::dq_Br;
@@ -120,7 +122,7 @@ struct DqSums {
                                                         : int64(p.batch) * ptx::opaque(p.seqlen_q));
     count = (is_packed(p) ? 1 : p.batch) * p.heads_q * tiles;
     semaphores = reinterpret_cast<int*>(static_cast<char*>(p.workspace) +
-                                      aligned(rows * int64(sizeof(*row_stats<Config>(p)))));
+                                        aligned(rows * int64(sizeof(*row_stats<Config>(p)))));
   }
 
   __device__ static bool is_packed(const GradientParams& p) {
@@ -129,12 +131,12 @@ struct DqSums {
 
   // Returns the tile slot of a query tile: its index in all arrays with an entry per tile.
   __device__ int tile_slot(const GradientParams& p, const Sequence& sequence, int batch, int head,
-                       int tile) const {
+                           int tile) const {
     if (!is_packed(p)) return (batch * p.heads_q + head) * tiles + tile;
     return head * tiles + first_tile_slot<Br>(sequence.q_first, batch) + tile;
   }
   __device__ int* semaphore(const GradientParams& p, const Sequence& sequence, int batch, int head,
-                          int tile) const {
+                            int tile) const {
     return semaphores + tile_slot(p, sequence, batch, head, tile);
   }
 
@@ -176,7 +178,8 @@ struct DqTile {
     const bool is_written = *all.semaphore(p, sequence, coord.batch, coord.head, tile) != 0;
     const float* sums =
         all.template sums<Fragments::floats>(p, sequence, coord.batch, coord.head, tile);
-    const auto* stats = row_stats<Config>(p) + first_row_of_head(p, sequence, coord.head) + coord.begin;
+    const auto* stats =
+        row_stats<Config>(p) + first_row_of_head(p, sequence, coord.head) + coord.begin;
     const int left = sequence.seqlen_q - coord.begin;
     const float scale = signed_scale<Config, float>(p);
     const Mask<Config> mask = mask_of<Config>(p, sequence, coord.batch);
@@ -223,8 +226,8 @@ struct DqTile {
           if (first + row >= left) continue;
           const int column = Fragments::column(warp, j);
           store_chunk<Gradient, Config::out_alignment>(
-              output + (first + row) * p.dq.row_stride + column,
-              shared.warp_rows[warp][row][j], Config::head_dim - column);
+              output + (first + row) * p.dq.row_stride + column, shared.warp_rows[warp][row][j],
+              Config::head_dim - column);
         }
         __syncwarp();
       }

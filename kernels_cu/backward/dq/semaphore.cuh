@@ -18,7 +18,9 @@
 //   semaphore_wait     waits for a tile, before a barrier of all threads that will add to it
 //
 // The fence in `semaphore_release` also makes the earlier load in `semaphore_peek` an acquire.
-__device__ inline int semaphore_peek(const int* semaphore) { return ptx::ld_relaxed_gpu(semaphore); }
+__device__ inline int semaphore_peek(const int* semaphore) {
+  return ptx::ld_relaxed_gpu(semaphore);
+}
 
 // Increments the semaphore at `semaphore`. If `semaphore` is null, only executes the fence.
 __device__ inline void semaphore_release(int* semaphore) {

@@ -51,7 +51,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
   float dv_sums[dim_v / 2];
   Scores scores;                       // S^T, then P^T
   Scores gradients;                    // dP^T - delta, then dS^T; accumulates onto -delta
-  typename Base::LaneRows lse_log2;  // of the next scores
+  typename Base::LaneRows lse_log2;    // of the next scores
   unsigned keys[keeps_keys ? 4 * Base::k_steps : 1];
   unsigned values[keeps_keys ? 4 * Base::k_steps_v : 1];
 
@@ -161,7 +161,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     if constexpr (has_next) wait_scores(next);
   }
 
-  // Issues the scores of the next part. If `NextTile`, it is the first part of the next stage's tile.
+  // Issues the scores of the next part. If `NextTile`, the first part of the next stage's tile.
   template <bool NextTile>
   __device__ void start_next(Scores& next, int part) const {
     PipelineState<Config::q_stages> ring = q_ring;
@@ -197,7 +197,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
       // Masked and unmasked tiles share one copy of the product; masked pairs are removed after it.
       Base::start_dp(gradients, values, Part, [&](int i) {
         Base::template compute_p<false>(scores, lse_log2, step, Part, i * rows / Base::k_steps_v,
-                                           (i + 1) * rows / Base::k_steps_v);
+                                        (i + 1) * rows / Base::k_steps_v);
       });
       if (is_masked) Base::mask_p(scores, step, Part);
     } else {
@@ -209,7 +209,8 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
 
   __device__ unsigned sums_address() const {
     return cta.sums_address(consumer) +
-           Fragments::fragment_offset(threadIdx.x / 32 % 4, 0, 0, threadIdx.x % 32) * int(sizeof(float));
+           Fragments::fragment_offset(threadIdx.x / 32 % 4, 0, 0, threadIdx.x % 32) *
+               int(sizeof(float));
   }
   __device__ void arrive_sums_full() {
     Cta::arrive_warp(cta.sums_full(consumer, sums_stage));
@@ -225,7 +226,8 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
       unsigned four[4];
 #pragma unroll
       for (int c = 0; c < 4; ++c) four[c] = __float_as_uint(sums[4 * j + c]);
-      ptx::st_shared_v4(sums_address() + Fragments::fragment_offset(0, 0, j, 0) * int(sizeof(float)), four);
+      ptx::st_shared_v4(
+          sums_address() + Fragments::fragment_offset(0, 0, j, 0) * int(sizeof(float)), four);
     }
     ptx::fence_proxy_async();
     arrive_sums_full();
@@ -239,7 +241,8 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
 #pragma unroll
       for (int j = 0; j < Fragments::column_tiles; ++j) {
         unsigned four[4];
-        ptx::ld_shared_v4(four, sums_address() + Fragments::fragment_offset(0, 0, j, 0) * int(sizeof(float)));
+        ptx::ld_shared_v4(
+            four, sums_address() + Fragments::fragment_offset(0, 0, j, 0) * int(sizeof(float)));
 #pragma unroll
         for (int c = 0; c < 4; ++c) sums[4 * j + c] += __uint_as_float(four[c]);
       }

@@ -72,7 +72,7 @@ struct HopperGradientBlockInfo {
   DqOrder<Config::Br, Config::Bc, Config> order;
 
   __device__ HopperGradientBlockInfo(const GradientParams& p, const GradientTileCoord& coord,
-                                 const Sequence& sequence)
+                                     const Sequence& sequence)
       : coord(coord),
         sequence(sequence),
         mask(mask_of<Config>(p, sequence, coord.batch)),
@@ -84,7 +84,7 @@ struct HopperGradientCta {
   using Element = typename Config::Element;
   static constexpr int Br = Config::Br;
   static constexpr int Bc = Config::Bc;
-  // For wide heads, both consumers have the same 64 keys (split_consumers.cuh); otherwise each has 64 keys.
+  // For wide heads, both consumers have the same 64 keys (split_consumers.cuh); otherwise 64 each.
   static constexpr bool wide = Config::wide;
   static constexpr int consumers = wide ? 2 : Bc / 64;
   static constexpr bool wants_q = Config::wants_q;
@@ -108,7 +108,8 @@ struct HopperGradientCta {
   // dS: queries by keys, one TMA box for each consumer's keys.
   using DsTile = TmaTile<Br, Bc>;
   using Fragments = WarpgroupFragments<Br, dim, consumers>;
-  static_assert(KeyTile::box_row_bytes == 128 && ValueTile::box_row_bytes == 128, "boxes of 64 columns");
+  static_assert(KeyTile::box_row_bytes == 128 && ValueTile::box_row_bytes == 128,
+                "boxes of 64 columns");
 
   // Shared memory: k, v, the rings of q and dout, dS, the dq sums (or P, for wide heads), row
   // statistics, barriers and `HopperGradientBlockInfo`.
@@ -132,8 +133,10 @@ struct HopperGradientCta {
   static constexpr int barriers =
       ring_barriers + other_barriers + (inspects ? arrived_barriers : 0);
   static constexpr int block_info_offset = barrier_offset + barriers * 8, block_info_bytes = 96;
-  static_assert(sizeof(HopperGradientBlockInfo<Config>) <= block_info_bytes, "fits in block_info_bytes");
-  static_assert(block_info_offset + block_info_bytes == Config::shared_memory, "as the host planned");
+  static_assert(sizeof(HopperGradientBlockInfo<Config>) <= block_info_bytes,
+                "fits in block_info_bytes");
+  static_assert(block_info_offset + block_info_bytes == Config::shared_memory,
+                "as the host planned");
 
   // Whether some queries may attend to only some of their sequence's keys.
   static constexpr bool is_bounded = Config::causal || Config::modified;
@@ -235,7 +238,9 @@ struct HopperGradientCta {
   // Barriers of consumers with the same keys (split_consumers.cuh).
   __device__ unsigned p_full() const { return barrier(ring_barriers + 3); }
   __device__ unsigned ds_full() const { return barrier(ring_barriers + 4); }
-  __device__ unsigned semaphore_acquired(int stage) const { return barrier(ring_barriers + 5 + stage); }
+  __device__ unsigned semaphore_acquired(int stage) const {
+    return barrier(ring_barriers + 5 + stage);
+  }
   __device__ unsigned dq_added(int stage) const { return semaphore_acquired(sums_stages + stage); }
   __device__ unsigned q_arrived(int stage) const {
     return barrier(ring_barriers + other_barriers + stage);

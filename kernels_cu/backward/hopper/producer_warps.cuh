@@ -27,8 +27,9 @@ struct HopperGradientLoader {
                                 Config::has_seqlens ? cta.keys_arrived() : cta.keys_full());
     Step step = cta.first_step();
     load_queries(step);
-    load<typename Cta::ValueTile>(cta.values_address(), &cta.maps.v, sequence.k_first + cta.coord.begin,
-                                  cta.coord.head, sequence.k_batch, cta.values_full());
+    load<typename Cta::ValueTile>(cta.values_address(), &cta.maps.v,
+                                  sequence.k_first + cta.coord.begin, cta.coord.head,
+                                  sequence.k_batch, cta.values_full());
     load_douts(step);
     while (!cta.is_last(step)) {
       step = cta.next_step(step);
@@ -56,7 +57,9 @@ struct HopperGradientLoader {
     dout_ring.advance();
   }
 
-  __device__ int row_of(const Step& step) const { return cta.sequence.q_first + step.tile * Config::Br; }
+  __device__ int row_of(const Step& step) const {
+    return cta.sequence.q_first + step.tile * Config::Br;
+  }
 
   template <class Tile>
   __device__ static void load(unsigned target, const TensorMap* map, int row, int head, int batch,
@@ -98,8 +101,8 @@ struct HopperRowStatsLoader {
  private:
   __device__ void load(const Step& step) {
     const int left = cta.sequence.seqlen_q - step.tile * Br;
-    const auto* source =
-        row_stats<Config>(cta.p) + first_row_of_head(cta.p, cta.sequence, step.head) + step.tile * Br;
+    const auto* source = row_stats<Config>(cta.p) +
+                         first_row_of_head(cta.p, cta.sequence, step.head) + step.tile * Br;
     RowStats<float> row_stats_of_lane[rows_per_lane];
 #pragma unroll
     for (int i = 0; i < rows_per_lane; ++i) {
@@ -190,8 +193,8 @@ struct HopperGradientAdder {
   __device__ void add(const Step& step) {
     const DqSums<Config> all(cta.p);
     int* semaphore = all.semaphore(cta.p, cta.sequence, cta.coord.batch, step.head, step.tile);
-    float* target =
-        all.template sums<Fragments::floats>(cta.p, cta.sequence, cta.coord.batch, step.head, step.tile);
+    float* target = all.template sums<Fragments::floats>(cta.p, cta.sequence, cta.coord.batch,
+                                                         step.head, step.tile);
     const int order_index = cta.order.order_index(step.tile);
     while (ptx::ld_acquire_gpu(semaphore) != order_index) {
     }

@@ -117,7 +117,7 @@ struct HopperGradientProducts {
   // after the issue of each k step.
   template <int Count, class Between>
   __device__ void start_dp(Scores& gradients, const unsigned (&values)[Count], int part,
-                                  Between between) const {
+                           Between between) const {
     // Without these copies, the compiler sees too many accumulators, of several copies of the loop
     // body, to keep wgmma asynchronous.
 #pragma unroll
@@ -160,7 +160,8 @@ struct HopperGradientProducts {
 #pragma unroll
     for (int step = 0; step < Count / 4; ++step) {
       unsigned fragment[4];
-      ptx::ldmatrix_x4(fragment, row_address + Tile::chunk_offset(row, 2 * step, threadIdx.x / 16 % 2));
+      ptx::ldmatrix_x4(fragment,
+                       row_address + Tile::chunk_offset(row, 2 * step, threadIdx.x / 16 % 2));
 #pragma unroll
       for (int i = 0; i < 4; ++i) kept[4 * step + i] = fragment[i];
     }
@@ -174,14 +175,12 @@ struct HopperGradientProducts {
   }
 
   // Issues dV += P^T dO.
-  __device__ void start_dv(float (&dv_sums)[dim_v / 2], const LeftOperand& left_p,
-                                   int part) const {
+  __device__ void start_dv(float (&dv_sums)[dim_v / 2], const LeftOperand& left_p, int part) const {
     start_sums<DoutTile, dim_v>(dv_sums, left_p,
                                 rows_of<DoutTile>(cta.dout_address(dout_ring.index), part));
   }
   // Issues dK += dS^T Q.
-  __device__ void start_dk(float (&dk_sums)[dim / 2], const LeftOperand& left_ds,
-                                 int part) const {
+  __device__ void start_dk(float (&dk_sums)[dim / 2], const LeftOperand& left_ds, int part) const {
     start_sums<QueryTile, dim>(dk_sums, left_ds,
                                rows_of<QueryTile>(cta.queries_address(q_ring.index), part));
   }
@@ -205,9 +204,10 @@ struct HopperGradientProducts {
     const unsigned rows = cta.ds_address(ds_ring.index) +
                           (Fragments::by_rows ? 64 * consumer * DsTile::box_row_bytes : 0);
     const unsigned keys =
-        cta.keys_address() + (Fragments::by_rows ? 0
-                                            : (consumer * Fragments::columns + Chunk * dq_columns) /
-                                                  KeyTile::box_columns * KeyTile::box_bytes);
+        cta.keys_address() + (Fragments::by_rows
+                                  ? 0
+                                  : (consumer * Fragments::columns + Chunk * dq_columns) /
+                                        KeyTile::box_columns * KeyTile::box_bytes);
     const unsigned long long ds = DsTile::k_along_columns() + rows / 16;
     const unsigned long long k = KeyTile::k_along_rows() + keys / 16;
     ptx::pin(sums);
@@ -215,7 +215,7 @@ struct HopperGradientProducts {
 #pragma unroll
     for (int step = 0; step < Bc / 16; ++step) {
       WgmmaRows<Element, dq_columns>::multiply(sums, ds + DsTile::column_step(step) / 16,
-                                                       k + KeyTile::row_step(step) / 16, step != 0);
+                                               k + KeyTile::row_step(step) / 16, step != 0);
     }
     ptx::wgmma_commit_group();
     if constexpr (Chunk == dq_chunks - 1) ds_ring.advance();
@@ -255,7 +255,8 @@ struct HopperGradientProducts {
     for (int i = 0; i < columns / 2; ++i) gradients[i] = minus_delta[i / 4 * 2 + i % 2];
   }
 
-  // `SoftmaxBackward` for a part of a query tile, and its arguments. Its delta is 0: dP contains -delta.
+  // `SoftmaxBackward` for a part of a query tile, and its arguments. Delta is 0: dP contains
+  // -delta.
   using PartSoftmaxBackward = SoftmaxBackward<Config, columns / 4, 2>;
   __device__ PartSoftmaxBackward part_softmax_backward(const Step& step) const {
     return {cta.p, cta.mask, cta.sequence, cta.coord.batch, step.head, scale_log2};
@@ -277,25 +278,25 @@ struct HopperGradientProducts {
 
   // Converts S to P and, in `gradients`, dP to dS.
   __device__ void compute_p_and_ds(Scores& scores, Scores& gradients, const LaneRows& lse_log2,
-                             const Step& step, int part, bool is_masked) const {
+                                   const Step& step, int part, bool is_masked) const {
     const auto run = [&](auto masked) {
       part_softmax_backward(step).template run<masked.value>(rows_of_part(step, part), first_key(),
-                                                  stats_of(lse_log2), element(scores),
-                                                  element(gradients), key_step());
+                                                             stats_of(lse_log2), element(scores),
+                                                             element(gradients), key_step());
     };
     is_masked ? run(Const<true>()) : run(Const<false>());
   }
 
   // Converts S to P for the lane's rows [first, last).
   template <bool Masked>
-  __device__ void compute_p(Scores& scores, const LaneRows& lse_log2, const Step& step,
-                               int part, int first, int last) const {
+  __device__ void compute_p(Scores& scores, const LaneRows& lse_log2, const Step& step, int part,
+                            int first, int last) const {
     part_softmax_backward(step).template compute_p<Masked>(rows_of_part(step, part), first_key(),
-                                            stats_of(lse_log2), element(scores), key_step(), first,
-                                            last);
+                                                           stats_of(lse_log2), element(scores),
+                                                           key_step(), first, last);
   }
   __device__ void compute_all_p(Scores& scores, const LaneRows& lse_log2, const Step& step,
-                                   int part, bool is_masked) const {
+                                int part, bool is_masked) const {
     constexpr int rows = columns / 4;
     if (is_masked) {
       compute_p<true>(scores, lse_log2, step, part, 0, rows);
@@ -304,7 +305,8 @@ struct HopperGradientProducts {
     }
   }
   __device__ void mask_p(Scores& scores, const Step& step, int part) const {
-    part_softmax_backward(step).mask_p(rows_of_part(step, part), first_key(), element(scores), key_step());
+    part_softmax_backward(step).mask_p(rows_of_part(step, part), first_key(), element(scores),
+                                       key_step());
   }
   __device__ void add_p_sums(const Scores& scores) {
     if constexpr (Mods::masks_pairs) {
@@ -313,19 +315,21 @@ struct HopperGradientProducts {
     }
   }
 
-  // Makes dS exactly 0 in rows that attend to one key only. `accumulators` is dS itself, or the P that dS is
-  // computed from. With `Config::may_mask_pairs` such rows are recognized by their P alone: checking
-  // positions as well takes registers that kernels with functions do not have.
+  // Makes dS exactly 0 in rows that attend to one key only. `accumulators` is dS itself, or the P
+  // that dS is computed from. With `Config::may_mask_pairs` such rows are recognized by their P
+  // alone: checking positions as well takes registers that kernels with functions do not have.
   __device__ void zero_one_key_ds(Scores& accumulators, Scores& scores, const Step& step, int part,
-                         bool is_masked) const {
+                                  bool is_masked) const {
     if constexpr (!Config::may_mask_pairs) {
       if (is_masked) {
-        part_softmax_backward(step).zero_one_key_ds(rows_of_part(step, part), element(scores), element(accumulators));
+        part_softmax_backward(step).zero_one_key_ds(rows_of_part(step, part), element(scores),
+                                                    element(accumulators));
       }
     } else if constexpr (zeroes_one_key_ds<Config>) {
       static_assert(sizeof(Element) == 2, "for other types the threshold depends on the row");
 #pragma unroll
-      for (int i = 0; i < columns / 2; ++i) accumulators[i] = scores[i] > p_of_one_key<Element> ? 0 : accumulators[i];
+      for (int i = 0; i < columns / 2; ++i)
+        accumulators[i] = scores[i] > p_of_one_key<Element> ? 0 : accumulators[i];
     }
   }
 
@@ -346,7 +350,8 @@ struct HopperGradientProducts {
   // Converts an accumulator to a left operand by packing pairs of elements.
   __device__ static void narrow(LeftOperand& left, const Scores& accumulators) {
 #pragma unroll
-    for (int i = 0; i < columns / 4; ++i) left[i] = pack<Element>(accumulators[2 * i], accumulators[2 * i + 1]);
+    for (int i = 0; i < columns / 4; ++i)
+      left[i] = pack<Element>(accumulators[2 * i], accumulators[2 * i + 1]);
   }
 
   // Writes dS of the consumer's keys to its slab (TMA box), which has one line per query. The
@@ -355,12 +360,13 @@ struct HopperGradientProducts {
     const int lane = threadIdx.x % 32;
     const int chunk = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
     const unsigned address = rows_of<DsTile>(cta.ds_address(ds_ring.index), part) +
-                        consumer_key() / 64 * DsTile::box_bytes +
-                        (lane / 16 * 8 + lane % 8) * DsTile::box_row_bytes + (chunk ^ lane % 8) * 16;
+                             consumer_key() / 64 * DsTile::box_bytes +
+                             (lane / 16 * 8 + lane % 8) * DsTile::box_row_bytes +
+                             (chunk ^ lane % 8) * 16;
 #pragma unroll
     for (int step = 0; step < columns / 16; ++step) {
       const unsigned four[4] = {left_ds[4 * step], left_ds[4 * step + 1], left_ds[4 * step + 2],
-                              left_ds[4 * step + 3]};
+                                left_ds[4 * step + 3]};
       ptx::stmatrix_x4_trans(address + DsTile::row_step(step), four);
     }
   }
@@ -380,7 +386,7 @@ struct HopperGradientProducts {
       const int row = step.tile * Br + row_in_tile;
       // A row without visible keys may have NaN in its sums, from 0 times other rows' keys.
       const bool is_visible = cta.stats(stage)[row_in_tile] != SoftmaxMath<float>::infinity() &&
-                         cta.mask.visible_begin(row) < cta.mask.visible_end(row);
+                              cta.mask.visible_begin(row) < cta.mask.visible_end(row);
       scale_row<Fragments::column_tiles>(sums + 2 * half, scale);
       if (!is_visible) fill_row_from<Fragments::column_tiles>(sums + 2 * half, 0, 0);
       Gradient* target = output + row_in_tile * cta.p.dq.row_stride;
@@ -396,8 +402,8 @@ struct HopperGradientProducts {
 #pragma unroll
       for (int i = 0; i < Fragments::column_tiles / 2; ++i) {
         if (Config::head_dim < dim && first_column + 16 * i >= Config::head_dim) break;
-        store_columns<Config::head_dim, Config::out_alignment>(target + lane_column + 16 * i, chunks[i],
-                                                               Config::head_dim - lane_column - 16 * i);
+        store_columns<Config::head_dim, Config::out_alignment>(
+            target + lane_column + 16 * i, chunks[i], Config::head_dim - lane_column - 16 * i);
       }
     }
   }
@@ -415,8 +421,8 @@ struct HopperGradientProducts {
   // Returns whether any query attends to a key. If none does, its sums may be NaN, as 0 times NaN.
   __device__ bool is_visible_key(int half) const {
     const int key = cta.coord.begin + lane_key() + 8 * half;
-    const bool is_visible =
-        cta.mask.row_begin(key, cta.sequence.seqlen_q) < cta.mask.row_end(key, cta.sequence.seqlen_q);
+    const bool is_visible = cta.mask.row_begin(key, cta.sequence.seqlen_q) <
+                            cta.mask.row_end(key, cta.sequence.seqlen_q);
     if constexpr (!Mods::masks_pairs) return is_visible;
     const float sum = sum_of_lanes(p_sums[half]);
     return is_visible && sum != 0;
@@ -451,7 +457,8 @@ struct HopperGradientProducts {
   // Writes dk or dv through the consumer's part of a shared-memory tile that is not read any more,
   // so that global stores are whole 16-byte chunks. A float32 gradient is written in two halves.
   template <int Dim, class Tile, int Count>
-  __device__ void write(const Tensor& tensor, const float (&accumulators)[Count], unsigned tile) const {
+  __device__ void write(const Tensor& tensor, const float (&accumulators)[Count],
+                        unsigned tile) const {
     constexpr int parts = sizeof(Gradient) / sizeof(Element);
     constexpr int column_tiles = Count / 4 / parts;
     const int first = cta.coord.begin + consumer_key();
@@ -479,8 +486,8 @@ struct HopperGradientProducts {
         const int row = block_info / chunks, chunk = block_info % chunks;
         if (row >= left) break;
         unsigned bits[4];
-        ptx::ld_shared_v4(
-            bits, rows + row * Tile::box_row_bytes + Tile::chunk_offset(row, chunk / 2 * 2, chunk % 2));
+        ptx::ld_shared_v4(bits, rows + row * Tile::box_row_bytes +
+                                    Tile::chunk_offset(row, chunk / 2 * 2, chunk % 2));
         const int column = part * column_tiles * 8 + chunk * columns_of_chunk;
         store_chunk<Gradient, Config::out_alignment>(
             output + row * tensor.row_stride + column,
@@ -498,8 +505,8 @@ struct HopperGradientProducts {
           row_address + threadIdx.x % 4 * 4 + Tile::chunk_offset(row, eight / 2 * 2, eight % 2),
           pack<Element>(two[0], two[1]));
     } else {
-      const unsigned address =
-          row_address + threadIdx.x % 2 * 8 + Tile::chunk_offset(row, 2 * eight, threadIdx.x % 4 / 2);
+      const unsigned address = row_address + threadIdx.x % 2 * 8 +
+                               Tile::chunk_offset(row, 2 * eight, threadIdx.x % 4 / 2);
       ptx::st_shared(address, __float_as_uint(two[0]));
       ptx::st_shared(address + 4, __float_as_uint(two[1]));
     }

@@ -33,7 +33,8 @@ struct HopperWideProducts : HopperGradientProducts<Config> {
   using typename Base::LeftOperand;
   using typename Base::DqPart;
   using typename Base::Step;
-  static_assert(Base::parts == 1 && Config::Bc == 64, "a query tile is one part, and both consumers have the same keys");
+  static_assert(Base::parts == 1 && Config::Bc == 64,
+                "a query tile is one part, and both consumers have the same keys");
 
   int phase = 0;  // phase of the barriers that complete once per tile
   PipelineState<Cta::sums_stages> semaphore_ring = {};
@@ -66,11 +67,12 @@ struct HopperWideProducts : HopperGradientProducts<Config> {
     static_assert(Base::dq_chunks <= 2, "at most two chunks");
     const DqSums<Config> all(cta.p);
     const int warp = 4 * consumer + threadIdx.x / 32 % 4;
-    float* target =
-        all.template sums<Fragments::floats>(cta.p, cta.sequence, cta.coord.batch, step.head, step.tile) +
-        Fragments::fragment_offset(warp, 0, Chunk * column_tiles, threadIdx.x % 32);
+    float* target = all.template sums<Fragments::floats>(cta.p, cta.sequence, cta.coord.batch,
+                                                         step.head, step.tile) +
+                    Fragments::fragment_offset(warp, 0, Chunk * column_tiles, threadIdx.x % 32);
     const bool is_first = cta.order.order_index(step.tile) == 0;
-    if (Chunk == 0) ptx::mbarrier_wait(cta.semaphore_acquired(semaphore_ring.index), semaphore_ring.phase);
+    if (Chunk == 0)
+      ptx::mbarrier_wait(cta.semaphore_acquired(semaphore_ring.index), semaphore_ring.phase);
     const auto write = [&](auto write_four) {
 #pragma unroll
       for (int j = 0; j < column_tiles; ++j) {
@@ -79,9 +81,9 @@ struct HopperWideProducts : HopperGradientProducts<Config> {
       }
     };
     if (is_first) {
-      write([](float* fragment, const float(&four)[4]) { ptx::st_global_v4(fragment, four); });
+      write([](float* fragment, const float (&four)[4]) { ptx::st_global_v4(fragment, four); });
     } else {
-      write([](float* fragment, const float(&four)[4]) { ptx::red_add_v4(fragment, four); });
+      write([](float* fragment, const float (&four)[4]) { ptx::red_add_v4(fragment, four); });
     }
     if constexpr (Chunk == Base::dq_chunks - 1) {
       Cta::arrive_warp(cta.dq_added(semaphore_ring.index));
@@ -207,7 +209,7 @@ struct HopperValueConsumer : HopperWideProducts<Config> {
 #pragma unroll
     for (int i = 0; i < columns / 16; ++i) {
       const unsigned four[4] = {p_operand[4 * i], p_operand[4 * i + 1], p_operand[4 * i + 2],
-                              p_operand[4 * i + 3]};
+                                p_operand[4 * i + 3]};
       ptx::st_shared_v4(Base::p_tile_address(i), four);
     }
     Cta::arrive_warp(cta.p_full());

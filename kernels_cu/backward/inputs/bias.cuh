@@ -53,9 +53,9 @@ struct BiasGradients {
   __device__ void run() {
     const int row_tiles = ceil_div(p.seqlen_q, size), key_tiles = ceil_div(p.seqlen_k, size);
     const Tiles output_tiles = {keeps_batch ? p.batch : 1, keeps_heads ? p.heads_q : 1,
-                             keeps_rows ? row_tiles : 1, keeps_keys ? key_tiles : 1};
+                                keeps_rows ? row_tiles : 1, keeps_keys ? key_tiles : 1};
     const Tiles summed_tiles = {keeps_batch ? 1 : p.batch, keeps_heads ? 1 : p.heads_q,
-                           keeps_rows ? 1 : row_tiles, keeps_keys ? 1 : key_tiles};
+                                keeps_rows ? 1 : row_tiles, keeps_keys ? 1 : key_tiles};
     const int part = blockIdx.x % gradient.parts;
     const Tiles output_tile = output_tiles[blockIdx.x / gradient.parts];
     const int64 tiles_per_part = (summed_tiles.count() + gradient.parts - 1) / gradient.parts;
@@ -63,8 +63,9 @@ struct BiasGradients {
     for (int64 number = part * tiles_per_part; number < end; ++number) {
       const Tiles summed_tile = summed_tiles[number];
       // Along each axis, the index in `output_tile` or that in `summed_tile` is 0.
-      add_tile(output_tile.batch + summed_tile.batch, output_tile.heads + summed_tile.heads, (output_tile.rows + summed_tile.rows) * size,
-            (output_tile.keys + summed_tile.keys) * size);
+      add_tile(output_tile.batch + summed_tile.batch, output_tile.heads + summed_tile.heads,
+               (output_tile.rows + summed_tile.rows) * size,
+               (output_tile.keys + summed_tile.keys) * size);
     }
     if (gradient.parts > 1) {
       const int64 elements = int64(gradient.batch) * gradient.heads * gradient.rows * gradient.keys;
@@ -110,13 +111,15 @@ struct BiasGradients {
     const Sequence sequence = sequence_of<Config>(p, output_tile.batch);
     const int rows = keeps_rows ? min(size, sequence.seqlen_q - output_tile.rows * size) : 1;
     const int keys = keeps_keys ? min(size, gradient.keys - output_tile.keys * size) : 1;
-    const int64 first_row = int64(output_tile.rows) * size + (is_packed && keeps_rows ? sequence.q_first : 0);
-    const int64 head = (is_packed ? 0 : int64(output_tile.batch) * gradient.heads) + output_tile.heads;
+    const int64 first_row =
+        int64(output_tile.rows) * size + (is_packed && keeps_rows ? sequence.q_first : 0);
+    const int64 head =
+        (is_packed ? 0 : int64(output_tile.batch) * gradient.heads) + output_tile.heads;
     for (int i = threadIdx.x; i < size * size; i += Scores::threads) {
       const int row = i / size, key = i % size;
       if (row >= rows || key >= keys) continue;
-      result[(head * gradient.rows + first_row + row) * gradient.keys + output_tile.keys * size + key] =
-          narrow<Result>(tile()[row * stride + key]);
+      result[(head * gradient.rows + first_row + row) * gradient.keys + output_tile.keys * size +
+             key] = narrow<Result>(tile()[row * stride + key]);
     }
   }
 
@@ -134,7 +137,7 @@ struct BiasGradients {
 
 template <class Config, class Input, class Offset, int Rank, bool ContiguousLast>
 __device__ void compute_bias_gradient(const GradientParams& p,
-                                   const Capture<Input, Offset, Rank, ContiguousLast>&) {
+                                      const Capture<Input, Offset, Rank, ContiguousLast>&) {
   using Kernel = BiasGradients<Config>;
   extern __shared__ __align__(128) unsigned char shared_memory[];
   Kernel(p, shared_memory).template run<typename GradientType<Config, Input>::type>();

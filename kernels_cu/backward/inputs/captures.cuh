@@ -132,7 +132,8 @@ struct CaptureUnits {
 };
 
 template <class Config, class Input, class Offset, int Rank, bool ContiguousLast>
-__device__ void write_capture(void* result, const Capture<Input, Offset, Rank, ContiguousLast>& capture,
+__device__ void write_capture(void* result,
+                              const Capture<Input, Offset, Rank, ContiguousLast>& capture,
                               const CaptureSums<Config>& captures, int number,
                               const FixedUnit<typename CaptureSums<Config>::T>& unit) {
   using Gradient = typename GradientType<Config, Input>::type;
@@ -199,10 +200,11 @@ struct Contributions {
           if (scores.gradients[i][j] == 0) continue;
           const int query_row = row + Scores::row(i);
           const auto mod_row = Mods::row(p.mods, batch, head, query_row + mask.q_offset, query_row,
-                                     sequence.q_first, sequence.k_first, T(0));
-          Mods::scatter(p.mods, mod_row, Mods::keys(p.mods, mod_row, tile * size + Scores::first_key()),
-                       Scores::step(j), scores.products[i][j], scores.gradients[i][j],
-                       [&](int number, int64 element, T x) { add(number, element, x, function); });
+                                         sequence.q_first, sequence.k_first, T(0));
+          Mods::scatter(p.mods, mod_row,
+                        Mods::keys(p.mods, mod_row, tile * size + Scores::first_key()),
+                        Scores::step(j), scores.products[i][j], scores.gradients[i][j],
+                        [&](int number, int64 element, T x) { add(number, element, x, function); });
         }
       }
     }

@@ -12,8 +12,8 @@
 
 __host__ __device__ constexpr int larger(int x, int y) { return x > y ? x : y; }
 
-// Products of query rows and key rows. A thread holds those of `row(i)`, i < `rows_per_thread`, and of key
-// `first_key() + step(j)`, where rows and keys count from the tile's first.
+// Products of query rows and key rows. A thread holds those of `row(i)`, i < `rows_per_thread`, and
+// of key `first_key() + step(j)`, where rows and keys count from the tile's first.
 template <class Config, bool OnTensorCores>
 struct ScoreProducts {
   using Element = typename Config::Element;
@@ -22,7 +22,8 @@ struct ScoreProducts {
   static constexpr int size = sizeof(T) == 8 ? 32 : 64;  // rows and keys of a tile
   using Products = SimtProducts<Element, size, size>;
   using Shared = typename Products::Shared;
-  static constexpr int rows_per_thread = Products::rows_per_thread, keys_per_thread = Products::columns_per_thread;
+  static constexpr int rows_per_thread = Products::rows_per_thread,
+                       keys_per_thread = Products::columns_per_thread;
   static constexpr int memory = sizeof(Shared);
 
   __device__ static int row(int i) { return Products::y() + i * Products::side; }
@@ -30,8 +31,8 @@ struct ScoreProducts {
   __device__ static constexpr int step(int j) { return j * Products::side; }
 
   template <int Dim>
-  __device__ static void multiply(T (&product)[rows_per_thread][keys_per_thread], unsigned char* memory,
-                                  const HeadRows<Element>& queries, int row,
+  __device__ static void multiply(T (&product)[rows_per_thread][keys_per_thread],
+                                  unsigned char* memory, const HeadRows<Element>& queries, int row,
                                   const HeadRows<Element>& keys, int key) {
     Products::template multiply<Dim>(product, *reinterpret_cast<Shared*>(memory), queries, row,
                                      keys, key);
@@ -55,8 +56,8 @@ struct ScoreProducts<Config, true> {
   __device__ static constexpr int step(int j) { return j / 2 * 8 + j % 2; }
 
   template <int Dim>
-  __device__ static void multiply(T (&product)[rows_per_thread][keys_per_thread], unsigned char* memory,
-                                  const HeadRows<Element>& queries, int row,
+  __device__ static void multiply(T (&product)[rows_per_thread][keys_per_thread],
+                                  unsigned char* memory, const HeadRows<Element>& queries, int row,
                                   const HeadRows<Element>& keys, int key) {
     using Products = Products16Bit<Tile<Dim>, 1>;
     using Layout = typename Products::KeyLayout;
@@ -128,17 +129,18 @@ struct ScoreGradients : ScoreProducts<Config, has_tensor_cores<Config>> {
                                                     : Config::simt_score_memory),
                 "as the host planned");
 
-  T products[rows_per_thread][keys_per_thread];   // unscaled scores: products of q and k
-  T gradients[rows_per_thread][keys_per_thread];  // gradients of the modified scores; 0 for masked pairs
+  T products[rows_per_thread][keys_per_thread];  // unscaled scores: products of q and k
+  // Gradients of the modified scores; 0 for masked pairs.
+  T gradients[rows_per_thread][keys_per_thread];
 
   // Computes the tile whose first query and key are `row` and `key` of a sequence.
   __device__ void compute(const GradientParams& p, unsigned char* memory, const Sequence& sequence,
-                       const Mask<Config>& mask, int batch, int head, int row, int key) {
+                          const Mask<Config>& mask, int batch, int head, int row, int key) {
     using Element = typename Config::Element;
     const int head_kv = head / (p.heads_q / p.heads_kv);
-    Products::template multiply<Config::head_dim>(
-        products, memory, query_rows<Element>(p.q, sequence, head), row,
-        key_rows<Element>(p.k, sequence, head_kv), key);
+    Products::template multiply<Config::head_dim>(products, memory,
+                                                  query_rows<Element>(p.q, sequence, head), row,
+                                                  key_rows<Element>(p.k, sequence, head_kv), key);
     Products::template multiply<Config::head_dim_v>(
         gradients, memory, query_rows<Element>(p.dout, sequence, head), row,
         key_rows<Element>(p.v, sequence, head_kv), key);
@@ -149,7 +151,8 @@ struct ScoreGradients : ScoreProducts<Config, has_tensor_cores<Config>> {
       for (int j = 0; j < keys_per_thread; ++j) scores[i][j] = products[i][j];
     }
     const T scale_log2 = signed_scale<Config, double>(p) * SoftmaxMath<double>::log2_e;
-    const SoftmaxBackward<Config, rows_per_thread, keys_per_thread> softmax_backward = {p, mask, sequence, batch, head, scale_log2};
+    const SoftmaxBackward<Config, rows_per_thread, keys_per_thread> softmax_backward = {
+        p, mask, sequence, batch, head, scale_log2};
     softmax_backward.template run<true, false>(
         [&](int r) { return row + Products::row(r); }, key + Products::first_key(),
         [&](int r) { return row_stats_of<Config>(p, sequence, head, row + Products::row(r)); },

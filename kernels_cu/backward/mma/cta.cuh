@@ -96,7 +96,8 @@ struct MmaGradientCta {
   static constexpr bool exchanges_ds = wants_q || (query_warps > 1 && wants_k);
   static constexpr int stage_bytes = Br * (row_bytes + int(sizeof(Stats))) + scales_bytes;
   static constexpr int stages_offset = keys_bytes + (1 + (query_warps > 1)) * pairs_bytes;
-  static_assert(stages_offset + stages * stage_bytes == Config::shared_memory, "as the host planned");
+  static_assert(stages_offset + stages * stage_bytes == Config::shared_memory,
+                "as the host planned");
 
   template <int Rows, int Dim, class TileLayout>
   using Copy = RowCopy<TileLayout, Element, Rows, Dim, threads, Config::alignment>;
@@ -113,8 +114,8 @@ struct MmaGradientCta {
   const QueryTileRange tiles;
   int full_end;
 
-  __device__ MmaGradientCta(const GradientParams& p, const GradientTileCoord& coord, const Sequence& sequence,
-                            unsigned char* memory)
+  __device__ MmaGradientCta(const GradientParams& p, const GradientTileCoord& coord,
+                            const Sequence& sequence, unsigned char* memory)
       : p(p),
         coord(coord),
         sequence(sequence),
@@ -126,7 +127,8 @@ struct MmaGradientCta {
                                    sequence.seqlen_q)),
         full_end(tiles.full_end) {
     // Modifications are not evaluated for rows past the last one, so such a tile needs the mask.
-    if (Config::modified && sequence.seqlen_q % Br != 0) full_end = min(full_end, sequence.seqlen_q / Br);
+    if (Config::modified && sequence.seqlen_q % Br != 0)
+      full_end = min(full_end, sequence.seqlen_q / Br);
   }
 
   __device__ int key_warp() const { return warp / query_warps; }
@@ -157,7 +159,8 @@ struct MmaGradientCta {
 
   // Return a head's first row of q or dout, and the KV tile's first row of k or v.
   __device__ const Element* queries(const Tensor& tensor, int head) const {
-    return tensor.head<const Element>(sequence.q_batch, head) + sequence.q_first * tensor.row_stride;
+    return tensor.head<const Element>(sequence.q_batch, head) +
+           sequence.q_first * tensor.row_stride;
   }
   __device__ const Element* keys(const Tensor& tensor) const {
     return tensor.head<const Element>(sequence.k_batch, coord.head) +
@@ -174,7 +177,9 @@ struct MmaGradientCta {
   __device__ unsigned dout_address(int stage) const {
     return queries_address(stage) + Br * Layout::row_bytes;
   }
-  __device__ unsigned stats_address(int stage) const { return queries_address(stage) + Br * row_bytes; }
+  __device__ unsigned stats_address(int stage) const {
+    return queries_address(stage) + Br * row_bytes;
+  }
 
   // ---- Loads.
 
@@ -199,7 +204,8 @@ struct MmaGradientCta {
   __device__ void load_keys() {
     if constexpr (has_components) {
       start_tile<typename Preswizzled::KvTile>(
-          keys_address(), Preswizzled::kv_tile_address(p, sequence, coord.batch, coord.head, coord.begin / Bc));
+          keys_address(),
+          Preswizzled::kv_tile_address(p, sequence, coord.batch, coord.head, coord.begin / Bc));
     } else {
       const int left = sequence.seqlen_k - coord.begin;
       start<Bc, Config::head_dim, Layout>(keys_address(), keys(p.k), p.k, left);
@@ -214,7 +220,8 @@ struct MmaGradientCta {
   __device__ void clean_keys() {
     ptx::cp_async_wait_group<0>();
     __syncthreads();
-    for (int offset = 16 * int(threadIdx.x); offset < Bc * Layout::row_bytes; offset += 16 * threads) {
+    for (int offset = 16 * int(threadIdx.x); offset < Bc * Layout::row_bytes;
+         offset += 16 * threads) {
       clean_chunk<Element>(keys_address() + offset);
     }
   }
@@ -229,8 +236,9 @@ struct MmaGradientCta {
     constexpr unsigned zeros[4] = {};
     for (int offset = 16 * int(threadIdx.x); offset < Br * row_bytes; offset += 16 * threads) {
       constexpr int q_bytes = Br * Layout::row_bytes;
-      const bool clears = offset < q_bytes ? clears_q(stats[offset / Layout::row_bytes])
-                                    : clears_dout(stats[(offset - q_bytes) / LayoutV::row_bytes]);
+      const bool clears = offset < q_bytes
+                              ? clears_q(stats[offset / Layout::row_bytes])
+                              : clears_dout(stats[(offset - q_bytes) / LayoutV::row_bytes]);
       if (clears) ptx::st_shared_v4(queries_address(stage) + offset, zeros);
     }
     __syncthreads();
@@ -239,7 +247,8 @@ struct MmaGradientCta {
   __device__ void load(int stage, const Step& step) {
     if constexpr (has_components) {
       start_tile<typename Preswizzled::QueryTile>(
-          queries_address(stage), Preswizzled::query_tile_address(p, sequence, coord.batch, step.head, step.tile));
+          queries_address(stage),
+          Preswizzled::query_tile_address(p, sequence, coord.batch, step.head, step.tile));
     } else {
       load_queries(stage, step.head, step.tile * Br);
     }

@@ -61,7 +61,8 @@ struct Exchange {
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
         const int fragment_row = row + 16 * i + 8 * (r % 2) + lane / 4;
-        ptx::st_shared(shared + Layout::offset(fragment_row, 2 * step + r / 2) + lane % 4 * 4, left[i][r]);
+        ptx::st_shared(shared + Layout::offset(fragment_row, 2 * step + r / 2) + lane % 4 * 4,
+                       left[i][r]);
       }
     }
   }
@@ -139,7 +140,8 @@ struct ColumnSlice {
 #pragma unroll
         for (int component = 0; component < 2; ++component) {
           ptx::ldmatrix_x4_trans(
-              right[component], Layout::advance(b, 16 * k, 2 * warps * step + component * Columns / 8));
+              right[component],
+              Layout::advance(b, 16 * k, 2 * warps * step + component * Columns / 8));
         }
         multiply_components(product, left[k], right);
       }

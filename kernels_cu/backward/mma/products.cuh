@@ -13,10 +13,13 @@
 template <class Config>
 struct MmaGradientProducts : MmaGradientCta<Config> {
   using Base = MmaGradientCta<Config>;
-  using Base::components, Base::has_components, Base::Br, Base::warp_keys, Base::row_tiles, Base::columns;
+  using Base::components, Base::has_components, Base::Br, Base::warp_keys, Base::row_tiles,
+      Base::columns;
   using Base::steps, Base::dq_column_warps, Base::dq_row_tiles, Base::dim, Base::dim_v;
-  using Base::refines_p, Base::units_per_operand, Base::units_offset, Base::memory, Base::shared, Base::warp;
-  using Base::lane, Base::key_warp, Base::query_warp, Base::keys_address, Base::values_address, Base::ds_address;
+  using Base::refines_p, Base::units_per_operand, Base::units_offset, Base::memory, Base::shared,
+      Base::warp;
+  using Base::lane, Base::key_warp, Base::query_warp, Base::keys_address, Base::values_address,
+      Base::ds_address;
   using Base::p_address, Base::queries_address, Base::dout_address;
   using typename Base::Element;
   using typename Base::Component;
@@ -114,7 +117,8 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
   // Computes S and dP by a pair of warps. Each warp passes half of its result to the other, through
   // the space in which the other warp later writes its P^T and dS^T.
   __device__ void multiply_paired(Scores& scores, Scores& gradients, int stage, int first) {
-    const bool has_scores = query_warp() % 2 == 0;  // otherwise dP; its queries are then the second half
+    // Whether the warp has scores. Otherwise it has dP, and its queries are the second half.
+    const bool has_scores = query_warp() % 2 == 0;
     const int first_of_pair = has_scores ? first : first - columns;
     float both[row_tiles][2 * columns / 8][4];
     clear(both);
@@ -123,8 +127,8 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
           both, queries_address(stage) + first_of_pair * Layout::row_bytes);
       store_half(both, columns / 8, first_of_pair + columns);
     } else {
-      multiply_values_douts<2 * columns>(
-          both, dout_address(stage) + first_of_pair * LayoutV::row_bytes);
+      multiply_values_douts<2 * columns>(both,
+                                         dout_address(stage) + first_of_pair * LayoutV::row_bytes);
       store_half(both, 0, first_of_pair);
     }
     ptx::barrier_sync_aligned(1 + warp / 2, 64);
@@ -147,7 +151,7 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
   }
 
   __device__ void store_half(const float (&both)[row_tiles][2 * columns / 8][4], int begin,
-                            int first) {
+                             int first) {
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
@@ -187,8 +191,10 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
   __device__ Units units(int stage) const {
     if constexpr (!has_components) return {};
     const auto& queries = *reinterpret_cast<const QueryScales*>(
-        memory + (queries_address(ptx::opaque(stage)) - shared) + Preswizzled::QueryTile::scales_offset);
-    const auto& keys = *reinterpret_cast<const KeyScales*>(memory + Preswizzled::KvTile::scales_offset);
+        memory + (queries_address(ptx::opaque(stage)) - shared) +
+        Preswizzled::QueryTile::scales_offset);
+    const auto& keys =
+        *reinterpret_cast<const KeyScales*>(memory + Preswizzled::KvTile::scales_offset);
     const Unit ds = Unit::for_largest(fma(queries.dout_norm, keys.v_norm, queries.delta));
     const float inverse = ds.inverse * Units::p_unit;
     Units units;
@@ -204,8 +210,9 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
   // Returns the factors of the query rows in `stage`. Rows of dout, and hence dS, are scaled by the
   // factors' inverses.
   __device__ const RowFactors& factors(int stage) const {
-    return reinterpret_cast<const QueryScales*>(
-               memory + (queries_address(ptx::opaque(stage)) - shared) + Preswizzled::QueryTile::scales_offset)
+    return reinterpret_cast<const QueryScales*>(memory +
+                                                (queries_address(ptx::opaque(stage)) - shared) +
+                                                Preswizzled::QueryTile::scales_offset)
         ->factors;
   }
 
@@ -232,8 +239,8 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
   static constexpr int p_units_begin = 0;
   static constexpr int ds_units_begin = refines_p ? units_per_operand : 0;
   __device__ float& second_unit(int begin, int key_warp, int first) {
-    return reinterpret_cast<float*>(memory + units_offset)[begin + key_warp * (Br / columns) +
-                                                       first / columns];
+    return reinterpret_cast<float*>(
+        memory + units_offset)[begin + key_warp * (Br / columns) + first / columns];
   }
 
   // Scales the warp's values to a unit chosen from their maximum, and returns that unit. If
@@ -246,7 +253,8 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
       const float size = fabsf(x);
       if (size < SoftmaxMath<float>::infinity()) top = fmaxf(top, size);
     });
-    const Unit unit = Unit::for_largest(__uint_as_float(__reduce_max_sync(~0u, __float_as_uint(top))));
+    const Unit unit =
+        Unit::for_largest(__uint_as_float(__reduce_max_sync(~0u, __float_as_uint(top))));
     for_each(scores, [&](float& x) { x *= unit.inverse; });
     if (stores && lane == 0) second_unit(begin, key_warp(), first) = unit.size;
     return unit.size;

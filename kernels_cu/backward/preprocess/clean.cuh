@@ -2,7 +2,8 @@
 // selection, but products over a tile multiply that 0 by the other operand, and 0 times NaN or
 // infinity is NaN. So NaN and infinity are removed from operands where this changes no result:
 //
-// - Rows of q and dout whose query attends to no key become zeros (preprocess/preprocess.cuh finds these rows).
+// - Rows of q and dout whose query attends to no key become zeros (preprocess/preprocess.cuh finds
+// these rows).
 // - Rows of q whose lse is NaN become zeros, too: P of all keys that they attend to is NaN anyway.
 // - NaN in k becomes 0, and infinity becomes the largest finite number. The true scores of such a
 //   key are NaN or infinite. P does not change for queries that attend to the key: if the score is

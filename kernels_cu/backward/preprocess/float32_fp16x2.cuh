@@ -60,8 +60,8 @@ struct SplitPair {
 // big or small components. `right` holds two column tiles, as loaded by ldmatrix.
 template <int row_tiles>
 __device__ void multiply_components(float (&sums)[row_tiles][2][4],
-                                const unsigned (&left)[2][row_tiles][4],
-                                const unsigned (&right)[2][4]) {
+                                    const unsigned (&left)[2][row_tiles][4],
+                                    const unsigned (&right)[2][4]) {
 #pragma unroll
   for (int term = 0; term < 3; ++term) {
     const int of_left = term == 0, of_right = term == 1;
@@ -79,7 +79,7 @@ __device__ void multiply_components(float (&sums)[row_tiles][2][4],
 // Adds factor(i) alone[i] to sums[i][first] and sums[i][first + 1].
 template <int row_tiles, int column_tiles, class Factor>
 __device__ void add_scaled(float (&sums)[row_tiles][column_tiles][4], int first,
-                          const float (&product)[row_tiles][2][4], Factor factor) {
+                           const float (&product)[row_tiles][2][4], Factor factor) {
 #pragma unroll
   for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll

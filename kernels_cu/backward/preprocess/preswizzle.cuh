@@ -1,6 +1,6 @@
-// Preswizzled tiles: tiles of float32 inputs as float16 components (preprocess/float32_fp16x2.cuh), stored in the
-// workspace in the layout that they have in shared memory. A CTA of the main kernel loads a tile as
-// one contiguous range of bytes.
+// Preswizzled tiles: tiles of float32 inputs as float16 components (preprocess/float32_fp16x2.cuh),
+// stored in the workspace in the layout that they have in shared memory. A CTA of the main kernel
+// loads a tile as one contiguous range of bytes.
 //
 // A preswizzled query tile holds rows of q, rows of dout, their row statistics and scales. A KV
 // tile holds rows of k, rows of v and scales. Rows past the end of a sequence are zeros, and
@@ -134,18 +134,19 @@ struct PreswizzledTiles {
   // Returns the address of a query tile. Preswizzled tiles follow the dq sums in the workspace.
   // Query tiles have the tile slots of dq, KV tiles slots of their own. Workspace arrays of later
   // kernels may overlap all of them.
-  __device__ static char* query_tile_address(const GradientParams& p, const Sequence& sequence, int batch,
-                                     int head, int tile) {
+  __device__ static char* query_tile_address(const GradientParams& p, const Sequence& sequence,
+                                             int batch, int head, int tile) {
     const DqSums<Config> sums(p);
-    return begin(p, sums) + int64(sums.tile_slot(p, sequence, batch, head, tile)) * QueryTile::bytes;
+    return begin(p, sums) +
+           int64(sums.tile_slot(p, sequence, batch, head, tile)) * QueryTile::bytes;
   }
-  __device__ static char* kv_tile_address(const GradientParams& p, const Sequence& sequence, int batch, int head,
-                                  int tile) {
+  __device__ static char* kv_tile_address(const GradientParams& p, const Sequence& sequence,
+                                          int batch, int head, int tile) {
     const DqSums<Config> sums(p);
     int64 slot = (int64(batch) * p.heads_kv + head) * ceil_div(p.seqlen_k, Config::Bc) + tile;
     if (Config::has_seqlens && p.cu_seqlens_k != nullptr) {
       slot = int64(head) * count_tile_slots<Config::Bc>(p.total_k, p.batch) +
-              first_tile_slot<Config::Bc>(sequence.k_first, batch) + tile;
+             first_tile_slot<Config::Bc>(sequence.k_first, batch) + tile;
     }
     return begin(p, sums) + sums.count * int64(QueryTile::bytes) + slot * KvTile::bytes;
   }
@@ -168,8 +169,10 @@ struct TilePreswizzler {
     unsigned char powers[RowFactors::rows];
     unsigned infinite[KeyScales::keys / 32];
   };
-  static_assert(Config::Br <= RowFactors::rows && Config::Bc <= KeyScales::keys, "scale factors for all rows and keys of a tile");
-  static_assert(sizeof(QueryScales) <= 128 && sizeof(KeyScales) <= 128, "scale factors fit in 128 bytes after the tile");
+  static_assert(Config::Br <= RowFactors::rows && Config::Bc <= KeyScales::keys,
+                "scale factors for all rows and keys of a tile");
+  static_assert(sizeof(QueryScales) <= 128 && sizeof(KeyScales) <= 128,
+                "scale factors fit in 128 bytes after the tile");
 
   Shared& shared;
 
@@ -187,8 +190,8 @@ struct TilePreswizzler {
   }
 
   // Converts `Rows` x `Dim` floats to components at `target`. Rows from `left` on do not exist, and
-  // become zeros. Elements are cleaned as preprocess/clean.cuh describes, except that an infinity in k becomes
-  // 0 and sets the key's bit of `infinite`.
+  // become zeros. Elements are cleaned as preprocess/clean.cuh describes, except that an infinity
+  // in k becomes 0 and sets the key's bit of `infinite`.
   template <int Rows, int Dim, int Padded>
   struct TileRows {
     using Layout = SwizzledRows<half_t, 2 * Padded>;
@@ -245,7 +248,8 @@ struct TilePreswizzler {
     // Returns |x|, at most 2^15: NaN and inf in a row must not make the largest norm infinite.
     __device__ static float finite(float x) { return fminf(fabsf(x), 0x1p15f); }
 
-    // Returns the largest finite magnitude in the tile, and passes each row's to `on_row(row, row_max)`.
+    // Returns the largest finite magnitude in the tile, and calls `on_row(row, row_max)` for each
+    // row.
     template <class OnRow>
     __device__ float largest(const TilePreswizzler& preswizzler, OnRow on_row) const {
       float row_max = 0, tile_max = 0;
@@ -336,20 +340,24 @@ struct TilePreswizzler {
     const Sequence sequence = sequence_of<Config>(p, coord.batch);
     if (coord.begin >= sequence.seqlen_q) return;
     using Tile = typename Preswizzled::QueryTile;
-    char* target = Preswizzled::query_tile_address(p, sequence, coord.batch, coord.head, coord.begin / Br);
+    char* target =
+        Preswizzled::query_tile_address(p, sequence, coord.batch, coord.head, coord.begin / Br);
     const int left = sequence.seqlen_q - coord.begin;
     const int64 first_row = sequence.q_first + int64(coord.begin);
     const auto rows = [&](const Tensor& tensor) {
       return tensor.head<const float>(sequence.q_batch, coord.head) + first_row * tensor.row_stride;
     };
-    const auto* stats = row_stats<Config>(p) + first_row_of_head(p, sequence, coord.head) + coord.begin;
+    const auto* stats =
+        row_stats<Config>(p) + first_row_of_head(p, sequence, coord.head) + coord.begin;
     QueryScales scales = {};
     float norm;
-    scales.q = TileRows<Br, Config::head_dim, Config::padded_dim>{rows(p.q), p.q.row_stride, left, stats, true}
+    scales.q = TileRows<Br, Config::head_dim, Config::padded_dim>{rows(p.q), p.q.row_stride, left,
+                                                                  stats, true}
                    .write(*this, target, norm);
     const TileRows<Br, Config::head_dim_v, Config::padded_dim_v> dout = {
         rows(p.dout), p.dout.row_stride, left, stats};
-    const float row_max = dout.largest(*this, [&](int row, float maximum) { shared.row_maxima[row] = maximum; });
+    const float row_max =
+        dout.largest(*this, [&](int row, float maximum) { shared.row_maxima[row] = maximum; });
     static_assert(Br <= threads, "a thread processes at most one row");
     const int row = threadIdx.x;
     const bool has_row = row < Br;
@@ -370,9 +378,8 @@ struct TilePreswizzler {
     const Unit unit = Unit::for_largest(largest(maximum));
     scales.dout = unit.size;
     scales.delta = largest(finite_size());
-    scales.dout_norm = dout.write(*this, target + Tile::second_offset, unit, [&](int row) {
-      return RowFactors::inverse(shared.powers[row]);
-    });
+    scales.dout_norm = dout.write(*this, target + Tile::second_offset, unit,
+                                  [&](int row) { return RowFactors::inverse(shared.powers[row]); });
     if (threadIdx.x == 0) {
       for (int i = 0; i < Br; ++i) {
         scales.factors.powers[i / 2] |= shared.powers[i] << i % 2 * 4;
@@ -388,7 +395,8 @@ struct TilePreswizzler {
     const Sequence sequence = sequence_of<Config>(p, coord.batch);
     if (coord.begin >= sequence.seqlen_k) return;
     using Tile = typename Preswizzled::KvTile;
-    char* target = Preswizzled::kv_tile_address(p, sequence, coord.batch, coord.head, coord.begin / Bc);
+    char* target =
+        Preswizzled::kv_tile_address(p, sequence, coord.batch, coord.head, coord.begin / Bc);
     const int left = sequence.seqlen_k - coord.begin;
     const int64 first_row = sequence.k_first + int64(coord.begin);
     const auto rows = [&](const Tensor& tensor) {
@@ -398,11 +406,11 @@ struct TilePreswizzler {
     if (threadIdx.x < words) shared.infinite[threadIdx.x] = 0;
     KeyScales scales = {};
     float norm;
-    scales.k =
-        TileRows<Bc, Config::head_dim, Config::padded_dim>{rows(p.k), p.k.row_stride, left, nullptr, false, true}
-            .write(*this, target, norm);
-    scales.v = TileRows<Bc, Config::head_dim_v, Config::padded_dim_v>{rows(p.v), p.v.row_stride, left,
-                                                                  nullptr}
+    scales.k = TileRows<Bc, Config::head_dim, Config::padded_dim>{rows(p.k), p.k.row_stride, left,
+                                                                  nullptr,   false,          true}
+                   .write(*this, target, norm);
+    scales.v = TileRows<Bc, Config::head_dim_v, Config::padded_dim_v>{rows(p.v), p.v.row_stride,
+                                                                      left, nullptr}
                    .write(*this, target + Tile::second_offset, scales.v_norm);
 #pragma unroll
     for (int i = 0; i < words; ++i) {

@@ -15,8 +15,9 @@ struct UnwrittenRows {
       if (p.dq.data != nullptr) {
         const bool is_packed = Config::has_seqlens && p.cu_seqlens_q != nullptr;
         const int rows = is_packed ? p.total_q : p.seqlen_q;
-        zero_rows_if<Config::head_dim>(p.dq, p.heads_q, rows, is_packed ? 1 : p.batch,
-                                      [&](int batch, int row) { return is_unwritten(p, batch, row); });
+        zero_rows_if<Config::head_dim>(
+            p.dq, p.heads_q, rows, is_packed ? 1 : p.batch,
+            [&](int batch, int row) { return is_unwritten(p, batch, row); });
       }
     }
     if constexpr (Config::has_seqlens) {
@@ -36,13 +37,14 @@ struct UnwrittenRows {
   // Each lane tests one row of all heads. The whole warp then zeroes each row that a lane found.
   template <int Dim, class IsUnwritten>
   __device__ static void zero_rows_if(const Tensor& gradient, int heads, int rows, int batches,
-                                     IsUnwritten is_unwritten_row) {
+                                      IsUnwritten is_unwritten_row) {
     const int lane = threadIdx.x % 32;
     const int64 step = int64(gridDim.x) * blockDim.x, count = int64(rows) * batches;
     for (int64 first = int64(blockIdx.x) * blockDim.x + threadIdx.x - lane; first < count;
          first += step) {
       const int64 lane_row = first + lane;
-      unsigned pending = __ballot_sync(~0u, lane_row < count && is_unwritten_row(lane_row / rows, lane_row % rows));
+      unsigned pending = __ballot_sync(
+          ~0u, lane_row < count && is_unwritten_row(lane_row / rows, lane_row % rows));
       for (; pending != 0; pending &= pending - 1) {
         const int64 unwritten = first + __ffs(pending) - 1;
         zero_row<Dim>(gradient, heads, unwritten / rows, unwritten % rows);

@@ -83,12 +83,14 @@ struct SimtProducts {
       for (int d = 0; d < slice; ++d) {
         T left[rows_per_thread];
 #pragma unroll
-        for (int i = 0; i < rows_per_thread; ++i) left[i] = shared.rows[(y() + i * side) * stride + d];
+        for (int i = 0; i < rows_per_thread; ++i)
+          left[i] = shared.rows[(y() + i * side) * stride + d];
 #pragma unroll
         for (int j = 0; j < columns_per_thread; ++j) {
           const T right = shared.columns[(x() + j * side) * stride + d];
 #pragma unroll
-          for (int i = 0; i < rows_per_thread; ++i) product[i][j] = fma(left[i], right, product[i][j]);
+          for (int i = 0; i < rows_per_thread; ++i)
+            product[i][j] = fma(left[i], right, product[i][j]);
         }
       }
     }
@@ -99,8 +101,7 @@ struct SimtProducts {
   // weight of 0 means a masked pair, whose column is left out of the sum, as 0 times NaN is NaN.
   template <int Dim, bool Selects, int Slices>
   __device__ static void add(T (&sums)[Slices][rows_per_thread][dims_per_thread], Shared& shared,
-                             const T* weights, const HeadRows<Element>& columns,
-                             int first_column) {
+                             const T* weights, const HeadRows<Element>& columns, int first_column) {
 #pragma unroll
     for (int s = 0; s < Slices; ++s) {
       __syncthreads();
@@ -111,7 +112,8 @@ struct SimtProducts {
         for (int c = 0; c < Columns; ++c) {
           T right[dims_per_thread];
 #pragma unroll
-          for (int d = 0; d < dims_per_thread; ++d) right[d] = shared.columns[c * stride + x() + d * side];
+          for (int d = 0; d < dims_per_thread; ++d)
+            right[d] = shared.columns[c * stride + x() + d * side];
 #pragma unroll
           for (int i = 0; i < rows_per_thread; ++i) {
             const T left = weights[(y() + i * side) * (Columns + 1) + c];

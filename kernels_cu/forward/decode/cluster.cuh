@@ -3,8 +3,9 @@
 // CTAs take keys in order. CTA A has the first partial tile of the query tile as the last of its
 // work range. CTAs B, C, ... have theirs as the first of their ranges. They send their results to
 // A, which merges. A query tile is sliced if all CTAs of the cluster have a partial tile of it,
-// each as the last of its range. Then every CTA merges one slice of the columns (merge_slice.cuh) and
-// receives only that slice. To receive 16 rows from seven CTAs would take one CTA a microsecond.
+// each as the last of its range. Then every CTA merges one slice of the columns (merge_slice.cuh)
+// and receives only that slice. To receive 16 rows from seven CTAs would take one CTA a
+// microsecond.
 //
 //   a CTA that merges              its mbarrier             the other CTAs of the query tile
 //   ---------------------------    ---------------------    ----------------------------------
@@ -64,11 +65,12 @@ struct DecodeCluster {
 
   // Sends a chunk of a row of the partial result to the CTA that merges it. The first chunk of a
   // slice comes with the state of the row.
-  __device__ void send(const PartialTile& partial_tile, int row, int chunk, const Vector<float, 4>& values,
-                       const Vector<float, 4>& state) const {
+  __device__ void send(const PartialTile& partial_tile, int row, int chunk,
+                       const Vector<float, 4>& values, const Vector<float, 4>& state) const {
     const Slice slice = Slice::for_chunk(partial_tile, chunk);
     const int chunk_in_record = chunk - slice.first_chunk();
-    float* target = Cta::receive_buffer() + partial_tile.index * Cta::receive_floats + row * slice.record();
+    float* target =
+        Cta::receive_buffer() + partial_tile.index * Cta::receive_floats + row * slice.record();
     send_to(partial_tile, slice.index, target + 4 * chunk_in_record, values);
     if (chunk_in_record == 0) send_to(partial_tile, slice.index, target + slice.state(), state);
   }

@@ -23,7 +23,8 @@ template <class Config>
 struct DecodeColumnWarps {
   static constexpr int size = Config::column_warps;
   static constexpr int key_warps = Config::warps / size;
-  static_assert(key_warps * size == Config::warps && key_warps <= 15, "warps divide into groups of column warps, with a named barrier each");
+  static_assert(key_warps * size == Config::warps && key_warps <= 15,
+                "warps divide into groups of column warps, with a named barrier each");
   static constexpr int fragments = Config::Br / 16 * (Config::Bc / 8);
   static constexpr int fragment_bytes = 32 * 16;
   static constexpr int buffer_bytes = size * fragments * fragment_bytes;
@@ -33,7 +34,8 @@ struct DecodeColumnWarps {
   const unsigned exchange_buffer;
   int buffer = 0;  // offset of the current buffer, in bytes
 
-  __device__ explicit DecodeColumnWarps(unsigned shared) : exchange_buffer(shared + key_warp() * key_warp_bytes) {}
+  __device__ explicit DecodeColumnWarps(unsigned shared)
+      : exchange_buffer(shared + key_warp() * key_warp_bytes) {}
 
   __device__ static int key_warp() { return threadIdx.x / 32 / size; }
   __device__ static int column_warp() { return threadIdx.x / 32 % size; }

@@ -1,6 +1,6 @@
 // State that the threads of a CTA of the decode kernel share: its shared memory, its current
-// partial tile and the query rows of that tile. A partial tile (`PartialTile`) is a query tile of one KV
-// head with a range of its keys. Row r of a tile is query r / group of the group's head r % group.
+// partial tile and the query rows of that tile. A partial tile (`PartialTile`) is a query tile of
+// one KV head with a range of its keys. Row r is query r / group of the group's head r % group.
 #pragma once
 
 #include "forward/decode/scales.cuh"
@@ -164,8 +164,9 @@ struct DecodeCta {
     }
     __syncthreads();
   }
-  // Fills in the members of `partial_tile` that describe the other partial tiles of its query tile. One
-  // thread calls this while the first keys are being loaded; the next barrier publishes the result.
+  // Fills in the members of `partial_tile` that describe the other partial tiles of its query tile.
+  // One thread calls this while the first keys are being loaded; the next barrier publishes the
+  // result.
   __device__ void set_merge_info() const {
     WorkRange work_range = state.work_range;
     const KvPartitioner<Config> partitioner(p, work_range, lane_seqlen);
@@ -195,7 +196,7 @@ struct DecodeCta {
     return partitioner.total_keys() < small_keys ? ptx::l2_evict_first_policy() : 0;
   }
 
-  // Stores the next partial tile in `state.partial_tile`, which keeps the last one if there is none.
+  // Stores the next partial tile, if any, in `state.partial_tile`.
   __device__ void store_next_tile(KvPartitioner<Config>& partitioner) const {
     PartialTile next;
     state.has_tile = partitioner.get_tile(next);
@@ -222,15 +223,18 @@ struct DecodeCta {
   }
 
   __device__ int first_row() const { return partial_tile.row_tile * Br; }
-  __device__ int tile_rows() const { return min(Br, partial_tile.sequence.seqlen_q * group - first_row()); }
+  __device__ int tile_rows() const {
+    return min(Br, partial_tile.sequence.seqlen_q * group - first_row());
+  }
 
   // Returns the query index of a row within its sequence. head_of() returns its head in the group.
   __device__ int query_of(int row) const { return (first_row() + row) / group; }
   __device__ int head_of(int row) const { return (first_row() + row) % group; }
 
   __device__ int q_offset() const {
-    return Config::has_seqlens ? partial_tile.sequence.template q_offset<Config>(p, partial_tile.batch)
-                             : first_position<Config>(p, partial_tile.batch, p.q_offset);
+    return Config::has_seqlens
+               ? partial_tile.sequence.template q_offset<Config>(p, partial_tile.batch)
+               : first_position<Config>(p, partial_tile.batch, p.q_offset);
   }
   __device__ Mask<Config, group> mask() const {
     return {partial_tile.sequence.seqlen_k, q_offset(), {p, partial_tile.batch}};
@@ -241,8 +245,9 @@ struct DecodeCta {
   // Returns the coordinates of a row for modifications.
   __device__ ScoreRow score_row(int row) const {
     const Sequence& sequence = partial_tile.sequence;
-    return {partial_tile.batch, partial_tile.head_kv * group + head_of(row), query_of(row), q_offset(), sequence.q_first,
-            sequence.k_first};
+    return {partial_tile.batch, partial_tile.head_kv * group + head_of(row),
+            query_of(row),      q_offset(),
+            sequence.q_first,   sequence.k_first};
   }
 };
 

@@ -16,9 +16,8 @@ struct DecodeMemory {
   using Slice = MergeSlice<Config>;
   // Number of floats for one result, whole or in slices.
   static constexpr int slot_floats =
-      Config::Br * (Cta::slices * Cta::slice_record > Cta::record
-                        ? Cta::slices * Cta::slice_record
-                        : Cta::record);
+      Config::Br * (Cta::slices * Cta::slice_record > Cta::record ? Cta::slices * Cta::slice_record
+                                                                  : Cta::record);
 
   const Cta& cta;
 
@@ -38,7 +37,8 @@ struct DecodeMemory {
   __device__ void prefetch_counter() const {
     const PartialTile& partial_tile = cta.partial_tile;
     if (partial_tile.results > 1) {
-      ptx::prefetch_l2(counter(MergeGroup(partial_tile.result), Slice::for_cta(partial_tile, partial_tile.index)));
+      ptx::prefetch_l2(counter(MergeGroup(partial_tile.result),
+                               Slice::for_cta(partial_tile, partial_tile.index)));
     }
   }
 

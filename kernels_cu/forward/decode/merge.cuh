@@ -36,11 +36,13 @@ struct DecodeMerge {
   // Merges the partial results of the warps, or of groups of column warps, in shared memory.
   __device__ void merge_warps() const {
     const PartialTile& partial_tile = cta.partial_tile;
-    const Destination destination = partial_tile.is_unsplit() ? Destination::output : partial_tile.count == 1 ? Destination::memory : Destination::cluster;
+    const Destination destination = partial_tile.is_unsplit() ? Destination::output
+                                    : partial_tile.count == 1 ? Destination::memory
+                                                              : Destination::cluster;
     constexpr int key_warps = Cta::ColumnWarps::key_warps;
     const Slice all_columns;
-    merge<key_warps>(Cta::shared_floats(), Cta::key_warp_bytes / 4, key_warps, all_columns, 0, cta.tile_rows(),
-                 destination, partial_tile.result);
+    merge<key_warps>(Cta::shared_floats(), Cta::key_warp_bytes / 4, key_warps, all_columns, 0,
+                     cta.tile_rows(), destination, partial_tile.result);
     if (partial_tile.count == 1) merge_in_memory(all_columns);
   }
 
@@ -49,9 +51,9 @@ struct DecodeMerge {
     const PartialTile& partial_tile = cta.partial_tile;
     const Slice slice = Slice::for_cta(partial_tile, partial_tile.index);
     Cluster{cta}.wait_results();
-    merge<Config::cluster>(Cta::receive_buffer(), Cta::receive_floats, partial_tile.count, slice, 0,
-                           cta.tile_rows(), partial_tile.results == 1 ? Destination::output : Destination::memory,
-                           partial_tile.result);
+    merge<Config::cluster>(
+        Cta::receive_buffer(), Cta::receive_floats, partial_tile.count, slice, 0, cta.tile_rows(),
+        partial_tile.results == 1 ? Destination::output : Destination::memory, partial_tile.result);
     merge_in_memory(slice);
   }
 
@@ -60,7 +62,8 @@ struct DecodeMerge {
   __device__ void merge_in_memory(const Slice& slice) const {
     const PartialTile& partial_tile = cta.partial_tile;
 #pragma unroll 1
-    for (MergeGroup merge_group(partial_tile.result); merge_group.step < partial_tile.results; merge_group.next_level()) {
+    for (MergeGroup merge_group(partial_tile.result); merge_group.step < partial_tile.results;
+         merge_group.next_level()) {
       const int count = merge_group.count(partial_tile.results);
       if (count == 1) continue;
       if (!memory.is_last_to_arrive(merge_group, count, slice)) return;
@@ -69,8 +72,10 @@ struct DecodeMerge {
   }
 
   // Merges all rows of a merge group, as many at a time as fit in shared memory.
-  __device__ void merge_results(const MergeGroup& merge_group, int count, const Slice& slice) const {
-    const Destination destination = merge_group.is_root(cta.partial_tile.results) ? Destination::output : Destination::memory;
+  __device__ void merge_results(const MergeGroup& merge_group, int count,
+                                const Slice& slice) const {
+    const Destination destination =
+        merge_group.is_root(cta.partial_tile.results) ? Destination::output : Destination::memory;
     const int all_rows = cta.tile_rows();
     const int rows_per_pass = Cta::rings_bytes / (count * slice.record() * 4);
 #pragma unroll 1
@@ -78,15 +83,15 @@ struct DecodeMerge {
       const int rows = min(rows_per_pass, all_rows - first_row);
       memory.gather(merge_group, count, first_row, rows, slice);
       merge<MergeGroup::fan_in>(Cta::shared_floats(), rows * slice.record(), count, slice,
-                          first_row, rows, destination, merge_group.first);
+                                first_row, rows, destination, merge_group.first);
       // All warps have read these rows before the next ones overwrite them.
       __syncthreads();
     }
   }
 
-  // Merges the rows [first, first + rows) of at most `MaxResults` results, always in the same order. The
-  // results are in shared memory, result_floats apart. In global memory, the merged result
-  // overwrites result `target`.
+  // Merges the rows [first, first + rows) of at most `MaxResults` results, always in the same
+  // order. The results are in shared memory, result_floats apart. In global memory, the merged
+  // result overwrites result `target`.
   template <int MaxResults>
   __device__ void merge(const float* source, int result_floats, int results, const Slice& slice,
                         int first, int rows, Destination destination, int target) const {
@@ -99,17 +104,17 @@ struct DecodeMerge {
          chunk += Slice::threads) {
 #pragma unroll 1
       for (int row = first_row; row < rows; row += step) {
-        merge_chunk<MaxResults>(partial_tile, source + row * slice.record(), result_floats, results, slice,
-                          first + row, chunk, destination, target);
+        merge_chunk<MaxResults>(partial_tile, source + row * slice.record(), result_floats, results,
+                                slice, first + row, chunk, destination, target);
       }
     }
   }
 
   // Merges four columns of a row. All loads are issued before the first one is used.
   template <int MaxResults>
-  __device__ void merge_chunk(const PartialTile& partial_tile, const float* source, int result_floats,
-                              int results, const Slice& slice, int row, int chunk, Destination destination,
-                              int target) const {
+  __device__ void merge_chunk(const PartialTile& partial_tile, const float* source,
+                              int result_floats, int results, const Slice& slice, int row,
+                              int chunk, Destination destination, int target) const {
     // Indices past the last result read it again; the loop below ignores them.
     const auto result = [&](int r) { return source + min(r, results - 1) * result_floats; };
     // A partial result over no visible key has base -inf and weight 0. If all are such, the base

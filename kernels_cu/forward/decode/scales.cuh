@@ -146,7 +146,7 @@ struct DecodeScales<Config, true> {
   }
 
   // Multiplies probabilities by the scales of their values and expresses them in the units of their
-  // rows. Rescales `out` if a unit grows. output_scale() applies a scale that all keys have in common.
+  // rows. Rescales `out` if a unit grows. output_scale() applies a scale common to all keys.
   template <int column_tiles>
   __device__ void multiply_probabilities(Scores& p, unsigned stage,
                                          float (&out)[row_tiles][column_tiles][4]) {
@@ -166,7 +166,8 @@ struct DecodeScales<Config, true> {
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          grow_unit<column_tiles>(units[i][half], max_of_lanes(largest[half]), out[i][0] + 2 * half);
+          grow_unit<column_tiles>(units[i][half], max_of_lanes(largest[half]),
+                                  out[i][0] + 2 * half);
           const float inverse = inverse_of_power(units[i][half]);
 #pragma unroll
           for (int j = 0; j < key_tiles; ++j) {

@@ -29,8 +29,7 @@ struct DecodeWarp : DecodeCta<Config> {
   static constexpr int row_tiles = Cta::row_tiles;
   static constexpr int columns = Cta::columns;
   static constexpr int stage_bytes = Cta::stage_bytes;
-  using Softmax =
-      WarpSoftmax<typename Cta::ProductsOf::Probability, row_tiles, Bc, columns>;
+  using Softmax = WarpSoftmax<typename Cta::ProductsOf::Probability, row_tiles, Bc, columns>;
 
   using Cta::lane;
   using Cta::p;
@@ -58,7 +57,8 @@ struct DecodeWarp : DecodeCta<Config> {
         head(params, Config::balanced ? blockIdx.y : 0),
         scales(params),
         column_warps(ptx::shared_address(Cta::shared_floats()) + Cta::rings_bytes) {
-    // `compute_here` makes the compiler compute the addresses now, while warp 0 computes the work range.
+    // `compute_here`: the compiler computes the addresses now, while warp 0 computes the work
+    // range.
     if constexpr (Config::balanced) {
       head.keys = ptx::compute_here(head.keys);
       head.values = ptx::compute_here(head.values);
@@ -98,9 +98,8 @@ struct DecodeWarp : DecodeCta<Config> {
       const unsigned target = ring + load_stage * stage_bytes;
       const int load_tile = tile + last_stage * key_warps;
       if (load_tile < end) {
-        const int page =
-            kv_rows.template start<key_warps>(
-                target, target + Cta::values_offset, load_tile, Cta::policy());
+        const int page = kv_rows.template start<key_warps>(target, target + Cta::values_offset,
+                                                           load_tile, Cta::policy());
         scales.start(target + Cta::scales_offset, load_tile, page, partial_tile.sequence.seqlen_k);
       }
       if (load_tile == first) {
@@ -110,7 +109,7 @@ struct DecodeWarp : DecodeCta<Config> {
       ptx::cp_async_commit_group();
       if (computes) {
         process_tile(ring + stage * stage_bytes, tile * Bc,
-              (tile + 1) * Bc > full_end || (Config::window_left && tile * Bc < full_begin));
+                     (tile + 1) * Bc > full_end || (Config::window_left && tile * Bc < full_begin));
       }
       load_stage = stage;
       tile += key_warps;
@@ -121,8 +120,8 @@ struct DecodeWarp : DecodeCta<Config> {
   // Starts copying Q to a stage of the ring that is not needed yet. Each warp loads all query rows.
   __device__ void start_queries(unsigned target) const {
     using Columns = typename Rows::KeyColumns;
-    using Copy =
-        WarpCopy<typename Cta::QueryLayout, Element, Br, Columns::last_valid, Config::alignment, true>;
+    using Copy = WarpCopy<typename Cta::QueryLayout, Element, Br, Columns::last_valid,
+                          Config::alignment, true>;
     const Tensor& q = p.q;
     const int column_warp = ColumnWarps::column_warp();
     const Element* queries =
@@ -189,8 +188,8 @@ struct DecodeWarp : DecodeCta<Config> {
   __device__ void modify_scores(int first_key) {
     if constexpr (Config::modified) {
       modify_fragments<Config, 2 * row_tiles, Bc / 8>(
-          p, [&](int r) { return Cta::score_row(row_of(r / 2, r % 2)); },
-          first_key + lane % 4 * 2, [&](int r) { return scores[r / 2][0] + 2 * (r % 2); });
+          p, [&](int r) { return Cta::score_row(row_of(r / 2, r % 2)); }, first_key + lane % 4 * 2,
+          [&](int r) { return scores[r / 2][0] + 2 * (r % 2); });
     }
   }
 
@@ -219,7 +218,8 @@ struct DecodeWarp : DecodeCta<Config> {
         float* row_state = record + Cta::record_columns;
         if constexpr (Config::quantized) {
           const auto output_scale = scales.output_scale(i, half);
-          row_state[0] = has_weight ? base + output_scale.base_offset : -SoftmaxMath<float>::infinity();
+          row_state[0] =
+              has_weight ? base + output_scale.base_offset : -SoftmaxMath<float>::infinity();
           row_state[1] = has_weight ? state.sum * output_scale.sum_factor : 0;
           products.write_row(out, i, half, has_weight ? output_scale.factor : 0, target);
         } else {

@@ -31,7 +31,8 @@ struct HopperBias<Config, true> {
         cta.bias_address(ring.index) + (consumer * 64 + row) * Tile::box_row_bytes;
 #pragma unroll
     for (int step = 0; step < steps; ++step) {
-      ptx::ldmatrix_x4(pairs[step], row_address + Tile::chunk_offset(row, 2 * step, threadIdx.x / 16 % 2));
+      ptx::ldmatrix_x4(pairs[step],
+                       row_address + Tile::chunk_offset(row, 2 * step, threadIdx.x / 16 % 2));
     }
     // Without this fence, TMA may overwrite the stage before ldmatrix has read it. wgmma traffic
     // can delay those reads by hundreds of cycles, and the mbarrier arrival does not wait for them.

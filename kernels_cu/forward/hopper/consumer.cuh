@@ -35,7 +35,8 @@ struct HopperConsumer {
   // barriers order its first half instead: one consumer computes tanh while another computes
   // exponentials. With a softcap of 50 that is 3% faster at head_dim 64 and 128; without tanh it is
   // 3 to 20% slower.
-  static constexpr bool pingpong_softmax = Config::pingpong && Config::bounded && !Config::skips_tiles;
+  static constexpr bool pingpong_softmax =
+      Config::pingpong && Config::bounded && !Config::skips_tiles;
   static constexpr bool pingpong_gemms = Config::pingpong && !pingpong_softmax;
 
   const Cta& cta;
@@ -49,11 +50,12 @@ struct HopperConsumer {
   // State of the query tile. Values that are cheap to recompute are not kept, to save registers.
   int first_row;              // first query row of this consumer
   int full_end;               // first KV tile that needs a mask, if Config::has_seqlens
-  int kv_tile;                  // KV tile whose scores were computed last
+  int kv_tile;                // KV tile whose scores were computed last
   int begin;                  // last KV tile of the query tile, in processing order
-  typename Cta::KvTileInfo kv_tile_info;    // `KvTileInfo` of the KV tile, if Config::skips_tiles
-  int visible_pairs_slot = -1;        // index in the ring of visible pairs, if Config::block_mask
-  typename Cta::TilePairs visible_pairs;  // visible pairs of the KV tile, if the block mask stores them
+  typename Cta::KvTileInfo kv_tile_info;  // `KvTileInfo` of the KV tile, if Config::skips_tiles
+  int visible_pairs_slot = -1;  // index in the ring of visible pairs, if Config::block_mask
+  // Visible pairs of the KV tile, if the block mask stores them.
+  typename Cta::TilePairs visible_pairs;
   PipelineState<Config::bias_stages> bias_ring;
 
   __device__ HopperConsumer(const Cta& cta, int consumer)
@@ -211,16 +213,19 @@ struct HopperConsumer {
   __device__ void next_kv_tile() {
     products.wait_stage();
     kv_tile_info = *cta.kv_tile_info(products.ring.index);
-    if (Config::block_mask && ++visible_pairs_slot == Cta::visible_pairs_slots) visible_pairs_slot = 0;
+    if (Config::block_mask && ++visible_pairs_slot == Cta::visible_pairs_slots)
+      visible_pairs_slot = 0;
     kv_tile = kv_tile_info.kv_tile;
-    if (!Products::keeps_all_queries && kv_tile_info.begins_query_tile() && work_tile_slot >= 0) products.release_queries();
+    if (!Products::keeps_all_queries && kv_tile_info.begins_query_tile() && work_tile_slot >= 0)
+      products.release_queries();
   }
 
   // Writes the output of a query tile, if O holds one, where the next tile begins or the work ends.
   __device__ void switch_query_tile(bool& accumulate) {
     if (!kv_tile_info.begins_query_tile() && !kv_tile_info.is_end()) return;
     if (accumulate) {
-      const HopperEpilogue<Config> epilogue = {cta, products, Cta::next_work_tile_slot(work_tile_slot)};
+      const HopperEpilogue<Config> epilogue = {cta, products,
+                                               Cta::next_work_tile_slot(work_tile_slot)};
       float normalizer[2];
       const bool is_special = epilogue.finish_softmax(softmax.rows, normalizer);
       epilogue.write_output(normalizer, is_special);
@@ -232,7 +237,8 @@ struct HopperConsumer {
 
   // Lets the next consumer proceed. No consumer waits for the last arrival of the last consumer.
   __device__ void pingpong_arrive_next() const {
-    if (Config::pingpong && !(kv_tile_info.is_end() && consumer == consumers - 1)) pingpong_arrive();
+    if (Config::pingpong && !(kv_tile_info.is_end() && consumer == consumers - 1))
+      pingpong_arrive();
   }
 
   // Returns the epilogue of the query tile before the one that was entered last.
@@ -285,7 +291,7 @@ struct HopperConsumer {
   // Returns the first KV tile in which the mask hides keys from a row of this consumer.
   __device__ int first_masked_tile() const {
     return Config::has_seqlens ? full_end
-                             : Mask<Config>(cta.p, batch()).template full_tiles<Bc>(first_row);
+                               : Mask<Config>(cta.p, batch()).template full_tiles<Bc>(first_row);
   }
 
   // Returns the first KV tile in which the window masks no key for any row of this consumer.
@@ -319,13 +325,14 @@ struct HopperConsumer {
                                ? sequence.template q_offset<Config>(cta.p, batch)
                                : first_position<Config>(cta.p, batch, cta.p.q_offset);
       const int first = products.first_row_of(current.coord) + Products::lane_row();
-      const bool masks = !Config::block_mask || !(kv_tile_info.is_full(consumer) || kv_tile_info.pairs_slot(consumer));
+      const bool masks = !Config::block_mask ||
+                         !(kv_tile_info.is_full(consumer) || kv_tile_info.pairs_slot(consumer));
       const HopperBias<Config> bias(cta, consumer, bias_ring);
       modify_fragments<Config, 2, Bc / 8>(
           cta.p,
           [&](int half) {
             return ScoreRow{batch,    current.coord.head, first + 8 * half,
-                            q_offset, sequence.q_first,  sequence.k_first};
+                            q_offset, sequence.q_first,   sequence.k_first};
           },
           kv_tile * Bc + threadIdx.x % 4 * 2, [&](int half) { return softmax.rows[half].base; },
           masks, [&](int half) { return products.scores + 2 * half; },

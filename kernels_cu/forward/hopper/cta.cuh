@@ -48,7 +48,7 @@ struct HopperCta {
   static constexpr int consumers = Br / 64;
   // Number of component tiles stored consecutively for each tile: 3 for float32, otherwise 1.
   static constexpr int components = HopperOperand<Element>::components;
-  // Number of CTAs that split head_dim (`peer_exchange.cuh`): 2 for heads wider than 256, otherwise 1.
+  // Number of CTAs that split head_dim (`peer_exchange.cuh`): 2 for heads wider than 256, else 1.
   static constexpr int cta_ranks = Config::head_dim > 256 || Config::head_dim_v > 256 ? 2 : 1;
   static constexpr int columns = hopper_columns(Config::head_dim, cta_ranks);
   static constexpr int columns_v = hopper_columns(Config::head_dim_v, cta_ranks);
@@ -77,10 +77,9 @@ struct HopperCta {
   static_assert(!values_in_keys || (columns_v % 32 == 0 && columns_rest % 32 == 0),
                 "V columns and the other columns form whole boxes");
   static_assert(Config::page_size % Bc == 0, "a KV tile belongs to one page");
-  static_assert(
-      (components == 1 && !transposes_values) ||
-          (!Config::has_seqlens && !Config::split_keys && !Config::modified),
-      "float32 and float8 support only equal lengths without splits or modifications");
+  static_assert((components == 1 && !transposes_values) ||
+                    (!Config::has_seqlens && !Config::split_keys && !Config::modified),
+                "float32 and float8 support only equal lengths without splits or modifications");
 
   using WorkTile = HopperWorkTile<Config>;
   // Entries in the ring of work tiles. A work tile is read again when its output is written. If the
@@ -108,8 +107,10 @@ struct HopperCta {
     // Returns the bits for one consumer: whether it needs the KV tile, whether the block mask
     // leaves all its pairs visible, and the slot of the visible pairs, counted from 1 (0 if not
     // stored).
-    __device__ static unsigned bits_of(int consumer, bool is_needed, bool is_full, unsigned pairs_slot) {
-      return (unsigned(is_needed) | unsigned(is_full) << 3) << consumer | pairs_slot << (6 + 8 * consumer);
+    __device__ static unsigned bits_of(int consumer, bool is_needed, bool is_full,
+                                       unsigned pairs_slot) {
+      return (unsigned(is_needed) | unsigned(is_full) << 3) << consumer | pairs_slot
+                                                                              << (6 + 8 * consumer);
     }
     __device__ static KvTileInfo create(int kv_tile, unsigned bits, bool begins_query_tile) {
       return {kv_tile, bits | (begins_query_tile ? first : 0)};
@@ -141,7 +142,8 @@ struct HopperCta {
   static constexpr int ring_offset = Config::q_stages * q_stage_bytes;
   static constexpr int bias_offset = ring_offset + Config::stages * stage_bytes;
   static constexpr int visible_pairs_offset = bias_offset + Config::bias_stages * BiasTile::bytes;
-  static constexpr int peer_offset = visible_pairs_offset + visible_pairs_slots * consumers * visible_pairs_bytes;
+  static constexpr int peer_offset =
+      visible_pairs_offset + visible_pairs_slots * consumers * visible_pairs_bytes;
   static constexpr int barrier_offset =
       peer_offset + peer_buffers * 4 * consumers * peer_warp_bytes;
   static constexpr int ring_barriers = 2 * (Config::stages + Config::q_stages);
@@ -152,7 +154,8 @@ struct HopperCta {
   static constexpr int work_tile_offset = barrier_offset + barriers * 8;
   static constexpr int tail_offset = work_tile_offset + work_tile_slots * int(sizeof(WorkTile));
   static constexpr int kv_tile_info_offset = tail_offset + tails * int(sizeof(Tail));
-  static_assert(kv_tile_info_offset + kv_tile_infos * int(sizeof(KvTileInfo)) == Config::shared_memory,
+  static_assert(kv_tile_info_offset + kv_tile_infos * int(sizeof(KvTileInfo)) ==
+                    Config::shared_memory,
                 "as the host planned");
 
   const Params& p;
@@ -165,8 +168,8 @@ struct HopperCta {
   __device__ unsigned empty(int stage) const { return full(Config::stages + stage); }
   __device__ unsigned q_full(int stage) const { return full(2 * Config::stages + stage); }
   __device__ unsigned q_empty(int stage) const { return q_full(Config::q_stages + stage); }
-  // Barriers of the work tile that the scheduler warp gives to the producer. At `tail_loaded`, a V tile
-  // with a `Tail` has been loaded.
+  // Barriers of the work tile that the scheduler warp gives to the producer. At `tail_loaded`, a V
+  // tile with a `Tail` has been loaded.
   __device__ unsigned work_tile_full() const { return full(ring_barriers); }
   __device__ unsigned work_tile_empty() const { return full(ring_barriers + 1); }
   __device__ unsigned tail_loaded(int index) const { return full(ring_barriers + 2 + index); }
@@ -229,7 +232,9 @@ struct HopperCta {
     return reinterpret_cast<KvTileInfo*>(shared_memory + kv_tile_info_offset) + stage;
   }
 
-  __device__ static int next_work_tile_slot(int index) { return index + 1 == work_tile_slots ? 0 : index + 1; }
+  __device__ static int next_work_tile_slot(int index) {
+    return index + 1 == work_tile_slots ? 0 : index + 1;
+  }
 
   __device__ unsigned stage_address(int stage) const {
     return shared + ring_offset + stage * stage_bytes;
@@ -258,7 +263,7 @@ struct HopperCta {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     return reinterpret_cast<const TilePairs*>(
         shared_memory + visible_pairs_offset)[(stage * consumers + consumer) * TilePairs::threads +
-                                      threadIdx.x % TilePairs::threads];
+                                              threadIdx.x % TilePairs::threads];
   }
 
   // Returns the index of this CTA among those that split head_dim.
@@ -292,7 +297,7 @@ struct HopperCta {
   __device__ static KvTileRange key_tiles(const Params& p, const TileCoord& coord) {
     const int q_end = min(coord.q_begin + Br, p.seqlen_q);
     return kv_tile_range<Bc, Config::split_keys>(Mask<Config>(p, coord.batch), coord.q_begin, q_end,
-                                                  coord.split, p.num_splits);
+                                                 coord.split, p.num_splits);
   }
 
   // Returns the work tile with a block mask, which sorts a head's query tiles by their KV tiles.
@@ -313,7 +318,8 @@ struct HopperCta {
   }
 
   template <class AnyParams>
-  __device__ static MaskedBlocks<consumers> masked_blocks(const AnyParams& p, const TileCoord& coord) {
+  __device__ static MaskedBlocks<consumers> masked_blocks(const AnyParams& p,
+                                                          const TileCoord& coord) {
     return {p.block_mask, coord.batch, coord.head, coord.q_begin / Br};
   }
 
@@ -329,7 +335,7 @@ struct HopperCta {
     const VarlenOrder order(p);
     if constexpr (builds_order) {
       return order.offset_by(partial_words(p) +
-                          (blockIdx.z * gridDim.x + blockIdx.x) * VarlenOrder::words(p.batch));
+                             (blockIdx.z * gridDim.x + blockIdx.x) * VarlenOrder::words(p.batch));
     } else if constexpr (Config::split_keys) {
       return order.offset_by(partial_words(p));
     } else {
@@ -408,7 +414,9 @@ struct HopperCta {
   __device__ void arrive_consumers_done() const {
     ptx::bar_arrive(1 + consumers, 128 * consumers + 32);
   }
-  __device__ void wait_consumers_done() const { ptx::bar_sync(1 + consumers, 128 * consumers + 32); }
+  __device__ void wait_consumers_done() const {
+    ptx::bar_sync(1 + consumers, 128 * consumers + 32);
+  }
 };
 
 #endif  // __CUDA_ARCH__ == 900

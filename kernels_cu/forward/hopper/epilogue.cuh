@@ -37,9 +37,10 @@ struct HopperEpilogue {
 
   // Computes the factors that output rows are multiplied by, and writes the log-sum-exp. Returns
   // whether any row of the warp is special, which write_output() then looks for. A row is special
-  // if its factor is 0 or, with Config::detects_one_key_rows, if one lane holds its whole sum, so that
-  // it may attend to one key only. In the latter case the factor in that lane is minus the sum,
-  // which normalize_one_key_rows() replaces. Most tiles have no special row; one vote skips all this.
+  // if its factor is 0 or, with Config::detects_one_key_rows, if one lane holds its whole sum, so
+  // that it may attend to one key only. In the latter case the factor in that lane is minus the
+  // sum, which normalize_one_key_rows() replaces. Most tiles have no special row; one vote skips
+  // all this.
   __device__ bool finish_softmax(const SoftmaxRow (&finished)[2], float (&normalizer)[2]) const {
     SoftmaxRow state[2] = {finished[0], finished[1]};
     bool may_be_one_key[2] = {}, is_special = false;
@@ -194,7 +195,8 @@ struct HopperEpilogue {
       // One branch encloses all stores: with a branch for each, they would wait for each other.
       const int row = row_of(work_tile.coord, half);
       if (row >= work_tile.sequence(cta.p).seqlen_q) continue;
-      if (Config::has_seqlens && Config::causal && cta.is_written_by_scheduler(work_tile, row)) continue;
+      if (Config::has_seqlens && Config::causal && cta.is_written_by_scheduler(work_tile, row))
+        continue;
       Element* target = cta.output_row(work_tile, row) + Cta::first_column_v() + first_column;
 #pragma unroll
       for (int i = 0; i < columns_v / 16; ++i) {

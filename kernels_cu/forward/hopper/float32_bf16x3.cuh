@@ -46,7 +46,8 @@ struct HopperComponents {
 #pragma unroll
         for (int k = 0; k < 3; ++k) {
           const unsigned words[4] = {split[0][k], split[1][k], split[2][k], split[3][k]};
-          components[k * component_chunks + row * chunks_per_row + chunk] = reinterpret_cast<const Chunk&>(words);
+          components[k * component_chunks + row * chunks_per_row + chunk] =
+              reinterpret_cast<const Chunk&>(words);
         }
       }
     }
@@ -58,8 +59,10 @@ template <class Config>
 __device__ void hopper_components(const Params& p) {
   using Components = HopperComponents<Config>;
   auto* target = static_cast<typename Components::Chunk*>(p.workspace);
-  target = Components::template write<Config::head_dim>(p.q, p.batch, p.seqlen_q, p.heads_q, target);
-  target = Components::template write<Config::head_dim>(p.k, p.batch, p.seqlen_k, p.heads_kv, target);
+  target =
+      Components::template write<Config::head_dim>(p.q, p.batch, p.seqlen_q, p.heads_q, target);
+  target =
+      Components::template write<Config::head_dim>(p.k, p.batch, p.seqlen_k, p.heads_kv, target);
   Components::template write<Config::head_dim_v>(p.v, p.batch, p.seqlen_k, p.heads_kv, target);
 }
 

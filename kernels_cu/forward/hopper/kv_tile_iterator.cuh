@@ -53,8 +53,9 @@ struct KvTileIterator {
     const bool is_inside = work_tile.kv_tiles.begin <= kv_tile && kv_tile < work_tile.kv_tiles.end;
     bits = is_inside ? bits_of(p, work_tile, kv_tile) : 0;
     // The first and last KV tile are always published; without a block mask, so are all others.
-    const bool is_published = !Config::block_mask || bits & KvTileInfo::all_consumers || kv_tile == work_tile.kv_tiles.begin ||
-                         kv_tile == work_tile.kv_tiles.end - 1;
+    const bool is_published = !Config::block_mask || bits & KvTileInfo::all_consumers ||
+                              kv_tile == work_tile.kv_tiles.begin ||
+                              kv_tile == work_tile.kv_tiles.end - 1;
     pending = __ballot_sync(all_lanes, is_inside && is_published);
   }
 
@@ -67,7 +68,8 @@ struct KvTileIterator {
       for (int last = word - 1; last >= first; last -= 32) {
         const int word = last - lane();
         const bool is_wanted = word == first || (word > first && blocks.nonempty_word(word) != 0);
-        if (const unsigned wanted = __ballot_sync(all_lanes, is_wanted)) return last - __ffs(wanted) + 1;
+        if (const unsigned wanted = __ballot_sync(all_lanes, is_wanted))
+          return last - __ffs(wanted) + 1;
       }
       return -1;
     } else {
@@ -83,7 +85,8 @@ struct KvTileIterator {
 #pragma unroll
       for (int consumer = 0; consumer < Cta::consumers; ++consumer) {
         bits |= KvTileInfo::bits_of(consumer, blocks.is_nonempty(consumer, kv_tile),
-                              blocks.is_full(consumer, kv_tile), blocks.slot_of(consumer, kv_tile));
+                                    blocks.is_full(consumer, kv_tile),
+                                    blocks.slot_of(consumer, kv_tile));
       }
     } else {
       const Mask<Config> mask = work_tile.template mask<Config>(p);
@@ -92,7 +95,7 @@ struct KvTileIterator {
       for (int consumer = 0; consumer < Cta::consumers; ++consumer) {
         const int first = work_tile.coord.q_begin + 64 * consumer, end = min(first + 64, rows);
         const bool is_visible = first < end && mask.visible_begin(first) < (kv_tile + 1) * Bc &&
-                          kv_tile * Bc < mask.visible_end(end - 1);
+                                kv_tile * Bc < mask.visible_end(end - 1);
         bits |= KvTileInfo::bits_of(consumer, is_visible, false, 0);
       }
     }

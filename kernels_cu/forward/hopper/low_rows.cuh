@@ -105,11 +105,12 @@ struct LowRows {
       return is_empty(view.params(), view.coord, &view, view.coord.q_begin + row_in_tile);
     } else {
       const TileCoord coord = tile_coord<Config::Br>(p, tile);
-      return is_empty(p, coord, static_cast<const SequenceView<Config>*>(nullptr), coord.q_begin + row_in_tile);
+      return is_empty(p, coord, static_cast<const SequenceView<Config>*>(nullptr),
+                      coord.q_begin + row_in_tile);
     }
   }
-  __device__ static bool is_empty(const Params& p, const TileCoord& coord, const SequenceView<Config>* view,
-                                  int row) {
+  __device__ static bool is_empty(const Params& p, const TileCoord& coord,
+                                  const SequenceView<Config>* view, int row) {
     if (row >= p.seqlen_q) return false;
     bool is_empty = true;
     [[maybe_unused]] bool is_high = false;

@@ -52,8 +52,8 @@ struct HopperOperand<float> {
     const float bound_low = component_bound(low), bound_high = component_bound(high);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      components[i] =
-          pack<bfloat16_t>(ptx::min_magnitude(low, bound_low), ptx::min_magnitude(high, bound_high));
+      components[i] = pack<bfloat16_t>(ptx::min_magnitude(low, bound_low),
+                                       ptx::min_magnitude(high, bound_high));
       low -= __uint_as_float(components[i] << 16);
       high -= __uint_as_float(components[i] & 0xffff0000u);
     }
@@ -112,8 +112,11 @@ struct HopperTiles {
 
 template <class Config, class Element = typename Config::Element>
 struct HopperWorkTile : WorkTile<Config::has_seqlens> {
-  __device__ static HopperWorkTile end_of_work() { return {WorkTile<Config::has_seqlens>::end_of_work()}; }
-  __device__ static HopperWorkTile create(const Params&, const TileCoord& coord, const KvTileRange& keys) {
+  __device__ static HopperWorkTile end_of_work() {
+    return {WorkTile<Config::has_seqlens>::end_of_work()};
+  }
+  __device__ static HopperWorkTile create(const Params&, const TileCoord& coord,
+                                          const KvTileRange& keys) {
     return {{{}, coord, keys}};
   }
 };

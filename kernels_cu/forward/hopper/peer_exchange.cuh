@@ -42,7 +42,8 @@ template <class Config, bool HasPeer = (HopperCta<Config>::cta_ranks > 1)>
 struct PeerExchange {
   __device__ PeerExchange(const HopperCta<Config>&, int) {}
   template <class WhileWaiting>
-  __device__ void add_peer_scores(const float (&)[Config::Bc / 2], WhileWaiting while_waiting) const {
+  __device__ void add_peer_scores(const float (&)[Config::Bc / 2],
+                                  WhileWaiting while_waiting) const {
     while_waiting();
   }
   __device__ void finish() const {}
@@ -56,13 +57,14 @@ struct PeerExchange<Config, true> {
   const Cta& cta;
   const int warp;  // index among the consumer warps
   PipelineState<Cta::peer_buffers> ring;
-  static constexpr bool single_buffered = Cta::peer_buffers == 1;  // whether a warp signals that it has read
+  // Whether a warp signals that it has read.
+  static constexpr bool single_buffered = Cta::peer_buffers == 1;
 
   __device__ PeerExchange(const Cta& cta, int consumer)
       : cta(cta), warp(4 * consumer + threadIdx.x / 32 % 4) {}
 
-  // Adds the partial scores of the peer CTA to those of this one. Calls while_waiting() between sending
-  // and receiving.
+  // Adds the partial scores of the peer CTA to those of this one. Calls while_waiting() between
+  // sending and receiving.
   template <class WhileWaiting>
   __device__ void add_peer_scores(float (&scores)[Config::Bc / 2], WhileWaiting while_waiting) {
     const int lane = threadIdx.x % 32;

@@ -29,7 +29,9 @@ struct HopperProducer {
 
   // Returns whether a thread runs the producer; is_elected() returns whether it issues copies and
   // arrives.
-  __device__ static bool is_producer_thread() { return Config::skips_tiles ? threadIdx.x < 32 : threadIdx.x == 0; }
+  __device__ static bool is_producer_thread() {
+    return Config::skips_tiles ? threadIdx.x < 32 : threadIdx.x == 0;
+  }
   __device__ static bool is_elected() { return !Config::skips_tiles || threadIdx.x == 0; }
 
   // A KV tile of a sequence.
@@ -66,7 +68,7 @@ struct HopperProducer {
            key = Config::skips_tiles ? kv_tiles.next_tile(cta.p, next, key) : key - 1) {
         const Sequence& sequence = next.sequence(cta.p);
         KvTile keys = {key, next.coord.head_kv, sequence.k_batch, sequence.k_first,
-                      sequence.seqlen_k};
+                       sequence.seqlen_k};
         if constexpr (Config::page_size > 0) look_up_page(next.coord.batch, keys);
         if constexpr (Config::skips_tiles) publish_kv_tile(kv_tiles.info(next, key), next.coord);
         load_keys(keys);
@@ -112,8 +114,8 @@ struct HopperProducer {
       const Sequence& sequence = next.sequence(cta.p);
       if constexpr (Cta::values_in_keys) {
         load_mla<QueryTile>(cta.shared + q_ring.index * Cta::q_stage_bytes, &maps().q,
-                               &maps().q_rest, sequence.q_first + next.coord.q_begin,
-                               next.coord.head, sequence.q_batch, barrier, ptx::l2_evict_first);
+                            &maps().q_rest, sequence.q_first + next.coord.q_begin, next.coord.head,
+                            sequence.q_batch, barrier, ptx::l2_evict_first);
       } else {
         load<QueryTile>(cta.shared + q_ring.index * Cta::q_stage_bytes, &cta.maps.q,
                         sequence.q_first + next.coord.q_begin, next.coord.head, sequence.q_batch,
@@ -127,7 +129,8 @@ struct HopperProducer {
   }
 
   // Publishes the `KvTileInfo` of the KV tile whose K comes next.
-  __device__ void publish_kv_tile(const typename Cta::KvTileInfo& kv_tile_info, const TileCoord& coord) {
+  __device__ void publish_kv_tile(const typename Cta::KvTileInfo& kv_tile_info,
+                                  const TileCoord& coord) {
     ptx::mbarrier_wait(cta.empty(ring.index), ring.phase ^ 1);
     if (!is_elected()) return;
     *cta.kv_tile_info(ring.index) = kv_tile_info;
@@ -136,14 +139,16 @@ struct HopperProducer {
 
   // Loads the visible pairs that the block mask stores. They arrive at the same barrier as K.
   template <class AnyParams>
-  __device__ void load_visible_pairs(const AnyParams& p, const typename Cta::KvTileInfo& kv_tile_info,
-                                   const TileCoord& coord) {
+  __device__ void load_visible_pairs(const AnyParams& p,
+                                     const typename Cta::KvTileInfo& kv_tile_info,
+                                     const TileCoord& coord) {
     // Few KV tiles have any. A loop needs fewer of the producer's few registers.
 #pragma unroll 1
     for (int consumer = 0; consumer < Cta::consumers; ++consumer) {
       const int pairs_slot = kv_tile_info.pairs_slot(consumer);
       if (pairs_slot == 0) continue;
-      const int64 tile = p.block_mask.query_tile_index(coord.batch, coord.head, coord.q_begin / Config::Br);
+      const int64 tile =
+          p.block_mask.query_tile_index(coord.batch, coord.head, coord.q_begin / Config::Br);
       ptx::mbarrier_expect_tx(cta.full(ring.index), Cta::visible_pairs_bytes);
       ptx::cp_async_bulk(cta.visible_pairs_address(visible_pairs_ring.index, consumer),
                          p.block_mask.template visible_pairs<typename Cta::TilePairs>(
@@ -184,9 +189,9 @@ struct HopperProducer {
     ptx::mbarrier_wait(cta.empty(ring.index), ring.phase ^ 1);
     if (has_tail) *cta.tail(tail.index) = {ring.index, kv_tile.rows()};
     load_mla<KeyTile>(cta.stage_address(ring.index), &maps().k, &maps().k_rest, kv_tile.row(),
-                         kv_tile.head, kv_tile.batch,
-                         has_tail ? cta.tail_loaded(tail.index) : cta.full(ring.index),
-                         ptx::l2_evict_last);
+                      kv_tile.head, kv_tile.batch,
+                      has_tail ? cta.tail_loaded(tail.index) : cta.full(ring.index),
+                      ptx::l2_evict_last);
     ring.advance();
     if (has_tail) tail.advance();
   }
@@ -198,8 +203,7 @@ struct HopperProducer {
   // Loads the columns whose values this CTA multiplies, and then its half of the other columns.
   template <class Tile>
   __device__ void load_mla(unsigned target, const TensorMap* map, const TensorMap* rest, int row,
-                              int head, int batch, unsigned barrier,
-                              unsigned long long policy) const {
+                           int head, int batch, unsigned barrier, unsigned long long policy) const {
     ptx::mbarrier_arrive_expect_tx(barrier, Tile::bytes);
     copy<typename Tile::First>(target, map, row, head, batch, barrier, policy,
                                Cta::first_column_v());
@@ -229,9 +233,9 @@ struct HopperProducer {
   __device__ void load_bias(const TileCoord& coord, int key) {
     ptx::mbarrier_wait(cta.bias_empty(bias_ring.index), bias_ring.phase ^ 1);
     load<typename Cta::BiasTile>(cta.bias_address(bias_ring.index),
-                                 &static_cast<const BiasedTensorMaps&>(cta.maps).bias, coord.q_begin,
-                                 coord.head, coord.batch, cta.bias_full(bias_ring.index),
-                                 ptx::l2_evict_normal, key * Bc);
+                                 &static_cast<const BiasedTensorMaps&>(cta.maps).bias,
+                                 coord.q_begin, coord.head, coord.batch,
+                                 cta.bias_full(bias_ring.index), ptx::l2_evict_normal, key * Bc);
     bias_ring.advance();
   }
 
@@ -276,8 +280,9 @@ struct HopperProducer {
   __device__ void load_tail(const KvTile& kv_tile) {
     ptx::mbarrier_wait(cta.empty(ring.index), ring.phase ^ 1);
     if (is_elected()) *cta.tail(tail.index) = {ring.index, kv_tile.rows()};
-    load<ValueTile>(cta.stage_address(ring.index), &cta.maps.v, kv_tile.row(), kv_tile.head, kv_tile.batch,
-                    cta.tail_loaded(tail.index), ptx::l2_evict_last, Cta::first_column_v());
+    load<ValueTile>(cta.stage_address(ring.index), &cta.maps.v, kv_tile.row(), kv_tile.head,
+                    kv_tile.batch, cta.tail_loaded(tail.index), ptx::l2_evict_last,
+                    Cta::first_column_v());
     ring.advance();
     tail.advance();
   }

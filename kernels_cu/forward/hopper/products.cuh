@@ -27,8 +27,8 @@ struct HopperProducts {
   static constexpr bool keeps_all_queries = kept_steps == k_steps;
 
   // Tensor cores accumulate with rounding toward zero, so long sums drift. For float32 inputs, the
-  // contribution of each KV tile to O (`partial_out`) is accumulated separately, then added. For wide
-  // heads, registers hold 64 columns of it: 32 are accumulated while 32 are added.
+  // contribution of each KV tile to O (`partial_out`) is accumulated separately, then added. For
+  // wide heads, registers hold 64 columns of it: 32 are accumulated while 32 are added.
   static constexpr bool two_level_accumulation = components > 1;
   static constexpr bool is_wide =
       two_level_accumulation && (Config::head_dim > 128 || Config::head_dim_v > 128);
@@ -38,7 +38,8 @@ struct HopperProducts {
   static constexpr int partial_buffers = is_wide ? 2 : 1;
 
   static_assert(kept_steps >= 0 && kept_steps <= k_steps, "steps of 16 columns");
-  static_assert(components == 1 || kept_steps == 0, "float32 keeps no components of Q in registers");
+  static_assert(components == 1 || kept_steps == 0,
+                "float32 keeps no components of Q in registers");
 
   const Cta& cta;
   const int consumer;
@@ -58,7 +59,9 @@ struct HopperProducts {
   __device__ HopperProducts(const Cta& cta, int consumer) : cta(cta), consumer(consumer) {}
 
   // Returns the first row of this consumer in a query tile.
-  __device__ int first_row_of(const TileCoord& coord) const { return coord.q_begin + 64 * consumer; }
+  __device__ int first_row_of(const TileCoord& coord) const {
+    return coord.q_begin + 64 * consumer;
+  }
 
   // Returns the first of the two rows of which this lane holds elements; the other is eight below.
   __device__ static int lane_row() { return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4; }
@@ -69,7 +72,8 @@ struct HopperProducts {
 
   // Returns the address of this consumer's 64 query rows.
   __device__ unsigned queries_address() const {
-    return cta.shared + q_ring.index * Cta::q_stage_bytes + consumer * 64 * QueryTile::box_row_bytes;
+    return cta.shared + q_ring.index * Cta::q_stage_bytes +
+           consumer * 64 * QueryTile::box_row_bytes;
   }
 
   // Copies queries to registers, so that wgmma reads less shared memory, whose bandwidth Q, K and
@@ -111,8 +115,9 @@ struct HopperProducts {
     // For wide heads, the compiler keeps the descriptors of so many wgmma in local memory, unless
     // they are in a loop: 79 instead of 60 TFLOP/s at head_dim 256, causal. At head_dim 64 and 128
     // a loop is 3 to 10% slower.
-    for_each_product<components, is_wide ? 1 : component_products>([&](int q_component, int k_component,
-                                                                   bool is_first) {
+    for_each_product<components, is_wide ? 1 : component_products>([&](int q_component,
+                                                                       int k_component,
+                                                                       bool is_first) {
       const unsigned long long q_start = q + q_component * (QueryTile::bytes / 16);
       const unsigned long long k_start = k + k_component * (KeyTile::bytes / 16);
 #pragma unroll
@@ -253,12 +258,14 @@ struct HopperProducts {
   }
 
   __device__ void start_partial_out(int index, int stage) {
-    start_product<partial_columns>(partial_out[index % partial_buffers], index * partial_columns, stage, false);
+    start_product<partial_columns>(partial_out[index % partial_buffers], index * partial_columns,
+                                   stage, false);
   }
 
   // Issues sums = P V, or sums += P V, for some columns of V in a stage.
   template <int columns>
-  __device__ void start_product(float (&sums)[columns / 2], int column, int stage, bool accumulate) {
+  __device__ void start_product(float (&sums)[columns / 2], int column, int stage,
+                                bool accumulate) {
     const unsigned long long v =
         ValueTile::k_along_rows() +
         Cta::descriptor_address(cta.stage_address(stage) + ValueTile::column_step(column / 16));

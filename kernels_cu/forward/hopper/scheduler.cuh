@@ -46,7 +46,8 @@ struct HopperScheduler {
       work_tile_state.advance();
       work_tile_slot = Cta::next_work_tile_slot(work_tile_slot);
       // A CTA that claims a work tile too early withholds it from CTAs that may become idle first.
-      if (next.kv_tile_count() > Cta::work_tile_prefetch) ptx::mbarrier_wait(cta.work_tile_empty(), work_tile_state.phase ^ 1);
+      if (next.kv_tile_count() > Cta::work_tile_prefetch)
+        ptx::mbarrier_wait(cta.work_tile_empty(), work_tile_state.phase ^ 1);
     }
   }
 
@@ -59,7 +60,8 @@ struct HopperScheduler {
     }
   }
 
-  // Waits for the consumers, then sets the first rows if they attend to at most `max_degenerate_keys` keys.
+  // Waits for the consumers, then sets the first rows if they attend to at most
+  // `max_degenerate_keys` keys.
   __device__ void overwrite_degenerate_rows() const {
     cta.wait_consumers_done();
     for (unsigned round = 0;; ++round) {

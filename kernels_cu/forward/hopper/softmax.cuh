@@ -134,7 +134,7 @@ struct HopperSoftmax {
 
   // Computes P, and its sum over this lane's elements of each row.
   __device__ void compute_exponentials(const Scores& scores, Probabilities& probabilities,
-                                    float (&sums)[2]) const {
+                                       float (&sums)[2]) const {
     float parts[2][2] = {};
 #pragma unroll
     for (int i = 0; i < Bc / 4; ++i) {
@@ -148,13 +148,15 @@ struct HopperSoftmax {
       unsigned components[Operand::components];
       Operand::split(p[0], p[1], components);
 #pragma unroll
-      for (int component = 0; component < Operand::components; ++component) probabilities[component][i] = components[component];
+      for (int component = 0; component < Operand::components; ++component)
+        probabilities[component][i] = components[component];
     }
     sums[0] = parts[0][0] + parts[0][1];
     sums[1] = parts[1][0] + parts[1][1];
     // Without the pin, the compiler sinks these conversions to their use, after the next S = Q K^T.
 #pragma unroll
-    for (int component = 0; component < Operand::components; ++component) ptx::pin(probabilities[component]);
+    for (int component = 0; component < Operand::components; ++component)
+      ptx::pin(probabilities[component]);
   }
 
   // Returns the exponent of p, relative to the row's base. Modified scores are exponents already.

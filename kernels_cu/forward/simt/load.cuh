@@ -59,7 +59,8 @@ struct TileLoad {
     for (int pass = 0; pass < passes; pass += rows_per_batch) {
       Row<Element> source[rows_per_batch];
 #pragma unroll
-      for (int i = 0; i < rows_per_batch; ++i) source[i] = row_at(first_row + (pass + i) * rows_at_once);
+      for (int i = 0; i < rows_per_batch; ++i)
+        source[i] = row_at(first_row + (pass + i) * rows_at_once);
 #pragma unroll
       for (int i = 0; i < rows_per_batch; ++i) {
         const int row = first_row + (pass + i) * rows_at_once;
@@ -69,8 +70,7 @@ struct TileLoad {
           const int index = first + threadIdx.x % lanes;
           if (row_units % lanes != 0 && index >= row_units) continue;
           const int column = index * unit;
-          copy(shared + row * Stride + column, source[i].begin + column, column,
-               source[i].exists);
+          copy(shared + row * Stride + column, source[i].begin + column, column, source[i].exists);
         }
       }
     }
@@ -107,8 +107,8 @@ struct TileLoad {
       Vector<T, part> converted;
 #pragma unroll
       for (int j = 0; j < part; ++j) {
-        converted.data[j] =
-            widen(parts == 2 && vector_index != i ? loaded.data[(i ^ 1) * part + j] : loaded.data[i * part + j]);
+        converted.data[j] = widen(parts == 2 && vector_index != i ? loaded.data[(i ^ 1) * part + j]
+                                                                  : loaded.data[i * part + j]);
       }
       *reinterpret_cast<Vector<T, part>*>(shared + vector_index * part) = converted;
     }

@@ -96,8 +96,8 @@ struct Rows {
   __device__ void modify(const Params& p, RowCoord row_coord, int key_begin) {
     if constexpr (Config::modified) {
       modify_rows<Config, L::rows, L::keys>(
-          p, [&](int i) { return row_coord(first() + i * L::warp_rows); }, key_begin + L::position(),
-          [&](int i, int j) -> T& { return scores[i][j]; },
+          p, [&](int i) { return row_coord(first() + i * L::warp_rows); },
+          key_begin + L::position(), [&](int i, int j) -> T& { return scores[i][j]; },
           [](int j) { return j * L::row_threads; });
     }
   }
@@ -127,9 +127,9 @@ struct Rows {
       for (int j = 0; j < L::keys; ++j) {
         // For p of 32 bits or more, multiplying by a power of two is exact. Adding to the exponent
         // would round it.
-        const T probability = SoftmaxRow<T>::template probability<only_masks>(
-                                  scores[i][j], scale_log2, base) *
-                              T(power_of_half(L::headroom));
+        const T probability =
+            SoftmaxRow<T>::template probability<only_masks>(scores[i][j], scale_log2, base) *
+            T(power_of_half(L::headroom));
         softmax[i].sum += probability;
         p[i * L::warp_rows * L::p_stride + j * L::row_threads] = probability;
       }
@@ -181,7 +181,8 @@ struct Rows {
 #pragma unroll
       for (int j = 0; j < L::columns; ++j) {
         // A fully masked row holds 0 times values that other rows of the tile attend to.
-        out[i][j] = Config::modified && softmax[i].is_fully_masked() ? T(0) : out[i][j] * normalizer;
+        out[i][j] =
+            Config::modified && softmax[i].is_fully_masked() ? T(0) : out[i][j] * normalizer;
       }
     }
   }

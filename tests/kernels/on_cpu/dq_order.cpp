@@ -32,7 +32,8 @@ void print_of(const std::vector<int>& n) {
   for (int begin = 0; begin < mask.seqlen_k; begin += Bc) {
     const DqOrder<Br, Bc, Config> order(mask, begin, n[0]);
     for (int tile = order.first_tile; tile < order.end_tile; ++tile) {
-      std::printf("%d %d %d %d ", begin / Bc, tile, order.order_index(tile), order.is_last_cta(tile));
+      std::printf("%d %d %d %d ", begin / Bc, tile, order.order_index(tile),
+                  order.is_last_cta(tile));
     }
   }
   std::printf("\n");

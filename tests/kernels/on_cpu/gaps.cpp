@@ -1,7 +1,7 @@
-// Prints the rows that `scheduler/gaps.cuh` assigns to each warp. Standard input has one line of numbers
-// for each batch: batch, total_q, max_seqlen_q, warps, and the batch + 1 elements of cu_seqlens_q.
-// The output has two lines for each batch: the rows by `for_each_row`, then those by `for_each_adjacent_row`
-// for all sequences.
+// Prints the rows that `scheduler/gaps.cuh` assigns to each warp. Standard input has one line of
+// numbers for each batch: batch, total_q, max_seqlen_q, warps, and the batch + 1 elements of
+// cu_seqlens_q. The output has two lines for each batch: the rows by `for_each_row`, then those by
+// `for_each_adjacent_row` for all sequences.
 #include "cuda_on_cpu.h"
 
 #include "scheduler/gaps.cuh"
@@ -30,7 +30,8 @@ int main() {
     std::printf("\n");
     run_block(32, [&] {
       for (int i = 0; i < batch; ++i) {
-        for (unsigned warp = 0; warp < warps; ++warp) Gaps{p}.for_each_adjacent_row(i, warp, warps, print);
+        for (unsigned warp = 0; warp < warps; ++warp)
+          Gaps{p}.for_each_adjacent_row(i, warp, warps, print);
       }
     });
     std::printf("\n");

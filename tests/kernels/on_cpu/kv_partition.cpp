@@ -1,7 +1,8 @@
-// Prints the partial tiles that `kv_partition.cuh` assigns to each CTA. Standard input has one line of
-// numbers for each launch: the index of the config in kv_partition_configs.h, the grid's x, y and z,
-// batch, seqlen_q, seqlen_k, heads_kv, num_splits, caches, total_q, keys, new_keys, 1 for each of
-// cu_seqlens_q, seqused_k and cache_batch_idx that exists, and then the elements of these arrays.
+// Prints the partial tiles that `kv_partition.cuh` assigns to each CTA. Standard input has one line
+// of numbers for each launch: the index of the config in kv_partition_configs.h, the grid's x, y
+// and z, batch, seqlen_q, seqlen_k, heads_kv, num_splits, caches, total_q, keys, new_keys, 1 for
+// each of cu_seqlens_q, seqused_k and cache_batch_idx that exists, and then the elements of these
+// arrays.
 //
 // The output has a line for each partial tile: the CTA's x, y and z; batch, head_kv, row_tile,
 // seqlen_q, seqlen_k, begin, end, index, count, first_cta_rank, result, results, slot and
@@ -45,10 +46,11 @@ struct PrintPartialTiles {
     for (; partitioner.get_tile(partial_tile); partitioner.advance(partial_tile)) {
       partitioner.set_merge_info(partial_tile);
       std::printf("%u %u %u %d %d %d %d %d %d %d %d %d %d %d %d %d %d", blockIdx.x, blockIdx.y,
-                  blockIdx.z, partial_tile.batch, partial_tile.head_kv, partial_tile.row_tile, partial_tile.sequence.seqlen_q,
-                  partial_tile.sequence.seqlen_k, partial_tile.begin, partial_tile.end, partial_tile.index, partial_tile.count,
-                  partial_tile.first_cta_rank, partial_tile.result, partial_tile.results, partial_tile.slot_of(partial_tile.result),
-                  partial_tile.is_sliced);
+                  blockIdx.z, partial_tile.batch, partial_tile.head_kv, partial_tile.row_tile,
+                  partial_tile.sequence.seqlen_q, partial_tile.sequence.seqlen_k,
+                  partial_tile.begin, partial_tile.end, partial_tile.index, partial_tile.count,
+                  partial_tile.first_cta_rank, partial_tile.result, partial_tile.results,
+                  partial_tile.slot_of(partial_tile.result), partial_tile.is_sliced);
       for (MergeGroup m(partial_tile.result); m.step < partial_tile.results; m.next_level()) {
         std::printf(" %d %d %d %d %d", m.first, m.step, m.count(partial_tile.results),
                     partial_tile.slot_of(m.counter()), int(m.is_root(partial_tile.results)));

@@ -1,7 +1,7 @@
-// Prints the partial tiles that `kv_partition.cuh` assigns to CTAs if a window masks the first keys of
-// each sequence, and each sequence has its own position of the first query. Standard input has one
-// line of numbers for each launch: `Config::has_seqlens`, 1 if there is seqused_k, batch, keys, the
-// window's left bound, the number of CTAs, and the positions. The output has a line for each
+// Prints the partial tiles that `kv_partition.cuh` assigns to CTAs if a window masks the first keys
+// of each sequence, and each sequence has its own position of the first query. Standard input has
+// one line of numbers for each launch: `Config::has_seqlens`, 1 if there is seqused_k, batch, keys,
+// the window's left bound, the number of CTAs, and the positions. The output has a line for each
 // partial tile (batch, begin and end) and an empty line after each launch.
 #define CUPY_FLASH_MODIFIED
 // These must come first, because the kernels' headers need them.
@@ -24,7 +24,8 @@ struct ModArguments {
 
 template <bool HasSeqlens>
 struct Config {
-  static constexpr int head_dim = 128, head_dim_v = 128, Br = 16, Bc = 16, warps = 8, column_warps = 1;
+  static constexpr int head_dim = 128, head_dim_v = 128, Br = 16, Bc = 16, warps = 8,
+                       column_warps = 1;
   static constexpr int group = 4, page_size = 0, cluster = 4, cluster_units = 3;
   static constexpr bool causal = true, has_seqlens = HasSeqlens, balanced = true;
   static constexpr bool window_left = true, window_right = false, prefix = false;

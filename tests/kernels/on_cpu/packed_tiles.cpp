@@ -1,7 +1,7 @@
-// Prints the results of `packed_tiles.cuh` for packed sequences. Standard input has one line of numbers
-// for each batch: batch, total, and the batch + 1 starts. The output has three lines for each
-// batch, with three numbers for every tile slot, row and sequence: the index of the sequence, and
-// begin and end of its tile slots or rows.
+// Prints the results of `packed_tiles.cuh` for packed sequences. Standard input has one line of
+// numbers for each batch: batch, total, and the batch + 1 starts. The output has three lines for
+// each batch, with three numbers for every tile slot, row and sequence: the index of the sequence,
+// and begin and end of its tile slots or rows.
 #include <cstdio>
 
 #include "cuda_on_cpu.h"

@@ -1,9 +1,9 @@
-// Prints the work tiles of batches of sequences in the order in which `scheduler/varlen_order.cuh` assigns
-// them. Standard input has one line of numbers for each batch: causal, threads, batch, seqlen_q,
-// seqlen_k, heads_q, heads_kv, section_keys, total_q, total_k, 1 if there is seqused_k, splits,
-// `deterministic`, and then cu_seqlens_q, cu_seqlens_k and seqused_k. The output has a line for each work
-// tile: batch, head, head_kv, q_begin, begin and end of the KV tiles, q_first, seqlen_q, k_first,
-// seqlen_k. An empty line ends a batch.
+// Prints the work tiles of batches of sequences in the order in which `scheduler/varlen_order.cuh`
+// assigns them. Standard input has one line of numbers for each batch: causal, threads, batch,
+// seqlen_q, seqlen_k, heads_q, heads_kv, section_keys, total_q, total_k, 1 if there is seqused_k,
+// splits, `deterministic`, and then cu_seqlens_q, cu_seqlens_k and seqused_k. The output has a line
+// for each work tile: batch, head, head_kv, q_begin, begin and end of the KV tiles, q_first,
+// seqlen_q, k_first, seqlen_k. An empty line ends a batch.
 #include "cuda_on_cpu.h"
 
 #include "scheduler/varlen_order.cuh"
@@ -80,7 +80,8 @@ int main() {
     p.total_k = sizes[8];
     // The workspace is filled with a large number, so that reading unwritten words fails the test.
     p.num_splits = sizes[10];
-    std::vector<int> workspace(2 * p.batch + 2 + (p.num_splits > 1 ? partial_words : 0), 0x7fffffff);
+    std::vector<int> workspace(2 * p.batch + 2 + (p.num_splits > 1 ? partial_words : 0),
+                               0x7fffffff);
     p.workspace = workspace.data();
     if (p.num_splits > 1) {
       print_work_tiles<false, true>(p, threads, section_keys, sizes[11]);

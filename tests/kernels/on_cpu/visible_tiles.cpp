@@ -1,8 +1,8 @@
 // Prints the results of `mask.cuh`. Standard input has one line of numbers for each mask: causal,
 // group (1 or 3), seqlen_q, seqlen_k, q_offset, num_splits, left and right bound of a window (-1
 // for no bound) and prefix. The output has four lines for each mask: visible_begin and visible_end
-// of each row; the `KvTileRange` of each query tile and split; the first KV tile in which the window
-// masks no key, for each query tile; and the `QueryTileRange` of each KV tile.
+// of each row; the `KvTileRange` of each query tile and split; the first KV tile in which the
+// window masks no key, for each query tile; and the `QueryTileRange` of each KV tile.
 #include <cstdio>
 
 #include "cuda_on_cpu.h"
@@ -28,8 +28,8 @@ void print(const Mask<Config, Group>& mask, int rows, int num_splits) {
     for (int split = 0; split < num_splits; ++split) {
       const int end = min(begin + Br, rows);
       const KvTileRange tiles = num_splits > 1
-                                 ? kv_tile_range<Bc, true>(mask, begin, end, split, num_splits)
-                                 : kv_tile_range<Bc, false>(mask, begin, end, split, num_splits);
+                                    ? kv_tile_range<Bc, true>(mask, begin, end, split, num_splits)
+                                    : kv_tile_range<Bc, false>(mask, begin, end, split, num_splits);
       std::printf("%d %d %d ", tiles.begin, tiles.full_end, tiles.end);
     }
   }

@@ -1,10 +1,10 @@
 // float8 (e4m3) in the Hopper kernel. Inputs q, k and v have a scale for each batch and head, and
 // the output has 16 bits.
 //
-// 8-bit wgmma needs both operands with k contiguous. So `hopper_transpose_values` (float8/transpose_values.cuh) transposes V
-// into the workspace and permutes the keys of each group of 16. A lane holds the scores of columns
-// 2 t and 2 t + 1 of every eight (t is lane % 4). In the permuted order, these are its fragment of
-// P:
+// 8-bit wgmma needs both operands with k contiguous. So `hopper_transpose_values`
+// (float8/transpose_values.cuh) transposes V into the workspace and permutes the keys of each group
+// of 16. A lane holds the scores of columns 2 t and 2 t + 1 of every eight (t is lane % 4). In the
+// permuted order, these are its fragment of P:
 //
 //   index    0  1  2  3   4  5   6   7   8  9  10  11  12  13  14  15
 //   key      0  1  8  9   2  3  10  11   4  5  12  13   6   7  14  15
@@ -47,7 +47,8 @@ struct HopperOperand<float8_for<Out>> {
 
   // Stores pair i of P, in accumulator order: columns 8 (i / 2) + 2 t and the next, row i % 2.
   template <int Words>
-  __device__ static void store_pair(float low, float high, int i, unsigned (&probabilities)[Words]) {
+  __device__ static void store_pair(float low, float high, int i,
+                                    unsigned (&probabilities)[Words]) {
     const unsigned short two = ptx::cvt_rn_satfinite_e4m3x2_f32(low, high);
     unsigned& four = probabilities[i / 4 * 2 + i % 2];
     four = i / 2 % 2 ? ptx::mov_b32(static_cast<unsigned short>(four), two) : two;
@@ -63,7 +64,8 @@ struct ByteTmaTile : TmaTile<Rows, (Columns + 1) / 2> {
 template <class Config, int columns, int columns_v, class Out>
 struct HopperTiles<Config, columns, columns_v, float8_for<Out>> {
   static_assert(Config::Bc % 32 == 0, "whole steps of k");
-  static_assert(columns == Config::head_dim && columns_v == Config::head_dim_v, "no clusters of two CTAs");
+  static_assert(columns == Config::head_dim && columns_v == Config::head_dim_v,
+                "no clusters of two CTAs");
   using QueryTile = ByteTmaTile<Config::Br, columns>;
   using KeyTile = ByteTmaTile<Config::Bc, columns>;
   // The columns of a V tile are keys. Its rows are padded to whole partial outputs.
@@ -78,7 +80,8 @@ struct HopperScales {
 
   __device__ static HopperScales load(const Params& params, const TileCoord& coord) {
     const auto& p = static_cast<const Float8Params&>(params);
-    return {load_scale(p.q_scale, coord.batch, coord.head) * load_scale(p.k_scale, coord.batch, coord.head_kv),
+    return {load_scale(p.q_scale, coord.batch, coord.head) *
+                load_scale(p.k_scale, coord.batch, coord.head_kv),
             load_scale(p.v_scale, coord.batch, coord.head_kv)};
   }
 
@@ -101,7 +104,8 @@ struct HopperWorkTile<Config, float8_for<Out>> : WorkTile<false> {
   HopperScales scales;
 
   __device__ static HopperWorkTile end_of_work() { return {WorkTile<false>::end_of_work(), {}}; }
-  __device__ static HopperWorkTile create(const Params& p, const TileCoord& coord, const KvTileRange& keys) {
+  __device__ static HopperWorkTile create(const Params& p, const TileCoord& coord,
+                                          const KvTileRange& keys) {
     return {{{}, coord, keys}, HopperScales::load(p, coord)};
   }
 };

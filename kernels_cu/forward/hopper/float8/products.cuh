@@ -30,7 +30,8 @@ struct HopperProducts<Config, true> : HopperProducts<Config, false> {
   static constexpr int columns_v = Cta::Tiles::value_rows;
   static constexpr int partial_outs = columns_v / part;
   static_assert(columns_v % part == 0, "whole partial outputs");
-  static_assert(parts == 1 || partial_outs == 1, "registers of a second partial output hold scores");
+  static_assert(parts == 1 || partial_outs == 1,
+                "registers of a second partial output hold scores");
   using Part = float[part / 2];
 
   float out[columns_v / 2];
@@ -106,7 +107,9 @@ struct HopperProducts<Config, true> : HopperProducts<Config, false> {
     return reinterpret_cast<Part&>(sums[index % parts * (part / 2)]);
   }
 
-  __device__ void wait(Stage state) const { ptx::mbarrier_wait(cta.full(state.index), state.phase); }
+  __device__ void wait(Stage state) const {
+    ptx::mbarrier_wait(cta.full(state.index), state.phase);
+  }
 
   __device__ static void wait_all_but_one(bool one) {
     if (one) {

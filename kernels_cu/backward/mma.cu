@@ -348,8 +348,9 @@ struct MmaGradients : MmaGradientProducts<Config> {
       }
     }
     if constexpr (wants_k) write<Config::head_dim, Layout, Columns>(p.dk, dk_sums, keys_address());
-    if constexpr (wants_v)
+    if constexpr (wants_v) {
       write<Config::head_dim_v, LayoutV, ColumnsV>(p.dv, dv_sums, values_address());
+    }
   }
 
   // Writes dk or dv. A gradient of the inputs' type goes through shared memory at `target`, which

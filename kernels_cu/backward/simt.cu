@@ -209,8 +209,9 @@ struct SimtGradients {
 #pragma unroll
       for (int d = 0; d < dims_per_thread; ++d) {
         const int column = s * Products::slice + x + d * side;
-        if (column < Dim)
+        if (column < Dim) {
           output[column] = narrow<Gradient>(is_visible ? values[s][i][d] * factor : T(0));
+        }
       }
     }
   }

@@ -50,8 +50,9 @@ struct SoftmaxBackward {
           score(r, n) = probability;
           // If functions may mask pairs, a score of -inf masks its pair, too.
           bool has_gradient = Config::may_mask_pairs ? probability != 0 : is_visible;
-          if constexpr (may_have_one_key)
+          if constexpr (may_have_one_key) {
             has_gradient = has_gradient && !(probability > threshold(stats(r)));
+          }
           if (has_one_key) has_gradient = has_gradient && !(probability > threshold(stats(r)));
           gradient(r, n) = has_gradient ? ds : T(0);
         },

@@ -130,8 +130,9 @@ struct MaskedBlocks {
   __device__ unsigned nonempty_word(int word) const {
     unsigned bits = 0;
 #pragma unroll
-    for (int row_group = 0; row_group < RowGroups; ++row_group)
+    for (int row_group = 0; row_group < RowGroups; ++row_group) {
       bits |= nonempty[row_group * words + word];
+    }
     return bits;
   }
 

@@ -337,8 +337,9 @@ struct Extent {
     const unsigned* nonempty = p.map.nonempty() + tile * p.row_groups * p.map.words;
     for (int word = 0; word < p.map.words; ++word) {
       unsigned any = 0;
-      for (int row_group = 0; row_group < p.row_groups; ++row_group)
+      for (int row_group = 0; row_group < p.row_groups; ++row_group) {
         any |= nonempty[row_group * p.map.words + word];
+      }
       if (any == 0) continue;
       if (count == 0) begin = word * 32 + __ffs(any) - 1;
       end = word * 32 + 32 - __clz(any);

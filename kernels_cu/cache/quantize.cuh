@@ -32,8 +32,9 @@ struct LargestMagnitude {
   __device__ float warp_maximum() const {
     unsigned maximum = bits;
 #pragma unroll
-    for (int step = 1; step < 32; step *= 2)
+    for (int step = 1; step < 32; step *= 2) {
       maximum = max(maximum, __shfl_xor_sync(~0u, maximum, step));
+    }
     return __uint_as_float(maximum);
   }
 };

@@ -317,8 +317,9 @@ struct MmaForward : MmaTileCoord<Config> {
       tile_view.clear_unowned_rows();
     } else {
       finish(p, tile_coord<Br>(p, RowSelection<Config>::tile()), nullptr);
-      if (may_have_degenerate_rows())
+      if (may_have_degenerate_rows()) {
         fix_rows(p, tile_coord<Br>(p, RowSelection<Config>::tile()), nullptr);
+      }
     }
   }
 

@@ -79,8 +79,9 @@ __device__ void scores(const Params& p) {
       element.column(), [&](int, int) -> T& { return sum; }, [](int) { return 0; });
   const Mask<Config> mask(p, batch);
   bool is_visible = element.column() < mask.visible_end(element.row());
-  if constexpr (Config::window_left)
+  if constexpr (Config::window_left) {
     is_visible &= element.column() >= mask.visible_begin(element.row());
+  }
   score_row<T>(p, element.batch_head, element.row())[element.column()] =
       is_visible ? sum : -SoftmaxMath<T>::infinity();
 }

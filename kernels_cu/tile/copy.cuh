@@ -62,8 +62,9 @@ struct RowCopy {
     for (int begin = 0; begin < passes; begin += rows_per_batch) {
       Row<Element> rows[rows_per_batch];
 #pragma unroll
-      for (int i = 0; i < rows_per_batch; ++i)
+      for (int i = 0; i < rows_per_batch; ++i) {
         rows[i] = row_at(first_row + (begin + i) * rows_at_once);
+      }
 #pragma unroll
       for (int i = 0; i < rows_per_batch; ++i) {
         const int row = first_row + (begin + i) * rows_at_once;

@@ -153,8 +153,9 @@ struct ProductsTf32x3 {
           const unsigned v_lane = v_shared + ValueLayout::offset(row, lane / 4);
           ptx::ld_shared_v4(v[odd], ValueLayout::advance(v_lane, 8 * step, 8 * group));
 #pragma unroll
-          for (int t = 0; t < 4; ++t)
+          for (int t = 0; t < 4; ++t) {
             values[t][odd] = SplitFloat::split(__uint_as_float(v[odd][t]));
+          }
         }
         SplitFloat probabilities[row_tiles][4];
 #pragma unroll

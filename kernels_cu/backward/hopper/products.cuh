@@ -328,8 +328,9 @@ struct HopperGradientProducts {
     } else if constexpr (zeroes_one_key_ds<Config>) {
       static_assert(sizeof(Element) == 2, "for other types the threshold depends on the row");
 #pragma unroll
-      for (int i = 0; i < columns / 2; ++i)
+      for (int i = 0; i < columns / 2; ++i) {
         accumulators[i] = scores[i] > p_of_one_key<Element> ? 0 : accumulators[i];
+      }
     }
   }
 
@@ -350,8 +351,9 @@ struct HopperGradientProducts {
   // Converts an accumulator to a left operand by packing pairs of elements.
   __device__ static void narrow(LeftOperand& left, const Scores& accumulators) {
 #pragma unroll
-    for (int i = 0; i < columns / 4; ++i)
+    for (int i = 0; i < columns / 4; ++i) {
       left[i] = pack<Element>(accumulators[2 * i], accumulators[2 * i + 1]);
+    }
   }
 
   // Writes dS of the consumer's keys to its slab (TMA box), which has one line per query. The

@@ -71,8 +71,9 @@ struct HopperWideProducts : HopperGradientProducts<Config> {
                                                          step.head, step.tile) +
                     Fragments::fragment_offset(warp, 0, Chunk * column_tiles, threadIdx.x % 32);
     const bool is_first = cta.order.order_index(step.tile) == 0;
-    if (Chunk == 0)
+    if (Chunk == 0) {
       ptx::mbarrier_wait(cta.semaphore_acquired(semaphore_ring.index), semaphore_ring.phase);
+    }
     const auto write = [&](auto write_four) {
 #pragma unroll
       for (int j = 0; j < column_tiles; ++j) {

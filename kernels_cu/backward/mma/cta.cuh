@@ -127,8 +127,9 @@ struct MmaGradientCta {
                                    sequence.seqlen_q)),
         full_end(tiles.full_end) {
     // Modifications are not evaluated for rows past the last one, so such a tile needs the mask.
-    if (Config::modified && sequence.seqlen_q % Br != 0)
+    if (Config::modified && sequence.seqlen_q % Br != 0) {
       full_end = min(full_end, sequence.seqlen_q / Br);
+    }
   }
 
   __device__ int key_warp() const { return warp / query_warps; }

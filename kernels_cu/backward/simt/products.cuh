@@ -83,14 +83,16 @@ struct SimtProducts {
       for (int d = 0; d < slice; ++d) {
         T left[rows_per_thread];
 #pragma unroll
-        for (int i = 0; i < rows_per_thread; ++i)
+        for (int i = 0; i < rows_per_thread; ++i) {
           left[i] = shared.rows[(y() + i * side) * stride + d];
+        }
 #pragma unroll
         for (int j = 0; j < columns_per_thread; ++j) {
           const T right = shared.columns[(x() + j * side) * stride + d];
 #pragma unroll
-          for (int i = 0; i < rows_per_thread; ++i)
+          for (int i = 0; i < rows_per_thread; ++i) {
             product[i][j] = fma(left[i], right, product[i][j]);
+          }
         }
       }
     }
@@ -112,8 +114,9 @@ struct SimtProducts {
         for (int c = 0; c < Columns; ++c) {
           T right[dims_per_thread];
 #pragma unroll
-          for (int d = 0; d < dims_per_thread; ++d)
+          for (int d = 0; d < dims_per_thread; ++d) {
             right[d] = shared.columns[c * stride + x() + d * side];
+          }
 #pragma unroll
           for (int i = 0; i < rows_per_thread; ++i) {
             const T left = weights[(y() + i * side) * (Columns + 1) + c];

@@ -213,11 +213,13 @@ struct HopperConsumer {
   __device__ void next_kv_tile() {
     products.wait_stage();
     kv_tile_info = *cta.kv_tile_info(products.ring.index);
-    if (Config::block_mask && ++visible_pairs_slot == Cta::visible_pairs_slots)
+    if (Config::block_mask && ++visible_pairs_slot == Cta::visible_pairs_slots) {
       visible_pairs_slot = 0;
+    }
     kv_tile = kv_tile_info.kv_tile;
-    if (!Products::keeps_all_queries && kv_tile_info.begins_query_tile() && work_tile_slot >= 0)
+    if (!Products::keeps_all_queries && kv_tile_info.begins_query_tile() && work_tile_slot >= 0) {
       products.release_queries();
+    }
   }
 
   // Writes the output of a query tile, if O holds one, where the next tile begins or the work ends.
@@ -237,8 +239,9 @@ struct HopperConsumer {
 
   // Lets the next consumer proceed. No consumer waits for the last arrival of the last consumer.
   __device__ void pingpong_arrive_next() const {
-    if (Config::pingpong && !(kv_tile_info.is_end() && consumer == consumers - 1))
+    if (Config::pingpong && !(kv_tile_info.is_end() && consumer == consumers - 1)) {
       pingpong_arrive();
+    }
   }
 
   // Returns the epilogue of the query tile before the one that was entered last.

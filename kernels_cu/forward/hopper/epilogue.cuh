@@ -195,8 +195,9 @@ struct HopperEpilogue {
       // One branch encloses all stores: with a branch for each, they would wait for each other.
       const int row = row_of(work_tile.coord, half);
       if (row >= work_tile.sequence(cta.p).seqlen_q) continue;
-      if (Config::has_seqlens && Config::causal && cta.is_written_by_scheduler(work_tile, row))
+      if (Config::has_seqlens && Config::causal && cta.is_written_by_scheduler(work_tile, row)) {
         continue;
+      }
       Element* target = cta.output_row(work_tile, row) + Cta::first_column_v() + first_column;
 #pragma unroll
       for (int i = 0; i < columns_v / 16; ++i) {

@@ -68,8 +68,9 @@ struct KvTileIterator {
       for (int last = word - 1; last >= first; last -= 32) {
         const int word = last - lane();
         const bool is_wanted = word == first || (word > first && blocks.nonempty_word(word) != 0);
-        if (const unsigned wanted = __ballot_sync(all_lanes, is_wanted))
+        if (const unsigned wanted = __ballot_sync(all_lanes, is_wanted)) {
           return last - __ffs(wanted) + 1;
+        }
       }
       return -1;
     } else {

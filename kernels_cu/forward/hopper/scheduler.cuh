@@ -46,8 +46,9 @@ struct HopperScheduler {
       work_tile_state.advance();
       work_tile_slot = Cta::next_work_tile_slot(work_tile_slot);
       // A CTA that claims a work tile too early withholds it from CTAs that may become idle first.
-      if (next.kv_tile_count() > Cta::work_tile_prefetch)
+      if (next.kv_tile_count() > Cta::work_tile_prefetch) {
         ptx::mbarrier_wait(cta.work_tile_empty(), work_tile_state.phase ^ 1);
+      }
     }
   }
 

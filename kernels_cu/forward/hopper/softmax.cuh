@@ -148,15 +148,17 @@ struct HopperSoftmax {
       unsigned components[Operand::components];
       Operand::split(p[0], p[1], components);
 #pragma unroll
-      for (int component = 0; component < Operand::components; ++component)
+      for (int component = 0; component < Operand::components; ++component) {
         probabilities[component][i] = components[component];
+      }
     }
     sums[0] = parts[0][0] + parts[0][1];
     sums[1] = parts[1][0] + parts[1][1];
     // Without the pin, the compiler sinks these conversions to their use, after the next S = Q K^T.
 #pragma unroll
-    for (int component = 0; component < Operand::components; ++component)
+    for (int component = 0; component < Operand::components; ++component) {
       ptx::pin(probabilities[component]);
+    }
   }
 
   // Returns the exponent of p, relative to the row's base. Modified scores are exponents already.

@@ -59,8 +59,9 @@ struct TileLoad {
     for (int pass = 0; pass < passes; pass += rows_per_batch) {
       Row<Element> source[rows_per_batch];
 #pragma unroll
-      for (int i = 0; i < rows_per_batch; ++i)
+      for (int i = 0; i < rows_per_batch; ++i) {
         source[i] = row_at(first_row + (pass + i) * rows_at_once);
+      }
 #pragma unroll
       for (int i = 0; i < rows_per_batch; ++i) {
         const int row = first_row + (pass + i) * rows_at_once;

@@ -30,8 +30,9 @@ int main() {
     std::printf("\n");
     run_block(32, [&] {
       for (int i = 0; i < batch; ++i) {
-        for (unsigned warp = 0; warp < warps; ++warp)
+        for (unsigned warp = 0; warp < warps; ++warp) {
           Gaps{p}.for_each_adjacent_row(i, warp, warps, print);
+        }
       }
     });
     std::printf("\n");

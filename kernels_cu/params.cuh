@@ -2,7 +2,7 @@
 // struct as a NumPy dtype, and asserts at compile time that sizes and offsets agree.
 #pragma once
 
-#include "blocks/map.cuh"
+#include "block_mask/block_mask.cuh"
 
 // A (batch, seqlen, heads, dim) array whose last axis is contiguous. Strides count elements.
 struct Tensor {
@@ -32,7 +32,7 @@ struct Params {
   int heads_kv;
   int q_offset;       // causal: query i attends to keys j <= i + q_offset; see `first_position()`
   int num_splits;     // number of KV splits, each computed by one CTA
-  int section_heads;  // number of heads whose query tiles are interleaved, see schedule.cuh
+  int section_heads;  // number of heads whose query tiles are interleaved, see tile_coord.cuh
 
   // Lengths and offsets of packed, cached or paged sequences (sequences.cuh); null and 0 for dense
   // batches.
@@ -54,8 +54,8 @@ struct Params {
 #ifdef CUPY_FLASH_MODIFIED
   // Arguments of the modifications; the translation unit declares the struct before this file.
   alignas(8) ModArguments mods;
-  // Block mask, if `Config::mapped`.
-  BlockMap block_map;
+  // Block mask, if `Config::block_mask`.
+  BlockMask block_mask;
 #endif
 };
 
@@ -65,8 +65,8 @@ struct Params {
 template <class Config, class AnyParams>
 __device__ int first_position(const AnyParams& p, int batch, int otherwise) {
   if constexpr (Config::offsets) {
-    constexpr int furthest = (1 << 30) - (1 << 10);
-    return max(-furthest, min(furthest, p.mods.q_offset.at(batch)));
+    constexpr int max_position = (1 << 30) - (1 << 10);
+    return max(-max_position, min(max_position, p.mods.q_offset.at(batch)));
   } else {
     return otherwise;
   }

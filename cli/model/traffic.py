@@ -76,7 +76,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Order in which a fused kernel computes query tiles (see `kernels_cu/grid/schedule.cuh`).
+    """Order of query tiles in a fused kernel (see `kernels_cu/scheduler/tile_coord.cuh`).
 
     Attributes
     ----------

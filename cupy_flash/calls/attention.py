@@ -236,8 +236,8 @@ def prepare(
         block_map = MapKey(cuda.runtime.getDevice(), problem.dtype, spec)
         current = cuda.get_current_stream().ptr
         ready = map_of_mask(*(functions.mask_mod, block_map, current, arguments), of_torch=of_torch)
-        fixed["block_map"] = ready.map.fields
-        sources |= {"block_map.memory": _MAP}
+        fixed["block_mask"] = ready.map.fields
+        sources |= {"block_mask.memory": _MAP}
     out = None
     if arguments.out is None:
         out = ((*q.shape[:-1], problem.head_dim_v), np.dtype(problem.out_dtype))

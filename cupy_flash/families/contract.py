@@ -220,7 +220,7 @@ class Family(ABC, Generic[TileT]):
         members |= self.config(problem, tile, split)
         score = problem.score
         members |= score_config(problem)
-        members["mapped"] = self.is_mapped(problem)
+        members["block_mask"] = self.is_mapped(problem)
         types = {
             "Element": _element_type(problem),
             "Mods": "NoMods" if score is None else "::Mods",

@@ -97,7 +97,7 @@ def schedule(
     assert gradient is not None
     terms = Launch(
         ROW_TERMS,
-        "find_row_terms",
+        "preprocess",
         (_terms_blocks(problem), 1, 1),
         _TERMS_THREADS,
         arguments=("gradients",),
@@ -126,7 +126,7 @@ def schedule(
 
 @dataclass(frozen=True)
 class QuerySums:
-    """Float32 accumulator of dq in the workspace, see `kernels_cu/backward/query_sums.cuh`.
+    """Float32 accumulator of dq in the workspace, see `kernels_cu/backward/dq/accumulate.cuh`.
 
     Attributes
     ----------
@@ -155,7 +155,7 @@ class QuerySums:
 def inspects(problem: Problem) -> bool:
     """Return whether some row may attend to no key, or some key may have no row attend to it.
 
-    Kernels then inspect tiles for NaN and infinity, see `kernels_cu/backward/clean.cuh`.
+    Kernels then inspect tiles for NaN and infinity, see `kernels_cu/backward/preprocess/clean.cuh`.
     """
     mask = problem.mask
     if problem.score is not None and problem.score.conceals:
@@ -211,10 +211,10 @@ def config(
     return {
         "as_inputs": problem.gradient.as_inputs,
         "row_lanes": row_lanes(problem),
-        "sequences": not problem.layout.is_equal,
-        "sums_Br": 0 if sums is None else sums.Br,
-        "conceals": problem.score is not None and problem.score.conceals,
+        "has_seqlens": not problem.layout.is_equal,
+        "dq_Br": 0 if sums is None else sums.Br,
+        "may_mask_pairs": problem.score is not None and problem.score.conceals,
         "inspects": inspects(problem),
-        "one_key": _may_see_one_key(problem),
-        "clears_queries": last_writes or not problem.layout.is_equal,
+        "has_one_key_rows": _may_see_one_key(problem),
+        "zeroes_queries": last_writes or not problem.layout.is_equal,
     } | other_gradients.config(problem)

@@ -24,7 +24,7 @@ from cupy_flash.problem.tile import Tile
 
 # Size in bytes of the statistics of a query row: its log-sum-exp and delta.
 _TERMS_BYTES = 8
-# Size in bytes of the scales after a pre-swizzled float32 tile (kernels_cu/backward/images.cuh).
+# Bytes of the scales after a preswizzled float32 tile (`backward/preprocess/preswizzle.cuh`).
 _SCALES_BYTES = 128
 # Number of scale factors of P and dS that fit after `KeyScales`, which hold a bit for each key.
 _MOST_UNITS = (_SCALES_BYTES - 4 * 4 - 256 // 8) // 4
@@ -188,7 +188,7 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
             launches.append(
                 Launch(
                     TILE_IMAGES,
-                    "mma_tile_images",
+                    "mma_preswizzle_tiles",
                     (of_keys + of_queries, 1, 1),
                     _IMAGE_THREADS,
                     arguments=("gradients",),
@@ -242,7 +242,7 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
             "columns": tile.columns,
             "stages": tile.stages,
             "paired": bool(tile.paired),
-            "sum_row_warps": tile.sum_row_warps,
+            "dq_row_warps": tile.sum_row_warps,
             "padded_dim": dim,
             "padded_dim_v": dim_v,
             "shared_memory": self.shared_memory(problem, tile),
@@ -264,7 +264,7 @@ def _in_pieces(problem: Problem) -> bool:
 
 
 def _second_units(problem: Problem) -> int:
-    """Return for how many of P and dS the warps compute scale factors (`finds_p`, `finds_ds`)."""
+    """Return for how many of P and dS warps compute scale factors (`refines_p`, `refines_ds`)."""
     score = problem.score
     if score is None or not _in_pieces(problem):
         return 0

@@ -16,9 +16,9 @@ from cupy_flash.problem.problem import Problem
 # Members of `GradientParams` that receive addresses in the workspace.
 BIAS_PARTS, CAPTURE_SUMS = "bias_parts", "capture_sums"
 
-_SINKS = "backward/sink_gradients.cuh"
-_BIAS = "backward/bias_gradients.cuh"
-_CAPTURES = "backward/capture_gradients.cuh"
+_SINKS = "backward/inputs/sinks.cuh"
+_BIAS = "backward/inputs/bias.cuh"
+_CAPTURES = "backward/inputs/captures.cuh"
 
 _THREADS = 256
 _SINK_THREADS = 1024
@@ -26,7 +26,7 @@ _SINK_THREADS = 1024
 _BLOCKS_PER_SM = 2
 # Number of operand columns in shared memory at once, in kernels on CUDA cores.
 _SLICE = 32
-# Size in bytes of a fixed-point sum, see `kernels_cu/backward/fixed_point.cuh`.
+# Size in bytes of a fixed-point sum, see `kernels_cu/backward/inputs/fixed_point.cuh`.
 _FIXED_BYTES = 16
 _FLAGS_OF_WORD = 16
 

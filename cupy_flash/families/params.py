@@ -56,14 +56,14 @@ PARAMS_DTYPE = np.dtype(
 )
 
 
-# The struct of a block mask, which mirrors blocks/map.cuh.
+# The struct of a block mask, which mirrors block_mask/block_mask.cuh.
 BLOCK_MAP_DTYPE = np.dtype(
     [
         ("memory", np.uint64),
-        ("full_at", np.int64),
-        ("behind_at", np.int64),
-        ("tiles_at", np.int64),
-        ("shown_at", np.int64),
+        ("full_offset", np.int64),
+        ("slots_after_offset", np.int64),
+        ("tiles_offset", np.int64),
+        ("pairs_offset", np.int64),
         ("batch_stride", np.int64),
         ("head_stride", np.int64),
         ("words", np.int32),
@@ -155,7 +155,7 @@ def _forward_dtype(mods: np.dtype | None) -> np.dtype:
     assert PARAMS_DTYPE.fields is not None
     fields = {name: field[:2] for name, field in PARAMS_DTYPE.fields.items()}
     fields["mods"] = (mods, PARAMS_DTYPE.itemsize)
-    fields["block_map"] = (BLOCK_MAP_DTYPE, maps)
+    fields["block_mask"] = (BLOCK_MAP_DTYPE, maps)
     return _struct(fields, maps + BLOCK_MAP_DTYPE.itemsize)
 
 
@@ -176,7 +176,7 @@ def layout_assertions(problem: Problem) -> str:
     if problem.gradient is not None:
         structs.append(("BiasGradient", BIAS_GRADIENT_DTYPE))
     if problem.score is not None:
-        structs += [("ModArguments", problem.score.dtype), ("BlockMap", BLOCK_MAP_DTYPE)]
+        structs += [("ModArguments", problem.score.dtype), ("BlockMask", BLOCK_MAP_DTYPE)]
     return assertions(*structs)
 
 

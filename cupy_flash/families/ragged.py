@@ -88,10 +88,10 @@ def schedule(problem: Problem, device: Device, cut: Split, main: Launch) -> Sche
 
 
 def config(problem: Problem) -> dict[str, int | bool]:
-    """Return the members of the `Config` struct that `place.cuh` reads."""
+    """Return the members of the `Config` struct that `sequence_view.cuh` reads."""
     layout = problem.layout
     return {
-        "sequences": not layout.is_equal,
+        "has_seqlens": not layout.is_equal,
         "page_size": layout.page_size,
         "group": group_size(problem),
     }

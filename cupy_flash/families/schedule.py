@@ -24,7 +24,7 @@ _TYPES = {
     "gradients": "GradientParams",
     "maps": "TensorMaps",
     "biased_maps": "BiasedTensorMaps",
-    "latent_maps": "LatentTensorMaps",
+    "mla_maps": "MlaTensorMaps",
     "gradient_maps": "GradientMaps",
 }
 # Argument lists that a kernel may have.
@@ -33,7 +33,7 @@ _ARGUMENTS = (
     ("quantized_params",),
     ("maps", "params"),
     ("biased_maps", "params"),
-    ("latent_maps", "params"),
+    ("mla_maps", "params"),
     ("float8_params",),
     ("maps", "float8_params"),
     ("gradients",),
@@ -99,7 +99,7 @@ class Launch:
         Number of thread blocks of a cluster along the last axis of the grid; 0 for no clusters.
     arguments
         Names of the kernel's arguments, in order. Forward: the tensor maps, if any ("maps",
-        "biased_maps" with the bias, "latent_maps" for MLA), and "params" (`params.py`), which is
+        "biased_maps" with the bias, "mla_maps" for MLA), and "params" (`params.py`), which is
         "quantized_params" for an 8-bit KV cache and "float8_params" for float8 inputs. Backward:
         the tensor maps, if any ("gradient_maps"), and "gradients".
     source
@@ -178,7 +178,7 @@ class Schedule:
     counters
         Number of 32-bit words of device memory that are zero before a launch and after it.
     section_heads
-        Number of query heads whose query tiles are interleaved (`kernels_cu/grid/schedule.cuh`).
+        Number of query heads whose query tiles are interleaved (`scheduler/tile_coord.cuh`).
     tensor_maps
         Tensor maps that the kernels take, in order, by name.
     parts

@@ -1,4 +1,4 @@
-"""Host side of split KV: splits the keys of a query tile over thread blocks (`grid/split.cuh`).
+"""Host side of split KV (`scheduler/split_kv.cuh`): splits the keys of a query tile over blocks.
 
 All fused families use this module.
 """
@@ -143,7 +143,7 @@ def workspace(problem: Problem, split: Split) -> int:
     rows = problem.rows
     if layout.packed_q:
         rows = problem.heads_q * layout.total_q
-    # If modifications change scores, each log-sum-exp is a pair of numbers (grid/split.cuh).
+    # If modifications change scores, each log-sum-exp is a pair (scheduler/split_kv.cuh).
     numbers = problem.head_dim_v + (2 if problem.score and problem.score.changes_scores else 1)
     return split.parts * rows * numbers * accumulator
 

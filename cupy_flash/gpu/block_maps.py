@@ -1,6 +1,6 @@
 """Block masks, built on the GPU: which blocks of the score matrix are empty, partial or full.
 
-This is the host side of `kernels_cu/blocks/block_map.cu`. No function here waits for the GPU.
+This is the host side of `kernels_cu/block_mask/build.cu`. No function here waits for the GPU.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from cupy_flash.gpu.by_value import ByValue
 from cupy_flash.gpu.compiler import kernel_cache
 from cupy_flash.gpu.environment import cupy_module
 
-SOURCE = "blocks/block_map.cu"
+SOURCE = "block_mask/build.cu"
 FIND_RANGES, BUILD, ORDER = "find_ranges", "build_block_map", "order_tiles"
 # Value of an absent bound: no two positions are further apart.
 UNBOUNDED = 2**31 - 1
 
-# Number of threads, and of warps, of a thread block (as in block_map.cu).
+# Number of threads, and of warps, of a thread block (as in build.cu).
 _THREADS, _WARPS = 256, 8
 # Number of KV blocks per word of a bit array, and bytes of a word.
 _BITS, _WORD = 32, 4
-# Size in bytes of `MappedTile` in map.cuh.
+# Size in bytes of `MaskedTile` in block_mask.cuh.
 _TILE = 16
 # Alignment in bytes of the arrays in one allocation.
 _ALIGNMENT = 512
-# Layout of the stored visible pairs of a block (`ShownPairs` in map.cuh): query rows, threads that
-# read them, and keys per word.
+# Layout of the stored visible pairs of a block (`VisiblePairs` in block_mask.cuh): query rows,
+# threads that read them, and keys per word.
 _KEPT_ROWS, _KEPT_THREADS, _KEPT_KEYS = 64, 128, 128
 # Largest number of partial blocks per row group whose visible pairs are stored, and bytes for all.
 # Document masks rarely have more than two; a million tokens have space for two.
@@ -53,7 +53,7 @@ def params_dtype(mods: np.dtype) -> np.dtype:
     """Return the dtype of the argument struct, which ends with what the mask reads."""
     numbers = (
         *("batches", "heads", "seqlen_q", "seqlen_k", "q_offset"),
-        *("part_rows", "Bc", "row_tiles", "parts"),
+        *("group_rows", "Bc", "query_tiles", "row_groups"),
     )
     fields: list[tuple[str, Any]] = [
         ("map", BLOCK_MAP_DTYPE),
@@ -172,7 +172,7 @@ class Layout:
     Attributes
     ----------
     full, behind, tiles, shown, bytes
-        Byte offsets of the arrays after the first one, `visited`, and total number of bytes.
+        Byte offsets of the arrays after the first one, `nonempty`, and total number of bytes.
     slots
         Largest number of blocks of a row group whose visible pairs are stored.
     key_ranges, scratch
@@ -215,7 +215,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class BlockMap:
-    """Block mask in device memory (`BlockMap` in `kernels_cu/blocks/map.cuh`).
+    """Block mask in device memory (`BlockMask` in `kernels_cu/block_mask/block_mask.cuh`).
 
     Attributes
     ----------
@@ -258,14 +258,14 @@ def block_map_unit(mask: MaskText, mods: np.dtype) -> TranslationUnit:
     """
     entries = (FIND_RANGES,) * bool(mask.row_ranges or mask.key_ranges) + (BUILD, ORDER)
     functions = {FIND_RANGES: "find_ranges", BUILD: "build", ORDER: "order_tiles"}
-    structs = ("BlockMap", BLOCK_MAP_DTYPE), ("BlockMapParams", params_dtype(mods))
+    structs = ("BlockMask", BLOCK_MAP_DTYPE), ("BlockMaskParams", params_dtype(mods))
     lines = [
         f"// cupy_flash block map, sources {source_digest(*mask.headers, SOURCE)}",
         *(f'#include "{header}"' for header in mask.headers),
         mask.text,
         f'#include "{SOURCE}"',
         assertions(*structs, ("ModArguments", mods)),
-        f"static_assert(block_map::threads == {_THREADS});",
+        f"static_assert(block_mask::threads == {_THREADS});",
     ]
     for ranges, struct in ((mask.row_ranges, "Rows"), (mask.key_ranges, "Keys")):
         if ranges:
@@ -274,8 +274,8 @@ def block_map_unit(mask: MaskText, mods: np.dtype) -> TranslationUnit:
         # Without a minimum number of blocks, ptxas takes so few registers that some masks spill.
         lines.append(f'extern "C" __global__ void __launch_bounds__({_THREADS}, 4)')
         lines.append(
-            f"{entry}(const __grid_constant__ BlockMapParams params) "
-            f"{{ block_map::{functions[entry]}(params); }}"
+            f"{entry}(const __grid_constant__ BlockMaskParams params) "
+            f"{{ block_mask::{functions[entry]}(params); }}"
         )
     return TranslationUnit("\n".join(lines) + "\n", entries, "block map of a mask")
 
@@ -544,9 +544,10 @@ def packed_params(
     record["row_ranges"] = ranges
     record["key_ranges"] = ranges + Layout.of(spec, mask).key_ranges
     record["batches"], record["heads"] = batches, heads
-    for name in ("seqlen_q", "seqlen_k", "q_offset", "Bc", "row_tiles", "parts"):
+    for name in ("seqlen_q", "seqlen_k", "q_offset", "Bc"):
         record[name] = getattr(spec, name)
-    record["part_rows"] = spec.Br // spec.parts
+    record["query_tiles"] = spec.row_tiles
+    record["row_groups"], record["group_rows"] = spec.parts, spec.Br // spec.parts
     record["left"], record["right"] = left, right
     record["mods"] = mods
     return bytearray(record.tobytes())

@@ -1,8 +1,8 @@
 """Location of each sequence of a batch in the arrays, and access to its keys, for the CPU backend.
 
-The counterpart for the kernels is `kernels_cu/grid/sequences.cuh`. Both interpret any contents of
-cu_seqlens, cache_seqlens, block_table and cache_batch_idx in the same way, so that no element
-outside of the arrays is accessed, and results agree with the kernels'.
+The counterpart for the kernels is `kernels_cu/scheduler/sequences.cuh`. Both interpret any
+contents of cu_seqlens, cache_seqlens, block_table and cache_batch_idx in the same way, so that no
+element outside of the arrays is accessed, and results agree with the kernels'.
 
 Keys and values are NumPy or CuPy arrays. Lengths, offsets and page numbers are in host memory.
 """

@@ -1,7 +1,7 @@
 """Generated CUDA source that bounds a mask over ranges of positions: the struct ``MaskBounds``.
 
 It finds blocks of the score matrix that a mask leaves empty or full by interval arithmetic
-(`kernels_cu/blocks/bounds.cuh`), without computing pairs.
+(`kernels_cu/block_mask/bounds.cuh`), without computing pairs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cupy_flash.mods.operations import COMPARISONS, OPERATIONS
 from cupy_flash.mods.printer import RowPrinter, literal, unwrapped
 
 # Headers that a unit includes before the source, in addition to those of `cupy_flash.mods.emit`.
-HEADERS = ("blocks/bounds.cuh",)
+HEADERS = ("block_mask/bounds.cuh",)
 # Largest size of a range in bytes: two doubles and a bool.
 RANGE_BYTES = 24
 
@@ -50,9 +50,9 @@ class Bounds(NamedTuple):
 def emit_bounds(seen: Node, captures: Captures, *, dtype: str = "float32") -> Bounds:
     """Return C++ of the struct ``MaskBounds``, which has the following functions.
 
-    - ``Seen classify(a, b, h, i_low, i_high, j_low, j_high, q_start, k_start, rows, keys)``: over
-      all pairs of two inclusive ranges, ``Seen::all`` only if every pair is visible,
-      ``Seen::none`` only if none is, otherwise ``Seen::some``.
+    - ``Visibility classify(a, b, h, i_low, i_high, j_low, j_high, q_start, k_start, rows, keys)``:
+      over all pairs of two inclusive ranges, ``Visibility::all`` only if every pair is visible,
+      ``Visibility::none`` only if none is, otherwise ``Visibility::some``.
     - ``Rows rows_at(a, b, h, i, q_start, k_start)``, ``Keys keys_at(a, b, h, j, ...)``: ranges, at
       one position, of values that read captured arrays and depend on that position alone;
       ``join(x, y)`` extends x to include y, and ``classify`` takes them joined over its ranges.
@@ -138,7 +138,7 @@ class _Emission:
             *(f"const Ints {x} = {{{x}_low, {x}_high}};" for x in "ij" if x in self._named_ends),
             *points,
             *self._locals,
-            f"return seen_of({result});",
+            f"return visibility_of({result});",
         ]
         ranges = "int i_low, int i_high, int j_low, int j_high"
         given = _POSITIONS.replace("int {}", ranges) + ", const Rows& rows, const Keys& keys"
@@ -149,7 +149,7 @@ class _Emission:
             f"static constexpr int key_ranges = {len(self._keys)};",
             *self._of_positions("Rows", "rows", "i", self._rows),
             *self._of_positions("Keys", "keys", "j", self._keys),
-            *_function(f"Seen classify({given})", classify),
+            *_function(f"Visibility classify({given})", classify),
         ]
         text = "\n".join(["struct MaskBounds {", *(f"  {line}" for line in lines), "};"]) + "\n"
         return Bounds(text, len(self._rows), len(self._keys))
@@ -244,7 +244,7 @@ class _Emission:
         """Return C++ of the range of an element, known if each index has one possible value."""
         array, *indices = node.args
         ranges = [self._text(index) for index in indices]
-        conditions = " && ".join(f"is_one({x})" for x in ranges)
+        conditions = " && ".join(f"is_single_value({x})" for x in ranges)
         element = f"a.{array.value}.at({', '.join(f'int({x}.low)' for x in ranges)})"
         if node.type == REAL:
             element = RowPrinter(Members(), self._analysis, self._captures, self._real).as_real(
@@ -344,11 +344,11 @@ class _Emission:
         lines = self._printed(found, lambda node, name: f"r.{name} = ")
         declaration = f"{struct} {function}_at({given})"
         yield from _function(declaration, [f"{struct} r;", *lines, "return r;"])
-        joined = [f"x.{name} = range_joined(x.{name}, y.{name});" for name in found.values()]
+        joined = [f"x.{name} = range_union(x.{name}, y.{name});" for name in found.values()]
         yield from _function(f"void join({struct}& x, const {struct}& y)", joined)
-        yield "template <class Visit>"
-        visits = [f"visit(x.{name});" for name in found.values()]
-        yield from _function(f"void each({struct}& x, Visit visit)", visits)
+        yield "template <class Function>"
+        visits = [f"function(x.{name});" for name in found.values()]
+        yield from _function(f"void each({struct}& x, Function function)", visits)
 
 
 def _function(declaration: str, body: list[str]) -> list[str]:

@@ -50,7 +50,7 @@ _ROW_PARAMETERS = (
 _KEYS_PARAMETERS = "const ModArguments& a, const Row& r, int first_key"
 _BOUNDS_PARAMETERS = "const ModArguments& a, const Row& r, const Keys& k, int last"
 _PAIR_PARAMETERS = "const ModArguments& a, const Row& r, const Keys& k, int step"
-_SPREAD_PARAMETERS = f"{_PAIR_PARAMETERS}, Real x, Real weight, Add&& add"
+_SCATTER_PARAMETERS = f"{_PAIR_PARAMETERS}, Real x, Real weight, Add&& add"
 
 
 def emit(
@@ -64,7 +64,7 @@ def emit(
 ) -> str:
     """Return C++ of the structs through which a kernel changes scores and masks pairs.
 
-    ``Mods`` has the constants ``changes_scores``, ``hides_pairs``, ``calls_functions`` (each score
+    ``Mods`` has the constants ``changes_scores``, ``masks_pairs``, ``calls_functions`` (each score
     uses the special function unit) and ``has_low_scores`` (a finite score may become the lowest
     finite exponent of two). It also has these functions. A kernel calls ``row`` for a query row,
     ``keys`` for that row and a run of keys, and the others for each pair:
@@ -73,11 +73,11 @@ def emit(
     - ``Keys keys(a, row, first_key)``,
     - ``Real exponent(a, row, keys, step, x, pairs)``, which is log2(e) times the new score, minus
       the base, for the key ``first_key + step``, where x is the product of query and key,
-    - ``bool sees(a, row, keys, step)``, which is whether the pair is visible.
+    - ``bool is_visible(a, row, keys, step)``, which is whether the pair is visible.
 
-    ``exponent`` and ``sees`` have a variant ``Inside`` for pairs whose array indices are in bounds.
-    ``has_bounds`` says that the variant differs, and ``bool is_inside(a, row, keys, last)`` whether
-    it may be used for all steps from 0 to ``last``.
+    ``exponent`` and ``is_visible`` have a variant ``Inside`` for pairs whose array indices are in
+    bounds. ``has_bounds`` says that the variant differs, and ``bool is_inside(a, row, keys, last)``
+    whether it may be used for all steps from 0 to ``last``.
 
     ``step`` should be a constant after unrolling. ``row`` computes values that are constant along a
     row, and ``keys`` computes values that are linear in the key, for ``first_key``. The other
@@ -90,8 +90,9 @@ def emit(
       ``exponent``; it may be NaN or infinite for masked pairs,
     - ``differentiable``, the number of captures with gradients, and ``loads``, the number of their
       elements that a pair reads at most,
-    - ``void visit_differentiable(a, visit)``, which calls ``visit(number, capture)`` for each,
-    - ``void spread(a, row, keys, step, x, weight, add)``, which calls ``add(number, element,
+    - ``void for_each_differentiable(a, function)``, which calls ``function(number, capture)`` for
+      each,
+    - ``void scatter(a, row, keys, step, x, weight, add)``, which calls ``add(number, element,
       gradient)`` for each load of such a capture, with its number, the index of the element in C
       order, and the product of ``weight``, the gradient of the new score, with the derivative.
       The product is 0 if the weight is.
@@ -149,7 +150,7 @@ class _Emission:
         lines = [
             f"using Real = {self._real};",
             f"static constexpr bool changes_scores = {_bool(score is not None)};",
-            f"static constexpr bool hides_pairs = {_bool(seen is not TRUE)};",
+            f"static constexpr bool masks_pairs = {_bool(seen is not TRUE)};",
             f"static constexpr bool has_bounds = {_bool(bool(members.bounds))};",
             f"static constexpr bool calls_functions = {_bool(self._calls_functions(power))};",
             f"static constexpr bool has_low_scores = {_bool(_has_low_scores(power))};",
@@ -162,7 +163,7 @@ class _Emission:
             *self._is_inside(),
             *_function_of_score("exponent", of_power),
             "template <bool Inside = false>",
-            *_function(f"bool sees({_PAIR_PARAMETERS})", of_seen),
+            *_function(f"bool is_visible({_PAIR_PARAMETERS})", of_seen),
             *functions,
         ]
         struct = "\n".join(["struct Mods {", *(f"  {line}" for line in lines), "};"])
@@ -176,17 +177,19 @@ class _Emission:
             f"static constexpr int differentiable = {len(slopes.names)};",
             f"static constexpr int loads = {len(slopes.partials)};",
         ]
-        visits = [f"visit({number}, a.{name});" for number, name in enumerate(slopes.names)]
+        visits = [f"function({number}, a.{name});" for number, name in enumerate(slopes.names)]
         functions = [
-            "template <class Visit>",
-            *_function("void visit_differentiable(const ModArguments& a, Visit&& visit)", visits),
+            "template <class Function>",
+            *_function(
+                "void for_each_differentiable(const ModArguments& a, Function&& function)", visits
+            ),
             *_function_of_score("slope", of_slope),
             "template <bool Inside = false, class Add>",
-            *_function(f"void spread({_SPREAD_PARAMETERS})", self._spread(slopes.partials)),
+            *_function(f"void scatter({_SCATTER_PARAMETERS})", self._scatter(slopes.partials)),
         ]
         return constants, functions
 
-    def _spread(self, partials: tuple[Partial, ...]) -> list[str]:
+    def _scatter(self, partials: tuple[Partial, ...]) -> list[str]:
         printer = self._printer(PairPrinter)
         lowered = [(x, self._lowered(_of_product(x.derivative))) for x in partials]
 
@@ -292,7 +295,7 @@ def _of_product(node: Node) -> Node:
 
 def _function_of_score(name: str, body: list[str]) -> list[str]:
     declaration = f"Real {name}({_PAIR_PARAMETERS}, Real x, const Pairs& pairs = {{}})"
-    template = "template <bool Inside = false, class Pairs = FromMemory>"
+    template = "template <bool Inside = false, class Pairs = LoadOnDemand>"
     return [template, *_function(declaration, body)]
 
 

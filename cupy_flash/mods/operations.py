@@ -76,7 +76,7 @@ class Operation:
     value_range
         Function from bounds of the arguments to bounds of the result; None if nothing is known.
     bounded
-        Types for which ``kernels_cu/blocks/bounds.cuh`` has ``range_NAME``.
+        Types for which ``kernels_cu/block_mask/bounds.cuh`` has ``range_NAME``.
     derivative
         Function of `Tangents`, the node, and the derivatives of its arguments that returns the
         derivative; None if the operation has none.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout of the sequences in q, k and v (`kernels_cu/grid/sequences.cuh`).
+    """Layout of the sequences in q, k and v (`kernels_cu/scheduler/sequences.cuh`).
 
     Per-sequence lengths and offsets stay in device arrays. This record holds only what selects a
     kernel and fills its arguments.

@@ -2,20 +2,20 @@
 //
 // As in mma.cu, a CTA owns a KV tile, whose dk and dv it keeps in registers, and iterates over the
 // query tiles of all query heads. The CTAs of a head add their dq of a query tile in a fixed order
-// (turns.cuh). Here query tiles go from the first to the last, and CTAs of later keys add first.
-// The last CTA of the order writes dq, or another kernel does.
+// (dq/semaphore.cuh). Here query tiles go from the first to the last, and CTAs of later keys add
+// first. The last CTA of the order writes dq, or another kernel does.
 //
 // Two consumer warpgroups issue wgmma: each has half of the keys (hopper/consumer.cuh) or, for wide
-// heads, half of the products (hopper/wide.cuh). Warps of the producer warpgroup load tiles and add
-// dq (hopper/helpers.cuh).
+// heads, half of the products (hopper/split_consumers.cuh). Warps of the producer warpgroup load
+// tiles and add dq (hopper/producer_warps.cuh).
 #include "backward/hopper/consumer.cuh"
 #include "backward/hopper/cta.cuh"
-#include "backward/hopper/helpers.cuh"
-#include "backward/hopper/wide.cuh"
+#include "backward/hopper/producer_warps.cuh"
+#include "backward/hopper/split_consumers.cuh"
 #include "backward/params.cuh"
-#include "backward/query_sums.cuh"
-#include "backward/row_terms.cuh"
-#include "backward/work.cuh"
+#include "backward/dq/accumulate.cuh"
+#include "backward/preprocess/preprocess.cuh"
+#include "backward/tile_coord.cuh"
 #include "ptx/sm90a.cuh"
 
 #if __CUDA_ARCH__ == 900
@@ -23,16 +23,19 @@
 template <class Config>
 __device__ void hopper_gradients(const GradientMaps& maps, const GradientParams& p) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
-  const GradientWork work = find_gradient_work<Config, Config::Bc, true, true>(p, blockIdx.x);
-  const Sequence at = sequence_of<Config>(p, work.batch);
-  if (work.begin >= at.seqlen_k) return;
+  const GradientTileCoord coord =
+      gradient_tile_coord<Config, Config::Bc, true, true>(p, blockIdx.x);
+  const Sequence sequence = sequence_of<Config>(p, coord.batch);
+  if (coord.begin >= sequence.seqlen_k) return;
   using Cta = HopperGradientCta<Config>;
-  using Place = HopperGradientPlace<Config>;
-  const Place own(p, work, at);
-  Place* const shared_place = reinterpret_cast<Place*>(shared_memory + Cta::place_offset);
-  const Cta cta(p, maps, ptx::shared_address(shared_memory), Place::is_shared ? *shared_place : own);
+  using BlockInfo = HopperGradientBlockInfo<Config>;
+  const BlockInfo local_info(p, coord, sequence);
+  BlockInfo* const shared_info =
+      reinterpret_cast<BlockInfo*>(shared_memory + Cta::block_info_offset);
+  const Cta cta(p, maps, ptx::shared_address(shared_memory),
+                BlockInfo::is_shared ? *shared_info : local_info);
   if (threadIdx.x == 0) {
-    if (Place::is_shared) *shared_place = own;
+    if (BlockInfo::is_shared) *shared_info = local_info;
     cta.init_barriers();
     ptx::prefetch_tensormap(&maps.q);
     ptx::prefetch_tensormap(&maps.k);
@@ -43,17 +46,17 @@ __device__ void hopper_gradients(const GradientMaps& maps, const GradientParams&
   // The shuffle tells the compiler that the value is uniform within a warp.
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (warp < 4) {
-    ptx::setmaxnreg_dec<Config::helper_registers>();
+    ptx::setmaxnreg_dec<Config::producer_registers>();
     if (!cta.has_steps()) return;
     const bool is_first = threadIdx.x % 32 == 0;
     if (warp == 0 && is_first) HopperGradientLoader<Config>{cta}.load_all();
-    if (warp == 1) HopperGradientTerms<Config>{cta}.bring_all();
+    if (warp == 1) HopperRowStatsLoader<Config>{cta}.load_all();
     if constexpr (Config::wants_q) {
       if (warp >= 2 && is_first) {
         if constexpr (Config::wide) {
-          HopperTurnKeeper<Config>{cta, warp - 2}.keep_own();
+          HopperSemaphoreWarp<Config>{cta, warp - 2}.run();
         } else {
-          HopperGradientAdder<Config>{cta, warp - 2}.add_own();
+          HopperGradientAdder<Config>{cta, warp - 2}.run();
         }
       }
     }
@@ -72,7 +75,7 @@ __device__ void hopper_gradients(const GradientMaps& maps, const GradientParams&
 // Kernel that writes dq if the consumers of the main kernel do not.
 template <class Config>
 __device__ void hopper_query_gradients(const GradientParams& p) {
-  using Tile = QueryGradientTile<Config, typename HopperGradientCta<Config>::Fragments>;
+  using Tile = DqTile<Config, typename HopperGradientCta<Config>::Fragments>;
   __shared__ typename Tile::Shared shared;
   Tile::write(p, shared);
 }

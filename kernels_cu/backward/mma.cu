@@ -1,84 +1,86 @@
 // Gradients of attention on tensor cores, sm_80 and newer, by five products in one pass. Inputs are
-// float16, bfloat16, or float32 as pairs of float16 components (pieces.cuh), for which another
-// kernel first writes preswizzled tiles (images.cuh).
+// float16, bfloat16, or float32 as pairs of float16 components (preprocess/float32_fp16x2.cuh), for
+// which another kernel first writes preswizzled tiles (preprocess/preswizzle.cuh).
 //
 // FlashAttention-2 (Dao 2023, algorithm 2): a CTA owns a KV tile, whose dk and dv it keeps in
 // registers. It iterates over the query tiles of all query heads, from the last to the first:
 //
 //   S^T = K Q^T,  dP^T = V dO^T,  P and dS from these,  dV += P^T dO,  dK += dS^T Q,  dQ = dS K
 //
-// The CTAs of a head add their dq of a query tile in a fixed order (turns.cuh). Scores are
+// The CTAs of a head add their dq of a query tile in a fixed order (dq/semaphore.cuh). Scores are
 // transposed, so that a warp with all queries of its keys holds P^T and dS^T in registers for its
-// products. If registers cannot hold whole rows of dk and dv, `side_warps` warps have the same
+// products. If registers cannot hold whole rows of dk and dv, `query_warps` warps have the same
 // keys: each computes the scores of some of the queries and sums some of the columns of dk and dv,
 // and they exchange P^T and dS^T through shared memory.
 #include "backward/mma/products.cuh"
-#include "backward/query_sums.cuh"
-#include "backward/turns.cuh"
+#include "backward/dq/accumulate.cuh"
+#include "backward/dq/semaphore.cuh"
 
 #if __CUDA_ARCH__ >= 800
 
 template <class Config>
 struct MmaGradients : MmaGradientProducts<Config> {
   using Base = MmaGradientProducts<Config>;
-  using Base::in_pieces, Base::wants_q, Base::wants_k, Base::wants_v, Base::wants_ds, Base::Br;
-  using Base::Bc, Base::stages, Base::threads, Base::side_warps, Base::warp_keys, Base::row_tiles;
-  using Base::columns, Base::passes, Base::sum_column_warps, Base::sum_row_tiles, Base::paired;
-  using Base::finds_p, Base::finds_ds, Base::is_bounded, Base::exchanges_p, Base::exchanges_ds;
-  using Base::stage_bytes, Base::stages_at, Base::p, Base::work, Base::at, Base::mask;
+  using Base::has_components, Base::wants_q, Base::wants_k, Base::wants_v, Base::wants_ds, Base::Br;
+  using Base::Bc, Base::stages, Base::threads, Base::query_warps, Base::warp_keys, Base::row_tiles;
+  using Base::columns, Base::passes, Base::dq_column_warps, Base::dq_row_tiles, Base::paired;
+  using Base::refines_p, Base::refines_ds, Base::is_bounded, Base::exchanges_p, Base::exchanges_ds;
+  using Base::stage_bytes, Base::stages_offset, Base::p, Base::coord, Base::sequence, Base::mask;
   using Base::memory, Base::shared, Base::scale_log2, Base::warp, Base::lane, Base::tiles;
-  using Base::full_end, Base::key_warp, Base::side, Base::keys_at, Base::values_at, Base::ds_at;
-  using Base::p_at, Base::queries_at, Base::douts_at, Base::terms_at, Base::load_keys, Base::load;
-  using Base::group, Base::is_last, Base::step_behind, Base::turn_of, Base::read;
-  using Base::multiply_in_pair, Base::units, Base::second_unit, Base::scale, Base::read_ds;
-  using Base::first_sum_tile, Base::first_of_p, Base::first_of_ds, Base::factors;
+  using Base::full_end, Base::key_warp, Base::query_warp, Base::keys_address, Base::values_address,
+      Base::ds_address;
+  using Base::p_address, Base::queries_address, Base::dout_address, Base::stats_address,
+      Base::load_keys, Base::load;
+  using Base::group, Base::is_last, Base::next_step, Base::order_index, Base::read;
+  using Base::multiply_paired, Base::units, Base::second_unit, Base::scale, Base::read_ds;
+  using Base::first_dq_tile, Base::p_units_begin, Base::ds_units_begin, Base::factors;
   using Base::clean_keys, Base::clean_queries, Base::apply_to_left;
   using typename Base::Gradient;
-  using typename Base::Piece;
+  using typename Base::Component;
   using typename Base::Scores;
   using typename Base::Layout;
   using typename Base::LayoutV;
   using typename Base::Columns;
   using typename Base::ColumnsV;
-  using typename Base::ColumnsOfSums;
+  using typename Base::DqColumns;
   using typename Base::Fragments;
-  using typename Base::Terms;
+  using typename Base::Stats;
   using typename Base::Step;
   using typename Base::Left;
   using typename Base::Units;
 
-  float sums_k[row_tiles][2 * Columns::steps][4];
-  float sums_v[row_tiles][2 * ColumnsV::steps][4];
-  float seen[row_tiles][2];  // sums of P, to detect keys whose pairs are all masked
-  int passing = -1;          // tile slot whose semaphore must be released, or -1
+  float dk_sums[row_tiles][2 * Columns::steps][4];
+  float dv_sums[row_tiles][2 * ColumnsV::steps][4];
+  float p_sums[row_tiles][2];  // sums of P, to detect keys whose pairs are all masked
+  int pending_release = -1;    // tile slot whose semaphore must be released, or -1
 
   using Base::Base;
 
   __device__ void run() {
-    clear(sums_k);
-    clear(sums_v);
+    clear(dk_sums);
+    clear(dv_sums);
 #pragma unroll
-    for (int i = 0; i < row_tiles; ++i) seen[i][0] = seen[i][1] = 0;
-    if (tiles.begin < tiles.end) sweep();
+    for (int i = 0; i < row_tiles; ++i) p_sums[i][0] = p_sums[i][1] = 0;
+    if (tiles.begin < tiles.end) process_tiles();
     finish();
   }
 
  private:
-  __device__ void sweep() {
+  __device__ void process_tiles() {
     load_keys();
-    Step step = {work.head * group(), tiles.end - 1};
+    Step step = {coord.head * group(), tiles.end - 1};
     load(0, step);
     int stage = 0;
-    if constexpr (Config::inspects && !in_pieces) clean_keys();
+    if constexpr (Config::inspects && !has_components) clean_keys();
     while (true) {
       ptx::cp_async_wait_group<0>();
       // Wait until all warps are done with the previous tile: the next load overwrites its stage.
       __syncthreads();
-      if constexpr (Config::inspects && !in_pieces) clean_queries(stage);
-      if (stages > 1 && !is_last(step)) load(1 - stage, step_behind(step));
-      visit(stage, step.head, step.tile);
+      if constexpr (Config::inspects && !has_components) clean_queries(stage);
+      if (stages > 1 && !is_last(step)) load(1 - stage, next_step(step));
+      process_tile(stage, step.head, step.tile);
       if (is_last(step)) break;
-      step = step_behind(step);
+      step = next_step(step);
       if (stages > 1) {
         stage = 1 - stage;
       } else {
@@ -87,128 +89,130 @@ struct MmaGradients : MmaGradientProducts<Config> {
       }
     }
     __syncthreads();
-    pass();
+    release_semaphore();
   }
 
   // Releases the semaphore of the previous tile, after a barrier of all threads that added to it.
-  __device__ void pass() {
+  __device__ void release_semaphore() {
     if constexpr (wants_q) {
       if (threadIdx.x != 0) return;
-      pass_turn(passing < 0 ? nullptr : QuerySums<Config>(p).counters + passing);
+      semaphore_release(pending_release < 0 ? nullptr
+                                            : DqSums<Config>(p).semaphores + pending_release);
     }
   }
 
-  __device__ void visit(int stage, int head, int tile) {
+  __device__ void process_tile(int stage, int head, int tile) {
     // The mask is also needed past the last key: scores of missing keys are 0, so their P may be
     // infinite, and infinity times a missing key, 0, would make dq NaN.
-    const bool is_masked = work.begin + Bc > at.seqlen_k ||
+    const bool is_masked = coord.begin + Bc > sequence.seqlen_k ||
                            (is_bounded && (tile < tiles.full_begin || tile >= full_end));
-    int found = 0;  // value of the semaphore, in thread 0
+    int current = 0;  // value of the semaphore, in thread 0
     if constexpr (wants_q) {
       if (threadIdx.x == 0) {
-        const QuerySums<Config> sums(p);
-        found = look_at_turn(sums.counter(p, at, work.batch, head, tile));
+        const DqSums<Config> sums(p);
+        current = semaphore_peek(sums.semaphore(p, sequence, coord.batch, head, tile));
       }
     }
-    make_pairs<true>(stage, head, tile, side() * columns, is_masked);
+    compute_pairs<true>(stage, head, tile, query_warp() * columns, is_masked);
 #pragma unroll
     for (int i = 1; i < passes; ++i) {
-      make_pairs<false>(stage, head, tile, (i * side_warps + side()) * columns, is_masked);
+      compute_pairs<false>(stage, head, tile, (i * query_warps + query_warp()) * columns,
+                           is_masked);
     }
     if constexpr (wants_q) {
-      const QuerySums<Config> sums(p);
-      const int place = sums.place(p, at, work.batch, head, tile);
-      const int turn = turn_of(tile);
-      if (threadIdx.x == 0) await_turn(sums.counters + place, turn, found);
+      const DqSums<Config> sums(p);
+      const int slot = sums.tile_slot(p, sequence, coord.batch, head, tile);
+      const int index = order_index(tile);
+      if (threadIdx.x == 0) semaphore_wait(sums.semaphores + slot, index, current);
       __syncthreads();
-      add_others(stage);
-      add_query_gradients(stage, head, tile, turn);
-      passing = place;
-    } else if constexpr (side_warps > 1) {
+      add_other_warps(stage);
+      add_dq(stage, head, tile, index);
+      pending_release = slot;
+    } else if constexpr (query_warps > 1) {
       __syncthreads();
-      add_others(stage);
+      add_other_warps(stage);
     }
   }
 
   // Computes P^T and dS^T of the warp's keys and of `columns` queries of the tile from `first` on,
   // and adds what they contribute to the warp's columns of dk and dv.
   template <bool First>
-  __device__ void make_pairs(int stage, int head, int tile, int first, bool is_masked) {
-    const unsigned query_rows = queries_at(stage) + first * Layout::row_bytes;
-    const unsigned dout_rows = douts_at(stage) + first * LayoutV::row_bytes;
+  __device__ void compute_pairs(int stage, int head, int tile, int first, bool is_masked) {
+    const unsigned query_rows = queries_address(stage) + first * Layout::row_bytes;
+    const unsigned dout_rows = dout_address(stage) + first * LayoutV::row_bytes;
     Scores scores;     // S^T, then P^T
     Scores gradients;  // dP^T, then dS^T
     if constexpr (paired) {
-      multiply_in_pair(scores, gradients, stage, first);
+      multiply_paired(scores, gradients, stage, first);
     } else {
       clear(scores);
       clear(gradients);
       Base::template multiply_keys_queries<columns>(scores, query_rows);
       if constexpr (wants_ds) Base::template multiply_values_douts<columns>(gradients, dout_rows);
     }
-    if (First) pass();
+    if (First) release_semaphore();
     if (is_masked) {
-      weigh<true>(scores, gradients, stage, head, tile, first);
+      softmax_backward<true>(scores, gradients, stage, head, tile, first);
     } else {
-      weigh<false>(scores, gradients, stage, head, tile, first);
+      softmax_backward<false>(scores, gradients, stage, head, tile, first);
     }
-    if constexpr (in_pieces && wants_v) factors(stage).apply_to_p(scores, first);
-    const float second_of_ds =
-        Base::template take_unit<finds_ds>(gradients, first_of_ds, exchanges_ds, first);
-    const float second_of_p =
-        Base::template take_unit<finds_p>(scores, first_of_p, exchanges_p, first);
-    Left of_p, of_ds;
-    Base::template make_left<exchanges_ds>(of_ds, gradients, ds_at(), first);
-    Base::template make_left<exchanges_p>(of_p, scores, p_at(), first);
+    if constexpr (has_components && wants_v) factors(stage).apply_to_p(scores, first);
+    const float ds_second_unit =
+        Base::template choose_unit<refines_ds>(gradients, ds_units_begin, exchanges_ds, first);
+    const float p_second_unit =
+        Base::template choose_unit<refines_p>(scores, p_units_begin, exchanges_p, first);
+    Left p_operand, ds_operand;
+    Base::template make_operand<exchanges_ds>(ds_operand, gradients, ds_address(), first);
+    Base::template make_operand<exchanges_p>(p_operand, scores, p_address(), first);
     if constexpr (wants_k) {
-      if constexpr (in_pieces) apply_to_left(of_ds, stage, first);
-      Base::template add_product<Columns, Layout>(sums_k, of_ds, query_rows,
-                                                  units(stage).of_k * second_of_ds);
+      if constexpr (has_components) apply_to_left(ds_operand, stage, first);
+      Base::template add_product<Columns, Layout>(dk_sums, ds_operand, query_rows,
+                                                  units(stage).dk_unit * ds_second_unit);
     }
     if constexpr (wants_v) {
-      Base::template add_product<ColumnsV, LayoutV>(sums_v, of_p, dout_rows,
-                                                    units(stage).of_v * second_of_p);
+      Base::template add_product<ColumnsV, LayoutV>(dv_sums, p_operand, dout_rows,
+                                                    units(stage).dv_unit * p_second_unit);
     }
   }
 
   template <bool Masked>
-  __device__ void weigh(Scores& scores, Scores& gradients, int stage, int head, int tile,
-                        int first) {
+  __device__ void softmax_backward(Scores& scores, Scores& gradients, int stage, int head, int tile,
+                                   int first) {
     const int column = first + lane % 4 * 2;  // column of the lane's first element in the tile
-    const Terms* terms =
-        reinterpret_cast<const Terms*>(memory + (terms_at(stage) - shared)) + column;
+    const Stats* stats =
+        reinterpret_cast<const Stats*>(memory + (stats_address(stage) - shared)) + column;
     const Units unit = units(stage);
-    constexpr bool of_scaled = in_pieces && !Config::Mods::changes_scores;
-    const Weigh<Config, columns / 4, 2 * row_tiles> weigh = {
+    constexpr bool of_scaled = has_components && !Config::Mods::changes_scores;
+    const SoftmaxBackward<Config, columns / 4, 2 * row_tiles> softmax_backward = {
         p,
         mask,
-        at,
-        work.batch,
+        sequence,
+        coord.batch,
         head,
         of_scaled ? scale_log2 * unit.score : scale_log2,
-        in_pieces ? 1 / Units::unit_of_p : 1,
-        in_pieces ? Units::log2_of_p : 0};
-    const auto element = [](auto& of, int r, int n) -> float& {
-      return of[n / 2][r / 2][2 * (n % 2) + r % 2];
+        has_components ? 1 / Units::p_unit : 1,
+        has_components ? Units::p_log2 : 0};
+    const auto element = [](auto& values, int r, int n) -> float& {
+      return values[n / 2][r / 2][2 * (n % 2) + r % 2];
     };
-    if constexpr (in_pieces) {
+    if constexpr (has_components) {
       scale(scores, gradients, unit);
-      hide_infinite_keys(scores);
+      mask_infinite_keys(scores);
     }
-    weigh.template run<Masked>(
+    softmax_backward.template run<Masked>(
         [&](int r) { return tile * Br + column + r / 2 * 8 + r % 2; },
-        work.begin + key_warp() * warp_keys + lane / 4,
-        [&](int r) { return unit.of(terms[r / 2 * 8 + r % 2]); },
+        coord.begin + key_warp() * warp_keys + lane / 4,
+        [&](int r) { return unit.scale(stats[r / 2 * 8 + r % 2]); },
         [&](int r, int n) -> float& { return element(scores, r, n); },
         [&](int r, int n) -> float& { return element(gradients, r, n); },
         [](int n) { return n / 2 * 16 + n % 2 * 8; });
-    if constexpr (Config::Mods::hides_pairs) {
+    if constexpr (Config::Mods::masks_pairs) {
 #pragma unroll
       for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
         for (int j = 0; j < columns / 8; ++j) {
 #pragma unroll
-          for (int c = 0; c < 4; ++c) seen[i][c / 2] += scores[i][j][c];
+          for (int c = 0; c < 4; ++c) p_sums[i][c / 2] += scores[i][j][c];
         }
       }
     }
@@ -216,12 +220,13 @@ struct MmaGradients : MmaGradientProducts<Config> {
 
   // Sets the scores of keys that hold an infinity, whose components are zeros. The scaled score
   // becomes -inf: any other score of such a key has made the row's lse NaN.
-  __device__ void hide_infinite_keys(Scores& scores) const {
+  __device__ void mask_infinite_keys(Scores& scores) const {
     const auto& keys =
-        *reinterpret_cast<const KeyScales*>(memory + Base::Images::OfKeys::scales_at);
+        *reinterpret_cast<const KeyScales*>(memory + Base::Preswizzled::KvTile::scales_offset);
     if (!keys.has_infinite) return;
     const float infinity = SoftmaxMath<float>::infinity();
-    const float hidden = !Config::Mods::changes_scores && scale_log2 < 0 ? infinity : -infinity;
+    const float masked_score =
+        !Config::Mods::changes_scores && scale_log2 < 0 ? infinity : -infinity;
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
@@ -231,7 +236,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
         for (int j = 0; j < columns / 8; ++j) {
 #pragma unroll
           for (int c = 0; c < 2; ++c) {
-            scores[i][j][2 * half + c] = hidden;
+            scores[i][j][2 * half + c] = masked_score;
           }
         }
       }
@@ -239,87 +244,87 @@ struct MmaGradients : MmaGradientProducts<Config> {
   }
 
   // Adds to dk and dv what P^T and dS^T of the other warps with the same keys contribute.
-  __device__ void add_others(int stage) {
+  __device__ void add_other_warps(int stage) {
 #pragma unroll
-    for (int other = 1; other < side_warps; ++other) {
+    for (int other = 1; other < query_warps; ++other) {
 #pragma unroll
       for (int pass = 0; pass < passes; ++pass) {
-        const int first = (pass * side_warps + (side() + other) % side_warps) * columns;
+        const int first = (pass * query_warps + (query_warp() + other) % query_warps) * columns;
         Left left;
         if constexpr (wants_v) {
-          read(left, p_at(), first);
-          float factor = units(stage).of_v;
-          if constexpr (finds_p) factor *= second_unit(first_of_p, key_warp(), first);
+          read(left, p_address(), first);
+          float factor = units(stage).dv_unit;
+          if constexpr (refines_p) factor *= second_unit(p_units_begin, key_warp(), first);
           Base::template add_product<ColumnsV, LayoutV>(
-              sums_v, left, douts_at(stage) + first * LayoutV::row_bytes, factor);
+              dv_sums, left, dout_address(stage) + first * LayoutV::row_bytes, factor);
         }
         if constexpr (wants_k) {
-          read(left, ds_at(), first);
-          if constexpr (in_pieces) apply_to_left(left, stage, first);
-          float factor = units(stage).of_k;
-          if constexpr (finds_ds) factor *= second_unit(first_of_ds, key_warp(), first);
+          read(left, ds_address(), first);
+          if constexpr (has_components) apply_to_left(left, stage, first);
+          float factor = units(stage).dk_unit;
+          if constexpr (refines_ds) factor *= second_unit(ds_units_begin, key_warp(), first);
           Base::template add_product<Columns, Layout>(
-              sums_k, left, queries_at(stage) + first * Layout::row_bytes, factor);
+              dk_sums, left, queries_address(stage) + first * Layout::row_bytes, factor);
         }
       }
     }
   }
 
-  __device__ void add_query_gradients(int stage, int head, int tile, int turn) {
-    const TurnOfWarp<Fragments> own(
-        QuerySums<Config>(p).template sums<Fragments::floats>(p, at, work.batch, head, tile),
-        turn);
-    typename TurnOfWarp<Fragments>::Sums sums;
-    const unsigned right = ColumnsOfSums::lane_address(keys_at(), warp % sum_column_warps);
-    if constexpr (in_pieces) {
-      constexpr int depth = finds_ds ? row_tiles : Bc % 32 == 0 ? 2 : 1;  // summed separately
+  __device__ void add_dq(int stage, int head, int tile, int order_index) {
+    const DqAccumulator<Fragments> accumulator(
+        DqSums<Config>(p).template sums<Fragments::floats>(p, sequence, coord.batch, head, tile),
+        order_index);
+    typename DqAccumulator<Fragments>::Sums sums;
+    const unsigned right = DqColumns::lane_address(keys_address(), warp % dq_column_warps);
+    if constexpr (has_components) {
+      constexpr int depth = refines_ds ? row_tiles : Bc % 32 == 0 ? 2 : 1;  // summed separately
       clear(sums);
 #pragma unroll 1
       for (int key = 0; key < Bc; key += 16 * depth) {
-        LeftStep<sum_row_tiles> left[depth][2];
+        LeftStep<dq_row_tiles> left[depth][2];
 #pragma unroll
         for (int step = 0; step < depth; ++step) read_ds(left[step], key + 16 * step);
-        ColumnsOfSums::add_product(sums, left, right + key * Layout::row_bytes, [&](int i) {
-          if constexpr (!finds_ds) return 1.0f;
-          return second_unit(first_of_ds, key / warp_keys, 16 * (first_sum_tile() + i));
+        DqColumns::add_product(sums, left, right + key * Layout::row_bytes, [&](int i) {
+          if constexpr (!refines_ds) return 1.0f;
+          return second_unit(ds_units_begin, key / warp_keys, 16 * (first_dq_tile() + i));
         });
       }
-      factors(stage).apply_to_rows(sums, first_sum_tile());
-      own.add(sums, units(stage).of_q);
+      factors(stage).apply_to_rows(sums, first_dq_tile());
+      accumulator.add(sums, units(stage).dq_unit);
     } else {
-      own.begin(sums);
+      accumulator.begin(sums);
 #pragma unroll
       for (int key = 0; key < Bc; key += 16) {
-        LeftStep<sum_row_tiles> left[1];
+        LeftStep<dq_row_tiles> left[1];
         read_ds(left, key);
-        ColumnsOfSums::multiply(sums, left[0], right + key * Layout::row_bytes);
+        DqColumns::multiply(sums, left[0], right + key * Layout::row_bytes);
       }
-      own.end(sums);
+      accumulator.end(sums);
     }
   }
 
   // Returns whether any query attends to a key. If none does, its sums may be NaN, as 0 times NaN.
-  __device__ bool is_seen(int i, int half) {
+  __device__ bool is_visible_key(int i, int half) {
     const int row = key_warp() * warp_keys + 16 * i + 8 * half + lane / 4;
-    const int key = work.begin + row;
-    bool found = mask.first_row(key, at.seqlen_q) < mask.last_row(key, at.seqlen_q);
-    if constexpr (Config::Mods::hides_pairs) {
-      found = found && reinterpret_cast<const int*>(memory + stages_at)[row] != 0;
+    const int key = coord.begin + row;
+    bool is_visible = mask.row_begin(key, sequence.seqlen_q) < mask.row_end(key, sequence.seqlen_q);
+    if constexpr (Config::Mods::masks_pairs) {
+      is_visible = is_visible && reinterpret_cast<const int*>(memory + stages_offset)[row] != 0;
     }
-    return found;
+    return is_visible;
   }
 
-  // If modifications mask pairs, combines `seen` of the warps that have the same keys.
-  __device__ void share_seen() {
-    int* flags = reinterpret_cast<int*>(memory + stages_at);
-    static_assert(stages * stage_bytes >= Bc * int(sizeof(int)), "place for a flag of each key");
+  // If modifications mask pairs, combines `p_sums` of the warps that have the same keys.
+  __device__ void combine_p_sums() {
+    int* flags = reinterpret_cast<int*>(memory + stages_offset);
+    static_assert(stages * stage_bytes >= Bc * int(sizeof(int)), "the stages hold a flag per key");
     for (int i = threadIdx.x; i < Bc; i += threads) flags[i] = 0;
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if (seen[i][half] != 0) {
+        if (p_sums[i][half] != 0) {
           flags[key_warp() * warp_keys + 16 * i + 8 * half + lane / 4] = 1;
         }
       }
@@ -329,58 +334,60 @@ struct MmaGradients : MmaGradientProducts<Config> {
 
   __device__ void finish() {
     const float scale = signed_scale<Config, float>(p);
-    if constexpr (Config::Mods::hides_pairs) share_seen();
+    if constexpr (Config::Mods::masks_pairs) combine_p_sums();
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const bool found = is_seen(i, half);
-        scale_row<2 * Columns::steps>(sums_k[i][0] + 2 * half, scale);
-        if (!found) {
-          fill_row_from<2 * Columns::steps>(sums_k[i][0] + 2 * half, 0, 0);
-          fill_row_from<2 * ColumnsV::steps>(sums_v[i][0] + 2 * half, 0, 0);
+        const bool is_visible = is_visible_key(i, half);
+        scale_row<2 * Columns::steps>(dk_sums[i][0] + 2 * half, scale);
+        if (!is_visible) {
+          fill_row_from<2 * Columns::steps>(dk_sums[i][0] + 2 * half, 0, 0);
+          fill_row_from<2 * ColumnsV::steps>(dv_sums[i][0] + 2 * half, 0, 0);
         }
       }
     }
-    if constexpr (wants_k) write<Config::head_dim, Layout, Columns>(p.dk, sums_k, keys_at());
-    if constexpr (wants_v) write<Config::head_dim_v, LayoutV, ColumnsV>(p.dv, sums_v, values_at());
+    if constexpr (wants_k) write<Config::head_dim, Layout, Columns>(p.dk, dk_sums, keys_address());
+    if constexpr (wants_v) {
+      write<Config::head_dim_v, LayoutV, ColumnsV>(p.dv, dv_sums, values_address());
+    }
   }
 
   // Writes dk or dv. A gradient of the inputs' type goes through shared memory at `target`, which
   // no warp reads any more, so that global stores are whole 16-byte chunks.
-  template <int Dim, class TileLayout, class OwnColumns, class Accumulators>
-  __device__ void write(const Tensor& tensor, const Accumulators& of, unsigned target) {
-    Gradient* output = tensor.head<Gradient>(at.k_batch, work.head) +
-                       (int64(at.k_first) + work.begin) * tensor.row_stride;
-    const int left = at.seqlen_k - work.begin;
-    constexpr int column_tiles = 2 * OwnColumns::steps;
+  template <int Dim, class TileLayout, class Slice, class Accumulators>
+  __device__ void write(const Tensor& tensor, const Accumulators& values, unsigned target) {
+    Gradient* output = tensor.head<Gradient>(sequence.k_batch, coord.head) +
+                       (int64(sequence.k_first) + coord.begin) * tensor.row_stride;
+    const int left = sequence.seqlen_k - coord.begin;
+    constexpr int column_tiles = 2 * Slice::steps;
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = key_warp() * warp_keys + 16 * i + 8 * half + lane / 4;
-        if constexpr (sizeof(Gradient) != sizeof(Piece)) {
+        if constexpr (sizeof(Gradient) != sizeof(Component)) {
           if (row >= left) continue;
           write_row<column_tiles, Dim>(
-              output + row * tensor.row_stride, of[i][0] + 2 * half,
-              [&](int j, int c) { return OwnColumns::column(j, side()) + c; });
+              output + row * tensor.row_stride, values[i][0] + 2 * half,
+              [&](int j, int c) { return Slice::column(j, query_warp()) + c; });
         } else {
 #pragma unroll
           for (int j = 0; j < column_tiles; ++j) {
-            const int chunk = OwnColumns::column(j, side()) / 8;
+            const int chunk = Slice::column(j, query_warp()) / 8;
             ptx::st_shared(target + TileLayout::offset(row, chunk) + lane % 4 * 4,
-                           pack<Piece>(of[i][j][2 * half], of[i][j][2 * half + 1]));
+                           pack<Component>(values[i][j][2 * half], values[i][j][2 * half + 1]));
           }
         }
       }
     }
-    if constexpr (sizeof(Gradient) == sizeof(Piece)) {
+    if constexpr (sizeof(Gradient) == sizeof(Component)) {
       __syncthreads();
       constexpr int elements = TileLayout::chunk_elements;
 #pragma unroll 4
-      for (int place = threadIdx.x; place < Bc * TileLayout::chunks; place += threads) {
-        const int row = place / TileLayout::chunks;
-        const int chunk = place % TileLayout::chunks;
+      for (int i = threadIdx.x; i < Bc * TileLayout::chunks; i += threads) {
+        const int row = i / TileLayout::chunks;
+        const int chunk = i % TileLayout::chunks;
         if (row >= left) break;
         unsigned bits[4];
         ptx::ld_shared_v4(bits, target + TileLayout::offset(row, chunk));
@@ -396,20 +403,21 @@ template <class Config>
 __device__ void mma_gradients(const GradientParams& p) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   // With a causal mask most queries attend to the first keys, so their KV tiles start first.
-  const GradientWork work = find_gradient_work<Config, Config::Bc, true, false>(p, blockIdx.x);
-  const Sequence at = sequence_of<Config>(p, work.batch);
-  if (work.begin >= at.seqlen_k) return;
-  MmaGradients<Config>(p, work, at, shared_memory).run();
+  const GradientTileCoord coord =
+      gradient_tile_coord<Config, Config::Bc, true, false>(p, blockIdx.x);
+  const Sequence sequence = sequence_of<Config>(p, coord.batch);
+  if (coord.begin >= sequence.seqlen_k) return;
+  MmaGradients<Config>(p, coord, sequence, shared_memory).run();
 }
 
 template <class Config>
-__device__ void mma_tile_images(const GradientParams& p) {
-  make_tile_images<Config>(p);
+__device__ void mma_preswizzle_tiles(const GradientParams& p) {
+  preswizzle_tiles<Config>(p);
 }
 
 template <class Config>
 __device__ void mma_query_gradients(const GradientParams& p) {
-  using Tile = QueryGradientTile<Config, typename MmaGradients<Config>::Fragments>;
+  using Tile = DqTile<Config, typename MmaGradients<Config>::Fragments>;
   __shared__ typename Tile::Shared shared;
   Tile::write(p, shared);
 }

@@ -3,11 +3,11 @@
 #pragma once
 
 #include "params.cuh"
-#include "backward/places.cuh"
+#include "backward/packed_tiles.cuh"
 #include "score/mask.cuh"
 #include "score/softmax.cuh"
 #include "tile/element.cuh"
-#include "grid/sequences.cuh"
+#include "scheduler/sequences.cuh"
 
 // Gradient of a bias, a contiguous array. An axis along which the bias is broadcast has length 1.
 // With packed sequences there is no batch axis, and the rows are those of all sequences.
@@ -29,8 +29,8 @@ struct GradientParams : Params {
   const void* dlse;  // gradient of lse, or null
   void* dsinks;      // shape (heads_q), or null
   BiasGradient dbias;
-  void* bias_parts;    // in the workspace, see bias_gradients.cuh
-  void* capture_sums;  // in the workspace, see capture_gradients.cuh
+  void* bias_parts;    // in the workspace, see inputs/bias.cuh
+  void* capture_sums;  // in the workspace, see inputs/captures.cuh
 #ifdef CUPY_FLASH_MODIFIED
   // Contiguous gradients of captured arrays, in the order of generated code; null if not wanted.
   void* dcaptures[Mods::differentiable > 0 ? Mods::differentiable : 1];
@@ -40,7 +40,7 @@ struct GradientParams : Params {
 // Row statistics of a query row, from which gradients are computed: P = exp2(score log2(e) -
 // lse_log2) and dS = P (dP - delta).
 template <class T>
-struct alignas(2 * sizeof(T)) RowTerms {
+struct alignas(2 * sizeof(T)) RowStats {
   // +inf if the row has no gradient, because it attends to no key or its scores are too large in
   // magnitude; P is then 0.
   T lse_log2;
@@ -49,22 +49,22 @@ struct alignas(2 * sizeof(T)) RowTerms {
 
 // Returns the row statistics of all query rows, which are in the workspace in the order of lse.
 template <class Config>
-__device__ auto* row_terms(const GradientParams& p) {
-  return static_cast<RowTerms<Accumulator<typename Config::Element>>*>(p.workspace);
+__device__ auto* row_stats(const GradientParams& p) {
+  return static_cast<RowStats<Accumulator<typename Config::Element>>*>(p.workspace);
 }
 
 // Returns the index in lse of the first query row of a sequence's head.
-__device__ inline int64 first_row_of_head(const Params& p, const Sequence& at, int head) {
-  if (p.cu_seqlens_q != nullptr) return int64(head) * p.total_q + at.q_first;
-  return (int64(at.q_batch) * p.heads_q + head) * p.seqlen_q;
+__device__ inline int64 first_row_of_head(const Params& p, const Sequence& sequence, int head) {
+  if (p.cu_seqlens_q != nullptr) return int64(head) * p.total_q + sequence.q_first;
+  return (int64(sequence.q_batch) * p.heads_q + head) * p.seqlen_q;
 }
 
 // Returns the statistics of a query row; those of a fully masked row past the end of the sequence.
 template <class Config, class T = Accumulator<typename Config::Element>>
-__device__ RowTerms<T> row_terms_of(const GradientParams& p, const Sequence& at, int head,
+__device__ RowStats<T> row_stats_of(const GradientParams& p, const Sequence& sequence, int head,
                                     int row) {
-  if (row >= at.seqlen_q) return {SoftmaxMath<T>::infinity(), 0};
-  return row_terms<Config>(p)[first_row_of_head(p, at, head) + row];
+  if (row >= sequence.seqlen_q) return {SoftmaxMath<T>::infinity(), 0};
+  return row_stats<Config>(p)[first_row_of_head(p, sequence, head) + row];
 }
 
 // Threshold of P above which a row counts as attending to one key only.
@@ -99,7 +99,7 @@ __device__ inline T least_p_of_one_key(T lse_log2) {
 
 // Whether dS of rows that attend to one key is set to 0: not if lse has a gradient or a sink.
 template <class Config>
-constexpr bool settles_one_key = Config::one_key && !Config::has_dlse && !Config::sinks;
+constexpr bool zeroes_one_key_ds = Config::has_one_key_rows && !Config::has_dlse && !Config::sinks;
 
 // Element type of a gradient: that of its input, or `Config::Gradient` if the caller asks for one.
 template <class Config, class Input, bool AsInput = Config::as_inputs>
@@ -115,19 +115,19 @@ struct GradientType<Config, Input, false> {
 // `cu_seqlens` or `seqused_k` overlap: its gradient would be written twice.
 template <class Config>
 __device__ Sequence sequence_of(const Params& p, int batch) {
-  if constexpr (Config::sequences) {
-    Sequence found = find_sequence<0>(p, batch);
+  if constexpr (Config::has_seqlens) {
+    Sequence sequence = find_sequence<0>(p, batch);
     if (p.cu_seqlens_q != nullptr) {
-      const PackedPart own = rows_of_sequence(p.cu_seqlens_q, p.batch, p.total_q, batch);
-      found.q_first = own.begin;
-      found.seqlen_q = clamp(own.end - own.begin, 0, found.seqlen_q);
+      const PackedRange rows = rows_of_sequence(p.cu_seqlens_q, p.batch, p.total_q, batch);
+      sequence.q_first = rows.begin;
+      sequence.seqlen_q = clamp(rows.end - rows.begin, 0, sequence.seqlen_q);
     }
     if (p.cu_seqlens_k != nullptr) {
-      const PackedPart own = rows_of_sequence(p.cu_seqlens_k, p.batch, p.total_k, batch);
-      found.k_first = own.begin;
-      found.seqlen_k = clamp(own.end - own.begin, 0, found.seqlen_k);
+      const PackedRange rows = rows_of_sequence(p.cu_seqlens_k, p.batch, p.total_k, batch);
+      sequence.k_first = rows.begin;
+      sequence.seqlen_k = clamp(rows.end - rows.begin, 0, sequence.seqlen_k);
     }
-    return found;
+    return sequence;
   } else {
     return {batch, 0, p.seqlen_q, batch, 0, p.seqlen_k};
   }
@@ -135,10 +135,10 @@ __device__ Sequence sequence_of(const Params& p, int batch) {
 
 // Returns the mask that decides by position which pairs of a sequence are visible.
 template <class Config>
-__device__ Mask<Config> mask_of(const Params& p, const Sequence& at, int batch) {
-  const int q_offset = Config::sequences ? at.q_offset<Config>(p, batch)
-                                         : first_position<Config>(p, batch, p.q_offset);
-  return {at.seqlen_k, q_offset, {p, batch}};
+__device__ Mask<Config> mask_of(const Params& p, const Sequence& sequence, int batch) {
+  const int q_offset = Config::has_seqlens ? sequence.q_offset<Config>(p, batch)
+                                           : first_position<Config>(p, batch, p.q_offset);
+  return {sequence.seqlen_k, q_offset, {p, batch}};
 }
 
 // Returns the softmax scale with its sign. dq and dk are multiplied by it.

@@ -25,8 +25,8 @@
 #include "tile/access.cuh"
 #include "cache/quantize.cuh"
 #include "params.cuh"
-#include "grid/pages.cuh"
-#include "grid/sequences.cuh"
+#include "scheduler/pages.cuh"
+#include "scheduler/sequences.cuh"
 
 // Arguments: those of attention over the cache before the append, and the new rows. With a rotary
 // embedding, rotated queries go to `out`, which is contiguous; without, seqlen_q is 0.
@@ -58,32 +58,32 @@ __host__ __device__ constexpr int common_alignment(int alignment, int bytes) {
 }
 
 template <class Element>
-constexpr int piece_elements = 16 / int(sizeof(Element));
+constexpr int chunk_elements = 16 / int(sizeof(Element));
 
 template <class Element>
-using Piece = Vector<Element, piece_elements<Element>>;
+using Chunk = Vector<Element, chunk_elements<Element>>;
 
 // One 16-byte chunk of a row that is copied unchanged.
 template <class Element, int Columns, int Alignment>
 struct CopiedRow {
-  static constexpr int width = piece_elements<Element>;
-  static constexpr int pieces = ceil_div(Columns, width);
+  static constexpr int width = chunk_elements<Element>;
+  static constexpr int chunks = ceil_div(Columns, width);
   static constexpr int step = width;  // every part starts at a multiple of `step` columns
 
-  Piece<Element> x;
+  Chunk<Element> x;
   int column, elements;
 
-  __device__ CopiedRow(const Element* row, int piece) {
-    column = piece * width;
+  __device__ CopiedRow(const Element* row, int chunk) {
+    column = chunk * width;
     elements = min(width, Columns - column);
     x = load_elements<width, Alignment>(row + column, elements);
   }
   __device__ void store(Element* row) const {
     store_chunk<Element, Alignment>(row + column, x, elements);
   }
-  template <class Visit>
-  __device__ void for_each_part(Visit visit) const {
-    visit(column, x, elements);
+  template <class Function>
+  __device__ void for_each_run(Function function) const {
+    function(column, x, elements);
   }
 };
 
@@ -95,16 +95,16 @@ struct RotatedRow {
   using Element = typename Config::Element;
   using Angle = typename Config::RotaryElement;
   using T = Accumulator<Element>;
-  static constexpr int width = piece_elements<Element>;
+  static constexpr int width = chunk_elements<Element>;
   static constexpr bool interleaved = Config::rotary_interleaved;
   static constexpr int half = Config::rotary_dim / 2;
   static constexpr int half_bytes = half * int(sizeof(Element));
   static constexpr int pairs = interleaved ? width / 2 : width;
-  static constexpr int rotated_pieces = ceil_div(half, pairs);
+  static constexpr int rotated_chunks = ceil_div(half, pairs);
   // If pairs are interleaved, the last rotated chunk may end with columns that are only copied.
-  static constexpr int rest_begin = interleaved ? rotated_pieces * width : Config::rotary_dim;
+  static constexpr int rest_begin = interleaved ? rotated_chunks * width : Config::rotary_dim;
   static constexpr int rest = Config::head_dim > rest_begin ? Config::head_dim - rest_begin : 0;
-  static constexpr int pieces = rotated_pieces + ceil_div(rest, width);
+  static constexpr int chunks = rotated_chunks + ceil_div(rest, width);
   static constexpr int step = interleaved ? width : common_alignment(width, half);
   // Alignment of the partner chunks, and of the columns after them.
   static constexpr int from_alignment =
@@ -112,14 +112,14 @@ struct RotatedRow {
   static constexpr int to_alignment =
       interleaved ? ToAlignment : common_alignment(ToAlignment, half_bytes);
 
-  Piece<Element> x, partner;
+  Chunk<Element> x, partner;
   int column, elements;
   int first_pair;  // column of cos and sin for the chunk's first pair; `half` if it is not rotated
 
-  __device__ RotatedRow(const Element* row, int piece) {
-    const bool rotated = piece < rotated_pieces;
-    first_pair = rotated ? piece * pairs : half;
-    column = rotated ? piece * width : rest_begin + (piece - rotated_pieces) * width;
+  __device__ RotatedRow(const Element* row, int chunk) {
+    const bool rotated = chunk < rotated_chunks;
+    first_pair = rotated ? chunk * pairs : half;
+    column = rotated ? chunk * width : rest_begin + (chunk - rotated_chunks) * width;
     const int end = rotated && !interleaved ? half : Config::head_dim;
     elements = min(width, end - column);
     x = load_elements<width, from_alignment>(row + column, elements);
@@ -132,17 +132,17 @@ struct RotatedRow {
 
   // Rotates the chunk by the angles of one position. Explicit fma() calls make the bits of a row
   // independent of its alignment, which would otherwise affect contraction.
-  __device__ void turn(const Angle* cos, const Angle* sin) {
+  __device__ void rotate(const Angle* cos, const Angle* sin) {
     const int count = min(pairs, half - first_pair);
     const auto c = load_elements<pairs, Config::rotary_alignment>(cos + first_pair, count);
     const auto s = load_elements<pairs, Config::rotary_alignment>(sin + first_pair, count);
 #pragma unroll
     for (int pair = 0; pair < pairs; ++pair) {
       if (pair >= count) break;
-      Element& first = interleaved ? x.at[2 * pair] : x.at[pair];
-      Element& second = interleaved ? x.at[2 * pair + 1] : partner.at[pair];
+      Element& first = interleaved ? x.data[2 * pair] : x.data[pair];
+      Element& second = interleaved ? x.data[2 * pair + 1] : partner.data[pair];
       const T a = widen(first), b = widen(second);
-      const T cosine = T(widen(c.at[pair])), sine = T(widen(s.at[pair]));
+      const T cosine = T(widen(c.data[pair])), sine = T(widen(s.data[pair]));
       first = narrow<Element>(fma(a, cosine, -(b * sine)));
       second = narrow<Element>(fma(a, sine, b * cosine));
     }
@@ -154,10 +154,10 @@ struct RotatedRow {
       store_chunk<Element, to_alignment>(row + half + column, partner, elements);
     }
   }
-  template <class Visit>
-  __device__ void for_each_part(Visit visit) const {
-    visit(column, x, elements);
-    if (has_partner()) visit(half + column, partner, elements);
+  template <class Function>
+  __device__ void for_each_run(Function function) const {
+    function(column, x, elements);
+    if (has_partner()) function(half + column, partner, elements);
   }
 };
 
@@ -219,13 +219,13 @@ struct Row {
 
   // The sequence before the append, and the maximum number of its keys.
   struct Keys {
-    Sequence at;
+    Sequence sequence;
     int capacity;
   };
   __device__ Keys keys() const {
-    Keys found;
-    found.at = find_sequence<Config::page_size, false>(p, batch, found.capacity);
-    return found;
+    Keys result;
+    result.sequence = find_sequence<Config::page_size, false>(p, batch, result.capacity);
+    return result;
   }
 
   __device__ const Element* query(int head) const {
@@ -248,7 +248,7 @@ struct Row {
   // Returns the address of the new row (or of its scale) in `cache`, or null if it lies outside.
   template <class Stored = Element>
   __device__ Stored* target(const Tensor& cache, int head, const Keys& keys) const {
-    int key = keys.at.seqlen_k + row;
+    int key = keys.sequence.seqlen_k + row;
     if (key >= keys.capacity) return nullptr;
     if constexpr (Config::ranks > 1) {
       const int number = key / Config::stripe;
@@ -258,16 +258,16 @@ struct Row {
     if constexpr (Config::page_size > 0) {
       const int* table = p.block_table + batch * p.block_table_stride;
       const int page = table[key / Config::page_size];
-      if (!is_page(page, p.pages)) return nullptr;
+      if (!is_valid_page(page, p.pages)) return nullptr;
       return cache.head<Stored>(page, head) + key % Config::page_size * cache.row_stride;
     } else {
-      return cache.head<Stored>(keys.at.k_batch, head) + key * cache.row_stride;
+      return cache.head<Stored>(keys.sequence.k_batch, head) + key * cache.row_stride;
     }
   }
 
   __device__ const Angle* angles(const void* table, const Keys& keys, bool advances) const {
     const int* first = p.rotary_seqlens;
-    const int begin = first ? clamp(first[batch], 0, p.rotary_rows) : keys.at.seqlen_k;
+    const int begin = first ? clamp(first[batch], 0, p.rotary_rows) : keys.sequence.seqlen_k;
     const int position = min(begin + (advances ? row : 0), p.rotary_rows - 1);
     return static_cast<const Angle*>(table) + position * p.rotary_stride;
   }
@@ -296,12 +296,12 @@ template <class Config>
 __device__ void rotate_query(const Row<Config>& row, int index) {
   using Query = RotatedQuery<Config>;
   const AppendParams& p = row.p;
-  const int head = index / Query::pieces;
-  Query piece(row.query(head), index % Query::pieces);
+  const int head = index / Query::chunks;
+  Query chunk(row.query(head), index % Query::chunks);
   const auto keys = row.keys();
   const bool advances = p.q_advances != 0;
-  piece.turn(row.angles(p.cos, keys, advances), row.angles(p.sin, keys, advances));
-  piece.store(row.rotated_query(head));
+  chunk.rotate(row.angles(p.cos, keys, advances), row.angles(p.sin, keys, advances));
+  chunk.store(row.rotated_query(head));
 }
 
 template <class Config>
@@ -313,49 +313,50 @@ __device__ void append(const AppendParams& p) {
   using Key = CopiedRow<Element, dim, alignment>;
   using RotatedKey = RotatedRow<Config, alignment, alignment>;
   using Value = CopiedRow<Element, Config::head_dim_v, alignment>;
-  static_assert(Config::rotary_dim % 2 == 0 && Config::rotary_dim <= dim, "pairs within a row");
+  static_assert(Config::rotary_dim % 2 == 0 && Config::rotary_dim <= dim,
+                "rotary_dim must be even and at most head_dim");
 
   if constexpr (Config::packed_new) write_lengths<Config>(p);
   const Row<Config> row(p);
-  const int q_pieces = rotates ? p.heads_q * RotatedQuery<Config>::pieces : 0;
-  const int k_pieces = p.heads_kv * (rotates ? RotatedKey::pieces : Key::pieces);
-  const int v_pieces = p.heads_kv * Value::pieces;
+  const int q_chunks = rotates ? p.heads_q * RotatedQuery<Config>::chunks : 0;
+  const int k_chunks = p.heads_kv * (rotates ? RotatedKey::chunks : Key::chunks);
+  const int v_chunks = p.heads_kv * Value::chunks;
 
-  for (int index = blockIdx.y * blockDim.x + threadIdx.x; index < q_pieces + k_pieces + v_pieces;
+  for (int index = blockIdx.y * blockDim.x + threadIdx.x; index < q_chunks + k_chunks + v_chunks;
        index += gridDim.y * blockDim.x) {
-    if (index < q_pieces) {
+    if (index < q_chunks) {
       if constexpr (rotates) {
         if (row.has_query) rotate_query(row, index);
       }
       continue;
     }
     if (!row.has_new) continue;
-    const int k_index = index - q_pieces;
-    const int v_index = k_index - k_pieces;
+    const int k_index = index - q_chunks;
+    const int v_index = k_index - k_chunks;
     if (v_index >= 0) {
       if constexpr (Config::head_dim_v > 0) {
-        const int head = v_index / Value::pieces;
-        const Value piece(row.new_row(p.new_v, head), v_index % Value::pieces);
-        if (Element* target = row.target(p.v, head, row.keys())) piece.store(target);
+        const int head = v_index / Value::chunks;
+        const Value chunk(row.new_row(p.new_v, head), v_index % Value::chunks);
+        if (Element* target = row.target(p.v, head, row.keys())) chunk.store(target);
       }
     } else if constexpr (rotates) {
-      const int head = k_index / RotatedKey::pieces;
-      RotatedKey piece(row.new_row(p.new_k, head), k_index % RotatedKey::pieces);
+      const int head = k_index / RotatedKey::chunks;
+      RotatedKey chunk(row.new_row(p.new_k, head), k_index % RotatedKey::chunks);
       const auto keys = row.keys();
-      piece.turn(row.angles(p.cos, keys, true), row.angles(p.sin, keys, true));
-      if (Element* target = row.target(p.k, head, keys)) piece.store(target);
+      chunk.rotate(row.angles(p.cos, keys, true), row.angles(p.sin, keys, true));
+      if (Element* target = row.target(p.k, head, keys)) chunk.store(target);
     } else {
-      const int head = k_index / Key::pieces;
-      const Key piece(row.new_row(p.new_k, head), k_index % Key::pieces);
-      if (Element* target = row.target(p.k, head, row.keys())) piece.store(target);
+      const int head = k_index / Key::chunks;
+      const Key chunk(row.new_row(p.new_k, head), k_index % Key::chunks);
+      if (Element* target = row.target(p.k, head, row.keys())) chunk.store(target);
     }
   }
 }
 
 // Called by one warp: quantizes the new row of one head, and appends it to the cache.
-template <class Config, class NewRow, class Turn>
+template <class Config, class NewRow, class Rotate>
 __device__ void quantize_row(const Row<Config>& row, const Tensor& new_rows, const Tensor& cache,
-                             const Tensor& scales, int head, Turn turn) {
+                             const Tensor& scales, int head, Rotate rotate) {
   using Stored = typename Config::CacheElement;
   constexpr int alignment = common_alignment(Config::cache_alignment, NewRow::step);
   const int lane = threadIdx.x % 32;
@@ -364,24 +365,24 @@ __device__ void quantize_row(const Row<Config>& row, const Tensor& new_rows, con
   if (target == nullptr) return;
   const auto* source = row.new_row(new_rows, head);
   // The row is read once for its scale and again for the store; the second read hits L1.
-  const auto for_each_piece = [&](auto visit) {
-    for (int piece = lane; piece < NewRow::pieces; piece += 32) {
-      NewRow part(source, piece);
-      turn(part, keys);
-      part.for_each_part(visit);
+  const auto for_each_chunk = [&](auto function) {
+    for (int chunk = lane; chunk < NewRow::chunks; chunk += 32) {
+      NewRow part(source, chunk);
+      rotate(part, keys);
+      part.for_each_run(function);
     }
   };
   float scale = 1;
   if constexpr (Config::computes_scales) {
     LargestMagnitude largest;
-    for_each_piece([&](int, const auto& x, int elements) { largest.look_at(x.at, elements); });
-    scale = ptx::div_rn(largest.of_warp(), largest_number<Stored>());
+    for_each_chunk([&](int, const auto& x, int elements) { largest.update(x.data, elements); });
+    scale = ptx::div_rn(largest.warp_maximum(), largest_number<Stored>());
     if (lane == 0) *row.template target<float>(scales, head, keys) = scale;
   } else if (scales.data != nullptr) {
     scale = *row.template target<float>(scales, head, keys);
   }
-  for_each_piece([&](int column, const auto& x, int elements) {
-    store_quantized<alignment>(target + column, x.at, elements, scale);
+  for_each_chunk([&](int column, const auto& x, int elements) {
+    store_quantized<alignment>(target + column, x.data, elements, scale);
   });
 }
 
@@ -399,23 +400,23 @@ __device__ void append_quantized(const AppendParams& p) {
   const Row<Config> row(p);
   const int thread = blockIdx.y * blockDim.x + threadIdx.x, threads = gridDim.y * blockDim.x;
   if constexpr (rotates) {
-    const int pieces = row.has_query ? p.heads_q * RotatedQuery<Config>::pieces : 0;
-    for (int index = thread; index < pieces; index += threads) rotate_query(row, index);
+    const int chunks = row.has_query ? p.heads_q * RotatedQuery<Config>::chunks : 0;
+    for (int index = thread; index < chunks; index += threads) rotate_query(row, index);
   }
   if (!row.has_new) return;
   constexpr int sides = Config::head_dim_v > 0 ? 2 : 1;
   for (int index = thread / 32; index < sides * p.heads_kv; index += threads / 32) {
     const int head = index / sides;
-    const auto leave = [](auto&, const auto&) {};
+    const auto no_rotation = [](auto&, const auto&) {};
     if (index % sides == 1) {
-      quantize_row<Config, Value>(row, p.new_v, p.v, p.v_scale, head, leave);
+      quantize_row<Config, Value>(row, p.new_v, p.v, p.v_scale, head, no_rotation);
     } else if constexpr (rotates) {
       quantize_row<Config, RotatedKey>(
-          row, p.new_k, p.k, p.k_scale, head, [&](RotatedKey& piece, const auto& keys) {
-            piece.turn(row.angles(p.cos, keys, true), row.angles(p.sin, keys, true));
+          row, p.new_k, p.k, p.k_scale, head, [&](RotatedKey& chunk, const auto& keys) {
+            chunk.rotate(row.angles(p.cos, keys, true), row.angles(p.sin, keys, true));
           });
     } else {
-      quantize_row<Config, Key>(row, p.new_k, p.k, p.k_scale, head, leave);
+      quantize_row<Config, Key>(row, p.new_k, p.k, p.k_scale, head, no_rotation);
     }
   }
 }

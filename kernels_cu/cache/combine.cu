@@ -64,10 +64,10 @@ __device__ void combine(const CombineParams& p) {
   const T base = fabs(max) == Math::infinity() ? T(0) : max;
   LseMerge<T> merge = {base};
   for (int64 s = lane; s < p.num_splits; s += lanes) {
-    merge.sum += merge.share_of(lse_partial[s * rows]);
+    merge.sum += merge.weight_of(lse_partial[s * rows]);
   }
   merge.sum = reduce<lanes>(merge.sum, [](T a, T b) { return a + b; });
-  if constexpr (Config::sinks) merge.sum += merge.share_of(sink);
+  if constexpr (Config::sinks) merge.sum += merge.weight_of(sink);
   const T normalizer = merge.normalizer();
   if (group >= rows) return;
 
@@ -75,30 +75,30 @@ __device__ void combine(const CombineParams& p) {
   const int row = index % p.seqlen_q;
   const int batch = batch_head / p.heads_q;
   const int head = batch_head % p.heads_q;
-  const Element* from =
+  const Element* source =
       p.out_partial.head<const Element>(batch, head) + row * p.out_partial.row_stride;
-  Element* to = p.out.head<Element>(batch, head) + row * p.out.row_stride;
+  Element* target = p.out.head<Element>(batch, head) + row * p.out.row_stride;
   for (int column = lane * width; column < p.head_dim_v; column += lanes * width) {
     const int elements = min(width, p.head_dim_v - column);
     T merged[width] = {};
 #pragma unroll 4
     for (int64 s = 0; s < p.num_splits; ++s) {
       const T lse = lse_partial[s * rows];
-      const T weight = merge.share_of(lse) * normalizer;
+      const T weight = merge.weight_of(lse) * normalizer;
       const auto x =
-          load_elements<width, Config::alignment>(from + s * p.split_stride + column, elements);
+          load_elements<width, Config::alignment>(source + s * p.split_stride + column, elements);
       // Splits without a visible key are loaded too, so that the loads of several splits overlap.
       // Their outputs may hold anything, and are not used.
-      const bool saw_nothing = lse == -Math::infinity();
+      const bool is_masked = lse == -Math::infinity();
 #pragma unroll
       for (int e = 0; e < width; ++e) {
-        merged[e] = fma(weight, saw_nothing ? T(0) : widen(x.at[e]), merged[e]);
+        merged[e] = fma(weight, is_masked ? T(0) : widen(x.data[e]), merged[e]);
       }
     }
     Vector<Element, width> result;
 #pragma unroll
-    for (int e = 0; e < width; ++e) result.at[e] = narrow<Element>(merged[e]);
-    store_chunk<Element, Config::out_alignment>(to + column, result, elements);
+    for (int e = 0; e < width; ++e) result.data[e] = narrow<Element>(merged[e]);
+    store_chunk<Element, Config::out_alignment>(target + column, result, elements);
   }
   if (lane == 0) static_cast<T*>(p.lse)[index] = merge.lse();
 }

@@ -2,66 +2,66 @@
 // sm_80 and newer. The kernel is bound by memory bandwidth, and reads the KV cache once.
 //
 // The query heads of a KV head are rows of one query tile, so that each key is read once for all of
-// them. Each CTA has a work range, i.e. a range of the keys (grid/shares.cuh), which its warps
-// divide. All warps hold the same query rows. Each warp streams KV tiles of Bc keys through a ring
-// of its own and ends with a partial result, independently of other warps (Flash-Decoding, Dao et
-// al. 2023). The CTA merges the partial results of its warps. In a cluster, CTAs send their results
-// to one CTA, or to each CTA a slice of the columns. Results of several clusters, or of CTAs
-// without clusters, are merged as a tree through global memory: the last CTA of a group to arrive
-// merges the group.
+// them. Each CTA has a work range, i.e. a range of the keys (scheduler/kv_partition.cuh), which its
+// warps divide. All warps hold the same query rows. Each warp streams KV tiles of Bc keys through a
+// ring of its own and ends with a partial result, independently of other warps (Flash-Decoding, Dao
+// et al. 2023). The CTA merges the partial results of its warps. In a cluster, CTAs send their
+// results to one CTA, or to each CTA a slice of the columns. Results of several clusters, or of
+// CTAs without clusters, are merged as a tree through global memory: the last CTA of a group to
+// arrive merges the group.
 //
 // If a head is too wide for one warp's registers, several warps process the same keys, each with a
-// slice of the columns (decode/team.cuh). In MLA (DeepSeek-V2, 2024), V is a prefix of K's columns,
-// so a KV tile is read once and multiplied twice.
+// slice of the columns (decode/column_warps.cuh). In MLA (DeepSeek-V2, 2024), V is a prefix of K's
+// columns, so a KV tile is read once and multiplied twice.
 //
 // An 8-bit cache is read as it is. Each warp converts it to 16-bit numbers in registers, which is
 // exact, and multiplies scores and probabilities by the scales (decode/scales.cuh).
 #pragma once
 
-#include "forward/decode/block.cuh"
+#include "forward/decode/cta.cuh"
 #include "forward/decode/cluster.cuh"
 #include "forward/decode/merge.cuh"
 #include "forward/decode/warp.cuh"
-#include "grid/unowned_rows.cuh"
+#include "scheduler/unowned_rows.cuh"
 #include "params.cuh"
 
 #if __CUDA_ARCH__ >= 800
 
 template <class Config>
 __device__ void decode_forward(const typename CacheOf<Config>::Arguments& params) {
-  constexpr bool in_cluster = DecodeBlock<Config>::in_cluster;
+  constexpr bool in_cluster = DecodeCta<Config>::in_cluster;
   DecodeWarp<Config> warp(params);
-  const DecodeBlock<Config>& block = warp;
-  const DecodeMerge<Config> merge(block);
-  DecodeCluster<Config> cluster{block};
-  if constexpr (in_cluster) cluster.announce();
-  if constexpr (Config::page_size > 0) block.prefetch_table();
+  const DecodeCta<Config>& cta = warp;
+  const DecodeMerge<Config> merge(cta);
+  DecodeCluster<Config> cluster{cta};
+  if constexpr (in_cluster) cluster.init_receive_barrier();
+  if constexpr (Config::page_size > 0) cta.prefetch_table();
   // Packed queries use fixed splits. The last warp clears rows that belong to no sequence, since it
   // is idle while warp 0 computes the work range of the CTA.
-  if constexpr (Config::sequences && !Config::balanced) {
-    if (block.warp == Config::warps - 1) {
+  if constexpr (Config::has_seqlens && !Config::balanced) {
+    if (cta.warp == Config::warps - 1) {
       UnownedRows<Config>{params}.clear_all(blockIdx.x, gridDim.x);
     }
   }
-  block.take_share();
-  while (block.state.has_part) {
+  cta.init_work_range();
+  while (cta.state.has_tile) {
     warp.attend([&] {
       if (threadIdx.x != 0) return;
-      block.find_others();
+      cta.set_merge_info();
       merge.memory.prefetch_counter();
-      if constexpr (in_cluster) cluster.expect_sent();
+      if constexpr (in_cluster) cluster.expect_results();
     });
-    cluster.meet();
-    warp.leave_result();
+    cluster.sync_cluster();
+    warp.write_result();
     __syncthreads();
     merge.merge_warps();
     // All warps must finish merging before the rings and `state` are overwritten.
     __syncthreads();
-    if (!block.state.goes_on) break;
-    block.find_next_part();
+    if (!cta.state.has_next) break;
+    cta.next_tile();
   }
-  cluster.meet();
-  if (in_cluster && cluster.is_merged_here()) merge.merge_sent();
+  cluster.sync_cluster();
+  if (in_cluster && cluster.merges_here()) merge.merge_received();
 }
 
 #endif  // __CUDA_ARCH__ >= 800

@@ -12,13 +12,13 @@
 
 #include "forward/hopper/consumer.cuh"
 #include "forward/hopper/cta.cuh"
-#include "forward/hopper/float8_consumer.cuh"
-#include "forward/hopper/helpers.cuh"
-#include "forward/hopper/pieces.cuh"
+#include "forward/hopper/float8/consumer.cuh"
+#include "forward/hopper/scheduler.cuh"
+#include "forward/hopper/float32_bf16x3.cuh"
 #include "forward/hopper/producer.cuh"
-#include "forward/hopper/values.cuh"
-#include "grid/order.cuh"
-#include "grid/unowned_rows.cuh"
+#include "forward/hopper/float8/transpose_values.cuh"
+#include "scheduler/varlen_order.cuh"
+#include "scheduler/unowned_rows.cuh"
 #include "params.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/sm90a.cuh"
@@ -29,19 +29,19 @@
 template <class Config>
 __device__ void hopper_prepare(const Params& params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
-  HopperCta<Config>::order_of(params).template make<Config::Br, SequenceOrder::WholeBlock>(
+  HopperCta<Config>::order_of(params).template build<Config::Br, VarlenOrder::CtaThreads>(
       params, reinterpret_cast<int*>(shared_memory));
 }
 
 // Clears output rows that belong to no sequence. Called by one warp of each CTA, in kernels where
-// `Ranks` CTAs split head_dim. A spare warp of the producer warpgroup runs this in parallel to the
-// consumers. In CTA pairs that makes consumers spill, so a consumer warp runs it at its end.
-template <class Config, int Ranks>
+// `CtaRanks` CTAs split head_dim. A spare warp of the producer warpgroup runs this in parallel to
+// the consumers. In CTA pairs that makes consumers spill, so a consumer warp runs it at its end.
+template <class Config, int CtaRanks>
 __device__ void clear_unowned_rows(const Params& params) {
   using Cta = HopperCta<Config>;
-  if constexpr (Config::sequences && !Config::split_keys && Cta::ranks == Ranks) {
-    UnownedRows<Config>{params}.clear_all(ptx::block_index() * Ranks + Cta::rank(),
-                                          gridDim.x * Ranks);
+  if constexpr (Config::has_seqlens && !Config::split_keys && Cta::cta_ranks == CtaRanks) {
+    UnownedRows<Config>{params}.clear_all(ptx::cta_index() * CtaRanks + Cta::cta_rank(),
+                                          gridDim.x * CtaRanks);
   }
 }
 
@@ -57,7 +57,7 @@ __device__ void hopper_forward(const TensorMaps& maps, const Params& params) {
     ptx::prefetch_tensormap(&maps.k);
     ptx::prefetch_tensormap(&maps.v);
   }
-  if constexpr (HopperCta<Config>::ranks > 1) {
+  if constexpr (HopperCta<Config>::cta_ranks > 1) {
     // Nothing may be sent to a CTA before its barriers are initialized.
     ptx::cluster_arrive();
     ptx::cluster_wait();
@@ -66,24 +66,24 @@ __device__ void hopper_forward(const TensorMaps& maps, const Params& params) {
   }
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Config::producer_registers>();
-    if constexpr (HopperCta<Config>::makes_order) cta.make_order();
-    if (HopperProducer<Config>::is_one()) HopperProducer<Config>{cta}.produce();
-    if constexpr (Config::sequences) {
-      if (threadIdx.x / 32 == 1) HopperFinder<Config>{cta}.find_visits();
+    if constexpr (HopperCta<Config>::builds_order) cta.build_order();
+    if (HopperProducer<Config>::is_producer_thread()) HopperProducer<Config>{cta}.produce();
+    if constexpr (Config::has_seqlens) {
+      if (threadIdx.x / 32 == 1) HopperScheduler<Config>{cta}.schedule_tiles();
       if (threadIdx.x / 32 == 2) HopperTailClearer<Config>{cta}.clear_tails();
       if (threadIdx.x / 32 == 3) clear_unowned_rows<Config, 1>(params);
     } else {
-      constexpr bool may_see_nothing = Config::causal || Config::split_keys || Config::modified;
-      if (may_see_nothing && threadIdx.x / 32 == 1) {
-        HopperFinder<Config> finder{cta};
-        finder.write_unseeing_tiles();
-        if (cta.helper_sets_rows()) finder.set_rows_of_few_keys();
+      constexpr bool may_be_fully_masked = Config::causal || Config::split_keys || Config::modified;
+      if (may_be_fully_masked && threadIdx.x / 32 == 1) {
+        HopperScheduler<Config> scheduler{cta};
+        scheduler.write_masked_tiles();
+        if (cta.scheduler_writes_rows()) scheduler.overwrite_degenerate_rows();
       }
     }
   } else {
     ptx::setmaxnreg_inc<Config::consumer_registers>();
     HopperConsumer<Config>(cta, warpgroup - 1).consume();
-    if (cta.helper_sets_rows()) cta.consumers_have_written();
+    if (cta.scheduler_writes_rows()) cta.arrive_consumers_done();
     if (threadIdx.x / 32 == 4) clear_unowned_rows<Config, 2>(params);
   }
 }

@@ -24,60 +24,60 @@
 #include "tile/layout.cuh"
 #include "tile/products_16bit.cuh"
 #include "tile/products_tf32x3.cuh"
-#include "grid/chosen_rows.cuh"
-#include "grid/only_key.cuh"
-#include "grid/place.cuh"
-#include "grid/schedule.cuh"
-#include "grid/split.cuh"
+#include "scheduler/row_selection.cuh"
+#include "scheduler/one_key_rows.cuh"
+#include "scheduler/sequence_view.cuh"
+#include "scheduler/tile_coord.cuh"
+#include "scheduler/split_kv.cuh"
 
 #if __CUDA_ARCH__ >= 800
 
 template <class Element>
 struct ProductsOf {
-  template <class Config, int row_tiles, int shares>
-  using type = Products16Bit<Config, row_tiles, shares>;
+  template <class Config, int row_tiles, int column_warps>
+  using type = Products16Bit<Config, row_tiles, column_warps>;
 };
 template <>
 struct ProductsOf<float> {
-  template <class Config, int row_tiles, int shares>
+  template <class Config, int row_tiles, int column_warps>
   using type = ProductsTf32x3<Config, row_tiles>;
 };
 
 // Tile coordinates, kept only if modifications need them: an unused member would change the loops.
 template <class Config, bool Modified = Config::modified>
-struct MmaWork {
-  __device__ explicit MmaWork(const Work&) {}
+struct MmaTileCoord {
+  __device__ explicit MmaTileCoord(const TileCoord&) {}
 };
 template <class Config>
-struct MmaWork<Config, true> {
-  const Work work;
-  __device__ explicit MmaWork(const Work& work) : work(work) {}
+struct MmaTileCoord<Config, true> {
+  const TileCoord coord;
+  __device__ explicit MmaTileCoord(const TileCoord& coord) : coord(coord) {}
 };
 
 template <class Config>
-struct MmaForward : MmaWork<Config> {
+struct MmaForward : MmaTileCoord<Config> {
   using Element = typename Config::Element;
   static constexpr int Br = Config::Br;
   static constexpr int Bc = Config::Bc;
   static constexpr int stages = Config::stages;
   static constexpr int threads = 32 * Config::warps;
-  static constexpr int shares = Br < 16 * Config::warps ? 16 * Config::warps / Br : 1;
-  static constexpr int warp_rows = Br / (Config::warps / shares);
+  static constexpr int column_warps = Br < 16 * Config::warps ? 16 * Config::warps / Br : 1;
+  static constexpr int warp_rows = Br / (Config::warps / column_warps);
   static constexpr int row_tiles = warp_rows / 16;
-  using Products = typename ProductsOf<Element>::template type<Config, row_tiles, shares>;
+  using Products = typename ProductsOf<Element>::template type<Config, row_tiles, column_warps>;
   using KeyLayout = typename Products::KeyLayout;
   using ValueLayout = typename Products::ValueLayout;
   using Softmax = WarpSoftmax<Element, row_tiles, Bc, Products::columns_v>;
 
   // Whether to find rows that attend to one key at the end, and to set them to its value. Needed if
   // P V loses bits and modifications mask keys, so that `Mask` does not tell which rows these are.
-  static constexpr bool settles_only_keys =
+  static constexpr bool fixes_one_key_rows =
       Config::modified && !Config::sinks && !quotient_is_exact<Element>;
 
   static_assert(warp_rows == 16 || warp_rows == 32, "a warp owns one or two tiles of 16 rows");
-  static_assert(Br % Config::warps == 0 && Bc % 16 == 0, "tiles are whole fragments");
-  static_assert(shares == 1 || sizeof(Element) == 2, "of float32 no head is wide");
-  static_assert(stages >= 2 && stages <= 4, "one tile in use, one to three on their way");
+  static_assert(Br % Config::warps == 0 && Bc % 16 == 0, "tiles consist of whole fragments");
+  static_assert(column_warps == 1 || sizeof(Element) == 2, "column warps need 16-bit elements");
+  static_assert(stages >= 2 && stages <= 4, "2 to 4 stages");
 
   // Shared memory: Q, which the output overwrites at the end, then the ring of K and V tiles.
   static constexpr int row_bytes =
@@ -85,8 +85,8 @@ struct MmaForward : MmaWork<Config> {
   static constexpr int q_bytes = Br * row_bytes;
   static constexpr int stage_bytes = Bc * row_bytes;
   static_assert(q_bytes + stages * stage_bytes == Config::shared_memory, "as the host planned");
-  static_assert(shares == 1 || Br * Bc * int(sizeof(float)) <= stage_bytes,
-                "the scores fit where the keys were");
+  static_assert(column_warps == 1 || Br * Bc * int(sizeof(float)) <= stage_bytes,
+                "scores fit in the stage of the keys");
 
   template <int Rows, int Columns, class Layout>
   using Copy = RowCopy<Layout, Element, Rows, Columns, threads, Config::alignment>;
@@ -95,10 +95,10 @@ struct MmaForward : MmaWork<Config> {
   using ValueCopy = Copy<Bc, Config::head_dim_v, ValueLayout>;
 
   const Params& p;
-  const Place<Config>* place;  // sequence of this CTA, or null if the batch is dense
+  const SequenceView<Config>* view;  // sequence of this CTA, or null if the batch is dense
   const Mask<Config, Config::group> mask;
-  const KeyTiles tiles;
-  const int group = threadIdx.x / 32 / shares;  // index of the warps that have the same rows
+  const KvTileRange tiles;
+  const int group = threadIdx.x / 32 / column_warps;  // index of the warps that have the same rows
   const int lane = threadIdx.x % 32;
   const int first_row;  // first query row of which this lane holds elements, see row_of()
   const unsigned q_shared;
@@ -112,33 +112,33 @@ struct MmaForward : MmaWork<Config> {
   typename Products::Output out;
   Softmax softmax;
 
-  __device__ MmaForward(const Params& params, const Work& work, unsigned shared,
-                        const Place<Config>* place = nullptr)
-      : MmaWork<Config>(work),
+  __device__ MmaForward(const Params& params, const TileCoord& coord, unsigned shared,
+                        const SequenceView<Config>* view = nullptr)
+      : MmaTileCoord<Config>(coord),
         p(params),
-        place(place),
-        mask(params, work.batch),
-        tiles(find_key_tiles<Bc, Config::split_keys>(mask, work.q_begin,
-                                                     min(work.q_begin + Br, params.seqlen_q),
-                                                     work.split, params.num_splits)),
-        first_row(first_row_of(work)),
+        view(view),
+        mask(params, coord.batch),
+        tiles(kv_tile_range<Bc, Config::split_keys>(mask, coord.q_begin,
+                                                    min(coord.q_begin + Br, params.seqlen_q),
+                                                    coord.split, params.num_splits)),
+        first_row(first_row_of(coord)),
         q_shared(shared),
         ring(shared + q_bytes),
-        next_keys(KeyCopy::source(params.k.head<const Element>(work.batch, work.head_kv) +
+        next_keys(KeyCopy::source(params.k.head<const Element>(coord.batch, coord.head_kv) +
                                       int64(tiles.end - 1) * Bc * params.k.row_stride,
                                   params.k.row_stride)),
-        next_values(ValueCopy::source(params.v.head<const Element>(work.batch, work.head_kv) +
+        next_values(ValueCopy::source(params.v.head<const Element>(coord.batch, coord.head_kv) +
                                           int64(tiles.end - 1) * Bc * params.v.row_stride,
                                       params.v.row_stride)),
         scale_log2(exponent_scale<Config, float>(params)) {
     if constexpr (Config::group > 1) {
-      QueryCopy::gather(q_shared, [&](int row) { return place->query(work.q_begin + row); });
+      QueryCopy::gather(q_shared, [&](int row) { return view->query(coord.q_begin + row); });
       return;
     }
     const Element* queries = QueryCopy::source(
-        p.q.head<const Element>(work.batch, work.head) + work.q_begin * p.q.row_stride,
+        p.q.head<const Element>(coord.batch, coord.head) + coord.q_begin * p.q.row_stride,
         p.q.row_stride);
-    QueryCopy::template start<true>(q_shared, queries, p.q.row_stride, p.seqlen_q - work.q_begin);
+    QueryCopy::template start<true>(q_shared, queries, p.q.row_stride, p.seqlen_q - coord.q_begin);
   }
 
   __device__ void run() {
@@ -153,10 +153,10 @@ struct MmaForward : MmaWork<Config> {
     }
     reset();
     int tile = last;
-    for (; tile >= tiles.full_end; --tile) visit<true>(tile);
-    for (; tile >= first_full_tile(); --tile) visit<false>(tile);
+    for (; tile >= tiles.full_end; --tile) process_tile<true>(tile);
+    for (; tile >= first_full_tile(); --tile) process_tile<false>(tile);
     if constexpr (Config::window_left) {
-      for (; tile >= tiles.begin; --tile) visit<true>(tile);
+      for (; tile >= tiles.begin; --tile) process_tile<true>(tile);
     }
     ptx::cp_async_wait_group<0>();
     finish();
@@ -165,7 +165,7 @@ struct MmaForward : MmaWork<Config> {
   // Returns the first KV tile in which the window masks no key for any row.
   __device__ int first_full_tile() const {
     if constexpr (Config::window_left) {
-      const int last_row = min(this->work.q_begin + Br, p.seqlen_q) - 1;
+      const int last_row = min(this->coord.q_begin + Br, p.seqlen_q) - 1;
       return max(tiles.begin, mask.template first_full_tile<Bc>(last_row));
     } else {
       return tiles.begin;
@@ -184,8 +184,8 @@ struct MmaForward : MmaWork<Config> {
   // Returns the address of K or V of a tile. The ring receives K and V of the last KV tile, then K
   // and V of the tile before it, and so on, in consecutive stages.
   __device__ unsigned ring_address(int tile, int is_value) const {
-    const int place = stages == 3 ? (tile + is_value) % 3 : tile % (stages / 2) * 2 + is_value;
-    return ring + place * stage_bytes;
+    const int stage = stages == 3 ? (tile + is_value) % 3 : tile % (stages / 2) * 2 + is_value;
+    return ring + stage * stage_bytes;
   }
 
   // Starts the copy that comes `Ahead` stages after K of a tile, if there is one. Every call
@@ -200,9 +200,9 @@ struct MmaForward : MmaWork<Config> {
       const int rows_left = p.seqlen_k - tile * Bc;
       if constexpr (Config::page_size > 0) {
         if constexpr (is_value) {
-          load_pages<ValueCopy>(target, place->p.v, tile * Bc);
+          load_pages<ValueCopy>(target, view->p.v, tile * Bc);
         } else {
-          load_pages<KeyCopy>(target, place->p.k, tile * Bc);
+          load_pages<KeyCopy>(target, view->p.k, tile * Bc);
         }
       } else if constexpr (is_value) {
         ValueCopy::template start<Ragged>(target, next_values, p.v.row_stride, rows_left);
@@ -218,11 +218,11 @@ struct MmaForward : MmaWork<Config> {
   // Loads a paged tile. The block table is read for each row, or once if the tile lies in one page.
   template <class TileCopy>
   __device__ void load_pages(unsigned target, const Tensor& tensor, int first) {
-    const auto rows = place->pages(tensor);
+    const auto rows = view->pages(tensor);
     if constexpr (Config::page_size % Bc == 0) {
       const auto row = rows.at(first);
       TileCopy::template start<true>(target, TileCopy::source(row.begin, tensor.row_stride),
-                                     tensor.row_stride, row.is_there ? p.seqlen_k - first : 0);
+                                     tensor.row_stride, row.exists ? p.seqlen_k - first : 0);
     } else {
       TileCopy::gather(target, [&](int row) { return rows.at(first + row); });
     }
@@ -238,13 +238,13 @@ struct MmaForward : MmaWork<Config> {
   }
 
   template <bool Edge>
-  __device__ void visit(int tile) {
+  __device__ void process_tile(int tile) {
     // With two stages, the next copy must start at once to arrive in time. With more, it is better
     // issued while the tensor cores finish. Only the last KV tile can be partial. Of that tile,
     // only V is loaded here, and only with two stages.
     const unsigned k_shared = await_tile<0>(tile);
     if (stages == 2) load_tile<stages - 1, Edge>(tile);
-    score_keys(k_shared);
+    compute_scores(k_shared);
     if (stages > 2) load_tile<stages - 1, false>(tile);
     softmax.template apply_factor<Config>(scores);
     modify_scores(tile * Bc);
@@ -261,22 +261,22 @@ struct MmaForward : MmaWork<Config> {
     if (stages > 2) load_tile<stages, false>(tile);
   }
 
-  __device__ void score_keys(unsigned k_shared) {
-    if constexpr (shares == 1) {
+  __device__ void compute_scores(unsigned k_shared) {
+    if constexpr (column_warps == 1) {
       clear(scores);
       products.multiply_queries_keys(scores, warp_queries(), k_shared);
     } else {
-      typename Products::ScoreShare own;
-      clear(own);
-      products.multiply_queries_keys(own, warp_queries(), k_shared);
+      typename Products::PartialScores partial_scores;
+      clear(partial_scores);
+      products.multiply_queries_keys(partial_scores, warp_queries(), k_shared);
       // All warps have read K, which S overwrites. Its stage is not loaded before await_tile<1>.
       __syncthreads();
-      Products::exchange(scores, own, k_shared, group);
+      Products::exchange(scores, partial_scores, k_shared, group);
     }
   }
 
-  __device__ int first_row_of(const Work& work) const {
-    return work.q_begin + group * warp_rows + lane / 4;
+  __device__ int first_row_of(const TileCoord& coord) const {
+    return coord.q_begin + group * warp_rows + lane / 4;
   }
 
   // Returns the query row of the upper (0) or lower (1) accumulator half in row tile i.
@@ -288,7 +288,7 @@ struct MmaForward : MmaWork<Config> {
     if constexpr (Config::modified) {
       modify_fragments<Config, 2 * row_tiles, Bc / 8>(
           p,
-          [&](int r) { return score_row(p, this->work, place, row_of(first_row, r / 2, r % 2)); },
+          [&](int r) { return score_row(p, this->coord, view, row_of(first_row, r / 2, r % 2)); },
           key_begin + lane % 4 * 2, [&](int r) { return scores[r / 2][0] + 2 * (r % 2); });
     }
   }
@@ -309,61 +309,66 @@ struct MmaForward : MmaWork<Config> {
   // Divides by the row sums and writes the output and the log-sum-exp.
   __device__ void finish() {
     // The tile coordinates are recomputed, so that they take no registers in the loops.
-    if constexpr (Config::sequences) {
-      const Place<Config> again(place->p, ChosenRows<Config>::tile());
-      const Params own = again.params();
-      finish(own, again.work, &again);
-      if (sees_few()) settle(own, again.work, &again);
-      again.clear_unowned_rows();
+    if constexpr (Config::has_seqlens) {
+      const SequenceView<Config> tile_view(view->p, RowSelection<Config>::tile());
+      const Params local = tile_view.params();
+      finish(local, tile_view.coord, &tile_view);
+      if (may_have_degenerate_rows()) fix_rows(local, tile_view.coord, &tile_view);
+      tile_view.clear_unowned_rows();
     } else {
-      finish(p, find_work<Br>(p, ChosenRows<Config>::tile()), nullptr);
-      if (sees_few()) settle(p, find_work<Br>(p, ChosenRows<Config>::tile()), nullptr);
+      finish(p, tile_coord<Br>(p, RowSelection<Config>::tile()), nullptr);
+      if (may_have_degenerate_rows()) {
+        fix_rows(p, tile_coord<Br>(p, RowSelection<Config>::tile()), nullptr);
+      }
     }
   }
 
-  // Returns whether settle() is needed. Recomputing the coordinates costs 1 to 2% with 512 keys.
-  __device__ bool sees_few() const {
-    return !Config::modified && mask.visible_end(first_row - lane / 4) <= few_keys<Element>;
+  // Returns whether fix_rows() is needed. Recomputing the coordinates costs 1 to 2% with 512 keys.
+  __device__ bool may_have_degenerate_rows() const {
+    return !Config::modified &&
+           mask.visible_end(first_row - lane / 4) <= max_degenerate_keys<Element>;
   }
 
-  __device__ static void settle(const Params& p, const Work& work, const Place<Config>* place) {
-    const unsigned group = threadIdx.x / 32 / shares;
-    const int first = work.q_begin + group * warp_rows;
+  __device__ static void fix_rows(const Params& p, const TileCoord& coord,
+                                  const SequenceView<Config>* view) {
+    const unsigned group = threadIdx.x / 32 / column_warps;
+    const int first = coord.q_begin + group * warp_rows;
     // Waits until all warps with the same rows have written them.
-    if constexpr (shares > 1) {
-      ptx::barrier_sync_aligned(1 + group, 32 * shares);
-      if (Products::share() > 0) return;
+    if constexpr (column_warps > 1) {
+      ptx::barrier_sync_aligned(1 + group, 32 * column_warps);
+      if (Products::column_warp() > 0) return;
     }
-    settle_few_seen<Config>(p, work, place, first, min(first + warp_rows, p.seqlen_q));
+    fix_degenerate_rows<Config>(p, coord, view, first, min(first + warp_rows, p.seqlen_q));
   }
 
-  __device__ void finish(const Params& p, const Work& work, const Place<Config>* place) {
-    const auto partials = partials_of(p, place);
-    unsigned sees_one = 0;  // bit 2 * i + half: the sum of the row is a single p
+  __device__ void finish(const Params& p, const TileCoord& coord,
+                         const SequenceView<Config>* view) {
+    const auto partials = partials_of(p, view);
+    unsigned one_key_rows = 0;  // bit 2 * i + half: the sum of the row is a single p
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const SoftmaxRow<float>& state = softmax.add_lanes(i, half);
-        if constexpr (settles_only_keys) {
+        if constexpr (fixes_one_key_rows) {
           const float largest = Softmax::largest_probability(state, scale_log2);
-          if (state.sum > 0 && state.sum == largest) sees_one |= 1 << (2 * i + half);
+          if (state.sum > 0 && state.sum == largest) one_key_rows |= 1 << (2 * i + half);
         }
         const float normalizer = state.normalizer();
         scale_row<Products::columns_v / 8>(out[i][0] + 2 * half, normalizer);
-        const int row = row_of(first_row_of(work), i, half);
+        const int row = row_of(first_row_of(coord), i, half);
         if constexpr (Config::modified) {
-          finish_modified(p, score_row(p, work, place, row).head, state, out[i][0] + 2 * half);
+          finish_modified(p, score_row(p, coord, view, row).head, state, out[i][0] + 2 * half);
         }
-        if (lane % 4 == 0 && Products::share() == 0 && row < p.seqlen_q &&
-            ChosenRows<Config>::include(row - work.q_begin)) {
-          const int64 index = index_of(p, work, place, row);
+        if (lane % 4 == 0 && Products::column_warp() == 0 && row < p.seqlen_q &&
+            RowSelection<Config>::include(row - coord.q_begin)) {
+          const int64 index = index_of(p, coord, view, row);
           if constexpr (Config::split_keys) {
-            partials.template set<Softmax::factor>(p, work.split, index, state, scale_log2);
+            partials.template set<Softmax::factor>(p, coord.split, index, state, scale_log2);
           } else if (p.lse != nullptr) {
             float lse = log_sum_exp(state);
             if constexpr (Config::sinks) {
-              take_sink<Config>(p, score_row(p, work, place, row).head, lse);
+              apply_sink<Config>(p, score_row(p, coord, view, row).head, lse);
             }
             static_cast<float*>(p.lse)[index] = lse;
           }
@@ -371,37 +376,37 @@ struct MmaForward : MmaWork<Config> {
       }
     }
     if constexpr (Config::split_keys) {
-      write_partial(partials, p, work, place);
+      write_partial(partials, p, coord, view);
     } else {
-      write_output(p, work, place);
+      write_output(p, coord, view);
     }
-    if constexpr (settles_only_keys) settle_only_keys(sees_one, partials, p, work, place);
+    if constexpr (fixes_one_key_rows) fix_one_key_rows(one_key_rows, partials, p, coord, view);
   }
 
-  __device__ void settle_only_keys(unsigned sees_one, const Partials<Config>& partials,
-                                   const Params& p, const Work& work,
-                                   const Place<Config>* place) const {
-    if (!__any_sync(~0u, sees_one != 0)) return;
-    const KeyTiles tiles = find_key_tiles<Bc, Config::split_keys>(
-        Mask<Config, Config::group>(p, work.batch), work.q_begin,
-        min(work.q_begin + Br, p.seqlen_q), work.split, p.num_splits);
-    const int first_of_warp = first_row_of(work) - lane / 4;
+  __device__ void fix_one_key_rows(unsigned one_key_rows, const Partials<Config>& partials,
+                                   const Params& p, const TileCoord& coord,
+                                   const SequenceView<Config>* view) const {
+    if (!__any_sync(~0u, one_key_rows != 0)) return;
+    const KvTileRange tiles = kv_tile_range<Bc, Config::split_keys>(
+        Mask<Config, Config::group>(p, coord.batch), coord.q_begin,
+        min(coord.q_begin + Br, p.seqlen_q), coord.split, p.num_splits);
+    const int first_of_warp = first_row_of(coord) - lane / 4;
 #pragma unroll 1
     for (int r = 0; r < 2 * row_tiles; ++r) {
       // Keep one bit per row, that of the first of its four lanes.
-      unsigned left = __ballot_sync(~0u, sees_one >> r & 1) & 0x11111111;
+      unsigned left = __ballot_sync(~0u, one_key_rows >> r & 1) & 0x11111111;
 #pragma unroll 1
       for (; left != 0; left &= left - 1) {
         const int row = row_of(first_of_warp + (__ffs(left) - 1) / 4, r / 2, r % 2);
-        if (row >= p.seqlen_q || !ChosenRows<Config>::include(row - work.q_begin)) continue;
+        if (row >= p.seqlen_q || !RowSelection<Config>::include(row - coord.q_begin)) continue;
         // Orders the next writes after those of the lanes that wrote the row.
         __syncwarp();
         if constexpr (Config::split_keys) {
-          settle_only_key<Config>(p, work, place, tiles, row,
-                                  partials.out_row(work.split, index_of(p, work, place, row)));
+          fix_one_key_row<Config>(p, coord, view, tiles, row,
+                                  partials.out_row(coord.split, index_of(p, coord, view, row)));
         } else {
-          Element* head = p.out.head<Element>(work.batch, work.head);
-          settle_only_key<Config>(p, work, place, tiles, row, out_row(head, p, place, row));
+          Element* head = p.out.head<Element>(coord.batch, coord.head);
+          fix_one_key_row<Config>(p, coord, view, tiles, row, out_row(head, p, view, row));
         }
       }
     }
@@ -417,20 +422,20 @@ struct MmaForward : MmaWork<Config> {
                                   float* row) const {
     if constexpr (Config::sinks && !Config::split_keys) {
       float lse = log_sum_exp(state);
-      scale_row<Products::columns_v / 8>(row, take_sink<Config>(p, head, lse));
+      scale_row<Products::columns_v / 8>(row, apply_sink<Config>(p, head, lse));
     }
-    if (state.saw_nothing()) fill_row_from<Products::columns_v / 8>(row, 0, 0);
+    if (state.is_fully_masked()) fill_row_from<Products::columns_v / 8>(row, 0, 0);
   }
 
   __device__ void write_partial(const Partials<Config>& partials, const Params& p,
-                                const Work& work, const Place<Config>* place) {
+                                const TileCoord& coord, const SequenceView<Config>* view) {
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = row_of(first_row_of(work), i, half);
+        const int row = row_of(first_row_of(coord), i, half);
         if (row >= p.seqlen_q) continue;
-        float* target = partials.out_row(work.split, index_of(p, work, place, row));
+        float* target = partials.out_row(coord.split, index_of(p, coord, view, row));
         write_row<Products::columns_v / 8, Config::head_dim_v>(
             target, out[i][0] + 2 * half, [&](int j, int c) { return products.column(j, c); });
       }
@@ -438,7 +443,8 @@ struct MmaForward : MmaWork<Config> {
   }
 
   // Writes the output through shared memory, each warp its own rows, in whole 16-byte chunks.
-  __device__ void write_output(const Params& p, const Work& work, const Place<Config>* place) {
+  __device__ void write_output(const Params& p, const TileCoord& coord,
+                               const SequenceView<Config>* view) {
     __syncthreads();
     const int warp_row = group * warp_rows;
 #pragma unroll
@@ -448,23 +454,23 @@ struct MmaForward : MmaWork<Config> {
         products.stage_row(out, i, half, q_shared, warp_row + 16 * i + 8 * half + lane / 4);
       }
     }
-    if constexpr (shares == 1) {
+    if constexpr (column_warps == 1) {
       __syncwarp();
     } else {
-      ptx::barrier_sync_aligned(1 + group, 32 * shares);
+      ptx::barrier_sync_aligned(1 + group, 32 * column_warps);
     }
-    Element* output = p.out.head<Element>(work.batch, work.head);
+    Element* output = p.out.head<Element>(coord.batch, coord.head);
     constexpr int elements = ValueLayout::chunk_elements;
 #pragma unroll
-    for (int pass = 0; pass < warp_rows * ValueLayout::chunks; pass += 32 * shares) {
-      const int first = pass + 32 * Products::share();
+    for (int pass = 0; pass < warp_rows * ValueLayout::chunks; pass += 32 * column_warps) {
+      const int first = pass + 32 * Products::column_warp();
       const int row = warp_row + (first + lane) / ValueLayout::chunks;
       const int chunk = (first + lane) % ValueLayout::chunks;
-      if (work.q_begin + row >= p.seqlen_q || !ChosenRows<Config>::include(row)) continue;
+      if (coord.q_begin + row >= p.seqlen_q || !RowSelection<Config>::include(row)) continue;
       unsigned bits[4];
       ptx::ld_shared_v4(bits, q_shared + ValueLayout::offset(row, chunk));
       store_chunk<Element, Config::out_alignment>(
-          out_row(output, p, place, work.q_begin + row, chunk * elements),
+          out_row(output, p, view, coord.q_begin + row, chunk * elements),
           reinterpret_cast<const Vector<Element, elements>&>(bits),
           Config::head_dim_v - chunk * elements);
     }
@@ -474,16 +480,16 @@ struct MmaForward : MmaWork<Config> {
 template <class Config>
 __device__ void mma_forward(const Params& params, int tile = blockIdx.x) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
-  if constexpr (Config::sequences) {
-    const Place<Config> place(params, tile);
-    if (place.work.q_begin >= place.rows()) {
-      place.clear_unowned_rows();
+  if constexpr (Config::has_seqlens) {
+    const SequenceView<Config> view(params, tile);
+    if (view.coord.q_begin >= view.rows()) {
+      view.clear_unowned_rows();
       return;
     }
-    const Params own = place.params();
-    MmaForward<Config>(own, place.work, ptx::shared_address(shared_memory), &place).run();
+    const Params local = view.params();
+    MmaForward<Config>(local, view.coord, ptx::shared_address(shared_memory), &view).run();
   } else {
-    MmaForward<Config>(params, find_work<Config::Br>(params, tile),
+    MmaForward<Config>(params, tile_coord<Config::Br>(params, tile),
                        ptx::shared_address(shared_memory))
         .run();
   }

@@ -6,7 +6,7 @@
 #include "score/modify.cuh"
 #include "score/softmax.cuh"
 #include "tile/element.cuh"
-#include "grid/schedule.cuh"
+#include "scheduler/tile_coord.cuh"
 
 namespace naive {
 
@@ -16,12 +16,12 @@ template <class T>
 using Shared = T[tile][tile + 1];
 
 // The 32 x 32 tile of the result that a CTA computes, and the element of this thread.
-struct Place {
+struct ResultElement {
   int64 batch_head;
   int row_begin, column_begin;
   int y, x;
 
-  __device__ Place(int rows, int columns) {
+  __device__ ResultElement(int rows, int columns) {
     const unsigned column_tiles = ceil_div(columns, tile);
     const unsigned row_tiles = ceil_div(rows, tile);
     const unsigned row_block = blockIdx.x / column_tiles;
@@ -51,37 +51,39 @@ __device__ void scores(const Params& p) {
   __shared__ Shared<T> q_tile, k_tile;
   if (p.seqlen_k == 0) return;
 
-  const Place at(p.seqlen_q, p.seqlen_k);
-  const int batch = at.batch_head / p.heads_q;
-  const int head = at.batch_head % p.heads_q;
-  const int k_row = at.column_begin + at.y;
-  const Element* q = p.q.head<const Element>(batch, head) + at.row() * p.q.row_stride;
+  const ResultElement element(p.seqlen_q, p.seqlen_k);
+  const int batch = element.batch_head / p.heads_q;
+  const int head = element.batch_head % p.heads_q;
+  const int k_row = element.column_begin + element.y;
+  const Element* q = p.q.head<const Element>(batch, head) + element.row() * p.q.row_stride;
   const Element* k = p.k.head<const Element>(batch, kv_head(p, head)) + k_row * p.k.row_stride;
 
   T sum = 0;
   for (int begin = 0; begin < dim; begin += tile) {
-    const int d = begin + at.x;
-    q_tile[at.y][at.x] = at.row() < p.seqlen_q && d < dim ? widen(q[d]) : T(0);
-    k_tile[at.y][at.x] = k_row < p.seqlen_k && d < dim ? widen(k[d]) : T(0);
+    const int d = begin + element.x;
+    q_tile[element.y][element.x] = element.row() < p.seqlen_q && d < dim ? widen(q[d]) : T(0);
+    k_tile[element.y][element.x] = k_row < p.seqlen_k && d < dim ? widen(k[d]) : T(0);
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < tile; ++i) sum = fma(q_tile[at.y][i], k_tile[at.x][i], sum);
+    for (int i = 0; i < tile; ++i) sum = fma(q_tile[element.y][i], k_tile[element.x][i], sum);
     __syncthreads();
   }
-  if (at.row() >= p.seqlen_q || at.column() >= p.seqlen_k) return;
+  if (element.row() >= p.seqlen_q || element.column() >= p.seqlen_k) return;
   if constexpr (prior_factor<Config> != 1) sum *= prior_factor<Config>;
   modify_rows<Config, 1, 1>(
       p,
       [&](int) {
         const int q_offset = first_position<Config>(p, batch, p.q_offset);
-        return ScoreRow{batch, head, at.row(), q_offset, 0, 0};
+        return ScoreRow{batch, head, element.row(), q_offset, 0, 0};
       },
-      at.column(),
-      [&](int, int) -> T& { return sum; }, [](int) { return 0; });
+      element.column(), [&](int, int) -> T& { return sum; }, [](int) { return 0; });
   const Mask<Config> mask(p, batch);
-  bool seen = at.column() < mask.visible_end(at.row());
-  if constexpr (Config::window_left) seen &= at.column() >= mask.visible_begin(at.row());
-  score_row<T>(p, at.batch_head, at.row())[at.column()] = seen ? sum : -SoftmaxMath<T>::infinity();
+  bool is_visible = element.column() < mask.visible_end(element.row());
+  if constexpr (Config::window_left) {
+    is_visible &= element.column() >= mask.visible_begin(element.row());
+  }
+  score_row<T>(p, element.batch_head, element.row())[element.column()] =
+      is_visible ? sum : -SoftmaxMath<T>::infinity();
 }
 
 // Computes P = softmax(scale * S) in place, one warp per row, and writes the log-sum-exp.
@@ -115,12 +117,12 @@ __device__ void softmax(const Params& p) {
   T normalizer = state.normalizer();
   if constexpr (Config::sinks) {
     T lse = state.log_sum_exp(scale_log2);
-    normalizer *= take_sink<Config>(p, head, lse);
+    normalizer *= apply_sink<Config>(p, head, lse);
   }
   for (int key = lane; key < p.seqlen_k; key += 32) row[key] *= normalizer;
   if (lane == 0 && p.lse != nullptr) {
     T lse = state.log_sum_exp(scale_log2);
-    take_sink<Config>(p, head, lse);
+    apply_sink<Config>(p, head, lse);
     static_cast<T*>(p.lse)[index] = lse;
   }
 }
@@ -133,33 +135,34 @@ __device__ void output(const Params& p) {
   constexpr int dim = Config::head_dim_v;
   __shared__ Shared<T> p_tile, v_tile;
 
-  const Place at(p.seqlen_q, dim);
-  const int batch = at.batch_head / p.heads_q;
-  const int head = at.batch_head % p.heads_q;
-  const T* probabilities = score_row<const T>(p, at.batch_head, at.row());
-  const Element* v = p.v.head<const Element>(batch, kv_head(p, head)) + at.column();
+  const ResultElement element(p.seqlen_q, dim);
+  const int batch = element.batch_head / p.heads_q;
+  const int head = element.batch_head % p.heads_q;
+  const T* probabilities = score_row<const T>(p, element.batch_head, element.row());
+  const Element* v = p.v.head<const Element>(batch, kv_head(p, head)) + element.column();
 
   T sum = 0;
   T weight = 0;  // sum of P over all keys
   for (int begin = 0; begin < p.seqlen_k; begin += tile) {
-    const int p_key = begin + at.x;
-    const int v_key = begin + at.y;
-    p_tile[at.y][at.x] = at.row() < p.seqlen_q && p_key < p.seqlen_k ? probabilities[p_key] : T(0);
-    v_tile[at.y][at.x] =
-        v_key < p.seqlen_k && at.column() < dim ? widen(v[v_key * p.v.row_stride]) : T(0);
+    const int p_key = begin + element.x;
+    const int v_key = begin + element.y;
+    p_tile[element.y][element.x] =
+        element.row() < p.seqlen_q && p_key < p.seqlen_k ? probabilities[p_key] : T(0);
+    v_tile[element.y][element.x] =
+        v_key < p.seqlen_k && element.column() < dim ? widen(v[v_key * p.v.row_stride]) : T(0);
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < tile; ++i) {
-      sum = fma(p_tile[at.y][i], v_tile[i][at.x], sum);
-      if constexpr (Config::modified) weight += p_tile[at.y][i];
+      sum = fma(p_tile[element.y][i], v_tile[i][element.x], sum);
+      if constexpr (Config::modified) weight += p_tile[element.y][i];
     }
     __syncthreads();
   }
-  if (at.row() >= p.seqlen_q || at.column() >= dim) return;
-  Element* out = p.out.head<Element>(batch, head) + at.row() * p.out.row_stride;
-  const bool sees_keys =
-      Config::modified ? weight != 0 : Mask<Config>(p, batch).visible_end(at.row()) > 0;
-  out[at.column()] = narrow<Element>(sees_keys ? sum : T(0));
+  if (element.row() >= p.seqlen_q || element.column() >= dim) return;
+  Element* out = p.out.head<Element>(batch, head) + element.row() * p.out.row_stride;
+  const bool has_visible_keys =
+      Config::modified ? weight != 0 : Mask<Config>(p, batch).visible_end(element.row()) > 0;
+  out[element.column()] = narrow<Element>(has_visible_keys ? sum : T(0));
 }
 
 }  // namespace naive

@@ -9,13 +9,13 @@
 #include "score/modify.cuh"
 #include "score/softmax.cuh"
 #include "tile/element.cuh"
-#include "grid/place.cuh"
-#include "grid/schedule.cuh"
+#include "scheduler/sequence_view.cuh"
+#include "scheduler/tile_coord.cuh"
 
 namespace simt {
 
 template <class Config>
-__device__ void write(const Params& p, const Work& work, const Place<Config>* place,
+__device__ void write(const Params& p, const TileCoord& coord, const SequenceView<Config>* view,
                       Rows<Config>& rows, typename Layout<Config>::T scale_log2) {
   using L = Layout<Config>;
   using Element = typename L::Element;
@@ -23,17 +23,17 @@ __device__ void write(const Params& p, const Work& work, const Place<Config>* pl
   constexpr int dim = Config::head_dim_v;
 #pragma unroll
   for (int i = 0; i < L::rows; ++i) {
-    const int row = work.q_begin + rows.first() + i * L::warp_rows;
+    const int row = coord.q_begin + rows.first() + i * L::warp_rows;
     if (row >= p.seqlen_q) continue;
-    const int64 index = index_of(p, work, place, row);
+    const int64 index = index_of(p, coord, view, row);
     T* lse = static_cast<T*>(p.lse) + index;
     // If KV is split, the sink is applied when the splits are merged.
     const auto log_sum_exp = [&](T& factor) {
-      T found = rows.softmax[i].template log_sum_exp<L::headroom>(scale_log2);
+      T lse_value = rows.softmax[i].template log_sum_exp<L::headroom>(scale_log2);
       if constexpr (Config::sinks && !Config::split_keys) {
-        factor = take_sink<Config>(p, score_row(p, work, place, row).head, found);
+        factor = apply_sink<Config>(p, score_row(p, coord, view, row).head, lse_value);
       }
-      return found;
+      return lse_value;
     };
     T factor = 1;
     if constexpr (Config::sinks && !Config::split_keys) {
@@ -42,19 +42,19 @@ __device__ void write(const Params& p, const Work& work, const Place<Config>* pl
     }
     if constexpr (Config::split_keys) {
       constexpr int unit = dim % L::width == 0 ? L::width : 1;
-      const auto partials = partials_of(p, place);
-      rows.template store<unit>(partials.out_row(work.split, index), i);
-      lse = partials.lse_row(work.split, index);
+      const auto partials = partials_of(p, view);
+      rows.template store<unit>(partials.out_row(coord.split, index), i);
+      lse = partials.lse_row(coord.split, index);
     } else {
       constexpr int most = Config::out_alignment / int(sizeof(Element));
       constexpr int unit = most < 1 ? 1 : most < L::width ? most : L::width;
-      Element* head = p.out.head<Element>(work.batch, work.head);
-      rows.template store<unit>(out_row(head, p, place, row), i);
+      Element* head = p.out.head<Element>(coord.batch, coord.head);
+      rows.template store<unit>(out_row(head, p, view, row), i);
     }
-    if constexpr (Config::split_keys && Partials<Config>::has_pairs) {
+    if constexpr (Config::split_keys && Partials<Config>::lse_is_pair) {
       if (L::position() == 0) {
-        partials_of(p, place).set(p, work.split, index,
-                                  rows.softmax[i].template exponent_sum<L::headroom>(scale_log2));
+        partials_of(p, view).set(p, coord.split, index,
+                                 rows.softmax[i].template exponent_sum<L::headroom>(scale_log2));
       }
     } else if (L::position() == 0 && (Config::split_keys || p.lse != nullptr)) {
       *lse = log_sum_exp(factor);
@@ -64,26 +64,26 @@ __device__ void write(const Params& p, const Work& work, const Place<Config>* pl
 
 // Sequence of the CTA. In dense batches it is a static null, not a member: even an unused member
 // would change the machine code of the loops.
-template <class Config, bool HasPlace = Config::sequences>
-struct InPlace {
-  static constexpr const Place<Config>* place = nullptr;
-  __device__ explicit InPlace(const Place<Config>*) {}
+template <class Config, bool HasView = Config::has_seqlens>
+struct OptionalView {
+  static constexpr const SequenceView<Config>* view = nullptr;
+  __device__ explicit OptionalView(const SequenceView<Config>*) {}
 };
 template <class Config>
-struct InPlace<Config, true> {
-  const Place<Config>* place;
-  __device__ explicit InPlace(const Place<Config>* place) : place(place) {}
+struct OptionalView<Config, true> {
+  const SequenceView<Config>* view;
+  __device__ explicit OptionalView(const SequenceView<Config>* view) : view(view) {}
 };
 
 template <class Config>
-struct Kernel : InPlace<Config> {
+struct Kernel : OptionalView<Config> {
   using L = Layout<Config>;
   using Element = typename L::Element;
   using T = typename L::T;
-  using InPlace<Config>::place;
+  using OptionalView<Config>::view;
 
   const Params& p;
-  const Work work;
+  const TileCoord coord;
   const Element* k_head;
   const Element* v_head;
   T* q;
@@ -92,13 +92,13 @@ struct Kernel : InPlace<Config> {
   T* probabilities;
   Rows<Config> rows;
 
-  __device__ Kernel(const Params& params, const Work& work, T* shared,
-                    const Place<Config>* place = nullptr)
-      : InPlace<Config>(place),
+  __device__ Kernel(const Params& params, const TileCoord& coord, T* shared,
+                    const SequenceView<Config>* view = nullptr)
+      : OptionalView<Config>(view),
         p(params),
-        work(work),
-        k_head(params.k.head<const Element>(work.batch, work.head_kv)),
-        v_head(params.v.head<const Element>(work.batch, work.head_kv)),
+        coord(coord),
+        k_head(params.k.head<const Element>(coord.batch, coord.head_kv)),
+        v_head(params.v.head<const Element>(coord.batch, coord.head_kv)),
         q(shared),
         k(q + L::q_size),
         v(Config::share_kv ? k : k + L::k_size),
@@ -107,29 +107,29 @@ struct Kernel : InPlace<Config> {
   __device__ void load_q() {
     using Load = TileLoad<Config, Config::Br, Config::head_dim, L::qk_stride, true>;
     if constexpr (Config::group > 1) {
-      Load::gather(q, [&](int row) { return place->query(work.q_begin + row); });
+      Load::gather(q, [&](int row) { return view->query(coord.q_begin + row); });
     } else {
-      Load::run(q, p.q.head<const Element>(work.batch, work.head), p.q.row_stride, work.q_begin,
+      Load::run(q, p.q.head<const Element>(coord.batch, coord.head), p.q.row_stride, coord.q_begin,
                 p.seqlen_q);
     }
   }
   __device__ void load_k(int tile) {
     if constexpr (Config::page_size > 0) {
-      load_pages<Config::head_dim, L::qk_stride>(k, place->p.k, tile);
+      load_pages<Config::head_dim, L::qk_stride>(k, view->p.k, tile);
     } else {
       load_tile<Config::head_dim, L::qk_stride>(k, k_head, p.k.row_stride, tile);
     }
   }
   __device__ void load_v(int tile) {
     if constexpr (Config::page_size > 0) {
-      load_pages<Config::head_dim_v, L::v_stride>(v, place->p.v, tile);
+      load_pages<Config::head_dim_v, L::v_stride>(v, view->p.v, tile);
     } else {
       load_tile<Config::head_dim_v, L::v_stride>(v, v_head, p.v.row_stride, tile);
     }
   }
   template <int Dim, int Stride>
   __device__ void load_pages(T* shared, const Tensor& tensor, int tile) {
-    const auto rows = place->pages(tensor);
+    const auto rows = view->pages(tensor);
     TileLoad<Config, Config::Bc, Dim, Stride, true>::gather(
         shared, [&](int row) { return rows.at(tile * Config::Bc + row); });
   }
@@ -148,17 +148,17 @@ struct Kernel : InPlace<Config> {
 
   // Processes one KV tile. Its K is already being copied; on return, K of the next tile is. With
   // separate buffers, V is copied during Q K^T, and the next K during P V.
-  __device__ void visit(const typename Rows<Config>::KeyMask& mask, int tile, const KeyTiles& tiles,
-                        T scale_log2) {
+  __device__ void process_tile(const typename Rows<Config>::KeyMask& mask, int tile,
+                               const KvTileRange& tiles, T scale_log2) {
     wait_for_copies();
     __syncthreads();
     if (!Config::share_kv) load_v(tile);
     rows.multiply_keys(q, k);
-    const auto at = [&](int row) { return score_row(p, work, place, work.q_begin + row); };
-    rows.modify(p, at, tile * Config::Bc);
+    const auto row_coord = [&](int row) { return score_row(p, coord, view, coord.q_begin + row); };
+    rows.modify(p, row_coord, tile * Config::Bc);
     const bool is_left =
         Config::window_left && tile < mask.template first_full_tile<Config::Bc>(last_row());
-    if (tile >= tiles.full_end || is_left) rows.mask(mask, work.q_begin, tile * Config::Bc);
+    if (tile >= tiles.full_end || is_left) rows.mask(mask, coord.q_begin, tile * Config::Bc);
     rows.exponentiate(probabilities, scale_log2);
     if (Config::share_kv) {
       __syncthreads();
@@ -174,13 +174,13 @@ struct Kernel : InPlace<Config> {
     }
   }
 
-  __device__ int last_row() const { return min(work.q_begin + Config::Br, p.seqlen_q) - 1; }
+  __device__ int last_row() const { return min(coord.q_begin + Config::Br, p.seqlen_q) - 1; }
 
   __device__ void run() {
-    const typename Rows<Config>::KeyMask mask(p, work.batch);
+    const typename Rows<Config>::KeyMask mask(p, coord.batch);
     const int q_end = last_row() + 1;
-    const KeyTiles tiles = find_key_tiles<Config::Bc, Config::split_keys>(mask, work.q_begin, q_end,
-                                                                          work.split, p.num_splits);
+    const KvTileRange tiles = kv_tile_range<Config::Bc, Config::split_keys>(
+        mask, coord.q_begin, q_end, coord.split, p.num_splits);
     const T scale_log2 = exponent_scale<Config, T>(p);
     rows.reset();
     if (tiles.begin < tiles.end) {
@@ -188,18 +188,18 @@ struct Kernel : InPlace<Config> {
       load_k(tiles.end - 1);
     }
     for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
-      visit(mask, tile, tiles, scale_log2);
+      process_tile(mask, tile, tiles, scale_log2);
     }
     rows.finish();
-    write<Config>(p, work, place, rows, scale_log2);
+    write<Config>(p, coord, view, rows, scale_log2);
     if (Config::modified) return;
-    if (mask.visible_end(work.q_begin + first_of_warp()) > few_keys<Element>) return;
+    if (mask.visible_end(coord.q_begin + first_of_warp()) > max_degenerate_keys<Element>) return;
     // The tile coordinates are recomputed. Keeping them until here would slow the loops by 2.5% in
     // causal calls at head_dim 256.
-    if constexpr (Config::sequences) {
-      settle(work);
+    if constexpr (Config::has_seqlens) {
+      fix_rows(coord);
     } else {
-      settle(find_work<Config::Br>(p, ptx::block_index()));
+      fix_rows(tile_coord<Config::Br>(p, ptx::cta_index()));
     }
   }
 
@@ -207,9 +207,9 @@ struct Kernel : InPlace<Config> {
   static constexpr int warp_rows = L::warp_rows * L::rows;
   __device__ static int first_of_warp() { return threadIdx.x / 32 * warp_rows; }
 
-  __device__ void settle(const Work& work) const {
-    const int first = work.q_begin + first_of_warp();
-    settle_few_seen<Config>(p, work, place, first, min(first + warp_rows, p.seqlen_q));
+  __device__ void fix_rows(const TileCoord& coord) const {
+    const int first = coord.q_begin + first_of_warp();
+    fix_degenerate_rows<Config>(p, coord, view, first, min(first + warp_rows, p.seqlen_q));
   }
 };
 
@@ -220,17 +220,17 @@ __device__ void simt_attention(const Params& p) {
   extern __shared__ __align__(16) unsigned char shared[];
   using T = Accumulator<typename Config::Element>;
   T* const memory = reinterpret_cast<T*>(shared);
-  if constexpr (Config::sequences) {
-    const Place<Config> place(p, blockIdx.x);
-    if (place.work.q_begin < place.rows()) {
-      const Params own = place.params();
-      simt::Kernel<Config>(own, place.work, memory, &place).run();
+  if constexpr (Config::has_seqlens) {
+    const SequenceView<Config> view(p, blockIdx.x);
+    if (view.coord.q_begin < view.rows()) {
+      const Params local = view.params();
+      simt::Kernel<Config>(local, view.coord, memory, &view).run();
     }
-    // `Place` is computed again: keeping it until here would change the machine code of the loops.
+    // `SequenceView` is computed again: keeping it until here would change the loops' machine code.
     if (!Config::split_keys && p.cu_seqlens_q != nullptr) {
-      Place<Config>(p, ptx::block_index()).clear_unowned_rows();
+      SequenceView<Config>(p, ptx::cta_index()).clear_unowned_rows();
     }
   } else {
-    simt::Kernel<Config>(p, find_work<Config::Br>(p, blockIdx.x), memory).run();
+    simt::Kernel<Config>(p, tile_coord<Config::Br>(p, blockIdx.x), memory).run();
   }
 }

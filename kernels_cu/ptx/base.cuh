@@ -11,7 +11,7 @@ __device__ inline unsigned shared_address(const void* pointer) {
 
 // %ctaid.x. The asm hides from the compiler that the value equals blockIdx.x and is constant, so
 // that the compiler reads it again instead of keeping results derived from it in registers.
-__device__ inline int block_index() {
+__device__ inline int cta_index() {
   int result;
   asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(result));
   return result;

@@ -22,7 +22,7 @@ __device__ inline void cluster_wait() {
 }
 
 // mapa.shared::cluster: returns the corresponding address in the shared memory of CTA `rank`.
-__device__ inline unsigned map_to_block(unsigned shared, int rank) {
+__device__ inline unsigned map_to_cta(unsigned shared, int rank) {
   unsigned result;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(result) : "r"(shared), "r"(rank));
   return result;
@@ -40,7 +40,7 @@ __device__ inline void st_async(unsigned shared, const float (&x)[4], unsigned b
 
 // mbarrier.arrive on a barrier of another CTA. The default scope orders this CTA's shared-memory
 // accesses only: .release.cluster would compile to MEMBAR.ALL.GPU, which waits for all memory.
-__device__ inline void mbarrier_arrive_at_block(unsigned barrier) {
+__device__ inline void mbarrier_arrive_at_cta(unsigned barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 

@@ -25,7 +25,7 @@ __device__ inline float read_capture(const bfloat16_t* element) {
 }
 
 // Used by kernels that have not loaded elements of pairs in advance: each is loaded when needed.
-struct FromMemory {
+struct LoadOnDemand {
   template <class Load>
   __device__ auto bias(int, Load load) const {
     return load();
@@ -76,8 +76,8 @@ struct Capture : CaptureFields<Element, Offset, Rank, (Rank > 0 ? Rank - Contigu
 
   template <class... Indices>
   __device__ auto at(Indices... indices) const {
-    static_assert(sizeof...(Indices) == Rank, "as many indices as the array has axes");
-    return read_capture(this->data + place<0>(indices...));
+    static_assert(sizeof...(Indices) == Rank, "one index per axis");
+    return read_capture(this->data + element_offset<0>(indices...));
   }
 
   // Call syntax for CUDA source that users write.
@@ -98,11 +98,11 @@ struct Capture : CaptureFields<Element, Offset, Rank, (Rank > 0 ? Rank - Contigu
   }
 
   template <int Axis>
-  __device__ Offset place() const {
+  __device__ Offset element_offset() const {
     return 0;
   }
   template <int Axis, class... Indices>
-  __device__ Offset place(int index, Indices... indices) const {
-    return offset<Axis>(index) + place<Axis + 1>(indices...);
+  __device__ Offset element_offset(int index, Indices... indices) const {
+    return offset<Axis>(index) + element_offset<Axis + 1>(indices...);
   }
 };

@@ -25,14 +25,14 @@ __device__ inline void evaluate(const EvaluateParams& p) {
   const int key = index % p.seqlen_k;
   const int row = index / p.seqlen_k % p.seqlen_q;
   const int64 batch_head = index / p.seqlen_k / p.seqlen_q;
-  const auto of_row = Mods::row(p.mods, batch_head / p.heads, batch_head % p.heads,
-                                row + p.q_offset, row, 0, 0, 0);
-  const auto keys = Mods::keys(p.mods, of_row, key);
+  const auto mod_row =
+      Mods::row(p.mods, batch_head / p.heads, batch_head % p.heads, row + p.q_offset, row, 0, 0, 0);
+  const auto keys = Mods::keys(p.mods, mod_row, key);
   if constexpr (Mods::changes_scores) {
     // `Mods::exponent()` returns an exponent of two.
-    const Real exponent = Mods::exponent(p.mods, of_row, keys, 0, p.scores[index]);
+    const Real exponent = Mods::exponent(p.mods, mod_row, keys, 0, p.scores[index]);
     p.results[index] = exponent * SoftmaxMath<Real>::ln_2;
   } else {
-    p.results[index] = Mods::sees(p.mods, of_row, keys, 0);
+    p.results[index] = Mods::is_visible(p.mods, mod_row, keys, 0);
   }
 }

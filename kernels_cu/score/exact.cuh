@@ -76,8 +76,8 @@ __device__ inline float exact_fmod(float x, float y) {
   return exact_narrowed(exact_fmod(ptx::cvt_f64_f32(x), ptx::cvt_f64_f32(y)));
 }
 
-__device__ inline float exact_with_sign(float x, float of) { return ::copysignf(x, of); }
-__device__ inline double exact_with_sign(double x, double of) { return ::copysign(x, of); }
+__device__ inline float exact_with_sign(float x, float sign) { return ::copysignf(x, sign); }
+__device__ inline double exact_with_sign(double x, double sign) { return ::copysign(x, sign); }
 
 // Remainder with the sign of the divisor, and floor division, computed in the steps of NumPy.
 template <class T>

@@ -14,9 +14,9 @@ struct LseMerge {
   T sum{};  // sum of the splits' weights
 
   // Returns the weight of a split with this lse, relative to `base`.
-  __device__ T share_of(T lse) const { return Math::exp2((lse - base) * Math::log2_e); }
+  __device__ T weight_of(T lse) const { return Math::exp2((lse - base) * Math::log2_e); }
   // The difference of two close bases is exact, however large they are.
-  __device__ T share_of(const ExponentSum<T>& lse) const {
+  __device__ T weight_of(const ExponentSum<T>& lse) const {
     return Math::exp2((lse.base - base) + lse.log_sum);
   }
   // The sum is 0 if no split has a visible key.

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "params.cuh"
-#include "grid/schedule.cuh"
+#include "scheduler/tile_coord.cuh"
 
 // Bounds on the keys of a row in addition to Config::causal: a window, and a prefix that is visible
 // regardless of causality and the window. With a prefix there is no left bound here: generated
@@ -19,7 +19,8 @@ struct Band {
 };
 template <class Config>
 struct Band<Config, true> {
-  static_assert(!(Config::prefix && Config::window_left), "two ranges of keys");
+  static_assert(!(Config::prefix && Config::window_left),
+                "prefix and left window exclude each other");
 
   int left;
   int right;
@@ -38,7 +39,7 @@ struct Band<Config, true> {
   __device__ Band counted_from(int key) const { return {left, right, prefix - key}; }
 };
 
-// Mask of a query tile whose rows interleave `Group` query heads; see `find_work()`.
+// Mask of a query tile whose rows interleave `Group` query heads; see `tile_coord()`.
 template <class Config, int Group = 1>
 struct Mask : Band<Config> {
   int seqlen_k;
@@ -61,9 +62,9 @@ struct Mask : Band<Config> {
   // A query row attends to the keys [visible_begin(row), visible_end(row)).
   __device__ int visible_end(int row) const {
     if constexpr (!Config::causal && !Config::window_right) return seqlen_k;
-    const int behind = row / Group + q_offset + 1;
-    int end = Config::causal ? behind : seqlen_k;
-    if constexpr (Config::window_right) end = min(end, behind + this->right);
+    const int causal_end = row / Group + q_offset + 1;
+    int end = Config::causal ? causal_end : seqlen_k;
+    if constexpr (Config::window_right) end = min(end, causal_end + this->right);
     if constexpr (Config::prefix) end = max(end, this->prefix);
     return max(0, min(seqlen_k, end));
   }
@@ -86,8 +87,8 @@ struct Mask : Band<Config> {
     return Config::window_left ? ceil_div(visible_begin(row), Bc) : 0;
   }
 
-  // The transpose: among `rows` query rows, [`first_row()`, `last_row()`) attend to the key.
-  __device__ int first_row(int key, int rows) const {
+  // The transpose: among `rows` query rows, [`row_begin()`, `row_end()`) attend to the key.
+  __device__ int row_begin(int key, int rows) const {
     int first = 0;
     if constexpr (Config::causal) first = key - q_offset;
     if constexpr (Config::window_right) first = max(first, key - q_offset - this->right);
@@ -96,7 +97,7 @@ struct Mask : Band<Config> {
     }
     return max(0, min(rows / Group, first)) * Group;
   }
-  __device__ int last_row(int key, int rows) const {
+  __device__ int row_end(int key, int rows) const {
     if constexpr (Config::window_left) {
       return max(0, min(rows / Group, key + this->left - q_offset + 1)) * Group;
     } else {
@@ -108,7 +109,7 @@ struct Mask : Band<Config> {
 // KV tiles of one CTA, processed from end - 1 down to begin. Tiles in [full_end, end) need a mask
 // or reach past the last key. Tiles before full_end need none, unless a window masks some of their
 // keys (see `first_full_tile`).
-struct KeyTiles {
+struct KvTileRange {
   int begin;
   int full_end;
   int end;
@@ -117,23 +118,27 @@ struct KeyTiles {
 // Returns the KV tiles of the rows [q_begin, q_end) of one head. With `Split`, returns only those
 // of KV split `split` of num_splits.
 template <int Bc, bool Split, class Config, int Group>
-__device__ KeyTiles find_key_tiles(const Mask<Config, Group>& mask, int q_begin, int q_end,
-                                   int split, int num_splits) {
-  const int seen = ceil_div(mask.visible_end(q_end - 1), Bc);
+__device__ KvTileRange kv_tile_range(const Mask<Config, Group>& mask, int q_begin, int q_end,
+                                     int split, int num_splits) {
+  const int visible_end_tile = ceil_div(mask.visible_end(q_end - 1), Bc);
   const int full = mask.template full_tiles<Bc>(q_begin);
-  const int first = Config::window_left ? min(seen, mask.visible_begin(q_begin) / Bc) : 0;
+  const int first =
+      Config::window_left ? min(visible_end_tile, mask.visible_begin(q_begin) / Bc) : 0;
   if constexpr (!Split) {
-    return {first, Config::window_left ? max(first, min(full, seen)) : min(full, seen), seen};
+    return {
+        first,
+        Config::window_left ? max(first, min(full, visible_end_tile)) : min(full, visible_end_tile),
+        visible_end_tile};
   }
-  const int share = ceil_div(seen - first, num_splits);
-  const int begin = min(seen, first + split * share);
-  const int end = min(seen, begin + share);
+  const int split_tiles = ceil_div(visible_end_tile - first, num_splits);
+  const int begin = min(visible_end_tile, first + split * split_tiles);
+  const int end = min(visible_end_tile, begin + split_tiles);
   return {begin, max(begin, min(full, end)), end};
 }
 
 // Query tiles [begin, end) whose rows attend to a KV tile. Tiles in [full_begin, full_end) need no
 // mask.
-struct QueryTiles {
+struct QueryTileRange {
   int begin;
   int full_begin;
   int full_end;
@@ -142,12 +147,12 @@ struct QueryTiles {
 
 // Returns the query tiles of the keys [k_begin, k_end), at least one key, among `rows` query rows.
 template <int Br, class Config, int Group>
-__device__ QueryTiles find_query_tiles(const Mask<Config, Group>& mask, int k_begin, int k_end,
-                                       int rows) {
-  const int end = ceil_div(mask.last_row(k_end - 1, rows), Br);
-  const int begin = min(end, mask.first_row(k_begin, rows) / Br);
-  const int full_begin = max(begin, min(end, ceil_div(mask.first_row(k_end - 1, rows), Br)));
-  const int last = mask.last_row(k_begin, rows);
+__device__ QueryTileRange query_tile_range(const Mask<Config, Group>& mask, int k_begin, int k_end,
+                                           int rows) {
+  const int end = ceil_div(mask.row_end(k_end - 1, rows), Br);
+  const int begin = min(end, mask.row_begin(k_begin, rows) / Br);
+  const int full_begin = max(begin, min(end, ceil_div(mask.row_begin(k_end - 1, rows), Br)));
+  const int last = mask.row_end(k_begin, rows);
   const int full_end = last == rows ? end : min(end, last / Br);
   return {begin, full_begin, max(full_begin, full_end), end};
 }

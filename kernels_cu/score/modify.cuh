@@ -11,7 +11,7 @@
 // `Mods` of kernels without modifications.
 struct NoMods {
   static constexpr bool changes_scores = false;
-  static constexpr bool hides_pairs = false;
+  static constexpr bool masks_pairs = false;
   static constexpr bool calls_functions = false;
   static constexpr bool has_low_scores = false;
 };
@@ -42,50 +42,50 @@ __device__ T exponent_scale(const Params& p) {
 
 // Changes and masks scores of several rows and keys: score(r, n) is the score of row at(r) and key
 // first_key + step(n), where step(n) is a constant that increases with n. Changed scores become
-// exponents of two relative to base(r). If `hides` is false, no pair is masked (a block mask says
+// exponents of two relative to base(r). If `masks` is false, no pair is masked (a block mask says
 // that the block is full). pairs(r) provides elements of a row's pairs that are already loaded.
 template <class Config, int Rows, int Count>
 struct ModifiedRows {
   using Mods = typename Config::Mods;
 
-  template <class AnyParams, class At, class Base, class Score, class Step, class Pairs>
-  __device__ static void modify(const AnyParams& p, At at, int first_key, Base base, bool hides,
-                                Score score, Step step, Pairs pairs) {
-    if constexpr (Mods::changes_scores || Mods::hides_pairs) {
-      if (!Mods::changes_scores && !hides) return;
+  template <class AnyParams, class RowCoord, class Base, class Score, class Step, class Pairs>
+  __device__ static void modify(const AnyParams& p, RowCoord coord, int first_key, Base base,
+                                bool masks, Score score, Step step, Pairs pairs) {
+    if constexpr (Mods::changes_scores || Mods::masks_pairs) {
+      if (!Mods::changes_scores && !masks) return;
       if constexpr (Mods::has_bounds) {
         // Tested for all rows at once, so that they use the same loads of captured values of keys.
         bool is_inside = true;
 #pragma unroll
         for (int r = 0; r < Rows; ++r) {
-          const auto row = row_of(p, at(r), base(r));
+          const auto row = row_of(p, coord(r), base(r));
           const auto keys = Mods::keys(p.mods, row, first_key);
           is_inside &= Mods::is_inside(p.mods, row, keys, step(Count - 1));
         }
         if (is_inside) {
-          modify_all<true>(p, at, first_key, base, hides, score, step, pairs);
+          modify_all<true>(p, coord, first_key, base, masks, score, step, pairs);
           return;
         }
       }
-      modify_all<false>(p, at, first_key, base, hides, score, step, pairs);
+      modify_all<false>(p, coord, first_key, base, masks, score, step, pairs);
     }
   }
 
  private:
   template <class AnyParams, class T>
-  __device__ static auto row_of(const AnyParams& p, const ScoreRow& at, T base) {
-    return Mods::row(p.mods, at.batch, at.head, at.row + at.q_offset, at.row, at.q_start,
-                     at.k_start, base);
+  __device__ static auto row_of(const AnyParams& p, const ScoreRow& coord, T base) {
+    return Mods::row(p.mods, coord.batch, coord.head, coord.row + coord.q_offset, coord.row,
+                     coord.q_start, coord.k_start, base);
   }
 
-  template <bool Inside, class AnyParams, class At, class Base, class Score, class Step,
+  template <bool Inside, class AnyParams, class RowCoord, class Base, class Score, class Step,
             class Pairs>
-  __device__ static void modify_all(const AnyParams& p, At at, int first_key, Base base,
-                                    bool hides, Score score, Step step, Pairs pairs) {
+  __device__ static void modify_all(const AnyParams& p, RowCoord coord, int first_key, Base base,
+                                    bool masks, Score score, Step step, Pairs pairs) {
     if constexpr (Mods::changes_scores) {
 #pragma unroll
       for (int r = 0; r < Rows; ++r) {
-        const auto row = row_of(p, at(r), base(r));
+        const auto row = row_of(p, coord(r), base(r));
         const auto keys = Mods::keys(p.mods, row, first_key);
 #pragma unroll
         for (int n = 0; n < Count; ++n) {
@@ -94,15 +94,15 @@ struct ModifiedRows {
         }
       }
     }
-    if constexpr (Mods::hides_pairs) {
-      if (!hides) return;
+    if constexpr (Mods::masks_pairs) {
+      if (!masks) return;
 #pragma unroll
       for (int r = 0; r < Rows; ++r) {
-        const auto row = row_of(p, at(r), base(r));
+        const auto row = row_of(p, coord(r), base(r));
         const auto keys = Mods::keys(p.mods, row, first_key);
 #pragma unroll
         for (int n = 0; n < Count; ++n) {
-          if (!Mods::template sees<Inside>(p.mods, row, keys, step(n))) {
+          if (!Mods::template is_visible<Inside>(p.mods, row, keys, step(n))) {
             score(r, n) = -SoftmaxMath<typename Mods::Real>::infinity();
           }
         }
@@ -111,29 +111,34 @@ struct ModifiedRows {
   }
 };
 
-template <class Config, int Rows, int Count, class AnyParams, class At, class Score, class Step>
-__device__ void modify_rows(const AnyParams& p, At at, int first_key, Score score, Step step) {
+template <class Config, int Rows, int Count, class AnyParams, class RowCoord, class Score,
+          class Step>
+__device__ void modify_rows(const AnyParams& p, RowCoord coord, int first_key, Score score,
+                            Step step) {
   ModifiedRows<Config, Rows, Count>::modify(
-      p, at, first_key, [](int) { return 0; }, true, score, step,
-      [](int) { return FromMemory(); });
+      p, coord, first_key, [](int) { return 0; }, true, score, step,
+      [](int) { return LoadOnDemand(); });
 }
 
-// Like `ModifiedRows`, for a lane's accumulator fragments (tile/fragments.cuh): `part(r)` holds the
-// lane's scores of row `at(r)`, and `first_key` is the first key of these.
-template <class Config, int Rows, int column_tiles, class AnyParams, class At, class Base,
-          class Part, class Pairs>
-__device__ void modify_fragments(const AnyParams& p, At at, int first_key, Base base, bool hides,
-                                 Part part, Pairs pairs) {
+// Like `ModifiedRows`, for a lane's accumulator fragments (tile/fragments.cuh): `row_scores(r)`
+// holds the lane's scores of row `coord(r)`, and `first_key` is the first key of these.
+template <class Config, int Rows, int column_tiles, class AnyParams, class RowCoord, class Base,
+          class RowScores, class Pairs>
+__device__ void modify_fragments(const AnyParams& p, RowCoord coord, int first_key, Base base,
+                                 bool masks, RowScores row_scores, Pairs pairs) {
   ModifiedRows<Config, Rows, 2 * column_tiles>::modify(
-      p, at, first_key, base, hides,
-      [&](int r, int n) -> float& { return part(r)[n / 2 * 4 + n % 2]; },
+      p, coord, first_key, base, masks,
+      [&](int r, int n) -> float& { return row_scores(r)[n / 2 * 4 + n % 2]; },
       [](int n) { return n / 2 * 8 + n % 2; }, pairs);
 }
 
-template <class Config, int Rows, int column_tiles, class AnyParams, class At, class Part>
-__device__ void modify_fragments(const AnyParams& p, At at, int first_key, Part part) {
+template <class Config, int Rows, int column_tiles, class AnyParams, class RowCoord,
+          class RowScores>
+__device__ void modify_fragments(const AnyParams& p, RowCoord coord, int first_key,
+                                 RowScores row_scores) {
   modify_fragments<Config, Rows, column_tiles>(
-      p, at, first_key, [](int) { return 0.f; }, true, part, [](int) { return FromMemory(); });
+      p, coord, first_key, [](int) { return 0.f; }, true, row_scores,
+      [](int) { return LoadOnDemand(); });
 }
 
 // Attention sink: one more score of a row, without a value. `lse` is the log-sum-exp with the sink,
@@ -157,7 +162,7 @@ struct Sink {
 // Includes the head's sink, if there are sinks, in a row's log-sum-exp; returns the output's
 // factor.
 template <class Config, class T, class AnyParams>
-__device__ T take_sink(const AnyParams& p, int head, T& lse) {
+__device__ T apply_sink(const AnyParams& p, int head, T& lse) {
   if constexpr (Config::sinks) {
     const Sink<T> sink(lse, T(p.mods.sinks.at(head)));
     lse = sink.lse;

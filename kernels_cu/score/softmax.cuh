@@ -123,23 +123,23 @@ struct SoftmaxRow {
   }
 
   // Returns whether no score was above -inf. A NaN score makes this false.
-  __device__ bool saw_nothing() const { return sum == T(0) && max == -Math::infinity(); }
+  __device__ bool is_fully_masked() const { return sum == T(0) && max == -Math::infinity(); }
 
   // Returns the factor for the output. If a score times the scale overflows T, the sum is 0
   // although a key is visible; the output is then 0 / 0, the NaN that the formula gives.
-  __device__ T normalizer() const { return saw_nothing() ? T(0) : T(1) / sum; }
+  __device__ T normalizer() const { return is_fully_masked() ? T(0) : T(1) / sum; }
 
   // Returns the sum of exp(scale * s) over all scores s; `sum` is in units of 2^-Headroom.
   template <int Headroom = 0>
   __device__ ExponentSum<T> exponent_sum(T scale_log2) const {
-    if (saw_nothing()) return {-Math::infinity(), -Math::infinity()};
+    if (is_fully_masked()) return {-Math::infinity(), -Math::infinity()};
     return {base(scale_log2), Math::log2(sum / power_of_half(Headroom))};
   }
 
   // Returns log(sum(exp(scale * s))) over all scores s; `sum` is in units of 2^-Headroom.
   template <int Headroom = 0>
   __device__ T log_sum_exp(T scale_log2) const {
-    if (saw_nothing()) return -Math::infinity();
+    if (is_fully_masked()) return -Math::infinity();
     return (base(scale_log2) + Math::log2(sum / power_of_half(Headroom))) * Math::ln_2;
   }
 };

@@ -6,7 +6,7 @@
 #include "ptx/stream.cuh"
 #include "tile/element.cuh"
 #include "tile/layout.cuh"
-#include "grid/pages.cuh"
+#include "scheduler/pages.cuh"
 
 #if __CUDA_ARCH__ >= 800
 
@@ -55,16 +55,18 @@ struct RowCopy {
   template <class RowAt>
   static __device__ void gather(unsigned shared, RowAt row_at) {
     constexpr int passes = (Rows + rows_at_once - 1) / rows_at_once;
-    constexpr int asked = passes < 4 ? passes : 4;
+    constexpr int rows_per_batch = passes < 4 ? passes : 4;
     const int first_row = threadIdx.x / columns_at_once;
     if (Threads % columns_at_once != 0 && first_row >= rows_at_once) return;
 #pragma unroll
-    for (int begin = 0; begin < passes; begin += asked) {
-      Row<Element> rows[asked];
+    for (int begin = 0; begin < passes; begin += rows_per_batch) {
+      Row<Element> rows[rows_per_batch];
 #pragma unroll
-      for (int i = 0; i < asked; ++i) rows[i] = row_at(first_row + (begin + i) * rows_at_once);
+      for (int i = 0; i < rows_per_batch; ++i) {
+        rows[i] = row_at(first_row + (begin + i) * rows_at_once);
+      }
 #pragma unroll
-      for (int i = 0; i < asked; ++i) {
+      for (int i = 0; i < rows_per_batch; ++i) {
         const int row = first_row + (begin + i) * rows_at_once;
         if ((begin + i + 1) * rows_at_once > Rows && row >= Rows) break;
         // `copy_row()` is not used: addresses relative to the start of the row save one register.
@@ -74,7 +76,7 @@ struct RowCopy {
           if (copies_per_row % columns_at_once != 0 && copy >= copies_per_row) break;
           const int column = copy * copy_elements;
           int elements = whole_rows ? copy_elements : max(0, min(copy_elements, Columns - column));
-          if (!rows[i].is_there) elements = 0;
+          if (!rows[i].exists) elements = 0;
           copy_one(shared + Layout::offset(row, copy / copies_per_chunk) +
                        copy % copies_per_chunk * copy_bytes,
                    rows[i].begin + column, elements, 0);
@@ -87,7 +89,7 @@ struct RowCopy {
   // row does not exist. `policy` is an L2 cache policy or 0; `columns` is the number of valid
   // columns.
   static __device__ void copy_row(unsigned thread, unsigned shared, int row, const Element* source,
-                                  bool is_there, unsigned long long policy = 0,
+                                  bool exists, unsigned long long policy = 0,
                                   int columns = Columns) {
 #pragma unroll
     for (int first = 0; first < copies_per_row; first += columns_at_once) {
@@ -97,7 +99,7 @@ struct RowCopy {
           whole_rows ? copy_elements : max(0, min(copy_elements, columns - copy * copy_elements));
       copy_one(shared + Layout::offset(row, copy / copies_per_chunk) +
                    copy % copies_per_chunk * copy_bytes,
-               source + first * copy_elements, is_there ? elements : 0, policy);
+               source + first * copy_elements, exists ? elements : 0, policy);
     }
   }
 
@@ -114,7 +116,7 @@ struct RowCopy {
       Vector<Element, copy_elements> values = {};
 #pragma unroll
       for (int e = 0; e < copy_elements; ++e) {
-        if (e < elements) values.at[e] = source[e];
+        if (e < elements) values.data[e] = source[e];
       }
       ptx::st_shared_v4(target, reinterpret_cast<const unsigned (&)[4]>(values));
     }

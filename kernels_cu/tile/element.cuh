@@ -71,5 +71,5 @@ __device__ inline unsigned pack<bfloat16_t>(float low, float high) {
 // N elements that are loaded or stored by one memory access.
 template <class Element, int N>
 struct alignas(sizeof(Element) * N) Vector {
-  Element at[N];
+  Element data[N];
 };

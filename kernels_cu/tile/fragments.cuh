@@ -68,8 +68,8 @@ __device__ void write_row(float* target, const float* row, Column column) {
   for (int j = 0; j < column_tiles; ++j) {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      const int at = column(j, c);
-      if (at < Dim) target[at] = row[4 * j + c];
+      const int target_column = column(j, c);
+      if (target_column < Dim) target[target_column] = row[4 * j + c];
     }
   }
 }

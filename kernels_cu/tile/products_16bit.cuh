@@ -26,38 +26,41 @@ __device__ inline void mma<bfloat16_t>(float (&d)[4], const unsigned (&a)[4], un
 // fragments: element [i][j][2 * half + c] of a lane is row 16 i + 8 half + lane / 4, column
 // 8 j + lane % 4 * 2 + c.
 //
-// If `shares` > 1, that many consecutive warps process the same query rows. Each warp computes S
-// for a slice of the keys, receives the other warps' scores through `exchange`, and accumulates a
-// slice of O: of every 16 * `shares` columns, the 16 at index `share()`.
-template <class Config, int row_tiles, int shares = 1>
+// If `column_warps` > 1, that many consecutive warps process the same query rows. Each warp
+// computes S for a slice of the keys, receives the other warps' scores through `exchange`, and
+// accumulates a slice of O: of every 16 * `column_warps` columns, the 16 at index `column_warp()`.
+template <class Config, int row_tiles, int column_warps = 1>
 struct Products16Bit {
   using Element = typename Config::Element;
   static constexpr int Bc = Config::Bc;
   // head_dim is padded to a multiple of 16, the k of an mma; padding is zero in shared memory.
   static constexpr int columns = round_up(Config::head_dim, 16);
-  static constexpr int columns_v = round_up(Config::head_dim_v, 16 * shares) / shares;
+  static constexpr int columns_v = round_up(Config::head_dim_v, 16 * column_warps) / column_warps;
   static constexpr int k_steps = columns / 16;
   static constexpr int key_steps = Bc / 16;
-  static constexpr int shared_key_steps = key_steps / shares;
+  static constexpr int warp_key_steps = key_steps / column_warps;
   static constexpr int column_steps = columns_v / 16;
-  static_assert(key_steps % shares == 0, "each warp has whole steps of the keys");
+  static_assert(key_steps % column_warps == 0, "each column warp processes whole k steps");
 
   using KeyLayout = SwizzledRows<Element, columns>;
-  using ValueLayout = SwizzledRows<Element, columns_v * shares>;
+  using ValueLayout = SwizzledRows<Element, columns_v * column_warps>;
   using Scores = float[row_tiles][Bc / 8][4];
-  using ScoreShare = float[row_tiles][Bc / shares / 8][4];
+  using PartialScores = float[row_tiles][Bc / column_warps / 8][4];
   using Output = float[row_tiles][columns_v / 8][4];
 
   const int lane = threadIdx.x % 32;
   QueryFragments<KeyLayout, row_tiles, k_steps, Config::q_in_registers> queries;
 
-  __device__ static int share() { return shares == 1 ? 0 : threadIdx.x / 32 % shares; }
+  __device__ static int column_warp() {
+    return column_warps == 1 ? 0 : threadIdx.x / 32 % column_warps;
+  }
 
   // Adds Q K^T for this warp's keys to `scores`. The fragment of the next step is read from shared
   // memory during the mma of the current step.
-  __device__ void multiply_queries_keys(ScoreShare& scores, unsigned q_shared, unsigned k_shared) {
-    constexpr int key_steps = shared_key_steps;
-    k_shared += share() * (16 * key_steps * KeyLayout::row_bytes);
+  __device__ void multiply_queries_keys(PartialScores& scores, unsigned q_shared,
+                                        unsigned k_shared) {
+    constexpr int key_steps = warp_key_steps;
+    k_shared += column_warp() * (16 * key_steps * KeyLayout::row_bytes);
     const unsigned k_lane = k_shared + KeyLayout::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 
     unsigned q[row_tiles][4];
@@ -86,22 +89,23 @@ struct Products16Bit {
   // Gathers S for all Bc keys in each of the warps that process the same query rows. `shared` is a
   // buffer for S of the CTA's whole query tile; `group` is the index of this group of warps.
   //
-  //   `share()` 0: S of keys [0, Bc / 2)  --> shared, named barrier --> S of keys [0, Bc)
-  //   `share()` 1: S of keys [Bc / 2, Bc) --> shared, named barrier --> S of keys [0, Bc)
-  __device__ static void exchange(Scores& scores, const ScoreShare& own, unsigned shared,
-                                  int group) {
-    constexpr int of_share = Bc / shares / 8;
-    constexpr int bytes = 32 * sizeof(own[0][0]);  // size of S for 16 rows and 8 keys
-    shared += group * (row_tiles * Bc / 8 * bytes) + threadIdx.x % 32 * sizeof(own[0][0]);
+  //   `column_warp()` 0: S of keys [0, Bc / 2)  --> shared, named barrier --> S of keys [0, Bc)
+  //   `column_warp()` 1: S of keys [Bc / 2, Bc) --> shared, named barrier --> S of keys [0, Bc)
+  __device__ static void exchange(Scores& scores, const PartialScores& partial_scores,
+                                  unsigned shared, int group) {
+    constexpr int tiles_per_warp = Bc / column_warps / 8;
+    constexpr int bytes = 32 * sizeof(partial_scores[0][0]);  // size of S for 16 rows and 8 keys
+    shared +=
+        group * (row_tiles * Bc / 8 * bytes) + threadIdx.x % 32 * sizeof(partial_scores[0][0]);
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
-      for (int j = 0; j < of_share; ++j) {
-        ptx::st_shared_v4(shared + (i * (Bc / 8) + share() * of_share + j) * bytes,
-                          reinterpret_cast<const unsigned (&)[4]>(own[i][j]));
+      for (int j = 0; j < tiles_per_warp; ++j) {
+        ptx::st_shared_v4(shared + (i * (Bc / 8) + column_warp() * tiles_per_warp + j) * bytes,
+                          reinterpret_cast<const unsigned (&)[4]>(partial_scores[i][j]));
       }
     }
-    ptx::barrier_sync_aligned(1 + group, 32 * shares);
+    ptx::barrier_sync_aligned(1 + group, 32 * column_warps);
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
@@ -117,12 +121,13 @@ struct Products16Bit {
   template <class Exponentiate>
   __device__ void multiply_probabilities_values(Output& out, const Scores& scores,
                                                 unsigned v_shared, Exponentiate exponentiate) {
-    const unsigned v_lane = v_shared + ValueLayout::offset(lane % 16, lane / 16 + 2 * share());
+    const unsigned v_lane =
+        v_shared + ValueLayout::offset(lane % 16, lane / 16 + 2 * column_warp());
     unsigned v[2][4];
     auto load_v = [&](int number) {
       ptx::ldmatrix_x4_trans(v[number % 2],
                              ValueLayout::advance(v_lane, number / column_steps * 16,
-                                                  number % column_steps * 2 * shares));
+                                                  number % column_steps * 2 * column_warps));
     };
     load_v(0);
     auto exponentiate_step = [&](int step) {
@@ -174,7 +179,7 @@ struct Products16Bit {
 
  private:
   // Returns the index of the 16-byte chunk of an output row that holds the eight columns out[.][j].
-  __device__ static int chunk(int j) { return (j / 2 * shares + share()) * 2 + j % 2; }
+  __device__ static int chunk(int j) { return (j / 2 * column_warps + column_warp()) * 2 + j % 2; }
 };
 
 #endif  // __CUDA_ARCH__ >= 800

@@ -26,7 +26,7 @@
 // Like `QueryFragments`, with all steps in registers, as float16. A bfloat16 row is first divided
 // by a power of two, so that its largest element is about 1. The error is then 2^-25 at most.
 template <class Element, class Layout, int row_tiles, int steps>
-struct QueriesByFours {
+struct Float16QueryFragments {
   static constexpr bool is_float16 = headroom<Element> == 0;
   unsigned kept[steps][row_tiles][4];
   float factors[row_tiles][2];  // the powers of two; multiply the scores of the rows by them
@@ -36,7 +36,7 @@ struct QueriesByFours {
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        factors[i][half] = is_float16 ? 1 : factor_of(shared, i, half);
+        factors[i][half] = is_float16 ? 1 : row_factor(shared, i, half);
         const float inverse = inverse_of_power(factors[i][half]);
 #pragma unroll
         for (int step = 0; step < steps; ++step) {
@@ -66,7 +66,7 @@ struct QueriesByFours {
 
   // Returns the power of two that a row is divided by: the largest one not above the row's maximum
   // magnitude, clamped so that its inverse is a normal number. A row with infinities uses 1.
-  __device__ static float factor_of(unsigned shared, int i, int half) {
+  __device__ static float row_factor(unsigned shared, int i, int half) {
     float largest = 0;
 #pragma unroll 4
     for (int step = 0; step < steps; ++step) {
@@ -91,7 +91,7 @@ struct Products8Bit {
   using Stored = typename Config::CacheElement;
   using Widen = WidenBytes<Stored>;
   static constexpr int Bc = Config::Bc;
-  static_assert(Bc == 32, "one ldmatrix brings 16 columns of all keys");
+  static_assert(Bc == 32, "one ldmatrix loads 16 columns of all keys");
   static constexpr int columns = round_up(Config::head_dim, 16);
   static constexpr int columns_v = round_up(Config::head_dim_v, 16);
   static constexpr int k_steps = columns / 16;
@@ -103,7 +103,7 @@ struct Products8Bit {
   using Output = float[row_tiles][columns_v / 8][4];
 
   const int lane = threadIdx.x % 32;
-  QueriesByFours<Element, SwizzledRows<Element, columns>, row_tiles, k_steps> queries;
+  Float16QueryFragments<Element, SwizzledRows<Element, columns>, row_tiles, k_steps> queries;
 
   // Adds Q K^T to `scores`, without the factors of the query rows.
   __device__ void multiply_queries_keys(Scores& scores, unsigned k_shared) {

@@ -21,14 +21,14 @@ struct SplitFloat {
   // Splits any x. An infinite x becomes the largest finite `big` and an infinite `small`. The
   // infinity is then multiplied by the other operand's `big` only, which has that operand's sign.
   // The other `small` may be 0 or have the opposite sign: times infinity, it would yield NaN.
-  __device__ static SplitFloat of(float x) {
+  __device__ static SplitFloat split(float x) {
     constexpr float largest = 0x1.ffcp127f;
     const unsigned big = ptx::cvt_tf32_f32(ptx::min_magnitude(x, largest));
     return {big, __float_as_uint(x - __uint_as_float(big))};
   }
 
   // Splits a finite x; an infinite x would yield NaN.
-  __device__ static SplitFloat of_finite(float x) {
+  __device__ static SplitFloat split_finite(float x) {
     const unsigned big = ptx::cvt_tf32_f32(x);
     return {big, __float_as_uint(x - __uint_as_float(big))};
   }
@@ -55,7 +55,7 @@ struct ProductsTf32x3 {
   QueryFragments<KeyLayout, row_tiles, k_steps, Config::q_in_registers> queries;
 
   // Each warp has its own query rows, so its index among the warps of these rows is 0.
-  __device__ static int share() { return 0; }
+  __device__ static int column_warp() { return 0; }
 
   // Adds a[i] b[t] to d[i][t] for all row tiles i and column tiles t, the small terms first. The
   // order keeps dependent products (the same accumulator) row_tiles * Tiles products apart.
@@ -99,7 +99,7 @@ struct ProductsTf32x3 {
 #pragma unroll
       for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
-        for (int r = 0; r < 4; ++r) q[i][r] = SplitFloat::of(__uint_as_float(raw[i][r]));
+        for (int r = 0; r < 4; ++r) q[i][r] = SplitFloat::split(__uint_as_float(raw[i][r]));
       }
 #pragma unroll
       for (int pair = 0; pair < key_pairs; ++pair) {
@@ -108,7 +108,7 @@ struct ProductsTf32x3 {
         SplitFloat keys[2][2];
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
-          keys[r / 2][r % 2] = SplitFloat::of(__uint_as_float(k[current % 2][r]));
+          keys[r / 2][r % 2] = SplitFloat::split(__uint_as_float(k[current % 2][r]));
         }
         float sums[row_tiles][2][4] = {};
         multiply<2>(sums, q, keys);
@@ -153,17 +153,19 @@ struct ProductsTf32x3 {
           const unsigned v_lane = v_shared + ValueLayout::offset(row, lane / 4);
           ptx::ld_shared_v4(v[odd], ValueLayout::advance(v_lane, 8 * step, 8 * group));
 #pragma unroll
-          for (int t = 0; t < 4; ++t) values[t][odd] = SplitFloat::of(__uint_as_float(v[odd][t]));
+          for (int t = 0; t < 4; ++t) {
+            values[t][odd] = SplitFloat::split(__uint_as_float(v[odd][t]));
+          }
         }
         SplitFloat probabilities[row_tiles][4];
 #pragma unroll
         for (int i = 0; i < row_tiles; ++i) {
           if (group == 0) exponentiate(i, step);
           const float (&p)[4] = scores[i][step];
-          probabilities[i][0] = SplitFloat::of_finite(p[0]);
-          probabilities[i][1] = SplitFloat::of_finite(p[2]);
-          probabilities[i][2] = SplitFloat::of_finite(p[1]);
-          probabilities[i][3] = SplitFloat::of_finite(p[3]);
+          probabilities[i][0] = SplitFloat::split_finite(p[0]);
+          probabilities[i][1] = SplitFloat::split_finite(p[2]);
+          probabilities[i][2] = SplitFloat::split_finite(p[1]);
+          probabilities[i][3] = SplitFloat::split_finite(p[3]);
         }
         multiply<4>(sums, probabilities, values);
       }

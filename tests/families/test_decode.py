@@ -615,7 +615,7 @@ def latent(**more: Any) -> Problem:
 def test_heads_of_more_than_256_columns_belong_to_teams_of_four_warps():
     for dims, team in (((256, 256), 1), ((257, 8), 4), ((8, 257), 4), ((576, 512), 4)):
         case = problem(head_dim=dims[0], head_dim_v=dims[1])
-        assert decode.config(case, WIDE, EVEN)["team"] == team
+        assert decode.config(case, WIDE, EVEN)["column_warps"] == team
 
 
 def test_teams_have_whole_numbers_of_warps_and_16_rows():

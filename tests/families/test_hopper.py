@@ -540,94 +540,94 @@ def test_a_box_is_one_line_of_128_bytes_or_where_head_dim_wastes_half_of_one_64(
 
 
 @dataclass(frozen=True)
-class Slabs:
-    """Expected members of `SlabTile` of `slabs.cuh` for rows x columns 16-bit elements."""
+class TmaTile:
+    """Expected members of `TmaTile` of `tma_tile.cuh` for rows x columns 16-bit elements."""
 
     rows: int
     columns: int
 
     @property
-    def line_bytes(self) -> int:
+    def box_row_bytes(self) -> int:
         """128, the widest swizzle, or 64 if the last half of a 128-byte box row would be empty."""
         return 64 if -(-self.columns // 32) % 2 else 128
 
     @property
-    def slabs(self) -> int:
-        return -(-self.columns * 2 // self.line_bytes)
+    def boxes(self) -> int:
+        return -(-self.columns * 2 // self.box_row_bytes)
 
     def offset(self, row: int, column: int) -> int:
         """Return the byte offset at which TMA stores an element, before the swizzle."""
-        slab, byte = divmod(2 * column, self.line_bytes)
-        return (slab * self.rows + row) * self.line_bytes + byte
+        box, byte = divmod(2 * column, self.box_row_bytes)
+        return (box * self.rows + row) * self.box_row_bytes + byte
 
     def descriptor(self, leading: int) -> int:
         """Return a matrix descriptor of the PTX ISA, with byte offsets in units of 16 bytes.
 
         Bits 16-29: leading offset; 32-45: stride between groups of 8 rows; 62-63: swizzle mode.
         """
-        swizzle = {128: 1, 64: 2}[self.line_bytes]
+        swizzle = {128: 1, 64: 2}[self.box_row_bytes]
         stride = self.offset(8, 0)
         return swizzle << 62 | stride // 16 << 32 | leading // 16 << 16
 
     def assertions(self) -> list[str]:
-        slab_bytes = self.rows * self.line_bytes
+        box_bytes = self.rows * self.box_row_bytes
         values = {
-            "line_bytes": self.line_bytes,
-            "slabs": self.slabs,
-            "slab_bytes": slab_bytes,
-            "bytes": self.slabs * slab_bytes,
+            "box_row_bytes": self.box_row_bytes,
+            "boxes": self.boxes,
+            "box_bytes": box_bytes,
+            "bytes": self.boxes * box_bytes,
             # A k step lies within a box row, so the leading offset is unused, and 1 by convention.
             "k_along_columns()": self.descriptor(16),
             # Along n, the elements continue in the next box.
-            "k_along_rows()": self.descriptor(slab_bytes),
+            "k_along_rows()": self.descriptor(box_bytes),
         }
         steps = -(-self.columns // 16)
         values |= {f"column_step({s})": self.offset(0, 16 * s) for s in range(steps)}
         values |= {f"row_step({s})": self.offset(16 * s, 0) for s in range(self.rows // 16)}
-        tile = f"SlabTile<{self.rows}, {self.columns}>"
+        tile = f"TmaTile<{self.rows}, {self.columns}>"
         return [
             f'static_assert({tile}::{name} == {value:#x}ull, "{name} of {tile}");'
             for name, value in values.items()
         ]
 
 
-SLABS = [
-    Slabs(rows, columns)
+TMA_TILES = [
+    TmaTile(rows, columns)
     for rows in (16, 64, 80, 112, 128, 176, 192, 256)
     for columns in (8, 32, 40, 64, 72, 96, 128, 160, 192, 200, 256)
 ]
 
 # Descriptors with which wgmma gave right products on a GPU.
 MEASURED = [
-    "SlabTile<128, 128>::k_along_columns() == 0x4000004000010000",
-    "SlabTile<192, 64>::k_along_columns() == 0x4000004000010000",
-    "SlabTile<128, 128>::k_along_rows() == 0x4000004004000000",
-    "SlabTile<176, 128>::k_along_rows() == 0x4000004005800000",
-    "SlabTile<80, 256>::k_along_rows() == 0x4000004002800000",
+    "TmaTile<128, 128>::k_along_columns() == 0x4000004000010000",
+    "TmaTile<192, 64>::k_along_columns() == 0x4000004000010000",
+    "TmaTile<128, 128>::k_along_rows() == 0x4000004004000000",
+    "TmaTile<176, 128>::k_along_rows() == 0x4000004005800000",
+    "TmaTile<80, 256>::k_along_rows() == 0x4000004002800000",
     # These tiles have box rows of 64 bytes.
-    "SlabTile<128, 96>::k_along_columns() == 0x8000002000010000",
-    "SlabTile<128, 96>::k_along_rows() == 0x8000002002000000",
+    "TmaTile<128, 96>::k_along_columns() == 0x8000002000010000",
+    "TmaTile<128, 96>::k_along_rows() == 0x8000002002000000",
 ]
 
 
 def compile_slabs(assertions: list[str]) -> Cubin:
     text = "\n".join(
-        ['#include "tile/slabs.cuh"', *assertions, 'extern "C" __global__ void none() {}']
+        ['#include "tile/tma_tile.cuh"', *assertions, 'extern "C" __global__ void none() {}']
     )
-    return compile_cubin(TranslationUnit(text, ("none",), "slabs", arch_specific=True), h100)
+    return compile_cubin(TranslationUnit(text, ("none",), "boxes", arch_specific=True), h100)
 
 
 def test_descriptors_steps_and_sizes_of_slabs_are_what_the_isa_says():
     measured = [f'static_assert({condition}, "");' for condition in MEASURED]
-    compile_slabs(measured + [line for slabs in SLABS for line in slabs.assertions()])
+    compile_slabs(measured + [line for boxes in TMA_TILES for line in boxes.assertions()])
 
 
 @pytest.mark.parametrize(
     "name",
-    ["slab_bytes", "k_along_columns", "k_along_rows", "column_step(5)", "row_step(3)"],
+    ["box_bytes", "k_along_columns", "k_along_rows", "column_step(5)", "row_step(3)"],
 )
 def test_a_wrong_value_does_not_compile(name):
-    (right,) = (line for line in Slabs(128, 128).assertions() if f"::{name}" in line)
+    (right,) = (line for line in TmaTile(128, 128).assertions() if f"::{name}" in line)
     wrong = re.sub("0x([0-9a-f]+)ull", lambda value: f"{int(value[1], 16) ^ 0x10000:#x}ull", right)
     compile_slabs([right])
     with pytest.raises(CompileError, match=re.escape(name)):
@@ -636,33 +636,33 @@ def test_a_wrong_value_does_not_compile(name):
 
 # Swizzle modes of the PTX ISA: address bits 4 to 6 (4 and 5 for 64 bytes) are XORed with the three
 # (two) bits from bit 7 on.
-def swizzled(address: int, line_bytes: int) -> int:
-    return address ^ (address >> 7 & line_bytes // 16 - 1) << 4
+def swizzled(address: int, box_row_bytes: int) -> int:
+    return address ^ (address >> 7 & box_row_bytes // 16 - 1) << 4
 
 
-@pytest.mark.parametrize("slabs", [Slabs(64, 128), Slabs(48, 96), Slabs(32, 8)])
-def test_eight_rows_of_a_chunk_lie_in_eight_bank_groups(slabs):
-    columns = range(0, slabs.slabs * slabs.line_bytes // 2, 8)
+@pytest.mark.parametrize("boxes", [TmaTile(64, 128), TmaTile(48, 96), TmaTile(32, 8)])
+def test_eight_rows_of_a_chunk_lie_in_eight_bank_groups(boxes):
+    columns = range(0, boxes.boxes * boxes.box_row_bytes // 2, 8)
     for column in columns:
-        for first in range(0, slabs.rows, 8):
+        for first in range(0, boxes.rows, 8):
             addresses = [
-                swizzled(slabs.offset(row, column), slabs.line_bytes)
+                swizzled(boxes.offset(row, column), boxes.box_row_bytes)
                 for row in range(first, first + 8)
             ]
             assert len({address // 16 % 8 for address in addresses}) == 8
     every = {
-        swizzled(slabs.offset(row, column), slabs.line_bytes)
-        for row in range(slabs.rows)
+        swizzled(boxes.offset(row, column), boxes.box_row_bytes)
+        for row in range(boxes.rows)
         for column in columns
     }
-    assert len(every) == slabs.rows * len(columns)
+    assert len(every) == boxes.rows * len(columns)
 
 
 def test_slabs_begin_where_the_swizzle_does():
     # The swizzle repeats after 1024 or 512 bytes; a descriptor with another start address would
     # need a base offset.
-    for slabs in SLABS:
-        assert slabs.rows * slabs.line_bytes % (8 * slabs.line_bytes) == 0
+    for boxes in TMA_TILES:
+        assert boxes.rows * boxes.box_row_bytes % (8 * boxes.box_row_bytes) == 0
 
 
 def test_a_unit_is_compiled_for_its_own_architecture_only():
@@ -869,7 +869,7 @@ def test_other_biases_are_read_one_by_one(bias, more):
 def test_consumers_leave_blocks_out_where_their_rows_may_see_fewer(more, is_noted):
     unit = modified(head_dim=64, **more).unit
     assert unit is not None
-    assert f"bool noted = {str(is_noted).lower()};" in unit.text
+    assert f"bool skips_tiles = {str(is_noted).lower()};" in unit.text
 
 
 @pytest.mark.parametrize(

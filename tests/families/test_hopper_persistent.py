@@ -30,7 +30,7 @@ def problem(**changes: int | bool) -> Problem:
 
 
 def work_of(case: Problem, tile: int, *, section: int, Br: int) -> tuple[int, int]:
-    """Return (batch and head, first query row) of tile `tile`, as `find_work` of `schedule.cuh`."""
+    """Return (batch and head, first query row) of a tile, as `tile_coord` of `tile_coord.cuh`."""
     q_tiles = -(-case.seqlen_q // Br)
     heads = case.batch * case.heads_q
     first_head = tile // (section * q_tiles) * section

@@ -100,11 +100,11 @@ def test_captures_have_sums_in_the_workspace() -> None:
 def test_a_unit_includes_a_file_once_and_says_what_was_in_it() -> None:
     of = plan("score_mod.gain", "bias", "sinks")
     assert of.unit is not None
-    for name in ("capture", "bias", "sink"):
-        assert of.unit.text.count(f'#include "backward/{name}_gradients.cuh"  // sources ') == 1
+    for name in ("captures", "bias", "sinks"):
+        assert of.unit.text.count(f'#include "backward/inputs/{name}.cuh"  // sources ') == 1
     plain = plan("q")
     assert plain.unit is not None
-    assert "capture_gradients.cuh" not in plain.unit.text
+    assert "inputs/captures.cuh" not in plain.unit.text
 
 
 def test_a_bias_without_elements_has_no_kernel() -> None:

@@ -213,7 +213,7 @@ def test_packing_fills_every_field() -> None:
     assert (record["row_ranges"], record["key_ranges"]) == (0x1000, 0x1200)
     names = ("batches", "heads", "seqlen_q", "seqlen_k", "q_offset")
     assert [record[name] for name in names] == [2, 1, 300, 260, -7]
-    names = ("part_rows", "Bc", "row_tiles", "parts")
+    names = ("group_rows", "Bc", "query_tiles", "row_groups")
     assert [record[name] for name in names] == [64, 128, 2, 3]
     assert (record["left"], record["right"]) == (5, 0)
     assert record["mods"] == mods

@@ -1,4 +1,4 @@
-"""Tests of `fixed_point.cuh`, run on the host: sums that do not depend on the order of addition."""
+"""Tests of `inputs/fixed_point.cuh`, run on the host: sums independent of the order of addition."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 
 from cupy_flash.families.contract import KERNEL_DIR
 
-FOLDER = Path(__file__).resolve().parent / "host_kernels"
+FOLDER = Path(__file__).resolve().parent / "on_cpu"
 COMPILER = shutil.which("g++")
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to compile the kernel's code with")
@@ -30,7 +30,7 @@ AddUp = Callable[..., tuple[np.ndarray, np.ndarray]]
 @pytest.fixture(scope="module")
 def add_up(tmp_path_factory: pytest.TempPathFactory) -> AddUp:
     """Return a function that adds numbers to elements: it returns integer sums and their values."""
-    library = tmp_path_factory.mktemp("host") / "fixed_point.so"
+    library = tmp_path_factory.mktemp("cpu") / "fixed_point.so"
     options = ["-std=c++20", "-O1", "-shared", "-fPIC", "-fwrapv", "-ffp-contract=off"]
     options += [f"-I{KERNEL_DIR}", f"-I{FOLDER}"]
     source = str(FOLDER / "fixed_point.cpp")

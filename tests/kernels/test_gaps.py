@@ -14,7 +14,7 @@ from support.draws import few_then_slow
 from cupy_flash.families.contract import KERNEL_DIR
 from cupy_flash.host.sequence_places import find_queries, rows_of_none
 
-FOLDER = Path(__file__).resolve().parent / "host_kernels"
+FOLDER = Path(__file__).resolve().parent / "on_cpu"
 COMPILER = shutil.which("g++")
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to compile the kernel's code with")
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to compile the 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the path of the compiled program, which prints the rows assigned to each warp."""
-    program = tmp_path_factory.mktemp("host") / "gaps"
+    program = tmp_path_factory.mktemp("cpu") / "gaps"
     options = ["-std=c++20", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     options += [f"-I{KERNEL_DIR}", f"-I{FOLDER}"]
     source = str(FOLDER / "gaps.cpp")
@@ -66,7 +66,7 @@ def unowned_rows(total: int, longest: int, starts: np.ndarray) -> list[int]:
 @pytest.mark.parametrize("make_batches", [ordered_batches, wild_batches])
 # Each batch takes 0.2 s, because the kernel's code is compiled with sanitizers.
 @pytest.mark.parametrize("count", few_then_slow([10, 300], 1))
-def test_all_rows_of_no_sequence_are_visited_and_no_others(
+def test_exactly_the_rows_of_no_sequence_are_listed(
     program: Path, make_batches: Callable[[int], list[Batch]], count: int
 ) -> None:
     batches = make_batches(count)

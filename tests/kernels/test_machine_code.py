@@ -30,8 +30,8 @@ pytestmark = pytest.mark.skipif(not IN_CHECKOUT, reason="the tests stand outside
 
 # Families whose kernels use only dynamic shared memory, of the size in the launch.
 ALL_DYNAMIC = ("decode", "hopper", "mma")
-# Config member with the register count of the producer warpgroup, for kernels with setmaxnreg.
-HAND_REGISTERS_ROUND = {"hopper": "producer_registers", "hopper backward": "helper_registers"}
+# Families whose kernels redistribute registers with setmaxnreg.
+HAND_REGISTERS_ROUND = ("hopper", "hopper backward")
 # ptxas reports serialized wgmma and ignored setmaxnreg as warnings C7504 to C7520 and C7602, and
 # continues.
 TROUBLE = re.compile(r"C7[56]\d\d|serializ|setmaxnreg|warning", re.IGNORECASE)
@@ -134,7 +134,7 @@ def test_a_kernel_compiles_to_what_its_family_planned(kernel: Any, cubins: Any) 
         # setmaxnreg must not distribute more registers than the launch allocates to the CTA.
         config = family.config(plan.problem, tile, plan.schedule.split)
         warpgroups = plan.threads // 128
-        handed_out = config[HAND_REGISTERS_ROUND[kernel.family]]
+        handed_out = config["producer_registers"]
         handed_out += (warpgroups - 1) * config["consumer_registers"]
         assert handed_out <= cubin.resources[plan.main.entry].registers * warpgroups
 

@@ -13,9 +13,9 @@ from support.draws import few_then_slow
 from cupy_flash.families.contract import KERNEL_DIR
 from cupy_flash.problem.mask import Mask
 
-# Same values as in `host_kernels/seen_tiles.cpp`.
+# Same values as in `on_cpu/visible_tiles.cpp`.
 BR, BC = 16, 24
-FOLDER = Path(__file__).resolve().parent / "host_kernels"
+FOLDER = Path(__file__).resolve().parent / "on_cpu"
 COMPILER = shutil.which("g++")
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to compile the kernel's code with")
@@ -36,10 +36,10 @@ def random_problem(rng: np.random.Generator) -> tuple[int, Mask, int]:
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory):
     """Return a function that runs the program on problems and returns its numbers, line by line."""
-    program = tmp_path_factory.mktemp("host") / "seen_tiles"
+    program = tmp_path_factory.mktemp("cpu") / "visible_tiles"
     options = ["-std=c++20", "-O1", "-pthread", "-fsanitize=address,undefined"]
     options += ["-fno-sanitize-recover=all", f"-I{KERNEL_DIR}", f"-I{FOLDER}"]
-    source = str(FOLDER / "seen_tiles.cpp")
+    source = str(FOLDER / "visible_tiles.cpp")
     subprocess.run([str(COMPILER), *options, source, "-o", str(program)], check=True)
 
     def run(problems: list[tuple[int, Mask, int]]) -> list[list[list[int]]]:
@@ -59,9 +59,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.mark.parametrize("count", few_then_slow([20, 300], 1))
-def test_kernels_and_library_agree_which_keys_a_row_sees_and_which_tiles_need_a_mask(
-    answers, count
-):
+def test_kernels_and_library_agree_on_visible_keys_and_on_tiles_that_need_a_mask(answers, count):
     rng = np.random.default_rng(15)
     problems = [random_problem(rng) for _ in range(count)]
     for (group, mask, splits), answer in zip(problems, answers(problems), strict=True):
@@ -87,8 +85,8 @@ def test_kernels_and_library_agree_which_keys_a_row_sees_and_which_tiles_need_a_
                 assert tuple(tiles) == mask.tiles_of_rows(*keys, BR)
             begin, full_begin, full_end, end = tiles
             columns = np.arange(*keys)
-            seen = (ends > columns) & (begins <= columns)
-            by_tile = [seen[row : row + BR] for row in range(0, rows, BR)]
+            visible = (ends > columns) & (begins <= columns)
+            by_tile = [visible[row : row + BR] for row in range(0, rows, BR)]
             some = [t for t, tile in enumerate(by_tile) if tile.any()]
             assert set(some) <= set(range(begin, end))
             full = [t for t, tile in enumerate(by_tile) if tile.all()]

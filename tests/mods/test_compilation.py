@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__({threads})
 #pragma unroll
   for (int step = 0; step < {keys}; ++step) {{
     Mods::Real& score = scores[step * {threads} + threadIdx.x];
-    if (Mods::sees(a, r, k, step)) score = Mods::exponent(a, r, k, step, score);
+    if (Mods::is_visible(a, r, k, step)) score = Mods::exponent(a, r, k, step, score);
   }}
 }}
 }}
@@ -85,7 +85,7 @@ extern "C" __global__ void __launch_bounds__({threads})
   for (int step = 0; step < {keys}; ++step) {{
     const int place = step * {threads} + threadIdx.x;
     const Mods::Real x = scores[place], weight = weights[place];
-    Mods::spread(a, r, k, step, x, weight, [&](int capture, long long element, Mods::Real value) {{
+    Mods::scatter(a, r, k, step, x, weight, [&](int capture, long long element, Mods::Real value) {{
       atomicAdd(gradients[capture] + element, float(value));
     }});
     const Mods::Real y = Mods::exponent(a, r, k, step, x);

@@ -127,7 +127,7 @@ def test_text_says_where_slopes_are_1_and_spreads_nothing_then() -> None:
         text = Text(mod, backward=True).emitted()
         assert "changes_slope = false;" in text
         assert "differentiable = 0;" in text
-        assert "add(" not in text.split("void spread(")[1].split("{")[1].split("}")[0]
+        assert "add(" not in text.split("void scatter(")[1].split("{")[1].split("}")[0]
         assert text.split("Real slope(")[1].split("\n")[1].strip() == "return 1.0f;"
 
 
@@ -137,7 +137,7 @@ def test_indices_that_are_known_to_be_inside_are_not_clamped() -> None:
         differentiable=("x",),
         x=floats(4, 9, 9),
     )
-    spread = Text(mod, backward=True).emitted().split("void spread(")[1]
+    spread = Text(mod, backward=True).emitted().split("void scatter(")[1]
     assert "Inside ? k.m0 - step : max(0, min(k.m0 - step, a.x.shape[1] - 1))" in spread
     assert "(long long)(max(0, min(r.h, a.x.shape[0] - 1)))" in spread
 
@@ -146,5 +146,5 @@ def test_indices_that_are_known_to_be_inside_are_not_clamped() -> None:
 def test_forward_text_does_not_depend_on_what_is_differentiable(name) -> None:
     text = Text(SCORES[name]).emitted()
     assert text == Text(MODS[name]).emitted()
-    for word in ("slope(", "spread", "differentiable"):
+    for word in ("slope(", "scatter", "differentiable"):
         assert word not in text

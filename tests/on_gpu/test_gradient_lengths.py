@@ -29,7 +29,7 @@ class Part(NamedTuple):
 
 
 def own_rows(starts: np.ndarray, total: int, sequence: int) -> tuple[int, int]:
-    """Return begin and end of the rows that belong to this sequence only, as in `places.cuh`."""
+    """Return begin and end of the rows of this sequence alone, as in `packed_tiles.cuh`."""
     at = np.clip(starts.astype(np.int64), 0, total)
     begin, end, low, high = int(at[0]), int(at[-1]), 0, len(starts) - 1
     while high - low > 1:

@@ -100,7 +100,7 @@ def test_any_sequences_get_a_legal_tile_on_any_gpu(case, device):
     plan = make_plan(case, device)
     family = FORWARD[plan.family]
     assert family.serves_sequences
-    assert "static constexpr bool sequences = true;" in plan.unit.text
+    assert "static constexpr bool has_seqlens = true;" in plan.unit.text
     assert family.why_not(case, device) is None
     assert family.why_not_tile(case, device, plan.tile) is None
     assert {plan.family, *plan.rejected} == set(FORWARD)

@@ -26,12 +26,12 @@ from cupy_flash.gpu.block_maps import (
 from cupy_flash.mods.modification import MaskMod
 from support.device_text import COMPILER, FOLDER
 
-HOST_KERNELS = Path(__file__).resolve().parents[1] / "kernels" / "host_kernels"
+KERNELS_ON_CPU = Path(__file__).resolve().parents[1] / "kernels" / "on_cpu"
 NONE, SOME, ALL = range(3)
 
 # Definitions for the kernel that builds block masks, in addition to those of cuda_on_host.h.
 _BLOCK = """
-#include "cuda_on_host.h"
+#include "cuda_on_cpu.h"
 #define __shared__ static
 #define __launch_bounds__(threads)
 inline bool __any_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) != 0; }
@@ -72,32 +72,32 @@ extern "C" void classify{number}(const ModArguments* a, int b, int h, int count,
 
 _BUILDER = """
 namespace mask{number} {{
-#include "blocks/block_map.cu"
+#include "block_mask/build.cu"
 
-extern "C" void read{number}(const BlockMap* map, int batch, int head, int tile, int* answers) {{
-  const MappedBlocks<2> blocks(*map, batch, head, tile);
-  *answers++ = map->tile_at(batch, head, tile).tile;
+extern "C" void read{number}(const BlockMask* map, int batch, int head, int tile, int* answers) {{
+  const MaskedBlocks<2> blocks(*map, batch, head, tile);
+  *answers++ = map->sorted_tile(batch, head, tile).tile;
   for (int k = 0; k < map->key_blocks; ++k) {{
-    *answers++ = blocks.is_visited(0, k) + 2 * blocks.is_visited(1, k);
+    *answers++ = blocks.is_nonempty(0, k) + 2 * blocks.is_nonempty(1, k);
     *answers++ = blocks.is_full(0, k) + 2 * blocks.is_full(1, k);
-    *answers++ = blocks.last_before(k + 1);
-    *answers++ = blocks.first_from(k, map->key_blocks);
+    *answers++ = blocks.last_nonempty_before(k + 1);
+    *answers++ = blocks.first_nonempty(k, map->key_blocks);
     *answers++ = blocks.slot_of(0, k);
     *answers++ = blocks.slot_of(1, k);
   }}
-  *answers = blocks.last_before(0);
+  *answers = blocks.last_nonempty_before(0);
 }}
 
-extern "C" void build{number}(const BlockMapParams* p, int range_warps, int thread_blocks,
+extern "C" void build{number}(const BlockMaskParams* p, int range_warps, int thread_blocks,
                               int heads) {{
   for (int block = 0; block < (range_warps + 7) / 8; ++block) {{
-    run_block(256, [&] {{ blockIdx.x = block; block_map::find_ranges(*p); }});
+    run_block(256, [&] {{ blockIdx.x = block; block_mask::find_ranges(*p); }});
   }}
   for (int block = 0; block < thread_blocks; ++block) {{
-    run_block(256, [&] {{ blockIdx.x = block; block_map::build(*p); }});
+    run_block(256, [&] {{ blockIdx.x = block; block_mask::build(*p); }});
   }}
   for (int head = 0; head < heads; ++head) {{
-    run_block(256, [&] {{ blockIdx.x = head; block_map::order_tiles(*p); }});
+    run_block(256, [&] {{ blockIdx.x = head; block_mask::order_tiles(*p); }});
   }}
 }}
 }}
@@ -152,7 +152,7 @@ def compiled_masks(
     if COMPILER is None:
         pytest.skip("no g++ to compile device text with")
     texts = [mask_text(mod, dtype) for mod in mods]
-    headers = ["cuda.h", *texts[0].headers, "blocks/map.cuh"]
+    headers = ["cuda.h", *texts[0].headers, "block_mask/block_mask.cuh"]
     unit = _BOUNDS + _BUILDER * builds
     source, library = folder / "masks.cpp", folder / "masks.so"
     units = [unit.format(number=n, text=text.text) for n, text in enumerate(texts)]
@@ -160,7 +160,7 @@ def compiled_masks(
     first = _BLOCK if builds else _READING
     source.write_text(first + includes + "".join(units), encoding="utf-8")
     options = ["-std=c++17", "-O0", "-w", "-shared", "-fPIC", "-fwrapv"]
-    options += [f"-I{path}" for path in (FOLDER, HOST_KERNELS, KERNEL_DIR)]
+    options += [f"-I{path}" for path in (FOLDER, KERNELS_ON_CPU, KERNEL_DIR)]
     command = [COMPILER, *options, str(source), "-o", str(library)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -114,7 +114,7 @@ extern "C" void run{number}(const ModArguments* a, int pairs, const int* columns
                             : Mods::exponent(*a, r, k, step, x[pair]);
       scores[pair] *= 0.6931471805599453;
     }}
-    seen[pair] = inside ? Mods::sees<true>(*a, r, k, step) : Mods::sees(*a, r, k, step);
+    seen[pair] = inside ? Mods::is_visible<true>(*a, r, k, step) : Mods::is_visible(*a, r, k, step);
   }}
 }}
 {more}
@@ -139,10 +139,10 @@ extern "C" void backward{number}(const ModArguments* a, int pairs, const int* co
     }};
     if (is_inside<Mods>(*a, r, k, step)) {{
       slopes[pair] = Mods::slope<true>(*a, r, k, step, x[pair]);
-      Mods::spread<true>(*a, r, k, step, x[pair], weights[pair], add);
+      Mods::scatter<true>(*a, r, k, step, x[pair], weights[pair], add);
     }} else {{
       slopes[pair] = Mods::slope(*a, r, k, step, x[pair]);
-      Mods::spread(*a, r, k, step, x[pair], weights[pair], add);
+      Mods::scatter(*a, r, k, step, x[pair], weights[pair], add);
     }}
   }}
 }}

@@ -250,7 +250,8 @@ int run_pairs(const Arguments* a, const char* const* bytes, int arrays, int pair
     } else {
       scores[pair] = x[pair];
     }
-    seen[pair] = inside ? Mods::template sees<true>(*a, r, k, step) : Mods::sees(*a, r, k, step);
+    seen[pair] = inside ? Mods::template is_visible<true>(*a, r, k, step)
+                        : Mods::is_visible(*a, r, k, step);
   }
   for (int other : {SIGFPE, SIGSEGV, SIGBUS}) signal(other, SIG_DFL);
   return number ? number : -reads_outside;

@@ -48,7 +48,8 @@ __device__ inline void run_pair(const Pairs& p, const Arguments& a) {
                                  : Mods::exponent(a, r, k, step, x);
     result = exponent * Real(0.6931471805599453);
   } else {
-    result = inside ? Mods::template sees<true>(a, r, k, step) : Mods::sees(a, r, k, step);
+    result = inside ? Mods::template is_visible<true>(a, r, k, step)
+                    : Mods::is_visible(a, r, k, step);
   }
 }
 """

@@ -36,7 +36,7 @@ _WIDE_REGISTERS_OF_SEQUENCES = (40, 232)
 _STATE_REGISTERS = 24
 # Number of barriers in addition to those of the ring stages.
 _OTHER_BARRIERS = 11
-# Size in bytes of `HopperGradientPlace`: a thread block's keys and its range of query tiles.
+# Size in bytes of `HopperGradientBlockInfo`: a thread block's keys and its range of query tiles.
 _PLACE_BYTES = 96
 # Size in bytes of the statistics of a query row: its log-sum-exp and delta.
 _TERMS_BYTES = 8
@@ -221,7 +221,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
             "dout_stages": tile.dout_stages,
             "padded_dim": dim,
             "padded_dim_v": dim_v,
-            "helper_registers": helper_registers,
+            "producer_registers": helper_registers,
             "consumer_registers": consumer_registers,
             "wide": _is_wide(problem),
             "shared_memory": self.shared_memory(problem, tile),

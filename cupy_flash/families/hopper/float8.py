@@ -1,7 +1,7 @@
-"""float8 inputs in the `hopper` family: the host side of `forward/hopper/float8.cuh`.
+"""float8 inputs in the `hopper` family: the host side of `forward/hopper/float8/float8.cuh`.
 
-The values are transposed into the workspace (`values.cuh`), as an array (batch, heads_kv,
-head_dim_v, keys) whose keys are padded to whole tiles.
+The values are transposed into the workspace (`float8/transpose_values.cuh`), as an array
+(batch, heads_kv, head_dim_v, keys) whose keys are padded to whole tiles.
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ def registers(problem: Problem, tile: HopperTile) -> int:
 def launch(device: Device) -> Launch:
     """Return the launch that transposes the values before the main kernel."""
     blocks = _BLOCKS_PER_SM * device.sm_count
-    return Launch(VALUES, "hopper_values", (blocks, 1, 1), _KEYS, arguments=("float8_params",))
+    return Launch(
+        VALUES, "hopper_transpose_values", (blocks, 1, 1), _KEYS, arguments=("float8_params",)
+    )
 
 
 def workspace(problem: Problem) -> int:

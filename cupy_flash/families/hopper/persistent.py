@@ -22,7 +22,7 @@ _TILE_COST = 1
 
 
 def section_heads(problem: Problem, *, blocks: int, Br: int, Bc: int) -> int:
-    """Return the number of query heads to interleave (see `kernels_cu/grid/schedule.cuh`).
+    """Return the number of query heads to interleave (see `kernels_cu/scheduler/tile_coord.cuh`).
 
     It is the least number with which the work of the thread blocks is nearly as balanced as
     possible. With fewer heads, more thread blocks read the same keys and values at the same time.

@@ -1,4 +1,4 @@
-"""float32 inputs in the `hopper` family: the host side of `forward/hopper/pieces.cuh`.
+"""float32 inputs in the `hopper` family: the host side of `forward/hopper/float32_bf16x3.cuh`.
 
 q, k and v are each converted to an array in the workspace, (3, batch, seqlen, heads, columns). An
 element is the sum of three bfloat16 components, the largest first. Columns are padded to 16 bytes.
@@ -77,7 +77,7 @@ def output_registers(problem: Problem, columns: int) -> int:
 def launch(device: Device) -> Launch:
     """Return the launch that converts q, k and v before the main kernel."""
     blocks = _BLOCKS_PER_SM * device.sm_count
-    return Launch("pieces", "hopper_pieces", (blocks, 1, 1), _THREADS)
+    return Launch("pieces", "hopper_components", (blocks, 1, 1), _THREADS)
 
 
 def workspace(problem: Problem) -> tuple[int, dict[str, int]]:

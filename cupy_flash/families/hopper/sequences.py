@@ -12,7 +12,7 @@ from cupy_flash.families.schedule import Launch
 from cupy_flash.problem.problem import Problem
 
 _PREPARE_THREADS = 1024
-# Value of `SequenceOrder::scratch_words` in `grid/order.cuh`.
+# Value of `VarlenOrder::scratch_words` in `scheduler/varlen_order.cuh`.
 _PREPARE_WORDS = 256 + 32
 _WORD_BYTES = 4
 
@@ -59,7 +59,7 @@ def of_equal_lengths(problem: Problem) -> Problem:
 
 
 def order_bytes(problem: Problem) -> int:
-    """Return the size in bytes of the order of sequences in the workspace (`grid/order.cuh`)."""
+    """Return the size in bytes of the order of sequences (`scheduler/varlen_order.cuh`)."""
     return (2 * problem.batch + 2) * _WORD_BYTES
 
 

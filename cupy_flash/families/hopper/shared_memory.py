@@ -24,7 +24,7 @@ _PLACE_BYTES = 24
 # Sizes in bytes of the record of a sequence's last values, and of the record of a KV tile.
 _TAIL_BYTES = 8
 _NOTE_BYTES = 8
-# Size in bytes of `ShownPairs` (`blocks/map.cuh`): visible pairs of 64 query rows and 128 keys.
+# Size in bytes of `VisiblePairs` (`block_mask/block_mask.cuh`): 64 query rows, 128 keys.
 _SHOWN_BYTES, _SHOWN_KEYS = 1024, 128
 # Size in bytes of the float8 scales of a query tile, which are part of its work tile.
 _SCALES_BYTES = 8

@@ -43,7 +43,7 @@ def why_not_strides(
 def argument(problem: Problem) -> str:
     """Return the name of the tensor map argument of the forward kernel (see `Launch.arguments`)."""
     if latent.holds_values_in_keys(problem):
-        return "latent_maps"
+        return "mla_maps"
     return "biased_maps" if streams_bias(problem) else "maps"
 
 

@@ -29,13 +29,13 @@
 template <class Config>
 struct HopperGradientConsumer : HopperGradientProducts<Config> {
   using Base = HopperGradientProducts<Config>;
-  using Base::at_once, Base::wants_ds, Base::wants_k, Base::wants_q, Base::wants_v;
+  using Base::single_pass, Base::wants_ds, Base::wants_k, Base::wants_q, Base::wants_v;
   using Base::columns, Base::dim, Base::dim_v, Base::parts;
   using Base::consumer, Base::cta, Base::dout_ring, Base::q_ring;
   using typename Base::Cta;
   using typename Base::Fragments;
   using typename Base::LeftOperand;
-  using typename Base::QueryParts;
+  using typename Base::DqPart;
   using typename Base::Scores;
   using typename Base::Step;
 
@@ -44,210 +44,213 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
   static constexpr bool keeps_keys = dim <= 64 && dim_v <= 64;
   static constexpr bool ahead = keeps_keys;
 
-  int sums_parity = 1;
-  int sums_slot = 0;
-  int others_parity = 0;
-  float sums_k[dim / 2];
-  float sums_v[dim_v / 2];
+  int sums_phase = 1;
+  int sums_stage = 0;
+  int earlier_sums_phase = 0;
+  float dk_sums[dim / 2];
+  float dv_sums[dim_v / 2];
   Scores scores;                       // S^T, then P^T
   Scores gradients;                    // dP^T - delta, then dS^T; accumulates onto -delta
-  typename Base::RowsOfLane lse_log2;  // of the next scores
+  typename Base::LaneRows lse_log2;    // of the next scores
   unsigned keys[keeps_keys ? 4 * Base::k_steps : 1];
   unsigned values[keeps_keys ? 4 * Base::k_steps_v : 1];
 
   using Base::Base;
 
   __device__ void run() {
-    Base::clear(sums_k);
-    Base::clear(sums_v);
-    if (cta.has_steps()) sweep();
+    Base::clear(dk_sums);
+    Base::clear(dv_sums);
+    if (cta.has_steps()) process_tiles();
     // dv is written first: the other consumer may still read this one's keys, but not its values.
-    if constexpr (wants_v) Base::write_value_gradients(sums_v);
-    if constexpr (wants_q) Cta::await_consumers();
-    if constexpr (wants_k) Base::write_key_gradients(sums_k);
+    if constexpr (wants_v) Base::write_dv(dv_sums);
+    if constexpr (wants_q) Cta::sync_consumers();
+    if constexpr (wants_k) Base::write_dk(dk_sums);
   }
 
  private:
-  __device__ void sweep() {
+  __device__ void process_tiles() {
     Step step = cta.first_step();
     ptx::mbarrier_wait(cta.keys_full(), 0);
-    ptx::mbarrier_wait(cta.q_full(q_ring.slot), q_ring.parity);
+    ptx::mbarrier_wait(cta.q_full(q_ring.index), q_ring.phase);
     if (wants_ds) ptx::mbarrier_wait(cta.values_full(), 0);
     Base::clean_keys();
     if constexpr (keeps_keys) {
-      Base::template keep<typename Base::KeyTile>(keys, cta.keys_at());
-      if (wants_ds) Base::template keep<typename Base::ValueTile>(values, cta.values_at());
+      Base::template keep<typename Base::KeyTile>(keys, cta.keys_address());
+      if (wants_ds) Base::template keep<typename Base::ValueTile>(values, cta.values_address());
     }
     Scores first;
-    Base::start_scores(first, keys, q_ring.slot, 0);
-    take_terms(0);
-    await_scores(first);
+    Base::start_scores(first, keys, q_ring.index, 0);
+    load_stats(0);
+    wait_scores(first);
     while (!cta.is_last(step)) {
-      visit<false>(step);
-      step = cta.step_behind(step);
+      process_tile<false>(step);
+      step = cta.next_step(step);
     }
-    visit<true>(step);
+    process_tile<true>(step);
   }
 
   // Processes a tile whose first scores are complete. Unless `Last`, ends with the next tile's.
   template <bool Last>
-  __device__ void visit(const Step& step) {
+  __device__ void process_tile(const Step& step) {
     const bool is_masked = cta.is_masked(step);
-    ptx::mbarrier_wait(cta.dout_full(dout_ring.slot), dout_ring.parity);
-    visit_parts<0, Last>(step, is_masked);
+    ptx::mbarrier_wait(cta.dout_full(dout_ring.index), dout_ring.phase);
+    process_parts<0, Last>(step, is_masked);
   }
 
   template <int Part, bool Last>
-  __device__ void visit_parts(const Step& step, bool is_masked) {
-    visit_part<Part, Last>(step, is_masked);
-    if constexpr (Part + 1 < parts) visit_parts<Part + 1, Last>(step, is_masked);
+  __device__ void process_parts(const Step& step, bool is_masked) {
+    process_part<Part, Last>(step, is_masked);
+    if constexpr (Part + 1 < parts) process_parts<Part + 1, Last>(step, is_masked);
   }
 
   template <int Part, bool Last>
-  __device__ void visit_part(const Step& step, bool is_masked) {
+  __device__ void process_part(const Step& step, bool is_masked) {
     constexpr bool ends_tile = Part == parts - 1;
     constexpr bool has_next = !ends_tile || !Last;
-    constexpr bool sums_queries = wants_q && ends_tile;
+    constexpr bool computes_dq = wants_q && ends_tile;
     // Accumulators are declared where their product is issued: before that they take no registers.
     LeftOperand left_p, left_ds;
     Scores next;
     if constexpr (has_next && ahead) start_next<ends_tile>(next, Part + 1);
-    weigh<Part>(step, is_masked);
+    softmax_backward<Part>(step, is_masked);
     Base::narrow(left_p, scores);
-    if constexpr (wants_v) Base::start_value_sums(sums_v, left_p, Part);
+    if constexpr (wants_v) Base::start_dv(dv_sums, left_p, Part);
     if constexpr (wants_ds) {
-      if constexpr (!at_once) {
-        Base::template await<wants_v>(gradients);
-        Base::finish_gradients(gradients, scores, is_masked);
-        Base::settle(gradients, scores, step, Part, is_masked);
+      if constexpr (!single_pass) {
+        Base::template wait<wants_v>(gradients);
+        Base::compute_ds(gradients, scores, is_masked);
+        Base::zero_one_key_ds(gradients, scores, step, Part, is_masked);
       }
       Base::narrow(left_ds, gradients);
     }
-    if constexpr (wants_q) Base::write_pairs(left_ds, Part);
+    if constexpr (wants_q) Base::write_ds(left_ds, Part);
 
-    QueryParts query_sums;
-    if constexpr (sums_queries) {
+    DqPart dq_part;
+    if constexpr (computes_dq) {
       ptx::fence_proxy_async();
-      Cta::await_consumers();
-      Base::template start_query_sums<0>(query_sums);
+      Cta::sync_consumers();
+      Base::template start_dq<0>(dq_part);
     }
-    if constexpr (wants_k) Base::start_key_sums(sums_k, left_ds, Part);
-    Base::template await<int(sums_queries) + int(wants_k)>(sums_v);
-    const int slot = q_ring.slot;
+    if constexpr (wants_k) Base::start_dk(dk_sums, left_ds, Part);
+    Base::template wait<int(computes_dq) + int(wants_k)>(dv_sums);
+    const int stage = q_ring.index;
     if constexpr (ends_tile) {
-      Cta::tell(cta.dout_empty(dout_ring.slot));
+      Cta::arrive_warp(cta.dout_empty(dout_ring.index));
       dout_ring.advance();
       q_ring.advance();
     }
-    if constexpr (sums_queries) {
-      Base::template await<wants_k>(query_sums);
+    if constexpr (computes_dq) {
+      Base::template wait<wants_k>(dq_part);
       if constexpr (Cta::last_writes) {
-        if (cta.order.is_last_turn(step.tile)) {
-          finish_query_sums(query_sums, step, slot);
+        if (cta.order.is_last_cta(step.tile)) {
+          finish_dq(dq_part, step, stage);
         } else {
-          write_query_sums(query_sums);
+          write_dq_sums(dq_part);
         }
       } else {
-        write_query_sums(query_sums);
+        write_dq_sums(dq_part);
       }
     }
     if constexpr (has_next && !ahead) {
-      if constexpr (ends_tile) ptx::mbarrier_wait(cta.q_full(q_ring.slot), q_ring.parity);
-      Base::start_scores(next, keys, q_ring.slot, ends_tile ? 0 : Part + 1);
+      if constexpr (ends_tile) ptx::mbarrier_wait(cta.q_full(q_ring.index), q_ring.phase);
+      Base::start_scores(next, keys, q_ring.index, ends_tile ? 0 : Part + 1);
     }
-    if constexpr (has_next) take_terms(ends_tile ? 0 : Part + 1);
-    Base::template await<has_next && !ahead>(sums_k);
-    if constexpr (ends_tile) Cta::tell(cta.q_empty(slot));
-    if constexpr (has_next) await_scores(next);
+    if constexpr (has_next) load_stats(ends_tile ? 0 : Part + 1);
+    Base::template wait<has_next && !ahead>(dk_sums);
+    if constexpr (ends_tile) Cta::arrive_warp(cta.q_empty(stage));
+    if constexpr (has_next) wait_scores(next);
   }
 
-  // Issues the scores of the next part. If `Behind`, it is the first part of the next stage's tile.
-  template <bool Behind>
+  // Issues the scores of the next part. If `NextTile`, the first part of the next stage's tile.
+  template <bool NextTile>
   __device__ void start_next(Scores& next, int part) const {
-    RingPosition<Config::q_stages> ring = q_ring;
-    if constexpr (Behind) {
+    PipelineState<Config::q_stages> ring = q_ring;
+    if constexpr (NextTile) {
       ring.advance();
-      ptx::mbarrier_wait(cta.q_full(ring.slot), ring.parity);
+      ptx::mbarrier_wait(cta.q_full(ring.index), ring.phase);
     }
-    Base::start_scores(next, keys, ring.slot, Behind ? 0 : part);
+    Base::start_scores(next, keys, ring.index, NextTile ? 0 : part);
   }
-  __device__ void await_scores(Scores& next) {
-    Base::template await<0>(next);
+  __device__ void wait_scores(Scores& next) {
+    Base::template wait<0>(next);
 #pragma unroll
     for (int i = 0; i < columns / 2; ++i) scores[i] = next[i];
   }
 
   // Loads the row statistics of a part into the registers where the next products need them.
-  __device__ void take_terms(int part) {
-    Base::take_lse(lse_log2, part);
-    typename Base::RowsOfLane minus_delta;
-    Base::take_minus_delta(minus_delta, part);
-    Base::spread(gradients, minus_delta);
+  __device__ void load_stats(int part) {
+    Base::load_lse(lse_log2, part);
+    typename Base::LaneRows minus_delta;
+    Base::load_minus_delta(minus_delta, part);
+    Base::broadcast_minus_delta(gradients, minus_delta);
   }
 
-  // Converts S to P. If `at_once`, also converts dP to dS; otherwise leaves dP in flight.
+  // Converts S to P. If `single_pass`, also converts dP to dS; otherwise leaves dP in flight.
   template <int Part>
-  __device__ void weigh(const Step& step, bool is_masked) {
+  __device__ void softmax_backward(const Step& step, bool is_masked) {
     constexpr int rows = columns / 4;
-    if constexpr (at_once) {
-      Base::start_gradients(gradients, values, Part, [](int) {});
-      Base::template await<0>(gradients);
-      Base::weigh_both(scores, gradients, lse_log2, step, Part, is_masked);
+    if constexpr (single_pass) {
+      Base::start_dp(gradients, values, Part, [](int) {});
+      Base::template wait<0>(gradients);
+      Base::compute_p_and_ds(scores, gradients, lse_log2, step, Part, is_masked);
     } else if constexpr (wants_ds && !Config::modified) {
       // Masked and unmasked tiles share one copy of the product; masked pairs are removed after it.
-      Base::start_gradients(gradients, values, Part, [&](int i) {
-        Base::template weigh_scores<false>(scores, lse_log2, step, Part, i * rows / Base::k_steps_v,
-                                           (i + 1) * rows / Base::k_steps_v);
+      Base::start_dp(gradients, values, Part, [&](int i) {
+        Base::template compute_p<false>(scores, lse_log2, step, Part, i * rows / Base::k_steps_v,
+                                        (i + 1) * rows / Base::k_steps_v);
       });
-      if (is_masked) Base::hide_pairs(scores, step, Part);
+      if (is_masked) Base::mask_p(scores, step, Part);
     } else {
-      if constexpr (wants_ds) Base::start_gradients(gradients, values, Part, [](int) {});
-      Base::weigh_all_scores(scores, lse_log2, step, Part, is_masked);
+      if constexpr (wants_ds) Base::start_dp(gradients, values, Part, [](int) {});
+      Base::compute_all_p(scores, lse_log2, step, Part, is_masked);
     }
-    Base::look_for_seen(scores);
+    Base::add_p_sums(scores);
   }
 
-  __device__ unsigned sums_at() const {
-    return cta.sums_at(consumer) +
-           Fragments::place(threadIdx.x / 32 % 4, 0, 0, threadIdx.x % 32) * int(sizeof(float));
+  __device__ unsigned sums_address() const {
+    return cta.sums_address(consumer) +
+           Fragments::fragment_offset(threadIdx.x / 32 % 4, 0, 0, threadIdx.x % 32) *
+               int(sizeof(float));
   }
-  __device__ void sums_are_full() {
-    Cta::tell(cta.sums_full(consumer, sums_slot));
-    sums_slot ^= 1;
-    sums_parity ^= 1;
+  __device__ void arrive_sums_full() {
+    Cta::arrive_warp(cta.sums_full(consumer, sums_stage));
+    sums_stage ^= 1;
+    sums_phase ^= 1;
   }
 
   // Passes the dq sums to the adder lane, in accumulator order.
-  __device__ void write_query_sums(const QueryParts& sums) {
-    ptx::mbarrier_wait(cta.sums_empty(consumer), sums_parity);
+  __device__ void write_dq_sums(const DqPart& sums) {
+    ptx::mbarrier_wait(cta.sums_empty(consumer), sums_phase);
 #pragma unroll
     for (int j = 0; j < Fragments::column_tiles; ++j) {
-      unsigned of[4];
+      unsigned four[4];
 #pragma unroll
-      for (int c = 0; c < 4; ++c) of[c] = __float_as_uint(sums[4 * j + c]);
-      ptx::st_shared_v4(sums_at() + Fragments::place(0, 0, j, 0) * int(sizeof(float)), of);
+      for (int c = 0; c < 4; ++c) four[c] = __float_as_uint(sums[4 * j + c]);
+      ptx::st_shared_v4(
+          sums_address() + Fragments::fragment_offset(0, 0, j, 0) * int(sizeof(float)), four);
     }
     ptx::fence_proxy_async();
-    sums_are_full();
+    arrive_sums_full();
   }
 
-  // Adds the earlier CTAs' sums and writes dq. `slot` is the stage of q and of its row statistics.
-  __device__ void finish_query_sums(QueryParts& sums, const Step& step, int slot) {
-    ptx::mbarrier_wait(cta.others_full(consumer), others_parity);
-    others_parity ^= 1;
-    if (cta.order.turn_of(step.tile) > 0) {
+  // Adds the earlier CTAs' sums and writes dq. `stage` is the stage of q and of its row statistics.
+  __device__ void finish_dq(DqPart& sums, const Step& step, int stage) {
+    ptx::mbarrier_wait(cta.earlier_sums_full(consumer), earlier_sums_phase);
+    earlier_sums_phase ^= 1;
+    if (cta.order.order_index(step.tile) > 0) {
 #pragma unroll
       for (int j = 0; j < Fragments::column_tiles; ++j) {
-        unsigned of[4];
-        ptx::ld_shared_v4(of, sums_at() + Fragments::place(0, 0, j, 0) * int(sizeof(float)));
+        unsigned four[4];
+        ptx::ld_shared_v4(
+            four, sums_address() + Fragments::fragment_offset(0, 0, j, 0) * int(sizeof(float)));
 #pragma unroll
-        for (int c = 0; c < 4; ++c) sums[4 * j + c] += __uint_as_float(of[c]);
+        for (int c = 0; c < 4; ++c) sums[4 * j + c] += __uint_as_float(four[c]);
       }
       // These reads must complete before TMA overwrites the buffer.
       ptx::fence_proxy_async();
     }
-    sums_are_full();
-    Base::write_query_gradients(sums, step, slot);
+    arrive_sums_full();
+    Base::write_dq(sums, step, stage);
   }
 };
 

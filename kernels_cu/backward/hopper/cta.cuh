@@ -5,28 +5,28 @@
 //   loader, a lane      q_empty, dout_empty            issues TMA loads       q_full, dout_full
 //   statistics, a warp  q_empty                        copies row statistics  q_full
 //   adders, two lanes   semaphore, sums_full           add dq to memory       sums_empty, semaphore
-//                       semaphore, if last in order    load the earlier sums  others_full
+//                       semaphore, if last         load the earlier sums  earlier_sums_full
 //   consumers, two      q_full, dout_full, each other  multiply               q_empty, dout_empty
 //     warpgroups        sums_empty                     write their dq sums    sums_full
-//                       others_full                    write dq               sums_full
+//                       earlier_sums_full              write dq               sums_full
 //
-// For wide heads (wide.cuh) consumers add dq, and the adders only operate the semaphore.
+// For wide heads (split_consumers.cuh) consumers add dq, and the adders only operate the semaphore.
 //
 // In packed sequences and with padded keys, rows past the last one belong to other sequences, and
 // query rows may attend to no key. TMA loads of such tiles arrive at separate barriers: the row
 // statistics warp waits for them, clears those rows and then signals the consumers, because 0 times
 // NaN is NaN. Keys that no query attends to may hold NaN, too; consumers clean them before they
-// multiply with them (clean.cuh).
+// multiply with them (preprocess/clean.cuh).
 #pragma once
 
-#include "backward/hopper/turn_order.cuh"
+#include "backward/dq/order.cuh"
 #include "backward/params.cuh"
-#include "backward/query_sums.cuh"
-#include "backward/work.cuh"
+#include "backward/dq/accumulate.cuh"
+#include "backward/tile_coord.cuh"
 #include "ptx/sm90a.cuh"
 #include "score/mask.cuh"
-#include "tile/ring.cuh"
-#include "tile/slabs.cuh"
+#include "tile/pipeline_state.cuh"
+#include "tile/tma_tile.cuh"
 
 struct GradientMaps {
   TensorMap q;
@@ -38,7 +38,7 @@ struct GradientMaps {
 #if __CUDA_ARCH__ == 900
 
 // Layout of the dq sums: the accumulators of the consumers, each of which has some of the rows or,
-// if there are 64 rows only, some of the columns. See `SumFragments`.
+// if there are 64 rows only, some of the columns. See `DqFragments`.
 template <int Rows, int Columns, int consumers>
 struct WarpgroupFragments {
   static constexpr bool by_rows = Rows == 64 * consumers;
@@ -50,7 +50,7 @@ struct WarpgroupFragments {
   static constexpr int64 floats = int64(Rows) * Columns;
   static constexpr int bytes_of_consumer = 64 * columns * 4;
 
-  __device__ static int place(int warp, int, int j, int lane) {
+  __device__ static int fragment_offset(int warp, int, int j, int lane) {
     return ((warp * column_tiles + j) * 32 + lane) * 4;
   }
   __device__ static int row(int warp, int) { return by_rows ? warp * 16 : warp % 4 * 16; }
@@ -63,20 +63,20 @@ struct WarpgroupFragments {
 // both head dims are 256: 468 instead of 451 TFLOP/s (H200, 16384 tokens). For smaller head dims,
 // spilling a few registers is faster.
 template <class Config>
-struct HopperGradientPlace {
+struct HopperGradientBlockInfo {
   static constexpr bool is_shared = Config::padded_dim + Config::padded_dim_v == 512;
 
-  GradientWork work;
-  Sequence at;
+  GradientTileCoord coord;
+  Sequence sequence;
   Mask<Config> mask;
-  TurnOrder<Config::Br, Config::Bc, Config> order;
+  DqOrder<Config::Br, Config::Bc, Config> order;
 
-  __device__ HopperGradientPlace(const GradientParams& p, const GradientWork& work,
-                                 const Sequence& at)
-      : work(work),
-        at(at),
-        mask(mask_of<Config>(p, at, work.batch)),
-        order(mask, work.begin, at.seqlen_q) {}
+  __device__ HopperGradientBlockInfo(const GradientParams& p, const GradientTileCoord& coord,
+                                     const Sequence& sequence)
+      : coord(coord),
+        sequence(sequence),
+        mask(mask_of<Config>(p, sequence, coord.batch)),
+        order(mask, coord.begin, sequence.seqlen_q) {}
 };
 
 template <class Config>
@@ -84,7 +84,7 @@ struct HopperGradientCta {
   using Element = typename Config::Element;
   static constexpr int Br = Config::Br;
   static constexpr int Bc = Config::Bc;
-  // For wide heads, both consumers have the same 64 keys (wide.cuh); otherwise each has 64 keys.
+  // For wide heads, both consumers have the same 64 keys (split_consumers.cuh); otherwise 64 each.
   static constexpr bool wide = Config::wide;
   static constexpr int consumers = wide ? 2 : Bc / 64;
   static constexpr bool wants_q = Config::wants_q;
@@ -92,7 +92,7 @@ struct HopperGradientCta {
   static constexpr bool wants_v = Config::wants_v;
   static constexpr bool wants_ds = wants_q || wants_k;
   // Whether the row statistics warp inspects tiles of q and dout before consumers read them.
-  static constexpr bool inspects = Config::sequences || Config::inspects;
+  static constexpr bool inspects = Config::has_seqlens || Config::inspects;
   // Whether consumers of the last CTA in the dq order write dq; otherwise a separate kernel does.
   // Wide heads leave no registers for the earlier sums, and float32 gradients none for addresses:
   // spilling 236 bytes per thread cost 15% (H100, head_dim 128, 65536 tokens).
@@ -101,39 +101,42 @@ struct HopperGradientCta {
   static constexpr int dim = Config::padded_dim;
   static constexpr int dim_v = Config::padded_dim_v;
 
-  using KeyTile = SlabTile<Bc, dim>;
-  using ValueTile = SlabTile<Bc, dim_v>;
-  using QueryTile = SlabTile<Br, dim>;
-  using DoutTile = SlabTile<Br, dim_v>;
-  // dS: queries by keys, one slab (TMA box) for each consumer's keys.
-  using PairTile = SlabTile<Br, Bc>;
+  using KeyTile = TmaTile<Bc, dim>;
+  using ValueTile = TmaTile<Bc, dim_v>;
+  using QueryTile = TmaTile<Br, dim>;
+  using DoutTile = TmaTile<Br, dim_v>;
+  // dS: queries by keys, one TMA box for each consumer's keys.
+  using DsTile = TmaTile<Br, Bc>;
   using Fragments = WarpgroupFragments<Br, dim, consumers>;
-  static_assert(KeyTile::line_bytes == 128 && ValueTile::line_bytes == 128, "slabs of 64 columns");
+  static_assert(KeyTile::box_row_bytes == 128 && ValueTile::box_row_bytes == 128,
+                "boxes of 64 columns");
 
   // Shared memory: k, v, the rings of q and dout, dS, the dq sums (or P, for wide heads), row
-  // statistics, barriers and `HopperGradientPlace`.
+  // statistics, barriers and `HopperGradientBlockInfo`.
   static constexpr int value_offset = KeyTile::bytes;
   static constexpr int query_offset = value_offset + ValueTile::bytes;
   static constexpr int dout_offset = query_offset + Config::q_stages * QueryTile::bytes;
-  static constexpr int pair_offset = dout_offset + Config::dout_stages * DoutTile::bytes;
-  static constexpr int pair_stages = wide ? 1 : 2;
-  static constexpr int sums_offset = pair_offset + (wants_q ? pair_stages * PairTile::bytes : 0);
-  static constexpr int weights_bytes = Br * Bc * int(sizeof(Element));
-  static constexpr int sums_bytes = wide ? weights_bytes : wants_q ? int(Fragments::floats) * 4 : 0;
-  static constexpr int terms_offset = sums_offset + sums_bytes;
-  static constexpr int terms_bytes = 2 * Br * int(sizeof(float));
-  static constexpr int barrier_offset = terms_offset + Config::q_stages * terms_bytes;
+  static constexpr int ds_offset = dout_offset + Config::dout_stages * DoutTile::bytes;
+  static constexpr int ds_stages = wide ? 1 : 2;
+  static constexpr int sums_offset = ds_offset + (wants_q ? ds_stages * DsTile::bytes : 0);
+  static constexpr int p_tile_bytes = Br * Bc * int(sizeof(Element));
+  static constexpr int sums_bytes = wide ? p_tile_bytes : wants_q ? int(Fragments::floats) * 4 : 0;
+  static constexpr int stats_offset = sums_offset + sums_bytes;
+  static constexpr int stats_bytes = 2 * Br * int(sizeof(float));
+  static constexpr int barrier_offset = stats_offset + Config::q_stages * stats_bytes;
   static constexpr int ring_barriers = 2 * (Config::q_stages + Config::dout_stages);
   // Other barriers: 3 for k and v; at most 8 for dq sums or, with wide heads, P, dS and semaphore.
-  static constexpr int sums_slots = 2;
+  static constexpr int sums_stages = 2;
   static constexpr int other_barriers = 3 + 8;
-  static_assert(consumers == 2, "as many barriers");
+  static_assert(consumers == 2, "barriers are counted for two consumers");
   static constexpr int arrived_barriers = Config::q_stages + Config::dout_stages;
   static constexpr int barriers =
       ring_barriers + other_barriers + (inspects ? arrived_barriers : 0);
-  static constexpr int place_offset = barrier_offset + barriers * 8, place_bytes = 96;
-  static_assert(sizeof(HopperGradientPlace<Config>) <= place_bytes, "room for it");
-  static_assert(place_offset + place_bytes == Config::shared_memory, "as the host planned");
+  static constexpr int block_info_offset = barrier_offset + barriers * 8, block_info_bytes = 96;
+  static_assert(sizeof(HopperGradientBlockInfo<Config>) <= block_info_bytes,
+                "fits in block_info_bytes");
+  static_assert(block_info_offset + block_info_bytes == Config::shared_memory,
+                "as the host planned");
 
   // Whether some queries may attend to only some of their sequence's keys.
   static constexpr bool is_bounded = Config::causal || Config::modified;
@@ -141,20 +144,20 @@ struct HopperGradientCta {
   const GradientParams& p;
   const GradientMaps& maps;
   const unsigned shared;
-  const GradientWork& work;
-  const Sequence& at;
+  const GradientTileCoord& coord;
+  const Sequence& sequence;
   const Mask<Config>& mask;
-  const TurnOrder<Br, Bc, Config>& order;
+  const DqOrder<Br, Bc, Config>& order;
 
   __device__ HopperGradientCta(const GradientParams& p, const GradientMaps& maps, unsigned shared,
-                               const HopperGradientPlace<Config>& place)
+                               const HopperGradientBlockInfo<Config>& block_info)
       : p(p),
         maps(maps),
         shared(shared),
-        work(place.work),
-        at(place.at),
-        mask(place.mask),
-        order(place.order) {}
+        coord(block_info.coord),
+        sequence(block_info.sequence),
+        mask(block_info.mask),
+        order(block_info.order) {}
 
   // ---- Sequence of query tiles: for each query head of the group, from the first to the last.
 
@@ -164,15 +167,15 @@ struct HopperGradientCta {
   };
   __device__ bool has_steps() const { return order.first_tile < order.end_tile; }
   __device__ Step first_step() const {
-    return {work.head * (p.heads_q / p.heads_kv), order.first_tile};
+    return {coord.head * (p.heads_q / p.heads_kv), order.first_tile};
   }
   // Avoids a division, for which a producer warp lacks registers: ptxas once overwrote its
   // dividend. The products may wrap around, because their true difference is less than heads_q.
   __device__ bool is_last(const Step& step) const {
     return step.tile == order.end_tile - 1 &&
-           (step.head + 1u) * p.heads_kv == (work.head + 1u) * p.heads_q;
+           (step.head + 1u) * p.heads_kv == (coord.head + 1u) * p.heads_q;
   }
-  __device__ Step step_behind(const Step& step) const {
+  __device__ Step next_step(const Step& step) const {
     if (step.tile < order.end_tile - 1) return {step.head, step.tile + 1};
     return {step.head + 1, order.first_tile};
   }
@@ -181,43 +184,43 @@ struct HopperGradientCta {
   // infinite, and infinity times a missing key, 0, would make dq NaN. Missing rows must not be
   // modified.
   __device__ bool is_masked(const Step& step) const {
-    if (work.begin + Bc > at.seqlen_k) return true;
-    if (!is_bounded && !Config::sequences) return false;
+    if (coord.begin + Bc > sequence.seqlen_k) return true;
+    if (!is_bounded && !Config::has_seqlens) return false;
     const int first = step.tile * Br, last = first + Br - 1;
-    return last >= at.seqlen_q || mask.visible_end(first) < work.begin + Bc ||
-           mask.visible_begin(last) > work.begin;
+    return last >= sequence.seqlen_q || mask.visible_end(first) < coord.begin + Bc ||
+           mask.visible_begin(last) > coord.begin;
   }
 
   // ---- Shared memory.
 
-  __device__ unsigned keys_at() const { return shared; }
-  __device__ unsigned values_at() const { return shared + value_offset; }
-  __device__ unsigned queries_at(int slot) const {
-    return shared + query_offset + slot * QueryTile::bytes;
+  __device__ unsigned keys_address() const { return shared; }
+  __device__ unsigned values_address() const { return shared + value_offset; }
+  __device__ unsigned queries_address(int stage) const {
+    return shared + query_offset + stage * QueryTile::bytes;
   }
-  __device__ unsigned douts_at(int slot) const {
-    return shared + dout_offset + slot * DoutTile::bytes;
+  __device__ unsigned dout_address(int stage) const {
+    return shared + dout_offset + stage * DoutTile::bytes;
   }
-  __device__ unsigned pairs_at(int stage) const {
-    return shared + pair_offset + stage * PairTile::bytes;
+  __device__ unsigned ds_address(int stage) const {
+    return shared + ds_offset + stage * DsTile::bytes;
   }
-  __device__ unsigned sums_at(int consumer) const {
+  __device__ unsigned sums_address(int consumer) const {
     return shared + sums_offset + consumer * Fragments::bytes_of_consumer;
   }
-  __device__ unsigned weights_at() const { return shared + sums_offset; }
+  __device__ unsigned p_tile_address() const { return shared + sums_offset; }
   // Returns the row statistics of a stage: first lse_log2 of each row, then -delta of each row.
-  __device__ float* terms(int slot) const {
+  __device__ float* stats(int stage) const {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
-    return reinterpret_cast<float*>(shared_memory + terms_offset) + slot * 2 * Br;
+    return reinterpret_cast<float*>(shared_memory + stats_offset) + stage * 2 * Br;
   }
 
   // ---- Barriers. A stage is full when its data has arrived, empty when all consumers released it.
 
   __device__ unsigned barrier(int index) const { return shared + barrier_offset + index * 8; }
-  __device__ unsigned q_full(int slot) const { return barrier(slot); }
-  __device__ unsigned q_empty(int slot) const { return q_full(Config::q_stages + slot); }
-  __device__ unsigned dout_full(int slot) const { return q_full(2 * Config::q_stages + slot); }
-  __device__ unsigned dout_empty(int slot) const { return dout_full(Config::dout_stages + slot); }
+  __device__ unsigned q_full(int stage) const { return barrier(stage); }
+  __device__ unsigned q_empty(int stage) const { return q_full(Config::q_stages + stage); }
+  __device__ unsigned dout_full(int stage) const { return q_full(2 * Config::q_stages + stage); }
+  __device__ unsigned dout_empty(int stage) const { return dout_full(Config::dout_stages + stage); }
   __device__ unsigned keys_full() const { return barrier(ring_barriers); }
   __device__ unsigned keys_arrived() const { return barrier(ring_barriers + 1); }
   __device__ unsigned values_full() const { return barrier(ring_barriers + 2); }
@@ -226,52 +229,54 @@ struct HopperGradientCta {
   __device__ unsigned sums_empty(int consumer) const {
     return barrier(ring_barriers + 3 + consumer);
   }
-  __device__ unsigned sums_full(int consumer, int slot) const {
-    return sums_empty(consumers + sums_slots * consumer + slot);
+  __device__ unsigned sums_full(int consumer, int stage) const {
+    return sums_empty(consumers + sums_stages * consumer + stage);
   }
-  __device__ unsigned others_full(int consumer) const {
-    return barrier(ring_barriers + 3 + consumers + consumers * sums_slots + consumer);
+  __device__ unsigned earlier_sums_full(int consumer) const {
+    return barrier(ring_barriers + 3 + consumers + consumers * sums_stages + consumer);
   }
-  // Barriers of consumers with the same keys (wide.cuh).
-  __device__ unsigned weights_full() const { return barrier(ring_barriers + 3); }
-  __device__ unsigned pairs_full() const { return barrier(ring_barriers + 4); }
-  __device__ unsigned turn_full(int slot) const { return barrier(ring_barriers + 5 + slot); }
-  __device__ unsigned added(int slot) const { return turn_full(sums_slots + slot); }
-  __device__ unsigned q_arrived(int slot) const {
-    return barrier(ring_barriers + other_barriers + slot);
+  // Barriers of consumers with the same keys (split_consumers.cuh).
+  __device__ unsigned p_full() const { return barrier(ring_barriers + 3); }
+  __device__ unsigned ds_full() const { return barrier(ring_barriers + 4); }
+  __device__ unsigned semaphore_acquired(int stage) const {
+    return barrier(ring_barriers + 5 + stage);
   }
-  __device__ unsigned dout_arrived(int slot) const { return q_arrived(Config::q_stages + slot); }
+  __device__ unsigned dq_added(int stage) const { return semaphore_acquired(sums_stages + stage); }
+  __device__ unsigned q_arrived(int stage) const {
+    return barrier(ring_barriers + other_barriers + stage);
+  }
+  __device__ unsigned dout_arrived(int stage) const { return q_arrived(Config::q_stages + stage); }
 
   __device__ void init_barriers() const {
     constexpr int warps = 4 * consumers;
     // The loader and the row statistics warp both arrive at `q_full`. If that warp inspects the
     // tile, it arrives alone.
-    for (int slot = 0; slot < Config::q_stages; ++slot) {
-      ptx::mbarrier_init(q_full(slot), inspects ? 1 : 2);
-      ptx::mbarrier_init(q_empty(slot), warps);
-      if (inspects) ptx::mbarrier_init(q_arrived(slot), 1);
+    for (int stage = 0; stage < Config::q_stages; ++stage) {
+      ptx::mbarrier_init(q_full(stage), inspects ? 1 : 2);
+      ptx::mbarrier_init(q_empty(stage), warps);
+      if (inspects) ptx::mbarrier_init(q_arrived(stage), 1);
     }
-    for (int slot = 0; slot < Config::dout_stages; ++slot) {
-      ptx::mbarrier_init(dout_full(slot), 1);
-      ptx::mbarrier_init(dout_empty(slot), warps);
-      if (inspects) ptx::mbarrier_init(dout_arrived(slot), 1);
+    for (int stage = 0; stage < Config::dout_stages; ++stage) {
+      ptx::mbarrier_init(dout_full(stage), 1);
+      ptx::mbarrier_init(dout_empty(stage), warps);
+      if (inspects) ptx::mbarrier_init(dout_arrived(stage), 1);
     }
     ptx::mbarrier_init(keys_full(), 1);
     ptx::mbarrier_init(keys_arrived(), 1);
     ptx::mbarrier_init(values_full(), 1);
     if (wide) {
-      ptx::mbarrier_init(weights_full(), 4);
-      ptx::mbarrier_init(pairs_full(), 4);
-      for (int slot = 0; slot < sums_slots; ++slot) {
-        ptx::mbarrier_init(turn_full(slot), 1);
-        ptx::mbarrier_init(added(slot), warps);
+      ptx::mbarrier_init(p_full(), 4);
+      ptx::mbarrier_init(ds_full(), 4);
+      for (int stage = 0; stage < sums_stages; ++stage) {
+        ptx::mbarrier_init(semaphore_acquired(stage), 1);
+        ptx::mbarrier_init(dq_added(stage), warps);
       }
     } else {
       for (int consumer = 0; consumer < consumers; ++consumer) {
         ptx::mbarrier_init(sums_empty(consumer), 1);
-        ptx::mbarrier_init(others_full(consumer), 1);
-        for (int slot = 0; slot < sums_slots; ++slot) {
-          ptx::mbarrier_init(sums_full(consumer, slot), 4);
+        ptx::mbarrier_init(earlier_sums_full(consumer), 1);
+        for (int stage = 0; stage < sums_stages; ++stage) {
+          ptx::mbarrier_init(sums_full(consumer, stage), 4);
         }
       }
     }
@@ -279,14 +284,14 @@ struct HopperGradientCta {
   }
 
   // Arrives once for the warp, after all its lanes are done.
-  __device__ static void tell(unsigned barrier) {
+  __device__ static void arrive_warp(unsigned barrier) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barrier);
   }
 
   // Named barriers: 1 for all consumers, 2 + `consumer` for a single one.
-  __device__ static void await_consumers() { ptx::bar_sync(1, 128 * consumers); }
-  __device__ static void await_own(int consumer) { ptx::bar_sync(2 + consumer, 128); }
+  __device__ static void sync_consumers() { ptx::bar_sync(1, 128 * consumers); }
+  __device__ static void sync_consumer(int consumer) { ptx::bar_sync(2 + consumer, 128); }
 };
 
 #endif  // __CUDA_ARCH__ == 900

@@ -3,9 +3,9 @@
 // that writes the gradients.
 #pragma once
 
-#include "backward/clean.cuh"
+#include "backward/preprocess/clean.cuh"
 #include "backward/hopper/cta.cuh"
-#include "backward/weigh.cuh"
+#include "backward/softmax_backward.cuh"
 #include "ptx/registers.cuh"
 #include "ptx/sm90a.cuh"
 #include "ptx/wgmma.cuh"
@@ -30,7 +30,7 @@ struct HopperGradientProducts {
   using ValueTile = typename Cta::ValueTile;
   using QueryTile = typename Cta::QueryTile;
   using DoutTile = typename Cta::DoutTile;
-  using PairTile = typename Cta::PairTile;
+  using DsTile = typename Cta::DsTile;
   using Fragments = typename Cta::Fragments;
   using Mods = typename Config::Mods;
   static constexpr bool wants_q = Cta::wants_q;
@@ -49,22 +49,22 @@ struct HopperGradientProducts {
 
   // Whether P and dS are computed in one pass, from S, dP and what the modifications read. Needed
   // if modifications change slopes.
-  static constexpr bool at_once = changes_slope<Mods>() && wants_ds;
+  static constexpr bool single_pass = changes_slope<Mods>() && wants_ds;
 
   using Scores = float[columns / 2];
   using LeftOperand = unsigned[columns / 4];
   // Number of dq columns that a consumer computes at once.
-  static constexpr int query_columns = Config::wide ? 64 : Fragments::columns;
-  static constexpr int query_chunks = Fragments::columns / query_columns;
-  using QueryParts = float[query_columns / 2];
+  static constexpr int dq_columns = Config::wide ? 64 : Fragments::columns;
+  static constexpr int dq_chunks = Fragments::columns / dq_columns;
+  using DqPart = float[dq_columns / 2];
 
   const Cta& cta;
   const int consumer;
   const float scale_log2;
-  RingPosition<Config::q_stages> q_ring = {};
-  RingPosition<Config::dout_stages> dout_ring = {};
-  RingPosition<Cta::pair_stages> pair_ring = {};
-  float seen[2] = {};  // sums of P, to detect keys whose pairs are all masked
+  PipelineState<Config::q_stages> q_ring = {};
+  PipelineState<Config::dout_stages> dout_ring = {};
+  PipelineState<Cta::ds_stages> ds_ring = {};
+  float p_sums[2] = {};  // sums of P, to detect keys whose pairs are all masked
 
   __device__ HopperGradientProducts(const Cta& cta, int consumer)
       : cta(cta),
@@ -73,27 +73,27 @@ struct HopperGradientProducts {
 
   // Returns the first of the lane's two keys in the CTA's KV tile. The second is 8 further on.
   __device__ int lane_key() const {
-    return own_key() + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+    return consumer_key() + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
   }
 
   // Returns the first of the consumer's keys in the KV tile.
-  __device__ int own_key() const { return Config::wide ? 0 : 64 * consumer; }
+  __device__ int consumer_key() const { return Config::wide ? 0 : 64 * consumer; }
 
   // Cleans this consumer's keys in shared memory. The keys must have arrived. Call before the first
   // product with them; other consumers read them only after a barrier.
   __device__ void clean_keys() const {
     if constexpr (Config::inspects) {
-      constexpr int bytes = 64 * KeyTile::line_bytes;
+      constexpr int bytes = 64 * KeyTile::box_row_bytes;
 #pragma unroll 1
-      for (int slab = 0; slab < KeyTile::slabs; ++slab) {
-        const unsigned rows = own_rows<KeyTile>(cta.keys_at() + slab * KeyTile::slab_bytes);
+      for (int box = 0; box < KeyTile::boxes; ++box) {
+        const unsigned rows = consumer_rows<KeyTile>(cta.keys_address() + box * KeyTile::box_bytes);
 #pragma unroll
-        for (int at = threadIdx.x % 128 * 16; at < bytes; at += 128 * 16) {
-          clean_chunk<Element>(rows + at);
+        for (int offset = threadIdx.x % 128 * 16; offset < bytes; offset += 128 * 16) {
+          clean_chunk<Element>(rows + offset);
         }
       }
       ptx::fence_proxy_async();
-      Cta::await_own(consumer);
+      Cta::sync_consumer(consumer);
     }
   }
 
@@ -101,14 +101,14 @@ struct HopperGradientProducts {
 
   // Issues S^T = K Q^T, for a part of the queries in a stage.
   template <int Count>
-  __device__ void start_scores(Scores& scores, const unsigned (&keys)[Count], int slot,
+  __device__ void start_scores(Scores& scores, const unsigned (&keys)[Count], int stage,
                                int part) const {
     ptx::pin(scores);
     ptx::wgmma_fence();
-    const unsigned rows = rows_of<QueryTile>(cta.queries_at(slot), part);
+    const unsigned rows = rows_of<QueryTile>(cta.queries_address(stage), part);
 #pragma unroll
     for (int step = 0; step < k_steps; ++step) {
-      multiply<KeyTile, QueryTile>(scores, keys, cta.keys_at(), rows, step, step != 0);
+      multiply<KeyTile, QueryTile>(scores, keys, cta.keys_address(), rows, step, step != 0);
     }
     ptx::wgmma_commit_group();
   }
@@ -116,8 +116,8 @@ struct HopperGradientProducts {
   // Issues dP^T = V dO^T - delta, where `gradients` already holds -delta. Calls `between(step)`
   // after the issue of each k step.
   template <int Count, class Between>
-  __device__ void start_gradients(Scores& gradients, const unsigned (&values)[Count], int part,
-                                  Between between) const {
+  __device__ void start_dp(Scores& gradients, const unsigned (&values)[Count], int part,
+                           Between between) const {
     // Without these copies, the compiler sees too many accumulators, of several copies of the loop
     // body, to keep wgmma asynchronous.
 #pragma unroll
@@ -126,10 +126,10 @@ struct HopperGradientProducts {
     }
     ptx::pin(gradients);
     ptx::wgmma_fence();
-    const unsigned rows = rows_of<DoutTile>(cta.douts_at(dout_ring.slot), part);
+    const unsigned rows = rows_of<DoutTile>(cta.dout_address(dout_ring.index), part);
 #pragma unroll
     for (int step = 0; step < k_steps_v; ++step) {
-      multiply<ValueTile, DoutTile>(gradients, values, cta.values_at(), rows, step, true);
+      multiply<ValueTile, DoutTile>(gradients, values, cta.values_address(), rows, step, true);
       between(step);
     }
     ptx::wgmma_commit_group();
@@ -148,7 +148,7 @@ struct HopperGradientProducts {
       Wgmma<Element, columns>::multiply(
           sums,
           LeftTile::k_along_columns() +
-              (own_rows<LeftTile>(left) + LeftTile::column_step(step)) / 16,
+              (consumer_rows<LeftTile>(left) + LeftTile::column_step(step)) / 16,
           right, accumulate);
     }
   }
@@ -156,11 +156,12 @@ struct HopperGradientProducts {
   template <class Tile, int Count>
   __device__ void keep(unsigned (&kept)[Count], unsigned tile) const {
     const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16;
-    const unsigned line = own_rows<Tile>(tile) + row * Tile::line_bytes;
+    const unsigned row_address = consumer_rows<Tile>(tile) + row * Tile::box_row_bytes;
 #pragma unroll
     for (int step = 0; step < Count / 4; ++step) {
       unsigned fragment[4];
-      ptx::ldmatrix_x4(fragment, line + Tile::chunk_offset(row, 2 * step, threadIdx.x / 16 % 2));
+      ptx::ldmatrix_x4(fragment,
+                       row_address + Tile::chunk_offset(row, 2 * step, threadIdx.x / 16 % 2));
 #pragma unroll
       for (int i = 0; i < 4; ++i) kept[4 * step + i] = fragment[i];
     }
@@ -168,22 +169,20 @@ struct HopperGradientProducts {
 
   // Waits for the product of `sums`, after which `Pending` other products were issued.
   template <int Pending, int Count>
-  __device__ static void await(float (&sums)[Count]) {
+  __device__ static void wait(float (&sums)[Count]) {
     ptx::wgmma_wait_group<Pending>();
     ptx::pin(sums);
   }
 
   // Issues dV += P^T dO.
-  __device__ void start_value_sums(float (&sums_v)[dim_v / 2], const LeftOperand& left_p,
-                                   int part) const {
-    start_sums<DoutTile, dim_v>(sums_v, left_p,
-                                rows_of<DoutTile>(cta.douts_at(dout_ring.slot), part));
+  __device__ void start_dv(float (&dv_sums)[dim_v / 2], const LeftOperand& left_p, int part) const {
+    start_sums<DoutTile, dim_v>(dv_sums, left_p,
+                                rows_of<DoutTile>(cta.dout_address(dout_ring.index), part));
   }
   // Issues dK += dS^T Q.
-  __device__ void start_key_sums(float (&sums_k)[dim / 2], const LeftOperand& left_ds,
-                                 int part) const {
-    start_sums<QueryTile, dim>(sums_k, left_ds,
-                               rows_of<QueryTile>(cta.queries_at(q_ring.slot), part));
+  __device__ void start_dk(float (&dk_sums)[dim / 2], const LeftOperand& left_ds, int part) const {
+    start_sums<QueryTile, dim>(dk_sums, left_ds,
+                               rows_of<QueryTile>(cta.queries_address(q_ring.index), part));
   }
   template <class Tile, int Columns>
   __device__ static void start_sums(float (&sums)[Columns / 2], const LeftOperand& left,
@@ -201,141 +200,147 @@ struct HopperGradientProducts {
 
   // Issues dQ = dS K, for the consumer's rows, or for a chunk of its columns.
   template <int Chunk>
-  __device__ void start_query_sums(QueryParts& sums) {
-    const unsigned rows = cta.pairs_at(pair_ring.slot) +
-                          (Fragments::by_rows ? 64 * consumer * PairTile::line_bytes : 0);
+  __device__ void start_dq(DqPart& sums) {
+    const unsigned rows = cta.ds_address(ds_ring.index) +
+                          (Fragments::by_rows ? 64 * consumer * DsTile::box_row_bytes : 0);
     const unsigned keys =
-        cta.keys_at() + (Fragments::by_rows ? 0
-                                            : (consumer * Fragments::columns + Chunk * query_columns) /
-                                                  KeyTile::line_columns * KeyTile::slab_bytes);
-    const unsigned long long ds = PairTile::k_along_columns() + rows / 16;
+        cta.keys_address() + (Fragments::by_rows
+                                  ? 0
+                                  : (consumer * Fragments::columns + Chunk * dq_columns) /
+                                        KeyTile::box_columns * KeyTile::box_bytes);
+    const unsigned long long ds = DsTile::k_along_columns() + rows / 16;
     const unsigned long long k = KeyTile::k_along_rows() + keys / 16;
     ptx::pin(sums);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Bc / 16; ++step) {
-      WgmmaRows<Element, query_columns>::multiply(sums, ds + PairTile::column_step(step) / 16,
-                                                       k + KeyTile::row_step(step) / 16, step != 0);
+      WgmmaRows<Element, dq_columns>::multiply(sums, ds + DsTile::column_step(step) / 16,
+                                               k + KeyTile::row_step(step) / 16, step != 0);
     }
     ptx::wgmma_commit_group();
-    if constexpr (Chunk == query_chunks - 1) pair_ring.advance();
+    if constexpr (Chunk == dq_chunks - 1) ds_ring.advance();
   }
 
   // Return where the consumer's keys start in a KV tile, and where a part starts in a query tile.
   template <class Tile>
-  __device__ unsigned own_rows(unsigned tile) const {
-    return tile + own_key() * Tile::line_bytes;
+  __device__ unsigned consumer_rows(unsigned tile) const {
+    return tile + consumer_key() * Tile::box_row_bytes;
   }
   template <class Tile>
   __device__ static unsigned rows_of(unsigned tile, int part) {
-    return tile + part * columns * Tile::line_bytes;
+    return tile + part * columns * Tile::box_row_bytes;
   }
 
   // ---- Between products.
 
   // The lane's row statistics of a part: lse_log2 or -delta of each row.
-  using RowsOfLane = float[columns / 4];
-  __device__ void take_lse(RowsOfLane& lse_log2, int part) const { take(lse_log2, part, 0); }
-  __device__ void take_minus_delta(RowsOfLane& minus_delta, int part) const {
-    take(minus_delta, part, Br);
+  using LaneRows = float[columns / 4];
+  __device__ void load_lse(LaneRows& lse_log2, int part) const { load_rows(lse_log2, part, 0); }
+  __device__ void load_minus_delta(LaneRows& minus_delta, int part) const {
+    load_rows(minus_delta, part, Br);
   }
-  __device__ void take(RowsOfLane& of_rows, int part, int first) const {
-    const float* terms = cta.terms(q_ring.slot) + first + part * columns + threadIdx.x % 4 * 2;
+  __device__ void load_rows(LaneRows& row_values, int part, int first) const {
+    const float* stats = cta.stats(q_ring.index) + first + part * columns + threadIdx.x % 4 * 2;
     using Pair = Vector<float, 2>;
 #pragma unroll
     for (int j = 0; j < columns / 8; ++j) {
-      const Pair pair = *reinterpret_cast<const Pair*>(terms + 8 * j);
-      of_rows[2 * j] = pair.at[0];
-      of_rows[2 * j + 1] = pair.at[1];
+      const Pair pair = *reinterpret_cast<const Pair*>(stats + 8 * j);
+      row_values[2 * j] = pair.data[0];
+      row_values[2 * j + 1] = pair.data[1];
     }
   }
   // Initializes the accumulators of dP with -delta.
-  __device__ static void spread(Scores& gradients, const RowsOfLane& minus_delta) {
+  __device__ static void broadcast_minus_delta(Scores& gradients, const LaneRows& minus_delta) {
 #pragma unroll
     for (int i = 0; i < columns / 2; ++i) gradients[i] = minus_delta[i / 4 * 2 + i % 2];
   }
 
-  // `Weigh` for a part of a query tile, and its arguments. Its delta is 0: dP contains -delta.
-  using WeighPart = Weigh<Config, columns / 4, 2>;
-  __device__ WeighPart weigh_part(const Step& step) const {
-    return {cta.p, cta.mask, cta.at, cta.work.batch, step.head, scale_log2};
+  // `SoftmaxBackward` for a part of a query tile, and its arguments. Delta is 0: dP contains
+  // -delta.
+  using PartSoftmaxBackward = SoftmaxBackward<Config, columns / 4, 2>;
+  __device__ PartSoftmaxBackward part_softmax_backward(const Step& step) const {
+    return {cta.p, cta.mask, cta.sequence, cta.coord.batch, step.head, scale_log2};
   }
   __device__ auto rows_of_part(const Step& step, int part) const {
     const int first = step.tile * Br + part * columns + threadIdx.x % 4 * 2;
     return [=](int r) { return first + r / 2 * 8 + r % 2; };
   }
-  __device__ static auto terms_of(const RowsOfLane& lse_log2) {
-    return [&](int r) { return RowTerms<float>{lse_log2[r], 0}; };
+  __device__ static auto stats_of(const LaneRows& lse_log2) {
+    return [&](int r) { return RowStats<float>{lse_log2[r], 0}; };
   }
-  __device__ static auto element(Scores& of) {
-    return [&](int r, int n) -> float& { return of[r / 2 * 4 + 2 * n + r % 2]; };
+  __device__ static auto element(Scores& accumulators) {
+    return [&](int r, int n) -> float& { return accumulators[r / 2 * 4 + 2 * n + r % 2]; };
   }
   __device__ static auto key_step() {
     return [](int n) { return 8 * n; };
   }
-  __device__ int first_key() const { return cta.work.begin + lane_key(); }
+  __device__ int first_key() const { return cta.coord.begin + lane_key(); }
 
   // Converts S to P and, in `gradients`, dP to dS.
-  __device__ void weigh_both(Scores& scores, Scores& gradients, const RowsOfLane& lse_log2,
-                             const Step& step, int part, bool is_masked) const {
+  __device__ void compute_p_and_ds(Scores& scores, Scores& gradients, const LaneRows& lse_log2,
+                                   const Step& step, int part, bool is_masked) const {
     const auto run = [&](auto masked) {
-      weigh_part(step).template run<masked.value>(rows_of_part(step, part), first_key(),
-                                                  terms_of(lse_log2), element(scores),
-                                                  element(gradients), key_step());
+      part_softmax_backward(step).template run<masked.value>(rows_of_part(step, part), first_key(),
+                                                             stats_of(lse_log2), element(scores),
+                                                             element(gradients), key_step());
     };
     is_masked ? run(Const<true>()) : run(Const<false>());
   }
 
   // Converts S to P for the lane's rows [first, last).
   template <bool Masked>
-  __device__ void weigh_scores(Scores& scores, const RowsOfLane& lse_log2, const Step& step,
-                               int part, int first, int last) const {
-    weigh_part(step).template begin<Masked>(rows_of_part(step, part), first_key(),
-                                            terms_of(lse_log2), element(scores), key_step(), first,
-                                            last);
+  __device__ void compute_p(Scores& scores, const LaneRows& lse_log2, const Step& step, int part,
+                            int first, int last) const {
+    part_softmax_backward(step).template compute_p<Masked>(rows_of_part(step, part), first_key(),
+                                                           stats_of(lse_log2), element(scores),
+                                                           key_step(), first, last);
   }
-  __device__ void weigh_all_scores(Scores& scores, const RowsOfLane& lse_log2, const Step& step,
-                                   int part, bool is_masked) const {
+  __device__ void compute_all_p(Scores& scores, const LaneRows& lse_log2, const Step& step,
+                                int part, bool is_masked) const {
     constexpr int rows = columns / 4;
     if (is_masked) {
-      weigh_scores<true>(scores, lse_log2, step, part, 0, rows);
+      compute_p<true>(scores, lse_log2, step, part, 0, rows);
     } else {
-      weigh_scores<false>(scores, lse_log2, step, part, 0, rows);
+      compute_p<false>(scores, lse_log2, step, part, 0, rows);
     }
   }
-  __device__ void hide_pairs(Scores& scores, const Step& step, int part) const {
-    weigh_part(step).hide(rows_of_part(step, part), first_key(), element(scores), key_step());
+  __device__ void mask_p(Scores& scores, const Step& step, int part) const {
+    part_softmax_backward(step).mask_p(rows_of_part(step, part), first_key(), element(scores),
+                                       key_step());
   }
-  __device__ void look_for_seen(const Scores& scores) {
-    if constexpr (Mods::hides_pairs) {
+  __device__ void add_p_sums(const Scores& scores) {
+    if constexpr (Mods::masks_pairs) {
 #pragma unroll
-      for (int i = 0; i < columns / 2; ++i) seen[i / 2 % 2] += scores[i];
+      for (int i = 0; i < columns / 2; ++i) p_sums[i / 2 % 2] += scores[i];
     }
   }
 
-  // Makes dS exactly 0 in rows that attend to one key only. `of` is dS itself, or the P that dS is
-  // computed from. With `Config::conceals` such rows are recognized by their P alone: checking
-  // positions as well takes registers that kernels with functions do not have.
-  __device__ void settle(Scores& of, Scores& scores, const Step& step, int part,
-                         bool is_masked) const {
-    if constexpr (!Config::conceals) {
+  // Makes dS exactly 0 in rows that attend to one key only. `accumulators` is dS itself, or the P
+  // that dS is computed from. With `Config::may_mask_pairs` such rows are recognized by their P
+  // alone: checking positions as well takes registers that kernels with functions do not have.
+  __device__ void zero_one_key_ds(Scores& accumulators, Scores& scores, const Step& step, int part,
+                                  bool is_masked) const {
+    if constexpr (!Config::may_mask_pairs) {
       if (is_masked) {
-        weigh_part(step).settle(rows_of_part(step, part), element(scores), element(of));
+        part_softmax_backward(step).zero_one_key_ds(rows_of_part(step, part), element(scores),
+                                                    element(accumulators));
       }
-    } else if constexpr (settles_one_key<Config>) {
-      static_assert(sizeof(Element) == 2, "of others the threshold depends on the row");
+    } else if constexpr (zeroes_one_key_ds<Config>) {
+      static_assert(sizeof(Element) == 2, "for other types the threshold depends on the row");
 #pragma unroll
-      for (int i = 0; i < columns / 2; ++i) of[i] = scores[i] > p_of_one_key<Element> ? 0 : of[i];
+      for (int i = 0; i < columns / 2; ++i) {
+        accumulators[i] = scores[i] > p_of_one_key<Element> ? 0 : accumulators[i];
+      }
     }
   }
 
   // Computes dS = P (dP - delta). A masked pair has P = 0; its dS is set to 0 by selection.
-  __device__ static void finish_gradients(Scores& gradients, const Scores& scores, bool is_masked) {
-    if (is_masked || Config::conceals) {
+  __device__ static void compute_ds(Scores& gradients, const Scores& scores, bool is_masked) {
+    if (is_masked || Config::may_mask_pairs) {
 #pragma unroll
       for (int i = 0; i < columns / 2; ++i) {
-        const float of_score = scores[i] * gradients[i];
-        gradients[i] = scores[i] == 0 ? 0 : of_score;
+        const float ds = scores[i] * gradients[i];
+        gradients[i] = scores[i] == 0 ? 0 : ds;
       }
     } else {
 #pragma unroll
@@ -344,60 +349,63 @@ struct HopperGradientProducts {
   }
 
   // Converts an accumulator to a left operand by packing pairs of elements.
-  __device__ static void narrow(LeftOperand& left, const Scores& of) {
+  __device__ static void narrow(LeftOperand& left, const Scores& accumulators) {
 #pragma unroll
-    for (int i = 0; i < columns / 4; ++i) left[i] = pack<Element>(of[2 * i], of[2 * i + 1]);
+    for (int i = 0; i < columns / 4; ++i) {
+      left[i] = pack<Element>(accumulators[2 * i], accumulators[2 * i + 1]);
+    }
   }
 
   // Writes dS of the consumer's keys to its slab (TMA box), which has one line per query. The
   // swizzle keeps the chunks of eight consecutive queries in different bank groups.
-  __device__ void write_pairs(const LeftOperand& left_ds, int part) const {
+  __device__ void write_ds(const LeftOperand& left_ds, int part) const {
     const int lane = threadIdx.x % 32;
     const int chunk = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
-    const unsigned at = rows_of<PairTile>(cta.pairs_at(pair_ring.slot), part) +
-                        own_key() / 64 * PairTile::slab_bytes +
-                        (lane / 16 * 8 + lane % 8) * PairTile::line_bytes + (chunk ^ lane % 8) * 16;
+    const unsigned address = rows_of<DsTile>(cta.ds_address(ds_ring.index), part) +
+                             consumer_key() / 64 * DsTile::box_bytes +
+                             (lane / 16 * 8 + lane % 8) * DsTile::box_row_bytes +
+                             (chunk ^ lane % 8) * 16;
 #pragma unroll
     for (int step = 0; step < columns / 16; ++step) {
-      const unsigned of[4] = {left_ds[4 * step], left_ds[4 * step + 1], left_ds[4 * step + 2],
-                              left_ds[4 * step + 3]};
-      ptx::stmatrix_x4_trans(at + PairTile::row_step(step), of);
+      const unsigned four[4] = {left_ds[4 * step], left_ds[4 * step + 1], left_ds[4 * step + 2],
+                                left_ds[4 * step + 3]};
+      ptx::stmatrix_x4_trans(address + DsTile::row_step(step), four);
     }
   }
 
   // ---- dq of the consumer's part of a query tile.
 
-  __device__ void write_query_gradients(QueryParts& sums, const Step& step, int slot) const {
+  __device__ void write_dq(DqPart& sums, const Step& step, int stage) const {
     const float scale = signed_scale<Config, float>(cta.p);
     const int warp = 4 * consumer + threadIdx.x / 32 % 4;
     const int lane = threadIdx.x % 32;
     const int first_column = Fragments::column(warp, 0);
-    Gradient* output = cta.p.dq.template head<Gradient>(cta.at.q_batch, step.head) +
-                       (cta.at.q_first + int64(step.tile * Br)) * cta.p.dq.row_stride;
+    Gradient* output = cta.p.dq.template head<Gradient>(cta.sequence.q_batch, step.head) +
+                       (cta.sequence.q_first + int64(step.tile * Br)) * cta.p.dq.row_stride;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int in_tile = Fragments::row(warp, 0) + lane / 4 + 8 * half;
-      const int row = step.tile * Br + in_tile;
+      const int row_in_tile = Fragments::row(warp, 0) + lane / 4 + 8 * half;
+      const int row = step.tile * Br + row_in_tile;
       // A row without visible keys may have NaN in its sums, from 0 times other rows' keys.
-      const bool found = cta.terms(slot)[in_tile] != SoftmaxMath<float>::infinity() &&
-                         cta.mask.visible_begin(row) < cta.mask.visible_end(row);
+      const bool is_visible = cta.stats(stage)[row_in_tile] != SoftmaxMath<float>::infinity() &&
+                              cta.mask.visible_begin(row) < cta.mask.visible_end(row);
       scale_row<Fragments::column_tiles>(sums + 2 * half, scale);
-      if (!found) fill_row_from<Fragments::column_tiles>(sums + 2 * half, 0, 0);
-      Gradient* target = output + in_tile * cta.p.dq.row_stride;
+      if (!is_visible) fill_row_from<Fragments::column_tiles>(sums + 2 * half, 0, 0);
+      Gradient* target = output + row_in_tile * cta.p.dq.row_stride;
       // Even lanes store four columns of the first eight of 16, odd lanes four of the second eight.
-      const int own = first_column + lane % 2 * 8 + lane % 4 / 2 * 4;
+      const int lane_column = first_column + lane % 2 * 8 + lane % 4 / 2 * 4;
       Vector<Gradient, 4> chunks[Fragments::column_tiles / 2];
 #pragma unroll
       for (int i = 0; i < Fragments::column_tiles / 2; ++i) {
         const float* two = sums + 8 * i + 2 * half;
         chunks[i] = exchange(pack<Gradient>(two[0], two[1]), pack<Gradient>(two[4], two[5]));
       }
-      if (row >= cta.at.seqlen_q) continue;
+      if (row >= cta.sequence.seqlen_q) continue;
 #pragma unroll
       for (int i = 0; i < Fragments::column_tiles / 2; ++i) {
         if (Config::head_dim < dim && first_column + 16 * i >= Config::head_dim) break;
-        store_columns<Config::head_dim, Config::out_alignment>(target + own + 16 * i, chunks[i],
-                                                               Config::head_dim - own - 16 * i);
+        store_columns<Config::head_dim, Config::out_alignment>(
+            target + lane_column + 16 * i, chunks[i], Config::head_dim - lane_column - 16 * i);
       }
     }
   }
@@ -405,28 +413,28 @@ struct HopperGradientProducts {
   // Lanes hold two columns in each of two groups of eight, and exchange one pair with a neighbour.
   __device__ static Vector<Gradient, 4> exchange(unsigned first, unsigned second) {
     const bool is_odd = threadIdx.x % 2;
-    const unsigned taken = __shfl_xor_sync(~0u, is_odd ? first : second, 1);
-    const unsigned pairs[2] = {is_odd ? taken : first, is_odd ? second : taken};
+    const unsigned received = __shfl_xor_sync(~0u, is_odd ? first : second, 1);
+    const unsigned pairs[2] = {is_odd ? received : first, is_odd ? second : received};
     return reinterpret_cast<const Vector<Gradient, 4>&>(pairs);
   }
 
   // ---- dk and dv.
 
   // Returns whether any query attends to a key. If none does, its sums may be NaN, as 0 times NaN.
-  __device__ bool is_seen(int half) const {
-    const int key = cta.work.begin + lane_key() + 8 * half;
-    const bool found =
-        cta.mask.first_row(key, cta.at.seqlen_q) < cta.mask.last_row(key, cta.at.seqlen_q);
-    if constexpr (!Mods::hides_pairs) return found;
-    const float sum = sum_of_lanes(seen[half]);
-    return found && sum != 0;
+  __device__ bool is_visible_key(int half) const {
+    const int key = cta.coord.begin + lane_key() + 8 * half;
+    const bool is_visible = cta.mask.row_begin(key, cta.sequence.seqlen_q) <
+                            cta.mask.row_end(key, cta.sequence.seqlen_q);
+    if constexpr (!Mods::masks_pairs) return is_visible;
+    const float sum = sum_of_lanes(p_sums[half]);
+    return is_visible && sum != 0;
   }
 
   template <int Count>
-  __device__ void clear_unseen(float (&sums)[Count]) const {
+  __device__ void zero_masked_keys(float (&sums)[Count]) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if (!is_seen(half)) fill_row_from<Count / 4>(sums + 2 * half, 0, 0);
+      if (!is_visible_key(half)) fill_row_from<Count / 4>(sums + 2 * half, 0, 0);
     }
   }
 
@@ -436,51 +444,52 @@ struct HopperGradientProducts {
     for (int i = 0; i < Count; ++i) sums[i] = 0;
   }
 
-  __device__ void write_value_gradients(float (&sums_v)[dim_v / 2]) const {
-    clear_unseen(sums_v);
-    write<Config::head_dim_v, ValueTile>(cta.p.dv, sums_v, cta.values_at());
+  __device__ void write_dv(float (&dv_sums)[dim_v / 2]) const {
+    zero_masked_keys(dv_sums);
+    write<Config::head_dim_v, ValueTile>(cta.p.dv, dv_sums, cta.values_address());
   }
-  __device__ void write_key_gradients(float (&sums_k)[dim / 2]) const {
+  __device__ void write_dk(float (&dk_sums)[dim / 2]) const {
     const float scale = signed_scale<Config, float>(cta.p);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) scale_row<dim / 8>(sums_k + 2 * half, scale);
-    clear_unseen(sums_k);
-    write<Config::head_dim, KeyTile>(cta.p.dk, sums_k, cta.keys_at());
+    for (int half = 0; half < 2; ++half) scale_row<dim / 8>(dk_sums + 2 * half, scale);
+    zero_masked_keys(dk_sums);
+    write<Config::head_dim, KeyTile>(cta.p.dk, dk_sums, cta.keys_address());
   }
 
   // Writes dk or dv through the consumer's part of a shared-memory tile that is not read any more,
   // so that global stores are whole 16-byte chunks. A float32 gradient is written in two halves.
   template <int Dim, class Tile, int Count>
-  __device__ void write(const Tensor& tensor, const float (&of)[Count], unsigned tile) const {
+  __device__ void write(const Tensor& tensor, const float (&accumulators)[Count],
+                        unsigned tile) const {
     constexpr int parts = sizeof(Gradient) / sizeof(Element);
     constexpr int column_tiles = Count / 4 / parts;
-    const int first = cta.work.begin + own_key();
-    const int left = cta.at.seqlen_k - first;
-    Gradient* output = tensor.head<Gradient>(cta.at.k_batch, cta.work.head) +
-                       (int64(cta.at.k_first) + first) * tensor.row_stride;
-    const int lane_row = lane_key() - own_key();
-    const unsigned own = own_rows<Tile>(tile);
+    const int first = cta.coord.begin + consumer_key();
+    const int left = cta.sequence.seqlen_k - first;
+    Gradient* output = tensor.head<Gradient>(cta.sequence.k_batch, cta.coord.head) +
+                       (int64(cta.sequence.k_first) + first) * tensor.row_stride;
+    const int lane_row = lane_key() - consumer_key();
+    const unsigned rows = consumer_rows<Tile>(tile);
 #pragma unroll
     for (int part = 0; part < parts; ++part) {
       // Wait until all lanes have read the previous part.
-      if (part > 0) Cta::await_own(consumer);
+      if (part > 0) Cta::sync_consumer(consumer);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = lane_row + 8 * half;
 #pragma unroll
         for (int j = 0; j < column_tiles; ++j) {
-          put_two<Tile>(own, row, j, of + 4 * (part * column_tiles + j) + 2 * half);
+          store_two<Tile>(rows, row, j, accumulators + 4 * (part * column_tiles + j) + 2 * half);
         }
       }
-      Cta::await_own(consumer);
+      Cta::sync_consumer(consumer);
       constexpr int chunks = column_tiles * parts, columns_of_chunk = 16 / sizeof(Gradient);
 #pragma unroll 4
-      for (int place = threadIdx.x % 128; place < 64 * chunks; place += 128) {
-        const int row = place / chunks, chunk = place % chunks;
+      for (int block_info = threadIdx.x % 128; block_info < 64 * chunks; block_info += 128) {
+        const int row = block_info / chunks, chunk = block_info % chunks;
         if (row >= left) break;
         unsigned bits[4];
-        ptx::ld_shared_v4(
-            bits, own + row * Tile::line_bytes + Tile::chunk_offset(row, chunk / 2 * 2, chunk % 2));
+        ptx::ld_shared_v4(bits, rows + row * Tile::box_row_bytes +
+                                    Tile::chunk_offset(row, chunk / 2 * 2, chunk % 2));
         const int column = part * column_tiles * 8 + chunk * columns_of_chunk;
         store_chunk<Gradient, Config::out_alignment>(
             output + row * tensor.row_stride + column,
@@ -491,17 +500,17 @@ struct HopperGradientProducts {
 
   // Stores a lane's two of eight columns, which are one 16-byte chunk of a row, or two if float32.
   template <class Tile>
-  __device__ static void put_two(unsigned rows, int row, int eight, const float* two) {
-    const unsigned line = rows + row * Tile::line_bytes;
+  __device__ static void store_two(unsigned rows, int row, int eight, const float* two) {
+    const unsigned row_address = rows + row * Tile::box_row_bytes;
     if constexpr (sizeof(Gradient) == sizeof(Element)) {
       ptx::st_shared(
-          line + threadIdx.x % 4 * 4 + Tile::chunk_offset(row, eight / 2 * 2, eight % 2),
+          row_address + threadIdx.x % 4 * 4 + Tile::chunk_offset(row, eight / 2 * 2, eight % 2),
           pack<Element>(two[0], two[1]));
     } else {
-      const unsigned at =
-          line + threadIdx.x % 2 * 8 + Tile::chunk_offset(row, 2 * eight, threadIdx.x % 4 / 2);
-      ptx::st_shared(at, __float_as_uint(two[0]));
-      ptx::st_shared(at + 4, __float_as_uint(two[1]));
+      const unsigned address = row_address + threadIdx.x % 2 * 8 +
+                               Tile::chunk_offset(row, 2 * eight, threadIdx.x % 4 / 2);
+      ptx::st_shared(address, __float_as_uint(two[0]));
+      ptx::st_shared(address + 4, __float_as_uint(two[1]));
     }
   }
 };

@@ -2,14 +2,14 @@
 // warp computes of them, the layout of shared memory, and the loads.
 #pragma once
 
-#include "backward/clean.cuh"
-#include "backward/images.cuh"
-#include "backward/operands.cuh"
+#include "backward/preprocess/clean.cuh"
+#include "backward/preprocess/preswizzle.cuh"
+#include "backward/mma/operands.cuh"
 #include "backward/params.cuh"
-#include "backward/pieces.cuh"
-#include "backward/row_terms.cuh"
-#include "backward/weigh.cuh"
-#include "backward/work.cuh"
+#include "backward/preprocess/float32_fp16x2.cuh"
+#include "backward/preprocess/preprocess.cuh"
+#include "backward/softmax_backward.cuh"
+#include "backward/tile_coord.cuh"
 #include "ptx/base.cuh"
 #include "score/mask.cuh"
 #include "tile/copy.cuh"
@@ -21,9 +21,9 @@ template <class Config>
 struct MmaGradientCta {
   using Element = typename Config::Element;
   using Gradient = typename Config::Gradient;
-  using Piece = typename Pieces<Element>::type;  // element type in shared memory
-  static constexpr int pieces = Pieces<Element>::count;
-  static constexpr bool in_pieces = pieces > 1;
+  using Component = typename Components<Element>::type;  // element type in shared memory
+  static constexpr int components = Components<Element>::count;
+  static constexpr bool has_components = components > 1;
   static constexpr bool wants_q = Config::wants_q;
   static constexpr bool wants_k = Config::wants_k;
   static constexpr bool wants_v = Config::wants_v;
@@ -34,22 +34,22 @@ struct MmaGradientCta {
   static constexpr int warps = Config::warps;
   static constexpr int threads = 32 * warps;
   static constexpr int key_warps = Config::key_warps;
-  static constexpr int side_warps = warps / key_warps;
-  static_assert(key_warps * side_warps == warps, "all have as much");
+  static constexpr int query_warps = warps / key_warps;
+  static_assert(key_warps * query_warps == warps, "all warps process equally large parts");
 
   // Number of keys of a warp, and of queries (`columns`) whose scores it computes at once.
   static constexpr int warp_keys = Bc / key_warps;
   static constexpr int row_tiles = warp_keys / 16;
   static constexpr int columns = Config::columns;
-  static constexpr int passes = Br / (columns * side_warps);
+  static constexpr int passes = Br / (columns * query_warps);
   static constexpr int steps = columns / 16;
   static_assert(warp_keys * key_warps == Bc && row_tiles * 16 == warp_keys, "whole fragments");
-  static_assert(passes * columns * side_warps == Br && steps * 16 == columns, "whole fragments");
+  static_assert(passes * columns * query_warps == Br && steps * 16 == columns, "whole fragments");
 
   // A dq tile is divided among the warps by rows and by columns.
-  static constexpr int sum_row_warps = Config::sum_row_warps;
-  static constexpr int sum_column_warps = warps / sum_row_warps;
-  static constexpr int sum_row_tiles = Br / 16 / sum_row_warps;
+  static constexpr int dq_row_warps = Config::dq_row_warps;
+  static constexpr int dq_column_warps = warps / dq_row_warps;
+  static constexpr int dq_row_tiles = Br / 16 / dq_row_warps;
 
   static constexpr int dim = Config::padded_dim;
   static constexpr int dim_v = Config::padded_dim_v;
@@ -57,23 +57,23 @@ struct MmaGradientCta {
   // Whether warps with the same keys work in pairs: one warp computes S and the other dP for the
   // queries of both, and they exchange halves. Larger products read fewer operands.
   static constexpr bool paired = Config::paired && wants_ds;
-  static_assert(!paired || side_warps % 2 == 0, "pairs");
+  static_assert(!paired || query_warps % 2 == 0, "query warps work in pairs");
 
   // Whether a warp chooses second units for the P, or the dS, that it computes at once. Sinks may
   // make all of them far smaller than their bounds, and slopes of scores have no bound.
-  static constexpr bool finds_p = in_pieces && wants_v && Config::sinks;
-  static constexpr bool finds_ds =
-      in_pieces && wants_ds && (Config::sinks || changes_slope<typename Config::Mods>());
-  static constexpr int units_of_each = key_warps * (Br / columns);
+  static constexpr bool refines_p = has_components && wants_v && Config::sinks;
+  static constexpr bool refines_ds =
+      has_components && wants_ds && (Config::sinks || changes_slope<typename Config::Mods>());
+  static constexpr int units_per_operand = key_warps * (Br / columns);
 
   using Scores = float[row_tiles][columns / 8][4];
-  using Layout = SwizzledRows<Piece, pieces * dim>;     // of q and k
-  using LayoutV = SwizzledRows<Piece, pieces * dim_v>;  // of v and dout
-  using Pairs = Exchange<Piece, pieces * Br>;           // of P^T and dS^T: keys by queries
-  using Columns = SharedColumns<Piece, Layout, dim, side_warps>;
-  using ColumnsV = SharedColumns<Piece, LayoutV, dim_v, side_warps>;
-  using ColumnsOfSums = SharedColumns<Piece, Layout, dim, sum_column_warps>;
-  using Fragments = SumFragments<Br, dim, sum_row_warps, sum_column_warps>;
+  using Layout = SwizzledRows<Component, components * dim>;     // of q and k
+  using LayoutV = SwizzledRows<Component, components * dim_v>;  // of v and dout
+  using Pairs = Exchange<Component, components * Br>;           // of P^T and dS^T: keys by queries
+  using Columns = ColumnSlice<Component, Layout, dim, query_warps>;
+  using ColumnsV = ColumnSlice<Component, LayoutV, dim_v, query_warps>;
+  using DqColumns = ColumnSlice<Component, Layout, dim, dq_column_warps>;
+  using Fragments = DqFragments<Br, dim, dq_row_warps, dq_column_warps>;
 
   // Whether some queries may attend to only some of their sequence's keys.
   static constexpr bool is_bounded = Config::causal || Config::modified;
@@ -81,56 +81,59 @@ struct MmaGradientCta {
   // Shared memory: k and v; dS^T; P^T if several warps have the same keys; stages of q, dout and
   // row statistics. For float32, the keys and each stage are preswizzled tiles with scales at the
   // end, and second units follow the scales of the keys.
-  using Terms = RowTerms<float>;
-  using Images = TileImages<Config>;
+  using Stats = RowStats<float>;
+  using Preswizzled = PreswizzledTiles<Config>;
   static constexpr int scales_bytes =
-      in_pieces ? Images::OfKeys::bytes - Images::OfKeys::scales_at : 0;
+      has_components ? Preswizzled::KvTile::bytes - Preswizzled::KvTile::scales_offset : 0;
   static constexpr int row_bytes = Layout::row_bytes + LayoutV::row_bytes;
   static constexpr int keys_bytes = Bc * row_bytes + scales_bytes;
-  static constexpr int units_at = Images::OfKeys::scales_at + int(sizeof(KeyScales));
-  static_assert(units_at + (finds_p + finds_ds) * units_of_each * int(sizeof(float)) <=
-                    Images::OfKeys::bytes,
-                "as the host has seen");
+  static constexpr int units_offset = Preswizzled::KvTile::scales_offset + int(sizeof(KeyScales));
+  static_assert(units_offset + (refines_p + refines_ds) * units_per_operand * int(sizeof(float)) <=
+                    Preswizzled::KvTile::bytes,
+                "scale factors fit the preswizzled tile");
   static constexpr int pairs_bytes = Bc * Pairs::Layout::row_bytes;
-  static constexpr bool exchanges_p = side_warps > 1 && wants_v;
-  static constexpr bool exchanges_ds = wants_q || (side_warps > 1 && wants_k);
-  static constexpr int stage_bytes = Br * (row_bytes + int(sizeof(Terms))) + scales_bytes;
-  static constexpr int stages_at = keys_bytes + (1 + (side_warps > 1)) * pairs_bytes;
-  static_assert(stages_at + stages * stage_bytes == Config::shared_memory, "as the host planned");
+  static constexpr bool exchanges_p = query_warps > 1 && wants_v;
+  static constexpr bool exchanges_ds = wants_q || (query_warps > 1 && wants_k);
+  static constexpr int stage_bytes = Br * (row_bytes + int(sizeof(Stats))) + scales_bytes;
+  static constexpr int stages_offset = keys_bytes + (1 + (query_warps > 1)) * pairs_bytes;
+  static_assert(stages_offset + stages * stage_bytes == Config::shared_memory,
+                "as the host planned");
 
   template <int Rows, int Dim, class TileLayout>
   using Copy = RowCopy<TileLayout, Element, Rows, Dim, threads, Config::alignment>;
 
   const GradientParams& p;
-  const GradientWork work;
-  const Sequence at;
+  const GradientTileCoord coord;
+  const Sequence sequence;
   const Mask<Config> mask;
   unsigned char* const memory;
   const unsigned shared;
   const float scale_log2;
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
-  const QueryTiles tiles;
+  const QueryTileRange tiles;
   int full_end;
 
-  __device__ MmaGradientCta(const GradientParams& p, const GradientWork& work, const Sequence& at,
-                            unsigned char* memory)
+  __device__ MmaGradientCta(const GradientParams& p, const GradientTileCoord& coord,
+                            const Sequence& sequence, unsigned char* memory)
       : p(p),
-        work(work),
-        at(at),
-        mask(mask_of<Config>(p, at, work.batch)),
+        coord(coord),
+        sequence(sequence),
+        mask(mask_of<Config>(p, sequence, coord.batch)),
         memory(memory),
         shared(ptx::shared_address(memory)),
         scale_log2(signed_scale<Config, double>(p) * SoftmaxMath<double>::log2_e),
-        tiles(find_query_tiles<Br>(mask, work.begin, min(work.begin + Bc, at.seqlen_k),
-                                   at.seqlen_q)),
+        tiles(query_tile_range<Br>(mask, coord.begin, min(coord.begin + Bc, sequence.seqlen_k),
+                                   sequence.seqlen_q)),
         full_end(tiles.full_end) {
     // Modifications are not evaluated for rows past the last one, so such a tile needs the mask.
-    if (Config::modified && at.seqlen_q % Br != 0) full_end = min(full_end, at.seqlen_q / Br);
+    if (Config::modified && sequence.seqlen_q % Br != 0) {
+      full_end = min(full_end, sequence.seqlen_q / Br);
+    }
   }
 
-  __device__ int key_warp() const { return warp / side_warps; }
-  __device__ int side() const { return warp % side_warps; }
+  __device__ int key_warp() const { return warp / query_warps; }
+  __device__ int query_warp() const { return warp % query_warps; }
 
   // ---- Sequence of query tiles.
 
@@ -141,40 +144,43 @@ struct MmaGradientCta {
   };
   __device__ int group() const { return p.heads_q / p.heads_kv; }
   __device__ bool is_last(const Step& step) const {
-    return step.tile == tiles.begin && step.head == (work.head + 1) * group() - 1;
+    return step.tile == tiles.begin && step.head == (coord.head + 1) * group() - 1;
   }
-  __device__ Step step_behind(const Step& step) const {
+  __device__ Step next_step(const Step& step) const {
     if (step.tile > tiles.begin) return {step.head, step.tile - 1};
     return {step.head + 1, tiles.end - 1};
   }
 
   // Returns the CTA's index in the dq order of a query tile. The order skips masked KV tiles.
-  __device__ int turn_of(int tile) const {
-    return work.begin / Bc - (Config::window_left ? mask.visible_begin(tile * Br) / Bc : 0);
+  __device__ int order_index(int tile) const {
+    return coord.begin / Bc - (Config::window_left ? mask.visible_begin(tile * Br) / Bc : 0);
   }
 
   // ---- Addresses.
 
   // Return a head's first row of q or dout, and the KV tile's first row of k or v.
   __device__ const Element* queries(const Tensor& tensor, int head) const {
-    return tensor.head<const Element>(at.q_batch, head) + at.q_first * tensor.row_stride;
+    return tensor.head<const Element>(sequence.q_batch, head) +
+           sequence.q_first * tensor.row_stride;
   }
   __device__ const Element* keys(const Tensor& tensor) const {
-    return tensor.head<const Element>(at.k_batch, work.head) +
-           (int64(at.k_first) + work.begin) * tensor.row_stride;
+    return tensor.head<const Element>(sequence.k_batch, coord.head) +
+           (int64(sequence.k_first) + coord.begin) * tensor.row_stride;
   }
 
-  __device__ unsigned keys_at() const { return shared; }
-  __device__ unsigned values_at() const { return shared + Bc * Layout::row_bytes; }
-  __device__ unsigned ds_at() const { return shared + keys_bytes; }
-  __device__ unsigned p_at() const { return ds_at() + pairs_bytes; }
-  __device__ unsigned queries_at(int stage) const {
-    return shared + stages_at + stage * stage_bytes;
+  __device__ unsigned keys_address() const { return shared; }
+  __device__ unsigned values_address() const { return shared + Bc * Layout::row_bytes; }
+  __device__ unsigned ds_address() const { return shared + keys_bytes; }
+  __device__ unsigned p_address() const { return ds_address() + pairs_bytes; }
+  __device__ unsigned queries_address(int stage) const {
+    return shared + stages_offset + stage * stage_bytes;
   }
-  __device__ unsigned douts_at(int stage) const {
-    return queries_at(stage) + Br * Layout::row_bytes;
+  __device__ unsigned dout_address(int stage) const {
+    return queries_address(stage) + Br * Layout::row_bytes;
   }
-  __device__ unsigned terms_at(int stage) const { return queries_at(stage) + Br * row_bytes; }
+  __device__ unsigned stats_address(int stage) const {
+    return queries_address(stage) + Br * row_bytes;
+  }
 
   // ---- Loads.
 
@@ -186,25 +192,26 @@ struct MmaGradientCta {
                                    tensor.row_stride, left);
   }
 
-  template <class Image>
-  __device__ static void start_image(unsigned target, const char* source) {
+  template <class Tile>
+  __device__ static void start_tile(unsigned target, const char* source) {
 #pragma unroll
-    for (int first = 0; first < Image::bytes; first += 16 * threads) {
-      const int at = first + 16 * int(threadIdx.x);
-      if (first + 16 * threads > Image::bytes && at >= Image::bytes) break;
-      ptx::cp_async<16>(target + at, source + at, 16);
+    for (int first = 0; first < Tile::bytes; first += 16 * threads) {
+      const int offset = first + 16 * int(threadIdx.x);
+      if (first + 16 * threads > Tile::bytes && offset >= Tile::bytes) break;
+      ptx::cp_async<16>(target + offset, source + offset, 16);
     }
   }
 
   __device__ void load_keys() {
-    if constexpr (in_pieces) {
-      start_image<typename Images::OfKeys>(
-          keys_at(), Images::of_keys(p, at, work.batch, work.head, work.begin / Bc));
+    if constexpr (has_components) {
+      start_tile<typename Preswizzled::KvTile>(
+          keys_address(),
+          Preswizzled::kv_tile_address(p, sequence, coord.batch, coord.head, coord.begin / Bc));
     } else {
-      const int left = at.seqlen_k - work.begin;
-      start<Bc, Config::head_dim, Layout>(keys_at(), keys(p.k), p.k, left);
+      const int left = sequence.seqlen_k - coord.begin;
+      start<Bc, Config::head_dim, Layout>(keys_address(), keys(p.k), p.k, left);
       if constexpr (wants_ds) {
-        start<Bc, Config::head_dim_v, LayoutV>(values_at(), keys(p.v), p.v, left);
+        start<Bc, Config::head_dim_v, LayoutV>(values_address(), keys(p.v), p.v, left);
       }
     }
   }
@@ -214,32 +221,35 @@ struct MmaGradientCta {
   __device__ void clean_keys() {
     ptx::cp_async_wait_group<0>();
     __syncthreads();
-    for (int at = 16 * int(threadIdx.x); at < Bc * Layout::row_bytes; at += 16 * threads) {
-      clean_chunk<Element>(keys_at() + at);
+    for (int offset = 16 * int(threadIdx.x); offset < Bc * Layout::row_bytes;
+         offset += 16 * threads) {
+      clean_chunk<Element>(keys_address() + offset);
     }
   }
 
   // Clears the rows of q and dout in a stage for which `clears_q()` and `clears_dout()` are true.
   __device__ void clean_queries(int stage) {
-    const auto* terms = reinterpret_cast<const Terms*>(memory + (terms_at(stage) - shared));
-    bool found = false;
-    for (int row = threadIdx.x; row < Br; row += threads) found |= clears_q(terms[row]);
-    if (!__syncthreads_or(found)) return;
+    const auto* stats = reinterpret_cast<const Stats*>(memory + (stats_address(stage) - shared));
+    bool any_cleared = false;
+    for (int row = threadIdx.x; row < Br; row += threads) any_cleared |= clears_q(stats[row]);
+    if (!__syncthreads_or(any_cleared)) return;
     // The rows of dout follow those of q.
     constexpr unsigned zeros[4] = {};
-    for (int at = 16 * int(threadIdx.x); at < Br * row_bytes; at += 16 * threads) {
-      constexpr int of_q = Br * Layout::row_bytes;
-      const bool clears = at < of_q ? clears_q(terms[at / Layout::row_bytes])
-                                    : clears_dout(terms[(at - of_q) / LayoutV::row_bytes]);
-      if (clears) ptx::st_shared_v4(queries_at(stage) + at, zeros);
+    for (int offset = 16 * int(threadIdx.x); offset < Br * row_bytes; offset += 16 * threads) {
+      constexpr int q_bytes = Br * Layout::row_bytes;
+      const bool clears = offset < q_bytes
+                              ? clears_q(stats[offset / Layout::row_bytes])
+                              : clears_dout(stats[(offset - q_bytes) / LayoutV::row_bytes]);
+      if (clears) ptx::st_shared_v4(queries_address(stage) + offset, zeros);
     }
     __syncthreads();
   }
 
   __device__ void load(int stage, const Step& step) {
-    if constexpr (in_pieces) {
-      start_image<typename Images::OfQueries>(
-          queries_at(stage), Images::of_queries(p, at, work.batch, step.head, step.tile));
+    if constexpr (has_components) {
+      start_tile<typename Preswizzled::QueryTile>(
+          queries_address(stage),
+          Preswizzled::query_tile_address(p, sequence, coord.batch, step.head, step.tile));
     } else {
       load_queries(stage, step.head, step.tile * Br);
     }
@@ -247,18 +257,18 @@ struct MmaGradientCta {
   }
 
   __device__ void load_queries(int stage, int head, int first) {
-    const int left = at.seqlen_q - first;
-    start<Br, Config::head_dim, Layout>(queries_at(stage),
+    const int left = sequence.seqlen_q - first;
+    start<Br, Config::head_dim, Layout>(queries_address(stage),
                                         queries(p.q, head) + first * p.q.row_stride, p.q, left);
     start<Br, Config::head_dim_v, LayoutV>(
-        douts_at(stage), queries(p.dout, head) + first * p.dout.row_stride, p.dout, left);
-    const Terms* terms = row_terms<Config>(p) + first_row_of_head(p, at, head) + first;
+        dout_address(stage), queries(p.dout, head) + first * p.dout.row_stride, p.dout, left);
+    const Stats* stats = row_stats<Config>(p) + first_row_of_head(p, sequence, head) + first;
 #pragma unroll
     for (int first_row = 0; first_row < Br; first_row += threads) {
       const int i = first_row + threadIdx.x;
       if (Br % threads != 0 && i >= Br) break;
-      ptx::cp_async<sizeof(Terms)>(terms_at(stage) + i * int(sizeof(Terms)),
-                                   terms + (i < left ? i : 0), i < left ? sizeof(Terms) : 0);
+      ptx::cp_async<sizeof(Stats)>(stats_address(stage) + i * int(sizeof(Stats)),
+                                   stats + (i < left ? i : 0), i < left ? sizeof(Stats) : 0);
     }
   }
 };

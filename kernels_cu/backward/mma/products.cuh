@@ -13,25 +13,28 @@
 template <class Config>
 struct MmaGradientProducts : MmaGradientCta<Config> {
   using Base = MmaGradientCta<Config>;
-  using Base::pieces, Base::in_pieces, Base::Br, Base::warp_keys, Base::row_tiles, Base::columns;
-  using Base::steps, Base::sum_column_warps, Base::sum_row_tiles, Base::dim, Base::dim_v;
-  using Base::finds_p, Base::units_of_each, Base::units_at, Base::memory, Base::shared, Base::warp;
-  using Base::lane, Base::key_warp, Base::side, Base::keys_at, Base::values_at, Base::ds_at;
-  using Base::p_at, Base::queries_at, Base::douts_at;
+  using Base::components, Base::has_components, Base::Br, Base::warp_keys, Base::row_tiles,
+      Base::columns;
+  using Base::steps, Base::dq_column_warps, Base::dq_row_tiles, Base::dim, Base::dim_v;
+  using Base::refines_p, Base::units_per_operand, Base::units_offset, Base::memory, Base::shared,
+      Base::warp;
+  using Base::lane, Base::key_warp, Base::query_warp, Base::keys_address, Base::values_address,
+      Base::ds_address;
+  using Base::p_address, Base::queries_address, Base::dout_address;
   using typename Base::Element;
-  using typename Base::Piece;
+  using typename Base::Component;
   using typename Base::Scores;
   using typename Base::Layout;
   using typename Base::LayoutV;
   using typename Base::Pairs;
-  using typename Base::Terms;
-  using typename Base::Images;
+  using typename Base::Stats;
+  using typename Base::Preswizzled;
 
   using Base::Base;
 
   template <int Dim, int Columns>
   struct ProductConfig {
-    using Element = Piece;
+    using Element = Component;
     static constexpr int Bc = Columns;
     static constexpr int head_dim = Dim;
     static constexpr int head_dim_v = Dim;
@@ -39,23 +42,23 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
   };
 
   // P^T or dS^T of the warp's keys and of `columns` queries, as a left operand.
-  using Left = LeftStep<row_tiles>[steps][pieces];
+  using Left = LeftStep<row_tiles>[steps][components];
 
   // Converts scores to a left operand. If `Exchanges`, also writes it to `target` for other warps.
   template <bool Exchanges>
-  __device__ void make_left(Left& left, const Scores& of, unsigned target, int first) {
+  __device__ void make_operand(Left& left, const Scores& of, unsigned target, int first) {
 #pragma unroll
     for (int step = 0; step < steps; ++step) {
-      if constexpr (in_pieces) {
+      if constexpr (has_components) {
         split_step(left[step][0], left[step][1], of, step);
       } else {
         pack_step<Element>(left[step][0], of, step);
       }
       if constexpr (Exchanges) {
 #pragma unroll
-        for (int piece = 0; piece < pieces; ++piece) {
-          Pairs::write(target, left[step][piece], key_warp() * warp_keys,
-                       (piece * Br + first) / 16 + step);
+        for (int component = 0; component < components; ++component) {
+          Pairs::write(target, left[step][component], key_warp() * warp_keys,
+                       (component * Br + first) / 16 + step);
         }
       }
     }
@@ -66,23 +69,23 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
 #pragma unroll
     for (int step = 0; step < steps; ++step) {
 #pragma unroll
-      for (int piece = 0; piece < pieces; ++piece) {
-        Pairs::read(left[step][piece], source, key_warp() * warp_keys,
-                    (piece * Br + first) / 16 + step);
+      for (int component = 0; component < components; ++component) {
+        Pairs::read(left[step][component], source, key_warp() * warp_keys,
+                    (component * Br + first) / 16 + step);
       }
     }
   }
 
   // Accumulates sums += factor left right. Only float32 components use the factor.
-  template <class OwnColumns, class RightLayout, class Sums>
+  template <class Slice, class RightLayout, class Sums>
   __device__ void add_product(Sums& sums, const Left& left, unsigned right_rows, float factor) {
-    const unsigned right = OwnColumns::lane_address(right_rows, side());
-    if constexpr (in_pieces) {
-      OwnColumns::add_product(sums, left, right, [&](int) { return factor; });
+    const unsigned right = Slice::lane_address(right_rows, query_warp());
+    if constexpr (has_components) {
+      Slice::add_product(sums, left, right, [&](int) { return factor; });
     } else {
 #pragma unroll
       for (int step = 0; step < steps; ++step) {
-        OwnColumns::multiply(sums, left[step][0], right + 16 * step * RightLayout::row_bytes);
+        Slice::multiply(sums, left[step][0], right + 16 * step * RightLayout::row_bytes);
       }
     }
   }
@@ -90,12 +93,12 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
   template <int Columns>
   __device__ void multiply_keys_queries(float (&scores)[row_tiles][Columns / 8][4],
                                         unsigned query_rows) {
-    multiply_rows<Layout, dim>(scores, keys_at(), query_rows);
+    multiply_rows<Layout, dim>(scores, keys_address(), query_rows);
   }
   template <int Columns>
   __device__ void multiply_values_douts(float (&gradients)[row_tiles][Columns / 8][4],
                                         unsigned dout_rows) {
-    multiply_rows<LayoutV, dim_v>(gradients, values_at(), dout_rows);
+    multiply_rows<LayoutV, dim_v>(gradients, values_address(), dout_rows);
   }
 
   // Accumulates sums += left right^T, where the left rows are the warp's keys.
@@ -103,7 +106,7 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
   __device__ void multiply_rows(float (&sums)[row_tiles][column_tiles][4], unsigned left_rows,
                                 unsigned right_rows) {
     const unsigned left = left_rows + key_warp() * warp_keys * TileLayout::row_bytes;
-    if constexpr (in_pieces) {
+    if constexpr (has_components) {
       ::multiply_rows<TileLayout, Dim>(sums, left, right_rows);
     } else {
       Products16Bit<ProductConfig<Dim, 8 * column_tiles>, row_tiles>().multiply_queries_keys(
@@ -113,30 +116,31 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
 
   // Computes S and dP by a pair of warps. Each warp passes half of its result to the other, through
   // the space in which the other warp later writes its P^T and dS^T.
-  __device__ void multiply_in_pair(Scores& scores, Scores& gradients, int stage, int first) {
-    const bool has_scores = side() % 2 == 0;  // otherwise dP; its queries are then the second half
+  __device__ void multiply_paired(Scores& scores, Scores& gradients, int stage, int first) {
+    // Whether the warp has scores. Otherwise it has dP, and its queries are the second half.
+    const bool has_scores = query_warp() % 2 == 0;
     const int first_of_pair = has_scores ? first : first - columns;
     float both[row_tiles][2 * columns / 8][4];
     clear(both);
     if (has_scores) {
       multiply_keys_queries<2 * columns>(
-          both, queries_at(stage) + first_of_pair * Layout::row_bytes);
-      give_half(both, columns / 8, first_of_pair + columns);
+          both, queries_address(stage) + first_of_pair * Layout::row_bytes);
+      store_half(both, columns / 8, first_of_pair + columns);
     } else {
-      multiply_values_douts<2 * columns>(
-          both, douts_at(stage) + first_of_pair * LayoutV::row_bytes);
-      give_half(both, 0, first_of_pair);
+      multiply_values_douts<2 * columns>(both,
+                                         dout_address(stage) + first_of_pair * LayoutV::row_bytes);
+      store_half(both, 0, first_of_pair);
     }
     ptx::barrier_sync_aligned(1 + warp / 2, 64);
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
       for (int j = 0; j < columns / 8; ++j) {
-        unsigned taken[4];
-        ptx::ld_shared_v4(taken, place_of_given(i, j, first));
+        unsigned received[4];
+        ptx::ld_shared_v4(received, exchange_address(i, j, first));
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-          const float other = __uint_as_float(taken[c]);
+          const float other = __uint_as_float(received[c]);
           scores[i][j][c] = has_scores ? both[i][j][c] : other;
           gradients[i][j][c] = has_scores ? other : both[i][j + columns / 8][c];
         }
@@ -146,25 +150,25 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
     __syncwarp();
   }
 
-  __device__ void give_half(const float (&both)[row_tiles][2 * columns / 8][4], int begin,
-                            int first) {
+  __device__ void store_half(const float (&both)[row_tiles][2 * columns / 8][4], int begin,
+                             int first) {
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
       for (int j = 0; j < columns / 8; ++j) {
-        unsigned given[4];
+        unsigned words[4];
 #pragma unroll
-        for (int c = 0; c < 4; ++c) given[c] = __float_as_uint(both[i][begin + j][c]);
-        ptx::st_shared_v4(place_of_given(i, j, first), given);
+        for (int c = 0; c < 4; ++c) words[c] = __float_as_uint(both[i][begin + j][c]);
+        ptx::st_shared_v4(exchange_address(i, j, first), words);
       }
     }
   }
 
   // Returns the address of an exchanged fragment of the queries from `first` on. Half of the lanes
   // use the space of P^T, the others that of dS^T.
-  __device__ unsigned place_of_given(int i, int j, int first) const {
+  __device__ unsigned exchange_address(int i, int j, int first) const {
     const int key = key_warp() * warp_keys + 16 * i + lane % 16;
-    return (lane < 16 ? p_at() : ds_at()) + Pairs::Layout::offset(key, first / 8 + j);
+    return (lane < 16 ? p_address() : ds_address()) + Pairs::Layout::offset(key, first / 8 + j);
   }
 
   // Units for float32. P is in units of 2^-14, so that it stays below 2^15 even if lse is rounded
@@ -175,53 +179,56 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
     float score;             // unit of S
     float gradient;          // unit of dP times that of P, over that of dS
     float delta;             // unit of P over that of dS
-    float of_q, of_k, of_v;  // units of contributions to dq, dk and dv
-    static constexpr float log2_of_p = 14;
-    static constexpr float unit_of_p = 0x1p-14f;
+    float dq_unit, dk_unit, dv_unit;  // units of contributions to dq, dk and dv
+    static constexpr float p_log2 = 14;
+    static constexpr float p_unit = 0x1p-14f;
 
-    __device__ Terms of(const Terms& terms) const {
-      if constexpr (!in_pieces) return terms;
-      return {terms.lse_log2 - log2_of_p, terms.delta * delta};
+    __device__ Stats scale(const Stats& stats) const {
+      if constexpr (!has_components) return stats;
+      return {stats.lse_log2 - p_log2, stats.delta * delta};
     }
   };
   __device__ Units units(int stage) const {
-    if constexpr (!in_pieces) return {};
+    if constexpr (!has_components) return {};
     const auto& queries = *reinterpret_cast<const QueryScales*>(
-        memory + (queries_at(ptx::opaque(stage)) - shared) + Images::OfQueries::scales_at);
-    const auto& keys = *reinterpret_cast<const KeyScales*>(memory + Images::OfKeys::scales_at);
-    const Unit ds = Unit::of(fma(queries.dout_norm, keys.v_norm, queries.delta));
-    const float inverse = ds.inverse * Units::unit_of_p;
+        memory + (queries_address(ptx::opaque(stage)) - shared) +
+        Preswizzled::QueryTile::scales_offset);
+    const auto& keys =
+        *reinterpret_cast<const KeyScales*>(memory + Preswizzled::KvTile::scales_offset);
+    const Unit ds = Unit::for_largest(fma(queries.dout_norm, keys.v_norm, queries.delta));
+    const float inverse = ds.inverse * Units::p_unit;
     Units units;
     units.score = queries.q * keys.k;
     units.gradient = keys.v * inverse * queries.dout;
     units.delta = inverse;
-    units.of_q = ds.size * keys.k;
-    units.of_k = ds.size * queries.q;
-    units.of_v = queries.dout * Units::unit_of_p;
+    units.dq_unit = ds.size * keys.k;
+    units.dk_unit = ds.size * queries.q;
+    units.dv_unit = queries.dout * Units::p_unit;
     return units;
   }
 
   // Returns the factors of the query rows in `stage`. Rows of dout, and hence dS, are scaled by the
   // factors' inverses.
   __device__ const RowFactors& factors(int stage) const {
-    return reinterpret_cast<const QueryScales*>(
-               memory + (queries_at(ptx::opaque(stage)) - shared) + Images::OfQueries::scales_at)
+    return reinterpret_cast<const QueryScales*>(memory +
+                                                (queries_address(ptx::opaque(stage)) - shared) +
+                                                Preswizzled::QueryTile::scales_offset)
         ->factors;
   }
 
   // Multiplies dS^T of the queries from `first` on by their factors, as an operand of dk.
   __device__ void apply_to_left(Left& left, int stage, int first) const {
-    const RowFactors& of_rows = factors(stage);
+    const RowFactors& row_factors = factors(stage);
 #pragma unroll
     for (int step = 0; step < steps; ++step) {
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
-        const unsigned two = of_rows.of_pair(first + 16 * step + r / 2 * 8 + lane % 4 * 2);
+        const unsigned two = row_factors.factor_pair(first + 16 * step + r / 2 * 8 + lane % 4 * 2);
 #pragma unroll
-        for (int piece = 0; piece < pieces; ++piece) {
+        for (int component = 0; component < components; ++component) {
 #pragma unroll
           for (int i = 0; i < row_tiles; ++i) {
-            left[step][piece][i][r] = ptx::mul_f16x2(left[step][piece][i][r], two);
+            left[step][component][i][r] = ptx::mul_f16x2(left[step][component][i][r], two);
           }
         }
       }
@@ -229,37 +236,38 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
   }
 
   // Second units: one for each warp's keys and `columns` queries. First index of those of P and dS:
-  static constexpr int first_of_p = 0;
-  static constexpr int first_of_ds = finds_p ? units_of_each : 0;
+  static constexpr int p_units_begin = 0;
+  static constexpr int ds_units_begin = refines_p ? units_per_operand : 0;
   __device__ float& second_unit(int begin, int key_warp, int first) {
-    return reinterpret_cast<float*>(memory + units_at)[begin + key_warp * (Br / columns) +
-                                                       first / columns];
+    return reinterpret_cast<float*>(
+        memory + units_offset)[begin + key_warp * (Br / columns) + first / columns];
   }
 
   // Scales the warp's values to a unit chosen from their maximum, and returns that unit. If
-  // `tells`, also stores it for other warps. Returns 1 without `Finds`.
-  template <bool Finds>
-  __device__ float take_unit(Scores& scores, int begin, bool tells, int first) {
-    if constexpr (!Finds) return 1;
+  // `stores`, also stores it for other warps. Returns 1 without `Refines`.
+  template <bool Refines>
+  __device__ float choose_unit(Scores& scores, int begin, bool stores, int first) {
+    if constexpr (!Refines) return 1;
     float top = 0;
     for_each(scores, [&](float& x) {
       const float size = fabsf(x);
       if (size < SoftmaxMath<float>::infinity()) top = fmaxf(top, size);
     });
-    const Unit unit = Unit::of(__uint_as_float(__reduce_max_sync(~0u, __float_as_uint(top))));
+    const Unit unit =
+        Unit::for_largest(__uint_as_float(__reduce_max_sync(~0u, __float_as_uint(top))));
     for_each(scores, [&](float& x) { x *= unit.inverse; });
-    if (tells && lane == 0) second_unit(begin, key_warp(), first) = unit.size;
+    if (stores && lane == 0) second_unit(begin, key_warp(), first) = unit.size;
     return unit.size;
   }
 
-  template <class Visit>
-  __device__ static void for_each(Scores& scores, Visit visit) {
+  template <class Function>
+  __device__ static void for_each(Scores& scores, Function process_tile) {
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
       for (int j = 0; j < columns / 8; ++j) {
 #pragma unroll
-        for (int c = 0; c < 4; ++c) visit(scores[i][j][c]);
+        for (int c = 0; c < 4; ++c) process_tile(scores[i][j][c]);
       }
     }
   }
@@ -270,16 +278,16 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
   }
 
   // Reads dS of the warp's rows of dq, for 16 keys from `key` on.
-  __device__ void read_ds(LeftStep<sum_row_tiles> (&left)[pieces], int key) {
+  __device__ void read_ds(LeftStep<dq_row_tiles> (&left)[components], int key) {
 #pragma unroll
-    for (int piece = 0; piece < pieces; ++piece) {
-      Pairs::read_transposed(left[piece], ds_at(), key,
-                             piece * Br / 16 + first_sum_tile());
+    for (int component = 0; component < components; ++component) {
+      Pairs::read_transposed(left[component], ds_address(), key,
+                             component * Br / 16 + first_dq_tile());
     }
   }
 
   // Returns the first of the warp's 16-row tiles of dq.
-  __device__ int first_sum_tile() const { return warp / sum_column_warps * sum_row_tiles; }
+  __device__ int first_dq_tile() const { return warp / dq_column_warps * dq_row_tiles; }
 };
 
 #endif  // __CUDA_ARCH__ >= 800

@@ -2,22 +2,23 @@
 //
 // CTAs take keys in order. CTA A has the first partial tile of the query tile as the last of its
 // work range. CTAs B, C, ... have theirs as the first of their ranges. They send their results to
-// A, which merges. A query tile is spread if all CTAs of the cluster have a partial tile of it,
-// each as the last of its range. Then every CTA merges one slice of the columns (columns.cuh) and
-// receives only that slice. To receive 16 rows from seven CTAs would take one CTA a microsecond.
+// A, which merges. A query tile is sliced if all CTAs of the cluster have a partial tile of it,
+// each as the last of its range. Then every CTA merges one slice of the columns (merge_slice.cuh)
+// and receives only that slice. To receive 16 rows from seven CTAs would take one CTA a
+// microsecond.
 //
 //   a CTA that merges              its mbarrier             the other CTAs of the query tile
 //   ---------------------------    ---------------------    ----------------------------------
-//   init its mbarrier          --> phase 0: 1 arrival       init their own mbarriers   announce()
-//   cluster_arrive                                          cluster_arrive
+//   init_receive_barrier()     --> phase 0: 1 arrival       init_receive_barrier()
+//     cluster_arrive                                          cluster_arrive
 //   issue loads of first keys
-//   arrive, expect the bytes   --> 1 arrival, all bytes                             expect_sent()
+//   expect_results()           --> 1 arrival, all bytes
 //   compute its partial tile                                compute their partial tiles
-//   cluster_wait  <----------- all mbarriers are initialized -------->  cluster_wait       meet()
+//   sync_cluster()  <---------- all mbarriers are initialized ------->  sync_cluster()
 //   store own result in buffer
-//                                  bytes are counted    <-- st_async results to the
-//                                                           buffers of the merging CTA     send()
-//   wait for phase 0           <-- phase 0 ends                                   wait_for_sent()
+//                                  bytes are counted    <-- send() results with st_async to
+//                                                           the buffers of the merging CTA
+//   wait_results()             <-- phase 0 ends
 //   merge buffers 0, 1, ...
 //
 // Bytes may arrive before they are expected: the phase does not end without the CTA's own arrival.
@@ -26,8 +27,8 @@
 // merges nothing may exit early; a CTA that merges stays until all bytes have arrived.
 #pragma once
 
-#include "forward/decode/block.cuh"
-#include "forward/decode/columns.cuh"
+#include "forward/decode/cta.cuh"
+#include "forward/decode/merge_slice.cuh"
 #include "ptx/cluster.cuh"
 #include "tile/element.cuh"
 
@@ -35,21 +36,21 @@
 
 template <class Config>
 struct DecodeCluster {
-  using Block = DecodeBlock<Config>;
-  using Columns = MergedColumns<Config>;
+  using Cta = DecodeCta<Config>;
+  using Slice = MergeSlice<Config>;
 
-  const Block& block;
-  bool has_met = !Block::in_cluster;
+  const Cta& cta;
+  bool has_synced = !Cta::in_cluster;
 
   // Initializes the mbarrier of this CTA, so that other CTAs may send to it. An otherwise idle warp
   // does so and arrives with release semantics.
-  __device__ void announce() const {
-    if (block.warp != Config::warps - 1) {
+  __device__ void init_receive_barrier() const {
+    if (cta.warp != Config::warps - 1) {
       ptx::cluster_arrive_relaxed();
       return;
     }
-    if (block.lane == 0) {
-      ptx::mbarrier_init(Block::results_barrier(), 1);
+    if (cta.lane == 0) {
+      ptx::mbarrier_init(Cta::results_barrier(), 1);
       ptx::fence_mbarrier_init();
     }
     __syncwarp();
@@ -57,52 +58,53 @@ struct DecodeCluster {
   }
 
   // Waits until all mbarriers of the cluster are initialized. Only the first call waits.
-  __device__ void meet() {
-    if (!has_met) ptx::cluster_wait();
-    has_met = true;
+  __device__ void sync_cluster() {
+    if (!has_synced) ptx::cluster_wait();
+    has_synced = true;
   }
 
   // Sends a chunk of a row of the partial result to the CTA that merges it. The first chunk of a
   // slice comes with the state of the row.
-  __device__ void send(const Part& part, int row, int chunk, const Vector<float, 4>& values,
-                       const Vector<float, 4>& state) const {
-    const Columns columns = Columns::of_chunk(part, chunk);
-    const int in_record = chunk - columns.first_chunk();
-    float* kept = Block::kept_results() + part.number * Block::kept_floats + row * columns.record();
-    send_to(part, columns.piece, kept + 4 * in_record, values);
-    if (in_record == 0) send_to(part, columns.piece, kept + columns.state(), state);
+  __device__ void send(const PartialTile& partial_tile, int row, int chunk,
+                       const Vector<float, 4>& values, const Vector<float, 4>& state) const {
+    const Slice slice = Slice::for_chunk(partial_tile, chunk);
+    const int chunk_in_record = chunk - slice.first_chunk();
+    float* target =
+        Cta::receive_buffer() + partial_tile.index * Cta::receive_floats + row * slice.record();
+    send_to(partial_tile, slice.index, target + 4 * chunk_in_record, values);
+    if (chunk_in_record == 0) send_to(partial_tile, slice.index, target + slice.state(), state);
   }
 
   // Returns whether this CTA merges columns of the current query tile.
-  __device__ bool is_merged_here() const {
-    const Part& part = block.part;
-    return part.count > 1 && (part.number == 0 || part.is_spread) &&
-           Columns::of_block(part, part.number).chunks_there() > 0;
+  __device__ bool merges_here() const {
+    const PartialTile& partial_tile = cta.partial_tile;
+    return partial_tile.count > 1 && (partial_tile.index == 0 || partial_tile.is_sliced) &&
+           Slice::for_cta(partial_tile, partial_tile.index).valid_chunks() > 0;
   }
 
   // Arrives at the mbarrier with the number of bytes to expect, while keys are being loaded.
-  __device__ void expect_sent() const {
-    if (!is_merged_here()) return;
-    const Part& part = block.part;
-    const int chunks = Columns::of_block(part, part.number).chunks_there();
-    const int bytes = block.tile_rows() * (chunks + 1) * 16;
-    ptx::mbarrier_arrive_expect_tx(Block::results_barrier(), (part.count - 1) * bytes);
+  __device__ void expect_results() const {
+    if (!merges_here()) return;
+    const PartialTile& partial_tile = cta.partial_tile;
+    const int chunks = Slice::for_cta(partial_tile, partial_tile.index).valid_chunks();
+    const int bytes = cta.tile_rows() * (chunks + 1) * 16;
+    ptx::mbarrier_arrive_expect_tx(Cta::results_barrier(), (partial_tile.count - 1) * bytes);
   }
   // Waits until the results of the other CTAs have arrived.
-  __device__ void wait_for_sent() const {
-    ptx::mbarrier_wait_for_cluster(Block::results_barrier(), 0);
+  __device__ void wait_results() const {
+    ptx::mbarrier_wait_for_cluster(Cta::results_barrier(), 0);
   }
 
  private:
-  // Sends `values` to the CTA with partial tile `number` of the query tile, at the same address.
-  __device__ static void send_to(const Part& part, int number, float* kept,
+  // Sends `values` to the CTA with partial tile `index` of the query tile, at the same address.
+  __device__ static void send_to(const PartialTile& partial_tile, int index, float* target,
                                  const Vector<float, 4>& values) {
-    if (number == part.number) {
-      *reinterpret_cast<Vector<float, 4>*>(kept) = values;
+    if (index == partial_tile.index) {
+      *reinterpret_cast<Vector<float, 4>*>(target) = values;
     } else {
-      const int place = part.place + number;
-      ptx::st_async(ptx::map_to_block(ptx::shared_address(kept), place), values.at,
-                    ptx::map_to_block(Block::results_barrier(), place));
+      const int rank = partial_tile.first_cta_rank + index;
+      ptx::st_async(ptx::map_to_cta(ptx::shared_address(target), rank), values.data,
+                    ptx::map_to_cta(Cta::results_barrier(), rank));
     }
   }
 };

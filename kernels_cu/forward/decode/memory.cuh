@@ -2,50 +2,50 @@
 // merges them, and how they are copied to shared memory.
 #pragma once
 
-#include "forward/decode/block.cuh"
-#include "forward/decode/columns.cuh"
+#include "forward/decode/cta.cuh"
+#include "forward/decode/merge_slice.cuh"
 #include "ptx/base.cuh"
 #include "ptx/stream.cuh"
-#include "grid/shares.cuh"
+#include "scheduler/kv_partition.cuh"
 
 #if __CUDA_ARCH__ >= 800
 
 template <class Config>
 struct DecodeMemory {
-  using Block = DecodeBlock<Config>;
-  using Columns = MergedColumns<Config>;
+  using Cta = DecodeCta<Config>;
+  using Slice = MergeSlice<Config>;
   // Number of floats for one result, whole or in slices.
   static constexpr int slot_floats =
-      Config::Br * (Block::pieces * Block::piece_record > Block::record
-                        ? Block::pieces * Block::piece_record
-                        : Block::record);
+      Config::Br * (Cta::slices * Cta::slice_record > Cta::record ? Cta::slices * Cta::slice_record
+                                                                  : Cta::record);
 
-  const Block& block;
+  const Cta& cta;
 
   // Returns the workspace address of a result of the query tile, or of a slice of it.
-  __device__ float* result(int number, const Columns& columns) const {
-    return static_cast<float*>(block.p.workspace) +
-           int64(block.part.slot_of(number)) * slot_floats + columns.first_record();
+  __device__ float* result(int index, const Slice& slice) const {
+    return static_cast<float*>(cta.p.workspace) +
+           int64(cta.partial_tile.slot_of(index)) * slot_floats + slice.first_record();
   }
 
   // Returns the arrival counter of a merge group. Every slice has its own and is merged separately.
-  __device__ int* counter(const Meeting& meeting, const Columns& columns) const {
-    return block.p.counters + block.part.slot_of(meeting.counter()) * Block::pieces +
-           columns.piece;
+  __device__ int* counter(const MergeGroup& merge_group, const Slice& slice) const {
+    return cta.p.counters + cta.partial_tile.slot_of(merge_group.counter()) * Cta::slices +
+           slice.index;
   }
 
   // Prefetches the counter, which takes as long to load as a KV tile.
   __device__ void prefetch_counter() const {
-    const Part& part = block.part;
-    if (part.results > 1) {
-      ptx::prefetch_l2(counter(Meeting(part.result), Columns::of_block(part, part.number)));
+    const PartialTile& partial_tile = cta.partial_tile;
+    if (partial_tile.results > 1) {
+      ptx::prefetch_l2(counter(MergeGroup(partial_tile.result),
+                               Slice::for_cta(partial_tile, partial_tile.index)));
     }
   }
 
   // Returns whether this CTA is the last of `count` to write its result. If so, clears the counter.
-  __device__ bool is_last_to_arrive(const Meeting& meeting, int count,
-                                    const Columns& columns) const {
-    int* arrived = counter(meeting, columns);
+  __device__ bool is_last_to_arrive(const MergeGroup& merge_group, int count,
+                                    const Slice& slice) const {
+    int* arrived = counter(merge_group, slice);
     __syncthreads();
     bool is_last = false;
     if (threadIdx.x == 0) {
@@ -57,16 +57,16 @@ struct DecodeMemory {
 
   // Copies the rows [first_row, first_row + rows) of a merge group's results to shared memory. The
   // copies bypass L1, which is not coherent with the writes of other SMs.
-  __device__ void gather(const Meeting& meeting, int count, int first_row, int rows,
-                         const Columns& columns) const {
-    const unsigned target = ptx::shared_address(Block::shared_floats());
-    const int chunks = rows * (columns.record() / 4);
+  __device__ void gather(const MergeGroup& merge_group, int count, int first_row, int rows,
+                         const Slice& slice) const {
+    const unsigned target = ptx::shared_address(Cta::shared_floats());
+    const int chunks = rows * (slice.record() / 4);
 #pragma unroll 1
-    for (int r = block.warp; r < count; r += Config::warps) {
+    for (int r = cta.warp; r < count; r += Config::warps) {
       const float* source =
-          result(meeting.first + r * meeting.step, columns) + first_row * columns.record();
+          result(merge_group.first + r * merge_group.step, slice) + first_row * slice.record();
 #pragma unroll 4
-      for (int i = block.lane; i < chunks; i += 32) {
+      for (int i = cta.lane; i < chunks; i += 32) {
         ptx::cp_async<16>(target + (r * chunks + i) * 16, source + 4 * i, 16);
       }
     }

@@ -3,150 +3,155 @@
 // unrolled only as far as needed to have several loads in flight.
 #pragma once
 
-#include "forward/decode/block.cuh"
+#include "forward/decode/cta.cuh"
 #include "forward/decode/cluster.cuh"
-#include "forward/decode/columns.cuh"
+#include "forward/decode/merge_slice.cuh"
 #include "forward/decode/memory.cuh"
 #include "ptx/base.cuh"
-#include "ptx/wide.cuh"
+#include "ptx/wide_access.cuh"
 #include "score/modify.cuh"
 #include "score/softmax.cuh"
 #include "tile/element.cuh"
-#include "grid/shares.cuh"
+#include "scheduler/kv_partition.cuh"
 
 #if __CUDA_ARCH__ >= 800
 
 template <class Config>
 struct DecodeMerge {
   using Element = typename Config::Element;
-  using Block = DecodeBlock<Config>;
+  using Cta = DecodeCta<Config>;
   using Cluster = DecodeCluster<Config>;
-  using Columns = MergedColumns<Config>;
+  using Slice = MergeSlice<Config>;
   using Math = SoftmaxMath<float>;
 
-  const Block& block;
+  const Cta& cta;
   const DecodeMemory<Config> memory;
 
-  __device__ explicit DecodeMerge(const Block& block) : block(block), memory{block} {}
+  __device__ explicit DecodeMerge(const Cta& cta) : cta(cta), memory{cta} {}
 
   static constexpr float lowest_base = -0x1.fffffep127f;
 
-  enum class To { output, cluster, memory };
+  enum class Destination { output, cluster, memory };
 
   // Merges the partial results of the warps, or of groups of column warps, in shared memory.
   __device__ void merge_warps() const {
-    const Part& part = block.part;
-    const To to = part.is_whole() ? To::output : part.count == 1 ? To::memory : To::cluster;
-    constexpr int teams = Block::Team::teams;
-    const Columns all;
-    merge<teams>(Block::shared_floats(), Block::team_bytes / 4, teams, all, 0, block.tile_rows(),
-                 to, part.result);
-    if (part.count == 1) join(all);
+    const PartialTile& partial_tile = cta.partial_tile;
+    const Destination destination = partial_tile.is_unsplit() ? Destination::output
+                                    : partial_tile.count == 1 ? Destination::memory
+                                                              : Destination::cluster;
+    constexpr int key_warps = Cta::ColumnWarps::key_warps;
+    const Slice all_columns;
+    merge<key_warps>(Cta::shared_floats(), Cta::key_warp_bytes / 4, key_warps, all_columns, 0,
+                     cta.tile_rows(), destination, partial_tile.result);
+    if (partial_tile.count == 1) merge_in_memory(all_columns);
   }
 
   // Merges the partial results that the other CTAs of the cluster send.
-  __device__ void merge_sent() const {
-    const Part& part = block.part;
-    const Columns columns = Columns::of_block(part, part.number);
-    Cluster{block}.wait_for_sent();
-    merge<Config::cluster>(Block::kept_results(), Block::kept_floats, part.count, columns, 0,
-                           block.tile_rows(), part.results == 1 ? To::output : To::memory,
-                           part.result);
-    join(columns);
+  __device__ void merge_received() const {
+    const PartialTile& partial_tile = cta.partial_tile;
+    const Slice slice = Slice::for_cta(partial_tile, partial_tile.index);
+    Cluster{cta}.wait_results();
+    merge<Config::cluster>(
+        Cta::receive_buffer(), Cta::receive_floats, partial_tile.count, slice, 0, cta.tile_rows(),
+        partial_tile.results == 1 ? Destination::output : Destination::memory, partial_tile.result);
+    merge_in_memory(slice);
   }
 
   // Merges results in global memory, where this CTA or its cluster has written one. The last CTA of
   // a merge group to arrive merges the group and proceeds to the next level of the tree.
-  __device__ void join(const Columns& columns) const {
-    const Part& part = block.part;
+  __device__ void merge_in_memory(const Slice& slice) const {
+    const PartialTile& partial_tile = cta.partial_tile;
 #pragma unroll 1
-    for (Meeting meeting(part.result); meeting.step < part.results; meeting.rise()) {
-      const int count = meeting.count(part.results);
+    for (MergeGroup merge_group(partial_tile.result); merge_group.step < partial_tile.results;
+         merge_group.next_level()) {
+      const int count = merge_group.count(partial_tile.results);
       if (count == 1) continue;
-      if (!memory.is_last_to_arrive(meeting, count, columns)) return;
-      merge_group(meeting, count, columns);
+      if (!memory.is_last_to_arrive(merge_group, count, slice)) return;
+      merge_results(merge_group, count, slice);
     }
   }
 
   // Merges all rows of a merge group, as many at a time as fit in shared memory.
-  __device__ void merge_group(const Meeting& meeting, int count, const Columns& columns) const {
-    const To to = meeting.is_last(block.part.results) ? To::output : To::memory;
-    const int all_rows = block.tile_rows();
-    const int at_once = Block::rings_bytes / (count * columns.record() * 4);
+  __device__ void merge_results(const MergeGroup& merge_group, int count,
+                                const Slice& slice) const {
+    const Destination destination =
+        merge_group.is_root(cta.partial_tile.results) ? Destination::output : Destination::memory;
+    const int all_rows = cta.tile_rows();
+    const int rows_per_pass = Cta::rings_bytes / (count * slice.record() * 4);
 #pragma unroll 1
-    for (int first_row = 0; first_row < all_rows; first_row += at_once) {
-      const int rows = min(at_once, all_rows - first_row);
-      memory.gather(meeting, count, first_row, rows, columns);
-      merge<Meeting::fan>(Block::shared_floats(), rows * columns.record(), count, columns,
-                          first_row, rows, to, meeting.first);
+    for (int first_row = 0; first_row < all_rows; first_row += rows_per_pass) {
+      const int rows = min(rows_per_pass, all_rows - first_row);
+      memory.gather(merge_group, count, first_row, rows, slice);
+      merge<MergeGroup::fan_in>(Cta::shared_floats(), rows * slice.record(), count, slice,
+                                first_row, rows, destination, merge_group.first);
       // All warps have read these rows before the next ones overwrite them.
       __syncthreads();
     }
   }
 
-  // Merges the rows [first, first + rows) of at most `Most` results, always in the same order. The
-  // results are in shared memory, result_floats apart. In global memory, the merged result
-  // overwrites result `target`.
-  template <int Most>
-  __device__ void merge(const float* source, int result_floats, int results, const Columns& columns,
-                        int first, int rows, To to, int target) const {
-    // A copy in registers: after a store, the compiler would read `block.part` again.
-    const Part part = block.part;
-    const int first_row = columns.first_row(), step = columns.rows_at_once();
+  // Merges the rows [first, first + rows) of at most `MaxResults` results, always in the same
+  // order. The results are in shared memory, result_floats apart. In global memory, the merged
+  // result overwrites result `target`.
+  template <int MaxResults>
+  __device__ void merge(const float* source, int result_floats, int results, const Slice& slice,
+                        int first, int rows, Destination destination, int target) const {
+    // A copy in registers: after a store, the compiler would read `cta.partial_tile` again.
+    const PartialTile partial_tile = cta.partial_tile;
+    const int first_row = slice.first_row(), step = slice.rows_at_once();
     if (first_row >= step) return;
 #pragma unroll 1
-    for (int chunk = threadIdx.x - first_row * columns.chunks(); chunk < columns.chunks_there();
-         chunk += Columns::threads) {
+    for (int chunk = threadIdx.x - first_row * slice.chunks(); chunk < slice.valid_chunks();
+         chunk += Slice::threads) {
 #pragma unroll 1
       for (int row = first_row; row < rows; row += step) {
-        merge_chunk<Most>(part, source + row * columns.record(), result_floats, results, columns,
-                          first + row, chunk, to, target);
+        merge_chunk<MaxResults>(partial_tile, source + row * slice.record(), result_floats, results,
+                                slice, first + row, chunk, destination, target);
       }
     }
   }
 
   // Merges four columns of a row. All loads are issued before the first one is used.
-  template <int Most>
-  __device__ void merge_chunk(const Part& part, const float* source, int result_floats,
-                              int results, const Columns& columns, int row, int chunk, To to,
-                              int target) const {
+  template <int MaxResults>
+  __device__ void merge_chunk(const PartialTile& partial_tile, const float* source,
+                              int result_floats, int results, const Slice& slice, int row,
+                              int chunk, Destination destination, int target) const {
     // Indices past the last result read it again; the loop below ignores them.
     const auto result = [&](int r) { return source + min(r, results - 1) * result_floats; };
     // A partial result over no visible key has base -inf and weight 0. If all are such, the base
     // stays finite.
     float base = lowest_base;
 #pragma unroll
-    for (int r = 0; r < Most; ++r) base = fmaxf(base, result(r)[columns.state()]);
+    for (int r = 0; r < MaxResults; ++r) base = fmaxf(base, result(r)[slice.state()]);
     float sum = 0;
     Vector<float, 4> merged = {};
 #pragma unroll
-    for (int r = 0; r < Most; ++r) {
-      const float* one = result(r);
-      const auto values = *reinterpret_cast<const Vector<float, 4>*>(one + 4 * chunk);
-      const auto state = *reinterpret_cast<const Vector<float, 2>*>(one + columns.state());
-      const float weight = Math::exp2(state.at[0] - base);
+    for (int r = 0; r < MaxResults; ++r) {
+      const float* record = result(r);
+      const auto values = *reinterpret_cast<const Vector<float, 4>*>(record + 4 * chunk);
+      const auto state = *reinterpret_cast<const Vector<float, 2>*>(record + slice.state());
+      const float weight = Math::exp2(state.data[0] - base);
       if (r >= results) continue;
-      sum = fmaf(weight, state.at[1], sum);
+      sum = fmaf(weight, state.data[1], sum);
 #pragma unroll
-      for (int c = 0; c < 4; ++c) merged.at[c] = fmaf(weight, values.at[c], merged.at[c]);
+      for (int c = 0; c < 4; ++c) merged.data[c] = fmaf(weight, values.data[c], merged.data[c]);
     }
-    if (to != To::output) {
-      leave_partial(part, row, chunk, merged, {{base, sum}}, columns, to, target);
+    if (destination != Destination::output) {
+      write_partial(partial_tile, row, chunk, merged, {{base, sum}}, slice, destination, target);
       return;
     }
     float normalizer = sum == 0 ? 0 : ptx::rcp_approx(sum);
     if constexpr (Config::sinks) {
       float lse = log_sum_exp(base, sum);
-      normalizer *= take_sink<Config>(block.p, block.score_row(row).head, lse);
+      normalizer *= apply_sink<Config>(cta.p, cta.score_row(row).head, lse);
     }
 #pragma unroll
-    for (int c = 0; c < 4; ++c) merged.at[c] *= normalizer;
-    const int column = 4 * (columns.first_chunk() + chunk);
+    for (int c = 0; c < 4; ++c) merged.data[c] *= normalizer;
+    const int column = 4 * (slice.first_chunk() + chunk);
     write_output(row, column, merged);
-    if (column == 0 && block.p.lse != nullptr) {
+    if (column == 0 && cta.p.lse != nullptr) {
       float lse = log_sum_exp(base, sum);
       if constexpr (Config::sinks) {
-        take_sink<Config>(block.p, block.score_row(row).head, lse);
+        apply_sink<Config>(cta.p, cta.score_row(row).head, lse);
       }
       write_log_sum_exp(row, lse);
     }
@@ -158,45 +163,45 @@ struct DecodeMerge {
   }
 
   // Writes a chunk of a row for further merging. The first chunk comes with the row's base and sum.
-  __device__ void leave_partial(const Part& part, int row, int chunk,
+  __device__ void write_partial(const PartialTile& partial_tile, int row, int chunk,
                                 const Vector<float, 4>& values, const Vector<float, 4>& state,
-                                const Columns& columns, To to, int target) const {
-    if (!Block::in_cluster || to == To::memory) {
-      float* record = memory.result(target, columns) + row * columns.record();
-      ptx::st_global_v4(record + 4 * chunk, values.at);
-      if (chunk == 0) ptx::st_global_v4(record + columns.state(), state.at);
+                                const Slice& slice, Destination destination, int target) const {
+    if (!Cta::in_cluster || destination == Destination::memory) {
+      float* record = memory.result(target, slice) + row * slice.record();
+      ptx::st_global_v4(record + 4 * chunk, values.data);
+      if (chunk == 0) ptx::st_global_v4(record + slice.state(), state.data);
       return;
     }
-    if constexpr (Block::in_cluster) Cluster{block}.send(part, row, chunk, values, state);
+    if constexpr (Cta::in_cluster) Cluster{cta}.send(partial_tile, row, chunk, values, state);
   }
 
   __device__ void write_output(int row, int column, const Vector<float, 4>& values) const {
-    const Sequence& sequence = block.part.sequence;
-    const int64 output_row = sequence.q_first + block.query_of(row);
-    const int head = block.part.head_kv * Block::group + block.head_of(row);
-    Element* target = block.p.out.template head<Element>(sequence.q_batch, head) +
-                      output_row * block.p.out.row_stride + column;
-    constexpr int columns = Config::head_dim_v;
-    if (Config::out_alignment >= 8 && (columns % 16 == 0 || columns - column >= 4)) {
-      ptx::st_global_v2(target, pack<Element>(values.at[0], values.at[1]),
-                        pack<Element>(values.at[2], values.at[3]));
+    const Sequence& sequence = cta.partial_tile.sequence;
+    const int64 output_row = sequence.q_first + cta.query_of(row);
+    const int head = cta.partial_tile.head_kv * Cta::group + cta.head_of(row);
+    Element* target = cta.p.out.template head<Element>(sequence.q_batch, head) +
+                      output_row * cta.p.out.row_stride + column;
+    constexpr int dim = Config::head_dim_v;
+    if (Config::out_alignment >= 8 && (dim % 16 == 0 || dim - column >= 4)) {
+      ptx::st_global_v2(target, pack<Element>(values.data[0], values.data[1]),
+                        pack<Element>(values.data[2], values.data[3]));
     } else {
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
-        if (c < columns - column) target[c] = narrow<Element>(values.at[c]);
+        if (c < dim - column) target[c] = narrow<Element>(values.data[c]);
       }
     }
   }
 
   __device__ void write_log_sum_exp(int row, float lse) const {
     // lse has shape (batch, heads_q, seqlen_q) or, for packed queries, (heads_q, total_q).
-    const Params& p = block.p;
-    const Sequence& sequence = block.part.sequence;
-    const bool is_packed = Config::sequences && block.p.cu_seqlens_q != nullptr;
-    const int seqlen = is_packed ? block.p.total_q : p.seqlen_q;
-    const int64 head = int64(sequence.q_batch) * p.heads_q + block.part.head_kv * Block::group +
-                       block.head_of(row);
-    static_cast<float*>(p.lse)[head * seqlen + sequence.q_first + block.query_of(row)] = lse;
+    const Params& p = cta.p;
+    const Sequence& sequence = cta.partial_tile.sequence;
+    const bool is_packed = Config::has_seqlens && cta.p.cu_seqlens_q != nullptr;
+    const int seqlen = is_packed ? cta.p.total_q : p.seqlen_q;
+    const int64 head = int64(sequence.q_batch) * p.heads_q + cta.partial_tile.head_kv * Cta::group +
+                       cta.head_of(row);
+    static_cast<float*>(p.lse)[head * seqlen + sequence.q_first + cta.query_of(row)] = lse;
   }
 };
 

@@ -2,7 +2,7 @@
 // added to the row sum and then multiplied by the scale of its value.
 #pragma once
 
-#include "grid/shares.cuh"
+#include "scheduler/kv_partition.cuh"
 #include "params.cuh"
 #include "ptx/bytes.cuh"
 #include "ptx/stream.cuh"
@@ -34,26 +34,26 @@ struct CacheOf<Config, true> {
 // Scales of the keys, or of the values, of a partial tile. Either all keys have the same scale or,
 // `by_key`, each key has its own, which is copied to the ring stage after the rows of K and V.
 template <class Config, bool by_key>
-struct ScalesOfPart {
+struct PartialTileScales {
   static constexpr int Bc = Config::Bc;
   static constexpr int page_size = Config::page_size;
   static constexpr int bytes = by_key ? Bc * int(sizeof(float)) : 0;
-  static_assert(Bc == 32, "a lane brings the scale of one key");
+  static_assert(Bc == 32, "each lane loads the scale of one key");
 
   const Tensor& scales;
-  float of_all;
-  const float* from;
+  float common_scale;
+  const float* first_scale;
 
-  __device__ explicit ScalesOfPart(const Tensor& scales) : scales(scales) {}
+  __device__ explicit PartialTileScales(const Tensor& scales) : scales(scales) {}
 
-  __device__ void begin(const Part& part) {
-    of_all = 1;
-    from = nullptr;
+  __device__ void begin(const PartialTile& partial_tile) {
+    common_scale = 1;
+    first_scale = nullptr;
     if (scales.data == nullptr) return;
-    const int batch = page_size > 0 ? 0 : part.sequence.k_batch;
-    const int64 first = page_size > 0 ? 0 : part.sequence.k_first;
-    from = scales.head<const float>(batch, part.head_kv) + first * scales.row_stride;
-    if constexpr (!by_key) of_all = *from;
+    const int batch = page_size > 0 ? 0 : partial_tile.sequence.k_batch;
+    const int64 first = page_size > 0 ? 0 : partial_tile.sequence.k_first;
+    first_scale = scales.head<const float>(batch, partial_tile.head_kv) + first * scales.row_stride;
+    if constexpr (!by_key) common_scale = *first_scale;
   }
 
   // Starts copying the scales of a KV tile. `page` is the page of the tile or, if pages are shorter
@@ -63,26 +63,26 @@ struct ScalesOfPart {
       const int lane = threadIdx.x % 32;
       const int key = tile * Bc + lane;
       bool is_inside = key < seqlen_k;
-      const float* source = from;
+      const float* source = first_scale;
       if constexpr (page_size > 0) {
         is_inside = is_inside && page >= 0;
         source += page * scales.batch_stride + key % page_size * scales.row_stride;
       } else {
         source += key * scales.row_stride;
       }
-      ptx::cp_async<4>(target + lane * 4, is_inside ? source : from, is_inside ? 4 : 0);
+      ptx::cp_async<4>(target + lane * 4, is_inside ? source : first_scale, is_inside ? 4 : 0);
     }
   }
 
-  // Scales of the keys that a lane holds in accumulator fragments. take() loads them.
-  using OfLane = float[Bc / 8][2];
-  __device__ void take(OfLane& of_lane, unsigned stage) const {
+  // Scales of the keys that a lane holds in accumulator fragments. load() loads them.
+  using LaneScales = float[Bc / 8][2];
+  __device__ void load(LaneScales& lane_scales, unsigned stage) const {
 #pragma unroll
     for (int j = 0; j < Bc / 8; ++j) {
       if constexpr (by_key) {
-        ptx::ld_shared_v2(of_lane[j], stage + (8 * j + threadIdx.x % 4 * 2) * 4);
+        ptx::ld_shared_v2(lane_scales[j], stage + (8 * j + threadIdx.x % 4 * 2) * 4);
       } else {
-        of_lane[j][0] = of_lane[j][1] = of_all;
+        lane_scales[j][0] = lane_scales[j][1] = common_scale;
       }
     }
   }
@@ -94,14 +94,14 @@ struct DecodeScales {
   static constexpr int bytes = 0;
 
   __device__ explicit DecodeScales(const Params&) {}
-  __device__ void begin(const Part&) {}
+  __device__ void begin(const PartialTile&) {}
   __device__ void start(unsigned, int, int, int) const {}
 };
 
 template <class Config>
 struct DecodeScales<Config, true> {
-  using Keys = ScalesOfPart<Config, Config::k_scales_by_key>;
-  using Values = ScalesOfPart<Config, Config::v_scales_by_key>;
+  using Keys = PartialTileScales<Config, Config::k_scales_by_key>;
+  using Values = PartialTileScales<Config, Config::v_scales_by_key>;
   static constexpr int bytes = Keys::bytes + Values::bytes;
   static constexpr int row_tiles = Config::Br / 16;
   static constexpr int key_tiles = Config::Bc / 8;
@@ -116,9 +116,9 @@ struct DecodeScales<Config, true> {
 
   __device__ explicit DecodeScales(const QuantizedParams& p) : keys(p.k_scale), values(p.v_scale) {}
 
-  __device__ void begin(const Part& part) {
-    keys.begin(part);
-    values.begin(part);
+  __device__ void begin(const PartialTile& partial_tile) {
+    keys.begin(partial_tile);
+    values.begin(partial_tile);
     if constexpr (Config::v_scales_by_key) {
 #pragma unroll
       for (int i = 0; i < row_tiles; ++i) units[i][0] = units[i][1] = least_unit;
@@ -131,28 +131,28 @@ struct DecodeScales<Config, true> {
   }
 
   // Multiplies scores by the factors of their rows and the scales of their keys.
-  __device__ void multiply(Scores& scores, const float (&of_rows)[row_tiles][2],
+  __device__ void multiply(Scores& scores, const float (&row_factors)[row_tiles][2],
                            unsigned stage) const {
-    typename Keys::OfLane factors;
-    keys.take(factors, stage);
+    typename Keys::LaneScales factors;
+    keys.load(factors, stage);
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
       for (int j = 0; j < key_tiles; ++j) {
 #pragma unroll
-        for (int c = 0; c < 4; ++c) scores[i][j][c] *= factors[j][c % 2] * of_rows[i][c / 2];
+        for (int c = 0; c < 4; ++c) scores[i][j][c] *= factors[j][c % 2] * row_factors[i][c / 2];
       }
     }
   }
 
   // Multiplies probabilities by the scales of their values and expresses them in the units of their
-  // rows. Rescales `out` if a unit grows. left() applies a scale that all keys have in common.
+  // rows. Rescales `out` if a unit grows. output_scale() applies a scale common to all keys.
   template <int column_tiles>
   __device__ void multiply_probabilities(Scores& p, unsigned stage,
                                          float (&out)[row_tiles][column_tiles][4]) {
     if constexpr (Config::v_scales_by_key) {
-      typename Values::OfLane factors;
-      values.take(factors, stage + Keys::bytes);
+      typename Values::LaneScales factors;
+      values.load(factors, stage + Keys::bytes);
 #pragma unroll
       for (int i = 0; i < row_tiles; ++i) {
         float largest[2] = {};
@@ -166,7 +166,8 @@ struct DecodeScales<Config, true> {
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          grow<column_tiles>(units[i][half], max_of_lanes(largest[half]), out[i][0] + 2 * half);
+          grow_unit<column_tiles>(units[i][half], max_of_lanes(largest[half]),
+                                  out[i][0] + 2 * half);
           const float inverse = inverse_of_power(units[i][half]);
 #pragma unroll
           for (int j = 0; j < key_tiles; ++j) {
@@ -180,13 +181,13 @@ struct DecodeScales<Config, true> {
 
   // Factors for the partial result of a row: the output is multiplied by its unit or its scale. If
   // that could overflow a float, output and sum are scaled down, and the base is raised by as much.
-  struct Left {
+  struct OutputScale {
     float factor;
-    float raise;
-    float lowered;
+    float base_offset;
+    float sum_factor;
   };
-  __device__ Left left(int i, int half) const {
-    const float factor = Config::v_scales_by_key ? units[i][half] : values.of_all;
+  __device__ OutputScale output_scale(int i, int half) const {
+    const float factor = Config::v_scales_by_key ? units[i][half] : values.common_scale;
     const bool is_large = fabsf(factor) > 0x1p64f;
     return {is_large ? factor * 0x1p-24f : factor, is_large ? 24.0f : 0, is_large ? 0x1p-24f : 1};
   }
@@ -194,11 +195,11 @@ struct DecodeScales<Config, true> {
  private:
   // Increases the unit of a row if `largest` is at least twice as large. Rescales the output row.
   template <int column_tiles>
-  __device__ static void grow(float& unit, float largest, float* row) {
+  __device__ static void grow_unit(float& unit, float largest, float* row) {
     if (largest >= 2 * unit && largest < SoftmaxMath<float>::infinity()) {
-      const float grown = fminf(power_below(largest), most_unit);
-      scale_row<column_tiles>(row, unit * inverse_of_power(grown));
-      unit = grown;
+      const float new_unit = fminf(power_below(largest), most_unit);
+      scale_row<column_tiles>(row, unit * inverse_of_power(new_unit));
+      unit = new_unit;
     }
   }
 };

@@ -1,45 +1,44 @@
 // A warp of the decode kernel. It streams KV tiles through a ring of its own and writes a partial
 // result, independently of other warps. If a head is wide, several column warps process the same
-// keys, each with a slice of the columns, and exchange only scores (decode/team.cuh).
+// keys, each with a slice of the columns, and exchange only scores (decode/column_warps.cuh).
 #pragma once
 
-#include "forward/decode/block.cuh"
+#include "forward/decode/cta.cuh"
 #include "ptx/base.cuh"
-#include "ptx/here.cuh"
+#include "ptx/compute_here.cuh"
 #include "score/softmax.cuh"
 #include "score/warp_softmax.cuh"
 #include "tile/element.cuh"
 #include "tile/fragments.cuh"
-#include "tile/key_rows.cuh"
+#include "tile/kv_rows.cuh"
 
 #if __CUDA_ARCH__ >= 800
 
 template <class Config>
-struct DecodeWarp : DecodeBlock<Config> {
+struct DecodeWarp : DecodeCta<Config> {
   using Element = typename Config::Element;
-  using Block = DecodeBlock<Config>;
-  using Products = typename Block::Products;
-  using Rows = KeyRows<Config, typename Block::Stored>;
+  using Cta = DecodeCta<Config>;
+  using Products = typename Cta::Products;
+  using Rows = KvRows<Config, typename Cta::Stored>;
   using Head = typename Rows::Head;
   static constexpr int Br = Config::Br;
   static constexpr int Bc = Config::Bc;
-  using Team = typename Block::Team;
-  static constexpr int teams = Team::teams;
+  using ColumnWarps = typename Cta::ColumnWarps;
+  static constexpr int key_warps = ColumnWarps::key_warps;
   static constexpr int stages = Config::stages;
-  static constexpr int row_tiles = Block::row_tiles;
-  static constexpr int columns = Block::columns;
-  static constexpr int stage_bytes = Block::stage_bytes;
-  using Softmax =
-      WarpSoftmax<typename Block::ProductsOf::Probability, row_tiles, Bc, columns>;
+  static constexpr int row_tiles = Cta::row_tiles;
+  static constexpr int columns = Cta::columns;
+  static constexpr int stage_bytes = Cta::stage_bytes;
+  using Softmax = WarpSoftmax<typename Cta::ProductsOf::Probability, row_tiles, Bc, columns>;
 
-  using Block::lane;
-  using Block::p;
-  using Block::part;
-  using Block::state;
-  using Block::tile_rows;
-  using Block::visible_begin;
-  using Block::visible_end;
-  using Block::warp;
+  using Cta::lane;
+  using Cta::p;
+  using Cta::partial_tile;
+  using Cta::state;
+  using Cta::tile_rows;
+  using Cta::visible_begin;
+  using Cta::visible_end;
+  using Cta::warp;
 
   const unsigned ring;
   Head head;  // KV head of all partial tiles, if it is a grid axis
@@ -50,42 +49,43 @@ struct DecodeWarp : DecodeBlock<Config> {
   typename Products::Output out;
   Softmax softmax;
   DecodeScales<Config> scales;
-  Team team;
+  ColumnWarps column_warps;
 
-  __device__ DecodeWarp(const typename Block::Arguments& params)
-      : Block(params),
-        ring(ptx::shared_address(Block::shared_floats()) + threadIdx.x / 32 * Block::ring_bytes),
+  __device__ DecodeWarp(const typename Cta::Arguments& params)
+      : Cta(params),
+        ring(ptx::shared_address(Cta::shared_floats()) + threadIdx.x / 32 * Cta::ring_bytes),
         head(params, Config::balanced ? blockIdx.y : 0),
         scales(params),
-        team(ptx::shared_address(Block::shared_floats()) + Block::rings_bytes) {
-    // `here` makes the compiler compute the addresses now, while warp 0 computes the work range.
+        column_warps(ptx::shared_address(Cta::shared_floats()) + Cta::rings_bytes) {
+    // `compute_here`: the compiler computes the addresses now, while warp 0 computes the work
+    // range.
     if constexpr (Config::balanced) {
-      head.keys = ptx::here(head.keys);
-      head.values = ptx::here(head.values);
+      head.keys = ptx::compute_here(head.keys);
+      head.values = ptx::compute_here(head.values);
     }
   }
 
   // Computes the partial result of this warp. Calls while_loading() after issuing the first loads.
   template <class WhileLoading>
   __device__ void attend(WhileLoading while_loading) {
-    const int last_seen = visible_end(tile_rows() - 1);
-    const int end = min(part.end * teams, ceil_div(last_seen, Bc));
-    const int first = part.begin * teams + warp / Team::size;
+    const int last_visible_end = visible_end(tile_rows() - 1);
+    const int end = min(partial_tile.end * key_warps, ceil_div(last_visible_end, Bc));
+    const int first = partial_tile.begin * key_warps + warp / ColumnWarps::size;
     constexpr int last_stage = stages - 1;
-    Rows rows_to_load(p, part, Config::balanced ? head : Head(p, part.head_kv), first);
-    scales.begin(part);
+    Rows kv_rows(p, partial_tile, Config::balanced ? head : Head(p, partial_tile.head_kv), first);
+    scales.begin(partial_tile);
     softmax.reset();
-    const int seen_by_all = visible_end(0);
-    // The window masks keys before `seen_from` for some rows.
-    const int seen_from = Config::window_left ? visible_begin(tile_rows() - 1) : 0;
+    const int full_end = visible_end(0);
+    // The window masks keys before `full_begin` for some rows.
+    const int full_begin = Config::window_left ? visible_begin(tile_rows() - 1) : 0;
     // Loads run last_stage tiles ahead. One loop both fills the pipeline and computes, so that its
     // code is fetched from memory only once.
     int load_stage = 0;
-    int tile = first - last_stage * teams;
+    int tile = first - last_stage * key_warps;
     do {
-      const bool visits = tile >= first;
+      const bool computes = tile >= first;
       const int stage = load_stage == last_stage ? 0 : load_stage + 1;
-      if (visits) ptx::cp_async_wait_group<stages - 2>();
+      if (computes) ptx::cp_async_wait_group<stages - 2>();
       // All lanes' copies have landed, and the stage that the next load overwrites has been read.
       __syncwarp();
       // Q arrived with the first KV tile.
@@ -96,24 +96,23 @@ struct DecodeWarp : DecodeBlock<Config> {
         scale_log2 = state.scale_log2;
       }
       const unsigned target = ring + load_stage * stage_bytes;
-      const int load_tile = tile + last_stage * teams;
+      const int load_tile = tile + last_stage * key_warps;
       if (load_tile < end) {
-        const int page =
-            rows_to_load.template start<teams>(
-                target, target + Block::values_offset, load_tile, Block::policy());
-        scales.start(target + Block::scales_offset, load_tile, page, part.sequence.seqlen_k);
+        const int page = kv_rows.template start<key_warps>(target, target + Cta::values_offset,
+                                                           load_tile, Cta::policy());
+        scales.start(target + Cta::scales_offset, load_tile, page, partial_tile.sequence.seqlen_k);
       }
       if (load_tile == first) {
         start_queries(ring + last_stage * stage_bytes);
         while_loading();
       }
       ptx::cp_async_commit_group();
-      if (visits) {
-        visit(ring + stage * stage_bytes, tile * Bc,
-              (tile + 1) * Bc > seen_by_all || (Config::window_left && tile * Bc < seen_from));
+      if (computes) {
+        process_tile(ring + stage * stage_bytes, tile * Bc,
+                     (tile + 1) * Bc > full_end || (Config::window_left && tile * Bc < full_begin));
       }
       load_stage = stage;
-      tile += teams;
+      tile += key_warps;
     } while (tile < end);
     ptx::cp_async_wait_group<0>();
   }
@@ -121,28 +120,28 @@ struct DecodeWarp : DecodeBlock<Config> {
   // Starts copying Q to a stage of the ring that is not needed yet. Each warp loads all query rows.
   __device__ void start_queries(unsigned target) const {
     using Columns = typename Rows::KeyColumns;
-    using Copy =
-        WarpCopy<typename Block::QueryLayout, Element, Br, Columns::least, Config::alignment, true>;
+    using Copy = WarpCopy<typename Cta::QueryLayout, Element, Br, Columns::last_valid,
+                          Config::alignment, true>;
     const Tensor& q = p.q;
-    const int member = Team::member();
+    const int column_warp = ColumnWarps::column_warp();
     const Element* queries =
-        q.head<const Element>(part.sequence.q_batch, part.head_kv * Block::group) +
-        part.sequence.q_first * q.row_stride + member * Columns::padded;
-    const int inside = tile_rows();
+        q.head<const Element>(partial_tile.sequence.q_batch, partial_tile.head_kv * Cta::group) +
+        partial_tile.sequence.q_first * q.row_stride + column_warp * Columns::padded;
+    const int row_count = tile_rows();
     // Each lane computes the offset of one row.
-    const int64 place =
+    const int64 row_offset =
         this->query_of(lane) * q.row_stride + this->head_of(lane) * q.head_stride;
-    const AskedRows rows = {[&](int row, bool& is_there) {
-      is_there = row < inside;
-      return queries + __shfl_sync(~0u, place, row);
+    const GatheredRows rows = {[&](int row, bool& exists) {
+      exists = row < row_count;
+      return queries + __shfl_sync(~0u, row_offset, row);
     }};
-    Copy::start(target, Block::policy(), rows, Columns::left_of(member));
+    Copy::start(target, Cta::policy(), rows, Columns::columns_from(column_warp));
   }
 
-  __device__ void visit(unsigned stage, int first_key, bool needs_mask) {
+  __device__ void process_tile(unsigned stage, int first_key, bool needs_mask) {
     clear(scores);
     multiply_keys(stage);
-    team.add_up(scores);
+    column_warps.reduce_scores(scores);
     Softmax::template apply_factor<Config>(scores);
     modify_scores(first_key);
     if (needs_mask) {
@@ -164,7 +163,7 @@ struct DecodeWarp : DecodeBlock<Config> {
   __device__ void multiply_keys(unsigned stage) {
     if constexpr (Config::quantized) {
       products.multiply_queries_keys(scores, stage);
-      scales.multiply(scores, products.queries.factors, stage + Block::scales_offset);
+      scales.multiply(scores, products.queries.factors, stage + Cta::scales_offset);
     } else {
       products.multiply_queries_keys(scores, 0, stage);
     }
@@ -177,11 +176,11 @@ struct DecodeWarp : DecodeBlock<Config> {
 #pragma unroll
         for (int j = 0; j < Bc / 8; ++j) softmax.exponentiate(scores, i, j, base, scale_log2);
       }
-      scales.multiply_probabilities(scores, stage + Block::scales_offset, out);
-      products.multiply_probabilities_values(out, scores, stage + Block::values_offset);
+      scales.multiply_probabilities(scores, stage + Cta::scales_offset, out);
+      products.multiply_probabilities_values(out, scores, stage + Cta::values_offset);
     } else {
       products.multiply_probabilities_values(
-          out, scores, stage + Block::values_offset,
+          out, scores, stage + Cta::values_offset,
           [&](int i, int j) { softmax.exponentiate(scores, i, j, base, scale_log2); });
     }
   }
@@ -189,17 +188,17 @@ struct DecodeWarp : DecodeBlock<Config> {
   __device__ void modify_scores(int first_key) {
     if constexpr (Config::modified) {
       modify_fragments<Config, 2 * row_tiles, Bc / 8>(
-          p, [&](int r) { return Block::score_row(row_of(r / 2, r % 2)); },
-          first_key + lane % 4 * 2, [&](int r) { return scores[r / 2][0] + 2 * (r % 2); });
+          p, [&](int r) { return Cta::score_row(row_of(r / 2, r % 2)); }, first_key + lane % 4 * 2,
+          [&](int r) { return scores[r / 2][0] + 2 * (r % 2); });
     }
   }
 
   // Writes the partial result to shared memory, over the ring of this warp or of its column warps.
-  __device__ void leave_result() {
+  __device__ void write_result() {
     softmax.add_lanes();
-    float* result = Block::shared_floats() + warp / Team::size * (Block::team_bytes / 4);
+    float* result = Cta::shared_floats() + warp / ColumnWarps::size * (Cta::key_warp_bytes / 4);
     // Waits until all lanes, or all column warps, have finished reading their rings.
-    Team::meet();
+    ColumnWarps::sync();
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
@@ -207,24 +206,25 @@ struct DecodeWarp : DecodeBlock<Config> {
         const int row = row_of(i, half);
         if (row >= tile_rows()) continue;
         const SoftmaxRow<float>& state = softmax.rows[i][half];
-        float* record = result + row * Block::record;
-        float* target = record + warp % Team::size * columns;
+        float* record = result + row * Cta::record;
+        float* target = record + warp % ColumnWarps::size * columns;
         const float base = state.base(scale_log2);
         // A row with base -inf or without a visible key has weight 0, whatever its columns hold.
-        const bool counts = !state.saw_nothing() && base > -SoftmaxMath<float>::infinity();
-        if (!counts) {
+        const bool has_weight = !state.is_fully_masked() && base > -SoftmaxMath<float>::infinity();
+        if (!has_weight) {
 #pragma unroll
           for (int j = 0; j < columns / 8; ++j) out[i][j][2 * half] = out[i][j][2 * half + 1] = 0;
         }
-        float* kept = record + Block::record_columns;
+        float* row_state = record + Cta::record_columns;
         if constexpr (Config::quantized) {
-          const auto left = scales.left(i, half);
-          kept[0] = counts ? base + left.raise : -SoftmaxMath<float>::infinity();
-          kept[1] = counts ? state.sum * left.lowered : 0;
-          products.write_row(out, i, half, counts ? left.factor : 0, target);
+          const auto output_scale = scales.output_scale(i, half);
+          row_state[0] =
+              has_weight ? base + output_scale.base_offset : -SoftmaxMath<float>::infinity();
+          row_state[1] = has_weight ? state.sum * output_scale.sum_factor : 0;
+          products.write_row(out, i, half, has_weight ? output_scale.factor : 0, target);
         } else {
-          kept[0] = counts ? base : -SoftmaxMath<float>::infinity();
-          kept[1] = counts ? state.sum : 0;
+          row_state[0] = has_weight ? base : -SoftmaxMath<float>::infinity();
+          row_state[1] = has_weight ? state.sum : 0;
 #pragma unroll
           for (int j = 0; j < columns / 8; ++j) {
             *reinterpret_cast<Vector<float, 2>*>(target + products.column(j, 0)) = {

@@ -9,8 +9,8 @@
 
 template <class Config, bool Streamed = (Config::bias_stages > 0)>
 struct HopperBias {
-  __device__ HopperBias(const HopperCta<Config>&, int, RingPosition<Config::bias_stages>&) {}
-  __device__ FromMemory of_half(int) const { return {}; }
+  __device__ HopperBias(const HopperCta<Config>&, int, PipelineState<Config::bias_stages>&) {}
+  __device__ LoadOnDemand row(int) const { return {}; }
 };
 
 template <class Config>
@@ -24,34 +24,35 @@ struct HopperBias<Config, true> {
   unsigned pairs[steps][4];
 
   // Reads the bias of a KV tile from its stage and releases the stage.
-  __device__ HopperBias(const Cta& cta, int consumer, RingPosition<Config::bias_stages>& ring) {
-    ptx::mbarrier_wait(cta.bias_full(ring.slot), ring.parity);
+  __device__ HopperBias(const Cta& cta, int consumer, PipelineState<Config::bias_stages>& ring) {
+    ptx::mbarrier_wait(cta.bias_full(ring.index), ring.phase);
     const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16;
-    const unsigned line =
-        cta.bias_address(ring.slot) + (consumer * 64 + row) * Tile::line_bytes;
+    const unsigned row_address =
+        cta.bias_address(ring.index) + (consumer * 64 + row) * Tile::box_row_bytes;
 #pragma unroll
     for (int step = 0; step < steps; ++step) {
-      ptx::ldmatrix_x4(pairs[step], line + Tile::chunk_offset(row, 2 * step, threadIdx.x / 16 % 2));
+      ptx::ldmatrix_x4(pairs[step],
+                       row_address + Tile::chunk_offset(row, 2 * step, threadIdx.x / 16 % 2));
     }
     // Without this fence, TMA may overwrite the stage before ldmatrix has read it. wgmma traffic
     // can delay those reads by hundreds of cycles, and the mbarrier arrival does not wait for them.
     ptx::fence_proxy_async();
-    Cta::leave(cta.bias_empty(ring.slot));
+    Cta::release_stage(cta.bias_empty(ring.index));
     ring.advance();
   }
 
   // Bias of one of the lane's two rows.
   struct Row {
-    const HopperBias& of;
+    const HopperBias& tile_bias;
     const int half;
 
     template <class Load>
     __device__ float bias(int step, Load) const {
-      const unsigned two = of.pairs[step / 16][step % 16 / 8 * 2 + half];
+      const unsigned two = tile_bias.pairs[step / 16][step % 16 / 8 * 2 + half];
       return widen(Element{static_cast<unsigned short>(step % 2 ? two >> 16 : two)});
     }
   };
-  __device__ Row of_half(int half) const { return {*this, half}; }
+  __device__ Row row(int half) const { return {*this, half}; }
 };
 
 #endif  // __CUDA_ARCH__ == 900

@@ -7,9 +7,9 @@
 
 #include "forward/hopper/bias.cuh"
 #include "forward/hopper/cta.cuh"
-#include "forward/hopper/pair.cuh"
+#include "forward/hopper/peer_exchange.cuh"
 #include "forward/hopper/products.cuh"
-#include "forward/hopper/results.cuh"
+#include "forward/hopper/epilogue.cuh"
 #include "forward/hopper/softmax.cuh"
 #include "ptx/registers.cuh"
 #include "ptx/sm90a.cuh"
@@ -18,55 +18,57 @@
 
 #if __CUDA_ARCH__ == 900
 
-// `Transposed` selects the specialization for float8 (float8_consumer.cuh), whose V is transposed.
+// `Transposed` selects the specialization for float8 (float8/consumer.cuh), whose V is transposed.
 template <class Config, bool Transposed = HopperCta<Config>::transposes_values>
 struct HopperConsumer {
   using Cta = HopperCta<Config>;
-  using Visit = typename Cta::Visit;
+  using WorkTile = typename Cta::WorkTile;
   using Products = HopperProducts<Config>;
   using Softmax = HopperSoftmax<Config>;
   using SoftmaxRow = typename Softmax::Row;
   static constexpr int Bc = Config::Bc;
   static constexpr int consumers = Cta::consumers;
 
-  static_assert(!Config::turns || consumers > 1, "turns need another to take them with");
+  static_assert(!Config::pingpong || consumers > 1, "ping-pong scheduling needs several consumers");
   // Ping-pong scheduling: named barriers order the consumers, so that the softmax of one overlaps
   // the GEMMs of another. With bounded scores, the softmax takes longer than both GEMMs, and the
   // barriers order its first half instead: one consumer computes tanh while another computes
   // exponentials. With a softcap of 50 that is 3% faster at head_dim 64 and 128; without tanh it is
   // 3 to 20% slower.
-  static constexpr bool softmax_turns = Config::turns && Config::bounded && !Config::noted;
-  static constexpr bool product_turns = Config::turns && !softmax_turns;
+  static constexpr bool pingpong_softmax =
+      Config::pingpong && Config::bounded && !Config::skips_tiles;
+  static constexpr bool pingpong_gemms = Config::pingpong && !pingpong_softmax;
 
   const Cta& cta;
   const int consumer;  // index of this consumer
 
   Products products;
   Softmax softmax;
-  HopperPair<Config> pair;
-  int visit = 0;  // index in the ring of work tiles
+  PeerExchange<Config> peer;
+  int work_tile_slot = 0;  // index in the ring of work tiles
 
   // State of the query tile. Values that are cheap to recompute are not kept, to save registers.
   int first_row;              // first query row of this consumer
-  int full_end;               // first KV tile that needs a mask, if Config::sequences
-  int block;                  // KV tile whose scores were computed last
+  int full_end;               // first KV tile that needs a mask, if Config::has_seqlens
+  int kv_tile;                // KV tile whose scores were computed last
   int begin;                  // last KV tile of the query tile, in processing order
-  typename Cta::Note note;    // `Note` of the KV tile, if Config::noted
-  int shown_slot = -1;        // index in the ring of visible pairs, if Config::mapped
-  typename Cta::Shown shown;  // visible pairs of the KV tile, if the block mask stores them
-  RingPosition<Config::bias_stages> bias_ring;
+  typename Cta::KvTileInfo kv_tile_info;  // `KvTileInfo` of the KV tile, if Config::skips_tiles
+  int visible_pairs_slot = -1;  // index in the ring of visible pairs, if Config::block_mask
+  // Visible pairs of the KV tile, if the block mask stores them.
+  typename Cta::TilePairs visible_pairs;
+  PipelineState<Config::bias_stages> bias_ring;
 
   __device__ HopperConsumer(const Cta& cta, int consumer)
       : cta(cta),
         consumer(consumer),
         products(cta, consumer),
         softmax(cta.p),
-        pair(cta, consumer) {}
+        peer(cta, consumer) {}
 
   __device__ void consume() {
     softmax.reset();
-    if constexpr (Config::noted) {
-      consume_own();
+    if constexpr (Config::skips_tiles) {
+      consume_needed();
     } else {
       consume_all();
     }
@@ -74,73 +76,73 @@ struct HopperConsumer {
 
   // Processes every KV tile of the CTA's work tiles.
   __device__ void consume_all() {
-    if (!enter_tile()) return;
-    if (Config::turns && consumer == consumers - 1) pass_turn();
-    products.keep_queries();
+    if (!begin_query_tile()) return;
+    if (Config::pingpong && consumer == consumers - 1) pingpong_arrive();
+    products.load_query_fragments();
     products.start_scores();
-    if (softmax_turns) take_turn();
+    if (pingpong_softmax) pingpong_wait();
     ptx::wgmma_wait_group<0>();
-    products.leave_scores(1, true, block == begin);
+    products.release_scores(1, true, kv_tile == begin);
     float rescale[2];
-    take_softmax(rescale);
-    products.take_probabilities();
+    compute_softmax(rescale);
+    products.move_probabilities();
 
     bool accumulate = false;  // whether O holds earlier KV tiles of the query tile
     while (true) {
-      const bool tile_ends = block == begin;
+      const bool tile_ends = kv_tile == begin;
       if (tile_ends) {
-        visit = Cta::next_visit(visit);
-        if (!enter_tile()) break;
-        products.keep_queries();
+        work_tile_slot = Cta::next_work_tile_slot(work_tile_slot);
+        if (!begin_query_tile()) break;
+        products.load_query_fragments();
       } else {
-        --block;
+        --kv_tile;
       }
       multiply_both(tile_ends, accumulate, rescale);
       accumulate = !tile_ends;
     }
 
-    if (product_turns) take_turn();
+    if (pingpong_gemms) pingpong_wait();
     products.start_output(accumulate);
-    if (product_turns && consumer < consumers - 1) pass_turn();
+    if (pingpong_gemms && consumer < consumers - 1) pingpong_arrive();
     float normalizer[2];
-    const bool is_special = results().finish_softmax(softmax.rows, normalizer);
-    products.await_output();
-    results().write_output(normalizer, is_special);
-    pair.finish();
+    const bool is_special = epilogue().finish_softmax(softmax.rows, normalizer);
+    products.wait_output();
+    epilogue().write_output(normalizer, is_special);
+    peer.finish();
     // Waits for the last arrival of the last consumer, so that no barrier is left half complete.
-    if (softmax_turns && consumer == 0) take_turn();
+    if (pingpong_softmax && consumer == 0) pingpong_wait();
   }
 
-  // Issues S of KV tile `block` and O of the KV tile before it. `tile_ends` says that the latter
+  // Issues S of KV tile `kv_tile` and O of the KV tile before it. `tile_ends` says that the latter
   // was the last one of its query tile.
   __device__ void multiply_both(bool tile_ends, bool accumulate, float (&rescale)[2]) {
-    if (product_turns) take_turn();
+    if (pingpong_gemms) pingpong_wait();
     products.start_scores();
     products.start_output(accumulate, true);
-    if (product_turns) pass_turn();
+    if (pingpong_gemms) pingpong_arrive();
 
-    take_shown_pairs();
-    if (softmax_turns) take_turn();
+    read_visible_pairs();
+    if (pingpong_softmax) pingpong_wait();
     ptx::wgmma_wait_group<1>();
-    products.leave_scores(2, tile_ends, !Config::noted && block == begin);
+    products.release_scores(2, tile_ends, !Config::skips_tiles && kv_tile == begin);
     const SoftmaxRow finished[2] = {softmax.rows[0], softmax.rows[1]};
     if (tile_ends) softmax.reset();
     // Stages that hold both K and V are few. While it waits for the peer CTA, a consumer can wait
     // for O, too, and release a stage.
-    constexpr bool leaves_early = Cta::values_in_keys && !Config::overlaps_output;
+    constexpr bool releases_early = Cta::values_in_keys && !Config::overlaps_output;
     prepare_scores([&] {
-      if (leaves_early) products.await_output(true);
+      if (releases_early) products.wait_output(true);
     });
-    if (!Config::overlaps_output && !leaves_early) products.await_output(true);
+    if (!Config::overlaps_output && !releases_early) products.wait_output(true);
     const bool rescales =
         softmax.exponentiate(products.scores, products.next_probabilities, rescale);
     float normalizer[2];
     bool is_special = false;
-    if (tile_ends) is_special = results().finish_softmax(finished, normalizer);
-    if (Config::overlaps_output) products.await_output(true);
-    products.take_probabilities();
+    if (tile_ends) is_special = epilogue().finish_softmax(finished, normalizer);
+    if (Config::overlaps_output) products.wait_output(true);
+    products.move_probabilities();
     if (tile_ends) {
-      results().write_output(normalizer, is_special);
+      epilogue().write_output(normalizer, is_special);
     } else if (rescales) {
       products.scale_output(rescale);
     }
@@ -152,154 +154,161 @@ struct HopperConsumer {
   //
   //   ring       K0    K1 V0    K2 V1    K3 V2    end V3
   //   issued     S0    O0       S2       S3 O2    O3
-  __device__ void consume_own() {
-    if (Config::turns && consumer == consumers - 1) pass_turn();
-    visit = -1;
-    bool is_first_turn = true;
+  __device__ void consume_needed() {
+    if (Config::pingpong && consumer == consumers - 1) pingpong_arrive();
+    work_tile_slot = -1;
+    bool is_first_kv_tile = true;
     bool accumulate = false;
     while (true) {
-      for (take_note(); !note.is_of(consumer); take_note()) {
-        change_tile(accumulate);
-        if (Config::turns) take_turn();
-        products.pass_keys(note.is_end());
-        if (!is_first_turn) products.pass_values();
-        is_first_turn = false;
-        end_turn();
-        if (note.is_end()) return;
+      for (next_kv_tile(); !kv_tile_info.is_needed_by(consumer); next_kv_tile()) {
+        switch_query_tile(accumulate);
+        if (Config::pingpong) pingpong_wait();
+        products.skip_keys(kv_tile_info.is_end());
+        if (!is_first_kv_tile) products.skip_values();
+        is_first_kv_tile = false;
+        pingpong_arrive_next();
+        if (kv_tile_info.is_end()) return;
       }
-      change_tile(accumulate);
+      switch_query_tile(accumulate);
       if (!accumulate) {
-        enter_tile();
-        products.keep_queries();
+        begin_query_tile();
+        products.load_query_fragments();
       }
-      if (Config::turns) take_turn();
+      if (Config::pingpong) pingpong_wait();
       products.start_scores();
-      if (!is_first_turn) products.pass_values();
-      end_turn();
-      take_shown_pairs();
+      if (!is_first_kv_tile) products.skip_values();
+      pingpong_arrive_next();
+      read_visible_pairs();
       ptx::wgmma_wait_group<0>();
-      products.leave_scores(is_first_turn ? 1 : 2, !accumulate, false);
-      is_first_turn = false;
+      products.release_scores(is_first_kv_tile ? 1 : 2, !accumulate, false);
+      is_first_kv_tile = false;
       float rescale[2];
-      if (take_softmax(rescale) && accumulate) products.scale_output(rescale);
-      products.take_probabilities();
+      if (compute_softmax(rescale) && accumulate) products.scale_output(rescale);
+      products.move_probabilities();
 
-      for (take_note(); note.is_of(consumer); take_note()) {
-        const bool tile_ends = note.begins_tile();
+      for (next_kv_tile(); kv_tile_info.is_needed_by(consumer); next_kv_tile()) {
+        const bool tile_ends = kv_tile_info.begins_query_tile();
         if (tile_ends) {
-          visit = Cta::next_visit(visit);
-          enter_tile();
-          products.keep_queries();
+          work_tile_slot = Cta::next_work_tile_slot(work_tile_slot);
+          begin_query_tile();
+          products.load_query_fragments();
         }
         multiply_both(tile_ends, accumulate, rescale);
         accumulate = !tile_ends;
       }
 
-      if (Config::turns) take_turn();
-      products.pass_keys(note.is_end());
+      if (Config::pingpong) pingpong_wait();
+      products.skip_keys(kv_tile_info.is_end());
       products.start_output(accumulate);
-      end_turn();
-      products.await_output();
+      pingpong_arrive_next();
+      products.wait_output();
       accumulate = true;
-      change_tile(accumulate);
-      if (note.is_end()) return;
+      switch_query_tile(accumulate);
+      if (kv_tile_info.is_end()) return;
     }
   }
 
   // Waits for the next KV tile. If it begins another query tile, the old queries are released at
   // once: the consumer that waits for new queries may be the first in the ping-pong order.
-  __device__ void take_note() {
-    products.await_slot();
-    note = *cta.note(products.ring.slot);
-    if (Config::mapped && ++shown_slot == Cta::shown_slots) shown_slot = 0;
-    block = note.block;
-    if (!Products::keeps_all_queries && note.begins_tile() && visit >= 0) products.leave_queries();
+  __device__ void next_kv_tile() {
+    products.wait_stage();
+    kv_tile_info = *cta.kv_tile_info(products.ring.index);
+    if (Config::block_mask && ++visible_pairs_slot == Cta::visible_pairs_slots) {
+      visible_pairs_slot = 0;
+    }
+    kv_tile = kv_tile_info.kv_tile;
+    if (!Products::keeps_all_queries && kv_tile_info.begins_query_tile() && work_tile_slot >= 0) {
+      products.release_queries();
+    }
   }
 
   // Writes the output of a query tile, if O holds one, where the next tile begins or the work ends.
-  __device__ void change_tile(bool& accumulate) {
-    if (!note.begins_tile() && !note.is_end()) return;
+  __device__ void switch_query_tile(bool& accumulate) {
+    if (!kv_tile_info.begins_query_tile() && !kv_tile_info.is_end()) return;
     if (accumulate) {
-      const HopperResults<Config> of_tile = {cta, products, Cta::next_visit(visit)};
+      const HopperEpilogue<Config> epilogue = {cta, products,
+                                               Cta::next_work_tile_slot(work_tile_slot)};
       float normalizer[2];
-      const bool is_special = of_tile.finish_softmax(softmax.rows, normalizer);
-      of_tile.write_output(normalizer, is_special);
+      const bool is_special = epilogue.finish_softmax(softmax.rows, normalizer);
+      epilogue.write_output(normalizer, is_special);
       softmax.reset();
       accumulate = false;
     }
-    if (!note.is_end()) visit = Cta::next_visit(visit);
+    if (!kv_tile_info.is_end()) work_tile_slot = Cta::next_work_tile_slot(work_tile_slot);
   }
 
   // Lets the next consumer proceed. No consumer waits for the last arrival of the last consumer.
-  __device__ void end_turn() const {
-    if (Config::turns && !(note.is_end() && consumer == consumers - 1)) pass_turn();
+  __device__ void pingpong_arrive_next() const {
+    if (Config::pingpong && !(kv_tile_info.is_end() && consumer == consumers - 1)) {
+      pingpong_arrive();
+    }
   }
 
   // Returns the epilogue of the query tile before the one that was entered last.
-  __device__ HopperResults<Config> results() { return {cta, products, visit}; }
+  __device__ HopperEpilogue<Config> epilogue() { return {cta, products, work_tile_slot}; }
 
   // Waits for the next query tile. Returns false after the last one.
-  __device__ bool enter_tile() {
-    products.await_queries();
-    const Visit& next = *cta.visit(visit);
+  __device__ bool begin_query_tile() {
+    products.wait_queries();
+    const WorkTile& next = *cta.work_tile_at(work_tile_slot);
     if (next.is_end_of_work()) return false;
-    first_row = products.first_row_of(next.work);
+    first_row = products.first_row_of(next.coord);
     if constexpr (Cta::transposes_values) softmax.enter(next, cta.p);
-    if (Config::sequences) {
+    if (Config::has_seqlens) {
       full_end = next.template mask<Config>(cta.p).template full_tiles<Bc>(first_row);
     }
-    if constexpr (!Config::noted) {
-      block = next.keys.end - 1;
-      begin = next.keys.begin;
+    if constexpr (!Config::skips_tiles) {
+      kv_tile = next.kv_tiles.end - 1;
+      begin = next.kv_tiles.begin;
     }
     return true;
   }
 
-  __device__ void take_turn() const { ptx::bar_sync(1 + consumer, 256); }
-  __device__ void pass_turn() const { ptx::bar_arrive(1 + (consumer + 1) % consumers, 256); }
+  __device__ void pingpong_wait() const { ptx::bar_sync(1 + consumer, 256); }
+  __device__ void pingpong_arrive() const { ptx::bar_arrive(1 + (consumer + 1) % consumers, 256); }
 
   // Converts the scores of the KV tile to probabilities. Returns whether the base of any row of the
   // warp changed, so that O must be multiplied by `rescale`.
-  __device__ bool take_softmax(float (&rescale)[2]) {
+  __device__ bool compute_softmax(float (&rescale)[2]) {
     prepare_scores([] {});
     return softmax.exponentiate(products.scores, products.next_probabilities, rescale);
   }
 
   // Completes the scores of the KV tile: adds those of the peer CTA, modifies them and masks them.
-  template <class Meanwhile>
-  __device__ void prepare_scores(Meanwhile meanwhile) {
-    pair.complete(products.scores, meanwhile);
+  template <class WhileWaiting>
+  __device__ void prepare_scores(WhileWaiting while_waiting) {
+    peer.add_peer_scores(products.scores, while_waiting);
     Softmax::apply_factor(products.scores);
     modify_scores();
-    if constexpr (softmax_turns) {
+    if constexpr (pingpong_softmax) {
       // The pin keeps the modification of the scores before the arrival.
       ptx::pin(products.scores);
-      pass_turn();
+      pingpong_arrive();
     }
-    if (block >= first_masked_block()) apply_mask();
+    if (kv_tile >= first_masked_tile()) apply_mask();
     if constexpr (Config::window_left) {
-      if (block < first_full_block()) mask_before_window();
+      if (kv_tile < first_unmasked_tile()) mask_before_window();
     }
   }
 
   // Returns the first KV tile in which the mask hides keys from a row of this consumer.
-  __device__ int first_masked_block() const {
-    return Config::sequences ? full_end
-                             : Mask<Config>(cta.p, batch()).template full_tiles<Bc>(first_row);
+  __device__ int first_masked_tile() const {
+    return Config::has_seqlens ? full_end
+                               : Mask<Config>(cta.p, batch()).template full_tiles<Bc>(first_row);
   }
 
   // Returns the first KV tile in which the window masks no key for any row of this consumer.
-  __device__ int first_full_block() const {
-    const Visit& current = *cta.visit(visit);
-    const int last = products.first_row_of(current.work) + 63;
+  __device__ int first_unmasked_tile() const {
+    const WorkTile& current = *cta.work_tile_at(work_tile_slot);
+    const int last = products.first_row_of(current.coord) + 63;
     return current.template mask<Config>(cta.p).template first_full_tile<Bc>(last);
   }
 
   __device__ void mask_before_window() {
-    const Visit& current = *cta.visit(visit);
-    const int first = products.first_row_of(current.work) + Products::lane_row();
+    const WorkTile& current = *cta.work_tile_at(work_tile_slot);
+    const int first = products.first_row_of(current.coord) + Products::lane_row();
     const Mask<Config> mask = current.template mask<Config>(cta.p);
-    const int lane_begin = block * Bc + threadIdx.x % 4 * 2;
+    const int lane_begin = kv_tile * Bc + threadIdx.x % 4 * 2;
     Softmax::mask_before(products.scores, [&](int half) {
       return mask.visible_begin(first + 8 * half) - lane_begin;
     });
@@ -307,53 +316,54 @@ struct HopperConsumer {
 
   // Returns the batch index of the query tile if the mask depends on it, otherwise 0.
   __device__ int batch() const {
-    return Config::prefix || Config::offsets ? cta.visit(visit)->work.batch : 0;
+    return Config::prefix || Config::offsets ? cta.work_tile_at(work_tile_slot)->coord.batch : 0;
   }
 
   __device__ void modify_scores() {
     if constexpr (Config::modified) {
-      const Visit& current = *cta.visit(visit);
+      const WorkTile& current = *cta.work_tile_at(work_tile_slot);
       const auto& sequence = current.sequence(cta.p);
-      const int batch = current.work.batch;
-      const int q_offset = Config::sequences
+      const int batch = current.coord.batch;
+      const int q_offset = Config::has_seqlens
                                ? sequence.template q_offset<Config>(cta.p, batch)
                                : first_position<Config>(cta.p, batch, cta.p.q_offset);
-      const int first = products.first_row_of(current.work) + Products::lane_row();
-      const bool hides = !Config::mapped || !(note.is_full(consumer) || note.slot(consumer));
+      const int first = products.first_row_of(current.coord) + Products::lane_row();
+      const bool masks = !Config::block_mask ||
+                         !(kv_tile_info.is_full(consumer) || kv_tile_info.pairs_slot(consumer));
       const HopperBias<Config> bias(cta, consumer, bias_ring);
       modify_fragments<Config, 2, Bc / 8>(
           cta.p,
           [&](int half) {
-            return ScoreRow{batch,    current.work.head, first + 8 * half,
-                            q_offset, sequence.q_first,  sequence.k_first};
+            return ScoreRow{batch,    current.coord.head, first + 8 * half,
+                            q_offset, sequence.q_first,   sequence.k_first};
           },
-          block * Bc + threadIdx.x % 4 * 2, [&](int half) { return softmax.rows[half].base; },
-          hides, [&](int half) { return products.scores + 2 * half; },
-          [&](int half) { return bias.of_half(half); });
-      if constexpr (Config::mapped) {
-        if (note.slot(consumer)) hide_others();
+          kv_tile * Bc + threadIdx.x % 4 * 2, [&](int half) { return softmax.rows[half].base; },
+          masks, [&](int half) { return products.scores + 2 * half; },
+          [&](int half) { return bias.row(half); });
+      if constexpr (Config::block_mask) {
+        if (kv_tile_info.pairs_slot(consumer)) apply_visible_pairs();
       }
     }
   }
 
   // Loads the visible pairs that arrived with K, before the stage of K is released.
-  __device__ void take_shown_pairs() {
-    if constexpr (Config::mapped) {
-      if (note.slot(consumer)) {
-        shown = cta.shown(shown_slot, consumer);
+  __device__ void read_visible_pairs() {
+    if constexpr (Config::block_mask) {
+      if (kv_tile_info.pairs_slot(consumer)) {
+        visible_pairs = cta.visible_pairs(visible_pairs_slot, consumer);
         // TMA must not overwrite the pairs before they are read, see `HopperBias`.
         ptx::fence_proxy_async();
       }
     }
   }
 
-  __device__ void hide_others() {
+  __device__ void apply_visible_pairs() {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int n = 0; n < Bc / 4; ++n) {
-        const bool is_shown = shown.bits[half][n / 32] >> n % 32 & 1;
-        if (!is_shown) {
+        const bool is_visible = visible_pairs.bits[half][n / 32] >> n % 32 & 1;
+        if (!is_visible) {
           products.scores[2 * half + n / 2 * 4 + n % 2] = -SoftmaxMath<float>::infinity();
         }
       }
@@ -361,12 +371,12 @@ struct HopperConsumer {
   }
 
   __device__ void apply_mask() {
-    const Visit& current = *cta.visit(visit);
-    const int first = Config::sequences ? products.first_row_of(current.work) : first_row;
+    const WorkTile& current = *cta.work_tile_at(work_tile_slot);
+    const int first = Config::has_seqlens ? products.first_row_of(current.coord) : first_row;
     const Mask<Config> mask = current.template mask<Config>(cta.p);
-    const auto block_mask = mask.counted_from(block * Bc + threadIdx.x % 4 * 2);
-    softmax.mask(products.scores, block == 0, [&](int half) {
-      return block_mask.visible_end(first + Products::lane_row() + 8 * half);
+    const auto tile_mask = mask.counted_from(kv_tile * Bc + threadIdx.x % 4 * 2);
+    softmax.mask(products.scores, kv_tile == 0, [&](int half) {
+      return tile_mask.visible_end(first + Products::lane_row() + 8 * half);
     });
   }
 };

@@ -2,19 +2,19 @@
 // their barriers, the work tiles in flight, and the addresses of results.
 #pragma once
 
-#include "forward/hopper/float8.cuh"
+#include "forward/hopper/float8/float8.cuh"
 #include "forward/hopper/operand.cuh"
-#include "grid/order.cuh"
-#include "grid/schedule.cuh"
-#include "grid/sequences.cuh"
-#include "grid/split.cuh"
-#include "grid/visit.cuh"
+#include "scheduler/varlen_order.cuh"
+#include "scheduler/tile_coord.cuh"
+#include "scheduler/sequences.cuh"
+#include "scheduler/split_kv.cuh"
+#include "scheduler/work_tile.cuh"
 #include "params.cuh"
 #include "ptx/sm90a.cuh"
-#include "score/few_seen.cuh"
+#include "score/degenerate_rows.cuh"
 #include "tile/element.cuh"
-#include "tile/ring.cuh"
-#include "tile/slabs.cuh"
+#include "tile/pipeline_state.cuh"
+#include "tile/tma_tile.cuh"
 
 struct TensorMaps {
   TensorMap q;
@@ -28,16 +28,16 @@ struct BiasedTensorMaps : TensorMaps {
 };
 
 // Tensor maps of MLA kernels; `q_rest` and `k_rest` cover the columns after the first head_dim_v.
-struct LatentTensorMaps : TensorMaps {
+struct MlaTensorMaps : TensorMaps {
   TensorMap q_rest;
   TensorMap k_rest;
 };
 
 #if __CUDA_ARCH__ == 900
 
-// Returns how many columns of a head each of its `ranks` CTAs has. The last CTA may have fewer.
-__host__ __device__ constexpr int hopper_columns(int dim, int ranks) {
-  return ranks == 1 ? dim : round_up(ceil_div(dim, ranks), 16);
+// Returns how many columns of a head each of its `cta_ranks` CTAs has. The last CTA may have fewer.
+__host__ __device__ constexpr int hopper_columns(int dim, int cta_ranks) {
+  return cta_ranks == 1 ? dim : round_up(ceil_div(dim, cta_ranks), 16);
 }
 
 template <class Config>
@@ -47,11 +47,11 @@ struct HopperCta {
   static constexpr int Bc = Config::Bc;
   static constexpr int consumers = Br / 64;
   // Number of component tiles stored consecutively for each tile: 3 for float32, otherwise 1.
-  static constexpr int pieces = HopperOperand<Element>::pieces;
-  // Number of CTAs that split head_dim (`pair.cuh`): 2 for heads wider than 256, otherwise 1.
-  static constexpr int ranks = Config::head_dim > 256 || Config::head_dim_v > 256 ? 2 : 1;
-  static constexpr int columns = hopper_columns(Config::head_dim, ranks);
-  static constexpr int columns_v = hopper_columns(Config::head_dim_v, ranks);
+  static constexpr int components = HopperOperand<Element>::components;
+  // Number of CTAs that split head_dim (`peer_exchange.cuh`): 2 for heads wider than 256, else 1.
+  static constexpr int cta_ranks = Config::head_dim > 256 || Config::head_dim_v > 256 ? 2 : 1;
+  static constexpr int columns = hopper_columns(Config::head_dim, cta_ranks);
+  static constexpr int columns_v = hopper_columns(Config::head_dim_v, cta_ranks);
   // MLA: V is a prefix of K's columns, and one stage holds both. Each CTA also has half of the
   // columns of K that are not in V.
   static constexpr bool values_in_keys = Config::values_in_keys;
@@ -62,97 +62,100 @@ struct HopperCta {
   using KeyTile = typename Tiles::KeyTile;
   using ValueTile = typename Tiles::ValueTile;
   static constexpr bool transposes_values = HopperOperand<Element>::transposes_values;
-  using BiasTile = SlabTile<Br, Bc>;
+  using BiasTile = TmaTile<Br, Bc>;
   static constexpr bool streams_bias = Config::bias_stages > 0;
 
-  static constexpr int q_slot_bytes = pieces * QueryTile::bytes;
-  static constexpr int slot_bytes =
-      pieces * (KeyTile::bytes > ValueTile::bytes ? KeyTile::bytes : ValueTile::bytes);
+  static constexpr int q_stage_bytes = components * QueryTile::bytes;
+  static constexpr int stage_bytes =
+      components * (KeyTile::bytes > ValueTile::bytes ? KeyTile::bytes : ValueTile::bytes);
   static_assert(Br % 64 == 0 && consumers >= 1 && consumers <= 3, "64 rows for each consumer");
-  static_assert(Bc % 16 == 0 && Bc <= 256, "both products are whole wgmma");
-  static_assert(!Config::sequences || !Config::split_keys || values_in_keys,
-                "a sequence's keys are left whole, but for latent attention");
-  static_assert(!values_in_keys || (ranks > 1 && pieces == 1 && !Config::noted),
-                "of 16-bit heads that two blocks share, without modifications");
+  static_assert(Bc % 16 == 0 && Bc <= 256, "both products consist of whole wgmma instructions");
+  static_assert(!Config::has_seqlens || !Config::split_keys || values_in_keys,
+                "with sequences, keys are split only for MLA");
+  static_assert(!values_in_keys || (cta_ranks > 1 && components == 1 && !Config::skips_tiles),
+                "MLA needs CTA pairs and 16-bit elements without modifications");
   static_assert(!values_in_keys || (columns_v % 32 == 0 && columns_rest % 32 == 0),
-                "slabs of values, and slabs of the other columns");
-  static_assert(Config::page_size % Bc == 0, "a tile of keys is of one page");
-  static_assert(
-      (pieces == 1 && !transposes_values) ||
-          (!Config::sequences && !Config::split_keys && !Config::modified),
-      "of float32 and float8 there are only batches of equal lengths, whole and without more");
+                "V columns and the other columns form whole boxes");
+  static_assert(Config::page_size % Bc == 0, "a KV tile belongs to one page");
+  static_assert((components == 1 && !transposes_values) ||
+                    (!Config::has_seqlens && !Config::split_keys && !Config::modified),
+                "float32 and float8 support only equal lengths without splits or modifications");
 
-  using Visit = HopperVisit<Config>;
+  using WorkTile = HopperWorkTile<Config>;
   // Entries in the ring of work tiles. A work tile is read again when its output is written. If the
   // next one has a single KV tile, its query stage may be reloaded before that. In variable-length
   // batches, the scheduler warp is two work tiles ahead, of which the producer knows one.
-  static constexpr int visits = Config::q_stages + 2 + 2 * Config::sequences;
+  static constexpr int work_tile_slots = Config::q_stages + 2 + 2 * Config::has_seqlens;
 
   // V tile with the last keys of a sequence. The rows after them belong to other sequences.
   struct Tail {
-    int slot;  // stage in the ring; -1 after the last tail
+    int stage;  // stage in the ring; -1 after the last tail
     int rows;  // number of rows that belong to the sequence
   };
   // Entries in the ring of tails: one per stage, and the end marker.
-  static constexpr int tails = Config::sequences ? Config::stages + 1 : 0;
+  static constexpr int tails = Config::has_seqlens ? Config::stages + 1 : 0;
 
   // Which consumers need a KV tile, and whether they must mask it, if consumers skip tiles. The
-  // producer publishes one `Note` per stage of K.
-  struct Note {
-    int block;
+  // producer publishes one `KvTileInfo` per stage of K.
+  struct KvTileInfo {
+    int kv_tile;
     unsigned bits;
 
-    static constexpr unsigned everyone = (1u << consumers) - 1;
+    static constexpr unsigned all_consumers = (1u << consumers) - 1;
     static constexpr unsigned first = 1 << 30, end = 1u << 31;
-    static_assert(BlockMap::most_slots < 256, "a slot takes eight bits");
+    static_assert(BlockMask::max_slots < 256, "a slot number has eight bits");
     // Returns the bits for one consumer: whether it needs the KV tile, whether the block mask
     // leaves all its pairs visible, and the slot of the visible pairs, counted from 1 (0 if not
     // stored).
-    __device__ static unsigned bits_of(int consumer, bool is_own, bool is_full, unsigned slot) {
-      return (unsigned(is_own) | unsigned(is_full) << 3) << consumer | slot << (6 + 8 * consumer);
+    __device__ static unsigned bits_of(int consumer, bool is_needed, bool is_full,
+                                       unsigned pairs_slot) {
+      return (unsigned(is_needed) | unsigned(is_full) << 3) << consumer | pairs_slot
+                                                                              << (6 + 8 * consumer);
     }
-    __device__ static Note of(int block, unsigned bits, bool begins_tile) {
-      return {block, bits | (begins_tile ? first : 0)};
+    __device__ static KvTileInfo create(int kv_tile, unsigned bits, bool begins_query_tile) {
+      return {kv_tile, bits | (begins_query_tile ? first : 0)};
     }
-    __device__ static Note end_of_work() { return {-1, end}; }
+    __device__ static KvTileInfo end_of_work() { return {-1, end}; }
 
-    __device__ bool is_of(int consumer) const { return bits >> consumer & 1; }
+    __device__ bool is_needed_by(int consumer) const { return bits >> consumer & 1; }
     __device__ bool is_full(int consumer) const { return bits >> (3 + consumer) & 1; }
-    __device__ int slot(int consumer) const { return bits >> (6 + 8 * consumer) & 255; }
-    __device__ bool begins_tile() const { return bits & first; }
+    __device__ int pairs_slot(int consumer) const { return bits >> (6 + 8 * consumer) & 255; }
+    __device__ bool begins_query_tile() const { return bits & first; }
     __device__ bool is_end() const { return bits & end; }
   };
-  static constexpr int notes = Config::noted ? Config::stages : 0;
+  static constexpr int kv_tile_infos = Config::skips_tiles ? Config::stages : 0;
 
   // Visible pairs of a partially masked KV tile, for each consumer. They arrive with K and are read
   // before the stage of K is released. K and V alternate in the ring of tiles, so stages / 2 + 1
   // entries suffice: when a stage is free for K, the K of so many KV tiles ago has been released.
-  using Shown = ShownPairs<Bc <= 128 ? 1 : 2>;
-  static constexpr int shown_bytes = Shown::threads * int(sizeof(Shown));
-  static constexpr int shown_slots = Config::mapped ? Config::stages / 2 + 1 : 0;
+  using TilePairs = VisiblePairs<Bc <= 128 ? 1 : 2>;
+  static constexpr int visible_pairs_bytes = TilePairs::threads * int(sizeof(TilePairs));
+  static constexpr int visible_pairs_slots = Config::block_mask ? Config::stages / 2 + 1 : 0;
 
   // Receive buffers of each consumer warp for the scores of the peer CTA. MLA has one buffer: with
   // two, there would be space for two stages of 64 keys instead of three.
-  static constexpr int pair_buffers = ranks > 1 ? (values_in_keys ? 1 : 2) : 0;
-  static constexpr int pair_warp_bytes = 16 * Bc * int(sizeof(float));
+  static constexpr int peer_buffers = cta_ranks > 1 ? (values_in_keys ? 1 : 2) : 0;
+  static constexpr int peer_warp_bytes = 16 * Bc * int(sizeof(float));
 
   // Order in shared memory: rings of query tiles, of K and V tiles, of the bias and of visible
-  // pairs, receive buffers, barriers, then work tiles, `Tail` and `Note` entries.
-  static constexpr int ring_offset = Config::q_stages * q_slot_bytes;
-  static constexpr int bias_offset = ring_offset + Config::stages * slot_bytes;
-  static constexpr int shown_offset = bias_offset + Config::bias_stages * BiasTile::bytes;
-  static constexpr int pair_offset = shown_offset + shown_slots * consumers * shown_bytes;
+  // pairs, receive buffers, barriers, then work tiles, `Tail` and `KvTileInfo` entries.
+  static constexpr int ring_offset = Config::q_stages * q_stage_bytes;
+  static constexpr int bias_offset = ring_offset + Config::stages * stage_bytes;
+  static constexpr int visible_pairs_offset = bias_offset + Config::bias_stages * BiasTile::bytes;
+  static constexpr int peer_offset =
+      visible_pairs_offset + visible_pairs_slots * consumers * visible_pairs_bytes;
   static constexpr int barrier_offset =
-      pair_offset + pair_buffers * 4 * consumers * pair_warp_bytes;
+      peer_offset + peer_buffers * 4 * consumers * peer_warp_bytes;
   static constexpr int ring_barriers = 2 * (Config::stages + Config::q_stages);
-  static constexpr int sequence_barriers = Config::sequences ? 2 + tails : 0;
-  static constexpr int pair_barriers = ranks > 1 ? 2 * 4 * consumers : 0;
+  static constexpr int sequence_barriers = Config::has_seqlens ? 2 + tails : 0;
+  static constexpr int peer_barriers = cta_ranks > 1 ? 2 * 4 * consumers : 0;
   static constexpr int barriers =
-      ring_barriers + sequence_barriers + 2 * Config::bias_stages + pair_barriers;
-  static constexpr int visit_offset = barrier_offset + barriers * 8;
-  static constexpr int tail_offset = visit_offset + visits * int(sizeof(Visit));
-  static constexpr int note_offset = tail_offset + tails * int(sizeof(Tail));
-  static_assert(note_offset + notes * int(sizeof(Note)) == Config::shared_memory,
+      ring_barriers + sequence_barriers + 2 * Config::bias_stages + peer_barriers;
+  static constexpr int work_tile_offset = barrier_offset + barriers * 8;
+  static constexpr int tail_offset = work_tile_offset + work_tile_slots * int(sizeof(WorkTile));
+  static constexpr int kv_tile_info_offset = tail_offset + tails * int(sizeof(Tail));
+  static_assert(kv_tile_info_offset + kv_tile_infos * int(sizeof(KvTileInfo)) ==
+                    Config::shared_memory,
                 "as the host planned");
 
   const Params& p;
@@ -161,62 +164,62 @@ struct HopperCta {
 
   // A stage is full when its bytes have arrived, and empty when all consumers have released it.
 
-  __device__ unsigned full(int slot) const { return shared + barrier_offset + slot * 8; }
-  __device__ unsigned empty(int slot) const { return full(Config::stages + slot); }
-  __device__ unsigned q_full(int slot) const { return full(2 * Config::stages + slot); }
-  __device__ unsigned q_empty(int slot) const { return q_full(Config::q_stages + slot); }
-  // Barriers of the work tile that the scheduler warp gives to the producer. At `arrived`, a V tile
-  // with a `Tail` has been loaded.
-  __device__ unsigned found_full() const { return full(ring_barriers); }
-  __device__ unsigned found_empty() const { return full(ring_barriers + 1); }
-  __device__ unsigned arrived(int index) const { return full(ring_barriers + 2 + index); }
+  __device__ unsigned full(int stage) const { return shared + barrier_offset + stage * 8; }
+  __device__ unsigned empty(int stage) const { return full(Config::stages + stage); }
+  __device__ unsigned q_full(int stage) const { return full(2 * Config::stages + stage); }
+  __device__ unsigned q_empty(int stage) const { return q_full(Config::q_stages + stage); }
+  // Barriers of the work tile that the scheduler warp gives to the producer. At `tail_loaded`, a V
+  // tile with a `Tail` has been loaded.
+  __device__ unsigned work_tile_full() const { return full(ring_barriers); }
+  __device__ unsigned work_tile_empty() const { return full(ring_barriers + 1); }
+  __device__ unsigned tail_loaded(int index) const { return full(ring_barriers + 2 + index); }
 
-  __device__ unsigned bias_full(int slot) const {
-    return full(ring_barriers + sequence_barriers + slot);
+  __device__ unsigned bias_full(int stage) const {
+    return full(ring_barriers + sequence_barriers + stage);
   }
-  __device__ unsigned bias_empty(int slot) const { return bias_full(Config::bias_stages + slot); }
+  __device__ unsigned bias_empty(int stage) const { return bias_full(Config::bias_stages + stage); }
 
   // Barrier for the scores that the peer CTA sends to a consumer warp.
-  __device__ unsigned pair_full(int buffer, int warp) const {
-    return full(barriers - pair_barriers + buffer * 4 * consumers + warp);
+  __device__ unsigned peer_full(int buffer, int warp) const {
+    return full(barriers - peer_barriers + buffer * 4 * consumers + warp);
   }
   // With one buffer: the barrier at which the peer CTA arrives after it has read what it received.
-  __device__ unsigned pair_read(int warp) const { return pair_full(1, warp); }
+  __device__ unsigned peer_read(int warp) const { return peer_full(1, warp); }
 
   __device__ void init_barriers() const {
     // Each consumer warp arrives to release a stage.
     constexpr int warps = 4 * consumers;
-    for (int slot = 0; slot < Config::stages; ++slot) {
-      ptx::mbarrier_init(full(slot), 1);
-      ptx::mbarrier_init(empty(slot), warps);
+    for (int stage = 0; stage < Config::stages; ++stage) {
+      ptx::mbarrier_init(full(stage), 1);
+      ptx::mbarrier_init(empty(stage), warps);
     }
-    for (int slot = 0; slot < Config::q_stages; ++slot) {
-      ptx::mbarrier_init(q_full(slot), 1);
-      ptx::mbarrier_init(q_empty(slot), warps);
+    for (int stage = 0; stage < Config::q_stages; ++stage) {
+      ptx::mbarrier_init(q_full(stage), 1);
+      ptx::mbarrier_init(q_empty(stage), warps);
     }
-    for (int slot = 0; slot < Config::bias_stages; ++slot) {
-      ptx::mbarrier_init(bias_full(slot), 1);
-      ptx::mbarrier_init(bias_empty(slot), warps);
+    for (int stage = 0; stage < Config::bias_stages; ++stage) {
+      ptx::mbarrier_init(bias_full(stage), 1);
+      ptx::mbarrier_init(bias_empty(stage), warps);
     }
-    if constexpr (Config::sequences) {
-      ptx::mbarrier_init(found_full(), 1);
-      ptx::mbarrier_init(found_empty(), 1);
-      for (int index = 0; index < tails; ++index) ptx::mbarrier_init(arrived(index), 1);
+    if constexpr (Config::has_seqlens) {
+      ptx::mbarrier_init(work_tile_full(), 1);
+      ptx::mbarrier_init(work_tile_empty(), 1);
+      for (int index = 0; index < tails; ++index) ptx::mbarrier_init(tail_loaded(index), 1);
     }
-    for (int index = barriers - pair_barriers; index < barriers; ++index) {
+    for (int index = barriers - peer_barriers; index < barriers; ++index) {
       ptx::mbarrier_init(full(index), 1);
     }
     ptx::fence_mbarrier_init();
   }
 
-  __device__ static void leave(unsigned empty_barrier) {
+  __device__ static void release_stage(unsigned empty_barrier) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(empty_barrier);
   }
 
-  __device__ Visit* visit(int index) const {
+  __device__ WorkTile* work_tile_at(int index) const {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
-    return reinterpret_cast<Visit*>(shared_memory + visit_offset) + index;
+    return reinterpret_cast<WorkTile*>(shared_memory + work_tile_offset) + index;
   }
 
   __device__ Tail* tail(int index) const {
@@ -224,114 +227,117 @@ struct HopperCta {
     return reinterpret_cast<Tail*>(shared_memory + tail_offset) + index;
   }
 
-  __device__ Note* note(int slot) const {
+  __device__ KvTileInfo* kv_tile_info(int stage) const {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
-    return reinterpret_cast<Note*>(shared_memory + note_offset) + slot;
+    return reinterpret_cast<KvTileInfo*>(shared_memory + kv_tile_info_offset) + stage;
   }
 
-  __device__ static int next_visit(int index) { return index + 1 == visits ? 0 : index + 1; }
-
-  __device__ unsigned slot_address(int slot) const {
-    return shared + ring_offset + slot * slot_bytes;
+  __device__ static int next_work_tile_slot(int index) {
+    return index + 1 == work_tile_slots ? 0 : index + 1;
   }
 
-  __device__ unsigned bias_address(int slot) const {
-    return shared + bias_offset + slot * BiasTile::bytes;
+  __device__ unsigned stage_address(int stage) const {
+    return shared + ring_offset + stage * stage_bytes;
   }
 
-  __device__ unsigned pair_address(int buffer, int warp) const {
-    return shared + pair_offset + (buffer * 4 * consumers + warp) * pair_warp_bytes;
+  __device__ unsigned bias_address(int stage) const {
+    return shared + bias_offset + stage * BiasTile::bytes;
+  }
+
+  __device__ unsigned peer_address(int buffer, int warp) const {
+    return shared + peer_offset + (buffer * 4 * consumers + warp) * peer_warp_bytes;
   }
 
   // Returns an address as matrix descriptors hold it. In a cluster, its upper bits hold the CTA
   // rank: in a descriptor they would change the stride between TMA boxes.
-  __device__ static unsigned in_descriptor(unsigned address) {
-    constexpr unsigned most = 1 << 18;
-    return (ranks == 1 ? address : address % most) / 16;
+  __device__ static unsigned descriptor_address(unsigned address) {
+    constexpr unsigned window_bytes = 1 << 18;
+    return (cta_ranks == 1 ? address : address % window_bytes) / 16;
   }
 
-  __device__ unsigned shown_address(int slot, int consumer) const {
-    return shared + shown_offset + (slot * consumers + consumer) * shown_bytes;
+  __device__ unsigned visible_pairs_address(int stage, int consumer) const {
+    return shared + visible_pairs_offset + (stage * consumers + consumer) * visible_pairs_bytes;
   }
 
-  __device__ const Shown& shown(int slot, int consumer) const {
+  __device__ const TilePairs& visible_pairs(int stage, int consumer) const {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
-    return reinterpret_cast<const Shown*>(
-        shared_memory + shown_offset)[(slot * consumers + consumer) * Shown::threads +
-                                      threadIdx.x % Shown::threads];
+    return reinterpret_cast<const TilePairs*>(
+        shared_memory + visible_pairs_offset)[(stage * consumers + consumer) * TilePairs::threads +
+                                              threadIdx.x % TilePairs::threads];
   }
 
   // Returns the index of this CTA among those that split head_dim.
-  __device__ static int rank() { return ranks == 1 ? 0 : blockIdx.z; }
-  __device__ static int first_column_v() { return rank() * columns_v; }
+  __device__ static int cta_rank() { return cta_ranks == 1 ? 0 : blockIdx.z; }
+  __device__ static int first_column_v() { return cta_rank() * columns_v; }
   // Returns the number of output columns from the first one of this CTA to the end of the head.
-  __device__ static int inside_v() { return Config::head_dim_v - first_column_v(); }
-  static constexpr bool has_whole_columns_v = ranks * columns_v == Config::head_dim_v;
+  __device__ static int columns_left_v() { return Config::head_dim_v - first_column_v(); }
+  static constexpr bool has_whole_columns_v = cta_ranks * columns_v == Config::head_dim_v;
 
   // Returns the query tile of this CTA, or CTA pair, in a round over the grid. Tiles are in order
   // of decreasing length. Odd rounds run backwards, so that the CTA with the longest tile of one
   // round gets the shortest tile of the next.
   __device__ static unsigned tile_of(unsigned round) {
-    const unsigned place = round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-    return round * gridDim.x + place;
+    const unsigned index = round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+    return round * gridDim.x + index;
   }
 
-  __device__ Visit visit_of(unsigned round) const {
+  __device__ WorkTile work_tile_of(unsigned round) const {
     // Unsigned: there are up to 2^31 - 1 tiles, and a round may run past the last one.
     const unsigned tiles = ceil_div(p.seqlen_q, Br) * p.batch * p.heads_q * p.num_splits;
     const unsigned tile = tile_of(round);
-    if (tile >= tiles) return Visit::end_of_work();
-    const Work work = find_work<Br>(p, tile);
-    if constexpr (Config::mapped) {
-      return mapped_visit(p, work);
+    if (tile >= tiles) return WorkTile::end_of_work();
+    const TileCoord coord = tile_coord<Br>(p, tile);
+    if constexpr (Config::block_mask) {
+      return masked_work_tile(p, coord);
     } else {
-      return Visit::of(p, work, key_tiles(p, work));
+      return WorkTile::create(p, coord, key_tiles(p, coord));
     }
   }
 
-  __device__ static KeyTiles key_tiles(const Params& p, const Work& work) {
-    const int q_end = min(work.q_begin + Br, p.seqlen_q);
-    return find_key_tiles<Bc, Config::split_keys>(Mask<Config>(p, work.batch), work.q_begin, q_end,
-                                                  work.split, p.num_splits);
+  __device__ static KvTileRange key_tiles(const Params& p, const TileCoord& coord) {
+    const int q_end = min(coord.q_begin + Br, p.seqlen_q);
+    return kv_tile_range<Bc, Config::split_keys>(Mask<Config>(p, coord.batch), coord.q_begin, q_end,
+                                                 coord.split, p.num_splits);
   }
 
   // Returns the work tile with a block mask, which sorts a head's query tiles by their KV tiles.
   template <class AnyParams>
-  __device__ static Visit mapped_visit(const AnyParams& p, Work work) {
-    const int place = ceil_div(p.seqlen_q, Br) - 1 - work.q_begin / Br;
-    const MappedTile found = p.block_map.tile_at(work.batch, work.head, place);
-    work.q_begin = found.tile * Br;
-    KeyTiles keys = key_tiles(p, work);
-    keys.begin = max(keys.begin, found.begin);
-    keys.end = max(keys.begin, min(keys.end, found.end));
+  __device__ static WorkTile masked_work_tile(const AnyParams& p, TileCoord coord) {
+    const int position = ceil_div(p.seqlen_q, Br) - 1 - coord.q_begin / Br;
+    const MaskedTile sorted = p.block_mask.sorted_tile(coord.batch, coord.head, position);
+    coord.q_begin = sorted.tile * Br;
+    KvTileRange keys = key_tiles(p, coord);
+    keys.begin = max(keys.begin, sorted.begin);
+    keys.end = max(keys.begin, min(keys.end, sorted.end));
     if constexpr (Config::split_keys) {
-      const MappedBlocks<consumers> blocks = mapped_blocks(p, work);
-      keys.begin = blocks.first_from(keys.begin, keys.end);
-      if (keys.begin < keys.end) keys.end = blocks.last_before(keys.end) + 1;
+      const MaskedBlocks<consumers> blocks = masked_blocks(p, coord);
+      keys.begin = blocks.first_nonempty(keys.begin, keys.end);
+      if (keys.begin < keys.end) keys.end = blocks.last_nonempty_before(keys.end) + 1;
     }
-    return Visit::of(p, work, keys);
+    return WorkTile::create(p, coord, keys);
   }
 
   template <class AnyParams>
-  __device__ static MappedBlocks<consumers> mapped_blocks(const AnyParams& p, const Work& work) {
-    return {p.block_map, work.batch, work.head, work.q_begin / Br};
+  __device__ static MaskedBlocks<consumers> masked_blocks(const AnyParams& p,
+                                                          const TileCoord& coord) {
+    return {p.block_mask, coord.batch, coord.head, coord.q_begin / Br};
   }
 
   // Number of KV tiles before the last one at which the producer requests the next work tile from
   // the scheduler warp.
-  static constexpr int found_ahead = 2;
+  static constexpr int work_tile_prefetch = 2;
 
   // CTA pairs take query tiles by index, not from a counter. Each CTA sorts the sequences itself.
-  static constexpr bool makes_order = Config::sequences && ranks > 1;
+  static constexpr bool builds_order = Config::has_seqlens && cta_ranks > 1;
 
   // Returns the order of the sequences, in the workspace after partial results and other orders.
-  __device__ static SequenceOrder order_of(const Params& p) {
-    const SequenceOrder order(p);
-    if constexpr (makes_order) {
-      return order.behind(partial_words(p) +
-                          (blockIdx.z * gridDim.x + blockIdx.x) * SequenceOrder::words(p.batch));
+  __device__ static VarlenOrder order_of(const Params& p) {
+    const VarlenOrder order(p);
+    if constexpr (builds_order) {
+      return order.offset_by(partial_words(p) +
+                             (blockIdx.z * gridDim.x + blockIdx.x) * VarlenOrder::words(p.batch));
     } else if constexpr (Config::split_keys) {
-      return order.behind(partial_words(p));
+      return order.offset_by(partial_words(p));
     } else {
       return order;
     }
@@ -344,51 +350,51 @@ struct HopperCta {
   }
 
   // The threads that sort the sequences. Their shared-memory scratch is overwritten by TMA later.
-  struct OrderMakers {
-    static constexpr bool alike = true;
+  struct OrderBuilders {
+    static constexpr bool deterministic = true;
     __device__ static unsigned threads() { return 128; }
     __device__ static void sync() { ptx::bar_sync(1 + consumers, 128); }
   };
-  __device__ void make_order() const {
+  __device__ void build_order() const {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
-    order_of(p).template make<Br, OrderMakers>(p, reinterpret_cast<int*>(shared_memory));
+    order_of(p).template build<Br, OrderBuilders>(p, reinterpret_cast<int*>(shared_memory));
     ptx::fence_proxy_async();
-    OrderMakers::sync();
+    OrderBuilders::sync();
   }
 
-  __device__ int64 lse_index(const Visit& visit, int row) const {
-    const Work& work = visit.work;
-    if constexpr (Config::sequences) {
-      return Partials<Config>::row_index(p, visit.sequence(p), work.batch, work.head, row);
+  __device__ int64 lse_index(const WorkTile& work_tile, int row) const {
+    const TileCoord& coord = work_tile.coord;
+    if constexpr (Config::has_seqlens) {
+      return Partials<Config>::row_index(p, work_tile.sequence(p), coord.batch, coord.head, row);
     } else {
-      return Partials<Config>::row_index(p, work.batch, work.head, row);
+      return Partials<Config>::row_index(p, coord.batch, coord.head, row);
     }
   }
 
   // Writes the log-sum-exp of a row of a KV split in the form of an `ExponentSum`.
-  __device__ void write_log_sum_exp(const Visit& visit, int row,
+  __device__ void write_log_sum_exp(const WorkTile& work_tile, int row,
                                     const ExponentSum<float>& sum) const {
-    Partials<Config>(p).set(p, visit.work.split, lse_index(visit, row), sum);
+    Partials<Config>(p).set(p, work_tile.coord.split, lse_index(work_tile, row), sum);
   }
-  __device__ void write_log_sum_exp(const Visit& visit, int row, float lse) const {
-    const Work& work = visit.work;
+  __device__ void write_log_sum_exp(const WorkTile& work_tile, int row, float lse) const {
+    const TileCoord& coord = work_tile.coord;
     const Partials<Config> partials(p);
-    const int64 index = lse_index(visit, row);
+    const int64 index = lse_index(work_tile, row);
     if (Config::split_keys) {
-      *partials.lse_row(work.split, index) = lse;
+      *partials.lse_row(coord.split, index) = lse;
     } else {
       static_cast<float*>(p.lse)[index] = lse;
     }
   }
 
-  __device__ float* partial_row(const Work& work, int row) const {
+  __device__ float* partial_row(const TileCoord& coord, int row) const {
     const Partials<Config> partials(p);
-    return partials.out_row(work.split, partials.row_index(p, work.batch, work.head, row));
+    return partials.out_row(coord.split, partials.row_index(p, coord.batch, coord.head, row));
   }
 
-  __device__ Output* output_row(const Visit& visit, int row) const {
-    const Sequence& sequence = visit.sequence(p);
-    return p.out.head<Output>(sequence.q_batch, visit.work.head) +
+  __device__ Output* output_row(const WorkTile& work_tile, int row) const {
+    const Sequence& sequence = work_tile.sequence(p);
+    return p.out.head<Output>(sequence.q_batch, work_tile.coord.head) +
            (sequence.q_first + row) * p.out.row_stride;
   }
 
@@ -397,18 +403,20 @@ struct HopperCta {
   // one key, p v / p differs from v. In variable-length batches, consumers skip such rows;
   // otherwise they are overwritten at the end. With modifications, only the consumers know which
   // rows these are.
-  __device__ bool is_set_by_helper(const Visit& visit, int row) const {
+  __device__ bool is_written_by_scheduler(const WorkTile& work_tile, int row) const {
     return !Config::modified &&
-           visit.template mask<Config>(p).visible_end(row) <= few_keys<Element>;
+           work_tile.template mask<Config>(p).visible_end(row) <= max_degenerate_keys<Element>;
   }
-  __device__ bool helper_sets_rows() const {
-    return Config::causal && !Config::sequences && !Config::modified &&
-           p.q_offset < few_keys<Element>;
+  __device__ bool scheduler_writes_rows() const {
+    return Config::causal && !Config::has_seqlens && !Config::modified &&
+           p.q_offset < max_degenerate_keys<Element>;
   }
-  __device__ void consumers_have_written() const {
+  __device__ void arrive_consumers_done() const {
     ptx::bar_arrive(1 + consumers, 128 * consumers + 32);
   }
-  __device__ void await_consumers() const { ptx::bar_sync(1 + consumers, 128 * consumers + 32); }
+  __device__ void wait_consumers_done() const {
+    ptx::bar_sync(1 + consumers, 128 * consumers + 32);
+  }
 };
 
 #endif  // __CUDA_ARCH__ == 900

@@ -9,9 +9,9 @@
 #pragma once
 
 #include "forward/mma.cu"
-#include "grid/chosen_rows.cuh"
-#include "grid/place.cuh"
-#include "grid/schedule.cuh"
+#include "scheduler/row_selection.cuh"
+#include "scheduler/sequence_view.cuh"
+#include "scheduler/tile_coord.cuh"
 #include "params.cuh"
 #include "ptx/stream.cuh"
 #include "tile/access.cuh"
@@ -37,9 +37,9 @@ template <class Attention>
 struct LowRows {
   using Config = LowRowsConfig<Attention>;
   using Element = typename Config::Element;
-  using Chosen = ChosenRows<Config>;
-  static constexpr int tiles_of_warp = 4;
-  static constexpr int tiles_of_round = tiles_of_warp * Config::warps;
+  using Selection = RowSelection<Config>;
+  static constexpr int tiles_per_warp = 4;
+  static constexpr int tiles_per_round = tiles_per_warp * Config::warps;
   static constexpr int words = ceil_div(Config::Br, 32);
 
   const Params& p;
@@ -57,19 +57,19 @@ struct LowRows {
 
  private:
   __device__ void compute_rounds() const {
-    __shared__ unsigned found[tiles_of_round][words];
+    __shared__ unsigned low_rows[tiles_per_round][words];
     const int tiles = ceil_div(p.seqlen_q, Config::Br) * p.batch * p.heads_q;
-    for (int first = blockIdx.x; first < tiles; first += gridDim.x * tiles_of_round) {
+    for (int first = blockIdx.x; first < tiles; first += gridDim.x * tiles_per_round) {
 #pragma unroll
-      for (int i = 0; i < tiles_of_warp; ++i) {
-        const int slot = threadIdx.x / 32 * tiles_of_warp + i;
-        const int tile = first + slot * gridDim.x;
-        find(tile < tiles ? tile * p.num_splits : -1, found[slot]);
+      for (int i = 0; i < tiles_per_warp; ++i) {
+        const int index = threadIdx.x / 32 * tiles_per_warp + i;
+        const int tile = first + index * gridDim.x;
+        find(tile < tiles ? tile * p.num_splits : -1, low_rows[index]);
       }
       __syncthreads();
 #pragma unroll 1
-      for (int slot = 0; slot < tiles_of_round; ++slot) {
-        compute((first + slot * gridDim.x) * p.num_splits, found[slot]);
+      for (int index = 0; index < tiles_per_round; ++index) {
+        compute((first + index * gridDim.x) * p.num_splits, low_rows[index]);
       }
       __syncthreads();
     }
@@ -91,7 +91,7 @@ struct LowRows {
 #pragma unroll
     for (int word = 0; word < words; ++word) any |= bits[word];
     if (any == 0) return;
-    Chosen::choose(tile, bits);
+    Selection::select(tile, bits);
     mma_forward<Config>(p, tile);
     __syncthreads();
   }
@@ -99,34 +99,35 @@ struct LowRows {
   // Returns whether the attention kernel left a row of a tile to this launch. Then the first
   // columns of the output are -0. If KV is split, there are two cases: the log-sum-exp of every
   // split is so low that splits written as -inf have weight, too, or the base of some split is inf.
-  __device__ bool is_empty(int tile, int in_tile) const {
-    if constexpr (Config::sequences) {
-      const Place<Config> place(p, tile);
-      return is_empty(place.params(), place.work, &place, place.work.q_begin + in_tile);
+  __device__ bool is_empty(int tile, int row_in_tile) const {
+    if constexpr (Config::has_seqlens) {
+      const SequenceView<Config> view(p, tile);
+      return is_empty(view.params(), view.coord, &view, view.coord.q_begin + row_in_tile);
     } else {
-      const Work work = find_work<Config::Br>(p, tile);
-      return is_empty(p, work, static_cast<const Place<Config>*>(nullptr), work.q_begin + in_tile);
+      const TileCoord coord = tile_coord<Config::Br>(p, tile);
+      return is_empty(p, coord, static_cast<const SequenceView<Config>*>(nullptr),
+                      coord.q_begin + row_in_tile);
     }
   }
-  __device__ static bool is_empty(const Params& p, const Work& work, const Place<Config>* place,
-                                  int row) {
+  __device__ static bool is_empty(const Params& p, const TileCoord& coord,
+                                  const SequenceView<Config>* view, int row) {
     if (row >= p.seqlen_q) return false;
     bool is_empty = true;
     [[maybe_unused]] bool is_high = false;
     if constexpr (Attention::split_keys) {
       const Partials<Config> partials(p);
       for (int split = 0; split < p.num_splits; ++split) {
-        const auto sum = partials.sum(p, split, index_of(p, work, place, row));
+        const auto sum = partials.sum(p, split, index_of(p, coord, view, row));
         is_empty &= sum.base + sum.log_sum < low_score<float> + 128;
         is_high |= sum.base == SoftmaxMath<float>::infinity();
       }
     } else {
       constexpr int columns = 16 / int(sizeof(Element));
-      const Element* output = out_row(p.out.head<Element>(work.batch, work.head), p, place, row);
+      const Element* output = out_row(p.out.head<Element>(coord.batch, coord.head), p, view, row);
       const auto first = load_elements<columns, Config::out_alignment>(output, Config::head_dim_v);
 #pragma unroll
       for (int e = 0; e < min(columns, Config::head_dim_v); ++e) {
-        is_empty &= __float_as_uint(widen(first.at[e])) == 0x80000000u;
+        is_empty &= __float_as_uint(widen(first.data[e])) == 0x80000000u;
       }
     }
     return is_empty || is_high;
@@ -134,30 +135,30 @@ struct LowRows {
 };
 
 template <class Attention>
-struct ChosenRows<LowRowsConfig<Attention>> {
+struct RowSelection<LowRowsConfig<Attention>> {
   using Config = LowRowsConfig<Attention>;
   static constexpr int words = ceil_div(Config::Br, 32);
-  struct Choice {
+  struct SelectedRows {
     int tile;
     unsigned rows[words];
   };
 
   // Sets the tile and rows to compute. Called by all threads when they are done with the last tile.
-  __device__ static void choose(int tile, const unsigned (&bits)[words]) {
+  __device__ static void select(int tile, const unsigned (&bits)[words]) {
     if (threadIdx.x == 0) {
-      choice().tile = tile;
+      selected().tile = tile;
 #pragma unroll
-      for (int word = 0; word < words; ++word) choice().rows[word] = bits[word];
+      for (int word = 0; word < words; ++word) selected().rows[word] = bits[word];
     }
     __syncthreads();
   }
-  __device__ static int tile() { return choice().tile; }
-  __device__ static bool include(int row) { return choice().rows[row / 32] >> row % 32 & 1; }
+  __device__ static int tile() { return selected().tile; }
+  __device__ static bool include(int row) { return selected().rows[row / 32] >> row % 32 & 1; }
 
  private:
-  __device__ static Choice& choice() {
-    __shared__ Choice choice;
-    return choice;
+  __device__ static SelectedRows& selected() {
+    __shared__ SelectedRows selected;
+    return selected;
   }
 };
 

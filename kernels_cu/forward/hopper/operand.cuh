@@ -6,14 +6,14 @@
 // in P V.
 #pragma once
 
-#include "grid/visit.cuh"
+#include "scheduler/work_tile.cuh"
 #include "ptx/base.cuh"
 #include "tile/element.cuh"
-#include "tile/slabs.cuh"
+#include "tile/tma_tile.cuh"
 
 #if __CUDA_ARCH__ == 900
 
-// float8 specializes the templates for operand, output, tiles and scales (float8.cuh).
+// float8 specializes the templates for operand, output, tiles and scales (float8/float8.cuh).
 template <class Element>
 struct HopperOutput {
   using type = Element;
@@ -22,48 +22,48 @@ struct HopperOutput {
 template <class Element>
 struct HopperOperand {
   using type = Element;
-  static constexpr int pieces = 1;
+  static constexpr int components = 1;
   static constexpr bool transposes_values = false;
 
-  __device__ static void split(float low, float high, unsigned (&pieces)[1]) {
-    pieces[0] = pack<Element>(low, high);
+  __device__ static void split(float low, float high, unsigned (&components)[1]) {
+    components[0] = pack<Element>(low, high);
   }
 };
 
 template <>
 struct HopperOperand<float> {
   using type = bfloat16_t;
-  static constexpr int pieces = 3;
+  static constexpr int components = 3;
   static constexpr bool transposes_values = false;
 
   // Splits two numbers into components, the largest first; `low` fills the lower halves.
-  __device__ static void split(float low, float high, unsigned (&pieces)[3]) {
+  __device__ static void split(float low, float high, unsigned (&components)[3]) {
 #pragma unroll
     for (int i = 0; i < 3; ++i) {
-      pieces[i] = pack<bfloat16_t>(low, high);
-      low -= __uint_as_float(pieces[i] << 16);
-      high -= __uint_as_float(pieces[i] & 0xffff0000u);
+      components[i] = pack<bfloat16_t>(low, high);
+      low -= __uint_as_float(components[i] << 16);
+      high -= __uint_as_float(components[i] & 0xffff0000u);
     }
   }
 
   // Splits any two numbers. An infinity goes to the last component, which is only multiplied by the
   // first one of the other operand: other components may be 0 or of the other sign, and give NaN.
-  __device__ static void split_any(float low, float high, unsigned (&pieces)[3]) {
-    const float most_low = most_of(low), most_high = most_of(high);
+  __device__ static void split_any(float low, float high, unsigned (&components)[3]) {
+    const float bound_low = component_bound(low), bound_high = component_bound(high);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      pieces[i] =
-          pack<bfloat16_t>(ptx::min_magnitude(low, most_low), ptx::min_magnitude(high, most_high));
-      low -= __uint_as_float(pieces[i] << 16);
-      high -= __uint_as_float(pieces[i] & 0xffff0000u);
+      components[i] = pack<bfloat16_t>(ptx::min_magnitude(low, bound_low),
+                                       ptx::min_magnitude(high, bound_high));
+      low -= __uint_as_float(components[i] << 16);
+      high -= __uint_as_float(components[i] & 0xffff0000u);
     }
-    pieces[2] = pack<bfloat16_t>(low, high);
+    components[2] = pack<bfloat16_t>(low, high);
   }
 
   // Returns the largest magnitude of the first two components of x. For a finite x it is the
   // largest bfloat16, so that rounding makes none infinite. For an infinite x it is 1, so that
   // their products do not overflow to an infinity of the other sign.
-  __device__ static float most_of(float x) {
+  __device__ static float component_bound(float x) {
     constexpr float largest = 0x1.fep127f;
     return fabsf(x) == __int_as_float(0x7f800000) ? 1 : largest;
   }
@@ -72,11 +72,11 @@ struct HopperOperand<float> {
 // Calls product(i, j, is_first) for components i and j of two operands, except for negligible
 // pairs, smallest first. With `unroll` 1, in a loop, `product` must not index registers by
 // component.
-template <int pieces, int unroll = pieces * (pieces + 1) / 2, class Product>
+template <int components, int unroll = components * (components + 1) / 2, class Product>
 __device__ void for_each_product(Product product) {
-  int sum = pieces - 1, i = 0;
+  int sum = components - 1, i = 0;
 #pragma unroll unroll
-  for (int n = 0; n < pieces * (pieces + 1) / 2; ++n) {
+  for (int n = 0; n < components * (components + 1) / 2; ++n) {
     product(i, sum - i, n == 0);
     if (++i > sum) {
       i = 0;
@@ -85,36 +85,39 @@ __device__ void for_each_product(Product product) {
   }
 }
 
-// MLA tile of K or Q. The columns that are also V, and the others, have a `SlabTile` each.
-template <int Rows, int Values, int Others>
-struct LatentTile {
-  using First = SlabTile<Rows, Values>;
-  using Rest = SlabTile<Rows, Others>;
+// MLA tile of K or Q. The columns that are also V, and the others, have a `TmaTile` each.
+template <int Rows, int Values, int RestColumns>
+struct MlaTile {
+  using First = TmaTile<Rows, Values>;
+  using Rest = TmaTile<Rows, RestColumns>;
   static constexpr int bytes = First::bytes + Rest::bytes;
 };
 
-template <int Rows, int Columns, int Values, bool Latent>
+template <int Rows, int Columns, int Values, bool IsMla>
 struct HopperTile {
-  using type = SlabTile<Rows, Columns>;
+  using type = TmaTile<Rows, Columns>;
 };
 template <int Rows, int Columns, int Values>
 struct HopperTile<Rows, Columns, Values, true> {
-  using type = LatentTile<Rows, Values, Columns - Values>;
+  using type = MlaTile<Rows, Values, Columns - Values>;
 };
 
 template <class Config, int columns, int columns_v, class Element = typename Config::Element>
 struct HopperTiles {
-  static constexpr bool latent = Config::values_in_keys;
-  using QueryTile = typename HopperTile<Config::Br, columns, columns_v, latent>::type;
-  using KeyTile = typename HopperTile<Config::Bc, columns, columns_v, latent>::type;
-  using ValueTile = SlabTile<Config::Bc, columns_v>;
+  static constexpr bool is_mla = Config::values_in_keys;
+  using QueryTile = typename HopperTile<Config::Br, columns, columns_v, is_mla>::type;
+  using KeyTile = typename HopperTile<Config::Bc, columns, columns_v, is_mla>::type;
+  using ValueTile = TmaTile<Config::Bc, columns_v>;
 };
 
 template <class Config, class Element = typename Config::Element>
-struct HopperVisit : Visit<Config::sequences> {
-  __device__ static HopperVisit end_of_work() { return {Visit<Config::sequences>::end_of_work()}; }
-  __device__ static HopperVisit of(const Params&, const Work& work, const KeyTiles& keys) {
-    return {{{}, work, keys}};
+struct HopperWorkTile : WorkTile<Config::has_seqlens> {
+  __device__ static HopperWorkTile end_of_work() {
+    return {WorkTile<Config::has_seqlens>::end_of_work()};
+  }
+  __device__ static HopperWorkTile create(const Params&, const TileCoord& coord,
+                                          const KvTileRange& keys) {
+    return {{{}, coord, keys}};
   }
 };
 

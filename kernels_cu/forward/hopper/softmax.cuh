@@ -8,7 +8,7 @@
 #include "ptx/base.cuh"
 #include "ptx/registers.cuh"
 #include "ptx/sm90a.cuh"
-#include "score/lagging_softmax.cuh"
+#include "score/lazy_softmax.cuh"
 #include "score/modify.cuh"
 #include "tile/fragments.cuh"
 
@@ -29,28 +29,28 @@ __device__ inline float largest_of_lane(const float (&scores)[Bc / 2], int half)
   return max[0];
 }
 
-// `Transposed` selects the specialization for float8 (float8_softmax.cuh), whose V is transposed.
+// `Transposed` selects the specialization for float8 (float8/softmax.cuh), whose V is transposed.
 template <class Config, bool Transposed = HopperCta<Config>::transposes_values>
 struct HopperSoftmax {
-  using Row = LaggingSoftmaxRow<typename Config::Element>;
+  using Row = LazySoftmaxRow<typename Config::Element>;
   static constexpr int Bc = Config::Bc;
   using Scores = float[Bc / 2];
   using Operand = HopperOperand<typename Config::Element>;
-  using Probabilities = unsigned[Operand::pieces][Bc / 4];
+  using Probabilities = unsigned[Operand::components][Bc / 4];
 
   static_assert(!Config::bounded || (Config::Mods::changes_scores && Row::highest < 0),
-                "scores are exponents of two, and p that are not held to a maximum need bfloat16");
+                "bounded scores need log2 scores and the exponent range of bfloat16");
 
   // Returns whether a score is treated as masked. A row without other scores is recomputed by
   // another launch (low_rows.cuh).
-  __device__ static bool is_nothing(float score) {
+  __device__ static bool is_masked_score(float score) {
     if constexpr (Config::marks_low_rows) return score <= low_score<float>;
     return score == -SoftmaxMath<float>::infinity();
   }
 
   const float scale_log2;
   Row rows[2];
-  bool some_are_fresh;  // whether a row of the warp may have had no visible key yet
+  bool any_empty;  // whether a row of the warp may have had no visible key yet
 
   __device__ explicit HopperSoftmax(const Params& p)
       : scale_log2(exponent_scale<Config, float>(p)) {}
@@ -59,7 +59,7 @@ struct HopperSoftmax {
     rows[0].reset();
     rows[1].reset();
     if constexpr (Config::bounded) rows[0].base = rows[1].base = 0;
-    some_are_fresh = true;
+    any_empty = true;
   }
 
   __device__ static void apply_factor(Scores& scores) {
@@ -71,9 +71,9 @@ struct HopperSoftmax {
 
   // Whether only positions mask keys, so that mask() knows the only key of a row. With sinks, the
   // output of such a row is not the value of that key, and all lanes of the row need the base.
-  static constexpr bool positions_hide_keys =
-      !Config::modified || !(Config::finds_only_keys || Config::sinks ||
-                             Config::Mods::changes_scores || Config::Mods::hides_pairs);
+  static constexpr bool positions_mask_keys =
+      !Config::modified || !(Config::detects_one_key_rows || Config::sinks ||
+                             Config::Mods::changes_scores || Config::Mods::masks_pairs);
 
   // Masks the keys from visible_end(half) on, counted from the first one that this lane holds.
   template <class VisibleEnd>
@@ -82,8 +82,8 @@ struct HopperSoftmax {
     for (int half = 0; half < 2; ++half) {
       const int visible = visible_end(half);
       // The only key of a row is the first key that its first lane holds.
-      if (positions_hide_keys && visible == 1 && is_first_of_keys && threadIdx.x % 4 == 0) {
-        rows[half].see_only(scores[2 * half] * scale_log2);
+      if (positions_mask_keys && visible == 1 && is_first_of_keys && threadIdx.x % 4 == 0) {
+        rows[half].set_only_key(scores[2 * half] * scale_log2);
       }
       fill_row_from<Bc / 8>(scores + 2 * half, visible, -SoftmaxMath<float>::infinity());
     }
@@ -103,15 +103,15 @@ struct HopperSoftmax {
   // the previous sums and output must be multiplied by `rescale`.
   __device__ bool exponentiate(Scores& scores, Probabilities& probabilities, float (&rescale)[2]) {
     float sums[2];
-    take_exponentials(scores, probabilities, sums);
+    compute_exponentials(scores, probabilities, sums);
     bool changes = false;
     // Bounded scores need no maximum: bfloat16 and float32 sums can hold any p that they produce.
     if constexpr (!Config::bounded) {
       changes =
-          __any_sync(~0u, some_are_fresh | Row::is_too_large(sums[0]) | Row::is_too_large(sums[1]));
+          __any_sync(~0u, any_empty | Row::is_too_large(sums[0]) | Row::is_too_large(sums[1]));
       if (changes) changes = bases_must_change(sums);
       if (changes) changes = change_bases(scores, sums, rescale);
-      if (changes) take_exponentials(scores, probabilities, sums);
+      if (changes) compute_exponentials(scores, probabilities, sums);
     }
     rows[0].sum += sums[0];
     rows[1].sum += sums[1];
@@ -123,18 +123,18 @@ struct HopperSoftmax {
     bool may_change = false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const bool is_settled =
+      const bool is_established =
           any_of_lanes(Row::is_large_enough(sums[half], Bc / 4) || rows[half].sum != 0);
-      may_change |= !is_settled || Row::is_too_large(sums[half]);
+      may_change |= !is_established || Row::is_too_large(sums[half]);
     }
     const bool must_change = __any_sync(~0u, may_change);
-    if (!must_change) some_are_fresh = false;
+    if (!must_change) any_empty = false;
     return must_change;
   }
 
   // Computes P, and its sum over this lane's elements of each row.
-  __device__ void take_exponentials(const Scores& scores, Probabilities& probabilities,
-                                    float (&sums)[2]) const {
+  __device__ void compute_exponentials(const Scores& scores, Probabilities& probabilities,
+                                       float (&sums)[2]) const {
     float parts[2][2] = {};
 #pragma unroll
     for (int i = 0; i < Bc / 4; ++i) {
@@ -145,16 +145,20 @@ struct HopperSoftmax {
         p[c] = ptx::ex2_approx(exponent(scores[2 * i + c], half));
         parts[half][c] += p[c];
       }
-      unsigned pieces[Operand::pieces];
-      Operand::split(p[0], p[1], pieces);
+      unsigned components[Operand::components];
+      Operand::split(p[0], p[1], components);
 #pragma unroll
-      for (int piece = 0; piece < Operand::pieces; ++piece) probabilities[piece][i] = pieces[piece];
+      for (int component = 0; component < Operand::components; ++component) {
+        probabilities[component][i] = components[component];
+      }
     }
     sums[0] = parts[0][0] + parts[0][1];
     sums[1] = parts[1][0] + parts[1][1];
     // Without the pin, the compiler sinks these conversions to their use, after the next S = Q K^T.
 #pragma unroll
-    for (int piece = 0; piece < Operand::pieces; ++piece) ptx::pin(probabilities[piece]);
+    for (int component = 0; component < Operand::components; ++component) {
+      ptx::pin(probabilities[component]);
+    }
   }
 
   // Returns the exponent of p, relative to the row's base. Modified scores are exponents already.
@@ -166,15 +170,15 @@ struct HopperSoftmax {
   // Changes the bases of rows whose p are too large, or whose first p are too small. Returns
   // whether any base of the warp changed. None does if all keys of a KV tile are masked.
   __device__ bool change_bases(Scores& scores, const float (&sums)[2], float (&rescale)[2]) {
-    bool any_remains_fresh = false, any_changes = false;
+    bool any_remains_empty = false, any_changes = false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float max = max_of_lanes(exponent(largest_of_lane<Bc>(scores, half), half));
-      const bool is_fresh = rows[half].is_fresh();
-      any_remains_fresh |= is_fresh && is_nothing(max);
+      const bool is_empty = rows[half].is_empty();
+      any_remains_empty |= is_empty && is_masked_score(max);
       const bool outgrown = any_of_lanes(Row::is_too_large(sums[half]));
       const float change = rows[half].template change_base<Config::marks_low_rows>(
-          max, outgrown, is_fresh, rescale[half]);
+          max, outgrown, is_empty, rescale[half]);
       any_changes |= change != 0;
       if constexpr (Config::Mods::changes_scores) {
 #pragma unroll
@@ -184,7 +188,7 @@ struct HopperSoftmax {
         }
       }
     }
-    some_are_fresh = __any_sync(~0u, any_remains_fresh);
+    any_empty = __any_sync(~0u, any_remains_empty);
     return __any_sync(~0u, any_changes);
   }
 };

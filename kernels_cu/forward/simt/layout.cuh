@@ -4,7 +4,7 @@
 #include "score/softmax.cuh"
 #include "tile/element.cuh"
 #include "tile/layout.cuh"
-#include "grid/schedule.cuh"
+#include "scheduler/tile_coord.cuh"
 
 namespace simt {
 

@@ -3,7 +3,7 @@
 
 #include "forward/simt/layout.cuh"
 #include "ptx/base.cuh"
-#include "grid/pages.cuh"
+#include "scheduler/pages.cuh"
 
 namespace simt {
 
@@ -36,13 +36,13 @@ struct TileLoad {
     for (int pass = 0; pass < passes; ++pass) {
       const int row = first_row + pass * rows_at_once;
       if (Rows % rows_at_once != 0 && row >= Rows) break;
-      const bool inside = !Checked || begin + row < end;
+      const bool exists = !Checked || begin + row < end;
 #pragma unroll
       for (int first = 0; first < row_units; first += lanes) {
         const int index = first + threadIdx.x % lanes;
         if (row_units % lanes != 0 && index >= row_units) continue;
         const int column = index * unit;
-        copy(shared + row * Stride + column, inside ? source + column : head, column, inside);
+        copy(shared + row * Stride + column, exists ? source + column : head, column, exists);
       }
       source += rows_at_once * row_stride;
     }
@@ -52,35 +52,36 @@ struct TileLoad {
   // looked up before the first row is copied, because a lookup may read memory.
   template <class RowAt>
   __device__ static void gather(T* shared, RowAt row_at) {
-    constexpr int asked = passes < 4 ? passes : 4;
+    constexpr int rows_per_batch = passes < 4 ? passes : 4;
     const int first_row = threadIdx.x / lanes;
     if (Config::threads % lanes != 0 && first_row >= rows_at_once) return;
 #pragma unroll 1
-    for (int pass = 0; pass < passes; pass += asked) {
-      Row<Element> source[asked];
+    for (int pass = 0; pass < passes; pass += rows_per_batch) {
+      Row<Element> source[rows_per_batch];
 #pragma unroll
-      for (int i = 0; i < asked; ++i) source[i] = row_at(first_row + (pass + i) * rows_at_once);
+      for (int i = 0; i < rows_per_batch; ++i) {
+        source[i] = row_at(first_row + (pass + i) * rows_at_once);
+      }
 #pragma unroll
-      for (int i = 0; i < asked; ++i) {
+      for (int i = 0; i < rows_per_batch; ++i) {
         const int row = first_row + (pass + i) * rows_at_once;
-        if (Rows % (asked * rows_at_once) != 0 && row >= Rows) break;
+        if (Rows % (rows_per_batch * rows_at_once) != 0 && row >= Rows) break;
 #pragma unroll
         for (int first = 0; first < row_units; first += lanes) {
           const int index = first + threadIdx.x % lanes;
           if (row_units % lanes != 0 && index >= row_units) continue;
           const int column = index * unit;
-          copy(shared + row * Stride + column, source[i].begin + column, column,
-               source[i].is_there);
+          copy(shared + row * Stride + column, source[i].begin + column, column, source[i].exists);
         }
       }
     }
   }
 
   // Copies the unit at `column` of a row of Dim columns, or zeros if the row does not exist.
-  __device__ static void copy(T* shared, const Element* source, int column, bool is_there) {
+  __device__ static void copy(T* shared, const Element* source, int column, bool exists) {
 #if __CUDA_ARCH__ >= 800
     if constexpr (async) {
-      const int count = !is_there ? 0 : whole ? unit : max(0, min(unit, Dim - column));
+      const int count = !exists ? 0 : whole ? unit : max(0, min(unit, Dim - column));
       ptx::cp_async<unit* int(sizeof(Element))>(ptx::shared_address(shared), source,
                                                 count * int(sizeof(Element)));
       return;
@@ -88,13 +89,13 @@ struct TileLoad {
 #endif
     // These conditions compare `column`. If they compared a clamped count, as above, ptxas of CUDA
     // 13.0 would overwrite the predicate before its use.
-    Vector<Element, unit> from = {};
-    if (is_there && (whole || column + unit <= Dim)) {
-      from = *reinterpret_cast<const Vector<Element, unit>*>(source);
-    } else if (is_there && !whole) {
+    Vector<Element, unit> loaded = {};
+    if (exists && (whole || column + unit <= Dim)) {
+      loaded = *reinterpret_cast<const Vector<Element, unit>*>(source);
+    } else if (exists && !whole) {
 #pragma unroll
       for (int i = 0; i < unit; ++i) {
-        if (column + i < Dim) from.at[i] = source[i];
+        if (column + i < Dim) loaded.data[i] = source[i];
       }
     }
     constexpr int part = unit < L::width ? unit : L::width;
@@ -103,14 +104,14 @@ struct TileLoad {
     for (int i = 0; i < parts; ++i) {
       // Eight lanes write every other vector. The upper four start with the odd one, so that all
       // eight together access all bank groups.
-      const int which = parts == 2 ? i ^ (threadIdx.x >> 2 & 1) : i;
-      Vector<T, part> to;
+      const int vector_index = parts == 2 ? i ^ (threadIdx.x >> 2 & 1) : i;
+      Vector<T, part> converted;
 #pragma unroll
       for (int j = 0; j < part; ++j) {
-        to.at[j] =
-            widen(parts == 2 && which != i ? from.at[(i ^ 1) * part + j] : from.at[i * part + j]);
+        converted.data[j] = widen(parts == 2 && vector_index != i ? loaded.data[(i ^ 1) * part + j]
+                                                                  : loaded.data[i * part + j]);
       }
-      *reinterpret_cast<Vector<T, part>*>(shared + which * part) = to;
+      *reinterpret_cast<Vector<T, part>*>(shared + vector_index * part) = converted;
     }
   }
 };

@@ -31,7 +31,7 @@ struct Rows {
   // Whether modifications only mask keys. Then the largest p must be exactly 1, so that the output
   // of a row with one key is its value. Changed scores are exponents, whose largest p is 1 anyway.
   // Without modifications, such rows are set to the value at the end.
-  static constexpr bool hides_only = Config::modified && !Config::Mods::changes_scores;
+  static constexpr bool only_masks = Config::modified && !Config::Mods::changes_scores;
 
   T scores[L::rows][L::keys];      // key j is position() + j * row_threads
   T out[L::rows][L::columns];      // vector j is at column (position() + j * row_threads) * width
@@ -55,13 +55,13 @@ struct Rows {
     q += first() * L::qk_stride;
     k += L::position() * L::qk_stride;
     constexpr int dim = round_up(Config::head_dim, L::width);
-    if constexpr (dim <= most_in_one_sum) {
+    if constexpr (dim <= max_single_sum) {
       add_products<dim>(q, k, scores);
     } else {
-      constexpr int rest = dim % wide_piece;
+      constexpr int rest = dim % slice_columns;
 #pragma unroll 1
-      for (int d = 0; d < dim - rest; d += wide_piece) add_piece<wide_piece>(q + d, k + d);
-      if constexpr (rest > 0) add_piece<rest>(q + dim - rest, k + dim - rest);
+      for (int d = 0; d < dim - rest; d += slice_columns) add_slice<slice_columns>(q + d, k + d);
+      if constexpr (rest > 0) add_slice<rest>(q + dim - rest, k + dim - rest);
     }
     if constexpr (prior_factor<Config> != 1) {
 #pragma unroll
@@ -92,12 +92,12 @@ struct Rows {
   }
 
   // Applies modifications. at(row) returns the coordinates of a row of the tile.
-  template <class At>
-  __device__ void modify(const Params& p, At at, int key_begin) {
+  template <class RowCoord>
+  __device__ void modify(const Params& p, RowCoord row_coord, int key_begin) {
     if constexpr (Config::modified) {
       modify_rows<Config, L::rows, L::keys>(
-          p, [&](int i) { return at(first() + i * L::warp_rows); }, key_begin + L::position(),
-          [&](int i, int j) -> T& { return scores[i][j]; },
+          p, [&](int i) { return row_coord(first() + i * L::warp_rows); },
+          key_begin + L::position(), [&](int i, int j) -> T& { return scores[i][j]; },
           [](int j) { return j * L::row_threads; });
     }
   }
@@ -127,9 +127,9 @@ struct Rows {
       for (int j = 0; j < L::keys; ++j) {
         // For p of 32 bits or more, multiplying by a power of two is exact. Adding to the exponent
         // would round it.
-        const T probability = SoftmaxRow<T>::template probability<hides_only>(
-                                  scores[i][j], scale_log2, base) *
-                              T(power_of_half(L::headroom));
+        const T probability =
+            SoftmaxRow<T>::template probability<only_masks>(scores[i][j], scale_log2, base) *
+            T(power_of_half(L::headroom));
         softmax[i].sum += probability;
         p[i * L::warp_rows * L::p_stride + j * L::row_threads] = probability;
       }
@@ -156,7 +156,7 @@ struct Rows {
           for (int i = 0; i < L::rows; ++i) {
 #pragma unroll
             for (int x = 0; x < L::width; ++x) {
-              sums[i][j + x] = fma(p_part[i].at[w], v_part.at[x], sums[i][j + x]);
+              sums[i][j + x] = fma(p_part[i].data[w], v_part.data[x], sums[i][j + x]);
             }
           }
         }
@@ -181,7 +181,8 @@ struct Rows {
 #pragma unroll
       for (int j = 0; j < L::columns; ++j) {
         // A fully masked row holds 0 times values that other rows of the tile attend to.
-        out[i][j] = Config::modified && softmax[i].saw_nothing() ? T(0) : out[i][j] * normalizer;
+        out[i][j] =
+            Config::modified && softmax[i].is_fully_masked() ? T(0) : out[i][j] * normalizer;
       }
     }
   }
@@ -200,7 +201,7 @@ struct Rows {
       if (column + Unit <= Config::head_dim_v) {
         Vector<Out, Unit> vector;
 #pragma unroll
-        for (int x = 0; x < Unit; ++x) vector.at[x] = narrow<Out>(out[i][j + x]);
+        for (int x = 0; x < Unit; ++x) vector.data[x] = narrow<Out>(out[i][j + x]);
         *reinterpret_cast<Vector<Out, Unit>*>(row + column) = vector;
       } else if (Config::head_dim_v % Unit != 0) {
 #pragma unroll
@@ -215,8 +216,8 @@ struct Rows {
   // The error of a sum of n products is about n / sqrt(2) roundings of one of them. In blocks of m
   // it is sqrt(n (m + n / m) / 2): for 512 columns 136 instead of 362, with m = 64. A blocked
   // library GEMM is nearer to 136.
-  static constexpr int most_in_one_sum = 256;
-  static constexpr int wide_piece = 64;
+  static constexpr int max_single_sum = 256;
+  static constexpr int slice_columns = 64;
 
   using Scores = T[L::rows][L::keys];
 
@@ -243,7 +244,7 @@ struct Rows {
         for (int w = 0; w < L::width; ++w) {
 #pragma unroll
           for (int i = 0; i < L::rows; ++i) {
-            sums[i][j] = fma(q_part[i].at[w], k_part.at[w], sums[i][j]);
+            sums[i][j] = fma(q_part[i].data[w], k_part.data[w], sums[i][j]);
           }
         }
       }
@@ -251,7 +252,7 @@ struct Rows {
   }
 
   template <int Dim>
-  __device__ void add_piece(const T* q, const T* k) {
+  __device__ void add_slice(const T* q, const T* k) {
     Scores sums;
     clear(sums);
     add_products<Dim>(q, k, sums);

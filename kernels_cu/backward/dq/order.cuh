@@ -1,0 +1,37 @@
+// Order in which the CTAs of KV tiles add to a query tile: later keys first. Each CTA starts with
+// the first queries that attend to its keys. With a causal mask, CTAs that start together thus
+// reach a query tile one after another, and none waits.
+#pragma once
+
+#include "scheduler/tile_coord.cuh"
+#include "score/mask.cuh"
+
+// Index of a CTA, whose keys start at `begin`, in the dq order of each query tile.
+template <int Br, int Bc, class Config>
+struct DqOrder {
+  Mask<Config> mask;
+  int begin;
+  int rows;  // query rows of the sequence
+  // Query tiles that the CTA iterates over: [`first_tile`, `end_tile`).
+  int first_tile;
+  int end_tile;
+
+  __device__ DqOrder(const Mask<Config>& mask, int begin, int rows)
+      : mask(mask), begin(begin), rows(rows) {
+    const QueryTileRange tiles =
+        query_tile_range<Br>(mask, begin, min(begin + Bc, mask.seqlen_k), rows);
+    first_tile = tiles.begin;
+    // The range must be empty if no row attends to the keys, as the order does not count this CTA.
+    end_tile = mask.row_begin(begin, rows) < rows ? tiles.end : tiles.begin;
+  }
+
+  // Returns the CTA's index in the dq order of a query tile. The order skips masked KV tiles.
+  __device__ int order_index(int tile) const {
+    const int p_sums = mask.visible_end(min((tile + 1) * Br, rows) - 1);
+    return ceil_div(p_sums, Bc) - 1 - begin / Bc;
+  }
+  // Returns whether the CTA is the last one in the dq order of a query tile.
+  __device__ bool is_last_cta(int tile) const {
+    return begin / Bc == mask.visible_begin(tile * Br) / Bc;
+  }
+};

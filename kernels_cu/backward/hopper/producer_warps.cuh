@@ -1,0 +1,255 @@
+// Warps of the producer warpgroup: one lane loads tiles, one warp copies row statistics, and two
+// lanes add dq sums to memory.
+#pragma once
+
+#include "backward/preprocess/clean.cuh"
+#include "backward/hopper/cta.cuh"
+#include "backward/dq/semaphore.cuh"
+#include "ptx/ordered_add.cuh"
+#include "score/softmax.cuh"
+
+#if __CUDA_ARCH__ == 900
+
+// Run by one lane. Issues TMA loads of k and v, and of tiles of q and dout as stages become free.
+template <class Config>
+struct HopperGradientLoader {
+  using Cta = HopperGradientCta<Config>;
+  using Step = typename Cta::Step;
+
+  const Cta& cta;
+  PipelineState<Config::q_stages> q_ring = {};
+  PipelineState<Config::dout_stages> dout_ring = {};
+
+  __device__ void load_all() {
+    const Sequence& sequence = cta.sequence;
+    load<typename Cta::KeyTile>(cta.keys_address(), &cta.maps.k, sequence.k_first + cta.coord.begin,
+                                cta.coord.head, sequence.k_batch,
+                                Config::has_seqlens ? cta.keys_arrived() : cta.keys_full());
+    Step step = cta.first_step();
+    load_queries(step);
+    load<typename Cta::ValueTile>(cta.values_address(), &cta.maps.v,
+                                  sequence.k_first + cta.coord.begin, cta.coord.head,
+                                  sequence.k_batch, cta.values_full());
+    load_douts(step);
+    while (!cta.is_last(step)) {
+      step = cta.next_step(step);
+      load_queries(step);
+      load_douts(step);
+    }
+  }
+
+ private:
+  __device__ void load_queries(const Step& step) {
+    const int stage = q_ring.index;
+    ptx::mbarrier_wait(cta.q_empty(stage), q_ring.phase ^ 1);
+    load<typename Cta::QueryTile>(cta.queries_address(stage), &cta.maps.q, row_of(step), step.head,
+                                  cta.sequence.q_batch,
+                                  Cta::inspects ? cta.q_arrived(stage) : cta.q_full(stage));
+    q_ring.advance();
+  }
+
+  __device__ void load_douts(const Step& step) {
+    const int stage = dout_ring.index;
+    ptx::mbarrier_wait(cta.dout_empty(stage), dout_ring.phase ^ 1);
+    load<typename Cta::DoutTile>(cta.dout_address(stage), &cta.maps.dout, row_of(step), step.head,
+                                 cta.sequence.q_batch,
+                                 Cta::inspects ? cta.dout_arrived(stage) : cta.dout_full(stage));
+    dout_ring.advance();
+  }
+
+  __device__ int row_of(const Step& step) const {
+    return cta.sequence.q_first + step.tile * Config::Br;
+  }
+
+  template <class Tile>
+  __device__ static void load(unsigned target, const TensorMap* map, int row, int head, int batch,
+                              unsigned barrier) {
+    ptx::mbarrier_arrive_expect_tx(barrier, Tile::bytes);
+#pragma unroll
+    for (int box = 0; box < Tile::boxes; ++box) {
+      ptx::cp_async_bulk_tensor_4d(target + box * Tile::box_bytes, map, box * Tile::box_columns,
+                                   row, head, batch, barrier, ptx::l2_evict_normal);
+    }
+  }
+};
+
+// Run by one warp. Copies row statistics to the stages of q. Clears rows past the end of a
+// sequence, which may lie inside a tile, and rows that attend to no key.
+template <class Config>
+struct HopperRowStatsLoader {
+  using Cta = HopperGradientCta<Config>;
+  using Step = typename Cta::Step;
+  static constexpr int Br = Config::Br;
+  static constexpr int rows_per_lane = Br / 32;
+
+  const Cta& cta;
+  PipelineState<Config::q_stages> q_ring = {};
+  PipelineState<Config::dout_stages> dout_ring = {};
+
+  __device__ void load_all() {
+    if constexpr (Config::has_seqlens) {
+      clear_tail<typename Cta::KeyTile>(cta.keys_arrived(), 0, cta.keys_address(),
+                                        cta.sequence.seqlen_k - cta.coord.begin);
+      Cta::arrive_warp(cta.keys_full());
+    }
+    for (Step step = cta.first_step();; step = cta.next_step(step)) {
+      load(step);
+      if (cta.is_last(step)) break;
+    }
+  }
+
+ private:
+  __device__ void load(const Step& step) {
+    const int left = cta.sequence.seqlen_q - step.tile * Br;
+    const auto* source = row_stats<Config>(cta.p) +
+                         first_row_of_head(cta.p, cta.sequence, step.head) + step.tile * Br;
+    RowStats<float> row_stats_of_lane[rows_per_lane];
+#pragma unroll
+    for (int i = 0; i < rows_per_lane; ++i) {
+      const int row = i * 32 + threadIdx.x % 32;
+      row_stats_of_lane[i] = {SoftmaxMath<float>::infinity(), 0};
+      if (row < left) row_stats_of_lane[i] = source[row];
+    }
+    ptx::mbarrier_wait(cta.q_empty(q_ring.index), q_ring.phase ^ 1);
+    float* stats = cta.stats(q_ring.index);
+#pragma unroll
+    for (int i = 0; i < rows_per_lane; ++i) {
+      const int row = i * 32 + threadIdx.x % 32;
+      stats[row] = row_stats_of_lane[i].lse_log2;
+      stats[Br + row] = -row_stats_of_lane[i].delta;
+    }
+    if constexpr (Cta::inspects) {
+      clear<typename Cta::QueryTile>(cta.q_arrived(q_ring.index), q_ring.phase,
+                                     cta.queries_address(q_ring.index), left,
+                                     [&](int i) { return clears_q(row_stats_of_lane[i]); });
+    }
+    Cta::arrive_warp(cta.q_full(q_ring.index));
+    q_ring.advance();
+    if constexpr (Cta::inspects) {
+      clear<typename Cta::DoutTile>(cta.dout_arrived(dout_ring.index), dout_ring.phase,
+                                    cta.dout_address(dout_ring.index), left,
+                                    [&](int i) { return clears_dout(row_stats_of_lane[i]); });
+      Cta::arrive_warp(cta.dout_full(dout_ring.index));
+      dout_ring.advance();
+    }
+  }
+
+  // Waits for a tile of q or dout whose load is in flight, and clears its rows from `rows` on. If
+  // `Config::inspects`, also clears the lane's rows `i` for which `clears(i)` is true.
+  template <class Tile, class Clears>
+  __device__ static void clear(unsigned arrived, int phase, unsigned tile, int rows,
+                               Clears clears) {
+    clear_tail<Tile>(arrived, phase, tile, rows);
+    if constexpr (Config::inspects) {
+#pragma unroll
+      for (int i = 0; i < rows_per_lane; ++i) {
+        const int row = i * 32 + threadIdx.x % 32;
+        if (row < rows && clears(i)) Tile::clear_row(tile, row);
+      }
+      ptx::fence_proxy_async();
+    }
+  }
+
+  // Waits for a tile whose load is in flight, and clears the rows after the sequence's `rows` rows.
+  template <class Tile>
+  __device__ static void clear_tail(unsigned arrived, int phase, unsigned tile, int rows) {
+    ptx::mbarrier_wait(arrived, phase);
+    if (rows * Tile::box_row_bytes < Tile::box_bytes) {
+      Tile::clear_rows(tile, rows);
+      ptx::fence_proxy_async();
+    }
+  }
+};
+
+// Run by two lanes, of two warps, on alternate query tiles. Adds the consumers' dq sums to those in
+// memory when the semaphore allows it. An add takes longer than its reads of shared memory, and a
+// release of the semaphore longer still, so both lanes are needed. The first CTA of the order
+// stores, so that nothing clears the sums. The last one loads the earlier sums for its consumers
+// instead.
+//
+//   lane 0   semaphore, sums_full | copy, sums_empty | wait for add, release | semaphore ...
+//   lane 1                        ... semaphore, sums_full | copy, sums_empty | wait for add ...
+template <class Config>
+struct HopperGradientAdder {
+  using Cta = HopperGradientCta<Config>;
+  using Step = typename Cta::Step;
+  using Fragments = typename Cta::Fragments;
+  static constexpr int bytes = Fragments::bytes_of_consumer;
+
+  const Cta& cta;
+  const int lane_index;
+  int phase = 0;
+
+  __device__ void run() {
+    int index = 0;
+    for (Step step = cta.first_step();; step = cta.next_step(step)) {
+      if (index == lane_index) add(step);
+      index ^= 1;
+      if (cta.is_last(step)) break;
+    }
+  }
+
+ private:
+  __device__ void add(const Step& step) {
+    const DqSums<Config> all(cta.p);
+    int* semaphore = all.semaphore(cta.p, cta.sequence, cta.coord.batch, step.head, step.tile);
+    float* target = all.template sums<Fragments::floats>(cta.p, cta.sequence, cta.coord.batch,
+                                                         step.head, step.tile);
+    const int order_index = cta.order.order_index(step.tile);
+    while (ptx::ld_acquire_gpu(semaphore) != order_index) {
+    }
+    ptx::fence_proxy_async_global();
+    if (Cta::last_writes && cta.order.is_last_cta(step.tile)) {
+      load_earlier_sums(target, order_index);
+    } else {
+      add_sums(target, order_index);
+      semaphore_release(semaphore);
+    }
+    phase ^= 1;
+  }
+
+  __device__ void add_sums(float* target, int order_index) {
+#pragma unroll
+    for (int consumer = 0; consumer < Cta::consumers; ++consumer) {
+      ptx::mbarrier_wait(cta.sums_full(consumer, lane_index), phase);
+      float* part = target + consumer * (bytes / 4);
+      if (order_index == 0) {
+        ptx::cp_async_bulk_store(part, cta.sums_address(consumer), bytes);
+      } else {
+        ptx::cp_reduce_async_bulk_add(part, cta.sums_address(consumer), bytes);
+      }
+      ptx::cp_async_bulk_commit_group();
+    }
+    static_assert(Cta::consumers == 2, "one wait per consumer");
+    ptx::cp_async_bulk_wait_group_read<1>();
+    ptx::mbarrier_arrive(cta.sums_empty(0));
+    ptx::cp_async_bulk_wait_group_read<0>();
+    ptx::mbarrier_arrive(cta.sums_empty(1));
+    // The wait above covers reads of shared memory, this one the additions in global memory.
+    ptx::cp_async_bulk_wait_group();
+    ptx::fence_proxy_async_global();
+  }
+
+  // Loads the earlier sums into the buffer. Consumers arrive at `sums_full` once they read them.
+  __device__ void load_earlier_sums(const float* source, int order_index) {
+#pragma unroll
+    for (int consumer = 0; consumer < Cta::consumers; ++consumer) {
+      // Wait until the other lane has released the buffer of the previous tile.
+      ptx::mbarrier_wait(cta.sums_empty(consumer), lane_index ^ 1);
+      if (order_index == 0) {
+        ptx::mbarrier_arrive(cta.earlier_sums_full(consumer));
+      } else {
+        ptx::mbarrier_arrive_expect_tx(cta.earlier_sums_full(consumer), bytes);
+        ptx::cp_async_bulk(cta.sums_address(consumer), source + consumer * (bytes / 4), bytes,
+                           cta.earlier_sums_full(consumer));
+      }
+    }
+#pragma unroll
+    for (int consumer = 0; consumer < Cta::consumers; ++consumer) {
+      ptx::mbarrier_wait(cta.sums_full(consumer, lane_index), phase);
+      ptx::mbarrier_arrive(cta.sums_empty(consumer));
+    }
+  }
+};
+
+#endif  // __CUDA_ARCH__ == 900

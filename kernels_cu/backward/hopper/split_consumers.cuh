@@ -1,0 +1,361 @@
+// Consumers of the Hopper gradient kernel for wide heads, whose dk and dv of 64 keys exceed the
+// registers of a warpgroup. Both consumers have the CTA's keys: one sums dv, the other dk, and each
+// computes half of the columns of dq, in chunks. P goes from the dv consumer to the dk consumer
+// through shared memory, and dS back. The additions of dq overlap the next products:
+//
+//   dv consumer   P(i) -> dV(i) ...... dQ(i), first  | dQ(i), second | S(i + 1)
+//   dk consumer   ......... dS(i) -> dK(i)  dQ(i), first | dQ(i), second | dP(i + 1)
+//                    P        dS                       add first       add second
+//
+// dq is added to global memory from registers, as shared memory has neither space nor bandwidth.
+//
+// Two lanes of the producer warpgroup operate the dq semaphore for the consumers:
+//
+//   semaphore lane  acquires the semaphore       | both have added: releases it
+//   consumers       semaphore_acquired -> add, dq_added
+#pragma once
+
+#include "backward/hopper/cta.cuh"
+#include "backward/hopper/products.cuh"
+#include "backward/dq/semaphore.cuh"
+#include "ptx/ordered_add.cuh"
+#include "ptx/sm90a.cuh"
+
+#if __CUDA_ARCH__ == 900
+
+// Operations of both consumers.
+template <class Config>
+struct HopperWideProducts : HopperGradientProducts<Config> {
+  using Base = HopperGradientProducts<Config>;
+  using Base::consumer, Base::cta;
+  using typename Base::Cta;
+  using typename Base::Fragments;
+  using typename Base::LeftOperand;
+  using typename Base::DqPart;
+  using typename Base::Step;
+  static_assert(Base::parts == 1 && Config::Bc == 64,
+                "a query tile is one part, and both consumers have the same keys");
+
+  int phase = 0;  // phase of the barriers that complete once per tile
+  PipelineState<Cta::sums_stages> semaphore_ring = {};
+  unsigned no_operand[1];  // stands for keys in registers; here they stay in shared memory
+
+  using Base::Base;
+
+  // Computes the consumer's columns of dq and adds them to memory once the CTA holds the semaphore.
+  // `next()` issues the next tile's product before the last addition, so that they overlap.
+  template <class Next>
+  __device__ void add_dq(DqPart& first, const Step& step, Next next) {
+    Base::template wait<0>(first);
+    if constexpr (Base::dq_chunks == 1) {
+      next();
+      add<0>(first, step);
+    } else {
+      DqPart second;
+      Base::template start_dq<1>(second);
+      add<0>(first, step);
+      Base::template wait<0>(second);
+      next();
+      add<1>(second, step);
+    }
+  }
+
+  // Adds a chunk of dq to memory. The first CTA stores, so that no kernel needs to clear the sums.
+  template <int Chunk>
+  __device__ void add(const DqPart& sums, const Step& step) {
+    constexpr int column_tiles = Base::dq_columns / 8;
+    static_assert(Base::dq_chunks <= 2, "at most two chunks");
+    const DqSums<Config> all(cta.p);
+    const int warp = 4 * consumer + threadIdx.x / 32 % 4;
+    float* target = all.template sums<Fragments::floats>(cta.p, cta.sequence, cta.coord.batch,
+                                                         step.head, step.tile) +
+                    Fragments::fragment_offset(warp, 0, Chunk * column_tiles, threadIdx.x % 32);
+    const bool is_first = cta.order.order_index(step.tile) == 0;
+    if (Chunk == 0) {
+      ptx::mbarrier_wait(cta.semaphore_acquired(semaphore_ring.index), semaphore_ring.phase);
+    }
+    const auto write = [&](auto write_four) {
+#pragma unroll
+      for (int j = 0; j < column_tiles; ++j) {
+        const float four[4] = {sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]};
+        write_four(target + Fragments::fragment_offset(0, 0, j, 0), four);
+      }
+    };
+    if (is_first) {
+      write([](float* fragment, const float (&four)[4]) { ptx::st_global_v4(fragment, four); });
+    } else {
+      write([](float* fragment, const float (&four)[4]) { ptx::red_add_v4(fragment, four); });
+    }
+    if constexpr (Chunk == Base::dq_chunks - 1) {
+      Cta::arrive_warp(cta.dq_added(semaphore_ring.index));
+      semaphore_ring.advance();
+    }
+  }
+
+  // Returns the address of the lane's i-th four registers of P in the exchange buffer.
+  __device__ unsigned p_tile_address(int i) const {
+    return cta.p_tile_address() + (i * 128 + threadIdx.x % 128) * 16;
+  }
+};
+
+template <class Config>
+struct HopperValueConsumer : HopperWideProducts<Config> {
+  using Base = HopperWideProducts<Config>;
+  using Base::columns, Base::cta, Base::dout_ring, Base::no_operand, Base::phase, Base::q_ring;
+  using Base::wants_ds, Base::wants_q, Base::wants_v;
+  using typename Base::Cta;
+  using typename Base::LeftOperand;
+  using typename Base::DqPart;
+  using typename Base::Scores;
+  using typename Base::Step;
+
+  float dv_sums[Base::dim_v / 2];
+  Scores scores;
+  typename Base::LaneRows lse_log2;
+
+  using Base::Base;
+
+  __device__ void run() {
+    Base::clear(dv_sums);
+    if (cta.has_steps()) process_tiles();
+    Cta::sync_consumers();
+    if constexpr (wants_v) Base::write_dv(dv_sums);
+  }
+
+ private:
+  __device__ void process_tiles() {
+    Step step = cta.first_step();
+    ptx::mbarrier_wait(cta.keys_full(), 0);
+    Base::clean_keys();
+    Scores first;
+    start_next(first);
+    wait_next(first);
+    while (!cta.is_last(step)) {
+      process_tile<false>(step);
+      step = cta.next_step(step);
+    }
+    process_tile<true>(step);
+  }
+
+  __device__ void start_next(Scores& next) {
+    ptx::mbarrier_wait(cta.q_full(q_ring.index), q_ring.phase);
+    Base::start_scores(next, no_operand, q_ring.index, 0);
+  }
+  __device__ void wait_next(Scores& next) {
+    Base::load_lse(lse_log2, 0);
+    Base::template wait<0>(next);
+#pragma unroll
+    for (int i = 0; i < columns / 2; ++i) scores[i] = next[i];
+    Cta::arrive_warp(cta.q_empty(q_ring.index));
+    q_ring.advance();
+  }
+
+  // Processes a tile whose scores are complete. Unless `Last`, ends with those of the next tile.
+  template <bool Last>
+  __device__ void process_tile(const Step& step) {
+    const bool is_masked = cta.is_masked(step);
+    LeftOperand left_p;
+    softmax_backward(left_p, step, is_masked);
+    if constexpr (wants_v) {
+      ptx::mbarrier_wait(cta.dout_full(dout_ring.index), dout_ring.phase);
+      Base::start_dv(dv_sums, left_p, 0);
+    }
+    DqPart dq_part;
+    if constexpr (wants_ds) ptx::mbarrier_wait(cta.ds_full(), phase);
+    if constexpr (wants_q) Base::template start_dq<0>(dq_part);
+    Base::template wait<wants_q>(dv_sums);
+    Cta::arrive_warp(cta.dout_empty(dout_ring.index));
+    dout_ring.advance();
+    Scores next;
+    const auto start = [&] {
+      if constexpr (!Last) start_next(next);
+    };
+    if constexpr (wants_q) {
+      Base::add_dq(dq_part, step, start);
+    } else {
+      start();
+    }
+    phase ^= 1;
+    if constexpr (!Last) wait_next(next);
+  }
+
+  // Computes P and passes it to the dk consumer; if slopes are changed, passes P times the slope.
+  __device__ void softmax_backward(LeftOperand& left_p, const Step& step, bool is_masked) {
+    LeftOperand p_operand;
+    if constexpr (Base::single_pass) {
+      Scores slopes;
+#pragma unroll
+      for (int i = 0; i < columns / 2; ++i) slopes[i] = 1;
+      Base::compute_p_and_ds(scores, slopes, lse_log2, step, 0, is_masked);
+      Base::narrow(p_operand, slopes);
+    } else {
+      Base::compute_all_p(scores, lse_log2, step, 0, is_masked);
+    }
+    Base::add_p_sums(scores);
+    Base::narrow(left_p, scores);
+    if constexpr (wants_ds) {
+      if constexpr (Base::single_pass) {
+        send_p(p_operand);
+      } else if (zeroes_one_key_ds<Config> && (is_masked || Config::may_mask_pairs)) {
+        Base::zero_one_key_ds(scores, scores, step, 0, is_masked);
+        Base::narrow(p_operand, scores);
+        send_p(p_operand);
+      } else {
+        send_p(left_p);
+      }
+    }
+  }
+
+  __device__ void send_p(const LeftOperand& p_operand) const {
+#pragma unroll
+    for (int i = 0; i < columns / 16; ++i) {
+      const unsigned four[4] = {p_operand[4 * i], p_operand[4 * i + 1], p_operand[4 * i + 2],
+                                p_operand[4 * i + 3]};
+      ptx::st_shared_v4(Base::p_tile_address(i), four);
+    }
+    Cta::arrive_warp(cta.p_full());
+  }
+};
+
+template <class Config>
+struct HopperKeyConsumer : HopperWideProducts<Config> {
+  using Base = HopperWideProducts<Config>;
+  using Element = typename Config::Element;
+  using Base::columns, Base::cta, Base::dout_ring, Base::no_operand, Base::phase, Base::q_ring;
+  using Base::wants_ds, Base::wants_k, Base::wants_q;
+  using typename Base::Cta;
+  using typename Base::LeftOperand;
+  using typename Base::DqPart;
+  using typename Base::Scores;
+  using typename Base::Step;
+
+  float dk_sums[Base::dim / 2];
+  Scores gradients;  // dP^T - delta of the next tile, in flight
+
+  using Base::Base;
+
+  __device__ void run() {
+    Base::clear(dk_sums);
+    if (cta.has_steps()) process_tiles();
+    Cta::sync_consumers();
+    if constexpr (wants_k) Base::write_dk(dk_sums);
+  }
+
+ private:
+  __device__ void process_tiles() {
+    ptx::mbarrier_wait(cta.values_full(), 0);
+    if constexpr (wants_q) ptx::mbarrier_wait(cta.keys_full(), 0);
+    Step step = cta.first_step();
+    start_next();
+    while (!cta.is_last(step)) {
+      process_tile<false>(step);
+      step = cta.next_step(step);
+    }
+    process_tile<true>(step);
+  }
+
+  // Issues dP^T of the next query tile.
+  __device__ void start_next() {
+    ptx::mbarrier_wait(cta.q_full(q_ring.index), q_ring.phase);
+    ptx::mbarrier_wait(cta.dout_full(dout_ring.index), dout_ring.phase);
+    if constexpr (wants_ds) {
+      typename Base::LaneRows minus_delta;
+      Base::load_minus_delta(minus_delta, 0);
+      Base::broadcast_minus_delta(gradients, minus_delta);
+      Base::start_dp(gradients, no_operand, 0, [](int) {});
+    }
+  }
+
+  // Processes a tile whose dP is in flight. Unless `Last`, ends with the next tile's dP in flight.
+  template <bool Last>
+  __device__ void process_tile(const Step& step) {
+    LeftOperand left_ds;
+    if constexpr (wants_ds) softmax_backward(left_ds, cta.is_masked(step));
+    Cta::arrive_warp(cta.dout_empty(dout_ring.index));
+    dout_ring.advance();
+    if constexpr (wants_k) Base::start_dk(dk_sums, left_ds, 0);
+    DqPart dq_part;
+    if constexpr (wants_q) {
+      // Wait until all warps of this consumer have written dS.
+      ptx::mbarrier_wait(cta.ds_full(), phase);
+      Base::template start_dq<0>(dq_part);
+    }
+    Base::template wait<wants_q>(dk_sums);
+    Cta::arrive_warp(cta.q_empty(q_ring.index));
+    q_ring.advance();
+    const auto start = [&] {
+      if constexpr (!Last) start_next();
+    };
+    if constexpr (wants_q) {
+      Base::add_dq(dq_part, step, start);
+    } else {
+      start();
+    }
+    phase ^= 1;
+  }
+
+  __device__ void softmax_backward(LeftOperand& left_ds, bool is_masked) {
+    Scores scores;
+    ptx::mbarrier_wait(cta.p_full(), phase);
+    receive_p(scores);
+    Base::add_p_sums(scores);
+    Base::template wait<0>(gradients);
+    Base::compute_ds(gradients, scores, is_masked);
+    Base::narrow(left_ds, gradients);
+    if constexpr (wants_q) Base::write_ds(left_ds, 0);
+    ptx::fence_proxy_async();
+    Cta::arrive_warp(cta.ds_full());
+  }
+
+  // Reads what the other consumer passes: P, or P times the slope.
+  __device__ void receive_p(Scores& scores) const {
+#pragma unroll
+    for (int i = 0; i < columns / 16; ++i) {
+      unsigned four[4];
+      ptx::ld_shared_v4(four, Base::p_tile_address(i));
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const Element low = {static_cast<unsigned short>(four[r])};
+        const Element high = {static_cast<unsigned short>(four[r] >> 16)};
+        scores[8 * i + 2 * r] = widen(low);
+        scores[8 * i + 2 * r + 1] = widen(high);
+      }
+    }
+  }
+};
+
+// Run by two lanes, of two warps, on alternate query tiles, as a release takes long. Waits for the
+// dq semaphore on behalf of the consumers, and releases it when both have added.
+template <class Config>
+struct HopperSemaphoreWarp {
+  using Cta = HopperGradientCta<Config>;
+  using Step = typename Cta::Step;
+
+  const Cta& cta;
+  const int lane_index;
+  int phase = 0;
+
+  __device__ void run() {
+    int index = 0;
+    for (Step step = cta.first_step();; step = cta.next_step(step)) {
+      if (index == lane_index) process(step);
+      index ^= 1;
+      if (cta.is_last(step)) break;
+    }
+  }
+
+ private:
+  __device__ void process(const Step& step) {
+    const DqSums<Config> all(cta.p);
+    int* semaphore = all.semaphore(cta.p, cta.sequence, cta.coord.batch, step.head, step.tile);
+    const int order_index = cta.order.order_index(step.tile);
+    while (ptx::ld_acquire_gpu(semaphore) != order_index) {
+    }
+    ptx::mbarrier_arrive(cta.semaphore_acquired(lane_index));
+    ptx::mbarrier_wait(cta.dq_added(lane_index), phase);
+    semaphore_release(semaphore);
+    phase ^= 1;
+  }
+};
+
+#endif  // __CUDA_ARCH__ == 900

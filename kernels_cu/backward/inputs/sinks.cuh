@@ -1,0 +1,66 @@
+// Gradients of sinks: -sum over a head's rows of exp(sink - lse) delta. A CTA computes one head.
+#pragma once
+
+#include "backward/inputs/compensated_sum.cuh"
+#include "backward/params.cuh"
+#include "scheduler/sequences.cuh"
+#include "score/capture.cuh"
+
+template <class Config>
+struct SinkGradients {
+  using Element = typename Config::Element;
+  using T = Accumulator<Element>;
+  using Math = SoftmaxMath<T>;
+  static constexpr int threads = 1024;
+
+  template <class Input, class Offset, int Rank, bool ContiguousLast>
+  __device__ static void write(const GradientParams& p,
+                               const Capture<Input, Offset, Rank, ContiguousLast>& sinks) {
+    const int head = blockIdx.x;
+    const T sink = sinks.at(head);
+    const T total = sink == -Math::infinity() ? T(0) : sum(p, head, sink);
+    if (threadIdx.x != 0) return;
+    using Gradient = typename GradientType<Config, Input>::type;
+    static_cast<Gradient*>(p.dsinks)[head] = narrow<Gradient>(-total);
+  }
+
+ private:
+  // Returns the sum over all rows of the head, in thread 0.
+  __device__ static T sum(const GradientParams& p, int head, T sink) {
+    __shared__ T warp_totals[threads / 32];
+    const bool is_packed = Config::has_seqlens && p.cu_seqlens_q != nullptr;
+    // Packed sequences are stored consecutively. Rows before and after them belong to none.
+    const int begin = is_packed ? clamp(p.cu_seqlens_q[0], 0, p.total_q) : 0;
+    const int64 end = is_packed ? int64(clamp(p.cu_seqlens_q[p.batch], begin, p.total_q))
+                                : int64(p.batch) * p.seqlen_q;
+    CompensatedSum<T> terms;
+    for (int64 i = begin + int(threadIdx.x); i < end; i += threads) {
+      const int batch = is_packed ? 0 : i / p.seqlen_q;
+      const int64 row = is_packed ? i : i % p.seqlen_q;
+      const int rows = is_packed ? p.total_q : p.seqlen_q;
+      terms.add(term(p, (int64(batch) * p.heads_q + head) * rows + row, sink));
+    }
+    T total = terms.total();
+#pragma unroll
+    for (int bit = 16; bit > 0; bit /= 2) total += __shfl_xor_sync(~0u, total, bit);
+    if (threadIdx.x % 32 == 0) warp_totals[threadIdx.x / 32] = total;
+    __syncthreads();
+    total = warp_totals[threadIdx.x % 32];
+#pragma unroll
+    for (int bit = 16; bit > 0; bit /= 2) total += __shfl_xor_sync(~0u, total, bit);
+    return total;
+  }
+
+  // Returns the term of one row; `index` is the row's index in lse. The lse of a row that attends
+  // to no key contains the sink, too, so such a row is no special case.
+  __device__ static T term(const GradientParams& p, int64 index, T sink) {
+    const T lse = static_cast<const T*>(p.lse)[index];
+    if (lse == -Math::infinity()) return 0;
+    return Math::exp2((sink - lse) * Math::log2_e) * row_stats<Config>(p)[index].delta;
+  }
+};
+
+template <class Config>
+__device__ void sink_gradients(const GradientParams& p) {
+  SinkGradients<Config>::write(p, p.mods.sinks);
+}

@@ -1,0 +1,158 @@
+// Products of a warp. The right operand is read by columns; the left one comes from registers or
+// from a tile in shared memory, as stored or transposed. Elements are 16-bit, or components of
+// float32: first all big components of a row, then all small ones.
+#pragma once
+
+#include "backward/preprocess/float32_fp16x2.cuh"
+#include "ptx/base.cuh"
+#include "tile/element.cuh"
+#include "tile/layout.cuh"
+#include "tile/products_16bit.cuh"
+
+#if __CUDA_ARCH__ >= 800
+
+// Left operand of one k step: `row_tiles` tiles of 16 rows.
+template <int row_tiles>
+using LeftStep = unsigned[row_tiles][4];
+
+// Packs scores [.][2 step] and [.][2 step + 1] into a left operand.
+template <class Element, int row_tiles, int column_tiles>
+__device__ void pack_step(LeftStep<row_tiles>& left,
+                          const float (&scores)[row_tiles][column_tiles][4], int step) {
+#pragma unroll
+  for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float (&values)[4] = scores[i][2 * step + half];
+      left[i][2 * half] = pack<Element>(values[0], values[1]);
+      left[i][2 * half + 1] = pack<Element>(values[2], values[3]);
+    }
+  }
+}
+
+// Splits float32 scores, below 2^15, into left operands of big and of small components.
+template <int row_tiles, int column_tiles>
+__device__ void split_step(LeftStep<row_tiles>& big, LeftStep<row_tiles>& small,
+                           const float (&scores)[row_tiles][column_tiles][4], int step) {
+#pragma unroll
+  for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      const float* values = scores[i][2 * step + r / 2] + 2 * (r % 2);
+      const SplitPair pair = SplitPair::split(values[0], values[1]);
+      big[i][r] = pair.big;
+      small[i][r] = pair.small;
+    }
+  }
+}
+
+// Shared-memory tile that warps write from accumulators, and read as stored or transposed.
+template <class Element, int Columns>
+struct Exchange {
+  using Layout = SwizzledRows<Element, Columns>;
+
+  // Writes what `pack_step()` packed to rows from `row` on and columns from 16 step on.
+  template <int row_tiles>
+  __device__ static void write(unsigned shared, const LeftStep<row_tiles>& left, int row,
+                               int step) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const int fragment_row = row + 16 * i + 8 * (r % 2) + lane / 4;
+        ptx::st_shared(shared + Layout::offset(fragment_row, 2 * step + r / 2) + lane % 4 * 4,
+                       left[i][r]);
+      }
+    }
+  }
+
+  // Reads a left operand that another warp has written by `write()`.
+  template <int row_tiles>
+  __device__ static void read(LeftStep<row_tiles>& left, unsigned shared, int row, int step) {
+    const int lane = threadIdx.x % 32;
+    const unsigned address =
+        shared + row * Layout::row_bytes + Layout::offset(lane % 16, 2 * step + lane / 16);
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+      ptx::ldmatrix_x4(left[i], address + 16 * i * Layout::row_bytes);
+    }
+  }
+
+  // Reads the transpose of the 16 rows from `row` on and the columns from 16 `column_step` on.
+  template <int row_tiles>
+  __device__ static void read_transposed(LeftStep<row_tiles>& left, unsigned shared, int row,
+                                         int column_step) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+      const int chunk = 2 * (column_step + i) + lane / 8 % 2;
+      ptx::ldmatrix_x4_trans(left[i], shared + row * Layout::row_bytes +
+                                          Layout::offset(lane % 8 + lane / 16 * 8, chunk));
+    }
+  }
+};
+
+// Columns of a `Layout` that one of `warps` warps processes: 16 of every 16 * `warps`.
+template <class Element, class Layout, int Columns, int warps>
+struct ColumnSlice {
+  static constexpr int steps = Columns / 16 / warps;
+  static_assert(steps * 16 * warps == Columns, "all warps process equally many columns");
+
+  // Returns the lane's address for the functions below. `warp` is the warp's index among sharers.
+  __device__ static unsigned lane_address(unsigned shared, int warp) {
+    const int lane = threadIdx.x % 32;
+    return shared + Layout::offset(lane % 16, 2 * warp + lane / 16);
+  }
+
+  // Accumulates sums += left B, where `b` is the `lane_address()` of the 16 rows of B.
+  template <int row_tiles>
+  __device__ static void multiply(float (&sums)[row_tiles][2 * steps][4],
+                                  const LeftStep<row_tiles>& left, unsigned b) {
+    unsigned right[2][4];
+    ptx::ldmatrix_x4_trans(right[0], b);
+#pragma unroll
+    for (int step = 0; step < steps; ++step) {
+      if (step + 1 < steps) {
+        ptx::ldmatrix_x4_trans(right[(step + 1) % 2],
+                               Layout::advance(b, 0, 2 * warps * (step + 1)));
+      }
+#pragma unroll
+      for (int i = 0; i < row_tiles; ++i) {
+        mma<Element>(sums[i][2 * step], left[i], right[step % 2][0], right[step % 2][1]);
+        mma<Element>(sums[i][2 * step + 1], left[i], right[step % 2][2], right[step % 2][3]);
+      }
+    }
+  }
+
+  // Accumulates sums[i] += factor(i) left[.][.][i] B from components. The product over all
+  // 16 * `depth` rows of B is summed separately, and then added.
+  template <int row_tiles, int depth, class Factor>
+  __device__ static void add_product(float (&sums)[row_tiles][2 * steps][4],
+                                     const LeftStep<row_tiles> (&left)[depth][2], unsigned b,
+                                     Factor factor) {
+#pragma unroll
+    for (int step = 0; step < steps; ++step) {
+      float product[row_tiles][2][4] = {};
+#pragma unroll
+      for (int k = 0; k < depth; ++k) {
+        unsigned right[2][4];
+#pragma unroll
+        for (int component = 0; component < 2; ++component) {
+          ptx::ldmatrix_x4_trans(
+              right[component],
+              Layout::advance(b, 16 * k, 2 * warps * step + component * Columns / 8));
+        }
+        multiply_components(product, left[k], right);
+      }
+      add_scaled(sums, 2 * step, product, factor);
+    }
+  }
+
+  // Returns the lane's first column in sums [.][j][.], for the warp with index `warp`.
+  __device__ static int column(int j, int warp) {
+    return (j / 2 * warps + warp) * 16 + j % 2 * 8 + threadIdx.x % 4 * 2;
+  }
+};
+
+#endif  // __CUDA_ARCH__ >= 800

@@ -1,0 +1,73 @@
+// Maps rows of packed sequences to sequences, and tiles of sequences to slots of per-tile arrays.
+//
+// Sequences are found by binary search over their starts. Whatever `starts` holds, the searches by
+// row, by slot and by sequence agree, and each row belongs to at most one sequence. Otherwise a row
+// could be written by two CTAs or by none, or a CTA could wait for another that does not exist.
+#pragma once
+
+#include "scheduler/sequences.cuh"
+
+struct PackedRange {
+  int sequence;
+  int begin;
+  int end;  // at most `begin` if the part is empty
+};
+
+// Returns the sequence that the search finds, and its part of [begin, end). `is_at_or_after(i,
+// first)` returns whether it is sequence i, whose part begins at `first`, or a later sequence.
+template <class First, class IsAtOrAfter>
+__device__ PackedRange search(int batch, int begin, int end, First first,
+                              IsAtOrAfter is_at_or_after) {
+  PackedRange range = {0, begin, end};
+  for (int high = batch; high - range.sequence > 1;) {
+    const int middle = range.sequence + (high - range.sequence) / 2;
+    const int start = first(middle);
+    if (is_at_or_after(middle, start)) {
+      range.sequence = middle;
+      range.begin = max(range.begin, start);
+    } else {
+      high = middle;
+      range.end = min(range.end, start);
+    }
+  }
+  return range;
+}
+
+template <class IsAtOrAfter>
+__device__ PackedRange search_rows(const int* starts, int batch, int total,
+                                   IsAtOrAfter is_at_or_after) {
+  const auto first = [=](int i) { return clamp(starts[i], 0, total); };
+  return search(batch, first(0), first(batch), first, is_at_or_after);
+}
+
+// Returns the rows of a sequence.
+__device__ inline PackedRange rows_of_sequence(const int* starts, int batch, int total,
+                                               int sequence) {
+  return search_rows(starts, batch, total, [=](int i, int) { return i <= sequence; });
+}
+
+// Returns the only sequence that may contain `row`, and the rows of that sequence.
+__device__ inline PackedRange find_sequence_rows(const int* starts, int batch, int total, int row) {
+  return search_rows(starts, batch, total, [=](int, int first) { return first <= row; });
+}
+
+// Returns the first tile slot of a sequence. n rows have at most n / Rows + 1 tiles, so the slot
+// follows from the sequence's first row and index. Few of the total / Rows + batch slots stay
+// empty.
+template <int Rows>
+__device__ int first_tile_slot(int first_row, int sequence) {
+  return first_row / Rows + sequence;
+}
+template <int Rows>
+__device__ int count_tile_slots(int total, int batch) {
+  return total / Rows + batch;
+}
+
+// Returns the sequence that a tile slot belongs to, and the slots of that sequence.
+template <int Rows>
+__device__ PackedRange find_tile_slots(const int* starts, int batch, int total, int slot) {
+  return search(
+      batch, 0, count_tile_slots<Rows>(total, batch),
+      [=](int i) { return first_tile_slot<Rows>(clamp(starts[i], 0, total), i); },
+      [=](int, int first) { return first <= slot; });
+}

@@ -1,0 +1,220 @@
+// Softmax backward: converts S and dP to P and dS.
+#pragma once
+
+#include "backward/params.cuh"
+#include "score/mask.cuh"
+#include "score/modify.cuh"
+
+// Returns whether a modified score has a slope other than 1 with respect to the scaled score.
+template <class Mods>
+constexpr bool changes_slope() {
+  if constexpr (Mods::changes_scores) {
+    return Mods::changes_slope;
+  } else {
+    return false;
+  }
+}
+
+// Softmax backward of `Queries` rows and `Keys` keys that a thread holds: `score(r, n)` is that of
+// query `row_of(r)` and key `first_key + step(n)`, where `step(n)` is constant and grows with n.
+// `stats(r)` returns row statistics. `AnyParams`: only params of units with modifications have
+// `mods`.
+template <class Config, int Queries, int Keys, class AnyParams = GradientParams>
+struct SoftmaxBackward {
+  using T = Accumulator<typename Config::Element>;
+  using Mods = typename Config::Mods;
+  using Math = SoftmaxMath<T>;
+  static constexpr bool is_modified = Mods::changes_scores || Mods::masks_pairs;
+
+  const AnyParams& p;
+  const Mask<Config>& mask;
+  const Sequence& sequence;
+  int batch;
+  int head;
+  T scale_log2;
+  T one = 1;       // representation of P = 1 in the unit of P
+  T log2_one = 0;  // log2 of `one`, which is subtracted from lse_log2
+
+  // Replaces `score(r, n)`, which is S, by P, and `gradient(r, n)`, which is dP, by dS. `Masked`
+  // says that some pairs are masked by position or past the last row. `OfScaled` selects gradients
+  // of the scaled scores; otherwise they are those of the modified scores that the softmax takes.
+  template <bool Masked, bool OfScaled = true, class RowOf, class Stats, class Score,
+            class Gradient, class Step>
+  __device__ void run(RowOf row_of, int first_key, Stats stats, Score score, Gradient gradient,
+                      Step step) const {
+    for_each_pair<Masked, OfScaled>(
+        row_of, first_key, stats, score, step,
+        [&](int r, int n, bool is_visible, bool has_one_key, T exponent, T slope) {
+          const T probability = is_visible ? Math::exp2(exponent) : T(0);
+          const T ds = probability * (gradient(r, n) - stats(r).delta) * slope;
+          score(r, n) = probability;
+          // If functions may mask pairs, a score of -inf masks its pair, too.
+          bool has_gradient = Config::may_mask_pairs ? probability != 0 : is_visible;
+          if constexpr (may_have_one_key) {
+            has_gradient = has_gradient && !(probability > threshold(stats(r)));
+          }
+          if (has_one_key) has_gradient = has_gradient && !(probability > threshold(stats(r)));
+          gradient(r, n) = has_gradient ? ds : T(0);
+        },
+        0, Queries);
+  }
+
+  // Computes P only, for the rows [first, last). Requires that modifications change no slopes.
+  template <bool Masked, class RowOf, class Stats, class Score, class Step>
+  __device__ void compute_p(RowOf row_of, int first_key, Stats stats, Score score, Step step,
+                            int first, int last) const {
+    for_each_pair<Masked, true>(
+        row_of, first_key, stats, score, step,
+        [&](int r, int n, bool is_visible, bool, T exponent, T) {
+          score(r, n) = is_visible ? Math::exp2(exponent) : T(0);
+        },
+        first, last);
+  }
+
+  // Sets dS of rows that attend to one key by position to 0. Such rows are few, so the first and
+  // the last row, which attend to the fewest keys, are checked first. P is checked, too, because
+  // lse may cover more keys than this call has, or include a sink.
+  template <class RowOf, class Score, class Gradient>
+  __device__ void zero_one_key_ds(RowOf row_of, Score score, Gradient gradient) const {
+    if constexpr (zeroes_one_key_ds<Config>) {
+      static_assert(sizeof(Element) == 2, "for other types the threshold depends on the row");
+      if (count(row_of(0)) > 1 && count(row_of(Queries - 1)) > 1) return;
+#pragma unroll
+      for (int r = 0; r < Queries; ++r) {
+        if (count(row_of(r)) != 1) continue;
+#pragma unroll
+        for (int n = 0; n < Keys; ++n) {
+          if (score(r, n) > p_of_one_key<typename Config::Element>) gradient(r, n) = 0;
+        }
+      }
+    }
+  }
+
+  // Sets P of pairs that are masked by position to 0. For calls without modifications.
+  template <class RowOf, class Score, class Step>
+  __device__ void mask_p(RowOf row_of, int first_key, Score score, Step step) const {
+#pragma unroll
+    for (int r = 0; r < Queries; ++r) {
+      const VisibleRange visible = visible_range(row_of(r), first_key);
+#pragma unroll
+      for (int n = 0; n < Keys; ++n) {
+        if (!visible.include(step(n))) score(r, n) = 0;
+      }
+    }
+  }
+
+ private:
+  using Element = typename Config::Element;
+
+  // Returns the threshold of P above which a key counts as the row's only key, times `one`.
+  __device__ T threshold(const RowStats<T>& row) const {
+    if constexpr (sizeof(Element) == 2) {
+      return one * p_of_one_key<Element>;
+    } else {
+      constexpr int columns =
+          Config::head_dim > Config::head_dim_v ? Config::head_dim : Config::head_dim_v;
+      return one * least_p_of_one_key<Element, columns>(row.lse_log2 + log2_one);
+    }
+  }
+
+  // Whether functions or arrays may mask all keys of a row except one.
+  static constexpr bool may_have_one_key = zeroes_one_key_ds<Config> && Config::may_mask_pairs;
+
+  // Whether rows that attend to one key are detected by position. With `Config::may_mask_pairs` and
+  // 16-bit inputs they are not, to save registers: their P exceeds the threshold as well, unless
+  // scores are in the thousands.
+  static constexpr bool checks_positions =
+      zeroes_one_key_ds<Config> && !(Config::may_mask_pairs && sizeof(Element) == 2);
+
+  // Returns how many keys a row attends to by position. With growing `row` it rises, then falls.
+  __device__ int count(int row) const { return mask.visible_end(row) - mask.visible_begin(row); }
+
+  // Range of keys that a row attends to by position, counted from `first_key`.
+  struct VisibleRange {
+    int begin;
+    int end;
+    __device__ bool include(int step) const { return step < end && step >= begin; }
+  };
+  __device__ VisibleRange visible_range(int row, int first_key) const {
+    VisibleRange visible = {0, row < sequence.seqlen_q ? mask.visible_end(row) - first_key : 0};
+    if constexpr (Config::window_left) visible.begin = mask.visible_begin(row) - first_key;
+    return visible;
+  }
+
+  __device__ auto mod_row(int row, T base) const {
+    return Mods::row(p.mods, batch, head, row + mask.q_offset, row, sequence.q_first,
+                     sequence.k_first, base);
+  }
+
+  // Calls `store(r, n, is_visible, has_one_key, exponent, slope)` for each pair: whether it is
+  // visible, whether its row attends to one key by position, its exponent, and the slope of its
+  // score. `store` must drop masked pairs by selection, so that a NaN in their inputs has no
+  // effect.
+  template <bool Masked, bool OfScaled, class RowOf, class Stats, class Score, class Step,
+            class Store>
+  __device__ void for_each_pair(RowOf row_of, int first_key, Stats stats, Score score, Step step,
+                                Store store, int first, int last) const {
+    if constexpr (is_modified) {
+      if constexpr (Mods::has_bounds) {
+        bool is_inside = true;
+#pragma unroll
+        for (int r = 0; r < Queries; ++r) {
+          const auto row = mod_row(row_of(r), T(0));
+          is_inside &=
+              Mods::is_inside(p.mods, row, Mods::keys(p.mods, row, first_key), step(Keys - 1));
+        }
+        if (is_inside) {
+          evaluate_pairs<Masked, true, OfScaled>(row_of, first_key, stats, score, step, store,
+                                                 first, last);
+          return;
+        }
+      }
+    }
+    evaluate_pairs<Masked, false, OfScaled>(row_of, first_key, stats, score, step, store, first,
+                                            last);
+  }
+
+  template <bool Masked, bool Inside, bool OfScaled, class RowOf, class Stats, class Score,
+            class Step, class Store>
+  __device__ void evaluate_pairs(RowOf row_of, int first_key, Stats stats, Score score, Step step,
+                                 Store store, int first, int last) const {
+#pragma unroll
+    for (int r = 0; r < Queries; ++r) {
+      if (r < first || r >= last) continue;
+      const int row = row_of(r);
+      const T lse_log2 = stats(r).lse_log2;
+      VisibleRange visible = {};
+      if constexpr (Masked) visible = visible_range(row, first_key);
+      const bool has_one_key = Masked && checks_positions && count(row) == 1;
+      if constexpr (is_modified) {
+        const auto mod = mod_row(row, lse_log2);
+        const auto keys = Mods::keys(p.mods, mod, first_key);
+#pragma unroll
+        for (int n = 0; n < Keys; ++n) {
+          const T x = score(r, n);
+          T exponent, slope = 1;
+          if constexpr (Mods::changes_scores) {
+            exponent = Mods::template exponent<Inside>(p.mods, mod, keys, step(n), x);
+            if constexpr (OfScaled && Mods::changes_slope) {
+              slope = Mods::template slope<Inside>(p.mods, mod, keys, step(n), x);
+            }
+          } else {
+            exponent = fma(x, scale_log2, -lse_log2);
+          }
+          bool is_visible = !Masked || visible.include(step(n));
+          if constexpr (Mods::masks_pairs) {
+            is_visible =
+                is_visible && Mods::template is_visible<Inside>(p.mods, mod, keys, step(n));
+          }
+          store(r, n, is_visible, has_one_key, exponent, slope);
+        }
+      } else {
+#pragma unroll
+        for (int n = 0; n < Keys; ++n) {
+          const bool is_visible = !Masked || visible.include(step(n));
+          store(r, n, is_visible, has_one_key, fma(score(r, n), scale_log2, -lse_log2), T(1));
+        }
+      }
+    }
+  }
+};

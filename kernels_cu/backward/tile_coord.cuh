@@ -1,0 +1,63 @@
+// Maps a CTA to its gradient tile: the dk and dv of a KV tile, or the dq of a query tile.
+#pragma once
+
+#include "backward/params.cuh"
+#include "backward/packed_tiles.cuh"
+#include "scheduler/tile_coord.cuh"
+
+struct GradientTileCoord {
+  int begin;  // first row of the tile
+  int batch;
+  int head;   // KV head of a KV tile, or query head of a query tile
+};
+
+// Sizes that determine the tiles of dk and dv (`OfKv`) or of dq.
+template <bool OfKv>
+struct GradientTiling {
+  int heads;
+  int section_heads;
+  int longest;
+  int total;          // rows of all packed sequences
+  const int* starts;  // cu_seqlens of packed sequences, or null
+
+  __device__ explicit GradientTiling(const GradientParams& p)
+      : heads(OfKv ? p.heads_kv : p.heads_q),
+        section_heads(OfKv ? p.section_heads / (p.heads_q / p.heads_kv) : p.section_heads),
+        longest(OfKv ? p.seqlen_k : p.seqlen_q),
+        total(OfKv ? p.total_k : p.total_q),
+        starts(OfKv ? p.cu_seqlens_k : p.cu_seqlens_q) {}
+
+  // Returns the number of CTAs, as `blocks_of()` in gradients.py does.
+  template <int Rows>
+  __device__ int blocks(int batch) const {
+    return heads * (starts == nullptr ? ceil_div(longest, Rows) * batch
+                                      : count_tile_slots<Rows>(total, batch));
+  }
+};
+
+// Returns the tile of a CTA. CTAs interleave the heads of a section, whose operands stay in L2
+// together; sequences shorter than the longest have larger sections. Within a section tiles are in
+// order, or reversed if `FromLast`, so that the longest tiles of a causal mask start first.
+template <class Config, int Rows, bool OfKv, bool FromLast>
+__device__ GradientTileCoord gradient_tile_coord(const GradientParams& p, int block) {
+  const GradientTiling<OfKv> tiling(p);
+  const int longest = ceil_div(tiling.longest, Rows);
+  int tiles = longest, heads = p.batch * tiling.heads, section_heads = tiling.section_heads;
+  PackedRange tile_slots = {};
+  const bool is_packed = Config::has_seqlens && tiling.starts != nullptr;
+  if (is_packed) {
+    tile_slots = find_tile_slots<Rows>(tiling.starts, p.batch, tiling.total, block / tiling.heads);
+    tiles = tile_slots.end - tile_slots.begin;
+    heads = tiling.heads;
+    section_heads = int(min(int64(heads), int64(section_heads) * max(1, longest / tiles)));
+    block -= tile_slots.begin * heads;
+  }
+  const int section = block / (section_heads * tiles);
+  const int first_head = section * section_heads;
+  const int section_size = min(section_heads, heads - first_head);
+  const int index = block - first_head * tiles;
+  const int tile = index / section_size;
+  const int head = first_head + index % section_size;
+  return {(FromLast ? tiles - 1 - tile : tile) * Rows,
+          is_packed ? tile_slots.sequence : head / tiling.heads, head % tiling.heads};
+}

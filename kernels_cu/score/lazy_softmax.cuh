@@ -1,0 +1,82 @@
+// Online softmax of one query row with lazy rescaling (an idea of FlashAttention-4): as a rule, no
+// row maximum is computed. P uses the previous base, which follows from a possibly stale maximum,
+// until the sum of P shows that the base is too small. This saves most rescaling and most
+// reductions over lanes, and a floating-point P loses no precision when it exceeds 1. A row's
+// result depends on its own scores only.
+#pragma once
+
+#include "score/softmax.cuh"
+
+// Returns whether x is true in any of the four lanes that hold a row.
+__device__ inline bool any_of_lanes(bool x) {
+  return __ballot_sync(~0u, x) >> (threadIdx.x & 28) & 15;
+}
+
+template <class Element>
+struct LazySoftmaxRow {
+  using Math = SoftmaxMath<float>;
+  // Range of the exponent of a row's largest p. float16 holds up to 2^15, and needs its range below
+  // 1 for small p, many of which may make up most of an output. bfloat16 has the exponents of
+  // float32, and sums of its largest values would overflow with p = 1.
+  static constexpr int highest = headroom<Element> ? -headroom<Element> : 15;
+  static constexpr int lowest = highest - 15;
+  // First base of a row, if its scores allow it. Scores of most inputs are near 0. The sum of a
+  // lane's 32 p of a KV tile is then about 2^12, with 2^15 allowed. A single key is large enough if
+  // its score, as an exponent of two, is at least -1.
+  static constexpr float first_base = -6 - lowest;
+
+  float base;  // p = exp2(score * scale_log2 - base)
+  float sum;   // sum of this lane's p
+
+  __device__ void reset() {
+    base = first_base;
+    sum = 0;
+  }
+
+  // These take the sum of a lane's `count` p of a KV tile. They return whether a p may exceed
+  // 2^highest, and whether some p is at least 2^lowest; false for NaN.
+  __device__ static bool is_too_large(float sum) { return sum > power_of_two(highest); }
+  __device__ static bool is_large_enough(float sum, int count) {
+    return sum >= count * power_of_two(lowest);
+  }
+  __device__ static constexpr float power_of_two(int exponent) {
+    return exponent < 0 ? power_of_half(-exponent) : 1 / power_of_half(exponent);
+  }
+
+  // Returns whether the row has had no score above -inf yet (the largest p is never 0).
+  __device__ bool is_empty() const { return !any_of_lanes(sum != 0); }
+
+  // Sets the base of a row with one visible key, given its score times the scale. P is then a power
+  // of two to within float32's rounding, and a 16-bit result is exactly the key's value. Only the
+  // lane that holds the key needs the base: the others neither sum p nor write the log-sum-exp.
+  __device__ void set_only_key(float score) {
+    if (score > -Math::infinity()) base = score - (highest - 1);
+  }
+
+  // Updates the base from the maximum of a KV tile, given relative to the base. The base changes if
+  // p has outgrown it, or if the first p are too small. Returns the change, and sets `rescale` to
+  // the factor for the output so far. With `HasLow`, a low score never becomes the base. The scores
+  // of this KV tile have the change subtracted last, those of later KV tiles the new base at once:
+  // with a base of that magnitude, the two would round differently.
+  template <bool HasLow>
+  __device__ float change_base(float max, bool outgrown, bool is_empty, float& rescale) {
+    const bool changes = outgrown || (is_empty && max < lowest &&
+                                      max > (HasLow ? low_score<float> : -Math::infinity()));
+    const float change = changes ? max - lowest : 0;
+    rescale = changes && !is_empty ? Math::exp2(-change) : 1;
+    base += change;
+    sum *= rescale;
+    return change;
+  }
+
+  // Returns the sum of exp(scale * s) over all scores s. A NaN in the sum stays.
+  __device__ ExponentSum<float> exponent_sum() const {
+    if (sum == 0) return {-Math::infinity(), -Math::infinity()};
+    return {base, Math::log2(sum)};
+  }
+
+  // Returns the natural logarithm of that sum.
+  __device__ float log_sum_exp() const {
+    return sum == 0 ? -Math::infinity() : (base + Math::log2(sum)) * Math::ln_2;
+  }
+};

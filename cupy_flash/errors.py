@@ -25,8 +25,8 @@ class DriverError(CupyFlashError, RuntimeError):
 def needs_cupy(name: str) -> TypeError:
     """Return the error for an array in GPU memory if CuPy cannot be imported."""
     return TypeError(
-        f"{name} lies in GPU memory, which CuPy has to read: pip install 'cupy_flash[cuda13]' or "
-        "[cuda12]"
+        f"{name} lies in GPU memory, which only CuPy can access: pip install 'cupy_flash[cuda13]' "
+        "or [cuda12]"
     )
 
 

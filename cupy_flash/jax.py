@@ -105,7 +105,7 @@ def flash_attention_qkvpacked(
         See `flash_attention`.
     """
     if not isinstance(qkv, (jax.Array, np.ndarray)):
-        raise TypeError(f"qkv is {kind_of(qkv)}; expected an array of JAX or NumPy")
+        raise TypeError(f"qkv is {kind_of(qkv)}; expected a JAX or NumPy array")
     layout = modifications.pop("layout", "bshd")  # type: ignore[typeddict-item]
     check_qkv(qkv, layout)
     return flash_attention(
@@ -168,12 +168,12 @@ def _require_constants(values: Mapping[str, Any], modifications: Mapping[str, An
             continue
         if isinstance(value, (list, tuple)):
             raise TypeError(
-                f"{name} holds values that are traced by JAX; pass numbers, or one array: "
-                "gradients reach arrays only"
+                f"{name} holds values that are traced by JAX; pass numbers, or one array, because "
+                "lists have no gradients"
             )
         if name not in WITH_GRADIENT:
             raise TypeError(
-                f"{name} is traced by JAX; pass a value: gradients reach q, k, v, bias and sinks"
+                f"{name} is traced by JAX; pass a value: only q, k, v, bias, sinks have gradients"
             )
 
 
@@ -211,8 +211,8 @@ def _run(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
     for name, array in zip(call.names, inputs, strict=True):
         if isinstance(array, jax.core.Tracer):
             raise TypeError(
-                f"{name} is traced by jax.jit, vmap or the like; call attention outside of them, "
-                "where it has arrays"
+                f"{name} is traced by a transform such as jax.jit or jax.vmap; call attention "
+                "outside of it, with concrete arrays"
             )
     call, inputs = _placed(call, inputs)
     results: tuple[Any, Any] = call.run(inputs)

@@ -249,7 +249,9 @@ def scaled_dot_product_attention(
     _require_tensors(names, inputs)
     for name, tensor in zip(names, inputs, strict=True):
         if tensor.dtype != query.dtype:
-            raise TypeError(f"{name} has dtype {tensor.dtype}; expected {query.dtype}, as query")
+            raise TypeError(
+                f"{name} has dtype {tensor.dtype}; expected {query.dtype}, as query has"
+            )
     of_mask = None
     if attn_mask is not None:
         _require_tensors(("attn_mask",), (attn_mask,))
@@ -310,12 +312,12 @@ def _require_constants(call: DifferentiableCall) -> None:
         if isinstance(value, (list, tuple)):
             raise ValueError(
                 f"{name} holds a tensor that requires a gradient; pass numbers or detached "
-                "tensors: autograd reaches no list, but q, k, v, and a bias and sinks that are "
-                "tensors"
+                "tensors: only q, k, v, and a bias and sinks that are tensors have gradients, not "
+                "lists"
             )
         raise ValueError(
-            f"{name} requires a gradient; pass it detached: autograd reaches q, k, v, bias and "
-            "sinks"
+            f"{name} requires a gradient; pass it detached: only q, k, v, bias and sinks have "
+            "gradients"
         )
 
 
@@ -438,7 +440,7 @@ class _Gradients(_Function):  # type: ignore[misc]
 
 def _no_second_derivative() -> NotImplementedError:
     return NotImplementedError(
-        "attention of cupy_flash.torch has no second derivative: gradients of its gradients, as of "
+        "attention of cupy_flash.torch has no second derivative: gradients of its gradients, as in "
         "a gradient penalty, hvp, hessian or functional.jvp, are not computed"
     )
 

@@ -106,7 +106,7 @@ def plan(
         # The module distinguishes functions of the same name, such as those of cupy_flash.torch.
         is_plain = inspect.isfunction(function)
         found = f"{function.__module__}.{function.__name__}" if is_plain else repr(function)
-        raise TypeError(f"plan makes no plan for {found}; expected one of {names}")
+        raise TypeError(f"function is {found}; expected one of {names}")
     signature = inspect.signature(function)
     try:
         given = signature.bind_partial(*arguments, **options).arguments
@@ -167,7 +167,7 @@ def _require_given(
     if not missing:
         return
     name, by_name = function.__name__, ", ".join(f"{n}={n}" for n in required if n not in assumed)
-    instead = f"; without {', '.join(_ASSUMED)} pass the others by name: plan({name}, {by_name})"
+    instead = f"; to omit {', '.join(_ASSUMED)}, pass the others by name: plan({name}, {by_name})"
     raise TypeError(
         f"{name} is planned without {', '.join(missing)}; expected {', '.join(required)}"
         f"{instead if assumed else ''}"

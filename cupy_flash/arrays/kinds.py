@@ -94,11 +94,11 @@ def no_array(name: str, value: Any) -> TypeError:
     """Return the error for an argument that is not an array of any supported library."""
     if is_traced(value):
         return TypeError(
-            f"{name} is {kind_of(value)}, which JAX traces and which holds no values; for "
-            "gradients call the functions of cupy_flash.jax, outside of jax.jit and jax.vmap"
+            f"{name} is {kind_of(value)}, a tracer of JAX without values; for gradients, call "
+            "the functions of cupy_flash.jax outside of jax.jit and jax.vmap"
         )
     return TypeError(
-        f"{name} is {kind_of(value)}; expected a NumPy or CuPy array, or one that speaks DLPack"
+        f"{name} is {kind_of(value)}; expected a NumPy or CuPy array, or one that supports DLPack"
     )
 
 
@@ -132,7 +132,7 @@ def require_mutable(name: str, array: Any) -> None:
     if is_jax(array):
         raise TypeError(
             f"{name} is a JAX array, which is immutable and cannot be written in place; pass a "
-            "CuPy array over a copy of it"
+            "CuPy array with a copy of its elements"
         )
 
 
@@ -184,7 +184,7 @@ def number_on_gpu(name: str, number: Any, *, like: Any = None) -> Any:
 def _float32(name: str, value: Any) -> np.float32:
     number = finite(name, float(value))
     if abs(number) > float(np.finfo(np.float32).max):
-        raise ValueError(f"{name} is {number:g}; expected a number that float32 holds")
+        raise ValueError(f"{name} is {number:g}; expected a number in the range of float32")
     with np.errstate(all="ignore"):
         return np.float32(number)
 
@@ -273,7 +273,7 @@ def vector(name: str, values: Any, *, on_host: bool) -> Any:
     try:
         array = np.asarray(values)
     except ValueError as error:
-        raise ValueError(f"{name} is no list of numbers: {error}") from error
+        raise ValueError(f"{name} is not a list of numbers: {error}") from error
     if array.dtype.kind not in "iuf":
         raise TypeError(f"{name} is {values!r}; expected numbers, or an array of them")
     # Types such as longdouble may hold numbers that overflow float64.
@@ -301,7 +301,7 @@ def _int32_of_list(name: str, values: Any) -> np.ndarray:
     try:
         array = np.asarray(values)
     except ValueError as error:
-        raise ValueError(f"{name} is no list of integers: {error}") from error
+        raise ValueError(f"{name} is not a list of integers: {error}") from error
     # If an integer exceeds 64 bits, asarray() returns an array of objects or of float64.
     numbers = np.asarray(values, object).ravel().tolist()
     others = [x for x in numbers if isinstance(x, bool) or not isinstance(x, (int, np.integer))]
@@ -309,7 +309,7 @@ def _int32_of_list(name: str, values: Any) -> np.ndarray:
         raise TypeError(f"{name} holds {kind_of(others[0])}; expected integers")
     bounds = np.iinfo(np.int32)
     if not all(bounds.min <= x <= bounds.max for x in numbers):
-        raise ValueError(f"{name} holds integers that int32 does not; expected smaller ones")
+        raise ValueError(f"{name} holds integers that do not fit int32; expected smaller ones")
     return array.astype(np.int32)
 
 
@@ -379,7 +379,7 @@ def way_back(name: str, array: Any) -> Callable[[Any], Any]:
     if namespace is not None and hasattr(namespace(), "from_dlpack"):
         return lambda result: namespace().from_dlpack(result)
     raise TypeError(
-        f"{name} is {kind_of(array)}, which offers no from_dlpack to hand the result back with"
+        f"{name} is {kind_of(array)}, whose library has no from_dlpack to convert the result with"
     )
 
 

@@ -69,7 +69,7 @@ class OverlapCheck:
             if low < distance < high and (i, j, distance) not in self._interleaved:
                 if self._overlap(i, j, addresses):
                     raise ValueError(
-                        f"{self._names[i]} overlaps {self._names[j]}; pass memory of its own"
+                        f"{self._names[i]} overlaps {self._names[j]}; pass separate memory"
                     )
                 _remember(self._interleaved, (i, j, distance), self._MAX_KNOWN)
         _remember(self._apart, addresses, self._MAX_KNOWN)

@@ -335,7 +335,7 @@ def as_int32(name: str, array: Any) -> Any:
     if isinstance(array, np.ndarray) and array.size:
         bounds = np.iinfo(np.int32)
         if array.min() < bounds.min or array.max() > bounds.max:
-            raise ValueError(f"{name} holds integers that int32 does not; expected smaller ones")
+            raise ValueError(f"{name} holds integers that do not fit int32; expected smaller ones")
     return array.astype(np.int32, order="C")
 
 

@@ -78,7 +78,7 @@ def hidden_part(tensor: Any) -> str | None:
     has_key = any(getattr(x, "_mode_key", None) for x in _get_current_dispatch_mode_stack())
     if has_key or torch._C._get_tracing_state() is not None:
         return (
-            "is passed while torch traces a graph, which does not see attention and would keep its "
+            "is passed while torch traces a graph, which does not record attention and keeps its "
             "result as a constant; call a function of cupy_flash.torch under torch.compile or "
             "torch.export"
         )
@@ -89,13 +89,13 @@ def hidden_part(tensor: Any) -> str | None:
 
 
 _IN_TRANSFORM = (
-    "is passed inside of a transform, as torch.func.grad, jvp, vmap or is_grads_batched, which "
-    "attention has no rules for; take gradients of cupy_flash.torch's functions by torch.autograd, "
-    "and pass batches as the first axis"
+    "is passed inside of a transform such as torch.func.grad, jvp, vmap or is_grads_batched, which "
+    "attention does not support; compute gradients of cupy_flash.torch's functions with "
+    "torch.autograd, and pass batches as the first axis"
 )
 NO_FORWARD_MODE = (
-    "has a tangent, and attention has no forward-mode derivative; take gradients of "
-    "cupy_flash.torch's functions by reverse mode, or pass it detached"
+    "has a tangent, and attention has no forward-mode derivative; compute gradients of "
+    "cupy_flash.torch's functions in reverse mode, or pass a detached tensor"
 )
 
 
@@ -140,8 +140,8 @@ def resolved(name: str, array: Any, *, is_written: bool = False) -> Any:
     require_whole(name, tensor)
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise TypeError(
-            f"{name} is a {kind.__name__}, a subclass of torch.Tensor whose memory may mean "
-            "something else; pass a plain tensor"
+            f"{name} is a {kind.__name__}, a subclass of torch.Tensor whose memory may not hold "
+            "its elements; pass a plain tensor"
         )
     of_transforms = torch._C._functorch
     if of_transforms.is_functorch_wrapped_tensor(tensor) or of_transforms.is_legacy_batchedtensor(
@@ -149,7 +149,7 @@ def resolved(name: str, array: Any, *, is_written: bool = False) -> Any:
     ):
         raise NotImplementedError(f"{name} {_IN_TRANSFORM}")
     if tensor.is_meta:
-        raise TypeError(f"{name} is a meta tensor, which holds no elements; pass a real one")
+        raise TypeError(f"{name} is a meta tensor, which has no memory; pass a real tensor")
     if tensor.layout is not torch.strided or tensor.is_nested:
         layout = "nested" if tensor.is_nested else str(tensor.layout)
         raise TypeError(f"{name} has the layout {layout}; expected torch.strided")
@@ -157,7 +157,7 @@ def resolved(name: str, array: Any, *, is_written: bool = False) -> Any:
         if torch.is_grad_enabled():
             raise TypeError(
                 f"{name} requires a gradient, which is not recorded here; pass {name}.detach(), or "
-                "call the function of cupy_flash.torch, where gradients reach q, k, v, bias and "
+                "call the function of cupy_flash.torch, which has gradients for q, k, v, bias and "
                 "sinks"
             )
         tensor = tensor.detach()
@@ -167,8 +167,8 @@ def resolved(name: str, array: Any, *, is_written: bool = False) -> Any:
         return tensor
     if is_written:
         raise TypeError(
-            f"{name} is a lazy view, whose negation, conjugation or zeros are not in its memory; "
-            f"pass {name}.clone()"
+            f"{name} is a lazy view, whose memory does not hold its negated, conjugated or zero "
+            f"elements; pass {name}.clone()"
         )
     # clone() allocates memory for zeros that have none.
     return tensor.clone().resolve_neg().resolve_conj()
@@ -177,9 +177,9 @@ def resolved(name: str, array: Any, *, is_written: bool = False) -> Any:
 def no_memory(tensor: Any) -> NotImplementedError:
     """Return the error for a tensor that has elements but no memory."""
     return NotImplementedError(
-        f"a tensor of shape {tuple(tensor.shape)} has no memory: it is part of a transform, as of "
-        "vmap or is_grads_batched, which attention has no rules for, or stands for zeros; pass its "
-        "clone()"
+        f"a tensor of shape {tuple(tensor.shape)} has no memory: it represents zeros, or belongs "
+        "to a transform such as vmap or is_grads_batched, which attention does not support; pass "
+        "its clone()"
     )
 
 

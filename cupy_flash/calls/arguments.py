@@ -204,8 +204,7 @@ def written_arrays(problem: Problem) -> tuple[str, ...]:
 
 # Hints of the error messages for arguments that are None.
 _HINTS = {
-    "v_cache": "; where the values are the first columns of the keys pass head_dim_v, the number "
-    "of them",
+    "v_cache": "; if the values are the first columns of the keys, pass their number as head_dim_v",
     "cu_seqlens_k": "; it may be None with both block_table and seqused_k",
 }
 # Arrays that must be None if the keys hold the values.
@@ -224,7 +223,7 @@ def require_given(arguments: Arguments, options: Options) -> None:
     for name in _OF_VALUES if in_keys else ():
         if getattr(arguments, name) is not None:
             raise ValueError(
-                f"{name} is given, and head_dim_v says that k_cache holds the values; pass one"
+                f"{name} is given, but with head_dim_v k_cache holds the values; pass only one"
             )
 
 
@@ -292,7 +291,7 @@ def check_qkv(qkv: Any, layout: str) -> None:
             "batch axes"
         )
     if layout != "bshd":
-        raise ValueError(f"layout is {layout!r}; packed arrays are 'bshd'")
+        raise ValueError(f"layout is {layout!r}; expected 'bshd', the only layout of qkv")
 
 
 def parts_of(qkv: Any) -> tuple[Any, Any, Any]:

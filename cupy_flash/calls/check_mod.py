@@ -47,7 +47,7 @@ def require_agreement(
     if min(sizes) < 1:
         raise ValueError(f"batch, heads, seqlen_q and seqlen_k are {sizes}; expected 1 or more")
     if reason := gpu_unavailable():
-        raise UnsupportedError(f"device text of modifications runs on a GPU only, and {reason}")
+        raise UnsupportedError(f"the CUDA source of mod runs on a GPU only, and {reason}")
     cupy = cupy_module()
     _, specs = _text_of(mod)
     captured = {prefixed(_PREFIX, name): value for name, value in mod.captures.items()}
@@ -86,6 +86,6 @@ def compare(mod: ScoreMod | MaskMod, scores: np.ndarray, found: np.ndarray, q_of
     named = ", ".join(f"{name}={n}" for name, n in place.items())
     result = f"{found[at]:.6g}" if isinstance(mod, ScoreMod) else str(bool(found[at]))
     raise ValueError(
-        f"{mod!r} differs from its device text at {differs.sum()} of {differs.size} pairs, first "
-        f"at {given}{named}: the function gives {expected[at]}, the device {result}"
+        f"{mod!r} differs from its CUDA source at {differs.sum()} of {differs.size} pairs, first "
+        f"at {given}{named}: the function returns {expected[at]}, the CUDA source {result}"
     )

@@ -42,7 +42,7 @@ def _rotary(arguments: Arguments, problem: Problem, new: int = 0) -> tuple[Lengt
     if arguments.rotary_cos is None:
         return ()
     rows, count = int(arguments.rotary_cos.shape[0]), max(positions(arguments, problem), new)
-    reason = f"rotary_cos has {rows} rows, and {count} are read from there on"
+    reason = f"rotary_cos has {rows} rows, and {count} are read from this position on"
     return (LengthLimit(rows - count, reason),) if count else ()
 
 
@@ -203,7 +203,7 @@ def _check_places(arguments: Arguments, options: Options, problem: Problem) -> N
         for b in np.flatnonzero(k_lengths > left)[:1]:
             raise ValueError(
                 f"{name} gives sequence {b} {k_lengths[b]} keys; expected at most {left[b]}, the "
-                "rows of k from its first on"
+                "number of rows of k from its first key on"
             )
     else:
         _check_pages(arguments.block_table, name, k_lengths, problem)
@@ -215,7 +215,7 @@ def _check_own_keys(arguments: Arguments) -> None:
     for b in np.flatnonzero(arguments.seqused_k > own)[:1]:
         raise ValueError(
             f"seqused_k gives sequence {b} {arguments.seqused_k[b]} keys; expected at most "
-            f"{own[b]}, as cu_seqlens_k says: keys of several sequences have no gradients"
+            f"{own[b]}, its length in cu_seqlens_k: keys of two sequences have no gradients"
         )
 
 
@@ -262,8 +262,8 @@ def _check_most(name: str, lengths: np.ndarray, most: int, limit: str) -> None:
     if lengths.max(initial=most) > most:
         b = int((lengths > most).argmax())
         raise ValueError(
-            f"{name} gives sequence {b} a length of {lengths[b]}; expected at most {most}, as "
-            f"{limit} says"
+            f"{name} gives sequence {b} a length of {lengths[b]}; expected at most {most}, the "
+            f"value of {limit}"
         )
 
 
@@ -273,14 +273,14 @@ def _check_pages(block_table: np.ndarray, name: str, lengths: np.ndarray, proble
     for b in np.flatnonzero(pages_used > layout.max_pages)[:1]:
         raise ValueError(
             f"{name} gives sequence {b} {lengths[b]} keys; expected at most "
-            f"{layout.max_pages * layout.page_size}, which block_table has pages for"
+            f"{layout.max_pages * layout.page_size}, the rows of its pages"
         )
     columns = np.arange(layout.max_pages)
     outside = (block_table < 0) | (block_table >= layout.pages)
     for b, column in np.argwhere(outside & (columns < pages_used[:, None]))[:1]:
         entry = f"block_table[{b}, {column}] is {block_table[b, column]}"
         if not layout.pages:
-            raise ValueError(f"{entry}, but there are no pages; {name} has to be 0")
+            raise ValueError(f"{entry}, but there are no pages; {name} must be 0")
         raise ValueError(
             f"{entry}; expected 0 to {layout.pages - 1}, as there are {layout.pages} pages"
         )

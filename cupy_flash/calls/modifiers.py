@@ -200,9 +200,9 @@ def canonical(modifiers: Modifiers, arrays: tuple[Any, ...], sizes: Sizes) -> di
 
 def _wrong_dtype(name: str, array: Any, dtypes: tuple[str, ...]) -> TypeError:
     if name == "mask" and "float" in dtype_name(array):
-        instead = "what is added to scores is bias"
+        instead = "if it is added to the scores, pass it as bias"
     elif name == "bias" and dtype_name(array) == "bool":
-        instead = "what chooses the pairs that are seen is mask"
+        instead = "if it selects the visible pairs, pass it as mask"
     else:
         instead = f"pass {cast(name, array, dtypes[0])}"
     return TypeError(f"{name} has dtype {array.dtype}; expected {' or '.join(dtypes)}: {instead}")

@@ -46,8 +46,8 @@ def stacked(partials: Partials) -> tuple[Partials, Callable[[Any], Any]]:
         raise TypeError(f"out_partial is a list and lse_partial {kind_of(lses)}; pass two lists")
     if len(outs) != len(lses) or not outs:
         raise ValueError(
-            f"out_partial has {len(outs)} parts and lse_partial {len(lses)}; expected as many, and "
-            "at least one"
+            f"out_partial has {len(outs)} parts and lse_partial {len(lses)}; expected lists of "
+            "equal length, with at least one part"
         )
     convert = way_back("out_partial[0]", outs[0])
     out_partial, lse_partial = _stacked("out_partial", outs), _stacked("lse_partial", lses)
@@ -115,7 +115,7 @@ def _check(out_partial: Any, lse_partial: Any) -> str:
     lse_dtype = "float64" if dtype == "float64" else "float32"
     if dtype_name(lse_partial) != lse_dtype:
         raise TypeError(
-            f"lse_partial has dtype {lse_partial.dtype}; expected {lse_dtype} beside an "
+            f"lse_partial has dtype {lse_partial.dtype}; expected {lse_dtype} for an "
             f"out_partial of {dtype}"
         )
     require_float("lse_partial", lse_partial)
@@ -126,11 +126,11 @@ def _check(out_partial: Any, lse_partial: Any) -> str:
             "head_dim_v) or packed (num_splits, total_q, heads_q, head_dim_v)"
         )
     if shape[0] == 0:
-        raise ValueError(f"out_partial has shape {shape}, no splits; expected at least 1")
+        raise ValueError(f"out_partial has shape {shape}; expected at least 1 split")
     if max(shape) > MAX_SEQLEN:
-        raise ValueError(f"out_partial has shape {shape}; expected at most {MAX_SEQLEN} of each")
+        raise ValueError(f"out_partial has shape {shape}; expected lengths up to {MAX_SEQLEN}")
     expected = (*shape[:-3], shape[-2], shape[-3])
-    require_shape("lse_partial", lse_partial, expected, f"beside an out_partial of {shape}")
+    require_shape("lse_partial", lse_partial, expected, f"for an out_partial of {shape}")
     return dtype
 
 
@@ -148,5 +148,5 @@ def _check_out(out: Any, out_partial: Any) -> None:
         raise TypeError(
             f"out has dtype {out.dtype}; expected {out_partial.dtype}, as out_partial has"
         )
-    require_shape("out", out, tuple(out_partial.shape[1:]), "that of one split")
+    require_shape("out", out, tuple(out_partial.shape[1:]), "the shape of one split")
     require_in_place("out", out)

@@ -150,13 +150,13 @@ def _float8_scales(
     if q.dtype != FLOAT8:
         for name, value in (given | {"out_dtype": options.out_dtype}).items():
             if value is not None:
-                raise ValueError(f"{name} is for q, k and v of {FLOAT8}; q is {q.dtype}")
+                raise ValueError(f"{name} is for {FLOAT8} q, k and v; q is {q.dtype}")
         return None
     if options.modifiers is not None:
         arrays = f" ({', '.join(options.modifiers.names)})" if options.modifiers.names else ""
-        raise ValueError(f"q is {q.dtype}, which is served without modifications{arrays} only")
+        raise ValueError(f"q is {q.dtype}, which is supported only without modifications{arrays}")
     if arguments.out is not None and options.out_dtype is not None:
-        raise ValueError("out and out_dtype both say what the output is; pass one")
+        raise ValueError("out and out_dtype are both given; pass only one")
     strides = {
         name: _strides_of_scale(
             name,
@@ -177,11 +177,11 @@ def _packed_problem(arguments: Arguments, options: Options) -> Problem:
         if block_table is None:
             require_axes(name, array, 3, packed)
         else:
-            require_axes(name, array, 4, "pages, page_size, heads and head_dim, as of block_table")
+            require_axes(name, array, 4, "pages, page_size, heads and head_dim, with block_table")
     if out is not None:
         expected = (*q.shape[:2], v.shape[-1])
         require_shape("out", out, expected, "as q, but with the head_dim of v")
-    require_axes("cu_seqlens_q", cu_seqlens_q, 1, "where each sequence begins, and the end")
+    require_axes("cu_seqlens_q", cu_seqlens_q, 1, "the first row of each sequence, and the end")
     if cu_seqlens_q.shape[0] == 0:
         raise ValueError("cu_seqlens_q is empty; expected batch + 1 integers, at least one")
     batch = cu_seqlens_q.shape[0] - 1
@@ -233,7 +233,7 @@ def _cached_problem(arguments: Arguments, options: Options) -> Problem:
         (
             "cache_seqlens",
             arguments.cache_seqlens,
-            "one length for each sequence; where all have one, pass an integer",
+            "one length for each sequence; pass an integer if all are equal",
         ),
         ("cache_batch_idx", arguments.cache_batch_idx, "one cache for each sequence"),
         ("rotary_seqlens", arguments.rotary_seqlens, "one position for each sequence"),
@@ -242,7 +242,7 @@ def _cached_problem(arguments: Arguments, options: Options) -> Problem:
             require_shape(name, array, (batch,), meaning)
     _check_packed_new(arguments, batch)
     if arguments.cache_batch_idx is not None and block_table is not None:
-        raise ValueError("cache_batch_idx and block_table both say where a cache is; pass one")
+        raise ValueError("cache_batch_idx and block_table are both given; pass only one")
     if options.head_dim_v is not None:
         _check_values_in_keys(arguments.k_cache.shape[3], options.head_dim_v)
     q_spec, k_spec, v_spec, out_spec = _specs(arguments, options)
@@ -323,25 +323,26 @@ def _scales_of_keys(arguments: Arguments, options: Options, keys: ArraySpec) -> 
     if not dtypes & LARGEST_QUANTIZED.keys():
         for name, array in given.items():
             if array is not None:
-                raise ValueError(f"{name} is for {what} of 8 bits; these are {keys.dtype}")
+                raise ValueError(f"{name} is for 8-bit {what}; these are {keys.dtype}")
         if computed:
-            raise ValueError(f"compute_scales is for {what} of 8 bits; these are {keys.dtype}")
+            raise ValueError(f"compute_scales is for 8-bit {what}; these are {keys.dtype}")
         return None
     if dtype_name(arguments.q) == "float64":
         raise TypeError(
-            f"q has dtype float64; {what} of 8 bits are for float16, bfloat16 and float32"
+            f"q has dtype float64; expected float16, bfloat16 or float32 with 8-bit {what}"
         )
     shape = keys.shape[:3]
     axes = "caches or pages, their rows, and heads"
     strides = {name: _strides_of_scale(name, array, shape, axes) for name, array in given.items()}
     if computed:
         if arguments.k is None:
-            raise ValueError("compute_scales is of the new rows; pass k and v with it")
+            raise ValueError("compute_scales is for new rows; pass k and v, too")
         for name, array in given.items():
             if array is None or tuple(array.shape) != shape:
                 found = "None" if array is None else f"of shape {tuple(array.shape)}"
                 raise ValueError(
-                    f"{name} is {found}; compute_scales writes one for each row and head, {shape}"
+                    f"{name} is {found}; expected shape {shape}, as compute_scales writes a scale "
+                    "for each row and head"
                 )
             check_no_self_overlap(
                 name, ArraySpec((*shape, 1), strides[name] or (0, 0, 0), "float32")
@@ -396,7 +397,7 @@ def _seqlen_new(arguments: Arguments, options: Options) -> int:
         return 0
     if len(given) < len(rows):
         (missing,) = rows.keys() - given
-        raise ValueError(f"{given[0]} is given and {missing} is not; pass both, or none to append")
+        raise ValueError(f"{given[0]} is given and {missing} is not; pass both or neither")
     if arguments.cu_seqlens_k_new is not None:
         for name, array in rows.items():
             require_axes(name, array, 3, "total_new, heads and head_dim")
@@ -412,7 +413,7 @@ def _check_packed_new(arguments: Arguments, batch: int) -> None:
     if starts is None:
         return
     if arguments.k is None:
-        raise ValueError("cu_seqlens_k_new tells packed k and v apart; pass them, too")
+        raise ValueError("cu_seqlens_k_new divides packed k and v; pass k and v, too")
     meaning = "where the new rows of each sequence begin, and where those of the last end"
     require_shape("cu_seqlens_k_new", starts, (batch + 1,), meaning)
 
@@ -441,11 +442,11 @@ def _check_rotary(arguments: Arguments, options: Options, problem: Problem) -> N
     cos, sin = arguments.rotary_cos, arguments.rotary_sin
     if cos is None and sin is None:
         if arguments.rotary_seqlens is not None:
-            raise ValueError("rotary_seqlens are for rotary_cos and rotary_sin; pass them, too")
+            raise ValueError("rotary_seqlens is for rotary_cos and rotary_sin; pass them, too")
         return
     if cos is None or sin is None:
         given, missing = ("cos", "sin") if sin is None else ("sin", "cos")
-        raise ValueError(f"rotary_{given} is given and rotary_{missing} is not; pass both or none")
+        raise ValueError(f"rotary_{given} is given, but not rotary_{missing}; pass both or neither")
     if arguments.k is None:
         raise ValueError("rotary_cos and rotary_sin rotate k and q; pass k and v with them")
     require_tables(("rotary_cos", cos), ("rotary_sin", sin), "q", problem.dtype, problem.head_dim)

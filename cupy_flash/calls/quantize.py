@@ -37,7 +37,7 @@ def quantize(x: Any, dtype: Any, per: str) -> tuple[Any, Any]:
         packed = "" if per == "page" else " or (total, heads_kv, head_dim)"
         raise ValueError(
             f"x has shape {tuple(rows.shape)}; expected (pages, page_size, heads_kv, head_dim)"
-            f"{packed}, with scales of each {per}"
+            f"{packed}, as per is {per!r}"
         )
     scales = _scales(rows, name, axes, keepdims=per == "page")
     return convert(_stored(rows, scales, name)), convert(scales)

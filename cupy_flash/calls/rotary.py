@@ -54,9 +54,9 @@ def pull_back(dout: Any, x: Any, cos: Any, sin: Any, positions: Any, interleaved
     given, convert = normalized(Gradient(dout, x, cos, sin))
     dout, x, cos, sin = map(as_cupy, given)
     places = _checked_places(x, cos, sin, positions, interleaved)
-    require_shape("dout", dout, tuple(x.shape), "that of x")
+    require_shape("dout", dout, tuple(x.shape), "the shape of x")
     if dout.dtype != x.dtype:
-        raise TypeError(f"dout has dtype {dout.dtype}; expected {x.dtype}, as x")
+        raise TypeError(f"dout has dtype {dout.dtype}; expected {x.dtype}, as x has")
     return convert(_rotated(dout, cos, sin, places, interleaved, transposed=True))
 
 
@@ -101,15 +101,15 @@ def _places(positions: Any, shape: tuple[int, ...], rows: int, xp: Any) -> Any:
     if positions is None:
         if shape[-1] > rows:
             raise ValueError(
-                f"cos has {rows} rows; expected at least {shape[-1]}, one for each position, or "
-                "positions"
+                f"cos has {rows} rows; expected at least {shape[-1]}, one for each position; "
+                "otherwise pass positions"
             )
         return np.arange(shape[-1])
     if isinstance(positions, (int, np.integer, list, tuple)):
         try:
             array = np.asarray(positions)
         except ValueError as error:
-            raise ValueError(f"positions is no array of integers: {error}") from error
+            raise ValueError(f"positions is not an array of integers: {error}") from error
         positions = array if array.size else array.astype(np.int64)
     else:
         positions = read("positions", positions)

@@ -28,14 +28,14 @@ def require_tables(
         require_axes(name, array, 2, "positions and rotary_dim / 2")
         if dtype_name(array) not in dtypes or not array.dtype.isnative:
             raise TypeError(
-                f"{name} has dtype {array.dtype}; expected {' or '.join(dtypes)}, with {whose} "
+                f"{name} has dtype {array.dtype}; expected {' or '.join(dtypes)}, as {whose} is "
                 f"{dtype}"
             )
     (cos_name, cosines), (sin_name, sines) = cos, sin
-    require_shape(sin_name, sines, tuple(cosines.shape), f"as {cos_name}")
+    require_shape(sin_name, sines, tuple(cosines.shape), f"as {cos_name} has")
     if cosines.dtype != sines.dtype:
         raise TypeError(
-            f"{sin_name} has dtype {sines.dtype}; expected {cosines.dtype}, as {cos_name}"
+            f"{sin_name} has dtype {sines.dtype}; expected {cosines.dtype}, as {cos_name} has"
         )
     rows, half = cosines.shape
     check_count(f"number of rows of {cos_name}", rows)

@@ -199,7 +199,7 @@ def unloaded_plan(
     arguments = type(arguments)(*map(as_cupy, arguments))
     problem = problem_of(_as_copied(arguments, options), options)
     if arch is not None and backend == "cpu":
-        raise ValueError(f"arch is {arch!r}, a GPU's, but backend is 'cpu'; pass one of them")
+        raise ValueError(f"arch is {arch!r}, but backend is 'cpu'; pass only one of them")
     if arch is not None:
         return make_plan(problem, device_for_arch(arch), family=options.family, tile=options.tile)
     if not isinstance(arguments.q, np.ndarray):
@@ -212,7 +212,7 @@ def unloaded_plan(
         uploaded = (None if x is None else unallocated_copy(x, order) for x in arguments)
         problem = problem_of(_as_copied(type(arguments)(*uploaded), options), options)
     if reason := gpu_unavailable():
-        raise UnsupportedError(f"no GPU to plan for: {reason}; arch='sm_90' plans without one")
+        raise UnsupportedError(f"no GPU to plan for: {reason}; pass an arch such as 'sm_90'")
     return make_plan(problem, current_device(), family=options.family, tile=options.tile)
 
 

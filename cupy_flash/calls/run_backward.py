@@ -73,7 +73,7 @@ def wanted(wrt: Sequence[str] | None, modifications: Mapping[str, Any]) -> tuple
 
 def _names(wrt: Any, example: str) -> tuple[str, ...]:
     if isinstance(wrt, str) or not isinstance(wrt, Sequence):
-        raise TypeError(f"wrt is {wrt!r}; expected a sequence of names, as {example}")
+        raise TypeError(f"wrt is {wrt!r}; expected a sequence of names, such as {example}")
     return tuple(wrt)
 
 
@@ -90,7 +90,7 @@ def _checked(
         if name not in known:
             raise ValueError(f"wrt names {name!r}; expected some of {', '.join(known)}")
     if not names or len(set(names)) < len(names):
-        raise ValueError(f"wrt is {list(names)}; expected at least one name, and each once")
+        raise ValueError(f"wrt is {list(names)}; expected at least one name, and each name once")
     return names
 
 
@@ -229,7 +229,7 @@ def gradients_of_qkv(
         written = _gradient_for(packed, dqkv, options)
         arrays |= {f"d{name}": x for name, x in zip(ROWS, parts_of(written), strict=True)}
     elif dqkv is not None:
-        raise ValueError("dqkv is given, and wrt does not name 'qkv'")
+        raise ValueError("dqkv is given, but wrt does not name 'qkv'")
     names = parts_of_wrt(wrt)
     options = options._replace(wrt=names)
     results = gradients(others._replace(**arrays), options, backend, modifications)
@@ -257,7 +257,7 @@ def _gradient_for(packed: Any, dqkv: Any | None, options: Options) -> Any:
     if dqkv is None:
         return array_module(packed).empty(packed.shape, options.grad_dtype or packed.dtype)
     written = as_cupy(normalize_out("dqkv", dqkv))
-    require_shape("dqkv", written, tuple(packed.shape), "as qkv")
+    require_shape("dqkv", written, tuple(packed.shape), "the shape of qkv")
     return written
 
 
@@ -304,7 +304,7 @@ def plan(
     elif isinstance(q, np.ndarray) and not on_host.runs_on_gpu(problem, options, backend):
         return gradients_on_host.plan_of(problem, options)
     elif reason := gpu_unavailable():
-        raise UnsupportedError(f"no GPU to plan for: {reason}; arch='sm_90' plans without one")
+        raise UnsupportedError(f"no GPU to plan for: {reason}; pass an arch such as 'sm_90'")
     else:
         device = current_device()
     return make_plan(problem, device, family=options.family, tile=options.tile)

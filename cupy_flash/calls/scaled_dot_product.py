@@ -63,7 +63,7 @@ def shapes_of(
     rank = len(query)
     for name, shape in (("query", query), ("key", key), ("value", value)):
         if len(shape) < 2 or len(shape) != rank:
-            expected = _AXES if rank < 2 else f"{_AXES} with {rank} axes, as query"
+            expected = _AXES if rank < 2 else f"{_AXES} with {rank} axes, as query has"
             raise ValueError(f"{name} has shape {shape}; expected {expected}")
         if shape[:-3] != query[:-3]:
             raise ValueError(
@@ -75,7 +75,7 @@ def shapes_of(
             "seqlen of key"
         )
     if key[-1] != query[-1]:
-        raise ValueError(f"key has a head_dim of {key[-1]}; expected {query[-1]}, as query")
+        raise ValueError(f"key has a head_dim of {key[-1]}; expected {query[-1]}, as query has")
     heads, heads_kv = (1, 1) if rank == 2 else (query[-3], key[-3])
     if heads != heads_kv and not enable_gqa:
         raise ValueError(
@@ -128,9 +128,9 @@ def options_of(
     check_bool("is_causal", is_causal)
     check_bool("enable_gqa", enable_gqa)
     if finite("dropout_p", dropout_p) != 0:
-        raise UnsupportedError(f"dropout_p is {dropout_p}; expected 0, as there is no dropout")
+        raise UnsupportedError(f"dropout_p is {dropout_p}; expected 0, as dropout is not supported")
     if is_causal and has_mask:
-        raise ValueError("attn_mask is given and is_causal is True; pass one of them")
+        raise ValueError("attn_mask is given and is_causal is True; pass only one of them")
     options: dict[str, Any] = {"layout": "bhsd"}
     if is_causal:
         # The causal mask is aligned at the top left: the first query attends to the first key.

@@ -136,12 +136,12 @@ class Family(ABC, Generic[TileT]):
     def why_not(self, problem: Problem, device: Device) -> str | None:
         """Return why the family cannot serve the problem on the device, or None if it can."""
         if not problem.layout.is_equal and not self.serves_sequences:
-            return "its kernels take batches of equal lengths, neither packed nor cached nor padded"
+            return "supports only batches of equal lengths, without packing, caches or padding"
         if problem.is_float8:
             if not self.serves_float8:
-                return f"its kernels take no q, k and v of {problem.dtype}"
+                return f"does not support q, k and v of {problem.dtype}"
         elif problem.scales is not None and not self.serves_quantized:
-            return "its kernels read no caches of 8 bits"
+            return "does not support 8-bit keys and values"
         return self._why_not(problem, device)
 
     def is_mapped(self, problem: Problem) -> bool:
@@ -363,7 +363,7 @@ def why_not_scale(problem: Problem) -> str | None:
     """Return why a kernel that treats scaled scores of -inf as masked cannot serve the problem."""
     if not problem.has_huge_scale:
         return None
-    return f"takes scores of -inf for masked, which a scale of {problem.softmax_scale:g} may make"
+    return f"treats scores of -inf as masked; a scale of {problem.softmax_scale:g} may cause them"
 
 
 def why_not_shared_memory(device: Device, needed: int) -> str | None:
@@ -394,9 +394,9 @@ def why_not_blocks(
         return reason
     most = min(MAX_REGISTERS, device.registers_per_sm // (threads * min_blocks) // 8 * 8)
     if registers > most:
-        return f"needs about {registers} registers per thread; {most} are left to it"
+        return f"needs about {registers} registers per thread; {most} are available"
     if device.blocks_per_sm(threads, shared_memory, 1) < min_blocks:
-        return f"fewer than {min_blocks} blocks fit an SM's shared memory"
+        return f"fewer than {min_blocks} thread blocks fit the shared memory of an SM"
     return None
 
 

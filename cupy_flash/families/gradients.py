@@ -28,14 +28,14 @@ _WIDEST = 256
 def why_not(problem: Problem) -> str | None:
     """Return why no backward family serves the problem, or None if some may."""
     if problem.layout.page_size or problem.layout.kind == "cached":
-        return "computes no gradients of a cache"
+        return "does not compute gradients of a KV cache"
     return None
 
 
 def why_not_tensor_cores(problem: Problem) -> str | None:
     """Return why no backward family on tensor cores serves the problem, or None if some may."""
     if max(problem.head_dim, problem.head_dim_v) > _WIDEST:
-        return f"its sums of dk and dv need too many registers for head dims over {_WIDEST}"
+        return f"accumulating dk and dv needs too many registers for head dims over {_WIDEST}"
     return why_not(problem) or why_not_scale(problem)
 
 

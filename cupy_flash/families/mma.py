@@ -118,13 +118,13 @@ class MmaFamily(Family[MmaTile]):
         if problem.dtype == "float64":
             return "its tensor-core products take float16, bfloat16 or float32, not float64"
         if problem.dtype == "float32" and max(problem.head_dim, problem.head_dim_v) > 128:
-            return "its float32 products need too many registers for head dims over 128"
+            return "float32 needs too many registers for head dims over 128"
         if device.arch < 80:
             return f"needs sm_80 or newer for cp.async and its mma shapes, not {device.sm}"
         if reason := ragged.why_not_grid(problem, _MOST_ROWS):
             return reason
         if self._first_legal(problem, device) is None:
-            return f"no tile of it fits {device.name}"
+            return f"none of its tiles fits {device.name}"
         return None
 
     def candidates(self, problem: Problem, device: Device) -> Iterator[MmaTile]:
@@ -181,7 +181,7 @@ class MmaFamily(Family[MmaTile]):
 
     def default_tile(self, problem: Problem, device: Device) -> MmaTile:
         tile = self._first_legal(problem, device)
-        assert tile is not None, "asked only where why_not() has no reason"
+        assert tile is not None, "why_not() accepts the problem"
         return tile
 
     @remembers_last

@@ -98,7 +98,7 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
         if device.arch < 80:
             return f"needs sm_80 or later, and {device.name} is {device.sm}"
         if problem.dtype == "float64":
-            return "has no products of float64"
+            return "its tensor-core products do not take float64"
         if reason := gradients.why_not_tensor_cores(problem):
             return reason
         if self._first_legal(problem, device) is None:
@@ -115,27 +115,27 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
 
     def why_not_tile(self, problem: Problem, device: Device, tile: MmaBackwardTile) -> str | None:
         if not 1 <= tile.warps <= 16 or tile.key_warps < 1 or tile.warps % tile.key_warps:
-            return f"{tile.warps} warps share {tile.key_warps} parts of the keys"
+            return f"warps is {tile.warps}; expected at most 16, and a multiple of key_warps"
         if tile.Bc not in (16 * tile.key_warps, 32 * tile.key_warps):
-            return f"Bc is {tile.Bc}; expected 16 or 32 for each of {tile.key_warps} parts"
+            return f"Bc is {tile.Bc}; expected 16 or 32 times key_warps, {tile.key_warps}"
         if tile.columns not in (16, 32, 64) or tile.Br % (tile.columns * tile.side_warps):
             return (
-                f"Br is {tile.Br}; expected a multiple of {tile.columns} columns, 16, 32 or 64, "
-                f"for each of {tile.side_warps} warps"
+                f"Br is {tile.Br} and columns is {tile.columns}; expected columns of 16, 32 or 64, "
+                f"and a multiple of {tile.side_warps} * columns as Br"
             )
         if tile.warps % tile.sum_row_warps or tile.Br % (16 * tile.sum_row_warps):
-            return f"{tile.warps} warps cannot share {tile.Br} rows of dq"
+            return f"Br is {tile.Br}; {tile.warps} warps cannot divide these rows of dq"
         if tile.stages not in (1, 2):
             return f"stages is {tile.stages}; expected 1 or 2"
         if tile.paired not in (0, 1) or (tile.paired and tile.side_warps % 2):
-            return f"paired is {tile.paired}, of {tile.side_warps} warps that share keys"
+            return f"paired is {tile.paired}; expected 0, or 1 if warps / key_warps is even"
         if tile.min_blocks < 1:
             return f"min_blocks is {tile.min_blocks}; expected at least 1"
         units = _second_units(problem) * tile.key_warps * (tile.Br // tile.columns)
         if units > _MOST_UNITS:
             return (
-                f"{tile.key_warps} parts of the keys by {tile.columns} of {tile.Br} queries have "
-                f"{units} units; expected at most {_MOST_UNITS}"
+                f"Br is {tile.Br}, key_warps {tile.key_warps} and columns {tile.columns}, which "
+                f"need {units} scale factors; expected at most {_MOST_UNITS}"
             )
         reason = why_not_blocks(
             device,
@@ -163,7 +163,7 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
 
     def default_tile(self, problem: Problem, device: Device) -> MmaBackwardTile:
         tile = self._first_legal(problem, device)
-        assert tile is not None, "asked only where why_not() has no reason"
+        assert tile is not None, "why_not() accepts the problem"
         return tile
 
     @remembers_last

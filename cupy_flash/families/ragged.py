@@ -44,7 +44,7 @@ def why_not_grid(problem: Problem, Br: int) -> str | None:
         heads = problem.batch * problem.heads_q
         if heads > MAX_COUNT:
             # The kernel that merges partial results numbers the heads of all sequences with int32.
-            return f"has {heads} query heads in all sequences; {MAX_COUNT} can be counted"
+            return f"has {heads} query heads in all sequences; expected at most {MAX_COUNT}"
         parts = layout.num_splits or 1
         if parts > 1:
             blocks = max(blocks * parts, split.combine_blocks(problem))

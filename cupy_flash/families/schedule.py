@@ -117,7 +117,7 @@ class Launch:
     source: str | None = None
 
     def __post_init__(self) -> None:
-        assert self.arguments in _ARGUMENTS, "what launches hand over"
+        assert self.arguments in _ARGUMENTS, "unknown combination of arguments"
 
     @property
     def takes_maps(self) -> bool:

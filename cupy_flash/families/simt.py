@@ -116,8 +116,8 @@ class SimtFamily(Family[SimtTile]):
         limit = min(MAX_REGISTERS, _REGISTERS_PER_SM // tile.threads)
         if held + _LEAST_REGISTERS_FOR_ADDRESSES > limit:
             return (
-                f"keeps {held} registers of scores, outputs and operands per thread, and has "
-                f"{limit - _LEAST_REGISTERS_FOR_ADDRESSES} for them"
+                f"needs {held} registers per thread for scores, outputs and operands; "
+                f"{limit - _LEAST_REGISTERS_FOR_ADDRESSES} are available"
             )
         shared_memory = self.shared_memory(problem, tile)
         if shared_memory > device.shared_memory_per_block:

@@ -44,7 +44,7 @@ class SimtBackwardFamily(Family[SimtBackwardTile]):
 
     def why_not_tile(self, problem: Problem, device: Device, tile: SimtBackwardTile) -> str | None:
         if tile.Br != tile.Bc or tile.Br < _SIDE or tile.Br % _SIDE:
-            return f"Br and Bc are {tile.Br} and {tile.Bc}; expected one multiple of {_SIDE}"
+            return f"Br and Bc are {tile.Br} and {tile.Bc}; expected equal multiples of {_SIDE}"
         if reason := why_not_shared_memory(device, self.shared_memory(problem, tile)):
             return reason
         return gradients.why_not_grid(problem, tile.Bc, tile.Br)

@@ -315,8 +315,8 @@ def append_launch(spec: AppendSpec) -> tuple[tuple[int, int, int], tuple[int, in
         )
     if spec.pieces > _MAX_PIECES:
         raise UnsupportedError(
-            f"a row of {spec.heads_q} and {spec.heads_kv} heads is more than an append moves; "
-            f"expected at most {_MAX_PIECES} pieces of 16 bytes"
+            f"a row of {spec.heads_q} query and {spec.heads_kv} KV heads is too large to append; "
+            f"expected at most {_MAX_PIECES} chunks of 16 bytes"
         )
     threads = min(_THREADS, round_up(spec.pieces, _WARP))
     return (rows, min(MAX_GRID_Y, ceil_div(spec.pieces, threads)), 1), (threads, 1, 1)

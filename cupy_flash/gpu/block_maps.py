@@ -277,7 +277,7 @@ def block_map_unit(mask: MaskText, mods: np.dtype) -> TranslationUnit:
             f"{entry}(const __grid_constant__ BlockMaskParams params) "
             f"{{ block_mask::{functions[entry]}(params); }}"
         )
-    return TranslationUnit("\n".join(lines) + "\n", entries, "block map of a mask")
+    return TranslationUnit("\n".join(lines) + "\n", entries, "block mask")
 
 
 class _Stream:
@@ -495,9 +495,9 @@ def _build(spec: MapSpec, mask: MaskText, mods: np.ndarray, allocate: Allocator)
     thread_blocks = batches * heads * parts
     if thread_blocks > MAX_GRID:
         raise UnsupportedError(
-            f"the block map of a mask of {batches} sequences, {heads} heads, {spec.seqlen_q} "
-            f"queries and {spec.seqlen_k} keys takes {thread_blocks} thread blocks; a grid has at "
-            f"most {MAX_GRID}"
+            f"the block mask of {batches} sequences, {heads} heads, {spec.seqlen_q} queries and "
+            f"{spec.seqlen_k} keys needs {thread_blocks} thread blocks, more than the {MAX_GRID} "
+            "of a launch"
         )
     kernels = kernel_cache.get(unit, dict.fromkeys(unit.entries, 0))
     memory, address = allocate(layout.bytes)

@@ -101,7 +101,7 @@ def compile_cubin(unit: TranslationUnit, device: Device) -> Cubin:
 
     if device.arch not in nvrtc.getSupportedArchs():
         known = ", ".join(f"sm_{arch}" for arch in known_architectures())
-        raise CompileError(f"{unit.title} for {device.sm}: this NVRTC knows {known} only")
+        raise CompileError(f"{unit.title} for {device.sm}: this NVRTC supports {known} only")
     start = time.perf_counter()
     program = nvrtc.createProgram(unit.text, "unit.cu", (), ())
     try:
@@ -152,7 +152,7 @@ def _parse_resources(log: str) -> dict[str, Resources]:
 @functools.cache
 def _warn_of_cache(folder: Path, reason: str) -> None:
     """Warn once that kernels are not cached on disk, so that each process compiles them."""
-    logger.warning("%s cannot be written (%s): kernels are not kept on disk", folder, reason)
+    logger.warning("%s cannot be written (%s): kernels are not cached on disk", folder, reason)
 
 
 class KernelCache:

@@ -28,7 +28,7 @@ def choose_cpu_tile(problem: Problem, request: FrozenTile) -> Tile:
 
 def make_cpu_plan(problem: Problem, tile: Tile, no_gpu: str | None) -> Plan:
     """Return the plan of the CPU backend; `no_gpu` is the reason against a GPU, if there is one."""
-    reason = "there is no GPU to use" if no_gpu else "the CPU was asked for"
+    reason = "no GPU is available" if no_gpu else "the CPU backend was requested"
     return Plan(
         problem=problem,
         device=None,

@@ -63,7 +63,7 @@ class BlockList(MaskMod):
     def __init__(self, blocks: Any, block: tuple[int, int]) -> None:
         array = read("blocks", blocks)
         if dtype_name(array) != "bool":
-            raise TypeError(f"blocks has dtype {array.dtype}; expected bool: compare it, as x != 0")
+            raise TypeError(f"blocks has dtype {array.dtype}; expected bool, such as x != 0")
         if array.ndim != 4:
             raise ValueError(
                 f"blocks has shape {tuple(array.shape)}; expected (batch or 1, heads_q or 1, row "

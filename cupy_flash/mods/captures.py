@@ -82,13 +82,13 @@ def read_capture(name: str, value: Any) -> tuple[Any, CaptureSpec]:
         integer that int32 cannot hold.
     """
     if not name.isidentifier():
-        raise TypeError(f"a capture is called {name!r}; expected the name of a parameter")
+        raise TypeError(f"a capture is named {name!r}; expected the name of a parameter")
     if isinstance(value, (bool, np.bool_)):
         return bool(value), CaptureSpec("bool")
     if isinstance(value, numbers.Integral):
         number = int(value)
         if not -(2**31) <= number < 2**31:
-            raise ValueError(f"{name} is {number}, which int32 does not hold; pass a float")
+            raise ValueError(f"{name} is {number}, which does not fit int32; pass a float")
         return number, CaptureSpec("int32")
     if isinstance(value, numbers.Real):
         return float(value), CaptureSpec("real")
@@ -105,13 +105,13 @@ def read_capture(name: str, value: Any) -> tuple[Any, CaptureSpec]:
         raise ValueError(f"{name} has {array.ndim} axes; expected at most {MAX_RANK}")
     if array.size == 0:
         raise ValueError(
-            f"{name} has shape {tuple(array.shape)}, no elements; an index outside of an array "
-            "reads the nearest, so that there has to be one"
+            f"{name} has shape {tuple(array.shape)}; expected at least one element, because an "
+            "index out of range reads the nearest one"
         )
     size, strides = array.itemsize, array.strides
     if any(stride % size for stride in strides) or not is_aligned(array):
         raise ValueError(
-            f"{name} lies at odd addresses (strides {strides} of elements of {size} bytes); pass a "
+            f"{name} has misaligned elements (strides {strides}, elements of {size} bytes); pass a "
             "copy"
         )
     contiguous = array.ndim == 0 or array.shape[-1] == 1 or strides[-1] == size
@@ -138,7 +138,7 @@ def require_int32_values(name: str, array: Any) -> None:
         for number in (array.min(), array.max()):
             if not -(2**31) <= number < 2**31:
                 raise ValueError(
-                    f"{name} holds {number}, and int64 is read as int32, which does not hold it; "
+                    f"{name} holds {number}, but int64 is read as int32, which cannot hold it; "
                     f"pass {cast(name, array, 'uint64')}, or floats"
                 )
 
@@ -156,21 +156,21 @@ def require_differentiable(
         If a name occurs twice.
     """
     if isinstance(names, str):
-        raise TypeError(f"differentiable is {names!r}; expected a tuple, as ({names!r},)")
+        raise TypeError(f"differentiable is {names!r}; expected a tuple such as ({names!r},)")
     found = tuple(names)
     for name in found:
         spec = specs.get(name)
         if spec is None:
             known = ", ".join(specs) or "none"
-            raise TypeError(f"differentiable has {name!r}, which is no capture; there are: {known}")
+            raise TypeError(f"differentiable has {name!r}; expected names of captures: {known}")
         if spec.rank is None:
             raise TypeError(
-                f"differentiable has {name!r}, which is a number and gets no gradient; pass an "
-                "array of it, as np.array(0.5)"
+                f"differentiable has {name!r}, which is a number and has no gradient; pass it as "
+                "an array, such as np.array(0.5)"
             )
         if spec.type != REAL:
             raise TypeError(
-                f"differentiable has {name!r} of dtype {spec.dtype}; gradients are those of "
+                f"differentiable has {name!r} of dtype {spec.dtype}; expected one of "
                 f"{', '.join(dtype for dtype, kind in ELEMENT_TYPES.items() if kind == REAL)}"
             )
         if found.count(name) > 1:

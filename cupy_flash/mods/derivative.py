@@ -159,7 +159,7 @@ class _Tangents:
 
     def _tangent(self, node: Node) -> Node:
         if node.op == "cuda":
-            raise TypeError("CUDA text has no derivative; that of the function beside it is taken")
+            raise TypeError("CUDA source has no derivative; differentiate the Python function")
         tangents = [self.of.get(argument, ZERO) for argument in node.args]
         if node.type != REAL or all(map(is_zero, tangents)):
             return ZERO

@@ -27,7 +27,7 @@ def promote(*nodes: Node) -> tuple[Node, ...]:
         for node in nodes:
             if node.type == INT and not (node.is_constant and node.value >= 0):
                 raise TypeError(
-                    "uint64 beside int32: NumPy would make float64 of both; write "
+                    "uint64 with int32: NumPy would convert both to float64; write "
                     "x.astype(np.uint64), or x.astype(np.int32), for one of them"
                 )
     return tuple(cast(node, kind) for node in nodes)
@@ -39,7 +39,7 @@ def _arithmetic(op: str) -> Callable[[Node, Node], Node]:
     def apply(x: Node, y: Node) -> Node:
         x, y = promote(x, y)
         if x.type == BOOL and op == "sub":
-            raise TypeError("NumPy subtracts no bools; write p ^ q, or np.logical_xor(p, q)")
+            raise TypeError("NumPy does not subtract bools; write p ^ q, or np.logical_xor(p, q)")
         return operation(on_bools[op] if x.type == BOOL else op, x, y)
 
     return apply
@@ -83,8 +83,8 @@ def _shift(op: str) -> Callable[[Node, Node], Node]:
 def _refuse_reals(op: str, x: Node) -> None:
     if x.type == REAL:
         raise TypeError(
-            f"{op} of reals; bits are those of integers and bools: write x.astype(np.int32), or "
-            "np.logical_and and the like"
+            f"{op} of real numbers; expected integers or bools: write x.astype(np.int32), or a "
+            "function such as np.logical_and"
         )
 
 
@@ -107,7 +107,7 @@ def _rounding(op: str) -> Callable[[Node], Node]:
 def negative(x: Node) -> Node:
     """Return ``-x``."""
     if x.type == BOOL:
-        raise TypeError("NumPy negates no bools; write ~p, or np.logical_not(p)")
+        raise TypeError("NumPy does not negate bools; write ~p, or np.logical_not(p)")
     return operation("neg", x)
 
 
@@ -146,15 +146,15 @@ def power(x: Node, exponent: Node) -> Node:
     """Return ``x ** exponent`` for a constant exponent."""
     if not exponent.is_constant:
         raise TypeError(
-            "the exponent of a power has to be a constant; else write np.exp2(y) for 2 ** y, and "
-            "np.exp2(y * np.log2(x)) for x ** y"
+            "the exponent of a power must be a constant; otherwise write np.exp2(y) for 2 ** y, "
+            "and np.exp2(y * np.log2(x)) for x ** y"
         )
     n = exponent.value
     if REAL in (x.type, exponent.type):
         return operations.power(cast(x, REAL), constant(n, REAL))
     if abs(n) > _LARGEST_POWER:
         raise TypeError(
-            f"an integer to the power of {n}; expected at most {_LARGEST_POWER}, otherwise write "
+            f"an integer to the power of {n}; expected at most {_LARGEST_POWER}; otherwise write "
             f"x.astype(np.float32) ** {n}"
         )
     (x,) = _numbers(x)
@@ -182,7 +182,7 @@ def square(x: Node) -> Node:
 def reciprocal(x: Node) -> Node:
     """Return ``1 / x`` for reals."""
     if x.type != REAL:
-        raise TypeError("NumPy's reciprocal of integers is their whole quotient; write 1 / x")
+        raise TypeError("NumPy's reciprocal of an integer is an integer; write 1 / x")
     return operation("div", constant(1, REAL), x)
 
 

@@ -197,7 +197,7 @@ def require_mod(name: str, value: Any) -> None:
     kind = MODS[name]
     if not isinstance(value, kind):
         raise TypeError(
-            f"{name} is {kind_of(value)}; expected a {kind.__name__}, as {kind.__name__}(function)"
+            f"{name} is {kind_of(value)}; expected a {kind.__name__}: {kind.__name__}(function)"
         )
 
 
@@ -218,7 +218,7 @@ def window_of(window_size: Any) -> Window:
         example = f": ({number - 1}, 0)" if number > 0 else ""
         raise TypeError(
             f"window_size is {number}, one integer; expected (left, right). A window of W "
-            f"tokens with the query among them is (W - 1, 0){example}"
+            f"tokens that includes the query is (W - 1, 0){example}"
         )
     if not is_sequence or len(window_size) != 2:
         raise TypeError(f"window_size is {window_size!r}; expected a pair (left, right)")
@@ -236,7 +236,7 @@ def _bound(bound: Any, window_size: Any) -> int | None:
     if number < -1:
         raise ValueError(
             f"window_size is {window_size!r}; expected distances of 0 or more, or -1 or None "
-            "where there is no bound"
+            "for no bound"
         )
     # A bound beyond the longest sequence makes no difference, and would not fit int32.
     return None if number == -1 else min(number, FURTHEST)

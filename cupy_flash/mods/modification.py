@@ -183,7 +183,7 @@ class Modification:
 
     def _read(self, name: str, value: Any) -> tuple[Any, CaptureSpec]:
         if name in RESERVED:
-            raise TypeError(f"a capture is called {name!r}, as what a kernel gives; choose another")
+            raise TypeError(f"{name!r} is a reserved name; choose another for the capture")
         array, spec = read_capture(name, value)
         # Checked once for each modification, because calls do not look at the values.
         if spec.dtype == "int64":
@@ -205,9 +205,9 @@ class Modification:
         # A changed state of a random generator reveals that a random number selected a branch.
         if self._node(function(**given)) is not node or random_states() != before:
             raise TypeError(
-                f"{type(self).__name__}'s function computes something else each time that it is "
-                "traced: it has random numbers, or a count or a clock of its own. Compute them "
-                "outside of the function, and index them as an array: noise[h, i]"
+                f"{type(self).__name__}'s function computes a different result each time it is "
+                "traced: it may use random numbers, a counter or a clock. Compute them outside of "
+                "the function, and index them as an array: noise[h, i]"
             )
         return self._result(node)
 
@@ -217,7 +217,7 @@ class Modification:
         try:
             return as_node(result)
         except TypeError as error:
-            what = f"{type(self).__name__}'s function gives {result!r}"
+            what = f"{type(self).__name__}'s function returns {result!r}"
             raise TypeError(f"{what}; expected a value computed from its parameters") from error
 
     @property
@@ -240,8 +240,8 @@ class Modification:
                 self._traced(self.function, names, self.specs)
             except Exception as error:
                 raise TypeError(
-                    "the derivative of CUDA text is that of the Python function beside it, which "
-                    f"cannot be traced: {error}"
+                    "the derivative of CUDA source is that of its Python function, which cannot be "
+                    f"traced: {error}"
                 ) from error
         assert self._graph is not None
         return self._graph
@@ -254,10 +254,10 @@ class Modification:
         return None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"a {type(self).__name__} is immutable; make another")
+        raise AttributeError(f"a {type(self).__name__} is immutable; create a new one")
 
     def __delattr__(self, name: str) -> None:
-        raise AttributeError(f"a {type(self).__name__} is immutable; make another")
+        raise AttributeError(f"a {type(self).__name__} is immutable; create a new one")
 
     def __copy__(self) -> Self:
         return self._of_captures({**self.captures, **self.tensors})
@@ -305,8 +305,8 @@ class Modification:
         module, name = reference_to(self.function)
         if self._graph is None and module is None:
             raise TypeError(
-                f"{self!r} cannot be pickled: its function cannot be traced, and is not found by "
-                "name; define it with def at the top of a module"
+                f"{self!r} cannot be pickled: its function can be neither traced nor imported by "
+                "name; define it with def at the top level of a module"
             )
         graph = None if self._graph is None else flattened(self._graph)
         expression = None if self.cuda is None else flattened(self.expression)
@@ -372,8 +372,8 @@ def _unpickled(
     function = referred_to(*reference)
     if graph is None and isinstance(function, AbsentFunction):
         raise TypeError(
-            f"{'.'.join(filter(None, reference))} is not found, and the modification was pickled "
-            "without what it computes, as it cannot be traced"
+            f"{'.'.join(filter(None, reference))} is not found, and the pickled modification "
+            "does not contain what it computes, because it cannot be traced"
         )
     traced = None if graph is None else restored(graph)
     made = object.__new__(kind)
@@ -700,8 +700,8 @@ class MaskMod(Modification):
     def _result(self, node: Node) -> Node:
         if node.type != BOOL:
             raise TypeError(
-                f"MaskMod's function gives a value of type {node.type}; expected a bool: compare "
-                "it, as x != 0"
+                f"MaskMod's function returns a value of type {node.type}; expected a bool: compare "
+                "it, as in x != 0"
             )
         return node
 

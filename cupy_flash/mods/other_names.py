@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Mapping
 from types import CodeType
 from typing import Any, NamedTuple
 
-_NO_DROPOUT = "leave it out, as there is no dropout"
-_NO_HEADS = "leave it out, as the shapes of the arrays tell the heads"
-_SAME_BITS = "leave it out, as the same inputs give the same bits"
+_NO_DROPOUT = "leave it out, as dropout is not supported"
+_NO_HEADS = "leave it out, as the shapes of the arrays determine the heads"
+_SAME_BITS = "leave it out, as results are always deterministic"
 
 # Arguments of other libraries for which no function here has a counterpart.
 LEFT_OUT = {
@@ -52,7 +52,7 @@ def _meant(*arguments: str) -> tuple[_Meant, ...]:
 _MASK = (
     _Meant(
         ("mask", "bias"),
-        "mask, a bool array that keeps where True, or bias, which is added to the scores",
+        "mask, a bool array with True for visible pairs, or bias, which is added to the scores",
     ),
 )
 _WINDOW = (_Meant(("window_size",), "window_size=(left, right)"),)
@@ -61,7 +61,7 @@ _PADDING = (
     _Meant(("seqused_k",), "seqused_k, the number of keys of each sequence"),
     _Meant(
         ("cache_seqlens", "cache_leftpad"),
-        "cache_seqlens, and cache_leftpad where the padding stands first",
+        "cache_seqlens, and cache_leftpad if the padding comes first",
     ),
 )
 # Names in other libraries. Advice is the first alternative whose arguments the function has.
@@ -107,14 +107,14 @@ _ANY = ""
 # functions with the same name: advice by argument. `_ANY` names what the package's functions lack.
 _OF_PLAIN_FUNCTIONS = {
     f"{_PACKAGE}.jax": {
-        "backend": "leave it out, as attention is computed where the arrays lie; jax.device_put "
-        "moves them",
-        "out": "leave it out, as arrays of JAX are immutable",
+        "backend": "leave it out, as attention runs on the device of the arrays; move them with "
+        "jax.device_put",
+        "out": "leave it out, as JAX arrays are immutable",
         _ANY: "gradients by JAX",
     },
     f"{_PACKAGE}.torch": {
-        "backend": "leave it out, as attention is computed where the tensors lie; .cpu() and "
-        ".cuda() move them",
+        "backend": "leave it out, as attention runs on the device of the tensors; move them with "
+        ".cpu() or .cuda()",
         _ANY: "gradients by autograd",
     },
 }
@@ -188,7 +188,7 @@ def _advice(name: str, called: _Function, public: list[_Function]) -> str:
             return f"pass {way.text}"
     for way in ways:
         if others := _functions_with(way.arguments, called, public):
-            return f"it is {_listed(way.arguments)} of {others}"
+            return f"it corresponds to {_listed(way.arguments)} of {others}"
     if left := _left_to_plain_function(name, called, public):
         return left
     if others := _functions_with((name,), called, public):

@@ -50,8 +50,8 @@ class AbsentFunction:
     def __call__(self, *args: Any, **options: Any) -> NoReturn:
         """Raise TypeError."""
         raise TypeError(
-            f"{self.__name__} was traced before the modification was pickled, and is not there "
-            "any more; use evaluate() of the modification"
+            f"{self.__name__} is not available, as only its traced form was pickled; use "
+            "evaluate() of the modification"
         )
 
     def __repr__(self) -> str:

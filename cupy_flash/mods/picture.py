@@ -13,7 +13,7 @@ from cupy_flash.problem.tile import block_sizes
 # darker, so that the colours differ in black and white, too.
 _PAIRS = ("#f2f2f2", "#0072B2")
 _BLOCKS = ("#f2f2f2", "#E69F00", "#0072B2")
-_MEANINGS = ("left out", "masked", "seen whole")
+_MEANINGS = ("empty", "partial", "full")
 
 
 def block_classes(seen: NDArray[np.bool_], block: tuple[int, int]) -> NDArray[np.int64]:

@@ -56,7 +56,7 @@ def fitted(arrays: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
             require_shape(name, array, *checks[name])
     if "tree_mask" in found and seqlen_q > MAX_TREE_QUERIES:
         raise ValueError(
-            f"tree_mask is for at most {MAX_TREE_QUERIES} queries of a sequence, and here are "
+            f"tree_mask is for at most {MAX_TREE_QUERIES} queries per sequence, and this call has "
             f"{seqlen_q}; pass mask or mask_mod"
         )
     return found
@@ -84,8 +84,8 @@ def require_limit(window: Window, *, causal: bool) -> None:
     """Raise ValueError if prefix_lens have no effect, without a causal mask or a window."""
     if not causal and window == Window():
         raise ValueError(
-            "prefix_lens are keys that are seen in spite of a causal mask or a window; pass "
-            "causal=True or window_size, or leave them out"
+            "prefix_lens has no effect without a causal mask or a window; pass causal=True or "
+            "window_size, or leave prefix_lens out"
         )
 
 
@@ -101,7 +101,7 @@ _OF_ONE_KIND: dict[str, tuple[str, str, dict[str, str]]] = {
         "packed sequences",
         {"equal": "; pass mask_mod", "cached": "; pass mask_mod"},
     ),
-    "cache_leftpad": ("cached", "caches", {"equal": "; pass mask", "packed": "; pass mask_mod"}),
+    "cache_leftpad": ("cached", "KV caches", {"equal": "; pass mask", "packed": "; pass mask_mod"}),
 }
 
 

@@ -45,26 +45,26 @@ def parameters_of(
         signature = inspect.signature(function)
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"{function!r} does not tell its parameters; pass a function, as lambda score: ..."
+            f"{function!r} has no signature; pass a function, such as lambda score: ..."
         ) from error
     allowed = {*first, *POSITIONS, *captures}
     names = []
     for name, parameter in signature.parameters.items():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise TypeError(f"the function takes {parameter}; expected parameters with names")
+            raise TypeError(f"the function takes {parameter}; expected named parameters")
         if name in allowed:
             names.append(name)
         elif parameter.default is parameter.empty:
             known = ", ".join([*first, *POSITIONS])
             raise TypeError(
                 f"the function takes {name!r}, which is neither one of {known} nor a capture; "
-                "rename it, as i for the query's position and j for the key's, or pass "
-                f"{name}=... beside the function"
+                "rename it, for example to i for the query's position or j for the key's, or pass "
+                f"{name}=... with the function"
             )
     if missing := [name for name in captures if name not in names]:
         raise TypeError(
-            f"the function does not take {missing[0]!r}, which it is to capture; add the parameter "
-            "or leave the capture out"
+            f"the function does not take the capture {missing[0]!r}; add the parameter or leave "
+            "the capture out"
         )
     if tuple(names[: len(first)]) != first:
         raise TypeError(f"the function takes ({', '.join(names)}); expected {first[0]!r} first")
@@ -74,17 +74,17 @@ def parameters_of(
 def check_text(cuda: str, parameters: tuple[str, ...]) -> None:
     """Raise TypeError unless CUDA source can be the body of a function with these parameters."""
     if not isinstance(cuda, str):
-        raise TypeError(f"cuda is {cuda!r}; expected the text of a function's body")
+        raise TypeError(f"cuda is {cuda!r}; expected the body of a function as a string")
     if found := _REFUSED_TEXT.search(cuda):
         raise TypeError(
-            f"cuda has {found[0]!r}; it is the body of a function: no directives, assembly, shared "
-            "memory or backslashes"
+            f"cuda contains {found[0]!r}; expected the body of a function without directives, "
+            "assembly, shared memory or backslashes"
         )
     for name in parameters:
         if not _PARAMETER.fullmatch(name) or name in _CPP_WORDS:
             raise TypeError(
-                f"a capture is called {name!r}, which C++ does not take as the name of a "
-                "parameter, and cuda is C++; choose another"
+                f"a capture is named {name!r}, which cannot be the name of a parameter in C++, "
+                "the language of cuda; choose another name"
             )
     depth = 0
     for character in cuda:
@@ -93,5 +93,5 @@ def check_text(cuda: str, parameters: tuple[str, ...]) -> None:
             break
     if depth or not re.search(r"\breturn\b", cuda):
         raise TypeError(
-            "cuda is the body of a function: it returns a value and closes the braces it opens"
+            "cuda has no return statement, or unbalanced braces; expected the body of a function"
         )

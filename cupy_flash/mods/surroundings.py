@@ -221,7 +221,7 @@ class ProgramArray(NDArrayOperatorsMixin, TracedArray):
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
         if "out" in options:
-            raise TypeError(f"{self._name} is written in a traced function, which only reads")
+            raise TypeError(f"{self._name} is written in a traced function, which may only read it")
         return getattr(ufunc, method)(*self._whole(inputs), **options)
 
     def __array_function__(

@@ -17,12 +17,12 @@ _INT_MAX = np.iinfo(np.int32).max
 _SHIFTS = ("left_shift", "right_shift")
 # NumPy does not report which of these cases it was, so the message names all of them.
 _NO_ELEMENT = (
-    "a traced value cannot be an element or an index of an array that the program holds in "
-    "another object or computes inside of the function. For np.max([x, y]) write "
-    "np.maximum(x, y), for np.min([x, y]) np.minimum(x, y), for np.sum([x, y]) x + y, for "
-    "np.any([p, q]) p | q, for np.all([p, q]) p & q, and for np.float32(x) "
-    "x.astype(np.float32). An array to index has a variable of its own outside of the "
-    "function, or is given to the modification by name, as table=table: table[h, i - j]"
+    "a traced value cannot be an element or an index of an array that is stored in another "
+    "object or computed inside of the function. Instead of np.max([x, y]) write "
+    "np.maximum(x, y), of np.min([x, y]) np.minimum(x, y), of np.sum([x, y]) x + y, of "
+    "np.any([p, q]) p | q, of np.all([p, q]) p & q, and of np.float32(x) "
+    "x.astype(np.float32). Assign an array to a variable outside of the function, or pass it "
+    "to the modification by name (table=table), and index it: table[h, i - j]"
 )
 _TYPES = {"b": BOOL, "i": INT, "f": REAL}
 
@@ -38,20 +38,20 @@ class Symbol:
     def __getattr__(self, name: str) -> NoReturn:
         if name == "__jax_array__":
             raise TypeError(
-                "a function or an array of JAX beside a traced value; write the functions of "
-                "NumPy, as np.where for jnp.where, which kernels compute as well"
+                "a JAX function or array with a traced value; write NumPy's functions, such as "
+                "np.where for jnp.where, which kernels compute, too"
             )
         instead = f"np.{name}(x)" if name in FUNCTIONS or name == "abs" else instead_of(name)
         raise AttributeError(
-            f"a traced value has no {name!r}: it is one number, of one pair (i, j); write "
+            f"a traced value has no {name!r}: it is a single number, that of a pair (i, j); write "
             f"{instead or 'it with operators and the functions of NumPy'}"
         )
 
     # Symbols are not hashable, because == returns a symbol.
     def __hash__(self) -> NoReturn:
         raise TypeError(
-            "a traced value cannot be looked up in a set or a dictionary; compare it, as (x == 1) "
-            "| (x == 2), or give a table to the modification as an array"
+            "a traced value cannot be looked up in a set or a dictionary; compare it, as in "
+            "(x == 1) | (x == 2), or pass a table to the modification as an array"
         )
 
     def __repr__(self) -> str:
@@ -79,9 +79,9 @@ class Symbol:
             asked = "".join(f", {name}=" for name in options)
             what = ufunc.__name__ + ("" if method == "__call__" else f".{method}")
             raise TypeError(
-                f"np.{what}(...{asked}) cannot be traced: a traced function is given one pair (i, "
-                "j) at a time, and its functions take values only; combine them with operators, "
-                "as x + y, and convert them with x.astype(dtype)"
+                f"np.{what}(...{asked}) cannot be traced: a traced function computes one pair (i, "
+                "j) at a time; combine values with operators, as in x + y, and convert them with "
+                "x.astype(dtype)"
             )
         return apply(ufunc.__name__, *inputs)
 
@@ -102,13 +102,13 @@ class Symbol:
         if name == "__getitem__":
             raise TypeError(_NO_ELEMENT)
         raise TypeError(
-            f"torch's {name} of a traced value; write the functions of NumPy, as np.where for "
-            "torch.where, which kernels compute as well"
+            f"torch's {name} of a traced value; write NumPy's functions, such as np.where for "
+            "torch.where, which kernels compute, too"
         )
 
     def __bool__(self) -> NoReturn:
         raise TypeError(
-            "a traced value is neither true nor false yet. In place of `if` write "
+            "a traced value is neither true nor false yet. Instead of `if` write "
             "np.where(condition, x, y); of `and`, `or`, `not` and `a < b < c` write p & q, p | q, "
             "~p and (a < b) & (b < c); of min() and max() np.minimum and np.maximum"
         )
@@ -127,18 +127,18 @@ class Symbol:
 
     def __float__(self) -> NoReturn:
         raise TypeError(
-            "a traced value is no number yet: write x.astype(np.float32) for float(x), and NumPy's "
-            "functions for those of math, as np.tanh(x) for math.tanh(x), x**n for math.pow(x, n), "
-            "and np.abs(x) for math.fabs(x)"
+            "a traced value is not a number yet: write x.astype(np.float32) for float(x), and "
+            "NumPy's functions for those of math: np.tanh(x) for math.tanh(x), x**n for "
+            "math.pow(x, n), and np.abs(x) for math.fabs(x)"
         )
 
     def __complex__(self) -> NoReturn:
-        raise TypeError("a traced value is no complex number; write np.tanh(x) for cmath.tanh(x)")
+        raise TypeError("a traced value is not complex; write np.tanh(x) for cmath.tanh(x)")
 
     def __index__(self) -> NoReturn:
         raise TypeError(
-            "a traced value cannot index a list of the program, nor count a loop; index an array, "
-            "as table = np.array(...) outside of the function, and table[h, i - j] inside"
+            "a traced value can neither index a list nor limit a loop; index an array: write "
+            "table = np.array(...) outside of the function, and table[h, i - j] inside"
         )
 
     def __array__(self, *args: Any, **options: Any) -> NoReturn:
@@ -146,16 +146,16 @@ class Symbol:
 
     def __len__(self) -> NoReturn:
         raise TypeError(
-            "len() of a traced value, which is one number, and cannot index a tensor that the "
-            "program holds in another object or computes inside of the function: have the tensor "
-            "in a variable of its own outside of the function"
+            "len() of a traced value, which is a single number. It cannot index a tensor that is "
+            "stored in another object or computed inside of the function: assign the tensor to a "
+            "variable outside of the function"
         )
 
     def __iter__(self) -> NoReturn:
-        raise TypeError("a traced value is one number: nothing to iterate over or to unpack")
+        raise TypeError("a traced value is one number, which cannot be iterated over or unpacked")
 
     def __contains__(self, value: Any) -> NoReturn:
-        raise TypeError("`in` a traced value, which is one number; compare it: x == value")
+        raise TypeError("`in` a traced value, which is a single number; compare it: x == value")
 
     def __round__(self, digits: Any = None) -> NoReturn:
         raise TypeError("round() of a traced value; write np.rint(x), or np.floor(x + 0.5)")
@@ -169,7 +169,7 @@ class Symbol:
         # Scalars of NumPy allow this, too. On the host, a capture without axes is such a scalar.
         if isinstance(index, tuple) and not index:
             return self
-        raise TypeError(f"[{index!r}] of a traced value, which is one number; index a capture")
+        raise TypeError(f"[{index!r}] of a traced value, which is a single number; index an array")
 
 
 class TracedArray:
@@ -210,7 +210,7 @@ class TracedArray:
         some = ", ".join("bhij"[: self._rank])
         return TypeError(
             f"{self._name} is an array with {self._rank} axes, of which a traced function reads "
-            f"one element at a time; index it, as {self._name}[{some}]"
+            f"one element at a time; index it, as in {self._name}[{some}]"
         )
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -219,12 +219,12 @@ class TracedArray:
             # One kernel serves arrays of all shapes.
             example = f"{whole}[0]" if name == "shape" else whole
             raise TypeError(
-                f"{whole} is not known when a function is traced; give the size to the "
-                f"modification as a number of its own, as size={example}"
+                f"{whole} is not known when a function is traced; pass the size to the "
+                f"modification as a number, such as size={example}"
             )
         raise AttributeError(
-            f"{whole} cannot be traced: {self.not_indexed()}, and give what comes of the whole "
-            "array to the modification as a capture of its own"
+            f"{whole} cannot be traced: {self.not_indexed()}, and pass results from the whole "
+            "array to the modification as another capture"
         )
 
     def _refuse(self, *args: Any, **options: Any) -> NoReturn:
@@ -241,8 +241,8 @@ def require_indices(name: str, rank: int, indices: tuple[Any, ...]) -> None:
     if others or len(indices) != rank:
         what = f"{others[0]!r} among its indices" if others else f"{len(indices)} indices"
         raise TypeError(
-            f"{name} has {rank} axes and is given {what}; expected {rank} integers, which name one "
-            "element"
+            f"{name} has {rank} axes and is given {what}; expected {rank} integers, which select "
+            "one element"
         )
     for index in indices:
         # A Python int is a literal; an index computed from positions is of a NumPy type.
@@ -254,8 +254,8 @@ def _require_not_negative(name: str, index: int) -> None:
     if index < 0:
         raise ValueError(
             f"{name} is indexed with {index}; expected 0 or more: indices count from the first "
-            "element, and one outside of the array reads the nearest. For an element counted from "
-            f"the end write its index, which is the length less {-index}"
+            "element, and one outside of the array reads the nearest element. To count from the "
+            f"end, write the length minus {-index}"
         )
 
 
@@ -315,9 +315,9 @@ def _cannot_trace(name: str) -> NoReturn:
     instead = instead_of(name)
     if instead is None:
         known = ", ".join(sorted(FUNCTIONS))
-        instead = f"with operators and these functions of NumPy: {known}"
+        instead = f"it with operators and these functions of NumPy: {known}"
     raise TypeError(
-        f"np.{name} cannot be traced: a traced function is given one pair (i, j) at a time. Write "
+        f"np.{name} cannot be traced: a traced function computes one pair (i, j) at a time. Write "
         f"{instead}"
     )
 
@@ -346,7 +346,7 @@ def _require_operands(name: str, nodes: list[Node]) -> None:
         instead = f"np.exp2(x * np.log2({base.value!r}))"
         if base.value == 2:
             instead = "np.exp2(x), or 1 << x for an integer"
-        raise TypeError(f"{base.value!r} ** x of a traced exponent; write {instead}")
+        raise TypeError(f"{base.value!r} ** x with a traced exponent; write {instead}")
     values = nodes[1:] if name == "where" else nodes
     ints = [node for node in values if node.type == INT]
     # Each operand of a logical function is a bool of its own.
@@ -356,11 +356,10 @@ def _require_operands(name: str, nodes: list[Node]) -> None:
     for node in values:
         if node.is_constant and node.type == UINT64:
             fits, number = node.value <= _INT_MAX, node.value
-            what = f"np.uint64({number})" if fits else f"{number}, which int32 does not hold,"
+            what = f"np.uint64({number})" if fits else f"{number}, which does not fit int32,"
             instead = f"{number}" if fits else f"{number}.0 to compute with reals"
             raise TypeError(
-                f"{what} beside an int32; write {instead}, or x.astype(np.uint64) for the other "
-                "value"
+                f"{what} with an int32; write {instead}, or x.astype(np.uint64) for the other value"
             )
 
 
@@ -385,7 +384,7 @@ def as_node(value: Any) -> Node:
         try:
             return constant(number, UINT64 if is_unsigned else INT)
         except OverflowError as error:
-            raise TypeError(f"{error}, as integers are here; write {number}.0 for a real") from None
+            raise TypeError(f"{error}, the type used here; write {number}.0 for a real") from None
     if isinstance(value, (float, np.floating)):
         return constant(float(value), REAL)
     if isinstance(value, TracedArray):
@@ -393,9 +392,9 @@ def as_node(value: Any) -> Node:
     if hasattr(value, "__array__") or hasattr(value, "__dlpack__"):
         raise TypeError(
             "a whole array in a traced function, which reads one element at a time. Compute the "
-            "array outside of the function, have it in a variable of its own or give it to the "
-            "modification by name, as table=table, and index it: table[h, i - j]"
+            "array outside of the function, assign it to a variable or pass it to the "
+            "modification by name (table=table), and index it: table[h, i - j]"
         )
     raise TypeError(
-        f"{value!r} in a traced function; expected numbers, and np.where in place of None"
+        f"{value!r} in a traced function; expected numbers, and np.where instead of None"
     )

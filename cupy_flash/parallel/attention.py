@@ -279,7 +279,7 @@ class _Call(NamedTuple):
     def agreed(self, q: Any, k: Any, v: Any, *others: Any) -> AbstractContextManager[_Plan]:
         """Return a context manager that checks that all ranks agree, and yields the plan."""
         # A graph would copy cu_seqlens from host memory that has been reused by then.
-        packed = None if self.cu_seqlens is None else "cu_seqlens goes to the GPU in each call"
+        packed = None if self.cu_seqlens is None else "cu_seqlens is copied to the GPU in each call"
         return together(self.group, lambda: self._planned(q, k, v, others), packed)
 
     def _planned(
@@ -307,7 +307,7 @@ class _Call(NamedTuple):
                 require_float(name, array, (accumulator,))
             else:
                 alike_typed[name] = array
-            require_shape(name, array, expected, "of this rank's tokens")
+            require_shape(name, array, expected, "for the tokens of this rank")
         calls.require_same_dtype(alike_typed)
         for name, array, dtypes in (
             ("alibi_slopes", self.alibi_slopes, (accumulator,)),
@@ -371,7 +371,7 @@ class _Call(NamedTuple):
             if array.shape[1] != length:
                 raise ValueError(
                     f"{name} has {array.shape[1]} tokens on rank {rank} of {ranks}; expected "
-                    f"{length} of a sequence of {seqlen} in {self.order} order"
+                    f"{length} for a sequence of {seqlen} in {self.order} order"
                 )
         batch, heads_kv, head_dim = q.shape[0], k.shape[2], q.shape[3]
         if k.shape[0] != batch or v.shape[0] != batch:
@@ -382,8 +382,8 @@ class _Call(NamedTuple):
             )
         if v.shape[2] != heads_kv or not heads_kv or q.shape[2] % heads_kv:
             raise ValueError(
-                f"q, k and v have {q.shape[2]}, {heads_kv} and {v.shape[2]} heads; expected as "
-                "many of k as of v, and a multiple of these of q"
+                f"q, k and v have {q.shape[2]}, {heads_kv} and {v.shape[2]} heads; expected the "
+                "same number for k and v, and a multiple of it for q"
             )
 
     def _head_ranks(self, heads_q: int, heads_kv: int) -> int:
@@ -404,11 +404,11 @@ class _Call(NamedTuple):
         if cuts[:1] != [0] or cuts[-1:] != [seqlen_q] or cuts != sorted(cuts):
             raise ValueError(
                 f"cu_seqlens goes from {cuts[:1]} to {cuts[-1:]}; expected totals that do not "
-                f"decrease, from 0 to the {seqlen_q} tokens there are"
+                f"decrease, from 0 to {seqlen_q}, the number of tokens"
             )
         if batch != 1 or seqlen_q != seqlen_k:
             raise ValueError(
-                f"cu_seqlens packs the sequences of queries and keys alike, of a batch of 1; the "
-                f"batch is {batch}, and there are {seqlen_q} queries and {seqlen_k} keys"
+                f"cu_seqlens is for a batch of 1 with as many queries as keys; the batch is "
+                f"{batch}, and there are {seqlen_q} queries and {seqlen_k} keys"
             )
         return tuple(dict.fromkeys(cuts))

@@ -74,7 +74,7 @@ class MpiExchange:
         """See `Exchange`."""
         if isinstance(array, np.ndarray):
             return None
-        return f"is {kind_of(array)}; a communicator of MPI carries arrays of NumPy"
+        return f"is {kind_of(array)}; an MPI communicator exchanges NumPy arrays"
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> _MpiTransfer:
         """See `Exchange`."""
@@ -103,12 +103,12 @@ class MpiExchange:
                 except self._error as error:
                     # For example, a message that is too long; some MPIs report it in many lines.
                     said = " ".join(str(error).split())
-                    self._give_up(f"rank {self.rank}: {said}, of rank {message.peer}")
+                    self._give_up(f"rank {self.rank}: {said} (exchange with rank {message.peer})")
                 if not is_over:
                     still.append(message)
                 elif message.expected not in (None, status.Get_count()):
                     self._give_up(
-                        f"rank {message.peer} sent {status.Get_count()} bytes where rank "
+                        f"rank {message.peer} sent {status.Get_count()} bytes, but rank "
                         f"{self.rank} expects {message.expected}: it makes another call"
                     )
             transfer.open = still
@@ -128,7 +128,7 @@ class MpiExchange:
         """See `Exchange`."""
         if self._broken:
             return
-        self._broken = f"{why}; the group is of no use any more"
+        self._broken = f"{why}; the group can no longer be used"
         _abandoned.extend(self._under_way)
         for transfer in self._under_way:
             for message in transfer.open:

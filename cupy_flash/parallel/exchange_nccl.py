@@ -94,9 +94,9 @@ class NcclExchange:
     def why_not(self, array: Any) -> str | None:
         """See `Exchange`."""
         if not is_cupy(array):
-            return f"is {kind_of(array)}; a communicator of NCCL carries arrays of CuPy"
+            return f"is {kind_of(array)}; an NCCL communicator exchanges CuPy arrays"
         if array.device.id != self._device:
-            return f"lies on device {array.device.id}, but the communicator's is {self._device}"
+            return f"lies on device {array.device.id}, but the communicator is for {self._device}"
         return None
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> _NcclTransfer:
@@ -178,7 +178,7 @@ class NcclExchange:
             self.end(
                 f"rank {self.rank} waited {self._timeout:g} s for an exchange with the other "
                 f"{self.size - 1}: one has failed, makes another call or takes longer; the "
-                "communicator has been ended"
+                "communicator has been aborted"
             )
         elif first.is_enqueued:
             with self._lock:

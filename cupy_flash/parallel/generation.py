@@ -123,7 +123,7 @@ def cache_shard_length(seqlens: Any, ranks: int, rank: int, *, stripe: int = STR
         return _own_keys(count("seqlens", seqlens), ranks, rank, stripe)
     if not (isinstance(seqlens, np.ndarray) or is_cupy(seqlens)):
         raise TypeError(
-            f"seqlens is {seqlens!r}; expected an integer or an array of integers, of NumPy or CuPy"
+            f"seqlens is {seqlens!r}; expected an integer, or a NumPy or CuPy array of integers"
         )
     require_array("seqlens", seqlens)
     seqlens = as_int32("seqlens", seqlens)
@@ -275,7 +275,7 @@ def _planned(
     require_backend(backend)
     stripe = _require_stripe(stripe, group.size)
     if (k is None) != (v is None):
-        raise TypeError("of k and v one is given; expected both or neither")
+        raise TypeError("only one of k and v is given; expected both or neither")
     arrays = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
     if k is not None:
         arrays |= {"k": k, "v": v}
@@ -291,8 +291,8 @@ def _planned(
             check_no_self_overlap(name, spec_of(arrays[name], address_of(arrays[name])))
     batch, seqlen_q, heads_q, head_dim = q.shape
     capacity, heads_kv, head_dim_v = k_cache.shape[1], k_cache.shape[2], v_cache.shape[3]
-    require_shape("k_cache", k_cache, (batch, capacity, heads_kv, head_dim), "of q's sequences")
-    require_shape("v_cache", v_cache, (batch, capacity, heads_kv, head_dim_v), "of k_cache's rows")
+    require_shape("k_cache", k_cache, (batch, capacity, heads_kv, head_dim), "as q has")
+    require_shape("v_cache", v_cache, (batch, capacity, heads_kv, head_dim_v), "as k_cache has")
     new = 0
     if k is not None and v is not None:
         new = k.shape[1]
@@ -305,7 +305,7 @@ def _planned(
         require_shape("sinks", sinks, (heads_q,), "one for each query head")
     if causal and seqlen_q > max(1, new):
         raise ValueError(
-            f"q has {seqlen_q} causal queries, but {new} keys are new; expected at most as many"
+            f"q has {seqlen_q} causal queries and {new} new keys; expected at most {max(1, new)}"
         )
     lengths = _lengths(cache_seqlens, q, group)
     if new:
@@ -352,8 +352,8 @@ def _length_limit(capacity: int, new: int, ranks: int, rank: int, stripe: int) -
     turns, rest = divmod(capacity, stripe)
     keys = (turns * ranks + rank) * stripe + rest
     reason = (
-        f"k_cache has {capacity} rows on rank {rank} of {ranks}, in stripes of {stripe} for {keys} "
-        "keys on all ranks" + (f", and {new} are appended" if new else "")
+        f"k_cache has {capacity} rows on rank {rank} of {ranks}, with stripes of {stripe} enough "
+        f"for {keys} keys on all ranks" + (f", and {new} are appended" if new else "")
     )
     # A length plus the number of new keys must not exceed int32.
     return LengthLimit(min(keys, MAX_COUNT - new) - new, reason)

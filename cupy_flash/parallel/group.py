@@ -160,7 +160,7 @@ class Group:
             If a rank makes another call, raises, or does not answer in time.
         """
         if why_not_captured and self._exchange.is_capturing():
-            raise UnsupportedError(f"{why_not_captured}; no CUDA graph of it can be captured")
+            raise UnsupportedError(f"{why_not_captured}; a CUDA graph cannot capture the call")
         # Overflow and underflow are expected, so the error state of the caller does not apply.
         with self._exchange.on_device(), np.errstate(all="ignore"):
             plan = self._agree(planned)
@@ -227,7 +227,8 @@ class Group:
         for rank, row in enumerate(rows):
             if not row.startswith(_MARK):
                 self._exchange.end(
-                    f"rank {rank} makes another call than rank {self.rank}: one that all ranks know"
+                    f"rank {rank} makes another call than rank {self.rank}: one that all "
+                    "ranks have made before"
                 )
                 self.check()
             told = row[len(_MARK) :]
@@ -287,12 +288,10 @@ def _exchange_of(comm: Any, timeout: float) -> Exchange:
             raise ValueError("comm is MPI.COMM_NULL; expected a communicator with this process")
         if comm.Is_inter():
             raise ValueError(
-                "comm is an intercommunicator; expected an intracommunicator, whose ranks are all "
-                "of one group"
+                "comm is an intercommunicator; expected an intracommunicator, whose ranks belong "
+                "to one group"
             )
         return MpiExchange(comm, timeout)
     if (of_nccl := communicator_of(comm)) is not None:
         return NcclExchange(of_nccl, timeout)
-    raise TypeError(
-        f"comm is {kind_of(comm)}; expected a communicator of mpi4py or of cupy.cuda.nccl"
-    )
+    raise TypeError(f"comm is {kind_of(comm)}; expected a communicator of mpi4py or cupy.cuda.nccl")

@@ -156,7 +156,7 @@ def gather(own: Any, group: Group, *, seqlen: int, axis: int = 1, order: str = "
         if own.shape[at] != length:
             raise ValueError(
                 f"own has {own.shape[at]} tokens on rank {group.rank} of {group.size}; expected "
-                f"{length} of a sequence of {tokens} in {order} order"
+                f"{length} for a sequence of {tokens} in {order} order"
             )
         others = (*own.shape[:at], *own.shape[at + 1 :])
         return ("gather", own.dtype.name, others, tokens, at, order), (tokens, at)
@@ -186,7 +186,7 @@ def _rows(axis: int, start: int, stop: int) -> tuple[slice, ...]:
 def require_array(name: str, array: Any) -> None:
     """Raise TypeError unless `array` is a NumPy or CuPy array, and not a masked array."""
     if not (isinstance(array, np.ndarray) or is_cupy(array)):
-        raise TypeError(f"{name} is {kind_of(array)}; expected an array of NumPy or CuPy")
+        raise TypeError(f"{name} is {kind_of(array)}; expected a NumPy or CuPy array")
     normalize(name, array)
 
 
@@ -194,7 +194,7 @@ def require_numbers(name: str, array: Any) -> None:
     """Raise TypeError unless the dtype is numeric or bool, in this machine's byte order."""
     # isbuiltin is 2 for the dtypes that ml_dtypes registers with NumPy, such as bfloat16.
     if array.dtype.kind not in "biufc" and array.dtype.isbuiltin != 2:
-        raise TypeError(f"{name} has dtype {array.dtype}; expected one of numbers, or bool")
+        raise TypeError(f"{name} has dtype {array.dtype}; expected a numeric dtype, or bool")
     require_native(name, array)
 
 
@@ -202,7 +202,7 @@ def placed_axis(array: Any, axis: int) -> int:
     """Return an axis as a non-negative number; raise ValueError if the array does not have it."""
     number = integer("axis", axis)
     if not -array.ndim <= number < array.ndim:
-        raise ValueError(f"axis is {number}; expected one of the {array.ndim} axes that there are")
+        raise ValueError(f"axis is {number}; expected one of the {array.ndim} axes")
     return number % array.ndim
 
 

@@ -92,7 +92,7 @@ class Plan:
         problem = self.problem
         sizes = f"batch {problem.batch}, seqlen {problem.seqlen_q} x {problem.seqlen_k}"
         heads = f"heads {problem.heads_q}" + (
-            f" over {problem.heads_kv}" if problem.heads_kv != problem.heads_q else ""
+            f" ({problem.heads_kv} KV)" if problem.heads_kv != problem.heads_q else ""
         )
         dims = f"head_dim {problem.head_dim}" + (
             f"/{problem.head_dim_v}" if problem.head_dim_v != problem.head_dim else ""
@@ -134,17 +134,17 @@ class Plan:
         visited, partial, skipped = count_blocks(mask, self.tile.Br, self.tile.Bc)
         # A mask that does not only depend on causality and window may be partial in any block.
         in_part = "" if hides_pairs else f", {partial:,} of them partial"
-        text = f"{visited:,} visited{in_part}, {skipped:,} skipped"
+        text = f"{visited:,} computed{in_part}, {skipped:,} skipped"
         if problem.layout.is_equal:
             text += " in each head"
         else:
-            text += " in a head of a sequence that is as long as any may be"
+            text += " in each head of a sequence of maximum length"
         if score is not None and score.prefix:
-            text += ", more where prefixes reach"
+            text += ", more computed if prefixes make keys visible"
         if family is not None and family.is_mapped(problem):
-            text += "; on the GPU a block map leaves those of them that the mask shows"
+            text += "; of these, the GPU skips blocks without visible pairs"
         elif hides_pairs:
-            text += "; the mask hides pairs of any"
+            text += "; any block may contain masked pairs"
         return [("blocks", text)]
 
     def _gpu_rows(self) -> list[tuple[str, str]]:
@@ -156,7 +156,7 @@ class Plan:
             ("grid", " + ".join(f"{e.entry} {_grid_text(e)}" for e in self.launches)),
             ("threads", f"{self.threads} per block"),
             ("registers", f"{resources.registers} per thread" if resources else "not compiled yet"),
-            ("shared memory", f"{self.shared_memory / 1024:.1f} KiB, {share:.0%} of the SM's"),
+            ("shared memory", f"{self.shared_memory / 1024:.1f} KiB, {share:.0%} of the SM"),
             ("blocks per SM", ("" if resources else "at most ") + str(self.blocks_per_sm())),
         ]
 
@@ -181,7 +181,7 @@ def _direction_text(problem: Problem) -> str:
 
 def _mask_text(problem: Problem) -> str:
     score = problem.score
-    offset = "of each sequence" if score is not None and score.offsets else problem.q_offset
+    offset = "per sequence" if score is not None and score.offsets else problem.q_offset
     text = f", causal (q_offset {offset})" if problem.causal else ""
     if score is None:
         return text
@@ -189,8 +189,8 @@ def _mask_text(problem: Problem) -> str:
     said = {
         f"window {window}": window != (None, None),
         "prefixes": score.prefix,
-        "scores changed": score.changes_scores,
-        "pairs hidden": score.hides_pairs,
+        "scores modified": score.changes_scores,
+        "pairs masked": score.hides_pairs,
         "sinks": score.sinks,
     }
     return text + "".join(f", {name}" for name, applies in said.items() if applies)
@@ -238,7 +238,7 @@ def make_plan(
             reasons = "; ".join(f"{n}: {why}" for n, why in _unusable(problem, device).items())
             raise UnsupportedError(f"no kernel family serves this problem: {reasons}")
     else:
-        chosen, reason = family, "asked for"
+        chosen, reason = family, "requested"
         if why_not := families[family].why_not(problem, device):
             raise UnsupportedError(f"family {family!r} cannot serve this: {why_not}")
     is_asked_for = family is not None
@@ -292,7 +292,7 @@ def _rejected(
         if reason := _why_not_first(family, problem, device):
             rejected[name] = reason
         elif is_asked_for:
-            rejected[name] = f"{chosen} was asked for"
+            rejected[name] = f"{chosen} was requested"
         else:
             rejected[name] = f"{chosen} comes first" if family.automatic else "used only on request"
     return rejected
@@ -311,7 +311,7 @@ def _why_not_first(family: Family[Any], problem: Problem, device: Device) -> str
         return family.why_not_first(problem, device)
     if family.serves_any_rows or not family.automatic:
         return None
-    return "is for some numbers of query rows, and batch-invariant ones of all go to one family"
+    return "is for some numbers of query rows; batch-invariant calls use one family for all"
 
 
 def plan_tile(
@@ -341,7 +341,7 @@ def _choose_tile(
     family: Family[Any], problem: Problem, device: Device, request: FrozenTile
 ) -> tuple[Tile, str]:
     if request is not None:
-        return _requested_tile(family, problem, device, request), "tile asked for"
+        return _requested_tile(family, problem, device, request), "requested tile"
     # Tables contain only problems without modifications.
     is_plain = problem.score is None
     entry = tuning.lookup(device, family.name, family.digest(), problem) if is_plain else None

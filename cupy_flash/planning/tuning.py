@@ -133,12 +133,12 @@ def _entry(item: dict[str, Any]) -> Entry:
     tile = {str(name): operator.index(value) for name, value in item["tile"].items()}
     texts = {name: item[name] for name in ("gpu", "family", "digest", "problem_class")}
     if not all(isinstance(text, str) for text in texts.values()):
-        raise TypeError("a name is no text")
+        raise TypeError("gpu, family, digest and problem_class must be strings")
     arch, sm_count = operator.index(item["arch"]), operator.index(item["sm_count"])
     tflops = float(item["tflops"])
     for name, value in (("arch", arch), ("sm_count", sm_count), ("tflops", tflops)):
         if not 0 <= value < math.inf:
-            raise ValueError(f"{name} is {value}, not a number from 0")
+            raise ValueError(f"{name} is {value}; expected a finite number of at least 0")
     return Entry(**texts, arch=arch, sm_count=sm_count, tile=tile, tflops=tflops)
 
 
@@ -200,7 +200,7 @@ def change(
             entries, said = _read(path)
         except TableError as error:
             entries, said = [], {}
-            logger.warning("%s; kept as %s, a new table begins", error, set_aside(path))
+            logger.warning("%s; kept as %s, and a new table is written", error, set_aside(path))
         if (new := changed(entries)) != entries:
             write_table(path, new, said if made_by is None else made_by)
             reload()
@@ -258,7 +258,7 @@ def _in_effect() -> tuple[list[Entry], list[Entry]]:
         try:
             return read_table(path)
         except TableError as error:
-            logger.warning("%s; it is ignored", error)
+            logger.warning("%s; the table is ignored", error)
             return []
 
     shipped = [entry for path in sorted(SHIPPED_DIR.glob("*.json")) for entry in read(path)]

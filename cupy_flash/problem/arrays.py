@@ -146,6 +146,6 @@ def check_no_self_overlap(name: str, spec: ArraySpec) -> None:
             if stride < extent:
                 raise ValueError(
                     f"{name} overlaps itself: shape {shape}, strides {spec.strides} in elements; "
-                    "pass an array whose elements all have memory of their own"
+                    "pass an array whose elements do not share memory"
                 )
             extent = stride * (length - 1) + extent

@@ -28,7 +28,7 @@ from cupy_flash.problem.score import ScoreSpec
 from cupy_flash.problem.values import check_bool, check_count, count, finite, integer
 
 NOTHING_TO_PLACE = (
-    "q_offset places a causal mask, a window or another modification; pass causal=True or leave "
+    "q_offset is for a causal mask, a window or another modification; pass causal=True or leave "
     "q_offset out"
 )
 MAX_HEAD_DIM = 576
@@ -435,7 +435,7 @@ def _splits(num_splits: int, batch_invariant: bool) -> int | None:
     number = integer("num_splits", num_splits)
     if not 0 <= number <= MAX_SPLITS:
         raise ValueError(
-            f"num_splits is {number}; expected 1 to {MAX_SPLITS}, or 0 to have it chosen"
+            f"num_splits is {number}; expected 1 to {MAX_SPLITS}, or 0 for an automatic choice"
         )
     if not batch_invariant:
         return number or None
@@ -527,7 +527,7 @@ def if_swapped(q: tuple[int, ...], k: tuple[int, ...], layout: str | None) -> st
     if not k[0] or q[0] % k[0]:
         return ""
     if layout is None:
-        return "; if heads stand before the rows, pass q.swapaxes(-3, -2), and keys and values so"
+        return "; if heads come before rows, pass q.swapaxes(-3, -2), and likewise keys and values"
     axes, other = ("heads, seqlen", "bhsd") if layout == "bshd" else ("seqlen, heads", "bshd")
     return f'; arrays (batch, {axes}, head_dim) need layout="{other}"'
 
@@ -555,7 +555,7 @@ def _check_places(
 
 def _check_out(out: ArraySpec, shape: tuple[int, int, int, int], dtypes: tuple[str, ...]) -> None:
     if out.dtype not in dtypes:
-        why = "as q has" if len(dtypes) == 1 else "of q, k and v of float8"
+        why = "as q has" if len(dtypes) == 1 else "for float8 q, k and v"
         raise TypeError(f"out has dtype {out.dtype}; expected {' or '.join(dtypes)}, {why}")
     if out.shape != shape:
         raise ValueError(f"out has shape {out.shape}; expected {shape}")

@@ -81,7 +81,7 @@ def freeze_tile(request: TileRequest) -> FrozenTile:
             Br, Bc = request
             fields = {"Br": Br, "Bc": Bc}
         if bool in map(type, fields.values()):
-            raise TypeError("a bool is no size")
+            raise TypeError("a bool is not a size")
         return tuple((str(name), operator.index(value)) for name, value in fields.items())
     except (TypeError, ValueError) as error:
         raise type(error)(

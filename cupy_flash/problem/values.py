@@ -52,7 +52,7 @@ def finite(name: str, value: float) -> float:
         is_finite = math.isfinite(value)
     except OverflowError:
         # The message omits the number, which has more than 300 digits.
-        raise ValueError(f"{name} is beyond any float; expected a finite number") from None
+        raise ValueError(f"{name} is too large for a float; expected a finite number") from None
     except TypeError:
         raise TypeError(f"{name} is {value!r}; expected a number") from None
     if isinstance(value, (bool, np.bool_)):

@@ -355,8 +355,8 @@ def _checked_names(wrt: Iterable[str], given: Mapping[str, Any]) -> tuple[str, .
     for name in names:
         if name not in given:
             raise ValueError(
-                f"wrt names {name!r}; expected some of {', '.join(given)}: what the call is given "
-                "and has a gradient"
+                f"wrt names {name!r}; expected some of {', '.join(given)}, the given inputs that "
+                "have gradients"
             )
         if names.count(name) > 1:
             raise ValueError(f"wrt names {name!r} {names.count(name)} times; expected it once")

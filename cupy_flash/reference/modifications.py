@@ -149,5 +149,5 @@ def integers(array: Any) -> Any:
         array = read("an array of integers", array)
     found = np.asarray(taken_by(np, array))
     if found.size and found.dtype.kind not in "iu":
-        raise TypeError(f"an array of integers has dtype {found.dtype}")
+        raise TypeError(f"an array has dtype {found.dtype}; expected integers")
     return found

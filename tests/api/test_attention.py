@@ -182,7 +182,9 @@ def test_what_is_not_packed_in_threes_is_refused_with_its_shape(shape):
 
 
 def test_packed_qkv_has_one_layout():
-    with pytest.raises(ValueError, match="layout is 'bhsd'; packed arrays are 'bshd'"):
+    with pytest.raises(
+        ValueError, match="layout is 'bhsd'; expected 'bshd', the only layout of qkv"
+    ):
         flash_attention_qkvpacked(np.zeros((1, 5, 3, 2, 8), np.float32), layout="bhsd")
 
 
@@ -237,7 +239,7 @@ def test_a_plan_for_an_architecture_needs_no_gpu_and_prints(rng, capsys):
     printed = capsys.readouterr().out
     assert made.family == "hopper"
     assert printed.startswith("problem ")
-    assert "heads 6 over 3, head_dim 40/72" in printed
+    assert "heads 6 (3 KV), head_dim 40/72" in printed
     assert len({line.index(line.split("  ")[-1].lstrip()) for line in printed.splitlines()}) == 1
 
 

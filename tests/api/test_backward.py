@@ -114,7 +114,7 @@ def test_gradients_of_packed_qkv_and_of_modifications_come_in_the_order_of_wrt(r
     for wrong, message in (
         (("q",), "wrt names 'q'; expected some of qkv, sinks, score_mod.gain"),
         (("bias",), "wrt names 'bias'"),
-        (("qkv", "qkv"), "each once"),
+        (("qkv", "qkv"), "each name once"),
     ):
         with pytest.raises(ValueError, match=message):
             flash_attention_qkvpacked_backward(*arrays_of_call, wrt=wrong, **options)
@@ -253,7 +253,7 @@ def test_the_plan_names_the_cpu_and_its_memory() -> None:
     ("change", "error", "message"),
     [
         ({"wrt": "q"}, TypeError, "wrt is 'q'; expected a sequence"),
-        ({"wrt": ("q", "q")}, ValueError, "each once"),
+        ({"wrt": ("q", "q")}, ValueError, "each name once"),
         ({"wrt": np.array(["q", "k", "v"])}, TypeError, "expected a sequence of names"),
         ({"grad_dtype": "fp32"}, ValueError, "grad_dtype is 'fp32'; expected 'float32', or None"),
         ({"grad_dtype": "float16"}, ValueError, "grad_dtype is 'float16'; expected 'float32'"),
@@ -279,7 +279,9 @@ def test_keys_of_two_sequences_have_no_gradients(rng: Any) -> None:
     # seqused_k extends sequence 0 into the keys of sequence 1; each key has one gradient row only.
     options: dict[str, Any] = {"seqused_k": np.array([11, 20], np.int32), "backend": "cpu"}
     out, lse = flash_attention_varlen(q, k, v, *lengths, return_lse=True, **options)
-    with pytest.raises(ValueError, match="sequence 0 11 keys; expected at most 10, as cu_seqlens"):
+    with pytest.raises(
+        ValueError, match="sequence 0 11 keys; expected at most 10, its length in cu_seqlens"
+    ):
         flash_attention_varlen_backward(dout, q, k, v, out, lse, *lengths, **options)
 
 

@@ -69,7 +69,9 @@ def test_heads_that_fit_in_no_layout_are_not():
 
 def test_heads_before_the_rows_of_caches_and_packed_arrays_are_told_to_be_swapped():
     q, k = Q_HEADS_FIRST[:, :, :1], KV_HEADS_FIRST
-    message = r"heads of .*; if heads stand before the rows, pass q.swapaxes\(-3, -2\), and keys"
+    message = (
+        r"heads of .*; if heads come before rows, pass q.swapaxes\(-3, -2\), and likewise keys"
+    )
     with pytest.raises(ValueError, match=message):
         flash_attention_with_kvcache(q, k, k, cache_seqlens=3)
     q, k = (x.swapaxes(-3, -2) for x in (q, k))
@@ -318,7 +320,7 @@ def test_an_out_that_overlaps_an_input_on_a_gpu_is_refused_in_every_call(name, m
     for _ in range(2):
         flash_attention(**arguments)
     within = gpu.array(*arguments["out"].shape, address=arguments[name].data.ptr + 64)
-    with pytest.raises(ValueError, match=f"out overlaps {name}; pass memory of its own"):
+    with pytest.raises(ValueError, match=f"out overlaps {name}; pass separate memory"):
         flash_attention(**(arguments | {"out": within}))
     assert len(gpu.launches) == 2
 
@@ -338,7 +340,7 @@ def test_parts_of_a_packed_array_on_a_gpu_are_read_where_they_lie(
         assert struct["qkv"[index]]["row_stride"] == 3 * 4 * 40
     assert len(on_gpu._calls) == 2
     within = gpu.array(2, 113, 4, 40, address=qkv.data.ptr + 2 * index * 4 * 40)
-    with pytest.raises(ValueError, match=f"out overlaps {name}; pass memory of its own"):
+    with pytest.raises(ValueError, match=f"out overlaps {name}; pass separate memory"):
         flash_attention_qkvpacked(qkv, out=within, backend=backend)
     row = 4 * 40 * 2
     broadcast = gpu.array(2, 113, 3, 4, 40, strides=(113 * row, row, 0, 80, 2))
@@ -402,7 +404,7 @@ def test_an_out_that_overlaps_itself_is_refused():
 def test_an_out_that_overlaps_an_input_is_refused(name):
     sizes = {"q": (2, 113, 6, 72), "k": (2, 113, 6, 72), "v": (2, 113, 6, 72)}
     arrays = {n: zeros(*shape) for n, shape in sizes.items()}
-    message = f"out overlaps {name}; pass memory of its own"
+    message = f"out overlaps {name}; pass separate memory"
     assert_refused(ValueError, message, **arrays, out=arrays[name])
     assert_refused(ValueError, message, **arrays, out=arrays[name][:, ::-1])
 
@@ -426,7 +428,7 @@ def test_an_out_between_the_rows_of_an_input_is_no_overlap():
         (
             ValueError,
             {"q_offset": 3},
-            "q_offset places a causal mask, a window or another",
+            "q_offset is for a causal mask, a window or another",
         ),
         (TypeError, {"q_offset": 3.5, "causal": True}, "q_offset is 3.5; expected an integer"),
         (TypeError, {"q_offset": True, "causal": True}, "q_offset is True; expected an integer"),
@@ -434,7 +436,7 @@ def test_an_out_between_the_rows_of_an_input_is_no_overlap():
         (
             ValueError,
             {"softmax_scale": 10**400},
-            "^softmax_scale is beyond any float; expected a f",
+            "^softmax_scale is too large for a float; expected a f",
         ),
         (TypeError, {"return_lse": "no"}, "return_lse is 'no'; expected True or False"),
         (TypeError, {"tile": (True, 64)}, r"tile is \(True, 64\); expected a Tile"),
@@ -533,7 +535,7 @@ def test_without_a_gpu_the_cpu_computes():
     arguments = good()
     arguments.pop("out")
     made = plan(flash_attention, **arguments)
-    assert (made.family, made.reason) == ("cpu", "there is no GPU to use")
+    assert (made.family, made.reason) == ("cpu", "no GPU is available")
     assert set(made.rejected.values()) == {NO_GPU}
 
 

@@ -270,12 +270,12 @@ def parts(**changes):
         (
             {"lse_partial": np.zeros((2, 1, 4, 5))},
             TypeError,
-            "lse_partial has dtype float64; expected float32 beside an out_partial of float16",
+            "lse_partial has dtype float64; expected float32 for an out_partial of float16",
         ),
         (
             {"out_partial": np.zeros((2, 1, 5, 4, 8))},
             TypeError,
-            "lse_partial has dtype float32; expected float64 beside an out_partial of float64",
+            "lse_partial has dtype float32; expected float64 for an out_partial of float64",
         ),
         (
             {"lse_partial": np.zeros((2, 1, 4, 5), ">f4")},
@@ -291,7 +291,7 @@ def parts(**changes):
         (
             {"out_partial": np.zeros((0, 1, 5, 4, 8), np.float16)},
             ValueError,
-            "no splits; expected at least 1",
+            "expected at least 1 split",
         ),
         (
             {"out": np.zeros((1, 4, 5, 8), np.float16)},

@@ -72,7 +72,7 @@ def test_a_plan_is_of_the_output_that_is_asked_for(where: dict[str, Any]) -> Non
     with pytest.raises(TypeError, match="out_dtype is an int; expected a name"):
         plan(flash_attention, q, k, v, out_dtype=3, **where)
     wide = q.astype(np.float16)
-    with pytest.raises(ValueError, match="out_dtype is for q, k and v of float8_e4m3fn"):
+    with pytest.raises(ValueError, match="out_dtype is for float8_e4m3fn q, k and v"):
         plan(flash_attention, wide, wide, wide, out_dtype="float16", **where)
 
 
@@ -99,15 +99,15 @@ def test_scales_need_not_be_given() -> None:
         ({"q_scale": np.ones((3,), np.float32)}, ValueError, "does not broadcast to"),
         ({"k_scale": np.ones((4,), np.float32)}, ValueError, "(2, 1, 2): batch, 1, heads"),
         ({"v_scale": np.ones((2,), np.float64)}, TypeError, "v_scale has dtype float64"),
-        ({"v_scale": 1e39}, ValueError, "expected a number that float32 holds"),
+        ({"v_scale": 1e39}, ValueError, "expected a number in the range of float32"),
         ({"out_dtype": "float32"}, ValueError, "out_dtype is 'float32'; expected one of bfloat16"),
         ({"out_dtype": 3}, TypeError, "out_dtype is an int; expected a name"),
-        ({"window_size": (3, 3)}, ValueError, "served without modifications only"),
+        ({"window_size": (3, 3)}, ValueError, "supported only without modifications"),
         ({"k": np.zeros((2, 40, 2, 128), np.float16)}, TypeError, "k has dtype float16"),
         (
             {"out": np.zeros((2, 30, 4, 128), np.float16), "out_dtype": "float16"},
             ValueError,
-            "pass one",
+            "pass only one",
         ),
     ],
 )
@@ -121,9 +121,7 @@ def test_bad_input_is_named(changes: dict[str, Any], error: Any, message: str) -
 def test_other_dtypes_have_none_of_its_options(more: dict[str, Any]) -> None:
     q = np.zeros((1, 8, 2, 16), np.float16)
     (name,) = more
-    with pytest.raises(
-        ValueError, match=f"{name} is for q, k and v of float8_e4m3fn; q is float16"
-    ):
+    with pytest.raises(ValueError, match=f"{name} is for float8_e4m3fn q, k and v; q is float16"):
         flash_attention(q, q, q, **more)
 
 

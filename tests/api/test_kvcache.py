@@ -211,8 +211,8 @@ def test_an_empty_batch_touches_nothing():
     [
         ({"q": np.zeros((3, 6, 40), np.float32)}, "q has 3 axes, .*; expected 4: batch, seqlen"),
         ({"k_cache": np.zeros((61, 3, 40))}, "k_cache has 3 axes, .*; expected 4: caches, seqlen"),
-        ({"v": None}, "k is given and v is not; pass both, or none to append"),
-        ({"k": None}, "v is given and k is not; pass both, or none to append"),
+        ({"v": None}, "k is given and v is not; pass both or neither"),
+        ({"k": None}, "v is given and k is not; pass both or neither"),
         ({"k": np.zeros((3, 5, 120), np.float32)}, "k has 3 axes, .*; expected 4: batch, seqlen_n"),
         (
             {"k": np.zeros((2, 5, 3, 40), np.float32)},
@@ -229,7 +229,7 @@ def test_an_empty_batch_touches_nothing():
         ({"cache_seqlens": np.zeros(2, np.int32)}, r"cache_seqlens has shape \(2,\); expected \(3"),
         (
             {"cache_seqlens": np.array(7, np.int32)},
-            r"has shape \(\); expected \(3,\), .*; where all have one, pass an integer",
+            r"has shape \(\); expected \(3,\), .*; pass an integer if all are equal",
         ),
         (
             {"cache_seqlens": [7, 0, 57]},
@@ -242,10 +242,10 @@ def test_an_empty_batch_touches_nothing():
         ({"cache_batch_idx": [0, 1]}, r"cache_batch_idx has shape \(2,\); expected \(3,\), one"),
         (
             {"cache_batch_idx": [0, 1, 2], "block_table": np.zeros((3, 4), np.int32)},
-            "cache_batch_idx and block_table both say where a cache is; pass one",
+            "cache_batch_idx and block_table are both given; pass only one",
         ),
-        ({"rotary_sin": None}, "rotary_cos is given and rotary_sin is not; pass both or none"),
-        ({"rotary_cos": None}, "rotary_sin is given and rotary_cos is not; pass both or none"),
+        ({"rotary_sin": None}, "rotary_cos is given, but not rotary_sin; pass both or neither"),
+        ({"rotary_cos": None}, "rotary_sin is given, but not rotary_cos; pass both or neither"),
         ({"k": None, "v": None}, "rotary_cos and rotary_sin rotate k and q; pass k and v with"),
         ({"rotary_cos": np.ones(61, np.float32)}, "rotary_cos has 1 axes, .*; expected 2: positio"),
         (
@@ -299,7 +299,7 @@ def test_a_wrong_value_is_refused_by_name_and_nothing_is_appended(changes, messa
             {name: np.zeros((0, 8, 3, dim)) for name, dim in (("k_cache", 40), ("v_cache", 72))}
             | {name: np.zeros((3, 5, 3, dim)) for name, dim in (("k", 40), ("v", 72))}
             | {"q": np.zeros((3, 2, 6, 40)), "rotary_cos": None, "rotary_sin": None, "out": None},
-            r"block_table\[0, 0\] is 3, but there are no pages; cache_seqlens has to be 0",
+            r"block_table\[0, 0\] is 3, but there are no pages; cache_seqlens must be 0",
         ),
     ],
 )
@@ -333,7 +333,7 @@ def test_a_page_that_is_not_there_is_refused_also_for_new_rows(changes, message)
         ),
         (
             {"rotary_cos": np.ones((61, 8))},
-            "rotary_cos has dtype float64; expected float32, with q float32",
+            "rotary_cos has dtype float64; expected float32, as q is float32",
         ),
         ({"rotary_interleaved": 1}, "rotary_interleaved is 1; expected True or False"),
         ({"causal": 1}, "causal is 1; expected True or False"),
@@ -430,7 +430,7 @@ def test_a_cache_that_overlaps_another_array_is_not_appended_to(other):
     shapes |= {name: (3, 5, 3, 40) for name in ("q", "k", "v", "out")}
     arguments = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
     arguments[other] = arguments["k_cache"][:, -shapes[other][1] :]
-    message = f"k_cache overlaps {other}; pass memory of its own"
+    message = f"k_cache overlaps {other}; pass separate memory"
     assert_refused(ValueError, message, arguments | {"cache_seqlens": 5})
 
 
@@ -442,7 +442,7 @@ def test_what_is_written_may_not_overlap_lengths_pages_and_tables(written, other
     # After overlapping writes, results would be read as lengths, page numbers or angles.
     inside = arguments[written].reshape(-1)[: array.size].view(array.dtype).reshape(array.shape)
     inside[...] = array
-    message = f"{written} overlaps {other}; pass memory of its own"
+    message = f"{written} overlaps {other}; pass separate memory"
     assert_refused(ValueError, message, arguments | {other: inside})
 
 
@@ -729,7 +729,7 @@ def test_a_cache_on_the_gpu_that_overlaps_another_array_is_not_appended_to(gpu):
     for name in ("q", "k", "v"):
         shape = arguments[name].shape
         inside = gpu.array(*shape, address=arguments["v_cache"].data.ptr + 64)
-        with pytest.raises(ValueError, match=f"v_cache overlaps {name}; pass memory of its own"):
+        with pytest.raises(ValueError, match=f"v_cache overlaps {name}; pass separate memory"):
             flash_attention_with_kvcache(**(arguments | {name: inside}))
     assert len(gpu.launches) == 2
 
@@ -742,7 +742,7 @@ def test_lengths_and_tables_on_the_gpu_in_what_is_written_are_told_in_every_call
     arguments = appending(gpu, out=gpu.array(3, 1, 6, 72))
     shape, dtype = arguments[other].shape, arguments[other].dtype
     inside = gpu.array(*shape, dtype=dtype, address=arguments[written].data.ptr + 16)
-    message = f"{written} overlaps {other}; pass memory of its own"
+    message = f"{written} overlaps {other}; pass separate memory"
     with pytest.raises(ValueError, match=message):
         flash_attention_with_kvcache(**(arguments | {other: inside}))
     assert gpu.launches == []
@@ -757,7 +757,7 @@ def test_an_out_over_the_pages_of_a_cache_is_refused_in_every_call(gpu):
     arguments = on(gpu, **caches, block_table=gpu.lengths(3, 7), out=gpu.array(3, 1, 6, 72))
     flash_attention_with_kvcache(**arguments)
     over = gpu.array(3, 1, 6, 72, address=arguments["block_table"].data.ptr)
-    with pytest.raises(ValueError, match="out overlaps block_table; pass memory of its own"):
+    with pytest.raises(ValueError, match="out overlaps block_table; pass separate memory"):
         flash_attention_with_kvcache(**(arguments | {"out": over}))
 
 
@@ -895,5 +895,5 @@ def test_a_plan_leaves_the_cache_as_it_is_and_does_not_depend_on_its_length():
 def test_a_plan_is_refused_where_the_call_is(gpu):
     with pytest.raises(TypeError, match="cache_seqlens is None; expected an integer or an int32"):
         plan(flash_attention_with_kvcache, **on(gpu, cache_seqlens=None), arch="sm_90")
-    with pytest.raises(ValueError, match="k is given and v is not; pass both, or none"):
+    with pytest.raises(ValueError, match="k is given and v is not; pass both or neither"):
         plan(flash_attention_with_kvcache, **appending(gpu, v=None), arch="sm_90")

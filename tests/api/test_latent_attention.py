@@ -88,11 +88,11 @@ def test_arrays_of_another_library_are_answered_in_kind(rng):
 def test_what_does_not_go_with_values_in_keys_is_refused_by_name(rng):
     arguments = latents(rng)
     values = np.zeros((2, 40, 1, 48), np.float32)
-    both = "is given, and head_dim_v says that k_cache holds the values; pass one"
+    both = "is given, but with head_dim_v k_cache holds the values; pass only one"
     assert_refused(ValueError, f"v_cache {both}", arguments | {"v_cache": values})
     assert_refused(ValueError, f"v {both}", arguments | {"v": values[:, :2]})
     assert_refused(ValueError, f"v_scale {both}", arguments | {"v_scale": np.ones(1, np.float32)})
-    hint = "v_cache is a NoneType.*the first columns of the keys pass head_dim_v"
+    hint = "v_cache is a NoneType.*the first columns of the keys, pass .* head_dim_v"
     assert_refused(TypeError, hint, arguments | {"head_dim_v": None})
     assert_refused(ValueError, "head_dim_v is 73; expected 1 to 72", arguments | {"head_dim_v": 73})
     assert_refused(ValueError, "head_dim_v is 0; expected 1 to 72", arguments | {"head_dim_v": 0})

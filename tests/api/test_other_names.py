@@ -117,7 +117,7 @@ def test_advice_names_arguments_of_the_called_function(module: str, name: str) -
             meant = words(re.sub(r"\(.*?\)", "", advice)) & EVERY_ARGUMENT
             assert meant, keyword
             assert meant <= own, keyword
-        elif advice.startswith("it is "):
+        elif advice.startswith(("it is ", "it corresponds to ")):
             meant = words(advice.partition(" of ")[0]) & EVERY_ARGUMENT
             functions = re.findall(r"flash_attention\w*", advice)
             assert meant, keyword
@@ -157,21 +157,26 @@ def test_modifications_that_a_function_is_said_to_take_are_taken(name: str) -> N
         (
             "flash_attention_with_kvcache",
             "cu_seqlens_kv",
-            "it is cu_seqlens_k of flash_attention_varlen",
+            "it corresponds to cu_seqlens_k of flash_attention_varlen",
         ),
-        ("flash_attention_with_kvcache", "q_descale", "it is q_scale of flash_attention"),
+        (
+            "flash_attention_with_kvcache",
+            "q_descale",
+            "it corresponds to q_scale of flash_attention",
+        ),
         ("flash_attention_with_kvcache", "kv_seqlens", "pass cache_seqlens"),
         ("flash_attention_varlen", "kv_lens", "pass seqused_k"),
         (
             "flash_attention",
             "page_table",
-            "it is block_table of flash_attention_varlen and flash_attention_with_kvcache",
+            "it corresponds to block_table of flash_attention_varlen and "
+            "flash_attention_with_kvcache",
         ),
         # The error names the function with this argument and the same results.
         (
             "flash_attention_backward",
             "cu_seqlens_kv",
-            "it is cu_seqlens_k of flash_attention_varlen_backward",
+            "it corresponds to cu_seqlens_k of flash_attention_varlen_backward",
         ),
         ("flash_attention_vjp", "cu_seqlens_q", "it is an argument of flash_attention_varlen_vjp"),
         ("flash_attention_varlen", "Window_Size", "did you mean 'window_size'?"),
@@ -190,7 +195,7 @@ def test_a_name_that_is_not_near_is_no_misspelling(name: str, keyword: str) -> N
 
 def test_a_plan_is_advised_as_its_function() -> None:
     q = np.zeros((1, 4, 2, 8), np.float16)
-    with pytest.raises(TypeError, match=r"'page_table'; it is block_table of flash_attention_va"):
+    with pytest.raises(TypeError, match=r"'page_table'; it corresponds to block_table of flash"):
         cupy_flash.plan(cupy_flash.flash_attention, q, q, q, page_table=q)
     with pytest.raises(TypeError, match="'qv'; flash_attention_backward takes dout, q, k, v, "):
         cupy_flash.plan(cupy_flash.flash_attention_backward, q=q, k=q, v=q, qv=q)

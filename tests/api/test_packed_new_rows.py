@@ -274,7 +274,7 @@ def test_offsets_out_of_range_are_limited_to_the_rows_there_are(
             {"cache_seqlens": [0, 70, 139, 131]},
             r"cache_seqlens\[2\] is 139; expected at most 137: a cache holds 140 rows, and 3 are",
         ),
-        ({"k": None, "v": None}, "cu_seqlens_k_new tells packed k and v apart; pass them, too"),
+        ({"k": None, "v": None}, "cu_seqlens_k_new divides packed k and v; pass k and v, too"),
         (
             {"k": np.zeros((4, 3, 2, 64), np.float32)},
             "k has 4 axes, .* expected 3: total_new, heads",

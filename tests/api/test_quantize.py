@@ -214,8 +214,8 @@ def test_dtypes_by_any_name() -> None:
         (
             {"per": "page"},
             ValueError,
-            "x has shape (2, 3, 4); expected (pages, page_size, heads_kv, head_dim), with scales "
-            "of each page",
+            "x has shape (2, 3, 4); expected (pages, page_size, heads_kv, head_dim), "
+            "as per is 'page'",
         ),
     ],
 )

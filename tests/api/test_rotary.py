@@ -158,7 +158,7 @@ _X, _COS = np.zeros((2, 5, 3, 8), np.float32), np.zeros((6, 4), np.float32)
         (
             {"cos": _COS.astype(np.float64)},
             TypeError,
-            "cos has dtype float64; expected float32, with x float32",
+            "cos has dtype float64; expected float32, as x is float32",
         ),
         (
             {"x": _X[..., :7]},
@@ -168,10 +168,10 @@ _X, _COS = np.zeros((2, 5, 3, 8), np.float32), np.zeros((6, 4), np.float32)
         (
             {"cos": _COS[:4], "sin": _COS[:4]},
             ValueError,
-            "cos has 4 rows; expected at least 5, one for each position, or positions",
+            "cos has 4 rows; expected at least 5, one for each position; otherwise pass positions",
         ),
         ({"positions": [1.0] * 5}, TypeError, "positions has dtype float64; expected integers"),
-        ({"positions": [[1], [1, 2]]}, ValueError, "positions is no array of integers"),
+        ({"positions": [[1], [1, 2]]}, ValueError, "positions is not an array of integers"),
         ({"positions": np.zeros(5, bool)}, TypeError, "positions has dtype bool; expected"),
         (
             {"positions": [1, 2]},

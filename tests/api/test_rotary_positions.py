@@ -90,7 +90,7 @@ def test_positions_outside_of_the_tables_are_refused(starts: list[int], message:
 
 def test_positions_without_tables_are_refused() -> None:
     q, caches = np.zeros((3, ROWS, 2, DIM)), np.zeros((2, 3, CAPACITY, 2, DIM))
-    with pytest.raises(ValueError, match="rotary_seqlens are for rotary_cos and rotary_sin"):
+    with pytest.raises(ValueError, match="rotary_seqlens is for rotary_cos and rotary_sin"):
         flash_attention_with_kvcache(
             *(q, *caches, q, q), cache_seqlens=LENGTHS, rotary_seqlens=STARTS
         )

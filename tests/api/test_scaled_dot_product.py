@@ -232,7 +232,7 @@ _Q = _zeros(2, 4, 7, 5)
         (
             {"attn_mask": _zeros(7, 7), "is_causal": True},
             ValueError,
-            "attn_mask is given and is_causal is True; pass one of them",
+            "attn_mask is given and is_causal is True; pass only one of them",
         ),
         ({"dropout_p": 0.1}, UnsupportedError, "dropout_p is 0.1; expected 0"),
         ({"dropout_p": None}, TypeError, "dropout_p is None; expected a number"),

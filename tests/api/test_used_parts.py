@@ -181,7 +181,7 @@ def test_lengths_of_another_kind_of_call_are_refused() -> None:
     packed = [q.reshape(8, HEADS_Q, DIM)] * 3
     with pytest.raises(ValueError, match="seqused_q is for packed sequences"):
         flash_attention_with_kvcache(q, q, q, cache_seqlens=4, seqused_q=lengths)  # type: ignore[call-arg]
-    with pytest.raises(ValueError, match="cache_leftpad is for caches; pass mask_mod"):
+    with pytest.raises(ValueError, match="cache_leftpad is for KV caches; pass mask_mod"):
         flash_attention_varlen(*packed, starts, starts, 4, 4, cache_leftpad=lengths)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match=r"cache_leftpad\[1\] is 5; expected at most 4: the cache"):
         flash_attention_with_kvcache(q, q, q, cache_seqlens=4, cache_leftpad=[0, 5])
@@ -189,7 +189,7 @@ def test_lengths_of_another_kind_of_call_are_refused() -> None:
 
 def test_positions_of_queries_have_something_to_place_in_both_directions() -> None:
     q, lse = np.zeros((2, 4, HEADS_Q, DIM)), np.zeros((2, HEADS_Q, 4))
-    with pytest.raises(ValueError, match="q_offset places a causal mask"):
+    with pytest.raises(ValueError, match="q_offset is for a causal mask"):
         flash_attention_backward(q, q, q, q, q, lse, q_offset=[2, 6])
 
 
@@ -203,8 +203,8 @@ def test_one_integer_for_all_sequences_is_told_from_an_array() -> None:
 def test_a_plan_counts_no_blocks_of_positions_in_arrays() -> None:
     q = np.zeros((2, 512, HEADS_Q, DIM))
     text = str(plan(flash_attention, q, q, q, causal=True, q_offset=[0, 0], arch="sm_90"))
-    assert "q_offset of each sequence" in text
-    assert "visited" not in text
+    assert "q_offset per sequence" in text
+    assert "computed" not in text
 
 
 @pytest.mark.parametrize("name", ["q_offset", "seqused_q", "cache_leftpad"])
@@ -215,5 +215,5 @@ def test_a_picture_of_a_sequence_that_there_is_not_is_refused(name: str) -> None
 
 def test_the_reference_takes_integers_only() -> None:
     q = np.zeros((2, 4, HEADS_Q, DIM))
-    with pytest.raises(TypeError, match="an array of integers has dtype float64"):
+    with pytest.raises(TypeError, match="an array has dtype float64; expected integers"):
         attention_reference(q, q, q, causal=True, q_offset=[1.5, 2])

@@ -178,17 +178,20 @@ def test_lengths_changed_in_place_are_read_and_checked_anew(rng):
         ({"cu_seqlens_k": [0, 90, 95, 204]}, r"cu_seqlens_k\[3\] is 204; expected at most 203"),
         (
             {"max_seqlen_q": 62},
-            "cu_seqlens_q gives sequence 2 a length of 63; expected at most 62, as max_seqlen_q",
+            "cu_seqlens_q gives sequence 2 a length of 63; expected at most 62, the value of "
+            "max_seqlen_q",
         ),
         (
             {"max_seqlen_k": 104},
-            "cu_seqlens_k gives sequence 2 a length of 105; expected at most 104, as max_seqlen_k",
+            "cu_seqlens_k gives sequence 2 a length of 105; expected at most 104, the value of "
+            "max_seqlen_k",
         ),
         ({"seqused_k": [1, -1, 3]}, r"seqused_k\[1\] is -1; expected at least 0"),
         ({"seqused_k": [1, 2, 106]}, "seqused_k gives sequence 2 a length of 106; expected at"),
         (
             {"seqused_k": [1, 2, 109], "max_seqlen_k": 200},
-            "seqused_k gives sequence 2 109 keys; expected at most 108, the rows of k from its",
+            "seqused_k gives sequence 2 109 keys; expected at most 108, the number of rows of k "
+            "from its first key on",
         ),
         ({"max_seqlen_q": -1}, "max_seqlen_q is -1; expected at least 0"),
         *refusals.WRONG_OPTIONS,
@@ -217,7 +220,7 @@ def test_a_wrong_value_is_refused_by_name(changes, message):
         ),
         (
             {"block_table": [[3, 1], [1, 1], [1, 1]]},
-            "cu_seqlens_k gives sequence 0 20 keys; expected at most 16, which block_table has",
+            "cu_seqlens_k gives sequence 0 20 keys; expected at most 16, the rows of its pages",
         ),
     ],
 )
@@ -255,7 +258,9 @@ def test_a_wrong_kind_is_refused_by_name(changes, message):
 
 def test_integers_that_int32_does_not_hold_are_refused():
     changes = {"cu_seqlens_k": [0, 1, 2, 2**31]}
-    assert_refused(ValueError, "cu_seqlens_k holds integers that int32 does not", good() | changes)
+    assert_refused(
+        ValueError, "cu_seqlens_k holds integers that do not fit int32", good() | changes
+    )
 
 
 @pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k", "seqused_k"])
@@ -264,7 +269,7 @@ def test_an_out_that_overlaps_lengths_is_refused(name):
     lengths = np.asarray(arguments[name], np.int32)
     inside = arguments["out"].reshape(-1)[: lengths.size].view(np.int32)
     inside[...] = lengths
-    message = f"out overlaps {name}; pass memory of its own"
+    message = f"out overlaps {name}; pass separate memory"
     assert_refused(ValueError, message, arguments | {name: inside})
 
 
@@ -274,7 +279,7 @@ def test_an_out_that_overlaps_an_input_is_refused(name):
     cu_seqlens = {"cu_seqlens_q": [0, 113], "cu_seqlens_k": [0, 113]}
     most = {"max_seqlen_q": 113, "max_seqlen_k": 113}
     arguments = arrays | cu_seqlens | most | {"out": arrays[name][::-1]}
-    assert_refused(ValueError, f"out overlaps {name}; pass memory of its own", arguments)
+    assert_refused(ValueError, f"out overlaps {name}; pass separate memory", arguments)
 
 
 def test_a_read_only_out_is_refused():
@@ -447,7 +452,7 @@ def test_an_out_that_overlaps_an_input_on_the_gpu_is_refused_in_every_call(gpu, 
     beside = gpu.array(*shape, address=arguments[name].data.ptr - 2 * 113 * 6 * 72)
     flash_attention_varlen(**(arguments | {"out": beside}))
     within = gpu.array(*shape, address=arguments[name].data.ptr - 16)
-    with pytest.raises(ValueError, match=f"out overlaps {name}; pass memory of its own"):
+    with pytest.raises(ValueError, match=f"out overlaps {name}; pass separate memory"):
         flash_attention_varlen(**(arguments | {"out": within}))
     assert len(gpu.launches) == 2
 
@@ -459,7 +464,7 @@ def test_an_out_over_lengths_or_pages_is_refused_in_every_call(gpu, other):
     arguments = on(gpu, out=gpu.array(113, 6, 72), **pages, **tables)
     flash_attention_varlen(**arguments)
     over = gpu.array(113, 6, 72, address=arguments[other].data.ptr - 16)
-    with pytest.raises(ValueError, match=f"out overlaps {other}; pass memory of its own"):
+    with pytest.raises(ValueError, match=f"out overlaps {other}; pass separate memory"):
         flash_attention_varlen(**(arguments | {"out": over}))
     assert len(gpu.launches) == 1
 
@@ -570,7 +575,7 @@ def test_the_cpu_is_planned_for_without_a_look_at_what_arrays_hold():
         backend="cpu",
         tile=(16, 32),
     )
-    with pytest.raises(ValueError, match="arch is 'sm_90', a GPU's, but backend is 'cpu'"):
+    with pytest.raises(ValueError, match="arch is 'sm_90', but backend is 'cpu'"):
         plan(flash_attention_varlen, **arguments, backend="cpu", arch="sm_90")
 
 

@@ -170,7 +170,7 @@ def test_a_library_that_cannot_take_results_back_is_refused():
         __array_namespace__ = None
 
     one_way = OneWay(np.zeros(SHAPE))
-    with pytest.raises(TypeError, match="q is an OneWay, which offers no from_dlpack"):
+    with pytest.raises(TypeError, match="q is an OneWay, whose library has no from_dlpack"):
         kinds.way_back("q", one_way)
     # Results come from the library of q, so the library of k and v may lack `from_dlpack`.
     k = np.ones(SHAPE, np.float32)
@@ -182,7 +182,7 @@ def test_a_library_that_cannot_take_results_back_is_refused():
 
 @pytest.mark.parametrize("number", [2**31, -(2**40), 2**63, 2**80])
 def test_integers_that_int32_does_not_hold_are_refused_as_such(number):
-    with pytest.raises(ValueError, match="lengths holds integers that int32 does not"):
+    with pytest.raises(ValueError, match="lengths holds integers that do not fit int32"):
         kinds.normalize_int32("lengths", [3, number], on_host=True)
 
 

@@ -198,7 +198,7 @@ ATTENTION = [cupy_flash.flash_attention, ct.flash_attention]
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda x: x.to("meta"), "k is a meta tensor, which holds no elements"),
+        (lambda x: x.to("meta"), "k is a meta tensor, which has no memory"),
         (lambda x: x.to_sparse(), r"k has the layout torch\.sparse_coo; expected torch\.strided"),
         (Wrapped, "k is a Wrapped, a subclass of torch.Tensor"),
         (

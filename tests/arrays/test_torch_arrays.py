@@ -171,7 +171,7 @@ def test_an_out_of_torch_is_written_and_returned(gpu):
     assert gpu.written == [out]
     tensors = qkv(gpu)
     over = Tensor(gpu, out.shape, out.dtype, address=tensors["v"].data_ptr() + 16)
-    with pytest.raises(ValueError, match="out overlaps v; pass memory of its own"):
+    with pytest.raises(ValueError, match="out overlaps v; pass separate memory"):
         flash_attention(**tensors, out=over)
 
 

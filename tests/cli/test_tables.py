@@ -245,8 +245,14 @@ WRONG_ENTRIES = {
     "a field short": (entry(tile={"Br": 128, "Bc": 64}), "its tile has Br, Bc; expected Br, Bc,"),
     "a field more": (entry(tile=TILE | {"colour": 3}), "colour; expected Br, Bc, warps"),
     "no tile at all": (entry(tile={}), "its tile has no fields"),
-    "no speed": (entry(tflops=float("nan")), "tflops is nan, not a number from 0"),
-    "endless speed": (entry(tflops=float("inf")), "tflops is inf, not a number from 0"),
+    "no speed": (
+        entry(tflops=float("nan")),
+        "tflops is nan; expected a finite number of at least 0",
+    ),
+    "endless speed": (
+        entry(tflops=float("inf")),
+        "tflops is inf; expected a finite number of at least 0",
+    ),
     "no architecture": (entry(arch=47), "unknown architecture 47; expected one of sm_75"),
     "no SMs": (entry(sm_count=0), "sm_count is 0; expected at least 1"),
     "too old a GPU": (entry(arch=75), "sm_75"),

@@ -253,7 +253,9 @@ def test_an_array_of_queries_keys_and_values_has_any_batch_axes(batch: tuple[int
 
 def test_an_array_of_queries_keys_and_values_is_checked() -> None:
     (packed,) = tensors("cpu", (2, 6, 3, 2, 4))
-    with pytest.raises(ValueError, match="layout is 'bhsd'; packed arrays are 'bshd'"):
+    with pytest.raises(
+        ValueError, match="layout is 'bhsd'; expected 'bshd', the only layout of qkv"
+    ):
         ct.flash_attention_qkvpacked(packed, layout="bhsd")
     with pytest.raises(ValueError, match="qkv has shape"):
         ct.flash_attention_qkvpacked(packed[:, :, 0])

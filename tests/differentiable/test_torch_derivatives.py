@@ -257,7 +257,7 @@ def test_compiled_calls_drop_no_tangent(transform: Any, backend: str, device: st
 def test_batches_of_gradients_are_refused(device: str) -> None:
     x = numbers(device).requires_grad_()
     out = dense(x)
-    with pytest.raises(NotImplementedError, match=f"{TRANSFORM}|is part of a transform"):
+    with pytest.raises(NotImplementedError, match=f"{TRANSFORM}|belongs to a transform"):
         torch.autograd.grad(out, x, torch.stack((out, out)).detach(), is_grads_batched=True)
 
 

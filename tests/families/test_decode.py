@@ -119,7 +119,7 @@ def test_a_cache_without_pages_is_refused():
     paged = problem("pages of 16")
     assert not paged.layout.is_equal
     empty = replace(paged, layout=replace(paged.layout, max_pages=0, block_table_stride=0))
-    assert decode.why_not(empty, h100) == "its block_table has no pages"
+    assert decode.why_not(empty, h100) == "block_table has no pages"
 
 
 @pytest.mark.parametrize(
@@ -128,9 +128,9 @@ def test_a_cache_without_pages_is_refused():
         (4, 8192, None),
         (4, 256, None),
         (32, 8192, None),
-        (36, 8192, "is for 1 to 32 query rows of a key/value head, and here are 36"),
-        (0, 8192, "is for 1 to 32 query rows of a key/value head, and here are 0"),
-        (4, 255, "is for at least 256 keys, and here are 255"),
+        (36, 8192, "is for 1 to 32 query rows per KV head; this problem has 36"),
+        (0, 8192, "is for 1 to 32 query rows per KV head; this problem has 0"),
+        (4, 255, "is for at least 256 keys; this problem has 255"),
     ],
 )
 def test_it_is_the_better_choice_for_few_rows_and_many_keys(rows, seqlen_k, says):
@@ -375,7 +375,7 @@ def test_values_narrower_than_keys_cost_a_default_tile_none_of_its_warps(
         ({"cluster": 3}, "cluster is 3; expected 0, 1, 2, 4 or 8"),
         ({"min_blocks": 0}, "min_blocks is 0; expected at least 1"),
         ({"warps": 8, "stages": 8}, "KiB of shared memory; sm_90 has 227 KiB per block"),
-        ({"min_blocks": 3}, "fewer than 3 blocks fit an SM's shared memory"),
+        ({"min_blocks": 3}, "fewer than 3 thread blocks fit the shared memory of an SM"),
     ],
 )
 def test_a_tile_that_cannot_run_is_told_why(changes, words):
@@ -385,14 +385,16 @@ def test_a_tile_that_cannot_run_is_told_why(changes, words):
 def test_a_tile_that_needs_more_registers_than_its_threads_leave_it_is_refused():
     tile = replace(TILE, Br=32, warps=16)
     reason = decode.why_not_tile(problem(head_dim=64), h100, tile)
-    assert reason == "needs about 152 registers per thread; 128 are left to it"
+    assert reason == "needs about 152 registers per thread; 128 are available"
 
 
 def test_queries_must_fit_a_stage_and_a_result_the_ring_of_a_warp():
     wide_keys, wide_values = problem(head_dim=256, head_dim_v=16), problem(head_dim_v=256)
     tile = replace(TILE, Br=32, stages=2)
     assert "its queries must fit a stage" in (decode.why_not_tile(wide_keys, h100, tile) or "")
-    assert "result must fit its ring" in (decode.why_not_tile(wide_values, h100, tile) or "")
+    assert "the result of a warp must fit its stages" in (
+        decode.why_not_tile(wide_values, h100, tile) or ""
+    )
 
 
 def test_more_rows_than_32_bits_count_are_refused():
@@ -401,7 +403,7 @@ def test_more_rows_than_32_bits_count_are_refused():
     fitting = problem("equal", rows=most * group, group=group, heads_kv=1, batch=1)
     assert decode.why_not_tile(fitting, h100, TILE) is None
     beyond = problem("equal", rows=(most + 1) * group, group=group, heads_kv=1, batch=1)
-    reason = f"has {(most + 1) * group} rows of a key/value head; {MAX_SEQLEN} can be counted"
+    reason = f"has {(most + 1) * group} query rows per KV head; expected at most {MAX_SEQLEN}"
     assert decode.why_not_tile(beyond, h100, TILE) == reason
     assert decode.why_not(beyond, h100) is not None
 
@@ -622,9 +624,9 @@ def test_teams_have_whole_numbers_of_warps_and_16_rows():
     case = latent()
     assert decode.why_not_tile(case, h100, WIDE) is None
     reason = decode.why_not_tile(case, h100, replace(WIDE, warps=6))
-    assert reason == "warps is 6; expected a multiple of 4 that share wide rows"
+    assert reason == "warps is 6; expected a multiple of 4, as 4 share a row"
     reason = decode.why_not_tile(case, h100, replace(WIDE, Br=32))
-    assert reason == "Br is 32; expected 16 with warps that share wide rows"
+    assert reason == "Br is 32; expected 16 if several warps share a row"
     assert {t.warps for t in decode.tiles(case, h100)} == {4, 8}
 
 
@@ -684,4 +686,4 @@ def test_a_query_of_up_to_128_wide_heads_that_share_keys_goes_to_decode_where_ho
         assert make_plan(case, device_for_arch("sm_100")).family == "decode"
     for rows, group, most in ((144, 144, 128), (33, 1, 32), (128, 16, 32)):
         reason = decode.why_not_first(latent(rows=rows, group=group), h100)
-        assert reason == f"is for 1 to {most} query rows of a key/value head, and here are {rows}"
+        assert reason == f"is for 1 to {most} query rows per KV head; this problem has {rows}"

@@ -95,7 +95,7 @@ def strided(strides: tuple[int, int, int], *, alignment: int = 16) -> Problem:
 
 
 REFUSED: dict[str, tuple[Problem, Device, str]] = {
-    "float64": (problem("float64"), h100, "take float8, 16 bits or float32, not float64"),
+    "float64": (problem("float64"), h100, "its tensor-core products take no float64"),
     **{
         f"sm_{arch}": (problem(), device_for_arch(arch), f"needs sm_90 for wgmma, not sm_{arch}")
         for arch in ARCHITECTURES
@@ -104,24 +104,24 @@ REFUSED: dict[str, tuple[Problem, Device, str]] = {
     "old NVRTC": (
         problem(),
         replace(h100, arch_specific=False),
-        "needs NVRTC 12.9 or newer: older ones compile for sm_90 alone when CuPy asks",
+        "needs NVRTC 12.9 or newer: through CuPy, older ones cannot compile for sm_90a",
     ),
     "no keys": (problem(seqlen=0, seqlen_q=5), h100, "arrays without keys"),
     "rows on 8 bytes": (
         strided((203 * 3 * 64, 3 * 64, 64), alignment=8),
         h100,
-        "needs rows that begin on 16 bytes; these begin on 8",
+        "needs rows that are aligned to 16 bytes; these are aligned to 8",
     ),
-    "an odd head_dim": (problem(head_dim=33), h100, "these begin on 2"),
+    "an odd head_dim": (problem(head_dim=33), h100, "these are aligned to 2"),
     "rows backwards": (
         strided((203 * 3 * 64, -3 * 64, 64)),
         h100,
-        "the copy engine cannot step -384 bytes",
+        "TMA does not support a stride of -384 bytes",
     ),
     "a stride of 2^40 bytes": (
         strided((2**39, 3 * 64, 64)),
         h100,
-        f"the copy engine cannot step {2**40} bytes",
+        f"TMA does not support a stride of {2**40} bytes",
     ),
 }
 
@@ -140,9 +140,12 @@ def test_what_it_cannot_serve_is_told_why_and_goes_to_the_next_family_that_can(n
 
 
 def test_heads_too_wide_for_two_blocks_and_wide_float32_are_refused():
-    words = "two blocks write 512 columns of a head's output at most, not 576"
+    words = "two thread blocks compute at most 512 output columns of a head, not 576"
     assert hopper.why_not(problem(head_dim=576), h100) == words
-    assert hopper.why_not(problem("float32", 264), h100) == "it takes float32 to head_dim 256"
+    assert (
+        hopper.why_not(problem("float32", 264), h100)
+        == "supports float32 only for head dims up to 256"
+    )
 
 
 @pytest.mark.parametrize(
@@ -191,7 +194,9 @@ def test_packed_and_cached_sequences_are_its_own_but_not_pages_nor_shares_of_the
     assert "not pages" in (hopper.why_not(paged, h100) or "")
     for splits in (None, 1):
         assert hopper.why_not(packed(problem(), num_splits=splits), h100) is None
-    assert "of equal length only" in (hopper.why_not(packed(problem(), num_splits=2), h100) or "")
+    assert "splits the keys only in batches of equal lengths" in (
+        hopper.why_not(packed(problem(), num_splits=2), h100) or ""
+    )
     assert "without keys" in (hopper.why_not(cached(problem(), caches=0), h100) or "")
 
 
@@ -208,9 +213,9 @@ def test_packed_and_cached_sequences_are_its_own_but_not_pages_nor_shares_of_the
         (HopperTile(128, 128, stages=1), "stages is 1; expected at least 2"),
         (HopperTile(128, 128, q_stages=0), "q_stages is 0; expected 1 or 2"),
         (HopperTile(128, 128, q_stages=3), "q_stages is 3; expected 1 or 2"),
-        (HopperTile(128, 128, turns=2), "turns is 2; expected 0, or with more than one consumer 1"),
-        (HopperTile(64, 128, turns=1), "turns is 1; expected 0, or with more than one consumer 1"),
-        (HopperTile(128, 64, q_steps=9), "q_steps is 9; head_dim has 8"),
+        (HopperTile(128, 128, turns=2), "turns is 2; expected 0, or 1 if Br is above 64"),
+        (HopperTile(64, 128, turns=1), "turns is 1; expected 0, or 1 if Br is above 64"),
+        (HopperTile(128, 64, q_steps=9), "q_steps is 9; expected at most 8"),
         (HopperTile(128, 128, stages=7), "KiB of shared memory; sm_90 has 227 KiB per block"),
         (HopperTile(128, 240), "registers"),
         (HopperTile(192, 128), "registers"),
@@ -222,7 +227,7 @@ def test_a_tile_that_cannot_run_is_told_why(tile, words):
 
 def test_more_query_tiles_than_can_be_counted_are_refused():
     case = problem(batch=2**10, seqlen=2**20, heads=2**10)
-    assert "query tiles; 2147483647 can be counted" in (
+    assert "query tiles; expected at most 2147483647" in (
         hopper.why_not_tile(case, h100, HopperTile(128, 64)) or ""
     )
 
@@ -763,11 +768,13 @@ def test_a_tile_of_latent_keys_is_of_one_page(page_size, Bc):
     assert k.shape == (576, page_size, 1, 1280)
     assert k.box == (64, Bc)
     reason = hopper.why_not_tile(case, h100, replace(tile, Bc=80))
-    assert reason == f"Bc is 80; expected a divisor of a page's {page_size} rows"
+    assert reason == f"Bc is 80; expected a divisor of page_size, {page_size}"
 
 
 def test_pages_of_other_sizes_and_of_keys_with_values_of_their_own_are_refused():
-    assert "16 rows are not enough" in (hopper.why_not(latent(page_size=16), h100) or "")
+    assert "page_size is 16; expected a multiple of" in (
+        hopper.why_not(latent(page_size=16), h100) or ""
+    )
     apart = replace(latent(page_size=64), values_in_keys=False)
     assert "not pages" in (hopper.why_not(apart, h100) or "")
     assert "without keys" in (hopper.why_not(latent(batch=0), h100) or "")

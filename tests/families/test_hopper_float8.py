@@ -39,7 +39,7 @@ def test_it_goes_to_hopper_and_nowhere_else(dim):
     assert make_plan(case, h100).family == "hopper"
     for name, family in FORWARD.items():
         if name != "hopper":
-            reason = "its kernels take no q, k and v of float8_e4m3fn"
+            reason = "does not support q, k and v of float8_e4m3fn"
             assert family.why_not(case, h100) == reason
     with pytest.raises(UnsupportedError, match="needs sm_90 for wgmma"):
         make_plan(case, device_for_arch("sm_100"))
@@ -50,7 +50,7 @@ def test_the_output_is_of_16_bits():
     out = ArraySpec.contiguous((2, 1000, 6, 128), "float16")
     assert problem(out=out).out_dtype == "float16"
     wide = ArraySpec.contiguous((2, 1000, 6, 128), "float32")
-    with pytest.raises(TypeError, match="expected bfloat16 or float16, of q, k and v of float8"):
+    with pytest.raises(TypeError, match="expected bfloat16 or float16, for float8 q, k and v"):
         problem(out=wide)
 
 
@@ -62,7 +62,7 @@ def test_all_inputs_are_of_float8():
 
 
 def test_wider_heads_are_refused():
-    assert "no registers for float8 of head_dim above 256" in (
+    assert "too few registers for float8 with head dims over 256" in (
         hopper.why_not(problem(272), h100) or ""
     )
 
@@ -73,7 +73,7 @@ def test_values_may_lie_anyhow_but_not_queries_and_keys():
     assert hopper.why_not(odd, h100) is None
     reason = hopper.why_not(problem(dim=61, dim_v=64), h100)
     assert reason is not None
-    assert "rows of q and k that begin on 16 bytes; these begin on 1" in reason
+    assert "rows of q and k that are aligned to 16 bytes; these are aligned to 1" in reason
 
 
 def test_values_become_columns_of_whole_tiles_of_keys():
@@ -104,7 +104,7 @@ def test_tiles_take_half_of_the_shared_memory():
 def test_a_block_is_whole_steps_of_32_keys():
     tile = HopperTile(128, 80, stages=2, turns=1)
     reason = hopper.why_not_tile(problem(), h100, tile)
-    assert reason == "Bc is 80; expected a multiple of 32 of float8"
+    assert reason == "Bc is 80; expected a multiple of 32 for float8"
 
 
 def test_shares_of_the_output_are_as_wide_as_a_block_of_keys_or_half():

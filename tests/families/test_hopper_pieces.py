@@ -49,12 +49,15 @@ ONE_FOR_ALL = ArraySpec(SHAPE, (0, 2048, 128), "float32")
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        (problem(511, batch=40), "takes longer to split float32 than it saves below 512 keys"),
-        (few_rows(1, heads_kv=1), "below 512 keys, or rows that share them"),
-        (few_rows(255, heads_kv=8), "below 512 keys, or rows that share them"),
-        (dataclasses.replace(problem(1023), causal=True), "saves below 1024 keys"),
+        (
+            problem(511, batch=40),
+            "takes longer to split float32 than it saves for fewer than 512 keys",
+        ),
+        (few_rows(1, heads_kv=1), "for fewer than 512 keys, or query rows per KV head"),
+        (few_rows(255, heads_kv=8), "for fewer than 512 keys, or query rows per KV head"),
+        (dataclasses.replace(problem(1023), causal=True), "saves for fewer than 1024 keys"),
         (problem(2048, batch=1, heads=2), "32 query tiles leave most of 132 SMs idle"),
-        (make_problem(EACH_ITS_OWN, ONE_FOR_ALL, ONE_FOR_ALL), "of which many are the same"),
+        (make_problem(EACH_ITS_OWN, ONE_FOR_ALL, ONE_FOR_ALL), "these arrays are broadcast"),
     ],
 )
 def test_where_splitting_does_not_pay_it_goes_to_mma_but_may_be_asked_for(case, words):
@@ -68,7 +71,7 @@ def test_wide_heads_leave_cuda_cores_earlier():
     assert make_plan(problem(256, batch=20, dim=192), h100).family == "hopper"
     chosen = make_plan(problem(255, batch=20, dim=192), h100)
     assert chosen.family == "simt"
-    assert "saves below 256 keys" in chosen.rejected["hopper"]
+    assert "saves for fewer than 256 keys" in chosen.rejected["hopper"]
 
 
 @pytest.mark.parametrize(
@@ -88,11 +91,13 @@ def test_many_heads_over_the_same_keys_are_many_rows():
 def test_packed_and_modified_float32_and_a_single_key_are_not_its_own():
     case = problem()
     packed = dataclasses.replace(case, layout=Layout(kind="packed", total_q=9000, total_k=9000))
-    assert "float32 of equal lengths only" in (hopper.why_not(packed, h100) or "")
-    assert "the only value as it is" in (hopper.why_not(problem(1), h100) or "")
+    assert "float32 only in batches of equal lengths" in (hopper.why_not(packed, h100) or "")
+    assert "do not reproduce the value of a single key exactly" in (
+        hopper.why_not(problem(1), h100) or ""
+    )
     q = np.zeros((1, 1024, 2, 64), np.float32)
     found = plan(flash_attention, q, q, q, window_size=(64, 0), causal=True, arch="sm_90")
-    assert found.rejected["hopper"] == "it takes float32 without modifications only"
+    assert found.rejected["hopper"] == "supports float32 only without modifications"
 
 
 def test_rows_may_lie_anyhow():
@@ -128,6 +133,4 @@ def test_a_tile_has_place_for_all_pieces_and_keeps_no_queries():
     )
     assert more == 2 * (128 + 3 * 48) * 128 * 2
     kept = dataclasses.replace(tile, q_steps=1)
-    assert "expected 0 where queries come in pieces" in (
-        hopper.why_not_tile(case, h100, kept) or ""
-    )
+    assert "expected 0 for float32" in (hopper.why_not_tile(case, h100, kept) or "")

@@ -86,8 +86,8 @@ def test_float64_and_gpus_before_ampere_are_refused_with_the_reason():
         (MmaTile(64, 32, stages=5), "stages is 5; expected 2 to 4"),
         (MmaTile(64, 32, q_in_registers=2), "q_in_registers is 2; expected 0 or 1"),
         (MmaTile(64, 32, min_blocks=0), "min_blocks is 0; expected at least 1"),
-        (MmaTile(128, 128), "registers per thread; 255 are left"),
-        (MmaTile(64, 64, min_blocks=5), "registers per thread; 96 are left"),
+        (MmaTile(128, 128), "registers per thread; 255 are available"),
+        (MmaTile(64, 64, min_blocks=5), "registers per thread; 96 are available"),
         (MmaTile(256, 128, warps=16, stages=4), "KiB of shared memory; sm_90 has 227 KiB"),
     ],
 )
@@ -100,7 +100,7 @@ def test_a_tile_that_cannot_run_is_told_why(tile, words):
     [
         (MmaTile(48, 32, warps=8), "Br is 48; expected 8, 16 or 32 rows for each of 8 warps"),
         (MmaTile(64, 48, warps=8), "Bc is 48; expected a multiple of 32"),
-        (MmaTile(64, 32, warps=4), "registers per thread; 255 are left"),
+        (MmaTile(64, 32, warps=4), "registers per thread; 255 are available"),
     ],
 )
 def test_of_wide_heads_two_warps_share_rows(tile, words):
@@ -129,7 +129,7 @@ def test_more_blocks_per_sm_than_its_shared_memory_holds_are_refused():
     case, small = problem(head_dim=16), device_for_arch("sm_86")
     tile = MmaTile(16, 256, warps=1, stages=4, min_blocks=3)
     assert mma.shared_memory(case, tile) <= small.shared_memory_per_block
-    assert "fewer than 3 blocks fit" in (mma.why_not_tile(case, small, tile) or "")
+    assert "fewer than 3 thread blocks fit" in (mma.why_not_tile(case, small, tile) or "")
 
 
 @pytest.mark.parametrize(

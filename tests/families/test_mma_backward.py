@@ -61,7 +61,7 @@ def test_gpus_with_much_shared_memory_serve_every_head_dim(dtype: str, head_dim:
 
 
 def test_float64_and_old_gpus_are_refused_by_name() -> None:
-    assert mma.why_not(problem("float64"), h200) == "has no products of float64"
+    assert mma.why_not(problem("float64"), h200) == "its tensor-core products do not take float64"
     reason = mma.why_not(problem(), device_for_arch(75))
     assert reason is not None
     assert reason.startswith("needs sm_80 or later")
@@ -88,7 +88,8 @@ def test_float32_needs_place_for_units_that_slopes_and_sinks_make_warps_find(
     # The warps divide the tile into 8 parts of the keys by 8 of the queries.
     tile = MmaBackwardTile(128, 128, 8, 8, columns=16, stages=1)
     reason = mma.why_not_tile(modified(dtype, **changes), h200, tile)
-    expected = f"8 parts of the keys by 16 of 128 queries have {units} units; expected at most 20"
+    sizes = "Br is 128, key_warps 8 and columns 16"
+    expected = f"{sizes}, which need {units} scale factors; expected at most 20"
     assert reason == (expected if units else None)
 
 

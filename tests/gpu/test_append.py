@@ -201,7 +201,7 @@ def test_a_launch_stays_within_what_a_gpu_takes(dtype, heads):
     ("changes", "words"),
     [
         ({"batch": 2**20, "seqlen_new": 2**20}, "appending 1099511627776 rows"),
-        ({"heads_kv": 2**26}, "a row of 8 and 67108864 heads"),
+        ({"heads_kv": 2**26}, "a row of 8 query and 67108864 KV heads"),
     ],
 )
 def test_more_than_a_launch_takes_is_refused(changes, words):

@@ -119,7 +119,7 @@ def test_an_architecture_that_the_compiler_does_not_know_is_told_those_it_does(m
 
     monkeypatch.setattr(nvrtc, "getSupportedArchs", lambda: (70, 75, 80))
     assert known_architectures() == (75, 80)
-    with pytest.raises(CompileError, match="for sm_90: this NVRTC knows sm_75, sm_80 only"):
+    with pytest.raises(CompileError, match="for sm_90: this NVRTC supports sm_75, sm_80 only"):
         compile_cubin(UNIT, h100)
 
 

@@ -140,7 +140,7 @@ def test_float8_is_for_gpus_that_convert_it() -> None:
 
 
 def test_a_tile_of_8_bits_has_32_keys() -> None:
-    with pytest.raises(ValueError, match="Bc is 16; expected 32 of a cache of 8 bits"):
+    with pytest.raises(ValueError, match="Bc is 16; expected 32 for 8-bit caches"):
         plan(
             flash_attention_with_kvcache,
             np.zeros((CACHES, 1, 8, 64), np.float16),

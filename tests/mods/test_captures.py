@@ -78,15 +78,15 @@ def test_a_spec_is_what_device_text_depends_on(value, spec) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "error", "message"),
     [
-        ("x", 2**31, ValueError, "int32 does not hold; pass a float"),
+        ("x", 2**31, ValueError, "does not fit int32; pass a float"),
         ("x", "text", TypeError, "x is a str; expected a NumPy or CuPy array"),
         ("x", 1j, TypeError, "x is a complex"),
         ("x", [1, 2], TypeError, r"x is a list; expected an array: pass np.array\(x\)"),
         ("x", np.ones(3, np.int16), TypeError, "dtype int16; expected one of bool, uint8, int32"),
         ("x", np.ones(3, ">f4"), TypeError, "dtype >f4"),
         ("x", np.ones((1,) * 5), ValueError, "5 axes; expected at most 4"),
-        ("x", np.ones((2, 0)), ValueError, "no elements"),
-        ("x", np.ones(3, "i4,i1")["f0"], ValueError, "odd addresses"),
+        ("x", np.ones((2, 0)), ValueError, "at least one element"),
+        ("x", np.ones(3, "i4,i1")["f0"], ValueError, "misaligned elements"),
         ("a name", 1, TypeError, "'a name'; expected the name of a parameter"),
     ],
 )
@@ -101,7 +101,7 @@ def test_integers_that_int32_does_not_hold_are_refused(number) -> None:
         ids = np.array([[0, held]])
         mask = MaskMod(lambda i, j, ids: ids[0, j] == ids[0, i], ids=ids)
         assert mask.evaluate(0, 0, 1, np.arange(2)).tolist() == [False, True]
-    with pytest.raises(ValueError, match=f"ids holds {number}, and int64 is read as int32"):
+    with pytest.raises(ValueError, match=f"ids holds {number}, but int64 is read as int32"):
         MaskMod(lambda i, j, ids: ids[j] == ids[i], ids=np.array([0, number]))
 
 

@@ -373,7 +373,7 @@ def test_the_derivative_of_cuda_text_is_that_of_the_function_beside_it() -> None
 
 def test_a_function_that_cannot_be_traced_says_so_when_its_derivative_is_asked_for() -> None:
     mod = ScoreMod(lambda score: np.arctan(score), cuda="return atanf(score);")
-    with pytest.raises(TypeError, match=r"function beside it.*np\.arctan cannot be traced.*tanh"):
+    with pytest.raises(TypeError, match=r"its Python function.*np\.arctan cannot be traced.*tanh"):
         mod.derivative(np.float32(3), 0, 0, 0, 0)
 
 
@@ -385,10 +385,10 @@ TABLE = np.ones((4, 8), np.float32)
 @pytest.mark.parametrize(
     ("names", "error", "message"),
     [
-        (("y",), TypeError, "'y', which is no capture; there are: factor, ids, table"),
+        (("y",), TypeError, "'y'; expected names of captures: factor, ids, table"),
         (("ids",), TypeError, "'ids' of dtype int32; .*float16, bfloat16, float32, float64"),
         (("factor",), TypeError, "'factor', which is a number.*np.array"),
-        ("table", TypeError, r"is 'table'; expected a tuple, as \('table',\)"),
+        ("table", TypeError, r"is 'table'; expected a tuple such as \('table',\)"),
         (("table", "table"), ValueError, "'table' twice"),
     ],
 )

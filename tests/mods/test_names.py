@@ -83,7 +83,7 @@ def test_a_call_takes_them() -> None:
 def test_text_in_cuda_takes_names_of_c_only(name) -> None:
     function = eval(f"lambda score, {name}: score + {name}")
     assert ScoreMod(function, **{name: 1.0}).evaluate(np.float32(1), 0, 0, 0, 0) == 2
-    with pytest.raises(TypeError, match=r"C\+\+ does not take as the name of a parameter"):
+    with pytest.raises(TypeError, match=r"cannot be the name of a parameter in C\+\+"):
         ScoreMod(function, **{name: 1.0}, cuda="return score;")
 
 

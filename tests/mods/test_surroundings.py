@@ -178,16 +178,20 @@ def test_scalars_are_captured_and_vectors_iterated_over() -> None:
     ("function", "error", "message"),
     [
         (lambda score, h: score + TABLE[h], TypeError, "TABLE has 2 axes and is given 1 indices"),
-        (lambda score, h: score + TABLE, TypeError, r"index it, as TABLE\[b, h\]"),
-        (lambda score, h: TABLE * score, TypeError, r"index it, as TABLE\[b, h\]"),
+        (lambda score, h: score + TABLE, TypeError, r"index it, as in TABLE\[b, h\]"),
+        (lambda score, h: TABLE * score, TypeError, r"index it, as in TABLE\[b, h\]"),
         (lambda score, h: np.where(score > 0, TABLE, 0), TypeError, "index it"),
         (lambda score, h: np.where(TABLE, score, 0), TypeError, "index it"),
         (lambda score, h: TABLE, TypeError, "index it"),
         (lambda score, h: score + sum(TABLE), TypeError, "index it"),
         (lambda score, h: score + np.add(TABLE, 1, out=TABLE)[0, 0], TypeError, "is written"),
-        (lambda score, h: score + (TABLE * 2)[h, h], TypeError, "variable of its own outside"),
+        (
+            lambda score, h: score + (TABLE * 2)[h, h],
+            TypeError,
+            "Assign an array to a variable outside",
+        ),
         (lambda score, h: score + TABLE[h, -1], ValueError, "indexed with -1; expected 0 or more"),
-        (lambda score, h: score + EMPTY[h], ValueError, "EMPTY has shape .* no elements"),
+        (lambda score, h: score + EMPTY[h], ValueError, "EMPTY has shape .* at least one element"),
         (lambda score, h: score + COMPLEX[h], TypeError, "COMPLEX has dtype complex128"),
         (lambda score, h: score + HUGE[h], ValueError, "HUGE holds 1099511627776"),
     ],
@@ -297,7 +301,7 @@ def test_functions_of_torch_and_jax_are_refused_with_those_of_numpy() -> None:
             ScoreMod(function)
         # JAX raises its own error, whose context is the library's error.
         told = f"{caught.value} {caught.value.__context__}"
-        assert "functions of NumPy, as np.where" in told
+        assert "NumPy's functions, such as np.where" in told
 
 
 @pytest.mark.parametrize("library", ["numpy", "torch", "jax.numpy"])

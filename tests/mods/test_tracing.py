@@ -47,7 +47,7 @@ def score_loop(score: Any, j: Any) -> Any:
 @pytest.mark.parametrize(
     ("function", "advice"),
     [
-        (score_if, "In place of `if` write np.where"),
+        (score_if, "Instead of `if` write np.where"),
         (lambda score, i, j: score if i > j else 0, "np.where"),
         (lambda score, i, j: np.where(i > j and j > 3, score, 0), "`and`.* p & q"),
         (lambda score, i, j: np.where(i > j or j > 3, score, 0), "p | q"),
@@ -55,14 +55,14 @@ def score_loop(score: Any, j: Any) -> Any:
         (lambda score, i, j: np.where(0 < i - j < 3, score, 0), r"\(a < b\) & \(b < c\)"),
         (lambda score, i, j: score + max(i, j), "np.maximum"),
         (lambda score, i, j: bool(score), "np.where"),
-        (score_loop, "nor count a loop"),
+        (score_loop, "nor limit a loop"),
         (lambda score: math.tanh(score), "np.tanh"),
         (lambda score: float(score), r"astype\(np.float32\)"),
         (lambda score: int(score), r"astype\(np.int32\)"),
         (lambda score: np.float32(score), r"astype\(np.float32\)"),
-        (lambda score: complex(score), "no complex number"),
+        (lambda score: complex(score), "not complex"),
         (lambda score, j: np.where(j in {1, 2}, score, 0), r"\(x == 1\) \| \(x == 2\)"),
-        (lambda score: len(score), "one number"),
+        (lambda score: len(score), "a single number"),
         (lambda score: sum(score), "iterate"),
         (lambda score: 3 in score, "compare it"),
         (lambda score: round(score), "np.rint"),
@@ -73,8 +73,8 @@ def score_loop(score: Any, j: Any) -> Any:
         (lambda score: np.add.reduce(score), "cannot be traced"),
         (lambda score: np.add(score, 1, dtype=np.float64), "np.add.*dtype=.* cannot be traced"),
         (lambda score: np.where(score > 0), "cannot be traced"),
-        (lambda score, j: score + np.arange(3)[j], "by name, as table=table"),
-        (lambda score, j: score + [1, 2][j], "index an array, as table"),
+        (lambda score, j: score + np.arange(3)[j], r"by name \(table=table\)"),
+        (lambda score, j: score + [1, 2][j], "index an array: write table"),
         (lambda score: score + np.ones(3), "outside of the function"),
         (lambda score: np.round(score), r"np.rint\(x\)"),
         (lambda score, j: np.max([score, j]), r"np.maximum\(x, y\)"),
@@ -84,7 +84,7 @@ def score_loop(score: Any, j: Any) -> Any:
             r"np.any\(\[p, q\]\) p \| q",
         ),
         (lambda score, j: np.where(np.all(score > 0), score, 0), "Write p & q"),
-        (lambda score: score * 2.0**score, r"2.0 \*\* x of .* write np.exp2\(x\)"),
+        (lambda score: score * 2.0**score, r"2.0 \*\* x with .* write np.exp2\(x\)"),
         (lambda score, j: score * 2**j, "1 << x for an integer"),
         (lambda score: 3**score, r"np.exp2\(x \* np.log2\(3\)\)"),
         (lambda score, j: score + (j + 3000000000), "write 3000000000.0 .*astype"),
@@ -97,8 +97,8 @@ def score_loop(score: Any, j: Any) -> Any:
         (lambda score, j: np.where(np.isin(j, [1, 2]), score, 0), r"\(x == 1\) \| \(x == 2\)"),
         (lambda score: np.hypot(score, score), "np.sqrt"),
         (lambda score: score + "1", "expected numbers"),
-        (lambda score: score[0], "index a capture"),
-        (lambda score, j: score & j, "bits are those of integers"),
+        (lambda score: score[0], "index an array"),
+        (lambda score, j: score & j, "expected integers or bools"),
         (lambda score, j: score - ((j > 2) - (j > 5)), "p \\^ q"),
         (lambda score, j: score + -(j > 2), "~p"),
         (lambda score, j: score**j, r"np.exp2\(y\) for 2 \*\* y"),
@@ -108,7 +108,7 @@ def score_loop(score: Any, j: Any) -> Any:
         (lambda score, j: score + (j + 2**40), r"astype\(np.uint64\)"),
         (lambda score, j: score + (j + -(2**40)), "does not fit int32"),
         (lambda score, j: score.astype(np.float16), "expected bool, int32, uint64 or float32"),
-        (lambda score: None, "gives None; expected a value"),
+        (lambda score: None, "returns None; expected a value"),
         (lambda score: "text", "expected a value"),
     ],
 )
@@ -119,7 +119,7 @@ def test_what_cannot_be_traced_raises_with_what_to_write_instead(function, advic
 
 
 def test_a_traced_value_has_no_methods_of_arrays() -> None:
-    with pytest.raises(AttributeError, match="no 'sum': it is one number"):
+    with pytest.raises(AttributeError, match="no 'sum': it is a single number"):
         ScoreMod(lambda score: score.sum())
     for name, advice in (
         ("tanh", r"np.tanh\(x\)"),
@@ -138,12 +138,12 @@ def test_a_traced_value_has_no_methods_of_arrays() -> None:
     [
         (lambda score, h, table: score + table[h], "2 axes and is given 1 indices; expected 2"),
         (lambda score, h, table: score + table[h, 0, 0], "given 3 indices"),
-        (lambda score, h, table: score + table[h, :], "slice.*name one element"),
+        (lambda score, h, table: score + table[h, :], "slice.*select one element"),
         (lambda score, h, table: score + table[h, ...], "Ellipsis"),
         (lambda score, h, table: score + table[h, None], "None"),
         (lambda score, h, table: score + table[score, h], r"astype\(np.int32\)"),
         (lambda score, h, table: score + table[h, h / 2], "type real"),
-        (lambda score, h, table: score + table, r"index it, as table\[b, h\]"),
+        (lambda score, h, table: score + table, r"index it, as in table\[b, h\]"),
         (lambda score, h, table: table * 2, "index it"),
         (lambda score, h, table: np.exp(table), "index it"),
         (lambda score, h, table: np.where(table, score, 0), "index it"),
@@ -164,7 +164,7 @@ def test_a_captured_array_is_indexed_by_as_many_integers_as_it_has_axes(function
 
 @pytest.mark.parametrize("name", ["ndim", "dtype", "T", "sum", "astype", "copy"])
 def test_a_captured_array_has_no_attributes_of_arrays(name) -> None:
-    advice = rf"table.{name} cannot be traced: .* index it, as table\[b, h\], and give what comes"
+    advice = rf"table.{name} cannot be traced: .* index it, as in table\[b, h\], and pass results"
     with pytest.raises(AttributeError, match=advice):
         ScoreMod(lambda score, table: score + getattr(table, name), table=TABLE)
 
@@ -203,16 +203,20 @@ def test_unsigned_words_are_not_mixed_with_positions() -> None:
     ("function", "captures", "message"),
     [
         (lambda score, k: score, {}, "takes 'k', which is neither one of score, b, h, i, j"),
-        (lambda score, kv_idx: score, {}, "rename it, as .* j for the key's, or pass kv_idx="),
-        (lambda score: score, {"table": TABLE}, "does not take 'table'"),
+        (
+            lambda score, kv_idx: score,
+            {},
+            "rename it, for example to .* j for the key's, or pass kv_idx=",
+        ),
+        (lambda score: score, {"table": TABLE}, "does not take the capture 'table'"),
         (lambda b, score: score, {}, "expected 'score' first"),
         (lambda b: b, {}, "expected 'score' first"),
         (lambda score, row: score, {}, "takes 'row'"),
-        (lambda score, *rest: score, {}, r"takes \*rest; expected parameters with names"),
-        (lambda score, **rest: score, {}, "expected parameters with names"),
-        (lambda score, i: score, {"i": 3}, "as what a kernel gives"),
-        (lambda score, row: score, {"row": 3}, "as what a kernel gives"),
-        (3, {}, "does not tell its parameters"),
+        (lambda score, *rest: score, {}, r"takes \*rest; expected named parameters"),
+        (lambda score, **rest: score, {}, "expected named parameters"),
+        (lambda score, i: score, {"i": 3}, "is a reserved name"),
+        (lambda score, row: score, {"row": 3}, "is a reserved name"),
+        (3, {}, "has no signature"),
     ],
 )
 def test_names_of_parameters_are_those_of_positions_and_captures(

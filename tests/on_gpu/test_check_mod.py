@@ -36,7 +36,7 @@ def test_text_that_is_another_function_is_found_out() -> None:
     captures = {"table": cupy.asarray(TABLE)}
     check_mod(ScoreMod(SCORE_MODS["table"], cuda=right, **captures))
     wrong = ScoreMod(SCORE_MODS["table"], cuda=right.replace("i - j", "j - i"), **captures)
-    with pytest.raises(ValueError, match="differs from its device text at"):
+    with pytest.raises(ValueError, match="differs from its CUDA source at"):
         check_mod(wrong)
-    with pytest.raises(ValueError, match="the function gives False, the device True"):
+    with pytest.raises(ValueError, match="the function returns False, the CUDA source True"):
         check_mod(MaskMod(lambda i, j: j < i, cuda="return j <= i;"))

@@ -29,7 +29,7 @@ def rows(*shape: int, dtype: Any = np.float32) -> np.ndarray:
 @pytest.mark.parametrize(
     ("changed", "error", "text"),
     [
-        ({"q": [[1.0]]}, TypeError, "q is a list; a communicator of MPI carries arrays of NumPy"),
+        ({"q": [[1.0]]}, TypeError, "q is a list; an MPI communicator exchanges NumPy arrays"),
         ({"q": rows(1, 9, 8)}, ValueError, "q has 3 axes"),
         ({"seqlen": 8}, ValueError, "q has 9 tokens on rank 0 of 1; expected 8"),
         ({"seqlen_k": 8}, ValueError, "k has 9 tokens"),
@@ -47,7 +47,7 @@ def rows(*shape: int, dtype: Any = np.float32) -> np.ndarray:
         ({"head_ranks": 2}, ValueError, "head_ranks is 2, which does not divide the 1 ranks"),
         ({"backend": "tpu"}, ValueError, "backend"),
         ({"cu_seqlens": []}, ValueError, "cu_seqlens goes from"),
-        ({"cu_seqlens": [0, 5]}, ValueError, "to the 9 tokens there are"),
+        ({"cu_seqlens": [0, 5]}, ValueError, "to 9, the number of tokens"),
         ({"cu_seqlens": [0, 7, 5, 9]}, ValueError, "do not decrease"),
         ({"cu_seqlens": [0, 2.5, 9]}, TypeError, "cu_seqlens"),
         ({"cu_seqlens": 9}, TypeError, "cu_seqlens is 9; expected a sequence"),
@@ -81,7 +81,9 @@ def test_wrong_arguments_are_named(
 
 def test_packed_sequences_are_a_batch_of_one(group: parallel.Group) -> None:
     x = rows(2, 9, 2, 8)
-    with pytest.raises(ValueError, match="of a batch of 1; the batch is 2"):
+    with pytest.raises(
+        ValueError, match="for a batch of 1 with as many queries as keys; the batch is 2"
+    ):
         parallel.flash_attention(x, x, x, group, seqlen=9, cu_seqlens=[0, 9])
 
 
@@ -131,11 +133,11 @@ def test_an_axis_that_there_is_not_is_refused(group: parallel.Group, axis: int) 
 @pytest.mark.parametrize(
     ("own", "text"),
     [
-        ([1.0, 2.0], "own is a list; a communicator of MPI carries arrays of NumPy"),
+        ([1.0, 2.0], "own is a list; an MPI communicator exchanges NumPy arrays"),
         (np.ma.ones(3), r"own is a masked array, whose mask would be lost; pass own\.filled"),
-        (rows(3, dtype=object), "own has dtype object; expected one of numbers, or bool"),
-        (rows(3, dtype="U3"), "own has dtype <U3; expected one of numbers, or bool"),
-        (rows(3, dtype=[("real", "f4")]), r"own has dtype \[\('real'.*; expected one of numbers"),
+        (rows(3, dtype=object), "own has dtype object; expected a numeric dtype, or bool"),
+        (rows(3, dtype="U3"), "own has dtype <U3; expected a numeric dtype, or bool"),
+        (rows(3, dtype=[("real", "f4")]), r"own has dtype \[\('real'.*; expected a numeric dtype"),
         (rows(3, dtype=">f8"), r"own has dtype >f8, in another .*; pass own\.astype\('float64'\)"),
     ],
 )
@@ -155,8 +157,8 @@ def test_numbers_and_bools_are_gathered(group: parallel.Group, dtype: Any) -> No
 @pytest.mark.parametrize(
     ("array", "text"),
     [
-        ([1, 2, 3], "array is a list; expected an array of NumPy or CuPy"),
-        (3.5, "array is a float; expected an array of NumPy or CuPy"),
+        ([1, 2, 3], "array is a list; expected a NumPy or CuPy array"),
+        (3.5, "array is a float; expected a NumPy or CuPy array"),
         (np.ma.ones(3), r"array is a masked array, whose mask would be lost; pass array\.filled"),
     ],
 )

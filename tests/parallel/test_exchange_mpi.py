@@ -84,7 +84,7 @@ def test_an_end_takes_back_all_that_is_under_way(comm: Any) -> None:
     assert comm.Iprobe(0, exchange_mpi._TAG)
     sent.Cancel()
     assert not places.any()
-    with pytest.raises(ParallelError, match="one rank is missing; the group is of no use any more"):
+    with pytest.raises(ParallelError, match="one rank is missing; the group can no longer be used"):
         exchange.start([], [])
 
 

@@ -197,7 +197,7 @@ def test_an_exchange_that_takes_too_long_ends_the_communicator(gpu: Gpu) -> None
         transfer.finish()
     until(lambda: "abort" in gpu.said)
     for call in (exchange.check, lambda: exchange.start([], [])):
-        with pytest.raises(ParallelError, match="has been ended"):
+        with pytest.raises(ParallelError, match="has been aborted"):
             call()
 
 

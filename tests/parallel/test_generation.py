@@ -50,10 +50,14 @@ def arguments(**changed: Any) -> dict[str, Any]:
         ({"cache_seqlens": [3, -1]}, ValueError, r"cache_seqlens\[1\] is -1; expected at least 0"),
         ({"cache_seqlens": -1}, ValueError, "cache_seqlens is -1; expected at least 0"),
         ({"cache_seqlens": [5, 2.7]}, TypeError, "cache_seqlens holds a float; expected integers"),
-        ({"cache_seqlens": [[5], [3, 7]]}, ValueError, "cache_seqlens is no list of integers"),
-        ({"cache_seqlens": [5, 2**40]}, ValueError, "cache_seqlens holds integers that int32 does"),
+        ({"cache_seqlens": [[5], [3, 7]]}, ValueError, "cache_seqlens is not a list of integers"),
+        (
+            {"cache_seqlens": [5, 2**40]},
+            ValueError,
+            "cache_seqlens holds integers that do not fit int32",
+        ),
         ({"cache_seqlens": np.array([5.0, 37])}, TypeError, r"float64; pass cache_seqlens\.astype"),
-        ({"cache_seqlens": np.array([5, 2**31])}, ValueError, "integers that int32 does not"),
+        ({"cache_seqlens": np.array([5, 2**31])}, ValueError, "integers that do not fit int32"),
         ({"cache_seqlens": {5, 37}}, TypeError, "cache_seqlens is a set; expected a NumPy"),
         ({"cache_seqlens": np.array([5], np.int32)}, ValueError, "one length for each sequence"),
         ({"cache_seqlens": None}, TypeError, "cache_seqlens is None"),
@@ -167,17 +171,17 @@ def test_a_length_is_refused_where_a_rank_has_no_row_for_its_last_key() -> None:
 @pytest.mark.parametrize(
     ("seqlens", "error", "text"),
     [
-        (10.5, TypeError, "seqlens is 10.5; expected an integer or an array of integers"),
+        (10.5, TypeError, "seqlens is 10.5; expected an integer, or a NumPy or CuPy array of"),
         (True, TypeError, "seqlens is True; expected an integer"),
         (
             [10, 2000],
             TypeError,
-            r"seqlens is \[10, 2000\]; expected an integer or an array of integers",
+            r"seqlens is \[10, 2000\]; expected an integer, or a NumPy or CuPy array of",
         ),
         (
             np.array([10, 2**31]),
             ValueError,
-            "seqlens holds integers that int32 does not",
+            "seqlens holds integers that do not fit int32",
         ),
         (np.array([1.5]), TypeError, "seqlens has dtype float64"),
         (np.ma.ones(2, np.int32), TypeError, "seqlens is a masked array"),

@@ -219,7 +219,7 @@ def test_the_baseline_is_used_on_request_only():
 def test_a_tile_is_asked_for_as_a_pair_a_mapping_or_a_tile(request_, fields):
     plan = make_plan(problem(), h100, family="mma", tile=freeze_tile(request_))
     assert {name: getattr(plan.tile, name) for name in fields} == fields
-    assert plan.reason.endswith("tile asked for")
+    assert plan.reason.endswith("requested tile")
 
 
 @given(st.dictionaries(st.sampled_from(["Br", "Bc", "warps"]), st.integers(1, 512)))
@@ -344,7 +344,7 @@ def test_the_nearest_gpus_tile_that_does_not_fit_is_passed_over():
     tune(problem(), dataclasses.asdict(tile), gpu="another")
     small = dataclasses.replace(h100, name="small", shared_memory_per_block=64 * 1024)
     assert make_plan(problem(), h100).tile == tile
-    assert make_plan(problem(), small, family="hopper").reason == "asked for; default tile"
+    assert make_plan(problem(), small, family="hopper").reason == "requested; default tile"
 
 
 def test_a_tile_that_is_asked_for_goes_before_the_tuned_one():
@@ -407,7 +407,7 @@ def test_a_gpu_tile_on_the_cpu_is_refused_by_its_extra_field():
 def test_a_plan_prints_what_where_how_and_why():
     text = str(make_plan(problem(causal=True), h100))
     for line in (
-        "problem        float16, batch 2, seqlen 1024 x 1024, heads 8 over 2, head_dim 64, causal "
+        "problem        float16, batch 2, seqlen 1024 x 1024, heads 8 (2 KV), head_dim 64, causal "
         "(q_offset 0)",
         "device         sm_90 (sm_90, 132 SMs)",
         "registers      not compiled yet",
@@ -465,7 +465,7 @@ def test_registers_once_known_bound_the_blocks_of_an_sm():
 def blocks_row(plan):
     """Return what a plan prints about blocks of the score matrix, or None."""
     rows = [line.split(maxsplit=1) for line in str(plan).splitlines()]
-    return next((text for name, text in rows if name == "blocks" and "visited" in text), None)
+    return next((text for name, text in rows if name == "blocks" and "computed" in text), None)
 
 
 def test_blocks_are_counted_as_each_tile_visits_them(rng):
@@ -498,8 +498,8 @@ def test_a_plan_counts_the_blocks_that_positions_leave():
         cupy_flash.flash_attention, q, q, q, causal=True, window_size=(255, None), **arguments
     )
 
-    assert causal == "36 visited, 8 of them partial, 28 skipped in each head"
-    assert blocks_row(windowed) == "21 visited, 14 of them partial, 43 skipped in each head"
+    assert causal == "36 computed, 8 of them partial, 28 skipped in each head"
+    assert blocks_row(windowed) == "21 computed, 14 of them partial, 43 skipped in each head"
     assert blocks_row(cupy_flash.plan(cupy_flash.flash_attention, q, q, q, **arguments)) is None
     assert (
         blocks_row(cupy_flash.plan(cupy_flash.flash_attention, q, q, q, softcap=5.0, **arguments))
@@ -538,11 +538,11 @@ def test_a_plan_of_a_users_mask_says_that_a_map_decides():
         family="mma",
     )
 
-    leaves = "on the GPU a block map leaves those of them that the mask shows"
-    assert mapped.endswith(f"visited, 0 skipped in each head; {leaves}")
-    assert unmapped.endswith("visited, 0 skipped in each head; the mask hides pairs of any")
-    assert blocks_row(tree).endswith("; the mask hides pairs of any")
-    assert blocks_row(prefixed).endswith(", more where prefixes reach")
+    leaves = "of these, the GPU skips blocks without visible pairs"
+    assert mapped.endswith(f"computed, 0 skipped in each head; {leaves}")
+    assert unmapped.endswith("computed, 0 skipped in each head; any block may contain masked pairs")
+    assert blocks_row(tree).endswith("; any block may contain masked pairs")
+    assert blocks_row(prefixed).endswith(", more computed if prefixes make keys visible")
 
 
 def test_the_plan_of_a_cache_counts_the_blocks_of_the_longest_sequence():
@@ -559,8 +559,8 @@ def test_the_plan_of_a_cache_counts_the_blocks_of_the_longest_sequence():
     )
     Bc = plan.tile.Bc
 
-    assert blocks_row(plan).startswith(f"{1024 // Bc} visited, 0 of them partial,")
-    assert blocks_row(plan).endswith("of a sequence that is as long as any may be")
+    assert blocks_row(plan).startswith(f"{1024 // Bc} computed, 0 of them partial,")
+    assert blocks_row(plan).endswith(" in each head of a sequence of maximum length")
 
 
 def test_a_cpu_plan_says_why_no_gpu_computes_it():
@@ -568,11 +568,11 @@ def test_a_cpu_plan_says_why_no_gpu_computes_it():
     assert (plan.family, plan.device, plan.unit, plan.launches) == ("cpu", None, None, ())
     assert (plan.threads, plan.shared_memory, plan.blocks_per_sm()) == (0, 0, 0)
     text = str(plan)
-    assert "there is no GPU to use" in text
+    assert "no GPU is available" in text
     assert all(f"not {name}" in text for name in FORWARD)
 
 
 def test_a_cpu_plan_that_was_asked_for_rejects_nobody():
     plan = make_cpu_plan(problem(), Tile(64, 64), None)
-    assert plan.reason == "the CPU was asked for"
+    assert plan.reason == "the CPU backend was requested"
     assert plan.rejected == {}

@@ -190,7 +190,7 @@ def test_more_rows_to_merge_than_a_launch_has_blocks_for_are_refused(family):
 def test_more_heads_than_the_merging_kernel_counts_are_refused(family):
     q, k = (ArraySpec.contiguous((2**16, 1, heads, 1), "float16") for heads in (2**15, 1))
     case = make_problem(q, k, k, kind="cached", num_splits=2)
-    reason = f"has {2**31} query heads in all sequences; {2**31 - 1} can be counted"
+    reason = f"has {2**31} query heads in all sequences; expected at most {2**31 - 1}"
     with pytest.raises(UnsupportedError, match=reason):
         make_plan(case, H100, family=family)
     fewer = cached(batch=2**14, seqlen_q=1, seqlen_k=64, heads=(2**16, 1))
@@ -211,7 +211,7 @@ def test_few_rows_of_grouped_heads_go_to_a_family_that_has_them_in_one_tile():
     few = {"batch": 64, "seqlen_q": 20, "seqlen_k": 2048}
     plan = make_plan(cached(**few), H100)
     assert plan.family == "mma"
-    assert "tiles of one head" in plan.rejected["hopper"]
+    assert "query rows of one head" in plan.rejected["hopper"]
     assert make_plan(cached(**few, heads=(16, 16)), H100).family == "decode"
     assert make_plan(cached(**(few | {"seqlen_q": 50}), heads=(16, 16)), H100).family == "hopper"
 

@@ -478,7 +478,7 @@ def test_a_corrupt_table_is_ignored_with_one_warning_that_names_it(home, text, c
         assert look_up() is None
     (record,) = caplog.records
     assert str(path) in record.getMessage()
-    assert record.getMessage().endswith("it is ignored")
+    assert record.getMessage().endswith("the table is ignored")
     assert path.read_text() == text
 
 

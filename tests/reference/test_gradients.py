@@ -267,7 +267,7 @@ def test_what_has_no_gradient_is_refused(rng: Any) -> None:
     with pytest.raises(TypeError, match=r"one name; expected a sequence of names: \('q',\)"):
         attention_backward_reference(*arrays, wrt="q")
     for name in ("sinks", "mask", "score_mod.gain"):
-        with pytest.raises(ValueError, match=f"wrt names '{name}'; expected some of q, k, v: "):
+        with pytest.raises(ValueError, match=f"wrt names '{name}'; expected some of q, k, v, "):
             attention_backward_reference(*arrays, wrt=[name])
     with pytest.raises(ValueError, match="wrt names 'q' 2 times"):
         attention_backward_reference(*arrays, wrt=["q", "v", "q"])

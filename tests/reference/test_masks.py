@@ -101,9 +101,9 @@ def test_pictures_have_whole_numbers_on_their_axes_and_blocks_a_legend() -> None
 
     assert pairs.get_legend() is None
     texts = [text.get_text() for text in blocks.get_legend().get_texts()]
-    assert texts == ["left out", "masked", "seen whole"]
+    assert texts == ["empty", "partial", "full"]
     whole = plot_mask(6, 6, block=(2, 4)).get_legend()
-    assert [text.get_text() for text in whole.get_texts()] == ["seen whole"]
+    assert [text.get_text() for text in whole.get_texts()] == ["full"]
 
 
 def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -184,7 +184,7 @@ def test_packed_arrays_of_fewer_axes_serve_all_heads(rng):
     [
         # This mask may be meant to be added to scores; taken as booleans, it would mask all pairs.
         ({"mask": np.zeros((SEQLEN_Q, SEQLEN_K), np.float32)}, "expected bool"),
-        ({"score_mod": lambda score: score}, r"expected a ScoreMod, as ScoreMod\(function\)"),
+        ({"score_mod": lambda score: score}, r"expected a ScoreMod: ScoreMod\(function\)"),
         ({"window": (1, 0)}, "pass window_size"),
     ],
 )

@@ -49,9 +49,9 @@ class DecodeFamily(Family[DecodeTile]):
         if stored == "float8_e4m3fn" and device.arch < FLOAT8_ARCH:
             return f"needs sm_{FLOAT8_ARCH} or newer to read {stored}, not {device.sm}"
         if layout.page_size and layout.max_pages == 0:
-            return "its block_table has no pages"
+            return "block_table has no pages"
         if self._first_legal(problem, device) is None:
-            return f"no tile of it fits {device.name}"
+            return f"none of its tiles fits {device.name}"
         return None
 
     def suits_rows(self, problem: Problem) -> bool:
@@ -60,11 +60,11 @@ class DecodeFamily(Family[DecodeTile]):
     def why_not_first(self, problem: Problem, device: Device) -> str | None:
         rows, most = sizes.rows(problem), _most_rows(problem)
         if not self.suits_rows(problem):
-            return f"is for 1 to {most} query rows of a key/value head, and here are {rows}"
+            return f"is for 1 to {most} query rows per KV head; this problem has {rows}"
         if rows > _MOST_ROWS and _suits_hopper(problem, device):
-            return f"reads keys anew for each 16 of {rows} rows, which hopper has in one tile"
+            return f"reads the keys once per 16 of {rows} query rows; hopper puts them in one tile"
         if problem.seqlen_k < _FEWEST_KEYS:
-            return f"is for at least {_FEWEST_KEYS} keys, and here are {problem.seqlen_k}"
+            return f"is for at least {_FEWEST_KEYS} keys; this problem has {problem.seqlen_k}"
         return None
 
     def candidates(self, problem: Problem, device: Device) -> Iterator[DecodeTile]:
@@ -82,14 +82,14 @@ class DecodeFamily(Family[DecodeTile]):
         if tile.Bc not in (16, 32):
             return f"Bc is {tile.Bc}; expected 16 or 32"
         if problem.scales is not None and tile.Bc != QUANTIZED_KEYS:
-            return f"Bc is {tile.Bc}; expected {QUANTIZED_KEYS} of a cache of 8 bits"
+            return f"Bc is {tile.Bc}; expected {QUANTIZED_KEYS} for 8-bit caches"
         if not 1 <= tile.warps <= 16:
             return f"warps is {tile.warps}; expected 1 to 16"
         team = sizes.team(problem)
         if tile.warps % team:
-            return f"warps is {tile.warps}; expected a multiple of {team} that share wide rows"
+            return f"warps is {tile.warps}; expected a multiple of {team}, as {team} share a row"
         if team > 1 and tile.Br != 16:
-            return f"Br is {tile.Br}; expected 16 with warps that share wide rows"
+            return f"Br is {tile.Br}; expected 16 if several warps share a row"
         if not 2 <= tile.stages <= MOST_STAGES:
             return f"stages is {tile.stages}; expected 2 to {MOST_STAGES}"
         if tile.cluster not in (0, *CLUSTERS):
@@ -97,14 +97,14 @@ class DecodeFamily(Family[DecodeTile]):
         if tile.cluster and not shares.has_clusters(device):
             return f"needs sm_90 or sm_100 for clusters, not {device.sm}"
         if (rows := sizes.rows(problem)) > MAX_SEQLEN:
-            return f"has {rows} rows of a key/value head; {MAX_SEQLEN} can be counted"
+            return f"has {rows} query rows per KV head; expected at most {MAX_SEQLEN}"
         if tile.min_blocks < 1:
             return f"min_blocks is {tile.min_blocks}; expected at least 1"
         stage_bytes = sizes.stage_bytes(problem, tile)
         if tile.Br * sizes.padded_dims(problem)[0] * problem.itemsize > stage_bytes:
             return f"Br is {tile.Br}; its queries must fit a stage of {tile.Bc} keys and values"
         if tile.Br * sizes.record_bytes(problem) > tile.stages * stage_bytes:
-            return f"stages is {tile.stages}; a warp's result must fit its ring"
+            return f"stages is {tile.stages}; the result of a warp must fit its stages"
         reason = why_not_blocks(
             device,
             threads=self.threads(tile),
@@ -116,14 +116,14 @@ class DecodeFamily(Family[DecodeTile]):
             return reason
         items, splits = shares.items(problem, tile), problem.layout.num_splits or 1
         if items * splits > MAX_GRID:
-            return f"has {items} x {splits} splits of query tiles; {MAX_GRID} can be counted"
+            return f"has {items} query tiles x {splits} splits; expected at most {MAX_GRID}"
         if (units := sizes.units(problem, tile)) > MAX_GRID:
-            return f"may have {units} units of keys; {MAX_GRID} can be counted"
+            return f"may have {units} units of keys; expected at most {MAX_GRID}"
         return None
 
     def default_tile(self, problem: Problem, device: Device) -> DecodeTile:
         tile = self._first_legal(problem, device)
-        assert tile is not None, "asked only where why_not() has no reason"
+        assert tile is not None, "why_not() accepts the problem"
         return tile
 
     @remembers_last

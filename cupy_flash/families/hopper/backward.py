@@ -81,7 +81,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         if reason := why_not_device(device) or gradients.why_not_tensor_cores(problem):
             return reason
         if 0 in problem.shape_of("q") or 0 in problem.shape_of("k"):
-            return "the copy engine cannot address arrays without rows"
+            return "TMA cannot address arrays without rows"
         tile = HopperBackwardTile(WARPGROUP_ROWS, WARPGROUP_ROWS)
         reason = why_not_rows(problem) or why_not_strides(
             problem, lambda: _tensor_maps(problem, tile)
@@ -117,12 +117,12 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         if tile.dout_stages < 1:
             return f"dout_stages is {tile.dout_stages}; expected at least 1"
         if tile.Br == WARPGROUP_ROWS and _padded_dims(problem)[0] < 2 * _LINE:
-            return f"Br is {tile.Br}; of head_dim {problem.head_dim} each consumer has rows of dq"
+            return f"Br is {tile.Br}; expected {2 * WARPGROUP_ROWS} for head_dim {problem.head_dim}"
         if reason := why_not_shared_memory(device, self.shared_memory(problem, tile)):
             return reason
         need, most = self._registers(problem, tile), _register_split(problem)[1]
         if need > most:
-            return f"needs about {need} registers per thread; {most} are left to it"
+            return f"needs about {need} registers per thread; {most} are available"
         return gradients.why_not_grid(problem, tile.Bc, tile.Br)
 
     def _registers(self, problem: Problem, tile: HopperBackwardTile) -> int:
@@ -135,7 +135,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
 
     def default_tile(self, problem: Problem, device: Device) -> HopperBackwardTile:
         tile = self._first_legal(problem, device)
-        assert tile is not None, "asked only where why_not() has no reason"
+        assert tile is not None, "why_not() accepts the problem"
         return tile
 
     @remembers_last

@@ -30,16 +30,16 @@ _BLOCKS_PER_SM = 8
 def why_not(problem: Problem) -> str | None:
     """Return why no tile can serve the problem, or None if one may."""
     if not problem.layout.is_equal:
-        return "it transposes values of float8 of equal lengths only"
+        return "supports float8 only in batches of equal lengths"
     if problem.score is not None:
-        return "it takes float8 without modifications only"
+        return "supports float8 only without modifications"
     if max(problem.head_dim, problem.head_dim_v) > _MOST_COLUMNS:
-        return f"it has no registers for float8 of head_dim above {_MOST_COLUMNS}"
+        return f"has too few registers for float8 with head dims over {_MOST_COLUMNS}"
     alignment = min(problem.tensors[name].alignment for name in ("q", "k"))
     if alignment < STRIDE_UNIT:
         return (
-            f"the copy engine needs rows of q and k that begin on {STRIDE_UNIT} bytes; these "
-            f"begin on {alignment}"
+            f"TMA needs rows of q and k that are aligned to {STRIDE_UNIT} bytes; these are "
+            f"aligned to {alignment}"
         )
     return None
 
@@ -62,11 +62,11 @@ def value_rows(problem: Problem, tile: HopperTile) -> int:
 def why_not_tile(problem: Problem, tile: HopperTile) -> str | None:
     """Return why the tile is not legal, or None if it is."""
     if tile.Bc % _STEP:
-        return f"Bc is {tile.Bc}; expected a multiple of {_STEP} of float8"
+        return f"Bc is {tile.Bc}; expected a multiple of {_STEP} for float8"
     if tile.q_steps:
-        return f"q_steps is {tile.q_steps}; expected 0 of float8"
+        return f"q_steps is {tile.q_steps}; expected 0 for float8"
     if (rows := value_rows(problem, tile)) > _MOST_ROWS:
-        return f"values have {rows} columns in shares of Bc; a copy takes up to {_MOST_ROWS}"
+        return f"Bc is {tile.Bc}, which pads head_dim_v to {rows}; TMA loads at most {_MOST_ROWS}"
     return None
 
 

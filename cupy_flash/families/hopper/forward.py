@@ -62,11 +62,11 @@ class HopperFamily(Family[HopperTile]):
     def _why_not(self, problem: Problem, device: Device) -> str | None:
         problem = latent.posed(problem)
         if problem.itemsize > 4:
-            return f"its tensor-core products take float8, 16 bits or float32, not {problem.dtype}"
+            return f"its tensor-core products take no {problem.dtype}"
         if reason := why_not_device(device) or why_not_scale(problem):
             return reason
         if problem.seqlen_k == 0:
-            return "the copy engine cannot address arrays without keys"
+            return "TMA cannot address arrays without keys"
         if reason := sequences.why_not(problem):
             return reason
         if problem.dtype == "float32":
@@ -75,8 +75,8 @@ class HopperFamily(Family[HopperTile]):
             return float8.why_not(problem) or self._why_not_maps(problem, device)
         if block_columns(problem, problem.head_dim_v) > MOST_COLUMNS:
             return (
-                f"two blocks write {2 * MOST_COLUMNS} columns of a head's output at most, not "
-                f"{problem.head_dim_v}"
+                f"two thread blocks compute at most {2 * MOST_COLUMNS} output columns of a head, "
+                f"not {problem.head_dim_v}"
             )
         return tensor_maps.why_not_rows(problem) or self._why_not_maps(problem, device)
 
@@ -91,7 +91,7 @@ class HopperFamily(Family[HopperTile]):
 
     def _why_not_tiles(self, problem: Problem, device: Device) -> str | None:
         if self._first_legal(problem, device) is None:
-            return f"no tile of it fits {device.name}"
+            return f"none of its tiles fits {device.name}"
         return None
 
     def why_not_first(self, problem: Problem, device: Device) -> str | None:
@@ -112,9 +112,9 @@ class HopperFamily(Family[HopperTile]):
         if 2 * tiles * ranks(problem) >= device.sm_count:
             return None
         is_equal = problem.layout.is_equal
-        what, number = ("float32", f"{tiles}") if is_equal else ("sequences", f"about {tiles}")
+        what, number = ("float32", "") if is_equal else ("sequences of unequal length", "about ")
         return (
-            f"does not split the keys of {what}, and {number} query tiles leave most of "
+            f"does not split the keys of {what}, and {number}{tiles} query tiles leave most of "
             f"{device.sm_count} SMs idle"
         )
 
@@ -140,9 +140,7 @@ class HopperFamily(Family[HopperTile]):
         if tile.Bc % 16 or not 16 <= tile.Bc <= 256:
             return f"Bc is {tile.Bc}; expected a multiple of 16 up to 256"
         if problem.layout.page_size % tile.Bc:
-            return (
-                f"Bc is {tile.Bc}; expected a divisor of a page's {problem.layout.page_size} rows"
-            )
+            return f"Bc is {tile.Bc}; expected a divisor of page_size, {problem.layout.page_size}"
         if problem.is_float8 and (reason := float8.why_not_tile(problem, tile)):
             return reason
         if tile.stages < 2:
@@ -150,25 +148,25 @@ class HopperFamily(Family[HopperTile]):
         if tile.q_stages not in (1, 2):
             return f"q_stages is {tile.q_stages}; expected 1 or 2"
         if tile.q_steps and pieces.count(problem) > 1:
-            return f"q_steps is {tile.q_steps}; expected 0 where queries come in pieces"
+            return f"q_steps is {tile.q_steps}; expected 0 for float32"
         if tile.q_steps and latent.holds_values_in_keys(problem):
-            return f"q_steps is {tile.q_steps}; expected 0 where keys hold values"
+            return f"q_steps is {tile.q_steps}; expected 0 if the keys hold the values"
         if tile.q_steps > k_steps(problem):
-            return f"q_steps is {tile.q_steps}; head_dim has {k_steps(problem)}"
+            return f"q_steps is {tile.q_steps}; expected at most {k_steps(problem)}"
         if tile.turns not in (0, 1) or (tile.turns and tile.Br == 64):
-            return f"turns is {tile.turns}; expected 0, or with more than one consumer 1"
+            return f"turns is {tile.turns}; expected 0, or 1 if Br is above 64"
         if reason := why_not_shared_memory(device, self.shared_memory(problem, tile)):
             return reason
         if self._tiles(problem, tile) > MAX_GRID:
-            return f"has {self._tiles(problem, tile)} query tiles; {MAX_GRID} can be counted"
+            return f"has {self._tiles(problem, tile)} query tiles; expected at most {MAX_GRID}"
         need, (_, most) = consumer_registers(problem, tile), register_split(problem, tile)
         if need > most:
-            return f"needs about {need} registers per thread; {most} are left to it"
+            return f"needs about {need} registers per thread; {most} are available"
         return None
 
     def default_tile(self, problem: Problem, device: Device) -> HopperTile:
         tile = self._first_legal(latent.posed(problem), device)
-        assert tile is not None, "asked only where why_not() has no reason"
+        assert tile is not None, "why_not() accepts the problem"
         return tile
 
     @remembers_last
@@ -210,16 +208,16 @@ class HopperFamily(Family[HopperTile]):
         block = problem.score.block if problem.score is not None else None
         if block is None or not self.is_mapped(problem):
             return ""
-        looked_at, rows = "so pairs are looked at along their edges", WARPGROUP_ROWS
+        checked, rows = "so the mask is evaluated for each pair at their edges", WARPGROUP_ROWS
         if block[0] % rows or block[1] % tile.Bc:
             return (
-                f"; blocks of {block[0]} x {block[1]} are no multiples of {rows} rows and of "
-                f"the tile's {tile.Bc} keys, {looked_at}"
+                f"; blocks of {block[0]} x {block[1]} are not multiples of {rows} rows and of "
+                f"the tile's {tile.Bc} keys, {checked}"
             )
         if math.gcd(problem.q_offset, rows) < rows:
             return (
-                f"; queries begin at key {problem.q_offset}, no multiple of {rows}, and blocks "
-                f"of rows at key 0, {looked_at}"
+                f"; queries begin at key {problem.q_offset}, not a multiple of {rows}, and blocks "
+                f"of rows at key 0, {checked}"
             )
         return ""
 

@@ -102,8 +102,8 @@ def why_not_first(problem: Problem, device: Device, tile: HopperTile, tiles: int
     if time < others:
         return None
     return (
-        f"takes about {time:.0f} us for tiles of {tile.Br} rows, of which {problem.seqlen_q} are "
-        f"there; one for few rows takes {others:.0f}"
+        f"takes about {time:.0f} us with tiles of {tile.Br} rows, of which {problem.seqlen_q} are "
+        f"used; a family for few rows takes about {others:.0f} us"
     )
 
 

@@ -32,13 +32,13 @@ _WIDE_LEAST_ROWS = 256
 def why_not(problem: Problem) -> str | None:
     """Return why no tile can serve a float32 problem, or None if one may."""
     if not problem.layout.is_equal:
-        return "it splits float32 of equal lengths only into what its products take"
+        return "supports float32 only in batches of equal lengths"
     if problem.score is not None:
-        return "it takes float32 without modifications only"
+        return "supports float32 only without modifications"
     if ranks(problem) > 1:
-        return f"it takes float32 to head_dim {MOST_COLUMNS}"
+        return f"supports float32 only for head dims up to {MOST_COLUMNS}"
     if problem.seqlen_k == 1:
-        return "its float32 products do not give the only value as it is"
+        return "its float32 products do not reproduce the value of a single key exactly"
     return None
 
 
@@ -48,11 +48,11 @@ def why_not_first(problem: Problem) -> str | None:
     least = _least_rows(problem)
     if min(rows, problem.seqlen_k) < least:
         return (
-            f"takes longer to split float32 than it saves below {least} keys, or rows that "
-            "share them"
+            f"takes longer to split float32 than it saves for fewer than {least} keys, or query "
+            "rows per KV head"
         )
     if _are_broadcast(problem):
-        return "writes the pieces of all keys, of which many are the same"
+        return "splits float32 elements once per repetition, and these arrays are broadcast"
     return None
 
 

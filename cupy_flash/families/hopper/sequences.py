@@ -24,13 +24,13 @@ def why_not(problem: Problem) -> str | None:
         return None
     if layout.page_size:
         if not latent.holds_values_in_keys(problem):
-            return "the copy engine brings rows that lie one behind the other, not pages"
+            return "TMA loads rows that are consecutive in memory, not pages"
         if layout.page_size % FEWEST_KEYS:
-            return f"a tile of keys is of one page, and {layout.page_size} rows are not enough"
+            return f"page_size is {layout.page_size}; expected a multiple of {FEWEST_KEYS}"
     if not layout.packed_k and layout.caches + layout.pages == 0:
-        return "the copy engine cannot address arrays without keys"
+        return "TMA cannot address arrays without keys"
     if (layout.num_splits or 1) > 1 and not latent.holds_values_in_keys(problem):
-        return "it splits the keys of sequences of equal length only"
+        return "splits the keys only in batches of equal lengths"
     return None
 
 
@@ -39,8 +39,8 @@ def why_not_first(problem: Problem) -> str | None:
     rows = problem.seqlen_q
     if rows < WARPGROUP_ROWS and problem.heads_q > problem.heads_kv:
         return (
-            f"has tiles of one head and at least {WARPGROUP_ROWS} query rows, and here are {rows}; "
-            "others have the heads of a group in one tile"
+            f"has tiles of at least {WARPGROUP_ROWS} query rows of one head, which has {rows}; "
+            "other families pack the query heads of a KV head into one tile"
         )
     return None
 

@@ -15,5 +15,5 @@ def why_not_device(device: Device) -> str | None:
     if device.arch != 90:
         return f"needs sm_90 for wgmma, not {device.sm}"
     if not device.arch_specific:
-        return "needs NVRTC 12.9 or newer: older ones compile for sm_90 alone when CuPy asks"
+        return "needs NVRTC 12.9 or newer: through CuPy, older ones cannot compile for sm_90a"
     return None

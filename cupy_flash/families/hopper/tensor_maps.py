@@ -20,7 +20,7 @@ def why_not_rows(problem: Problem) -> str | None:
     if problem.alignment >= STRIDE_UNIT:
         return None
     return (
-        f"the copy engine needs rows that begin on {STRIDE_UNIT} bytes; these begin on "
+        f"TMA needs rows that are aligned to {STRIDE_UNIT} bytes; these are aligned to "
         f"{problem.alignment}"
     )
 
@@ -36,7 +36,7 @@ def why_not_strides(
     for spec in maps().values():
         for length, stride in zip(spec.shape[1:], spec.strides, strict=True):
             if length > 1 and not 0 <= stride < MAX_STRIDE:
-                return f"the copy engine cannot step {stride} bytes"
+                return f"TMA does not support a stride of {stride} bytes"
     return None
 
 

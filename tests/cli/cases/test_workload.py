@@ -98,7 +98,7 @@ def test_csv_as_spreadsheets_and_people_write_it_is_read(tmp_path: Path) -> None
         ({"dtype": "int8"}, "dtype 'int8': expected one of float16"),
         ({"layout": "sbhd"}, "layout 'sbhd': expected one of bshd"),
         ({"causal": "maybe"}, "causal 'maybe': expected one of 1, true, yes"),
-        ({"q_offset": 5}, "q_offset places a causal mask"),
+        ({"q_offset": 5}, "q_offset is for a causal mask"),
         ({"softmax_scale": "nan"}, "softmax_scale 'nan': expected a number"),
         ({"weight": 0}, "weight 0: expected a number above 0"),
         ({"weight": "inf"}, "weight 'inf': expected a number above 0"),

@@ -21,8 +21,8 @@ from cupy_flash.problem.tile import Tile
 CASE = Case("bfloat16", 4, 4096, 4096, 16, 16, 128, 128)
 RATES = {(64, 64): 401.6, (128, 64): 702.4, (128, 128): 655.0}
 REASONS = {
-    (256, 64): "needs about 300 registers per thread; 255 are left to it",
-    (256, 128): "needs about 320 registers per thread; 255 are left to it",
+    (256, 64): "needs about 300 registers per thread; 255 are available",
+    (256, 128): "needs about 320 registers per thread; 255 are available",
     (64, 256): "does not compile",
 }
 GPU_MAP = HeatMap("mma, on a GPU", RATES, REASONS)
@@ -54,11 +54,11 @@ def test_reasons_that_differ_in_their_numbers_share_a_letter_that_is_explained_b
     text = printed(GPU_MAP)
 
     assert GPU_MAP.legend() == {
-        "needs about N registers per thread; N are left to it": "a",
+        "needs about N registers per thread; N are available": "a",
         "does not compile": "b",
     }
     assert text.endswith(
-        "a: needs about N registers per thread; N are left to it\nb: does not compile\n"
+        "a: needs about N registers per thread; N are available\nb: does not compile\n"
     )
 
 

@@ -48,7 +48,7 @@ struct PartialTile {
 };
 
 // Merge group: a node of the tree that merges an output tile's results in device memory. A group of
-// `fan_in` results is merged into the slot of its first, which is a member of the next level.
+// `fan_in` results is merged into the slot of its first result, a member of a next-level group.
 struct MergeGroup {
   // Size of a group. CTAs merge groups in parallel; a single CTA would take 100 us for 132 results.
   static constexpr int fan_in = 8;

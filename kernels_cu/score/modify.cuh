@@ -154,7 +154,7 @@ struct Sink {
     const T above = (sink - lse) * Math::log2_e;
     const bool is_none = sink == -Math::infinity();
     factor = is_none ? T(1) : T(1) / (T(1) + Math::exp2(above));
-    // log(exp(lse) + exp(sink)) is the larger exponent plus `more`, so that exp2() cannot overflow.
+    // log(exp(lse) + exp(sink)) is the larger exponent plus `more`, whose exp2() cannot overflow.
     const T more = Math::log2(T(1) + Math::exp2(above > T(0) ? -above : above)) * Math::ln_2;
     this->lse = is_none ? lse : (above > T(0) ? sink : lse) + more;
   }

@@ -114,8 +114,8 @@ struct SoftmaxRow {
     return rescale;
   }
 
-  // Returns p of a score. With Exact, p of the largest score is exactly 1, so that the output of a
-  // row with one key is its value; this takes one more instruction.
+  // Returns p of a score. With `Exact`, p of the largest score is exactly 1, so that the output of
+  // a row with one visible key is that key's value. This takes one more instruction.
   template <bool Exact = false>
   static __device__ T probability(T score, T scale_log2, T base) {
     if constexpr (Exact) return Math::exp2(Math::multiply(score, scale_log2) - base);

@@ -61,7 +61,7 @@ struct WarpSoftmax {
     }
   }
 
-  // Masks the keys before visible_begin(i, half), counted in the same way.
+  // Masks the keys before visible_begin(i, half), also counted from the lane's first key.
   template <class VisibleBegin>
   __device__ static void mask_before(Scores& scores, VisibleBegin visible_begin) {
 #pragma unroll

@@ -168,7 +168,7 @@ struct Products16Bit {
   // Returns the output column of out[.][j][2 * half + c].
   __device__ int column(int j, int c) const { return 8 * chunk(j) + lane % 4 * 2 + c; }
 
-  // Writes the lane's part of one row of the output into a ValueLayout.
+  // Writes the lane's part of one output row to shared memory, in ValueLayout.
   __device__ void stage_row(const Output& out, int i, int half, unsigned shared, int row) const {
 #pragma unroll
     for (int j = 0; j < columns_v / 8; ++j) {

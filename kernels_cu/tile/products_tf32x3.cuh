@@ -178,7 +178,7 @@ struct ProductsTf32x3 {
   // holds the columns 4 n + t.
   __device__ int column(int j, int c) const { return j / 4 * 32 + (lane % 4 * 2 + c) * 4 + j % 4; }
 
-  // Writes the lane's part of one row of the output into a ValueLayout, in whole 16-byte chunks.
+  // Writes the lane's part of one output row to shared memory, in 16-byte chunks of ValueLayout.
   __device__ void stage_row(const Output& out, int i, int half, unsigned shared, int row) const {
 #pragma unroll
     for (int group = 0; group < columns_v / 32; ++group) {

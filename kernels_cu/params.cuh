@@ -24,14 +24,14 @@ struct Params {
   Tensor out;            // (batch, seqlen_q, heads_q, head_dim_v)
   void* lse;             // (batch, heads_q, seqlen_q), contiguous, or null
   void* workspace;       // scratch memory of the size that the family requested, or null
-  double softmax_scale;  // positive; its sign and a power of two may be in `score_factor`
+  double softmax_scale;  // positive; `score_factor` holds the sign and may hold a power of two
   int batch;
   int seqlen_q;
   int seqlen_k;
   int heads_q;
   int heads_kv;
   int q_offset;       // causal: query i attends to keys j <= i + q_offset; see `first_position()`
-  int num_splits;     // number of KV splits, each computed by one CTA
+  int num_splits;     // number of KV splits of each query tile; one CTA computes one split
   int section_heads;  // number of heads whose query tiles are interleaved, see tile_coord.cuh
 
   // Lengths and offsets of packed, cached or paged sequences (sequences.cuh); null and 0 for dense
@@ -41,15 +41,15 @@ struct Params {
   const int* seqused_k;        // (batch) number of keys of each sequence, or null
   const int* cache_batch_idx;  // (batch) batch index in the cache of each sequence, or null
   const int* block_table;      // (batch, max_pages) page numbers, or null
-  int* counters;               // zeros, which the kernel sets to zero again; or null
+  int* counters;               // counters that are 0 before and after each launch, or null
   int64 block_table_stride;    // row stride of block_table, in elements
   int total_q;                 // number of rows of packed q and out
   int total_k;                 // number of rows of packed k and v
   int caches;                  // batch size of a cache that is not paged
   int pages;                   // number of pages of a paged cache
   int max_pages;               // maximum number of pages of a sequence
-  int keys;                    // number of keys of every sequence, if no array holds it
-  int new_keys;                // number of keys after those that seqused_k or `keys` count
+  int keys;                    // number of keys of every sequence, if no array holds their lengths
+  int new_keys;                // number of appended keys, not counted by seqused_k or `keys`
 
 #ifdef CUPY_FLASH_MODIFIED
   // Arguments of the modifications; the translation unit declares the struct before this file.

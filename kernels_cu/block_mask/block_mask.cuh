@@ -11,24 +11,26 @@ struct alignas(16) MaskedTile {
   int end;
 };
 
-// Visible pairs in a block of 64 rows and at most 128 * Words keys: the bits for one thread of four
-// warps that hold the scores as accumulator fragments (tile/fragments.cuh). Bit n of bits[half] is
-// for the thread's n-th key and for the row 8 * half below its first row.
+// Visible (query, key) pairs in a block of 64 rows and at most 128 * Words keys. Each entry holds
+// the bits for one thread of four warps that hold the scores as accumulator fragments
+// (tile/fragments.cuh). Bit n of bits[half] is for the thread's n-th key and for the row 8 * half
+// below its first row.
 template <int Words>
 struct alignas(8 * Words) VisiblePairs {
   static constexpr int threads = 128;
   unsigned bits[2][Words];
 
-  // Return the first row and the first key of the block that a thread holds.
+  // Return the first row and the first key of the scores that a thread holds, within the block.
   __device__ static int first_row(int thread) { return thread / 32 * 16 + thread % 32 / 4; }
   __device__ static int first_key(int thread) { return thread % 4 * 2; }
   // Returns the distance from a thread's first key to its n-th key.
   __device__ static int step(int n) { return n / 2 * 8 + n % 2; }
 };
 
-// Block mask in device memory. A query tile consists of row groups (`row_groups`); a block is a row
-// group times a key block of Bc keys. Bit k of a row group's words is for key block k. The last few
-// partial blocks of each row group have slots, from the last on, which store their visible pairs.
+// Block mask in device memory. The rows of a query tile are divided into row groups; a block is a
+// row group times a key block of Bc keys. Bit k of a row group's words is for key block k. The last
+// `slots` partial blocks of each row group have a slot that stores their visible pairs; slot 0 is
+// that of the last partial block.
 struct BlockMask {
   static constexpr int max_slots = 16;  // maximum number of slots per row group
 
@@ -43,13 +45,16 @@ struct BlockMask {
   int key_blocks;
   int slots;  // number of slots per row group
 
-  // Array (batches, heads, query tiles, row groups, words): bits of blocks with a visible pair.
+  // Array (batches, heads, query tiles, row groups, words): the bit of each block that has a
+  // visible pair is set.
   __device__ unsigned* nonempty() const { return reinterpret_cast<unsigned*>(memory); }
-  // Same shape: bits of blocks without a masked pair; a causal or window boundary may cut them.
+  // Same shape: the bit of each block whose pairs are all visible is set. Pairs outside of the
+  // causal or window band do not count, so attention masks these by position.
   __device__ unsigned* full() const { return reinterpret_cast<unsigned*>(memory + full_offset); }
-  // Same shape: number of blocks in later words that have slots.
+  // Same shape: number of blocks of the row group that have slots and are in later words.
   __device__ unsigned char* slots_after() const { return memory + slots_after_offset; }
-  // Array (batches, heads, query tiles): query tiles sorted by nonempty blocks, most first.
+  // Array (batches, heads, query tiles): query tiles sorted by their number of nonempty key blocks,
+  // in descending order.
   __device__ MaskedTile* tiles() const {
     return reinterpret_cast<MaskedTile*>(memory + tiles_offset);
   }
@@ -88,7 +93,7 @@ struct MaskedBlocks {
     slots_after = map.slots_after() + offset;
   }
 
-  // Returns the slot (counted from 1) of a block's visible pairs, or 0 if these are not stored.
+  // Returns 1 + the slot of a block's visible pairs, or 0 if these are not stored.
   __device__ int slot_of(int row_group, int block) const {
     const int word = row_group * words + block / 32;
     const unsigned from_block = (nonempty[word] & ~full[word]) >> block % 32;

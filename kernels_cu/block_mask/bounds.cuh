@@ -2,13 +2,13 @@
 // that cupy_flash/mods/bounds.py generates for a mask calls these functions. A range may be too
 // wide, but never too narrow. A value that is unknown, or may wrap, has the full range of its type.
 //
-// Arithmetic of reals rounds to nearest, which is monotonic, and masks use the same functions
-// (score/exact.cuh). So the bounds need no margin.
+// Rounding to nearest is monotonic, and masks compute values with the same functions as these
+// bounds (score/exact.cuh). So the bounds of exactly rounded operations need no margin.
 #pragma once
 
 #include "score/functions.cuh"
 
-// Visibility of the pairs of a block: none or all are visible; `some` also means unknown.
+// How many (query, key) pairs of a block are visible: none, some or all. `some` also means unknown.
 enum class Visibility { none, some, all };
 
 struct Truth {
@@ -140,12 +140,12 @@ __device__ Truth range_is_nan(Range x) {
 
 // ---- Integers
 
-// Returns whether both bounds fit in an int, so that no integer between them wraps.
+// Returns whether both bounds fit in an int. If so, no integer between them wraps.
 __device__ inline bool are_ints(long long low, long long high) {
   return low >= Ints::lowest && high <= Ints::highest;
 }
 
-// Returns the range of a sum or product with these bounds: any int if one of them wraps.
+// Returns the range of an int result with these 64-bit bounds: the full range if one may wrap.
 __device__ inline Ints range_of(long long low, long long high) {
   return are_ints(low, high) ? Ints{low, high} : Ints::any();
 }
@@ -169,7 +169,8 @@ __device__ inline Ints range_sign(Ints x) {
 __device__ inline Ints range_min(Ints x, Ints y) { return {min(x.low, y.low), min(x.high, y.high)}; }
 __device__ inline Ints range_max(Ints x, Ints y) { return {max(x.low, y.low), max(x.high, y.high)}; }
 
-// For a divisor that is one value, the compiler removes half of this code; for a literal, more.
+// If the divisor's range is a single value, the compiler removes half of this code. If the value is
+// a literal, it removes more.
 __device__ inline Ints range_floordiv(Ints x, Ints y) {
   if (y.low <= 0 && y.high >= 0) return y.low == y.high ? Ints{0, 0} : Ints::any();
   const auto quotient = [](long long n, long long divisor) -> long long {
@@ -231,7 +232,7 @@ __device__ inline Ints range_shr(Ints x, Ints count) {
   if (is_single_value(count) && count.low >= 0 && count.low < 32) {
     return {x.low >> count.low, x.high >> count.low};
   }
-  // An unknown right shift moves x toward 0 or -1.
+  // A right shift by an unknown count moves x toward 0 or -1.
   return {min(x.low, 0LL), max(x.high, -1LL)};
 }
 
@@ -243,7 +244,7 @@ __device__ inline Ints ints_of(Words x) {
 }
 template <class Real>
 __device__ Ints ints_of(RealRange<Real> x) {
-  // NaN becomes 0.
+  // exact_int() converts NaN to 0.
   const int low = exact_int(x.low), high = exact_int(x.high);
   return x.may_be_nan ? Ints{min(low, 0), max(high, 0)} : Ints{low, high};
 }
@@ -276,8 +277,8 @@ __device__ inline Words words_of(Ints x) {
 
 // ---- Reals
 
-// Returns the range of an approximated function. Its relative error is below 2^-20 for float, and a
-// larger argument may yield a result that is smaller by that error.
+// Returns the range of an increasing function that is approximated, given its values at both ends.
+// The range is widened by the relative error, below 2^-20 for float and 7e-15 for double.
 template <class Real>
 __device__ RealRange<Real> range_of_approximated(Real low, Real high, bool may_be_nan) {
   const bool in_float = sizeof(Real) == 4;
@@ -356,7 +357,7 @@ __device__ RealRange<Real> range_max(RealRange<Real> x, RealRange<Real> y) {
   return {exact_max(x.low, y.low), exact_max(x.high, y.high), x.may_be_nan || y.may_be_nan};
 }
 
-// Increasing functions that are approximated: range_exp2(x) and so on.
+// Ranges of increasing functions that are approximated: range_exp2(x) and so on.
 #define INCREASING(name)                                                                      \
   template <class Real>                                                                   \
   __device__ RealRange<Real> range_##name(RealRange<Real> x) {                            \
@@ -367,7 +368,7 @@ INCREASING(exp)
 INCREASING(expm1)
 #undef INCREASING
 
-// Increasing functions that are exact: range_floor(x) and so on.
+// Ranges of nondecreasing functions that are exact: range_floor(x) and so on.
 #define INCREASING_EXACT(name)                                                    \
   template <class Real>                                                \
   __device__ RealRange<Real> range_##name(RealRange<Real> x) {         \
@@ -379,7 +380,7 @@ INCREASING_EXACT(trunc)
 INCREASING_EXACT(rint)
 #undef INCREASING_EXACT
 
-// Increasing functions that are NaN below the bound `least`.
+// Ranges of increasing functions that are approximated, and NaN for arguments below `least`.
 #define INCREASING_FROM(name, least)                                                          \
   template <class Real>                                                                   \
   __device__ RealRange<Real> range_##name(RealRange<Real> x) {                            \

@@ -2,7 +2,8 @@
 // partial, in three kernels. `find_ranges` computes the range of captured values for the keys of
 // each key block and for each row group (a part of a query tile). `build` classifies blocks by
 // interval arithmetic on these ranges (bounds.cuh). If a block stays undecided, a CTA evaluates its
-// pairs until it has found a visible and a masked one. `order_tiles` sorts the query tiles.
+// (query, key) pairs until it has found a visible and a masked pair. `order_tiles` sorts the query
+// tiles by their number of nonempty key blocks.
 //
 // The translation unit declares `ModArguments`, `Mods` and `MaskBounds` before this file.
 #include "block_mask/bounds.cuh"
@@ -22,7 +23,8 @@ struct BlockMaskParams {
   int Bc;
   int query_tiles;
   int row_groups;  // number of row groups per query tile
-  // The band: only keys from `left` before a row's position to `right` after it are considered.
+  // Causal or window band: only the keys from `left` before a row's position to `right` after it
+  // are considered.
   // Positions may be 2^31 apart, so sums with `left` and `right` need 64 bits.
   int left;
   int right;
@@ -37,13 +39,14 @@ constexpr int lanes = 32;
 constexpr int threads = 256;
 constexpr int warps = threads / lanes;
 constexpr unsigned all_lanes = 0xffffffffu;
-// Number of keys that a lane evaluates at once; number of rows between two checks by the CTA.
+// Number of keys of a row that a lane evaluates; number of rows after which a warp checks whether
+// the CTA has found both a visible and a masked pair.
 constexpr int keys_per_lane = 4;
 constexpr int rows_per_check = 4;
 // Number of classes that query tiles are sorted into, by their number of nonempty blocks.
 constexpr int size_classes = threads;
 
-// Batch and head. A mask that is the same for all batches or heads is evaluated for the first.
+// Batch and head. A mask that is the same for all batches or heads is evaluated for index 0 only.
 struct BatchHead {
   int index;
   int batch;
@@ -79,7 +82,8 @@ struct Block {
   __device__ bool is_empty() const { return i_low > i_high || j_low > j_high; }
 };
 
-// `shuffle_xor()` returns x of another lane; `warp_union()` the union of the ranges of all lanes.
+// `shuffle_xor()` returns x of the lane whose index differs by an XOR with `distance`.
+// `warp_union()` returns the union of the ranges of all lanes.
 template <class T>
 __device__ T shuffle_xor(T x, int distance) {
   static_assert(sizeof(T) % 4 == 0, "the type must consist of 32-bit words");
@@ -129,7 +133,7 @@ __device__ inline void find_ranges(const BlockMaskParams& p) {
   const int row_groups = MaskBounds::row_ranges > 0 ? p.total_row_groups() : 0;
   const int key_blocks = MaskBounds::key_ranges > 0 ? p.map.key_blocks : 0;
   const int64 index = int64(blockIdx.x) * warps + threadIdx.x / lanes;
-  // Not launched for a mask without ranges; max() only hides a division by 0 from the compiler.
+  // If the mask needs no ranges, this kernel is not launched; max() avoids dividing by constant 0.
   const int warps_per_head = max(1, row_groups + key_blocks);
   const int64 index_in_head = index % warps_per_head;
   const int64 head = index / warps_per_head;
@@ -156,7 +160,7 @@ __device__ inline void find_ranges(const BlockMaskParams& p) {
   }
 }
 
-// State of 32 blocks, one bit per block.
+// What is known about the 32 blocks of a word, one bit per block.
 struct BlockStates {
   unsigned undecided;  // pairs of the block must be evaluated
   unsigned visible;    // some pair is visible
@@ -183,8 +187,8 @@ __device__ inline Visibility classify_by_bounds(const BlockMaskParams& p,
                               block.j_low, block.j_high, 0, 0, rows, keys);
 }
 
-// Evaluates the mask at the corners of a block, which decides most blocks that a boundary crosses:
-// 8 us instead of 200 with pairs only (document mask, 32768 tokens).
+// Evaluates the mask at the corners of a block. This decides most blocks that a boundary of the
+// mask crosses: 8 us instead of 200 us without this step (document mask, 32768 tokens).
 __device__ inline Truth evaluate_corners(const BlockMaskParams& p, const BatchHead& batch_head,
                                          const Block& block) {
   Truth visible = {false, false};
@@ -202,7 +206,7 @@ __device__ inline Truth evaluate_corners(const BlockMaskParams& p, const BatchHe
   return visible;
 }
 
-// Evaluates this warp's pairs of a block, until the CTA has found a visible and a masked pair.
+// Evaluates this warp's pairs of a block until the CTA has found a visible and a masked pair.
 __device__ __forceinline__ void evaluate_pairs(const BlockMaskParams& p,
                                                const BatchHead& batch_head, const Block& block,
                                                unsigned bit, BlockStates& states) {
@@ -226,7 +230,7 @@ __device__ __forceinline__ void evaluate_pairs(const BlockMaskParams& p,
         visible |= is_inside & is_visible;
         masked |= is_inside & !is_visible;
       }
-      // Checked after the first row, too, since an irregular mask has both kinds of pairs there.
+      // The first row is checked, too: an irregular mask has both visible and masked pairs there.
       if (rows++ % rows_per_check == 0 || i + warps > block.i_high) {
         const unsigned any_visible = __any_sync(all_lanes, visible != 0) ? bit : 0;
         const unsigned any_masked = __any_sync(all_lanes, masked != 0) ? bit : 0;
@@ -243,7 +247,7 @@ __device__ __forceinline__ void evaluate_pairs(const BlockMaskParams& p,
   }
 }
 
-// Returns what is known about the 32 blocks of a word before any pairs are evaluated.
+// Returns the states of the 32 blocks of a word from bounds and corners, before evaluate_pairs().
 __device__ inline BlockStates classify_word(const BlockMaskParams& p, const BatchHead& batch_head,
                                             int row_group, int word) {
   Truth visible = {false, true};
@@ -261,7 +265,7 @@ __device__ inline BlockStates classify_word(const BlockMaskParams& p, const Batc
           __ballot_sync(all_lanes, visible.may_be_false)};
 }
 
-// Stores the visible pairs of a block. Each thread stores one half of a VisiblePairs entry.
+// Stores the visible pairs of a block. Each thread stores one row: bits[half] of one VisiblePairs.
 template <int Words>
 __device__ __forceinline__ void store_visible_pairs(const BlockMaskParams& p,
                                                     const BatchHead& batch_head, int row_group,
@@ -285,7 +289,8 @@ __device__ __forceinline__ void store_visible_pairs(const BlockMaskParams& p,
   }
 }
 
-// Kernel: one CTA per row group and head; each warp classifies a word, from the last to the first.
+// Kernel: one CTA per row group and head. Each warp classifies one word of 32 blocks at a time; the
+// CTA proceeds from the last words to the first.
 __device__ inline void build(const BlockMaskParams& p) {
   __shared__ BlockStates states[warps];
   const int warp = threadIdx.x / lanes;
@@ -347,13 +352,13 @@ struct Extent {
     }
   }
 
-  // Returns the tile's class: from 0 if all key blocks are nonempty to sizes - 1 if none is.
+  // Returns the tile's class: 0 if all key blocks are nonempty, size_classes - 1 if none is.
   __device__ int size_class(const BlockMaskParams& p) const {
     return int(int64(p.map.key_blocks - count) * (size_classes - 1) / p.map.key_blocks);
   }
 };
 
-// Kernel: one CTA per head sorts the query tiles by class, in any order within a class.
+// Kernel: one CTA per head sorts the query tiles by `size_class()`, in any order within a class.
 __device__ inline void order_tiles(const BlockMaskParams& p) {
   __shared__ int ends[size_classes];
   const int64 first = int64(blockIdx.x) * p.query_tiles;

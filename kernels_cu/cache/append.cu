@@ -2,9 +2,9 @@
 // 2021, RoFormer, section 3.4) the new keys are rotated by their positions before they are written.
 // The queries are rotated by their positions, too, and written to a workspace.
 //
-// Unless new rows are packed, blockIdx.x is a row of a sequence: its query and its new key and
-// value. The threads along blockIdx.y divide the 16-byte vectors of all of its heads: first those
-// of q, then those of k and of v. A step of decoding has few rows, so that only latency counts: a
+// Unless new rows are packed, blockIdx.x is the index of a query and of a new key and value in a
+// sequence. The CTAs along blockIdx.y divide the 16-byte chunks of all heads of this row: first
+// those of q, then those of k and of v. A decoding step has few rows, so latency dominates: a
 // thread issues its loads before it computes where the data goes.
 //
 // For MLA caches (`Config::head_dim_v` is 0), V is a prefix of K's columns, and only K is written.
@@ -20,7 +20,7 @@
 // scale, which the caller passes or the warp computes from the row's maximum magnitude.
 //
 // Lengths, cache indices and page numbers come from the caller's device arrays, which are not
-// validated. Rows whose position lies outside of the cache are dropped.
+// validated. New rows whose position lies outside of the cache are dropped.
 #include "tile/element.cuh"
 #include "tile/access.cuh"
 #include "cache/quantize.cuh"
@@ -29,19 +29,19 @@
 #include "scheduler/sequences.cuh"
 
 // Arguments: those of attention over the cache before the append, and the new rows. With a rotary
-// embedding, rotated queries go to `out`, which is contiguous; without, seqlen_q is 0.
+// embedding, rotated queries are written to `out`, which is contiguous; without, seqlen_q is 0.
 struct AppendParams : Params {
   Tensor new_k;     // (batch, seqlen_new, heads_kv, head_dim)
   Tensor new_v;     // (batch, seqlen_new, heads_kv, head_dim_v)
   const void* cos;  // (rotary_rows, rotary_dim / 2)
   const void* sin;
-  const int* rotary_seqlens;  // (batch) positions of the first new keys, or null: cache lengths
+  const int* rotary_seqlens;  // (batch) positions of the first new keys; null for cache lengths
   int64 rotary_stride;  // row stride of cos and sin, in elements
   int seqlen_new;
   int rotary_rows;  // number of rows of cos and sin, at least 1 with a rotary embedding
-  int q_advances;   // 1 if query i has the position of new key i, 0 if all have that of new key 0
+  int q_advances;   // 1 if query i has new key i's position, 0 if all queries have new key 0's
   int rank;         // rank whose stripes are in the cache, if it is sharded
-  Tensor k_scale;   // scales of an 8-bit cache: (caches or pages, rows, heads_kv), or null data
+  Tensor k_scale;   // scales of an 8-bit cache: (caches or pages, rows, heads_kv), or null `data`
   Tensor v_scale;
   const int* cu_seqlens_k_new;  // (batch + 1) offsets of the sequences among packed new rows
   int* lengths_after;           // (batch) lengths of the sequences after the append
@@ -68,7 +68,7 @@ template <class Element, int Columns, int Alignment>
 struct CopiedRow {
   static constexpr int width = chunk_elements<Element>;
   static constexpr int chunks = ceil_div(Columns, width);
-  static constexpr int step = width;  // every part starts at a multiple of `step` columns
+  static constexpr int step = width;  // every run starts at a column that is a multiple of `step`
 
   Chunk<Element> x;
   int column, elements;
@@ -88,8 +88,8 @@ struct CopiedRow {
 };
 
 // One 16-byte chunk of a row whose first rotary_dim columns are rotated in pairs. If the pairs are
-// not interleaved, column i pairs with column i + rotary_dim / 2, and the chunk has a `partner`
-// chunk. FromAlignment and ToAlignment are the alignments of source and target rows in bytes.
+// not interleaved, column i pairs with column i + rotary_dim / 2, and `partner` is the chunk of the
+// latter. FromAlignment and ToAlignment are the alignments of source and target rows in bytes.
 template <class Config, int FromAlignment, int ToAlignment>
 struct RotatedRow {
   using Element = typename Config::Element;
@@ -114,7 +114,7 @@ struct RotatedRow {
 
   Chunk<Element> x, partner;
   int column, elements;
-  int first_pair;  // column of cos and sin for the chunk's first pair; `half` if it is not rotated
+  int first_pair;  // column of cos and sin for the first pair; `half` if the chunk is not rotated
 
   __device__ RotatedRow(const Element* row, int chunk) {
     const bool rotated = chunk < rotated_chunks;
@@ -130,8 +130,8 @@ struct RotatedRow {
 
   __device__ bool has_partner() const { return !interleaved && first_pair < half; }
 
-  // Rotates the chunk by the angles of one position. Explicit fma() calls make the bits of a row
-  // independent of its alignment, which would otherwise affect contraction.
+  // Rotates the chunk by the angles of one position. With explicit fma() calls, the result does not
+  // depend on which operations the compiler would contract, and so not on the row's alignment.
   __device__ void rotate(const Angle* cos, const Angle* sin) {
     const int count = min(pairs, half - first_pair);
     const auto c = load_elements<pairs, Config::rotary_alignment>(cos + first_pair, count);
@@ -161,7 +161,8 @@ struct RotatedRow {
   }
 };
 
-// Returns the first packed row of a sequence; for an index of `batch`, the end of the last one.
+// Returns the first packed row of sequence `index`, or the end of the last sequence if `index` is
+// the batch size.
 __device__ inline int packed_begin(const AppendParams& p, int index) {
   return clamp(p.cu_seqlens_k_new[index], 0, p.total_new);
 }
@@ -217,7 +218,7 @@ struct Row {
     }
   }
 
-  // The sequence before the append, and the maximum number of its keys.
+  // The sequence before the append, and the number of keys that the cache can hold for it.
   struct Keys {
     Sequence sequence;
     int capacity;
@@ -245,7 +246,8 @@ struct Row {
     return static_cast<Element*>(p.out.data) + index * Config::head_dim;
   }
 
-  // Returns the address of the new row (or of its scale) in `cache`, or null if it lies outside.
+  // Returns the address of the new row (or of its scale) in `cache`, or null if `cache` has no
+  // place for it: past the capacity, in another rank's stripe, or on an invalid page.
   template <class Stored = Element>
   __device__ Stored* target(const Tensor& cache, int head, const Keys& keys) const {
     int key = keys.sequence.seqlen_k + row;

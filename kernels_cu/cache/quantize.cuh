@@ -1,5 +1,5 @@
 // Quantization to 8 bits: divides by a scale, rounds to nearest even, and saturates. The results
-// are bitwise those of host/quantized.py, except for the sign of a float8 NaN.
+// are bitwise those of cupy_flash/host/quantized.py, except for the sign of a float8 NaN.
 #pragma once
 
 #include "ptx/bytes.cuh"
@@ -62,7 +62,8 @@ __device__ Stored quantize(float x, float scale) {
   return saturate<Stored>(is_zero ? 0 : ptx::div_rn(x, scale));
 }
 
-// Quantizes and stores the first `elements` of N numbers. `target` is aligned to min(Alignment, N).
+// Quantizes and stores the first `elements` of N numbers. `target` is aligned to min(Alignment, N)
+// bytes.
 template <int Alignment, class Stored, class Element, int N>
 __device__ void store_quantized(Stored* target, const Element (&x)[N], int elements, float scale) {
   constexpr int width = Alignment < N ? Alignment : N;

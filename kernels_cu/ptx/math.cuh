@@ -13,7 +13,7 @@ __device__ inline float tanh_approx(float x) {
   return result;
 }
 
-// min.NaN.f32: returns NaN if either argument is NaN. Before sm_80 this takes comparisons.
+// min.NaN.f32: returns NaN if either argument is NaN. Before sm_80, comparisons compute the same.
 __device__ inline float min_nan(float x, float y) {
 #if __CUDA_ARCH__ >= 800
   float result;

@@ -7,7 +7,8 @@
 
 namespace ptx {
 
-// ld.acquire.gpu: writes released with the loaded value are visible to what follows.
+// ld.acquire.gpu: if a release stored the loaded value, the writes before that release are visible
+// to this thread's later accesses.
 __device__ inline int ld_acquire_gpu(const int* global) {
   int x;
   asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(x) : "l"(global) : "memory");
@@ -26,8 +27,8 @@ __device__ inline void red_add_relaxed_gpu(int* global, int x) {
   asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(global), "r"(x) : "memory");
 }
 
-// fence.acq_rel.gpu: makes a later relaxed add of this thread a release of what its CTA wrote
-// before the last barrier, and an earlier relaxed load of this thread an acquire.
+// fence.acq_rel.gpu: with this fence between, a later relaxed add of this thread releases what its
+// CTA wrote before the last barrier, and an earlier relaxed load of this thread acquires.
 __device__ inline void fence_acq_rel_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // st.global.v4.f32
@@ -54,15 +55,15 @@ __device__ inline void red_add_v4(float* global, const float (&x)[4]) {
                : "memory");
 }
 
-// cp.async.bulk: copies `bytes` from shared to global memory, all in multiples of 16 bytes.
+// cp.async.bulk: copies from shared to global memory; addresses and `bytes` are multiples of 16.
 __device__ inline void cp_async_bulk_store(float* global, unsigned shared, int bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
                "r"(shared), "r"(bytes)
                : "memory");
 }
 
-// cp.reduce.async.bulk.add.f32: adds floats in shared memory to those at `global`, each rounded to
-// nearest.
+// cp.reduce.async.bulk.add.f32: adds the floats in `bytes` bytes of shared memory to those at
+// `global`. Each sum is rounded to nearest.
 __device__ inline void cp_reduce_async_bulk_add(float* global, unsigned shared, int bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
                    global),
@@ -87,8 +88,8 @@ __device__ inline void cp_async_bulk_wait_group() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-// fence.proxy.async.global: orders this thread's semaphore accesses with the bulk copies that it
-// issues, which access global memory through the async proxy.
+// fence.proxy.async.global: orders this thread's semaphore accesses with its bulk copies, which
+// access global memory through the async proxy.
 __device__ inline void fence_proxy_async_global() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }

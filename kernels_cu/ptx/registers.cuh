@@ -4,7 +4,7 @@
 namespace ptx {
 
 // Forces the compiler to have computed the values at this point, and to treat them as new values
-// afterwards. Needed around wgmma, whose accumulators the compiler believes to be ready at once.
+// afterwards. Needed around wgmma, whose asynchronous writes to registers the compiler cannot see.
 template <int N>
 __device__ inline void pin(float (&x)[N]) {
 #pragma unroll

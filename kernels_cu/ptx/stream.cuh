@@ -31,7 +31,7 @@ __device__ inline void cp_async(unsigned shared, const void* global, int source_
   }
 }
 
-// ld.global, not reordered: the compiler would sink a plain load below the copies that follow.
+// ld.global as volatile asm: the compiler would sink a plain load below the copies that follow.
 __device__ inline int ld_global(const int* global) {
   int x;
   asm volatile("ld.global.b32 %0, [%1];" : "=r"(x) : "l"(global));
@@ -43,8 +43,8 @@ __device__ inline void prefetch_l2(const void* global) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
 }
 
-// atom.add.acq_rel.gpu: what this CTA wrote before its last barrier is visible to a thread that
-// reads the result of this addition with acquire semantics.
+// atom.add.acq_rel.gpu: returns the old value. What this CTA wrote before its last barrier is
+// visible to a thread that reads the sum with acquire semantics.
 __device__ inline int atom_add_acq_rel(int* global, int x) {
   int old;
   asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], %2;"

@@ -1,5 +1,5 @@
 // Instructions that the backward pass needs in addition to wgmma.cuh: wgmma with both operands in
-// shared memory and n of b contiguous, and stmatrix, which writes operand a to shared memory.
+// shared memory and b contiguous along n, and stmatrix, which writes operand a to shared memory.
 #pragma once
 
 #include "ptx/wgmma.cuh"

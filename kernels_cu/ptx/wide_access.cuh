@@ -5,7 +5,7 @@
 
 namespace ptx {
 
-// st.global.v4.f32. The compiler splits a plain store into four if it cannot prove the alignment.
+// st.global.v4.f32. A plain store becomes four if the compiler cannot prove its alignment.
 __device__ inline void st_global_v4(float* global, const float (&x)[4]) {
   asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global), "f"(x[0]), "f"(x[1]),
                "f"(x[2]), "f"(x[3])

@@ -6,9 +6,9 @@
 #include "scheduler/sequences.cuh"
 
 // Gap i is before sequence i, and gap `batch` after the last sequence. Every row that belongs to no
-// sequence is in a gap, whatever cu_seqlens_q holds, because gaps and sequences together lead from
-// row 0 to row total_q. If cu_seqlens_q decreases, a gap may contain rows of sequences; these are
-// left out.
+// sequence is in a gap, whatever cu_seqlens_q holds, because gaps and sequences together cover all
+// rows from 0 to total_q. If cu_seqlens_q decreases, a gap may contain rows of sequences; the
+// functions skip these rows.
 //
 // All lanes of a warp call the functions together. They call `function(row)` for this warp's part
 // of the rows that belong to no sequence.
@@ -20,7 +20,8 @@ struct Gaps {
   template <class Function>
   __device__ void for_each_row(unsigned warp, unsigned warps, Function function) const {
     if (p.cu_seqlens_q == nullptr) return;
-    // The loop has a single call site, which saves registers; the callers have few.
+    // The loop calls `for_each_row_of_gap()` at one place only, so that it is inlined once. This
+    // saves registers, which the calling kernels need.
     const unsigned last = p.batch;
     unsigned gap = min(warp + 1, last);
 #pragma unroll 1
@@ -56,7 +57,8 @@ struct Gaps {
     return {first, first + clamp(start(sequence + 1) - first, 0, p.seqlen_q)};
   }
 
-  // Handles every `parts`-th row of the gap that belongs to no sequence, from number `part` on.
+  // Handles part number `part` of `parts` of the rows in the gap that belong to no sequence: every
+  // `parts`-th row of each run of such rows.
   template <class Function>
   __device__ void for_each_row_of_gap(int gap, unsigned part, unsigned parts,
                                       Function function) const {

@@ -6,7 +6,8 @@
 // of all sequences are numbered consecutively, and each CTA of a KV head and row tile processes an
 // equal range of units, the work range. All CTAs then end together, whatever the lengths, and only
 // the first and last output tile of a work range may be split. CTAs of different heads process the
-// same keys at the same time: heads are adjacent in memory, and DRAM is read faster in longer runs.
+// same keys at the same time: the heads of a key are adjacent in memory, so the CTAs together read
+// long contiguous runs, which DRAM delivers faster.
 //
 // The CTAs of a cluster merge their partial tiles of an output tile within the cluster; the results
 // of several clusters are merged in device memory. Without clusters, each CTA counts as a cluster.
@@ -17,8 +18,8 @@
 #include "scheduler/sequences.cuh"
 #include "score/mask.cuh"
 
-// Partial tile: the KV units of an output tile that one CTA processes. `set_merge_info` sets the
-// members from `number` on.
+// Partial tile: the KV units of an output tile that one CTA processes. `set_merge_info()` sets the
+// members from `index` on.
 struct PartialTile {
   int batch;
   int head_kv;
@@ -26,16 +27,16 @@ struct PartialTile {
   Sequence sequence;
   int begin;    // first KV unit
   int end;      // one past the last KV unit
-  int index;    // index among the partial tiles that this cluster has of the output tile
-  int count;    // number of these partial tiles
-  int first_cta_rank;  // rank in the cluster of the CTA that has the first of them
-  int result;   // index of this cluster's result among those of the output tile
-  int results;  // number of results of the output tile, which are merged in device memory
+  int index;    // index among this cluster's partial tiles of the output tile
+  int count;    // number of this cluster's partial tiles of the output tile
+  int first_cta_rank;  // rank in the cluster of the CTA that has partial tile 0 of these
+  int result;   // index of this cluster's result among the results of the output tile
+  int results;  // number of results (one per cluster) that are merged in device memory
   int first_slot;
   int slot_step;
   int first_result_offset;
-  // Whether the output tile is the last one of every CTA in all clusters that have parts of it.
-  // These CTAs then each merge a slice of the columns.
+  // Whether this output tile is the last one of every CTA in every cluster that processes a part of
+  // it. Each of these CTAs then merges a slice of the columns.
   bool is_sliced;
 
   __device__ bool is_unsplit() const { return count == 1 && results == 1; }
@@ -47,9 +48,9 @@ struct PartialTile {
 };
 
 // Merge group: a node of the tree that merges an output tile's results in device memory. A group of
-// `fan_in` results is merged into the slot of its first one, a member of a group of the next level.
+// `fan_in` results is merged into the slot of its first result, a member of a next-level group.
 struct MergeGroup {
-  // Size of a group. CTAs merge groups in parallel: one CTA takes 100 us for 132 results.
+  // Size of a group. CTAs merge groups in parallel; a single CTA would take 100 us for 132 results.
   static constexpr int fan_in = 8;
 
   int first;     // index of the group's first result
@@ -74,8 +75,8 @@ struct MergeGroup {
 };
 
 // Work range of a CTA, and the position in it. Without `Config::balanced`, `next` is the index of
-// the current partial tile among all, `end` their number, and the other members are unused. The
-// host ensures that 31 bits suffice: a 64-bit division takes 0.2 us.
+// the current partial tile among all partial tiles, `end` is their number, and the other members
+// are unused. The host ensures that all counts fit in 31 bits: a 64-bit division takes 0.2 us.
 struct WorkRange {
   unsigned total_units;     // number of units of all sequences
   unsigned range_units;     // number of units of a work range
@@ -92,13 +93,13 @@ template <class Config>
 struct KvPartitioner {
   static constexpr int unit_keys = Config::Bc * (Config::warps / Config::column_warps);
   static constexpr int group = Config::group;  // number of query heads per KV head
-  static constexpr unsigned cluster = Config::cluster > 0 ? Config::cluster : 1;  // CTAs in one
+  static constexpr unsigned cluster = Config::cluster > 0 ? Config::cluster : 1;  // cluster size
 
   const Params& p;
   WorkRange& work_range;
-  const int row_tiles;  // number of query tiles of the longest sequence
-  const int output_tiles;  // number of output tiles of one sequence
-  const int lane_seqlen;   // element of seqused_k (if not null) at the lane's index
+  const int row_tiles;  // number of row tiles of the longest sequence, for one KV head
+  const int output_tiles;  // number of output tiles of the longest sequence, for all KV heads
+  const int lane_seqlen;   // seqused_k[lane], or 0
 
   __device__ KvPartitioner(const Params& params, WorkRange& work_range, int lane_seqlen)
       : p(params),
@@ -125,7 +126,7 @@ struct KvPartitioner {
     }
   }
 
-  // Sets the other members of `partial_tile`, which only the merge with other partial tiles needs.
+  // Sets the members of `partial_tile` from `index` on, which only merging needs.
   __device__ void set_merge_info(PartialTile& partial_tile) const {
     if constexpr (Config::balanced) {
       set_stream_k_merge_info(partial_tile);
@@ -154,7 +155,7 @@ struct KvPartitioner {
     }
   }
 
-  // Returns an approximate upper bound of the number of keys in all sequences, times KV heads.
+  // Returns about the number of keys in all sequences times the number of KV heads, rounded up.
   __device__ int64 total_keys() const {
     return Config::balanced ? int64(work_range.total_units) * unit_keys * p.heads_kv
                             : int64(p.batch) * p.seqlen_k * p.heads_kv;
@@ -239,15 +240,15 @@ struct KvPartitioner {
   }
 
   __device__ WorkRange stream_k_range() const {
-    // All sequences have the same number of units if no array holds their lengths, and no array of
-    // offsets moves a window that masks their first keys.
+    // All sequences have the same number of units if no array holds their lengths and if no array
+    // of query positions (`Config::offsets`) moves the left edge of a window.
     constexpr bool same_first_unit = !(Config::offsets && Config::window_left);
     const bool is_uniform =
         (same_first_unit && !Config::has_seqlens) || p.batch == 1 ||
         (same_first_unit && p.seqused_k == nullptr && p.cache_batch_idx == nullptr);
     WorkRange range;
     if (is_uniform) {
-      // Only lane 0 uses the result, so this is sequence 0.
+      // Only lane 0 uses the returned work range, so `sequence_of_lane()` is sequence 0.
       range.sequence = sequence_of_lane();
       const int units = unit_count(range.sequence, 0);
       set_range(range, p.batch * units);
@@ -286,12 +287,12 @@ struct KvPartitioner {
   }
 
   // Sets the CTA's range of the `total_units` units. The grid axes are row tiles, KV heads, and the
-  // CTAs that divide the units of a row tile and KV head. If the units are few, only the CTAs of
-  // one cluster have any, because merging across clusters would cost more than it saves.
+  // CTAs that divide the units of a row tile and KV head. If there are few units, only the CTAs of
+  // one cluster receive any, because merging across clusters would cost more than it saves.
   __device__ static void set_range(WorkRange& range, unsigned total_units) {
     const bool fits_cluster = Config::cluster > 0 && total_units <= Config::cluster_units * cluster;
     range.total_units = total_units;
-    // Two branches, because a division by a constant is cheap.
+    // `cluster` is a compile-time constant, so dividing by it in a branch of its own is cheap.
     if (fits_cluster) {
       range.range_units = (total_units + cluster - 1) / cluster;
     } else {

@@ -1,6 +1,6 @@
-// Correction of rows with modified scores that attend to one key only. Such a row must equal the
-// key's value, which GEMMs with less than float32 precision do not guarantee. The correction
-// evaluates the modifications again, for these rows only.
+// Correction of rows with modified scores that attend to only one key. Such a row's output must
+// equal that key's value, which GEMMs with less than float32 precision do not guarantee. The
+// correction evaluates the modifications again to find these rows and their keys.
 #pragma once
 
 #include "params.cuh"
@@ -49,7 +49,7 @@ __device__ void fix_one_key_row(const Params& p, const TileCoord& coord,
 #pragma unroll 1
   for (int column = threadIdx.x % 32; column < Config::head_dim_v; column += 32) {
     const float exact = value.exists ? widen(value.begin[column]) : 0;
-    // NaN and infinity stay, as does any result that differs from the value by more than rounding.
+    // NaN and infinite results stay, as do those that differ from the value by more than rounding.
     if (fabsf(out[column] - exact) <= 0x1p-20f * fabsf(exact)) out[column] = exact;
   }
 }

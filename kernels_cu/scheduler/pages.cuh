@@ -3,7 +3,7 @@
 
 #include "params.cuh"
 
-// Address of a row. If `exists` is false, the row counts as zeros, and `begin` is never read.
+// Address of a row. If `exists` is false, the row is treated as zeros, and `begin` is not accessed.
 template <class Element>
 struct Row {
   const Element* begin;

@@ -3,7 +3,8 @@
 
 #include "ptx/base.cuh"
 
-// Selects the tile of the CTA's index, and all of its rows; a Config may specialize this.
+// By default, a CTA computes the tile at its own index and writes all rows of it. Specializations
+// for a Config may select differently.
 template <class Config>
 struct RowSelection {
   __device__ static int tile() { return ptx::cta_index(); }

@@ -32,8 +32,8 @@ struct SequenceView {
   // Number of rows in all query tiles of this sequence: seqlen_q times heads packed into a tile.
   __device__ int rows() const { return sequence.seqlen_q * group; }
 
-  // Returns the arguments of a call on this sequence alone. `seqlen_q` is `rows()`. Addresses are
-  // those of the sequence, so batch strides are 0.
+  // Returns the arguments of a call on this sequence alone. `seqlen_q` is `rows()`. Tensors begin
+  // at the sequence's first row, so their batch strides are 0.
   __device__ Params params() const {
     Params local = p;
     local.q = tensor_of(p.q, sequence.q_batch, sequence.q_first);
@@ -46,8 +46,8 @@ struct SequenceView {
     return local;
   }
 
-  // Called by all warps of the CTA. Clears the rows next to the sequence that belong to none; they
-  // are distributed over the sequence's query tiles. With split KV, the combine kernel does it.
+  // Called by all warps of the CTA. Clears the unowned rows next to the sequence, which the CTAs of
+  // its query tiles divide. With split KV, the combine kernel does this.
   __device__ void clear_unowned_rows() const {
     if constexpr (!Config::split_keys) {
       const int warps = blockDim.x / 32;
@@ -74,7 +74,7 @@ struct SequenceView {
   }
 
   __device__ Results partials() const { return Results(p); }
-  // Returns the index of a row of the tile in lse, and among the rows of a split.
+  // Returns the index of one of the `rows()` rows in lse, and in the partial results of a split.
   __device__ int64 index(int row) const {
     return Results::row_index(p, sequence, coord.batch, coord.head + row % group, row / group);
   }
@@ -149,12 +149,14 @@ __device__ typename Config::Element* out_row(typename Config::Element* head, con
   }
 }
 
-// Calls `fix_degenerate_rows()` for rows [first, end) of a tile; with split KV, combining does it.
+// Corrects the degenerate rows among the rows [first, end) of a tile, which attend to no key or to
+// one. With split KV, the combine kernel does this.
 template <class Config>
 __device__ void fix_degenerate_rows(const Params& p, const TileCoord& coord,
                                     const SequenceView<Config>* view, int first, int end) {
   using Element = typename Config::Element;
-  // Without a causal mask, 16-bit rows need no correction: only seqlen_k == 0 leaves them no key.
+  // Only rows without a key need correction in 16 bits. Without a causal mask, there are such rows
+  // only if seqlen_k is 0, and their output is then 0 already.
   constexpr bool may_be_degenerate = Config::causal || !quotient_is_exact<Element>;
   if constexpr (!Config::split_keys && may_be_degenerate) {
     const Mask<Config, Config::group> mask(p, coord.batch);

@@ -11,14 +11,14 @@ __device__ inline int clamp(int x, int low, int high) { return max(low, min(x, h
 // Position and lengths of one sequence.
 struct Sequence {
   int q_batch;  // index along the first axis of q and out
-  int q_first;  // first row of the sequence at this index
+  int q_first;  // first row of the sequence in q[q_batch]
   int seqlen_q;
   int k_batch;  // index along the first axis of k and v, unless they are paged
-  int k_first;  // first row of the sequence at this index
+  int k_first;  // first row of the sequence in k[k_batch]
   int seqlen_k;
 
-  // Returns the position of the first query of sequence `batch` among its keys: the last used query
-  // is aligned with the last key or, with `Config::padded`, whole arrays are aligned.
+  // Returns the position of the first query of sequence `batch` among its keys. The last used query
+  // is aligned with the last key; with `Config::padded`, `p.q_offset` aligns the padded arrays.
   template <class Config>
   __device__ int q_offset(const Params& p, int batch) const {
     const int used = used_queries<Config>(p, batch);

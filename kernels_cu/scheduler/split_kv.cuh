@@ -1,8 +1,8 @@
 // Split KV: the keys of one query tile are split over several CTAs, and their results are merged.
-// The workspace holds the normalized partial outputs of all splits (batch, heads_q, seqlen_q,
-// head_dim_v), then the log-sum-exps of all splits (batch, heads_q, seqlen_q), in the accumulator's
+// The workspace holds the normalized partial outputs (num_splits, batch, heads_q, seqlen_q,
+// head_dim_v), then the log-sum-exps (num_splits, batch, heads_q, seqlen_q), in the accumulator's
 // type. If modifications change scores, a log-sum-exp is a pair of numbers (`ExponentSum`), stored
-// in two arrays. For packed queries the shapes are (heads_q, total_q, ...), as for their lse.
+// in two arrays. For packed queries, (heads_q, total_q) replaces (batch, heads_q, seqlen_q).
 #pragma once
 
 #include "params.cuh"
@@ -21,8 +21,8 @@ struct Partials {
   using T = Accumulator<typename Config::Element>;
 
   // Whether the log-sum-exp of a row is a pair of numbers. All keys of a padded row may have the
-  // score -1e9. A single number would have no digits left for the number of keys, and splits with
-  // few and with many keys would get equal weights.
+  // score -1e9. As a single number, the log-sum-exp of n such keys, -1e9 + log(n), rounds to -1e9,
+  // so splits with few and with many keys would get equal weights.
   static constexpr bool lse_is_pair = Config::Mods::changes_scores;
   // Number of accumulator-type numbers that a split stores for each row: output and log-sum-exp.
   static constexpr int numbers = Config::head_dim_v + (lse_is_pair ? 2 : 1);
@@ -111,7 +111,8 @@ __device__ inline int64 row_of_warp() {
 }
 
 // Merges one query row by one warp: out = sum_s w_s out_s with w_s = exp(lse_s - lse). `out_row()`
-// returns the address of the output row. It is called late, so that the first loads do not wait.
+// returns the address of the output row. It is called after the first loads, which thus do not wait
+// for the address computation.
 template <class Config, class OutRow>
 __device__ void combine_row(const Params& p, const Partials<Config>& partials, int64 index,
                             int head, int visible, const Row<typename Config::Element>& first_value,

@@ -8,7 +8,7 @@ __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / 
 struct TileCoord {
   int q_begin;  // first row of the tile
   int batch;
-  int head;     // query head; the first one if the tile has several
+  int head;     // query head; the first one if the tile packs several
   int head_kv;  // KV head of these query heads
   int split;    // index of the KV split
 };

@@ -21,7 +21,8 @@ struct UnownedRows {
     Gaps{p}.for_each_row(warp, warps, [&](int row) { clear(row, 0, p.heads_q); });
   }
 
-  // Clears this warp's part of the gaps next to a sequence, for `heads` heads from `first_head` on.
+  // Clears this warp's part of the unowned rows in the gaps next to a sequence, for `heads` heads
+  // from `first_head` on; see `Gaps::for_each_adjacent_row()`.
   __device__ void clear_around(int sequence, unsigned warp, unsigned warps, int first_head,
                                int heads) const {
     Gaps{p}.for_each_adjacent_row(sequence, warp, warps,

@@ -1,8 +1,8 @@
 // Order in which CTAs process the query tiles of sequences whose lengths are only known on the
 // device. A kernel of one CTA counts the tiles and sorts the sequences by their number of keys,
 // longest first, so that long tiles do not come last. An atomic counter then assigns tiles to CTAs
-// in that order. If the assignment is static, it needs no counter, and every CTA builds the order
-// for itself: that is faster than a separate kernel.
+// in that order. A static assignment needs no counter. Every CTA then builds the order itself,
+// which is faster than launching a separate kernel.
 #pragma once
 
 #include "params.cuh"
@@ -11,7 +11,7 @@
 #include "scheduler/work_tile.cuh"
 
 // The order, stored in the workspace (with split KV, after the partial results). Tiles are counted
-// for one head, except by `next_tile`, which counts tiles of all heads.
+// for one query head, except by `next_tile`, which counts tiles of all query heads.
 struct VarlenOrder {
   __device__ static int64 words(int batch) { return 2 * int64(batch) + 2; }
 
@@ -38,8 +38,8 @@ struct VarlenOrder {
 
   // ---- Building the order, by the first threads of a CTA.
 
-  // Sequences are sorted by class: eight classes of key counts for each power of two. The order
-  // within a class does not matter.
+  // Sequences are sorted by classes of their number of keys: eight classes between consecutive
+  // powers of two. The order within a class does not matter.
   static constexpr int classes = 256;
   // Size of `build()`'s shared memory in 32-bit words: a counter per class and a sum per warp.
   static constexpr int scratch_words = classes + 32;
@@ -51,8 +51,8 @@ struct VarlenOrder {
     return classes - 1 - rank;
   }
 
-  // The threads that build the order together: here all of a CTA. `deterministic` is true if
-  // several CTAs build the order, each for itself, so that the result must be deterministic.
+  // A `Builders` argument, which describes the threads that build the order together: here all
+  // threads of a CTA. `deterministic` is true if each of several CTAs builds the order for itself.
   struct CtaThreads {
     static constexpr bool deterministic = false;
     __device__ static unsigned threads() { return blockDim.x; }
@@ -185,8 +185,8 @@ __device__ TileCoord tile_coord(const Params& p, const Sequence& sequence, int b
   return {q_tile * Br, batch, head, head / (p.heads_q / p.heads_kv), 0};
 }
 
-// Returns the number of query heads in a section: those of one KV head or, if a causal mask makes
-// tiles unequal, of as many KV heads as have `section_keys` keys together.
+// Returns the number of query heads in a section: those of one KV head. If a causal mask makes
+// tiles unequal, a section has as many KV heads as have at most `section_keys` keys in total.
 template <bool Causal>
 __device__ int find_section_heads(const Params& p, int seqlen_k, int section_keys) {
   const int group = p.heads_q / p.heads_kv;

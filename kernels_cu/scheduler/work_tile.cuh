@@ -6,7 +6,7 @@
 #include "scheduler/tile_coord.cuh"
 #include "scheduler/sequences.cuh"
 
-// Sequence of a work tile: stored if `HasSeqlens`, otherwise given by the kernel's arguments.
+// Sequence of a work tile: stored if `HasSeqlens`, otherwise derived from the kernel's arguments.
 template <bool HasSeqlens>
 struct WorkTileSequence;
 

@@ -24,7 +24,7 @@ __device__ inline float read_capture(const bfloat16_t* element) {
   return widen(bfloat16_t{__ldg(reinterpret_cast<const unsigned short*>(element))});
 }
 
-// Used by kernels that have not loaded elements of pairs in advance: each is loaded when needed.
+// Used by kernels that do not preload the bias of a row's keys: each element is loaded when needed.
 struct LoadOnDemand {
   template <class Load>
   __device__ auto bias(int, Load load) const {
@@ -36,7 +36,7 @@ template <class Element, class Offset, int Rank, int Strides>
 struct CaptureFields {
   const Element* data;
   int shape[Rank];
-  Offset strides[Strides];  // in elements; without the last one if it is 1
+  Offset strides[Strides];  // in elements; the last stride is omitted if it is 1
 };
 template <class Element, class Offset, int Rank>
 struct CaptureFields<Element, Offset, Rank, 0> {
@@ -48,13 +48,13 @@ struct CaptureFields<Element, Offset, 0, 0> {
   const Element* data;
 };
 
-// `Offset` is int if it can hold the distance of any two elements: an address then takes two
-// instructions, and twice as many with long long.
+// `Offset` is int if it can hold the distance between any two elements, otherwise long long. An
+// address takes two instructions with int, and four with long long.
 template <class Element, class Offset, int Rank, bool ContiguousLast>
 struct Capture : CaptureFields<Element, Offset, Rank, (Rank > 0 ? Rank - ContiguousLast : 0)> {
-  // Returns the offset of an index along an axis, in elements; the index is clamped to the axis
-  // unless `Inside` states that it is valid. The offset is then signed, so that a constant added to
-  // the index becomes part of the load instruction.
+  // Returns the offset of an index along an axis, in elements. The index is clamped to the axis
+  // unless `Inside` states that it is valid. With `Inside`, the computation is signed, so that a
+  // constant added to the index becomes part of the load instruction.
   template <int Axis, bool Inside = false>
   __device__ Offset offset(int index) const {
     if constexpr (Inside) {

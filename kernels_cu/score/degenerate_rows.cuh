@@ -1,12 +1,12 @@
 // Degenerate rows, which attend to no key or to one. They are corrected after all other work, so
-// that other rows pay nothing.
+// that the loop over KV tiles needs no code for them.
 #pragma once
 
 #include "tile/element.cuh"
 #include "scheduler/pages.cuh"
 
-// Whether p v / p rounds to v if p is the only one of its row: true for 16-bit and 8-bit types,
-// since p is then a power of two to within float32's rounding.
+// Whether p v / p rounds to v if p is the only nonzero probability of its row. True for 16-bit and
+// 8-bit types, since p is then a power of two to within float32's rounding.
 template <class Element>
 constexpr bool quotient_is_exact = sizeof(Element) <= 2;
 
@@ -14,10 +14,10 @@ constexpr bool quotient_is_exact = sizeof(Element) <= 2;
 template <class Element>
 constexpr int max_degenerate_keys = quotient_is_exact<Element> ? 0 : 1;
 
-// Returns the corrected `result` of a row in one column, if the row has `visible` visible keys.
-// Without visible keys it is 0: the accumulated output, 0 times masked values, is NaN if one of
-// these is. With one visible key it is that key's value instead of p v / p, unless a NaN score made
-// it NaN.
+// Returns the corrected `result` in one column of a row with `visible` visible keys. Without
+// visible keys, it is 0: the accumulated output, 0 times masked values, is NaN if one of these
+// values is NaN or infinite. With one visible key, it is that key's value instead of p v / p,
+// unless a NaN score made `result` NaN.
 template <class Element>
 __device__ Element degenerate_value(int visible, Element result, const Row<Element>& first_value,
                                     int column) {
@@ -26,7 +26,7 @@ __device__ Element degenerate_value(int visible, Element result, const Row<Eleme
   return first_value.exists ? first_value.begin[column] : Element{};
 }
 
-// Called by one warp: corrects the degenerate ones among the rows [first, end), whose `Dim` columns
+// Called by one warp: corrects the degenerate rows among the rows [first, end), whose `Dim` columns
 // this warp has written. The number of visible keys must not decrease from row to row.
 template <int Dim, class Element, class VisibleEnd, class OutRow>
 __device__ void fix_degenerate_rows(int first, int end, VisibleEnd visible_end, OutRow out_row,

@@ -70,7 +70,8 @@ __device__ inline unsigned long long exact_word(T x) {
   return x < T(18446744073709551616.0) ? static_cast<unsigned long long>(x) : ~0ull;
 }
 
-// Returns the remainder of a division whose quotient is rounded toward zero. It is exact in float.
+// Returns the remainder of a division whose quotient is rounded toward zero. The float version
+// computes in double and is exact.
 LONG_FUNCTION double exact_fmod(double x, double y) { return ::fmod(x, y); }
 __device__ inline float exact_fmod(float x, float y) {
   return exact_narrowed(exact_fmod(ptx::cvt_f64_f32(x), ptx::cvt_f64_f32(y)));
@@ -79,7 +80,7 @@ __device__ inline float exact_fmod(float x, float y) {
 __device__ inline float exact_with_sign(float x, float sign) { return ::copysignf(x, sign); }
 __device__ inline double exact_with_sign(double x, double sign) { return ::copysign(x, sign); }
 
-// Remainder with the sign of the divisor, and floor division, computed in the steps of NumPy.
+// Remainder with the sign of the divisor, and floor division. Both take the same steps as NumPy.
 template <class T>
 __device__ inline T exact_mod(T x, T y) {
   const T rest = exact_fmod(x, y);

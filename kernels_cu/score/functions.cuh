@@ -22,7 +22,7 @@ __device__ inline double mod_infinity<double>() {
 __device__ inline float mod_exp2(float x) { return ptx::ex2_approx(x); }
 __device__ inline double mod_exp2(double x) { return ::exp2(x); }
 
-// Functions of the CUDA math library, for both types.
+// Functions of the CUDA math library, for float and double.
 #define MOD_FUNCTION(name)                                              \
   __device__ inline float mod_##name(float x) { return ::name##f(x); }  \
   __device__ inline double mod_##name(double x) { return ::name(x); }
@@ -47,12 +47,12 @@ __device__ T mod_cos(T x) {
 __device__ inline float mod_reciprocal(float x) { return ptx::rcp_approx(x); }
 __device__ inline double mod_reciprocal(double x) { return 1 / x; }
 
-// Returns 1 / (1 + 2^x). Then tanh(x) = 1 - 2 mod_logistic(2 log2(e) x) has an error of 2^-23, also
-// near 0, which suffices for float16. It takes two approximate instructions; tanhf() takes about
-// 15.
+// Returns 1 / (1 + 2^x). tanh(x) = 1 - 2 mod_logistic(2 log2(e) x) then has an absolute error of
+// 2^-23 for all x, which suffices for float16. mod_logistic() takes two approximate instructions;
+// tanhf() takes about 15 instructions.
 __device__ inline float mod_logistic(float x) { return ptx::rcp_approx(1 + ptx::ex2_approx(x)); }
 
-// Returns tanh(x) with an error of 2^-11, which suffices for bfloat16.
+// Returns tanh(x) with a relative error of about 2^-11, which suffices for bfloat16.
 __device__ inline float mod_tanh_approx(float x) { return ptx::tanh_approx(x); }
 
 __device__ inline int mod_abs(int x) { return x < 0 ? int(0u - unsigned(x)) : x; }
@@ -132,7 +132,7 @@ __device__ inline int mod_saturated(long long x) {
 // Floor division and its remainder, as in Python; the result is 0 if the divisor is 0.
 __device__ inline int mod_floordiv(int x, int y) {
   if (y == 0) return 0;
-  // -2^31 / -1 does not fit, and wraps.
+  // -2^31 / -1 does not fit in an int, so the quotient wraps.
   if (y == -1) return mod_neg(x);
   const int quotient = x / y;
   return quotient - ((x % y != 0) & ((x < 0) != (y < 0)));
@@ -149,7 +149,8 @@ __device__ inline unsigned long long mod_mod(unsigned long long x, unsigned long
   return y == 0 ? 0 : x % y;
 }
 
-// Shifts by any count. If the count is negative or at least the width, only sign bits are left.
+// Shifts by any count. A negative count, or one of at least the width, shifts all bits out: the
+// result is 0, or -1 for a right shift of a negative int.
 __device__ inline int mod_shl(int x, int count) {
   return static_cast<unsigned>(count) < 32 ? static_cast<int>(static_cast<unsigned>(x) << count)
                                            : 0;

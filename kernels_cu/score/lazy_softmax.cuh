@@ -15,14 +15,15 @@ __device__ inline bool any_of_lanes(bool x) {
 template <class Element>
 struct LazySoftmaxRow {
   using Math = SoftmaxMath<float>;
-  // Range of the exponent of a row's largest p. float16 holds up to 2^15, and needs its range below
-  // 1 for small p, many of which may make up most of an output. bfloat16 has the exponents of
-  // float32, and sums of its largest values would overflow with p = 1.
+  // Range of the exponent of a row's largest p. For float16 it is 0 to 15: values below 1 are left
+  // for small p, many of which may make up most of an output. For bfloat16 it is -31 to -16: with
+  // p = 1, an output that sums the largest bfloat16 values would overflow float32.
   static constexpr int highest = headroom<Element> ? -headroom<Element> : 15;
   static constexpr int lowest = highest - 15;
-  // First base of a row, if its scores allow it. Scores of most inputs are near 0. The sum of a
-  // lane's 32 p of a KV tile is then about 2^12, with 2^15 allowed. A single key is large enough if
-  // its score, as an exponent of two, is at least -1.
+  // First base of a row, kept if its scores allow it. Scores are mostly near 0, where p is about
+  // 2^(lowest + 6); the sum of a lane's 32 p of a KV tile is then about 2^(lowest + 12), below its
+  // limit 2^highest. A single key is large enough if its score, as an exponent of two, is at least
+  // -1.
   static constexpr float first_base = -6 - lowest;
 
   float base;  // p = exp2(score * scale_log2 - base)
@@ -33,8 +34,8 @@ struct LazySoftmaxRow {
     sum = 0;
   }
 
-  // These take the sum of a lane's `count` p of a KV tile. They return whether a p may exceed
-  // 2^highest, and whether some p is at least 2^lowest; false for NaN.
+  // Both functions take the sum of a lane's `count` p of a KV tile. The first returns whether a p
+  // may exceed 2^highest, the second whether some p is at least 2^lowest. Both are false for NaN.
   __device__ static bool is_too_large(float sum) { return sum > power_of_two(highest); }
   __device__ static bool is_large_enough(float sum, int count) {
     return sum >= count * power_of_two(lowest);
@@ -43,7 +44,7 @@ struct LazySoftmaxRow {
     return exponent < 0 ? power_of_half(-exponent) : 1 / power_of_half(exponent);
   }
 
-  // Returns whether the row has had no score above -inf yet (the largest p is never 0).
+  // Returns whether all scores of the row so far are -inf. (Otherwise its largest p is not 0.)
   __device__ bool is_empty() const { return !any_of_lanes(sum != 0); }
 
   // Sets the base of a row with one visible key, given its score times the scale. P is then a power
@@ -53,11 +54,11 @@ struct LazySoftmaxRow {
     if (score > -Math::infinity()) base = score - (highest - 1);
   }
 
-  // Updates the base from the maximum of a KV tile, given relative to the base. The base changes if
+  // Updates the base from `max`, the maximum of a KV tile relative to the base. The base changes if
   // p has outgrown it, or if the first p are too small. Returns the change, and sets `rescale` to
-  // the factor for the output so far. With `HasLow`, a low score never becomes the base. The scores
-  // of this KV tile have the change subtracted last, those of later KV tiles the new base at once:
-  // with a base of that magnitude, the two would round differently.
+  // the factor for the output so far. With `HasLow`, a low score (`low_score`) never becomes the
+  // base: the caller subtracts the change from this tile's scores, but the new base from later
+  // scores, and at that magnitude the two round differently.
   template <bool HasLow>
   __device__ float change_base(float max, bool outgrown, bool is_empty, float& rescale) {
     const bool changes = outgrown || (is_empty && max < lowest &&
@@ -75,7 +76,7 @@ struct LazySoftmaxRow {
     return {base, Math::log2(sum)};
   }
 
-  // Returns the natural logarithm of that sum.
+  // Returns the natural logarithm of the sum that `exponent_sum()` returns.
   __device__ float log_sum_exp() const {
     return sum == 0 ? -Math::infinity() : (base + Math::log2(sum)) * Math::ln_2;
   }

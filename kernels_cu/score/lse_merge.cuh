@@ -9,7 +9,7 @@ template <class T, bool Pairs = false>
 struct LseMerge {
   using Math = SoftmaxMath<T>;
 
-  // Largest lse or, with `Pairs`, largest base of an `ExponentSum`; 0 if that is infinite.
+  // Largest lse of all splits or, with `Pairs`, largest `base` of their `ExponentSum`s; 0 if -inf.
   T base;
   T sum{};  // sum of the splits' weights
 

@@ -1,6 +1,6 @@
 // Masks by position: causal, window and prefix. Computes which keys a query row attends to, the KV
-// tiles of a query tile, and which of these need masking; and the transpose, the query tiles of a
-// KV tile. No other file compares positions. cupy_flash/problem/mask.py is the host's counterpart.
+// tiles of a query tile, and which of these KV tiles need masking. For the backward pass, computes
+// the query tiles of a KV tile. cupy_flash/problem/mask.py is the host's counterpart.
 #pragma once
 
 #include "params.cuh"
@@ -145,7 +145,7 @@ struct QueryTileRange {
   int end;
 };
 
-// Returns the query tiles of the keys [k_begin, k_end), at least one key, among `rows` query rows.
+// Returns the query tiles of `rows` query rows that attend to keys [k_begin, k_end), at least one.
 template <int Br, class Config, int Group>
 __device__ QueryTileRange query_tile_range(const Mask<Config, Group>& mask, int k_begin, int k_end,
                                            int rows) {

@@ -40,10 +40,11 @@ __device__ T exponent_scale(const Params& p) {
   }
 }
 
-// Changes and masks scores of several rows and keys: score(r, n) is the score of row at(r) and key
-// first_key + step(n), where step(n) is a constant that increases with n. Changed scores become
-// exponents of two relative to base(r). If `masks` is false, no pair is masked (a block mask says
-// that the block is full). pairs(r) provides elements of a row's pairs that are already loaded.
+// Changes and masks scores of several rows and keys: score(r, n) is the score of row coord(r) and
+// key first_key + step(n), where step(n) is a constant that increases with n. Changed scores become
+// exponents of two relative to base(r). If `masks` is false, no pair is masked, because the block
+// mask marks the block as full. pairs(r).bias() returns a bias element of row r, which may have
+// been loaded in advance.
 template <class Config, int Rows, int Count>
 struct ModifiedRows {
   using Mods = typename Config::Mods;
@@ -54,7 +55,7 @@ struct ModifiedRows {
     if constexpr (Mods::changes_scores || Mods::masks_pairs) {
       if (!Mods::changes_scores && !masks) return;
       if constexpr (Mods::has_bounds) {
-        // Tested for all rows at once, so that they use the same loads of captured values of keys.
+        // Bounds are checked for all rows at once, so that rows share loads of the keys' captures.
         bool is_inside = true;
 #pragma unroll
         for (int r = 0; r < Rows; ++r) {
@@ -121,7 +122,7 @@ __device__ void modify_rows(const AnyParams& p, RowCoord coord, int first_key, S
 }
 
 // Like `ModifiedRows`, for a lane's accumulator fragments (tile/fragments.cuh): `row_scores(r)`
-// holds the lane's scores of row `coord(r)`, and `first_key` is the first key of these.
+// holds the lane's scores of row `coord(r)`, and `first_key` is the key of the first of these.
 template <class Config, int Rows, int column_tiles, class AnyParams, class RowCoord, class Base,
           class RowScores, class Pairs>
 __device__ void modify_fragments(const AnyParams& p, RowCoord coord, int first_key, Base base,
@@ -153,14 +154,14 @@ struct Sink {
     const T above = (sink - lse) * Math::log2_e;
     const bool is_none = sink == -Math::infinity();
     factor = is_none ? T(1) : T(1) / (T(1) + Math::exp2(above));
-    // log(exp(lse) + exp(sink)) from the larger one.
+    // log(exp(lse) + exp(sink)) is the larger exponent plus `more`, whose exp2() cannot overflow.
     const T more = Math::log2(T(1) + Math::exp2(above > T(0) ? -above : above)) * Math::ln_2;
     this->lse = is_none ? lse : (above > T(0) ? sink : lse) + more;
   }
 };
 
-// Includes the head's sink, if there are sinks, in a row's log-sum-exp; returns the output's
-// factor.
+// Adds the head's sink, if there are sinks, to `lse`, a row's log-sum-exp. Returns the factor for
+// the output.
 template <class Config, class T, class AnyParams>
 __device__ T apply_sink(const AnyParams& p, int head, T& lse) {
   if constexpr (Config::sinks) {

@@ -30,8 +30,8 @@ struct SoftmaxMath<double> {
   static __device__ double log2(double x) { return ::log2(x); }
 };
 
-// Scores below this, as exponents of two, count as low. Biases of -1e9 or of the lowest number
-// yield such scores. At this magnitude, at most three bits follow the binary point.
+// Scores below this bound, as exponents of two, count as low. Biases of -1e9 or of the lowest
+// finite number yield such scores. At this magnitude, at most three bits follow the binary point.
 template <class T>
 constexpr T low_score = T(-0x1p20);
 template <>
@@ -43,9 +43,9 @@ __device__ T scale_to_log2(double softmax_scale) {
   return T(softmax_scale * SoftmaxMath<double>::log2_e);
 }
 
-// P and its row sum are scaled by 2^-headroom until the division by the sum. The sum of 2^16
-// values, each the largest of its type, then stays finite. float16 has neither values that large
-// nor numbers that small, and float64 has range enough.
+// P and its row sum are scaled by 2^-headroom until the division by the sum. The accumulated output
+// then stays finite for 2^16 values, each the largest of its type. float16 values are too small to
+// overflow float32, and float16 could not hold such small p. float64 has range enough.
 template <class Element>
 constexpr int headroom = 16;
 template <>
@@ -53,14 +53,14 @@ constexpr int headroom<half_t> = 0;
 template <>
 constexpr int headroom<double> = 0;
 
-// Returns 2^-exponent, which must be a float.
+// Returns 2^-exponent, which must be representable as a float.
 constexpr float power_of_half(int exponent) {
   return exponent == 0 ? 1.0f : power_of_half(exponent - 1) / 2;
 }
 
 // Factor of scores before the mask: the sign of the scale times, for a tiny scale, a power of two.
-// The rest of the scale must be a normal number, so that -inf of a masked score stays -inf. For a
-// scale of 0 the factor is 0, which makes inf and NaN scores NaN, as in the formula.
+// The rest of the scale is then a normal number: a subnormal one would become 0, and 0 times the
+// -inf of a masked score is NaN. If the scale is 0, the factor is 0: inf and NaN scores become NaN.
 template <class Config>
 constexpr float score_factor = Config::score_sign * power_of_half(Config::score_shift);
 
@@ -95,9 +95,9 @@ struct SoftmaxRow {
     return max == -Math::infinity() ? T(0) : Math::multiply(max, scale_log2);
   }
 
-  // Returns whether a KV tile's maximum exceeds the running one by more than a factor of 2^slack in
-  // p. The running maximum may be stale by that much: p and its sum lose no precision, and most
-  // rescaling is saved (an idea of FlashAttention-4). False if both are -inf (no visible key yet).
+  // Returns whether a KV tile's maximum exceeds the running maximum by more than a factor of
+  // 2^slack in p. The running maximum may be stale by that much: p and its sum lose no precision,
+  // and most rescaling is saved (an idea of FlashAttention-4). False if both maxima are -inf.
   __device__ bool outgrown_by(T tile_max, T scale_log2, T slack) const {
     return (tile_max - max) * scale_log2 > slack;
   }
@@ -114,8 +114,8 @@ struct SoftmaxRow {
     return rescale;
   }
 
-  // Returns p of a score. With Exact, p of the largest score is exactly 1, so that the output of a
-  // row with one key is its value; this takes one more instruction.
+  // Returns p of a score. With `Exact`, p of the largest score is exactly 1, so that the output of
+  // a row with one visible key is that key's value. This takes one more instruction.
   template <bool Exact = false>
   static __device__ T probability(T score, T scale_log2, T base) {
     if constexpr (Exact) return Math::exp2(Math::multiply(score, scale_log2) - base);

@@ -12,9 +12,9 @@ struct WarpSoftmax {
   // The running maximum may be stale until p has grown by 2^slack, far inside float16's range.
   static constexpr int slack = 8;
   static constexpr int headroom = ::headroom<Element> ? ::headroom<Element> + slack : 0;
-  // For 16-bit types, the running maximum is kept too large by the headroom, which costs nothing.
-  // This rounds exponents to 2^-20, which is too coarse for wider types: there p is multiplied by
-  // 2^-factor instead.
+  // For 16-bit types, the headroom is applied by raising the running maximum (`raise`), which needs
+  // no instruction for each score. This rounds exponents to 2^-20, which is too coarse for wider
+  // types: there p is multiplied by 2^-factor instead.
   static constexpr int raise = sizeof(Element) == 2 ? headroom : 0;
   static constexpr int factor = headroom - raise;
 
@@ -61,7 +61,7 @@ struct WarpSoftmax {
     }
   }
 
-  // Masks the keys before visible_begin(i, half), counted in the same way.
+  // Masks the keys before visible_begin(i, half), also counted from the lane's first key.
   template <class VisibleBegin>
   __device__ static void mask_before(Scores& scores, VisibleBegin visible_begin) {
 #pragma unroll
@@ -127,7 +127,7 @@ struct WarpSoftmax {
     }
   }
 
-  // Returns p of the row's largest score; the maximum must include the last KV tile.
+  // Returns p of the row's largest score. `row.max` must include all of the row's KV tiles.
   __device__ static float largest_probability(const SoftmaxRow<float>& row, float scale_log2) {
     return SoftmaxRow<float>::probability(row.max, scale_log2, row.base(scale_log2)) *
            power_of_half(factor);

@@ -14,8 +14,8 @@
 // zeros and, if `Ragged`, so do rows from `rows_left` on. Every row's address is a multiple of
 // `Alignment` bytes. Rows with 2-byte alignment are copied synchronously, through registers.
 //
-// Each thread copies a fixed column and steps down the rows by adding to one pointer. Computing
-// row * row_stride for each copy is loop-invariant, and would take one register per copy.
+// Each thread copies a fixed column and steps down the rows by adding to one pointer. The products
+// row * row_stride of all copies are loop-invariant, and would take one register per copy.
 template <class Layout, class Element, int Rows, int Columns, int Threads, int Alignment>
 struct RowCopy {
   static constexpr int copy_bytes = Alignment >= 4 ? Alignment : 16;
@@ -38,7 +38,7 @@ struct RowCopy {
                                int rows_left) {
     const int first_row = threadIdx.x / columns_at_once;
     if (Threads % columns_at_once != 0 && first_row >= rows_at_once) return;
-    // `left` is compared with compile-time constants below, which saves computing each row index.
+    // `left` is compared with compile-time constants below, so that no row index is computed.
     // `opaque()` makes the compiler recompute `left` for each tile, which saves a register.
     const int left = Ragged ? rows_left - ptx::opaque(threadIdx.x) / columns_at_once : 0;
 #pragma unroll
@@ -85,9 +85,9 @@ struct RowCopy {
     }
   }
 
-  // Copies one thread's part of one row, from the address of its first copy. Writes zeros if the
-  // row does not exist. `policy` is an L2 cache policy or 0; `columns` is the number of valid
-  // columns.
+  // Copies one thread's part of one row; `source` is the source address of its first copy. Writes
+  // zeros if the row does not exist. `policy` is an L2 cache policy or 0; `columns` is the number
+  // of valid columns.
   static __device__ void copy_row(unsigned thread, unsigned shared, int row, const Element* source,
                                   bool exists, unsigned long long policy = 0,
                                   int columns = Columns) {

@@ -31,8 +31,8 @@ struct StridedRows {
   }
 };
 
-// Source rows at arbitrary addresses, which row_at(row, exists) returns. It may shuffle, so all
-// lanes call it together.
+// Source rows at arbitrary addresses, which row_at(row, exists) returns. row_at() may use warp
+// shuffles, so all lanes call it together.
 template <class RowAt>
 struct GatheredRows {
   RowAt row_at;
@@ -47,10 +47,10 @@ template <class RowAt>
 GatheredRows(RowAt) -> GatheredRows<RowAt>;
 
 // Copies `Rows` rows of `Columns` elements into a `Layout` by one warp. Padding columns become
-// zeros. A row is copied in slices, each a power of two of copies, so that no lane idles: 18 chunks
-// are 16 chunks of 2 rows at once, then 2 chunks of 16 rows (328 us instead of 416: H200, 128 x
-// 8192 keys, 576 columns). `First` is the first copy of the slice. `ThroughL1` is for rows that
-// several warps copy: the SM then fetches them once.
+// zeros. Rows are copied in slices of a power of two of chunks, so that no lane idles. If a row has
+// 18 chunks, the warp copies 16 chunks of 2 rows at once, then 2 chunks of 16 rows at once (328 us
+// instead of 416 us: H200, 128 x 8192 keys, 576 columns). `First` is the first copy of the slice.
+// `ThroughL1` is for rows that several warps copy: the SM then fetches them once.
 template <class Layout, class Element, int Rows, int Columns, int Alignment, bool ThroughL1 = false,
           int First = 0>
 struct WarpCopy {
@@ -151,8 +151,8 @@ struct KvRows {
                        unsigned long long policy) {
     int page = -1;
     if constexpr (page_size > 0) {
-      // The page number is checked here and not in `page_of()`, because its first use waits for the
-      // load: 22.7 instead of 25.5 us (decoding, 8 x 4096 keys, 4 heads of 128).
+      // The page number is checked here, one tile after `page_of()`, because a check waits for the
+      // load: 22.7 us instead of 25.5 us (decoding, 8 x 4096 keys, 4 heads of 128 columns).
       if (is_valid_page(next_page, pages)) page = next_page;
       next_page = page_of(tile + Step);
     }

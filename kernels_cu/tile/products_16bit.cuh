@@ -87,8 +87,8 @@ struct Products16Bit {
   }
 
   // Gathers S for all Bc keys in each of the warps that process the same query rows. `shared` is a
-  // buffer for S of the CTA's whole query tile; `group` is the index of this group of warps.
-  //
+  // buffer for S of the CTA's whole query tile; `group` is the index of this group of warps. With
+  // two column warps:
   //   `column_warp()` 0: S of keys [0, Bc / 2)  --> shared, named barrier --> S of keys [0, Bc)
   //   `column_warp()` 1: S of keys [Bc / 2, Bc) --> shared, named barrier --> S of keys [0, Bc)
   __device__ static void exchange(Scores& scores, const PartialScores& partial_scores,
@@ -117,7 +117,7 @@ struct Products16Bit {
   }
 
   // Adds P V for this warp's columns to `out`. exponentiate(i, j) converts scores[i][j] to P. It is
-  // called for the next 16 keys before the mma of the current ones, which hide its latency.
+  // called for the next 16 keys before the mma of the current 16 keys, which hide its latency.
   template <class Exponentiate>
   __device__ void multiply_probabilities_values(Output& out, const Scores& scores,
                                                 unsigned v_shared, Exponentiate exponentiate) {
@@ -168,7 +168,7 @@ struct Products16Bit {
   // Returns the output column of out[.][j][2 * half + c].
   __device__ int column(int j, int c) const { return 8 * chunk(j) + lane % 4 * 2 + c; }
 
-  // Writes the lane's part of one row of the output into a ValueLayout.
+  // Writes the lane's part of one output row to shared memory, in ValueLayout.
   __device__ void stage_row(const Output& out, int i, int half, unsigned shared, int row) const {
 #pragma unroll
     for (int j = 0; j < columns_v / 8; ++j) {

@@ -1,7 +1,7 @@
 // The two GEMMs of a warp for 8-bit K and V: mma.m16n8k16 on Q, K and V converted to float16.
 //
-// ldmatrix moves 16-bit units, each two 8-bit columns of a row. This permutes the columns. For k,
-// any permutation is right if Q and K agree; `write_row()` undoes that of the output columns:
+// ldmatrix moves 16-bit units, each two 8-bit columns of a row. This permutes the columns. In
+// Q.K^T, any permutation of k is right if Q and K agree; `write_row()` undoes that of O's columns:
 //
 //           a lane's four bytes               use in the mma                  the lane's Q or O
 //   Q.K^T   columns 4 t to 4 t + 3 of a key   k = 2 t, 2 t + 1, 2 t + 8, + 9  Q columns 4 t to + 3
@@ -24,7 +24,8 @@
 #if __CUDA_ARCH__ >= 800
 
 // Like `QueryFragments`, with all steps in registers, as float16. A bfloat16 row is first divided
-// by a power of two, so that its largest element is about 1. The error is then 2^-25 at most.
+// by a power of two, so that its largest element is about 1. Conversion then changes only elements
+// that are subnormal in float16, by 2^-25 at most.
 template <class Element, class Layout, int row_tiles, int steps>
 struct Float16QueryFragments {
   static constexpr bool is_float16 = headroom<Element> == 0;

@@ -1,11 +1,11 @@
 // The two GEMMs of a warp for float32, each as three products on TF32 tensor cores.
 //
-// TF32 keeps 11 of float32's 24 significant bits. As x = big + small, both TF32, x keeps 22 bits,
-// and x y = big_x big_y + big_x small_y + small_x big_y omits 2^-22 of the product (Ootomo and
-// Yokota 2022). Tensor cores accumulate with rounding toward zero, so long sums drift. Each step of
+// TF32 keeps 11 of float32's 24 significant bits. Split as x = big + small, both TF32, x keeps 22
+// bits. x y is computed as big_x big_y + big_x small_y + small_x big_y, which omits about 2^-22 x y
+// (Ootomo and Yokota 2022). Tensor cores round sums toward zero, so long sums drift. Each step of
 // eight columns of Q.K^T, and the contribution of each KV tile to O, is therefore accumulated
 // separately, and added on CUDA cores with rounding to nearest. This reduces the largest error from
-// 2.5 times that of plain float32 products to less than theirs (H100, 1 x 512 x 2 x 64).
+// 2.5 times that of float32 FMAs to less than theirs (H100, batch 1, 512 x 512, 2 heads of 64).
 #pragma once
 
 #include "ptx/base.cuh"
@@ -20,7 +20,8 @@ struct SplitFloat {
 
   // Splits any x. An infinite x becomes the largest finite `big` and an infinite `small`. The
   // infinity is then multiplied by the other operand's `big` only, which has that operand's sign.
-  // The other `small` may be 0 or have the opposite sign: times infinity, it would yield NaN.
+  // The other operand's `small` may be 0 or have the opposite sign; with infinity in `big`, the
+  // products would add up to NaN.
   __device__ static SplitFloat split(float x) {
     constexpr float largest = 0x1.ffcp127f;
     const unsigned big = ptx::cvt_tf32_f32(ptx::min_magnitude(x, largest));
@@ -131,11 +132,11 @@ struct ProductsTf32x3 {
     }
   }
 
-  // Adds P V to `out`. A lane holds the scores of keys 2t and 2t + 1 of every eight, so P and V use
-  // these two keys as k = t and k = t + 4 of the mma: any order of k is right if both agree. A lane
-  // reads four adjacent columns of V at once, one for each of four column tiles, which permutes the
-  // output columns. Eight lanes read two chunks each of four rows of V that are two apart. The
-  // swizzle puts these in eight different bank groups.
+  // Adds P V to `out`. A lane holds the scores of keys 2 t and 2 t + 1 of every eight, with
+  // t = lane % 4. P and V use these two keys as k = t and k = t + 4 of the mma: any order of k is
+  // right if both agree. A lane reads four adjacent columns of V at once, one for each of four
+  // column tiles, which permutes the output columns. Lanes 0 to 7 read chunks 0 and 1 of rows 0, 2,
+  // 4 and 6 of V; the swizzle puts these eight chunks in different bank groups.
   // exponentiate(i, j) converts scores[i][j] to P before their first use.
   template <class Exponentiate>
   __device__ void multiply_probabilities_values(Output& out, const Scores& scores,
@@ -177,7 +178,7 @@ struct ProductsTf32x3 {
   // holds the columns 4 n + t.
   __device__ int column(int j, int c) const { return j / 4 * 32 + (lane % 4 * 2 + c) * 4 + j % 4; }
 
-  // Writes the lane's part of one row of the output into a ValueLayout, in whole 16-byte chunks.
+  // Writes the lane's part of one output row to shared memory, in 16-byte chunks of ValueLayout.
   __device__ void stage_row(const Output& out, int i, int half, unsigned shared, int row) const {
 #pragma unroll
     for (int group = 0; group < columns_v / 32; ++group) {

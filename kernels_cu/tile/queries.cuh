@@ -7,7 +7,7 @@
 #if __CUDA_ARCH__ >= 800
 
 // Operand fragments of `row_tiles` tiles of 16 rows. A step is two 16-byte chunks of a row, the k
-// of one mma: 16 columns of 16-bit elements or 8 of float. With `Keep` all steps stay in registers.
+// of one mma: 16 columns of 16-bit elements or 8 of float32. `Keep` keeps all steps in registers.
 template <class Layout, int row_tiles, int steps, bool Keep>
 struct QueryFragments {
   static constexpr int kept_steps = Keep ? steps : 1;

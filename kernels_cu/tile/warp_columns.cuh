@@ -11,8 +11,8 @@ struct WarpColumns {
   // Number of valid (not padding) columns of the last warp.
   static constexpr int last_valid = Columns - (Warps - 1) * padded;
 
-  // Returns the number of columns from the first of warp `warp` to the end of the head. At least
-  // `padded` means that all of the warp's columns are valid; at most 0 means that none is.
+  // Returns the number of columns from the first column of warp `warp` to the end of the head. All
+  // of the warp's columns are valid if it is at least `padded`, none if it is at most 0.
   __device__ static int columns_from(int warp) { return Columns - warp * padded; }
 };
 

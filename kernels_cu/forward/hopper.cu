@@ -1,5 +1,6 @@
 // Fused attention forward on Hopper (sm_90a) for float16, bfloat16, float32 and float8:
-// FlashAttention-3 (Shah et al. 2024), with one software pipeline over all query tiles of a CTA.
+// FlashAttention-3 (Shah et al. 2024), with one software pipeline that runs through all query tiles
+// of a CTA.
 //
 // One thread of the producer warpgroup issues the TMA loads. One to three consumer warpgroups
 // compute the matrix products and the softmax.
@@ -33,9 +34,10 @@ __device__ void hopper_prepare(const Params& params) {
       params, reinterpret_cast<int*>(shared_memory));
 }
 
-// Clears output rows that belong to no sequence. Called by one warp of each CTA, in kernels where
-// `CtaRanks` CTAs split head_dim. A spare warp of the producer warpgroup runs this in parallel to
-// the consumers. In CTA pairs that makes consumers spill, so a consumer warp runs it at its end.
+// Clears output rows that belong to no sequence. Called by one warp of each CTA; does nothing
+// unless `CtaRanks` CTAs split head_dim. If one CTA has the whole head_dim, an idle warp of the
+// producer warpgroup calls this while the consumers work. In CTA pairs, that would make consumers
+// spill registers, so a consumer warp calls this when its other work is done.
 template <class Config, int CtaRanks>
 __device__ void clear_unowned_rows(const Params& params) {
   using Cta = HopperCta<Config>;

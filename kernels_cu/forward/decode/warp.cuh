@@ -57,8 +57,8 @@ struct DecodeWarp : DecodeCta<Config> {
         head(params, Config::balanced ? blockIdx.y : 0),
         scales(params),
         column_warps(ptx::shared_address(Cta::shared_floats()) + Cta::rings_bytes) {
-    // `compute_here` makes the other warps compute the addresses now, while warp 0 computes the
-    // work range.
+    // `compute_here` keeps the compiler from computing the addresses later. Now is a good time:
+    // other warps are idle while warp 0 computes the work range.
     if constexpr (Config::balanced) {
       head.keys = ptx::compute_here(head.keys);
       head.values = ptx::compute_here(head.values);

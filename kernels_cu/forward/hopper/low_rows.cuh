@@ -18,7 +18,8 @@
 
 #if __CUDA_ARCH__ == 900
 
-// Configuration of the `mma` kernel: that of the attention kernel, with another tile.
+// Configuration of the `mma` kernel: that of the attention kernel (the Hopper kernel), but with a
+// different tile.
 template <class Attention>
 struct LowRowsConfig : Attention {
   static constexpr int Br = Attention::low_Br;
@@ -31,8 +32,9 @@ struct LowRowsConfig : Attention {
   static constexpr int group = 1;
 };
 
-// A CTA computes its query tiles in rounds: each warp looks for empty rows in a few tiles, then all
-// warps compute the tiles that have any. Rows left to this launch are called empty, see is_empty().
+// Rows that the attention kernel leaves to this launch are called empty, see is_empty(). A CTA
+// computes in rounds: each warp looks for empty rows in a few query tiles, then all warps together
+// compute each tile that has any.
 template <class Attention>
 struct LowRows {
   using Config = LowRowsConfig<Attention>;
@@ -96,9 +98,10 @@ struct LowRows {
     __syncthreads();
   }
 
-  // Returns whether the attention kernel left a row of a tile to this launch. Then the first
-  // columns of the output are -0. If KV is split, there are two cases: the log-sum-exp of every
-  // split is so low that splits written as -inf have weight, too, or the base of some split is inf.
+  // Returns whether the attention kernel left a row of a tile to this launch. If KV is not split,
+  // the first columns of its output are then -0. If KV is split, there are two cases: the
+  // log-sum-exp of every split is so low that splits written as -inf would have weight, too, or the
+  // base of some split is inf.
   __device__ bool is_empty(int tile, int row_in_tile) const {
     if constexpr (Config::has_seqlens) {
       const SequenceView<Config> view(p, tile);
@@ -143,7 +146,7 @@ struct RowSelection<LowRowsConfig<Attention>> {
     unsigned rows[words];
   };
 
-  // Sets the tile and rows to compute. Called by all threads when they are done with the last tile.
+  // Sets the tile and rows to compute. Called by all threads after they finish the previous tile.
   __device__ static void select(int tile, const unsigned (&bits)[words]) {
     if (threadIdx.x == 0) {
       selected().tile = tile;

@@ -1,6 +1,5 @@
 // Fused attention forward on Hopper (sm_90a) for float16, bfloat16, float32 and float8:
-// FlashAttention-3 (Shah et al. 2024), with one software pipeline that runs through all query tiles
-// of a CTA.
+// FlashAttention-3 (Shah et al. 2024), with one software pipeline over all query tiles of a CTA.
 //
 // One thread of the producer warpgroup issues the TMA loads. One to three consumer warpgroups
 // compute the matrix products and the softmax.

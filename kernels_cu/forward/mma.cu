@@ -69,9 +69,8 @@ struct MmaForward : MmaTileCoord<Config> {
   using ValueLayout = typename Products::ValueLayout;
   using Softmax = WarpSoftmax<Element, row_tiles, Bc, Products::columns_v>;
 
-  // Whether finish() looks for rows that attend to one key only, and sets them to the value of that
-  // key. Needed if P V is not exact for such rows and modifications mask keys, so that `Mask` alone
-  // does not show which rows these are.
+  // Whether finish() sets rows that attend to one key only to the value of that key. Needed if P V
+  // rounds such rows and modifications mask keys, so that `Mask` does not show which rows they are.
   static constexpr bool fixes_one_key_rows =
       Config::modified && !Config::sinks && !quotient_is_exact<Element>;
 
@@ -270,8 +269,7 @@ struct MmaForward : MmaTileCoord<Config> {
       typename Products::PartialScores partial_scores;
       clear(partial_scores);
       products.multiply_queries_keys(partial_scores, warp_queries(), k_shared);
-      // All warps must have read K before S overwrites it. Its stage is reloaded only after
-      // await_tile<1>().
+      // S overwrites K, which all warps must have read. await_tile<1>() precedes the next load.
       __syncthreads();
       Products::exchange(scores, partial_scores, k_shared, group);
     }
@@ -419,9 +417,8 @@ struct MmaForward : MmaTileCoord<Config> {
     return state.template log_sum_exp<Softmax::factor>(scale_log2);
   }
 
-  // Multiplies an output row by the factor of the sink, unless KV is split: then the merge applies
-  // the sink. A fully masked row holds 0 times values that other rows attend to, which is NaN if
-  // such a value is, so it is set to 0.
+  // Multiplies an output row by the factor of the sink, unless KV is split: then the merge does so.
+  // A fully masked row holds 0 times values that other rows attend to, maybe NaN: it is set to 0.
   __device__ void finish_modified(const Params& p, int head, const SoftmaxRow<float>& state,
                                   float* row) const {
     if constexpr (Config::sinks && !Config::split_keys) {
@@ -446,8 +443,7 @@ struct MmaForward : MmaTileCoord<Config> {
     }
   }
 
-  // Writes the output through shared memory in 16-byte chunks. Each warp, or group of column warps,
-  // writes the rows that it computed.
+  // Writes the output through shared memory in 16-byte chunks. Warps write the rows they computed.
   __device__ void write_output(const Params& p, const TileCoord& coord,
                                const SequenceView<Config>* view) {
     __syncthreads();

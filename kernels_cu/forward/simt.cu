@@ -227,8 +227,7 @@ __device__ void simt_attention(const Params& p) {
       const Params local = view.params();
       simt::Kernel<Config>(local, view.coord, memory, &view).run();
     }
-    // The `SequenceView` is built again: keeping `view` until here would change the machine code of
-    // the loops.
+    // `SequenceView` is built again: keeping `view` until here changes the loops' machine code.
     if (!Config::split_keys && p.cu_seqlens_q != nullptr) {
       SequenceView<Config>(p, ptx::cta_index()).clear_unowned_rows();
     }

@@ -49,8 +49,7 @@ struct DecodeColumnWarps {
     }
   }
 
-  // Replaces partial scores by their sum over the column warps. Lane i reads only what the lanes i
-  // have written.
+  // Replaces partial scores by their sum over the column warps. Lane i reads only data of lanes i.
   template <int row_tiles, int key_tiles>
   __device__ void reduce_scores(float (&scores)[row_tiles][key_tiles][4]) {
     if constexpr (size > 1) {

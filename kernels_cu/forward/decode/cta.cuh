@@ -228,8 +228,7 @@ struct DecodeCta {
     return min(Br, partial_tile.sequence.seqlen_q * group - first_row());
   }
 
-  // Returns the index in its sequence of the query in a row. head_of() returns the row's query head
-  // within the group.
+  // Returns the query index in the sequence for a row. head_of() returns its head in the group.
   __device__ int query_of(int row) const { return (first_row() + row) / group; }
   __device__ int head_of(int row) const { return (first_row() + row) % group; }
 

@@ -11,8 +11,7 @@
 #include "tile/fragments.cuh"
 #include "tile/powers.cuh"
 
-// All scales are 1 if the `data` of their tensor is null. cupy_flash/families/params.py declares
-// the same struct.
+// All scales are 1 if the `data` of their tensor is null. families/params.py has the same struct.
 struct QuantizedParams : Params {
   Tensor k_scale;  // (caches or pages, rows, heads_kv); stride 0 along axes that share a scale
   Tensor v_scale;

@@ -209,8 +209,7 @@ struct DecodeWarp : DecodeCta<Config> {
         float* record = result + row * Cta::record;
         float* target = record + warp % ColumnWarps::size * columns;
         const float base = state.base(scale_log2);
-        // A row with base -inf or without a visible key gets weight 0 in the merge. Its output is
-        // cleared, since it may hold NaN.
+        // A row with base -inf or no visible key gets weight 0. Its output, maybe NaN, is cleared.
         const bool has_weight = !state.is_fully_masked() && base > -SoftmaxMath<float>::infinity();
         if (!has_weight) {
 #pragma unroll

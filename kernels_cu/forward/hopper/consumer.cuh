@@ -222,8 +222,8 @@ struct HopperConsumer {
     }
   }
 
-  // If the next query tile begins or the work ends, advances the ring of work tiles. Before, writes
-  // the output of the finished query tile if O holds it (`accumulate`).
+  // When the next query tile begins or the work ends, writes the output of the finished query tile
+  // if O holds it (`accumulate`). Then advances to the next work tile, if any.
   __device__ void switch_query_tile(bool& accumulate) {
     if (!kv_tile_info.begins_query_tile() && !kv_tile_info.is_end()) return;
     if (accumulate) {
@@ -293,7 +293,7 @@ struct HopperConsumer {
     }
   }
 
-  // Returns the first KV tile in which the mask hides late keys from some row of this consumer.
+  // Returns the first KV tile with keys from visible_end() on, for some row of this consumer.
   __device__ int first_masked_tile() const {
     return Config::has_seqlens ? full_end
                                : Mask<Config>(cta.p, batch()).template full_tiles<Bc>(first_row);

@@ -128,8 +128,7 @@ struct HopperCta {
 
   // Visible pairs of a partially masked KV tile, for each consumer. They arrive with K and are read
   // before the stage of K is released. K and V alternate in the ring of tiles, so stages / 2 + 1
-  // entries suffice: when a stage is free for K, the K that is this many KV tiles older has been
-  // released.
+  // entries suffice: when a stage is free for K, K of this many KV tiles before has been released.
   using TilePairs = VisiblePairs<Bc <= 128 ? 1 : 2>;
   static constexpr int visible_pairs_bytes = TilePairs::threads * int(sizeof(TilePairs));
   static constexpr int visible_pairs_slots = Config::block_mask ? Config::stages / 2 + 1 : 0;

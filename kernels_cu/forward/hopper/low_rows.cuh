@@ -18,8 +18,7 @@
 
 #if __CUDA_ARCH__ == 900
 
-// Configuration of the `mma` kernel: that of the attention kernel (the Hopper kernel), but with a
-// different tile.
+// Configuration of the `mma` kernel: that of the attention (Hopper) kernel, with a different tile.
 template <class Attention>
 struct LowRowsConfig : Attention {
   static constexpr int Br = Attention::low_Br;

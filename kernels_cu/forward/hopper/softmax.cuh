@@ -106,8 +106,7 @@ struct HopperSoftmax {
     float sums[2];
     compute_exponentials(scores, probabilities, sums);
     bool changes = false;
-    // Bounded scores need no maximum: their p fit in the exponent range of bfloat16 P, and the sums
-    // of p in float32.
+    // Bounded scores need no maximum: bfloat16 holds any p that they produce, float32 their sums.
     if constexpr (!Config::bounded) {
       changes =
           __any_sync(~0u, any_empty | Row::is_too_large(sums[0]) | Row::is_too_large(sums[1]));
@@ -120,8 +119,7 @@ struct HopperSoftmax {
     return changes;
   }
 
-  // Returns whether the sums require a new base in any row of the warp. Even the first KV tile of a
-  // row rarely does.
+  // Returns whether the sums require a new base in any row of the warp. First KV tiles rarely do.
   __device__ bool bases_must_change(const float (&sums)[2]) {
     bool may_change = false;
 #pragma unroll

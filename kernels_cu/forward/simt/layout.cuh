@@ -50,8 +50,7 @@ struct Layout {
   // counted in vectors, places these rows in distinct bank groups. The same holds for rows of Q.
   static constexpr int padded_dim = round_up(Config::head_dim, unit > width ? unit : width);
   static constexpr int qk_stride = (padded_dim / width | 1) * width;
-  // Lanes of eight consecutive positions read consecutive vectors of one row of V, so V needs no
-  // padding.
+  // V needs no padding: lanes of eight consecutive positions read consecutive vectors of one row.
   static constexpr int v_stride = round_up(columns * row_threads, unit > width ? unit : width);
   // A warp (for double, a half warp) writes one element of P per lane: row_threads consecutive
   // elements in each of several rows. Together they cover the 128 bytes of all banks once if the

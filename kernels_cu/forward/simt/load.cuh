@@ -116,8 +116,7 @@ struct TileLoad {
   }
 };
 
-// Waits until this thread's copies have landed. To read what other threads have copied, a CTA
-// barrier must follow.
+// Waits until this thread's copies have landed. Copies of other threads need a barrier after this.
 __device__ inline void wait_for_copies() {
 #if __CUDA_ARCH__ >= 800
   ptx::cp_async_commit_group();

@@ -138,9 +138,8 @@ struct Rows {
     }
   }
 
-  // Computes out += P V. The product of one KV tile is summed separately, in registers that held
-  // the scores: a single sum over thousands of keys would have larger rounding errors than a
-  // blocked library GEMM.
+  // Computes out += P V. The product of one KV tile is summed separately, in registers of `scores`:
+  // one sum over thousands of keys would have larger rounding errors than a blocked library GEMM.
   __device__ void multiply_values(const T* p, const T* v) {
     T sums[L::rows][L::columns] = {};
     p += first() * L::p_stride;

@@ -269,7 +269,8 @@ struct MmaForward : MmaTileCoord<Config> {
       typename Products::PartialScores partial_scores;
       clear(partial_scores);
       products.multiply_queries_keys(partial_scores, warp_queries(), k_shared);
-      // S overwrites K, which all warps must have read. await_tile<1>() precedes the next load.
+      // All warps must have read K before S overwrites it. The next load into this stage follows
+      // await_tile<1>().
       __syncthreads();
       Products::exchange(scores, partial_scores, k_shared, group);
     }

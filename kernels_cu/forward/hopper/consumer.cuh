@@ -128,7 +128,7 @@ struct HopperConsumer {
     const SoftmaxRow finished[2] = {softmax.rows[0], softmax.rows[1]};
     if (tile_ends) softmax.reset();
     // In MLA, each stage holds both K and V, so that few stages fit. A consumer then waits for O
-    // while it waits for the peer CTA, which releases a stage early.
+    // while it waits for scores of the peer CTA, to release a stage early.
     constexpr bool releases_early = Cta::values_in_keys && !Config::overlaps_output;
     prepare_scores([&] {
       if (releases_early) products.wait_output(true);
@@ -293,7 +293,7 @@ struct HopperConsumer {
     }
   }
 
-  // Returns the first KV tile with keys from visible_end() on, for some row of this consumer.
+  // Returns the first KV tile with keys at or after visible_end() of some row of this consumer.
   __device__ int first_masked_tile() const {
     return Config::has_seqlens ? full_end
                                : Mask<Config>(cta.p, batch()).template full_tiles<Bc>(first_row);

@@ -167,7 +167,7 @@ struct HopperProducts {
   }
 
   // Called when S is complete. Releases the K stage of the product that was issued `products`
-  // products ago, and the query stage if this was its last use. Queries in registers have been read
+  // products ago, and the query stage if S was its last use. Queries in registers have been read
   // from shared memory when the first product with them is complete.
   __device__ void release_scores(int products, bool is_first_tile, bool is_last_tile) {
     ptx::pin(scores);

@@ -1,4 +1,4 @@
-// Warps of the producer warpgroup besides the producer, for work outside of the main loop.
+// Warps of the producer warpgroup other than the producer warp, for work outside the main loop.
 #pragma once
 
 #include "forward/hopper/cta.cuh"

@@ -5,17 +5,17 @@
 // them. Each CTA has a work range, i.e. a range of the keys (scheduler/kv_partition.cuh), which its
 // warps divide. All warps hold the same query rows. Each warp streams KV tiles of Bc keys through a
 // ring of its own and ends with a partial result, independently of other warps (Flash-Decoding, Dao
-// et al. 2023). The CTA merges the partial results of its warps. In a cluster, CTAs send their
-// results to one CTA, or to each CTA a slice of the columns. Results of several clusters, or of
-// CTAs without clusters, are merged as a tree through global memory: the last CTA of a group to
-// arrive merges the group.
+// et al. 2023). The CTA merges the partial results of its warps. In a cluster, one CTA receives and
+// merges the results of all CTAs, or each CTA receives and merges one slice of the columns. Results
+// of several clusters, or of CTAs without clusters, are merged as a tree through global memory: the
+// last CTA of a merge group to arrive merges the group.
 //
 // If a head is too wide for one warp's registers, several warps process the same keys, each with a
 // slice of the columns (decode/column_warps.cuh). In MLA (DeepSeek-V2, 2024), V is a prefix of K's
 // columns, so a KV tile is read once and multiplied twice.
 //
-// An 8-bit cache is read as it is. Each warp converts it to 16-bit numbers in registers, which is
-// exact, and multiplies scores and probabilities by the scales (decode/scales.cuh).
+// An 8-bit KV cache is copied to shared memory unconverted. Each warp converts it to 16-bit numbers
+// in registers, which is exact, and applies the scales to S and P (decode/scales.cuh).
 #pragma once
 
 #include "forward/decode/cta.cuh"
@@ -36,8 +36,8 @@ __device__ void decode_forward(const typename CacheOf<Config>::Arguments& params
   DecodeCluster<Config> cluster{cta};
   if constexpr (in_cluster) cluster.init_receive_barrier();
   if constexpr (Config::page_size > 0) cta.prefetch_table();
-  // Packed queries use fixed splits. The last warp clears rows that belong to no sequence, since it
-  // is idle while warp 0 computes the work range of the CTA.
+  // Packed queries are never `balanced`. The last warp clears output rows that belong to no
+  // sequence, since it is idle while warp 0 computes the work range of the CTA.
   if constexpr (Config::has_seqlens && !Config::balanced) {
     if (cta.warp == Config::warps - 1) {
       UnownedRows<Config>{params}.clear_all(blockIdx.x, gridDim.x);

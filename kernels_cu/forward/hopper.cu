@@ -33,9 +33,10 @@ __device__ void hopper_prepare(const Params& params) {
       params, reinterpret_cast<int*>(shared_memory));
 }
 
-// Clears output rows that belong to no sequence. Called by one warp of each CTA, in kernels where
-// `CtaRanks` CTAs split head_dim. A spare warp of the producer warpgroup runs this in parallel to
-// the consumers. In CTA pairs that makes consumers spill, so a consumer warp runs it at its end.
+// Clears output rows that belong to no sequence. Called by one warp of each CTA; does nothing
+// unless `CtaRanks` CTAs split head_dim. If one CTA has the whole head_dim, an idle warp of the
+// producer warpgroup calls this while the consumers work. In CTA pairs, that would make consumers
+// spill registers, so a consumer warp calls this when its other work is done.
 template <class Config, int CtaRanks>
 __device__ void clear_unowned_rows(const Params& params) {
   using Cta = HopperCta<Config>;

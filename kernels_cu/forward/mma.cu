@@ -2,13 +2,13 @@
 // TF32 products.
 //
 // FlashAttention-2 (Dao 2023): a CTA holds Br query rows and iterates over the KV tiles of Bc keys,
-// from the last to the first. Each warp owns 16 or 32 of the rows, so that the softmax communicates
-// among four lanes only, and P never leaves the registers: the accumulator fragment of Q K^T is,
-// pair by pair, the operand fragment of P V.
+// from the last to the first. Each warp owns 16 or 32 of the rows, so that a row of S lies in four
+// lanes, among which the softmax communicates. P never leaves the registers: the accumulator
+// fragments of Q K^T serve as operand fragments of P V.
 //
-// For a wide head, the output of 16 rows does not fit in a warp's registers, so two warps have the
-// same rows. Each computes S for half of the keys of a KV tile. They exchange S through the shared
-// memory of that K tile, and each multiplies P by half of the columns of V.
+// For a wide head, the output of 16 rows does not fit in a warp's registers, so two warps process
+// the same rows. Each computes S for half of the keys of a KV tile. They exchange S through the
+// shared memory of that K tile, and each multiplies P by half of the columns of V.
 #pragma once
 
 #include "params.cuh"
@@ -69,8 +69,8 @@ struct MmaForward : MmaTileCoord<Config> {
   using ValueLayout = typename Products::ValueLayout;
   using Softmax = WarpSoftmax<Element, row_tiles, Bc, Products::columns_v>;
 
-  // Whether to find rows that attend to one key at the end, and to set them to its value. Needed if
-  // P V loses bits and modifications mask keys, so that `Mask` does not tell which rows these are.
+  // Whether finish() sets rows that attend to one key only to the value of that key. Needed if P V
+  // rounds such rows and modifications mask keys, so that `Mask` does not show which rows they are.
   static constexpr bool fixes_one_key_rows =
       Config::modified && !Config::sinks && !quotient_is_exact<Element>;
 
@@ -98,17 +98,17 @@ struct MmaForward : MmaTileCoord<Config> {
   const SequenceView<Config>* view;  // sequence of this CTA, or null if the batch is dense
   const Mask<Config, Config::group> mask;
   const KvTileRange tiles;
-  const int group = threadIdx.x / 32 / column_warps;  // index of the warps that have the same rows
+  const int group = threadIdx.x / 32 / column_warps;  // group of warps that process the same rows
   const int lane = threadIdx.x % 32;
   const int first_row;  // first query row of which this lane holds elements, see row_of()
   const unsigned q_shared;
   const unsigned ring;
-  const Element* next_keys;  // this thread's source in the next tile to load
+  const Element* next_keys;  // this thread's first source address in the next K tile to load
   const Element* next_values;
   const float scale_log2;
 
   Products products;
-  typename Products::Scores scores;  // S, and after exponentiate() P
+  typename Products::Scores scores;  // S, which exponentiate() replaces by P
   typename Products::Output out;
   Softmax softmax;
 
@@ -188,9 +188,9 @@ struct MmaForward : MmaTileCoord<Config> {
     return ring + stage * stage_bytes;
   }
 
-  // Starts the copy that comes `Ahead` stages after K of a tile, if there is one. Every call
-  // commits one group of copies, so that waiting for a tile is waiting for a fixed number of
-  // groups.
+  // Starts the copy of the K or V tile that is stored `Ahead` stages after K of `tile`, if there is
+  // one. Every call commits one cp.async group, which may be empty, so that the number of newer
+  // groups is always the same when a tile is waited for.
   template <int Ahead, bool Ragged>
   __device__ void load_tile(int tile) {
     constexpr bool is_value = Ahead % 2;
@@ -240,8 +240,8 @@ struct MmaForward : MmaTileCoord<Config> {
   template <bool Edge>
   __device__ void process_tile(int tile) {
     // With two stages, the next copy must start at once to arrive in time. With more, it is better
-    // issued while the tensor cores finish. Only the last KV tile can be partial. Of that tile,
-    // only V is loaded here, and only with two stages.
+    // issued while the tensor cores finish. Only the last KV tile can be partial. run() has loaded
+    // its K and, with more than two stages, its V, so only its V with two stages needs `Edge`.
     const unsigned k_shared = await_tile<0>(tile);
     if (stages == 2) load_tile<stages - 1, Edge>(tile);
     compute_scores(k_shared);
@@ -269,7 +269,8 @@ struct MmaForward : MmaTileCoord<Config> {
       typename Products::PartialScores partial_scores;
       clear(partial_scores);
       products.multiply_queries_keys(partial_scores, warp_queries(), k_shared);
-      // All warps have read K, which S overwrites. Its stage is not loaded before await_tile<1>.
+      // All warps must have read K before S overwrites it. The next load into this stage follows
+      // await_tile<1>().
       __syncthreads();
       Products::exchange(scores, partial_scores, k_shared, group);
     }
@@ -323,7 +324,8 @@ struct MmaForward : MmaTileCoord<Config> {
     }
   }
 
-  // Returns whether fix_rows() is needed. Recomputing the coordinates costs 1 to 2% with 512 keys.
+  // Returns whether fix_rows() is needed. The check saves recomputing the tile coordinates for
+  // fix_rows(), which costs 1 to 2% with 512 keys.
   __device__ bool may_have_degenerate_rows() const {
     return !Config::modified &&
            mask.visible_end(first_row - lane / 4) <= max_degenerate_keys<Element>;
@@ -344,7 +346,7 @@ struct MmaForward : MmaTileCoord<Config> {
   __device__ void finish(const Params& p, const TileCoord& coord,
                          const SequenceView<Config>* view) {
     const auto partials = partials_of(p, view);
-    unsigned one_key_rows = 0;  // bit 2 * i + half: the sum of the row is a single p
+    unsigned one_key_rows = 0;  // bit 2 * i + half is set if the row's sum equals its largest p
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
@@ -393,7 +395,7 @@ struct MmaForward : MmaTileCoord<Config> {
     const int first_of_warp = first_row_of(coord) - lane / 4;
 #pragma unroll 1
     for (int r = 0; r < 2 * row_tiles; ++r) {
-      // Keep one bit per row, that of the first of its four lanes.
+      // Keep one bit per row: the bit of the first of the four lanes that hold the row.
       unsigned left = __ballot_sync(~0u, one_key_rows >> r & 1) & 0x11111111;
 #pragma unroll 1
       for (; left != 0; left &= left - 1) {
@@ -416,8 +418,8 @@ struct MmaForward : MmaTileCoord<Config> {
     return state.template log_sum_exp<Softmax::factor>(scale_log2);
   }
 
-  // Multiplies an output row by the factor of the sink, unless KV is split, since merging does so
-  // then. A fully masked row holds 0 times values that other rows attend to, and becomes 0.
+  // Multiplies an output row by the factor of the sink, unless KV is split: then the merge does so.
+  // A fully masked row holds 0 times values that other rows attend to, maybe NaN: it is set to 0.
   __device__ void finish_modified(const Params& p, int head, const SoftmaxRow<float>& state,
                                   float* row) const {
     if constexpr (Config::sinks && !Config::split_keys) {
@@ -442,7 +444,7 @@ struct MmaForward : MmaTileCoord<Config> {
     }
   }
 
-  // Writes the output through shared memory, each warp its own rows, in whole 16-byte chunks.
+  // Writes the output through shared memory in 16-byte chunks. Warps write the rows they computed.
   __device__ void write_output(const Params& p, const TileCoord& coord,
                                const SequenceView<Config>* view) {
     __syncthreads();

@@ -1,5 +1,5 @@
-// Unfused attention, the baseline of the benchmarks. Three kernels pass the whole score matrix,
-// (batch * heads_q, seqlen_q, seqlen_k) in the workspace, through global memory. Products use
+// Unfused attention, the baseline of the benchmarks. Three kernels communicate through the whole
+// score matrix in the workspace, of shape (batch * heads_q, seqlen_q, seqlen_k). Products use
 // 32 x 32 tiles in shared memory, with one thread for each element of the result.
 #include "params.cuh"
 #include "score/mask.cuh"
@@ -15,7 +15,7 @@ constexpr int tile = 32;
 template <class T>
 using Shared = T[tile][tile + 1];
 
-// The 32 x 32 tile of the result that a CTA computes, and the element of this thread.
+// The 32 x 32 tile of S or O that a CTA computes, and the element of it that this thread computes.
 struct ResultElement {
   int64 batch_head;
   int row_begin, column_begin;

@@ -62,8 +62,8 @@ __device__ void write(const Params& p, const TileCoord& coord, const SequenceVie
   }
 }
 
-// Sequence of the CTA. In dense batches it is a static null, not a member: even an unused member
-// would change the machine code of the loops.
+// Sequence of the CTA. In dense batches, `view` is a static null pointer, not a member: even an
+// unused member would change the machine code of the loops.
 template <class Config, bool HasView = Config::has_seqlens>
 struct OptionalView {
   static constexpr const SequenceView<Config>* view = nullptr;
@@ -146,8 +146,9 @@ struct Kernel : OptionalView<Config> {
     }
   }
 
-  // Processes one KV tile. Its K is already being copied; on return, K of the next tile is. With
-  // separate buffers, V is copied during Q K^T, and the next K during P V.
+  // Processes one KV tile. The copy of its K has been started before; on return, that of the next
+  // K tile has been started. With separate buffers for K and V, V is copied during Q K^T, and the
+  // next K during P V.
   __device__ void process_tile(const typename Rows<Config>::KeyMask& mask, int tile,
                                const KvTileRange& tiles, T scale_log2) {
     wait_for_copies();
@@ -203,7 +204,7 @@ struct Kernel : OptionalView<Config> {
     }
   }
 
-  // Number of rows of a warp, which are consecutive.
+  // Number of query rows that a warp owns. They are consecutive.
   static constexpr int warp_rows = L::warp_rows * L::rows;
   __device__ static int first_of_warp() { return threadIdx.x / 32 * warp_rows; }
 
@@ -226,7 +227,7 @@ __device__ void simt_attention(const Params& p) {
       const Params local = view.params();
       simt::Kernel<Config>(local, view.coord, memory, &view).run();
     }
-    // `SequenceView` is computed again: keeping it until here would change the loops' machine code.
+    // `SequenceView` is built again: keeping `view` until here changes the loops' machine code.
     if (!Config::split_keys && p.cu_seqlens_q != nullptr) {
       SequenceView<Config>(p, ptx::cta_index()).clear_unowned_rows();
     }

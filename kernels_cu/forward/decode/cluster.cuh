@@ -1,11 +1,11 @@
 // Merging of partial results within a cluster whose CTAs have partial tiles of one query tile.
 //
-// CTAs take keys in order. CTA A has the first partial tile of the query tile as the last of its
-// work range. CTAs B, C, ... have theirs as the first of their ranges. They send their results to
-// A, which merges. A query tile is sliced if all CTAs of the cluster have a partial tile of it,
-// each as the last of its range. Then every CTA merges one slice of the columns (merge_slice.cuh)
-// and receives only that slice. To receive 16 rows from seven CTAs would take one CTA a
-// microsecond.
+// Consecutive CTAs have consecutive ranges of keys. The first partial tile of a query tile is the
+// last one in the work range of a CTA A. The other partial tiles are the first ones in the work
+// ranges of CTAs B, C, ..., which send their results to A, and A merges. A query tile is sliced if
+// all CTAs of the cluster have a partial tile of it, each as the last one of its range. Then every
+// CTA merges one slice of the columns (merge_slice.cuh) and receives only that slice: one CTA alone
+// would take a microsecond to receive 16 rows from seven CTAs.
 //
 //   a CTA that merges              its mbarrier             the other CTAs of the query tile
 //   ---------------------------    ---------------------    ----------------------------------
@@ -21,10 +21,10 @@
 //   wait_results()             <-- phase 0 ends
 //   merge buffers 0, 1, ...
 //
-// Bytes may arrive before they are expected: the phase does not end without the CTA's own arrival.
+// Bytes may arrive before expect_results(): the phase does not end before the merging CTA arrives.
 // A CTA merges at most one query tile, that of its last partial tile, so the mbarrier has one
-// phase. It may have sent the result of its first partial tile to another CTA before. A CTA that
-// merges nothing may exit early; a CTA that merges stays until all bytes have arrived.
+// phase. Before, the CTA may have sent the result of its first partial tile to another CTA. A CTA
+// that merges nothing may exit early; a CTA that merges stays until all bytes have arrived.
 #pragma once
 
 #include "forward/decode/cta.cuh"
@@ -63,8 +63,8 @@ struct DecodeCluster {
     has_synced = true;
   }
 
-  // Sends a chunk of a row of the partial result to the CTA that merges it. The first chunk of a
-  // slice comes with the state of the row.
+  // Sends a chunk of a row of the partial result to the CTA that merges it, and with the first
+  // chunk of a slice the row's base and sum.
   __device__ void send(const PartialTile& partial_tile, int row, int chunk,
                        const Vector<float, 4>& values, const Vector<float, 4>& state) const {
     const Slice slice = Slice::for_chunk(partial_tile, chunk);
@@ -96,7 +96,7 @@ struct DecodeCluster {
   }
 
  private:
-  // Sends `values` to the CTA with partial tile `index` of the query tile, at the same address.
+  // Writes `values` to `target` in shared memory of the CTA with partial tile `index` of the tile.
   __device__ static void send_to(const PartialTile& partial_tile, int index, float* target,
                                  const Vector<float, 4>& values) {
     if (index == partial_tile.index) {

@@ -1,7 +1,7 @@
 // Sum of scores over column warps, which process the same keys, each with a slice of the columns in
-// a ring of its own. A warp multiplies its slices of Q and K; the sum over the warps is S. All
-// warps add in the same order, so they have bitwise equal scores, maxima, probabilities and row
-// sums. Each then multiplies P by its own columns of V.
+// a ring of its own. Each warp multiplies its slices of Q and K, and the products of all warps add
+// up to S. All warps add in the same order, so they have bitwise equal scores, maxima,
+// probabilities and row sums. Each warp then multiplies P by its own columns of V.
 //
 //   warp 0                        buffers           warp 1, ...
 //   --------------------------    ---------------   --------------------------
@@ -49,7 +49,7 @@ struct DecodeColumnWarps {
     }
   }
 
-  // Replaces partial scores by their sum over the column warps. Lanes read only their own elements.
+  // Replaces partial scores by their sum over the column warps. Lane i reads only data of lanes i.
   template <int row_tiles, int key_tiles>
   __device__ void reduce_scores(float (&scores)[row_tiles][key_tiles][4]) {
     if constexpr (size > 1) {

@@ -1,6 +1,7 @@
 // State that the threads of a CTA of the decode kernel share: its shared memory, its current
 // partial tile and the query rows of that tile. A partial tile (`PartialTile`) is a query tile of
-// one KV head with a range of its keys. Row r is query r / group of the group's head r % group.
+// one KV head with a range of its keys. Row r of all query tiles of a KV head is query r / group of
+// query head r % group in the group of that KV head.
 #pragma once
 
 #include "forward/decode/scales.cuh"
@@ -65,12 +66,12 @@ struct DecodeCta {
 
   static_assert(Br * QueryLayout::row_bytes <= stage_bytes, "queries are loaded through a stage");
 
-  // A partial result is a record of floats per row: output columns, base of the probabilities,
-  // their sum. The records overwrite the rings of the warps that process the same keys.
+  // A partial result is one record of floats per row: output columns, base of the probabilities,
+  // and their sum. The records overwrite the rings of the warps that computed them.
   static constexpr int columns = Products::columns_v;  // columns per warp
   static constexpr int record_columns = ColumnWarps::size * columns;
-  // The state of a row, base and sum, takes 2 floats. Padding to 8 avoids bank conflicts: 730
-  // instead of 990 cycles for 16 rows of 8 warps (H100).
+  // The state of a row, base and sum, takes 2 floats. Padding to 8 avoids bank conflicts: writing
+  // 16 rows of each of 8 warps takes 730 instead of 990 cycles (H100).
   static constexpr int record = record_columns + 8;
   // Number of 4-column chunks of a record that hold output columns.
   static constexpr int output_chunks = round_up(Config::head_dim_v, 16) / 4;
@@ -83,13 +84,13 @@ struct DecodeCta {
   static_assert(Br * record * 4 <= key_warp_bytes, "a partial result fits");
   static_assert(MergeGroup::fan_in <= Br, "a row of each result of a merge group fits");
 
-  // Order in shared memory: the rings, buffers in which column warps sum their scores, in a cluster
-  // buffers for received results (all columns or a slice), and `State`.
+  // Order in shared memory: the rings, buffers through which column warps sum their scores, receive
+  // buffers for the results of other CTAs of a cluster (all columns or a slice), and `State`.
   static constexpr int receive_floats = Config::receive_rows * record;
   static constexpr int receive_offset = rings_bytes + ColumnWarps::bytes;
   static constexpr int state_offset = receive_offset + Config::cluster * receive_floats * 4;
 
-  // State of the current partial tile, not kept in the registers of every thread. The barrier
+  // State of the current partial tile, kept in shared memory to save registers. `results_barrier`
   // counts the bytes that other CTAs of a cluster send.
   struct alignas(16) State {
     unsigned long long results_barrier;
@@ -125,7 +126,7 @@ struct DecodeCta {
     return ptx::shared_address(shared_floats()) + state_offset;
   }
 
-  // Loads one sequence length per lane, before all else: the work range depends on the lengths.
+  // Loads one sequence length per lane. This comes first, since the work range depends on them.
   __device__ static int load_lane_seqlen(const Params& p) {
     const int lane = threadIdx.x % 32;
     int used = 0;
@@ -174,9 +175,9 @@ struct DecodeCta {
     state.has_next = partitioner.has_next(partial_tile);
   }
 
-  // Returns the L2 policy for K and V, which are read once. Small calls use evict_first, so that
-  // they need not wait until dirty lines leave L2 (24 instead of 26 us for 32 MiB). Large calls use
-  // no policy: 476 us for 2 GiB, instead of 566 us with evict_normal (H200).
+  // Returns the L2 policy for K and V, which are read once. With few bytes of K and V, it is
+  // evict_first, so that loads need not wait until dirty lines leave L2 (24 instead of 26 us for
+  // 32 MiB). With many, it is 0, no policy: 476 us for 2 GiB, 566 us with evict_normal (H200).
   __device__ unsigned long long policy() const {
     if constexpr (Config::small_kv) {
       const unsigned long long evict_first = ptx::l2_evict_first_policy();
@@ -187,9 +188,9 @@ struct DecodeCta {
     }
   }
 
-  // Chooses the L2 policy at run time, if sequences may be short or long. 0 means no policy.
+  // Returns the L2 policy, chosen at run time from the total number of keys; 0 means no policy.
   __device__ static unsigned long long policy_of(const KvPartitioner<Config>& partitioner) {
-    // 320 MiB of K and V of all heads, as a number of keys.
+    // Number of keys, counted for each KV head, whose K and V take 320 MiB.
     constexpr int v_columns = Config::values_in_keys ? 0 : Config::head_dim_v;
     constexpr int bytes_per_key = (Config::head_dim + v_columns) * int(sizeof(Stored));
     constexpr int64 small_keys = (int64(320) << 20) / bytes_per_key;
@@ -209,8 +210,8 @@ struct DecodeCta {
     state.partial_tile.end = next.end;
   }
 
-  // Prefetches the block table to L2 while warp 0 computes the work range. The pages of this CTA
-  // are not known yet, so all CTAs together prefetch the table, one cache line per thread.
+  // Prefetches the block table to L2 while warp 0 computes the work range. Which pages this CTA
+  // needs is not known yet, so all CTAs together prefetch the table, one cache line per thread.
   __device__ void prefetch_table() const {
     if (warp == 0) return;
     constexpr int cache_line = 128 / sizeof(int);
@@ -227,7 +228,7 @@ struct DecodeCta {
     return min(Br, partial_tile.sequence.seqlen_q * group - first_row());
   }
 
-  // Returns the query index of a row within its sequence. head_of() returns its head in the group.
+  // Returns the query index in the sequence for a row. head_of() returns its head in the group.
   __device__ int query_of(int row) const { return (first_row() + row) / group; }
   __device__ int head_of(int row) const { return (first_row() + row) % group; }
 

@@ -33,7 +33,7 @@ struct DecodeMemory {
            slice.index;
   }
 
-  // Prefetches the counter, which takes as long to load as a KV tile.
+  // Prefetches the arrival counter to L2, since loading it takes as long as loading a KV tile.
   __device__ void prefetch_counter() const {
     const PartialTile& partial_tile = cta.partial_tile;
     if (partial_tile.results > 1) {

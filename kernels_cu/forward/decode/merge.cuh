@@ -1,6 +1,6 @@
 // Merging of partial results: first those of the warps, then those of CTAs if a query tile has
-// several partial tiles. This code runs rarely, and code is fetched from memory, too. So loops are
-// unrolled only as far as needed to have several loads in flight.
+// several partial tiles. This code runs rarely, so its instructions are often fetched from memory.
+// To keep it short, loops are unrolled only as far as needed to have several loads in flight.
 #pragma once
 
 #include "forward/decode/cta.cuh"
@@ -115,10 +115,10 @@ struct DecodeMerge {
   __device__ void merge_chunk(const PartialTile& partial_tile, const float* source,
                               int result_floats, int results, const Slice& slice, int row,
                               int chunk, Destination destination, int target) const {
-    // Indices past the last result read it again; the loop below ignores them.
+    // An index past the last result reads the last one again; the second loop below ignores it.
     const auto result = [&](int r) { return source + min(r, results - 1) * result_floats; };
-    // A partial result over no visible key has base -inf and weight 0. If all are such, the base
-    // stays finite.
+    // A partial result over no visible key has base -inf and weight 0. If all results are such,
+    // `base` is lowest_base: with -inf, the weights would be NaN.
     float base = lowest_base;
 #pragma unroll
     for (int r = 0; r < MaxResults; ++r) base = fmaxf(base, result(r)[slice.state()]);
@@ -162,7 +162,7 @@ struct DecodeMerge {
     return log_sum * Math::ln_2;
   }
 
-  // Writes a chunk of a row for further merging. The first chunk comes with the row's base and sum.
+  // Writes a chunk of a row for further merging, and with the first chunk the row's base and sum.
   __device__ void write_partial(const PartialTile& partial_tile, int row, int chunk,
                                 const Vector<float, 4>& values, const Vector<float, 4>& state,
                                 const Slice& slice, Destination destination, int target) const {

@@ -1,9 +1,9 @@
-// Columns of a query tile that a CTA merges, in chunks of four. If all CTAs of its clusters have
-// partial tiles of it, the query tile is sliced: each CTA merges one slice of the columns, the same
-// in every cluster. Otherwise, one CTA of the cluster merges all columns.
+// Columns of a query tile that a CTA merges, in chunks of four columns. If a query tile has partial
+// tiles in every CTA of one or more clusters, it is sliced: CTA i of each cluster merges slice i of
+// the columns. Otherwise, one CTA of the cluster merges all columns.
 //
-// If several clusters have partial tiles, the CTAs that merge the same slice exchange their results
-// in global memory, independently of other slices.
+// If several clusters have partial tiles of a query tile, the CTAs that merge the same slice
+// exchange their results in global memory, independently of other slices.
 #pragma once
 
 #include "forward/decode/cta.cuh"
@@ -45,8 +45,8 @@ struct MergeSlice {
     return is_slice ? threadIdx.x / slice_chunks : threadIdx.x / all_chunks;
   }
 
-  // state() is the offset of base and sum in a record, which follow the columns. In global memory,
-  // the records of a slice follow those of the slices before it.
+  // state() is the offset of base and sum in a record; they follow the columns. first_record() is
+  // the offset of a slice in global memory, where all records of one slice are consecutive.
   __device__ int state() const { return is_slice ? 4 * slice_chunks : Cta::record_columns; }
   __device__ int record() const { return is_slice ? Cta::slice_record : Cta::record; }
   __device__ int first_record() const { return index * Config::Br * Cta::slice_record; }

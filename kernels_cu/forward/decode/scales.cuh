@@ -11,9 +11,9 @@
 #include "tile/fragments.cuh"
 #include "tile/powers.cuh"
 
-// A scale is 1 if its `data` is null. cupy_flash/families/params.py declares the same struct.
+// All scales are 1 if the `data` of their tensor is null. families/params.py has the same struct.
 struct QuantizedParams : Params {
-  Tensor k_scale;  // (caches or pages, rows, heads_kv); axes that share one scale have stride 0
+  Tensor k_scale;  // (caches or pages, rows, heads_kv); stride 0 along axes that share a scale
   Tensor v_scale;
 };
 
@@ -31,8 +31,8 @@ struct CacheOf<Config, true> {
 
 #if __CUDA_ARCH__ >= 800
 
-// Scales of the keys, or of the values, of a partial tile. Either all keys have the same scale or,
-// `by_key`, each key has its own, which is copied to the ring stage after the rows of K and V.
+// Scales of the keys, or of the values, of a partial tile. With `by_key`, each key has a scale of
+// its own, stored in the ring stage after the rows of K and V. Otherwise all keys share one scale.
 template <class Config, bool by_key>
 struct PartialTileScales {
   static constexpr int Bc = Config::Bc;
@@ -110,8 +110,9 @@ struct DecodeScales<Config, true> {
 
   Keys keys;
   Values values;
-  // A probability times a scale is rounded to float16, which cannot represent small numbers. So
-  // each row stores it in units of a power of two, which grows with the largest product so far.
+  // A probability times a scale is rounded to float16, which cannot represent small numbers. So the
+  // products of each row are divided by the row's unit before, a power of two that grows with the
+  // largest product so far.
   float units[row_tiles][2];
 
   __device__ explicit DecodeScales(const QuantizedParams& p) : keys(p.k_scale), values(p.v_scale) {}
@@ -145,8 +146,8 @@ struct DecodeScales<Config, true> {
     }
   }
 
-  // Multiplies probabilities by the scales of their values and expresses them in the units of their
-  // rows. Rescales `out` if a unit grows. output_scale() applies a scale common to all keys.
+  // Multiplies probabilities by the scales of their values and divides them by the units of their
+  // rows. Rescales `out` if a unit grows. A scale that all keys share is left to output_scale().
   template <int column_tiles>
   __device__ void multiply_probabilities(Scores& p, unsigned stage,
                                          float (&out)[row_tiles][column_tiles][4]) {
@@ -179,8 +180,9 @@ struct DecodeScales<Config, true> {
     }
   }
 
-  // Factors for the partial result of a row: the output is multiplied by its unit or its scale. If
-  // that could overflow a float, output and sum are scaled down, and the base is raised by as much.
+  // Factors for the partial result of a row. The output is multiplied by the row's unit or by the
+  // shared scale. If that could overflow a float, output and sum are also multiplied by 2^-24, and
+  // the base is raised by 24.
   struct OutputScale {
     float factor;
     float base_offset;

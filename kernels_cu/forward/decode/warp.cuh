@@ -41,11 +41,11 @@ struct DecodeWarp : DecodeCta<Config> {
   using Cta::warp;
 
   const unsigned ring;
-  Head head;  // KV head of all partial tiles, if it is a grid axis
+  Head head;  // KV head of all partial tiles of the CTA, if Config::balanced
   float scale_log2 = 0;
 
   Products products;
-  typename Products::Scores scores;  // S, later P
+  typename Products::Scores scores;  // holds S, then P
   typename Products::Output out;
   Softmax softmax;
   DecodeScales<Config> scales;
@@ -57,8 +57,8 @@ struct DecodeWarp : DecodeCta<Config> {
         head(params, Config::balanced ? blockIdx.y : 0),
         scales(params),
         column_warps(ptx::shared_address(Cta::shared_floats()) + Cta::rings_bytes) {
-    // `compute_here`: the compiler computes the addresses now, while warp 0 computes the work
-    // range.
+    // `compute_here` keeps the compiler from computing the addresses later. Now is a good time:
+    // other warps are idle while warp 0 computes the work range.
     if constexpr (Config::balanced) {
       head.keys = ptx::compute_here(head.keys);
       head.values = ptx::compute_here(head.values);
@@ -78,8 +78,8 @@ struct DecodeWarp : DecodeCta<Config> {
     const int full_end = visible_end(0);
     // The window masks keys before `full_begin` for some rows.
     const int full_begin = Config::window_left ? visible_begin(tile_rows() - 1) : 0;
-    // Loads run last_stage tiles ahead. One loop both fills the pipeline and computes, so that its
-    // code is fetched from memory only once.
+    // Loads run `last_stage` KV tiles ahead of the computation. One loop both fills the pipeline
+    // and computes, so that its instructions are fetched from memory only once.
     int load_stage = 0;
     int tile = first - last_stage * key_warps;
     do {
@@ -209,7 +209,7 @@ struct DecodeWarp : DecodeCta<Config> {
         float* record = result + row * Cta::record;
         float* target = record + warp % ColumnWarps::size * columns;
         const float base = state.base(scale_log2);
-        // A row with base -inf or without a visible key has weight 0, whatever its columns hold.
+        // A row with base -inf or no visible key gets weight 0. Its output, maybe NaN, is cleared.
         const bool has_weight = !state.is_fully_masked() && base > -SoftmaxMath<float>::infinity();
         if (!has_weight) {
 #pragma unroll

@@ -20,7 +20,8 @@ struct HopperBias<Config, true> {
   using Tile = typename Cta::BiasTile;
   static constexpr int steps = Config::Bc / 16;
 
-  // Per 16 columns: the first eight of the upper and of the lower row, then the last eight of both.
+  // A lane's four pairs in every 16 columns: in the first eight columns of its upper and of its
+  // lower row, then in the last eight columns of both rows.
   unsigned pairs[steps][4];
 
   // Reads the bias of a KV tile from its stage and releases the stage.

@@ -1,8 +1,8 @@
 // A consumer of the Hopper kernel: a warpgroup that owns 64 rows of a query tile and computes S, P
 // and O in registers with wgmma. It issues two GEMMs together: S of the next KV tile and O of the
 // current one. It computes the softmax of the next KV tile while the tensor cores compute O or, if
-// registers do not allow that, while they work for other consumers. The next KV tile may belong to
-// another query tile, so that the tensor cores stay busy between query tiles, too.
+// it has too few registers for that, while they work for other consumers. The next KV tile may
+// belong to another query tile, so that the tensor cores stay busy between query tiles, too.
 #pragma once
 
 #include "forward/hopper/bias.cuh"
@@ -49,7 +49,7 @@ struct HopperConsumer {
 
   // State of the query tile. Values that are cheap to recompute are not kept, to save registers.
   int first_row;              // first query row of this consumer
-  int full_end;               // first KV tile that needs a mask, if Config::has_seqlens
+  int full_end;               // first_masked_tile() of the query tile, if Config::has_seqlens
   int kv_tile;                // KV tile whose scores were computed last
   int begin;                  // last KV tile of the query tile, in processing order
   typename Cta::KvTileInfo kv_tile_info;  // `KvTileInfo` of the KV tile, if Config::skips_tiles
@@ -87,7 +87,7 @@ struct HopperConsumer {
     compute_softmax(rescale);
     products.move_probabilities();
 
-    bool accumulate = false;  // whether O holds earlier KV tiles of the query tile
+    bool accumulate = false;  // whether O holds the sum over earlier KV tiles of the query tile
     while (true) {
       const bool tile_ends = kv_tile == begin;
       if (tile_ends) {
@@ -127,8 +127,8 @@ struct HopperConsumer {
     products.release_scores(2, tile_ends, !Config::skips_tiles && kv_tile == begin);
     const SoftmaxRow finished[2] = {softmax.rows[0], softmax.rows[1]};
     if (tile_ends) softmax.reset();
-    // Stages that hold both K and V are few. While it waits for the peer CTA, a consumer can wait
-    // for O, too, and release a stage.
+    // In MLA, each stage holds both K and V, so that few stages fit. A consumer then waits for O
+    // while it waits for scores of the peer CTA, to release a stage early.
     constexpr bool releases_early = Cta::values_in_keys && !Config::overlaps_output;
     prepare_scores([&] {
       if (releases_early) products.wait_output(true);
@@ -209,7 +209,7 @@ struct HopperConsumer {
   }
 
   // Waits for the next KV tile. If it begins another query tile, the old queries are released at
-  // once: the consumer that waits for new queries may be the first in the ping-pong order.
+  // once: a consumer that waits for the new ones may come before this one in the ping-pong order.
   __device__ void next_kv_tile() {
     products.wait_stage();
     kv_tile_info = *cta.kv_tile_info(products.ring.index);
@@ -222,7 +222,8 @@ struct HopperConsumer {
     }
   }
 
-  // Writes the output of a query tile, if O holds one, where the next tile begins or the work ends.
+  // When the next query tile begins or the work ends, writes the output of the finished query tile
+  // if O holds it (`accumulate`). Then advances to the next work tile, if any.
   __device__ void switch_query_tile(bool& accumulate) {
     if (!kv_tile_info.begins_query_tile() && !kv_tile_info.is_end()) return;
     if (accumulate) {
@@ -237,7 +238,8 @@ struct HopperConsumer {
     if (!kv_tile_info.is_end()) work_tile_slot = Cta::next_work_tile_slot(work_tile_slot);
   }
 
-  // Lets the next consumer proceed. No consumer waits for the last arrival of the last consumer.
+  // Lets the next consumer proceed. The last consumer skips its last arrival, for which no consumer
+  // would wait.
   __device__ void pingpong_arrive_next() const {
     if (Config::pingpong && !(kv_tile_info.is_end() && consumer == consumers - 1)) {
       pingpong_arrive();
@@ -281,7 +283,7 @@ struct HopperConsumer {
     Softmax::apply_factor(products.scores);
     modify_scores();
     if constexpr (pingpong_softmax) {
-      // The pin keeps the modification of the scores before the arrival.
+      // The pin keeps the compiler from moving the modification after the arrival.
       ptx::pin(products.scores);
       pingpong_arrive();
     }
@@ -291,7 +293,7 @@ struct HopperConsumer {
     }
   }
 
-  // Returns the first KV tile in which the mask hides keys from a row of this consumer.
+  // Returns the first KV tile with keys at or after visible_end() of some row of this consumer.
   __device__ int first_masked_tile() const {
     return Config::has_seqlens ? full_end
                                : Mask<Config>(cta.p, batch()).template full_tiles<Bc>(first_row);

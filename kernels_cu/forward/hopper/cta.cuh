@@ -82,9 +82,10 @@ struct HopperCta {
                 "float32 and float8 support only equal lengths without splits or modifications");
 
   using WorkTile = HopperWorkTile<Config>;
-  // Entries in the ring of work tiles. A work tile is read again when its output is written. If the
-  // next one has a single KV tile, its query stage may be reloaded before that. In variable-length
-  // batches, the scheduler warp is two work tiles ahead, of which the producer knows one.
+  // Entries in the ring of work tiles. The entry of a work tile is read again when its output is
+  // written. If the next work tile has a single KV tile, the query stage of that next tile may be
+  // reloaded before then. In variable-length batches, the scheduler warp writes up to two more work
+  // tiles, one of which the producer has fetched.
   static constexpr int work_tile_slots = Config::q_stages + 2 + 2 * Config::has_seqlens;
 
   // V tile with the last keys of a sequence. The rows after them belong to other sequences.
@@ -95,8 +96,8 @@ struct HopperCta {
   // Entries in the ring of tails: one per stage, and the end marker.
   static constexpr int tails = Config::has_seqlens ? Config::stages + 1 : 0;
 
-  // Which consumers need a KV tile, and whether they must mask it, if consumers skip tiles. The
-  // producer publishes one `KvTileInfo` per stage of K.
+  // Which consumers need a KV tile, and whether they must mask it. Used if consumers skip KV tiles:
+  // the producer then publishes one `KvTileInfo` with each K tile.
   struct KvTileInfo {
     int kv_tile;
     unsigned bits;
@@ -105,8 +106,8 @@ struct HopperCta {
     static constexpr unsigned first = 1 << 30, end = 1u << 31;
     static_assert(BlockMask::max_slots < 256, "a slot number has eight bits");
     // Returns the bits for one consumer: whether it needs the KV tile, whether the block mask
-    // leaves all its pairs visible, and the slot of the visible pairs, counted from 1 (0 if not
-    // stored).
+    // leaves all its pairs of query and key visible, and the slot in which the block mask stores
+    // the visible pairs, counted from 1 (0 if it stores none).
     __device__ static unsigned bits_of(int consumer, bool is_needed, bool is_full,
                                        unsigned pairs_slot) {
       return (unsigned(is_needed) | unsigned(is_full) << 3) << consumer | pairs_slot
@@ -127,13 +128,13 @@ struct HopperCta {
 
   // Visible pairs of a partially masked KV tile, for each consumer. They arrive with K and are read
   // before the stage of K is released. K and V alternate in the ring of tiles, so stages / 2 + 1
-  // entries suffice: when a stage is free for K, the K of so many KV tiles ago has been released.
+  // entries suffice: when a stage is free for K, K of this many KV tiles before has been released.
   using TilePairs = VisiblePairs<Bc <= 128 ? 1 : 2>;
   static constexpr int visible_pairs_bytes = TilePairs::threads * int(sizeof(TilePairs));
   static constexpr int visible_pairs_slots = Config::block_mask ? Config::stages / 2 + 1 : 0;
 
-  // Receive buffers of each consumer warp for the scores of the peer CTA. MLA has one buffer: with
-  // two, there would be space for two stages of 64 keys instead of three.
+  // Number of receive buffers of each consumer warp for scores of the peer CTA. MLA has one: with
+  // two, shared memory would have space for two stages of 64 keys instead of three.
   static constexpr int peer_buffers = cta_ranks > 1 ? (values_in_keys ? 1 : 2) : 0;
   static constexpr int peer_warp_bytes = 16 * Bc * int(sizeof(float));
 
@@ -162,14 +163,16 @@ struct HopperCta {
   const TensorMaps& maps;
   const unsigned shared;
 
-  // A stage is full when its bytes have arrived, and empty when all consumers have released it.
+  // Addresses of barriers. The phase of full(stage) ends when the bytes of the stage have arrived,
+  // and that of empty(stage) when all consumer warps have released the stage.
 
   __device__ unsigned full(int stage) const { return shared + barrier_offset + stage * 8; }
   __device__ unsigned empty(int stage) const { return full(Config::stages + stage); }
   __device__ unsigned q_full(int stage) const { return full(2 * Config::stages + stage); }
   __device__ unsigned q_empty(int stage) const { return q_full(Config::q_stages + stage); }
-  // Barriers of the work tile that the scheduler warp gives to the producer. At `tail_loaded`, a V
-  // tile with a `Tail` has been loaded.
+  // The scheduler warp arrives at work_tile_full() to pass a work tile to the producer, which
+  // arrives at work_tile_empty() to request one. The phase of tail_loaded() ends when a V tile with
+  // a `Tail` has been loaded.
   __device__ unsigned work_tile_full() const { return full(ring_barriers); }
   __device__ unsigned work_tile_empty() const { return full(ring_barriers + 1); }
   __device__ unsigned tail_loaded(int index) const { return full(ring_barriers + 2 + index); }
@@ -248,8 +251,9 @@ struct HopperCta {
     return shared + peer_offset + (buffer * 4 * consumers + warp) * peer_warp_bytes;
   }
 
-  // Returns an address as matrix descriptors hold it. In a cluster, its upper bits hold the CTA
-  // rank: in a descriptor they would change the stride between TMA boxes.
+  // Returns an address as matrix descriptors hold it, in units of 16 bytes. In a cluster, the upper
+  // bits of an address hold the CTA rank. They are dropped, since in a descriptor they would change
+  // the stride between TMA boxes.
   __device__ static unsigned descriptor_address(unsigned address) {
     constexpr unsigned window_bytes = 1 << 18;
     return (cta_ranks == 1 ? address : address % window_bytes) / 16;
@@ -300,7 +304,7 @@ struct HopperCta {
                                                  coord.split, p.num_splits);
   }
 
-  // Returns the work tile with a block mask, which sorts a head's query tiles by their KV tiles.
+  // Returns a work tile for a block mask, which lists the query tiles of a head sorted by length.
   template <class AnyParams>
   __device__ static WorkTile masked_work_tile(const AnyParams& p, TileCoord coord) {
     const int position = ceil_div(p.seqlen_q, Br) - 1 - coord.q_begin / Br;
@@ -323,8 +327,8 @@ struct HopperCta {
     return {p.block_mask, coord.batch, coord.head, coord.q_begin / Br};
   }
 
-  // Number of KV tiles before the last one at which the producer requests the next work tile from
-  // the scheduler warp.
+  // The producer requests the next work tile from the scheduler warp when it loads the KV tile that
+  // comes `work_tile_prefetch` tiles before the last one of the current work tile.
   static constexpr int work_tile_prefetch = 2;
 
   // CTA pairs take query tiles by index, not from a counter. Each CTA sorts the sequences itself.
@@ -349,7 +353,7 @@ struct HopperCta {
     return p.num_splits * Partials<Config>(p).rows * Partials<Config>::numbers;
   }
 
-  // The threads that sort the sequences. Their shared-memory scratch is overwritten by TMA later.
+  // The threads that sort the sequences. TMA later overwrites the shared memory that they use.
   struct OrderBuilders {
     static constexpr bool deterministic = true;
     __device__ static unsigned threads() { return 128; }
@@ -398,11 +402,11 @@ struct HopperCta {
            (sequence.q_first + row) * p.out.row_stride;
   }
 
-  // Returns whether the scheduler warp sets an output row. Consumers compute a fully masked row as
-  // 0 times values that other rows attend to, which may be NaN. For a float32 row that attends to
-  // one key, p v / p differs from v. In variable-length batches, consumers skip such rows;
-  // otherwise they are overwritten at the end. With modifications, only the consumers know which
-  // rows these are.
+  // Returns whether the scheduler warp writes an output row. Consumers compute a fully masked row
+  // as 0 times values that other rows attend to, which may be NaN. For a float32 row that attends
+  // to one key, p v / p may differ from v. In variable-length batches, consumers do not write such
+  // rows; otherwise the scheduler warp overwrites them at the end. With modifications, only the
+  // consumers know which rows these are.
   __device__ bool is_written_by_scheduler(const WorkTile& work_tile, int row) const {
     return !Config::modified &&
            work_tile.template mask<Config>(p).visible_end(row) <= max_degenerate_keys<Element>;

@@ -20,7 +20,7 @@ struct HopperEpilogue {
   using WorkTile = typename Cta::WorkTile;
   using Products = HopperProducts<Config>;
   using SoftmaxRow = typename HopperSoftmax<Config>::Row;
-  // float8 pads `Products::columns_v` to whole partial outputs, so it may be larger.
+  // For float8, `Products::columns_v` is larger if V is padded to whole partial outputs.
   static constexpr int columns_v =
       Cta::transposes_values ? round_up(Config::head_dim_v, 16) : Products::columns_v;
 
@@ -29,18 +29,17 @@ struct HopperEpilogue {
 
   const Cta& cta;
   Products& products;
-  const int next;  // index after the finished one in the ring of work tiles
+  const int next;  // index in the ring of work tiles that follows that of the finished work tile
 
   __device__ const WorkTile& finished_work_tile() const {
     return *cta.work_tile_at(next == 0 ? Cta::work_tile_slots - 1 : next - 1);
   }
 
   // Computes the factors that output rows are multiplied by, and writes the log-sum-exp. Returns
-  // whether any row of the warp is special, which write_output() then looks for. A row is special
+  // whether any row of the warp is special; write_output() then handles such rows. A row is special
   // if its factor is 0 or, with Config::detects_one_key_rows, if one lane holds its whole sum, so
-  // that it may attend to one key only. In the latter case the factor in that lane is minus the
-  // sum, which normalize_one_key_rows() replaces. Most tiles have no special row; one vote skips
-  // all this.
+  // that the row may attend to one key only. In the latter case the factor in that lane is minus
+  // the sum, which normalize_one_key_rows() replaces. Most tiles have no special row.
   __device__ bool finish_softmax(const SoftmaxRow (&finished)[2], float (&normalizer)[2]) const {
     SoftmaxRow state[2] = {finished[0], finished[1]};
     bool may_be_one_key[2] = {}, is_special = false;
@@ -69,8 +68,8 @@ struct HopperEpilogue {
         if constexpr (Config::split_keys && Partials<Config>::lse_is_pair) {
           ExponentSum<float> sum = state[half].exponent_sum();
           if constexpr (Config::marks_low_rows) {
-            // Marks the row. Without this, other splits, whose scores are not high, would hide that
-            // this split was left out.
+            // Marks the row for low_rows.cuh. Otherwise, splits whose scores are not high would
+            // hide that this split was left out.
             if (!(state[half].base < max_base)) sum.base = SoftmaxMath<float>::infinity();
           }
           cta.write_log_sum_exp(work_tile, row, sum);
@@ -89,7 +88,7 @@ struct HopperEpilogue {
   // of a row becomes 0 in two cases, and low_rows.cuh computes the row. Its base may be near the
   // low scores, which are masked though they have weight in this row. Or its base is at least
   // max_base: then scores of the KV tile that set the base are rounded differently from those of
-  // later ones. The base exceeds the largest score by at most 32.
+  // later ones. `max_base` allows for the base exceeding the largest score, by at most 32.
   __device__ static bool sum_rows(SoftmaxRow (&state)[2], bool (&may_be_one_key)[2]) {
     bool is_special = false, is_low[2] = {};
 #pragma unroll
@@ -114,8 +113,8 @@ struct HopperEpilogue {
     products.scale_output(normalizer);
     if (Config::modified && is_special) {
       // A row with a sum of 0 holds 0 times values that other rows attend to. It has no visible key
-      // or, with Config::marks_low_rows, only low scores or a high one. The latter rows are filled
-      // with -0, and counters[0] makes low_rows.cuh look for them.
+      // or, with Config::marks_low_rows, only low scores or a high score. With marks_low_rows, all
+      // such rows are filled with -0, and counters[0] makes low_rows.cuh look for them.
       constexpr float empty = Config::marks_low_rows ? -0.f : 0.f;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -136,9 +135,9 @@ struct HopperEpilogue {
   // in other lanes. The output of a row that attends to one key is the value times P rounded to 16
   // bits, so the quotient by the rounded sum is exactly the value. If a row attends to several
   // keys, some of its quotients are not 16-bit numbers; then the factor is 1 / sum, as for any row.
-  // Each lane checks one column: comparing all 32 makes a bias 1% slower (bfloat16, head_dim 128,
-  // 8192 keys, H200). If only the checked columns have 16-bit quotients, the output is off by the
-  // rounding of the sum, half a unit in its last place.
+  // Each lane checks one column: checking all 32 makes calls with a bias 1% slower (bfloat16,
+  // head_dim 128, 8192 keys, H200). If only the checked columns have 16-bit quotients, the output
+  // has the relative error of rounding the sum to 16 bits, half a unit in the last place.
   __device__ void normalize_one_key_rows(float (&normalizer)[2]) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -208,8 +207,8 @@ struct HopperEpilogue {
   }
 
   // Of every 16 columns, a lane holds two in the first eight and two in the second eight. Exchanges
-  // one pair with the neighbour lane, so that each lane has four contiguous columns, and four lanes
-  // have 32 contiguous bytes of a row.
+  // one of these pairs with the neighbour lane, so that each lane holds four contiguous columns,
+  // and four lanes hold 32 contiguous bytes of a row.
   __device__ static Vector<Element, 4> exchange(unsigned first, unsigned second) {
     const bool odd = threadIdx.x & 1;
     const unsigned received = __shfl_xor_sync(~0u, odd ? first : second, 1);

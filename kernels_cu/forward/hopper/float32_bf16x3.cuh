@@ -1,6 +1,7 @@
 // Kernel that runs before the Hopper kernel and splits float32 q, k and v into components
-// (operand.cuh) in the workspace, for TMA. Each array holds all largest components first, then the
-// others, in the order (batch, seqlen, heads, columns), with rows padded to whole 16-byte chunks.
+// (operand.cuh) in the workspace, for TMA. Each array becomes three arrays, that of the largest
+// components first, in the order (batch, seqlen, heads, columns). Rows of a head are padded to
+// whole 16-byte chunks.
 #pragma once
 
 #include "forward/hopper/operand.cuh"

@@ -1,6 +1,6 @@
-// The KV tiles of a query tile and the consumers that need each, if consumers skip tiles. The
-// producer warp examines 32 KV tiles at a time, one per lane. A single thread that did so tile by
-// tile was slower than the consumers.
+// Finds the KV tiles of a query tile and the consumers that need each one, if consumers skip tiles.
+// The producer warp examines 32 KV tiles at a time, one per lane. A single thread that examined one
+// KV tile after the other was slower than the consumers.
 #pragma once
 
 #include "forward/hopper/cta.cuh"
@@ -15,10 +15,10 @@ struct KvTileIterator {
   static constexpr int Bc = Config::Bc;
   static constexpr unsigned all_lanes = ~0u;
 
-  int word;          // index of the current 32 KV tiles
-  unsigned pending;  // bits of those that are still to come
+  int word;          // index of the current group of 32 KV tiles
+  unsigned pending;  // bit i is set if KV tile i of the group is still to be returned
   unsigned bits;     // bits of the `KvTileInfo` for the lane's KV tile
-  unsigned served;   // bits of the consumers that got a KV tile of this query tile
+  unsigned served;   // bit i is set if consumer i has got a KV tile of this query tile
 
   // Begins a query tile. Its last KV tile is processed first.
   template <class AnyParams>
@@ -59,7 +59,7 @@ struct KvTileIterator {
     pending = __ballot_sync(all_lanes, is_inside && is_published);
   }
 
-  // Returns the next group of 32 KV tiles that some consumer needs, or that ends the query tile.
+  // Returns the index of the next group of 32 KV tiles that may hold published ones, or -1.
   template <class AnyParams>
   __device__ int previous_word(const AnyParams& p, const WorkTile& work_tile) const {
     const int first = work_tile.kv_tiles.begin / 32;

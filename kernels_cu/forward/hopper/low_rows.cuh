@@ -1,6 +1,6 @@
 // Rows that the softmax of the Hopper kernel leaves out: rows whose scores are all very low, as for
 // padding under a bias of -1e9 or of the lowest number, and rows with a score above -low_score.
-// That softmax treats low scores as masked (`low_score` in score/softmax.cuh), so a row without
+// That softmax treats scores up to `low_score` (score/softmax.cuh) as masked, so a row without
 // other scores comes out as 0. A high score would be rounded differently in the KV tile that sets
 // the base than in later ones. This launch follows the Hopper kernel. It recomputes the query tiles
 // that hold such rows with the `mma` kernel, whose softmax takes scores of any size, and writes
@@ -18,7 +18,7 @@
 
 #if __CUDA_ARCH__ == 900
 
-// Configuration of the `mma` kernel: that of the attention kernel, with another tile.
+// Configuration of the `mma` kernel: that of the attention (Hopper) kernel, with a different tile.
 template <class Attention>
 struct LowRowsConfig : Attention {
   static constexpr int Br = Attention::low_Br;
@@ -31,8 +31,9 @@ struct LowRowsConfig : Attention {
   static constexpr int group = 1;
 };
 
-// A CTA computes its query tiles in rounds: each warp looks for empty rows in a few tiles, then all
-// warps compute the tiles that have any. Rows left to this launch are called empty, see is_empty().
+// Rows that the attention kernel leaves to this launch are called empty, see is_empty(). A CTA
+// computes in rounds: each warp looks for empty rows in a few query tiles, then all warps together
+// compute each tile that has any.
 template <class Attention>
 struct LowRows {
   using Config = LowRowsConfig<Attention>;
@@ -96,9 +97,10 @@ struct LowRows {
     __syncthreads();
   }
 
-  // Returns whether the attention kernel left a row of a tile to this launch. Then the first
-  // columns of the output are -0. If KV is split, there are two cases: the log-sum-exp of every
-  // split is so low that splits written as -inf have weight, too, or the base of some split is inf.
+  // Returns whether the attention kernel left a row of a tile to this launch. If KV is not split,
+  // the first columns of its output are then -0. If KV is split, there are two cases: the
+  // log-sum-exp of every split is so low that splits written as -inf would have weight, too, or the
+  // base of some split is inf.
   __device__ bool is_empty(int tile, int row_in_tile) const {
     if constexpr (Config::has_seqlens) {
       const SequenceView<Config> view(p, tile);
@@ -143,7 +145,7 @@ struct RowSelection<LowRowsConfig<Attention>> {
     unsigned rows[words];
   };
 
-  // Sets the tile and rows to compute. Called by all threads when they are done with the last tile.
+  // Sets the tile and rows to compute. Called by all threads after they finish the previous tile.
   __device__ static void select(int tile, const unsigned (&bits)[words]) {
     if (threadIdx.x == 0) {
       selected().tile = tile;

@@ -1,9 +1,9 @@
 // Operands of the tensor cores for the elements of Q, K, V and P.
 //
-// A float32 is the sum of three bfloat16 components of 8 bits each (Henry, Tang and Heinecke 2019).
-// A product of two floats is six products of components, with a relative error of 2^-24. Unlike
-// float16 and TF32, components need no scale. Unlike TF32, they may have k along the rows of V, as
-// in P V.
+// A float32 is the sum of three bfloat16 components with 8 significant bits each (Henry, Tang and
+// Heinecke 2019). A product of two floats is computed as six products of components, with a
+// relative error of 2^-24. Unlike float16 and TF32, components need no scale. Unlike TF32 operands,
+// they need not be contiguous along k, which for P V runs along the rows of V.
 #pragma once
 
 #include "scheduler/work_tile.cuh"
@@ -36,7 +36,7 @@ struct HopperOperand<float> {
   static constexpr int components = 3;
   static constexpr bool transposes_values = false;
 
-  // Splits two numbers into components, the largest first; `low` fills the lower halves.
+  // Splits two numbers into components, the largest first. `low` fills the lower half of each word.
   __device__ static void split(float low, float high, unsigned (&components)[3]) {
 #pragma unroll
     for (int i = 0; i < 3; ++i) {
@@ -46,8 +46,9 @@ struct HopperOperand<float> {
     }
   }
 
-  // Splits any two numbers. An infinity goes to the last component, which is only multiplied by the
-  // first one of the other operand: other components may be 0 or of the other sign, and give NaN.
+  // Like split(), but also for infinities. An infinity goes to the last component, which is only
+  // multiplied by the first component of the other operand. The other components of that operand
+  // may be 0 or have the opposite sign: times an infinity, they would lead to NaN.
   __device__ static void split_any(float low, float high, unsigned (&components)[3]) {
     const float bound_low = component_bound(low), bound_high = component_bound(high);
 #pragma unroll
@@ -60,18 +61,18 @@ struct HopperOperand<float> {
     components[2] = pack<bfloat16_t>(low, high);
   }
 
-  // Returns the largest magnitude of the first two components of x. For a finite x it is the
-  // largest bfloat16, so that rounding makes none infinite. For an infinite x it is 1, so that
-  // their products do not overflow to an infinity of the other sign.
+  // Returns the bound to which split_any() limits the first two components of x. For a finite x,
+  // it is the largest bfloat16, so that rounding makes no component infinite. For an infinite x, it
+  // is 1, so that products of these components do not overflow to an infinity of the other sign.
   __device__ static float component_bound(float x) {
     constexpr float largest = 0x1.fep127f;
     return fabsf(x) == __int_as_float(0x7f800000) ? 1 : largest;
   }
 };
 
-// Calls product(i, j, is_first) for components i and j of two operands, except for negligible
-// pairs, smallest first. With `unroll` 1, in a loop, `product` must not index registers by
-// component.
+// Calls product(i, j, is_first) for components i and j of two operands, those with the smallest
+// product first. Negligible products are omitted. With `unroll` 1, i and j are known at run time
+// only, so `product` must not index registers by them.
 template <int components, int unroll = components * (components + 1) / 2, class Product>
 __device__ void for_each_product(Product product) {
   int sum = components - 1, i = 0;

@@ -5,28 +5,28 @@
 // V. Nothing else is exchanged.
 //
 // A thread sends its partial scores to the same thread of the peer CTA. So a consumer warp
-// exchanges data with one peer warp only, and has two receive buffers:
+// exchanges data with one peer warp only. It has two receive buffers and barriers `peer_full`:
 //
 //   warp of CTA 0                          peer warp in CTA 1
 //   ------------------------------------   ------------------------------------
-//   full[b]: expects the bytes             full[b]: expects the bytes
-//   st_async  ---- partial scores j ---->  buffer[b], counted on full[b]
+//   peer_full[b]: expects the bytes        peer_full[b]: expects the bytes
+//   st_async  ---- partial scores j ---->  buffer[b], counted on peer_full[b]
 //   buffer[b] <--- partial scores j -----  st_async
-//   waits for full[b], reads, adds         waits for full[b], reads, adds
+//   waits for peer_full[b], reads, adds    waits for peer_full[b], reads, adds
 //   b ^= 1                                 b ^= 1
 //
-// A warp that receives scores j knows that its peer has read scores j - 1, after which it sends j.
-// So the buffer of j - 1 is free for j + 1 without an empty barrier. A CTA exits only after it has
-// received everything that its peer sends, so one CTA may exit before the other.
+// A warp that receives scores j knows that its peer has read scores j - 1, since the peer sends j
+// only after that. So the buffer of j - 1 is free for j + 1 without an empty barrier. A CTA exits
+// only after it has received everything that its peer sends, so one CTA may exit before the other.
 //
-// MLA has one buffer and a barrier `read`, at which a warp arrives when it has read the buffer:
+// MLA has one buffer, and a barrier `peer_read`, at which the peer arrives after it has read:
 //
-//   waits for read of scores j - 1         waits for read of scores j - 1
+//   peer_read: waits for scores j - 1      peer_read: waits for scores j - 1
 //   st_async  ---- partial scores j ---->  buffer
 //   buffer    <--- partial scores j -----  st_async
-//   waits for full, reads, adds            waits for full, reads, adds
-//   arrives   --------------------------->  read
-//   read      <---------------------------  arrives
+//   waits for peer_full, reads, adds       waits for peer_full, reads, adds
+//   arrives   --------------------------->  peer_read
+//   peer_read <---------------------------  arrives
 //
 // A warp waits for the last of these arrivals before it exits.
 #pragma once
@@ -57,7 +57,7 @@ struct PeerExchange<Config, true> {
   const Cta& cta;
   const int warp;  // index among the consumer warps
   PipelineState<Cta::peer_buffers> ring;
-  // Whether a warp signals that it has read.
+  // Whether there is one buffer, so that a warp arrives at peer_read of its peer after reading it.
   static constexpr bool single_buffered = Cta::peer_buffers == 1;
 
   __device__ PeerExchange(const Cta& cta, int consumer)

@@ -1,6 +1,6 @@
 // The producer of a CTA of the Hopper kernel: one thread that issues TMA loads of Q, K and V tiles.
-// If consumers skip KV tiles, its whole warp runs every step, to find out together which ones they
-// need.
+// If consumers skip KV tiles, the whole warp of this thread runs every step, because its lanes
+// together determine which KV tiles each consumer needs.
 #pragma once
 
 #include "forward/hopper/cta.cuh"
@@ -27,8 +27,8 @@ struct HopperProducer {
   PipelineState<Cta::visible_pairs_slots> visible_pairs_ring = {};
   KvTileIterator<Config> kv_tiles;  // used if Config::skips_tiles
 
-  // Returns whether a thread runs the producer; is_elected() returns whether it issues copies and
-  // arrives.
+  // Returns whether this thread runs produce(). is_elected() returns whether it is the one that
+  // issues copies and arrives at barriers.
   __device__ static bool is_producer_thread() {
     return Config::skips_tiles ? threadIdx.x < 32 : threadIdx.x == 0;
   }
@@ -55,8 +55,8 @@ struct HopperProducer {
       if (next.is_end_of_work()) break;
       if (!next.has_keys()) continue;
       // Load the next queries first if a query stage is free; otherwise after the tiles that the
-      // consumers need before they can release one. Causal calls load keys first: queries first is
-      // 4% slower there, and 3% faster without a causal mask (512 keys, head_dim 128).
+      // consumers need before they can release one. Causal calls always load keys first: loading
+      // queries first is 4% slower there, but 3% faster in other calls (512 keys, head_dim 128).
       bool published =
           !Config::causal && ptx::mbarrier_test_wait(cta.q_empty(q_ring.index), q_ring.phase ^ 1);
       if constexpr (Config::skips_tiles) {
@@ -142,7 +142,7 @@ struct HopperProducer {
   __device__ void load_visible_pairs(const AnyParams& p,
                                      const typename Cta::KvTileInfo& kv_tile_info,
                                      const TileCoord& coord) {
-    // Few KV tiles have any. A loop needs fewer of the producer's few registers.
+    // Few KV tiles have stored pairs. The loop is not unrolled, to save the producer's registers.
 #pragma unroll 1
     for (int consumer = 0; consumer < Cta::consumers; ++consumer) {
       const int pairs_slot = kv_tile_info.pairs_slot(consumer);
@@ -200,7 +200,7 @@ struct HopperProducer {
     return static_cast<const MlaTensorMaps&>(cta.maps);
   }
 
-  // Loads the columns whose values this CTA multiplies, and then its half of the other columns.
+  // Loads this CTA's half of the first head_dim_v columns, then its half of the other columns.
   template <class Tile>
   __device__ void load_mla(unsigned target, const TensorMap* map, const TensorMap* rest, int row,
                            int head, int batch, unsigned barrier, unsigned long long policy) const {
@@ -257,7 +257,8 @@ struct HopperProducer {
     ring.advance();
   }
 
-  // Loads all component tiles of a tile. In the array, each component has batches of its own.
+  // Loads all component tiles of a tile. The array holds the components consecutively: component c
+  // of batch b is at batch index c * p.batch + b.
   template <class Tile>
   __device__ void load(unsigned target, const TensorMap* map, int row, int head, int batch,
                        unsigned barrier, unsigned long long policy, int first_column) const {
@@ -275,8 +276,8 @@ struct HopperProducer {
   }
 
   // Loads V with rows past the end of the sequence. Its stage becomes full when those rows have
-  // been zeroed. The ring of tails has a free entry, because only as many earlier tails as there
-  // are stages can be unconsumed.
+  // been zeroed. An entry in the ring of tails is always free, since a tail in use occupies a
+  // stage, and there are more entries than stages.
   __device__ void load_tail(const KvTile& kv_tile) {
     ptx::mbarrier_wait(cta.empty(ring.index), ring.phase ^ 1);
     if (is_elected()) *cta.tail(tail.index) = {ring.index, kv_tile.rows()};

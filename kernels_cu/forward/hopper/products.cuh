@@ -23,12 +23,13 @@ struct HopperProducts {
   static constexpr int components = Operand::components;
   static constexpr int component_products = components * (components + 1) / 2;
   static constexpr int k_steps = round_up(Cta::columns, 16) / 16;
-  static constexpr int kept_steps = Config::q_steps;  // 16-column steps of Q in registers
+  static constexpr int kept_steps = Config::q_steps;  // 16-column steps of Q kept in registers
   static constexpr bool keeps_all_queries = kept_steps == k_steps;
 
   // Tensor cores accumulate with rounding toward zero, so long sums drift. For float32 inputs, the
   // contribution of each KV tile to O (`partial_out`) is accumulated separately, then added. For
-  // wide heads, registers hold 64 columns of it: 32 are accumulated while 32 are added.
+  // wide heads, `partial_out` has two buffers of 32 columns: the tensor cores accumulate in one
+  // while the other is added to O.
   static constexpr bool two_level_accumulation = components > 1;
   static constexpr bool is_wide =
       two_level_accumulation && (Config::head_dim > 128 || Config::head_dim_v > 128);
@@ -76,8 +77,9 @@ struct HopperProducts {
            consumer * 64 * QueryTile::box_row_bytes;
   }
 
-  // Copies queries to registers, so that wgmma reads less shared memory, whose bandwidth Q, K and
-  // arriving tiles exhaust. If all of Q is in registers, its stage can be released early.
+  // Copies queries to registers, so that wgmma reads less shared memory. Otherwise, reading Q and K
+  // and writing arriving tiles would take all of its bandwidth. If all of Q is in registers, the
+  // stage of Q can be released early.
   __device__ void load_query_fragments() {
     if constexpr (kept_steps > 0) copy_query_fragments();
   }
@@ -112,9 +114,9 @@ struct HopperProducts {
         KeyTile::k_along_columns() + Cta::descriptor_address(cta.stage_address(ring.index));
     ptx::pin(scores);
     ptx::wgmma_fence();
-    // For wide heads, the compiler keeps the descriptors of so many wgmma in local memory, unless
-    // they are in a loop: 79 instead of 60 TFLOP/s at head_dim 256, causal. At head_dim 64 and 128
-    // a loop is 3 to 10% slower.
+    // For wide heads, this loop over component pairs is not unrolled. Otherwise the compiler would
+    // keep matrix descriptors in local memory: 79 instead of 60 TFLOP/s at head_dim 256, causal. At
+    // head_dim 64 and 128, a loop is 3 to 10% slower.
     for_each_product<components, is_wide ? 1 : component_products>([&](int q_component,
                                                                        int k_component,
                                                                        bool is_first) {
@@ -165,7 +167,7 @@ struct HopperProducts {
   }
 
   // Called when S is complete. Releases the K stage of the product that was issued `products`
-  // products ago, and the query stage if this was its last use. Queries in registers have been read
+  // products ago, and the query stage if S was its last use. Queries in registers have been read
   // from shared memory when the first product with them is complete.
   __device__ void release_scores(int products, bool is_first_tile, bool is_last_tile) {
     ptx::pin(scores);
@@ -180,7 +182,7 @@ struct HopperProducts {
 
   __device__ void wait_stage() const { ptx::mbarrier_wait(cta.full(ring.index), ring.phase); }
 
-  // Skips K, or the end marker, which has arrived. Releases the stage of K.
+  // Skips K or the end marker, after next_kv_tile() has waited for it. Releases the stage of K.
   __device__ void skip_keys(bool is_end) {
     if (!is_end) Cta::release_stage(cta.empty(ring.index));
     ring.advance();
@@ -207,7 +209,8 @@ struct HopperProducts {
   }
 
   // Issues O = P V, or O += P V; for float32, the first partial output. In MLA, V is in the stage
-  // of K, and K of the next scores may be in the stage after it (`after_scores`).
+  // of K: the previous stage, or the one before that if the next S has been issued since
+  // (`after_scores`).
   __device__ void start_output(bool accumulate, bool after_scores = false) {
     if constexpr (Cta::values_in_keys) {
       start_product<columns_v>(out, 0, stage_before(after_scores ? 2 : 1), accumulate);
@@ -286,13 +289,13 @@ struct HopperProducts {
   __device__ void scale_output(const float (&factor)[2]) {
 #pragma unroll
     for (int i = 0; i < columns_v / 2; ++i) {
-      // A row may be multiplied by 1 because of another row, and may hold products with p far below
-      // 1: mul_rn flushes nothing to zero.
+      // If another row of the warp has a new base, a row is multiplied by 1, which must not change
+      // it. It may hold subnormal products with p far below 1, which mul_rn does not flush to zero.
       out[i] = ptx::mul_rn(out[i], factor[i / 2 % 2]);
     }
   }
 
-  // Returns the stage that the ring was at `products` products ago.
+  // Returns the index that the ring had `products` products ago.
   __device__ int stage_before(int products) const {
     const int stage = ring.index - products;
     return stage < 0 ? stage + Config::stages : stage;

@@ -1,4 +1,4 @@
-// Warps of the producer warpgroup besides the producer, for work outside of the main loop.
+// Warps of the producer warpgroup other than the producer warp, for work outside the main loop.
 #pragma once
 
 #include "forward/hopper/cta.cuh"
@@ -16,7 +16,7 @@ struct HopperScheduler {
   using Cta = HopperCta<Config>;
   using WorkTile = typename Cta::WorkTile;
 
-  // Number of keys whose K and V of one head take 32 of the 50 MB of L2, so that they stay there.
+  // Number of keys whose K and V, of one head, take 32 MiB. They then stay in L2, which has 50 MiB.
   static constexpr int section_keys =
       (32 << 20) / (Config::head_dim + Config::head_dim_v) / int(sizeof(Element));
 
@@ -45,7 +45,7 @@ struct HopperScheduler {
       if (next.is_end_of_work()) return;
       work_tile_state.advance();
       work_tile_slot = Cta::next_work_tile_slot(work_tile_slot);
-      // A CTA that claims a work tile too early withholds it from CTAs that may become idle first.
+      // A CTA that fetches a work tile too early withholds it from CTAs that may become idle first.
       if (next.kv_tile_count() > Cta::work_tile_prefetch) {
         ptx::mbarrier_wait(cta.work_tile_empty(), work_tile_state.phase ^ 1);
       }
@@ -61,8 +61,8 @@ struct HopperScheduler {
     }
   }
 
-  // Waits for the consumers, then sets the first rows if they attend to at most
-  // `max_degenerate_keys` keys.
+  // Waits for the consumers, then overwrites the first rows of each query tile that attend to at
+  // most `max_degenerate_keys` keys.
   __device__ void overwrite_degenerate_rows() const {
     cta.wait_consumers_done();
     for (unsigned round = 0;; ++round) {

@@ -69,8 +69,9 @@ struct HopperSoftmax {
     }
   }
 
-  // Whether only positions mask keys, so that mask() knows the only key of a row. With sinks, the
-  // output of such a row is not the value of that key, and all lanes of the row need the base.
+  // Whether keys are masked by their positions only, so that mask() can recognize a row that
+  // attends to one key. False with sinks: the output of such a row is then not the value of that
+  // key, and all lanes of the row need the base.
   static constexpr bool positions_mask_keys =
       !Config::modified || !(Config::detects_one_key_rows || Config::sinks ||
                              Config::Mods::changes_scores || Config::Mods::masks_pairs);
@@ -105,7 +106,7 @@ struct HopperSoftmax {
     float sums[2];
     compute_exponentials(scores, probabilities, sums);
     bool changes = false;
-    // Bounded scores need no maximum: bfloat16 and float32 sums can hold any p that they produce.
+    // Bounded scores need no maximum: bfloat16 holds any p that they produce, float32 their sums.
     if constexpr (!Config::bounded) {
       changes =
           __any_sync(~0u, any_empty | Row::is_too_large(sums[0]) | Row::is_too_large(sums[1]));
@@ -118,7 +119,7 @@ struct HopperSoftmax {
     return changes;
   }
 
-  // Returns whether the sums require a new base in any row of the warp; first keys rarely do.
+  // Returns whether the sums require a new base in any row of the warp. First KV tiles rarely do.
   __device__ bool bases_must_change(const float (&sums)[2]) {
     bool may_change = false;
 #pragma unroll
@@ -168,7 +169,7 @@ struct HopperSoftmax {
   }
 
   // Changes the bases of rows whose p are too large, or whose first p are too small. Returns
-  // whether any base of the warp changed. None does if all keys of a KV tile are masked.
+  // whether any base in the warp changed. If all keys of a KV tile are masked, no base changes.
   __device__ bool change_bases(Scores& scores, const float (&sums)[2], float (&rescale)[2]) {
     bool any_remains_empty = false, any_changes = false;
 #pragma unroll

@@ -17,7 +17,7 @@ struct Layout {
   static constexpr int width = 16 / sizeof(T);  // elements per 128-bit shared access
   using Vec = Vector<T, width>;
 
-  // Elements per global access: as many of 128 bits as the alignment of rows allows.
+  // Number of elements per global access: as many as `alignment` bytes hold, but at least one.
   static constexpr int unit = Config::alignment > sizeof(Element)
                                   ? Config::alignment / int(sizeof(Element))
                                   : 1;
@@ -32,10 +32,11 @@ struct Layout {
   static_assert(row_threads * Config::Br == Config::threads * rows);
   static_assert(Config::Bc % row_threads == 0 && Config::Bc % width == 0);
 
-  // The hardware serves a 128-bit read per half warp, in one wavefront if lanes l and l ^ 1, or l
-  // and l ^ 2, always read the same address, and the distinct vectors (then at most eight) are in
-  // distinct groups of four banks. So bit 0 of the lane selects the row, and the next bits the
-  // position in it: neighbour lanes read the same K and V, lanes two apart the same Q and P.
+  // The hardware serves a 128-bit read one half warp at a time. A half warp takes one wavefront if
+  // lanes l and l ^ 1, or l and l ^ 2, always read the same address, and the distinct vectors (then
+  // at most eight) are in distinct groups of four banks. So bit 0 of the lane selects the row, and
+  // the next bits position(), which selects the keys or columns: neighbour lanes read the same
+  // addresses of K and V, and lanes two apart the same addresses of Q and P.
   static constexpr int position_shift = row_threads < 32 ? 1 : 0;
   __device__ static int position() {
     return threadIdx.x % 32 >> position_shift & (row_threads - 1);
@@ -45,11 +46,11 @@ struct Layout {
     return (lane & position_shift) | (lane / (row_threads << position_shift) << position_shift);
   }
 
-  // Eight consecutive positions read eight consecutive rows of K. An odd row length, counted in
-  // vectors, places these in distinct bank groups. The same holds for rows of Q.
+  // Lanes of eight consecutive positions read eight consecutive rows of K. An odd row length,
+  // counted in vectors, places these rows in distinct bank groups. The same holds for rows of Q.
   static constexpr int padded_dim = round_up(Config::head_dim, unit > width ? unit : width);
   static constexpr int qk_stride = (padded_dim / width | 1) * width;
-  // Eight consecutive positions read consecutive vectors of one row of V, which needs no padding.
+  // V needs no padding: lanes of eight consecutive positions read consecutive vectors of one row.
   static constexpr int v_stride = round_up(columns * row_threads, unit > width ? unit : width);
   // A warp (for double, a half warp) writes one element of P per lane: row_threads consecutive
   // elements in each of several rows. Together they cover the 128 bytes of all banks once if the

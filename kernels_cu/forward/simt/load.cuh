@@ -87,8 +87,8 @@ struct TileLoad {
       return;
     }
 #endif
-    // These conditions compare `column`. If they compared a clamped count, as above, ptxas of CUDA
-    // 13.0 would overwrite the predicate before its use.
+    // These conditions compare `column`. If they compared a clamped `count`, as above, ptxas of
+    // CUDA 13.0 would generate wrong code that overwrites the predicate before its use.
     Vector<Element, unit> loaded = {};
     if (exists && (whole || column + unit <= Dim)) {
       loaded = *reinterpret_cast<const Vector<Element, unit>*>(source);
@@ -102,8 +102,8 @@ struct TileLoad {
     constexpr int parts = unit / part;
 #pragma unroll
     for (int i = 0; i < parts; ++i) {
-      // Eight lanes write every other vector. The upper four start with the odd one, so that all
-      // eight together access all bank groups.
+      // If a thread writes two vectors, eight lanes write every other vector at a time. The upper
+      // four lanes start with their odd vector, so that all eight together access all bank groups.
       const int vector_index = parts == 2 ? i ^ (threadIdx.x >> 2 & 1) : i;
       Vector<T, part> converted;
 #pragma unroll
@@ -116,7 +116,7 @@ struct TileLoad {
   }
 };
 
-// Waits until this thread's copies have landed. A barrier must follow for those of other threads.
+// Waits until this thread's copies have landed. Copies of other threads need a barrier after this.
 __device__ inline void wait_for_copies() {
 #if __CUDA_ARCH__ >= 800
   ptx::cp_async_commit_group();

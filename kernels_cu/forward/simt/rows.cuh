@@ -1,15 +1,16 @@
 // The query rows of a thread: scores, probabilities and output, and the two matrix products.
 //
 // A thread owns rows_per_thread query rows. The row_threads lanes of its warp that own the same
-// rows divide the keys of a KV tile among them for S, and the columns for O. Both products are
-// outer products in registers:
+// rows each compute S for a part of the keys of a KV tile, and O for a part of the columns. Both
+// products are outer products in registers:
 //   S[rows][keys]    = Q K^T, operands read as 128-bit vectors along head_dim;
 //   O[rows][columns] += P V,  P read along the keys, V along head_dim_v.
-// With r rows and c columns, a step of w elements (16 bytes) reads r + c vectors and does w r c
-// multiply-adds. An SM does 128 float FMAs (64 double) and reads 128 bytes of shared memory, one
-// wavefront, per cycle. A 128-bit read of a warp takes at least two wavefronts. For float, 8 x 8
-// takes 32 wavefronts and 64 cycles of FMA, 8 x 4 takes 24 and 32, and 4 x 4 takes 16 and 16. So
-// 8 x 8 leaves shared memory half idle and spends 16 of 272 issue slots on loads.
+// With r rows and c keys or columns per thread, a step of w elements (16 bytes) reads r + c vectors
+// and does w r c multiply-adds. Per cycle, an SM does 128 float FMAs (64 double) and one wavefront
+// of 128 bytes of shared memory. A 128-bit read of a warp takes at least two wavefronts. In float,
+// a warp's step with r x c = 8 x 8 takes 32 wavefronts and 64 cycles of FMA, 8 x 4 takes 24 and 32,
+// and 4 x 4 takes 16 and 16. So 8 x 8 leaves shared memory half idle, and 16 of the 272
+// instructions of a step are loads.
 #pragma once
 
 #include "forward/simt/layout.cuh"
@@ -28,9 +29,10 @@ struct Rows {
   using T = typename L::T;
   using Vec = typename L::Vec;
   using KeyMask = Mask<Config, Config::group>;
-  // Whether modifications only mask keys. Then the largest p must be exactly 1, so that the output
-  // of a row with one key is its value. Changed scores are exponents, whose largest p is 1 anyway.
-  // Without modifications, such rows are set to the value at the end.
+  // Whether modifications mask keys but change no scores. Then the largest p of a row must be
+  // exactly 1, so that the output of a row that attends to one key is the value of that key.
+  // Changed scores are exponents already, so that their largest p is 1 anyway. Without
+  // modifications, fix_rows() sets such rows to the value.
   static constexpr bool only_masks = Config::modified && !Config::Mods::changes_scores;
 
   T scores[L::rows][L::keys];      // key j is position() + j * row_threads
@@ -91,7 +93,7 @@ struct Rows {
     }
   }
 
-  // Applies modifications. at(row) returns the coordinates of a row of the tile.
+  // Applies modifications. row_coord(row) returns the coordinates of a row of the query tile.
   template <class RowCoord>
   __device__ void modify(const Params& p, RowCoord row_coord, int key_begin) {
     if constexpr (Config::modified) {
@@ -125,8 +127,8 @@ struct Rows {
       const T base = softmax[i].base(scale_log2);
 #pragma unroll
       for (int j = 0; j < L::keys; ++j) {
-        // For p of 32 bits or more, multiplying by a power of two is exact. Adding to the exponent
-        // would round it.
+        // p is scaled by 2^-headroom. For p of 32 bits or more, multiplying by a power of two is
+        // exact; subtracting headroom from the exponent before exp2 would round the exponent.
         const T probability =
             SoftmaxRow<T>::template probability<only_masks>(scores[i][j], scale_log2, base) *
             T(power_of_half(L::headroom));
@@ -136,8 +138,8 @@ struct Rows {
     }
   }
 
-  // Computes out += P V. The product of one KV tile is summed separately, in the registers of the
-  // scores: one sum over thousands of keys would lose more to rounding than a blocked library GEMM.
+  // Computes out += P V. The product of one KV tile is summed separately, in registers of `scores`:
+  // one sum over thousands of keys would have larger rounding errors than a blocked library GEMM.
   __device__ void multiply_values(const T* p, const T* v) {
     T sums[L::rows][L::columns] = {};
     p += first() * L::p_stride;
@@ -213,9 +215,9 @@ struct Rows {
   }
 
  private:
-  // The error of a sum of n products is about n / sqrt(2) roundings of one of them. In blocks of m
-  // it is sqrt(n (m + n / m) / 2): for 512 columns 136 instead of 362, with m = 64. A blocked
-  // library GEMM is nearer to 136.
+  // The error of a running sum of n products is about n / sqrt(2) times the rounding error of one
+  // product. With sums over blocks of m products, it is sqrt(n (m + n / m) / 2) times that error:
+  // for 512 columns and m = 64, 136 times instead of 362. A blocked library GEMM is closer to 136.
   static constexpr int max_single_sum = 256;
   static constexpr int slice_columns = 64;
 

@@ -53,7 +53,7 @@ struct HopperConsumer<Config, true> : HopperConsumer<Config, false> {
       // In the ring, K comes before V of the previous KV tile.
       const Stage keys = products.next_stage();
       const Stage values = products.next_stage();
-      // Without the ping-pong order, consumers that share the tensor cores equally stay in step.
+      // Without these barriers, consumers stay in step, and no softmax overlaps GEMMs of another.
       if (Config::pingpong) this->pingpong_wait();
       products.template add_output<true>(values, keys, rescale);
       if (Config::pingpong) this->pingpong_arrive();

@@ -3,15 +3,15 @@
 //
 // 8-bit wgmma needs both operands with k contiguous. So `hopper_transpose_values`
 // (float8/transpose_values.cuh) transposes V into the workspace and permutes the keys of each group
-// of 16. A lane holds the scores of columns 2 t and 2 t + 1 of every eight (t is lane % 4). In the
-// permuted order, these are its fragment of P:
+// of 16. A lane holds the scores of keys 2 t and 2 t + 1 of every eight (t is lane % 4). wgmma
+// reads P at indices 4 t to 4 t + 3 of every 16 from this lane, so its keys are moved there:
 //
 //   index    0  1  2  3   4  5   6   7   8  9  10  11  12  13  14  15
 //   key      0  1  8  9   2  3  10  11   4  5  12  13   6   7  14  15
 //
-// When 8-bit wgmma adds numbers, it keeps only the bits above 2^-13 of the largest one, the running
-// sum included. A sum over 16384 keys would be too small by a quarter. So the contribution of each
-// KV tile to O is accumulated separately, and added in float32.
+// When 8-bit wgmma adds products to a sum, it drops all bits below 2^-13 times the largest of these
+// numbers. A sum over 16384 keys would be too small by a quarter. So the contribution of each KV
+// tile to O is accumulated separately, and added in float32.
 #pragma once
 
 #include "forward/hopper/operand.cuh"
@@ -25,9 +25,9 @@ struct float8_for {
   unsigned char bits;
 };
 
-// A scale is 1 if its `data` is null. cupy_flash/families/params.py declares the same struct.
+// All scales are 1 if the `data` of their tensor is null. families/params.py has the same struct.
 struct Float8Params : Params {
-  Tensor q_scale;  // (batch, 1, heads_q); axes that share one scale have stride 0
+  Tensor q_scale;  // (batch, 1, heads_q); stride 0 along axes that share a scale
   Tensor k_scale;  // (batch, 1, heads_kv)
   Tensor v_scale;
 };
@@ -45,7 +45,8 @@ struct HopperOperand<float8_for<Out>> {
   static constexpr int components = 1;
   static constexpr bool transposes_values = true;
 
-  // Stores pair i of P, in accumulator order: columns 8 (i / 2) + 2 t and the next, row i % 2.
+  // Stores pair i of P, in accumulator order: columns 8 (i / 2) + 2 t and the next one, in the
+  // upper (i % 2 == 0) or lower row of the lane.
   template <int Words>
   __device__ static void store_pair(float low, float high, int i,
                                     unsigned (&probabilities)[Words]) {
@@ -85,8 +86,8 @@ struct HopperScales {
             load_scale(p.v_scale, coord.batch, coord.head_kv)};
   }
 
-  // Returns the scale of the exponents without its sign, see negates(). It must be positive, never
-  // 0, because masked scores of -inf are multiplied by it. A NaN stays.
+  // Returns the magnitude of the scale of the exponents; negates() returns its sign. It must not be
+  // 0, because masked scores of -inf are multiplied by it. A NaN is returned as it is.
   __device__ float exponent_scale(float scale_log2) const {
     const float scale = fabsf(scores) * scale_log2;
     return scale < 0x1p-100f ? 0x1p-100f : scale;

@@ -66,8 +66,8 @@ struct HopperProducts<Config, true> : HopperProducts<Config, false> {
     if (is_last_tile) Base::release_queries();
   }
 
-  // Computes O = O * factor + P V, and issues the next S if there is one. With two parts of S, V is
-  // so narrow that there is one partial output. One part of S is then computed while that is added:
+  // Computes O = O * factor + P V, and issues the next S if `scores_follow`. With two parts of S, V
+  // is narrow enough for one partial output. While it is added, the second part of S is computed:
   //
   //   registers 0   | P V   | added          | first part of S
   //   registers 1           | second part of S

@@ -1,9 +1,9 @@
 // Softmax of one KV tile if P is float8, for the two rows of which a lane holds elements.
 //
 // The largest p of a row is 2^8, up to float32 rounding. e4m3 has three mantissa bits, so that
-// rounding changes a number by up to 1/16. A row that attends to one key, or to equal ones, would
-// have that error if its largest p were any other number. So the base must not lag behind the
-// maximum.
+// rounding changes a number by up to 1/16 of it. A row that attends to one key, or to keys with
+// equal scores, would have that error if its largest p were not an e4m3 number. So the base always
+// follows the row maximum, without lazy rescaling.
 #pragma once
 
 #include "forward/hopper/float8/float8.cuh"
@@ -42,7 +42,7 @@ struct HopperSoftmax<Config, true> {
 
   __device__ void reset() { rows[0] = rows[1] = {-Math::infinity(), 0}; }
 
-  // Sets the scales, which each work tile has for itself.
+  // Sets the scales of a work tile: they depend on its batch and head.
   template <class WorkTile>
   __device__ void enter(const WorkTile& work_tile, const Params& p) {
     scale_log2 = work_tile.scales.exponent_scale(exponent_scale<Config, float>(p));
@@ -103,8 +103,9 @@ struct HopperSoftmax<Config, true> {
   }
 
  private:
-  // Finds this lane's largest score in each row. Integer comparisons take three scores at once.
-  // They fail only if all are negative, which matters only if the row had no larger score before.
+  // Finds this lane's largest score in each row. Comparing scores as integers takes one instruction
+  // for three. The result is wrong if all are negative. That matters only if all earlier scores of
+  // the row are negative, too: then the scores are compared again as floats.
   __device__ void find_largest(const Scores& scores, float (&largest)[2]) const {
     bool may_count = false;
 #pragma unroll

@@ -18,8 +18,8 @@ struct HopperValueTranspose {
   // Size of a tile, which a CTA with one thread per key copies to shared memory.
   static constexpr int keys = 128, columns = 64;
   static constexpr int dim = Config::head_dim_v;
-  // Every 16 keys are followed by 16 bytes of padding. So lanes that read four columns of a key in
-  // each of eight groups of 16 keys access different banks.
+  // Every 16 keys are followed by 16 bytes of padding. In store(), eight lanes read four columns of
+  // one key in each of eight groups of 16 keys. The padding places these reads in different banks.
   static constexpr int bytes = keys * columns + keys / 16 * 16;
   __device__ static int offset(int key) { return key * columns + key / 16 * 16; }
 
@@ -61,7 +61,7 @@ struct HopperValueTranspose {
     }
   }
 
-  // Writes 16 keys of four columns.
+  // Writes 16 keys of four columns per thread.
   __device__ static void store(Byte* target, int64 target_stride, int columns_left,
                                const unsigned char* shared) {
     const int key_group = threadIdx.x % 8, column = threadIdx.x / 8 * 4;

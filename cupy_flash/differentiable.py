@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from cupy_flash.arrays.kinds import is_number_or_list
-from cupy_flash.calls import run, run_backward
+from cupy_flash.calls import dispatch, dispatch_backward
 from cupy_flash.calls.arguments import Arguments
-from cupy_flash.calls.gradients import GradientArguments
+from cupy_flash.calls.backward_arguments import GradientArguments
 from cupy_flash.calls.options import Options, plain_options
 from cupy_flash.mods.keywords import ARRAYS, MODS, checked_softcap, window_of, with_offsets
 from cupy_flash.mods.modification import Modification
@@ -64,7 +64,7 @@ class DifferentiableCall(NamedTuple):
         """Compute attention; return out and lse, or out only."""
         options = self.options if return_lse else self.without_lse
         modifications = self._modifications(inputs)
-        return run.attention(self.arguments(inputs), options, "auto", 0, modifications)
+        return dispatch.attention(self.arguments(inputs), options, "auto", 0, modifications)
 
     def pull_back(
         self,
@@ -76,7 +76,7 @@ class DifferentiableCall(NamedTuple):
         """Return gradients of the inputs in `wrt`, given those of out and lse (None if unused)."""
         arguments = self.gradient_arguments(inputs, results, gradients)
         options = self.options.with_gradients(wrt)
-        return run_backward.gradients(arguments, options, "auto", self._modifications(inputs))
+        return dispatch_backward.gradients(arguments, options, "auto", self._modifications(inputs))
 
     @property
     def functions(self) -> tuple[Modification, ...]:

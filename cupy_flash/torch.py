@@ -30,8 +30,8 @@ from cupy_flash.arrays.torch_arrays import (
     require_whole,
     version_of,
 )
-from cupy_flash.calls import recorded
 from cupy_flash.calls.arguments import check_qkv
+from cupy_flash.calls.gpu import torch_autograd
 from cupy_flash.calls.scaled_dot_product import (
     mask_name,
     options_of,
@@ -290,7 +290,7 @@ def _run(call: DifferentiableCall, inputs: tuple[Any, ...], return_lse: bool) ->
                 return function.apply(_as_it_is_now(call), *inputs)
     if call.arrays_behind is not None:
         options = call.options if return_lse else call.without_lse
-        made = recorded.run(inputs + call.arrays_behind, options)
+        made = torch_autograd.run(inputs + call.arrays_behind, options)
         if made is not None:
             results, _ = made
             return results if return_lse else results[0]
@@ -380,13 +380,13 @@ def _saved(ctx: Any, call: DifferentiableCall, inputs: tuple[Tensor, ...]) -> An
     # Missing gradients stay None: an optimizer treats None and zero differently.
     ctx.set_materialize_grads(False)
     behind = call.arrays_behind
-    if behind is None or not (made := recorded.run(inputs + behind, call.options)):
+    if behind is None or not (made := torch_autograd.run(inputs + behind, call.options)):
         results = call.run(inputs)
         # The forward pass uses the original functions, whose block masks are kept between calls.
         ctx.call_and_record = call.with_functions_kept() if call.modifications else call, None
     else:
         results, found = made
-        ctx.call_and_record = call, recorded.record(found, results)
+        ctx.call_and_record = call, torch_autograd.record(found, results)
     if not call.constants:
         ctx.save_for_backward(*inputs, *results)
     else:
@@ -407,7 +407,7 @@ def _gradients(
     call, record = ctx.call_and_record
     needed = ctx.needs_input_grad[1:]
     if record is not None:
-        found = recorded.gradients(record, saved, dout, dlse, needed)
+        found = torch_autograd.gradients(record, saved, dout, dlse, needed)
         if found is not None:
             return found
     for name, tensor, version in ctx.versions if call.modifications else ():

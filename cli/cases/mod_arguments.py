@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from cupy_flash.calls.modifiers import canonical, read_modifiers, score_spec
+from cupy_flash.calls.check.modifications import canonical, read_modifiers, score_spec
 from cupy_flash.mods.shapes import Sizes
 from cupy_flash.problem.arrays import MAX_ALIGNMENT
 from cupy_flash.problem.score import ScoreSpec

@@ -15,9 +15,9 @@ from cupy_flash.api.backward import (
 from cupy_flash.api.dense import flash_attention, flash_attention_qkvpacked
 from cupy_flash.api.kvcache import flash_attention_with_kvcache
 from cupy_flash.api.varlen import flash_attention_varlen, places_of_keys
-from cupy_flash.calls import run, run_backward
+from cupy_flash.calls import dispatch, dispatch_backward
 from cupy_flash.calls.arguments import Arguments, given_lengths
-from cupy_flash.calls.gradients import GradientArguments
+from cupy_flash.calls.backward_arguments import GradientArguments
 from cupy_flash.calls.options import Options
 from cupy_flash.mods.keywords import require_known
 from cupy_flash.planning.planner import Plan
@@ -189,22 +189,24 @@ def _plan_forward(kind: str, given: dict[str, Any], arch: str | None) -> Plan:
     arrays = Arguments(**{name: given[name] for name in Arguments._fields if name in given})
     options = _options(kind, given)
     modifications = given.get("modifications", {})
-    return run.plan(arrays, options, given.get("backend", "auto"), arch, modifications)
+    return dispatch.plan(arrays, options, given.get("backend", "auto"), arch, modifications)
 
 
 def _plan_backward(kind: str, given: dict[str, Any], arch: str | None) -> Plan:
     modifications = given.get("modifications", {})
     fields = GradientArguments._fields
     if "qkv" in given:
-        given |= run_backward.parts_of_qkv(given["qkv"])
-        names = run_backward.wanted_of_qkv(given.get("wrt"), modifications)
-        given["wrt"] = run_backward.parts_of_wrt(names)
+        given |= dispatch_backward.parts_of_qkv(given["qkv"])
+        names = dispatch_backward.wanted_of_qkv(given.get("wrt"), modifications)
+        given["wrt"] = dispatch_backward.parts_of_wrt(names)
     else:
-        given["wrt"] = run_backward.wanted(given.get("wrt"), modifications)
+        given["wrt"] = dispatch_backward.wanted(given.get("wrt"), modifications)
     arrays = {"q": None, "k": None, "v": None} | {n: given[n] for n in fields if n in given}
     options = _options(kind, given)
     backend = given.get("backend", "auto")
-    return run_backward.plan(GradientArguments(**arrays), options, backend, arch, modifications)
+    return dispatch_backward.plan(
+        GradientArguments(**arrays), options, backend, arch, modifications
+    )
 
 
 def _options(kind: str, given: Mapping[str, Any]) -> Options:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cupy_flash.calls import run
+from cupy_flash.calls import dispatch
 from cupy_flash.calls.arguments import Arguments
 from cupy_flash.calls.options import Options
 from cupy_flash.problem.tile import TileRequest, freeze_tile
@@ -156,7 +156,7 @@ def flash_attention_varlen(
     >>> flash_attention_varlen(q, k, v, [0, 3, 7], [0, 3, 7], 4, 4, causal=True).shape
     (7, 2, 8)
     """
-    return run.attention(
+    return dispatch.attention(
         Arguments(
             q,
             k,

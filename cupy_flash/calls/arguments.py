@@ -23,7 +23,7 @@ from cupy_flash.arrays.kinds import (
 from cupy_flash.arrays.strided import (
     kind_of,
 )
-from cupy_flash.calls.modifiers import (
+from cupy_flash.calls.check.modifications import (
     NO_FUNCTIONS,
     Functions,
     Modifiers,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from cupy_flash.arrays.strided import kind_of, require_layout
 from cupy_flash.arrays.torch_arrays import resolved
-from cupy_flash.calls.modifiers import Modifiers
+from cupy_flash.calls.check.modifications import Modifiers
 from cupy_flash.mods import keywords
 from cupy_flash.problem.tile import FrozenTile, Tile
 from cupy_flash.problem.values import check_bool, finite, integer

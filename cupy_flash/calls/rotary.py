@@ -16,9 +16,9 @@ from cupy_flash.arrays.strided import (
     require_shape,
     taken_by,
 )
-from cupy_flash.calls import checked
 from cupy_flash.calls.arguments import normalized
-from cupy_flash.calls.rotary_tables import require_tables
+from cupy_flash.calls.check import device_lengths
+from cupy_flash.calls.check.rotary_tables import require_tables
 from cupy_flash.host.quiet import quiet
 from cupy_flash.host.rotary import rotated_at
 from cupy_flash.problem.values import check_bool
@@ -123,7 +123,7 @@ def _places(positions: Any, shape: tuple[int, ...], rows: int, xp: Any) -> Any:
             f"positions has shape {tuple(positions.shape)}; expected one that broadcasts to "
             f"{tuple(shape)}, ({axes})"
         )
-    known = positions if isinstance(positions, np.ndarray) else checked.contents(positions)
+    known = positions if isinstance(positions, np.ndarray) else device_lengths.contents(positions)
     if known is not None:
         for place in np.argwhere((known < 0) | (known >= rows))[:1]:
             entry = f"positions[{', '.join(map(str, place))}]" if place.size else "positions"

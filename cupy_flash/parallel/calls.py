@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from cupy_flash.arrays.strided import array_module, require_float
-from cupy_flash.calls import run, run_backward
+from cupy_flash.calls import dispatch, dispatch_backward
 from cupy_flash.calls.arguments import Arguments
-from cupy_flash.calls.gradients import GradientArguments
+from cupy_flash.calls.backward_arguments import GradientArguments
 from cupy_flash.calls.options import Options
 from cupy_flash.parallel.pieces import Geometry, Piece
 from cupy_flash.problem.gradient import ROWS
@@ -56,10 +56,10 @@ def refuse_alone(
     if 0 in (*arguments.q.shape[:2], *arguments.keys.shape[:2]):
         return
     if options.wrt is None:
-        run.unloaded_plan(arguments, options, backend, None, modifications)
+        dispatch.unloaded_plan(arguments, options, backend, None, modifications)
     else:
         inputs = GradientArguments(*arguments[:3])
-        run_backward.plan(inputs, options, backend, None, modifications)
+        dispatch_backward.plan(inputs, options, backend, None, modifications)
 
 
 def require_same_dtype(arrays: Mapping[str, Any]) -> None:
@@ -95,7 +95,7 @@ def attend(
     arguments = Arguments(q[:, rows], k[:, keys], v[:, keys], out[:, rows])
     if piece.cu_seqlens is not None:
         arguments = _packed(arguments, piece)
-    _, found = run.attention(arguments, options, scores.backend, 0, modifications)
+    _, found = dispatch.attention(arguments, options, scores.backend, 0, modifications)
     lse[:, :, rows] = found
 
 
@@ -115,7 +115,7 @@ def gradients(
     )
     if piece.cu_seqlens is not None:
         arguments = _packed(arguments, piece)
-    found = run_backward.gradients(arguments, options, scores.backend, modifications)
+    found = dispatch_backward.gradients(arguments, options, scores.backend, modifications)
     dq, dk, dv = found if piece.cu_seqlens is None else (array[None] for array in found)
     return dq, dk, dv
 
@@ -132,7 +132,7 @@ def sink_gradients(of: Rows, k: Any, v: Any, sinks: Any, scores: Scores) -> Any:
         grad_dtype=None if k.dtype == "float64" else "float32",
     )
     arguments = GradientArguments(of.q, key, value, of.out, of.dout, of.lse)
-    (found,) = run_backward.gradients(arguments, options, scores.backend, {"sinks": sinks})
+    (found,) = dispatch_backward.gradients(arguments, options, scores.backend, {"sinks": sinks})
     return found
 
 

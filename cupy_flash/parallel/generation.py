@@ -23,14 +23,14 @@ from cupy_flash.arrays.strided import (
     require_shape,
     spec_of,
 )
-from cupy_flash.calls import run
+from cupy_flash.calls import dispatch
 from cupy_flash.calls.arguments import CACHES, Arguments, given_lengths
 from cupy_flash.calls.backends import require_backend
-from cupy_flash.calls.contents import LengthLimit, require_length
-from cupy_flash.calls.new_rows import NewRows, Stripes
-from cupy_flash.calls.on_host import require_writable
+from cupy_flash.calls.check.lengths import LengthLimit, require_length
+from cupy_flash.calls.check.partials import Partials
+from cupy_flash.calls.gpu.sharded_append import NewRows, Stripes
+from cupy_flash.calls.host.forward import require_writable
 from cupy_flash.calls.options import Options
-from cupy_flash.calls.partials import Partials
 from cupy_flash.mods.keywords import checked_softcap
 from cupy_flash.parallel.calls import refuse_alone, require_same_dtype
 from cupy_flash.parallel.group import Group, together
@@ -246,7 +246,7 @@ def flash_attention_with_kvcache(
         parts, lses = group.gather(out, lse, room=int(is_apart))
         if is_apart:
             parts[-1], lses[-1] = flash_attention(q, k, v, causal=True, return_lse=True, **options)
-        merged, merged_lse = run.combine(Partials(parts, lses, None, sinks))
+        merged, merged_lse = dispatch.combine(Partials(parts, lses, None, sinks))
         return (merged, merged_lse) if return_lse else merged
 
 
@@ -368,7 +368,7 @@ def _append(
         limit = _length_limit(caches[0].shape[1], count_new, group.size, group.rank, stripe)
         stripes = Stripes(group.size, group.rank, stripe, limit.most + count_new)
         keys, each = (lengths, None) if isinstance(lengths, int) else (0, lengths)
-        run.append(NewRows(*caches, *new, each), stripes, keys)
+        dispatch.append(NewRows(*caches, *new, each), stripes, keys)
         return
     lengths = np.broadcast_to(np.asarray(lengths, np.int32), batch)
     positions = lengths[:, None] + np.arange(count_new, dtype=np.int32)

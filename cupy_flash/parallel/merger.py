@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupy_flash.calls import run
-from cupy_flash.calls.partials import Partials
+from cupy_flash.calls import dispatch
+from cupy_flash.calls.check.partials import Partials
 
 # Number of partial results that are kept before they are merged. Merging each result immediately
 # would round a 16-bit sum each time; keeping all would take memory for the whole sequence. Merging
@@ -85,7 +85,7 @@ class Merger:
     def _merged(self, level: int, sinks: Any | None, out: Any | None = None) -> tuple[Any, Any]:
         used = self._used[level]
         parts = self._levels[level]
-        merged: tuple[Any, Any] = run.combine(
+        merged: tuple[Any, Any] = dispatch.combine(
             Partials(parts.out[:used], parts.lse[:used], out, sinks)
         )
         return merged

@@ -53,7 +53,7 @@ class ScoreSpec:
     dtype
         Dtype of the struct ``ModArguments``.
     may_be_mapped
-        Whether a block mask covers all pairs that `text` masks (`cupy_flash.calls.block_maps`).
+        Whether a block mask covers all pairs that `text` masks (`calls/gpu/block_masks.py`).
     block
         Rows and keys of the blocks in which the user's mask is constant, or None.
     reads_pairs

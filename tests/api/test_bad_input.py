@@ -24,7 +24,8 @@ from cupy_flash import (
     flash_attention_with_kvcache,
     plan,
 )
-from cupy_flash.calls import backends, on_gpu, run
+from cupy_flash.calls import backends, dispatch
+from cupy_flash.calls.gpu import prepared_calls
 from cupy_flash.gpu.compiler import compile_cubin, why_no_compiler
 from cupy_flash.planning import tuning
 from cupy_flash.planning.planner import make_plan
@@ -277,7 +278,7 @@ def test_an_input_at_an_address_that_no_load_can_use_is_copied(name, dtype, offs
     for _, struct in gpu.launches:
         assert struct[name]["data"] % 16 == 0
         assert struct[name]["data"] not in (0, shifted.data.ptr)
-    assert len(on_gpu._calls) == 1
+    assert len(prepared_calls._calls) == 1
 
 
 @pytest.mark.parametrize(("dtype", "offset"), MISALIGNED)
@@ -338,7 +339,7 @@ def test_parts_of_a_packed_array_on_a_gpu_are_read_where_they_lie(
     for _, struct in gpu.launches:
         assert struct["qkv"[index]]["data"] == qkv.data.ptr + index * 4 * 40 * 2
         assert struct["qkv"[index]]["row_stride"] == 3 * 4 * 40
-    assert len(on_gpu._calls) == 2
+    assert len(prepared_calls._calls) == 2
     within = gpu.array(2, 113, 4, 40, address=qkv.data.ptr + 2 * index * 4 * 40)
     with pytest.raises(ValueError, match=f"out overlaps {name}; pass separate memory"):
         flash_attention_qkvpacked(qkv, out=within, backend=backend)
@@ -525,7 +526,7 @@ def test_a_corrupt_user_table_changes_no_result(home, text):
 
 @pytest.fixture
 def no_gpu(monkeypatch):
-    for module in (run, backends):
+    for module in (dispatch, backends):
         monkeypatch.setattr(module, "gpu_unavailable", lambda: NO_GPU)
 
 

@@ -11,7 +11,8 @@ from support.foreign import Foreign
 from support.sequence_support import KVCacheCase, random_kvcache_case
 
 from cupy_flash import UnsupportedError, flash_attention_with_kvcache, plan
-from cupy_flash.calls import attention, on_gpu
+from cupy_flash.calls.gpu import forward as gpu_forward
+from cupy_flash.calls.gpu import prepared_calls
 from cupy_flash.gpu.environment import gpu_unavailable
 from cupy_flash.host import batches
 from cupy_flash.reference.packed import attention_with_kvcache_reference
@@ -555,8 +556,8 @@ def test_tensor_maps_are_of_the_caches_and_of_the_queries_as_they_are_rotated(gp
     places = []
     for _ in range(2):
         flash_attention_with_kvcache(**arguments, family="hopper")
-        (_, new), (prepare, params), (attention, told_again) = gpu.launches[-3:]
-        assert (prepare, attention) == ("prepare", "attention")
+        (_, new), (prepare, params), (kernel, told_again) = gpu.launches[-3:]
+        assert (prepare, kernel) == ("prepare", "attention")
         assert params == told_again
         specs, addresses = gpu.maps[-1]
         caches = [arguments[name].data.ptr for name in ("k_cache", "v_cache")]
@@ -570,7 +571,7 @@ def test_tensor_maps_are_of_the_caches_and_of_the_queries_as_they_are_rotated(gp
         places.append(new["out"]["data"])
     # Each call allocates a new workspace.
     assert places[0] != places[1]
-    assert len(on_gpu._calls) == 1
+    assert len(prepared_calls._calls) == 1
     assert len(gpu.maps) == 2
 
 
@@ -639,7 +640,7 @@ def test_an_integer_length_is_passed_on_and_is_no_part_of_the_key(gpu):
         (_, new), (_, params) = gpu.launches[-2:]
         assert new["keys"] == params["keys"] == keys
         assert new["seqused_k"] == params["seqused_k"] == 0
-    assert len(on_gpu._calls) == 1
+    assert len(prepared_calls._calls) == 1
 
 
 def test_an_integer_length_is_checked_in_every_call(gpu):
@@ -676,8 +677,8 @@ def test_a_paged_cache_is_described_to_both_kernels(gpu):
 
 def test_a_call_with_the_same_shapes_is_prepared_once_wherever_the_arrays_lie(gpu, monkeypatch):
     flash_attention_with_kvcache(**appending(gpu))
-    monkeypatch.setattr(attention, "make_plan", None)
-    monkeypatch.setattr(attention, "problem_of", None)
+    monkeypatch.setattr(gpu_forward, "make_plan", None)
+    monkeypatch.setattr(gpu_forward, "problem_of", None)
     flash_attention_with_kvcache(**appending(gpu))
     assert len(gpu.launches) == 4
     assert len(gpu.compiled) == 2
@@ -691,7 +692,7 @@ def test_another_alignment_is_another_call(gpu, name):
     flash_attention_with_kvcache(**arguments)
     shifted = gpu.array(*shapes[name], address=gpu.address() + 2)
     flash_attention_with_kvcache(**(arguments | {name: shifted}))
-    assert len(on_gpu._calls) == 2
+    assert len(prepared_calls._calls) == 2
 
 
 @pytest.mark.parametrize(

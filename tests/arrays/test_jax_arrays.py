@@ -14,7 +14,8 @@ from support import fake_gpu
 
 from cupy_flash import combine, flash_attention, flash_attention_varlen, plan
 from cupy_flash.arrays import jax_arrays, torch_arrays
-from cupy_flash.calls import attention, on_gpu
+from cupy_flash.calls.gpu import forward as gpu_forward
+from cupy_flash.calls.gpu import prepared_calls
 from cupy_flash.reference import rows
 
 OURS, THEIRS = 0xA0, 0xB0
@@ -139,10 +140,10 @@ def test_arrays_of_the_same_shapes_are_planned_for_once_and_no_cupy_array_is_mad
     gpu, monkeypatch
 ):
     flash_attention(*qkv(gpu))
-    monkeypatch.setattr(attention, "make_plan", None)
+    monkeypatch.setattr(gpu_forward, "make_plan", None)
     monkeypatch.setattr(jax_arrays.JaxMemory, "as_cupy", None)
     flash_attention(*qkv(gpu))
-    assert len(on_gpu._calls) == 1
+    assert len(prepared_calls._calls) == 1
     assert len(gpu.launches) == 2
 
 
@@ -155,7 +156,7 @@ def test_what_plans_depend_on_is_told_apart(gpu, other):
         vars(array).update(other)
     flash_attention(*ours)
     flash_attention(*others)
-    assert len(on_gpu._calls) == 2
+    assert len(prepared_calls._calls) == 2
     assert gpu.launches[0][1]["heads_q"] == 6
     assert gpu.launches[1][1]["heads_q"] == others[0].shape[2]
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupy_flash.calls import attention
+from cupy_flash.calls.gpu import forward as gpu_forward
 from cupy_flash.families.params import PARAMS_DTYPE
 from cupy_flash.families.schedule import Schedule, Split
 from cupy_flash.gpu.params import PackedStruct
@@ -38,7 +38,7 @@ def cached(**changes: Any) -> Problem:
 def struct(problem: Problem, split: Split, section_heads: int) -> Any:
     """Return the argument struct of a plan, with null pointers."""
     schedule = Schedule((), split, section_heads=section_heads)
-    fixed = attention.fixed_fields(SimpleNamespace(problem=problem, schedule=schedule))
+    fixed = gpu_forward.fixed_fields(SimpleNamespace(problem=problem, schedule=schedule))
     memory = bytearray(PARAMS_DTYPE.itemsize)
     PackedStruct(PARAMS_DTYPE, fixed, {"lse": "lse"}, ("lse",)).pack_into(memory, (0,))
     return np.frombuffer(memory, PARAMS_DTYPE)[0]

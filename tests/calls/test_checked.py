@@ -25,7 +25,10 @@ from cupy_flash import (
     flash_attention_varlen_backward,
     flash_attention_with_kvcache,
 )
-from cupy_flash.calls import checked, gradients_on_host, on_host, rotary
+from cupy_flash.calls import rotary
+from cupy_flash.calls.check import device_lengths
+from cupy_flash.calls.host import backward as host_backward
+from cupy_flash.calls.host import forward as host_forward
 
 ROWS, KEYS, HEADS, DIM = 9, 12, 2, 8
 
@@ -35,19 +38,19 @@ def is_captured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     """Whether a fake stream is captured. The CPU backend runs the checks for device arrays."""
     stream = SimpleNamespace(is_capturing=lambda: request.param)
     cupy = SimpleNamespace(cuda=SimpleNamespace(get_current_stream=lambda: stream))
-    monkeypatch.setattr(checked, "cupy_module", lambda: cupy)
+    monkeypatch.setattr(device_lengths, "cupy_module", lambda: cupy)
 
     def check_contents(arguments: Any, options: Any, problem: Any, keys: int) -> Any:
-        checked.check(arguments, options, keys, None)
+        device_lengths.check(arguments, options, keys, None)
         # The computation itself needs valid lengths and indices, so it is skipped.
         raise Passed
 
     def known(arguments: Any, options: Any, backend: str) -> Any:
-        checked.check(arguments, options, 0, None)
+        device_lengths.check(arguments, options, 0, None)
         raise Passed
 
-    monkeypatch.setattr(on_host, "check_contents", check_contents)
-    monkeypatch.setattr(gradients_on_host, "_known", known)
+    monkeypatch.setattr(host_forward, "check_contents", check_contents)
+    monkeypatch.setattr(host_backward, "_known", known)
     return bool(request.param)
 
 
@@ -154,8 +157,8 @@ def test_positions_on_a_gpu_are_checked(
     monkeypatch: pytest.MonkeyPatch, wrong: int, is_asked_for: bool, is_capturing: bool
 ) -> None:
     gpu = fake_gpu.install(monkeypatch)
-    monkeypatch.setattr(checked, "is_asked_for", is_asked_for)
-    monkeypatch.setattr(checked, "_is_capturing", lambda: is_capturing)
+    monkeypatch.setattr(device_lengths, "is_asked_for", is_asked_for)
+    monkeypatch.setattr(device_lengths, "_is_capturing", lambda: is_capturing)
     computed: list[Any] = []
     monkeypatch.setattr(rotary, "_rotated", lambda x, *others, **_: computed.append(x) or x)
     x, table = gpu.array(2, 3, HEADS, DIM), gpu.array(6, DIM // 2)
@@ -176,8 +179,10 @@ def test_positions_on_a_gpu_are_checked(
 
 @pytest.mark.parametrize(("value", "expected"), [("1", True), ("0", False), ("", False)])
 def test_the_variable_asks_for_checks(value: str, expected: bool) -> None:
-    program = "from cupy_flash.calls import checked; print(checked.is_asked_for)"
-    environment = {**os.environ, checked.VARIABLE: value}
+    program = (
+        "from cupy_flash.calls.check import device_lengths as lengths; print(lengths.is_asked_for)"
+    )
+    environment = {**os.environ, device_lengths.VARIABLE: value}
     found = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
     )
@@ -191,12 +196,12 @@ def test_the_variable_asks_for_checks(value: str, expected: bool) -> None:
 def is_asked_for(request: pytest.FixtureRequest) -> Iterator[bool]:
     """Whether the environment variable, read at import, enables the checks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.delenv(checked.VARIABLE, raising=False)
+        patch.delenv(device_lengths.VARIABLE, raising=False)
         if request.param is not None:
-            patch.setenv(checked.VARIABLE, request.param)
-        importlib.reload(checked)
+            patch.setenv(device_lengths.VARIABLE, request.param)
+        importlib.reload(device_lengths)
         yield request.param == "1"
-    importlib.reload(checked)
+    importlib.reload(device_lengths)
 
 
 @pytest.fixture
@@ -205,8 +210,8 @@ def contents(is_asked_for: bool, monkeypatch: pytest.MonkeyPatch) -> dict[int, n
     found: dict[int, np.ndarray] = {}
     stream = SimpleNamespace(is_capturing=lambda: False)
     cupy = SimpleNamespace(cuda=SimpleNamespace(get_current_stream=lambda: stream))
-    monkeypatch.setattr(checked, "cupy_module", lambda: cupy)
-    monkeypatch.setattr(checked, "taken_by", lambda _, array: found[array.data.ptr])
+    monkeypatch.setattr(device_lengths, "cupy_module", lambda: cupy)
+    monkeypatch.setattr(device_lengths, "taken_by", lambda _, array: found[array.data.ptr])
     return found
 
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from cupy_flash import combine, flash_attention, flash_attention_backward
-from cupy_flash.calls import backends, on_host
+from cupy_flash.calls import backends
+from cupy_flash.calls.host import forward as host_forward
 from cupy_flash.calls.options import Options
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.gpu.environment import gpu_unavailable
@@ -38,32 +39,32 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = SimpleNamespace(getDevice=lambda: 0)
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
     monkeypatch.setattr(backends, "gpu_unavailable", lambda: None)
-    monkeypatch.setattr(on_host, "cupy_module", lambda: sys.modules["cupy"])
-    monkeypatch.setattr(on_host, "current_device", lambda: device_for_arch("sm_90"))
-    monkeypatch.setattr(on_host, "is_served", is_served)
+    monkeypatch.setattr(host_forward, "cupy_module", lambda: sys.modules["cupy"])
+    monkeypatch.setattr(host_forward, "current_device", lambda: device_for_arch("sm_90"))
+    monkeypatch.setattr(host_forward, "is_served", is_served)
 
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(("dtype", "expected"), [("float16", True), ("float32", False)])
 def test_a_gpu_computes_what_one_of_its_families_serves(dtype: str, expected: bool) -> None:
-    assert on_host.runs_on_gpu(problem(dtype), OPTIONS, "auto") is expected
+    assert host_forward.runs_on_gpu(problem(dtype), OPTIONS, "auto") is expected
 
 
 @pytest.mark.usefixtures("gpu")
 def test_asking_for_the_gpu_or_one_of_its_families_leaves_nothing_open() -> None:
     named = OPTIONS._replace(family="mma")
-    assert on_host.runs_on_gpu(problem("float32"), OPTIONS, "gpu")
-    assert on_host.runs_on_gpu(problem("float32"), named, "auto")
-    assert not on_host.runs_on_gpu(problem(), OPTIONS, "cpu")
+    assert host_forward.runs_on_gpu(problem("float32"), OPTIONS, "gpu")
+    assert host_forward.runs_on_gpu(problem("float32"), named, "auto")
+    assert not host_forward.runs_on_gpu(problem(), OPTIONS, "cpu")
 
 
 def test_without_a_gpu_the_cpu_computes_and_asking_for_one_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(backends, "gpu_unavailable", lambda: "it was sold")
-    assert not on_host.runs_on_gpu(problem(), OPTIONS, "auto")
+    assert not host_forward.runs_on_gpu(problem(), OPTIONS, "auto")
     with pytest.raises(UnsupportedError, match="backend is 'gpu', but it was sold"):
-        on_host.runs_on_gpu(problem(), OPTIONS, "gpu")
+        host_forward.runs_on_gpu(problem(), OPTIONS, "gpu")
 
 
 def gradients(x: np.ndarray) -> Any:

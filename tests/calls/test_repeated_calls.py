@@ -21,9 +21,11 @@ from cupy_flash import (
     flash_attention_varlen,
     flash_attention_with_kvcache,
 )
-from cupy_flash.calls import attention, on_gpu, run
+from cupy_flash.calls import dispatch
 from cupy_flash.calls.arguments import Arguments
-from cupy_flash.calls.new_rows import NewRows, Stripes
+from cupy_flash.calls.gpu import forward as gpu_forward
+from cupy_flash.calls.gpu import prepared_calls
+from cupy_flash.calls.gpu.sharded_append import NewRows, Stripes
 from cupy_flash.calls.options import Options
 from cupy_flash.gpu import append, block_maps, compiler, launch
 from cupy_flash.mods import captures
@@ -153,14 +155,14 @@ def test_a_window_without_bounds_is_the_plain_call(
         call(gpu, window_size=window, softcap=None)
     call(gpu)
     assert len(compiled) == 1
-    assert len(on_gpu._calls) == 1
+    assert len(prepared_calls._calls) == 1
 
 
 def test_modifications_are_known_again(gpu: FakeGpu) -> None:
     for modifications in itertools.islice(variations(gpu), 2):
         for _ in range(3):
             dense(gpu, **modifications)
-    assert len(on_gpu._calls) == 2
+    assert len(prepared_calls._calls) == 2
 
 
 @pytest.mark.slow
@@ -227,10 +229,10 @@ def test_a_grid_that_shares_the_gpu_has_a_block_for_each_tile(
         plans.append(planner.make_plan(*arguments, **options))
         return plans[-1]
 
-    monkeypatch.setattr(attention, "make_plan", make_plan)
+    monkeypatch.setattr(gpu_forward, "make_plan", make_plan)
     q, k, v = (gpu.array(BATCH, 16384, HEADS, 64) for _ in range(3))
     for shares_gpu in (False, True, False):
-        run.attention(Arguments(q, k, v), Options(causal=True, shares_gpu=shares_gpu), "auto")
+        dispatch.attention(Arguments(q, k, v), Options(causal=True, shares_gpu=shares_gpu), "auto")
     whole, shared = plans
     tiles = BATCH * HEADS * -(-16384 // whole.tile.Br)
     assert whole.schedule.main.grid == (device_for_arch("sm_90").sm_count, 1, 1)
@@ -246,7 +248,7 @@ def test_an_append_to_a_shard_is_one_launch(gpu: FakeGpu, compiled: list[str]) -
     told = ((lengths, 0), (None, 700))
     for given, keys in told:
         for _ in range(2):
-            run.append(rows._replace(cache_seqlens=given), stripes, keys)
+            dispatch.append(rows._replace(cache_seqlens=given), stripes, keys)
     assert compiled == ["append float16 head_dim 64/40 ranks 2"]
     assert len(gpu.launches) == 4
     for (_, struct), (given, keys) in zip(
@@ -271,5 +273,5 @@ def test_an_append_to_a_shard_is_made_for_the_alignment_of_its_rows(
     monkeypatch.setattr(append, "append_unit", lambda spec: units.append(spec) or unit(spec))
     caches = [gpu.array(1, 512, 1, 64) for _ in "kv"]
     k, v = (gpu.array(1, 1, 1, 64, address=gpu.address() + offset * i) for i in range(2))
-    run.append(NewRows(*caches, k, v, gpu.lengths(1)), Stripes(2, 0, 8, 1024), 0)
+    dispatch.append(NewRows(*caches, k, v, gpu.lengths(1)), Stripes(2, 0, 8, 1024), 0)
     assert [spec.alignment for spec in units] == [alignment]

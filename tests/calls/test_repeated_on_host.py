@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 
 from cupy_flash import flash_attention, flash_attention_backward
-from cupy_flash.calls import gradients_on_host, on_host
+from cupy_flash.calls.host import backward as host_backward
+from cupy_flash.calls.host import forward as host_forward
 from cupy_flash.host import formula, gradient_formula
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_host, "_calls", {})
-    monkeypatch.setattr(gradients_on_host, "_calls", {})
+    monkeypatch.setattr(host_forward, "_calls", {})
+    monkeypatch.setattr(host_backward, "_calls", {})
 
 
 def arrays(rng: np.random.Generator, dtype: Any = np.float32, rows: int = 5) -> tuple[Any, ...]:
@@ -27,8 +28,8 @@ def not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     def forward(*_: Any) -> None:
         raise AssertionError("the call was not recognized")
 
-    monkeypatch.setattr(on_host, "forward", forward)
-    monkeypatch.setattr(gradients_on_host, "backward", forward)
+    monkeypatch.setattr(host_forward, "forward", forward)
+    monkeypatch.setattr(host_backward, "backward", forward)
 
 
 def gradient_arrays(rng: np.random.Generator, dtype: Any = np.float32) -> tuple[Any, ...]:
@@ -47,7 +48,7 @@ def test_a_repeated_call_gives_the_same_bits(
     first, second = arrays(rng, dtype), arrays(rng, dtype)
     # With the calls in the opposite order, each is once the first of its kind.
     expected = flash_attention(*second, **options)
-    on_host._calls.clear()
+    host_forward._calls.clear()
     flash_attention(*first, **options)
     not_checked_again(monkeypatch)
     found = flash_attention(*second, **options)
@@ -114,7 +115,7 @@ def test_rows_without_weight_are_left_to_the_other_code(rng: Any, monkeypatch: A
     )
     out, lse = flash_attention(q, k, v, return_lse=True)
     assert False in calls
-    on_host._calls.clear()
+    host_forward._calls.clear()
     expected, expected_lse = flash_attention(q, k, v, return_lse=True)
     np.testing.assert_array_equal(out, expected)
     np.testing.assert_array_equal(lse, expected_lse)
@@ -147,7 +148,7 @@ def test_repeated_gradients_have_the_same_bits(
     if has_dlse:
         options = options | {"dlse": rng.standard_normal(first[-1].shape).astype(dtype)}
     expected = flash_attention_backward(*second, **options)
-    gradients_on_host._calls.clear()
+    host_backward._calls.clear()
     flash_attention_backward(*first, **options)
     not_checked_again(monkeypatch)
     found = flash_attention_backward(*second, **options)
@@ -203,6 +204,6 @@ def test_infinite_queries_are_left_to_the_other_code(rng: Any, monkeypatch: Any)
     )
     found = flash_attention_backward(*given)
     assert calls[0] is False
-    gradients_on_host._calls.clear()
+    host_backward._calls.clear()
     for one, other in zip(found, flash_attention_backward(*given), strict=True):
         np.testing.assert_array_equal(one, other)

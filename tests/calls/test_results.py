@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support import fake_gpu
 
-from cupy_flash.calls.results import maker
+from cupy_flash.calls.gpu.allocate import maker
 
 MIB = 1 << 20
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from support.block_map_text import check_map, compiled_masks, launched, map_of
 
-from cupy_flash.calls import block_maps as calls_block_maps
-from cupy_flash.calls.block_maps import map_of_mask, mask_text, packed_captures
+from cupy_flash.calls.gpu import block_masks as calls_block_maps
+from cupy_flash.calls.gpu.block_masks import map_of_mask, mask_text, packed_captures
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.gpu import block_maps
 from cupy_flash.gpu.block_maps import (

@@ -10,8 +10,8 @@ import shutil
 
 import pytest
 
-from cupy_flash.calls.block_maps import mask_text
-from cupy_flash.calls.check_mod import unit_of
+from cupy_flash.calls.check.check_mod import unit_of
+from cupy_flash.calls.gpu.block_masks import mask_text
 from cupy_flash.errors import CompileError
 from cupy_flash.families import FAMILIES, FORWARD, contract
 from cupy_flash.gpu import compiler

@@ -10,7 +10,7 @@ from support.function_maps import random_map_spec, wrong_map
 from support.function_runs import modification
 from support.random_functions import Function, random_function
 
-from cupy_flash.calls.block_maps import mask_text
+from cupy_flash.calls.gpu.block_masks import mask_text
 from cupy_flash.gpu import block_maps
 from cupy_flash.mods.modification import MaskMod
 

@@ -13,9 +13,9 @@ from support.sequence_support import VarlenCase
 
 from cupy_flash import flash_attention_varlen, flash_attention_with_kvcache, plan
 from cupy_flash.calls.arguments import Arguments
-from cupy_flash.calls.attention import append_spec
+from cupy_flash.calls.check.problems import problem_of
+from cupy_flash.calls.gpu.forward import append_spec
 from cupy_flash.calls.options import Options
-from cupy_flash.calls.problems import problem_of
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.families.contract import TranslationUnit
 from cupy_flash.gpu.append import AppendSpec, append_unit, prepare

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cupy_flash import MaskMod, ScoreMod, UnsupportedError, check_mod
-from cupy_flash.calls.check_mod import compare, unit_of
+from cupy_flash.calls.check.check_mod import compare, unit_of
 from cupy_flash.gpu import environment
 from cupy_flash.gpu.compiler import compile_cubin, known_architectures, why_no_compiler
 from cupy_flash.problem.device import device_for_arch

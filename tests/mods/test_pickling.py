@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from cupy_flash import BlockList, MaskMod, ScoreMod, flash_attention
-from cupy_flash.calls.modifiers import read_modifiers
+from cupy_flash.calls.check.modifications import read_modifiers
 
 TABLE = np.arange(6, dtype=np.float32)[::2]
 SCORE = np.float32(1)

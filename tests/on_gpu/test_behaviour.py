@@ -28,7 +28,7 @@ from support.gpu_support import (
 from cupy_flash import flash_attention, flash_attention_varlen, plan
 from cupy_flash.arrays import jax_arrays
 from cupy_flash.arrays.strided import as_cupy
-from cupy_flash.calls import attention
+from cupy_flash.calls.gpu import forward as gpu_forward
 from cupy_flash.families import FORWARD
 from cupy_flash.gpu import compiler
 from cupy_flash.gpu.compiler import CUBINS_VARIABLE, compile_cubin, prebuilt_name
@@ -365,7 +365,7 @@ def test_the_first_call_says_what_it_compiles_and_later_ones_reuse_everything(
         def must_not_run(*args: object, **kwargs: object) -> None:
             raise AssertionError("planned or compiled again")
 
-        monkeypatch.setattr(attention, "make_plan", must_not_run)
+        monkeypatch.setattr(gpu_forward, "make_plan", must_not_run)
         monkeypatch.setattr(compiler.kernel_cache, "get", must_not_run)
         values = tuple(array[::-1].copy() for array in random_values(case))
         out = flash_attention(*on_gpu(values))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.block_map_text import check_map, launched, map_of, read_map
 
-from cupy_flash.calls.block_maps import mask_text
+from cupy_flash.calls.gpu.block_masks import mask_text
 from cupy_flash.gpu.block_maps import BlockMap, Layout, MapSpec
 from cupy_flash.mods.modification import MaskMod
 

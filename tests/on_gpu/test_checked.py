@@ -16,7 +16,7 @@ from cupy_flash import (
     flash_attention_varlen_vjp,
     flash_attention_with_kvcache,
 )
-from cupy_flash.calls import checked
+from cupy_flash.calls.check import device_lengths
 
 pytestmark = pytest.mark.gpu
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(autouse=True)
 def asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Enable the checks, as the environment variable does."""
-    monkeypatch.setattr(checked, "is_asked_for", True)
+    monkeypatch.setattr(device_lengths, "is_asked_for", True)
 
 
 def _ints(*values: Any) -> np.ndarray:

@@ -16,7 +16,7 @@ from support.gpu_support import current_device
 from support.random_functions import random_function
 
 from cupy_flash import MaskMod, UnsupportedError
-from cupy_flash.calls.block_maps import mask_text
+from cupy_flash.calls.gpu.block_masks import mask_text
 from cupy_flash.gpu.block_maps import Layout
 
 pytestmark = pytest.mark.gpu

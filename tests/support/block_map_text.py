@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from cupy_flash.calls.block_maps import map_of_mask, mask_text, packed_captures
+from cupy_flash.calls.gpu.block_masks import map_of_mask, mask_text, packed_captures
 from cupy_flash.families.contract import KERNEL_DIR
 from cupy_flash.gpu import block_maps
 from cupy_flash.gpu.block_maps import (

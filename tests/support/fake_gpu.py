@@ -14,9 +14,12 @@ import numpy as np
 import pytest
 
 from cupy_flash.arrays import jax_arrays, strided, torch_arrays
-from cupy_flash.calls import attention, backward, merge, on_gpu, on_host, recorded, results
 from cupy_flash.calls.arguments import Arguments
-from cupy_flash.calls.modifiers import Functions
+from cupy_flash.calls.check.modifications import Functions
+from cupy_flash.calls.gpu import allocate, merge, prepared_calls, torch_autograd
+from cupy_flash.calls.gpu import backward as gpu_backward
+from cupy_flash.calls.gpu import forward as gpu_forward
+from cupy_flash.calls.host import forward as host_forward
 from cupy_flash.calls.options import Options
 from cupy_flash.families.params import PARAMS_DTYPE
 from cupy_flash.families.schedule import TensorMapSpec
@@ -341,16 +344,25 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(FakeArray, "new_address", gpu.address)
     monkeypatch.setitem(sys.modules, "cupy", fake)
     monkeypatch.setattr(launch, "_launch_function", lambda: launch_kernel)
-    for module in (on_gpu, attention, backward, merge, recorded, launch, results, block_maps):
+    for module in (
+        prepared_calls,
+        gpu_forward,
+        gpu_backward,
+        merge,
+        torch_autograd,
+        launch,
+        allocate,
+        block_maps,
+    ):
         monkeypatch.setattr(module, "cupy_module", lambda: fake)
     for module in (torch_arrays, jax_arrays):
         monkeypatch.setattr(module, "_cupy", lambda: fake)
     monkeypatch.setattr(torch_arrays, "_of_thread", torch_arrays._OfThread())
-    monkeypatch.setattr(on_gpu, "_calls", {})
-    monkeypatch.setattr(on_gpu, "device_for_id", lambda _: device_for_arch("sm_90"))
-    for module in (attention, backward):
+    monkeypatch.setattr(prepared_calls, "_calls", {})
+    monkeypatch.setattr(prepared_calls, "device_for_id", lambda _: device_for_arch("sm_90"))
+    for module in (gpu_forward, gpu_backward):
         monkeypatch.setattr(module, "shared", gpu.shared)
-    for module in (attention, backward):
+    for module in (gpu_forward, gpu_backward):
         monkeypatch.setattr(module, "TensorMaps", FakeTensorMaps)
     for module in (launch, append, combine):
         monkeypatch.setattr(module, "thread_arguments", lambda: gpu.arguments)
@@ -375,12 +387,14 @@ def compute_on_host(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def run(arguments: Arguments, options: Options, *, functions: Functions) -> Any:
         uploads.append(arguments)
-        return on_host.forward(arguments, options, 0, "cpu", functions)
+        return host_forward.forward(arguments, options, 0, "cpu", functions)
 
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setattr(on_host, "_calls", {})
-    monkeypatch.setattr(on_host, "runs_on_gpu", lambda problem, options, backend: backend != "cpu")
-    monkeypatch.setattr(on_host, "cupy_module", lambda: cupy)
-    monkeypatch.setattr(on_host, "current_device", lambda: device_for_arch("sm_90"))
-    monkeypatch.setattr(on_gpu, "run", run)
+    monkeypatch.setattr(host_forward, "_calls", {})
+    monkeypatch.setattr(
+        host_forward, "runs_on_gpu", lambda problem, options, backend: backend != "cpu"
+    )
+    monkeypatch.setattr(host_forward, "cupy_module", lambda: cupy)
+    monkeypatch.setattr(host_forward, "current_device", lambda: device_for_arch("sm_90"))
+    monkeypatch.setattr(prepared_calls, "run", run)
     return uploads

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupy_flash.calls.modifiers import Modifiers, read_modifiers
+from cupy_flash.calls.check.modifications import Modifiers, read_modifiers
 from cupy_flash.families.contract import KERNEL_DIR
 from cupy_flash.mods.captures import number_of
 from cupy_flash.mods.compose import prefixed_text

@@ -20,9 +20,9 @@ import numpy as np
 import pytest
 
 from cupy_flash import UnsupportedError, flash_attention_varlen, flash_attention_with_kvcache
-from cupy_flash.calls import problems
 from cupy_flash.calls.arguments import Arguments
-from cupy_flash.calls.attention import append_spec
+from cupy_flash.calls.check import problems
+from cupy_flash.calls.gpu.forward import append_spec
 from cupy_flash.calls.options import Options
 from cupy_flash.cli.build.build import Job
 from cupy_flash.families import FORWARD

@@ -18,8 +18,8 @@ from support import fake_cupy
 from cupy_flash.api.kvcache import flash_attention_with_kvcache
 from cupy_flash.api.varlen import flash_attention_varlen
 from cupy_flash.calls.arguments import Arguments
+from cupy_flash.calls.check.problems import problem_of
 from cupy_flash.calls.options import Options
-from cupy_flash.calls.problems import problem_of
 from cupy_flash.cli.bench import bench as bench_module
 from cupy_flash.cli.bench.table import print_cells, record_row
 from cupy_flash.cli.cases import presets

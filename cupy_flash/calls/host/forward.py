@@ -10,7 +10,6 @@ import numpy as np
 
 from cupy_flash.arrays.overlap import require_apart
 from cupy_flash.arrays.strided import dtype_name, to_bshd
-from cupy_flash.calls import on_gpu
 from cupy_flash.calls.arguments import (
     FLOAT8_SCALES,
     Arguments,
@@ -18,12 +17,13 @@ from cupy_flash.calls.arguments import (
     written_arrays,
 )
 from cupy_flash.calls.backends import cpu_tile, host_runs_on_gpu
-from cupy_flash.calls.contents import check_contents, new_rows
+from cupy_flash.calls.check.lengths import check_contents, new_rows
+from cupy_flash.calls.check.modifications import NO_FUNCTIONS, Functions, canonical
+from cupy_flash.calls.check.modifications import on_host as modifiers_on_host
+from cupy_flash.calls.check.problems import lse_shape, problem_of, sizes_of
 from cupy_flash.calls.conversions import converted
-from cupy_flash.calls.modifiers import NO_FUNCTIONS, Functions, canonical
-from cupy_flash.calls.modifiers import on_host as modifiers_on_host
+from cupy_flash.calls.gpu import prepared_calls
 from cupy_flash.calls.options import Options
-from cupy_flash.calls.problems import lse_shape, problem_of, sizes_of
 from cupy_flash.gpu.environment import cupy_module, current_device
 from cupy_flash.host import batches, cpu
 from cupy_flash.host.formula import SmallCall, small_call_of
@@ -43,7 +43,7 @@ def forward(
     backend: str,
     functions: Functions = NO_FUNCTIONS,
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Compute attention for NumPy arrays, after the append if there is one; see `on_gpu.run`."""
+    """Compute attention for NumPy arrays, after the append if any; see `prepared_calls.run`."""
     # Dense calls without modifications have no arrays that may need a conversion.
     has_no_lengths = options.kind == "equal" and options.modifiers is None
     if not has_no_lengths:
@@ -119,7 +119,7 @@ class _Known(NamedTuple):
     scale: Any = None
 
 
-# Maximum number of entries in `_calls`, whose role is that of `_calls` in `on_gpu`.
+# Maximum number of entries in `_calls`, whose role is that of `_calls` in `prepared_calls`.
 _MAX_KNOWN = 1024
 _calls: dict[Any, _Known] = {}
 
@@ -232,7 +232,7 @@ def _on_gpu(
     uploaded = (None if x is None else _uploaded(x, order) for x in arguments)
     if dtype_name(arguments.q) == FLOAT8:
         options = options._replace(out_dtype=dtype_name(out))
-    result, lse = on_gpu.run(type(arguments)(*uploaded), options, functions=functions)
+    result, lse = prepared_calls.run(type(arguments)(*uploaded), options, functions=functions)
     out[...] = cupy.asnumpy(result)
     return out, None if lse is None else cupy.asnumpy(lse)
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from cupy_flash.arrays.overlap import OverlapCheck
 from cupy_flash.arrays.strided import as_cupy, is_aligned, readable_in_place
+from cupy_flash.calls.check.partials import Partials, spec_of_call
 from cupy_flash.calls.conversions import converted
-from cupy_flash.calls.partials import Partials, spec_of_call
-from cupy_flash.calls.results import Maker, maker
+from cupy_flash.calls.gpu.allocate import Maker, maker
 from cupy_flash.gpu import combine
 from cupy_flash.gpu.environment import cupy_module
 from cupy_flash.problem.device import Device
@@ -20,7 +20,7 @@ _NAMES = (*Partials._fields, "result", "lse")
 
 @dataclass(frozen=True)
 class Call:
-    """Prepared merge: everything that the call key determines, see `on_gpu.look_up`."""
+    """Prepared merge: everything that the call key determines, see `prepared_calls.look_up`."""
 
     new: Maker
     apart: OverlapCheck

@@ -8,10 +8,13 @@ from typing import Any
 from cupy_flash.arrays.jax_arrays import JaxMemory
 from cupy_flash.arrays.strided import as_cupy
 from cupy_flash.arrays.torch_arrays import no_memory
-from cupy_flash.calls import attention, backward, checked, merge, new_rows
-from cupy_flash.calls.modifiers import NO_FUNCTIONS, Functions, Modifiers
+from cupy_flash.calls.check import device_lengths
+from cupy_flash.calls.check.modifications import NO_FUNCTIONS, Functions, Modifiers
+from cupy_flash.calls.gpu import backward as gpu_backward
+from cupy_flash.calls.gpu import forward as gpu_forward
+from cupy_flash.calls.gpu import merge, sharded_append
+from cupy_flash.calls.gpu.allocate import is_tensor
 from cupy_flash.calls.options import Options
-from cupy_flash.calls.results import is_tensor
 from cupy_flash.gpu.environment import cupy_module, device_for_id
 from cupy_flash.planning import tuning
 from cupy_flash.problem.arrays import MAX_ALIGNMENT
@@ -24,7 +27,7 @@ _calls: dict[tuple[Any, ...], Any] = {}
 
 def run(
     arrays: Any,
-    options: Options | new_rows.Stripes | None,
+    options: Options | sharded_append.Stripes | None,
     keys: int = 0,
     only_cupy: bool = False,
     functions: Functions = NO_FUNCTIONS,
@@ -63,8 +66,8 @@ def run(
     key, call, addresses = found
     if call is None:
         call, arrays, addresses = prepare(key, arrays, addresses, options, functions, modifiers)
-    if checked.is_asked_for and isinstance(options, Options):
-        checked.check(arrays, options, keys, modifiers)
+    if device_lengths.is_asked_for and isinstance(options, Options):
+        device_lengths.check(arrays, options, keys, modifiers)
     return call.run(arrays, addresses, keys, functions)
 
 
@@ -72,7 +75,7 @@ def prepare(
     key: tuple[Any, ...],
     arrays: Any,
     addresses: tuple[int, ...],
-    options: Options | new_rows.Stripes | None,
+    options: Options | sharded_append.Stripes | None,
     functions: Functions = NO_FUNCTIONS,
     modifiers: Modifiers | None = None,
 ) -> tuple[Any, Any, tuple[int, ...]]:
@@ -85,10 +88,10 @@ def prepare(
     if isinstance(options, Options):
         if modifiers is not None:
             options = options.with_modifiers(modifiers)
-        way = attention if options.wrt is None else backward
+        way = gpu_forward if options.wrt is None else gpu_backward
         readable: Any = way.readable(arrays, options)
     else:
-        readable = merge.readable(arrays) if options is None else new_rows.readable(arrays)
+        readable = merge.readable(arrays) if options is None else sharded_append.readable(arrays)
     if any(a is not b for a, b in zip(readable, arrays, strict=True)):
         given = readable.of_kind(options.kind) if isinstance(options, Options) else readable
         found = look_up(given, options)
@@ -100,8 +103,8 @@ def prepare(
     plain, device = type(arrays)(*map(as_cupy, arrays)), device_for_id(device_id)
     if options is None:
         call = merge.prepare(plain, device)
-    elif isinstance(options, new_rows.Stripes):
-        call = new_rows.prepare(plain, options, device)
+    elif isinstance(options, sharded_append.Stripes):
+        call = sharded_append.prepare(plain, options, device)
     else:
         of_torch = is_tensor(arrays.like)
         call = way.prepare(plain, options, device, functions, of_torch=of_torch)
@@ -113,7 +116,7 @@ def prepare(
 
 def look_up(
     given: Iterable[Any],
-    options: Options | new_rows.Stripes | None,
+    options: Options | sharded_append.Stripes | None,
     modifiers: Modifiers | None = None,
     only_cupy: bool = False,
 ) -> tuple[tuple[Any, ...], Any, tuple[int, ...]] | None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from cupy_flash.arrays.strided import address_of, as_cupy
 from cupy_flash.calls.arguments import Arguments
-from cupy_flash.calls.results import new_torch_memory
+from cupy_flash.calls.gpu.allocate import new_torch_memory
 from cupy_flash.families import FORWARD
 from cupy_flash.gpu.block_maps import MapKey, MapSpec, MaskText, ReadyMap, kept_map, new_map
 from cupy_flash.mods.arguments import pack_arguments, real_type

@@ -1,7 +1,7 @@
 """Conversion of the arrays and options of a call to a `Problem`.
 
 Shapes, dtypes and options are checked for all arrays. The contents of lengths, offsets and indices
-are checked only in host memory (`cupy_flash.calls.contents`).
+are checked only in host memory (`cupy_flash.calls.check.lengths`).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from cupy_flash.arrays.strided import (
     with_one_batch_axis,
 )
 from cupy_flash.calls.arguments import CACHES, FLOAT8_SCALES, INT32, SCALES, Arguments
-from cupy_flash.calls.modifiers import (
+from cupy_flash.calls.check.modifications import (
     canonical,
     score_spec,
 )
+from cupy_flash.calls.check.rotary_tables import require_tables
 from cupy_flash.calls.options import Options
-from cupy_flash.calls.rotary_tables import require_tables
 from cupy_flash.mods.shapes import Sizes, refuse_other_lengths
 from cupy_flash.problem.arrays import (
     DTYPES,

@@ -9,19 +9,20 @@ import numpy as np
 
 from cupy_flash.arrays.overlap import require_apart
 from cupy_flash.arrays.strided import readable_in_place, to_bshd
-from cupy_flash.calls import on_gpu
 from cupy_flash.calls.backends import require_cpu_family
-from cupy_flash.calls.contents import check_contents
-from cupy_flash.calls.conversions import converted
-from cupy_flash.calls.gradients import (
+from cupy_flash.calls.backward_arguments import (
     WRITTEN,
     GradientArguments,
     gradient_problem,
     result_spec,
 )
-from cupy_flash.calls.modifiers import Functions, canonical
-from cupy_flash.calls.modifiers import on_host as modifiers_on_host
-from cupy_flash.calls.on_host import (
+from cupy_flash.calls.check.lengths import check_contents
+from cupy_flash.calls.check.modifications import Functions, canonical
+from cupy_flash.calls.check.modifications import on_host as modifiers_on_host
+from cupy_flash.calls.check.problems import sizes_of
+from cupy_flash.calls.conversions import converted
+from cupy_flash.calls.gpu import prepared_calls
+from cupy_flash.calls.host.forward import (
     gpu_of,
     is_plain,
     positions_of_used,
@@ -31,7 +32,6 @@ from cupy_flash.calls.on_host import (
     upload_order,
 )
 from cupy_flash.calls.options import Options
-from cupy_flash.calls.problems import sizes_of
 from cupy_flash.families import FAMILIES
 from cupy_flash.families.schedule import Schedule
 from cupy_flash.gpu.environment import cupy_module, gpu_unavailable
@@ -121,7 +121,7 @@ class _Known(NamedTuple):
     scale: Any = None
 
 
-# Maximum number of entries in `_calls`; see `on_host`.
+# Maximum number of entries in `_calls`; see `forward.py`.
 _MAX_KNOWN = 1024
 _calls: dict[Any, _Known] = {}
 
@@ -202,7 +202,7 @@ def _on_gpu(
     order = upload_order(options)
     arguments = arguments._replace(**dict.fromkeys(WRITTEN))
     uploaded = (None if x is None else cupy.asarray(x, order=order) for x in arguments)
-    found = on_gpu.run(type(arguments)(*uploaded), options, functions=functions)
+    found = prepared_calls.run(type(arguments)(*uploaded), options, functions=functions)
     for result, new in zip(results.values(), found, strict=True):
         result[...] = cupy.asnumpy(new)
 

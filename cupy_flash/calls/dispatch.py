@@ -21,7 +21,6 @@ from cupy_flash.arrays.strided import (
     unallocated_copy,
 )
 from cupy_flash.arrays.torch_arrays import count_writes, is_torch_on_gpu
-from cupy_flash.calls import on_gpu, on_host
 from cupy_flash.calls.arguments import (
     CACHES,
     FLOAT8_SCALES,
@@ -32,13 +31,15 @@ from cupy_flash.calls.arguments import (
     require_given,
 )
 from cupy_flash.calls.backends import cpu_tile, require_backend, require_gpu_backend
+from cupy_flash.calls.check.modifications import NO_FUNCTIONS, Functions, Modifiers
+from cupy_flash.calls.check.partials import Partials, spec_of_call, stacked
+from cupy_flash.calls.check.problems import problem_of
 from cupy_flash.calls.conversions import conversions, converted
-from cupy_flash.calls.modifiers import NO_FUNCTIONS, Functions, Modifiers
-from cupy_flash.calls.new_rows import NewRows, Stripes
+from cupy_flash.calls.gpu import prepared_calls
+from cupy_flash.calls.gpu.allocate import as_tensor
+from cupy_flash.calls.gpu.sharded_append import NewRows, Stripes
+from cupy_flash.calls.host import forward as host_forward
 from cupy_flash.calls.options import Options, plain_options, with_offsets
-from cupy_flash.calls.partials import Partials, spec_of_call, stacked
-from cupy_flash.calls.problems import problem_of
-from cupy_flash.calls.results import as_tensor
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.gpu import compiler
 from cupy_flash.gpu.environment import current_device, gpu_unavailable
@@ -72,7 +73,7 @@ def attention(
         arguments, modifiers, functions = modified(arguments, modifications)
     options = plain_options(options)
     if modifiers is None and arguments.q.__class__ is np.ndarray and options.kind == "equal":
-        found = on_host.repeated(arguments, options, backend)
+        found = host_forward.repeated(arguments, options, backend)
         if found is not None:
             return found if options.return_lse else found[0]
     if backend == "auto":
@@ -85,7 +86,7 @@ def attention(
         ):
             arguments = _with_numbers_placed(arguments)
         if is_cupy_type(like.__class__):
-            found = on_gpu.run(arguments, options, keys, True, functions, modifiers)
+            found = prepared_calls.run(arguments, options, keys, True, functions, modifiers)
             if found is not None:
                 return found if options.return_lse else found[0]
         elif is_torch_on_gpu(*arguments.of_kind(options.kind)):
@@ -107,7 +108,7 @@ def attention(
         arguments = arguments._replace(qkv=qkv)
     arguments = arguments.parts_of_qkv(options.layout)
     if as_qkv is None and all_are(np.ndarray, arguments.of_kind(options.kind)):
-        result, lse = on_host.forward(arguments, options, keys, backend, functions)
+        result, lse = host_forward.forward(arguments, options, keys, backend, functions)
         return (result, lse) if options.return_lse else result
     for array, name in zip(_written(arguments, options), ("out", *IN_PLACE), strict=False):
         kinds.require_mutable(name, array)
@@ -115,10 +116,10 @@ def attention(
     arguments, convert = normalized(arguments)
     convert = as_qkv or convert
     if isinstance(arguments.q, np.ndarray):
-        result, lse = on_host.forward(arguments, options, keys, backend, functions)
+        result, lse = host_forward.forward(arguments, options, keys, backend, functions)
     else:
         require_gpu_backend(backend)
-        result, lse = on_gpu.run(arguments, options, keys, False, functions)
+        result, lse = prepared_calls.run(arguments, options, keys, False, functions)
     count_writes(*_written(given, options))
     # The conversion also makes the caller's stream wait for ours, so `out` is converted as well.
     result = convert(result) if out is None else (convert(result), out)[1]
@@ -140,7 +141,7 @@ def _with_numbers_placed(arguments: Arguments) -> Arguments:
 def combine(partials: Partials) -> tuple[Any, Any]:
     """Return the result of `cupy_flash.combine`: out and lse."""
     if is_cupy(partials.out_partial) and is_cupy(partials.lse_partial):
-        found = on_gpu.run(partials, None, 0, True)
+        found = prepared_calls.run(partials, None, 0, True)
         if found is not None:
             return found
     out = partials.out
@@ -152,7 +153,7 @@ def combine(partials: Partials) -> tuple[Any, Any]:
     if isinstance(partials.out_partial, np.ndarray):
         result, lse = _combine_on_host(partials)
     else:
-        result, lse = on_gpu.run(partials, None)
+        result, lse = prepared_calls.run(partials, None)
     result = convert(result) if out is None else (convert(result), out)[1]
     count_writes(out)
     return result, convert(lse)
@@ -160,7 +161,7 @@ def combine(partials: Partials) -> tuple[Any, Any]:
 
 def append(rows: NewRows, stripes: Stripes, keys: int) -> None:
     """Write new rows of CuPy arrays into a rank's cache shard; see `attention` for `keys`."""
-    on_gpu.run(rows, stripes, keys)
+    prepared_calls.run(rows, stripes, keys)
 
 
 def plan(
@@ -204,11 +205,11 @@ def unloaded_plan(
         return make_plan(problem, device_for_arch(arch), family=options.family, tile=options.tile)
     if not isinstance(arguments.q, np.ndarray):
         require_gpu_backend(backend)
-    elif not on_host.runs_on_gpu(problem, options, backend):
+    elif not host_forward.runs_on_gpu(problem, options, backend):
         tile = cpu_tile(problem, options.family, options.tile)
         return make_cpu_plan(problem, tile, gpu_unavailable())
     else:
-        order = on_host.upload_order(options)
+        order = host_forward.upload_order(options)
         uploaded = (None if x is None else unallocated_copy(x, order) for x in arguments)
         problem = problem_of(_as_copied(type(arguments)(*uploaded), options), options)
     if reason := gpu_unavailable():
@@ -261,7 +262,7 @@ def _of_torch(
     require_given(arguments, options)
     name, like = ("q", arguments.q) if arguments.qkv is None else ("qkv", arguments.qkv)
     with kinds.on_torch_stream(name, like):
-        result, lse = on_gpu.run(arguments, options, keys, False, functions, modifiers)
+        result, lse = prepared_calls.run(arguments, options, keys, False, functions, modifiers)
         count_writes(*_written(arguments, options))
         result = as_tensor(result)
         return (result, as_tensor(lse)) if options.return_lse else result
@@ -275,7 +276,7 @@ def _of_jax(arguments: Arguments, options: Options) -> Any | None:
         if memory is None:
             return None
         memories.append(memory)
-    result, lse = on_gpu.run(Arguments(*memories), options)
+    result, lse = prepared_calls.run(Arguments(*memories), options)
     device = memories[0].device
     result = to_jax(result, device)
     return (result, to_jax(lse, device)) if options.return_lse else result
@@ -285,7 +286,7 @@ def _combine_on_host(partials: Partials) -> tuple[np.ndarray, np.ndarray]:
     partials = converted(partials)
     out_partial, lse_partial, out, sinks = partials
     if out is not None:
-        on_host.require_writable("out", out)
+        host_forward.require_writable("out", out)
     spec_of_call(*partials)
     if out is None:
         out = np.empty(out_partial.shape[1:], out_partial.dtype)

@@ -9,11 +9,11 @@ import numpy as np
 
 from cupy_flash.arrays.strided import as_cupy, taken_by
 from cupy_flash.calls.arguments import INT32
-from cupy_flash.calls.contents import check_contents
-from cupy_flash.calls.gradients import gradient_problem
-from cupy_flash.calls.modifiers import Modifiers
+from cupy_flash.calls.backward_arguments import gradient_problem
+from cupy_flash.calls.check.lengths import check_contents
+from cupy_flash.calls.check.modifications import Modifiers
+from cupy_flash.calls.check.problems import problem_of
 from cupy_flash.calls.options import Options
-from cupy_flash.calls.problems import problem_of
 from cupy_flash.gpu.environment import cupy_module
 
 VARIABLE = "CUPY_FLASH_CHECK"

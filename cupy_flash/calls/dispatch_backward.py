@@ -1,4 +1,4 @@
-"""Dispatch of backward calls, like that of forward calls in `run.py`."""
+"""Dispatch of backward calls, like that of forward calls in `dispatch.py`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from cupy_flash.arrays.strided import (
     unallocated,
 )
 from cupy_flash.arrays.torch_arrays import count_writes, is_any_tensor, is_torch_on_gpu
-from cupy_flash.calls import gradients_on_host, on_gpu, on_host
 from cupy_flash.calls.arguments import (
     check_qkv,
     modified,
@@ -28,17 +27,20 @@ from cupy_flash.calls.arguments import (
     parts_of,
 )
 from cupy_flash.calls.backends import require_backend, require_gpu_backend
-from cupy_flash.calls.conversions import conversions
-from cupy_flash.calls.gradients import (
+from cupy_flash.calls.backward_arguments import (
     WRITTEN,
     GradientArguments,
     gradient_problem,
     require_grad_dtype,
 )
-from cupy_flash.calls.modifiers import NO_FUNCTIONS, Functions, Modifiers
+from cupy_flash.calls.check.modifications import NO_FUNCTIONS, Functions, Modifiers
+from cupy_flash.calls.conversions import conversions
+from cupy_flash.calls.dispatch import all_are
+from cupy_flash.calls.gpu import prepared_calls
+from cupy_flash.calls.gpu.allocate import as_tensor
+from cupy_flash.calls.host import backward as host_backward
+from cupy_flash.calls.host import forward as host_forward
 from cupy_flash.calls.options import Options, plain_options, with_offsets
-from cupy_flash.calls.results import as_tensor
-from cupy_flash.calls.run import all_are
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.gpu.environment import current_device, gpu_unavailable
 from cupy_flash.host.quiet import quiet
@@ -122,11 +124,11 @@ def gradients(
     require_grad_dtype(options.grad_dtype)
     options = plain_options(options)
     if modifiers is None and arguments.q.__class__ is np.ndarray and options.kind == "equal":
-        repeated = gradients_on_host.repeated(arguments, options, backend)
+        repeated = host_backward.repeated(arguments, options, backend)
         if repeated is not None:
             return repeated
     if backend == "auto" and is_cupy_type(arguments.q.__class__):
-        results = on_gpu.run(arguments, options, 0, True, functions, modifiers)
+        results = prepared_calls.run(arguments, options, 0, True, functions, modifiers)
         if results is not None:
             return _as_inputs(results, arguments, options)
     if backend == "auto" and is_torch_on_gpu(*arguments):
@@ -138,15 +140,15 @@ def gradients(
         if getattr(arguments, name) is None:
             raise no_array(name, None)
     if all_are(np.ndarray, arguments):
-        results = gradients_on_host.backward(arguments, options, backend, functions)
+        results = host_backward.backward(arguments, options, backend, functions)
         return _as_inputs(results, arguments, options)
     given = arguments
     arguments, convert = normalized(arguments, WRITTEN)
     if isinstance(arguments.q, np.ndarray):
-        results = gradients_on_host.backward(arguments, options, backend, functions)
+        results = host_backward.backward(arguments, options, backend, functions)
     else:
         require_gpu_backend(backend)
-        results = on_gpu.run(arguments, options, 0, False, functions)
+        results = prepared_calls.run(arguments, options, 0, False, functions)
     assert options.wrt is not None
     # The conversion also makes the caller's stream wait for ours, so dq, dk, dv are converted, too.
     converted = _as_inputs([convert(result) for result in results], given, options)
@@ -166,7 +168,7 @@ def _of_torch(
         if getattr(arguments, name) is None:
             raise no_array(name, None)
     with on_torch_stream("q", arguments.q):
-        results = on_gpu.run(arguments, options, 0, False, functions, modifiers)
+        results = prepared_calls.run(arguments, options, 0, False, functions, modifiers)
         count_writes(arguments.dq, arguments.dk, arguments.dv)
         return _as_inputs([as_tensor(result) for result in results], arguments, options)
 
@@ -301,8 +303,8 @@ def plan(
     problem = gradient_problem(arguments, options)
     if arch is not None:
         device = device_for_arch(arch)
-    elif isinstance(q, np.ndarray) and not on_host.runs_on_gpu(problem, options, backend):
-        return gradients_on_host.plan_of(problem, options)
+    elif isinstance(q, np.ndarray) and not host_forward.runs_on_gpu(problem, options, backend):
+        return host_backward.plan_of(problem, options)
     elif reason := gpu_unavailable():
         raise UnsupportedError(f"no GPU to plan for: {reason}; pass an arch such as 'sm_90'")
     else:

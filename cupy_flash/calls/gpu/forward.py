@@ -17,13 +17,13 @@ from cupy_flash.arrays.strided import (
     spec_of,
 )
 from cupy_flash.calls.arguments import IN_PLACE, Arguments, require_given, written_arrays
-from cupy_flash.calls.block_maps import map_of_mask, map_spec
-from cupy_flash.calls.contents import LengthLimit, length_limits, require_length
+from cupy_flash.calls.check.lengths import LengthLimit, length_limits, require_length
+from cupy_flash.calls.check.modifications import Functions, canonical, packed_arguments
+from cupy_flash.calls.check.problems import lse_shape, problem_of, sizes_of
 from cupy_flash.calls.conversions import converted
-from cupy_flash.calls.modifiers import Functions, canonical, packed_arguments
+from cupy_flash.calls.gpu.allocate import Maker, MemoryMaker, maker, memory_maker
+from cupy_flash.calls.gpu.block_masks import map_of_mask, map_spec
 from cupy_flash.calls.options import EQUAL_KINDS, Options
-from cupy_flash.calls.problems import lse_shape, problem_of, sizes_of
-from cupy_flash.calls.results import Maker, MemoryMaker, maker, memory_maker
 from cupy_flash.families.params import params_dtype
 from cupy_flash.gpu import append
 from cupy_flash.gpu.block_maps import MapKey
@@ -50,7 +50,7 @@ _MAP = "map"
 
 @dataclass(frozen=True)
 class Call:
-    """Prepared call: everything that the call key determines, see `on_gpu.look_up`.
+    """Prepared call: everything that the call key determines, see `prepared_calls.look_up`.
 
     Attributes
     ----------
@@ -87,7 +87,7 @@ class Call:
     of_torch
         Whether torch allocates the scratch memory, and a block mask that a graph captures.
     pull_backs
-        Prepared backward calls of this call, see `recorded.py`.
+        Prepared backward calls of this call, see `torch_autograd.py`.
     """
 
     new: Maker

@@ -8,18 +8,18 @@ from typing import Any
 
 from cupy_flash.arrays.overlap import OverlapCheck
 from cupy_flash.arrays.strided import address_of, as_cupy, is_aligned, readable_in_place
-from cupy_flash.calls.attention import fixed_fields
-from cupy_flash.calls.conversions import converted
-from cupy_flash.calls.gradients import (
+from cupy_flash.calls.backward_arguments import (
     WRITTEN,
     GradientArguments,
     gradient_problem,
     result_spec,
 )
-from cupy_flash.calls.modifiers import Functions, canonical, packed_arguments
+from cupy_flash.calls.check.modifications import Functions, canonical, packed_arguments
+from cupy_flash.calls.check.problems import sizes_of
+from cupy_flash.calls.conversions import converted
+from cupy_flash.calls.gpu.allocate import Maker, MemoryMaker, maker, memory_maker
+from cupy_flash.calls.gpu.forward import fixed_fields
 from cupy_flash.calls.options import Options
-from cupy_flash.calls.problems import sizes_of
-from cupy_flash.calls.results import Maker, MemoryMaker, maker, memory_maker
 from cupy_flash.families.other_gradients import bias_fields
 from cupy_flash.families.params import params_dtype
 from cupy_flash.gpu.counters import shared
@@ -41,7 +41,7 @@ _FIELDS = {"bias": "dbias", "sinks": "dsinks"}
 
 @dataclass(frozen=True)
 class Call:
-    """Prepared backward call: everything that the call key determines, see `on_gpu.look_up`.
+    """Prepared backward call: what the call key determines, see `prepared_calls.look_up`.
 
     Attributes
     ----------

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupy_flash.calls.arguments import Arguments
+from cupy_flash.calls.check.problems import positions
 from cupy_flash.calls.options import Options
-from cupy_flash.calls.problems import positions
 from cupy_flash.problem.problem import MAX_SEQLEN, Problem
 
 

@@ -19,9 +19,9 @@ from cupy_flash.arrays.strided import (
     with_one_batch_axis,
 )
 from cupy_flash.calls.arguments import Arguments, with_modifiers
+from cupy_flash.calls.check.problems import lse_shape, problem_of
+from cupy_flash.calls.gpu.allocate import ResultSpec
 from cupy_flash.calls.options import Options
-from cupy_flash.calls.problems import lse_shape, problem_of
-from cupy_flash.calls.results import ResultSpec
 from cupy_flash.problem.backward import with_gradient
 from cupy_flash.problem.gradient import OF_MOD, ROWS, GradientSpec
 from cupy_flash.problem.problem import Problem

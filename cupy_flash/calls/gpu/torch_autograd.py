@@ -16,12 +16,14 @@ from cupy_flash.arrays.torch_arrays import (
     tensor_types,
     two_streams,
 )
-from cupy_flash.calls import attention, checked, on_gpu
 from cupy_flash.calls.arguments import Arguments
-from cupy_flash.calls.gradients import GradientArguments
-from cupy_flash.calls.modifiers import NO_FUNCTIONS
+from cupy_flash.calls.backward_arguments import GradientArguments
+from cupy_flash.calls.check import device_lengths
+from cupy_flash.calls.check.modifications import NO_FUNCTIONS
+from cupy_flash.calls.gpu import forward as gpu_forward
+from cupy_flash.calls.gpu import prepared_calls
+from cupy_flash.calls.gpu.allocate import as_tensor
 from cupy_flash.calls.options import Options
-from cupy_flash.calls.results import as_tensor
 from cupy_flash.gpu.environment import cupy_module
 from cupy_flash.problem.gradient import ROWS
 
@@ -46,12 +48,12 @@ class Recorded(NamedTuple):
     options
         Options of the call, as Python values.
     facts, addresses
-        Array keys and addresses of the call's arrays, see `on_gpu.facts_of`.
+        Array keys and addresses of the call's arrays, see `prepared_calls.facts_of`.
     results_at
         Addresses of out and lse.
     """
 
-    call: attention.Call
+    call: gpu_forward.Call
     options: Options
     facts: tuple[Any, ...]
     addresses: tuple[int, ...]
@@ -76,7 +78,7 @@ def run(arrays: tuple[Any, ...], options: Options) -> tuple[tuple[Any, Any], Any
         Pair (out, lse), and the argument of `record`. None if no such call is prepared: in the
         first call, if kernels read copies of arrays, or if an array is not a plain GPU tensor.
     """
-    if checked.is_asked_for or not arrays[0].is_cuda:
+    if device_lengths.is_asked_for or not arrays[0].is_cuda:
         return None
     plain = tensor_types()
     for array in arrays:
@@ -84,7 +86,7 @@ def run(arrays: tuple[Any, ...], options: Options) -> tuple[tuple[Any, Any], Any
         if array is not None and (array.__class__ not in plain or array.is_neg()):
             return None
     try:
-        found = on_gpu.look_up(arrays, options)
+        found = prepared_calls.look_up(arrays, options)
     except (RuntimeError, ImportError):  # A tensor without strides or memory; CuPy is missing.
         return None
     assert found is not None
@@ -155,7 +157,7 @@ def gradients(
         return None
     cupy = cupy_module()
     try:
-        found = on_gpu.facts_of((dout, dlse), cupy.ndarray)
+        found = prepared_calls.facts_of((dout, dlse), cupy.ndarray)
     except RuntimeError:
         return None
     assert found is not None
@@ -187,12 +189,12 @@ def _prepare_and_run(
     arguments = GradientArguments(q, k, v, out, dout, lse, dlse, None, None, None, *lengths)
     wrt = tuple([name for name, wanted in zip(ROWS, needed, strict=True) if wanted])
     options = recorded.options.with_gradients(wrt)
-    found = on_gpu.look_up(arguments, options)
+    found = prepared_calls.look_up(arguments, options)
     assert found is not None
     key, call, addresses = found
     readable = arguments
     if call is None:
-        call, readable, addresses = on_gpu.prepare(key, arguments, addresses, options)
+        call, readable, addresses = prepared_calls.prepare(key, arguments, addresses, options)
     new = call.run(readable, addresses)
     if readable is arguments:
         if len(recorded.call.pull_backs) >= _MAX_PULL_BACKS:

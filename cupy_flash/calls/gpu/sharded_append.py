@@ -39,14 +39,14 @@ class Stripes(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """Prepared append: everything that the call key determines, see `on_gpu.look_up`."""
+    """Prepared append: everything that the call key determines, see `prepared_calls.look_up`."""
 
     kernel: append.Append
 
     def run(
         self, rows: NewRows, addresses: tuple[int, ...], keys: int, *_: Any
     ) -> tuple[None, None]:
-        """Enqueue the append of arrays at these addresses; `keys` is as in `on_gpu.run`."""
+        """Enqueue the append of arrays at these addresses; `keys` is as in `prepared_calls.run`."""
         self.kernel.run((*addresses, keys))
         return None, None
 

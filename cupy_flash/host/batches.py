@@ -33,8 +33,8 @@ from cupy_flash.host.sequence_places import (
     find_cached_keys,
 )
 from cupy_flash.host.steps import Run, Steps, equal_runs, kept_steps
-from cupy_flash.mods.modified import Modified
-from cupy_flash.mods.scores import FIRST, Pairs
+from cupy_flash.mods.on_arrays.bound_modifications import Modified
+from cupy_flash.mods.on_arrays.scores import FIRST, Pairs
 from cupy_flash.problem.problem import make_contiguous_problem
 from cupy_flash.problem.tile import Tile
 

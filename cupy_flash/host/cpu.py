@@ -27,7 +27,7 @@ from cupy_flash.host.passes import SCRATCH_LIMIT as SCRATCH_LIMIT
 from cupy_flash.host.passes import Block, Cut, Pass, Scratch, scratch_elements
 from cupy_flash.host.quiet import quiet
 from cupy_flash.host.sequence_places import PagedRows
-from cupy_flash.mods.modified import Modified
+from cupy_flash.mods.on_arrays.bound_modifications import Modified
 from cupy_flash.problem.mask import Mask
 from cupy_flash.problem.problem import Problem
 from cupy_flash.problem.tile import Tile

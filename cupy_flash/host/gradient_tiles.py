@@ -17,9 +17,13 @@ from cupy_flash.host.gradient_pass import GradientPass
 from cupy_flash.host.passes import Block, Scratch
 from cupy_flash.host.sequence_places import PagedRows
 from cupy_flash.host.turns import Turn, Turns
-from cupy_flash.mods.modified import Modified
-from cupy_flash.mods.scores import Pairs
-from cupy_flash.mods.slopes import apply_with_slope, behind_softcap, capture_gradients
+from cupy_flash.mods.on_arrays.bound_modifications import Modified
+from cupy_flash.mods.on_arrays.score_derivatives import (
+    apply_with_slope,
+    behind_softcap,
+    capture_gradients,
+)
+from cupy_flash.mods.on_arrays.scores import Pairs
 from cupy_flash.problem.gradient import OF_MOD
 
 Array = NDArray[Any]

@@ -37,8 +37,8 @@ from cupy_flash.host.quiet import quiet
 from cupy_flash.host.sequence_places import find_packed_keys, find_queries
 from cupy_flash.host.steps import equal_runs
 from cupy_flash.host.turns import Turn, Turns
-from cupy_flash.mods.modified import Modified
-from cupy_flash.mods.scores import FIRST
+from cupy_flash.mods.on_arrays.bound_modifications import Modified
+from cupy_flash.mods.on_arrays.scores import FIRST
 from cupy_flash.problem.gradient import ROWS
 from cupy_flash.problem.mask import Mask
 from cupy_flash.problem.problem import Problem

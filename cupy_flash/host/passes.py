@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from cupy_flash.host.sequence_places import PagedRows
 from cupy_flash.mods.keywords import FURTHEST
-from cupy_flash.mods.modified import Modified
-from cupy_flash.mods.scores import FIRST, Pairs
-from cupy_flash.mods.seen_blocks import SeenBlocks, seen_blocks
+from cupy_flash.mods.on_arrays.block_visibility import SeenBlocks, seen_blocks
+from cupy_flash.mods.on_arrays.bound_modifications import Modified
+from cupy_flash.mods.on_arrays.scores import FIRST, Pairs
 from cupy_flash.problem.mask import Mask
 from cupy_flash.problem.tile import Tile
 

@@ -22,9 +22,9 @@ _FORWARD = (
     "host/row_by_row.py",
     "host/sequence_places.py",
     "host/steps.py",
-    "mods/modified.py",
-    "mods/scores.py",
-    "mods/seen_blocks.py",
+    "mods/on_arrays/bound_modifications.py",
+    "mods/on_arrays/scores.py",
+    "mods/on_arrays/block_visibility.py",
     "problem/mask.py",
 )
 #: Files of the package that determine the results and the speed of the CPU backend, by direction.
@@ -37,7 +37,7 @@ SOURCES = {
         "host/gradient_tiles.py",
         "host/gradients.py",
         "host/turns.py",
-        "mods/slopes.py",
+        "mods/on_arrays/score_derivatives.py",
     ),
 }
 

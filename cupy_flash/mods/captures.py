@@ -11,8 +11,8 @@ import numpy as np
 
 from cupy_flash.arrays.kinds import read
 from cupy_flash.arrays.strided import cast, dtype_name, is_aligned, kind_of, taken_by
-from cupy_flash.mods.expression import ARRAY, BOOL, INT, REAL, UINT64, Node
-from cupy_flash.mods.symbols import Symbol, TracedArray, require_indices
+from cupy_flash.mods.ir.expression import ARRAY, BOOL, INT, REAL, UINT64, Node
+from cupy_flash.mods.trace.symbols import Symbol, TracedArray, require_indices
 
 MAX_RANK = 4
 # Node type of the elements that are read, by the dtype of the array.

@@ -11,7 +11,7 @@ import numpy as np
 from cupy_flash.arrays.strided import kind_of
 from cupy_flash.arrays.torch_arrays import resolved
 from cupy_flash.mods.modification import MaskMod, ScoreMod
-from cupy_flash.mods.other_names import unexpected
+from cupy_flash.mods.unknown_keywords import unexpected
 from cupy_flash.problem.values import finite
 
 

@@ -20,8 +20,8 @@ import numpy as np
 from cupy_flash.arrays.kinds import read, way_back
 from cupy_flash.arrays.strided import array_module
 from cupy_flash.mods.keywords import with_offsets
-from cupy_flash.mods.modified import Modified
-from cupy_flash.mods.scores import FIRST, Pairs
+from cupy_flash.mods.on_arrays.bound_modifications import Modified
+from cupy_flash.mods.on_arrays.scores import FIRST, Pairs
 from cupy_flash.mods.shapes import refuse_other_lengths
 from cupy_flash.problem.arrays import FLOAT8, FLOAT8_OUTPUTS
 from cupy_flash.reference.eight_bits import dequantized, rounded_to_float8, widened

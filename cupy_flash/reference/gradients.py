@@ -23,10 +23,14 @@ import numpy as np
 from cupy_flash.arrays.kinds import read, way_back
 from cupy_flash.arrays.strided import array_module, require_shape
 from cupy_flash.mods.keywords import with_offsets
-from cupy_flash.mods.modified import Modified
-from cupy_flash.mods.scores import FIRST, Pairs, Scores
+from cupy_flash.mods.on_arrays.bound_modifications import Modified
+from cupy_flash.mods.on_arrays.score_derivatives import (
+    apply_with_slope,
+    behind_softcap,
+    capture_gradients,
+)
+from cupy_flash.mods.on_arrays.scores import FIRST, Pairs, Scores
 from cupy_flash.mods.shapes import refuse_other_lengths
-from cupy_flash.mods.slopes import apply_with_slope, behind_softcap, capture_gradients
 from cupy_flash.reference.dense import error_bound
 from cupy_flash.reference.eight_bits import widened
 from cupy_flash.reference.modifications import fitting_modifications, read_own

@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cupy_flash.mods.keywords import with_offsets
-from cupy_flash.mods.modified import Modified
+from cupy_flash.mods.on_arrays.bound_modifications import Modified
+from cupy_flash.mods.on_arrays.scores import Pairs
 from cupy_flash.mods.picture import draw
-from cupy_flash.mods.scores import Pairs
 from cupy_flash.mods.shapes import require_limit
 from cupy_flash.problem.mask import Mask
 from cupy_flash.problem.values import count, integer

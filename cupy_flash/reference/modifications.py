@@ -11,8 +11,8 @@ from cupy_flash.arrays.kinds import is_number_or_list, read, vector
 from cupy_flash.arrays.strided import array_module, dtype_name, taken_by
 from cupy_flash.mods.block_list import BlockList, require_fit
 from cupy_flash.mods.keywords import ARRAYS, VECTORS, checked_softcap, given, window_of
-from cupy_flash.mods.modified import Modified
-from cupy_flash.mods.scores import OF_SCORES, Scores
+from cupy_flash.mods.on_arrays.bound_modifications import Modified
+from cupy_flash.mods.on_arrays.scores import OF_SCORES, Scores
 from cupy_flash.mods.shapes import Sizes, fitted, require_limit
 
 

@@ -16,8 +16,8 @@ import numpy as np
 from cupy_flash.arrays.kinds import read, way_back
 from cupy_flash.arrays.strided import array_module, dtype_name
 from cupy_flash.mods.keywords import Window, window_of
-from cupy_flash.mods.modified import Modified
-from cupy_flash.mods.scores import FIRST, Pairs
+from cupy_flash.mods.on_arrays.bound_modifications import Modified
+from cupy_flash.mods.on_arrays.scores import FIRST, Pairs
 from cupy_flash.mods.shapes import Sizes, refuse_other_lengths
 from cupy_flash.problem.arrays import LARGEST_QUANTIZED
 from cupy_flash.reference.dense import formula

@@ -19,8 +19,8 @@ from cupy_flash.arrays.strided import (
     with_one_batch_axis,
 )
 from cupy_flash.mods.keywords import FURTHEST
-from cupy_flash.mods.modified import Modified
-from cupy_flash.mods.scores import Pairs
+from cupy_flash.mods.on_arrays.bound_modifications import Modified
+from cupy_flash.mods.on_arrays.scores import Pairs
 from cupy_flash.mods.shapes import Sizes
 from cupy_flash.problem.mask import Mask, before, unseen
 from cupy_flash.problem.problem import if_swapped

@@ -13,7 +13,7 @@ import pytest
 
 import cupy_flash
 from cupy_flash.mods import keywords
-from cupy_flash.mods.other_names import INSTEAD, LEFT_OUT
+from cupy_flash.mods.unknown_keywords import INSTEAD, LEFT_OUT
 
 Q, LSE = np.zeros((1, 4, 2, 8), np.float32), np.zeros((1, 2, 4), np.float32)
 QKV, ROWS, STARTS = np.stack([Q] * 3, 2), Q[0], [0, 4]

@@ -24,7 +24,7 @@ from cupy_flash.gpu.compiler import (
     unit_digest,
     why_no_compiler,
 )
-from cupy_flash.mods.arguments import arguments_dtype
+from cupy_flash.mods.codegen.arguments import arguments_dtype
 from cupy_flash.mods.modification import MaskMod
 from cupy_flash.planning.planner import make_plan
 from cupy_flash.problem.arrays import Tensor, Tensors

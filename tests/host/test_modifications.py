@@ -14,8 +14,8 @@ from cupy_flash.host import batches, cpu
 from cupy_flash.host.passes import compute_dtype
 from cupy_flash.mods.keywords import FURTHEST, NAMES
 from cupy_flash.mods.modification import MaskMod, ScoreMod
-from cupy_flash.mods.modified import Modified
-from cupy_flash.mods.scores import FIRST
+from cupy_flash.mods.on_arrays.bound_modifications import Modified
+from cupy_flash.mods.on_arrays.scores import FIRST
 from cupy_flash.problem.tile import Tile
 from cupy_flash.reference.dense import (
     attention_reference,

@@ -10,7 +10,7 @@ import pytest
 from support.block_map_text import ALL, NONE, SOME, HostMask, compiled_masks
 from support.mod_gallery import drawn
 
-from cupy_flash.mods.bounds import emit_bounds
+from cupy_flash.mods.codegen.bounds import emit_bounds
 from cupy_flash.mods.modification import MaskMod
 
 BATCH, HEADS, KEYS = 2, 3, 96

@@ -11,7 +11,7 @@ from support.mod_gallery import SCORES, with_gradients
 from cupy_flash.families.contract import TranslationUnit
 from cupy_flash.families.params import assertions
 from cupy_flash.gpu.compiler import Cubin, compile_cubin, known_architectures, why_no_compiler
-from cupy_flash.mods.emit import HEADERS
+from cupy_flash.mods.codegen.emit import HEADERS
 from cupy_flash.mods.modification import MaskMod, ScoreMod
 from cupy_flash.problem.device import device_for_arch
 

@@ -19,14 +19,18 @@ from support.mod_gallery import (
 )
 
 from cupy_flash import flash_attention_vjp
-from cupy_flash.mods.derivative import derivative, partials
-from cupy_flash.mods.expression import REAL, SCORE, Node, postorder
-from cupy_flash.mods.functions import FUNCTIONS
-from cupy_flash.mods.interpret import Interpreter
+from cupy_flash.mods.ir.derivative import derivative, partials
+from cupy_flash.mods.ir.expression import REAL, SCORE, Node, postorder
+from cupy_flash.mods.ir.operations import ONE, OPERATIONS, ZERO, operation
 from cupy_flash.mods.modification import MaskMod, ScoreMod
-from cupy_flash.mods.operations import ONE, OPERATIONS, ZERO, operation
-from cupy_flash.mods.scores import Pairs, Scores
-from cupy_flash.mods.slopes import apply_with_slope, behind_softcap, capture_gradients
+from cupy_flash.mods.on_arrays.interpret import Interpreter
+from cupy_flash.mods.on_arrays.score_derivatives import (
+    apply_with_slope,
+    behind_softcap,
+    capture_gradients,
+)
+from cupy_flash.mods.on_arrays.scores import Pairs, Scores
+from cupy_flash.mods.trace.numpy_functions import FUNCTIONS
 
 # Finite differences are off by the third derivative times STEP^2 / 6, and by roundings over STEP;
 # together, this is below 1e-7 of the values.

@@ -11,8 +11,8 @@ from support.device_text import RunBackward, Text, derivatives_for_host
 from support.mod_gallery import SCORES, floats, pairs, random_score_mod, with_gradients
 
 from cupy_flash.mods.modification import ScoreMod
-from cupy_flash.mods.scores import Pairs
-from cupy_flash.mods.slopes import capture_gradients
+from cupy_flash.mods.on_arrays.score_derivatives import capture_gradients
+from cupy_flash.mods.on_arrays.scores import Pairs
 
 # A power of 2, so that both sides compute equal scores: derivatives may jump between scores.
 SCALE = 0.25

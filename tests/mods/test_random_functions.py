@@ -21,9 +21,9 @@ from support.function_runs import (
 )
 from support.random_functions import DTYPES, nodes_of, random_function, random_pairs
 
-from cupy_flash.mods.expression import postorder
-from cupy_flash.mods.functions import FUNCTIONS
-from cupy_flash.mods.operations import OPERATIONS
+from cupy_flash.mods.ir.expression import postorder
+from cupy_flash.mods.ir.operations import OPERATIONS
+from cupy_flash.mods.trace.numpy_functions import FUNCTIONS
 
 # Half of the functions are masks, half are score functions.
 COUNT, PART = 10_000, 1000

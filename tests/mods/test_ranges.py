@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cupy_flash import ScoreMod
-from cupy_flash.mods.analysis import value_range
+from cupy_flash.mods.ir.analysis import value_range
 
 RANGES = {
     "tanh": (lambda score: 30 * np.tanh(score / 30), (-30, 30)),

@@ -20,8 +20,8 @@ from cupy_flash import (
     flash_attention_backward,
 )
 from cupy_flash.host import passes
-from cupy_flash.mods import seen_blocks as blocks_module
-from cupy_flash.mods.seen_blocks import SeenBlocks, seen_blocks
+from cupy_flash.mods.on_arrays import block_visibility as blocks_module
+from cupy_flash.mods.on_arrays.block_visibility import SeenBlocks, seen_blocks
 from cupy_flash.reference.dense import attention_naive, error_bound, max_error
 
 RNG = np.random.default_rng(46)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupy_flash.mods.expression import (
+from cupy_flash.mods.ir.expression import (
     INT,
     REAL,
     SCORE,
@@ -25,8 +25,8 @@ from cupy_flash.mods.expression import (
     postorder,
     symbol,
 )
+from cupy_flash.mods.ir.operations import operation, substitute
 from cupy_flash.mods.modification import MaskMod, ScoreMod
-from cupy_flash.mods.operations import operation, substitute
 
 TABLE = np.ones((4, 8), np.float32)
 WORDS = np.ones(4, np.uint64)

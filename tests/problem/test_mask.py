@@ -142,10 +142,10 @@ MODULES = sorted(
 
 # Number of expressions that compute positions for modifications; these do not state the rule.
 GIVES_POSITIONS = {
-    str(Path("calls", "check_mod.py")): 1,
+    str(Path("calls", "check", "check_mod.py")): 1,
     str(Path("host", "gradient_tiles.py")): 1,
-    str(Path("mods", "scores.py")): 2,
-    str(Path("mods", "slopes.py")): 1,
+    str(Path("mods", "on_arrays", "scores.py")): 2,
+    str(Path("mods", "on_arrays", "score_derivatives.py")): 1,
     # These expressions place pieces of a sequence relative to each other.
     str(Path("parallel", "pieces.py")): 4,
 }

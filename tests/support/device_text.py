@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from cupy_flash.families.contract import KERNEL_DIR
-from cupy_flash.mods.arguments import arguments_dtype, pack_arguments, real_type
 from cupy_flash.mods.captures import CaptureSpec
-from cupy_flash.mods.derivative import slopes_of
-from cupy_flash.mods.emit import HEADERS, SCALE, emit
+from cupy_flash.mods.codegen.arguments import arguments_dtype, pack_arguments, real_type
+from cupy_flash.mods.codegen.emit import HEADERS, SCALE, emit
+from cupy_flash.mods.ir.derivative import slopes_of
 from cupy_flash.mods.modification import MaskMod, Modification, ScoreMod
 
 FOLDER = Path(__file__).resolve().parents[1] / "mods" / "on_host"

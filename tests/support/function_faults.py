@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 
 from cupy_flash.families.contract import KERNEL_DIR
-from cupy_flash.mods import compose, lower, modification
-from cupy_flash.mods.analysis import EXACT, ORDERED, Analysis
-from cupy_flash.mods.expression import (
+from cupy_flash.mods import modification
+from cupy_flash.mods.ir import compose, lower
+from cupy_flash.mods.ir.analysis import EXACT, ORDERED, Analysis
+from cupy_flash.mods.ir.expression import (
     INT,
     REAL,
     SCORE,
@@ -31,8 +32,8 @@ from cupy_flash.mods.expression import (
     fold,
     postorder,
 )
+from cupy_flash.mods.ir.operations import INT_RANGE, Range, cast, operation, rebuilt
 from cupy_flash.mods.modification import Modification
-from cupy_flash.mods.operations import INT_RANGE, Range, cast, operation, rebuilt
 from cupy_flash.mods.signature import parameters_of
 from support.function_runs import Case, wrong_on_cpu, wrong_on_host_text
 from support.random_functions import Function

@@ -19,11 +19,11 @@ import pytest
 from cupy_flash.calls.check.modifications import Modifiers, read_modifiers
 from cupy_flash.families.contract import KERNEL_DIR
 from cupy_flash.mods.captures import number_of
-from cupy_flash.mods.compose import prefixed_text
-from cupy_flash.mods.emit import HEADERS
-from cupy_flash.mods.expression import Node
+from cupy_flash.mods.codegen.emit import HEADERS
+from cupy_flash.mods.ir.compose import prefixed_text
+from cupy_flash.mods.ir.expression import Node
 from cupy_flash.mods.modification import MaskMod, ScoreMod
-from cupy_flash.mods.traced import Traced
+from cupy_flash.mods.trace.traced import Traced
 from support.device_text import COMPILER, FOLDER, Text
 from support.function_oracle import REAL, Expr, Value
 from support.random_functions import Function, Pairs, random_pairs

@@ -13,8 +13,8 @@ from cupy_flash.errors import CompileError
 from cupy_flash.families.contract import TranslationUnit, round_up
 from cupy_flash.gpu.by_value import ByValue
 from cupy_flash.gpu.compiler import compile_cubin
-from cupy_flash.mods.arguments import pack_arguments
-from cupy_flash.mods.emit import HEADERS, SCALE
+from cupy_flash.mods.codegen.arguments import pack_arguments
+from cupy_flash.mods.codegen.emit import HEADERS, SCALE
 from cupy_flash.problem.device import Device
 from support.device_text import Text
 from support.function_runs import COLUMNS, Case, bytes_of, text_of

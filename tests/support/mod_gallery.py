@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import ml_dtypes
 import numpy as np
 
-from cupy_flash.mods.expression import REAL
+from cupy_flash.mods.ir.expression import REAL
 from cupy_flash.mods.modification import MaskMod, Modification, ScoreMod
 
 Drawn = TypeVar("Drawn")

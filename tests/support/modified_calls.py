@@ -19,7 +19,7 @@ from cupy_flash import (
     flash_attention_varlen,
     flash_attention_with_kvcache,
 )
-from cupy_flash.mods.scores import FIRST
+from cupy_flash.mods.on_arrays.scores import FIRST
 from cupy_flash.reference.dense import (
     attention_naive,
     error_bound,

@@ -10,14 +10,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupy_flash.arrays.strided import address_of, cast, dtype_name
-from cupy_flash.mods.analysis import Analysis, value_range
-from cupy_flash.mods.arguments import arguments_dtype, pack_arguments, real_type
 from cupy_flash.mods.block_list import BLOCKS, require_fit
 from cupy_flash.mods.captures import CaptureSpec, number_of, read_capture
-from cupy_flash.mods.compose import compose
-from cupy_flash.mods.derivative import Slopes, slopes_of
-from cupy_flash.mods.emit import LOW_SCORES, SCALE, emit
-from cupy_flash.mods.expression import Node, postorder
+from cupy_flash.mods.codegen.arguments import arguments_dtype, pack_arguments, real_type
+from cupy_flash.mods.codegen.emit import LOW_SCORES, SCALE, emit
+from cupy_flash.mods.ir.analysis import Analysis, value_range
+from cupy_flash.mods.ir.compose import compose
+from cupy_flash.mods.ir.derivative import Slopes, slopes_of
+from cupy_flash.mods.ir.expression import Node, postorder
+from cupy_flash.mods.ir.operations import ONE
 from cupy_flash.mods.keywords import (
     ARRAYS,
     MODS,
@@ -28,11 +29,10 @@ from cupy_flash.mods.keywords import (
     window_of,
 )
 from cupy_flash.mods.modification import MaskMod, ScoreMod, prefixed
-from cupy_flash.mods.modified import Modified
-from cupy_flash.mods.operations import ONE
-from cupy_flash.mods.scores import OF_SCORES, Scores
+from cupy_flash.mods.on_arrays.bound_modifications import Modified
+from cupy_flash.mods.on_arrays.scores import OF_SCORES, Scores
 from cupy_flash.mods.shapes import Sizes, fitted, require_limit
-from cupy_flash.mods.traced import NOT_DERIVABLE, Derivable, Traced
+from cupy_flash.mods.trace.traced import NOT_DERIVABLE, Derivable, Traced
 from cupy_flash.problem.arrays import MAX_ALIGNMENT
 from cupy_flash.problem.problem import NOTHING_TO_PLACE
 from cupy_flash.problem.score import LARGEST_BOUNDED, BiasSpec, ScoreSpec

@@ -11,14 +11,14 @@ from cupy_flash.calls.arguments import Arguments
 from cupy_flash.calls.gpu.allocate import new_torch_memory
 from cupy_flash.families import FORWARD
 from cupy_flash.gpu.block_maps import MapKey, MapSpec, MaskText, ReadyMap, kept_map, new_map
-from cupy_flash.mods.arguments import pack_arguments, real_type
-from cupy_flash.mods.bounds import HEADERS as BOUNDS_HEADERS
-from cupy_flash.mods.bounds import RANGE_BYTES, emit_bounds
-from cupy_flash.mods.compose import prefixed_text
-from cupy_flash.mods.emit import HEADERS, emit
-from cupy_flash.mods.expression import B, H, postorder
+from cupy_flash.mods.codegen.arguments import pack_arguments, real_type
+from cupy_flash.mods.codegen.bounds import HEADERS as BOUNDS_HEADERS
+from cupy_flash.mods.codegen.bounds import RANGE_BYTES, emit_bounds
+from cupy_flash.mods.codegen.emit import HEADERS, emit
+from cupy_flash.mods.ir.compose import prefixed_text
+from cupy_flash.mods.ir.expression import B, H, postorder
 from cupy_flash.mods.modification import MaskMod, prefixed
-from cupy_flash.mods.traced import Traced
+from cupy_flash.mods.trace.traced import Traced
 from cupy_flash.planning.planner import Plan
 
 

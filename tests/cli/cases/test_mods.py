@@ -36,7 +36,7 @@ from cupy_flash.cli.measure.check import Check
 from cupy_flash.cli.providers import torch_providers
 from cupy_flash.cli.providers.providers import provider
 from cupy_flash.cli.records import records
-from cupy_flash.mods.scores import Pairs
+from cupy_flash.mods.on_arrays.scores import Pairs
 from cupy_flash.problem.mask import Mask
 from cupy_flash.reference.modifications import read_modifications
 

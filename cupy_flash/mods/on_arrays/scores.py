@@ -64,7 +64,7 @@ class Scores(NamedTuple):
     left, prefix_lens : int and int32 array (batch,), or both None
         Left bound of a window next to a prefix. It does not mask the first `prefix_lens[b]` keys.
     real
-        Dtype of the problem's reals, see `cupy_flash.mods.interpret.Interpreter`; None for the
+        Dtype of the problem's reals, see `interpret.Interpreter`; None for the
         dtype of the scores.
     """
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from cupy_flash.mods import operations
-from cupy_flash.mods.expression import BOOL, INT, REAL, UINT64, Node, constant
-from cupy_flash.mods.operations import OPERATIONS, cast, logical_not, operation
+from cupy_flash.mods.ir import operations
+from cupy_flash.mods.ir.expression import BOOL, INT, REAL, UINT64, Node, constant
+from cupy_flash.mods.ir.operations import OPERATIONS, cast, logical_not, operation
 
 # Larger powers of integers would need long source, and would wrap.
 _LARGEST_POWER = 64

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cupy_flash.mods.expression import (
+from cupy_flash.mods.ir.expression import (
     BOOL,
     INT,
     REAL,

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from cupy_flash.mods.captures import CaptureSpec
-from cupy_flash.mods.expression import Node
+from cupy_flash.mods.ir.expression import Node
 
 
 class Traced:

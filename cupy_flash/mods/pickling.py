@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from cupy_flash.mods.expression import Node, postorder
+from cupy_flash.mods.ir.expression import Node, postorder
 
 # Op, type and value of a node, and the indices of its arguments in the list of nodes.
 FlatNode = tuple[str, str, Any, tuple[int, ...]]

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupy_flash.mods.captures import host_parameter
-from cupy_flash.mods.expression import REAL, Node
-from cupy_flash.mods.operations import OPERATIONS, evaluated, numpy_types
+from cupy_flash.mods.ir.expression import REAL, Node
+from cupy_flash.mods.ir.operations import OPERATIONS, evaluated, numpy_types
 
 # A node, and whether its value decides: whether it is compared, rounded, converted to an integer,
 # or used as an index.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cupy_flash.mods.analysis import Linear
-from cupy_flash.mods.expression import Node
+from cupy_flash.mods.ir.analysis import Linear
+from cupy_flash.mods.ir.expression import Node
 
 # Indices of an array's element that depend on the row alone, each with its axis.
 Indices = tuple[tuple[int, Node], ...]

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from cupy_flash.mods.captures import CaptureSpec
-from cupy_flash.mods.expression import Node, postorder
-from cupy_flash.mods.symbols import Symbol, TracedArray
+from cupy_flash.mods.ir.expression import Node, postorder
+from cupy_flash.mods.trace.symbols import Symbol, TracedArray
 
 # Array of a capture, NumPy's or CuPy's, and its spec.
 Read = tuple[Any, CaptureSpec]

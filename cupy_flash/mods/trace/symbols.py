@@ -8,10 +8,10 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from cupy_flash.mods.advice import instead_of
-from cupy_flash.mods.expression import ARRAY, BOOL, INT, REAL, UINT64, Node, constant
-from cupy_flash.mods.functions import FUNCTIONS
-from cupy_flash.mods.operations import cast
+from cupy_flash.mods.ir.expression import ARRAY, BOOL, INT, REAL, UINT64, Node, constant
+from cupy_flash.mods.ir.operations import cast
+from cupy_flash.mods.trace.advice import instead_of
+from cupy_flash.mods.trace.numpy_functions import FUNCTIONS
 
 _INT_MAX = np.iinfo(np.int32).max
 _SHIFTS = ("left_shift", "right_shift")

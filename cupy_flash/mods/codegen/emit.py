@@ -5,20 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TypeVar
 
-from cupy_flash.mods.analysis import Analysis
-from cupy_flash.mods.arguments import (
+from cupy_flash.mods.codegen.arguments import (
     Captures,
     arguments_struct,
     capture_type,
     offset_type,
     real_type,
 )
-from cupy_flash.mods.derivative import Partial, Slopes
-from cupy_flash.mods.expression import REAL, SCORE, TRUE, Node, constant, postorder
-from cupy_flash.mods.lower import exponent, lower
-from cupy_flash.mods.members import Members
-from cupy_flash.mods.operations import ONE, operation, substitute
-from cupy_flash.mods.printer import (
+from cupy_flash.mods.codegen.members import Members
+from cupy_flash.mods.codegen.printer import (
     C_TYPES,
     KeysPrinter,
     PairPrinter,
@@ -26,6 +21,11 @@ from cupy_flash.mods.printer import (
     RowPrinter,
     unwrapped,
 )
+from cupy_flash.mods.ir.analysis import Analysis
+from cupy_flash.mods.ir.derivative import Partial, Slopes
+from cupy_flash.mods.ir.expression import REAL, SCORE, TRUE, Node, constant, postorder
+from cupy_flash.mods.ir.lower import exponent, lower
+from cupy_flash.mods.ir.operations import ONE, operation, substitute
 
 PrinterT = TypeVar("PrinterT", bound=Printer)
 

@@ -1,6 +1,6 @@
 """Blocks of the score matrix that a mask leaves empty or full, found without computing pairs.
 
-This is the counterpart of `cupy_flash.mods.bounds` for arrays in host memory: interval arithmetic
+This is the counterpart of `codegen.bounds` for arrays in host memory: interval arithmetic
 over all blocks at once. A value that depends on the query or on the key alone is computed for each
 of them, and its bounds in a block are exact.
 """
@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cupy_flash.arrays.strided import dtype_name, taken_by
-from cupy_flash.mods.expression import BOOL, INT, REAL, B, H, Node, postorder
-from cupy_flash.mods.interpret import Interpreter
+from cupy_flash.mods.ir.expression import BOOL, INT, REAL, B, H, Node, postorder
+from cupy_flash.mods.ir.operations import INT_RANGE
 from cupy_flash.mods.modification import MaskMod
-from cupy_flash.mods.operations import INT_RANGE
+from cupy_flash.mods.on_arrays.interpret import Interpreter
 
 Array = NDArray[Any]
 

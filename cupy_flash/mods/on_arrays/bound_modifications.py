@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from cupy_flash.mods.keywords import Window
-from cupy_flash.mods.scores import Scores
+from cupy_flash.mods.on_arrays.scores import Scores
 from cupy_flash.problem.mask import Mask
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from cupy_flash.mods.derivative import derivative, partials
-from cupy_flash.mods.expression import SCORE
-from cupy_flash.mods.interpret import Interpreter
+from cupy_flash.mods.ir.derivative import derivative, partials
+from cupy_flash.mods.ir.expression import SCORE
+from cupy_flash.mods.ir.operations import ONE
 from cupy_flash.mods.modification import ScoreMod
-from cupy_flash.mods.operations import ONE
-from cupy_flash.mods.scores import Pairs, Scores
+from cupy_flash.mods.on_arrays.interpret import Interpreter
+from cupy_flash.mods.on_arrays.scores import Pairs, Scores
 
 
 def apply_with_slope(scores: Scores, x: Any, at: Pairs, xp: Any = np) -> tuple[Any, Any | None]:

@@ -1,6 +1,6 @@
 """Modifications of a call, composed into one expression of the score and one of the mask.
 
-Kernels compute these expressions. `cupy_flash.mods.scores.Scores.apply` does the same on arrays.
+Kernels compute these expressions. `on_arrays.scores.Scores.apply` does the same on arrays.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from cupy_flash.mods.captures import CaptureSpec, array_node
-from cupy_flash.mods.expression import (
+from cupy_flash.mods.ir.expression import (
     BOOL,
     Q_START,
     REAL,
@@ -25,10 +25,10 @@ from cupy_flash.mods.expression import (
     J,
     Node,
 )
+from cupy_flash.mods.ir.operations import operation, substitute
 from cupy_flash.mods.modification import prefixed
-from cupy_flash.mods.operations import operation, substitute
-from cupy_flash.mods.symbols import Symbol, as_node
-from cupy_flash.mods.traced import Traced
+from cupy_flash.mods.trace.symbols import Symbol, as_node
+from cupy_flash.mods.trace.traced import Traced
 
 
 def compose(
@@ -60,7 +60,7 @@ def compose(
         x = cap * np.tanh(x / cap)
     if score_mod is not None:
         given = as_node(x)
-        # The user's order of operations is kept; see `cupy_flash.mods.lower`.
+        # The user's order of operations is kept; see `cupy_flash.mods.ir.lower`.
         inner = given if given is SCORE else operation("free", given)
         x = Symbol(substitute(prefixed_text(score_mod, "score_mod")[0], {SCORE: inner}))
     if "alibi_slopes" in specs:

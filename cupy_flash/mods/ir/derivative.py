@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from cupy_flash.mods.captures import array_node
-from cupy_flash.mods.expression import REAL, SCORE, Node, postorder
-from cupy_flash.mods.operations import MINUS_ONE, ONE, OPERATIONS, ZERO, is_zero, operation
+from cupy_flash.mods.ir.expression import REAL, SCORE, Node, postorder
+from cupy_flash.mods.ir.operations import MINUS_ONE, ONE, OPERATIONS, ZERO, is_zero, operation
 
 # Largest number of alternatives of a `where` into each of which a factor is multiplied. If there
 # are more alternatives, the factor is multiplied into the selected value.

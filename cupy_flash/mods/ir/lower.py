@@ -20,9 +20,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-from cupy_flash.mods.analysis import EXACT, ORDERED, Analysis
-from cupy_flash.mods.expression import BASE, INT, REAL, SCORE, Node, constant, postorder
-from cupy_flash.mods.operations import OPERATIONS, cast, operation, rebuilt
+from cupy_flash.mods.ir.analysis import EXACT, ORDERED, Analysis
+from cupy_flash.mods.ir.expression import BASE, INT, REAL, SCORE, Node, constant, postorder
+from cupy_flash.mods.ir.operations import OPERATIONS, cast, operation, rebuilt
 
 # tanh(x) = 1 - 2 / (1 + 2^(2 log2(e) x)).
 _TANH_FACTOR = 2 * math.log2(math.e)

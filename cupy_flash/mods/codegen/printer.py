@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from cupy_flash.mods.analysis import EXACT, STEPS, Analysis, Linear
-from cupy_flash.mods.arguments import Captures
-from cupy_flash.mods.expression import BOOL, INT, REAL, UINT64, Node
-from cupy_flash.mods.members import Indices, Members
-from cupy_flash.mods.operations import COMPARISONS, OPERATIONS
+from cupy_flash.mods.codegen.arguments import Captures
+from cupy_flash.mods.codegen.members import Indices, Members
+from cupy_flash.mods.ir.analysis import EXACT, STEPS, Analysis, Linear
+from cupy_flash.mods.ir.expression import BOOL, INT, REAL, UINT64, Node
+from cupy_flash.mods.ir.operations import COMPARISONS, OPERATIONS
 
 C_TYPES = {BOOL: "bool", INT: "int", UINT64: "unsigned long long", REAL: "Real"}
 

@@ -22,7 +22,7 @@ class Node:
     Attributes
     ----------
     op
-        Name of a row of `cupy_flash.mods.operations.OPERATIONS`, or one of the following names.
+        Name of a row of `cupy_flash.mods.ir.operations.OPERATIONS`, or one of the following names.
         ``const``, ``symbol``, ``scalar`` (a captured number) and ``array`` are leaves. ``load``
         reads an array at indices. ``cuda`` calls the user's CUDA source. ``cast`` converts.
     type

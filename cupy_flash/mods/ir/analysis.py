@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from cupy_flash.mods.expression import BOOL, INT, REAL, UINT64, Node, constant
-from cupy_flash.mods.operations import ANY_RANGE, INT_RANGE, OPERATIONS, Range, operation
+from cupy_flash.mods.ir.expression import BOOL, INT, REAL, UINT64, Node, constant
+from cupy_flash.mods.ir.operations import ANY_RANGE, INT_RANGE, OPERATIONS, Range, operation
 
 # Ranges of the positions: problems have at most 2^30 - 2^10 queries and keys, and query offsets of
 # that size. Kernels also call functions for up to 2^10 rows and keys past the last one.

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from cupy_flash.mods.analysis import Analysis
-from cupy_flash.mods.arguments import Captures, real_type
-from cupy_flash.mods.expression import ARRAY, BOOL, INT, REAL, UINT64, Node, postorder
-from cupy_flash.mods.lower import lower
-from cupy_flash.mods.members import Members
-from cupy_flash.mods.operations import COMPARISONS, OPERATIONS
-from cupy_flash.mods.printer import RowPrinter, literal, unwrapped
+from cupy_flash.mods.codegen.arguments import Captures, real_type
+from cupy_flash.mods.codegen.members import Members
+from cupy_flash.mods.codegen.printer import RowPrinter, literal, unwrapped
+from cupy_flash.mods.ir.analysis import Analysis
+from cupy_flash.mods.ir.expression import ARRAY, BOOL, INT, REAL, UINT64, Node, postorder
+from cupy_flash.mods.ir.lower import lower
+from cupy_flash.mods.ir.operations import COMPARISONS, OPERATIONS
 
-# Headers that a unit includes before the source, in addition to those of `cupy_flash.mods.emit`.
+# Headers that a unit includes before the source, in addition to those of `codegen.emit`.
 HEADERS = ("block_mask/bounds.cuh",)
 # Largest size of a range in bytes: two doubles and a bool.
 RANGE_BYTES = 24
@@ -65,7 +65,7 @@ def emit_bounds(seen: Node, captures: Captures, *, dtype: str = "float32") -> Bo
     captures
         Specs of the arrays and numbers that the expression reads.
     dtype
-        Dtype as in `cupy_flash.mods.emit.emit`, whose source computes the values that are bounded.
+        Dtype as in `codegen.emit.emit`, whose source computes the values that are bounded.
     """
     return _Emission(captures, dtype).bounds(seen)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cupy_flash.host.rotary import rotated
+from cupy_flash.arrays.rotary import rotated
 from cupy_flash.mods.keywords import Window
 from cupy_flash.reference.packed import attention_with_kvcache_reference
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from cupy_flash.arrays.kinds import no_array, normalize_out, on_torch_stream, read, way_back
+from cupy_flash.arrays.numpy_errors import quiet
 from cupy_flash.arrays.strided import (
     array_module,
     as_cupy,
@@ -43,7 +44,6 @@ from cupy_flash.calls.host import forward as host_forward
 from cupy_flash.calls.options import Options, plain_options, with_offsets
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.gpu.environment import current_device, gpu_unavailable
-from cupy_flash.host.quiet import quiet
 from cupy_flash.planning.planner import Plan, make_plan
 from cupy_flash.problem.device import device_for_arch
 from cupy_flash.problem.gradient import OF_MOD, ROWS

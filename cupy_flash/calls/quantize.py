@@ -8,9 +8,9 @@ import numpy as np
 
 from cupy_flash.arrays.float8 import float8_codes
 from cupy_flash.arrays.kinds import read, way_back
+from cupy_flash.arrays.numpy_errors import quiet
+from cupy_flash.arrays.quantized import quantized, scales_of_rows
 from cupy_flash.arrays.strided import array_module, require_float
-from cupy_flash.host.quantized import quantized, scales_of_rows
-from cupy_flash.host.quiet import quiet
 from cupy_flash.problem.arrays import FLOAT8, LARGEST_QUANTIZED
 from cupy_flash.problem.values import named_dtype
 

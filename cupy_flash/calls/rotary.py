@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupy_flash.arrays.kinds import read
+from cupy_flash.arrays.numpy_errors import quiet
+from cupy_flash.arrays.rotary import rotated_at
 from cupy_flash.arrays.strided import (
     array_module,
     as_cupy,
@@ -19,8 +21,6 @@ from cupy_flash.arrays.strided import (
 from cupy_flash.calls.arguments import normalized
 from cupy_flash.calls.check import device_lengths
 from cupy_flash.calls.check.rotary_tables import require_tables
-from cupy_flash.host.quiet import quiet
-from cupy_flash.host.rotary import rotated_at
 from cupy_flash.problem.values import check_bool
 
 

@@ -6,7 +6,7 @@ Threads compute the query tiles of all sequences (`cupy_flash.host.cpu`), but th
 computes short sequences alone. With ``batch_invariant``, `cupy_flash.host.row_by_row` computes.
 
 The caller has checked the arguments. Nevertheless, lengths and offsets outside of the arrays have
-the same meaning as in the kernels (`cupy_flash.host.sequence_places`).
+the same meaning as in the kernels (`cupy_flash.arrays.sequences`).
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cupy_flash.arrays.strided import dtype_name
-from cupy_flash.host import cpu, formula, padding, quantized, row_by_row, sequence_places
-from cupy_flash.host.crew import Stop, cpus, share_out, single_threaded_blas
-from cupy_flash.host.passes import ELEMENTS_AT_ONCE, Pass, Scratch, compute_dtype
-from cupy_flash.host.quantized import QuantizedBlocks
-from cupy_flash.host.quiet import quiet
-from cupy_flash.host.rotary import rotated
-from cupy_flash.host.sequence_places import (
+from cupy_flash.arrays import quantized, sequences
+from cupy_flash.arrays.numpy_errors import quiet
+from cupy_flash.arrays.quantized import QuantizedBlocks
+from cupy_flash.arrays.rotary import rotated
+from cupy_flash.arrays.sequences import (
     AllQueries,
     Keys,
     PagedRows,
     find_cached_keys,
 )
+from cupy_flash.arrays.strided import dtype_name
+from cupy_flash.host import cpu, formula, padding, row_by_row
+from cupy_flash.host.crew import Stop, cpus, share_out, single_threaded_blas
+from cupy_flash.host.passes import ELEMENTS_AT_ONCE, Pass, Scratch, compute_dtype
 from cupy_flash.host.steps import Run, Steps, equal_runs, kept_steps
 from cupy_flash.mods.on_arrays.bound_modifications import Modified
 from cupy_flash.mods.on_arrays.scores import FIRST, Pairs
@@ -269,7 +270,7 @@ def append(
             if cache is None or new is None:
                 continue
             if scales is None:
-                sequence_places.append(cache, keys, new[b])
+                sequences.append(cache, keys, new[b])
             else:
                 quantized.append(cache, scale, keys, new[b], compute_scales=scales.computed)
 
@@ -475,8 +476,8 @@ class _Batch:
         """Compute a work item by `row_by_row`."""
         row_by_row.forward(
             piece.q[0],
-            sequence_places.heads_of(self.k, piece.kv_heads),
-            sequence_places.heads_of(self.v, piece.kv_heads),
+            sequences.heads_of(self.k, piece.kv_heads),
+            sequences.heads_of(self.v, piece.kv_heads),
             piece.out[0],
             None if piece.lse is None else piece.lse[0],
             keys=piece.keys,
@@ -492,7 +493,7 @@ class _Batch:
 def _keys_of_all(blocks: Blocks, keys: Keys, count: int) -> Array:
     """Return the keys of `count` sequences of one shape: (sequences, rows, heads, dim)."""
     if count == 1:
-        one: Array = sequence_places.read(blocks, keys)
+        one: Array = sequences.read(blocks, keys)
         return one[None]
     if len(blocks) == 1:
         rows = blocks[0, keys.first : keys.first + count * keys.seqlen]

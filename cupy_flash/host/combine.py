@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cupy_flash.host.quiet import quiet
+from cupy_flash.arrays.numpy_errors import quiet
 
 Array = NDArray[Any]
 

@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cupy_flash.arrays.numpy_errors import quiet
+from cupy_flash.arrays.sequences import PagedRows
 from cupy_flash.host import formula, online
 from cupy_flash.host.crew import Stop, cpus, share_out, single_threaded_blas
 from cupy_flash.host.passes import SCRATCH_LIMIT as SCRATCH_LIMIT
 from cupy_flash.host.passes import Block, Cut, Pass, Scratch, scratch_elements
-from cupy_flash.host.quiet import quiet
-from cupy_flash.host.sequence_places import PagedRows
 from cupy_flash.mods.on_arrays.bound_modifications import Modified
 from cupy_flash.problem.mask import Mask
 from cupy_flash.problem.problem import Problem

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cupy_flash.arrays.sequences import PagedRows
 from cupy_flash.host.crew import Stop
 from cupy_flash.host.gradient_pass import GradientPass
 from cupy_flash.host.passes import Block, Scratch
-from cupy_flash.host.sequence_places import PagedRows
 from cupy_flash.host.turns import Turn, Turns
 from cupy_flash.mods.on_arrays.bound_modifications import Modified
 from cupy_flash.mods.on_arrays.score_derivatives import (

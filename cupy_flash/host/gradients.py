@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from cupy_flash.arrays.numpy_errors import quiet
+from cupy_flash.arrays.sequences import find_packed_keys, find_queries
 from cupy_flash.host import gradient_formula
 from cupy_flash.host.cpu import MIN_PAIRS_PER_WORKER
 from cupy_flash.host.crew import Stop, cpus, share_out, single_threaded_blas
@@ -33,8 +35,6 @@ from cupy_flash.host.passes import (
     compute_dtype,
 )
 from cupy_flash.host.passes import scratch_elements as forward_elements
-from cupy_flash.host.quiet import quiet
-from cupy_flash.host.sequence_places import find_packed_keys, find_queries
 from cupy_flash.host.steps import equal_runs
 from cupy_flash.host.turns import Turn, Turns
 from cupy_flash.mods.on_arrays.bound_modifications import Modified

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cupy_flash.host.sequence_places import PagedRows
+from cupy_flash.arrays.sequences import PagedRows
 from cupy_flash.mods.keywords import FURTHEST
 from cupy_flash.mods.on_arrays.block_visibility import SeenBlocks, seen_blocks
 from cupy_flash.mods.on_arrays.bound_modifications import Modified

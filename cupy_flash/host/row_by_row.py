@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from cupy_flash.arrays.sequences import Keys, read
 from cupy_flash.host.passes import SHRINK, all_between, change, compute_dtype, count_sink
-from cupy_flash.host.sequence_places import Keys, read
 from cupy_flash.mods.on_arrays.bound_modifications import Modified
 from cupy_flash.mods.on_arrays.scores import Pairs
 from cupy_flash.problem.mask import Mask, before, unseen

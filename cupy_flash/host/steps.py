@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cupy_flash.host import padding
-from cupy_flash.host.sequence_places import (
+from cupy_flash.arrays.sequences import (
     AllKeys,
     AllQueries,
     Keys,
@@ -23,6 +22,7 @@ from cupy_flash.host.sequence_places import (
     find_queries,
     rows_of_none,
 )
+from cupy_flash.host import padding
 
 
 class Run(NamedTuple):

@@ -29,11 +29,11 @@ from cupy_flash import (
     flash_attention_with_kvcache,
     plan,
 )
+from cupy_flash.arrays import quantized as quantized_module
 from cupy_flash.arrays.kinds import normalize_scale
+from cupy_flash.arrays.quantized import QuantizedBlocks, dequantized, quantized, scales_of_rows
 from cupy_flash.errors import UnsupportedError
-from cupy_flash.host import quantized as quantized_module
 from cupy_flash.host.batches import rotate
-from cupy_flash.host.quantized import QuantizedBlocks, dequantized, quantized, scales_of_rows
 from cupy_flash.reference.packed import attention_with_kvcache_reference
 
 PROBLEMS, CHUNK = 300, 20

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from support.draws import few_then_slow
 
+from cupy_flash.arrays.sequences import find_queries, rows_of_none
 from cupy_flash.families.contract import KERNEL_DIR
-from cupy_flash.host.sequence_places import find_queries, rows_of_none
 
 FOLDER = Path(__file__).resolve().parent / "on_cpu"
 COMPILER = shutil.which("g++")

@@ -11,8 +11,8 @@ import pytest
 from support.wrong_numbers import VARLEN_CALLS, wrong_varlen
 
 from cupy_flash import UnsupportedError, flash_attention_varlen_backward
+from cupy_flash.arrays.sequences import find_packed_keys, find_queries
 from cupy_flash.families import FAMILIES
-from cupy_flash.host.sequence_places import find_packed_keys, find_queries
 
 pytestmark = pytest.mark.gpu
 

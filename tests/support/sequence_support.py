@@ -16,16 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from cupy_flash.host.passes import compute_dtype
-from cupy_flash.host.quantized import QuantizedBlocks
-from cupy_flash.host.rotary import rotated
-from cupy_flash.host.sequence_places import (
+from cupy_flash.arrays.quantized import QuantizedBlocks
+from cupy_flash.arrays.rotary import rotated
+from cupy_flash.arrays.sequences import (
     find_cached_keys,
     find_packed_keys,
     find_queries,
     longer,
     read,
 )
+from cupy_flash.host.passes import compute_dtype
 from cupy_flash.reference.dense import attention_naive, attention_reference, error_bound, max_error
 from cupy_flash.reference.packed import attention_varlen_reference, attention_with_kvcache_reference
 from support.gpu_support import DTYPES, lse_bound, one_blas_thread

@@ -8,7 +8,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from cupy_flash.arrays.numpy_errors import quiet
 from cupy_flash.arrays.overlap import require_apart
+from cupy_flash.arrays.quantized import dequantized
 from cupy_flash.arrays.strided import dtype_name, to_bshd
 from cupy_flash.calls.arguments import (
     FLOAT8_SCALES,
@@ -27,8 +29,6 @@ from cupy_flash.calls.options import Options
 from cupy_flash.gpu.environment import cupy_module, current_device
 from cupy_flash.host import batches, cpu
 from cupy_flash.host.formula import SmallCall, small_call_of
-from cupy_flash.host.quantized import dequantized
-from cupy_flash.host.quiet import quiet
 from cupy_flash.planning import tuning
 from cupy_flash.planning.planner import is_served, make_plan
 from cupy_flash.problem.arrays import FLOAT8

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cupy_flash.arrays import sequences
+from cupy_flash.arrays.numpy_errors import quiet
+from cupy_flash.arrays.sequences import Keys
 from cupy_flash.arrays.strided import array_module, dtype_name
-from cupy_flash.host import sequence_places
-from cupy_flash.host.quiet import quiet
-from cupy_flash.host.sequence_places import Keys
 from cupy_flash.problem.arrays import FLOAT8, LARGEST_QUANTIZED
 
 
@@ -121,7 +121,7 @@ def append(blocks: Any, scale: Any, keys: Keys, new: Any, *, compute_scales: boo
         Scales of the cache. With `compute_scales` there is one per row and head, and they are
         written for the new rows.
     keys, new
-        Arguments of `sequence_places.append`; `new` has a wider dtype.
+        Arguments of `sequences.append`; `new` has a wider dtype.
     """
     new = new[: max(keys.capacity - keys.seqlen, 0)]
     if not len(new):
@@ -129,9 +129,9 @@ def append(blocks: Any, scale: Any, keys: Keys, new: Any, *, compute_scales: boo
     xp = array_module(blocks)
     if compute_scales:
         scales = scales_of_rows(new, dtype_name(blocks))
-        sequence_places.append(scale, keys, scales)
+        sequences.append(scale, keys, scales)
     else:
         of_all = xp.broadcast_to(xp.asarray(scale), blocks.shape[:3])
         there = keys._replace(seqlen=keys.seqlen + len(new))
-        scales = sequence_places.read(of_all, there, keys.seqlen, there.seqlen)
-    sequence_places.append(blocks, keys, quantized(new, scales, blocks.dtype))
+        scales = sequences.read(of_all, there, keys.seqlen, there.seqlen)
+    sequences.append(blocks, keys, quantized(new, scales, blocks.dtype))

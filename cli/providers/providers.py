@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_limits
 
+from cupy_flash.cpu import forward as cpu_forward
+from cupy_flash.cpu.backward import gradients as cpu_backward
+from cupy_flash.cpu.plan import choose_cpu_tile, make_cpu_plan
 from cupy_flash.families import FAMILIES
 from cupy_flash.families.schedule import Schedule
 from cupy_flash.gpu.environment import current_device, gpu_unavailable
-from cupy_flash.host import cpu, gradients
-from cupy_flash.host.plan import choose_cpu_tile, make_cpu_plan
 from cupy_flash.planning.planner import Plan, make_plan, tile_fields
 from cupy_flash.problem.arrays import FLOAT8, FLOAT8_OUTPUTS
 from cupy_flash.problem.tile import Tile, freeze_tile
@@ -265,9 +266,9 @@ def cpu_plan(case: Case, tile: TileFields) -> Plan:
     """Return the CPU backend's plan of a case; raise ValueError if it does not accept the tile."""
     problem, request = case.problem(), freeze_tile(tile)
     if case.is_backward:
-        default = gradients.default_tile(problem)
+        default = cpu_backward.default_tile(problem)
         chosen = dataclasses.replace(default, **tile_fields(Tile, request))
-        schedule = Schedule((), workspace=gradients.scratch_bytes(problem, chosen))
+        schedule = Schedule((), workspace=cpu_backward.scratch_bytes(problem, chosen))
         plan = make_cpu_plan(problem, chosen, gpu_unavailable())
         return _with_room(dataclasses.replace(plan, schedule=schedule))
     chosen = choose_cpu_tile(problem, request)
@@ -278,10 +279,10 @@ def cpu_plan(case: Case, tile: TileFields) -> Plan:
 
 
 def _with_room(plan: Plan) -> Plan:
-    if plan.workspace > cpu.SCRATCH_LIMIT:
+    if plan.workspace > cpu_forward.SCRATCH_LIMIT:
         raise ValueError(
             f"tile {plan.tile} needs {plan.workspace / 2**20:.1f} MiB of scratch per worker, more "
-            f"than {cpu.SCRATCH_LIMIT / 2**20:.1f} MiB; choose a smaller Br or Bc"
+            f"than {cpu_forward.SCRATCH_LIMIT / 2**20:.1f} MiB; choose a smaller Br or Bc"
         )
     return plan
 

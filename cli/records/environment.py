@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import cupy_flash
+from cupy_flash.cpu import sources
 from cupy_flash.families import FAMILIES
 from cupy_flash.gpu.environment import device_for_id, gpu_unavailable
-from cupy_flash.host import sources
 from cupy_flash.problem.device import Device
 
 if TYPE_CHECKING:

@@ -40,11 +40,11 @@ from cupy_flash.calls.gpu.allocate import as_tensor
 from cupy_flash.calls.gpu.sharded_append import NewRows, Stripes
 from cupy_flash.calls.host import forward as host_forward
 from cupy_flash.calls.options import Options, plain_options, with_offsets
+from cupy_flash.cpu import combine as cpu_combine
+from cupy_flash.cpu.plan import make_cpu_plan
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.gpu import compiler
 from cupy_flash.gpu.environment import current_device, gpu_unavailable
-from cupy_flash.host import combine as host_combine
-from cupy_flash.host.plan import make_cpu_plan
 from cupy_flash.planning.planner import Plan, make_plan
 from cupy_flash.problem.device import device_for_arch
 
@@ -292,4 +292,4 @@ def _combine_on_host(partials: Partials) -> tuple[np.ndarray, np.ndarray]:
         out = np.empty(out_partial.shape[1:], out_partial.dtype)
     else:
         require_apart(partials._fields, partials, ("out",))
-    return out, host_combine.merge(out_partial, lse_partial, out, sinks)
+    return out, cpu_combine.merge(out_partial, lse_partial, out, sinks)

@@ -13,8 +13,8 @@ from support.sequence_support import KVCacheCase, random_kvcache_case
 from cupy_flash import UnsupportedError, flash_attention_with_kvcache, plan
 from cupy_flash.calls.gpu import forward as gpu_forward
 from cupy_flash.calls.gpu import prepared_calls
+from cupy_flash.cpu import varlen
 from cupy_flash.gpu.environment import gpu_unavailable
-from cupy_flash.host import batches
 from cupy_flash.reference.packed import attention_with_kvcache_reference
 
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
@@ -94,7 +94,7 @@ def test_queries_are_rotated_on_the_host_also_where_no_row_is_new(rng):
     arguments |= {name: arguments[name][:, :0] for name in ("k", "v")}
     out = flash_attention_with_kvcache(**arguments, backend="cpu")
     tables = [arguments.pop(name) for name in ("rotary_cos", "rotary_sin")]
-    q = batches.rotate(
+    q = varlen.rotate(
         arguments["q"], *tables, arguments["cache_seqlens"], interleaved=True, advance=False
     )
     expected = flash_attention_with_kvcache(**(arguments | {"q": q}), backend="cpu")

@@ -10,7 +10,8 @@ import pytest
 from cupy_flash import flash_attention, flash_attention_backward
 from cupy_flash.calls.host import backward as host_backward
 from cupy_flash.calls.host import forward as host_forward
-from cupy_flash.host import formula, gradient_formula
+from cupy_flash.cpu import untiled
+from cupy_flash.cpu.backward import untiled as untiled_backward
 
 
 @pytest.fixture(autouse=True)
@@ -109,9 +110,9 @@ def test_rows_without_weight_are_left_to_the_other_code(rng: Any, monkeypatch: A
     k[:] = -np.inf
     q[:] = np.abs(q)
     calls = []
-    at_once = formula.forward_at_once
+    at_once = untiled.forward_at_once
     monkeypatch.setattr(
-        formula, "forward_at_once", lambda *a: calls.append(at_once(*a)) or calls[-1]
+        untiled, "forward_at_once", lambda *a: calls.append(at_once(*a)) or calls[-1]
     )
     out, lse = flash_attention(q, k, v, return_lse=True)
     assert False in calls
@@ -196,9 +197,9 @@ def test_infinite_queries_are_left_to_the_other_code(rng: Any, monkeypatch: Any)
     flash_attention_backward(*given)
     given[1][0, 0] = np.inf
     calls = []
-    formula_of = gradient_formula.backward_by_formula
+    formula_of = untiled_backward.backward_by_formula
     monkeypatch.setattr(
-        gradient_formula,
+        untiled_backward,
         "backward_by_formula",
         lambda *a: calls.append(formula_of(*a)) or calls[-1],
     )

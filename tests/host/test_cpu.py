@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from threadpoolctl import threadpool_info
 
-from cupy_flash.host import cpu, online
-from cupy_flash.host.cpu import candidate_tiles, default_tile, forward, scratch_bytes
+from cupy_flash.cpu import forward as cpu_forward
+from cupy_flash.cpu import tiled
+from cupy_flash.cpu.forward import candidate_tiles, default_tile, forward, scratch_bytes
 from cupy_flash.problem.problem import MAX_HEAD_DIM, Problem, make_contiguous_problem
 from cupy_flash.problem.tile import Tile
 from cupy_flash.reference.dense import attention_naive, attention_reference, error_bound, max_error
@@ -248,8 +249,10 @@ def test_rows_of_a_small_call_that_see_no_key_are_zero():
 
 def test_rows_that_see_no_key_are_no_part_of_a_step(monkeypatch):
     rows = []
-    make = cpu.Pass.make
-    monkeypatch.setattr(cpu.Pass, "make", lambda q, *of: rows.append(q.shape[1]) or make(q, *of))
+    make = cpu_forward.Pass.make
+    monkeypatch.setattr(
+        cpu_forward.Pass, "make", lambda q, *of: rows.append(q.shape[1]) or make(q, *of)
+    )
     q, k, v = random_qkv(900, 300, heads=(2, 2))
     q[:, :600] = np.nan
     out, lse = run(q, k, v, causal=True, q_offset=-600)
@@ -286,16 +289,16 @@ def test_the_default_tile_has_rows_for_all_query_heads_of_a_key_head():
         head_dim=64,
         head_dim_v=64,
     )
-    assert cpu.default_tile(decode) == Tile(2 * 8, 4096)
+    assert cpu_forward.default_tile(decode) == Tile(2 * 8, 4096)
     # The scratch of four workers fits, whatever the head dims are.
     wide = dataclasses.replace(decode, dtype="float64", head_dim=256, head_dim_v=256)
-    assert 4 * scratch_bytes(wide, cpu.default_tile(wide)) <= cpu.SCRATCH_LIMIT
+    assert 4 * scratch_bytes(wide, cpu_forward.default_tile(wide)) <= cpu_forward.SCRATCH_LIMIT
     prefill = dataclasses.replace(decode, seqlen_q=700)
-    assert cpu.default_tile(prefill) == Tile(256, 1024)
+    assert cpu_forward.default_tile(prefill) == Tile(256, 1024)
     causal = dataclasses.replace(prefill, causal=True)
-    assert cpu.default_tile(causal) == Tile(128, 1024)
+    assert cpu_forward.default_tile(causal) == Tile(128, 1024)
     long = dataclasses.replace(causal, seqlen_q=4096)
-    assert cpu.default_tile(long) == Tile(256, 2048)
+    assert cpu_forward.default_tile(long) == Tile(256, 2048)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -469,7 +472,7 @@ def test_candidate_tiles_are_distinct_and_let_four_workers_run(dtype, shape):
     assert tiles
     assert len(set(tiles)) == len(tiles)
     for tile in [*tiles, default_tile(problem)]:
-        assert 4 * scratch_bytes(problem, tile) <= cpu.SCRATCH_LIMIT
+        assert 4 * scratch_bytes(problem, tile) <= cpu_forward.SCRATCH_LIMIT
 
 
 def blas_threads():
@@ -482,14 +485,14 @@ def test_blas_has_its_threads_back_afterwards_also_after_an_error(monkeypatch):
     before = blas_threads()
     q, k, v = random_qkv(70, 70)
     during = []
-    attend = online.attend
+    attend = tiled.attend
 
     def watched(*arguments):
         during.append(blas_threads())
         attend(*arguments)
         raise RuntimeError("stop")
 
-    monkeypatch.setattr(online, "attend", watched)
+    monkeypatch.setattr(tiled, "attend", watched)
     with pytest.raises(RuntimeError, match="stop"):
         run(q, k, v)
     assert set(during[0]) <= {1}

@@ -26,8 +26,9 @@ from cupy_flash import (
     flash_attention_varlen,
     flash_attention_with_kvcache,
 )
-from cupy_flash.host import batches, cpu, crew, padding, row_by_row
-from cupy_flash.host.batches import append, kvcache_forward, rotate, varlen_forward
+from cupy_flash.cpu import forward as cpu_forward
+from cupy_flash.cpu import padding, rowwise, thread_pool, varlen
+from cupy_flash.cpu.varlen import append, kvcache_forward, rotate, varlen_forward
 from cupy_flash.problem.tile import Tile
 
 # The run time of an example depends on its shape.
@@ -174,15 +175,15 @@ def test_a_ragged_batch_of_many_sequences_is_right(rng, dtype, page_size, batch_
 @pytest.mark.parametrize("threads", [1, 3])
 def test_long_sequences_beside_short_ones_are_right(rng, threads, monkeypatch):
     # With this limit, sequences are computed in all three ways: alone, by threads, and by rows.
-    monkeypatch.setattr(cpu, "MIN_PAIRS_PER_WORKER", 1 << 16)
+    monkeypatch.setattr(cpu_forward, "MIN_PAIRS_PER_WORKER", 1 << 16)
     case = VarlenCase((799, 1, 239, 0, 150, 113), (799, 3, 100, 50, 0, 203), causal=True, seed=1)
     check_varlen(case, threads=threads)
 
 
 def test_a_thousand_single_queries_start_no_thread(monkeypatch):
     told = []
-    begin = crew._crew.begin
-    monkeypatch.setattr(crew._crew, "begin", lambda task: told.append(task) or begin(task))
+    begin = thread_pool._crew.begin
+    monkeypatch.setattr(thread_pool._crew, "begin", lambda task: told.append(task) or begin(task))
     check_kvcache(KVCacheCase((20,) * 1000, heads_q=2, heads_kv=1, head_dim=8, head_dim_v=8))
     assert not told
     check_varlen(VarlenCase((799, 700), (799, 700)), threads=2)
@@ -355,8 +356,8 @@ def no_passes(monkeypatch):
     def fail(*arguments):
         raise AssertionError("a pass was made")
 
-    monkeypatch.setattr(batches.Pass, "make", fail)
-    monkeypatch.setattr(row_by_row, "forward", fail)
+    monkeypatch.setattr(varlen.Pass, "make", fail)
+    monkeypatch.setattr(rowwise, "forward", fail)
 
 
 @pytest.mark.usefixtures("no_passes")
@@ -449,7 +450,7 @@ def test_a_nan_in_one_padded_sequence_leaves_no_trace_in_another(causal, padded)
 
 
 def test_padded_sequences_have_the_same_bits_whatever_the_number_of_threads(padded, monkeypatch):
-    monkeypatch.setattr(cpu, "MIN_PAIRS_PER_WORKER", 1)
+    monkeypatch.setattr(cpu_forward, "MIN_PAIRS_PER_WORKER", 1)
     problem = VarlenCase(SHORT * 6, SHORT * 6, causal=True).problem()
     first = run_varlen(problem.arguments(), threads=1)
     for threads in (2, 5):
@@ -563,8 +564,8 @@ def test_batch_invariance_takes_another_way_than_the_default_one():
 def test_long_pieces_are_cut_without_changing_a_bit(monkeypatch):
     problem = VarlenCase((301, 40), (313, 80), causal=True, heads_q=6).problem()
     whole = run_varlen(problem.arguments(), batch_invariant=True)
-    monkeypatch.setattr(batches, "MAX_PAIRS_OF_PIECE", 0)
-    monkeypatch.setattr(batches, "MAX_ROWS_OF_PIECE", 7)
+    monkeypatch.setattr(varlen, "MAX_PAIRS_OF_PIECE", 0)
+    monkeypatch.setattr(varlen, "MAX_ROWS_OF_PIECE", 7)
     assert_same_bits(whole, run_varlen(problem.arguments(), batch_invariant=True))
 
 
@@ -592,11 +593,11 @@ def test_no_numpy_warning_reaches_the_caller():
 
 
 def test_the_default_key_tile_leaves_no_tail_in_vector_loops():
-    assert row_by_row.DEFAULT_BC % 16 == 0
+    assert rowwise.DEFAULT_BC % 16 == 0
 
 
 @pytest.mark.parametrize(
-    ("page_size", "length", "most"), [(16, 16384, cpu.SCRATCH_LIMIT), (16384, 10, 1 << 20)]
+    ("page_size", "length", "most"), [(16, 16384, cpu_forward.SCRATCH_LIMIT), (16384, 10, 1 << 20)]
 )
 def test_of_pages_that_are_read_once_no_more_is_copied_than_the_tiles_at_hand(
     page_size, length, most
@@ -627,8 +628,8 @@ def test_of_pages_that_are_read_once_no_more_is_copied_than_the_tiles_at_hand(
 def test_empty_caches_and_sequences_are_few_records(monkeypatch):
     count = 20_000
     made = []
-    whole = batches._Piece.whole
-    monkeypatch.setattr(batches._Piece, "whole", lambda *of: made.append(of) or whole(*of))
+    whole = varlen._Piece.whole
+    monkeypatch.setattr(varlen._Piece, "whole", lambda *of: made.append(of) or whole(*of))
     q, cache = np.ones((count, 1, 2, 16), np.float32), np.ones((count, 4, 2, 16), np.float32)
     none = np.zeros(count, np.int32)
     pages = {"block_table": np.zeros((count, 1), np.int32)}

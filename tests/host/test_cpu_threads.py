@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cupy_flash.host.crew import Stop, share_out
+from cupy_flash.cpu.thread_pool import Stop, share_out
 
 ROOT = Path(__file__).parents[2]
 
@@ -114,7 +114,7 @@ os._exit(os.waitstatus_to_exitcode(status))
 
 def test_calls_that_overlap_hold_blas_and_leave_it_as_it_was_whichever_ends_last():
     run_script("""
-from cupy_flash.host.crew import single_threaded_blas
+from cupy_flash.cpu.thread_pool import single_threaded_blas
 began, end = threading.Event(), threading.Event()
 held = []
 def last():

@@ -30,11 +30,13 @@ from cupy_flash import (
     flash_attention_varlen_backward,
     plan,
 )
-from cupy_flash.host import gradient_formula, gradients, steps
-from cupy_flash.host.crew import Stop
-from cupy_flash.host.gradient_tiles import _Tile
-from cupy_flash.host.steps import Run
-from cupy_flash.host.turns import Turn, Turns
+from cupy_flash.cpu import batching
+from cupy_flash.cpu.backward import gradients as cpu_backward
+from cupy_flash.cpu.backward import untiled as untiled_backward
+from cupy_flash.cpu.backward.ordered_sum import Turn, Turns
+from cupy_flash.cpu.backward.tiled import _Tile
+from cupy_flash.cpu.batching import Run
+from cupy_flash.cpu.thread_pool import Stop
 from cupy_flash.problem.tile import Tile
 from cupy_flash.reference.dense import max_error
 from cupy_flash.reference.gradients import backward_naive, gradient_bound, gradient_sizes
@@ -75,9 +77,9 @@ def test_sequences_without_keys_are_one_pass_and_give_sinks_the_gradient_of_lse(
     monkeypatch: Any,
 ) -> None:
     passes = []
-    make = gradients.GradientPass.make
+    make = cpu_backward.GradientPass.make
     monkeypatch.setattr(
-        gradients.GradientPass, "make", lambda *a, **o: passes.append(a) or make(*a, **o)
+        cpu_backward.GradientPass, "make", lambda *a, **o: passes.append(a) or make(*a, **o)
     )
     count = 2000
     rows, keys = np.zeros((count, 2, 16), np.float32), np.ones((3, 2, 16), np.float32)
@@ -109,7 +111,7 @@ def both_ways(monkeypatch: Any, arguments: tuple[Any, ...], **options: Any) -> t
     """Return the gradients of a small call, and those of the tiled pass."""
     found = flash_attention_backward(*arguments, **options, backend="cpu")
     with monkeypatch.context() as without:
-        without.setattr(gradients, "backward_small", lambda *_: False)
+        without.setattr(cpu_backward, "backward_small", lambda *_: False)
         return found, flash_attention_backward(*arguments, **options, backend="cpu")
 
 
@@ -126,7 +128,7 @@ def small_call(rng: Any, sizes: tuple[int, int, int], causal: bool) -> tuple[Any
 def test_a_small_call_is_one_step(sizes: Any, causal: bool, rng: Any, monkeypatch: Any) -> None:
     arguments = small_call(rng, sizes, causal)
     with monkeypatch.context() as without:
-        without.setattr(gradients, "_run", None)
+        without.setattr(cpu_backward, "_run", None)
         found = flash_attention_backward(*arguments, causal=causal, backend="cpu")
     check_small(arguments, found, causal)
 
@@ -148,10 +150,10 @@ def test_steps_of_whole_heads_are_right_and_do_not_depend_on_threads(
     sizes: Any, causal: bool, rng: Any, monkeypatch: Any
 ) -> None:
     arguments = small_call(rng, sizes, causal)
-    monkeypatch.setattr(gradients, "_run", None)
+    monkeypatch.setattr(cpu_backward, "_run", None)
     found = {}
     for threads in (1, 2, 5):
-        monkeypatch.setattr(gradient_formula, "cpus", lambda n=threads: n)
+        monkeypatch.setattr(untiled_backward, "cpus", lambda n=threads: n)
         found[threads] = flash_attention_backward(*arguments, causal=causal, backend="cpu")
     check_small(arguments, found[1], causal)
     for gradient, *others in zip(*found.values(), strict=True):
@@ -184,9 +186,9 @@ def test_rows_without_keys_have_no_part_in_gradients(rng: Any) -> None:
 
 def test_empty_sequences_take_no_pass_and_no_record(monkeypatch: Any) -> None:
     count = 20_000
-    monkeypatch.setattr(gradients.GradientPass, "make", None)
+    monkeypatch.setattr(cpu_backward.GradientPass, "make", None)
     made = []
-    monkeypatch.setattr(steps, "Run", lambda *of: made.append(of) or Run(*of))
+    monkeypatch.setattr(batching, "Run", lambda *of: made.append(of) or Run(*of))
     rows, none = np.ones((count, 2, 16), np.float32), np.zeros(count + 1, np.int32)
     each, lse = np.arange(count + 1, dtype=np.int32), np.zeros((2, count), np.float32)
     for starts_q, starts_k in ((none, none), (each, none), (none, each)):
@@ -285,10 +287,10 @@ def random_arrays(rng: Any, *, rows: tuple[int, ...] = (2, 70), keys: tuple[int,
 def on_threads(monkeypatch: Any, call: Any) -> None:
     """Assert that a call gives the same bits on one thread and on several."""
     found = []
-    monkeypatch.setattr(gradients, "MIN_PAIRS_PER_WORKER", 1)
-    monkeypatch.setattr(gradients, "MIN_PAIRS_TO_SHARE", 1)
+    monkeypatch.setattr(cpu_backward, "MIN_PAIRS_PER_WORKER", 1)
+    monkeypatch.setattr(cpu_backward, "MIN_PAIRS_TO_SHARE", 1)
     for threads in (1, 2, 3, 7):
-        monkeypatch.setattr(gradients, "cpus", lambda n=threads: n)
+        monkeypatch.setattr(cpu_backward, "cpus", lambda n=threads: n)
         found.append([x.tobytes() for x in call()])
     assert all(each == found[0] for each in found)
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from support.gpu_support import DTYPES, lse_bound
 
-from cupy_flash.host import batches, cpu
-from cupy_flash.host.passes import compute_dtype
+from cupy_flash.cpu import forward as cpu_forward
+from cupy_flash.cpu import varlen
+from cupy_flash.cpu.forward_pass import compute_dtype
 from cupy_flash.mods.keywords import FURTHEST, NAMES
 from cupy_flash.mods.modification import MaskMod, ScoreMod
 from cupy_flash.mods.on_arrays.bound_modifications import Modified
@@ -143,14 +144,14 @@ class Call:
         arrays = self.q, self.k, self.v, out, lse
         if self.kind == "equal":
             offset = self.seqlen_k - self.seqlen_q if self.q_offset is None else self.q_offset
-            cpu.forward(*arrays, q_offset=offset, **options)
+            cpu_forward.forward(*arrays, q_offset=offset, **options)
             return out, lse
         options["batch_invariant"] = batch_invariant
         if self.kind == "packed":
-            batches.varlen_forward(*arrays, **self._packed, **options)
+            varlen.varlen_forward(*arrays, **self._packed, **options)
         else:
             where = {"cache_batch_idx": None, "block_table": self.table}
-            batches.kvcache_forward(*arrays, lengths=self.lengths_k, **where, **options)
+            varlen.kvcache_forward(*arrays, lengths=self.lengths_k, **where, **options)
         return out, lse
 
     @property
@@ -345,7 +346,7 @@ def test_every_modification_is_drawn():
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_modifications_together_equal_the_reference(kind, dtype, rng, monkeypatch):
     # With this limit, two threads divide even such small calls.
-    monkeypatch.setattr(cpu, "MIN_PAIRS_PER_WORKER", 64)
+    monkeypatch.setattr(cpu_forward, "MIN_PAIRS_PER_WORKER", 64)
     count = 0
     for names in combinations(kind, rng):
         call = drawn_call(kind, dtype, names, rng)
@@ -795,15 +796,15 @@ def test_long_pieces_are_cut_without_changing_a_bit(dtype, rng, monkeypatch):
         call.modifications["window_size"] = (20, 3)
         with monkeypatch.context() as patch:
             whole = call.check(batch_invariant=True)
-            patch.setattr(batches, "MAX_PAIRS_OF_PIECE", 0)
-            patch.setattr(batches, "MAX_ROWS_OF_PIECE", 7)
+            patch.setattr(varlen, "MAX_PAIRS_OF_PIECE", 0)
+            patch.setattr(varlen, "MAX_ROWS_OF_PIECE", 7)
             assert_same_bits(whole, call.run(batch_invariant=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_same_bits_whatever_the_number_of_threads(kind, rng, monkeypatch):
-    monkeypatch.setattr(cpu, "MIN_PAIRS_PER_WORKER", 1)
-    monkeypatch.setattr(batches, "MIN_PAIRS_TO_SHARE", 1)
+    monkeypatch.setattr(cpu_forward, "MIN_PAIRS_PER_WORKER", 1)
+    monkeypatch.setattr(varlen, "MIN_PAIRS_TO_SHARE", 1)
     call = Call(kind, rng, batch=4)
     call.modifications = modified_of_everything(call, rng) | {
         "prefix_lens": np.arange(4),

@@ -32,8 +32,8 @@ from cupy_flash import (
 from cupy_flash.arrays import quantized as quantized_module
 from cupy_flash.arrays.kinds import normalize_scale
 from cupy_flash.arrays.quantized import QuantizedBlocks, dequantized, quantized, scales_of_rows
+from cupy_flash.cpu.varlen import rotate
 from cupy_flash.errors import UnsupportedError
-from cupy_flash.host.batches import rotate
 from cupy_flash.reference.packed import attention_with_kvcache_reference
 
 PROBLEMS, CHUNK = 300, 20

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cupy_flash.host import sources
-from cupy_flash.host.sources import SOURCES
+from cupy_flash.cpu import sources
+from cupy_flash.cpu.sources import SOURCES
 
 PACKAGE = Path(sources.__file__).parents[1]
 BACKWARD = SOURCES["backward"]
@@ -19,9 +19,9 @@ BACKWARD = SOURCES["backward"]
 def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a copy of the sources, from which digests are computed."""
     for name in BACKWARD:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(PACKAGE / name, tmp_path / name)
-    monkeypatch.setattr(sources, "__file__", str(tmp_path / "host" / "sources.py"))
+    monkeypatch.setattr(sources, "__file__", str(tmp_path / "cpu" / "sources.py"))
     return tmp_path
 
 
@@ -32,9 +32,9 @@ def digest(direction: str) -> str:
 
 
 def test_the_backends_files_are_named() -> None:
-    elsewhere = {"__init__.py", "combine.py", "plan.py", "rotary.py", "sources.py"}
-    here = {path.name for path in (PACKAGE / "host").glob("*.py")} - elsewhere
-    assert {f"host/{file}" for file in here} <= {*BACKWARD}
+    elsewhere = {"__init__.py", "combine.py", "plan.py", "sources.py"}
+    files = [path for path in (PACKAGE / "cpu").rglob("*.py") if path.name not in elsewhere]
+    assert {path.relative_to(PACKAGE).as_posix() for path in files} <= {*BACKWARD}
     assert {*SOURCES["forward"]} < {*BACKWARD}
 
 

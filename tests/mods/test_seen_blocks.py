@@ -19,7 +19,7 @@ from cupy_flash import (
     flash_attention,
     flash_attention_backward,
 )
-from cupy_flash.host import passes
+from cupy_flash.cpu import forward_pass
 from cupy_flash.mods.on_arrays import block_visibility as blocks_module
 from cupy_flash.mods.on_arrays.block_visibility import SeenBlocks, seen_blocks
 from cupy_flash.reference.dense import attention_naive, error_bound, max_error
@@ -153,8 +153,8 @@ def test_functions_that_are_not_traced_have_no_blocks() -> None:
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passes, "KEYS_OF_BLOCK", 8)
-    monkeypatch.setattr(passes, "MIN_PAIRS_TO_LOOK_AT_BLOCKS", 1)
+    monkeypatch.setattr(forward_pass, "KEYS_OF_BLOCK", 8)
+    monkeypatch.setattr(forward_pass, "MIN_PAIRS_TO_LOOK_AT_BLOCKS", 1)
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -185,7 +185,7 @@ def test_what_is_left_out_changes_nothing(name: str, options: dict[str, Any]) ->
 
 
 # Size of the blocks that the CPU backend examines; these masks leave each block empty or full.
-ROWS, KEYS = 128, passes.KEYS_OF_BLOCK
+ROWS, KEYS = 128, forward_pass.KEYS_OF_BLOCK
 SHOWN = RNG.random((1, 1, 8, 16)) < 0.2
 OF_BLOCKS = {
     "diagonal": BlockList(np.eye(8, dtype=bool)[None, None], block=(128, 128)),
@@ -204,7 +204,7 @@ class Work:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.tiles: list[tuple[int, int]] = []
         self.products: list[int] = []
-        tiles_of_keys, matmul = passes.Pass.tiles_of_keys, np.matmul
+        tiles_of_keys, matmul = forward_pass.Pass.tiles_of_keys, np.matmul
 
         def tiles(job: Any, block: Any) -> Any:
             found = tiles_of_keys(job, block)
@@ -217,7 +217,7 @@ class Work:
                 self.products.append(a.size * b.shape[-1])
             return matmul(a, b, **options)
 
-        monkeypatch.setattr(passes.Pass, "tiles_of_keys", tiles)
+        monkeypatch.setattr(forward_pass.Pass, "tiles_of_keys", tiles)
         monkeypatch.setattr(np, "matmul", product)
 
     def of(self, function: Any, *arrays: np.ndarray, **options: Any) -> tuple[Any, Any, int]:

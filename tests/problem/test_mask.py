@@ -143,7 +143,7 @@ MODULES = sorted(
 # Number of expressions that compute positions for modifications; these do not state the rule.
 GIVES_POSITIONS = {
     str(Path("calls", "check", "check_mod.py")): 1,
-    str(Path("host", "gradient_tiles.py")): 1,
+    str(Path("cpu", "backward", "tiled.py")): 1,
     str(Path("mods", "on_arrays", "scores.py")): 2,
     str(Path("mods", "on_arrays", "score_derivatives.py")): 1,
     # These expressions place pieces of a sequence relative to each other.

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import cupy_flash
-from cupy_flash.host.passes import compute_dtype
+from cupy_flash.cpu.forward_pass import compute_dtype
 from cupy_flash.reference.dense import attention_reference
 from cupy_flash.reference.gradients import (
     ScoreErrors,

@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from cupy_flash.host.passes import compute_dtype
+from cupy_flash.cpu.forward_pass import compute_dtype
 from cupy_flash.reference.dense import max_error
 from cupy_flash.reference.gradients import gradient_bound
 from support.gradient_calls import WHOLE, GradientCall

@@ -32,12 +32,12 @@ from cupy_flash.calls.host.forward import (
     upload_order,
 )
 from cupy_flash.calls.options import Options
+from cupy_flash.cpu.backward import gradients as cpu_backward
+from cupy_flash.cpu.backward.untiled import SmallGradients, small_gradients
+from cupy_flash.cpu.plan import make_cpu_plan
 from cupy_flash.families import FAMILIES
 from cupy_flash.families.schedule import Schedule
 from cupy_flash.gpu.environment import cupy_module, gpu_unavailable
-from cupy_flash.host import gradients
-from cupy_flash.host.gradient_formula import SmallGradients, small_gradients
-from cupy_flash.host.plan import make_cpu_plan
 from cupy_flash.planning.planner import Plan, tile_fields
 from cupy_flash.problem.gradient import ROWS
 from cupy_flash.problem.problem import Problem
@@ -98,7 +98,7 @@ def repeated(
     assert options.wrt is not None
     results = {name: np.empty(getattr(arguments, name).shape, q.dtype) for name in options.wrt}
     arrays = q, k, v, out, dout, lse, dlse
-    done = gradients.backward_by_formula(*arrays, results, call.small, call.scale, modified=None)
+    done = cpu_backward.backward_by_formula(*arrays, results, call.small, call.scale, modified=None)
     return tuple(results.values()) if done else None
 
 
@@ -172,9 +172,9 @@ def tile_of(problem: Problem, options: Options) -> Tile:
         If the tile or family is not one of the CPU backend, or the tile needs too much scratch.
     """
     require_cpu_family(options.family, FAMILIES["backward"])
-    default = gradients.default_tile(problem)
+    default = cpu_backward.default_tile(problem)
     tile = dataclasses.replace(default, **tile_fields(Tile, options.tile))
-    gradients.require_scratch(problem, tile)
+    cpu_backward.require_scratch(problem, tile)
     return tile
 
 
@@ -184,7 +184,7 @@ def plan_of(problem: Problem, options: Options) -> Plan:
     plan = make_cpu_plan(problem, tile, gpu_unavailable())
     return dataclasses.replace(
         plan,
-        schedule=Schedule((), workspace=gradients.workspace_bytes(problem, tile)),
+        schedule=Schedule((), workspace=cpu_backward.workspace_bytes(problem, tile)),
         rejected={
             name: reason for reason in plan.rejected.values() for name in FAMILIES["backward"]
         },
@@ -233,7 +233,7 @@ def _on_cpu(
             arrays = tuple(to_bshd(array, options.layout) for array in arrays)
             results |= {n: to_bshd(results[n], options.layout) for n in ROWS if n in results}
             lse, dlse = (None if x is None else x.reshape(problem.lse_shape) for x in (lse, dlse))
-        gradients.backward(
+        cpu_backward.backward(
             *(*arrays, lse, dlse, results),
             causal=problem.causal,
             q_offset=problem.q_offset,
@@ -242,7 +242,7 @@ def _on_cpu(
             modified=modified,
         )
         return
-    gradients.varlen_backward(
+    cpu_backward.varlen_backward(
         *(*arrays, lse, dlse, results),
         cu_seqlens_q=arguments.cu_seqlens_q,
         cu_seqlens_k=arguments.cu_seqlens_k,

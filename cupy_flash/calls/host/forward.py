@@ -26,9 +26,10 @@ from cupy_flash.calls.check.problems import lse_shape, problem_of, sizes_of
 from cupy_flash.calls.conversions import converted
 from cupy_flash.calls.gpu import prepared_calls
 from cupy_flash.calls.options import Options
+from cupy_flash.cpu import forward as cpu_forward
+from cupy_flash.cpu import varlen
+from cupy_flash.cpu.untiled import SmallCall, small_call_of
 from cupy_flash.gpu.environment import cupy_module, current_device
-from cupy_flash.host import batches, cpu
-from cupy_flash.host.formula import SmallCall, small_call_of
 from cupy_flash.planning import tuning
 from cupy_flash.planning.planner import is_served, make_plan
 from cupy_flash.problem.arrays import FLOAT8
@@ -91,7 +92,7 @@ def repeated(
     lse = None
     if options.return_lse:
         lse = np.empty(call.problem.lse_shape, call.out_dtype)
-    done = cpu.forward_at_once(q, k, v, out, lse, call.small, call.scale, modified=None)
+    done = cpu_forward.forward_at_once(q, k, v, out, lse, call.small, call.scale, modified=None)
     return (out, lse) if done else None
 
 
@@ -269,7 +270,7 @@ def _on_cpu(
         if problem.is_float8:
             scales = (getattr(arguments, name) for name in FLOAT8_SCALES)
             q, k, v = map(dequantized, (q, k, v), scales)
-        cpu.forward(
+        cpu_forward.forward(
             *(q, k, v, target),
             None if lse is None else lse.reshape(problem.lse_shape),
             causal=problem.causal,
@@ -290,7 +291,7 @@ def _on_cpu(
     }
     arrays = arguments.q, arguments.keys, arguments.values_of(options), out, lse
     if options.kind == "packed":
-        batches.varlen_forward(
+        varlen.varlen_forward(
             *arrays,
             cu_seqlens_q=arguments.cu_seqlens_q,
             cu_seqlens_k=arguments.cu_seqlens_k,
@@ -300,7 +301,7 @@ def _on_cpu(
             **same,
         )
     else:
-        batches.kvcache_forward(
+        varlen.kvcache_forward(
             *arrays,
             lengths=arguments.cache_seqlens,
             cache_batch_idx=arguments.cache_batch_idx,
@@ -308,14 +309,14 @@ def _on_cpu(
         )
 
 
-def _scales(arguments: Arguments, problem: Problem) -> batches.CacheScales | None:
+def _scales(arguments: Arguments, problem: Problem) -> varlen.CacheScales | None:
     """Return the scales of 8-bit keys and values, 1 where none are given; None for other dtypes."""
     if problem.scales is None:
         return None
     one = np.float32(1)
     of_values = arguments.k_scale if problem.values_in_keys else arguments.v_scale
     k, v = (one if x is None else x for x in (arguments.k_scale, of_values))
-    return batches.CacheScales(k, v, problem.scales.computed)
+    return varlen.CacheScales(k, v, problem.scales.computed)
 
 
 def _appended(
@@ -334,7 +335,7 @@ def _appended(
     if arguments.rotary_cos is not None:
         first = lengths if arguments.rotary_seqlens is None else arguments.rotary_seqlens
         rotate = functools.partial(
-            batches.rotate,
+            varlen.rotate,
             cos=arguments.rotary_cos,
             sin=arguments.rotary_sin,
             interleaved=bool(options.rotary_interleaved),
@@ -351,7 +352,7 @@ def _appended(
     if k is not None:
         if starts is not None:
             k, v = (None if x is None else np.split(x, starts)[1:-1] for x in (k, v))
-        batches.append(
+        varlen.append(
             arguments.k_cache,
             arguments.v_cache,
             k,
@@ -383,9 +384,9 @@ def _require_scratch(problem: Problem, tile: Tile, seqlen_k: int) -> None:
     """Raise ValueError for a tile that the CPU backend would refuse after the append."""
     rows = problem.seqlen_q * (problem.heads_q // problem.heads_kv)
     clipped = Tile(min(tile.Br, max(rows, 1)), min(tile.Bc, max(seqlen_k, 1)))
-    needed = cpu.scratch_bytes(problem, clipped)
-    if needed > cpu.SCRATCH_LIMIT:
+    needed = cpu_forward.scratch_bytes(problem, clipped)
+    if needed > cpu_forward.SCRATCH_LIMIT:
         raise ValueError(
             f"tile {tile} needs {needed} bytes of scratch per worker, more than "
-            f"{cpu.SCRATCH_LIMIT}; choose a smaller Br or Bc"
+            f"{cpu_forward.SCRATCH_LIMIT}; choose a smaller Br or Bc"
         )

@@ -36,9 +36,9 @@ from cupy_flash.cli.tune.candidates import Candidate, Limits, cpu_candidates, ev
 from cupy_flash.cli.tune.findings import entry_of, finding_of, print_ranking
 from cupy_flash.cli.tune.live import Live
 from cupy_flash.cli.tune.sweep import Compilation, Sweep, plan_sweeps, shorten, time_all, twin_class
+from cupy_flash.cpu import sources
 from cupy_flash.families.schedule import Launch
 from cupy_flash.gpu.compiler import Cubin, why_no_compiler
-from cupy_flash.host import sources
 from cupy_flash.planning import tuning
 from cupy_flash.planning.planner import Plan
 from cupy_flash.problem.device import Resources, device_for_arch

@@ -1,6 +1,6 @@
 """Tiled attention on the CPU: one query tile, with an online softmax over its KV tiles.
 
-`cupy_flash.host.cpu` describes the algorithm.
+`cupy_flash.cpu.forward` describes the algorithm.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cupy_flash.host.crew import Stop
-from cupy_flash.host.passes import (
+from cupy_flash.cpu.forward_pass import (
     SHRINK,
     Block,
     Pass,
@@ -23,6 +22,7 @@ from cupy_flash.host.passes import (
     mask,
     ones,
 )
+from cupy_flash.cpu.thread_pool import Stop
 
 Array = NDArray[Any]
 

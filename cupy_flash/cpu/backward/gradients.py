@@ -5,8 +5,8 @@ its loops exchanged: the outer loop runs over query tiles of Br rows, the inner 
 Bc keys. Softmax weights are recomputed from the log-sum-exp. A query tile accumulates its own dq,
 and adds its contributions to dk and dv in memory. Scores and weights are never stored as a whole.
 
-The query tiles are distributed over threads, as in `cupy_flash.host.cpu`. They add to dk and dv in
-an order that does not depend on thread timing, see `cupy_flash.host.turns`.
+The query tiles are distributed over threads, as in `cupy_flash.cpu.forward`. They add to dk and
+dv in an order that does not depend on thread timing, see `cupy_flash.cpu.backward.ordered_sum`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from numpy.typing import NDArray
 
 from cupy_flash.arrays.numpy_errors import quiet
 from cupy_flash.arrays.sequences import find_packed_keys, find_queries
-from cupy_flash.host import gradient_formula
-from cupy_flash.host.cpu import MIN_PAIRS_PER_WORKER
-from cupy_flash.host.crew import Stop, cpus, share_out, single_threaded_blas
-from cupy_flash.host.gradient_formula import MAX_SCORES_OF_STEP, backward_small
-from cupy_flash.host.gradient_pass import GradientPass, scratch_elements, smaller
-from cupy_flash.host.gradient_tiles import differentiate
-from cupy_flash.host.passes import (
+from cupy_flash.cpu.backward import untiled as untiled_backward
+from cupy_flash.cpu.backward.backward_pass import GradientPass, scratch_elements, smaller
+from cupy_flash.cpu.backward.ordered_sum import Turn, Turns
+from cupy_flash.cpu.backward.tiled import differentiate
+from cupy_flash.cpu.backward.untiled import MAX_SCORES_OF_STEP, backward_small
+from cupy_flash.cpu.batching import equal_runs
+from cupy_flash.cpu.forward import MIN_PAIRS_PER_WORKER
+from cupy_flash.cpu.forward_pass import (
     SCRATCH_LIMIT,
     Block,
     Cut,
@@ -34,9 +35,8 @@ from cupy_flash.host.passes import (
     Scratch,
     compute_dtype,
 )
-from cupy_flash.host.passes import scratch_elements as forward_elements
-from cupy_flash.host.steps import equal_runs
-from cupy_flash.host.turns import Turn, Turns
+from cupy_flash.cpu.forward_pass import scratch_elements as forward_elements
+from cupy_flash.cpu.thread_pool import Stop, cpus, share_out, single_threaded_blas
 from cupy_flash.mods.on_arrays.bound_modifications import Modified
 from cupy_flash.mods.on_arrays.scores import FIRST
 from cupy_flash.problem.gradient import ROWS
@@ -47,7 +47,7 @@ from cupy_flash.problem.tile import Tile
 Array = NDArray[Any]
 
 # Minimum average number of query-key pairs per pass for which several threads are used, see
-# `cupy_flash.host.batches`.
+# `cupy_flash.cpu.varlen`.
 MIN_PAIRS_TO_SHARE = 1 << 15
 
 # Number of query tiles below which `default_tile` reduces Br, so that all threads have work.
@@ -163,7 +163,7 @@ def backward(
     Parameters
     ----------
     q, k, v, causal, q_offset, softmax_scale, tile, threads, modified
-        Arguments of `cupy_flash.host.cpu.forward`.
+        Arguments of `cupy_flash.cpu.forward.forward`.
     out, dout : numpy.ndarray, (batch, seqlen_q, heads_q, head_dim_v)
         Output of the forward pass, and its gradient.
     lse, dlse : numpy.ndarray, (batch, heads_q, seqlen_q)
@@ -210,14 +210,14 @@ def backward_by_formula(
     lse: Array,
     dlse: Array | None,
     results: Mapping[str, Array],
-    small: gradient_formula.SmallGradients,
+    small: untiled_backward.SmallGradients,
     scale: Any,
     *,
     modified: None,
 ) -> bool:
-    """Call `gradient_formula.backward_by_formula` with NumPy's floating-point errors ignored."""
+    """Call `untiled_backward.backward_by_formula` with NumPy's floating-point errors ignored."""
     arrays = q, k, v, out, dout, lse, dlse
-    return gradient_formula.backward_by_formula(*arrays, results, small, scale)
+    return untiled_backward.backward_by_formula(*arrays, results, small, scale)
 
 
 @quiet
@@ -247,7 +247,7 @@ def varlen_backward(
     Parameters
     ----------
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, modified
-        Arguments of `cupy_flash.host.batches.varlen_forward`.
+        Arguments of `cupy_flash.cpu.varlen.varlen_forward`.
     out, dout : numpy.ndarray, (total_q, heads_q, head_dim_v)
     lse, dlse : numpy.ndarray, (heads_q, total_q)
     results : mapping of numpy.ndarray

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
-from cupy_flash.host.passes import SCRATCH_LIMIT, Cut, Pass
+from cupy_flash.cpu.forward_pass import SCRATCH_LIMIT, Cut, Pass
 
 Array = NDArray[Any]
 
@@ -58,7 +58,7 @@ class GradientPass(NamedTuple):
         *,
         is_shared: bool = False,
     ) -> GradientPass:
-        """Return a backward pass over arrays of the shapes in `cupy_flash.host.gradients.backward`.
+        """Return a backward pass over arrays of the shapes in `gradients.backward`.
 
         `totals` holds the gradient arrays by name; that of a bias has the five axes above.
         """

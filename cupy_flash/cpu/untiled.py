@@ -18,8 +18,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cupy_flash.arrays.sequences import PagedRows
-from cupy_flash.host.crew import single_threaded_blas
-from cupy_flash.host.passes import Block, Pass, Scratch, count_sink, lost_rows, lowest, mask, ones
+from cupy_flash.cpu.forward_pass import (
+    Block,
+    Pass,
+    Scratch,
+    count_sink,
+    lost_rows,
+    lowest,
+    mask,
+    ones,
+)
+from cupy_flash.cpu.thread_pool import single_threaded_blas
 from cupy_flash.problem.mask import Mask
 from cupy_flash.problem.tile import Tile
 

@@ -2,8 +2,8 @@
 
 Sequences of one shape at equal distances form one forward pass. Keys are read in place. Keys in
 pages are gathered: one KV tile at a time, or all keys of a sequence if they are read many times.
-Threads compute the query tiles of all sequences (`cupy_flash.host.cpu`), but the calling thread
-computes short sequences alone. With ``batch_invariant``, `cupy_flash.host.row_by_row` computes.
+Threads compute the query tiles of all sequences (`cupy_flash.cpu.forward`), but the calling thread
+computes short sequences alone. With ``batch_invariant``, `cupy_flash.cpu.rowwise` computes.
 
 The caller has checked the arguments. Nevertheless, lengths and offsets outside of the arrays have
 the same meaning as in the kernels (`cupy_flash.arrays.sequences`).
@@ -30,10 +30,11 @@ from cupy_flash.arrays.sequences import (
     find_cached_keys,
 )
 from cupy_flash.arrays.strided import dtype_name
-from cupy_flash.host import cpu, formula, padding, row_by_row
-from cupy_flash.host.crew import Stop, cpus, share_out, single_threaded_blas
-from cupy_flash.host.passes import ELEMENTS_AT_ONCE, Pass, Scratch, compute_dtype
-from cupy_flash.host.steps import Run, Steps, equal_runs, kept_steps
+from cupy_flash.cpu import forward as cpu_forward
+from cupy_flash.cpu import padding, rowwise, untiled
+from cupy_flash.cpu.batching import Run, Steps, equal_runs, kept_steps
+from cupy_flash.cpu.forward_pass import ELEMENTS_AT_ONCE, Pass, Scratch, compute_dtype
+from cupy_flash.cpu.thread_pool import Stop, cpus, share_out, single_threaded_blas
 from cupy_flash.mods.on_arrays.bound_modifications import Modified
 from cupy_flash.mods.on_arrays.scores import FIRST, Pairs
 from cupy_flash.problem.problem import make_contiguous_problem
@@ -115,7 +116,7 @@ def varlen_forward(
         Tile size; chosen by default. With ``batch_invariant``, only its Bc affects the bits.
     batch_invariant : bool
         Whether the bits of a row depend only on its query and on the keys that it attends to. NaN
-        and inf in the values of masked keys may still matter, see `cupy_flash.host.row_by_row`.
+        and inf in the values of masked keys may still matter, see `cupy_flash.cpu.rowwise`.
     threads : int, optional
         Maximum number of workers; by default the number of CPUs of this process.
     modified : Modified, optional
@@ -339,7 +340,7 @@ def _pad(
                 if not done:
                     left.extend(group.members)
 
-    workers = min(threads or cpus(), max(1, steps.padded_pairs // cpu.MIN_PAIRS_PER_WORKER))
+    workers = min(threads or cpus(), max(1, steps.padded_pairs // cpu_forward.MIN_PAIRS_PER_WORKER))
     with single_threaded_blas:
         share_out(workers, iter(steps.groups), work, Stop())
     return [Run(b, steps.queries[b], steps.keys[b], 1) for b in sorted(left)]
@@ -384,7 +385,7 @@ class _Piece(NamedTuple):
             self.lse[...] = -np.inf if sinks is None else sinks[:, None]
 
     def cut(self, heads_kv: int) -> Iterator[_Piece]:
-        """Yield work items for `row_by_row`, small enough for its scratch and for all threads."""
+        """Yield work items for `rowwise`, small enough for its scratch and for all threads."""
         group = self.q.shape[2] // heads_kv
         if max(self.pairs, self.q.size) <= MAX_PAIRS_OF_PIECE:
             yield self
@@ -444,7 +445,7 @@ class _Batch:
         if self.modified is not None or piece.keys.pages is not None:
             return False
         k, v = (_keys_of_all(x, piece.keys, len(piece.q)) for x in (self.k, self.v))
-        return formula.forward_small(
+        return untiled.forward_small(
             piece.q,
             k,
             v,
@@ -473,8 +474,8 @@ class _Batch:
         return rows >= MIN_ROWS_TO_GATHER_FOR and size <= most_bytes
 
     def by_rows(self, piece: _Piece, Bc: int) -> None:
-        """Compute a work item by `row_by_row`."""
-        row_by_row.forward(
+        """Compute a work item by `rowwise`."""
+        rowwise.forward(
             piece.q[0],
             sequences.heads_of(self.k, piece.kv_heads),
             sequences.heads_of(self.v, piece.kv_heads),
@@ -516,7 +517,7 @@ def _forward(
     if not pieces:
         return
     if batch_invariant:
-        _by_rows(pieces, batch, row_by_row.DEFAULT_BC if tile is None else tile.Bc, threads)
+        _by_rows(pieces, batch, rowwise.DEFAULT_BC if tile is None else tile.Bc, threads)
         return
     tile, worker_bytes = _tile_and_scratch(
         dtype_name(batch.k),
@@ -539,9 +540,9 @@ def _forward(
                 continue
             pairs = sum(piece.pairs for piece in some)
             # Each worker may keep the copied pages of two passes alive: current and next.
-            most_bytes = cpu.SCRATCH_LIMIT // (2 * workers)
+            most_bytes = cpu_forward.SCRATCH_LIMIT // (2 * workers)
             passes = (batch.as_pass(piece, tile, most_bytes) for piece in some)
-            cpu.run(passes, pairs, worker_bytes, workers)
+            cpu_forward.run(passes, pairs, worker_bytes, workers)
 
 
 def _by_rows(pieces: list[_Piece], batch: _Batch, Bc: int, threads: int | None) -> None:
@@ -549,7 +550,7 @@ def _by_rows(pieces: list[_Piece], batch: _Batch, Bc: int, threads: int | None) 
     cut = [part for piece in pieces for part in piece.cut(heads_kv)]
     cut.sort(key=lambda part: -part.pairs)
     pairs = sum(part.pairs for part in cut)
-    workers = min(threads or cpus(), max(1, pairs // cpu.MIN_PAIRS_PER_WORKER))
+    workers = min(threads or cpus(), max(1, pairs // cpu_forward.MIN_PAIRS_PER_WORKER))
 
     def work(parts: Iterator[_Piece]) -> None:
         for part in parts:
@@ -584,6 +585,6 @@ def _tile_and_scratch(
         head_dim=head_dim,
         head_dim_v=head_dim_v,
     )
-    tile = cpu.default_tile(problem) if tile is None else tile
+    tile = cpu_forward.default_tile(problem) if tile is None else tile
     at_once = ELEMENTS_AT_ONCE * (8 if dtype == "float64" else 4)
-    return tile, max(cpu.scratch_bytes(problem, tile), at_once)
+    return tile, max(cpu_forward.scratch_bytes(problem, tile), at_once)

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
-from cupy_flash.host.crew import Stop
+from cupy_flash.cpu.thread_pool import Stop
 
 # Interval in seconds at which a waiting thread checks for a requested stop, which does not wake it.
 SECONDS_TO_LOOK = 0.1

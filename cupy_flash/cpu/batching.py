@@ -2,7 +2,7 @@
 
 A run (`Run`) is consecutive sequences of one shape, stored at equal distances: it is one forward
 pass. Short packed sequences of unequal lengths are padded and grouped
-(`cupy_flash.host.padding`).
+(`cupy_flash.cpu.padding`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cupy_flash.arrays.sequences import (
     find_queries,
     rows_of_none,
 )
-from cupy_flash.host import padding
+from cupy_flash.cpu import padding
 
 
 class Run(NamedTuple):

@@ -16,20 +16,20 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cupy_flash.host.crew import Stop, cpus, share_out, single_threaded_blas
-from cupy_flash.host.formula import (
+from cupy_flash.cpu.backward.tiled import (
+    least_weight_of_one_key,
+    row_products,
+    sure_weight_of_one_key,
+)
+from cupy_flash.cpu.forward_pass import Scratch, even_share, slices
+from cupy_flash.cpu.thread_pool import Stop, cpus, share_out, single_threaded_blas
+from cupy_flash.cpu.untiled import (
     MAX_PRODUCT_OF_ONE_THREAD,
     divides_keys,
     write_scores,
     write_sums,
     write_sums_of_keys,
 )
-from cupy_flash.host.gradient_tiles import (
-    least_weight_of_one_key,
-    row_products,
-    sure_weight_of_one_key,
-)
-from cupy_flash.host.passes import Scratch, even_share, slices
 from cupy_flash.problem.gradient import ROWS
 from cupy_flash.problem.mask import Mask
 from cupy_flash.problem.tile import Tile
@@ -74,7 +74,7 @@ class SmallGradients(NamedTuple):
     transposes
         Whether queries and the gradient of the output are transposed before they are multiplied.
     divides
-        Whether products are divided, see `cupy_flash.host.formula.divides_keys`.
+        Whether products are divided, see `cupy_flash.cpu.untiled.divides_keys`.
     sequences, heads
         Number of sequences and heads of a step.
     steps
@@ -163,7 +163,7 @@ def backward_small(
 ) -> bool:
     """Write the gradients of a call with few scores per head, if its values are finite.
 
-    Takes the arguments of `cupy_flash.host.gradients.backward`, in order. Returns False if that
+    Takes the arguments of `gradients.backward`, in order. Returns False if that
     function must compute the call: only it keeps NaN and inf from rows that do not attend to them.
     On one thread, 8 queries and keys with 8 heads of 64 take a sixth of its time.
     """

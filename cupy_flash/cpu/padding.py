@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cupy_flash.host.formula import by_head, cut_scores, to_weights
-from cupy_flash.host.passes import ELEMENTS_AT_ONCE, Scratch, compute_dtype
+from cupy_flash.cpu.forward_pass import ELEMENTS_AT_ONCE, Scratch, compute_dtype
+from cupy_flash.cpu.untiled import by_head, cut_scores, to_weights
 from cupy_flash.problem.mask import seen_in_sequences, unseen
 
 Array = NDArray[Any]

@@ -6,7 +6,7 @@ and row sum (online softmax). The output is divided by the row sum after the las
 score matrix is never stored, so scratch memory does not grow with the sequence length.
 
 If one KV tile holds all keys that a query tile attends to, no running maximum is needed, and
-`cupy_flash.host.formula` computes the plain softmax. One NumPy call processes several heads and
+`cupy_flash.cpu.untiled` computes the plain softmax. One NumPy call processes several heads and
 sequences as long as their scores fit the cache. A small attention call is a single such step.
 
 The query tiles are distributed over threads. NumPy releases the GIL inside matmul and ufuncs, where
@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 
 from cupy_flash.arrays.numpy_errors import quiet
 from cupy_flash.arrays.sequences import PagedRows
-from cupy_flash.host import formula, online
-from cupy_flash.host.crew import Stop, cpus, share_out, single_threaded_blas
-from cupy_flash.host.passes import SCRATCH_LIMIT as SCRATCH_LIMIT
-from cupy_flash.host.passes import Block, Cut, Pass, Scratch, scratch_elements
+from cupy_flash.cpu import tiled, untiled
+from cupy_flash.cpu.forward_pass import SCRATCH_LIMIT as SCRATCH_LIMIT
+from cupy_flash.cpu.forward_pass import Block, Cut, Pass, Scratch, scratch_elements
+from cupy_flash.cpu.thread_pool import Stop, cpus, share_out, single_threaded_blas
 from cupy_flash.mods.on_arrays.bound_modifications import Modified
 from cupy_flash.problem.mask import Mask
 from cupy_flash.problem.problem import Problem
@@ -167,7 +167,7 @@ def forward(
         if not q.size:
             return
     options = causal, q_offset, softmax_scale, tile
-    if modified is None and formula.forward_small(q, k, v, out, lse, *options):
+    if modified is None and untiled.forward_small(q, k, v, out, lse, *options):
         return
     job = Pass.make(q, k, v, out, lse, *options, modified)
     run(iter((job,)), job.pairs, job.scratch_bytes, threads)
@@ -180,13 +180,13 @@ def forward_at_once(
     v: Array,
     out: Array,
     lse: Array | None,
-    small: formula.SmallCall,
+    small: untiled.SmallCall,
     scale: Any,
     *,
     modified: None,
 ) -> bool:
-    """Call `formula.forward_at_once` with NumPy's floating-point errors ignored."""
-    return formula.forward_at_once(q, k, v, out, lse, small, scale)
+    """Call `untiled.forward_at_once` with NumPy's floating-point errors ignored."""
+    return untiled.forward_at_once(q, k, v, out, lse, small, scale)
 
 
 def run(passes: Iterator[Pass], pairs: int, worker_bytes: int, threads: int | None) -> None:
@@ -215,9 +215,9 @@ def run(passes: Iterator[Pass], pairs: int, worker_bytes: int, threads: int | No
             for job, block in items:
                 tiles = job.tiles_of_keys(block)
                 if len(tiles) <= 1:
-                    formula.attend(job, scratch, block, *(tiles or [(0, 0)]))
+                    untiled.attend(job, scratch, block, *(tiles or [(0, 0)]))
                 else:
-                    online.attend(job, scratch, block, tiles, stop)
+                    tiled.attend(job, scratch, block, tiles, stop)
 
     with single_threaded_blas:
         share_out(workers, ((job, block) for job in passes for block in job.blocks()), work, stop)

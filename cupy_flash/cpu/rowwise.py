@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cupy_flash.arrays.sequences import Keys, read
-from cupy_flash.host.passes import SHRINK, all_between, change, compute_dtype, count_sink
+from cupy_flash.cpu.forward_pass import SHRINK, all_between, change, compute_dtype, count_sink
 from cupy_flash.mods.on_arrays.bound_modifications import Modified
 from cupy_flash.mods.on_arrays.scores import Pairs
 from cupy_flash.problem.mask import Mask, before, unseen
@@ -73,7 +73,7 @@ def forward(
     Bc : int
         Number of keys in a KV tile; the bits depend on it.
     modified : Modified, optional
-        Masks and score modifications, see `cupy_flash.host.batches.varlen_forward`.
+        Masks and score modifications, see `cupy_flash.cpu.varlen.varlen_forward`.
     """
     seqlen_q, heads_q, head_dim = q.shape
     heads_kv, head_dim_v = v.shape[2:]

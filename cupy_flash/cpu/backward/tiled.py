@@ -1,6 +1,6 @@
 """Tiled backward pass on the CPU: one query tile, in a loop over its KV tiles.
 
-`cupy_flash.host.gradients` describes the algorithm.
+`cupy_flash.cpu.backward.gradients` describes the algorithm.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cupy_flash.arrays.sequences import PagedRows
-from cupy_flash.host.crew import Stop
-from cupy_flash.host.gradient_pass import GradientPass
-from cupy_flash.host.passes import Block, Scratch
-from cupy_flash.host.turns import Turn, Turns
+from cupy_flash.cpu.backward.backward_pass import GradientPass
+from cupy_flash.cpu.backward.ordered_sum import Turn, Turns
+from cupy_flash.cpu.forward_pass import Block, Scratch
+from cupy_flash.cpu.thread_pool import Stop
 from cupy_flash.mods.on_arrays.bound_modifications import Modified
 from cupy_flash.mods.on_arrays.score_derivatives import (
     apply_with_slope,

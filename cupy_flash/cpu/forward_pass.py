@@ -133,7 +133,7 @@ class Pass(NamedTuple):
         modified: Modified | None = None,
         first: Pairs = FIRST,
     ) -> Pass:
-        """Return the pass that computes the arguments of `cupy_flash.host.cpu.forward`."""
+        """Return the pass that computes the arguments of `cupy_flash.cpu.forward.forward`."""
         batch, seqlen_q, heads_q, head_dim = q.shape
         _, seqlen_k, heads_kv, head_dim_v = v.shape
         group = heads_q // heads_kv

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from cupy_flash.families.contract import KERNEL_DIR
-from cupy_flash.families.mma import MmaFamily, MmaTile
+from cupy_flash.families.mma.forward import MmaFamily, MmaTile
 from cupy_flash.problem.arrays import ITEMSIZE, ArraySpec
 from cupy_flash.problem.device import ARCHITECTURES, device_for_arch
 from cupy_flash.problem.layout import Layout

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from cupy_flash.families.mma_backward import TILE_IMAGES, MmaBackwardFamily, MmaBackwardTile
+from cupy_flash.families.mma.backward import TILE_IMAGES, MmaBackwardFamily, MmaBackwardTile
 from cupy_flash.families.schedule import KEY_GRADIENTS, QUERY_GRADIENTS, ROW_TERMS
 from cupy_flash.problem.arrays import ArraySpec
 from cupy_flash.problem.backward import with_gradient

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupy_flash.families import ragged, split
+from cupy_flash.families import query_tiles, split_kv
 from cupy_flash.families.contract import heads_in_l2
 from cupy_flash.families.schedule import WHOLE
-from cupy_flash.families.simt import SimtFamily, SimtTile
+from cupy_flash.families.simt.forward import SimtFamily, SimtTile
 from cupy_flash.problem.arrays import DTYPES
 from cupy_flash.problem.device import ARCHITECTURES, device_for_arch
 from cupy_flash.problem.layout import Layout
@@ -129,20 +129,20 @@ def test_no_workspace_is_needed_where_keys_are_whole():
 
 def test_splits_never_get_less_than_two_key_tiles():
     for key_tiles in (1, 2, 3, 4, 7, 63, 64, 1000):
-        splits = split.choose(
+        splits = split_kv.choose(
             problem(batch=1, heads_q=1, heads_kv=1),
             h100,
             q_tiles=1,
             key_tiles=key_tiles,
             blocks_per_sm=2,
         ).parts
-        assert splits == 1 or key_tiles / splits >= split.MIN_KEY_TILES
-        assert splits <= split.MOST_CHOSEN_PARTS
+        assert splits == 1 or key_tiles / splits >= split_kv.MIN_KEY_TILES
+        assert splits <= split_kv.MOST_CHOSEN_PARTS
 
 
 def test_an_empty_problem_is_not_split():
     empty = dataclasses.replace(problem(), seqlen_q=0)
-    assert split.choose(empty, h100, q_tiles=0, key_tiles=9, blocks_per_sm=2) == WHOLE
+    assert split_kv.choose(empty, h100, q_tiles=0, key_tiles=9, blocks_per_sm=2) == WHOLE
 
 
 def test_sections_hold_whole_groups_whose_keys_and_values_fit_half_the_l2():
@@ -204,12 +204,12 @@ def test_the_rows_of_a_tile_are_those_of_all_heads_that_share_keys():
 
 
 def test_sequences_of_equal_length_have_a_tile_for_each_head():
-    assert ragged.group_size(problem()) == 1
+    assert query_tiles.group_size(problem()) == 1
 
 
 def test_rows_too_many_to_count_with_all_heads_are_tiled_head_by_head():
     case = ragged_problem(seqlen_q=2**29, heads_q=16, heads_kv=4)
-    assert ragged.group_size(case) == 1
+    assert query_tiles.group_size(case) == 1
 
 
 def test_a_few_queries_of_many_heads_take_the_low_tile_only_where_their_rows_fit_it():

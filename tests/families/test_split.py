@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupy_flash.families import split
+from cupy_flash.families import split_kv
 from cupy_flash.families.schedule import WHOLE, Split
 from cupy_flash.planning.planner import make_plan
 from cupy_flash.problem.arrays import DTYPES
@@ -37,7 +37,7 @@ def problem(**changes):
 
 
 def count(case, *, q_tiles, key_tiles, blocks_per_sm=1, device=h100, **options):
-    cut = split.choose(
+    cut = split_kv.choose(
         case, device, q_tiles=q_tiles, key_tiles=key_tiles, blocks_per_sm=blocks_per_sm, **options
     )
     assert cut == Split.into(cut.parts)
@@ -61,8 +61,8 @@ def test_every_split_has_keys_of_its_own(arch, batch, heads, q_tiles, key_tiles,
         blocks_per_sm=blocks_per_sm,
         device=device_for_arch(arch),
     )
-    assert 1 <= splits <= split.MOST_CHOSEN_PARTS
-    assert splits == 1 or splits * split.MIN_KEY_TILES <= key_tiles
+    assert 1 <= splits <= split_kv.MOST_CHOSEN_PARTS
+    assert splits == 1 or splits * split_kv.MIN_KEY_TILES <= key_tiles
 
 
 @given(st.integers(1, 200), st.integers(2, 2000))
@@ -74,12 +74,12 @@ def test_splitting_never_makes_the_longest_slot_longer(blocks, key_tiles):
         return math.ceil(blocks * n / h100.sm_count) * math.ceil(key_tiles / n)
 
     assert longest(splits) <= longest(1)
-    most = min(split.MOST_CHOSEN_PARTS, key_tiles // split.MIN_KEY_TILES)
+    most = min(split_kv.MOST_CHOSEN_PARTS, key_tiles // split_kv.MIN_KEY_TILES)
     if splits > 1:
         best = min(longest(n) for n in range(1, most + 1))
-        assert best >= split.NEAR_BEST * longest(splits)
+        assert best >= split_kv.NEAR_BEST * longest(splits)
         # No smaller number will do: each further split is a partial result to write and merge.
-        assert all(best < split.NEAR_BEST * longest(n) for n in range(1, splits))
+        assert all(best < split_kv.NEAR_BEST * longest(n) for n in range(1, splits))
 
 
 def fused(dtype, seqlen_q, seqlen_k, heads, head_dim=128, family="mma"):
@@ -114,7 +114,7 @@ def test_one_tile_of_queries_over_long_keys_is_split_until_the_gpu_is_busy(dtype
 
 
 tile_times = st.builds(
-    split.TileTime.estimate,
+    split_kv.TileTime.estimate,
     flops=st.integers(1, 10**7),
     read_bytes=st.integers(1, 10**5),
     tflops_per_sm=st.floats(0.1, 5),
@@ -128,18 +128,18 @@ def test_keys_are_split_only_where_that_is_expected_to_be_faster(heads, q_tiles,
 
     def time(n):
         attention = math.ceil(key_tiles / n) * tile.of(math.ceil(heads * q_tiles * n / 132))
-        return attention + split.combine_time(case, Split.into(n))
+        return attention + split_kv.combine_time(case, Split.into(n))
 
     assert splits == 1 or time(splits) < time(1)
     # No smaller number will do: each further split is a partial result to write and merge.
-    most = max(1, min(split.MOST_CHOSEN_PARTS, key_tiles // split.MIN_KEY_TILES))
+    most = max(1, min(split_kv.MOST_CHOSEN_PARTS, key_tiles // split_kv.MIN_KEY_TILES))
     best = min(time(n) for n in range(1, most + 1))
     assert time(splits) == best
     assert all(time(n) > best for n in range(1, splits))
 
 
 def test_a_block_alone_on_an_sm_is_faster_than_one_of_two_but_not_twice_as_fast():
-    tile = split.TileTime.estimate(flops=4_000_000, read_bytes=32768, tflops_per_sm=3.0)
+    tile = split_kv.TileTime.estimate(flops=4_000_000, read_bytes=32768, tflops_per_sm=3.0)
     assert tile.of(2) / 2 < tile.of(1) < tile.of(2) < tile.of(3)
 
 
@@ -163,8 +163,8 @@ def test_an_sm_that_holds_more_blocks_is_filled_with_more_splits():
 def test_the_workspace_holds_an_output_row_and_its_lse_for_each_split(dtype):
     size = 8 if dtype == "float64" else 4
     case = problem(dtype=dtype, head_dim_v=72)
-    assert split.workspace(case, Split.into(3)) == 3 * (2 * 6 * 113) * (72 + 1) * size
-    assert split.workspace(case, WHOLE) == 0
+    assert split_kv.workspace(case, Split.into(3)) == 3 * (2 * 6 * 113) * (72 + 1) * size
+    assert split_kv.workspace(case, WHOLE) == 0
 
 
 @pytest.mark.parametrize(("changes_scores", "numbers"), [(True, 2), (False, 1)])
@@ -177,15 +177,15 @@ def test_a_part_of_changed_scores_has_an_lse_of_two_numbers(changes_scores, numb
         dtype=np.dtype([]),
     )
     case = replace(problem(head_dim_v=72), score=score)
-    assert split.workspace(case, Split.into(3)) == 3 * (2 * 6 * 113) * (72 + numbers) * 4
+    assert split_kv.workspace(case, Split.into(3)) == 3 * (2 * 6 * 113) * (72 + numbers) * 4
 
 
 def test_whole_keys_need_no_second_kernel():
-    assert split.combine_launches(problem(), WHOLE) == ()
+    assert split_kv.combine_launches(problem(), WHOLE) == ()
 
 
 def test_the_second_kernel_has_a_warp_for_each_query_row():
-    (launch,) = split.combine_launches(problem(), Split.into(2))
+    (launch,) = split_kv.combine_launches(problem(), Split.into(2))
     assert f"{launch.entry}(const __grid_constant__ Params params)" in launch.definition()
     warps = launch.grid[0] * launch.threads // 32
     assert 2 * 6 * 113 <= warps < 2 * 6 * 113 + launch.threads // 32
@@ -213,4 +213,4 @@ def test_heads_that_share_a_tile_are_split_further():
 
 def test_packed_queries_take_the_workspace_of_their_rows_alone():
     case = ragged(problem(head_dim_v=72), kind="packed", total_q=150)
-    assert split.workspace(case, Split.into(3)) == 3 * (6 * 150) * (72 + 1) * 4
+    assert split_kv.workspace(case, Split.into(3)) == 3 * (6 * 150) * (72 + 1) * 4

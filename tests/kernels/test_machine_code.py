@@ -18,7 +18,7 @@ from support.prebuilt import selected_calls
 
 from cupy_flash.errors import CompileError
 from cupy_flash.families import FAMILIES, FORWARD
-from cupy_flash.families.simt import SimtTile
+from cupy_flash.families.simt.forward import SimtTile
 from cupy_flash.gpu.compiler import Cubin, compile_cubin, known_architectures
 from cupy_flash.planning.planner import Plan
 from cupy_flash.problem.arrays import DTYPES

@@ -27,7 +27,7 @@ from support.modified_calls import KINDS, random_call
 from support.sequence_support import KVCacheCase, VarlenCase, ragged_lengths
 
 from cupy_flash.families import FORWARD
-from cupy_flash.families.mma import MmaTile
+from cupy_flash.families.mma.forward import MmaTile
 
 pytestmark = pytest.mark.gpu
 

@@ -16,9 +16,9 @@ from cupy_flash.cpu import sources
 from cupy_flash.cpu.plan import choose_cpu_tile, make_cpu_plan
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.families import FORWARD
-from cupy_flash.families.mma import MmaTile
+from cupy_flash.families.mma.forward import MmaTile
 from cupy_flash.families.schedule import MAIN_ENTRY
-from cupy_flash.families.simt import SimtTile
+from cupy_flash.families.simt.forward import SimtTile
 from cupy_flash.planning import tuning
 from cupy_flash.planning.planner import count_blocks, make_plan, plan_tile
 from cupy_flash.planning.tuning import Entry, problem_class

@@ -20,7 +20,7 @@ from cupy_flash.calls.conversions import converted
 from cupy_flash.calls.gpu.allocate import Maker, MemoryMaker, maker, memory_maker
 from cupy_flash.calls.gpu.forward import fixed_fields
 from cupy_flash.calls.options import Options
-from cupy_flash.families.other_gradients import bias_fields
+from cupy_flash.families.input_gradients import bias_fields
 from cupy_flash.families.params import params_dtype
 from cupy_flash.gpu.counters import shared
 from cupy_flash.gpu.environment import cupy_module

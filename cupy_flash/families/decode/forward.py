@@ -14,7 +14,7 @@ from cupy_flash.families.contract import (
     why_not_blocks,
     why_not_scale,
 )
-from cupy_flash.families.decode import preferred, shares, sizes
+from cupy_flash.families.decode import partition, preferred, sizes
 from cupy_flash.families.decode.tile import CLUSTERS, MOST_STAGES, QUANTIZED_KEYS, DecodeTile
 from cupy_flash.families.hopper import HopperFamily
 from cupy_flash.families.schedule import EVEN, MAIN_ENTRY, Launch, Schedule, Split
@@ -94,7 +94,7 @@ class DecodeFamily(Family[DecodeTile]):
             return f"stages is {tile.stages}; expected 2 to {MOST_STAGES}"
         if tile.cluster not in (0, *CLUSTERS):
             return f"cluster is {tile.cluster}; expected 0, 1, 2, 4 or 8"
-        if tile.cluster and not shares.has_clusters(device):
+        if tile.cluster and not partition.has_clusters(device):
             return f"needs sm_90 or sm_100 for clusters, not {device.sm}"
         if (rows := sizes.rows(problem)) > MAX_SEQLEN:
             return f"has {rows} query rows per KV head; expected at most {MAX_SEQLEN}"
@@ -114,7 +114,7 @@ class DecodeFamily(Family[DecodeTile]):
         )
         if reason:
             return reason
-        items, splits = shares.items(problem, tile), problem.layout.num_splits or 1
+        items, splits = partition.items(problem, tile), problem.layout.num_splits or 1
         if items * splits > MAX_GRID:
             return f"has {items} query tiles x {splits} splits; expected at most {MAX_GRID}"
         if (units := sizes.units(problem, tile)) > MAX_GRID:
@@ -139,14 +139,14 @@ class DecodeFamily(Family[DecodeTile]):
         return 32 * tile.warps
 
     def schedule(self, problem: Problem, device: Device, tile: DecodeTile) -> Schedule:
-        is_balanced = shares.is_balanced(problem, tile.Br)
-        cut = EVEN if is_balanced else shares.split_of(problem, device, tile)
-        launched = shares.launched(tile, cut)
+        is_balanced = partition.is_balanced(problem, tile.Br)
+        cut = EVEN if is_balanced else partition.split_of(problem, device, tile)
+        launched = partition.launched(tile, cut)
         if cut == EVEN:
-            grid = shares.grid_of(problem, device, tile)
+            grid = partition.grid_of(problem, device, tile)
         else:
-            grid = (shares.items(problem, tile) * cut.parts, 1, 1)
-        slots = shares.slots(problem, device, tile, cut)
+            grid = (partition.items(problem, tile) * cut.parts, 1, 1)
+        slots = partition.slots(problem, device, tile, cut)
         launch = Launch(
             MAIN_ENTRY,
             "decode_forward",
@@ -166,7 +166,7 @@ class DecodeFamily(Family[DecodeTile]):
         )
 
     def config(self, problem: Problem, tile: DecodeTile, split: Split) -> dict[str, int | bool]:
-        layout, launched = problem.layout, shares.launched(tile, split)
+        layout, launched = problem.layout, partition.launched(tile, split)
         quantized: dict[str, int | bool] = {"quantized": problem.scales is not None}
         if problem.scales is not None:
             quantized |= {
@@ -180,7 +180,7 @@ class DecodeFamily(Family[DecodeTile]):
             "column_warps": sizes.team(problem),
             "stages": tile.stages,
             "values_in_keys": problem.values_in_keys,
-            "cluster_units": shares.CLUSTER_UNITS,
+            "cluster_units": partition.CLUSTER_UNITS,
             "small_kv": sizes.all_bytes(problem) <= _FEW_BYTES,
             "q_in_registers": True,
             "receive_rows": sizes.kept_rows(problem, tile),
@@ -197,7 +197,7 @@ def _most_rows(problem: Problem) -> int:
     if sizes.team(problem) == 1:
         return _MOST_ROWS
     # In MLA, one query has up to 128 rows: one for each query head of the KV head.
-    return max(_MOST_ROWS, min(sizes.group(problem), 16 * shares.MOST_SHARED_TILES))
+    return max(_MOST_ROWS, min(sizes.group(problem), 16 * partition.MOST_SHARED_TILES))
 
 
 def _suits_hopper(problem: Problem, device: Device) -> bool:

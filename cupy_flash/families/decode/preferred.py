@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 
 from cupy_flash.families.contract import ceil_div
-from cupy_flash.families.decode import shares, sizes
+from cupy_flash.families.decode import partition, sizes
 from cupy_flash.families.decode.tile import CLUSTERS, MOST_STAGES, QUANTIZED_KEYS, DecodeTile
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
@@ -67,21 +67,21 @@ def preferred_tiles(problem: Problem, device: Device) -> Iterator[DecodeTile]:
         tiles = small
     elif problem.batch > _MANY and problem.seqlen_k < _SHORT:
         tiles = [*small, large]
-    is_free = shares.is_balanced(problem, 16) and not problem.is_batch_invariant
+    is_free = partition.is_balanced(problem, 16) and not problem.is_batch_invariant
     most_stages = MOST_STAGES
     short_pages = 0 < page_size < _FEWEST_PAGE_ROWS
     most_in_clusters = math.inf if problem.scales is None else _LITTLE_QUANTIZED
     if page_size:
         most_in_clusters = min(most_in_clusters, _LITTLE if short_pages else _MUCH_IN_PAGES)
     suits_clusters = (
-        shares.has_clusters(device) and is_free and sizes.all_bytes(problem) <= most_in_clusters
+        partition.has_clusters(device) and is_free and sizes.all_bytes(problem) <= most_in_clusters
     )
     if device.arch == 90 and is_free and several_heads and not short_pages:
         # Four thread blocks of two warps per SM are fastest if no sequence is split, because they
         # begin and end at different times: 76.4 us, while the next best tile takes 77.7 us (64
         # sequences of 1024 keys, 8 KV heads).
         fine = DecodeTile(16, keys, warps=2, min_blocks=4)
-        if shares.places_of_whole_sequences(problem, device, fine):
+        if partition.places_of_whole_sequences(problem, device, fine):
             tiles.insert(0, fine)
             suits_clusters = suits_clusters and not has_much
         if has_much and problem.scales is None:
@@ -134,15 +134,17 @@ def _clustered(problem: Problem, device: Device, tile: DecodeTile) -> Iterator[D
     if not tiles:
         return
     lines = sizes.lines(problem, tile.Br)
-    enough = [tile for tile in tiles if shares.most_clusters(device, lines, tile) == 1]
+    enough = [tile for tile in tiles if partition.most_clusters(device, lines, tile) == 1]
     best = enough[0] if enough else tiles[-1]
-    is_cut = shares.blocks_of_sequence(problem, device, best) > 1
-    is_short = sizes.units(problem, best) <= shares.CLUSTER_UNITS * best.cluster
+    is_cut = partition.blocks_of_sequence(problem, device, best) > 1
+    is_short = sizes.units(problem, best) <= partition.CLUSTER_UNITS * best.cluster
     few_heads = problem.heads_kv < _SEVERAL_HEADS and total <= _LITTLE
     if not enough and few_heads and is_cut and not is_short:
-        holding = [t for t in tiles if shares.blocks_of_sequence(problem, device, t) <= t.cluster]
+        holding = [
+            t for t in tiles if partition.blocks_of_sequence(problem, device, t) <= t.cluster
+        ]
         with_third = [t for t in tiles if t.stages >= 3]
         best = holding[0] if holding else (with_third or tiles)[-1]
-    blocks = best.cluster * shares.most_clusters(device, lines, best)
+    blocks = best.cluster * partition.most_clusters(device, lines, best)
     if problem.batch < 2 * blocks or problem.seqlen_k >= _LONG:
         yield best

@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cupy_flash.families import gradients
+from cupy_flash.families import backward_common
+from cupy_flash.families.backward_common import QuerySums
 from cupy_flash.families.contract import Family, remembers_last, round_up, why_not_shared_memory
-from cupy_flash.families.gradients import QuerySums
 from cupy_flash.families.hopper.sm90 import BARRIER_BYTES, WARPGROUP, WARPGROUP_ROWS, why_not_device
 from cupy_flash.families.hopper.tensor_maps import map_spec, why_not_rows, why_not_strides
 from cupy_flash.families.schedule import (
@@ -78,7 +78,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
     def _why_not(self, problem: Problem, device: Device) -> str | None:
         if problem.itemsize != 2:
             return f"its tensor-core products take float16 or bfloat16, not {problem.dtype}"
-        if reason := why_not_device(device) or gradients.why_not_tensor_cores(problem):
+        if reason := why_not_device(device) or backward_common.why_not_tensor_cores(problem):
             return reason
         if 0 in problem.shape_of("q") or 0 in problem.shape_of("k"):
             return "TMA cannot address arrays without rows"
@@ -123,7 +123,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         need, most = self._registers(problem, tile), _register_split(problem)[1]
         if need > most:
             return f"needs about {need} registers per thread; {most} are available"
-        return gradients.why_not_grid(problem, tile.Bc, tile.Br)
+        return backward_common.why_not_grid(problem, tile.Bc, tile.Br)
 
     def _registers(self, problem: Problem, tile: HopperBackwardTile) -> int:
         """Return a lower bound: dk and dv; S, dP and P as an operand; loop state."""
@@ -160,7 +160,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
             total += _PAIR_STAGES * pairs + tile.Br * dim * 4
         slots = tile.q_stages + tile.dout_stages
         # Each stage has barriers for full and empty and, if tiles are inspected, for arrived.
-        arrives = not problem.layout.is_equal or gradients.inspects(problem)
+        arrives = not problem.layout.is_equal or backward_common.inspects(problem)
         barriers = (3 if arrives else 2) * slots + _OTHER_BARRIERS
         return total + barriers * BARRIER_BYTES + _PLACE_BYTES
 
@@ -170,7 +170,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
 
     def schedule(self, problem: Problem, device: Device, tile: HopperBackwardTile) -> Schedule:
         assert problem.gradient is not None
-        of_keys, of_queries = gradients.blocks_of(problem, tile.Bc, tile.Br)
+        of_keys, of_queries = backward_common.blocks_of(problem, tile.Bc, tile.Br)
         launches = [
             Launch(
                 KEY_GRADIENTS,
@@ -192,7 +192,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
                     arguments=("gradients",),
                 )
             )
-        return gradients.schedule(
+        return backward_common.schedule(
             problem,
             device,
             launches,
@@ -228,7 +228,9 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
             "wants_q": gradient.wants("q"),
             "wants_k": gradient.wants("k"),
             "wants_v": gradient.wants("v"),
-        } | gradients.config(problem, self._sums(problem, tile), last_writes=_last_writes(problem))
+        } | backward_common.config(
+            problem, self._sums(problem, tile), last_writes=_last_writes(problem)
+        )
 
 
 def _is_wide(problem: Problem) -> bool:

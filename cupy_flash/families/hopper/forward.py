@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from cupy_flash.families import split
+from cupy_flash.families import split_kv
 from cupy_flash.families.contract import (
     MAX_GRID,
     Family,
@@ -18,16 +18,8 @@ from cupy_flash.families.contract import (
     why_not_scale,
     why_not_shared_memory,
 )
-from cupy_flash.families.hopper import (
-    float8,
-    latent,
-    persistent,
-    pieces,
-    scores,
-    sequences,
-    tensor_maps,
-)
-from cupy_flash.families.hopper.columns import MOST_COLUMNS, block_columns, k_steps, ranks
+from cupy_flash.families.hopper import float8, float32, mla, persistent, scores, tensor_maps, varlen
+from cupy_flash.families.hopper.cta_columns import MOST_COLUMNS, block_columns, k_steps, ranks
 from cupy_flash.families.hopper.registers import consumer_registers, overlaps_output, register_split
 from cupy_flash.families.hopper.shared_memory import block_bytes, footprint
 from cupy_flash.families.hopper.sm90 import WARPGROUP, WARPGROUP_ROWS, why_not_device
@@ -60,17 +52,17 @@ class HopperFamily(Family[HopperTile]):
         self._counted: dict[tuple[Any, ...], HopperTile] = {}
 
     def _why_not(self, problem: Problem, device: Device) -> str | None:
-        problem = latent.posed(problem)
+        problem = mla.posed(problem)
         if problem.itemsize > 4:
             return f"its tensor-core products take no {problem.dtype}"
         if reason := why_not_device(device) or why_not_scale(problem):
             return reason
         if problem.seqlen_k == 0:
             return "TMA cannot address arrays without keys"
-        if reason := sequences.why_not(problem):
+        if reason := varlen.why_not(problem):
             return reason
         if problem.dtype == "float32":
-            return pieces.why_not(problem) or self._why_not_tiles(problem, device)
+            return float32.why_not(problem) or self._why_not_tiles(problem, device)
         if problem.is_float8:
             return float8.why_not(problem) or self._why_not_maps(problem, device)
         if block_columns(problem, problem.head_dim_v) > MOST_COLUMNS:
@@ -95,20 +87,20 @@ class HopperFamily(Family[HopperTile]):
         return None
 
     def why_not_first(self, problem: Problem, device: Device) -> str | None:
-        posed = latent.posed(problem)
+        posed = mla.posed(problem)
         if posed is not problem:
             tile = self.default_tile(problem, device)
-            return latent.why_not_first(posed, device, tile, self._tiles(posed, tile))
+            return mla.why_not_first(posed, device, tile, self._tiles(posed, tile))
         if problem.dtype == "float32":
-            return pieces.why_not_first(problem) or self._why_not_few_tiles(problem, device)
+            return float32.why_not_first(problem) or self._why_not_few_tiles(problem, device)
         if problem.layout.is_equal:
             return None
-        return sequences.why_not_first(problem) or self._why_not_few_tiles(problem, device)
+        return varlen.why_not_first(problem) or self._why_not_few_tiles(problem, device)
 
     def _why_not_few_tiles(self, problem: Problem, device: Device) -> str | None:
         """Return why other families are faster if the keys are not split, or None."""
         tile = self.default_tile(problem, device)
-        tiles = self._tiles(sequences.of_equal_lengths(problem), tile)
+        tiles = self._tiles(varlen.of_equal_lengths(problem), tile)
         if 2 * tiles * ranks(problem) >= device.sm_count:
             return None
         is_equal = problem.layout.is_equal
@@ -119,7 +111,7 @@ class HopperFamily(Family[HopperTile]):
         )
 
     def candidates(self, problem: Problem, device: Device) -> Iterator[HopperTile]:
-        problem = latent.posed(problem)
+        problem = mla.posed(problem)
         steps = k_steps(problem)
         for Br, Bc, q_stages, q_steps, turns in itertools.product(
             (64, 128, 192),
@@ -134,7 +126,7 @@ class HopperFamily(Family[HopperTile]):
             yield self._with_all_stages(problem, device, tile)
 
     def why_not_tile(self, problem: Problem, device: Device, tile: HopperTile) -> str | None:
-        problem = latent.posed(problem)
+        problem = mla.posed(problem)
         if tile.Br not in (64, 128, 192):
             return f"Br is {tile.Br}; expected 64, 128 or 192"
         if tile.Bc % 16 or not 16 <= tile.Bc <= 256:
@@ -147,9 +139,9 @@ class HopperFamily(Family[HopperTile]):
             return f"stages is {tile.stages}; expected at least 2"
         if tile.q_stages not in (1, 2):
             return f"q_stages is {tile.q_stages}; expected 1 or 2"
-        if tile.q_steps and pieces.count(problem) > 1:
+        if tile.q_steps and float32.count(problem) > 1:
             return f"q_steps is {tile.q_steps}; expected 0 for float32"
-        if tile.q_steps and latent.holds_values_in_keys(problem):
+        if tile.q_steps and mla.holds_values_in_keys(problem):
             return f"q_steps is {tile.q_steps}; expected 0 if the keys hold the values"
         if tile.q_steps > k_steps(problem):
             return f"q_steps is {tile.q_steps}; expected at most {k_steps(problem)}"
@@ -165,13 +157,13 @@ class HopperFamily(Family[HopperTile]):
         return None
 
     def default_tile(self, problem: Problem, device: Device) -> HopperTile:
-        tile = self._first_legal(latent.posed(problem), device)
+        tile = self._first_legal(mla.posed(problem), device)
         assert tile is not None, "why_not() accepts the problem"
         return tile
 
     @remembers_last
     def _first_legal(self, problem: Problem, device: Device) -> HopperTile | None:
-        equal, steps = sequences.of_equal_lengths(problem), k_steps(problem)
+        equal, steps = varlen.of_equal_lengths(problem), k_steps(problem)
         preferred = (
             self._with_all_stages(
                 problem,
@@ -202,7 +194,7 @@ class HopperFamily(Family[HopperTile]):
 
     @remembers_last
     def shared_memory(self, problem: Problem, tile: HopperTile) -> int:
-        return block_bytes(latent.posed(problem), tile)
+        return block_bytes(mla.posed(problem), tile)
 
     def tile_note(self, problem: Problem, tile: HopperTile) -> str:
         block = problem.score.block if problem.score is not None else None
@@ -228,35 +220,35 @@ class HopperFamily(Family[HopperTile]):
         return WARPGROUP * (tile.Br // WARPGROUP_ROWS + 1)
 
     def schedule(self, problem: Problem, device: Device, tile: HopperTile) -> Schedule:
-        given, problem = problem, latent.posed(problem)
+        given, problem = problem, mla.posed(problem)
         maps = tensor_maps.forward_maps(problem, tile)
         if not problem.layout.is_equal:
-            is_latent = latent.holds_values_in_keys(problem)
-            cut = latent.split_of(problem, device, tile) if is_latent else WHOLE
+            is_latent = mla.holds_values_in_keys(problem)
+            cut = mla.split_of(problem, device, tile) if is_latent else WHOLE
             main = self._main(problem, device, tile, cut)
             # The order of sequences is computed by a kernel before, or by each thread block.
-            order = sequences.order_bytes(problem)
-            launches: tuple[Launch, ...] = (sequences.launch(), main)
+            order = varlen.order_bytes(problem)
+            launches: tuple[Launch, ...] = (varlen.launch(), main)
             if ranks(problem) > 1:
                 launches, order = (main,), order * math.prod(main.grid)
             return Schedule(
                 (
                     *launches,
-                    *split.combine_launches(problem, cut),
+                    *split_kv.combine_launches(problem, cut),
                     *scores.low_row_launches(problem, device),
                 ),
                 cut,
-                workspace=split.workspace(problem, cut) + order,
+                workspace=split_kv.workspace(problem, cut) + order,
                 counters=scores.low_row_counters(problem),
                 # A lower bound: the kernel interleaves more heads for short causal sequences.
                 section_heads=problem.heads_q // problem.heads_kv,
                 tensor_maps=maps,
-                params=latent.changed_params(given, problem),
+                params=mla.changed_params(given, problem),
             )
-        if pieces.count(problem) > 1:
-            workspace, parts = pieces.workspace(problem)
+        if float32.count(problem) > 1:
+            workspace, parts = float32.workspace(problem)
             return Schedule(
-                (pieces.launch(device), self._main(problem, device, tile, WHOLE)),
+                (float32.launch(device), self._main(problem, device, tile, WHOLE)),
                 workspace=workspace,
                 section_heads=self._section_heads(problem, device, tile),
                 tensor_maps=maps,
@@ -270,7 +262,7 @@ class HopperFamily(Family[HopperTile]):
                 tensor_maps=maps,
                 parts={float8.VALUES: 0},
             )
-        cut = split.choose(
+        cut = split_kv.choose(
             problem,
             device,
             q_tiles=ceil_div(problem.seqlen_q, tile.Br) * ranks(problem),
@@ -281,11 +273,11 @@ class HopperFamily(Family[HopperTile]):
         return Schedule(
             (
                 main,
-                *split.combine_launches(problem, cut),
+                *split_kv.combine_launches(problem, cut),
                 *scores.low_row_launches(problem, device),
             ),
             cut,
-            workspace=split.workspace(problem, cut),
+            workspace=split_kv.workspace(problem, cut),
             counters=scores.low_row_counters(problem),
             section_heads=self._section_heads(problem, device, tile),
             tensor_maps=maps,
@@ -325,7 +317,7 @@ class HopperFamily(Family[HopperTile]):
         return ceil_div(problem.seqlen_q, tile.Br) * problem.batch * problem.heads_q
 
     def unit(self, problem: Problem, tile: HopperTile, schedule: Schedule) -> TranslationUnit:
-        return super().unit(latent.posed(problem), tile, schedule)
+        return super().unit(mla.posed(problem), tile, schedule)
 
     def config(self, problem: Problem, tile: HopperTile, split: Split) -> dict[str, int | bool]:
         of_producer, of_consumer = register_split(problem, tile)
@@ -341,7 +333,7 @@ class HopperFamily(Family[HopperTile]):
             "consumer_registers": of_consumer,
             "has_seqlens": not problem.layout.is_equal,
             "page_size": problem.layout.page_size,
-            "values_in_keys": latent.holds_values_in_keys(problem),
+            "values_in_keys": mla.holds_values_in_keys(problem),
             "skips_tiles": scores.is_noted(problem, tile),
             "bounded": scores.is_bounded(problem),
             "detects_one_key_rows": scores.finds_only_keys(problem),

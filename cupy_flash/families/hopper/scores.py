@@ -7,7 +7,7 @@ import numpy as np
 from cupy_flash.families.contract import ceil_div, may_have_block_map
 from cupy_flash.families.hopper.sm90 import WARPGROUP_ROWS
 from cupy_flash.families.hopper.tiles import HopperTile
-from cupy_flash.families.mma import MmaFamily, MmaTile
+from cupy_flash.families.mma.forward import MmaFamily, MmaTile
 from cupy_flash.families.schedule import MAX_STRIDE, STRIDE_UNIT, Launch
 from cupy_flash.problem.device import Device, device_for_arch
 from cupy_flash.problem.problem import Problem

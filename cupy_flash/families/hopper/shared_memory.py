@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from cupy_flash.families.contract import ceil_div, may_have_block_map, round_up
-from cupy_flash.families.hopper import float8, latent, pieces
-from cupy_flash.families.hopper.columns import block_columns, operand_bytes, ranks
+from cupy_flash.families.hopper import float8, float32, mla
+from cupy_flash.families.hopper.cta_columns import block_columns, operand_bytes, ranks
 from cupy_flash.families.hopper.scores import BIAS_STAGES, is_noted, streams_bias
 from cupy_flash.families.hopper.sm90 import BARRIER_BYTES, WARPGROUP_ROWS
 from cupy_flash.families.hopper.tiles import HopperTile
@@ -43,13 +43,13 @@ def footprint(problem: Problem) -> tuple[Any, ...]:
         problem.head_dim,
         problem.head_dim_v,
         problem.layout.is_equal,
-        latent.holds_values_in_keys(problem),
+        mla.holds_values_in_keys(problem),
         of_score,
     )
 
 
 def block_bytes(problem: Problem, tile: HopperTile) -> int:
-    """Return the size in bytes of a thread block, for the problem that `latent.posed` returns."""
+    """Return the size in bytes of a thread block, for the problem that `mla.posed` returns."""
     queries = tile.Br * _row_bytes(problem, problem.head_dim)
     stage = max(tile.Bc * _row_bytes(problem, problem.head_dim), _value_bytes(problem, tile))
     # Each stage has two barriers. Work tiles: one for each query stage, one whose output is being
@@ -72,7 +72,7 @@ def block_bytes(problem: Problem, tile: HopperTile) -> int:
     if ranks(problem) > 1:
         scores = tile.Br * tile.Bc * _SCORE_BYTES
         # Each consumer warp has two barriers: one per buffer or, in MLA, for full and for read.
-        is_latent = latent.holds_values_in_keys(problem)
+        is_latent = mla.holds_values_in_keys(problem)
         buffers = _LATENT_PAIR_BUFFERS if is_latent else _PAIR_BUFFERS
         total += buffers * scores + 2 * (tile.Br // 16 * BARRIER_BYTES)
     if problem.layout.is_equal:
@@ -91,7 +91,7 @@ def block_bytes(problem: Problem, tile: HopperTile) -> int:
 def _row_bytes(problem: Problem, columns: int) -> int:
     """Return the size in bytes of a row in shared memory, including all float32 components."""
     bytes_of_row = block_columns(problem, columns) * operand_bytes(problem)
-    return round_up(bytes_of_row, 64) * pieces.count(problem)
+    return round_up(bytes_of_row, 64) * float32.count(problem)
 
 
 def _value_bytes(problem: Problem, tile: HopperTile) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from cupy_flash.families.contract import ceil_div
-from cupy_flash.families.hopper import latent
+from cupy_flash.families.hopper import mla
 from cupy_flash.families.hopper.sm90 import WARPGROUP_ROWS
 from cupy_flash.families.hopper.tiles import FEWEST_KEYS
 from cupy_flash.families.schedule import Launch
@@ -23,13 +23,13 @@ def why_not(problem: Problem) -> str | None:
     if layout.is_equal:
         return None
     if layout.page_size:
-        if not latent.holds_values_in_keys(problem):
+        if not mla.holds_values_in_keys(problem):
             return "TMA loads rows that are consecutive in memory, not pages"
         if layout.page_size % FEWEST_KEYS:
             return f"page_size is {layout.page_size}; expected a multiple of {FEWEST_KEYS}"
     if not layout.packed_k and layout.caches + layout.pages == 0:
         return "TMA cannot address arrays without keys"
-    if (layout.num_splits or 1) > 1 and not latent.holds_values_in_keys(problem):
+    if (layout.num_splits or 1) > 1 and not mla.holds_values_in_keys(problem):
         return "splits the keys only in batches of equal lengths"
     return None
 

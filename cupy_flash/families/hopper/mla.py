@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from cupy_flash.families import split
+from cupy_flash.families import split_kv
 from cupy_flash.families.contract import ceil_div
-from cupy_flash.families.hopper.columns import ranks
+from cupy_flash.families.hopper.cta_columns import ranks
 from cupy_flash.families.hopper.tiles import HopperTile
 from cupy_flash.families.schedule import Split
 from cupy_flash.problem.arrays import Tensor, Tensors
@@ -75,7 +75,7 @@ def changed_params(problem: Problem, posed: Problem) -> dict[str, Any]:
 
 def split_of(problem: Problem, device: Device, tile: HopperTile) -> Split:
     """Choose the split of the keys of each sequence."""
-    return split.choose(
+    return split_kv.choose(
         problem,
         device,
         q_tiles=ceil_div(problem.seqlen_q, tile.Br) * _PAIR,
@@ -97,7 +97,7 @@ def why_not_first(problem: Problem, device: Device, tile: HopperTile, tiles: int
     blocks = ceil_div(ceil_div(problem.seqlen_k, tile.Bc), cut.parts)
     of_tile = _tile_time(tile)
     time = _LAUNCH_US + rounds * blocks * of_tile.alone
-    time += split.combine_time(problem, cut) + of_tile.part * (cut.parts - 1)
+    time += split_kv.combine_time(problem, cut) + of_tile.part * (cut.parts - 1)
     others = _FEW_ROWS_LAUNCH_US + 1e-6 * problem.flops() / _FEW_ROWS_TFLOPS
     if time < others:
         return None
@@ -107,9 +107,9 @@ def why_not_first(problem: Problem, device: Device, tile: HopperTile, tiles: int
     )
 
 
-def _tile_time(tile: HopperTile) -> split.TileTime:
+def _tile_time(tile: HopperTile) -> split_kv.TileTime:
     of_block = _TILE_US.get(tile.Br, _TILE_US[128]) * tile.Bc / _KEYS
-    return split.TileTime(of_block, of_block, _PART_US)
+    return split_kv.TileTime(of_block, of_block, _PART_US)
 
 
 def _of_rows(tensor: Tensor, group: int) -> Tensor:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cupy_flash.families import ragged
+from cupy_flash.families import query_tiles
 from cupy_flash.families.contract import MAX_REGISTERS, Family, ceil_div, round_up
 from cupy_flash.families.schedule import Launch, Schedule, Split
 from cupy_flash.problem.device import Device
@@ -125,7 +125,7 @@ class SimtFamily(Family[SimtTile]):
                 f"needs {shared_memory} bytes of shared memory, and {device.name} allows "
                 f"{device.shared_memory_per_block} per block"
             )
-        return ragged.why_not_grid(problem, tile.Br)
+        return query_tiles.why_not_grid(problem, tile.Br)
 
     def default_tile(self, problem: Problem, device: Device) -> SimtTile:
         legal = [
@@ -186,16 +186,16 @@ class SimtFamily(Family[SimtTile]):
     def schedule(self, problem: Problem, device: Device, tile: SimtTile) -> Schedule:
         blocks_per_sm = self._blocks_per_sm(problem, device, tile)
         tflops = _TFLOPS_PER_SM[_accumulator_size(problem)]
-        cut = ragged.choose_split(problem, device, tile, blocks_per_sm, tflops)
+        cut = query_tiles.choose_split(problem, device, tile, blocks_per_sm, tflops)
         main = Launch(
             ENTRY,
             "simt_attention",
-            (ragged.query_blocks(problem, tile.Br) * cut.parts, 1, 1),
+            (query_tiles.query_blocks(problem, tile.Br) * cut.parts, 1, 1),
             tile.threads,
             self.shared_memory(problem, tile),
             self._resident_blocks(problem, tile),
         )
-        return ragged.schedule(problem, device, cut, main)
+        return query_tiles.schedule(problem, device, cut, main)
 
     def config(self, problem: Problem, tile: SimtTile, split: Split) -> dict[str, int | bool]:
         return {
@@ -206,7 +206,7 @@ class SimtFamily(Family[SimtTile]):
             "share_kv": bool(tile.share_kv),
             "unroll": tile.unroll,
             "shared_memory": self.shared_memory(problem, tile),
-        } | ragged.config(problem)
+        } | query_tiles.config(problem)
 
 
 def _accumulator_size(problem: Problem) -> int:
@@ -217,7 +217,7 @@ def _has_few_queries(problem: Problem) -> bool:
     """Return whether one tile of `_FEW` rows holds all query rows of a head or group of heads."""
     if problem.is_batch_invariant:
         return False
-    return ragged.query_rows(problem) <= _FEW
+    return query_tiles.query_rows(problem) <= _FEW
 
 
 def _holds_few_rows(problem: Problem) -> bool:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cupy_flash.families import ragged
+from cupy_flash.families import query_tiles
 from cupy_flash.families.contract import Family, remembers_last, round_up, why_not_blocks
 from cupy_flash.families.schedule import MAIN_ENTRY, Launch, Schedule, Split
 from cupy_flash.problem.device import Device
@@ -44,7 +44,7 @@ class MmaTile(Tile):
 
 
 # TFLOP/s of an SM, by bytes of an element, for calls that are short enough for split KV. These are
-# 0.7 of the rate of an SM of an H100 in long calls (see `split.py`).
+# 0.7 of the rate of an SM of an H100 in long calls (see `split_kv.py`).
 _TFLOPS_PER_SM = {2: 2.1, 4: 0.32}
 # Largest number of warps, and of query rows, of the candidate tiles.
 _MOST_WARPS = 8
@@ -121,7 +121,7 @@ class MmaFamily(Family[MmaTile]):
             return "float32 needs too many registers for head dims over 128"
         if device.arch < 80:
             return f"needs sm_80 or newer for cp.async and its mma shapes, not {device.sm}"
-        if reason := ragged.why_not_grid(problem, _MOST_ROWS):
+        if reason := query_tiles.why_not_grid(problem, _MOST_ROWS):
             return reason
         if self._first_legal(problem, device) is None:
             return f"none of its tiles fits {device.name}"
@@ -166,7 +166,7 @@ class MmaFamily(Family[MmaTile]):
             registers=self._registers(problem, tile),
             min_blocks=tile.min_blocks,
         )
-        return reason or ragged.why_not_grid(problem, tile.Br)
+        return reason or query_tiles.why_not_grid(problem, tile.Br)
 
     def _registers(self, problem: Problem, tile: MmaTile) -> int:
         """Return a lower bound: the fragments that are live at once, and 30 other registers."""
@@ -200,10 +200,10 @@ class MmaFamily(Family[MmaTile]):
         threads, shared_memory = self.threads(tile), self.shared_memory(problem, tile)
         blocks_per_sm = device.blocks_per_sm(threads, shared_memory, 255)
         tflops = _TFLOPS_PER_SM[problem.itemsize]
-        cut = ragged.choose_split(problem, device, tile, blocks_per_sm, tflops)
-        grid = (ragged.query_blocks(problem, tile.Br) * cut.parts, 1, 1)
+        cut = query_tiles.choose_split(problem, device, tile, blocks_per_sm, tflops)
+        grid = (query_tiles.query_blocks(problem, tile.Br) * cut.parts, 1, 1)
         main = Launch(MAIN_ENTRY, "mma_forward", grid, threads, shared_memory, tile.min_blocks)
-        return ragged.schedule(problem, device, cut, main)
+        return query_tiles.schedule(problem, device, cut, main)
 
     def config(self, problem: Problem, tile: MmaTile, split: Split) -> dict[str, int | bool]:
         return {
@@ -213,4 +213,4 @@ class MmaFamily(Family[MmaTile]):
             "stages": tile.stages,
             "q_in_registers": bool(tile.q_in_registers),
             "shared_memory": self.shared_memory(problem, tile),
-        } | ragged.config(problem)
+        } | query_tiles.config(problem)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cupy_flash.families import split
+from cupy_flash.families import split_kv
 from cupy_flash.families.contract import MAX_GRID, ceil_div, heads_in_l2
 from cupy_flash.families.schedule import Launch, Schedule, Split
 from cupy_flash.problem.device import Device
@@ -47,7 +47,7 @@ def why_not_grid(problem: Problem, Br: int) -> str | None:
             return f"has {heads} query heads in all sequences; expected at most {MAX_COUNT}"
         parts = layout.num_splits or 1
         if parts > 1:
-            blocks = max(blocks * parts, split.combine_blocks(problem))
+            blocks = max(blocks * parts, split_kv.combine_blocks(problem))
     if blocks > MAX_GRID:
         return f"needs {blocks} thread blocks, more than the {MAX_GRID} of a launch"
     return None
@@ -56,7 +56,7 @@ def why_not_grid(problem: Problem, Br: int) -> str | None:
 def choose_split(
     problem: Problem, device: Device, tile: Tile, blocks_per_sm: int, tflops_per_sm: float
 ) -> Split:
-    """Choose the split of the keys of a query tile (see `split.choose`).
+    """Choose the split of the keys of a query tile (see `split_kv.choose`).
 
     Parameters
     ----------
@@ -64,14 +64,14 @@ def choose_split(
         Approximate TFLOP/s of the kernel on an SM that is full of its thread blocks.
     """
     dims = problem.head_dim + problem.head_dim_v
-    return split.choose(
+    return split_kv.choose(
         problem,
         device,
         q_tiles=ceil_div(query_rows(problem), tile.Br),
         key_tiles=ceil_div(problem.seqlen_k, tile.Bc),
         blocks_per_sm=blocks_per_sm,
         group=group_size(problem),
-        tile_time=split.TileTime.estimate(
+        tile_time=split_kv.TileTime.estimate(
             2 * tile.Br * tile.Bc * dims, tile.Bc * dims * problem.itemsize, tflops_per_sm
         ),
     )
@@ -80,9 +80,9 @@ def choose_split(
 def schedule(problem: Problem, device: Device, cut: Split, main: Launch) -> Schedule:
     """Return the schedule of a main kernel, followed by a merge of the parts if keys are split."""
     return Schedule(
-        (main, *split.combine_launches(problem, cut)),
+        (main, *split_kv.combine_launches(problem, cut)),
         cut,
-        workspace=split.workspace(problem, cut),
+        workspace=split_kv.workspace(problem, cut),
         section_heads=heads_in_l2(problem, device),
     )
 

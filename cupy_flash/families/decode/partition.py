@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from cupy_flash.families import split
+from cupy_flash.families import split_kv
 from cupy_flash.families.contract import MAX_GRID_Y, ceil_div
 from cupy_flash.families.decode import sizes
 from cupy_flash.families.decode.tile import DecodeTile
@@ -42,7 +42,7 @@ def is_balanced(problem: Problem, Br: int) -> bool:
 
 def split_of(problem: Problem, device: Device, tile: DecodeTile) -> Split:
     """Return the split of the keys of each sequence, for problems without an even division."""
-    return split.choose(
+    return split_kv.choose(
         problem,
         device,
         q_tiles=sizes.row_tiles(problem, tile.Br),

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from cupy_flash.families import other_gradients
+from cupy_flash.families import input_gradients
 from cupy_flash.families.contract import MAX_GRID, ceil_div, heads_in_l2, round_up, why_not_scale
 from cupy_flash.families.schedule import ROW_TERMS, Launch, Schedule, TensorMapSpec
 from cupy_flash.problem.arrays import ITEMSIZE
@@ -64,7 +64,7 @@ def blocks_of(problem: Problem, keys: int, queries: int) -> tuple[int, int]:
 def why_not_grid(problem: Problem, keys: int, queries: int) -> str | None:
     """Return why a launch cannot have a thread block per tile, or None if it can."""
     own = blocks_of(problem, keys, queries)
-    blocks = max(*own, _terms_blocks(problem), other_gradients.bias_tiles(problem))
+    blocks = max(*own, _terms_blocks(problem), input_gradients.bias_tiles(problem))
     if blocks > MAX_GRID:
         return f"needs {blocks} thread blocks, more than the {MAX_GRID} of a launch"
     return None
@@ -108,14 +108,14 @@ def schedule(
         else sums.workspace(problem)
     )
     parts = {}
-    for name, size in other_gradients.workspace(problem, device).items():
+    for name, size in input_gradients.workspace(problem, device).items():
         parts[name] = round_up(workspace, _PART_BYTES)
         workspace = parts[name] + size
     return Schedule(
         (
             terms,
             *(launch for launch in launches if launch.grid[0] and gradient.wants(*ROWS)),
-            *other_gradients.launches(problem, device),
+            *input_gradients.launches(problem, device),
         ),
         workspace=workspace,
         section_heads=section_heads or heads_in_l2(problem, device),
@@ -217,4 +217,4 @@ def config(
         "inspects": inspects(problem),
         "has_one_key_rows": _may_see_one_key(problem),
         "zeroes_queries": last_writes or not problem.layout.is_equal,
-    } | other_gradients.config(problem)
+    } | input_gradients.config(problem)

@@ -7,7 +7,8 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cupy_flash.families import gradients
+from cupy_flash.families import backward_common
+from cupy_flash.families.backward_common import QuerySums
 from cupy_flash.families.contract import (
     MAX_GRID,
     Family,
@@ -16,7 +17,6 @@ from cupy_flash.families.contract import (
     round_up,
     why_not_blocks,
 )
-from cupy_flash.families.gradients import QuerySums
 from cupy_flash.families.schedule import KEY_GRADIENTS, QUERY_GRADIENTS, Launch, Schedule, Split
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
@@ -99,7 +99,7 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
             return f"needs sm_80 or later, and {device.name} is {device.sm}"
         if problem.dtype == "float64":
             return "its tensor-core products do not take float64"
-        if reason := gradients.why_not_tensor_cores(problem):
+        if reason := backward_common.why_not_tensor_cores(problem):
             return reason
         if self._first_legal(problem, device) is None:
             return self.why_not_tile(problem, device, _SMALL[-1])
@@ -144,9 +144,9 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
             registers=self._registers(problem, tile),
             min_blocks=tile.min_blocks,
         )
-        reason = reason or gradients.why_not_grid(problem, tile.Bc, tile.Br)
+        reason = reason or backward_common.why_not_grid(problem, tile.Bc, tile.Br)
         # The kernel that pre-swizzles tiles has a thread block for each KV tile and query tile.
-        blocks = sum(gradients.blocks_of(problem, tile.Bc, tile.Br))
+        blocks = sum(backward_common.blocks_of(problem, tile.Bc, tile.Br))
         if reason is None and _in_pieces(problem) and blocks > MAX_GRID:
             return f"needs {blocks} thread blocks, more than the {MAX_GRID} of a launch"
         return reason
@@ -180,7 +180,7 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
 
     def schedule(self, problem: Problem, device: Device, tile: MmaBackwardTile) -> Schedule:
         assert problem.gradient is not None
-        of_keys, of_queries = gradients.blocks_of(problem, tile.Bc, tile.Br)
+        of_keys, of_queries = backward_common.blocks_of(problem, tile.Bc, tile.Br)
         shared_memory = self.shared_memory(problem, tile)
         threads = 32 * tile.warps
         launches = []
@@ -217,7 +217,7 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
             )
         slots = device.sm_count * device.blocks_per_sm(threads, shared_memory, 0)
         sums = self._sums(problem, tile)
-        schedule = gradients.schedule(
+        schedule = backward_common.schedule(
             problem, device, launches, sums, _section(problem, device, tile, slots)
         )
         images = _image_bytes(problem, tile, sums) if _in_pieces(problem) else 0
@@ -249,7 +249,7 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
             "wants_q": gradient.wants("q"),
             "wants_k": gradient.wants("k"),
             "wants_v": gradient.wants("v"),
-        } | gradients.config(problem, self._sums(problem, tile))
+        } | backward_common.config(problem, self._sums(problem, tile))
 
 
 def _padded_dims(problem: Problem, tile: MmaBackwardTile) -> tuple[int, int]:

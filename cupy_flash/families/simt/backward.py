@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cupy_flash.families import gradients
+from cupy_flash.families import backward_common
 from cupy_flash.families.contract import Family, why_not_shared_memory
 from cupy_flash.families.schedule import KEY_GRADIENTS, QUERY_GRADIENTS, Launch, Schedule, Split
 from cupy_flash.problem.device import Device
@@ -34,7 +34,7 @@ class SimtBackwardFamily(Family[SimtBackwardTile]):
     def _why_not(self, problem: Problem, device: Device) -> str | None:
         if device.arch < 75:
             return f"needs sm_75 or later, and {device.name} is {device.sm}"
-        if reason := gradients.why_not(problem):
+        if reason := backward_common.why_not(problem):
             return reason
         return self.why_not_tile(problem, device, self.default_tile(problem, device))
 
@@ -47,7 +47,7 @@ class SimtBackwardFamily(Family[SimtBackwardTile]):
             return f"Br and Bc are {tile.Br} and {tile.Bc}; expected equal multiples of {_SIDE}"
         if reason := why_not_shared_memory(device, self.shared_memory(problem, tile)):
             return reason
-        return gradients.why_not_grid(problem, tile.Bc, tile.Br)
+        return backward_common.why_not_grid(problem, tile.Bc, tile.Br)
 
     def default_tile(self, problem: Problem, device: Device) -> SimtBackwardTile:
         # The number of rows limits the registers for dk and dv. With 64 rows, a thread holds 4 rows
@@ -68,7 +68,7 @@ class SimtBackwardFamily(Family[SimtBackwardTile]):
     def schedule(self, problem: Problem, device: Device, tile: SimtBackwardTile) -> Schedule:
         gradient = problem.gradient
         assert gradient is not None
-        of_keys, of_queries = gradients.blocks_of(problem, tile.Bc, tile.Br)
+        of_keys, of_queries = backward_common.blocks_of(problem, tile.Bc, tile.Br)
         entries = []
         if gradient.wants("k", "v"):
             entries.append((KEY_GRADIENTS, "simt_key_gradients", of_keys))
@@ -86,7 +86,7 @@ class SimtBackwardFamily(Family[SimtBackwardTile]):
             )
             for entry, function, blocks in entries
         )
-        return gradients.schedule(problem, device, launches)
+        return backward_common.schedule(problem, device, launches)
 
     def config(
         self, problem: Problem, tile: SimtBackwardTile, split: Split
@@ -95,4 +95,4 @@ class SimtBackwardFamily(Family[SimtBackwardTile]):
             "Br": tile.Br,
             "Bc": tile.Bc,
             "shared_memory": self.shared_memory(problem, tile),
-        } | gradients.config(problem)
+        } | backward_common.config(problem)

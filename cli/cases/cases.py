@@ -21,7 +21,7 @@ from cupy_flash.problem.values import check_count
 
 from .mod_arguments import array_bytes, score_of
 from .mods import PLAIN, Mods
-from .seen import Seen, count_pairs
+from .visible import Seen, count_pairs
 
 Shape = tuple[int, int, int, int]
 # Sequences of equal length; sequences in a KV cache; packed sequences (varlen), without padding.

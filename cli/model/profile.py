@@ -28,7 +28,7 @@ from ..cases.options import (
     split_shape,
     tile_request,
 )
-from ..cases.seen import count_pairs
+from ..cases.visible import count_pairs
 from ..errors import library_errors_as_usage
 from ..providers.providers import FAMILY_NAMES
 from ..records import environment, report

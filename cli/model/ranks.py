@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cupy_flash.parallel.heads import chosen_head_ranks, why_not_head_ranks
-from cupy_flash.parallel.pieces import Geometry, Piece, Visit, visit
+from cupy_flash.parallel.score_blocks import Geometry, Piece, Visit, visit
 from cupy_flash.problem.arrays import ITEMSIZE
 from cupy_flash.problem.mask import Mask
 

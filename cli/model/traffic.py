@@ -16,7 +16,7 @@ from cupy_flash.planning.planner import Plan
 from cupy_flash.problem.problem import Problem
 
 from ..cases.mods import PLAIN, Mods
-from ..cases.seen import Ints, Seen
+from ..cases.visible import Ints, Seen
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from cupy_flash.parallel import calls, ring
 from cupy_flash.parallel.calls import Rows, Scores
 from cupy_flash.parallel.group import Group, together
 from cupy_flash.parallel.heads import HeadExchange, chosen_head_ranks, why_not_head_ranks
-from cupy_flash.parallel.pieces import Geometry
+from cupy_flash.parallel.score_blocks import Geometry
 from cupy_flash.parallel.shards import require_order, shard_length
 from cupy_flash.problem.gradient import ROWS
 from cupy_flash.problem.values import check_bool, count, finite, integer

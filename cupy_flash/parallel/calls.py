@@ -11,7 +11,7 @@ from cupy_flash.calls import dispatch, dispatch_backward
 from cupy_flash.calls.arguments import Arguments
 from cupy_flash.calls.backward_arguments import GradientArguments
 from cupy_flash.calls.options import Options
-from cupy_flash.parallel.pieces import Geometry, Piece
+from cupy_flash.parallel.score_blocks import Geometry, Piece
 from cupy_flash.problem.gradient import ROWS
 
 

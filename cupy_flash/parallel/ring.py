@@ -22,7 +22,7 @@ from cupy_flash.parallel.calls import Rows, Scores
 from cupy_flash.parallel.exchange import Message, Transfer
 from cupy_flash.parallel.group import Group
 from cupy_flash.parallel.merger import Merger
-from cupy_flash.parallel.pieces import Geometry, Span, Visit, visit
+from cupy_flash.parallel.score_blocks import Geometry, Span, Visit, visit
 
 
 class Ring(NamedTuple):

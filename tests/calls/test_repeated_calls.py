@@ -27,7 +27,7 @@ from cupy_flash.calls.gpu import forward as gpu_forward
 from cupy_flash.calls.gpu import prepared_calls
 from cupy_flash.calls.gpu.sharded_append import NewRows, Stripes
 from cupy_flash.calls.options import Options
-from cupy_flash.gpu import append, block_maps, compiler, launch
+from cupy_flash.gpu import append, block_masks, compiler, launch
 from cupy_flash.mods import captures
 from cupy_flash.planning import planner
 from cupy_flash.problem.device import device_for_arch
@@ -55,7 +55,7 @@ def compiled(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(compiler, "_load", load)
     monkeypatch.setattr(compiler, "device_for_id", lambda _: device_for_arch("sm_90"))
     kernels = compiler.KernelCache()
-    for module in (launch, append, block_maps):
+    for module in (launch, append, block_masks):
         monkeypatch.setattr(module, "kernel_cache", kernels)
     return titles
 

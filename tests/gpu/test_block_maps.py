@@ -13,8 +13,8 @@ from support.block_map_text import check_map, compiled_masks, launched, map_of
 from cupy_flash.calls.gpu import block_masks as calls_block_maps
 from cupy_flash.calls.gpu.block_masks import map_of_mask, mask_text, packed_captures
 from cupy_flash.errors import UnsupportedError
-from cupy_flash.gpu import block_maps
-from cupy_flash.gpu.block_maps import (
+from cupy_flash.gpu import block_masks
+from cupy_flash.gpu.block_masks import (
     BLOCK_MAP_DTYPE,
     UNBOUNDED,
     BlockMap,
@@ -323,10 +323,10 @@ class FakeStream:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     fake = FakeCuda()
-    monkeypatch.setattr(block_maps, "cupy_module", lambda: SimpleNamespace(cuda=fake))
-    monkeypatch.setattr(block_maps, "kernel_cache", fake)
-    monkeypatch.setattr(block_maps, "ByValue", lambda memory: SimpleNamespace(pointer=memory))
-    monkeypatch.setattr(block_maps, "_streams", {})
+    monkeypatch.setattr(block_masks, "cupy_module", lambda: SimpleNamespace(cuda=fake))
+    monkeypatch.setattr(block_masks, "kernel_cache", fake)
+    monkeypatch.setattr(block_masks, "ByValue", lambda memory: SimpleNamespace(pointer=memory))
+    monkeypatch.setattr(block_masks, "_streams", {})
     return fake
 
 
@@ -512,7 +512,7 @@ def test_threads_that_ask_at_once_all_get_a_map(cuda: FakeCuda) -> None:
 
 def test_a_mask_keeps_the_latest_maps_and_no_more(cuda: FakeCuda) -> None:
     mod = documents()
-    specs = [SPEC._replace(q_offset=n) for n in range(block_maps._MAX_KEPT + 3)]
+    specs = [SPEC._replace(q_offset=n) for n in range(block_masks._MAX_KEPT + 3)]
     for spec in specs:
         map_of(mod, spec, "float16")
     assert [key.spec for key in mod.kept_maps()] == specs[3:]

@@ -15,7 +15,7 @@ from cupy_flash.calls.gpu.block_masks import mask_text
 from cupy_flash.errors import CompileError
 from cupy_flash.families import FAMILIES, FORWARD, contract
 from cupy_flash.gpu import compiler
-from cupy_flash.gpu.block_maps import block_map_unit
+from cupy_flash.gpu.block_masks import block_map_unit
 from cupy_flash.gpu.compiler import (
     compile_cubin,
     find_prebuilt,

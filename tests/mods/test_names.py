@@ -11,7 +11,7 @@ from cupy_flash import MaskMod, ScoreMod, flash_attention, plan
 from cupy_flash.calls.check.check_mod import unit_of
 from cupy_flash.calls.gpu.block_masks import mask_text, packed_captures
 from cupy_flash.families.contract import TranslationUnit
-from cupy_flash.gpu.block_maps import block_map_unit
+from cupy_flash.gpu.block_masks import block_map_unit
 from cupy_flash.gpu.compiler import compile_cubin, known_architectures, why_no_compiler
 from cupy_flash.mods.modification import prefixed
 from cupy_flash.problem.device import device_for_arch

@@ -10,7 +10,7 @@ import pytest
 from support.block_map_text import check_map, launched, map_of, read_map
 
 from cupy_flash.calls.gpu.block_masks import mask_text
-from cupy_flash.gpu.block_maps import BlockMap, Layout, MapSpec
+from cupy_flash.gpu.block_masks import BlockMap, Layout, MapSpec
 from cupy_flash.mods.modification import MaskMod
 
 pytestmark = pytest.mark.gpu

@@ -17,7 +17,7 @@ from support.random_functions import random_function
 
 from cupy_flash import MaskMod, UnsupportedError
 from cupy_flash.calls.gpu.block_masks import mask_text
-from cupy_flash.gpu.block_maps import Layout
+from cupy_flash.gpu.block_masks import Layout
 
 pytestmark = pytest.mark.gpu
 

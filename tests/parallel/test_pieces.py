@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cupy_flash.parallel.pieces import Geometry, Piece, visit
+from cupy_flash.parallel.score_blocks import Geometry, Piece, visit
 from cupy_flash.parallel.shards import chunks, halves, shard, shard_length
 from cupy_flash.problem.mask import Mask
 

@@ -13,8 +13,8 @@ import pytest
 
 from cupy_flash.calls.gpu.block_masks import map_of_mask, mask_text, packed_captures
 from cupy_flash.families.contract import KERNEL_DIR
-from cupy_flash.gpu import block_maps
-from cupy_flash.gpu.block_maps import (
+from cupy_flash.gpu import block_masks
+from cupy_flash.gpu.block_masks import (
     BlockMap,
     Layout,
     MapKey,
@@ -227,14 +227,14 @@ def pointer(array: np.ndarray) -> ctypes.c_void_p:
 
 def map_of(mod: MaskMod, spec: MapSpec, dtype: str) -> ReadyMap:
     """Return the block mask of a mask on the current device and stream, as calls do."""
-    cuda = block_maps.cupy_module().cuda
+    cuda = block_masks.cupy_module().cuda
     key = MapKey(cuda.runtime.getDevice(), dtype, spec)
     return map_of_mask(mod, key, cuda.get_current_stream().ptr)
 
 
 def launched(ready: ReadyMap) -> None:
     """Report a launch that reads the block mask, as calls do after their launches."""
-    ready.launched(block_maps.cupy_module().cuda.get_current_stream().ptr)
+    ready.launched(block_masks.cupy_module().cuda.get_current_stream().ptr)
 
 
 def read_map(spec: MapSpec, maps: tuple[int, int], memory: np.ndarray, layout: Layout) -> FoundMap:

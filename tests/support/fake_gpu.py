@@ -23,7 +23,7 @@ from cupy_flash.calls.host import forward as host_forward
 from cupy_flash.calls.options import Options
 from cupy_flash.families.params import PARAMS_DTYPE
 from cupy_flash.families.schedule import TensorMapSpec
-from cupy_flash.gpu import append, block_maps, combine, launch
+from cupy_flash.gpu import append, block_masks, combine, launch
 from cupy_flash.gpu.by_value import MAX_BYTES
 from cupy_flash.gpu.counters import Shared
 from cupy_flash.problem.device import device_for_arch
@@ -277,7 +277,7 @@ class FakeGpu:
 
     def get(self, unit: Any, shared_memory: dict[str, int]) -> dict[str, Any]:
         self.compiled.append(unit.title)
-        is_of_maps = block_maps.BUILD in unit.entries
+        is_of_maps = block_masks.BUILD in unit.entries
         return {entry: self._kernel(entry, is_of_maps) for entry in unit.entries}
 
     def _kernel(self, entry: str, is_of_maps: bool) -> Any:
@@ -352,7 +352,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
         torch_autograd,
         launch,
         allocate,
-        block_maps,
+        block_masks,
     ):
         monkeypatch.setattr(module, "cupy_module", lambda: fake)
     for module in (torch_arrays, jax_arrays):
@@ -366,9 +366,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
         monkeypatch.setattr(module, "TensorMaps", FakeTensorMaps)
     for module in (launch, append, combine):
         monkeypatch.setattr(module, "thread_arguments", lambda: gpu.arguments)
-    monkeypatch.setattr(block_maps, "_streams", {})
-    monkeypatch.setattr(block_maps, "ByValue", lambda memory: SimpleNamespace(pointer=memory))
-    for module in (launch, append, combine, block_maps):
+    monkeypatch.setattr(block_masks, "_streams", {})
+    monkeypatch.setattr(block_masks, "ByValue", lambda memory: SimpleNamespace(pointer=memory))
+    for module in (launch, append, combine, block_masks):
         monkeypatch.setattr(module, "kernel_cache", gpu)
     return gpu
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cupy_flash.gpu.block_maps import MapSpec
+from cupy_flash.gpu.block_masks import MapSpec
 from support.block_map_text import FoundMap, of_blocks
 from support.function_oracle import Oracle
 from support.random_functions import Function

@@ -10,7 +10,7 @@ from cupy_flash.arrays.strided import address_of, as_cupy
 from cupy_flash.calls.arguments import Arguments
 from cupy_flash.calls.gpu.allocate import new_torch_memory
 from cupy_flash.families import FORWARD
-from cupy_flash.gpu.block_maps import MapKey, MapSpec, MaskText, ReadyMap, kept_map, new_map
+from cupy_flash.gpu.block_masks import MapKey, MapSpec, MaskText, ReadyMap, kept_map, new_map
 from cupy_flash.mods.codegen.arguments import pack_arguments, real_type
 from cupy_flash.mods.codegen.bounds import HEADERS as BOUNDS_HEADERS
 from cupy_flash.mods.codegen.bounds import RANGE_BYTES, emit_bounds

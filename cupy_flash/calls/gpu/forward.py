@@ -26,7 +26,7 @@ from cupy_flash.calls.gpu.block_masks import map_of_mask, map_spec
 from cupy_flash.calls.options import EQUAL_KINDS, Options
 from cupy_flash.families.params import params_dtype
 from cupy_flash.gpu import append
-from cupy_flash.gpu.block_maps import MapKey
+from cupy_flash.gpu.block_masks import MapKey
 from cupy_flash.gpu.counters import shared
 from cupy_flash.gpu.environment import cupy_module
 from cupy_flash.gpu.launch import Launches

@@ -28,7 +28,7 @@ from cupy_flash.cli.cases.inputs import Inputs, random_inputs
 from cupy_flash.cli.cases.mod_arguments import array_bytes
 from cupy_flash.cli.cases.mod_options import modified
 from cupy_flash.cli.cases.mods import PLAIN, SPANS, Mods
-from cupy_flash.cli.cases.seen import Seen
+from cupy_flash.cli.cases.visible import Seen
 from cupy_flash.cli.cases.workload import groups_of, read_workload
 from cupy_flash.cli.main import main
 from cupy_flash.cli.measure import check as check_module

@@ -14,7 +14,7 @@ from support import fake_cupy
 
 from cupy_flash.cli.cases.cases import Case
 from cupy_flash.cli.cases.mods import Mods
-from cupy_flash.cli.cases.seen import Seen
+from cupy_flash.cli.cases.visible import Seen
 from cupy_flash.cli.main import main
 from cupy_flash.cli.model import backward, profile, traffic
 from cupy_flash.cli.model.profiler import Call, Kernel

@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 
 from cupy_flash.cli.cases.cases import Case
 from cupy_flash.cli.cases.mods import Mods
-from cupy_flash.cli.cases.seen import Seen
+from cupy_flash.cli.cases.visible import Seen
 from cupy_flash.cli.model import profile as profile_module
 from cupy_flash.cli.model import profiler
 from cupy_flash.cli.model.profile import METRICS, amount, compare, model_of, profile

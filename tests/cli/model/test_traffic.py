@@ -10,7 +10,7 @@ import pytest
 
 from cupy_flash.cli.cases.mod_arguments import score_of
 from cupy_flash.cli.cases.mods import Mods
-from cupy_flash.cli.cases.seen import Seen
+from cupy_flash.cli.cases.visible import Seen
 from cupy_flash.cli.model.traffic import (
     Roof,
     Schedule,

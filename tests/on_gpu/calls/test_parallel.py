@@ -41,7 +41,7 @@ def said_by(ranks: int, temporary: pytest.TempPathFactory) -> Said:
     from cupy_flash.cli.measure.ranks import RankError, on_ranks
 
     # New processes import the test modules through this path.
-    sys.path.append(str(Path(__file__).resolve().parents[1]))
+    sys.path.append(str(Path(__file__).resolve().parents[2]))
     seed = int(os.environ.get("CUPY_FLASH_TEST_SEED") or secrets.randbelow(2**32))
     print(f"CUPY_FLASH_TEST_SEED={seed}")
     folder = temporary.mktemp("ranks")

@@ -338,7 +338,7 @@ def drawn_call(kind, dtype, names, rng):
 
 
 def test_every_modification_is_drawn():
-    # tests/api/test_used_parts.py covers the other modifications.
+    # tests/api/kvcache/test_used_parts.py covers the other modifications.
     assert DRAW.keys() == NAMES - {"seqused_q", "cache_leftpad"}
 
 

@@ -1,6 +1,6 @@
 """Calls of every public function with arrays of every library as each argument, on the CPU.
 
-`tests/on_gpu/test_every_array.py` runs the same calls on a GPU.
+`tests/on_gpu/calls/test_every_array.py` runs the same calls on a GPU.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Every public function, with every array argument from every library, on a GPU.
 
-`tests/api/test_every_array.py` runs the same calls on the CPU, and tests the list of calls.
+`tests/api/arguments/test_every_array.py` runs the same calls on the CPU, and tests the list of calls.
 """
 
 from __future__ import annotations

@@ -23,16 +23,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from support import float8_support
-from support.float8_support import Float8Case
-from support.gpu_support import DTYPES, Case, current_device, random_values, tile_with
-from support.gradient_calls import KINDS as GRADIENT_KINDS
-from support.gradient_calls import GradientCall, random_gradient_call
-from support.gradient_rule import check_gradients
-from support.latent_support import LATENT, check_latent
-from support.modified_calls import KINDS, ModifiedCall, padded_call, random_call
-from support.quantized_support import CACHE_DTYPES, SCALES, QuantizedCase, check_on_gpu
-from support.sequence_support import KVCacheCase, Truth, VarlenCase
+from support.calls import float8_support
+from support.calls.float8_support import Float8Case
+from support.calls.latent_support import LATENT, check_latent
+from support.calls.modified_calls import KINDS, ModifiedCall, padded_call, random_call
+from support.calls.quantized_support import CACHE_DTYPES, SCALES, QuantizedCase, check_on_gpu
+from support.calls.sequence_support import KVCacheCase, Truth, VarlenCase
+from support.gpu.gpu_support import DTYPES, Case, current_device, random_values, tile_with
+from support.gradients.gradient_calls import KINDS as GRADIENT_KINDS
+from support.gradients.gradient_calls import GradientCall, random_gradient_call
+from support.gradients.gradient_rule import check_gradients
 from support.wrong_numbers import (
     HEADS,
     check_kvcache_result,

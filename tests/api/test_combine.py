@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.combine_support import (
+from support.calls.combine_support import (
     DTYPES,
     assert_merged,
     random_parts,

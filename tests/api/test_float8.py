@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.float8_support import FLOAT8, Float8Case, random_case, truth_of
+from support.calls.float8_support import FLOAT8, Float8Case, random_case, truth_of
 
 from cupy_flash import flash_attention, flash_attention_backward, plan
 from cupy_flash.calls import dispatch

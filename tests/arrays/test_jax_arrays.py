@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from support import fake_gpu
+from support.gpu import fake_gpu
 
 from cupy_flash import combine, flash_attention, flash_attention_varlen, plan
 from cupy_flash.arrays import jax_arrays, torch_arrays

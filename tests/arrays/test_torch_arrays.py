@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import fake_gpu
+from support.gpu import fake_gpu
 
 from cupy_flash import (
     combine,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.draws import few_then_slow
-from support.edge_gradients import (
+from support.gradients.edge_gradients import (
     EXTREME_SCORES,
     NONE,
     ONE_KEY,
@@ -17,8 +17,8 @@ from support.edge_gradients import (
     has_no_digits,
     large_scores_of_one_key,
 )
-from support.gradient_calls import KINDS, random_gradient_call
-from support.gradient_rule import check_gradients
+from support.gradients.gradient_calls import KINDS, random_gradient_call
+from support.gradients.gradient_rule import check_gradients
 
 from cupy_flash import (
     MaskMod,

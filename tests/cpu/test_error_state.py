@@ -10,8 +10,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from support import fake_gpu
-from support.every_array import Call, calls_of, functions_of
+from support.calls.every_array import Call, calls_of, functions_of
+from support.gpu import fake_gpu
 
 import cupy_flash
 from cupy_flash import flash_attention, flash_attention_backward

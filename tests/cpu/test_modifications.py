@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.gpu_support import DTYPES, lse_bound
+from support.gpu.gpu_support import DTYPES, lse_bound
 
 from cupy_flash.cpu import forward as cpu_forward
 from cupy_flash.cpu import varlen

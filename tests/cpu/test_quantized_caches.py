@@ -11,16 +11,16 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from support.draws import few_then_slow
-from support.float8_support import Float8Case
-from support.quantized_support import (
+from support.calls.float8_support import Float8Case
+from support.calls.quantized_support import (
     CACHE_DTYPES,
     SCALES,
     QuantizedCase,
     random_packed_case,
     random_quantized_case,
 )
-from support.sequence_support import KVCacheCase, Truth, VarlenCase
+from support.calls.sequence_support import KVCacheCase, Truth, VarlenCase
+from support.draws import few_then_slow
 
 from cupy_flash import (
     flash_attention,

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from support.function_calls import function_calls
+from support.mods.function_calls import function_calls
 
 COUNT, QUICK, PART = 300, 40, 10
 DTYPES = ("float32", "float64", "float16", "bfloat16")

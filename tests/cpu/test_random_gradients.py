@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.gradient_cases import CALLS, CLASSES, FIRST, check
+from support.gradients.gradient_cases import CALLS, CLASSES, FIRST, check
 
 
 @pytest.mark.parametrize("number", range(FIRST, FIRST + CLASSES))

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.draws import few_then_slow
-from support.gpu_support import DTYPES
-from support.sequence_support import (
+from support.calls.sequence_support import (
     KVCacheCase,
     Truth,
     VarlenCase,
     random_kvcache_case,
     random_varlen_case,
 )
+from support.draws import few_then_slow
+from support.gpu.gpu_support import DTYPES
 
 from cupy_flash import (
     attention_varlen_reference,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.float8_support import FLOAT8 as FLOAT8_DTYPE
+from support.calls.float8_support import FLOAT8 as FLOAT8_DTYPE
 
 from cupy_flash import flash_attention, plan
 from cupy_flash.errors import UnsupportedError

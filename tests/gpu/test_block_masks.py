@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.block_map_text import check_map, compiled_masks, launched, map_of
+from support.mods.block_map_text import check_map, compiled_masks, launched, map_of
 
 from cupy_flash.calls.gpu import block_masks as calls_block_maps
 from cupy_flash.calls.gpu.block_masks import map_of_mask, mask_text, packed_captures

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.block_map_text import compiled_masks
-from support.function_maps import random_map_spec, wrong_map
-from support.function_runs import modification
-from support.random_functions import Function, random_function
+from support.mods.block_map_text import compiled_masks
+from support.mods.function_maps import random_map_spec, wrong_map
+from support.mods.function_runs import modification
+from support.mods.random_functions import Function, random_function
 
 from cupy_flash.calls.gpu.block_masks import mask_text
 from cupy_flash.gpu import block_masks

@@ -8,8 +8,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from support.quantized_support import QuantizedCase
-from support.sequence_support import VarlenCase
+from support.calls.quantized_support import QuantizedCase
+from support.calls.sequence_support import VarlenCase
 
 from cupy_flash import flash_attention_varlen, flash_attention_with_kvcache, plan
 from cupy_flash.calls.arguments import Arguments

@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.function_calls import function_calls
-from support.function_oracle import BOOL, INT, REAL, UINT64, Expr, Oracle, Value
-from support.function_runs import (
+from support.mods.function_calls import function_calls
+from support.mods.function_oracle import BOOL, INT, REAL, UINT64, Expr, Oracle, Value
+from support.mods.function_runs import (
     Case,
     modification,
     report,
     wrong_on_cpu,
     wrong_on_host_text,
 )
-from support.random_functions import DTYPES, nodes_of, random_function, random_pairs
+from support.mods.random_functions import DTYPES, nodes_of, random_function, random_pairs
 
 from cupy_flash.mods.ir.expression import postorder
 from cupy_flash.mods.ir.operations import OPERATIONS

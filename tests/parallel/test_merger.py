@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.combine_support import assert_merged, random_parts
+from support.calls.combine_support import assert_merged, random_parts
 
 import cupy_flash
 from cupy_flash.parallel.merger import Merger

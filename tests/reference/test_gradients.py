@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support.foreign import Foreign
-from support.gradient_calls import KINDS, OF_MOD, GradientCall, random_gradient_call
+from support.gradients.gradient_calls import KINDS, OF_MOD, GradientCall, random_gradient_call
 
 from cupy_flash import (
     ScoreMod,

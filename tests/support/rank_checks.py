@@ -23,10 +23,10 @@ import pytest
 
 from cupy_flash import attention_reference, parallel
 from cupy_flash.parallel import calls
-from support.gradient_calls import GradientCall
-from support.gradient_rule import check_gradients
-from support.modified_calls import DTYPES, ModifiedCall
-from support.sequence_support import random_kvcache_case
+from support.calls.modified_calls import DTYPES, ModifiedCall
+from support.calls.sequence_support import random_kvcache_case
+from support.gradients.gradient_calls import GradientCall
+from support.gradients.gradient_rule import check_gradients
 
 TIMEOUT = 60.0
 # Time limit in seconds of ranks on GPUs, which may have to compile kernels.

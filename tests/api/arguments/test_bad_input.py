@@ -11,7 +11,8 @@ import weakref
 import ml_dtypes
 import numpy as np
 import pytest
-from support import fake_gpu, refusals
+from support import refusals
+from support.gpu import fake_gpu
 
 from cupy_flash import (
     CompileError,

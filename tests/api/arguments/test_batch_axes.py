@@ -8,8 +8,8 @@ import math
 import ml_dtypes
 import numpy as np
 import pytest
-from support import fake_gpu
 from support.foreign import Foreign
+from support.gpu import fake_gpu
 
 from cupy_flash import (
     attention_reference,

@@ -7,8 +7,8 @@ import functools
 import ml_dtypes
 import numpy as np
 import pytest
-from support import fake_gpu
-from support.sequence_support import random_kvcache_case, random_varlen_case
+from support.calls.sequence_support import random_kvcache_case, random_varlen_case
+from support.gpu import fake_gpu
 
 from cupy_flash import (
     attention_reference,

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.every_array import (
+from support.calls.every_array import (
     PLAIN,
     REFUSED,
     Call,
@@ -20,7 +20,7 @@ from support.every_array import (
     gives_arrays,
     kind_of,
 )
-from support.every_array_bounds import check_results
+from support.calls.every_array_bounds import check_results
 from support.libraries import (
     Library,
     dlpack_library,

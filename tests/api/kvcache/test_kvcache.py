@@ -6,9 +6,10 @@ import functools
 
 import numpy as np
 import pytest
-from support import fake_gpu, refusals
+from support import refusals
+from support.calls.sequence_support import KVCacheCase, random_kvcache_case
 from support.foreign import Foreign
-from support.sequence_support import KVCacheCase, random_kvcache_case
+from support.gpu import fake_gpu
 
 from cupy_flash import UnsupportedError, flash_attention_with_kvcache, plan
 from cupy_flash.calls.gpu import forward as gpu_forward

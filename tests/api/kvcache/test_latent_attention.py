@@ -6,8 +6,9 @@ import functools
 
 import numpy as np
 import pytest
-from support import fake_gpu, refusals
+from support import refusals
 from support.foreign import Foreign
+from support.gpu import fake_gpu
 
 from cupy_flash import flash_attention_with_kvcache, plan
 from cupy_flash.reference.packed import attention_with_kvcache_reference

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.calls.sequence_support import KVCacheCase, Truth, to_numpy
 from support.draws import few_then_slow
-from support.sequence_support import KVCacheCase, Truth, to_numpy
 
 from cupy_flash import attention_with_kvcache_reference, flash_attention_with_kvcache
 

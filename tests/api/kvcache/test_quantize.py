@@ -8,8 +8,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from support.calls.quantized_support import CACHE_DTYPES
 from support.libraries import dlpack_library, host_array, numpy_library, torch_library
-from support.quantized_support import CACHE_DTYPES
 
 from cupy_flash import (
     attention_varlen_reference,

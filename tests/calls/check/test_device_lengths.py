@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import fake_gpu
-from support.fake_gpu import FakeArray, FakeGpu
+from support.gpu import fake_gpu
+from support.gpu.fake_gpu import FakeArray, FakeGpu
 
 from cupy_flash import (
     apply_rotary,

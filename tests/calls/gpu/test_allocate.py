@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from support import fake_gpu
+from support.gpu import fake_gpu
 
 from cupy_flash.calls.gpu.allocate import maker
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import fake_gpu
-from support.fake_gpu import FakeGpu
+from support.gpu import fake_gpu
+from support.gpu.fake_gpu import FakeGpu
 
 from cupy_flash import (
     MaskMod,

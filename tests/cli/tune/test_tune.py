@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from support import fake_cupy
+from support.gpu import fake_cupy
 
 import cupy_flash
 from cupy_flash.cli.build.build import Built, Job

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from support import fake_cupy
+from support.gpu import fake_cupy
 
 from cupy_flash.cli.build.build import Built, Job
 from cupy_flash.cli.cases import inputs as inputs_module

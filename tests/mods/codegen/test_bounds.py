@@ -7,8 +7,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from support.block_map_text import ALL, NONE, SOME, HostMask, compiled_masks
-from support.mod_gallery import drawn
+from support.mods.block_map_text import ALL, NONE, SOME, HostMask, compiled_masks
+from support.mods.mod_gallery import drawn
 
 from cupy_flash.mods.codegen.bounds import emit_bounds
 from cupy_flash.mods.modification import MaskMod

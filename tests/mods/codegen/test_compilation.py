@@ -5,8 +5,8 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from support.device_text import Text
-from support.mod_gallery import SCORES, with_gradients
+from support.mods.device_text import Text
+from support.mods.mod_gallery import SCORES, with_gradients
 
 from cupy_flash.families.contract import TranslationUnit
 from cupy_flash.families.params import assertions

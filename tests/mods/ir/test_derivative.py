@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from support.mod_gallery import (
+from support.mods.mod_gallery import (
     GALLERY,
     KEYS,
     SCORES,

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 from support.draws import few_then_slow
-from support.function_calls import function_calls
-from support.mod_gallery import BATCH, HEADS, MASKS
-from support.random_functions import random_function
+from support.mods.function_calls import function_calls
+from support.mods.mod_gallery import BATCH, HEADS, MASKS
+from support.mods.random_functions import random_function
 
 from cupy_flash import (
     BlockList,

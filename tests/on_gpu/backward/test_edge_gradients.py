@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.edge_gradients import (
+from support.gpu.gpu_support import DTYPES
+from support.gradients.edge_gradients import (
     EXTREME_SCORES,
     NONE,
     ONE_KEY,
@@ -19,8 +20,7 @@ from support.edge_gradients import (
     has_no_digits,
     large_scores_of_one_key,
 )
-from support.gpu_support import DTYPES
-from support.gradient_rule import check_gradients
+from support.gradients.gradient_rule import check_gradients
 
 from cupy_flash import (
     UnsupportedError,

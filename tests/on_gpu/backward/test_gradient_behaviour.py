@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.gpu_support import DTYPES, bits, require_free_memory
+from support.gpu.gpu_support import DTYPES, bits, require_free_memory
 
 from cupy_flash import (
     UnsupportedError,

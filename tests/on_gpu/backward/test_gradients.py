@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.gpu_support import current_device
-from support.gradient_calls import KINDS, ROWS, GradientCall, random_gradient_call
-from support.gradient_rule import check_gradients
-from support.modified_calls import DTYPES, ModifiedCall
+from support.calls.modified_calls import DTYPES, ModifiedCall
+from support.gpu.gpu_support import current_device
+from support.gradients.gradient_calls import KINDS, ROWS, GradientCall, random_gradient_call
+from support.gradients.gradient_rule import check_gradients
 
 from cupy_flash import UnsupportedError
 from cupy_flash.cli.cases.cases import Case

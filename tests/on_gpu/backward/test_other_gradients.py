@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.gradient_calls import GradientCall
-from support.gradient_rule import check_gradients
-from support.modified_calls import DTYPES, SCORE_MODS, ModifiedCall
+from support.calls.modified_calls import DTYPES, SCORE_MODS, ModifiedCall
+from support.gradients.gradient_calls import GradientCall
+from support.gradients.gradient_rule import check_gradients
 
 import cupy_flash
 from cupy_flash.families import FAMILIES

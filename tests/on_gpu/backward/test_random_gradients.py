@@ -7,7 +7,7 @@ the classes over the workers.
 from __future__ import annotations
 
 import pytest
-from support.gradient_cases import CALLS, CLASSES, FIRST, check
+from support.gradients.gradient_cases import CALLS, CLASSES, FIRST, check
 
 pytestmark = pytest.mark.gpu
 

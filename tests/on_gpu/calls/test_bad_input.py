@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from support.gpu_support import Case, Truth, random_values
+from support.gpu.gpu_support import Case, Truth, random_values
 
 from cupy_flash import (
     UnsupportedError,

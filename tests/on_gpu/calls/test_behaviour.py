@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.gpu_support import (
+from support.gpu.gpu_support import (
     BUSY,
     DTYPES,
     Case,

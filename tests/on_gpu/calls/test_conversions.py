@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.sequence_support import random_kvcache_case, random_varlen_case
+from support.calls.sequence_support import random_kvcache_case, random_varlen_case
 
 from cupy_flash import (
     flash_attention,

@@ -7,8 +7,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from support.calls.quantized_support import CACHE_DTYPES
 from support.libraries import cupy_library, host_array
-from support.quantized_support import CACHE_DTYPES
 
 from cupy_flash import apply_rotary, apply_rotary_vjp, quantize_kv
 

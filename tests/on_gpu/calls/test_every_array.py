@@ -1,6 +1,6 @@
 """Every public function, with every array argument from every library, on a GPU.
 
-`tests/api/arguments/test_every_array.py` runs the same calls on the CPU, and tests the list of calls.
+`tests/api/arguments/test_every_array.py` runs the same calls on the CPU, and tests their list.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.every_array import Call, calls_of, functions_of
-from support.every_array_bounds import check_results, check_stored
+from support.calls.every_array import Call, calls_of, functions_of
+from support.calls.every_array_bounds import check_results, check_stored
 from support.libraries import (
     Library,
     cupy_library,

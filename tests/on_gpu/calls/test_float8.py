@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.float8_support import (
+from support.calls.float8_support import (
     FLOAT8,
     SCALES,
     Float8Case,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.gpu_support import bits
+from support.gpu.gpu_support import bits
 
 from cupy_flash import flash_attention, flash_attention_with_kvcache
 from cupy_flash.gpu import counters

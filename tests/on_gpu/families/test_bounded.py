@@ -6,8 +6,8 @@ import dataclasses
 
 import numpy as np
 import pytest
-from support.gpu_support import Case
-from support.modified_calls import DTYPES, ModifiedCall, random_call
+from support.calls.modified_calls import DTYPES, ModifiedCall, random_call
+from support.gpu.gpu_support import Case
 
 from cupy_flash import ScoreMod, attention_reference, flash_attention, plan
 from cupy_flash.reference.dense import attention_naive, error_bound, max_error

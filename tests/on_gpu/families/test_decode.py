@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from sanitize import clustered_calls
-from support.gpu_sequences import (
+from support.calls.sequence_support import KVCacheCase, VarlenCase, ragged_lengths
+from support.gpu.gpu_sequences import (
     CPU,
     Place,
     check_kvcache,
@@ -21,7 +22,7 @@ from support.gpu_sequences import (
     decode_on_h100,
     jobs_of,
 )
-from support.gpu_support import (
+from support.gpu.gpu_support import (
     DTYPES,
     Arrays,
     Case,
@@ -38,7 +39,6 @@ from support.hard_values import (
     with_scores_far_below_zero,
 )
 from support.prebuilt import jobs_of_cases, selected_calls, use_cubins, write_cubins
-from support.sequence_support import KVCacheCase, VarlenCase, ragged_lengths
 
 from cupy_flash import flash_attention
 from cupy_flash.cli.build.build import Job

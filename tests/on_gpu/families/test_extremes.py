@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.gpu_sequences import SEQUENCE_FAMILIES, Place, run_varlen
-from support.gpu_support import DTYPES, Arrays, Case, Truth, bits, check, random_values, run
+from support.gpu.gpu_sequences import SEQUENCE_FAMILIES, Place, run_varlen
+from support.gpu.gpu_support import DTYPES, Arrays, Case, Truth, bits, check, random_values, run
 from support.prebuilt import cubins, use_cubins
 
 from cupy_flash import flash_attention_with_kvcache

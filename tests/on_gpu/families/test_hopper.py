@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.gpu_support import (
+from support.gpu.gpu_support import (
     DTYPES,
     Case,
     Truth,
@@ -23,13 +23,13 @@ from support.gpu_support import (
     random_values,
     run,
 )
+from support.gpu.hopper_support import check_same_bits, marks, random_chunks, tiled
 from support.hard_values import (
     with_growing_keys,
     with_keys_at_minus_infinity,
     with_one_key_far_above,
     with_scores_far_below_zero,
 )
-from support.hopper_support import check_same_bits, marks, random_chunks, tiled
 from support.prebuilt import cubins, use_cubins
 
 from cupy_flash import flash_attention, flash_attention_qkvpacked, plan

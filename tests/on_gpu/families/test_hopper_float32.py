@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from support.gpu_support import (
+from support.gpu.gpu_support import (
     Case,
     Truth,
     check,

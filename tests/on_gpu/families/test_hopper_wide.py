@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.gpu_sequences import Place, check_kvcache, check_varlen
-from support.gpu_support import Case, check, check_all, check_captured_call
-from support.hopper_support import check_same_bits, marks, random_chunks, tiled
-from support.modified_calls import KINDS, random_call
+from support.calls.modified_calls import KINDS, random_call
+from support.calls.sequence_support import KVCacheCase, VarlenCase, ragged_lengths
+from support.gpu.gpu_sequences import Place, check_kvcache, check_varlen
+from support.gpu.gpu_support import Case, check, check_all, check_captured_call
+from support.gpu.hopper_support import check_same_bits, marks, random_chunks, tiled
 from support.prebuilt import cubins, use_cubins
-from support.sequence_support import KVCacheCase, VarlenCase, ragged_lengths
 
 __all__ = ["cubins", "use_cubins"]  # fixtures
 

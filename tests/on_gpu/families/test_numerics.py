@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from support.gpu_support import (
+from support.gpu.gpu_support import (
     DTYPES,
     Arrays,
     Case,

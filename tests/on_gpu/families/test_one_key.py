@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.gpu_sequences import Place, cubins, everywhere
-from support.gpu_support import DTYPES
+from support.calls.sequence_support import to_numpy
+from support.gpu.gpu_sequences import Place, cubins, everywhere
+from support.gpu.gpu_support import DTYPES
 from support.prebuilt import use_cubins
-from support.sequence_support import to_numpy
 
 from cupy_flash import (
     MaskMod,

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.gpu_sequences import CPU, SIXTEEN_BIT, Place, check_kvcache, check_varlen, cubins
+from support.calls.sequence_support import KVCacheCase, VarlenCase, ragged_lengths
+from support.gpu.gpu_sequences import CPU, SIXTEEN_BIT, Place, check_kvcache, check_varlen, cubins
 from support.prebuilt import use_cubins
-from support.sequence_support import KVCacheCase, VarlenCase, ragged_lengths
 
 from cupy_flash.problem.arrays import DTYPES
 

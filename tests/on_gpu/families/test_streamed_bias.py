@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.gpu_support import Case
-from support.modified_calls import DTYPES, ModifiedCall
+from support.calls.modified_calls import DTYPES, ModifiedCall
+from support.gpu.gpu_support import Case
 
 from cupy_flash import flash_attention, plan
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.gpu_support import current_device
+from support.gpu.gpu_support import current_device
 from support.prebuilt import use_cubins, write_cubins
 from support.tuned_calls import TunedCall, calls_of
 

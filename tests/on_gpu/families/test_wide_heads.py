@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.gpu_sequences import (
+from support.calls.modified_calls import KINDS, random_call
+from support.calls.sequence_support import KVCacheCase, VarlenCase, ragged_lengths
+from support.gpu.gpu_sequences import (
     ON_GPU,
     Place,
     check_kvcache,
@@ -16,15 +18,13 @@ from support.gpu_sequences import (
     kvcache,
     varlen,
 )
-from support.gpu_sequences import (
+from support.gpu.gpu_sequences import (
     of_cases as of_sequences,
 )
-from support.gpu_support import DTYPES, Case, check, current_device, naming
-from support.gradient_calls import KINDS as GRADIENT_KINDS
-from support.gradient_calls import random_gradient_call
-from support.gradient_rule import check_gradients
-from support.modified_calls import KINDS, random_call
-from support.sequence_support import KVCacheCase, VarlenCase, ragged_lengths
+from support.gpu.gpu_support import DTYPES, Case, check, current_device, naming
+from support.gradients.gradient_calls import KINDS as GRADIENT_KINDS
+from support.gradients.gradient_calls import random_gradient_call
+from support.gradients.gradient_rule import check_gradients
 
 from cupy_flash.families import FORWARD
 from cupy_flash.families.mma.forward import MmaTile

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.mod_gallery import NEGATIONS
+from support.mods.mod_gallery import NEGATIONS
 
 from cupy_flash import (
     MaskMod,

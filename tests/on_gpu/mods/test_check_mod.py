@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.modified_calls import MASK_MODS, SCORE_MODS
+from support.calls.modified_calls import MASK_MODS, SCORE_MODS
 
 from cupy_flash import MaskMod, ScoreMod, check_mod
 

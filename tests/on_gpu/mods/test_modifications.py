@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.gpu_support import bits
-from support.modified_calls import DTYPES, KINDS, ModifiedCall, padded_call, random_call
+from support.calls.modified_calls import DTYPES, KINDS, ModifiedCall, padded_call, random_call
+from support.gpu.gpu_support import bits
 
 from cupy_flash import UnsupportedError, flash_attention, plan
 from cupy_flash.families import FORWARD

@@ -6,14 +6,14 @@ import itertools
 
 import numpy as np
 import pytest
-from support.block_map_text import launched, map_of, read_map
 from support.draws import few_then_slow
-from support.function_calls import function_calls
-from support.function_maps import random_map_spec, wrong_map
-from support.function_runs import Case, modification, report
-from support.function_units import Unit
-from support.gpu_support import current_device
-from support.random_functions import random_function
+from support.gpu.gpu_support import current_device
+from support.mods.block_map_text import launched, map_of, read_map
+from support.mods.function_calls import function_calls
+from support.mods.function_maps import random_map_spec, wrong_map
+from support.mods.function_runs import Case, modification, report
+from support.mods.function_units import Unit
+from support.mods.random_functions import random_function
 
 from cupy_flash import MaskMod, UnsupportedError
 from cupy_flash.calls.gpu.block_masks import mask_text

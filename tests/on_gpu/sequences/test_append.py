@@ -12,7 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from support.gpu_support import DTYPES, Guarded, current_device
+from support.gpu.gpu_support import DTYPES, Guarded, current_device
 
 from cupy_flash.gpu.append import Append, AppendSpec, prepare
 from cupy_flash.parallel import generation

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.combine_support import (
+from support.calls.combine_support import (
     DTYPES,
     assert_merged,
     random_parts,

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.gpu_sequences import (
+from support.calls.sequence_support import KVCacheCase, KVCacheProblem, VarlenCase
+from support.gpu.gpu_sequences import (
     Place,
     cluster_of,
     cubins,
@@ -20,9 +21,8 @@ from support.gpu_sequences import (
     problem_of,
     varlen,
 )
-from support.gpu_support import bits, keep_busy
+from support.gpu.gpu_support import bits, keep_busy
 from support.prebuilt import use_cubins
-from support.sequence_support import KVCacheCase, KVCacheProblem, VarlenCase
 
 from cupy_flash import flash_attention_varlen, flash_attention_with_kvcache
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.gpu_sequences import (
+from support.calls.sequence_support import KVCacheCase, KVCacheProblem, to_numpy
+from support.calls.sequence_support import Truth as SequencesTruth
+from support.gpu.gpu_sequences import (
     GROUPS,
     HEAD_DIMS,
     PAGE_SIZES,
@@ -31,10 +33,8 @@ from support.gpu_sequences import (
     problem_of,
     run_kvcache,
 )
-from support.gpu_support import DTYPES, Truth, bits, require_free_memory
+from support.gpu.gpu_support import DTYPES, Truth, bits, require_free_memory
 from support.prebuilt import use_cubins
-from support.sequence_support import KVCacheCase, KVCacheProblem, to_numpy
-from support.sequence_support import Truth as SequencesTruth
 from support.wrong_numbers import HEADS, KVCACHE_CALLS, check_kvcache_result, wrong_kvcache
 
 from cupy_flash import attention_with_kvcache_reference, combine, flash_attention_with_kvcache

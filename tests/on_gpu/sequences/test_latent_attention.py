@@ -7,16 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.gpu_support import naming
-from support.latent_support import (
+from support.calls.latent_support import (
     LATENT,
     after_the_append,
     check_latent,
     latent_arguments,
     run_on_gpu,
 )
-from support.quantized_support import CACHE_DTYPES, QuantizedCase, on_device
-from support.sequence_support import KVCacheCase, Truth, ragged_lengths, to_numpy
+from support.calls.quantized_support import CACHE_DTYPES, QuantizedCase, on_device
+from support.calls.sequence_support import KVCacheCase, Truth, ragged_lengths, to_numpy
+from support.gpu.gpu_support import naming
 
 from cupy_flash import flash_attention_with_kvcache, plan
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.gpu_support import naming
-from support.quantized_support import (
+from support.calls.quantized_support import (
     CACHE_DTYPES,
     SCALES,
     QuantizedCase,
@@ -16,7 +15,8 @@ from support.quantized_support import (
     on_device,
     run_on_gpu,
 )
-from support.sequence_support import KVCacheCase, Truth, VarlenCase, ragged_lengths, to_numpy
+from support.calls.sequence_support import KVCacheCase, Truth, VarlenCase, ragged_lengths, to_numpy
+from support.gpu.gpu_support import naming
 
 from cupy_flash import flash_attention_varlen, flash_attention_with_kvcache, plan
 from cupy_flash.errors import UnsupportedError

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.gpu_sequences import (
+from support.calls.sequence_support import VarlenCase
+from support.gpu.gpu_sequences import (
     GROUPS,
     HEAD_DIMS,
     PAGE_SIZES,
@@ -27,9 +28,8 @@ from support.gpu_sequences import (
     run_varlen,
     varlen,
 )
-from support.gpu_support import DTYPES, Truth, bits
+from support.gpu.gpu_support import DTYPES, Truth, bits
 from support.prebuilt import use_cubins
-from support.sequence_support import VarlenCase
 from support.wrong_numbers import VARLEN_CALLS, check_varlen_result, wrong_varlen
 
 from cupy_flash import flash_attention, flash_attention_varlen

@@ -12,7 +12,7 @@ import pytest
 from cupy_flash import flash_attention
 from cupy_flash.families import FORWARD
 from cupy_flash.families.hopper import HopperTile
-from support.gpu_support import DTYPES, Case, current_device, on_gpu, random_values
+from support.gpu.gpu_support import DTYPES, Case, current_device, on_gpu, random_values
 
 
 def marks(head_dim: int = 64) -> list[Any]:

@@ -24,9 +24,9 @@ from cupy_flash.mods.ir.compose import prefixed_text
 from cupy_flash.mods.ir.expression import Node
 from cupy_flash.mods.modification import MaskMod, ScoreMod
 from cupy_flash.mods.trace.traced import Traced
-from support.device_text import COMPILER, FOLDER, Text
-from support.function_oracle import REAL, Expr, Value
-from support.random_functions import Function, Pairs, random_pairs
+from support.mods.device_text import COMPILER, FOLDER, Text
+from support.mods.function_oracle import REAL, Expr, Value
+from support.mods.random_functions import Function, Pairs, random_pairs
 
 Batch = Sequence[Function]
 # Order of the columns in the table of arguments of a compiled function.

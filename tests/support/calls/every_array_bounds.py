@@ -25,8 +25,8 @@ import cupy_flash
 from cupy_flash.reference.dense import max_error
 from cupy_flash.reference.gradients import backward_naive, gradient_bound, gradient_sizes
 from cupy_flash.reference.packed_gradients import backward_varlen_naive, gradient_varlen_sizes
-from support import sequence_support
-from support.every_array import (
+from support.calls import sequence_support
+from support.calls.every_array import (
     BATCH,
     DIM,
     HEADS,
@@ -37,8 +37,8 @@ from support.every_array import (
     Captured,
     kind_of,
 )
-from support.float8_support import Float8Case, truth_of
-from support.gpu_support import lse_bound
+from support.calls.float8_support import Float8Case, truth_of
+from support.gpu.gpu_support import lse_bound
 
 # Arguments of packed and cached calls with which keys are rounded before the product.
 _ROUNDED_KEYS = {"k_scale", "v_scale", "rotary_cos", "rotary_sin", "rotary_seqlens"}

@@ -35,8 +35,8 @@ from cupy_flash.mods.ir.expression import (
 from cupy_flash.mods.ir.operations import INT_RANGE, Range, cast, operation, rebuilt
 from cupy_flash.mods.modification import Modification
 from cupy_flash.mods.signature import parameters_of
-from support.function_runs import Case, wrong_on_cpu, wrong_on_host_text
-from support.random_functions import Function
+from support.mods.function_runs import Case, wrong_on_cpu, wrong_on_host_text
+from support.mods.random_functions import Function
 
 Rule = Callable[[Node, tuple[Node, ...]], "Node | None"]
 

@@ -3,9 +3,9 @@
 A number determines a call. Calls of one *class* differ only in values and lengths, so that kernels
 are compiled once for all of them. Consecutive numbers are of different classes.
 
-``python -m support.gradient_cases NUMBER [cpu|gpu]`` in the folder `tests` runs one call, such as
-one that failed, again. The environment variable `FIRST_VARIABLE` shifts the numbers that tests run:
-numbers from 3,000 on are other calls of other classes.
+``python -m support.gradients.gradient_cases NUMBER [cpu|gpu]`` in the folder `tests`
+runs one call, such as one that failed, again. The environment variable `FIRST_VARIABLE`
+shifts the numbers that tests run: numbers from 3,000 on are other calls of other classes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 
 import cupy_flash
 from cupy_flash import MaskMod, ScoreMod
-from support.gradient_oracle import (
+from support.gradients.gradient_oracle import (
     MASK_FUNCTIONS,
     SCORE_FUNCTIONS,
     SIZES,

@@ -28,7 +28,7 @@ from cupy_flash.arrays.sequences import (
 from cupy_flash.cpu.forward_pass import compute_dtype
 from cupy_flash.reference.dense import attention_naive, attention_reference, error_bound, max_error
 from cupy_flash.reference.packed import attention_varlen_reference, attention_with_kvcache_reference
-from support.gpu_support import DTYPES, lse_bound, one_blas_thread
+from support.gpu.gpu_support import DTYPES, lse_bound, one_blas_thread
 
 # One sequence: q (seqlen_q, heads_q, head_dim), k and v (seqlen_k, heads_kv, dim).
 Dense = tuple[np.ndarray, np.ndarray, np.ndarray]

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from cupy_flash.reference.dense import max_error
-from support.gpu_support import DTYPES
+from support.gpu.gpu_support import DTYPES
 
 __all__ = ["DTYPES", "assert_merged", "random_parts", "random_sinks", "with_sinks"]
 

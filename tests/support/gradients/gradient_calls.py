@@ -27,7 +27,7 @@ from cupy_flash.reference.packed_gradients import (
     backward_varlen_naive,
     gradient_varlen_sizes,
 )
-from support.modified_calls import DTYPES, LONGEST, ModifiedCall, random_call
+from support.calls.modified_calls import DTYPES, LONGEST, ModifiedCall, random_call
 
 KINDS = ("equal", "padded", "packed")
 HEAD_DIMS = (1, 5, 8, 24, 32, 64, 72, 80, 96, 128, 160, 192, 256)

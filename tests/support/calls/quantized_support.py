@@ -10,7 +10,7 @@ import numpy as np
 
 from cupy_flash import flash_attention_varlen, flash_attention_with_kvcache
 from cupy_flash.reference.packed import attention_with_kvcache_reference
-from support.sequence_support import (
+from support.calls.sequence_support import (
     KVCacheCase,
     Truth,
     VarlenCase,

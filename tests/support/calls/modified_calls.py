@@ -27,7 +27,7 @@ from cupy_flash.reference.dense import (
     naive_formula,
 )
 from cupy_flash.reference.modifications import read_modifications
-from support.gpu_support import tanh_error
+from support.gpu.gpu_support import tanh_error
 
 DTYPES = {
     "float16": np.dtype(np.float16),

@@ -31,9 +31,7 @@ from cupy_flash.gpu.environment import gpu_unavailable
 from cupy_flash.planning.planner import Plan, make_plan
 from cupy_flash.problem.arrays import MAX_ALIGNMENT
 from cupy_flash.problem.device import device_for_arch
-from support.gpu_support import DTYPES, Placement, bits, current_device
-from support.prebuilt import selected_calls, write_cubins
-from support.sequence_support import (
+from support.calls.sequence_support import (
     KVCacheCase,
     KVCacheProblem,
     VarlenCase,
@@ -42,6 +40,8 @@ from support.sequence_support import (
     random_varlen_case,
     to_numpy,
 )
+from support.gpu.gpu_support import DTYPES, Placement, bits, current_device
+from support.prebuilt import selected_calls, write_cubins
 
 SEQUENCE_FAMILIES = [name for name, family in FORWARD.items() if family.serves_sequences]
 SIXTEEN_BIT = ("float16", "bfloat16")

@@ -11,7 +11,7 @@ import numpy as np
 from cupy_flash import flash_attention
 from cupy_flash.problem.arrays import contiguous_strides
 from cupy_flash.reference.dense import attention_naive, attention_reference, error_bound
-from support.gpu_support import DTYPES, Guarded, Truth, lse_bound, one_blas_thread
+from support.gpu.gpu_support import DTYPES, Guarded, Truth, lse_bound, one_blas_thread
 
 FLOAT8 = ml_dtypes.float8_e4m3fn
 # Units of an input that have one scale each; "number" is a scale on the host.

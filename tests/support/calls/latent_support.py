@@ -8,8 +8,8 @@ import numpy as np
 
 from cupy_flash import flash_attention_with_kvcache
 from cupy_flash.reference.packed import attention_with_kvcache_reference
-from support.quantized_support import QuantizedCase, on_device
-from support.sequence_support import KVCacheCase, Truth, to_numpy
+from support.calls.quantized_support import QuantizedCase, on_device
+from support.calls.sequence_support import KVCacheCase, Truth, to_numpy
 
 # Head dims and KV heads of models with MLA.
 LATENT = {"head_dim": 576, "head_dim_v": 512, "heads_kv": 1}

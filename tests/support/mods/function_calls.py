@@ -16,10 +16,10 @@ import numpy as np
 
 from cupy_flash import flash_attention, flash_attention_backward
 from cupy_flash.reference.dense import error_bound, max_error
-from support.function_oracle import REAL, Expr, Oracle
-from support.function_runs import modification
-from support.modified_calls import DTYPES
-from support.random_functions import Function, random_function
+from support.calls.modified_calls import DTYPES
+from support.mods.function_oracle import REAL, Expr, Oracle
+from support.mods.function_runs import modification
+from support.mods.random_functions import Function, random_function
 
 SCALE = 0.125
 HEAD_DIM = 64

@@ -24,9 +24,9 @@ from cupy_flash.gpu.block_masks import (
     packed_params,
 )
 from cupy_flash.mods.modification import MaskMod
-from support.device_text import COMPILER, FOLDER
+from support.mods.device_text import COMPILER, FOLDER
 
-KERNELS_ON_CPU = Path(__file__).resolve().parents[1] / "kernels" / "on_cpu"
+KERNELS_ON_CPU = Path(__file__).resolve().parents[2] / "kernels" / "on_cpu"
 NONE, SOME, ALL = range(3)
 
 # Definitions for the kernel that builds block masks, in addition to those of cuda_on_host.h.

@@ -36,8 +36,8 @@ import numpy as np
 from cupy_flash.cpu.forward_pass import compute_dtype
 from cupy_flash.reference.dense import max_error
 from cupy_flash.reference.gradients import gradient_bound
-from support.gradient_calls import WHOLE, GradientCall
-from support.modified_calls import DTYPES
+from support.calls.modified_calls import DTYPES
+from support.gradients.gradient_calls import WHOLE, GradientCall
 
 
 def check_gradients(call: GradientCall, got: Mapping[str, Any] | Sequence[Any]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from support.function_oracle import BOOL, INT, REAL, UINT64, Expr, Helper, Oracle
+from support.mods.function_oracle import BOOL, INT, REAL, UINT64, Expr, Helper, Oracle
 
 BATCH, HEADS = 3, 4
 DTYPES = ("float32", "float16", "bfloat16", "float64")

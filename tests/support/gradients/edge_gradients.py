@@ -9,8 +9,8 @@ import numpy as np
 
 import cupy_flash
 from cupy_flash import MaskMod, flash_attention, flash_attention_backward
-from support.gradient_calls import GradientCall
-from support.modified_calls import DTYPES, ModifiedCall
+from support.calls.modified_calls import DTYPES, ModifiedCall
+from support.gradients.gradient_calls import GradientCall
 
 BATCH, HEADS, HEADS_KV = 2, 4, 2
 ALL = slice(None)

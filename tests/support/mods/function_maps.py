@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from cupy_flash.gpu.block_masks import MapSpec
-from support.block_map_text import FoundMap, of_blocks
-from support.function_oracle import Oracle
-from support.random_functions import Function
+from support.mods.block_map_text import FoundMap, of_blocks
+from support.mods.function_oracle import Oracle
+from support.mods.random_functions import Function
 
 
 def random_map_spec(function: Function) -> MapSpec:

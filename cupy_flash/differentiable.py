@@ -48,8 +48,8 @@ class DifferentiableCall(NamedTuple):
     without_lse
         Options of the same call that returns out only.
     arrays_behind
-        Arrays that follow q, k and v in `Arguments.of_kind`, for a call without modifications;
-        otherwise None.
+        Arrays that follow q, k and v in `Arguments.arrays_of_kind`; None for a call
+        with modifications.
     """
 
     names: tuple[str, ...]
@@ -213,4 +213,4 @@ def _call(
 def _behind(options: Options, lengths: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the value of `DifferentiableCall.arrays_behind`."""
     arrays = Arguments(**lengths)
-    return arrays.of_kind(options.kind)[_ROWS:]
+    return arrays.arrays_of_kind(options.kind)[_ROWS:]

@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from cupy_flash.calls.check.modifications import canonical, read_modifiers, score_spec
+from cupy_flash.calls.check.modifications import canonical, parse_modifications, score_spec
 from cupy_flash.mods.shapes import Sizes
 from cupy_flash.problem.arrays import MAX_ALIGNMENT
 from cupy_flash.problem.score import ScoreSpec
@@ -102,11 +102,11 @@ def score_of(mods: Mods, sizes: Sizes, *, causal: bool, backward: bool = False) 
         If the library rejects the modifications.
     """
     unread = {name: _unread(*array) for name, array in shapes(mods, sizes).items()}
-    found = read_modifiers(keywords(mods, sizes, unread, np.asarray), backward=backward)
+    found = parse_modifications(keywords(mods, sizes, unread, np.asarray), backward=backward)
     if found is None:
         return None
-    modifiers, arrays, _ = found
-    return score_spec(modifiers, canonical(modifiers, arrays, sizes), sizes, causal=causal)
+    mod_key, arrays, _ = found
+    return score_spec(mod_key, canonical(mod_key, arrays, sizes), sizes, causal=causal)
 
 
 def _unread(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

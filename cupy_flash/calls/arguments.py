@@ -24,10 +24,10 @@ from cupy_flash.arrays.strided import (
     kind_of,
 )
 from cupy_flash.calls.check.modifications import (
-    NO_FUNCTIONS,
-    Functions,
-    Modifiers,
-    read_modifiers,
+    NO_USER_MODS,
+    ModificationKey,
+    UserMods,
+    parse_modifications,
 )
 from cupy_flash.calls.options import Options
 from cupy_flash.mods.keywords import VECTORS
@@ -82,7 +82,7 @@ class Arguments(NamedTuple):
             return self.keys[..., : options.head_dim_v]
         return self.v if self.v_cache is None else self.v_cache
 
-    def of_kind(self, kind: str) -> tuple[Any, ...]:
+    def arrays_of_kind(self, kind: str) -> tuple[Any, ...]:
         """Return the arrays that calls of a kind may have; only these are part of a call key."""
         return self[FIELDS[kind]]
 
@@ -92,8 +92,8 @@ class Arguments(NamedTuple):
         return names[FIELDS[kind]] + names[_FIXED:]
 
     @property
-    def of_modifiers(self) -> tuple[Any, ...]:
-        """Arrays of modifications, which `with_modifiers` has appended."""
+    def modification_arrays(self) -> tuple[Any, ...]:
+        """Arrays of modifications, which `append_arrays` has appended."""
         return self[_FIXED:]
 
     def parts_of_qkv(self, layout: str) -> Arguments:
@@ -114,23 +114,23 @@ class Arguments(NamedTuple):
 _FIXED = len(Arguments._fields)
 
 
-def with_modifiers(arguments: Any, names: tuple[str, ...], arrays: tuple[Any, ...]) -> Any:
+def append_arrays(arguments: Any, names: tuple[str, ...], arrays: tuple[Any, ...]) -> Any:
     """Return the record with the arrays of modifications appended, as fields of these names."""
     # Equivalent to `_make`, in half the time.
     return tuple.__new__(_record_with(arguments.__class__, names), arguments + arrays)
 
 
-def modified(
+def with_modifications(
     arguments: Any, modifications: Mapping[str, Any], *, backward: bool = False
-) -> tuple[Any, Modifiers | None, Functions]:
-    """Return the record with the arrays of modifications, and their `Modifiers` and `Functions`."""
-    found = read_modifiers(modifications, backward=backward)
+) -> tuple[Any, ModificationKey | None, UserMods]:
+    """Return the record with the arrays of modifications, `ModificationKey` and `UserMods`."""
+    found = parse_modifications(modifications, backward=backward)
     if found is None:
-        return arguments, None, NO_FUNCTIONS
-    modifiers, arrays, functions = found
+        return arguments, None, NO_USER_MODS
+    mod_key, arrays, user_mods = found
     if arrays:
-        arguments = with_modifiers(arguments, modifiers.names, arrays)
-    return arguments, modifiers, functions
+        arguments = append_arrays(arguments, mod_key.names, arrays)
+    return arguments, mod_key, user_mods
 
 
 # The cache is bounded, because users choose the names of captures.
@@ -144,12 +144,12 @@ def _record_with(record: Any, names: tuple[str, ...]) -> Any:
         if not name.startswith("_") and name not in record._fields
     }
     if record is Arguments:
-        methods["of_kind"] = _of_kind_and_modifiers
+        methods["arrays_of_kind"] = _arrays_of_kind_with_modifications
     return type(record.__name__, (base,), {"__slots__": (), **methods})
 
 
-def _of_kind_and_modifiers(self: Arguments, kind: str) -> tuple[Any, ...]:
-    """Return `Arguments.of_kind` with the arrays of modifications appended."""
+def _arrays_of_kind_with_modifications(self: Arguments, kind: str) -> tuple[Any, ...]:
+    """Return `Arguments.arrays_of_kind` with the arrays of modifications appended."""
     return self[FIELDS[kind]] + self[_FIXED:]
 
 

@@ -18,7 +18,7 @@ from cupy_flash.arrays.strided import (
     to_bshd,
     with_one_batch_axis,
 )
-from cupy_flash.calls.arguments import Arguments, with_modifiers
+from cupy_flash.calls.arguments import Arguments, append_arrays
 from cupy_flash.calls.check.problems import lse_shape, problem_of
 from cupy_flash.calls.gpu.allocate import ResultSpec
 from cupy_flash.calls.options import Options
@@ -45,7 +45,7 @@ class GradientArguments(NamedTuple):
     cu_seqlens_k: Any = None
     seqused_k: Any = None
 
-    def of_kind(self, kind: str) -> tuple[Any, ...]:
+    def arrays_of_kind(self, kind: str) -> tuple[Any, ...]:
         """Return all arrays: backward calls of every kind have the same."""
         return self
 
@@ -55,8 +55,8 @@ class GradientArguments(NamedTuple):
         return self.q
 
     @property
-    def of_modifiers(self) -> tuple[Any, ...]:
-        """Arrays of modifications, which `with_modifiers` has appended."""
+    def modification_arrays(self) -> tuple[Any, ...]:
+        """Arrays of modifications, which `append_arrays` has appended."""
         return self[_FIXED:]
 
     @property
@@ -72,7 +72,7 @@ class GradientArguments(NamedTuple):
             seqused_k=self.seqused_k,
         )
         names = self._fields[_FIXED:]
-        return with_modifiers(plain, names, self.of_modifiers) if names else plain
+        return append_arrays(plain, names, self.modification_arrays) if names else plain
 
 
 _FIXED = len(GradientArguments._fields)

@@ -26,12 +26,12 @@ from cupy_flash.calls.arguments import (
     FLOAT8_SCALES,
     IN_PLACE,
     Arguments,
-    modified,
     normalized,
     require_given,
+    with_modifications,
 )
 from cupy_flash.calls.backends import cpu_tile, require_backend, require_gpu_backend
-from cupy_flash.calls.check.modifications import NO_FUNCTIONS, Functions, Modifiers
+from cupy_flash.calls.check.modifications import NO_USER_MODS, ModificationKey, UserMods
 from cupy_flash.calls.check.partials import Partials, spec_of_call, stacked
 from cupy_flash.calls.check.problems import problem_of
 from cupy_flash.calls.conversions import conversions, converted
@@ -67,12 +67,12 @@ def attention(
     modifications
         Keyword arguments that modify attention: masks, and changes of scores.
     """
-    modifiers, functions = None, NO_FUNCTIONS
+    mod_key, user_mods = None, NO_USER_MODS
     options, modifications = with_offsets(options, modifications)
     if modifications:
-        arguments, modifiers, functions = modified(arguments, modifications)
+        arguments, mod_key, user_mods = with_modifications(arguments, modifications)
     options = plain_options(options)
-    if modifiers is None and arguments.q.__class__ is np.ndarray and options.kind == "equal":
+    if mod_key is None and arguments.q.__class__ is np.ndarray and options.kind == "equal":
         found = host_forward.repeated(arguments, options, backend)
         if found is not None:
             return found if options.return_lse else found[0]
@@ -86,19 +86,19 @@ def attention(
         ):
             arguments = _with_numbers_placed(arguments)
         if is_cupy_type(like.__class__):
-            found = prepared_calls.run(arguments, options, keys, True, functions, modifiers)
+            found = prepared_calls.run(arguments, options, keys, True, user_mods, mod_key)
             if found is not None:
                 return found if options.return_lse else found[0]
-        elif is_torch_on_gpu(*arguments.of_kind(options.kind)):
-            return _of_torch(arguments, options, keys, functions, modifiers)
-        elif options.kind == "equal" and arguments.out is None and modifiers is None:
+        elif is_torch_on_gpu(*arguments.arrays_of_kind(options.kind)):
+            return _of_torch(arguments, options, keys, user_mods, mod_key)
+        elif options.kind == "equal" and arguments.out is None and mod_key is None:
             found = _of_jax(arguments, options)
             if found is not None:
                 return found
     require_backend(backend)
     require_given(arguments, options)
-    if modifiers is not None:
-        options = options.with_modifiers(modifiers)
+    if mod_key is not None:
+        options = options.with_mod_key(mod_key)
     options = options.of_parts()
     as_qkv = None
     if arguments.qkv is not None and arguments.qkv.__class__ is not np.ndarray:
@@ -107,8 +107,8 @@ def attention(
         as_qkv = kinds.way_back("qkv", arguments.qkv)
         arguments = arguments._replace(qkv=qkv)
     arguments = arguments.parts_of_qkv(options.layout)
-    if as_qkv is None and all_are(np.ndarray, arguments.of_kind(options.kind)):
-        result, lse = host_forward.forward(arguments, options, keys, backend, functions)
+    if as_qkv is None and all_are(np.ndarray, arguments.arrays_of_kind(options.kind)):
+        result, lse = host_forward.forward(arguments, options, keys, backend, user_mods)
         return (result, lse) if options.return_lse else result
     for array, name in zip(_written(arguments, options), ("out", *IN_PLACE), strict=False):
         kinds.require_mutable(name, array)
@@ -116,10 +116,10 @@ def attention(
     arguments, convert = normalized(arguments)
     convert = as_qkv or convert
     if isinstance(arguments.q, np.ndarray):
-        result, lse = host_forward.forward(arguments, options, keys, backend, functions)
+        result, lse = host_forward.forward(arguments, options, keys, backend, user_mods)
     else:
         require_gpu_backend(backend)
-        result, lse = prepared_calls.run(arguments, options, keys, False, functions)
+        result, lse = prepared_calls.run(arguments, options, keys, False, user_mods)
     count_writes(*_written(given, options))
     # The conversion also makes the caller's stream wait for ours, so `out` is converted as well.
     result = convert(result) if out is None else (convert(result), out)[1]
@@ -188,8 +188,8 @@ def unloaded_plan(
     """Return the plan of a call without its resources, so that nothing is compiled."""
     options, modifications = with_offsets(options, modifications)
     if modifications:
-        arguments, modifiers, _ = modified(arguments, modifications)
-        options = options.with_modifiers(modifiers)
+        arguments, mod_key, _ = with_modifications(arguments, modifications)
+        options = options.with_mod_key(mod_key)
     options = plain_options(options)
     require_backend(backend)
     require_given(arguments, options)
@@ -255,14 +255,14 @@ def _of_torch(
     arguments: Arguments,
     options: Options,
     keys: int,
-    functions: Functions,
-    modifiers: Modifiers | None,
+    user_mods: UserMods,
+    mod_key: ModificationKey | None,
 ) -> Any:
     """Compute attention of GPU tensors without the checks that they always pass (saves 5 us)."""
     require_given(arguments, options)
     name, like = ("q", arguments.q) if arguments.qkv is None else ("qkv", arguments.qkv)
     with kinds.on_torch_stream(name, like):
-        result, lse = prepared_calls.run(arguments, options, keys, False, functions, modifiers)
+        result, lse = prepared_calls.run(arguments, options, keys, False, user_mods, mod_key)
         count_writes(*_written(arguments, options))
         result = as_tensor(result)
         return (result, as_tensor(lse)) if options.return_lse else result

@@ -23,9 +23,9 @@ from cupy_flash.arrays.strided import (
 from cupy_flash.arrays.torch_arrays import count_writes, is_any_tensor, is_torch_on_gpu
 from cupy_flash.calls.arguments import (
     check_qkv,
-    modified,
     normalized,
     parts_of,
+    with_modifications,
 )
 from cupy_flash.calls.backends import require_backend, require_gpu_backend
 from cupy_flash.calls.backward_arguments import (
@@ -34,7 +34,7 @@ from cupy_flash.calls.backward_arguments import (
     gradient_problem,
     require_grad_dtype,
 )
-from cupy_flash.calls.check.modifications import NO_FUNCTIONS, Functions, Modifiers
+from cupy_flash.calls.check.modifications import NO_USER_MODS, ModificationKey, UserMods
 from cupy_flash.calls.conversions import conversions
 from cupy_flash.calls.dispatch import all_are
 from cupy_flash.calls.gpu import prepared_calls
@@ -117,38 +117,38 @@ def gradients(
     modifications: Mapping[str, Any],
 ) -> tuple[Any, ...]:
     """Return the result of a public function that computes gradients."""
-    modifiers, functions = None, NO_FUNCTIONS
+    mod_key, user_mods = None, NO_USER_MODS
     options, modifications = with_offsets(options, modifications)
     if modifications:
-        arguments, modifiers, functions = modified(arguments, modifications, backward=True)
+        arguments, mod_key, user_mods = with_modifications(arguments, modifications, backward=True)
     require_grad_dtype(options.grad_dtype)
     options = plain_options(options)
-    if modifiers is None and arguments.q.__class__ is np.ndarray and options.kind == "equal":
+    if mod_key is None and arguments.q.__class__ is np.ndarray and options.kind == "equal":
         repeated = host_backward.repeated(arguments, options, backend)
         if repeated is not None:
             return repeated
     if backend == "auto" and is_cupy_type(arguments.q.__class__):
-        results = prepared_calls.run(arguments, options, 0, True, functions, modifiers)
+        results = prepared_calls.run(arguments, options, 0, True, user_mods, mod_key)
         if results is not None:
             return _as_inputs(results, arguments, options)
     if backend == "auto" and is_torch_on_gpu(*arguments):
-        return _of_torch(arguments, options, functions, modifiers)
+        return _of_torch(arguments, options, user_mods, mod_key)
     require_backend(backend)
-    if modifiers is not None:
-        options = options.with_modifiers(modifiers)
+    if mod_key is not None:
+        options = options.with_mod_key(mod_key)
     for name in _REQUIRED:
         if getattr(arguments, name) is None:
             raise no_array(name, None)
     if all_are(np.ndarray, arguments):
-        results = host_backward.backward(arguments, options, backend, functions)
+        results = host_backward.backward(arguments, options, backend, user_mods)
         return _as_inputs(results, arguments, options)
     given = arguments
     arguments, convert = normalized(arguments, WRITTEN)
     if isinstance(arguments.q, np.ndarray):
-        results = host_backward.backward(arguments, options, backend, functions)
+        results = host_backward.backward(arguments, options, backend, user_mods)
     else:
         require_gpu_backend(backend)
-        results = prepared_calls.run(arguments, options, 0, False, functions)
+        results = prepared_calls.run(arguments, options, 0, False, user_mods)
     assert options.wrt is not None
     # The conversion also makes the caller's stream wait for ours, so dq, dk, dv are converted, too.
     converted = _as_inputs([convert(result) for result in results], given, options)
@@ -160,15 +160,15 @@ def gradients(
 def _of_torch(
     arguments: GradientArguments,
     options: Options,
-    functions: Functions,
-    modifiers: Modifiers | None,
+    user_mods: UserMods,
+    mod_key: ModificationKey | None,
 ) -> tuple[Any, ...]:
     """Compute gradients of GPU tensors, without the checks that such tensors always pass."""
     for name in _REQUIRED:
         if getattr(arguments, name) is None:
             raise no_array(name, None)
     with on_torch_stream("q", arguments.q):
-        results = prepared_calls.run(arguments, options, 0, False, functions, modifiers)
+        results = prepared_calls.run(arguments, options, 0, False, user_mods, mod_key)
         count_writes(arguments.dq, arguments.dk, arguments.dv)
         return _as_inputs([as_tensor(result) for result in results], arguments, options)
 
@@ -278,8 +278,8 @@ def plan(
         if getattr(arguments, name) is None:
             raise no_array(name, None)
     options, modifications = with_offsets(options, modifications)
-    arguments, modifiers, _ = modified(arguments, modifications, backward=True)
-    options = plain_options(options.with_modifiers(modifiers))
+    arguments, mod_key, _ = with_modifications(arguments, modifications, backward=True)
+    options = plain_options(options.with_mod_key(mod_key))
     arguments, _ = normalized(arguments, WRITTEN)
     new = {n: unallocated(*spec) for n, spec in conversions(arguments, options).items()}
     arguments = arguments._replace(**new)

@@ -27,7 +27,7 @@ from cupy_flash.cpu import tiled, untiled
 from cupy_flash.cpu.forward_pass import SCRATCH_LIMIT as SCRATCH_LIMIT
 from cupy_flash.cpu.forward_pass import Block, Cut, Pass, Scratch, scratch_elements
 from cupy_flash.cpu.thread_pool import Stop, cpus, share_out, single_threaded_blas
-from cupy_flash.mods.on_arrays.bound_modifications import Modified
+from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
 from cupy_flash.problem.mask import Mask
 from cupy_flash.problem.problem import Problem
 from cupy_flash.problem.tile import Tile
@@ -114,7 +114,7 @@ def forward(
     softmax_scale: float,
     tile: Tile,
     threads: int | None = None,
-    modified: Modified | None = None,
+    bound_mods: BoundModifications | None = None,
 ) -> None:
     """Write attention of ``q`` over ``k`` and ``v`` to ``out``, and its log-sum-exp to ``lse``.
 
@@ -145,7 +145,7 @@ def forward(
     threads : int, optional
         Maximum number of workers; by default the number of CPUs of this process. Fewer run if the
         work is small or their scratch would exceed :data:`SCRATCH_LIMIT`.
-    modified : Modified, optional
+    bound_mods : BoundModifications, optional
         Masks and score modifications; bias and mask have four axes.
 
     Raises
@@ -157,7 +157,7 @@ def forward(
         # head_dim is at least 1.
         return
     visible = Mask(q.shape[1], k.shape[1], causal, q_offset)
-    if causal and modified is None and (first := visible.first_row(0)):
+    if causal and bound_mods is None and (first := visible.first_row(0)):
         # These rows attend to no key, whatever values their queries hold.
         out[:, :first] = 0
         if lse is not None:
@@ -167,9 +167,9 @@ def forward(
         if not q.size:
             return
     options = causal, q_offset, softmax_scale, tile
-    if modified is None and untiled.forward_small(q, k, v, out, lse, *options):
+    if bound_mods is None and untiled.forward_small(q, k, v, out, lse, *options):
         return
-    job = Pass.make(q, k, v, out, lse, *options, modified)
+    job = Pass.make(q, k, v, out, lse, *options, bound_mods)
     run(iter((job,)), job.pairs, job.scratch_bytes, threads)
 
 
@@ -183,7 +183,7 @@ def forward_at_once(
     small: untiled.SmallCall,
     scale: Any,
     *,
-    modified: None,
+    bound_mods: None,
 ) -> bool:
     """Call `untiled.forward_at_once` with NumPy's floating-point errors ignored."""
     return untiled.forward_at_once(q, k, v, out, lse, small, scale)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from cupy_flash.arrays.sequences import PagedRows
 from cupy_flash.mods.keywords import FURTHEST
 from cupy_flash.mods.on_arrays.block_visibility import SeenBlocks, seen_blocks
-from cupy_flash.mods.on_arrays.bound_modifications import Modified
+from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
 from cupy_flash.mods.on_arrays.scores import FIRST, Pairs
 from cupy_flash.problem.mask import Mask
 from cupy_flash.problem.tile import Tile
@@ -109,7 +109,7 @@ class Pass(NamedTuple):
     out: Array  # (batch, heads_kv, group, seqlen_q, head_dim_v)
     lse: Array | None  # (batch, heads_kv, group, seqlen_q)
     visible: Mask  # mask by position; modifications may change it per sequence, see `mask_of`
-    modified: Modified | None
+    bound_mods: BoundModifications | None
     first: Pairs  # indices, within the call, of the first query-key pair of this pass
     softmax_scale: float
     compute: np.dtype[Any]
@@ -130,7 +130,7 @@ class Pass(NamedTuple):
         q_offset: int,
         softmax_scale: float,
         tile: Tile,
-        modified: Modified | None = None,
+        bound_mods: BoundModifications | None = None,
         first: Pairs = FIRST,
     ) -> Pass:
         """Return the pass that computes the arguments of `cupy_flash.cpu.forward.forward`."""
@@ -144,9 +144,9 @@ class Pass(NamedTuple):
         )
         # Clamp q_offset: larger offsets mask no other pairs, but overflow the index arithmetic.
         nearest, furthest = -seqlen_q, seqlen_k
-        if modified is not None:
+        if bound_mods is not None:
             nearest, furthest = -FURTHEST, FURTHEST
-            if modified.masks_differ:
+            if bound_mods.masks_differ:
                 cut = cut._replace(batch=1)
         worker_bytes = cut.elements * compute.itemsize
         if worker_bytes > SCRATCH_LIMIT:
@@ -163,14 +163,14 @@ class Pass(NamedTuple):
             out=out.reshape(*split, head_dim_v).transpose(0, 2, 3, 1, 4),
             lse=None if lse is None else lse.reshape(batch, heads_kv, group, seqlen_q),
             visible=visible,
-            modified=modified,
+            bound_mods=bound_mods,
             first=first,
             softmax_scale=softmax_scale,
             compute=compute,
             cut=cut,
             copies=copies,
             scratch_bytes=worker_bytes,
-            seen=_seen_by_mask_mod(modified, first, visible, batch, heads_q, cut.Br, compute),
+            seen=_seen_by_mask_mod(bound_mods, first, visible, batch, heads_q, cut.Br, compute),
         )
 
     @property
@@ -191,9 +191,9 @@ class Pass(NamedTuple):
 
     def mask_of(self, block: Block) -> Mask:
         """Return the mask by position for a query tile, including the modifications of the call."""
-        if self.modified is None:
+        if self.bound_mods is None:
             return self.visible
-        return self.modified.of_mask(self.visible, self.first.b + block.batch.start)
+        return self.bound_mods.of_mask(self.visible, self.first.b + block.batch.start)
 
     def tiles_of_keys(self, block: Block) -> list[tuple[int, int]]:
         """Return the KV tiles that rows of a query tile attend to, in order, as [start, stop)."""
@@ -239,15 +239,15 @@ class Pass(NamedTuple):
 
     def _offset_of(self, block: Block) -> int:
         """Return the position among the keys of the first query of a query tile's sequences."""
-        if self.modified is None or self.modified.q_offset is None:
+        if self.bound_mods is None or self.bound_mods.q_offset is None:
             return self.visible.q_offset
-        return int(self.modified.q_offset[self.first.b + block.batch.start])
+        return int(self.bound_mods.q_offset[self.first.b + block.batch.start])
 
     def sinks_of(self, block: Block) -> Array | None:
         """Return the sinks of a query tile's heads, (KV heads, heads, 1, 1); None without sinks."""
-        if self.modified is None or self.modified.sinks is None:
+        if self.bound_mods is None or self.bound_mods.sinks is None:
             return None
-        sinks: Array = self.modified.sinks[self._heads_of(block)].astype(self.compute)
+        sinks: Array = self.bound_mods.sinks[self._heads_of(block)].astype(self.compute)
         return sinks[..., None, None]
 
     def _heads_of(self, block: Block) -> Array:
@@ -284,7 +284,7 @@ class Pass(NamedTuple):
 
 
 def _seen_by_mask_mod(
-    modified: Modified | None,
+    bound_mods: BoundModifications | None,
     first: Pairs,
     visible: Mask,
     batch: int,
@@ -294,11 +294,15 @@ def _seen_by_mask_mod(
 ) -> SeenBlocks | None:
     """Return the visibility of blocks under a mask_mod; None without one or for small problems."""
     pairs = visible.seqlen_q * visible.seqlen_k
-    if modified is None or modified.scores.mask_mod is None or pairs < MIN_PAIRS_TO_LOOK_AT_BLOCKS:
+    if (
+        bound_mods is None
+        or bound_mods.scores.mask_mod is None
+        or pairs < MIN_PAIRS_TO_LOOK_AT_BLOCKS
+    ):
         return None
     offset: Any = visible.q_offset
-    if modified.q_offset is not None:
-        offset = modified.q_offset[first.b : first.b + batch, None, None, None]
+    if bound_mods.q_offset is not None:
+        offset = bound_mods.q_offset[first.b : first.b + batch, None, None, None]
     positions = {
         "b": (first.b + _integers(slice(0, batch)))[:, None, None, None],
         "h": _integers(slice(0, heads))[:, None, None],
@@ -307,7 +311,7 @@ def _seen_by_mask_mod(
         "q_start": first.q_start,
         "k_start": first.k_start,
     }
-    return seen_blocks(modified.scores.mask_mod, positions, Br, KEYS_OF_BLOCK, compute)
+    return seen_blocks(bound_mods.scores.mask_mod, positions, Br, KEYS_OF_BLOCK, compute)
 
 
 def _is_operand(x: Array | PagedRows, compute: np.dtype[Any]) -> bool:
@@ -393,21 +397,21 @@ class Scratch:
 
 def mask(job: Pass, block: Block, scores: Array, start: int, stop: int) -> None:
     """Modify and mask (-inf) the scores of a query tile and keys [start, stop), in place."""
-    if job.modified is not None:
-        modified = job.modified
+    if job.bound_mods is not None:
+        bound_mods = job.bound_mods
         if job.is_shown(block, start, stop):
-            modified = modified._replace(scores=modified.scores._replace(mask_mod=None))
-        change(scores, modified, job.pairs_of(block, start, stop))
+            bound_mods = bound_mods._replace(scores=bound_mods.scores._replace(mask_mod=None))
+        change(scores, bound_mods, job.pairs_of(block, start, stop))
     rows, visible = block.rows, job.mask_of(block)
     for first, end in visible.edges(rows.start, rows.stop, start, stop):
         hidden = visible.hidden(rows.start, rows.stop, first, end)
         np.copyto(scores[..., first - start : end - start], -np.inf, where=hidden)
 
 
-def change(scores: Array, modified: Modified, at: Pairs) -> None:
+def change(scores: Array, bound_mods: BoundModifications, at: Pairs) -> None:
     """Apply the modifications of a call to scores, in place."""
-    if not modified.scores.changes_nothing:
-        np.copyto(scores, modified.scores.apply(scores, at), casting="same_kind")
+    if not bound_mods.scores.changes_nothing:
+        np.copyto(scores, bound_mods.scores.apply(scores, at), casting="same_kind")
 
 
 def count_sink(row_max: Array, row_sum: Array, sink: Array) -> Array:
@@ -431,7 +435,7 @@ def lost_rows(job: Pass, block: Block, scratch: Scratch, empty: Array) -> Array:
     formula gives NaN for it, not 0. If scores are modified, no row counts as such, because the
     modification itself may have made the scores -inf.
     """
-    if job.modified is not None and not job.modified.scores.changes_nothing:
+    if job.bound_mods is not None and not job.bound_mods.scores.changes_nothing:
         return np.zeros_like(empty)
     source, visible = job.q[tuple(block)], job.mask_of(block)
     rows = np.arange(block.rows.start, block.rows.stop)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from cupy_flash.arrays.sequences import Keys, read
 from cupy_flash.cpu.forward_pass import SHRINK, all_between, change, compute_dtype, count_sink
-from cupy_flash.mods.on_arrays.bound_modifications import Modified
+from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
 from cupy_flash.mods.on_arrays.scores import Pairs
 from cupy_flash.problem.mask import Mask, before, unseen
 
@@ -42,7 +42,7 @@ def forward(
     q_offset: int,
     softmax_scale: float,
     Bc: int,
-    modified: Modified | None = None,
+    bound_mods: BoundModifications | None = None,
 ) -> None:
     """Write attention of one sequence to ``out``, and its log-sum-exp to ``lse``.
 
@@ -72,7 +72,7 @@ def forward(
         Factor on the scores.
     Bc : int
         Number of keys in a KV tile; the bits depend on it.
-    modified : Modified, optional
+    bound_mods : BoundModifications, optional
         Masks and score modifications, see `cupy_flash.cpu.varlen.varlen_forward`.
     """
     seqlen_q, heads_q, head_dim = q.shape
@@ -87,8 +87,8 @@ def forward(
     queries = np.arange(first.row, first.row + seqlen_q)
     visible = Mask(first.row + seqlen_q, keys.seqlen, causal, q_offset)
     modification = None
-    if modified is not None:
-        visible = modified.of_mask(visible, first.b)
+    if bound_mods is not None:
+        visible = bound_mods.of_mask(visible, first.b)
         heads = np.arange(first.h, first.h + heads_q, dtype=np.int32).reshape(heads_kv, 1, group)
         at = first._replace(
             h=np.repeat(heads, seqlen_q, axis=1).reshape(heads_kv, m, 1, 1),
@@ -96,7 +96,7 @@ def forward(
             q_offset=visible.q_offset,
         )
         begins = np.repeat(visible.begins(queries), group)
-        modification = _Change(modified, at, begins, keys.seqlen - 1)
+        modification = _Change(bound_mods, at, begins, keys.seqlen - 1)
     seen = np.repeat(visible.ends(queries), group)
     acc, row_max = _take_all(rows, k, v, keys, seen, Bc, modification)
     row_sum, result = _finished(acc)
@@ -127,7 +127,7 @@ def forward(
 class _Change(NamedTuple):
     """Modifications of a call, with the indices of the rows that they apply to."""
 
-    modified: Modified
+    bound_mods: BoundModifications
     at: Pairs  # indices except those of keys; they broadcast to (heads_kv, m, 1, keys)
     begins: Array  # first key that each row attends to, (m,)
     last_key: int
@@ -137,14 +137,14 @@ class _Change(NamedTuple):
         stop = start + scores.shape[-1]
         # Always whole tiles, so that the bits stay the same; keys past the last are masked later.
         j = np.minimum(np.arange(start, stop, dtype=np.int32), np.int32(self.last_key))
-        change(scores, self.modified, self.at._replace(j=j))
+        change(scores, self.bound_mods, self.at._replace(j=j))
         if start < self.begins[-1]:
             np.copyto(scores, -np.inf, where=before(self.begins, start, stop)[:, None])
 
     @property
     def sinks(self) -> Array | None:
         """Sink of each row, (heads_kv, m, 1, 1); None without sinks."""
-        return None if self.modified.sinks is None else self.modified.sinks[self.at.h]
+        return None if self.bound_mods.sinks is None else self.bound_mods.sinks[self.at.h]
 
 
 def _finished(acc: Array) -> tuple[Array, Array]:
@@ -210,7 +210,7 @@ def _overflown(
 ) -> Array:
     """Return which rows attend to a key and have finite queries and keys; see `lost_rows`."""
     begins: Any = 0 if modification is None else modification.begins
-    if modification is not None and not modification.modified.scores.changes_nothing:
+    if modification is not None and not modification.bound_mods.scores.changes_nothing:
         return np.zeros((*rows.shape[:3], 1), bool)
     finite = np.isfinite(read(k, keys, 0, int(seen.max()))).all(axis=-1).T
     lost: Array = (begins < seen) & all_between(finite, begins, seen)

@@ -35,7 +35,7 @@ from cupy_flash.cpu import padding, rowwise, untiled
 from cupy_flash.cpu.batching import Run, Steps, equal_runs, kept_steps
 from cupy_flash.cpu.forward_pass import ELEMENTS_AT_ONCE, Pass, Scratch, compute_dtype
 from cupy_flash.cpu.thread_pool import Stop, cpus, share_out, single_threaded_blas
-from cupy_flash.mods.on_arrays.bound_modifications import Modified
+from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
 from cupy_flash.mods.on_arrays.scores import FIRST, Pairs
 from cupy_flash.problem.problem import make_contiguous_problem
 from cupy_flash.problem.tile import Tile
@@ -80,7 +80,7 @@ def varlen_forward(
     tile: Tile | None = None,
     batch_invariant: bool = False,
     threads: int | None = None,
-    modified: Modified | None = None,
+    bound_mods: BoundModifications | None = None,
 ) -> None:
     """Write attention of packed sequences to ``out``, and its log-sum-exp to ``lse``.
 
@@ -119,7 +119,7 @@ def varlen_forward(
         and inf in the values of masked keys may still matter, see `cupy_flash.cpu.rowwise`.
     threads : int, optional
         Maximum number of workers; by default the number of CPUs of this process.
-    modified : Modified, optional
+    bound_mods : BoundModifications, optional
         Masks and score modifications, without seqlens_k; bias and mask have three axes.
     """
     if not out.size:
@@ -128,7 +128,7 @@ def varlen_forward(
     integers = cu_seqlens_q, cu_seqlens_k, seqused_k
     # Modifications use indices within a sequence, and 8-bit keys are dequantized one sequence at a
     # time. In these cases, each sequence is a pass of its own.
-    join = not batch_invariant and modified is None and scales is None
+    join = not batch_invariant and bound_mods is None and scales is None
     facts: tuple[Any, ...] = (
         *(None if x is None else (x.tobytes(), x.dtype) for x in integers),
         *(max_seqlen_q, max_seqlen_k, len(q), k.shape[1] if paged else len(k)),
@@ -154,11 +154,11 @@ def varlen_forward(
         if lse is not None:
             lse_rows = lse[:, span].reshape(len(lse), count, rows.seqlen).swapaxes(0, 1)
         first = FIRST
-        if modified is not None:
+        if bound_mods is not None:
             first = FIRST._replace(b=b, q_start=rows.first, k_start=keys.first)
         pieces.append(_Piece.whole(q_rows, out_rows, lse_rows, keys, first))
     k, v = (k, v) if paged else (k[None], v[None])
-    batch = _Batch(*_blocks(k, v, scales, q.dtype), causal, softmax_scale, modified)
+    batch = _Batch(*_blocks(k, v, scales, q.dtype), causal, softmax_scale, bound_mods)
     _forward(pieces, batch, tile, batch_invariant, threads)
 
 
@@ -179,7 +179,7 @@ def kvcache_forward(
     tile: Tile | None = None,
     batch_invariant: bool = False,
     threads: int | None = None,
-    modified: Modified | None = None,
+    bound_mods: BoundModifications | None = None,
 ) -> None:
     """Write attention over a KV cache to ``out``, and its log-sum-exp to ``lse``.
 
@@ -199,7 +199,7 @@ def kvcache_forward(
         Number of rows of each sequence in the cache, including rows that :func:`append` wrote.
     cache_batch_idx : numpy.ndarray, (batch,), or None
         Index of each sequence's cache; 0, 1, ... if None.
-    block_table, causal, softmax_scale, scales, tile, batch_invariant, threads, modified
+    block_table, causal, softmax_scale, scales, tile, batch_invariant, threads, bound_mods
         Arguments of :func:`varlen_forward`, except that bias and mask have four axes.
     """
     places = find_cached_keys(
@@ -215,9 +215,9 @@ def kvcache_forward(
     for b, _, keys, count in equal_runs(queries, places, joins):
         some = slice(b, b + count)
         lse_rows = None if lse is None else lse[some]
-        first = FIRST if modified is None else FIRST._replace(b=b)
+        first = FIRST if bound_mods is None else FIRST._replace(b=b)
         pieces.append(_Piece.whole(q[some], out[some], lse_rows, keys, first))
-    batch = _Batch(*_blocks(k_cache, v_cache, scales, q.dtype), causal, softmax_scale, modified)
+    batch = _Batch(*_blocks(k_cache, v_cache, scales, q.dtype), causal, softmax_scale, bound_mods)
     _forward(pieces, batch, tile, batch_invariant, threads)
 
 
@@ -415,7 +415,7 @@ class _Batch:
     v: Blocks  # (blocks, rows, heads_kv, head_dim_v)
     causal: bool
     softmax_scale: float
-    modified: Modified | None
+    bound_mods: BoundModifications | None
 
     def as_pass(self, piece: _Piece, tile: Tile, most_bytes: int) -> Pass:
         """Return the pass of a work item with all heads; copy at most `most_bytes` of pages."""
@@ -436,13 +436,13 @@ class _Batch:
             piece.q_offset,
             self.softmax_scale,
             tile,
-            self.modified,
+            self.bound_mods,
             piece.first,
         )
 
     def computes_small(self, piece: _Piece, tile: Tile) -> bool:
         """Compute a small work item in one step; return False, without output, for others."""
-        if self.modified is not None or piece.keys.pages is not None:
+        if self.bound_mods is not None or piece.keys.pages is not None:
             return False
         k, v = (_keys_of_all(x, piece.keys, len(piece.q)) for x in (self.k, self.v))
         return untiled.forward_small(
@@ -487,7 +487,7 @@ class _Batch:
             q_offset=piece.q_offset,
             softmax_scale=self.softmax_scale,
             Bc=Bc,
-            modified=self.modified,
+            bound_mods=self.bound_mods,
         )
 
 
@@ -509,7 +509,7 @@ def _forward(
     batch_invariant: bool,
     threads: int | None,
 ) -> None:
-    sinks = None if batch.modified is None else batch.modified.sinks
+    sinks = None if batch.bound_mods is None else batch.bound_mods.sinks
     for piece in pieces:
         if not piece.keys.seqlen:
             piece.write_without_keys(sinks)

@@ -23,7 +23,7 @@ import numpy as np
 from cupy_flash.arrays.kinds import read, way_back
 from cupy_flash.arrays.strided import array_module, require_shape
 from cupy_flash.mods.keywords import with_offsets
-from cupy_flash.mods.on_arrays.bound_modifications import Modified
+from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
 from cupy_flash.mods.on_arrays.score_derivatives import (
     apply_with_slope,
     behind_softcap,
@@ -285,7 +285,7 @@ class Gradients:
         Arrays q, k and v by name.
     modifications
         Keyword arguments that modify attention.
-    modified
+    bound_mods
         The same modifications, parsed.
     wrt
         Names of the inputs whose gradients are requested, or None for the default.
@@ -302,15 +302,15 @@ class Gradients:
         self,
         inputs: Mapping[str, Any],
         modifications: Mapping[str, Any],
-        modified: Modified,
+        bound_mods: BoundModifications,
         wrt: Iterable[str] | None,
         arithmetic: Arithmetic,
     ) -> None:
         given = dict(inputs)
-        for name, array in (("bias", modified.scores.bias), ("sinks", modified.sinks)):
+        for name, array in (("bias", bound_mods.scores.bias), ("sinks", bound_mods.sinks)):
             if array is not None:
                 given[name] = read_own(name, modifications[name])
-        mod = modified.scores.score_mod
+        mod = bound_mods.scores.score_mod
         captures = () if mod is None else mod.differentiable
         given |= {OF_MOD + name: mod.captures[name] for name in captures} if mod else {}
         if wrt is None:
@@ -318,11 +318,11 @@ class Gradients:
         names = _checked_names(wrt, given)
         xp = array_module(inputs["q"])
         self._arithmetic = arithmetic
-        self._bias_shape = None if modified.scores.bias is None else modified.scores.bias.shape
+        self._bias_shape = None if bound_mods.scores.bias is None else bound_mods.scores.bias.shape
         self._dtypes = {name: arithmetic.result or given[name].dtype for name in names}
         self._shapes = {name: given[name].shape for name in names}
         # A single sink for all heads gets the sum of their gradients.
-        of_heads = {} if modified.sinks is None else {"sinks": modified.sinks.shape}
+        of_heads = {} if bound_mods.sinks is None else {"sinks": bound_mods.sinks.shape}
         shapes = {name: of_heads.get(name, shape) for name, shape in self._shapes.items()}
         self._sums = {name: xp.zeros(shape, arithmetic.compute) for name, shape in shapes.items()}
 
@@ -395,8 +395,8 @@ def dense_gradients(
     operands = as_bhsd(q, k, v, layout)
     of_lse = operands[0].shape[:3]
     check_rows(dout, out, dlse, (*q.shape[:-1], v.shape[-1]), (*q.shape[:-3], *of_lse[1:]))
-    modified = fitting_modifications(others, q, sizes_of(*operands[:2]), causal=causal)
-    gradients = Gradients({"q": q, "k": k, "v": v}, others, modified, wrt, arithmetic)
+    bound_mods = fitting_modifications(others, q, sizes_of(*operands[:2]), causal=causal)
+    gradients = Gradients({"q": q, "k": k, "v": v}, others, bound_mods, wrt, arithmetic)
     gradient_formula(
         bhsd("q", dout),
         *operands,
@@ -405,7 +405,7 @@ def dense_gradients(
         causal=causal,
         softmax_scale=softmax_scale,
         q_offset=q_offset,
-        modified=modified,
+        bound_mods=bound_mods,
         arithmetic=arithmetic,
         into=gradients.parts(bhsd),
     )
@@ -445,7 +445,7 @@ def gradient_formula(
     causal: bool,
     softmax_scale: float | None,
     q_offset: int | None = None,
-    modified: Modified,
+    bound_mods: BoundModifications,
     sequence: Pairs = FIRST,
     arithmetic: Arithmetic,
     into: Mapping[str, Any],
@@ -464,12 +464,12 @@ def gradient_formula(
     size: Callable[[Any], Any] = abs if arithmetic.of_sizes else lambda x: x
     minus = xp.add if arithmetic.of_sizes else xp.subtract
     scale, visible = resolve(q, k, softmax_scale, causal, q_offset)
-    sinks = sinks_of(xp, modified, q.shape[1], compute)
-    for rows in chunks_of_rows(xp, q, k, visible, modified, sequence):
+    sinks = sinks_of(xp, bound_mods, q.shape[1], compute)
+    for rows in chunks_of_rows(xp, q, k, visible, bound_mods, sequence):
         sink = sinks[rows.head]
         with np.errstate(all="ignore"):
             x = rows.scores(q, k, scale, compute, xp)
-            p, seen, slope, lse = _softmax(xp, x, rows, modified, sink)
+            p, seen, slope, lse = _softmax(xp, x, rows, bound_mods, sink)
             q_rows, dout_rows = (size(rows.queries(a).astype(compute)) for a in (q, dout))
             k_rows, v_rows = (size(rows.keys(a).astype(compute)) for a in (k, v))
             stored_p = arithmetic.rounded(p)
@@ -507,11 +507,11 @@ def gradient_formula(
             if "sinks" in into:
                 of_sink = xp.where(sink == -np.inf, 0, xp.exp(sink - lse) * d)
                 into["sinks"][rows.head] -= of_sink.sum()
-            _add_to_captures(xp, into, rows, x, dt, modified.scores, arithmetic)
+            _add_to_captures(xp, into, rows, x, dt, bound_mods.scores, arithmetic)
 
 
 def _softmax(
-    xp: Any, x: Any, rows: Rows, modified: Modified, sink: Any
+    xp: Any, x: Any, rows: Rows, bound_mods: BoundModifications, sink: Any
 ) -> tuple[Any, Any, Any | None, Any]:
     """Compute the softmax of rows of scaled scores.
 
@@ -527,7 +527,7 @@ def _softmax(
     """
     if rows.end == 0:
         return x, x == x, None, xp.broadcast_to(sink, x.shape[:1])
-    changed, slope = apply_with_slope(modified.scores, x, rows.at, xp)
+    changed, slope = apply_with_slope(bound_mods.scores, x, rows.at, xp)
     p = xp.empty_like(x)
     # A score_mod that depends on fewer indices returns a smaller array, which broadcasts.
     p[...] = changed

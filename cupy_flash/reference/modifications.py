@@ -11,14 +11,14 @@ from cupy_flash.arrays.kinds import is_number_or_list, read, vector
 from cupy_flash.arrays.strided import array_module, dtype_name, taken_by
 from cupy_flash.mods.block_list import BlockList, require_fit
 from cupy_flash.mods.keywords import ARRAYS, VECTORS, checked_softcap, given, window_of
-from cupy_flash.mods.on_arrays.bound_modifications import Modified
+from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
 from cupy_flash.mods.on_arrays.scores import OF_SCORES, Scores
 from cupy_flash.mods.shapes import Sizes, fitted, require_limit
 
 
 def read_modifications(
     modifications: Mapping[str, Any], *, packed: bool = False, xp: Any = np
-) -> Modified:
+) -> BoundModifications:
     """Return the modifications that the keyword arguments of a public function specify.
 
     Parameters
@@ -37,7 +37,7 @@ def read_modifications(
     """
     found = given(modifications)
     if not found:
-        return Modified()
+        return BoundModifications()
     arrays: dict[str, Any] = {
         name: taken_by(xp, read_own(name, found[name]))
         for name in ("alibi_slopes", "bias", "mask", "tree_mask", "sinks")
@@ -60,7 +60,7 @@ def read_modifications(
         found.get("mask_mod"),
         *(arrays.get(name) for name in OF_SCORES),
     )
-    return Modified(
+    return BoundModifications(
         scores.beside_prefix(window.left, prefix_lens),
         window,
         prefix_lens,
@@ -72,7 +72,7 @@ def read_modifications(
 
 def fitting_modifications(
     modifications: Mapping[str, Any], q: Any, sizes: Sizes, *, causal: bool
-) -> Modified:
+) -> BoundModifications:
     """Return the modifications of a call with these queries and sizes; see `read_modifications`.
 
     Raises
@@ -84,19 +84,20 @@ def fitting_modifications(
     # The reference computes in float64, but evaluates masks in the float dtype of kernels, so that
     # the same pairs are visible. Slopes and sinks are rounded to that dtype, as kernels read them.
     real = np.float64 if sizes.dtype == "float64" else np.float32
-    modified = read_modifications(modifications, packed=packed, xp=xp)
+    bound_mods = read_modifications(modifications, packed=packed, xp=xp)
     slopes, sinks = (
-        _of_heads(x, sizes.heads_q, real) for x in (modified.scores.alibi_slopes, modified.sinks)
+        _of_heads(x, sizes.heads_q, real)
+        for x in (bound_mods.scores.alibi_slopes, bound_mods.sinks)
     )
-    scores = modified.scores._replace(alibi_slopes=slopes, real=real)
-    modified = modified._replace(scores=scores, sinks=sinks)
-    fields = {**scores._asdict(), **modified._asdict()}
+    scores = bound_mods.scores._replace(alibi_slopes=slopes, real=real)
+    bound_mods = bound_mods._replace(scores=scores, sinks=sinks)
+    fields = {**scores._asdict(), **bound_mods._asdict()}
     fitted({name: fields[name] for name in ARRAYS if fields[name] is not None}, sizes)
     if isinstance(scores.mask_mod, BlockList):
         require_fit(scores.mask_mod.captures["blocks"], sizes.batch, sizes.heads_q)
-    if modified.prefix_lens is not None:
-        require_limit(modified.window, causal=causal)
-    return modified
+    if bound_mods.prefix_lens is not None:
+        require_limit(bound_mods.window, causal=causal)
+    return bound_mods
 
 
 def _of_heads(array: Any, heads: int, real: Any) -> Any:

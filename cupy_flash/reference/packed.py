@@ -16,7 +16,7 @@ import numpy as np
 from cupy_flash.arrays.kinds import read, way_back
 from cupy_flash.arrays.strided import array_module, dtype_name
 from cupy_flash.mods.keywords import Window, window_of
-from cupy_flash.mods.on_arrays.bound_modifications import Modified
+from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
 from cupy_flash.mods.on_arrays.scores import FIRST, Pairs
 from cupy_flash.mods.shapes import Sizes, refuse_other_lengths
 from cupy_flash.problem.arrays import LARGEST_QUANTIZED
@@ -138,7 +138,7 @@ def attention_varlen_reference(
     xp = array_module(q)
     out = xp.zeros((*q.shape[:2], v.shape[-1]), np.float64)
     lse = xp.full((q.shape[1], q.shape[0]), -np.inf, np.float64)
-    modified = packed_modifications(
+    bound_mods = packed_modifications(
         modifications, q, cu_seqlens_q, max_seqlen_q, max_seqlen_k, causal=causal
     )
     table = integers(block_table)
@@ -151,7 +151,7 @@ def attention_varlen_reference(
         places = np.arange(len(k)) if table is None else paged_rows(table[at.b], *k.shape[:2])
         k_own, v_own = (_standing_for(x, scale, places[keys]) for x, scale in stored)
         one = q[rows], k_own, v_own
-        out[rows], lse[:, rows] = _of_sequence(*one, causal, softmax_scale, modified, at)
+        out[rows], lse[:, rows] = _of_sequence(*one, causal, softmax_scale, bound_mods, at)
     return convert(out), convert(lse)
 
 
@@ -163,7 +163,7 @@ def packed_modifications(
     max_seqlen_k: int,
     *,
     causal: bool,
-) -> Modified:
+) -> BoundModifications:
     """Return the modifications of a varlen call; see `fitting_modifications`."""
     total_q, heads_q, _ = q.shape
     refuse_other_lengths(modifications.get, "packed")
@@ -337,12 +337,12 @@ def attention_with_kvcache_reference(
     refuse_other_lengths(modifications.get, "cached")
     capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     sizes = Sizes(dtype_name(q), batch, heads_q, seqlen_q, capacity)
-    modified = fitting_modifications(modifications, q, sizes, causal=causal)
+    bound_mods = fitting_modifications(modifications, q, sizes, causal=causal)
     for b in range(batch):
         own = places[b][: after[b]]
         one = q[b], _standing_for(k_cache, k_scale, own), _standing_for(v_cache, v_scale, own)
         at = FIRST._replace(b=b)
-        out[b], lse[b] = _of_sequence(*one, causal, softmax_scale, modified, at)
+        out[b], lse[b] = _of_sequence(*one, causal, softmax_scale, bound_mods, at)
     scales = (None if x is None else convert(x) for x in (k_scale, v_scale))
     return KVCacheResult(*map(convert, (out, lse, k_cache, v_cache)), *scales)
 
@@ -396,7 +396,7 @@ def _of_sequence(
     v: Any,
     causal: bool,
     softmax_scale: float | None,
-    modified: Modified,
+    bound_mods: BoundModifications,
     at: Pairs,
 ) -> tuple[Any, Any]:
     """Return the output and lse of one sequence, whose arrays are (seqlen, heads, dim)."""
@@ -404,7 +404,7 @@ def _of_sequence(
         *(x[None].swapaxes(1, 2) for x in (q, k, v)),
         causal=causal,
         softmax_scale=softmax_scale,
-        modified=modified,
+        bound_mods=bound_mods,
         sequence=at,
     )
     return out[0].swapaxes(0, 1), lse[0]

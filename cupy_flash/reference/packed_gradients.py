@@ -147,10 +147,10 @@ def packed_gradients(
     convert = way_back("q", q)
     q, k, v, dout, out, dlse = read_all(q=q, k=k, v=v, dout=dout, out=out, dlse=dlse)
     check_rows(dout, out, dlse, (*q.shape[:2], v.shape[2]), (q.shape[1], q.shape[0]))
-    modified = packed_modifications(
+    bound_mods = packed_modifications(
         modifications, q, cu_seqlens_q, max_seqlen_q, max_seqlen_k, causal=causal
     )
-    gradients = Gradients({"q": q, "k": k, "v": v}, modifications, modified, wrt, arithmetic)
+    gradients = Gradients({"q": q, "k": k, "v": v}, modifications, bound_mods, wrt, arithmetic)
     for rows, keys, at in packed_sequences(
         *(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), seqused_k=seqused_k
     ):
@@ -161,7 +161,7 @@ def packed_gradients(
             dlse=None if dlse is None else dlse[None, :, rows],
             causal=causal,
             softmax_scale=softmax_scale,
-            modified=modified,
+            bound_mods=bound_mods,
             sequence=at,
             arithmetic=arithmetic,
             into=gradients.parts(part),

@@ -19,7 +19,7 @@ from cupy_flash.arrays.strided import (
     with_one_batch_axis,
 )
 from cupy_flash.mods.keywords import FURTHEST
-from cupy_flash.mods.on_arrays.bound_modifications import Modified
+from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
 from cupy_flash.mods.on_arrays.scores import Pairs
 from cupy_flash.mods.shapes import Sizes
 from cupy_flash.problem.mask import Mask, before, unseen
@@ -72,7 +72,7 @@ class Rows(NamedTuple):
 
 
 def chunks_of_rows(
-    xp: Any, q: Any, k: Any, visible: Mask, modified: Modified, sequence: Pairs
+    xp: Any, q: Any, k: Any, visible: Mask, bound_mods: BoundModifications, sequence: Pairs
 ) -> Iterator[Rows]:
     """Yield all rows of all heads in chunks with scores of at most `CHUNK_BYTES`.
 
@@ -87,7 +87,7 @@ def chunks_of_rows(
     _, heads_kv, seqlen_k, _ = k.shape
     chunk = max(1, CHUNK_BYTES // (8 * max(seqlen_k, 1)))
     for b, head in np.ndindex(batch, heads_q):
-        mask = modified.of_mask(visible, sequence.b + b)
+        mask = bound_mods.of_mask(visible, sequence.b + b)
         for first in range(0, seqlen_q, chunk):
             span = slice(first, min(first + chunk, seqlen_q))
             end = mask.end(span.stop - 1)
@@ -164,11 +164,11 @@ def pairs_of(xp: Any, sequence: Pairs, mask: Mask, rows: slice, keys: int) -> Pa
     )
 
 
-def sinks_of(xp: Any, modified: Modified, heads_q: int, dtype: Any) -> Any:
+def sinks_of(xp: Any, bound_mods: BoundModifications, heads_q: int, dtype: Any) -> Any:
     """Return the sink of each head; -inf, which adds nothing, if there are no sinks."""
-    if modified.sinks is None:
+    if bound_mods.sinks is None:
         return xp.full(heads_q, -np.inf, dtype)
-    return modified.sinks.astype(dtype)
+    return bound_mods.sinks.astype(dtype)
 
 
 def hide(xp: Any, scores: Any, mask: Mask, first_row: int) -> None:

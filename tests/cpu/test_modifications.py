@@ -15,7 +15,7 @@ from cupy_flash.cpu import varlen
 from cupy_flash.cpu.forward_pass import compute_dtype
 from cupy_flash.mods.keywords import FURTHEST, NAMES
 from cupy_flash.mods.modification import MaskMod, ScoreMod
-from cupy_flash.mods.on_arrays.bound_modifications import Modified
+from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
 from cupy_flash.mods.on_arrays.scores import FIRST
 from cupy_flash.problem.tile import Tile
 from cupy_flash.reference.dense import (
@@ -116,7 +116,7 @@ class Call:
         return self.batch, heads_q, self.seqlen_q, columns
 
     @property
-    def modified(self):
+    def bound_mods(self):
         """Parsed modifications, or None for a plain call."""
         if not self.modifications:
             return None
@@ -139,7 +139,7 @@ class Call:
             "softmax_scale": self.own_scale,
             "tile": tile,
             "threads": threads,
-            "modified": self.modified,
+            "bound_mods": self.bound_mods,
         }
         arrays = self.q, self.k, self.v, out, lse
         if self.kind == "equal":
@@ -182,7 +182,7 @@ class Call:
         """Assert that the result is right, for each sequence separately."""
         out, lse = self.run(**options)
         exact, exact_lse = self.truth()
-        modified = self.modified or Modified()
+        bound_mods = self.bound_mods or BoundModifications()
         for b in range(self.batch):
             rows, lse_rows, start = b, b, FIRST._replace(b=b)
             if self.kind == "packed":
@@ -195,7 +195,7 @@ class Call:
                 "causal": self.causal,
                 "softmax_scale": self.scale,
                 "q_offset": self.q_offset,
-                "modified": modified,
+                "bound_mods": bound_mods,
                 "sequence": start,
             }
             true_lse = exact_lse[lse_rows]

@@ -11,7 +11,7 @@ from cupy_flash.arrays.strided import as_cupy, taken_by
 from cupy_flash.calls.arguments import INT32
 from cupy_flash.calls.backward_arguments import gradient_problem
 from cupy_flash.calls.check.lengths import check_contents
-from cupy_flash.calls.check.modifications import Modifiers
+from cupy_flash.calls.check.modifications import ModificationKey
 from cupy_flash.calls.check.problems import problem_of
 from cupy_flash.calls.options import Options
 from cupy_flash.gpu.environment import cupy_module
@@ -21,7 +21,7 @@ VARIABLE = "CUPY_FLASH_CHECK"
 is_asked_for = os.environ.get(VARIABLE, "0") not in ("", "0")
 
 
-def check(arrays: Any, options: Options, keys: int, modifiers: Modifiers | None) -> None:
+def check(arrays: Any, options: Options, keys: int, mod_key: ModificationKey | None) -> None:
     """Raise ValueError for array contents that kernels would clamp; see `check_contents`.
 
     The arrays of lengths, offsets and indices are copied to the host, which waits for the current
@@ -29,7 +29,7 @@ def check(arrays: Any, options: Options, keys: int, modifiers: Modifiers | None)
 
     Parameters
     ----------
-    arrays, options, modifiers
+    arrays, options, mod_key
         `Arguments` or `GradientArguments` of a call on the current GPU, its options, and its
         modifications. They have passed all other checks.
     keys
@@ -38,8 +38,8 @@ def check(arrays: Any, options: Options, keys: int, modifiers: Modifiers | None)
     names = [name for name in arrays._fields if name in INT32 and getattr(arrays, name) is not None]
     if not names or _is_capturing():
         return
-    if modifiers is not None:
-        options = options.with_modifiers(modifiers)
+    if mod_key is not None:
+        options = options.with_mod_key(mod_key)
     plain = type(arrays)(*map(as_cupy, arrays))
     on_host = {name: taken_by(np, getattr(plain, name)) for name in names}
     if options.wrt is None:

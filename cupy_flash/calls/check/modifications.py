@@ -29,7 +29,7 @@ from cupy_flash.mods.keywords import (
     window_of,
 )
 from cupy_flash.mods.modification import MaskMod, ScoreMod, prefixed
-from cupy_flash.mods.on_arrays.bound_modifications import Modified
+from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
 from cupy_flash.mods.on_arrays.scores import OF_SCORES, Scores
 from cupy_flash.mods.shapes import Sizes, fitted, require_limit
 from cupy_flash.mods.trace.traced import NOT_DERIVABLE, Derivable, Traced
@@ -38,7 +38,7 @@ from cupy_flash.problem.problem import NOTHING_TO_PLACE
 from cupy_flash.problem.score import LARGEST_BOUNDED, BiasSpec, ScoreSpec
 
 
-class Modifiers(NamedTuple):
+class ModificationKey(NamedTuple):
     """Hashable part of the modifications of a call, without arrays and functions.
 
     Attributes
@@ -46,7 +46,7 @@ class Modifiers(NamedTuple):
     names
         Names of the arrays of modifications, which follow the other arrays of a call in this order.
     score_mod, mask_mod
-        Traced expressions of the user's functions, see `Functions`.
+        Traced expressions of the user's functions, see `UserMods`.
     numbers
         Captured numbers: pairs (name among all captures, key made by `number_key`).
     derivable
@@ -63,30 +63,30 @@ class Modifiers(NamedTuple):
     derivable: Derivable | None = None
 
 
-class Functions(NamedTuple):
+class UserMods(NamedTuple):
     """User functions with their captures. A call key excludes them, because it would keep them."""
 
     score_mod: ScoreMod | None = None
     mask_mod: MaskMod | None = None
 
 
-NO_FUNCTIONS = Functions()
+NO_USER_MODS = UserMods()
 _NO_WINDOW = Window()
-_NOTHING = Modifiers(())
-_ONLY_OFFSETS = Modifiers(("q_offset",))
+_NOTHING = ModificationKey(())
+_ONLY_OFFSETS = ModificationKey(("q_offset",))
 
 
-def read_modifiers(
+def parse_modifications(
     modifications: Mapping[str, Any], *, backward: bool = False
-) -> tuple[Modifiers, tuple[Any, ...], Functions] | None:
-    """Parse modifications into `Modifiers`, arrays and `Functions`; return None if there are none.
+) -> tuple[ModificationKey, tuple[Any, ...], UserMods] | None:
+    """Parse modifications into `ModificationKey`, arrays and `UserMods`; return None if none.
 
     Parameters
     ----------
     modifications
         Keyword arguments of a public function that modify attention.
     backward
-        Whether derivatives are needed, see `Modifiers.derivable`.
+        Whether derivatives are needed, see `ModificationKey.derivable`.
 
     Raises
     ------
@@ -97,32 +97,32 @@ def read_modifiers(
     if len(modifications) == 1 and not backward:
         [(name, value)] = modifications.items()
         if value.__class__ is MODS.get(name):
-            return _read_alone(name, value)
-    found = _read(modifications)
+            return _parse_single_mod(name, value)
+    found = _parse(modifications)
     if found is None or not backward:
         return found
-    modifiers, arrays, functions = found
-    score_mod = functions.score_mod
+    mod_key, arrays, user_mods = found
+    score_mod = user_mods.score_mod
     derivable = NOT_DERIVABLE if score_mod is None else score_mod.derivable
-    return modifiers._replace(derivable=derivable), arrays, functions
+    return mod_key._replace(derivable=derivable), arrays, user_mods
 
 
-def _read_alone(name: str, mod: Any) -> tuple[Modifiers, tuple[Any, ...], Functions]:
+def _parse_single_mod(name: str, mod: Any) -> tuple[ModificationKey, tuple[Any, ...], UserMods]:
     """Parse a function that is the only modification of a call. Caching saves 0.6 us per call."""
     kept = mod.read_alone
     if kept is None:
-        found = _read({name: mod})
+        found = _parse({name: mod})
         assert found is not None
         kept = found[:2]
-        # The `Functions` record is not cached: the function would keep itself and its block masks.
+        # The `UserMods` record is not cached: the function would keep itself and its block masks.
         object.__setattr__(mod, "read_alone", kept)
-    functions = Functions(None, mod) if name == "mask_mod" else Functions(mod)
-    return *kept, functions
+    user_mods = UserMods(None, mod) if name == "mask_mod" else UserMods(mod)
+    return *kept, user_mods
 
 
-def _read(
+def _parse(
     modifications: Mapping[str, Any],
-) -> tuple[Modifiers, tuple[Any, ...], Functions] | None:
+) -> tuple[ModificationKey, tuple[Any, ...], UserMods] | None:
     names: tuple[str, ...] = ()
     arrays: tuple[Any, ...] = ()
     numbers: tuple[tuple[str, bool | int | str], ...] = ()
@@ -153,7 +153,7 @@ def _read(
             arrays += value.arrays
             numbers += value.numbers
     has_none = score_mod is None and mask_mod is None
-    modifiers = Modifiers(
+    mod_key = ModificationKey(
         names,
         window,
         softcap,
@@ -161,12 +161,12 @@ def _read(
         None if mask_mod is None else mask_mod.traced,
         numbers,
     )
-    if modifiers == _NOTHING:
+    if mod_key == _NOTHING:
         return None
-    return modifiers, arrays, NO_FUNCTIONS if has_none else Functions(score_mod, mask_mod)
+    return mod_key, arrays, NO_USER_MODS if has_none else UserMods(score_mod, mask_mod)
 
 
-def canonical(modifiers: Modifiers, arrays: tuple[Any, ...], sizes: Sizes) -> dict[str, Any]:
+def canonical(mod_key: ModificationKey, arrays: tuple[Any, ...], sizes: Sizes) -> dict[str, Any]:
     """Return all arrays by name, checked, with biases and masks broadcast to the score shape.
 
     Raises
@@ -188,12 +188,12 @@ def canonical(modifiers: Modifiers, arrays: tuple[Any, ...], sizes: Sizes) -> di
         "seqused_q": ("int32",),
         "cache_leftpad": ("int32",),
     }
-    given = dict(zip(modifiers.names, arrays, strict=True))
+    given = dict(zip(mod_key.names, arrays, strict=True))
     for name, dtypes in of_dtypes.items():
         array = given.get(name)
         if array is not None and (dtype_name(array) not in dtypes or not array.dtype.isnative):
             raise _wrong_dtype(name, array, dtypes)
-    if modifiers.mask_mod is not None and modifiers.mask_mod.block is not None:
+    if mod_key.mask_mod is not None and mod_key.mask_mod.block is not None:
         require_fit(given[BLOCKS], sizes.batch, sizes.heads_q)
     return fitted(given, sizes)
 
@@ -209,22 +209,22 @@ def _wrong_dtype(name: str, array: Any, dtypes: tuple[str, ...]) -> TypeError:
 
 
 def score_spec(
-    modifiers: Modifiers, arrays: Mapping[str, Any], sizes: Sizes, *, causal: bool
+    mod_key: ModificationKey, arrays: Mapping[str, Any], sizes: Sizes, *, causal: bool
 ) -> ScoreSpec:
     """Return the spec of the modifications for kernels, given the arrays from `canonical`."""
-    specs = _capture_specs(modifiers, arrays, 1.0)
-    window, has_prefix, has_offsets = modifiers.window, "prefix_lens" in specs, "q_offset" in specs
+    specs = _capture_specs(mod_key, arrays, 1.0)
+    window, has_prefix, has_offsets = mod_key.window, "prefix_lens" in specs, "q_offset" in specs
     if has_prefix:
         require_limit(window, causal=causal)
-    if not causal and modifiers._replace(derivable=None) == _ONLY_OFFSETS:
+    if not causal and mod_key._replace(derivable=None) == _ONLY_OFFSETS:
         raise ValueError(NOTHING_TO_PLACE)
     text = _device_text(
-        modifiers.score_mod,
-        modifiers.mask_mod,
+        mod_key.score_mod,
+        mod_key.mask_mod,
         tuple(specs.items()),
         (causal or window.right == 0) and not has_prefix,
         sizes.dtype,
-        modifiers.derivable,
+        mod_key.derivable,
     )
     slopes = text.slopes
     return ScoreSpec(
@@ -240,18 +240,18 @@ def score_spec(
         text.dtype,
         # A block mask describes pairs that the user's mask alone hides, at positions that are the
         # same in all sequences.
-        may_be_mapped=modifiers.mask_mod is not None
+        may_be_mapped=mod_key.mask_mod is not None
         and not has_offsets
         and not {"mask", "tree_mask", "seqused_q", "cache_leftpad"} & set(specs)
         and not (has_prefix and window.left is not None),
-        block=None if modifiers.mask_mod is None else modifiers.mask_mod.block,
+        block=None if mod_key.mask_mod is None else mod_key.mask_mod.block,
         reads_pairs=text.reads_pairs,
         bias=_bias_spec(arrays["bias"], specs["bias"]) if "bias" in specs else None,
-        is_bounded=text.score is not None and _is_bounded(text.score, _numbers(modifiers, 1.0)),
-        conceals=text.hides_pairs or modifiers.score_mod is not None or "bias" in specs,
+        is_bounded=text.score is not None and _is_bounded(text.score, _numbers(mod_key, 1.0)),
+        conceals=text.hides_pairs or mod_key.score_mod is not None or "bias" in specs,
         has_low_scores=LOW_SCORES in text.text,
         changes_slope=slopes is not None and slopes.slope is not ONE,
-        differentiable=_differentiable(modifiers.derivable),
+        differentiable=_differentiable(mod_key.derivable),
     )
 
 
@@ -332,21 +332,21 @@ def _names_rows(node: Node) -> bool:
 
 
 def packed_arguments(
-    modifiers: Modifiers, arrays: Mapping[str, Any], sizes: Sizes, softmax_scale: float
+    mod_key: ModificationKey, arrays: Mapping[str, Any], sizes: Sizes, softmax_scale: float
 ) -> tuple[np.ndarray, tuple[str, ...]]:
     """Return ``ModArguments`` for arrays from `canonical`, without addresses, and array names."""
-    specs = _capture_specs(modifiers, arrays, softmax_scale)
-    values = dict(arrays) | _numbers(modifiers, softmax_scale)
+    specs = _capture_specs(mod_key, arrays, softmax_scale)
+    values = dict(arrays) | _numbers(mod_key, softmax_scale)
     named = tuple(name for name, spec in specs.items() if spec.rank is not None)
     addresses = dict.fromkeys(named, 0)
     return pack_arguments(specs, values, addresses, real_type(sizes.dtype)), named
 
 
-def _numbers(modifiers: Modifiers, softmax_scale: float) -> dict[str, bool | int | float]:
-    window = modifiers.window
-    found = {name: number_of(key) for name, key in modifiers.numbers} | {SCALE: softmax_scale}
+def _numbers(mod_key: ModificationKey, softmax_scale: float) -> dict[str, bool | int | float]:
+    window = mod_key.window
+    found = {name: number_of(key) for name, key in mod_key.numbers} | {SCALE: softmax_scale}
     for name, number in (
-        ("softcap", modifiers.softcap),
+        ("softcap", mod_key.softcap),
         ("window_left", window.left),
         ("window_right", window.right),
     ):
@@ -356,10 +356,10 @@ def _numbers(modifiers: Modifiers, softmax_scale: float) -> dict[str, bool | int
 
 
 def _capture_specs(
-    modifiers: Modifiers, arrays: Mapping[str, Any], softmax_scale: float
+    mod_key: ModificationKey, arrays: Mapping[str, Any], softmax_scale: float
 ) -> dict[str, CaptureSpec]:
     """Return the specs of all values that kernels read through ``ModArguments``."""
-    found = _numbers(modifiers, softmax_scale)
+    found = _numbers(mod_key, softmax_scale)
     numbers = {name: read_capture(name, number)[1] for name, number in found.items()}
     return numbers | {
         name: read_capture(name, array)[1]
@@ -370,18 +370,20 @@ def _capture_specs(
     }
 
 
-def on_host(modifiers: Modifiers, functions: Functions, arrays: Mapping[str, Any]) -> Modified:
+def bind_modifications(
+    mod_key: ModificationKey, user_mods: UserMods, arrays: Mapping[str, Any]
+) -> BoundModifications:
     """Return the modifications as the CPU backend takes them, given arrays from `canonical`.
 
     If the arrays include `seqused_q`, they must include a `q_offset`.
     """
-    window, prefix_lens = modifiers.window, arrays.get("prefix_lens")
+    window, prefix_lens = mod_key.window, arrays.get("prefix_lens")
     scores = Scores(
-        modifiers.softcap,
-        *functions,
+        mod_key.softcap,
+        *user_mods,
         *(arrays.get(name) for name in OF_SCORES),
     )
-    return Modified(
+    return BoundModifications(
         scores.beside_prefix(window.left, prefix_lens),
         window,
         prefix_lens,

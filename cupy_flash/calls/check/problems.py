@@ -72,12 +72,12 @@ def _score(
     arguments: Arguments, options: Options, dtype: str, *sizes: int, **more: int
 ) -> ScoreSpec | None:
     """Return the spec of the call's modifications for kernels; None without modifications."""
-    modifiers = options.modifiers
-    if modifiers is None:
+    mod_key = options.mod_key
+    if mod_key is None:
         return None
     found = Sizes(dtype, *sizes, **more)
-    arrays = canonical(modifiers, arguments.of_modifiers, found)
-    return score_spec(modifiers, arrays, found, causal=options.causal)
+    arrays = canonical(mod_key, arguments.modification_arrays, found)
+    return score_spec(mod_key, arrays, found, causal=options.causal)
 
 
 def sizes_of(problem: Problem, options: Options) -> Sizes:
@@ -152,8 +152,8 @@ def _float8_scales(
             if value is not None:
                 raise ValueError(f"{name} is for {FLOAT8} q, k and v; q is {q.dtype}")
         return None
-    if options.modifiers is not None:
-        arrays = f" ({', '.join(options.modifiers.names)})" if options.modifiers.names else ""
+    if options.mod_key is not None:
+        arrays = f" ({', '.join(options.mod_key.names)})" if options.mod_key.names else ""
         raise ValueError(f"q is {q.dtype}, which is supported only without modifications{arrays}")
     if arguments.out is not None and options.out_dtype is not None:
         raise ValueError("out and out_dtype are both given; pass only one")

@@ -14,7 +14,7 @@ from cupy_flash.calls.backward_arguments import (
     gradient_problem,
     result_spec,
 )
-from cupy_flash.calls.check.modifications import Functions, canonical, packed_arguments
+from cupy_flash.calls.check.modifications import UserMods, canonical, packed_arguments
 from cupy_flash.calls.check.problems import sizes_of
 from cupy_flash.calls.conversions import converted
 from cupy_flash.calls.gpu.allocate import Maker, MemoryMaker, maker, memory_maker
@@ -113,7 +113,7 @@ def prepare(
     arguments: GradientArguments,
     options: Options,
     device: Device,
-    functions: Functions,
+    user_mods: UserMods,
     *,
     of_torch: bool,
 ) -> Call:
@@ -135,11 +135,11 @@ def prepare(
     fixed = fixed_fields(plan)
     if (of_bias := bias_fields(problem, device)) is not None:
         fixed["dbias"] = of_bias
-    if options.modifiers is not None:
+    if options.mod_key is not None:
         sizes = sizes_of(problem, options)
-        arrays = canonical(options.modifiers, arguments.of_modifiers, sizes)
+        arrays = canonical(options.mod_key, arguments.modification_arrays, sizes)
         fixed["mods"], captured = packed_arguments(
-            options.modifiers, arrays, sizes, problem.softmax_scale
+            options.mod_key, arrays, sizes, problem.softmax_scale
         )
         sources |= {f"mods.{name}.data": name for name in captured}
     results = tuple(_RESULT + name for name in options.wrt)

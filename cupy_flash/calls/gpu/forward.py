@@ -18,7 +18,7 @@ from cupy_flash.arrays.strided import (
 )
 from cupy_flash.calls.arguments import IN_PLACE, Arguments, require_given, written_arrays
 from cupy_flash.calls.check.lengths import LengthLimit, length_limits, require_length
-from cupy_flash.calls.check.modifications import Functions, canonical, packed_arguments
+from cupy_flash.calls.check.modifications import UserMods, canonical, packed_arguments
 from cupy_flash.calls.check.problems import lse_shape, problem_of, sizes_of
 from cupy_flash.calls.conversions import converted
 from cupy_flash.calls.gpu.allocate import Maker, MemoryMaker, maker, memory_maker
@@ -109,7 +109,7 @@ class Call:
     pull_backs: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     def run(
-        self, arguments: Arguments, addresses: tuple[int, ...], keys: int, functions: Functions
+        self, arguments: Arguments, addresses: tuple[int, ...], keys: int, user_mods: UserMods
     ) -> tuple[Any, Any | None]:
         """Enqueue the launches for arrays at these addresses; return out and lse."""
         if not 0 <= keys <= self.most_keys:
@@ -138,11 +138,11 @@ class Call:
             values += (first, first + step, first + 2 * step)
         ready, current = None, 0
         if self.block_map is not None:
-            assert functions.mask_mod is not None
+            assert user_mods.mask_mod is not None
             # With the device given, CuPy need not look up the current one.
             current = cupy_module().cuda.get_current_stream(self.block_map.device).ptr
             ready = map_of_mask(
-                *(functions.mask_mod, self.block_map, current, arguments), of_torch=self.of_torch
+                *(user_mods.mask_mod, self.block_map, current, arguments), of_torch=self.of_torch
             )
             values += (ready.address,)
         if self.parts:
@@ -187,12 +187,12 @@ def prepare(
     arguments: Arguments,
     options: Options,
     device: Device,
-    functions: Functions,
+    user_mods: UserMods,
     *,
     of_torch: bool,
 ) -> Call:
     """Check, plan, compile and load what calls with such CuPy arrays or tensors need."""
-    fields, given = arguments.names_of_kind(options.kind), arguments.of_kind(options.kind)
+    fields, given = arguments.names_of_kind(options.kind), arguments.arrays_of_kind(options.kind)
     arguments, qkv = arguments.parts_of_qkv(options.layout), arguments.qkv
     qkv_step = None if qkv is None else qkv.strides[-3]
     problem = problem_of(arguments, options)
@@ -222,20 +222,20 @@ def prepare(
     names = (*fields, *_VALUES, *parts, *map_place, *parts_of_scratch)
     sources, maps = _sources(arguments, plan), plan.schedule.tensor_maps
     fixed = fixed_fields(plan)
-    if options.modifiers is not None:
+    if options.mod_key is not None:
         sizes = sizes_of(problem, options)
-        arrays = canonical(options.modifiers, arguments.of_modifiers, sizes)
+        arrays = canonical(options.mod_key, arguments.modification_arrays, sizes)
         fixed["mods"], captured = packed_arguments(
-            options.modifiers, arrays, sizes, problem.softmax_scale
+            options.mod_key, arrays, sizes, problem.softmax_scale
         )
         sources |= {f"mods.{name}.data": name for name in captured}
     block_map = None
     if spec is not None:
-        assert functions.mask_mod is not None
+        assert user_mods.mask_mod is not None
         cuda = cupy_module().cuda
         block_map = MapKey(cuda.runtime.getDevice(), problem.dtype, spec)
         current = cuda.get_current_stream().ptr
-        ready = map_of_mask(*(functions.mask_mod, block_map, current, arguments), of_torch=of_torch)
+        ready = map_of_mask(*(user_mods.mask_mod, block_map, current, arguments), of_torch=of_torch)
         fixed["block_mask"] = ready.map.fields
         sources |= {"block_mask.memory": _MAP}
     out = None

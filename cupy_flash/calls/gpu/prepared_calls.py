@@ -9,7 +9,7 @@ from cupy_flash.arrays.jax_arrays import JaxMemory
 from cupy_flash.arrays.strided import as_cupy
 from cupy_flash.arrays.torch_arrays import no_memory
 from cupy_flash.calls.check import device_lengths
-from cupy_flash.calls.check.modifications import NO_FUNCTIONS, Functions, Modifiers
+from cupy_flash.calls.check.modifications import NO_USER_MODS, ModificationKey, UserMods
 from cupy_flash.calls.gpu import backward as gpu_backward
 from cupy_flash.calls.gpu import forward as gpu_forward
 from cupy_flash.calls.gpu import merge, sharded_append
@@ -30,8 +30,8 @@ def run(
     options: Options | sharded_append.Stripes | None,
     keys: int = 0,
     only_cupy: bool = False,
-    functions: Functions = NO_FUNCTIONS,
-    modifiers: Modifiers | None = None,
+    user_mods: UserMods = NO_USER_MODS,
+    mod_key: ModificationKey | None = None,
 ) -> Any:
     """Compute attention, its gradients, a merge of partial results, or an append to a cache.
 
@@ -48,10 +48,10 @@ def run(
         Length of every cached sequence before the append if no array gives the lengths; else 0.
     only_cupy
         Whether to do nothing, and return None, unless all arrays are CuPy arrays.
-    functions
-        User functions that belong to the modifiers.
-    modifiers
-        Modifiers that `options` does not contain yet: adding them takes half a microsecond.
+    user_mods
+        User functions that belong to `mod_key`.
+    mod_key
+        Key that `options` does not contain yet: adding it takes half a microsecond.
 
     Returns
     -------
@@ -59,16 +59,16 @@ def run(
         Results of attention or of a merge; lse is None if it is not requested. A backward call
         returns the gradients instead; an append returns None twice.
     """
-    given = arrays.of_kind(options.kind) if isinstance(options, Options) else arrays
-    found = look_up(given, options, modifiers, only_cupy)
+    given = arrays.arrays_of_kind(options.kind) if isinstance(options, Options) else arrays
+    found = look_up(given, options, mod_key, only_cupy)
     if found is None:
         return None
     key, call, addresses = found
     if call is None:
-        call, arrays, addresses = prepare(key, arrays, addresses, options, functions, modifiers)
+        call, arrays, addresses = prepare(key, arrays, addresses, options, user_mods, mod_key)
     if device_lengths.is_asked_for and isinstance(options, Options):
-        device_lengths.check(arrays, options, keys, modifiers)
-    return call.run(arrays, addresses, keys, functions)
+        device_lengths.check(arrays, options, keys, mod_key)
+    return call.run(arrays, addresses, keys, user_mods)
 
 
 def prepare(
@@ -76,8 +76,8 @@ def prepare(
     arrays: Any,
     addresses: tuple[int, ...],
     options: Options | sharded_append.Stripes | None,
-    functions: Functions = NO_FUNCTIONS,
-    modifiers: Modifiers | None = None,
+    user_mods: UserMods = NO_USER_MODS,
+    mod_key: ModificationKey | None = None,
 ) -> tuple[Any, Any, tuple[int, ...]]:
     """Prepare a call whose call key is new; return it with the arrays that it reads and addresses.
 
@@ -86,20 +86,20 @@ def prepare(
     device_id = key[0]
     require_device(device_id, arrays)
     if isinstance(options, Options):
-        if modifiers is not None:
-            options = options.with_modifiers(modifiers)
+        if mod_key is not None:
+            options = options.with_mod_key(mod_key)
         way = gpu_forward if options.wrt is None else gpu_backward
         readable: Any = way.readable(arrays, options)
     else:
         readable = merge.readable(arrays) if options is None else sharded_append.readable(arrays)
     if any(a is not b for a, b in zip(readable, arrays, strict=True)):
-        given = readable.of_kind(options.kind) if isinstance(options, Options) else readable
+        given = readable.arrays_of_kind(options.kind) if isinstance(options, Options) else readable
         found = look_up(given, options)
         assert found is not None
         key, call, addresses = found
         if call is not None:
             return call, readable, addresses
-        return prepare(key, readable, addresses, options, functions)
+        return prepare(key, readable, addresses, options, user_mods)
     plain, device = type(arrays)(*map(as_cupy, arrays)), device_for_id(device_id)
     if options is None:
         call = merge.prepare(plain, device)
@@ -107,7 +107,7 @@ def prepare(
         call = sharded_append.prepare(plain, options, device)
     else:
         of_torch = is_tensor(arrays.like)
-        call = way.prepare(plain, options, device, functions, of_torch=of_torch)
+        call = way.prepare(plain, options, device, user_mods, of_torch=of_torch)
     if len(_calls) >= _MAX_CALLS:
         _calls.clear()
     _calls[key] = call
@@ -117,7 +117,7 @@ def prepare(
 def look_up(
     given: Iterable[Any],
     options: Options | sharded_append.Stripes | None,
-    modifiers: Modifiers | None = None,
+    mod_key: ModificationKey | None = None,
     only_cupy: bool = False,
 ) -> tuple[tuple[Any, ...], Any, tuple[int, ...]] | None:
     """Return the call key of these arrays, the prepared call or None, and the addresses.
@@ -131,7 +131,7 @@ def look_up(
         return None
     facts, addresses = found
     # The key holds everything that the plan and the checks depend on.
-    key = (cupy.cuda.runtime.getDevice(), facts, options, modifiers, tuning.generation())
+    key = (cupy.cuda.runtime.getDevice(), facts, options, mod_key, tuning.generation())
     return key, _calls.get(key), addresses
 
 

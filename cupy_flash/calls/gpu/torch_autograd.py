@@ -19,7 +19,7 @@ from cupy_flash.arrays.torch_arrays import (
 from cupy_flash.calls.arguments import Arguments
 from cupy_flash.calls.backward_arguments import GradientArguments
 from cupy_flash.calls.check import device_lengths
-from cupy_flash.calls.check.modifications import NO_FUNCTIONS
+from cupy_flash.calls.check.modifications import NO_USER_MODS
 from cupy_flash.calls.gpu import forward as gpu_forward
 from cupy_flash.calls.gpu import prepared_calls
 from cupy_flash.calls.gpu.allocate import as_tensor
@@ -68,7 +68,7 @@ def run(arrays: tuple[Any, ...], options: Options) -> tuple[tuple[Any, Any], Any
     Parameters
     ----------
     arrays
-        Arrays of the call, in the order of `Arguments.of_kind`.
+        Arrays of the call, in the order of `Arguments.arrays_of_kind`.
     options
         Options of the call, as Python values.
 
@@ -93,7 +93,7 @@ def run(arrays: tuple[Any, ...], options: Options) -> tuple[tuple[Any, Any], Any
     _, call, addresses = found
     if call is None:
         return None
-    return _on_stream_of(arrays[0], call.run, _NO_ARRAYS, addresses, 0, NO_FUNCTIONS), found
+    return _on_stream_of(arrays[0], call.run, _NO_ARRAYS, addresses, 0, NO_USER_MODS), found
 
 
 def record(found: Any, results: tuple[Any, Any]) -> Recorded:

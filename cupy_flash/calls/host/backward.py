@@ -17,8 +17,7 @@ from cupy_flash.calls.backward_arguments import (
     result_spec,
 )
 from cupy_flash.calls.check.lengths import check_contents
-from cupy_flash.calls.check.modifications import Functions, canonical
-from cupy_flash.calls.check.modifications import on_host as modifiers_on_host
+from cupy_flash.calls.check.modifications import UserMods, bind_modifications, canonical
 from cupy_flash.calls.check.problems import sizes_of
 from cupy_flash.calls.conversions import converted
 from cupy_flash.calls.gpu import prepared_calls
@@ -47,12 +46,12 @@ _ROWS = (*ROWS, "out", "dout")
 
 
 def backward(
-    arguments: GradientArguments, options: Options, backend: str, functions: Functions
+    arguments: GradientArguments, options: Options, backend: str, user_mods: UserMods
 ) -> tuple[np.ndarray, ...]:
     """Return the gradients for NumPy arrays, in the order of `Options.wrt`."""
     assert options.wrt is not None
     # Dense calls without modifications have no arrays that may need a conversion.
-    has_no_lengths = options.kind == "equal" and options.modifiers is None
+    has_no_lengths = options.kind == "equal" and options.mod_key is None
     if not has_no_lengths:
         arguments = converted(arguments, options)
     out = readable_in_place(arguments.out, one_batch=options.is_equal)
@@ -73,9 +72,9 @@ def backward(
     if are_given:
         require_apart(arguments._fields, arguments, WRITTEN)
     if tile is None:
-        _on_gpu(arguments, results, options, functions)
+        _on_gpu(arguments, results, options, user_mods)
     else:
-        _on_cpu(arguments, results, options, functions, problem, tile)
+        _on_cpu(arguments, results, options, user_mods, problem, tile)
     return tuple(results.values())
 
 
@@ -98,7 +97,9 @@ def repeated(
     assert options.wrt is not None
     results = {name: np.empty(getattr(arguments, name).shape, q.dtype) for name in options.wrt}
     arrays = q, k, v, out, dout, lse, dlse
-    done = cpu_backward.backward_by_formula(*arrays, results, call.small, call.scale, modified=None)
+    done = cpu_backward.backward_by_formula(
+        *arrays, results, call.small, call.scale, bound_mods=None
+    )
     return tuple(results.values()) if done else None
 
 
@@ -195,14 +196,14 @@ def _on_gpu(
     arguments: GradientArguments,
     results: dict[str, np.ndarray],
     options: Options,
-    functions: Functions,
+    user_mods: UserMods,
 ) -> None:
     """Compute gradients on a GPU from copies of the arrays, and write them to `results`."""
     cupy = cupy_module()
     order = upload_order(options)
     arguments = arguments._replace(**dict.fromkeys(WRITTEN))
     uploaded = (None if x is None else cupy.asarray(x, order=order) for x in arguments)
-    found = prepared_calls.run(type(arguments)(*uploaded), options, functions=functions)
+    found = prepared_calls.run(type(arguments)(*uploaded), options, user_mods=user_mods)
     for result, new in zip(results.values(), found, strict=True):
         result[...] = cupy.asnumpy(new)
 
@@ -211,15 +212,17 @@ def _on_cpu(
     arguments: GradientArguments,
     results: dict[str, np.ndarray],
     options: Options,
-    functions: Functions,
+    user_mods: UserMods,
     problem: Problem,
     tile: Tile,
 ) -> None:
-    modified = None
-    if options.modifiers is not None:
-        arrays_of = canonical(options.modifiers, arguments.of_modifiers, sizes_of(problem, options))
+    bound_mods = None
+    if options.mod_key is not None:
+        arrays_of = canonical(
+            options.mod_key, arguments.modification_arrays, sizes_of(problem, options)
+        )
         arrays_of |= positions_of_used(arguments, arrays_of)
-        modified = modifiers_on_host(options.modifiers, functions, arrays_of)
+        bound_mods = bind_modifications(options.mod_key, user_mods, arrays_of)
     results = dict(results)
     is_packed = options.kind == "packed"
     if "bias" in results:
@@ -239,7 +242,7 @@ def _on_cpu(
             q_offset=problem.q_offset,
             softmax_scale=problem.softmax_scale,
             tile=tile,
-            modified=modified,
+            bound_mods=bound_mods,
         )
         return
     cpu_backward.varlen_backward(
@@ -252,5 +255,5 @@ def _on_cpu(
         causal=problem.causal,
         softmax_scale=problem.softmax_scale,
         tile=tile,
-        modified=modified,
+        bound_mods=bound_mods,
     )

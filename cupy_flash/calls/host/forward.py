@@ -20,8 +20,12 @@ from cupy_flash.calls.arguments import (
 )
 from cupy_flash.calls.backends import cpu_tile, host_runs_on_gpu
 from cupy_flash.calls.check.lengths import check_contents, new_rows
-from cupy_flash.calls.check.modifications import NO_FUNCTIONS, Functions, canonical
-from cupy_flash.calls.check.modifications import on_host as modifiers_on_host
+from cupy_flash.calls.check.modifications import (
+    NO_USER_MODS,
+    UserMods,
+    bind_modifications,
+    canonical,
+)
 from cupy_flash.calls.check.problems import lse_shape, problem_of, sizes_of
 from cupy_flash.calls.conversions import converted
 from cupy_flash.calls.gpu import prepared_calls
@@ -42,11 +46,11 @@ def forward(
     options: Options,
     keys: int,
     backend: str,
-    functions: Functions = NO_FUNCTIONS,
+    user_mods: UserMods = NO_USER_MODS,
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Compute attention for NumPy arrays, after the append if any; see `prepared_calls.run`."""
     # Dense calls without modifications have no arrays that may need a conversion.
-    has_no_lengths = options.kind == "equal" and options.modifiers is None
+    has_no_lengths = options.kind == "equal" and options.mod_key is None
     if not has_no_lengths:
         arguments = converted(arguments, options)
     call = _known(arguments, options, backend)
@@ -66,11 +70,11 @@ def forward(
         arguments = _appended(arguments, lengths, options, call)
     if goes_to_gpu:
         # The append above has computed the scales of new rows already.
-        return _on_gpu(arguments, out, options._replace(compute_scales=False), functions)
+        return _on_gpu(arguments, out, options._replace(compute_scales=False), user_mods)
     lse = None
     if options.return_lse:
         lse = np.empty(lse_shape(arguments.q, problem), problem.lse_dtype)
-    _on_cpu(arguments, out, lse, options, functions, call)
+    _on_cpu(arguments, out, lse, options, user_mods, call)
     return out, lse
 
 
@@ -92,7 +96,7 @@ def repeated(
     lse = None
     if options.return_lse:
         lse = np.empty(call.problem.lse_shape, call.out_dtype)
-    done = cpu_forward.forward_at_once(q, k, v, out, lse, call.small, call.scale, modified=None)
+    done = cpu_forward.forward_at_once(q, k, v, out, lse, call.small, call.scale, bound_mods=None)
     return (out, lse) if done else None
 
 
@@ -152,14 +156,14 @@ def scale_in(dtype: np.dtype[Any], problem: Problem) -> Any:
 
 
 def _key_of(arguments: Arguments, options: Options, backend: str) -> tuple[Any, ...]:
-    given = arguments.of_kind(options.kind)
+    given = arguments.arrays_of_kind(options.kind)
     facts = tuple([None if x is None else (x.shape, x.strides, x.dtype) for x in given])
     return facts, options, backend, gpu_of(backend), tuning.generation()
 
 
 def is_plain(arguments: Any, options: Options) -> bool:
     """Return whether the CPU backend can use q, k and v as they are, without modifications."""
-    is_equal = options.kind == "equal" and options.modifiers is None
+    is_equal = options.kind == "equal" and options.mod_key is None
     return is_equal and options.layout == "bshd" and arguments.q.ndim == 4 and arguments.q.size > 0
 
 
@@ -224,7 +228,7 @@ def upload_order(options: Options) -> Literal["K", "C"]:
 
 
 def _on_gpu(
-    arguments: Arguments, out: np.ndarray, options: Options, functions: Functions
+    arguments: Arguments, out: np.ndarray, options: Options, user_mods: UserMods
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Compute attention on a GPU from copies of the arrays."""
     cupy = cupy_module()
@@ -233,7 +237,7 @@ def _on_gpu(
     uploaded = (None if x is None else _uploaded(x, order) for x in arguments)
     if dtype_name(arguments.q) == FLOAT8:
         options = options._replace(out_dtype=dtype_name(out))
-    result, lse = prepared_calls.run(type(arguments)(*uploaded), options, functions=functions)
+    result, lse = prepared_calls.run(type(arguments)(*uploaded), options, user_mods=user_mods)
     out[...] = cupy.asnumpy(result)
     return out, None if lse is None else cupy.asnumpy(lse)
 
@@ -251,15 +255,17 @@ def _on_cpu(
     out: np.ndarray,
     lse: np.ndarray | None,
     options: Options,
-    functions: Functions,
+    user_mods: UserMods,
     call: _Known,
 ) -> None:
     problem, tile = call.problem, call.tile
-    modified = None
-    if options.modifiers is not None:
-        arrays_of = canonical(options.modifiers, arguments.of_modifiers, sizes_of(problem, options))
+    bound_mods = None
+    if options.mod_key is not None:
+        arrays_of = canonical(
+            options.mod_key, arguments.modification_arrays, sizes_of(problem, options)
+        )
         arrays_of |= positions_of_used(arguments, arrays_of)
-        modified = modifiers_on_host(options.modifiers, functions, arrays_of)
+        bound_mods = bind_modifications(options.mod_key, user_mods, arrays_of)
     if options.is_equal:
         if tile is None:
             # The CPU backend computes padded sequences as a dense batch, with one tile.
@@ -277,7 +283,7 @@ def _on_cpu(
             q_offset=problem.q_offset,
             softmax_scale=problem.softmax_scale,
             tile=tile,
-            modified=modified,
+            bound_mods=bound_mods,
         )
         return
     same: dict[str, Any] = {
@@ -286,7 +292,7 @@ def _on_cpu(
         "softmax_scale": problem.softmax_scale,
         "tile": tile,
         "batch_invariant": problem.is_batch_invariant,
-        "modified": modified,
+        "bound_mods": bound_mods,
         "scales": _scales(arguments, problem),
     }
     arrays = arguments.q, arguments.keys, arguments.values_of(options), out, lse

@@ -37,7 +37,7 @@ from cupy_flash.cpu.forward_pass import (
 )
 from cupy_flash.cpu.forward_pass import scratch_elements as forward_elements
 from cupy_flash.cpu.thread_pool import Stop, cpus, share_out, single_threaded_blas
-from cupy_flash.mods.on_arrays.bound_modifications import Modified
+from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
 from cupy_flash.mods.on_arrays.scores import FIRST
 from cupy_flash.problem.gradient import ROWS
 from cupy_flash.problem.mask import Mask
@@ -153,7 +153,7 @@ def backward(
     softmax_scale: float,
     tile: Tile,
     threads: int | None = None,
-    modified: Modified | None = None,
+    bound_mods: BoundModifications | None = None,
 ) -> None:
     """Write the gradients of attention to the arrays in ``results``.
 
@@ -162,7 +162,7 @@ def backward(
 
     Parameters
     ----------
-    q, k, v, causal, q_offset, softmax_scale, tile, threads, modified
+    q, k, v, causal, q_offset, softmax_scale, tile, threads, bound_mods
         Arguments of `cupy_flash.cpu.forward.forward`.
     out, dout : numpy.ndarray, (batch, seqlen_q, heads_q, head_dim_v)
         Output of the forward pass, and its gradient.
@@ -179,7 +179,7 @@ def backward(
         If the scratch of one worker exceeds :data:`SCRATCH_LIMIT` with this tile.
     """
     visible = Mask(q.shape[1], k.shape[1], causal, q_offset)
-    if causal and modified is None and (first := visible.first_row(0)):
+    if causal and bound_mods is None and (first := visible.first_row(0)):
         # These rows attend to no key: their gradients are 0, and they add nothing to others.
         if "q" in results:
             dq = results["q"]
@@ -189,11 +189,11 @@ def backward(
         lse, dlse = lse[:, :, first:], None if dlse is None else dlse[:, :, first:]
         q_offset = visible.behind(first).q_offset
     call = q, k, v, out, dout, lse, dlse, results, causal, q_offset, softmax_scale, tile, threads
-    if modified is None and backward_small(*call):
+    if bound_mods is None and backward_small(*call):
         return
     totals = _totals(results, q.shape[2], k.shape[2], compute_dtype(q.dtype))
     if q.size:
-        job = Pass.make(q, k, v, out, None, causal, q_offset, softmax_scale, tile, modified)
+        job = Pass.make(q, k, v, out, None, causal, q_offset, softmax_scale, tile, bound_mods)
         bias = totals.get("bias")
         is_shared = bias is not None and bias.shape[:3] != job.q.shape[:3]
         _run([GradientPass.make(job, dout, lse, dlse, totals, is_shared=is_shared)], tile, threads)
@@ -213,7 +213,7 @@ def backward_by_formula(
     small: untiled_backward.SmallGradients,
     scale: Any,
     *,
-    modified: None,
+    bound_mods: None,
 ) -> bool:
     """Call `untiled_backward.backward_by_formula` with NumPy's floating-point errors ignored."""
     arrays = q, k, v, out, dout, lse, dlse
@@ -240,13 +240,13 @@ def varlen_backward(
     softmax_scale: float,
     tile: Tile,
     threads: int | None = None,
-    modified: Modified | None = None,
+    bound_mods: BoundModifications | None = None,
 ) -> None:
     """Write the gradients of attention of packed sequences to the arrays in ``results``.
 
     Parameters
     ----------
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, modified
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, bound_mods
         Arguments of `cupy_flash.cpu.varlen.varlen_forward`.
     out, dout : numpy.ndarray, (total_q, heads_q, head_dim_v)
     lse, dlse : numpy.ndarray, (heads_q, total_q)
@@ -272,7 +272,7 @@ def varlen_backward(
     all_queries = find_queries(cu_seqlens_q, len(q), max_seqlen_q)
     works = []
     # Modifications use indices within a sequence, so each sequence is then a pass of its own.
-    for b, queries, keys, count in equal_runs(all_queries, places, modified is None):
+    for b, queries, keys, count in equal_runs(all_queries, places, bound_mods is None):
         # In a sequence without keys, only sinks have a gradient, through dlse.
         if not keys.seqlen and "sinks" not in totals:
             continue
@@ -281,7 +281,7 @@ def varlen_backward(
             _Run(keys.first, keys.seqlen, count),
         )
         first = FIRST
-        if modified is not None:
+        if bound_mods is not None:
             first = FIRST._replace(b=b, q_start=queries.first, k_start=keys.first)
         job = Pass.make(
             *(of_q.rows(q), of_k.rows(k), of_k.rows(v), of_q.rows(out), None),
@@ -289,7 +289,7 @@ def varlen_backward(
             keys.seqlen - queries.seqlen,
             softmax_scale,
             tile,
-            modified,
+            bound_mods,
             first,
         )
         of_run = {n: (of_q if n == "q" else of_k).rows(totals[n]) for n in ROWS if n in totals}

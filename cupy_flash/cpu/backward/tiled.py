@@ -17,7 +17,7 @@ from cupy_flash.cpu.backward.backward_pass import GradientPass
 from cupy_flash.cpu.backward.ordered_sum import Turn, Turns
 from cupy_flash.cpu.forward_pass import Block, Scratch
 from cupy_flash.cpu.thread_pool import Stop
-from cupy_flash.mods.on_arrays.bound_modifications import Modified
+from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
 from cupy_flash.mods.on_arrays.score_derivatives import (
     apply_with_slope,
     behind_softcap,
@@ -118,9 +118,9 @@ class _Tile:
     def __init__(self, work: GradientPass, scratch: Scratch, block: Block) -> None:
         self.work, self.job, self.scratch, self.block = work, work.job, scratch, block
         job, where = work.job, tuple(block)
-        modified = job.modified or Modified()
-        self.mask_mod = modified.scores.mask_mod
-        self.changes = modified.scores._replace(mask_mod=None)
+        bound_mods = job.bound_mods or BoundModifications()
+        self.mask_mod = bound_mods.scores.mask_mod
+        self.changes = bound_mods.scores._replace(mask_mod=None)
         q = self._with_column("q", job.q[where])
         dout = self._with_column("dout", work.dout[where])
         lse = work.lse[where]
@@ -140,7 +140,7 @@ class _Tile:
         # If lse has a gradient or includes a sink, scores of rows with one key have gradients, too.
         settles = sinks is None and work.dlse is None
         self.rows_of_one_key = np.flatnonzero(counts == 1) if settles else rows[:0]
-        scores = modified.scores
+        scores = bound_mods.scores
         functions = self.mask_mod, scores.score_mod
         hiding = (
             *functions,

@@ -9,7 +9,7 @@ from cupy_flash.mods.on_arrays.scores import Scores
 from cupy_flash.problem.mask import Mask
 
 
-class Modified(NamedTuple):
+class BoundModifications(NamedTuple):
     """Modifications of a call with their arrays.
 
     Attributes

@@ -138,7 +138,7 @@ class ModifiedCall:
         a, packed = self.arrays, self.kind == "packed"
         plain = ("cache_seqlens", "block_table", "causal", "softmax_scale")
         mods = {n: x for n, x in named.items() if n not in plain}
-        modified = read_modifications(mods, packed=packed)
+        bound_mods = read_modifications(mods, packed=packed)
         naive = out.astype(a["q"].dtype)
         sequences = len(a["cu_seqlens_q"]) - 1 if packed else len(a["q"])
         for b in range(sequences):
@@ -161,7 +161,7 @@ class ModifiedCall:
                 causal=named["causal"],
                 softmax_scale=named.get("softmax_scale"),
                 dtype=q.dtype,
-                modified=modified,
+                bound_mods=bound_mods,
                 sequence=at,
             )
             naive[rows] = one[0].swapaxes(0, 1)

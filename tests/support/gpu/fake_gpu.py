@@ -15,7 +15,7 @@ import pytest
 
 from cupy_flash.arrays import jax_arrays, strided, torch_arrays
 from cupy_flash.calls.arguments import Arguments
-from cupy_flash.calls.check.modifications import Functions
+from cupy_flash.calls.check.modifications import UserMods
 from cupy_flash.calls.gpu import allocate, merge, prepared_calls, torch_autograd
 from cupy_flash.calls.gpu import backward as gpu_backward
 from cupy_flash.calls.gpu import forward as gpu_forward
@@ -385,9 +385,9 @@ def compute_on_host(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     cuda = SimpleNamespace(runtime=SimpleNamespace(getDevice=lambda: 0))
     cupy = SimpleNamespace(ndarray=FakeArray, asarray=here, asnumpy=np.asarray, cuda=cuda)
 
-    def run(arguments: Arguments, options: Options, *, functions: Functions) -> Any:
+    def run(arguments: Arguments, options: Options, *, user_mods: UserMods) -> Any:
         uploads.append(arguments)
-        return host_forward.forward(arguments, options, 0, "cpu", functions)
+        return host_forward.forward(arguments, options, 0, "cpu", user_mods)
 
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(host_forward, "_calls", {})

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupy_flash.calls.check.modifications import Modifiers, read_modifiers
+from cupy_flash.calls.check.modifications import ModificationKey, parse_modifications
 from cupy_flash.families.contract import KERNEL_DIR
 from cupy_flash.mods.captures import number_of
 from cupy_flash.mods.codegen.emit import HEADERS
@@ -62,13 +62,13 @@ def _other_number(value: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=64)
-def _kept_numbers(modifiers: Modifiers) -> dict[str, Any]:
+def _kept_numbers(mod_key: ModificationKey) -> dict[str, Any]:
     """Return captured numbers as a call packs them; equal calls get the same object."""
-    return {name: number_of(key) for name, key in modifiers.numbers}
+    return {name: number_of(key) for name, key in mod_key.numbers}
 
 
 def _numbers_of_call(mod: ScoreMod | MaskMod, kind: str) -> dict[str, Any]:
-    found = read_modifiers({kind: mod})
+    found = parse_modifications({kind: mod})
     assert found is not None
     return _kept_numbers(found[0])
 

@@ -158,7 +158,7 @@ def dense_call(
     if not modifications and softmax_scale.__class__ in _PLAIN and q_offset.__class__ in _PLAIN:
         return _plain_call(causal, softmax_scale, q_offset, layout), ()
     q_offset, modifications = with_offsets(q_offset, modifications)
-    options = Options("equal", causal, softmax_scale, True, None, None, q_offset, layout)
+    options = Options("dense", causal, softmax_scale, True, None, None, q_offset, layout)
     return _call(options, _NO_LENGTHS, modifications)
 
 
@@ -166,7 +166,7 @@ def dense_call(
 def _plain_call(*options: Any) -> DifferentiableCall:
     """Return a call without modifications that has these options."""
     causal, softmax_scale, q_offset, layout = options
-    made = Options("equal", causal, softmax_scale, True, None, None, q_offset, layout)
+    made = Options("dense", causal, softmax_scale, True, None, None, q_offset, layout)
     return _call(made, _NO_LENGTHS, {})[0]
 
 
@@ -182,7 +182,7 @@ def varlen_call(
 ) -> tuple[DifferentiableCall, tuple[Any, ...]]:
     """Return a `flash_attention_varlen` call, and its differentiable inputs after q, k and v."""
     options = Options(
-        *("packed", causal, softmax_scale, True),
+        *("varlen", causal, softmax_scale, True),
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
     )

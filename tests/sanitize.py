@@ -348,9 +348,9 @@ def modified_calls() -> Iterator[tuple[ModifiedCall, str | None]]:
         family = (None, *FORWARD)[number % (1 + len(FORWARD))]
         of_16_bits = ("float16", "bfloat16")[number // 6 % 2]
         dtype = "float32" if family in ("simt", "naive") else of_16_bits
-        kind = "equal" if family == "naive" else KINDS[number % len(KINDS)]
+        kind = "dense" if family == "naive" else KINDS[number % len(KINDS)]
         if family == "hopper" and kind == "paged":
-            kind = "packed"
+            kind = "varlen"
         yield random_call(rng, dtype, kind, few_rows=family == "decode"), family
     # These calls take different paths through the Hopper kernel.
     rng = np.random.default_rng(0)
@@ -361,11 +361,11 @@ def modified_calls() -> Iterator[tuple[ModifiedCall, str | None]]:
             name: rng.standard_normal((1, rows, 2, head_dim)).astype(real)
             for name, rows in (("q", 200), ("k", 336), ("v", 336))
         }
-        yield ModifiedCall("equal", dtype, arrays, {"softcap": 30.0}), "hopper"
-        yield ModifiedCall("equal", dtype, arrays, {"softcap": 30.0, "window_size": (70, 9)}), None
-        yield ModifiedCall("equal", dtype, arrays | {"bias": bias.astype(real)}, {}), "hopper"
+        yield ModifiedCall("dense", dtype, arrays, {"softcap": 30.0}), "hopper"
+        yield ModifiedCall("dense", dtype, arrays, {"softcap": 30.0, "window_size": (70, 9)}), None
+        yield ModifiedCall("dense", dtype, arrays | {"bias": bias.astype(real)}, {}), "hopper"
         blocks = {"mask_mod": ("blocks", {})}
-        yield ModifiedCall("equal", dtype, arrays, {"causal": True}, blocks), "hopper"
+        yield ModifiedCall("dense", dtype, arrays, {"causal": True}, blocks), "hopper"
     # Rows with very low scores are computed by an additional launch.
     for kind in KINDS:
         yield padded_call(rng, "bfloat16", kind, -1e30), "hopper"

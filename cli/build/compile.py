@@ -181,7 +181,7 @@ def _kernels(device: Device, *, everything: bool) -> list[_Kernel]:
 def _lie(plan: Plan | None) -> str:
     """Return the layout of the keys as text; empty for dense batches."""
     layout = plan.problem.layout if plan else None
-    if layout is None or layout.is_equal:
+    if layout is None or layout.is_dense:
         return ""
     if layout.page_size:
         return f" page_size {layout.page_size}"

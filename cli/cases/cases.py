@@ -224,7 +224,7 @@ class Case:
             q,
             k,
             v,
-            kind="packed" if packed else "cached",
+            kind="varlen" if packed else "kvcache",
             batch=self.batch,
             max_seqlen_q=self.seqlen_q,
             max_seqlen_k=self.seqlen_k,

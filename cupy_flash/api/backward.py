@@ -112,7 +112,7 @@ def flash_attention_backward(
     array([2.083, 1.083, 0.583, 0.25 ], dtype=float32)
     """
     options = Options(
-        "equal",
+        "dense",
         causal,
         softmax_scale,
         True,
@@ -174,7 +174,7 @@ def flash_attention_qkvpacked_backward(
     """
     names = dispatch_backward.wanted_of_qkv(wrt, modifications)
     options = Options(
-        "equal",
+        "dense",
         causal,
         softmax_scale,
         True,
@@ -250,7 +250,7 @@ def flash_attention_varlen_backward(
     cu_seqlens_k decrease, or seqused_k exceeds the lengths that cu_seqlens_k gives.
     """
     options = Options(
-        "packed",
+        "varlen",
         causal,
         softmax_scale,
         True,

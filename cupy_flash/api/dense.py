@@ -129,7 +129,7 @@ def flash_attention(
     (1, 4, 2, 8)
     """
     options = Options(
-        "equal", causal, softmax_scale, return_lse, family, freeze_tile(tile), q_offset, layout
+        "dense", causal, softmax_scale, return_lse, family, freeze_tile(tile), q_offset, layout
     )
     arguments = Arguments(q, k, v, out)
     # A generator in any() would add half a microsecond to every call.

@@ -227,7 +227,7 @@ def flash_attention_with_kvcache(
         cu_seqlens_k_new,
     )
     options = Options(
-        "cached",
+        "kvcache",
         causal,
         softmax_scale,
         return_lse,

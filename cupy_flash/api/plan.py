@@ -26,15 +26,15 @@ from cupy_flash.problem.values import named_dtype
 
 # `Options.kind` of the calls of each function.
 _FORWARD: Mapping[Any, str] = {
-    flash_attention: "equal",
+    flash_attention: "dense",
     flash_attention_qkvpacked: "qkvpacked",
-    flash_attention_varlen: "packed",
-    flash_attention_with_kvcache: "cached",
+    flash_attention_varlen: "varlen",
+    flash_attention_with_kvcache: "kvcache",
 }
 _BACKWARD: Mapping[Any, str] = {
-    flash_attention_backward: "equal",
-    flash_attention_qkvpacked_backward: "equal",
-    flash_attention_varlen_backward: "packed",
+    flash_attention_backward: "dense",
+    flash_attention_qkvpacked_backward: "dense",
+    flash_attention_varlen_backward: "varlen",
 }
 # Arrays of backward calls that may be omitted for a plan, which then assumes contiguous arrays.
 _ASSUMED = ("dout", "out", "lse")
@@ -179,11 +179,11 @@ def _deprecated(old: str, new: str) -> None:
 
 
 def _plan_forward(kind: str, given: dict[str, Any], arch: str | None) -> Plan:
-    if kind == "equal" and any(given.get(name) is not None for name in _SCALED):
+    if kind == "dense" and any(given.get(name) is not None for name in _SCALED):
         kind = "scaled"
-    if kind == "cached":
+    if kind == "kvcache":
         _, given["cache_seqlens"] = given_lengths(given.get("cache_seqlens"))
-    if kind == "packed":
+    if kind == "varlen":
         names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table")
         given["cu_seqlens_k"] = places_of_keys(*map(given.get, names))
     arrays = Arguments(**{name: given[name] for name in Arguments._fields if name in given})

@@ -171,7 +171,7 @@ def flash_attention_varlen(
             v_scale,
         ),
         Options(
-            "packed",
+            "varlen",
             causal,
             softmax_scale,
             return_lse,

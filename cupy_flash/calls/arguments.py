@@ -155,18 +155,18 @@ def _arrays_of_kind_with_modifications(self: Arguments, kind: str) -> tuple[Any,
 
 # Slice of the fields of `Arguments` that a call of each kind may have.
 FIELDS = {
-    "equal": slice(0, 4),
+    "dense": slice(0, 4),
     "qkvpacked": slice(3, 5),
-    "packed": slice(0, 11),
-    "cached": slice(0, 19),
+    "varlen": slice(0, 11),
+    "kvcache": slice(0, 19),
     "scaled": slice(0, 20),
 }
 _REQUIRED = {
-    "equal": ("q", "k", "v"),
+    "dense": ("q", "k", "v"),
     "scaled": ("q", "k", "v"),
     "qkvpacked": ("qkv",),
-    "packed": ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"),
-    "cached": ("q", "k_cache", "v_cache"),
+    "varlen": ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"),
+    "kvcache": ("q", "k_cache", "v_cache"),
 }
 INT32 = frozenset(
     {

@@ -102,7 +102,7 @@ def gradient_problem(arguments: GradientArguments, options: Options) -> Problem:
         array = getattr(arguments, name)
         require_float(name, array)
     problem = problem_of(arguments.forward, options)
-    if options.is_equal:
+    if options.is_dense:
         require_batch_axes("dout", arguments.dout, arguments.q)
     _require_row_values(arguments, problem)
     layout = options.layout
@@ -118,7 +118,7 @@ def gradient_problem(arguments: GradientArguments, options: Options) -> Problem:
             continue
         if name not in options.wrt:
             raise ValueError(f"d{name} is given, but wrt does not name {name!r}")
-        if options.is_equal:
+        if options.is_dense:
             require_batch_axes(f"d{name}", given, arguments.q)
         require_float(f"d{name}", given)
         require_in_place(f"d{name}", given)

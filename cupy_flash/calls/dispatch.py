@@ -72,7 +72,7 @@ def attention(
     if modifications:
         arguments, mod_key, user_mods = with_modifications(arguments, modifications)
     options = plain_options(options)
-    if mod_key is None and arguments.q.__class__ is np.ndarray and options.kind == "equal":
+    if mod_key is None and arguments.q.__class__ is np.ndarray and options.kind == "dense":
         found = host_forward.repeated(arguments, options, backend)
         if found is not None:
             return found if options.return_lse else found[0]
@@ -91,7 +91,7 @@ def attention(
                 return found if options.return_lse else found[0]
         elif is_torch_on_gpu(*arguments.arrays_of_kind(options.kind)):
             return _of_torch(arguments, options, keys, user_mods, mod_key)
-        elif options.kind == "equal" and arguments.out is None and mod_key is None:
+        elif options.kind == "dense" and arguments.out is None and mod_key is None:
             found = _of_jax(arguments, options)
             if found is not None:
                 return found
@@ -228,7 +228,7 @@ def _as_copied(arguments: Arguments, options: Options) -> Arguments:
         and name in Arguments._fields
         and name not in IN_PLACE
         and not (
-            is_readable_in_place(array) and (has_one_batch_stride(array) or not options.is_equal)
+            is_readable_in_place(array) and (has_one_batch_stride(array) or not options.is_dense)
         )
     }
     return arguments._replace(**copied)
@@ -236,7 +236,7 @@ def _as_copied(arguments: Arguments, options: Options) -> Arguments:
 
 def _written(arguments: Arguments, options: Options) -> tuple[Any, ...]:
     """Return the given arrays that a call writes: out, then the caches and scales of an append."""
-    if options.kind != "cached" or arguments.k is None:
+    if options.kind != "kvcache" or arguments.k is None:
         return (arguments.out,)
     names = IN_PLACE if options.compute_scales else CACHES
     return (arguments.out, *[getattr(arguments, name) for name in names])

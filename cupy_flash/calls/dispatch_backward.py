@@ -123,7 +123,7 @@ def gradients(
         arguments, mod_key, user_mods = with_modifications(arguments, modifications, backward=True)
     require_grad_dtype(options.grad_dtype)
     options = plain_options(options)
-    if mod_key is None and arguments.q.__class__ is np.ndarray and options.kind == "equal":
+    if mod_key is None and arguments.q.__class__ is np.ndarray and options.kind == "dense":
         repeated = host_backward.repeated(arguments, options, backend)
         if repeated is not None:
             return repeated
@@ -285,7 +285,7 @@ def plan(
     arguments = arguments._replace(**new)
     arguments = type(arguments)(*map(as_cupy, arguments))
     q, v = arguments.q, arguments.v
-    is_packed = options.kind == "packed"
+    is_packed = options.kind == "varlen"
     for name, array in (("q", q), ("v", v)):
         if is_packed:
             require_axes(name, array, 3, "(rows, heads, head_dim)")

@@ -20,7 +20,7 @@ class Options(NamedTuple):
     k and v in one array, and "scaled" for dense float8 calls with scales.
     """
 
-    kind: str = "equal"
+    kind: str = "dense"
     causal: bool = False
     softmax_scale: float | None = None
     return_lse: bool = False
@@ -46,13 +46,13 @@ class Options(NamedTuple):
     mod_key: ModificationKey | None = None
 
     @property
-    def is_equal(self) -> bool:
+    def is_dense(self) -> bool:
         """Whether q, k and v are separate arrays of a dense batch."""
-        return self.kind in ("equal", "scaled")
+        return self.kind in ("dense", "scaled")
 
     def of_parts(self) -> Options:
         """Return the options for separate q, k and v instead of qkv."""
-        return self._replace(kind="equal") if self.kind == "qkvpacked" else self
+        return self._replace(kind="dense") if self.kind == "qkvpacked" else self
 
     def with_mod_key(self, mod_key: ModificationKey | None) -> Options:
         """Return the options with a modification key. Takes a quarter of the time of `_replace`."""
@@ -81,9 +81,9 @@ def with_offsets(
 
 
 _WHOLE = (int, type(None))
-_UNSCALED_KINDS = ("equal", "qkvpacked")
+_UNSCALED_KINDS = ("dense", "qkvpacked")
 # Call kinds of dense batches, whose arrays have batch axes.
-EQUAL_KINDS = (*_UNSCALED_KINDS, "scaled")
+DENSE_KINDS = (*_UNSCALED_KINDS, "scaled")
 # Tuples of option types for which the options were found to be plain Python values.
 _plain: set[tuple[type, ...]] = set()
 

@@ -27,7 +27,7 @@ _WIDEST = 256
 
 def why_not(problem: Problem) -> str | None:
     """Return why no backward family serves the problem, or None if some may."""
-    if problem.layout.page_size or problem.layout.kind == "cached":
+    if problem.layout.page_size or problem.layout.kind == "kvcache":
         return "does not compute gradients of a KV cache"
     return None
 
@@ -166,7 +166,7 @@ def inspects(problem: Problem) -> bool:
     # and the last key.
     rows, keys = (0, problem.seqlen_q - 1), (0, problem.seqlen_k - 1)
     return (
-        not problem.layout.is_equal
+        not problem.layout.is_dense
         or (problem.score is not None and problem.score.offsets)
         or any(mask.begin(row) >= mask.end(row) for row in rows)
         or any(mask.first_row(key) >= mask.last_row(key) for key in keys)
@@ -175,7 +175,7 @@ def inspects(problem: Problem) -> bool:
 
 def _may_see_one_key(problem: Problem) -> bool:
     """Return whether some query row may attend to only one key."""
-    is_plain = problem.mask.is_full and problem.layout.is_equal
+    is_plain = problem.mask.is_full and problem.layout.is_dense
     is_plain &= problem.score is None or not problem.score.conceals
     return not is_plain or problem.seqlen_k == 1
 
@@ -188,7 +188,7 @@ def _query_rows(problem: Problem) -> int:
 def _terms_blocks(problem: Problem) -> int:
     """Return the number of thread blocks of preprocessing, which also zeroes rows of dk and dv."""
     layout, threads = problem.layout, _query_rows(problem) * row_lanes(problem)
-    if not layout.is_equal:
+    if not layout.is_dense:
         keys = layout.total_k if layout.packed_k else problem.batch * problem.seqlen_k
         threads = max(threads, keys)
     return max(1, ceil_div(threads, _TERMS_THREADS))
@@ -211,10 +211,10 @@ def config(
     return {
         "as_inputs": problem.gradient.as_inputs,
         "row_lanes": row_lanes(problem),
-        "has_seqlens": not problem.layout.is_equal,
+        "has_seqlens": not problem.layout.is_dense,
         "dq_Br": 0 if sums is None else sums.Br,
         "may_mask_pairs": problem.score is not None and problem.score.conceals,
         "inspects": inspects(problem),
         "has_one_key_rows": _may_see_one_key(problem),
-        "zeroes_queries": last_writes or not problem.layout.is_equal,
+        "zeroes_queries": last_writes or not problem.layout.is_dense,
     } | input_gradients.config(problem)

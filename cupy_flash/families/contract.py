@@ -135,7 +135,7 @@ class Family(ABC, Generic[TileT]):
 
     def why_not(self, problem: Problem, device: Device) -> str | None:
         """Return why the family cannot serve the problem on the device, or None if it can."""
-        if not problem.layout.is_equal and not self.serves_sequences:
+        if not problem.layout.is_dense and not self.serves_sequences:
             return "supports only batches of equal lengths, without packing, caches or padding"
         if problem.is_float8:
             if not self.serves_float8:
@@ -303,7 +303,7 @@ def _other_sources(schedule: Schedule) -> Iterator[str]:
 
 def may_have_block_map(problem: Problem) -> bool:
     """Return whether a block mask can represent every pair that the problem's mask excludes."""
-    is_plain = problem.layout.is_equal and problem.seqlen_k > 0
+    is_plain = problem.layout.is_dense and problem.seqlen_k > 0
     return is_plain and problem.score is not None and problem.score.may_be_mapped
 
 

@@ -17,7 +17,7 @@ def group_size(problem: Problem) -> int:
     A tile of several heads reads keys and values once for all of them. For few query rows these
     reads dominate, and for many rows the packing costs nothing.
     """
-    if problem.layout.is_equal:
+    if problem.layout.is_dense:
         return 1
     # heads_q may be 0: the result is then empty.
     group = max(1, problem.heads_q // problem.heads_kv)
@@ -40,7 +40,7 @@ def why_not_grid(problem: Problem, Br: int) -> str | None:
     """Return why a launch cannot have all query tiles of Br rows, or None if it can."""
     blocks = query_blocks(problem, Br)
     layout = problem.layout
-    if not layout.is_equal:
+    if not layout.is_dense:
         heads = problem.batch * problem.heads_q
         if heads > MAX_COUNT:
             # The kernel that merges partial results numbers the heads of all sequences with int32.
@@ -91,7 +91,7 @@ def config(problem: Problem) -> dict[str, int | bool]:
     """Return the members of the `Config` struct that `sequence_view.cuh` reads."""
     layout = problem.layout
     return {
-        "has_seqlens": not layout.is_equal,
+        "has_seqlens": not layout.is_dense,
         "page_size": layout.page_size,
         "group": group_size(problem),
     }

@@ -92,16 +92,20 @@ def require_limit(window: Window, *, causal: bool) -> None:
 # Lengths for one kind of batch: the kind, its description, and advice for the other kinds.
 _OF_ONE_KIND: dict[str, tuple[str, str, dict[str, str]]] = {
     "seqlens_k": (
-        "equal",
+        "dense",
         "batches of equal lengths",
-        {"packed": "; pass seqused_k", "cached": "; pass cache_seqlens"},
+        {"varlen": "; pass seqused_k", "kvcache": "; pass cache_seqlens"},
     ),
     "seqused_q": (
-        "packed",
+        "varlen",
         "packed sequences",
-        {"equal": "; pass mask_mod", "cached": "; pass mask_mod"},
+        {"dense": "; pass mask_mod", "kvcache": "; pass mask_mod"},
     ),
-    "cache_leftpad": ("cached", "KV caches", {"equal": "; pass mask", "packed": "; pass mask_mod"}),
+    "cache_leftpad": (
+        "kvcache",
+        "KV caches",
+        {"dense": "; pass mask", "varlen": "; pass mask_mod"},
+    ),
 }
 
 
@@ -113,7 +117,7 @@ def refuse_other_lengths(given: Callable[[str], Any], kind: str) -> None:
     given
         Function that returns an argument of the call by name, or None if it is absent.
     kind
-        Kind of batch, "equal", "packed" or "cached".
+        Kind of batch, "dense", "varlen" or "kvcache".
     """
     for name, (own, meaning, instead) in _OF_ONE_KIND.items():
         if kind != own and given(name) is not None:

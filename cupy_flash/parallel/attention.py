@@ -352,7 +352,7 @@ class _Call(NamedTuple):
         return alike, _Plan(exchange, geometry, scores, seqlen_q, seqlen_k)
 
     def _refuse(self, q: Any, k: Any, v: Any, scale: float, *, is_backward: bool) -> None:
-        options = Options("equal", causal=bool(self.causal), softmax_scale=scale, return_lse=True)
+        options = Options("dense", causal=bool(self.causal), softmax_scale=scale, return_lse=True)
         if is_backward:
             wide = None if dtype_name(q) == "float64" else "float32"
             options = options._replace(wrt=ROWS, grad_dtype=wide)

@@ -125,7 +125,7 @@ def sink_gradients(of: Rows, k: Any, v: Any, sinks: Any, scores: Scores) -> Any:
     xp = array_module(k)
     key, value = (xp.zeros((array.shape[0], 1, *array.shape[2:]), array.dtype) for array in (k, v))
     options = Options(
-        "equal",
+        "dense",
         softmax_scale=scores.scale,
         return_lse=True,
         wrt=("sinks",),
@@ -145,7 +145,7 @@ def _options(piece: Piece, geometry: Geometry, scores: Scores) -> Options:
         longest = max(stop - start for start, stop in itertools.pairwise(cuts))
     places = causal or bool(_modifications(piece, geometry, scores))
     return Options(
-        "packed" if is_packed else "equal",
+        "varlen" if is_packed else "dense",
         causal=causal,
         softmax_scale=scores.scale,
         return_lse=True,

@@ -327,7 +327,7 @@ def _planned(
     if not group.knows(alike):
         refuse_alone(
             Arguments(q, k_cache=k_cache, v_cache=v_cache),
-            Options("cached", softmax_scale=scale, return_lse=True),
+            Options("kvcache", softmax_scale=scale, return_lse=True),
             backend,
             {"softcap": cap, "sinks": sinks},
         )

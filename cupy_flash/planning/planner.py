@@ -125,7 +125,7 @@ class Plan:
             # The positions of the queries are in device arrays.
             return []
         mask = problem.mask
-        if not problem.layout.is_equal and problem.layout.kind != "padded":
+        if not problem.layout.is_dense and problem.layout.kind != "padded":
             # Each sequence has its own mask, aligned at its end.
             mask = mask._replace(q_offset=problem.seqlen_k - problem.seqlen_q)
         hides_pairs = score is not None and score.hides_pairs
@@ -135,7 +135,7 @@ class Plan:
         # A mask that does not only depend on causality and window may be partial in any block.
         in_part = "" if hides_pairs else f", {partial:,} of them partial"
         text = f"{visited:,} computed{in_part}, {skipped:,} skipped"
-        if problem.layout.is_equal:
+        if problem.layout.is_dense:
             text += " in each head"
         else:
             text += " in each head of a sequence of maximum length"

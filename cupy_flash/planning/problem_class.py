@@ -121,7 +121,7 @@ _TEXT = re.compile(
 
 def _kind(problem: Problem) -> str:
     layout = problem.layout
-    if layout.is_equal:
+    if layout.is_dense:
         return FLOAT8 if problem.is_float8 else ""
     stored = "" if problem.scales is None else problem.tensors["k"].dtype
     latent = _LATENT if problem.values_in_keys else ""

@@ -243,7 +243,7 @@ def make_problem(
     v: ArraySpec,
     out: ArraySpec | None = None,
     *,
-    kind: str = "equal",
+    kind: str = "dense",
     causal: bool = False,
     softmax_scale: float | None = None,
     q_offset: int | None = None,
@@ -307,17 +307,17 @@ def make_problem(
     ValueError
         If shapes do not fit together, or a value is out of range.
     """
-    is_equal, is_packed = kind in ("equal", "padded"), kind == "packed"
-    names = ("k_cache", "v_cache") if kind == "cached" else ("k", "v")
-    is_float8 = q.dtype == FLOAT8 and kind == "equal"
+    is_dense, is_packed = kind in ("dense", "padded"), kind == "varlen"
+    names = ("k_cache", "v_cache") if kind == "kvcache" else ("k", "v")
+    is_float8 = q.dtype == FLOAT8 and kind == "dense"
     if is_float8:
         _check_float8(k, v)
     else:
         _check_dtypes(q, k, v, names, is_quantized=scales is not None)
-    if is_equal:
+    if is_dense:
         _check_batch(q.shape, k.shape, v.shape)
-    _check_heads_and_dims(q.shape, k.shape, v.shape, names, layout if is_equal else None)
-    if not is_equal:
+    _check_heads_and_dims(q.shape, k.shape, v.shape, names, layout if is_dense else None)
+    if not is_dense:
         _check_places(
             k.shape, v.shape, names, is_packed=is_packed, is_paged=block_table is not None
         )
@@ -328,7 +328,7 @@ def make_problem(
     max_pages, table_stride = block_table or (0, 0)
     capacity = k.shape[1] if block_table is None else max_pages * k.shape[1]
     seqlen_q, seqlen_k = q.shape[1], capacity
-    if is_equal:
+    if is_dense:
         _check_seqlens((("seqlen of q", seqlen_q), ("seqlen of k and v", seqlen_k)))
     elif is_packed:
         keys = "total length of k" if block_table is None else "capacity of a row of block_table"
@@ -347,7 +347,7 @@ def make_problem(
                 f"k and v append {new_keys} rows to each cache, but a cache holds {capacity}"
             )
     if q_offset is None:
-        q_offset = seqlen_k - seqlen_q if is_equal else 0
+        q_offset = seqlen_k - seqlen_q if is_dense else 0
     elif not causal and score is None:
         raise ValueError(NOTHING_TO_PLACE)
     out_shape = (*q.shape[:3], v.shape[3])

@@ -124,7 +124,7 @@ def attention_reference(
     """
     convert = way_back("q", q)
     q_offset, others = with_offsets(q_offset, modifications)
-    refuse_other_lengths(others.get, "equal")
+    refuse_other_lengths(others.get, "dense")
     q = read("q", q)
     batch = q.shape[:-3]
     q, k, v = as_bhsd(q, k, v, layout)
@@ -225,7 +225,7 @@ def attention_naive(
     """
     convert = way_back("q", q)
     q_offset, others = with_offsets(q_offset, modifications)
-    refuse_other_lengths(others.get, "equal")
+    refuse_other_lengths(others.get, "dense")
     q = read("q", q)
     batch = q.shape[:-3]
     q, k, v = as_bhsd(q, k, v, layout)

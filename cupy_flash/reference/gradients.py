@@ -390,7 +390,7 @@ def dense_gradients(
         return to_bhsd(x, layout)
 
     q_offset, others = with_offsets(q_offset, modifications)
-    refuse_other_lengths(others.get, "equal")
+    refuse_other_lengths(others.get, "dense")
     q, k, v, dout, out, dlse = read_all(q=q, k=k, v=v, dout=dout, out=out, dlse=dlse)
     operands = as_bhsd(q, k, v, layout)
     of_lse = operands[0].shape[:3]

@@ -166,7 +166,7 @@ def packed_modifications(
 ) -> BoundModifications:
     """Return the modifications of a varlen call; see `fitting_modifications`."""
     total_q, heads_q, _ = q.shape
-    refuse_other_lengths(modifications.get, "packed")
+    refuse_other_lengths(modifications.get, "varlen")
     batch = len(integers(cu_seqlens_q)) - 1
     sizes = Sizes(dtype_name(q), batch, heads_q, max_seqlen_q, max_seqlen_k, total_q)
     return fitting_modifications(modifications, q, sizes, causal=causal)
@@ -334,7 +334,7 @@ def attention_with_kvcache_reference(
                 _append(cache, scale, p[begin:end], rows[: end - begin], compute_scales)
     out = xp.empty((batch, seqlen_q, heads_q, v_cache.shape[-1]), np.float64)
     lse = xp.empty((batch, heads_q, seqlen_q), np.float64)
-    refuse_other_lengths(modifications.get, "cached")
+    refuse_other_lengths(modifications.get, "kvcache")
     capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     sizes = Sizes(dtype_name(q), batch, heads_q, seqlen_q, capacity)
     bound_mods = fitting_modifications(modifications, q, sizes, causal=causal)

@@ -47,7 +47,7 @@ def good_paged():
     }
 
 
-@pytest.mark.parametrize("arguments", [good(), good_paged()], ids=["packed", "paged"])
+@pytest.mark.parametrize("arguments", [good(), good_paged()], ids=["varlen", "paged"])
 def test_the_good_arguments_are_good(arguments):
     assert np.isfinite(flash_attention_varlen(**arguments)).all()
 
@@ -563,7 +563,7 @@ def test_a_plan_is_what_the_call_is_computed_by(gpu, pages):
     made = plan(flash_attention_varlen, **arguments, arch="sm_90")
     assert gpu.compiled == [made.unit.title]
     assert [entry for entry, _ in gpu.launches] == [launch.entry for launch in made.launches]
-    assert (made.problem.layout.kind, made.problem.layout.pages) == ("packed", pages)
+    assert (made.problem.layout.kind, made.problem.layout.pages) == ("varlen", pages)
 
 
 def test_the_cpu_is_planned_for_without_a_look_at_what_arrays_hold():

@@ -334,7 +334,7 @@ def test_torch_makes_contiguous_tensors(name, shape, monkeypatch):
 def calls(gpu: Any, kind: str) -> tuple[DifferentiableCall, dict[str, Any], tuple[Tensor, ...]]:
     """Return a call, its options, and q, k and v."""
     heads = ((6, 40), (3, 40), (3, 72))
-    if kind == "equal":
+    if kind == "dense":
         call, _ = dense_call(True, None, None, "bshd", {})
         lead = ((2, 113), (2, 203), (2, 203))
         options: dict[str, Any] = {}
@@ -358,14 +358,14 @@ def structs_of(gpu: Any, function: Any, *arguments: Any, **options: Any) -> Any:
     return found, list(gpu.structs)
 
 
-@pytest.mark.parametrize("kind", ["equal", "packed", "used"])
+@pytest.mark.parametrize("kind", ["dense", "varlen", "used"])
 @pytest.mark.parametrize("has_dlse", [False, True])
 @pytest.mark.parametrize("wrt", ["qkv", "qv", "k"])
 def test_a_repeated_call_and_its_gradients_launch_what_plain_ones_do(gpu, kind, has_dlse, wrt):
     gpu.is_grad_enabled = False
     call, options, inputs = calls(gpu, kind)
     plain, backward = flash_attention, flash_attention_backward
-    if kind != "equal":
+    if kind != "dense":
         plain, backward = flash_attention_varlen, flash_attention_varlen_backward
     arrays = inputs + call.arrays_behind
     assert torch_autograd.run(arrays, call.options) is None, "no call like it was made"
@@ -402,7 +402,7 @@ def test_a_repeated_call_and_its_gradients_launch_what_plain_ones_do(gpu, kind, 
 
 def test_what_is_not_as_recorded_is_left_to_the_usual_way(gpu):
     gpu.is_grad_enabled = False
-    call, _, inputs = calls(gpu, "equal")
+    call, _, inputs = calls(gpu, "dense")
     arrays = inputs + call.arrays_behind
     call.run(inputs)
     results, found = torch_autograd.run(arrays, call.options)

@@ -28,7 +28,7 @@ from cupy_flash.reference.dense import (
 from cupy_flash.reference.modifications import read_modifications
 from cupy_flash.reference.packed import attention_varlen_reference, attention_with_kvcache_reference
 
-KINDS = ("equal", "packed", "cached", "paged")
+KINDS = ("dense", "varlen", "kvcache", "paged")
 PAGE = 5
 BC = 8
 TILE = Tile(4, BC)
@@ -61,11 +61,11 @@ class Call:
         dtype = DTYPES[self.dtype]
 
         def lengths(longest):
-            alike = self.kind == "equal" or self.same_length
+            alike = self.kind == "dense" or self.same_length
             return [longest] * self.batch if alike else rng.integers(0, longest + 1, self.batch)
 
         self.lengths_k = np.array(lengths(self.seqlen_k))
-        rows = lengths(self.seqlen_q) if self.kind == "packed" else [self.seqlen_q] * self.batch
+        rows = lengths(self.seqlen_q) if self.kind == "varlen" else [self.seqlen_q] * self.batch
         self.lengths_q = np.array(rows)
 
         def sequences(all_rows, heads):
@@ -88,9 +88,9 @@ class Call:
 
     def _placed(self, sequences, name):
         tail, dtype = sequences[0].shape[1:], sequences[0].dtype
-        if self.kind == "equal" or (name == "q" and self.kind != "packed"):
+        if self.kind == "dense" or (name == "q" and self.kind != "varlen"):
             return np.stack(sequences)
-        if self.kind == "packed":
+        if self.kind == "varlen":
             starts = self.starts_q if name == "q" else self.starts_k
             array = np.full((starts[-1] + 3, *tail), np.nan, dtype)
             for start, one in zip(starts[:-1], sequences, strict=True):
@@ -110,9 +110,9 @@ class Call:
     def table_shape(self):
         """Shape of an array that broadcasts to the scores."""
         heads_q = self.heads[0]
-        if self.kind == "packed":
+        if self.kind == "varlen":
             return heads_q, len(self.q), self.capacity
-        columns = self.seqlen_k if self.kind == "equal" else self.capacity
+        columns = self.seqlen_k if self.kind == "dense" else self.capacity
         return self.batch, heads_q, self.seqlen_q, columns
 
     @property
@@ -120,7 +120,7 @@ class Call:
         """Parsed modifications, or None for a plain call."""
         if not self.modifications:
             return None
-        return read_modifications(self.modifications, packed=self.kind == "packed")
+        return read_modifications(self.modifications, packed=self.kind == "varlen")
 
     @property
     def own_scale(self):
@@ -131,8 +131,8 @@ class Call:
         out = np.full(self.q.shape, np.nan, self.q.dtype)
         kept = compute_dtype(self.q.dtype)
         heads_q = self.heads[0]
-        shape = (heads_q, len(self.q)) if self.kind == "packed" else (self.batch, heads_q)
-        shape = shape if self.kind == "packed" else (*shape, self.seqlen_q)
+        shape = (heads_q, len(self.q)) if self.kind == "varlen" else (self.batch, heads_q)
+        shape = shape if self.kind == "varlen" else (*shape, self.seqlen_q)
         lse = np.full(shape, np.nan, kept) if with_lse else None
         options = {
             "causal": self.causal,
@@ -142,12 +142,12 @@ class Call:
             "bound_mods": self.bound_mods,
         }
         arrays = self.q, self.k, self.v, out, lse
-        if self.kind == "equal":
+        if self.kind == "dense":
             offset = self.seqlen_k - self.seqlen_q if self.q_offset is None else self.q_offset
             cpu_forward.forward(*arrays, q_offset=offset, **options)
             return out, lse
         options["batch_invariant"] = batch_invariant
-        if self.kind == "packed":
+        if self.kind == "varlen":
             varlen.varlen_forward(*arrays, **self._packed, **options)
         else:
             where = {"cache_batch_idx": None, "block_table": self.table}
@@ -168,10 +168,10 @@ class Call:
     def truth(self):
         options = {"causal": self.causal, "softmax_scale": self.scale, **self.modifications}
         arrays = self.q, self.k, self.v
-        if self.kind == "equal":
+        if self.kind == "dense":
             options = {"q_offset": self.q_offset} | options
             return attention_reference(*arrays, return_lse=True, **options)
-        if self.kind == "packed":
+        if self.kind == "varlen":
             return attention_varlen_reference(*arrays, **self._packed, **options)
         cached = attention_with_kvcache_reference(
             *arrays, cache_seqlens=self.lengths_k, block_table=self.table, **options
@@ -185,7 +185,7 @@ class Call:
         bound_mods = self.bound_mods or BoundModifications()
         for b in range(self.batch):
             rows, lse_rows, start = b, b, FIRST._replace(b=b)
-            if self.kind == "packed":
+            if self.kind == "varlen":
                 first = int(self.starts_q[b])
                 rows = slice(first, first + self.lengths_q[b])
                 lse_rows = (slice(None), rows)
@@ -210,7 +210,7 @@ class Call:
             if lse is not None:
                 largest = lse_bound(dense[0], dense[1], true_lse, self.own_scale)
                 assert max_error(lse[lse_rows], true_lse) <= largest
-        if self.kind == "packed":
+        if self.kind == "varlen":
             assert not out[self.starts_q[-1] :].any(), "a row of no sequence is not exactly 0"
             if lse is not None:
                 assert (lse[:, self.starts_q[-1] :] == -np.inf).all()
@@ -246,17 +246,17 @@ DISTANCES = [None, -1, 0, 1, BC - 1, BC, BC + 1, 1000]
 def a_table(call, rng):
     """Return a shape of a bias or mask; axes may be 1 or, in dense calls, left out."""
     shape = [1 if rng.random() < 0.25 else n for n in call.table_shape[:-1]]
-    if call.kind == "packed":
+    if call.kind == "varlen":
         # In packed calls, only the axis of heads may have length 1.
         return (shape[0], *call.table_shape[1:])
-    return (*shape, call.table_shape[-1])[rng.integers(3) if call.kind == "equal" else 0 :]
+    return (*shape, call.table_shape[-1])[rng.integers(3) if call.kind == "dense" else 0 :]
 
 
 def drawn_bias(call, rng):
     bias = rng.standard_normal(a_table(call, rng))
     bias[rng.random(bias.shape) < 0.1] = -np.inf
     bias = bias.astype(np.float32 if rng.random() < 0.5 else call.q.dtype)
-    if call.kind != "equal":
+    if call.kind != "dense":
         bias[..., call.seqlen_k :] = np.nan
     return bias if rng.random() < 0.5 else np.repeat(bias, 2, axis=-2)[..., ::2, :]
 
@@ -303,7 +303,7 @@ DRAW = {
 
 def combinations(kind, rng):
     """Yield each modification, each pair with up to two more, and some sets of 3 and 4."""
-    names = [name for name in DRAW if kind == "equal" or name != "seqlens_k"]
+    names = [name for name in DRAW if kind == "dense" or name != "seqlens_k"]
     yield from ([name] for name in names)
     for pair in itertools.combinations(names, 2):
         yield list({*pair, *rng.choice(names, rng.integers(3))})
@@ -322,7 +322,7 @@ def drawn_call(kind, dtype, names, rng):
         heads=HEADS[rng.integers(len(HEADS))],
         dim=int(rng.choice([4, 9])),
         causal=bool(rng.integers(2)),
-        q_offset=[None, int(rng.integers(-20, 40))][rng.integers(2)] if kind == "equal" else None,
+        q_offset=[None, int(rng.integers(-20, 40))][rng.integers(2)] if kind == "dense" else None,
         scale=[None, None, 0.0, -0.2, 0.7][rng.integers(5)],
         same_length=bool(rng.integers(2)),
     )
@@ -353,7 +353,7 @@ def test_any_modifications_together_equal_the_reference(kind, dtype, rng, monkey
         options = {
             "tile": Tile(int(rng.choice([2, 5, 64])), int(rng.choice([3, BC, 64]))),
             "threads": int(rng.choice([1, 1, 2])),
-            "batch_invariant": kind != "equal" and bool(rng.integers(2)),
+            "batch_invariant": kind != "dense" and bool(rng.integers(2)),
         }
         print(call, names, options)
         call.check(**options)
@@ -367,7 +367,7 @@ def test_any_modifications_together_equal_the_reference(kind, dtype, rng, monkey
 def every_way(kind):
     """Return options for tiles of some keys, tiles of all keys and, except dense, single rows."""
     ways = [{"tile": TILE}, {"tile": Tile(64, 64)}]
-    return ways + [{"batch_invariant": True, "tile": TILE}] * (kind != "equal")
+    return ways + [{"batch_invariant": True, "tile": TILE}] * (kind != "dense")
 
 
 def hiding(call, key, rows=slice(None)):
@@ -403,7 +403,7 @@ def hiding(call, key, rows=slice(None)):
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("kind", ["equal", "cached", "paged"])
+@pytest.mark.parametrize("kind", ["dense", "kvcache", "paged"])
 def test_hidden_keys_leave_no_trace_not_even_in_the_rounding(kind, poison, rng):
     key = 11
     call = Call(kind, rng, same_length=True)
@@ -422,7 +422,7 @@ def test_hidden_keys_leave_no_trace_not_even_in_the_rounding(kind, poison, rng):
 
 
 @pytest.mark.parametrize("sinks", [None, [-np.inf, -80, 0, 50]])
-@pytest.mark.parametrize("kind", ["equal", "cached", "paged"])
+@pytest.mark.parametrize("kind", ["dense", "kvcache", "paged"])
 def test_rows_that_see_nothing_are_zero_whatever_the_values(kind, sinks, rng):
     rows = slice(2, 7)
     call = Call(kind, rng, same_length=True)
@@ -454,9 +454,9 @@ def test_rows_that_see_nothing_are_zero_whatever_the_values(kind, sinks, rng):
 def test_rows_that_see_nothing_by_their_positions_are_zero(modifications, rows, rng):
     offset = {(3, -1): 5, (3, 3): -10, (-1, 0): -10}.get(modifications.get("window_size"), 0)
     for sinks in (None, np.array([-80, 0, -np.inf, 50], np.float32)):
-        call = Call("equal", rng, q_offset=offset)
+        call = Call("dense", rng, q_offset=offset)
         call.modifications = modifications | {"sinks": sinks}
-        for way in every_way("equal"):
+        for way in every_way("dense"):
             out, lse = call.check(**way)
             assert not out[:, rows].any()
             nothing = np.full(4, -np.inf) if sinks is None else sinks
@@ -482,7 +482,7 @@ def test_rows_whose_first_tiles_are_hidden_are_right(kind, rng):
 
 
 def test_keys_outside_of_all_windows_are_not_visited(rng):
-    for kind in ("equal", "cached", "paged"):
+    for kind in ("dense", "kvcache", "paged"):
         call = Call(kind, rng, seqlen_q=3, seqlen_k=90, same_length=True)
         # The query rows are at positions 87 to 89.
         seen = slice(87 - 2 * BC, 88 + BC)
@@ -492,7 +492,7 @@ def test_keys_outside_of_all_windows_are_not_visited(rng):
         call.k, call.v = call._placed(call.k_of, "k"), call._placed(call.v_of, "v")
         call.modifications = {"window_size": (2 * BC, BC)}
         ways = [{"tile": TILE}, {"tile": Tile(64, 64)}]
-        if kind != "equal":
+        if kind != "dense":
             # In batch-invariant calls, KV tiles begin at multiples of Bc, so Bc is 1.
             ways.append({"batch_invariant": True, "tile": Tile(4, 1)})
         for way in ways:
@@ -501,15 +501,15 @@ def test_keys_outside_of_all_windows_are_not_visited(rng):
 
 
 def test_padding_is_never_touched(rng):
-    call = Call("equal", rng, q_offset=0)
+    call = Call("dense", rng, q_offset=0)
     lengths = np.array([7, 22])
     call.modifications = {"seqlens_k": lengths}
     for b, length in enumerate(lengths):
         call.k[b, length:], call.v[b, length:] = np.nan, np.nan
-    for way in every_way("equal"):
+    for way in every_way("dense"):
         out, lse = call.run(**way)
         for b, length in enumerate(lengths):
-            alone = Call("equal", rng, batch=1, seqlen_k=int(length), q_offset=0)
+            alone = Call("dense", rng, batch=1, seqlen_k=int(length), q_offset=0)
             alone.q, alone.k, alone.v = call.q[b : b + 1], call.k[b : b + 1], call.v[b : b + 1]
             alone.k, alone.v = alone.k[:, :length], alone.v[:, :length]
             expected = alone.run(**way)
@@ -519,7 +519,7 @@ def test_padding_is_never_touched(rng):
 
 @pytest.mark.parametrize("q_offset", [0, 17, -6, 50])
 def test_windows_of_all_widths_about_a_tile_equal_the_reference(q_offset, rng):
-    call = Call("equal", rng, heads=(2, 1), batch=1, q_offset=q_offset)
+    call = Call("dense", rng, heads=(2, 1), batch=1, q_offset=q_offset)
     for call.causal, window in itertools.product(
         (False, True), itertools.product(DISTANCES[1:], repeat=2)
     ):
@@ -528,7 +528,7 @@ def test_windows_of_all_widths_about_a_tile_equal_the_reference(q_offset, rng):
 
 
 @pytest.mark.parametrize("window", [(0, 0), (BC - 1, 0), (BC, 1), (BC + 1, None), (1000, 0)])
-@pytest.mark.parametrize("kind", ["packed", "paged"])
+@pytest.mark.parametrize("kind", ["varlen", "paged"])
 def test_windows_of_sequences_equal_the_reference_row_by_row(kind, window, rng):
     call = Call(kind, rng, batch=4, modifications={"window_size": window})
     call.check(batch_invariant=True, tile=TILE)
@@ -537,7 +537,7 @@ def test_windows_of_sequences_equal_the_reference_row_by_row(kind, window, rng):
 # Sinks, and extreme numbers
 
 
-@pytest.mark.parametrize("kind", ["equal", "cached"])
+@pytest.mark.parametrize("kind", ["dense", "kvcache"])
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_sinks_far_above_and_below_equal_the_reference(kind, dtype, rng):
     call = Call(kind, rng, dtype, heads=(9, 3))
@@ -562,16 +562,16 @@ def test_sinks_are_the_plain_result_times_a_sigmoid(kind, rng):
         out, lse = call.run(**way)
         by_head = sinks[:, None]
         share = 1 / (1 + np.exp(by_head - plain_lse))
-        share = share.T if kind == "packed" else share.swapaxes(1, 2)
+        share = share.T if kind == "varlen" else share.swapaxes(1, 2)
         np.testing.assert_allclose(out, plain * share[..., None], rtol=0, atol=1e-13)
         both = np.logaddexp(plain_lse, by_head)
-        if kind == "packed":
+        if kind == "varlen":
             # Rows that belong to no sequence have no sinks.
             both[:, call.starts_q[-1] :] = -np.inf
         np.testing.assert_allclose(lse, both, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("kind", ["equal", "cached"])
+@pytest.mark.parametrize("kind", ["dense", "kvcache"])
 def test_values_up_to_the_largest_number_give_finite_results_beside_sinks(kind, rng):
     call = Call(kind, rng, same_length=True)
     for v in call.v_of:
@@ -583,7 +583,7 @@ def test_values_up_to_the_largest_number_give_finite_results_beside_sinks(kind, 
         assert np.isfinite(out).all()
 
 
-@pytest.mark.parametrize("kind", ["equal", "cached"])
+@pytest.mark.parametrize("kind", ["dense", "kvcache"])
 def test_scores_beyond_float32_give_nan_where_only_positions_hide(kind, rng):
     call = Call(kind, rng, same_length=True, seqlen_q=30)
     call.k[:, :5] = np.inf
@@ -603,7 +603,7 @@ def test_scores_beyond_float32_give_nan_where_only_positions_hide(kind, rng):
 
 @pytest.mark.parametrize("number", [np.inf, np.nan])
 def test_what_a_bias_makes_of_a_seen_pair_stays(number, rng):
-    for kind in ("equal", "cached", "paged"):
+    for kind in ("dense", "kvcache", "paged"):
         call = Call(kind, rng, same_length=True)
         bias = np.zeros(call.table_shape, np.float32)
         bias[1, 2, 3, 20] = number
@@ -621,8 +621,8 @@ def test_what_a_bias_makes_of_a_seen_pair_stays(number, rng):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_causal_is_a_window_that_ends_at_the_query(dtype, rng):
     for q_offset in (None, 0, 9, -4, 33):
-        call = Call("equal", rng, dtype, q_offset=q_offset)
-        for way in every_way("equal"):
+        call = Call("dense", rng, dtype, q_offset=q_offset)
+        for way in every_way("dense"):
             call.causal, call.modifications = True, {"window_size": (None, None)}
             causal = call.run(**way)
             call.causal, call.modifications = False, {"window_size": (-1, 0)}
@@ -641,7 +641,7 @@ def test_a_causal_window_looks_back_only(kind, rng):
         assert_same_bits(causal, call.run(**way))
 
 
-@pytest.mark.parametrize("kind", ["equal", "cached", "paged"])
+@pytest.mark.parametrize("kind", ["dense", "kvcache", "paged"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_an_array_says_what_a_function_says(kind, dtype, rng):
     call = Call(kind, rng, dtype, same_length=True)
@@ -722,7 +722,7 @@ def test_a_prefix_is_seen_in_spite_of_a_window_too(kind, window, rng):
             np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["equal", "cached", "paged"])
+@pytest.mark.parametrize("kind", ["dense", "kvcache", "paged"])
 def test_a_tree_that_is_one_branch_is_causal(kind, rng):
     call = Call(kind, rng)
     bits = np.array([2 ** (row + 1) - 1 for row in range(call.seqlen_q)], np.uint64)
@@ -770,7 +770,7 @@ def modified_of_everything(call, rng):
 def test_batch_invariant_bits_do_not_depend_on_chunks(dtype, rng):
     seqlen = 41
     whole = Call(
-        *("cached", rng, dtype), seqlen_q=seqlen, seqlen_k=seqlen, causal=True, same_length=True
+        *("kvcache", rng, dtype), seqlen_q=seqlen, seqlen_k=seqlen, causal=True, same_length=True
     )
     bias = rng.standard_normal((2, 4, seqlen, whole.capacity)).astype(np.float32)
     mask = rng.random(bias.shape) < 0.8
@@ -780,7 +780,7 @@ def test_batch_invariant_bits_do_not_depend_on_chunks(dtype, rng):
     out, lse = whole.check(**options)
     for first, stop in itertools.pairwise([0, 17, 18, 19, 30, seqlen]):
         rows = slice(first, stop)
-        chunk = Call("cached", rng, dtype, seqlen_q=stop - first, seqlen_k=stop, causal=True)
+        chunk = Call("kvcache", rng, dtype, seqlen_q=stop - first, seqlen_k=stop, causal=True)
         chunk.q, chunk.k, chunk.v = whole.q[:, rows], whole.k, whole.v
         chunk.lengths_k = np.full(2, stop)
         chunk.modifications = same | {"bias": bias[:, :, rows], "mask": mask[:, :, rows]}
@@ -789,7 +789,7 @@ def test_batch_invariant_bits_do_not_depend_on_chunks(dtype, rng):
 
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
 def test_long_pieces_are_cut_without_changing_a_bit(dtype, rng, monkeypatch):
-    for kind in ("packed", "cached"):
+    for kind in ("varlen", "kvcache"):
         call = Call(kind, rng, dtype, heads=(4, 2), same_length=True)
         names = ["bias", "mask", "alibi_slopes", "sinks", "tree_mask", "score_mod", "mask_mod"]
         call.modifications = {name: DRAW[name](call, rng) for name in names}
@@ -818,7 +818,7 @@ def test_same_bits_whatever_the_number_of_threads(kind, rng, monkeypatch):
 
 def test_sequences_of_one_shape_share_steps_whose_masks_differ_or_not(rng):
     for modifications in ({}, {"prefix_lens": np.array([3, 29, 0, 12, 20])}):
-        for kind in ("equal", "cached"):
+        for kind in ("dense", "kvcache"):
             call = Call(kind, rng, batch=5, causal=True, same_length=True)
             call.modifications = {
                 **modifications,
@@ -835,7 +835,7 @@ def test_sequences_of_one_shape_share_steps_whose_masks_differ_or_not(rng):
 @pytest.mark.parametrize("same_length", [True, False])
 def test_packed_sequences_without_gaps_each_count_from_their_own_beginning(same_length, rng):
     # Plain sequences of one shape are computed in one step; short unequal ones are padded.
-    call = Call("packed", rng, batch=9, gap=0, same_length=same_length, causal=True)
+    call = Call("varlen", rng, batch=9, gap=0, same_length=same_length, causal=True)
     per_row = rng.standard_normal(call.table_shape).astype(np.float32)
     for call.modifications in (
         {"score_mod": SCORE_MODS[1], "alibi_slopes": rng.random((9, 4)).astype(np.float32)},
@@ -846,7 +846,7 @@ def test_packed_sequences_without_gaps_each_count_from_their_own_beginning(same_
 
 
 def test_modifications_of_any_strides_are_read_as_they_are(rng):
-    call = Call("equal", rng)
+    call = Call("dense", rng)
     names = ["bias", "mask", "alibi_slopes", "sinks", "tree_mask", "prefix_lens", "seqlens_k"]
     arrays = {name: DRAW[name](call, rng) for name in names}
     call.modifications, call.causal = arrays, True
@@ -859,7 +859,7 @@ def test_modifications_of_any_strides_are_read_as_they_are(rng):
 @pytest.mark.parametrize("q_offset", [2**31 - 1, 2**40, -(2**40)])
 def test_offsets_beyond_all_numbers_are_as_good_as_far_ones(q_offset, rng):
     far = 4 * FURTHEST
-    call = Call("equal", rng, modifications={"window_size": (3, 3)}, q_offset=q_offset)
+    call = Call("dense", rng, modifications={"window_size": (3, 3)}, q_offset=q_offset)
     out, lse = call.run()
     assert not out.any()
     assert (lse == -np.inf).all()

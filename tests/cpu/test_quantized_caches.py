@@ -146,15 +146,15 @@ def call_over_float8(name: str) -> Callable[..., Any]:
         base = dataclasses.replace(SMALL, seqlen_new=0, page_size=16)
     elif name == "many queries":
         base = KVCacheCase((200, 170), "float32", seqlen_q=140)
-    elif name == "packed":
+    elif name == "varlen":
         base = VarlenCase((5, 0, 19), (40, 3, 19), "bfloat16")
-    function = flash_attention_varlen if name == "packed" else flash_attention_with_kvcache
+    function = flash_attention_varlen if name == "varlen" else flash_attention_with_kvcache
     arguments = QuantizedCase(base, "float8_e4m3fn", "head").arguments()
     return functools.partial(function, **arguments, batch_invariant=name == "rows on their own")
 
 
 @pytest.mark.parametrize(
-    "name", ["contiguous", "pages", "many queries", "rows on their own", "packed", "dense"]
+    "name", ["contiguous", "pages", "many queries", "rows on their own", "varlen", "dense"]
 )
 def test_numbers_of_float8_are_looked_up_in_a_table(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -330,7 +330,7 @@ def test_packed_queries_get_what_keys_of_numbers_get(page_size: int, scales: str
 def test_one_family_of_a_gpu_reads_them_for_packed_queries() -> None:
     arguments = PACKED.arguments()
     made = plan(flash_attention_varlen, **arguments, arch="sm_90")
-    assert (made.family, made.problem.layout.kind) == ("decode", "packed")
+    assert (made.family, made.problem.layout.kind) == ("decode", "varlen")
     assert made.problem.scales is not None
     # Each row and head has a scale, and heads are contiguous.
     assert made.problem.scales.given == {"k_scale": (0, 2, 1), "v_scale": (0, 2, 1)}

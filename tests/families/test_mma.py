@@ -58,7 +58,7 @@ def ragged_problem(
     """Return a problem with packed queries over a KV cache, which may be paged."""
     case = problem(dtype, head_dim, seqlen=seqlen, causal=causal)
     layout = Layout(
-        kind="packed",
+        kind="varlen",
         total_q=2 * seqlen,
         caches=0 if page_size else 5,
         page_size=page_size,

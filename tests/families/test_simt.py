@@ -182,7 +182,7 @@ def ragged_problem(dtype="float32", head_dim=64, *, page_size=0, causal=True, **
     options = {f: changes.pop(f) for f in ("num_splits", "batch_invariant") if f in changes}
     case = problem(dtype, head_dim, causal=causal, **changes)
     layout = Layout(
-        kind="packed",
+        kind="varlen",
         total_q=2 * case.seqlen_q,
         caches=0 if page_size else 5,
         page_size=page_size,

@@ -192,7 +192,7 @@ def test_the_second_kernel_has_a_warp_for_each_query_row():
 
 
 def ragged(case, **changes):
-    return replace(case, layout=replace(Layout("cached"), **changes))
+    return replace(case, layout=replace(Layout("kvcache"), **changes))
 
 
 def test_a_number_of_splits_that_was_asked_for_is_taken_as_it_is():
@@ -212,5 +212,5 @@ def test_heads_that_share_a_tile_are_split_further():
 
 
 def test_packed_queries_take_the_workspace_of_their_rows_alone():
-    case = ragged(problem(head_dim_v=72), kind="packed", total_q=150)
+    case = ragged(problem(head_dim_v=72), kind="varlen", total_q=150)
     assert split_kv.workspace(case, Split.into(3)) == 3 * (6 * 150) * (72 + 1) * 4

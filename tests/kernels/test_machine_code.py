@@ -100,9 +100,9 @@ def most_spilled(kernel: Any, plan: Plan) -> int:
     if kernel.family == "hopper backward":
         # With packed sequences, a consumer keeps the position of its sequence and looks for rows
         # with one visible key: 48 bytes with NVRTC 13.5.
-        return 0 if plan.problem.layout.is_equal else 48
+        return 0 if plan.problem.layout.is_dense else 48
     problem = plan.problem
-    if kernel.family == "mma backward" and not problem.layout.is_equal:
+    if kernel.family == "mma backward" and not problem.layout.is_dense:
         return 8
     return 16 if (problem.dtype, problem.head_dim, kernel.arch) == ("float32", 128, 90) else 0
 

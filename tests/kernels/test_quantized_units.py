@@ -108,7 +108,7 @@ def spec_of_append(dtype: str, cache_dtype: str, computed: bool, rotary_dim: int
         k_scale=scale,
         v_scale=scale,
     )
-    options = Options("cached", True, compute_scales=computed)
+    options = Options("kvcache", True, compute_scales=computed)
     return append_spec(arguments, problem_of(arguments, options), options)
 
 

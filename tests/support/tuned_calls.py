@@ -118,9 +118,9 @@ class TunedCall:
         shapes["dout"] = (*shapes["q"][:3], case.head_dim_v)
         arrays = {n: rng.standard_normal(x).astype(DTYPES[case.dtype]) for n, x in shapes.items()}
         options: dict[str, Any] = {"causal": case.causal}
-        kind = "equal"
+        kind = "dense"
         if case.kind == "varlen":
-            kind = "packed"
+            kind = "varlen"
             arrays = {name: x[0] for name, x in arrays.items()}
             ends = np.cumsum((0, *case.key_lengths), dtype=np.int32)
             arrays |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends}

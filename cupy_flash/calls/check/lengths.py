@@ -105,7 +105,7 @@ def check_contents(
     lengths
         Lengths of the cached sequences before the append, (batch,); None without a cache.
     """
-    if options.kind == "packed":
+    if options.kind == "varlen":
         _check_packed(arguments, options, problem)
     padded = getattr(arguments, "seqlens_k", None)
     if padded is not None:
@@ -123,7 +123,7 @@ def check_contents(
     offsets = getattr(arguments, "q_offset", None)
     if offsets is not None:
         _check_positions(offsets)
-    if options.kind != "cached":
+    if options.kind != "kvcache":
         return None
     limits = length_limits(arguments, problem)
     if arguments.cache_seqlens is None:

@@ -91,7 +91,7 @@ def sizes_of(problem: Problem, options: Options) -> Sizes:
     return Sizes(p.dtype, p.batch, p.heads_q, seqlen_q, seqlen_k, p.layout.total_q)
 
 
-def _equal_problem(arguments: Arguments, options: Options) -> Problem:
+def _dense_problem(arguments: Arguments, options: Options) -> Problem:
     require_layout(options.layout)
     arrays = {"q": arguments.q, "k": arguments.k, "v": arguments.v}
     if arguments.out is not None:
@@ -109,12 +109,12 @@ def _equal_problem(arguments: Arguments, options: Options) -> Problem:
         specs["out"] = new_spec(shape, options.layout, dtype)
     q, k = specs["q"], specs["k"]
     scales = _float8_scales(arguments, options, q, k)
-    refuse_other_lengths(lambda name: getattr(arguments, name, None), "equal")
+    refuse_other_lengths(lambda name: getattr(arguments, name, None), "dense")
     is_padded = getattr(arguments, "seqlens_k", None) is not None
     score = _score(arguments, options, q.dtype, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     return make_problem(
         *(specs[name] for name in ("q", "k", "v", "out")),
-        kind="padded" if is_padded else "equal",
+        kind="padded" if is_padded else "dense",
         score=score,
         causal=options.causal,
         softmax_scale=options.softmax_scale,
@@ -169,7 +169,7 @@ def _float8_scales(
     return Scales(strides["k_scale"], strides["v_scale"], q=strides["q_scale"])
 
 
-def _packed_problem(arguments: Arguments, options: Options) -> Problem:
+def _varlen_problem(arguments: Arguments, options: Options) -> Problem:
     q, k, v, out, _, block_table, cu_seqlens_q, cu_seqlens_k, seqused_k = arguments[:9]
     packed = "total length, heads and head_dim"
     require_axes("q", q, 3, packed)
@@ -188,7 +188,7 @@ def _packed_problem(arguments: Arguments, options: Options) -> Problem:
     require_shape("cu_seqlens_k", cu_seqlens_k, (batch + 1,), "as cu_seqlens_q")
     if seqused_k is not None:
         require_shape("seqused_k", seqused_k, (batch,), "one length for each sequence")
-    refuse_other_lengths(lambda name: getattr(arguments, name, None), "packed")
+    refuse_other_lengths(lambda name: getattr(arguments, name, None), "varlen")
     table = _table(block_table, batch)
     max_seqlen_k = count("max_seqlen_k", options.max_seqlen_k)
     score = _score(
@@ -204,7 +204,7 @@ def _packed_problem(arguments: Arguments, options: Options) -> Problem:
     specs = _specs(arguments, options)
     return make_problem(
         *specs,
-        kind="packed",
+        kind="varlen",
         score=score,
         batch=batch,
         max_seqlen_q=options.max_seqlen_q,
@@ -218,7 +218,7 @@ def _packed_problem(arguments: Arguments, options: Options) -> Problem:
     )
 
 
-def _cached_problem(arguments: Arguments, options: Options) -> Problem:
+def _kvcache_problem(arguments: Arguments, options: Options) -> Problem:
     """Return the problem of a KV cache call. Attention reads a rotated q from a contiguous copy."""
     q, block_table = arguments.q, arguments.block_table
     require_axes("q", q, 4, "batch, seqlen, heads and head_dim")
@@ -248,7 +248,7 @@ def _cached_problem(arguments: Arguments, options: Options) -> Problem:
     q_spec, k_spec, v_spec, out_spec = _specs(arguments, options)
     if arguments.rotary_cos is not None:
         q_spec = ArraySpec.contiguous(q_spec.shape, q_spec.dtype)
-    refuse_other_lengths(lambda name: getattr(arguments, name, None), "cached")
+    refuse_other_lengths(lambda name: getattr(arguments, name, None), "kvcache")
     table = _table(block_table, batch)
     capacity = k_spec.shape[1] * (1 if table is None else table[0])
     scales = _scales_of_keys(arguments, options, k_spec)
@@ -258,7 +258,7 @@ def _cached_problem(arguments: Arguments, options: Options) -> Problem:
         k_spec,
         v_spec,
         out_spec,
-        kind="cached",
+        kind="kvcache",
         score=_score(arguments, options, q_spec.dtype, batch, heads_q, seqlen_q, capacity),
         block_table=table,
         chosen_caches=arguments.cache_batch_idx is not None,
@@ -277,11 +277,11 @@ def _cached_problem(arguments: Arguments, options: Options) -> Problem:
 
 
 _PROBLEM_OF = {
-    "equal": _equal_problem,
-    "scaled": _equal_problem,
-    "qkvpacked": _equal_problem,
-    "packed": _packed_problem,
-    "cached": _cached_problem,
+    "dense": _dense_problem,
+    "scaled": _dense_problem,
+    "qkvpacked": _dense_problem,
+    "varlen": _varlen_problem,
+    "kvcache": _kvcache_problem,
 }
 
 

@@ -98,7 +98,7 @@ def readable(arguments: GradientArguments, options: Options) -> GradientArgument
     """Return the arrays, with copies of those that kernels cannot read in place."""
     arguments = converted(arguments, options)
     copied: dict[str, Any] = {
-        name: readable_in_place(array, one_batch=options.is_equal)
+        name: readable_in_place(array, one_batch=options.is_dense)
         for name, array in zip(arguments._fields, arguments, strict=True)
         if array is not None and name not in WRITTEN and name in GradientArguments._fields
     }
@@ -168,7 +168,7 @@ def prepare(
         cleared=tuple(
             index
             for index, name in enumerate(options.wrt)
-            if problem.is_empty or (name not in ROWS and not problem.layout.is_equal)
+            if problem.is_empty or (name not in ROWS and not problem.layout.is_dense)
         ),
     )
 

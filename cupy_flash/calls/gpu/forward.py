@@ -23,7 +23,7 @@ from cupy_flash.calls.check.problems import lse_shape, problem_of, sizes_of
 from cupy_flash.calls.conversions import converted
 from cupy_flash.calls.gpu.allocate import Maker, MemoryMaker, maker, memory_maker
 from cupy_flash.calls.gpu.block_masks import map_of_mask, map_spec
-from cupy_flash.calls.options import EQUAL_KINDS, Options
+from cupy_flash.calls.options import DENSE_KINDS, Options
 from cupy_flash.families.params import params_dtype
 from cupy_flash.gpu import append
 from cupy_flash.gpu.block_masks import MapKey
@@ -171,7 +171,7 @@ def readable(arguments: Arguments, options: Options) -> Arguments:
     arguments = converted(arguments, options)
     copied = {
         name: readable_in_place(
-            array, one_batch=options.kind in EQUAL_KINDS, inner=4 if name == "qkv" else 3
+            array, one_batch=options.kind in DENSE_KINDS, inner=4 if name == "qkv" else 3
         )
         for name, array in zip(arguments._fields, arguments, strict=True)
         if array is not None and name in Arguments._fields and name not in (*IN_PLACE, "out")
@@ -197,8 +197,8 @@ def prepare(
     qkv_step = None if qkv is None else qkv.strides[-3]
     problem = problem_of(arguments, options)
     layout, q = problem.layout, arguments.q
-    is_cached = options.kind == "cached"
-    limits = length_limits(arguments, problem) if is_cached else ()
+    is_kvcache = options.kind == "kvcache"
+    limits = length_limits(arguments, problem) if is_kvcache else ()
     written = written_arrays(problem)
     apart = OverlapCheck(fields, given, written)
     # Overlapping arrays are refused before anything is compiled.
@@ -214,7 +214,7 @@ def prepare(
         parts_of_scratch["lengths_after"] = -(-scratch // _SCRATCH_ALIGNMENT) * _SCRATCH_ALIGNMENT
         scratch = parts_of_scratch["lengths_after"] + 4 * problem.batch
     appends = layout.appends or arguments.rotary_cos is not None
-    has_no_keys = is_cached and problem.seqlen_k == 0
+    has_no_keys = is_kvcache and problem.seqlen_k == 0
     # Kernels zero rows that belong to no sequence. If no sequence can have rows, no kernel runs.
     is_unowned = layout.packed_q and problem.is_empty and q.size > 0
     spec = map_spec(plan)
@@ -292,10 +292,10 @@ def fixed_fields(plan: Plan) -> dict[str, Any]:
 
 def _sources(arguments: Arguments, plan: Plan) -> dict[str, str]:
     """Return the names of the values of the other struct fields; fields without one stay null."""
-    is_cached = plan.problem.layout.kind == "cached"
+    is_kvcache = plan.problem.layout.kind == "kvcache"
     found = {name: name for name in ("q", "k", "v", "lse", "workspace", "counters")}
     found["out"] = "result"
-    if is_cached:
+    if is_kvcache:
         values = "k_cache" if plan.problem.values_in_keys else "v_cache"
         lengths = "lengths_after" if plan.problem.layout.packed_new else "cache_seqlens"
         found |= {"k": "k_cache", "v": values, "seqused_k": lengths, "keys": "keys"}

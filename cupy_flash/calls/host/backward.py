@@ -51,10 +51,10 @@ def backward(
     """Return the gradients for NumPy arrays, in the order of `Options.wrt`."""
     assert options.wrt is not None
     # Dense calls without modifications have no arrays that may need a conversion.
-    has_no_lengths = options.kind == "equal" and options.mod_key is None
+    has_no_lengths = options.kind == "dense" and options.mod_key is None
     if not has_no_lengths:
         arguments = converted(arguments, options)
-    out = readable_in_place(arguments.out, one_batch=options.is_equal)
+    out = readable_in_place(arguments.out, one_batch=options.is_dense)
     if out is not arguments.out:
         arguments = arguments._replace(out=out)
     problem, tile, *_ = _known(arguments, options, backend)
@@ -224,7 +224,7 @@ def _on_cpu(
         arrays_of |= positions_of_used(arguments, arrays_of)
         bound_mods = bind_modifications(options.mod_key, user_mods, arrays_of)
     results = dict(results)
-    is_packed = options.kind == "packed"
+    is_packed = options.kind == "varlen"
     if "bias" in results:
         bias = results["bias"]
         axes = 3 if is_packed else 4

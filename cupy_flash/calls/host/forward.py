@@ -50,7 +50,7 @@ def forward(
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Compute attention for NumPy arrays, after the append if any; see `prepared_calls.run`."""
     # Dense calls without modifications have no arrays that may need a conversion.
-    has_no_lengths = options.kind == "equal" and options.mod_key is None
+    has_no_lengths = options.kind == "dense" and options.mod_key is None
     if not has_no_lengths:
         arguments = converted(arguments, options)
     call = _known(arguments, options, backend)
@@ -163,8 +163,8 @@ def _key_of(arguments: Arguments, options: Options, backend: str) -> tuple[Any, 
 
 def is_plain(arguments: Any, options: Options) -> bool:
     """Return whether the CPU backend can use q, k and v as they are, without modifications."""
-    is_equal = options.kind == "equal" and options.mod_key is None
-    return is_equal and options.layout == "bshd" and arguments.q.ndim == 4 and arguments.q.size > 0
+    is_dense = options.kind == "dense" and options.mod_key is None
+    return is_dense and options.layout == "bshd" and arguments.q.ndim == 4 and arguments.q.size > 0
 
 
 def gpu_of(backend: str) -> int | None:
@@ -210,10 +210,10 @@ def requested_tile(problem: Problem, options: Options) -> Tile | None:
     ValueError, UnsupportedError
         If the tile or family is not one of the CPU backend.
     """
-    if not problem.layout.is_equal and options.tile is None and options.family in (None, "cpu"):
+    if not problem.layout.is_dense and options.tile is None and options.family in (None, "cpu"):
         return None
     tile = cpu_tile(problem, options.family, options.tile)
-    return None if not problem.layout.is_equal and options.tile is None else tile
+    return None if not problem.layout.is_dense and options.tile is None else tile
 
 
 def require_writable(name: str, array: np.ndarray) -> None:
@@ -224,7 +224,7 @@ def require_writable(name: str, array: np.ndarray) -> None:
 
 def upload_order(options: Options) -> Literal["K", "C"]:
     """Return the memory order of uploaded arrays: "K" keeps the order of the axes, "C" does not."""
-    return "K" if options.is_equal else "C"
+    return "K" if options.is_dense else "C"
 
 
 def _on_gpu(
@@ -266,7 +266,7 @@ def _on_cpu(
         )
         arrays_of |= positions_of_used(arguments, arrays_of)
         bound_mods = bind_modifications(options.mod_key, user_mods, arrays_of)
-    if options.is_equal:
+    if options.is_dense:
         if tile is None:
             # The CPU backend computes padded sequences as a dense batch, with one tile.
             tile = cpu_tile(problem, options.family, options.tile)
@@ -296,7 +296,7 @@ def _on_cpu(
         "scales": _scales(arguments, problem),
     }
     arrays = arguments.q, arguments.keys, arguments.values_of(options), out, lse
-    if options.kind == "packed":
+    if options.kind == "varlen":
         varlen.varlen_forward(
             *arrays,
             cu_seqlens_q=arguments.cu_seqlens_q,

@@ -79,7 +79,7 @@ def _is_whole(problem: Problem) -> bool:
     """Return whether one tile should hold all scores of a head, if they fit into its scratch."""
     of_head = problem.seqlen_q * problem.seqlen_k
     is_by_formula = (
-        problem.layout.kind == "equal"
+        problem.layout.kind == "dense"
         and problem.score is None
         and problem.heads_q == problem.heads_kv
         and problem.dtype in ("float32", "float64")

@@ -185,7 +185,7 @@ class DecodeFamily(Family[DecodeTile]):
             "q_in_registers": True,
             "receive_rows": sizes.kept_rows(problem, tile),
             "group": sizes.group(problem),
-            "has_seqlens": not layout.is_equal,
+            "has_seqlens": not layout.is_dense,
             "page_size": layout.page_size,
             "balanced": split == EVEN,
             "cluster": launched.cluster,

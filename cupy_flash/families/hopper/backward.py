@@ -160,7 +160,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
             total += _PAIR_STAGES * pairs + tile.Br * dim * 4
         slots = tile.q_stages + tile.dout_stages
         # Each stage has barriers for full and empty and, if tiles are inspected, for arrived.
-        arrives = not problem.layout.is_equal or backward_common.inspects(problem)
+        arrives = not problem.layout.is_dense or backward_common.inspects(problem)
         barriers = (3 if arrives else 2) * slots + _OTHER_BARRIERS
         return total + barriers * BARRIER_BYTES + _PLACE_BYTES
 
@@ -245,7 +245,7 @@ def _last_writes(problem: Problem) -> bool:
 
 
 def _register_split(problem: Problem) -> tuple[int, int]:
-    spills = _is_wide(problem) and not problem.layout.is_equal
+    spills = _is_wide(problem) and not problem.layout.is_dense
     return _WIDE_REGISTERS_OF_SEQUENCES if spills else _REGISTERS
 
 

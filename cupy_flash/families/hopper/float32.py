@@ -31,7 +31,7 @@ _WIDE_LEAST_ROWS = 256
 
 def why_not(problem: Problem) -> str | None:
     """Return why no tile can serve a float32 problem, or None if one may."""
-    if not problem.layout.is_equal:
+    if not problem.layout.is_dense:
         return "supports float32 only in batches of equal lengths"
     if problem.score is not None:
         return "supports float32 only without modifications"

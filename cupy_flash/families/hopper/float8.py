@@ -29,7 +29,7 @@ _BLOCKS_PER_SM = 8
 
 def why_not(problem: Problem) -> str | None:
     """Return why no tile can serve the problem, or None if one may."""
-    if not problem.layout.is_equal:
+    if not problem.layout.is_dense:
         return "supports float8 only in batches of equal lengths"
     if problem.score is not None:
         return "supports float8 only without modifications"

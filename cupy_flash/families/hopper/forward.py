@@ -93,18 +93,18 @@ class HopperFamily(Family[HopperTile]):
             return mla.why_not_first(posed, device, tile, self._tiles(posed, tile))
         if problem.dtype == "float32":
             return float32.why_not_first(problem) or self._why_not_few_tiles(problem, device)
-        if problem.layout.is_equal:
+        if problem.layout.is_dense:
             return None
         return varlen.why_not_first(problem) or self._why_not_few_tiles(problem, device)
 
     def _why_not_few_tiles(self, problem: Problem, device: Device) -> str | None:
         """Return why other families are faster if the keys are not split, or None."""
         tile = self.default_tile(problem, device)
-        tiles = self._tiles(varlen.of_equal_lengths(problem), tile)
+        tiles = self._tiles(varlen.as_dense(problem), tile)
         if 2 * tiles * ranks(problem) >= device.sm_count:
             return None
-        is_equal = problem.layout.is_equal
-        what, number = ("float32", "") if is_equal else ("sequences of unequal length", "about ")
+        is_dense = problem.layout.is_dense
+        what, number = ("float32", "") if is_dense else ("sequences of unequal length", "about ")
         return (
             f"does not split the keys of {what}, and {number}{tiles} query tiles leave most of "
             f"{device.sm_count} SMs idle"
@@ -163,7 +163,7 @@ class HopperFamily(Family[HopperTile]):
 
     @remembers_last
     def _first_legal(self, problem: Problem, device: Device) -> HopperTile | None:
-        equal, steps = varlen.of_equal_lengths(problem), k_steps(problem)
+        equal, steps = varlen.as_dense(problem), k_steps(problem)
         preferred = (
             self._with_all_stages(
                 problem,
@@ -222,7 +222,7 @@ class HopperFamily(Family[HopperTile]):
     def schedule(self, problem: Problem, device: Device, tile: HopperTile) -> Schedule:
         given, problem = problem, mla.posed(problem)
         maps = tensor_maps.forward_maps(problem, tile)
-        if not problem.layout.is_equal:
+        if not problem.layout.is_dense:
             is_latent = mla.holds_values_in_keys(problem)
             cut = mla.split_of(problem, device, tile) if is_latent else WHOLE
             main = self._main(problem, device, tile, cut)
@@ -297,7 +297,7 @@ class HopperFamily(Family[HopperTile]):
         blocks = self._tiles(problem, tile) * cut.parts
         # The grid is persistent, except for dense batches if other kernels use the GPU: a thread
         # block that starts late would delay the end. In varlen, such a block fetches fewer tiles.
-        if not (problem.shares_gpu and problem.layout.is_equal):
+        if not (problem.shares_gpu and problem.layout.is_dense):
             blocks = min(blocks, device.sm_count // count)
         return Launch(
             MAIN_ENTRY,
@@ -331,7 +331,7 @@ class HopperFamily(Family[HopperTile]):
             "q_steps": tile.q_steps,
             "producer_registers": of_producer,
             "consumer_registers": of_consumer,
-            "has_seqlens": not problem.layout.is_equal,
+            "has_seqlens": not problem.layout.is_dense,
             "page_size": problem.layout.page_size,
             "values_in_keys": mla.holds_values_in_keys(problem),
             "skips_tiles": scores.is_noted(problem, tile),

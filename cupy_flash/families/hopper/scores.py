@@ -27,7 +27,7 @@ def streams_bias(problem: Problem) -> bool:
     bias = score.bias if score is not None else None
     if bias is None or bias.dtype != problem.dtype or bias.alignment < STRIDE_UNIT:
         return False
-    if not problem.layout.is_equal or problem.seqlen_k == 0 or _has_edges(problem):
+    if not problem.layout.is_dense or problem.seqlen_k == 0 or _has_edges(problem):
         return False
     most = MAX_STRIDE // problem.itemsize
     return all(0 <= stride < most for stride in bias.strides)
@@ -77,7 +77,7 @@ def finds_only_keys(problem: Problem) -> bool:
         return False
     if score.changes_scores or score.hides_pairs or score.prefix or score.offsets:
         return True
-    if not problem.layout.is_equal:
+    if not problem.layout.is_dense:
         return True
     # From row to row, the number of visible keys grows while key 0 is visible, and then stays or
     # falls. So if the last row attends to several keys, no row attends to a later key alone.

@@ -42,7 +42,7 @@ def footprint(problem: Problem) -> tuple[Any, ...]:
         problem.dtype,
         problem.head_dim,
         problem.head_dim_v,
-        problem.layout.is_equal,
+        problem.layout.is_dense,
         mla.holds_values_in_keys(problem),
         of_score,
     )
@@ -75,7 +75,7 @@ def block_bytes(problem: Problem, tile: HopperTile) -> int:
         is_latent = mla.holds_values_in_keys(problem)
         buffers = _LATENT_PAIR_BUFFERS if is_latent else _PAIR_BUFFERS
         total += buffers * scores + 2 * (tile.Br // 16 * BARRIER_BYTES)
-    if problem.layout.is_equal:
+    if problem.layout.is_dense:
         return total
     # Varlen and KV cache: two more work tiles with two barriers, the rows of the sequence for each
     # work tile, and a barrier and a record of the last values for each stage and for the end.

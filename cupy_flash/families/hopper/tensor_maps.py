@@ -51,7 +51,7 @@ def forward_maps(problem: Problem, tile: HopperTile) -> dict[str, TensorMapSpec]
     """Return the tensor maps of q, k and v (or their converted arrays) and of a bias, by name."""
     p = problem
     rows_q, batch_q, rows_k, batch_k = p.seqlen_q, p.batch, p.seqlen_k, p.batch
-    if not p.layout.is_equal:
+    if not p.layout.is_dense:
         if p.layout.packed_q:
             rows_q, batch_q = p.layout.total_q, 1
         if p.layout.packed_k:

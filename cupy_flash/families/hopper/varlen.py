@@ -20,7 +20,7 @@ _WORD_BYTES = 4
 def why_not(problem: Problem) -> str | None:
     """Return why no tile can serve the layout of the sequences, or None if one may."""
     layout = problem.layout
-    if layout.is_equal:
+    if layout.is_dense:
         return None
     if layout.page_size:
         if not mla.holds_values_in_keys(problem):
@@ -45,10 +45,10 @@ def why_not_first(problem: Problem) -> str | None:
     return None
 
 
-def of_equal_lengths(problem: Problem) -> Problem:
+def as_dense(problem: Problem) -> Problem:
     """Return a dense problem with about as many query rows, for which a tile is chosen."""
     layout = problem.layout
-    if layout.is_equal:
+    if layout.is_dense:
         return problem
     if problem.is_batch_invariant:
         # The sizes are arbitrary, but must be the same for all batch sizes and lengths.

@@ -878,7 +878,7 @@ def test_a_plan_is_what_the_call_is_computed_by(gpu):
     made = plan(flash_attention_with_kvcache, **arguments, arch="sm_90")
     assert gpu.compiled == [made.unit.title, gpu.compiled[1]]
     assert [entry for entry, _ in gpu.launches[1:]] == [launch.entry for launch in made.launches]
-    assert (made.problem.layout.kind, made.problem.layout.new_keys) == ("cached", 5)
+    assert (made.problem.layout.kind, made.problem.layout.new_keys) == ("kvcache", 5)
 
 
 def test_a_plan_leaves_the_cache_as_it_is_and_does_not_depend_on_its_length():

@@ -132,7 +132,7 @@ def test_padding_at_the_start_of_a_cache_is_left_out(
 
 @pytest.mark.parametrize("places", [lambda b: 1000 * b, lambda b: 8191 - 1000 * b])
 @pytest.mark.parametrize("batch", [8, 40])
-@pytest.mark.parametrize("is_cached", [False, True], ids=["dense", "cached"])
+@pytest.mark.parametrize("is_cached", [False, True], ids=["dense", "kvcache"])
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_windows_may_begin_elsewhere_in_each_sequence(
     library: str, is_cached: bool, batch: int, places: Any, rng: Any

@@ -95,8 +95,8 @@ def _with_gradients(values: dict[str, Any]) -> dict[str, Any]:
 
 CALLS = {
     "dense": (flash_attention, _dense),
-    "packed": (flash_attention_varlen, _packed),
-    "cached": (flash_attention_with_kvcache, _cached),
+    "varlen": (flash_attention_varlen, _packed),
+    "kvcache": (flash_attention_with_kvcache, _cached),
     "dense backward": (flash_attention_backward, lambda: _with_gradients(_dense())),
     "packed backward": (flash_attention_varlen_backward, lambda: _with_gradients(_packed())),
 }
@@ -104,16 +104,16 @@ WRONG = [
     ("dense", {"seqlens_k": [3, KEYS + 1]}, r"seqlens_k\[1\] is 13; expected at most 12"),
     ("dense", {"prefix_lens": [-1, 3], "causal": True}, r"prefix_lens\[0\] is -1"),
     ("dense", {"q_offset": [2, 2**30], "causal": True}, r"q_offset\[1\] is 1073741824; expected"),
-    ("packed", {"q_offset": [-(2**30), 0], "causal": True}, r"q_offset\[0\] is -1073741824; exp"),
+    ("varlen", {"q_offset": [-(2**30), 0], "causal": True}, r"q_offset\[0\] is -1073741824; exp"),
     ("packed backward", {"seqused_q": [0, 99]}, r"seqused_q\[1\] is 99; expected at most"),
-    ("cached", {"cache_leftpad": [0, 9]}, r"cache_leftpad\[1\] is 9; expected at most"),
+    ("kvcache", {"cache_leftpad": [0, 9]}, r"cache_leftpad\[1\] is 9; expected at most"),
     ("dense backward", {"seqlens_k": [-2, 3]}, r"seqlens_k\[0\] is -2; expected at least 0"),
-    ("packed", {"cu_seqlens_q": [0, 5, 4]}, "cu_seqlens_q decreases from 5 to 4 at index 2"),
-    ("packed", {"cu_seqlens_k": [0, 9, KEYS]}, "cu_seqlens_k gives sequence 0 a length of 9"),
-    ("packed", {"seqused_k": [4, -1]}, r"seqused_k\[1\] is -1; expected at least 0"),
+    ("varlen", {"cu_seqlens_q": [0, 5, 4]}, "cu_seqlens_q decreases from 5 to 4 at index 2"),
+    ("varlen", {"cu_seqlens_k": [0, 9, KEYS]}, "cu_seqlens_k gives sequence 0 a length of 9"),
+    ("varlen", {"seqused_k": [4, -1]}, r"seqused_k\[1\] is -1; expected at least 0"),
     ("packed backward", {"cu_seqlens_k": [0, 4, 13]}, r"cu_seqlens_k\[2\] is 13; expected at"),
     (
-        "cached",
+        "kvcache",
         {
             **dict.fromkeys(("k", "v"), _zeros(5, HEADS, DIM)),
             "v_cache": _zeros(6, 4, HEADS, DIM),
@@ -121,8 +121,8 @@ WRONG = [
         },
         r"cu_seqlens_k_new\[2\] is 9; expected at most 5, the rows of k and v",
     ),
-    ("cached", {"cache_seqlens": [3, 9]}, r"cache_seqlens\[1\] is 9; expected at most 8"),
-    ("cached", {"block_table": [[5, 0], [1, 6]]}, r"block_table\[1, 1\] is 6; expected 0 to 5"),
+    ("kvcache", {"cache_seqlens": [3, 9]}, r"cache_seqlens\[1\] is 9; expected at most 8"),
+    ("kvcache", {"block_table": [[5, 0], [1, 6]]}, r"block_table\[1, 1\] is 6; expected 0 to 5"),
 ]
 
 

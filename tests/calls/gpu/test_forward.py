@@ -32,7 +32,7 @@ def spec(*shape: int) -> ArraySpec:
 
 def cached(**changes: Any) -> Problem:
     arguments = {"q": spec(5, 2, 6, 40), "k": spec(7, 239, 3, 40), "v": spec(7, 239, 3, 72)}
-    return make_problem(**(arguments | {"kind": "cached"} | changes))
+    return make_problem(**(arguments | {"kind": "kvcache"} | changes))
 
 
 def struct(problem: Problem, split: Split, section_heads: int) -> Any:

@@ -20,12 +20,12 @@ from cupy_flash.problem.arrays import ArraySpec
 from cupy_flash.problem.device import device_for_arch
 from cupy_flash.problem.problem import Problem, make_problem
 
-OPTIONS = Options("packed", max_seqlen_q=59, max_seqlen_k=59)
+OPTIONS = Options("varlen", max_seqlen_q=59, max_seqlen_k=59)
 
 
 def problem(dtype: str = "float16") -> Problem:
     q, k = (ArraySpec.contiguous((1, 113, heads, 64), dtype) for heads in (4, 2))
-    return make_problem(q, k, k, kind="packed", batch=3, max_seqlen_q=59, max_seqlen_k=59)
+    return make_problem(q, k, k, kind="varlen", batch=3, max_seqlen_q=59, max_seqlen_k=59)
 
 
 @pytest.fixture

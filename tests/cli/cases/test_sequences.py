@@ -148,10 +148,10 @@ def test_a_cases_problem_is_that_of_the_call(case: Case) -> None:
     if case.kind == "varlen":
         arguments = Arguments(q[0], k[0], v[0], **inputs.more)
         most = {"max_seqlen_q": case.seqlen_k, "max_seqlen_k": case.seqlen_k}
-        found = problem_of(arguments, Options("packed", case.causal, **most))
+        found = problem_of(arguments, Options("varlen", case.causal, **most))
     else:
         arguments = Arguments(q, k_cache=k, v_cache=v, **inputs.more)
-        found = problem_of(arguments, Options("cached", case.causal))
+        found = problem_of(arguments, Options("kvcache", case.causal))
 
     # NumPy arrays may be aligned less than GPU memory, so compare at 16 bytes.
     assert case.problem() == found.aligned(16)

@@ -19,16 +19,16 @@ from cupy_flash.families import FAMILIES
 
 pytestmark = pytest.mark.gpu
 
-KINDS = ("equal", "padded", "packed")
+KINDS = ("dense", "padded", "varlen")
 # All dtypes; for the two families with ordered accumulation also all kinds and several head dims.
-CALLS = [(family, dtype, "equal", 64) for family in FAMILIES["backward"] for dtype in DTYPES]
+CALLS = [(family, dtype, "dense", 64) for family in FAMILIES["backward"] for dtype in DTYPES]
 CALLS += [
     (family, dtype, kind, head_dim)
     for family, dtypes in (("hopper", ("bfloat16",)), ("mma", ("float16", "float32")))
     for dtype in dtypes
     for kind in KINDS
     for head_dim in (64, 128, 192, 256)
-    if (kind, head_dim) != ("equal", 64)
+    if (kind, head_dim) != ("dense", 64)
 ]
 of_calls = pytest.mark.parametrize(("family", "dtype", "kind", "head_dim"), CALLS)
 
@@ -40,7 +40,7 @@ class Pass:
         self,
         family: str,
         dtype: str,
-        kind: str = "equal",
+        kind: str = "dense",
         head_dim: int = 64,
         *,
         seqlen: int = 333,
@@ -49,7 +49,7 @@ class Pass:
         import cupy
 
         rng = np.random.default_rng(3)
-        rows = (2 * seqlen,) if kind == "packed" else (2, seqlen)
+        rows = (2 * seqlen,) if kind == "varlen" else (2, seqlen)
         shapes = {"q": heads, "k": heads // 2, "v": heads // 2, "dout": heads}
         self.family = family
         self.arrays = {
@@ -62,7 +62,7 @@ class Pass:
         if kind == "padded":
             lengths = np.array([seqlen - 50, seqlen // 2], np.int32)
             self._options["seqlens_k"] = cupy.asarray(lengths)
-        elif kind == "packed":
+        elif kind == "varlen":
             # Sequence 0 is short, sequence 2 is empty, and the last 9 rows belong to no sequence.
             starts = np.array([0, 5, seqlen, seqlen, 2 * seqlen - 9], np.int32)
             self._lengths = (cupy.asarray(starts), cupy.asarray(starts), seqlen, seqlen)

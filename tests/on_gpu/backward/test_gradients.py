@@ -85,7 +85,7 @@ def test_every_tile_that_is_legal_gives_the_gradients(
     shapes = dict(zip((*ROWS, "dout"), (*case.bshd_shapes, case.bshd_shapes[0]), strict=True))
     arrays = {n: rng.standard_normal(x).astype(DTYPES[case.dtype]) for n, x in shapes.items()}
     dout = arrays.pop("dout")
-    call = GradientCall(ModifiedCall("equal", case.dtype, arrays, {"causal": True}), dout)
+    call = GradientCall(ModifiedCall("dense", case.dtype, arrays, {"causal": True}), dout)
     check_gradients(call, call.run(cupy, family=family, tile=dataclasses.asdict(tile)))
 
 
@@ -94,7 +94,7 @@ def test_the_same_inputs_give_the_same_bits(dtype: str) -> None:
     import cupy
 
     rng = np.random.default_rng(0)
-    call = random_gradient_call(rng, dtype, "equal", head_dims=(64,), longest=(300, 300))
+    call = random_gradient_call(rng, dtype, "dense", head_dims=(64,), longest=(300, 300))
     first = call.run(cupy)
     for _ in range(20):
         again = call.run(cupy)

@@ -22,7 +22,7 @@ LENGTHS_Q, LENGTHS_K = (40, 0, 65), (150, 20, 30)
 
 def make_call(
     dtype: str = "float32",
-    kind: str = "equal",
+    kind: str = "dense",
     mod: tuple[str, dict[str, Any]] | None = None,
     *,
     seed: int = 0,
@@ -35,7 +35,7 @@ def make_call(
         return rng.standard_normal(shape).astype(DTYPES[dtype])
 
     options: dict[str, Any] = {"causal": True}
-    if kind == "packed":
+    if kind == "varlen":
         rows, keys = (sum(LENGTHS_Q),), (sum(LENGTHS_K),)
         for name, lengths in (("cu_seqlens_q", LENGTHS_Q), ("cu_seqlens_k", LENGTHS_K)):
             arrays[name] = np.cumsum([0, *lengths], dtype=np.int32)
@@ -79,11 +79,11 @@ def made_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, dict[st
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
-@pytest.mark.parametrize("kind", ["equal", "packed"])
+@pytest.mark.parametrize("kind", ["dense", "varlen"])
 def test_a_bias_may_be_broadcast_along_any_axes(kind: str, dtype: str) -> None:
     rng = np.random.default_rng(1)
     whole: tuple[int, ...] = (BATCH, HEADS, SEQLEN_Q, SEQLEN_K)
-    if kind == "packed":
+    if kind == "varlen":
         whole = (HEADS, sum(LENGTHS_Q), max(LENGTHS_K))
     for shared in np.ndindex((2,) * len(whole)):
         shape = tuple(1 if one else n for one, n in zip(shared, whole, strict=True))
@@ -99,7 +99,7 @@ def test_a_bias_may_have_fewer_axes_than_scores_and_any_strides() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["equal", "packed"])
+@pytest.mark.parametrize("kind", ["dense", "varlen"])
 def test_every_pair_reads_a_table_of_distances(kind: str, dtype: str) -> None:
     rng = np.random.default_rng(3)
     table = rng.standard_normal((HEADS, 41)).astype(DTYPES[dtype])
@@ -151,16 +151,16 @@ def test_all_gradients_of_a_call_in_every_family(family: str) -> None:
     check(call, family=family)
 
 
-@pytest.mark.parametrize("kind", ["equal", "packed"])
+@pytest.mark.parametrize("kind", ["dense", "varlen"])
 def test_what_is_no_number_stays_in_its_elements(kind: str, made_of) -> None:
     import cupy
 
-    rows = sum(LENGTHS_Q) if kind == "packed" else SEQLEN_Q
+    rows = sum(LENGTHS_Q) if kind == "varlen" else SEQLEN_Q
     # Queries have positions among the keys; the last query is at the last key.
-    position = 30 + SEQLEN_K - (LENGTHS_Q[0] if kind == "packed" else SEQLEN_Q)
+    position = 30 + SEQLEN_K - (LENGTHS_Q[0] if kind == "varlen" else SEQLEN_Q)
     gain = np.random.default_rng(7).uniform(0.5, 1.5, SEQLEN_K).astype(np.float32)
     mod = made_of(lambda score, i, gain: score * gain[i], gain=gain)
-    bias = np.zeros((HEADS, rows, 1) if kind == "packed" else (1, HEADS, rows, 1), np.float32)
+    bias = np.zeros((HEADS, rows, 1) if kind == "varlen" else (1, HEADS, rows, 1), np.float32)
     call = make_call(kind=kind, mod=mod, bias=bias, sinks=np.zeros(HEADS, np.float32))
     call.dout[..., 30, 2, :] = np.nan
     found = call.run(cupy)

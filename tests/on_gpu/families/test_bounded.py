@@ -23,7 +23,7 @@ def hopper() -> None:
 
 # The cases cover skipped KV tiles, split KV, sequences and fully masked rows.
 @pytest.mark.parametrize("cap", [2.0, 30.0])
-@pytest.mark.parametrize("kind", ["equal", "padded", "packed", "cached"])
+@pytest.mark.parametrize("kind", ["dense", "padded", "varlen", "kvcache"])
 def test_softcap_with_windows_and_whatever_else_is_right(
     kind: str, cap: float, rng: np.random.Generator
 ) -> None:
@@ -58,7 +58,7 @@ def test_shares_of_the_keys_and_large_scores_are_right(
     # These queries and keys have large scores of either sign.
     arrays["q"][:, :50] = 30 * np.sign(rng.standard_normal(head_dim))
     arrays["k"][:, ::7] = 30
-    call = ModifiedCall("equal", "bfloat16", arrays, {"softcap": 50.0})
+    call = ModifiedCall("dense", "bfloat16", arrays, {"softcap": 50.0})
     given, named = call.given(cupy)
     assert plan(flash_attention, *given, **named, family="hopper").schedule.split.parts > 1
     call.check(cupy, family="hopper")

@@ -62,7 +62,7 @@ def test_it_is_right_whatever_the_tile_and_which_axes_share_it(
         arrays = {name: rng.standard_normal(shape).astype(real) for name, shape in shapes.items()}
         bias = rng.standard_normal((*axes, seqlen_k)).astype(real)
         options = {"causal": bool(rng.integers(2))}
-        call = ModifiedCall("equal", dtype, {**arrays, "bias": bias}, options)
+        call = ModifiedCall("dense", dtype, {**arrays, "bias": bias}, options)
         q, k, v = (cupy.asarray(x) for x in arrays.values())
         how: dict[str, Any] = {"family": "hopper", "tile": tile, "bias": on_gpu(bias)}
         made = plan(flash_attention, q, k, v, **options, **how)

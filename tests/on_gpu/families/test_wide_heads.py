@@ -125,8 +125,8 @@ def draw(test: int, number: int) -> tuple[str, int, Case | VarlenCase | KVCacheC
         "causal": bool(rng.random() < 0.5),
         "softmax_scale": None if rng.random() < 0.7 else float(sizes.uniform(0.01, 0.2)),
     }
-    kind = str(rng.choice(["equal", "equal", "packed", "cached"]))
-    if kind == "equal":
+    kind = str(rng.choice(["dense", "dense", "varlen", "kvcache"]))
+    if kind == "dense":
         seqlen_q, seqlen_k = int(sizes.integers(1, most_q)), int(sizes.integers(1, 300))
         places = common["causal"] and sizes.random() < 0.5
         return (
@@ -145,7 +145,7 @@ def draw(test: int, number: int) -> tuple[str, int, Case | VarlenCase | KVCacheC
         )
     common |= {"page_size": int(rng.choice([0, 1, 16])), "seed": int(sizes.integers(2**32))}
     lengths = ragged_lengths(sizes, 4, 250)
-    if kind == "packed":
+    if kind == "varlen":
         return family, alignment, VarlenCase(ragged_lengths(sizes, 4, most_q), lengths, **common)
     seqlen_q = int(sizes.integers(1, most_q))
     new = int(sizes.integers(1, 4)) if rng.random() < 0.5 else 0
@@ -193,7 +193,7 @@ def test_modified_wide_heads_are_right(test: int) -> None:
         call = random_call(
             rng,
             str(rng.choice(dtypes)),
-            str(rng.choice(["equal", *KINDS])),
+            str(rng.choice(["dense", *KINDS])),
             few_rows=bool(rng.integers(4) == 0),
             head_dims=(264, 320, 512, 576),
         )

@@ -59,7 +59,7 @@ def test_it_is_right_whether_or_not_tiles_divide_its_blocks(
         arrays = {n: rng.standard_normal(s).astype(DTYPES["bfloat16"]) for n, s in shapes.items()}
         options: dict[str, Any] = {"causal": bool(rng.integers(2)), "q_offset": q_offset}
         mask = pairs(blocks, block, (seqlen_q, seqlen_k), q_offset)
-        call = ModifiedCall("equal", "bfloat16", {**arrays, "mask": mask}, options)
+        call = ModifiedCall("dense", "bfloat16", {**arrays, "mask": mask}, options)
         # pytest shows this output if the results differ.
         print(call, blocks.shape, tile)
         out, lse = flash_attention(

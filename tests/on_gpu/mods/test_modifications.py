@@ -25,7 +25,7 @@ def draw(seed: int) -> tuple[ModifiedCall, str | None]:
     rng = np.random.default_rng(seed)
     family = str(rng.choice(["any", *FORWARD]))
     dtypes = ["float16", "bfloat16"] if family in ("hopper", "decode") else list(DTYPES)
-    kinds = ["equal", *KINDS] if family != "naive" else ["equal"]
+    kinds = ["dense", *KINDS] if family != "naive" else ["dense"]
     few_rows = family == "decode" or rng.integers(4) == 0
     call = random_call(rng, str(rng.choice(dtypes)), str(rng.choice(kinds)), few_rows=few_rows)
     return call, None if family == "any" else family
@@ -56,7 +56,7 @@ def test_scores_at_their_cap_keep_the_precision_of_values(cap, size, sign, rng) 
     signs = {"low": [-30], "high": [30], "both": [-30, 30]}[sign]
     k = np.broadcast_to(rng.choice(signs, (1, 300, 1, 1)), (1, 300, 2, 64)).astype(real)
     v = (size * rng.standard_normal((1, 300, 2, 64))).astype(real)
-    call = ModifiedCall("equal", "bfloat16", {"q": q, "k": k, "v": v}, {"softcap": cap})
+    call = ModifiedCall("dense", "bfloat16", {"q": q, "k": k, "v": v}, {"softcap": cap})
     call.check(cupy)
 
 
@@ -76,7 +76,7 @@ def test_low_scores_beside_hidden_ones_find_their_base(
     arrays["alibi_slopes"] = np.array([0.5, 0.1], np.float32)
     for causal in (False, True):
         options = {"causal": causal, "q_offset": 400}
-        ModifiedCall("equal", dtype, arrays, options).check(cupy)
+        ModifiedCall("dense", dtype, arrays, options).check(cupy)
 
 
 # Bias values of padding, from finfo(float16).min to finfo(float32).min.
@@ -111,7 +111,7 @@ def test_rows_of_low_scores_weigh_all_their_keys(
 
 @pytest.mark.parametrize("low", [-1e9, -1e30])
 @pytest.mark.parametrize("family", ["mma", "simt"])
-@pytest.mark.parametrize("kind", ["packed", "cached", "paged"])
+@pytest.mark.parametrize("kind", ["varlen", "kvcache", "paged"])
 def test_rows_of_low_scores_weigh_the_keys_of_all_parts(
     kind: str, family: str, low: float, rng: np.random.Generator
 ) -> None:
@@ -135,7 +135,7 @@ def test_padded_rows_of_long_calls_weigh_keys_of_all_tiles(
     hidden = np.zeros((2, 1, 500, 777), bool)
     hidden[0, :, :70] = hidden[1, :, 300] = True
     arrays["bias"] = np.where(hidden, low, 0).astype(np.float32)
-    call = ModifiedCall("equal", "bfloat16", arrays, {"causal": False})
+    call = ModifiedCall("dense", "bfloat16", arrays, {"causal": False})
     check_with_and_without_lse(call)
 
 
@@ -155,7 +155,7 @@ def test_scores_around_the_lowest_that_count_keep_their_weights(
     lowest = -np.round(2**20 * np.log(2))
     steps = rng.integers(-16, 17, (2, 1, 200, 777)) / 16
     arrays["bias"] = (lowest + above + steps).astype(np.float32)
-    check_with_and_without_lse(ModifiedCall("equal", dtype, arrays, {"causal": False}))
+    check_with_and_without_lse(ModifiedCall("dense", dtype, arrays, {"causal": False}))
 
 
 # `high` is the highest score of a row, which keys in several splits have; `others` is the score of
@@ -216,7 +216,7 @@ def test_keys_of_the_highest_scores_have_equal_weights(
 
 
 @pytest.mark.parametrize("sink", [-np.inf, -1e10, -1e9, 0.0])
-@pytest.mark.parametrize("kind", ["equal", "packed", "cached"])
+@pytest.mark.parametrize("kind", ["dense", "varlen", "kvcache"])
 def test_rows_of_low_scores_beside_a_sink(kind: str, sink: float, rng: np.random.Generator) -> None:
     call = padded_call(rng, "bfloat16", kind, -1e9)
     call.arrays["sinks"] = np.full(call.arrays["q"].shape[-2], sink, np.float32)
@@ -251,6 +251,6 @@ def test_rows_of_low_scores_are_found_at_each_replay_of_a_graph(rng: np.random.G
         graph.launch(stream)
         stream.synchronize()
         arrays = {"q": q.get(), "k": k.get(), "v": v.get(), "bias": bias.get()}
-        call = ModifiedCall("equal", "bfloat16", arrays, {})
+        call = ModifiedCall("dense", "bfloat16", arrays, {})
         _, lse = call.run(cupy)
         call.compare(out.get(), lse)

@@ -226,28 +226,28 @@ def gives_arrays(function: Callable[..., Any]) -> bool:
 
 
 def kind_of(function: Callable[..., Any]) -> str:
-    """Return the kind of a function's arrays, such as "packed"."""
+    """Return the kind of a function's arrays, such as "varlen"."""
     names = inspect.signature(function).parameters
     if function.__name__ in WITHOUT_INPUTS:
         return function.__name__
     for name, kind in (
         ("out_partial", "combine"),
         ("qkv", "qkvpacked"),
-        ("cu_seqlens_q", "packed"),
-        ("k_cache", "cached"),
+        ("cu_seqlens_q", "varlen"),
+        ("k_cache", "kvcache"),
         ("attn_mask", "scaled_dot_product"),
         ("positions", "rotary"),
         ("per", "quantize"),
     ):
         if name in names:
             return kind
-    return "equal"
+    return "dense"
 
 
 # Arguments that calls of a kind, or of a function, refuse, and the reason.
 REFUSED = {
-    ("packed", "seqlens_k"): "cu_seqlens_k says how long sequences are",
-    ("cached", "seqlens_k"): "cache_seqlens says how long sequences are",
+    ("varlen", "seqlens_k"): "cu_seqlens_k says how long sequences are",
+    ("kvcache", "seqlens_k"): "cache_seqlens says how long sequences are",
 }
 
 
@@ -270,13 +270,13 @@ class _World:
         rows, keys = (HEADS, DIM), (HEADS_KV, DIM)
         ints = np.int32
         every: dict[str, dict[str, Any]] = {
-            "equal": {
+            "dense": {
                 "q": self._values(BATCH, ROWS, *rows),
                 "k": self._values(BATCH, KEYS, *keys),
                 "v": self._values(BATCH, KEYS, *keys),
             },
             "qkvpacked": {"qkv": self._values(BATCH, ROWS, 3, *rows)},
-            "packed": {
+            "varlen": {
                 "q": self._values(ROWS, *rows),
                 "k": self._values(KEYS, *keys),
                 "v": self._values(KEYS, *keys),
@@ -285,7 +285,7 @@ class _World:
                 "max_seqlen_q": 4,
                 "max_seqlen_k": 5,
             },
-            "cached": {
+            "kvcache": {
                 "q": self._values(BATCH, 2, *rows),
                 "k_cache": self._values(BATCH, CAPACITY, *keys),
                 "v_cache": self._values(BATCH, CAPACITY, *keys),
@@ -375,14 +375,14 @@ class _World:
         return Captured(lambda convert: MaskMod(lambda j, seen: seen[j], seen=convert(seen.copy())))
 
     def _queries(self, values: dict[str, Any]) -> int:
-        if self.kind == "packed":
+        if self.kind == "varlen":
             return int(values["max_seqlen_q"])
-        return int(values["q"].shape[1]) if self.kind == "cached" else ROWS
+        return int(values["q"].shape[1]) if self.kind == "kvcache" else ROWS
 
     def _pairs(self, values: dict[str, Any]) -> tuple[int, ...]:
-        if self.kind == "packed":
+        if self.kind == "varlen":
             return HEADS, ROWS, int(values["max_seqlen_k"])
-        keys = {"cached": CAPACITY, "qkvpacked": ROWS}.get(self.kind, KEYS)
+        keys = {"kvcache": CAPACITY, "qkvpacked": ROWS}.get(self.kind, KEYS)
         return BATCH, HEADS, self._queries(values), keys
 
     def _out_shape(self, values: dict[str, Any]) -> tuple[int, ...]:
@@ -393,14 +393,14 @@ class _World:
         return tuple(values["q"].shape)
 
     def _lse_shape(self, values: dict[str, Any]) -> tuple[int, ...]:
-        return (HEADS, ROWS) if self.kind == "packed" else (BATCH, HEADS, self._queries(values))
+        return (HEADS, ROWS) if self.kind == "varlen" else (BATCH, HEADS, self._queries(values))
 
     def _poison(self, shape: tuple[int, ...]) -> Any:
         return np.full(shape, np.nan, self.dtype)
 
     def _pages(self, values: dict[str, Any]) -> dict[str, Any]:
         table = np.array([[3, 0], [1, 2]], np.int32)
-        names = ("k", "v") if self.kind == "packed" else ("k_cache", "v_cache")
+        names = ("k", "v") if self.kind == "varlen" else ("k_cache", "v_cache")
         found = {name: self._values(4, PAGE, HEADS_KV, DIM) for name in names}
         return found | {"block_table": table}
 
@@ -414,16 +414,16 @@ class _World:
 
     def _scales(self, values: dict[str, Any], dtype: Any = np.int8) -> dict[str, Any]:
         """Return 8-bit keys and values with scales; for dense calls float8 q, k and v."""
-        if self.kind == "equal":
+        if self.kind == "dense":
             found = {n: values[n].astype(np.float32).astype(FLOAT8) for n in ("q", "k", "v")}
             scales = {
                 f"{n}_scale": 0.5 + self.rng.random((BATCH, 1, heads)).astype(np.float32)
                 for n, heads in (("q", HEADS), ("k", HEADS_KV), ("v", HEADS_KV))
             }
             return found | scales
-        names = ("k", "v") if self.kind == "packed" else ("k_cache", "v_cache")
+        names = ("k", "v") if self.kind == "varlen" else ("k_cache", "v_cache")
         found = {n: self.rng.integers(-127, 128, values[n].shape).astype(dtype) for n in names}
-        scale = (1, HEADS_KV) if self.kind == "packed" else (1, 1, HEADS_KV)
+        scale = (1, HEADS_KV) if self.kind == "varlen" else (1, 1, HEADS_KV)
         return found | {
             n: (self.rng.random(scale) / 64).astype(np.float32) for n in ("k_scale", "v_scale")
         }
@@ -431,9 +431,9 @@ class _World:
     def results(self, values: dict[str, Any]) -> dict[str, Any]:
         """Return the output and log-sum-exp that a backward call takes."""
         names = {
-            "equal": "flash_attention",
+            "dense": "flash_attention",
             "qkvpacked": "flash_attention_qkvpacked",
-            "packed": "flash_attention_varlen",
+            "varlen": "flash_attention_varlen",
         }
         forward = getattr(cupy_flash, names[self.kind])
         call = Call(forward, None, values | {"return_lse": True, "backend": "cpu"})

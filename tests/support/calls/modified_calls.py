@@ -35,7 +35,7 @@ DTYPES = {
     "float32": np.dtype(np.float32),
     "float64": np.dtype(np.float64),
 }
-KINDS = ("equal", "padded", "packed", "cached", "paged")
+KINDS = ("dense", "padded", "varlen", "kvcache", "paged")
 PAGE = 16
 HEAD_DIMS = (8, 32, 64, 72, 128)
 # Largest numbers of queries and keys of a sequence.
@@ -87,7 +87,7 @@ class ModifiedCall:
     @property
     def function(self) -> Callable[..., Any]:
         """Public function that the call uses."""
-        if self.kind == "packed":
+        if self.kind == "varlen":
             return flash_attention_varlen
         return flash_attention_with_kvcache if "k_cache" in self.arrays else flash_attention
 
@@ -101,11 +101,11 @@ class ModifiedCall:
             table, made = (SCORE_MODS, ScoreMod) if kind == "score_mod" else (MASK_MODS, MaskMod)
             arrays[kind] = made(table[name], **captured)
         names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")
-        if self.kind in ("cached", "paged"):
+        if self.kind in ("kvcache", "paged"):
             names = ("q", "k_cache", "v_cache")
         positional = [arrays.pop(name) for name in names if name in arrays]
         options = dict(self.options)
-        if self.kind == "packed":
+        if self.kind == "varlen":
             positional += [options.pop("max_seqlen_q"), options.pop("max_seqlen_k")]
         return tuple(positional), arrays | options
 
@@ -124,10 +124,10 @@ class ModifiedCall:
         positional, named = self.given(np)
         for name in ("num_splits", "batch_invariant"):
             named.pop(name, None)
-        if self.kind in ("equal", "padded"):
+        if self.kind in ("dense", "padded"):
             out, lse = attention_reference(*positional, **named, return_lse=True)
             return out, lse, attention_naive(*positional, **named)
-        if self.kind == "packed":
+        if self.kind == "varlen":
             out, lse = attention_varlen_reference(*positional, **named)
         else:
             out, lse = attention_with_kvcache_reference(*positional, **named)[:2]
@@ -135,7 +135,7 @@ class ModifiedCall:
 
     def _naive(self, named: dict[str, Any], out: np.ndarray) -> np.ndarray:
         """Return the output of the naive formula, sequence by sequence."""
-        a, packed = self.arrays, self.kind == "packed"
+        a, packed = self.arrays, self.kind == "varlen"
         plain = ("cache_seqlens", "block_table", "causal", "softmax_scale")
         mods = {n: x for n, x in named.items() if n not in plain}
         bound_mods = read_modifications(mods, packed=packed)
@@ -241,7 +241,7 @@ def random_call(
     arrays: dict[str, np.ndarray] = {}
     options: dict[str, Any] = {"causal": causal}
     seqlen_q, seqlen_k = int(lengths_q.max()), int(lengths_k.max())
-    if kind == "packed":
+    if kind == "varlen":
         total_q, total_k = int(lengths_q.sum()), int(lengths_k.sum())
         arrays = {
             "q": values(total_q, heads_q, dim),
@@ -264,10 +264,10 @@ def random_call(
             capacity = per_sequence * PAGE
         else:
             capacity = max(seqlen_k, 1)
-            names = ("k_cache", "v_cache") if kind == "cached" else ("k", "v")
+            names = ("k_cache", "v_cache") if kind == "kvcache" else ("k", "v")
             for name, width in zip(names, (dim, dim_v), strict=True):
                 arrays[name] = values(batch, capacity, heads_kv, width)
-        if kind in ("cached", "paged"):
+        if kind in ("kvcache", "paged"):
             arrays["cache_seqlens"] = lengths_k.astype(np.int32)
         elif kind == "padded":
             arrays["seqlens_k"] = lengths_k.astype(np.int32)
@@ -275,7 +275,7 @@ def random_call(
     call = ModifiedCall(kind, dtype, arrays, options)
     if rng.integers(3) == 0:
         options["softmax_scale"] = float(rng.choice([0.0, -0.2, 0.5, 1.0]))
-    if kind in ("equal", "padded") and rng.integers(2):
+    if kind in ("dense", "padded") and rng.integers(2):
         options["q_offset"] = int(sizes.integers(-20, pairs[-1] + 20))
     _add_modifications(call, rng, sizes, batch, heads_q, pairs, seqlen_q)
     return call
@@ -294,9 +294,9 @@ def _add_modifications(
     names += ["score_mod", "mask_mod", "offsets"]
     if seqlen_q <= 64:
         names.append("tree")
-    if call.kind == "packed":
+    if call.kind == "varlen":
         names.append("used")
-    if call.kind in ("cached", "paged"):
+    if call.kind in ("kvcache", "paged"):
         names.append("leftpad")
     chosen = set(rng.choice(names, int(rng.integers(1, 5)), replace=False).tolist())
     arrays, options = call.arrays, call.options
@@ -379,7 +379,7 @@ def padded_call(rng: np.random.Generator, dtype: str, kind: str, low: float) -> 
     drawn = random_call(rng, dtype, kind, few_rows=False)
     arrays = {n: x for n, x in drawn.arrays.items() if n not in _MODIFIERS}
     options = {n: x for n, x in drawn.options.items() if n not in _MODIFIERS}
-    if kind == "packed":
+    if kind == "varlen":
         pairs: tuple[int, ...] = (1, len(arrays["q"]), options["max_seqlen_k"])
     else:
         batch, seqlen_q = arrays["q"].shape[:2]

@@ -344,7 +344,7 @@ def jobs_of(
     arguments = Arrays.of(np, values, alignment).arguments
     device = current_device()
     asked = Options(
-        "packed" if isinstance(case, VarlenCase) else "cached",
+        "varlen" if isinstance(case, VarlenCase) else "kvcache",
         causal=case.causal,
         softmax_scale=case.softmax_scale,
         num_splits=num_splits,
@@ -369,7 +369,7 @@ def decode_on_h100(arguments: dict[str, Any]) -> Plan:
     `arguments` are NumPy arrays and options.
     """
     caches = Arguments(**{name: arguments.get(name) for name in Arguments._fields})
-    posed = problems.problem_of(caches, Options("cached", causal=arguments["causal"]))
+    posed = problems.problem_of(caches, Options("kvcache", causal=arguments["causal"]))
     return make_plan(posed, device_for_arch("sm_90"), family="decode")
 
 

@@ -196,7 +196,7 @@ def confident_call(dtype: str, head_dim: int, rng: Any) -> GradientCall:
     arrays = {"q": q, "k": k, "v": v}
     arrays = {name: x.astype(DTYPES[dtype]) for name, x in arrays.items()}
     arrays["mask"] = np.ones((1, 1, rows, keys), bool)
-    return GradientCall(ModifiedCall("equal", dtype, arrays, {}), dout.astype(DTYPES[dtype]))
+    return GradientCall(ModifiedCall("dense", dtype, arrays, {}), dout.astype(DTYPES[dtype]))
 
 
 def large_scores_of_one_key(dtype: str, head_dim: int, rng: Any) -> dict[str, np.ndarray]:

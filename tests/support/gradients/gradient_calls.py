@@ -29,7 +29,7 @@ from cupy_flash.reference.packed_gradients import (
 )
 from support.calls.modified_calls import DTYPES, LONGEST, ModifiedCall, random_call
 
-KINDS = ("equal", "padded", "packed")
+KINDS = ("dense", "padded", "varlen")
 HEAD_DIMS = (1, 5, 8, 24, 32, 64, 72, 80, 96, 128, 160, 192, 256)
 ROWS = ("q", "k", "v")
 OF_MOD = "score_mod."
@@ -133,7 +133,7 @@ class GradientCall:
 
     @property
     def is_packed(self) -> bool:
-        return self.forward.kind == "packed"
+        return self.forward.kind == "varlen"
 
     @property
     def equal_addends(self) -> int:
@@ -345,7 +345,7 @@ def random_gradient_call(
         sizes=sizes,
     )
     arrays, options = forward.arrays, forward.options
-    if kind == "packed":
+    if kind == "varlen":
         _add_rows_of_none(forward, rng, sizes)
     elif kind == "padded":
         for b, length in enumerate(arrays["seqlens_k"]):
@@ -353,7 +353,7 @@ def random_gradient_call(
     name, captures = forward.mods.get("score_mod", ("", {}))
     if name in DIFFERENTIABLE:
         captures["differentiable"] = DIFFERENTIABLE[name]
-    if kind != "packed" and rng.integers(4) == 0:
+    if kind != "varlen" and rng.integers(4) == 0:
         options["layout"] = "bhsd"
         for name in ROWS:
             arrays[name] = np.ascontiguousarray(arrays[name].swapaxes(1, 2))
@@ -365,7 +365,7 @@ def random_gradient_call(
         if options.get("layout") != "bhsd":
             rows = (*rows[:-2], rows[-1], rows[-2])
         dlse = _of_results(rng, sizes, rows, np.float64 if dtype == "float64" else np.float32)
-    if kind == "packed" and rng.integers(2):
+    if kind == "varlen" and rng.integers(2):
         rows_of_none = slice(int(arrays["cu_seqlens_q"][-1]), None)
         dout = dout.copy()
         dout[rows_of_none] = np.nan

@@ -163,7 +163,7 @@ def forward(
         if lse is not None:
             lse[:, :, :first] = -np.inf
             lse = lse[:, :, first:]
-        q, out, q_offset = q[:, first:], out[:, first:], visible.behind(first).q_offset
+        q, out, q_offset = q[:, first:], out[:, first:], visible.skip_rows(first).q_offset
         if not q.size:
             return
     options = causal, q_offset, softmax_scale, tile

@@ -404,7 +404,7 @@ def mask(job: Pass, block: Block, scores: Array, start: int, stop: int) -> None:
         change(scores, bound_mods, job.pairs_of(block, start, stop))
     rows, visible = block.rows, job.mask_of(block)
     for first, end in visible.edges(rows.start, rows.stop, start, stop):
-        hidden = visible.hidden(rows.start, rows.stop, first, end)
+        hidden = visible.masked(rows.start, rows.stop, first, end)
         np.copyto(scores[..., first - start : end - start], -np.inf, where=hidden)
 
 

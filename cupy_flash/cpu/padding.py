@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from cupy_flash.cpu.forward_pass import ELEMENTS_AT_ONCE, Scratch, compute_dtype
 from cupy_flash.cpu.untiled import by_head, cut_scores, to_weights
-from cupy_flash.problem.mask import seen_in_sequences, unseen
+from cupy_flash.problem.mask import causal_ends, masked_after
 
 Array = NDArray[Any]
 
@@ -126,8 +126,8 @@ def forward(
     matrix, keys_axis = cut_scores(flat, seqlen_k, shared * seqlen_q)
     scores = by_head(matrix, keys_axis, by_row)
     np.matmul(q_rows, k_rows.swapaxes(3, 4), out=scores)
-    seen = seen_in_sequences(seqlen_q, seqlens_q, seqlens_k) if causal else seqlens_k[:, None]
-    np.copyto(scores, -np.inf, where=unseen(seen, 0, seqlen_k)[:, None, None])
+    ends = causal_ends(seqlen_q, seqlens_q, seqlens_k) if causal else seqlens_k[:, None]
+    np.copyto(scores, -np.inf, where=masked_after(ends, 0, seqlen_k)[:, None, None])
     row_max, row_sum, empty = to_weights(matrix, keys_axis)
     if empty is not None:
         return False

@@ -21,7 +21,7 @@ from cupy_flash.arrays.sequences import Keys, read
 from cupy_flash.cpu.forward_pass import SHRINK, all_between, change, compute_dtype, count_sink
 from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
 from cupy_flash.mods.on_arrays.scores import Pairs
-from cupy_flash.problem.mask import Mask, before, unseen
+from cupy_flash.problem.mask import Mask, masked_after, masked_before
 
 Array = NDArray[Any]
 
@@ -97,13 +97,13 @@ def forward(
         )
         begins = np.repeat(visible.begins(queries), group)
         modification = _Change(bound_mods, at, begins, keys.seqlen - 1)
-    seen = np.repeat(visible.ends(queries), group)
-    acc, row_max = _take_all(rows, k, v, keys, seen, Bc, modification)
+    ends = np.repeat(visible.ends(queries), group)
+    acc, row_max = _take_all(rows, k, v, keys, ends, Bc, modification)
     row_sum, result = _finished(acc)
     if not np.isfinite(result).all():
         # A sum of weighted values overflowed, perhaps although all values are finite. Recompute
         # with scaled values, and replace only the results that are not finite.
-        acc, _ = _take_all(rows, k, v, keys, seen, Bc, modification, compute.type(SHRINK))
+        acc, _ = _take_all(rows, k, v, keys, ends, Bc, modification, compute.type(SHRINK))
         _, shrunk = _finished(acc)
         result = np.where(np.isfinite(result), result, shrunk / compute.type(SHRINK))
     empty = row_sum == 0
@@ -113,7 +113,7 @@ def forward(
         result *= sum_of_keys * count_sink(row_max, row_sum, sinks.astype(compute)) / row_sum
     row_lse = row_max + np.log(row_sum)
     if empty.any():
-        lost = empty & _overflown(rows, k, keys, seen, modification)
+        lost = empty & _overflown(rows, k, keys, ends, modification)
         for array, of_empty in ((result, 0), (row_lse, -np.inf if sinks is None else sinks)):
             np.copyto(array, of_empty, where=empty)
             np.copyto(array, np.nan, where=lost)
@@ -139,7 +139,7 @@ class _Change(NamedTuple):
         j = np.minimum(np.arange(start, stop, dtype=np.int32), np.int32(self.last_key))
         change(scores, self.bound_mods, self.at._replace(j=j))
         if start < self.begins[-1]:
-            np.copyto(scores, -np.inf, where=before(self.begins, start, stop)[:, None])
+            np.copyto(scores, -np.inf, where=masked_before(self.begins, start, stop)[:, None])
 
     @property
     def sinks(self) -> Array | None:
@@ -159,18 +159,18 @@ def _take_all(
     k: Array,
     v: Array,
     keys: Keys,
-    seen: Array,
+    ends: Array,
     Bc: int,
     modification: _Change | None,
     factor: Any = 1,
 ) -> tuple[Array, Array]:
     """Return the sums of weighted values, with the row sums as a last column, and the row maxima.
 
-    The values are multiplied by `factor`. `seen` is the end of the keys that each row attends to.
+    The values are multiplied by `factor`. `ends` is the end of the keys that each row attends to.
     """
     heads_kv, m, _, head_dim = rows.shape
     head_dim_v, compute = v.shape[3], rows.dtype
-    seen_by_all, seen_by_any = int(seen.min()), int(seen.max())
+    common_end, last_end = int(ends.min()), int(ends.max())
     begin = 0 if modification is None else int(modification.begins[0]) // Bc * Bc
     k_tile = np.zeros((heads_kv, Bc, head_dim), compute)
     # A last column of ones makes the product compute the row sums as well.
@@ -179,8 +179,8 @@ def _take_all(
     scores = np.empty((heads_kv, m, 1, Bc), compute)
     acc = np.zeros((heads_kv, m, 1, head_dim_v + 1), compute)
     row_max = np.full((heads_kv, m, 1, 1), -np.inf, compute)
-    for start in range(begin, seen_by_any, Bc):
-        stop = min(start + Bc, seen_by_any)
+    for start in range(begin, last_end, Bc):
+        stop = min(start + Bc, last_end)
         count = stop - start
         k_tile[:, :count] = read(k, keys, start, stop).swapaxes(0, 1)
         v_tile[:, :count, :-1] = read(v, keys, start, stop).swapaxes(0, 1)
@@ -191,8 +191,8 @@ def _take_all(
         np.matmul(rows, k_tile.swapaxes(1, 2)[:, None], out=scores)
         if modification is not None:
             modification.apply(scores, start)
-        if start + Bc > seen_by_all:
-            np.copyto(scores, -np.inf, where=unseen(seen, start, start + Bc)[:, None])
+        if start + Bc > common_end:
+            np.copyto(scores, -np.inf, where=masked_after(ends, start, start + Bc)[:, None])
         new_max = np.maximum(scores.max(axis=-1, keepdims=True), row_max)
         # -inf - -inf would be NaN; subtracting 0 leaves exp(-inf) = 0.
         safe = np.where(new_max == -np.inf, 0, new_max)
@@ -206,13 +206,13 @@ def _take_all(
 
 
 def _overflown(
-    rows: Array, k: Array, keys: Keys, seen: Array, modification: _Change | None
+    rows: Array, k: Array, keys: Keys, ends: Array, modification: _Change | None
 ) -> Array:
     """Return which rows attend to a key and have finite queries and keys; see `lost_rows`."""
     begins: Any = 0 if modification is None else modification.begins
     if modification is not None and not modification.bound_mods.scores.changes_nothing:
         return np.zeros((*rows.shape[:3], 1), bool)
-    finite = np.isfinite(read(k, keys, 0, int(seen.max()))).all(axis=-1).T
-    lost: Array = (begins < seen) & all_between(finite, begins, seen)
+    finite = np.isfinite(read(k, keys, 0, int(ends.max()))).all(axis=-1).T
+    lost: Array = (begins < ends) & all_between(finite, begins, ends)
     lost &= np.isfinite(rows[:, :, 0]).all(axis=-1)
     return lost[:, :, None, None]

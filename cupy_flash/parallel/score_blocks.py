@@ -160,7 +160,7 @@ def _meeting(g: Geometry, rows: Chunk, keys: Chunk) -> Piece | None:
         seeing.moved(rows.at + first_row - rows.start),
         seen.moved(keys.at + first_key - keys.start),
         distance,
-        not within.sees_all(0, seeing.length),
+        not within.all_visible(0, seeing.length),
     )
 
 

@@ -30,7 +30,7 @@ from cupy_flash.reference.rows import (
     as_bhsd,
     chunks_of_rows,
     from_bhsd,
-    hide,
+    mask_scores,
     pairs_of,
     precision_of,
     resolve,
@@ -172,7 +172,7 @@ def formula(
             scores = rows.scores(q, k, scale, np.dtype(np.float64), xp)
             # A score_mod that depends on fewer indices returns a smaller array, which broadcasts.
             scores[...] = bound_mods.scores.apply(scores, rows.at, xp)
-            hide(xp, scores, rows.mask, rows.span.start)
+            mask_scores(xp, scores, rows.mask, rows.span.start)
             row_lse, row_sum, empty = softmax_terms(xp, scores, sinks[rows.head])
             result = xp.matmul(scores, rows.keys(v).astype(np.float64)) / row_sum
         result[empty] = 0
@@ -280,7 +280,7 @@ def naive_formula(
             at = pairs_of(xp, sequence, mask, slice(0, seqlen_q), seqlen_k)
             at = at._replace(b=sequence.b + b, h=h)
             scores[b] = bound_mods.scores.apply(scores[b], at, xp)
-            hide(xp, scores[b], mask, 0)
+            mask_scores(xp, scores[b], mask, 0)
         _, row_sum, empty = softmax_terms(xp, scores, sinks)
         if as_float8:
             scores = rounded_to_float8(scores, xp)

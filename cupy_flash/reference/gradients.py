@@ -38,7 +38,7 @@ from cupy_flash.reference.rows import (
     Rows,
     as_bhsd,
     chunks_of_rows,
-    hide,
+    mask_scores,
     precision_of,
     resolve,
     sinks_of,
@@ -531,7 +531,7 @@ def _softmax(
     p = xp.empty_like(x)
     # A score_mod that depends on fewer indices returns a smaller array, which broadcasts.
     p[...] = changed
-    hide(xp, p, rows.mask, rows.span.start)
+    mask_scores(xp, p, rows.mask, rows.span.start)
     seen = p != -np.inf
     lse, row_sum, _ = softmax_terms(xp, p, sink)
     return xp.where(seen, p / row_sum, 0), seen, slope, lse

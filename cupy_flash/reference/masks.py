@@ -71,7 +71,7 @@ def seen_pairs(
     offset = seqlen_k - seqlen_q if q_offset is None else integer("q_offset", q_offset)
     mask = bound_mods.of_mask(Mask(seqlen_q, seqlen_k, causal, offset), b)
     rows, keys = np.arange(seqlen_q)[:, None], np.arange(seqlen_k)[None]
-    hidden = mask.hidden(0, seqlen_q, 0, seqlen_k) | (keys >= mask.seqlen_k)
+    hidden = mask.masked(0, seqlen_q, 0, seqlen_k) | (keys >= mask.seqlen_k)
     scores = bound_mods.scores
     hides = scores._replace(softcap=None, score_mod=None, alibi_slopes=None, bias=None)
     zeros = np.zeros((seqlen_q, seqlen_k), np.float32)

@@ -22,7 +22,7 @@ from cupy_flash.mods.keywords import FURTHEST
 from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
 from cupy_flash.mods.on_arrays.scores import Pairs
 from cupy_flash.mods.shapes import Sizes
-from cupy_flash.problem.mask import Mask, before, unseen
+from cupy_flash.problem.mask import Mask, masked_after, masked_before
 from cupy_flash.problem.problem import if_swapped
 from cupy_flash.problem.values import the_one
 
@@ -171,7 +171,7 @@ def sinks_of(xp: Any, bound_mods: BoundModifications, heads_q: int, dtype: Any) 
     return bound_mods.sinks.astype(dtype)
 
 
-def hide(xp: Any, scores: Any, mask: Mask, first_row: int) -> None:
+def mask_scores(xp: Any, scores: Any, mask: Mask, first_row: int) -> None:
     """Set the scores of keys to -inf that a query does not attend to by its position.
 
     ``scores`` is (..., rows, keys), where the first row is query ``first_row``.
@@ -180,9 +180,9 @@ def hide(xp: Any, scores: Any, mask: Mask, first_row: int) -> None:
     if mask.is_full and keys <= mask.seqlen_k:
         return
     positions = xp.arange(first_row, first_row + rows)
-    hidden = unseen(mask.ends(positions, xp), 0, keys, xp)
-    hidden |= before(mask.begins(positions, xp), 0, keys, xp)
-    xp.copyto(scores, -np.inf, where=hidden)
+    masked = masked_after(mask.ends(positions, xp), 0, keys, xp)
+    masked |= masked_before(mask.begins(positions, xp), 0, keys, xp)
+    xp.copyto(scores, -np.inf, where=masked)
 
 
 def softmax_terms(xp: Any, scores: Any, sink: Any) -> tuple[Any, Any, Any]:

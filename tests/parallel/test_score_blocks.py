@@ -20,18 +20,18 @@ def seen_by(piece: Piece, g: Geometry) -> np.ndarray:
         seen = np.zeros((piece.rows.length, piece.keys.length), bool)
         for start, stop in zip(piece.cu_seqlens, piece.cu_seqlens[1:], strict=False):
             mask = Mask(stop - start, stop - start, g.causal, 0, g.left, g.right)
-            hidden = mask.hidden(0, stop - start, 0, stop - start)
+            hidden = mask.masked(0, stop - start, 0, stop - start)
             seen[start:stop, start:stop] = ~hidden
         return seen
     mask = Mask(piece.rows.length, piece.keys.length)
     if piece.is_masked:
         mask = Mask(*mask[:2], g.causal, piece.q_offset, g.left, g.right)
-    return ~mask.hidden(0, piece.rows.length, 0, piece.keys.length)
+    return ~mask.masked(0, piece.rows.length, 0, piece.keys.length)
 
 
 def expected(g: Geometry) -> np.ndarray:
     mask = Mask(g.seqlen_q, g.seqlen_k, g.causal, g.seqlen_k - g.seqlen_q, g.left, g.right)
-    seen = ~mask.hidden(0, g.seqlen_q, 0, g.seqlen_k)
+    seen = ~mask.masked(0, g.seqlen_q, 0, g.seqlen_k)
     if g.cu_seqlens is not None:
         owner = np.searchsorted(g.cu_seqlens, np.arange(g.seqlen_q), side="right")
         seen &= owner[:, None] == owner

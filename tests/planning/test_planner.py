@@ -475,7 +475,7 @@ def test_blocks_are_counted_as_each_tile_visits_them(rng):
         sides = [None if rng.integers(3) == 0 else int(n) for n in rng.integers(0, 45, 2)]
         offset = int(rng.integers(-seqlen_q, seqlen_k + 1))
         mask = Mask(seqlen_q, seqlen_k, bool(rng.integers(2)), offset, *sides)
-        seen = ~mask.hidden(0, seqlen_q, 0, seqlen_k)
+        seen = ~mask.masked(0, seqlen_q, 0, seqlen_k)
         parts = [
             seen[row : row + Br, key : key + Bc]
             for row in range(0, seqlen_q, Br)

@@ -187,7 +187,7 @@ def backward(
             results = {**results, "q": dq[:, first:]}
         q, out, dout = q[:, first:], out[:, first:], dout[:, first:]
         lse, dlse = lse[:, :, first:], None if dlse is None else dlse[:, :, first:]
-        q_offset = visible.behind(first).q_offset
+        q_offset = visible.skip_rows(first).q_offset
     call = q, k, v, out, dout, lse, dlse, results, causal, q_offset, softmax_scale, tile, threads
     if bound_mods is None and backward_small(*call):
         return

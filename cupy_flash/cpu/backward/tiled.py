@@ -297,7 +297,7 @@ class _Tile:
         """Return the pairs masked by position: slices of keys, each with a mask of its pairs."""
         rows, visible = self.block.rows, self.job.mask_of(self.block)
         return [
-            (slice(first - start, end - start), visible.hidden(rows.start, rows.stop, first, end))
+            (slice(first - start, end - start), visible.masked(rows.start, rows.stop, first, end))
             for first, end in visible.edges(rows.start, rows.stop, start, stop)
         ]
 

@@ -128,7 +128,7 @@ def small_gradients(
     sequences_of_step = even_share(batch, at_once // heads)
     steps = -(-heads // heads_of_step) * -(-batch // sequences_of_step)
     return SmallGradients(
-        visible=None if visible.sees_all(0, seqlen_q) else visible,
+        visible=None if visible.all_visible(0, seqlen_q) else visible,
         rows_of_one_key=rows_of_one_key,
         is_of_one_thread=of_head * max(head_dim, head_dim_v) <= MAX_PRODUCT_OF_ONE_THREAD,
         is_key_by_key=seqlen_k >= MIN_KEYS_KEY_BY_KEY and seqlen_q >= MIN_ROWS_KEY_BY_KEY,
@@ -268,7 +268,7 @@ def _differentiate(
     if visible is not None:
         # All rows attend to the keys before `first`.
         first = visible.end(0)
-        hidden = visible.hidden(0, visible.seqlen_q, first, visible.seqlen_k)
+        hidden = visible.masked(0, visible.seqlen_q, first, visible.seqlen_k)
         np.copyto(p[..., first:], 0, where=hidden)
     stored_ds, ds = _products(of_slopes, v, small, scratch, "ds")
     stored_ds -= delta

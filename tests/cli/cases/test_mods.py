@@ -200,7 +200,7 @@ def seen_by_the_formula(case: Case, seqlen_q: int, seqlen_k: int) -> np.ndarray:
     mask = case.mask(seqlen_q, seqlen_k)
     at = Pairs(0, 0, rows[:, None].astype(np.int32), keys.astype(np.int32), mask.q_offset)
     found = np.isfinite(scores.apply(np.zeros((seqlen_q, seqlen_k), np.float32), at))
-    return found & ~mask.hidden(0, seqlen_q, 0, seqlen_k)
+    return found & ~mask.masked(0, seqlen_q, 0, seqlen_k)
 
 
 HIDING = (

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from cupy_flash.arrays.sequences import PagedRows
 from cupy_flash.mods.keywords import FURTHEST
-from cupy_flash.mods.on_arrays.block_visibility import SeenBlocks, seen_blocks
+from cupy_flash.mods.on_arrays.block_visibility import BlockVisibility, block_visibility_of
 from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
 from cupy_flash.mods.on_arrays.scores import FIRST, Pairs
 from cupy_flash.problem.mask import Mask
@@ -116,7 +116,9 @@ class Pass(NamedTuple):
     cut: Cut
     copies: bool  # whether BLAS reads copies of k and v
     scratch_bytes: int
-    seen: SeenBlocks | None  # visibility of blocks, cut.Br x KEYS_OF_BLOCK, under a mask_mod
+    block_visibility: (
+        BlockVisibility | None
+    )  # visibility of blocks, cut.Br x KEYS_OF_BLOCK, under a mask_mod
 
     @classmethod
     def make(
@@ -170,7 +172,9 @@ class Pass(NamedTuple):
             cut=cut,
             copies=copies,
             scratch_bytes=worker_bytes,
-            seen=_seen_by_mask_mod(bound_mods, first, visible, batch, heads_q, cut.Br, compute),
+            block_visibility=_mask_mod_visibility(
+                bound_mods, first, visible, batch, heads_q, cut.Br, compute
+            ),
         )
 
     @property
@@ -200,8 +204,10 @@ class Pass(NamedTuple):
         visible = self.mask_of(block)
         begin, end = visible.begin(block.rows.start), visible.end(block.rows.stop - 1)
         runs = [(begin, end)] if begin < end else []
-        if self.seen is not None and runs:
-            some = self._of_block(self.seen.some, block, begin, end).any(axis=(0, 1))
+        if self.block_visibility is not None and runs:
+            some = self._select_block(self.block_visibility.any_visible, block, begin, end).any(
+                axis=(0, 1)
+            )
             edges = np.flatnonzero(np.diff(some, prepend=False, append=False))
             edges = np.clip((edges + begin // KEYS_OF_BLOCK) * KEYS_OF_BLOCK, begin, end)
             runs = list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
@@ -213,19 +219,19 @@ class Pass(NamedTuple):
             for start in range(first, stop, self.cut.Bc)
         ]
 
-    def is_shown(self, block: Block, start: int, stop: int) -> bool:
+    def is_fully_visible(self, block: Block, start: int, stop: int) -> bool:
         """Return whether a mask_mod surely masks no pair of a query tile and keys [start, stop)."""
-        return self.seen is not None and bool(
-            self._of_block(self.seen.all, block, start, stop).all()
+        return self.block_visibility is not None and bool(
+            self._select_block(self.block_visibility.all_visible, block, start, stop).all()
         )
 
-    def _of_block(self, of_blocks: Array, block: Block, start: int, stop: int) -> Array:
-        """Return the part of a `SeenBlocks` array that belongs to a query tile and some keys."""
-        sequences, heads = of_blocks.shape[:2]
+    def _select_block(self, block_flags: Array, block: Block, start: int, stop: int) -> Array:
+        """Return the part of a `BlockVisibility` array for a query tile and some keys."""
+        sequences, heads = block_flags.shape[:2]
         some = block.batch if sequences > 1 else slice(None)
-        of_heads = self._heads_of(block).reshape(-1) if heads > 1 else slice(None)
+        head_index = self._heads_of(block).reshape(-1) if heads > 1 else slice(None)
         keys = slice(start // KEYS_OF_BLOCK, -(-stop // KEYS_OF_BLOCK))
-        return of_blocks[some, :, block.rows.start // self.cut.Br, keys][:, of_heads]
+        return block_flags[some, :, block.rows.start // self.cut.Br, keys][:, head_index]
 
     def pairs_of(self, block: Block, start: int, stop: int) -> Pairs:
         """Return indices of pairs that broadcast to (sequences, KV heads, heads, rows, keys)."""
@@ -283,7 +289,7 @@ class Pass(NamedTuple):
         return scratch.copy("v", v, self.compute) if self.copies else v
 
 
-def _seen_by_mask_mod(
+def _mask_mod_visibility(
     bound_mods: BoundModifications | None,
     first: Pairs,
     visible: Mask,
@@ -291,7 +297,7 @@ def _seen_by_mask_mod(
     heads: int,
     Br: int,
     compute: np.dtype[Any],
-) -> SeenBlocks | None:
+) -> BlockVisibility | None:
     """Return the visibility of blocks under a mask_mod; None without one or for small problems."""
     pairs = visible.seqlen_q * visible.seqlen_k
     if (
@@ -311,7 +317,7 @@ def _seen_by_mask_mod(
         "q_start": first.q_start,
         "k_start": first.k_start,
     }
-    return seen_blocks(bound_mods.scores.mask_mod, positions, Br, KEYS_OF_BLOCK, compute)
+    return block_visibility_of(bound_mods.scores.mask_mod, positions, Br, KEYS_OF_BLOCK, compute)
 
 
 def _is_operand(x: Array | PagedRows, compute: np.dtype[Any]) -> bool:
@@ -399,13 +405,13 @@ def mask(job: Pass, block: Block, scores: Array, start: int, stop: int) -> None:
     """Modify and mask (-inf) the scores of a query tile and keys [start, stop), in place."""
     if job.bound_mods is not None:
         bound_mods = job.bound_mods
-        if job.is_shown(block, start, stop):
+        if job.is_fully_visible(block, start, stop):
             bound_mods = bound_mods._replace(scores=bound_mods.scores._replace(mask_mod=None))
         change(scores, bound_mods, job.pairs_of(block, start, stop))
     rows, visible = block.rows, job.mask_of(block)
     for first, end in visible.edges(rows.start, rows.stop, start, stop):
-        hidden = visible.masked(rows.start, rows.stop, first, end)
-        np.copyto(scores[..., first - start : end - start], -np.inf, where=hidden)
+        masked = visible.masked(rows.start, rows.stop, first, end)
+        np.copyto(scores[..., first - start : end - start], -np.inf, where=masked)
 
 
 def change(scores: Array, bound_mods: BoundModifications, at: Pairs) -> None:

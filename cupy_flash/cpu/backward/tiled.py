@@ -277,7 +277,7 @@ class _Tile:
 
         Returns the new range, and which of its pairs the mask_mod masks, or None if it masks none.
         """
-        if self.mask_mod is None or self.job.is_shown(self.block, start, stop):
+        if self.mask_mod is None or self.job.is_fully_visible(self.block, start, stop):
             return start, stop, None
         at = self.job.pairs_of(self.block, start, stop)
         seen = self.mask_mod.evaluate(

@@ -33,19 +33,19 @@ _MOST_BLOCKS = 1 << 21
 _PAIR = {"i", "j"}
 
 
-class SeenBlocks(NamedTuple):
+class BlockVisibility(NamedTuple):
     """Visibility of blocks: arrays (batch or 1, heads or 1, row blocks, key blocks).
 
     Attributes
     ----------
-    some
+    any_visible
         Whether a pair of a block may be visible.
-    all
+    all_visible
         Whether all pairs of a block are visible.
     """
 
-    some: Array
-    all: Array
+    any_visible: Array
+    all_visible: Array
 
 
 class _Bounds(NamedTuple):
@@ -59,13 +59,13 @@ class _Bounds(NamedTuple):
 _ANY_BOOL = _Bounds(np.False_, np.True_)
 
 
-def seen_blocks(
+def block_visibility_of(
     mod: MaskMod,
     positions: dict[str, Any],
     rows_per_block: int,
     keys_per_block: int,
     dtype: Any,
-) -> SeenBlocks | None:
+) -> BlockVisibility | None:
     """Return which blocks a mask leaves visible; None if its function cannot be analyzed.
 
     Parameters
@@ -95,7 +95,7 @@ def seen_blocks(
     low, high = (
         np.broadcast_to(x, np.broadcast_shapes(np.shape(x), (1, 1, *shape))) for x in found
     )
-    return SeenBlocks(some=high, all=low)
+    return BlockVisibility(any_visible=high, all_visible=low)
 
 
 class _Blocks:

@@ -21,7 +21,7 @@ from cupy_flash import (
 )
 from cupy_flash.cpu import forward_pass
 from cupy_flash.mods.on_arrays import block_visibility as blocks_module
-from cupy_flash.mods.on_arrays.block_visibility import SeenBlocks, seen_blocks
+from cupy_flash.mods.on_arrays.block_visibility import BlockVisibility, block_visibility_of
 from cupy_flash.reference.dense import attention_naive, error_bound, max_error
 
 RNG = np.random.default_rng(46)
@@ -74,14 +74,14 @@ def positions(batch: int, heads: int, first: int, rows: int, keys: int) -> dict[
     }
 
 
-def in_blocks(seen: np.ndarray, block: tuple[int, int]) -> SeenBlocks:
+def in_blocks(seen: np.ndarray, block: tuple[int, int]) -> BlockVisibility:
     """Return which blocks hold any visible pair, and which hold no masked pair."""
     rows, keys = (np.arange(0, n, size) for n, size in zip(seen.shape[2:], block, strict=True))
     found = [
         reduce.reduceat(reduce.reduceat(seen, rows, axis=2), keys, axis=3)
         for reduce in (np.logical_or, np.logical_and)
     ]
-    return SeenBlocks(*found)
+    return BlockVisibility(*found)
 
 
 def compare(mod: MaskMod, dtype: Any, *, exact: bool = False) -> None:
@@ -92,16 +92,18 @@ def compare(mod: MaskMod, dtype: Any, *, exact: bool = False) -> None:
     ):
         at = positions(BATCH, HEADS, first, rows, keys)
         with np.errstate(all="ignore"):
-            found = seen_blocks(mod, at, *block, dtype)
+            found = block_visibility_of(mod, at, *block, dtype)
         if found is None:
             assert not exact
             continue
         seen = np.broadcast_to(mod.evaluate(**at, dtype=dtype), (BATCH, HEADS, rows, keys))
         right = in_blocks(seen, block)
-        assert not (right.some & ~found.some).any()
-        assert not (found.all & ~right.all).any()
+        assert not (right.any_visible & ~found.any_visible).any()
+        assert not (found.all_visible & ~right.all_visible).any()
         if exact:
-            np.testing.assert_array_equal(np.broadcast_to(found.some, right.some.shape), right.some)
+            np.testing.assert_array_equal(
+                np.broadcast_to(found.any_visible, right.any_visible.shape), right.any_visible
+            )
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -120,13 +122,15 @@ def test_a_table_of_all_sequences_is_counted_for_one_alone(monkeypatch: pytest.M
     mod = MaskMod(lambda b, i, j, table: table[b, i, j], table=table)
     at = positions(1, 1, 0, 71, 90) | {"b": np.full((1, 1, 1, 1), 49, np.int32)}
     monkeypatch.setattr(blocks_module, "_MOST_COUNTED_OF_PAIR", 1)
-    found = seen_blocks(mod, at, 7, 5, np.float32)
+    found = block_visibility_of(mod, at, 7, 5, np.float32)
     assert found is not None
-    np.testing.assert_array_equal(found.some[0, 0], in_blocks(table[49:][None], (7, 5)).some[0, 0])
+    np.testing.assert_array_equal(
+        found.any_visible[0, 0], in_blocks(table[49:][None], (7, 5)).any_visible[0, 0]
+    )
     # A table with more elements than a call of several sequences is not counted.
-    several = seen_blocks(mod, at | {"b": positions(2, 1, 0, 1, 1)["b"]}, 7, 5, np.float32)
+    several = block_visibility_of(mod, at | {"b": positions(2, 1, 0, 1, 1)["b"]}, 7, 5, np.float32)
     assert several is not None
-    assert several.some.all()
+    assert several.any_visible.all()
 
 
 @pytest.mark.parametrize("begin", few_then_slow(range(0, 600, 100), 1))
@@ -145,7 +149,7 @@ def test_common_masks_are_known_exactly(name: str, monkeypatch: pytest.MonkeyPat
 
 def test_functions_that_are_not_traced_have_no_blocks() -> None:
     mod = MaskMod(lambda i, j: np.sort(j) <= i, cuda="return j <= i;")
-    assert seen_blocks(mod, positions(1, 1, 0, 9, 9), 4, 4, np.float32) is None
+    assert block_visibility_of(mod, positions(1, 1, 0, 9, 9), 4, 4, np.float32) is None
 
 
 # Calls
@@ -233,7 +237,7 @@ def test_hidden_blocks_are_not_computed(name: str, monkeypatch: pytest.MonkeyPat
     q, k, v, dout = RNG.standard_normal((4, 1, 1024, 1, 16)).astype(np.float32)
     mod, everything = OF_BLOCKS[name], MaskMod(lambda i, j: (i >= 0) & (j >= 0))
     seen = mod.evaluate(**positions(1, 1, 0, 1024, 1024), dtype=np.float32)
-    some = in_blocks(np.broadcast_to(seen, (1, 1, 1024, 1024)), (ROWS, KEYS)).some[0, 0]
+    some = in_blocks(np.broadcast_to(seen, (1, 1, 1024, 1024)), (ROWS, KEYS)).any_visible[0, 0]
     visible = [(int(i) * ROWS, int(j) * KEYS) for i, j in np.argwhere(some)]
     assert 0 < len(visible) < some.size
     work = Work(monkeypatch)

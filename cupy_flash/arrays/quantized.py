@@ -35,7 +35,7 @@ class QuantizedBlocks:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def of_heads(self, heads: slice) -> QuantizedBlocks:
+    def select_heads(self, heads: slice) -> QuantizedBlocks:
         """Return the view of some heads of the cache."""
         return QuantizedBlocks(self._blocks[:, :, heads], self._scales[:, :, heads], self.dtype)
 
@@ -131,7 +131,7 @@ def append(blocks: Any, scale: Any, keys: Keys, new: Any, *, compute_scales: boo
         scales = scales_of_rows(new, dtype_name(blocks))
         sequences.append(scale, keys, scales)
     else:
-        of_all = xp.broadcast_to(xp.asarray(scale), blocks.shape[:3])
-        there = keys._replace(seqlen=keys.seqlen + len(new))
-        scales = sequences.read(of_all, there, keys.seqlen, there.seqlen)
+        all_scales = xp.broadcast_to(xp.asarray(scale), blocks.shape[:3])
+        grown = keys._replace(seqlen=keys.seqlen + len(new))
+        scales = sequences.read(all_scales, grown, keys.seqlen, grown.seqlen)
     sequences.append(blocks, keys, quantized(new, scales, blocks.dtype))

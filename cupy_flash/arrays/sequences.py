@@ -109,10 +109,10 @@ def find_queries(cu_seqlens_q: Ints, total_q: int, max_seqlen_q: int) -> AllQuer
     return AllQueries(firsts, np.clip(ends[1:] - firsts, 0, max_seqlen_q))
 
 
-def rows_of_none(queries: AllQueries, total_q: int) -> list[slice]:
+def unassigned_rows(queries: AllQueries, total_q: int) -> list[slice]:
     """Return the ranges of rows in packed q and out that belong to no sequence."""
-    some = queries.seqlens > 0
-    firsts, seqlens = queries.firsts[some], queries.seqlens[some]
+    nonempty = queries.seqlens > 0
+    firsts, seqlens = queries.firsts[nonempty], queries.seqlens[nonempty]
     order = np.argsort(firsts, kind="stable")
     ends = np.maximum.accumulate((firsts + seqlens)[order])
     begins, ends = np.append(0, ends), np.append(firsts[order], total_q)
@@ -135,8 +135,8 @@ def find_packed_keys(
     cu_seqlens_k gives the first row of a packed sequence. seqused_k, or the difference in
     cu_seqlens_k, gives its length, limited by max_seqlen_k and by the packed array or the pages.
     """
-    none = np.zeros(batch, np.int64)
-    firsts, capacities = none, none + max_seqlen_k
+    zeros = np.zeros(batch, np.int64)
+    firsts, capacities = zeros, zeros + max_seqlen_k
     ends = None if cu_seqlens_k is None else cu_seqlens_k.astype(np.int64)
     if block_table is not None:
         capacities = np.minimum(capacities, block_table.shape[1] * page_size)
@@ -147,9 +147,9 @@ def find_packed_keys(
     if seqused_k is not None:
         keys = seqused_k.astype(np.int64)
     elif ends is not None:
-        some = np.maximum(ends, 0)
-        keys = some[1:] - some[:-1]
-    return AllKeys(np.clip(keys, 0, capacities), capacities, none, firsts, block_table)
+        clipped = np.maximum(ends, 0)
+        keys = clipped[1:] - clipped[:-1]
+    return AllKeys(np.clip(keys, 0, capacities), capacities, zeros, firsts, block_table)
 
 
 def find_cached_keys(
@@ -174,16 +174,16 @@ def find_cached_keys(
     """
     caches, rows = cache_shape[:2]
     batch = len(cache_seqlens)
-    none = np.zeros(batch, np.int64)
-    blocks, capacities = np.arange(batch), none + rows
+    zeros = np.zeros(batch, np.int64)
+    blocks, capacities = np.arange(batch), zeros + rows
     if block_table is not None:
-        blocks, capacities = none, none + block_table.shape[1] * rows
+        blocks, capacities = zeros, zeros + block_table.shape[1] * rows
     elif cache_batch_idx is not None:
         blocks = cache_batch_idx.astype(np.int64)
-        is_one = (blocks >= 0) & (blocks < caches)
-        blocks, capacities = np.where(is_one, blocks, 0), np.where(is_one, rows, 0)
+        is_valid = (blocks >= 0) & (blocks < caches)
+        blocks, capacities = np.where(is_valid, blocks, 0), np.where(is_valid, rows, 0)
     seqlens = np.clip(cache_seqlens, 0, capacities)
-    return AllKeys(seqlens, capacities, blocks, none, block_table)
+    return AllKeys(seqlens, capacities, blocks, zeros, block_table)
 
 
 def read(blocks: Any, keys: Keys, first: int = 0, stop: int | None = None) -> Any:
@@ -201,8 +201,8 @@ def read(blocks: Any, keys: Keys, first: int = 0, stop: int | None = None) -> An
     if stop - first < page_size:
         # Copy only the needed rows: indexing whole pages would copy more.
         rows = xp.empty((stop - first, *blocks.shape[2:]), blocks.dtype)
-        for page, there, here in _rows_of_pages(keys.pages, page_size, first, stop):
-            rows[here] = blocks[page, there] if 0 <= page < pages else 0
+        for page, in_page, in_result in _rows_of_pages(keys.pages, page_size, first, stop):
+            rows[in_result] = blocks[page, in_page] if 0 <= page < pages else 0
         return rows
     first_page = first // page_size
     needed = keys.pages[first_page : -(-stop // page_size)]
@@ -225,8 +225,8 @@ def _rows_of_pages(
     while row < stop:
         index, start = divmod(row, page_size)
         count = min(page_size - start, stop - row)
-        here = slice(row - first, row - first + count)
-        yield int(pages[index]), slice(start, start + count), here
+        in_result = slice(row - first, row - first + count)
+        yield int(pages[index]), slice(start, start + count), in_result
         row += count
 
 
@@ -243,13 +243,13 @@ class PagedRows:
 
     def __getitem__(self, index: tuple[slice, slice, slice]) -> Any:
         _, rows, heads = index
-        return read(heads_of(self._blocks, heads), self._keys, rows.start, rows.stop)[None]
+        return read(select_heads(self._blocks, heads), self._keys, rows.start, rows.stop)[None]
 
 
-def heads_of(blocks: Any, heads: slice) -> Any:
+def select_heads(blocks: Any, heads: slice) -> Any:
     """Return some heads of an array (blocks, rows, heads, dim), or of a `QuantizedBlocks`."""
-    of_heads = getattr(blocks, "of_heads", None)
-    return blocks[:, :, heads] if of_heads is None else of_heads(heads)
+    select = getattr(blocks, "select_heads", None)
+    return blocks[:, :, heads] if select is None else select(heads)
 
 
 def append(blocks: Any, keys: Keys, new: Any) -> None:
@@ -264,9 +264,9 @@ def append(blocks: Any, keys: Keys, new: Any) -> None:
         blocks[keys.block, keys.seqlen : stop] = new[: stop - keys.seqlen]
         return
     pages, page_size = blocks.shape[:2]
-    for page, there, here in _rows_of_pages(keys.pages, page_size, keys.seqlen, stop):
+    for page, in_page, in_result in _rows_of_pages(keys.pages, page_size, keys.seqlen, stop):
         if 0 <= page < pages:
-            blocks[page, there] = new[here]
+            blocks[page, in_page] = new[in_result]
 
 
 def longer(keys: Keys, seqlen_new: int) -> Keys:

@@ -20,7 +20,7 @@ from cupy_flash.arrays.sequences import (
     Queries,
     find_packed_keys,
     find_queries,
-    rows_of_none,
+    unassigned_rows,
 )
 from cupy_flash.cpu import padding
 
@@ -93,7 +93,7 @@ class Steps(NamedTuple):
     groups: list[padding.Group]
     padded_pairs: int  # number of query-key pairs of all groups
     runs: list[Run]  # runs of the sequences that belong to no group
-    rows_of_none: list[slice]  # ranges of rows in q that belong to no sequence
+    unassigned_rows: list[slice]  # ranges of rows in q that belong to no sequence
 
     @classmethod
     def make(
@@ -148,9 +148,9 @@ class Steps(NamedTuple):
             groups = [padding.Group.make(indices[part], *columns) for part in parts]
             rest = np.flatnonzero(~short)
         runs = equal_runs(queries, keys, join, rest)
-        return cls(queries, keys, groups, pairs, runs, rows_of_none(queries, total_q))
+        return cls(queries, keys, groups, pairs, runs, unassigned_rows(queries, total_q))
 
 
 # Cached, because the layers of a model are called with the same lengths. For 8 sequences of 4 to 16
 # tokens with 12 heads of 32, finding the steps takes 150 us of 500.
-kept_steps = functools.lru_cache(16)(functools.partial(Steps.make, None))
+cached_steps = functools.lru_cache(16)(functools.partial(Steps.make, None))

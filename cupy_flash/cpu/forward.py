@@ -26,7 +26,7 @@ from cupy_flash.arrays.sequences import PagedRows
 from cupy_flash.cpu import tiled, untiled
 from cupy_flash.cpu.forward_pass import SCRATCH_LIMIT as SCRATCH_LIMIT
 from cupy_flash.cpu.forward_pass import Block, Cut, Pass, Scratch, scratch_elements
-from cupy_flash.cpu.thread_pool import Stop, cpus, share_out, single_threaded_blas
+from cupy_flash.cpu.thread_pool import Stop, cpus, run_in_parallel, single_threaded_blas
 from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
 from cupy_flash.problem.mask import Mask
 from cupy_flash.problem.problem import Problem
@@ -220,4 +220,6 @@ def run(passes: Iterator[Pass], pairs: int, worker_bytes: int, threads: int | No
                     tiled.attend(job, scratch, block, tiles, stop)
 
     with single_threaded_blas:
-        share_out(workers, ((job, block) for job in passes for block in job.blocks()), work, stop)
+        run_in_parallel(
+            workers, ((job, block) for job in passes for block in job.blocks()), work, stop
+        )

@@ -47,74 +47,74 @@ class _Queue(Iterator[T]):
 class _Worker:
     """Thread of the pool: runs one task at a time, and ends after `IDLE_SECONDS` without a task."""
 
-    def __init__(self, crew: _Crew) -> None:
-        self._crew, self._told = crew, threading.Lock()
-        self._told.acquire()
+    def __init__(self, pool: _ThreadPool) -> None:
+        self._pool, self._wake = pool, threading.Lock()
+        self._wake.acquire()
         # threading.Thread would wait until the new thread runs.
-        _thread.start_new_thread(self._live, ())
+        _thread.start_new_thread(self._run_tasks, ())
 
     def begin(self, task: Callable[[], None]) -> threading.Lock:
         """Start a task; the thread releases the returned lock when the task is done."""
         done = threading.Lock()
         done.acquire()
         self._task, self._done = task, done
-        self._told.release()
+        self._wake.release()
         # Not self._done: the thread may have finished the task and deleted that attribute.
         return done
 
-    def _live(self) -> None:
+    def _run_tasks(self) -> None:
         while True:
-            if not self._told.acquire(timeout=IDLE_SECONDS):
-                if self._crew.leave(self):
+            if not self._wake.acquire(timeout=IDLE_SECONDS):
+                if self._pool.remove_idle(self):
                     return
                 continue
             self._task()
             done = self._done
             # The task keeps arrays alive as long as it is referenced.
             del self._task, self._done
-            self._crew.rest(self)
+            self._pool.add_idle(self)
             done.release()
 
 
-class _Crew:
+class _ThreadPool:
     """Thread pool. A task on a new thread costs 220 us, on a waiting thread of the pool 50 us.
 
     A forked child process begins with an empty pool.
     """
 
     def __init__(self) -> None:
-        self._forget()
+        self._reset()
         if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._forget)
+            os.register_at_fork(after_in_child=self._reset)
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._lock = threading.Lock()
-        self._resting: list[_Worker] = []
+        self._idle: list[_Worker] = []
 
     def begin(self, task: Callable[[], None]) -> threading.Lock:
         """Start a task on a waiting or new thread; return a lock that is released at its end."""
         with self._lock:
-            worker = self._resting.pop() if self._resting else None
+            worker = self._idle.pop() if self._idle else None
         return (worker or _Worker(self)).begin(task)
 
-    def rest(self, worker: _Worker) -> None:
+    def add_idle(self, worker: _Worker) -> None:
         """Return a worker to the pool, where it waits for its next task."""
         with self._lock:
-            self._resting.append(worker)
+            self._idle.append(worker)
 
-    def leave(self, worker: _Worker) -> bool:
+    def remove_idle(self, worker: _Worker) -> bool:
         """Remove a worker from the pool; return False if it has just been assigned a task."""
         with self._lock:
-            if worker in self._resting:
-                self._resting.remove(worker)
+            if worker in self._idle:
+                self._idle.remove(worker)
                 return True
             return False
 
 
-_crew = _Crew()
+_pool = _ThreadPool()
 
 
-def share_out(
+def run_in_parallel(
     workers: int, items: Iterator[T], work: Callable[[Iterator[T]], None], stop: Stop
 ) -> None:
     """Call ``work`` in several threads with a common iterator that distributes the items.
@@ -151,16 +151,16 @@ def share_out(
             stop.requested = True
             errors.append(error)
 
-    at_work: list[threading.Lock] = []
+    running: list[threading.Lock] = []
     try:
         for _ in range(workers - 1):
-            at_work.append(_crew.begin(task))
+            running.append(_pool.begin(task))
         work(queue)
     except BaseException:
         stop.requested = True
         raise
     finally:
-        for done in at_work:
+        for done in running:
             done.acquire()
     if errors:
         raise errors[0]
@@ -215,10 +215,10 @@ class _SingleThreadedBlas:
         for library, count in zip(self._libraries or (), counts, strict=True):
             # Newer versions of threadpoolctl accept limits only from the first thread that set one.
             # Calls begin and end in any thread, so this restriction is cleared before and after.
-            let_any_thread = getattr(library, "clear_controlling_thread", lambda force: None)
-            let_any_thread(force=True)
+            clear_owner = getattr(library, "clear_controlling_thread", lambda force: None)
+            clear_owner(force=True)
             library.set_num_threads(count)
-            let_any_thread(force=True)
+            clear_owner(force=True)
 
     def _lift_in_child(self) -> None:
         # The old lock may be held by a thread that does not exist in the child.

@@ -32,9 +32,9 @@ from cupy_flash.arrays.sequences import (
 from cupy_flash.arrays.strided import dtype_name
 from cupy_flash.cpu import forward as cpu_forward
 from cupy_flash.cpu import padding, rowwise, untiled
-from cupy_flash.cpu.batching import Run, Steps, equal_runs, kept_steps
+from cupy_flash.cpu.batching import Run, Steps, cached_steps, equal_runs
 from cupy_flash.cpu.forward_pass import ELEMENTS_AT_ONCE, Pass, Scratch, compute_dtype
-from cupy_flash.cpu.thread_pool import Stop, cpus, share_out, single_threaded_blas
+from cupy_flash.cpu.thread_pool import Stop, cpus, run_in_parallel, single_threaded_blas
 from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
 from cupy_flash.mods.on_arrays.scores import FIRST, Pairs
 from cupy_flash.problem.problem import make_contiguous_problem
@@ -46,18 +46,18 @@ Blocks = Array | QuantizedBlocks
 # Minimum number of query-key pairs, over all heads, of a sequence that several threads compute. The
 # NumPy calls for smaller sequences are so short that threads mostly wait for the GIL: 1000
 # sequences with 1 query and 20 keys take 97 ms on one thread, 147 ms on two.
-MIN_PAIRS_TO_SHARE = 1 << 15
+MIN_PAIRS_FOR_THREADS = 1 << 15
 
 # Minimum number of query rows per key for which all pages of a sequence are gathered first.
 MIN_ROWS_TO_GATHER_FOR = 128
 
 # Maximum number of packed query rows of a call whose steps are cached.
-MAX_ROWS_TO_KEEP = 1 << 16
+MAX_ROWS_TO_CACHE = 1 << 16
 
 # Limits in batch-invariant calls: query rows per work item, and query-key pairs of a sequence that
 # is a single work item.
-MAX_ROWS_OF_PIECE = 128
-MAX_PAIRS_OF_PIECE = 1 << 16
+MAX_ROWS_PER_ITEM = 128
+MAX_PAIRS_PER_ITEM = 1 << 16
 
 
 @quiet
@@ -129,23 +129,23 @@ def varlen_forward(
     # Modifications use indices within a sequence, and 8-bit keys are dequantized one sequence at a
     # time. In these cases, each sequence is a pass of its own.
     join = not batch_invariant and bound_mods is None and scales is None
-    facts: tuple[Any, ...] = (
+    step_key: tuple[Any, ...] = (
         *(None if x is None else (x.tobytes(), x.dtype) for x in integers),
         *(max_seqlen_q, max_seqlen_k, len(q), k.shape[1] if paged else len(k)),
         *(q.shape[1], k.shape[-2], q.shape[2], join, tile is None),
     )
-    if paged or len(q) > MAX_ROWS_TO_KEEP:
-        steps = Steps.make(block_table, *facts)
+    if paged or len(q) > MAX_ROWS_TO_CACHE:
+        steps = Steps.make(block_table, *step_key)
     else:
-        steps = kept_steps(*facts)
-    for unowned in steps.rows_of_none:
-        out[unowned] = 0
+        steps = cached_steps(*step_key)
+    for unassigned in steps.unassigned_rows:
+        out[unassigned] = 0
         if lse is not None:
-            lse[:, unowned] = -np.inf
+            lse[:, unassigned] = -np.inf
     runs = steps.runs
     if steps.groups:
         runs = runs + _pad(steps, q, k, v, out, lse, causal, softmax_scale, threads)
-    pieces = []
+    items = []
     for b, rows, keys, count in runs:
         # Reshape (total, ...) to (count, seqlen, ...).
         span = slice(rows.first, rows.first + count * rows.seqlen)
@@ -156,10 +156,10 @@ def varlen_forward(
         first = FIRST
         if bound_mods is not None:
             first = FIRST._replace(b=b, q_start=rows.first, k_start=keys.first)
-        pieces.append(_Piece.whole(q_rows, out_rows, lse_rows, keys, first))
+        items.append(_WorkItem.whole(q_rows, out_rows, lse_rows, keys, first))
     k, v = (k, v) if paged else (k[None], v[None])
     batch = _Batch(*_blocks(k, v, scales, q.dtype), causal, softmax_scale, bound_mods)
-    _forward(pieces, batch, tile, batch_invariant, threads)
+    _forward(items, batch, tile, batch_invariant, threads)
 
 
 @quiet
@@ -202,7 +202,7 @@ def kvcache_forward(
     block_table, causal, softmax_scale, scales, tile, batch_invariant, threads, bound_mods
         Arguments of :func:`varlen_forward`, except that bias and mask have four axes.
     """
-    places = find_cached_keys(
+    all_keys = find_cached_keys(
         lengths,
         cache_shape=k_cache.shape,
         cache_batch_idx=cache_batch_idx,
@@ -210,15 +210,15 @@ def kvcache_forward(
     )
     seqlen_q = q.shape[1]
     queries = AllQueries(np.arange(len(q)) * seqlen_q, np.full(len(q), seqlen_q))
-    pieces = []
+    items = []
     joins = not batch_invariant and scales is None
-    for b, _, keys, count in equal_runs(queries, places, joins):
-        some = slice(b, b + count)
-        lse_rows = None if lse is None else lse[some]
+    for b, _, keys, count in equal_runs(queries, all_keys, joins):
+        batch_range = slice(b, b + count)
+        lse_rows = None if lse is None else lse[batch_range]
         first = FIRST if bound_mods is None else FIRST._replace(b=b)
-        pieces.append(_Piece.whole(q[some], out[some], lse_rows, keys, first))
+        items.append(_WorkItem.whole(q[batch_range], out[batch_range], lse_rows, keys, first))
     batch = _Batch(*_blocks(k_cache, v_cache, scales, q.dtype), causal, softmax_scale, bound_mods)
-    _forward(pieces, batch, tile, batch_invariant, threads)
+    _forward(items, batch, tile, batch_invariant, threads)
 
 
 def _blocks(
@@ -258,7 +258,7 @@ def append(
     scales : CacheScales, optional
         Scales of 8-bit caches.
     """
-    places = find_cached_keys(
+    all_keys = find_cached_keys(
         lengths,
         cache_shape=k_cache.shape,
         cache_batch_idx=cache_batch_idx,
@@ -266,7 +266,7 @@ def append(
     )
     of_keys, of_values = (None, None) if scales is None else scales[:2]
     both = (k_cache, of_keys, k), (v_cache, of_values, v)
-    for b, keys in enumerate(places):
+    for b, keys in enumerate(all_keys):
         for cache, scale, new in both:
             if cache is None or new is None:
                 continue
@@ -302,7 +302,7 @@ def rotate(
     advance : bool
         Whether row ``i`` has the first position plus ``i``, not the first position itself.
     """
-    turned: Array = rotated(
+    rotated_rows: Array = rotated(
         x,
         cos,
         sin,
@@ -311,7 +311,7 @@ def rotate(
         advance=advance,
         compute=compute_dtype(x.dtype),
     )
-    return turned.astype(x.dtype, copy=False)
+    return rotated_rows.astype(x.dtype, copy=False)
 
 
 def _pad(
@@ -342,7 +342,7 @@ def _pad(
 
     workers = min(threads or cpus(), max(1, steps.padded_pairs // cpu_forward.MIN_PAIRS_PER_WORKER))
     with single_threaded_blas:
-        share_out(workers, iter(steps.groups), work, Stop())
+        run_in_parallel(workers, iter(steps.groups), work, Stop())
     return [Run(b, steps.queries[b], steps.keys[b], 1) for b in sorted(left)]
 
 
@@ -357,7 +357,7 @@ class CacheScales(NamedTuple):
     computed: bool = False
 
 
-class _Piece(NamedTuple):
+class _WorkItem(NamedTuple):
     """Work item: sequences of one shape, or some rows and heads of one sequence."""
 
     q: Array  # (sequences, rows, heads, head_dim)
@@ -369,7 +369,7 @@ class _Piece(NamedTuple):
     kv_heads: slice  # KV heads of the item's query heads
 
     @classmethod
-    def whole(cls, q: Array, out: Array, lse: Array | None, keys: Keys, first: Pairs) -> _Piece:
+    def whole(cls, q: Array, out: Array, lse: Array | None, keys: Keys, first: Pairs) -> _WorkItem:
         """Return a work item of all rows and heads of the sequences."""
         return cls(q, out, lse, keys, keys.seqlen - q.shape[1], first, slice(None))
 
@@ -384,19 +384,19 @@ class _Piece(NamedTuple):
         if self.lse is not None:
             self.lse[...] = -np.inf if sinks is None else sinks[:, None]
 
-    def cut(self, heads_kv: int) -> Iterator[_Piece]:
+    def split(self, heads_kv: int) -> Iterator[_WorkItem]:
         """Yield work items for `rowwise`, small enough for its scratch and for all threads."""
         group = self.q.shape[2] // heads_kv
-        if max(self.pairs, self.q.size) <= MAX_PAIRS_OF_PIECE:
+        if max(self.pairs, self.q.size) <= MAX_PAIRS_PER_ITEM:
             yield self
             return
-        step = max(1, MAX_ROWS_OF_PIECE // group)
+        step = max(1, MAX_ROWS_PER_ITEM // group)
         # The last rows come first, as they attend to the most keys in causal calls.
         for first in reversed(range(0, self.q.shape[1], step)):
             rows = slice(first, first + step)
             for kv_head in range(heads_kv):
                 heads = slice(kv_head * group, (kv_head + 1) * group)
-                yield _Piece(
+                yield _WorkItem(
                     self.q[:, rows, heads],
                     self.out[:, rows, heads],
                     None if self.lse is None else self.lse[:, heads, rows],
@@ -417,42 +417,42 @@ class _Batch:
     softmax_scale: float
     bound_mods: BoundModifications | None
 
-    def as_pass(self, piece: _Piece, tile: Tile, most_bytes: int) -> Pass:
+    def as_pass(self, item: _WorkItem, tile: Tile, most_bytes: int) -> Pass:
         """Return the pass of a work item with all heads; copy at most `most_bytes` of pages."""
-        keys, count = piece.keys, len(piece.q)
+        keys, count = item.keys, len(item.q)
         k: Array | PagedRows
         v: Array | PagedRows
-        if self._is_scattered(keys) and not self._copies_rows(piece, most_bytes):
+        if self._is_scattered(keys) and not self._copies_rows(item, most_bytes):
             k, v = PagedRows(self.k, keys), PagedRows(self.v, keys)
         else:
-            k, v = (_keys_of_all(x, keys, count) for x in (self.k, self.v))
+            k, v = (_gather_keys(x, keys, count) for x in (self.k, self.v))
         return Pass.make(
-            piece.q,
+            item.q,
             k,
             v,
-            piece.out,
-            piece.lse,
+            item.out,
+            item.lse,
             self.causal,
-            piece.q_offset,
+            item.q_offset,
             self.softmax_scale,
             tile,
             self.bound_mods,
-            piece.first,
+            item.first,
         )
 
-    def computes_small(self, piece: _Piece, tile: Tile) -> bool:
+    def computes_small(self, item: _WorkItem, tile: Tile) -> bool:
         """Compute a small work item in one step; return False, without output, for others."""
-        if self.bound_mods is not None or piece.keys.pages is not None:
+        if self.bound_mods is not None or item.keys.pages is not None:
             return False
-        k, v = (_keys_of_all(x, piece.keys, len(piece.q)) for x in (self.k, self.v))
+        k, v = (_gather_keys(x, item.keys, len(item.q)) for x in (self.k, self.v))
         return untiled.forward_small(
-            piece.q,
+            item.q,
             k,
             v,
-            piece.out,
-            piece.lse,
+            item.out,
+            item.lse,
             self.causal,
-            piece.q_offset,
+            item.q_offset,
             self.softmax_scale,
             tile,
         )
@@ -461,37 +461,37 @@ class _Batch:
         """Return whether keys must be gathered or dequantized before they are multiplied."""
         return keys.pages is not None or isinstance(self.k, QuantizedBlocks)
 
-    def _copies_rows(self, piece: _Piece, most_bytes: int) -> bool:
+    def _copies_rows(self, item: _WorkItem, most_bytes: int) -> bool:
         """Return whether to gather all keys of a sequence first, as each is read for many rows.
 
         512 rows, 8192 keys in pages of 16, 8 heads of 128, float16: 200 ms instead of 413 ms with
         one KV tile gathered at a time.
         """
         heads_kv = self.k.shape[2]
-        rows = piece.q.shape[1] * (piece.q.shape[2] // heads_kv)
+        rows = item.q.shape[1] * (item.q.shape[2] // heads_kv)
         columns = self.k.shape[3] + self.v.shape[3]
-        size = piece.keys.seqlen * heads_kv * columns * self.k.itemsize
+        size = item.keys.seqlen * heads_kv * columns * self.k.itemsize
         return rows >= MIN_ROWS_TO_GATHER_FOR and size <= most_bytes
 
-    def by_rows(self, piece: _Piece, Bc: int) -> None:
+    def compute_rowwise(self, item: _WorkItem, Bc: int) -> None:
         """Compute a work item by `rowwise`."""
         rowwise.forward(
-            piece.q[0],
-            sequences.heads_of(self.k, piece.kv_heads),
-            sequences.heads_of(self.v, piece.kv_heads),
-            piece.out[0],
-            None if piece.lse is None else piece.lse[0],
-            keys=piece.keys,
-            first=piece.first,
+            item.q[0],
+            sequences.select_heads(self.k, item.kv_heads),
+            sequences.select_heads(self.v, item.kv_heads),
+            item.out[0],
+            None if item.lse is None else item.lse[0],
+            keys=item.keys,
+            first=item.first,
             causal=self.causal,
-            q_offset=piece.q_offset,
+            q_offset=item.q_offset,
             softmax_scale=self.softmax_scale,
             Bc=Bc,
             bound_mods=self.bound_mods,
         )
 
 
-def _keys_of_all(blocks: Blocks, keys: Keys, count: int) -> Array:
+def _gather_keys(blocks: Blocks, keys: Keys, count: int) -> Array:
     """Return the keys of `count` sequences of one shape: (sequences, rows, heads, dim)."""
     if count == 1:
         one: Array = sequences.read(blocks, keys)
@@ -503,61 +503,61 @@ def _keys_of_all(blocks: Blocks, keys: Keys, count: int) -> Array:
 
 
 def _forward(
-    pieces: list[_Piece],
+    items: list[_WorkItem],
     batch: _Batch,
     tile: Tile | None,
     batch_invariant: bool,
     threads: int | None,
 ) -> None:
     sinks = None if batch.bound_mods is None else batch.bound_mods.sinks
-    for piece in pieces:
-        if not piece.keys.seqlen:
-            piece.write_without_keys(sinks)
-    pieces = [piece for piece in pieces if piece.pairs]
-    if not pieces:
+    for item in items:
+        if not item.keys.seqlen:
+            item.write_without_keys(sinks)
+    items = [item for item in items if item.pairs]
+    if not items:
         return
     if batch_invariant:
-        _by_rows(pieces, batch, rowwise.DEFAULT_BC if tile is None else tile.Bc, threads)
+        _forward_rowwise(items, batch, rowwise.DEFAULT_BC if tile is None else tile.Bc, threads)
         return
     tile, worker_bytes = _tile_and_scratch(
         dtype_name(batch.k),
-        max(piece.q.shape[1] for piece in pieces),
-        max(piece.keys.seqlen for piece in pieces),
-        pieces[0].q.shape[2],
+        max(item.q.shape[1] for item in items),
+        max(item.keys.seqlen for item in items),
+        items[0].q.shape[2],
         batch.k.shape[2],
         batch.k.shape[3],
         batch.v.shape[3],
         tile,
     )
     # One thread computes the short sequences, as several would mostly wait for the GIL.
-    short = [piece for piece in pieces if piece.pairs < MIN_PAIRS_TO_SHARE]
-    long = [piece for piece in pieces if piece.pairs >= MIN_PAIRS_TO_SHARE]
-    long.sort(key=lambda piece: -piece.pairs)
-    short = [piece for piece in short if not batch.computes_small(piece, tile)]
+    short = [item for item in items if item.pairs < MIN_PAIRS_FOR_THREADS]
+    long = [item for item in items if item.pairs >= MIN_PAIRS_FOR_THREADS]
+    long.sort(key=lambda item: -item.pairs)
+    short = [item for item in short if not batch.computes_small(item, tile)]
     with single_threaded_blas:
-        for some, workers in ((long, threads or cpus()), (short, 1)):
-            if not some:
+        for group, workers in ((long, threads or cpus()), (short, 1)):
+            if not group:
                 continue
-            pairs = sum(piece.pairs for piece in some)
+            pairs = sum(item.pairs for item in group)
             # Each worker may keep the copied pages of two passes alive: current and next.
             most_bytes = cpu_forward.SCRATCH_LIMIT // (2 * workers)
-            passes = (batch.as_pass(piece, tile, most_bytes) for piece in some)
+            passes = (batch.as_pass(item, tile, most_bytes) for item in group)
             cpu_forward.run(passes, pairs, worker_bytes, workers)
 
 
-def _by_rows(pieces: list[_Piece], batch: _Batch, Bc: int, threads: int | None) -> None:
+def _forward_rowwise(items: list[_WorkItem], batch: _Batch, Bc: int, threads: int | None) -> None:
     heads_kv = batch.k.shape[2]
-    cut = [part for piece in pieces for part in piece.cut(heads_kv)]
-    cut.sort(key=lambda part: -part.pairs)
-    pairs = sum(part.pairs for part in cut)
+    row_items = [row_item for item in items for row_item in item.split(heads_kv)]
+    row_items.sort(key=lambda row_item: -row_item.pairs)
+    pairs = sum(row_item.pairs for row_item in row_items)
     workers = min(threads or cpus(), max(1, pairs // cpu_forward.MIN_PAIRS_PER_WORKER))
 
-    def work(parts: Iterator[_Piece]) -> None:
-        for part in parts:
-            batch.by_rows(part, Bc)
+    def work(assigned: Iterator[_WorkItem]) -> None:
+        for row_item in assigned:
+            batch.compute_rowwise(row_item, Bc)
 
     with single_threaded_blas:
-        share_out(workers, iter(cut), work, Stop())
+        run_in_parallel(workers, iter(row_items), work, Stop())
 
 
 @functools.lru_cache(256)

@@ -33,7 +33,7 @@ from cupy_flash import (
 from cupy_flash.cpu import batching
 from cupy_flash.cpu.backward import gradients as cpu_backward
 from cupy_flash.cpu.backward import untiled as untiled_backward
-from cupy_flash.cpu.backward.ordered_sum import Turn, Turns
+from cupy_flash.cpu.backward.ordered_sum import OrderedSum, Ticket
 from cupy_flash.cpu.backward.tiled import _Tile
 from cupy_flash.cpu.batching import Run
 from cupy_flash.cpu.thread_pool import Stop
@@ -288,7 +288,7 @@ def on_threads(monkeypatch: Any, call: Any) -> None:
     """Assert that a call gives the same bits on one thread and on several."""
     found = []
     monkeypatch.setattr(cpu_backward, "MIN_PAIRS_PER_WORKER", 1)
-    monkeypatch.setattr(cpu_backward, "MIN_PAIRS_TO_SHARE", 1)
+    monkeypatch.setattr(cpu_backward, "MIN_PAIRS_FOR_THREADS", 1)
     for threads in (1, 2, 3, 7):
         monkeypatch.setattr(cpu_backward, "cpus", lambda n=threads: n)
         found.append([x.tobytes() for x in call()])
@@ -509,13 +509,13 @@ def test_a_tile_too_large_for_scratch_is_refused(rng: Any) -> None:
 
 def test_an_item_waits_until_those_before_it_have_passed() -> None:
     stop = Stop()
-    turns = Turns(stop)
-    first, second, other = Turn(0, "a"), Turn(1, "a"), Turn(2, "b")
+    turns = OrderedSum(stop)
+    first, second, other = Ticket(0, "a"), Ticket(1, "a"), Ticket(2, "b")
     for turn in (first, second, other):
         turns.enter(turn)
     assert turns.wait(first, 10)
     assert turns.wait(other, 10)
-    turns.passed(first, 10)
+    turns.release(first, 10)
     assert turns.wait(second, 10)
     stop.requested = True
     assert not turns.wait(second, 11)

@@ -796,15 +796,15 @@ def test_long_pieces_are_cut_without_changing_a_bit(dtype, rng, monkeypatch):
         call.modifications["window_size"] = (20, 3)
         with monkeypatch.context() as patch:
             whole = call.check(batch_invariant=True)
-            patch.setattr(varlen, "MAX_PAIRS_OF_PIECE", 0)
-            patch.setattr(varlen, "MAX_ROWS_OF_PIECE", 7)
+            patch.setattr(varlen, "MAX_PAIRS_PER_ITEM", 0)
+            patch.setattr(varlen, "MAX_ROWS_PER_ITEM", 7)
             assert_same_bits(whole, call.run(batch_invariant=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_same_bits_whatever_the_number_of_threads(kind, rng, monkeypatch):
     monkeypatch.setattr(cpu_forward, "MIN_PAIRS_PER_WORKER", 1)
-    monkeypatch.setattr(varlen, "MIN_PAIRS_TO_SHARE", 1)
+    monkeypatch.setattr(varlen, "MIN_PAIRS_FOR_THREADS", 1)
     call = Call(kind, rng, batch=4)
     call.modifications = modified_of_everything(call, rng) | {
         "prefix_lens": np.arange(4),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cupy_flash.cpu.thread_pool import Stop, share_out
+from cupy_flash.cpu.thread_pool import Stop, run_in_parallel
 
 ROOT = Path(__file__).parents[2]
 
@@ -157,7 +157,7 @@ def test_an_error_in_one_thread_stops_the_others_and_is_raised():
 
     items = iter(range(100))
     with pytest.raises(RuntimeError, match="broken"):
-        share_out(2, items, work, stop)
+        run_in_parallel(2, items, work, stop)
     assert next(items) == 2
     assert ended == ["other", "caller"]
 
@@ -168,5 +168,5 @@ def test_no_more_threads_start_than_there_are_items():
     def work(items):
         seen.append([threading.current_thread(), *items])
 
-    share_out(8, iter("a"), work, Stop())
+    run_in_parallel(8, iter("a"), work, Stop())
     assert seen == [[threading.current_thread(), "a"]]

@@ -182,8 +182,8 @@ def test_long_sequences_beside_short_ones_are_right(rng, threads, monkeypatch):
 
 def test_a_thousand_single_queries_start_no_thread(monkeypatch):
     told = []
-    begin = thread_pool._crew.begin
-    monkeypatch.setattr(thread_pool._crew, "begin", lambda task: told.append(task) or begin(task))
+    begin = thread_pool._pool.begin
+    monkeypatch.setattr(thread_pool._pool, "begin", lambda task: told.append(task) or begin(task))
     check_kvcache(KVCacheCase((20,) * 1000, heads_q=2, heads_kv=1, head_dim=8, head_dim_v=8))
     assert not told
     check_varlen(VarlenCase((799, 700), (799, 700)), threads=2)
@@ -564,8 +564,8 @@ def test_batch_invariance_takes_another_way_than_the_default_one():
 def test_long_pieces_are_cut_without_changing_a_bit(monkeypatch):
     problem = VarlenCase((301, 40), (313, 80), causal=True, heads_q=6).problem()
     whole = run_varlen(problem.arguments(), batch_invariant=True)
-    monkeypatch.setattr(varlen, "MAX_PAIRS_OF_PIECE", 0)
-    monkeypatch.setattr(varlen, "MAX_ROWS_OF_PIECE", 7)
+    monkeypatch.setattr(varlen, "MAX_PAIRS_PER_ITEM", 0)
+    monkeypatch.setattr(varlen, "MAX_ROWS_PER_ITEM", 7)
     assert_same_bits(whole, run_varlen(problem.arguments(), batch_invariant=True))
 
 
@@ -628,8 +628,8 @@ def test_of_pages_that_are_read_once_no_more_is_copied_than_the_tiles_at_hand(
 def test_empty_caches_and_sequences_are_few_records(monkeypatch):
     count = 20_000
     made = []
-    whole = varlen._Piece.whole
-    monkeypatch.setattr(varlen._Piece, "whole", lambda *of: made.append(of) or whole(*of))
+    whole = varlen._WorkItem.whole
+    monkeypatch.setattr(varlen._WorkItem, "whole", lambda *of: made.append(of) or whole(*of))
     q, cache = np.ones((count, 1, 2, 16), np.float32), np.ones((count, 4, 2, 16), np.float32)
     none = np.zeros(count, np.int32)
     pages = {"block_table": np.zeros((count, 1), np.int32)}

@@ -22,7 +22,7 @@ from cupy_flash.arrays.numpy_errors import quiet
 from cupy_flash.arrays.sequences import find_packed_keys, find_queries
 from cupy_flash.cpu.backward import untiled as untiled_backward
 from cupy_flash.cpu.backward.backward_pass import GradientPass, scratch_elements, smaller
-from cupy_flash.cpu.backward.ordered_sum import Turn, Turns
+from cupy_flash.cpu.backward.ordered_sum import OrderedSum, Ticket
 from cupy_flash.cpu.backward.tiled import differentiate
 from cupy_flash.cpu.backward.untiled import MAX_SCORES_OF_STEP, backward_small
 from cupy_flash.cpu.batching import equal_runs
@@ -36,7 +36,7 @@ from cupy_flash.cpu.forward_pass import (
     compute_dtype,
 )
 from cupy_flash.cpu.forward_pass import scratch_elements as forward_elements
-from cupy_flash.cpu.thread_pool import Stop, cpus, share_out, single_threaded_blas
+from cupy_flash.cpu.thread_pool import Stop, cpus, run_in_parallel, single_threaded_blas
 from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
 from cupy_flash.mods.on_arrays.scores import FIRST
 from cupy_flash.problem.gradient import ROWS
@@ -48,7 +48,7 @@ Array = NDArray[Any]
 
 # Minimum average number of query-key pairs per pass for which several threads are used, see
 # `cupy_flash.cpu.varlen`.
-MIN_PAIRS_TO_SHARE = 1 << 15
+MIN_PAIRS_FOR_THREADS = 1 << 15
 
 # Number of query tiles below which `default_tile` reduces Br, so that all threads have work.
 MIN_TILES = 16
@@ -260,7 +260,7 @@ def varlen_backward(
     bias = totals.get("bias")
     group = q.shape[1] // k.shape[1]
     is_shared = bias is not None and (bias.shape[1:3] != (k.shape[1], group) or bias.shape[3] == 1)
-    places = find_packed_keys(
+    all_keys = find_packed_keys(
         cu_seqlens_k,
         max_seqlen_k,
         batch=len(cu_seqlens_q) - 1,
@@ -272,7 +272,7 @@ def varlen_backward(
     all_queries = find_queries(cu_seqlens_q, len(q), max_seqlen_q)
     works = []
     # Modifications use indices within a sequence, so each sequence is then a pass of its own.
-    for b, queries, keys, count in equal_runs(all_queries, places, bound_mods is None):
+    for b, queries, keys, count in equal_runs(all_queries, all_keys, bound_mods is None):
         # In a sequence without keys, only sinks have a gradient, through dlse.
         if not keys.seqlen and "sinks" not in totals:
             continue
@@ -374,24 +374,24 @@ def _run(works: list[GradientPass], tile: Tile, threads: int | None) -> None:
     _require_scratch(tile, worker_bytes)
     pairs = sum(work.job.pairs for work in works)
     # One thread computes short sequences, as several would mostly wait for the GIL.
-    most = pairs // MIN_PAIRS_PER_WORKER if pairs >= MIN_PAIRS_TO_SHARE * len(works) else 1
+    most = pairs // MIN_PAIRS_PER_WORKER if pairs >= MIN_PAIRS_FOR_THREADS * len(works) else 1
     workers = min(threads or cpus(), SCRATCH_LIMIT // max(worker_bytes, 1), max(most, 1))
     stop = Stop()
-    turns = Turns(stop)
+    ordered_sum = OrderedSum(stop)
 
-    def items() -> Iterator[tuple[GradientPass, Block, Turn]]:
+    def items() -> Iterator[tuple[GradientPass, Block, Ticket]]:
         numbers = itertools.count()
         for number, work in enumerate(works):
             for block in work.job.blocks():
                 same_keys = number, block.batch.start, block.kv_heads.start
-                turn = Turn(next(numbers), None if work.is_shared else same_keys)
-                turns.enter(turn)
-                yield work, block, turn
+                ticket = Ticket(next(numbers), None if work.is_shared else same_keys)
+                ordered_sum.enter(ticket)
+                yield work, block, ticket
 
-    def compute(some: Iterator[tuple[GradientPass, Block, Turn]]) -> None:
+    def compute(some: Iterator[tuple[GradientPass, Block, Ticket]]) -> None:
         with Scratch.borrowed() as scratch:
-            for work, block, turn in some:
-                differentiate(work, scratch, block, turn, turns, stop)
+            for work, block, ticket in some:
+                differentiate(work, scratch, block, ticket, ordered_sum, stop)
 
     with single_threaded_blas:
-        share_out(workers, items(), compute, stop)
+        run_in_parallel(workers, items(), compute, stop)

@@ -15,17 +15,17 @@ from typing import NamedTuple
 from cupy_flash.cpu.thread_pool import Stop
 
 # Interval in seconds at which a waiting thread checks for a requested stop, which does not wake it.
-SECONDS_TO_LOOK = 0.1
+POLL_SECONDS = 0.1
 
 
-class Turn(NamedTuple):
+class Ticket(NamedTuple):
     """Number of a work item in the order of all items, and the queue that it belongs to."""
 
     number: int
     queue: Hashable
 
 
-class Turns:
+class OrderedSum:
     """Order in which the work items of a call add their contributions."""
 
     def __init__(self, stop: Stop) -> None:
@@ -33,39 +33,39 @@ class Turns:
         # For each queue and each number of an unfinished item: the end of the keys it has passed.
         self._passed: dict[Hashable, dict[int, int]] = {}
         # Final additions of finished items that still wait for an earlier item to finish.
-        self._rests: dict[int, Callable[[], None]] = {}
-        self._next_rest = 0
+        self._final_adds: dict[int, Callable[[], None]] = {}
+        self._next_final_add = 0
 
-    def enter(self, turn: Turn) -> None:
+    def enter(self, ticket: Ticket) -> None:
         """Register an item; must be called in the order of items."""
         with self._changed:
-            self._passed.setdefault(turn.queue, {})[turn.number] = 0
+            self._passed.setdefault(ticket.queue, {})[ticket.number] = 0
 
-    def wait(self, turn: Turn, key: int) -> bool:
+    def wait(self, ticket: Ticket, key: int) -> bool:
         """Wait until an item may add to keys before `key`; return False if a stop is requested."""
         with self._changed:
-            passed = self._passed[turn.queue]
-            while any(at < key for number, at in passed.items() if number < turn.number):
+            passed = self._passed[ticket.queue]
+            while any(end < key for number, end in passed.items() if number < ticket.number):
                 if self._stop.requested:
                     return False
-                self._changed.wait(SECONDS_TO_LOOK)
+                self._changed.wait(POLL_SECONDS)
         return True
 
-    def passed(self, turn: Turn, key: int) -> None:
+    def release(self, ticket: Ticket, key: int) -> None:
         """Record that an item has nothing more to add to keys before `key`."""
         with self._changed:
-            self._passed[turn.queue][turn.number] = key
+            self._passed[ticket.queue][ticket.number] = key
             self._changed.notify_all()
 
-    def finish(self, turn: Turn, add_rest: Callable[[], None]) -> None:
-        """Finish an item. `add_rest` is called after the `add_rest` of all earlier items."""
+    def finish(self, ticket: Ticket, add_final: Callable[[], None]) -> None:
+        """Finish an item. `add_final` is called after the `add_final` of all earlier items."""
         with self._changed:
-            passed = self._passed[turn.queue]
-            del passed[turn.number]
+            passed = self._passed[ticket.queue]
+            del passed[ticket.number]
             if not passed:
-                del self._passed[turn.queue]
+                del self._passed[ticket.queue]
             self._changed.notify_all()
-            self._rests[turn.number] = add_rest
-            while self._next_rest in self._rests:
-                self._rests.pop(self._next_rest)()
-                self._next_rest += 1
+            self._final_adds[ticket.number] = add_final
+            while self._next_final_add in self._final_adds:
+                self._final_adds.pop(self._next_final_add)()
+                self._next_final_add += 1

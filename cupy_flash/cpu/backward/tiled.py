@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from cupy_flash.arrays.sequences import PagedRows
 from cupy_flash.cpu.backward.backward_pass import GradientPass
-from cupy_flash.cpu.backward.ordered_sum import Turn, Turns
+from cupy_flash.cpu.backward.ordered_sum import OrderedSum, Ticket
 from cupy_flash.cpu.forward_pass import Block, Scratch
 from cupy_flash.cpu.thread_pool import Stop
 from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
@@ -81,7 +81,12 @@ def sure_weight_of_one_key(dtype: str, columns: int) -> float:
 
 
 def differentiate(
-    work: GradientPass, scratch: Scratch, block: Block, turn: Turn, turns: Turns, stop: Stop
+    work: GradientPass,
+    scratch: Scratch,
+    block: Block,
+    ticket: Ticket,
+    ordered_sum: OrderedSum,
+    stop: Stop,
 ) -> None:
     """Write dq of a query tile's rows, and add their contributions to all other gradients."""
     tile = _Tile(work, scratch, block)
@@ -89,12 +94,12 @@ def differentiate(
         if stop.requested:
             return
         parts = tile.take(start, key)
-        if parts and not turns.wait(turn, key):
+        if parts and not ordered_sum.wait(ticket, key):
             return
         add(parts)
-        turns.passed(turn, key)
+        ordered_sum.release(ticket, key)
     tile.write_dq()
-    turns.finish(turn, functools.partial(add, tile.rests))
+    ordered_sum.finish(ticket, functools.partial(add, tile.final_parts))
 
 
 def add(parts: list[Part]) -> None:
@@ -111,7 +116,7 @@ class _Tile:
 
     Attributes
     ----------
-    rests
+    final_parts
         Contributions to add when all KV tiles are done.
     """
 
@@ -154,11 +159,11 @@ class _Tile:
         delta = row_products(dout[..., :-1], out)
         if work.dlse is not None:
             delta -= work.dlse[where]
-        self.rests: list[Part] = []
+        self.final_parts: list[Part] = []
         if "sinks" in work.small:
-            self.rests.append(self._of_sinks(lse, delta))
+            self.final_parts.append(self._of_sinks(lse, delta))
         self.captures = {name: np.zeros_like(total) for name, total in work.captures.items()}
-        self.rests += [(work.captures[name], part) for name, part in self.captures.items()]
+        self.final_parts += [(work.captures[name], part) for name, part in self.captures.items()]
         q[..., :-1] *= job.compute.type(job.softmax_scale)
         # np.negative of NumPy 2.4.6 is wrong for some arrays whose strides are two elements.
         np.subtract(0, lse, out=q[..., -1])
@@ -332,7 +337,7 @@ class _Tile:
         if bias.shape[4] > 1:
             return [(total, part)]
         # One element of the bias serves all keys, so it is added when the query tile is done.
-        self.rests.append((total, part))
+        self.final_parts.append((total, part))
         return []
 
     def _take_captures(self, scaled: Array, at: Pairs, dt: Array) -> None:

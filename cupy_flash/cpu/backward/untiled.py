@@ -22,7 +22,7 @@ from cupy_flash.cpu.backward.tiled import (
     sure_weight_of_one_key,
 )
 from cupy_flash.cpu.forward_pass import Scratch, even_share, slices
-from cupy_flash.cpu.thread_pool import Stop, cpus, share_out, single_threaded_blas
+from cupy_flash.cpu.thread_pool import Stop, cpus, run_in_parallel, single_threaded_blas
 from cupy_flash.cpu.untiled import (
     MAX_PRODUCT_OF_ONE_THREAD,
     divides_keys,
@@ -230,7 +230,7 @@ def backward_by_formula(
 
     steps = product(slices(q.shape[0], small.sequences), slices(q.shape[2], small.heads))
     with single_threaded_blas:
-        share_out(min(small.workers, threads or cpus()), steps, work, stop)
+        run_in_parallel(min(small.workers, threads or cpus()), steps, work, stop)
     return not left
 
 

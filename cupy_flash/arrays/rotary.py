@@ -81,8 +81,8 @@ def rotated_at(
         first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
     else:
         first, second = slice(0, half), slice(half, 2 * half)
-    turned = x.astype(compute)
-    a, b = turned[..., first].copy(), turned[..., second].copy()
-    turned[..., first] = a * cos - b * sin
-    turned[..., second] = a * sin + b * cos
-    return turned
+    result = x.astype(compute)
+    a, b = result[..., first].copy(), result[..., second].copy()
+    result[..., first] = a * cos - b * sin
+    result[..., second] = a * sin + b * cos
+    return result

@@ -53,32 +53,34 @@ def equal_runs(
     anyway, as nothing is computed for them. `among` holds the indices of the sequences to include,
     in ascending order; None includes all.
     """
-    some = np.flatnonzero(queries.seqlens) if among is None else among[queries.seqlens[among] > 0]
-    if not some.size:
+    included = (
+        np.flatnonzero(queries.seqlens) if among is None else among[queries.seqlens[among] > 0]
+    )
+    if not included.size:
         return []
-    seqlens_q, seqlens_k = queries.seqlens[some], keys.seqlens[some]
-    joins = _follow(queries.firsts[some], seqlens_q) & (seqlens_q[1:] == seqlens_q[:-1])
+    seqlens_q, seqlens_k = queries.seqlens[included], keys.seqlens[included]
+    joins = _are_adjacent(queries.firsts[included], seqlens_q) & (seqlens_q[1:] == seqlens_q[:-1])
     joins &= seqlens_k[1:] == seqlens_k[:-1]
     has_none = seqlens_k[1:] == 0
     if join and keys.block_table is None:
-        blocks, firsts = keys.blocks[some], keys.firsts[some]
+        blocks, firsts = keys.blocks[included], keys.firsts[included]
         is_same = blocks[1:] == blocks[:-1]
         is_next = (blocks[1:] == blocks[:-1] + 1) & (firsts[1:] == firsts[:-1])
-        joins &= has_none | is_next | (is_same & _follow(firsts, seqlens_k))
+        joins &= has_none | is_next | (is_same & _are_adjacent(firsts, seqlens_k))
     else:
         joins &= has_none
-    heads = np.append(0, np.flatnonzero(~joins) + 1)
-    counts = np.append(heads[1:], some.size) - heads
+    run_starts = np.append(0, np.flatnonzero(~joins) + 1)
+    counts = np.append(run_starts[1:], included.size) - run_starts
     return [
         Run(b, queries[b], keys[b], count)
-        for b, count in zip(some[heads].tolist(), counts.tolist(), strict=True)
+        for b, count in zip(included[run_starts].tolist(), counts.tolist(), strict=True)
     ]
 
 
-def _follow(firsts: NDArray[Any], seqlens: NDArray[Any]) -> NDArray[Any]:
+def _are_adjacent(firsts: NDArray[Any], seqlens: NDArray[Any]) -> NDArray[Any]:
     """Return, for each sequence except the first, whether it begins where the previous one ends."""
-    follow: NDArray[Any] = firsts[1:] == firsts[:-1] + seqlens[:-1]
-    return follow
+    are_adjacent: NDArray[Any] = firsts[1:] == firsts[:-1] + seqlens[:-1]
+    return are_adjacent
 
 
 # Integer array as a hashable part of a cache key: its bytes and dtype.
@@ -136,7 +138,7 @@ class Steps(NamedTuple):
         )
         queries = find_queries(cu_q, total_q, max_seqlen_q)
         groups: list[padding.Group] = []
-        pairs, rest = 0, None
+        pairs, unpadded = 0, None
         if join and pad and not paged:
             seqlens_q, seqlens_k = queries.seqlens, keys.seqlens
             short = padding.are_worth_it(seqlens_q, seqlens_k, heads_q)
@@ -146,8 +148,8 @@ class Steps(NamedTuple):
             parts = padding.groups(seqlens_q[indices], seqlens_k[indices], elements)
             columns = queries.firsts, seqlens_q, keys.firsts, seqlens_k
             groups = [padding.Group.make(indices[part], *columns) for part in parts]
-            rest = np.flatnonzero(~short)
-        runs = equal_runs(queries, keys, join, rest)
+            unpadded = np.flatnonzero(~short)
+        runs = equal_runs(queries, keys, join, unpadded)
         return cls(queries, keys, groups, pairs, runs, unassigned_rows(queries, total_q))
 
 

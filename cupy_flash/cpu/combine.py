@@ -24,34 +24,34 @@ def merge(out_partial: Array, lse_partial: Array, out: Array, sinks: Array | Non
     The arguments are those of `cupy_flash.combine`, already checked.
     """
     largest = lse_partial.max(axis=0)
-    of_heads = None
+    head_sinks = None
     if sinks is not None:
-        of_heads = sinks.astype(largest.dtype, copy=False)[:, None]
-        largest = np.maximum(largest, of_heads)
+        head_sinks = sinks.astype(largest.dtype, copy=False)[:, None]
+        largest = np.maximum(largest, head_sinks)
     # An infinite base would give NaN, so 0 replaces it; combine.cu does the same.
     base = np.where(np.isfinite(largest), largest, largest.dtype.type(0))
     weights = np.exp(lse_partial - base)
     total = weights.sum(axis=0)
-    if of_heads is not None:
-        total += np.exp(of_heads - base)
+    if head_sinks is not None:
+        total += np.exp(head_sinks - base)
     lse = base + np.log(total)
     weights /= np.where(total == 0, total.dtype.type(1), total)
     # From (..., heads_q, seqlen_q) to (..., seqlen_q, heads_q, 1), to broadcast to `out`.
     by_row = weights.swapaxes(-1, -2)[..., None]
-    saw_nothing = (lse_partial == -np.inf).swapaxes(-1, -2)[..., None]
-    is_partly_excluded = saw_nothing.any(axis=tuple(range(1, saw_nothing.ndim))).tolist()
+    is_empty = (lse_partial == -np.inf).swapaxes(-1, -2)[..., None]
+    is_partly_excluded = is_empty.any(axis=tuple(range(1, is_empty.ndim))).tolist()
     for index in _blocks(out.shape):
         merged = np.zeros(out[index].shape, lse.dtype)
         product = np.empty_like(merged)
         for part, is_excluded in enumerate(is_partly_excluded):
-            of_part: tuple[Any, ...] = (part, *index)
-            factor = out_partial[of_part]
+            part_index: tuple[Any, ...] = (part, *index)
+            factor = out_partial[part_index]
             if is_excluded or factor.dtype != lse.dtype:
                 np.copyto(product, factor)
                 factor = product
             if is_excluded:
-                np.copyto(product, 0, where=saw_nothing[of_part])
-            np.multiply(factor, by_row[of_part], out=product)
+                np.copyto(product, 0, where=is_empty[part_index])
+            np.multiply(factor, by_row[part_index], out=product)
             merged += product
         out[index] = merged
     return np.asarray(lse)
@@ -63,9 +63,9 @@ def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
     rows_at_once = max(1, ELEMENTS_AT_ONCE // max(heads * dim, 1))
     sequences_at_once = max(1, rows_at_once // max(rows, 1))
     for row in range(0, rows, rows_at_once):
-        of_rows = slice(row, row + rows_at_once)
+        row_range = slice(row, row + rows_at_once)
         if not batch:
-            yield (of_rows,)
+            yield (row_range,)
             continue
         for sequence in range(0, batch[0], sequences_at_once):
-            yield slice(sequence, sequence + sequences_at_once), of_rows
+            yield slice(sequence, sequence + sequences_at_once), row_range

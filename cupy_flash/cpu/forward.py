@@ -25,7 +25,7 @@ from cupy_flash.arrays.numpy_errors import quiet
 from cupy_flash.arrays.sequences import PagedRows
 from cupy_flash.cpu import tiled, untiled
 from cupy_flash.cpu.forward_pass import SCRATCH_LIMIT as SCRATCH_LIMIT
-from cupy_flash.cpu.forward_pass import Block, Cut, Pass, Scratch, scratch_elements
+from cupy_flash.cpu.forward_pass import Block, Pass, Scratch, Tiling, scratch_elements
 from cupy_flash.cpu.thread_pool import Stop, cpus, run_in_parallel, single_threaded_blas
 from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
 from cupy_flash.problem.mask import Mask
@@ -88,7 +88,7 @@ def scratch_bytes(problem: Problem, tile: Tile) -> int:
     itemsize = 8 if problem.dtype == "float64" else 4
     dims = problem.head_dim, problem.head_dim_v
     one = scratch_elements(tile.Br, tile.Bc, *dims, copies=True)
-    cut = Cut.make(
+    tiling = Tiling.make(
         problem.batch,
         max(problem.seqlen_q, 1),
         problem.seqlen_k,
@@ -98,7 +98,7 @@ def scratch_bytes(problem: Problem, tile: Tile) -> int:
         copies=True,
         tile=tile,
     )
-    return max(one, cut.elements) * itemsize
+    return max(one, tiling.elements) * itemsize
 
 
 @quiet

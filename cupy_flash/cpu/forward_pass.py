@@ -65,7 +65,7 @@ class Block(NamedTuple):
     rows: slice
 
 
-class Cut(NamedTuple):
+class Tiling(NamedTuple):
     """Sizes of the query tiles (`Block`) and KV tiles that a pass is divided into."""
 
     Br: int
@@ -87,15 +87,15 @@ class Cut(NamedTuple):
         head_dim_v: int,
         copies: bool,
         tile: Tile,
-    ) -> Cut:
-        """Return a `Cut` with as many whole heads and sequences per tile as one step may take."""
+    ) -> Tiling:
+        """Return a `Tiling` with as many heads and sequences per tile as one step may take."""
         heads_per_tile = min(group, max(1, tile.Br // seqlen_q))
         Br = min(tile.Br, seqlen_q)
         Bc = min(tile.Bc, max(seqlen_k, 1))
         one = scratch_elements(Br * heads_per_tile, Bc, head_dim, head_dim_v, copies)
         at_once = ELEMENTS_AT_ONCE // one
-        some_heads = even_share(heads_kv, at_once)
-        some_sequences = even_share(batch, at_once // heads_kv)
+        some_heads = even_part_size(heads_kv, at_once)
+        some_sequences = even_part_size(batch, at_once // heads_kv)
         elements = one * some_heads * some_sequences
         return cls(Br, Bc, heads_per_tile, some_heads, some_sequences, elements)
 
@@ -113,7 +113,7 @@ class Pass(NamedTuple):
     first: Pairs  # indices, within the call, of the first query-key pair of this pass
     softmax_scale: float
     compute: np.dtype[Any]
-    cut: Cut
+    tiling: Tiling
     copies: bool  # whether BLAS reads copies of k and v
     scratch_bytes: int
     block_visibility: (
@@ -141,7 +141,7 @@ class Pass(NamedTuple):
         group = heads_q // heads_kv
         compute = compute_dtype(q.dtype)
         copies = not (_is_operand(k, compute) and _is_operand(v, compute))
-        cut = Cut.make(
+        tiling = Tiling.make(
             batch, seqlen_q, seqlen_k, heads_kv, group, head_dim, head_dim_v, copies, tile
         )
         # Clamp q_offset: larger offsets mask no other pairs, but overflow the index arithmetic.
@@ -149,8 +149,8 @@ class Pass(NamedTuple):
         if bound_mods is not None:
             nearest, furthest = -FURTHEST, FURTHEST
             if bound_mods.masks_differ:
-                cut = cut._replace(batch=1)
-        worker_bytes = cut.elements * compute.itemsize
+                tiling = tiling._replace(batch=1)
+        worker_bytes = tiling.elements * compute.itemsize
         if worker_bytes > SCRATCH_LIMIT:
             raise ValueError(
                 f"tile {tile} needs {worker_bytes} bytes of scratch per worker, more than "
@@ -169,11 +169,11 @@ class Pass(NamedTuple):
             first=first,
             softmax_scale=softmax_scale,
             compute=compute,
-            cut=cut,
+            tiling=tiling,
             copies=copies,
             scratch_bytes=worker_bytes,
             block_visibility=_mask_mod_visibility(
-                bound_mods, first, visible, batch, heads_q, cut.Br, compute
+                bound_mods, first, visible, batch, heads_q, tiling.Br, compute
             ),
         )
 
@@ -186,11 +186,11 @@ class Pass(NamedTuple):
     def blocks(self) -> Iterator[Block]:
         """Yield the query tiles, last rows first: in causal calls these attend to the most keys."""
         batch, heads_kv, group, seqlen_q, _ = self.q.shape
-        cut = self.cut
-        for rows in reversed(list(slices(seqlen_q, cut.Br))):
-            for sequences in slices(batch, cut.batch):
-                for kv_heads in slices(heads_kv, cut.kv_heads):
-                    for heads in slices(group, cut.heads_per_tile):
+        tiling = self.tiling
+        for rows in reversed(list(slices(seqlen_q, tiling.Br))):
+            for sequences in slices(batch, tiling.batch):
+                for kv_heads in slices(heads_kv, tiling.kv_heads):
+                    for heads in slices(group, tiling.heads_per_tile):
                         yield Block(sequences, kv_heads, heads, rows)
 
     def mask_of(self, block: Block) -> Mask:
@@ -205,18 +205,18 @@ class Pass(NamedTuple):
         begin, end = visible.begin(block.rows.start), visible.end(block.rows.stop - 1)
         runs = [(begin, end)] if begin < end else []
         if self.block_visibility is not None and runs:
-            some = self._select_block(self.block_visibility.any_visible, block, begin, end).any(
+            flags = self._select_block(self.block_visibility.any_visible, block, begin, end).any(
                 axis=(0, 1)
             )
-            edges = np.flatnonzero(np.diff(some, prepend=False, append=False))
+            edges = np.flatnonzero(np.diff(flags, prepend=False, append=False))
             edges = np.clip((edges + begin // KEYS_OF_BLOCK) * KEYS_OF_BLOCK, begin, end)
             runs = list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
-            if runs and runs[-1][1] - runs[0][0] <= self.cut.Bc:
+            if runs and runs[-1][1] - runs[0][0] <= self.tiling.Bc:
                 runs = [(runs[0][0], runs[-1][1])]
         return [
-            (start, min(start + self.cut.Bc, stop))
+            (start, min(start + self.tiling.Bc, stop))
             for first, stop in runs
-            for start in range(first, stop, self.cut.Bc)
+            for start in range(first, stop, self.tiling.Bc)
         ]
 
     def is_fully_visible(self, block: Block, start: int, stop: int) -> bool:
@@ -228,22 +228,24 @@ class Pass(NamedTuple):
     def _select_block(self, block_flags: Array, block: Block, start: int, stop: int) -> Array:
         """Return the part of a `BlockVisibility` array for a query tile and some keys."""
         sequences, heads = block_flags.shape[:2]
-        some = block.batch if sequences > 1 else slice(None)
-        head_index = self._heads_of(block).reshape(-1) if heads > 1 else slice(None)
+        sequence_index = block.batch if sequences > 1 else slice(None)
+        head_index = self._query_heads(block).reshape(-1) if heads > 1 else slice(None)
         keys = slice(start // KEYS_OF_BLOCK, -(-stop // KEYS_OF_BLOCK))
-        return block_flags[some, :, block.rows.start // self.cut.Br, keys][:, head_index]
+        return block_flags[sequence_index, :, block.rows.start // self.tiling.Br, keys][
+            :, head_index
+        ]
 
     def pairs_of(self, block: Block, start: int, stop: int) -> Pairs:
         """Return indices of pairs that broadcast to (sequences, KV heads, heads, rows, keys)."""
         return self.first._replace(
             b=self.first.b + _integers(block.batch)[:, None, None, None, None],
-            h=self._heads_of(block)[..., None, None],
+            h=self._query_heads(block)[..., None, None],
             row=_integers(block.rows)[:, None],
             j=_integers(slice(start, stop)),
-            q_offset=self._offset_of(block),
+            q_offset=self._q_offset(block),
         )
 
-    def _offset_of(self, block: Block) -> int:
+    def _q_offset(self, block: Block) -> int:
         """Return the position among the keys of the first query of a query tile's sequences."""
         if self.bound_mods is None or self.bound_mods.q_offset is None:
             return self.visible.q_offset
@@ -253,10 +255,10 @@ class Pass(NamedTuple):
         """Return the sinks of a query tile's heads, (KV heads, heads, 1, 1); None without sinks."""
         if self.bound_mods is None or self.bound_mods.sinks is None:
             return None
-        sinks: Array = self.bound_mods.sinks[self._heads_of(block)].astype(self.compute)
+        sinks: Array = self.bound_mods.sinks[self._query_heads(block)].astype(self.compute)
         return sinks[..., None, None]
 
-    def _heads_of(self, block: Block) -> Array:
+    def _query_heads(self, block: Block) -> Array:
         heads = _integers(slice(0, self.q.shape[1] * self.q.shape[2]))
         return heads.reshape(self.q.shape[1:3])[block.kv_heads, block.heads]
 
@@ -266,9 +268,9 @@ class Pass(NamedTuple):
         if source.shape[2] == 1:
             # The copy has the axis order that q most likely has in memory, so NumPy copies it fast.
             b, h, g, s, d = source.shape
-            q = scratch.cut("q", (b, s, h, g, d), self.compute).transpose(0, 2, 3, 1, 4)
+            q = scratch.array("q", (b, s, h, g, d), self.compute).transpose(0, 2, 3, 1, 4)
         else:
-            q = scratch.cut("q", source.shape, self.compute)
+            q = scratch.array("q", source.shape, self.compute)
         # Scaling the queries is cheaper than scaling the scores, which are more.
         scale = self.compute.type(self.softmax_scale)
         if source.dtype == self.compute:
@@ -345,7 +347,7 @@ def _integers(span: slice) -> Array:
     return np.arange(span.start, span.stop, dtype=np.int32)
 
 
-def even_share(count: int, most: int) -> int:
+def even_part_size(count: int, most: int) -> int:
     """Return the size of nearly equal parts of `count` items, at most `most` but at least 1."""
     return max(1, -(-count // max(1, -(-count // max(most, 1)))))
 
@@ -356,8 +358,8 @@ def scratch_elements(m: int, Bc: int, head_dim: int, head_dim_v: int, copies: bo
     acc = product = m * head_dim_v
     row_max = new_max = row_sum = tile_sum = m
     scores = m * Bc
-    of_rows = q + scores + acc + product + row_max + new_max + row_sum + tile_sum
-    return of_rows + (k + v if copies else 0)
+    row_elements = q + scores + acc + product + row_max + new_max + row_sum + tile_sum
+    return row_elements + (k + v if copies else 0)
 
 
 class Scratch:
@@ -383,7 +385,7 @@ class Scratch:
         if len(cls._kept) < MAX_KEPT and size <= MAX_BYTES_KEPT:
             cls._kept.append(scratch)
 
-    def cut(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    def array(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return the start of a buffer as an uninitialized array of a shape."""
         size = math.prod(shape)
         flat = self._flat.get(name)
@@ -396,31 +398,31 @@ class Scratch:
 
     def copy(self, name: str, source: Array, dtype: np.dtype[Any]) -> Array:
         """Return a contiguous copy of an array in a buffer, converted to a dtype."""
-        copy = self.cut(name, source.shape, dtype)
+        copy = self.array(name, source.shape, dtype)
         np.copyto(copy, source, casting="same_kind")
         return copy
 
 
-def mask(job: Pass, block: Block, scores: Array, start: int, stop: int) -> None:
+def apply_mask(job: Pass, block: Block, scores: Array, start: int, stop: int) -> None:
     """Modify and mask (-inf) the scores of a query tile and keys [start, stop), in place."""
     if job.bound_mods is not None:
         bound_mods = job.bound_mods
         if job.is_fully_visible(block, start, stop):
             bound_mods = bound_mods._replace(scores=bound_mods.scores._replace(mask_mod=None))
-        change(scores, bound_mods, job.pairs_of(block, start, stop))
+        modify_scores(scores, bound_mods, job.pairs_of(block, start, stop))
     rows, visible = block.rows, job.mask_of(block)
     for first, end in visible.edges(rows.start, rows.stop, start, stop):
         masked = visible.masked(rows.start, rows.stop, first, end)
         np.copyto(scores[..., first - start : end - start], -np.inf, where=masked)
 
 
-def change(scores: Array, bound_mods: BoundModifications, at: Pairs) -> None:
+def modify_scores(scores: Array, bound_mods: BoundModifications, at: Pairs) -> None:
     """Apply the modifications of a call to scores, in place."""
     if not bound_mods.scores.changes_nothing:
         np.copyto(scores, bound_mods.scores.apply(scores, at), casting="same_kind")
 
 
-def count_sink(row_max: Array, row_sum: Array, sink: Array) -> Array:
+def include_sink(row_max: Array, row_sum: Array, sink: Array) -> Array:
     """Add a sink to row sums of exp(score - row_max), and update the row maxima, both in place.
 
     Returns the factor by which the caller must multiply sums that used the old weights. Results
@@ -434,7 +436,7 @@ def count_sink(row_max: Array, row_sum: Array, sink: Array) -> Array:
     return factor
 
 
-def lost_rows(job: Pass, block: Block, scratch: Scratch, empty: Array) -> Array:
+def find_nan_rows(job: Pass, block: Block, scratch: Scratch, empty: Array) -> Array:
     """Return which of the `empty` rows (no score above -inf) have scores that overflowed to -inf.
 
     Such a row attends to at least one key, and its query and all of these keys are finite. The
@@ -446,17 +448,19 @@ def lost_rows(job: Pass, block: Block, scratch: Scratch, empty: Array) -> Array:
     source, visible = job.q[tuple(block)], job.mask_of(block)
     rows = np.arange(block.rows.start, block.rows.stop)
     begins, ends = visible.begins(rows), visible.ends(rows)
-    lost: Array = empty & (begins < ends)[:, None]
-    if not lost.any():
-        return lost
-    lost &= np.isfinite(source).all(axis=-1, keepdims=True)
-    tiles = ((start, min(start + job.cut.Bc, ends[-1])) for start in range(0, ends[-1], job.cut.Bc))
+    nan_rows: Array = empty & (begins < ends)[:, None]
+    if not nan_rows.any():
+        return nan_rows
+    nan_rows &= np.isfinite(source).all(axis=-1, keepdims=True)
+    tiles = (
+        (start, min(start + job.tiling.Bc, ends[-1])) for start in range(0, ends[-1], job.tiling.Bc)
+    )
     keys = (job.keys(block, start, stop, scratch) for start, stop in tiles)
     finite = np.concatenate([np.isfinite(k).all(axis=-1) for k in keys], axis=-1)
-    return lost & all_between(finite, begins, ends)[:, :, None, :, None]
+    return nan_rows & all_set_in_ranges(finite, begins, ends)[:, :, None, :, None]
 
 
-def all_between(flags: Array, begins: Array, ends: Array) -> Array:
+def all_set_in_ranges(flags: Array, begins: Array, ends: Array) -> Array:
     """Return for each row whether all of flags[..., begin:end] are set, shape (..., rows)."""
     missing = np.zeros((*flags.shape[:-1], flags.shape[-1] + 1), np.int32)
     np.cumsum(~flags, axis=-1, out=missing[..., 1:])

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cupy_flash.cpu.forward_pass import ELEMENTS_AT_ONCE, Scratch, compute_dtype
-from cupy_flash.cpu.untiled import by_head, cut_scores, to_weights
+from cupy_flash.cpu.untiled import by_head, score_matrix, to_weights
 from cupy_flash.problem.mask import causal_ends, masked_after
 
 Array = NDArray[Any]
@@ -43,8 +43,8 @@ def are_worth_it(seqlens_q: Array, seqlens_k: Array, heads: int) -> Array:
     # With fewer keys than queries, some rows might attend to no key.
     short &= (seqlens_q > 0) & (seqlens_q <= seqlens_k)
     short &= seqlens_k <= MAX_KEYS_PER_ROW * seqlens_q
-    alike = (seqlens_q[1:] == seqlens_q[:-1]) & (seqlens_k[1:] == seqlens_k[:-1])
-    if 2 * np.count_nonzero(alike) >= len(alike) or np.count_nonzero(short) < 2:
+    is_same_length = (seqlens_q[1:] == seqlens_q[:-1]) & (seqlens_k[1:] == seqlens_k[:-1])
+    if 2 * np.count_nonzero(is_same_length) >= len(is_same_length) or np.count_nonzero(short) < 2:
         short[...] = False
     return short
 
@@ -56,14 +56,14 @@ def groups(seqlens_q: Array, seqlens_k: Array, elements: int) -> Iterator[Array]
     """
     order = np.lexsort((seqlens_q, seqlens_k))
     lengths = zip(seqlens_q[order].tolist(), seqlens_k[order].tolist(), strict=True)
-    first = most_q = most_k = room = 0
+    first = most_q = most_k = capacity = 0
     for i, (seqlen_q, seqlen_k) in enumerate(lengths):
-        if seqlen_q > most_q or seqlen_k > most_k or i - first >= room:
+        if seqlen_q > most_q or seqlen_k > most_k or i - first >= capacity:
             if i:
                 yield order[first:i]
             first = i
             most_q, most_k = (int(MAX_RATIO * n) + MAX_DIFFERENCE for n in (seqlen_q, seqlen_k))
-            room = max(1, ELEMENTS_AT_ONCE // (elements * most_k))
+            capacity = max(1, ELEMENTS_AT_ONCE // (elements * most_k))
     if order.size:
         yield order[first:]
 
@@ -76,7 +76,7 @@ class Group(NamedTuple):
     seqlens_k: Array
     rows_q: Array  # (sequences, longest seqlen_q), indices in q; padding repeats the last row
     rows_k: Array  # (sequences, longest seqlen_k), indices in k and v, padded likewise
-    there: Array  # whether an entry of rows_q is a row of the sequence, and not padding
+    is_row: Array  # whether an entry of rows_q is a row of the sequence, and not padding
     out_rows: Array  # entries of rows_q without padding, flattened
 
     @classmethod
@@ -87,8 +87,8 @@ class Group(NamedTuple):
         seqlens_q, seqlens_k = seqlens_q[members], seqlens_k[members]
         rows_q = _padded(firsts_q[members], seqlens_q)
         rows_k = _padded(firsts_k[members], seqlens_k)
-        there = np.arange(rows_q.shape[1]) < seqlens_q[:, None]
-        return cls(members.tolist(), seqlens_q, seqlens_k, rows_q, rows_k, there, rows_q[there])
+        is_row = np.arange(rows_q.shape[1]) < seqlens_q[:, None]
+        return cls(members.tolist(), seqlens_q, seqlens_k, rows_q, rows_k, is_row, rows_q[is_row])
 
 
 def forward(
@@ -107,9 +107,9 @@ def forward(
 
     With ``causal``, query ``i`` attends only to the keys ``j <= i + seqlen_k - seqlen_q``.
     """
-    _, seqlens_q, seqlens_k, rows_q, rows_k, there, rows = group
+    _, seqlens_q, seqlens_k, rows_q, rows_k, is_row, rows = group
     count, heads_kv = len(seqlens_q), k.shape[1]
-    shared = q.shape[1] // heads_kv
+    group_size = q.shape[1] // heads_kv
     compute = compute_dtype(q.dtype)
     seqlen_q, seqlen_k = rows_q.shape[1], rows_k.shape[1]
 
@@ -121,9 +121,9 @@ def forward(
     q_rows = gathered(q, rows_q)
     q_rows *= compute.type(softmax_scale)
     k_rows, v_rows = gathered(k, rows_k), gathered(v, rows_k)
-    by_row = count, heads_kv, shared, seqlen_q
-    flat = scratch.cut("scores", (math.prod(by_row) * seqlen_k,), compute)
-    matrix, keys_axis = cut_scores(flat, seqlen_k, shared * seqlen_q)
+    by_row = count, heads_kv, group_size, seqlen_q
+    flat = scratch.array("scores", (math.prod(by_row) * seqlen_k,), compute)
+    matrix, keys_axis = score_matrix(flat, seqlen_k, group_size * seqlen_q)
     scores = by_head(matrix, keys_axis, by_row)
     np.matmul(q_rows, k_rows.swapaxes(3, 4), out=scores)
     ends = causal_ends(seqlen_q, seqlens_q, seqlens_k) if causal else seqlens_k[:, None]
@@ -131,17 +131,17 @@ def forward(
     row_max, row_sum, empty = to_weights(matrix, keys_axis)
     if empty is not None:
         return False
-    acc = scratch.cut("acc", (*rows_q.shape, heads_kv, shared, v.shape[2]), compute)
+    acc = scratch.array("acc", (*rows_q.shape, heads_kv, group_size, v.shape[2]), compute)
     np.matmul(scores, v_rows, out=acc.transpose(0, 2, 3, 1, 4))
-    out[rows] = acc[there].reshape(-1, *out.shape[1:])
+    out[rows] = acc[is_row].reshape(-1, *out.shape[1:])
     if lse is not None:
         np.log(row_sum, out=row_sum)
         row_sum += row_max
-        lse[:, rows] = row_sum.reshape(count, -1, seqlen_q).swapaxes(0, 1)[:, there]
+        lse[:, rows] = row_sum.reshape(count, -1, seqlen_q).swapaxes(0, 1)[:, is_row]
     return True
 
 
 def _padded(firsts: Array, seqlens: Array) -> Array:
-    places = np.arange(seqlens.max())
-    rows: Array = firsts[:, None] + np.minimum(places, seqlens[:, None] - 1)
+    offsets = np.arange(seqlens.max())
+    rows: Array = firsts[:, None] + np.minimum(offsets, seqlens[:, None] - 1)
     return rows

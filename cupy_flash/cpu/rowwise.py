@@ -18,7 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cupy_flash.arrays.sequences import Keys, read
-from cupy_flash.cpu.forward_pass import SHRINK, all_between, change, compute_dtype, count_sink
+from cupy_flash.cpu.forward_pass import (
+    SHRINK,
+    all_set_in_ranges,
+    compute_dtype,
+    include_sink,
+    modify_scores,
+)
 from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
 from cupy_flash.mods.on_arrays.scores import Pairs
 from cupy_flash.problem.mask import Mask, masked_after, masked_before
@@ -90,33 +96,33 @@ def forward(
     if bound_mods is not None:
         visible = bound_mods.of_mask(visible, first.b)
         heads = np.arange(first.h, first.h + heads_q, dtype=np.int32).reshape(heads_kv, 1, group)
-        at = first._replace(
+        pairs = first._replace(
             h=np.repeat(heads, seqlen_q, axis=1).reshape(heads_kv, m, 1, 1),
             row=np.repeat(queries, group).astype(np.int32)[:, None, None],
             q_offset=visible.q_offset,
         )
         begins = np.repeat(visible.begins(queries), group)
-        modification = _Change(bound_mods, at, begins, keys.seqlen - 1)
+        modification = _Modification(bound_mods, pairs, begins, keys.seqlen - 1)
     ends = np.repeat(visible.ends(queries), group)
-    acc, row_max = _take_all(rows, k, v, keys, ends, Bc, modification)
-    row_sum, result = _finished(acc)
+    acc, row_max = _process_tiles(rows, k, v, keys, ends, Bc, modification)
+    row_sum, result = _normalized(acc)
     if not np.isfinite(result).all():
         # A sum of weighted values overflowed, perhaps although all values are finite. Recompute
         # with scaled values, and replace only the results that are not finite.
-        acc, _ = _take_all(rows, k, v, keys, ends, Bc, modification, compute.type(SHRINK))
-        _, shrunk = _finished(acc)
+        acc, _ = _process_tiles(rows, k, v, keys, ends, Bc, modification, compute.type(SHRINK))
+        _, shrunk = _normalized(acc)
         result = np.where(np.isfinite(result), result, shrunk / compute.type(SHRINK))
     empty = row_sum == 0
     sinks = None if modification is None else modification.sinks
     if sinks is not None:
         sum_of_keys = row_sum.copy()
-        result *= sum_of_keys * count_sink(row_max, row_sum, sinks.astype(compute)) / row_sum
+        result *= sum_of_keys * include_sink(row_max, row_sum, sinks.astype(compute)) / row_sum
     row_lse = row_max + np.log(row_sum)
     if empty.any():
-        lost = empty & _overflown(rows, k, keys, ends, modification)
-        for array, of_empty in ((result, 0), (row_lse, -np.inf if sinks is None else sinks)):
-            np.copyto(array, of_empty, where=empty)
-            np.copyto(array, np.nan, where=lost)
+        nan_rows = empty & _find_nan_rows(rows, k, keys, ends, modification)
+        for array, value in ((result, 0), (row_lse, -np.inf if sinks is None else sinks)):
+            np.copyto(array, value, where=empty)
+            np.copyto(array, np.nan, where=nan_rows)
     result = result.reshape(heads_kv, seqlen_q, group, head_dim_v).swapaxes(0, 1)
     np.copyto(out, result.reshape(out.shape), casting="same_kind")
     if lse is not None:
@@ -124,11 +130,11 @@ def forward(
         np.copyto(lse, by_head.reshape(lse.shape), casting="same_kind")
 
 
-class _Change(NamedTuple):
+class _Modification(NamedTuple):
     """Modifications of a call, with the indices of the rows that they apply to."""
 
     bound_mods: BoundModifications
-    at: Pairs  # indices except those of keys; they broadcast to (heads_kv, m, 1, keys)
+    pairs: Pairs  # indices except those of keys; they broadcast to (heads_kv, m, 1, keys)
     begins: Array  # first key that each row attends to, (m,)
     last_key: int
 
@@ -137,31 +143,31 @@ class _Change(NamedTuple):
         stop = start + scores.shape[-1]
         # Always whole tiles, so that the bits stay the same; keys past the last are masked later.
         j = np.minimum(np.arange(start, stop, dtype=np.int32), np.int32(self.last_key))
-        change(scores, self.bound_mods, self.at._replace(j=j))
+        modify_scores(scores, self.bound_mods, self.pairs._replace(j=j))
         if start < self.begins[-1]:
             np.copyto(scores, -np.inf, where=masked_before(self.begins, start, stop)[:, None])
 
     @property
     def sinks(self) -> Array | None:
         """Sink of each row, (heads_kv, m, 1, 1); None without sinks."""
-        return None if self.bound_mods.sinks is None else self.bound_mods.sinks[self.at.h]
+        return None if self.bound_mods.sinks is None else self.bound_mods.sinks[self.pairs.h]
 
 
-def _finished(acc: Array) -> tuple[Array, Array]:
+def _normalized(acc: Array) -> tuple[Array, Array]:
     """Return the row sums and the rows of the output."""
     # The copy is contiguous: NumPy may compute the logarithm of strided arrays differently.
     row_sum = acc[..., -1:].copy()
     return row_sum, acc[..., :-1] / row_sum
 
 
-def _take_all(
+def _process_tiles(
     rows: Array,
     k: Array,
     v: Array,
     keys: Keys,
     ends: Array,
     Bc: int,
-    modification: _Change | None,
+    modification: _Modification | None,
     factor: Any = 1,
 ) -> tuple[Array, Array]:
     """Return the sums of weighted values, with the row sums as a last column, and the row maxima.
@@ -205,14 +211,14 @@ def _take_all(
     return acc, row_max
 
 
-def _overflown(
-    rows: Array, k: Array, keys: Keys, ends: Array, modification: _Change | None
+def _find_nan_rows(
+    rows: Array, k: Array, keys: Keys, ends: Array, modification: _Modification | None
 ) -> Array:
-    """Return which rows attend to a key and have finite queries and keys; see `lost_rows`."""
+    """Return which rows attend to a key and have finite queries and keys; see `find_nan_rows`."""
     begins: Any = 0 if modification is None else modification.begins
     if modification is not None and not modification.bound_mods.scores.changes_nothing:
         return np.zeros((*rows.shape[:3], 1), bool)
     finite = np.isfinite(read(k, keys, 0, int(ends.max()))).all(axis=-1).T
-    lost: Array = (begins < ends) & all_between(finite, begins, ends)
-    lost &= np.isfinite(rows[:, :, 0]).all(axis=-1)
-    return lost[:, :, None, None]
+    nan_rows: Array = (begins < ends) & all_set_in_ranges(finite, begins, ends)
+    nan_rows &= np.isfinite(rows[:, :, 0]).all(axis=-1)
+    return nan_rows[:, :, None, None]

@@ -22,10 +22,10 @@ from cupy_flash.cpu.forward_pass import (
     Block,
     Pass,
     Scratch,
-    count_sink,
-    lost_rows,
+    apply_mask,
+    find_nan_rows,
+    include_sink,
     lowest,
-    mask,
     ones,
 )
 from cupy_flash.cpu.thread_pool import single_threaded_blas
@@ -191,7 +191,7 @@ def _attend_in_one_step(
         scores = np.matmul(scaled, k.transpose(0, 2, 3, 1), order="C")
         matrix, keys_axis = scores.reshape(rows, seqlen_k), 1
     else:
-        matrix, keys_axis = cut_scores(np.empty(rows * seqlen_k, q.dtype), seqlen_k, shape[2])
+        matrix, keys_axis = score_matrix(np.empty(rows * seqlen_k, q.dtype), seqlen_k, shape[2])
         scores = by_head(matrix, keys_axis, shape)
         write_scores(scaled, k.swapaxes(1, 2), scores, divides)
     if is_tiny and np.vdot(matrix, matrix) <= SCORE_BOUND**2:
@@ -235,19 +235,19 @@ def attend(job: Pass, scratch: Scratch, block: Block, keys: tuple[int, int]) -> 
     v = job.values(block, begin, end, scratch)
     # The rows of all query heads that share a KV head form one matrix.
     rows = q.reshape(*q.shape[:2], -1, q.shape[4])
-    flat = scratch.cut("scores", (math.prod(rows.shape[:3]) * seen,), compute)
-    matrix, keys_axis = cut_scores(flat, seen, rows.shape[2])
+    flat = scratch.array("scores", (math.prod(rows.shape[:3]) * seen,), compute)
+    matrix, keys_axis = score_matrix(flat, seen, rows.shape[2])
     scores = by_head(matrix, keys_axis, rows.shape[:3])
     divides = divides_keys(rows.shape[2], seen, k.shape[1], k.strides[2])
     write_scores(rows, k, scores, divides)
-    mask(job, block, by_head(matrix, keys_axis, q.shape[:4]), begin, end)
+    apply_mask(job, block, by_head(matrix, keys_axis, q.shape[:4]), begin, end)
     sink = None if sinks is None else np.broadcast_to(sinks, (*q.shape[:4], 1))
     row_max, row_sum, empty = to_weights(matrix, keys_axis, sink)
     if out.dtype == compute and 1 in q.shape[2:4]:
         by_matrix = out[:, :, 0] if q.shape[2] == 1 else out[:, :, :, 0]
         write_sums(scores, v, by_matrix, divides)
     else:
-        acc = scratch.cut("acc", (*rows.shape[:3], v.shape[3]), compute)
+        acc = scratch.array("acc", (*rows.shape[:3], v.shape[3]), compute)
         write_sums(scores, v, acc, divides)
         np.copyto(out, acc.reshape(out.shape), casting="same_kind")
     if empty is None and job.lse is None:
@@ -257,15 +257,15 @@ def attend(job: Pass, scratch: Scratch, block: Block, keys: tuple[int, int]) -> 
     row_lse = row_lse.reshape(*q.shape[:4], 1)
     if empty is not None:
         empty = empty.reshape(row_lse.shape)
-        lost = lost_rows(job, block, scratch, empty)
+        nan_rows = find_nan_rows(job, block, scratch, empty)
         for array, nothing in ((out, 0), (row_lse, lse_of_nothing)):
             np.copyto(array, nothing, where=empty)
-            np.copyto(array, np.nan, where=lost)
+            np.copyto(array, np.nan, where=nan_rows)
     if job.lse is not None:
         job.lse[tuple(block)] = row_lse[..., 0]
 
 
-def cut_scores(flat: Array, keys: int, rows_of_product: int) -> tuple[Array, int]:
+def score_matrix(flat: Array, keys: int, rows_of_product: int) -> tuple[Array, int]:
     """Return a buffer as a matrix, (rows, keys) or (keys, rows), and the axis of its keys.
 
     `rows_of_product` is the number of query rows per KV head.
@@ -308,7 +308,7 @@ def to_weights(
         empty = row_sum == 0
         row_sum[empty] = 1
     if sink is not None:
-        scores *= count_sink(row_max, row_sum, sink.reshape(row_max.shape))
+        scores *= include_sink(row_max, row_sum, sink.reshape(row_max.shape))
     # Divided, not multiplied by the reciprocal: the weight of a row's only key is then exactly 1.
     scores /= row_sum
     return row_max, row_sum, empty

@@ -462,13 +462,13 @@ def test_rows_of_a_small_dout_are_as_exact_as_others(rng: Any) -> None:
 
 def test_tiles_that_a_mask_hides_are_skipped(rng: Any, monkeypatch: Any) -> None:
     taken: list[int] = []
-    of_keys = _Tile._of_keys
+    of_keys = _Tile._load_keys
 
     def counted(self: Any, name: str, source: Any, start: int, stop: int) -> Any:
         taken.append(stop - start)
         return of_keys(self, name, source, start, stop)
 
-    monkeypatch.setattr(_Tile, "_of_keys", counted)
+    monkeypatch.setattr(_Tile, "_load_keys", counted)
     q, k, v, dout = rng.standard_normal((4, 1, 96, 1, 8)).astype(np.float32)
     ways: list[dict[str, Any]] = [
         {"causal": True, "window_size": (0, 0)},

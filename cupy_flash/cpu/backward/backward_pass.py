@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
-from cupy_flash.cpu.forward_pass import SCRATCH_LIMIT, Cut, Pass
+from cupy_flash.cpu.forward_pass import SCRATCH_LIMIT, Pass, Tiling
 
 Array = NDArray[Any]
 
@@ -64,7 +64,7 @@ class GradientPass(NamedTuple):
         """
         batch, heads_kv, group, seqlen_q, _ = job.q.shape
         dims = job.q.shape[4], job.v.shape[3]
-        job = job._replace(cut=smaller(job.cut, *dims, job.compute.itemsize))
+        job = job._replace(tiling=smaller(job.tiling, *dims, job.compute.itemsize))
 
         def by_row(x: Array) -> Array:
             grouped = x.reshape(batch, seqlen_q, heads_kv, group, x.shape[3])
@@ -101,19 +101,19 @@ class GradientPass(NamedTuple):
     def scratch_bytes(self) -> int:
         """Number of bytes of one worker's buffers."""
         head_dim, head_dim_v = self.job.q.shape[4], self.job.v.shape[3]
-        cut, itemsize = self.job.cut, self.job.compute.itemsize
-        one = scratch_elements(cut.Br * cut.heads_per_tile, cut.Bc, head_dim, head_dim_v)
-        return cut.batch * cut.kv_heads * one * itemsize
+        tiling, itemsize = self.job.tiling, self.job.compute.itemsize
+        one = scratch_elements(tiling.Br * tiling.heads_per_tile, tiling.Bc, head_dim, head_dim_v)
+        return tiling.batch * tiling.kv_heads * one * itemsize
 
 
-def smaller(cut: Cut, head_dim: int, head_dim_v: int, itemsize: int) -> Cut:
-    """Return `cut` with heads and sequences reduced to what `SCORES_AT_ONCE` and scratch allow."""
-    m = cut.Br * cut.heads_per_tile
-    one = scratch_elements(m, cut.Bc, head_dim, head_dim_v) * itemsize
+def smaller(tiling: Tiling, head_dim: int, head_dim_v: int, itemsize: int) -> Tiling:
+    """Return `tiling` with heads and sequences reduced as `SCORES_AT_ONCE` and scratch require."""
+    m = tiling.Br * tiling.heads_per_tile
+    one = scratch_elements(m, tiling.Bc, head_dim, head_dim_v) * itemsize
     fitting = SCRATCH_LIMIT // (_WORKERS * one)
-    at_once = max(1, min(SCORES_AT_ONCE // (m * cut.Bc), fitting))
-    kv_heads = min(cut.kv_heads, at_once)
-    return cut._replace(kv_heads=kv_heads, batch=min(cut.batch, max(1, at_once // kv_heads)))
+    at_once = max(1, min(SCORES_AT_ONCE // (m * tiling.Bc), fitting))
+    kv_heads = min(tiling.kv_heads, at_once)
+    return tiling._replace(kv_heads=kv_heads, batch=min(tiling.batch, max(1, at_once // kv_heads)))
 
 
 def scratch_elements(m: int, Bc: int, head_dim: int, head_dim_v: int) -> int:

@@ -30,9 +30,9 @@ from cupy_flash.cpu.forward import MIN_PAIRS_PER_WORKER
 from cupy_flash.cpu.forward_pass import (
     SCRATCH_LIMIT,
     Block,
-    Cut,
     Pass,
     Scratch,
+    Tiling,
     compute_dtype,
 )
 from cupy_flash.cpu.forward_pass import scratch_elements as forward_elements
@@ -64,7 +64,7 @@ def default_tile(problem: Problem) -> Tile:
     # of an AMD EPYC with AVX-512, seqlen 2048, 8 heads of 64, float32).
     Br, Bc = 1024 if problem.mask.is_full else 256, 256
     rows = problem.batch * problem.heads_q * problem.seqlen_q
-    if _is_whole(problem):
+    if _is_single_tile(problem):
         whole = Tile(problem.seqlen_q, problem.seqlen_k)
         if 4 * scratch_bytes(problem, whole) <= SCRATCH_LIMIT:
             return whole
@@ -75,9 +75,9 @@ def default_tile(problem: Problem) -> Tile:
     return Tile(Br, Bc)
 
 
-def _is_whole(problem: Problem) -> bool:
+def _is_single_tile(problem: Problem) -> bool:
     """Return whether one tile should hold all scores of a head, if they fit into its scratch."""
-    of_head = problem.seqlen_q * problem.seqlen_k
+    scores_per_head = problem.seqlen_q * problem.seqlen_k
     is_by_formula = (
         problem.layout.kind == "dense"
         and problem.score is None
@@ -85,8 +85,8 @@ def _is_whole(problem: Problem) -> bool:
         and problem.dtype in ("float32", "float64")
     )
     if is_by_formula:
-        return 0 < of_head <= MAX_SCORES_OF_STEP
-    return 0 < problem.batch * problem.heads_q * of_head <= MAX_SCORES
+        return 0 < scores_per_head <= MAX_SCORES_OF_STEP
+    return 0 < problem.batch * problem.heads_q * scores_per_head <= MAX_SCORES
 
 
 def scratch_bytes(problem: Problem, tile: Tile) -> int:
@@ -96,7 +96,7 @@ def scratch_bytes(problem: Problem, tile: Tile) -> int:
     rows = problem.seqlen_q * problem.heads_q // problem.heads_kv
     # For a shorter sequence, a tile may hold the rows of more heads.
     one = max(min(tile.Br, rows), 1), min(tile.Bc, max(problem.seqlen_k, 1)), *dims
-    cut = Cut.make(
+    tiling = Tiling.make(
         problem.batch,
         max(problem.seqlen_q, 1),
         problem.seqlen_k,
@@ -106,8 +106,12 @@ def scratch_bytes(problem: Problem, tile: Tile) -> int:
         copies=True,
         tile=tile,
     )
-    cut = smaller(cut, *dims, itemsize)
-    block = cut.batch * cut.kv_heads * scratch_elements(cut.Br * cut.heads_per_tile, cut.Bc, *dims)
+    tiling = smaller(tiling, *dims, itemsize)
+    block = (
+        tiling.batch
+        * tiling.kv_heads
+        * scratch_elements(tiling.Br * tiling.heads_per_tile, tiling.Bc, *dims)
+    )
     return itemsize * max(block, scratch_elements(*one), forward_elements(*one, copies=True))
 
 
@@ -270,13 +274,13 @@ def varlen_backward(
         block_table=None,
     )
     all_queries = find_queries(cu_seqlens_q, len(q), max_seqlen_q)
-    works = []
+    passes = []
     # Modifications use indices within a sequence, so each sequence is then a pass of its own.
     for b, queries, keys, count in equal_runs(all_queries, all_keys, bound_mods is None):
         # In a sequence without keys, only sinks have a gradient, through dlse.
         if not keys.seqlen and "sinks" not in totals:
             continue
-        of_q, of_k = (
+        run_q, run_k = (
             _Run(queries.first, queries.seqlen, count),
             _Run(keys.first, keys.seqlen, count),
         )
@@ -284,7 +288,7 @@ def varlen_backward(
         if bound_mods is not None:
             first = FIRST._replace(b=b, q_start=queries.first, k_start=keys.first)
         job = Pass.make(
-            *(of_q.rows(q), of_k.rows(k), of_k.rows(v), of_q.rows(out), None),
+            *(run_q.rows(q), run_k.rows(k), run_k.rows(v), run_q.rows(out), None),
             causal,
             keys.seqlen - queries.seqlen,
             softmax_scale,
@@ -292,20 +296,22 @@ def varlen_backward(
             bound_mods,
             first,
         )
-        of_run = {n: (of_q if n == "q" else of_k).rows(totals[n]) for n in ROWS if n in totals}
+        run_totals = {
+            n: (run_q if n == "q" else run_k).rows(totals[n]) for n in ROWS if n in totals
+        }
         if bias is not None:
-            some = slice(None) if bias.shape[3] == 1 else of_q.span
-            of_run["bias"] = bias[:, :, :, some, : max(keys.seqlen, 1)]
-        work = GradientPass.make(
+            bias_rows = slice(None) if bias.shape[3] == 1 else run_q.span
+            run_totals["bias"] = bias[:, :, :, bias_rows, : max(keys.seqlen, 1)]
+        gradient_pass = GradientPass.make(
             job,
-            of_q.rows(dout),
-            of_q.values(lse),
-            None if dlse is None else of_q.values(dlse),
-            totals | of_run,
+            run_q.rows(dout),
+            run_q.values(lse),
+            None if dlse is None else run_q.values(dlse),
+            totals | run_totals,
             is_shared=is_shared,
         )
-        works.append(work)
-    _run(works, tile, threads)
+        passes.append(gradient_pass)
+    _run(passes, tile, threads)
     _write(results, totals)
 
 
@@ -357,8 +363,8 @@ def _by_group(bias: Array, heads_q: int, heads_kv: int) -> Array:
     if bias.ndim == 3:
         bias = bias[None]
     batch, heads, *pairs = bias.shape
-    of_heads = (1, 1) if heads == 1 else (heads_kv, heads_q // heads_kv)
-    return bias.reshape(batch, *of_heads, *pairs)
+    head_axes = (1, 1) if heads == 1 else (heads_kv, heads_q // heads_kv)
+    return bias.reshape(batch, *head_axes, *pairs)
 
 
 def _write(results: Mapping[str, Array], totals: Mapping[str, Array]) -> None:
@@ -368,30 +374,30 @@ def _write(results: Mapping[str, Array], totals: Mapping[str, Array]) -> None:
             np.copyto(result, totals[name].reshape(result.shape), casting="same_kind")
 
 
-def _run(works: list[GradientPass], tile: Tile, threads: int | None) -> None:
+def _run(passes: list[GradientPass], tile: Tile, threads: int | None) -> None:
     """Compute passes, with their query tiles distributed over threads."""
-    worker_bytes = max((work.scratch_bytes for work in works), default=0)
+    worker_bytes = max((gradient_pass.scratch_bytes for gradient_pass in passes), default=0)
     _require_scratch(tile, worker_bytes)
-    pairs = sum(work.job.pairs for work in works)
+    pairs = sum(gradient_pass.job.pairs for gradient_pass in passes)
     # One thread computes short sequences, as several would mostly wait for the GIL.
-    most = pairs // MIN_PAIRS_PER_WORKER if pairs >= MIN_PAIRS_FOR_THREADS * len(works) else 1
+    most = pairs // MIN_PAIRS_PER_WORKER if pairs >= MIN_PAIRS_FOR_THREADS * len(passes) else 1
     workers = min(threads or cpus(), SCRATCH_LIMIT // max(worker_bytes, 1), max(most, 1))
     stop = Stop()
     ordered_sum = OrderedSum(stop)
 
     def items() -> Iterator[tuple[GradientPass, Block, Ticket]]:
         numbers = itertools.count()
-        for number, work in enumerate(works):
-            for block in work.job.blocks():
-                same_keys = number, block.batch.start, block.kv_heads.start
-                ticket = Ticket(next(numbers), None if work.is_shared else same_keys)
+        for number, gradient_pass in enumerate(passes):
+            for block in gradient_pass.job.blocks():
+                queue = number, block.batch.start, block.kv_heads.start
+                ticket = Ticket(next(numbers), None if gradient_pass.is_shared else queue)
                 ordered_sum.enter(ticket)
-                yield work, block, ticket
+                yield gradient_pass, block, ticket
 
-    def compute(some: Iterator[tuple[GradientPass, Block, Ticket]]) -> None:
+    def compute(items: Iterator[tuple[GradientPass, Block, Ticket]]) -> None:
         with Scratch.borrowed() as scratch:
-            for work, block, ticket in some:
-                differentiate(work, scratch, block, ticket, ordered_sum, stop)
+            for gradient_pass, block, ticket in items:
+                differentiate(gradient_pass, scratch, block, ticket, ordered_sum, stop)
 
     with single_threaded_blas:
         run_in_parallel(workers, items(), compute, stop)

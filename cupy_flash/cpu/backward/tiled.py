@@ -81,7 +81,7 @@ def sure_weight_of_one_key(dtype: str, columns: int) -> float:
 
 
 def differentiate(
-    work: GradientPass,
+    gradient_pass: GradientPass,
     scratch: Scratch,
     block: Block,
     ticket: Ticket,
@@ -89,11 +89,11 @@ def differentiate(
     stop: Stop,
 ) -> None:
     """Write dq of a query tile's rows, and add their contributions to all other gradients."""
-    tile = _Tile(work, scratch, block)
-    for start, key in work.job.tiles_of_keys(block):
+    tile = _Tile(gradient_pass, scratch, block)
+    for start, key in gradient_pass.job.tiles_of_keys(block):
         if stop.requested:
             return
-        parts = tile.take(start, key)
+        parts = tile.process_tile(start, key)
         if parts and not ordered_sum.wait(ticket, key):
             return
         add(parts)
@@ -120,34 +120,39 @@ class _Tile:
         Contributions to add when all KV tiles are done.
     """
 
-    def __init__(self, work: GradientPass, scratch: Scratch, block: Block) -> None:
-        self.work, self.job, self.scratch, self.block = work, work.job, scratch, block
-        job, where = work.job, tuple(block)
+    def __init__(self, gradient_pass: GradientPass, scratch: Scratch, block: Block) -> None:
+        self.gradient_pass, self.job, self.scratch, self.block = (
+            gradient_pass,
+            gradient_pass.job,
+            scratch,
+            block,
+        )
+        job, where = gradient_pass.job, tuple(block)
         bound_mods = job.bound_mods or BoundModifications()
         self.mask_mod = bound_mods.scores.mask_mod
         self.changes = bound_mods.scores._replace(mask_mod=None)
         q = self._with_column("q", job.q[where])
-        dout = self._with_column("dout", work.dout[where])
-        lse = work.lse[where]
+        dout = self._with_column("dout", gradient_pass.dout[where])
+        lse = gradient_pass.lse[where]
         self.rows = lse.shape
         # Rows that attend to no key contribute nothing, whatever values they hold.
         visible, rows = job.mask_of(block), np.arange(block.rows.start, block.rows.stop)
         counts = visible.ends(rows) - visible.begins(rows)
-        dead = (lse == -np.inf) | (counts <= 0)
+        inactive = (lse == -np.inf) | (counts <= 0)
         if self.changes.changes_scores:
-            dead |= (abs(lse) > _LARGEST_LSE[lse.dtype.name]) & np.isfinite(lse)
+            inactive |= (abs(lse) > _LARGEST_LSE[lse.dtype.name]) & np.isfinite(lse)
         out = job.out[where].astype(job.compute, copy=False)
         sinks = job.sinks_of(block)
         if sinks is not None:
-            dead |= (lse == sinks[..., 0]) & ~out.any(-1)
-        q[dead], dout[dead] = 0, 0
-        self.dead = dead[..., None] if dead.any() else None
+            inactive |= (lse == sinks[..., 0]) & ~out.any(-1)
+        q[inactive], dout[inactive] = 0, 0
+        self.inactive = inactive[..., None] if inactive.any() else None
         # If lse has a gradient or includes a sink, scores of rows with one key have gradients, too.
-        settles = sinks is None and work.dlse is None
-        self.rows_of_one_key = np.flatnonzero(counts == 1) if settles else rows[:0]
+        has_plain_lse = sinks is None and gradient_pass.dlse is None
+        self.rows_of_one_key = np.flatnonzero(counts == 1) if has_plain_lse else rows[:0]
         scores = bound_mods.scores
         functions = self.mask_mod, scores.score_mod
-        hiding = (
+        masking = (
             *functions,
             scores.bias,
             scores.mask,
@@ -155,31 +160,35 @@ class _Tile:
             scores.seqused_q,
             scores.prefix_lens,
         )
-        self.is_hiding = settles and any(x is not None for x in hiding)
+        self.may_leave_one_key = has_plain_lse and any(x is not None for x in masking)
         delta = row_products(dout[..., :-1], out)
-        if work.dlse is not None:
-            delta -= work.dlse[where]
+        if gradient_pass.dlse is not None:
+            delta -= gradient_pass.dlse[where]
         self.final_parts: list[Part] = []
-        if "sinks" in work.small:
-            self.final_parts.append(self._of_sinks(lse, delta))
-        self.captures = {name: np.zeros_like(total) for name, total in work.captures.items()}
-        self.final_parts += [(work.captures[name], part) for name, part in self.captures.items()]
+        if "sinks" in gradient_pass.small:
+            self.final_parts.append(self._sink_part(lse, delta))
+        self.captures = {
+            name: np.zeros_like(total) for name, total in gradient_pass.captures.items()
+        }
+        self.final_parts += [
+            (gradient_pass.captures[name], part) for name, part in self.captures.items()
+        ]
         q[..., :-1] *= job.compute.type(job.softmax_scale)
         # np.negative of NumPy 2.4.6 is wrong for some arrays whose strides are two elements.
         np.subtract(0, lse, out=q[..., -1])
         np.subtract(0, delta, out=dout[..., -1])
         # The weights of these rows are then exactly 0, whatever their scores are.
-        q[dead, -1] = -np.inf
+        q[inactive, -1] = -np.inf
         self.q, self.dout = (x.reshape(*self.rows[:2], -1, x.shape[4]) for x in (q, dout))
         # Sums over rows use finite copies, as the weight 0 of a masked pair times inf would be NaN.
         # The result is the same: all weights of a query that is not finite are NaN anyway, and
         # `_add_infinite` adds the elements of dout that are not finite.
-        self.q_of_keys = _finite(self.q[..., :-1])
-        self.dout_of_keys = _finite(self.dout[..., :-1])
+        self.finite_q = _finite(self.q[..., :-1])
+        self.finite_dout = _finite(self.dout[..., :-1])
         self.dq: Array | None = None
 
-    def _cut(self, name: str, shape: tuple[int, ...]) -> Array:
-        return self.scratch.cut(name, shape, self.job.compute)
+    def _scratch_array(self, name: str, shape: tuple[int, ...]) -> Array:
+        return self.scratch.array(name, shape, self.job.compute)
 
     def _with_column(self, name: str, source: Array) -> Array:
         """Return a copy with a last column of ones, which q and dout replace by -lse and -delta.
@@ -187,12 +196,12 @@ class _Tile:
         The matrix product then subtracts lse or delta as well, which saves 5% of all time.
         """
         *rows, dim = source.shape
-        copy = self._cut(name, (*rows, dim + 1))
+        copy = self._scratch_array(name, (*rows, dim + 1))
         np.copyto(copy[..., :-1], source, casting="same_kind")
         copy[..., -1] = 1
         return copy
 
-    def _of_keys(self, name: str, source: Array | PagedRows, start: int, stop: int) -> Array:
+    def _load_keys(self, name: str, source: Array | PagedRows, start: int, stop: int) -> Array:
         """Return keys or values [start, stop), (sequences, KV heads, stop - start, dim + 1)."""
         block = self.block
         return self._with_column(
@@ -204,101 +213,106 @@ class _Tile:
         columns = max(self.job.q.shape[-1], self.job.v.shape[-1])
         return least_weight_of_one_key(self.job.q.dtype.name, columns, self.q[..., -1:])
 
-    def _of_sinks(self, lse: Array, delta: Array) -> Part:
+    def _sink_part(self, lse: Array, delta: Array) -> Part:
         sinks = self.job.sinks_of(self.block)
         assert sinks is not None
         sinks = sinks[..., 0]
         # A sink of -inf has no weight, not even where the lse is -inf.
         weights = np.where(sinks == -np.inf, 0, np.exp(sinks - lse))
-        total = self.work.small["sinks"].reshape(self.job.q.shape[1:3])
+        total = self.gradient_pass.small["sinks"].reshape(self.job.q.shape[1:3])
         part: Array = -np.asarray(np.sum(weights * delta, axis=(0, 3), dtype=np.float64))
         return total[self.block.kv_heads, self.block.heads], part
 
-    def take(self, start: int, stop: int) -> list[Part]:
+    def process_tile(self, start: int, stop: int) -> list[Part]:
         """Process keys [start, stop); return their contributions to all gradients except dq."""
-        job, work, block = self.job, self.work, self.block
-        start, stop, unseen = self._seen_by_mask(start, stop)
+        job, gradient_pass, block = self.job, self.gradient_pass, self.block
+        start, stop, masked_by_mod = self._apply_mask_mod(start, stop)
         if start >= stop:
             return []
-        k = self._of_keys("k", job.k, start, stop)
-        hidden = self._hidden(start, stop)
-        if unseen is not None:
-            hidden.append((slice(None), unseen))
-        p = self._cut("p", (*self.q.shape[:-1], stop - start))
+        k = self._load_keys("k", job.k, start, stop)
+        masked = self._masked_pairs(start, stop)
+        if masked_by_mod is not None:
+            masked.append((slice(None), masked_by_mod))
+        p = self._scratch_array("p", (*self.q.shape[:-1], stop - start))
         pairs = p.reshape(*self.rows, stop - start)
-        slope = at = scaled = None
+        slope = pair_indices = scaled = None
         if self.changes.changes_nothing:
             np.matmul(self.q, k.swapaxes(-1, -2), out=p)
         else:
             np.matmul(self.q[..., :-1], k[..., :-1].swapaxes(-1, -2), out=p)
-            at = job.pairs_of(block, start, stop)
+            pair_indices = job.pairs_of(block, start, stop)
             scaled = pairs.copy() if self.captures else None
-            changed, slope = apply_with_slope(self.changes, pairs, at)
+            changed, slope = apply_with_slope(self.changes, pairs, pair_indices)
             np.copyto(pairs, changed, casting="same_kind")
-            hidden.append((slice(None), pairs == -np.inf))
-            if self.dead is not None:
+            masked.append((slice(None), pairs == -np.inf))
+            if self.inactive is not None:
                 # The queries of these rows are set to 0, but a score_mod of 0 may still be NaN.
-                hidden.append((slice(None), self.dead))
+                masked.append((slice(None), self.inactive))
             p += self.q[..., -1:]
         np.exp(p, out=p)
-        _hide(pairs, hidden)
+        _zero_masked(pairs, masked)
         parts = []
-        if work.dv is not None:
-            parts.append(self._to_keys("dv", work.dv, p, self.dout_of_keys, start, stop))
+        if gradient_pass.dv is not None:
+            parts.append(self._key_part("dv", gradient_pass.dv, p, self.finite_dout, start, stop))
             self._add_infinite(parts[-1][1], p)
-        if not work.needs_scores:
+        if not gradient_pass.needs_scores:
             return parts
-        v = self._of_keys("v", job.v, start, stop)
-        ds = self._cut("ds", p.shape)
+        v = self._load_keys("v", job.v, start, stop)
+        ds = self._scratch_array("ds", p.shape)
         np.matmul(self.dout, v.swapaxes(-1, -2), out=ds)
         ds *= p
         pairs = ds.reshape(pairs.shape)
         # Masked pairs are set to 0 again, because values of masked keys may have made them NaN.
-        _hide(pairs, hidden)
-        if self.is_hiding:
+        _zero_masked(pairs, masked)
+        if self.may_leave_one_key:
             np.copyto(ds, 0, where=p > self._least_weight_of_one_key())
         elif self.rows_of_one_key.size:
-            at_rows = (..., self.rows_of_one_key, slice(None))
+            row_index = (..., self.rows_of_one_key, slice(None))
             least = self._least_weight_of_one_key().reshape(*pairs.shape[:-1], 1)
-            is_only_key = p.reshape(pairs.shape)[at_rows] > least[at_rows]
-            pairs[at_rows] = np.where(is_only_key, 0, pairs[at_rows])
-        if work.bias is not None:
-            parts += self._of_bias(pairs, start, stop)
-        if scaled is not None and at is not None:
-            self._take_captures(scaled, at, pairs)
+            is_only_key = p.reshape(pairs.shape)[row_index] > least[row_index]
+            pairs[row_index] = np.where(is_only_key, 0, pairs[row_index])
+        if gradient_pass.bias is not None:
+            parts += self._bias_parts(pairs, start, stop)
+        if scaled is not None and pair_indices is not None:
+            self._add_captures(scaled, pair_indices, pairs)
         if slope is not None:
             pairs *= slope
-            _hide(pairs, hidden)
-        if work.dk is not None:
-            parts.append(self._to_keys("dk", work.dk, ds, self.q_of_keys, start, stop))
-        if work.dq is not None:
+            _zero_masked(pairs, masked)
+        if gradient_pass.dk is not None:
+            parts.append(self._key_part("dk", gradient_pass.dk, ds, self.finite_q, start, stop))
+        if gradient_pass.dq is not None:
             k = k[..., :-1]
             # The finite copy gives the same result: weights of a key with NaN or inf are NaN or 0.
-            self._take_dq(ds, _finite(k) if hidden else k)
+            self._add_dq(ds, _finite(k) if masked else k)
         return parts
 
-    def _seen_by_mask(self, start: int, stop: int) -> tuple[int, int, Array | None]:
+    def _apply_mask_mod(self, start: int, stop: int) -> tuple[int, int, Array | None]:
         """Reduce the range [start, stop) to keys that any row attends to under the user's mask.
 
         Returns the new range, and which of its pairs the mask_mod masks, or None if it masks none.
         """
         if self.mask_mod is None or self.job.is_fully_visible(self.block, start, stop):
             return start, stop, None
-        at = self.job.pairs_of(self.block, start, stop)
-        seen = self.mask_mod.evaluate(
-            *(at.b, at.h, at.row + at.q_offset, at.j),
-            q_start=at.q_start,
-            k_start=at.k_start,
+        pair_indices = self.job.pairs_of(self.block, start, stop)
+        is_visible = self.mask_mod.evaluate(
+            *(
+                pair_indices.b,
+                pair_indices.h,
+                pair_indices.row + pair_indices.q_offset,
+                pair_indices.j,
+            ),
+            q_start=pair_indices.q_start,
+            k_start=pair_indices.k_start,
             dtype=self.job.compute,
         )
-        seen = np.broadcast_to(seen, (*self.rows, stop - start))
-        keys = np.flatnonzero(seen.any(axis=(0, 1, 2, 3)))
+        is_visible = np.broadcast_to(is_visible, (*self.rows, stop - start))
+        keys = np.flatnonzero(is_visible.any(axis=(0, 1, 2, 3)))
         if not keys.size:
             return start, start, None
         first, end = int(keys[0]), int(keys[-1]) + 1
-        return start + first, start + end, ~seen[..., first:end]
+        return start + first, start + end, ~is_visible[..., first:end]
 
-    def _hidden(self, start: int, stop: int) -> list[tuple[slice, Array]]:
+    def _masked_pairs(self, start: int, stop: int) -> list[tuple[slice, Array]]:
         """Return the pairs masked by position: slices of keys, each with a mask of its pairs."""
         rows, visible = self.block.rows, self.job.mask_of(self.block)
         return [
@@ -306,27 +320,27 @@ class _Tile:
             for first, end in visible.edges(rows.start, rows.stop, start, stop)
         ]
 
-    def _to_keys(
+    def _key_part(
         self, name: str, total: Array, weights: Array, rows: Array, start: int, stop: int
     ) -> Part:
         """Return the weighted sums of rows for each key, and the gradients to add them to."""
-        product = self._cut(name, (*rows.shape[:2], stop - start, rows.shape[3]))
+        product = self._scratch_array(name, (*rows.shape[:2], stop - start, rows.shape[3]))
         np.matmul(weights.swapaxes(-1, -2), rows, out=product)
         return total[self.block.batch, self.block.kv_heads, start:stop], product
 
     def _add_infinite(self, dv: Array, p: Array) -> None:
-        """Add to dv the elements of dout that are not finite, which `dout_of_keys` leaves out."""
+        """Add to dv the elements of dout that are not finite, which `finite_dout` leaves out."""
         dout = self.dout[..., :-1]
-        if np.may_share_memory(self.dout_of_keys, dout):
+        if np.may_share_memory(self.finite_dout, dout):
             return
         rest = np.where(np.isfinite(dout), 0, dout)
-        for *of_keys, row in np.argwhere(rest.any(-1)):
-            weights = p[(*of_keys, row)][:, None]
-            dv[tuple(of_keys)] += np.where(weights == 0, 0, weights * rest[(*of_keys, row)])
+        for *group_index, row in np.argwhere(rest.any(-1)):
+            weights = p[(*group_index, row)][:, None]
+            dv[tuple(group_index)] += np.where(weights == 0, 0, weights * rest[(*group_index, row)])
 
-    def _of_bias(self, dt: Array, start: int, stop: int) -> list[Part]:
+    def _bias_parts(self, dt: Array, start: int, stop: int) -> list[Part]:
         """Return the contribution to the gradient of the bias, summed over its broadcast axes."""
-        bias = self.work.bias
+        bias = self.gradient_pass.bias
         assert bias is not None
         shared = tuple(axis for axis in range(5) if bias.shape[axis] == 1)
         index = (*self.block, slice(start, stop))
@@ -340,25 +354,27 @@ class _Tile:
         self.final_parts.append((total, part))
         return []
 
-    def _take_captures(self, scaled: Array, at: Pairs, dt: Array) -> None:
+    def _add_captures(self, scaled: Array, pair_indices: Pairs, dt: Array) -> None:
         score_mod = self.changes.score_mod
         assert score_mod is not None
-        found = capture_gradients(score_mod, behind_softcap(self.changes, scaled), at, dt)
+        gradients = capture_gradients(
+            score_mod, behind_softcap(self.changes, scaled), pair_indices, dt
+        )
         for name, part in self.captures.items():
-            part += found[name.removeprefix(OF_MOD)]
+            part += gradients[name.removeprefix(OF_MOD)]
 
-    def _take_dq(self, ds: Array, k: Array) -> None:
+    def _add_dq(self, ds: Array, k: Array) -> None:
         shape = (*self.q.shape[:-1], k.shape[3])
         if self.dq is None:
-            self.dq = np.matmul(ds, k, out=self._cut("dq", shape))
+            self.dq = np.matmul(ds, k, out=self._scratch_array("dq", shape))
         else:
-            self.dq += np.matmul(ds, k, out=self._cut("product", shape))
+            self.dq += np.matmul(ds, k, out=self._scratch_array("product", shape))
 
     def write_dq(self) -> None:
         """Write dq of the query tile."""
-        if self.work.dq is None:
+        if self.gradient_pass.dq is None:
             return
-        dq = self.work.dq[tuple(self.block)]
+        dq = self.gradient_pass.dq[tuple(self.block)]
         if self.dq is None:
             dq[...] = 0
             return
@@ -372,7 +388,7 @@ def _finite(x: Array) -> Array:
     return x if is_finite.all() else np.where(is_finite, x, 0)
 
 
-def _hide(x: Array, hidden: list[tuple[slice, Array]]) -> None:
+def _zero_masked(x: Array, masked: list[tuple[slice, Array]]) -> None:
     """Set the elements of masked pairs in x (..., rows, keys) to 0."""
-    for columns, pairs in hidden:
+    for columns, pairs in masked:
         np.copyto(x[..., columns], 0, where=pairs)

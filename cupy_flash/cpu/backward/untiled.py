@@ -21,7 +21,7 @@ from cupy_flash.cpu.backward.tiled import (
     row_products,
     sure_weight_of_one_key,
 )
-from cupy_flash.cpu.forward_pass import Scratch, even_share, slices
+from cupy_flash.cpu.forward_pass import Scratch, even_part_size, slices
 from cupy_flash.cpu.thread_pool import Stop, cpus, run_in_parallel, single_threaded_blas
 from cupy_flash.cpu.untiled import (
     MAX_PRODUCT_OF_ONE_THREAD,
@@ -109,9 +109,9 @@ def small_gradients(
     batch, seqlen_q, heads, head_dim = q_shape
     _, seqlen_k, heads_kv, _ = k_shape
     visible = Mask(seqlen_q, seqlen_k, causal, q_offset)
-    of_head = seqlen_q * seqlen_k
+    scores_per_head = seqlen_q * seqlen_k
     if (
-        not 0 < of_head <= MAX_SCORES_OF_STEP
+        not 0 < scores_per_head <= MAX_SCORES_OF_STEP
         or heads != heads_kv
         or seqlen_q > tile.Br
         or seqlen_k > tile.Bc
@@ -123,17 +123,17 @@ def small_gradients(
     if visible.end(0) == 1:
         # If there is one key, all rows attend to it alone; otherwise only the first row has one.
         rows_of_one_key = slice(None) if seqlen_k == 1 else slice(1)
-    at_once = max(1, MAX_SCORES_OF_STEP // of_head)
-    heads_of_step = even_share(heads, at_once)
-    sequences_of_step = even_share(batch, at_once // heads)
+    heads_per_step = max(1, MAX_SCORES_OF_STEP // scores_per_head)
+    heads_of_step = even_part_size(heads, heads_per_step)
+    sequences_of_step = even_part_size(batch, heads_per_step // heads)
     steps = -(-heads // heads_of_step) * -(-batch // sequences_of_step)
     return SmallGradients(
         visible=None if visible.all_visible(0, seqlen_q) else visible,
         rows_of_one_key=rows_of_one_key,
-        is_of_one_thread=of_head * max(head_dim, head_dim_v) <= MAX_PRODUCT_OF_ONE_THREAD,
+        is_of_one_thread=scores_per_head * max(head_dim, head_dim_v) <= MAX_PRODUCT_OF_ONE_THREAD,
         is_key_by_key=seqlen_k >= MIN_KEYS_KEY_BY_KEY and seqlen_q >= MIN_ROWS_KEY_BY_KEY,
         transposes=seqlen_q in ROWS_TO_TRANSPOSE
-        and of_head in SCORES_TO_TRANSPOSE
+        and scores_per_head in SCORES_TO_TRANSPOSE
         and seqlen_k >= 2 * seqlen_q,
         # A step of only some heads keeps their keys in the cache, and division does not pay there:
         # 5.6 instead of 4.0 ms for two of 8 heads (32 queries, 2048 keys, head_dim 64).
@@ -142,7 +142,7 @@ def small_gradients(
         sequences=sequences_of_step,
         heads=heads_of_step,
         steps=steps,
-        workers=max(1, min(steps, batch * heads * of_head // MIN_SCORES_PER_WORKER)),
+        workers=max(1, min(steps, batch * heads * scores_per_head // MIN_SCORES_PER_WORKER)),
     )
 
 
@@ -198,33 +198,33 @@ def backward_by_formula(
     `scale` is the factor on the scores, as a scalar of the queries' dtype.
     """
     if small.steps == 1:
-        whole = q, k, v, out, dout, lse, dlse, results, small, scale, None
+        arguments = q, k, v, out, dout, lse, dlse, results, small, scale, None
         if small.is_of_one_thread:
-            return _differentiate(*whole)
+            return _differentiate(*arguments)
         with single_threaded_blas:
-            return _differentiate(*whole)
+            return _differentiate(*arguments)
     stop = Stop()
     left: list[tuple[slice, slice]] = []
 
     def work(steps: Iterator[tuple[slice, slice]]) -> None:
         with Scratch.borrowed() as scratch:
-            for some, heads in steps:
-                rows, of_rows = (some, slice(None), heads), (some, heads)
+            for sequences, heads in steps:
+                rows, lse_rows = (sequences, slice(None), heads), (sequences, heads)
                 done = _differentiate(
                     q[rows],
                     k[rows],
                     v[rows],
                     out[rows],
                     dout[rows],
-                    lse[of_rows],
-                    None if dlse is None else dlse[of_rows],
+                    lse[lse_rows],
+                    None if dlse is None else dlse[lse_rows],
                     {name: result[rows] for name, result in results.items()},
                     small,
                     scale,
                     scratch,
                 )
                 if not done:
-                    left.append(of_rows)
+                    left.append(lse_rows)
                     stop.requested = True
                     return
 
@@ -257,12 +257,12 @@ def _differentiate(
     if not math.isfinite(np.vdot(scaled, scaled)):
         return False
     q, k, v, dout = scaled.swapaxes(1, 2), k.swapaxes(1, 2), v.swapaxes(1, 2), dout.swapaxes(1, 2)
-    of_scores, of_slopes = (_transposed(q), _transposed(dout)) if small.transposes else (q, dout)
+    q_operand, dout_operand = (_transposed(q), _transposed(dout)) if small.transposes else (q, dout)
     if small.is_key_by_key:
         lse_of_scores = lse
     else:
         lse_of_scores, delta = lse[..., None], delta[..., None]
-    stored_p, p = _products(of_scores, k, small, scratch, "p")
+    stored_p, p = _products(q_operand, k, small, scratch, "p")
     stored_p -= lse_of_scores
     np.exp(stored_p, out=stored_p)
     if visible is not None:
@@ -270,7 +270,7 @@ def _differentiate(
         first = visible.end(0)
         hidden = visible.masked(0, visible.seqlen_q, first, visible.seqlen_k)
         np.copyto(p[..., first:], 0, where=hidden)
-    stored_ds, ds = _products(of_slopes, v, small, scratch, "ds")
+    stored_ds, ds = _products(dout_operand, v, small, scratch, "ds")
     stored_ds -= delta
     stored_ds *= stored_p
     # Any NaN or inf in v, dout, lse, or a key that a row attends to makes ds NaN or inf as well.
@@ -316,7 +316,7 @@ def _products(
     if small.is_key_by_key:
         shape = shape[-1:] + shape[:-1]
     stored = (
-        np.empty(shape, rows.dtype) if scratch is None else scratch.cut(name, shape, rows.dtype)
+        np.empty(shape, rows.dtype) if scratch is None else scratch.array(name, shape, rows.dtype)
     )
     product = stored.transpose(1, 2, 3, 0) if small.is_key_by_key else stored
     write_scores(rows, keys, product, small.divides)

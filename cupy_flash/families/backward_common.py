@@ -19,7 +19,7 @@ from cupy_flash.problem.problem import Problem
 
 _TERMS_THREADS = 256
 # Alignment of the arrays in the workspace, in bytes.
-_PART_BYTES = 512
+_WORKSPACE_ALIGNMENT = 512
 _WORD = 4
 # Largest head_dim and head_dim_v of the backward kernels on tensor cores.
 _WIDEST = 256
@@ -107,10 +107,10 @@ def schedule(
         if sums is None
         else sums.workspace(problem)
     )
-    parts = {}
+    offsets = {}
     for name, size in input_gradients.workspace(problem, device).items():
-        parts[name] = round_up(workspace, _PART_BYTES)
-        workspace = parts[name] + size
+        offsets[name] = round_up(workspace, _WORKSPACE_ALIGNMENT)
+        workspace = offsets[name] + size
     return Schedule(
         (
             terms,
@@ -120,7 +120,7 @@ def schedule(
         workspace=workspace,
         section_heads=section_heads or heads_in_l2(problem, device),
         tensor_maps=tensor_maps or {},
-        parts=parts,
+        workspace_offsets=offsets,
     )
 
 
@@ -142,7 +142,11 @@ class QuerySums:
         terms = _query_rows(problem) * 2 * ITEMSIZE[problem.lse_dtype]
         places = self.places(problem)
         sums = places * self.Br * self.columns * _WORD
-        return round_up(terms, _PART_BYTES) + round_up(places * _WORD, _PART_BYTES) + sums
+        return (
+            round_up(terms, _WORKSPACE_ALIGNMENT)
+            + round_up(places * _WORD, _WORKSPACE_ALIGNMENT)
+            + sums
+        )
 
     def places(self, problem: Problem) -> int:
         """Return the number of dq tiles; each packed sequence has a padded last tile."""

@@ -215,7 +215,7 @@ class Family(ABC, Generic[TileT]):
             "score_shift": problem.score_factor[0][1],
             "alignment": problem.alignment,
             "out_alignment": problem.out_alignment,
-            "split_keys": split.kind == "parts",
+            "split_keys": split.kind == "fixed",
         }
         members |= self.config(problem, tile, split)
         score = problem.score
@@ -250,7 +250,7 @@ class Family(ABC, Generic[TileT]):
                 " modified" if score is not None else "",
                 f" {problem.tensors['k'].dtype}" if "CacheElement" in types else "",
                 f" to {problem.out_dtype}" if problem.is_float8 else "",
-                " split" if split.kind == "parts" else "",
+                " split" if split.kind == "fixed" else "",
             ),
             tile,
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cupy_flash.families.contract import ceil_div
-from cupy_flash.families.schedule import WHOLE, Launch, Split
+from cupy_flash.families.schedule import UNSPLIT, Launch, Split
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
 
@@ -96,13 +96,13 @@ def choose(
     """
     # With a huge scale, the scaled scores of a part may all be -inf. Merging would drop that part.
     if problem.is_batch_invariant or problem.has_huge_scale:
-        return WHOLE
+        return UNSPLIT
     if problem.layout.num_splits:
         return Split.into(problem.layout.num_splits)
     blocks = q_tiles * problem.batch * problem.heads_q // group
     most = min(MOST_CHOSEN_PARTS, key_tiles // MIN_KEY_TILES)
     if blocks == 0 or most <= 1:
-        return WHOLE
+        return UNSPLIT
     if tile_time is None:
         slots = device.sm_count * max(1, blocks_per_sm)
         return Split.into(_fewest_that_fill(blocks, slots, key_tiles, most))
@@ -129,14 +129,14 @@ def _fewest_that_fill(blocks: int, slots: int, key_tiles: int, most: int) -> int
 
 def combine_time(problem: Problem, split: Split) -> float:
     """Return the estimated time of writing and merging partial results, in microseconds."""
-    if split.is_whole:
+    if split.is_unsplit:
         return 0.0
     return _COMBINE_US + 2e-6 * workspace(problem, split) / _PARTIALS_TB_PER_S
 
 
 def workspace(problem: Problem, split: Split) -> int:
     """Return the size in bytes of all partial outputs and log-sum-exps; 0 without a split."""
-    if split.is_whole:
+    if split.is_unsplit:
         return 0
     accumulator = 8 if problem.dtype == "float64" else 4
     layout = problem.layout
@@ -150,7 +150,7 @@ def workspace(problem: Problem, split: Split) -> int:
 
 def combine_launches(problem: Problem, split: Split) -> tuple[Launch, ...]:
     """Return the launch that merges the parts, one warp per query row; none without a split."""
-    if split.is_whole:
+    if split.is_unsplit:
         return ()
     grid = (combine_blocks(problem), 1, 1)
     # A bound of one block per SM keeps the compiler from spilling for a higher occupancy.

@@ -47,17 +47,17 @@ class Merger:
         self._used: list[int] = []
         self._is_whole = False
 
-    def add(self, *, is_whole: bool) -> tuple[Any, Any]:
+    def add(self, *, is_unsplit: bool) -> tuple[Any, Any]:
         """Return buffers for the next result and its log-sum-exp, (batch, heads, rows).
 
         The log-sum-exp is initialized to -inf, so that a row that is not written has no weight.
 
         Parameters
         ----------
-        is_whole
+        is_unsplit
             Whether the caller will write all rows.
         """
-        self._is_whole = is_whole
+        self._is_whole = is_unsplit
         return self._next(0)
 
     def _next(self, level: int) -> tuple[Any, Any]:
@@ -99,7 +99,7 @@ class Merger:
             Sink of each head, (heads,): an additional score in each row's softmax; or None.
         """
         if not self._levels:
-            self.add(is_whole=False)
+            self.add(is_unsplit=False)
         level = 0
         # `_raise` may append a level, so the length is read again in each iteration.
         while level < len(self._levels) - 1:

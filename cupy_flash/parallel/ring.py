@@ -85,7 +85,7 @@ def forward(
         coming = _invite(k, v, ring, geometry, step + 1)
         for layer in found.layers:
             covered = sum(piece.rows.length for piece in layer)
-            out, lse = results.add(is_whole=covered == q.shape[1])
+            out, lse = results.add(is_unsplit=covered == q.shape[1])
             for piece in layer:
                 calls.attend(
                     *(q, guests.k, guests.v, piece, geometry, scores, out, lse),

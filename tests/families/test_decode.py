@@ -11,7 +11,7 @@ import pytest
 
 from cupy_flash.families.contract import MAX_GRID, MAX_GRID_Y
 from cupy_flash.families.decode import DecodeFamily, DecodeTile
-from cupy_flash.families.schedule import EVEN, WHOLE, Launch, Split
+from cupy_flash.families.schedule import EVEN, UNSPLIT, Launch, Split
 from cupy_flash.gpu.compiler import known_architectures
 from cupy_flash.planning.planner import make_plan
 from cupy_flash.problem.arrays import ArraySpec, contiguous_strides
@@ -293,7 +293,7 @@ def assert_sums_in_one_order(cases: list[Problem], device: Device) -> None:
     tiles = [default_tile(case, device) for case in cases]
     assert len({(tile.Bc, tile.warps) for tile in tiles}) == 1
     for case, tile in zip(cases, tiles, strict=True):
-        assert decode.schedule(case, device, tile).split == WHOLE
+        assert decode.schedule(case, device, tile).split == UNSPLIT
 
 
 @pytest.mark.parametrize("arch", [arch for arch in known_architectures() if arch >= 80])
@@ -545,12 +545,12 @@ def test_given_splits_have_a_block_a_slot_and_a_counter_for_each_item(layout, cl
 
 @pytest.mark.parametrize("options", [{"num_splits": 1}, {"batch_invariant": True}])
 def test_keys_left_whole_need_neither_workspace_nor_counters(options):
-    assert planned(problem(rows=20, batch=3, **options), TILE) == (3 * 8 * 2, 0, 0, WHOLE)
+    assert planned(problem(rows=20, batch=3, **options), TILE) == (3 * 8 * 2, 0, 0, UNSPLIT)
 
 
 def test_many_row_tiles_and_packed_queries_are_not_balanced():
     for case in (problem(rows=9 * 16), problem("varlen", rows=9 * 16)):
-        assert planned(case, TILE) == (8 * 8 * 9, 0, 0, WHOLE)
+        assert planned(case, TILE) == (8 * 8 * 9, 0, 0, UNSPLIT)
 
 
 @pytest.mark.parametrize("group", [1, 4, 8])
@@ -599,7 +599,7 @@ def test_a_workspace_is_there_for_all_slots_that_blocks_may_use_on_any_gpu():
         blocks, slots, counters, split = planned(case, tile, device)
         clusters = 2 * blocks // max(1, tile.cluster) if split == EVEN else blocks
         lines = case.heads_kv * -(-rows // tile.Br)
-        alone = split == WHOLE or (split == EVEN and clusters == 2 * lines)
+        alone = split == UNSPLIT or (split == EVEN and clusters == 2 * lines)
         assert slots == counters == (0 if alone else clusters)
 
 

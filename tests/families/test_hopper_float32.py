@@ -112,10 +112,14 @@ def test_pieces_are_arrays_of_three_bfloat16_for_an_element():
     schedule = make_plan(case, h100, family="hopper").schedule
     queries, keys = 3 * 1000 * 4 * 64 * 6, 3 * 1000 * 2 * 64 * 6
     assert schedule.workspace == queries + 2 * keys
-    assert schedule.parts == {"q_pieces": 0, "k_pieces": queries, "v_pieces": queries + keys}
+    assert schedule.workspace_offsets == {
+        "q_pieces": 0,
+        "k_pieces": queries,
+        "v_pieces": queries + keys,
+    }
     assert [launch.entry for launch in schedule.launches] == ["pieces", "attention"]
     maps = schedule.tensor_maps
-    assert list(maps) == list(schedule.parts)
+    assert list(maps) == list(schedule.workspace_offsets)
     assert maps["q_pieces"].dtype == "bfloat16"
     # Each of the three components has its own batch entries.
     assert maps["q_pieces"].shape == (64, 1000, 4, 9)

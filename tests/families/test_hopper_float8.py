@@ -81,7 +81,7 @@ def test_values_become_columns_of_whole_tiles_of_keys():
     schedule = make_plan(case, h100).schedule
     assert [launch.entry for launch in schedule.launches] == ["values", "attention"]
     assert schedule.workspace == 2 * 3 * 61 * 1024
-    assert schedule.parts == {"values": 0}
+    assert schedule.workspace_offsets == {"values": 0}
     maps = schedule.tensor_maps
     assert list(maps) == ["q", "k", "values"]
     assert maps["values"].shape == (1024, 61, 3, 2)

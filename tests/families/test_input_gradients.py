@@ -94,7 +94,11 @@ def test_captures_have_sums_in_the_workspace() -> None:
     gain, both = plan("score_mod.gain"), plan("score_mod.gain", "score_mod.table")
     assert both.workspace - gain.workspace >= 16 * math.prod(TABLE)
     assert gain.workspace - without >= 16 * HEADS
-    assert gain.schedule.parts.keys() == both.schedule.parts.keys() == {"capture_sums"}
+    assert (
+        gain.schedule.workspace_offsets.keys()
+        == both.schedule.workspace_offsets.keys()
+        == {"capture_sums"}
+    )
 
 
 def test_a_unit_includes_a_file_once_and_says_what_was_in_it() -> None:

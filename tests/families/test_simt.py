@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cupy_flash.families import query_tiles, split_kv
 from cupy_flash.families.contract import heads_in_l2
-from cupy_flash.families.schedule import WHOLE
+from cupy_flash.families.schedule import UNSPLIT
 from cupy_flash.families.simt.forward import SimtFamily, SimtTile
 from cupy_flash.problem.arrays import DTYPES
 from cupy_flash.problem.device import ARCHITECTURES, device_for_arch
@@ -113,7 +113,7 @@ def test_the_search_space_holds_legal_tiles_and_the_default():
 def test_many_heads_leave_the_keys_whole_and_one_head_splits_them():
     many = problem(seqlen_q=4096, seqlen_k=4096)
     one = problem(seqlen_q=4096, seqlen_k=4096, batch=1, heads_q=1, heads_kv=1)
-    assert simt.schedule(many, h100, simt.default_tile(many, h100)).split == WHOLE
+    assert simt.schedule(many, h100, simt.default_tile(many, h100)).split == UNSPLIT
     schedule = simt.schedule(one, h100, simt.default_tile(one, h100))
     forward, combine = schedule.launches
     assert 0.8 * h100.sm_count <= forward.grid[0] <= 2 * h100.sm_count
@@ -124,7 +124,7 @@ def test_many_heads_leave_the_keys_whole_and_one_head_splits_them():
 def test_no_workspace_is_needed_where_keys_are_whole():
     case = problem()
     schedule = simt.schedule(case, h100, simt.default_tile(case, h100))
-    assert (schedule.split, schedule.workspace) == (WHOLE, 0)
+    assert (schedule.split, schedule.workspace) == (UNSPLIT, 0)
 
 
 def test_splits_never_get_less_than_two_key_tiles():
@@ -142,7 +142,7 @@ def test_splits_never_get_less_than_two_key_tiles():
 
 def test_an_empty_problem_is_not_split():
     empty = dataclasses.replace(problem(), seqlen_q=0)
-    assert split_kv.choose(empty, h100, q_tiles=0, key_tiles=9, blocks_per_sm=2) == WHOLE
+    assert split_kv.choose(empty, h100, q_tiles=0, key_tiles=9, blocks_per_sm=2) == UNSPLIT
 
 
 def test_sections_hold_whole_groups_whose_keys_and_values_fit_half_the_l2():

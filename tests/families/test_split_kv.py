@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cupy_flash.families import split_kv
-from cupy_flash.families.schedule import WHOLE, Split
+from cupy_flash.families.schedule import UNSPLIT, Split
 from cupy_flash.planning.planner import make_plan
 from cupy_flash.problem.arrays import DTYPES
 from cupy_flash.problem.device import ARCHITECTURES, device_for_arch
@@ -164,7 +164,7 @@ def test_the_workspace_holds_an_output_row_and_its_lse_for_each_split(dtype):
     size = 8 if dtype == "float64" else 4
     case = problem(dtype=dtype, head_dim_v=72)
     assert split_kv.workspace(case, Split.into(3)) == 3 * (2 * 6 * 113) * (72 + 1) * size
-    assert split_kv.workspace(case, WHOLE) == 0
+    assert split_kv.workspace(case, UNSPLIT) == 0
 
 
 @pytest.mark.parametrize(("changes_scores", "numbers"), [(True, 2), (False, 1)])
@@ -181,7 +181,7 @@ def test_a_part_of_changed_scores_has_an_lse_of_two_numbers(changes_scores, numb
 
 
 def test_whole_keys_need_no_second_kernel():
-    assert split_kv.combine_launches(problem(), WHOLE) == ()
+    assert split_kv.combine_launches(problem(), UNSPLIT) == ()
 
 
 def test_the_second_kernel_has_a_warp_for_each_query_row():

@@ -187,7 +187,7 @@ def test_the_tested_kernels_cover_every_choice_that_a_unit_is_compiled_for(famil
         assert {problem.softmax_scale < 0 for problem in problems} == {True, False}
     layouts = {kernel.case.kind for kernel in kernels}
     assert layouts == {"dense", "varlen", "cache"}
-    assert {plan.schedule.split.kind == "parts" for plan in plans} == {True, False}
+    assert {plan.schedule.split.kind == "fixed" for plan in plans} == {True, False}
     if family in ("decode", "mma"):
         assert found("alignment") == {2, 4, 8, 16}
     if family == "simt":

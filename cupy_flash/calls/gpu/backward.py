@@ -126,7 +126,7 @@ def prepare(
     plan = make_plan(problem, device, family=options.family, tile=options.tile, explain=False)
     sources = {name: name for name in ("q", "k", "v", "out", "lse", "dout", _WORKSPACE)}
     sources |= {_field_of(name): _RESULT + name for name in options.wrt}
-    parts = plan.schedule.parts
+    parts = plan.schedule.workspace_offsets
     sources |= {name: name for name in parts}
     optional = ("dlse", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
     sources |= {name: name for name in optional if getattr(arguments, name) is not None}

@@ -208,7 +208,7 @@ def prepare(
     if arguments.rotary_cos is not None:
         rotated_at = -(-scratch // _SCRATCH_ALIGNMENT) * _SCRATCH_ALIGNMENT
         scratch = rotated_at + q.size * q.itemsize
-    parts_of_scratch = dict(plan.schedule.parts)
+    parts_of_scratch = dict(plan.schedule.workspace_offsets)
     if layout.packed_new:
         # The append kernel writes the lengths after the append; the attention kernel reads them.
         parts_of_scratch["lengths_after"] = -(-scratch // _SCRATCH_ALIGNMENT) * _SCRATCH_ALIGNMENT

@@ -59,9 +59,9 @@ def items(problem: Problem, tile: DecodeTile) -> int:
 
 def slots(problem: Problem, device: Device, tile: DecodeTile, cut: Split) -> int:
     """Return the number of slots for partial results that are merged through device memory."""
-    if cut.is_whole:
+    if cut.is_unsplit:
         return 0
-    if cut.kind == "parts":
+    if cut.kind == "fixed":
         return items(problem, tile) * cut.parts
     row_tiles, heads, blocks = grid_of(problem, device, tile)
     clusters = blocks // max(1, tile.cluster)

@@ -24,7 +24,7 @@ from cupy_flash.families.hopper.registers import consumer_registers, overlaps_ou
 from cupy_flash.families.hopper.shared_memory import block_bytes, footprint
 from cupy_flash.families.hopper.sm90 import WARPGROUP, WARPGROUP_ROWS, why_not_device
 from cupy_flash.families.hopper.tiles import FEWEST_KEYS, HopperTile, preferred_tiles, tile_of
-from cupy_flash.families.schedule import MAIN_ENTRY, WHOLE, Launch, Schedule, Split
+from cupy_flash.families.schedule import MAIN_ENTRY, UNSPLIT, Launch, Schedule, Split
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
 
@@ -224,7 +224,7 @@ class HopperFamily(Family[HopperTile]):
         maps = tensor_maps.forward_maps(problem, tile)
         if not problem.layout.is_dense:
             is_latent = mla.holds_values_in_keys(problem)
-            cut = mla.split_of(problem, device, tile) if is_latent else WHOLE
+            cut = mla.split_of(problem, device, tile) if is_latent else UNSPLIT
             main = self._main(problem, device, tile, cut)
             # The order of sequences is computed by a kernel before, or by each thread block.
             order = varlen.order_bytes(problem)
@@ -246,21 +246,21 @@ class HopperFamily(Family[HopperTile]):
                 params=mla.changed_params(given, problem),
             )
         if float32.count(problem) > 1:
-            workspace, parts = float32.workspace(problem)
+            workspace, offsets = float32.workspace(problem)
             return Schedule(
-                (float32.launch(device), self._main(problem, device, tile, WHOLE)),
+                (float32.launch(device), self._main(problem, device, tile, UNSPLIT)),
                 workspace=workspace,
                 section_heads=self._section_heads(problem, device, tile),
                 tensor_maps=maps,
-                parts=parts,
+                workspace_offsets=offsets,
             )
         if problem.is_float8:
             return Schedule(
-                (float8.launch(device), self._main(problem, device, tile, WHOLE)),
+                (float8.launch(device), self._main(problem, device, tile, UNSPLIT)),
                 workspace=float8.workspace(problem),
                 section_heads=self._section_heads(problem, device, tile),
                 tensor_maps=maps,
-                parts={float8.VALUES: 0},
+                workspace_offsets={float8.VALUES: 0},
             )
         cut = split_kv.choose(
             problem,

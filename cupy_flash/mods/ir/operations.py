@@ -522,8 +522,8 @@ def _folded_reals(node: Node) -> Node:
         return node
     result = _folded(node)
     values = [result.value, *(x.value for x in node.args)]
-    is_whole = all(abs(value) <= 2**24 and value == int(value) for value in values)
-    return result if is_whole else node
+    is_unsplit = all(abs(value) <= 2**24 and value == int(value) for value in values)
+    return result if is_unsplit else node
 
 
 def _simplified(op: str, args: tuple[Node, ...]) -> Node | None:

@@ -362,7 +362,7 @@ def test_everything_covers_each_family_with_each_dtype_that_it_serves() -> None:
     found = {(plan.problem.direction, plan.family, plan.problem.dtype) for plan in plans}
     assert found == served
     assert {plan.problem.causal for plan in plans} == {False, True}
-    assert {plan.schedule.split.kind == "parts" for plan in plans} == {False, True}
+    assert {plan.schedule.split.kind == "fixed" for plan in plans} == {False, True}
     assert {plan.problem.softmax_scale > 0 for plan in plans} == {False, True}
     assert {2, 4, 16} <= {plan.problem.alignment for plan in plans}
 

@@ -68,7 +68,7 @@ class Part(NamedTuple):
     lse: Any
 
 
-WHOLE = Part({}, ...)
+UNSPLIT = Part({}, ...)
 
 
 def placed(array: np.ndarray, place: str, xp: Any) -> Any:

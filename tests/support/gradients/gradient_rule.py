@@ -37,7 +37,7 @@ from cupy_flash.cpu.forward_pass import compute_dtype
 from cupy_flash.reference.dense import max_error
 from cupy_flash.reference.gradients import gradient_bound
 from support.calls.modified_calls import DTYPES
-from support.gradients.gradient_calls import WHOLE, GradientCall
+from support.gradients.gradient_calls import UNSPLIT, GradientCall
 
 
 def check_gradients(call: GradientCall, got: Mapping[str, Any] | Sequence[Any]) -> None:
@@ -59,7 +59,7 @@ def check_gradients(call: GradientCall, got: Mapping[str, Any] | Sequence[Any]) 
         if name in call.unseen:
             left = gradient[call.unseen[name]]
             assert not left.any(), f"d{name} of what is not seen is not 0: {call}"
-        for part in call.parts if name in call.parts[0].of else [WHOLE]:
+        for part in call.parts if name in call.parts[0].of else [UNSPLIT]:
             _check_part(call, name, gradient, part.of.get(name, ...), part.lse)
 
 

@@ -48,7 +48,7 @@ from cupy_flash import (
     flash_attention_with_kvcache,
 )
 from cupy_flash.calls import dispatch
-from cupy_flash.calls.gpu.sharded_append import NewRows, Stripes
+from cupy_flash.calls.gpu.sharded_append import AppendedRows, CacheSharding
 from cupy_flash.families import FAMILIES, FORWARD
 from cupy_flash.parallel import cache_shard
 from cupy_flash.problem.arrays import MAX_ALIGNMENT
@@ -499,7 +499,9 @@ def call_shard_append(dtype: str, ranks: int, stripe: int) -> str | None:
     for rank in range(ranks):
         shard = functools.partial(cache_shard, ranks=ranks, rank=rank, stripe=stripe)
         caches = [on_gpu(shard(whole), MAX_ALIGNMENT) for _ in "kv"]
-        dispatch.append(NewRows(*caches, k, k, cache_seqlens), Stripes(ranks, rank, stripe, 41), 0)
+        dispatch.append(
+            AppendedRows(*caches, k, k, cache_seqlens), CacheSharding(ranks, rank, stripe, 41), 0
+        )
         if any((cache.get() != shard(filled)).any() for cache in caches):
             return f"rank {rank} has other rows"
     return None

@@ -10,7 +10,7 @@ import numpy as np
 
 from cupy_flash.arrays import kinds
 from cupy_flash.arrays.jax_arrays import from_jax, to_jax
-from cupy_flash.arrays.overlap import require_apart
+from cupy_flash.arrays.overlap import require_no_overlap
 from cupy_flash.arrays.strided import (
     as_cupy,
     has_one_batch_stride,
@@ -37,7 +37,7 @@ from cupy_flash.calls.check.problems import problem_of
 from cupy_flash.calls.conversions import conversions, converted
 from cupy_flash.calls.gpu import prepared_calls
 from cupy_flash.calls.gpu.allocate import as_tensor
-from cupy_flash.calls.gpu.sharded_append import NewRows, Stripes
+from cupy_flash.calls.gpu.sharded_append import AppendedRows, CacheSharding
 from cupy_flash.calls.host import forward as host_forward
 from cupy_flash.calls.options import Options, plain_options, with_offsets
 from cupy_flash.cpu import combine as cpu_combine
@@ -84,15 +84,15 @@ def attention(
             or arguments.v_scale is not None
             or arguments.q_scale is not None
         ):
-            arguments = _with_numbers_placed(arguments)
+            arguments = _copy_scales_to_gpu(arguments)
         if is_cupy_type(like.__class__):
             found = prepared_calls.run(arguments, options, keys, True, user_mods, mod_key)
             if found is not None:
                 return found if options.return_lse else found[0]
         elif is_torch_on_gpu(*arguments.arrays_of_kind(options.kind)):
-            return _of_torch(arguments, options, keys, user_mods, mod_key)
+            return _torch_attention(arguments, options, keys, user_mods, mod_key)
         elif options.kind == "dense" and arguments.out is None and mod_key is None:
-            found = _of_jax(arguments, options)
+            found = _jax_attention(arguments, options)
             if found is not None:
                 return found
     require_backend(backend)
@@ -126,7 +126,7 @@ def attention(
     return (result, convert(lse)) if options.return_lse else result
 
 
-def _with_numbers_placed(arguments: Arguments) -> Arguments:
+def _copy_scales_to_gpu(arguments: Arguments) -> Arguments:
     """Return the arguments with scales that are numbers copied to the GPU, if q is there."""
     numbers = {
         n: x for n in FLOAT8_SCALES if (x := getattr(arguments, n)).__class__ in (int, float)
@@ -134,8 +134,8 @@ def _with_numbers_placed(arguments: Arguments) -> Arguments:
     q = arguments.q
     if not numbers or not (is_torch_on_gpu(q) or is_cupy(q)):
         return arguments
-    placed = {n: kinds.number_on_gpu(n, x, like=q) for n, x in numbers.items()}
-    return arguments._replace(**placed)
+    copied = {n: kinds.number_on_gpu(n, x, like=q) for n, x in numbers.items()}
+    return arguments._replace(**copied)
 
 
 def combine(partials: Partials) -> tuple[Any, Any]:
@@ -159,9 +159,9 @@ def combine(partials: Partials) -> tuple[Any, Any]:
     return result, convert(lse)
 
 
-def append(rows: NewRows, stripes: Stripes, keys: int) -> None:
+def append(rows: AppendedRows, sharding: CacheSharding, keys: int) -> None:
     """Write new rows of CuPy arrays into a rank's cache shard; see `attention` for `keys`."""
-    prepared_calls.run(rows, stripes, keys)
+    prepared_calls.run(rows, sharding, keys)
 
 
 def plan(
@@ -172,10 +172,10 @@ def plan(
     modifications: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Return the plan of a call without reading its arrays; see `cupy_flash.plan`."""
-    made = unloaded_plan(arguments, options, backend, arch, modifications)
-    if arch is not None or made.unit is None:
-        return made
-    return dataclasses.replace(made, resources=compiler.loaded_resources(made.unit))
+    made_plan = unloaded_plan(arguments, options, backend, arch, modifications)
+    if arch is not None or made_plan.unit is None:
+        return made_plan
+    return dataclasses.replace(made_plan, resources=compiler.loaded_resources(made_plan.unit))
 
 
 def unloaded_plan(
@@ -251,7 +251,7 @@ def all_are(kind: type, given: tuple[Any, ...]) -> bool:
     return True
 
 
-def _of_torch(
+def _torch_attention(
     arguments: Arguments,
     options: Options,
     keys: int,
@@ -268,7 +268,7 @@ def _of_torch(
         return (result, as_tensor(lse)) if options.return_lse else result
 
 
-def _of_jax(arguments: Arguments, options: Options) -> Any | None:
+def _jax_attention(arguments: Arguments, options: Options) -> Any | None:
     """Compute attention of JAX arrays; return None if one cannot be read by its address."""
     memories = []
     for name in ("q", "k", "v"):
@@ -291,5 +291,5 @@ def _combine_on_host(partials: Partials) -> tuple[np.ndarray, np.ndarray]:
     if out is None:
         out = np.empty(out_partial.shape[1:], out_partial.dtype)
     else:
-        require_apart(partials._fields, partials, ("out",))
+        require_no_overlap(partials._fields, partials, ("out",))
     return out, cpu_combine.merge(out_partial, lse_partial, out, sinks)

@@ -132,7 +132,7 @@ def gradients(
         if results is not None:
             return _as_inputs(results, arguments, options)
     if backend == "auto" and is_torch_on_gpu(*arguments):
-        return _of_torch(arguments, options, user_mods, mod_key)
+        return _torch_gradients(arguments, options, user_mods, mod_key)
     require_backend(backend)
     if mod_key is not None:
         options = options.with_mod_key(mod_key)
@@ -157,7 +157,7 @@ def gradients(
     return tuple(new if x is None else x for x, new in zip(own, converted, strict=True))
 
 
-def _of_torch(
+def _torch_gradients(
     arguments: GradientArguments,
     options: Options,
     user_mods: UserMods,

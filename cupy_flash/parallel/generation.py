@@ -10,7 +10,7 @@ import numpy as np
 from cupy_flash.api.dense import flash_attention
 from cupy_flash.api.kvcache import flash_attention_with_kvcache as attention_with_kvcache
 from cupy_flash.arrays.kinds import normalize_int32
-from cupy_flash.arrays.overlap import require_apart
+from cupy_flash.arrays.overlap import require_no_overlap
 from cupy_flash.arrays.strided import (
     address_of,
     array_module,
@@ -28,7 +28,7 @@ from cupy_flash.calls.arguments import CACHES, Arguments, given_lengths
 from cupy_flash.calls.backends import require_backend
 from cupy_flash.calls.check.lengths import LengthLimit, require_length
 from cupy_flash.calls.check.partials import Partials
-from cupy_flash.calls.gpu.sharded_append import NewRows, Stripes
+from cupy_flash.calls.gpu.sharded_append import AppendedRows, CacheSharding
 from cupy_flash.calls.host.forward import require_writable
 from cupy_flash.calls.options import Options
 from cupy_flash.mods.keywords import checked_softcap
@@ -310,7 +310,7 @@ def _planned(
     lengths = _lengths(cache_seqlens, q, group)
     if new:
         read = {"cache_seqlens": None if isinstance(lengths, int) else lengths, "sinks": sinks}
-        require_apart((*arrays, *read), (*arrays.values(), *read.values()), CACHES)
+        require_no_overlap((*arrays, *read), (*arrays.values(), *read.values()), CACHES)
     limit = _length_limit(capacity, new, group.size, group.rank, stripe)
     if isinstance(lengths, int):
         require_length("cache_seqlens", lengths, (limit,))
@@ -366,9 +366,9 @@ def _append(
     batch, count_new = new[0].shape[:2]
     if is_cupy(caches[0]):
         limit = _length_limit(caches[0].shape[1], count_new, group.size, group.rank, stripe)
-        stripes = Stripes(group.size, group.rank, stripe, limit.most + count_new)
+        stripes = CacheSharding(group.size, group.rank, stripe, limit.most + count_new)
         keys, each = (lengths, None) if isinstance(lengths, int) else (0, lengths)
-        dispatch.append(NewRows(*caches, *new, each), stripes, keys)
+        dispatch.append(AppendedRows(*caches, *new, each), stripes, keys)
         return
     lengths = np.broadcast_to(np.asarray(lengths, np.int32), batch)
     positions = lengths[:, None] + np.arange(count_new, dtype=np.int32)

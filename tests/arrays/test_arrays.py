@@ -11,7 +11,7 @@ from support.foreign import Foreign
 
 from cupy_flash import flash_attention
 from cupy_flash.arrays import kinds, strided
-from cupy_flash.arrays.overlap import require_apart
+from cupy_flash.arrays.overlap import require_no_overlap
 from cupy_flash.calls import arguments
 
 SHAPE = (2, 3, 4, 8)
@@ -42,7 +42,7 @@ def slices(length):
 
 def overlap(first, second):
     try:
-        require_apart(("first", "second"), (first, second), ("second",))
+        require_no_overlap(("first", "second"), (first, second), ("second",))
     except ValueError:
         return True
     return False

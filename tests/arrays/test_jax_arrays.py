@@ -289,9 +289,9 @@ def test_jax_says_of_an_array_what_is_asked_of_it(jax, monkeypatch):
     memory = jax_arrays.from_jax("q", array)
     assert memory is not None
     assert (memory.array, memory.device) == (array, device)
-    # `facts` equals that of a CuPy array with the same shape, dtype and device.
-    assert memory.facts[:2] == (values.shape, values.dtype)
-    assert memory.facts[2] == device.local_hardware_id
+    # `array_key` equals that of a CuPy array with the same shape, dtype and device.
+    assert memory.array_key[:2] == (values.shape, values.dtype)
+    assert memory.array_key[2] == device.local_hardware_id
     read_back = ctypes.string_at(memory.address, values.nbytes)
     np.testing.assert_array_equal(np.frombuffer(read_back, values.dtype).reshape(2, 3, 4), values)
 

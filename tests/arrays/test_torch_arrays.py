@@ -449,7 +449,7 @@ def test_a_number_as_a_scale_is_filled_into_new_memory_in_each_call(gpu, library
     shape = (3, 1, 6, 64)
     q = Tensor(gpu, shape, "float16") if library == "torch" else gpu.array(*shape)
     placed = [
-        dispatch._with_numbers_placed(Arguments(q=q, k_scale=scale, v_scale=1))
+        dispatch._copy_scales_to_gpu(Arguments(q=q, k_scale=scale, v_scale=1))
         for scale in (0.5, 0.5, 2.0)
     ]
     scales = [array for each in placed for array in (each.k_scale, each.v_scale)]

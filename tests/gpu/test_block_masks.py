@@ -456,16 +456,16 @@ def test_the_map_of_a_graph_of_torch_lies_in_torchs_memory(
 
     monkeypatch.setattr(calls_block_maps, "new_torch_memory", new_torch_memory)
     mod, key = documents(), MapKey(0, "float16", SPEC)
-    kept = map_of_mask(mod, key, 0xA0, of_torch=True)
+    kept = map_of_mask(mod, key, 0xA0, uses_torch=True)
     assert not made, "a kept map lies on a stream of its own"
     cuda.capturing.add(0xA0)
     monkeypatch.setattr(cuda, "alloc", None)
-    ready = map_of_mask(mod, key, 0xA0, of_torch=True)
+    ready = map_of_mask(mod, key, 0xA0, uses_torch=True)
     layout = Layout.of(SPEC, mask_text(mod, "float16"))
     assert made == [layout.bytes, layout.scratch]
     assert ready.address == 1 << 50
     cuda.capturing.clear()
-    assert map_of_mask(mod, key, 0xA0, of_torch=True) is kept
+    assert map_of_mask(mod, key, 0xA0, uses_torch=True) is kept
 
 
 def test_the_legacy_stream_is_not_asked_whether_it_is_captured(cuda: FakeCuda) -> None:

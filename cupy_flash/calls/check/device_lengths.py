@@ -18,7 +18,7 @@ from cupy_flash.gpu.environment import cupy_module
 
 VARIABLE = "CUPY_FLASH_CHECK"
 # The variable is read once, because a call takes only a few microseconds.
-is_asked_for = os.environ.get(VARIABLE, "0") not in ("", "0")
+is_enabled = os.environ.get(VARIABLE, "0") not in ("", "0")
 
 
 def check(arrays: Any, options: Options, keys: int, mod_key: ModificationKey | None) -> None:
@@ -55,7 +55,7 @@ def contents(array: Any) -> Any | None:
 
     The copy waits for the current stream. The result is None while the stream is captured.
     """
-    return taken_by(np, as_cupy(array)) if is_asked_for and not _is_capturing() else None
+    return taken_by(np, as_cupy(array)) if is_enabled and not _is_capturing() else None
 
 
 def _is_capturing() -> bool:

@@ -20,9 +20,9 @@ _MOST_TIMES = 4
 # Shape and dtype of a result.
 ResultSpec = tuple[tuple[int, ...], np.dtype]
 # Function that returns new arrays and their addresses; None and 0 for results not requested.
-Maker = Callable[[], tuple[list[Any], list[int]]]
+ResultAllocator = Callable[[], tuple[list[Any], list[int]]]
 # Function that returns newly allocated memory and its address.
-MemoryMaker = Callable[[], tuple[Any, int]]
+MemoryAllocator = Callable[[], tuple[Any, int]]
 
 
 def is_tensor(array: Any) -> bool:
@@ -35,14 +35,14 @@ def as_tensor(array: Any) -> Any:
     return array if is_tensor(array) else to_torch(array)
 
 
-def memory_maker(size: int, *, of_torch: bool) -> MemoryMaker | None:
+def memory_allocator(size: int, *, uses_torch: bool) -> MemoryAllocator | None:
     """Return a function that allocates `size` bytes by torch or CuPy, or None if `size` is 0.
 
     Torch keeps the memory of its CUDA graphs separate, so captured calls need no CuPy pool.
     """
     if size == 0:
         return None
-    if of_torch:
+    if uses_torch:
         make = tensor_maker((size,), np.dtype(np.uint8))
 
         def new_bytes_like() -> tuple[Any, int]:
@@ -65,21 +65,21 @@ def new_torch_memory(size: int) -> tuple[Any, int]:
     return tensor, tensor.data_ptr()
 
 
-def maker(specs: Sequence[ResultSpec | None], *, of_torch: bool) -> Maker:
+def result_allocator(specs: Sequence[ResultSpec | None], *, uses_torch: bool) -> ResultAllocator:
     """Return a function that allocates C-contiguous torch tensors or CuPy arrays of these specs."""
     wanted = [(index, *spec) for index, spec in enumerate(specs) if spec is not None]
     none, nowhere = [None] * len(specs), [0] * len(specs)
     # Loops, because a comprehension would cost a function call in each call.
-    if of_torch:
-        makers = [(index, tensor_maker(shape, dtype)) for index, shape, dtype in wanted]
+    if uses_torch:
+        allocators = [(index, tensor_maker(shape, dtype)) for index, shape, dtype in wanted]
 
         def new_tensors() -> tuple[list[Any], list[int]]:
             tensors: list[Any] = none.copy()
-            at = nowhere.copy()
-            for index, make in makers:
+            result_offsets = nowhere.copy()
+            for index, make in allocators:
                 tensor = tensors[index] = make()
-                at[index] = tensor.data_ptr()
-            return tensors, at
+                result_offsets[index] = tensor.data_ptr()
+            return tensors, result_offsets
 
         return new_tensors
     ndarray, alloc = cupy_module().ndarray, cupy_module().cuda.alloc
@@ -87,13 +87,13 @@ def maker(specs: Sequence[ResultSpec | None], *, of_torch: bool) -> Maker:
 
     def new_arrays() -> tuple[list[Any], list[int]]:
         arrays: list[Any] = none.copy()
-        at = nowhere.copy()
+        result_offsets = nowhere.copy()
         for size, parts in groups:
             memory = alloc(size)
             for offset, index, shape, dtype in parts:
                 place = memory + offset
-                arrays[index], at[index] = ndarray(shape, dtype, place), place.ptr
-        return arrays, at
+                arrays[index], result_offsets[index] = ndarray(shape, dtype, place), place.ptr
+        return arrays, result_offsets
 
     return new_arrays
 

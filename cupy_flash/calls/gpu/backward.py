@@ -17,7 +17,12 @@ from cupy_flash.calls.backward_arguments import (
 from cupy_flash.calls.check.modifications import UserMods, canonical, packed_arguments
 from cupy_flash.calls.check.problems import sizes_of
 from cupy_flash.calls.conversions import converted
-from cupy_flash.calls.gpu.allocate import Maker, MemoryMaker, maker, memory_maker
+from cupy_flash.calls.gpu.allocate import (
+    MemoryAllocator,
+    ResultAllocator,
+    memory_allocator,
+    result_allocator,
+)
 from cupy_flash.calls.gpu.forward import fixed_fields
 from cupy_flash.calls.options import Options
 from cupy_flash.families.input_gradients import bias_fields
@@ -45,17 +50,17 @@ class Call:
 
     Attributes
     ----------
-    new
+    allocate_results
         Function that allocates, in order, the gradients that no array is given for.
     given
         Index among the gradients, and index among the call's arrays, of each array that is given.
-    apart
+    overlap_check
         Overlap check for all arrays of the call.
     scratch
         Function that allocates memory for the plan's workspace, or None.
-    of_torch
+    uses_torch
         Whether torch allocates that memory. Torch tracks itself which streams use its memory.
-    parts
+    workspace_offsets
         Byte offsets in the workspace of the arrays whose addresses kernels are given.
     launches
         Launches of the backward kernels; none if there is no query.
@@ -63,12 +68,12 @@ class Call:
         Indices of the gradients that are zeroed first, because kernels write only parts of them.
     """
 
-    new: Maker
+    allocate_results: ResultAllocator
     given: tuple[tuple[int, int], ...]
-    apart: OverlapCheck
-    scratch: MemoryMaker | None
-    of_torch: bool
-    parts: tuple[int, ...]
+    overlap_check: OverlapCheck
+    scratch: MemoryAllocator | None
+    uses_torch: bool
+    workspace_offsets: tuple[int, ...]
     launches: Launches
     cleared: tuple[int, ...]
 
@@ -77,18 +82,21 @@ class Call:
 
         Of `arguments`, only the arrays that gradients are written to are used.
         """
-        self.apart.check(addresses)
-        stream = None if self.of_torch else shared(0)
-        arrays, at = self.new()
-        for index, place in self.given:
-            arrays[index], at[index] = arguments[place], addresses[place]
+        self.overlap_check.check(addresses)
+        stream = None if self.uses_torch else shared(0)
+        arrays, result_addresses = self.allocate_results()
+        for index, argument_index in self.given:
+            arrays[index], result_addresses[index] = (
+                arguments[argument_index],
+                addresses[argument_index],
+            )
         for index in self.cleared:
             as_cupy(arrays[index]).fill(0)
         # `_memory` is referenced until the launches are enqueued; then the pool may reuse it.
         _memory, scratch = self.scratch() if self.scratch else (None, 0)
         if self.launches:
-            parts = [scratch + part for part in self.parts]
-            self.launches.run((*addresses, *at, scratch, *parts))
+            offsets = [scratch + offset for offset in self.workspace_offsets]
+            self.launches.run((*addresses, *result_addresses, scratch, *offsets))
         if stream is not None:
             stream.launched()
         return arrays
@@ -115,26 +123,26 @@ def prepare(
     device: Device,
     user_mods: UserMods,
     *,
-    of_torch: bool,
+    uses_torch: bool,
 ) -> Call:
     """Check, plan, compile and load what backward calls with such CuPy arrays need."""
     assert options.wrt is not None
     fields = arguments._fields
     problem = gradient_problem(arguments, options)
-    apart = OverlapCheck(fields, arguments, WRITTEN)
-    apart.check(tuple(0 if array is None else address_of(array) for array in arguments))
+    overlap_check = OverlapCheck(fields, arguments, WRITTEN)
+    overlap_check.check(tuple(0 if array is None else address_of(array) for array in arguments))
     plan = make_plan(problem, device, family=options.family, tile=options.tile, explain=False)
     sources = {name: name for name in ("q", "k", "v", "out", "lse", "dout", _WORKSPACE)}
     sources |= {_field_of(name): _RESULT + name for name in options.wrt}
-    parts = plan.schedule.workspace_offsets
-    sources |= {name: name for name in parts}
+    offsets = plan.schedule.workspace_offsets
+    sources |= {name: name for name in offsets}
     optional = ("dlse", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
     sources |= {name: name for name in optional if getattr(arguments, name) is not None}
     if problem.layout.kind == "padded":
         sources["seqused_k"] = "seqlens_k"
     fixed = fixed_fields(plan)
-    if (of_bias := bias_fields(problem, device)) is not None:
-        fixed["dbias"] = of_bias
+    if (bias_members := bias_fields(problem, device)) is not None:
+        fixed["dbias"] = bias_members
     if options.mod_key is not None:
         sizes = sizes_of(problem, options)
         arrays = canonical(options.mod_key, arguments.modification_arrays, sizes)
@@ -143,7 +151,7 @@ def prepare(
         )
         sources |= {f"mods.{name}.data": name for name in captured}
     results = tuple(_RESULT + name for name in options.wrt)
-    names, maps = (*fields, *results, _WORKSPACE, *parts), plan.schedule.tensor_maps
+    names, maps = (*fields, *results, _WORKSPACE, *offsets), plan.schedule.tensor_maps
     given = {
         index: fields.index(f"d{name}")
         for index, name in enumerate(options.wrt)
@@ -154,12 +162,12 @@ def prepare(
         for index, name in enumerate(options.wrt)
     ]
     return Call(
-        new=maker(new, of_torch=of_torch),
+        allocate_results=result_allocator(new, uses_torch=uses_torch),
         given=tuple(given.items()),
-        apart=apart,
-        scratch=memory_maker(plan.workspace, of_torch=of_torch),
-        of_torch=of_torch,
-        parts=tuple(parts.values()),
+        overlap_check=overlap_check,
+        scratch=memory_allocator(plan.workspace, uses_torch=uses_torch),
+        uses_torch=uses_torch,
+        workspace_offsets=tuple(offsets.values()),
         launches=Launches(
             plan,
             PackedStruct(params_dtype(problem), fixed, sources, names),

@@ -28,7 +28,7 @@ def map_of_mask(
     current: int,
     arguments: Arguments | None = None,
     *,
-    of_torch: bool = False,
+    uses_torch: bool = False,
 ) -> ReadyMap:
     """Return the block mask of a mask on the current device, ready for the next launch.
 
@@ -45,7 +45,7 @@ def map_of_mask(
         Handle of the current stream.
     arguments
         Record with the arrays that the mask reads; by default those that it captured.
-    of_torch
+    uses_torch
         Whether the call's workspace is torch's memory. A graph then captures torch's memory, too.
 
     Raises
@@ -60,7 +60,7 @@ def map_of_mask(
     if found is not None:
         return found
     mods = packed_captures(mod, key.dtype, arguments)
-    allocate = new_torch_memory if of_torch else None
+    allocate = new_torch_memory if uses_torch else None
     return new_map(kept, key, current, mask_text(mod, key.dtype), mods, allocate)
 
 

@@ -21,7 +21,12 @@ from cupy_flash.calls.check.lengths import LengthLimit, length_limits, require_l
 from cupy_flash.calls.check.modifications import UserMods, canonical, packed_arguments
 from cupy_flash.calls.check.problems import lse_shape, problem_of, sizes_of
 from cupy_flash.calls.conversions import converted
-from cupy_flash.calls.gpu.allocate import Maker, MemoryMaker, maker, memory_maker
+from cupy_flash.calls.gpu.allocate import (
+    MemoryAllocator,
+    ResultAllocator,
+    memory_allocator,
+    result_allocator,
+)
 from cupy_flash.calls.gpu.block_masks import map_of_mask, map_spec
 from cupy_flash.calls.options import DENSE_KINDS, Options
 from cupy_flash.families.params import params_dtype
@@ -54,11 +59,11 @@ class Call:
 
     Attributes
     ----------
-    new
+    allocate_results
         Function that allocates out, unless it is given, and lse, if it is requested.
     out_index
         Index of `out` among the addresses.
-    apart
+    overlap_check
         Overlap check for all arrays of the call.
     counters
         Number of zeroed 32-bit words that the kernels need.
@@ -69,69 +74,69 @@ class Call:
         Launches of attention; none if there is nothing to compute.
     qkv_step
         Bytes between the parts of qkv; None if q, k and v are separate arrays.
-    is_cleared
+    fills_results
         Whether the call fills out and lse itself, because no kernel runs: the caches have no rows,
         or no query row belongs to a sequence.
-    is_unowned
+    has_no_rows
         Whether no row of packed queries belongs to a sequence, so that sinks are ignored.
-    rotated_at
+    rotated_offset
         Byte offset of the rotated queries in the scratch memory.
     append
         Launch that precedes attention and appends to the cache, or None.
-    most_keys, limits
+    max_keys, limits
         Largest integer that cache_seqlens may be, and the limits that determine it.
     block_map
         Key of the block mask that the kernels read, or None.
-    parts
+    workspace_offsets
         Byte offsets in the scratch memory of the arrays whose addresses kernels are given.
-    of_torch
+    uses_torch
         Whether torch allocates the scratch memory, and a block mask that a graph captures.
-    pull_backs
+    backward_calls
         Prepared backward calls of this call, see `torch_autograd.py`.
     """
 
-    new: Maker
+    allocate_results: ResultAllocator
     out_index: int
-    apart: OverlapCheck
+    overlap_check: OverlapCheck
     counters: int
-    scratch: MemoryMaker | None
+    scratch: MemoryAllocator | None
     launches: Launches | None
     qkv_step: int | None
-    is_cleared: bool = False
-    is_unowned: bool = False
-    rotated_at: int = 0
+    fills_results: bool = False
+    has_no_rows: bool = False
+    rotated_offset: int = 0
     append: append.Append | None = None
-    most_keys: int = 0
+    max_keys: int = 0
     limits: tuple[LengthLimit, ...] = ()
     block_map: MapKey | None = None
-    parts: tuple[int, ...] = ()
-    of_torch: bool = False
-    pull_backs: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+    workspace_offsets: tuple[int, ...] = ()
+    uses_torch: bool = False
+    backward_calls: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     def run(
         self, arguments: Arguments, addresses: tuple[int, ...], keys: int, user_mods: UserMods
     ) -> tuple[Any, Any | None]:
         """Enqueue the launches for arrays at these addresses; return out and lse."""
-        if not 0 <= keys <= self.most_keys:
+        if not 0 <= keys <= self.max_keys:
             require_length("cache_seqlens", keys, self.limits)
-        if self.apart.pairs:
-            self.apart.check(addresses)
-        (out, lse), (out_at, lse_at) = self.new()
+        if self.overlap_check.pairs:
+            self.overlap_check.check(addresses)
+        (out, lse), (out_address, lse_address) = self.allocate_results()
         if out is None:
-            out, out_at = arguments.out, addresses[self.out_index]
-        if not self.launches and self.append is None and not self.is_cleared:
+            out, out_address = arguments.out, addresses[self.out_index]
+        if not self.launches and self.append is None and not self.fills_results:
             return out, lse
         stream = shared(self.counters) if self.counters or self.scratch else None
         # `_memory` is referenced until the launches are enqueued; then the pool may reuse it.
         _memory, scratch = self.scratch() if self.scratch else (None, 0)
         # Order of `names` in `prepare`. A sum is twice as fast as a tuple with a starred element.
         values = addresses + (  # noqa: RUF005
-            out_at,
-            lse_at,
+            out_address,
+            lse_address,
             scratch,
             0 if stream is None else stream.address,
             keys,
-            scratch + self.rotated_at,
+            scratch + self.rotated_offset,
         )
         if self.qkv_step is not None:
             first, step = addresses[1], self.qkv_step
@@ -142,21 +147,22 @@ class Call:
             # With the device given, CuPy need not look up the current one.
             current = cupy_module().cuda.get_current_stream(self.block_map.device).ptr
             ready = map_of_mask(
-                *(user_mods.mask_mod, self.block_map, current, arguments), of_torch=self.of_torch
+                *(user_mods.mask_mod, self.block_map, current, arguments),
+                uses_torch=self.uses_torch,
             )
             values += (ready.address,)
-        if self.parts:
-            values += tuple([scratch + part for part in self.parts])
+        if self.workspace_offsets:
+            values += tuple([scratch + offset for offset in self.workspace_offsets])
         if self.append is not None:
             self.append.run(values)
         if self.launches:
             self.launches.run(values)
-        elif self.is_cleared:
+        elif self.fills_results:
             as_cupy(out).fill(0)
             if lse is not None:
                 sinks = getattr(arguments, "sinks", None)
                 as_cupy(lse).fill(-math.inf)
-                if sinks is not None and not self.is_unowned:
+                if sinks is not None and not self.has_no_rows:
                     as_cupy(lse)[...] = as_cupy(sinks)[:, None]
         if ready is not None:
             ready.launched(current)
@@ -189,7 +195,7 @@ def prepare(
     device: Device,
     user_mods: UserMods,
     *,
-    of_torch: bool,
+    uses_torch: bool,
 ) -> Call:
     """Check, plan, compile and load what calls with such CuPy arrays or tensors need."""
     fields, given = arguments.names_of_kind(options.kind), arguments.arrays_of_kind(options.kind)
@@ -200,26 +206,26 @@ def prepare(
     is_kvcache = options.kind == "kvcache"
     limits = length_limits(arguments, problem) if is_kvcache else ()
     written = written_arrays(problem)
-    apart = OverlapCheck(fields, given, written)
+    overlap_check = OverlapCheck(fields, given, written)
     # Overlapping arrays are refused before anything is compiled.
-    apart.check(tuple(0 if array is None else address_of(array) for array in given))
+    overlap_check.check(tuple(0 if array is None else address_of(array) for array in given))
     plan = make_plan(problem, device, family=options.family, tile=options.tile, explain=False)
-    scratch, rotated_at = plan.workspace, 0
+    scratch, rotated_offset = plan.workspace, 0
     if arguments.rotary_cos is not None:
-        rotated_at = -(-scratch // _SCRATCH_ALIGNMENT) * _SCRATCH_ALIGNMENT
-        scratch = rotated_at + q.size * q.itemsize
-    parts_of_scratch = dict(plan.schedule.workspace_offsets)
+        rotated_offset = -(-scratch // _SCRATCH_ALIGNMENT) * _SCRATCH_ALIGNMENT
+        scratch = rotated_offset + q.size * q.itemsize
+    scratch_offsets = dict(plan.schedule.workspace_offsets)
     if layout.packed_new:
         # The append kernel writes the lengths after the append; the attention kernel reads them.
-        parts_of_scratch["lengths_after"] = -(-scratch // _SCRATCH_ALIGNMENT) * _SCRATCH_ALIGNMENT
-        scratch = parts_of_scratch["lengths_after"] + 4 * problem.batch
+        scratch_offsets["lengths_after"] = -(-scratch // _SCRATCH_ALIGNMENT) * _SCRATCH_ALIGNMENT
+        scratch = scratch_offsets["lengths_after"] + 4 * problem.batch
     appends = layout.appends or arguments.rotary_cos is not None
     has_no_keys = is_kvcache and problem.seqlen_k == 0
     # Kernels zero rows that belong to no sequence. If no sequence can have rows, no kernel runs.
-    is_unowned = layout.packed_q and problem.is_empty and q.size > 0
+    has_no_rows = layout.packed_q and problem.is_empty and q.size > 0
     spec = map_spec(plan)
-    parts, map_place = _PARTS_OF_QKV if qkv is not None else (), (_MAP,) if spec else ()
-    names = (*fields, *_VALUES, *parts, *map_place, *parts_of_scratch)
+    parts, map_name = _PARTS_OF_QKV if qkv is not None else (), (_MAP,) if spec else ()
+    names = (*fields, *_VALUES, *parts, *map_name, *scratch_offsets)
     sources, maps = _sources(arguments, plan), plan.schedule.tensor_maps
     fixed = fixed_fields(plan)
     if options.mod_key is not None:
@@ -235,7 +241,9 @@ def prepare(
         cuda = cupy_module().cuda
         block_map = MapKey(cuda.runtime.getDevice(), problem.dtype, spec)
         current = cuda.get_current_stream().ptr
-        ready = map_of_mask(*(user_mods.mask_mod, block_map, current, arguments), of_torch=of_torch)
+        ready = map_of_mask(
+            *(user_mods.mask_mod, block_map, current, arguments), uses_torch=uses_torch
+        )
         fixed["block_mask"] = ready.map.fields
         sources |= {"block_mask.memory": _MAP}
     out = None
@@ -245,11 +253,11 @@ def prepare(
     if options.return_lse:
         lse = (lse_shape(q, problem), np.dtype(problem.lse_dtype))
     return Call(
-        new=maker((out, lse), of_torch=of_torch),
+        allocate_results=result_allocator((out, lse), uses_torch=uses_torch),
         out_index=fields.index("out"),
-        apart=apart,
+        overlap_check=overlap_check,
         counters=plan.schedule.counters,
-        scratch=memory_maker(scratch, of_torch=of_torch),
+        scratch=memory_allocator(scratch, uses_torch=uses_torch),
         launches=None
         if has_no_keys
         else Launches(
@@ -258,17 +266,17 @@ def prepare(
             TensorMaps(maps, names, sources) if maps else None,
         ),
         qkv_step=qkv_step,
-        is_cleared=is_unowned or (has_no_keys and not problem.is_empty),
-        is_unowned=is_unowned,
-        rotated_at=rotated_at,
+        fills_results=has_no_rows or (has_no_keys and not problem.is_empty),
+        has_no_rows=has_no_rows,
+        rotated_offset=rotated_offset,
         append=append.prepare(append_spec(arguments, problem, options), device, names)
         if appends
         else None,
-        most_keys=min((limit.most for limit in limits), default=0),
+        max_keys=min((limit.most for limit in limits), default=0),
         limits=limits,
         block_map=block_map,
-        parts=tuple(parts_of_scratch.values()),
-        of_torch=of_torch,
+        workspace_offsets=tuple(scratch_offsets.values()),
+        uses_torch=uses_torch,
     )
 
 

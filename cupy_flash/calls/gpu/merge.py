@@ -9,7 +9,7 @@ from cupy_flash.arrays.overlap import OverlapCheck
 from cupy_flash.arrays.strided import as_cupy, is_aligned, readable_in_place
 from cupy_flash.calls.check.partials import Partials, spec_of_call
 from cupy_flash.calls.conversions import converted
-from cupy_flash.calls.gpu.allocate import Maker, maker
+from cupy_flash.calls.gpu.allocate import ResultAllocator, result_allocator
 from cupy_flash.gpu import combine
 from cupy_flash.gpu.environment import cupy_module
 from cupy_flash.problem.device import Device
@@ -22,17 +22,17 @@ _NAMES = (*Partials._fields, "result", "lse")
 class Call:
     """Prepared merge: everything that the call key determines, see `prepared_calls.look_up`."""
 
-    new: Maker
-    apart: OverlapCheck
+    allocate_results: ResultAllocator
+    overlap_check: OverlapCheck
     kernel: combine.Combine
 
     def run(self, partials: Partials, addresses: tuple[int, ...], *_: Any) -> tuple[Any, Any]:
         """Enqueue the merge of arrays at these addresses; return out and lse."""
-        self.apart.check(addresses)
-        (out, lse), (out_at, lse_at) = self.new()
+        self.overlap_check.check(addresses)
+        (out, lse), (out_address, lse_address) = self.allocate_results()
         if out is None:
-            out, out_at = partials.out, addresses[2]
-        self.kernel.run((*addresses, out_at, lse_at))
+            out, out_address = partials.out, addresses[2]
+        self.kernel.run((*addresses, out_address, lse_address))
         return out, lse
 
 
@@ -53,7 +53,9 @@ def prepare(partials: Partials, device: Device) -> Call:
     out_partial, lse_partial = partials.out_partial, partials.lse_partial
     out = None if partials.out is not None else (out_partial.shape[1:], out_partial.dtype)
     return Call(
-        new=maker((out, (lse_partial.shape[1:], lse_partial.dtype)), of_torch=False),
-        apart=OverlapCheck(partials._fields, partials, ("out",)),
+        allocate_results=result_allocator(
+            (out, (lse_partial.shape[1:], lse_partial.dtype)), uses_torch=False
+        ),
+        overlap_check=OverlapCheck(partials._fields, partials, ("out",)),
         kernel=combine.prepare(spec, device, _NAMES),
     )

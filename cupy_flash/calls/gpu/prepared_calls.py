@@ -27,7 +27,7 @@ _calls: dict[tuple[Any, ...], Any] = {}
 
 def run(
     arrays: Any,
-    options: Options | sharded_append.Stripes | None,
+    options: Options | sharded_append.CacheSharding | None,
     keys: int = 0,
     only_cupy: bool = False,
     user_mods: UserMods = NO_USER_MODS,
@@ -41,9 +41,9 @@ def run(
     ----------
     arrays
         `Arguments` or `GradientArguments` with arrays on a GPU (CuPy arrays, torch tensors or
-        `JaxMemory`); or `Partials` or `NewRows` with CuPy arrays.
+        `JaxMemory`); or `Partials` or `AppendedRows` with CuPy arrays.
     options
-        Options of attention, or the `Stripes` of an append; None for a merge.
+        Options of attention, or the `CacheSharding` of an append; None for a merge.
     keys
         Length of every cached sequence before the append if no array gives the lengths; else 0.
     only_cupy
@@ -59,14 +59,14 @@ def run(
         Results of attention or of a merge; lse is None if it is not requested. A backward call
         returns the gradients instead; an append returns None twice.
     """
-    given = arrays.arrays_of_kind(options.kind) if isinstance(options, Options) else arrays
-    found = look_up(given, options, mod_key, only_cupy)
-    if found is None:
+    read_arrays = arrays.arrays_of_kind(options.kind) if isinstance(options, Options) else arrays
+    entry = look_up(read_arrays, options, mod_key, only_cupy)
+    if entry is None:
         return None
-    key, call, addresses = found
+    key, call, addresses = entry
     if call is None:
         call, arrays, addresses = prepare(key, arrays, addresses, options, user_mods, mod_key)
-    if device_lengths.is_asked_for and isinstance(options, Options):
+    if device_lengths.is_enabled and isinstance(options, Options):
         device_lengths.check(arrays, options, keys, mod_key)
     return call.run(arrays, addresses, keys, user_mods)
 
@@ -75,7 +75,7 @@ def prepare(
     key: tuple[Any, ...],
     arrays: Any,
     addresses: tuple[int, ...],
-    options: Options | sharded_append.Stripes | None,
+    options: Options | sharded_append.CacheSharding | None,
     user_mods: UserMods = NO_USER_MODS,
     mod_key: ModificationKey | None = None,
 ) -> tuple[Any, Any, tuple[int, ...]]:
@@ -88,26 +88,28 @@ def prepare(
     if isinstance(options, Options):
         if mod_key is not None:
             options = options.with_mod_key(mod_key)
-        way = gpu_forward if options.wrt is None else gpu_backward
-        readable: Any = way.readable(arrays, options)
+        module = gpu_forward if options.wrt is None else gpu_backward
+        readable: Any = module.readable(arrays, options)
     else:
         readable = merge.readable(arrays) if options is None else sharded_append.readable(arrays)
     if any(a is not b for a, b in zip(readable, arrays, strict=True)):
-        given = readable.arrays_of_kind(options.kind) if isinstance(options, Options) else readable
-        found = look_up(given, options)
-        assert found is not None
-        key, call, addresses = found
+        read_arrays = (
+            readable.arrays_of_kind(options.kind) if isinstance(options, Options) else readable
+        )
+        entry = look_up(read_arrays, options)
+        assert entry is not None
+        key, call, addresses = entry
         if call is not None:
             return call, readable, addresses
         return prepare(key, readable, addresses, options, user_mods)
     plain, device = type(arrays)(*map(as_cupy, arrays)), device_for_id(device_id)
     if options is None:
         call = merge.prepare(plain, device)
-    elif isinstance(options, sharded_append.Stripes):
+    elif isinstance(options, sharded_append.CacheSharding):
         call = sharded_append.prepare(plain, options, device)
     else:
-        of_torch = is_tensor(arrays.like)
-        call = way.prepare(plain, options, device, user_mods, of_torch=of_torch)
+        uses_torch = is_tensor(arrays.like)
+        call = module.prepare(plain, options, device, user_mods, uses_torch=uses_torch)
     if len(_calls) >= _MAX_CALLS:
         _calls.clear()
     _calls[key] = call
@@ -115,40 +117,41 @@ def prepare(
 
 
 def look_up(
-    given: Iterable[Any],
-    options: Options | sharded_append.Stripes | None,
+    read_arrays: Iterable[Any],
+    options: Options | sharded_append.CacheSharding | None,
     mod_key: ModificationKey | None = None,
     only_cupy: bool = False,
 ) -> tuple[tuple[Any, ...], Any, tuple[int, ...]] | None:
     """Return the call key of these arrays, the prepared call or None, and the addresses.
 
-    A call key holds the index of the current device, the array keys from `facts_of`, the options,
-    and the tuning generation. If `only_cupy`, the result is None if any array is not CuPy's.
+    A call key holds the index of the current device, the array keys from `find_array_keys`, the
+    options, and the tuning generation. If `only_cupy`, the result is None if any array is not
+    CuPy's.
     """
     cupy = cupy_module()
-    found = facts_of(given, cupy.ndarray, only_cupy)
-    if found is None:
+    entry = find_array_keys(read_arrays, cupy.ndarray, only_cupy)
+    if entry is None:
         return None
-    facts, addresses = found
+    array_keys, addresses = entry
     # The key holds everything that the plan and the checks depend on.
-    key = (cupy.cuda.runtime.getDevice(), facts, options, mod_key, tuning.generation())
+    key = (cupy.cuda.runtime.getDevice(), array_keys, options, mod_key, tuning.generation())
     return key, _calls.get(key), addresses
 
 
-def facts_of(
+def find_array_keys(
     arrays: Iterable[Any], cupy_array: type, only_cupy: bool = False
 ) -> tuple[tuple[Any, ...], tuple[int, ...]] | None:
     """Return the array keys of arrays on a GPU (shape, strides, ...), and their addresses.
 
     An absent array has None and 0. If `only_cupy`, the result is None if any array is not CuPy's.
     """
-    facts: list[Any] = []
+    array_keys: list[Any] = []
     addresses: list[int] = []
-    within = MAX_ALIGNMENT - 1
+    low_bits = MAX_ALIGNMENT - 1
     # Inline in the loop: a function call per array would cost half a microsecond.
     for array in arrays:
         if array is None:
-            facts.append(None)
+            array_keys.append(None)
             addresses.append(0)
             continue
         kind = array.__class__
@@ -156,20 +159,20 @@ def facts_of(
             data = array.data
             address = data.ptr
             addresses.append(address)
-            facts.append(
+            array_keys.append(
                 (
                     array.shape,
                     array.strides,
                     array.dtype,
                     data.device_id,
-                    address & within,
+                    address & low_bits,
                 )
             )
         elif only_cupy:
             return None
         elif kind is JaxMemory:
             addresses.append(array.address)
-            facts.append(array.facts)
+            array_keys.append(array.array_key)
         else:
             try:
                 address = array.data_ptr()
@@ -178,24 +181,24 @@ def facts_of(
             if not address and array.numel():
                 raise no_memory(array)
             addresses.append(address)
-            facts.append(
+            array_keys.append(
                 (
                     array.shape,
                     array.stride(),
                     array.dtype,
                     array.get_device(),
-                    address & within,
+                    address & low_bits,
                 )
             )
-    return tuple(facts), tuple(addresses)
+    return tuple(array_keys), tuple(addresses)
 
 
 def require_device(device_id: int, arrays: Any) -> None:
     """Raise ValueError, naming the field, unless all arrays are on the device with this index."""
     for name, array in zip(arrays._fields, arrays, strict=True):
         if array is not None and (its_id := as_cupy(array).data.device_id) != device_id:
-            within = "torch.cuda.device" if is_tensor(array) else "cupy.cuda.Device"
+            context = "torch.cuda.device" if is_tensor(array) else "cupy.cuda.Device"
             raise ValueError(
                 f"{name} lies on device {its_id}, but the current device is {device_id}; have all "
-                f"arrays on one device and call within `with {within}({its_id})`"
+                f"arrays on one device and call within `with {context}({its_id})`"
             )

@@ -10,7 +10,7 @@ from cupy_flash.gpu import append
 from cupy_flash.problem.device import Device
 
 
-class NewRows(NamedTuple):
+class AppendedRows(NamedTuple):
     """KV cache shard of a rank, new keys and values, and global lengths before the append."""
 
     k_cache: Any
@@ -20,7 +20,7 @@ class NewRows(NamedTuple):
     cache_seqlens: Any = None
 
 
-class Stripes(NamedTuple):
+class CacheSharding(NamedTuple):
     """Assignment of keys to the KV cache shard of a rank.
 
     Attributes
@@ -44,14 +44,14 @@ class Call:
     kernel: append.Append
 
     def run(
-        self, rows: NewRows, addresses: tuple[int, ...], keys: int, *_: Any
+        self, rows: AppendedRows, addresses: tuple[int, ...], keys: int, *_: Any
     ) -> tuple[None, None]:
         """Enqueue the append of arrays at these addresses; `keys` is as in `prepared_calls.run`."""
         self.kernel.run((*addresses, keys))
         return None, None
 
 
-def readable(rows: NewRows) -> NewRows:
+def readable(rows: AppendedRows) -> AppendedRows:
     """Return the arrays, with copies of those that the kernel cannot read in place."""
     lengths = rows.cache_seqlens
     return rows._replace(
@@ -61,7 +61,7 @@ def readable(rows: NewRows) -> NewRows:
     )
 
 
-def prepare(rows: NewRows, stripes: Stripes, device: Device) -> Call:
+def prepare(rows: AppendedRows, sharding: CacheSharding, device: Device) -> Call:
     """Compile and load the kernel that appends such CuPy arrays, which have been checked."""
     specs = [spec_of(array, address_of(array)) for array in rows[:4]]
     k_cache, v_cache, k, v = specs
@@ -75,7 +75,7 @@ def prepare(rows: NewRows, stripes: Stripes, device: Device) -> Call:
         heads_kv=heads_kv,
         head_dim=head_dim,
         head_dim_v=head_dim_v,
-        seqlen_cache=stripes.capacity,
+        seqlen_cache=sharding.capacity,
         q_strides=(0, 0, 0),
         k_strides=k.strides,
         v_strides=v.strides,
@@ -83,8 +83,8 @@ def prepare(rows: NewRows, stripes: Stripes, device: Device) -> Call:
         v_cache_strides=v_cache.strides,
         caches=batch,
         alignment=min(spec.row_alignment() for spec in specs),
-        ranks=stripes.ranks,
-        rank=stripes.rank,
-        stripe=stripes.stripe,
+        ranks=sharding.ranks,
+        rank=sharding.rank,
+        stripe=sharding.stripe,
     )
-    return Call(append.prepare(spec, device, (*NewRows._fields, "keys")))
+    return Call(append.prepare(spec, device, (*AppendedRows._fields, "keys")))

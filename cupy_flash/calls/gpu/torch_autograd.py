@@ -31,11 +31,11 @@ from cupy_flash.problem.gradient import ROWS
 _NO_ARRAYS = Arguments()
 # Index of cu_seqlens_q among the arrays of a varlen call; cu_seqlens_k and seqused_k follow.
 _FIRST_LENGTHS = Arguments._fields.index("cu_seqlens_q")
-_NO_LENGTHS_AT = (0, 0, 0)
-_LENGTHS = slice(_FIRST_LENGTHS, _FIRST_LENGTHS + len(_NO_LENGTHS_AT))
+_NO_LENGTH_ADDRESSES = (0, 0, 0)
+_LENGTHS = slice(_FIRST_LENGTHS, _FIRST_LENGTHS + len(_NO_LENGTH_ADDRESSES))
 _ALL_ROWS = (True,) * len(ROWS)
 # Maximum number of backward calls kept for one forward call: one for each strides of dout.
-_MAX_PULL_BACKS = 64
+_MAX_BACKWARD_CALLS = 64
 
 
 class Recorded(NamedTuple):
@@ -47,17 +47,17 @@ class Recorded(NamedTuple):
         Prepared forward call, which also keeps the prepared backward calls.
     options
         Options of the call, as Python values.
-    facts, addresses
-        Array keys and addresses of the call's arrays, see `prepared_calls.facts_of`.
-    results_at
+    array_keys, addresses
+        Array keys and addresses of the call's arrays, see `prepared_calls.find_array_keys`.
+    result_addresses
         Addresses of out and lse.
     """
 
     call: gpu_forward.Call
     options: Options
-    facts: tuple[Any, ...]
+    array_keys: tuple[Any, ...]
     addresses: tuple[int, ...]
-    results_at: tuple[int, int]
+    result_addresses: tuple[int, int]
 
 
 def run(arrays: tuple[Any, ...], options: Options) -> tuple[tuple[Any, Any], Any] | None:
@@ -78,7 +78,7 @@ def run(arrays: tuple[Any, ...], options: Options) -> tuple[tuple[Any, Any], Any
         Pair (out, lse), and the argument of `record`. None if no such call is prepared: in the
         first call, if kernels read copies of arrays, or if an array is not a plain GPU tensor.
     """
-    if device_lengths.is_asked_for or not arrays[0].is_cuda:
+    if device_lengths.is_enabled or not arrays[0].is_cuda:
         return None
     plain = tensor_types()
     for array in arrays:
@@ -100,8 +100,8 @@ def record(found: Any, results: tuple[Any, Any]) -> Recorded:
     """Return the record of a call that `run` has made."""
     key, call, addresses = found
     out, lse = results
-    results_at = (out.data_ptr(), lse.data_ptr())
-    return Recorded(call, key[2], key[1], addresses, results_at)
+    result_addresses = (out.data_ptr(), lse.data_ptr())
+    return Recorded(call, key[2], key[1], addresses, result_addresses)
 
 
 def _on_stream_of(tensor: Any, run: Callable[..., Any], *arguments: Any) -> Any:
@@ -136,19 +136,29 @@ def gradients(
         Gradients, None where not needed. The result is None instead of a list if the arrays are not
         the recorded ones, or not plain tensors on the current device.
     """
-    call, _, facts, addresses, results_at = recorded
+    call, _, array_keys, addresses, result_addresses = recorded
     q, k, v, out, lse, *lengths = saved
-    q_at, k_at, v_at, out_at, lse_at = (
+    q_address, k_address, v_address, out_address, lse_address = (
         *(q.data_ptr(), k.data_ptr(), v.data_ptr()),
         *(out.data_ptr(), lse.data_ptr()),
     )
-    if dout is None or (out_at, lse_at) != results_at or (q_at, k_at, v_at) != addresses[:3]:
+    if (
+        dout is None
+        or (out_address, lse_address) != result_addresses
+        or (q_address, k_address, v_address) != addresses[:3]
+    ):
         return None
     # Saved-tensor hooks may have restored a tensor at the same address, but with other strides.
-    if q.stride() != facts[0][1] or k.stride() != facts[1][1] or v.stride() != facts[2][1]:
+    if (
+        q.stride() != array_keys[0][1]
+        or k.stride() != array_keys[1][1]
+        or v.stride() != array_keys[2][1]
+    ):
         return None
-    lengths_at = addresses[_LENGTHS] or _NO_LENGTHS_AT
-    if [x.data_ptr() for x in lengths] != [at for at in lengths_at if at]:
+    length_addresses = addresses[_LENGTHS] or _NO_LENGTH_ADDRESSES
+    if [x.data_ptr() for x in lengths] != [
+        result_offsets for result_offsets in length_addresses if result_offsets
+    ]:
         return None
     plain = tensor_types()
     if dout.__class__ not in plain or not (dlse is None or dlse.__class__ in plain):
@@ -157,19 +167,31 @@ def gradients(
         return None
     cupy = cupy_module()
     try:
-        found = prepared_calls.facts_of((dout, dlse), cupy.ndarray)
+        found = prepared_calls.find_array_keys((dout, dlse), cupy.ndarray)
     except RuntimeError:
         return None
     assert found is not None
-    of_gradients, (dout_at, dlse_at) = found
+    of_gradients, (dout_address, dlse_address) = found
     if dout.get_device() != cupy.cuda.runtime.getDevice():
         return None
-    pull_back = call.pull_backs.get((needed, of_gradients))
-    if pull_back is None:
+    backward_call = call.backward_calls.get((needed, of_gradients))
+    if backward_call is None:
         key = needed, of_gradients
         return _on_stream_of(q, _prepare_and_run, recorded, saved, (dout, dlse), key)
-    at = (q_at, k_at, v_at, out_at, dout_at, lse_at, dlse_at, 0, 0, 0, *lengths_at)
-    new = _on_stream_of(q, pull_back.run, (), at)
+    result_offsets = (
+        q_address,
+        k_address,
+        v_address,
+        out_address,
+        dout_address,
+        lse_address,
+        dlse_address,
+        0,
+        0,
+        0,
+        *length_addresses,
+    )
+    new = _on_stream_of(q, backward_call.run, (), result_offsets)
     return new if needed == _ALL_ROWS else _by_input(new, needed)
 
 
@@ -177,15 +199,17 @@ def _prepare_and_run(
     recorded: Recorded,
     saved: tuple[Any, ...],
     of_results: tuple[Any, Any],
-    pull_back_key: tuple[tuple[bool, ...], Any],
+    backward_key: tuple[tuple[bool, ...], Any],
 ) -> list[Any] | None:
     """Compute `gradients` without a prepared backward call; keep the new one unless it copies."""
-    needed, _ = pull_back_key
+    needed, _ = backward_key
     if not is_torch_on_gpu(*of_results):
         return None
     (q, k, v, out, lse, *given), (dout, dlse) = saved, of_results
     left = iter(given)
-    lengths = [next(left) if at else None for at in recorded.addresses[_LENGTHS]]
+    lengths = [
+        next(left) if result_offsets else None for result_offsets in recorded.addresses[_LENGTHS]
+    ]
     arguments = GradientArguments(q, k, v, out, dout, lse, dlse, None, None, None, *lengths)
     wrt = tuple([name for name, wanted in zip(ROWS, needed, strict=True) if wanted])
     options = recorded.options.with_gradients(wrt)
@@ -197,9 +221,9 @@ def _prepare_and_run(
         call, readable, addresses = prepared_calls.prepare(key, arguments, addresses, options)
     new = call.run(readable, addresses)
     if readable is arguments:
-        if len(recorded.call.pull_backs) >= _MAX_PULL_BACKS:
-            recorded.call.pull_backs.clear()
-        recorded.call.pull_backs[pull_back_key] = call
+        if len(recorded.call.backward_calls) >= _MAX_BACKWARD_CALLS:
+            recorded.call.backward_calls.clear()
+        recorded.call.backward_calls[backward_key] = call
     return _by_input(map(as_tensor, new), needed)
 
 

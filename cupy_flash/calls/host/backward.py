@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupy_flash.arrays.overlap import require_apart
+from cupy_flash.arrays.overlap import require_no_overlap
 from cupy_flash.arrays.strided import readable_in_place, to_bshd
 from cupy_flash.calls.backends import require_cpu_family
 from cupy_flash.calls.backward_arguments import (
@@ -57,7 +57,7 @@ def backward(
     out = readable_in_place(arguments.out, one_batch=options.is_dense)
     if out is not arguments.out:
         arguments = arguments._replace(out=out)
-    problem, tile, *_ = _known(arguments, options, backend)
+    problem, tile, *_ = _call_info(arguments, options, backend)
     if not has_no_lengths:
         check_contents(arguments.forward, options, problem, 0)
     results, are_given = {}, False
@@ -70,7 +70,7 @@ def backward(
             are_given = True
         results[name] = result
     if are_given:
-        require_apart(arguments._fields, arguments, WRITTEN)
+        require_no_overlap(arguments._fields, arguments, WRITTEN)
     if tile is None:
         _on_gpu(arguments, results, options, user_mods)
     else:
@@ -103,7 +103,7 @@ def repeated(
     return tuple(results.values()) if done else None
 
 
-class _Known(NamedTuple):
+class _CallInfo(NamedTuple):
     """Results of the checks, common to all calls with the same shapes, strides, dtypes and options.
 
     Attributes
@@ -123,33 +123,33 @@ class _Known(NamedTuple):
 
 
 # Maximum number of entries in `_calls`; see `forward.py`.
-_MAX_KNOWN = 1024
-_calls: dict[Any, _Known] = {}
+_MAX_CALLS = 1024
+_calls: dict[Any, _CallInfo] = {}
 
 
-def _known(arguments: GradientArguments, options: Options, backend: str) -> _Known:
-    """Return the `_Known` of a call. A new one takes 250 us, longer than a small call itself."""
+def _call_info(arguments: GradientArguments, options: Options, backend: str) -> _CallInfo:
+    """Return the `_CallInfo` of a call. A new one takes 250 us, longer than a small call itself."""
     key = _key_of(arguments, options, backend)
-    known = _calls.get(key)
-    if known is None:
+    info = _calls.get(key)
+    if info is None:
         problem = gradient_problem(arguments, options)
         goes_to_gpu = runs_on_gpu(problem, options, backend)
         tile = None if goes_to_gpu else tile_of(problem, options)
-        known = _Known(problem, tile)
+        info = _CallInfo(problem, tile)
         if tile is not None and _has_plain_gradients(arguments, options):
             q, k, v = arguments[:3]
             causal, q_offset = problem.causal, problem.q_offset
             small = small_gradients(q.shape, k.shape, v.shape[3], causal, q_offset, tile)
-            known = known._replace(small=small, scale=scale_in(q.dtype, problem))
-        if len(_calls) >= _MAX_KNOWN:
+            info = info._replace(small=small, scale=scale_in(q.dtype, problem))
+        if len(_calls) >= _MAX_CALLS:
             _calls.clear()
-        _calls[key] = known
-    return known
+        _calls[key] = info
+    return info
 
 
 def _key_of(arguments: GradientArguments, options: Options, backend: str) -> tuple[Any, ...]:
-    facts = tuple([None if x is None else (x.shape, x.strides, x.dtype) for x in arguments])
-    return arguments.__class__, facts, options, backend, gpu_of(backend)
+    array_keys = tuple([None if x is None else (x.shape, x.strides, x.dtype) for x in arguments])
+    return arguments.__class__, array_keys, options, backend, gpu_of(backend)
 
 
 def _has_plain_gradients(arguments: GradientArguments, options: Options) -> bool:

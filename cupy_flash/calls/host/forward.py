@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from cupy_flash.arrays.numpy_errors import quiet
-from cupy_flash.arrays.overlap import require_apart
+from cupy_flash.arrays.overlap import require_no_overlap
 from cupy_flash.arrays.quantized import dequantized
 from cupy_flash.arrays.strided import dtype_name, to_bshd
 from cupy_flash.calls.arguments import (
@@ -53,7 +53,7 @@ def forward(
     has_no_lengths = options.kind == "dense" and options.mod_key is None
     if not has_no_lengths:
         arguments = converted(arguments, options)
-    call = _known(arguments, options, backend)
+    call = _call_info(arguments, options, backend)
     problem, goes_to_gpu, *_ = call
     lengths = check_contents(arguments, options, problem, keys)
     out = arguments.out
@@ -62,7 +62,7 @@ def forward(
         for name in written:
             if (array := getattr(arguments, name)) is not None:
                 require_writable(name, array)
-        require_apart(arguments._fields, arguments, written)
+        require_no_overlap(arguments._fields, arguments, written)
     if out is None:
         shape = (*arguments.q.shape[:-1], problem.head_dim_v)
         out = np.empty(shape, call.out_dtype)
@@ -100,7 +100,7 @@ def repeated(
     return (out, lse) if done else None
 
 
-class _Known(NamedTuple):
+class _CallInfo(NamedTuple):
     """Results of the checks, common to all calls with the same shapes, strides, dtypes and options.
 
     Attributes
@@ -125,28 +125,28 @@ class _Known(NamedTuple):
 
 
 # Maximum number of entries in `_calls`, whose role is that of `_calls` in `prepared_calls`.
-_MAX_KNOWN = 1024
-_calls: dict[Any, _Known] = {}
+_MAX_CALLS = 1024
+_calls: dict[Any, _CallInfo] = {}
 
 
-def _known(arguments: Arguments, options: Options, backend: str) -> _Known:
-    """Return the `_Known` of a call. A new one takes 70 us, longer than a small call itself."""
+def _call_info(arguments: Arguments, options: Options, backend: str) -> _CallInfo:
+    """Return the `_CallInfo` of a call. A new one takes 70 us, longer than a small call itself."""
     key = _key_of(arguments, options, backend)
-    known = _calls.get(key)
-    if known is None:
+    info = _calls.get(key)
+    if info is None:
         require_given(arguments, options)
         problem = problem_of(arguments, options)
         goes_to_gpu = runs_on_gpu(problem, options, backend)
         tile = None if goes_to_gpu else requested_tile(problem, options)
-        known = _Known(problem, goes_to_gpu, tile, np.dtype(problem.out_dtype))
+        info = _CallInfo(problem, goes_to_gpu, tile, np.dtype(problem.out_dtype))
         if tile is not None and is_plain(arguments, options):
             q, k, v = arguments.q, arguments.k, arguments.v
             small = small_call_of(q, k, v, problem.causal, problem.q_offset, tile)
-            known = known._replace(small=small, scale=scale_in(q.dtype, problem))
-        if len(_calls) >= _MAX_KNOWN:
+            info = info._replace(small=small, scale=scale_in(q.dtype, problem))
+        if len(_calls) >= _MAX_CALLS:
             _calls.clear()
-        _calls[key] = known
-    return known
+        _calls[key] = info
+    return info
 
 
 @quiet
@@ -157,8 +157,8 @@ def scale_in(dtype: np.dtype[Any], problem: Problem) -> Any:
 
 def _key_of(arguments: Arguments, options: Options, backend: str) -> tuple[Any, ...]:
     given = arguments.arrays_of_kind(options.kind)
-    facts = tuple([None if x is None else (x.shape, x.strides, x.dtype) for x in given])
-    return facts, options, backend, gpu_of(backend), tuning.generation()
+    array_keys = tuple([None if x is None else (x.shape, x.strides, x.dtype) for x in given])
+    return array_keys, options, backend, gpu_of(backend), tuning.generation()
 
 
 def is_plain(arguments: Any, options: Options) -> bool:
@@ -256,7 +256,7 @@ def _on_cpu(
     lse: np.ndarray | None,
     options: Options,
     user_mods: UserMods,
-    call: _Known,
+    call: _CallInfo,
 ) -> None:
     problem, tile = call.problem, call.tile
     bound_mods = None
@@ -326,7 +326,7 @@ def _scales(arguments: Arguments, problem: Problem) -> varlen.CacheScales | None
 
 
 def _appended(
-    arguments: Arguments, lengths: np.ndarray, options: Options, call: _Known
+    arguments: Arguments, lengths: np.ndarray, options: Options, call: _CallInfo
 ) -> Arguments:
     """Append new rows to the cache; return the arguments of attention, with the new lengths."""
     problem = call.problem

@@ -50,7 +50,7 @@ def is_captured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         raise Passed
 
     monkeypatch.setattr(host_forward, "check_contents", check_contents)
-    monkeypatch.setattr(host_backward, "_known", known)
+    monkeypatch.setattr(host_backward, "_call_info", known)
     return bool(request.param)
 
 
@@ -151,13 +151,13 @@ def test_right_entries_pass(name: str) -> None:
 
 
 @pytest.mark.parametrize("is_capturing", [False, True])
-@pytest.mark.parametrize("is_asked_for", [False, True])
+@pytest.mark.parametrize("is_enabled", [False, True])
 @pytest.mark.parametrize("wrong", [-1, 6])
 def test_positions_on_a_gpu_are_checked(
-    monkeypatch: pytest.MonkeyPatch, wrong: int, is_asked_for: bool, is_capturing: bool
+    monkeypatch: pytest.MonkeyPatch, wrong: int, is_enabled: bool, is_capturing: bool
 ) -> None:
     gpu = fake_gpu.install(monkeypatch)
-    monkeypatch.setattr(device_lengths, "is_asked_for", is_asked_for)
+    monkeypatch.setattr(device_lengths, "is_enabled", is_enabled)
     monkeypatch.setattr(device_lengths, "_is_capturing", lambda: is_capturing)
     computed: list[Any] = []
     monkeypatch.setattr(rotary, "_rotated", lambda x, *others, **_: computed.append(x) or x)
@@ -169,7 +169,7 @@ def test_positions_on_a_gpu_are_checked(
     pull_back(x)
     assert len(computed) == 2
     values[1, 2] = wrong
-    is_refused = is_asked_for and not is_capturing
+    is_refused = is_enabled and not is_capturing
     error = pytest.raises(ValueError, match=rf"positions\[1, 2\] is {wrong}; expected 0 to 5")
     for call in (lambda: apply_rotary(x, table, table, positions), lambda: pull_back(x)):
         with error if is_refused else contextlib.nullcontext():
@@ -180,7 +180,7 @@ def test_positions_on_a_gpu_are_checked(
 @pytest.mark.parametrize(("value", "expected"), [("1", True), ("0", False), ("", False)])
 def test_the_variable_asks_for_checks(value: str, expected: bool) -> None:
     program = (
-        "from cupy_flash.calls.check import device_lengths as lengths; print(lengths.is_asked_for)"
+        "from cupy_flash.calls.check import device_lengths as lengths; print(lengths.is_enabled)"
     )
     environment = {**os.environ, device_lengths.VARIABLE: value}
     found = subprocess.run(
@@ -193,7 +193,7 @@ def test_the_variable_asks_for_checks(value: str, expected: bool) -> None:
 
 
 @pytest.fixture(params=[None, "0", "1"])
-def is_asked_for(request: pytest.FixtureRequest) -> Iterator[bool]:
+def is_enabled(request: pytest.FixtureRequest) -> Iterator[bool]:
     """Whether the environment variable, read at import, enables the checks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv(device_lengths.VARIABLE, raising=False)
@@ -205,7 +205,7 @@ def is_asked_for(request: pytest.FixtureRequest) -> Iterator[bool]:
 
 
 @pytest.fixture
-def contents(is_asked_for: bool, monkeypatch: pytest.MonkeyPatch) -> dict[int, np.ndarray]:
+def contents(is_enabled: bool, monkeypatch: pytest.MonkeyPatch) -> dict[int, np.ndarray]:
     """Contents of the arrays on the fake GPU, by address."""
     found: dict[int, np.ndarray] = {}
     stream = SimpleNamespace(is_capturing=lambda: False)
@@ -220,7 +220,7 @@ def test_the_variable_switches_the_checks_of_calls_on_a_gpu_on(
     name: str,
     change: dict[str, Any],
     message: str,
-    is_asked_for: bool,
+    is_enabled: bool,
     contents: dict[int, np.ndarray],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -237,7 +237,7 @@ def test_the_variable_switches_the_checks_of_calls_on_a_gpu_on(
     # The second iteration repeats a call that is already prepared.
     for _ in range(2):
         assert call(arguments()) > 0
-        if not is_asked_for:
+        if not is_enabled:
             assert call(wrong) > 0
             continue
         launched = len(gpu.launches)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.gpu import fake_gpu
 
-from cupy_flash.calls.gpu.allocate import maker
+from cupy_flash.calls.gpu.allocate import result_allocator
 
 MIB = 1 << 20
 
@@ -32,7 +32,7 @@ MIB = 1 << 20
 def test_small_arrays_of_about_a_size_share_an_allocation(monkeypatch, specs, allocations):
     gpu = fake_gpu.install(monkeypatch)
     wanted = [spec and (spec[0], np.dtype(spec[1])) for spec in specs]
-    new = maker(wanted, of_torch=False)
+    new = result_allocator(wanted, uses_torch=False)
     held = []
     for _ in range(2):
         gpu.allocations.clear()

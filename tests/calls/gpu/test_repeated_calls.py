@@ -25,7 +25,7 @@ from cupy_flash.calls import dispatch
 from cupy_flash.calls.arguments import Arguments
 from cupy_flash.calls.gpu import forward as gpu_forward
 from cupy_flash.calls.gpu import prepared_calls
-from cupy_flash.calls.gpu.sharded_append import NewRows, Stripes
+from cupy_flash.calls.gpu.sharded_append import AppendedRows, CacheSharding
 from cupy_flash.calls.options import Options
 from cupy_flash.gpu import append, block_masks, compiler, launch
 from cupy_flash.mods import captures
@@ -244,11 +244,11 @@ def test_an_append_to_a_shard_is_one_launch(gpu: FakeGpu, compiled: list[str]) -
     k_cache, v_cache = (gpu.array(BATCH, 512, HEADS, dim) for dim in (64, 40))
     k, v = (gpu.array(BATCH, 3, HEADS, dim) for dim in (64, 40))
     lengths = gpu.lengths(BATCH)
-    rows, stripes = NewRows(k_cache, v_cache, k, v), Stripes(2, 1, 256, 1000)
+    rows, sharding = AppendedRows(k_cache, v_cache, k, v), CacheSharding(2, 1, 256, 1000)
     told = ((lengths, 0), (None, 700))
     for given, keys in told:
         for _ in range(2):
-            dispatch.append(rows._replace(cache_seqlens=given), stripes, keys)
+            dispatch.append(rows._replace(cache_seqlens=given), sharding, keys)
     assert compiled == ["append float16 head_dim 64/40 ranks 2"]
     assert len(gpu.launches) == 4
     for (_, struct), (given, keys) in zip(
@@ -273,5 +273,5 @@ def test_an_append_to_a_shard_is_made_for_the_alignment_of_its_rows(
     monkeypatch.setattr(append, "append_unit", lambda spec: units.append(spec) or unit(spec))
     caches = [gpu.array(1, 512, 1, 64) for _ in "kv"]
     k, v = (gpu.array(1, 1, 1, 64, address=gpu.address() + offset * i) for i in range(2))
-    dispatch.append(NewRows(*caches, k, v, gpu.lengths(1)), Stripes(2, 0, 8, 1024), 0)
+    dispatch.append(AppendedRows(*caches, k, v, gpu.lengths(1)), CacheSharding(2, 0, 8, 1024), 0)
     assert [spec.alignment for spec in units] == [alignment]

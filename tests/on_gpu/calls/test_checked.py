@@ -24,7 +24,7 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(autouse=True)
 def asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Enable the checks, as the environment variable does."""
-    monkeypatch.setattr(device_lengths, "is_asked_for", True)
+    monkeypatch.setattr(device_lengths, "is_enabled", True)
 
 
 def _ints(*values: Any) -> np.ndarray:

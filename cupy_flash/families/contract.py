@@ -235,7 +235,7 @@ class Family(ABC, Generic[TileT]):
         return _written(
             self.arch_specific,
             f"// cupy_flash {self.name}, sources {self.digest()}",
-            () if score is None else (*_MOD_HEADERS, score.text),
+            () if score is None else (*_MOD_HEADERS, score.cuda_source),
             (f'#include "{self.source}"', *_other_sources(schedule)),
             layout_assertions(problem),
             tuple(types.items()),
@@ -304,7 +304,7 @@ def _other_sources(schedule: Schedule) -> Iterator[str]:
 def may_have_block_map(problem: Problem) -> bool:
     """Return whether a block mask can represent every pair that the problem's mask excludes."""
     is_plain = problem.layout.is_dense and problem.seqlen_k > 0
-    return is_plain and problem.score is not None and problem.score.may_be_mapped
+    return is_plain and problem.score is not None and problem.score.block_mask_suffices
 
 
 def score_config(problem: Problem) -> dict[str, int | bool]:

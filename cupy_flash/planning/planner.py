@@ -128,12 +128,12 @@ class Plan:
         if not problem.layout.is_dense and problem.layout.kind != "padded":
             # Each sequence has its own mask, aligned at its end.
             mask = mask._replace(q_offset=problem.seqlen_k - problem.seqlen_q)
-        hides_pairs = score is not None and score.hides_pairs
-        if mask.is_full and not hides_pairs:
+        masks_pairs = score is not None and score.masks_pairs
+        if mask.is_full and not masks_pairs:
             return []
         visited, partial, skipped = count_blocks(mask, self.tile.Br, self.tile.Bc)
         # A mask that does not only depend on causality and window may be partial in any block.
-        in_part = "" if hides_pairs else f", {partial:,} of them partial"
+        in_part = "" if masks_pairs else f", {partial:,} of them partial"
         text = f"{visited:,} computed{in_part}, {skipped:,} skipped"
         if problem.layout.is_dense:
             text += " in each head"
@@ -143,7 +143,7 @@ class Plan:
             text += ", more computed if prefixes make keys visible"
         if family is not None and family.is_mapped(problem):
             text += "; of these, the GPU skips blocks without visible pairs"
-        elif hides_pairs:
+        elif masks_pairs:
             text += "; any block may contain masked pairs"
         return [("blocks", text)]
 
@@ -190,7 +190,7 @@ def _mask_text(problem: Problem) -> str:
         f"window {window}": window != (None, None),
         "prefixes": score.prefix,
         "scores modified": score.changes_scores,
-        "pairs masked": score.hides_pairs,
+        "pairs masked": score.masks_pairs,
         "sinks": score.sinks,
     }
     return text + "".join(f", {name}" for name, applies in said.items() if applies)

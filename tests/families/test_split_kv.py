@@ -172,8 +172,8 @@ def test_a_part_of_changed_scores_has_an_lse_of_two_numbers(changes_scores, numb
     score = ScoreSpec(
         *(None, None, False, False, False, True),
         changes_scores=changes_scores,
-        hides_pairs=True,
-        text="",
+        masks_pairs=True,
+        cuda_source="",
         dtype=np.dtype([]),
     )
     case = replace(problem(head_dim_v=72), score=score)

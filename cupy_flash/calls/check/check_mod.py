@@ -27,12 +27,12 @@ _PREFIX = "mod"
 
 def unit_of(mod: ScoreMod | MaskMod) -> TranslationUnit:
     """Return the translation unit that evaluates a modification on float32 scores."""
-    expression, specs = _text_of(mod)
-    score, seen = (expression, None) if isinstance(mod, ScoreMod) else (None, expression)
-    return evaluate_unit(emit(score, seen, specs), HEADERS, arguments_dtype(specs, "float"))
+    expression, specs = _source_of(mod)
+    score, visible = (expression, None) if isinstance(mod, ScoreMod) else (None, expression)
+    return evaluate_unit(emit(score, visible, specs), HEADERS, arguments_dtype(specs, "float"))
 
 
-def _text_of(mod: ScoreMod | MaskMod) -> tuple[Node, dict[str, CaptureSpec]]:
+def _source_of(mod: ScoreMod | MaskMod) -> tuple[Node, dict[str, CaptureSpec]]:
     """Return the expression of a modification, and the specs of its captures by prefixed name."""
     expression, specs = prefixed_text(mod.traced, _PREFIX)
     return expression, specs | {SCALE: CaptureSpec("real")}
@@ -49,7 +49,7 @@ def require_agreement(
     if reason := gpu_unavailable():
         raise UnsupportedError(f"the CUDA source of mod runs on a GPU only, and {reason}")
     cupy = cupy_module()
-    _, specs = _text_of(mod)
+    _, specs = _source_of(mod)
     captured = {prefixed(_PREFIX, name): value for name, value in mod.captures.items()}
     values: dict[str, Any] = captured | {SCALE: 1.0}
     arrays = {
@@ -80,12 +80,12 @@ def compare(mod: ScoreMod | MaskMod, scores: np.ndarray, found: np.ndarray, q_of
         differs = (found != 0) != expected
     if not differs.any():
         return
-    at = tuple(int(n) for n in np.argwhere(differs)[0])
-    place = {"b": at[0], "h": at[1], "i": i[0, 0, at[2], 0], "j": at[3]}
-    given = f"score={scores[at]:.6g}, " if isinstance(mod, ScoreMod) else ""
-    named = ", ".join(f"{name}={n}" for name, n in place.items())
-    result = f"{found[at]:.6g}" if isinstance(mod, ScoreMod) else str(bool(found[at]))
+    index = tuple(int(n) for n in np.argwhere(differs)[0])
+    position = {"b": index[0], "h": index[1], "i": i[0, 0, index[2], 0], "j": index[3]}
+    given = f"score={scores[index]:.6g}, " if isinstance(mod, ScoreMod) else ""
+    named = ", ".join(f"{name}={n}" for name, n in position.items())
+    result = f"{found[index]:.6g}" if isinstance(mod, ScoreMod) else str(bool(found[index]))
     raise ValueError(
         f"{mod!r} differs from its CUDA source at {differs.sum()} of {differs.size} pairs, first "
-        f"at {given}{named}: the function returns {expected[at]}, the CUDA source {result}"
+        f"at {given}{named}: the function returns {expected[index]}, the CUDA source {result}"
     )

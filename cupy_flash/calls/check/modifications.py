@@ -218,7 +218,7 @@ def score_spec(
         require_limit(window, causal=causal)
     if not causal and mod_key._replace(derivable=None) == _ONLY_OFFSETS:
         raise ValueError(NOTHING_TO_PLACE)
-    text = _device_text(
+    generated = _generate_cuda(
         mod_key.score_mod,
         mod_key.mask_mod,
         tuple(specs.items()),
@@ -226,7 +226,7 @@ def score_spec(
         sizes.dtype,
         mod_key.derivable,
     )
-    slopes = text.slopes
+    slopes = generated.slopes
     return ScoreSpec(
         None if has_prefix else window.left,
         window.right,
@@ -234,22 +234,23 @@ def score_spec(
         has_offsets,
         "seqused_q" in specs,
         "sinks" in specs,
-        text.score is not None,
-        text.hides_pairs,
-        text.text,
-        text.dtype,
+        generated.score is not None,
+        generated.masks_pairs,
+        generated.cuda_source,
+        generated.dtype,
         # A block mask describes pairs that the user's mask alone hides, at positions that are the
         # same in all sequences.
-        may_be_mapped=mod_key.mask_mod is not None
+        block_mask_suffices=mod_key.mask_mod is not None
         and not has_offsets
         and not {"mask", "tree_mask", "seqused_q", "cache_leftpad"} & set(specs)
         and not (has_prefix and window.left is not None),
         block=None if mod_key.mask_mod is None else mod_key.mask_mod.block,
-        reads_pairs=text.reads_pairs,
+        reads_pairs=generated.reads_pairs,
         bias=_bias_spec(arrays["bias"], specs["bias"]) if "bias" in specs else None,
-        is_bounded=text.score is not None and _is_bounded(text.score, _numbers(mod_key, 1.0)),
-        conceals=text.hides_pairs or mod_key.score_mod is not None or "bias" in specs,
-        has_low_scores=LOW_SCORES in text.text,
+        is_bounded=generated.score is not None
+        and _is_bounded(generated.score, _numbers(mod_key, 1.0)),
+        conceals=generated.masks_pairs or mod_key.score_mod is not None or "bias" in specs,
+        has_low_scores=LOW_SCORES in generated.cuda_source,
         changes_slope=slopes is not None and slopes.slope is not ONE,
         differentiable=_differentiable(mod_key.derivable),
     )
@@ -272,41 +273,43 @@ def _bias_spec(bias: Any, spec: CaptureSpec) -> BiasSpec | None:
     return BiasSpec(spec.dtype, (batch, head, row), alignment)
 
 
-class _Text(NamedTuple):
+class _GeneratedSource(NamedTuple):
     """Generated CUDA source for a `ScoreSpec`, with the score's expression and derivatives."""
 
     score: Node | None
     slopes: Slopes | None
-    hides_pairs: bool
-    text: str
+    masks_pairs: bool
+    cuda_source: str
     dtype: np.dtype
     reads_pairs: bool
 
 
 # Generating source takes 0.1 to 1.2 ms. The source does not depend on numbers and lengths.
 @functools.lru_cache(maxsize=256)
-def _device_text(
+def _generate_cuda(
     score_mod: Traced | None,
     mask_mod: Traced | None,
     captures: tuple[tuple[str, CaptureSpec], ...],
-    sees_no_later_key: bool,
+    masks_later_keys: bool,
     dtype: str,
     derivable: Derivable | None,
-) -> _Text:
+) -> _GeneratedSource:
     specs = dict(captures)
     composed = functools.partial(
-        compose, specs, mask_mod=mask_mod, sees_no_later_key=sees_no_later_key
+        compose, specs, mask_mod=mask_mod, masks_later_keys=masks_later_keys
     )
-    score, seen = composed(score_mod=score_mod)
+    score, visible = composed(score_mod=score_mod)
     slopes = None
     if derivable is not None:
-        by_function = derivable.traced(score_mod)
-        smooth = score if by_function is score_mod else composed(score_mod=by_function)[0]
+        traced = derivable.traced(score_mod)
+        smooth = score if traced is score_mod else composed(score_mod=traced)[0]
         slopes = slopes_of(smooth, _differentiable(derivable))
     pairwise = frozenset({"bias"} & set(specs))
-    text = emit(score, seen, specs, dtype=dtype, pairwise=pairwise, slopes=slopes)
+    cuda_source = emit(score, visible, specs, dtype=dtype, pairwise=pairwise, slopes=slopes)
     arguments = arguments_dtype(specs, real_type(dtype))
-    return _Text(score, slopes, seen is not None, text, arguments, _reads_pairs(score, seen))
+    return _GeneratedSource(
+        score, slopes, visible is not None, cuda_source, arguments, _reads_pairs(score, visible)
+    )
 
 
 def _differentiable(derivable: Derivable | None) -> tuple[str, ...]:
@@ -315,15 +318,15 @@ def _differentiable(derivable: Derivable | None) -> tuple[str, ...]:
     return tuple(prefixed("score_mod", name) for name in names)
 
 
-def _reads_pairs(score: Node | None, seen: Node | None) -> bool:
+def _reads_pairs(score: Node | None, visible: Node | None) -> bool:
     """Return whether kernels load an array element for each (query, key) pair.
 
     Loads that depend only on the key count if they change scores, but not if they only mask keys.
     """
     analysis = Analysis()
     loads = [] if score is None else [node for node in postorder(score) if node.op == "load"]
-    if seen is not None:
-        loads += [node for node in postorder(seen) if node.op == "load" and _names_rows(node)]
+    if visible is not None:
+        loads += [node for node in postorder(visible) if node.op == "load" and _names_rows(node)]
     return not all(map(analysis.is_of_row, loads))
 
 

@@ -51,7 +51,7 @@ def is_noted(problem: Problem, tile: HopperTile) -> bool:
     score = problem.score
     if score is None or not _has_edges(problem):
         return False
-    return score.may_be_mapped or tile.Br > max(WARPGROUP_ROWS, tile.Bc)
+    return score.block_mask_suffices or tile.Br > max(WARPGROUP_ROWS, tile.Bc)
 
 
 def is_bounded(problem: Problem) -> bool:
@@ -75,7 +75,7 @@ def finds_only_keys(problem: Problem) -> bool:
     score = problem.score
     if score is None or score.sinks or problem.is_float8:
         return False
-    if score.changes_scores or score.hides_pairs or score.prefix or score.offsets:
+    if score.changes_scores or score.masks_pairs or score.prefix or score.offsets:
         return True
     if not problem.layout.is_dense:
         return True

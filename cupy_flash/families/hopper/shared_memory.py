@@ -37,7 +37,7 @@ def footprint(problem: Problem) -> tuple[Any, ...]:
     if score is not None:
         has_edges = score.left is not None or score.right is not None
         is_mapped, of_bias = may_have_block_map(problem), streams_bias(problem)
-        of_score = has_edges, score.may_be_mapped, is_mapped, of_bias
+        of_score = has_edges, score.block_mask_suffices, is_mapped, of_bias
     return (
         problem.dtype,
         problem.head_dim,

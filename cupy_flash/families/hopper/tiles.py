@@ -54,7 +54,7 @@ def preferred_tiles(problem: Problem, device: Device, streams_bias: bool) -> lis
     short = problem.seqlen_k < 2048
     # Tiles of 192 rows would leave SMs idle; with smaller tiles, fewer SMs are idle.
     few = ceil_div(problem.seqlen_q, 192) * problem.batch * problem.heads_q < device.sm_count
-    is_mapped = problem.score is not None and problem.score.may_be_mapped
+    is_mapped = problem.score is not None and problem.score.block_mask_suffices
     block = problem.score.block if problem.score is not None else None
     if problem.seqlen_q > 64 and widest <= 128 and is_mapped and (block or not few):
         # Tile 192x96 takes 0.400 ms, 192x64 takes 0.437 ms (H200, document mask, head_dim 64).

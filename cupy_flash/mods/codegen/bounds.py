@@ -47,7 +47,7 @@ class Bounds(NamedTuple):
     key_ranges: int
 
 
-def emit_bounds(seen: Node, captures: Captures, *, dtype: str = "float32") -> Bounds:
+def emit_bounds(visible: Node, captures: Captures, *, dtype: str = "float32") -> Bounds:
     """Return C++ of the struct ``MaskBounds``, which has the following functions.
 
     - ``Visibility classify(a, b, h, i_low, i_high, j_low, j_high, q_start, k_start, rows, keys)``:
@@ -60,17 +60,17 @@ def emit_bounds(seen: Node, captures: Captures, *, dtype: str = "float32") -> Bo
 
     Parameters
     ----------
-    seen
+    visible
         Expression of the mask.
     captures
         Specs of the arrays and numbers that the expression reads.
     dtype
         Dtype as in `codegen.emit.emit`, whose source computes the values that are bounded.
     """
-    return _Emission(captures, dtype).bounds(seen)
+    return _Emission(captures, dtype).bounds(visible)
 
 
-class _Facts(NamedTuple):
+class _NodeInfo(NamedTuple):
     """Dependencies of a value, and whether it can be printed.
 
     Attributes
@@ -112,7 +112,7 @@ class _Emission:
     def __init__(self, captures: Captures, dtype: str) -> None:
         self._captures, self._dtype, self._real = captures, dtype, real_type(dtype)
         self._analysis = Analysis()
-        self._facts: dict[Node, _Facts] = {}
+        self._node_info: dict[Node, _NodeInfo] = {}
         self._sums: dict[Node, _Sum] = {}
         self._known: dict[Node, str] = {}
         self._locals: list[str] = []
@@ -123,11 +123,11 @@ class _Emission:
         self._rows: dict[Node, str] = {}
         self._keys: dict[Node, str] = {}
 
-    def bounds(self, seen: Node) -> Bounds:
+    def bounds(self, visible: Node) -> Bounds:
         # Lowered as for kernels, which compute all values of a mask exactly for any dtype.
-        root = lower(seen, self._analysis, fast=False, fast_tanh=False, exact=True)
+        root = lower(visible, self._analysis, fast=False, fast_tanh=False, exact=True)
         for node in postorder(root):
-            self._facts[node] = self._find_facts(node)
+            self._node_info[node] = self._find_node_info(node)
             if node.type == INT:
                 self._sum(node)
         result = unwrapped(self._text(root))
@@ -154,19 +154,19 @@ class _Emission:
         text = "\n".join(["struct MaskBounds {", *(f"  {line}" for line in lines), "};"]) + "\n"
         return Bounds(text, len(self._rows), len(self._keys))
 
-    def _find_facts(self, node: Node) -> _Facts:
-        of_args = [self._facts[x] for x in node.args]
-        positions = frozenset[str]().union(*(facts.positions for facts in of_args))
-        is_plain = all(facts.is_plain for facts in of_args)
+    def _find_node_info(self, node: Node) -> _NodeInfo:
+        argument_infos = [self._node_info[x] for x in node.args]
+        positions = frozenset[str]().union(*(info.positions for info in argument_infos))
+        is_plain = all(info.is_plain for info in argument_infos)
         if node.op == "symbol":
             # Row indices and scores are not passed to the functions of ``MaskBounds``.
             is_known = node.value not in ("row", "score")
-            return _Facts(positions | ({node.value} & {"i", "j"}), False, is_known)
+            return _NodeInfo(positions | ({node.value} & {"i", "j"}), False, is_known)
         if node.op == "cuda":
             # The user's CUDA source is not analyzed, and may read arrays.
-            return _Facts(positions, True, False)
-        reads = node.op == "load" or any(facts.reads for facts in of_args)
-        return _Facts(positions, reads, is_plain)
+            return _NodeInfo(positions, True, False)
+        reads = node.op == "load" or any(info.reads for info in argument_infos)
+        return _NodeInfo(positions, reads, is_plain)
 
     def _text(self, node: Node) -> str:
         """Return a value's range as C++."""
@@ -184,7 +184,7 @@ class _Emission:
 
     def _operands(self, node: Node) -> Iterable[Node]:
         """Return the nodes whose C++ becomes part of the C++ of a value."""
-        if node.is_constant or (self._facts[node].is_plain and not self._is_operation(node)):
+        if node.is_constant or (self._node_info[node].is_plain and not self._is_operation(node)):
             return ()
         if node.type == INT and node.op not in ("cast", "where", "load"):
             total = self._sum(node)
@@ -194,20 +194,20 @@ class _Emission:
 
     def _is_operation(self, node: Node) -> bool:
         """Return whether the range of a value is computed from the ranges of its arguments."""
-        facts = self._facts[node]
-        is_looked_up = not facts.positions or (facts.reads and len(facts.positions) == 1)
+        info = self._node_info[node]
+        is_looked_up = not info.positions or (info.reads and len(info.positions) == 1)
         return not is_looked_up and node.op != "symbol"
 
     def _find_text(self, node: Node) -> str:
         if node.is_constant:
             return f"range_at({literal(node.value, node.type, self._real)})"
-        facts = self._facts[node]
-        if facts.is_plain:
-            if not facts.positions:
+        info = self._node_info[node]
+        if info.is_plain:
+            if not info.positions:
                 return self._points.setdefault(node, f"p{len(self._points)}")
-            if facts.reads and facts.positions == {"i"}:
+            if info.reads and info.positions == {"i"}:
                 return "rows." + self._rows.setdefault(node, f"v{len(self._rows)}")
-            if facts.reads and facts.positions == {"j"}:
+            if info.reads and info.positions == {"j"}:
                 return "keys." + self._keys.setdefault(node, f"v{len(self._keys)}")
             if node.op == "symbol":
                 self._named_ends.add(node.value)
@@ -282,16 +282,16 @@ class _Emission:
     def _find_sum(self, node: Node) -> _Sum:
         if node.is_constant:
             return _Sum({}, node.value)
-        facts = self._facts[node]
+        info = self._node_info[node]
         # A value that is looked up counts as one term.
-        is_looked_up = facts.is_plain and (facts.reads or not facts.positions)
-        if not is_looked_up or facts.positions == {"i", "j"}:
-            found = self._taken_apart(node)
+        is_looked_up = info.is_plain and (info.reads or not info.positions)
+        if not is_looked_up or info.positions == {"i", "j"}:
+            found = self._split_offset(node)
             if found is not None and len(found.terms) <= _MOST_TERMS:
                 return found
         return _Sum({node: 1}, 0)
 
-    def _taken_apart(self, node: Node) -> _Sum | None:
+    def _split_offset(self, node: Node) -> _Sum | None:
         nothing = _Sum({}, 0)
         if node.op in ("add", "sub"):
             left, right = map(self._sum, node.args)

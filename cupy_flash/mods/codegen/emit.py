@@ -55,7 +55,7 @@ _SCATTER_PARAMETERS = f"{_PAIR_PARAMETERS}, Real x, Real weight, Add&& add"
 
 def emit(
     score: Node | None,
-    seen: Node | None,
+    visible: Node | None,
     captures: Captures,
     *,
     dtype: str = "float32",
@@ -102,7 +102,7 @@ def emit(
     score
         New score as a function of the scaled score; None leaves scores unchanged. If there is a new
         score, the captures include `SCALE`.
-    seen
+    visible
         Mask, a bool expression; None masks nothing.
     captures
         Specs of all arrays and numbers that the expressions read.
@@ -120,7 +120,9 @@ def emit(
     str
         C++ source, to be placed after the headers of `HEADERS`.
     """
-    return _Emission(captures, dtype, pairwise).text(score, TRUE if seen is None else seen, slopes)
+    return _Emission(captures, dtype, pairwise).text(
+        score, TRUE if visible is None else visible, slopes
+    )
 
 
 class _Emission:
@@ -129,17 +131,17 @@ class _Emission:
         self._pairwise = pairwise
         self._analysis, self._members = Analysis(), Members()
 
-    def text(self, score: Node | None, seen: Node, slopes: Slopes | None) -> str:
+    def text(self, score: Node | None, visible: Node, slopes: Slopes | None) -> str:
         members = self._members
         power = constant(0, REAL)
         if score is not None:
             lowered = self._lowered(_of_product(score))
             power = exponent(lowered, self._analysis, self._is_large, fast=self._is_fast)
         # Printed first: members that these functions use have to be computed by keys() and row().
-        of_power = self._returned(power, self._pairwise)
-        of_seen = self._returned(self._lowered(seen, exact=True), frozenset())
+        power_text = self._returned(power, self._pairwise)
+        visible_text = self._returned(self._lowered(visible, exact=True), frozenset())
         constants, functions = ([], []) if slopes is None else self._backward(slopes)
-        of_keys, of_row = self._found_for_keys(), self._found_for_row()
+        keys_text, row_text = self._found_for_keys(), self._found_for_row()
         row_fields = [f"{C_TYPES[node.type]} {name};" for node, name in members.values.items()]
         row_fields += [
             f"{offset_type(self._captures[array])} {name};"
@@ -150,7 +152,7 @@ class _Emission:
         lines = [
             f"using Real = {self._real};",
             f"static constexpr bool changes_scores = {_bool(score is not None)};",
-            f"static constexpr bool masks_pairs = {_bool(seen is not TRUE)};",
+            f"static constexpr bool masks_pairs = {_bool(visible is not TRUE)};",
             f"static constexpr bool has_bounds = {_bool(bool(members.bounds))};",
             f"static constexpr bool calls_functions = {_bool(self._calls_functions(power))};",
             f"static constexpr bool has_low_scores = {_bool(_has_low_scores(power))};",
@@ -158,12 +160,12 @@ class _Emission:
             *_struct("Row", row_fields),
             *_struct("Keys", keys_fields),
             *self._functions(),
-            *_function(f"Row row({_ROW_PARAMETERS})", ["Row r;", *of_row, "return r;"]),
-            *_function(f"Keys keys({_KEYS_PARAMETERS})", ["Keys k;", *of_keys, "return k;"]),
+            *_function(f"Row row({_ROW_PARAMETERS})", ["Row r;", *row_text, "return r;"]),
+            *_function(f"Keys keys({_KEYS_PARAMETERS})", ["Keys k;", *keys_text, "return k;"]),
             *self._is_inside(),
-            *_function_of_score("exponent", of_power),
+            *_function_of_score("exponent", power_text),
             "template <bool Inside = false>",
-            *_function(f"bool is_visible({_PAIR_PARAMETERS})", of_seen),
+            *_function(f"bool is_visible({_PAIR_PARAMETERS})", visible_text),
             *functions,
         ]
         struct = "\n".join(["struct Mods {", *(f"  {line}" for line in lines), "};"])

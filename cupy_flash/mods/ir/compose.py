@@ -36,7 +36,7 @@ def compose(
     *,
     score_mod: Traced | None,
     mask_mod: Traced | None,
-    sees_no_later_key: bool,
+    masks_later_keys: bool,
 ) -> tuple[Node | None, Node | None]:
     """Return the expressions of the new score and of the mask, each of them None if there is none.
 
@@ -47,7 +47,7 @@ def compose(
         cache_leftpad, seqused_q, prefix_lens and window_left.
     score_mod, mask_mod
         The user's functions, traced.
-    sees_no_later_key
+    masks_later_keys
         Whether keys after a query's position are masked, so that distances have one sign.
     """
     # Typed as Any, because `Symbol` gets its operators at run time.
@@ -67,40 +67,40 @@ def compose(
         slopes: Any = specs["alibi_slopes"].parameter("alibi_slopes")
         slope = slopes[h] if specs["alibi_slopes"].rank == 1 else slopes[b, h]
         # Without abs() the distance is linear in j. The pairs for which it is wrong are masked.
-        x = x - slope * (position - j if sees_no_later_key else np.abs(position - j))
+        x = x - slope * (position - j if masks_later_keys else np.abs(position - j))
     pairs: dict[int | None, Any] = {3: (h, q_start + row, j), 4: (b, h, row, j)}
     if "bias" in specs:
         bias: Any = specs["bias"].parameter("bias")
         x = x + bias[pairs[specs["bias"].rank]]
-    shown: list[Any] = []
+    conditions: list[Any] = []
     if "mask" in specs:
         mask: Any = specs["mask"].parameter("mask")
-        shown.append(mask[pairs[specs["mask"].rank]])
+        conditions.append(mask[pairs[specs["mask"].rank]])
     if "tree_mask" in specs:
         bits: Any = specs["tree_mask"].parameter("tree_mask")
         place = row - position + j
         bit = np.clip(place, 0, 63).astype(np.uint64)
         in_tree = ((bits[b, row] >> bit) & np.uint64(1)).astype(np.bool_)
-        shown.append((place < 0) | ((place < 64) & in_tree))
+        conditions.append((place < 0) | ((place < 64) & in_tree))
     if "cache_leftpad" in specs:
         padding: Any = specs["cache_leftpad"].parameter("cache_leftpad")
-        shown.append(j >= padding[b])
+        conditions.append(j >= padding[b])
     if "seqused_q" in specs:
         used: Any = specs["seqused_q"].parameter("seqused_q")
-        shown.append(row < used[b])
+        conditions.append(row < used[b])
     if "prefix_lens" in specs and "window_left" in specs:
         # A prefix and the window's left bound leave two ranges of keys, but kernels limit a row to
         # one range by position. So the left bound becomes part of the mask.
         prefixes: Any = specs["prefix_lens"].parameter("prefix_lens")
         left: Any = specs["window_left"].parameter("window_left")
-        shown.append((j < prefixes[b]) | (j >= position - left))
+        conditions.append((j < prefixes[b]) | (j >= position - left))
     if mask_mod is not None:
-        shown.append(Symbol(prefixed_text(mask_mod, "mask_mod")[0]))
-    seen: Any = functools.reduce(operator.and_, shown) if shown else None
+        conditions.append(Symbol(prefixed_text(mask_mod, "mask_mod")[0]))
+    visible: Any = functools.reduce(operator.and_, conditions) if conditions else None
     node = as_node(x)
     assert node.type == REAL
-    assert seen is None or seen.node.type == BOOL
-    return (None if node is SCORE else node), (None if seen is None else seen.node)
+    assert visible is None or visible.node.type == BOOL
+    return (None if node is SCORE else node), (None if visible is None else visible.node)
 
 
 def prefixed_text(mod: Traced, kind: str) -> tuple[Node, dict[str, CaptureSpec]]:

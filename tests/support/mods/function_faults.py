@@ -174,7 +174,7 @@ def _by_parts(x: Node) -> Node:
     return cast(x, REAL)
 
 
-def _taken_apart(node: Node, args: tuple[Node, ...]) -> Node | None:
+def _split_offset(node: Node, args: tuple[Node, ...]) -> Node | None:
     if node.op != "add" or node.type != REAL:
         return None
     for x, y in (args, args[::-1]):
@@ -313,7 +313,7 @@ FAULTS: dict[str, Fault] = {
         patches=((Analysis, "range", _never_wrapping),), concerns=r"j \* |j, \d{4}|multiply"
     ),
     "3: differences of integers are those of reals": Fault(_difference_of_reals),
-    "4: a sum is taken apart": Fault(_taken_apart),
+    "4: a sum is taken apart": Fault(_split_offset),
     "4: log2(e) is distributed over the user's sums": Fault(
         patches=((lower, "_summands", _all_summands),), concerns=r"score \+"
     ),

@@ -98,7 +98,7 @@ class Dispatcher(Provider):
 
 def _reads_map(plan: Plan) -> bool:
     family = FAMILIES[plan.problem.direction].get(plan.family)
-    return family is not None and family.is_mapped(plan.problem)
+    return family is not None and family.uses_block_mask(plan.problem)
 
 
 class _Variant(Provider):

@@ -128,7 +128,7 @@ class Family(ABC, Generic[TileT]):
     # Whether the kernels take float8 q, k and v.
     serves_float8: bool = False
     # Whether the kernels can skip the KV tiles that a block mask marks as fully masked.
-    reads_block_maps: bool = False
+    reads_block_masks: bool = False
     # Whether the family is acceptable for any number of query rows. The planner chooses only such
     # families for batch-invariant problems.
     serves_any_rows: bool = False
@@ -144,15 +144,15 @@ class Family(ABC, Generic[TileT]):
             return "does not support 8-bit keys and values"
         return self._why_not(problem, device)
 
-    def is_mapped(self, problem: Problem) -> bool:
+    def uses_block_mask(self, problem: Problem) -> bool:
         """Return whether the kernels read a block mask of the problem."""
-        return self.reads_block_maps and may_have_block_map(problem)
+        return self.reads_block_masks and may_have_block_mask(problem)
 
     def tile_note(self, problem: Problem, tile: TileT) -> str:
         """Return text that a plan appends to the reason why a tile was chosen; may be empty."""
         return ""
 
-    def map_parts(self, tile: TileT) -> int:
+    def row_groups(self, tile: TileT) -> int:
         """Return the number of equal parts of a query tile that skip KV tiles independently."""
         return 1
 
@@ -220,7 +220,7 @@ class Family(ABC, Generic[TileT]):
         members |= self.config(problem, tile, split)
         score = problem.score
         members |= score_config(problem)
-        members["block_mask"] = self.is_mapped(problem)
+        members["block_mask"] = self.uses_block_mask(problem)
         types = {
             "Element": _element_type(problem),
             "Mods": "NoMods" if score is None else "::Mods",
@@ -301,7 +301,7 @@ def _other_sources(schedule: Schedule) -> Iterator[str]:
             yield f'#include "{source}"  // sources {source_digest(source)}'
 
 
-def may_have_block_map(problem: Problem) -> bool:
+def may_have_block_mask(problem: Problem) -> bool:
     """Return whether a block mask can represent every pair that the problem's mask excludes."""
     is_plain = problem.layout.is_dense and problem.seqlen_k > 0
     return is_plain and problem.score is not None and problem.score.block_mask_suffices

@@ -21,7 +21,7 @@ from cupy_flash.families.contract import (
     round_up,
     source_digest,
 )
-from cupy_flash.families.params import BLOCK_MAP_DTYPE, assertions
+from cupy_flash.families.params import BLOCK_MASK_DTYPE, assertions
 from cupy_flash.gpu.by_value import ByValue
 from cupy_flash.gpu.compiler import kernel_cache
 from cupy_flash.gpu.environment import cupy_module
@@ -56,7 +56,7 @@ def params_dtype(mods: np.dtype) -> np.dtype:
         *("group_rows", "Bc", "query_tiles", "row_groups"),
     )
     fields: list[tuple[str, Any]] = [
-        ("map", BLOCK_MAP_DTYPE),
+        ("map", BLOCK_MASK_DTYPE),
         ("row_ranges", np.uint64),
         ("key_ranges", np.uint64),
         *((name, np.int32) for name in (*numbers, "left", "right")),
@@ -76,7 +76,7 @@ def params_dtype(mods: np.dtype) -> np.dtype:
 
 
 @dataclass(frozen=True)
-class MaskText:
+class MaskSource:
     """Generated CUDA source of a mask.
 
     Attributes
@@ -99,7 +99,7 @@ class MaskText:
     of_head: bool
 
 
-class MapSpec(NamedTuple):
+class BlockMaskSpec(NamedTuple):
     """Sizes and tile of a block mask: all that it depends on besides the mask and the device.
 
     Attributes
@@ -160,7 +160,7 @@ class MapSpec(NamedTuple):
         )
         return left, min(right, 0) if self.causal else right
 
-    def maps(self, mask: MaskText) -> tuple[int, int]:
+    def maps(self, mask: MaskSource) -> tuple[int, int]:
         """Return the number of sequences, and of heads, that have different block masks."""
         return self.batch if mask.of_batch else 1, self.heads_q if mask.of_head else 1
 
@@ -189,7 +189,7 @@ class Layout:
     scratch: int
 
     @classmethod
-    def of(cls, spec: MapSpec, mask: MaskText) -> Layout:
+    def of(cls, spec: BlockMaskSpec, mask: MaskSource) -> Layout:
         """Return the layout of a block mask."""
         batches, heads = spec.maps(mask)
         row_tiles = batches * heads * spec.row_tiles
@@ -214,7 +214,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class BlockMap:
+class BlockMask:
     """Block mask in device memory (`BlockMask` in `kernels_cu/block_mask/block_mask.cuh`).
 
     Attributes
@@ -239,14 +239,14 @@ class BlockMap:
 
     @property
     def fields(self) -> tuple[int, ...]:
-        """Values of the struct for kernels, in the order of `BLOCK_MAP_DTYPE`."""
+        """Values of the struct for kernels, in the order of `BLOCK_MASK_DTYPE`."""
         layout = self.layout
         places = layout.full, layout.behind, layout.tiles, layout.shown
         strides = self.batch_stride, self.head_stride
         return self.address, *places, *strides, self.words, self.key_blocks, layout.slots, 0
 
 
-def block_map_unit(mask: MaskText, mods: np.dtype) -> TranslationUnit:
+def block_mask_unit(mask: MaskSource, mods: np.dtype) -> TranslationUnit:
     """Return the translation unit that builds block masks of a mask, for all sizes and tiles.
 
     Parameters
@@ -258,7 +258,7 @@ def block_map_unit(mask: MaskText, mods: np.dtype) -> TranslationUnit:
     """
     entries = (FIND_RANGES,) * bool(mask.row_ranges or mask.key_ranges) + (BUILD, ORDER)
     functions = {FIND_RANGES: "find_ranges", BUILD: "build", ORDER: "order_tiles"}
-    structs = ("BlockMask", BLOCK_MAP_DTYPE), ("BlockMaskParams", params_dtype(mods))
+    structs = ("BlockMask", BLOCK_MASK_DTYPE), ("BlockMaskParams", params_dtype(mods))
     lines = [
         f"// cupy_flash block map, sources {source_digest(*mask.headers, SOURCE)}",
         *(f'#include "{header}"' for header in mask.headers),
@@ -322,7 +322,7 @@ _streams: dict[int, _Stream] = {}
 _lock = threading.Lock()
 
 
-def _stream_of_maps(device: int) -> _Stream:
+def _build_stream(device: int) -> _Stream:
     stream = _streams.get(device)
     if stream is None:
         with _lock:
@@ -330,7 +330,7 @@ def _stream_of_maps(device: int) -> _Stream:
     return stream
 
 
-class ReadyMap:
+class ReadyBlockMask:
     """Block mask that the next kernels on the current stream may read.
 
     Attributes
@@ -344,11 +344,11 @@ class ReadyMap:
     """
 
     def __init__(
-        self, map: BlockMap, of_maps: _Stream | None = None, built: Any | None = None
+        self, map: BlockMask, build_stream: _Stream | None = None, built: Any | None = None
     ) -> None:
         self.map = map
         self.address = map.address
-        self._of_maps, self._built = of_maps, built
+        self._build_stream, self._built = build_stream, built
         self.legacy_has_waited = False
 
     def wait(self, current: int) -> None:
@@ -358,11 +358,11 @@ class ReadyMap:
 
     def launched(self, current: int) -> None:
         """Record a launch; call this on the same stream after the kernels that read the mask."""
-        if self._of_maps is not None:
-            self._of_maps.after_reading(current)
+        if self._build_stream is not None:
+            self._build_stream.after_reading(current)
 
 
-class MapKey:
+class BlockMaskKey:
     """Key of a cached block mask; its hash is computed once, because every call needs it.
 
     Attributes
@@ -377,7 +377,7 @@ class MapKey:
 
     __slots__ = ("_hash", "device", "dtype", "spec")
 
-    def __init__(self, device: int, dtype: str, spec: MapSpec) -> None:
+    def __init__(self, device: int, dtype: str, spec: BlockMaskSpec) -> None:
         self.device, self.dtype, self.spec = device, dtype, spec
         self._hash = hash((device, dtype, spec))
 
@@ -385,7 +385,7 @@ class MapKey:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, MapKey) and (self.device, self.dtype, self.spec) == (
+        return isinstance(other, BlockMaskKey) and (self.device, self.dtype, self.spec) == (
             other.device,
             other.dtype,
             other.spec,
@@ -396,10 +396,10 @@ class MapKey:
 # and its address.
 Allocator = Callable[[int], tuple[Any, int]]
 # Cache of the block masks of a mask.
-Kept = MutableMapping[MapKey, ReadyMap]
+Kept = MutableMapping[BlockMaskKey, ReadyBlockMask]
 
 
-def kept_map(kept: Kept, key: MapKey, current: int) -> ReadyMap | None:
+def find_kept_mask(kept: Kept, key: BlockMaskKey, current: int) -> ReadyBlockMask | None:
     """Return a cached block mask for the next launch, or None if it must be built.
 
     Parameters
@@ -422,14 +422,14 @@ def kept_map(kept: Kept, key: MapKey, current: int) -> ReadyMap | None:
     return found
 
 
-def new_map(
+def build_mask(
     kept: Kept,
-    key: MapKey,
+    key: BlockMaskKey,
     current: int,
-    mask: MaskText,
+    mask: MaskSource,
     mods: np.ndarray,
     allocate: Allocator | None = None,
-) -> ReadyMap:
+) -> ReadyBlockMask:
     """Build a block mask, add it to the cache, and return it.
 
     While the current stream is being captured, the block mask is built in the graph from the values
@@ -439,7 +439,7 @@ def new_map(
     Parameters
     ----------
     kept, key, current
-        See `kept_map`.
+        See `find_kept_mask`.
     mask, mods
         Source of the mask, and the values of its ``ModArguments``.
     allocate
@@ -454,14 +454,14 @@ def new_map(
         If more thread blocks are needed than a grid may have.
     """
     if _is_capturing(current):
-        return ReadyMap(_build(key.spec, mask, mods, allocate or _allocate))
+        return ReadyBlockMask(_build(key.spec, mask, mods, allocate or _allocate))
     cuda = cupy_module().cuda
-    of_maps, built = _stream_of_maps(key.device), cuda.Event(disable_timing=True)
+    build_stream, built = _build_stream(key.device), cuda.Event(disable_timing=True)
     # Kernels on the current stream may still write the arrays that the mask reads.
-    of_maps.before_build(current)
-    with of_maps.stream:
-        found = ReadyMap(_build(key.spec, mask, mods, _allocate), of_maps, built)
-        cuda.runtime.eventRecord(built.ptr, of_maps.stream.ptr)
+    build_stream.before_build(current)
+    with build_stream.stream:
+        found = ReadyBlockMask(_build(key.spec, mask, mods, _allocate), build_stream, built)
+        cuda.runtime.eventRecord(built.ptr, build_stream.stream.ptr)
     with _lock:
         while len(kept) >= _MAX_KEPT:
             del kept[next(iter(kept))]
@@ -478,8 +478,8 @@ def _is_capturing(stream: int) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _unit(mask: MaskText, mods: np.dtype) -> TranslationUnit:
-    return block_map_unit(mask, mods)
+def _unit(mask: MaskSource, mods: np.dtype) -> TranslationUnit:
+    return block_mask_unit(mask, mods)
 
 
 def _allocate(size: int) -> tuple[Any, int]:
@@ -487,7 +487,9 @@ def _allocate(size: int) -> tuple[Any, int]:
     return memory, memory.ptr
 
 
-def _build(spec: MapSpec, mask: MaskText, mods: np.ndarray, allocate: Allocator) -> BlockMap:
+def _build(
+    spec: BlockMaskSpec, mask: MaskSource, mods: np.ndarray, allocate: Allocator
+) -> BlockMask:
     """Enqueue the kernels that build a block mask on the current stream."""
     unit, layout = _unit(mask, mods.dtype), Layout.of(spec, mask)
     batches, heads = spec.maps(mask)
@@ -503,7 +505,7 @@ def _build(spec: MapSpec, mask: MaskText, mods: np.ndarray, allocate: Allocator)
     memory, address = allocate(layout.bytes)
     # `_scratch` keeps the memory until the launches are enqueued. Then the pool may reuse it.
     _scratch, ranges = allocate(layout.scratch) if layout.scratch else (None, 0)
-    built = BlockMap(
+    built = BlockMask(
         address=address,
         layout=layout,
         words=spec.words,
@@ -524,14 +526,14 @@ def _build(spec: MapSpec, mask: MaskText, mods: np.ndarray, allocate: Allocator)
 
 
 def packed_params(
-    spec: MapSpec, mask: MaskText, mods: np.ndarray, map: BlockMap, ranges: int
+    spec: BlockMaskSpec, mask: MaskSource, mods: np.ndarray, map: BlockMask, ranges: int
 ) -> bytearray:
     """Return the argument struct of the kernels that build a block mask.
 
     Parameters
     ----------
     spec, mask, mods
-        Sizes and tile; source and arguments of the mask, see `new_map`.
+        Sizes and tile; source and arguments of the mask, see `build_mask`.
     map
         Block mask to build, whose memory is allocated.
     ranges

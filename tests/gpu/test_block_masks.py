@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 from support.mods.block_map_text import check_map, compiled_masks, launched, map_of
 
-from cupy_flash.calls.gpu import block_masks as calls_block_maps
-from cupy_flash.calls.gpu.block_masks import map_of_mask, mask_text, packed_captures
+from cupy_flash.calls.gpu import block_masks as calls_block_masks
+from cupy_flash.calls.gpu.block_masks import mask_text, packed_captures, ready_block_mask
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.gpu import block_masks
 from cupy_flash.gpu.block_masks import (
-    BLOCK_MAP_DTYPE,
+    BLOCK_MASK_DTYPE,
     UNBOUNDED,
-    BlockMap,
+    BlockMask,
+    BlockMaskKey,
+    BlockMaskSpec,
     Layout,
-    MapKey,
-    MapSpec,
-    block_map_unit,
+    block_mask_unit,
     packed_params,
     params_dtype,
 )
@@ -57,7 +57,7 @@ MASKS = {
 }
 
 
-def random_spec(rng: np.random.Generator) -> MapSpec:
+def random_spec(rng: np.random.Generator) -> BlockMaskSpec:
     """Return a spec of few blocks, some of them ragged, with random offset and window."""
 
     def maybe(bound: int) -> int | None:
@@ -65,7 +65,7 @@ def random_spec(rng: np.random.Generator) -> MapSpec:
 
     seqlen_q, seqlen_k = (int(n) for n in rng.integers(1, 260, 2))
     parts = int(rng.choice([1, 2, 3]))
-    return MapSpec(
+    return BlockMaskSpec(
         Br=parts * int(rng.choice([8, 16, 24, 64, 64, 100])),
         Bc=int(rng.choice([8, 16, 80, 128, 160, 272])),
         batch=BATCH,
@@ -111,7 +111,7 @@ def test_positions_may_be_as_far_apart_as_problems_have_them(name, q_offset, hos
 
 
 def test_of_more_than_32_key_blocks_every_word_is_filled_in(hosts) -> None:
-    spec = MapSpec(64, 8, BATCH, HEADS, 100, 8 * 65 + 3, causal=True, q_offset=440, parts=2)
+    spec = BlockMaskSpec(64, 8, BATCH, HEADS, 100, 8 * 65 + 3, causal=True, q_offset=440, parts=2)
     check_map(hosts["window"].build(spec), MASKS["window"], spec, (1, 1))
     assert spec.words == 3
 
@@ -130,7 +130,7 @@ def test_kernels_read_of_a_map_what_was_written_to_it(hosts, rng) -> None:
     memory = np.concatenate([np.ascontiguousarray(x).view(np.uint8).ravel() for x in parts])
     ends = np.cumsum([part.nbytes for part in parts])
     strides = heads * tiles, tiles
-    map = np.array((memory.ctypes.data, *ends, *strides, 3, blocks, slots, 0), BLOCK_MAP_DTYPE)
+    map = np.array((memory.ctypes.data, *ends, *strides, 3, blocks, slots, 0), BLOCK_MASK_DTYPE)
     for b, h, t in np.ndindex(batches, heads, tiles):
         visited, full = bits[:, b, h, t, :, :blocks] * np.array([[1], [2]])
         told = hosts["window"].read(map, b, h, t)
@@ -150,7 +150,7 @@ def test_kernels_read_of_a_map_what_was_written_to_it(hosts, rng) -> None:
 
 
 def unit_of(mod: MaskMod, dtype: str) -> Any:
-    return block_map_unit(mask_text(mod, dtype), packed_captures(mod, dtype).dtype)
+    return block_mask_unit(mask_text(mod, dtype), packed_captures(mod, dtype).dtype)
 
 
 @pytest.mark.slow
@@ -182,7 +182,7 @@ def test_tiles_lengths_and_values_share_a_unit() -> None:
     assert unit_of(one, "float16").text == unit_of(other, "float16").text
 
 
-@pytest.mark.parametrize("dtype", [BLOCK_MAP_DTYPE, params_dtype(np.dtype([("x", np.int32)]))])
+@pytest.mark.parametrize("dtype", [BLOCK_MASK_DTYPE, params_dtype(np.dtype([("x", np.int32)]))])
 def test_fields_lie_as_a_c_compiler_aligns_them(dtype: np.dtype) -> None:
     assert dtype.names is not None
     # Nested structs begin at multiples of 8 bytes, whatever they contain.
@@ -198,11 +198,11 @@ def test_fields_lie_as_a_c_compiler_aligns_them(dtype: np.dtype) -> None:
 
 
 def test_packing_fills_every_field() -> None:
-    mod, spec = MASKS["documents"], MapSpec(192, 128, 2, 3, 300, 260, -7, True, 5, 9, 3)
+    mod, spec = MASKS["documents"], BlockMaskSpec(192, 128, 2, 3, 300, 260, -7, True, 5, 9, 3)
     text = mask_text(mod, "float32")
     mods = packed_captures(mod, "float32")
     layout = Layout.of(spec, text)
-    map = BlockMap(1, layout, 4, 5, 6, 7, None)
+    map = BlockMask(1, layout, 4, 5, 6, 7, None)
     packed = packed_params(spec, text, mods, map, 0x1000)
     (record,) = np.frombuffer(bytes(packed), params_dtype(mods.dtype))
     places = layout.full, layout.behind, layout.tiles, layout.shown
@@ -223,7 +223,7 @@ def test_packing_fills_every_field() -> None:
 
 
 def test_the_map_of_a_million_tokens_takes_72_mb() -> None:
-    spec = MapSpec(128, 128, 1, 32, 2**20, 2**20, causal=True, parts=2)
+    spec = BlockMaskSpec(128, 128, 1, 32, 2**20, 2**20, causal=True, parts=2)
     text = mask_text(MaskMod(lambda i, j, doc: doc[i] == doc[j], doc=np.zeros(9, np.int32)), "any")
     layout = Layout.of(spec, text)
     assert (spec.row_tiles, spec.key_blocks, spec.words) == (8192, 8192, 256)
@@ -234,7 +234,7 @@ def test_the_map_of_a_million_tokens_takes_72_mb() -> None:
 
 
 def test_sequences_and_heads_have_maps_of_their_own_only_where_the_mask_names_them() -> None:
-    spec = MapSpec(64, 64, 2, 3, 100, 100)
+    spec = BlockMaskSpec(64, 64, 2, 3, 100, 100)
     shapes = {name: spec.maps(mask_text(MASKS[name], "float32")) for name in MASKS}
     assert shapes["window"] == (1, 1)
     assert shapes["documents"] == (2, 1)
@@ -252,7 +252,7 @@ def test_sequences_and_heads_have_maps_of_their_own_only_where_the_mask_names_th
     ],
 )
 def test_the_band_is_what_causality_and_window_both_allow(options, band) -> None:
-    assert MapSpec(64, 64, 1, 1, 100, 100, **options).band == band
+    assert BlockMaskSpec(64, 64, 1, 1, 100, 100, **options).band == band
 
 
 # ---- Kept maps, and streams
@@ -330,7 +330,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     return fake
 
 
-SPEC = MapSpec(64, 64, 2, 3, 100, 100)
+SPEC = BlockMaskSpec(64, 64, 2, 3, 100, 100)
 
 
 def documents(values: int = 0) -> MaskMod:
@@ -339,7 +339,7 @@ def documents(values: int = 0) -> MaskMod:
 
 def test_a_map_is_built_once_for_the_same_facts(cuda: FakeCuda) -> None:
     mod = documents()
-    maps = [map_of(mod, MapSpec(64, 64, 2, 3, 100, 100), "float16").map for _ in range(3)]
+    maps = [map_of(mod, BlockMaskSpec(64, 64, 2, 3, 100, 100), "float16").map for _ in range(3)]
     assert cuda.builds == 1
     assert maps[0] is maps[1] is maps[2]
 
@@ -454,18 +454,18 @@ def test_the_map_of_a_graph_of_torch_lies_in_torchs_memory(
         made.append(size)
         return object(), len(made) << 50
 
-    monkeypatch.setattr(calls_block_maps, "new_torch_memory", new_torch_memory)
-    mod, key = documents(), MapKey(0, "float16", SPEC)
-    kept = map_of_mask(mod, key, 0xA0, uses_torch=True)
+    monkeypatch.setattr(calls_block_masks, "new_torch_memory", new_torch_memory)
+    mod, key = documents(), BlockMaskKey(0, "float16", SPEC)
+    kept = ready_block_mask(mod, key, 0xA0, uses_torch=True)
     assert not made, "a kept map lies on a stream of its own"
     cuda.capturing.add(0xA0)
     monkeypatch.setattr(cuda, "alloc", None)
-    ready = map_of_mask(mod, key, 0xA0, uses_torch=True)
+    ready = ready_block_mask(mod, key, 0xA0, uses_torch=True)
     layout = Layout.of(SPEC, mask_text(mod, "float16"))
     assert made == [layout.bytes, layout.scratch]
     assert ready.address == 1 << 50
     cuda.capturing.clear()
-    assert map_of_mask(mod, key, 0xA0, uses_torch=True) is kept
+    assert ready_block_mask(mod, key, 0xA0, uses_torch=True) is kept
 
 
 def test_the_legacy_stream_is_not_asked_whether_it_is_captured(cuda: FakeCuda) -> None:
@@ -491,7 +491,7 @@ def test_strides_are_0_where_maps_are_shared(cuda: FakeCuda) -> None:
 
 
 def test_more_blocks_than_a_grid_has_are_refused(cuda: FakeCuda) -> None:
-    spec = MapSpec(8, 8, 64, 128, 2**22, 2**20)
+    spec = BlockMaskSpec(8, 8, 64, 128, 2**22, 2**20)
     with pytest.raises(UnsupportedError, match="64 sequences, 128 heads"):
         map_of(MASKS["both"], spec, "float16")
 

@@ -15,7 +15,7 @@ from cupy_flash.calls.gpu.block_masks import mask_text
 from cupy_flash.errors import CompileError
 from cupy_flash.families import FAMILIES, FORWARD, contract
 from cupy_flash.gpu import compiler
-from cupy_flash.gpu.block_masks import block_map_unit
+from cupy_flash.gpu.block_masks import block_mask_unit
 from cupy_flash.gpu.compiler import (
     compile_cubin,
     find_prebuilt,
@@ -180,7 +180,7 @@ def test_texts_of_units_tell_of_the_headers_that_modifications_stand_behind(
 
     def texts():
         contract.source_digest.cache_clear()
-        block_map = block_map_unit(mask_text(mod, "float32"), arguments_dtype(mod.specs, "float"))
+        block_map = block_mask_unit(mask_text(mod, "float32"), arguments_dtype(mod.specs, "float"))
         families = [family for kind in FAMILIES.values() for family in kind.values()]
         return [
             unit_of(mod).text,

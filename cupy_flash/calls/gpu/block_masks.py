@@ -10,7 +10,14 @@ from cupy_flash.arrays.strided import address_of, as_cupy
 from cupy_flash.calls.arguments import Arguments
 from cupy_flash.calls.gpu.allocate import new_torch_memory
 from cupy_flash.families import FORWARD
-from cupy_flash.gpu.block_masks import MapKey, MapSpec, MaskText, ReadyMap, kept_map, new_map
+from cupy_flash.gpu.block_masks import (
+    BlockMaskKey,
+    BlockMaskSpec,
+    MaskSource,
+    ReadyBlockMask,
+    build_mask,
+    find_kept_mask,
+)
 from cupy_flash.mods.codegen.arguments import pack_arguments, real_type
 from cupy_flash.mods.codegen.bounds import HEADERS as BOUNDS_HEADERS
 from cupy_flash.mods.codegen.bounds import RANGE_BYTES, emit_bounds
@@ -22,14 +29,14 @@ from cupy_flash.mods.trace.traced import Traced
 from cupy_flash.planning.planner import Plan
 
 
-def map_of_mask(
+def ready_block_mask(
     mod: MaskMod,
-    key: MapKey,
+    key: BlockMaskKey,
     current: int,
     arguments: Arguments | None = None,
     *,
     uses_torch: bool = False,
-) -> ReadyMap:
+) -> ReadyBlockMask:
     """Return the block mask of a mask on the current device, ready for the next launch.
 
     Each `MaskMod` keeps block masks of its own until `MaskMod.refresh`, even if another is equal.
@@ -56,16 +63,16 @@ def map_of_mask(
         If there are too many blocks.
     """
     kept = mod.kept_maps()
-    found = kept_map(kept, key, current)
+    found = find_kept_mask(kept, key, current)
     if found is not None:
         return found
     mods = packed_captures(mod, key.dtype, arguments)
     allocate = new_torch_memory if uses_torch else None
-    return new_map(kept, key, current, mask_text(mod, key.dtype), mods, allocate)
+    return build_mask(kept, key, current, mask_text(mod, key.dtype), mods, allocate)
 
 
 def packed_captures(mod: MaskMod, dtype: str, arguments: Arguments | None = None) -> np.ndarray:
-    """Return the ``ModArguments`` of a mask, filled in; see `map_of_mask`."""
+    """Return the ``ModArguments`` of a mask, filled in; see `ready_block_mask`."""
     values = {prefixed("mask_mod", name): value for name, value in mod.captures.items()}
     if arguments is not None:
         values |= {name: as_cupy(getattr(arguments, name)) for name in mod.array_names}
@@ -74,13 +81,13 @@ def packed_captures(mod: MaskMod, dtype: str, arguments: Arguments | None = None
     return pack_arguments(specs, values, addresses, real_type(dtype))
 
 
-def map_spec(plan: Plan) -> MapSpec | None:
+def block_mask_spec(plan: Plan) -> BlockMaskSpec | None:
     """Return the sizes and bounds of the block mask of a plan; None if its kernels read none."""
     problem, score = plan.problem, plan.problem.score
     family = FORWARD.get(plan.family)
-    if score is None or family is None or not family.is_mapped(problem):
+    if score is None or family is None or not family.uses_block_mask(problem):
         return None
-    return MapSpec(
+    return BlockMaskSpec(
         plan.tile.Br,
         plan.tile.Bc,
         problem.batch,
@@ -90,22 +97,22 @@ def map_spec(plan: Plan) -> MapSpec | None:
         problem.q_offset,
         # The keys of a prefix are visible even if causality or the window would mask them.
         *((False, None, None) if score.prefix else (problem.causal, score.left, score.right)),
-        family.map_parts(plan.tile),
+        family.row_groups(plan.tile),
     )
 
 
-def mask_text(mod: MaskMod, dtype: str) -> MaskText:
+def mask_text(mod: MaskMod, dtype: str) -> MaskSource:
     """Return the CUDA source of a mask; equal masks have the same source."""
     return _mask_text(mod.traced, dtype)
 
 
 # The cache key is not the mask itself, which would keep its captured arrays and block masks alive.
 @functools.lru_cache(maxsize=256)
-def _mask_text(traced: Traced, dtype: str) -> MaskText:
+def _mask_text(traced: Traced, dtype: str) -> MaskSource:
     expression, specs = prefixed_text(traced, "mask_mod")
     bounds = emit_bounds(expression, specs, dtype=dtype)
     named = set(postorder(expression))
-    return MaskText(
+    return MaskSource(
         text=emit(None, expression, specs, dtype=dtype) + "\n" + bounds.text,
         headers=(*HEADERS, *BOUNDS_HEADERS),
         row_ranges=bounds.row_ranges * RANGE_BYTES,

@@ -27,11 +27,11 @@ from cupy_flash.calls.gpu.allocate import (
     memory_allocator,
     result_allocator,
 )
-from cupy_flash.calls.gpu.block_masks import map_of_mask, map_spec
+from cupy_flash.calls.gpu.block_masks import block_mask_spec, ready_block_mask
 from cupy_flash.calls.options import DENSE_KINDS, Options
 from cupy_flash.families.params import params_dtype
 from cupy_flash.gpu import append
-from cupy_flash.gpu.block_masks import MapKey
+from cupy_flash.gpu.block_masks import BlockMaskKey
 from cupy_flash.gpu.counters import shared
 from cupy_flash.gpu.environment import cupy_module
 from cupy_flash.gpu.launch import Launches
@@ -85,7 +85,7 @@ class Call:
         Launch that precedes attention and appends to the cache, or None.
     max_keys, limits
         Largest integer that cache_seqlens may be, and the limits that determine it.
-    block_map
+    block_mask_key
         Key of the block mask that the kernels read, or None.
     workspace_offsets
         Byte offsets in the scratch memory of the arrays whose addresses kernels are given.
@@ -108,7 +108,7 @@ class Call:
     append: append.Append | None = None
     max_keys: int = 0
     limits: tuple[LengthLimit, ...] = ()
-    block_map: MapKey | None = None
+    block_mask_key: BlockMaskKey | None = None
     workspace_offsets: tuple[int, ...] = ()
     uses_torch: bool = False
     backward_calls: dict[tuple[Any, ...], Any] = field(default_factory=dict)
@@ -142,12 +142,12 @@ class Call:
             first, step = addresses[1], self.qkv_step
             values += (first, first + step, first + 2 * step)
         ready, current = None, 0
-        if self.block_map is not None:
+        if self.block_mask_key is not None:
             assert user_mods.mask_mod is not None
             # With the device given, CuPy need not look up the current one.
-            current = cupy_module().cuda.get_current_stream(self.block_map.device).ptr
-            ready = map_of_mask(
-                *(user_mods.mask_mod, self.block_map, current, arguments),
+            current = cupy_module().cuda.get_current_stream(self.block_mask_key.device).ptr
+            ready = ready_block_mask(
+                *(user_mods.mask_mod, self.block_mask_key, current, arguments),
                 uses_torch=self.uses_torch,
             )
             values += (ready.address,)
@@ -223,7 +223,7 @@ def prepare(
     has_no_keys = is_kvcache and problem.seqlen_k == 0
     # Kernels zero rows that belong to no sequence. If no sequence can have rows, no kernel runs.
     has_no_rows = layout.packed_q and problem.is_empty and q.size > 0
-    spec = map_spec(plan)
+    spec = block_mask_spec(plan)
     parts, map_name = _PARTS_OF_QKV if qkv is not None else (), (_MAP,) if spec else ()
     names = (*fields, *_VALUES, *parts, *map_name, *scratch_offsets)
     sources, maps = _sources(arguments, plan), plan.schedule.tensor_maps
@@ -235,14 +235,14 @@ def prepare(
             options.mod_key, arrays, sizes, problem.softmax_scale
         )
         sources |= {f"mods.{name}.data": name for name in captured}
-    block_map = None
+    block_mask_key = None
     if spec is not None:
         assert user_mods.mask_mod is not None
         cuda = cupy_module().cuda
-        block_map = MapKey(cuda.runtime.getDevice(), problem.dtype, spec)
+        block_mask_key = BlockMaskKey(cuda.runtime.getDevice(), problem.dtype, spec)
         current = cuda.get_current_stream().ptr
-        ready = map_of_mask(
-            *(user_mods.mask_mod, block_map, current, arguments), uses_torch=uses_torch
+        ready = ready_block_mask(
+            *(user_mods.mask_mod, block_mask_key, current, arguments), uses_torch=uses_torch
         )
         fixed["block_mask"] = ready.map.fields
         sources |= {"block_mask.memory": _MAP}
@@ -274,7 +274,7 @@ def prepare(
         else None,
         max_keys=min((limit.most for limit in limits), default=0),
         limits=limits,
-        block_map=block_map,
+        block_mask_key=block_mask_key,
         workspace_offsets=tuple(scratch_offsets.values()),
         uses_torch=uses_torch,
     )

@@ -45,7 +45,7 @@ class HopperFamily(Family[HopperTile]):
     arch_specific = True
     serves_sequences = True
     serves_float8 = True
-    reads_block_maps = True
+    reads_block_masks = True
 
     def __init__(self) -> None:
         # Cache of tiles with the largest number of stages; the key is what this number depends on.
@@ -64,15 +64,15 @@ class HopperFamily(Family[HopperTile]):
         if problem.dtype == "float32":
             return float32.why_not(problem) or self._why_not_tiles(problem, device)
         if problem.is_float8:
-            return float8.why_not(problem) or self._why_not_maps(problem, device)
+            return float8.why_not(problem) or self._why_not_block_mask(problem, device)
         if block_columns(problem, problem.head_dim_v) > MOST_COLUMNS:
             return (
                 f"two thread blocks compute at most {2 * MOST_COLUMNS} output columns of a head, "
                 f"not {problem.head_dim_v}"
             )
-        return tensor_maps.why_not_rows(problem) or self._why_not_maps(problem, device)
+        return tensor_maps.why_not_rows(problem) or self._why_not_block_mask(problem, device)
 
-    def _why_not_maps(self, problem: Problem, device: Device) -> str | None:
+    def _why_not_block_mask(self, problem: Problem, device: Device) -> str | None:
         return (
             tensor_maps.why_not_strides(
                 problem, lambda: tensor_maps.forward_maps(problem, HopperTile(64, 16))
@@ -198,7 +198,7 @@ class HopperFamily(Family[HopperTile]):
 
     def tile_note(self, problem: Problem, tile: HopperTile) -> str:
         block = problem.score.block if problem.score is not None else None
-        if block is None or not self.is_mapped(problem):
+        if block is None or not self.uses_block_mask(problem):
             return ""
         checked, rows = "so the mask is evaluated for each pair at their edges", WARPGROUP_ROWS
         if block[0] % rows or block[1] % tile.Bc:
@@ -213,7 +213,7 @@ class HopperFamily(Family[HopperTile]):
             )
         return ""
 
-    def map_parts(self, tile: HopperTile) -> int:
+    def row_groups(self, tile: HopperTile) -> int:
         return tile.Br // WARPGROUP_ROWS
 
     def threads(self, tile: HopperTile) -> int:
@@ -287,7 +287,7 @@ class HopperFamily(Family[HopperTile]):
         # With a block mask, query tiles are ordered by their work, and interleaving more heads
         # balances it better. A bias without a head axis stays in L2 while heads read the same rows.
         shares_bias = scores.streams_bias(problem) and not scores.bias_strides(problem)[2]
-        if self.is_mapped(problem) or shares_bias:
+        if self.uses_block_mask(problem) or shares_bias:
             return min(problem.batch * problem.heads_q, _MOST_HEADS)
         blocks = device.sm_count // ranks(problem)
         return persistent.section_heads(problem, blocks=blocks, Br=tile.Br, Bc=tile.Bc)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cupy_flash.families.contract import may_have_block_map
+from cupy_flash.families.contract import may_have_block_mask
 from cupy_flash.families.hopper import float8, float32, mla
 from cupy_flash.families.hopper.cta_columns import block_columns
 from cupy_flash.families.hopper.scores import streams_bias
@@ -22,7 +22,7 @@ _STATE_REGISTERS = 24
 
 def register_split(problem: Problem, tile: HopperTile) -> tuple[int, int]:
     """Return the number of registers of a producer thread and of a consumer thread."""
-    split = _MAPPED_REGISTERS if may_have_block_map(problem) else _REGISTERS
+    split = _MAPPED_REGISTERS if may_have_block_mask(problem) else _REGISTERS
     return split[tile.Br // WARPGROUP_ROWS]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cupy_flash.families.contract import ceil_div, may_have_block_map
+from cupy_flash.families.contract import ceil_div, may_have_block_mask
 from cupy_flash.families.hopper.sm90 import WARPGROUP_ROWS
 from cupy_flash.families.hopper.tiles import HopperTile
 from cupy_flash.families.mma.forward import MmaFamily, MmaTile
@@ -154,4 +154,4 @@ def _has_edges(problem: Problem) -> bool:
     score = problem.score
     if score is None:
         return False
-    return score.left is not None or score.right is not None or may_have_block_map(problem)
+    return score.left is not None or score.right is not None or may_have_block_mask(problem)

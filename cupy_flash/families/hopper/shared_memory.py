@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cupy_flash.families.contract import ceil_div, may_have_block_map, round_up
+from cupy_flash.families.contract import ceil_div, may_have_block_mask, round_up
 from cupy_flash.families.hopper import float8, float32, mla
 from cupy_flash.families.hopper.cta_columns import block_columns, operand_bytes, ranks
 from cupy_flash.families.hopper.scores import BIAS_STAGES, is_noted, streams_bias
@@ -36,8 +36,8 @@ def footprint(problem: Problem) -> tuple[Any, ...]:
     of_score: tuple[Any, ...] = ()
     if score is not None:
         has_edges = score.left is not None or score.right is not None
-        is_mapped, of_bias = may_have_block_map(problem), streams_bias(problem)
-        of_score = has_edges, score.block_mask_suffices, is_mapped, of_bias
+        uses_block_mask, of_bias = may_have_block_mask(problem), streams_bias(problem)
+        of_score = has_edges, score.block_mask_suffices, uses_block_mask, of_bias
     return (
         problem.dtype,
         problem.head_dim,
@@ -63,7 +63,7 @@ def block_bytes(problem: Problem, tile: HopperTile) -> int:
     )
     if is_noted(problem, tile):
         total += tile.stages * _NOTE_BYTES
-    if may_have_block_map(problem):
+    if may_have_block_mask(problem):
         blocks = (tile.stages // 2 + 1) * (tile.Br // WARPGROUP_ROWS)
         total += blocks * _SHOWN_BYTES * ceil_div(tile.Bc, _SHOWN_KEYS)
     if streams_bias(problem):

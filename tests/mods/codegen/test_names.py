@@ -11,7 +11,7 @@ from cupy_flash import MaskMod, ScoreMod, flash_attention, plan
 from cupy_flash.calls.check.check_mod import unit_of
 from cupy_flash.calls.gpu.block_masks import mask_text, packed_captures
 from cupy_flash.families.contract import TranslationUnit
-from cupy_flash.gpu.block_masks import block_map_unit
+from cupy_flash.gpu.block_masks import block_mask_unit
 from cupy_flash.gpu.compiler import compile_cubin, known_architectures, why_no_compiler
 from cupy_flash.mods.modification import prefixed
 from cupy_flash.problem.device import device_for_arch
@@ -47,7 +47,7 @@ def test_captures_of_any_name_compile() -> None:
     if 90 not in known_architectures():
         pytest.skip("this NVRTC does not know sm_90")
     score_mod, mask_mod = mods()
-    maps = block_map_unit(
+    maps = block_mask_unit(
         mask_text(mask_mod, "float16"), packed_captures(mask_mod, "float16").dtype
     )
     for unit in (unit_of(score_mod), unit_of(mask_mod), maps):

@@ -10,7 +10,7 @@ import pytest
 from support.mods.block_map_text import check_map, launched, map_of, read_map
 
 from cupy_flash.calls.gpu.block_masks import mask_text
-from cupy_flash.gpu.block_masks import BlockMap, Layout, MapSpec
+from cupy_flash.gpu.block_masks import BlockMask, BlockMaskSpec, Layout
 from cupy_flash.mods.modification import MaskMod
 
 pytestmark = pytest.mark.gpu
@@ -64,25 +64,25 @@ def both(function: Callable[..., Any], arrays: Arrays) -> tuple[MaskMod, MaskMod
     return MaskMod(function, **on_gpu), MaskMod(function, **arrays)
 
 
-def bytes_of(map: BlockMap) -> Any:
+def bytes_of(map: BlockMask) -> Any:
     import cupy
 
     return cupy.ndarray((map.layout.bytes,), np.uint8, memptr=map.memory)
 
 
-def check(mod: MaskMod, on_host: MaskMod, spec: MapSpec, memory: np.ndarray) -> None:
+def check(mod: MaskMod, on_host: MaskMod, spec: BlockMaskSpec, memory: np.ndarray) -> None:
     text = mask_text(mod, "float16")
     maps = spec.maps(text)
     check_map(read_map(spec, maps, memory, Layout.of(spec, text)), on_host, spec, maps)
 
 
-def random_spec(rng: np.random.Generator) -> MapSpec:
+def random_spec(rng: np.random.Generator) -> BlockMaskSpec:
     def maybe(bound: int) -> int | None:
         return None if rng.integers(2) else int(rng.integers(0, bound))
 
     seqlen_q, seqlen_k = (int(n) for n in rng.integers(1, KEYS, 2))
     parts = int(rng.choice([1, 2, 3]))
-    return MapSpec(
+    return BlockMaskSpec(
         Br=parts * int(rng.choice([16, 64])),
         Bc=int(rng.choice([16, 64, 80, 128, 176])),
         batch=BATCH,
@@ -112,7 +112,7 @@ def test_a_map_says_of_every_block_what_its_pairs_say(rng: np.random.Generator, 
 @pytest.mark.parametrize("name", ["documents", "few pairs", "window and first keys"])
 def test_the_same_map_comes_out_every_time(rng: np.random.Generator, name: str) -> None:
     mod, _ = both(*arrays_of(rng)[name])
-    spec = MapSpec(128, 64, BATCH, HEADS, KEYS, KEYS, causal=True)
+    spec = BlockMaskSpec(128, 64, BATCH, HEADS, KEYS, KEYS, causal=True)
     found = set()
     for _ in range(5):
         memory = bytes_of(map_of(mod, spec, "float16").map).get()
@@ -128,7 +128,7 @@ def test_refresh_sees_what_was_written_to_a_captured_array(rng: np.random.Genera
 
     first, second = documents(rng, KEYS), documents(rng, KEYS)
     array = cupy.asarray(first)
-    spec = MapSpec(128, 64, 1, 1, KEYS, KEYS)
+    spec = BlockMaskSpec(128, 64, 1, 1, KEYS, KEYS)
 
     def same(i: Any, j: Any, doc: Any) -> Any:
         return doc[i] == doc[j]
@@ -162,7 +162,7 @@ def test_a_map_is_built_behind_what_is_written_and_read_behind_what_builds_it(
     def same(i: Any, j: Any, doc: Any) -> Any:
         return doc[i] == doc[j]
 
-    mod, spec = MaskMod(same, doc=array), MapSpec(64, 64, 1, 1, KEYS, KEYS)
+    mod, spec = MaskMod(same, doc=array), BlockMaskSpec(64, 64, 1, 1, KEYS, KEYS)
     # Compile everything now: a compilation below would give the GPU time to finish its work.
     map_of(MaskMod(same, doc=array), spec, "float16")
     copy = cupy.empty_like(bytes_of(map_of(MaskMod(same, doc=array), spec, "float16").map))
@@ -196,7 +196,7 @@ def test_a_forgotten_map_stays_as_long_as_a_stream_reads_it(
     def same(i: Any, j: Any, doc: Any) -> Any:
         return doc[i] == doc[j]
 
-    mod, spec = MaskMod(same, doc=cupy.asarray(ids)), MapSpec(64, 64, 1, 1, KEYS, KEYS)
+    mod, spec = MaskMod(same, doc=cupy.asarray(ids)), BlockMaskSpec(64, 64, 1, 1, KEYS, KEYS)
     next_ids = cupy.asarray(others)
     ready = map_of(mod, spec, "float16")
     copy = cupy.empty_like(bytes_of(ready.map))
@@ -233,7 +233,7 @@ def test_a_graph_builds_its_map_from_what_the_arrays_hold_at_each_launch(
 
     values = [documents(rng, KEYS) for _ in range(3)]
     array = cupy.asarray(values[0])
-    mod, spec = MaskMod(same, doc=array), MapSpec(192, 128, 1, 1, KEYS, KEYS, causal=True)
+    mod, spec = MaskMod(same, doc=array), BlockMaskSpec(192, 128, 1, 1, KEYS, KEYS, causal=True)
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with stream:

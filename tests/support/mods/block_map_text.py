@@ -11,16 +11,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from cupy_flash.calls.gpu.block_masks import map_of_mask, mask_text, packed_captures
+from cupy_flash.calls.gpu.block_masks import mask_text, packed_captures, ready_block_mask
 from cupy_flash.families.contract import KERNEL_DIR
 from cupy_flash.gpu import block_masks
 from cupy_flash.gpu.block_masks import (
-    BlockMap,
+    BlockMask,
+    BlockMaskKey,
+    BlockMaskSpec,
     Layout,
-    MapKey,
-    MapSpec,
-    MaskText,
-    ReadyMap,
+    MaskSource,
+    ReadyBlockMask,
     packed_params,
 )
 from cupy_flash.mods.modification import MaskMod
@@ -134,14 +134,14 @@ class HostMask(NamedTuple):
     classify
         Function of b, h and rows (i_low, i_high, j_low, j_high): NONE, SOME or ALL for each.
     build
-        Function that builds the block mask of a `MapSpec`.
+        Function that builds the block mask of a `BlockMaskSpec`.
     read
-        Function of a `BLOCK_MAP_DTYPE` record, batch, head and row tile that returns what a kernel
+        Function of a `BLOCK_MASK_DTYPE` record, batch, head and row tile that returns what a kernel
         reads for this row tile, which has two parts.
     """
 
     classify: Callable[[int, int, np.ndarray], np.ndarray]
-    build: Callable[[MapSpec], FoundMap]
+    build: Callable[[BlockMaskSpec], FoundMap]
     read: Callable[[np.ndarray, int, int, int], np.ndarray]
 
 
@@ -178,7 +178,7 @@ def compiled_masks(
 
 
 def _host_mask(
-    mod: MaskMod, text: MaskText, dtype: str, classify: Any, build: Any, read: Any
+    mod: MaskMod, text: MaskSource, dtype: str, classify: Any, build: Any, read: Any
 ) -> HostMask:
     def packed() -> np.ndarray:
         return packed_captures(mod, dtype)
@@ -188,12 +188,12 @@ def _host_mask(
         classify(pointer(packed()), b, h, len(ends), pointer(ends), pointer(seen))
         return seen
 
-    def built(spec: MapSpec) -> FoundMap:
+    def built(spec: BlockMaskSpec) -> FoundMap:
         layout, (batches, heads) = Layout.of(spec, text), spec.maps(text)
         # The memory starts with garbage, so that a read of unwritten bytes changes the result.
         memory = np.full(layout.bytes, 0xA5, np.uint8)
         scratch = np.full(layout.scratch + 8, 0xA5, np.uint8)
-        map = BlockMap(
+        map = BlockMask(
             address=memory.ctypes.data,
             layout=layout,
             words=spec.words,
@@ -225,19 +225,21 @@ def pointer(array: np.ndarray) -> ctypes.c_void_p:
     return ctypes.c_void_p(array.ctypes.data)
 
 
-def map_of(mod: MaskMod, spec: MapSpec, dtype: str) -> ReadyMap:
+def map_of(mod: MaskMod, spec: BlockMaskSpec, dtype: str) -> ReadyBlockMask:
     """Return the block mask of a mask on the current device and stream, as calls do."""
     cuda = block_masks.cupy_module().cuda
-    key = MapKey(cuda.runtime.getDevice(), dtype, spec)
-    return map_of_mask(mod, key, cuda.get_current_stream().ptr)
+    key = BlockMaskKey(cuda.runtime.getDevice(), dtype, spec)
+    return ready_block_mask(mod, key, cuda.get_current_stream().ptr)
 
 
-def launched(ready: ReadyMap) -> None:
+def launched(ready: ReadyBlockMask) -> None:
     """Report a launch that reads the block mask, as calls do after their launches."""
     ready.launched(block_masks.cupy_module().cuda.get_current_stream().ptr)
 
 
-def read_map(spec: MapSpec, maps: tuple[int, int], memory: np.ndarray, layout: Layout) -> FoundMap:
+def read_map(
+    spec: BlockMaskSpec, maps: tuple[int, int], memory: np.ndarray, layout: Layout
+) -> FoundMap:
     """Return the contents of a block mask from its bytes."""
     shape = (*maps, spec.row_tiles * spec.parts)
 
@@ -260,7 +262,7 @@ def read_map(spec: MapSpec, maps: tuple[int, int], memory: np.ndarray, layout: L
     )
 
 
-def check_map(found: FoundMap, mod: MaskMod, spec: MapSpec, maps: tuple[int, int]) -> None:
+def check_map(found: FoundMap, mod: MaskMod, spec: BlockMaskSpec, maps: tuple[int, int]) -> None:
     """Fail unless a block mask agrees with the pairs of the mask."""
     visited, full, tiles = found[:3]
     expected_visited, expected_full = _expected_map(mod, spec, maps)
@@ -281,7 +283,9 @@ def check_map(found: FoundMap, mod: MaskMod, spec: MapSpec, maps: tuple[int, int
     _check_kept_pairs(found, mod, spec, maps)
 
 
-def _check_kept_pairs(found: FoundMap, mod: MaskMod, spec: MapSpec, maps: tuple[int, int]) -> None:
+def _check_kept_pairs(
+    found: FoundMap, mod: MaskMod, spec: BlockMaskSpec, maps: tuple[int, int]
+) -> None:
     """Fail unless the stored pairs of the last partial blocks of each part are right."""
     slots = found.shown.shape[3]
     partial = found.visited & ~found.full
@@ -307,7 +311,7 @@ def _check_kept_pairs(found: FoundMap, mod: MaskMod, spec: MapSpec, maps: tuple[
 
 
 def _expected_map(
-    mod: MaskMod, spec: MapSpec, maps: tuple[int, int]
+    mod: MaskMod, spec: BlockMaskSpec, maps: tuple[int, int]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return which blocks are non-empty, and which are full, computed pair by pair."""
     left, right = spec.band
@@ -322,7 +326,7 @@ def _expected_map(
     return some_seen, some_seen & ~of_blocks(~seen & inside, spec)
 
 
-def of_blocks(pairs: np.ndarray, spec: MapSpec) -> np.ndarray:
+def of_blocks(pairs: np.ndarray, spec: BlockMaskSpec) -> np.ndarray:
     """Return whether any pair of each block is true; False for parts without rows."""
     rows = np.arange(0, spec.seqlen_q, spec.Br // spec.parts)
     keys = np.arange(0, spec.seqlen_k, spec.Bc)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from cupy_flash.gpu.block_masks import MapSpec
+from cupy_flash.gpu.block_masks import BlockMaskSpec
 from support.mods.block_map_text import FoundMap, of_blocks
 from support.mods.function_oracle import Oracle
 from support.mods.random_functions import Function
 
 
-def random_map_spec(function: Function) -> MapSpec:
+def random_map_spec(function: Function) -> BlockMaskSpec:
     """Return the spec of a block mask with few, partly ragged blocks at any distance from key 0."""
     rng = np.random.default_rng([48, function.number])
 
@@ -20,7 +20,7 @@ def random_map_spec(function: Function) -> MapSpec:
     seqlen_q, seqlen_k = (int(n) for n in rng.integers(1, 200, 2))
     parts = int(rng.choice([1, 2, 3]))
     offsets = [0, seqlen_k - seqlen_q, -30, 1000, 2**24 - 50, 2**30 - 1024, 2**30 + 300]
-    return MapSpec(
+    return BlockMaskSpec(
         Br=parts * int(rng.choice([8, 16, 24, 64, 64])),
         Bc=int(rng.choice([8, 16, 80, 128, 160])),
         batch=2,
@@ -35,7 +35,7 @@ def random_map_spec(function: Function) -> MapSpec:
     )
 
 
-def pairs_of(function: Function, spec: MapSpec) -> tuple[np.ndarray, np.ndarray]:
+def pairs_of(function: Function, spec: BlockMaskSpec) -> tuple[np.ndarray, np.ndarray]:
     """Return which pairs are visible, (batch, heads, seqlen_q, seqlen_k), and which are decided."""
     zero = np.int32(0)
     shape = (spec.batch, spec.heads_q, spec.seqlen_q, spec.seqlen_k)
@@ -52,7 +52,7 @@ def pairs_of(function: Function, spec: MapSpec) -> tuple[np.ndarray, np.ndarray]
 
 
 def wrong_map(
-    found: FoundMap, function: Function, spec: MapSpec, maps: tuple[int, int]
+    found: FoundMap, function: Function, spec: BlockMaskSpec, maps: tuple[int, int]
 ) -> str | None:
     """Return how a block mask differs from the function on decided pairs; None if it does not."""
     seen, known = pairs_of(function, spec)
@@ -73,7 +73,9 @@ def wrong_map(
     return _wrong_kept(found, seen, known, spec)
 
 
-def _wrong_kept(found: FoundMap, seen: np.ndarray, known: np.ndarray, spec: MapSpec) -> str | None:
+def _wrong_kept(
+    found: FoundMap, seen: np.ndarray, known: np.ndarray, spec: BlockMaskSpec
+) -> str | None:
     """Check the pairs that a block mask stores, those of the last blocks of each part."""
     slots = found.shown.shape[3]
     threads, halves, keys = np.ogrid[:128, :2, : spec.Bc // 4]

@@ -15,16 +15,16 @@ from cupy_flash.problem.problem import Problem
 
 # Largest number of query tiles per KV head for which all keys are divided evenly. With more query
 # tiles there are enough thread blocks, and causal masks would make even work ranges unbalanced.
-MOST_SHARED_TILES = 8
+MAX_QUERY_TILES = 8
 # Fraction of the SMs whose thread blocks, in clusters, reach the full memory bandwidth.
-_SHARE_OF_SMS = 0.42
+_FRACTION_OF_SMS = 0.42
 # Largest number of KV units per thread block for which one cluster processes all keys: one cluster
 # of 4 takes 10.7 us, two take 12.6 us (1024 keys, 4 KV heads, 64 query heads).
 CLUSTER_UNITS = 3
 # Least fraction of the concurrent thread blocks to use if this avoids splitting sequences of equal
 # length: 32 thread blocks per KV head take 135.9 us, 33 take 138.8 us (H200, 64 sequences of 2048
 # keys).
-_ENOUGH_PLACES = 0.95
+_LEAST_CONCURRENT = 0.95
 
 
 def is_balanced(problem: Problem, Br: int) -> bool:
@@ -36,11 +36,11 @@ def is_balanced(problem: Problem, Br: int) -> bool:
     layout = problem.layout
     if layout.packed_q or layout.num_splits:
         return False
-    few_tiles = sizes.row_tiles(problem, Br) <= MOST_SHARED_TILES
+    few_tiles = sizes.row_tiles(problem, Br) <= MAX_QUERY_TILES
     return few_tiles and problem.heads_kv <= MAX_GRID_Y
 
 
-def split_of(problem: Problem, device: Device, tile: DecodeTile) -> Split:
+def choose_split(problem: Problem, device: Device, tile: DecodeTile) -> Split:
     """Return the split of the keys of each sequence, for problems without an even division."""
     return split_kv.choose(
         problem,
@@ -52,18 +52,18 @@ def split_of(problem: Problem, device: Device, tile: DecodeTile) -> Split:
     )
 
 
-def items(problem: Problem, tile: DecodeTile) -> int:
+def output_tiles(problem: Problem, tile: DecodeTile) -> int:
     """Return the number of query tiles of all KV heads and sequences."""
     return problem.batch * problem.heads_kv * sizes.row_tiles(problem, tile.Br)
 
 
-def slots(problem: Problem, device: Device, tile: DecodeTile, cut: Split) -> int:
+def partial_slots(problem: Problem, device: Device, tile: DecodeTile, split: Split) -> int:
     """Return the number of slots for partial results that are merged through device memory."""
-    if cut.is_unsplit:
+    if split.is_unsplit:
         return 0
-    if cut.kind == "fixed":
-        return items(problem, tile) * cut.parts
-    row_tiles, heads, blocks = grid_of(problem, device, tile)
+    if split.kind == "fixed":
+        return output_tiles(problem, tile) * split.parts
+    row_tiles, heads, blocks = grid_size(problem, device, tile)
     clusters = blocks // max(1, tile.cluster)
     if clusters == 1:
         return 0
@@ -71,48 +71,48 @@ def slots(problem: Problem, device: Device, tile: DecodeTile, cut: Split) -> int
     return 2 * row_tiles * heads * clusters
 
 
-def grid_of(problem: Problem, device: Device, tile: DecodeTile) -> tuple[int, int, int]:
+def grid_size(problem: Problem, device: Device, tile: DecodeTile) -> tuple[int, int, int]:
     """Return the grid: query tiles, KV heads, and thread blocks that divide the keys of each."""
     row_tiles = sizes.row_tiles(problem, tile.Br)
-    lines = sizes.lines(problem, tile.Br)
+    head_tiles = sizes.head_tiles(problem, tile.Br)
     units = sizes.units(problem, tile)
-    places = places_of_whole_sequences(problem, device, tile)
-    places = max(1, min(places or _places(problem, device, tile), units))
+    blocks = blocks_without_splits(problem, device, tile)
+    blocks = max(1, min(blocks or _concurrent_blocks(problem, device, tile), units))
     if tile.cluster:
-        clusters = min(most_clusters(device, lines, tile), ceil_div(units, tile.cluster))
+        clusters = min(max_clusters(device, head_tiles, tile), ceil_div(units, tile.cluster))
         is_short = units <= CLUSTER_UNITS * tile.cluster
-        places = tile.cluster if is_short else clusters * tile.cluster
-    return row_tiles, problem.heads_kv, places
+        blocks = tile.cluster if is_short else clusters * tile.cluster
+    return row_tiles, problem.heads_kv, blocks
 
 
-def blocks_of_sequence(problem: Problem, device: Device, tile: DecodeTile) -> int:
+def blocks_per_sequence(problem: Problem, device: Device, tile: DecodeTile) -> int:
     """Return over how many thread blocks the keys of a sequence are split, for equal lengths."""
     units = sizes.units(problem, tile)
-    units_of_block = max(1, ceil_div(units, grid_of(problem, device, tile)[2]))
-    return ceil_div(units // max(1, problem.batch), units_of_block)
+    units_per_block = max(1, ceil_div(units, grid_size(problem, device, tile)[2]))
+    return ceil_div(units // max(1, problem.batch), units_per_block)
 
 
-def _places(problem: Problem, device: Device, tile: DecodeTile) -> int:
+def _concurrent_blocks(problem: Problem, device: Device, tile: DecodeTile) -> int:
     """Return the number of concurrent thread blocks for each KV head and query tile."""
-    return device.sm_count * tile.min_blocks // sizes.lines(problem, tile.Br)
+    return device.sm_count * tile.min_blocks // sizes.head_tiles(problem, tile.Br)
 
 
-def places_of_whole_sequences(problem: Problem, device: Device, tile: DecodeTile) -> int:
-    """Return a divisor of the batch size near `_places`, or 0 if there is none.
+def blocks_without_splits(problem: Problem, device: Device, tile: DecodeTile) -> int:
+    """Return a divisor of the batch size near `_concurrent_blocks`, or 0 if there is none.
 
     With this number of thread blocks, no sequence is split if all have the same length.
     """
-    places = _places(problem, device, tile)
-    counts = range(places, math.ceil(_ENOUGH_PLACES * places) - 1, -1)
+    blocks = _concurrent_blocks(problem, device, tile)
+    counts = range(blocks, math.ceil(_LEAST_CONCURRENT * blocks) - 1, -1)
     return next((count for count in counts if count and problem.batch % count == 0), 0)
 
 
-def most_clusters(device: Device, lines: int, tile: DecodeTile) -> int:
+def max_clusters(device: Device, head_tiles: int, tile: DecodeTile) -> int:
     """Return the number of clusters per KV head and query tile that reach the memory bandwidth.
 
     It is a power of two, so that sequences of equal lengths are split evenly.
     """
-    enough = math.ceil(_SHARE_OF_SMS * device.sm_count / (lines * tile.cluster))
+    enough = math.ceil(_FRACTION_OF_SMS * device.sm_count / (head_tiles * tile.cluster))
     return 1 << (enough - 1).bit_length()
 
 
@@ -121,6 +121,6 @@ def has_clusters(device: Device) -> bool:
     return device.arch // 10 in (9, 10)
 
 
-def launched(tile: DecodeTile, cut: Split) -> DecodeTile:
+def launched_tile(tile: DecodeTile, split: Split) -> DecodeTile:
     """Return the tile to launch, which has clusters only if keys are divided evenly."""
-    return tile if cut == EVEN else dataclasses.replace(tile, cluster=0)
+    return tile if split == EVEN else dataclasses.replace(tile, cluster=0)

@@ -224,7 +224,7 @@ class HopperFamily(Family[HopperTile]):
         maps = tensor_maps.forward_maps(problem, tile)
         if not problem.layout.is_dense:
             is_latent = mla.holds_values_in_keys(problem)
-            cut = mla.split_of(problem, device, tile) if is_latent else UNSPLIT
+            cut = mla.choose_split(problem, device, tile) if is_latent else UNSPLIT
             main = self._main(problem, device, tile, cut)
             # The order of sequences is computed by a kernel before, or by each thread block.
             order = varlen.order_bytes(problem)

@@ -73,7 +73,7 @@ def changed_params(problem: Problem, posed: Problem) -> dict[str, Any]:
     }
 
 
-def split_of(problem: Problem, device: Device, tile: HopperTile) -> Split:
+def choose_split(problem: Problem, device: Device, tile: HopperTile) -> Split:
     """Choose the split of the keys of each sequence."""
     return split_kv.choose(
         problem,
@@ -92,7 +92,7 @@ def why_not_first(problem: Problem, device: Device, tile: HopperTile, tiles: int
     """
     if problem.seqlen_q > _MOST_FEW_ROWS:
         return None
-    cut = split_of(problem, device, tile)
+    cut = choose_split(problem, device, tile)
     rounds = ceil_div(tiles * cut.parts, max(1, device.sm_count // _PAIR))
     blocks = ceil_div(ceil_div(problem.seqlen_k, tile.Bc), cut.parts)
     of_tile = _tile_time(tile)

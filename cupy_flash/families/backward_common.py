@@ -17,7 +17,7 @@ from cupy_flash.problem.device import Device
 from cupy_flash.problem.gradient import ROWS
 from cupy_flash.problem.problem import Problem
 
-_TERMS_THREADS = 256
+_ROW_STATS_THREADS = 256
 # Alignment of the arrays in the workspace, in bytes.
 _WORKSPACE_ALIGNMENT = 512
 _WORD = 4
@@ -45,26 +45,26 @@ def row_lanes(problem: Problem) -> int:
     return min(32, 1 << (pieces - 1).bit_length())
 
 
-def blocks_of(problem: Problem, keys: int, queries: int) -> tuple[int, int]:
+def count_blocks(problem: Problem, keys: int, queries: int) -> tuple[int, int]:
     """Return the number of KV tiles of `keys` rows, and of query tiles of `queries` rows."""
     p, layout = problem, problem.layout
-    of_keys = (
+    kv_blocks = (
         layout.total_k // keys + p.batch
         if layout.packed_k
         else ceil_div(p.seqlen_k, keys) * p.batch
     )
-    of_queries = (
+    query_blocks = (
         layout.total_q // queries + p.batch
         if layout.packed_q
         else ceil_div(p.seqlen_q, queries) * p.batch
     )
-    return of_keys * p.heads_kv, of_queries * p.heads_q
+    return kv_blocks * p.heads_kv, query_blocks * p.heads_q
 
 
 def why_not_grid(problem: Problem, keys: int, queries: int) -> str | None:
     """Return why a launch cannot have a thread block per tile, or None if it can."""
-    own = blocks_of(problem, keys, queries)
-    blocks = max(*own, _terms_blocks(problem), input_gradients.bias_tiles(problem))
+    block_counts = count_blocks(problem, keys, queries)
+    blocks = max(*block_counts, _row_stats_blocks(problem), input_gradients.bias_tiles(problem))
     if blocks > MAX_GRID:
         return f"needs {blocks} thread blocks, more than the {MAX_GRID} of a launch"
     return None
@@ -98,8 +98,8 @@ def schedule(
     terms = Launch(
         ROW_TERMS,
         "preprocess",
-        (_terms_blocks(problem), 1, 1),
-        _TERMS_THREADS,
+        (_row_stats_blocks(problem), 1, 1),
+        _ROW_STATS_THREADS,
         arguments=("gradients",),
     )
     workspace = (
@@ -140,15 +140,15 @@ class QuerySums:
     def workspace(self, problem: Problem) -> int:
         """Return the size in bytes of row statistics (lse and delta), semaphores and dq tiles."""
         terms = _query_rows(problem) * 2 * ITEMSIZE[problem.lse_dtype]
-        places = self.places(problem)
-        sums = places * self.Br * self.columns * _WORD
+        tile_slots = self.tile_slots(problem)
+        sums = tile_slots * self.Br * self.columns * _WORD
         return (
             round_up(terms, _WORKSPACE_ALIGNMENT)
-            + round_up(places * _WORD, _WORKSPACE_ALIGNMENT)
+            + round_up(tile_slots * _WORD, _WORKSPACE_ALIGNMENT)
             + sums
         )
 
-    def places(self, problem: Problem) -> int:
+    def tile_slots(self, problem: Problem) -> int:
         """Return the number of dq tiles; each packed sequence has a padded last tile."""
         layout = problem.layout
         if layout.packed_q:
@@ -177,7 +177,7 @@ def inspects(problem: Problem) -> bool:
     )
 
 
-def _may_see_one_key(problem: Problem) -> bool:
+def _may_have_one_key(problem: Problem) -> bool:
     """Return whether some query row may attend to only one key."""
     is_plain = problem.mask.is_full and problem.layout.is_dense
     is_plain &= problem.score is None or not problem.score.conceals
@@ -189,13 +189,13 @@ def _query_rows(problem: Problem) -> int:
     return math.prod(problem.lse_shape)
 
 
-def _terms_blocks(problem: Problem) -> int:
+def _row_stats_blocks(problem: Problem) -> int:
     """Return the number of thread blocks of preprocessing, which also zeroes rows of dk and dv."""
     layout, threads = problem.layout, _query_rows(problem) * row_lanes(problem)
     if not layout.is_dense:
         keys = layout.total_k if layout.packed_k else problem.batch * problem.seqlen_k
         threads = max(threads, keys)
-    return max(1, ceil_div(threads, _TERMS_THREADS))
+    return max(1, ceil_div(threads, _ROW_STATS_THREADS))
 
 
 def config(
@@ -219,6 +219,6 @@ def config(
         "dq_Br": 0 if sums is None else sums.Br,
         "may_mask_pairs": problem.score is not None and problem.score.conceals,
         "inspects": inspects(problem),
-        "has_one_key_rows": _may_see_one_key(problem),
+        "has_one_key_rows": _may_have_one_key(problem),
         "zeroes_queries": last_writes or not problem.layout.is_dense,
     } | input_gradients.config(problem)

@@ -35,21 +35,23 @@ def launches(problem: Problem, device: Device) -> tuple[Launch, ...]:
     """Return the launches for the gradients of inputs other than q, k and v."""
     gradient = problem.gradient
     assert gradient is not None
-    found: list[Launch] = []
+    kernels: list[Launch] = []
     if gradient.wants("sinks"):
-        found.append(_launch("sink_gradients", problem.heads_q, _SINKS, threads=_SINK_THREADS))
+        kernels.append(_launch("sink_gradients", problem.heads_q, _SINKS, threads=_SINK_THREADS))
     if gradient.bias is not None and 0 not in gradient.bias:
         parts = bias_parts(problem, device)
-        found.append(_tiled(problem, device, "bias_gradients", bias_tiles(problem) * parts, _BIAS))
+        kernels.append(
+            _tiled(problem, device, "bias_gradients", bias_tiles(problem) * parts, _BIAS)
+        )
         if parts > 1:
             blocks = ceil_div(math.prod(gradient.bias), _THREADS)
-            found.append(_launch("bias_sums", blocks, _BIAS))
+            kernels.append(_launch("bias_sums", blocks, _BIAS))
     if gradient.captured:
         blocks = _capture_blocks(problem, device)
         for entry in ("measure_captures", "add_captures"):
-            found.append(_tiled(problem, device, entry, blocks, _CAPTURES))
-        found.append(_launch("write_captures", blocks, _CAPTURES))
-    return tuple(found)
+            kernels.append(_tiled(problem, device, entry, blocks, _CAPTURES))
+        kernels.append(_launch("write_captures", blocks, _CAPTURES))
+    return tuple(kernels)
 
 
 def _launch(
@@ -151,16 +153,16 @@ def workspace(problem: Problem, device: Device) -> dict[str, int]:
     """Return the size in bytes of each array in the workspace, by the `GradientParams` member."""
     gradient = problem.gradient
     assert gradient is not None
-    found = {}
+    sizes = {}
     real = ITEMSIZE[problem.lse_dtype]
     if gradient.bias is not None and (parts := bias_parts(problem, device)) > 1:
-        found[BIAS_PARTS] = parts * math.prod(gradient.bias) * real
+        sizes[BIAS_PARTS] = parts * math.prod(gradient.bias) * real
     if gradient.captured:
         assert problem.score is not None
         largest = _capture_blocks(problem, device) * len(problem.score.differentiable) * real
         flags = ceil_div(gradient.captured, _FLAGS_OF_WORD) * 4
-        found[CAPTURE_SUMS] = gradient.captured * _FIXED_BYTES + round_up(largest, 4) + flags
-    return found
+        sizes[CAPTURE_SUMS] = gradient.captured * _FIXED_BYTES + round_up(largest, 4) + flags
+    return sizes
 
 
 def bias_fields(problem: Problem, device: Device) -> tuple[int, ...] | None:

@@ -77,12 +77,12 @@ def choose_split(
     )
 
 
-def schedule(problem: Problem, device: Device, cut: Split, main: Launch) -> Schedule:
+def schedule(problem: Problem, device: Device, split: Split, main: Launch) -> Schedule:
     """Return the schedule of a main kernel, followed by a merge of the parts if keys are split."""
     return Schedule(
-        (main, *split_kv.combine_launches(problem, cut)),
-        cut,
-        workspace=split_kv.workspace(problem, cut),
+        (main, *split_kv.combine_launches(problem, split)),
+        split,
+        workspace=split_kv.workspace(problem, split),
         section_heads=heads_in_l2(problem, device),
     )
 

@@ -12,7 +12,7 @@ from cupy_flash.families.schedule import UNSPLIT, Launch, Split
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
 
-MOST_CHOSEN_PARTS = 32
+MAX_CHOSEN_PARTS = 32
 # Least number of KV tiles per part: with fewer, writing and merging partial results dominates.
 MIN_KEY_TILES = 2
 # FlashAttention's heuristic for decoding, where merging is cheap. The keys are not split if the
@@ -92,7 +92,7 @@ def choose(
     -------
     Split
         The number of parts is that of the call (`num_splits`) if it is given. Otherwise it is
-        between 1, which means no split, and `MOST_CHOSEN_PARTS`.
+        between 1, which means no split, and `MAX_CHOSEN_PARTS`.
     """
     # With a huge scale, the scaled scores of a part may all be -inf. Merging would drop that part.
     if problem.is_batch_invariant or problem.has_huge_scale:
@@ -100,7 +100,7 @@ def choose(
     if problem.layout.num_splits:
         return Split.into(problem.layout.num_splits)
     blocks = q_tiles * problem.batch * problem.heads_q // group
-    most = min(MOST_CHOSEN_PARTS, key_tiles // MIN_KEY_TILES)
+    most = min(MAX_CHOSEN_PARTS, key_tiles // MIN_KEY_TILES)
     if blocks == 0 or most <= 1:
         return UNSPLIT
     if tile_time is None:

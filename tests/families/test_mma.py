@@ -122,7 +122,7 @@ def test_tiles_whose_warps_share_rows_are_among_those_to_tune(arch):
     tiles = list(mma.tiles(case, device))
 
     assert mma.default_tile(case, device) in tiles
-    assert {tile.shares for tile in tiles} == {2}
+    assert {tile.column_warps for tile in tiles} == {2}
 
 
 def test_more_blocks_per_sm_than_its_shared_memory_holds_are_refused():

@@ -137,7 +137,7 @@ def test_splits_never_get_less_than_two_key_tiles():
             blocks_per_sm=2,
         ).parts
         assert splits == 1 or key_tiles / splits >= split_kv.MIN_KEY_TILES
-        assert splits <= split_kv.MOST_CHOSEN_PARTS
+        assert splits <= split_kv.MAX_CHOSEN_PARTS
 
 
 def test_an_empty_problem_is_not_split():

@@ -61,7 +61,7 @@ def test_every_split_has_keys_of_its_own(arch, batch, heads, q_tiles, key_tiles,
         blocks_per_sm=blocks_per_sm,
         device=device_for_arch(arch),
     )
-    assert 1 <= splits <= split_kv.MOST_CHOSEN_PARTS
+    assert 1 <= splits <= split_kv.MAX_CHOSEN_PARTS
     assert splits == 1 or splits * split_kv.MIN_KEY_TILES <= key_tiles
 
 
@@ -74,7 +74,7 @@ def test_splitting_never_makes_the_longest_slot_longer(blocks, key_tiles):
         return math.ceil(blocks * n / h100.sm_count) * math.ceil(key_tiles / n)
 
     assert longest(splits) <= longest(1)
-    most = min(split_kv.MOST_CHOSEN_PARTS, key_tiles // split_kv.MIN_KEY_TILES)
+    most = min(split_kv.MAX_CHOSEN_PARTS, key_tiles // split_kv.MIN_KEY_TILES)
     if splits > 1:
         best = min(longest(n) for n in range(1, most + 1))
         assert best >= split_kv.NEAR_BEST * longest(splits)
@@ -132,7 +132,7 @@ def test_keys_are_split_only_where_that_is_expected_to_be_faster(heads, q_tiles,
 
     assert splits == 1 or time(splits) < time(1)
     # No smaller number will do: each further split is a partial result to write and merge.
-    most = max(1, min(split_kv.MOST_CHOSEN_PARTS, key_tiles // split_kv.MIN_KEY_TILES))
+    most = max(1, min(split_kv.MAX_CHOSEN_PARTS, key_tiles // split_kv.MIN_KEY_TILES))
     best = min(time(n) for n in range(1, most + 1))
     assert time(splits) == best
     assert all(time(n) > best for n in range(1, splits))

@@ -6,19 +6,19 @@ from cupy_flash.families.contract import ceil_div, round_up
 from cupy_flash.problem.problem import Problem
 
 # Largest number of head_dim columns of a thread block; a cluster of two processes wider heads.
-MOST_COLUMNS = 256
+MAX_COLUMNS = 256
 # Size in bytes of a row of each operand that one wgmma instruction multiplies (k).
 _STEP_BYTES = 32
 
 
-def ranks(problem: Problem) -> int:
+def cta_ranks(problem: Problem) -> int:
     """Return the number of thread blocks of a query tile (1 or 2), which divide its columns."""
-    return 1 if max(problem.head_dim, problem.head_dim_v) <= MOST_COLUMNS else 2
+    return 1 if max(problem.head_dim, problem.head_dim_v) <= MAX_COLUMNS else 2
 
 
 def block_columns(problem: Problem, dim: int) -> int:
     """Return the number of columns of `dim` per thread block; the last block may have fewer."""
-    blocks = ranks(problem)
+    blocks = cta_ranks(problem)
     return dim if blocks == 1 else round_up(ceil_div(dim, blocks), 16)
 
 

@@ -10,23 +10,23 @@ import itertools
 import math
 
 from cupy_flash.families.contract import round_up
-from cupy_flash.families.hopper.cta_columns import MOST_COLUMNS, ranks
+from cupy_flash.families.hopper.cta_columns import MAX_COLUMNS, cta_ranks
 from cupy_flash.families.schedule import Launch, TensorMapSpec
 from cupy_flash.problem.arrays import Shape
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
 
 ROWS = ("q", "k", "v")
-_PIECES = 3
+_COMPONENTS = 3
 _ITEMSIZE = 2
 _CHUNK = 8
 _THREADS, _BLOCKS_PER_SM = 256, 8
 # Least number of keys, and of query rows per KV head, for which the family is faster than others.
 # At 512, it is 1.2 to 1.4 times as fast as `mma` (H100, head_dim up to 128). A causal mask at
 # head_dim 64 needs more rows, and head dims above 128 need fewer.
-_LEAST_ROWS = 512
-_NARROW_CAUSAL_LEAST_ROWS = 1024
-_WIDE_LEAST_ROWS = 256
+_MIN_ROWS = 512
+_NARROW_CAUSAL_MIN_ROWS = 1024
+_WIDE_MIN_ROWS = 256
 
 
 def why_not(problem: Problem) -> str | None:
@@ -35,8 +35,8 @@ def why_not(problem: Problem) -> str | None:
         return "supports float32 only in batches of equal lengths"
     if problem.score is not None:
         return "supports float32 only without modifications"
-    if ranks(problem) > 1:
-        return f"supports float32 only for head dims up to {MOST_COLUMNS}"
+    if cta_ranks(problem) > 1:
+        return f"supports float32 only for head dims up to {MAX_COLUMNS}"
     if problem.seqlen_k == 1:
         return "its float32 products do not reproduce the value of a single key exactly"
     return None
@@ -58,7 +58,7 @@ def why_not_first(problem: Problem) -> str | None:
 
 def count(problem: Problem) -> int:
     """Return the number of components of an element: 3 bfloat16 for float32, otherwise 1."""
-    return _PIECES if problem.dtype == "float32" else 1
+    return _COMPONENTS if problem.dtype == "float32" else 1
 
 
 def output_registers(problem: Problem, columns: int) -> int:
@@ -82,7 +82,7 @@ def launch(device: Device) -> Launch:
 
 def workspace(problem: Problem) -> tuple[int, dict[str, int]]:
     """Return the size in bytes of the converted arrays, and the byte offset of each."""
-    sizes = [math.prod(_shape(problem, name)) * _ITEMSIZE * _PIECES for name in ROWS]
+    sizes = [math.prod(_shape(problem, name)) * _ITEMSIZE * _COMPONENTS for name in ROWS]
     *starts, end = itertools.accumulate(sizes, initial=0)
     return end, {_name(name): start for name, start in zip(ROWS, starts, strict=True)}
 
@@ -97,7 +97,7 @@ def tensor_maps(problem: Problem, boxes: dict[str, tuple[int, int]]) -> dict[str
         columns, rows, heads, batch = _shape(problem, name)
         row = heads * columns * _ITEMSIZE
         strides = (row, columns * _ITEMSIZE, rows * row)
-        shape = (columns, rows, heads, batch * _PIECES)
+        shape = (columns, rows, heads, batch * _COMPONENTS)
         maps[_name(name)] = TensorMapSpec("bfloat16", shape, strides, boxes[name])
     return maps
 
@@ -105,8 +105,8 @@ def tensor_maps(problem: Problem, boxes: dict[str, tuple[int, int]]) -> dict[str
 def _least_rows(problem: Problem) -> int:
     widest = max(problem.head_dim, problem.head_dim_v)
     if widest > 128:
-        return _WIDE_LEAST_ROWS
-    return _NARROW_CAUSAL_LEAST_ROWS if problem.causal and widest <= 64 else _LEAST_ROWS
+        return _WIDE_MIN_ROWS
+    return _NARROW_CAUSAL_MIN_ROWS if problem.causal and widest <= 64 else _MIN_ROWS
 
 
 def _are_broadcast(problem: Problem) -> bool:

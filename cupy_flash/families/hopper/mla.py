@@ -7,7 +7,7 @@ from typing import Any
 
 from cupy_flash.families import split_kv
 from cupy_flash.families.contract import ceil_div
-from cupy_flash.families.hopper.cta_columns import ranks
+from cupy_flash.families.hopper.cta_columns import cta_ranks
 from cupy_flash.families.hopper.tiles import HopperTile
 from cupy_flash.families.schedule import Split
 from cupy_flash.problem.arrays import Tensor, Tensors
@@ -24,9 +24,9 @@ _COLUMNS = _PAIR * 32
 _TILE_US = {64: 1.7, 128: 2.1}
 _PART_US = 0.7
 _LAUNCH_US = 10.0
-# Cost model of the `decode` family: launch time and TFLOP/s, for up to _MOST_FEW_ROWS query rows
+# Cost model of the `decode` family: launch time and TFLOP/s, for up to _MAX_FEW_ROWS query rows
 # per KV head. For more rows, `hopper` is always faster.
-_MOST_FEW_ROWS = 128
+_MAX_FEW_ROWS = 128
 _FEW_ROWS_LAUNCH_US = 12.0
 _FEW_ROWS_TFLOPS = 150.0
 
@@ -36,14 +36,14 @@ def holds_values_in_keys(problem: Problem) -> bool:
 
     Each of two thread blocks has half of the columns of the values and half of the other columns.
     """
-    if ranks(problem) < _PAIR or not problem.values_in_keys or problem.itemsize != 2:
+    if cta_ranks(problem) < _PAIR or not problem.values_in_keys or problem.itemsize != 2:
         return False
     if problem.score is not None or problem.scales is not None or problem.layout.packed_q:
         return False
     return problem.head_dim % _COLUMNS == problem.head_dim_v % _COLUMNS == 0
 
 
-def posed(problem: Problem) -> Problem:
+def kernel_problem(problem: Problem) -> Problem:
     """Return the problem as the kernel computes it.
 
     In MLA decoding with one query per sequence, which attends to all keys, the query heads of a KV
@@ -52,7 +52,7 @@ def posed(problem: Problem) -> Problem:
     if problem.seqlen_q != 1 or not holds_values_in_keys(problem):
         return problem
     group = problem.heads_q // problem.heads_kv
-    changed = {name: _of_rows(problem.tensors[name], group) for name in ("q", "out")}
+    changed = {name: _heads_as_rows(problem.tensors[name], group) for name in ("q", "out")}
     return dataclasses.replace(
         problem,
         seqlen_q=group,
@@ -62,14 +62,14 @@ def posed(problem: Problem) -> Problem:
     )
 
 
-def changed_params(problem: Problem, posed: Problem) -> dict[str, Any]:
-    """Return the fields of the argument struct in which `posed` differs from the problem."""
-    if posed is problem:
+def param_overrides(problem: Problem, kernel_problem: Problem) -> dict[str, Any]:
+    """Return the fields of the argument struct in which the two problems differ."""
+    if kernel_problem is problem:
         return {}
     return {
-        "seqlen_q": posed.seqlen_q,
-        "heads_q": posed.heads_q,
-        **{name: posed.tensors[name].strides for name in ("q", "out")},
+        "seqlen_q": kernel_problem.seqlen_q,
+        "heads_q": kernel_problem.heads_q,
+        **{name: kernel_problem.tensors[name].strides for name in ("q", "out")},
     }
 
 
@@ -86,18 +86,18 @@ def choose_split(problem: Problem, device: Device, tile: HopperTile) -> Split:
 
 
 def why_not_first(problem: Problem, device: Device, tile: HopperTile, tiles: int) -> str | None:
-    """Return why a family for few rows is faster for a problem from `posed`, or None.
+    """Return why a family for few rows is faster for a problem from `kernel_problem`, or None.
 
     `tiles` is the number of query tiles.
     """
-    if problem.seqlen_q > _MOST_FEW_ROWS:
+    if problem.seqlen_q > _MAX_FEW_ROWS:
         return None
-    cut = choose_split(problem, device, tile)
-    rounds = ceil_div(tiles * cut.parts, max(1, device.sm_count // _PAIR))
-    blocks = ceil_div(ceil_div(problem.seqlen_k, tile.Bc), cut.parts)
-    of_tile = _tile_time(tile)
-    time = _LAUNCH_US + rounds * blocks * of_tile.alone
-    time += split_kv.combine_time(problem, cut) + of_tile.part * (cut.parts - 1)
+    split = choose_split(problem, device, tile)
+    rounds = ceil_div(tiles * split.parts, max(1, device.sm_count // _PAIR))
+    blocks = ceil_div(ceil_div(problem.seqlen_k, tile.Bc), split.parts)
+    tile_time = _tile_time(tile)
+    time = _LAUNCH_US + rounds * blocks * tile_time.alone
+    time += split_kv.combine_time(problem, split) + tile_time.part * (split.parts - 1)
     others = _FEW_ROWS_LAUNCH_US + 1e-6 * problem.flops() / _FEW_ROWS_TFLOPS
     if time < others:
         return None
@@ -108,10 +108,10 @@ def why_not_first(problem: Problem, device: Device, tile: HopperTile, tiles: int
 
 
 def _tile_time(tile: HopperTile) -> split_kv.TileTime:
-    of_block = _TILE_US.get(tile.Br, _TILE_US[128]) * tile.Bc / _KEYS
-    return split_kv.TileTime(of_block, of_block, _PART_US)
+    block_time = _TILE_US.get(tile.Br, _TILE_US[128]) * tile.Bc / _KEYS
+    return split_kv.TileTime(block_time, block_time, _PART_US)
 
 
-def _of_rows(tensor: Tensor, group: int) -> Tensor:
+def _heads_as_rows(tensor: Tensor, group: int) -> Tensor:
     batch, _, head = tensor.strides
     return tensor._replace(strides=(batch, head, group * head))

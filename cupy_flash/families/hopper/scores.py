@@ -42,7 +42,7 @@ def bias_strides(problem: Problem) -> tuple[int, int, int]:
     return batch, row, head
 
 
-def is_noted(problem: Problem, tile: HopperTile) -> bool:
+def skips_tiles(problem: Problem, tile: HopperTile) -> bool:
     """Return whether a consumer skips KV tiles that are fully masked for its own 64 rows.
 
     Skipping costs 2% of the time with a window, and KV tiles of at least Br keys are never skipped.

@@ -7,7 +7,7 @@ import dataclasses
 from cupy_flash.families.contract import ceil_div
 from cupy_flash.families.hopper import mla
 from cupy_flash.families.hopper.sm90 import WARPGROUP_ROWS
-from cupy_flash.families.hopper.tiles import FEWEST_KEYS
+from cupy_flash.families.hopper.tiles import MIN_KEYS
 from cupy_flash.families.schedule import Launch
 from cupy_flash.problem.problem import Problem
 
@@ -25,8 +25,8 @@ def why_not(problem: Problem) -> str | None:
     if layout.page_size:
         if not mla.holds_values_in_keys(problem):
             return "TMA loads rows that are consecutive in memory, not pages"
-        if layout.page_size % FEWEST_KEYS:
-            return f"page_size is {layout.page_size}; expected a multiple of {FEWEST_KEYS}"
+        if layout.page_size % MIN_KEYS:
+            return f"page_size is {layout.page_size}; expected a multiple of {MIN_KEYS}"
     if not layout.packed_k and layout.caches + layout.pages == 0:
         return "TMA cannot address arrays without keys"
     if (layout.num_splits or 1) > 1 and not mla.holds_values_in_keys(problem):

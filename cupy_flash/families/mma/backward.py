@@ -23,22 +23,22 @@ from cupy_flash.problem.problem import Problem
 from cupy_flash.problem.tile import Tile
 
 # Size in bytes of the statistics of a query row: its log-sum-exp and delta.
-_TERMS_BYTES = 8
+_ROW_STATS_BYTES = 8
 # Bytes of the scales after a preswizzled float32 tile (`backward/preprocess/preswizzle.cuh`).
 _SCALES_BYTES = 128
 # Number of scale factors of P and dS that fit after `KeyScales`, which hold a bit for each key.
-_MOST_UNITS = (_SCALES_BYTES - 4 * 4 - 256 // 8) // 4
-_IMAGE_THREADS = 256
-TILE_IMAGES = "tile_images"
+_MAX_UNITS = (_SCALES_BYTES - 4 * 4 - 256 // 8) // 4
+_PRESWIZZLE_THREADS = 256
+PRESWIZZLED_TILES = "tile_images"
 # Number of registers for addresses, counters and operands.
 _OTHER_REGISTERS = 40
 # Number of dq rows that a warp computes, if a tile has enough rows.
 _SUM_ROWS = 32
 # Limits on how many KV tiles of a head run concurrently. Each runs 1.5 query tiles after the one
-# before. There are at most _MOST_AT_ONCE, and one per _STEPS_OF_ONE query tiles. A causal mask
+# before. There are at most _MAX_CONCURRENT, and one per _STEPS_PER_TILE query tiles. A causal mask
 # halves their number: a thread block then has half the steps to catch up after waiting.
-_MOST_AT_ONCE = 16
-_STEPS_OF_ONE = 2
+_MAX_CONCURRENT = 16
+_STEPS_PER_TILE = 2
 
 
 @dataclass(frozen=True)
@@ -132,10 +132,10 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
         if tile.min_blocks < 1:
             return f"min_blocks is {tile.min_blocks}; expected at least 1"
         units = _second_units(problem) * tile.key_warps * (tile.Br // tile.columns)
-        if units > _MOST_UNITS:
+        if units > _MAX_UNITS:
             return (
                 f"Br is {tile.Br}, key_warps {tile.key_warps} and columns {tile.columns}, which "
-                f"need {units} scale factors; expected at most {_MOST_UNITS}"
+                f"need {units} scale factors; expected at most {_MAX_UNITS}"
             )
         reason = why_not_blocks(
             device,
@@ -146,8 +146,8 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
         )
         reason = reason or backward_common.why_not_grid(problem, tile.Bc, tile.Br)
         # The kernel that pre-swizzles tiles has a thread block for each KV tile and query tile.
-        blocks = sum(backward_common.blocks_of(problem, tile.Bc, tile.Br))
-        if reason is None and _in_pieces(problem) and blocks > MAX_GRID:
+        blocks = sum(backward_common.count_blocks(problem, tile.Bc, tile.Br))
+        if reason is None and _uses_components(problem) and blocks > MAX_GRID:
             return f"needs {blocks} thread blocks, more than the {MAX_GRID} of a launch"
         return reason
 
@@ -174,23 +174,23 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
     def shared_memory(self, problem: Problem, tile: MmaBackwardTile) -> int:
         row_bytes = sum(_padded_dims(problem, tile)) * problem.itemsize
         pairs = tile.Bc * tile.Br * problem.itemsize * (2 if tile.side_warps > 1 else 1)
-        scales = _SCALES_BYTES if _in_pieces(problem) else 0
-        stage = tile.Br * (row_bytes + _TERMS_BYTES) + scales
+        scales = _SCALES_BYTES if _uses_components(problem) else 0
+        stage = tile.Br * (row_bytes + _ROW_STATS_BYTES) + scales
         return tile.Bc * row_bytes + scales + pairs + tile.stages * stage
 
     def schedule(self, problem: Problem, device: Device, tile: MmaBackwardTile) -> Schedule:
         assert problem.gradient is not None
-        of_keys, of_queries = backward_common.blocks_of(problem, tile.Bc, tile.Br)
+        kv_blocks, query_blocks = backward_common.count_blocks(problem, tile.Bc, tile.Br)
         shared_memory = self.shared_memory(problem, tile)
         threads = 32 * tile.warps
         launches = []
-        if _in_pieces(problem):
+        if _uses_components(problem):
             launches.append(
                 Launch(
-                    TILE_IMAGES,
+                    PRESWIZZLED_TILES,
                     "mma_preswizzle_tiles",
-                    (of_keys + of_queries, 1, 1),
-                    _IMAGE_THREADS,
+                    (kv_blocks + query_blocks, 1, 1),
+                    _PRESWIZZLE_THREADS,
                     arguments=("gradients",),
                 )
             )
@@ -198,7 +198,7 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
             Launch(
                 KEY_GRADIENTS,
                 "mma_gradients",
-                (of_keys, 1, 1),
+                (kv_blocks, 1, 1),
                 threads,
                 shared_memory,
                 tile.min_blocks,
@@ -210,7 +210,7 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
                 Launch(
                     QUERY_GRADIENTS,
                     "mma_query_gradients",
-                    (of_queries, 1, 1),
+                    (query_blocks, 1, 1),
                     threads,
                     arguments=("gradients",),
                 )
@@ -220,8 +220,8 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
         schedule = backward_common.schedule(
             problem, device, launches, sums, _section(problem, device, tile, slots)
         )
-        images = _image_bytes(problem, tile, sums) if _in_pieces(problem) else 0
-        return dataclasses.replace(schedule, workspace=schedule.workspace + images)
+        preswizzled = _preswizzled_bytes(problem, tile, sums) if _uses_components(problem) else 0
+        return dataclasses.replace(schedule, workspace=schedule.workspace + preswizzled)
 
     def _sums(self, problem: Problem, tile: MmaBackwardTile) -> QuerySums:
         gradient = problem.gradient
@@ -258,7 +258,7 @@ def _padded_dims(problem: Problem, tile: MmaBackwardTile) -> tuple[int, int]:
     return round_up(problem.head_dim, unit), round_up(problem.head_dim_v, 16 * tile.side_warps)
 
 
-def _in_pieces(problem: Problem) -> bool:
+def _uses_components(problem: Problem) -> bool:
     """Return whether tiles are converted first: float32 to pairs of float16, pre-swizzled."""
     return problem.dtype == "float32"
 
@@ -266,21 +266,21 @@ def _in_pieces(problem: Problem) -> bool:
 def _second_units(problem: Problem) -> int:
     """Return for how many of P and dS warps compute scale factors (`refines_p`, `refines_ds`)."""
     score = problem.score
-    if score is None or not _in_pieces(problem):
+    if score is None or not _uses_components(problem):
         return 0
     return int(score.sinks or score.changes_slope) + int(score.sinks)
 
 
-def _image_bytes(problem: Problem, tile: MmaBackwardTile, sums: QuerySums) -> int:
+def _preswizzled_bytes(problem: Problem, tile: MmaBackwardTile, sums: QuerySums) -> int:
     """Return the size in bytes of all pre-swizzled tiles."""
     layout = problem.layout
     keys = problem.batch * problem.heads_kv * ceil_div(problem.seqlen_k, tile.Bc)
     if layout.packed_k:
         keys = problem.heads_kv * (layout.total_k // tile.Bc + problem.batch)
     row_bytes = sum(_padded_dims(problem, tile)) * problem.itemsize
-    of_queries = tile.Br * (row_bytes + _TERMS_BYTES) + _SCALES_BYTES
-    of_keys = tile.Bc * row_bytes + _SCALES_BYTES
-    return sums.places(problem) * of_queries + keys * of_keys
+    query_tile_bytes = tile.Br * (row_bytes + _ROW_STATS_BYTES) + _SCALES_BYTES
+    kv_tile_bytes = tile.Bc * row_bytes + _SCALES_BYTES
+    return sums.tile_slots(problem) * query_tile_bytes + keys * kv_tile_bytes
 
 
 def _section(problem: Problem, device: Device, tile: MmaBackwardTile, slots: int) -> int:
@@ -293,7 +293,7 @@ def _section(problem: Problem, device: Device, tile: MmaBackwardTile, slots: int
     row_bytes = (problem.head_dim + problem.head_dim_v) * problem.itemsize + 4 * problem.head_dim
     in_l2 = device.l2_cache // 2 // max(1, group * problem.seqlen_q * row_bytes)
     steps = group * ceil_div(problem.seqlen_q, tile.Br)
-    at_once = min(_MOST_AT_ONCE, max(1, steps // _STEPS_OF_ONE))
+    at_once = min(_MAX_CONCURRENT, max(1, steps // _STEPS_PER_TILE))
     if problem.causal:
         at_once = max(1, at_once // 2)
     groups = max(1, problem.batch * problem.heads_kv)

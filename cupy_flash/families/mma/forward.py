@@ -38,7 +38,7 @@ class MmaTile(Tile):
     min_blocks: int = 1
 
     @property
-    def shares(self) -> int:
+    def column_warps(self) -> int:
         """Number of warps that process the same query rows."""
         return 2 if self.Br == 8 * self.warps else 1
 
@@ -47,8 +47,8 @@ class MmaTile(Tile):
 # 0.7 of the rate of an SM of an H100 in long calls (see `split_kv.py`).
 _TFLOPS_PER_SM = {2: 2.1, 4: 0.32}
 # Largest number of warps, and of query rows, of the candidate tiles.
-_MOST_WARPS = 8
-_MOST_ROWS = 2 * 16 * _MOST_WARPS
+_MAX_WARPS = 8
+_MAX_ROWS = 2 * 16 * _MAX_WARPS
 # For head dims above this, two warps may process the same query rows.
 _WIDE = 256
 
@@ -91,7 +91,7 @@ def _preferred_tiles(problem: Problem, device: Device) -> list[MmaTile]:
 
 def _padded_dims(problem: Problem, tile: MmaTile) -> tuple[int, int]:
     """Return the padded columns of Q and K, and of V: multiples of the shape of an MMA."""
-    step, step_v = (8, 32) if problem.dtype == "float32" else (16, 16 * tile.shares)
+    step, step_v = (8, 32) if problem.dtype == "float32" else (16, 16 * tile.column_warps)
     return round_up(problem.head_dim, step), round_up(problem.head_dim_v, step_v)
 
 
@@ -121,14 +121,14 @@ class MmaFamily(Family[MmaTile]):
             return "float32 needs too many registers for head dims over 128"
         if device.arch < 80:
             return f"needs sm_80 or newer for cp.async and its mma shapes, not {device.sm}"
-        if reason := query_tiles.why_not_grid(problem, _MOST_ROWS):
+        if reason := query_tiles.why_not_grid(problem, _MAX_ROWS):
             return reason
         if self._first_legal(problem, device) is None:
             return f"none of its tiles fits {device.name}"
         return None
 
     def candidates(self, problem: Problem, device: Device) -> Iterator[MmaTile]:
-        sizes = [(warps, Br) for warps in (2, 4, _MOST_WARPS) for Br in _rows(problem, warps)]
+        sizes = [(warps, Br) for warps in (2, 4, _MAX_WARPS) for Br in _rows(problem, warps)]
         for (warps, Br), Bc, stages, q_in_registers, min_blocks in itertools.product(
             sizes,
             (32, 48, 64, 80, 96, 128),
@@ -149,10 +149,10 @@ class MmaFamily(Family[MmaTile]):
         if not 1 <= tile.warps <= 16:
             return f"warps is {tile.warps}; expected 1 to 16"
         if tile.Br not in _rows(problem, tile.warps):
-            halves = "8, " if _is_wide(problem) else ""
-            return f"Br is {tile.Br}; expected {halves}16 or 32 rows for each of {tile.warps} warps"
-        if tile.Bc < 16 or tile.Bc % (16 * tile.shares):
-            return f"Bc is {tile.Bc}; expected a multiple of {16 * tile.shares}"
+            extra = "8, " if _is_wide(problem) else ""
+            return f"Br is {tile.Br}; expected {extra}16 or 32 rows for each of {tile.warps} warps"
+        if tile.Bc < 16 or tile.Bc % (16 * tile.column_warps):
+            return f"Bc is {tile.Bc}; expected a multiple of {16 * tile.column_warps}"
         if not 2 <= tile.stages <= 4:
             return f"stages is {tile.stages}; expected 2 to 4"
         if tile.q_in_registers not in (0, 1):
@@ -170,11 +170,11 @@ class MmaFamily(Family[MmaTile]):
 
     def _registers(self, problem: Problem, tile: MmaTile) -> int:
         """Return a lower bound: the fragments that are live at once, and 30 other registers."""
-        row_tiles = tile.Br * tile.shares // (16 * tile.warps)
+        row_tiles = tile.Br * tile.column_warps // (16 * tile.warps)
         columns, columns_v = _padded_dims(problem, tile)
         words = problem.itemsize / 4
         scores = row_tiles * tile.Bc // 2
-        output = row_tiles * columns_v // tile.shares // 2
+        output = row_tiles * columns_v // tile.column_warps // 2
         queries = int(row_tiles * columns * words) // 2 if tile.q_in_registers else 0
         products = 16 if problem.itemsize == 2 else 16 + 32 * row_tiles
         return scores + output + queries + products + 30
@@ -200,10 +200,10 @@ class MmaFamily(Family[MmaTile]):
         threads, shared_memory = self.threads(tile), self.shared_memory(problem, tile)
         blocks_per_sm = device.blocks_per_sm(threads, shared_memory, 255)
         tflops = _TFLOPS_PER_SM[problem.itemsize]
-        cut = query_tiles.choose_split(problem, device, tile, blocks_per_sm, tflops)
-        grid = (query_tiles.query_blocks(problem, tile.Br) * cut.parts, 1, 1)
+        split = query_tiles.choose_split(problem, device, tile, blocks_per_sm, tflops)
+        grid = (query_tiles.query_blocks(problem, tile.Br) * split.parts, 1, 1)
         main = Launch(MAIN_ENTRY, "mma_forward", grid, threads, shared_memory, tile.min_blocks)
-        return query_tiles.schedule(problem, device, cut, main)
+        return query_tiles.schedule(problem, device, split, main)
 
     def config(self, problem: Problem, tile: MmaTile, split: Split) -> dict[str, int | bool]:
         return {

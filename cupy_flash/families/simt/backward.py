@@ -68,12 +68,12 @@ class SimtBackwardFamily(Family[SimtBackwardTile]):
     def schedule(self, problem: Problem, device: Device, tile: SimtBackwardTile) -> Schedule:
         gradient = problem.gradient
         assert gradient is not None
-        of_keys, of_queries = backward_common.blocks_of(problem, tile.Bc, tile.Br)
+        kv_blocks, query_blocks = backward_common.count_blocks(problem, tile.Bc, tile.Br)
         entries = []
         if gradient.wants("k", "v"):
-            entries.append((KEY_GRADIENTS, "simt_key_gradients", of_keys))
+            entries.append((KEY_GRADIENTS, "simt_key_gradients", kv_blocks))
         if gradient.wants("q"):
-            entries.append((QUERY_GRADIENTS, "simt_query_gradients", of_queries))
+            entries.append((QUERY_GRADIENTS, "simt_query_gradients", query_blocks))
         launches = (
             Launch(
                 entry,

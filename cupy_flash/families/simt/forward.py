@@ -22,15 +22,15 @@ _MAX_UNROLL = 16
 _REGISTERS_PER_SM = 65536
 # Number of registers for pointers, loop counters and temporaries: a normal and a least number.
 _REGISTERS_FOR_ADDRESSES = 64
-_LEAST_REGISTERS_FOR_ADDRESSES = 24
+_MIN_REGISTERS_FOR_ADDRESSES = 24
 # Number of head_dim columns that one accumulator sums (`forward/simt/rows.cuh`).
-_MOST_IN_ONE_SUM = 256
+_MAX_SUM_LENGTH = 256
 # TFLOP/s of an SM, by bytes of an accumulator, for calls that are short enough for split KV.
 _TFLOPS_PER_SM = {4: 0.18, 8: 0.085}
 # Numbers of threads per SM. Two warps on each of its four schedulers hide the latency of eight
 # independent rows. More than four warps are not worth fewer registers per thread.
 _ENOUGH_THREADS = 256
-_MOST_THREADS = 512
+_MAX_THREADS = 512
 
 
 @dataclass(frozen=True)
@@ -114,10 +114,10 @@ class SimtFamily(Family[SimtTile]):
             )
         held = self._registers_held(problem, tile)
         limit = min(MAX_REGISTERS, _REGISTERS_PER_SM // tile.threads)
-        if held + _LEAST_REGISTERS_FOR_ADDRESSES > limit:
+        if held + _MIN_REGISTERS_FOR_ADDRESSES > limit:
             return (
                 f"needs {held} registers per thread for scores, outputs and operands; "
-                f"{limit - _LEAST_REGISTERS_FOR_ADDRESSES} are available"
+                f"{limit - _MIN_REGISTERS_FOR_ADDRESSES} are available"
             )
         shared_memory = self.shared_memory(problem, tile)
         if shared_memory > device.shared_memory_per_block:
@@ -151,7 +151,7 @@ class SimtFamily(Family[SimtTile]):
         # `__launch_bounds__` receives this number. Without it, the compiler may spill registers to
         # reach a higher occupancy than needed.
         held = self._registers_held(problem, tile) + _REGISTERS_FOR_ADDRESSES
-        threads = min(_MOST_THREADS, _REGISTERS_PER_SM // held)
+        threads = min(_MAX_THREADS, _REGISTERS_PER_SM // held)
         return max(1, threads // tile.threads)
 
     def _registers_held(self, problem: Problem, tile: SimtTile) -> int:
@@ -160,7 +160,7 @@ class SimtFamily(Family[SimtTile]):
         size = _accumulator_size(problem)
         width = 16 // size
         keys, columns = _keys_and_columns(problem, tile)
-        scores = 2 * keys if problem.head_dim > _MOST_IN_ONE_SUM else keys
+        scores = 2 * keys if problem.head_dim > _MAX_SUM_LENGTH else keys
         per_row = max(scores, columns) + columns + width + 3
         return (tile.rows_per_thread * per_row + 2 * width) * size // 4
 
@@ -186,16 +186,16 @@ class SimtFamily(Family[SimtTile]):
     def schedule(self, problem: Problem, device: Device, tile: SimtTile) -> Schedule:
         blocks_per_sm = self._blocks_per_sm(problem, device, tile)
         tflops = _TFLOPS_PER_SM[_accumulator_size(problem)]
-        cut = query_tiles.choose_split(problem, device, tile, blocks_per_sm, tflops)
+        split = query_tiles.choose_split(problem, device, tile, blocks_per_sm, tflops)
         main = Launch(
             ENTRY,
             "simt_attention",
-            (query_tiles.query_blocks(problem, tile.Br) * cut.parts, 1, 1),
+            (query_tiles.query_blocks(problem, tile.Br) * split.parts, 1, 1),
             tile.threads,
             self.shared_memory(problem, tile),
             self._resident_blocks(problem, tile),
         )
-        return query_tiles.schedule(problem, device, cut, main)
+        return query_tiles.schedule(problem, device, split, main)
 
     def config(self, problem: Problem, tile: SimtTile, split: Split) -> dict[str, int | bool]:
         return {

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cupy_flash.parallel.heads import chosen_head_ranks, why_not_head_ranks
-from cupy_flash.parallel.score_blocks import Geometry, Piece, Visit, visit
+from cupy_flash.parallel.score_blocks import Geometry, RingStep, ScoreBlock, find_ring_step
 from cupy_flash.problem.arrays import ITEMSIZE
 from cupy_flash.problem.mask import Mask
 
@@ -130,13 +130,13 @@ class _Ring:
             waited += max(0.0, beside - work)
         return computed, waited + self._gradients(len(steps) - 1)
 
-    def _visits(self, step: int) -> list[Visit]:
+    def _visits(self, step: int) -> list[RingStep]:
         """Return what the modelled ranks compute in a step; empty if the ring has no such step."""
         ranks = self.geometry.ranks
         if not 0 <= step < ranks:
             return []
         places = sorted({i * ranks // _PLACES for i in range(_PLACES)} | {ranks - 1})
-        return [visit(self.geometry, place, (place - step) % ranks) for place in places]
+        return [find_ring_step(self.geometry, place, (place - step) % ranks) for place in places]
 
     def _work(self, step: int) -> float:
         case, pairs = self.case, 0.0
@@ -173,7 +173,7 @@ class _Ring:
         if self.case.is_backward:
             return 0.0
         ranks = self.geometry.ranks
-        parts = sum(len(visit(self.geometry, 0, other).layers) for other in range(ranks))
+        parts = sum(len(find_ring_step(self.geometry, 0, other).layers) for other in range(ranks))
         if parts < 2:
             return 0.0
         case = self.case
@@ -181,12 +181,12 @@ class _Ring:
         return (parts + 1) * rows * case.head_dim_v * ITEMSIZE[case.dtype] / self.memory
 
 
-def _pairs(geometry: Geometry, piece: Piece) -> float:
-    if not piece.is_masked:
-        return float(piece.rows.length * piece.keys.length)
+def _pairs(geometry: Geometry, block: ScoreBlock) -> float:
+    if not block.is_masked:
+        return float(block.rows.length * block.keys.length)
     g = geometry
     return Mask(
-        piece.rows.length, piece.keys.length, g.causal, piece.q_offset, g.left, g.right
+        block.rows.length, block.keys.length, g.causal, block.q_offset, g.left, g.right
     ).pairs()
 
 

@@ -20,7 +20,7 @@ from cupy_flash.calls.options import Options
 from cupy_flash.mods.keywords import checked_softcap, window_of
 from cupy_flash.parallel import calls, ring
 from cupy_flash.parallel.calls import Rows, Scores
-from cupy_flash.parallel.group import Group, together
+from cupy_flash.parallel.group import Group, run_collective
 from cupy_flash.parallel.heads import HeadExchange, chosen_head_ranks, why_not_head_ranks
 from cupy_flash.parallel.score_blocks import Geometry
 from cupy_flash.parallel.shards import require_order, shard_length
@@ -280,7 +280,7 @@ class _Call(NamedTuple):
         """Return a context manager that checks that all ranks agree, and yields the plan."""
         # A graph would copy cu_seqlens from host memory that has been reused by then.
         packed = None if self.cu_seqlens is None else "cu_seqlens is copied to the GPU in each call"
-        return together(self.group, lambda: self._planned(q, k, v, others), packed)
+        return run_collective(self.group, lambda: self._planned(q, k, v, others), packed)
 
     def _planned(
         self, q: Any, k: Any, v: Any, others: tuple[Any, ...]

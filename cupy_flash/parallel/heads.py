@@ -194,4 +194,4 @@ class HeadExchange(NamedTuple):
 
 
 def _rows(chunk: Chunk) -> slice:
-    return slice(chunk.at, chunk.at + chunk.length)
+    return slice(chunk.offset, chunk.offset + chunk.length)

@@ -42,7 +42,7 @@ class Merger:
 
     def __init__(self, shape: tuple[int, ...], dtype: Any, count: int, xp: Any) -> None:
         self._shape, self._dtype, self._xp = shape, dtype, xp
-        self._room = max(1, min(count, _TOGETHER))
+        self._capacity = max(1, min(count, _TOGETHER))
         self._levels: list[_Level] = []
         self._used: list[int] = []
         self._is_whole = False
@@ -64,19 +64,19 @@ class Merger:
         if level == len(self._levels):
             batch, rows, heads, _ = self._shape
             lse_dtype = np.float64 if self._dtype == np.float64 else np.float32
-            out = self._xp.empty((self._room, *self._shape), self._dtype)
-            lse = self._xp.empty((self._room, batch, heads, rows), lse_dtype)
+            out = self._xp.empty((self._capacity, *self._shape), self._dtype)
+            lse = self._xp.empty((self._capacity, batch, heads, rows), lse_dtype)
             self._levels.append(_Level(out, lse))
             self._used.append(0)
-        if self._used[level] == self._room:
-            self._raise(level)
+        if self._used[level] == self._capacity:
+            self._merge_level(level)
         at = self._used[level]
         self._used[level] += 1
         out, lse = self._levels[level]
         lse[at] = -math.inf
         return out[at], lse[at]
 
-    def _raise(self, level: int) -> None:
+    def _merge_level(self, level: int) -> None:
         """Merge all results of a level into one result of the next level."""
         out, lse = self._next(level + 1)
         lse[...] = self._merged(level, None, out)[1]
@@ -101,10 +101,10 @@ class Merger:
         if not self._levels:
             self.add(is_unsplit=False)
         level = 0
-        # `_raise` may append a level, so the length is read again in each iteration.
+        # `_merge_level` may append a level, so the length is read again in each iteration.
         while level < len(self._levels) - 1:
             if self._used[level]:
-                self._raise(level)
+                self._merge_level(level)
             level += 1
         is_single = self._used[-1] == 1 and len(self._levels) == 1
         if is_single and self._is_whole and sinks is None:

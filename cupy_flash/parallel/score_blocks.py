@@ -27,7 +27,7 @@ class Span(NamedTuple):
         """Number of rows."""
         return self.stop - self.start
 
-    def moved(self, distance: int) -> Span:
+    def shifted(self, distance: int) -> Span:
         """Return the range shifted by `distance` rows."""
         return Span(self.start + distance, self.stop + distance)
 
@@ -66,7 +66,7 @@ class Geometry(NamedTuple):
         return self.left is not None or self.right is not None
 
 
-class Piece(NamedTuple):
+class ScoreBlock(NamedTuple):
     """Block of the score matrix that one attention call computes.
 
     Attributes
@@ -74,7 +74,7 @@ class Piece(NamedTuple):
     rows
         Range of rows in the shard of queries.
     keys
-        Range of keys in the shard of keys or, within a `Visit`, in the array of keys that are sent.
+        Range of keys in the shard of keys or, in a `RingStep`, in the array of keys that are sent.
     q_offset
         Position of the first row relative to the first key.
     is_masked
@@ -90,7 +90,7 @@ class Piece(NamedTuple):
     cu_seqlens: tuple[int, ...] | None = None
 
 
-class Visit(NamedTuple):
+class RingStep(NamedTuple):
     """Ring step of a rank: the keys that it needs from another rank, and the calls that use them.
 
     Attributes
@@ -102,7 +102,7 @@ class Visit(NamedTuple):
     """
 
     ranges: tuple[Span, ...]
-    layers: tuple[tuple[Piece, ...], ...]
+    layers: tuple[tuple[ScoreBlock, ...], ...]
 
     @property
     def keys(self) -> int:
@@ -111,32 +111,34 @@ class Visit(NamedTuple):
 
 
 @functools.lru_cache(4096)
-def visit(geometry: Geometry, rank: int, other: int) -> Visit:
+def find_ring_step(geometry: Geometry, rank: int, other: int) -> RingStep:
     """Return the ring step in which the queries of `rank` attend to the keys of rank `other`."""
     g = geometry
     columns = chunks(g.seqlen_k, g.ranks, other, g.order)
-    found: list[list[Piece]] = []
+    blocks_by_chunk: list[list[ScoreBlock]] = []
     for rows in chunks(g.seqlen_q, g.ranks, rank, g.order):
-        meetings = (_meeting(g, rows, keys) for keys in columns)
-        found.append(_side_by_side(g, [piece for piece in meetings if piece is not None]))
-    pieces = _one_above_the_other(g, found)
+        candidates = (_score_block(g, rows, keys) for keys in columns)
+        blocks_by_chunk.append(_join_keys(g, [block for block in candidates if block is not None]))
+    blocks = _join_rows(g, blocks_by_chunk)
     if rank == other:
         ranges: tuple[Span, ...] = (Span(0, sum(chunk.length for chunk in columns)),)
     else:
-        ranges = _union([piece.keys for piece in pieces])
-    return Visit(ranges, _layers([_among(ranges, piece) for piece in pieces]))
+        ranges = _union([block.keys for block in blocks])
+    return RingStep(ranges, _layers([_relative_to_ranges(ranges, block) for block in blocks]))
 
 
-def _meeting(g: Geometry, rows: Chunk, keys: Chunk) -> Piece | None:
+def _score_block(g: Geometry, rows: Chunk, keys: Chunk) -> ScoreBlock | None:
     """Return the block of a chunk of queries and a chunk of keys; None if it is fully masked."""
     first_row, first_key, last_row, last_key = rows.start, keys.start, rows.stop, keys.stop
     offset = g.seqlen_k - g.seqlen_q
     if g.cu_seqlens is not None:
-        inner = [cut for cut in g.cu_seqlens if rows.start < cut < rows.stop]
+        inner = [boundary for boundary in g.cu_seqlens if rows.start < boundary < rows.stop]
         if rows.start == keys.start and inner:
-            local = tuple(cut - rows.start for cut in (rows.start, *inner, rows.stop))
-            own = Span(rows.at, rows.at + rows.length)
-            return Piece(own, Span(keys.at, keys.at + keys.length), 0, True, local)
+            local = tuple(boundary - rows.start for boundary in (rows.start, *inner, rows.stop))
+            shard_rows = Span(rows.offset, rows.offset + rows.length)
+            return ScoreBlock(
+                shard_rows, Span(keys.offset, keys.offset + keys.length), 0, True, local
+            )
         # Two different chunks have at most one sequence in common: the one that reaches from the
         # end of the first chunk to the beginning of the second.
         later = bisect.bisect_right(g.cu_seqlens, max(rows.start, keys.start))
@@ -148,44 +150,44 @@ def _meeting(g: Geometry, rows: Chunk, keys: Chunk) -> Piece | None:
     distance = first_row + offset - first_key
     mask = Mask(last_row - first_row, last_key - first_key, g.causal, distance, g.left, g.right)
     # Leave out rows that attend to no key of the chunk, and keys that no row attends to.
-    seeing = Span(mask.first_row(0), mask.last_row(mask.seqlen_k - 1))
-    if seeing.length <= 0:
+    row_span = Span(mask.first_row(0), mask.last_row(mask.seqlen_k - 1))
+    if row_span.length <= 0:
         return None
-    seen = Span(mask.begin(seeing.start), mask.end(seeing.stop - 1))
-    if seen.length <= 0:
+    key_span = Span(mask.begin(row_span.start), mask.end(row_span.stop - 1))
+    if key_span.length <= 0:
         return None
-    distance += seeing.start - seen.start
-    within = Mask(seeing.length, seen.length, g.causal, distance, g.left, g.right)
-    return Piece(
-        seeing.moved(rows.at + first_row - rows.start),
-        seen.moved(keys.at + first_key - keys.start),
+    distance += row_span.start - key_span.start
+    block_mask = Mask(row_span.length, key_span.length, g.causal, distance, g.left, g.right)
+    return ScoreBlock(
+        row_span.shifted(rows.offset + first_row - rows.start),
+        key_span.shifted(keys.offset + first_key - keys.start),
         distance,
-        not within.all_visible(0, seeing.length),
+        not block_mask.all_visible(0, row_span.length),
     )
 
 
-def _side_by_side(g: Geometry, pieces: list[Piece]) -> list[Piece]:
+def _join_keys(g: Geometry, blocks: list[ScoreBlock]) -> list[ScoreBlock]:
     """Return blocks of the same rows, with blocks of adjacent keys joined into one.
 
     An unmasked block can be joined with a following unmasked or causal one: each row of the result
     attends to all keys before its last one.
     """
-    joined: list[Piece] = []
-    for piece in pieces:
+    joined: list[ScoreBlock] = []
+    for block in blocks:
         if joined and not g.by_distance:
             last = joined[-1]
-            touching = last.rows == piece.rows and last.keys.stop == piece.keys.start
-            plain = piece.cu_seqlens is None and not (piece.is_masked and g.has_window)
-            if touching and not last.is_masked and plain:
-                keys = Span(last.keys.start, piece.keys.stop)
-                offset = piece.q_offset + last.keys.length
-                joined[-1] = Piece(piece.rows, keys, offset, piece.is_masked)
+            adjacent = last.rows == block.rows and last.keys.stop == block.keys.start
+            joinable = block.cu_seqlens is None and not (block.is_masked and g.has_window)
+            if adjacent and not last.is_masked and joinable:
+                keys = Span(last.keys.start, block.keys.stop)
+                offset = block.q_offset + last.keys.length
+                joined[-1] = ScoreBlock(block.rows, keys, offset, block.is_masked)
                 continue
-        joined.append(piece)
+        joined.append(block)
     return joined
 
 
-def _one_above_the_other(g: Geometry, found: list[list[Piece]]) -> list[Piece]:
+def _join_rows(g: Geometry, blocks_by_chunk: list[list[ScoreBlock]]) -> list[ScoreBlock]:
     """Return the blocks of all chunks of rows, with adjacent rows joined if one call suffices.
 
     It does for unmasked blocks of the same keys. It also does for causal blocks if the later rows
@@ -196,24 +198,24 @@ def _one_above_the_other(g: Geometry, found: list[list[Piece]]) -> list[Piece]:
         later rows    x x x . . .        high chunk
                       x x x x . .
     """
-    joined: list[Piece] = []
-    for pieces in found:
-        if len(joined) == 1 and len(pieces) == 1 and not g.by_distance:
-            (above,), (below,) = joined, pieces
-            touching = above.rows.stop == below.rows.start
-            plain = above.cu_seqlens is None and below.cu_seqlens is None
+    joined: list[ScoreBlock] = []
+    for blocks in blocks_by_chunk:
+        if len(joined) == 1 and len(blocks) == 1 and not g.by_distance:
+            (above,), (below,) = joined, blocks
+            adjacent = above.rows.stop == below.rows.start
+            joinable = above.cu_seqlens is None and below.cu_seqlens is None
             rows = Span(above.rows.start, below.rows.stop)
-            if touching and plain and not above.is_masked and not below.is_masked:
+            if adjacent and joinable and not above.is_masked and not below.is_masked:
                 if above.keys == below.keys:
                     joined = [above._replace(rows=rows)]
                     continue
-            elif touching and plain and above.is_masked and below.is_masked and not g.has_window:
+            elif adjacent and joinable and above.is_masked and below.is_masked and not g.has_window:
                 steps_on = below.q_offset == above.q_offset + above.rows.length
                 within = above.q_offset + above.rows.length <= above.keys.length
                 if steps_on and within and above.keys.start == below.keys.start:
                     joined = [above._replace(rows=rows, keys=below.keys)]
                     continue
-        joined += pieces
+        joined += blocks
     return joined
 
 
@@ -228,25 +230,25 @@ def _union(spans: list[Span]) -> tuple[Span, ...]:
     return tuple(union)
 
 
-def _among(ranges: tuple[Span, ...], piece: Piece) -> Piece:
+def _relative_to_ranges(ranges: tuple[Span, ...], block: ScoreBlock) -> ScoreBlock:
     """Return a block with `keys` relative to the concatenated `ranges` that are sent."""
     before = 0
     for span in ranges:
-        if piece.keys.start < span.stop:
+        if block.keys.start < span.stop:
             break
         before += span.length
-    return piece._replace(keys=piece.keys.moved(before - span.start))
+    return block._replace(keys=block.keys.shifted(before - span.start))
 
 
-def _layers(pieces: list[Piece]) -> tuple[tuple[Piece, ...], ...]:
-    layers: list[list[Piece]] = []
-    for piece in pieces:
+def _layers(blocks: list[ScoreBlock]) -> tuple[tuple[ScoreBlock, ...], ...]:
+    layers: list[list[ScoreBlock]] = []
+    for block in blocks:
         for layer in layers:
             if all(
-                p.rows.stop <= piece.rows.start or piece.rows.stop <= p.rows.start for p in layer
+                p.rows.stop <= block.rows.start or block.rows.stop <= p.rows.start for p in layer
             ):
-                layer.append(piece)
+                layer.append(block)
                 break
         else:
-            layers.append([piece])
+            layers.append([block])
     return tuple(map(tuple, layers))

@@ -9,7 +9,7 @@ import numpy as np
 from cupy_flash.arrays.kinds import normalize
 from cupy_flash.arrays.strided import array_module, is_cupy, kind_of, require_native
 from cupy_flash.parallel.exchange import Message
-from cupy_flash.parallel.group import Group, together
+from cupy_flash.parallel.group import Group, run_collective
 from cupy_flash.problem.values import count, integer
 
 ORDERS = ("zigzag", "contiguous")
@@ -22,13 +22,13 @@ class Chunk(NamedTuple):
     ----------
     start, stop
         Range [start, stop) in the whole sequence.
-    at
+    offset
         Index of the first of these tokens in the rank's shard.
     """
 
     start: int
     stop: int
-    at: int
+    offset: int
 
     @property
     def length(self) -> int:
@@ -116,7 +116,7 @@ def shard(array: Any, ranks: int, rank: int, *, axis: int = 1, order: str = "zig
     shape = (*array.shape[:axis], own, *array.shape[axis + 1 :])
     found = array_module(array).empty(shape, array.dtype)
     for half in halves(seqlen, ranks, rank, order):
-        place = _rows(axis, half.at, half.at + half.length)
+        place = _rows(axis, half.offset, half.offset + half.length)
         found[place] = array[_rows(axis, half.start, half.stop)]
     return found
 
@@ -161,7 +161,7 @@ def gather(own: Any, group: Group, *, seqlen: int, axis: int = 1, order: str = "
         others = (*own.shape[:at], *own.shape[at + 1 :])
         return ("gather", own.dtype.name, others, tokens, at, order), (tokens, at)
 
-    with together(group, planned) as (tokens, at):
+    with run_collective(group, planned) as (tokens, at):
         xp = array_module(own)
         whole = xp.empty((*own.shape[:at], tokens, *own.shape[at + 1 :]), own.dtype)
         sends, receives = [], []
@@ -172,7 +172,7 @@ def gather(own: Any, group: Group, *, seqlen: int, axis: int = 1, order: str = "
                     receives.append(Message(place, rank))
                     continue
                 # One contiguous copy serves all ranks that receive it.
-                part = xp.ascontiguousarray(own[_rows(at, half.at, half.at + half.length)])
+                part = xp.ascontiguousarray(own[_rows(at, half.offset, half.offset + half.length)])
                 place[...] = part
                 sends += [Message(part, other) for other in range(group.size) if other != rank]
         group.start(sends, receives).wait()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cupy_flash.parallel.score_blocks import Geometry, Piece, visit
+from cupy_flash.parallel.score_blocks import Geometry, ScoreBlock, find_ring_step
 from cupy_flash.parallel.shards import chunks, halves, shard, shard_length
 from cupy_flash.problem.mask import Mask
 
@@ -14,19 +14,19 @@ def positions(seqlen: int, g: Geometry, rank: int) -> np.ndarray:
     return shard(np.arange(seqlen), g.ranks, rank, axis=0, order=g.order)
 
 
-def seen_by(piece: Piece, g: Geometry) -> np.ndarray:
+def seen_by(block: ScoreBlock, g: Geometry) -> np.ndarray:
     """Return which pairs of a call are visible, by the documented meaning of its arguments."""
-    if piece.cu_seqlens is not None:
-        seen = np.zeros((piece.rows.length, piece.keys.length), bool)
-        for start, stop in zip(piece.cu_seqlens, piece.cu_seqlens[1:], strict=False):
+    if block.cu_seqlens is not None:
+        seen = np.zeros((block.rows.length, block.keys.length), bool)
+        for start, stop in zip(block.cu_seqlens, block.cu_seqlens[1:], strict=False):
             mask = Mask(stop - start, stop - start, g.causal, 0, g.left, g.right)
             hidden = mask.masked(0, stop - start, 0, stop - start)
             seen[start:stop, start:stop] = ~hidden
         return seen
-    mask = Mask(piece.rows.length, piece.keys.length)
-    if piece.is_masked:
-        mask = Mask(*mask[:2], g.causal, piece.q_offset, g.left, g.right)
-    return ~mask.masked(0, piece.rows.length, 0, piece.keys.length)
+    mask = Mask(block.rows.length, block.keys.length)
+    if block.is_masked:
+        mask = Mask(*mask[:2], g.causal, block.q_offset, g.left, g.right)
+    return ~mask.masked(0, block.rows.length, 0, block.keys.length)
 
 
 def expected(g: Geometry) -> np.ndarray:
@@ -60,16 +60,16 @@ def test_pieces_see_each_pair_once_that_the_mask_shows(rng: np.random.Generator)
         for rank in range(g.ranks):
             rows = positions(g.seqlen_q, g, rank)
             for other in range(g.ranks):
-                found = visit(g, rank, other)
+                found = find_ring_step(g, rank, other)
                 own = positions(g.seqlen_k, g, other)
                 keys = np.concatenate([own[slice(*span)] for span in found.ranges] or [own[:0]])
                 assert len(keys) == found.keys
                 for layer in found.layers:
-                    covered = np.concatenate([np.arange(*piece.rows) for piece in layer])
+                    covered = np.concatenate([np.arange(*block.rows) for block in layer])
                     assert len(covered) == len(set(covered)), g
-                    for piece in layer:
-                        at = np.ix_(rows[slice(*piece.rows)], keys[slice(*piece.keys)])
-                        seen[at] += seen_by(piece, g)
+                    for block in layer:
+                        at = np.ix_(rows[slice(*block.rows)], keys[slice(*block.keys)])
+                        seen[at] += seen_by(block, g)
         np.testing.assert_array_equal(seen, expected(g), str(g))
 
 
@@ -79,13 +79,13 @@ def test_positions_of_pieces_are_those_of_their_tokens(rng: np.random.Generator)
         g = random_geometry(rng)._replace(by_distance=True, cu_seqlens=None)
         for rank in range(g.ranks):
             for other in range(g.ranks):
-                found = visit(g, rank, other)
+                found = find_ring_step(g, rank, other)
                 rows = positions(g.seqlen_q, g, rank) + g.seqlen_k - g.seqlen_q
                 own = positions(g.seqlen_k, g, other)
                 keys = np.concatenate([own[slice(*span)] for span in found.ranges] or [own[:0]])
-                for piece in (piece for layer in found.layers for piece in layer):
-                    i, j = rows[slice(*piece.rows)], keys[slice(*piece.keys)]
-                    local = np.arange(len(i))[:, None] + piece.q_offset - np.arange(len(j))
+                for block in (block for layer in found.layers for block in layer):
+                    i, j = rows[slice(*block.rows)], keys[slice(*block.keys)]
+                    local = np.arange(len(i))[:, None] + block.q_offset - np.arange(len(j))
                     np.testing.assert_array_equal(local, i[:, None] - j)
 
 
@@ -94,17 +94,19 @@ def test_zigzag_gives_each_step_of_each_rank_the_same_causal_work(ranks: int) ->
     g = Geometry(2048, 2048, ranks, "zigzag", causal=True)
     for rank in range(ranks):
         for other in range(ranks):
-            ((piece,),) = visit(g, rank, other).layers
-            assert piece.is_masked == (rank == other), "one rectangle, or one causal call"
-            area = piece.rows.length * piece.keys.length
-            assert area * (0.5 if piece.is_masked else 1) == 2048**2 / 2 / ranks**2
+            ((block,),) = find_ring_step(g, rank, other).layers
+            assert block.is_masked == (rank == other), "one rectangle, or one causal call"
+            area = block.rows.length * block.keys.length
+            assert area * (0.5 if block.is_masked else 1) == 2048**2 / 2 / ranks**2
 
 
 def test_of_keys_that_a_rank_does_not_see_none_travel() -> None:
     causal = Geometry(800, 800, 4, "zigzag", causal=True)
-    assert [visit(causal, 1, other).keys for other in range(4)] == [100, 200, 200, 200]
+    assert [find_ring_step(causal, 1, other).keys for other in range(4)] == [100, 200, 200, 200]
     window = Geometry(800, 800, 4, "contiguous", causal=True, left=49, right=0)
-    travelling = [[visit(window, rank, other).keys for other in range(4)] for rank in range(4)]
+    travelling = [
+        [find_ring_step(window, rank, other).keys for other in range(4)] for rank in range(4)
+    ]
     assert travelling == [[200, 0, 0, 0], [49, 200, 0, 0], [0, 49, 200, 0], [0, 0, 49, 200]]
 
 

@@ -16,7 +16,7 @@ from cupy_flash.problem.arrays import MAX_ALIGNMENT
 from cupy_flash.problem.score import ScoreSpec
 
 from .built_in import BUILT_IN
-from .mods import Mods
+from .mods import CaseMods
 
 # Keyword arguments that hold arrays over (query, key) pairs.
 OF_PAIRS = ("bias", "mask")
@@ -27,7 +27,7 @@ def numpy_dtype(name: str) -> np.dtype:
     return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
 
 
-def shapes(mods: Mods, sizes: Sizes) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+def shapes(mods: CaseMods, sizes: Sizes) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
     """Return shape and dtype of each array by its keyword argument, without captured arrays.
 
     Raises
@@ -57,13 +57,13 @@ def shapes(mods: Mods, sizes: Sizes) -> dict[str, tuple[tuple[int, ...], np.dtyp
     return found
 
 
-def array_bytes(mods: Mods, sizes: Sizes) -> int:
+def array_bytes(mods: CaseMods, sizes: Sizes) -> int:
     """Return the total size of these arrays in bytes."""
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes(mods, sizes).values())
 
 
 def keywords(
-    mods: Mods, sizes: Sizes, arrays: Mapping[str, Any], placed: Callable[[Any], Any]
+    mods: CaseMods, sizes: Sizes, arrays: Mapping[str, Any], placed: Callable[[Any], Any]
 ) -> dict[str, Any]:
     """Return the keyword arguments of the library's functions.
 
@@ -77,7 +77,7 @@ def keywords(
         Function that moves captured arrays to the memory of `arrays`.
     """
     found = dict(arrays)
-    if mods.window != Mods.window:
+    if mods.window != CaseMods.window:
         found["window_size"] = tuple(mods.window)
     if mods.softcap is not None:
         found["softcap"] = mods.softcap
@@ -93,7 +93,9 @@ def keywords(
 
 
 @functools.lru_cache(maxsize=256)
-def score_of(mods: Mods, sizes: Sizes, *, causal: bool, backward: bool = False) -> ScoreSpec | None:
+def score_of(
+    mods: CaseMods, sizes: Sizes, *, causal: bool, backward: bool = False
+) -> ScoreSpec | None:
     """Return the score spec that kernels are generated from, with derivatives if `backward`.
 
     Raises
@@ -120,7 +122,7 @@ def _unread(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 def restricted(
     given: Mapping[str, Any],
-    mods: Mods,
+    mods: CaseMods,
     *,
     batch: int,
     keys: int,

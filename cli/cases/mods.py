@@ -17,7 +17,7 @@ _NO_WINDOW = Window()
 
 
 @dataclass(frozen=True)
-class Mods:
+class CaseMods:
     """Modifications of a call as plain values; none by default.
 
     Attributes
@@ -45,7 +45,7 @@ class Mods:
     mod: str | None = None
 
     def __bool__(self) -> bool:
-        return self != Mods()
+        return self != CaseMods()
 
     def __str__(self) -> str:
         """Return the text that `parse` reads; empty if there are no modifications."""
@@ -59,7 +59,7 @@ class Mods:
         return ", ".join(found)
 
     @classmethod
-    def parse(cls, text: str) -> Mods:
+    def parse(cls, text: str) -> CaseMods:
         """Return the modifications that a text describes, as `str` writes it.
 
         Raises
@@ -76,7 +76,7 @@ class Mods:
         return cls(**found)
 
 
-PLAIN = Mods()
+PLAIN = CaseMods()
 
 
 def _window_text(window: Window) -> str:
@@ -118,7 +118,7 @@ def _one_of(*choices: str) -> Callable[[str], str]:
     return parse
 
 
-# Parsers of the fields of `Mods`, keyed by field name.
+# Parsers of the fields of `CaseMods`, keyed by field name.
 PARSERS: dict[str, Callable[[str], Any]] = {
     "window": _window,
     "softcap": _softcap,

@@ -121,7 +121,7 @@ _PACKED_DEFAULTS = {
 }
 
 
-def _told(defaults: Mapping[bool, Defaults]) -> str:
+def _defaults_text(defaults: Mapping[bool, Defaults]) -> str:
     """Return help text with the defaults on a GPU and on the CPU."""
     gpu, cpu = (
         ", ".join(f"{name} {value}" for name, (value,) in defaults[on_gpu].items())
@@ -135,7 +135,7 @@ _SEQUENCE_OPTIONS = (
         "--cache",
         is_flag=True,
         help="Let --seqlen-q rows attend to a cache of --seqlen-k keys, by "
-        "flash_attention_with_kvcache." + _told(_CACHE_DEFAULTS),
+        "flash_attention_with_kvcache." + _defaults_text(_CACHE_DEFAULTS),
     ),
     click.option(
         "--page-size", type=COUNTS, help="Rows per page of the cache, shuffled pages; 0 for none."
@@ -147,7 +147,7 @@ _SEQUENCE_OPTIONS = (
         metavar="WHICH",
         help="Lengths of packed sequences (flash_attention_varlen) or, with --cache, of caches: "
         "uniform, long-tail (from 16 to the longest, drawn with --seed), numbers, or a file of "
-        "numbers." + _told(_PACKED_DEFAULTS),
+        "numbers." + _defaults_text(_PACKED_DEFAULTS),
     ),
     click.option(
         "--num-splits", type=COUNTS, help="KV splits per sequence; 0 (default): library's choice."

@@ -45,7 +45,7 @@ def long_tail(batch: int, longest: int, seed: int, *, least: int = 1) -> tuple[i
     return tuple(round(shortest * (longest / shortest) ** draw) for draw in draws.tolist())
 
 
-def uniform_twin(case: Case) -> Case:
+def equal_length_case(case: Case) -> Case:
     """Return a batch of equal lengths with about as many rows and FLOPs as a varlen batch.
 
     Its length is a multiple of 128, so that no tile is partial.

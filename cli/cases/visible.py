@@ -14,7 +14,7 @@ from .built_in import BUILT_IN
 Ints = NDArray[np.int64]
 
 
-class Seen(NamedTuple):
+class VisibleKeys(NamedTuple):
     """Visible keys of each query of one head.
 
     Attributes
@@ -33,7 +33,7 @@ class Seen(NamedTuple):
     step: int = 1
 
     @classmethod
-    def of(cls, mask: Mask, mod: str | None = None, row: int = 0) -> Seen:
+    def of(cls, mask: Mask, mod: str | None = None, row: int = 0) -> VisibleKeys:
         """Return the visible keys under a positional mask and a modification in `BUILT_IN`.
 
         Parameters
@@ -48,9 +48,9 @@ class Seen(NamedTuple):
         rows = np.arange(mask.seqlen_q)
         begins, ends = mask.begins(rows), mask.ends(rows)
         built_in = BUILT_IN[mod] if mod else None
-        if built_in is None or built_in.seen is None:
+        if built_in is None or built_in.visible_range is None:
             return cls(mask, begins, np.maximum(begins, ends))
-        first, last = built_in.seen(rows + mask.q_offset, row)
+        first, last = built_in.visible_range(rows + mask.q_offset, row)
         begins = np.maximum(begins, first)
         return cls(mask, begins, np.maximum(begins, np.minimum(ends, last)), built_in.step)
 
@@ -91,9 +91,9 @@ class Seen(NamedTuple):
 
 
 def count_pairs(mask: Mask, mod: str | None, row: int) -> float:
-    """Return the number of visible pairs of one head; `Seen.of` describes the parameters.
+    """Return the number of visible pairs of one head; `VisibleKeys.of` describes the parameters.
 
     If only positions mask pairs, the FLOP convention of `Mask.pairs` applies.
     """
-    hides = mod is not None and BUILT_IN[mod].seen is not None
-    return Seen.of(mask, mod, row).pairs() if hides else mask.pairs()
+    masks_pairs = mod is not None and BUILT_IN[mod].visible_range is not None
+    return VisibleKeys.of(mask, mod, row).pairs() if masks_pairs else mask.pairs()

@@ -274,7 +274,7 @@ class Runner:
         on_gpu = cells[0].provider.on_gpu
         timer = self._timer(cells[0].provider)
         # The graphs, and with them their memory, are freed when this returns.
-        self._time_in_turns(timer, cells, self._replays(cells) if on_gpu else {})
+        self._time_alternately(timer, cells, self._replays(cells) if on_gpu else {})
         if not on_gpu:
             return
         for cell in cells:
@@ -302,7 +302,7 @@ class Runner:
                     found[index] = replay
         return found
 
-    def _time_in_turns(
+    def _time_alternately(
         self, timer: Timer, cells: Sequence[Cell], replays: Mapping[int, Timed]
     ) -> None:
         """Time the cells alternately; if a call fails, drop its cell, and restart the others."""

@@ -33,7 +33,7 @@ from cupy_flash.reference.rows import CHUNK_BYTES
 from ..cases.cases import Case
 from ..cases.inputs import Inputs, can_share_pages, random_inputs
 from ..cases.mod_arguments import restricted
-from ..cases.sequences import rows_in_call, sequence_of, uniform_twin
+from ..cases.sequences import equal_length_case, rows_in_call, sequence_of
 from ..measure import check
 from ..measure.timing import Timed
 from ..records import environment
@@ -212,7 +212,7 @@ class Uniform(_Variant):
     def served(self, case: Case) -> Case | str:
         if case.kind != "varlen":
             return "it is compared with varlen batches only"
-        return uniform_twin(case)
+        return equal_length_case(case)
 
     def scratch_bytes(self, case: Case) -> int:
         served = self._served(case)
@@ -225,11 +225,12 @@ class Uniform(_Variant):
         return random_inputs(self._served(inputs.case), 0, on_gpu=self.on_gpu)
 
     def prepare(self, inputs: Inputs) -> Prepared:
-        twin = self._served(inputs.case)
+        dense_case = self._served(inputs.case)
         made = super().prepare(inputs)
         return dataclasses.replace(
             made,
-            note=f"flash_attention of {twin.batch} x {twin.seqlen_q}; its times are multiplied by "
+            note=f"flash_attention of {dense_case.batch} x {dense_case.seqlen_q}; "
+            f"its times are multiplied by "
             f"{made.scale:.4f}, for the FLOPs of the case",
         )
 

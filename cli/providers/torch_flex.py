@@ -14,7 +14,7 @@ from .torch_providers import Attention, TorchProvider, to_torch, torch_module
 
 # (score, b, h, q_idx, kv_idx) -> new score; (b, h, q_idx, kv_idx) -> whether the pair is visible.
 Score = Callable[[Any, Any, Any, Any, Any], Any]
-Sees = Callable[[Any, Any, Any, Any], Any]
+IsVisible = Callable[[Any, Any, Any, Any], Any]
 
 
 def scores_of(case: Case, given: Mapping[str, Any], torch: Any) -> list[Score]:
@@ -52,9 +52,9 @@ def _softcap(cap: float, torch: Any) -> Score:
     return lambda score, b, h, q, k: cap * torch.tanh(score / cap)
 
 
-def masks_of(case: Case, given: Mapping[str, Any]) -> list[Sees]:
+def masks_of(case: Case, given: Mapping[str, Any]) -> list[IsVisible]:
     """Return a case's masks as FlexAttention functions; all return True for a visible pair."""
-    found: list[Sees] = []
+    found: list[IsVisible] = []
     first, (left, right) = case.first_query, case.mods.window
     if case.causal:
         found.append(lambda b, h, q, k: k <= q + first)
@@ -75,7 +75,7 @@ def masks_of(case: Case, given: Mapping[str, Any]) -> list[Sees]:
     return found
 
 
-def _element(array: Any, span: str) -> Sees:
+def _element(array: Any, span: str) -> IsVisible:
     """Return a function that reads a pair's element of an array whose shape `span` names."""
     if span == "shared":
         return lambda b, h, q, k: array[0, 0, q, k]

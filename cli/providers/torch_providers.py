@@ -19,7 +19,7 @@ from cupy_flash.planning.planner import Plan, make_plan
 
 from ..cases.cases import Case
 from ..cases.inputs import Inputs
-from ..cases.mods import Mods
+from ..cases.mods import CaseMods
 from ..measure import memory
 from ..measure.timing import Timed
 from ..records import environment
@@ -44,7 +44,7 @@ def _why_no_call(case: Case) -> str | None:
     return None
 
 
-def _why_no_mask(mods: Mods, *, causal: bool) -> str | None:
+def _why_no_mask(mods: CaseMods, *, causal: bool) -> str | None:
     """Return why torch's call, which takes at most one array, lacks modifications; or None."""
     arrays = [name for name in ("bias", "mask") if getattr(mods, name)]
     if others := dataclasses.replace(mods, bias=None, mask=None):
@@ -367,16 +367,16 @@ class Eager(TorchProvider):
         torch = torch_module()
         case = inputs.case
         problem = case.problem()
-        hidden = None
+        masked = None
         if case.causal:
             shape = (case.seqlen_q, case.seqlen_k)
-            seen = torch.ones(shape, dtype=torch.bool, device=q.device).tril(problem.q_offset)
-            hidden = seen.logical_not()
+            visible = torch.ones(shape, dtype=torch.bool, device=q.device).tril(problem.q_offset)
+            masked = visible.logical_not()
 
         def attend(q: Any, k: Any, v: Any) -> Any:
             scores = (q * problem.softmax_scale) @ k.transpose(-2, -1)
-            if hidden is not None:
-                scores.masked_fill_(hidden, float("-inf"))
+            if masked is not None:
+                scores.masked_fill_(masked, float("-inf"))
             return torch.softmax(scores, -1) @ v
 
         is_plain = case.heads_q == case.heads_kv

@@ -16,7 +16,7 @@ from cupy_flash.families import FORWARD
 from cupy_flash.problem.arrays import DTYPES
 
 from ..cases.cases import DIRECTIONS, KINDS, Case, describe
-from ..cases.mods import Mods
+from ..cases.mods import CaseMods
 from . import environment
 from .report import Record, Row
 
@@ -155,7 +155,7 @@ def _is_list_of_counts(value: Any) -> bool:
 
 def _is_modifications(value: Any) -> bool:
     try:
-        return bool(Mods.parse(value))
+        return bool(CaseMods.parse(value))
     except (AttributeError, TypeError, ValueError):
         return False
 
@@ -228,7 +228,7 @@ def case_of(row: Row) -> Case:
         rotary=bool(row.get("rotary")),
         asked_splits=row.get("asked_splits") or 0,
         lengths=tuple(row["lengths"]) if row.get("lengths") else None,
-        mods=Mods.parse(row.get("mods") or ""),
+        mods=CaseMods.parse(row.get("mods") or ""),
         direction=row.get("direction") or "forward",
         values_in_keys=bool(row.get("values_in_keys")),
     )

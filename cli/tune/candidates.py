@@ -77,7 +77,7 @@ class Candidate:
         Last measured time of each case; empty before the first measurement.
     rounds
         Number of rounds of the race in which the tile was timed.
-    twin
+    same_binary
         Candidate with the same machine code, which is timed instead of this one.
     """
 
@@ -91,7 +91,7 @@ class Candidate:
     failed: bool = False
     medians_ms: list[float] = field(default_factory=list)
     rounds: int = 0
-    twin: Candidate | None = None
+    same_binary: Candidate | None = None
 
     @property
     def plan(self) -> Plan:

@@ -25,7 +25,13 @@ from cupy_flash.cli.bench.table import print_cells, record_row
 from cupy_flash.cli.cases import presets
 from cupy_flash.cli.cases.cases import Case, describe
 from cupy_flash.cli.cases.inputs import Inputs, can_share_pages, random_inputs
-from cupy_flash.cli.cases.sequences import arrays_of, long_tail, repeatable, rows_of, uniform_twin
+from cupy_flash.cli.cases.sequences import (
+    arrays_of,
+    equal_length_case,
+    long_tail,
+    repeatable,
+    rows_of,
+)
 from cupy_flash.cli.main import main
 from cupy_flash.cli.measure.check import Check, choose_blocks
 from cupy_flash.cli.measure.runner import Cell, Runner, Settings, set_speedups, too_large
@@ -387,7 +393,7 @@ def test_torch_takes_caches_of_one_length_in_no_pages(
 
 def test_the_uniform_twin_has_about_the_rows_and_flops_of_the_batch() -> None:
     case = presets.preset("varlen").cases[0]
-    twin = uniform_twin(case)
+    twin = equal_length_case(case)
 
     assert twin.seqlen_q == twin.seqlen_k
     assert twin.seqlen_q % 128 == 0
@@ -421,7 +427,7 @@ def timed(case: Case, *names: str) -> list[Cell]:
 def test_times_of_the_uniform_twin_are_scaled_to_the_flops_of_the_batch() -> None:
     case = varlen()
     ours, twin = timed(case, "cupy_flash-cpu", "cupy_flash-uniform")
-    scale = case.flops() / uniform_twin(case).flops()
+    scale = case.flops() / equal_length_case(case).flops()
     set_speedups([ours, twin], ["cupy_flash-uniform"])
     rows = [record_row(cell, None, "a CPU", {}) for cell in (ours, twin)]
 

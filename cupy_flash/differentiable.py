@@ -47,7 +47,7 @@ class DifferentiableCall(NamedTuple):
         have no gradients.
     without_lse
         Options of the same call that returns out only.
-    arrays_behind
+    following_arrays
         Arrays that follow q, k and v in `Arguments.arrays_of_kind`; None for a call
         with modifications.
     """
@@ -58,7 +58,7 @@ class DifferentiableCall(NamedTuple):
     modifications: Mapping[str, Any]
     constants: Mapping[str, Any]
     without_lse: Options
-    arrays_behind: tuple[Any, ...] | None
+    following_arrays: tuple[Any, ...] | None
 
     def run(self, inputs: tuple[Any, ...], *, return_lse: bool = True) -> Any:
         """Compute attention; return out and lse, or out only."""
@@ -96,7 +96,9 @@ class DifferentiableCall(NamedTuple):
             lengths=tuple(lengths.values()),
             modifications=others,
             constants={**self.constants, **constants},
-            arrays_behind=None if self.arrays_behind is None else _behind(self.options, lengths),
+            following_arrays=None
+            if self.following_arrays is None
+            else _following_arrays(self.options, lengths),
         )
 
     def with_functions_kept(self) -> DifferentiableCall:
@@ -200,17 +202,17 @@ def _call(
     }
     others = {n: value for n, value in modifications.items() if n not in given}
     by_name = dict(zip(_LENGTHS, lengths, strict=True))
-    behind = None
+    following = None
     if not given and all(value is None for value in others.values()):
-        behind = _behind(options, by_name)
+        following = _following_arrays(options, by_name)
     arrays = {**by_name, **{name: others.get(name) for name in ARRAYS}}
     constants = {name: array for name, array in arrays.items() if array is not None}
     names, without_lse = (*ROWS, *given), options.with_lse(False)
-    call = DifferentiableCall(names, options, lengths, others, constants, without_lse, behind)
+    call = DifferentiableCall(names, options, lengths, others, constants, without_lse, following)
     return call, tuple(given.values())
 
 
-def _behind(options: Options, lengths: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the value of `DifferentiableCall.arrays_behind`."""
+def _following_arrays(options: Options, lengths: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the value of `DifferentiableCall.following_arrays`."""
     arrays = Arguments(**lengths)
     return arrays.arrays_of_kind(options.kind)[_ROWS:]

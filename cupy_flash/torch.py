@@ -288,9 +288,9 @@ def _run(call: DifferentiableCall, inputs: tuple[Any, ...], return_lse: bool) ->
             if tensor.requires_grad:
                 function = _AttentionAndLse if return_lse else _Attention
                 return function.apply(_as_it_is_now(call), *inputs)
-    if call.arrays_behind is not None:
+    if call.following_arrays is not None:
         options = call.options if return_lse else call.without_lse
-        made = torch_autograd.run(inputs + call.arrays_behind, options)
+        made = torch_autograd.run(inputs + call.following_arrays, options)
         if made is not None:
             results, _ = made
             return results if return_lse else results[0]
@@ -379,8 +379,8 @@ def _saved(ctx: Any, call: DifferentiableCall, inputs: tuple[Tensor, ...]) -> An
     """Compute out and lse, and save what the backward pass needs."""
     # Missing gradients stay None: an optimizer treats None and zero differently.
     ctx.set_materialize_grads(False)
-    behind = call.arrays_behind
-    if behind is None or not (made := torch_autograd.run(inputs + behind, call.options)):
+    following = call.following_arrays
+    if following is None or not (made := torch_autograd.run(inputs + following, call.options)):
         results = call.run(inputs)
         # The forward pass uses the original functions, whose block masks are kept between calls.
         ctx.call_and_record = call.with_functions_kept() if call.modifications else call, None

@@ -91,7 +91,7 @@ class Saver:
         if self.table:
             return False
         key = (finding["family"], finding["kernel_digest"], finding["problem_class"])
-        other = tuning.lookup_class(self.device, *key, but_own=True)
+        other = tuning.lookup_class(self.device, *key, except_user=True)
         return other is not None and other.tile != finding["default_tile"]
 
 

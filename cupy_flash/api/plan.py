@@ -14,7 +14,7 @@ from cupy_flash.api.backward import (
 )
 from cupy_flash.api.dense import flash_attention, flash_attention_qkvpacked
 from cupy_flash.api.kvcache import flash_attention_with_kvcache
-from cupy_flash.api.varlen import flash_attention_varlen, places_of_keys
+from cupy_flash.api.varlen import flash_attention_varlen, has_key_positions
 from cupy_flash.calls import dispatch, dispatch_backward
 from cupy_flash.calls.arguments import Arguments, given_lengths
 from cupy_flash.calls.backward_arguments import GradientArguments
@@ -185,7 +185,7 @@ def _plan_forward(kind: str, given: dict[str, Any], arch: str | None) -> Plan:
         _, given["cache_seqlens"] = given_lengths(given.get("cache_seqlens"))
     if kind == "varlen":
         names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table")
-        given["cu_seqlens_k"] = places_of_keys(*map(given.get, names))
+        given["cu_seqlens_k"] = has_key_positions(*map(given.get, names))
     arrays = Arguments(**{name: given[name] for name in Arguments._fields if name in given})
     options = _options(kind, given)
     modifications = given.get("modifications", {})

@@ -165,7 +165,7 @@ def flash_attention_varlen(
             None,
             block_table,
             cu_seqlens_q,
-            places_of_keys(cu_seqlens_q, cu_seqlens_k, seqused_k, block_table),
+            has_key_positions(cu_seqlens_q, cu_seqlens_k, seqused_k, block_table),
             seqused_k,
             k_scale,
             v_scale,
@@ -190,7 +190,7 @@ def flash_attention_varlen(
     )
 
 
-def places_of_keys(
+def has_key_positions(
     cu_seqlens_q: Any, cu_seqlens_k: Any | None, seqused_k: Any | None, block_table: Any | None
 ) -> Any | None:
     """Return cu_seqlens_k. If it is None and not read, return cu_seqlens_q as a placeholder."""

@@ -25,7 +25,7 @@ def _silent_context() -> Context | None:
 _silent = _silent_context()
 
 
-def quiet(function: Callable[P, R]) -> Callable[P, R]:
+def ignore_fp_errors(function: Callable[P, R]) -> Callable[P, R]:
     """Return the function with every floating-point error of NumPy ignored while it runs.
 
     These errors are expected: exp of -inf, the logarithm of an empty row's sum, subnormal results.

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cupy_flash.arrays import sequences
-from cupy_flash.arrays.numpy_errors import quiet
+from cupy_flash.arrays.numpy_errors import ignore_fp_errors
 from cupy_flash.arrays.sequences import Keys
 from cupy_flash.arrays.strided import array_module, dtype_name
 from cupy_flash.problem.arrays import FLOAT8, LARGEST_QUANTIZED
@@ -39,7 +39,7 @@ class QuantizedBlocks:
         """Return the view of some heads of the cache."""
         return QuantizedBlocks(self._blocks[:, :, heads], self._scales[:, :, heads], self.dtype)
 
-    @quiet
+    @ignore_fp_errors
     def __getitem__(self, index: Any) -> Any:
         stored, scales = self._blocks[index], self._scales[index]
         wide = _widened(stored, self.dtype)
@@ -47,7 +47,7 @@ class QuantizedBlocks:
         return wide
 
 
-@quiet
+@ignore_fp_errors
 def dequantized(stored: Any, scale: Any | None, dtype: Any = np.float32) -> Any:
     """Return the dequantized q, k or v of float8.
 
@@ -82,7 +82,7 @@ def _numbers_of_codes(stored: np.dtype[Any], dtype: np.dtype[Any]) -> NDArray[An
     return np.arange(256, dtype=np.uint8).view(stored).astype(dtype)
 
 
-@quiet
+@ignore_fp_errors
 def quantized(rows: Any, scales: Any, dtype: Any) -> Any:
     """Return rows (..., dim) quantized to 8 bits with scales (...).
 

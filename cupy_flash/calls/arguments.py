@@ -17,8 +17,8 @@ from cupy_flash.arrays.kinds import (
     normalize_int32,
     normalize_out,
     normalize_scale,
+    result_converter,
     vector,
-    way_back,
 )
 from cupy_flash.arrays.strided import (
     kind_of,
@@ -208,7 +208,7 @@ _HINTS = {
     "cu_seqlens_k": "; it may be None with both block_table and seqused_k",
 }
 # Arrays that must be None if the keys hold the values.
-_OF_VALUES = ("v_cache", "v", "v_scale")
+_VALUE_ARGUMENTS = ("v_cache", "v", "v_scale")
 
 
 def require_given(arguments: Arguments, options: Options) -> None:
@@ -218,9 +218,9 @@ def require_given(arguments: Arguments, options: Options) -> None:
     """
     in_keys = options.head_dim_v is not None
     for name in _REQUIRED[options.kind]:
-        if getattr(arguments, name) is None and not (in_keys and name in _OF_VALUES):
+        if getattr(arguments, name) is None and not (in_keys and name in _VALUE_ARGUMENTS):
             raise TypeError(f"{no_array(name, None)}{_HINTS.get(name, '')}")
-    for name in _OF_VALUES if in_keys else ():
+    for name in _VALUE_ARGUMENTS if in_keys else ():
         if getattr(arguments, name) is not None:
             raise ValueError(
                 f"{name} is given, but with head_dim_v k_cache holds the values; pass only one"
@@ -256,7 +256,7 @@ def normalized(given: Any, written: tuple[str, ...] = ("out",)) -> tuple[Any, Ca
     """
     first = given._fields[0]
     leading = normalize(first, given[0])
-    convert = way_back(first, given[0])
+    convert = result_converter(first, given[0])
     on_host = isinstance(leading, np.ndarray)
     found: dict[str, Any] = {first: leading}
     for name, array in zip(given._fields[1:], given[1:], strict=True):

@@ -99,12 +99,12 @@ def attention(
     require_given(arguments, options)
     if mod_key is not None:
         options = options.with_mod_key(mod_key)
-    options = options.of_parts()
+    options = options.with_separate_qkv()
     as_qkv = None
     if arguments.qkv is not None and arguments.qkv.__class__ is not np.ndarray:
         # NumPy and CuPy slice without a copy. JAX copies, and DLPack itself defines no slices.
         qkv = kinds.read("qkv", arguments.qkv)
-        as_qkv = kinds.way_back("qkv", arguments.qkv)
+        as_qkv = kinds.result_converter("qkv", arguments.qkv)
         arguments = arguments._replace(qkv=qkv)
     arguments = arguments.parts_of_qkv(options.layout)
     if as_qkv is None and all_are(np.ndarray, arguments.arrays_of_kind(options.kind)):
@@ -195,7 +195,7 @@ def unloaded_plan(
     require_given(arguments, options)
     if arguments.qkv is not None:
         arguments = arguments._replace(qkv=kinds.read("qkv", arguments.qkv))
-    arguments, options = arguments.parts_of_qkv(options.layout), options.of_parts()
+    arguments, options = arguments.parts_of_qkv(options.layout), options.with_separate_qkv()
     arguments, _ = normalized(arguments)
     arguments = type(arguments)(*map(as_cupy, arguments))
     problem = problem_of(_as_copied(arguments, options), options)

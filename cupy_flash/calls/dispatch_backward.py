@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from cupy_flash.arrays.kinds import no_array, normalize_out, on_torch_stream, read, way_back
-from cupy_flash.arrays.numpy_errors import quiet
+from cupy_flash.arrays.kinds import no_array, normalize_out, on_torch_stream, read, result_converter
+from cupy_flash.arrays.numpy_errors import ignore_fp_errors
 from cupy_flash.arrays.strided import (
     array_module,
     as_cupy,
@@ -185,7 +185,7 @@ def _as_inputs(
     return (*found[:at], _as_sinks(found[at], sinks), *found[at + 1 :])
 
 
-@quiet
+@ignore_fp_errors
 def _as_sinks(gradient: Any, sinks: Any) -> Any:
     if not isinstance(sinks, (list, tuple)) and getattr(sinks, "ndim", 0) == 0:
         # One sink was used for all heads, so their gradients are summed.
@@ -222,7 +222,7 @@ def gradients_of_qkv(
     """
     if qkv is None:
         raise no_array(QKV, None)
-    convert = way_back(QKV, qkv)
+    convert = result_converter(QKV, qkv)
     packed = read(QKV, qkv)
     arrays = parts_of_qkv(packed)
     require_grad_dtype(options.grad_dtype)

@@ -50,7 +50,7 @@ class Options(NamedTuple):
         """Whether q, k and v are separate arrays of a dense batch."""
         return self.kind in ("dense", "scaled")
 
-    def of_parts(self) -> Options:
+    def with_separate_qkv(self) -> Options:
         """Return the options for separate q, k and v instead of qkv."""
         return self._replace(kind="dense") if self.kind == "qkvpacked" else self
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupy_flash.arrays.kinds import read, way_back
+from cupy_flash.arrays.kinds import read, result_converter
 from cupy_flash.arrays.strided import (
     array_module,
     broadcasts,
@@ -195,7 +195,7 @@ def prepared(
     found = {name: read(name, x) for name, x in (("query", query), ("key", key), ("value", value))}
     q, k, v = found.values()
     mask = read("attn_mask", attn_mask) if has_mask else None
-    convert = way_back("query", query)
+    convert = result_converter("query", query)
     for name, x in (*found.items(), ("attn_mask", mask)):
         if x is not None and isinstance(x, np.ndarray) != isinstance(q, np.ndarray):
             host, device = ("query", name) if isinstance(q, np.ndarray) else (name, "query")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cupy_flash.arrays.numpy_errors import quiet
+from cupy_flash.arrays.numpy_errors import ignore_fp_errors
 
 Array = NDArray[Any]
 
@@ -17,7 +17,7 @@ Array = NDArray[Any]
 ELEMENTS_AT_ONCE = 1 << 15
 
 
-@quiet
+@ignore_fp_errors
 def merge(out_partial: Array, lse_partial: Array, out: Array, sinks: Array | None = None) -> Array:
     """Write the merged partial outputs to ``out``, and return their log-sum-exp.
 

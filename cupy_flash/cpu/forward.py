@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cupy_flash.arrays.numpy_errors import quiet
+from cupy_flash.arrays.numpy_errors import ignore_fp_errors
 from cupy_flash.arrays.sequences import PagedRows
 from cupy_flash.cpu import tiled, untiled
 from cupy_flash.cpu.forward_pass import SCRATCH_LIMIT as SCRATCH_LIMIT
@@ -101,7 +101,7 @@ def scratch_bytes(problem: Problem, tile: Tile) -> int:
     return max(one, tiling.elements) * itemsize
 
 
-@quiet
+@ignore_fp_errors
 def forward(
     q: Array,
     k: Array | PagedRows,
@@ -173,7 +173,7 @@ def forward(
     run(iter((job,)), job.pairs, job.scratch_bytes, threads)
 
 
-@quiet
+@ignore_fp_errors
 def forward_at_once(
     q: Array,
     k: Array,

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cupy_flash.arrays import quantized, sequences
-from cupy_flash.arrays.numpy_errors import quiet
+from cupy_flash.arrays.numpy_errors import ignore_fp_errors
 from cupy_flash.arrays.quantized import QuantizedBlocks
 from cupy_flash.arrays.rotary import rotated
 from cupy_flash.arrays.sequences import (
@@ -60,7 +60,7 @@ MAX_ROWS_PER_ITEM = 128
 MAX_PAIRS_PER_ITEM = 1 << 16
 
 
-@quiet
+@ignore_fp_errors
 def varlen_forward(
     q: Array,
     k: Array,
@@ -162,7 +162,7 @@ def varlen_forward(
     _forward(items, batch, tile, batch_invariant, threads)
 
 
-@quiet
+@ignore_fp_errors
 def kvcache_forward(
     q: Array,
     k_cache: Array,
@@ -231,7 +231,7 @@ def _blocks(
     return QuantizedBlocks(k, scales.k, compute), QuantizedBlocks(v, scales.v, compute)
 
 
-@quiet
+@ignore_fp_errors
 def append(
     k_cache: Array,
     v_cache: Array | None,
@@ -276,7 +276,7 @@ def append(
                 quantized.append(cache, scale, keys, new[b], compute_scales=scales.computed)
 
 
-@quiet
+@ignore_fp_errors
 def rotate(
     x: Array,
     cos: Array,

@@ -41,8 +41,8 @@ def why_not_tensor_cores(problem: Problem) -> str | None:
 
 def row_lanes(problem: Problem) -> int:
     """Return the number of lanes that read a row of out and dout, 16 bytes each: a power of two."""
-    pieces = ceil_div(problem.head_dim_v * problem.itemsize, 16)
-    return min(32, 1 << (pieces - 1).bit_length())
+    chunks = ceil_div(problem.head_dim_v * problem.itemsize, 16)
+    return min(32, 1 << (chunks - 1).bit_length())
 
 
 def count_blocks(problem: Problem, keys: int, queries: int) -> tuple[int, int]:

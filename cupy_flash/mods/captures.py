@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cupy_flash.arrays.kinds import read
-from cupy_flash.arrays.strided import cast, dtype_name, is_aligned, kind_of, taken_by
+from cupy_flash.arrays.strided import cast, convert_to, dtype_name, is_aligned, kind_of
 from cupy_flash.mods.ir.expression import ARRAY, BOOL, INT, REAL, UINT64, Node
 from cupy_flash.mods.trace.symbols import Symbol, TracedArray, require_indices
 
@@ -199,7 +199,7 @@ class HostArray:
         self._name, self._xp = name, xp
         types = {BOOL: np.bool_, INT: np.int32, UINT64: np.uint64, REAL: dtype}
         self._dtype = types[ELEMENT_TYPES[dtype_name(array)]]
-        self._array = taken_by(xp, array)
+        self._array = convert_to(xp, array)
 
     def __getitem__(self, index: Any) -> Any:
         indices = index if isinstance(index, tuple) else (index,)

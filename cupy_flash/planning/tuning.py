@@ -315,7 +315,7 @@ def lookup(device: Device | None, family: str, digest: str, problem: Problem) ->
 
 
 def lookup_class(
-    device: Device | None, family: str, digest: str, wanted: str, *, but_own: bool = False
+    device: Device | None, family: str, digest: str, wanted: str, *, except_user: bool = False
 ) -> Entry | None:
     """Return the entry for a class of problems, see `lookup`.
 
@@ -330,13 +330,13 @@ def lookup_class(
         See `lookup`.
     wanted
         Text of the class.
-    but_own
+    except_user
         Whether to skip the user's entries of the GPU itself.
     """
     place = (device.name, device.arch, device.sm_count) if device else (CPU, 0, 0)
     for is_shipped, tiles in _nearest_first(*place, family, digest):
         entry = tiles.get(wanted)
-        if is_shipped or (entry and not (but_own and entry.gpu == place[0])):
+        if is_shipped or (entry and not (except_user and entry.gpu == place[0])):
             return entry
     return None
 

@@ -27,7 +27,7 @@ from cupy_flash.problem.mask import Mask
 from cupy_flash.problem.score import ScoreSpec
 from cupy_flash.problem.values import check_bool, check_count, count, finite, integer
 
-NOTHING_TO_PLACE = (
+UNUSED_Q_OFFSET = (
     "q_offset is for a causal mask, a window or another modification; pass causal=True or leave "
     "q_offset out"
 )
@@ -157,13 +157,13 @@ class Problem:
     def shape_of(self, name: str) -> Shape:
         """Return the shape of q, k, v or out and of its gradient; packed arrays have batch 1."""
         layout = self.layout
-        of_queries = name in ("q", "out")
+        has_query_rows = name in ("q", "out")
         dim = self.head_dim if name in ("q", "k") else self.head_dim_v
-        if of_queries:
+        if has_query_rows:
             rows = (1, layout.total_q) if layout.packed_q else (self.batch, self.seqlen_q)
         else:
             rows = (1, layout.total_k) if layout.packed_k else (self.batch, self.seqlen_k)
-        return (*rows, self.heads_q if of_queries else self.heads_kv, dim)
+        return (*rows, self.heads_q if has_query_rows else self.heads_kv, dim)
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
@@ -318,7 +318,7 @@ def make_problem(
         _check_batch(q.shape, k.shape, v.shape)
     _check_heads_and_dims(q.shape, k.shape, v.shape, names, layout if is_dense else None)
     if not is_dense:
-        _check_places(
+        _check_memory_layout(
             k.shape, v.shape, names, is_packed=is_packed, is_paged=block_table is not None
         )
     sequences = q.shape[0] if batch is None else batch
@@ -349,7 +349,7 @@ def make_problem(
     if q_offset is None:
         q_offset = seqlen_k - seqlen_q if is_dense else 0
     elif not causal and score is None:
-        raise ValueError(NOTHING_TO_PLACE)
+        raise ValueError(UNUSED_Q_OFFSET)
     out_shape = (*q.shape[:3], v.shape[3])
     out_dtypes = FLOAT8_OUTPUTS if is_float8 else (q.dtype,)
     if out is None:
@@ -538,7 +538,7 @@ def _check_seqlens(seqlens: tuple[tuple[str, int], ...]) -> None:
             raise ValueError(f"{name} is {seqlen}; expected at most {MAX_SEQLEN}")
 
 
-def _check_places(
+def _check_memory_layout(
     k: Shape, v: Shape, names: tuple[str, str], *, is_packed: bool, is_paged: bool
 ) -> None:
     """Raise ValueError unless k and v have the same numbers of caches, pages and rows."""

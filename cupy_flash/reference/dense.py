@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cupy_flash.arrays.kinds import read, way_back
+from cupy_flash.arrays.kinds import read, result_converter
 from cupy_flash.arrays.strided import array_module
 from cupy_flash.mods.keywords import with_offsets
 from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
@@ -122,7 +122,7 @@ def attention_reference(
     a masked key may or may not affect it: the formula has 0 * NaN there, but whole chunks of keys
     that are masked for all of their queries are skipped.
     """
-    convert = way_back("q", q)
+    convert = result_converter("q", q)
     q_offset, others = with_offsets(q_offset, modifications)
     refuse_other_lengths(others.get, "dense")
     q = read("q", q)
@@ -223,7 +223,7 @@ def attention_naive(
     -----
     The score matrix takes memory for batch * heads_q * seqlen_q * seqlen_k numbers.
     """
-    convert = way_back("q", q)
+    convert = result_converter("q", q)
     q_offset, others = with_offsets(q_offset, modifications)
     refuse_other_lengths(others.get, "dense")
     q = read("q", q)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from cupy_flash.arrays.kinds import read, way_back
+from cupy_flash.arrays.kinds import read, result_converter
 from cupy_flash.arrays.strided import array_module, require_shape
 from cupy_flash.mods.keywords import with_offsets
 from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
@@ -33,7 +33,7 @@ from cupy_flash.mods.on_arrays.scores import FIRST, Pairs, Scores
 from cupy_flash.mods.shapes import refuse_other_lengths
 from cupy_flash.reference.dense import error_bound
 from cupy_flash.reference.eight_bits import widened
-from cupy_flash.reference.modifications import fitting_modifications, read_own
+from cupy_flash.reference.modifications import fitting_modifications, read_array
 from cupy_flash.reference.rows import (
     Rows,
     as_bhsd,
@@ -309,7 +309,7 @@ class Gradients:
         given = dict(inputs)
         for name, array in (("bias", bound_mods.scores.bias), ("sinks", bound_mods.sinks)):
             if array is not None:
-                given[name] = read_own(name, modifications[name])
+                given[name] = read_array(name, modifications[name])
         mod = bound_mods.scores.score_mod
         captures = () if mod is None else mod.differentiable
         given |= {OF_MOD + name: mod.captures[name] for name in captures} if mod else {}
@@ -384,7 +384,7 @@ def dense_gradients(
     **modifications: Unpack[Modifications],
 ) -> tuple[Any, ...]:
     """Compute gradients as `attention_backward_reference` does, with any arithmetic and output."""
-    convert = way_back("q", q)
+    convert = result_converter("q", q)
 
     def bhsd(_: str, x: Any) -> Any:
         return to_bhsd(x, layout)

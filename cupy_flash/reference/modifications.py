@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cupy_flash.arrays.kinds import is_number_or_list, read, vector
-from cupy_flash.arrays.strided import array_module, dtype_name, taken_by
+from cupy_flash.arrays.strided import array_module, convert_to, dtype_name
 from cupy_flash.mods.block_list import BlockList, require_fit
 from cupy_flash.mods.keywords import ARRAYS, VECTORS, checked_softcap, given, window_of
 from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
@@ -39,7 +39,7 @@ def read_modifications(
     if not found:
         return BoundModifications()
     arrays: dict[str, Any] = {
-        name: taken_by(xp, read_own(name, found[name]))
+        name: convert_to(xp, read_array(name, found[name]))
         for name in ("alibi_slopes", "bias", "mask", "tree_mask", "sinks")
         if name in found
     }
@@ -86,7 +86,7 @@ def fitting_modifications(
     real = np.float64 if sizes.dtype == "float64" else np.float32
     bound_mods = read_modifications(modifications, packed=packed, xp=xp)
     slopes, sinks = (
-        _of_heads(x, sizes.heads_q, real)
+        _head_values(x, sizes.heads_q, real)
         for x in (bound_mods.scores.alibi_slopes, bound_mods.sinks)
     )
     scores = bound_mods.scores._replace(alibi_slopes=slopes, real=real)
@@ -100,7 +100,7 @@ def fitting_modifications(
     return bound_mods
 
 
-def _of_heads(array: Any, heads: int, real: Any) -> Any:
+def _head_values(array: Any, heads: int, real: Any) -> Any:
     """Return slopes or sinks in the dtype `real`, with a single number repeated for each head."""
     if array is None:
         return None
@@ -110,7 +110,7 @@ def _of_heads(array: Any, heads: int, real: Any) -> Any:
         return array.astype(real, copy=False)
 
 
-def read_own(name: str, value: Any) -> Any:
+def read_array(name: str, value: Any) -> Any:
     """Return an argument as an array of its own dtype; a number becomes an array without axes.
 
     Raises
@@ -133,7 +133,7 @@ def read_scale(name: str, scale: Any, q: Any) -> Any:
     """
     if not hasattr(scale, "__dlpack__"):
         return scale
-    return taken_by(array_module(q), read(name, scale))
+    return convert_to(array_module(q), read(name, scale))
 
 
 def integers(array: Any) -> Any:
@@ -148,7 +148,7 @@ def integers(array: Any) -> Any:
         return None
     if hasattr(array, "__dlpack_device__"):
         array = read("an array of integers", array)
-    found = np.asarray(taken_by(np, array))
+    found = np.asarray(convert_to(np, array))
     if found.size and found.dtype.kind not in "iu":
         raise TypeError(f"an array has dtype {found.dtype}; expected integers")
     return found

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from cupy_flash.arrays.kinds import read, way_back
+from cupy_flash.arrays.kinds import read, result_converter
 from cupy_flash.arrays.strided import array_module, dtype_name
 from cupy_flash.mods.keywords import Window, window_of
 from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
@@ -131,7 +131,7 @@ def attention_varlen_reference(
     empty sequence. A page outside [0, pages) reads as zeros. If sequences overlap in q, the last
     one determines the result.
     """
-    convert = way_back("q", q)
+    convert = result_converter("q", q)
     q, k, v = (read(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     q = widened(q)
     k_scale, v_scale = read_scale("k_scale", k_scale, q), read_scale("v_scale", v_scale, q)
@@ -151,7 +151,7 @@ def attention_varlen_reference(
         places = np.arange(len(k)) if table is None else paged_rows(table[at.b], *k.shape[:2])
         k_own, v_own = (_standing_for(x, scale, places[keys]) for x, scale in stored)
         one = q[rows], k_own, v_own
-        out[rows], lse[:, rows] = _of_sequence(*one, causal, softmax_scale, bound_mods, at)
+        out[rows], lse[:, rows] = _sequence_result(*one, causal, softmax_scale, bound_mods, at)
     return convert(out), convert(lse)
 
 
@@ -286,7 +286,7 @@ def attention_with_kvcache_reference(
     ``cache_batch_idx`` is out of range has no keys. A page outside [0, pages) reads as zeros, and
     rows for it are dropped. Positions outside the rotary tables use the nearest row.
     """
-    convert, block_table = way_back("q", q), integers(block_table)
+    convert, block_table = result_converter("q", q), integers(block_table)
     q, k_cache, v_cache = (
         read(name, x) for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache))
     )
@@ -342,7 +342,7 @@ def attention_with_kvcache_reference(
         own = places[b][: after[b]]
         one = q[b], _standing_for(k_cache, k_scale, own), _standing_for(v_cache, v_scale, own)
         at = FIRST._replace(b=b)
-        out[b], lse[b] = _of_sequence(*one, causal, softmax_scale, bound_mods, at)
+        out[b], lse[b] = _sequence_result(*one, causal, softmax_scale, bound_mods, at)
     scales = (None if x is None else convert(x) for x in (k_scale, v_scale))
     return KVCacheResult(*map(convert, (out, lse, k_cache, v_cache)), *scales)
 
@@ -390,7 +390,7 @@ def _scales(scale: Any, cache: Any, *, of_rows: bool) -> Any:
     return xp.array(xp.broadcast_to(scales, cache.shape[:3]), order="C") if of_rows else scales
 
 
-def _of_sequence(
+def _sequence_result(
     q: Any,
     k: Any,
     v: Any,

@@ -367,7 +367,7 @@ def test_a_repeated_call_and_its_gradients_launch_what_plain_ones_do(gpu, kind, 
     plain, backward = flash_attention, flash_attention_backward
     if kind != "dense":
         plain, backward = flash_attention_varlen, flash_attention_varlen_backward
-    arrays = inputs + call.arrays_behind
+    arrays = inputs + call.following_arrays
     assert torch_autograd.run(arrays, call.options) is None, "no call like it was made"
     constants = tuple(call.constants.values())
     whole = {"causal": True, "return_lse": True, **options}
@@ -403,7 +403,7 @@ def test_a_repeated_call_and_its_gradients_launch_what_plain_ones_do(gpu, kind, 
 def test_what_is_not_as_recorded_is_left_to_the_usual_way(gpu):
     gpu.is_grad_enabled = False
     call, _, inputs = calls(gpu, "dense")
-    arrays = inputs + call.arrays_behind
+    arrays = inputs + call.following_arrays
     call.run(inputs)
     results, found = torch_autograd.run(arrays, call.options)
     record = torch_autograd.record(found, results)

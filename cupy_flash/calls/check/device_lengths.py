@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cupy_flash.arrays.strided import as_cupy, taken_by
+from cupy_flash.arrays.strided import as_cupy, convert_to
 from cupy_flash.calls.arguments import INT32
 from cupy_flash.calls.backward_arguments import gradient_problem
 from cupy_flash.calls.check.lengths import check_contents
@@ -41,7 +41,7 @@ def check(arrays: Any, options: Options, keys: int, mod_key: ModificationKey | N
     if mod_key is not None:
         options = options.with_mod_key(mod_key)
     plain = type(arrays)(*map(as_cupy, arrays))
-    on_host = {name: taken_by(np, getattr(plain, name)) for name in names}
+    on_host = {name: convert_to(np, getattr(plain, name)) for name in names}
     if options.wrt is None:
         plain = plain.parts_of_qkv(options.layout)
         check_contents(plain._replace(**on_host), options, problem_of(plain, options), keys)
@@ -55,7 +55,7 @@ def contents(array: Any) -> Any | None:
 
     The copy waits for the current stream. The result is None while the stream is captured.
     """
-    return taken_by(np, as_cupy(array)) if is_enabled and not _is_capturing() else None
+    return convert_to(np, as_cupy(array)) if is_enabled and not _is_capturing() else None
 
 
 def _is_capturing() -> bool:

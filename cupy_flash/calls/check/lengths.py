@@ -78,8 +78,10 @@ def _require_lengths(name: str, lengths: np.ndarray, *limits: tuple[Any, str]) -
     for most, _ in limits:
         wrong |= lengths > most
     for b in np.flatnonzero(wrong)[:1].tolist():
-        of_entry = [LengthLimit(int(np.broadcast_to(m, wrong.shape)[b]), why) for m, why in limits]
-        require_length(f"{name}[{b}]", int(lengths[b]), tuple(of_entry))
+        entry_limits = [
+            LengthLimit(int(np.broadcast_to(m, wrong.shape)[b]), why) for m, why in limits
+        ]
+        require_length(f"{name}[{b}]", int(lengths[b]), tuple(entry_limits))
 
 
 # Limits of the set of varlen calls that passed the checks: entries, and bytes of cu_seqlens_q.
@@ -149,16 +151,16 @@ def _check_packed_new(arguments: Arguments, lengths: np.ndarray, problem: Proble
     total = int(arguments.k.shape[0])
     new = _check_offsets("cu_seqlens_k_new", arguments.cu_seqlens_k_new, total, "k and v")
     is_wrong = lengths > problem.seqlen_k - new
-    starts, of_starts = lengths, "cache_seqlens"
+    starts, starts_name = lengths, "cache_seqlens"
     if arguments.rotary_cos is not None:
         if arguments.rotary_seqlens is not None:
-            starts, of_starts = arguments.rotary_seqlens, "rotary_seqlens"
+            starts, starts_name = arguments.rotary_seqlens, "rotary_seqlens"
         is_wrong |= starts > arguments.rotary_cos.shape[0] - new
     for b in np.flatnonzero(is_wrong)[:1].tolist():
         limits = length_limits(arguments, problem, int(new[b]))
         require_length(f"cache_seqlens[{b}]", int(lengths[b]), limits)
         limits = _rotary(arguments, problem, int(new[b]))
-        require_length(f"{of_starts}[{b}]", int(starts[b]), limits)
+        require_length(f"{starts_name}[{b}]", int(starts[b]), limits)
 
 
 def _check_packed(arguments: Arguments, options: Options, problem: Problem) -> None:
@@ -176,14 +178,14 @@ def _check_packed(arguments: Arguments, options: Options, problem: Problem) -> N
         key = (*contents, *limits, options.wrt is None)
         if key in _known:
             return
-    _check_places(arguments, options, problem)
+    _check_packed_positions(arguments, options, problem)
     if key is not None:
         if len(_known) >= _MAX_KNOWN:
             _known.clear()
         _known.add(key)
 
 
-def _check_places(arguments: Arguments, options: Options, problem: Problem) -> None:
+def _check_packed_positions(arguments: Arguments, options: Options, problem: Problem) -> None:
     layout = problem.layout
     q_lengths = _check_offsets("cu_seqlens_q", arguments.cu_seqlens_q, layout.total_q, "q")
     _check_most("cu_seqlens_q", q_lengths, options.max_seqlen_q or 0, "max_seqlen_q")
@@ -196,7 +198,7 @@ def _check_places(arguments: Arguments, options: Options, problem: Problem) -> N
             b = int(k_lengths.argmin())
             raise ValueError(f"seqused_k[{b}] is {k_lengths[b]}; expected at least 0")
         if options.wrt is not None:
-            _check_own_keys(arguments)
+            _check_batch_indices(arguments)
     _check_most(name, k_lengths, options.max_seqlen_k or 0, "max_seqlen_k")
     if layout.packed_k:
         left = layout.total_k - arguments.cu_seqlens_k[:-1].astype(np.int64)
@@ -209,7 +211,7 @@ def _check_places(arguments: Arguments, options: Options, problem: Problem) -> N
         _check_pages(arguments.block_table, name, k_lengths, problem)
 
 
-def _check_own_keys(arguments: Arguments) -> None:
+def _check_batch_indices(arguments: Arguments) -> None:
     """Raise ValueError for keys of two sequences, whose gradients would be written twice."""
     own = np.diff(arguments.cu_seqlens_k.astype(np.int64))
     for b in np.flatnonzero(arguments.seqused_k > own)[:1]:

@@ -34,7 +34,7 @@ from cupy_flash.mods.on_arrays.scores import OF_SCORES, Scores
 from cupy_flash.mods.shapes import Sizes, fitted, require_limit
 from cupy_flash.mods.trace.traced import NOT_DERIVABLE, Derivable, Traced
 from cupy_flash.problem.arrays import MAX_ALIGNMENT
-from cupy_flash.problem.problem import NOTHING_TO_PLACE
+from cupy_flash.problem.problem import UNUSED_Q_OFFSET
 from cupy_flash.problem.score import LARGEST_BOUNDED, BiasSpec, ScoreSpec
 
 
@@ -217,7 +217,7 @@ def score_spec(
     if has_prefix:
         require_limit(window, causal=causal)
     if not causal and mod_key._replace(derivable=None) == _ONLY_OFFSETS:
-        raise ValueError(NOTHING_TO_PLACE)
+        raise ValueError(UNUSED_Q_OFFSET)
     generated = _generate_cuda(
         mod_key.score_mod,
         mod_key.mask_mod,

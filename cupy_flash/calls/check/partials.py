@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from cupy_flash.arrays.kinds import read, way_back
+from cupy_flash.arrays.kinds import read, result_converter
 from cupy_flash.arrays.strided import (
     address_of,
     array_module,
@@ -49,7 +49,7 @@ def stacked(partials: Partials) -> tuple[Partials, Callable[[Any], Any]]:
             f"out_partial has {len(outs)} parts and lse_partial {len(lses)}; expected lists of "
             "equal length, with at least one part"
         )
-    convert = way_back("out_partial[0]", outs[0])
+    convert = result_converter("out_partial[0]", outs[0])
     out_partial, lse_partial = _stacked("out_partial", outs), _stacked("lse_partial", lses)
     return partials._replace(out_partial=out_partial, lse_partial=lse_partial), convert
 

@@ -347,8 +347,8 @@ def _scales_of_keys(arguments: Arguments, options: Options, keys: ArraySpec) -> 
             check_no_self_overlap(
                 name, ArraySpec((*shape, 1), strides[name] or (0, 0, 0), "float32")
             )
-    of_keys = strides["k_scale"]
-    return Scales(of_keys, strides.get("v_scale", of_keys), computed)
+    key_strides = strides["k_scale"]
+    return Scales(key_strides, strides.get("v_scale", key_strides), computed)
 
 
 def _strides_of_scale(

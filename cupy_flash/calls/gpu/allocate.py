@@ -109,7 +109,7 @@ def _allocations(
     sizes = [math.prod(shape) * dtype.itemsize for _, shape, dtype in wanted]
     padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
     if sum(padded) > _MOST_TOGETHER or max(sizes, default=0) > _MOST_TIMES * min(sizes, default=0):
-        return [(size, [(0, *one)]) for size, one in zip(sizes, wanted, strict=True)]
+        return [(size, [(0, *allocation)]) for size, allocation in zip(sizes, wanted, strict=True)]
     offsets = itertools.accumulate(padded, initial=0)
-    parts = [(offset, *one) for offset, one in zip(offsets, wanted, strict=False)]
+    parts = [(offset, *allocation) for offset, allocation in zip(offsets, wanted, strict=False)]
     return [(sum(padded), parts)] if wanted else []

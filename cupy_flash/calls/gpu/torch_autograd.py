@@ -171,12 +171,12 @@ def gradients(
     except RuntimeError:
         return None
     assert found is not None
-    of_gradients, (dout_address, dlse_address) = found
+    gradient_keys, (dout_address, dlse_address) = found
     if dout.get_device() != cupy.cuda.runtime.getDevice():
         return None
-    backward_call = call.backward_calls.get((needed, of_gradients))
+    backward_call = call.backward_calls.get((needed, gradient_keys))
     if backward_call is None:
-        key = needed, of_gradients
+        key = needed, gradient_keys
         return _on_stream_of(q, _prepare_and_run, recorded, saved, (dout, dlse), key)
     result_offsets = (
         q_address,
@@ -198,14 +198,14 @@ def gradients(
 def _prepare_and_run(
     recorded: Recorded,
     saved: tuple[Any, ...],
-    of_results: tuple[Any, Any],
+    result_gradients: tuple[Any, Any],
     backward_key: tuple[tuple[bool, ...], Any],
 ) -> list[Any] | None:
     """Compute `gradients` without a prepared backward call; keep the new one unless it copies."""
     needed, _ = backward_key
-    if not is_torch_on_gpu(*of_results):
+    if not is_torch_on_gpu(*result_gradients):
         return None
-    (q, k, v, out, lse, *given), (dout, dlse) = saved, of_results
+    (q, k, v, out, lse, *given), (dout, dlse) = saved, result_gradients
     left = iter(given)
     lengths = [
         next(left) if result_offsets else None for result_offsets in recorded.addresses[_LENGTHS]

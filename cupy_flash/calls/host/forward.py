@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from cupy_flash.arrays.numpy_errors import quiet
+from cupy_flash.arrays.numpy_errors import ignore_fp_errors
 from cupy_flash.arrays.overlap import require_no_overlap
 from cupy_flash.arrays.quantized import dequantized
 from cupy_flash.arrays.strided import dtype_name, to_bshd
@@ -149,7 +149,7 @@ def _call_info(arguments: Arguments, options: Options, backend: str) -> _CallInf
     return info
 
 
-@quiet
+@ignore_fp_errors
 def scale_in(dtype: np.dtype[Any], problem: Problem) -> Any:
     """Return the factor on the scores in the dtype of q, which may round it or overflow."""
     return dtype.type(problem.softmax_scale)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cupy_flash.arrays.numpy_errors import quiet
+from cupy_flash.arrays.numpy_errors import ignore_fp_errors
 from cupy_flash.arrays.sequences import find_packed_keys, find_queries
 from cupy_flash.cpu.backward import untiled as untiled_backward
 from cupy_flash.cpu.backward.backward_pass import GradientPass, scratch_elements, smaller
@@ -141,7 +141,7 @@ def workspace_bytes(problem: Problem, tile: Tile) -> int:
     return scratch_bytes(problem, tile) + 4 * keys * problem.heads_kv * columns
 
 
-@quiet
+@ignore_fp_errors
 def backward(
     q: Array,
     k: Array,
@@ -204,7 +204,7 @@ def backward(
     _write(results, totals)
 
 
-@quiet
+@ignore_fp_errors
 def backward_by_formula(
     q: Array,
     k: Array,
@@ -224,7 +224,7 @@ def backward_by_formula(
     return untiled_backward.backward_by_formula(*arrays, results, small, scale)
 
 
-@quiet
+@ignore_fp_errors
 def varlen_backward(
     q: Array,
     k: Array,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cupy_flash.arrays.strided import dtype_name, taken_by
+from cupy_flash.arrays.strided import convert_to, dtype_name
 from cupy_flash.mods.ir.expression import BOOL, INT, REAL, B, H, Node, postorder
 from cupy_flash.mods.ir.operations import INT_RANGE
 from cupy_flash.mods.modification import MaskMod
@@ -146,7 +146,7 @@ class _Blocks:
 
     def _of_load(self, node: Node, indices: list[_Bounds | None]) -> _Bounds | None:
         """Return bounds of an element of a bool array: all and any over the box of its indices."""
-        array = taken_by(np, self._mod.captures[node.args[0].value])
+        array = convert_to(np, self._mod.captures[node.args[0].value])
         if dtype_name(array) != BOOL or None in indices:
             return _ANY_BOOL if node.type == BOOL else None
         # Indices outside of the array read the nearest element.

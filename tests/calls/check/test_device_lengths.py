@@ -211,7 +211,7 @@ def contents(is_enabled: bool, monkeypatch: pytest.MonkeyPatch) -> dict[int, np.
     stream = SimpleNamespace(is_capturing=lambda: False)
     cupy = SimpleNamespace(cuda=SimpleNamespace(get_current_stream=lambda: stream))
     monkeypatch.setattr(device_lengths, "cupy_module", lambda: cupy)
-    monkeypatch.setattr(device_lengths, "taken_by", lambda _, array: found[array.data.ptr])
+    monkeypatch.setattr(device_lengths, "convert_to", lambda _, array: found[array.data.ptr])
     return found
 
 

@@ -357,7 +357,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
         monkeypatch.setattr(module, "cupy_module", lambda: fake)
     for module in (torch_arrays, jax_arrays):
         monkeypatch.setattr(module, "_cupy", lambda: fake)
-    monkeypatch.setattr(torch_arrays, "_of_thread", torch_arrays._OfThread())
+    monkeypatch.setattr(torch_arrays, "_thread_state", torch_arrays._ThreadState())
     monkeypatch.setattr(prepared_calls, "_calls", {})
     monkeypatch.setattr(prepared_calls, "device_for_id", lambda _: device_for_arch("sm_90"))
     for module in (gpu_forward, gpu_backward):

@@ -15,7 +15,7 @@ from cupy_flash.arrays.sequences import PagedRows
 from cupy_flash.mods.keywords import FURTHEST
 from cupy_flash.mods.on_arrays.block_visibility import BlockVisibility, block_visibility_of
 from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
-from cupy_flash.mods.on_arrays.scores import FIRST, Pairs
+from cupy_flash.mods.on_arrays.scores import FIRST_PAIR, Pairs
 from cupy_flash.problem.mask import Mask
 from cupy_flash.problem.tile import Tile
 
@@ -133,7 +133,7 @@ class Pass(NamedTuple):
         softmax_scale: float,
         tile: Tile,
         bound_mods: BoundModifications | None = None,
-        first: Pairs = FIRST,
+        first: Pairs = FIRST_PAIR,
     ) -> Pass:
         """Return the pass that computes the arguments of `cupy_flash.cpu.forward.forward`."""
         batch, seqlen_q, heads_q, head_dim = q.shape
@@ -197,7 +197,7 @@ class Pass(NamedTuple):
         """Return the mask by position for a query tile, including the modifications of the call."""
         if self.bound_mods is None:
             return self.visible
-        return self.bound_mods.of_mask(self.visible, self.first.b + block.batch.start)
+        return self.bound_mods.mask_with(self.visible, self.first.b + block.batch.start)
 
     def tiles_of_keys(self, block: Block) -> list[tuple[int, int]]:
         """Return the KV tiles that rows of a query tile attend to, in order, as [start, stop)."""
@@ -416,10 +416,10 @@ def apply_mask(job: Pass, block: Block, scores: Array, start: int, stop: int) ->
         np.copyto(scores[..., first - start : end - start], -np.inf, where=masked)
 
 
-def modify_scores(scores: Array, bound_mods: BoundModifications, at: Pairs) -> None:
+def modify_scores(scores: Array, bound_mods: BoundModifications, pair_indices: Pairs) -> None:
     """Apply the modifications of a call to scores, in place."""
     if not bound_mods.scores.changes_nothing:
-        np.copyto(scores, bound_mods.scores.apply(scores, at), casting="same_kind")
+        np.copyto(scores, bound_mods.scores.apply(scores, pair_indices), casting="same_kind")
 
 
 def include_sink(row_max: Array, row_sum: Array, sink: Array) -> Array:

@@ -94,7 +94,7 @@ def forward(
     visible = Mask(first.row + seqlen_q, keys.seqlen, causal, q_offset)
     modification = None
     if bound_mods is not None:
-        visible = bound_mods.of_mask(visible, first.b)
+        visible = bound_mods.mask_with(visible, first.b)
         heads = np.arange(first.h, first.h + heads_q, dtype=np.int32).reshape(heads_kv, 1, group)
         pairs = first._replace(
             h=np.repeat(heads, seqlen_q, axis=1).reshape(heads_kv, m, 1, 1),

@@ -36,7 +36,7 @@ from cupy_flash.cpu.batching import Run, Steps, cached_steps, equal_runs
 from cupy_flash.cpu.forward_pass import ELEMENTS_AT_ONCE, Pass, Scratch, compute_dtype
 from cupy_flash.cpu.thread_pool import Stop, cpus, run_in_parallel, single_threaded_blas
 from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
-from cupy_flash.mods.on_arrays.scores import FIRST, Pairs
+from cupy_flash.mods.on_arrays.scores import FIRST_PAIR, Pairs
 from cupy_flash.problem.problem import make_contiguous_problem
 from cupy_flash.problem.tile import Tile
 
@@ -153,9 +153,9 @@ def varlen_forward(
         lse_rows = None
         if lse is not None:
             lse_rows = lse[:, span].reshape(len(lse), count, rows.seqlen).swapaxes(0, 1)
-        first = FIRST
+        first = FIRST_PAIR
         if bound_mods is not None:
-            first = FIRST._replace(b=b, q_start=rows.first, k_start=keys.first)
+            first = FIRST_PAIR._replace(b=b, q_start=rows.first, k_start=keys.first)
         items.append(_WorkItem.whole(q_rows, out_rows, lse_rows, keys, first))
     k, v = (k, v) if paged else (k[None], v[None])
     batch = _Batch(*_blocks(k, v, scales, q.dtype), causal, softmax_scale, bound_mods)
@@ -215,7 +215,7 @@ def kvcache_forward(
     for b, _, keys, count in equal_runs(queries, all_keys, joins):
         batch_range = slice(b, b + count)
         lse_rows = None if lse is None else lse[batch_range]
-        first = FIRST if bound_mods is None else FIRST._replace(b=b)
+        first = FIRST_PAIR if bound_mods is None else FIRST_PAIR._replace(b=b)
         items.append(_WorkItem.whole(q[batch_range], out[batch_range], lse_rows, keys, first))
     batch = _Batch(*_blocks(k_cache, v_cache, scales, q.dtype), causal, softmax_scale, bound_mods)
     _forward(items, batch, tile, batch_invariant, threads)

@@ -17,12 +17,12 @@ def flattened(root: Node) -> tuple[FlatNode, ...]:
 
     Pickling the root itself would recurse to the depth of the graph.
     """
-    places: dict[Node, int] = {}
+    indices: dict[Node, int] = {}
     for node in postorder(root):
-        places[node] = len(places)
+        indices[node] = len(indices)
     return tuple(
-        (node.op, node.type, node.value, tuple(places[argument] for argument in node.args))
-        for node in places
+        (node.op, node.type, node.value, tuple(indices[argument] for argument in node.args))
+        for node in indices
     )
 
 
@@ -67,7 +67,7 @@ def reference_to(function: Callable[..., Any]) -> tuple[str | None, str]:
     return None, name or repr(function)
 
 
-def referred_to(module: str | None, name: str) -> Callable[..., Any]:
+def resolve_reference(module: str | None, name: str) -> Callable[..., Any]:
     """Return the function that a reference names, or a stand-in with that name."""
     found = None if module is None else _found(module, name)
     return found if callable(found) else AbsentFunction(name)

@@ -90,7 +90,7 @@ def require_limit(window: Window, *, causal: bool) -> None:
 
 
 # Lengths for one kind of batch: the kind, its description, and advice for the other kinds.
-_OF_ONE_KIND: dict[str, tuple[str, str, dict[str, str]]] = {
+_SINGLE_KIND_LENGTHS: dict[str, tuple[str, str, dict[str, str]]] = {
     "seqlens_k": (
         "dense",
         "batches of equal lengths",
@@ -119,6 +119,6 @@ def refuse_other_lengths(given: Callable[[str], Any], kind: str) -> None:
     kind
         Kind of batch, "dense", "varlen" or "kvcache".
     """
-    for name, (own, meaning, instead) in _OF_ONE_KIND.items():
-        if kind != own and given(name) is not None:
+    for name, (own_kind, meaning, instead) in _SINGLE_KIND_LENGTHS.items():
+        if kind != own_kind and given(name) is not None:
             raise ValueError(f"{name} is for {meaning}{instead.get(kind, '')}")

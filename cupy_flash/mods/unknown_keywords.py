@@ -19,7 +19,7 @@ _NO_HEADS = "leave it out, as the shapes of the arrays determine the heads"
 _SAME_BITS = "leave it out, as results are always deterministic"
 
 # Arguments of other libraries for which no function here has a counterpart.
-LEFT_OUT = {
+UNSUPPORTED = {
     **dict.fromkeys(("dropout", "dropout_p", "dropout_rate", "dropout_seed"), _NO_DROPOUT),
     **dict.fromkeys(
         ("num_heads", "n_heads", "num_kv_heads", "num_key_value_heads", "enable_gqa", "pack_gqa"),
@@ -29,7 +29,7 @@ LEFT_OUT = {
 }
 
 
-class _Meant(NamedTuple):
+class _Counterpart(NamedTuple):
     """Arguments of this library that correspond to another library's argument.
 
     Attributes
@@ -44,68 +44,68 @@ class _Meant(NamedTuple):
     text: str
 
 
-def _meant(*arguments: str) -> tuple[_Meant, ...]:
+def _counterpart(*arguments: str) -> tuple[_Counterpart, ...]:
     """Return alternatives of one argument each; advice names the first that a function has."""
-    return tuple(_Meant((argument,), argument) for argument in arguments)
+    return tuple(_Counterpart((argument,), argument) for argument in arguments)
 
 
 _MASK = (
-    _Meant(
+    _Counterpart(
         ("mask", "bias"),
         "mask, a bool array with True for visible pairs, or bias, which is added to the scores",
     ),
 )
-_WINDOW = (_Meant(("window_size",), "window_size=(left, right)"),)
+_WINDOW = (_Counterpart(("window_size",), "window_size=(left, right)"),)
 _PADDING = (
-    _Meant(("seqlens_k", "mask"), "seqlens_k, or mask of shape (batch, 1, 1, seqlen_k)"),
-    _Meant(("seqused_k",), "seqused_k, the number of keys of each sequence"),
-    _Meant(
+    _Counterpart(("seqlens_k", "mask"), "seqlens_k, or mask of shape (batch, 1, 1, seqlen_k)"),
+    _Counterpart(("seqused_k",), "seqused_k, the number of keys of each sequence"),
+    _Counterpart(
         ("cache_seqlens", "cache_leftpad"),
         "cache_seqlens, and cache_leftpad if the padding comes first",
     ),
 )
 # Names in other libraries. Advice is the first alternative whose arguments the function has.
-INSTEAD: dict[str, tuple[_Meant, ...]] = {
+INSTEAD: dict[str, tuple[_Counterpart, ...]] = {
     **dict.fromkeys(
         ("scale", "sm_scale", "scaling", "softmax_factor"),
-        _meant("softmax_scale"),
+        _counterpart("softmax_scale"),
     ),
-    **dict.fromkeys(("is_causal", "causal_mask", "use_causal_mask"), _meant("causal")),
+    **dict.fromkeys(("is_causal", "causal_mask", "use_causal_mask"), _counterpart("causal")),
     **dict.fromkeys(("attn_mask", "attention_mask"), _MASK),
-    **dict.fromkeys(("attn_bias", "attention_bias"), _meant("bias")),
+    **dict.fromkeys(("attn_bias", "attention_bias"), _counterpart("bias")),
     **dict.fromkeys(
         ("window", "sliding_window", "local_window_size", "window_left", "window_right"), _WINDOW
     ),
     **dict.fromkeys(
         ("logits_soft_cap", "soft_cap", "logit_cap", "attn_logits_soft_cap", "softcapping"),
-        _meant("softcap"),
+        _counterpart("softcap"),
     ),
-    **dict.fromkeys(("alibi", "slopes"), _meant("alibi_slopes")),
-    **dict.fromkeys(("sink", "s_aux", "attention_sinks", "learnable_sink"), _meant("sinks")),
-    **dict.fromkeys(("page_table", "block_tables"), _meant("block_table")),
+    **dict.fromkeys(("alibi", "slopes"), _counterpart("alibi_slopes")),
+    **dict.fromkeys(("sink", "s_aux", "attention_sinks", "learnable_sink"), _counterpart("sinks")),
+    **dict.fromkeys(("page_table", "block_tables"), _counterpart("block_table")),
     **dict.fromkeys(
         ("return_softmax_lse", "return_attn_probs", "return_softmax", "return_residual"),
-        _meant("return_lse"),
+        _counterpart("return_lse"),
     ),
     **dict.fromkeys(
         ("kv_seqlens", "seqlens_kv", "key_value_seq_lengths", "kv_lens"),
-        _meant("seqlens_k", "seqused_k", "cache_seqlens"),
+        _counterpart("seqlens_k", "seqused_k", "cache_seqlens"),
     ),
     "key_padding_mask": _PADDING,
-    "block_mask": (_Meant(("mask_mod",), "mask_mod, a MaskMod or a BlockList"),),
-    "kernel_options": (_Meant(("family", "tile"), "family and tile"),),
-    "cu_seqlens_kv": _meant("cu_seqlens_k"),
-    "max_seqlen_kv": _meant("max_seqlen_k"),
-    "q_descale": _meant("q_scale"),
-    "k_descale": _meant("k_scale"),
-    "v_descale": _meant("v_scale"),
+    "block_mask": (_Counterpart(("mask_mod",), "mask_mod, a MaskMod or a BlockList"),),
+    "kernel_options": (_Counterpart(("family", "tile"), "family and tile"),),
+    "cu_seqlens_kv": _counterpart("cu_seqlens_k"),
+    "max_seqlen_kv": _counterpart("max_seqlen_k"),
+    "q_descale": _counterpart("q_scale"),
+    "k_descale": _counterpart("k_scale"),
+    "v_descale": _counterpart("v_scale"),
 }
 
 _PACKAGE = __name__.partition(".")[0]
 _ANY = ""
 # Modules with gradients by another library. Their functions lack some arguments of the package's
 # functions with the same name: advice by argument. `_ANY` names what the package's functions lack.
-_OF_PLAIN_FUNCTIONS = {
+_PLAIN_ONLY = {
     f"{_PACKAGE}.jax": {
         "backend": "leave it out, as attention runs on the device of the arrays; move them with "
         "jax.device_put",
@@ -180,8 +180,8 @@ def unexpected(
 
 
 def _advice(name: str, called: _Function, public: list[_Function]) -> str:
-    if name in LEFT_OUT:
-        return LEFT_OUT[name]
+    if name in UNSUPPORTED:
+        return UNSUPPORTED[name]
     ways = INSTEAD.get(name, ())
     for way in ways:
         if set(way.arguments) <= set(called.arguments):
@@ -200,7 +200,7 @@ def _advice(name: str, called: _Function, public: list[_Function]) -> str:
 
 def _left_to_plain_function(name: str, called: _Function, public: list[_Function]) -> str | None:
     """Return advice on an argument that only the package's function of the same name has."""
-    advice = _OF_PLAIN_FUNCTIONS.get(called.module)
+    advice = _PLAIN_ONLY.get(called.module)
     plain = next(f for f in public if f.module == _PACKAGE and f.name == called.name)
     if advice is None or name not in plain.arguments:
         return None
@@ -238,7 +238,7 @@ def _public_functions(kinds: Mapping[str, Iterable[str]]) -> list[_Function]:
     """Return the public functions that take modifications, `flash_attention` first."""
     found = []
     # Not imported: the package imports this module, and users import the other modules.
-    for name in (_PACKAGE, *_OF_PLAIN_FUNCTIONS):
+    for name in (_PACKAGE, *_PLAIN_ONLY):
         module = sys.modules.get(name)
         for public in getattr(module, "__all__", ()):
             function = getattr(module, public)

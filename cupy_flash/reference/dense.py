@@ -21,7 +21,7 @@ from cupy_flash.arrays.kinds import read, result_converter
 from cupy_flash.arrays.strided import array_module
 from cupy_flash.mods.keywords import with_offsets
 from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
-from cupy_flash.mods.on_arrays.scores import FIRST, Pairs
+from cupy_flash.mods.on_arrays.scores import FIRST_PAIR, Pairs
 from cupy_flash.mods.shapes import refuse_other_lengths
 from cupy_flash.problem.arrays import FLOAT8, FLOAT8_OUTPUTS
 from cupy_flash.reference.eight_bits import dequantized, rounded_to_float8, widened
@@ -149,7 +149,7 @@ def formula(
     softmax_scale: float | None,
     q_offset: int | None = None,
     bound_mods: BoundModifications,
-    sequence: Pairs = FIRST,
+    sequence: Pairs = FIRST_PAIR,
 ) -> tuple[Any, Any]:
     """Compute `attention_reference` of (batch, heads, seqlen, dim) arrays, read and checked.
 
@@ -171,7 +171,7 @@ def formula(
         with np.errstate(all="ignore"):
             scores = rows.scores(q, k, scale, np.dtype(np.float64), xp)
             # A score_mod that depends on fewer indices returns a smaller array, which broadcasts.
-            scores[...] = bound_mods.scores.apply(scores, rows.at, xp)
+            scores[...] = bound_mods.scores.apply(scores, rows.pairs, xp)
             mask_scores(xp, scores, rows.mask, rows.span.start)
             row_lse, row_sum, empty = softmax_terms(xp, scores, sinks[rows.head])
             result = xp.matmul(scores, rows.keys(v).astype(np.float64)) / row_sum
@@ -256,7 +256,7 @@ def naive_formula(
     dtype: np.dtype[Any],
     bound_mods: BoundModifications,
     as_float8: bool = False,
-    sequence: Pairs = FIRST,
+    sequence: Pairs = FIRST_PAIR,
 ) -> Any:
     """Compute `attention_naive` of (batch, heads, seqlen, dim) arrays; see `formula`."""
     xp = array_module(q)
@@ -276,7 +276,7 @@ def naive_formula(
         q = (q * compute.type(scale)).reshape(*grouped, head_dim)
         scores = xp.matmul(q, k[:, :, None].swapaxes(-1, -2))
         for b in range(batch):
-            mask = bound_mods.of_mask(visible, sequence.b + b)
+            mask = bound_mods.mask_with(visible, sequence.b + b)
             at = pairs_of(xp, sequence, mask, slice(0, seqlen_q), seqlen_k)
             at = at._replace(b=sequence.b + b, h=h)
             scores[b] = bound_mods.scores.apply(scores[b], at, xp)

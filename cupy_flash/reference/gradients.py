@@ -25,11 +25,11 @@ from cupy_flash.arrays.strided import array_module, require_shape
 from cupy_flash.mods.keywords import with_offsets
 from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
 from cupy_flash.mods.on_arrays.score_derivatives import (
+    after_softcap,
     apply_with_slope,
-    behind_softcap,
     capture_gradients,
 )
-from cupy_flash.mods.on_arrays.scores import FIRST, Pairs, Scores
+from cupy_flash.mods.on_arrays.scores import FIRST_PAIR, Pairs, Scores
 from cupy_flash.mods.shapes import refuse_other_lengths
 from cupy_flash.reference.dense import error_bound
 from cupy_flash.reference.eight_bits import widened
@@ -61,17 +61,17 @@ class ScoreErrors(NamedTuple):
 
     Attributes
     ----------
-    of_product
+    product_error
         Error of a scaled score, relative to the sum of the absolute values of its products.
-    of_score
+    score_error
         Function of the scaled score that returns the additional error of the modified score.
-    of_slope
+    slope_error
         Error of the derivative of the modified score with respect to the scaled score.
     """
 
-    of_product: float
-    of_score: Callable[[Any], Any]
-    of_slope: float
+    product_error: float
+    score_error: Callable[[Any], Any]
+    slope_error: float
 
 
 class Arithmetic(NamedTuple):
@@ -85,7 +85,7 @@ class Arithmetic(NamedTuple):
         Dtype that P, dX and out are rounded to before they are multiplied.
     result
         Dtype of the gradients; None for the dtype of each input.
-    of_sizes
+    magnitudes
         Whether absolute values are summed, such as |dP| + |D| instead of dP - D. Rounding errors
         are proportional to these sums, even if the gradients themselves cancel.
     errors
@@ -95,7 +95,7 @@ class Arithmetic(NamedTuple):
     compute: np.dtype[Any]
     stored: np.dtype[Any]
     result: np.dtype[Any] | None
-    of_sizes: bool = False
+    magnitudes: bool = False
     errors: ScoreErrors | None = None
 
     @classmethod
@@ -110,7 +110,7 @@ class Arithmetic(NamedTuple):
 
 
 EXACT = Arithmetic.of(np.float64, np.float64)
-SIZES = EXACT._replace(of_sizes=True)
+SIZES = EXACT._replace(magnitudes=True)
 
 
 def attention_backward_reference(
@@ -341,7 +341,7 @@ class Gradients:
 
     def results(self, convert: Callable[[Any], Any]) -> tuple[Any, ...]:
         """Return the sums in the result dtype, converted by `convert`, in the order of `wrt`."""
-        size = abs if self._arithmetic.of_sizes else lambda x: x
+        size = abs if self._arithmetic.magnitudes else lambda x: x
         with np.errstate(all="ignore"):
             found = {name: size(total) for name, total in self._sums.items()}
             if self._shapes.get("sinks") == ():
@@ -446,7 +446,7 @@ def gradient_formula(
     softmax_scale: float | None,
     q_offset: int | None = None,
     bound_mods: BoundModifications,
-    sequence: Pairs = FIRST,
+    sequence: Pairs = FIRST_PAIR,
     arithmetic: Arithmetic,
     into: Mapping[str, Any],
 ) -> None:
@@ -461,8 +461,8 @@ def gradient_formula(
         of the bias.
     """
     xp, compute = array_module(q), arithmetic.compute
-    size: Callable[[Any], Any] = abs if arithmetic.of_sizes else lambda x: x
-    minus = xp.add if arithmetic.of_sizes else xp.subtract
+    size: Callable[[Any], Any] = abs if arithmetic.magnitudes else lambda x: x
+    minus = xp.add if arithmetic.magnitudes else xp.subtract
     scale, visible = resolve(q, k, softmax_scale, causal, q_offset)
     sinks = sinks_of(xp, bound_mods, q.shape[1], compute)
     for rows in chunks_of_rows(xp, q, k, visible, bound_mods, sequence):
@@ -486,11 +486,11 @@ def gradient_formula(
             dx = dt if slope is None else xp.where(seen, dt * size(slope), 0)
             if arithmetic.errors is not None:
                 errors = arithmetic.errors
-                off = errors.of_product * abs(scale) * xp.matmul(q_rows, k_rows.T)
+                off = errors.product_error * abs(scale) * xp.matmul(q_rows, k_rows.T)
                 if slope is not None:
                     off = off * abs(slope)
-                off = xp.where(seen, off + errors.of_score(x), 0)
-                dx = dx * off + dt * errors.of_slope
+                off = xp.where(seen, off + errors.score_error(x), 0)
+                dx = dx * off + dt * errors.slope_error
                 stored_p, dt = stored_p * off, dt * off
             stored_dx = arithmetic.rounded(dx)
             if "q" in into:
@@ -527,7 +527,7 @@ def _softmax(
     """
     if rows.end == 0:
         return x, x == x, None, xp.broadcast_to(sink, x.shape[:1])
-    changed, slope = apply_with_slope(bound_mods.scores, x, rows.at, xp)
+    changed, slope = apply_with_slope(bound_mods.scores, x, rows.pairs, xp)
     p = xp.empty_like(x)
     # A score_mod that depends on fewer indices returns a smaller array, which broadcasts.
     p[...] = changed
@@ -553,7 +553,7 @@ def _product(xp: Any, weights: Any, seen: Any, rows: Any) -> Any:
 
 def _add_to_bias(total: Any, rows: Rows, dt: Any) -> None:
     """Add the contribution of the pairs to the gradient of a bias with the axes of `Scores`."""
-    at = rows.at
+    at = rows.pairs
     first = rows.span.start + (at.q_start if total.ndim == 3 else 0)
     index = (at.h,) if total.ndim == 3 else (at.b, at.h)
     index += slice(first, first + dt.shape[0]), slice(0, rows.end)
@@ -579,9 +579,9 @@ def _add_to_captures(
     if not any(name.startswith(OF_MOD) for name in into):
         return
     assert scores.score_mod is not None
-    x = behind_softcap(scores, x, xp)
+    x = after_softcap(scores, x, xp)
     found = capture_gradients(
-        scores.score_mod, x, rows.at, dt, xp, of_sizes=arithmetic.of_sizes, real=scores.real
+        scores.score_mod, x, rows.pairs, dt, xp, magnitudes=arithmetic.magnitudes, real=scores.real
     )
     for name in found.keys() & {n.removeprefix(OF_MOD) for n in into}:
         into[OF_MOD + name][...] += found[name]

@@ -69,7 +69,7 @@ def seen_pairs(
     if bound_mods.prefix_lens is not None:
         require_limit(bound_mods.window, causal=causal)
     offset = seqlen_k - seqlen_q if q_offset is None else integer("q_offset", q_offset)
-    mask = bound_mods.of_mask(Mask(seqlen_q, seqlen_k, causal, offset), b)
+    mask = bound_mods.mask_with(Mask(seqlen_q, seqlen_k, causal, offset), b)
     rows, keys = np.arange(seqlen_q)[:, None], np.arange(seqlen_k)[None]
     hidden = mask.masked(0, seqlen_q, 0, seqlen_k) | (keys >= mask.seqlen_k)
     scores = bound_mods.scores

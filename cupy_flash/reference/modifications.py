@@ -12,7 +12,7 @@ from cupy_flash.arrays.strided import array_module, convert_to, dtype_name
 from cupy_flash.mods.block_list import BlockList, require_fit
 from cupy_flash.mods.keywords import ARRAYS, VECTORS, checked_softcap, given, window_of
 from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
-from cupy_flash.mods.on_arrays.scores import OF_SCORES, Scores
+from cupy_flash.mods.on_arrays.scores import ARRAY_FIELDS, Scores
 from cupy_flash.mods.shapes import Sizes, fitted, require_limit
 
 
@@ -58,10 +58,10 @@ def read_modifications(
         None if softcap is None else checked_softcap(softcap),
         found.get("score_mod"),
         found.get("mask_mod"),
-        *(arrays.get(name) for name in OF_SCORES),
+        *(arrays.get(name) for name in ARRAY_FIELDS),
     )
     return BoundModifications(
-        scores.beside_prefix(window.left, prefix_lens),
+        scores.with_prefix_window(window.left, prefix_lens),
         window,
         prefix_lens,
         integers(found.get("seqlens_k")),

@@ -17,7 +17,7 @@ from cupy_flash.arrays.kinds import read, result_converter
 from cupy_flash.arrays.strided import array_module, dtype_name
 from cupy_flash.mods.keywords import Window, window_of
 from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
-from cupy_flash.mods.on_arrays.scores import FIRST, Pairs
+from cupy_flash.mods.on_arrays.scores import FIRST_PAIR, Pairs
 from cupy_flash.mods.shapes import Sizes, refuse_other_lengths
 from cupy_flash.problem.arrays import LARGEST_QUANTIZED
 from cupy_flash.reference.dense import formula
@@ -143,15 +143,17 @@ def attention_varlen_reference(
     )
     table = integers(block_table)
     stored = [(x[None] if table is None else x, scale) for x, scale in ((k, k_scale), (v, v_scale))]
-    for rows, keys, at in packed_sequences(
+    for rows, keys, sequence in packed_sequences(
         *(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
         seqused_k=seqused_k,
         block_table=table,
     ):
-        places = np.arange(len(k)) if table is None else paged_rows(table[at.b], *k.shape[:2])
+        places = np.arange(len(k)) if table is None else paged_rows(table[sequence.b], *k.shape[:2])
         k_own, v_own = (_standing_for(x, scale, places[keys]) for x, scale in stored)
         one = q[rows], k_own, v_own
-        out[rows], lse[:, rows] = _sequence_result(*one, causal, softmax_scale, bound_mods, at)
+        out[rows], lse[:, rows] = _sequence_result(
+            *one, causal, softmax_scale, bound_mods, sequence
+        )
     return convert(out), convert(lse)
 
 
@@ -200,7 +202,7 @@ def packed_sequences(
         keys = [slice(0, n) for n in np.clip(counts, 0, longest).tolist()]
     for b, rows in enumerate(packed_spans(starts, max_seqlen_q, len(q))):
         k_start = keys[b].start
-        yield rows, keys[b], FIRST._replace(b=b, q_start=rows.start, k_start=k_start)
+        yield rows, keys[b], FIRST_PAIR._replace(b=b, q_start=rows.start, k_start=k_start)
 
 
 def attention_with_kvcache_reference(
@@ -341,8 +343,8 @@ def attention_with_kvcache_reference(
     for b in range(batch):
         own = places[b][: after[b]]
         one = q[b], _standing_for(k_cache, k_scale, own), _standing_for(v_cache, v_scale, own)
-        at = FIRST._replace(b=b)
-        out[b], lse[b] = _sequence_result(*one, causal, softmax_scale, bound_mods, at)
+        sequence = FIRST_PAIR._replace(b=b)
+        out[b], lse[b] = _sequence_result(*one, causal, softmax_scale, bound_mods, sequence)
     scales = (None if x is None else convert(x) for x in (k_scale, v_scale))
     return KVCacheResult(*map(convert, (out, lse, k_cache, v_cache)), *scales)
 
@@ -397,7 +399,7 @@ def _sequence_result(
     causal: bool,
     softmax_scale: float | None,
     bound_mods: BoundModifications,
-    at: Pairs,
+    sequence: Pairs,
 ) -> tuple[Any, Any]:
     """Return the output and lse of one sequence, whose arrays are (seqlen, heads, dim)."""
     out, lse = formula(
@@ -405,6 +407,6 @@ def _sequence_result(
         causal=causal,
         softmax_scale=softmax_scale,
         bound_mods=bound_mods,
-        sequence=at,
+        sequence=sequence,
     )
     return out[0].swapaxes(0, 1), lse[0]

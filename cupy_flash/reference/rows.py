@@ -54,7 +54,7 @@ class Rows(NamedTuple):
     span: slice
     end: int
     mask: Mask
-    at: Pairs
+    pairs: Pairs
 
     def queries(self, x: Any) -> Any:
         """Return the rows of the chunk in an array (batch, heads_q, seqlen_q, ...)."""
@@ -87,7 +87,7 @@ def chunks_of_rows(
     _, heads_kv, seqlen_k, _ = k.shape
     chunk = max(1, CHUNK_BYTES // (8 * max(seqlen_k, 1)))
     for b, head in np.ndindex(batch, heads_q):
-        mask = bound_mods.of_mask(visible, sequence.b + b)
+        mask = bound_mods.mask_with(visible, sequence.b + b)
         for first in range(0, seqlen_q, chunk):
             span = slice(first, min(first + chunk, seqlen_q))
             end = mask.end(span.stop - 1)

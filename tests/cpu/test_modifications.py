@@ -16,7 +16,7 @@ from cupy_flash.cpu.forward_pass import compute_dtype
 from cupy_flash.mods.keywords import FURTHEST, NAMES
 from cupy_flash.mods.modification import MaskMod, ScoreMod
 from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
-from cupy_flash.mods.on_arrays.scores import FIRST
+from cupy_flash.mods.on_arrays.scores import FIRST_PAIR
 from cupy_flash.problem.tile import Tile
 from cupy_flash.reference.dense import (
     attention_reference,
@@ -184,7 +184,7 @@ class Call:
         exact, exact_lse = self.truth()
         bound_mods = self.bound_mods or BoundModifications()
         for b in range(self.batch):
-            rows, lse_rows, start = b, b, FIRST._replace(b=b)
+            rows, lse_rows, start = b, b, FIRST_PAIR._replace(b=b)
             if self.kind == "varlen":
                 first = int(self.starts_q[b])
                 rows = slice(first, first + self.lengths_q[b])

@@ -30,7 +30,7 @@ from cupy_flash.mods.keywords import (
 )
 from cupy_flash.mods.modification import MaskMod, ScoreMod, prefixed
 from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
-from cupy_flash.mods.on_arrays.scores import OF_SCORES, Scores
+from cupy_flash.mods.on_arrays.scores import ARRAY_FIELDS, Scores
 from cupy_flash.mods.shapes import Sizes, fitted, require_limit
 from cupy_flash.mods.trace.traced import NOT_DERIVABLE, Derivable, Traced
 from cupy_flash.problem.arrays import MAX_ALIGNMENT
@@ -384,10 +384,10 @@ def bind_modifications(
     scores = Scores(
         mod_key.softcap,
         *user_mods,
-        *(arrays.get(name) for name in OF_SCORES),
+        *(arrays.get(name) for name in ARRAY_FIELDS),
     )
     return BoundModifications(
-        scores.beside_prefix(window.left, prefix_lens),
+        scores.with_prefix_window(window.left, prefix_lens),
         window,
         prefix_lens,
         arrays.get("seqlens_k"),

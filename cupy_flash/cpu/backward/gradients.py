@@ -38,7 +38,7 @@ from cupy_flash.cpu.forward_pass import (
 from cupy_flash.cpu.forward_pass import scratch_elements as forward_elements
 from cupy_flash.cpu.thread_pool import Stop, cpus, run_in_parallel, single_threaded_blas
 from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
-from cupy_flash.mods.on_arrays.scores import FIRST
+from cupy_flash.mods.on_arrays.scores import FIRST_PAIR
 from cupy_flash.problem.gradient import ROWS
 from cupy_flash.problem.mask import Mask
 from cupy_flash.problem.problem import Problem
@@ -284,9 +284,9 @@ def varlen_backward(
             _Run(queries.first, queries.seqlen, count),
             _Run(keys.first, keys.seqlen, count),
         )
-        first = FIRST
+        first = FIRST_PAIR
         if bound_mods is not None:
-            first = FIRST._replace(b=b, q_start=queries.first, k_start=keys.first)
+            first = FIRST_PAIR._replace(b=b, q_start=queries.first, k_start=keys.first)
         job = Pass.make(
             *(run_q.rows(q), run_k.rows(k), run_k.rows(v), run_q.rows(out), None),
             causal,

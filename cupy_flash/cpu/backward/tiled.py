@@ -19,8 +19,8 @@ from cupy_flash.cpu.forward_pass import Block, Scratch
 from cupy_flash.cpu.thread_pool import Stop
 from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
 from cupy_flash.mods.on_arrays.score_derivatives import (
+    after_softcap,
     apply_with_slope,
-    behind_softcap,
     capture_gradients,
 )
 from cupy_flash.mods.on_arrays.scores import Pairs
@@ -358,7 +358,7 @@ class _Tile:
         score_mod = self.changes.score_mod
         assert score_mod is not None
         gradients = capture_gradients(
-            score_mod, behind_softcap(self.changes, scaled), pair_indices, dt
+            score_mod, after_softcap(self.changes, scaled), pair_indices, dt
         )
         for name, part in self.captures.items():
             part += gradients[name.removeprefix(OF_MOD)]

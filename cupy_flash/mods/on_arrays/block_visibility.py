@@ -212,8 +212,8 @@ def _of_bool(op: str, args: list[_Bounds]) -> _Bounds:
     certain = {
         "lt": lambda: (x.high < y.low, x.low >= y.high),
         "le": lambda: (x.high <= y.low, x.low > y.high),
-        "eq": lambda: (_is_one_value(x, y), _are_apart(x, y)),
-        "ne": lambda: (_are_apart(x, y), _is_one_value(x, y)),
+        "eq": lambda: (_is_one_value(x, y), _are_disjoint(x, y)),
+        "ne": lambda: (_are_disjoint(x, y), _is_one_value(x, y)),
         "and": lambda: (x.low & y.low, ~(x.high & y.high)),
         "or": lambda: (x.low | y.low, ~(x.high | y.high)),
         "not": lambda: (~x.high, x.low),
@@ -228,7 +228,7 @@ def _is_one_value(x: _Bounds, y: _Bounds) -> Any:
     return (x.low == x.high) & (y.low == y.high) & (x.low == y.low)
 
 
-def _are_apart(x: _Bounds, y: _Bounds) -> Any:
+def _are_disjoint(x: _Bounds, y: _Bounds) -> Any:
     return (x.high < y.low) | (y.high < x.low)
 
 

@@ -36,10 +36,10 @@ class BoundModifications(NamedTuple):
     @property
     def masks_differ(self) -> bool:
         """Whether the masks by position differ between sequences."""
-        of_sequences = (self.prefix_lens, self.seqlens_k, self.q_offset)
-        return any(array is not None for array in of_sequences)
+        sequence_arrays = (self.prefix_lens, self.seqlens_k, self.q_offset)
+        return any(array is not None for array in sequence_arrays)
 
-    def of_mask(self, mask: Mask, b: int) -> Mask:
+    def mask_with(self, mask: Mask, b: int) -> Mask:
         """Return the mask by position of a sequence, with the window and the prefix.
 
         With a prefix the mask has no left bound: `Scores.apply` masks the keys before the bound.

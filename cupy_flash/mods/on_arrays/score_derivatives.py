@@ -15,12 +15,14 @@ from cupy_flash.mods.on_arrays.interpret import Interpreter
 from cupy_flash.mods.on_arrays.scores import Pairs, Scores
 
 
-def apply_with_slope(scores: Scores, x: Any, at: Pairs, xp: Any = np) -> tuple[Any, Any | None]:
+def apply_with_slope(
+    scores: Scores, x: Any, pair_indices: Pairs, xp: Any = np
+) -> tuple[Any, Any | None]:
     """Return the inputs of the softmax, and their derivatives with respect to scaled scores.
 
     Parameters
     ----------
-    scores, x, at, xp
+    scores, x, pair_indices, xp
         Arguments as in `Scores.apply`.
 
     Returns
@@ -37,12 +39,12 @@ def apply_with_slope(scores: Scores, x: Any, at: Pairs, xp: Any = np) -> tuple[A
         scores = scores._replace(softcap=None)
     mod = scores.score_mod
     if mod is not None and derivative(mod.graph, SCORE) is not ONE:
-        of_mod = mod.derivative(x, **_positions(at), xp=xp, real=scores.real)
-        slope = of_mod if slope is None else slope * of_mod
-    return scores.apply(x, at, xp), slope
+        mod_slope = mod.derivative(x, **_positions(pair_indices), xp=xp, real=scores.real)
+        slope = mod_slope if slope is None else slope * mod_slope
+    return scores.apply(x, pair_indices, xp), slope
 
 
-def behind_softcap(scores: Scores, x: Any, xp: Any = np) -> Any:
+def after_softcap(scores: Scores, x: Any, xp: Any = np) -> Any:
     """Return scaled scores after the softcap, which are the input of the user's function."""
     return x if scores.softcap is None else _softcapped(x, scores.softcap, xp)[0]
 
@@ -53,25 +55,25 @@ def _softcapped(x: Any, softcap: float, xp: Any) -> tuple[Any, Any]:
     return real(softcap) * part, real(1) - part * part
 
 
-def _positions(at: Pairs) -> dict[str, Any]:
+def _positions(pair_indices: Pairs) -> dict[str, Any]:
     return {
-        "b": at.b,
-        "h": at.h,
-        "i": at.row + at.q_offset,
-        "j": at.j,
-        "q_start": at.q_start,
-        "k_start": at.k_start,
+        "b": pair_indices.b,
+        "h": pair_indices.h,
+        "i": pair_indices.row + pair_indices.q_offset,
+        "j": pair_indices.j,
+        "q_start": pair_indices.q_start,
+        "k_start": pair_indices.k_start,
     }
 
 
 def capture_gradients(
     score_mod: ScoreMod,
     x: Any,
-    at: Pairs,
+    pair_indices: Pairs,
     weight: Any,
     xp: Any = np,
     *,
-    of_sizes: bool = False,
+    magnitudes: bool = False,
     real: Any = None,
 ) -> dict[str, Any]:
     """Return the gradients of the arrays that a modification names as differentiable.
@@ -81,14 +83,14 @@ def capture_gradients(
     score_mod
         Score modification with captured arrays.
     x : array of float32 or float64
-        Scores that are the input of its function, see `behind_softcap`.
-    at
+        Scores that are the input of its function, see `after_softcap`.
+    pair_indices
         Coordinates of the scores' pairs.
     weight : array, broadcastable to x
         Gradients of the new scores. Masked pairs have 0 and contribute 0, even where x is NaN.
     xp
         Module of the arrays, NumPy or CuPy.
-    of_sizes
+    magnitudes
         Whether to sum absolute values, so that nothing cancels.
     real
         Dtype of the problem's reals, see `Scores.real`.
@@ -103,12 +105,12 @@ def capture_gradients(
         name: xp.zeros(score_mod.captures[name].shape, np.float64)
         for name in score_mod.differentiable
     }
-    values = Interpreter(x, _positions(at), score_mod.captures, xp, real)
-    pairs = np.broadcast_shapes(*(np.shape(part) for part in (x, *at)))
+    values = Interpreter(x, _positions(pair_indices), score_mod.captures, xp, real)
+    pairs = np.broadcast_shapes(*(np.shape(part) for part in (x, *pair_indices)))
     for _, load, partial in partials(score_mod.graph, score_mod.differentiable):
         with np.errstate(all="ignore"):
             products = xp.where(weight != 0, weight * values.value(partial), 0)
-        if of_sizes:
+        if magnitudes:
             products = abs(products)
         name, indices = (
             load.args[0].value,

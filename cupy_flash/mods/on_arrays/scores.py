@@ -39,10 +39,10 @@ class Pairs(NamedTuple):
 
 
 #: Names of the array fields of `Scores`, which follow the functions, in order.
-OF_SCORES = ("alibi_slopes", "bias", "mask", "tree_mask", "seqused_q", "cache_leftpad")
+ARRAY_FIELDS = ("alibi_slopes", "bias", "mask", "tree_mask", "seqused_q", "cache_leftpad")
 
 #: Coordinates of the first pair of a call.
-FIRST = Pairs(b=0, h=0, row=0, j=0)
+FIRST_PAIR = Pairs(b=0, h=0, row=0, j=0)
 
 
 class Scores(NamedTuple):
@@ -92,67 +92,67 @@ class Scores(NamedTuple):
         changes = (self.softcap, self.score_mod, self.alibi_slopes, self.bias)
         return any(field is not None for field in changes)
 
-    def beside_prefix(self, left: int | None, prefix_lens: Any) -> Scores:
+    def with_prefix_window(self, left: int | None, prefix_lens: Any) -> Scores:
         """Return the object with the left bound of a window, if there is a prefix as well."""
         if left is None or prefix_lens is None:
             return self
         return self._replace(left=left, prefix_lens=prefix_lens)
 
-    def apply(self, x: Any, at: Pairs, xp: Any = np) -> Any:
+    def apply(self, x: Any, pairs: Pairs, xp: Any = np) -> Any:
         """Return the scores that the softmax reads, which are -inf if masked.
 
         Parameters
         ----------
         x : array of float32 or float64
             Scaled scores.
-        at
+        pairs
             Coordinates of the scores' pairs.
         xp
             Module of the arrays, NumPy or CuPy.
         """
         real = x.dtype.type
-        position = at.row + at.q_offset
-        coordinates = (at.b, at.h, position, at.j)
-        starts = {"q_start": at.q_start, "k_start": at.k_start, "xp": xp}
+        position = pairs.row + pairs.q_offset
+        coordinates = (pairs.b, pairs.h, position, pairs.j)
+        starts = {"q_start": pairs.q_start, "k_start": pairs.k_start, "xp": xp}
         if self.softcap is not None:
             x = real(self.softcap) * xp.tanh(x / real(self.softcap))
         if self.score_mod is not None:
             x = self.score_mod.evaluate(x, *coordinates, **starts, real=self.real)
         if self.alibi_slopes is not None:
             slopes = self.alibi_slopes
-            slope = slopes[at.h] if slopes.ndim == 1 else slopes[at.b, at.h]
-            x = x - slope.astype(real) * abs(position - at.j).astype(real)
+            slope = slopes[pairs.h] if slopes.ndim == 1 else slopes[pairs.b, pairs.h]
+            x = x - slope.astype(real) * abs(position - pairs.j).astype(real)
         if self.bias is not None:
-            x = x + _of_pairs(self.bias, at).astype(real)
-        hidden = real(-np.inf)
+            x = x + _select_pairs(self.bias, pairs).astype(real)
+        masked = real(-np.inf)
         if self.mask is not None:
-            x = xp.where(_of_pairs(self.mask, at), x, hidden)
+            x = xp.where(_select_pairs(self.mask, pairs), x, masked)
         if self.tree_mask is not None:
-            x = xp.where(self._seen_in_tree(at, xp), x, hidden)
+            x = xp.where(self._visible_in_tree(pairs, xp), x, masked)
         if self.cache_leftpad is not None:
-            x = xp.where(at.j >= self.cache_leftpad[at.b], x, hidden)
+            x = xp.where(pairs.j >= self.cache_leftpad[pairs.b], x, masked)
         if self.seqused_q is not None:
-            x = xp.where(at.row < self.seqused_q[at.b], x, hidden)
+            x = xp.where(pairs.row < self.seqused_q[pairs.b], x, masked)
         if self.prefix_lens is not None:
-            seen = (at.j < self.prefix_lens[at.b]) | (at.j >= position - self.left)
-            x = xp.where(seen, x, hidden)
+            visible = (pairs.j < self.prefix_lens[pairs.b]) | (pairs.j >= position - self.left)
+            x = xp.where(visible, x, masked)
         if self.mask_mod is not None:
             deciding = real if self.real is None else self.real
-            seen = self.mask_mod.evaluate(*coordinates, **starts, dtype=deciding)
-            x = xp.where(seen, x, hidden)
+            visible = self.mask_mod.evaluate(*coordinates, **starts, dtype=deciding)
+            x = xp.where(visible, x, masked)
         return x
 
-    def _seen_in_tree(self, at: Pairs, xp: Any) -> Any:
-        place = at.j - at.q_offset
-        bit = xp.clip(place, 0, 63).astype(np.uint64)
-        bits = self.tree_mask[at.b, at.row]
-        seen = ((bits >> bit) & np.uint64(1)).astype(bool)
-        return (place < 0) | ((place < 64) & seen)
+    def _visible_in_tree(self, pairs: Pairs, xp: Any) -> Any:
+        node = pairs.j - pairs.q_offset
+        bit = xp.clip(node, 0, 63).astype(np.uint64)
+        bits = self.tree_mask[pairs.b, pairs.row]
+        visible = ((bits >> bit) & np.uint64(1)).astype(bool)
+        return (node < 0) | ((node < 64) & visible)
 
 
-def _of_pairs(array: Any, at: Pairs) -> Any:
+def _select_pairs(array: Any, pairs: Pairs) -> Any:
     """Return the elements of a bias or mask for some pairs."""
-    of_packed = (at.h, at.q_start + at.row, at.j)
-    indices = of_packed if array.ndim == 3 else (at.b, at.h, at.row, at.j)
+    packed_indices = (pairs.h, pairs.q_start + pairs.row, pairs.j)
+    indices = packed_indices if array.ndim == 3 else (pairs.b, pairs.h, pairs.row, pairs.j)
     # An axis of length 1 broadcasts.
     return array[tuple(i if n > 1 else 0 * i for i, n in zip(indices, array.shape, strict=True))]

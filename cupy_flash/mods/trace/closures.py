@@ -21,7 +21,7 @@ from cupy_flash.mods.trace.symbols import Symbol, TracedArray
 Read = tuple[Any, CaptureSpec]
 
 
-class Surroundings:
+class ClosureRebuilder:
     """Rebuilder of functions, with stand-ins for the arrays that their variables hold.
 
     Arrays are found in closure cells, globals, default arguments and attributes of functions, alone
@@ -184,23 +184,23 @@ class ProgramArray(NDArrayOperatorsMixin, TracedArray):
         Name of the variable that holds the array.
     array
         The array that the variable holds.
-    surroundings
+    rebuilder
         Object that adds the capture.
     spec
         Spec of the capture if it was given by keyword, otherwise None.
     """
 
-    __slots__ = ("_array", "_spec", "_surroundings")
+    __slots__ = ("_array", "_rebuilder", "_spec")
 
     def __init__(
-        self, name: str, array: Any, surroundings: Surroundings, spec: CaptureSpec | None = None
+        self, name: str, array: Any, rebuilder: ClosureRebuilder, spec: CaptureSpec | None = None
     ) -> None:
         super().__init__(name, getattr(array, "ndim", 1), "")
-        self._array, self._surroundings, self._spec = array, surroundings, spec
+        self._array, self._rebuilder, self._spec = array, rebuilder, spec
 
     def __getitem__(self, index: Any) -> Symbol:
         if self._spec is None:
-            self._name, self._spec = self._surroundings.capture(self._name, self._array)
+            self._name, self._spec = self._rebuilder.capture(self._name, self._array)
         return TracedArray(self._name, self._spec.rank or 0, self._spec.type)[index]
 
     def __getattr__(self, name: str) -> Any:

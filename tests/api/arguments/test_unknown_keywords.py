@@ -13,7 +13,7 @@ import pytest
 
 import cupy_flash
 from cupy_flash.mods import keywords
-from cupy_flash.mods.unknown_keywords import INSTEAD, LEFT_OUT
+from cupy_flash.mods.unknown_keywords import INSTEAD, UNSUPPORTED
 
 Q, LSE = np.zeros((1, 4, 2, 8), np.float32), np.zeros((1, 2, 4), np.float32)
 QKV, ROWS, STARTS = np.stack([Q] * 3, 2), Q[0], [0, 4]
@@ -110,7 +110,7 @@ def test_every_such_function_of_a_library_is_tried(module: str) -> None:
 @EVERY_FUNCTION
 def test_advice_names_arguments_of_the_called_function(module: str, name: str) -> None:
     own = set(accepted(function_of(module, name)))
-    for keyword in (*INSTEAD, *LEFT_OUT):
+    for keyword in (*INSTEAD, *UNSUPPORTED):
         advice = told(module, name, keyword)
         if advice.startswith("pass "):
             # Axes are written in parentheses.
@@ -126,7 +126,7 @@ def test_advice_names_arguments_of_the_called_function(module: str, name: str) -
             for other in functions:
                 assert meant <= set(accepted(getattr(cupy_flash, other))), keyword
         else:
-            assert advice == LEFT_OUT[keyword]
+            assert advice == UNSUPPORTED[keyword]
 
 
 @EVERY_FUNCTION

@@ -25,8 +25,8 @@ from cupy_flash.mods.ir.operations import ONE, OPERATIONS, ZERO, operation
 from cupy_flash.mods.modification import MaskMod, ScoreMod
 from cupy_flash.mods.on_arrays.interpret import Interpreter
 from cupy_flash.mods.on_arrays.score_derivatives import (
+    after_softcap,
     apply_with_slope,
-    behind_softcap,
     capture_gradients,
 )
 from cupy_flash.mods.on_arrays.scores import Pairs, Scores
@@ -476,8 +476,8 @@ def test_a_slope_of_1_is_none(rng) -> None:
     new, slope = apply_with_slope(Scores(softcap=2.0), x, at)
     assert slope is not None
     assert (new.dtype, slope.dtype) == (np.float32, np.float32)
-    np.testing.assert_array_equal(behind_softcap(Scores(softcap=2.0), x), new)
-    assert behind_softcap(Scores(), x) is x
+    np.testing.assert_array_equal(after_softcap(Scores(softcap=2.0), x), new)
+    assert after_softcap(Scores(), x) is x
 
 
 def test_hidden_pairs_leave_no_trace_in_gradients_of_captures() -> None:

@@ -19,7 +19,7 @@ from cupy_flash import (
     flash_attention_varlen,
     flash_attention_with_kvcache,
 )
-from cupy_flash.mods.on_arrays.scores import FIRST
+from cupy_flash.mods.on_arrays.scores import FIRST_PAIR
 from cupy_flash.reference.dense import (
     attention_naive,
     error_bound,
@@ -146,9 +146,9 @@ class ModifiedCall:
                 (q0, q1), (k0, k1) = (a[n][b : b + 2] for n in ("cu_seqlens_q", "cu_seqlens_k"))
                 rows: Any = slice(q0, q1)
                 q, k, v = a["q"][rows], a["k"][k0:k1], a["v"][k0:k1]
-                at = FIRST._replace(b=b, q_start=int(q0), k_start=int(k0))
+                at = FIRST_PAIR._replace(b=b, q_start=int(q0), k_start=int(k0))
             else:
-                rows, at = b, FIRST._replace(b=b)
+                rows, at = b, FIRST_PAIR._replace(b=b)
                 length = a["cache_seqlens"][b]
                 q, (k, v) = a["q"][b], (a[n] for n in ("k_cache", "v_cache"))
                 if "block_table" in a:

@@ -207,14 +207,14 @@ class Arithmetic(NamedTuple):
         Dtype of products, sums and functions.
     stored
         Dtype that P, dX and out are rounded to before they are multiplied.
-    of_sizes
+    magnitudes
         Whether results are sums of absolute values, to which rounding errors are proportional. For
         a log-sum-exp it is the largest absolute score.
     """
 
     compute: np.dtype[Any]
     stored: np.dtype[Any]
-    of_sizes: bool = False
+    magnitudes: bool = False
 
     def rounded(self, x: Array) -> Array:
         return x.astype(self.stored).astype(self.compute)
@@ -232,7 +232,7 @@ def naive(dtype: Any) -> Arithmetic:
     return Arithmetic(compute, np.dtype(dtype))
 
 
-SIZES = Arithmetic(np.dtype(np.float64), np.dtype(np.float64), of_sizes=True)
+SIZES = Arithmetic(np.dtype(np.float64), np.dtype(np.float64), magnitudes=True)
 
 
 class Sequence(NamedTuple):
@@ -490,8 +490,8 @@ class _Head:
         if given is not None:
             with np.errstate(invalid="ignore", over="ignore"):
                 p = np.where(seen, np.exp(t - given[1][:, None]), 0)
-        size: Callable[[Any], Any] = abs if self.arithmetic.of_sizes else lambda x: x
-        minus = np.add if self.arithmetic.of_sizes else np.subtract
+        size: Callable[[Any], Any] = abs if self.arithmetic.magnitudes else lambda x: x
+        minus = np.add if self.arithmetic.magnitudes else np.subtract
         q, k, v, dout, scale = map(size, (q, k, v, dout, scale))
         d = (dout * size(out if given is None else given[0])).sum(axis=1)
         if dlse is not None:
@@ -501,7 +501,7 @@ class _Head:
         dsink = compute.type(0)
         if sink != -np.inf:
             dsink = size(-(np.exp(sink - (lse if given is None else given[1])) * d).sum())
-        if self.arithmetic.of_sizes:
+        if self.arithmetic.magnitudes:
             # A log-sum-exp has the errors of the scores. Here q and k are absolute values.
             scores = scale * (q @ k.T) + abs(t)
             out, lse = p @ v, np.where(seen, scores, 0).max(axis=1, initial=0)

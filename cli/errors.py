@@ -116,11 +116,11 @@ def _closed_pipes_end_it() -> Iterator[None]:
 def _code_of_closed_pipe(error: BrokenPipeError) -> int:
     """Return the exit code for a broken pipe, or for an interrupt whose report broke the pipe."""
     _forget_unwritten_output()
-    found: BaseException | None = error
-    while found is not None:
-        if isinstance(found, (KeyboardInterrupt, click.Abort)):
+    result: BaseException | None = error
+    while result is not None:
+        if isinstance(result, (KeyboardInterrupt, click.Abort)):
             return _INTERRUPTED
-        found = found.__context__
+        result = result.__context__
     return _CLOSED_PIPE
 
 

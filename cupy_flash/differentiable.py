@@ -81,8 +81,8 @@ class DifferentiableCall(NamedTuple):
     @property
     def functions(self) -> tuple[Modification, ...]:
         """User functions among the modifications."""
-        found = (self.modifications.get(name) for name in MODS)
-        return tuple(mod for mod in found if isinstance(mod, Modification))
+        result = (self.modifications.get(name) for name in MODS)
+        return tuple(mod for mod in result if isinstance(mod, Modification))
 
     def with_constants(self, constants: Mapping[str, Any]) -> DifferentiableCall:
         """Return the call with the constants of these names replaced by other arrays."""

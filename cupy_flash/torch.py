@@ -385,8 +385,8 @@ def _saved(ctx: Any, call: DifferentiableCall, inputs: tuple[Tensor, ...]) -> An
         # The forward pass uses the original functions, whose block masks are kept between calls.
         ctx.call_and_record = call.with_functions_kept() if call.modifications else call, None
     else:
-        results, found = made
-        ctx.call_and_record = call, torch_autograd.record(found, results)
+        results, result = made
+        ctx.call_and_record = call, torch_autograd.record(result, results)
     if not call.constants:
         ctx.save_for_backward(*inputs, *results)
     else:
@@ -407,9 +407,9 @@ def _gradients(
     call, record = ctx.call_and_record
     needed = ctx.needs_input_grad[1:]
     if record is not None:
-        found = torch_autograd.gradients(record, saved, dout, dlse, needed)
-        if found is not None:
-            return found
+        result = torch_autograd.gradients(record, saved, dout, dlse, needed)
+        if result is not None:
+            return result
     for name, tensor, version in ctx.versions if call.modifications else ():
         if version_of(tensor) != version:
             raise RuntimeError(
@@ -463,8 +463,8 @@ def _pull_back(
     if not all(needed):
         wrt = tuple([name for name, is_needed in zip(wrt, needed, strict=True) if is_needed])
     new = call.pull_back(inputs, results, (dout, dlse), wrt)
-    found = dict(zip(wrt, new, strict=True))
-    return [found.get(name) for name in call.names]
+    result = dict(zip(wrt, new, strict=True))
+    return [result.get(name) for name in call.names]
 
 
 _Library: Any = library.Library
@@ -604,8 +604,8 @@ class _Operator(NamedTuple):
     ) -> list[Any]:
         """Return the needed gradients of those of q, k, v, bias and sinks that are given."""
         call, inputs = self._call(values)
-        found = _pull_back(call, inputs, (out, lse), (dout, dlse), tuple(needed))
-        return [gradient for gradient in found if gradient is not None]
+        result = _pull_back(call, inputs, (out, lse), (dout, dlse), tuple(needed))
+        return [gradient for gradient in result if gradient is not None]
 
     def gradients_fake(
         self, dout: Any, dlse: Any, out: Any, lse: Any, needed: list[bool], *values: Any

@@ -36,11 +36,11 @@ def shapes(mods: CaseMods, sizes: Sizes) -> dict[str, tuple[tuple[int, ...], np.
         If an array has a batch axis and the sequences are packed.
     """
     real = np.dtype(np.float64 if sizes.dtype == "float64" else np.float32)
-    found: dict[str, tuple[tuple[int, ...], np.dtype]] = {}
+    result: dict[str, tuple[tuple[int, ...], np.dtype]] = {}
     if mods.alibi:
-        found["alibi_slopes"] = (sizes.heads_q,), real
+        result["alibi_slopes"] = (sizes.heads_q,), real
     if mods.sinks:
-        found["sinks"] = (sizes.heads_q,), real
+        result["sinks"] = (sizes.heads_q,), real
     for name, dtype in zip(OF_PAIRS, (numpy_dtype(sizes.dtype), np.dtype(bool)), strict=True):
         if (span := getattr(mods, name)) is None:
             continue
@@ -53,8 +53,8 @@ def shapes(mods: CaseMods, sizes: Sizes) -> dict[str, tuple[tuple[int, ...], np.
         batch = sizes.batch if span == "batch" else 1
         pairs = (batch, heads, sizes.seqlen_q, sizes.seqlen_k)
         packed = (heads, sizes.total_q or 0, sizes.seqlen_k)
-        found[name] = pairs if sizes.total_q is None else packed, dtype
-    return found
+        result[name] = pairs if sizes.total_q is None else packed, dtype
+    return result
 
 
 def array_bytes(mods: CaseMods, sizes: Sizes) -> int:
@@ -76,11 +76,11 @@ def keywords(
     placed
         Function that moves captured arrays to the memory of `arrays`.
     """
-    found = dict(arrays)
+    result = dict(arrays)
     if mods.window != CaseMods.window:
-        found["window_size"] = tuple(mods.window)
+        result["window_size"] = tuple(mods.window)
     if mods.softcap is not None:
-        found["softcap"] = mods.softcap
+        result["softcap"] = mods.softcap
     if mods.mod is not None:
         built_in = BUILT_IN[mods.mod]
         captures = built_in.captures(sizes.heads_q, sizes.seqlen_k)
@@ -88,8 +88,8 @@ def keywords(
             built_in.function,
             **{n: placed(x) if isinstance(x, np.ndarray) else x for n, x in captures.items()},
         )
-        found[built_in.keyword] = mod
-    return found
+        result[built_in.keyword] = mod
+    return result
 
 
 @functools.lru_cache(maxsize=256)
@@ -104,10 +104,10 @@ def score_of(
         If the library rejects the modifications.
     """
     unread = {name: _unread(*array) for name, array in shapes(mods, sizes).items()}
-    found = parse_modifications(keywords(mods, sizes, unread, np.asarray), backward=backward)
-    if found is None:
+    result = parse_modifications(keywords(mods, sizes, unread, np.asarray), backward=backward)
+    if result is None:
         return None
-    mod_key, arrays, _ = found
+    mod_key, arrays, _ = result
     return score_spec(mod_key, canonical(mod_key, arrays, sizes), sizes, causal=causal)
 
 
@@ -146,21 +146,21 @@ def restricted(
     rows
         Query rows, as indices into the packed array or, if it is not packed, into the sequence.
     """
-    found = dict(given)
+    result = dict(given)
     for name in ("alibi_slopes", "sinks"):
-        if name in found:
-            found[name] = found[name][heads]
+        if name in result:
+            result[name] = result[name][heads]
     for name in OF_PAIRS:
-        if name in found:
-            array = found[name]
+        if name in result:
+            array = result[name]
             array = array[None] if array.ndim == 3 else array
             first = batch if array.shape[0] > 1 else 0
             of_heads = heads if array.shape[1] > 1 else slice(None)
-            found[name] = array[first : first + 1, of_heads, rows, :keys]
+            result[name] = array[first : first + 1, of_heads, rows, :keys]
     built_in = BUILT_IN[mods.mod] if mods.mod else None
     if built_in is not None and built_in.head_axis is not None:
-        mod = found[built_in.keyword]
+        mod = result[built_in.keyword]
         captures = dict(mod.captures)
         captures[built_in.head_axis] = captures[built_in.head_axis][heads]
-        found[built_in.keyword] = built_in.make(built_in.function, **captures)
-    return found
+        result[built_in.keyword] = built_in.make(built_in.function, **captures)
+    return result

@@ -74,9 +74,9 @@ def modified(cases: Sequence[Case], given: Mapping[str, Any]) -> list[Case]:
         If no kernel computes one of the cases; with the library's message.
     """
     lists = {name: values for name, values in given.items() if values}
-    found = [
+    result = [
         CaseMods(**dict(zip(lists, each, strict=True)))
         for each in itertools.product(*lists.values())
     ]
-    everything = [dataclasses.replace(case, mods=mods) for case in cases for mods in found]
+    everything = [dataclasses.replace(case, mods=mods) for case in cases for mods in result]
     return checked_cases(placed(everything))

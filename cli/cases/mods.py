@@ -49,14 +49,14 @@ class CaseMods:
 
     def __str__(self) -> str:
         """Return the text that `parse` reads; empty if there are no modifications."""
-        found = []
+        result = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if value is True:
-                found.append(field.name)
+                result.append(field.name)
             elif value != field.default:
-                found.append(f"{field.name} {_TEXTS.get(field.name, str)(value)}")
-        return ", ".join(found)
+                result.append(f"{field.name} {_TEXTS.get(field.name, str)(value)}")
+        return ", ".join(result)
 
     @classmethod
     def parse(cls, text: str) -> CaseMods:
@@ -67,13 +67,13 @@ class CaseMods:
         ValueError
             If the text has another form.
         """
-        found = {}
+        result = {}
         for part in filter(None, text.split(", ")):
             name, _, value = part.partition(" ")
             if name not in PARSERS:
                 raise ValueError(f"{name!r} is none of {', '.join(PARSERS)}")
-            found[name] = PARSERS[name](value or "yes")
-        return cls(**found)
+            result[name] = PARSERS[name](value or "yes")
+        return cls(**result)
 
 
 PLAIN = CaseMods()

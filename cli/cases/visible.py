@@ -76,7 +76,7 @@ class VisibleKeys(NamedTuple):
 
     def tiles_of_keys(self, Bc: int) -> tuple[Ints, Ints]:
         """Return begin and end of the queries that attend to any key of each tile of Bc keys."""
-        found = np.zeros((2, -(-self.mask.seqlen_k // Bc)), np.int64)
+        result = np.zeros((2, -(-self.mask.seqlen_k // Bc)), np.int64)
         # Range of key tiles that each row attends to. Rows with the same range form runs.
         of_rows = np.stack([self.begins // Bc, -(-self.ends // Bc)])
         of_rows[:, self.ends == self.begins] = 0
@@ -84,10 +84,10 @@ class VisibleKeys(NamedTuple):
         stops = np.append(starts, self.mask.seqlen_q)[1:]
         runs = [slice(*tiles) for tiles in of_rows[:, starts].T.tolist()]
         for run, stop in zip(runs, stops, strict=True):
-            found[1, run] = stop
+            result[1, run] = stop
         for run, start in zip(reversed(runs), reversed(starts), strict=True):
-            found[0, run] = start
-        return found[0], found[1]
+            result[0, run] = start
+        return result[0], result[1]
 
 
 def count_pairs(mask: Mask, mod: str | None, row: int) -> float:

@@ -56,13 +56,13 @@ class Group:
 
 def groups_of(cases: Iterable[Weighted]) -> list[Group]:
     """Return the cases grouped by problem class, in the order in which classes first appear."""
-    found: dict[str, list[Weighted]] = {}
+    result: dict[str, list[Weighted]] = {}
     for weighted in cases:
         name = tuning.problem_class(weighted.case.problem())
         if mods := weighted.case.mods:
             name = f"{name}; {mods}"
-        found.setdefault(name, []).append(weighted)
-    return [Group(name, tuple(members)) for name, members in found.items()]
+        result.setdefault(name, []).append(weighted)
+    return [Group(name, tuple(members)) for name, members in result.items()]
 
 
 # ---- Presets of `tune`

@@ -62,8 +62,8 @@ def on_ranks(work: Work, ranks: int, *arguments: Any, seconds: float) -> list[An
             other.pipe.send(name)
         return _receive_all(started, deadline)
     finally:
-        for found in started:
-            found.end()
+        for result in started:
+            result.end()
 
 
 class RankProcesses:
@@ -157,15 +157,15 @@ def _send_result(communicator: Any, parent: Connection, work: Work, *arguments: 
 
 def _receive_all(ranks: Sequence[_Rank], deadline: float) -> list[Any]:
     """Return the next message of each rank; raise RankError as soon as any rank fails."""
-    waiting, found = {rank.pipe: rank.number for rank in ranks}, {}
+    waiting, result = {rank.pipe: rank.number for rank in ranks}, {}
     while waiting:
         ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
         if not ready:
             raise RankError(f"rank {min(waiting.values())} did not end in time")
         for pipe in waiting.keys() & ready:
             number = waiting.pop(pipe)
-            found[number] = _receive(pipe, number)
-    return [found[rank.number] for rank in ranks]
+            result[number] = _receive(pipe, number)
+    return [result[rank.number] for rank in ranks]
 
 
 def _receive(pipe: Connection, number: int) -> Any:

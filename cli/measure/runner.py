@@ -292,15 +292,15 @@ class Runner:
 
     def _replays(self, cells: Sequence[Cell]) -> dict[int, Timed]:
         """Return the calls that a CUDA graph can replay, by the index of their cell."""
-        found = {}
+        result = {}
         for index, cell in enumerate(cells):
             if cell.prepared is None or (cell.peak_bytes or 0) >= _GRAPH_BYTES:
                 continue
             # A call that cannot be captured is timed without a graph.
             with contextlib.suppress(Exception):
                 if (replay := cell.provider.replayed(cell.prepared)) is not None:
-                    found[index] = replay
-        return found
+                    result[index] = replay
+        return result
 
     def _time_alternately(
         self, timer: Timer, cells: Sequence[Cell], replays: Mapping[int, Timed]

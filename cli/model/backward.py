@@ -69,7 +69,7 @@ def kernels_of(plan: Plan) -> list[Kernel]:
         if launch is plan.main or (launch.entry in _OF_KERNEL and launch.shared_memory)
     ]
     entries = [launch.entry for launch in launches]
-    found = []
+    result = []
     for launch in launches:
         keys_stay = launch.entry != QUERY_GRADIENTS
         products = _OF_KERNEL[launch.entry] if QUERY_GRADIENTS in entries else USEFUL
@@ -82,8 +82,8 @@ def kernels_of(plan: Plan) -> list[Kernel]:
             l2_bytes=device.l2_cache,
             workspace=plan.workspace,
         )
-        found.append(Kernel(schedule, keys_stay, products))
-    return found
+        result.append(Kernel(schedule, keys_stay, products))
+    return result
 
 
 def usual_kernels(schedule: Schedule) -> list[Kernel]:

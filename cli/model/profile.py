@@ -230,7 +230,7 @@ def compare(
     conflicts = _weighted(kernels, dict.fromkeys(_CONFLICTS, 1))
     wavefronts = _sum(kernels, _WAVEFRONTS)
     pipe = [main.values[name] for name in _TENSOR_PIPE if name in main.values]
-    found: list[tuple[str, str, float | None, float | None]] = [
+    result: list[tuple[str, str, float | None, float | None]] = [
         ("HBM read", "B", _sum(kernels, _READ), model.hbm.read),
         ("HBM written", "B", _sum(kernels, _WRITTEN), model.hbm.written),
         ("read from L2", "B", _times(_sum(kernels, _FROM_L2), _SECTOR_BYTES), model.l2_bytes),
@@ -267,7 +267,7 @@ def compare(
             "model": modelled,
             "ratio": measured / modelled if measured is not None and modelled else None,
         }
-        for name, unit, measured, modelled in found
+        for name, unit, measured, modelled in result
     ]
 
 

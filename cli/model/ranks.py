@@ -67,10 +67,10 @@ class Estimate(NamedTuple):
 
 def counts(most: int) -> list[int]:
     """Return 1, 2, 4 and so on up to `most`, and `most`."""
-    found = [1]
-    while found[-1] * 2 <= most:
-        found.append(found[-1] * 2)
-    return found if found[-1] == most else [*found, most]
+    result = [1]
+    while result[-1] * 2 <= most:
+        result.append(result[-1] * 2)
+    return result if result[-1] == most else [*result, most]
 
 
 def estimate(
@@ -125,9 +125,9 @@ class _Ring:
         waited = 0.0
         for step in steps:
             work = self._work(step)
-            beside = self._keys(step + 1) + self._gradients(step - 1)
+            overlapped = self._keys(step + 1) + self._gradients(step - 1)
             computed += work
-            waited += max(0.0, beside - work)
+            waited += max(0.0, overlapped - work)
         return computed, waited + self._gradients(len(steps) - 1)
 
     def _visits(self, step: int) -> list[RingStep]:
@@ -140,9 +140,9 @@ class _Ring:
 
     def _work(self, step: int) -> float:
         case, pairs = self.case, 0.0
-        for found in self._visits(step):
+        for result in self._visits(step):
             pairs = max(
-                pairs, sum(_pairs(self.geometry, p) for layer in found.layers for p in layer)
+                pairs, sum(_pairs(self.geometry, p) for layer in result.layers for p in layer)
             )
         width = case.head_dim + case.head_dim_v
         if case.is_backward:
@@ -151,7 +151,7 @@ class _Ring:
 
     def _moved(self, step: int, itemsize: int) -> float:
         """Return the seconds in which a step's keys and values are sent from rank to rank."""
-        keys = max((found.keys for found in self._visits(step)), default=0)
+        keys = max((result.keys for result in self._visits(step)), default=0)
         case = self.case
         heads = max(1, case.heads_kv // self.shared)
         amount = keys * case.batch * heads * (case.head_dim + case.head_dim_v) * itemsize

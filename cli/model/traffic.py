@@ -163,8 +163,8 @@ def tile_ranges_of_keys(problem: Problem, Br: int, Bc: int, mods: CaseMods = PLA
     return _in_tiles(visible_keys(problem, mods).tiles_of_keys(Bc), Br, problem.seqlen_q)
 
 
-def _in_tiles(found: tuple[Ints, Ints], size: int, length: int) -> list[Range]:
-    begins, ends = (places.tolist() for places in found)
+def _in_tiles(result: tuple[Ints, Ints], size: int, length: int) -> list[Range]:
+    begins, ends = (places.tolist() for places in result)
     return [
         (begin // size * size, min(length, round_up(end, size))) if end > begin else (0, 0)
         for begin, end in zip(begins, ends, strict=True)

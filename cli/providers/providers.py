@@ -331,7 +331,7 @@ class Formula(Provider):
             return Prepared(functools.partial(attention_naive, *arrays, **arguments), scope=scope)
 
         def one_by_one() -> Any:
-            found = [
+            result = [
                 attention_naive(
                     *sequence_of(case, arrays, inputs.more, batch),
                     causal=case.causal,
@@ -347,8 +347,8 @@ class Formula(Provider):
                 for batch in range(case.batch)
             ]
             if case.is_cached:
-                return module.concatenate(found)
-            return module.concatenate([out[0] for out in found])
+                return module.concatenate(result)
+            return module.concatenate([out[0] for out in result])
 
         module: Any = importlib.import_module("cupy") if self.on_gpu else np
         return Prepared(one_by_one, scope=scope, note="one sequence after another")
@@ -384,10 +384,12 @@ def _makers() -> dict[str, Callable[[TileFields], Provider]]:
         "numpy-naive": lambda _: Formula("numpy-naive", on_gpu=False),
     }
 
-    def just(found: Provider) -> Callable[[TileFields], Provider]:
-        return lambda _: found
+    def just(result: Provider) -> Callable[[TileFields], Provider]:
+        return lambda _: result
 
-    return makers | {found.name: just(found) for found in (*torch_providers.ALL, torch_flex.FLEX)}
+    return makers | {
+        result.name: just(result) for result in (*torch_providers.ALL, torch_flex.FLEX)
+    }
 
 
 def names() -> tuple[str, ...]:
@@ -411,8 +413,8 @@ def free_bytes(*, on_gpu: bool) -> int | None:
         text = Path("/proc/meminfo").read_text(encoding="ascii")
     except OSError:
         return None
-    found = re.search(r"^MemAvailable:\s*(\d+) kB", text, re.MULTILINE)
-    return int(found[1]) * 1024 if found else None
+    result = re.search(r"^MemAvailable:\s*(\d+) kB", text, re.MULTILINE)
+    return int(result[1]) * 1024 if result else None
 
 
 def release_memory() -> None:

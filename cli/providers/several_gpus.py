@@ -55,9 +55,9 @@ class ShardedCall:
     def call(self) -> Any:
         """Return this rank's result; an exchange before and after synchronizes all ranks."""
         self._group.gather(self._token)
-        found = self._call()
+        result = self._call()
         self._group.gather(self._token)
-        return found
+        return result
 
     def captured(self) -> Timed:
         """Return `call` as a CUDA graph that all ranks launch together, once all have captured it.
@@ -68,25 +68,25 @@ class ShardedCall:
             If this rank cannot capture it, or another rank does not answer. Either may leave
             messages of an unfinished call behind, so the group cannot be used any more.
         """
-        found = replayed(Timed(self.call))
-        if found is None:
+        result = replayed(Timed(self.call))
+        if result is None:
             raise parallel.ParallelError(f"rank {self._group.rank} cannot capture its part")
         # All ranks are waited for here, because graphs that wait for a rank have no time limit.
         (gathered,) = self._group.gather(self._token)
         gathered.get()
         self._group.check()
-        return found
+        return result
 
-    def whole(self, found: Any) -> Any:
+    def whole(self, result: Any) -> Any:
         """Return the whole result, gathered from all ranks."""
         if self._case.is_cached:
-            return found
+            return result
         if not self._case.is_backward:
-            return parallel.gather(found, self._group, seqlen=self._case.seqlen_q)
+            return parallel.gather(result, self._group, seqlen=self._case.seqlen_q)
         lengths = self._case.seqlen_q, self._case.seqlen_k, self._case.seqlen_k
         return tuple(
             parallel.gather(array, self._group, seqlen=seqlen)
-            for array, seqlen in zip(found, lengths, strict=True)
+            for array, seqlen in zip(result, lengths, strict=True)
         )
 
     def _shard(self, array: Any) -> Any:
@@ -128,21 +128,21 @@ class ShardedCall:
 def serve(communicator: Any, orders: Connection) -> None:
     """Execute orders, one case after another, on a rank other than the first."""
     group = parallel.Group(communicator, timeout=_TIMEOUT)
-    sharded_call, found, graph = None, None, None
+    sharded_call, result, graph = None, None, None
     while True:
         order, *arguments = orders.recv()
         if order == "prepare":
-            sharded_call = found = graph = None
+            sharded_call = result = graph = None
             case, seed, head_ranks = arguments
             sharded_call = ShardedCall(group, random_inputs(case, seed, on_gpu=True), head_ranks)
         elif sharded_call is not None and order == "call":
-            found = sharded_call.call()
+            result = sharded_call.call()
         elif sharded_call is not None and order == "capture":
             graph = sharded_call.captured()
         elif graph is not None and order == "replay":
             graph.call()
         elif sharded_call is not None:
-            sharded_call.whole(found)
+            sharded_call.whole(result)
 
 
 class SeveralGpus(Provider):
@@ -165,9 +165,9 @@ class SeveralGpus(Provider):
             return reason
         import cupy
 
-        found = cupy.cuda.runtime.getDeviceCount()
-        if found < self.gpus:
-            return f"there are {found} GPUs here, not {self.gpus}"
+        result = cupy.cuda.runtime.getDeviceCount()
+        if result < self.gpus:
+            return f"there are {result} GPUs here, not {self.gpus}"
         return nccl_unavailable()
 
     def why_not(self, case: Case) -> str | None:
@@ -208,9 +208,9 @@ class SeveralGpus(Provider):
             self._send_order("call")
             return sharded_call.call()
 
-        def to_result(found: Any) -> Any:
+        def to_result(result: Any) -> Any:
             self._send_order("whole")
-            return sharded_call.whole(found)
+            return sharded_call.whole(result)
 
         return Prepared(call, to_result, note=self.note_of(inputs.case))
 
@@ -218,8 +218,8 @@ class SeveralGpus(Provider):
         """Return how the GPUs divide the work, as a note."""
         if case.is_cached:
             return f"{self.gpus} GPUs, each with a part of the keys"
-        found = self.head_ranks or chosen_head_ranks(self.gpus, case.heads_kv)
-        scheme = "a ring" if found == 1 else f"heads distributed over {found}"
+        result = self.head_ranks or chosen_head_ranks(self.gpus, case.heads_kv)
+        scheme = "a ring" if result == 1 else f"heads distributed over {result}"
         return f"{self.gpus} GPUs, each with a part of the tokens: {scheme}"
 
     def replayed(self, prepared: Prepared) -> Timed:

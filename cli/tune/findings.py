@@ -212,18 +212,18 @@ def outcome_text(finding: Finding) -> str:
 def class_text(problem_class: str) -> str:
     """Return a short text of a problem class, without parts that have their usual value."""
     name, _, mods = problem_class.partition("; ")
-    found = ProblemClass.parse(name)
-    if found is None:
+    result = ProblemClass.parse(name)
+    if result is None:
         return problem_class
     parts = [
-        SHORT_DTYPE[found.dtype],
-        f"d{pair_text(found.head_dim, found.head_dim_v)}",
-        "causal" if found.causal else "full",
-        f"s{pair_text(found.seqlen_q, found.seqlen_k)}",
-        "" if found.rows == MOST_ROWS else f"rows{found.rows}",
-        "" if found.alignment == MAX_ALIGNMENT else f"align{found.alignment}",
-        found.kind,
-        "" if found.direction == "forward" else found.direction,
+        SHORT_DTYPE[result.dtype],
+        f"d{pair_text(result.head_dim, result.head_dim_v)}",
+        "causal" if result.causal else "full",
+        f"s{pair_text(result.seqlen_q, result.seqlen_k)}",
+        "" if result.rows == MOST_ROWS else f"rows{result.rows}",
+        "" if result.alignment == MAX_ALIGNMENT else f"align{result.alignment}",
+        result.kind,
+        "" if result.direction == "forward" else result.direction,
         mods,
     ]
     return " ".join(filter(None, parts))

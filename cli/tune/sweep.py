@@ -95,10 +95,10 @@ def too_large_for(sweep: Sweep) -> str | None:
 
 def other_16bit_class(problem_class: str) -> str | None:
     """Return the same class with the other 16-bit type; None for other types."""
-    found = ProblemClass.parse(problem_class)
-    if found is None or found.dtype not in _OTHER_16BIT_DTYPE:
+    result = ProblemClass.parse(problem_class)
+    if result is None or result.dtype not in _OTHER_16BIT_DTYPE:
         return None
-    return str(dataclasses.replace(found, dtype=_OTHER_16BIT_DTYPE[found.dtype]))
+    return str(dataclasses.replace(result, dtype=_OTHER_16BIT_DTYPE[result.dtype]))
 
 
 def shorten(sweep: Sweep, finalists: Mapping[str, Sequence[Tile]]) -> None:

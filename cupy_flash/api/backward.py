@@ -184,10 +184,10 @@ def flash_attention_qkvpacked_backward(
         grad_dtype=named_dtype(grad_dtype),
     )
     others = GradientArguments(None, None, None, out, dout, lse, dlse)
-    found = dispatch_backward.gradients_of_qkv(
+    result = dispatch_backward.gradients_of_qkv(
         *(qkv, dqkv, others, options, backend, names), modifications
     )
-    return found[0] if wrt is None and len(found) == 1 else found
+    return result[0] if wrt is None and len(result) == 1 else result
 
 
 def flash_attention_varlen_backward(

@@ -105,8 +105,8 @@ def plan(
         names = ", ".join(f"cupy_flash.{known.__name__}" for known in (*_FORWARD, *_BACKWARD))
         # The module distinguishes functions of the same name, such as those of cupy_flash.torch.
         is_plain = inspect.isfunction(function)
-        found = f"{function.__module__}.{function.__name__}" if is_plain else repr(function)
-        raise TypeError(f"function is {found}; expected one of {names}")
+        result = f"{function.__module__}.{function.__name__}" if is_plain else repr(function)
+        raise TypeError(f"function is {result}; expected one of {names}")
     signature = inspect.signature(function)
     try:
         given = signature.bind_partial(*arguments, **options).arguments

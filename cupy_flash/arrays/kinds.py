@@ -214,9 +214,11 @@ def normalize_int32(name: str, array: Any, *, on_host: bool) -> Any:
         raise TypeError(f"{name} is {array}, one integer; expected an int32 array, or a list")
     given, array = array, normalize(name, array)
     if isinstance(array, np.ndarray) != on_host:
-        found, other = ("on a GPU", "in host memory") if on_host else ("in host memory", "on a GPU")
+        result, other = (
+            ("on a GPU", "in host memory") if on_host else ("in host memory", "on a GPU")
+        )
         instead = _move(name, given, on_host=on_host)
-        raise TypeError(f"{name} lies {found} and q {other}; pass {instead}")
+        raise TypeError(f"{name} lies {result} and q {other}; pass {instead}")
     return array
 
 

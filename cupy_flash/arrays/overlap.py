@@ -78,7 +78,7 @@ class OverlapCheck:
         first, second = self._layouts[i], self._layouts[j]
         assert first is not None
         assert second is not None
-        return _share_memory(first.at(addresses[i]), second.at(addresses[j]))
+        return _share_memory(first.array_at(addresses[i]), second.array_at(addresses[j]))
 
 
 def require_no_overlap(
@@ -104,7 +104,7 @@ class _Layout:
         self.low = sum(step for step in steps if step < 0)
         self.high = sum(step for step in steps if step > 0) + self.itemsize
 
-    def at(self, address: int) -> np.ndarray:
+    def array_at(self, address: int) -> np.ndarray:
         """Return an array of this layout at an address; its elements must not be accessed."""
         return np.asarray(_StandIn(self, address))
 

@@ -124,10 +124,10 @@ def with_modifications(
     arguments: Any, modifications: Mapping[str, Any], *, backward: bool = False
 ) -> tuple[Any, ModificationKey | None, UserMods]:
     """Return the record with the arrays of modifications, `ModificationKey` and `UserMods`."""
-    found = parse_modifications(modifications, backward=backward)
-    if found is None:
+    result = parse_modifications(modifications, backward=backward)
+    if result is None:
         return arguments, None, NO_USER_MODS
-    mod_key, arrays, user_mods = found
+    mod_key, arrays, user_mods = result
     if arrays:
         arguments = append_arrays(arguments, mod_key.names, arrays)
     return arguments, mod_key, user_mods
@@ -258,26 +258,26 @@ def normalized(given: Any, written: tuple[str, ...] = ("out",)) -> tuple[Any, Ca
     leading = normalize(first, given[0])
     convert = result_converter(first, given[0])
     on_host = isinstance(leading, np.ndarray)
-    found: dict[str, Any] = {first: leading}
+    result: dict[str, Any] = {first: leading}
     for name, array in zip(given._fields[1:], given[1:], strict=True):
         if array is None and name in given._field_defaults:
             continue
         if name in INT32:
-            found[name] = normalize_int32(name, array, on_host=on_host)
+            result[name] = normalize_int32(name, array, on_host=on_host)
             continue
         if name in VECTORS and is_number_or_list(array):
-            found[name] = vector(name, array, on_host=on_host)
+            result[name] = vector(name, array, on_host=on_host)
             continue
         if name in FLOAT8_SCALES:
-            found[name] = normalize_scale(name, array, on_host=on_host)
+            result[name] = normalize_scale(name, array, on_host=on_host)
         elif name in written:
-            found[name] = normalize_out(name, array)
+            result[name] = normalize_out(name, array)
         else:
-            found[name] = normalize(name, array, is_written=name in CACHES)
-        if isinstance(found[name], np.ndarray) != on_host:
+            result[name] = normalize(name, array, is_written=name in CACHES)
+        if isinstance(result[name], np.ndarray) != on_host:
             host, device = (first, name) if on_host else (name, first)
             raise TypeError(f"{host} lies in host memory and {device} on a GPU; move one of them")
-    return given._replace(**found), convert
+    return given._replace(**result), convert
 
 
 def check_qkv(qkv: Any, layout: str) -> None:

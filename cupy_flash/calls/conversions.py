@@ -46,7 +46,7 @@ def conversions(arrays: Any, options: Options | None = None) -> dict[str, Conver
     options
         Options of the call; None for a merge of partial results.
     """
-    found = {}
+    result = {}
     for index, name in _indices_and_names(arrays.__class__):
         given = arrays[index]
         if given is None:
@@ -59,8 +59,8 @@ def conversions(arrays: Any, options: Options | None = None) -> dict[str, Conver
         elif name in VECTORS:
             shape, dtype = _head_values(name, array, arrays, options)
         if not _is_readable(name, array) or dtype != array.dtype or shape != array.shape:
-            found[name] = Converted(shape, dtype)
-    return found
+            result[name] = Converted(shape, dtype)
+    return result
 
 
 # Cached, because inspecting the names of all arrays of a call would take 3 us.

@@ -73,9 +73,9 @@ def attention(
         arguments, mod_key, user_mods = with_modifications(arguments, modifications)
     options = plain_options(options)
     if mod_key is None and arguments.q.__class__ is np.ndarray and options.kind == "dense":
-        found = host_forward.repeated(arguments, options, backend)
-        if found is not None:
-            return found if options.return_lse else found[0]
+        fast_result = host_forward.repeated(arguments, options, backend)
+        if fast_result is not None:
+            return fast_result if options.return_lse else fast_result[0]
     if backend == "auto":
         # Fast path of common calls, without the checks that arrays of these types always pass.
         like = arguments.q if arguments.qkv is None else arguments.qkv
@@ -86,15 +86,15 @@ def attention(
         ):
             arguments = _copy_scales_to_gpu(arguments)
         if is_cupy_type(like.__class__):
-            found = prepared_calls.run(arguments, options, keys, True, user_mods, mod_key)
-            if found is not None:
-                return found if options.return_lse else found[0]
+            fast_result = prepared_calls.run(arguments, options, keys, True, user_mods, mod_key)
+            if fast_result is not None:
+                return fast_result if options.return_lse else fast_result[0]
         elif is_torch_on_gpu(*arguments.arrays_of_kind(options.kind)):
             return _torch_attention(arguments, options, keys, user_mods, mod_key)
         elif options.kind == "dense" and arguments.out is None and mod_key is None:
-            found = _jax_attention(arguments, options)
-            if found is not None:
-                return found
+            fast_result = _jax_attention(arguments, options)
+            if fast_result is not None:
+                return fast_result
     require_backend(backend)
     require_given(arguments, options)
     if mod_key is not None:
@@ -141,9 +141,9 @@ def _copy_scales_to_gpu(arguments: Arguments) -> Arguments:
 def combine(partials: Partials) -> tuple[Any, Any]:
     """Return the result of `cupy_flash.combine`: out and lse."""
     if is_cupy(partials.out_partial) and is_cupy(partials.lse_partial):
-        found = prepared_calls.run(partials, None, 0, True)
-        if found is not None:
-            return found
+        fast_result = prepared_calls.run(partials, None, 0, True)
+        if fast_result is not None:
+            return fast_result
     out = partials.out
     as_parts = None
     if isinstance(partials.out_partial, (list, tuple)):

@@ -178,11 +178,15 @@ def _as_inputs(
 ) -> tuple[Any, ...]:
     """Return the gradients; the gradient of sinks gets the dtype and axes of the given sinks."""
     assert options.wrt is not None
-    found = tuple(results)
+    result = tuple(results)
     if "sinks" not in options.wrt or options.grad_dtype is not None:
-        return found
-    at, sinks = options.wrt.index("sinks"), given.sinks  # type: ignore[attr-defined]
-    return (*found[:at], _as_sinks(found[at], sinks), *found[at + 1 :])
+        return result
+    sinks_index, sinks = options.wrt.index("sinks"), given.sinks  # type: ignore[attr-defined]
+    return (
+        *result[:sinks_index],
+        _as_sinks(result[sinks_index], sinks),
+        *result[sinks_index + 1 :],
+    )
 
 
 @ignore_fp_errors
@@ -235,11 +239,11 @@ def gradients_of_qkv(
     names = parts_of_wrt(wrt)
     options = options._replace(wrt=names)
     results = gradients(others._replace(**arrays), options, backend, modifications)
-    found = dict(zip(names, results, strict=True))
+    result = dict(zip(names, results, strict=True))
     if written is not None:
-        found[QKV] = convert(written) if dqkv is None else (convert(written), dqkv)[1]
+        result[QKV] = convert(written) if dqkv is None else (convert(written), dqkv)[1]
         count_writes(dqkv)
-    return tuple(found[QKV] if name == QKV else convert(found[name]) for name in wrt)
+    return tuple(result[QKV] if name == QKV else convert(result[name]) for name in wrt)
 
 
 def parts_of_qkv(qkv: Any) -> dict[str, Any]:

@@ -97,11 +97,11 @@ def remembers_last(
 
     @functools.wraps(method)
     def remembering(self: FamilyT, problem: Problem, other: OtherT) -> ResultT:
-        found: tuple[Problem, OtherT, ResultT] | None = vars(self).get(attribute)
-        if found is None or found[0] is not problem or found[1] is not other:
-            found = problem, other, method(self, problem, other)
-            setattr(self, attribute, found)
-        return found[2]
+        result: tuple[Problem, OtherT, ResultT] | None = vars(self).get(attribute)
+        if result is None or result[0] is not problem or result[1] is not other:
+            result = problem, other, method(self, problem, other)
+            setattr(self, attribute, result)
+        return result[2]
 
     return remembering
 

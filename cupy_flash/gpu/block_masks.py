@@ -415,11 +415,11 @@ def find_kept_mask(kept: Kept, key: BlockMaskKey, current: int) -> ReadyBlockMas
     is_legacy = current in _LEGACY_STREAMS
     if not is_legacy and _is_capturing(current):
         return None
-    found = kept.get(key)
-    if found is not None and not (is_legacy and found.legacy_has_waited):
-        found.wait(current)
-        found.legacy_has_waited |= is_legacy
-    return found
+    result = kept.get(key)
+    if result is not None and not (is_legacy and result.legacy_has_waited):
+        result.wait(current)
+        result.legacy_has_waited |= is_legacy
+    return result
 
 
 def build_mask(
@@ -460,15 +460,15 @@ def build_mask(
     # Kernels on the current stream may still write the arrays that the mask reads.
     build_stream.before_build(current)
     with build_stream.stream:
-        found = ReadyBlockMask(_build(key.spec, mask, mods, _allocate), build_stream, built)
+        result = ReadyBlockMask(_build(key.spec, mask, mods, _allocate), build_stream, built)
         cuda.runtime.eventRecord(built.ptr, build_stream.stream.ptr)
     with _lock:
         while len(kept) >= _MAX_KEPT:
             del kept[next(iter(kept))]
-        kept[key] = found
-    found.wait(current)
-    found.legacy_has_waited = current in _LEGACY_STREAMS
-    return found
+        kept[key] = result
+    result.wait(current)
+    result.legacy_has_waited = current in _LEGACY_STREAMS
+    return result
 
 
 def _is_capturing(stream: int) -> bool:

@@ -157,8 +157,8 @@ def require_differentiable(
     """
     if isinstance(names, str):
         raise TypeError(f"differentiable is {names!r}; expected a tuple such as ({names!r},)")
-    found = tuple(names)
-    for name in found:
+    result = tuple(names)
+    for name in result:
         spec = specs.get(name)
         if spec is None:
             known = ", ".join(specs) or "none"
@@ -173,9 +173,9 @@ def require_differentiable(
                 f"differentiable has {name!r} of dtype {spec.dtype}; expected one of "
                 f"{', '.join(dtype for dtype, kind in ELEMENT_TYPES.items() if kind == REAL)}"
             )
-        if found.count(name) > 1:
+        if result.count(name) > 1:
             raise ValueError(f"differentiable has {name!r} twice")
-    return found
+    return result
 
 
 class HostArray:

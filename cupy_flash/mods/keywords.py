@@ -154,10 +154,10 @@ def given(modifications: Mapping[str, Any]) -> dict[str, Any]:
     """
     for name in modifications:
         require_known(name)
-    found = {name: value for name, value in modifications.items() if value is not None}
-    for name in MODS.keys() & found.keys():
-        require_mod(name, found[name])
-    return found
+    result = {name: value for name, value in modifications.items() if value is not None}
+    for name in MODS.keys() & result.keys():
+        require_mod(name, result[name])
+    return result
 
 
 def require_known(name: str, function: Callable[..., Any] | None = None) -> None:

@@ -69,16 +69,16 @@ def reference_to(function: Callable[..., Any]) -> tuple[str | None, str]:
 
 def resolve_reference(module: str | None, name: str) -> Callable[..., Any]:
     """Return the function that a reference names, or a stand-in with that name."""
-    found = None if module is None else _found(module, name)
-    return found if callable(found) else AbsentFunction(name)
+    result = None if module is None else _found(module, name)
+    return result if callable(result) else AbsentFunction(name)
 
 
 def _found(module: str, name: str) -> Any:
     """Return the object of a dotted name in a module, or None."""
     try:
-        found: Any = importlib.import_module(module)
+        result: Any = importlib.import_module(module)
     except ImportError:
         return None
     for part in name.split("."):
-        found = getattr(found, part, None)
-    return found
+        result = getattr(result, part, None)
+    return result

@@ -45,21 +45,21 @@ def fitted(arrays: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
         "seqused_q": of_sequences,
         "cache_leftpad": of_sequences,
     }
-    found = dict(arrays)
+    result = dict(arrays)
     for name, array in arrays.items():
         if name in ("bias", "mask"):
-            found[name] = _broadcast(name, array, sizes)
+            result[name] = _broadcast(name, array, sizes)
         elif name == "alibi_slopes" and array.ndim == 2:
             expected = "one for each sequence and query head; one for each head is (heads_q,)"
             require_shape(name, array, (batch, heads_q), expected)
         elif name in checks:
             require_shape(name, array, *checks[name])
-    if "tree_mask" in found and seqlen_q > MAX_TREE_QUERIES:
+    if "tree_mask" in result and seqlen_q > MAX_TREE_QUERIES:
         raise ValueError(
             f"tree_mask is for at most {MAX_TREE_QUERIES} queries per sequence, and this call has "
             f"{seqlen_q}; pass mask or mask_mod"
         )
-    return found
+    return result
 
 
 def _broadcast(name: str, array: Any, sizes: Sizes) -> Any:

@@ -215,7 +215,7 @@ def _functions_with(
 ) -> str | None:
     """Return names of functions with these arguments, if possible in the direction of `called`."""
     prefix = "" if called.module == _PACKAGE else f"{_PACKAGE}."
-    found = [
+    result = [
         function
         for function in public
         if function.module == _PACKAGE
@@ -223,10 +223,10 @@ def _functions_with(
         and set(arguments) <= set(function.arguments)
     ]
     for direction in (called.direction, ""):
-        if alike := [function for function in found if function.direction == direction]:
-            found = alike
+        if alike := [function for function in result if function.direction == direction]:
+            result = alike
             break
-    return _listed([prefix + function.name for function in found]) if found else None
+    return _listed([prefix + function.name for function in result]) if result else None
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -236,7 +236,7 @@ def _listed(names: Iterable[str]) -> str:
 
 def _public_functions(kinds: Mapping[str, Iterable[str]]) -> list[_Function]:
     """Return the public functions that take modifications, `flash_attention` first."""
-    found = []
+    result = []
     # Not imported: the package imports this module, and users import the other modules.
     for name in (_PACKAGE, *_PLAIN_ONLY):
         module = sys.modules.get(name)
@@ -249,5 +249,5 @@ def _public_functions(kinds: Mapping[str, Iterable[str]]) -> list[_Function]:
             taken = [kinds[kind] for kind in kinds if others == [f"Unpack[{kind}]"]]
             if taken:
                 own = (p.name for p in parameters if p.kind is not p.VAR_KEYWORD)
-                found.append(_Function(name, public, function.__code__, (*own, *taken[0])))
-    return sorted(found, key=lambda function: function.label != "flash_attention")
+                result.append(_Function(name, public, function.__code__, (*own, *taken[0])))
+    return sorted(result, key=lambda function: function.label != "flash_attention")

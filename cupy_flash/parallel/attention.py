@@ -141,8 +141,8 @@ def flash_attention(
         back = [(out, plan.seqlen_q, exchange.heads_q, on_queries)]
         if return_lse:
             back.append((_as_rows(lse), plan.seqlen_q, exchange.heads_q, on_queries))
-        found = exchange.to_tokens(back)
-        return (found[0], _from_rows(found[1])) if return_lse else found[0]
+        result = exchange.to_tokens(back)
+        return (result[0], _from_rows(result[1])) if return_lse else result[0]
 
 
 def flash_attention_backward(

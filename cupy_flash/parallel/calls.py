@@ -95,8 +95,8 @@ def attend(
     arguments = Arguments(q[:, rows], k[:, keys], v[:, keys], out[:, rows])
     if block.cu_seqlens is not None:
         arguments = _packed(arguments, block)
-    _, found = dispatch.attention(arguments, options, scores.backend, 0, modifications)
-    lse[:, :, rows] = found
+    _, result = dispatch.attention(arguments, options, scores.backend, 0, modifications)
+    lse[:, :, rows] = result
 
 
 def gradients(
@@ -156,10 +156,10 @@ def _options(block: ScoreBlock, geometry: Geometry, scores: Scores) -> Options:
 
 
 def _modifications(block: ScoreBlock, geometry: Geometry, scores: Scores) -> dict[str, Any]:
-    found = {"softcap": scores.softcap, "alibi_slopes": scores.alibi_slopes}
+    result = {"softcap": scores.softcap, "alibi_slopes": scores.alibi_slopes}
     if block.is_masked and geometry.has_window:
-        found["window_size"] = (geometry.left, geometry.right)
-    return {name: value for name, value in found.items() if value is not None}
+        result["window_size"] = (geometry.left, geometry.right)
+    return {name: value for name, value in result.items() if value is not None}
 
 
 def _packed(arguments: Any, block: ScoreBlock) -> Any:

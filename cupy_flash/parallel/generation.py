@@ -83,21 +83,21 @@ def cache_shard(array: Any, ranks: int, rank: int, *, axis: int = 1, stripe: int
     require_array("array", array)
     axis = placed_axis(array, axis)
     own = cache_shard_length(array.shape[axis], ranks, rank, stripe=stripe)
-    before, behind = array.shape[:axis], array.shape[axis + 1 :]
+    leading_shape, trailing_shape = array.shape[:axis], array.shape[axis + 1 :]
     leading = (slice(None),) * axis
     seqlen, period = array.shape[axis], stripe * ranks
     periods, first = seqlen // period, seqlen // period * period + rank * stripe
-    found = array_module(array).empty((*before, own, *behind), array.dtype)
+    result = array_module(array).empty((*leading_shape, own, *trailing_shape), array.dtype)
     complete = array[(*leading, slice(periods * period))]
-    striped = complete.reshape((*before, periods, ranks, stripe, *behind))
+    striped = complete.reshape((*leading_shape, periods, ranks, stripe, *trailing_shape))
     rank_rows = striped[(*leading, slice(None), rank)]
-    found[(*leading, slice(periods * stripe))] = rank_rows.reshape(
-        (*before, periods * stripe, *behind)
+    result[(*leading, slice(periods * stripe))] = rank_rows.reshape(
+        (*leading_shape, periods * stripe, *trailing_shape)
     )
-    found[(*leading, slice(periods * stripe, None))] = array[
+    result[(*leading, slice(periods * stripe, None))] = array[
         (*leading, slice(first, first + stripe))
     ]
-    return found
+    return result
 
 
 def cache_shard_length(seqlens: Any, ranks: int, rank: int, *, stripe: int = STRIPE) -> Any:

@@ -108,16 +108,16 @@ class Group:
             for a, peer in targets
         ]
         transfer = self._exchange.start(sent, received)
-        found = _Strided(transfer, sent, received, [array for array, _ in targets], self._open)
-        self._open.append(found)
-        return found
+        result = _Strided(transfer, sent, received, [array for array, _ in targets], self._open)
+        self._open.append(result)
+        return result
 
     def gather(self, *own: Any, room: int = 0) -> list[Any]:
         """Return, for each array, an array (size + room, ...) of the arrays of all ranks.
 
         All ranks must pass arrays of the same shapes. The last `room` entries are uninitialized.
         """
-        xp, sends, receives, found = self._exchange.xp, [], [], []
+        xp, sends, receives, result = self._exchange.xp, [], [], []
         others = [rank for rank in range(self.size) if rank != self.rank]
         with self._exchange.on_device():
             for array in own:
@@ -125,9 +125,9 @@ class Group:
                 gathered[self.rank] = array
                 sends += [Message(array, rank) for rank in others]
                 receives += [Message(gathered[rank], rank) for rank in others]
-                found.append(gathered)
+                result.append(gathered)
             self.start(sends, receives).wait()
-        return found
+        return result
 
     def knows(self, call: tuple[Any, ...]) -> bool:
         """Return whether all ranks have agreed on such a call before."""
@@ -223,7 +223,7 @@ class Group:
                 [Message(said[rank], rank) for rank in others],
             ).finish()
             rows = [row.tobytes() for row in (said if xp is np else said.get())]
-        found = []
+        result = []
         for rank, row in enumerate(rows):
             if not row.startswith(_MARK):
                 self._exchange.end(
@@ -232,8 +232,8 @@ class Group:
                 )
                 self.check()
             told = row[len(_MARK) :]
-            found.append((told[:_DIGEST], told[_DIGEST:].rstrip(b"\0").decode(errors="replace")))
-        return found
+            result.append((told[:_DIGEST], told[_DIGEST:].rstrip(b"\0").decode(errors="replace")))
+        return result
 
 
 class _Strided:

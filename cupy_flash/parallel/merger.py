@@ -70,11 +70,11 @@ class Merger:
             self._used.append(0)
         if self._used[level] == self._capacity:
             self._merge_level(level)
-        at = self._used[level]
+        index = self._used[level]
         self._used[level] += 1
         out, lse = self._levels[level]
-        lse[at] = -math.inf
-        return out[at], lse[at]
+        lse[index] = -math.inf
+        return out[index], lse[index]
 
     def _merge_level(self, level: int) -> None:
         """Merge all results of a level into one result of the next level."""

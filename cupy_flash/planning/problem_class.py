@@ -62,10 +62,10 @@ class ProblemClass:
     @classmethod
     def parse(cls, text: str) -> ProblemClass | None:
         """Return the class whose `str` is `text`; None if the text is not in the present format."""
-        found = _TEXT.fullmatch(text)
-        if found is None:
+        result = _TEXT.fullmatch(text)
+        if result is None:
             return None
-        parts = found.groupdict("")
+        parts = result.groupdict("")
         numbers = {
             field.name: int(parts[field.name]) for field in fields(cls) if field.type == "int"
         }

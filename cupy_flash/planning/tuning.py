@@ -68,8 +68,8 @@ class Entry:
     @property
     def direction(self) -> str:
         """Direction of the problems, since a forward and a backward family may have one name."""
-        found = ProblemClass.parse(self.problem_class)
-        return found.direction if found else "forward"
+        result = ProblemClass.parse(self.problem_class)
+        return result.direction if result else "forward"
 
 
 class TableError(CupyFlashError, ValueError):
@@ -355,14 +355,14 @@ def _nearest_first(
         sms = abs(entry.sm_count - sm_count)
         return entry.gpu != name, sms, -alike, is_shipped, entry.gpu
 
-    found = [
+    result = [
         (is_shipped, entry)
         for is_shipped, table in zip((False, True), _in_effect(), strict=True)
         for entry in table
         if (entry.family, entry.digest) == (family, digest)
         and (entry.gpu == name or (name != CPU and entry.arch == arch))
     ]
-    groups = itertools.groupby(sorted(found, key=distance), distance)
+    groups = itertools.groupby(sorted(result, key=distance), distance)
     return [
         (is_shipped, {entry.problem_class: entry for _, entry in group})
         for (*_, is_shipped, _), group in groups

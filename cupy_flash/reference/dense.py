@@ -277,9 +277,9 @@ def naive_formula(
         scores = xp.matmul(q, k[:, :, None].swapaxes(-1, -2))
         for b in range(batch):
             mask = bound_mods.mask_with(visible, sequence.b + b)
-            at = pairs_of(xp, sequence, mask, slice(0, seqlen_q), seqlen_k)
-            at = at._replace(b=sequence.b + b, h=h)
-            scores[b] = bound_mods.scores.apply(scores[b], at, xp)
+            pairs = pairs_of(xp, sequence, mask, slice(0, seqlen_q), seqlen_k)
+            pairs = pairs._replace(b=sequence.b + b, h=h)
+            scores[b] = bound_mods.scores.apply(scores[b], pairs, xp)
             mask_scores(xp, scores[b], mask, 0)
         _, row_sum, empty = softmax_terms(xp, scores, sinks)
         if as_float8:

@@ -343,12 +343,12 @@ class Gradients:
         """Return the sums in the result dtype, converted by `convert`, in the order of `wrt`."""
         size = abs if self._arithmetic.magnitudes else lambda x: x
         with np.errstate(all="ignore"):
-            found = {name: size(total) for name, total in self._sums.items()}
+            result = {name: size(total) for name, total in self._sums.items()}
             if self._shapes.get("sinks") == ():
-                found["sinks"] = found["sinks"].sum(keepdims=True).reshape(())
+                result["sinks"] = result["sinks"].sum(keepdims=True).reshape(())
             return tuple(
                 convert(total.astype(self._dtypes[name], copy=False))
-                for name, total in found.items()
+                for name, total in result.items()
             )
 
 
@@ -553,9 +553,9 @@ def _product(xp: Any, weights: Any, seen: Any, rows: Any) -> Any:
 
 def _add_to_bias(total: Any, rows: Rows, dt: Any) -> None:
     """Add the contribution of the pairs to the gradient of a bias with the axes of `Scores`."""
-    at = rows.pairs
-    first = rows.span.start + (at.q_start if total.ndim == 3 else 0)
-    index = (at.h,) if total.ndim == 3 else (at.b, at.h)
+    pairs = rows.pairs
+    first = rows.span.start + (pairs.q_start if total.ndim == 3 else 0)
+    index = (pairs.h,) if total.ndim == 3 else (pairs.b, pairs.h)
     index += slice(first, first + dt.shape[0]), slice(0, rows.end)
     # Along an axis of length 1, one element of the bias serves all indices.
     shared = tuple(axis for axis in (0, 1) if total.shape[axis - 2] == 1)
@@ -580,8 +580,8 @@ def _add_to_captures(
         return
     assert scores.score_mod is not None
     x = after_softcap(scores, x, xp)
-    found = capture_gradients(
+    result = capture_gradients(
         scores.score_mod, x, rows.pairs, dt, xp, magnitudes=arithmetic.magnitudes, real=scores.real
     )
-    for name in found.keys() & {n.removeprefix(OF_MOD) for n in into}:
-        into[OF_MOD + name][...] += found[name]
+    for name in result.keys() & {n.removeprefix(OF_MOD) for n in into}:
+        into[OF_MOD + name][...] += result[name]

@@ -35,15 +35,15 @@ def read_modifications(
     TypeError, ValueError
         If an argument has a wrong type. Shapes are not checked.
     """
-    found = given(modifications)
-    if not found:
+    result = given(modifications)
+    if not result:
         return BoundModifications()
     arrays: dict[str, Any] = {
-        name: convert_to(xp, read_array(name, found[name]))
+        name: convert_to(xp, read_array(name, result[name]))
         for name in ("alibi_slopes", "bias", "mask", "tree_mask", "sinks")
-        if name in found
+        if name in result
     }
-    arrays |= {n: integers(found[n]) for n in ("seqused_q", "cache_leftpad") if n in found}
+    arrays |= {n: integers(result[n]) for n in ("seqused_q", "cache_leftpad") if n in result}
     if "mask" in arrays and dtype_name(arrays["mask"]) != "bool":
         raise TypeError(f"mask has dtype {arrays['mask'].dtype}; expected bool")
     for name in ("bias", "mask"):
@@ -51,22 +51,22 @@ def read_modifications(
             array = arrays[name]
             missing = (3 if packed else 4) - array.ndim
             arrays[name] = array.reshape((1,) * missing + array.shape)
-    softcap = found.get("softcap")
-    window = window_of(found.get("window_size", (None, None)))
-    prefix_lens = integers(found.get("prefix_lens"))
+    softcap = result.get("softcap")
+    window = window_of(result.get("window_size", (None, None)))
+    prefix_lens = integers(result.get("prefix_lens"))
     scores = Scores(
         None if softcap is None else checked_softcap(softcap),
-        found.get("score_mod"),
-        found.get("mask_mod"),
+        result.get("score_mod"),
+        result.get("mask_mod"),
         *(arrays.get(name) for name in ARRAY_FIELDS),
     )
     return BoundModifications(
         scores.with_prefix_window(window.left, prefix_lens),
         window,
         prefix_lens,
-        integers(found.get("seqlens_k")),
+        integers(result.get("seqlens_k")),
         arrays.get("sinks"),
-        integers(found.get("q_offset")),
+        integers(result.get("q_offset")),
     )
 
 
@@ -148,7 +148,7 @@ def integers(array: Any) -> Any:
         return None
     if hasattr(array, "__dlpack_device__"):
         array = read("an array of integers", array)
-    found = np.asarray(convert_to(np, array))
-    if found.size and found.dtype.kind not in "iu":
-        raise TypeError(f"an array has dtype {found.dtype}; expected integers")
-    return found
+    result = np.asarray(convert_to(np, array))
+    if result.size and result.dtype.kind not in "iu":
+        raise TypeError(f"an array has dtype {result.dtype}; expected integers")
+    return result

@@ -151,7 +151,7 @@ def packed_gradients(
         modifications, q, cu_seqlens_q, max_seqlen_q, max_seqlen_k, causal=causal
     )
     gradients = Gradients({"q": q, "k": k, "v": v}, modifications, bound_mods, wrt, arithmetic)
-    for rows, keys, at in packed_sequences(
+    for rows, keys, sequence in packed_sequences(
         *(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), seqused_k=seqused_k
     ):
         part = functools.partial(_sequence_result, rows=rows, keys=keys)
@@ -162,7 +162,7 @@ def packed_gradients(
             causal=causal,
             softmax_scale=softmax_scale,
             bound_mods=bound_mods,
-            sequence=at,
+            sequence=sequence,
             arithmetic=arithmetic,
             into=gradients.parts(part),
         )

@@ -44,7 +44,7 @@ class Rows(NamedTuple):
         One past the last key that a row of the chunk attends to by its position.
     mask
         Position mask of the sequence: causality, window and prefix.
-    at
+    pairs
         Pairs of the query rows and the keys before `end`.
     """
 
@@ -91,8 +91,8 @@ def chunks_of_rows(
         for first in range(0, seqlen_q, chunk):
             span = slice(first, min(first + chunk, seqlen_q))
             end = mask.end(span.stop - 1)
-            at = pairs_of(xp, sequence, mask, span, end)._replace(b=sequence.b + b, h=head)
-            yield Rows(b, head, head // (heads_q // heads_kv), span, end, mask, at)
+            pairs = pairs_of(xp, sequence, mask, span, end)._replace(b=sequence.b + b, h=head)
+            yield Rows(b, head, head // (heads_q // heads_kv), span, end, mask, pairs)
 
 
 def as_bhsd(q: Any, k: Any, v: Any, layout: str) -> tuple[Any, Any, Any]:

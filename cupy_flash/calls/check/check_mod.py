@@ -59,11 +59,13 @@ def require_agreement(
     # The strides are those of the contiguous copies; the CUDA source accepts any strides.
     packed = pack_arguments(specs, values | arrays, addresses, "float")
     scores = (4 * np.random.default_rng(0).standard_normal(sizes)).astype(np.float32)
-    found = evaluate(unit_of(mod), packed, scores, q_offset)
-    compare(mod, scores, found, q_offset)
+    device_values = evaluate(unit_of(mod), packed, scores, q_offset)
+    compare(mod, scores, device_values, q_offset)
 
 
-def compare(mod: ScoreMod | MaskMod, scores: np.ndarray, found: np.ndarray, q_offset: int) -> None:
+def compare(
+    mod: ScoreMod | MaskMod, scores: np.ndarray, device_values: np.ndarray, q_offset: int
+) -> None:
     """Raise ValueError at the first pair for which the GPU's result differs from the function's."""
     b, h, row, j = np.ix_(*map(np.arange, scores.shape))
     i = row + q_offset
@@ -71,20 +73,26 @@ def compare(mod: ScoreMod | MaskMod, scores: np.ndarray, found: np.ndarray, q_of
         expected = np.broadcast_to(mod.evaluate(scores, b, h, i, j), scores.shape)
         largest = np.maximum(np.maximum(np.abs(scores), np.abs(expected)), 1)
         with np.errstate(invalid="ignore"):
-            differs = np.abs(found - expected) > TOLERANCE * largest
+            differs = np.abs(device_values - expected) > TOLERANCE * largest
         is_finite = np.isfinite(expected)
-        differs = np.where(is_finite, differs | ~np.isfinite(found), found != expected)
-        differs &= ~(np.isnan(found) & np.isnan(expected))
+        differs = np.where(
+            is_finite, differs | ~np.isfinite(device_values), device_values != expected
+        )
+        differs &= ~(np.isnan(device_values) & np.isnan(expected))
     else:
         expected = np.broadcast_to(mod.evaluate(b, h, i, j), scores.shape)
-        differs = (found != 0) != expected
+        differs = (device_values != 0) != expected
     if not differs.any():
         return
     index = tuple(int(n) for n in np.argwhere(differs)[0])
     position = {"b": index[0], "h": index[1], "i": i[0, 0, index[2], 0], "j": index[3]}
     given = f"score={scores[index]:.6g}, " if isinstance(mod, ScoreMod) else ""
     named = ", ".join(f"{name}={n}" for name, n in position.items())
-    result = f"{found[index]:.6g}" if isinstance(mod, ScoreMod) else str(bool(found[index]))
+    result = (
+        f"{device_values[index]:.6g}"
+        if isinstance(mod, ScoreMod)
+        else str(bool(device_values[index]))
+    )
     raise ValueError(
         f"{mod!r} differs from its CUDA source at {differs.sum()} of {differs.size} pairs, first "
         f"at {given}{named}: the function returns {expected[index]}, the CUDA source {result}"

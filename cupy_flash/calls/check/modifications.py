@@ -98,10 +98,10 @@ def parse_modifications(
         [(name, value)] = modifications.items()
         if value.__class__ is MODS.get(name):
             return _parse_single_mod(name, value)
-    found = _parse(modifications)
-    if found is None or not backward:
-        return found
-    mod_key, arrays, user_mods = found
+    result = _parse(modifications)
+    if result is None or not backward:
+        return result
+    mod_key, arrays, user_mods = result
     score_mod = user_mods.score_mod
     derivable = NOT_DERIVABLE if score_mod is None else score_mod.derivable
     return mod_key._replace(derivable=derivable), arrays, user_mods
@@ -111,9 +111,9 @@ def _parse_single_mod(name: str, mod: Any) -> tuple[ModificationKey, tuple[Any, 
     """Parse a function that is the only modification of a call. Caching saves 0.6 us per call."""
     kept = mod.read_alone
     if kept is None:
-        found = _parse({name: mod})
-        assert found is not None
-        kept = found[:2]
+        result = _parse({name: mod})
+        assert result is not None
+        kept = result[:2]
         # The `UserMods` record is not cached: the function would keep itself and its block masks.
         object.__setattr__(mod, "read_alone", kept)
     user_mods = UserMods(None, mod) if name == "mask_mod" else UserMods(mod)
@@ -347,23 +347,23 @@ def packed_arguments(
 
 def _numbers(mod_key: ModificationKey, softmax_scale: float) -> dict[str, bool | int | float]:
     window = mod_key.window
-    found = {name: number_of(key) for name, key in mod_key.numbers} | {SCALE: softmax_scale}
+    result = {name: number_of(key) for name, key in mod_key.numbers} | {SCALE: softmax_scale}
     for name, number in (
         ("softcap", mod_key.softcap),
         ("window_left", window.left),
         ("window_right", window.right),
     ):
         if number is not None:
-            found[name] = number
-    return found
+            result[name] = number
+    return result
 
 
 def _capture_specs(
     mod_key: ModificationKey, arrays: Mapping[str, Any], softmax_scale: float
 ) -> dict[str, CaptureSpec]:
     """Return the specs of all values that kernels read through ``ModArguments``."""
-    found = _numbers(mod_key, softmax_scale)
-    numbers = {name: read_capture(name, number)[1] for name, number in found.items()}
+    result = _numbers(mod_key, softmax_scale)
+    numbers = {name: read_capture(name, number)[1] for name, number in result.items()}
     return numbers | {
         name: read_capture(name, array)[1]
         if array.size

@@ -75,9 +75,9 @@ def _score(
     mod_key = options.mod_key
     if mod_key is None:
         return None
-    found = Sizes(dtype, *sizes, **more)
-    arrays = canonical(mod_key, arguments.modification_arrays, found)
-    return score_spec(mod_key, arrays, found, causal=options.causal)
+    result = Sizes(dtype, *sizes, **more)
+    arrays = canonical(mod_key, arguments.modification_arrays, result)
+    return score_spec(mod_key, arrays, result, causal=options.causal)
 
 
 def sizes_of(problem: Problem, options: Options) -> Sizes:
@@ -339,9 +339,9 @@ def _scales_of_keys(arguments: Arguments, options: Options, keys: ArraySpec) -> 
             raise ValueError("compute_scales is for new rows; pass k and v, too")
         for name, array in given.items():
             if array is None or tuple(array.shape) != shape:
-                found = "None" if array is None else f"of shape {tuple(array.shape)}"
+                result = "None" if array is None else f"of shape {tuple(array.shape)}"
                 raise ValueError(
-                    f"{name} is {found}; expected shape {shape}, as compute_scales writes a scale "
+                    f"{name} is {result}; expected shape {shape}, as compute_scales writes a scale "
                     "for each row and head"
                 )
             check_no_self_overlap(

@@ -63,9 +63,9 @@ def ready_block_mask(
         If there are too many blocks.
     """
     kept = mod.kept_maps()
-    found = find_kept_mask(kept, key, current)
-    if found is not None:
-        return found
+    result = find_kept_mask(kept, key, current)
+    if result is not None:
+        return result
     mods = packed_captures(mod, key.dtype, arguments)
     allocate = new_torch_memory if uses_torch else None
     return build_mask(kept, key, current, mask_text(mod, key.dtype), mods, allocate)

@@ -301,24 +301,24 @@ def fixed_fields(plan: Plan) -> dict[str, Any]:
 def _sources(arguments: Arguments, plan: Plan) -> dict[str, str]:
     """Return the names of the values of the other struct fields; fields without one stay null."""
     is_kvcache = plan.problem.layout.kind == "kvcache"
-    found = {name: name for name in ("q", "k", "v", "lse", "workspace", "counters")}
-    found["out"] = "result"
+    result = {name: name for name in ("q", "k", "v", "lse", "workspace", "counters")}
+    result["out"] = "result"
     if is_kvcache:
         values = "k_cache" if plan.problem.values_in_keys else "v_cache"
         lengths = "lengths_after" if plan.problem.layout.packed_new else "cache_seqlens"
-        found |= {"k": "k_cache", "v": values, "seqused_k": lengths, "keys": "keys"}
+        result |= {"k": "k_cache", "v": values, "seqused_k": lengths, "keys": "keys"}
     if plan.problem.layout.kind == "padded":
-        found["seqused_k"] = "seqlens_k"
+        result["seqused_k"] = "seqlens_k"
     if arguments.rotary_cos is not None:
-        found["q"] = "q_rotated"
+        result["q"] = "q_rotated"
     if plan.problem.scales is not None:
-        found |= {name: name for name in plan.problem.scales.given}
-        if plan.problem.values_in_keys and "v_scale" in found:
-            found["v_scale"] = "k_scale"
+        result |= {name: name for name in plan.problem.scales.given}
+        if plan.problem.values_in_keys and "v_scale" in result:
+            result["v_scale"] = "k_scale"
     for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "cache_batch_idx", "block_table"):
         if getattr(arguments, name) is not None:
-            found[name] = name
-    return found
+            result[name] = name
+    return result
 
 
 def append_spec(arguments: Arguments, problem: Problem, options: Options) -> append.AppendSpec:

@@ -74,7 +74,7 @@ def run(arrays: tuple[Any, ...], options: Options) -> tuple[tuple[Any, Any], Any
 
     Returns
     -------
-    results, found
+    results, result
         Pair (out, lse), and the argument of `record`. None if no such call is prepared: in the
         first call, if kernels read copies of arrays, or if an array is not a plain GPU tensor.
     """
@@ -86,19 +86,19 @@ def run(arrays: tuple[Any, ...], options: Options) -> tuple[tuple[Any, Any], Any
         if array is not None and (array.__class__ not in plain or array.is_neg()):
             return None
     try:
-        found = prepared_calls.look_up(arrays, options)
+        result = prepared_calls.look_up(arrays, options)
     except (RuntimeError, ImportError):  # A tensor without strides or memory; CuPy is missing.
         return None
-    assert found is not None
-    _, call, addresses = found
+    assert result is not None
+    _, call, addresses = result
     if call is None:
         return None
-    return _on_stream_of(arrays[0], call.run, _NO_ARRAYS, addresses, 0, NO_USER_MODS), found
+    return _on_stream_of(arrays[0], call.run, _NO_ARRAYS, addresses, 0, NO_USER_MODS), result
 
 
-def record(found: Any, results: tuple[Any, Any]) -> Recorded:
+def record(result: Any, results: tuple[Any, Any]) -> Recorded:
     """Return the record of a call that `run` has made."""
-    key, call, addresses = found
+    key, call, addresses = result
     out, lse = results
     result_addresses = (out.data_ptr(), lse.data_ptr())
     return Recorded(call, key[2], key[1], addresses, result_addresses)
@@ -167,11 +167,11 @@ def gradients(
         return None
     cupy = cupy_module()
     try:
-        found = prepared_calls.find_array_keys((dout, dlse), cupy.ndarray)
+        result = prepared_calls.find_array_keys((dout, dlse), cupy.ndarray)
     except RuntimeError:
         return None
-    assert found is not None
-    gradient_keys, (dout_address, dlse_address) = found
+    assert result is not None
+    gradient_keys, (dout_address, dlse_address) = result
     if dout.get_device() != cupy.cuda.runtime.getDevice():
         return None
     backward_call = call.backward_calls.get((needed, gradient_keys))
@@ -213,9 +213,9 @@ def _prepare_and_run(
     arguments = GradientArguments(q, k, v, out, dout, lse, dlse, None, None, None, *lengths)
     wrt = tuple([name for name, wanted in zip(ROWS, needed, strict=True) if wanted])
     options = recorded.options.with_gradients(wrt)
-    found = prepared_calls.look_up(arguments, options)
-    assert found is not None
-    key, call, addresses = found
+    result = prepared_calls.look_up(arguments, options)
+    assert result is not None
+    key, call, addresses = result
     readable = arguments
     if call is None:
         call, readable, addresses = prepared_calls.prepare(key, arguments, addresses, options)

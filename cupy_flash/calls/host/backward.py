@@ -203,8 +203,8 @@ def _on_gpu(
     order = upload_order(options)
     arguments = arguments._replace(**dict.fromkeys(WRITTEN))
     uploaded = (None if x is None else cupy.asarray(x, order=order) for x in arguments)
-    found = prepared_calls.run(type(arguments)(*uploaded), options, user_mods=user_mods)
-    for result, new in zip(results.values(), found, strict=True):
+    gradients = prepared_calls.run(type(arguments)(*uploaded), options, user_mods=user_mods)
+    for result, new in zip(results.values(), gradients, strict=True):
         result[...] = cupy.asnumpy(new)
 
 

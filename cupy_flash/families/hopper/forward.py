@@ -182,15 +182,15 @@ class HopperFamily(Family[HopperTile]):
         """
         most = device.shared_memory_per_block
         key = (*footprint(problem), most, tile)
-        found = self._counted.get(key)
-        if found is None:
+        result = self._counted.get(key)
+        if result is None:
             candidates = (dataclasses.replace(tile, stages=n) for n in range(_MAX_STAGES, 0, -1))
             fitting = (t for t in candidates if self.shared_memory(problem, t) <= most)
-            found = next(fitting, dataclasses.replace(tile, stages=0))
+            result = next(fitting, dataclasses.replace(tile, stages=0))
             if len(self._counted) >= _MAX_COUNTED:
                 self._counted.clear()
-            self._counted[key] = found
-        return found
+            self._counted[key] = result
+        return result
 
     @remembers_last
     def shared_memory(self, problem: Problem, tile: HopperTile) -> int:

@@ -286,9 +286,9 @@ class _Emission:
         # A value that is looked up counts as one term.
         is_looked_up = info.is_plain and (info.reads or not info.positions)
         if not is_looked_up or info.positions == {"i", "j"}:
-            found = self._split_offset(node)
-            if found is not None and len(found.terms) <= _MOST_TERMS:
-                return found
+            result = self._split_offset(node)
+            if result is not None and len(result.terms) <= _MOST_TERMS:
+                return result
         return _Sum({node: 1}, 0)
 
     def _split_offset(self, node: Node) -> _Sum | None:
@@ -321,11 +321,11 @@ class _Emission:
     def _end(self, node: Node, end: str) -> str:
         return f"{self._text(node)}.{end}"
 
-    def _printed(self, found: dict[Node, str], begin: Callable[[Node, str], str]) -> list[str]:
+    def _printed(self, result: dict[Node, str], begin: Callable[[Node, str], str]) -> list[str]:
         printer = RowPrinter(Members(), self._analysis, self._captures, self._real)
 
         def lines() -> Iterator[str]:
-            for node, name in found.items():
+            for node, name in result.items():
                 text = unwrapped(printer.text(node))
                 # In C++ the type of p & q is int.
                 value = f"bool({text})" if node.type == BOOL else text
@@ -334,20 +334,20 @@ class _Emission:
         return printer.body(lines)
 
     def _of_positions(
-        self, struct: str, function: str, position: str, found: dict[Node, str]
+        self, struct: str, function: str, position: str, result: dict[Node, str]
     ) -> Iterator[str]:
         """Yield a struct of ranges, and functions that fill it in, join it and iterate over it."""
         yield f"struct {struct} {{"
-        yield from (f"  {_TYPES[node.type]} {name};" for node, name in found.items())
+        yield from (f"  {_TYPES[node.type]} {name};" for node, name in result.items())
         yield "};"
         given = _POSITIONS.format(position)
-        lines = self._printed(found, lambda node, name: f"r.{name} = ")
+        lines = self._printed(result, lambda node, name: f"r.{name} = ")
         declaration = f"{struct} {function}_at({given})"
         yield from _function(declaration, [f"{struct} r;", *lines, "return r;"])
-        joined = [f"x.{name} = range_union(x.{name}, y.{name});" for name in found.values()]
+        joined = [f"x.{name} = range_union(x.{name}, y.{name});" for name in result.values()]
         yield from _function(f"void join({struct}& x, const {struct}& y)", joined)
         yield "template <class Function>"
-        visits = [f"function(x.{name});" for name in found.values()]
+        visits = [f"function(x.{name});" for name in result.values()]
         yield from _function(f"void each({struct}& x, Function function)", visits)
 
 

@@ -175,12 +175,12 @@ class Printer:
 
     def offsets(self, array: str, indices: Indices) -> list[str]:
         """Return C++ of the offset in an array that each index adds, in elements."""
-        found = []
+        result = []
         for axis, index in indices:
             kind = "offset_from_0" if self.analysis.is_not_negative(index) else "offset"
             options = self.offset_options(array, axis, index)
-            found.append(f"a.{array}.{kind}<{options}>({unwrapped(self.text(index))})")
-        return found
+            result.append(f"a.{array}.{kind}<{options}>({unwrapped(self.text(index))})")
+        return result
 
     def offset_options(self, array: str, axis: int, index: Node) -> str:
         """Return the template arguments of an offset as C++."""

@@ -126,9 +126,9 @@ class Analysis:
         if node.op == "symbol" and node.value == "j":
             return Linear(1, 0, ())
         if not self.may_wrap(node):
-            found = self._sum_of(node)
-            if found is not None and len(found.terms) <= _MOST_TERMS and self.fits(found):
-                return found
+            result = self._sum_of(node)
+            if result is not None and len(result.terms) <= _MOST_TERMS and self.fits(result):
+                return result
         return Linear(0, 0, ((node, 1),)) if self.is_of_row(node) else None
 
     def _sum_of(self, node: Node) -> Linear | None:
@@ -180,12 +180,12 @@ class Analysis:
                     return operation("neg", y) if is_minus_1 else operation("mul", slope, y)
             return None
         slopes = [self.slope(x) for x in node.args]
-        found = [slope for slope in slopes if slope is not None]
-        if len(found) < len(slopes):
+        result = [slope for slope in slopes if slope is not None]
+        if len(result) < len(slopes):
             return None
-        if node.op == "sub" and found[0] is constant(0, REAL):
-            return operation("neg", found[1])
-        return operation(node.op, *found)
+        if node.op == "sub" and result[0] is constant(0, REAL):
+            return operation("neg", result[1])
+        return operation(node.op, *result)
 
 
 def _answer(known: dict[Node, T], node: Node, find: Callable[[Node], T]) -> T:
@@ -247,8 +247,8 @@ def exact_range(
     # Real quotients and remainders are rounded, so that exact bounds would not hold.
     if row is None or row.value_range is None or (node.type == REAL and node.op in _ROUNDED):
         return _type_range(node.type)
-    found = row.value_range(*ranges)
-    return _type_range(node.type) if found == ANY_RANGE else found
+    result = row.value_range(*ranges)
+    return _type_range(node.type) if result == ANY_RANGE else result
 
 
 _ROUNDED = ("mod", "floordiv")
@@ -276,10 +276,10 @@ def value_range(root: Node, numbers: Mapping[str, bool | int | float]) -> Range:
     numbers
         Values of captured numbers that are known.
     """
-    found: dict[Node, Range] = {}
+    result: dict[Node, Range] = {}
 
     def find(node: Node) -> Range:
-        ends = exact_range(node, [found[x] for x in node.args], numbers)
+        ends = exact_range(node, [result[x] for x in node.args], numbers)
         return ends if _fits(node.type, ends) else _type_range(node.type)
 
-    return _answer(found, root, find)
+    return _answer(result, root, find)

@@ -76,7 +76,7 @@ def partials(root: Node, names: tuple[str, ...]) -> tuple[Partial, ...]:
         places[node] = place
         for argument in node.args:
             users.setdefault(argument, []).append(node)
-    found = []
+    result = []
     for load in places:
         if load.op != "load" or load.args[0] not in numbers:
             continue
@@ -84,8 +84,8 @@ def partials(root: Node, names: tuple[str, ...]) -> tuple[Partial, ...]:
         dependents = sorted(_reached(load, users), key=places.__getitem__)
         tangent = _Tangents(dependents, load).of[root]
         if not is_zero(tangent):
-            found.append(Partial(numbers[load.args[0]], load, tangent))
-    return tuple(found)
+            result.append(Partial(numbers[load.args[0]], load, tangent))
+    return tuple(result)
 
 
 def _reached(start: Node, users: Mapping[Node, Sequence[Node]]) -> set[Node]:

@@ -89,11 +89,11 @@ def block_visibility_of(
     count = math.prod(shape) * math.prod(positions[x.value].size for x in (B, H) if x in nodes)
     if count > _MOST_BLOCKS or any(node.op == "cuda" for node in nodes):
         return None
-    found = _Blocks(mod, positions, (rows_per_block, keys_per_block), dtype).of(root)
-    if found is None:
+    result = _Blocks(mod, positions, (rows_per_block, keys_per_block), dtype).of(root)
+    if result is None:
         return None
     low, high = (
-        np.broadcast_to(x, np.broadcast_shapes(np.shape(x), (1, 1, *shape))) for x in found
+        np.broadcast_to(x, np.broadcast_shapes(np.shape(x), (1, 1, *shape))) for x in result
     )
     return BlockVisibility(any_visible=high, all_visible=low)
 
@@ -118,17 +118,17 @@ class _Blocks:
         for node in reversed(list(depends)):
             if node in needed and depends[node] == _PAIR:
                 needed.update(x for x in node.args if x.type != "array")
-        found: dict[Node, _Bounds | None] = {}
+        result: dict[Node, _Bounds | None] = {}
         for node in depends:
             if node not in needed:
                 continue
             if depends[node] != _PAIR:
-                found[node] = self._exact(node)
+                result[node] = self._exact(node)
             elif node.op == "load":
-                found[node] = self._of_load(node, [found[x] for x in node.args[1:]])
+                result[node] = self._of_load(node, [result[x] for x in node.args[1:]])
             else:
-                found[node] = _of_operation(node, [found[x] for x in node.args])
-        return found[root]
+                result[node] = _of_operation(node, [result[x] for x in node.args])
+        return result[root]
 
     def _exact(self, node: Node) -> _Bounds:
         """Return the bounds of a value that depends on the query, on the key, or on neither."""
@@ -174,11 +174,16 @@ class _Blocks:
         counts = np.zeros((*array.shape[:-2], *(n + 1 for n in array.shape[-2:])), np.int32)
         np.cumsum(array, axis=-2, out=counts[..., 1:, 1:], dtype=np.int32)
         np.cumsum(counts[..., 1:, 1:], axis=-1, out=counts[..., 1:, 1:])
-        at = tuple(
+        leading_index = tuple(
             low for (low, _), is_constant in zip(lead, constant, strict=True) if not is_constant
         )
-        count = counts[(*at, bottom + 1, right + 1)] - counts[(*at, top, right + 1)]
-        count = count - counts[(*at, bottom + 1, left)] + counts[(*at, top, left)]
+        count = (
+            counts[(*leading_index, bottom + 1, right + 1)]
+            - counts[(*leading_index, top, right + 1)]
+        )
+        count = (
+            count - counts[(*leading_index, bottom + 1, left)] + counts[(*leading_index, top, left)]
+        )
         return _Bounds(count == (bottom - top + 1) * (right - left + 1), count > 0)
 
 
@@ -195,13 +200,13 @@ def _of_operation(node: Node, args: list[_Bounds | None]) -> _Bounds | None:
         return _of_bool(node.op, [x for x in known if x is not None])
     if any(x is None for x in args) or node.type not in (INT, REAL):
         return None
-    found = _of_number(node, [x for x in args if x is not None])
-    if found is None or node.type == REAL:
-        return found
+    result = _of_number(node, [x for x in args if x is not None])
+    if result is None or node.type == REAL:
+        return result
     # An integer that may wrap can have any value.
     low, high = INT_RANGE
-    fits = (found.low >= low) & (found.high <= high)
-    return _Bounds(np.where(fits, found.low, int(low)), np.where(fits, found.high, int(high)))
+    fits = (result.low >= low) & (result.high <= high)
+    return _Bounds(np.where(fits, result.low, int(low)), np.where(fits, result.high, int(high)))
 
 
 def _of_bool(op: str, args: list[_Bounds]) -> _Bounds:

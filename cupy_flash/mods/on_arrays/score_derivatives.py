@@ -101,7 +101,7 @@ def capture_gradients(
         Float64 array of the capture's shape for each name in `ScoreMod.differentiable`: the sum,
         over the pairs that read an element, of weight times the derivative of the new score.
     """
-    found = {
+    result = {
         name: xp.zeros(score_mod.captures[name].shape, np.float64)
         for name in score_mod.differentiable
     }
@@ -116,8 +116,8 @@ def capture_gradients(
             load.args[0].value,
             [values.value(node, decides=True) for node in load.args[1:]],
         )
-        found[name] += _gathered(xp.broadcast_to(products, pairs), indices, found[name].shape, xp)
-    return found
+        result[name] += _gathered(xp.broadcast_to(products, pairs), indices, result[name].shape, xp)
+    return result
 
 
 def _gathered(products: Any, indices: list[Any], shape: tuple[int, ...], xp: Any) -> Any:

@@ -238,12 +238,12 @@ class ProgramArray(NDArrayOperatorsMixin, TracedArray):
         TypeError
             For a traced value, which is a single number.
         """
-        found = []
+        result = []
         for value in values:
             if isinstance(value, Symbol) or type(value) is TracedArray:
                 raise self.not_indexed()
-            found.append(value._array if isinstance(value, ProgramArray) else value)
-        return found
+            result.append(value._array if isinstance(value, ProgramArray) else value)
+        return result
 
 
 class ProgramModule(ModuleType):

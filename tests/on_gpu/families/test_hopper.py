@@ -258,7 +258,7 @@ def test_maps_written_without_the_driver_are_those_that_it_encodes(monkeypatch) 
         monkeypatch.setattr(asked, "_learn", lambda addresses: False)
         for _ in range(100):
             q, k, v = (int(address) * 16 for address in rng.integers(1, 2**43, 3))
-            assert learnt.at((q, k, v)).memory == asked.at((q, k, v)).memory
+            assert learnt.maps_for((q, k, v)).memory == asked.maps_for((q, k, v)).memory
 
 
 def test_each_call_reads_the_arrays_it_is_given() -> None:

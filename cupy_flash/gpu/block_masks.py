@@ -171,7 +171,7 @@ class Layout:
 
     Attributes
     ----------
-    full, behind, tiles, shown, bytes
+    full, slots_after, tiles, visible_pairs, bytes
         Byte offsets of the arrays after the first one, `nonempty`, and total number of bytes.
     slots
         Largest number of blocks of a row group whose visible pairs are stored.
@@ -180,9 +180,9 @@ class Layout:
     """
 
     full: int
-    behind: int
+    slots_after: int
     tiles: int
-    shown: int
+    visible_pairs: int
     bytes: int
     slots: int
     key_ranges: int
@@ -196,17 +196,17 @@ class Layout:
         parts = row_tiles * spec.parts
         bits = round_up(parts * spec.words * _WORD, _ALIGNMENT)
         tiles = 2 * bits + round_up(parts * spec.words, _ALIGNMENT)
-        shown = tiles + round_up(row_tiles * _TILE, _ALIGNMENT)
+        visible_pairs = tiles + round_up(row_tiles * _TILE, _ALIGNMENT)
         of_slot = parts * spec.slot_bytes
         slots = min(_MOST_SLOTS, _SLOTS_BYTES // of_slot, spec.key_blocks) if of_slot else 0
         key_ranges = round_up(parts * mask.row_ranges, _ALIGNMENT)
         of_keys = batches * heads * spec.key_blocks * mask.key_ranges
         return cls(
             full=bits,
-            behind=2 * bits,
+            slots_after=2 * bits,
             tiles=tiles,
-            shown=shown,
-            bytes=shown + slots * of_slot,
+            visible_pairs=visible_pairs,
+            bytes=visible_pairs + slots * of_slot,
             slots=slots,
             key_ranges=key_ranges,
             scratch=key_ranges + of_keys,
@@ -241,7 +241,7 @@ class BlockMask:
     def fields(self) -> tuple[int, ...]:
         """Values of the struct for kernels, in the order of `BLOCK_MASK_DTYPE`."""
         layout = self.layout
-        places = layout.full, layout.behind, layout.tiles, layout.shown
+        places = layout.full, layout.slots_after, layout.tiles, layout.visible_pairs
         strides = self.batch_stride, self.head_stride
         return self.address, *places, *strides, self.words, self.key_blocks, layout.slots, 0
 

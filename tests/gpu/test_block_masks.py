@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.mods.block_map_text import check_map, compiled_masks, launched, map_of
+from support.mods.block_mask_cuda import check_map, compiled_masks, launched, map_of
 
 from cupy_flash.calls.gpu import block_masks as calls_block_masks
 from cupy_flash.calls.gpu.block_masks import mask_text, packed_captures, ready_block_mask
@@ -205,11 +205,11 @@ def test_packing_fills_every_field() -> None:
     map = BlockMask(1, layout, 4, 5, 6, 7, None)
     packed = packed_params(spec, text, mods, map, 0x1000)
     (record,) = np.frombuffer(bytes(packed), params_dtype(mods.dtype))
-    places = layout.full, layout.behind, layout.tiles, layout.shown
+    places = layout.full, layout.slots_after, layout.tiles, layout.visible_pairs
     assert tuple(record["map"]) == (1, *places, 6, 7, 4, 5, layout.slots, 0)
     assert sorted({0, *places, layout.bytes}) == [0, *places, layout.bytes]
     # Visible pairs take 8 bytes in each of 128 threads, for 3 KV blocks of 6 parts, batch 2.
-    assert layout.bytes - layout.shown == 2 * 6 * 3 * 128 * 8
+    assert layout.bytes - layout.visible_pairs == 2 * 6 * 3 * 128 * 8
     assert (record["row_ranges"], record["key_ranges"]) == (0x1000, 0x1200)
     names = ("batches", "heads", "seqlen_q", "seqlen_k", "q_offset")
     assert [record[name] for name in names] == [2, 1, 300, 260, -7]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.mods.block_map_text import compiled_masks
+from support.mods.block_mask_cuda import compiled_masks
 from support.mods.function_maps import random_map_spec, wrong_map
 from support.mods.function_runs import modification
 from support.mods.random_functions import Function, random_function

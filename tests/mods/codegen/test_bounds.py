@@ -7,7 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from support.mods.block_map_text import ALL, NONE, SOME, HostMask, compiled_masks
+from support.mods.block_mask_cuda import ALL, NONE, SOME, HostMask, compiled_masks
 from support.mods.mod_gallery import drawn
 
 from cupy_flash.mods.codegen.bounds import emit_bounds

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from support.mods.device_text import Text
+from support.mods.generated_cuda import Text
 from support.mods.mod_gallery import SCORES, with_gradients
 
 from cupy_flash.families.contract import TranslationUnit

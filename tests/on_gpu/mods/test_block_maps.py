@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.mods.block_map_text import check_map, launched, map_of, read_map
+from support.mods.block_mask_cuda import check_map, launched, map_of, read_map
 
 from cupy_flash.calls.gpu.block_masks import mask_text
 from cupy_flash.gpu.block_masks import BlockMask, BlockMaskSpec, Layout

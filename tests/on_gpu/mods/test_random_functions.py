@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.draws import few_then_slow
 from support.gpu.gpu_support import current_device
-from support.mods.block_map_text import launched, map_of, read_map
+from support.mods.block_mask_cuda import launched, map_of, read_map
 from support.mods.function_calls import function_calls
 from support.mods.function_maps import random_map_spec, wrong_map
 from support.mods.function_runs import Case, modification, report

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from cupy_flash.gpu.block_masks import BlockMaskSpec
-from support.mods.block_map_text import FoundMap, of_blocks
+from support.mods.block_mask_cuda import FoundMap, of_blocks
 from support.mods.function_oracle import Oracle
 from support.mods.random_functions import Function
 

@@ -24,8 +24,8 @@ from cupy_flash.mods.ir.compose import prefixed_text
 from cupy_flash.mods.ir.expression import Node
 from cupy_flash.mods.modification import MaskMod, ScoreMod
 from cupy_flash.mods.trace.traced import Traced
-from support.mods.device_text import COMPILER, FOLDER, Text
 from support.mods.function_oracle import REAL, Expr, Value
+from support.mods.generated_cuda import COMPILER, FOLDER, Text
 from support.mods.random_functions import Function, Pairs, random_pairs
 
 Batch = Sequence[Function]

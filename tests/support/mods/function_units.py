@@ -16,8 +16,8 @@ from cupy_flash.gpu.compiler import compile_cubin
 from cupy_flash.mods.codegen.arguments import pack_arguments
 from cupy_flash.mods.codegen.emit import HEADERS, SCALE
 from cupy_flash.problem.device import Device
-from support.mods.device_text import Text
 from support.mods.function_runs import COLUMNS, Case, bytes_of, text_of
+from support.mods.generated_cuda import Text
 
 _THREADS = 128
 

@@ -20,7 +20,7 @@ from cupy_flash.mods.codegen.emit import HEADERS, SCALE, emit
 from cupy_flash.mods.ir.derivative import slopes_of
 from cupy_flash.mods.modification import MaskMod, Modification, ScoreMod
 
-FOLDER = Path(__file__).resolve().parents[2] / "mods" / "on_host"
+FOLDER = Path(__file__).resolve().parents[2] / "mods" / "on_cpu"
 COMPILER = shutil.which("g++")
 # Values that a kernel passes for each pair, in the order of the columns of the argument table.
 COLUMNS = ("b", "h", "i", "row", "q_start", "k_start", "first_key", "step")

@@ -7,7 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from support.mods.device_text import RunBackward, Text, derivatives_for_host
+from support.mods.generated_cuda import RunBackward, Text, derivatives_for_host
 from support.mods.mod_gallery import SCORES, floats, pairs, random_score_mod, with_gradients
 
 from cupy_flash.mods.modification import ScoreMod

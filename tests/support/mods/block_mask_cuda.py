@@ -24,7 +24,7 @@ from cupy_flash.gpu.block_masks import (
     packed_params,
 )
 from cupy_flash.mods.modification import MaskMod
-from support.mods.device_text import COMPILER, FOLDER
+from support.mods.generated_cuda import COMPILER, FOLDER
 
 KERNELS_ON_CPU = Path(__file__).resolve().parents[2] / "kernels" / "on_cpu"
 NONE, SOME, ALL = range(3)
@@ -257,8 +257,10 @@ def read_map(
     return FoundMap(
         *bits,
         part(layout.tiles, np.int32, *maps, spec.row_tiles, 4)[..., :3],
-        part(layout.behind, np.uint8, *shape, spec.words),
-        part(layout.shown, np.uint32, *shape, layout.slots, 128, 2, spec.slot_bytes // 1024),
+        part(layout.slots_after, np.uint8, *shape, spec.words),
+        part(
+            layout.visible_pairs, np.uint32, *shape, layout.slots, 128, 2, spec.slot_bytes // 1024
+        ),
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.mods.device_text import Text, compiled_for_host
+from support.mods.generated_cuda import Text, compiled_for_host
 from support.mods.mod_gallery import GALLERY, MASKS, NEGATIONS, SCORES, pairs, random_mod
 
 from cupy_flash.mods.modification import MaskMod, Modification, ScoreMod

@@ -23,7 +23,7 @@ import numpy as np
 
 from cupy_flash import flash_attention, flash_attention_varlen, flash_attention_with_kvcache
 from cupy_flash.cli.records import environment
-from cupy_flash.host.sources import digest
+from cupy_flash.cpu.sources import digest
 
 SCORE_BYTES = 5 << 30
 TURNS = 2

@@ -38,7 +38,7 @@ from instructions import same_but_for_arguments
 from cupy_flash.cli.build import kernel_sets
 from cupy_flash.cli.build.build import Job, build
 from cupy_flash.cli.cases.cases import Case
-from cupy_flash.cli.cases.mods import Mods
+from cupy_flash.cli.cases.mods import CaseMods
 from cupy_flash.cli.providers.providers import provider
 from cupy_flash.cli.records import records
 from cupy_flash.cli.records.environment import kernel_name
@@ -132,7 +132,7 @@ class Kernel:
     def from_json(cls, row: Row) -> Kernel:
         if "case" not in row:
             return cls(row["arch"], row["family"], row["title"], None)
-        mods = Mods.parse(row["case"].get("mods", ""))
+        mods = CaseMods.parse(row["case"].get("mods", ""))
         return cls.of(row["arch"], row["family"], row["tile"], Case(**row["case"] | {"mods": mods}))
 
 

@@ -64,30 +64,30 @@ class OneLineErrors(NamedCommands):
         try:
             code = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
         except click.UsageError as error:
-            code = _told(_usage_text(error), error.exit_code)
+            code = _report(_usage_text(error), error.exit_code)
         except click.ClickException as error:
-            code = _told(error.format_message(), error.exit_code)
+            code = _report(error.format_message(), error.exit_code)
         except (CompileError, TableError) as error:
-            code = _told(str(error), 1)
+            code = _report(str(error), 1)
         except BrokenProcessPool:
             text = "a compiler process was ended, perhaps because memory ran out; try --workers 1"
-            code = _told(f"cupy-flash: {text}", 1)
+            code = _report(f"cupy-flash: {text}", 1)
         except click.Abort as error:
             # Click also raises Abort at the end of a file; its cause is then an EOFError.
             is_end = isinstance(error.__cause__, EOFError)
             text = "cupy-flash: unexpected end of a file or of the input"
-            code = _told(text, 1) if is_end else _told("interrupted", _INTERRUPTED)
+            code = _report(text, 1) if is_end else _report("interrupted", _INTERRUPTED)
         except BrokenPipeError as error:
             code = _code_of_closed_pipe(error)
         except OSError as error:
             place = f": {error.filename}" if error.filename else ""
-            code = _told(f"cupy-flash: {error.strerror or error}{place}", 1)
+            code = _report(f"cupy-flash: {error.strerror or error}{place}", 1)
             _forget_unwritten_output()
         except Exception as error:
             if not isinstance(error, MemoryError) and not _is_of_cuda(error):
                 raise
             text = str(error).strip() or "out of memory"
-            code = _told(f"cupy-flash: {text.splitlines()[0]}", 1)
+            code = _report(f"cupy-flash: {text.splitlines()[0]}", 1)
         sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -95,7 +95,7 @@ class OneLineErrors(NamedCommands):
 _INTERRUPTED, _CLOSED_PIPE = 128 + 2, 128 + 13
 
 
-def _told(text: str, code: int) -> int:
+def _report(text: str, code: int) -> int:
     """Print the reason for the exit to stderr, unless stderr is closed, and return the code."""
     try:
         click.echo(text, err=True)
@@ -116,11 +116,11 @@ def _closed_pipes_end_it() -> Iterator[None]:
 def _code_of_closed_pipe(error: BrokenPipeError) -> int:
     """Return the exit code for a broken pipe, or for an interrupt whose report broke the pipe."""
     _forget_unwritten_output()
-    found: BaseException | None = error
-    while found is not None:
-        if isinstance(found, (KeyboardInterrupt, click.Abort)):
+    result: BaseException | None = error
+    while result is not None:
+        if isinstance(result, (KeyboardInterrupt, click.Abort)):
             return _INTERRUPTED
-        found = found.__context__
+        result = result.__context__
     return _CLOSED_PIPE
 
 

@@ -26,8 +26,8 @@ from .records import environment
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def info(as_json: bool) -> None:
     """Show GPUs, versions, cache paths, kernel families and providers, usable or not and why."""
-    facts = collect()
-    click.echo(json.dumps(facts, indent=1) if as_json else _text(facts))
+    details = collect()
+    click.echo(json.dumps(details, indent=1) if as_json else _text(details))
 
 
 def collect() -> dict[str, Any]:
@@ -84,14 +84,14 @@ def _family(name: str, direction: str, gpus: list[Device]) -> dict[str, Any]:
     }
 
 
-def _text(facts: dict[str, Any]) -> str:
-    places = facts["places"]
-    lines = [("versions", ", ".join(f"{k} {v}" for k, v in facts["versions"].items()))]
-    lines.append(("CPU", facts["cpu"]))
-    lines += [("GPU", _gpu_text(gpu)) for gpu in facts["gpus"]]
-    if facts["gpu_unavailable"]:
-        lines.append(("GPU", f"none: {facts['gpu_unavailable']}"))
-    lines.append(("compiler", facts["compiler_unavailable"] or "NVRTC, no GPU needed to compile"))
+def _text(details: dict[str, Any]) -> str:
+    places = details["places"]
+    lines = [("versions", ", ".join(f"{k} {v}" for k, v in details["versions"].items()))]
+    lines.append(("CPU", details["cpu"]))
+    lines += [("GPU", _gpu_text(gpu)) for gpu in details["gpus"]]
+    if details["gpu_unavailable"]:
+        lines.append(("GPU", f"none: {details['gpu_unavailable']}"))
+    lines.append(("compiler", details["compiler_unavailable"] or "NVRTC, no GPU needed to compile"))
     lines.append(("kernel cache", places["kernel_cache"]))
     saved = places["tuned_entries"]
     if isinstance(saved, int):
@@ -106,12 +106,12 @@ def _text(facts: dict[str, Any]) -> str:
             else f"none: {CUBINS_VARIABLE} is not set",
         )
     )
-    for name, family in facts["families"].items():
+    for name, family in details["families"].items():
         served = ", ".join(family["dtypes"]) or "nothing here"
         reasons = "; ".join(dict.fromkeys(family["why_not"].values()))
         lines.append((f"family {name}", served + (f" ({reasons})" if reasons else "")))
     by_reason: dict[str | None, list[str]] = {}
-    for name, reason in facts["providers"].items():
+    for name, reason in details["providers"].items():
         by_reason.setdefault(reason, []).append(name)
     for reason, names in by_reason.items():
         text = ", ".join(names)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import click
 
+from cupy_flash.cpu import forward as cpu_forward
 from cupy_flash.families import FAMILIES
-from cupy_flash.host import cpu
 from cupy_flash.planning import tuning
 from cupy_flash.planning.tuning import Entry
 from cupy_flash.problem.device import device_for_arch
@@ -121,7 +121,7 @@ def why_not(entry: Entry) -> str | None:
     try:
         tile = tile_type(**entry.tile)
         if entry.family == "cpu":
-            if problem and cpu.scratch_bytes(problem, tile) > cpu.SCRATCH_LIMIT:
+            if problem and cpu_forward.scratch_bytes(problem, tile) > cpu_forward.SCRATCH_LIMIT:
                 return f"tile {tile} needs too much memory"
             return None
         usual = device_for_arch(entry.arch)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from cupy_flash.arrays.kinds import is_number_or_list
-from cupy_flash.calls import run, run_backward
+from cupy_flash.calls import dispatch, dispatch_backward
 from cupy_flash.calls.arguments import Arguments
-from cupy_flash.calls.gradients import GradientArguments
+from cupy_flash.calls.backward_arguments import GradientArguments
 from cupy_flash.calls.options import Options, plain_options
 from cupy_flash.mods.keywords import ARRAYS, MODS, checked_softcap, window_of, with_offsets
 from cupy_flash.mods.modification import Modification
@@ -47,9 +47,9 @@ class DifferentiableCall(NamedTuple):
         have no gradients.
     without_lse
         Options of the same call that returns out only.
-    arrays_behind
-        Arrays that follow q, k and v in `Arguments.of_kind`, for a call without modifications;
-        otherwise None.
+    following_arrays
+        Arrays that follow q, k and v in `Arguments.arrays_of_kind`; None for a call
+        with modifications.
     """
 
     names: tuple[str, ...]
@@ -58,13 +58,13 @@ class DifferentiableCall(NamedTuple):
     modifications: Mapping[str, Any]
     constants: Mapping[str, Any]
     without_lse: Options
-    arrays_behind: tuple[Any, ...] | None
+    following_arrays: tuple[Any, ...] | None
 
     def run(self, inputs: tuple[Any, ...], *, return_lse: bool = True) -> Any:
         """Compute attention; return out and lse, or out only."""
         options = self.options if return_lse else self.without_lse
         modifications = self._modifications(inputs)
-        return run.attention(self.arguments(inputs), options, "auto", 0, modifications)
+        return dispatch.attention(self.arguments(inputs), options, "auto", 0, modifications)
 
     def pull_back(
         self,
@@ -76,13 +76,13 @@ class DifferentiableCall(NamedTuple):
         """Return gradients of the inputs in `wrt`, given those of out and lse (None if unused)."""
         arguments = self.gradient_arguments(inputs, results, gradients)
         options = self.options.with_gradients(wrt)
-        return run_backward.gradients(arguments, options, "auto", self._modifications(inputs))
+        return dispatch_backward.gradients(arguments, options, "auto", self._modifications(inputs))
 
     @property
     def functions(self) -> tuple[Modification, ...]:
         """User functions among the modifications."""
-        found = (self.modifications.get(name) for name in MODS)
-        return tuple(mod for mod in found if isinstance(mod, Modification))
+        result = (self.modifications.get(name) for name in MODS)
+        return tuple(mod for mod in result if isinstance(mod, Modification))
 
     def with_constants(self, constants: Mapping[str, Any]) -> DifferentiableCall:
         """Return the call with the constants of these names replaced by other arrays."""
@@ -96,7 +96,9 @@ class DifferentiableCall(NamedTuple):
             lengths=tuple(lengths.values()),
             modifications=others,
             constants={**self.constants, **constants},
-            arrays_behind=None if self.arrays_behind is None else _behind(self.options, lengths),
+            following_arrays=None
+            if self.following_arrays is None
+            else _following_arrays(self.options, lengths),
         )
 
     def with_functions_kept(self) -> DifferentiableCall:
@@ -158,7 +160,7 @@ def dense_call(
     if not modifications and softmax_scale.__class__ in _PLAIN and q_offset.__class__ in _PLAIN:
         return _plain_call(causal, softmax_scale, q_offset, layout), ()
     q_offset, modifications = with_offsets(q_offset, modifications)
-    options = Options("equal", causal, softmax_scale, True, None, None, q_offset, layout)
+    options = Options("dense", causal, softmax_scale, True, None, None, q_offset, layout)
     return _call(options, _NO_LENGTHS, modifications)
 
 
@@ -166,7 +168,7 @@ def dense_call(
 def _plain_call(*options: Any) -> DifferentiableCall:
     """Return a call without modifications that has these options."""
     causal, softmax_scale, q_offset, layout = options
-    made = Options("equal", causal, softmax_scale, True, None, None, q_offset, layout)
+    made = Options("dense", causal, softmax_scale, True, None, None, q_offset, layout)
     return _call(made, _NO_LENGTHS, {})[0]
 
 
@@ -182,7 +184,7 @@ def varlen_call(
 ) -> tuple[DifferentiableCall, tuple[Any, ...]]:
     """Return a `flash_attention_varlen` call, and its differentiable inputs after q, k and v."""
     options = Options(
-        *("packed", causal, softmax_scale, True),
+        *("varlen", causal, softmax_scale, True),
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
     )
@@ -200,17 +202,17 @@ def _call(
     }
     others = {n: value for n, value in modifications.items() if n not in given}
     by_name = dict(zip(_LENGTHS, lengths, strict=True))
-    behind = None
+    following = None
     if not given and all(value is None for value in others.values()):
-        behind = _behind(options, by_name)
+        following = _following_arrays(options, by_name)
     arrays = {**by_name, **{name: others.get(name) for name in ARRAYS}}
     constants = {name: array for name, array in arrays.items() if array is not None}
     names, without_lse = (*ROWS, *given), options.with_lse(False)
-    call = DifferentiableCall(names, options, lengths, others, constants, without_lse, behind)
+    call = DifferentiableCall(names, options, lengths, others, constants, without_lse, following)
     return call, tuple(given.values())
 
 
-def _behind(options: Options, lengths: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the value of `DifferentiableCall.arrays_behind`."""
+def _following_arrays(options: Options, lengths: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the value of `DifferentiableCall.following_arrays`."""
     arrays = Arguments(**lengths)
-    return arrays.of_kind(options.kind)[_ROWS:]
+    return arrays.arrays_of_kind(options.kind)[_ROWS:]

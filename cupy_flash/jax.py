@@ -188,7 +188,7 @@ def _with_arrays(call: DifferentiableCall, change: Callable[[str, Any], Any]) ->
     return call._replace(lengths=lengths, modifications=modifications)
 
 
-def _placed(
+def _on_device(
     call: DifferentiableCall, inputs: tuple[Any, ...]
 ) -> tuple[DifferentiableCall, tuple[Any, ...]]:
     """Return the call and its inputs with NumPy arrays copied to the device of the JAX arrays."""
@@ -214,7 +214,7 @@ def _run(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
                 f"{name} is traced by a transform such as jax.jit or jax.vmap; call attention "
                 "outside of it, with concrete arrays"
             )
-    call, inputs = _placed(call, inputs)
+    call, inputs = _on_device(call, inputs)
     results: tuple[Any, Any] = call.run(inputs)
     return results
 
@@ -234,7 +234,7 @@ def _differentiable(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[
         # JAX creates the zero gradient of an unused result on its default device.
         (device,) = results[0].devices()
         gradients = jax.device_put(gradients, device)
-        placed, inputs = _placed(call, inputs)
+        placed, inputs = _on_device(call, inputs)
         return placed.pull_back(inputs, results, gradients, call.names)
 
     attention.defvjp(forward, backward)

@@ -30,8 +30,8 @@ from cupy_flash.arrays.torch_arrays import (
     require_whole,
     version_of,
 )
-from cupy_flash.calls import recorded
 from cupy_flash.calls.arguments import check_qkv
+from cupy_flash.calls.gpu import torch_autograd
 from cupy_flash.calls.scaled_dot_product import (
     mask_name,
     options_of,
@@ -288,9 +288,9 @@ def _run(call: DifferentiableCall, inputs: tuple[Any, ...], return_lse: bool) ->
             if tensor.requires_grad:
                 function = _AttentionAndLse if return_lse else _Attention
                 return function.apply(_as_it_is_now(call), *inputs)
-    if call.arrays_behind is not None:
+    if call.following_arrays is not None:
         options = call.options if return_lse else call.without_lse
-        made = recorded.run(inputs + call.arrays_behind, options)
+        made = torch_autograd.run(inputs + call.following_arrays, options)
         if made is not None:
             results, _ = made
             return results if return_lse else results[0]
@@ -379,14 +379,14 @@ def _saved(ctx: Any, call: DifferentiableCall, inputs: tuple[Tensor, ...]) -> An
     """Compute out and lse, and save what the backward pass needs."""
     # Missing gradients stay None: an optimizer treats None and zero differently.
     ctx.set_materialize_grads(False)
-    behind = call.arrays_behind
-    if behind is None or not (made := recorded.run(inputs + behind, call.options)):
+    following = call.following_arrays
+    if following is None or not (made := torch_autograd.run(inputs + following, call.options)):
         results = call.run(inputs)
         # The forward pass uses the original functions, whose block masks are kept between calls.
         ctx.call_and_record = call.with_functions_kept() if call.modifications else call, None
     else:
-        results, found = made
-        ctx.call_and_record = call, recorded.record(found, results)
+        results, result = made
+        ctx.call_and_record = call, torch_autograd.record(result, results)
     if not call.constants:
         ctx.save_for_backward(*inputs, *results)
     else:
@@ -407,9 +407,9 @@ def _gradients(
     call, record = ctx.call_and_record
     needed = ctx.needs_input_grad[1:]
     if record is not None:
-        found = recorded.gradients(record, saved, dout, dlse, needed)
-        if found is not None:
-            return found
+        result = torch_autograd.gradients(record, saved, dout, dlse, needed)
+        if result is not None:
+            return result
     for name, tensor, version in ctx.versions if call.modifications else ():
         if version_of(tensor) != version:
             raise RuntimeError(
@@ -463,8 +463,8 @@ def _pull_back(
     if not all(needed):
         wrt = tuple([name for name, is_needed in zip(wrt, needed, strict=True) if is_needed])
     new = call.pull_back(inputs, results, (dout, dlse), wrt)
-    found = dict(zip(wrt, new, strict=True))
-    return [found.get(name) for name in call.names]
+    result = dict(zip(wrt, new, strict=True))
+    return [result.get(name) for name in call.names]
 
 
 _Library: Any = library.Library
@@ -604,8 +604,8 @@ class _Operator(NamedTuple):
     ) -> list[Any]:
         """Return the needed gradients of those of q, k, v, bias and sinks that are given."""
         call, inputs = self._call(values)
-        found = _pull_back(call, inputs, (out, lse), (dout, dlse), tuple(needed))
-        return [gradient for gradient in found if gradient is not None]
+        result = _pull_back(call, inputs, (out, lse), (dout, dlse), tuple(needed))
+        return [gradient for gradient in result if gradient is not None]
 
     def gradients_fake(
         self, dout: Any, dlse: Any, out: Any, lse: Any, needed: list[bool], *values: Any

@@ -23,16 +23,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from support import float8_support
-from support.float8_support import Float8Case
-from support.gpu_support import DTYPES, Case, current_device, random_values, tile_with
-from support.gradient_calls import KINDS as GRADIENT_KINDS
-from support.gradient_calls import GradientCall, random_gradient_call
-from support.gradient_rule import check_gradients
-from support.latent_support import LATENT, check_latent
-from support.modified_calls import KINDS, ModifiedCall, padded_call, random_call
-from support.quantized_support import CACHE_DTYPES, SCALES, QuantizedCase, check_on_gpu
-from support.sequence_support import KVCacheCase, Truth, VarlenCase
+from support.calls import float8_support
+from support.calls.float8_support import Float8Case
+from support.calls.latent_support import LATENT, check_latent
+from support.calls.modified_calls import KINDS, ModifiedCall, padded_call, random_call
+from support.calls.quantized_support import CACHE_DTYPES, SCALES, QuantizedCase, check_on_gpu
+from support.calls.sequence_support import KVCacheCase, Truth, VarlenCase
+from support.gpu.gpu_support import DTYPES, Case, current_device, random_values, tile_with
+from support.gradients.gradient_calls import KINDS as GRADIENT_KINDS
+from support.gradients.gradient_calls import GradientCall, random_gradient_call
+from support.gradients.gradient_rule import check_gradients
 from support.wrong_numbers import (
     HEADS,
     check_kvcache_result,
@@ -47,8 +47,8 @@ from cupy_flash import (
     flash_attention_varlen,
     flash_attention_with_kvcache,
 )
-from cupy_flash.calls import run
-from cupy_flash.calls.new_rows import NewRows, Stripes
+from cupy_flash.calls import dispatch
+from cupy_flash.calls.gpu.sharded_append import AppendedRows, CacheSharding
 from cupy_flash.families import FAMILIES, FORWARD
 from cupy_flash.parallel import cache_shard
 from cupy_flash.problem.arrays import MAX_ALIGNMENT
@@ -348,9 +348,9 @@ def modified_calls() -> Iterator[tuple[ModifiedCall, str | None]]:
         family = (None, *FORWARD)[number % (1 + len(FORWARD))]
         of_16_bits = ("float16", "bfloat16")[number // 6 % 2]
         dtype = "float32" if family in ("simt", "naive") else of_16_bits
-        kind = "equal" if family == "naive" else KINDS[number % len(KINDS)]
+        kind = "dense" if family == "naive" else KINDS[number % len(KINDS)]
         if family == "hopper" and kind == "paged":
-            kind = "packed"
+            kind = "varlen"
         yield random_call(rng, dtype, kind, few_rows=family == "decode"), family
     # These calls take different paths through the Hopper kernel.
     rng = np.random.default_rng(0)
@@ -361,11 +361,11 @@ def modified_calls() -> Iterator[tuple[ModifiedCall, str | None]]:
             name: rng.standard_normal((1, rows, 2, head_dim)).astype(real)
             for name, rows in (("q", 200), ("k", 336), ("v", 336))
         }
-        yield ModifiedCall("equal", dtype, arrays, {"softcap": 30.0}), "hopper"
-        yield ModifiedCall("equal", dtype, arrays, {"softcap": 30.0, "window_size": (70, 9)}), None
-        yield ModifiedCall("equal", dtype, arrays | {"bias": bias.astype(real)}, {}), "hopper"
+        yield ModifiedCall("dense", dtype, arrays, {"softcap": 30.0}), "hopper"
+        yield ModifiedCall("dense", dtype, arrays, {"softcap": 30.0, "window_size": (70, 9)}), None
+        yield ModifiedCall("dense", dtype, arrays | {"bias": bias.astype(real)}, {}), "hopper"
         blocks = {"mask_mod": ("blocks", {})}
-        yield ModifiedCall("equal", dtype, arrays, {"causal": True}, blocks), "hopper"
+        yield ModifiedCall("dense", dtype, arrays, {"causal": True}, blocks), "hopper"
     # Rows with very low scores are computed by an additional launch.
     for kind in KINDS:
         yield padded_call(rng, "bfloat16", kind, -1e30), "hopper"
@@ -499,7 +499,9 @@ def call_shard_append(dtype: str, ranks: int, stripe: int) -> str | None:
     for rank in range(ranks):
         shard = functools.partial(cache_shard, ranks=ranks, rank=rank, stripe=stripe)
         caches = [on_gpu(shard(whole), MAX_ALIGNMENT) for _ in "kv"]
-        run.append(NewRows(*caches, k, k, cache_seqlens), Stripes(ranks, rank, stripe, 41), 0)
+        dispatch.append(
+            AppendedRows(*caches, k, k, cache_seqlens), CacheSharding(ranks, rank, stripe, 41), 0
+        )
         if any((cache.get() != shard(filled)).any() for cache in caches):
             return f"rank {rank} has other rows"
     return None

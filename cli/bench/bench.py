@@ -82,17 +82,17 @@ def _choose_providers(
     if asked is not None:
         return [providers.provider(name, tile) for name in dict.fromkeys(asked)]
     if preset is not None:
-        found = [providers.provider(name, tile) for name in preset.providers]
-        if preset.needs_all and (absent := [reason for p in found if (reason := p.missing())]):
+        result = [providers.provider(name, tile) for name in preset.providers]
+        if preset.needs_all and (absent := [reason for p in result if (reason := p.missing())]):
             raise click.ClickException(f"{preset.title}: {absent[0]}")
-        return [p for p in found if p.ours or p.missing() is None]
+        return [p for p in result if p.ours or p.missing() is None]
     packed = sequences["lengths"] is not None and not sequences["cache"]
-    beside = ["cupy_flash-uniform"] if packed else []
+    variants = ["cupy_flash-uniform"] if packed else []
     if gpu_unavailable() is not None:
-        names = ["cupy_flash-cpu", *beside, "numpy-naive"]
+        names = ["cupy_flash-cpu", *variants, "numpy-naive"]
         return [providers.provider(name, tile) for name in names]
     if packed:
-        return [providers.provider(name, tile) for name in ("cupy_flash", *beside)]
+        return [providers.provider(name, tile) for name in ("cupy_flash", *variants)]
     compared = []
     if {"float16", "bfloat16"} & set(dtypes):
         compared += ["torch-flash", "torch-cudnn"]
@@ -102,8 +102,8 @@ def _choose_providers(
         compared = ["torch-flex", *compared]
     if not sequences["cache"]:
         compared.append("cupy-library")
-    found = [providers.provider(name) for name in compared]
-    return [providers.provider("cupy_flash", tile), *(p for p in found if p.missing() is None)]
+    result = [providers.provider(name) for name in compared]
+    return [providers.provider("cupy_flash", tile), *(p for p in result if p.missing() is None)]
 
 
 def _several_gpus(gpus: int | None, head_ranks: int | None) -> SeveralGpus | None:
@@ -111,10 +111,10 @@ def _several_gpus(gpus: int | None, head_ranks: int | None) -> SeveralGpus | Non
     if gpus is None:
         refuse({"head_ranks": head_ranks}, ("head_ranks",), "one GPU; it is for --gpus")
         return None
-    found = SeveralGpus(gpus, head_ranks)
-    if reason := found.missing():
+    result = SeveralGpus(gpus, head_ranks)
+    if reason := result.missing():
         raise click.UsageError(f"--gpus is {gpus}, but {reason}")
-    return found
+    return result
 
 
 def _choose_baseline(
@@ -130,8 +130,8 @@ def _choose_baseline(
         return list(asked)
     if preset is not None and (kept := [name for name in preset.baseline if name in names]):
         return kept
-    beside = next((name for name in names if name == "cupy_flash-uniform"), names[0])
-    return [next((p.name for p in chosen if not p.ours), beside)]
+    variants = next((name for name in names if name == "cupy_flash-uniform"), names[0])
+    return [next((p.name for p in chosen if not p.ours), variants)]
 
 
 def _refuse_hopeless_tile(cases: Sequence[Case], chosen: Sequence[Provider]) -> None:
@@ -308,7 +308,7 @@ def bench(
     copied: float | None = None
 
     def head() -> dict[str, Any]:
-        found = environment.metadata(device) | {
+        result = environment.metadata(device) | {
             "record_version": records.VERSION,
             "flop_convention": "; ".join(environment.flop_conventions(cases)),
             "timing": timing_text(
@@ -324,10 +324,10 @@ def bench(
             "baseline": compared,
         }
         if copied is not None:
-            found["copy_tb_per_s"] = copied
+            result["copy_tb_per_s"] = copied
         if preset == "crossover":
-            found["crossover"] = as_record([cells for cells, _, _ in done])
-        return found
+            result["crossover"] = as_record([cells for cells, _, _ in done])
+        return result
 
     def show() -> None:
         table, checks, by_case = zip(*done, strict=True)
@@ -336,11 +336,11 @@ def bench(
         if named and preset == "crossover":
             print_crossover(table, f"{device}\n{named.title}", notes)
             return
-        found = [check for check in checks if check]
+        result = [check for check in checks if check]
         print_cells(
             table,
             by_case,
-            found,
+            result,
             device,
             compared,
             settings,

@@ -124,8 +124,8 @@ def compare(
         "a": {"file": before.name} | _origin(heads[0]),
         "b": {"file": after.name} | _origin(heads[1]),
     }
-    found = report.Record(head, [_record_row(change) for change in changes])
-    report.keep(output, found, lambda: _print(files, heads, tables, changes, threshold))
+    result = report.Record(head, [_record_row(change) for change in changes])
+    report.keep(output, result, lambda: _print(files, heads, tables, changes, threshold))
     if fail_on_slower and any(change.verdict in ("lost", "slower") for change in changes):
         ctx.exit(1)
 
@@ -265,8 +265,8 @@ def _machine(changes: Sequence[Change]) -> list[str]:
 
 
 def _kernels(rows: Sequence[report.Row]) -> str:
-    found = {f"{r.get('family')} {r['kernel_digest']}" for r in rows if r.get("kernel_digest")}
-    return ", ".join(sorted(found)) or "none"
+    result = {f"{r.get('family')} {r['kernel_digest']}" for r in rows if r.get("kernel_digest")}
+    return ", ".join(sorted(result)) or "none"
 
 
 def _unmatched(tables: Sequence[Mapping[Key, report.Row]]) -> list[str]:

@@ -129,7 +129,7 @@ def _all_parts(cases: Sequence[Case], axis: Axis) -> list[dict[str, str]]:
     batches: dict[tuple[Any, ...], set[int]] = {}
     for part, case in zip(parts, cases, strict=True):
         batches.setdefault((*part.values(), axis.of(case)), set()).add(case.batch)
-    if all(len(found) == 1 for found in batches.values()):
+    if all(len(result) == 1 for result in batches.values()):
         return parts
     return [
         part | {"batch": f"batch {case.batch}"} for part, case in zip(parts, cases, strict=True)
@@ -232,7 +232,7 @@ def _grid(panels: Sequence[Panel]) -> tuple[list[list[Panel | None]], bool]:
         pairs.setdefault(rest, {})[panel.parts["mask"]] = panel
     masks = list(dict.fromkeys(panel.parts["mask"] for panel in panels))
     if len(masks) == 2:
-        return [[found.get(mask) for mask in masks] for found in pairs.values()], True
+        return [[result.get(mask) for mask in masks] for result in pairs.values()], True
     if len(panels) == 1:
         return [[panels[0]]], False
     padded: list[Panel | None] = [*panels, *[None] * (len(panels) % 2)]

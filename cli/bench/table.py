@@ -229,16 +229,16 @@ def print_cells(
 
 def _page_lines(table: Sequence[Sequence[Cell]]) -> list[str]:
     """Return lines that compare times on a paged cache with those on the contiguous cache."""
-    found: dict[str, list[float]] = {}
+    result: dict[str, list[float]] = {}
     for cells in table:
         times = {cell.provider.name: cell.time.median for cell in cells if cell.time}
         for name, time in times.items():
             if name.startswith(_PAGED) and times.get("cupy_flash"):
-                found.setdefault(name, []).append(time / times["cupy_flash"])
+                result.setdefault(name, []).append(time / times["cupy_flash"])
     return [
         f"{name}: {statistics.geometric_mean(ratios):.3f} times the time of cupy_flash "
         f"(geometric mean of {len(ratios)}), at most {max(ratios):.3f}"
-        for name, ratios in found.items()
+        for name, ratios in result.items()
     ]
 
 
@@ -262,14 +262,14 @@ def reason_notes(table: Sequence[Sequence[Cell]], labels: Sequence[str]) -> list
 
     Reasons of a provider that differ only in their numbers are joined into one note.
     """
-    found: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    result: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for cells, label in zip(table, labels, strict=True):
         for cell in cells:
             if cell.reason:
                 key = (cell.provider.name, without_numbers(cell.reason))
-                found.setdefault(key, []).append((cell.reason, label))
+                result.setdefault(key, []).append((cell.reason, label))
     notes = []
-    for (name, _), members in found.items():
+    for (name, _), members in result.items():
         reason = joined([reason for reason, _ in members])
         notes.append(f"{name}{_cases_text([c for _, c in members], len(table))}: {reason}")
     return notes
@@ -277,13 +277,13 @@ def reason_notes(table: Sequence[Sequence[Cell]], labels: Sequence[str]) -> list
 
 def _plan_notes(table: Sequence[Sequence[Cell]], labels: Sequence[str]) -> list[str]:
     """Return the notes of providers and the tiles that ran, each with the cases it is for."""
-    found: dict[tuple[str, str], list[str]] = {}
+    result: dict[tuple[str, str], list[str]] = {}
     for cells, label in zip(table, labels, strict=True):
         for cell in cells:
             for text in _plan_texts(cell):
-                found.setdefault((cell.provider.name, text), []).append(label)
+                result.setdefault((cell.provider.name, text), []).append(label)
     return [
-        f"{name}{_cases_text(cases, len(table))}: {text}" for (name, text), cases in found.items()
+        f"{name}{_cases_text(cases, len(table))}: {text}" for (name, text), cases in result.items()
     ]
 
 
@@ -351,7 +351,7 @@ def print_memory(table: Sequence[Sequence[Cell]]) -> None:
     standard = [name for name in names if name in STANDARD_PROVIDERS]
     fused = [name for name in names if name not in STANDARD_PROVIDERS]
     kinds = {"standard algorithm, whole score matrix": standard, "fused": fused}
-    notes = [f"{kind}: {', '.join(found)}." for kind, found in kinds.items() if found]
+    notes = [f"{kind}: {', '.join(result)}." for kind, result in kinds.items() if result]
     if any(cell.needs_bytes is not None for cells in table for cell in cells):
         notes.append("( ): estimated and not run, because it exceeds the free memory.")
     report.print_notes(out, notes)

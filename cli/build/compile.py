@@ -38,10 +38,10 @@ def _architectures(
 
 
 def _architecture(ctx: click.Context, param: click.Parameter, given: str | None) -> str | None:
-    found = _architectures(ctx, param, () if given is None else (given,))
-    if len(found) > 1:
+    result = _architectures(ctx, param, () if given is None else (given,))
+    if len(result) > 1:
         raise click.BadParameter(f"{given!r} is a list; expected one architecture")
-    return found[0] if found else None
+    return result[0] if result else None
 
 
 def arch_option(command: Any, *, multiple: bool) -> Any:
@@ -172,16 +172,16 @@ class _Kernel:
 
 def _kernels(device: Device, *, everything: bool) -> list[_Kernel]:
     choose = kernel_sets.all_plans if everything else kernel_sets.default_plans
-    found = [_Kernel(Job.of(plan), plan) for plan in choose(device)]
+    result = [_Kernel(Job.of(plan), plan) for plan in choose(device)]
     for unit in kernel_sets.other_units(everything=everything):
-        found.append(_Kernel(Job(unit, device, ((unit.main_entry, 0),))))
-    return found
+        result.append(_Kernel(Job(unit, device, ((unit.main_entry, 0),))))
+    return result
 
 
 def _lie(plan: Plan | None) -> str:
     """Return the layout of the keys as text; empty for dense batches."""
     layout = plan.problem.layout if plan else None
-    if layout is None or layout.is_equal:
+    if layout is None or layout.is_dense:
         return ""
     if layout.page_size:
         return f" page_size {layout.page_size}"

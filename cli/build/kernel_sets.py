@@ -211,45 +211,45 @@ def _append_spec(
 
 def case_of_class(text: str) -> Case | None:
     """Return a case of a tuned entry's class, whose rows may be aligned otherwise."""
-    found = ProblemClass.parse(text)
-    if found is None or found.dtype not in DTYPES:
+    result = ProblemClass.parse(text)
+    if result is None or result.dtype not in DTYPES:
         return None
-    heads = max(1, found.rows // max(1, found.seqlen_q))
+    heads = max(1, result.rows // max(1, result.seqlen_q))
     return Case(
-        found.dtype,
+        result.dtype,
         1,
-        found.seqlen_q,
-        found.seqlen_k,
+        result.seqlen_q,
+        result.seqlen_k,
         heads,
-        1 if found.values_in_keys else heads,
-        found.head_dim,
-        found.head_dim_v,
-        found.causal,
-        kind="varlen" if found.packed else "cache" if found.kind not in ("", FLOAT8) else "dense",
-        page_size=found.page_size,
-        direction=found.direction,
-        cache_dtype=found.cache_dtype,
-        values_in_keys=found.values_in_keys,
+        1 if result.values_in_keys else heads,
+        result.head_dim,
+        result.head_dim_v,
+        result.causal,
+        kind="varlen" if result.packed else "cache" if result.kind not in ("", FLOAT8) else "dense",
+        page_size=result.page_size,
+        direction=result.direction,
+        cache_dtype=result.cache_dtype,
+        values_in_keys=result.values_in_keys,
     )
 
 
 def problem_of_class(text: str) -> Problem | None:
     """Return a problem of a tuned entry's class, or None if there is none."""
-    found, case = ProblemClass.parse(text), case_of_class(text)
-    if found is None or case is None:
+    result, case = ProblemClass.parse(text), case_of_class(text)
+    if result is None or case is None:
         return None
     try:
         problem = case.problem()
     except ValueError:
         # A class of packed sequences may have fewer queries than keys; a case cannot.
         return None
-    return problem.aligned(found.alignment)
+    return problem.aligned(result.alignment)
 
 
 def _distinct(plans: Iterable[Plan]) -> list[Plan]:
     """Return one plan for each unit, because different problems may have the same kernel."""
-    found: dict[str, Plan] = {}
+    result: dict[str, Plan] = {}
     for plan in plans:
         assert plan.unit is not None
-        found.setdefault(plan.unit.text, plan)
-    return list(found.values())
+        result.setdefault(plan.unit.text, plan)
+    return list(result.values())

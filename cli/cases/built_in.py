@@ -35,7 +35,7 @@ class BuiltIn(NamedTuple):
         Function of (heads_q, seqlen_k) that returns the captured values, in host memory.
     head_axis
         Name of the captured array whose first axis is the query heads.
-    seen
+    visible_range
         Function of query positions and seqlen_k that returns begin and end of each query's
         visible keys. None for a modification that masks nothing.
     step
@@ -47,7 +47,7 @@ class BuiltIn(NamedTuple):
     function: Callable[..., Any]
     captures: Callable[[int, int], dict[str, Any]]
     head_axis: str | None = None
-    seen: Callable[[Ints, int], tuple[Ints, Ints]] | None = None
+    visible_range: Callable[[Ints, int], tuple[Ints, Ints]] | None = None
     step: int = 1
 
     @property
@@ -75,7 +75,7 @@ def _documents(heads_q: int, seqlen_k: int) -> dict[str, Any]:
     return {"document": _document_of(np.arange(max(seqlen_k, 1)), seqlen_k).astype(np.int32)}
 
 
-def _seen_documents(positions: Ints, seqlen_k: int) -> tuple[Ints, Ints]:
+def _visible_documents(positions: Ints, seqlen_k: int) -> tuple[Ints, Ints]:
     ends = _ends(seqlen_k)
     document = _document_of(positions, seqlen_k)
     return np.concatenate(([0], ends[:-1]))[document], ends[document]
@@ -90,12 +90,12 @@ def _prefix(seqlen_k: int) -> int:
     return seqlen_k // 4
 
 
-def _seen_prefix(positions: Ints, seqlen_k: int) -> tuple[Ints, Ints]:
+def _visible_prefix(positions: Ints, seqlen_k: int) -> tuple[Ints, Ints]:
     ends = np.maximum(positions + 1, _prefix(seqlen_k))
     return np.zeros_like(ends), np.minimum(ends, seqlen_k)
 
 
-def _seen_all(positions: Ints, seqlen_k: int) -> tuple[Ints, Ints]:
+def _visible_all(positions: Ints, seqlen_k: int) -> tuple[Ints, Ints]:
     return np.zeros_like(positions), np.full_like(positions, seqlen_k)
 
 
@@ -105,7 +105,7 @@ BUILT_IN = {
         MaskMod,
         lambda i, j, document: document[i] == document[j],
         _documents,
-        seen=_seen_documents,
+        visible_range=_visible_documents,
     ),
     "t5": BuiltIn(
         f"a bias for each head by i - j, clipped at {FURTHEST}",
@@ -121,7 +121,7 @@ BUILT_IN = {
         MaskMod,
         lambda i, j: (i - j) % STEP == 0,
         lambda heads_q, seqlen_k: {},
-        seen=_seen_all,
+        visible_range=_visible_all,
         step=STEP,
     ),
     "prefix": BuiltIn(
@@ -129,7 +129,7 @@ BUILT_IN = {
         MaskMod,
         lambda i, j, prefix: (j <= i) | (j < prefix),
         lambda heads_q, seqlen_k: {"prefix": _prefix(seqlen_k)},
-        seen=_seen_prefix,
+        visible_range=_visible_prefix,
     ),
     "softcap": BuiltIn(
         f"softcap {SOFTCAP:g} as a user's function",

@@ -20,8 +20,8 @@ from cupy_flash.problem.score import ScoreSpec
 from cupy_flash.problem.values import check_count
 
 from .mod_arguments import array_bytes, score_of
-from .mods import PLAIN, Mods
-from .seen import Seen, count_pairs
+from .mods import PLAIN, CaseMods
+from .visible import VisibleKeys, count_pairs
 
 Shape = tuple[int, int, int, int]
 # Sequences of equal length; sequences in a KV cache; packed sequences (varlen), without padding.
@@ -87,7 +87,7 @@ class Case:
     rotary: bool = False
     asked_splits: int = 0
     lengths: tuple[int, ...] | None = None
-    mods: Mods = PLAIN
+    mods: CaseMods = PLAIN
     direction: str = "forward"
     cache_dtype: str | None = None
     values_in_keys: bool = False
@@ -100,7 +100,9 @@ class Case:
     def of_record(cls, record: Mapping[str, Any]) -> Case:
         """Return the case of a record; the inverse of `as_record`."""
         lengths = record["lengths"] and tuple(record["lengths"])
-        return cls(**dict(record) | {"lengths": lengths, "mods": Mods.parse(record["mods"] or "")})
+        return cls(
+            **dict(record) | {"lengths": lengths, "mods": CaseMods.parse(record["mods"] or "")}
+        )
 
     @property
     def is_dense(self) -> bool:
@@ -224,7 +226,7 @@ class Case:
             q,
             k,
             v,
-            kind="packed" if packed else "cached",
+            kind="varlen" if packed else "kvcache",
             batch=self.batch,
             max_seqlen_q=self.seqlen_q,
             max_seqlen_k=self.seqlen_k,
@@ -291,9 +293,9 @@ class Case:
         offset = seqlen_k - seqlen_q if self.q_offset is None else self.q_offset
         return Mask(seqlen_q, seqlen_k, self.causal, offset, *self.mods.window)
 
-    def seen(self, seqlen_q: int, seqlen_k: int) -> Seen:
+    def visible_keys(self, seqlen_q: int, seqlen_k: int) -> VisibleKeys:
         """Return the visible keys of a sequence with these lengths; mask arrays are ignored."""
-        return Seen.of(self.mask(seqlen_q, seqlen_k), self.mods.mod, self.sizes.seqlen_k)
+        return VisibleKeys.of(self.mask(seqlen_q, seqlen_k), self.mods.mod, self.sizes.seqlen_k)
 
     def flops(self) -> float:
         """Return the FLOPs of the visible pairs, as `Problem.flops` counts them.
@@ -303,7 +305,7 @@ class Case:
         """
         dim, dim_v = self.head_dim, self.head_dim_v
         width = 3 * dim + 2 * dim_v if self.is_backward else dim + dim_v
-        return 2.0 * self.heads_q * _seen_pairs(self) * width
+        return 2.0 * self.heads_q * _visible_pairs(self) * width
 
     @property
     def kv_bytes(self) -> int:
@@ -311,7 +313,7 @@ class Case:
         keys = self.total_keys
         if self.mods:
             lengths = self.length_counts.items()
-            keys = sum(count * self.seen(*seqlens).keys() for seqlens, count in lengths)
+            keys = sum(count * self.visible_keys(*seqlens).keys() for seqlens, count in lengths)
         return keys * self.heads_kv * self._key_bytes
 
     @property
@@ -376,7 +378,7 @@ class Case:
 
 # Cached, because counting the pairs of long sequences takes milliseconds and happens often.
 @functools.lru_cache(maxsize=256)
-def _seen_pairs(case: Case) -> float:
+def _visible_pairs(case: Case) -> float:
     """Return the number of visible pairs of one head, over the batch."""
     row = case.sizes.seqlen_k
     return sum(

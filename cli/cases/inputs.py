@@ -115,8 +115,8 @@ class Inputs:
         """Return the output and its log-sum-exp, which the library computes on first access."""
         if on_gpu not in self._forward:
             backend = "auto" if on_gpu else "cpu"
-            found = self._forward_call(on_gpu=on_gpu, return_lse=True, backend=backend)()
-            self._forward[on_gpu] = (found[0], found[1])
+            result = self._forward_call(on_gpu=on_gpu, return_lse=True, backend=backend)()
+            self._forward[on_gpu] = (result[0], result[1])
         return self._forward[on_gpu]
 
     def call(self, *, on_gpu: bool, **forced: Any) -> Callable[[], Any]:
@@ -251,8 +251,8 @@ def _normal(xp: Any, generator: Any, shape: tuple[int, ...], dtype: np.dtype) ->
     drawn = np.float64 if dtype == np.float64 else np.float32
 
     def part(size: Any) -> Any:
-        found = generator.standard_normal(size, dtype=drawn)
-        return found > 0 if dtype == np.dtype(bool) else found.astype(dtype, copy=False)
+        result = generator.standard_normal(size, dtype=drawn)
+        return result > 0 if dtype == np.dtype(bool) else result.astype(dtype, copy=False)
 
     if math.prod(shape) == 0:
         # CuPy's generator launches a kernel even for an empty array.
@@ -272,14 +272,14 @@ def _drawn_arrays(case: Case, seed: int, *, on_gpu: bool) -> dict[str, Any]:
     xp: Any = importlib.import_module("cupy") if on_gpu else np
     # Not the generator of q: otherwise q would depend on whether the case has a bias.
     generator = xp.random.default_rng(seed + 1)
-    found = {}
+    result = {}
     for name, (shape, dtype) in shapes(case.mods, case.sizes).items():
         if name == "alibi_slopes":
             heads = np.arange(1, case.heads_q + 1)
-            found[name] = xp.asarray((2.0 ** (-8 * heads / case.heads_q)).astype(dtype))
+            result[name] = xp.asarray((2.0 ** (-8 * heads / case.heads_q)).astype(dtype))
         else:
-            found[name] = _normal(xp, generator, shape, dtype)
-    return found
+            result[name] = _normal(xp, generator, shape, dtype)
+    return result
 
 
 def _drawn_dout(case: Case, seed: int, *, on_gpu: bool) -> Any:
@@ -408,13 +408,13 @@ def _read_arrays(path: Path) -> list[np.ndarray]:
 
 def _read_array(file: Any, name: str) -> np.ndarray:
     try:
-        found: np.ndarray = file[name]
+        result: np.ndarray = file[name]
     except ValueError as error:
         if "allow_pickle" not in str(error):
             raise
         # NumPy's message would recommend loading the file unsafely.
         raise ValueError(f"{name} holds Python objects; expected numbers") from error
-    return found
+    return result
 
 
 def _with_dtype(array: np.ndarray) -> np.ndarray:

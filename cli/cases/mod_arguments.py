@@ -10,13 +10,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from cupy_flash.calls.modifiers import canonical, read_modifiers, score_spec
+from cupy_flash.calls.check.modifications import canonical, parse_modifications, score_spec
 from cupy_flash.mods.shapes import Sizes
 from cupy_flash.problem.arrays import MAX_ALIGNMENT
 from cupy_flash.problem.score import ScoreSpec
 
 from .built_in import BUILT_IN
-from .mods import Mods
+from .mods import CaseMods
 
 # Keyword arguments that hold arrays over (query, key) pairs.
 OF_PAIRS = ("bias", "mask")
@@ -27,7 +27,7 @@ def numpy_dtype(name: str) -> np.dtype:
     return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
 
 
-def shapes(mods: Mods, sizes: Sizes) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+def shapes(mods: CaseMods, sizes: Sizes) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
     """Return shape and dtype of each array by its keyword argument, without captured arrays.
 
     Raises
@@ -36,11 +36,11 @@ def shapes(mods: Mods, sizes: Sizes) -> dict[str, tuple[tuple[int, ...], np.dtyp
         If an array has a batch axis and the sequences are packed.
     """
     real = np.dtype(np.float64 if sizes.dtype == "float64" else np.float32)
-    found: dict[str, tuple[tuple[int, ...], np.dtype]] = {}
+    result: dict[str, tuple[tuple[int, ...], np.dtype]] = {}
     if mods.alibi:
-        found["alibi_slopes"] = (sizes.heads_q,), real
+        result["alibi_slopes"] = (sizes.heads_q,), real
     if mods.sinks:
-        found["sinks"] = (sizes.heads_q,), real
+        result["sinks"] = (sizes.heads_q,), real
     for name, dtype in zip(OF_PAIRS, (numpy_dtype(sizes.dtype), np.dtype(bool)), strict=True):
         if (span := getattr(mods, name)) is None:
             continue
@@ -53,17 +53,17 @@ def shapes(mods: Mods, sizes: Sizes) -> dict[str, tuple[tuple[int, ...], np.dtyp
         batch = sizes.batch if span == "batch" else 1
         pairs = (batch, heads, sizes.seqlen_q, sizes.seqlen_k)
         packed = (heads, sizes.total_q or 0, sizes.seqlen_k)
-        found[name] = pairs if sizes.total_q is None else packed, dtype
-    return found
+        result[name] = pairs if sizes.total_q is None else packed, dtype
+    return result
 
 
-def array_bytes(mods: Mods, sizes: Sizes) -> int:
+def array_bytes(mods: CaseMods, sizes: Sizes) -> int:
     """Return the total size of these arrays in bytes."""
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes(mods, sizes).values())
 
 
 def keywords(
-    mods: Mods, sizes: Sizes, arrays: Mapping[str, Any], placed: Callable[[Any], Any]
+    mods: CaseMods, sizes: Sizes, arrays: Mapping[str, Any], placed: Callable[[Any], Any]
 ) -> dict[str, Any]:
     """Return the keyword arguments of the library's functions.
 
@@ -76,11 +76,11 @@ def keywords(
     placed
         Function that moves captured arrays to the memory of `arrays`.
     """
-    found = dict(arrays)
-    if mods.window != Mods.window:
-        found["window_size"] = tuple(mods.window)
+    result = dict(arrays)
+    if mods.window != CaseMods.window:
+        result["window_size"] = tuple(mods.window)
     if mods.softcap is not None:
-        found["softcap"] = mods.softcap
+        result["softcap"] = mods.softcap
     if mods.mod is not None:
         built_in = BUILT_IN[mods.mod]
         captures = built_in.captures(sizes.heads_q, sizes.seqlen_k)
@@ -88,12 +88,14 @@ def keywords(
             built_in.function,
             **{n: placed(x) if isinstance(x, np.ndarray) else x for n, x in captures.items()},
         )
-        found[built_in.keyword] = mod
-    return found
+        result[built_in.keyword] = mod
+    return result
 
 
 @functools.lru_cache(maxsize=256)
-def score_of(mods: Mods, sizes: Sizes, *, causal: bool, backward: bool = False) -> ScoreSpec | None:
+def score_of(
+    mods: CaseMods, sizes: Sizes, *, causal: bool, backward: bool = False
+) -> ScoreSpec | None:
     """Return the score spec that kernels are generated from, with derivatives if `backward`.
 
     Raises
@@ -102,11 +104,11 @@ def score_of(mods: Mods, sizes: Sizes, *, causal: bool, backward: bool = False) 
         If the library rejects the modifications.
     """
     unread = {name: _unread(*array) for name, array in shapes(mods, sizes).items()}
-    found = read_modifiers(keywords(mods, sizes, unread, np.asarray), backward=backward)
-    if found is None:
+    result = parse_modifications(keywords(mods, sizes, unread, np.asarray), backward=backward)
+    if result is None:
         return None
-    modifiers, arrays, _ = found
-    return score_spec(modifiers, canonical(modifiers, arrays, sizes), sizes, causal=causal)
+    mod_key, arrays, _ = result
+    return score_spec(mod_key, canonical(mod_key, arrays, sizes), sizes, causal=causal)
 
 
 def _unread(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -120,7 +122,7 @@ def _unread(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 def restricted(
     given: Mapping[str, Any],
-    mods: Mods,
+    mods: CaseMods,
     *,
     batch: int,
     keys: int,
@@ -144,21 +146,21 @@ def restricted(
     rows
         Query rows, as indices into the packed array or, if it is not packed, into the sequence.
     """
-    found = dict(given)
+    result = dict(given)
     for name in ("alibi_slopes", "sinks"):
-        if name in found:
-            found[name] = found[name][heads]
+        if name in result:
+            result[name] = result[name][heads]
     for name in OF_PAIRS:
-        if name in found:
-            array = found[name]
+        if name in result:
+            array = result[name]
             array = array[None] if array.ndim == 3 else array
             first = batch if array.shape[0] > 1 else 0
             of_heads = heads if array.shape[1] > 1 else slice(None)
-            found[name] = array[first : first + 1, of_heads, rows, :keys]
+            result[name] = array[first : first + 1, of_heads, rows, :keys]
     built_in = BUILT_IN[mods.mod] if mods.mod else None
     if built_in is not None and built_in.head_axis is not None:
-        mod = found[built_in.keyword]
+        mod = result[built_in.keyword]
         captures = dict(mod.captures)
         captures[built_in.head_axis] = captures[built_in.head_axis][heads]
-        found[built_in.keyword] = built_in.make(built_in.function, **captures)
-    return found
+        result[built_in.keyword] = built_in.make(built_in.function, **captures)
+    return result

@@ -12,14 +12,14 @@ import click
 from .built_in import BUILT_IN
 from .cases import Case
 from .lists import FLAGS, CommaList
-from .mods import PARSERS, PLAIN, SPANS, Mods
+from .mods import PARSERS, PLAIN, SPANS, CaseMods
 from .options import Command, checked_cases, placed
 
 _NONE = "none"
 
 
 def _or_none(name: str) -> Callable[[str], Any]:
-    """Return a parser for a field of `Mods` that also accepts "none", for no modification."""
+    """Return a parser for a field of `CaseMods` that also accepts "none", for no modification."""
     absent = getattr(PLAIN, name)
     return lambda text: absent if text == _NONE else PARSERS[name](text)
 
@@ -74,8 +74,9 @@ def modified(cases: Sequence[Case], given: Mapping[str, Any]) -> list[Case]:
         If no kernel computes one of the cases; with the library's message.
     """
     lists = {name: values for name, values in given.items() if values}
-    found = [
-        Mods(**dict(zip(lists, each, strict=True))) for each in itertools.product(*lists.values())
+    result = [
+        CaseMods(**dict(zip(lists, each, strict=True)))
+        for each in itertools.product(*lists.values())
     ]
-    everything = [dataclasses.replace(case, mods=mods) for case in cases for mods in found]
+    everything = [dataclasses.replace(case, mods=mods) for case in cases for mods in result]
     return checked_cases(placed(everything))

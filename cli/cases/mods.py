@@ -17,7 +17,7 @@ _NO_WINDOW = Window()
 
 
 @dataclass(frozen=True)
-class Mods:
+class CaseMods:
     """Modifications of a call as plain values; none by default.
 
     Attributes
@@ -45,21 +45,21 @@ class Mods:
     mod: str | None = None
 
     def __bool__(self) -> bool:
-        return self != Mods()
+        return self != CaseMods()
 
     def __str__(self) -> str:
         """Return the text that `parse` reads; empty if there are no modifications."""
-        found = []
+        result = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if value is True:
-                found.append(field.name)
+                result.append(field.name)
             elif value != field.default:
-                found.append(f"{field.name} {_TEXTS.get(field.name, str)(value)}")
-        return ", ".join(found)
+                result.append(f"{field.name} {_TEXTS.get(field.name, str)(value)}")
+        return ", ".join(result)
 
     @classmethod
-    def parse(cls, text: str) -> Mods:
+    def parse(cls, text: str) -> CaseMods:
         """Return the modifications that a text describes, as `str` writes it.
 
         Raises
@@ -67,16 +67,16 @@ class Mods:
         ValueError
             If the text has another form.
         """
-        found = {}
+        result = {}
         for part in filter(None, text.split(", ")):
             name, _, value = part.partition(" ")
             if name not in PARSERS:
                 raise ValueError(f"{name!r} is none of {', '.join(PARSERS)}")
-            found[name] = PARSERS[name](value or "yes")
-        return cls(**found)
+            result[name] = PARSERS[name](value or "yes")
+        return cls(**result)
 
 
-PLAIN = Mods()
+PLAIN = CaseMods()
 
 
 def _window_text(window: Window) -> str:
@@ -118,7 +118,7 @@ def _one_of(*choices: str) -> Callable[[str], str]:
     return parse
 
 
-# Parsers of the fields of `Mods`, keyed by field name.
+# Parsers of the fields of `CaseMods`, keyed by field name.
 PARSERS: dict[str, Callable[[str], Any]] = {
     "window": _window,
     "softcap": _softcap,

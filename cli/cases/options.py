@@ -121,7 +121,7 @@ _PACKED_DEFAULTS = {
 }
 
 
-def _told(defaults: Mapping[bool, Defaults]) -> str:
+def _defaults_text(defaults: Mapping[bool, Defaults]) -> str:
     """Return help text with the defaults on a GPU and on the CPU."""
     gpu, cpu = (
         ", ".join(f"{name} {value}" for name, (value,) in defaults[on_gpu].items())
@@ -135,7 +135,7 @@ _SEQUENCE_OPTIONS = (
         "--cache",
         is_flag=True,
         help="Let --seqlen-q rows attend to a cache of --seqlen-k keys, by "
-        "flash_attention_with_kvcache." + _told(_CACHE_DEFAULTS),
+        "flash_attention_with_kvcache." + _defaults_text(_CACHE_DEFAULTS),
     ),
     click.option(
         "--page-size", type=COUNTS, help="Rows per page of the cache, shuffled pages; 0 for none."
@@ -147,7 +147,7 @@ _SEQUENCE_OPTIONS = (
         metavar="WHICH",
         help="Lengths of packed sequences (flash_attention_varlen) or, with --cache, of caches: "
         "uniform, long-tail (from 16 to the longest, drawn with --seed), numbers, or a file of "
-        "numbers." + _told(_PACKED_DEFAULTS),
+        "numbers." + _defaults_text(_PACKED_DEFAULTS),
     ),
     click.option(
         "--num-splits", type=COUNTS, help="KV splits per sequence; 0 (default): library's choice."
@@ -313,7 +313,7 @@ def sequence_cases(
         # As in dense cases, KV heads default to --heads if that was given.
         own = {name: value for name, value in own.items() if name != "kv_heads"}
     given = _filled(shape, dict(defaults) | own)
-    found = []
+    result = []
     for case, pages, splits in itertools.product(
         _swept(given), sequences["page_size"] or (0,), sequences["num_splits"] or (0,)
     ):
@@ -330,8 +330,8 @@ def sequence_cases(
             rotary=sequences["rotary"],
             asked_splits=splits,
         )
-        found.append(dataclasses.replace(alike, lengths=drawn))
-    return found
+        result.append(dataclasses.replace(alike, lengths=drawn))
+    return result
 
 
 def _require_room(case: Case, lengths: tuple[int, ...] | None) -> None:
@@ -447,8 +447,8 @@ def placed(cases: Sequence[Case]) -> list[Case]:
             "--q-offset affects only a causal mask, a window or another modification; add --causal "
             "or --window, or leave it out"
         )
-    found = (c if c.causal or c.mods else dataclasses.replace(c, q_offset=None) for c in cases)
-    return list(dict.fromkeys(found))
+    result = (c if c.causal or c.mods else dataclasses.replace(c, q_offset=None) for c in cases)
+    return list(dict.fromkeys(result))
 
 
 def refuse(shape: Mapping[str, Any], names: Sequence[str], because: str) -> None:
@@ -564,8 +564,8 @@ def writable_path(path: Path, suffixes: Iterable[str]) -> Path:
     """
     if path.suffix.lower() not in suffixes:
         name = repr(str(path)) if path.name else "an empty name"
-        found = f"ends in {path.suffix!r}" if path.suffix else "has no suffix"
-        raise click.BadParameter(f"{name} {found}; expected one of {', '.join(suffixes)}")
+        result = f"ends in {path.suffix!r}" if path.suffix else "has no suffix"
+        raise click.BadParameter(f"{name} {result}; expected one of {', '.join(suffixes)}")
     make_folder(path.parent)
     try:
         existed = path.exists()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ..providers.providers import PAGE_SIZES
 from .cases import Case
-from .mods import PLAIN, Mods
+from .mods import PLAIN, CaseMods
 from .sequences import long_tail
 
 # FlashAttention-3 paper, section 4.1: every case has 16384 tokens and a hidden size of 2048.
@@ -153,24 +153,24 @@ def _packed(causal: bool) -> Case:
 
 # Number of tokens in the window of the mods preset, including the query's own.
 _WINDOW = 1024
-_WINDOWED = Mods.parse(f"window {_WINDOW - 1}:0")
+_WINDOWED = CaseMods.parse(f"window {_WINDOW - 1}:0")
 _MODIFIED = (
     # causal, modifications
     (False, PLAIN),
     (True, PLAIN),
     (True, _WINDOWED),
-    (True, Mods(alibi=True)),
-    (True, Mods(sinks=True)),
-    (False, Mods(softcap=50.0)),
-    (False, Mods(bias="heads")),
-    (False, Mods(bias="shared")),
-    (False, Mods(mod="documents")),
-    (True, Mods(mod="documents")),
-    (False, Mods(mod="t5")),
+    (True, CaseMods(alibi=True)),
+    (True, CaseMods(sinks=True)),
+    (False, CaseMods(softcap=50.0)),
+    (False, CaseMods(bias="heads")),
+    (False, CaseMods(bias="shared")),
+    (False, CaseMods(mod="documents")),
+    (True, CaseMods(mod="documents")),
+    (False, CaseMods(mod="t5")),
 )
 
 
-def _modified(head_dim: int, causal: bool, mods: Mods) -> Case:
+def _modified(head_dim: int, causal: bool, mods: CaseMods) -> Case:
     case = square("bfloat16", 2, _HIDDEN // head_dim, 8192, head_dim, causal)
     return dataclasses.replace(case, mods=mods)
 
@@ -178,7 +178,7 @@ def _modified(head_dim: int, causal: bool, mods: Mods) -> Case:
 def _long_documents(head_dim: int) -> Case:
     """Return a case whose sequence is long enough for the library to build a block mask."""
     case = square("bfloat16", 1, _HIDDEN // head_dim, 32768, head_dim, causal=True)
-    return dataclasses.replace(case, mods=Mods(mod="documents"))
+    return dataclasses.replace(case, mods=CaseMods(mod="documents"))
 
 
 _PRESETS = {

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cupy_flash.host.rotary import rotated
+from cupy_flash.arrays.rotary import rotated
 from cupy_flash.mods.keywords import Window
 from cupy_flash.reference.packed import attention_with_kvcache_reference
 
@@ -45,7 +45,7 @@ def long_tail(batch: int, longest: int, seed: int, *, least: int = 1) -> tuple[i
     return tuple(round(shortest * (longest / shortest) ** draw) for draw in draws.tolist())
 
 
-def uniform_twin(case: Case) -> Case:
+def equal_length_case(case: Case) -> Case:
     """Return a batch of equal lengths with about as many rows and FLOPs as a varlen batch.
 
     Its length is a multiple of 128, so that no tile is partial.
@@ -79,23 +79,23 @@ def arrays_of(case: Case, seed: int) -> dict[str, np.ndarray]:
     # Not the generator of q: otherwise the rows of a cache would depend on its page size.
     rng = np.random.default_rng([seed, 1])
     new = case.seqlen_q if case.append else 0
-    found = {"cache_seqlens": np.asarray(case.key_lengths, np.int32) - np.int32(new)}
+    result = {"cache_seqlens": np.asarray(case.key_lengths, np.int32) - np.int32(new)}
     if case.page_size:
         table = rng.permutation(case.batch * case.pages_per_sequence).astype(np.int32)
-        found["block_table"] = table.reshape(case.batch, case.pages_per_sequence)
+        result["block_table"] = table.reshape(case.batch, case.pages_per_sequence)
     dtype = numpy_dtype(case.dtype)
     if case.append:
         rows = (case.batch, case.seqlen_q, case.heads_kv)
-        found["k"] = rng.standard_normal((*rows, case.head_dim)).astype(dtype)
-        found["v"] = rng.standard_normal((*rows, case.head_dim_v)).astype(dtype)
+        result["k"] = rng.standard_normal((*rows, case.head_dim)).astype(dtype)
+        result["v"] = rng.standard_normal((*rows, case.head_dim_v)).astype(dtype)
     if case.rotary:
         half = case.head_dim // 2
         wavelengths = _ROTARY_BASE ** (np.arange(half) / half)
         angles = np.arange(case.seqlen_k)[:, None] / wavelengths
         kind = np.float64 if case.dtype == "float64" else np.float32
-        found |= {"rotary_cos": np.cos(angles).astype(kind)}
-        found |= {"rotary_sin": np.sin(angles).astype(kind)}
-    return found
+        result |= {"rotary_cos": np.cos(angles).astype(kind)}
+        result |= {"rotary_sin": np.sin(angles).astype(kind)}
+    return result
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ def appended_reference(
     heads, kv_heads = _slices(case, head)
     q, k, v = sequence_of(case, arrays, more, batch, heads, kv_heads)
     new_k, new_v = (more[name][batch : batch + 1, :, kv_heads] for name in ("k", "v"))
-    found = attention_with_kvcache_reference(
+    result = attention_with_kvcache_reference(
         *(placed(x) for x in (q, k, v)),
         *(placed(_like(q, x)) for x in (new_k, new_v)),
         cache_seqlens=case.key_lengths[batch] - case.seqlen_q,
@@ -239,7 +239,7 @@ def appended_reference(
         softmax_scale=case.softmax_scale,
         **modifications,
     )
-    return found.out, found.lse
+    return result.out, result.lse
 
 
 def rows_in_call(

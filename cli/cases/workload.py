@@ -21,7 +21,7 @@ from cupy_flash.problem.arrays import DTYPES, FLOAT8, LARGEST_QUANTIZED
 from ..providers.providers import PAGE_SIZES
 from . import presets
 from .cases import DIRECTIONS, KINDS, Case, dtype_name
-from .mods import Mods
+from .mods import CaseMods
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,13 @@ class Group:
 
 def groups_of(cases: Iterable[Weighted]) -> list[Group]:
     """Return the cases grouped by problem class, in the order in which classes first appear."""
-    found: dict[str, list[Weighted]] = {}
+    result: dict[str, list[Weighted]] = {}
     for weighted in cases:
         name = tuning.problem_class(weighted.case.problem())
         if mods := weighted.case.mods:
             name = f"{name}; {mods}"
-        found.setdefault(name, []).append(weighted)
-    return [Group(name, tuple(members)) for name, members in found.items()]
+        result.setdefault(name, []).append(weighted)
+    return [Group(name, tuple(members)) for name, members in result.items()]
 
 
 # ---- Presets of `tune`
@@ -282,7 +282,7 @@ def _value(name: str, value: Any, where: str) -> Any:
         if name in _CHOICES:
             return _one_of(text, _CHOICES[name])
         if name == "mods":
-            return Mods.parse(text)
+            return CaseMods.parse(text)
         if name == "lengths":
             numbers = value if isinstance(value, list) else text.split()
             return tuple(_whole_number(str(number), least=1) for number in numbers)

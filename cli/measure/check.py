@@ -109,8 +109,8 @@ def _blocks_of_sequences(case: Case, seed: int, most_scores: int, most_rows: int
             seqlen_k=lengths[batch],
             lengths=None,
         )
-        found = choose_blocks(alone, seed + batch, most_scores // share, most_rows // share)
-        blocks += [dataclasses.replace(block, batch=batch) for block in found]
+        result = choose_blocks(alone, seed + batch, most_scores // share, most_rows // share)
+        blocks += [dataclasses.replace(block, batch=batch) for block in result]
     return blocks
 
 

@@ -84,25 +84,27 @@ class GpuState:
 
     def notes(self) -> list[str]:
         """Return notes for readers of the measurements; warnings begin with "!"."""
-        found = []
+        result = []
         if self.sm_clock_mhz:
             median, low, high = self.sm_clock_mhz
             clock = f"SM clock {median:.0f} MHz ({low:.0f} to {high:.0f})"
             if self.max_sm_clock_mhz:
                 clock += f" of at most {self.max_sm_clock_mhz:.0f}"
             capped = self.held_down.get(_USUAL, 0)
-            found.append(clock + (f", at the power cap {capped:.0%} of the time" if capped else ""))
-        found += [
+            result.append(
+                clock + (f", at the power cap {capped:.0%} of the time" if capped else "")
+            )
+        result += [
             f"! {reason} in {share:.0%} of the run: times are of a throttled GPU"
             for reason, share in self.held_down.items()
             if reason != _USUAL and share > _SELDOM
         ]
         if self.busy_before > _BUSY or self.other_processes:
-            found.append(
+            result.append(
                 f"! the GPU was in use: {self.busy_before:.0f}% busy before the run, "
                 f"{self.other_processes} other processes"
             )
-        return found
+        return result
 
 
 @dataclass(frozen=True)

@@ -160,21 +160,21 @@ class GradientCheck:
         _, lse = attention_reference(q, k, v, return_lse=True, **options)
         xp = check.module_of(q)
         kept, finite, bounds = [], [], []
-        for found in zip(naive, exact, sizes, strict=True):
+        for result in zip(naive, exact, sizes, strict=True):
             # Where the plain formula overflows, it cannot judge a gradient.
-            is_finite = xp.isfinite(found[0]) & xp.isfinite(found[1]) & xp.isfinite(found[2])
-            numbers, reference, size = (xp.where(is_finite, x, 0) for x in found)
+            is_finite = xp.isfinite(result[0]) & xp.isfinite(result[1]) & xp.isfinite(result[2])
+            numbers, reference, size = (xp.where(is_finite, x, 0) for x in result)
             kept.append(reference)
             finite.append(is_finite)
             dtype = numpy_dtype(case.dtype)
             bounds.append(gradient_bound(numbers, reference, size, dtype, lse=lse))
         return _Part(tuple(kept), tuple(finite), tuple(bounds))
 
-    def error(self, found: tuple[Any, Any, Any]) -> float:
+    def error(self, result: tuple[Any, Any, Any]) -> float:
         """Return the largest error of dq, dk and dv, relative to its bound."""
         worst = 0.0
         for group, part in self._parts.items():
-            gradients = self._of_group(group, found)
+            gradients = self._of_group(group, result)
             for got, exact, finite, bound in zip(gradients, *part, strict=True):
                 compared = check.module_of(got).where(finite, got.astype(np.float64), 0)
                 worst = max(worst, max_error(compared, exact) / bound)

@@ -54,19 +54,19 @@ def on_ranks(work: Work, ranks: int, *arguments: Any, seconds: float) -> list[An
     RankError
         If a rank fails; with the traceback of the first one.
     """
-    started = [_start(_answer, ranks, rank, (work, *arguments)) for rank in range(ranks)]
-    give_up = time.monotonic() + seconds
+    started = [_start(_send_result, ranks, rank, (work, *arguments)) for rank in range(ranks)]
+    deadline = time.monotonic() + seconds
     try:
-        name, *_ = _said_by(started, give_up)
+        name, *_ = _receive_all(started, deadline)
         for other in started[1:]:
             other.pipe.send(name)
-        return _said_by(started, give_up)
+        return _receive_all(started, deadline)
     finally:
-        for found in started:
-            found.end()
+        for result in started:
+            result.end()
 
 
-class Crew:
+class RankProcesses:
     """This process as rank 0, and other processes that execute its orders.
 
     Parameters
@@ -86,11 +86,11 @@ class Crew:
     """
 
     def __init__(self, work: Work, ranks: int, *, seconds: float = _START_SECONDS) -> None:
-        give_up = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         self._others = [_start(work, ranks, rank, ()) for rank in range(1, ranks)]
         try:
             # Checked first: creating a communicator waits for all ranks without a time limit.
-            _said_by(self._others, give_up)
+            _receive_all(self._others, deadline)
         except RankError:
             self.close()
             raise
@@ -101,7 +101,7 @@ class Crew:
             other.pipe.send(name)
         self.communicator = nccl.NcclCommunicator(ranks, name, 0)
 
-    def tell(self, *order: Any) -> None:
+    def send_order(self, *order: Any) -> None:
         """Send an order to all other ranks."""
         for other in self._others:
             try:
@@ -151,24 +151,24 @@ def _run(role: Work, ranks: int, rank: int, parent: Connection, arguments: tuple
             parent.send((text, None))
 
 
-def _answer(communicator: Any, parent: Connection, work: Work, *arguments: Any) -> None:
+def _send_result(communicator: Any, parent: Connection, work: Work, *arguments: Any) -> None:
     parent.send((None, work(communicator, *arguments)))
 
 
-def _said_by(ranks: Sequence[_Rank], give_up: float) -> list[Any]:
+def _receive_all(ranks: Sequence[_Rank], deadline: float) -> list[Any]:
     """Return the next message of each rank; raise RankError as soon as any rank fails."""
-    waiting, found = {rank.pipe: rank.number for rank in ranks}, {}
+    waiting, result = {rank.pipe: rank.number for rank in ranks}, {}
     while waiting:
-        ready = wait(list(waiting), max(0.0, give_up - time.monotonic()))
+        ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
         if not ready:
             raise RankError(f"rank {min(waiting.values())} did not end in time")
         for pipe in waiting.keys() & ready:
             number = waiting.pop(pipe)
-            found[number] = _said(pipe, number)
-    return [found[rank.number] for rank in ranks]
+            result[number] = _receive(pipe, number)
+    return [result[rank.number] for rank in ranks]
 
 
-def _said(pipe: Connection, number: int) -> Any:
+def _receive(pipe: Connection, number: int) -> Any:
     try:
         error, value = pipe.recv()
     except EOFError:

@@ -274,7 +274,7 @@ class Runner:
         on_gpu = cells[0].provider.on_gpu
         timer = self._timer(cells[0].provider)
         # The graphs, and with them their memory, are freed when this returns.
-        self._time_in_turns(timer, cells, self._replays(cells) if on_gpu else {})
+        self._time_alternately(timer, cells, self._replays(cells) if on_gpu else {})
         if not on_gpu:
             return
         for cell in cells:
@@ -292,17 +292,17 @@ class Runner:
 
     def _replays(self, cells: Sequence[Cell]) -> dict[int, Timed]:
         """Return the calls that a CUDA graph can replay, by the index of their cell."""
-        found = {}
+        result = {}
         for index, cell in enumerate(cells):
             if cell.prepared is None or (cell.peak_bytes or 0) >= _GRAPH_BYTES:
                 continue
             # A call that cannot be captured is timed without a graph.
             with contextlib.suppress(Exception):
                 if (replay := cell.provider.replayed(cell.prepared)) is not None:
-                    found[index] = replay
-        return found
+                    result[index] = replay
+        return result
 
-    def _time_in_turns(
+    def _time_alternately(
         self, timer: Timer, cells: Sequence[Cell], replays: Mapping[int, Timed]
     ) -> None:
         """Time the cells alternately; if a call fails, drop its cell, and restart the others."""

@@ -110,7 +110,7 @@ class HostTimer:
         for timed in calls:
             for _ in range(warmup):
                 self.once(timed)
-        return take_turns(lambda timed: 1e3 * self.once(timed), calls, repeats)
+        return alternate(lambda timed: 1e3 * self.once(timed), calls, repeats)
 
 
 class GpuTimer:
@@ -142,7 +142,7 @@ class GpuTimer:
             with timed.scope():
                 for _ in range(warmup):
                     timed.call()
-        events = take_turns(self._enqueue, calls, repeats)
+        events = alternate(self._enqueue, calls, repeats)
         self._stream.synchronize()
         elapsed = self._cupy.cuda.get_elapsed_time
         return [[float(elapsed(start, end)) for start, end in pairs] for pairs in events]
@@ -158,7 +158,7 @@ class GpuTimer:
         return start, end
 
 
-def take_turns(
+def alternate(
     measure: Callable[[Timed], Any], calls: Sequence[Timed], repeats: Sequence[int]
 ) -> list[list[Any]]:
     """Return the values of `measure` for each repeat of each call; the calls alternate.

@@ -16,7 +16,7 @@ from cupy_flash.families.schedule import KEY_GRADIENTS, QUERY_GRADIENTS
 from cupy_flash.planning.planner import Plan
 from cupy_flash.problem.problem import Problem
 
-from ..cases.mods import PLAIN, Mods
+from ..cases.mods import PLAIN, CaseMods
 from . import traffic
 from .traffic import Range, Schedule, Traffic
 
@@ -45,7 +45,7 @@ class Kernel:
     keys_stay: bool
     products: tuple[int, int]
 
-    def ranges(self, problem: Problem, mods: Mods) -> list[Range]:
+    def ranges(self, problem: Problem, mods: CaseMods) -> list[Range]:
         """Return the range of rows that each tile of a head reads."""
         of = traffic.tile_ranges_of_keys if self.keys_stay else traffic.tile_ranges
         return of(problem, self.schedule.Br, self.schedule.Bc, mods)
@@ -69,7 +69,7 @@ def kernels_of(plan: Plan) -> list[Kernel]:
         if launch is plan.main or (launch.entry in _OF_KERNEL and launch.shared_memory)
     ]
     entries = [launch.entry for launch in launches]
-    found = []
+    result = []
     for launch in launches:
         keys_stay = launch.entry != QUERY_GRADIENTS
         products = _OF_KERNEL[launch.entry] if QUERY_GRADIENTS in entries else USEFUL
@@ -82,8 +82,8 @@ def kernels_of(plan: Plan) -> list[Kernel]:
             l2_bytes=device.l2_cache,
             workspace=plan.workspace,
         )
-        found.append(Kernel(schedule, keys_stay, products))
-    return found
+        result.append(Kernel(schedule, keys_stay, products))
+    return result
 
 
 def usual_kernels(schedule: Schedule) -> list[Kernel]:
@@ -112,7 +112,7 @@ def other_flops(problem: Problem, kernels: Sequence[Kernel], pairs: float) -> fl
     return len(kernels) * _PAIR_FLOPS * pairs + 2 * problem.rows * problem.head_dim_v
 
 
-def compulsory(problem: Problem, mods: Mods = PLAIN) -> Traffic:
+def compulsory(problem: Problem, mods: CaseMods = PLAIN) -> Traffic:
     """Return the least possible traffic: visible inputs read once, gradients written once."""
     forward = traffic.compulsory(problem, mods)
     # Bytes of out and dout.
@@ -137,7 +137,7 @@ def standard(problem: Problem) -> Traffic:
     )
 
 
-def fused(problem: Problem, kernels: Sequence[Kernel], mods: Mods = PLAIN) -> Traffic:
+def fused(problem: Problem, kernels: Sequence[Kernel], mods: CaseMods = PLAIN) -> Traffic:
     """Return the traffic of this library's kernels, with the L2 cache.
 
     As in `traffic.fused`, concurrent tiles of a section's heads read a row from memory once.
@@ -152,7 +152,9 @@ def fused(problem: Problem, kernels: Sequence[Kernel], mods: Mods = PLAIN) -> Tr
     return _of_kernels(problem, mods, kernels, rows, arrays)
 
 
-def fused_without_cache(problem: Problem, kernels: Sequence[Kernel], mods: Mods = PLAIN) -> Traffic:
+def fused_without_cache(
+    problem: Problem, kernels: Sequence[Kernel], mods: CaseMods = PLAIN
+) -> Traffic:
     """Return the traffic if every tile of every head reads its rows from device memory."""
     rows, arrays = [], 0
     heads = problem.batch * problem.heads_q
@@ -165,7 +167,7 @@ def fused_without_cache(problem: Problem, kernels: Sequence[Kernel], mods: Mods 
 
 
 def _of_kernels(
-    problem: Problem, mods: Mods, kernels: Sequence[Kernel], rows: Sequence[int], arrays: int
+    problem: Problem, mods: CaseMods, kernels: Sequence[Kernel], rows: Sequence[int], arrays: int
 ) -> Traffic:
     """Return the traffic of kernels that iterate over `rows`, and read `arrays` bytes of biases."""
     workspace = max((kernel.schedule.workspace for kernel in kernels), default=0)
@@ -175,11 +177,11 @@ def _of_kernels(
         own_queries = traffic.query_bytes(problem) + traffic.out_bytes(problem)
         read += passing + (_key_values(problem) if kernel.keys_stay else own_queries) + workspace
         key_values += _key_values(problem) if kernel.keys_stay else passing
-    seen = traffic.count_heads_kv(problem) * traffic.seen_of(problem, mods).keys()
+    visible = traffic.count_heads_kv(problem) * traffic.visible_keys(problem, mods).keys()
     return Traffic(
         read=read,
         written=_written(problem) + workspace,
-        key_value_reads=key_values / (seen * traffic.row_bytes(problem)) if seen else 0.0,
+        key_value_reads=key_values / (visible * traffic.row_bytes(problem)) if visible else 0.0,
     )
 
 

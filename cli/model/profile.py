@@ -18,7 +18,7 @@ from cupy_flash.problem.tile import freeze_tile
 
 from ..cases.cases import describe
 from ..cases.mod_options import mod_options, modified, split_mods
-from ..cases.mods import PLAIN, Mods
+from ..cases.mods import PLAIN, CaseMods
 from ..cases.options import (
     backward_option,
     cases_from,
@@ -28,7 +28,7 @@ from ..cases.options import (
     split_shape,
     tile_request,
 )
-from ..cases.seen import count_pairs
+from ..cases.visible import count_pairs
 from ..errors import library_errors_as_usage
 from ..providers.providers import FAMILY_NAMES
 from ..records import environment, report
@@ -119,20 +119,20 @@ class Model:
     exponentials: float
 
 
-def _pairs(plan: Plan, mods: Mods) -> float:
+def _pairs(plan: Plan, mods: CaseMods) -> float:
     """Return the number of visible pairs over all heads."""
     p = plan.problem
     return p.batch * p.heads_q * count_pairs(p.mask, mods.mod, p.seqlen_k)
 
 
-def flops_of(plan: Plan, mods: Mods) -> float:
+def flops_of(plan: Plan, mods: CaseMods) -> float:
     """Return the FLOPs as `Case.flops` counts them."""
     p = plan.problem
     of_dim, of_dim_v = of_gradients.USEFUL if p.direction == "backward" else (1, 1)
     return 2.0 * _pairs(plan, mods) * (of_dim * p.head_dim + of_dim_v * p.head_dim_v)
 
 
-def model_of(plan: Plan, mods: Mods = PLAIN) -> Model:
+def model_of(plan: Plan, mods: CaseMods = PLAIN) -> Model:
     """Return the model of a plan's problem; `mods` are its modifications."""
     p, tile, scores = plan.problem, plan.tile, _pairs(plan, mods)
     if p.direction == "backward":
@@ -209,7 +209,7 @@ def longest(kernels: Sequence[Kernel]) -> Kernel:
 
 
 def compare(
-    kernels: Sequence[Kernel], plan: Plan, device: Device, mods: Mods = PLAIN
+    kernels: Sequence[Kernel], plan: Plan, device: Device, mods: CaseMods = PLAIN
 ) -> list[dict[str, Any]]:
     """Return a row for each quantity: the measured value, the model's value, and their ratio.
 
@@ -230,7 +230,7 @@ def compare(
     conflicts = _weighted(kernels, dict.fromkeys(_CONFLICTS, 1))
     wavefronts = _sum(kernels, _WAVEFRONTS)
     pipe = [main.values[name] for name in _TENSOR_PIPE if name in main.values]
-    found: list[tuple[str, str, float | None, float | None]] = [
+    result: list[tuple[str, str, float | None, float | None]] = [
         ("HBM read", "B", _sum(kernels, _READ), model.hbm.read),
         ("HBM written", "B", _sum(kernels, _WRITTEN), model.hbm.written),
         ("read from L2", "B", _times(_sum(kernels, _FROM_L2), _SECTOR_BYTES), model.l2_bytes),
@@ -267,7 +267,7 @@ def compare(
             "model": modelled,
             "ratio": measured / modelled if measured is not None and modelled else None,
         }
-        for name, unit, measured, modelled in found
+        for name, unit, measured, modelled in result
     ]
 
 
@@ -294,7 +294,7 @@ def _limit(kernel: Kernel) -> str:
 
 
 def _notes(
-    kernels: Sequence[Kernel], plan: Plan, mods: Mods, rows: Sequence[Mapping[str, Any]]
+    kernels: Sequence[Kernel], plan: Plan, mods: CaseMods, rows: Sequence[Mapping[str, Any]]
 ) -> list[str]:
     by_name = {row["quantity"]: row["measured"] for row in rows}
     seconds = by_name["time"]

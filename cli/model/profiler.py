@@ -70,8 +70,8 @@ class Call:
 
 def find_ncu() -> str | None:
     """Return the path of `ncu`: on PATH, otherwise the newest in a usual place, or None."""
-    if found := shutil.which("ncu"):
-        return found
+    if result := shutil.which("ncu"):
+        return result
     for place in PLACES:
         if paths := [path for path in glob.glob(place) if shutil.which(path)]:
             return max(paths, key=_version)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cupy_flash.parallel.heads import chosen_head_ranks, why_not_head_ranks
-from cupy_flash.parallel.pieces import Geometry, Piece, Visit, visit
+from cupy_flash.parallel.score_blocks import Geometry, RingStep, ScoreBlock, find_ring_step
 from cupy_flash.problem.arrays import ITEMSIZE
 from cupy_flash.problem.mask import Mask
 
@@ -67,10 +67,10 @@ class Estimate(NamedTuple):
 
 def counts(most: int) -> list[int]:
     """Return 1, 2, 4 and so on up to `most`, and `most`."""
-    found = [1]
-    while found[-1] * 2 <= most:
-        found.append(found[-1] * 2)
-    return found if found[-1] == most else [*found, most]
+    result = [1]
+    while result[-1] * 2 <= most:
+        result.append(result[-1] * 2)
+    return result if result[-1] == most else [*result, most]
 
 
 def estimate(
@@ -125,24 +125,24 @@ class _Ring:
         waited = 0.0
         for step in steps:
             work = self._work(step)
-            beside = self._keys(step + 1) + self._gradients(step - 1)
+            overlapped = self._keys(step + 1) + self._gradients(step - 1)
             computed += work
-            waited += max(0.0, beside - work)
+            waited += max(0.0, overlapped - work)
         return computed, waited + self._gradients(len(steps) - 1)
 
-    def _visits(self, step: int) -> list[Visit]:
+    def _visits(self, step: int) -> list[RingStep]:
         """Return what the modelled ranks compute in a step; empty if the ring has no such step."""
         ranks = self.geometry.ranks
         if not 0 <= step < ranks:
             return []
         places = sorted({i * ranks // _PLACES for i in range(_PLACES)} | {ranks - 1})
-        return [visit(self.geometry, place, (place - step) % ranks) for place in places]
+        return [find_ring_step(self.geometry, place, (place - step) % ranks) for place in places]
 
     def _work(self, step: int) -> float:
         case, pairs = self.case, 0.0
-        for found in self._visits(step):
+        for result in self._visits(step):
             pairs = max(
-                pairs, sum(_pairs(self.geometry, p) for layer in found.layers for p in layer)
+                pairs, sum(_pairs(self.geometry, p) for layer in result.layers for p in layer)
             )
         width = case.head_dim + case.head_dim_v
         if case.is_backward:
@@ -151,7 +151,7 @@ class _Ring:
 
     def _moved(self, step: int, itemsize: int) -> float:
         """Return the seconds in which a step's keys and values are sent from rank to rank."""
-        keys = max((found.keys for found in self._visits(step)), default=0)
+        keys = max((result.keys for result in self._visits(step)), default=0)
         case = self.case
         heads = max(1, case.heads_kv // self.shared)
         amount = keys * case.batch * heads * (case.head_dim + case.head_dim_v) * itemsize
@@ -173,7 +173,7 @@ class _Ring:
         if self.case.is_backward:
             return 0.0
         ranks = self.geometry.ranks
-        parts = sum(len(visit(self.geometry, 0, other).layers) for other in range(ranks))
+        parts = sum(len(find_ring_step(self.geometry, 0, other).layers) for other in range(ranks))
         if parts < 2:
             return 0.0
         case = self.case
@@ -181,12 +181,12 @@ class _Ring:
         return (parts + 1) * rows * case.head_dim_v * ITEMSIZE[case.dtype] / self.memory
 
 
-def _pairs(geometry: Geometry, piece: Piece) -> float:
-    if not piece.is_masked:
-        return float(piece.rows.length * piece.keys.length)
+def _pairs(geometry: Geometry, block: ScoreBlock) -> float:
+    if not block.is_masked:
+        return float(block.rows.length * block.keys.length)
     g = geometry
     return Mask(
-        piece.rows.length, piece.keys.length, g.causal, piece.q_offset, g.left, g.right
+        block.rows.length, block.keys.length, g.causal, block.q_offset, g.left, g.right
     ).pairs()
 
 

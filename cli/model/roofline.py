@@ -173,8 +173,8 @@ def _model_several(
     total = sum(len(scaling.numbers_of_gpus(case, several)) for _, case in pairs)
     with report.progress("roofline", total) as advance:
         for target, case in pairs:
-            found = case_rows(target, case, None)
-            fused_row = next(row for row in found if row["algorithm"] == _FUSED)
+            result = case_rows(target, case, None)
+            fused_row = next(row for row in result if row["algorithm"] == _FUSED)
             attainable = fused_row["attainable_tflops"] * 1e12
             groups.append(scaling.rows_of(target.gpu, case, attainable, several, advance))
     record = report.Record(
@@ -196,7 +196,7 @@ def _targets(asked: Sequence[str] | None) -> list[Target]:
     targets = []
     with library_errors_as_usage():
         present = _present_gpu(current)
-        for gpu in {found.name: found for found in map(gpus.find, names)}.values():
+        for gpu in {result.name: result for result in map(gpus.find, names)}.values():
             is_present = gpu is present
             targets.append(Target(gpu, current if is_present else gpu.device(), is_present))
     return targets
@@ -416,9 +416,9 @@ def draw(path: Path, rows: Rows) -> None:
     cases = list(dict.fromkeys(map(_case_of, rows)))
     shared, texts = describe(cases)
     labels = dict(zip(cases, texts, strict=True))
-    at = [row["intensity"] for row in rows if row["intensity"] > 0]
-    at += [row["ridge"] for row in rows]
-    ends = (min(at) / 4, max(at) * 4)
+    intensities = [row["intensity"] for row in rows if row["intensity"] > 0]
+    intensities += [row["ridge"] for row in rows]
+    ends = (min(intensities) / 4, max(intensities) * 4)
     with figure(path) as axes:
         for of_roof, colour in zip(_by(rows, "gpu", "dtype"), itertools.cycle(COLOURS)):
             _draw_roof(axes, of_roof[0], ends, colour)

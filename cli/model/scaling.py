@@ -82,8 +82,8 @@ def split_scaling(options: dict[str, Any]) -> dict[str, Any]:
     given = {name: options.pop(name) for name in _DEFAULTS}
     if gpus is None:
         refuse_given(given, tuple(given), "one GPU; it is for --gpus")
-    found = {name: _DEFAULTS[name] if value is None else value for name, value in given.items()}
-    return {"gpus": gpus, **found}
+    result = {name: _DEFAULTS[name] if value is None else value for name, value in given.items()}
+    return {"gpus": gpus, **result}
 
 
 def refuse(cases: Sequence[Case], scaling: Mapping[str, Any]) -> None:
@@ -131,11 +131,11 @@ def rows_of(
     asked = scaling["head_ranks"]
     for ranks in numbers_of_gpus(case, scaling):
         advance(f"{ranks} GPUs")
-        found = estimate(
+        result = estimate(
             *(case, ranks, None if asked is None else min(asked, ranks)),
             *(rate, gpu.hbm_bytes_per_second, links),
         )
-        alone = alone or found.seconds
+        alone = alone or result.seconds
         rows.append(
             {
                 "gpu": gpu.name,
@@ -145,12 +145,12 @@ def rows_of(
                 "network_gb_per_s": scaling["network"],
                 "host_gpus": scaling["host_gpus"],
                 "gpus": ranks,
-                "head_ranks": found.head_ranks,
-                "ms": 1e3 * found.seconds,
-                "attention_ms": 1e3 * found.compute,
-                "exchange_ms": 1e3 * found.exchange,
-                "speedup": alone / found.seconds,
-                "efficiency": alone / found.seconds / ranks,
+                "head_ranks": result.head_ranks,
+                "ms": 1e3 * result.seconds,
+                "attention_ms": 1e3 * result.compute,
+                "exchange_ms": 1e3 * result.exchange,
+                "speedup": alone / result.seconds,
+                "efficiency": alone / result.seconds / ranks,
             }
         )
     return rows

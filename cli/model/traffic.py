@@ -15,8 +15,8 @@ from cupy_flash.families.contract import ceil_div, round_up
 from cupy_flash.planning.planner import Plan
 from cupy_flash.problem.problem import Problem
 
-from ..cases.mods import PLAIN, Mods
-from ..cases.seen import Ints, Seen
+from ..cases.mods import PLAIN, CaseMods
+from ..cases.visible import Ints, VisibleKeys
 
 
 @dataclass(frozen=True)
@@ -141,30 +141,30 @@ def count_heads_kv(problem: Problem) -> int:
     return problem.batch * problem.heads_kv
 
 
-def seen_of(problem: Problem, mods: Mods = PLAIN) -> Seen:
+def visible_keys(problem: Problem, mods: CaseMods = PLAIN) -> VisibleKeys:
     """Return the visible keys of a head's queries."""
-    return Seen.of(problem.mask, mods.mod, problem.seqlen_k)
+    return VisibleKeys.of(problem.mask, mods.mod, problem.seqlen_k)
 
 
 # Range [begin, end) of the keys of a query tile, or of the queries of a key tile.
 Range = tuple[int, int]
 
 
-def tile_ranges(problem: Problem, Br: int, Bc: int, mods: Mods = PLAIN) -> list[Range]:
+def tile_ranges(problem: Problem, Br: int, Bc: int, mods: CaseMods = PLAIN) -> list[Range]:
     """Return the keys that each query tile of a head reads, from the first tile to the last.
 
     Only key tiles with a visible pair count, each as a whole up to the end of the sequence.
     """
-    return _in_tiles(seen_of(problem, mods).tiles(Br), Bc, problem.seqlen_k)
+    return _in_tiles(visible_keys(problem, mods).tiles(Br), Bc, problem.seqlen_k)
 
 
-def tile_ranges_of_keys(problem: Problem, Br: int, Bc: int, mods: Mods = PLAIN) -> list[Range]:
+def tile_ranges_of_keys(problem: Problem, Br: int, Bc: int, mods: CaseMods = PLAIN) -> list[Range]:
     """Return the queries that each key tile of a head reads, from the first tile to the last."""
-    return _in_tiles(seen_of(problem, mods).tiles_of_keys(Bc), Br, problem.seqlen_q)
+    return _in_tiles(visible_keys(problem, mods).tiles_of_keys(Bc), Br, problem.seqlen_q)
 
 
-def _in_tiles(found: tuple[Ints, Ints], size: int, length: int) -> list[Range]:
-    begins, ends = (places.tolist() for places in found)
+def _in_tiles(result: tuple[Ints, Ints], size: int, length: int) -> list[Range]:
+    begins, ends = (places.tolist() for places in result)
     return [
         (begin // size * size, min(length, round_up(end, size))) if end > begin else (0, 0)
         for begin, end in zip(begins, ends, strict=True)
@@ -195,17 +195,17 @@ class _OfPairs:
         return pairs * self.itemsize * (self.matrices if matrices is None else matrices)
 
 
-def arrays_of_pairs(problem: Problem, mods: Mods) -> list[_OfPairs]:
+def arrays_of_pairs(problem: Problem, mods: CaseMods) -> list[_OfPairs]:
     heads = {"shared": 1, "heads": problem.heads_q, "batch": problem.batch * problem.heads_q}
     given = ((mods.bias, problem.itemsize), (mods.mask, 1))
     return [_OfPairs(heads[span], itemsize) for span, itemsize in given if span]
 
 
-def compulsory(problem: Problem, mods: Mods = PLAIN) -> Traffic:
+def compulsory(problem: Problem, mods: CaseMods = PLAIN) -> Traffic:
     """Return the least possible traffic: q, visible keys, values and biases, and out, each once."""
-    seen = seen_of(problem, mods)
-    key_values = count_heads_kv(problem) * seen.keys() * row_bytes(problem)
-    pairs = int((seen.ends - seen.begins).sum())
+    visible = visible_keys(problem, mods)
+    key_values = count_heads_kv(problem) * visible.keys() * row_bytes(problem)
+    pairs = int((visible.ends - visible.begins).sum())
     changed = sum(array.bytes_of(pairs) for array in arrays_of_pairs(problem, mods))
     return Traffic(
         query_bytes(problem) + key_values + changed,
@@ -214,7 +214,7 @@ def compulsory(problem: Problem, mods: Mods = PLAIN) -> Traffic:
     )
 
 
-def standard(problem: Problem, mods: Mods = PLAIN) -> Traffic:
+def standard(problem: Problem, mods: CaseMods = PLAIN) -> Traffic:
     """Return the traffic of three kernels with the score matrix in device memory between them.
 
     S = Q K^T reads q and k and writes S; P = softmax(S) reads S and writes P; O = P V reads P and v
@@ -234,19 +234,19 @@ def standard(problem: Problem, mods: Mods = PLAIN) -> Traffic:
 
 
 def _fused(
-    problem: Problem, mods: Mods, key_value_rows: int, workspace: int, changed: int
+    problem: Problem, mods: CaseMods, key_value_rows: int, workspace: int, changed: int
 ) -> Traffic:
     """Return the traffic of a fused kernel that reads `key_value_rows` rows of keys and values."""
-    seen = count_heads_kv(problem) * seen_of(problem, mods).keys()
+    visible = count_heads_kv(problem) * visible_keys(problem, mods).keys()
     keys = key_value_rows * row_bytes(problem)
     return Traffic(
         read=query_bytes(problem) + keys + changed + workspace,
         written=out_bytes(problem) + workspace,
-        key_value_reads=key_value_rows / seen if seen else 0.0,
+        key_value_reads=key_value_rows / visible if visible else 0.0,
     )
 
 
-def fused_without_cache(problem: Problem, *, Br: int, Bc: int, mods: Mods = PLAIN) -> Traffic:
+def fused_without_cache(problem: Problem, *, Br: int, Bc: int, mods: CaseMods = PLAIN) -> Traffic:
     """Return the traffic of a fused kernel if every query tile reads its keys and values itself.
 
     This is theorem 2 for an outer loop over queries and an inner loop over keys. Br is as large as
@@ -260,7 +260,7 @@ def fused_without_cache(problem: Problem, *, Br: int, Bc: int, mods: Mods = PLAI
     return _fused(problem, mods, heads * sum(map(length, ranges)), 0, changed)
 
 
-def fused(problem: Problem, schedule: Schedule, mods: Mods = PLAIN) -> Traffic:
+def fused(problem: Problem, schedule: Schedule, mods: CaseMods = PLAIN) -> Traffic:
     """Return the traffic of this library's fused kernels, with the L2 cache.
 
     q and out are moved once. The query tiles of `section_heads` heads are interleaved and run from
@@ -278,7 +278,9 @@ def fused(problem: Problem, schedule: Schedule, mods: Mods = PLAIN) -> Traffic:
     return _fused(problem, mods, rows, schedule.workspace, changed)
 
 
-def array_bytes_of_sections(problem: Problem, schedule: Schedule, pairs: int, mods: Mods) -> int:
+def array_bytes_of_sections(
+    problem: Problem, schedule: Schedule, pairs: int, mods: CaseMods
+) -> int:
     """Return the bytes of biases and masks that are read, for `pairs` pairs of each head."""
     heads = problem.batch * problem.heads_q
     sections = ceil_div(heads, schedule.section_heads)

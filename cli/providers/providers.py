@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_limits
 
+from cupy_flash.cpu import forward as cpu_forward
+from cupy_flash.cpu.backward import gradients as cpu_backward
+from cupy_flash.cpu.plan import choose_cpu_tile, make_cpu_plan
 from cupy_flash.families import FAMILIES
 from cupy_flash.families.schedule import Schedule
 from cupy_flash.gpu.environment import current_device, gpu_unavailable
-from cupy_flash.host import cpu, gradients
-from cupy_flash.host.plan import choose_cpu_tile, make_cpu_plan
 from cupy_flash.planning.planner import Plan, make_plan, tile_fields
 from cupy_flash.problem.arrays import FLOAT8, FLOAT8_OUTPUTS
 from cupy_flash.problem.tile import Tile, freeze_tile
@@ -32,7 +33,7 @@ from cupy_flash.reference.rows import CHUNK_BYTES
 from ..cases.cases import Case
 from ..cases.inputs import Inputs, can_share_pages, random_inputs
 from ..cases.mod_arguments import restricted
-from ..cases.sequences import rows_in_call, sequence_of, uniform_twin
+from ..cases.sequences import equal_length_case, rows_in_call, sequence_of
 from ..measure import check
 from ..measure.timing import Timed
 from ..records import environment
@@ -97,7 +98,7 @@ class Dispatcher(Provider):
 
 def _reads_map(plan: Plan) -> bool:
     family = FAMILIES[plan.problem.direction].get(plan.family)
-    return family is not None and family.is_mapped(plan.problem)
+    return family is not None and family.uses_block_mask(plan.problem)
 
 
 class _Variant(Provider):
@@ -211,7 +212,7 @@ class Uniform(_Variant):
     def served(self, case: Case) -> Case | str:
         if case.kind != "varlen":
             return "it is compared with varlen batches only"
-        return uniform_twin(case)
+        return equal_length_case(case)
 
     def scratch_bytes(self, case: Case) -> int:
         served = self._served(case)
@@ -224,11 +225,12 @@ class Uniform(_Variant):
         return random_inputs(self._served(inputs.case), 0, on_gpu=self.on_gpu)
 
     def prepare(self, inputs: Inputs) -> Prepared:
-        twin = self._served(inputs.case)
+        dense_case = self._served(inputs.case)
         made = super().prepare(inputs)
         return dataclasses.replace(
             made,
-            note=f"flash_attention of {twin.batch} x {twin.seqlen_q}; its times are multiplied by "
+            note=f"flash_attention of {dense_case.batch} x {dense_case.seqlen_q}; "
+            f"its times are multiplied by "
             f"{made.scale:.4f}, for the FLOPs of the case",
         )
 
@@ -265,9 +267,9 @@ def cpu_plan(case: Case, tile: TileFields) -> Plan:
     """Return the CPU backend's plan of a case; raise ValueError if it does not accept the tile."""
     problem, request = case.problem(), freeze_tile(tile)
     if case.is_backward:
-        default = gradients.default_tile(problem)
+        default = cpu_backward.default_tile(problem)
         chosen = dataclasses.replace(default, **tile_fields(Tile, request))
-        schedule = Schedule((), workspace=gradients.scratch_bytes(problem, chosen))
+        schedule = Schedule((), workspace=cpu_backward.scratch_bytes(problem, chosen))
         plan = make_cpu_plan(problem, chosen, gpu_unavailable())
         return _with_room(dataclasses.replace(plan, schedule=schedule))
     chosen = choose_cpu_tile(problem, request)
@@ -278,10 +280,10 @@ def cpu_plan(case: Case, tile: TileFields) -> Plan:
 
 
 def _with_room(plan: Plan) -> Plan:
-    if plan.workspace > cpu.SCRATCH_LIMIT:
+    if plan.workspace > cpu_forward.SCRATCH_LIMIT:
         raise ValueError(
             f"tile {plan.tile} needs {plan.workspace / 2**20:.1f} MiB of scratch per worker, more "
-            f"than {cpu.SCRATCH_LIMIT / 2**20:.1f} MiB; choose a smaller Br or Bc"
+            f"than {cpu_forward.SCRATCH_LIMIT / 2**20:.1f} MiB; choose a smaller Br or Bc"
         )
     return plan
 
@@ -329,7 +331,7 @@ class Formula(Provider):
             return Prepared(functools.partial(attention_naive, *arrays, **arguments), scope=scope)
 
         def one_by_one() -> Any:
-            found = [
+            result = [
                 attention_naive(
                     *sequence_of(case, arrays, inputs.more, batch),
                     causal=case.causal,
@@ -345,8 +347,8 @@ class Formula(Provider):
                 for batch in range(case.batch)
             ]
             if case.is_cached:
-                return module.concatenate(found)
-            return module.concatenate([out[0] for out in found])
+                return module.concatenate(result)
+            return module.concatenate([out[0] for out in result])
 
         module: Any = importlib.import_module("cupy") if self.on_gpu else np
         return Prepared(one_by_one, scope=scope, note="one sequence after another")
@@ -382,10 +384,12 @@ def _makers() -> dict[str, Callable[[TileFields], Provider]]:
         "numpy-naive": lambda _: Formula("numpy-naive", on_gpu=False),
     }
 
-    def just(found: Provider) -> Callable[[TileFields], Provider]:
-        return lambda _: found
+    def just(result: Provider) -> Callable[[TileFields], Provider]:
+        return lambda _: result
 
-    return makers | {found.name: just(found) for found in (*torch_providers.ALL, torch_flex.FLEX)}
+    return makers | {
+        result.name: just(result) for result in (*torch_providers.ALL, torch_flex.FLEX)
+    }
 
 
 def names() -> tuple[str, ...]:
@@ -409,8 +413,8 @@ def free_bytes(*, on_gpu: bool) -> int | None:
         text = Path("/proc/meminfo").read_text(encoding="ascii")
     except OSError:
         return None
-    found = re.search(r"^MemAvailable:\s*(\d+) kB", text, re.MULTILINE)
-    return int(found[1]) * 1024 if found else None
+    result = re.search(r"^MemAvailable:\s*(\d+) kB", text, re.MULTILINE)
+    return int(result[1]) * 1024 if result else None
 
 
 def release_memory() -> None:

@@ -13,7 +13,7 @@ from cupy_flash.parallel.heads import chosen_head_ranks, why_not_head_ranks
 
 from ..cases.cases import Case
 from ..cases.inputs import Inputs, random_inputs
-from ..measure.ranks import Crew, RankError
+from ..measure.ranks import RankError, RankProcesses
 from ..measure.timing import Timed, replayed
 from .contract import Prepared, Provider
 
@@ -21,7 +21,7 @@ from .contract import Prepared, Provider
 _TIMEOUT = 300.0
 
 
-class Share:
+class ShardedCall:
     """One rank's part of a case.
 
     Parameters
@@ -46,18 +46,18 @@ class Share:
         if self._case.is_cached:
             self._call = self._step(q, k, v, inputs.more_gpu if on_gpu else inputs.more)
         else:
-            own = [self._shard(array) for array in (q, k, v)]
+            local = [self._shard(array) for array in (q, k, v)]
             dout = inputs.dout(on_gpu=on_gpu) if self._case.is_backward else None
-            self._call = self._forward(own)
+            self._call = self._forward(local)
             if dout is not None:
-                self._call = self._backward(self._shard(dout), own)
+                self._call = self._backward(self._shard(dout), local)
 
     def call(self) -> Any:
         """Return this rank's result; an exchange before and after synchronizes all ranks."""
         self._group.gather(self._token)
-        found = self._call()
+        result = self._call()
         self._group.gather(self._token)
-        return found
+        return result
 
     def captured(self) -> Timed:
         """Return `call` as a CUDA graph that all ranks launch together, once all have captured it.
@@ -68,25 +68,25 @@ class Share:
             If this rank cannot capture it, or another rank does not answer. Either may leave
             messages of an unfinished call behind, so the group cannot be used any more.
         """
-        found = replayed(Timed(self.call))
-        if found is None:
+        result = replayed(Timed(self.call))
+        if result is None:
             raise parallel.ParallelError(f"rank {self._group.rank} cannot capture its part")
         # All ranks are waited for here, because graphs that wait for a rank have no time limit.
-        (of_all,) = self._group.gather(self._token)
-        of_all.get()
+        (gathered,) = self._group.gather(self._token)
+        gathered.get()
         self._group.check()
-        return found
+        return result
 
-    def whole(self, found: Any) -> Any:
+    def whole(self, result: Any) -> Any:
         """Return the whole result, gathered from all ranks."""
         if self._case.is_cached:
-            return found
+            return result
         if not self._case.is_backward:
-            return parallel.gather(found, self._group, seqlen=self._case.seqlen_q)
+            return parallel.gather(result, self._group, seqlen=self._case.seqlen_q)
         lengths = self._case.seqlen_q, self._case.seqlen_k, self._case.seqlen_k
         return tuple(
             parallel.gather(array, self._group, seqlen=seqlen)
-            for array, seqlen in zip(found, lengths, strict=True)
+            for array, seqlen in zip(result, lengths, strict=True)
         )
 
     def _shard(self, array: Any) -> Any:
@@ -103,14 +103,14 @@ class Share:
             "head_ranks": self._head_ranks,
         }
 
-    def _forward(self, own: list[Any]) -> Callable[[], Any]:
-        q, k, v = own
+    def _forward(self, local: list[Any]) -> Callable[[], Any]:
+        q, k, v = local
         return lambda: parallel.flash_attention(q, k, v, self._group, **self._options)
 
-    def _backward(self, dout: Any, own: list[Any]) -> Callable[[], Any]:
-        q, k, v = own
+    def _backward(self, dout: Any, local: list[Any]) -> Callable[[], Any]:
+        q, k, v = local
         out, lse = parallel.flash_attention(q, k, v, self._group, **self._options, return_lse=True)
-        arguments = (dout, *own, out, lse, self._group)
+        arguments = (dout, *local, out, lse, self._group)
         return lambda: parallel.flash_attention_backward(*arguments, **self._options)
 
     def _step(self, q: Any, k: Any, v: Any, more: Any) -> Callable[[], Any]:
@@ -128,21 +128,21 @@ class Share:
 def serve(communicator: Any, orders: Connection) -> None:
     """Execute orders, one case after another, on a rank other than the first."""
     group = parallel.Group(communicator, timeout=_TIMEOUT)
-    share, found, graph = None, None, None
+    sharded_call, result, graph = None, None, None
     while True:
         order, *arguments = orders.recv()
         if order == "prepare":
-            share = found = graph = None
+            sharded_call = result = graph = None
             case, seed, head_ranks = arguments
-            share = Share(group, random_inputs(case, seed, on_gpu=True), head_ranks)
-        elif share is not None and order == "call":
-            found = share.call()
-        elif share is not None and order == "capture":
-            graph = share.captured()
+            sharded_call = ShardedCall(group, random_inputs(case, seed, on_gpu=True), head_ranks)
+        elif sharded_call is not None and order == "call":
+            result = sharded_call.call()
+        elif sharded_call is not None and order == "capture":
+            graph = sharded_call.captured()
         elif graph is not None and order == "replay":
             graph.call()
-        elif share is not None:
-            share.whole(found)
+        elif sharded_call is not None:
+            sharded_call.whole(result)
 
 
 class SeveralGpus(Provider):
@@ -154,9 +154,9 @@ class SeveralGpus(Provider):
     def __init__(self, gpus: int, head_ranks: int | None = None) -> None:
         self.gpus, self.head_ranks = gpus, head_ranks
         self.name = f"cupy_flash-{gpus}gpus"
-        self._crew: Crew | None = None
+        self._processes: RankProcesses | None = None
         self._group: parallel.Group | None = None
-        self._share: Share | None = None
+        self._sharded_call: ShardedCall | None = None
         # Reason why the ranks have ended; None while they run.
         self._ended: str | None = None
 
@@ -165,9 +165,9 @@ class SeveralGpus(Provider):
             return reason
         import cupy
 
-        found = cupy.cuda.runtime.getDeviceCount()
-        if found < self.gpus:
-            return f"there are {found} GPUs here, not {self.gpus}"
+        result = cupy.cuda.runtime.getDeviceCount()
+        if result < self.gpus:
+            return f"there are {result} GPUs here, not {self.gpus}"
         return nccl_unavailable()
 
     def why_not(self, case: Case) -> str | None:
@@ -195,22 +195,22 @@ class SeveralGpus(Provider):
         return 3 * (case.array_bytes + case.result_bytes) // self.gpus
 
     def prepare(self, inputs: Inputs) -> Prepared:
-        if self._crew is None:
-            self._crew = Crew(serve, self.gpus)
-            atexit.register(self._crew.close)
-            self._group = parallel.Group(self._crew.communicator, timeout=_TIMEOUT)
+        if self._processes is None:
+            self._processes = RankProcesses(serve, self.gpus)
+            atexit.register(self._processes.close)
+            self._group = parallel.Group(self._processes.communicator, timeout=_TIMEOUT)
         group = self._group
         assert group is not None
-        self._tell("prepare", inputs.case, inputs.seed, self.head_ranks)
-        share = self._share = Share(group, inputs, self.head_ranks)
+        self._send_order("prepare", inputs.case, inputs.seed, self.head_ranks)
+        sharded_call = self._sharded_call = ShardedCall(group, inputs, self.head_ranks)
 
         def call() -> Any:
-            self._tell("call")
-            return share.call()
+            self._send_order("call")
+            return sharded_call.call()
 
-        def to_result(found: Any) -> Any:
-            self._tell("whole")
-            return share.whole(found)
+        def to_result(result: Any) -> Any:
+            self._send_order("whole")
+            return sharded_call.whole(result)
 
         return Prepared(call, to_result, note=self.note_of(inputs.case))
 
@@ -218,36 +218,36 @@ class SeveralGpus(Provider):
         """Return how the GPUs divide the work, as a note."""
         if case.is_cached:
             return f"{self.gpus} GPUs, each with a part of the keys"
-        found = self.head_ranks or chosen_head_ranks(self.gpus, case.heads_kv)
-        scheme = "a ring" if found == 1 else f"heads distributed over {found}"
+        result = self.head_ranks or chosen_head_ranks(self.gpus, case.heads_kv)
+        scheme = "a ring" if result == 1 else f"heads distributed over {result}"
         return f"{self.gpus} GPUs, each with a part of the tokens: {scheme}"
 
     def replayed(self, prepared: Prepared) -> Timed:
-        share = self._share
-        assert share is not None
-        self._tell("capture")
+        sharded_call = self._sharded_call
+        assert sharded_call is not None
+        self._send_order("capture")
         try:
-            graph = share.captured()
+            graph = sharded_call.captured()
         except Exception as error:
             self._end(f"the {self.gpus} ranks ended while they captured a call: {error}")
             raise
 
         def launch() -> Any:
-            self._tell("replay")
+            self._send_order("replay")
             return graph.call()
 
         return Timed(launch)
 
-    def _tell(self, *order: Any) -> None:
+    def _send_order(self, *order: Any) -> None:
         """Send an order to the other ranks; raise RankError with the reason if they have ended."""
         if self._ended:
             raise RankError(self._ended)
-        assert self._crew is not None
-        self._crew.tell(*order)
+        assert self._processes is not None
+        self._processes.send_order(*order)
 
     def _end(self, why: str) -> None:
-        assert self._crew is not None
+        assert self._processes is not None
         self._ended = why
         # Otherwise this process would wait for them when it exits.
-        self._crew.communicator.abort()
-        self._crew.close()
+        self._processes.communicator.abort()
+        self._processes.close()

@@ -14,7 +14,7 @@ from .torch_providers import Attention, TorchProvider, to_torch, torch_module
 
 # (score, b, h, q_idx, kv_idx) -> new score; (b, h, q_idx, kv_idx) -> whether the pair is visible.
 Score = Callable[[Any, Any, Any, Any, Any], Any]
-Sees = Callable[[Any, Any, Any, Any], Any]
+IsVisible = Callable[[Any, Any, Any, Any], Any]
 
 
 def scores_of(case: Case, given: Mapping[str, Any], torch: Any) -> list[Score]:
@@ -26,11 +26,11 @@ def scores_of(case: Case, given: Mapping[str, Any], torch: Any) -> list[Score]:
         Tensors and numbers that the functions read, keyed by the names of the library's
         arguments and of captures.
     """
-    found: list[Score] = []
+    result: list[Score] = []
     first = case.first_query
     mods = case.mods
     caps = [mods.softcap, given["cap"] if mods.mod == "softcap" else None]
-    found += [_softcap(cap, torch) for cap in caps if cap is not None]
+    result += [_softcap(cap, torch) for cap in caps if cap is not None]
     if mods.mod == "t5":
         table = given["table"]
 
@@ -38,44 +38,44 @@ def scores_of(case: Case, given: Mapping[str, Any], torch: Any) -> list[Score]:
             distance = torch.clamp(q + first - k, -FURTHEST, FURTHEST)
             return score + table[h, distance + FURTHEST]
 
-        found.append(t5)
+        result.append(t5)
     if mods.alibi:
         slopes = given["alibi_slopes"]
-        found.append(lambda score, b, h, q, k: score - slopes[h] * abs(q + first - k))
+        result.append(lambda score, b, h, q, k: score - slopes[h] * abs(q + first - k))
     if mods.bias is not None:
         element = _element(given["bias"], mods.bias)
-        found.append(lambda score, b, h, q, k: score + element(b, h, q, k))
-    return found
+        result.append(lambda score, b, h, q, k: score + element(b, h, q, k))
+    return result
 
 
 def _softcap(cap: float, torch: Any) -> Score:
     return lambda score, b, h, q, k: cap * torch.tanh(score / cap)
 
 
-def masks_of(case: Case, given: Mapping[str, Any]) -> list[Sees]:
+def masks_of(case: Case, given: Mapping[str, Any]) -> list[IsVisible]:
     """Return a case's masks as FlexAttention functions; all return True for a visible pair."""
-    found: list[Sees] = []
+    result: list[IsVisible] = []
     first, (left, right) = case.first_query, case.mods.window
     if case.causal:
-        found.append(lambda b, h, q, k: k <= q + first)
+        result.append(lambda b, h, q, k: k <= q + first)
     if left is not None:
-        found.append(lambda b, h, q, k: k >= q + first - left)
+        result.append(lambda b, h, q, k: k >= q + first - left)
     if right is not None:
-        found.append(lambda b, h, q, k: k <= q + first + right)
+        result.append(lambda b, h, q, k: k <= q + first + right)
     if case.mods.mask is not None:
-        found.append(_element(given["mask"], case.mods.mask))
+        result.append(_element(given["mask"], case.mods.mask))
     if case.mods.mod == "documents":
         document = given["document"]
-        found.append(lambda b, h, q, k: document[q + first] == document[k])
+        result.append(lambda b, h, q, k: document[q + first] == document[k])
     if case.mods.mod == "prefix":
         prefix = given["prefix"]
-        found.append(lambda b, h, q, k: (k <= q + first) | (k < prefix))
+        result.append(lambda b, h, q, k: (k <= q + first) | (k < prefix))
     if case.mods.mod == "dilated":
-        found.append(lambda b, h, q, k: (q + first - k) % STEP == 0)
-    return found
+        result.append(lambda b, h, q, k: (q + first - k) % STEP == 0)
+    return result
 
 
-def _element(array: Any, span: str) -> Sees:
+def _element(array: Any, span: str) -> IsVisible:
     """Return a function that reads a pair's element of an array whose shape `span` names."""
     if span == "shared":
         return lambda b, h, q, k: array[0, 0, q, k]

@@ -19,7 +19,7 @@ from cupy_flash.planning.planner import Plan, make_plan
 
 from ..cases.cases import Case
 from ..cases.inputs import Inputs
-from ..cases.mods import Mods
+from ..cases.mods import CaseMods
 from ..measure import memory
 from ..measure.timing import Timed
 from ..records import environment
@@ -44,7 +44,7 @@ def _why_no_call(case: Case) -> str | None:
     return None
 
 
-def _why_no_mask(mods: Mods, *, causal: bool) -> str | None:
+def _why_no_mask(mods: CaseMods, *, causal: bool) -> str | None:
     """Return why torch's call, which takes at most one array, lacks modifications; or None."""
     arrays = [name for name in ("bias", "mask") if getattr(mods, name)]
     if others := dataclasses.replace(mods, bias=None, mask=None):
@@ -201,23 +201,23 @@ class TorchProvider(Provider):
         tensors = tensors_of(inputs)
         back = _way_back(case)
         if not case.is_backward:
-            found = self.attention(inputs, *tensors)
-            call = functools.partial(found.function, *tensors)
-            return Prepared(call, back, found.without_gradients, note=found.note)
-        found = self.attention(inputs, *tensors)
+            result = self.attention(inputs, *tensors)
+            call = functools.partial(result.function, *tensors)
+            return Prepared(call, back, result.without_gradients, note=result.note)
+        result = self.attention(inputs, *tensors)
         dout = _bhsd(case, inputs.dout(on_gpu=True))
 
         def differentiated() -> Callable[[], Any]:
             # New leaves, because autograd keeps the stream on which it first met a tensor.
             leaves = tuple(tensor.detach().requires_grad_() for tensor in tensors)
-            with found.scope():
-                out = found.function(*leaves)
+            with result.scope():
+                out = result.function(*leaves)
             return functools.partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)
 
         return Prepared(
             differentiated(),
             lambda gradients: tuple(map(back, gradients)),
-            note=found.note,
+            note=result.note,
             anew=differentiated,
         )
 
@@ -303,15 +303,15 @@ class ScaledDotProduct(TorchProvider):
         )
 
     @staticmethod
-    def _tried(found: Attention, q: Any, k: Any, v: Any) -> Attention:
+    def _tried(result: Attention, q: Any, k: Any, v: Any) -> Attention:
         """Attend once; a refusal's RuntimeError then has the reasons that torch only warns of."""
-        with warnings.catch_warnings(record=True) as caught, found.scope():
+        with warnings.catch_warnings(record=True) as caught, result.scope():
             warnings.simplefilter("always")
             try:
-                found.function(q, k, v)
+                result.function(q, k, v)
             except RuntimeError as error:
                 raise RuntimeError(refusal([str(w.message) for w in caught], str(error))) from error
-        return found
+        return result
 
 
 def _with_repeated_heads(
@@ -367,16 +367,16 @@ class Eager(TorchProvider):
         torch = torch_module()
         case = inputs.case
         problem = case.problem()
-        hidden = None
+        masked = None
         if case.causal:
             shape = (case.seqlen_q, case.seqlen_k)
-            seen = torch.ones(shape, dtype=torch.bool, device=q.device).tril(problem.q_offset)
-            hidden = seen.logical_not()
+            visible = torch.ones(shape, dtype=torch.bool, device=q.device).tril(problem.q_offset)
+            masked = visible.logical_not()
 
         def attend(q: Any, k: Any, v: Any) -> Any:
             scores = (q * problem.softmax_scale) @ k.transpose(-2, -1)
-            if hidden is not None:
-                scores.masked_fill_(hidden, float("-inf"))
+            if masked is not None:
+                scores.masked_fill_(masked, float("-inf"))
             return torch.softmax(scores, -1) @ v
 
         is_plain = case.heads_q == case.heads_kv

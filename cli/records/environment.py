@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import cupy_flash
+from cupy_flash.cpu import sources
 from cupy_flash.families import FAMILIES
 from cupy_flash.gpu.environment import device_for_id, gpu_unavailable
-from cupy_flash.host import sources
 from cupy_flash.problem.device import Device
 
 if TYPE_CHECKING:
@@ -65,22 +65,22 @@ def versions() -> dict[str, str]:
 
     torch and cuDNN are included if this process has imported torch, and NCCL if it uses that.
     """
-    found: dict[str, str | None] = {
+    result: dict[str, str | None] = {
         "cupy_flash": cupy_flash.__version__,
         "python": platform.python_version(),
         "numpy": np.__version__,
     }
-    found |= _cupy_versions()
+    result |= _cupy_versions()
     torch = sys.modules.get("torch")
     if torch is not None:
-        found["torch"] = str(torch.__version__)
+        result["torch"] = str(torch.__version__)
         cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
-        found["cudnn"] = None if cudnn is None else str(cudnn)
+        result["cudnn"] = None if cudnn is None else str(cudnn)
     nccl = sys.modules.get("cupy.cuda.nccl")
     if nccl is not None and nccl.available:
         number = nccl.get_version()
-        found["nccl"] = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
-    return {name: version for name, version in found.items() if version}
+        result["nccl"] = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+    return {name: version for name, version in result.items() if version}
 
 
 def _cupy_versions() -> dict[str, str | None]:
@@ -89,15 +89,15 @@ def _cupy_versions() -> dict[str, str | None]:
         from cupy.cuda import nvrtc
     except Exception:  # CuPy is missing or broken; `info` reports the reason
         return {}
-    found: dict[str, str | None] = {"cupy": cupy.__version__}
+    result: dict[str, str | None] = {"cupy": cupy.__version__}
     try:
-        found["nvrtc"] = ".".join(map(str, nvrtc.getVersion()))
+        result["nvrtc"] = ".".join(map(str, nvrtc.getVersion()))
     except Exception:  # the first call loads NVRTC's library, which may be missing
-        found["nvrtc"] = None
+        result["nvrtc"] = None
     if gpu_unavailable() is None:
-        found["cuda_runtime"] = _cuda_version(cupy.cuda.runtime.runtimeGetVersion())
-        found["driver"] = driver_version()
-    return found
+        result["cuda_runtime"] = _cuda_version(cupy.cuda.runtime.runtimeGetVersion())
+        result["driver"] = driver_version()
+    return result
 
 
 def _cuda_version(number: int) -> str:
@@ -113,8 +113,8 @@ def driver_version() -> str:
         text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
     except OSError:
         return cuda
-    found = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", text)
-    return f"{found[1]} ({cuda})" if found else cuda
+    result = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", text)
+    return f"{result[1]} ({cuda})" if result else cuda
 
 
 def available_cpus() -> int:
@@ -130,8 +130,8 @@ def cpu_name() -> str:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         text = ""
-    if found := re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE):
-        name = found[1].strip()
+    if result := re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE):
+        name = result[1].strip()
     return f"{name} ({available_cpus()} CPUs)"
 
 

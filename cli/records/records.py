@@ -16,7 +16,7 @@ from cupy_flash.families import FORWARD
 from cupy_flash.problem.arrays import DTYPES
 
 from ..cases.cases import DIRECTIONS, KINDS, Case, describe
-from ..cases.mods import Mods
+from ..cases.mods import CaseMods
 from . import environment
 from .report import Record, Row
 
@@ -155,7 +155,7 @@ def _is_list_of_counts(value: Any) -> bool:
 
 def _is_modifications(value: Any) -> bool:
     try:
-        return bool(Mods.parse(value))
+        return bool(CaseMods.parse(value))
     except (AttributeError, TypeError, ValueError):
         return False
 
@@ -228,7 +228,7 @@ def case_of(row: Row) -> Case:
         rotary=bool(row.get("rotary")),
         asked_splits=row.get("asked_splits") or 0,
         lengths=tuple(row["lengths"]) if row.get("lengths") else None,
-        mods=Mods.parse(row.get("mods") or ""),
+        mods=CaseMods.parse(row.get("mods") or ""),
         direction=row.get("direction") or "forward",
         values_in_keys=bool(row.get("values_in_keys")),
     )
@@ -256,19 +256,19 @@ def is_wrong(row: Row) -> bool:
 
 def by_case(rows: Sequence[Row]) -> list[dict[str, Row]]:
     """Return a dict of rows by provider for each case; among equal rows the first is kept."""
-    found: dict[Case, dict[str, Row]] = {}
+    result: dict[Case, dict[str, Row]] = {}
     for row in rows:
-        found.setdefault(case_of(row), {}).setdefault(row["provider"], row)
-    return list(found.values())
+        result.setdefault(case_of(row), {}).setdefault(row["provider"], row)
+    return list(result.values())
 
 
-def ratio(found: Mapping[str, Row], provider: str, baseline: Sequence[str]) -> float | None:
+def ratio(result: Mapping[str, Row], provider: str, baseline: Sequence[str]) -> float | None:
     """Return the fastest baseline time of a case, divided by a provider's time.
 
     None if a time is missing or the provider's result was wrong.
     """
-    times = [found[b]["median_ms"] for b in baseline if b in found and found[b]["median_ms"]]
-    row = found.get(provider)
+    times = [result[b]["median_ms"] for b in baseline if b in result and result[b]["median_ms"]]
+    row = result.get(provider)
     if not times or row is None or not row["median_ms"] or is_wrong(row):
         return None
     return float(min(times) / row["median_ms"])

@@ -184,14 +184,14 @@ def progress(what: str, total: int, *, lines: bool = True) -> Iterator[Advance]:
     )
     with bar:
         task = bar.add_task(what, total=total)
-        done, said = -1, time.monotonic()
+        done, reported = -1, time.monotonic()
 
         def advance(step: str) -> None:
-            nonlocal done, said
+            nonlocal done, reported
             bar.update(task, description=f"{what}: {step}", advance=int(done >= 0))
             done += 1
-            if lines and time.monotonic() - said >= _LINE_SECONDS:
-                said = time.monotonic()
+            if lines and time.monotonic() - reported >= _LINE_SECONDS:
+                reported = time.monotonic()
                 click.echo(f"[{done}/{total}] {what}: {step}", err=True)
 
         yield advance

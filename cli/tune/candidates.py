@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from cupy_flash.cpu import forward as cpu_forward
+from cupy_flash.cpu.plan import make_cpu_plan
 from cupy_flash.families import FAMILIES
 from cupy_flash.gpu.environment import gpu_unavailable
-from cupy_flash.host import cpu
-from cupy_flash.host.plan import make_cpu_plan
 from cupy_flash.planning.planner import Plan, make_plan, plan_tile
 from cupy_flash.problem.device import Device, Resources
 from cupy_flash.problem.problem import Problem
@@ -77,7 +77,7 @@ class Candidate:
         Last measured time of each case; empty before the first measurement.
     rounds
         Number of rounds of the race in which the tile was timed.
-    twin
+    same_binary
         Candidate with the same machine code, which is timed instead of this one.
     """
 
@@ -91,7 +91,7 @@ class Candidate:
     failed: bool = False
     medians_ms: list[float] = field(default_factory=list)
     rounds: int = 0
-    twin: Candidate | None = None
+    same_binary: Candidate | None = None
 
     @property
     def plan(self) -> Plan:
@@ -185,8 +185,10 @@ def gpu_candidates(
 def cpu_candidates(cases: Sequence[Weighted], limits: Limits) -> list[Candidate]:
     """Return the CPU backend's tiles that are worth timing, and the default of the first case."""
     problems = [case.case.problem() for case in cases]
-    default = cpu.default_tile(problems[0])
-    wanted = [tile for tile in cpu.candidate_tiles(problems[0]) if limits.why_not(tile, 0) is None]
+    default = cpu_forward.default_tile(problems[0])
+    wanted = [
+        tile for tile in cpu_forward.candidate_tiles(problems[0]) if limits.why_not(tile, 0) is None
+    ]
     return [
         Candidate(
             tuple(make_cpu_plan(problem, tile, gpu_unavailable()) for problem in problems),

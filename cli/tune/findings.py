@@ -48,7 +48,9 @@ def ranking_row(candidate: Candidate, rank: int) -> dict[str, Any]:
         "spills": resources.spill_bytes if resources else None,
         "blocks_per_sm": candidate.blocks_per_sm,
         "same_binary_as": (
-            dataclasses.asdict(candidate.twin.tile) if candidate.twin is not None else None
+            dataclasses.asdict(candidate.same_binary.tile)
+            if candidate.same_binary is not None
+            else None
         ),
         "dropped": candidate.dropped,
     }
@@ -90,14 +92,16 @@ def print_ranking(
     out = report.console()
     report.print_table(out, title, columns, [shown])
     dropped = [row["dropped"] for row in rows if row["dropped"] is not None]
-    twins = sum(row["same_binary_as"] is not None for row in rows)
+    same_binaries = sum(row["same_binary_as"] is not None for row in rows)
     notes = []
-    if len(shown) + len(dropped) + twins < len(rows):
+    if len(shown) + len(dropped) + same_binaries < len(rows):
         notes.append(f"The best {len(shown)} of {len(rows)}; --output writes all.")
     if any(candidate.rounds for candidate in ranked):
         notes.append("Ranked by the rounds of the race that a tile lasted, then by time.")
-    if twins:
-        notes.append(f"{twins} tiles compile to the same code as another and were not timed.")
+    if same_binaries:
+        notes.append(
+            f"{same_binaries} tiles compile to the same code as another and were not timed."
+        )
     if on_gpu:
         legend = report.tile_legend(ranked[0].plan.family, ranked[0].tile)
         notes.append(legend + ".")
@@ -208,18 +212,18 @@ def outcome_text(finding: Finding) -> str:
 def class_text(problem_class: str) -> str:
     """Return a short text of a problem class, without parts that have their usual value."""
     name, _, mods = problem_class.partition("; ")
-    found = ProblemClass.parse(name)
-    if found is None:
+    result = ProblemClass.parse(name)
+    if result is None:
         return problem_class
     parts = [
-        SHORT_DTYPE[found.dtype],
-        f"d{pair_text(found.head_dim, found.head_dim_v)}",
-        "causal" if found.causal else "full",
-        f"s{pair_text(found.seqlen_q, found.seqlen_k)}",
-        "" if found.rows == MOST_ROWS else f"rows{found.rows}",
-        "" if found.alignment == MAX_ALIGNMENT else f"align{found.alignment}",
-        found.kind,
-        "" if found.direction == "forward" else found.direction,
+        SHORT_DTYPE[result.dtype],
+        f"d{pair_text(result.head_dim, result.head_dim_v)}",
+        "causal" if result.causal else "full",
+        f"s{pair_text(result.seqlen_q, result.seqlen_k)}",
+        "" if result.rows == MOST_ROWS else f"rows{result.rows}",
+        "" if result.alignment == MAX_ALIGNMENT else f"align{result.alignment}",
+        result.kind,
+        "" if result.direction == "forward" else result.direction,
         mods,
     ]
     return " ".join(filter(None, parts))

@@ -22,7 +22,7 @@ from .journal import Finding, Journal
 from .live import Live
 from .race import ranking
 from .saver import Saver, why_not_saved
-from .sweep import Compilation, Settings, Sweep, measure, prebuilt_from, shorten, twin_class
+from .sweep import Compilation, Settings, Sweep, measure, other_16bit_class, prebuilt_from, shorten
 
 # Version of the journal's fields; journals of other versions are not resumed.
 _JOURNAL_VERSION = 2
@@ -140,7 +140,7 @@ class TuneJob:
             # All kernels are compiled ahead, except those of sweeps that will be shortened.
             classes = {sweep.group.problem_class for sweep in self.sweeps}
             for sweep in left:
-                if not self._comes_after_its_twin(sweep, classes):
+                if not self._follows_other_16bit_class(sweep, classes):
                     compilation.start(sweep.candidates)
         for sweep in left:
             self.last = sweep
@@ -185,10 +185,12 @@ class TuneJob:
         why = why_not_saved(finding, self.saver)
         return finding | {"stored": why is None, "not_stored": why}
 
-    def _comes_after_its_twin(self, sweep: Sweep, classes: set[str]) -> bool:
-        twin = twin_class(sweep.group.problem_class)
+    def _follows_other_16bit_class(self, sweep: Sweep, classes: set[str]) -> bool:
+        other_class = other_16bit_class(sweep.group.problem_class)
         order = [each.group.problem_class for each in self.sweeps]
-        return twin in classes and order.index(twin) < order.index(sweep.group.problem_class)
+        return other_class in classes and order.index(other_class) < order.index(
+            sweep.group.problem_class
+        )
 
 
 def _finalists(sweeps: Sequence[Sweep], journal: Journal) -> dict[str, list[Any]]:

@@ -60,10 +60,10 @@ class Saver:
     force: bool = False
     removed: int = 0
 
-    def save(self, found: Sequence[Finding]) -> str:
+    def save(self, result: Sequence[Finding]) -> str:
         """Save the findings of calls without modifications; return a text about what was done."""
         path = self.table or tuning.user_table_path()
-        usable = [f for f in found if f["best_tile"] is not None and not why_not_saved(f, self)]
+        usable = [f for f in result if f["best_tile"] is not None and not why_not_saved(f, self)]
         won = [entry_of(finding, self.device) for finding in usable if finding["stored"]]
         lost = [f for f in usable if self.removes and not f["stored"]]
         kept = [entry_of(f, self.device, "default") for f in lost if self._is_overruled(f)]
@@ -91,7 +91,7 @@ class Saver:
         if self.table:
             return False
         key = (finding["family"], finding["kernel_digest"], finding["problem_class"])
-        other = tuning.lookup_class(self.device, *key, but_own=True)
+        other = tuning.lookup_class(self.device, *key, except_user=True)
         return other is not None and other.tile != finding["default_tile"]
 
 

@@ -34,7 +34,7 @@ from .race import race, rounds
 
 # The machine code for these two types differs only in the type of instructions. Tiles that are slow
 # for one therefore need not be tried for the other.
-_TWIN_DTYPES = {"float16": "bfloat16", "bfloat16": "float16"}
+_OTHER_16BIT_DTYPE = {"float16": "bfloat16", "bfloat16": "float16"}
 
 
 # Query rows per case on which a tile's result is compared; few, as hundreds of tiles are checked.
@@ -93,17 +93,17 @@ def too_large_for(sweep: Sweep) -> str | None:
     return too_large(needed, on_gpu=sweep.candidates[0].plan.device is not None)
 
 
-def twin_class(problem_class: str) -> str | None:
+def other_16bit_class(problem_class: str) -> str | None:
     """Return the same class with the other 16-bit type; None for other types."""
-    found = ProblemClass.parse(problem_class)
-    if found is None or found.dtype not in _TWIN_DTYPES:
+    result = ProblemClass.parse(problem_class)
+    if result is None or result.dtype not in _OTHER_16BIT_DTYPE:
         return None
-    return str(dataclasses.replace(found, dtype=_TWIN_DTYPES[found.dtype]))
+    return str(dataclasses.replace(result, dtype=_OTHER_16BIT_DTYPE[result.dtype]))
 
 
 def shorten(sweep: Sweep, finalists: Mapping[str, Sequence[Tile]]) -> None:
     """Keep only the tiles that did well for the other 16-bit type, if that was swept before."""
-    best = finalists.get(twin_class(sweep.group.problem_class) or "")
+    best = finalists.get(other_16bit_class(sweep.group.problem_class) or "")
     if best:
         sweep.candidates = [c for c in sweep.candidates if c.tile in best or c.is_default]
 
@@ -141,7 +141,7 @@ class Compilation:
             live.compiled(done, len(waiting))
         for candidate in candidates:
             self._note(candidate)
-        self._find_twins(candidates)
+        self._find_same_binaries(candidates)
 
     def _note(self, candidate: Candidate) -> None:
         built = [self._futures[plan.unit.text].result() for plan in candidate.plans if plan.unit]
@@ -155,7 +155,7 @@ class Compilation:
         if spilled > self.max_spills and not candidate.is_default:
             candidate.dropped = f"spills {spilled} bytes per thread"
 
-    def _find_twins(self, candidates: Sequence[Candidate]) -> None:
+    def _find_same_binaries(self, candidates: Sequence[Candidate]) -> None:
         first: dict[tuple[Any, ...], Candidate] = {}
         # The default first, so that it is timed itself.
         for candidate in sorted(candidates, key=lambda c: not c.is_default):
@@ -166,7 +166,7 @@ class Compilation:
                     if plan.unit
                 )
                 earlier = first.setdefault(key, candidate)
-                candidate.twin = earlier if earlier is not candidate else None
+                candidate.same_binary = earlier if earlier is not candidate else None
 
 
 @contextlib.contextmanager
@@ -233,7 +233,7 @@ def time_all(
     note: Note,
 ) -> None:
     """Check the candidates that were not dropped, and race those that passed."""
-    running = [c for c in candidates if c.dropped is None and c.twin is None]
+    running = [c for c in candidates if c.dropped is None and c.same_binary is None]
     for done, candidate in enumerate(running, 1):
         if candidate.max_error is None:
             _check(candidate, call_of, checks)
@@ -254,8 +254,8 @@ def time_all(
 
     race(passed, rounds(settings.repeats), take_turns, advance)
     for candidate in candidates:
-        if candidate.twin is not None:
-            candidate.take(candidate.twin.result)
+        if candidate.same_binary is not None:
+            candidate.take(candidate.same_binary.result)
 
 
 def _check(candidate: Candidate, call_of: CallOf, checks: Sequence[Check | GradientCheck]) -> None:

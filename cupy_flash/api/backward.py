@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from cupy_flash.calls import run_backward
-from cupy_flash.calls.gradients import GradientArguments
+from cupy_flash.calls import dispatch_backward
+from cupy_flash.calls.backward_arguments import GradientArguments
 from cupy_flash.calls.options import Options
 from cupy_flash.problem.tile import TileRequest, freeze_tile
 from cupy_flash.problem.values import named_dtype
@@ -112,7 +112,7 @@ def flash_attention_backward(
     array([2.083, 1.083, 0.583, 0.25 ], dtype=float32)
     """
     options = Options(
-        "equal",
+        "dense",
         causal,
         softmax_scale,
         True,
@@ -120,11 +120,11 @@ def flash_attention_backward(
         freeze_tile(tile),
         q_offset,
         layout,
-        wrt=run_backward.wanted(wrt, modifications),
+        wrt=dispatch_backward.wanted(wrt, modifications),
         grad_dtype=named_dtype(grad_dtype),
     )
     arguments = GradientArguments(q, k, v, out, dout, lse, dlse, dq, dk, dv)
-    return run_backward.gradients(arguments, options, backend, modifications)
+    return dispatch_backward.gradients(arguments, options, backend, modifications)
 
 
 def flash_attention_qkvpacked_backward(
@@ -172,9 +172,9 @@ def flash_attention_qkvpacked_backward(
     TypeError, ValueError
         See `flash_attention_backward`; also if qkv or dqkv has another shape.
     """
-    names = run_backward.wanted_of_qkv(wrt, modifications)
+    names = dispatch_backward.wanted_of_qkv(wrt, modifications)
     options = Options(
-        "equal",
+        "dense",
         causal,
         softmax_scale,
         True,
@@ -184,10 +184,10 @@ def flash_attention_qkvpacked_backward(
         grad_dtype=named_dtype(grad_dtype),
     )
     others = GradientArguments(None, None, None, out, dout, lse, dlse)
-    found = run_backward.gradients_of_qkv(
+    result = dispatch_backward.gradients_of_qkv(
         *(qkv, dqkv, others, options, backend, names), modifications
     )
-    return found[0] if wrt is None and len(found) == 1 else found
+    return result[0] if wrt is None and len(result) == 1 else result
 
 
 def flash_attention_varlen_backward(
@@ -250,7 +250,7 @@ def flash_attention_varlen_backward(
     cu_seqlens_k decrease, or seqused_k exceeds the lengths that cu_seqlens_k gives.
     """
     options = Options(
-        "packed",
+        "varlen",
         causal,
         softmax_scale,
         True,
@@ -258,11 +258,11 @@ def flash_attention_varlen_backward(
         freeze_tile(tile),
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
-        wrt=run_backward.wanted(wrt, modifications),
+        wrt=dispatch_backward.wanted(wrt, modifications),
         grad_dtype=named_dtype(grad_dtype),
     )
     arguments = GradientArguments(
         *(q, k, v, out, dout, lse, dlse, dq, dk, dv),
         *(cu_seqlens_q, cu_seqlens_k, seqused_k),
     )
-    return run_backward.gradients(arguments, options, backend, modifications)
+    return dispatch_backward.gradients(arguments, options, backend, modifications)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cupy_flash.calls.check_mod import require_agreement
+from cupy_flash.calls.check.check_mod import require_agreement
 from cupy_flash.mods.modification import MaskMod, ScoreMod
 
 

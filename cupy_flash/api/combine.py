@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from cupy_flash.calls import run
-from cupy_flash.calls.partials import Partials
+from cupy_flash.calls import dispatch
+from cupy_flash.calls.check.partials import Partials
 
 
 def combine(
@@ -82,5 +82,5 @@ def combine(
     >>> float(out.round(5).item())
     3.0
     """
-    result, lse = run.combine(Partials(out_partial, lse_partial, out, sinks))
+    result, lse = dispatch.combine(Partials(out_partial, lse_partial, out, sinks))
     return (result, lse) if return_lse else result

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cupy_flash.calls import run
+from cupy_flash.calls import dispatch
 from cupy_flash.calls.arguments import Arguments
 from cupy_flash.calls.options import Options
 from cupy_flash.problem.tile import TileRequest, freeze_tile
@@ -129,7 +129,7 @@ def flash_attention(
     (1, 4, 2, 8)
     """
     options = Options(
-        "equal", causal, softmax_scale, return_lse, family, freeze_tile(tile), q_offset, layout
+        "dense", causal, softmax_scale, return_lse, family, freeze_tile(tile), q_offset, layout
     )
     arguments = Arguments(q, k, v, out)
     # A generator in any() would add half a microsecond to every call.
@@ -137,7 +137,7 @@ def flash_attention(
     if not is_plain or out_dtype is not None:
         options = options._replace(kind="scaled", out_dtype=named_dtype(out_dtype))
         arguments = arguments._replace(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
-    return run.attention(arguments, options, backend, 0, modifications)
+    return dispatch.attention(arguments, options, backend, 0, modifications)
 
 
 def flash_attention_qkvpacked(
@@ -182,4 +182,4 @@ def flash_attention_qkvpacked(
         "qkvpacked", causal, softmax_scale, return_lse, family, freeze_tile(tile), q_offset, layout
     )
     arguments = Arguments(None, None, None, out, qkv)
-    return run.attention(arguments, options, backend, 0, modifications)
+    return dispatch.attention(arguments, options, backend, 0, modifications)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cupy_flash.calls import run
+from cupy_flash.calls import dispatch
 from cupy_flash.calls.arguments import Arguments, given_lengths
 from cupy_flash.calls.options import Options
 from cupy_flash.problem.tile import TileRequest, freeze_tile
@@ -227,7 +227,7 @@ def flash_attention_with_kvcache(
         cu_seqlens_k_new,
     )
     options = Options(
-        "cached",
+        "kvcache",
         causal,
         softmax_scale,
         return_lse,
@@ -243,4 +243,4 @@ def flash_attention_with_kvcache(
         compute_scales,
         head_dim_v,
     )
-    return run.attention(arguments, options, backend, keys, modifications)
+    return dispatch.attention(arguments, options, backend, keys, modifications)

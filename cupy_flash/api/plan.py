@@ -14,10 +14,10 @@ from cupy_flash.api.backward import (
 )
 from cupy_flash.api.dense import flash_attention, flash_attention_qkvpacked
 from cupy_flash.api.kvcache import flash_attention_with_kvcache
-from cupy_flash.api.varlen import flash_attention_varlen, places_of_keys
-from cupy_flash.calls import run, run_backward
+from cupy_flash.api.varlen import flash_attention_varlen, has_key_positions
+from cupy_flash.calls import dispatch, dispatch_backward
 from cupy_flash.calls.arguments import Arguments, given_lengths
-from cupy_flash.calls.gradients import GradientArguments
+from cupy_flash.calls.backward_arguments import GradientArguments
 from cupy_flash.calls.options import Options
 from cupy_flash.mods.keywords import require_known
 from cupy_flash.planning.planner import Plan
@@ -26,15 +26,15 @@ from cupy_flash.problem.values import named_dtype
 
 # `Options.kind` of the calls of each function.
 _FORWARD: Mapping[Any, str] = {
-    flash_attention: "equal",
+    flash_attention: "dense",
     flash_attention_qkvpacked: "qkvpacked",
-    flash_attention_varlen: "packed",
-    flash_attention_with_kvcache: "cached",
+    flash_attention_varlen: "varlen",
+    flash_attention_with_kvcache: "kvcache",
 }
 _BACKWARD: Mapping[Any, str] = {
-    flash_attention_backward: "equal",
-    flash_attention_qkvpacked_backward: "equal",
-    flash_attention_varlen_backward: "packed",
+    flash_attention_backward: "dense",
+    flash_attention_qkvpacked_backward: "dense",
+    flash_attention_varlen_backward: "varlen",
 }
 # Arrays of backward calls that may be omitted for a plan, which then assumes contiguous arrays.
 _ASSUMED = ("dout", "out", "lse")
@@ -105,8 +105,8 @@ def plan(
         names = ", ".join(f"cupy_flash.{known.__name__}" for known in (*_FORWARD, *_BACKWARD))
         # The module distinguishes functions of the same name, such as those of cupy_flash.torch.
         is_plain = inspect.isfunction(function)
-        found = f"{function.__module__}.{function.__name__}" if is_plain else repr(function)
-        raise TypeError(f"function is {found}; expected one of {names}")
+        result = f"{function.__module__}.{function.__name__}" if is_plain else repr(function)
+        raise TypeError(f"function is {result}; expected one of {names}")
     signature = inspect.signature(function)
     try:
         given = signature.bind_partial(*arguments, **options).arguments
@@ -179,32 +179,34 @@ def _deprecated(old: str, new: str) -> None:
 
 
 def _plan_forward(kind: str, given: dict[str, Any], arch: str | None) -> Plan:
-    if kind == "equal" and any(given.get(name) is not None for name in _SCALED):
+    if kind == "dense" and any(given.get(name) is not None for name in _SCALED):
         kind = "scaled"
-    if kind == "cached":
+    if kind == "kvcache":
         _, given["cache_seqlens"] = given_lengths(given.get("cache_seqlens"))
-    if kind == "packed":
+    if kind == "varlen":
         names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table")
-        given["cu_seqlens_k"] = places_of_keys(*map(given.get, names))
+        given["cu_seqlens_k"] = has_key_positions(*map(given.get, names))
     arrays = Arguments(**{name: given[name] for name in Arguments._fields if name in given})
     options = _options(kind, given)
     modifications = given.get("modifications", {})
-    return run.plan(arrays, options, given.get("backend", "auto"), arch, modifications)
+    return dispatch.plan(arrays, options, given.get("backend", "auto"), arch, modifications)
 
 
 def _plan_backward(kind: str, given: dict[str, Any], arch: str | None) -> Plan:
     modifications = given.get("modifications", {})
     fields = GradientArguments._fields
     if "qkv" in given:
-        given |= run_backward.parts_of_qkv(given["qkv"])
-        names = run_backward.wanted_of_qkv(given.get("wrt"), modifications)
-        given["wrt"] = run_backward.parts_of_wrt(names)
+        given |= dispatch_backward.parts_of_qkv(given["qkv"])
+        names = dispatch_backward.wanted_of_qkv(given.get("wrt"), modifications)
+        given["wrt"] = dispatch_backward.parts_of_wrt(names)
     else:
-        given["wrt"] = run_backward.wanted(given.get("wrt"), modifications)
+        given["wrt"] = dispatch_backward.wanted(given.get("wrt"), modifications)
     arrays = {"q": None, "k": None, "v": None} | {n: given[n] for n in fields if n in given}
     options = _options(kind, given)
     backend = given.get("backend", "auto")
-    return run_backward.plan(GradientArguments(**arrays), options, backend, arch, modifications)
+    return dispatch_backward.plan(
+        GradientArguments(**arrays), options, backend, arch, modifications
+    )
 
 
 def _options(kind: str, given: Mapping[str, Any]) -> Options:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cupy_flash.calls import run
+from cupy_flash.calls import dispatch
 from cupy_flash.calls.arguments import Arguments
 from cupy_flash.calls.options import Options
 from cupy_flash.problem.tile import TileRequest, freeze_tile
@@ -156,7 +156,7 @@ def flash_attention_varlen(
     >>> flash_attention_varlen(q, k, v, [0, 3, 7], [0, 3, 7], 4, 4, causal=True).shape
     (7, 2, 8)
     """
-    return run.attention(
+    return dispatch.attention(
         Arguments(
             q,
             k,
@@ -165,13 +165,13 @@ def flash_attention_varlen(
             None,
             block_table,
             cu_seqlens_q,
-            places_of_keys(cu_seqlens_q, cu_seqlens_k, seqused_k, block_table),
+            has_key_positions(cu_seqlens_q, cu_seqlens_k, seqused_k, block_table),
             seqused_k,
             k_scale,
             v_scale,
         ),
         Options(
-            "packed",
+            "varlen",
             causal,
             softmax_scale,
             return_lse,
@@ -190,7 +190,7 @@ def flash_attention_varlen(
     )
 
 
-def places_of_keys(
+def has_key_positions(
     cu_seqlens_q: Any, cu_seqlens_k: Any | None, seqused_k: Any | None, block_table: Any | None
 ) -> Any | None:
     """Return cu_seqlens_k. If it is None and not read, return cu_seqlens_q as a placeholder."""

@@ -12,8 +12,8 @@ from cupy_flash.api.backward import (
 )
 from cupy_flash.api.dense import flash_attention, flash_attention_qkvpacked
 from cupy_flash.api.varlen import flash_attention_varlen
-from cupy_flash.calls.gradients import require_grad_dtype
-from cupy_flash.calls.run_backward import wanted, wanted_of_qkv
+from cupy_flash.calls.backward_arguments import require_grad_dtype
+from cupy_flash.calls.dispatch_backward import wanted, wanted_of_qkv
 from cupy_flash.mods.keywords import require_known
 from cupy_flash.problem.tile import TileRequest
 from cupy_flash.problem.values import named_dtype

@@ -29,16 +29,16 @@ class JaxMemory:
         JAX device on which the array is stored.
     address
         Address of the first element.
-    facts
+    array_key
         Shape, dtype, device and alignment, as part of a cache key.
     """
 
-    __slots__ = ("address", "array", "device", "facts")
+    __slots__ = ("address", "array", "array_key", "device")
 
     def __init__(self, array: Any, device: Any) -> None:
         address = array.unsafe_buffer_pointer()
         self.array, self.device, self.address = array, device, address
-        self.facts = (
+        self.array_key = (
             array.shape,
             array.dtype,
             device.local_hardware_id,

@@ -31,7 +31,7 @@ _DLPACK_CUDA = (2, 3, 13)
 
 
 def normalize(name: str, array: Any, *, is_written: bool = False) -> Any:
-    """Return an input as a NumPy or CuPy array over the same memory; see `way_back`.
+    """Return an input as a NumPy or CuPy array over the same memory; see `result_converter`.
 
     Parameters
     ----------
@@ -209,18 +209,20 @@ def normalize_int32(name: str, array: Any, *, on_host: bool) -> Any:
         For a list of integers that int32 cannot hold.
     """
     if isinstance(array, (list, tuple)):
-        return _placed(_int32_of_list(name, array), on_host=on_host)
+        return _to_device(_int32_of_list(name, array), on_host=on_host)
     if isinstance(array, (int, np.integer)):
         raise TypeError(f"{name} is {array}, one integer; expected an int32 array, or a list")
     given, array = array, normalize(name, array)
     if isinstance(array, np.ndarray) != on_host:
-        found, other = ("on a GPU", "in host memory") if on_host else ("in host memory", "on a GPU")
-        instead = _moved(name, given, on_host=on_host)
-        raise TypeError(f"{name} lies {found} and q {other}; pass {instead}")
+        result, other = (
+            ("on a GPU", "in host memory") if on_host else ("in host memory", "on a GPU")
+        )
+        instead = _move(name, given, on_host=on_host)
+        raise TypeError(f"{name} lies {result} and q {other}; pass {instead}")
     return array
 
 
-def _moved(name: str, array: Any, *, on_host: bool) -> str:
+def _move(name: str, array: Any, *, on_host: bool) -> str:
     """Return the expression that copies an argument to the device of q, for messages."""
     if is_any_tensor(array):
         return f"{name}.cpu()" if on_host else f"{name}.cuda()"
@@ -231,7 +233,7 @@ def _moved(name: str, array: Any, *, on_host: bool) -> str:
 
 def host_array_on_gpu(name: str, array: Any) -> Any:
     """Return a NumPy array as a CuPy array; anything else unchanged."""
-    return _placed(array, on_host=False) if isinstance(array, np.ndarray) else array
+    return _to_device(array, on_host=False) if isinstance(array, np.ndarray) else array
 
 
 def is_number_or_list(value: Any) -> bool:
@@ -278,10 +280,10 @@ def vector(name: str, values: Any, *, on_host: bool) -> Any:
         raise TypeError(f"{name} is {values!r}; expected numbers, or an array of them")
     # Types such as longdouble may hold numbers that overflow float64.
     with np.errstate(all="ignore"):
-        return _placed(array.astype(np.float64), on_host=on_host)
+        return _to_device(array.astype(np.float64), on_host=on_host)
 
 
-def _placed(array: np.ndarray, *, on_host: bool) -> Any:
+def _to_device(array: np.ndarray, *, on_host: bool) -> Any:
     """Return a NumPy array, or its copy as a CuPy array if not `on_host`."""
     if on_host:
         return array
@@ -357,7 +359,7 @@ def _torch() -> Any:
     return torch
 
 
-def way_back(name: str, array: Any) -> Callable[[Any], Any]:
+def result_converter(name: str, array: Any) -> Callable[[Any], Any]:
     """Return a function that converts a NumPy or CuPy result to the array library of `array`.
 
     Raises
@@ -384,7 +386,7 @@ def way_back(name: str, array: Any) -> Callable[[Any], Any]:
 
 
 def to_torch(result: Any) -> Any:
-    """Return a result as a tensor, and make torch's current stream wait for it; see `way_back`."""
+    """Return a result as a tensor, and make torch's current stream wait; see `result_converter`."""
     if result.__class__ in tensor_types():
         if streams := two_streams(result):
             order(*reversed(streams))

@@ -42,7 +42,7 @@ class OverlapCheck:
     ) -> None:
         self._names = names
         self.pairs: list[tuple[int, int, int, int]] = []
-        self._apart: set[tuple[int, ...]] = set()
+        self._checked: set[tuple[int, ...]] = set()
         self._interleaved: set[tuple[int, int, int]] = set()
         places = [tuple(names).index(name) for name in written]
         if all(arrays[i] is None for i in places):
@@ -62,7 +62,7 @@ class OverlapCheck:
     def check(self, addresses: tuple[int, ...]) -> None:
         """Raise ValueError if arrays overlap at these addresses, one address for each array."""
         # Most calls repeat the addresses of an earlier call. The 27 pairs of an append take 2 us.
-        if not self.pairs or addresses in self._apart:
+        if not self.pairs or addresses in self._checked:
             return
         for i, j, low, high in self.pairs:
             distance = addresses[j] - addresses[i]
@@ -72,16 +72,18 @@ class OverlapCheck:
                         f"{self._names[i]} overlaps {self._names[j]}; pass separate memory"
                     )
                 _remember(self._interleaved, (i, j, distance), self._MAX_KNOWN)
-        _remember(self._apart, addresses, self._MAX_KNOWN)
+        _remember(self._checked, addresses, self._MAX_KNOWN)
 
     def _overlap(self, i: int, j: int, addresses: tuple[int, ...]) -> bool:
         first, second = self._layouts[i], self._layouts[j]
         assert first is not None
         assert second is not None
-        return _share_memory(first.at(addresses[i]), second.at(addresses[j]))
+        return _share_memory(first.array_at(addresses[i]), second.array_at(addresses[j]))
 
 
-def require_apart(names: Sequence[str], arrays: Sequence[Any], written: tuple[str, ...]) -> None:
+def require_no_overlap(
+    names: Sequence[str], arrays: Sequence[Any], written: tuple[str, ...]
+) -> None:
     """Raise ValueError if an array that is written overlaps another array."""
     addresses = tuple(0 if array is None else address_of(array) for array in arrays)
     OverlapCheck(names, arrays, written).check(addresses)
@@ -102,7 +104,7 @@ class _Layout:
         self.low = sum(step for step in steps if step < 0)
         self.high = sum(step for step in steps if step > 0) + self.itemsize
 
-    def at(self, address: int) -> np.ndarray:
+    def array_at(self, address: int) -> np.ndarray:
         """Return an array of this layout at an address; its elements must not be accessed."""
         return np.asarray(_StandIn(self, address))
 

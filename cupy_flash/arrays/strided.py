@@ -28,7 +28,7 @@ LAYOUTS = ("bshd", "bhsd")
 _MAX_TYPES = 256
 
 
-class _OfCupy(dict[type, bool]):
+class _IsCupyType(dict[type, bool]):
     """Cache, keyed by type, of whether the type is that of CuPy arrays."""
 
     def __missing__(self, kind: type) -> bool:
@@ -43,7 +43,7 @@ class _OfCupy(dict[type, bool]):
 
 #: Return whether a type is that of CuPy arrays. Calls start with this check: it is 9 ns faster than
 #: looking up `cupy.ndarray`, and 5 ns faster than `is_cupy`.
-is_cupy_type = _OfCupy().__getitem__
+is_cupy_type = _IsCupyType().__getitem__
 
 
 def is_cupy(array: Any) -> bool:
@@ -62,7 +62,7 @@ def array_module(array: Any) -> Any:
     return importlib.import_module("cupy") if is_cupy(array) else np
 
 
-def taken_by(xp: Any, array: Any) -> Any:
+def convert_to(xp: Any, array: Any) -> Any:
     """Return a NumPy or CuPy array as an array of module `xp`, copied if it is of the other one."""
     if xp is np:
         return array.get() if is_cupy(array) else array

@@ -41,7 +41,7 @@ def is_torch_on_gpu(*arrays: Any) -> bool:
         requires_grad = requires_grad or array.requires_grad
     if requires_grad and torch.is_grad_enabled():
         return False
-    return not may_be_transformed() or all(x is None or hidden_part(x) is None for x in arrays)
+    return not may_be_transformed() or all(x is None or untracked_part(x) is None for x in arrays)
 
 
 def is_any_tensor(array: Any) -> bool:
@@ -52,7 +52,7 @@ def is_any_tensor(array: Any) -> bool:
 
 
 def may_be_transformed() -> bool:
-    """Return whether tensors may carry more than their memory holds; see `hidden_part`.
+    """Return whether tensors may carry more than their memory holds; see `untracked_part`.
 
     This is the case while a torch.func transform, a forward-mode level, a dispatch mode or
     torch.jit.trace is active.
@@ -68,7 +68,7 @@ def may_be_transformed() -> bool:
     )
 
 
-def hidden_part(tensor: Any) -> str | None:
+def untracked_part(tensor: Any) -> str | None:
     """Return a message on what a read of a tensor's memory alone would lose, or None."""
     import torch
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -107,7 +107,7 @@ def has_tangent(tensor: Any) -> bool:
 
 def require_whole(name: str, tensor: Any) -> None:
     """Raise NotImplementedError for a tensor that carries more than its memory holds."""
-    if may_be_transformed() and (part := hidden_part(tensor)) is not None:
+    if may_be_transformed() and (part := untracked_part(tensor)) is not None:
         raise NotImplementedError(f"{name} {part}")
 
 
@@ -143,10 +143,8 @@ def resolved(name: str, array: Any, *, is_written: bool = False) -> Any:
             f"{name} is a {kind.__name__}, a subclass of torch.Tensor whose memory may not hold "
             "its elements; pass a plain tensor"
         )
-    of_transforms = torch._C._functorch
-    if of_transforms.is_functorch_wrapped_tensor(tensor) or of_transforms.is_legacy_batchedtensor(
-        tensor
-    ):
+    functorch = torch._C._functorch
+    if functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor):
         raise NotImplementedError(f"{name} {_IN_TRANSFORM}")
     if tensor.is_meta:
         raise TypeError(f"{name} is a meta tensor, which has no memory; pass a real tensor")
@@ -252,7 +250,7 @@ def two_streams(tensor: Any) -> tuple[int, int] | None:
     return theirs, ours
 
 
-class _OfTorch(NamedTuple):
+class _TorchStream(NamedTuple):
     """Handle of a torch stream, with the protocol by which CuPy adopts external streams."""
 
     handle: int
@@ -276,7 +274,7 @@ def on_stream_of(tensor: Any) -> AbstractContextManager[Any]:
     cuda = _cuda()
     theirs, _ = streams
     if hasattr(cuda.Stream, "from_external"):
-        stream: AbstractContextManager[Any] = cuda.Stream.from_external(_OfTorch(theirs))
+        stream: AbstractContextManager[Any] = cuda.Stream.from_external(_TorchStream(theirs))
     else:  # CuPy 13
         stream = cuda.ExternalStream(theirs, tensor.get_device())
     return stream
@@ -287,7 +285,7 @@ def order(first: int, second: int) -> None:
     cuda = _cuda()
     # Each thread has its own event, because another thread might be about to record a shared one.
     # Creating an event takes longer than recording it and waiting for it, 0.8 us.
-    events, device = _of_thread.events, cuda.runtime.getDevice()
+    events, device = _thread_state.events, cuda.runtime.getDevice()
     event = events.get(device)
     if event is None:
         event = events[device] = cuda.Event(disable_timing=True)
@@ -295,14 +293,14 @@ def order(first: int, second: int) -> None:
     cuda.runtime.streamWaitEvent(second, event.ptr)
 
 
-class _OfThread(threading.local):
+class _ThreadState(threading.local):
     """CUDA events of a thread, keyed by device."""
 
     def __init__(self) -> None:
         self.events: dict[int, Any] = {}
 
 
-_of_thread = _OfThread()
+_thread_state = _ThreadState()
 
 
 def tensor_as_cupy(tensor: Any) -> Any:

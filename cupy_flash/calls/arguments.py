@@ -17,17 +17,17 @@ from cupy_flash.arrays.kinds import (
     normalize_int32,
     normalize_out,
     normalize_scale,
+    result_converter,
     vector,
-    way_back,
 )
 from cupy_flash.arrays.strided import (
     kind_of,
 )
-from cupy_flash.calls.modifiers import (
-    NO_FUNCTIONS,
-    Functions,
-    Modifiers,
-    read_modifiers,
+from cupy_flash.calls.check.modifications import (
+    NO_USER_MODS,
+    ModificationKey,
+    UserMods,
+    parse_modifications,
 )
 from cupy_flash.calls.options import Options
 from cupy_flash.mods.keywords import VECTORS
@@ -82,7 +82,7 @@ class Arguments(NamedTuple):
             return self.keys[..., : options.head_dim_v]
         return self.v if self.v_cache is None else self.v_cache
 
-    def of_kind(self, kind: str) -> tuple[Any, ...]:
+    def arrays_of_kind(self, kind: str) -> tuple[Any, ...]:
         """Return the arrays that calls of a kind may have; only these are part of a call key."""
         return self[FIELDS[kind]]
 
@@ -92,8 +92,8 @@ class Arguments(NamedTuple):
         return names[FIELDS[kind]] + names[_FIXED:]
 
     @property
-    def of_modifiers(self) -> tuple[Any, ...]:
-        """Arrays of modifications, which `with_modifiers` has appended."""
+    def modification_arrays(self) -> tuple[Any, ...]:
+        """Arrays of modifications, which `append_arrays` has appended."""
         return self[_FIXED:]
 
     def parts_of_qkv(self, layout: str) -> Arguments:
@@ -114,23 +114,23 @@ class Arguments(NamedTuple):
 _FIXED = len(Arguments._fields)
 
 
-def with_modifiers(arguments: Any, names: tuple[str, ...], arrays: tuple[Any, ...]) -> Any:
+def append_arrays(arguments: Any, names: tuple[str, ...], arrays: tuple[Any, ...]) -> Any:
     """Return the record with the arrays of modifications appended, as fields of these names."""
     # Equivalent to `_make`, in half the time.
     return tuple.__new__(_record_with(arguments.__class__, names), arguments + arrays)
 
 
-def modified(
+def with_modifications(
     arguments: Any, modifications: Mapping[str, Any], *, backward: bool = False
-) -> tuple[Any, Modifiers | None, Functions]:
-    """Return the record with the arrays of modifications, and their `Modifiers` and `Functions`."""
-    found = read_modifiers(modifications, backward=backward)
-    if found is None:
-        return arguments, None, NO_FUNCTIONS
-    modifiers, arrays, functions = found
+) -> tuple[Any, ModificationKey | None, UserMods]:
+    """Return the record with the arrays of modifications, `ModificationKey` and `UserMods`."""
+    result = parse_modifications(modifications, backward=backward)
+    if result is None:
+        return arguments, None, NO_USER_MODS
+    mod_key, arrays, user_mods = result
     if arrays:
-        arguments = with_modifiers(arguments, modifiers.names, arrays)
-    return arguments, modifiers, functions
+        arguments = append_arrays(arguments, mod_key.names, arrays)
+    return arguments, mod_key, user_mods
 
 
 # The cache is bounded, because users choose the names of captures.
@@ -144,29 +144,29 @@ def _record_with(record: Any, names: tuple[str, ...]) -> Any:
         if not name.startswith("_") and name not in record._fields
     }
     if record is Arguments:
-        methods["of_kind"] = _of_kind_and_modifiers
+        methods["arrays_of_kind"] = _arrays_of_kind_with_modifications
     return type(record.__name__, (base,), {"__slots__": (), **methods})
 
 
-def _of_kind_and_modifiers(self: Arguments, kind: str) -> tuple[Any, ...]:
-    """Return `Arguments.of_kind` with the arrays of modifications appended."""
+def _arrays_of_kind_with_modifications(self: Arguments, kind: str) -> tuple[Any, ...]:
+    """Return `Arguments.arrays_of_kind` with the arrays of modifications appended."""
     return self[FIELDS[kind]] + self[_FIXED:]
 
 
 # Slice of the fields of `Arguments` that a call of each kind may have.
 FIELDS = {
-    "equal": slice(0, 4),
+    "dense": slice(0, 4),
     "qkvpacked": slice(3, 5),
-    "packed": slice(0, 11),
-    "cached": slice(0, 19),
+    "varlen": slice(0, 11),
+    "kvcache": slice(0, 19),
     "scaled": slice(0, 20),
 }
 _REQUIRED = {
-    "equal": ("q", "k", "v"),
+    "dense": ("q", "k", "v"),
     "scaled": ("q", "k", "v"),
     "qkvpacked": ("qkv",),
-    "packed": ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"),
-    "cached": ("q", "k_cache", "v_cache"),
+    "varlen": ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"),
+    "kvcache": ("q", "k_cache", "v_cache"),
 }
 INT32 = frozenset(
     {
@@ -208,7 +208,7 @@ _HINTS = {
     "cu_seqlens_k": "; it may be None with both block_table and seqused_k",
 }
 # Arrays that must be None if the keys hold the values.
-_OF_VALUES = ("v_cache", "v", "v_scale")
+_VALUE_ARGUMENTS = ("v_cache", "v", "v_scale")
 
 
 def require_given(arguments: Arguments, options: Options) -> None:
@@ -218,9 +218,9 @@ def require_given(arguments: Arguments, options: Options) -> None:
     """
     in_keys = options.head_dim_v is not None
     for name in _REQUIRED[options.kind]:
-        if getattr(arguments, name) is None and not (in_keys and name in _OF_VALUES):
+        if getattr(arguments, name) is None and not (in_keys and name in _VALUE_ARGUMENTS):
             raise TypeError(f"{no_array(name, None)}{_HINTS.get(name, '')}")
-    for name in _OF_VALUES if in_keys else ():
+    for name in _VALUE_ARGUMENTS if in_keys else ():
         if getattr(arguments, name) is not None:
             raise ValueError(
                 f"{name} is given, but with head_dim_v k_cache holds the values; pass only one"
@@ -256,28 +256,28 @@ def normalized(given: Any, written: tuple[str, ...] = ("out",)) -> tuple[Any, Ca
     """
     first = given._fields[0]
     leading = normalize(first, given[0])
-    convert = way_back(first, given[0])
+    convert = result_converter(first, given[0])
     on_host = isinstance(leading, np.ndarray)
-    found: dict[str, Any] = {first: leading}
+    result: dict[str, Any] = {first: leading}
     for name, array in zip(given._fields[1:], given[1:], strict=True):
         if array is None and name in given._field_defaults:
             continue
         if name in INT32:
-            found[name] = normalize_int32(name, array, on_host=on_host)
+            result[name] = normalize_int32(name, array, on_host=on_host)
             continue
         if name in VECTORS and is_number_or_list(array):
-            found[name] = vector(name, array, on_host=on_host)
+            result[name] = vector(name, array, on_host=on_host)
             continue
         if name in FLOAT8_SCALES:
-            found[name] = normalize_scale(name, array, on_host=on_host)
+            result[name] = normalize_scale(name, array, on_host=on_host)
         elif name in written:
-            found[name] = normalize_out(name, array)
+            result[name] = normalize_out(name, array)
         else:
-            found[name] = normalize(name, array, is_written=name in CACHES)
-        if isinstance(found[name], np.ndarray) != on_host:
+            result[name] = normalize(name, array, is_written=name in CACHES)
+        if isinstance(result[name], np.ndarray) != on_host:
             host, device = (first, name) if on_host else (name, first)
             raise TypeError(f"{host} lies in host memory and {device} on a GPU; move one of them")
-    return given._replace(**found), convert
+    return given._replace(**result), convert
 
 
 def check_qkv(qkv: Any, layout: str) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from cupy_flash.cpu.plan import choose_cpu_tile
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.families import FORWARD
 from cupy_flash.gpu.environment import gpu_unavailable
-from cupy_flash.host.plan import choose_cpu_tile
 from cupy_flash.problem.problem import Problem
 from cupy_flash.problem.tile import FrozenTile, Tile
 

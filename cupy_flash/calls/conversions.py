@@ -46,9 +46,9 @@ def conversions(arrays: Any, options: Options | None = None) -> dict[str, Conver
     options
         Options of the call; None for a merge of partial results.
     """
-    found = {}
-    for place, name in _places(arrays.__class__):
-        given = arrays[place]
+    result = {}
+    for index, name in _indices_and_names(arrays.__class__):
+        given = arrays[index]
         if given is None:
             continue
         array = as_cupy(given)
@@ -57,18 +57,18 @@ def conversions(arrays: Any, options: Options | None = None) -> dict[str, Conver
             if dtype.kind in "iu" and _can_be_cast(array):
                 dtype = _INT32
         elif name in VECTORS:
-            shape, dtype = _of_heads(name, array, arrays, options)
+            shape, dtype = _head_values(name, array, arrays, options)
         if not _is_readable(name, array) or dtype != array.dtype or shape != array.shape:
-            found[name] = Converted(shape, dtype)
-    return found
+            result[name] = Converted(shape, dtype)
+    return result
 
 
 # Cached, because inspecting the names of all arrays of a call would take 3 us.
 @functools.lru_cache(maxsize=256)
-def _places(record: Any) -> tuple[tuple[int, str], ...]:
+def _indices_and_names(record: Any) -> tuple[tuple[int, str], ...]:
     """Return the index and name of each field of a record that may have to be copied."""
     fields: tuple[str, ...] = record._fields
-    return tuple((place, name) for place, name in enumerate(fields) if name in _CONVERTED)
+    return tuple((index, name) for index, name in enumerate(fields) if name in _CONVERTED)
 
 
 def converted(arrays: Any, options: Options | None = None) -> Any:
@@ -98,7 +98,7 @@ def _copy(name: str, given: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any
         return array_module(array).broadcast_to(array, shape).astype(dtype, order="C")
 
 
-def _of_heads(name: str, array: Any, arrays: Any, options: Options | None) -> Converted:
+def _head_values(name: str, array: Any, arrays: Any, options: Options | None) -> Converted:
     """Return the shape and dtype in which kernels read an array of ALiBi slopes or sinks."""
     like = as_cupy(arrays.out_partial if options is None else arrays.like)
     shape, dtype = tuple(array.shape), array.dtype

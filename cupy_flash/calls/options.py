@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from cupy_flash.arrays.strided import kind_of, require_layout
 from cupy_flash.arrays.torch_arrays import resolved
-from cupy_flash.calls.modifiers import Modifiers
+from cupy_flash.calls.check.modifications import ModificationKey
 from cupy_flash.mods import keywords
 from cupy_flash.problem.tile import FrozenTile, Tile
 from cupy_flash.problem.values import check_bool, finite, integer
@@ -20,7 +20,7 @@ class Options(NamedTuple):
     k and v in one array, and "scaled" for dense float8 calls with scales.
     """
 
-    kind: str = "equal"
+    kind: str = "dense"
     causal: bool = False
     softmax_scale: float | None = None
     return_lse: bool = False
@@ -43,20 +43,20 @@ class Options(NamedTuple):
     # Backward calls: names of the inputs whose gradients are requested, and dtype of the gradients.
     wrt: tuple[str, ...] | None = None
     grad_dtype: str | None = None
-    modifiers: Modifiers | None = None
+    mod_key: ModificationKey | None = None
 
     @property
-    def is_equal(self) -> bool:
+    def is_dense(self) -> bool:
         """Whether q, k and v are separate arrays of a dense batch."""
-        return self.kind in ("equal", "scaled")
+        return self.kind in ("dense", "scaled")
 
-    def of_parts(self) -> Options:
+    def with_separate_qkv(self) -> Options:
         """Return the options for separate q, k and v instead of qkv."""
-        return self._replace(kind="equal") if self.kind == "qkvpacked" else self
+        return self._replace(kind="dense") if self.kind == "qkvpacked" else self
 
-    def with_modifiers(self, modifiers: Modifiers | None) -> Options:
-        """Return the options with modifiers. Takes a quarter of the time of `_replace`."""
-        made: Options = tuple.__new__(Options, self[:-1] + (modifiers,))  # noqa: RUF005
+    def with_mod_key(self, mod_key: ModificationKey | None) -> Options:
+        """Return the options with a modification key. Takes a quarter of the time of `_replace`."""
+        made: Options = tuple.__new__(Options, self[:-1] + (mod_key,))  # noqa: RUF005
         return made
 
     def with_lse(self, return_lse: bool) -> Options:
@@ -81,9 +81,9 @@ def with_offsets(
 
 
 _WHOLE = (int, type(None))
-_UNSCALED_KINDS = ("equal", "qkvpacked")
+_UNSCALED_KINDS = ("dense", "qkvpacked")
 # Call kinds of dense batches, whose arrays have batch axes.
-EQUAL_KINDS = (*_UNSCALED_KINDS, "scaled")
+DENSE_KINDS = (*_UNSCALED_KINDS, "scaled")
 # Tuples of option types for which the options were found to be plain Python values.
 _plain: set[tuple[type, ...]] = set()
 

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from cupy_flash.arrays.float8 import float8_codes
-from cupy_flash.arrays.kinds import read, way_back
+from cupy_flash.arrays.kinds import read, result_converter
+from cupy_flash.arrays.numpy_errors import ignore_fp_errors
+from cupy_flash.arrays.quantized import quantized, scales_of_rows
 from cupy_flash.arrays.strided import array_module, require_float
-from cupy_flash.host.quantized import quantized, scales_of_rows
-from cupy_flash.host.quiet import quiet
 from cupy_flash.problem.arrays import FLOAT8, LARGEST_QUANTIZED
 from cupy_flash.problem.values import named_dtype
 
@@ -25,7 +25,7 @@ _SHARED: dict[str, dict[int, tuple[int, ...]]] = {
 
 def quantize(x: Any, dtype: Any, per: str) -> tuple[Any, Any]:
     """Return what `cupy_flash.quantize_kv` returns."""
-    rows, convert = read("x", x), way_back("x", x)
+    rows, convert = read("x", x), result_converter("x", x)
     require_float("x", rows)
     name = named_dtype(dtype)
     if name not in LARGEST_QUANTIZED:
@@ -43,19 +43,19 @@ def quantize(x: Any, dtype: Any, per: str) -> tuple[Any, Any]:
     return convert(_stored(rows, scales, name)), convert(scales)
 
 
-@quiet
+@ignore_fp_errors
 def _scales(rows: Any, dtype: str, axes: tuple[int, ...], *, keepdims: bool) -> Any:
     """Return the scales of all rows, reduced to their maximum along some axes."""
     xp = array_module(rows)
-    of_rows = scales_of_rows(rows, dtype)
+    row_scales = scales_of_rows(rows, dtype)
     if not axes:
-        return of_rows
+        return row_scales
     # max() raises for an empty array; sum() returns 0.
-    reduce = of_rows.max if of_rows.size else of_rows.sum
+    reduce = row_scales.max if row_scales.size else row_scales.sum
     return xp.asarray(reduce(axis=axes, keepdims=keepdims))
 
 
-@quiet
+@ignore_fp_errors
 def _stored(rows: Any, scales: Any, dtype: str) -> Any:
     """Return the rows divided by their scales, in 8 bits; see `quantized`."""
     xp = array_module(rows)

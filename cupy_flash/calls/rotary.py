@@ -7,20 +7,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupy_flash.arrays.kinds import read
+from cupy_flash.arrays.numpy_errors import ignore_fp_errors
+from cupy_flash.arrays.rotary import rotated_at
 from cupy_flash.arrays.strided import (
     array_module,
     as_cupy,
     broadcasts,
+    convert_to,
     dtype_name,
     require_float,
     require_shape,
-    taken_by,
 )
-from cupy_flash.calls import checked
 from cupy_flash.calls.arguments import normalized
-from cupy_flash.calls.rotary_tables import require_tables
-from cupy_flash.host.quiet import quiet
-from cupy_flash.host.rotary import rotated_at
+from cupy_flash.calls.check import device_lengths
+from cupy_flash.calls.check.rotary_tables import require_tables
 from cupy_flash.problem.values import check_bool
 
 
@@ -45,27 +45,27 @@ def rotate(x: Any, cos: Any, sin: Any, positions: Any, interleaved: bool) -> Any
     """Return what `cupy_flash.apply_rotary` returns."""
     given, convert = normalized(Tables(x, cos, sin))
     x, cos, sin = map(as_cupy, given)
-    places = _checked_places(x, cos, sin, positions, interleaved)
-    return convert(_rotated(x, cos, sin, places, interleaved))
+    row_positions = _checked_positions(x, cos, sin, positions, interleaved)
+    return convert(_rotated(x, cos, sin, row_positions, interleaved))
 
 
 def pull_back(dout: Any, x: Any, cos: Any, sin: Any, positions: Any, interleaved: bool) -> Any:
     """Return the gradient of x, given the gradient of the rotated rows."""
     given, convert = normalized(Gradient(dout, x, cos, sin))
     dout, x, cos, sin = map(as_cupy, given)
-    places = _checked_places(x, cos, sin, positions, interleaved)
+    row_positions = _checked_positions(x, cos, sin, positions, interleaved)
     require_shape("dout", dout, tuple(x.shape), "the shape of x")
     if dout.dtype != x.dtype:
         raise TypeError(f"dout has dtype {dout.dtype}; expected {x.dtype}, as x has")
-    return convert(_rotated(dout, cos, sin, places, interleaved, transposed=True))
+    return convert(_rotated(dout, cos, sin, row_positions, interleaved, transposed=True))
 
 
-@quiet
+@ignore_fp_errors
 def _rotated(
-    x: Any, cos: Any, sin: Any, places: Any, interleaved: bool, *, transposed: bool = False
+    x: Any, cos: Any, sin: Any, row_positions: Any, interleaved: bool, *, transposed: bool = False
 ) -> Any:
     turned = rotated_at(
-        *(x, cos, sin, places),
+        *(x, cos, sin, row_positions),
         interleaved=bool(interleaved),
         compute=np.float64 if x.dtype == np.float64 else np.float32,
         transposed=transposed,
@@ -73,7 +73,7 @@ def _rotated(
     return turned.astype(x.dtype, copy=False)
 
 
-def _checked_places(x: Any, cos: Any, sin: Any, positions: Any, interleaved: bool) -> Any:
+def _checked_positions(x: Any, cos: Any, sin: Any, positions: Any, interleaved: bool) -> Any:
     """Return the position of each row.
 
     Raises
@@ -89,10 +89,10 @@ def _checked_places(x: Any, cos: Any, sin: Any, positions: Any, interleaved: boo
         )
     check_bool("interleaved", interleaved)
     require_tables(("cos", cos), ("sin", sin), "x", dtype_name(x), x.shape[-1])
-    return _places(positions, x.shape[:-2], int(cos.shape[0]), array_module(x))
+    return _read_positions(positions, x.shape[:-2], int(cos.shape[0]), array_module(x))
 
 
-def _places(positions: Any, shape: tuple[int, ...], rows: int, xp: Any) -> Any:
+def _read_positions(positions: Any, shape: tuple[int, ...], rows: int, xp: Any) -> Any:
     """Return the position of each row as integers of module `xp` that broadcast to `shape`.
 
     Positions in host memory are checked. Positions on a GPU are checked only if `CUPY_FLASH_CHECK`
@@ -123,7 +123,7 @@ def _places(positions: Any, shape: tuple[int, ...], rows: int, xp: Any) -> Any:
             f"positions has shape {tuple(positions.shape)}; expected one that broadcasts to "
             f"{tuple(shape)}, ({axes})"
         )
-    known = positions if isinstance(positions, np.ndarray) else checked.contents(positions)
+    known = positions if isinstance(positions, np.ndarray) else device_lengths.contents(positions)
     if known is not None:
         for place in np.argwhere((known < 0) | (known >= rows))[:1]:
             entry = f"positions[{', '.join(map(str, place))}]" if place.size else "positions"
@@ -131,4 +131,4 @@ def _places(positions: Any, shape: tuple[int, ...], rows: int, xp: Any) -> Any:
                 f"{entry} is {known[tuple(place)]}; expected 0 to {rows - 1}, as cos has {rows} "
                 "rows"
             )
-    return taken_by(xp, positions)
+    return convert_to(xp, positions)

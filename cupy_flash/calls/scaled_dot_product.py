@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupy_flash.arrays.kinds import read, way_back
+from cupy_flash.arrays.kinds import read, result_converter
 from cupy_flash.arrays.strided import (
     array_module,
     broadcasts,
@@ -192,11 +192,11 @@ def prepared(
     """Check and convert the arguments of `cupy_flash.scaled_dot_product_attention`."""
     has_mask = attn_mask is not None
     options = options_of(dropout_p, is_causal, scale, enable_gqa, has_mask=has_mask)
-    found = {name: read(name, x) for name, x in (("query", query), ("key", key), ("value", value))}
-    q, k, v = found.values()
+    result = {name: read(name, x) for name, x in (("query", query), ("key", key), ("value", value))}
+    q, k, v = result.values()
     mask = read("attn_mask", attn_mask) if has_mask else None
-    convert = way_back("query", query)
-    for name, x in (*found.items(), ("attn_mask", mask)):
+    convert = result_converter("query", query)
+    for name, x in (*result.items(), ("attn_mask", mask)):
         if x is not None and isinstance(x, np.ndarray) != isinstance(q, np.ndarray):
             host, device = ("query", name) if isinstance(q, np.ndarray) else (name, "query")
             raise TypeError(f"{host} lies in host memory and {device} on a GPU; move one of them")

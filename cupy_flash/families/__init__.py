@@ -7,11 +7,11 @@ from typing import Any
 from cupy_flash.families.contract import Family, TranslationUnit
 from cupy_flash.families.decode import DecodeFamily
 from cupy_flash.families.hopper import HopperBackwardFamily, HopperFamily
-from cupy_flash.families.mma import MmaFamily
-from cupy_flash.families.mma_backward import MmaBackwardFamily
+from cupy_flash.families.mma.backward import MmaBackwardFamily
+from cupy_flash.families.mma.forward import MmaFamily
 from cupy_flash.families.naive import NaiveFamily
-from cupy_flash.families.simt import SimtFamily
-from cupy_flash.families.simt_backward import SimtBackwardFamily
+from cupy_flash.families.simt.backward import SimtBackwardFamily
+from cupy_flash.families.simt.forward import SimtFamily
 
 FAMILIES: dict[str, dict[str, Family[Any]]] = {
     "forward": {

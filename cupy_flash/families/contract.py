@@ -97,11 +97,11 @@ def remembers_last(
 
     @functools.wraps(method)
     def remembering(self: FamilyT, problem: Problem, other: OtherT) -> ResultT:
-        found: tuple[Problem, OtherT, ResultT] | None = vars(self).get(attribute)
-        if found is None or found[0] is not problem or found[1] is not other:
-            found = problem, other, method(self, problem, other)
-            setattr(self, attribute, found)
-        return found[2]
+        result: tuple[Problem, OtherT, ResultT] | None = vars(self).get(attribute)
+        if result is None or result[0] is not problem or result[1] is not other:
+            result = problem, other, method(self, problem, other)
+            setattr(self, attribute, result)
+        return result[2]
 
     return remembering
 
@@ -128,14 +128,14 @@ class Family(ABC, Generic[TileT]):
     # Whether the kernels take float8 q, k and v.
     serves_float8: bool = False
     # Whether the kernels can skip the KV tiles that a block mask marks as fully masked.
-    reads_block_maps: bool = False
+    reads_block_masks: bool = False
     # Whether the family is acceptable for any number of query rows. The planner chooses only such
     # families for batch-invariant problems.
     serves_any_rows: bool = False
 
     def why_not(self, problem: Problem, device: Device) -> str | None:
         """Return why the family cannot serve the problem on the device, or None if it can."""
-        if not problem.layout.is_equal and not self.serves_sequences:
+        if not problem.layout.is_dense and not self.serves_sequences:
             return "supports only batches of equal lengths, without packing, caches or padding"
         if problem.is_float8:
             if not self.serves_float8:
@@ -144,15 +144,15 @@ class Family(ABC, Generic[TileT]):
             return "does not support 8-bit keys and values"
         return self._why_not(problem, device)
 
-    def is_mapped(self, problem: Problem) -> bool:
+    def uses_block_mask(self, problem: Problem) -> bool:
         """Return whether the kernels read a block mask of the problem."""
-        return self.reads_block_maps and may_have_block_map(problem)
+        return self.reads_block_masks and may_have_block_mask(problem)
 
     def tile_note(self, problem: Problem, tile: TileT) -> str:
         """Return text that a plan appends to the reason why a tile was chosen; may be empty."""
         return ""
 
-    def map_parts(self, tile: TileT) -> int:
+    def row_groups(self, tile: TileT) -> int:
         """Return the number of equal parts of a query tile that skip KV tiles independently."""
         return 1
 
@@ -215,12 +215,12 @@ class Family(ABC, Generic[TileT]):
             "score_shift": problem.score_factor[0][1],
             "alignment": problem.alignment,
             "out_alignment": problem.out_alignment,
-            "split_keys": split.kind == "parts",
+            "split_keys": split.kind == "fixed",
         }
         members |= self.config(problem, tile, split)
         score = problem.score
         members |= score_config(problem)
-        members["block_mask"] = self.is_mapped(problem)
+        members["block_mask"] = self.uses_block_mask(problem)
         types = {
             "Element": _element_type(problem),
             "Mods": "NoMods" if score is None else "::Mods",
@@ -235,7 +235,7 @@ class Family(ABC, Generic[TileT]):
         return _written(
             self.arch_specific,
             f"// cupy_flash {self.name}, sources {self.digest()}",
-            () if score is None else (*_MOD_HEADERS, score.text),
+            () if score is None else (*_MOD_HEADERS, score.cuda_source),
             (f'#include "{self.source}"', *_other_sources(schedule)),
             layout_assertions(problem),
             tuple(types.items()),
@@ -250,7 +250,7 @@ class Family(ABC, Generic[TileT]):
                 " modified" if score is not None else "",
                 f" {problem.tensors['k'].dtype}" if "CacheElement" in types else "",
                 f" to {problem.out_dtype}" if problem.is_float8 else "",
-                " split" if split.kind == "parts" else "",
+                " split" if split.kind == "fixed" else "",
             ),
             tile,
         )
@@ -301,10 +301,10 @@ def _other_sources(schedule: Schedule) -> Iterator[str]:
             yield f'#include "{source}"  // sources {source_digest(source)}'
 
 
-def may_have_block_map(problem: Problem) -> bool:
+def may_have_block_mask(problem: Problem) -> bool:
     """Return whether a block mask can represent every pair that the problem's mask excludes."""
-    is_plain = problem.layout.is_equal and problem.seqlen_k > 0
-    return is_plain and problem.score is not None and problem.score.may_be_mapped
+    is_plain = problem.layout.is_dense and problem.seqlen_k > 0
+    return is_plain and problem.score is not None and problem.score.block_mask_suffices
 
 
 def score_config(problem: Problem) -> dict[str, int | bool]:

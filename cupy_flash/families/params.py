@@ -57,7 +57,7 @@ PARAMS_DTYPE = np.dtype(
 
 
 # The struct of a block mask, which mirrors block_mask/block_mask.cuh.
-BLOCK_MAP_DTYPE = np.dtype(
+BLOCK_MASK_DTYPE = np.dtype(
     [
         ("memory", np.uint64),
         ("full_offset", np.int64),
@@ -155,8 +155,8 @@ def _forward_dtype(mods: np.dtype | None) -> np.dtype:
     assert PARAMS_DTYPE.fields is not None
     fields = {name: field[:2] for name, field in PARAMS_DTYPE.fields.items()}
     fields["mods"] = (mods, PARAMS_DTYPE.itemsize)
-    fields["block_mask"] = (BLOCK_MAP_DTYPE, maps)
-    return _struct(fields, maps + BLOCK_MAP_DTYPE.itemsize)
+    fields["block_mask"] = (BLOCK_MASK_DTYPE, maps)
+    return _struct(fields, maps + BLOCK_MASK_DTYPE.itemsize)
 
 
 def _struct(fields: Mapping[str, tuple[np.dtype, int]], itemsize: int) -> np.dtype:
@@ -176,7 +176,7 @@ def layout_assertions(problem: Problem) -> str:
     if problem.gradient is not None:
         structs.append(("BiasGradient", BIAS_GRADIENT_DTYPE))
     if problem.score is not None:
-        structs += [("ModArguments", problem.score.dtype), ("BlockMask", BLOCK_MAP_DTYPE)]
+        structs += [("ModArguments", problem.score.dtype), ("BlockMask", BLOCK_MASK_DTYPE)]
     return assertions(*structs)
 
 

@@ -53,27 +53,27 @@ class Split:
     Attributes
     ----------
     kind
-        "whole": the keys are not split. "parts": they are split into `parts` parts, whose results
+        "none": the keys are not split. "fixed": they are split into `parts` parts, whose results
         are merged. "even": all keys of the batch are divided evenly over the thread blocks.
     parts
-        Number of parts, at least 2, if `kind` is "parts"; otherwise 1.
+        Number of parts, at least 2, if `kind` is "fixed"; otherwise 1.
     """
 
-    kind: Literal["whole", "parts", "even"] = "whole"
+    kind: Literal["none", "fixed", "even"] = "none"
     parts: int = 1
 
     @classmethod
     def into(cls, parts: int) -> Split:
         """Return the split into a number of parts; 1 means that the keys are not split."""
-        return cls("parts", parts) if parts > 1 else WHOLE
+        return cls("fixed", parts) if parts > 1 else UNSPLIT
 
     @property
-    def is_whole(self) -> bool:
+    def is_unsplit(self) -> bool:
         """Whether the keys are not split, so that no results are merged."""
-        return self.kind == "whole"
+        return self.kind == "none"
 
 
-WHOLE = Split()
+UNSPLIT = Split()
 EVEN = Split("even")
 
 
@@ -181,7 +181,7 @@ class Schedule:
         Number of query heads whose query tiles are interleaved (`scheduler/tile_coord.cuh`).
     tensor_maps
         Tensor maps that the kernels take, in order, by name.
-    parts
+    workspace_offsets
         Byte offsets into the workspace, by the name of the argument that receives the address.
     params
         Fields of the argument struct that differ from the caller's problem if the kernel computes
@@ -189,12 +189,12 @@ class Schedule:
     """
 
     launches: tuple[Launch, ...]
-    split: Split = WHOLE
+    split: Split = UNSPLIT
     workspace: int = 0
     counters: int = 0
     section_heads: int = 1
     tensor_maps: Mapping[str, TensorMapSpec] = field(default_factory=dict)
-    parts: Mapping[str, int] = field(default_factory=dict)
+    workspace_offsets: Mapping[str, int] = field(default_factory=dict)
     params: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -80,7 +80,7 @@ _SOURCES = {
 _THREADS = 128
 _WARP = 32
 # Largest number of 16-byte chunks of a row: indices are 32-bit, and may exceed it by one stride.
-_MAX_PIECES = 2**28
+_MAX_CHUNKS = 2**28
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class AppendSpec:
         return max(self.batch * queries + self.total_new, 1)
 
     @property
-    def pieces(self) -> int:
+    def chunks(self) -> int:
         """Approximate number of 16-byte chunks of a row, with all of its heads.
 
         The kernel computes the exact number, and a thread moves several chunks if necessary.
@@ -313,13 +313,13 @@ def append_launch(spec: AppendSpec) -> tuple[tuple[int, int, int], tuple[int, in
         raise UnsupportedError(
             f"appending {rows} rows needs more than the {MAX_GRID} thread blocks of a launch"
         )
-    if spec.pieces > _MAX_PIECES:
+    if spec.chunks > _MAX_CHUNKS:
         raise UnsupportedError(
             f"a row of {spec.heads_q} query and {spec.heads_kv} KV heads is too large to append; "
-            f"expected at most {_MAX_PIECES} chunks of 16 bytes"
+            f"expected at most {_MAX_CHUNKS} chunks of 16 bytes"
         )
-    threads = min(_THREADS, round_up(spec.pieces, _WARP))
-    return (rows, min(MAX_GRID_Y, ceil_div(spec.pieces, threads)), 1), (threads, 1, 1)
+    threads = min(_THREADS, round_up(spec.chunks, _WARP))
+    return (rows, min(MAX_GRID_Y, ceil_div(spec.chunks, threads)), 1), (threads, 1, 1)
 
 
 class Append:

@@ -52,21 +52,21 @@ class ThreadArguments(ByValue):
         self._arguments[0] = address
 
 
-class _OfThread(threading.local):
+class _ThreadState(threading.local):
     # Created on first use, because importing this module must not need CuPy.
     arguments: ThreadArguments | None = None
 
 
-_of_thread = _OfThread()
+_thread_state = _ThreadState()
 
 
 def thread_arguments() -> ThreadArguments:
     """Return this thread's memory for the struct of its next launch."""
-    arguments = _of_thread.arguments
+    arguments = _thread_state.arguments
     if arguments is None:
         from cupy.cuda import runtime
 
         # The driver launches in the current context, and a new thread has none yet. This sets it.
         runtime.setDevice(runtime.getDevice())
-        arguments = _of_thread.arguments = ThreadArguments()
+        arguments = _thread_state.arguments = ThreadArguments()
     return arguments

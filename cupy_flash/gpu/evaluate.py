@@ -82,5 +82,5 @@ def evaluate(
     arguments = ByValue(bytearray(record.tobytes()))
     grid = (ceil_div(scores.size, _THREADS), 1, 1)
     kernel(grid, (_THREADS, 1, 1), (arguments.pointer,), 0)
-    found: np.ndarray = cupy.asnumpy(results)
-    return found
+    result: np.ndarray = cupy.asnumpy(results)
+    return result

@@ -57,7 +57,7 @@ class Launches:
         if self._tensor_maps is not None:
             # The variable keeps the maps alive until all launches have copied them. Another thread
             # may remove them from the cache meanwhile.
-            maps = self._tensor_maps.at(values)
+            maps = self._tensor_maps.maps_for(values)
             given.set_maps(maps.address)
         stream = cupy_module().cuda.get_current_stream().ptr
         # This calls the driver directly, because CuPy's kernel object takes 0.7 us more.

@@ -91,7 +91,7 @@ def _layout(
     # Indices into the values, followed by the bytes between fields, in the order of the struct.
     order: list[int] = []
     between: list[tuple[int, int]] = []
-    places = {field: (*_place(dtype, field), name) for field, name in sources}
+    places = {field: (*_field_offset(dtype, field), name) for field, name in sources}
     for kind, start, name in sorted(places.values(), key=lambda place: place[1]):
         if start > end:
             codes += f"{start - end}s"
@@ -107,7 +107,7 @@ def _layout(
     return _Layout(zeros, fields, pack_into, operator.itemgetter(*order), tuple(between))
 
 
-def _place(dtype: np.dtype, path: str) -> tuple[np.dtype, int]:
+def _field_offset(dtype: np.dtype, path: str) -> tuple[np.dtype, int]:
     """Return the dtype of a field and its byte offset."""
     start = 0
     for name in path.split("."):

@@ -81,7 +81,7 @@ class TensorMaps:
         self._encoded: dict[tuple[int, ...], ByValue] = {}
         self._lock = threading.Lock()
 
-    def at(self, values: tuple[int, ...]) -> ByValue:
+    def maps_for(self, values: tuple[int, ...]) -> ByValue:
         """Return the maps for the addresses of a call, consecutively.
 
         Parameters

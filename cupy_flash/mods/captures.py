@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from cupy_flash.arrays.kinds import read
-from cupy_flash.arrays.strided import cast, dtype_name, is_aligned, kind_of, taken_by
-from cupy_flash.mods.expression import ARRAY, BOOL, INT, REAL, UINT64, Node
-from cupy_flash.mods.symbols import Symbol, TracedArray, require_indices
+from cupy_flash.arrays.strided import cast, convert_to, dtype_name, is_aligned, kind_of
+from cupy_flash.mods.ir.expression import ARRAY, BOOL, INT, REAL, UINT64, Node
+from cupy_flash.mods.trace.symbols import Symbol, TracedArray, require_indices
 
 MAX_RANK = 4
 # Node type of the elements that are read, by the dtype of the array.
@@ -157,8 +157,8 @@ def require_differentiable(
     """
     if isinstance(names, str):
         raise TypeError(f"differentiable is {names!r}; expected a tuple such as ({names!r},)")
-    found = tuple(names)
-    for name in found:
+    result = tuple(names)
+    for name in result:
         spec = specs.get(name)
         if spec is None:
             known = ", ".join(specs) or "none"
@@ -173,9 +173,9 @@ def require_differentiable(
                 f"differentiable has {name!r} of dtype {spec.dtype}; expected one of "
                 f"{', '.join(dtype for dtype, kind in ELEMENT_TYPES.items() if kind == REAL)}"
             )
-        if found.count(name) > 1:
+        if result.count(name) > 1:
             raise ValueError(f"differentiable has {name!r} twice")
-    return found
+    return result
 
 
 class HostArray:
@@ -199,7 +199,7 @@ class HostArray:
         self._name, self._xp = name, xp
         types = {BOOL: np.bool_, INT: np.int32, UINT64: np.uint64, REAL: dtype}
         self._dtype = types[ELEMENT_TYPES[dtype_name(array)]]
-        self._array = taken_by(xp, array)
+        self._array = convert_to(xp, array)
 
     def __getitem__(self, index: Any) -> Any:
         indices = index if isinstance(index, tuple) else (index,)

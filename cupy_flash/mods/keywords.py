@@ -11,7 +11,7 @@ import numpy as np
 from cupy_flash.arrays.strided import kind_of
 from cupy_flash.arrays.torch_arrays import resolved
 from cupy_flash.mods.modification import MaskMod, ScoreMod
-from cupy_flash.mods.other_names import unexpected
+from cupy_flash.mods.unknown_keywords import unexpected
 from cupy_flash.problem.values import finite
 
 
@@ -154,10 +154,10 @@ def given(modifications: Mapping[str, Any]) -> dict[str, Any]:
     """
     for name in modifications:
         require_known(name)
-    found = {name: value for name, value in modifications.items() if value is not None}
-    for name in MODS.keys() & found.keys():
-        require_mod(name, found[name])
-    return found
+    result = {name: value for name, value in modifications.items() if value is not None}
+    for name in MODS.keys() & result.keys():
+        require_mod(name, result[name])
+    return result
 
 
 def require_known(name: str, function: Callable[..., Any] | None = None) -> None:

@@ -20,16 +20,22 @@ from cupy_flash.mods.captures import (
     require_differentiable,
     require_int32_values,
 )
-from cupy_flash.mods.derivative import derivative
-from cupy_flash.mods.expression import BOOL, REAL, SCORE, Node
-from cupy_flash.mods.interpret import Interpreter
-from cupy_flash.mods.operations import cast, operation
-from cupy_flash.mods.pickled import AbsentFunction, flattened, reference_to, referred_to, restored
+from cupy_flash.mods.ir.derivative import derivative
+from cupy_flash.mods.ir.expression import BOOL, REAL, SCORE, Node
+from cupy_flash.mods.ir.operations import cast, operation
+from cupy_flash.mods.on_arrays.interpret import Interpreter
+from cupy_flash.mods.pickling import (
+    AbsentFunction,
+    flattened,
+    reference_to,
+    resolve_reference,
+    restored,
+)
 from cupy_flash.mods.picture import draw
 from cupy_flash.mods.signature import POSITIONS, RESERVED, check_text, parameters_of
-from cupy_flash.mods.surroundings import Surroundings, random_states
-from cupy_flash.mods.symbols import Symbol, TracedArray, as_node
-from cupy_flash.mods.traced import Derivable, Traced
+from cupy_flash.mods.trace.closures import ClosureRebuilder, random_states
+from cupy_flash.mods.trace.symbols import Symbol, TracedArray, as_node
+from cupy_flash.mods.trace.traced import Derivable, Traced
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -127,7 +133,7 @@ class Modification:
         names = parameters_of(function, self._first, specs)
         if cuda is not None:
             check_text(cuda, names)
-        around = Surroundings(self._read, captures, specs, RESERVED)
+        around = ClosureRebuilder(self._read, captures, specs, RESERVED)
         graph: Node | None = None
         try:
             graph = self._traced(around.rebuilt(function), names, specs)
@@ -369,7 +375,7 @@ def _unpickled(
     graph: Any,
 ) -> Modification:
     """Return the modification that was pickled."""
-    function = referred_to(*reference)
+    function = resolve_reference(*reference)
     if graph is None and isinstance(function, AbsentFunction):
         raise TypeError(
             f"{'.'.join(filter(None, reference))} is not found, and the pickled modification "
@@ -560,7 +566,7 @@ class ScoreMod(Modification):
         return f"{plain[:-1]}, differentiable={named!r})" if named else plain
 
     def _result(self, node: Node) -> Node:
-        # The user's order of operations is kept, see `cupy_flash.mods.lower`.
+        # The user's order of operations is kept, see `cupy_flash.mods.ir.lower`.
         return operation("strict", cast(node, REAL))
 
 

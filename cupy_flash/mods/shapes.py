@@ -45,21 +45,21 @@ def fitted(arrays: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
         "seqused_q": of_sequences,
         "cache_leftpad": of_sequences,
     }
-    found = dict(arrays)
+    result = dict(arrays)
     for name, array in arrays.items():
         if name in ("bias", "mask"):
-            found[name] = _broadcast(name, array, sizes)
+            result[name] = _broadcast(name, array, sizes)
         elif name == "alibi_slopes" and array.ndim == 2:
             expected = "one for each sequence and query head; one for each head is (heads_q,)"
             require_shape(name, array, (batch, heads_q), expected)
         elif name in checks:
             require_shape(name, array, *checks[name])
-    if "tree_mask" in found and seqlen_q > MAX_TREE_QUERIES:
+    if "tree_mask" in result and seqlen_q > MAX_TREE_QUERIES:
         raise ValueError(
             f"tree_mask is for at most {MAX_TREE_QUERIES} queries per sequence, and this call has "
             f"{seqlen_q}; pass mask or mask_mod"
         )
-    return found
+    return result
 
 
 def _broadcast(name: str, array: Any, sizes: Sizes) -> Any:
@@ -90,18 +90,22 @@ def require_limit(window: Window, *, causal: bool) -> None:
 
 
 # Lengths for one kind of batch: the kind, its description, and advice for the other kinds.
-_OF_ONE_KIND: dict[str, tuple[str, str, dict[str, str]]] = {
+_SINGLE_KIND_LENGTHS: dict[str, tuple[str, str, dict[str, str]]] = {
     "seqlens_k": (
-        "equal",
+        "dense",
         "batches of equal lengths",
-        {"packed": "; pass seqused_k", "cached": "; pass cache_seqlens"},
+        {"varlen": "; pass seqused_k", "kvcache": "; pass cache_seqlens"},
     ),
     "seqused_q": (
-        "packed",
+        "varlen",
         "packed sequences",
-        {"equal": "; pass mask_mod", "cached": "; pass mask_mod"},
+        {"dense": "; pass mask_mod", "kvcache": "; pass mask_mod"},
     ),
-    "cache_leftpad": ("cached", "KV caches", {"equal": "; pass mask", "packed": "; pass mask_mod"}),
+    "cache_leftpad": (
+        "kvcache",
+        "KV caches",
+        {"dense": "; pass mask", "varlen": "; pass mask_mod"},
+    ),
 }
 
 
@@ -113,8 +117,8 @@ def refuse_other_lengths(given: Callable[[str], Any], kind: str) -> None:
     given
         Function that returns an argument of the call by name, or None if it is absent.
     kind
-        Kind of batch, "equal", "packed" or "cached".
+        Kind of batch, "dense", "varlen" or "kvcache".
     """
-    for name, (own, meaning, instead) in _OF_ONE_KIND.items():
-        if kind != own and given(name) is not None:
+    for name, (own_kind, meaning, instead) in _SINGLE_KIND_LENGTHS.items():
+        if kind != own_kind and given(name) is not None:
             raise ValueError(f"{name} is for {meaning}{instead.get(kind, '')}")

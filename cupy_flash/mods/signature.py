@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cupy_flash.mods.expression import K_START, Q_START, B, H, I, J
+from cupy_flash.mods.ir.expression import K_START, Q_START, B, H, I, J
 
 # Nodes of the parameters that a function may have in addition to the score and captures.
 POSITIONS = {"b": B, "h": H, "i": I, "j": J, "q_start": Q_START, "k_start": K_START}

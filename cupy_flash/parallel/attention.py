@@ -20,9 +20,9 @@ from cupy_flash.calls.options import Options
 from cupy_flash.mods.keywords import checked_softcap, window_of
 from cupy_flash.parallel import calls, ring
 from cupy_flash.parallel.calls import Rows, Scores
-from cupy_flash.parallel.group import Group, together
+from cupy_flash.parallel.group import Group, run_collective
 from cupy_flash.parallel.heads import HeadExchange, chosen_head_ranks, why_not_head_ranks
-from cupy_flash.parallel.pieces import Geometry
+from cupy_flash.parallel.score_blocks import Geometry
 from cupy_flash.parallel.shards import require_order, shard_length
 from cupy_flash.problem.gradient import ROWS
 from cupy_flash.problem.values import check_bool, count, finite, integer
@@ -141,8 +141,8 @@ def flash_attention(
         back = [(out, plan.seqlen_q, exchange.heads_q, on_queries)]
         if return_lse:
             back.append((_as_rows(lse), plan.seqlen_q, exchange.heads_q, on_queries))
-        found = exchange.to_tokens(back)
-        return (found[0], _from_rows(found[1])) if return_lse else found[0]
+        result = exchange.to_tokens(back)
+        return (result[0], _from_rows(result[1])) if return_lse else result[0]
 
 
 def flash_attention_backward(
@@ -280,7 +280,7 @@ class _Call(NamedTuple):
         """Return a context manager that checks that all ranks agree, and yields the plan."""
         # A graph would copy cu_seqlens from host memory that has been reused by then.
         packed = None if self.cu_seqlens is None else "cu_seqlens is copied to the GPU in each call"
-        return together(self.group, lambda: self._planned(q, k, v, others), packed)
+        return run_collective(self.group, lambda: self._planned(q, k, v, others), packed)
 
     def _planned(
         self, q: Any, k: Any, v: Any, others: tuple[Any, ...]
@@ -352,7 +352,7 @@ class _Call(NamedTuple):
         return alike, _Plan(exchange, geometry, scores, seqlen_q, seqlen_k)
 
     def _refuse(self, q: Any, k: Any, v: Any, scale: float, *, is_backward: bool) -> None:
-        options = Options("equal", causal=bool(self.causal), softmax_scale=scale, return_lse=True)
+        options = Options("dense", causal=bool(self.causal), softmax_scale=scale, return_lse=True)
         if is_backward:
             wide = None if dtype_name(q) == "float64" else "float32"
             options = options._replace(wrt=ROWS, grad_dtype=wide)

@@ -1,4 +1,4 @@
-"""Attention, or its gradients, of one block of the score matrix (`Piece`)."""
+"""Attention, or its gradients, of one block of the score matrix (`ScoreBlock`)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from cupy_flash.arrays.strided import array_module, require_float
-from cupy_flash.calls import run, run_backward
+from cupy_flash.calls import dispatch, dispatch_backward
 from cupy_flash.calls.arguments import Arguments
-from cupy_flash.calls.gradients import GradientArguments
+from cupy_flash.calls.backward_arguments import GradientArguments
 from cupy_flash.calls.options import Options
-from cupy_flash.parallel.pieces import Geometry, Piece
+from cupy_flash.parallel.score_blocks import Geometry, ScoreBlock
 from cupy_flash.problem.gradient import ROWS
 
 
@@ -56,10 +56,10 @@ def refuse_alone(
     if 0 in (*arguments.q.shape[:2], *arguments.keys.shape[:2]):
         return
     if options.wrt is None:
-        run.unloaded_plan(arguments, options, backend, None, modifications)
+        dispatch.unloaded_plan(arguments, options, backend, None, modifications)
     else:
         inputs = GradientArguments(*arguments[:3])
-        run_backward.plan(inputs, options, backend, None, modifications)
+        dispatch_backward.plan(inputs, options, backend, None, modifications)
 
 
 def require_same_dtype(arrays: Mapping[str, Any]) -> None:
@@ -77,7 +77,7 @@ def attend(
     q: Any,
     k: Any,
     v: Any,
-    piece: Piece,
+    block: ScoreBlock,
     geometry: Geometry,
     scores: Scores,
     out: Any,
@@ -89,85 +89,85 @@ def attend(
 
     The arrays hold all rows, (batch, rows, heads, dim), and lse is (batch, heads, rows).
     """
-    rows, keys = slice(*piece.rows), slice(*piece.keys)
-    options = _options(piece, geometry, scores)._replace(shares_gpu=shares_gpu)
-    modifications = _modifications(piece, geometry, scores)
+    rows, keys = slice(*block.rows), slice(*block.keys)
+    options = _options(block, geometry, scores)._replace(shares_gpu=shares_gpu)
+    modifications = _modifications(block, geometry, scores)
     arguments = Arguments(q[:, rows], k[:, keys], v[:, keys], out[:, rows])
-    if piece.cu_seqlens is not None:
-        arguments = _packed(arguments, piece)
-    _, found = run.attention(arguments, options, scores.backend, 0, modifications)
-    lse[:, :, rows] = found
+    if block.cu_seqlens is not None:
+        arguments = _packed(arguments, block)
+    _, result = dispatch.attention(arguments, options, scores.backend, 0, modifications)
+    lse[:, :, rows] = result
 
 
 def gradients(
-    of: Rows, k: Any, v: Any, piece: Piece, geometry: Geometry, scores: Scores
+    shard: Rows, k: Any, v: Any, block: ScoreBlock, geometry: Geometry, scores: Scores
 ) -> tuple[Any, Any, Any]:
     """Return a block's contributions to dq, dk and dv, in float32 or, for float64, in float64."""
-    rows, keys = slice(*piece.rows), slice(*piece.keys)
-    options = _options(piece, geometry, scores)._replace(
+    rows, keys = slice(*block.rows), slice(*block.keys)
+    options = _options(block, geometry, scores)._replace(
         wrt=ROWS,
         grad_dtype=None if k.dtype == "float64" else "float32",
     )
-    modifications = _modifications(piece, geometry, scores)
-    lse = array_module(k).ascontiguousarray(of.lse[:, :, rows])
+    modifications = _modifications(block, geometry, scores)
+    lse = array_module(k).ascontiguousarray(shard.lse[:, :, rows])
     arguments = GradientArguments(
-        of.q[:, rows], k[:, keys], v[:, keys], of.out[:, rows], of.dout[:, rows], lse
+        shard.q[:, rows], k[:, keys], v[:, keys], shard.out[:, rows], shard.dout[:, rows], lse
     )
-    if piece.cu_seqlens is not None:
-        arguments = _packed(arguments, piece)
-    found = run_backward.gradients(arguments, options, scores.backend, modifications)
-    dq, dk, dv = found if piece.cu_seqlens is None else (array[None] for array in found)
+    if block.cu_seqlens is not None:
+        arguments = _packed(arguments, block)
+    results = dispatch_backward.gradients(arguments, options, scores.backend, modifications)
+    dq, dk, dv = results if block.cu_seqlens is None else (array[None] for array in results)
     return dq, dk, dv
 
 
-def sink_gradients(of: Rows, k: Any, v: Any, sinks: Any, scores: Scores) -> Any:
-    """Return the gradients of sinks, (heads,), which need `of.lse` but no keys: zeros will do."""
+def sink_gradients(shard: Rows, k: Any, v: Any, sinks: Any, scores: Scores) -> Any:
+    """Return the gradients of sinks, (heads,), which need `shard.lse` but no keys: zeros do."""
     xp = array_module(k)
     key, value = (xp.zeros((array.shape[0], 1, *array.shape[2:]), array.dtype) for array in (k, v))
     options = Options(
-        "equal",
+        "dense",
         softmax_scale=scores.scale,
         return_lse=True,
         wrt=("sinks",),
         grad_dtype=None if k.dtype == "float64" else "float32",
     )
-    arguments = GradientArguments(of.q, key, value, of.out, of.dout, of.lse)
-    (found,) = run_backward.gradients(arguments, options, scores.backend, {"sinks": sinks})
-    return found
+    arguments = GradientArguments(shard.q, key, value, shard.out, shard.dout, shard.lse)
+    (gradient,) = dispatch_backward.gradients(arguments, options, scores.backend, {"sinks": sinks})
+    return gradient
 
 
-def _options(piece: Piece, geometry: Geometry, scores: Scores) -> Options:
-    is_packed = piece.cu_seqlens is not None
-    causal = geometry.causal and piece.is_masked
+def _options(block: ScoreBlock, geometry: Geometry, scores: Scores) -> Options:
+    is_packed = block.cu_seqlens is not None
+    causal = geometry.causal and block.is_masked
     longest = None
-    if piece.cu_seqlens is not None:
-        cuts = piece.cu_seqlens
-        longest = max(stop - start for start, stop in itertools.pairwise(cuts))
-    places = causal or bool(_modifications(piece, geometry, scores))
+    if block.cu_seqlens is not None:
+        boundaries = block.cu_seqlens
+        longest = max(stop - start for start, stop in itertools.pairwise(boundaries))
+    needs_positions = causal or bool(_modifications(block, geometry, scores))
     return Options(
-        "packed" if is_packed else "equal",
+        "varlen" if is_packed else "dense",
         causal=causal,
         softmax_scale=scores.scale,
         return_lse=True,
-        q_offset=piece.q_offset if places and not is_packed else None,
+        q_offset=block.q_offset if needs_positions and not is_packed else None,
         max_seqlen_q=longest,
         max_seqlen_k=longest,
     )
 
 
-def _modifications(piece: Piece, geometry: Geometry, scores: Scores) -> dict[str, Any]:
-    found = {"softcap": scores.softcap, "alibi_slopes": scores.alibi_slopes}
-    if piece.is_masked and geometry.has_window:
-        found["window_size"] = (geometry.left, geometry.right)
-    return {name: value for name, value in found.items() if value is not None}
+def _modifications(block: ScoreBlock, geometry: Geometry, scores: Scores) -> dict[str, Any]:
+    result = {"softcap": scores.softcap, "alibi_slopes": scores.alibi_slopes}
+    if block.is_masked and geometry.has_window:
+        result["window_size"] = (geometry.left, geometry.right)
+    return {name: value for name, value in result.items() if value is not None}
 
 
-def _packed(arguments: Any, piece: Piece) -> Any:
+def _packed(arguments: Any, block: ScoreBlock) -> Any:
     """Return arguments of a batch of one as arguments of packed sequences."""
-    cuts = array_module(arguments.q).asarray(piece.cu_seqlens, "int32")
+    boundaries = array_module(arguments.q).asarray(block.cu_seqlens, "int32")
     rows = {
         name: array[0]
         for name, array in zip(arguments._fields, arguments, strict=True)
         if array is not None
     }
-    return arguments._replace(**rows, cu_seqlens_q=cuts, cu_seqlens_k=cuts)
+    return arguments._replace(**rows, cu_seqlens_q=boundaries, cu_seqlens_k=boundaries)

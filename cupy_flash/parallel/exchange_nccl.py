@@ -136,9 +136,9 @@ class NcclExchange:
         nccl.groupStart()
         try:
             for array, peer in sends:
-                self._comm.send(*_place(array), nccl.NCCL_INT8, peer, stream)
+                self._comm.send(*_address_and_size(array), nccl.NCCL_INT8, peer, stream)
             for array, peer in receives:
-                self._comm.recv(*_place(array), nccl.NCCL_INT8, peer, stream)
+                self._comm.recv(*_address_and_size(array), nccl.NCCL_INT8, peer, stream)
         finally:
             # An open group would swallow later NCCL calls of this thread on any communicator.
             nccl.groupEnd()
@@ -252,7 +252,7 @@ def _text(error: Exception) -> str:
     return str(error) if isinstance(error, RuntimeError) else repr(error)
 
 
-def _place(array: Any) -> tuple[int, int]:
+def _address_and_size(array: Any) -> tuple[int, int]:
     """Return the address and the number of bytes of an array."""
     return array.data.ptr, array.nbytes
 

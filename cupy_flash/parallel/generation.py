@@ -10,7 +10,7 @@ import numpy as np
 from cupy_flash.api.dense import flash_attention
 from cupy_flash.api.kvcache import flash_attention_with_kvcache as attention_with_kvcache
 from cupy_flash.arrays.kinds import normalize_int32
-from cupy_flash.arrays.overlap import require_apart
+from cupy_flash.arrays.overlap import require_no_overlap
 from cupy_flash.arrays.strided import (
     address_of,
     array_module,
@@ -23,17 +23,17 @@ from cupy_flash.arrays.strided import (
     require_shape,
     spec_of,
 )
-from cupy_flash.calls import run
+from cupy_flash.calls import dispatch
 from cupy_flash.calls.arguments import CACHES, Arguments, given_lengths
 from cupy_flash.calls.backends import require_backend
-from cupy_flash.calls.contents import LengthLimit, require_length
-from cupy_flash.calls.new_rows import NewRows, Stripes
-from cupy_flash.calls.on_host import require_writable
+from cupy_flash.calls.check.lengths import LengthLimit, require_length
+from cupy_flash.calls.check.partials import Partials
+from cupy_flash.calls.gpu.sharded_append import AppendedRows, CacheSharding
+from cupy_flash.calls.host.forward import require_writable
 from cupy_flash.calls.options import Options
-from cupy_flash.calls.partials import Partials
 from cupy_flash.mods.keywords import checked_softcap
 from cupy_flash.parallel.calls import refuse_alone, require_same_dtype
-from cupy_flash.parallel.group import Group, together
+from cupy_flash.parallel.group import Group, run_collective
 from cupy_flash.parallel.shards import placed_axis, require_array, require_rank
 from cupy_flash.problem.arrays import check_no_self_overlap
 from cupy_flash.problem.values import MAX_COUNT, check_bool, count, finite
@@ -83,17 +83,21 @@ def cache_shard(array: Any, ranks: int, rank: int, *, axis: int = 1, stripe: int
     require_array("array", array)
     axis = placed_axis(array, axis)
     own = cache_shard_length(array.shape[axis], ranks, rank, stripe=stripe)
-    before, behind = array.shape[:axis], array.shape[axis + 1 :]
-    every = (slice(None),) * axis
+    leading_shape, trailing_shape = array.shape[:axis], array.shape[axis + 1 :]
+    leading = (slice(None),) * axis
     seqlen, period = array.shape[axis], stripe * ranks
-    turns, first = seqlen // period, seqlen // period * period + rank * stripe
-    found = array_module(array).empty((*before, own, *behind), array.dtype)
-    whole = array[(*every, slice(turns * period))]
-    striped = whole.reshape((*before, turns, ranks, stripe, *behind))
-    of_rank = striped[(*every, slice(None), rank)]
-    found[(*every, slice(turns * stripe))] = of_rank.reshape((*before, turns * stripe, *behind))
-    found[(*every, slice(turns * stripe, None))] = array[(*every, slice(first, first + stripe))]
-    return found
+    periods, first = seqlen // period, seqlen // period * period + rank * stripe
+    result = array_module(array).empty((*leading_shape, own, *trailing_shape), array.dtype)
+    complete = array[(*leading, slice(periods * period))]
+    striped = complete.reshape((*leading_shape, periods, ranks, stripe, *trailing_shape))
+    rank_rows = striped[(*leading, slice(None), rank)]
+    result[(*leading, slice(periods * stripe))] = rank_rows.reshape(
+        (*leading_shape, periods * stripe, *trailing_shape)
+    )
+    result[(*leading, slice(periods * stripe, None))] = array[
+        (*leading, slice(first, first + stripe))
+    ]
+    return result
 
 
 def cache_shard_length(seqlens: Any, ranks: int, rank: int, *, stripe: int = STRIPE) -> Any:
@@ -120,7 +124,7 @@ def cache_shard_length(seqlens: Any, ranks: int, rank: int, *, stripe: int = STR
     if isinstance(seqlens, np.integer):
         seqlens = int(seqlens)
     if isinstance(seqlens, int):
-        return _own_keys(count("seqlens", seqlens), ranks, rank, stripe)
+        return _shard_length(count("seqlens", seqlens), ranks, rank, stripe)
     if not (isinstance(seqlens, np.ndarray) or is_cupy(seqlens)):
         raise TypeError(
             f"seqlens is {seqlens!r}; expected an integer, or a NumPy or CuPy array of integers"
@@ -129,14 +133,14 @@ def cache_shard_length(seqlens: Any, ranks: int, rank: int, *, stripe: int = STR
     seqlens = as_int32("seqlens", seqlens)
     if isinstance(seqlens, np.ndarray) and seqlens.min(initial=0) < 0:
         raise ValueError(f"seqlens holds {seqlens.min()}; expected lengths of at least 0")
-    return _own_keys(seqlens, ranks, rank, stripe)
+    return _shard_length(seqlens, ranks, rank, stripe)
 
 
-def _own_keys(seqlens: Any, ranks: int, rank: int, stripe: int) -> Any:
+def _shard_length(seqlens: Any, ranks: int, rank: int, stripe: int) -> Any:
     """Return `cache_shard_length` of lengths that have been checked."""
-    turns, rest = seqlens // (stripe * ranks), seqlens % (stripe * ranks) - rank * stripe
+    periods, rest = seqlens // (stripe * ranks), seqlens % (stripe * ranks) - rank * stripe
     own = min(max(rest, 0), stripe) if isinstance(rest, int) else rest.clip(0, stripe)
-    return turns * stripe + own
+    return periods * stripe + own
 
 
 def _require_stripe(stripe: int, ranks: int) -> int:
@@ -228,7 +232,7 @@ def flash_attention_with_kvcache(
         *(q, k_cache, v_cache, k, v, group, cache_seqlens, stripe, causal, softmax_scale, softcap),
         *(sinks, return_lse, backend),
     )
-    with together(group, planned) as (lengths, new, stripe):
+    with run_collective(group, planned) as (lengths, new, stripe):
         if new:
             _append((k_cache, v_cache), (k, v), lengths, group, stripe)
         # Several causal queries attend to different new keys: a partial result of its own.
@@ -239,14 +243,14 @@ def flash_attention_with_kvcache(
             options["softcap"] = softcap
         out, lse = attention_with_kvcache(
             *(q, k_cache, v_cache),
-            cache_seqlens=_own_keys(attended, group.size, group.rank, stripe),
+            cache_seqlens=_shard_length(attended, group.size, group.rank, stripe),
             return_lse=True,
             **options,
         )
         parts, lses = group.gather(out, lse, room=int(is_apart))
         if is_apart:
             parts[-1], lses[-1] = flash_attention(q, k, v, causal=True, return_lse=True, **options)
-        merged, merged_lse = run.combine(Partials(parts, lses, None, sinks))
+        merged, merged_lse = dispatch.combine(Partials(parts, lses, None, sinks))
         return (merged, merged_lse) if return_lse else merged
 
 
@@ -310,7 +314,7 @@ def _planned(
     lengths = _lengths(cache_seqlens, q, group)
     if new:
         read = {"cache_seqlens": None if isinstance(lengths, int) else lengths, "sinks": sinks}
-        require_apart((*arrays, *read), (*arrays.values(), *read.values()), CACHES)
+        require_no_overlap((*arrays, *read), (*arrays.values(), *read.values()), CACHES)
     limit = _length_limit(capacity, new, group.size, group.rank, stripe)
     if isinstance(lengths, int):
         require_length("cache_seqlens", lengths, (limit,))
@@ -327,7 +331,7 @@ def _planned(
     if not group.knows(alike):
         refuse_alone(
             Arguments(q, k_cache=k_cache, v_cache=v_cache),
-            Options("cached", softmax_scale=scale, return_lse=True),
+            Options("kvcache", softmax_scale=scale, return_lse=True),
             backend,
             {"softcap": cap, "sinks": sinks},
         )
@@ -349,8 +353,8 @@ def _lengths(cache_seqlens: Any, q: Any, group: Group) -> Any:
 
 def _length_limit(capacity: int, new: int, ranks: int, rank: int, stripe: int) -> LengthLimit:
     """Return the limit of lengths: the first key of this rank that its rows have no space for."""
-    turns, rest = divmod(capacity, stripe)
-    keys = (turns * ranks + rank) * stripe + rest
+    periods, rest = divmod(capacity, stripe)
+    keys = (periods * ranks + rank) * stripe + rest
     reason = (
         f"k_cache has {capacity} rows on rank {rank} of {ranks}, with stripes of {stripe} enough "
         f"for {keys} keys on all ranks" + (f", and {new} are appended" if new else "")
@@ -366,14 +370,14 @@ def _append(
     batch, count_new = new[0].shape[:2]
     if is_cupy(caches[0]):
         limit = _length_limit(caches[0].shape[1], count_new, group.size, group.rank, stripe)
-        stripes = Stripes(group.size, group.rank, stripe, limit.most + count_new)
+        stripes = CacheSharding(group.size, group.rank, stripe, limit.most + count_new)
         keys, each = (lengths, None) if isinstance(lengths, int) else (0, lengths)
-        run.append(NewRows(*caches, *new, each), stripes, keys)
+        dispatch.append(AppendedRows(*caches, *new, each), stripes, keys)
         return
     lengths = np.broadcast_to(np.asarray(lengths, np.int32), batch)
     positions = lengths[:, None] + np.arange(count_new, dtype=np.int32)
-    turns, owners = np.divmod(positions // stripe, group.size)
+    periods, owners = np.divmod(positions // stripe, group.size)
     sequences, rows = np.nonzero(owners == group.rank)
-    places = (turns * stripe + positions % stripe)[sequences, rows]
+    places = (periods * stripe + positions % stripe)[sequences, rows]
     for cache, given in zip(caches, new, strict=True):
         cache[sequences, places] = given[sequences, rows]

@@ -101,33 +101,33 @@ class Group:
         Messages between two ranks are matched by their order alone.
         """
         xp = self._exchange.xp
-        leaving = [Message(xp.ascontiguousarray(a), peer) for a, peer in sends if a.size]
-        places = [message for message in receives if message.array.size]
-        landing = [
+        sent = [Message(xp.ascontiguousarray(a), peer) for a, peer in sends if a.size]
+        targets = [message for message in receives if message.array.size]
+        received = [
             Message(a if a.flags.c_contiguous else xp.empty(a.shape, a.dtype), peer)
-            for a, peer in places
+            for a, peer in targets
         ]
-        transfer = self._exchange.start(leaving, landing)
-        found = _Strided(transfer, leaving, landing, [array for array, _ in places], self._open)
-        self._open.append(found)
-        return found
+        transfer = self._exchange.start(sent, received)
+        result = _Strided(transfer, sent, received, [array for array, _ in targets], self._open)
+        self._open.append(result)
+        return result
 
     def gather(self, *own: Any, room: int = 0) -> list[Any]:
         """Return, for each array, an array (size + room, ...) of the arrays of all ranks.
 
         All ranks must pass arrays of the same shapes. The last `room` entries are uninitialized.
         """
-        xp, sends, receives, found = self._exchange.xp, [], [], []
+        xp, sends, receives, result = self._exchange.xp, [], [], []
         others = [rank for rank in range(self.size) if rank != self.rank]
         with self._exchange.on_device():
             for array in own:
-                of_all = xp.empty((self.size + room, *array.shape), array.dtype)
-                of_all[self.rank] = array
+                gathered = xp.empty((self.size + room, *array.shape), array.dtype)
+                gathered[self.rank] = array
                 sends += [Message(array, rank) for rank in others]
-                receives += [Message(of_all[rank], rank) for rank in others]
-                found.append(of_all)
+                receives += [Message(gathered[rank], rank) for rank in others]
+                result.append(gathered)
             self.start(sends, receives).wait()
-        return found
+        return result
 
     def knows(self, call: tuple[Any, ...]) -> bool:
         """Return whether all ranks have agreed on such a call before."""
@@ -185,14 +185,14 @@ class Group:
             call, plan = planned()
         except Exception as error:
             # Other ranks may be waiting for the record of this rank's call. If they know their call
-            # already, they are not, and then `_say` ends the group.
+            # already, they are not, and then `_exchange_records` ends the group.
             with contextlib.suppress(Exception):
-                self._say(bytes(_DIGEST), f"{type(error).__name__}: {error}")
+                self._exchange_records(bytes(_DIGEST), f"{type(error).__name__}: {error}")
             raise
         if call in self._agreed:
             return plan
         digest = hashlib.sha256(repr(call).encode()).digest()
-        said = self._say(digest, repr(call))
+        said = self._exchange_records(digest, repr(call))
         for rank, (other, text) in enumerate(said):
             if not any(other):
                 raise ParallelError(f"rank {rank} raised {text}")
@@ -206,7 +206,7 @@ class Group:
         self._agreed.add(call)
         return plan
 
-    def _say(self, digest: bytes, text: str) -> list[tuple[bytes, str]]:
+    def _exchange_records(self, digest: bytes, text: str) -> list[tuple[bytes, str]]:
         """Send a digest and a text (truncated) to all ranks; return those of each rank.
 
         Ends the group and raises ParallelError if a rank sends messages of a call instead.
@@ -223,7 +223,7 @@ class Group:
                 [Message(said[rank], rank) for rank in others],
             ).finish()
             rows = [row.tobytes() for row in (said if xp is np else said.get())]
-        found = []
+        result = []
         for rank, row in enumerate(rows):
             if not row.startswith(_MARK):
                 self._exchange.end(
@@ -232,8 +232,8 @@ class Group:
                 )
                 self.check()
             told = row[len(_MARK) :]
-            found.append((told[:_DIGEST], told[_DIGEST:].rstrip(b"\0").decode(errors="replace")))
-        return found
+            result.append((told[:_DIGEST], told[_DIGEST:].rstrip(b"\0").decode(errors="replace")))
+        return result
 
 
 class _Strided:
@@ -242,15 +242,15 @@ class _Strided:
     def __init__(
         self,
         transfer: Transfer,
-        leaving: list[Message],
-        landing: list[Message],
-        places: list[Any],
+        sent: list[Message],
+        received: list[Message],
+        targets: list[Any],
         open_ones: list[_Strided],
     ) -> None:
-        self._transfer, self._landing, self._places = transfer, landing, places
+        self._transfer, self._received, self._targets = transfer, received, targets
         self._open = open_ones
         # Keeps the sent arrays alive until the transfer has been waited for.
-        self._leaving = leaving
+        self._sent = sent
 
     def wait(self) -> None:
         """See `Transfer`."""
@@ -263,14 +263,14 @@ class _Strided:
         self._put()
 
     def _put(self) -> None:
-        for (landed, _), place in zip(self._landing, self._places, strict=True):
+        for (landed, _), place in zip(self._received, self._targets, strict=True):
             if landed is not place:
                 place[...] = landed
-        self._leaving, self._landing, self._places = [], [], []
+        self._sent, self._received, self._targets = [], [], []
         self._open.remove(self)
 
 
-def together(
+def run_collective(
     group: Group,
     planned: Callable[[], tuple[tuple[Any, ...], _Plan]],
     why_not_captured: str | None = None,
@@ -292,6 +292,6 @@ def _exchange_of(comm: Any, timeout: float) -> Exchange:
                 "to one group"
             )
         return MpiExchange(comm, timeout)
-    if (of_nccl := communicator_of(comm)) is not None:
-        return NcclExchange(of_nccl, timeout)
+    if (nccl_comm := communicator_of(comm)) is not None:
+        return NcclExchange(nccl_comm, timeout)
     raise TypeError(f"comm is {kind_of(comm)}; expected a communicator of mpi4py or cupy.cuda.nccl")

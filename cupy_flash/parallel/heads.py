@@ -108,14 +108,14 @@ class HeadExchange(NamedTuple):
         """
         if self.head_ranks == 1:
             return [array for array, _, _ in arrays]
-        rank, sends, receives, found = self.group.rank, [], [], []
+        rank, sends, receives, result = self.group.rank, [], [], []
         for array, seqlen, heads_of in arrays:
             heads, xp = heads_of(rank), array_module(array)
             places = self._places(seqlen)
             tokens = sum(chunk.length for pair in places.values() for chunk in pair)
             width = heads.stop - heads.start
             whole = xp.empty((array.shape[0], tokens, width, array.shape[3]), array.dtype)
-            found.append(whole)
+            result.append(whole)
             for other, (low, high) in places.items():
                 for half, place in zip(self._halves(seqlen, rank), (low, high), strict=True):
                     if other == rank:
@@ -124,7 +124,7 @@ class HeadExchange(NamedTuple):
                         sends.append(Message(array[:, _rows(half), heads_of(other)], other))
                         receives.append(Message(whole[:, _rows(place)], other))
         self.group.start(sends, receives).wait()
-        return found
+        return result
 
     def to_tokens(
         self, arrays: Sequence[tuple[Any, int, int, Callable[[int], slice]]]
@@ -156,11 +156,11 @@ class HeadExchange(NamedTuple):
                         sends.append(Message(array[:, _rows(place)], other))
                         receives.append(Message(part[:, _rows(half)], other))
         self.group.start(sends, receives).wait()
-        found = []
+        result = []
         for _, _, heads, heads_of in arrays:
             of_array, parts = parts[: self.head_ranks], parts[self.head_ranks :]
-            found.append(self._joined(of_array, heads, heads_of))
-        return found
+            result.append(self._joined(of_array, heads, heads_of))
+        return result
 
     def _joined(self, parts: list[Any], heads: int, heads_of: Callable[[int], slice]) -> Any:
         """Return an array of all heads, assembled or summed from the parts of all neighbours."""
@@ -178,20 +178,20 @@ class HeadExchange(NamedTuple):
         return halves(seqlen, self.group.size, rank, self.order)
 
     def _places(self, seqlen: int) -> dict[int, tuple[Chunk, Chunk]]:
-        """Return the two chunks of each neighbour, with `at` relative to the tokens of all."""
+        """Return the two chunks of each neighbour, with `offset` relative to the tokens of all."""
         of_ranks = {rank: self._halves(seqlen, rank) for rank in self.neighbours}
         in_order = sorted(
             (half.start, i, rank, half.length)
             for rank, pair in of_ranks.items()
             for i, half in enumerate(pair)
         )
-        found: dict[int, list[Chunk]] = {rank: [] for rank in of_ranks}
-        at = 0
+        result: dict[int, list[Chunk]] = {rank: [] for rank in of_ranks}
+        offset = 0
         for start, _, rank, length in in_order:
-            found[rank].append(Chunk(start, start + length, at))
-            at += length
-        return {rank: (pair[0], pair[1]) for rank, pair in found.items()}
+            result[rank].append(Chunk(start, start + length, offset))
+            offset += length
+        return {rank: (pair[0], pair[1]) for rank, pair in result.items()}
 
 
 def _rows(chunk: Chunk) -> slice:
-    return slice(chunk.at, chunk.at + chunk.length)
+    return slice(chunk.offset, chunk.offset + chunk.length)

@@ -22,23 +22,23 @@ from cupy_flash.parallel.calls import Rows, Scores
 from cupy_flash.parallel.exchange import Message, Transfer
 from cupy_flash.parallel.group import Group
 from cupy_flash.parallel.merger import Merger
-from cupy_flash.parallel.pieces import Geometry, Span, Visit, visit
+from cupy_flash.parallel.score_blocks import Geometry, RingStep, Span, find_ring_step
 
 
 class Ring(NamedTuple):
-    """Ranks that form a ring, in order, and this rank's index among them (`place`)."""
+    """Ranks that form a ring, in order, and this rank's index among them (`position`)."""
 
     group: Group
     ranks: Sequence[int]
-    place: int
+    position: int
 
-    def before(self, distance: int) -> int:
+    def kv_source(self, distance: int) -> int:
         """Return the index of the rank whose keys this rank attends to in step `distance`."""
-        return (self.place - distance) % len(self.ranks)
+        return (self.position - distance) % len(self.ranks)
 
-    def behind(self, distance: int) -> int:
+    def kv_target(self, distance: int) -> int:
         """Return the index of the rank that attends to this rank's keys in step `distance`."""
-        return (self.place + distance) % len(self.ranks)
+        return (self.position + distance) % len(self.ranks)
 
 
 # Elements sent per element of q from which on attention runs with one query tile per thread block
@@ -47,7 +47,7 @@ class Ring(NamedTuple):
 _LONG_EXCHANGE = 1 / 2
 
 
-class _Guests(NamedTuple):
+class _RemoteKv(NamedTuple):
     """Keys and values of another rank, their transfer, and its number of elements (`size`)."""
 
     k: Any
@@ -76,27 +76,32 @@ def forward(
         Output (batch, rows, heads, dim), and log-sum-exp (batch, heads, rows).
     """
     xp = array_module(q)
-    visits = [visit(geometry, ring.place, ring.before(d)) for d in range(len(ring.ranks))]
+    ring_steps = [
+        find_ring_step(geometry, ring.position, ring.kv_source(d)) for d in range(len(ring.ranks))
+    ]
     results = Merger(
-        (*q.shape[:3], v.shape[3]), q.dtype, sum(len(found.layers) for found in visits), xp
+        (*q.shape[:3], v.shape[3]),
+        q.dtype,
+        sum(len(ring_step.layers) for ring_step in ring_steps),
+        xp,
     )
-    guests = _Guests(k, v)
-    for step, found in enumerate(visits):
-        coming = _invite(k, v, ring, geometry, step + 1)
-        for layer in found.layers:
-            covered = sum(piece.rows.length for piece in layer)
-            out, lse = results.add(is_whole=covered == q.shape[1])
-            for piece in layer:
+    remote = _RemoteKv(k, v)
+    for step, ring_step in enumerate(ring_steps):
+        incoming = _start_receive(k, v, ring, geometry, step + 1)
+        for layer in ring_step.layers:
+            covered = sum(block.rows.length for block in layer)
+            out, lse = results.add(is_unsplit=covered == q.shape[1])
+            for block in layer:
                 calls.attend(
-                    *(q, guests.k, guests.v, piece, geometry, scores, out, lse),
-                    shares_gpu=coming.size > 0 and coming.size >= _LONG_EXCHANGE * q.size,
+                    *(q, remote.k, remote.v, block, geometry, scores, out, lse),
+                    shares_gpu=incoming.size > 0 and incoming.size >= _LONG_EXCHANGE * q.size,
                 )
-        guests = _arrived(coming)
+        remote = _received(incoming)
     return results.result(sinks)
 
 
 def backward(
-    of: Rows, k: Any, v: Any, ring: Ring, geometry: Geometry, scores: Scores
+    rows: Rows, k: Any, v: Any, ring: Ring, geometry: Geometry, scores: Scores
 ) -> tuple[Any, Any, Any]:
     """Return the gradients of this rank's q, k and v, in float32 (float64 for float64 inputs).
 
@@ -104,28 +109,28 @@ def backward(
     another rank are sent back to their owner during the next step. The owner adds them in the order
     of steps.
     """
-    dq, dk, dv = _Sum(of.q), _Sum(k), _Sum(v)
-    guests, returning = _Guests(k, v), None
+    dq, dk, dv = _Sum(rows.q), _Sum(k), _Sum(v)
+    remote, returned = _RemoteKv(k, v), None
     for step in range(len(ring.ranks)):
-        found = visit(geometry, ring.place, ring.before(step))
-        coming = _invite(k, v, ring, geometry, step + 1)
-        is_own = step == 0
-        of_keys = (dk, dv) if is_own else (_Sum(guests.k), _Sum(guests.v))
-        for layer in found.layers:
-            for piece in layer:
-                parts = calls.gradients(of, guests.k, guests.v, piece, geometry, scores)
-                dq.add(piece.rows, parts[0])
-                for total, part in zip(of_keys, parts[1:], strict=True):
-                    total.add(piece.keys, part)
-        if returning is not None:
-            returning.add_to(dk.value, dv.value)
-        returning = None
-        if not is_own:
-            of_k, of_v = of_keys
-            returning = _send_back(of_k.value, of_v.value, ring, geometry, step)
-        guests = _arrived(coming)
-    if returning is not None:
-        returning.add_to(dk.value, dv.value)
+        ring_step = find_ring_step(geometry, ring.position, ring.kv_source(step))
+        incoming = _start_receive(k, v, ring, geometry, step + 1)
+        is_local = step == 0
+        kv_sums = (dk, dv) if is_local else (_Sum(remote.k), _Sum(remote.v))
+        for layer in ring_step.layers:
+            for block in layer:
+                parts = calls.gradients(rows, remote.k, remote.v, block, geometry, scores)
+                dq.add(block.rows, parts[0])
+                for total, part in zip(kv_sums, parts[1:], strict=True):
+                    total.add(block.keys, part)
+        if returned is not None:
+            returned.add_to(dk.value, dv.value)
+        returned = None
+        if not is_local:
+            dk_sum, dv_sum = kv_sums
+            returned = _send_back(dk_sum.value, dv_sum.value, ring, geometry, step)
+        remote = _received(incoming)
+    if returned is not None:
+        returned.add_to(dk.value, dv.value)
     return dq.value, dk.value, dv.value
 
 
@@ -156,61 +161,73 @@ class _Sum:
             self.value[:, slice(*rows)] += part
 
 
-def _invite(k: Any, v: Any, ring: Ring, geometry: Geometry, step: int) -> _Guests:
+def _start_receive(k: Any, v: Any, ring: Ring, geometry: Geometry, step: int) -> _RemoteKv:
     """Start the exchange of keys and values for a step; after the last step there is none."""
     if step >= len(ring.ranks):
-        return _Guests(None, None)
-    giver, taker = ring.before(step), ring.behind(step)
-    needed, asked = visit(geometry, ring.place, giver), visit(geometry, taker, ring.place)
-    k_in, v_in = _room(k, needed), _room(v, needed)
-    sends = [Message(part, ring.ranks[taker]) for own in (k, v) for part in _rows(own, asked)]
-    receives = [
-        Message(part, ring.ranks[giver])
-        for coming in (k_in, v_in)
-        for part in _travelling(coming, needed)
+        return _RemoteKv(None, None)
+    source, target = ring.kv_source(step), ring.kv_target(step)
+    incoming_step, outgoing_step = (
+        find_ring_step(geometry, ring.position, source),
+        find_ring_step(geometry, target, ring.position),
+    )
+    k_in, v_in = _allocate(k, incoming_step), _allocate(v, incoming_step)
+    sends = [
+        Message(part, ring.ranks[target])
+        for shard in (k, v)
+        for part in _shard_views(shard, outgoing_step)
     ]
-    size = max(sum(message.array.size for message in way) for way in (sends, receives))
-    return _Guests(k_in, v_in, _started(ring, sends, receives), size)
+    receives = [
+        Message(part, ring.ranks[source])
+        for incoming in (k_in, v_in)
+        for part in _sent_views(incoming, incoming_step)
+    ]
+    size = max(sum(message.array.size for message in messages) for messages in (sends, receives))
+    return _RemoteKv(k_in, v_in, _started(ring, sends, receives), size)
 
 
-def _arrived(guests: _Guests) -> _Guests:
-    if guests.transfer is not None:
-        guests.transfer.wait()
-    return _Guests(guests.k, guests.v)
+def _received(remote: _RemoteKv) -> _RemoteKv:
+    if remote.transfer is not None:
+        remote.transfer.wait()
+    return _RemoteKv(remote.k, remote.v)
 
 
-class _Returning(NamedTuple):
+class _ReturnedGradients(NamedTuple):
     """Gradients of this rank's keys and values that another rank computed, and their transfer."""
 
     dk: Any
     dv: Any
-    asked: Visit
+    outgoing_step: RingStep
     transfer: Transfer | None
 
     def add_to(self, dk: Any, dv: Any) -> None:
         """Wait for the gradients and add them to this rank's."""
         if self.transfer is not None:
             self.transfer.wait()
-        for own, parts in ((dk, self.dk), (dv, self.dv)):
-            rows = _rows(own, self.asked)
-            for mine, part in zip(rows, _travelling(parts, self.asked), strict=True):
-                mine += part
+        for shard, parts in ((dk, self.dk), (dv, self.dv)):
+            rows = _shard_views(shard, self.outgoing_step)
+            for local, part in zip(rows, _sent_views(parts, self.outgoing_step), strict=True):
+                local += part
 
 
-def _send_back(dk: Any, dv: Any, ring: Ring, geometry: Geometry, step: int) -> _Returning:
+def _send_back(dk: Any, dv: Any, ring: Ring, geometry: Geometry, step: int) -> _ReturnedGradients:
     """Start to send computed gradients of keys to their owner, and to receive this rank's own."""
-    owner, helper = ring.before(step), ring.behind(step)
-    found, asked = visit(geometry, ring.place, owner), visit(geometry, helper, ring.place)
-    dk_in, dv_in = _room(dk, asked), _room(dv, asked)
+    owner, helper = ring.kv_source(step), ring.kv_target(step)
+    ring_step, outgoing_step = (
+        find_ring_step(geometry, ring.position, owner),
+        find_ring_step(geometry, helper, ring.position),
+    )
+    dk_in, dv_in = _allocate(dk, outgoing_step), _allocate(dv, outgoing_step)
     sends = [
-        Message(part, ring.ranks[owner]) for given in (dk, dv) for part in _travelling(given, found)
+        Message(part, ring.ranks[owner])
+        for given in (dk, dv)
+        for part in _sent_views(given, ring_step)
     ]
     receives = [
         Message(part, ring.ranks[helper])
-        for coming in (dk_in, dv_in)
-        for part in _travelling(coming, asked)
+        for incoming in (dk_in, dv_in)
+        for part in _sent_views(incoming, outgoing_step)
     ]
-    return _Returning(dk_in, dv_in, asked, _started(ring, sends, receives))
+    return _ReturnedGradients(dk_in, dv_in, outgoing_step, _started(ring, sends, receives))
 
 
 def _started(ring: Ring, sends: list[Message], receives: list[Message]) -> Transfer | None:
@@ -218,20 +235,20 @@ def _started(ring: Ring, sends: list[Message], receives: list[Message]) -> Trans
     return ring.group.start(sends, receives) if sends or receives else None
 
 
-def _room(like: Any, found: Visit) -> Any:
+def _allocate(like: Any, ring_step: RingStep) -> Any:
     """Return an uninitialized array for the rows that a ring step receives."""
-    return array_module(like).empty((like.shape[0], found.keys, *like.shape[2:]), like.dtype)
+    return array_module(like).empty((like.shape[0], ring_step.keys, *like.shape[2:]), like.dtype)
 
 
-def _rows(own: Any, asked: Visit) -> list[Any]:
+def _shard_views(shard: Any, outgoing_step: RingStep) -> list[Any]:
     """Return views of the ranges of a shard that a ring step sends."""
-    return [own[:, slice(*span)] for span in asked.ranges]
+    return [shard[:, slice(*span)] for span in outgoing_step.ranges]
 
 
-def _travelling(array: Any, found: Visit) -> list[Any]:
+def _sent_views(array: Any, ring_step: RingStep) -> list[Any]:
     """Return views of the same ranges in an array of concatenated rows that were sent."""
-    parts, at = [], 0
-    for span in found.ranges:
-        parts.append(array[:, at : at + span.length])
-        at += span.length
+    parts, offset = [], 0
+    for span in ring_step.ranges:
+        parts.append(array[:, offset : offset + span.length])
+        offset += span.length
     return parts

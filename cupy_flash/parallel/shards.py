@@ -9,7 +9,7 @@ import numpy as np
 from cupy_flash.arrays.kinds import normalize
 from cupy_flash.arrays.strided import array_module, is_cupy, kind_of, require_native
 from cupy_flash.parallel.exchange import Message
-from cupy_flash.parallel.group import Group, together
+from cupy_flash.parallel.group import Group, run_collective
 from cupy_flash.problem.values import count, integer
 
 ORDERS = ("zigzag", "contiguous")
@@ -22,13 +22,13 @@ class Chunk(NamedTuple):
     ----------
     start, stop
         Range [start, stop) in the whole sequence.
-    at
+    offset
         Index of the first of these tokens in the rank's shard.
     """
 
     start: int
     stop: int
-    at: int
+    offset: int
 
     @property
     def length(self) -> int:
@@ -114,11 +114,11 @@ def shard(array: Any, ranks: int, rank: int, *, axis: int = 1, order: str = "zig
     seqlen = array.shape[axis]
     own = shard_length(seqlen, ranks, rank, order)
     shape = (*array.shape[:axis], own, *array.shape[axis + 1 :])
-    found = array_module(array).empty(shape, array.dtype)
+    result = array_module(array).empty(shape, array.dtype)
     for half in halves(seqlen, ranks, rank, order):
-        place = _rows(axis, half.at, half.at + half.length)
-        found[place] = array[_rows(axis, half.start, half.stop)]
-    return found
+        place = _rows(axis, half.offset, half.offset + half.length)
+        result[place] = array[_rows(axis, half.start, half.stop)]
+    return result
 
 
 def gather(own: Any, group: Group, *, seqlen: int, axis: int = 1, order: str = "zigzag") -> Any:
@@ -151,28 +151,28 @@ def gather(own: Any, group: Group, *, seqlen: int, axis: int = 1, order: str = "
     def planned() -> tuple[tuple[Any, ...], tuple[int, int]]:
         group.require_carried("own", own)
         require_numbers("own", own)
-        tokens, at = count("seqlen", seqlen), placed_axis(own, axis)
+        tokens, dim = count("seqlen", seqlen), placed_axis(own, axis)
         length = shard_length(tokens, group.size, group.rank, order)
-        if own.shape[at] != length:
+        if own.shape[dim] != length:
             raise ValueError(
-                f"own has {own.shape[at]} tokens on rank {group.rank} of {group.size}; expected "
+                f"own has {own.shape[dim]} tokens on rank {group.rank} of {group.size}; expected "
                 f"{length} for a sequence of {tokens} in {order} order"
             )
-        others = (*own.shape[:at], *own.shape[at + 1 :])
-        return ("gather", own.dtype.name, others, tokens, at, order), (tokens, at)
+        others = (*own.shape[:dim], *own.shape[dim + 1 :])
+        return ("gather", own.dtype.name, others, tokens, dim, order), (tokens, dim)
 
-    with together(group, planned) as (tokens, at):
+    with run_collective(group, planned) as (tokens, dim):
         xp = array_module(own)
-        whole = xp.empty((*own.shape[:at], tokens, *own.shape[at + 1 :]), own.dtype)
+        whole = xp.empty((*own.shape[:dim], tokens, *own.shape[dim + 1 :]), own.dtype)
         sends, receives = [], []
         for rank in range(group.size):
             for half in halves(tokens, group.size, rank, order):
-                place = whole[_rows(at, half.start, half.stop)]
+                place = whole[_rows(dim, half.start, half.stop)]
                 if rank != group.rank:
                     receives.append(Message(place, rank))
                     continue
                 # One contiguous copy serves all ranks that receive it.
-                part = xp.ascontiguousarray(own[_rows(at, half.at, half.at + half.length)])
+                part = xp.ascontiguousarray(own[_rows(dim, half.offset, half.offset + half.length)])
                 place[...] = part
                 sends += [Message(part, other) for other in range(group.size) if other != rank]
         group.start(sends, receives).wait()

@@ -125,25 +125,25 @@ class Plan:
             # The positions of the queries are in device arrays.
             return []
         mask = problem.mask
-        if not problem.layout.is_equal and problem.layout.kind != "padded":
+        if not problem.layout.is_dense and problem.layout.kind != "padded":
             # Each sequence has its own mask, aligned at its end.
             mask = mask._replace(q_offset=problem.seqlen_k - problem.seqlen_q)
-        hides_pairs = score is not None and score.hides_pairs
-        if mask.is_full and not hides_pairs:
+        masks_pairs = score is not None and score.masks_pairs
+        if mask.is_full and not masks_pairs:
             return []
-        visited, partial, skipped = count_blocks(mask, self.tile.Br, self.tile.Bc)
+        nonempty, partial, skipped = count_blocks(mask, self.tile.Br, self.tile.Bc)
         # A mask that does not only depend on causality and window may be partial in any block.
-        in_part = "" if hides_pairs else f", {partial:,} of them partial"
-        text = f"{visited:,} computed{in_part}, {skipped:,} skipped"
-        if problem.layout.is_equal:
+        in_part = "" if masks_pairs else f", {partial:,} of them partial"
+        text = f"{nonempty:,} computed{in_part}, {skipped:,} skipped"
+        if problem.layout.is_dense:
             text += " in each head"
         else:
             text += " in each head of a sequence of maximum length"
         if score is not None and score.prefix:
             text += ", more computed if prefixes make keys visible"
-        if family is not None and family.is_mapped(problem):
+        if family is not None and family.uses_block_mask(problem):
             text += "; of these, the GPU skips blocks without visible pairs"
-        elif hides_pairs:
+        elif masks_pairs:
             text += "; any block may contain masked pairs"
         return [("blocks", text)]
 
@@ -163,14 +163,14 @@ class Plan:
 
 def count_blocks(mask: Mask, Br: int, Bc: int) -> tuple[int, int, int]:
     """Return how many blocks of Br rows and Bc keys are computed, are partial, and are skipped."""
-    visited = whole = 0
+    nonempty = full = 0
     for first in range(0, mask.seqlen_q, Br):
         stop = min(first + Br, mask.seqlen_q)
         begin, full_begin, full_end, end = mask.blocks_of_keys(first, stop, Bc)
-        visited += end - begin
-        whole += full_end - full_begin
+        nonempty += end - begin
+        full += full_end - full_begin
     blocks = -(-mask.seqlen_q // Br) * -(-mask.seqlen_k // Bc)
-    return visited, visited - whole, blocks - visited
+    return nonempty, nonempty - full, blocks - nonempty
 
 
 def _direction_text(problem: Problem) -> str:
@@ -186,14 +186,14 @@ def _mask_text(problem: Problem) -> str:
     if score is None:
         return text
     window = score.left, score.right
-    said = {
+    clauses = {
         f"window {window}": window != (None, None),
         "prefixes": score.prefix,
         "scores modified": score.changes_scores,
-        "pairs masked": score.hides_pairs,
+        "pairs masked": score.masks_pairs,
         "sinks": score.sinks,
     }
-    return text + "".join(f", {name}" for name, applies in said.items() if applies)
+    return text + "".join(f", {name}" for name, applies in clauses.items() if applies)
 
 
 def _grid_text(launch: Launch) -> str:

@@ -62,10 +62,10 @@ class ProblemClass:
     @classmethod
     def parse(cls, text: str) -> ProblemClass | None:
         """Return the class whose `str` is `text`; None if the text is not in the present format."""
-        found = _TEXT.fullmatch(text)
-        if found is None:
+        result = _TEXT.fullmatch(text)
+        if result is None:
             return None
-        parts = found.groupdict("")
+        parts = result.groupdict("")
         numbers = {
             field.name: int(parts[field.name]) for field in fields(cls) if field.type == "int"
         }
@@ -121,7 +121,7 @@ _TEXT = re.compile(
 
 def _kind(problem: Problem) -> str:
     layout = problem.layout
-    if layout.is_equal:
+    if layout.is_dense:
         return FLOAT8 if problem.is_float8 else ""
     stored = "" if problem.scales is None else problem.tensors["k"].dtype
     latent = _LATENT if problem.values_in_keys else ""

@@ -68,8 +68,8 @@ class Entry:
     @property
     def direction(self) -> str:
         """Direction of the problems, since a forward and a backward family may have one name."""
-        found = ProblemClass.parse(self.problem_class)
-        return found.direction if found else "forward"
+        result = ProblemClass.parse(self.problem_class)
+        return result.direction if result else "forward"
 
 
 class TableError(CupyFlashError, ValueError):
@@ -315,7 +315,7 @@ def lookup(device: Device | None, family: str, digest: str, problem: Problem) ->
 
 
 def lookup_class(
-    device: Device | None, family: str, digest: str, wanted: str, *, but_own: bool = False
+    device: Device | None, family: str, digest: str, wanted: str, *, except_user: bool = False
 ) -> Entry | None:
     """Return the entry for a class of problems, see `lookup`.
 
@@ -330,13 +330,13 @@ def lookup_class(
         See `lookup`.
     wanted
         Text of the class.
-    but_own
+    except_user
         Whether to skip the user's entries of the GPU itself.
     """
     place = (device.name, device.arch, device.sm_count) if device else (CPU, 0, 0)
     for is_shipped, tiles in _nearest_first(*place, family, digest):
         entry = tiles.get(wanted)
-        if is_shipped or (entry and not (but_own and entry.gpu == place[0])):
+        if is_shipped or (entry and not (except_user and entry.gpu == place[0])):
             return entry
     return None
 
@@ -355,14 +355,14 @@ def _nearest_first(
         sms = abs(entry.sm_count - sm_count)
         return entry.gpu != name, sms, -alike, is_shipped, entry.gpu
 
-    found = [
+    result = [
         (is_shipped, entry)
         for is_shipped, table in zip((False, True), _in_effect(), strict=True)
         for entry in table
         if (entry.family, entry.digest) == (family, digest)
         and (entry.gpu == name or (name != CPU and entry.arch == arch))
     ]
-    groups = itertools.groupby(sorted(found, key=distance), distance)
+    groups = itertools.groupby(sorted(result, key=distance), distance)
     return [
         (is_shipped, {entry.problem_class: entry for _, entry in group})
         for (*_, is_shipped, _), group in groups

@@ -35,13 +35,13 @@ def with_gradient(
     tensors = dict(problem.tensors)
     rows = {"dout": (dout, problem.shape_of("out"), problem.dtype)}
     rows |= {f"d{n}": (s, problem.shape_of(n), spec.dtype) for n, s in gradients.items()}
-    for name, (found, shape, dtype) in rows.items():
-        if found.dtype != dtype:
-            raise TypeError(f"{name} has dtype {found.dtype}; expected {dtype}")
-        if found.shape != shape:
-            shown = (found.shape[1:], shape[1:]) if is_packed else (found.shape, shape)
+    for name, (result, shape, dtype) in rows.items():
+        if result.dtype != dtype:
+            raise TypeError(f"{name} has dtype {result.dtype}; expected {dtype}")
+        if result.shape != shape:
+            shown = (result.shape[1:], shape[1:]) if is_packed else (result.shape, shape)
             raise ValueError(f"{name} has shape {shown[0]}; expected {shown[1]}")
         if name != "dout":
-            check_no_self_overlap(name, found)
-        tensors[name] = tensor_of(found, is_packed=is_packed)
+            check_no_self_overlap(name, result)
+        tensors[name] = tensor_of(result, is_packed=is_packed)
     return dataclasses.replace(problem, tensors=Tensors(**tensors), gradient=spec)

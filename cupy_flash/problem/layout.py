@@ -15,10 +15,10 @@ class Layout:
     Attributes
     ----------
     kind
-        Kind of batch. "equal": a dense batch, in which all sequences have one length. "padded": a
-        dense batch, in which keys at the end of a sequence are padding. "packed": q and out have
-        shape (total_q, heads, dim), delimited by cu_seqlens_q; k and v are packed, too, unless they
-        are paged. "cached": q is a dense batch, and k and v are a KV cache.
+        Kind of batch. "dense": all sequences have one length. "padded": the same, but keys at
+        the end of a sequence are padding. "varlen": q and out are packed, with shape (total_q,
+        heads, dim), delimited by cu_seqlens_q; k and v are packed, too, unless they are paged.
+        "kvcache": q is a dense batch, and k and v are a KV cache.
     total_q, total_k
         Number of rows of packed arrays; 0 for arrays that are not packed.
     caches
@@ -39,7 +39,7 @@ class Layout:
         are then chosen without regard to batch size and lengths.
     """
 
-    kind: str = "equal"
+    kind: str = "dense"
     total_q: int = 0
     total_k: int = 0
     caches: int = 0
@@ -53,9 +53,9 @@ class Layout:
     batch_invariant: bool = False
 
     @property
-    def is_equal(self) -> bool:
+    def is_dense(self) -> bool:
         """Whether all sequences have the same length, so that kernels read no lengths."""
-        return self.kind == "equal"
+        return self.kind == "dense"
 
     @property
     def appends(self) -> bool:
@@ -65,9 +65,9 @@ class Layout:
     @property
     def packed_q(self) -> bool:
         """Whether q and out are packed."""
-        return self.kind == "packed"
+        return self.kind == "varlen"
 
     @property
     def packed_k(self) -> bool:
         """Whether k and v are packed."""
-        return self.kind == "packed" and self.page_size == 0
+        return self.kind == "varlen" and self.page_size == 0

@@ -58,7 +58,7 @@ class Mask(NamedTuple):
             q_offset=round(self.q_offset / keys) * keys,
         )
 
-    def behind(self, rows: int) -> Mask:
+    def skip_rows(self, rows: int) -> Mask:
         """Return the mask without its first `rows` rows. The other rows keep their positions."""
         return self._replace(seqlen_q=self.seqlen_q - rows, q_offset=self.q_offset + rows)
 
@@ -97,7 +97,7 @@ class Mask(NamedTuple):
             return xp.zeros(rows.shape, np.int64)
         return xp.clip(rows + (self.q_offset - self.left), 0, self.seqlen_k)
 
-    def sees_all(self, first: int, stop: int) -> bool:
+    def all_visible(self, first: int, stop: int) -> bool:
         """Return whether each of the rows [first, stop) attends to every key."""
         return self.begin(stop - 1) == 0 and self.end(first) == self.seqlen_k
 
@@ -108,13 +108,15 @@ class Mask(NamedTuple):
         runs = [(start, left), (right, end)] if left < right else [(start, end)]
         return [run for run in runs if run[0] < run[1]]
 
-    def hidden(self, first: int, stop: int, start: int, end: int) -> NDArray[Any]:
+    def masked(self, first: int, stop: int, start: int, end: int) -> NDArray[Any]:
         """Return which pairs of rows [first, stop) and keys [start, end) are masked."""
         if self._is_diagonal:
-            return _hidden_of_rows(stop - first, end - start, first + self.q_offset + 1 - start)
+            return _masked_in_rows(stop - first, end - start, first + self.q_offset + 1 - start)
         rows = np.arange(first, stop)
-        hidden: NDArray[Any] = unseen(self.ends(rows), start, end)
-        return hidden if self.left is None else hidden | before(self.begins(rows), start, end)
+        masked: NDArray[Any] = masked_after(self.ends(rows), start, end)
+        return (
+            masked if self.left is None else masked | masked_before(self.begins(rows), start, end)
+        )
 
     @property
     def _is_diagonal(self) -> bool:
@@ -179,17 +181,17 @@ class Mask(NamedTuple):
         return rising + (self.seqlen_q - high) * float(self.seqlen_k)
 
 
-def unseen(ends: Any, start: int, stop: int, xp: Any = np) -> Any:
+def masked_after(ends: Any, start: int, stop: int, xp: Any = np) -> Any:
     """Return an array (..., stop - start) of whether keys [start, stop) are at or after `ends`."""
     return xp.arange(start, stop) >= ends[..., None]
 
 
-def before(begins: Any, start: int, stop: int, xp: Any = np) -> Any:
+def masked_before(begins: Any, start: int, stop: int, xp: Any = np) -> Any:
     """Return an array (..., stop - start) of whether keys [start, stop) are before `begins`."""
     return xp.arange(start, stop) < begins[..., None]
 
 
-def seen_in_sequences(rows: int, seqlens_q: Any, seqlens_k: Any) -> NDArray[Any]:
+def causal_ends(rows: int, seqlens_q: Any, seqlens_k: Any) -> NDArray[Any]:
     """Return an array (sequences, rows) of `Mask.end`, not clipped, for causal sequences.
 
     The last query of each sequence is aligned with its last key.
@@ -199,7 +201,7 @@ def seen_in_sequences(rows: int, seqlens_q: Any, seqlens_k: Any) -> NDArray[Any]
 
 
 @functools.lru_cache(32)
-def _hidden_of_rows(rows: int, columns: int, seen: int) -> NDArray[Any]:
-    """Return the masked pairs if row r attends to the first ``seen + r`` of the columns."""
-    hidden: NDArray[Any] = unseen(np.arange(seen, seen + rows), 0, columns)
-    return hidden
+def _masked_in_rows(rows: int, columns: int, first_end: int) -> NDArray[Any]:
+    """Return the masked pairs if row r attends to the first ``first_end + r`` of the columns."""
+    masked: NDArray[Any] = masked_after(np.arange(first_end, first_end + rows), 0, columns)
+    return masked

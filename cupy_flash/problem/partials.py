@@ -48,5 +48,5 @@ class CombineSpec:
     @property
     def lanes(self) -> int:
         """Number of threads that merge one row: a power of two, at most a warp."""
-        pieces = -(-self.head_dim_v // (MAX_ALIGNMENT // ITEMSIZE[self.dtype]))
-        return min(32, 1 << max(0, pieces - 1).bit_length())
+        chunks = -(-self.head_dim_v // (MAX_ALIGNMENT // ITEMSIZE[self.dtype]))
+        return min(32, 1 << max(0, chunks - 1).bit_length())

@@ -27,7 +27,7 @@ from cupy_flash.problem.mask import Mask
 from cupy_flash.problem.score import ScoreSpec
 from cupy_flash.problem.values import check_bool, check_count, count, finite, integer
 
-NOTHING_TO_PLACE = (
+UNUSED_Q_OFFSET = (
     "q_offset is for a causal mask, a window or another modification; pass causal=True or leave "
     "q_offset out"
 )
@@ -157,13 +157,13 @@ class Problem:
     def shape_of(self, name: str) -> Shape:
         """Return the shape of q, k, v or out and of its gradient; packed arrays have batch 1."""
         layout = self.layout
-        of_queries = name in ("q", "out")
+        has_query_rows = name in ("q", "out")
         dim = self.head_dim if name in ("q", "k") else self.head_dim_v
-        if of_queries:
+        if has_query_rows:
             rows = (1, layout.total_q) if layout.packed_q else (self.batch, self.seqlen_q)
         else:
             rows = (1, layout.total_k) if layout.packed_k else (self.batch, self.seqlen_k)
-        return (*rows, self.heads_q if of_queries else self.heads_kv, dim)
+        return (*rows, self.heads_q if has_query_rows else self.heads_kv, dim)
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
@@ -243,7 +243,7 @@ def make_problem(
     v: ArraySpec,
     out: ArraySpec | None = None,
     *,
-    kind: str = "equal",
+    kind: str = "dense",
     causal: bool = False,
     softmax_scale: float | None = None,
     q_offset: int | None = None,
@@ -307,18 +307,18 @@ def make_problem(
     ValueError
         If shapes do not fit together, or a value is out of range.
     """
-    is_equal, is_packed = kind in ("equal", "padded"), kind == "packed"
-    names = ("k_cache", "v_cache") if kind == "cached" else ("k", "v")
-    is_float8 = q.dtype == FLOAT8 and kind == "equal"
+    is_dense, is_packed = kind in ("dense", "padded"), kind == "varlen"
+    names = ("k_cache", "v_cache") if kind == "kvcache" else ("k", "v")
+    is_float8 = q.dtype == FLOAT8 and kind == "dense"
     if is_float8:
         _check_float8(k, v)
     else:
         _check_dtypes(q, k, v, names, is_quantized=scales is not None)
-    if is_equal:
+    if is_dense:
         _check_batch(q.shape, k.shape, v.shape)
-    _check_heads_and_dims(q.shape, k.shape, v.shape, names, layout if is_equal else None)
-    if not is_equal:
-        _check_places(
+    _check_heads_and_dims(q.shape, k.shape, v.shape, names, layout if is_dense else None)
+    if not is_dense:
+        _check_memory_layout(
             k.shape, v.shape, names, is_packed=is_packed, is_paged=block_table is not None
         )
     sequences = q.shape[0] if batch is None else batch
@@ -328,7 +328,7 @@ def make_problem(
     max_pages, table_stride = block_table or (0, 0)
     capacity = k.shape[1] if block_table is None else max_pages * k.shape[1]
     seqlen_q, seqlen_k = q.shape[1], capacity
-    if is_equal:
+    if is_dense:
         _check_seqlens((("seqlen of q", seqlen_q), ("seqlen of k and v", seqlen_k)))
     elif is_packed:
         keys = "total length of k" if block_table is None else "capacity of a row of block_table"
@@ -347,9 +347,9 @@ def make_problem(
                 f"k and v append {new_keys} rows to each cache, but a cache holds {capacity}"
             )
     if q_offset is None:
-        q_offset = seqlen_k - seqlen_q if is_equal else 0
+        q_offset = seqlen_k - seqlen_q if is_dense else 0
     elif not causal and score is None:
-        raise ValueError(NOTHING_TO_PLACE)
+        raise ValueError(UNUSED_Q_OFFSET)
     out_shape = (*q.shape[:3], v.shape[3])
     out_dtypes = FLOAT8_OUTPUTS if is_float8 else (q.dtype,)
     if out is None:
@@ -538,7 +538,7 @@ def _check_seqlens(seqlens: tuple[tuple[str, int], ...]) -> None:
             raise ValueError(f"{name} is {seqlen}; expected at most {MAX_SEQLEN}")
 
 
-def _check_places(
+def _check_memory_layout(
     k: Shape, v: Shape, names: tuple[str, str], *, is_packed: bool, is_paged: bool
 ) -> None:
     """Raise ValueError unless k and v have the same numbers of caches, pages and rows."""

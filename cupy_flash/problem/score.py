@@ -46,19 +46,18 @@ class ScoreSpec:
         Whether sequences may have unused query rows at their end (seqused_q).
     sinks
         Whether each query head has a sink: one more score, which has no value.
-    changes_scores, hides_pairs
-        Whether `text` changes scores, and whether it masks pairs.
-    text
+    changes_scores, masks_pairs
+        Whether `cuda_source` changes scores, and whether it masks pairs.
+    cuda_source
         Generated CUDA source of ``ModArguments`` and ``Mods`` (`kernels_cu/score/modify.cuh`).
     dtype
         Dtype of the struct ``ModArguments``.
-    may_be_mapped
-        Whether a block mask covers all pairs that `text` masks (`cupy_flash.calls.block_maps`).
+    block_mask_suffices
+        Whether a block mask covers all pairs that `cuda_source` masks (`calls/gpu/block_masks.py`).
     block
         Rows and keys of the blocks in which the user's mask is constant, or None.
     reads_pairs
-        Whether `text` loads an array element for each pair, or for each key in order to change
-        scores.
+        Whether `cuda_source` loads an array element per pair, or per key in order to change scores.
     bias
         Layout of the bias if it has four axes and contiguous rows, otherwise None.
     is_bounded
@@ -71,7 +70,7 @@ class ScoreSpec:
         Whether the derivative of new scores with respect to scaled scores may differ from 1.
     differentiable
         Members of ``ModArguments`` that are captured arrays with gradients, in a backward pass. The
-        position in the tuple is the array's number in `text`.
+        position in the tuple is the array's number in `cuda_source`.
     """
 
     left: int | None
@@ -81,10 +80,10 @@ class ScoreSpec:
     seqused_q: bool
     sinks: bool
     changes_scores: bool
-    hides_pairs: bool
-    text: str
+    masks_pairs: bool
+    cuda_source: str
     dtype: np.dtype
-    may_be_mapped: bool = False
+    block_mask_suffices: bool = False
     block: tuple[int, int] | None = None
     reads_pairs: bool = False
     bias: BiasSpec | None = None
@@ -99,4 +98,4 @@ class ScoreSpec:
         """Whether scores and visible keys are those of a call with no modification but sinks."""
         bounds = self.left is not None or self.right is not None or self.prefix
         places = self.offsets or self.seqused_q
-        return not (bounds or places or self.changes_scores or self.hides_pairs)
+        return not (bounds or places or self.changes_scores or self.masks_pairs)

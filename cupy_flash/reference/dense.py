@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cupy_flash.arrays.kinds import read, way_back
+from cupy_flash.arrays.kinds import read, result_converter
 from cupy_flash.arrays.strided import array_module
 from cupy_flash.mods.keywords import with_offsets
-from cupy_flash.mods.modified import Modified
-from cupy_flash.mods.scores import FIRST, Pairs
+from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
+from cupy_flash.mods.on_arrays.scores import FIRST_PAIR, Pairs
 from cupy_flash.mods.shapes import refuse_other_lengths
 from cupy_flash.problem.arrays import FLOAT8, FLOAT8_OUTPUTS
 from cupy_flash.reference.eight_bits import dequantized, rounded_to_float8, widened
@@ -30,7 +30,7 @@ from cupy_flash.reference.rows import (
     as_bhsd,
     chunks_of_rows,
     from_bhsd,
-    hide,
+    mask_scores,
     pairs_of,
     precision_of,
     resolve,
@@ -122,9 +122,9 @@ def attention_reference(
     a masked key may or may not affect it: the formula has 0 * NaN there, but whole chunks of keys
     that are masked for all of their queries are skipped.
     """
-    convert = way_back("q", q)
+    convert = result_converter("q", q)
     q_offset, others = with_offsets(q_offset, modifications)
-    refuse_other_lengths(others.get, "equal")
+    refuse_other_lengths(others.get, "dense")
     q = read("q", q)
     batch = q.shape[:-3]
     q, k, v = as_bhsd(q, k, v, layout)
@@ -134,7 +134,7 @@ def attention_reference(
         causal=causal,
         softmax_scale=softmax_scale,
         q_offset=q_offset,
-        modified=fitting_modifications(others, q, sizes_of(q, k), causal=causal),
+        bound_mods=fitting_modifications(others, q, sizes_of(q, k), causal=causal),
     )
     out = convert(from_bhsd(out, layout, batch))
     return (out, convert(lse.reshape(*batch, *lse.shape[1:]))) if return_lse else out
@@ -148,8 +148,8 @@ def formula(
     causal: bool,
     softmax_scale: float | None,
     q_offset: int | None = None,
-    modified: Modified,
-    sequence: Pairs = FIRST,
+    bound_mods: BoundModifications,
+    sequence: Pairs = FIRST_PAIR,
 ) -> tuple[Any, Any]:
     """Compute `attention_reference` of (batch, heads, seqlen, dim) arrays, read and checked.
 
@@ -161,18 +161,18 @@ def formula(
     xp = array_module(q)
     batch, heads_q, seqlen_q, _ = q.shape
     scale, visible = resolve(q, k, softmax_scale, causal, q_offset)
-    sinks = sinks_of(xp, modified, heads_q, np.float64)
+    sinks = sinks_of(xp, bound_mods, heads_q, np.float64)
     out = xp.zeros((batch, heads_q, seqlen_q, v.shape[3]), np.float64)
     lse = xp.empty((batch, heads_q, seqlen_q), np.float64)
     lse[...] = sinks[:, None]
-    for rows in chunks_of_rows(xp, q, k, visible, modified, sequence):
+    for rows in chunks_of_rows(xp, q, k, visible, bound_mods, sequence):
         if rows.end == 0:
             continue
         with np.errstate(all="ignore"):
             scores = rows.scores(q, k, scale, np.dtype(np.float64), xp)
             # A score_mod that depends on fewer indices returns a smaller array, which broadcasts.
-            scores[...] = modified.scores.apply(scores, rows.at, xp)
-            hide(xp, scores, rows.mask, rows.span.start)
+            scores[...] = bound_mods.scores.apply(scores, rows.pairs, xp)
+            mask_scores(xp, scores, rows.mask, rows.span.start)
             row_lse, row_sum, empty = softmax_terms(xp, scores, sinks[rows.head])
             result = xp.matmul(scores, rows.keys(v).astype(np.float64)) / row_sum
         result[empty] = 0
@@ -223,9 +223,9 @@ def attention_naive(
     -----
     The score matrix takes memory for batch * heads_q * seqlen_q * seqlen_k numbers.
     """
-    convert = way_back("q", q)
+    convert = result_converter("q", q)
     q_offset, others = with_offsets(q_offset, modifications)
-    refuse_other_lengths(others.get, "equal")
+    refuse_other_lengths(others.get, "dense")
     q = read("q", q)
     batch = q.shape[:-3]
     q, k, v = as_bhsd(q, k, v, layout)
@@ -240,7 +240,7 @@ def attention_naive(
         q_offset=q_offset,
         dtype=np.dtype(dtype),
         as_float8=is_float8 if as_float8 is None else as_float8,
-        modified=fitting_modifications(others, q, sizes_of(q, k), causal=causal),
+        bound_mods=fitting_modifications(others, q, sizes_of(q, k), causal=causal),
     )
     return convert(from_bhsd(out, layout, batch))
 
@@ -254,9 +254,9 @@ def naive_formula(
     softmax_scale: float | None,
     q_offset: int | None = None,
     dtype: np.dtype[Any],
-    modified: Modified,
+    bound_mods: BoundModifications,
     as_float8: bool = False,
-    sequence: Pairs = FIRST,
+    sequence: Pairs = FIRST_PAIR,
 ) -> Any:
     """Compute `attention_naive` of (batch, heads, seqlen, dim) arrays; see `formula`."""
     xp = array_module(q)
@@ -270,17 +270,17 @@ def naive_formula(
     # Scores are (batch, heads_kv, query heads per KV head, seqlen_q, seqlen_k): k and v broadcast
     # over the query heads of their KV head.
     grouped = (batch, heads_kv, heads_q // heads_kv, seqlen_q)
-    sinks = sinks_of(xp, modified, heads_q, compute).reshape(*grouped[1:3], 1, 1)
+    sinks = sinks_of(xp, bound_mods, heads_q, compute).reshape(*grouped[1:3], 1, 1)
     h = xp.arange(heads_q).reshape(*grouped[1:3], 1, 1)
     with np.errstate(all="ignore"):
         q = (q * compute.type(scale)).reshape(*grouped, head_dim)
         scores = xp.matmul(q, k[:, :, None].swapaxes(-1, -2))
         for b in range(batch):
-            mask = modified.of_mask(visible, sequence.b + b)
-            at = pairs_of(xp, sequence, mask, slice(0, seqlen_q), seqlen_k)
-            at = at._replace(b=sequence.b + b, h=h)
-            scores[b] = modified.scores.apply(scores[b], at, xp)
-            hide(xp, scores[b], mask, 0)
+            mask = bound_mods.mask_with(visible, sequence.b + b)
+            pairs = pairs_of(xp, sequence, mask, slice(0, seqlen_q), seqlen_k)
+            pairs = pairs._replace(b=sequence.b + b, h=h)
+            scores[b] = bound_mods.scores.apply(scores[b], pairs, xp)
+            mask_scores(xp, scores[b], mask, 0)
         _, row_sum, empty = softmax_terms(xp, scores, sinks)
         if as_float8:
             scores = rounded_to_float8(scores, xp)

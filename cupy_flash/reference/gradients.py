@@ -20,21 +20,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from cupy_flash.arrays.kinds import read, way_back
+from cupy_flash.arrays.kinds import read, result_converter
 from cupy_flash.arrays.strided import array_module, require_shape
 from cupy_flash.mods.keywords import with_offsets
-from cupy_flash.mods.modified import Modified
-from cupy_flash.mods.scores import FIRST, Pairs, Scores
+from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
+from cupy_flash.mods.on_arrays.score_derivatives import (
+    after_softcap,
+    apply_with_slope,
+    capture_gradients,
+)
+from cupy_flash.mods.on_arrays.scores import FIRST_PAIR, Pairs, Scores
 from cupy_flash.mods.shapes import refuse_other_lengths
-from cupy_flash.mods.slopes import apply_with_slope, behind_softcap, capture_gradients
 from cupy_flash.reference.dense import error_bound
 from cupy_flash.reference.eight_bits import widened
-from cupy_flash.reference.modifications import fitting_modifications, read_own
+from cupy_flash.reference.modifications import fitting_modifications, read_array
 from cupy_flash.reference.rows import (
     Rows,
     as_bhsd,
     chunks_of_rows,
-    hide,
+    mask_scores,
     precision_of,
     resolve,
     sinks_of,
@@ -57,17 +61,17 @@ class ScoreErrors(NamedTuple):
 
     Attributes
     ----------
-    of_product
+    product_error
         Error of a scaled score, relative to the sum of the absolute values of its products.
-    of_score
+    score_error
         Function of the scaled score that returns the additional error of the modified score.
-    of_slope
+    slope_error
         Error of the derivative of the modified score with respect to the scaled score.
     """
 
-    of_product: float
-    of_score: Callable[[Any], Any]
-    of_slope: float
+    product_error: float
+    score_error: Callable[[Any], Any]
+    slope_error: float
 
 
 class Arithmetic(NamedTuple):
@@ -81,7 +85,7 @@ class Arithmetic(NamedTuple):
         Dtype that P, dX and out are rounded to before they are multiplied.
     result
         Dtype of the gradients; None for the dtype of each input.
-    of_sizes
+    magnitudes
         Whether absolute values are summed, such as |dP| + |D| instead of dP - D. Rounding errors
         are proportional to these sums, even if the gradients themselves cancel.
     errors
@@ -91,7 +95,7 @@ class Arithmetic(NamedTuple):
     compute: np.dtype[Any]
     stored: np.dtype[Any]
     result: np.dtype[Any] | None
-    of_sizes: bool = False
+    magnitudes: bool = False
     errors: ScoreErrors | None = None
 
     @classmethod
@@ -106,7 +110,7 @@ class Arithmetic(NamedTuple):
 
 
 EXACT = Arithmetic.of(np.float64, np.float64)
-SIZES = EXACT._replace(of_sizes=True)
+SIZES = EXACT._replace(magnitudes=True)
 
 
 def attention_backward_reference(
@@ -281,7 +285,7 @@ class Gradients:
         Arrays q, k and v by name.
     modifications
         Keyword arguments that modify attention.
-    modified
+    bound_mods
         The same modifications, parsed.
     wrt
         Names of the inputs whose gradients are requested, or None for the default.
@@ -298,15 +302,15 @@ class Gradients:
         self,
         inputs: Mapping[str, Any],
         modifications: Mapping[str, Any],
-        modified: Modified,
+        bound_mods: BoundModifications,
         wrt: Iterable[str] | None,
         arithmetic: Arithmetic,
     ) -> None:
         given = dict(inputs)
-        for name, array in (("bias", modified.scores.bias), ("sinks", modified.sinks)):
+        for name, array in (("bias", bound_mods.scores.bias), ("sinks", bound_mods.sinks)):
             if array is not None:
-                given[name] = read_own(name, modifications[name])
-        mod = modified.scores.score_mod
+                given[name] = read_array(name, modifications[name])
+        mod = bound_mods.scores.score_mod
         captures = () if mod is None else mod.differentiable
         given |= {OF_MOD + name: mod.captures[name] for name in captures} if mod else {}
         if wrt is None:
@@ -314,11 +318,11 @@ class Gradients:
         names = _checked_names(wrt, given)
         xp = array_module(inputs["q"])
         self._arithmetic = arithmetic
-        self._bias_shape = None if modified.scores.bias is None else modified.scores.bias.shape
+        self._bias_shape = None if bound_mods.scores.bias is None else bound_mods.scores.bias.shape
         self._dtypes = {name: arithmetic.result or given[name].dtype for name in names}
         self._shapes = {name: given[name].shape for name in names}
         # A single sink for all heads gets the sum of their gradients.
-        of_heads = {} if modified.sinks is None else {"sinks": modified.sinks.shape}
+        of_heads = {} if bound_mods.sinks is None else {"sinks": bound_mods.sinks.shape}
         shapes = {name: of_heads.get(name, shape) for name, shape in self._shapes.items()}
         self._sums = {name: xp.zeros(shape, arithmetic.compute) for name, shape in shapes.items()}
 
@@ -337,14 +341,14 @@ class Gradients:
 
     def results(self, convert: Callable[[Any], Any]) -> tuple[Any, ...]:
         """Return the sums in the result dtype, converted by `convert`, in the order of `wrt`."""
-        size = abs if self._arithmetic.of_sizes else lambda x: x
+        size = abs if self._arithmetic.magnitudes else lambda x: x
         with np.errstate(all="ignore"):
-            found = {name: size(total) for name, total in self._sums.items()}
+            result = {name: size(total) for name, total in self._sums.items()}
             if self._shapes.get("sinks") == ():
-                found["sinks"] = found["sinks"].sum(keepdims=True).reshape(())
+                result["sinks"] = result["sinks"].sum(keepdims=True).reshape(())
             return tuple(
                 convert(total.astype(self._dtypes[name], copy=False))
-                for name, total in found.items()
+                for name, total in result.items()
             )
 
 
@@ -380,19 +384,19 @@ def dense_gradients(
     **modifications: Unpack[Modifications],
 ) -> tuple[Any, ...]:
     """Compute gradients as `attention_backward_reference` does, with any arithmetic and output."""
-    convert = way_back("q", q)
+    convert = result_converter("q", q)
 
     def bhsd(_: str, x: Any) -> Any:
         return to_bhsd(x, layout)
 
     q_offset, others = with_offsets(q_offset, modifications)
-    refuse_other_lengths(others.get, "equal")
+    refuse_other_lengths(others.get, "dense")
     q, k, v, dout, out, dlse = read_all(q=q, k=k, v=v, dout=dout, out=out, dlse=dlse)
     operands = as_bhsd(q, k, v, layout)
     of_lse = operands[0].shape[:3]
     check_rows(dout, out, dlse, (*q.shape[:-1], v.shape[-1]), (*q.shape[:-3], *of_lse[1:]))
-    modified = fitting_modifications(others, q, sizes_of(*operands[:2]), causal=causal)
-    gradients = Gradients({"q": q, "k": k, "v": v}, others, modified, wrt, arithmetic)
+    bound_mods = fitting_modifications(others, q, sizes_of(*operands[:2]), causal=causal)
+    gradients = Gradients({"q": q, "k": k, "v": v}, others, bound_mods, wrt, arithmetic)
     gradient_formula(
         bhsd("q", dout),
         *operands,
@@ -401,7 +405,7 @@ def dense_gradients(
         causal=causal,
         softmax_scale=softmax_scale,
         q_offset=q_offset,
-        modified=modified,
+        bound_mods=bound_mods,
         arithmetic=arithmetic,
         into=gradients.parts(bhsd),
     )
@@ -441,8 +445,8 @@ def gradient_formula(
     causal: bool,
     softmax_scale: float | None,
     q_offset: int | None = None,
-    modified: Modified,
-    sequence: Pairs = FIRST,
+    bound_mods: BoundModifications,
+    sequence: Pairs = FIRST_PAIR,
     arithmetic: Arithmetic,
     into: Mapping[str, Any],
 ) -> None:
@@ -457,15 +461,15 @@ def gradient_formula(
         of the bias.
     """
     xp, compute = array_module(q), arithmetic.compute
-    size: Callable[[Any], Any] = abs if arithmetic.of_sizes else lambda x: x
-    minus = xp.add if arithmetic.of_sizes else xp.subtract
+    size: Callable[[Any], Any] = abs if arithmetic.magnitudes else lambda x: x
+    minus = xp.add if arithmetic.magnitudes else xp.subtract
     scale, visible = resolve(q, k, softmax_scale, causal, q_offset)
-    sinks = sinks_of(xp, modified, q.shape[1], compute)
-    for rows in chunks_of_rows(xp, q, k, visible, modified, sequence):
+    sinks = sinks_of(xp, bound_mods, q.shape[1], compute)
+    for rows in chunks_of_rows(xp, q, k, visible, bound_mods, sequence):
         sink = sinks[rows.head]
         with np.errstate(all="ignore"):
             x = rows.scores(q, k, scale, compute, xp)
-            p, seen, slope, lse = _softmax(xp, x, rows, modified, sink)
+            p, seen, slope, lse = _softmax(xp, x, rows, bound_mods, sink)
             q_rows, dout_rows = (size(rows.queries(a).astype(compute)) for a in (q, dout))
             k_rows, v_rows = (size(rows.keys(a).astype(compute)) for a in (k, v))
             stored_p = arithmetic.rounded(p)
@@ -482,11 +486,11 @@ def gradient_formula(
             dx = dt if slope is None else xp.where(seen, dt * size(slope), 0)
             if arithmetic.errors is not None:
                 errors = arithmetic.errors
-                off = errors.of_product * abs(scale) * xp.matmul(q_rows, k_rows.T)
+                off = errors.product_error * abs(scale) * xp.matmul(q_rows, k_rows.T)
                 if slope is not None:
                     off = off * abs(slope)
-                off = xp.where(seen, off + errors.of_score(x), 0)
-                dx = dx * off + dt * errors.of_slope
+                off = xp.where(seen, off + errors.score_error(x), 0)
+                dx = dx * off + dt * errors.slope_error
                 stored_p, dt = stored_p * off, dt * off
             stored_dx = arithmetic.rounded(dx)
             if "q" in into:
@@ -503,11 +507,11 @@ def gradient_formula(
             if "sinks" in into:
                 of_sink = xp.where(sink == -np.inf, 0, xp.exp(sink - lse) * d)
                 into["sinks"][rows.head] -= of_sink.sum()
-            _add_to_captures(xp, into, rows, x, dt, modified.scores, arithmetic)
+            _add_to_captures(xp, into, rows, x, dt, bound_mods.scores, arithmetic)
 
 
 def _softmax(
-    xp: Any, x: Any, rows: Rows, modified: Modified, sink: Any
+    xp: Any, x: Any, rows: Rows, bound_mods: BoundModifications, sink: Any
 ) -> tuple[Any, Any, Any | None, Any]:
     """Compute the softmax of rows of scaled scores.
 
@@ -523,11 +527,11 @@ def _softmax(
     """
     if rows.end == 0:
         return x, x == x, None, xp.broadcast_to(sink, x.shape[:1])
-    changed, slope = apply_with_slope(modified.scores, x, rows.at, xp)
+    changed, slope = apply_with_slope(bound_mods.scores, x, rows.pairs, xp)
     p = xp.empty_like(x)
     # A score_mod that depends on fewer indices returns a smaller array, which broadcasts.
     p[...] = changed
-    hide(xp, p, rows.mask, rows.span.start)
+    mask_scores(xp, p, rows.mask, rows.span.start)
     seen = p != -np.inf
     lse, row_sum, _ = softmax_terms(xp, p, sink)
     return xp.where(seen, p / row_sum, 0), seen, slope, lse
@@ -549,9 +553,9 @@ def _product(xp: Any, weights: Any, seen: Any, rows: Any) -> Any:
 
 def _add_to_bias(total: Any, rows: Rows, dt: Any) -> None:
     """Add the contribution of the pairs to the gradient of a bias with the axes of `Scores`."""
-    at = rows.at
-    first = rows.span.start + (at.q_start if total.ndim == 3 else 0)
-    index = (at.h,) if total.ndim == 3 else (at.b, at.h)
+    pairs = rows.pairs
+    first = rows.span.start + (pairs.q_start if total.ndim == 3 else 0)
+    index = (pairs.h,) if total.ndim == 3 else (pairs.b, pairs.h)
     index += slice(first, first + dt.shape[0]), slice(0, rows.end)
     # Along an axis of length 1, one element of the bias serves all indices.
     shared = tuple(axis for axis in (0, 1) if total.shape[axis - 2] == 1)
@@ -575,9 +579,9 @@ def _add_to_captures(
     if not any(name.startswith(OF_MOD) for name in into):
         return
     assert scores.score_mod is not None
-    x = behind_softcap(scores, x, xp)
-    found = capture_gradients(
-        scores.score_mod, x, rows.at, dt, xp, of_sizes=arithmetic.of_sizes, real=scores.real
+    x = after_softcap(scores, x, xp)
+    result = capture_gradients(
+        scores.score_mod, x, rows.pairs, dt, xp, magnitudes=arithmetic.magnitudes, real=scores.real
     )
-    for name in found.keys() & {n.removeprefix(OF_MOD) for n in into}:
-        into[OF_MOD + name][...] += found[name]
+    for name in result.keys() & {n.removeprefix(OF_MOD) for n in into}:
+        into[OF_MOD + name][...] += result[name]

@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cupy_flash.mods.keywords import with_offsets
-from cupy_flash.mods.modified import Modified
+from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
+from cupy_flash.mods.on_arrays.scores import Pairs
 from cupy_flash.mods.picture import draw
-from cupy_flash.mods.scores import Pairs
 from cupy_flash.mods.shapes import require_limit
 from cupy_flash.problem.mask import Mask
 from cupy_flash.problem.values import count, integer
@@ -64,33 +64,35 @@ def seen_pairs(
     seqlen_q, seqlen_k = count("seqlen_q", seqlen_q), count("seqlen_k", seqlen_k)
     b, h = count("b", b), count("h", h)
     q_offset, others = with_offsets(q_offset, modifications)
-    modified = read_modifications(others)
-    _require_fit(modified, seqlen_q, seqlen_k, b, h)
-    if modified.prefix_lens is not None:
-        require_limit(modified.window, causal=causal)
+    bound_mods = read_modifications(others)
+    _require_fit(bound_mods, seqlen_q, seqlen_k, b, h)
+    if bound_mods.prefix_lens is not None:
+        require_limit(bound_mods.window, causal=causal)
     offset = seqlen_k - seqlen_q if q_offset is None else integer("q_offset", q_offset)
-    mask = modified.of_mask(Mask(seqlen_q, seqlen_k, causal, offset), b)
+    mask = bound_mods.mask_with(Mask(seqlen_q, seqlen_k, causal, offset), b)
     rows, keys = np.arange(seqlen_q)[:, None], np.arange(seqlen_k)[None]
-    hidden = mask.hidden(0, seqlen_q, 0, seqlen_k) | (keys >= mask.seqlen_k)
-    scores = modified.scores
+    hidden = mask.masked(0, seqlen_q, 0, seqlen_k) | (keys >= mask.seqlen_k)
+    scores = bound_mods.scores
     hides = scores._replace(softcap=None, score_mod=None, alibi_slopes=None, bias=None)
     zeros = np.zeros((seqlen_q, seqlen_k), np.float32)
     left = hides.apply(zeros, Pairs(b, h, rows, keys, mask.q_offset))
     return np.asarray(~hidden & (left == 0))
 
 
-def _require_fit(modified: Modified, seqlen_q: int, seqlen_k: int, b: int, h: int) -> None:
+def _require_fit(
+    bound_mods: BoundModifications, seqlen_q: int, seqlen_k: int, b: int, h: int
+) -> None:
     """Raise ValueError for an array that masks keys and does not fit the sizes and indices."""
-    scores = modified.scores
+    scores = bound_mods.scores
     # For each axis of an array: an index, which the axis must include, or the length of the axis.
     sequence, head = ("b", b), ("h", h)
     queries, keys = ("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)
     arrays = {
         "mask": (scores.mask, (sequence, head, queries, keys)),
         "tree_mask": (scores.tree_mask, (sequence, queries)),
-        "prefix_lens": (modified.prefix_lens, (sequence,)),
-        "seqlens_k": (modified.seqlens_k, (sequence,)),
-        "q_offset": (modified.q_offset, (sequence,)),
+        "prefix_lens": (bound_mods.prefix_lens, (sequence,)),
+        "seqlens_k": (bound_mods.seqlens_k, (sequence,)),
+        "q_offset": (bound_mods.q_offset, (sequence,)),
         "seqused_q": (scores.seqused_q, (sequence,)),
         "cache_leftpad": (scores.cache_leftpad, (sequence,)),
     }

@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 
 from cupy_flash.arrays.kinds import is_number_or_list, read, vector
-from cupy_flash.arrays.strided import array_module, dtype_name, taken_by
+from cupy_flash.arrays.strided import array_module, convert_to, dtype_name
 from cupy_flash.mods.block_list import BlockList, require_fit
 from cupy_flash.mods.keywords import ARRAYS, VECTORS, checked_softcap, given, window_of
-from cupy_flash.mods.modified import Modified
-from cupy_flash.mods.scores import OF_SCORES, Scores
+from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
+from cupy_flash.mods.on_arrays.scores import ARRAY_FIELDS, Scores
 from cupy_flash.mods.shapes import Sizes, fitted, require_limit
 
 
 def read_modifications(
     modifications: Mapping[str, Any], *, packed: bool = False, xp: Any = np
-) -> Modified:
+) -> BoundModifications:
     """Return the modifications that the keyword arguments of a public function specify.
 
     Parameters
@@ -35,15 +35,15 @@ def read_modifications(
     TypeError, ValueError
         If an argument has a wrong type. Shapes are not checked.
     """
-    found = given(modifications)
-    if not found:
-        return Modified()
+    result = given(modifications)
+    if not result:
+        return BoundModifications()
     arrays: dict[str, Any] = {
-        name: taken_by(xp, read_own(name, found[name]))
+        name: convert_to(xp, read_array(name, result[name]))
         for name in ("alibi_slopes", "bias", "mask", "tree_mask", "sinks")
-        if name in found
+        if name in result
     }
-    arrays |= {n: integers(found[n]) for n in ("seqused_q", "cache_leftpad") if n in found}
+    arrays |= {n: integers(result[n]) for n in ("seqused_q", "cache_leftpad") if n in result}
     if "mask" in arrays and dtype_name(arrays["mask"]) != "bool":
         raise TypeError(f"mask has dtype {arrays['mask'].dtype}; expected bool")
     for name in ("bias", "mask"):
@@ -51,28 +51,28 @@ def read_modifications(
             array = arrays[name]
             missing = (3 if packed else 4) - array.ndim
             arrays[name] = array.reshape((1,) * missing + array.shape)
-    softcap = found.get("softcap")
-    window = window_of(found.get("window_size", (None, None)))
-    prefix_lens = integers(found.get("prefix_lens"))
+    softcap = result.get("softcap")
+    window = window_of(result.get("window_size", (None, None)))
+    prefix_lens = integers(result.get("prefix_lens"))
     scores = Scores(
         None if softcap is None else checked_softcap(softcap),
-        found.get("score_mod"),
-        found.get("mask_mod"),
-        *(arrays.get(name) for name in OF_SCORES),
+        result.get("score_mod"),
+        result.get("mask_mod"),
+        *(arrays.get(name) for name in ARRAY_FIELDS),
     )
-    return Modified(
-        scores.beside_prefix(window.left, prefix_lens),
+    return BoundModifications(
+        scores.with_prefix_window(window.left, prefix_lens),
         window,
         prefix_lens,
-        integers(found.get("seqlens_k")),
+        integers(result.get("seqlens_k")),
         arrays.get("sinks"),
-        integers(found.get("q_offset")),
+        integers(result.get("q_offset")),
     )
 
 
 def fitting_modifications(
     modifications: Mapping[str, Any], q: Any, sizes: Sizes, *, causal: bool
-) -> Modified:
+) -> BoundModifications:
     """Return the modifications of a call with these queries and sizes; see `read_modifications`.
 
     Raises
@@ -84,22 +84,23 @@ def fitting_modifications(
     # The reference computes in float64, but evaluates masks in the float dtype of kernels, so that
     # the same pairs are visible. Slopes and sinks are rounded to that dtype, as kernels read them.
     real = np.float64 if sizes.dtype == "float64" else np.float32
-    modified = read_modifications(modifications, packed=packed, xp=xp)
+    bound_mods = read_modifications(modifications, packed=packed, xp=xp)
     slopes, sinks = (
-        _of_heads(x, sizes.heads_q, real) for x in (modified.scores.alibi_slopes, modified.sinks)
+        _head_values(x, sizes.heads_q, real)
+        for x in (bound_mods.scores.alibi_slopes, bound_mods.sinks)
     )
-    scores = modified.scores._replace(alibi_slopes=slopes, real=real)
-    modified = modified._replace(scores=scores, sinks=sinks)
-    fields = {**scores._asdict(), **modified._asdict()}
+    scores = bound_mods.scores._replace(alibi_slopes=slopes, real=real)
+    bound_mods = bound_mods._replace(scores=scores, sinks=sinks)
+    fields = {**scores._asdict(), **bound_mods._asdict()}
     fitted({name: fields[name] for name in ARRAYS if fields[name] is not None}, sizes)
     if isinstance(scores.mask_mod, BlockList):
         require_fit(scores.mask_mod.captures["blocks"], sizes.batch, sizes.heads_q)
-    if modified.prefix_lens is not None:
-        require_limit(modified.window, causal=causal)
-    return modified
+    if bound_mods.prefix_lens is not None:
+        require_limit(bound_mods.window, causal=causal)
+    return bound_mods
 
 
-def _of_heads(array: Any, heads: int, real: Any) -> Any:
+def _head_values(array: Any, heads: int, real: Any) -> Any:
     """Return slopes or sinks in the dtype `real`, with a single number repeated for each head."""
     if array is None:
         return None
@@ -109,7 +110,7 @@ def _of_heads(array: Any, heads: int, real: Any) -> Any:
         return array.astype(real, copy=False)
 
 
-def read_own(name: str, value: Any) -> Any:
+def read_array(name: str, value: Any) -> Any:
     """Return an argument as an array of its own dtype; a number becomes an array without axes.
 
     Raises
@@ -132,7 +133,7 @@ def read_scale(name: str, scale: Any, q: Any) -> Any:
     """
     if not hasattr(scale, "__dlpack__"):
         return scale
-    return taken_by(array_module(q), read(name, scale))
+    return convert_to(array_module(q), read(name, scale))
 
 
 def integers(array: Any) -> Any:
@@ -147,7 +148,7 @@ def integers(array: Any) -> Any:
         return None
     if hasattr(array, "__dlpack_device__"):
         array = read("an array of integers", array)
-    found = np.asarray(taken_by(np, array))
-    if found.size and found.dtype.kind not in "iu":
-        raise TypeError(f"an array has dtype {found.dtype}; expected integers")
-    return found
+    result = np.asarray(convert_to(np, array))
+    if result.size and result.dtype.kind not in "iu":
+        raise TypeError(f"an array has dtype {result.dtype}; expected integers")
+    return result

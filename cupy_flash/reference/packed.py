@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from cupy_flash.arrays.kinds import read, way_back
+from cupy_flash.arrays.kinds import read, result_converter
 from cupy_flash.arrays.strided import array_module, dtype_name
 from cupy_flash.mods.keywords import Window, window_of
-from cupy_flash.mods.modified import Modified
-from cupy_flash.mods.scores import FIRST, Pairs
+from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
+from cupy_flash.mods.on_arrays.scores import FIRST_PAIR, Pairs
 from cupy_flash.mods.shapes import Sizes, refuse_other_lengths
 from cupy_flash.problem.arrays import LARGEST_QUANTIZED
 from cupy_flash.reference.dense import formula
@@ -131,27 +131,29 @@ def attention_varlen_reference(
     empty sequence. A page outside [0, pages) reads as zeros. If sequences overlap in q, the last
     one determines the result.
     """
-    convert = way_back("q", q)
+    convert = result_converter("q", q)
     q, k, v = (read(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     q = widened(q)
     k_scale, v_scale = read_scale("k_scale", k_scale, q), read_scale("v_scale", v_scale, q)
     xp = array_module(q)
     out = xp.zeros((*q.shape[:2], v.shape[-1]), np.float64)
     lse = xp.full((q.shape[1], q.shape[0]), -np.inf, np.float64)
-    modified = packed_modifications(
+    bound_mods = packed_modifications(
         modifications, q, cu_seqlens_q, max_seqlen_q, max_seqlen_k, causal=causal
     )
     table = integers(block_table)
     stored = [(x[None] if table is None else x, scale) for x, scale in ((k, k_scale), (v, v_scale))]
-    for rows, keys, at in packed_sequences(
+    for rows, keys, sequence in packed_sequences(
         *(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
         seqused_k=seqused_k,
         block_table=table,
     ):
-        places = np.arange(len(k)) if table is None else paged_rows(table[at.b], *k.shape[:2])
+        places = np.arange(len(k)) if table is None else paged_rows(table[sequence.b], *k.shape[:2])
         k_own, v_own = (_standing_for(x, scale, places[keys]) for x, scale in stored)
         one = q[rows], k_own, v_own
-        out[rows], lse[:, rows] = _of_sequence(*one, causal, softmax_scale, modified, at)
+        out[rows], lse[:, rows] = _sequence_result(
+            *one, causal, softmax_scale, bound_mods, sequence
+        )
     return convert(out), convert(lse)
 
 
@@ -163,10 +165,10 @@ def packed_modifications(
     max_seqlen_k: int,
     *,
     causal: bool,
-) -> Modified:
+) -> BoundModifications:
     """Return the modifications of a varlen call; see `fitting_modifications`."""
     total_q, heads_q, _ = q.shape
-    refuse_other_lengths(modifications.get, "packed")
+    refuse_other_lengths(modifications.get, "varlen")
     batch = len(integers(cu_seqlens_q)) - 1
     sizes = Sizes(dtype_name(q), batch, heads_q, max_seqlen_q, max_seqlen_k, total_q)
     return fitting_modifications(modifications, q, sizes, causal=causal)
@@ -200,7 +202,7 @@ def packed_sequences(
         keys = [slice(0, n) for n in np.clip(counts, 0, longest).tolist()]
     for b, rows in enumerate(packed_spans(starts, max_seqlen_q, len(q))):
         k_start = keys[b].start
-        yield rows, keys[b], FIRST._replace(b=b, q_start=rows.start, k_start=k_start)
+        yield rows, keys[b], FIRST_PAIR._replace(b=b, q_start=rows.start, k_start=k_start)
 
 
 def attention_with_kvcache_reference(
@@ -286,7 +288,7 @@ def attention_with_kvcache_reference(
     ``cache_batch_idx`` is out of range has no keys. A page outside [0, pages) reads as zeros, and
     rows for it are dropped. Positions outside the rotary tables use the nearest row.
     """
-    convert, block_table = way_back("q", q), integers(block_table)
+    convert, block_table = result_converter("q", q), integers(block_table)
     q, k_cache, v_cache = (
         read(name, x) for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache))
     )
@@ -304,10 +306,10 @@ def attention_with_kvcache_reference(
     else:
         caches = np.arange(batch) if cache_batch_idx is None else integers(cache_batch_idx)
         places = cached_rows(caches, *k_cache.shape[:2])
-    before = [min(max(n, 0), len(p)) for n, p in zip(lengths.tolist(), places, strict=True)]
+    masked_before = [min(max(n, 0), len(p)) for n, p in zip(lengths.tolist(), places, strict=True)]
     new_k, new_v = (_of_sequences(x, cu_seqlens_k_new) for x in (k, v))
     if rotary_cos is not None:
-        starts = before if rotary_seqlens is None else integers(rotary_seqlens)
+        starts = masked_before if rotary_seqlens is None else integers(rotary_seqlens)
         first = np.array(starts, np.int64)[:, None]
         window = window_of(modifications.get("window_size") or (None, None))
         is_local = causal or window != Window()
@@ -325,24 +327,24 @@ def attention_with_kvcache_reference(
         _scales(scale, k_cache, of_rows=compute_scales) if is_quantized else None
         for scale in (k_scale, v_scale)
     )
-    after = before
+    after = masked_before
     if k is not None:
-        counts = [n + len(rows) for n, rows in zip(before, new_k, strict=True)]
+        counts = [n + len(rows) for n, rows in zip(masked_before, new_k, strict=True)]
         after = [min(n, len(p)) for n, p in zip(counts, places, strict=True)]
         for cache, scale, new in (k_cache, k_scale, new_k), (v_cache, v_scale, new_v):
-            for p, begin, end, rows in zip(places, before, after, new, strict=True):
+            for p, begin, end, rows in zip(places, masked_before, after, new, strict=True):
                 _append(cache, scale, p[begin:end], rows[: end - begin], compute_scales)
     out = xp.empty((batch, seqlen_q, heads_q, v_cache.shape[-1]), np.float64)
     lse = xp.empty((batch, heads_q, seqlen_q), np.float64)
-    refuse_other_lengths(modifications.get, "cached")
+    refuse_other_lengths(modifications.get, "kvcache")
     capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     sizes = Sizes(dtype_name(q), batch, heads_q, seqlen_q, capacity)
-    modified = fitting_modifications(modifications, q, sizes, causal=causal)
+    bound_mods = fitting_modifications(modifications, q, sizes, causal=causal)
     for b in range(batch):
         own = places[b][: after[b]]
         one = q[b], _standing_for(k_cache, k_scale, own), _standing_for(v_cache, v_scale, own)
-        at = FIRST._replace(b=b)
-        out[b], lse[b] = _of_sequence(*one, causal, softmax_scale, modified, at)
+        sequence = FIRST_PAIR._replace(b=b)
+        out[b], lse[b] = _sequence_result(*one, causal, softmax_scale, bound_mods, sequence)
     scales = (None if x is None else convert(x) for x in (k_scale, v_scale))
     return KVCacheResult(*map(convert, (out, lse, k_cache, v_cache)), *scales)
 
@@ -390,21 +392,21 @@ def _scales(scale: Any, cache: Any, *, of_rows: bool) -> Any:
     return xp.array(xp.broadcast_to(scales, cache.shape[:3]), order="C") if of_rows else scales
 
 
-def _of_sequence(
+def _sequence_result(
     q: Any,
     k: Any,
     v: Any,
     causal: bool,
     softmax_scale: float | None,
-    modified: Modified,
-    at: Pairs,
+    bound_mods: BoundModifications,
+    sequence: Pairs,
 ) -> tuple[Any, Any]:
     """Return the output and lse of one sequence, whose arrays are (seqlen, heads, dim)."""
     out, lse = formula(
         *(x[None].swapaxes(1, 2) for x in (q, k, v)),
         causal=causal,
         softmax_scale=softmax_scale,
-        modified=modified,
-        sequence=at,
+        bound_mods=bound_mods,
+        sequence=sequence,
     )
     return out[0].swapaxes(0, 1), lse[0]

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from cupy_flash.arrays.kinds import read, way_back
+from cupy_flash.arrays.kinds import read, result_converter
 from cupy_flash.reference.gradients import (
     EXACT,
     SIZES,
@@ -144,32 +144,32 @@ def packed_gradients(
     **modifications: Unpack[PackedModifications],
 ) -> tuple[Any, ...]:
     """Compute the gradients of packed sequences with any arithmetic and output."""
-    convert = way_back("q", q)
+    convert = result_converter("q", q)
     q, k, v, dout, out, dlse = read_all(q=q, k=k, v=v, dout=dout, out=out, dlse=dlse)
     check_rows(dout, out, dlse, (*q.shape[:2], v.shape[2]), (q.shape[1], q.shape[0]))
-    modified = packed_modifications(
+    bound_mods = packed_modifications(
         modifications, q, cu_seqlens_q, max_seqlen_q, max_seqlen_k, causal=causal
     )
-    gradients = Gradients({"q": q, "k": k, "v": v}, modifications, modified, wrt, arithmetic)
-    for rows, keys, at in packed_sequences(
+    gradients = Gradients({"q": q, "k": k, "v": v}, modifications, bound_mods, wrt, arithmetic)
+    for rows, keys, sequence in packed_sequences(
         *(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), seqused_k=seqused_k
     ):
-        part = functools.partial(_of_sequence, rows=rows, keys=keys)
+        part = functools.partial(_sequence_result, rows=rows, keys=keys)
         gradient_formula(
             *(part("q", dout), part("q", q), part("k", k), part("v", v)),
             out=None if out is None else part("q", out),
             dlse=None if dlse is None else dlse[None, :, rows],
             causal=causal,
             softmax_scale=softmax_scale,
-            modified=modified,
-            sequence=at,
+            bound_mods=bound_mods,
+            sequence=sequence,
             arithmetic=arithmetic,
             into=gradients.parts(part),
         )
     return gradients.results(convert)
 
 
-def _of_sequence(name: str, x: Any, rows: slice, keys: slice) -> Any:
+def _sequence_result(name: str, x: Any, rows: slice, keys: slice) -> Any:
     """Return the rows of one sequence; `name` tells whether `x` has query rows or key rows.
 
     The result is a view of shape (1, heads, seqlen, dim).

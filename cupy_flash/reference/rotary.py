@@ -28,7 +28,7 @@ def rotated(x: Any, cos: Any, sin: Any, positions: NDArray[np.int64], *, interle
     xp = array_module(x)
     x = x.astype(np.float64)
     half = cos.shape[1]
-    at = xp.asarray(np.minimum(np.maximum(positions, 0), len(cos) - 1))
+    table_rows = xp.asarray(np.minimum(np.maximum(positions, 0), len(cos) - 1))
     turning, rest = x[..., : 2 * half], x[..., 2 * half :]
     columns = np.arange(2 * half)
     # For each column: the index of its pair, its partner, and whether it is the first of the pair.
@@ -36,7 +36,7 @@ def rotated(x: Any, cos: Any, sin: Any, positions: NDArray[np.int64], *, interle
     is_first = columns % 2 == 0 if interleaved else columns < half
     partner = columns + np.where(is_first, 1, -1) * (1 if interleaved else half)
     sign = xp.asarray(np.where(is_first, -1.0, 1.0))
-    c, s = (table.astype(np.float64)[at][:, :, None, pair] for table in (cos, sin))
+    c, s = (table.astype(np.float64)[table_rows][:, :, None, pair] for table in (cos, sin))
     with np.errstate(all="ignore"):
         turned = turning * c + sign * turning[..., partner] * s
     return xp.concatenate([turned, rest], axis=-1)

@@ -19,10 +19,10 @@ from cupy_flash.arrays.strided import (
     with_one_batch_axis,
 )
 from cupy_flash.mods.keywords import FURTHEST
-from cupy_flash.mods.modified import Modified
-from cupy_flash.mods.scores import Pairs
+from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
+from cupy_flash.mods.on_arrays.scores import Pairs
 from cupy_flash.mods.shapes import Sizes
-from cupy_flash.problem.mask import Mask, before, unseen
+from cupy_flash.problem.mask import Mask, masked_after, masked_before
 from cupy_flash.problem.problem import if_swapped
 from cupy_flash.problem.values import the_one
 
@@ -44,7 +44,7 @@ class Rows(NamedTuple):
         One past the last key that a row of the chunk attends to by its position.
     mask
         Position mask of the sequence: causality, window and prefix.
-    at
+    pairs
         Pairs of the query rows and the keys before `end`.
     """
 
@@ -54,7 +54,7 @@ class Rows(NamedTuple):
     span: slice
     end: int
     mask: Mask
-    at: Pairs
+    pairs: Pairs
 
     def queries(self, x: Any) -> Any:
         """Return the rows of the chunk in an array (batch, heads_q, seqlen_q, ...)."""
@@ -72,7 +72,7 @@ class Rows(NamedTuple):
 
 
 def chunks_of_rows(
-    xp: Any, q: Any, k: Any, visible: Mask, modified: Modified, sequence: Pairs
+    xp: Any, q: Any, k: Any, visible: Mask, bound_mods: BoundModifications, sequence: Pairs
 ) -> Iterator[Rows]:
     """Yield all rows of all heads in chunks with scores of at most `CHUNK_BYTES`.
 
@@ -87,12 +87,12 @@ def chunks_of_rows(
     _, heads_kv, seqlen_k, _ = k.shape
     chunk = max(1, CHUNK_BYTES // (8 * max(seqlen_k, 1)))
     for b, head in np.ndindex(batch, heads_q):
-        mask = modified.of_mask(visible, sequence.b + b)
+        mask = bound_mods.mask_with(visible, sequence.b + b)
         for first in range(0, seqlen_q, chunk):
             span = slice(first, min(first + chunk, seqlen_q))
             end = mask.end(span.stop - 1)
-            at = pairs_of(xp, sequence, mask, span, end)._replace(b=sequence.b + b, h=head)
-            yield Rows(b, head, head // (heads_q // heads_kv), span, end, mask, at)
+            pairs = pairs_of(xp, sequence, mask, span, end)._replace(b=sequence.b + b, h=head)
+            yield Rows(b, head, head // (heads_q // heads_kv), span, end, mask, pairs)
 
 
 def as_bhsd(q: Any, k: Any, v: Any, layout: str) -> tuple[Any, Any, Any]:
@@ -164,14 +164,14 @@ def pairs_of(xp: Any, sequence: Pairs, mask: Mask, rows: slice, keys: int) -> Pa
     )
 
 
-def sinks_of(xp: Any, modified: Modified, heads_q: int, dtype: Any) -> Any:
+def sinks_of(xp: Any, bound_mods: BoundModifications, heads_q: int, dtype: Any) -> Any:
     """Return the sink of each head; -inf, which adds nothing, if there are no sinks."""
-    if modified.sinks is None:
+    if bound_mods.sinks is None:
         return xp.full(heads_q, -np.inf, dtype)
-    return modified.sinks.astype(dtype)
+    return bound_mods.sinks.astype(dtype)
 
 
-def hide(xp: Any, scores: Any, mask: Mask, first_row: int) -> None:
+def mask_scores(xp: Any, scores: Any, mask: Mask, first_row: int) -> None:
     """Set the scores of keys to -inf that a query does not attend to by its position.
 
     ``scores`` is (..., rows, keys), where the first row is query ``first_row``.
@@ -180,9 +180,9 @@ def hide(xp: Any, scores: Any, mask: Mask, first_row: int) -> None:
     if mask.is_full and keys <= mask.seqlen_k:
         return
     positions = xp.arange(first_row, first_row + rows)
-    hidden = unseen(mask.ends(positions, xp), 0, keys, xp)
-    hidden |= before(mask.begins(positions, xp), 0, keys, xp)
-    xp.copyto(scores, -np.inf, where=hidden)
+    masked = masked_after(mask.ends(positions, xp), 0, keys, xp)
+    masked |= masked_before(mask.begins(positions, xp), 0, keys, xp)
+    xp.copyto(scores, -np.inf, where=masked)
 
 
 def softmax_terms(xp: Any, scores: Any, sink: Any) -> tuple[Any, Any, Any]:

@@ -85,8 +85,8 @@ def take(array: Any, rows: Ints) -> Any:
     """Return the rows of an array at these indices; rows with the index `MISSING` are zeros."""
     xp, stored = array_module(array), as_bytes(array)
     taken = xp.zeros((len(rows), *stored.shape[1:]), stored.dtype)
-    there = rows != MISSING
-    taken[xp.asarray(there)] = stored[xp.asarray(rows[there])]
+    exists = rows != MISSING
+    taken[xp.asarray(exists)] = stored[xp.asarray(rows[exists])]
     return taken.view(array.dtype)
 
 
@@ -96,5 +96,5 @@ def put(array: Any, rows: Ints, new: Any) -> None:
     If the array is float8, the new rows must be float8, too.
     """
     xp = array_module(array)
-    there = rows != MISSING
-    as_bytes(array)[xp.asarray(rows[there])] = as_bytes(new)[xp.asarray(there)]
+    exists = rows != MISSING
+    as_bytes(array)[xp.asarray(rows[exists])] = as_bytes(new)[xp.asarray(exists)]

@@ -27,7 +27,7 @@ struct GradientTiling {
         total(OfKv ? p.total_k : p.total_q),
         starts(OfKv ? p.cu_seqlens_k : p.cu_seqlens_q) {}
 
-  // Returns the number of CTAs, as `blocks_of()` in gradients.py does.
+  // Returns the number of CTAs, as `blocks_of()` in backward_common.py does.
   template <int Rows>
   __device__ int blocks(int batch) const {
     return heads * (starts == nullptr ? ceil_div(longest, Rows) * batch

@@ -1,5 +1,5 @@
 // Interval arithmetic: the range of a value, given ranges of the query and key positions. The code
-// that cupy_flash/mods/bounds.py generates for a mask calls these functions. A range may be too
+// that cupy_flash/mods/codegen/bounds.py generates for a mask calls these functions. A range may be too
 // wide, but never too narrow. A value that is unknown, or may wrap, has the full range of its type.
 //
 // Rounding to nearest is monotonic, and masks compute values with the same functions as these

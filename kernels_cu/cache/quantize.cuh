@@ -1,5 +1,5 @@
 // Quantization to 8 bits: divides by a scale, rounds to nearest even, and saturates. The results
-// are bitwise those of cupy_flash/host/quantized.py, except for the sign of a float8 NaN.
+// are bitwise those of cupy_flash/arrays/quantized.py, except for the sign of a float8 NaN.
 #pragma once
 
 #include "ptx/bytes.cuh"

@@ -1,5 +1,5 @@
 // Array that a mask or score function captures. An index outside of the array reads the nearest
-// element. cupy_flash/mods/arguments.py declares the same struct.
+// element. cupy_flash/mods/codegen/arguments.py declares the same struct.
 #pragma once
 
 #include "tile/element.cuh"

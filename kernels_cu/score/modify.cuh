@@ -1,5 +1,5 @@
 // Application of modifications: masks and score functions that act between Q K^T and the softmax.
-// The host generates the struct `Mods` (cupy_flash/mods/emit.py). Its functions take the
+// The host generates the struct `Mods` (cupy_flash/mods/codegen/emit.py). Its functions take the
 // coordinates of a row, then those of a key, then a score.
 #pragma once
 

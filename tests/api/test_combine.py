@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.combine_support import (
+from support.calls.combine_support import (
     DTYPES,
     assert_merged,
     random_parts,
@@ -20,7 +20,7 @@ from support.combine_support import (
 )
 
 from cupy_flash import combine, flash_attention
-from cupy_flash.calls.partials import spec_of_call
+from cupy_flash.calls.check.partials import spec_of_call
 from cupy_flash.families.params import TENSOR_DTYPE
 from cupy_flash.gpu.combine import COMBINE_DTYPE, Combine, combine_unit
 from cupy_flash.gpu.compiler import compile_cubin, known_architectures, why_no_compiler

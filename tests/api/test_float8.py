@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.float8_support import FLOAT8, Float8Case, random_case, truth_of
+from support.calls.float8_support import FLOAT8, Float8Case, random_case, truth_of
 
 from cupy_flash import flash_attention, flash_attention_backward, plan
-from cupy_flash.calls import run
+from cupy_flash.calls import dispatch
 from cupy_flash.calls.arguments import Arguments
 from cupy_flash.calls.options import Options
 from cupy_flash.reference.dense import attention_naive, attention_reference
@@ -80,7 +80,7 @@ def test_a_plan_is_of_the_output_that_is_asked_for(where: dict[str, Any]) -> Non
 def test_no_plan_depends_on_scales(name: str) -> None:
     q, k, v, scale = (BASE.arguments()[x] for x in ("q", "k", "v", name))
     one, other = (
-        run.plan(Arguments(q, k, v, **scales), Options("scaled"), "auto", "sm_90")
+        dispatch.plan(Arguments(q, k, v, **scales), Options("scaled"), "auto", "sm_90")
         for scales in ({}, {name: scale})
     )
     assert one.problem != other.problem

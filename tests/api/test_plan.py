@@ -64,7 +64,7 @@ def test_a_plan_of_qkv_is_that_of_its_views(
 def test_gradients_of_packed_sequences_have_a_plan(where: dict[str, Any]) -> None:
     found = plan(flash_attention_varlen_backward, **PACKED, wrt=("k",), **where)
 
-    assert found.problem.layout.kind == "packed"
+    assert found.problem.layout.kind == "varlen"
     assert found.problem.gradient is not None
     assert found.problem.gradient.wrt == ("k",)
     assert found.family == ("hopper" if where is ON else "cpu")

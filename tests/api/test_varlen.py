@@ -6,12 +6,14 @@ import functools
 
 import numpy as np
 import pytest
-from support import fake_gpu, refusals
+from support import refusals
+from support.calls.sequence_support import VarlenCase, random_varlen_case
 from support.foreign import Foreign
-from support.sequence_support import VarlenCase, random_varlen_case
+from support.gpu import fake_gpu
 
 from cupy_flash import UnsupportedError, flash_attention_varlen, plan
-from cupy_flash.calls import attention, on_gpu
+from cupy_flash.calls.gpu import forward as gpu_forward
+from cupy_flash.calls.gpu import prepared_calls
 from cupy_flash.gpu.environment import gpu_unavailable
 from cupy_flash.reference.packed import attention_varlen_reference
 
@@ -45,7 +47,7 @@ def good_paged():
     }
 
 
-@pytest.mark.parametrize("arguments", [good(), good_paged()], ids=["packed", "paged"])
+@pytest.mark.parametrize("arguments", [good(), good_paged()], ids=["varlen", "paged"])
 def test_the_good_arguments_are_good(arguments):
     assert np.isfinite(flash_attention_varlen(**arguments)).all()
 
@@ -349,8 +351,8 @@ def test_the_kernel_is_told_where_the_arrays_and_the_sequences_lie(gpu):
 def test_tensor_maps_are_of_the_packed_arrays(gpu):
     arguments = on(gpu)
     flash_attention_varlen(**arguments, family="hopper")
-    (prepare, params), (attention, told_again) = gpu.launches
-    assert (prepare, attention) == ("prepare", "attention")
+    (prepare, params), (kernel, told_again) = gpu.launches
+    assert (prepare, kernel) == ("prepare", "attention")
     assert params == told_again
     ((specs, addresses),) = gpu.maps
     assert addresses == tuple(arguments[name].data.ptr for name in ("q", "k", "v"))
@@ -378,7 +380,7 @@ def test_the_kernel_is_told_of_pages(gpu):
 
 def test_a_call_with_the_same_shapes_is_prepared_once_wherever_the_arrays_lie(gpu, monkeypatch):
     flash_attention_varlen(**on(gpu))
-    monkeypatch.setattr(attention, "make_plan", None)
+    monkeypatch.setattr(gpu_forward, "make_plan", None)
     flash_attention_varlen(**on(gpu))
     assert len(gpu.launches) == 2
     assert len(gpu.compiled) == 1
@@ -399,7 +401,7 @@ def test_a_call_with_the_same_shapes_is_prepared_once_wherever_the_arrays_lie(gp
 def test_a_call_with_another_option_is_prepared_anew(gpu, changes):
     flash_attention_varlen(**on(gpu))
     flash_attention_varlen(**on(gpu, **changes))
-    assert len(on_gpu._calls) == 2
+    assert len(prepared_calls._calls) == 2
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_k"])
@@ -561,7 +563,7 @@ def test_a_plan_is_what_the_call_is_computed_by(gpu, pages):
     made = plan(flash_attention_varlen, **arguments, arch="sm_90")
     assert gpu.compiled == [made.unit.title]
     assert [entry for entry, _ in gpu.launches] == [launch.entry for launch in made.launches]
-    assert (made.problem.layout.kind, made.problem.layout.pages) == ("packed", pages)
+    assert (made.problem.layout.kind, made.problem.layout.pages) == ("varlen", pages)
 
 
 def test_the_cpu_is_planned_for_without_a_look_at_what_arrays_hold():

@@ -11,7 +11,7 @@ from support.foreign import Foreign
 
 from cupy_flash import flash_attention
 from cupy_flash.arrays import kinds, strided
-from cupy_flash.arrays.overlap import require_apart
+from cupy_flash.arrays.overlap import require_no_overlap
 from cupy_flash.calls import arguments
 
 SHAPE = (2, 3, 4, 8)
@@ -42,7 +42,7 @@ def slices(length):
 
 def overlap(first, second):
     try:
-        require_apart(("first", "second"), (first, second), ("second",))
+        require_no_overlap(("first", "second"), (first, second), ("second",))
     except ValueError:
         return True
     return False
@@ -130,7 +130,7 @@ def test_dtypes_go_by_the_names_of_the_problem(dtype):
 
 def test_a_numpy_array_is_taken_and_given_back_as_it_is():
     array = np.zeros(SHAPE)
-    normal, convert = kinds.normalize("q", array), kinds.way_back("q", array)
+    normal, convert = kinds.normalize("q", array), kinds.result_converter("q", array)
     assert normal is array
     assert convert(array) is array
 
@@ -138,7 +138,7 @@ def test_a_numpy_array_is_taken_and_given_back_as_it_is():
 def test_host_memory_of_another_library_is_read_without_a_copy_and_answered_in_kind():
     base = np.zeros(SHAPE, np.float32)
     foreign = Foreign(base)
-    normal, convert = kinds.normalize("q", foreign), kinds.way_back("q", foreign)
+    normal, convert = kinds.normalize("q", foreign), kinds.result_converter("q", foreign)
     assert isinstance(normal, np.ndarray)
     assert np.shares_memory(normal, base)
     assert isinstance(convert(np.ones(3, np.float32)), Foreign)
@@ -171,7 +171,7 @@ def test_a_library_that_cannot_take_results_back_is_refused():
 
     one_way = OneWay(np.zeros(SHAPE))
     with pytest.raises(TypeError, match="q is an OneWay, whose library has no from_dlpack"):
-        kinds.way_back("q", one_way)
+        kinds.result_converter("q", one_way)
     # Results come from the library of q, so the library of k and v may lack `from_dlpack`.
     k = np.ones(SHAPE, np.float32)
     with pytest.raises(TypeError, match="q is an OneWay,"):
@@ -210,7 +210,7 @@ def test_device_memory_without_cupy_is_told_what_to_install(monkeypatch):
 def test_torch_tensors_share_their_memory_both_ways(name):
     torch = pytest.importorskip("torch")
     tensor = torch.arange(192.0).reshape(SHAPE).to(getattr(torch, name))
-    normal, convert = kinds.normalize("q", tensor), kinds.way_back("q", tensor)
+    normal, convert = kinds.normalize("q", tensor), kinds.result_converter("q", tensor)
     assert strided.dtype_name(normal) == name
     assert normal.flags.writeable
     assert strided.address_of(normal) == tensor.data_ptr()

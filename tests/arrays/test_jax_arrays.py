@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from support import fake_gpu
+from support.gpu import fake_gpu
 
 from cupy_flash import combine, flash_attention, flash_attention_varlen, plan
 from cupy_flash.arrays import jax_arrays, torch_arrays
-from cupy_flash.calls import attention, on_gpu
+from cupy_flash.calls.gpu import forward as gpu_forward
+from cupy_flash.calls.gpu import prepared_calls
 from cupy_flash.reference import rows
 
 OURS, THEIRS = 0xA0, 0xB0
@@ -139,10 +140,10 @@ def test_arrays_of_the_same_shapes_are_planned_for_once_and_no_cupy_array_is_mad
     gpu, monkeypatch
 ):
     flash_attention(*qkv(gpu))
-    monkeypatch.setattr(attention, "make_plan", None)
+    monkeypatch.setattr(gpu_forward, "make_plan", None)
     monkeypatch.setattr(jax_arrays.JaxMemory, "as_cupy", None)
     flash_attention(*qkv(gpu))
-    assert len(on_gpu._calls) == 1
+    assert len(prepared_calls._calls) == 1
     assert len(gpu.launches) == 2
 
 
@@ -155,7 +156,7 @@ def test_what_plans_depend_on_is_told_apart(gpu, other):
         vars(array).update(other)
     flash_attention(*ours)
     flash_attention(*others)
-    assert len(on_gpu._calls) == 2
+    assert len(prepared_calls._calls) == 2
     assert gpu.launches[0][1]["heads_q"] == 6
     assert gpu.launches[1][1]["heads_q"] == others[0].shape[2]
 
@@ -288,9 +289,9 @@ def test_jax_says_of_an_array_what_is_asked_of_it(jax, monkeypatch):
     memory = jax_arrays.from_jax("q", array)
     assert memory is not None
     assert (memory.array, memory.device) == (array, device)
-    # `facts` equals that of a CuPy array with the same shape, dtype and device.
-    assert memory.facts[:2] == (values.shape, values.dtype)
-    assert memory.facts[2] == device.local_hardware_id
+    # `array_key` equals that of a CuPy array with the same shape, dtype and device.
+    assert memory.array_key[:2] == (values.shape, values.dtype)
+    assert memory.array_key[2] == device.local_hardware_id
     read_back = ctypes.string_at(memory.address, values.nbytes)
     np.testing.assert_array_equal(np.frombuffer(read_back, values.dtype).reshape(2, 3, 4), values)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import fake_gpu
+from support.gpu import fake_gpu
 
 from cupy_flash import (
     combine,
@@ -19,8 +19,10 @@ from cupy_flash import (
     flash_attention_with_kvcache,
 )
 from cupy_flash.arrays import torch_arrays
-from cupy_flash.calls import attention, on_gpu, recorded, run
+from cupy_flash.calls import dispatch
 from cupy_flash.calls.arguments import Arguments
+from cupy_flash.calls.gpu import forward as gpu_forward
+from cupy_flash.calls.gpu import prepared_calls, torch_autograd
 from cupy_flash.differentiable import DifferentiableCall, dense_call, varlen_call
 from cupy_flash.reference import rows
 
@@ -159,9 +161,9 @@ def test_tensors_are_read_where_they_lie_and_answered_by_tensors(gpu, dtype):
 
 def test_tensors_of_the_same_shapes_are_planned_for_once(gpu, monkeypatch):
     flash_attention(**qkv(gpu))
-    monkeypatch.setattr(attention, "make_plan", None)
+    monkeypatch.setattr(gpu_forward, "make_plan", None)
     flash_attention(**qkv(gpu))
-    assert len(on_gpu._calls) == 1
+    assert len(prepared_calls._calls) == 1
 
 
 def test_an_out_of_torch_is_written_and_returned(gpu):
@@ -332,7 +334,7 @@ def test_torch_makes_contiguous_tensors(name, shape, monkeypatch):
 def calls(gpu: Any, kind: str) -> tuple[DifferentiableCall, dict[str, Any], tuple[Tensor, ...]]:
     """Return a call, its options, and q, k and v."""
     heads = ((6, 40), (3, 40), (3, 72))
-    if kind == "equal":
+    if kind == "dense":
         call, _ = dense_call(True, None, None, "bshd", {})
         lead = ((2, 113), (2, 203), (2, 203))
         options: dict[str, Any] = {}
@@ -356,25 +358,25 @@ def structs_of(gpu: Any, function: Any, *arguments: Any, **options: Any) -> Any:
     return found, list(gpu.structs)
 
 
-@pytest.mark.parametrize("kind", ["equal", "packed", "used"])
+@pytest.mark.parametrize("kind", ["dense", "varlen", "used"])
 @pytest.mark.parametrize("has_dlse", [False, True])
 @pytest.mark.parametrize("wrt", ["qkv", "qv", "k"])
 def test_a_repeated_call_and_its_gradients_launch_what_plain_ones_do(gpu, kind, has_dlse, wrt):
     gpu.is_grad_enabled = False
     call, options, inputs = calls(gpu, kind)
     plain, backward = flash_attention, flash_attention_backward
-    if kind != "equal":
+    if kind != "dense":
         plain, backward = flash_attention_varlen, flash_attention_varlen_backward
-    arrays = inputs + call.arrays_behind
-    assert recorded.run(arrays, call.options) is None, "no call like it was made"
+    arrays = inputs + call.following_arrays
+    assert torch_autograd.run(arrays, call.options) is None, "no call like it was made"
     constants = tuple(call.constants.values())
     whole = {"causal": True, "return_lse": True, **options}
     plain(*inputs, **whole)  # the first call has other addresses in its structs
     _, expected = structs_of(gpu, plain, *inputs, **whole)
     for _ in range(2):
-        (results, found), launched = structs_of(gpu, recorded.run, arrays, call.options)
+        (results, found), launched = structs_of(gpu, torch_autograd.run, arrays, call.options)
         assert launched == expected
-    record = recorded.record(found, results)
+    record = torch_autograd.record(found, results)
     out, lse = results
     dout = Tensor(gpu, out.shape, "float16")
     dlse = Tensor(gpu, lse.shape, "float32") if has_dlse else None
@@ -384,7 +386,13 @@ def test_a_repeated_call_and_its_gradients_launch_what_plain_ones_do(gpu, kind, 
     needed = tuple(name in wrt for name in "qkv")
     for _ in range(3):
         new, launched = structs_of(
-            gpu, recorded.gradients, record, (*inputs, *results, *constants), dout, dlse, needed
+            gpu,
+            torch_autograd.gradients,
+            record,
+            (*inputs, *results, *constants),
+            dout,
+            dlse,
+            needed,
         )
         assert launched == expected
         for gradient, is_needed, like in zip(new, needed, inputs, strict=True):
@@ -394,16 +402,16 @@ def test_a_repeated_call_and_its_gradients_launch_what_plain_ones_do(gpu, kind, 
 
 def test_what_is_not_as_recorded_is_left_to_the_usual_way(gpu):
     gpu.is_grad_enabled = False
-    call, _, inputs = calls(gpu, "equal")
-    arrays = inputs + call.arrays_behind
+    call, _, inputs = calls(gpu, "dense")
+    arrays = inputs + call.following_arrays
     call.run(inputs)
-    results, found = recorded.run(arrays, call.options)
-    record = recorded.record(found, results)
+    results, found = torch_autograd.run(arrays, call.options)
+    record = torch_autograd.record(found, results)
     dout = Tensor(gpu, results[0].shape, "float16")
     needed = (True, True, True)
 
     def gradients(saved: Any, dout: Any = dout) -> Any:
-        return recorded.gradients(record, saved, dout, None, needed)
+        return torch_autograd.gradients(record, saved, dout, None, needed)
 
     saved = (*inputs, *results)
     assert gradients(saved) is not None
@@ -418,7 +426,7 @@ def test_what_is_not_as_recorded_is_left_to_the_usual_way(gpu):
     gpu.device = 1
     assert gradients(saved) is None
     q.is_cuda = False
-    assert recorded.run(arrays, call.options) is None
+    assert torch_autograd.run(arrays, call.options) is None
 
 
 @pytest.mark.parametrize("strides", [None, (2 * 6 * 226, 6 * 226, 226, 2)])
@@ -441,7 +449,7 @@ def test_a_number_as_a_scale_is_filled_into_new_memory_in_each_call(gpu, library
     shape = (3, 1, 6, 64)
     q = Tensor(gpu, shape, "float16") if library == "torch" else gpu.array(*shape)
     placed = [
-        run._with_numbers_placed(Arguments(q=q, k_scale=scale, v_scale=1))
+        dispatch._copy_scales_to_gpu(Arguments(q=q, k_scale=scale, v_scale=1))
         for scale in (0.5, 0.5, 2.0)
     ]
     scales = [array for each in placed for array in (each.k_scale, each.v_scale)]

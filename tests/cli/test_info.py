@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from support import fake_cupy
+from support.gpu import fake_cupy
 
 from cupy_flash.cli.main import main
 from cupy_flash.cli.providers.providers import names

@@ -12,8 +12,8 @@ from click.testing import CliRunner, Result
 
 from cupy_flash.cli.cases.cases import Case
 from cupy_flash.cli.main import main
+from cupy_flash.cpu import sources
 from cupy_flash.families import FORWARD
-from cupy_flash.host import sources
 from cupy_flash.planning import tuning
 from cupy_flash.planning.tuning import Entry, problem_class, read_table, write_table
 

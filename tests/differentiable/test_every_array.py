@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.every_array import Call, calls_of, functions_of, kind_of
+from support.calls.every_array import Call, calls_of, functions_of, kind_of
 from support.libraries import host_array, jax_library, torch_library
 
 import cupy_flash

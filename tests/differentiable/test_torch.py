@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash.calls import on_gpu
+from cupy_flash.calls.gpu import prepared_calls
 
 torch = pytest.importorskip("torch")
 ct = pytest.importorskip("cupy_flash.torch")
@@ -385,7 +385,7 @@ def test_graphs_of_the_compiler_hold_the_operator(
         return ct.flash_attention(q * 1.5, k, v, causal=True) + 1
 
     # The compiled calls are to fill the cache of prepared calls themselves.
-    monkeypatch.setattr(on_gpu, "_calls", {})
+    monkeypatch.setattr(prepared_calls, "_calls", {})
     function = torch.compile(attention, fullgraph=True, mode=mode)
     results = []
     # With "reduce-overhead" the second call is captured in a CUDA graph, and the third replays it.

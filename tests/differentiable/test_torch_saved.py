@@ -317,7 +317,7 @@ def test_caches_of_inference_mode_are_appended_to(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["dense", "qkvpacked", "varlen", "cached", "combine"])
+@pytest.mark.parametrize("name", ["dense", "qkvpacked", "varlen", "kvcache", "combine"])
 def test_an_out_counts_as_written(name: str, device: str) -> None:
     q = torch.randn(1, 4, 2, 8, device=device)
     ends = torch.tensor([0, 1, 4], dtype=torch.int32, device=device)
@@ -330,7 +330,7 @@ def test_an_out_counts_as_written(name: str, device: str) -> None:
         "varlen": lambda out: cupy_flash.flash_attention_varlen(
             *[q[0]] * 3, ends, ends, 3, 3, out=out[0]
         ),
-        "cached": lambda out: cupy_flash.flash_attention_with_kvcache(
+        "kvcache": lambda out: cupy_flash.flash_attention_with_kvcache(
             q, q, q, cache_seqlens=4, out=out
         ),
         "combine": lambda out: cupy_flash.combine(q[None], lse, out=out),

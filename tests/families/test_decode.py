@@ -11,7 +11,7 @@ import pytest
 
 from cupy_flash.families.contract import MAX_GRID, MAX_GRID_Y
 from cupy_flash.families.decode import DecodeFamily, DecodeTile
-from cupy_flash.families.schedule import EVEN, WHOLE, Launch, Split
+from cupy_flash.families.schedule import EVEN, UNSPLIT, Launch, Split
 from cupy_flash.gpu.compiler import known_architectures
 from cupy_flash.planning.planner import make_plan
 from cupy_flash.problem.arrays import ArraySpec, contiguous_strides
@@ -46,7 +46,7 @@ def problem(
 ) -> Problem:
     """Return a problem with `rows` query rows for each KV head.
 
-    `layout` is "equal" for the arrays of `flash_attention`, "packed", "cache" or "pages of n".
+    `layout` is "dense" for the arrays of `flash_attention`, "varlen", "cache" or "pages of n".
     Rows in memory are padded to 16 bytes, and start at a multiple of `alignment`.
     """
     seqlen_q = rows // group
@@ -58,7 +58,7 @@ def problem(
     dims = (head_dim, head_dim_v or head_dim)
     heads_q = heads_kv * group
     scale = {"causal": causal, "softmax_scale": softmax_scale}
-    if layout == "equal":
+    if layout == "dense":
         q = spec((batch, seqlen_q, heads_q), head_dim)
         k, v = (spec((batch, seqlen_k, heads_kv), dim) for dim in dims)
         return make_problem(q, k, v, **scale)
@@ -69,20 +69,20 @@ def problem(
         "values_in_keys": values_in_keys,
         **scale,
     }
-    if layout == "packed":
+    if layout == "varlen":
         q = spec((1, batch * seqlen_q, heads_q), head_dim)
         k, v = (spec((1, batch * seqlen_k, heads_kv), dim) for dim in dims)
         return make_problem(
-            q, k, v, kind="packed", max_seqlen_q=seqlen_q, max_seqlen_k=seqlen_k, **options
+            q, k, v, kind="varlen", max_seqlen_q=seqlen_q, max_seqlen_k=seqlen_k, **options
         )
     q = spec((batch, seqlen_q, heads_q), head_dim)
     if layout == "cache":
         k, v = (spec((batch, seqlen_k, heads_kv), dim) for dim in dims)
-        return make_problem(q, k, v, kind="cached", **options)
+        return make_problem(q, k, v, kind="kvcache", **options)
     page_size = int(layout.removeprefix("pages of "))
     pages = -(-seqlen_k // page_size)
     k, v = (spec((batch * pages, page_size, heads_kv), dim) for dim in dims)
-    return make_problem(q, k, v, kind="cached", block_table=(pages, pages), **options)
+    return make_problem(q, k, v, kind="kvcache", block_table=(pages, pages), **options)
 
 
 def default_tile(case: Problem, device: Device = h100) -> DecodeTile:
@@ -106,7 +106,7 @@ def test_other_dtypes_and_gpus_before_ampere_are_refused_with_the_reason():
     assert "needs sm_80 or newer" in (decode.why_not(problem(), device_for_arch("sm_75")) or "")
 
 
-@pytest.mark.parametrize("layout", ["equal", "packed", *LAYOUTS])
+@pytest.mark.parametrize("layout", ["dense", "varlen", *LAYOUTS])
 @pytest.mark.parametrize("rows", [4, 32, 4 * 799])
 def test_sequences_of_every_layout_and_any_number_of_rows_are_served(layout, rows):
     for arch in (arch for arch in known_architectures() if arch >= 80):
@@ -117,7 +117,7 @@ def test_sequences_of_every_layout_and_any_number_of_rows_are_served(layout, row
 
 def test_a_cache_without_pages_is_refused():
     paged = problem("pages of 16")
-    assert not paged.layout.is_equal
+    assert not paged.layout.is_dense
     empty = replace(paged, layout=replace(paged.layout, max_pages=0, block_table_stride=0))
     assert decode.why_not(empty, h100) == "block_table has no pages"
 
@@ -254,7 +254,7 @@ def test_many_sequences_are_merged_through_device_memory(
 
 
 @pytest.mark.parametrize("arch", [arch for arch in known_architectures() if arch >= 80])
-@pytest.mark.parametrize("layout", ["equal", "packed", *LAYOUTS])
+@pytest.mark.parametrize("layout", ["dense", "varlen", *LAYOUTS])
 def test_default_tiles_are_legal_and_take_all_stages_that_there_is_room_for(arch, layout):
     device = device_for_arch(arch)
     for head_dim, rows, seqlen_k in itertools.product((17, *HEAD_DIMS), (4, 32), (255, 65536)):
@@ -293,7 +293,7 @@ def assert_sums_in_one_order(cases: list[Problem], device: Device) -> None:
     tiles = [default_tile(case, device) for case in cases]
     assert len({(tile.Bc, tile.warps) for tile in tiles}) == 1
     for case, tile in zip(cases, tiles, strict=True):
-        assert decode.schedule(case, device, tile).split == WHOLE
+        assert decode.schedule(case, device, tile).split == UNSPLIT
 
 
 @pytest.mark.parametrize("arch", [arch for arch in known_architectures() if arch >= 80])
@@ -311,7 +311,7 @@ def test_with_batch_invariant_nothing_around_a_row_decides_in_which_order_it_is_
             batch_invariant=True,
         )
         for layout, rows, batch, seqlen_k in itertools.product(
-            ("packed", "cache", "pages of 16"), (4, 16, 20, 32, 4 * 113), (1, 64), (16, 1024, 65536)
+            ("varlen", "cache", "pages of 16"), (4, 16, 20, 32, 4 * 113), (1, 64), (16, 1024, 65536)
         )
     ]
     assert_sums_in_one_order(cases, device_for_arch(arch))
@@ -341,7 +341,7 @@ def test_with_batch_invariant_the_number_of_rows_decides_nothing_whatever_the_he
                 batch_invariant=True,
             )
             for layout, rows, batch, seqlen_k in itertools.product(
-                ("packed", "cache", "pages of 16"), (1, 16, 17, 32, 113), (1, 64), (16, 65536)
+                ("varlen", "cache", "pages of 16"), (1, 16, 17, 32, 113), (1, 64), (16, 65536)
             )
         ]
         assert_sums_in_one_order(cases, device_for_arch(arch))
@@ -400,16 +400,16 @@ def test_queries_must_fit_a_stage_and_a_result_the_ring_of_a_warp():
 def test_more_rows_than_32_bits_count_are_refused():
     group = 2**15
     most = MAX_SEQLEN // group
-    fitting = problem("equal", rows=most * group, group=group, heads_kv=1, batch=1)
+    fitting = problem("dense", rows=most * group, group=group, heads_kv=1, batch=1)
     assert decode.why_not_tile(fitting, h100, TILE) is None
-    beyond = problem("equal", rows=(most + 1) * group, group=group, heads_kv=1, batch=1)
+    beyond = problem("dense", rows=(most + 1) * group, group=group, heads_kv=1, batch=1)
     reason = f"has {(most + 1) * group} query rows per KV head; expected at most {MAX_SEQLEN}"
     assert decode.why_not_tile(beyond, h100, TILE) == reason
     assert decode.why_not(beyond, h100) is not None
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90", "sm_120"])
-@pytest.mark.parametrize("layout", ["equal", "pages of 1"])
+@pytest.mark.parametrize("layout", ["dense", "pages of 1"])
 def test_legal_tiles_fit_the_gpu_as_often_as_they_say(arch, layout):
     device = device_for_arch(arch)
     for head_dim, rows in itertools.product((64, 128, 256), (4, 32)):
@@ -532,7 +532,7 @@ def test_one_cluster_for_each_line_needs_neither_workspace_nor_counters(cluster)
     assert f"__cluster_dims__(1, 1, {cluster})" in text
 
 
-@pytest.mark.parametrize("layout", ["packed", "cache", "pages of 1"])
+@pytest.mark.parametrize("layout", ["varlen", "cache", "pages of 1"])
 @pytest.mark.parametrize("cluster", [0, 8])
 def test_given_splits_have_a_block_a_slot_and_a_counter_for_each_item(layout, cluster):
     case = problem(layout, rows=20, batch=3, num_splits=5)
@@ -545,19 +545,19 @@ def test_given_splits_have_a_block_a_slot_and_a_counter_for_each_item(layout, cl
 
 @pytest.mark.parametrize("options", [{"num_splits": 1}, {"batch_invariant": True}])
 def test_keys_left_whole_need_neither_workspace_nor_counters(options):
-    assert planned(problem(rows=20, batch=3, **options), TILE) == (3 * 8 * 2, 0, 0, WHOLE)
+    assert planned(problem(rows=20, batch=3, **options), TILE) == (3 * 8 * 2, 0, 0, UNSPLIT)
 
 
 def test_many_row_tiles_and_packed_queries_are_not_balanced():
-    for case in (problem(rows=9 * 16), problem("packed", rows=9 * 16)):
-        assert planned(case, TILE) == (8 * 8 * 9, 0, 0, WHOLE)
+    for case in (problem(rows=9 * 16), problem("varlen", rows=9 * 16)):
+        assert planned(case, TILE) == (8 * 8 * 9, 0, 0, UNSPLIT)
 
 
 @pytest.mark.parametrize("group", [1, 4, 8])
 @pytest.mark.parametrize(("batch", "heads_kv"), [(1, 4), (1, 8), (3, 2), (8, 8)])
 def test_keys_of_packed_sequences_are_cut_until_their_blocks_fill_the_gpu(group, batch, heads_kv):
     case = problem(
-        "packed", rows=group, group=group, batch=batch, heads_kv=heads_kv, seqlen_k=65536
+        "varlen", rows=group, group=group, batch=batch, heads_kv=heads_kv, seqlen_k=65536
     )
     tile = default_tile(case)
     blocks, slots, counters, split = planned(case, tile)
@@ -575,7 +575,7 @@ def test_any_number_of_splits_can_be_merged(num_splits):
     assert planned(case, TILE)[3] == Split.into(num_splits)
 
 
-@pytest.mark.parametrize("layout", ["equal", "cache", "pages of 16"])
+@pytest.mark.parametrize("layout", ["dense", "cache", "pages of 16"])
 @pytest.mark.parametrize("heads_kv", [65535, 65536, 70000])
 def test_more_heads_than_a_grid_s_second_axis_counts_are_along_the_first(layout, heads_kv):
     case = problem(layout, rows=1, group=1, heads_kv=heads_kv, batch=1, seqlen_k=256, head_dim=64)
@@ -591,7 +591,7 @@ def test_more_heads_than_a_grid_s_second_axis_counts_are_along_the_first(layout,
 
 def test_a_workspace_is_there_for_all_slots_that_blocks_may_use_on_any_gpu():
     for arch, layout, rows in itertools.product(
-        ARCHITECTURES, ("equal", "packed", *LAYOUTS), (4, 32, 4 * 113)
+        ARCHITECTURES, ("dense", "varlen", *LAYOUTS), (4, 32, 4 * 113)
     ):
         device = device_for_arch(arch)
         case = problem(layout, rows=rows)
@@ -599,7 +599,7 @@ def test_a_workspace_is_there_for_all_slots_that_blocks_may_use_on_any_gpu():
         blocks, slots, counters, split = planned(case, tile, device)
         clusters = 2 * blocks // max(1, tile.cluster) if split == EVEN else blocks
         lines = case.heads_kv * -(-rows // tile.Br)
-        alone = split == WHOLE or (split == EVEN and clusters == 2 * lines)
+        alone = split == UNSPLIT or (split == EVEN and clusters == 2 * lines)
         assert slots == counters == (0 if alone else clusters)
 
 

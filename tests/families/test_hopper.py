@@ -59,7 +59,7 @@ def problem(
 def packed(case: Problem, *, sequences: int = 64, **changes: bool | int | None) -> Problem:
     """Return `case` as packed sequences in the same total of rows; the longest has its lengths."""
     layout = Layout(
-        kind="packed",
+        kind="varlen",
         total_q=case.batch * case.seqlen_q,
         total_k=case.batch * case.seqlen_k,
     )
@@ -75,7 +75,7 @@ def packed(case: Problem, *, sequences: int = 64, **changes: bool | int | None) 
 
 def cached(case: Problem, *, caches: int, **changes: bool | int) -> Problem:
     """Return `case` with keys in `caches` KV caches, whose rows are filled in part."""
-    layout = replace(Layout("cached", caches=caches), **changes)
+    layout = replace(Layout("kvcache", caches=caches), **changes)
     return replace(case, q_offset=0, layout=layout)
 
 
@@ -699,7 +699,7 @@ def latent(
         ArraySpec.contiguous((batch, seqlen_q, heads, dims[0]), "bfloat16"),
         k,
         ArraySpec((*k.shape[:3], dims[1]), k.strides, "bfloat16"),
-        kind="cached",
+        kind="kvcache",
         block_table=(seqlen // page_size, seqlen // page_size) if page_size else None,
         values_in_keys=True,
         **more,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.float8_support import FLOAT8 as FLOAT8_DTYPE
+from support.calls.float8_support import FLOAT8 as FLOAT8_DTYPE
 
 from cupy_flash import flash_attention, plan
 from cupy_flash.errors import UnsupportedError
@@ -81,7 +81,7 @@ def test_values_become_columns_of_whole_tiles_of_keys():
     schedule = make_plan(case, h100).schedule
     assert [launch.entry for launch in schedule.launches] == ["values", "attention"]
     assert schedule.workspace == 2 * 3 * 61 * 1024
-    assert schedule.parts == {"values": 0}
+    assert schedule.workspace_offsets == {"values": 0}
     maps = schedule.tensor_maps
     assert list(maps) == ["q", "k", "values"]
     assert maps["values"].shape == (1024, 61, 3, 2)

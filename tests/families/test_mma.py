@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from cupy_flash.families.contract import KERNEL_DIR
-from cupy_flash.families.mma import MmaFamily, MmaTile
+from cupy_flash.families.mma.forward import MmaFamily, MmaTile
 from cupy_flash.problem.arrays import ITEMSIZE, ArraySpec
 from cupy_flash.problem.device import ARCHITECTURES, device_for_arch
 from cupy_flash.problem.layout import Layout
@@ -58,7 +58,7 @@ def ragged_problem(
     """Return a problem with packed queries over a KV cache, which may be paged."""
     case = problem(dtype, head_dim, seqlen=seqlen, causal=causal)
     layout = Layout(
-        kind="packed",
+        kind="varlen",
         total_q=2 * seqlen,
         caches=0 if page_size else 5,
         page_size=page_size,
@@ -122,7 +122,7 @@ def test_tiles_whose_warps_share_rows_are_among_those_to_tune(arch):
     tiles = list(mma.tiles(case, device))
 
     assert mma.default_tile(case, device) in tiles
-    assert {tile.shares for tile in tiles} == {2}
+    assert {tile.column_warps for tile in tiles} == {2}
 
 
 def test_more_blocks_per_sm_than_its_shared_memory_holds_are_refused():

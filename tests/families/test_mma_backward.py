@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from cupy_flash.families.mma_backward import TILE_IMAGES, MmaBackwardFamily, MmaBackwardTile
+from cupy_flash.families.mma.backward import PRESWIZZLED_TILES, MmaBackwardFamily, MmaBackwardTile
 from cupy_flash.families.schedule import KEY_GRADIENTS, QUERY_GRADIENTS, ROW_TERMS
 from cupy_flash.problem.arrays import ArraySpec
 from cupy_flash.problem.backward import with_gradient
@@ -100,7 +100,7 @@ def test_tiles_of_float32_are_made_into_images_first() -> None:
         for case in [problem(dtype)]
     }
     assert entries["bfloat16"] == [ROW_TERMS, KEY_GRADIENTS, QUERY_GRADIENTS]
-    assert entries["float32"] == [ROW_TERMS, TILE_IMAGES, KEY_GRADIENTS, QUERY_GRADIENTS]
+    assert entries["float32"] == [ROW_TERMS, PRESWIZZLED_TILES, KEY_GRADIENTS, QUERY_GRADIENTS]
 
 
 def test_images_take_as_much_of_the_workspace_as_whole_tiles_of_the_inputs() -> None:

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupy_flash.families import ragged, split
+from cupy_flash.families import query_tiles, split_kv
 from cupy_flash.families.contract import heads_in_l2
-from cupy_flash.families.schedule import WHOLE
-from cupy_flash.families.simt import SimtFamily, SimtTile
+from cupy_flash.families.schedule import UNSPLIT
+from cupy_flash.families.simt.forward import SimtFamily, SimtTile
 from cupy_flash.problem.arrays import DTYPES
 from cupy_flash.problem.device import ARCHITECTURES, device_for_arch
 from cupy_flash.problem.layout import Layout
@@ -113,7 +113,7 @@ def test_the_search_space_holds_legal_tiles_and_the_default():
 def test_many_heads_leave_the_keys_whole_and_one_head_splits_them():
     many = problem(seqlen_q=4096, seqlen_k=4096)
     one = problem(seqlen_q=4096, seqlen_k=4096, batch=1, heads_q=1, heads_kv=1)
-    assert simt.schedule(many, h100, simt.default_tile(many, h100)).split == WHOLE
+    assert simt.schedule(many, h100, simt.default_tile(many, h100)).split == UNSPLIT
     schedule = simt.schedule(one, h100, simt.default_tile(one, h100))
     forward, combine = schedule.launches
     assert 0.8 * h100.sm_count <= forward.grid[0] <= 2 * h100.sm_count
@@ -124,25 +124,25 @@ def test_many_heads_leave_the_keys_whole_and_one_head_splits_them():
 def test_no_workspace_is_needed_where_keys_are_whole():
     case = problem()
     schedule = simt.schedule(case, h100, simt.default_tile(case, h100))
-    assert (schedule.split, schedule.workspace) == (WHOLE, 0)
+    assert (schedule.split, schedule.workspace) == (UNSPLIT, 0)
 
 
 def test_splits_never_get_less_than_two_key_tiles():
     for key_tiles in (1, 2, 3, 4, 7, 63, 64, 1000):
-        splits = split.choose(
+        splits = split_kv.choose(
             problem(batch=1, heads_q=1, heads_kv=1),
             h100,
             q_tiles=1,
             key_tiles=key_tiles,
             blocks_per_sm=2,
         ).parts
-        assert splits == 1 or key_tiles / splits >= split.MIN_KEY_TILES
-        assert splits <= split.MOST_CHOSEN_PARTS
+        assert splits == 1 or key_tiles / splits >= split_kv.MIN_KEY_TILES
+        assert splits <= split_kv.MAX_CHOSEN_PARTS
 
 
 def test_an_empty_problem_is_not_split():
     empty = dataclasses.replace(problem(), seqlen_q=0)
-    assert split.choose(empty, h100, q_tiles=0, key_tiles=9, blocks_per_sm=2) == WHOLE
+    assert split_kv.choose(empty, h100, q_tiles=0, key_tiles=9, blocks_per_sm=2) == UNSPLIT
 
 
 def test_sections_hold_whole_groups_whose_keys_and_values_fit_half_the_l2():
@@ -182,7 +182,7 @@ def ragged_problem(dtype="float32", head_dim=64, *, page_size=0, causal=True, **
     options = {f: changes.pop(f) for f in ("num_splits", "batch_invariant") if f in changes}
     case = problem(dtype, head_dim, causal=causal, **changes)
     layout = Layout(
-        kind="packed",
+        kind="varlen",
         total_q=2 * case.seqlen_q,
         caches=0 if page_size else 5,
         page_size=page_size,
@@ -204,12 +204,12 @@ def test_the_rows_of_a_tile_are_those_of_all_heads_that_share_keys():
 
 
 def test_sequences_of_equal_length_have_a_tile_for_each_head():
-    assert ragged.group_size(problem()) == 1
+    assert query_tiles.group_size(problem()) == 1
 
 
 def test_rows_too_many_to_count_with_all_heads_are_tiled_head_by_head():
     case = ragged_problem(seqlen_q=2**29, heads_q=16, heads_kv=4)
-    assert ragged.group_size(case) == 1
+    assert query_tiles.group_size(case) == 1
 
 
 def test_a_few_queries_of_many_heads_take_the_low_tile_only_where_their_rows_fit_it():

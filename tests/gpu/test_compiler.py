@@ -10,12 +10,12 @@ import shutil
 
 import pytest
 
-from cupy_flash.calls.block_maps import mask_text
-from cupy_flash.calls.check_mod import unit_of
+from cupy_flash.calls.check.check_mod import unit_of
+from cupy_flash.calls.gpu.block_masks import mask_text
 from cupy_flash.errors import CompileError
 from cupy_flash.families import FAMILIES, FORWARD, contract
 from cupy_flash.gpu import compiler
-from cupy_flash.gpu.block_maps import block_map_unit
+from cupy_flash.gpu.block_masks import block_mask_unit
 from cupy_flash.gpu.compiler import (
     compile_cubin,
     find_prebuilt,
@@ -24,7 +24,7 @@ from cupy_flash.gpu.compiler import (
     unit_digest,
     why_no_compiler,
 )
-from cupy_flash.mods.arguments import arguments_dtype
+from cupy_flash.mods.codegen.arguments import arguments_dtype
 from cupy_flash.mods.modification import MaskMod
 from cupy_flash.planning.planner import make_plan
 from cupy_flash.problem.arrays import Tensor, Tensors
@@ -180,7 +180,7 @@ def test_texts_of_units_tell_of_the_headers_that_modifications_stand_behind(
 
     def texts():
         contract.source_digest.cache_clear()
-        block_map = block_map_unit(mask_text(mod, "float32"), arguments_dtype(mod.specs, "float"))
+        block_map = block_mask_unit(mask_text(mod, "float32"), arguments_dtype(mod.specs, "float"))
         families = [family for kind in FAMILIES.values() for family in kind.values()]
         return [
             unit_of(mod).text,

@@ -82,7 +82,7 @@ def addresses(call: int) -> tuple[int, int, int]:
 
 
 def test_each_array_gets_one_map_with_its_own_address_shape_strides_and_box(driver):
-    maps = TensorMaps(SPECS, NAMES).at(addresses(0))
+    maps = TensorMaps(SPECS, NAMES).maps_for(addresses(0))
     assert addresses_of(maps) == list(addresses(0))
     asked = driver.requests[: len(SPECS)]
     assert [request["address"] for request in asked] == list(addresses(0))
@@ -97,14 +97,14 @@ def test_each_array_gets_one_map_with_its_own_address_shape_strides_and_box(driv
 def test_addresses_are_found_among_other_values_by_their_names(driver):
     maps = TensorMaps(SPECS, ("out", "v", "keys", "k", "q"))
     q, k, v = addresses(0)
-    assert addresses_of(maps.at((1, v, 2, k, q))) == [q, k, v]
-    assert maps.at((3, v, 4, k, q)) is maps.at((1, v, 2, k, q))
+    assert addresses_of(maps.maps_for((1, v, 2, k, q))) == [q, k, v]
+    assert maps.maps_for((3, v, 4, k, q)) is maps.maps_for((1, v, 2, k, q))
 
 
 def test_dtype_and_swizzle_are_the_drivers_enumerators(driver):
     # In cuda.h, CU_TENSOR_MAP_DATA_TYPE_FLOAT16 is 6 and BFLOAT16 9, CU_TENSOR_MAP_SWIZZLE_64B 2
     # and 128B 3, CU_TENSOR_MAP_L2_PROMOTION_L2_128B 2. No interleave and a fill with zeros are 0.
-    TensorMaps(SPECS, NAMES).at(addresses(0))
+    TensorMaps(SPECS, NAMES).maps_for(addresses(0))
     assert [request["dtype"] for request in driver.requests[:3]] == [9, 9, 6]
     assert [request["modes"] for request in driver.requests[:3]] == [
         (0, 3, 2, 0),
@@ -114,45 +114,45 @@ def test_dtype_and_swizzle_are_the_drivers_enumerators(driver):
 
 
 def test_a_kernel_gets_the_maps_by_value_one_after_another(driver):
-    maps = TensorMaps(SPECS, NAMES).at(addresses(0))
+    maps = TensorMaps(SPECS, NAMES).maps_for(addresses(0))
     assert isinstance(maps.pointer, CPointer)
     assert len(maps.memory) == len(SPECS) * MAP_BYTES
 
 
 def test_the_same_addresses_are_encoded_once(driver):
     maps = TensorMaps(SPECS, NAMES)
-    first = maps.at(addresses(0))
+    first = maps.maps_for(addresses(0))
     driver.requests.clear()
-    assert all(maps.at(addresses(0)) is first for _ in range(10))
+    assert all(maps.maps_for(addresses(0)) is first for _ in range(10))
     assert not driver.requests
 
 
 def test_maps_of_earlier_addresses_stay_as_they_were(driver):
     maps = TensorMaps(SPECS, NAMES)
-    kept = [maps.at(addresses(call)) for call in range(20)]
+    kept = [maps.maps_for(addresses(call)) for call in range(20)]
     for call, scalar in enumerate(kept):
         assert addresses_of(scalar) == list(addresses(call))
-        assert maps.at(addresses(call)) is scalar
+        assert maps.maps_for(addresses(call)) is scalar
 
 
 def test_one_changed_address_is_another_set(driver):
     maps = TensorMaps(SPECS, NAMES)
     q, k, v = addresses(0)
-    maps.at((q, k, v))
-    assert addresses_of(maps.at((q, k, v + 16))) == [q, k, v + 16]
-    assert addresses_of(maps.at((q, k, v))) == [q, k, v]
+    maps.maps_for((q, k, v))
+    assert addresses_of(maps.maps_for((q, k, v + 16))) == [q, k, v + 16]
+    assert addresses_of(maps.maps_for((q, k, v))) == [q, k, v]
 
 
 def test_the_cache_is_bounded_and_what_fell_out_is_encoded_again(driver, monkeypatch):
     monkeypatch.setattr(tensor_map, "_MAX_SETS", 8)
     maps = TensorMaps(SPECS, NAMES)
     for call in range(50):
-        assert addresses_of(maps.at(addresses(call))) == list(addresses(call))
+        assert addresses_of(maps.maps_for(addresses(call))) == list(addresses(call))
         assert len(maps._encoded) <= 8
     driver.requests.clear()
-    maps.at(addresses(49))
+    maps.maps_for(addresses(49))
     assert not driver.requests, "the newest set was not kept"
-    assert addresses_of(maps.at(addresses(0))) == list(addresses(0))
+    assert addresses_of(maps.maps_for(addresses(0))) == list(addresses(0))
     assert len(driver.requests) == len(SPECS)
 
 
@@ -160,9 +160,9 @@ def test_a_failure_of_the_driver_is_an_error_that_leaves_nothing_behind(driver):
     maps = TensorMaps(SPECS, NAMES)
     driver.status = 1
     with pytest.raises(DriverError, match="cuTensorMapEncodeTiled failed with CUresult 1"):
-        maps.at(addresses(0))
+        maps.maps_for(addresses(0))
     driver.status = 0
-    assert addresses_of(maps.at(addresses(0))) == list(addresses(0))
+    assert addresses_of(maps.maps_for(addresses(0))) == list(addresses(0))
 
 
 def test_threads_that_call_at_once_get_the_maps_of_their_own_addresses(driver, monkeypatch):
@@ -176,7 +176,7 @@ def test_threads_that_call_at_once_get_the_maps_of_their_own_addresses(driver, m
         start.wait(30)
         for call in range(300):
             mine = addresses(thread * 1000 + call % 7)
-            if addresses_of(maps.at(mine)) != list(mine):
+            if addresses_of(maps.maps_for(mine)) != list(mine):
                 wrong.append(mine)
 
     threads = [threading.Thread(target=work, args=(thread,)) for thread in range(4)]
@@ -208,10 +208,10 @@ def plain_driver(monkeypatch: pytest.MonkeyPatch) -> PlainDriver:
 
 def test_a_format_that_is_understood_is_written_without_the_driver(plain_driver):
     maps = TensorMaps(SPECS, NAMES)
-    first = maps.at(addresses(0))
+    first = maps.maps_for(addresses(0))
     plain_driver.requests.clear()
     for call in range(1, 20):
-        found = maps.at(addresses(call))
+        found = maps.maps_for(addresses(call))
         assert addresses_of(found) == list(addresses(call))
         assert np.array_equal(words_of(found)[:, 1:], words_of(first)[:, 1:])
     assert not plain_driver.requests
@@ -220,7 +220,7 @@ def test_a_format_that_is_understood_is_written_without_the_driver(plain_driver)
 
 def test_the_format_is_probed_with_addresses_that_differ_in_every_bit(plain_driver):
     maps = TensorMaps(SPECS, NAMES)
-    maps.at(addresses(0))
+    maps.maps_for(addresses(0))
     for array in range(len(SPECS)):
         asked = [request["address"] for request in plain_driver.requests[array :: len(SPECS)]]
         changed = 0
@@ -231,7 +231,7 @@ def test_the_format_is_probed_with_addresses_that_differ_in_every_bit(plain_driv
 
 
 def test_other_lengths_are_not_probed_again(plain_driver):
-    TensorMaps(SPECS, NAMES).at(addresses(0))
+    TensorMaps(SPECS, NAMES).maps_for(addresses(0))
     asked = len(plain_driver.requests)
     others = {
         name: dataclasses.replace(spec, shape=(spec.shape[0], 11, *spec.shape[2:]))
@@ -239,12 +239,12 @@ def test_other_lengths_are_not_probed_again(plain_driver):
     }
     maps = TensorMaps(others, NAMES)
     for call in range(1, 5):
-        assert addresses_of(maps.at(addresses(call))) == list(addresses(call))
+        assert addresses_of(maps.maps_for(addresses(call))) == list(addresses(call))
     assert len(plain_driver.requests) == asked + len(SPECS)
     # A different box makes a map of another kind, which is probed again.
     plain_driver.requests.clear()
     boxes = {name: dataclasses.replace(spec, box=(32, 16)) for name, spec in SPECS.items()}
-    TensorMaps(boxes, NAMES).at(addresses(0))
+    TensorMaps(boxes, NAMES).maps_for(addresses(0))
     assert len(plain_driver.requests) == asked
 
 
@@ -266,8 +266,8 @@ def test_a_driver_that_does_more_than_write_the_address_is_always_asked(monkeypa
     odd = Odd()
     monkeypatch.setattr(tensor_map, "driver_function", lambda _: odd)
     maps = TensorMaps(SPECS, NAMES)
-    maps.at(addresses(0))
+    maps.maps_for(addresses(0))
     odd.requests.clear()
     for call in range(1, 20):
-        assert addresses_of(maps.at(addresses(call))) == list(addresses(call))
+        assert addresses_of(maps.maps_for(addresses(call))) == list(addresses(call))
     assert len(odd.requests) == 19 * len(SPECS)

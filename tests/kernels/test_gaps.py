@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from support.draws import few_then_slow
 
+from cupy_flash.arrays.sequences import find_queries, unassigned_rows
 from cupy_flash.families.contract import KERNEL_DIR
-from cupy_flash.host.sequence_places import find_queries, rows_of_none
 
 FOLDER = Path(__file__).resolve().parent / "on_cpu"
 COMPILER = shutil.which("g++")
@@ -90,6 +90,6 @@ def test_exactly_the_rows_of_no_sequence_are_listed(
 @pytest.mark.parametrize("make_batches", [ordered_batches, wild_batches])
 def test_the_host_finds_the_same_rows(make_batches: Callable[[int], list[Batch]]) -> None:
     for total, longest, _, starts in make_batches(300):
-        ranges = rows_of_none(find_queries(starts, total, longest), total)
+        ranges = unassigned_rows(find_queries(starts, total, longest), total)
         rows = [row for found in ranges for row in range(found.start, found.stop)]
         assert rows == unowned_rows(total, longest, starts), starts

@@ -70,8 +70,8 @@ KINDS = (
     Kind("cache", 5, tile(warps=8), head_dim=320),
     Kind("cache", 3, tile(), num_splits=1),
     Kind("cache", 9, tile(), num_splits=3),
-    Kind("packed", 2, tile(), num_splits=7),
-    Kind("packed", 20, tile(Br=32), num_splits=2),
+    Kind("varlen", 2, tile(), num_splits=7),
+    Kind("varlen", 20, tile(Br=32), num_splits=2),
 )
 
 
@@ -110,7 +110,7 @@ class Batch:
     def lengths(self) -> list[tuple[int, int]]:
         """Return the numbers of queries and keys of each sequence."""
         p, s = self.problem, self.problem.layout
-        if s.is_equal:
+        if s.is_dense:
             return [(p.seqlen_q, p.seqlen_k)] * p.batch
         result = []
         for b in range(p.batch):
@@ -219,14 +219,14 @@ def problem_of(
         page_size = 8
         table = (-(-seqlen_k // page_size), 1000)
         pages = spec(5, page_size, *keys)
-        return make_problem(q, pages, pages, kind="cached", block_table=table, new_keys=new_keys)
+        return make_problem(q, pages, pages, kind="kvcache", block_table=table, new_keys=new_keys)
     if kind.layout == "cache":
         cache = spec(batch + 3, seqlen_k, *keys)
         return make_problem(
             q,
             cache,
             cache,
-            kind="cached",
+            kind="kvcache",
             chosen_caches=True,
             new_keys=new_keys,
             num_splits=kind.num_splits,
@@ -236,7 +236,7 @@ def problem_of(
         spec(1, batch * seqlen_q, heads_q, kind.head_dim),
         packed,
         packed,
-        kind="packed",
+        kind="varlen",
         batch=batch,
         max_seqlen_q=seqlen_q,
         max_seqlen_k=seqlen_k,
@@ -262,14 +262,14 @@ def random_batch(rng: np.random.Generator, kind: Kind) -> Batch:
     batch = Batch(kind, problem, sm_count, keys=int(rng.integers(0, seqlen_k + 1)))
     if kind.layout == "dense":
         return batch
-    if kind.layout == "packed":
+    if kind.layout == "varlen":
         ends = np.cumsum(rng.integers(0, seqlen_q + 1, count))
         batch = replace(batch, cu_seqlens_q=(0, *map(int, ends)))
     # Either one length for all, or any lengths (also invalid ones), or few sequences with keys.
     lengths = rng.integers(-3, seqlen_k + 5, count)
     if rng.integers(3) == 0:
         lengths *= rng.random(count) < 0.1
-    if kind.layout == "packed" or rng.integers(3):
+    if kind.layout == "varlen" or rng.integers(3):
         batch = replace(batch, seqused_k=tuple(map(int, lengths)))
     if kind.layout == "cache" and rng.integers(2):
         chosen = rng.integers(-1, count + 4, count)

@@ -18,7 +18,7 @@ from support.prebuilt import selected_calls
 
 from cupy_flash.errors import CompileError
 from cupy_flash.families import FAMILIES, FORWARD
-from cupy_flash.families.simt import SimtTile
+from cupy_flash.families.simt.forward import SimtTile
 from cupy_flash.gpu.compiler import Cubin, compile_cubin, known_architectures
 from cupy_flash.planning.planner import Plan
 from cupy_flash.problem.arrays import DTYPES
@@ -100,9 +100,9 @@ def most_spilled(kernel: Any, plan: Plan) -> int:
     if kernel.family == "hopper backward":
         # With packed sequences, a consumer keeps the position of its sequence and looks for rows
         # with one visible key: 48 bytes with NVRTC 13.5.
-        return 0 if plan.problem.layout.is_equal else 48
+        return 0 if plan.problem.layout.is_dense else 48
     problem = plan.problem
-    if kernel.family == "mma backward" and not problem.layout.is_equal:
+    if kernel.family == "mma backward" and not problem.layout.is_dense:
         return 8
     return 16 if (problem.dtype, problem.head_dim, kernel.arch) == ("float32", 128, 90) else 0
 
@@ -187,7 +187,7 @@ def test_the_tested_kernels_cover_every_choice_that_a_unit_is_compiled_for(famil
         assert {problem.softmax_scale < 0 for problem in problems} == {True, False}
     layouts = {kernel.case.kind for kernel in kernels}
     assert layouts == {"dense", "varlen", "cache"}
-    assert {plan.schedule.split.kind == "parts" for plan in plans} == {True, False}
+    assert {plan.schedule.split.kind == "fixed" for plan in plans} == {True, False}
     if family in ("decode", "mma"):
         assert found("alignment") == {2, 4, 8, 16}
     if family == "simt":

@@ -110,12 +110,12 @@ def test_a_unit_with_modifications_compiles(
 
 # Tuples of kind of call, family, architecture, dtype, modifications.
 OF_SEQUENCES = [
-    ("packed", "hopper", "sm_90", "bfloat16", {"causal": True, "seqused_q": LENGTHS}),
-    ("packed", "mma", "sm_80", "float16", {"seqused_q": LENGTHS, "q_offset": LENGTHS}),
-    ("packed", "simt", "sm_75", "float32", {"seqused_q": LENGTHS, "softcap": 30.0}),
-    ("cached", "decode", "sm_90", "bfloat16", {"causal": True, "cache_leftpad": LENGTHS}),
-    ("cached", "mma", "sm_86", "float32", {"cache_leftpad": LENGTHS, "q_offset": LENGTHS}),
-    ("cached", "simt", "sm_100", "float64", {"cache_leftpad": LENGTHS}),
+    ("varlen", "hopper", "sm_90", "bfloat16", {"causal": True, "seqused_q": LENGTHS}),
+    ("varlen", "mma", "sm_80", "float16", {"seqused_q": LENGTHS, "q_offset": LENGTHS}),
+    ("varlen", "simt", "sm_75", "float32", {"seqused_q": LENGTHS, "softcap": 30.0}),
+    ("kvcache", "decode", "sm_90", "bfloat16", {"causal": True, "cache_leftpad": LENGTHS}),
+    ("kvcache", "mma", "sm_86", "float32", {"cache_leftpad": LENGTHS, "q_offset": LENGTHS}),
+    ("kvcache", "simt", "sm_100", "float64", {"cache_leftpad": LENGTHS}),
 ]
 
 
@@ -131,7 +131,7 @@ def test_a_unit_of_sequences_that_are_used_in_part_compiles(
 ) -> None:
     q = np.zeros((1, 4, HEADS, 64), DTYPES.get(dtype, dtype))
     where = {"arch": arch, "family": family}
-    if kind == "packed":
+    if kind == "varlen":
         starts = np.array([0, 4], np.int32)
         made = plan(flash_attention_varlen, *[q[0]] * 3, starts, starts, 4, 4, **where, **options)
     else:

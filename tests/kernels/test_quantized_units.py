@@ -8,14 +8,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from support.quantized_support import QuantizedCase
-from support.sequence_support import VarlenCase
+from support.calls.quantized_support import QuantizedCase
+from support.calls.sequence_support import VarlenCase
 
 from cupy_flash import flash_attention_varlen, flash_attention_with_kvcache, plan
 from cupy_flash.calls.arguments import Arguments
-from cupy_flash.calls.attention import append_spec
+from cupy_flash.calls.check.problems import problem_of
+from cupy_flash.calls.gpu.forward import append_spec
 from cupy_flash.calls.options import Options
-from cupy_flash.calls.problems import problem_of
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.families.contract import TranslationUnit
 from cupy_flash.gpu.append import AppendSpec, append_unit, prepare
@@ -108,7 +108,7 @@ def spec_of_append(dtype: str, cache_dtype: str, computed: bool, rotary_dim: int
         k_scale=scale,
         v_scale=scale,
     )
-    options = Options("cached", True, compute_scales=computed)
+    options = Options("kvcache", True, compute_scales=computed)
     return append_spec(arguments, problem_of(arguments, options), options)
 
 

@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 import pytest
-from support.block_map_text import ALL, NONE, compiled_masks
+from support.mods.block_mask_cuda import ALL, NONE, compiled_masks
 
 from cupy_flash import BlockList, flash_attention, flash_attention_varlen, plan
 

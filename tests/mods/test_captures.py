@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.device_text import Text
+from support.mods.generated_cuda import Text
 
-from cupy_flash.mods.arguments import arguments_dtype, pack_arguments
 from cupy_flash.mods.captures import CaptureSpec, HostArray, read_capture
+from cupy_flash.mods.codegen.arguments import arguments_dtype, pack_arguments
 from cupy_flash.mods.modification import MaskMod, ScoreMod
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from cupy_flash import BlockList, MaskMod, ScoreMod, flash_attention
-from cupy_flash.calls.modifiers import read_modifiers
+from cupy_flash.calls.check.modifications import parse_modifications
 
 TABLE = np.arange(6, dtype=np.float32)[::2]
 SCORE = np.float32(1)
@@ -175,7 +175,7 @@ def test_text_and_the_function_beside_it_tell_apart() -> None:
 def test_keys_of_calls_tell_zeros_apart_and_hold_no_objects() -> None:
     def key(value: float) -> Any:
         mod = ScoreMod(lambda score, c: np.where(1 / c > 0, score, -score), c=value)
-        found = read_modifiers({"score_mod": mod})
+        found = parse_modifications({"score_mod": mod})
         assert found is not None
         return found[0]
 

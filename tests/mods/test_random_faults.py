@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.function_faults import FAULTS
-from support.function_runs import Case, modification
-from support.random_functions import random_function
+from support.mods.function_faults import FAULTS
+from support.mods.function_runs import Case, modification
+from support.mods.random_functions import random_function
 
 pytestmark = pytest.mark.slow
 

@@ -10,20 +10,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.function_calls import function_calls
-from support.function_oracle import BOOL, INT, REAL, UINT64, Expr, Oracle, Value
-from support.function_runs import (
+from support.mods.function_calls import function_calls
+from support.mods.function_oracle import BOOL, INT, REAL, UINT64, Expr, Oracle, Value
+from support.mods.function_runs import (
     Case,
     modification,
     report,
     wrong_on_cpu,
     wrong_on_host_text,
 )
-from support.random_functions import DTYPES, nodes_of, random_function, random_pairs
+from support.mods.random_functions import DTYPES, nodes_of, random_function, random_pairs
 
-from cupy_flash.mods.expression import postorder
-from cupy_flash.mods.functions import FUNCTIONS
-from cupy_flash.mods.operations import OPERATIONS
+from cupy_flash.mods.ir.expression import postorder
+from cupy_flash.mods.ir.operations import OPERATIONS
+from cupy_flash.mods.trace.numpy_functions import FUNCTIONS
 
 # Half of the functions are masks, half are score functions.
 COUNT, PART = 10_000, 1000

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.every_array import PLAIN, functions_of
+from support.calls.every_array import PLAIN, functions_of
 from support.libraries import (
     Library,
     dlpack_library,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.combine_support import assert_merged, random_parts
+from support.calls.combine_support import assert_merged, random_parts
 
 import cupy_flash
 from cupy_flash.parallel.merger import Merger
@@ -18,7 +18,7 @@ def test_any_number_of_parts_is_merged_as_at_once(count: int, rng: np.random.Gen
     parts, lses = random_parts(rng, "float64", (count, 2, 7, 3, 8))
     merger = Merger(parts.shape[1:], parts.dtype, count, np)
     for part, lse in zip(parts, lses, strict=True):
-        out, out_lse = merger.add(is_whole=False)
+        out, out_lse = merger.add(is_unsplit=False)
         out[...], out_lse[...] = part, lse
     out, lse = merger.result(None)
     if count <= 8:
@@ -30,7 +30,7 @@ def test_any_number_of_parts_is_merged_as_at_once(count: int, rng: np.random.Gen
 
 def test_rows_that_no_part_has_are_zero_and_see_nothing() -> None:
     merger = Merger((1, 4, 2, 8), np.dtype(np.float32), 1, np)
-    out, lse = merger.add(is_whole=False)
+    out, lse = merger.add(is_unsplit=False)
     out[...] = np.nan
     out[:, 2:], lse[:, :, 2:] = 1, 0
     merged, merged_lse = merger.result(None)
@@ -44,7 +44,7 @@ def test_sinks_count_once_however_many_parts_there_are(rng: np.random.Generator)
     sinks = rng.standard_normal(2)
     merger = Merger(parts.shape[1:], parts.dtype, 11, np)
     for part, lse in zip(parts, lses, strict=True):
-        out, out_lse = merger.add(is_whole=False)
+        out, out_lse = merger.add(is_unsplit=False)
         out[...], out_lse[...] = part, lse
     expected, expected_lse = cupy_flash.combine(parts, lses, sinks=sinks)
     out, lse = merger.result(sinks)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cupy_flash.parallel import calls, ring
-from cupy_flash.parallel.pieces import Geometry
+from cupy_flash.parallel.score_blocks import Geometry
 from cupy_flash.parallel.shards import shard_length
 
 

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 
 import cupy_flash
 from cupy_flash import Tile
+from cupy_flash.cpu import forward as cpu_forward
+from cupy_flash.cpu import sources
+from cupy_flash.cpu.plan import choose_cpu_tile, make_cpu_plan
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.families import FORWARD
-from cupy_flash.families.mma import MmaTile
+from cupy_flash.families.mma.forward import MmaTile
 from cupy_flash.families.schedule import MAIN_ENTRY
-from cupy_flash.families.simt import SimtTile
-from cupy_flash.host import cpu, sources
-from cupy_flash.host.plan import choose_cpu_tile, make_cpu_plan
+from cupy_flash.families.simt.forward import SimtTile
 from cupy_flash.planning import tuning
 from cupy_flash.planning.planner import count_blocks, make_plan, plan_tile
 from cupy_flash.planning.tuning import Entry, problem_class
@@ -381,7 +382,7 @@ def test_a_tile_tuned_on_other_sources_is_passed_over():
 def test_a_bad_tile_tuned_for_the_cpu_is_passed_over(tile):
     entry = Entry("cpu", 0, 0, "cpu", sources.digest(), problem_class(problem()), tile, 0.1)
     tuning.save(entry)
-    assert choose_cpu_tile(problem(), None) == cpu.default_tile(problem())
+    assert choose_cpu_tile(problem(), None) == cpu_forward.default_tile(problem())
 
 
 def test_the_tile_tuned_for_the_cpu_is_used():
@@ -394,7 +395,7 @@ def test_the_tile_tuned_for_the_cpu_is_used():
 
 
 def test_part_of_a_cpu_tile_may_be_asked_for():
-    default = cpu.default_tile(problem())
+    default = cpu_forward.default_tile(problem())
     assert choose_cpu_tile(problem(), freeze_tile({"Bc": 48})) == Tile(default.Br, 48)
     assert choose_cpu_tile(problem(), Tile(32, 48)) == Tile(32, 48)
 
@@ -474,7 +475,7 @@ def test_blocks_are_counted_as_each_tile_visits_them(rng):
         sides = [None if rng.integers(3) == 0 else int(n) for n in rng.integers(0, 45, 2)]
         offset = int(rng.integers(-seqlen_q, seqlen_k + 1))
         mask = Mask(seqlen_q, seqlen_k, bool(rng.integers(2)), offset, *sides)
-        seen = ~mask.hidden(0, seqlen_q, 0, seqlen_k)
+        seen = ~mask.masked(0, seqlen_q, 0, seqlen_k)
         parts = [
             seen[row : row + Br, key : key + Bc]
             for row in range(0, seqlen_q, Br)

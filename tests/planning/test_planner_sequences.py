@@ -43,7 +43,7 @@ def packed(
         )
     )
     return make_problem(
-        q, k, v, kind="packed", batch=batch, max_seqlen_q=seqlen_q, max_seqlen_k=seqlen_k, **options
+        q, k, v, kind="varlen", batch=batch, max_seqlen_q=seqlen_q, max_seqlen_k=seqlen_k, **options
     )
 
 
@@ -63,7 +63,7 @@ def cached(
     q = ArraySpec.contiguous((batch, seqlen_q, heads[0], dims[0]), dtype)
     k, v = (ArraySpec.contiguous((*places, heads[1], dim), dtype) for dim in dims)
     table = (max_pages, max_pages) if page_size else None
-    return make_problem(q, k, v, kind="cached", block_table=table, **options)
+    return make_problem(q, k, v, kind="kvcache", block_table=table, **options)
 
 
 @st.composite
@@ -161,7 +161,7 @@ def test_a_bound_that_is_not_tight_makes_no_query_tiles():
     case = packed(batch=300, seqlen_q=8, heads=(4, 4))
     loose = make_problem(
         *(ArraySpec.contiguous((1, 2400, 4, 128), "float16") for _ in "qkv"),
-        kind="packed",
+        kind="varlen",
         batch=300,
         max_seqlen_q=8192,
         max_seqlen_k=8192,
@@ -175,7 +175,7 @@ def test_more_rows_to_merge_than_a_launch_has_blocks_for_are_refused(family):
     # Query tiles and splits are within limits, but the merge kernel has a block for 8 rows.
     q, k = (ArraySpec.contiguous((1, 131072, heads, 64), "float16") for heads in (64, 1))
     sizes = {"batch": 4096, "max_seqlen_q": 131072, "max_seqlen_k": 131072}
-    case, whole = (make_problem(q, k, k, kind="packed", num_splits=n, **sizes) for n in (2, 1))
+    case, whole = (make_problem(q, k, k, kind="varlen", num_splits=n, **sizes) for n in (2, 1))
     words = rf"needs \d+ thread blocks, more than the {MAX_GRID} of a launch"
     for choice in (family, None):
         with pytest.raises(UnsupportedError, match=words):
@@ -189,7 +189,7 @@ def test_more_rows_to_merge_than_a_launch_has_blocks_for_are_refused(family):
 @pytest.mark.parametrize("family", ["mma", "simt"])
 def test_more_heads_than_the_merging_kernel_counts_are_refused(family):
     q, k = (ArraySpec.contiguous((2**16, 1, heads, 1), "float16") for heads in (2**15, 1))
-    case = make_problem(q, k, k, kind="cached", num_splits=2)
+    case = make_problem(q, k, k, kind="kvcache", num_splits=2)
     reason = f"has {2**31} query heads in all sequences; expected at most {2**31 - 1}"
     with pytest.raises(UnsupportedError, match=reason):
         make_plan(case, H100, family=family)

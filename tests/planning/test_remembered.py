@@ -31,17 +31,17 @@ def problems(draw: st.DrawFn) -> Problem:
     batch, heads_kv = draw(st.integers(1, 9)), draw(st.sampled_from([1, 8]))
     heads_q = heads_kv * draw(st.sampled_from([1, 4]))
     seqlen_q, seqlen_k = draw(lengths), draw(lengths)
-    kind = draw(st.sampled_from(["equal", "packed", "cached", "gradients"]))
+    kind = draw(st.sampled_from(["dense", "varlen", "kvcache", "gradients"]))
     options: dict[str, Any] = {"causal": draw(st.booleans())}
     rows = (batch, seqlen_q, seqlen_k)
-    if kind == "packed":
+    if kind == "varlen":
         rows = (1, batch * seqlen_q, batch * seqlen_k)
         options |= {"batch": batch, "max_seqlen_q": seqlen_q, "max_seqlen_k": seqlen_k}
     q = ArraySpec.contiguous((rows[0], rows[1], heads_q, dim), dtype)
     k = ArraySpec.contiguous((rows[0], rows[2], heads_kv, dim), dtype)
     v = ArraySpec.contiguous((rows[0], rows[2], heads_kv, dim_v), dtype)
     dout = ArraySpec.contiguous((rows[0], rows[1], heads_q, dim_v), dtype)
-    made = make_problem(q, k, v, kind="equal" if kind == "gradients" else kind, **options)
+    made = make_problem(q, k, v, kind="dense" if kind == "gradients" else kind, **options)
     if kind != "gradients":
         return made
     return with_gradient(made, GradientSpec(("q", "k", "v"), dtype), dout, {"q": q, "k": k, "v": v})

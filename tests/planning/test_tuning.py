@@ -313,7 +313,7 @@ def test_what_would_serve_but_for_the_users_own_entry_can_be_asked(shipped):
     tuning.save(of_gpu("own"))
     key = ("mma", "0123456789abcdef", problem_class(PROBLEM))
     assert tuning.lookup_class(gpu("own"), *key).gpu == "own"
-    assert tuning.lookup_class(gpu("own"), *key, but_own=True).gpu == "another"
+    assert tuning.lookup_class(gpu("own"), *key, except_user=True).gpu == "another"
 
 
 # ---- Two processes

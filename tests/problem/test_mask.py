@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash.problem.mask import Mask, before, seen_in_sequences, unseen
+from cupy_flash.problem.mask import Mask, causal_ends, masked_after, masked_before
 
 PACKAGE = Path(cupy_flash.__file__).parent
 
@@ -49,14 +49,14 @@ def test_rows_see_what_a_mask_that_is_written_out_shows(rng) -> None:
         begins, ends = mask.begins(rows), mask.ends(rows)
         np.testing.assert_array_equal(ends, [mask.end(int(row)) for row in rows])
         np.testing.assert_array_equal(begins, [mask.begin(int(row)) for row in rows])
-        hidden = unseen(ends, 0, mask.seqlen_k) | before(begins, 0, mask.seqlen_k)
+        hidden = masked_after(ends, 0, mask.seqlen_k) | masked_before(begins, 0, mask.seqlen_k)
         np.testing.assert_array_equal(hidden, ~matrix)
         assert mask.is_full <= matrix.all()
         first = int(rng.integers(mask.seqlen_q))
         start = int(rng.integers(mask.seqlen_k))
         part = (first, mask.seqlen_q, start, mask.seqlen_k)
-        np.testing.assert_array_equal(mask.hidden(*part), ~matrix[first:, start:])
-        assert mask.sees_all(first, mask.seqlen_q) == matrix[first:].all()
+        np.testing.assert_array_equal(mask.masked(*part), ~matrix[first:, start:])
+        assert mask.all_visible(first, mask.seqlen_q) == matrix[first:].all()
         inside = np.ones(mask.seqlen_k, bool)
         for left, right in mask.edges(*part):
             assert start <= left < right <= mask.seqlen_k
@@ -115,7 +115,7 @@ def test_pairs_are_those_of_the_mask_less_half_of_each_rows_last_on_a_diagonal(r
 
 def test_rows_of_sequences_are_aligned_at_their_ends() -> None:
     q, k = np.array([3, 1, 2]), np.array([5, 4, 1])
-    seen = seen_in_sequences(3, q, k)
+    seen = causal_ends(3, q, k)
     for row, (seqlen_q, seqlen_k) in zip(seen, zip(q, k, strict=True), strict=True):
         mask = Mask(int(seqlen_q), int(seqlen_k), True, int(seqlen_k - seqlen_q))
         np.testing.assert_array_equal(
@@ -142,12 +142,12 @@ MODULES = sorted(
 
 # Number of expressions that compute positions for modifications; these do not state the rule.
 GIVES_POSITIONS = {
-    str(Path("calls", "check_mod.py")): 1,
-    str(Path("host", "gradient_tiles.py")): 1,
-    str(Path("mods", "scores.py")): 2,
-    str(Path("mods", "slopes.py")): 1,
+    str(Path("calls", "check", "check_mod.py")): 1,
+    str(Path("cpu", "backward", "tiled.py")): 1,
+    str(Path("mods", "on_arrays", "scores.py")): 2,
+    str(Path("mods", "on_arrays", "score_derivatives.py")): 1,
     # These expressions place pieces of a sequence relative to each other.
-    str(Path("parallel", "pieces.py")): 4,
+    str(Path("parallel", "score_blocks.py")): 4,
 }
 
 

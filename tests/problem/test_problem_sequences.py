@@ -23,7 +23,7 @@ def packed(**changes):
         "q": spec(1, 113, 6, 40),
         "k": spec(1, 203, 3, 40),
         "v": spec(1, 203, 3, 72),
-        "kind": "packed",
+        "kind": "varlen",
         "batch": 5,
         "max_seqlen_q": 50,
         "max_seqlen_k": 90,
@@ -36,7 +36,7 @@ def cached(**changes):
         "q": spec(5, 2, 6, 40),
         "k": spec(7, 239, 3, 40),
         "v": spec(7, 239, 3, 72),
-        "kind": "cached",
+        "kind": "kvcache",
     }
     return make_problem(**(arguments | changes))
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import gradient_cases, gradient_oracle
-from support.gradient_cases import (
+from support.gradients import gradient_cases, gradient_oracle
+from support.gradients.gradient_cases import (
     CLASSES,
     DTYPES,
     MASK_MODS,
@@ -22,7 +22,7 @@ from support.gradient_cases import (
     draw,
     draw_class,
 )
-from support.gradient_oracle import Arithmetic, OracleCall, attention, naive
+from support.gradients.gradient_oracle import Arithmetic, OracleCall, attention, naive
 
 from cupy_flash.reference.gradients import attention_backward_reference
 from cupy_flash.reference.packed_gradients import attention_varlen_backward_reference

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.gradient_calls import KINDS, GradientCall, placed, random_gradient_call
-from support.gradient_rule import check_gradients
-from support.modified_calls import DTYPES, ModifiedCall
+from support.calls.modified_calls import DTYPES, ModifiedCall
+from support.gradients.gradient_calls import KINDS, GradientCall, placed, random_gradient_call
+from support.gradients.gradient_rule import check_gradients
 
 WRT = ("q", "k", "v", "bias", "sinks", "score_mod.gain", "score_mod.shift")
 

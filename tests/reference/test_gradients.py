@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support.foreign import Foreign
-from support.gradient_calls import KINDS, OF_MOD, GradientCall, random_gradient_call
+from support.gradients.gradient_calls import KINDS, OF_MOD, GradientCall, random_gradient_call
 
 from cupy_flash import (
     ScoreMod,
@@ -90,9 +90,9 @@ def test_gradients_are_what_differences_say(kind: str, number: int, rng: Any) ->
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "bias", "sinks", "score_mod.gain"])
 def test_differences_tell_gradients_apart_that_are_almost_right(name: str, rng: Any) -> None:
-    call = smooth_gradient_call(rng, "equal")
+    call = smooth_gradient_call(rng, "dense")
     while name not in call.inputs or np.abs(exact_gradient(call, name)).max(initial=0) < 0.1:
-        call = smooth_gradient_call(rng, "equal")
+        call = smooth_gradient_call(rng, "dense")
     exact = call.truth.exact[name]
     exact.flat[np.abs(exact).argmax()] *= 1 + 1e-5
     with pytest.raises(AssertionError, match=f"d{name} along a direction"):

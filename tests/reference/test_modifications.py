@@ -20,7 +20,7 @@ from cupy_flash.reference.packed_gradients import attention_varlen_backward_refe
 
 SEQLEN_Q, SEQLEN_K, HEADS, DIM = 7, 11, (4, 2), 6
 SCALE = -0.4
-# tests/api/test_used_parts.py covers those for packed sequences and caches.
+# tests/api/kvcache/test_used_parts.py covers those for packed sequences and caches.
 DENSE = NAMES - {"seqused_q", "cache_leftpad"}
 
 

@@ -9,14 +9,14 @@ import sys
 import ml_dtypes
 import numpy as np
 import pytest
-from support.foreign import Foreign
-from support.gpu_support import DTYPES
-from support.sequence_support import (
+from support.calls.sequence_support import (
     KVCacheCase,
     VarlenCase,
     random_kvcache_case,
     random_varlen_case,
 )
+from support.foreign import Foreign
+from support.gpu.gpu_support import DTYPES
 
 from cupy_flash.reference.dense import attention_reference, max_error
 from cupy_flash.reference.packed import attention_varlen_reference, attention_with_kvcache_reference

@@ -52,9 +52,9 @@ from cupy_flash.cli.main import main
 from cupy_flash.cli.measure.gpu_state import CpuState, CpuWatch
 from cupy_flash.cli.records import environment
 from cupy_flash.cli.tune import sweep
+from cupy_flash.cpu import sources
 from cupy_flash.gpu.compiler import why_no_compiler
 from cupy_flash.gpu.environment import gpu_unavailable
-from cupy_flash.host import sources
 from cupy_flash.planning import tuning
 from cupy_flash.planning.tuning import Entry, problem_class
 

@@ -13,9 +13,9 @@ ROOT = Path(__file__).resolve().parents[2]
 MAY_IMPORT = {
     "parallel": {"api", "calls", "gpu", "arrays", "mods", "problem"},
     "api": {"calls", "planning", "mods", "problem"},
-    "calls": {"gpu", "host", "planning", "families", "arrays", "mods", "problem"},
+    "calls": {"gpu", "cpu", "planning", "families", "arrays", "mods", "problem"},
     "gpu": {"planning", "families", "problem"},
-    "host": {"planning", "families", "arrays", "mods", "problem"},
+    "cpu": {"planning", "families", "arrays", "mods", "problem"},
     "reference": {"arrays", "mods", "problem"},
     "planning": {"families", "problem"},
     "families": {"problem"},

@@ -8,8 +8,8 @@ import pytest
 from support.bench_records import row, write
 from support.benchmark_scripts import IN_CHECKOUT, script
 
+from cupy_flash.cpu import sources
 from cupy_flash.families import FORWARD
-from cupy_flash.host import sources
 from cupy_flash.planning import tuning
 from cupy_flash.planning.tuning import Entry, read_table, write_table
 

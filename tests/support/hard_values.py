@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from support.gpu_support import DTYPES, Arrays, Case, random_values
+from support.gpu.gpu_support import DTYPES, Arrays, Case, random_values
 
 
 def with_growing_keys(case: Case, ends: tuple[float, float]) -> Arrays:

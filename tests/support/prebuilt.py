@@ -15,7 +15,7 @@ import pytest
 
 from cupy_flash.cli.build.build import Job, build, write_cubin
 from cupy_flash.gpu.compiler import CUBINS_VARIABLE
-from support.gpu_support import Case
+from support.gpu.gpu_support import Case
 
 
 @pytest.fixture(scope="module")

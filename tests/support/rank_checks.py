@@ -23,10 +23,10 @@ import pytest
 
 from cupy_flash import attention_reference, parallel
 from cupy_flash.parallel import calls
-from support.gradient_calls import GradientCall
-from support.gradient_rule import check_gradients
-from support.modified_calls import DTYPES, ModifiedCall
-from support.sequence_support import random_kvcache_case
+from support.calls.modified_calls import DTYPES, ModifiedCall
+from support.calls.sequence_support import random_kvcache_case
+from support.gradients.gradient_calls import GradientCall
+from support.gradients.gradient_rule import check_gradients
 
 TIMEOUT = 60.0
 # Time limit in seconds of ranks on GPUs, which may have to compile kernels.
@@ -113,7 +113,7 @@ def random_call(rng: np.random.Generator, dtype: str, *, packed: bool) -> Modifi
         cu_seqlens = np.array([0, *cuts, seqlen_q], np.int32)
         arrays["cu_seqlens_q"] = arrays["cu_seqlens_k"] = cu_seqlens
         options["max_seqlen_q"] = options["max_seqlen_k"] = seqlen_q
-    return ModifiedCall("packed" if packed else "equal", dtype, arrays, options)
+    return ModifiedCall("varlen" if packed else "dense", dtype, arrays, options)
 
 
 class Sharded:
@@ -121,7 +121,7 @@ class Sharded:
 
     def __init__(self, call: ModifiedCall, ranks: Ranks, rng: np.random.Generator) -> None:
         self.call, self.ranks, self.group = call, ranks, ranks.group
-        self.is_packed = call.kind == "packed"
+        self.is_packed = call.kind == "varlen"
         self.order = str(rng.choice(["zigzag", "zigzag", "contiguous"]))
         heads_q, heads_kv = (call.arrays[name].shape[-2] for name in "qk")
         size = self.group.size

@@ -15,16 +15,16 @@ from cupy_flash.planning.planner import Plan, make_plan
 from cupy_flash.planning.tuning import Entry
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.tile import Tile
-from support import float8_support, quantized_support
-from support.float8_support import Float8Case
-from support.gpu_sequences import Place, check_kvcache, check_varlen
-from support.gpu_support import DTYPES, Case, check, current_device, random_values
-from support.gradient_calls import ROWS, GradientCall
-from support.gradient_rule import check_gradients
-from support.latent_support import check_latent
-from support.modified_calls import ModifiedCall
-from support.quantized_support import QuantizedCase
-from support.sequence_support import KVCacheCase, VarlenCase
+from support.calls import float8_support, quantized_support
+from support.calls.float8_support import Float8Case
+from support.calls.latent_support import check_latent
+from support.calls.modified_calls import ModifiedCall
+from support.calls.quantized_support import QuantizedCase
+from support.calls.sequence_support import KVCacheCase, VarlenCase
+from support.gpu.gpu_sequences import Place, check_kvcache, check_varlen
+from support.gpu.gpu_support import DTYPES, Case, check, current_device, random_values
+from support.gradients.gradient_calls import ROWS, GradientCall
+from support.gradients.gradient_rule import check_gradients
 
 
 class _Sizes(NamedTuple):
@@ -118,9 +118,9 @@ class TunedCall:
         shapes["dout"] = (*shapes["q"][:3], case.head_dim_v)
         arrays = {n: rng.standard_normal(x).astype(DTYPES[case.dtype]) for n, x in shapes.items()}
         options: dict[str, Any] = {"causal": case.causal}
-        kind = "equal"
+        kind = "dense"
         if case.kind == "varlen":
-            kind = "packed"
+            kind = "varlen"
             arrays = {name: x[0] for name, x in arrays.items()}
             ends = np.cumsum((0, *case.key_lengths), dtype=np.int32)
             arrays |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends}

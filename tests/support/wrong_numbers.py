@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from cupy_flash import attention_with_kvcache_reference
-from support.gpu_support import DTYPES
-from support.sequence_support import Truth
+from support.calls.sequence_support import Truth
+from support.gpu.gpu_support import DTYPES
 
 LARGEST, SMALLEST = 2**31 - 1, -(2**31)
 HEAD_DIM = 64

@@ -14,8 +14,8 @@ from cupy_flash.families.contract import (
     why_not_blocks,
     why_not_scale,
 )
-from cupy_flash.families.decode import preferred, shares, sizes
-from cupy_flash.families.decode.tile import CLUSTERS, MOST_STAGES, QUANTIZED_KEYS, DecodeTile
+from cupy_flash.families.decode import partition, preferred, sizes
+from cupy_flash.families.decode.tile import CLUSTERS, MAX_STAGES, QUANTIZED_KEYS, DecodeTile
 from cupy_flash.families.hopper import HopperFamily
 from cupy_flash.families.schedule import EVEN, MAIN_ENTRY, Launch, Schedule, Split
 from cupy_flash.problem.device import Device
@@ -23,10 +23,10 @@ from cupy_flash.problem.problem import MAX_SEQLEN, Problem
 
 _HOPPER = HopperFamily()
 # Other families are faster for more query rows of a KV head, or for fewer keys.
-_MOST_ROWS = 32
-_FEWEST_KEYS = 256
+_MAX_ROWS = 32
+_MIN_KEYS = 256
 # Up to this size of keys and values in bytes, all loads use the L2 policy evict_first.
-_FEW_BYTES = 320 << 20
+_SMALL_KV_BYTES = 320 << 20
 
 
 class DecodeFamily(Family[DecodeTile]):
@@ -55,23 +55,23 @@ class DecodeFamily(Family[DecodeTile]):
         return None
 
     def suits_rows(self, problem: Problem) -> bool:
-        return 1 <= sizes.rows(problem) <= _most_rows(problem)
+        return 1 <= sizes.rows(problem) <= _max_rows(problem)
 
     def why_not_first(self, problem: Problem, device: Device) -> str | None:
-        rows, most = sizes.rows(problem), _most_rows(problem)
+        rows, most = sizes.rows(problem), _max_rows(problem)
         if not self.suits_rows(problem):
             return f"is for 1 to {most} query rows per KV head; this problem has {rows}"
-        if rows > _MOST_ROWS and _suits_hopper(problem, device):
+        if rows > _MAX_ROWS and _suits_hopper(problem, device):
             return f"reads the keys once per 16 of {rows} query rows; hopper puts them in one tile"
-        if problem.seqlen_k < _FEWEST_KEYS:
-            return f"is for at least {_FEWEST_KEYS} keys; this problem has {problem.seqlen_k}"
+        if problem.seqlen_k < _MIN_KEYS:
+            return f"is for at least {_MIN_KEYS} keys; this problem has {problem.seqlen_k}"
         return None
 
     def candidates(self, problem: Problem, device: Device) -> Iterator[DecodeTile]:
         for Br, Bc, warps, min_blocks, cluster in itertools.product(
             (16, 32), (16, 32), (2, 4, 8), (1, 2, 3, 4), (0, *CLUSTERS)
         ):
-            if warps % sizes.team(problem):
+            if warps % sizes.column_warps(problem):
                 continue
             tile = DecodeTile(Br, Bc, warps, 2, min_blocks, cluster)
             yield sizes.with_all_stages(problem, device, tile)
@@ -85,16 +85,16 @@ class DecodeFamily(Family[DecodeTile]):
             return f"Bc is {tile.Bc}; expected {QUANTIZED_KEYS} for 8-bit caches"
         if not 1 <= tile.warps <= 16:
             return f"warps is {tile.warps}; expected 1 to 16"
-        team = sizes.team(problem)
-        if tile.warps % team:
-            return f"warps is {tile.warps}; expected a multiple of {team}, as {team} share a row"
-        if team > 1 and tile.Br != 16:
+        warps = sizes.column_warps(problem)
+        if tile.warps % warps:
+            return f"warps is {tile.warps}; expected a multiple of {warps}, as {warps} share a row"
+        if warps > 1 and tile.Br != 16:
             return f"Br is {tile.Br}; expected 16 if several warps share a row"
-        if not 2 <= tile.stages <= MOST_STAGES:
-            return f"stages is {tile.stages}; expected 2 to {MOST_STAGES}"
+        if not 2 <= tile.stages <= MAX_STAGES:
+            return f"stages is {tile.stages}; expected 2 to {MAX_STAGES}"
         if tile.cluster not in (0, *CLUSTERS):
             return f"cluster is {tile.cluster}; expected 0, 1, 2, 4 or 8"
-        if tile.cluster and not shares.has_clusters(device):
+        if tile.cluster and not partition.has_clusters(device):
             return f"needs sm_90 or sm_100 for clusters, not {device.sm}"
         if (rows := sizes.rows(problem)) > MAX_SEQLEN:
             return f"has {rows} query rows per KV head; expected at most {MAX_SEQLEN}"
@@ -114,9 +114,9 @@ class DecodeFamily(Family[DecodeTile]):
         )
         if reason:
             return reason
-        items, splits = shares.items(problem, tile), problem.layout.num_splits or 1
-        if items * splits > MAX_GRID:
-            return f"has {items} query tiles x {splits} splits; expected at most {MAX_GRID}"
+        tiles, splits = partition.output_tiles(problem, tile), problem.layout.num_splits or 1
+        if tiles * splits > MAX_GRID:
+            return f"has {tiles} query tiles x {splits} splits; expected at most {MAX_GRID}"
         if (units := sizes.units(problem, tile)) > MAX_GRID:
             return f"may have {units} units of keys; expected at most {MAX_GRID}"
         return None
@@ -139,65 +139,65 @@ class DecodeFamily(Family[DecodeTile]):
         return 32 * tile.warps
 
     def schedule(self, problem: Problem, device: Device, tile: DecodeTile) -> Schedule:
-        is_balanced = shares.is_balanced(problem, tile.Br)
-        cut = EVEN if is_balanced else shares.split_of(problem, device, tile)
-        launched = shares.launched(tile, cut)
-        if cut == EVEN:
-            grid = shares.grid_of(problem, device, tile)
+        is_balanced = partition.is_balanced(problem, tile.Br)
+        split = EVEN if is_balanced else partition.choose_split(problem, device, tile)
+        launched_tile = partition.launched_tile(tile, split)
+        if split == EVEN:
+            grid = partition.grid_size(problem, device, tile)
         else:
-            grid = (shares.items(problem, tile) * cut.parts, 1, 1)
-        slots = shares.slots(problem, device, tile, cut)
+            grid = (partition.output_tiles(problem, tile) * split.parts, 1, 1)
+        slots = partition.partial_slots(problem, device, tile, split)
         launch = Launch(
             MAIN_ENTRY,
             "decode_forward",
             grid,
             self.threads(tile),
-            self.shared_memory(problem, launched),
+            self.shared_memory(problem, launched_tile),
             tile.min_blocks,
-            launched.cluster,
+            launched_tile.cluster,
             ("params",) if problem.scales is None else ("quantized_params",),
         )
         return Schedule(
             (launch,),
-            cut,
-            workspace=slots * tile.Br * sizes.slot_record_bytes(problem, launched),
-            counters=slots * sizes.pieces(launched),
+            split,
+            workspace=slots * tile.Br * sizes.slot_record_bytes(problem, launched_tile),
+            counters=slots * sizes.merge_slices(launched_tile),
             section_heads=heads_in_l2(problem, device),
         )
 
     def config(self, problem: Problem, tile: DecodeTile, split: Split) -> dict[str, int | bool]:
-        layout, launched = problem.layout, shares.launched(tile, split)
+        layout, launched_tile = problem.layout, partition.launched_tile(tile, split)
         quantized: dict[str, int | bool] = {"quantized": problem.scales is not None}
         if problem.scales is not None:
             quantized |= {
-                f"{name}_scales_by_key": sizes.by_key(problem, strides)
+                f"{name}_scales_by_key": sizes.scales_vary_by_key(problem, strides)
                 for name, strides in (("k", problem.scales.k), ("v", problem.scales.v))
             }
         return quantized | {
             "Br": tile.Br,
             "Bc": tile.Bc,
             "warps": tile.warps,
-            "column_warps": sizes.team(problem),
+            "column_warps": sizes.column_warps(problem),
             "stages": tile.stages,
             "values_in_keys": problem.values_in_keys,
-            "cluster_units": shares.CLUSTER_UNITS,
-            "small_kv": sizes.all_bytes(problem) <= _FEW_BYTES,
+            "cluster_units": partition.CLUSTER_UNITS,
+            "small_kv": sizes.total_kv_bytes(problem) <= _SMALL_KV_BYTES,
             "q_in_registers": True,
-            "receive_rows": sizes.kept_rows(problem, tile),
+            "receive_rows": sizes.receive_rows(problem, tile),
             "group": sizes.group(problem),
-            "has_seqlens": not layout.is_equal,
+            "has_seqlens": not layout.is_dense,
             "page_size": layout.page_size,
             "balanced": split == EVEN,
-            "cluster": launched.cluster,
-            "shared_memory": self.shared_memory(problem, launched),
+            "cluster": launched_tile.cluster,
+            "shared_memory": self.shared_memory(problem, launched_tile),
         }
 
 
-def _most_rows(problem: Problem) -> int:
-    if sizes.team(problem) == 1:
-        return _MOST_ROWS
+def _max_rows(problem: Problem) -> int:
+    if sizes.column_warps(problem) == 1:
+        return _MAX_ROWS
     # In MLA, one query has up to 128 rows: one for each query head of the KV head.
-    return max(_MOST_ROWS, min(sizes.group(problem), 16 * shares.MOST_SHARED_TILES))
+    return max(_MAX_ROWS, min(sizes.group(problem), 16 * partition.MAX_QUERY_TILES))
 
 
 def _suits_hopper(problem: Problem, device: Device) -> bool:

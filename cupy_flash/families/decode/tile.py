@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from cupy_flash.problem.tile import Tile
 
-MOST_STAGES = 8
+MAX_STAGES = 8
 CLUSTERS = (1, 2, 4, 8)
 # Number of keys of a KV tile from an 8-bit cache: as many bytes as 16 keys of 16-bit elements.
 QUANTIZED_KEYS = 32

@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cupy_flash.families import gradients
+from cupy_flash.families import backward_common
+from cupy_flash.families.backward_common import QuerySums
 from cupy_flash.families.contract import Family, remembers_last, round_up, why_not_shared_memory
-from cupy_flash.families.gradients import QuerySums
 from cupy_flash.families.hopper.sm90 import BARRIER_BYTES, WARPGROUP, WARPGROUP_ROWS, why_not_device
 from cupy_flash.families.hopper.tensor_maps import map_spec, why_not_rows, why_not_strides
 from cupy_flash.families.schedule import (
@@ -24,7 +24,7 @@ from cupy_flash.problem.problem import Problem
 from cupy_flash.problem.tile import Tile
 
 # Number of columns of a TMA box, which is 128 bytes wide.
-_LINE = 64
+_BOX_COLUMNS = 64
 # Largest head dim for which a consumer warpgroup holds both dk and dv of 64 keys.
 _WIDEST = 128
 # Number of registers of a producer thread and of a consumer thread. Together, the warpgroups take
@@ -37,9 +37,9 @@ _STATE_REGISTERS = 24
 # Number of barriers in addition to those of the ring stages.
 _OTHER_BARRIERS = 11
 # Size in bytes of `HopperGradientBlockInfo`: a thread block's keys and its range of query tiles.
-_PLACE_BYTES = 96
+_BLOCK_INFO_BYTES = 96
 # Size in bytes of the statistics of a query row: its log-sum-exp and delta.
-_TERMS_BYTES = 8
+_ROW_STATS_BYTES = 8
 # Number of dS tiles that consumers exchange: while one is written, products still read the other.
 _PAIR_STAGES = 2
 # Number of threads of the kernel that converts the dq accumulator to dq.
@@ -78,7 +78,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
     def _why_not(self, problem: Problem, device: Device) -> str | None:
         if problem.itemsize != 2:
             return f"its tensor-core products take float16 or bfloat16, not {problem.dtype}"
-        if reason := why_not_device(device) or gradients.why_not_tensor_cores(problem):
+        if reason := why_not_device(device) or backward_common.why_not_tensor_cores(problem):
             return reason
         if 0 in problem.shape_of("q") or 0 in problem.shape_of("k"):
             return "TMA cannot address arrays without rows"
@@ -116,14 +116,14 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
             return f"q_stages is {tile.q_stages}; expected at least {least}"
         if tile.dout_stages < 1:
             return f"dout_stages is {tile.dout_stages}; expected at least 1"
-        if tile.Br == WARPGROUP_ROWS and _padded_dims(problem)[0] < 2 * _LINE:
+        if tile.Br == WARPGROUP_ROWS and _padded_dims(problem)[0] < 2 * _BOX_COLUMNS:
             return f"Br is {tile.Br}; expected {2 * WARPGROUP_ROWS} for head_dim {problem.head_dim}"
         if reason := why_not_shared_memory(device, self.shared_memory(problem, tile)):
             return reason
         need, most = self._registers(problem, tile), _register_split(problem)[1]
         if need > most:
             return f"needs about {need} registers per thread; {most} are available"
-        return gradients.why_not_grid(problem, tile.Bc, tile.Br)
+        return backward_common.why_not_grid(problem, tile.Bc, tile.Br)
 
     def _registers(self, problem: Problem, tile: HopperBackwardTile) -> int:
         """Return a lower bound: dk and dv; S, dP and P as an operand; loop state."""
@@ -151,7 +151,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         size = problem.itemsize
         total = tile.Bc * (dim + dim_v) * size
         total += tile.Br * (tile.q_stages * dim + tile.dout_stages * dim_v) * size
-        total += tile.q_stages * tile.Br * _TERMS_BYTES
+        total += tile.q_stages * tile.Br * _ROW_STATS_BYTES
         pairs = tile.Br * tile.Bc * size
         if _is_wide(problem):
             # Tiles of dS and P; P is always there, dS only if dq is computed.
@@ -160,9 +160,9 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
             total += _PAIR_STAGES * pairs + tile.Br * dim * 4
         slots = tile.q_stages + tile.dout_stages
         # Each stage has barriers for full and empty and, if tiles are inspected, for arrived.
-        arrives = not problem.layout.is_equal or gradients.inspects(problem)
+        arrives = not problem.layout.is_dense or backward_common.inspects(problem)
         barriers = (3 if arrives else 2) * slots + _OTHER_BARRIERS
-        return total + barriers * BARRIER_BYTES + _PLACE_BYTES
+        return total + barriers * BARRIER_BYTES + _BLOCK_INFO_BYTES
 
     def threads(self, tile: HopperBackwardTile) -> int:
         """Return the threads of a thread block: two consumer warpgroups and a producer."""
@@ -170,12 +170,12 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
 
     def schedule(self, problem: Problem, device: Device, tile: HopperBackwardTile) -> Schedule:
         assert problem.gradient is not None
-        of_keys, of_queries = gradients.blocks_of(problem, tile.Bc, tile.Br)
+        kv_blocks, query_blocks = backward_common.count_blocks(problem, tile.Bc, tile.Br)
         launches = [
             Launch(
                 KEY_GRADIENTS,
                 "hopper_gradients",
-                (of_keys, 1, 1),
+                (kv_blocks, 1, 1),
                 self.threads(tile),
                 self.shared_memory(problem, tile),
                 min_blocks=1,
@@ -187,12 +187,12 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
                 Launch(
                     QUERY_GRADIENTS,
                     "hopper_query_gradients",
-                    (of_queries, 1, 1),
+                    (query_blocks, 1, 1),
                     _SUM_THREADS,
                     arguments=("gradients",),
                 )
             )
-        return gradients.schedule(
+        return backward_common.schedule(
             problem,
             device,
             launches,
@@ -228,7 +228,9 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
             "wants_q": gradient.wants("q"),
             "wants_k": gradient.wants("k"),
             "wants_v": gradient.wants("v"),
-        } | gradients.config(problem, self._sums(problem, tile), last_writes=_last_writes(problem))
+        } | backward_common.config(
+            problem, self._sums(problem, tile), last_writes=_last_writes(problem)
+        )
 
 
 def _is_wide(problem: Problem) -> bool:
@@ -243,7 +245,7 @@ def _last_writes(problem: Problem) -> bool:
 
 
 def _register_split(problem: Problem) -> tuple[int, int]:
-    spills = _is_wide(problem) and not problem.layout.is_equal
+    spills = _is_wide(problem) and not problem.layout.is_dense
     return _WIDE_REGISTERS_OF_SEQUENCES if spills else _REGISTERS
 
 
@@ -252,8 +254,8 @@ def _padded_dims(problem: Problem) -> tuple[int, int]:
 
     For wide heads, each consumer computes half of the columns of dq, in whole boxes.
     """
-    unit = 2 * _LINE if _is_wide(problem) else _LINE
-    return round_up(problem.head_dim, unit), round_up(problem.head_dim_v, _LINE)
+    unit = 2 * _BOX_COLUMNS if _is_wide(problem) else _BOX_COLUMNS
+    return round_up(problem.head_dim, unit), round_up(problem.head_dim_v, _BOX_COLUMNS)
 
 
 def _tensor_maps(problem: Problem, tile: HopperBackwardTile) -> dict[str, TensorMapSpec]:
@@ -261,7 +263,7 @@ def _tensor_maps(problem: Problem, tile: HopperBackwardTile) -> dict[str, Tensor
     for name, rows in (("q", tile.Br), ("k", tile.Bc), ("v", tile.Bc), ("dout", tile.Br)):
         batch, length, heads, dim = problem.shape_of("out" if name == "dout" else name)
         shape, strides = (dim, length, heads, batch), problem.tensors[name].strides
-        maps[name] = map_spec(problem, shape, strides, (_LINE, rows))
+        maps[name] = map_spec(problem, shape, strides, (_BOX_COLUMNS, rows))
     return maps
 
 

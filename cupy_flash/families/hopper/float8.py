@@ -19,9 +19,9 @@ VALUES = "values"
 _STATE_REGISTERS = 16
 # Number of keys of a k step, and largest number of rows of a TMA box.
 _STEP = 32
-_MOST_ROWS = 256
+_MAX_ROWS = 256
 # Largest head dim: at 256, the output and the scores of 32 keys take all registers.
-_MOST_COLUMNS = 256
+_MAX_COLUMNS = 256
 # Number of keys of a tile of the transposing kernel, which has as many threads.
 _KEYS = 128
 _BLOCKS_PER_SM = 8
@@ -29,12 +29,12 @@ _BLOCKS_PER_SM = 8
 
 def why_not(problem: Problem) -> str | None:
     """Return why no tile can serve the problem, or None if one may."""
-    if not problem.layout.is_equal:
+    if not problem.layout.is_dense:
         return "supports float8 only in batches of equal lengths"
     if problem.score is not None:
         return "supports float8 only without modifications"
-    if max(problem.head_dim, problem.head_dim_v) > _MOST_COLUMNS:
-        return f"has too few registers for float8 with head dims over {_MOST_COLUMNS}"
+    if max(problem.head_dim, problem.head_dim_v) > _MAX_COLUMNS:
+        return f"has too few registers for float8 with head dims over {_MAX_COLUMNS}"
     alignment = min(problem.tensors[name].alignment for name in ("q", "k"))
     if alignment < STRIDE_UNIT:
         return (
@@ -65,8 +65,8 @@ def why_not_tile(problem: Problem, tile: HopperTile) -> str | None:
         return f"Bc is {tile.Bc}; expected a multiple of {_STEP} for float8"
     if tile.q_steps:
         return f"q_steps is {tile.q_steps}; expected 0 for float8"
-    if (rows := value_rows(problem, tile)) > _MOST_ROWS:
-        return f"Bc is {tile.Bc}, which pads head_dim_v to {rows}; TMA loads at most {_MOST_ROWS}"
+    if (rows := value_rows(problem, tile)) > _MAX_ROWS:
+        return f"Bc is {tile.Bc}, which pads head_dim_v to {rows}; TMA loads at most {_MAX_ROWS}"
     return None
 
 
@@ -90,21 +90,21 @@ def launch(device: Device) -> Launch:
 
 def workspace(problem: Problem) -> int:
     """Return the size in bytes of the array of transposed values."""
-    return problem.batch * problem.heads_kv * problem.head_dim_v * _line(problem)
+    return problem.batch * problem.heads_kv * problem.head_dim_v * _padded_keys(problem)
 
 
 def tensor_map(problem: Problem, box: tuple[int, int]) -> TensorMapSpec:
     """Return the tensor map of the transposed values; `box` has keys and head_dim_v columns."""
-    p, line = problem, _line(problem)
-    of_head = p.head_dim_v * line
+    p, line = problem, _padded_keys(problem)
+    head_stride = p.head_dim_v * line
     return TensorMapSpec(
         p.dtype,
         (line, p.head_dim_v, p.heads_kv, p.batch),
-        (line, of_head, p.heads_kv * of_head),
+        (line, head_stride, p.heads_kv * head_stride),
         box,
     )
 
 
-def _line(problem: Problem) -> int:
+def _padded_keys(problem: Problem) -> int:
     """Return the size in bytes of a row of transposed values: the keys, padded to whole tiles."""
     return round_up(problem.seqlen_k, _KEYS)

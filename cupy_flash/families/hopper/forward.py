@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from cupy_flash.families import split
+from cupy_flash.families import split_kv
 from cupy_flash.families.contract import (
     MAX_GRID,
     Family,
@@ -18,30 +18,22 @@ from cupy_flash.families.contract import (
     why_not_scale,
     why_not_shared_memory,
 )
-from cupy_flash.families.hopper import (
-    float8,
-    latent,
-    persistent,
-    pieces,
-    scores,
-    sequences,
-    tensor_maps,
-)
-from cupy_flash.families.hopper.columns import MOST_COLUMNS, block_columns, k_steps, ranks
+from cupy_flash.families.hopper import float8, float32, mla, persistent, scores, tensor_maps, varlen
+from cupy_flash.families.hopper.cta_columns import MAX_COLUMNS, block_columns, cta_ranks, k_steps
 from cupy_flash.families.hopper.registers import consumer_registers, overlaps_output, register_split
 from cupy_flash.families.hopper.shared_memory import block_bytes, footprint
 from cupy_flash.families.hopper.sm90 import WARPGROUP, WARPGROUP_ROWS, why_not_device
-from cupy_flash.families.hopper.tiles import FEWEST_KEYS, HopperTile, preferred_tiles, tile_of
-from cupy_flash.families.schedule import MAIN_ENTRY, WHOLE, Launch, Schedule, Split
+from cupy_flash.families.hopper.tiles import MIN_KEYS, HopperTile, preferred_tiles, tile_of
+from cupy_flash.families.schedule import MAIN_ENTRY, UNSPLIT, Launch, Schedule, Split
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
 
 # Largest number of stages of the KV ring; more are not faster.
-_MOST_STAGES = 8
+_MAX_STAGES = 8
 # Largest number of tiles in the cache of their stage counts.
-_MOST_COUNTED = 1024
+_MAX_COUNTED = 1024
 # Largest number of query heads to interleave for the sake of a block mask or bias.
-_MOST_HEADS = 64
+_MAX_HEADS = 64
 
 
 class HopperFamily(Family[HopperTile]):
@@ -53,34 +45,34 @@ class HopperFamily(Family[HopperTile]):
     arch_specific = True
     serves_sequences = True
     serves_float8 = True
-    reads_block_maps = True
+    reads_block_masks = True
 
     def __init__(self) -> None:
         # Cache of tiles with the largest number of stages; the key is what this number depends on.
         self._counted: dict[tuple[Any, ...], HopperTile] = {}
 
     def _why_not(self, problem: Problem, device: Device) -> str | None:
-        problem = latent.posed(problem)
+        problem = mla.kernel_problem(problem)
         if problem.itemsize > 4:
             return f"its tensor-core products take no {problem.dtype}"
         if reason := why_not_device(device) or why_not_scale(problem):
             return reason
         if problem.seqlen_k == 0:
             return "TMA cannot address arrays without keys"
-        if reason := sequences.why_not(problem):
+        if reason := varlen.why_not(problem):
             return reason
         if problem.dtype == "float32":
-            return pieces.why_not(problem) or self._why_not_tiles(problem, device)
+            return float32.why_not(problem) or self._why_not_tiles(problem, device)
         if problem.is_float8:
-            return float8.why_not(problem) or self._why_not_maps(problem, device)
-        if block_columns(problem, problem.head_dim_v) > MOST_COLUMNS:
+            return float8.why_not(problem) or self._why_not_block_mask(problem, device)
+        if block_columns(problem, problem.head_dim_v) > MAX_COLUMNS:
             return (
-                f"two thread blocks compute at most {2 * MOST_COLUMNS} output columns of a head, "
+                f"two thread blocks compute at most {2 * MAX_COLUMNS} output columns of a head, "
                 f"not {problem.head_dim_v}"
             )
-        return tensor_maps.why_not_rows(problem) or self._why_not_maps(problem, device)
+        return tensor_maps.why_not_rows(problem) or self._why_not_block_mask(problem, device)
 
-    def _why_not_maps(self, problem: Problem, device: Device) -> str | None:
+    def _why_not_block_mask(self, problem: Problem, device: Device) -> str | None:
         return (
             tensor_maps.why_not_strides(
                 problem, lambda: tensor_maps.forward_maps(problem, HopperTile(64, 16))
@@ -95,35 +87,35 @@ class HopperFamily(Family[HopperTile]):
         return None
 
     def why_not_first(self, problem: Problem, device: Device) -> str | None:
-        posed = latent.posed(problem)
-        if posed is not problem:
+        mla_problem = mla.kernel_problem(problem)
+        if mla_problem is not problem:
             tile = self.default_tile(problem, device)
-            return latent.why_not_first(posed, device, tile, self._tiles(posed, tile))
+            return mla.why_not_first(mla_problem, device, tile, self._tiles(mla_problem, tile))
         if problem.dtype == "float32":
-            return pieces.why_not_first(problem) or self._why_not_few_tiles(problem, device)
-        if problem.layout.is_equal:
+            return float32.why_not_first(problem) or self._why_not_few_tiles(problem, device)
+        if problem.layout.is_dense:
             return None
-        return sequences.why_not_first(problem) or self._why_not_few_tiles(problem, device)
+        return varlen.why_not_first(problem) or self._why_not_few_tiles(problem, device)
 
     def _why_not_few_tiles(self, problem: Problem, device: Device) -> str | None:
         """Return why other families are faster if the keys are not split, or None."""
         tile = self.default_tile(problem, device)
-        tiles = self._tiles(sequences.of_equal_lengths(problem), tile)
-        if 2 * tiles * ranks(problem) >= device.sm_count:
+        tiles = self._tiles(varlen.as_dense(problem), tile)
+        if 2 * tiles * cta_ranks(problem) >= device.sm_count:
             return None
-        is_equal = problem.layout.is_equal
-        what, number = ("float32", "") if is_equal else ("sequences of unequal length", "about ")
+        is_dense = problem.layout.is_dense
+        what, number = ("float32", "") if is_dense else ("sequences of unequal length", "about ")
         return (
             f"does not split the keys of {what}, and {number}{tiles} query tiles leave most of "
             f"{device.sm_count} SMs idle"
         )
 
     def candidates(self, problem: Problem, device: Device) -> Iterator[HopperTile]:
-        problem = latent.posed(problem)
+        problem = mla.kernel_problem(problem)
         steps = k_steps(problem)
         for Br, Bc, q_stages, q_steps, turns in itertools.product(
             (64, 128, 192),
-            range(FEWEST_KEYS, 257, 16),
+            range(MIN_KEYS, 257, 16),
             (1, 2),
             sorted({0, 2, steps // 4, steps}),
             (0, 1),
@@ -134,7 +126,7 @@ class HopperFamily(Family[HopperTile]):
             yield self._with_all_stages(problem, device, tile)
 
     def why_not_tile(self, problem: Problem, device: Device, tile: HopperTile) -> str | None:
-        problem = latent.posed(problem)
+        problem = mla.kernel_problem(problem)
         if tile.Br not in (64, 128, 192):
             return f"Br is {tile.Br}; expected 64, 128 or 192"
         if tile.Bc % 16 or not 16 <= tile.Bc <= 256:
@@ -147,9 +139,9 @@ class HopperFamily(Family[HopperTile]):
             return f"stages is {tile.stages}; expected at least 2"
         if tile.q_stages not in (1, 2):
             return f"q_stages is {tile.q_stages}; expected 1 or 2"
-        if tile.q_steps and pieces.count(problem) > 1:
+        if tile.q_steps and float32.count(problem) > 1:
             return f"q_steps is {tile.q_steps}; expected 0 for float32"
-        if tile.q_steps and latent.holds_values_in_keys(problem):
+        if tile.q_steps and mla.holds_values_in_keys(problem):
             return f"q_steps is {tile.q_steps}; expected 0 if the keys hold the values"
         if tile.q_steps > k_steps(problem):
             return f"q_steps is {tile.q_steps}; expected at most {k_steps(problem)}"
@@ -165,13 +157,13 @@ class HopperFamily(Family[HopperTile]):
         return None
 
     def default_tile(self, problem: Problem, device: Device) -> HopperTile:
-        tile = self._first_legal(latent.posed(problem), device)
+        tile = self._first_legal(mla.kernel_problem(problem), device)
         assert tile is not None, "why_not() accepts the problem"
         return tile
 
     @remembers_last
     def _first_legal(self, problem: Problem, device: Device) -> HopperTile | None:
-        equal, steps = sequences.of_equal_lengths(problem), k_steps(problem)
+        equal, steps = varlen.as_dense(problem), k_steps(problem)
         preferred = (
             self._with_all_stages(
                 problem,
@@ -190,23 +182,23 @@ class HopperFamily(Family[HopperTile]):
         """
         most = device.shared_memory_per_block
         key = (*footprint(problem), most, tile)
-        found = self._counted.get(key)
-        if found is None:
-            candidates = (dataclasses.replace(tile, stages=n) for n in range(_MOST_STAGES, 0, -1))
+        result = self._counted.get(key)
+        if result is None:
+            candidates = (dataclasses.replace(tile, stages=n) for n in range(_MAX_STAGES, 0, -1))
             fitting = (t for t in candidates if self.shared_memory(problem, t) <= most)
-            found = next(fitting, dataclasses.replace(tile, stages=0))
-            if len(self._counted) >= _MOST_COUNTED:
+            result = next(fitting, dataclasses.replace(tile, stages=0))
+            if len(self._counted) >= _MAX_COUNTED:
                 self._counted.clear()
-            self._counted[key] = found
-        return found
+            self._counted[key] = result
+        return result
 
     @remembers_last
     def shared_memory(self, problem: Problem, tile: HopperTile) -> int:
-        return block_bytes(latent.posed(problem), tile)
+        return block_bytes(mla.kernel_problem(problem), tile)
 
     def tile_note(self, problem: Problem, tile: HopperTile) -> str:
         block = problem.score.block if problem.score is not None else None
-        if block is None or not self.is_mapped(problem):
+        if block is None or not self.uses_block_mask(problem):
             return ""
         checked, rows = "so the mask is evaluated for each pair at their edges", WARPGROUP_ROWS
         if block[0] % rows or block[1] % tile.Bc:
@@ -221,71 +213,71 @@ class HopperFamily(Family[HopperTile]):
             )
         return ""
 
-    def map_parts(self, tile: HopperTile) -> int:
+    def row_groups(self, tile: HopperTile) -> int:
         return tile.Br // WARPGROUP_ROWS
 
     def threads(self, tile: HopperTile) -> int:
         return WARPGROUP * (tile.Br // WARPGROUP_ROWS + 1)
 
     def schedule(self, problem: Problem, device: Device, tile: HopperTile) -> Schedule:
-        given, problem = problem, latent.posed(problem)
+        given, problem = problem, mla.kernel_problem(problem)
         maps = tensor_maps.forward_maps(problem, tile)
-        if not problem.layout.is_equal:
-            is_latent = latent.holds_values_in_keys(problem)
-            cut = latent.split_of(problem, device, tile) if is_latent else WHOLE
-            main = self._main(problem, device, tile, cut)
+        if not problem.layout.is_dense:
+            is_mla = mla.holds_values_in_keys(problem)
+            split = mla.choose_split(problem, device, tile) if is_mla else UNSPLIT
+            main = self._main(problem, device, tile, split)
             # The order of sequences is computed by a kernel before, or by each thread block.
-            order = sequences.order_bytes(problem)
-            launches: tuple[Launch, ...] = (sequences.launch(), main)
-            if ranks(problem) > 1:
+            order = varlen.order_bytes(problem)
+            launches: tuple[Launch, ...] = (varlen.launch(), main)
+            if cta_ranks(problem) > 1:
                 launches, order = (main,), order * math.prod(main.grid)
             return Schedule(
                 (
                     *launches,
-                    *split.combine_launches(problem, cut),
+                    *split_kv.combine_launches(problem, split),
                     *scores.low_row_launches(problem, device),
                 ),
-                cut,
-                workspace=split.workspace(problem, cut) + order,
+                split,
+                workspace=split_kv.workspace(problem, split) + order,
                 counters=scores.low_row_counters(problem),
                 # A lower bound: the kernel interleaves more heads for short causal sequences.
                 section_heads=problem.heads_q // problem.heads_kv,
                 tensor_maps=maps,
-                params=latent.changed_params(given, problem),
+                params=mla.param_overrides(given, problem),
             )
-        if pieces.count(problem) > 1:
-            workspace, parts = pieces.workspace(problem)
+        if float32.count(problem) > 1:
+            workspace, offsets = float32.workspace(problem)
             return Schedule(
-                (pieces.launch(device), self._main(problem, device, tile, WHOLE)),
+                (float32.launch(device), self._main(problem, device, tile, UNSPLIT)),
                 workspace=workspace,
                 section_heads=self._section_heads(problem, device, tile),
                 tensor_maps=maps,
-                parts=parts,
+                workspace_offsets=offsets,
             )
         if problem.is_float8:
             return Schedule(
-                (float8.launch(device), self._main(problem, device, tile, WHOLE)),
+                (float8.launch(device), self._main(problem, device, tile, UNSPLIT)),
                 workspace=float8.workspace(problem),
                 section_heads=self._section_heads(problem, device, tile),
                 tensor_maps=maps,
-                parts={float8.VALUES: 0},
+                workspace_offsets={float8.VALUES: 0},
             )
-        cut = split.choose(
+        split = split_kv.choose(
             problem,
             device,
-            q_tiles=ceil_div(problem.seqlen_q, tile.Br) * ranks(problem),
+            q_tiles=ceil_div(problem.seqlen_q, tile.Br) * cta_ranks(problem),
             key_tiles=ceil_div(problem.seqlen_k, tile.Bc),
             blocks_per_sm=1,
         )
-        main = self._main(problem, device, tile, cut)
+        main = self._main(problem, device, tile, split)
         return Schedule(
             (
                 main,
-                *split.combine_launches(problem, cut),
+                *split_kv.combine_launches(problem, split),
                 *scores.low_row_launches(problem, device),
             ),
-            cut,
-            workspace=split.workspace(problem, cut),
+            split,
+            workspace=split_kv.workspace(problem, split),
             counters=scores.low_row_counters(problem),
             section_heads=self._section_heads(problem, device, tile),
             tensor_maps=maps,
@@ -295,17 +287,17 @@ class HopperFamily(Family[HopperTile]):
         # With a block mask, query tiles are ordered by their work, and interleaving more heads
         # balances it better. A bias without a head axis stays in L2 while heads read the same rows.
         shares_bias = scores.streams_bias(problem) and not scores.bias_strides(problem)[2]
-        if self.is_mapped(problem) or shares_bias:
-            return min(problem.batch * problem.heads_q, _MOST_HEADS)
-        blocks = device.sm_count // ranks(problem)
+        if self.uses_block_mask(problem) or shares_bias:
+            return min(problem.batch * problem.heads_q, _MAX_HEADS)
+        blocks = device.sm_count // cta_ranks(problem)
         return persistent.section_heads(problem, blocks=blocks, Br=tile.Br, Bc=tile.Bc)
 
-    def _main(self, problem: Problem, device: Device, tile: HopperTile, cut: Split) -> Launch:
-        count = ranks(problem)
-        blocks = self._tiles(problem, tile) * cut.parts
+    def _main(self, problem: Problem, device: Device, tile: HopperTile, split: Split) -> Launch:
+        count = cta_ranks(problem)
+        blocks = self._tiles(problem, tile) * split.parts
         # The grid is persistent, except for dense batches if other kernels use the GPU: a thread
         # block that starts late would delay the end. In varlen, such a block fetches fewer tiles.
-        if not (problem.shares_gpu and problem.layout.is_equal):
+        if not (problem.shares_gpu and problem.layout.is_dense):
             blocks = min(blocks, device.sm_count // count)
         return Launch(
             MAIN_ENTRY,
@@ -325,10 +317,10 @@ class HopperFamily(Family[HopperTile]):
         return ceil_div(problem.seqlen_q, tile.Br) * problem.batch * problem.heads_q
 
     def unit(self, problem: Problem, tile: HopperTile, schedule: Schedule) -> TranslationUnit:
-        return super().unit(latent.posed(problem), tile, schedule)
+        return super().unit(mla.kernel_problem(problem), tile, schedule)
 
     def config(self, problem: Problem, tile: HopperTile, split: Split) -> dict[str, int | bool]:
-        of_producer, of_consumer = register_split(problem, tile)
+        producer, consumer = register_split(problem, tile)
         return {
             "Br": tile.Br,
             "Bc": tile.Bc,
@@ -337,12 +329,12 @@ class HopperFamily(Family[HopperTile]):
             "pingpong": bool(tile.turns),
             "overlaps_output": overlaps_output(problem, tile),
             "q_steps": tile.q_steps,
-            "producer_registers": of_producer,
-            "consumer_registers": of_consumer,
-            "has_seqlens": not problem.layout.is_equal,
+            "producer_registers": producer,
+            "consumer_registers": consumer,
+            "has_seqlens": not problem.layout.is_dense,
             "page_size": problem.layout.page_size,
-            "values_in_keys": latent.holds_values_in_keys(problem),
-            "skips_tiles": scores.is_noted(problem, tile),
+            "values_in_keys": mla.holds_values_in_keys(problem),
+            "skips_tiles": scores.skips_tiles(problem, tile),
             "bounded": scores.is_bounded(problem),
             "detects_one_key_rows": scores.finds_only_keys(problem),
             "bias_stages": scores.BIAS_STAGES if scores.streams_bias(problem) else 0,

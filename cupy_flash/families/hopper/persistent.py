@@ -12,11 +12,11 @@ from cupy_flash.problem.problem import Problem
 
 # Largest number of interleaved heads. With more, keys and values are read from device memory too
 # often: each head that is processed at the same time takes part of the bandwidth.
-_MOST_HEADS = 48
+_MAX_HEADS = 48
 # Loss of balance that is accepted for fewer interleaved heads, which use L2 better.
 _NEAR_BEST = 0.02
 # Largest number of query tiles for which the balance is computed; more would repeat the pattern.
-_MOST_TILES = 2**15
+_MAX_TILES = 2**15
 # Fixed cost of a query tile, in KV tiles.
 _TILE_COST = 1
 
@@ -41,8 +41,8 @@ def section_heads(problem: Problem, *, blocks: int, Br: int, Bc: int) -> int:
     """
     group = problem.heads_q // problem.heads_kv
     tiles = ceil_div(problem.seqlen_q, Br)
-    heads = min(problem.batch * problem.heads_q, max(1, _MOST_TILES // max(1, tiles)))
-    if not problem.causal or tiles * heads <= blocks or tiles > _MOST_TILES:
+    heads = min(problem.batch * problem.heads_q, max(1, _MAX_TILES // max(1, tiles)))
+    if not problem.causal or tiles * heads <= blocks or tiles > _MAX_TILES:
         return group
     rounded = problem.mask.rounded(Br, Bc)
     return _most_even_section(rounded, heads, blocks, Br, Bc)
@@ -53,7 +53,7 @@ def section_heads(problem: Problem, *, blocks: int, Br: int, Bc: int) -> int:
 def _most_even_section(mask: Mask, heads: int, blocks: int, Br: int, Bc: int) -> int:
     """Return the least number of heads with which the balance is close to the best."""
     cost = _tile_costs(mask, Br, Bc)
-    candidates = range(1, min(heads, _MOST_HEADS) + 1)
+    candidates = range(1, min(heads, _MAX_HEADS) + 1)
     evenness = {count: _evenness(cost, heads, count, blocks) for count in candidates}
     best = max(evenness.values())
     return min(count for count, even in evenness.items() if even >= best - _NEAR_BEST)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from cupy_flash.families.contract import may_have_block_map
-from cupy_flash.families.hopper import float8, latent, pieces
-from cupy_flash.families.hopper.columns import block_columns
+from cupy_flash.families.contract import may_have_block_mask
+from cupy_flash.families.hopper import float8, float32, mla
+from cupy_flash.families.hopper.cta_columns import block_columns
 from cupy_flash.families.hopper.scores import streams_bias
 from cupy_flash.families.hopper.sm90 import WARPGROUP_ROWS
 from cupy_flash.families.hopper.tiles import HopperTile
@@ -22,7 +22,7 @@ _STATE_REGISTERS = 24
 
 def register_split(problem: Problem, tile: HopperTile) -> tuple[int, int]:
     """Return the number of registers of a producer thread and of a consumer thread."""
-    split = _MAPPED_REGISTERS if may_have_block_map(problem) else _REGISTERS
+    split = _MAPPED_REGISTERS if may_have_block_mask(problem) else _REGISTERS
     return split[tile.Br // WARPGROUP_ROWS]
 
 
@@ -30,8 +30,8 @@ def consumer_registers(problem: Problem, tile: HopperTile) -> int:
     """Return a lower bound of the registers of a consumer thread: S, P, O, Q and loop state."""
     if problem.is_float8:
         return float8.registers(problem, tile)
-    factor = pieces.count(problem)
-    output = pieces.output_registers(problem, block_columns(problem, problem.head_dim_v))
+    factor = float32.count(problem)
+    output = float32.output_registers(problem, block_columns(problem, problem.head_dim_v))
     scores = tile.Bc // 2 + tile.Bc // 4 * (2 if streams_bias(problem) else factor)
     return scores + output + 4 * tile.q_steps + _STATE_REGISTERS
 
@@ -45,6 +45,6 @@ def overlaps_output(problem: Problem, tile: HopperTile) -> bool:
     if problem.is_float8:
         return False
     _, most = register_split(problem, tile)
-    need = consumer_registers(problem, tile) + tile.Bc // 4 * pieces.count(problem)
+    need = consumer_registers(problem, tile) + tile.Bc // 4 * float32.count(problem)
     # In MLA, a ring stage holds keys and values. Releasing it early is worth more than the overlap.
-    return tile.Br < 192 and need <= most and not latent.holds_values_in_keys(problem)
+    return tile.Br < 192 and need <= most and not mla.holds_values_in_keys(problem)

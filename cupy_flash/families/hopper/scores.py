@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from cupy_flash.families.contract import ceil_div, may_have_block_map
+from cupy_flash.families.contract import ceil_div, may_have_block_mask
 from cupy_flash.families.hopper.sm90 import WARPGROUP_ROWS
 from cupy_flash.families.hopper.tiles import HopperTile
-from cupy_flash.families.mma import MmaFamily, MmaTile
+from cupy_flash.families.mma.forward import MmaFamily, MmaTile
 from cupy_flash.families.schedule import MAX_STRIDE, STRIDE_UNIT, Launch
 from cupy_flash.problem.device import Device, device_for_arch
 from cupy_flash.problem.problem import Problem
@@ -27,7 +27,7 @@ def streams_bias(problem: Problem) -> bool:
     bias = score.bias if score is not None else None
     if bias is None or bias.dtype != problem.dtype or bias.alignment < STRIDE_UNIT:
         return False
-    if not problem.layout.is_equal or problem.seqlen_k == 0 or _has_edges(problem):
+    if not problem.layout.is_dense or problem.seqlen_k == 0 or _has_edges(problem):
         return False
     most = MAX_STRIDE // problem.itemsize
     return all(0 <= stride < most for stride in bias.strides)
@@ -42,7 +42,7 @@ def bias_strides(problem: Problem) -> tuple[int, int, int]:
     return batch, row, head
 
 
-def is_noted(problem: Problem, tile: HopperTile) -> bool:
+def skips_tiles(problem: Problem, tile: HopperTile) -> bool:
     """Return whether a consumer skips KV tiles that are fully masked for its own 64 rows.
 
     Skipping costs 2% of the time with a window, and KV tiles of at least Br keys are never skipped.
@@ -51,7 +51,7 @@ def is_noted(problem: Problem, tile: HopperTile) -> bool:
     score = problem.score
     if score is None or not _has_edges(problem):
         return False
-    return score.may_be_mapped or tile.Br > max(WARPGROUP_ROWS, tile.Bc)
+    return score.block_mask_suffices or tile.Br > max(WARPGROUP_ROWS, tile.Bc)
 
 
 def is_bounded(problem: Problem) -> bool:
@@ -75,9 +75,9 @@ def finds_only_keys(problem: Problem) -> bool:
     score = problem.score
     if score is None or score.sinks or problem.is_float8:
         return False
-    if score.changes_scores or score.hides_pairs or score.prefix or score.offsets:
+    if score.changes_scores or score.masks_pairs or score.prefix or score.offsets:
         return True
-    if not problem.layout.is_equal:
+    if not problem.layout.is_dense:
         return True
     # From row to row, the number of visible keys grows while key 0 is visible, and then stays or
     # falls. So if the last row attends to several keys, no row attends to a later key alone.
@@ -154,4 +154,4 @@ def _has_edges(problem: Problem) -> bool:
     score = problem.score
     if score is None:
         return False
-    return score.left is not None or score.right is not None or may_have_block_map(problem)
+    return score.left is not None or score.right is not None or may_have_block_mask(problem)

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 from cupy_flash.families.contract import round_up
-from cupy_flash.families.hopper import float8, latent, pieces
-from cupy_flash.families.hopper.columns import block_columns, operand_bytes
+from cupy_flash.families.hopper import float8, float32, mla
+from cupy_flash.families.hopper.cta_columns import block_columns, operand_bytes
 from cupy_flash.families.hopper.scores import bias_strides, streams_bias
 from cupy_flash.families.hopper.tiles import HopperTile
 from cupy_flash.families.schedule import MAX_STRIDE, STRIDE_UNIT, TensorMapSpec
@@ -42,7 +42,7 @@ def why_not_strides(
 
 def argument(problem: Problem) -> str:
     """Return the name of the tensor map argument of the forward kernel (see `Launch.arguments`)."""
-    if latent.holds_values_in_keys(problem):
+    if mla.holds_values_in_keys(problem):
         return "mla_maps"
     return "biased_maps" if streams_bias(problem) else "maps"
 
@@ -51,7 +51,7 @@ def forward_maps(problem: Problem, tile: HopperTile) -> dict[str, TensorMapSpec]
     """Return the tensor maps of q, k and v (or their converted arrays) and of a bias, by name."""
     p = problem
     rows_q, batch_q, rows_k, batch_k = p.seqlen_q, p.batch, p.seqlen_k, p.batch
-    if not p.layout.is_equal:
+    if not p.layout.is_dense:
         if p.layout.packed_q:
             rows_q, batch_q = p.layout.total_q, 1
         if p.layout.packed_k:
@@ -60,30 +60,30 @@ def forward_maps(problem: Problem, tile: HopperTile) -> dict[str, TensorMapSpec]
             rows_k, batch_k = p.layout.page_size, p.layout.pages
         else:
             batch_k = p.layout.caches
-    if pieces.count(p) > 1:
+    if float32.count(p) > 1:
         rows = {"q": tile.Br, "k": tile.Bc, "v": tile.Bc}
         dims = {"q": p.head_dim, "k": p.head_dim, "v": p.head_dim_v}
-        boxes = {name: (_slab_columns(dims[name]), rows[name]) for name in pieces.ROWS}
-        return pieces.tensor_maps(p, boxes)
+        boxes = {name: (_box_columns(dims[name]), rows[name]) for name in float32.ROWS}
+        return float32.tensor_maps(p, boxes)
     maps = {
         "q": _spec(p, "q", (p.head_dim, rows_q, p.heads_q, batch_q), tile.Br),
         "k": _spec(p, "k", (p.head_dim, rows_k, p.heads_kv, batch_k), tile.Bc),
     }
     if p.is_float8:
-        box = (_slab_columns(tile.Bc, 1), float8.value_rows(p, tile))
+        box = (_box_columns(tile.Bc, 1), float8.value_rows(p, tile))
         maps[float8.VALUES] = float8.tensor_map(p, box)
         return maps
     maps["v"] = _spec(p, "v", (p.head_dim_v, rows_k, p.heads_kv, batch_k), tile.Bc)
-    if latent.holds_values_in_keys(p):
+    if mla.holds_values_in_keys(p):
         # Widths of a box for the columns of the values, and for the other columns.
-        line, rest = (_slab_columns(n // 2) for n in (p.head_dim_v, p.head_dim - p.head_dim_v))
+        line, rest = (_box_columns(n // 2) for n in (p.head_dim_v, p.head_dim - p.head_dim_v))
         for name, height in (("q", tile.Br), ("k", tile.Bc)):
             spec = maps[name]
             maps[name] = dataclasses.replace(spec, box=(line, height))
             maps[f"{name}_rest"] = dataclasses.replace(spec, box=(rest, height), array=name)
     if streams_bias(p):
         scores = (p.seqlen_k, p.seqlen_q, p.heads_q, p.batch)
-        box = (_slab_columns(tile.Bc), tile.Br)
+        box = (_box_columns(tile.Bc), tile.Br)
         maps["bias"] = map_spec(p, scores, bias_strides(p), box)
     return maps
 
@@ -102,10 +102,10 @@ def map_spec(
 
 
 def _spec(problem: Problem, name: str, shape: Shape, rows: int) -> TensorMapSpec:
-    columns = _slab_columns(block_columns(problem, shape[0]), operand_bytes(problem))
+    columns = _box_columns(block_columns(problem, shape[0]), operand_bytes(problem))
     return map_spec(problem, shape, problem.tensors[name].strides, (columns, rows))
 
 
-def _slab_columns(columns: int, itemsize: int = 2) -> int:
+def _box_columns(columns: int, itemsize: int = 2) -> int:
     """Return the columns of a TMA box: its row is 64 or 128 bytes, which is the swizzle width."""
     return (128 if round_up(columns * itemsize, 64) % 128 == 0 else 64) // itemsize

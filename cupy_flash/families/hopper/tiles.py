@@ -36,7 +36,7 @@ class HopperTile(Tile):
 
 
 # Smallest Bc of the candidate tiles.
-FEWEST_KEYS = 32
+MIN_KEYS = 32
 # Value of q_steps that keeps all of Q in registers, for any head_dim.
 ALL_STEPS = 16
 
@@ -54,9 +54,9 @@ def preferred_tiles(problem: Problem, device: Device, streams_bias: bool) -> lis
     short = problem.seqlen_k < 2048
     # Tiles of 192 rows would leave SMs idle; with smaller tiles, fewer SMs are idle.
     few = ceil_div(problem.seqlen_q, 192) * problem.batch * problem.heads_q < device.sm_count
-    is_mapped = problem.score is not None and problem.score.may_be_mapped
+    uses_block_mask = problem.score is not None and problem.score.block_mask_suffices
     block = problem.score.block if problem.score is not None else None
-    if problem.seqlen_q > 64 and widest <= 128 and is_mapped and (block or not few):
+    if problem.seqlen_q > 64 and widest <= 128 and uses_block_mask and (block or not few):
         # Tile 192x96 takes 0.400 ms, 192x64 takes 0.437 ms (H200, document mask, head_dim 64).
         sizes = (96, 64, 80, 48, 32, 112) if widest <= 64 else (96, 128, 64, 48, 80, 32)
         # Prefer a Bc that divides the blocks of the user's mask. Otherwise KV tiles cross their
@@ -78,8 +78,8 @@ def preferred_tiles(problem: Problem, device: Device, streams_bias: bool) -> lis
     if problem.is_float8:
         # Tile 192x128 reaches 1030 TFLOP/s, 128x128 reaches 859 (head_dim 128, seqlen 16384).
         Bc = 96 if 64 < head_dim_v <= 96 or 128 < head_dim_v <= 192 else 128
-        of_192_rows = widest <= 128 and problem.seqlen_q > 64 and not few
-        return [tile_of(192 if of_192_rows else 128 if problem.seqlen_q > 64 else 64, Bc, 1)]
+        has_192_rows = widest <= 128 and problem.seqlen_q > 64 and not few
+        return [tile_of(192 if has_192_rows else 128 if problem.seqlen_q > 64 else 64, Bc, 1)]
     if problem.dtype == "float32":
         # Tile 128x96 reaches 123 TFLOP/s, 128x64 reaches 117 (head_dim 64, seqlen 4096). At
         # head_dim 128, tile 128x48 reaches 119 TFLOP/s, 128x64 reaches 113.

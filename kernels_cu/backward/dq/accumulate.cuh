@@ -105,7 +105,7 @@ struct DqAccumulator {
 
 // Workspace after the row statistics: a semaphore for each dq tile, cleared by the preprocess
 // kernel (preprocess/preprocess.cuh), and the dq sums. Packed sequences leave some tile slots
-// unused (packed_tiles.cuh). `QuerySums` in gradients.py computes the same sizes.
+// unused (packed_tiles.cuh). `QuerySums` in backward_common.py computes the same sizes.
 template <class Config>
 struct DqSums {
   static constexpr int Br = Config::dq_Br;

@@ -31,7 +31,7 @@ __device__ int64 size_of(const Capture<Input, Offset, Rank, ContiguousLast>& cap
   return size;
 }
 
-// Workspace for the captured arrays that need gradients. other_gradients.py computes its size.
+// Workspace for the captured arrays that need gradients. input_gradients.py computes its size.
 template <class Config>
 struct CaptureSums {
   using T = Accumulator<typename Config::Element>;

@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from support import fake_cupy
+from support.gpu import fake_cupy
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from cupy_flash.cli.bench import bench as bench_module

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from support import fake_cupy
+from support.gpu import fake_cupy
 
 from cupy_flash.cli.bench.table import timing_text
 from cupy_flash.cli.cases import inputs as inputs_module

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from support import fake_cupy
+from support.gpu import fake_cupy
 
 from cupy_flash import (
     flash_attention,
@@ -27,8 +27,8 @@ from cupy_flash.cli.cases.cases import Case, describe
 from cupy_flash.cli.cases.inputs import Inputs, random_inputs
 from cupy_flash.cli.cases.mod_arguments import array_bytes
 from cupy_flash.cli.cases.mod_options import modified
-from cupy_flash.cli.cases.mods import PLAIN, SPANS, Mods
-from cupy_flash.cli.cases.seen import Seen
+from cupy_flash.cli.cases.mods import PLAIN, SPANS, CaseMods
+from cupy_flash.cli.cases.visible import VisibleKeys
 from cupy_flash.cli.cases.workload import groups_of, read_workload
 from cupy_flash.cli.main import main
 from cupy_flash.cli.measure import check as check_module
@@ -36,7 +36,7 @@ from cupy_flash.cli.measure.check import Check
 from cupy_flash.cli.providers import torch_providers
 from cupy_flash.cli.providers.providers import provider
 from cupy_flash.cli.records import records
-from cupy_flash.mods.scores import Pairs
+from cupy_flash.mods.on_arrays.scores import Pairs
 from cupy_flash.problem.mask import Mask
 from cupy_flash.reference.modifications import read_modifications
 
@@ -54,7 +54,7 @@ LENGTHS = (50, 203, 113)
 
 
 def dense(mods: str = "", **more: Any) -> Case:
-    return Case("float32", 2, 113, 203, 4, 2, 16, 24, mods=Mods.parse(mods), **more)
+    return Case("float32", 2, 113, 203, 4, 2, 16, 24, mods=CaseMods.parse(mods), **more)
 
 
 def cache(mods: str, **more: Any) -> Case:
@@ -91,7 +91,7 @@ def bench(*arguments: str) -> Result:
 
 @pytest.mark.parametrize("text", ["", *ALL])
 def test_a_text_is_what_it_says(text: str) -> None:
-    mods = Mods.parse(text)
+    mods = CaseMods.parse(text)
 
     assert str(mods) == text
     assert bool(mods) == bool(text)
@@ -103,12 +103,12 @@ def test_a_text_is_what_it_says(text: str) -> None:
 )
 def test_another_text_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
-        Mods.parse(text)
+        CaseMods.parse(text)
 
 
 @pytest.mark.parametrize("text", ["softcap 0", "softcap 0.0", "window -1", "window -1:-1"])
 def test_what_the_functions_take_for_nothing_is_nothing(text: str) -> None:
-    assert Mods.parse(text) == PLAIN
+    assert CaseMods.parse(text) == PLAIN
     name, _, value = text.partition(" ")
     result = bench(
         f"--{name}={value}", "--seqlen-q", "8", "--repeats", "1", "--provider", "numpy-naive"
@@ -200,7 +200,7 @@ def seen_by_the_formula(case: Case, seqlen_q: int, seqlen_k: int) -> np.ndarray:
     mask = case.mask(seqlen_q, seqlen_k)
     at = Pairs(0, 0, rows[:, None].astype(np.int32), keys.astype(np.int32), mask.q_offset)
     found = np.isfinite(scores.apply(np.zeros((seqlen_q, seqlen_k), np.float32), at))
-    return found & ~mask.hidden(0, seqlen_q, 0, seqlen_k)
+    return found & ~mask.masked(0, seqlen_q, 0, seqlen_k)
 
 
 HIDING = (
@@ -217,7 +217,7 @@ def test_what_counts_as_work_is_what_the_formula_leaves(
 ) -> None:
     seqlen_q, seqlen_k = shape
     case = dataclasses.replace(dense(text, causal=causal), seqlen_q=seqlen_q, seqlen_k=seqlen_k)
-    seen, matrix = case.seen(*shape), seen_by_the_formula(case, *shape)
+    seen, matrix = case.visible_keys(*shape), seen_by_the_formula(case, *shape)
 
     assert case.flops() == 2 * 2 * 4 * matrix.sum() * (16 + 24)
     used = np.flatnonzero(matrix.any(0))
@@ -249,7 +249,7 @@ def test_no_query_and_no_key_is_no_work() -> None:
     for sizes in ((0, 113), (113, 0), (0, 0)):
         case = dataclasses.replace(dense("mod documents"), seqlen_q=sizes[0], seqlen_k=sizes[1])
         assert case.flops() == 0
-        assert Seen.of(Mask(*sizes)).keys() == (0 if 0 in sizes else sizes[1])
+        assert VisibleKeys.of(Mask(*sizes)).keys() == (0 if 0 in sizes else sizes[1])
 
 
 def test_a_window_over_a_cache_reads_its_own_keys() -> None:
@@ -312,7 +312,7 @@ def test_packed_sequences_have_no_axis_for_an_array_of_each() -> None:
 
 def test_options_sweep_over_their_values() -> None:
     given = {
-        "window": (Mods.parse("window 40:0").window, PLAIN.window),
+        "window": (CaseMods.parse("window 40:0").window, PLAIN.window),
         "alibi": (False, True),
         "bias": None,
     }

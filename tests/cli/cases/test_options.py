@@ -14,7 +14,7 @@ from cupy_flash.cli.cases import presets
 from cupy_flash.cli.cases.cases import Case, describe, sweep
 from cupy_flash.cli.cases.lists import CommaList
 from cupy_flash.cli.cases.mod_options import modified
-from cupy_flash.cli.cases.mods import Mods
+from cupy_flash.cli.cases.mods import CaseMods
 from cupy_flash.cli.cases.options import tile_request
 from cupy_flash.cli.main import main
 from cupy_flash.mods.keywords import Window
@@ -57,7 +57,7 @@ def test_lists_sweep_over_every_combination() -> None:
 def test_a_q_offset_applies_to_the_cases_of_a_sweep_that_are_causal_or_modified() -> None:
     cases = swept(causal=[False, True], q_offset=[-3, 5])
     causal = [(False, "", None), (True, "", -3), (True, "", 5)]
-    windows = {"window": (Mods.window, Window(9, 0))}
+    windows = {"window": (CaseMods.window, Window(9, 0))}
     windowed = [(mask, "window 9:0", offset) for mask in (False, True) for offset in (-3, 5)]
 
     for mods, expected in (({}, causal), (windows, causal + windowed)):

@@ -13,19 +13,25 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from support import fake_cupy
+from support.gpu import fake_cupy
 
 from cupy_flash.api.kvcache import flash_attention_with_kvcache
 from cupy_flash.api.varlen import flash_attention_varlen
 from cupy_flash.calls.arguments import Arguments
+from cupy_flash.calls.check.problems import problem_of
 from cupy_flash.calls.options import Options
-from cupy_flash.calls.problems import problem_of
 from cupy_flash.cli.bench import bench as bench_module
 from cupy_flash.cli.bench.table import print_cells, record_row
 from cupy_flash.cli.cases import presets
 from cupy_flash.cli.cases.cases import Case, describe
 from cupy_flash.cli.cases.inputs import Inputs, can_share_pages, random_inputs
-from cupy_flash.cli.cases.sequences import arrays_of, long_tail, repeatable, rows_of, uniform_twin
+from cupy_flash.cli.cases.sequences import (
+    arrays_of,
+    equal_length_case,
+    long_tail,
+    repeatable,
+    rows_of,
+)
 from cupy_flash.cli.main import main
 from cupy_flash.cli.measure.check import Check, choose_blocks
 from cupy_flash.cli.measure.runner import Cell, Runner, Settings, set_speedups, too_large
@@ -148,10 +154,10 @@ def test_a_cases_problem_is_that_of_the_call(case: Case) -> None:
     if case.kind == "varlen":
         arguments = Arguments(q[0], k[0], v[0], **inputs.more)
         most = {"max_seqlen_q": case.seqlen_k, "max_seqlen_k": case.seqlen_k}
-        found = problem_of(arguments, Options("packed", case.causal, **most))
+        found = problem_of(arguments, Options("varlen", case.causal, **most))
     else:
         arguments = Arguments(q, k_cache=k, v_cache=v, **inputs.more)
-        found = problem_of(arguments, Options("cached", case.causal))
+        found = problem_of(arguments, Options("kvcache", case.causal))
 
     # NumPy arrays may be aligned less than GPU memory, so compare at 16 bytes.
     assert case.problem() == found.aligned(16)
@@ -387,7 +393,7 @@ def test_torch_takes_caches_of_one_length_in_no_pages(
 
 def test_the_uniform_twin_has_about_the_rows_and_flops_of_the_batch() -> None:
     case = presets.preset("varlen").cases[0]
-    twin = uniform_twin(case)
+    twin = equal_length_case(case)
 
     assert twin.seqlen_q == twin.seqlen_k
     assert twin.seqlen_q % 128 == 0
@@ -421,7 +427,7 @@ def timed(case: Case, *names: str) -> list[Cell]:
 def test_times_of_the_uniform_twin_are_scaled_to_the_flops_of_the_batch() -> None:
     case = varlen()
     ours, twin = timed(case, "cupy_flash-cpu", "cupy_flash-uniform")
-    scale = case.flops() / uniform_twin(case).flops()
+    scale = case.flops() / equal_length_case(case).flops()
     set_speedups([ours, twin], ["cupy_flash-uniform"])
     rows = [record_row(cell, None, "a CPU", {}) for cell in (ours, twin)]
 

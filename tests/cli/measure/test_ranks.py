@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cupy_flash.cli.measure import ranks
-from cupy_flash.cli.measure.ranks import Crew, RankError, on_ranks
+from cupy_flash.cli.measure.ranks import RankError, RankProcesses, on_ranks
 from cupy_flash.gpu.environment import gpu_unavailable
 
 
@@ -30,12 +30,12 @@ def test_a_crew_does_not_wait_for_a_rank_that_has_failed() -> None:
     if gpu_unavailable() is None:
         pytest.skip("there is a GPU")
     with pytest.raises(RankError, match=r"rank 1: Traceback"):
-        Crew(work, 2, seconds=60)
+        RankProcesses(work, 2, seconds=60)
 
 
 def test_a_crew_waits_for_no_rank_longer_than_it_may() -> None:
     with pytest.raises(RankError, match="rank 1 did not end in time"):
-        Crew(work, 2, seconds=0)
+        RankProcesses(work, 2, seconds=0)
 
 
 def started(count: int) -> tuple[list[Any], list[Any]]:
@@ -52,14 +52,14 @@ def test_a_rank_that_fails_is_heard_while_one_before_it_hangs() -> None:
     found, (_, second) = started(2)
     second.send(("Traceback", None))
     with pytest.raises(RankError, match="rank 1: Traceback"):
-        ranks._said_by(found, time.monotonic() + 60)
+        ranks._receive_all(found, time.monotonic() + 60)
     second.close()
     with pytest.raises(RankError, match="rank 1 ended without a result"):
-        ranks._said_by(found, time.monotonic() + 60)
+        ranks._receive_all(found, time.monotonic() + 60)
 
 
 def test_what_ranks_say_is_in_their_order() -> None:
     found, theirs = started(3)
     for number in (2, 0, 1):
         theirs[number].send((None, number))
-    assert ranks._said_by(found, time.monotonic() + 60) == [0, 1, 2]
+    assert ranks._receive_all(found, time.monotonic() + 60) == [0, 1, 2]

@@ -17,7 +17,7 @@ import pytest
 from cupy_flash.cli.cases.cases import Case
 from cupy_flash.cli.cases.inputs import Inputs, random_inputs
 from cupy_flash.cli.measure.runner import Cell, Runner, Settings
-from cupy_flash.cli.measure.timing import Timed, call_milliseconds, take_turns
+from cupy_flash.cli.measure.timing import Timed, alternate, call_milliseconds
 from cupy_flash.cli.providers.contract import Prepared, Provider
 from cupy_flash.cli.providers.providers import provider as provider_of_ours
 
@@ -53,7 +53,7 @@ class FakeTimer:
             return 3.0
 
         self.turns.append(order)
-        return take_turns(measure, calls, repeats)
+        return alternate(measure, calls, repeats)
 
 
 class FakeProvider(Provider):

@@ -14,12 +14,12 @@ from cupy_flash.cli.measure.timing import (
     GpuTimer,
     HostTimer,
     Timed,
+    alternate,
     copy_rate,
     host_microseconds,
     repeats_within,
     replayed,
     spread,
-    take_turns,
 )
 
 
@@ -70,7 +70,7 @@ def test_providers_take_turns_and_one_with_fewer_repeats_sits_out_the_last_round
 
     first, second = Timed(lambda: None), Timed(lambda: 1)
     names = {first: "first", second: "second"}
-    results = take_turns(measure, [first, second], [3, 1])
+    results = alternate(measure, [first, second], [3, 1])
 
     assert order == ["first", "second", "first", "first"]
     assert [len(result) for result in results] == [3, 1]

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from support import fake_cupy
+from support.gpu import fake_cupy
 
 from cupy_flash.cli.cases.cases import Case
-from cupy_flash.cli.cases.mods import Mods
-from cupy_flash.cli.cases.seen import Seen
+from cupy_flash.cli.cases.mods import CaseMods
+from cupy_flash.cli.cases.visible import VisibleKeys
 from cupy_flash.cli.main import main
 from cupy_flash.cli.model import backward, profile, traffic
 from cupy_flash.cli.model.profiler import Call, Kernel
@@ -49,7 +49,7 @@ def plan_of(of: Case, **asked: Any) -> Plan:
 )
 @pytest.mark.parametrize("Bc", [16, 64])
 def test_a_tile_of_keys_is_read_for_by_the_queries_that_see_any_of_it(mask: Mask, Bc: int) -> None:
-    seen = Seen.of(mask)
+    seen = VisibleKeys.of(mask)
     rows, keys = np.arange(mask.seqlen_q)[:, None], np.arange(mask.seqlen_k)
     sees = (keys >= mask.begins(rows)) & (keys < mask.ends(rows))
     begins, ends = seen.tiles_of_keys(Bc)
@@ -91,7 +91,7 @@ def test_a_kernel_that_does_everything_computes_what_counts(entry: str) -> None:
     assert backward.recomputation(plan.problem, [kernel]) == 1
 
 
-@pytest.mark.parametrize("more", [{}, {"causal": True}, {"mods": Mods.parse("window 500:0")}])
+@pytest.mark.parametrize("more", [{}, {"causal": True}, {"mods": CaseMods.parse("window 500:0")}])
 def test_traffic_lies_between_what_is_compulsory_and_that_without_a_cache(
     more: dict[str, Any],
 ) -> None:
@@ -190,7 +190,7 @@ def test_profile_compares_with_all_that_the_kernels_compute() -> None:
     ]
     rows = {row["quantity"]: row for row in profile.compare(kernels, plan, H100)}
 
-    assert profile.flops_of(plan, Mods()) == case().flops()
+    assert profile.flops_of(plan, CaseMods()) == case().flops()
     assert rows["tensor-core FLOPs"]["model"] == 2 * pairs * (4 * 64 + 3 * 128)
     assert rows["special functions"]["model"] == 2 * pairs
     assert rows["HBM read"]["measured"] == 3e9

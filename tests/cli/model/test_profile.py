@@ -14,8 +14,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from cupy_flash.cli.cases.cases import Case
-from cupy_flash.cli.cases.mods import Mods
-from cupy_flash.cli.cases.seen import Seen
+from cupy_flash.cli.cases.mods import CaseMods
+from cupy_flash.cli.cases.visible import VisibleKeys
 from cupy_flash.cli.model import profile as profile_module
 from cupy_flash.cli.model import profiler
 from cupy_flash.cli.model.profile import METRICS, amount, compare, model_of, profile
@@ -497,9 +497,9 @@ def test_the_models_occupancy_is_of_the_resident_blocks() -> None:
 
 
 def test_a_modified_model_counts_the_pairs_that_are_left_and_reads_the_bias() -> None:
-    mods = Mods.parse("mod documents, bias shared")
+    mods = CaseMods.parse("mod documents, bias shared")
     plan = plan_of(mods=mods)
-    seen = Seen.of(plan.problem.mask, "documents", 4096)
+    seen = VisibleKeys.of(plan.problem.mask, "documents", 4096)
     model = model_of(plan, mods)
 
     assert model.exponentials == 32 * seen.pairs() < model_of(plan_of()).exponentials / 3

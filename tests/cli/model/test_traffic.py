@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 
 from cupy_flash.cli.cases.mod_arguments import score_of
-from cupy_flash.cli.cases.mods import Mods
-from cupy_flash.cli.cases.seen import Seen
+from cupy_flash.cli.cases.mods import CaseMods
+from cupy_flash.cli.cases.visible import VisibleKeys
 from cupy_flash.cli.model.traffic import (
     Roof,
     Schedule,
     compulsory,
     fused,
     fused_without_cache,
-    seen_of,
     standard,
     tile_ranges,
+    visible_keys,
 )
 from cupy_flash.families.contract import heads_in_l2
 from cupy_flash.mods.shapes import Sizes
@@ -111,7 +111,7 @@ def test_tiles_read_what_brute_force_finds_seen(rng: np.random.Generator) -> Non
             expected.append(sum(len(tile) for tile in tiles if tile.any()))
 
         assert [end - begin for begin, end in tile_ranges(p, Br, Bc)] == expected
-        assert seen_of(p).keys() == seen.any(axis=0).sum()
+        assert visible_keys(p).keys() == seen.any(axis=0).sum()
 
 
 MODIFIED = ("window 40:0", "window 3:90", "mod documents", "mod prefix")
@@ -123,7 +123,7 @@ def test_modified_tiles_read_what_brute_force_finds_seen(
 ) -> None:
     for _ in range(50):
         p, mods = modified(random_problem(rng), text)
-        seen = Seen.of(p.mask, mods.mod, p.seqlen_k)
+        seen = VisibleKeys.of(p.mask, mods.mod, p.seqlen_k)
         keys = np.arange(p.seqlen_k)
         matrix = (keys >= seen.begins[:, None]) & (keys < seen.ends[:, None])
         Br, Bc = (int(n) for n in rng.integers(1, 130, 2))
@@ -134,12 +134,12 @@ def test_modified_tiles_read_what_brute_force_finds_seen(
             expected.append(sum(len(tile) for tile in tiles if tile.any()))
 
         assert [end - begin for begin, end in tile_ranges(p, Br, Bc, mods)] == expected
-        assert seen_of(p, mods).keys() == matrix.any(axis=0).sum()
+        assert visible_keys(p, mods).keys() == matrix.any(axis=0).sum()
 
 
-def modified(p: Problem, text: str) -> tuple[Problem, Mods]:
+def modified(p: Problem, text: str) -> tuple[Problem, CaseMods]:
     """Return the problem with the modifications that `text` names, and these modifications."""
-    mods = Mods.parse(text)
+    mods = CaseMods.parse(text)
     sizes = Sizes(p.dtype, p.batch, p.heads_q, p.seqlen_q, p.seqlen_k)
     return dataclasses.replace(p, score=score_of(mods, sizes, causal=p.causal)), mods
 
@@ -171,7 +171,7 @@ def test_an_array_over_pairs_is_read_once_unless_the_cache_is_too_small(
 def test_a_window_leaves_most_of_a_bias_unread() -> None:
     p, mods = modified(problem(seqlen_q=203, causal=True), "window 0:0, bias shared")
 
-    assert compulsory(p, mods).read - compulsory(p, Mods()).read == 203 * 2
+    assert compulsory(p, mods).read - compulsory(p, CaseMods()).read == 203 * 2
 
 
 def test_without_a_cache_every_query_tile_reads_its_own_keys() -> None:

@@ -16,7 +16,7 @@ from cupy_flash.cli.cases.cases import Case
 from cupy_flash.cli.cases.inputs import Inputs, random_inputs
 from cupy_flash.cli.measure.ranks import RankError
 from cupy_flash.cli.providers import several_gpus
-from cupy_flash.cli.providers.several_gpus import SeveralGpus, Share
+from cupy_flash.cli.providers.several_gpus import SeveralGpus, ShardedCall
 
 CASE = Case("float32", 2, 60, 60, 4, 2, 16, 16, causal=True)
 
@@ -39,7 +39,7 @@ def group() -> parallel.Group:
 )
 def test_all_ranks_together_compute_the_case(case: Case, group: parallel.Group) -> None:
     inputs = random_inputs(case, 0, on_gpu=False)
-    share = Share(group, inputs, None, on_gpu=False)
+    share = ShardedCall(group, inputs, None, on_gpu=False)
     expected: Any = inputs.call(on_gpu=False)()
     found = share.whole(share.call())
     if not case.is_backward:
@@ -73,12 +73,12 @@ def test_a_capture_that_fails_ends_the_ranks_and_says_so(
     """The failure may have interrupted a call, after which the group cannot be used."""
     done: list[Any] = []
     crew: Any = SimpleNamespace(
-        tell=lambda *order: done.append(order[0]),
+        send_order=lambda *order: done.append(order[0]),
         close=lambda: done.append("close"),
         communicator=SimpleNamespace(abort=lambda: done.append("abort")),
     )
     monkeypatch.setattr(several_gpus, "replayed", lambda timed: None)
-    monkeypatch.setattr(several_gpus, "Crew", lambda work, gpus: crew)
+    monkeypatch.setattr(several_gpus, "RankProcesses", lambda work, gpus: crew)
     monkeypatch.setattr(parallel, "Group", lambda communicator, timeout: group)
     monkeypatch.setattr(Inputs, "gpu", Inputs.host)
     inputs = random_inputs(CASE, 0, on_gpu=False)

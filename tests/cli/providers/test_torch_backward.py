@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from support import fake_cupy
+from support.gpu import fake_cupy
 
 from cupy_flash.cli.cases.cases import Case
 from cupy_flash.cli.cases.inputs import Inputs, random_inputs

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import fake_cupy
+from support.gpu import fake_cupy
 
 from cupy_flash.cli.cases.cases import Case
 from cupy_flash.cli.cases.inputs import Inputs, random_inputs
-from cupy_flash.cli.cases.mods import Mods
+from cupy_flash.cli.cases.mods import CaseMods
 from cupy_flash.cli.measure.check import Check
 from cupy_flash.cli.providers import torch_providers
 from cupy_flash.cli.providers.providers import provider
@@ -32,7 +32,7 @@ def case(mods: str = "", **more: Any) -> Case:
         heads_kv=2,
         head_dim=16,
         head_dim_v=16,
-        mods=Mods.parse(mods),
+        mods=CaseMods.parse(mods),
         **sizes,
     )
 
@@ -276,4 +276,6 @@ def test_torchs_own_call_refuses_what_it_has_no_argument_for(
 
 def test_plain_torch_refuses_modifications(torch: FakeTorch) -> None:
     assert provider("torch-eager").why_not(case("sinks")) == "the plain formula here has no sinks"
-    assert provider("torch-eager").why_not(dataclasses.replace(case("sinks"), mods=Mods())) is None
+    assert (
+        provider("torch-eager").why_not(dataclasses.replace(case("sinks"), mods=CaseMods())) is None
+    )

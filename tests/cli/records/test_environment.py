@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support import fake_cupy
-from support.fake_cupy import FakeCupy
+from support.gpu import fake_cupy
+from support.gpu.fake_cupy import FakeCupy
 
 from cupy_flash.cli.records import environment
 

@@ -14,7 +14,7 @@ from cupy_flash.cli.cases.cases import Case
 from cupy_flash.cli.cases.workload import Weighted
 from cupy_flash.cli.tune.candidates import Candidate, Limits, gpu_candidates, illegal_sizes
 from cupy_flash.cli.tune.heatmap import HeatMap, print_heat_map
-from cupy_flash.host.plan import make_cpu_plan
+from cupy_flash.cpu.plan import make_cpu_plan
 from cupy_flash.problem.device import device_for_arch
 from cupy_flash.problem.tile import Tile
 

@@ -13,7 +13,7 @@ from cupy_flash.cli.cases.cases import Case
 from cupy_flash.cli.tune import live as live_module
 from cupy_flash.cli.tune.candidates import Candidate
 from cupy_flash.cli.tune.live import Live
-from cupy_flash.host.plan import make_cpu_plan
+from cupy_flash.cpu.plan import make_cpu_plan
 from cupy_flash.problem.tile import Tile
 
 CASE = Case("float32", 1, 113, 203, 2, 2, 24, 24)

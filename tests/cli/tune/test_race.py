@@ -11,7 +11,7 @@ from cupy_flash.cli.cases.cases import Case
 from cupy_flash.cli.cases.workload import Weighted
 from cupy_flash.cli.tune.candidates import Candidate, Limits, gpu_candidates
 from cupy_flash.cli.tune.race import race, ranking, rounds
-from cupy_flash.host.plan import make_cpu_plan
+from cupy_flash.cpu.plan import make_cpu_plan
 from cupy_flash.problem.device import Resources, device_for_arch
 from cupy_flash.problem.tile import Tile
 

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from support import fake_cupy
+from support.gpu import fake_cupy
 
 import cupy_flash
 from cupy_flash.cli.build.build import Built, Job
@@ -35,10 +35,17 @@ from cupy_flash.cli.tune import tune as tune_module
 from cupy_flash.cli.tune.candidates import Candidate, Limits, cpu_candidates, evenly, gpu_candidates
 from cupy_flash.cli.tune.findings import entry_of, finding_of, print_ranking
 from cupy_flash.cli.tune.live import Live
-from cupy_flash.cli.tune.sweep import Compilation, Sweep, plan_sweeps, shorten, time_all, twin_class
+from cupy_flash.cli.tune.sweep import (
+    Compilation,
+    Sweep,
+    other_16bit_class,
+    plan_sweeps,
+    shorten,
+    time_all,
+)
+from cupy_flash.cpu import sources
 from cupy_flash.families.schedule import Launch
 from cupy_flash.gpu.compiler import Cubin, why_no_compiler
-from cupy_flash.host import sources
 from cupy_flash.planning import tuning
 from cupy_flash.planning.planner import Plan
 from cupy_flash.problem.device import Resources, device_for_arch
@@ -1048,7 +1055,7 @@ def test_tiles_with_the_same_machine_code_and_launch_are_timed_once(
     print_ranking(candidates, "a title", 20)
 
     assert default.is_default
-    assert (default.twin, second.twin, third.twin) == (None, default, default)
+    assert (default.same_binary, second.same_binary, third.same_binary) == (None, default, default)
     assert {id(each) for each in called} == {id(default)}
     assert [c.medians_ms for c in candidates] == [[1.5]] * 3
     assert [c.rounds for c in candidates] == [3] * 3
@@ -1073,7 +1080,7 @@ def test_the_same_machine_code_launched_in_another_way_is_timed_itself() -> None
     candidates[1].plans = (launched_by(other, launches),)
     compiled(candidates, FakeBuilder(lambda job: b"same"))
 
-    assert candidates[1].twin is None
+    assert candidates[1].same_binary is None
 
 
 def test_each_unit_is_compiled_once_for_all_groups() -> None:
@@ -1106,7 +1113,7 @@ SIZES = "q4096 k4096 rows65536 align16"
     ],
 )
 def test_the_16_bit_types_are_each_others_twins(one: str, other: str | None) -> None:
-    assert twin_class(one) == other
+    assert other_16bit_class(one) == other
 
 
 def field_of(problem_class: str) -> Sweep:

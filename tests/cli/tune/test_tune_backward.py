@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from support import fake_cupy
+from support.gpu import fake_cupy
 
 from cupy_flash.cli.build.build import Built, Job
 from cupy_flash.cli.cases import inputs as inputs_module
@@ -25,7 +25,7 @@ from cupy_flash.cli.tune import job as job_module
 from cupy_flash.cli.tune import sweep as sweep_module
 from cupy_flash.cli.tune.candidates import Limits, gpu_candidates
 from cupy_flash.cli.tune.findings import class_text, is_stale
-from cupy_flash.cli.tune.sweep import plan_sweeps, twin_class
+from cupy_flash.cli.tune.sweep import other_16bit_class, plan_sweeps
 from cupy_flash.families import FAMILIES
 from cupy_flash.gpu.compiler import Cubin
 from cupy_flash.planning import tuning
@@ -123,7 +123,7 @@ def test_gradients_are_classes_of_their_own() -> None:
     assert ProblemClass.parse(f"{forward} packed backward").direction == "backward"
     assert ProblemClass.parse(forward).direction == "forward"
     assert class_text(backward) == "bf16 d64 full s4096 backward"
-    assert twin_class(backward) == backward.replace("bfloat16", "float16")
+    assert other_16bit_class(backward) == backward.replace("bfloat16", "float16")
 
 
 @pytest.mark.parametrize("case", [CASE, BACKWARD], ids=lambda case: case.direction)

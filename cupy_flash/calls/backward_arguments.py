@@ -1,0 +1,164 @@
+"""Record of the arrays of a backward call, their checks, and the problem that they describe."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupy_flash.arrays.strided import (
+    address_of,
+    dtype_name,
+    new_spec,
+    require_batch_axes,
+    require_float,
+    require_in_place,
+    require_shape,
+    spec_of,
+    to_bshd,
+    with_one_batch_axis,
+)
+from cupy_flash.calls.arguments import Arguments, append_arrays
+from cupy_flash.calls.check.problems import lse_shape, problem_of
+from cupy_flash.calls.gpu.allocate import ResultSpec
+from cupy_flash.calls.options import Options
+from cupy_flash.problem.backward import with_gradient
+from cupy_flash.problem.gradient import OF_MOD, ROWS, GradientSpec
+from cupy_flash.problem.problem import Problem
+
+
+class GradientArguments(NamedTuple):
+    """Arrays of a backward call under their public names; None for an absent array."""
+
+    q: Any
+    k: Any
+    v: Any
+    # May be None for a plan only.
+    out: Any = None
+    dout: Any = None
+    lse: Any = None
+    dlse: Any = None
+    dq: Any = None
+    dk: Any = None
+    dv: Any = None
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+    seqused_k: Any = None
+
+    def arrays_of_kind(self, kind: str) -> tuple[Any, ...]:
+        """Return all arrays: backward calls of every kind have the same."""
+        return self
+
+    @property
+    def like(self) -> Any:
+        """Array that determines the array type of the results."""
+        return self.q
+
+    @property
+    def modification_arrays(self) -> tuple[Any, ...]:
+        """Arrays of modifications, which `append_arrays` has appended."""
+        return self[_FIXED:]
+
+    @property
+    def forward(self) -> Arguments:
+        """Record of the arrays of the forward call."""
+        plain = Arguments(
+            q=self.q,
+            k=self.k,
+            v=self.v,
+            out=self.out,
+            cu_seqlens_q=self.cu_seqlens_q,
+            cu_seqlens_k=self.cu_seqlens_k,
+            seqused_k=self.seqused_k,
+        )
+        names = self._fields[_FIXED:]
+        return append_arrays(plain, names, self.modification_arrays) if names else plain
+
+
+_FIXED = len(GradientArguments._fields)
+WRITTEN = ("dq", "dk", "dv")
+_OTHERS = ("dout", "out")
+
+
+def require_grad_dtype(grad_dtype: Any) -> None:
+    """Raise ValueError unless `grad_dtype` is None or "float32"."""
+    if grad_dtype is not None and not (isinstance(grad_dtype, str) and grad_dtype == "float32"):
+        raise ValueError(
+            f"grad_dtype is {grad_dtype!r}; expected 'float32', or None for the inputs' dtypes"
+        )
+
+
+def gradient_problem(arguments: GradientArguments, options: Options) -> Problem:
+    """Return the backward problem of a call, given NumPy or CuPy arrays.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If no kernel computes the problem; the message names the argument.
+    """
+    assert options.wrt is not None
+    require_grad_dtype(options.grad_dtype)
+    for name in _OTHERS:
+        array = getattr(arguments, name)
+        require_float(name, array)
+    problem = problem_of(arguments.forward, options)
+    if options.is_dense:
+        require_batch_axes("dout", arguments.dout, arguments.q)
+    _require_row_values(arguments, problem)
+    layout = options.layout
+    dout = spec_of(to_bshd(arguments.dout, layout), address_of(arguments.dout))
+    dtype = options.grad_dtype or problem.dtype
+    gradients = {}
+    for name in ROWS:
+        given = getattr(arguments, f"d{name}")
+        if given is None:
+            if name in options.wrt:
+                like = with_one_batch_axis(getattr(arguments, name))
+                gradients[name] = new_spec(tuple(like.shape), layout, dtype)
+            continue
+        if name not in options.wrt:
+            raise ValueError(f"d{name} is given, but wrt does not name {name!r}")
+        if options.is_dense:
+            require_batch_axes(f"d{name}", given, arguments.q)
+        require_float(f"d{name}", given)
+        require_in_place(f"d{name}", given)
+        gradients[name] = spec_of(to_bshd(given, layout), address_of(given))
+    spec = GradientSpec(
+        options.wrt,
+        dtype,
+        arguments.dlse is not None,
+        as_inputs=options.grad_dtype is None,
+        bias=_bias_axes(arguments) if "bias" in options.wrt else None,
+        captured=sum(_input(arguments, n).size for n in options.wrt if n.startswith(OF_MOD)),
+    )
+    return with_gradient(problem, spec, dout, gradients)
+
+
+def _bias_axes(arguments: GradientArguments) -> tuple[int, int, int, int]:
+    shape = tuple(_input(arguments, "bias").shape)
+    batch, heads, rows, keys = (1,) * (4 - len(shape)) + shape
+    return batch, heads, rows, keys
+
+
+def _input(arguments: GradientArguments, name: str) -> Any:
+    """Return the input with this name in `Options.wrt`."""
+    # The field of a captured array has an underscore instead of the dot: "score_mod_NAME".
+    return getattr(arguments, name.replace(".", "_"))
+
+
+def result_spec(arguments: GradientArguments, options: Options, name: str) -> ResultSpec:
+    """Return the shape and dtype of a newly allocated gradient of an input."""
+    like = _input(arguments, name)
+    dtype = like.dtype if options.grad_dtype is None else np.dtype(options.grad_dtype)
+    return tuple(like.shape), dtype
+
+
+def _require_row_values(arguments: GradientArguments, problem: Problem) -> None:
+    for name in ("lse", "dlse"):
+        array = getattr(arguments, name)
+        if array is None:
+            continue
+        if dtype_name(array) != problem.lse_dtype or not array.dtype.isnative:
+            raise TypeError(f"{name} has dtype {array.dtype}; expected {problem.lse_dtype}")
+        expected = lse_shape(arguments.q, problem)
+        require_shape(name, array, expected, "one for each query row of each head")

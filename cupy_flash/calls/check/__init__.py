@@ -1,0 +1,1 @@
+"""Checks of the arguments of calls, and the problems that they describe."""

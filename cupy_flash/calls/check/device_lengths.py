@@ -1,0 +1,62 @@
+"""Checks of lengths, offsets and indices in device arrays if `CUPY_FLASH_CHECK` is set."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+
+from cupy_flash.arrays.strided import as_cupy, convert_to
+from cupy_flash.calls.arguments import INT32
+from cupy_flash.calls.backward_arguments import gradient_problem
+from cupy_flash.calls.check.lengths import check_contents
+from cupy_flash.calls.check.modifications import ModificationKey
+from cupy_flash.calls.check.problems import problem_of
+from cupy_flash.calls.options import Options
+from cupy_flash.gpu.environment import cupy_module
+
+VARIABLE = "CUPY_FLASH_CHECK"
+# The variable is read once, because a call takes only a few microseconds.
+is_enabled = os.environ.get(VARIABLE, "0") not in ("", "0")
+
+
+def check(arrays: Any, options: Options, keys: int, mod_key: ModificationKey | None) -> None:
+    """Raise ValueError for array contents that kernels would clamp; see `check_contents`.
+
+    The arrays of lengths, offsets and indices are copied to the host, which waits for the current
+    stream. The check is skipped while the stream is captured: arrays have no contents then.
+
+    Parameters
+    ----------
+    arrays, options, mod_key
+        `Arguments` or `GradientArguments` of a call on the current GPU, its options, and its
+        modifications. They have passed all other checks.
+    keys
+        Length of every cached sequence, if no array gives the lengths.
+    """
+    names = [name for name in arrays._fields if name in INT32 and getattr(arrays, name) is not None]
+    if not names or _is_capturing():
+        return
+    if mod_key is not None:
+        options = options.with_mod_key(mod_key)
+    plain = type(arrays)(*map(as_cupy, arrays))
+    on_host = {name: convert_to(np, getattr(plain, name)) for name in names}
+    if options.wrt is None:
+        plain = plain.parts_of_qkv(options.layout)
+        check_contents(plain._replace(**on_host), options, problem_of(plain, options), keys)
+    else:
+        problem = gradient_problem(plain, options)
+        check_contents(plain._replace(**on_host).forward, options, problem, keys)
+
+
+def contents(array: Any) -> Any | None:
+    """Return a copy of a device array on the host if calls are checked, otherwise None.
+
+    The copy waits for the current stream. The result is None while the stream is captured.
+    """
+    return convert_to(np, as_cupy(array)) if is_enabled and not _is_capturing() else None
+
+
+def _is_capturing() -> bool:
+    return bool(cupy_module().cuda.get_current_stream().is_capturing())

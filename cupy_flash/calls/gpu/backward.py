@@ -1,0 +1,188 @@
+"""Prepared backward calls on a GPU: plan, kernels, packed arguments, and the launches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cupy_flash.arrays.overlap import OverlapCheck
+from cupy_flash.arrays.strided import address_of, as_cupy, is_aligned, readable_in_place
+from cupy_flash.calls.backward_arguments import (
+    WRITTEN,
+    GradientArguments,
+    gradient_problem,
+    result_spec,
+)
+from cupy_flash.calls.check.modifications import UserMods, canonical, packed_arguments
+from cupy_flash.calls.check.problems import sizes_of
+from cupy_flash.calls.conversions import converted
+from cupy_flash.calls.gpu.allocate import (
+    MemoryAllocator,
+    ResultAllocator,
+    memory_allocator,
+    result_allocator,
+)
+from cupy_flash.calls.gpu.forward import fixed_fields
+from cupy_flash.calls.options import Options
+from cupy_flash.families.input_gradients import bias_fields
+from cupy_flash.families.params import params_dtype
+from cupy_flash.gpu.counters import shared
+from cupy_flash.gpu.environment import cupy_module
+from cupy_flash.gpu.launch import Launches
+from cupy_flash.gpu.params import PackedStruct
+from cupy_flash.gpu.tensor_map import TensorMaps
+from cupy_flash.mods.modification import prefixed
+from cupy_flash.planning.planner import make_plan
+from cupy_flash.problem.device import Device
+from cupy_flash.problem.gradient import ROWS
+
+# Names of the values that follow the addresses of the arguments when a struct is packed: the
+# address of each input's gradient, of the workspace, and of arrays in the workspace.
+_RESULT, _WORKSPACE = "gradient of ", "workspace"
+# Struct fields for the gradients of inputs other than q, k, v and captured arrays.
+_FIELDS = {"bias": "dbias", "sinks": "dsinks"}
+
+
+@dataclass(frozen=True)
+class Call:
+    """Prepared backward call: what the call key determines, see `prepared_calls.look_up`.
+
+    Attributes
+    ----------
+    allocate_results
+        Function that allocates, in order, the gradients that no array is given for.
+    given
+        Index among the gradients, and index among the call's arrays, of each array that is given.
+    overlap_check
+        Overlap check for all arrays of the call.
+    scratch
+        Function that allocates memory for the plan's workspace, or None.
+    uses_torch
+        Whether torch allocates that memory. Torch tracks itself which streams use its memory.
+    workspace_offsets
+        Byte offsets in the workspace of the arrays whose addresses kernels are given.
+    launches
+        Launches of the backward kernels; none if there is no query.
+    cleared
+        Indices of the gradients that are zeroed first, because kernels write only parts of them.
+    """
+
+    allocate_results: ResultAllocator
+    given: tuple[tuple[int, int], ...]
+    overlap_check: OverlapCheck
+    scratch: MemoryAllocator | None
+    uses_torch: bool
+    workspace_offsets: tuple[int, ...]
+    launches: Launches
+    cleared: tuple[int, ...]
+
+    def run(self, arguments: Sequence[Any], addresses: tuple[int, ...], *_: Any) -> list[Any]:
+        """Enqueue the launches for arrays at these addresses; return the gradients.
+
+        Of `arguments`, only the arrays that gradients are written to are used.
+        """
+        self.overlap_check.check(addresses)
+        stream = None if self.uses_torch else shared(0)
+        arrays, result_addresses = self.allocate_results()
+        for index, argument_index in self.given:
+            arrays[index], result_addresses[index] = (
+                arguments[argument_index],
+                addresses[argument_index],
+            )
+        for index in self.cleared:
+            as_cupy(arrays[index]).fill(0)
+        # `_memory` is referenced until the launches are enqueued; then the pool may reuse it.
+        _memory, scratch = self.scratch() if self.scratch else (None, 0)
+        if self.launches:
+            offsets = [scratch + offset for offset in self.workspace_offsets]
+            self.launches.run((*addresses, *result_addresses, scratch, *offsets))
+        if stream is not None:
+            stream.launched()
+        return arrays
+
+
+def readable(arguments: GradientArguments, options: Options) -> GradientArguments:
+    """Return the arrays, with copies of those that kernels cannot read in place."""
+    arguments = converted(arguments, options)
+    copied: dict[str, Any] = {
+        name: readable_in_place(array, one_batch=options.is_dense)
+        for name, array in zip(arguments._fields, arguments, strict=True)
+        if array is not None and name not in WRITTEN and name in GradientArguments._fields
+    }
+    for name in ("lse", "dlse"):
+        array = as_cupy(getattr(arguments, name))
+        if array is not None and not (array.flags.c_contiguous and is_aligned(array)):
+            copied[name] = cupy_module().ascontiguousarray(readable_in_place(array))
+    return arguments._replace(**copied)
+
+
+def prepare(
+    arguments: GradientArguments,
+    options: Options,
+    device: Device,
+    user_mods: UserMods,
+    *,
+    uses_torch: bool,
+) -> Call:
+    """Check, plan, compile and load what backward calls with such CuPy arrays need."""
+    assert options.wrt is not None
+    fields = arguments._fields
+    problem = gradient_problem(arguments, options)
+    overlap_check = OverlapCheck(fields, arguments, WRITTEN)
+    overlap_check.check(tuple(0 if array is None else address_of(array) for array in arguments))
+    plan = make_plan(problem, device, family=options.family, tile=options.tile, explain=False)
+    sources = {name: name for name in ("q", "k", "v", "out", "lse", "dout", _WORKSPACE)}
+    sources |= {_field_of(name): _RESULT + name for name in options.wrt}
+    offsets = plan.schedule.workspace_offsets
+    sources |= {name: name for name in offsets}
+    optional = ("dlse", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+    sources |= {name: name for name in optional if getattr(arguments, name) is not None}
+    if problem.layout.kind == "padded":
+        sources["seqused_k"] = "seqlens_k"
+    fixed = fixed_fields(plan)
+    if (bias_members := bias_fields(problem, device)) is not None:
+        fixed["dbias"] = bias_members
+    if options.mod_key is not None:
+        sizes = sizes_of(problem, options)
+        arrays = canonical(options.mod_key, arguments.modification_arrays, sizes)
+        fixed["mods"], captured = packed_arguments(
+            options.mod_key, arrays, sizes, problem.softmax_scale
+        )
+        sources |= {f"mods.{name}.data": name for name in captured}
+    results = tuple(_RESULT + name for name in options.wrt)
+    names, maps = (*fields, *results, _WORKSPACE, *offsets), plan.schedule.tensor_maps
+    given = {
+        index: fields.index(f"d{name}")
+        for index, name in enumerate(options.wrt)
+        if name in ROWS and getattr(arguments, f"d{name}") is not None
+    }
+    new = [
+        None if index in given else result_spec(arguments, options, name)
+        for index, name in enumerate(options.wrt)
+    ]
+    return Call(
+        allocate_results=result_allocator(new, uses_torch=uses_torch),
+        given=tuple(given.items()),
+        overlap_check=overlap_check,
+        scratch=memory_allocator(plan.workspace, uses_torch=uses_torch),
+        uses_torch=uses_torch,
+        workspace_offsets=tuple(offsets.values()),
+        launches=Launches(
+            plan,
+            PackedStruct(params_dtype(problem), fixed, sources, names),
+            TensorMaps(maps, names) if maps else None,
+        ),
+        cleared=tuple(
+            index
+            for index, name in enumerate(options.wrt)
+            if problem.is_empty or (name not in ROWS and not problem.layout.is_dense)
+        ),
+    )
+
+
+def _field_of(name: str) -> str:
+    """Return the struct field that holds the address of an input's gradient."""
+    if name in ROWS:
+        return f"d{name}"
+    return _FIELDS.get(name) or f"dcaptures.{prefixed(*name.split('.'))}"

@@ -1,0 +1,382 @@
+"""Prepared attention calls on a GPU: plan, kernels, packed arguments, and the launches."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from cupy_flash.arrays.overlap import OverlapCheck
+from cupy_flash.arrays.strided import (
+    address_of,
+    as_cupy,
+    dtype_name,
+    readable_in_place,
+    spec_of,
+)
+from cupy_flash.calls.arguments import IN_PLACE, Arguments, require_given, written_arrays
+from cupy_flash.calls.check.lengths import LengthLimit, length_limits, require_length
+from cupy_flash.calls.check.modifications import UserMods, canonical, packed_arguments
+from cupy_flash.calls.check.problems import lse_shape, problem_of, sizes_of
+from cupy_flash.calls.conversions import converted
+from cupy_flash.calls.gpu.allocate import (
+    MemoryAllocator,
+    ResultAllocator,
+    memory_allocator,
+    result_allocator,
+)
+from cupy_flash.calls.gpu.block_masks import block_mask_spec, ready_block_mask
+from cupy_flash.calls.options import DENSE_KINDS, Options
+from cupy_flash.families.params import params_dtype
+from cupy_flash.gpu import append
+from cupy_flash.gpu.block_masks import BlockMaskKey
+from cupy_flash.gpu.counters import shared
+from cupy_flash.gpu.environment import cupy_module
+from cupy_flash.gpu.launch import Launches
+from cupy_flash.gpu.params import PackedStruct
+from cupy_flash.gpu.tensor_map import TensorMaps
+from cupy_flash.planning.planner import Plan, make_plan
+from cupy_flash.problem.arrays import MAX_ALIGNMENT
+from cupy_flash.problem.device import Device
+from cupy_flash.problem.problem import Problem
+
+# Alignment in bytes of the arrays in the scratch memory, equal to that of a new allocation.
+_SCRATCH_ALIGNMENT = 512
+
+# Names of the values that follow the addresses of the arguments when a struct is packed: addresses
+# of results and scratch memory, and numbers.
+_VALUES = ("result", "lse", "workspace", "counters", "keys", "q_rotated")
+_PARTS_OF_QKV = ("q", "k", "v")
+# Name under which kernels find the address of the block mask.
+_MAP = "map"
+
+
+@dataclass(frozen=True)
+class Call:
+    """Prepared call: everything that the call key determines, see `prepared_calls.look_up`.
+
+    Attributes
+    ----------
+    allocate_results
+        Function that allocates out, unless it is given, and lse, if it is requested.
+    out_index
+        Index of `out` among the addresses.
+    overlap_check
+        Overlap check for all arrays of the call.
+    counters
+        Number of zeroed 32-bit words that the kernels need.
+    scratch
+        Function that allocates the scratch memory: the plan's workspace, then the rotated queries,
+        then the lengths after an append of packed rows. None if no memory is needed.
+    launches
+        Launches of attention; none if there is nothing to compute.
+    qkv_step
+        Bytes between the parts of qkv; None if q, k and v are separate arrays.
+    fills_results
+        Whether the call fills out and lse itself, because no kernel runs: the caches have no rows,
+        or no query row belongs to a sequence.
+    has_no_rows
+        Whether no row of packed queries belongs to a sequence, so that sinks are ignored.
+    rotated_offset
+        Byte offset of the rotated queries in the scratch memory.
+    append
+        Launch that precedes attention and appends to the cache, or None.
+    max_keys, limits
+        Largest integer that cache_seqlens may be, and the limits that determine it.
+    block_mask_key
+        Key of the block mask that the kernels read, or None.
+    workspace_offsets
+        Byte offsets in the scratch memory of the arrays whose addresses kernels are given.
+    uses_torch
+        Whether torch allocates the scratch memory, and a block mask that a graph captures.
+    backward_calls
+        Prepared backward calls of this call, see `torch_autograd.py`.
+    """
+
+    allocate_results: ResultAllocator
+    out_index: int
+    overlap_check: OverlapCheck
+    counters: int
+    scratch: MemoryAllocator | None
+    launches: Launches | None
+    qkv_step: int | None
+    fills_results: bool = False
+    has_no_rows: bool = False
+    rotated_offset: int = 0
+    append: append.Append | None = None
+    max_keys: int = 0
+    limits: tuple[LengthLimit, ...] = ()
+    block_mask_key: BlockMaskKey | None = None
+    workspace_offsets: tuple[int, ...] = ()
+    uses_torch: bool = False
+    backward_calls: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+
+    def run(
+        self, arguments: Arguments, addresses: tuple[int, ...], keys: int, user_mods: UserMods
+    ) -> tuple[Any, Any | None]:
+        """Enqueue the launches for arrays at these addresses; return out and lse."""
+        if not 0 <= keys <= self.max_keys:
+            require_length("cache_seqlens", keys, self.limits)
+        if self.overlap_check.pairs:
+            self.overlap_check.check(addresses)
+        (out, lse), (out_address, lse_address) = self.allocate_results()
+        if out is None:
+            out, out_address = arguments.out, addresses[self.out_index]
+        if not self.launches and self.append is None and not self.fills_results:
+            return out, lse
+        stream = shared(self.counters) if self.counters or self.scratch else None
+        # `_memory` is referenced until the launches are enqueued; then the pool may reuse it.
+        _memory, scratch = self.scratch() if self.scratch else (None, 0)
+        # Order of `names` in `prepare`. A sum is twice as fast as a tuple with a starred element.
+        values = addresses + (  # noqa: RUF005
+            out_address,
+            lse_address,
+            scratch,
+            0 if stream is None else stream.address,
+            keys,
+            scratch + self.rotated_offset,
+        )
+        if self.qkv_step is not None:
+            first, step = addresses[1], self.qkv_step
+            values += (first, first + step, first + 2 * step)
+        ready, current = None, 0
+        if self.block_mask_key is not None:
+            assert user_mods.mask_mod is not None
+            # With the device given, CuPy need not look up the current one.
+            current = cupy_module().cuda.get_current_stream(self.block_mask_key.device).ptr
+            ready = ready_block_mask(
+                *(user_mods.mask_mod, self.block_mask_key, current, arguments),
+                uses_torch=self.uses_torch,
+            )
+            values += (ready.address,)
+        if self.workspace_offsets:
+            values += tuple([scratch + offset for offset in self.workspace_offsets])
+        if self.append is not None:
+            self.append.run(values)
+        if self.launches:
+            self.launches.run(values)
+        elif self.fills_results:
+            as_cupy(out).fill(0)
+            if lse is not None:
+                sinks = getattr(arguments, "sinks", None)
+                as_cupy(lse).fill(-math.inf)
+                if sinks is not None and not self.has_no_rows:
+                    as_cupy(lse)[...] = as_cupy(sinks)[:, None]
+        if ready is not None:
+            ready.launched(current)
+        if stream is not None:
+            stream.launched()
+        return out, lse
+
+
+def readable(arguments: Arguments, options: Options) -> Arguments:
+    """Return the arrays, with copies of those that kernels cannot read in place."""
+    require_given(arguments, options)
+    arguments = converted(arguments, options)
+    copied = {
+        name: readable_in_place(
+            array, one_batch=options.kind in DENSE_KINDS, inner=4 if name == "qkv" else 3
+        )
+        for name, array in zip(arguments._fields, arguments, strict=True)
+        if array is not None and name in Arguments._fields and name not in (*IN_PLACE, "out")
+    }
+    cos, sin = (as_cupy(copied.get(name)) for name in ("rotary_cos", "rotary_sin"))
+    if cos is not None and sin is not None and cos.strides[0] != sin.strides[0]:
+        # The append kernel takes one row stride for both tables.
+        copied["rotary_cos"], copied["rotary_sin"] = cos.copy(order="C"), sin.copy(order="C")
+    return arguments._replace(**copied)
+
+
+def prepare(
+    arguments: Arguments,
+    options: Options,
+    device: Device,
+    user_mods: UserMods,
+    *,
+    uses_torch: bool,
+) -> Call:
+    """Check, plan, compile and load what calls with such CuPy arrays or tensors need."""
+    fields, given = arguments.names_of_kind(options.kind), arguments.arrays_of_kind(options.kind)
+    arguments, qkv = arguments.parts_of_qkv(options.layout), arguments.qkv
+    qkv_step = None if qkv is None else qkv.strides[-3]
+    problem = problem_of(arguments, options)
+    layout, q = problem.layout, arguments.q
+    is_kvcache = options.kind == "kvcache"
+    limits = length_limits(arguments, problem) if is_kvcache else ()
+    written = written_arrays(problem)
+    overlap_check = OverlapCheck(fields, given, written)
+    # Overlapping arrays are refused before anything is compiled.
+    overlap_check.check(tuple(0 if array is None else address_of(array) for array in given))
+    plan = make_plan(problem, device, family=options.family, tile=options.tile, explain=False)
+    scratch, rotated_offset = plan.workspace, 0
+    if arguments.rotary_cos is not None:
+        rotated_offset = -(-scratch // _SCRATCH_ALIGNMENT) * _SCRATCH_ALIGNMENT
+        scratch = rotated_offset + q.size * q.itemsize
+    scratch_offsets = dict(plan.schedule.workspace_offsets)
+    if layout.packed_new:
+        # The append kernel writes the lengths after the append; the attention kernel reads them.
+        scratch_offsets["lengths_after"] = -(-scratch // _SCRATCH_ALIGNMENT) * _SCRATCH_ALIGNMENT
+        scratch = scratch_offsets["lengths_after"] + 4 * problem.batch
+    appends = layout.appends or arguments.rotary_cos is not None
+    has_no_keys = is_kvcache and problem.seqlen_k == 0
+    # Kernels zero rows that belong to no sequence. If no sequence can have rows, no kernel runs.
+    has_no_rows = layout.packed_q and problem.is_empty and q.size > 0
+    spec = block_mask_spec(plan)
+    parts, map_name = _PARTS_OF_QKV if qkv is not None else (), (_MAP,) if spec else ()
+    names = (*fields, *_VALUES, *parts, *map_name, *scratch_offsets)
+    sources, maps = _sources(arguments, plan), plan.schedule.tensor_maps
+    fixed = fixed_fields(plan)
+    if options.mod_key is not None:
+        sizes = sizes_of(problem, options)
+        arrays = canonical(options.mod_key, arguments.modification_arrays, sizes)
+        fixed["mods"], captured = packed_arguments(
+            options.mod_key, arrays, sizes, problem.softmax_scale
+        )
+        sources |= {f"mods.{name}.data": name for name in captured}
+    block_mask_key = None
+    if spec is not None:
+        assert user_mods.mask_mod is not None
+        cuda = cupy_module().cuda
+        block_mask_key = BlockMaskKey(cuda.runtime.getDevice(), problem.dtype, spec)
+        current = cuda.get_current_stream().ptr
+        ready = ready_block_mask(
+            *(user_mods.mask_mod, block_mask_key, current, arguments), uses_torch=uses_torch
+        )
+        fixed["block_mask"] = ready.map.fields
+        sources |= {"block_mask.memory": _MAP}
+    out = None
+    if arguments.out is None:
+        out = ((*q.shape[:-1], problem.head_dim_v), np.dtype(problem.out_dtype))
+    lse = None
+    if options.return_lse:
+        lse = (lse_shape(q, problem), np.dtype(problem.lse_dtype))
+    return Call(
+        allocate_results=result_allocator((out, lse), uses_torch=uses_torch),
+        out_index=fields.index("out"),
+        overlap_check=overlap_check,
+        counters=plan.schedule.counters,
+        scratch=memory_allocator(scratch, uses_torch=uses_torch),
+        launches=None
+        if has_no_keys
+        else Launches(
+            plan,
+            PackedStruct(params_dtype(problem), fixed, sources, names),
+            TensorMaps(maps, names, sources) if maps else None,
+        ),
+        qkv_step=qkv_step,
+        fills_results=has_no_rows or (has_no_keys and not problem.is_empty),
+        has_no_rows=has_no_rows,
+        rotated_offset=rotated_offset,
+        append=append.prepare(append_spec(arguments, problem, options), device, names)
+        if appends
+        else None,
+        max_keys=min((limit.most for limit in limits), default=0),
+        limits=limits,
+        block_mask_key=block_mask_key,
+        workspace_offsets=tuple(scratch_offsets.values()),
+        uses_torch=uses_torch,
+    )
+
+
+def fixed_fields(plan: Plan) -> dict[str, Any]:
+    """Return the fields of the argument struct that are the same in all calls of a plan."""
+    problem, schedule = plan.problem, plan.schedule
+    sizes = ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv", "q_offset")
+    pages = ("block_table_stride", "pages", "max_pages")
+    places = (*pages, "total_q", "total_k", "caches", "new_keys")
+    return {
+        **{name: tensor.strides for name, tensor in problem.tensors.items()},
+        **({} if problem.scales is None else problem.scales.given),
+        "softmax_scale": problem.score_factor[1],
+        **{name: getattr(problem, name) for name in sizes},
+        "num_splits": schedule.split.parts,
+        "section_heads": schedule.section_heads,
+        **{name: getattr(problem.layout, name) for name in places},
+        **schedule.params,
+    }
+
+
+def _sources(arguments: Arguments, plan: Plan) -> dict[str, str]:
+    """Return the names of the values of the other struct fields; fields without one stay null."""
+    is_kvcache = plan.problem.layout.kind == "kvcache"
+    result = {name: name for name in ("q", "k", "v", "lse", "workspace", "counters")}
+    result["out"] = "result"
+    if is_kvcache:
+        values = "k_cache" if plan.problem.values_in_keys else "v_cache"
+        lengths = "lengths_after" if plan.problem.layout.packed_new else "cache_seqlens"
+        result |= {"k": "k_cache", "v": values, "seqused_k": lengths, "keys": "keys"}
+    if plan.problem.layout.kind == "padded":
+        result["seqused_k"] = "seqlens_k"
+    if arguments.rotary_cos is not None:
+        result["q"] = "q_rotated"
+    if plan.problem.scales is not None:
+        result |= {name: name for name in plan.problem.scales.given}
+        if plan.problem.values_in_keys and "v_scale" in result:
+            result["v_scale"] = "k_scale"
+    for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "cache_batch_idx", "block_table"):
+        if getattr(arguments, name) is not None:
+            result[name] = name
+    return result
+
+
+def append_spec(arguments: Arguments, problem: Problem, options: Options) -> append.AppendSpec:
+    """Return the spec of the launch that appends new keys and values, and rotates queries."""
+    layout, cos = problem.layout, arguments.rotary_cos
+    scales, head_dim_v = problem.scales, problem.head_dim_v
+    v, v_cache = arguments.v, arguments.v_cache
+    if problem.values_in_keys:
+        # The keys hold the values, so there are only keys to append.
+        head_dim_v, v, v_cache = 0, arguments.k, arguments.k_cache
+        scales = None if scales is None else scales._replace(v=None)
+    new = (arguments.k, v)
+    if arguments.cu_seqlens_k_new is not None:
+        new = tuple(rows[None] for rows in new)
+    arrays = (arguments.q, *new, arguments.k_cache, v_cache)
+    specs = [spec_of(array, address_of(array)) for array in arrays]
+    together = specs if scales is None else specs[:3]
+    q_spec, k_spec, v_spec, k_cache_spec, v_cache_spec = specs
+    tables = [] if cos is None else [_rotary_alignment(t) for t in (cos, arguments.rotary_sin)]
+    return append.AppendSpec(
+        dtype=problem.dtype,
+        batch=problem.batch,
+        seqlen_q=problem.seqlen_q,
+        seqlen_new=layout.new_keys,
+        total_new=arguments.k.shape[0] if layout.packed_new else None,
+        heads_q=problem.heads_q,
+        heads_kv=problem.heads_kv,
+        head_dim=problem.head_dim,
+        head_dim_v=head_dim_v,
+        seqlen_cache=problem.seqlen_k,
+        q_strides=q_spec.strides,
+        k_strides=k_spec.strides,
+        v_strides=v_spec.strides,
+        k_cache_strides=k_cache_spec.strides,
+        v_cache_strides=v_cache_spec.strides,
+        caches=layout.caches,
+        page_size=layout.page_size,
+        pages=layout.pages,
+        max_pages=layout.max_pages,
+        block_table_stride=layout.block_table_stride,
+        rotary_dim=0 if cos is None else 2 * cos.shape[1],
+        rotary_rows=0 if cos is None else cos.shape[0],
+        rotary_stride=0 if cos is None else cos.strides[0] // cos.itemsize,
+        rotary_dtype=problem.dtype if cos is None else dtype_name(cos),
+        rotary_interleaved=bool(options.rotary_interleaved),
+        queries_advance=problem.is_local,
+        alignment=min(spec.row_alignment() for spec in together),
+        cache_alignment=min(k_cache_spec.row_alignment(), v_cache_spec.row_alignment()),
+        rotary_alignment=min(tables, default=MAX_ALIGNMENT),
+        cache_dtype=None if scales is None else k_cache_spec.dtype,
+        scales=scales,
+    )
+
+
+def _rotary_alignment(table: Any) -> int:
+    """Return the alignment in bytes, at most 16, of all rows of a (positions, columns) table."""
+    return math.gcd(
+        address_of(table) or MAX_ALIGNMENT,
+        table.strides[0] if table.shape[0] > 1 else 0,
+        MAX_ALIGNMENT,
+    )

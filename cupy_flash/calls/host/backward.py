@@ -1,0 +1,259 @@
+"""Gradients for arrays in host memory, on the CPU backend or on copies in GPU memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupy_flash.arrays.overlap import require_no_overlap
+from cupy_flash.arrays.strided import readable_in_place, to_bshd
+from cupy_flash.calls.backends import require_cpu_family
+from cupy_flash.calls.backward_arguments import (
+    WRITTEN,
+    GradientArguments,
+    gradient_problem,
+    result_spec,
+)
+from cupy_flash.calls.check.lengths import check_contents
+from cupy_flash.calls.check.modifications import UserMods, bind_modifications, canonical
+from cupy_flash.calls.check.problems import sizes_of
+from cupy_flash.calls.conversions import converted
+from cupy_flash.calls.gpu import prepared_calls
+from cupy_flash.calls.host.forward import (
+    gpu_of,
+    is_plain,
+    positions_of_used,
+    require_writable,
+    runs_on_gpu,
+    scale_in,
+    upload_order,
+)
+from cupy_flash.calls.options import Options
+from cupy_flash.cpu.backward import gradients as cpu_backward
+from cupy_flash.cpu.backward.untiled import SmallGradients, small_gradients
+from cupy_flash.cpu.plan import make_cpu_plan
+from cupy_flash.families import FAMILIES
+from cupy_flash.families.schedule import Schedule
+from cupy_flash.gpu.environment import cupy_module, gpu_unavailable
+from cupy_flash.planning.planner import Plan, tile_fields
+from cupy_flash.problem.gradient import ROWS
+from cupy_flash.problem.problem import Problem
+from cupy_flash.problem.tile import Tile
+
+_ROWS = (*ROWS, "out", "dout")
+
+
+def backward(
+    arguments: GradientArguments, options: Options, backend: str, user_mods: UserMods
+) -> tuple[np.ndarray, ...]:
+    """Return the gradients for NumPy arrays, in the order of `Options.wrt`."""
+    assert options.wrt is not None
+    # Dense calls without modifications have no arrays that may need a conversion.
+    has_no_lengths = options.kind == "dense" and options.mod_key is None
+    if not has_no_lengths:
+        arguments = converted(arguments, options)
+    out = readable_in_place(arguments.out, one_batch=options.is_dense)
+    if out is not arguments.out:
+        arguments = arguments._replace(out=out)
+    problem, tile, *_ = _call_info(arguments, options, backend)
+    if not has_no_lengths:
+        check_contents(arguments.forward, options, problem, 0)
+    results, are_given = {}, False
+    for name in options.wrt:
+        result = getattr(arguments, f"d{name}", None)
+        if result is None:
+            result = np.empty(*result_spec(arguments, options, name))
+        else:
+            require_writable(f"d{name}", result)
+            are_given = True
+        results[name] = result
+    if are_given:
+        require_no_overlap(arguments._fields, arguments, WRITTEN)
+    if tile is None:
+        _on_gpu(arguments, results, options, user_mods)
+    else:
+        _on_cpu(arguments, results, options, user_mods, problem, tile)
+    return tuple(results.values())
+
+
+def repeated(
+    arguments: GradientArguments, options: Options, backend: str
+) -> tuple[np.ndarray, ...] | None:
+    """Compute a small call without modifications if a call with the same call key was made before.
+
+    The earlier call has passed all checks. Returns None if `backward` has to compute the call.
+    """
+    for array in arguments:
+        if array is not None and array.__class__ is not np.ndarray:
+            return None
+    if not arguments.dq is arguments.dk is arguments.dv is None:
+        return None
+    call = _calls.get(_key_of(arguments, options, backend))
+    if call is None or call.small is None:
+        return None
+    q, k, v, out, dout, lse, dlse = arguments[:7]
+    assert options.wrt is not None
+    results = {name: np.empty(getattr(arguments, name).shape, q.dtype) for name in options.wrt}
+    arrays = q, k, v, out, dout, lse, dlse
+    done = cpu_backward.backward_by_formula(
+        *arrays, results, call.small, call.scale, bound_mods=None
+    )
+    return tuple(results.values()) if done else None
+
+
+class _CallInfo(NamedTuple):
+    """Results of the checks, common to all calls with the same shapes, strides, dtypes and options.
+
+    Attributes
+    ----------
+    tile
+        Tile of the CPU backend; None if a GPU computes the call.
+    small
+        Parameters for computing the call by the plain formula on the CPU; None if not applicable.
+    scale
+        Factor on the scores of such a call, in the dtype of q.
+    """
+
+    problem: Problem
+    tile: Tile | None
+    small: SmallGradients | None = None
+    scale: Any = None
+
+
+# Maximum number of entries in `_calls`; see `forward.py`.
+_MAX_CALLS = 1024
+_calls: dict[Any, _CallInfo] = {}
+
+
+def _call_info(arguments: GradientArguments, options: Options, backend: str) -> _CallInfo:
+    """Return the `_CallInfo` of a call. A new one takes 250 us, longer than a small call itself."""
+    key = _key_of(arguments, options, backend)
+    info = _calls.get(key)
+    if info is None:
+        problem = gradient_problem(arguments, options)
+        goes_to_gpu = runs_on_gpu(problem, options, backend)
+        tile = None if goes_to_gpu else tile_of(problem, options)
+        info = _CallInfo(problem, tile)
+        if tile is not None and _has_plain_gradients(arguments, options):
+            q, k, v = arguments[:3]
+            causal, q_offset = problem.causal, problem.q_offset
+            small = small_gradients(q.shape, k.shape, v.shape[3], causal, q_offset, tile)
+            info = info._replace(small=small, scale=scale_in(q.dtype, problem))
+        if len(_calls) >= _MAX_CALLS:
+            _calls.clear()
+        _calls[key] = info
+    return info
+
+
+def _key_of(arguments: GradientArguments, options: Options, backend: str) -> tuple[Any, ...]:
+    array_keys = tuple([None if x is None else (x.shape, x.strides, x.dtype) for x in arguments])
+    return arguments.__class__, array_keys, options, backend, gpu_of(backend)
+
+
+def _has_plain_gradients(arguments: GradientArguments, options: Options) -> bool:
+    """Return whether a call `is_plain` and requests gradients that the plain formula computes.
+
+    These are the gradients of q, and optionally of k and v, in the inputs' float32 or float64.
+    """
+    q, wrt = arguments.q, options.wrt
+    assert wrt is not None
+    is_formula = q.dtype.char in "fd" and "q" in wrt and set(wrt) <= set(ROWS)
+    has_dtype = options.grad_dtype in (None, q.dtype.name)
+    return is_plain(arguments, options) and is_formula and has_dtype
+
+
+def tile_of(problem: Problem, options: Options) -> Tile:
+    """Return the tile of the CPU backend: the requested one, or its default.
+
+    Raises
+    ------
+    ValueError, UnsupportedError
+        If the tile or family is not one of the CPU backend, or the tile needs too much scratch.
+    """
+    require_cpu_family(options.family, FAMILIES["backward"])
+    default = cpu_backward.default_tile(problem)
+    tile = dataclasses.replace(default, **tile_fields(Tile, options.tile))
+    cpu_backward.require_scratch(problem, tile)
+    return tile
+
+
+def plan_of(problem: Problem, options: Options) -> Plan:
+    """Return the plan of the CPU backend; raises as `tile_of` does."""
+    tile = tile_of(problem, options)
+    plan = make_cpu_plan(problem, tile, gpu_unavailable())
+    return dataclasses.replace(
+        plan,
+        schedule=Schedule((), workspace=cpu_backward.workspace_bytes(problem, tile)),
+        rejected={
+            name: reason for reason in plan.rejected.values() for name in FAMILIES["backward"]
+        },
+    )
+
+
+def _on_gpu(
+    arguments: GradientArguments,
+    results: dict[str, np.ndarray],
+    options: Options,
+    user_mods: UserMods,
+) -> None:
+    """Compute gradients on a GPU from copies of the arrays, and write them to `results`."""
+    cupy = cupy_module()
+    order = upload_order(options)
+    arguments = arguments._replace(**dict.fromkeys(WRITTEN))
+    uploaded = (None if x is None else cupy.asarray(x, order=order) for x in arguments)
+    gradients = prepared_calls.run(type(arguments)(*uploaded), options, user_mods=user_mods)
+    for result, new in zip(results.values(), gradients, strict=True):
+        result[...] = cupy.asnumpy(new)
+
+
+def _on_cpu(
+    arguments: GradientArguments,
+    results: dict[str, np.ndarray],
+    options: Options,
+    user_mods: UserMods,
+    problem: Problem,
+    tile: Tile,
+) -> None:
+    bound_mods = None
+    if options.mod_key is not None:
+        arrays_of = canonical(
+            options.mod_key, arguments.modification_arrays, sizes_of(problem, options)
+        )
+        arrays_of |= positions_of_used(arguments, arrays_of)
+        bound_mods = bind_modifications(options.mod_key, user_mods, arrays_of)
+    results = dict(results)
+    is_packed = options.kind == "varlen"
+    if "bias" in results:
+        bias = results["bias"]
+        axes = 3 if is_packed else 4
+        results["bias"] = bias.reshape((1,) * (axes - bias.ndim) + bias.shape)
+    arrays = arguments.q, arguments.k, arguments.v, arguments.out, arguments.dout
+    lse, dlse = arguments.lse, arguments.dlse
+    if not is_packed:
+        if arguments.q.ndim != 4 or options.layout != "bshd":
+            arrays = tuple(to_bshd(array, options.layout) for array in arrays)
+            results |= {n: to_bshd(results[n], options.layout) for n in ROWS if n in results}
+            lse, dlse = (None if x is None else x.reshape(problem.lse_shape) for x in (lse, dlse))
+        cpu_backward.backward(
+            *(*arrays, lse, dlse, results),
+            causal=problem.causal,
+            q_offset=problem.q_offset,
+            softmax_scale=problem.softmax_scale,
+            tile=tile,
+            bound_mods=bound_mods,
+        )
+        return
+    cpu_backward.varlen_backward(
+        *(*arrays, lse, dlse, results),
+        cu_seqlens_q=arguments.cu_seqlens_q,
+        cu_seqlens_k=arguments.cu_seqlens_k,
+        max_seqlen_q=problem.seqlen_q,
+        max_seqlen_k=problem.seqlen_k,
+        seqused_k=arguments.seqused_k,
+        causal=problem.causal,
+        softmax_scale=problem.softmax_scale,
+        tile=tile,
+        bound_mods=bound_mods,
+    )

@@ -1,0 +1,162 @@
+"""Tiled attention on the CPU: one query tile, with an online softmax over its KV tiles.
+
+`cupy_flash.cpu.forward` describes the algorithm.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cupy_flash.cpu.forward_pass import (
+    SHRINK,
+    Block,
+    Pass,
+    Scratch,
+    apply_mask,
+    find_nan_rows,
+    include_sink,
+    lowest,
+    ones,
+)
+from cupy_flash.cpu.thread_pool import Stop
+
+Array = NDArray[Any]
+
+
+def attend(
+    job: Pass, scratch: Scratch, block: Block, tiles: list[tuple[int, int]], stop: Stop
+) -> None:
+    """Write output and lse of one query tile; write nothing once ``stop`` is requested."""
+    tile = _Tile(job, scratch, block)
+    if not tile.process_tiles(tiles, stop):
+        return
+    overflowed = tile.overflowed()
+    tile.finish()
+    if overflowed is not None:
+        # Only these rows are rewritten, so that the bits of all others stay as they are.
+        tile = _Tile(job, scratch, block, shrink=True)
+        if tile.process_tiles(tiles, stop):
+            tile.finish_shrunk(overflowed)
+
+
+class _Tile:
+    """State of the online softmax of one query tile.
+
+    The axes of arrays are (sequences, KV heads, heads, rows, ...).
+    """
+
+    def __init__(self, job: Pass, scratch: Scratch, block: Block, *, shrink: bool = False) -> None:
+        self.job, self.scratch, self.block, self.shrink = job, scratch, block, shrink
+        self.q = job.queries(block, scratch)
+        rows = self.q.shape[:4]
+        self.acc = self._scratch_array("acc", (*rows, job.v.shape[3]))
+        self.row_sum = self._scratch_array("row_sum", (*rows, 1))
+        self.row_max = self._scratch_array("row_max", (*rows, 1))
+
+    def _scratch_array(self, name: str, shape: tuple[int, ...]) -> Array:
+        return self.scratch.array(name, shape, self.job.compute)
+
+    def process_tiles(self, tiles: list[tuple[int, int]], stop: Stop) -> bool:
+        """Process KV tiles in order; return False if a stop was requested meanwhile."""
+        for number, (start, end) in enumerate(tiles):
+            if stop.requested:
+                return False
+            self._process_tile(start, end, is_first=number == 0)
+        return True
+
+    def _process_tile(self, start: int, stop: int, *, is_first: bool) -> None:
+        """Process keys [start, stop). The first KV tile initializes the running sums."""
+        job, scratch = self.job, self.scratch
+        k = job.keys(self.block, start, stop, scratch)
+        v = job.values(self.block, start, stop, scratch)
+        if self.shrink:
+            v = v * job.compute.type(SHRINK)
+        # The rows of all query heads that share a KV head form one matrix.
+        q, acc, row_sum, row_max = (
+            x.reshape(*x.shape[:2], -1, x.shape[4])
+            for x in (self.q, self.acc, self.row_sum, self.row_max)
+        )
+        count = stop - start
+        scores = self._scratch_array("scores", (*q.shape[:-1], count))
+        np.matmul(q, k.swapaxes(-1, -2), out=scores)
+        apply_mask(job, self.block, scores.reshape(*self.q.shape[:4], count), start, stop)
+        new_max = row_max if is_first else self._scratch_array("new_max", row_max.shape)
+        # -inf - -inf would be NaN; subtracting the lowest number leaves exp(-inf) = 0.
+        lowest_score = lowest(job.compute.char)
+        np.maximum.reduce(scores, axis=-1, keepdims=True, initial=lowest_score, out=new_max)
+        if not is_first:
+            np.maximum(new_max, row_max, out=new_max)
+            # The maxima rarely change after the first tiles, and comparing them is cheap.
+            if not np.array_equal(new_max, row_max):
+                row_max -= new_max
+                np.exp(row_max, out=row_max)
+                row_sum *= row_max
+                acc *= row_max
+                row_max[...] = new_max
+        scores -= new_max
+        np.exp(scores, out=scores)
+        # A product with ones computes row sums in a third of the time of add.reduce.
+        column = ones(count, job.compute.char)
+        if is_first:
+            np.matmul(scores.reshape(-1, count), column, out=row_sum.reshape(-1))
+            np.matmul(scores, v, out=acc)
+            return
+        tile_sum = self._scratch_array("tile_sum", row_sum.shape)
+        np.matmul(scores.reshape(-1, count), column, out=tile_sum.reshape(-1))
+        row_sum += tile_sum
+        product = self._scratch_array("product", acc.shape)
+        np.matmul(scores, v, out=product)
+        acc += product
+
+    def overflowed(self) -> Array | None:
+        """Return which rows have a sum of weighted values that is not finite; None if none has."""
+        acc = self.acc.reshape(-1)
+        # Quick test without a temporary array: a finite sum of squares means that all are finite.
+        if math.isfinite(np.dot(acc, acc)):
+            return None
+        overflowed = ~np.asarray(np.isfinite(self.acc).all(axis=-1, keepdims=True))
+        # A row sum of 0 makes the output row 0, whatever the values are.
+        overflowed[self.row_sum == 0] = False
+        return overflowed if overflowed.any() else None
+
+    def finish(self) -> None:
+        """Write the output and the lse."""
+        job, acc, row_sum = self.job, self.acc, self.row_sum
+        # A row sum is 0 only if no score is above -inf: otherwise its largest term is exp(0) = 1.
+        empty = None if row_sum.all() else row_sum == 0
+        sinks = self._include_sinks()
+        if empty is not None:
+            row_sum[empty] = 1
+            np.copyto(acc, 0, where=empty)
+            np.copyto(self.row_max, -np.inf if sinks is None else sinks, where=empty)
+            nan_rows = find_nan_rows(job, self.block, self.scratch, empty)
+            np.copyto(acc, np.nan, where=nan_rows)
+            self.row_max[nan_rows] = np.nan
+        where = tuple(self.block)
+        out = job.out[where]
+        if out.dtype == job.compute:
+            np.divide(acc, row_sum, out=out)
+        else:
+            acc /= row_sum
+            np.copyto(out, acc, casting="same_kind")
+        if job.lse is not None:
+            np.log(row_sum, out=row_sum)
+            row_sum += self.row_max
+            job.lse[where] = row_sum[..., 0]
+
+    def _include_sinks(self) -> Array | None:
+        sinks = self.job.sinks_of(self.block)
+        if sinks is not None:
+            self.acc *= include_sink(self.row_max, self.row_sum, sinks)
+        return sinks
+
+    def finish_shrunk(self, rows: Array) -> None:
+        """Write the output of `rows`, which was computed with values multiplied by `SHRINK`."""
+        self._include_sinks()
+        self.acc /= self.row_sum
+        self.acc /= self.job.compute.type(SHRINK)
+        np.copyto(self.job.out[tuple(self.block)], self.acc, casting="same_kind", where=rows)

@@ -1,0 +1,224 @@
+"""Shared code of the backward families: preprocessing, and the accumulator of dq.
+
+Each row of dk, dv and dq is accumulated in a fixed order, so that results are reproducible bitwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from cupy_flash.families import input_gradients
+from cupy_flash.families.contract import MAX_GRID, ceil_div, heads_in_l2, round_up, why_not_scale
+from cupy_flash.families.schedule import ROW_TERMS, Launch, Schedule, TensorMapSpec
+from cupy_flash.problem.arrays import ITEMSIZE
+from cupy_flash.problem.device import Device
+from cupy_flash.problem.gradient import ROWS
+from cupy_flash.problem.problem import Problem
+
+_ROW_STATS_THREADS = 256
+# Alignment of the arrays in the workspace, in bytes.
+_WORKSPACE_ALIGNMENT = 512
+_WORD = 4
+# Largest head_dim and head_dim_v of the backward kernels on tensor cores.
+_WIDEST = 256
+
+
+def why_not(problem: Problem) -> str | None:
+    """Return why no backward family serves the problem, or None if some may."""
+    if problem.layout.page_size or problem.layout.kind == "kvcache":
+        return "does not compute gradients of a KV cache"
+    return None
+
+
+def why_not_tensor_cores(problem: Problem) -> str | None:
+    """Return why no backward family on tensor cores serves the problem, or None if some may."""
+    if max(problem.head_dim, problem.head_dim_v) > _WIDEST:
+        return f"accumulating dk and dv needs too many registers for head dims over {_WIDEST}"
+    return why_not(problem) or why_not_scale(problem)
+
+
+def row_lanes(problem: Problem) -> int:
+    """Return the number of lanes that read a row of out and dout, 16 bytes each: a power of two."""
+    chunks = ceil_div(problem.head_dim_v * problem.itemsize, 16)
+    return min(32, 1 << (chunks - 1).bit_length())
+
+
+def count_blocks(problem: Problem, keys: int, queries: int) -> tuple[int, int]:
+    """Return the number of KV tiles of `keys` rows, and of query tiles of `queries` rows."""
+    p, layout = problem, problem.layout
+    kv_blocks = (
+        layout.total_k // keys + p.batch
+        if layout.packed_k
+        else ceil_div(p.seqlen_k, keys) * p.batch
+    )
+    query_blocks = (
+        layout.total_q // queries + p.batch
+        if layout.packed_q
+        else ceil_div(p.seqlen_q, queries) * p.batch
+    )
+    return kv_blocks * p.heads_kv, query_blocks * p.heads_q
+
+
+def why_not_grid(problem: Problem, keys: int, queries: int) -> str | None:
+    """Return why a launch cannot have a thread block per tile, or None if it can."""
+    block_counts = count_blocks(problem, keys, queries)
+    blocks = max(*block_counts, _row_stats_blocks(problem), input_gradients.bias_tiles(problem))
+    if blocks > MAX_GRID:
+        return f"needs {blocks} thread blocks, more than the {MAX_GRID} of a launch"
+    return None
+
+
+def schedule(
+    problem: Problem,
+    device: Device,
+    launches: Iterable[Launch],
+    sums: QuerySums | None = None,
+    section_heads: int = 0,
+    tensor_maps: Mapping[str, TensorMapSpec] | None = None,
+) -> Schedule:
+    """Return the schedule of a backward pass: preprocessing, `launches`, and other gradients.
+
+    Launches without rows are left out, and so are launches whose gradients the call does not need.
+
+    Parameters
+    ----------
+    problem, device, launches
+        Backward problem, the device, and the launches that compute dq, dk and dv.
+    sums
+        Accumulator of dq in the workspace; None if thread blocks do not add to dq.
+    section_heads
+        Number of query heads whose tiles are interleaved; 0 for as many as fit in L2.
+    tensor_maps
+        Tensor maps that the kernels take, by name.
+    """
+    gradient = problem.gradient
+    assert gradient is not None
+    terms = Launch(
+        ROW_TERMS,
+        "preprocess",
+        (_row_stats_blocks(problem), 1, 1),
+        _ROW_STATS_THREADS,
+        arguments=("gradients",),
+    )
+    workspace = (
+        _query_rows(problem) * 2 * ITEMSIZE[problem.lse_dtype]
+        if sums is None
+        else sums.workspace(problem)
+    )
+    offsets = {}
+    for name, size in input_gradients.workspace(problem, device).items():
+        offsets[name] = round_up(workspace, _WORKSPACE_ALIGNMENT)
+        workspace = offsets[name] + size
+    return Schedule(
+        (
+            terms,
+            *(launch for launch in launches if launch.grid[0] and gradient.wants(*ROWS)),
+            *input_gradients.launches(problem, device),
+        ),
+        workspace=workspace,
+        section_heads=section_heads or heads_in_l2(problem, device),
+        tensor_maps=tensor_maps or {},
+        workspace_offsets=offsets,
+    )
+
+
+@dataclass(frozen=True)
+class QuerySums:
+    """Float32 accumulator of dq in the workspace, see `kernels_cu/backward/dq/accumulate.cuh`.
+
+    Attributes
+    ----------
+    Br, columns
+        Number of rows, and of columns, of a dq tile.
+    """
+
+    Br: int
+    columns: int
+
+    def workspace(self, problem: Problem) -> int:
+        """Return the size in bytes of row statistics (lse and delta), semaphores and dq tiles."""
+        terms = _query_rows(problem) * 2 * ITEMSIZE[problem.lse_dtype]
+        tile_slots = self.tile_slots(problem)
+        sums = tile_slots * self.Br * self.columns * _WORD
+        return (
+            round_up(terms, _WORKSPACE_ALIGNMENT)
+            + round_up(tile_slots * _WORD, _WORKSPACE_ALIGNMENT)
+            + sums
+        )
+
+    def tile_slots(self, problem: Problem) -> int:
+        """Return the number of dq tiles; each packed sequence has a padded last tile."""
+        layout = problem.layout
+        if layout.packed_q:
+            return problem.heads_q * (layout.total_q // self.Br + problem.batch)
+        return problem.batch * problem.heads_q * ceil_div(problem.seqlen_q, self.Br)
+
+
+def inspects(problem: Problem) -> bool:
+    """Return whether some row may attend to no key, or some key may have no row attend to it.
+
+    Kernels then inspect tiles for NaN and infinity, see `kernels_cu/backward/preprocess/clean.cuh`.
+    """
+    mask = problem.mask
+    if problem.score is not None and problem.score.conceals:
+        return True
+    if mask.is_full or 0 in (problem.seqlen_q, problem.seqlen_k):
+        return False
+    # The first and the last row attend to the fewest keys, and the fewest rows attend to the first
+    # and the last key.
+    rows, keys = (0, problem.seqlen_q - 1), (0, problem.seqlen_k - 1)
+    return (
+        not problem.layout.is_dense
+        or (problem.score is not None and problem.score.offsets)
+        or any(mask.begin(row) >= mask.end(row) for row in rows)
+        or any(mask.first_row(key) >= mask.last_row(key) for key in keys)
+    )
+
+
+def _may_have_one_key(problem: Problem) -> bool:
+    """Return whether some query row may attend to only one key."""
+    is_plain = problem.mask.is_full and problem.layout.is_dense
+    is_plain &= problem.score is None or not problem.score.conceals
+    return not is_plain or problem.seqlen_k == 1
+
+
+def _query_rows(problem: Problem) -> int:
+    """Return the number of query rows of all heads, which is the size of lse."""
+    return math.prod(problem.lse_shape)
+
+
+def _row_stats_blocks(problem: Problem) -> int:
+    """Return the number of thread blocks of preprocessing, which also zeroes rows of dk and dv."""
+    layout, threads = problem.layout, _query_rows(problem) * row_lanes(problem)
+    if not layout.is_dense:
+        keys = layout.total_k if layout.packed_k else problem.batch * problem.seqlen_k
+        threads = max(threads, keys)
+    return max(1, ceil_div(threads, _ROW_STATS_THREADS))
+
+
+def config(
+    problem: Problem, sums: QuerySums | None = None, *, last_writes: bool = False
+) -> dict[str, int | bool]:
+    """Return the members of the `Config` struct that all backward kernels read.
+
+    Parameters
+    ----------
+    problem, sums
+        See `schedule`.
+    last_writes
+        Whether the last thread block that adds to a dq tile also writes dq. Preprocessing then
+        zeroes the tiles that attend to no key.
+    """
+    assert problem.gradient is not None
+    return {
+        "as_inputs": problem.gradient.as_inputs,
+        "row_lanes": row_lanes(problem),
+        "has_seqlens": not problem.layout.is_dense,
+        "dq_Br": 0 if sums is None else sums.Br,
+        "may_mask_pairs": problem.score is not None and problem.score.conceals,
+        "inspects": inspects(problem),
+        "has_one_key_rows": _may_have_one_key(problem),
+        "zeroes_queries": last_writes or not problem.layout.is_dense,
+    } | input_gradients.config(problem)

@@ -1,0 +1,1 @@
+"""The forward and backward `mma` families: `forward/mma.cu` and `backward/mma.cu`."""

@@ -1,0 +1,347 @@
+"""Backward pass on tensor cores for 16-bit and float32 inputs: `kernels_cu/backward/mma.cu`."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cupy_flash.families import backward_common
+from cupy_flash.families.backward_common import QuerySums
+from cupy_flash.families.contract import (
+    MAX_GRID,
+    Family,
+    ceil_div,
+    remembers_last,
+    round_up,
+    why_not_blocks,
+)
+from cupy_flash.families.schedule import KEY_GRADIENTS, QUERY_GRADIENTS, Launch, Schedule, Split
+from cupy_flash.problem.device import Device
+from cupy_flash.problem.problem import Problem
+from cupy_flash.problem.tile import Tile
+
+# Size in bytes of the statistics of a query row: its log-sum-exp and delta.
+_ROW_STATS_BYTES = 8
+# Bytes of the scales after a preswizzled float32 tile (`backward/preprocess/preswizzle.cuh`).
+_SCALES_BYTES = 128
+# Number of scale factors of P and dS that fit after `KeyScales`, which hold a bit for each key.
+_MAX_UNITS = (_SCALES_BYTES - 4 * 4 - 256 // 8) // 4
+_PRESWIZZLE_THREADS = 256
+PRESWIZZLED_TILES = "tile_images"
+# Number of registers for addresses, counters and operands.
+_OTHER_REGISTERS = 40
+# Number of dq rows that a warp computes, if a tile has enough rows.
+_SUM_ROWS = 32
+# Limits on how many KV tiles of a head run concurrently. Each runs 1.5 query tiles after the one
+# before. There are at most _MAX_CONCURRENT, and one per _STEPS_PER_TILE query tiles. A causal mask
+# halves their number: a thread block then has half the steps to catch up after waiting.
+_MAX_CONCURRENT = 16
+_STEPS_PER_TILE = 2
+
+
+@dataclass(frozen=True)
+class MmaBackwardTile(Tile):
+    """Tile of the backward `mma` family.
+
+    Attributes
+    ----------
+    Br, Bc
+        Number of query rows of each iteration, and number of keys of a thread block.
+    warps
+        Number of warps of a thread block.
+    key_warps
+        Number of groups that the keys are divided into, 16 or 32 keys each. The warps of a group
+        divide the query rows and the columns of dk and dv among themselves.
+    columns
+        Number of query rows for which a warp computes scores at once.
+    stages
+        Number of query tiles in shared memory: one in use and, with 2, one being loaded.
+    min_blocks
+        Number of thread blocks per SM in `__launch_bounds__`, which limits registers per thread.
+    paired
+        1 if two warps with the same keys work as a pair: one computes S and the other dP, for the
+        query rows of both.
+    """
+
+    warps: int = 4
+    key_warps: int = 4
+    columns: int = 32
+    stages: int = 2
+    min_blocks: int = 1
+    paired: int = 0
+
+    @property
+    def side_warps(self) -> int:
+        """Number of warps that process the same keys."""
+        return self.warps // self.key_warps
+
+    @property
+    def sum_row_warps(self) -> int:
+        """Number of groups of dq rows; each group is computed by different warps."""
+        return min(self.warps, max(1, self.Br // _SUM_ROWS))
+
+
+class MmaBackwardFamily(Family[MmaBackwardTile]):
+    """Backward pass in one kernel with five matrix products: `kernels_cu/backward/mma.cu`.
+
+    For float32, the workspace also holds q, k, v and dout, padded to whole tiles.
+    """
+
+    name = "mma"
+    source = "backward/mma.cu"
+    tile_type = MmaBackwardTile
+    serves_sequences = True
+
+    def _why_not(self, problem: Problem, device: Device) -> str | None:
+        if device.arch < 80:
+            return f"needs sm_80 or later, and {device.name} is {device.sm}"
+        if problem.dtype == "float64":
+            return "its tensor-core products do not take float64"
+        if reason := backward_common.why_not_tensor_cores(problem):
+            return reason
+        if self._first_legal(problem, device) is None:
+            return self.why_not_tile(problem, device, _SMALL[-1])
+        return None
+
+    def candidates(self, problem: Problem, device: Device) -> Iterator[MmaBackwardTile]:
+        for warps, key_warps, row_tiles, Br, columns, stages, blocks in itertools.product(
+            (4, 8), (1, 2, 4, 8), (1, 2), (16, 32, 64, 128), (16, 32, 64), (2, 1), (1, 2, 3)
+        ):
+            if warps % key_warps == 0:
+                keys = 16 * row_tiles * key_warps
+                yield MmaBackwardTile(Br, keys, warps, key_warps, columns, stages, blocks)
+
+    def why_not_tile(self, problem: Problem, device: Device, tile: MmaBackwardTile) -> str | None:
+        if not 1 <= tile.warps <= 16 or tile.key_warps < 1 or tile.warps % tile.key_warps:
+            return f"warps is {tile.warps}; expected at most 16, and a multiple of key_warps"
+        if tile.Bc not in (16 * tile.key_warps, 32 * tile.key_warps):
+            return f"Bc is {tile.Bc}; expected 16 or 32 times key_warps, {tile.key_warps}"
+        if tile.columns not in (16, 32, 64) or tile.Br % (tile.columns * tile.side_warps):
+            return (
+                f"Br is {tile.Br} and columns is {tile.columns}; expected columns of 16, 32 or 64, "
+                f"and a multiple of {tile.side_warps} * columns as Br"
+            )
+        if tile.warps % tile.sum_row_warps or tile.Br % (16 * tile.sum_row_warps):
+            return f"Br is {tile.Br}; {tile.warps} warps cannot divide these rows of dq"
+        if tile.stages not in (1, 2):
+            return f"stages is {tile.stages}; expected 1 or 2"
+        if tile.paired not in (0, 1) or (tile.paired and tile.side_warps % 2):
+            return f"paired is {tile.paired}; expected 0, or 1 if warps / key_warps is even"
+        if tile.min_blocks < 1:
+            return f"min_blocks is {tile.min_blocks}; expected at least 1"
+        units = _second_units(problem) * tile.key_warps * (tile.Br // tile.columns)
+        if units > _MAX_UNITS:
+            return (
+                f"Br is {tile.Br}, key_warps {tile.key_warps} and columns {tile.columns}, which "
+                f"need {units} scale factors; expected at most {_MAX_UNITS}"
+            )
+        reason = why_not_blocks(
+            device,
+            threads=32 * tile.warps,
+            shared_memory=self.shared_memory(problem, tile),
+            registers=self._registers(problem, tile),
+            min_blocks=tile.min_blocks,
+        )
+        reason = reason or backward_common.why_not_grid(problem, tile.Bc, tile.Br)
+        # The kernel that pre-swizzles tiles has a thread block for each KV tile and query tile.
+        blocks = sum(backward_common.count_blocks(problem, tile.Bc, tile.Br))
+        if reason is None and _uses_components(problem) and blocks > MAX_GRID:
+            return f"needs {blocks} thread blocks, more than the {MAX_GRID} of a launch"
+        return reason
+
+    def _registers(self, problem: Problem, tile: MmaBackwardTile) -> int:
+        """Return a lower bound: dk and dv, the larger of (S and dP) and dq, and others."""
+        dim, dim_v = _padded_dims(problem, tile)
+        kept = tile.Bc * (dim + dim_v) // tile.warps
+        passing = max(
+            (3 if tile.paired else 2) * tile.Bc // tile.key_warps * tile.columns,
+            tile.Br * dim // tile.warps,
+        )
+        return (kept + passing) // 32 + _OTHER_REGISTERS
+
+    def default_tile(self, problem: Problem, device: Device) -> MmaBackwardTile:
+        tile = self._first_legal(problem, device)
+        assert tile is not None, "why_not() accepts the problem"
+        return tile
+
+    @remembers_last
+    def _first_legal(self, problem: Problem, device: Device) -> MmaBackwardTile | None:
+        tiles = itertools.chain(_preferred_tiles(problem), _SMALL)
+        return next((t for t in tiles if self.why_not_tile(problem, device, t) is None), None)
+
+    def shared_memory(self, problem: Problem, tile: MmaBackwardTile) -> int:
+        row_bytes = sum(_padded_dims(problem, tile)) * problem.itemsize
+        pairs = tile.Bc * tile.Br * problem.itemsize * (2 if tile.side_warps > 1 else 1)
+        scales = _SCALES_BYTES if _uses_components(problem) else 0
+        stage = tile.Br * (row_bytes + _ROW_STATS_BYTES) + scales
+        return tile.Bc * row_bytes + scales + pairs + tile.stages * stage
+
+    def schedule(self, problem: Problem, device: Device, tile: MmaBackwardTile) -> Schedule:
+        assert problem.gradient is not None
+        kv_blocks, query_blocks = backward_common.count_blocks(problem, tile.Bc, tile.Br)
+        shared_memory = self.shared_memory(problem, tile)
+        threads = 32 * tile.warps
+        launches = []
+        if _uses_components(problem):
+            launches.append(
+                Launch(
+                    PRESWIZZLED_TILES,
+                    "mma_preswizzle_tiles",
+                    (kv_blocks + query_blocks, 1, 1),
+                    _PRESWIZZLE_THREADS,
+                    arguments=("gradients",),
+                )
+            )
+        launches.append(
+            Launch(
+                KEY_GRADIENTS,
+                "mma_gradients",
+                (kv_blocks, 1, 1),
+                threads,
+                shared_memory,
+                tile.min_blocks,
+                arguments=("gradients",),
+            )
+        )
+        if problem.gradient.wants("q"):
+            launches.append(
+                Launch(
+                    QUERY_GRADIENTS,
+                    "mma_query_gradients",
+                    (query_blocks, 1, 1),
+                    threads,
+                    arguments=("gradients",),
+                )
+            )
+        slots = device.sm_count * device.blocks_per_sm(threads, shared_memory, 0)
+        sums = self._sums(problem, tile)
+        schedule = backward_common.schedule(
+            problem, device, launches, sums, _section(problem, device, tile, slots)
+        )
+        preswizzled = _preswizzled_bytes(problem, tile, sums) if _uses_components(problem) else 0
+        return dataclasses.replace(schedule, workspace=schedule.workspace + preswizzled)
+
+    def _sums(self, problem: Problem, tile: MmaBackwardTile) -> QuerySums:
+        gradient = problem.gradient
+        assert gradient is not None
+        return QuerySums(tile.Br, _padded_dims(problem, tile)[0] if gradient.wants("q") else 0)
+
+    def config(
+        self, problem: Problem, tile: MmaBackwardTile, split: Split
+    ) -> dict[str, int | bool]:
+        gradient = problem.gradient
+        assert gradient is not None
+        dim, dim_v = _padded_dims(problem, tile)
+        return {
+            "Br": tile.Br,
+            "Bc": tile.Bc,
+            "warps": tile.warps,
+            "key_warps": tile.key_warps,
+            "columns": tile.columns,
+            "stages": tile.stages,
+            "paired": bool(tile.paired),
+            "dq_row_warps": tile.sum_row_warps,
+            "padded_dim": dim,
+            "padded_dim_v": dim_v,
+            "shared_memory": self.shared_memory(problem, tile),
+            "wants_q": gradient.wants("q"),
+            "wants_k": gradient.wants("k"),
+            "wants_v": gradient.wants("v"),
+        } | backward_common.config(problem, self._sums(problem, tile))
+
+
+def _padded_dims(problem: Problem, tile: MmaBackwardTile) -> tuple[int, int]:
+    """Return the padded columns of q and k, and of v and dout: multiples of 16 for each warp."""
+    unit = 16 * max(tile.side_warps, tile.warps // tile.sum_row_warps)
+    return round_up(problem.head_dim, unit), round_up(problem.head_dim_v, 16 * tile.side_warps)
+
+
+def _uses_components(problem: Problem) -> bool:
+    """Return whether tiles are converted first: float32 to pairs of float16, pre-swizzled."""
+    return problem.dtype == "float32"
+
+
+def _second_units(problem: Problem) -> int:
+    """Return for how many of P and dS warps compute scale factors (`refines_p`, `refines_ds`)."""
+    score = problem.score
+    if score is None or not _uses_components(problem):
+        return 0
+    return int(score.sinks or score.changes_slope) + int(score.sinks)
+
+
+def _preswizzled_bytes(problem: Problem, tile: MmaBackwardTile, sums: QuerySums) -> int:
+    """Return the size in bytes of all pre-swizzled tiles."""
+    layout = problem.layout
+    keys = problem.batch * problem.heads_kv * ceil_div(problem.seqlen_k, tile.Bc)
+    if layout.packed_k:
+        keys = problem.heads_kv * (layout.total_k // tile.Bc + problem.batch)
+    row_bytes = sum(_padded_dims(problem, tile)) * problem.itemsize
+    query_tile_bytes = tile.Br * (row_bytes + _ROW_STATS_BYTES) + _SCALES_BYTES
+    kv_tile_bytes = tile.Bc * row_bytes + _SCALES_BYTES
+    return sums.tile_slots(problem) * query_tile_bytes + keys * kv_tile_bytes
+
+
+def _section(problem: Problem, device: Device, tile: MmaBackwardTile, slots: int) -> int:
+    """Return the number of query heads whose tiles are interleaved.
+
+    q, dout and the dq accumulator of these heads should fit in half of L2. But with too few heads,
+    the KV tiles of a head would wait for each other when the kernel begins.
+    """
+    group = problem.heads_q // problem.heads_kv
+    row_bytes = (problem.head_dim + problem.head_dim_v) * problem.itemsize + 4 * problem.head_dim
+    in_l2 = device.l2_cache // 2 // max(1, group * problem.seqlen_q * row_bytes)
+    steps = group * ceil_div(problem.seqlen_q, tile.Br)
+    at_once = min(_MAX_CONCURRENT, max(1, steps // _STEPS_PER_TILE))
+    if problem.causal:
+        at_once = max(1, at_once // 2)
+    groups = max(1, problem.batch * problem.heads_kv)
+    section = max(1, min(max(in_l2, ceil_div(slots, at_once)), groups))
+    # Sections have nearly equal sizes: a last one of few heads would leave most SMs idle.
+    return group * ceil_div(groups, ceil_div(groups, section))
+
+
+def _preferred_tiles(problem: Problem) -> tuple[MmaBackwardTile, ...]:
+    """Return tiles from the fastest to the slowest (TFLOP/s on an H200, seqlen 2048 and 8192)."""
+    dim = max(problem.head_dim, problem.head_dim_v)
+    tile = MmaBackwardTile
+    if problem.dtype == "float32":
+        if dim <= 64:
+            # The first tile reaches 116 and 122 TFLOP/s, the second one 111 and 112.
+            return tile(32, 128, 4, 4, min_blocks=2), tile(64, 64, 4, 2, stages=1, min_blocks=2)
+        if dim <= 128:
+            # The first tile reaches 98 and 106 TFLOP/s, the second one 94 and 100.
+            return (
+                tile(32, 64, 4, 2, columns=16, stages=1, min_blocks=2),
+                tile(64, 64, 8, 4, stages=1),
+            )
+        # This tile reaches 83 TFLOP/s.
+        return (tile(32, 64, 8, 4, columns=16, stages=1),)
+    if dim <= 64:
+        # The first tile reaches 313 and 325 TFLOP/s, the second one 291 and 308.
+        return (
+            tile(128, 128, 4, 4, stages=1, min_blocks=2),
+            tile(64, 128, 4, 4, min_blocks=2),
+            tile(64, 128, 4, 4),
+            tile(32, 128, 4, 4),
+        )
+    if dim <= 128:
+        # The first tile reaches 272 and 289 TFLOP/s, the second one 267 and 251.
+        return (
+            tile(64, 128, 8, 4),
+            tile(64, 64, 4, 2, min_blocks=2),
+            tile(32, 64, 4, 2, columns=16),
+        )
+    # The first tile reaches 219 and 243 TFLOP/s; without `paired`, it reaches 207 and 231.
+    return (
+        tile(64, 64, 8, 2, columns=16, paired=1),
+        tile(64, 64, 8, 2, columns=16, stages=1, paired=1),
+    )
+
+
+# Tiles for devices with little shared memory.
+_SMALL = (
+    MmaBackwardTile(32, 32, 4, 2, columns=16, stages=1),
+    MmaBackwardTile(32, 16, 2, 1, columns=16, stages=1),
+)

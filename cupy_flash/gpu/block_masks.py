@@ -1,0 +1,555 @@
+"""Block masks, built on the GPU: which blocks of the score matrix are empty, partial or full.
+
+This is the host side of `kernels_cu/block_mask/build.cu`. No function here waits for the GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupy_flash.errors import UnsupportedError
+from cupy_flash.families.contract import (
+    MAX_GRID,
+    TranslationUnit,
+    ceil_div,
+    round_up,
+    source_digest,
+)
+from cupy_flash.families.params import BLOCK_MASK_DTYPE, assertions
+from cupy_flash.gpu.by_value import ByValue
+from cupy_flash.gpu.compiler import kernel_cache
+from cupy_flash.gpu.environment import cupy_module
+
+SOURCE = "block_mask/build.cu"
+FIND_RANGES, BUILD, ORDER = "find_ranges", "build_block_map", "order_tiles"
+# Value of an absent bound: no two positions are further apart.
+UNBOUNDED = 2**31 - 1
+
+# Number of threads, and of warps, of a thread block (as in build.cu).
+_THREADS, _WARPS = 256, 8
+# Number of KV blocks per word of a bit array, and bytes of a word.
+_BITS, _WORD = 32, 4
+# Size in bytes of `MaskedTile` in block_mask.cuh.
+_TILE = 16
+# Alignment in bytes of the arrays in one allocation.
+_ALIGNMENT = 512
+# Layout of the stored visible pairs of a block (`VisiblePairs` in block_mask.cuh): query rows,
+# threads that read them, and keys per word.
+_KEPT_ROWS, _KEPT_THREADS, _KEPT_KEYS = 64, 128, 128
+# Largest number of partial blocks per row group whose visible pairs are stored, and bytes for all.
+# Document masks rarely have more than two; a million tokens have space for two.
+_MOST_SLOTS, _SLOTS_BYTES = 16, 40_000_000
+# CUDA's handles of the legacy default stream: it cannot be captured, so it is never queried.
+_LEGACY_STREAMS = (0, 1)
+
+
+def params_dtype(mods: np.dtype) -> np.dtype:
+    """Return the dtype of the argument struct, which ends with what the mask reads."""
+    numbers = (
+        *("batches", "heads", "seqlen_q", "seqlen_k", "q_offset"),
+        *("group_rows", "Bc", "query_tiles", "row_groups"),
+    )
+    fields: list[tuple[str, Any]] = [
+        ("map", BLOCK_MASK_DTYPE),
+        ("row_ranges", np.uint64),
+        ("key_ranges", np.uint64),
+        *((name, np.int32) for name in (*numbers, "left", "right")),
+    ]
+    head = np.dtype(fields)
+    names, formats = zip(*fields, strict=True)
+    assert head.fields is not None
+    offsets = [head.fields[name][1] for name in names]
+    at_mods = round_up(head.itemsize, 8)
+    layout: Any = {
+        "names": [*names, "mods"],
+        "formats": [*formats, mods],
+        "offsets": [*offsets, at_mods],
+        "itemsize": at_mods + round_up(mods.itemsize, 8),
+    }
+    return np.dtype(layout)
+
+
+@dataclass(frozen=True)
+class MaskSource:
+    """Generated CUDA source of a mask.
+
+    Attributes
+    ----------
+    text
+        C++ of ``ModArguments``, ``Mods`` and ``MaskBounds``.
+    headers
+        Headers to include before the text.
+    row_ranges, key_ranges
+        Upper bounds of the bytes that ``MaskBounds`` stores per row group and per KV block.
+    of_batch, of_head
+        Whether the mask differs between sequences, and between query heads.
+    """
+
+    text: str
+    headers: tuple[str, ...]
+    row_ranges: int
+    key_ranges: int
+    of_batch: bool
+    of_head: bool
+
+
+class BlockMaskSpec(NamedTuple):
+    """Sizes and tile of a block mask: all that it depends on besides the mask and the device.
+
+    Attributes
+    ----------
+    Br, Bc
+        Number of rows of a query tile, and of keys of a KV block.
+    parts
+        Number of equal row groups of a query tile, which have different KV blocks.
+    batch, heads_q, seqlen_q, seqlen_k
+        Sizes of the call; none is 0.
+    q_offset
+        Position of the first query among the keys.
+    causal, left, right
+        Band of visible keys. If `causal`, a query attends to no key after its position. It attends
+        to no key more than `left` before or more than `right` after it; None means no bound.
+    """
+
+    Br: int
+    Bc: int
+    batch: int
+    heads_q: int
+    seqlen_q: int
+    seqlen_k: int
+    q_offset: int = 0
+    causal: bool = False
+    left: int | None = None
+    right: int | None = None
+    parts: int = 1
+
+    @property
+    def row_tiles(self) -> int:
+        """Number of query tiles of a sequence."""
+        return ceil_div(self.seqlen_q, self.Br)
+
+    @property
+    def key_blocks(self) -> int:
+        """Number of KV blocks of a sequence."""
+        return ceil_div(self.seqlen_k, self.Bc)
+
+    @property
+    def words(self) -> int:
+        """Number of words of a row group in each of the two bit arrays."""
+        return ceil_div(self.key_blocks, _BITS)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the stored visible pairs of a block; 0 if its size does not support storing."""
+        if self.Br != self.parts * _KEPT_ROWS or self.Bc > 2 * _KEPT_KEYS:
+            return 0
+        return _KEPT_THREADS * 2 * ceil_div(self.Bc, _KEPT_KEYS) * _WORD
+
+    @property
+    def band(self) -> tuple[int, int]:
+        """Distances from a query to the first and to the last key in its band."""
+        left, right = (
+            UNBOUNDED if bound is None else min(bound, UNBOUNDED)
+            for bound in (self.left, self.right)
+        )
+        return left, min(right, 0) if self.causal else right
+
+    def maps(self, mask: MaskSource) -> tuple[int, int]:
+        """Return the number of sequences, and of heads, that have different block masks."""
+        return self.batch if mask.of_batch else 1, self.heads_q if mask.of_head else 1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Layout of the arrays of a block mask, and of the ranges from which it is built.
+
+    Attributes
+    ----------
+    full, slots_after, tiles, visible_pairs, bytes
+        Byte offsets of the arrays after the first one, `nonempty`, and total number of bytes.
+    slots
+        Largest number of blocks of a row group whose visible pairs are stored.
+    key_ranges, scratch
+        Byte offset of the ranges of keys, which follow those of rows, and bytes of both.
+    """
+
+    full: int
+    slots_after: int
+    tiles: int
+    visible_pairs: int
+    bytes: int
+    slots: int
+    key_ranges: int
+    scratch: int
+
+    @classmethod
+    def of(cls, spec: BlockMaskSpec, mask: MaskSource) -> Layout:
+        """Return the layout of a block mask."""
+        batches, heads = spec.maps(mask)
+        row_tiles = batches * heads * spec.row_tiles
+        parts = row_tiles * spec.parts
+        bits = round_up(parts * spec.words * _WORD, _ALIGNMENT)
+        tiles = 2 * bits + round_up(parts * spec.words, _ALIGNMENT)
+        visible_pairs = tiles + round_up(row_tiles * _TILE, _ALIGNMENT)
+        of_slot = parts * spec.slot_bytes
+        slots = min(_MOST_SLOTS, _SLOTS_BYTES // of_slot, spec.key_blocks) if of_slot else 0
+        key_ranges = round_up(parts * mask.row_ranges, _ALIGNMENT)
+        of_keys = batches * heads * spec.key_blocks * mask.key_ranges
+        return cls(
+            full=bits,
+            slots_after=2 * bits,
+            tiles=tiles,
+            visible_pairs=visible_pairs,
+            bytes=visible_pairs + slots * of_slot,
+            slots=slots,
+            key_ranges=key_ranges,
+            scratch=key_ranges + of_keys,
+        )
+
+
+@dataclass(frozen=True)
+class BlockMask:
+    """Block mask in device memory (`BlockMask` in `kernels_cu/block_mask/block_mask.cuh`).
+
+    Attributes
+    ----------
+    address, layout
+        Address of the first array, and layout of all arrays.
+    words, key_blocks
+        Number of words, and of KV blocks, of a row group.
+    batch_stride, head_stride
+        Strides in query tiles; 0 if all sequences, or heads, have the same mask.
+    memory
+        Object that owns the memory.
+    """
+
+    address: int
+    layout: Layout
+    words: int
+    key_blocks: int
+    batch_stride: int
+    head_stride: int
+    memory: Any
+
+    @property
+    def fields(self) -> tuple[int, ...]:
+        """Values of the struct for kernels, in the order of `BLOCK_MASK_DTYPE`."""
+        layout = self.layout
+        places = layout.full, layout.slots_after, layout.tiles, layout.visible_pairs
+        strides = self.batch_stride, self.head_stride
+        return self.address, *places, *strides, self.words, self.key_blocks, layout.slots, 0
+
+
+def block_mask_unit(mask: MaskSource, mods: np.dtype) -> TranslationUnit:
+    """Return the translation unit that builds block masks of a mask, for all sizes and tiles.
+
+    Parameters
+    ----------
+    mask
+        Generated CUDA source of the mask.
+    mods
+        Dtype of its ``ModArguments``.
+    """
+    entries = (FIND_RANGES,) * bool(mask.row_ranges or mask.key_ranges) + (BUILD, ORDER)
+    functions = {FIND_RANGES: "find_ranges", BUILD: "build", ORDER: "order_tiles"}
+    structs = ("BlockMask", BLOCK_MASK_DTYPE), ("BlockMaskParams", params_dtype(mods))
+    lines = [
+        f"// cupy_flash block map, sources {source_digest(*mask.headers, SOURCE)}",
+        *(f'#include "{header}"' for header in mask.headers),
+        mask.text,
+        f'#include "{SOURCE}"',
+        assertions(*structs, ("ModArguments", mods)),
+        f"static_assert(block_mask::threads == {_THREADS});",
+    ]
+    for ranges, struct in ((mask.row_ranges, "Rows"), (mask.key_ranges, "Keys")):
+        if ranges:
+            lines.append(f"static_assert(sizeof(MaskBounds::{struct}) <= {ranges});")
+    for entry in entries:
+        # Without a minimum number of blocks, ptxas takes so few registers that some masks spill.
+        lines.append(f'extern "C" __global__ void __launch_bounds__({_THREADS}, 4)')
+        lines.append(
+            f"{entry}(const __grid_constant__ BlockMaskParams params) "
+            f"{{ block_mask::{functions[entry]}(params); }}"
+        )
+    return TranslationUnit("\n".join(lines) + "\n", entries, "block mask")
+
+
+class _Stream:
+    """Stream on which the block masks of a device are built, and in whose order memory is reused.
+
+    The stream waits for all launches that read a block mask. So a block mask may be released while
+    kernels of any stream still read it.
+    """
+
+    def __init__(self) -> None:
+        cuda = cupy_module().cuda
+        self.stream = cuda.Stream(non_blocking=True)
+        self._event = cuda.Event(disable_timing=True)
+        self._lock = threading.Lock()
+        self._has_legacy_readers = False
+
+    def before_build(self, current: int) -> None:
+        """Make the next build wait for the current stream and for all readers of block masks."""
+        self._wait_for(current)
+        if self._has_legacy_readers and current not in _LEGACY_STREAMS:
+            self._wait_for(_LEGACY_STREAMS[0])
+
+    def after_reading(self, current: int) -> None:
+        """Make later builds wait for all launches so far on the current stream."""
+        if current in _LEGACY_STREAMS:
+            # This stream is never destroyed, so only the next build waits for it: calls save 1 us.
+            self._has_legacy_readers = True
+        else:
+            self._wait_for(current)
+
+    def _wait_for(self, stream: int) -> None:
+        runtime = cupy_module().cuda.runtime
+        # The lock keeps other threads from recording the event again between the two calls.
+        with self._lock:
+            runtime.eventRecord(self._event.ptr, stream)
+            runtime.streamWaitEvent(self.stream.ptr, self._event.ptr)
+
+
+# Largest number of cached block masks per mask. Each length has one, which may take many MB.
+_MAX_KEPT = 32
+_streams: dict[int, _Stream] = {}
+_lock = threading.Lock()
+
+
+def _build_stream(device: int) -> _Stream:
+    stream = _streams.get(device)
+    if stream is None:
+        with _lock:
+            stream = _streams.get(device) or _streams.setdefault(device, _Stream())
+    return stream
+
+
+class ReadyBlockMask:
+    """Block mask that the next kernels on the current stream may read.
+
+    Attributes
+    ----------
+    map
+        Block mask.
+    address
+        Address of its first array.
+    legacy_has_waited
+        Whether the legacy default stream already waits for the kernels that build the block mask.
+    """
+
+    def __init__(
+        self, map: BlockMask, build_stream: _Stream | None = None, built: Any | None = None
+    ) -> None:
+        self.map = map
+        self.address = map.address
+        self._build_stream, self._built = build_stream, built
+        self.legacy_has_waited = False
+
+    def wait(self, current: int) -> None:
+        """Make the current stream wait for the kernels that build the block mask."""
+        assert self._built is not None
+        cupy_module().cuda.runtime.streamWaitEvent(current, self._built.ptr)
+
+    def launched(self, current: int) -> None:
+        """Record a launch; call this on the same stream after the kernels that read the mask."""
+        if self._build_stream is not None:
+            self._build_stream.after_reading(current)
+
+
+class BlockMaskKey:
+    """Key of a cached block mask; its hash is computed once, because every call needs it.
+
+    Attributes
+    ----------
+    device
+        Number of the device.
+    dtype
+        Dtype of queries and keys, on which the source of the mask depends.
+    spec
+        Sizes and tile of the block mask.
+    """
+
+    __slots__ = ("_hash", "device", "dtype", "spec")
+
+    def __init__(self, device: int, dtype: str, spec: BlockMaskSpec) -> None:
+        self.device, self.dtype, self.spec = device, dtype, spec
+        self._hash = hash((device, dtype, spec))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BlockMaskKey) and (self.device, self.dtype, self.spec) == (
+            other.device,
+            other.dtype,
+            other.spec,
+        )
+
+
+# Function that allocates a number of bytes on the current device and stream, and returns the memory
+# and its address.
+Allocator = Callable[[int], tuple[Any, int]]
+# Cache of the block masks of a mask.
+Kept = MutableMapping[BlockMaskKey, ReadyBlockMask]
+
+
+def find_kept_mask(kept: Kept, key: BlockMaskKey, current: int) -> ReadyBlockMask | None:
+    """Return a cached block mask for the next launch, or None if it must be built.
+
+    Parameters
+    ----------
+    kept
+        Cache of the block masks.
+    key
+        Key of the block mask.
+    current
+        Handle of the current stream.
+    """
+    # The legacy default stream is never captured and never destroyed, so it waits only once.
+    is_legacy = current in _LEGACY_STREAMS
+    if not is_legacy and _is_capturing(current):
+        return None
+    result = kept.get(key)
+    if result is not None and not (is_legacy and result.legacy_has_waited):
+        result.wait(current)
+        result.legacy_has_waited |= is_legacy
+    return result
+
+
+def build_mask(
+    kept: Kept,
+    key: BlockMaskKey,
+    current: int,
+    mask: MaskSource,
+    mods: np.ndarray,
+    allocate: Allocator | None = None,
+) -> ReadyBlockMask:
+    """Build a block mask, add it to the cache, and return it.
+
+    While the current stream is being captured, the block mask is built in the graph from the values
+    that the mask's arrays have at each launch. It is not cached, because a later call could read it
+    before any launch has built it. The graph does not read cached ones, as it may outlive them.
+
+    Parameters
+    ----------
+    kept, key, current
+        See `find_kept_mask`.
+    mask, mods
+        Source of the mask, and the values of its ``ModArguments``.
+    allocate
+        Function that allocates memory in a graph; by default, CuPy's current pool does. Memory of
+        cached block masks always comes from CuPy's pool, on a separate stream.
+
+    Raises
+    ------
+    CompileError
+        If the kernel does not compile.
+    UnsupportedError
+        If more thread blocks are needed than a grid may have.
+    """
+    if _is_capturing(current):
+        return ReadyBlockMask(_build(key.spec, mask, mods, allocate or _allocate))
+    cuda = cupy_module().cuda
+    build_stream, built = _build_stream(key.device), cuda.Event(disable_timing=True)
+    # Kernels on the current stream may still write the arrays that the mask reads.
+    build_stream.before_build(current)
+    with build_stream.stream:
+        result = ReadyBlockMask(_build(key.spec, mask, mods, _allocate), build_stream, built)
+        cuda.runtime.eventRecord(built.ptr, build_stream.stream.ptr)
+    with _lock:
+        while len(kept) >= _MAX_KEPT:
+            del kept[next(iter(kept))]
+        kept[key] = result
+    result.wait(current)
+    result.legacy_has_waited = current in _LEGACY_STREAMS
+    return result
+
+
+def _is_capturing(stream: int) -> bool:
+    return stream not in _LEGACY_STREAMS and bool(
+        cupy_module().cuda.runtime.streamIsCapturing(stream)
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _unit(mask: MaskSource, mods: np.dtype) -> TranslationUnit:
+    return block_mask_unit(mask, mods)
+
+
+def _allocate(size: int) -> tuple[Any, int]:
+    memory = cupy_module().cuda.alloc(size)
+    return memory, memory.ptr
+
+
+def _build(
+    spec: BlockMaskSpec, mask: MaskSource, mods: np.ndarray, allocate: Allocator
+) -> BlockMask:
+    """Enqueue the kernels that build a block mask on the current stream."""
+    unit, layout = _unit(mask, mods.dtype), Layout.of(spec, mask)
+    batches, heads = spec.maps(mask)
+    parts = spec.row_tiles * spec.parts
+    thread_blocks = batches * heads * parts
+    if thread_blocks > MAX_GRID:
+        raise UnsupportedError(
+            f"the block mask of {batches} sequences, {heads} heads, {spec.seqlen_q} queries and "
+            f"{spec.seqlen_k} keys needs {thread_blocks} thread blocks, more than the {MAX_GRID} "
+            "of a launch"
+        )
+    kernels = kernel_cache.get(unit, dict.fromkeys(unit.entries, 0))
+    memory, address = allocate(layout.bytes)
+    # `_scratch` keeps the memory until the launches are enqueued. Then the pool may reuse it.
+    _scratch, ranges = allocate(layout.scratch) if layout.scratch else (None, 0)
+    built = BlockMask(
+        address=address,
+        layout=layout,
+        words=spec.words,
+        key_blocks=spec.key_blocks,
+        batch_stride=heads * spec.row_tiles if mask.of_batch else 0,
+        head_stride=spec.row_tiles if mask.of_head else 0,
+        memory=memory,
+    )
+    given = ByValue(packed_params(spec, mask, mods, built, ranges))
+    if FIND_RANGES in kernels:
+        of_rows = parts if mask.row_ranges else 0
+        of_keys = spec.key_blocks if mask.key_ranges else 0
+        warps = batches * heads * (of_rows + of_keys)
+        kernels[FIND_RANGES]((ceil_div(warps, _WARPS), 1, 1), (_THREADS, 1, 1), (given.pointer,), 0)
+    kernels[BUILD]((thread_blocks, 1, 1), (_THREADS, 1, 1), (given.pointer,), 0)
+    kernels[ORDER]((batches * heads, 1, 1), (_THREADS, 1, 1), (given.pointer,), 0)
+    return built
+
+
+def packed_params(
+    spec: BlockMaskSpec, mask: MaskSource, mods: np.ndarray, map: BlockMask, ranges: int
+) -> bytearray:
+    """Return the argument struct of the kernels that build a block mask.
+
+    Parameters
+    ----------
+    spec, mask, mods
+        Sizes and tile; source and arguments of the mask, see `build_mask`.
+    map
+        Block mask to build, whose memory is allocated.
+    ranges
+        Address of the scratch memory; 0 if there is none.
+    """
+    batches, heads = spec.maps(mask)
+    left, right = spec.band
+    record = np.zeros((), params_dtype(mods.dtype))
+    record["map"] = map.fields
+    record["row_ranges"] = ranges
+    record["key_ranges"] = ranges + Layout.of(spec, mask).key_ranges
+    record["batches"], record["heads"] = batches, heads
+    for name in ("seqlen_q", "seqlen_k", "q_offset", "Bc"):
+        record[name] = getattr(spec, name)
+    record["query_tiles"] = spec.row_tiles
+    record["row_groups"], record["group_rows"] = spec.parts, spec.Br // spec.parts
+    record["left"], record["right"] = left, right
+    record["mods"] = mods
+    return bytearray(record.tobytes())

@@ -1,0 +1,1 @@
+"""Generation of CUDA source from expressions."""

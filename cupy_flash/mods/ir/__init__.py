@@ -1,0 +1,1 @@
+"""Expressions of traced functions, their analysis and transformations."""

@@ -1,0 +1,1 @@
+"""Evaluation of modifications on NumPy or CuPy arrays."""

@@ -1,0 +1,1 @@
+"""Tracing of Python functions into expressions."""

@@ -1,0 +1,203 @@
+"""Behaviour of backward calls: reproducible bits, graphs, memory, large arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.gpu.gpu_support import DTYPES, bits, require_free_memory
+
+from cupy_flash import (
+    UnsupportedError,
+    flash_attention,
+    flash_attention_backward,
+    flash_attention_varlen,
+    flash_attention_varlen_backward,
+)
+from cupy_flash.families import FAMILIES
+
+pytestmark = pytest.mark.gpu
+
+KINDS = ("dense", "padded", "varlen")
+# All dtypes; for the two families with ordered accumulation also all kinds and several head dims.
+CALLS = [(family, dtype, "dense", 64) for family in FAMILIES["backward"] for dtype in DTYPES]
+CALLS += [
+    (family, dtype, kind, head_dim)
+    for family, dtypes in (("hopper", ("bfloat16",)), ("mma", ("float16", "float32")))
+    for dtype in dtypes
+    for kind in KINDS
+    for head_dim in (64, 128, 192, 256)
+    if (kind, head_dim) != ("dense", 64)
+]
+of_calls = pytest.mark.parametrize(("family", "dtype", "kind", "head_dim"), CALLS)
+
+
+class Pass:
+    """Causal GQA call with its gradients, on the GPU."""
+
+    def __init__(
+        self,
+        family: str,
+        dtype: str,
+        kind: str = "dense",
+        head_dim: int = 64,
+        *,
+        seqlen: int = 333,
+        heads: int = 6,
+    ) -> None:
+        import cupy
+
+        rng = np.random.default_rng(3)
+        rows = (2 * seqlen,) if kind == "varlen" else (2, seqlen)
+        shapes = {"q": heads, "k": heads // 2, "v": heads // 2, "dout": heads}
+        self.family = family
+        self.arrays = {
+            name: cupy.asarray(rng.standard_normal((*rows, n, head_dim)).astype(DTYPES[dtype]))
+            for name, n in shapes.items()
+        }
+        self._lengths: tuple[Any, ...] = ()
+        self._options: dict[str, Any] = {"causal": True}
+        self._functions: tuple[Any, ...] = (flash_attention, flash_attention_backward)
+        if kind == "padded":
+            lengths = np.array([seqlen - 50, seqlen // 2], np.int32)
+            self._options["seqlens_k"] = cupy.asarray(lengths)
+        elif kind == "varlen":
+            # Sequence 0 is short, sequence 2 is empty, and the last 9 rows belong to no sequence.
+            starts = np.array([0, 5, seqlen, seqlen, 2 * seqlen - 9], np.int32)
+            self._lengths = (cupy.asarray(starts), cupy.asarray(starts), seqlen, seqlen)
+            self._functions = (flash_attention_varlen, flash_attention_varlen_backward)
+
+    def run(self, **options: Any) -> tuple[Any, ...]:
+        """Return dq, dk and dv; skip the test if the family does not support the call."""
+        dout, q, k, v = (self.arrays[name] for name in ("dout", *"qkv"))
+        forward, backward = self._functions
+        out, lse = forward(q, k, v, *self._lengths, return_lse=True, **self._options)
+        options |= self._options | {"family": self.family}
+        try:
+            found: tuple[Any, ...] = backward(dout, q, k, v, out, lse, *self._lengths, **options)
+        except UnsupportedError as error:
+            pytest.skip(str(error))
+        return found
+
+
+def bits_of(gradients: tuple[Any, ...]) -> list[np.ndarray]:
+    return [bits(gradient.get()) for gradient in gradients]
+
+
+def assert_equal_bits(found: tuple[Any, ...], expected: list[np.ndarray]) -> None:
+    for gradient, of_first in zip(bits_of(found), expected, strict=True):
+        np.testing.assert_array_equal(gradient, of_first)
+
+
+@of_calls
+def test_a_thousand_passes_give_the_same_bits(
+    family: str, dtype: str, kind: str, head_dim: int
+) -> None:
+    import cupy
+
+    # Each head has several KV tiles, whose thread blocks run at the same time.
+    call = Pass(family, dtype, kind, head_dim, seqlen=777, heads=8)
+    first = [gradient.copy() for gradient in call.run()]
+    unequal = cupy.zeros((), np.int64)
+    for _ in range(1000):
+        for gradient, of_first in zip(call.run(), first, strict=True):
+            unequal += (gradient.view(np.uint8) != of_first.view(np.uint8)).any()
+    assert int(unequal) == 0
+
+
+@of_calls
+def test_what_the_memory_held_before_does_not_matter(
+    family: str, dtype: str, kind: str, head_dim: int
+) -> None:
+    import cupy
+
+    call = Pass(family, dtype, kind, head_dim)
+    expected = bits_of(call.run())
+    for value in (np.nan, np.inf, 1.0):
+        # The memory pool reuses this memory for workspaces and results.
+        cupy.get_default_memory_pool().free_all_blocks()
+        dirty = cupy.full(2**22, value, np.float32)
+        del dirty
+        assert_equal_bits(call.run(), expected)
+
+
+@of_calls
+def test_a_captured_pass_replays_on_new_contents(
+    family: str, dtype: str, kind: str, head_dim: int
+) -> None:
+    import cupy
+
+    call = Pass(family, dtype, kind, head_dim)
+    values = {name: array.copy() for name, array in call.arrays.items()}
+    expected = bits_of(call.run())
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        for array in call.arrays.values():
+            array[...] = 0
+        call.run()
+        stream.begin_capture()
+        gradients = call.run()
+        graph = stream.end_capture()
+        for name, array in call.arrays.items():
+            array[...] = values[name]
+        for _ in range(2):
+            graph.launch(stream)
+            stream.synchronize()
+            assert_equal_bits(gradients, expected)
+
+
+@of_calls
+def test_passes_on_streams_that_run_at_once_do_not_disturb_each_other(
+    family: str, dtype: str, kind: str, head_dim: int
+) -> None:
+    import cupy
+
+    call = Pass(family, dtype, kind, head_dim)
+    expected = bits_of(call.run())
+    cupy.cuda.Device().synchronize()
+    found = []
+    for _ in range(12):
+        # The stream is destroyed while its kernels run. The next one may get its handle and memory.
+        with cupy.cuda.Stream(non_blocking=True):
+            found += [call.run() for _ in range(2)]
+    cupy.cuda.Device().synchronize()
+    for gradients in found:
+        assert_equal_bits(gradients, expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES["backward"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_arrays_of_more_than_2_to_the_31_elements_are_right(family: str, dtype: str) -> None:
+    import cupy
+
+    batch, seqlen, heads, dim = 2050, 128, 128, 64
+    assert batch * seqlen * heads * dim > 2**31
+    size = DTYPES[dtype].itemsize
+    # This is the memory of q, out, dout and dq, and of the float32 accumulator of dq.
+    require_free_memory((4 * size + 5) * batch * seqlen * heads * dim)
+    shapes = {"q": heads, "k": 1, "v": 1, "dout": heads}
+    arrays = {
+        name: cupy.zeros((batch, seqlen, n, dim), DTYPES[dtype]) for name, n in shapes.items()
+    }
+    rng = np.random.default_rng(4)
+    sampled = (0, 1024, batch - 1)
+    for b in sampled:
+        for array in arrays.values():
+            array[b] = cupy.asarray(rng.standard_normal(array.shape[1:]).astype(array.dtype))
+
+    def run(at: slice) -> tuple[Any, ...]:
+        dout, q, k, v = (arrays[name][at] for name in ("dout", *"qkv"))
+        out, lse = flash_attention(q, k, v, causal=True, return_lse=True)
+        try:
+            return flash_attention_backward(dout, q, k, v, out, lse, causal=True, family=family)
+        except UnsupportedError as error:
+            pytest.skip(str(error))
+
+    found = run(slice(None))
+    for b in sampled:
+        # Each row is accumulated in the same order as in a call for this sequence alone.
+        expected = run(slice(b, b + 1))
+        assert_equal_bits(tuple(x[b : b + 1] for x in found), bits_of(expected))
+    assert not any(x[1 : sampled[1] : 100].any() for x in found)

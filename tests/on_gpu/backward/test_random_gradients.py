@@ -1,0 +1,20 @@
+"""Gradients of 3,000 random calls on a GPU, against an oracle without any code of the library.
+
+Each test runs the calls of one class, whose kernels are compiled once. ``--dist load`` distributes
+the classes over the workers.
+"""
+
+from __future__ import annotations
+
+import pytest
+from support.gradients.gradient_cases import CALLS, CLASSES, FIRST, check
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("of_class", range(CLASSES))
+def test_results_of_random_calls_are_right(of_class: int) -> None:
+    import cupy
+
+    for call in range(CALLS):
+        check(FIRST + call * CLASSES + of_class, cupy)

@@ -1,0 +1,1 @@
+"""Forward calls for tests, and what is right for them."""

@@ -1,0 +1,1 @@
+"""Tests on a GPU, and stand-ins for one."""

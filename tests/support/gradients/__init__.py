@@ -1,0 +1,1 @@
+"""Backward calls for tests, and the oracle that judges their results."""

@@ -1,0 +1,1 @@
+"""Modifications for tests: random functions, their oracle, and generated CUDA source."""

@@ -1,0 +1,337 @@
+"""Bounds and block masks of mask functions, by generated code run on the CPU and by NumPy."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from cupy_flash.calls.gpu.block_masks import mask_text, packed_captures, ready_block_mask
+from cupy_flash.families.contract import KERNEL_DIR
+from cupy_flash.gpu import block_masks
+from cupy_flash.gpu.block_masks import (
+    BlockMask,
+    BlockMaskKey,
+    BlockMaskSpec,
+    Layout,
+    MaskSource,
+    ReadyBlockMask,
+    packed_params,
+)
+from cupy_flash.mods.modification import MaskMod
+from support.mods.generated_cuda import COMPILER, FOLDER
+
+KERNELS_ON_CPU = Path(__file__).resolve().parents[2] / "kernels" / "on_cpu"
+NONE, SOME, ALL = range(3)
+
+# Definitions for the kernel that builds block masks, in addition to those of cuda_on_host.h.
+_BLOCK = """
+#include "cuda_on_cpu.h"
+#define __shared__ static
+#define __launch_bounds__(threads)
+inline bool __any_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) != 0; }
+template <class T>
+T atomicOr(T* address, T value) { return __atomic_fetch_or(address, value, __ATOMIC_RELAXED); }
+"""
+
+# Definitions for code that reads block masks, if `_BLOCK` is not part of the source.
+_READING = """
+#define __device__
+#include <algorithm>
+using std::min;
+inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
+inline int __ffs(unsigned x) { return __builtin_ffs(int(x)); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+"""
+
+_BOUNDS = """
+namespace mask{number} {{
+{text}
+extern "C" void classify{number}(const ModArguments* a, int b, int h, int count, const int* ends,
+                                 int* seen) {{
+  for (; count > 0; --count, ends += 4) {{
+    MaskBounds::Rows rows = MaskBounds::rows_at(*a, b, h, ends[0], 0, 0);
+    for (int i = ends[0] + 1; i <= ends[1]; ++i) {{
+      MaskBounds::join(rows, MaskBounds::rows_at(*a, b, h, i, 0, 0));
+    }}
+    MaskBounds::Keys keys = MaskBounds::keys_at(*a, b, h, ends[2], 0, 0);
+    for (int j = ends[2] + 1; j <= ends[3]; ++j) {{
+      MaskBounds::join(keys, MaskBounds::keys_at(*a, b, h, j, 0, 0));
+    }}
+    *seen++ = int(MaskBounds::classify(*a, b, h, ends[0], ends[1], ends[2], ends[3], 0, 0, rows,
+                                       keys));
+  }}
+}}
+}}
+"""
+
+_BUILDER = """
+namespace mask{number} {{
+#include "block_mask/build.cu"
+
+extern "C" void read{number}(const BlockMask* map, int batch, int head, int tile, int* answers) {{
+  const MaskedBlocks<2> blocks(*map, batch, head, tile);
+  *answers++ = map->sorted_tile(batch, head, tile).tile;
+  for (int k = 0; k < map->key_blocks; ++k) {{
+    *answers++ = blocks.is_nonempty(0, k) + 2 * blocks.is_nonempty(1, k);
+    *answers++ = blocks.is_full(0, k) + 2 * blocks.is_full(1, k);
+    *answers++ = blocks.last_nonempty_before(k + 1);
+    *answers++ = blocks.first_nonempty(k, map->key_blocks);
+    *answers++ = blocks.slot_of(0, k);
+    *answers++ = blocks.slot_of(1, k);
+  }}
+  *answers = blocks.last_nonempty_before(0);
+}}
+
+extern "C" void build{number}(const BlockMaskParams* p, int range_warps, int thread_blocks,
+                              int heads) {{
+  for (int block = 0; block < (range_warps + 7) / 8; ++block) {{
+    run_block(256, [&] {{ blockIdx.x = block; block_mask::find_ranges(*p); }});
+  }}
+  for (int block = 0; block < thread_blocks; ++block) {{
+    run_block(256, [&] {{ blockIdx.x = block; block_mask::build(*p); }});
+  }}
+  for (int head = 0; head < heads; ++head) {{
+    run_block(256, [&] {{ blockIdx.x = head; block_mask::order_tiles(*p); }});
+  }}
+}}
+}}
+"""
+
+
+class FoundMap(NamedTuple):
+    """Contents of a block mask, whose row tiles consist of parts; shapes follow (batches, heads).
+
+    Attributes
+    ----------
+    visited, full
+        Whether a block is non-empty, and whether it is full, shape (parts, key blocks).
+    tiles
+        Row tile, first and end key block in launch order, shape (row tiles, 3).
+    behind
+        Number of stored partial blocks after each word of 32 blocks, shape (parts, words).
+    shown
+        Bits of stored visible pairs, shape (parts, slots, threads, halves, words).
+    """
+
+    visited: np.ndarray
+    full: np.ndarray
+    tiles: np.ndarray
+    behind: np.ndarray
+    shown: np.ndarray
+
+
+class HostMask(NamedTuple):
+    """Mask whose generated code is compiled for the CPU.
+
+    Attributes
+    ----------
+    classify
+        Function of b, h and rows (i_low, i_high, j_low, j_high): NONE, SOME or ALL for each.
+    build
+        Function that builds the block mask of a `BlockMaskSpec`.
+    read
+        Function of a `BLOCK_MASK_DTYPE` record, batch, head and row tile that returns what a kernel
+        reads for this row tile, which has two parts.
+    """
+
+    classify: Callable[[int, int, np.ndarray], np.ndarray]
+    build: Callable[[BlockMaskSpec], FoundMap]
+    read: Callable[[np.ndarray, int, int, int], np.ndarray]
+
+
+def compiled_masks(
+    folder: Path, mods: Sequence[MaskMod], dtype: str = "float32", *, builds: bool = False
+) -> list[HostMask]:
+    """Compile the code of masks together, with or without the code that builds block masks."""
+    if COMPILER is None:
+        pytest.skip("no g++ to compile device text with")
+    texts = [mask_text(mod, dtype) for mod in mods]
+    headers = ["cuda.h", *texts[0].headers, "block_mask/block_mask.cuh"]
+    unit = _BOUNDS + _BUILDER * builds
+    source, library = folder / "masks.cpp", folder / "masks.so"
+    units = [unit.format(number=n, text=text.text) for n, text in enumerate(texts)]
+    includes = "".join(f'#include "{header}"\n' for header in headers)
+    first = _BLOCK if builds else _READING
+    source.write_text(first + includes + "".join(units), encoding="utf-8")
+    options = ["-std=c++17", "-O0", "-w", "-shared", "-fPIC", "-fwrapv"]
+    options += [f"-I{path}" for path in (FOLDER, KERNELS_ON_CPU, KERNEL_DIR)]
+    command = [COMPILER, *options, str(source), "-o", str(library)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    loaded = ctypes.CDLL(str(library))
+    return [
+        _host_mask(
+            mod,
+            text,
+            dtype,
+            getattr(loaded, f"classify{n}"),
+            *(getattr(loaded, f"{name}{n}") if builds else None for name in ("build", "read")),
+        )
+        for n, (mod, text) in enumerate(zip(mods, texts, strict=True))
+    ]
+
+
+def _host_mask(
+    mod: MaskMod, text: MaskSource, dtype: str, classify: Any, build: Any, read: Any
+) -> HostMask:
+    def packed() -> np.ndarray:
+        return packed_captures(mod, dtype)
+
+    def classified(b: int, h: int, ends: np.ndarray) -> np.ndarray:
+        ends, seen = np.ascontiguousarray(ends, np.int32), np.empty(len(ends), np.int32)
+        classify(pointer(packed()), b, h, len(ends), pointer(ends), pointer(seen))
+        return seen
+
+    def built(spec: BlockMaskSpec) -> FoundMap:
+        layout, (batches, heads) = Layout.of(spec, text), spec.maps(text)
+        # The memory starts with garbage, so that a read of unwritten bytes changes the result.
+        memory = np.full(layout.bytes, 0xA5, np.uint8)
+        scratch = np.full(layout.scratch + 8, 0xA5, np.uint8)
+        map = BlockMask(
+            address=memory.ctypes.data,
+            layout=layout,
+            words=spec.words,
+            key_blocks=spec.key_blocks,
+            batch_stride=0,
+            head_stride=0,
+            memory=memory,
+        )
+        params = np.frombuffer(
+            packed_params(spec, text, packed(), map, scratch.ctypes.data), np.uint8
+        )
+        parts = spec.row_tiles * spec.parts
+        of_rows = parts if text.row_ranges else 0
+        of_keys = spec.key_blocks if text.key_ranges else 0
+        thread_blocks = batches * heads * parts
+        warps = batches * heads * (of_rows + of_keys)
+        build(pointer(params), warps, thread_blocks, batches * heads)
+        return read_map(spec, (batches, heads), memory, layout)
+
+    def told(map: np.ndarray, batch: int, head: int, tile: int) -> np.ndarray:
+        answers = np.empty(2 + 6 * int(map["key_blocks"]), np.int32)
+        read(pointer(map), batch, head, tile, pointer(answers))
+        return answers
+
+    return HostMask(classified, built, told)
+
+
+def pointer(array: np.ndarray) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+def map_of(mod: MaskMod, spec: BlockMaskSpec, dtype: str) -> ReadyBlockMask:
+    """Return the block mask of a mask on the current device and stream, as calls do."""
+    cuda = block_masks.cupy_module().cuda
+    key = BlockMaskKey(cuda.runtime.getDevice(), dtype, spec)
+    return ready_block_mask(mod, key, cuda.get_current_stream().ptr)
+
+
+def launched(ready: ReadyBlockMask) -> None:
+    """Report a launch that reads the block mask, as calls do after their launches."""
+    ready.launched(block_masks.cupy_module().cuda.get_current_stream().ptr)
+
+
+def read_map(
+    spec: BlockMaskSpec, maps: tuple[int, int], memory: np.ndarray, layout: Layout
+) -> FoundMap:
+    """Return the contents of a block mask from its bytes."""
+    shape = (*maps, spec.row_tiles * spec.parts)
+
+    def part(begin: int, dtype: type, *lengths: int) -> np.ndarray:
+        size = int(np.prod(lengths)) * np.dtype(dtype).itemsize
+        return memory[begin : begin + size].view(dtype).reshape(lengths)
+
+    bits = []
+    for begin in (0, layout.full):
+        words = part(begin, np.uint8, *shape, spec.words * 4)
+        # No bit is set after the last block.
+        blocks = np.unpackbits(words, axis=-1, bitorder="little").astype(bool)
+        assert not blocks[..., spec.key_blocks :].any()
+        bits.append(blocks[..., : spec.key_blocks])
+    return FoundMap(
+        *bits,
+        part(layout.tiles, np.int32, *maps, spec.row_tiles, 4)[..., :3],
+        part(layout.slots_after, np.uint8, *shape, spec.words),
+        part(
+            layout.visible_pairs, np.uint32, *shape, layout.slots, 128, 2, spec.slot_bytes // 1024
+        ),
+    )
+
+
+def check_map(found: FoundMap, mod: MaskMod, spec: BlockMaskSpec, maps: tuple[int, int]) -> None:
+    """Fail unless a block mask agrees with the pairs of the mask."""
+    visited, full, tiles = found[:3]
+    expected_visited, expected_full = _expected_map(mod, spec, maps)
+    np.testing.assert_array_equal(visited, expected_visited)
+    np.testing.assert_array_equal(full, expected_full)
+    # All tiles occur, those with the most blocks first; nearly equal tiles may be in any order.
+    order = tiles[..., 0]
+    np.testing.assert_array_equal(
+        np.sort(order), np.broadcast_to(range(spec.row_tiles), order.shape)
+    )
+    of_tiles = visited.reshape(*maps, spec.row_tiles, spec.parts, spec.key_blocks).any(-2)
+    of_tiles = np.take_along_axis(of_tiles, order[..., None], -2)
+    counts, any_visited = of_tiles.sum(-1), of_tiles.any(-1)
+    begin, end = of_tiles.argmax(-1), spec.key_blocks - of_tiles[..., ::-1].argmax(-1)
+    np.testing.assert_array_equal(tiles[..., 1], np.where(any_visited, begin, 0))
+    np.testing.assert_array_equal(tiles[..., 2], np.where(any_visited, end, 0))
+    assert (counts[..., 1:] - counts[..., :-1] <= spec.key_blocks // 255).all()
+    _check_kept_pairs(found, mod, spec, maps)
+
+
+def _check_kept_pairs(
+    found: FoundMap, mod: MaskMod, spec: BlockMaskSpec, maps: tuple[int, int]
+) -> None:
+    """Fail unless the stored pairs of the last partial blocks of each part are right."""
+    slots = found.shown.shape[3]
+    partial = found.visited & ~found.full
+    of_words = np.pad(partial, [(0, 0)] * 3 + [(0, -spec.key_blocks % 32)])
+    counts = of_words.reshape(*partial.shape[:3], spec.words, 32).sum(-1)
+    behind = counts[..., ::-1].cumsum(-1)[..., ::-1] - counts
+    np.testing.assert_array_equal(found.behind, np.minimum(behind, slots))
+    threads, halves, keys = np.ogrid[:128, :2, : spec.Bc // 4]
+    rows = threads // 32 * 16 + threads % 32 // 4 + 8 * halves
+    columns = threads % 4 * 2 + keys // 2 * 8 + keys % 2
+    for b, h, part in np.ndindex(partial.shape[:3]):
+        kept = np.flatnonzero(partial[b, h, part])[::-1][:slots]
+        for slot, block in enumerate(kept):
+            row, j = part * 64 + rows, block * spec.Bc + columns
+            there = (row < spec.seqlen_q) & (j < spec.seqlen_k)
+            i = np.minimum(row, spec.seqlen_q - 1) + spec.q_offset
+            args = b, h, i, np.minimum(j, spec.seqlen_k - 1)
+            seen = mod.evaluate(*(np.asarray(x, np.int32) for x in args))
+            words = found.shown[b, h, part, slot]
+            bits = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little")
+            shown = bits[..., : spec.Bc // 4].astype(bool)
+            np.testing.assert_array_equal(shown[there], np.broadcast_to(seen, there.shape)[there])
+
+
+def _expected_map(
+    mod: MaskMod, spec: BlockMaskSpec, maps: tuple[int, int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return which blocks are non-empty, and which are full, computed pair by pair."""
+    left, right = spec.band
+    i = np.arange(spec.seqlen_q, dtype=np.int32)[:, None] + np.int32(spec.q_offset)
+    j = np.arange(spec.seqlen_k, dtype=np.int32)
+    distance = j - i.astype(np.int64)
+    inside = (distance >= -left) & (distance <= right)
+    b = np.arange(maps[0], dtype=np.int32)[:, None, None, None]
+    h = np.arange(maps[1], dtype=np.int32)[:, None, None]
+    seen = np.broadcast_to(mod.evaluate(b, h, i, j), (*maps, *inside.shape))
+    some_seen = of_blocks(seen & inside, spec)
+    return some_seen, some_seen & ~of_blocks(~seen & inside, spec)
+
+
+def of_blocks(pairs: np.ndarray, spec: BlockMaskSpec) -> np.ndarray:
+    """Return whether any pair of each block is true; False for parts without rows."""
+    rows = np.arange(0, spec.seqlen_q, spec.Br // spec.parts)
+    keys = np.arange(0, spec.seqlen_k, spec.Bc)
+    blocks = np.logical_or.reduceat(np.logical_or.reduceat(pairs, rows, -2), keys, -1)
+    missing = spec.row_tiles * spec.parts - len(rows)
+    return np.pad(blocks, [(0, 0), (0, 0), (0, missing), (0, 0)])

@@ -1,0 +1,96 @@
+"""Block masks of random mask functions, checked by the evaluator of random functions."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cupy_flash.gpu.block_masks import BlockMaskSpec
+from support.mods.block_mask_cuda import FoundMap, of_blocks
+from support.mods.function_oracle import Oracle
+from support.mods.random_functions import Function
+
+
+def random_map_spec(function: Function) -> BlockMaskSpec:
+    """Return the spec of a block mask with few, partly ragged blocks at any distance from key 0."""
+    rng = np.random.default_rng([48, function.number])
+
+    def maybe(bound: int) -> int | None:
+        return None if rng.integers(3) else int(rng.integers(0, bound))
+
+    seqlen_q, seqlen_k = (int(n) for n in rng.integers(1, 200, 2))
+    parts = int(rng.choice([1, 2, 3]))
+    offsets = [0, seqlen_k - seqlen_q, -30, 1000, 2**24 - 50, 2**30 - 1024, 2**30 + 300]
+    return BlockMaskSpec(
+        Br=parts * int(rng.choice([8, 16, 24, 64, 64])),
+        Bc=int(rng.choice([8, 16, 80, 128, 160])),
+        batch=2,
+        heads_q=2,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        q_offset=int(rng.choice(offsets)),
+        causal=bool(rng.integers(4) == 0),
+        left=maybe(150),
+        right=maybe(150),
+        parts=parts,
+    )
+
+
+def pairs_of(function: Function, spec: BlockMaskSpec) -> tuple[np.ndarray, np.ndarray]:
+    """Return which pairs are visible, (batch, heads, seqlen_q, seqlen_k), and which are decided."""
+    zero = np.int32(0)
+    shape = (spec.batch, spec.heads_q, spec.seqlen_q, spec.seqlen_k)
+    symbols = {
+        "b": np.arange(spec.batch, dtype=np.int32)[:, None, None, None],
+        "h": np.arange(spec.heads_q, dtype=np.int32)[:, None, None],
+        "i": np.arange(spec.seqlen_q, dtype=np.int32)[:, None] + np.int32(spec.q_offset),
+        "j": np.arange(spec.seqlen_k, dtype=np.int32),
+        "q_start": zero,
+        "k_start": zero,
+    }
+    found = Oracle(symbols, function.captures, function.real, function.inputs).value(function.root)
+    return np.broadcast_to(found.v, shape), np.broadcast_to(found.e == 0, shape)
+
+
+def wrong_map(
+    found: FoundMap, function: Function, spec: BlockMaskSpec, maps: tuple[int, int]
+) -> str | None:
+    """Return how a block mask differs from the function on decided pairs; None if it does not."""
+    seen, known = pairs_of(function, spec)
+    # If a mask does not depend on the sequence or the head, there is one block mask for all.
+    seen, known = (x[: maps[0], : maps[1]] for x in (seen, known))
+    behind = np.arange(spec.seqlen_q)[:, None] + spec.q_offset - np.arange(spec.seqlen_k)
+    band = behind >= 0 if spec.causal else np.ones(behind.shape, bool)
+    if spec.left is not None:
+        band &= behind <= spec.left
+    if spec.right is not None:
+        band &= -behind <= spec.right
+    some_seen = of_blocks(seen & known & band, spec)
+    some_hidden = of_blocks(~seen & band & known, spec)
+    if (hides := some_seen & ~found.visited).any():
+        return f"{hides.sum()} blocks with seen pairs are not visited"
+    if (shows := some_hidden & found.full & found.visited).any():
+        return f"{shows.sum()} blocks with hidden pairs are full"
+    return _wrong_kept(found, seen, known, spec)
+
+
+def _wrong_kept(
+    found: FoundMap, seen: np.ndarray, known: np.ndarray, spec: BlockMaskSpec
+) -> str | None:
+    """Check the pairs that a block mask stores, those of the last blocks of each part."""
+    slots = found.shown.shape[3]
+    threads, halves, keys = np.ogrid[:128, :2, : spec.Bc // 4]
+    rows = threads // 32 * 16 + threads % 32 // 4 + 8 * halves
+    columns = threads % 4 * 2 + keys // 2 * 8 + keys % 2
+    partial = found.visited & ~found.full
+    for b, h, part in np.ndindex(partial.shape[:3]):
+        kept = np.flatnonzero(partial[b, h, part])[::-1][:slots]
+        for slot, block in enumerate(kept):
+            row, j = part * 64 + rows, block * spec.Bc + columns
+            at = b, h, np.minimum(row, spec.seqlen_q - 1), np.minimum(j, spec.seqlen_k - 1)
+            there = (row < spec.seqlen_q) & (j < spec.seqlen_k) & known[at]
+            words = found.shown[b, h, part, slot]
+            bits = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little")
+            shown = bits[..., : spec.Bc // 4].astype(bool)
+            if (differs := there & (shown != seen[at])).any():
+                return f"{differs.sum()} kept pairs of block {block} of part {part}"
+    return None

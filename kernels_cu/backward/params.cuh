@@ -32,8 +32,7 @@ struct GradientParams : Params {
   void* bias_parts;    // partial sums of dbias in the workspace, see inputs/bias.cuh
   void* capture_sums;  // sums of dcaptures in the workspace, see inputs/captures.cuh
 #ifdef CUPY_FLASH_MODIFIED
-  // Contiguous gradients of captured arrays, in the order of `Mods::for_each_differentiable()`.
-  // Null if not wanted.
+  // Contiguous gradients of captured arrays, by the number in generated code; null if not wanted.
   void* dcaptures[Mods::differentiable > 0 ? Mods::differentiable : 1];
 #endif
 };
@@ -48,8 +47,7 @@ struct alignas(2 * sizeof(T)) RowStats {
   T delta;     // rowsum(dout * out) - dlse
 };
 
-// Returns the array of row statistics in the workspace: an entry per query row, in the order of
-// lse.
+// Returns the row statistics in the workspace: an array entry per query row, in the order of lse.
 template <class Config>
 __device__ auto* row_stats(const GradientParams& p) {
   return static_cast<RowStats<Accumulator<typename Config::Element>>*>(p.workspace);
@@ -91,8 +89,8 @@ constexpr float p_of_one_key<half_t, columns> = 1 - 0x1p-14f;
 // Returns the threshold for inputs of float32 or float64. `lse_log2` is the row's log-sum-exp times
 // log2(e), and the rounding error of P is proportional to it. The threshold allows for about 20
 // roundings of half an ulp, but is never below the threshold for bfloat16. If the terms of a score
-// cancel, the error of P may be larger. A row that attends to one key may then exceed it, and its
-// score gets a gradient proportional to that error instead of 0.
+// cancel, the error of P may be larger. P of a row that attends to one key may then be below the
+// threshold, and dS is a rounding error instead of 0.
 template <class T, int columns>
 __device__ inline T least_p_of_one_key(T lse_log2) {
   const T rounding = sizeof(T) == 4 ? T(0x1p-20) : T(0x1p-49);

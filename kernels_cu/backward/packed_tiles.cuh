@@ -52,9 +52,9 @@ __device__ inline PackedRange find_sequence_rows(const int* starts, int batch, i
   return search_rows(starts, batch, total, [=](int, int first) { return first <= row; });
 }
 
-// Returns the first tile slot of a sequence. n rows have at most n / Rows + 1 tiles, so slots of
-// different sequences do not overlap if each sequence skips one slot. Few of the total / Rows +
-// batch slots stay unused.
+// Returns the first tile slot of a sequence. A sequence of n rows has at most n / Rows + 1 tiles,
+// so one slot more per sequence than full tiles suffices. Few of the total / Rows + batch slots
+// stay unused.
 template <int Rows>
 __device__ int first_tile_slot(int first_row, int sequence) {
   return first_row / Rows + sequence;

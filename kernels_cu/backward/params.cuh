@@ -72,11 +72,11 @@ __device__ RowStats<T> row_stats_of(const GradientParams& p, const Sequence& seq
 // The output of such a row is that key's value, and its scores have no gradient: P is 1, and dP
 // equals delta. dP and delta are summed in different orders, so their computed difference would be
 // a small number instead of 0. If keys are masked by position alone, such rows are known exactly.
-// Otherwise a row counts as such if one P exceeds this threshold. The true gradient of its score, P
-// (1 - P) (dP - the mean dP of the other keys), is then below the error of delta, which is computed
-// from an output rounded to `Element`. (For float32 and float64 it is below the error of dP, a sum
-// of `columns` rounded products.) Rounding of lse and scores gives P an error of the same size, 1 -
-// P.
+// Otherwise a row counts as such if one P exceeds this threshold. The true gradient of that score,
+// P (1 - P) (dP - the mean dP of the other keys), is then below the error of delta, which is
+// computed from an output rounded to `Element`. (For float32 and float64 it is below the error of
+// dP, a sum of `columns` rounded products.) Rounding of lse and of scores gives P an error of the
+// same size.
 template <class Element, int columns = 64>
 constexpr Accumulator<Element> p_of_one_key =
     1 - (columns > 64 ? columns : 64) *

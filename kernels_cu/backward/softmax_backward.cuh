@@ -15,11 +15,11 @@ constexpr bool changes_slope() {
   }
 }
 
-// Softmax backward of the pairs of `Queries` rows and `Keys` keys that a thread holds. `score(r,
-// n)` is the score of query `row_of(r)` and key `first_key + step(n)`, where `step(n)` is a
-// constant that grows with n. `stats(r)` returns the row statistics of query `row_of(r)`.
-// `AnyParams` is a template parameter because `GradientParams` has `mods` only in translation units
-// with modifications.
+// Softmax backward of the pairs of `Queries` rows and `Keys` keys that a thread holds.
+// `score(r, n)` is the score of query `row_of(r)` and key `first_key + step(n)`, where `step(n)` is
+// constant and grows with n. `stats(r)` returns the row statistics of query `row_of(r)`.
+// `AnyParams` is a template parameter because only translation units with modifications have
+// `p.mods`.
 template <class Config, int Queries, int Keys, class AnyParams = GradientParams>
 struct SoftmaxBackward {
   using T = Accumulator<typename Config::Element>;

@@ -37,9 +37,9 @@ struct GradientTiling {
 
 // Returns the gradient tile of a CTA. Heads are divided into sections of `section_heads`, whose
 // operands stay in L2 together, and consecutive CTAs compute the same tile of all heads of a
-// section. Packed sequences shorter than the longest one have larger sections. Within a section,
-// tiles are in order, or reversed if `FromLast`. Either way, the tiles with the most visible pairs
-// of a causal mask should start first.
+// section. If a packed sequence is short, its sections are larger. Within a section, tiles are in
+// order or, if `FromLast`, reversed. Callers choose the order that starts with the longest tiles of
+// a causal mask or, for Hopper, the dq order (dq/order.cuh).
 template <class Config, int Rows, bool OfKv, bool FromLast>
 __device__ GradientTileCoord gradient_tile_coord(const GradientParams& p, int block) {
   const GradientTiling<OfKv> tiling(p);

@@ -40,8 +40,7 @@ struct DqFragments {
 
 // Adds a warp's fragments to a dq tile while the CTA holds the semaphore. On sm_90 and newer, `red`
 // instructions add to memory. On older GPUs, the accumulators start from the sums of the earlier
-// CTAs and are stored. The first CTA of the dq order always stores, so that no kernel needs to
-// clear sums.
+// CTAs and are stored. The dq order's first CTA always stores, so that no kernel clears the sums.
 template <class Fragments>
 struct DqAccumulator {
   using Sums = float[Fragments::row_tiles][Fragments::column_tiles][4];
@@ -111,7 +110,7 @@ template <class Config>
 struct DqSums {
   static constexpr int Br = Config::dq_Br;
   static constexpr int64 unit = 512;
-  int tiles;  // tile slots of a head, of all packed sequences or of one unpacked one
+  int tiles;  // tile slots of a head: of all sequences if packed, otherwise of one
   int count;  // tile slots of all heads and batches
   int* semaphores;
 

@@ -1,5 +1,5 @@
-// Ordered accumulation: CTAs add to sums in a fixed order, so that results are bitwise
-// reproducible.
+// Ordered accumulation: CTAs add to sums in a fixed order, so that results are bitwise equal if a
+// call is repeated.
 //
 // Each tile of sums has a semaphore, which holds the index of the CTA that may add next. That CTA
 // adds, and then increments the semaphore. A CTA waits only for CTAs of smaller blockIdx, which the

@@ -16,7 +16,7 @@
 // well.
 //
 // Reads of operands take nearly all of the shared-memory bandwidth. So k and v, which do not
-// change, stay in registers if there are enough. Row statistics are loaded before a product needs
+// change, stay in registers if enough are free. Row statistics are loaded before a product needs
 // them: -delta initializes the accumulators of dP.
 #pragma once
 

@@ -118,9 +118,8 @@ struct HopperGradientProducts {
   template <int Count, class Between>
   __device__ void start_dp(Scores& gradients, const unsigned (&values)[Count], int part,
                            Between between) const {
-    // These opaque copies hide the origin of the accumulators. Without them, the compiler sees too
-    // many accumulators, as the loop body is instantiated several times, to keep wgmma
-    // asynchronous.
+    // These copies hide the origin of the accumulators. Otherwise the compiler sees too many of
+    // them, as the loop body is instantiated several times, and cannot keep wgmma asynchronous.
 #pragma unroll
     for (int i = 0; i < columns / 2; ++i) {
       gradients[i] = __int_as_float(ptx::opaque(__float_as_int(gradients[i])));

@@ -1,8 +1,7 @@
 // Consumers of the Hopper gradient kernel for wide heads: dk and dv of 64 keys exceed the registers
 // of a warpgroup. Both consumers have the CTA's keys: one sums dv, the other dk, and each computes
-// half of the columns of dq, in up to two chunks (first, second). P goes from the dv consumer to
-// the dk consumer through shared memory, and dS back. The additions of dq overlap the next
-// products:
+// half of the columns of dq, in one or two chunks. P goes from the dv consumer to the dk consumer
+// through shared memory, and dS back. The additions of dq overlap the next products:
 //
 //   dv consumer   P(i) -> dV(i) ...... dQ(i), first  | dQ(i), second | S(i + 1)
 //   dk consumer   ......... dS(i) -> dK(i)  dQ(i), first | dQ(i), second | dP(i + 1)
@@ -61,8 +60,7 @@ struct HopperWideProducts : HopperGradientProducts<Config> {
     }
   }
 
-  // Adds a chunk of dq to memory. The dq order's first CTA stores, so that no kernel clears the
-  // sums.
+  // Adds a chunk of dq to memory. The dq order's first CTA stores, so no kernel clears the sums.
   template <int Chunk>
   __device__ void add(const DqPart& sums, const Step& step) {
     constexpr int column_tiles = Base::dq_columns / 8;

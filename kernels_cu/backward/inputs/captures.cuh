@@ -4,11 +4,10 @@
 //
 // One kernel computes the largest contribution M to each array, which determines the unit of the
 // integers. The next computes all contributions again and adds them. The last converts the sums.
-// For n < 2^b contributions and 2^(e - 1) <= M < 2^e, a sum is off by at most n 2^(e + 2b - 126) <
-// M 2^(3b - 125): for b = 33 by M 2^-26, an eighth of float32's eps, even if all are rounded the
-// same way. The typical error, sqrt(n) M 2^(2b - 125), is below half of float32's eps for b up to
-// 40, and of float64's for b up to 28. Numbers below the normal range of float32, or float64, may
-// count as 0.
+// For n < 2^b contributions and 2^(e - 1) <= M < 2^e, a sum is off by at most n 2^(e + 2b - 126),
+// which is less than M 2^(3b - 125): for b = 33 by M 2^-26, an eighth of float32's eps, even if all
+// are rounded the same way. The typical error, sqrt(n) M 2^(2b - 125), is below half of float32's
+// eps for b up to 40, and of float64's for b up to 28. Subnormal numbers may count as 0.
 //
 // An infinite or NaN contribution sets flags of its element, and affects no other element.
 //

@@ -2,8 +2,8 @@
 //
 // Numbers of magnitude up to M < 2^e are stored as two integers each: x = high u + low u 2^-s,
 // rounded to nearest. For fewer than 2^b numbers, u = 2^(e + b - 62) and s = 63 - b keep the sums
-// of `high` and of `low` within 2^62. The error of a number is at most u 2^-s / 2 = 2^(e + 2b -
-// 126).
+// of `high` and of `low` within 2^62. The error of a number is at most u 2^-s / 2, or
+// 2^(e + 2b - 126).
 #pragma once
 
 #include "scheduler/sequences.cuh"

@@ -29,8 +29,7 @@ struct SinkGradients {
   __device__ static T sum(const GradientParams& p, int head, T sink) {
     __shared__ T warp_totals[threads / 32];
     const bool is_packed = Config::has_seqlens && p.cu_seqlens_q != nullptr;
-    // Packed sequences are stored consecutively. Rows before the first or after the last are
-    // unused.
+    // Packed sequences are consecutive. Rows before the first or after the last belong to none.
     const int begin = is_packed ? clamp(p.cu_seqlens_q[0], 0, p.total_q) : 0;
     const int64 end = is_packed ? int64(clamp(p.cu_seqlens_q[p.batch], begin, p.total_q))
                                 : int64(p.batch) * p.seqlen_q;

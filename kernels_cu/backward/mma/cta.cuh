@@ -152,8 +152,7 @@ struct MmaGradientCta {
     return {step.head + 1, tiles.end - 1};
   }
 
-  // Returns the CTA's index in the dq order of a query tile, counting from its first visible KV
-  // tile.
+  // Returns the CTA's index in the dq order of a query tile, which starts at its first visible key.
   __device__ int order_index(int tile) const {
     return coord.begin / Bc - (Config::window_left ? mask.visible_begin(tile * Br) / Bc : 0);
   }

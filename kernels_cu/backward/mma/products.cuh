@@ -236,8 +236,7 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
     }
   }
 
-  // Array of second units, one for each key warp and `columns` queries. First index for P and for
-  // dS:
+  // Second units, one for each key warp and `columns` queries. First index for P, and for dS:
   static constexpr int p_units_begin = 0;
   static constexpr int ds_units_begin = refines_p ? units_per_operand : 0;
   __device__ float& second_unit(int begin, int key_warp, int first) {

@@ -5,8 +5,7 @@
 // The product x y = big_x big_y + big_x small_y + small_x big_y omits small_x small_y, at most
 // 2^-22 of it. Three TF32 products (tile/products_tf32x3.cuh) are as accurate and take twice the
 // time. An element of at least 2^-17 of the tile's largest keeps 22 bits or more. A smaller one has
-// an error of at most 2^-39 of the largest, far less than the rounding of float32 sums, 2^-24 of
-// each sum.
+// an error of at most 2^-39 of the largest, while float32 sums of products are rounded by 2^-24.
 //
 // Tensor cores accumulate with rounding toward zero. As in products_tf32x3.cuh, the contribution of
 // each tile is therefore accumulated separately, and added to the sum on CUDA cores.

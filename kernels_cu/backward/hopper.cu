@@ -3,7 +3,7 @@
 // As in mma.cu, a CTA owns a KV tile, whose dk and dv it keeps in registers, and iterates over the
 // query tiles of all query heads. The CTAs of a head add their dq of a query tile in a fixed order
 // (dq/semaphore.cuh). Here query tiles go from the first to the last, and CTAs of later keys add
-// first. The last CTA of the order writes dq, or another kernel does.
+// first. Either the last CTA of that order writes dq (`last_writes`), or another kernel does.
 //
 // Two consumer warpgroups issue wgmma: each has half of the keys (hopper/consumer.cuh) or, for wide
 // heads, half of the products (hopper/split_consumers.cuh). Warps of the producer warpgroup load
@@ -43,7 +43,7 @@ __device__ void hopper_gradients(const GradientMaps& maps, const GradientParams&
     ptx::prefetch_tensormap(&maps.dout);
   }
   __syncthreads();
-  // The shuffle tells the compiler that the value is uniform within a warp.
+  // The shuffle tells the compiler that `warp` is uniform within a warp.
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (warp < 4) {
     ptx::setmaxnreg_dec<Config::producer_registers>();

@@ -8,10 +8,10 @@
 //   S^T = K Q^T,  dP^T = V dO^T,  P and dS from these,  dV += P^T dO,  dK += dS^T Q,  dQ = dS K
 //
 // The CTAs of a head add their dq of a query tile in a fixed order (dq/semaphore.cuh). Scores are
-// transposed, so that a warp with all queries of its keys holds P^T and dS^T in registers for its
-// products. If registers cannot hold whole rows of dk and dv, `query_warps` warps have the same
-// keys: each computes the scores of some of the queries and sums some of the columns of dk and dv,
-// and they exchange P^T and dS^T through shared memory.
+// transposed, so that a warp's P^T and dS^T are already in registers as left operands of dV and dK.
+// If a warp's registers cannot hold whole rows of dk and dv, `query_warps` warps have the same
+// keys. Each then computes the scores of some of the queries and sums some of the columns of dk and
+// dv, and the warps exchange P^T and dS^T through shared memory.
 #include "backward/mma/products.cuh"
 #include "backward/dq/accumulate.cuh"
 #include "backward/dq/semaphore.cuh"
@@ -52,7 +52,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
   float dk_sums[row_tiles][2 * Columns::steps][4];
   float dv_sums[row_tiles][2 * ColumnsV::steps][4];
   float p_sums[row_tiles][2];  // sums of P, to detect keys whose pairs are all masked
-  int pending_release = -1;    // tile slot whose semaphore must be released, or -1
+  int pending_release = -1;    // tile slot of the semaphore still to be released, or -1
 
   using Base::Base;
 
@@ -102,8 +102,8 @@ struct MmaGradients : MmaGradientProducts<Config> {
   }
 
   __device__ void process_tile(int stage, int head, int tile) {
-    // The mask is also needed past the last key: scores of missing keys are 0, so their P may be
-    // infinite, and infinity times a missing key, 0, would make dq NaN.
+    // The mask is also needed past the last key. Missing keys are zeros, so their scores are 0, and
+    // their P may be infinite. Infinity times 0 would make dq NaN.
     const bool is_masked = coord.begin + Bc > sequence.seqlen_k ||
                            (is_bounded && (tile < tiles.full_begin || tile >= full_end));
     int current = 0;  // value of the semaphore, in thread 0
@@ -135,7 +135,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
   }
 
   // Computes P^T and dS^T of the warp's keys and of `columns` queries of the tile from `first` on,
-  // and adds what they contribute to the warp's columns of dk and dv.
+  // and adds their contributions to the warp's columns of dk and dv.
   template <bool First>
   __device__ void compute_pairs(int stage, int head, int tile, int first, bool is_masked) {
     const unsigned query_rows = queries_address(stage) + first * Layout::row_bytes;
@@ -218,8 +218,8 @@ struct MmaGradients : MmaGradientProducts<Config> {
     }
   }
 
-  // Sets the scores of keys that hold an infinity, whose components are zeros. The scaled score
-  // becomes -inf: any other score of such a key has made the row's lse NaN.
+  // Sets the scores of keys that hold an infinity, because their components were replaced by zeros.
+  // The scaled score becomes -inf: if the true one is not, the row's lse is not finite anyway.
   __device__ void mask_infinite_keys(Scores& scores) const {
     const auto& keys =
         *reinterpret_cast<const KeyScales*>(memory + Base::Preswizzled::KvTile::scales_offset);
@@ -243,7 +243,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
     }
   }
 
-  // Adds to dk and dv what P^T and dS^T of the other warps with the same keys contribute.
+  // Adds the contributions of P^T and dS^T of the other warps with the same keys to dk and dv.
   __device__ void add_other_warps(int stage) {
 #pragma unroll
     for (int other = 1; other < query_warps; ++other) {
@@ -277,7 +277,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
     typename DqAccumulator<Fragments>::Sums sums;
     const unsigned right = DqColumns::lane_address(keys_address(), warp % dq_column_warps);
     if constexpr (has_components) {
-      constexpr int depth = refines_ds ? row_tiles : Bc % 32 == 0 ? 2 : 1;  // summed separately
+      constexpr int depth = refines_ds ? row_tiles : Bc % 32 == 0 ? 2 : 1;  // 16-key steps per sum
       clear(sums);
 #pragma unroll 1
       for (int key = 0; key < Bc; key += 16 * depth) {
@@ -303,7 +303,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
     }
   }
 
-  // Returns whether any query attends to a key. If none does, its sums may be NaN, as 0 times NaN.
+  // Returns whether any query attends to a key. If none does, its dk and dv may be 0 times NaN.
   __device__ bool is_visible_key(int i, int half) {
     const int row = key_warp() * warp_keys + 16 * i + 8 * half + lane / 4;
     const int key = coord.begin + row;
@@ -314,7 +314,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
     return is_visible;
   }
 
-  // If modifications mask pairs, combines `p_sums` of the warps that have the same keys.
+  // If modifications mask pairs, combines `p_sums` of the warps that have the same keys into flags.
   __device__ void combine_p_sums() {
     int* flags = reinterpret_cast<int*>(memory + stages_offset);
     static_assert(stages * stage_bytes >= Bc * int(sizeof(int)), "the stages hold a flag per key");
@@ -402,7 +402,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
 template <class Config>
 __device__ void mma_gradients(const GradientParams& p) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
-  // With a causal mask most queries attend to the first keys, so their KV tiles start first.
+  // With a causal mask, the first KV tiles have the most query tiles, so their CTAs start first.
   const GradientTileCoord coord =
       gradient_tile_coord<Config, Config::Bc, true, false>(p, blockIdx.x);
   const Sequence sequence = sequence_of<Config>(p, coord.batch);

@@ -10,11 +10,12 @@
 struct PackedRange {
   int sequence;
   int begin;
-  int end;  // at most `begin` if the part is empty
+  int end;  // at most `begin` if the range is empty
 };
 
-// Returns the sequence that the search finds, and its part of [begin, end). `is_at_or_after(i,
-// first)` returns whether it is sequence i, whose part begins at `first`, or a later sequence.
+// Finds a sequence by binary search, and returns it with its part of [begin, end). The part of
+// sequence i starts at `first(i)`. `is_at_or_after(i, first(i))` returns whether the sequence to be
+// found is sequence i or a later one.
 template <class First, class IsAtOrAfter>
 __device__ PackedRange search(int batch, int begin, int end, First first,
                               IsAtOrAfter is_at_or_after) {
@@ -51,9 +52,9 @@ __device__ inline PackedRange find_sequence_rows(const int* starts, int batch, i
   return search_rows(starts, batch, total, [=](int, int first) { return first <= row; });
 }
 
-// Returns the first tile slot of a sequence. n rows have at most n / Rows + 1 tiles, so the slot
-// follows from the sequence's first row and index. Few of the total / Rows + batch slots stay
-// empty.
+// Returns the first tile slot of a sequence. A sequence of n rows has at most n / Rows + 1 tiles,
+// so one slot more per sequence than full tiles suffices. Few of the total / Rows + batch slots
+// stay unused.
 template <int Rows>
 __device__ int first_tile_slot(int first_row, int sequence) {
   return first_row / Rows + sequence;

@@ -10,29 +10,29 @@
 #include "scheduler/sequences.cuh"
 
 // Gradient of a bias, a contiguous array. An axis along which the bias is broadcast has length 1.
-// With packed sequences there is no batch axis, and the rows are those of all sequences.
+// With packed sequences there is no batch axis, and the row axis spans all sequences.
 struct BiasGradient {
   void* data;
   int batch;
   int heads;
   int rows;
   int keys;
-  int64 parts;  // number of CTAs that split the sum of one tile
+  int64 parts;  // number of CTAs that compute partial sums of the same tile
 };
 
 // The inherited `out` and `lse` are results of the forward pass, and are only read.
 struct GradientParams : Params {
   Tensor dout;       // gradient of out
-  Tensor dq;         // gradients of q, k and v; null if not wanted
+  Tensor dq;         // dq, dk and dv: gradients of q, k and v; `data` is null if not wanted
   Tensor dk;
   Tensor dv;
   const void* dlse;  // gradient of lse, or null
-  void* dsinks;      // shape (heads_q), or null
+  void* dsinks;      // gradient of the sinks, shape (heads_q), or null
   BiasGradient dbias;
-  void* bias_parts;    // in the workspace, see inputs/bias.cuh
-  void* capture_sums;  // in the workspace, see inputs/captures.cuh
+  void* bias_parts;    // partial sums of dbias in the workspace, see inputs/bias.cuh
+  void* capture_sums;  // sums of dcaptures in the workspace, see inputs/captures.cuh
 #ifdef CUPY_FLASH_MODIFIED
-  // Contiguous gradients of captured arrays, in the order of generated code; null if not wanted.
+  // Contiguous gradients of captured arrays, by the number in generated code; null if not wanted.
   void* dcaptures[Mods::differentiable > 0 ? Mods::differentiable : 1];
 #endif
 };
@@ -47,7 +47,7 @@ struct alignas(2 * sizeof(T)) RowStats {
   T delta;     // rowsum(dout * out) - dlse
 };
 
-// Returns the row statistics of all query rows, which are in the workspace in the order of lse.
+// Returns the row statistics in the workspace: an array entry per query row, in the order of lse.
 template <class Config>
 __device__ auto* row_stats(const GradientParams& p) {
   return static_cast<RowStats<Accumulator<typename Config::Element>>*>(p.workspace);
@@ -59,7 +59,7 @@ __device__ inline int64 first_row_of_head(const Params& p, const Sequence& seque
   return (int64(sequence.q_batch) * p.heads_q + head) * p.seqlen_q;
 }
 
-// Returns the statistics of a query row; those of a fully masked row past the end of the sequence.
+// Returns the statistics of a query row. A row past the end of the sequence counts as fully masked.
 template <class Config, class T = Accumulator<typename Config::Element>>
 __device__ RowStats<T> row_stats_of(const GradientParams& p, const Sequence& sequence, int head,
                                     int row) {
@@ -70,12 +70,13 @@ __device__ RowStats<T> row_stats_of(const GradientParams& p, const Sequence& seq
 // Threshold of P above which a row counts as attending to one key only.
 //
 // The output of such a row is that key's value, and its scores have no gradient: P is 1, and dP
-// equals delta. Both are summed in different orders, so their computed difference would be a small
-// number instead of 0. If keys are masked by position alone, such rows are known exactly. Otherwise
-// a row counts as such if its P exceeds this threshold. The true gradient, (1 - P) (dP - the mean
-// dP of the other keys), is then below the error of delta, which is computed from an output rounded
-// to `Element`. (For float32 and float64 it is below the error of dP, a sum of `columns` rounded
-// products.) Rounding of lse and of the recomputed score makes P uncertain by as much.
+// equals delta. dP and delta are summed in different orders, so their computed difference would be
+// a small number instead of 0. If keys are masked by position alone, such rows are known exactly.
+// Otherwise a row counts as such if one P exceeds this threshold. The true gradient of that score,
+// P (1 - P) (dP - the mean dP of the other keys), is then below the error of delta, which is
+// computed from an output rounded to `Element`. (For float32 and float64 it is below the error of
+// dP, a sum of `columns` rounded products.) Rounding of lse and of scores gives P an error of the
+// same size.
 template <class Element, int columns = 64>
 constexpr Accumulator<Element> p_of_one_key =
     1 - (columns > 64 ? columns : 64) *
@@ -87,8 +88,9 @@ constexpr float p_of_one_key<half_t, columns> = 1 - 0x1p-14f;
 
 // Returns the threshold for inputs of float32 or float64. `lse_log2` is the row's log-sum-exp times
 // log2(e), and the rounding error of P is proportional to it. The threshold allows for about 20
-// roundings of half an ulp, but is at least that of bfloat16. If terms of a score cancel, the error
-// of P may be larger, and a row that attends to one key then gets gradients of that size.
+// roundings of half an ulp, but is never below the threshold for bfloat16. If the terms of a score
+// cancel, the error of P may be larger. P of a row that attends to one key may then be below the
+// threshold, and dS is a rounding error instead of 0.
 template <class T, int columns>
 __device__ inline T least_p_of_one_key(T lse_log2) {
   const T rounding = sizeof(T) == 4 ? T(0x1p-20) : T(0x1p-49);
@@ -97,11 +99,12 @@ __device__ inline T least_p_of_one_key(T lse_log2) {
   return least > p_of_one_key<bfloat16_t> ? least : T(p_of_one_key<bfloat16_t>);
 }
 
-// Whether dS of rows that attend to one key is set to 0: not if lse has a gradient or a sink.
+// Whether dS of rows that attend to one key is set to 0. It is not if lse has a gradient or
+// includes a sink, because dS of such a row may then differ from 0.
 template <class Config>
 constexpr bool zeroes_one_key_ds = Config::has_one_key_rows && !Config::has_dlse && !Config::sinks;
 
-// Element type of a gradient: that of its input, or `Config::Gradient` if the caller asks for one.
+// Element type of the gradient of an `Input`: the same type if `AsInput`, else `Config::Gradient`.
 template <class Config, class Input, bool AsInput = Config::as_inputs>
 struct GradientType {
   using type = Input;
@@ -111,8 +114,8 @@ struct GradientType<Config, Input, false> {
   using type = typename Config::Gradient;
 };
 
-// Returns the rows that a sequence occupies. No packed row belongs to two sequences, even if
-// `cu_seqlens` or `seqused_k` overlap: its gradient would be written twice.
+// Returns the rows that a sequence occupies in q and k. No packed row may belong to two sequences,
+// even if `cu_seqlens` or `seqused_k` say so, because two CTAs would then write its gradient.
 template <class Config>
 __device__ Sequence sequence_of(const Params& p, int batch) {
   if constexpr (Config::has_seqlens) {
@@ -141,7 +144,7 @@ __device__ Mask<Config> mask_of(const Params& p, const Sequence& sequence, int b
   return {sequence.seqlen_k, q_offset, {p, batch}};
 }
 
-// Returns the softmax scale with its sign. dq and dk are multiplied by it.
+// Returns the softmax scale with its sign. The sums of dq and dk are multiplied by it at the end.
 template <class Config, class T>
 __device__ T signed_scale(const Params& p) {
   return T(p.softmax_scale * score_factor<Config>);

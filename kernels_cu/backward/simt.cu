@@ -1,7 +1,7 @@
 // Gradients of attention on CUDA cores, for every dtype and architecture. One template makes two
-// kernels. Each owns the gradient rows that it sums, so that nothing is added in global memory:
+// kernels. A CTA of either owns the gradient rows that it sums, so no CTAs add to the same memory:
 //
-//            owns       iterates over
+//   kernel   CTA owns   iterates over
 //   keys:    k, v       q, dout         S^T = K Q^T, dP^T = V dO^T, dV += P^T dO, dK += dS^T Q
 //   queries: q, dout    k, v            S = Q K^T,   dP = dO V^T,   dQ += dS K
 #include "backward/params.cuh"
@@ -109,7 +109,7 @@ struct SimtGradients {
     return key_rows<Element>(tensor, sequence, head);
   }
 
-  // Processes one tile of columns: computes S and dP, and adds what they contribute to the sums.
+  // Processes one tile of columns: computes P and dS, and adds their products to the sums.
   __device__ void process_tile(Rows first, Rows first_v, Rows second, Rows second_v, int head,
                                int column) {
     Products::template multiply<Config::head_dim>(scores, shared.operands, first, coord.begin,
@@ -163,7 +163,7 @@ struct SimtGradients {
     }
   }
 
-  // Returns whether a row has a visible pair. If it has none, its sums may be NaN, as 0 times NaN.
+  // Returns whether row `i` has a visible pair. Otherwise its sums may be NaN, due to 0 times NaN.
   __device__ bool has_visible_pair(int i) const {
     const int row = coord.begin + y + i * side;
     bool is_visible;

@@ -15,10 +15,11 @@ constexpr bool changes_slope() {
   }
 }
 
-// Softmax backward of `Queries` rows and `Keys` keys that a thread holds: `score(r, n)` is that of
-// query `row_of(r)` and key `first_key + step(n)`, where `step(n)` is constant and grows with n.
-// `stats(r)` returns row statistics. `AnyParams`: only params of units with modifications have
-// `mods`.
+// Softmax backward of the pairs of `Queries` rows and `Keys` keys that a thread holds.
+// `score(r, n)` is the score of query `row_of(r)` and key `first_key + step(n)`, where `step(n)` is
+// constant and grows with n. `stats(r)` returns the row statistics of query `row_of(r)`.
+// `AnyParams` is a template parameter because only translation units with modifications have
+// `p.mods`.
 template <class Config, int Queries, int Keys, class AnyParams = GradientParams>
 struct SoftmaxBackward {
   using T = Accumulator<typename Config::Element>;
@@ -32,12 +33,12 @@ struct SoftmaxBackward {
   int batch;
   int head;
   T scale_log2;
-  T one = 1;       // representation of P = 1 in the unit of P
-  T log2_one = 0;  // log2 of `one`, which is subtracted from lse_log2
+  T one = 1;       // number that represents P = 1; not 1 if P is scaled
+  T log2_one = 0;  // log2 of `one`; `stats(r).lse_log2` is reduced by it
 
   // Replaces `score(r, n)`, which is S, by P, and `gradient(r, n)`, which is dP, by dS. `Masked`
-  // says that some pairs are masked by position or past the last row. `OfScaled` selects gradients
-  // of the scaled scores; otherwise they are those of the modified scores that the softmax takes.
+  // says that pairs may be masked by position or lie past the last row. If `OfScaled`, dS is the
+  // gradient of the scaled scores, otherwise of the modified scores that the softmax is taken of.
   template <bool Masked, bool OfScaled = true, class RowOf, class Stats, class Score,
             class Gradient, class Step>
   __device__ void run(RowOf row_of, int first_key, Stats stats, Score score, Gradient gradient,
@@ -59,7 +60,7 @@ struct SoftmaxBackward {
         0, Queries);
   }
 
-  // Computes P only, for the rows [first, last). Requires that modifications change no slopes.
+  // Replaces S by P only, for `r` in [first, last). Requires that modifications change no slopes.
   template <bool Masked, class RowOf, class Stats, class Score, class Step>
   __device__ void compute_p(RowOf row_of, int first_key, Stats stats, Score score, Step step,
                             int first, int last) const {
@@ -71,9 +72,9 @@ struct SoftmaxBackward {
         first, last);
   }
 
-  // Sets dS of rows that attend to one key by position to 0. Such rows are few, so the first and
-  // the last row, which attend to the fewest keys, are checked first. P is checked, too, because
-  // lse may cover more keys than this call has, or include a sink.
+  // Sets dS to 0 in rows that attend to one key by position. Such rows are few, so the thread's
+  // first and last rows, which attend to the fewest keys, are checked first. P is checked, too,
+  // because lse may cover more keys than this call has, or include a sink.
   template <class RowOf, class Score, class Gradient>
   __device__ void zero_one_key_ds(RowOf row_of, Score score, Gradient gradient) const {
     if constexpr (zeroes_one_key_ds<Config>) {
@@ -106,7 +107,7 @@ struct SoftmaxBackward {
  private:
   using Element = typename Config::Element;
 
-  // Returns the threshold of P above which a key counts as the row's only key, times `one`.
+  // Returns the threshold of P, in the unit of P, above which a key counts as the row's only key.
   __device__ T threshold(const RowStats<T>& row) const {
     if constexpr (sizeof(Element) == 2) {
       return one * p_of_one_key<Element>;
@@ -121,15 +122,15 @@ struct SoftmaxBackward {
   static constexpr bool may_have_one_key = zeroes_one_key_ds<Config> && Config::may_mask_pairs;
 
   // Whether rows that attend to one key are detected by position. With `Config::may_mask_pairs` and
-  // 16-bit inputs they are not, to save registers: their P exceeds the threshold as well, unless
-  // scores are in the thousands.
+  // 16-bit inputs they are not, to save registers. There P alone detects such rows, because it
+  // exceeds the threshold unless scores are in the thousands.
   static constexpr bool checks_positions =
       zeroes_one_key_ds<Config> && !(Config::may_mask_pairs && sizeof(Element) == 2);
 
-  // Returns how many keys a row attends to by position. With growing `row` it rises, then falls.
+  // Returns how many keys a row attends to by position. The count rises and then falls with `row`.
   __device__ int count(int row) const { return mask.visible_end(row) - mask.visible_begin(row); }
 
-  // Range of keys that a row attends to by position, counted from `first_key`.
+  // Range of keys that a row attends to by position, as offsets from `first_key`.
   struct VisibleRange {
     int begin;
     int end;
@@ -146,10 +147,10 @@ struct SoftmaxBackward {
                      sequence.k_first, base);
   }
 
-  // Calls `store(r, n, is_visible, has_one_key, exponent, slope)` for each pair: whether it is
-  // visible, whether its row attends to one key by position, its exponent, and the slope of its
-  // score. `store` must drop masked pairs by selection, so that a NaN in their inputs has no
-  // effect.
+  // Calls `store(r, n, is_visible, has_one_key, exponent, slope)` for each pair. `has_one_key` is
+  // whether its row attends to one key by position, `exponent` is log2 of P, and `slope` is the
+  // derivative of the modified score by the scaled score. `store` must select with `is_visible`
+  // rather than multiply by it, so that a NaN of a masked pair has no effect.
   template <bool Masked, bool OfScaled, class RowOf, class Stats, class Score, class Step,
             class Store>
   __device__ void for_each_pair(RowOf row_of, int first_key, Stats stats, Score score, Step step,

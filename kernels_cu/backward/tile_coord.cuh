@@ -11,7 +11,7 @@ struct GradientTileCoord {
   int head;   // KV head of a KV tile, or query head of a query tile
 };
 
-// Sizes that determine the tiles of dk and dv (`OfKv`) or of dq.
+// Sizes that determine the number and order of the tiles of dk and dv (`OfKv`), or of dq.
 template <bool OfKv>
 struct GradientTiling {
   int heads;
@@ -27,7 +27,7 @@ struct GradientTiling {
         total(OfKv ? p.total_k : p.total_q),
         starts(OfKv ? p.cu_seqlens_k : p.cu_seqlens_q) {}
 
-  // Returns the number of CTAs, as `blocks_of()` in backward_common.py does.
+  // Returns the number of CTAs that compute all tiles, as `blocks_of()` in backward_common.py does.
   template <int Rows>
   __device__ int blocks(int batch) const {
     return heads * (starts == nullptr ? ceil_div(longest, Rows) * batch
@@ -35,9 +35,11 @@ struct GradientTiling {
   }
 };
 
-// Returns the tile of a CTA. CTAs interleave the heads of a section, whose operands stay in L2
-// together; sequences shorter than the longest have larger sections. Within a section tiles are in
-// order, or reversed if `FromLast`, so that the longest tiles of a causal mask start first.
+// Returns the gradient tile of a CTA. Heads are divided into sections of `section_heads`, whose
+// operands stay in L2 together, and consecutive CTAs compute the same tile of all heads of a
+// section. If a packed sequence is short, its sections are larger. Within a section, tiles are in
+// order or, if `FromLast`, reversed. Callers choose the order that starts with the longest tiles of
+// a causal mask or, for Hopper, the dq order (dq/order.cuh).
 template <class Config, int Rows, bool OfKv, bool FromLast>
 __device__ GradientTileCoord gradient_tile_coord(const GradientParams& p, int block) {
   const GradientTiling<OfKv> tiling(p);

@@ -1,5 +1,5 @@
-// Sums of dq in the workspace: tiles of query rows that the CTAs of a main kernel add to in a fixed
-// order, and the last kernel of the backward pass, which converts the sums to dq.
+// Sums of dq in the workspace, one tile per query tile. The CTAs of the main kernel add to a tile
+// in a fixed order. Another kernel then converts the sums to dq.
 #pragma once
 
 #include "backward/params.cuh"
@@ -10,9 +10,9 @@
 #include "tile/fragments.cuh"
 #include "tile/layout.cuh"
 
-// Layout of `Rows` x `Columns` sums: the accumulator fragments of `row_warps` x `column_warps`
-// warps, so that a warp adds to 512 contiguous bytes at a time. Warps with the same rows take 16
-// columns each, round-robin.
+// Layout of a tile of `Rows` x `Columns` sums: the accumulator fragments of `row_warps` x
+// `column_warps` warps, so that a warp adds to 512 contiguous bytes at a time. Warps with the same
+// rows take 16 columns each, round-robin.
 template <int Rows, int Columns, int row_warps, int column_warps>
 struct DqFragments {
   static constexpr int warps = row_warps * column_warps;
@@ -38,9 +38,9 @@ struct DqFragments {
 
 #if __CUDA_ARCH__ >= 800
 
-// Adds a warp's fragments to a dq tile while the CTA holds the semaphore. Since sm_90, additions
-// are `red` instructions. Before sm_90, the accumulators start from the sums of the earlier CTAs.
-// The first CTA stores, so that no kernel needs to clear the sums.
+// Adds a warp's fragments to a dq tile while the CTA holds the semaphore. On sm_90 and newer, `red`
+// instructions add to memory. On older GPUs, the accumulators start from the sums of the earlier
+// CTAs and are stored. The dq order's first CTA always stores, so that no kernel clears the sums.
 template <class Fragments>
 struct DqAccumulator {
   using Sums = float[Fragments::row_tiles][Fragments::column_tiles][4];
@@ -77,7 +77,7 @@ struct DqAccumulator {
     for_each([&](int i, int j, float* fragment) { ptx::st_global_v4(fragment, sums[i][j]); });
   }
 
-  // Replaces `begin()` and `end()` if the products started from 0 and are in units of `unit`.
+  // Call instead of `begin()` and `end()` if `sums` started from 0 and is in units of `unit`.
   __device__ void add(Sums& sums, float unit) const {
     for_each([&](int i, int j, float* fragment) {
       float before[4] = {};
@@ -110,11 +110,11 @@ template <class Config>
 struct DqSums {
   static constexpr int Br = Config::dq_Br;
   static constexpr int64 unit = 512;
-  int tiles;  // tile slots of a head: of all packed sequences, or of one sequence
-  int count;  // tile slots of all heads
+  int tiles;  // tile slots of a head: of all sequences if packed, otherwise of one
+  int count;  // tile slots of all heads and batches
   int* semaphores;
 
-  // Constructed again at each use, so that its members take no registers in between.
+  // Callers construct this struct at each use, so that its members take no registers in between.
   __device__ explicit DqSums(const GradientParams& p)
       : tiles(is_packed(p) ? count_tile_slots<Br>(p.total_q, p.batch)
                            : ceil_div(ptx::opaque(p.seqlen_q), Br)) {
@@ -174,7 +174,8 @@ struct DqTile {
     if (coord.begin >= sequence.seqlen_q) return;
     const DqSums<Config> all(p);
     const int tile = coord.begin / Br;
-    // No CTA adds to a query tile that attends to no key, so its sums are undefined.
+    // If the semaphore is 0, no CTA has added to the tile, because its rows attend to no key. The
+    // sums are then uninitialized.
     const bool is_written = *all.semaphore(p, sequence, coord.batch, coord.head, tile) != 0;
     const float* sums =
         all.template sums<Fragments::floats>(p, sequence, coord.batch, coord.head, tile);
@@ -199,7 +200,7 @@ struct DqTile {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = first + 8 * half + lane / 4;
-        // A row without visible keys may have NaN in its sums, from 0 times other rows' keys.
+        // The sums of a row without visible keys may be NaN: 0 times the NaN key of another row.
         const bool is_visible =
             row < left && stats[row].lse_log2 != SoftmaxMath<float>::infinity() &&
             mask.visible_begin(coord.begin + row) < mask.visible_end(coord.begin + row);

@@ -1,12 +1,12 @@
-// Order in which the CTAs of KV tiles add to a query tile: later keys first. Each CTA starts with
-// the first queries that attend to its keys. With a causal mask, CTAs that start together thus
-// reach a query tile one after another, and none waits.
+// Order in which CTAs add to the dq of a query tile: the CTA of the last KV tile adds first. Each
+// CTA starts with the first queries that attend to its keys. With a causal mask, CTAs that start
+// together thus reach a query tile one after another in this order, and none waits.
 #pragma once
 
 #include "scheduler/tile_coord.cuh"
 #include "score/mask.cuh"
 
-// Index of a CTA, whose keys start at `begin`, in the dq order of each query tile.
+// Index of a CTA in the dq order of each query tile. The CTA's KV tile starts at key `begin`.
 template <int Br, int Bc, class Config>
 struct DqOrder {
   Mask<Config> mask;
@@ -21,11 +21,12 @@ struct DqOrder {
     const QueryTileRange tiles =
         query_tile_range<Br>(mask, begin, min(begin + Bc, mask.seqlen_k), rows);
     first_tile = tiles.begin;
-    // The range must be empty if no row attends to the keys, as the order does not count this CTA.
+    // If no row attends to the CTA's keys, the range must be empty: the dq order skips this CTA.
     end_tile = mask.row_begin(begin, rows) < rows ? tiles.end : tiles.begin;
   }
 
-  // Returns the CTA's index in the dq order of a query tile. The order skips masked KV tiles.
+  // Returns the CTA's index in the dq order of a query tile. KV tiles to which the query tile does
+  // not attend are not counted.
   __device__ int order_index(int tile) const {
     const int p_sums = mask.visible_end(min((tile + 1) * Br, rows) - 1);
     return ceil_div(p_sums, Bc) - 1 - begin / Bc;

@@ -1,21 +1,22 @@
-// Ordered accumulation: CTAs add to sums in a fixed order, so that same inputs give same bits.
+// Ordered accumulation: CTAs add to sums in a fixed order, so that results are bitwise equal if a
+// call is repeated.
 //
 // Each tile of sums has a semaphore, which holds the index of the CTA that may add next. That CTA
 // adds, and then increments the semaphore. A CTA waits only for CTAs of smaller blockIdx, which the
-// hardware starts first and does not stop, so some CTA can always make progress. Waiting is rare:
-// neighbouring CTAs belong to different heads, and the CTAs of a head iterate over its tiles in the
-// same order, each one step after its predecessor.
+// hardware starts first and runs to their end, so some CTA can always make progress. Waiting is
+// rare: CTAs of neighbouring blockIdx belong to different heads, and the CTAs of a head iterate
+// over its tiles in the same order, each one step after its predecessor.
 #pragma once
 
 #include "ptx/ordered_add.cuh"
 
 #if __CUDA_ARCH__ >= 800
 
-// One thread of a CTA operates the semaphores; barriers order it with the other threads.
+// One thread of a CTA operates the semaphores. CTA barriers order it with the CTA's other threads.
 //
 //   semaphore_peek     reads the semaphore early, to hide the latency of the load
-//   semaphore_release  releases the previous tile, after a barrier of all threads that added to it
-//   semaphore_wait     waits for a tile, before a barrier of all threads that will add to it
+//   semaphore_release  lets the next CTA add, after a barrier of all threads that added to the tile
+//   semaphore_wait     waits for the tile, before a barrier of all threads that will add to it
 //
 // The fence in `semaphore_release` also makes the earlier load in `semaphore_peek` an acquire.
 __device__ inline int semaphore_peek(const int* semaphore) {

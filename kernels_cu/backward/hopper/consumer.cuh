@@ -1,10 +1,10 @@
 // Consumer of the Hopper gradient kernel: a warpgroup that owns 64 keys and accumulates their dk
 // and dv in registers. Scores are transposed, so that P^T and dS^T, packed in accumulator order,
-// are left operands of its products. Only dS goes through shared memory, for dq: each consumer
-// computes a part of dq, over the keys of both consumers.
+// are left operands of the dV and dK products. Only dS goes through shared memory, for dq: each
+// consumer computes some rows or columns of dq, over the keys of both consumers.
 //
-// Products are asynchronous and run in the order of issue, but only few can be queued: the next
-// issue then stalls. So exponentials are interleaved with the issues of a product's parts, and dq
+// Products are asynchronous and run in the order of issue, but if more than a few are queued, the
+// next issue stalls. So exponentials are interleaved with the issues of a product's k steps, and dq
 // is written before the next scores are issued:
 //
 //   tensor cores   dP(i)           dV(i)       |dQ(i)     dK(i)      S(i + 1)
@@ -15,9 +15,9 @@
 // part. If registers allow it, S(i + 1) is issued before dP(i), so that exponentials overlap it as
 // well.
 //
-// Reads of operands take nearly all of the shared-memory bandwidth. So operands that do not change
-// stay in registers if there are enough, and row statistics are loaded while no product waits for
-// them: dP is accumulated onto -delta.
+// Reads of operands take nearly all of the shared-memory bandwidth. So k and v, which do not
+// change, stay in registers if enough are free. Row statistics are loaded before a product needs
+// them: -delta initializes the accumulators of dP.
 #pragma once
 
 #include "backward/hopper/cta.cuh"
@@ -39,8 +39,8 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
   using typename Base::Scores;
   using typename Base::Step;
 
-  // Whether k and v are kept in registers as well, and whether S is issued one part ahead, so that
-  // exponentials overlap it.
+  // Whether k and v are kept in registers, too, and whether S is issued one part ahead, so that
+  // exponentials overlap its product.
   static constexpr bool keeps_keys = dim <= 64 && dim_v <= 64;
   static constexpr bool ahead = keeps_keys;
 
@@ -50,8 +50,8 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
   float dk_sums[dim / 2];
   float dv_sums[dim_v / 2];
   Scores scores;                       // S^T, then P^T
-  Scores gradients;                    // dP^T - delta, then dS^T; accumulates onto -delta
-  typename Base::LaneRows lse_log2;    // of the next scores
+  Scores gradients;                    // -delta, then dP^T - delta, then dS^T
+  typename Base::LaneRows lse_log2;    // of the query rows of the next `scores`
   unsigned keys[keeps_keys ? 4 * Base::k_steps : 1];
   unsigned values[keeps_keys ? 4 * Base::k_steps_v : 1];
 
@@ -61,7 +61,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     Base::clear(dk_sums);
     Base::clear(dv_sums);
     if (cta.has_steps()) process_tiles();
-    // dv is written first: the other consumer may still read this one's keys, but not its values.
+    // dv is written first: the other consumer may still read this one's keys, for dq.
     if constexpr (wants_v) Base::write_dv(dv_sums);
     if constexpr (wants_q) Cta::sync_consumers();
     if constexpr (wants_k) Base::write_dk(dk_sums);
@@ -89,7 +89,8 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     process_tile<true>(step);
   }
 
-  // Processes a tile whose first scores are complete. Unless `Last`, ends with the next tile's.
+  // Processes a tile. The scores of its first part must be complete, and those of the next tile's
+  // first part are complete at the end, unless `Last`.
   template <bool Last>
   __device__ void process_tile(const Step& step) {
     const bool is_masked = cta.is_masked(step);
@@ -161,7 +162,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     if constexpr (has_next) wait_scores(next);
   }
 
-  // Issues the scores of the next part. If `NextTile`, the first part of the next stage's tile.
+  // Issues S of part `part` or, if `NextTile`, of the first part of the tile in the next stage.
   template <bool NextTile>
   __device__ void start_next(Scores& next, int part) const {
     PipelineState<Config::q_stages> ring = q_ring;
@@ -194,7 +195,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
       Base::template wait<0>(gradients);
       Base::compute_p_and_ds(scores, gradients, lse_log2, step, Part, is_masked);
     } else if constexpr (wants_ds && !Config::modified) {
-      // Masked and unmasked tiles share one copy of the product; masked pairs are removed after it.
+      // Masked and unmasked tiles share this code. It computes all P; masked P are then set to 0.
       Base::start_dp(gradients, values, Part, [&](int i) {
         Base::template compute_p<false>(scores, lse_log2, step, Part, i * rows / Base::k_steps_v,
                                         (i + 1) * rows / Base::k_steps_v);
@@ -218,7 +219,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     sums_phase ^= 1;
   }
 
-  // Passes the dq sums to the adder lane, in accumulator order.
+  // Writes the dq sums to shared memory for the adder lane, in accumulator order.
   __device__ void write_dq_sums(const DqPart& sums) {
     ptx::mbarrier_wait(cta.sums_empty(consumer), sums_phase);
 #pragma unroll

@@ -10,13 +10,14 @@
 //     warpgroups        sums_empty                     write their dq sums    sums_full
 //                       earlier_sums_full              write dq               sums_full
 //
-// For wide heads (split_consumers.cuh) consumers add dq, and the adders only operate the semaphore.
+// For wide heads (split_consumers.cuh) consumers add dq to memory, and the two adder lanes only
+// operate the semaphore.
 //
-// In packed sequences and with padded keys, rows past the last one belong to other sequences, and
-// query rows may attend to no key. TMA loads of such tiles arrive at separate barriers: the row
-// statistics warp waits for them, clears those rows and then signals the consumers, because 0 times
-// NaN is NaN. Keys that no query attends to may hold NaN, too; consumers clean them before they
-// multiply with them (preprocess/clean.cuh).
+// A tile may contain rows past the end of its sequence, which belong to other sequences or are
+// padding, and query rows that attend to no key. If so, TMA loads arrive at separate barriers
+// (`keys_arrived`, `q_arrived`, `dout_arrived`): the row statistics warp waits for them, clears
+// those rows and then signals the consumers, because 0 times NaN is NaN. Keys that no query attends
+// to may hold NaN, too; consumers clean k before they multiply with it (preprocess/clean.cuh).
 #pragma once
 
 #include "backward/dq/order.cuh"
@@ -37,8 +38,8 @@ struct GradientMaps {
 
 #if __CUDA_ARCH__ == 900
 
-// Layout of the dq sums: the accumulators of the consumers, each of which has some of the rows or,
-// if there are 64 rows only, some of the columns. See `DqFragments`.
+// Layout of the dq sums: the accumulators of the consumers. Each consumer has some of the rows or,
+// if a tile has only 64 rows, some of the columns. See `DqFragments`.
 template <int Rows, int Columns, int consumers>
 struct WarpgroupFragments {
   static constexpr bool by_rows = Rows == 64 * consumers;
@@ -94,7 +95,7 @@ struct HopperGradientCta {
   // Whether the row statistics warp inspects tiles of q and dout before consumers read them.
   static constexpr bool inspects = Config::has_seqlens || Config::inspects;
   // Whether consumers of the last CTA in the dq order write dq; otherwise a separate kernel does.
-  // Wide heads leave no registers for the earlier sums, and float32 gradients none for addresses:
+  // Wide heads leave no registers for the earlier sums, float32 gradients none for their addresses:
   // spilling 236 bytes per thread cost 15% (H100, head_dim 128, 65536 tokens).
   static constexpr bool last_writes =
       !wide && sizeof(typename Config::Gradient) == sizeof(Element);
@@ -125,7 +126,7 @@ struct HopperGradientCta {
   static constexpr int stats_bytes = 2 * Br * int(sizeof(float));
   static constexpr int barrier_offset = stats_offset + Config::q_stages * stats_bytes;
   static constexpr int ring_barriers = 2 * (Config::q_stages + Config::dout_stages);
-  // Other barriers: 3 for k and v; at most 8 for dq sums or, with wide heads, P, dS and semaphore.
+  // Barriers of k and v (3), and of dq sums or, for wide heads, P, dS and semaphore (8 at most).
   static constexpr int sums_stages = 2;
   static constexpr int other_barriers = 3 + 8;
   static_assert(consumers == 2, "barriers are counted for two consumers");
@@ -169,8 +170,8 @@ struct HopperGradientCta {
   __device__ Step first_step() const {
     return {coord.head * (p.heads_q / p.heads_kv), order.first_tile};
   }
-  // Avoids a division, for which a producer warp lacks registers: ptxas once overwrote its
-  // dividend. The products may wrap around, because their true difference is less than heads_q.
+  // Compares products instead of dividing, for which a producer warp lacks registers: ptxas once
+  // overwrote the dividend. The products may wrap around, as they differ by less than heads_q.
   __device__ bool is_last(const Step& step) const {
     return step.tile == order.end_tile - 1 &&
            (step.head + 1u) * p.heads_kv == (coord.head + 1u) * p.heads_q;
@@ -180,9 +181,9 @@ struct HopperGradientCta {
     return {step.head + 1, order.first_tile};
   }
 
-  // Returns whether a step needs the mask. Scores of missing keys are 0, so their P may be
-  // infinite, and infinity times a missing key, 0, would make dq NaN. Missing rows must not be
-  // modified.
+  // Returns whether a step needs the mask. Missing keys are zeros, so their scores are 0, and their
+  // P may be infinite. Infinity times 0 would make dq NaN. Modifications must not be evaluated for
+  // missing query rows.
   __device__ bool is_masked(const Step& step) const {
     if (coord.begin + Bc > sequence.seqlen_k) return true;
     if (!is_bounded && !Config::has_seqlens) return false;
@@ -214,7 +215,7 @@ struct HopperGradientCta {
     return reinterpret_cast<float*>(shared_memory + stats_offset) + stage * 2 * Br;
   }
 
-  // ---- Barriers. A stage is full when its data has arrived, empty when all consumers released it.
+  // ---- Barriers. A stage is full once its data has arrived, empty once all consumers released it.
 
   __device__ unsigned barrier(int index) const { return shared + barrier_offset + index * 8; }
   __device__ unsigned q_full(int stage) const { return barrier(stage); }
@@ -249,8 +250,8 @@ struct HopperGradientCta {
 
   __device__ void init_barriers() const {
     constexpr int warps = 4 * consumers;
-    // The loader and the row statistics warp both arrive at `q_full`. If that warp inspects the
-    // tile, it arrives alone.
+    // The loader and the row statistics warp both arrive at `q_full`. If `inspects`, only the row
+    // statistics warp does, after the tile has arrived at `q_arrived`.
     for (int stage = 0; stage < Config::q_stages; ++stage) {
       ptx::mbarrier_init(q_full(stage), inspects ? 1 : 2);
       ptx::mbarrier_init(q_empty(stage), warps);

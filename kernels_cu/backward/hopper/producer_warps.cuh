@@ -73,8 +73,8 @@ struct HopperGradientLoader {
   }
 };
 
-// Run by one warp. Copies row statistics to the stages of q. Clears rows past the end of a
-// sequence, which may lie inside a tile, and rows that attend to no key.
+// Run by one warp. Copies row statistics to the stages of q. Clears a tile's rows past the end of
+// the sequence, and rows of q and dout that attend to no key.
 template <class Config>
 struct HopperRowStatsLoader {
   using Cta = HopperGradientCta<Config>;
@@ -134,8 +134,8 @@ struct HopperRowStatsLoader {
     }
   }
 
-  // Waits for a tile of q or dout whose load is in flight, and clears its rows from `rows` on. If
-  // `Config::inspects`, also clears the lane's rows `i` for which `clears(i)` is true.
+  // Waits for the load of a tile of q or dout, and clears its rows from `rows` on. If
+  // `Config::inspects`, also clears each of the lane's rows, i, for which `clears(i)` is true.
   template <class Tile, class Clears>
   __device__ static void clear(unsigned arrived, int phase, unsigned tile, int rows,
                                Clears clears) {
@@ -150,7 +150,7 @@ struct HopperRowStatsLoader {
     }
   }
 
-  // Waits for a tile whose load is in flight, and clears the rows after the sequence's `rows` rows.
+  // Waits for the load of a tile, and clears its rows from `rows` on.
   template <class Tile>
   __device__ static void clear_tail(unsigned arrived, int phase, unsigned tile, int rows) {
     ptx::mbarrier_wait(arrived, phase);
@@ -163,9 +163,9 @@ struct HopperRowStatsLoader {
 
 // Run by two lanes, of two warps, on alternate query tiles. Adds the consumers' dq sums to those in
 // memory when the semaphore allows it. An add takes longer than its reads of shared memory, and a
-// release of the semaphore longer still, so both lanes are needed. The first CTA of the order
-// stores, so that nothing clears the sums. The last one loads the earlier sums for its consumers
-// instead.
+// release of the semaphore longer still, so the two lanes overlap them. The first CTA of the dq
+// order stores its sums, so that no kernel needs to clear memory. The last one, if `last_writes`,
+// loads the earlier sums for its consumers instead.
 //
 //   lane 0   semaphore, sums_full | copy, sums_empty | wait for add, release | semaphore ...
 //   lane 1                        ... semaphore, sums_full | copy, sums_empty | wait for add ...
@@ -230,7 +230,7 @@ struct HopperGradientAdder {
     ptx::fence_proxy_async_global();
   }
 
-  // Loads the earlier sums into the buffer. Consumers arrive at `sums_full` once they read them.
+  // Loads the earlier sums into the buffer. Consumers arrive at `sums_full` after reading them.
   __device__ void load_earlier_sums(const float* source, int order_index) {
 #pragma unroll
     for (int consumer = 0; consumer < Cta::consumers; ++consumer) {

@@ -47,8 +47,8 @@ struct HopperGradientProducts {
   static constexpr int k_steps_v = round_up(Config::head_dim_v, 16) / 16;
   static_assert(columns % 16 == 0 && parts * columns == Br, "whole products");
 
-  // Whether P and dS are computed in one pass, from S, dP and what the modifications read. Needed
-  // if modifications change slopes.
+  // Whether P and dS are computed in one pass, when both S and dP are complete. This is needed if
+  // modifications change slopes, because a slope is computed from S, which P replaces.
   static constexpr bool single_pass = changes_slope<Mods>() && wants_ds;
 
   using Scores = float[columns / 2];
@@ -71,7 +71,7 @@ struct HopperGradientProducts {
         consumer(consumer),
         scale_log2(signed_scale<Config, double>(cta.p) * SoftmaxMath<double>::log2_e) {}
 
-  // Returns the first of the lane's two keys in the CTA's KV tile. The second is 8 further on.
+  // Returns the first of the lane's two keys in the CTA's KV tile. The second is `lane_key()` + 8.
   __device__ int lane_key() const {
     return consumer_key() + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
   }
@@ -99,7 +99,7 @@ struct HopperGradientProducts {
 
   // ---- Products.
 
-  // Issues S^T = K Q^T, for a part of the queries in a stage.
+  // Issues S^T = K Q^T, for part `part` of the query tile in a stage.
   template <int Count>
   __device__ void start_scores(Scores& scores, const unsigned (&keys)[Count], int stage,
                                int part) const {
@@ -118,8 +118,8 @@ struct HopperGradientProducts {
   template <int Count, class Between>
   __device__ void start_dp(Scores& gradients, const unsigned (&values)[Count], int part,
                            Between between) const {
-    // Without these copies, the compiler sees too many accumulators, of several copies of the loop
-    // body, to keep wgmma asynchronous.
+    // These copies hide the origin of the accumulators. Otherwise the compiler sees too many of
+    // them, as the loop body is instantiated several times, and cannot keep wgmma asynchronous.
 #pragma unroll
     for (int i = 0; i < columns / 2; ++i) {
       gradients[i] = __int_as_float(ptx::opaque(__float_as_int(gradients[i])));
@@ -198,7 +198,7 @@ struct HopperGradientProducts {
     ptx::wgmma_commit_group();
   }
 
-  // Issues dQ = dS K, for the consumer's rows, or for a chunk of its columns.
+  // Issues dQ = dS K for the consumer's rows or, if it has all rows, for a chunk of its columns.
   template <int Chunk>
   __device__ void start_dq(DqPart& sums) {
     const unsigned rows = cta.ds_address(ds_ring.index) +
@@ -221,7 +221,7 @@ struct HopperGradientProducts {
     if constexpr (Chunk == dq_chunks - 1) ds_ring.advance();
   }
 
-  // Return where the consumer's keys start in a KV tile, and where a part starts in a query tile.
+  // Return the addresses of the consumer's first key in a KV tile, and of a part in a query tile.
   template <class Tile>
   __device__ unsigned consumer_rows(unsigned tile) const {
     return tile + consumer_key() * Tile::box_row_bytes;
@@ -255,8 +255,8 @@ struct HopperGradientProducts {
     for (int i = 0; i < columns / 2; ++i) gradients[i] = minus_delta[i / 4 * 2 + i % 2];
   }
 
-  // `SoftmaxBackward` for a part of a query tile, and its arguments. Delta is 0: dP contains
-  // -delta.
+  // `SoftmaxBackward` for a part of a query tile, and the arguments of its functions. They get a
+  // delta of 0, because the accumulators of dP already contain -delta.
   using PartSoftmaxBackward = SoftmaxBackward<Config, columns / 4, 2>;
   __device__ PartSoftmaxBackward part_softmax_backward(const Step& step) const {
     return {cta.p, cta.mask, cta.sequence, cta.coord.batch, step.head, scale_log2};
@@ -317,7 +317,7 @@ struct HopperGradientProducts {
 
   // Makes dS exactly 0 in rows that attend to one key only. `accumulators` is dS itself, or the P
   // that dS is computed from. With `Config::may_mask_pairs` such rows are recognized by their P
-  // alone: checking positions as well takes registers that kernels with functions do not have.
+  // alone: checking positions, too, takes registers that kernels with mask functions do not have.
   __device__ void zero_one_key_ds(Scores& accumulators, Scores& scores, const Step& step, int part,
                                   bool is_masked) const {
     if constexpr (!Config::may_mask_pairs) {
@@ -356,8 +356,8 @@ struct HopperGradientProducts {
     }
   }
 
-  // Writes dS of the consumer's keys to its slab (TMA box), which has one line per query. The
-  // swizzle keeps the chunks of eight consecutive queries in different bank groups.
+  // Writes dS of the consumer's keys to its box of the dS tile, which has one row per query. The
+  // swizzle keeps the 16-byte chunks of eight consecutive queries in different banks.
   __device__ void write_ds(const LeftOperand& left_ds, int part) const {
     const int lane = threadIdx.x % 32;
     const int chunk = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
@@ -386,13 +386,13 @@ struct HopperGradientProducts {
     for (int half = 0; half < 2; ++half) {
       const int row_in_tile = Fragments::row(warp, 0) + lane / 4 + 8 * half;
       const int row = step.tile * Br + row_in_tile;
-      // A row without visible keys may have NaN in its sums, from 0 times other rows' keys.
+      // The sums of a row without visible keys may be NaN: 0 times the NaN key of another row.
       const bool is_visible = cta.stats(stage)[row_in_tile] != SoftmaxMath<float>::infinity() &&
                               cta.mask.visible_begin(row) < cta.mask.visible_end(row);
       scale_row<Fragments::column_tiles>(sums + 2 * half, scale);
       if (!is_visible) fill_row_from<Fragments::column_tiles>(sums + 2 * half, 0, 0);
       Gradient* target = output + row_in_tile * cta.p.dq.row_stride;
-      // Even lanes store four columns of the first eight of 16, odd lanes four of the second eight.
+      // Of each 16 columns, even lanes store four of the first eight, odd lanes four of the others.
       const int lane_column = first_column + lane % 2 * 8 + lane % 4 / 2 * 4;
       Vector<Gradient, 4> chunks[Fragments::column_tiles / 2];
 #pragma unroll
@@ -410,7 +410,8 @@ struct HopperGradientProducts {
     }
   }
 
-  // Lanes hold two columns in each of two groups of eight, and exchange one pair with a neighbour.
+  // Exchanges columns with the neighbouring lane. Before, each lane holds two columns in each of
+  // two groups of eight columns; afterwards, it holds four consecutive columns of one group.
   __device__ static Vector<Gradient, 4> exchange(unsigned first, unsigned second) {
     const bool is_odd = threadIdx.x % 2;
     const unsigned received = __shfl_xor_sync(~0u, is_odd ? first : second, 1);
@@ -420,7 +421,7 @@ struct HopperGradientProducts {
 
   // ---- dk and dv.
 
-  // Returns whether any query attends to a key. If none does, its sums may be NaN, as 0 times NaN.
+  // Returns whether any query attends to a key. If none does, its dk and dv may be 0 times NaN.
   __device__ bool is_visible_key(int half) const {
     const int key = cta.coord.begin + lane_key() + 8 * half;
     const bool is_visible = cta.mask.row_begin(key, cta.sequence.seqlen_q) <
@@ -457,7 +458,7 @@ struct HopperGradientProducts {
   }
 
   // Writes dk or dv through the consumer's part of a shared-memory tile that is not read any more,
-  // so that global stores are whole 16-byte chunks. A float32 gradient is written in two halves.
+  // so that global stores are whole 16-byte chunks. A float32 gradient takes two passes (`part`).
   template <int Dim, class Tile, int Count>
   __device__ void write(const Tensor& tensor, const float (&accumulators)[Count],
                         unsigned tile) const {
@@ -498,7 +499,7 @@ struct HopperGradientProducts {
     }
   }
 
-  // Stores a lane's two of eight columns, which are one 16-byte chunk of a row, or two if float32.
+  // Stores two columns of the 8-column group `eight`: a chunk of 16 bytes per row, two if float32.
   template <class Tile>
   __device__ static void store_two(unsigned rows, int row, int eight, const float* two) {
     const unsigned row_address = rows + row * Tile::box_row_bytes;

@@ -1,6 +1,6 @@
-// Consumers of the Hopper gradient kernel for wide heads, whose dk and dv of 64 keys exceed the
-// registers of a warpgroup. Both consumers have the CTA's keys: one sums dv, the other dk, and each
-// computes half of the columns of dq, in chunks. P goes from the dv consumer to the dk consumer
+// Consumers of the Hopper gradient kernel for wide heads: dk and dv of 64 keys exceed the registers
+// of a warpgroup. Both consumers have the CTA's keys: one sums dv, the other dk, and each computes
+// half of the columns of dq, in one or two chunks. P goes from the dv consumer to the dk consumer
 // through shared memory, and dS back. The additions of dq overlap the next products:
 //
 //   dv consumer   P(i) -> dV(i) ...... dQ(i), first  | dQ(i), second | S(i + 1)
@@ -38,7 +38,7 @@ struct HopperWideProducts : HopperGradientProducts<Config> {
 
   int phase = 0;  // phase of the barriers that complete once per tile
   PipelineState<Cta::sums_stages> semaphore_ring = {};
-  unsigned no_operand[1];  // stands for keys in registers; here they stay in shared memory
+  unsigned no_operand[1];  // placeholder: k and v stay in shared memory, not in registers
 
   using Base::Base;
 
@@ -60,7 +60,7 @@ struct HopperWideProducts : HopperGradientProducts<Config> {
     }
   }
 
-  // Adds a chunk of dq to memory. The first CTA stores, so that no kernel needs to clear the sums.
+  // Adds a chunk of dq to memory. The dq order's first CTA stores, so no kernel clears the sums.
   template <int Chunk>
   __device__ void add(const DqPart& sums, const Step& step) {
     constexpr int column_tiles = Base::dq_columns / 8;
@@ -150,7 +150,7 @@ struct HopperValueConsumer : HopperWideProducts<Config> {
     q_ring.advance();
   }
 
-  // Processes a tile whose scores are complete. Unless `Last`, ends with those of the next tile.
+  // Processes a tile whose scores are complete. Unless `Last`, also completes the next scores.
   template <bool Last>
   __device__ void process_tile(const Step& step) {
     const bool is_masked = cta.is_masked(step);
@@ -179,7 +179,7 @@ struct HopperValueConsumer : HopperWideProducts<Config> {
     if constexpr (!Last) wait_next(next);
   }
 
-  // Computes P and passes it to the dk consumer; if slopes are changed, passes P times the slope.
+  // Computes P for dv, and passes P, or P times the slope if `single_pass`, to the dk consumer.
   __device__ void softmax_backward(LeftOperand& left_p, const Step& step, bool is_masked) {
     LeftOperand p_operand;
     if constexpr (Base::single_pass) {
@@ -307,7 +307,7 @@ struct HopperKeyConsumer : HopperWideProducts<Config> {
     Cta::arrive_warp(cta.ds_full());
   }
 
-  // Reads what the other consumer passes: P, or P times the slope.
+  // Reads what the dv consumer has passed: P, or P times the slope if `single_pass`.
   __device__ void receive_p(Scores& scores) const {
 #pragma unroll
     for (int i = 0; i < columns / 16; ++i) {
@@ -324,8 +324,8 @@ struct HopperKeyConsumer : HopperWideProducts<Config> {
   }
 };
 
-// Run by two lanes, of two warps, on alternate query tiles, as a release takes long. Waits for the
-// dq semaphore on behalf of the consumers, and releases it when both have added.
+// Run by two lanes, of two warps, on alternate query tiles, because a release takes long. Waits for
+// the dq semaphore on behalf of the consumers, and releases it when both have added.
 template <class Config>
 struct HopperSemaphoreWarp {
   using Cta = HopperGradientCta<Config>;

@@ -1,8 +1,8 @@
 // Gradient of a bias: dS summed along the axes along which the bias is broadcast.
 //
-// A CTA owns a tile of the gradient and iterates over the score tiles that read it, in a fixed
-// order. If the gradient has few tiles, like that of a padding mask, several CTAs split the score
-// tiles of each: they write partial sums to the workspace, and another kernel adds those.
+// A CTA owns a tile of the gradient and iterates, in a fixed order, over the score tiles that this
+// tile of the bias is added to. If the gradient has few tiles, like that of a padding mask, several
+// CTAs share a tile: each writes a partial sum to the workspace, and another kernel adds these.
 #pragma once
 
 #include "backward/inputs/compensated_sum.cuh"
@@ -37,11 +37,11 @@ struct BiasGradients {
 
   const GradientParams& p;
   const BiasGradient& gradient;
-  unsigned char* const memory;  // operands, and at the end the tile of the result
+  unsigned char* const memory;  // shared memory: operands, and at the end the output tile
   const bool is_packed = Config::has_seqlens && p.cu_seqlens_q != nullptr;
   const bool keeps_rows = gradient.rows > 1;
   const bool keeps_keys = gradient.keys > 1;
-  // The rows of a packed bias determine the sequence.
+  // A packed bias has no batch axis: each of its rows belongs to one sequence.
   const bool keeps_batch = is_packed ? keeps_rows : gradient.batch > 1;
   const bool keeps_heads = gradient.heads > 1;
   CompensatedSum<T> sums[Scores::rows_per_thread][Scores::keys_per_thread];
@@ -62,7 +62,7 @@ struct BiasGradients {
     const int64 end = min((part + 1) * tiles_per_part, summed_tiles.count());
     for (int64 number = part * tiles_per_part; number < end; ++number) {
       const Tiles summed_tile = summed_tiles[number];
-      // Along each axis, the index in `output_tile` or that in `summed_tile` is 0.
+      // Along each axis, one of both indices is 0, so their sum is the index of the score tile.
       add_tile(output_tile.batch + summed_tile.batch, output_tile.heads + summed_tile.heads,
                (output_tile.rows + summed_tile.rows) * size,
                (output_tile.keys + summed_tile.keys) * size);

@@ -1,18 +1,18 @@
 // Gradients of arrays that a score modification captures. Each (query, key) pair adds to the
-// elements that it reads, anywhere in the array. Contributions are added as integers
-// (inputs/fixed_point.cuh), so that their order does not affect the result.
+// elements that its score reads, which may be anywhere in the array. Contributions are added as
+// integers (inputs/fixed_point.cuh), so that their order does not affect the result.
 //
 // One kernel computes the largest contribution M to each array, which determines the unit of the
 // integers. The next computes all contributions again and adds them. The last converts the sums.
-// For n < 2^b contributions, a sum is off by at most n 2^(e + 2b - 126) < M 2^(3b - 125): for b =
-// 33 by M 2^-26, an eighth of float32's eps, even if all are rounded the same way. The typical
-// error, sqrt(n) M 2^(2b - 125), is below half of float32's eps for b up to 40, and of float64's
-// for b up to 28. Numbers below the normal range of float32, or float64, may count as 0.
+// For n < 2^b contributions and 2^(e - 1) <= M < 2^e, a sum is off by at most n 2^(e + 2b - 126),
+// which is less than M 2^(3b - 125): for b = 33 by M 2^-26, an eighth of float32's eps, even if all
+// are rounded the same way. The typical error, sqrt(n) M 2^(2b - 125), is below half of float32's
+// eps for b up to 40, and of float64's for b up to 28. Subnormal numbers may count as 0.
 //
 // An infinite or NaN contribution sets flags of its element, and affects no other element.
 //
-// If consecutive contributions of a thread go to the same element, the thread sums them first, in
-// its order, and adds one contribution, rounded to half an ulp.
+// If consecutive contributions of a thread go to the same element, the thread first sums them in
+// order, and then adds their sum, rounded to half an ulp, as one contribution.
 #pragma once
 
 #include "backward/inputs/compensated_sum.cuh"
@@ -40,7 +40,7 @@ struct CaptureSums {
   // Each element has two flag bits: +inf was added, and -inf was added. NaN sets both.
   static constexpr int flags_per_word = 16;
 
-  int64 first[count];  // index of each array's first element in `sums`
+  int64 first[count];  // index in `sums` of each array's first element
   int64 elements = 0;
   Fixed* sums;
   T* largest;  // shape (CTAs, count): largest contribution of each CTA to each array
@@ -166,8 +166,8 @@ struct Contributions {
     for (int64& element : last_element) element = -1;
   }
 
-  // Calls `function(number, element, x)` for each contribution to array `number`; `element` indexes
-  // the elements of all arrays. Calls `end_rows()` after each query tile.
+  // Calls `function(number, element, x)` for each contribution x to array `number`. `element`
+  // counts across the elements of all arrays. Calls `end_rows()` after each query tile.
   template <class Function, class EndRows>
   __device__ void for_each_contribution(Function function, EndRows end_rows) {
     const int tiles = ceil_div(p.seqlen_q, size);
@@ -192,7 +192,7 @@ struct Contributions {
     Scores scores;
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
       scores.compute(p, memory, sequence, mask, batch, head, row, tile * size);
-      // Keys are the outer loop: an element that depends on the key alone is the same for all rows.
+      // Keys are the outer loop: if the element depends on the key alone, rows add to the same one.
 #pragma unroll
       for (int j = 0; j < Scores::keys_per_thread; ++j) {
 #pragma unroll

@@ -1,8 +1,9 @@
 // Order-independent sums: numbers are added as integers, so that any order gives the same bits.
 //
-// A number x with |x| < M <= 2^e is stored as two integers: x = high u + low u 2^-s, rounded to
-// nearest. For fewer than 2^b numbers, u = 2^(e + b - 62) and s = 63 - b keep the sums of `high`
-// and of `low` within 2^62. The error of a number is at most u 2^-s / 2 = 2^(e + 2b - 126).
+// Numbers of magnitude up to M < 2^e are stored as two integers each: x = high u + low u 2^-s,
+// rounded to nearest. For fewer than 2^b numbers, u = 2^(e + b - 62) and s = 63 - b keep the sums
+// of `high` and of `low` within 2^62. The error of a number is at most u 2^-s / 2, or
+// 2^(e + 2b - 126).
 #pragma once
 
 #include "scheduler/sequences.cuh"
@@ -36,7 +37,7 @@ struct alignas(16) Fixed {
 // Unit of the fixed-point representation of numbers of type T.
 template <class T>
 struct FixedUnit {
-  int exponent;  // exponent of 1 / u, limited to the range of type T
+  int exponent;  // log2 of 1 / u, limited to the range of type T
   int shift;     // s in the formula at the top of this file
 
   FixedUnit() = default;
@@ -62,11 +63,11 @@ __device__ inline void add(Fixed* sum, const Fixed& x) {
   if (x.low != 0) atomicAdd(reinterpret_cast<Word*>(&sum->low), Word(x.low));
 }
 
-// Per-CTA cache of sums in shared memory, for elements to which the CTA adds often. A slot serves
-// the first element that maps to it. The bits do not depend on which elements have slots.
+// Per-CTA cache of sums in shared memory. A slot belongs to the first element that maps to it;
+// other elements are added in global memory. Sums of integers are the same either way.
 struct FixedSlots {
   static constexpr int count = 512;
-  static constexpr int words = 4;  // 32-bit words of a number: shared memory adds 32 bits at a time
+  static constexpr int words = 4;  // 32-bit words of a `Fixed`, each added by its own atomic
   unsigned owners[count];          // 0 if the slot is free, otherwise element / count + 1
   unsigned sums[words][count];
 
@@ -109,7 +110,7 @@ struct FixedSlots {
   }
 
  private:
-  // Adds a 64-bit number as two words. The carry of the lower word goes into the upper word.
+  // Adds a 64-bit number as two 32-bit words. The carry of the lower word goes into the upper word.
   __device__ void add(int word, int slot, int64 x) {
     if (x == 0) return;
     const unsigned low = unsigned(x);

@@ -1,5 +1,5 @@
-// Gradients of a tile of scores, for kernels that compute neither dq, dk nor dv. 16-bit inputs use
-// tensor cores if there are any (sm_80 and newer), other inputs CUDA cores.
+// Gradients of a tile of scores, for the kernels of bias and capture gradients. Products run on
+// tensor cores for 16-bit inputs on sm_80 and newer, and on CUDA cores otherwise.
 #pragma once
 
 #include "backward/params.cuh"
@@ -12,14 +12,14 @@
 
 __host__ __device__ constexpr int larger(int x, int y) { return x > y ? x : y; }
 
-// Products of query rows and key rows. A thread holds those of `row(i)`, i < `rows_per_thread`, and
-// of key `first_key() + step(j)`, where rows and keys count from the tile's first.
+// Products of query rows and key rows. product[i][j] of a thread is that of query row `row(i)` and
+// key `first_key() + step(j)`, both counted from the start of the tile.
 template <class Config, bool OnTensorCores>
 struct ScoreProducts {
   using Element = typename Config::Element;
   using T = Accumulator<Element>;
   // Float64 values take two registers each, so the tile is smaller.
-  static constexpr int size = sizeof(T) == 8 ? 32 : 64;  // rows and keys of a tile
+  static constexpr int size = sizeof(T) == 8 ? 32 : 64;  // number of rows, and of keys, of a tile
   using Products = SimtProducts<Element, size, size>;
   using Shared = typename Products::Shared;
   static constexpr int rows_per_thread = Products::rows_per_thread,
@@ -41,7 +41,7 @@ struct ScoreProducts {
 
 #if __CUDA_ARCH__ >= 800
 
-// Each of eight warps computes 16 rows by 32 keys.
+// Each of eight warps computes the products of 16 rows and 32 keys of a tile of 64 x 64.
 template <class Config>
 struct ScoreProducts<Config, true> {
   using Element = typename Config::Element;
@@ -133,7 +133,7 @@ struct ScoreGradients : ScoreProducts<Config, has_tensor_cores<Config>> {
   // Gradients of the modified scores; 0 for masked pairs.
   T gradients[rows_per_thread][keys_per_thread];
 
-  // Computes the tile whose first query and key are `row` and `key` of a sequence.
+  // Computes `products` and `gradients` of the tile that starts at `row` and `key` of a sequence.
   __device__ void compute(const GradientParams& p, unsigned char* memory, const Sequence& sequence,
                           const Mask<Config>& mask, int batch, int head, int row, int key) {
     using Element = typename Config::Element;

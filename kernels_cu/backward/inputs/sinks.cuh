@@ -1,4 +1,4 @@
-// Gradients of sinks: -sum over a head's rows of exp(sink - lse) delta. A CTA computes one head.
+// Gradients of sinks: -sum over a head's rows of exp(sink - lse) delta. A CTA handles one head.
 #pragma once
 
 #include "backward/inputs/compensated_sum.cuh"
@@ -29,7 +29,7 @@ struct SinkGradients {
   __device__ static T sum(const GradientParams& p, int head, T sink) {
     __shared__ T warp_totals[threads / 32];
     const bool is_packed = Config::has_seqlens && p.cu_seqlens_q != nullptr;
-    // Packed sequences are stored consecutively. Rows before and after them belong to none.
+    // Packed sequences are consecutive. Rows before the first or after the last belong to none.
     const int begin = is_packed ? clamp(p.cu_seqlens_q[0], 0, p.total_q) : 0;
     const int64 end = is_packed ? int64(clamp(p.cu_seqlens_q[p.batch], begin, p.total_q))
                                 : int64(p.batch) * p.seqlen_q;
@@ -51,8 +51,8 @@ struct SinkGradients {
     return total;
   }
 
-  // Returns the term of one row; `index` is the row's index in lse. The lse of a row that attends
-  // to no key contains the sink, too, so such a row is no special case.
+  // Returns the term of one row; `index` is the row's index in lse. A row that attends to no key is
+  // no special case, because its lse, too, includes the sink.
   __device__ static T term(const GradientParams& p, int64 index, T sink) {
     const T lse = static_cast<const T*>(p.lse)[index];
     if (lse == -Math::infinity()) return 0;

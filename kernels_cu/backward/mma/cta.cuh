@@ -1,5 +1,5 @@
-// CTA of the `mma` gradient kernel: its KV tile, the query tiles that it iterates over, what each
-// warp computes of them, the layout of shared memory, and the loads.
+// CTA of the `mma` gradient kernel: its KV tile, the query tiles that it iterates over, how its
+// warps divide the work, the layout of shared memory, and the loads.
 #pragma once
 
 #include "backward/preprocess/clean.cuh"
@@ -37,7 +37,7 @@ struct MmaGradientCta {
   static constexpr int query_warps = warps / key_warps;
   static_assert(key_warps * query_warps == warps, "all warps process equally large parts");
 
-  // Number of keys of a warp, and of queries (`columns`) whose scores it computes at once.
+  // Number of keys of a warp, and of queries whose scores it computes at once (`columns`).
   static constexpr int warp_keys = Bc / key_warps;
   static constexpr int row_tiles = warp_keys / 16;
   static constexpr int columns = Config::columns;
@@ -55,12 +55,13 @@ struct MmaGradientCta {
   static constexpr int dim_v = Config::padded_dim_v;
 
   // Whether warps with the same keys work in pairs: one warp computes S and the other dP for the
-  // queries of both, and they exchange halves. Larger products read fewer operands.
+  // queries of both, and they exchange halves. One large product reads less than two small ones.
   static constexpr bool paired = Config::paired && wants_ds;
   static_assert(!paired || query_warps % 2 == 0, "query warps work in pairs");
 
-  // Whether a warp chooses second units for the P, or the dS, that it computes at once. Sinks may
-  // make all of them far smaller than their bounds, and slopes of scores have no bound.
+  // Whether a warp divides the P, or the dS, that it computes at once by a second unit, chosen from
+  // their maximum (`choose_unit()`). Sinks may make P and dS far smaller than the bounds that the
+  // first units follow from, and slopes of scores have no bound.
   static constexpr bool refines_p = has_components && wants_v && Config::sinks;
   static constexpr bool refines_ds =
       has_components && wants_ds && (Config::sinks || changes_slope<typename Config::Mods>());
@@ -79,8 +80,8 @@ struct MmaGradientCta {
   static constexpr bool is_bounded = Config::causal || Config::modified;
 
   // Shared memory: k and v; dS^T; P^T if several warps have the same keys; stages of q, dout and
-  // row statistics. For float32, the keys and each stage are preswizzled tiles with scales at the
-  // end, and second units follow the scales of the keys.
+  // row statistics. For float32, k and v, and each stage, are preswizzled tiles with scales at the
+  // end, and second units follow the scales of k and v.
   using Stats = RowStats<float>;
   using Preswizzled = PreswizzledTiles<Config>;
   static constexpr int scales_bytes =
@@ -126,7 +127,7 @@ struct MmaGradientCta {
         tiles(query_tile_range<Br>(mask, coord.begin, min(coord.begin + Bc, sequence.seqlen_k),
                                    sequence.seqlen_q)),
         full_end(tiles.full_end) {
-    // Modifications are not evaluated for rows past the last one, so such a tile needs the mask.
+    // Modifications must not be evaluated for missing rows, so a partial last tile needs the mask.
     if (Config::modified && sequence.seqlen_q % Br != 0) {
       full_end = min(full_end, sequence.seqlen_q / Br);
     }
@@ -151,14 +152,14 @@ struct MmaGradientCta {
     return {step.head + 1, tiles.end - 1};
   }
 
-  // Returns the CTA's index in the dq order of a query tile. The order skips masked KV tiles.
+  // Returns the CTA's index in the dq order of a query tile, which starts at its first visible key.
   __device__ int order_index(int tile) const {
     return coord.begin / Bc - (Config::window_left ? mask.visible_begin(tile * Br) / Bc : 0);
   }
 
   // ---- Addresses.
 
-  // Return a head's first row of q or dout, and the KV tile's first row of k or v.
+  // Return the address of a head's first row of q or dout, and of the tile's first row of k or v.
   __device__ const Element* queries(const Tensor& tensor, int head) const {
     return tensor.head<const Element>(sequence.q_batch, head) +
            sequence.q_first * tensor.row_stride;
@@ -216,8 +217,8 @@ struct MmaGradientCta {
     }
   }
 
-  // Waits for the keys, and the first queries, whose loads are in flight, and cleans the keys. The
-  // caller must pass a barrier of all threads before the keys are read.
+  // Waits for the loads of k, v and the first query tile, and cleans k. All threads must pass a
+  // barrier before they read k.
   __device__ void clean_keys() {
     ptx::cp_async_wait_group<0>();
     __syncthreads();

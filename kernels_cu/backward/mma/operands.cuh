@@ -1,6 +1,6 @@
-// Products of a warp. The right operand is read by columns; the left one comes from registers or
-// from a tile in shared memory, as stored or transposed. Elements are 16-bit, or components of
-// float32: first all big components of a row, then all small ones.
+// Products of a warp. The right operand is some of the columns of a tile in shared memory. The left
+// one is in registers, or in a tile in shared memory that is read as stored or transposed. Elements
+// are 16-bit, or float32 components: first all big components of a row, then all small ones.
 #pragma once
 
 #include "backward/preprocess/float32_fp16x2.cuh"
@@ -15,7 +15,7 @@
 template <int row_tiles>
 using LeftStep = unsigned[row_tiles][4];
 
-// Packs scores [.][2 step] and [.][2 step + 1] into a left operand.
+// Packs the column tiles 2 * step and 2 * step + 1 of `scores` into a left operand.
 template <class Element, int row_tiles, int column_tiles>
 __device__ void pack_step(LeftStep<row_tiles>& left,
                           const float (&scores)[row_tiles][column_tiles][4], int step) {
@@ -30,7 +30,7 @@ __device__ void pack_step(LeftStep<row_tiles>& left,
   }
 }
 
-// Splits float32 scores, below 2^15, into left operands of big and of small components.
+// Splits the same column tiles of float32 `scores`, below 2^15, into two left operands.
 template <int row_tiles, int column_tiles>
 __device__ void split_step(LeftStep<row_tiles>& big, LeftStep<row_tiles>& small,
                            const float (&scores)[row_tiles][column_tiles][4], int step) {
@@ -51,7 +51,7 @@ template <class Element, int Columns>
 struct Exchange {
   using Layout = SwizzledRows<Element, Columns>;
 
-  // Writes what `pack_step()` packed to rows from `row` on and columns from 16 step on.
+  // Writes a left operand to the rows from `row` on and the 16 columns from 16 * `step` on.
   template <int row_tiles>
   __device__ static void write(unsigned shared, const LeftStep<row_tiles>& left, int row,
                                int step) {
@@ -79,7 +79,7 @@ struct Exchange {
     }
   }
 
-  // Reads the transpose of the 16 rows from `row` on and the columns from 16 `column_step` on.
+  // Reads the transpose of the 16 rows from `row` on and the columns from 16 * `column_step` on.
   template <int row_tiles>
   __device__ static void read_transposed(LeftStep<row_tiles>& left, unsigned shared, int row,
                                          int column_step) {
@@ -93,13 +93,13 @@ struct Exchange {
   }
 };
 
-// Columns of a `Layout` that one of `warps` warps processes: 16 of every 16 * `warps`.
+// Columns of a tile that one of `warps` warps takes as its right operand: 16 of every 16 * `warps`.
 template <class Element, class Layout, int Columns, int warps>
 struct ColumnSlice {
   static constexpr int steps = Columns / 16 / warps;
   static_assert(steps * 16 * warps == Columns, "all warps process equally many columns");
 
-  // Returns the lane's address for the functions below. `warp` is the warp's index among sharers.
+  // Returns the lane's address for the functions below. `warp` is its index among `warps` warps.
   __device__ static unsigned lane_address(unsigned shared, int warp) {
     const int lane = threadIdx.x % 32;
     return shared + Layout::offset(lane % 16, 2 * warp + lane / 16);
@@ -125,8 +125,8 @@ struct ColumnSlice {
     }
   }
 
-  // Accumulates sums[i] += factor(i) left[.][.][i] B from components. The product over all
-  // 16 * `depth` rows of B is summed separately, and then added.
+  // For float32 components: accumulates sums[i] += factor(i) (left B)[i], i a row tile. The product
+  // over all 16 * `depth` rows of B is summed separately, and then added.
   template <int row_tiles, int depth, class Factor>
   __device__ static void add_product(float (&sums)[row_tiles][2 * steps][4],
                                      const LeftStep<row_tiles> (&left)[depth][2], unsigned b,
@@ -149,7 +149,7 @@ struct ColumnSlice {
     }
   }
 
-  // Returns the lane's first column in sums [.][j][.], for the warp with index `warp`.
+  // Returns the column, in the tile, of the lane's first element of sums[i][j], for warp `warp`.
   __device__ static int column(int j, int warp) {
     return (j / 2 * warps + warp) * 16 + j % 2 * 8 + threadIdx.x % 4 * 2;
   }

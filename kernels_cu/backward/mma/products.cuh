@@ -1,5 +1,5 @@
-// Products of a warp of the `mma` gradient kernel, between its keys and query tiles, and the
-// conversion of P^T and dS^T to operands of this warp's and other warps' products.
+// Products between a warp's keys and query tiles in the `mma` gradient kernel, and conversion of
+// P^T and dS^T to operands of this warp's and other warps' products.
 #pragma once
 
 #include "backward/mma/cta.cuh"
@@ -44,7 +44,7 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
   // P^T or dS^T of the warp's keys and of `columns` queries, as a left operand.
   using Left = LeftStep<row_tiles>[steps][components];
 
-  // Converts scores to a left operand. If `Exchanges`, also writes it to `target` for other warps.
+  // Converts P^T or dS^T to a left operand. If `Exchanges`, also writes it to `target` for others.
   template <bool Exchanges>
   __device__ void make_operand(Left& left, const Scores& of, unsigned target, int first) {
 #pragma unroll
@@ -76,7 +76,7 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
     }
   }
 
-  // Accumulates sums += factor left right. Only float32 components use the factor.
+  // Accumulates sums += factor * (left right). The factor is for float32; 16-bit inputs ignore it.
   template <class Slice, class RightLayout, class Sums>
   __device__ void add_product(Sums& sums, const Left& left, unsigned right_rows, float factor) {
     const unsigned right = Slice::lane_address(right_rows, query_warp());
@@ -117,7 +117,8 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
   // Computes S and dP by a pair of warps. Each warp passes half of its result to the other, through
   // the space in which the other warp later writes its P^T and dS^T.
   __device__ void multiply_paired(Scores& scores, Scores& gradients, int stage, int first) {
-    // Whether the warp has scores. Otherwise it has dP, and its queries are the second half.
+    // Whether the warp computes S and keeps the first half of the pair's queries. The other warp
+    // computes dP and keeps the second half.
     const bool has_scores = query_warp() % 2 == 0;
     const int first_of_pair = has_scores ? first : first - columns;
     float both[row_tiles][2 * columns / 8][4];
@@ -146,7 +147,7 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
         }
       }
     }
-    // All lanes have read their half before any lane writes P^T there.
+    // Wait until all lanes have read their half: they will write P^T and dS^T there.
     __syncwarp();
   }
 
@@ -172,13 +173,13 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
   }
 
   // Units for float32. P is in units of 2^-14, so that it stays below 2^15 even if lse is rounded
-  // down. The unit of dS follows from a bound: P (|dP| + |delta|) is at most what row norms and the
-  // largest delta allow. So warps need not search for a maximum before they split P and dS. Second
-  // units refine these if sinks may make all P tiny, or if slopes of scores have no bound.
+  // down. The unit of dS follows from a bound of P (|dP| + |delta|): the largest row norm of dout
+  // times that of v, plus the largest |delta|. So warps need not search for a maximum before they
+  // split P and dS. Second units refine these units if the bounds may be far too large.
   struct Units {
     float score;             // unit of S
-    float gradient;          // unit of dP times that of P, over that of dS
-    float delta;             // unit of P over that of dS
+    float gradient;          // (unit of dP) * (unit of P) / (unit of dS)
+    float delta;             // (unit of P) / (unit of dS)
     float dq_unit, dk_unit, dv_unit;  // units of contributions to dq, dk and dv
     static constexpr float p_log2 = 14;
     static constexpr float p_unit = 0x1p-14f;
@@ -207,8 +208,8 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
     return units;
   }
 
-  // Returns the factors of the query rows in `stage`. Rows of dout, and hence dS, are scaled by the
-  // factors' inverses.
+  // Returns the factors of the query rows in `stage`. Rows of dout, and hence of dS, have been
+  // multiplied by the inverses of these factors.
   __device__ const RowFactors& factors(int stage) const {
     return reinterpret_cast<const QueryScales*>(memory +
                                                 (queries_address(ptx::opaque(stage)) - shared) +
@@ -216,7 +217,7 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
         ->factors;
   }
 
-  // Multiplies dS^T of the queries from `first` on by their factors, as an operand of dk.
+  // Multiplies `left`, dS^T of the queries from `first` on, by the factors of these queries.
   __device__ void apply_to_left(Left& left, int stage, int first) const {
     const RowFactors& row_factors = factors(stage);
 #pragma unroll
@@ -235,7 +236,7 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
     }
   }
 
-  // Second units: one for each warp's keys and `columns` queries. First index of those of P and dS:
+  // Second units, one for each key warp and `columns` queries. First index for P, and for dS:
   static constexpr int p_units_begin = 0;
   static constexpr int ds_units_begin = refines_p ? units_per_operand : 0;
   __device__ float& second_unit(int begin, int key_warp, int first) {
@@ -243,8 +244,8 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
         memory + units_offset)[begin + key_warp * (Br / columns) + first / columns];
   }
 
-  // Scales the warp's values to a unit chosen from their maximum, and returns that unit. If
-  // `stores`, also stores it for other warps. Returns 1 without `Refines`.
+  // Divides `scores` (P or dS) by a second unit chosen from its maximum, and returns that unit. If
+  // `stores`, also stores the unit for other warps. Without `Refines`, only returns 1.
   template <bool Refines>
   __device__ float choose_unit(Scores& scores, int begin, bool stores, int first) {
     if constexpr (!Refines) return 1;
@@ -277,7 +278,7 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
     for_each(gradients, [&](float& x) { x *= unit.gradient; });
   }
 
-  // Reads dS of the warp's rows of dq, for 16 keys from `key` on.
+  // Reads dS as a left operand: the warp's rows of dq, and the 16 keys from `key` on.
   __device__ void read_ds(LeftStep<dq_row_tiles> (&left)[components], int key) {
 #pragma unroll
     for (int component = 0; component < components; ++component) {

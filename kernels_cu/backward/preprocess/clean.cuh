@@ -2,15 +2,15 @@
 // selection, but products over a tile multiply that 0 by the other operand, and 0 times NaN or
 // infinity is NaN. So NaN and infinity are removed from operands where this changes no result:
 //
-// - Rows of q and dout whose query attends to no key become zeros (preprocess/preprocess.cuh finds
-// these rows).
-// - Rows of q whose lse is NaN become zeros, too: P of all keys that they attend to is NaN anyway.
+// - Rows of q and dout whose query attends to no key become zeros. The preprocess kernel marks them
+//   by an lse_log2 of +inf.
+// - Rows of q whose lse is NaN become zeros, too: their P is NaN for all visible keys anyway.
 // - NaN in k becomes 0, and infinity becomes the largest finite number. The true scores of such a
 //   key are NaN or infinite. P does not change for queries that attend to the key: if the score is
 //   -inf, P is 0; otherwise the row's lse is not finite, and all of its P are NaN.
 //
 // A NaN in dout of a row that attends to some keys can still reach dv of masked keys of the same
-// tile, as a NaN in v of a masked key can reach the output of the forward pass.
+// tile, just as a NaN in v of a masked key can reach the output of the forward pass.
 #pragma once
 
 #include "backward/params.cuh"
@@ -18,7 +18,7 @@
 #include "score/softmax.cuh"
 #include "tile/element.cuh"
 
-// Returns whether rows of q, or of dout, with these row statistics are cleared.
+// Return whether the row of q, or of dout, with these row statistics is set to zeros.
 __device__ inline bool clears_q(const RowStats<float>& stats) {
   return !(stats.lse_log2 < SoftmaxMath<float>::infinity());
 }
@@ -34,7 +34,7 @@ constexpr unsigned infinite_bits<half_t> = 0x7c00;
 template <>
 constexpr unsigned infinite_bits<bfloat16_t> = 0x7f80;
 
-// Cleans two 16-bit elements of k in one register.
+// Cleans two 16-bit elements of k that are packed in one register.
 template <class Element>
 __device__ unsigned clean_pair(unsigned pair) {
   constexpr unsigned infinity = infinite_bits<Element>;

@@ -1,11 +1,11 @@
-// Float32 operands of tensor cores as pairs of float16 components.
+// Float32 operands for tensor cores, each split into two float16 components.
 //
-// A tile is divided by a power of two, so that its largest magnitude is just below 2^15. Each
-// element is then the sum of `big`, the nearest float16, and `small`, the float16 nearest to the
-// rest. x y = big_x big_y + big_x small_y + small_x big_y omits 2^-22 of the product. Three TF32
-// products (tile/products_tf32x3.cuh) are as accurate and take twice the time. An element of at
-// least 2^-17 of the tile's largest keeps 22 bits or more. The error of any element is at most
-// 2^-40 of the largest, while sums of float32 products round by 2^-24 of theirs.
+// A tile is divided by a power of two, so that its largest magnitude is in [2^14, 2^15). An element
+// is then the sum of `big`, the nearest float16, and `small`, the float16 nearest to the remainder.
+// The product x y = big_x big_y + big_x small_y + small_x big_y omits small_x small_y, at most
+// 2^-22 of it. Three TF32 products (tile/products_tf32x3.cuh) are as accurate and take twice the
+// time. An element of at least 2^-17 of the tile's largest keeps 22 bits or more. A smaller one has
+// an error of at most 2^-39 of the largest, while float32 sums of products are rounded by 2^-24.
 //
 // Tensor cores accumulate with rounding toward zero. As in products_tf32x3.cuh, the contribution of
 // each tile is therefore accumulated separately, and added to the sum on CUDA cores.
@@ -29,12 +29,12 @@ struct Components<float> {
   static constexpr int count = 2;
 };
 
-// Power of two that a tile is measured in (`size`), and its inverse.
+// Unit of a tile: a power of two (`size`) by which its elements are divided, and its inverse.
 struct Unit {
   float size;
   float inverse;
 
-  // Returns the unit in which numbers up to `largest` are below 2^15. A NaN counts as 2^-100.
+  // Returns the unit that makes numbers up to `largest` less than 2^15. NaN counts as 2^-100.
   __device__ static Unit for_largest(float largest) {
     constexpr unsigned below = 14;
     const float kept = fminf(fmaxf(largest, 0x1p-100f), 0x1p126f);
@@ -76,7 +76,7 @@ __device__ void multiply_components(float (&sums)[row_tiles][2][4],
   }
 }
 
-// Adds factor(i) alone[i] to sums[i][first] and sums[i][first + 1].
+// Adds factor(i) * product[i][t] to sums[i][first + t], for t = 0 and 1.
 template <int row_tiles, int column_tiles, class Factor>
 __device__ void add_scaled(float (&sums)[row_tiles][column_tiles][4], int first,
                            const float (&product)[row_tiles][2][4], Factor factor) {
@@ -93,8 +93,8 @@ __device__ void add_scaled(float (&sums)[row_tiles][column_tiles][4], int first,
   }
 }
 
-// Accumulates sums += left right^T, for 16 `row_tiles` rows of `left` and 8 `column_tiles` rows of
-// `right`. A row holds the big components of `Dim` columns, then the small ones.
+// Accumulates sums += left right^T, for 16 * `row_tiles` rows of `left` and 8 * `column_tiles` rows
+// of `right`. A row holds the big components of `Dim` columns, then the small ones.
 template <class Layout, int Dim, int row_tiles, int column_tiles>
 __device__ void multiply_rows(float (&sums)[row_tiles][column_tiles][4], unsigned left,
                               unsigned right) {

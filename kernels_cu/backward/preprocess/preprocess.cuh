@@ -13,7 +13,7 @@ template <class Config>
 struct Preprocess {
   using Element = typename Config::Element;
   using T = Accumulator<Element>;
-  static constexpr int width = 16 / int(sizeof(Element));  // elements of one load of a lane
+  static constexpr int width = 16 / int(sizeof(Element));  // elements that a lane loads at once
   static constexpr int chunks = ceil_div(Config::head_dim_v, width);
   static constexpr int lanes = Config::row_lanes;  // lanes that process one row
   static_assert(lanes <= 32 && (lanes & (lanes - 1)) == 0, "a power of two of a warp's lanes");
@@ -31,7 +31,7 @@ struct Preprocess {
     const bool is_packed = p.cu_seqlens_q != nullptr;
     const int64 rows = p.heads_q * (is_packed ? int64(p.total_q) : int64(p.batch) * p.seqlen_q);
     const int64 number = (int64(blockIdx.x) * blockDim.x + threadIdx.x) / lanes;
-    // All lanes of a warp take part in the shuffles; those past the end repeat the last row.
+    // All lanes of a warp take part in the shuffles. Lanes past the last row process it once more.
     const int64 index = number < rows ? number : rows - 1;
     const int rows_per_head = is_packed ? p.total_q : p.seqlen_q;
     const int64 head = index / rows_per_head;
@@ -57,8 +57,8 @@ struct Preprocess {
       lse_log2 = mod_finite_sum(lse, SoftmaxMath<T>::log2_e, T(0));
     }
     bool is_masked = lse == -SoftmaxMath<T>::infinity();
-    // If scores are very low or very high, their log-sum-exp has too few digits to compute P from.
-    // Rows with such scores are padding, and have no gradient.
+    // If scores are very low or very high, their log-sum-exp is rounded too coarsely to compute P.
+    // Rows with such scores are taken for padding, and have no gradient.
     if constexpr (Config::Mods::changes_scores) {
       const T size = lse_log2 < 0 ? -lse_log2 : lse_log2;
       is_masked |= size > -low_score<T> && size < SoftmaxMath<T>::infinity();
@@ -76,7 +76,7 @@ struct Preprocess {
   }
 
  private:
-  // A template, because only translation units with modifications have `mods.sinks`.
+  // A template, because `mods.sinks` exists only in translation units with modifications.
   template <class AnyParams>
   __device__ static T sink_of(const AnyParams& p, int head) {
     return p.mods.sinks.at(head);

@@ -19,11 +19,11 @@
 #if __CUDA_ARCH__ >= 800
 
 // Scale factors of the rows of a tile of dout. The gradients of a query are proportional to its
-// dout, and should be accurate relative to their own size. So rows of dout, with their delta, that
-// are far below the largest of the tile are scaled up by 2^(8 n), n at most 15. The factors stored
-// here are the inverses, 2^(-8 n). Rows within 2^-8 of the largest are not scaled, as they keep all
-// bits that sums of float32 products need. In most tiles all factors are therefore 1, and the
-// multiplications are skipped.
+// dout, and should be accurate relative to their own size. So a row of dout that is far smaller
+// than the tile's largest is scaled up, together with its delta, by 2^(8 n), n at most 15. The
+// factors stored here are the inverses, 2^(-8 n). Rows of at least 2^-8 of the largest are not
+// scaled: they keep all bits that sums of float32 products need. In most tiles all factors are
+// therefore 1, and the multiplications are skipped.
 //
 // dk and dv are sums over rows, so the contribution of a scaled row is scaled back first.
 struct RowFactors {
@@ -52,8 +52,8 @@ struct RowFactors {
     return pack<half_t>(value(two & 15), value(two >> 4));
   }
 
-  // Multiplies P^T, a lane's accumulator fragment of keys by queries, by the factors of its
-  // queries. `first` is the first query row of the fragment.
+  // Multiplies P^T (accumulators of a warp, keys by queries) by the factors of its queries. `first`
+  // is the first query row of the accumulators.
   template <int row_tiles, int column_tiles>
   __device__ void apply_to_p(float (&p)[row_tiles][column_tiles][4], int first) const {
     if (!differ) return;
@@ -71,7 +71,7 @@ struct RowFactors {
     }
   }
 
-  // Multiplies a fragment of dq by the factors of its rows. Its first row is 16 * `first_tile`.
+  // Multiplies a warp's rows of dq, of which the first is 16 * `first_tile`, by their factors.
   template <int row_tiles, int column_tiles>
   __device__ void apply_to_rows(float (&sums)[row_tiles][column_tiles][4], int first_tile) const {
     if (!differ) return;
@@ -90,8 +90,8 @@ struct RowFactors {
   }
 };
 
-// Units (powers of two) of a tile's components, and bounds for dS: the magnitude of dP is at most
-// the product of the norms of a dout row and a v row.
+// Units (powers of two) of the components of q, dout, k and v in a tile, and the tile's largest row
+// norms of dout and v. The norms bound dS: |dP| is at most the norm of a dout row times that of v.
 struct QueryScales {
   float q;
   float dout;
@@ -131,9 +131,9 @@ struct PreswizzledTiles {
   static constexpr int64 floats_per_tile =
       Config::wants_q ? int64(Config::Br) * Config::padded_dim : 0;
 
-  // Returns the address of a query tile. Preswizzled tiles follow the dq sums in the workspace.
-  // Query tiles have the tile slots of dq, KV tiles slots of their own. Workspace arrays of later
-  // kernels may overlap all of them.
+  // Return the address of a query tile, and of a KV tile. Preswizzled tiles follow the dq sums in
+  // the workspace: first query tiles, indexed by the tile slots of dq, then KV tiles, which have
+  // slots of their own. Workspace arrays of later kernels may overlap the preswizzled tiles.
   __device__ static char* query_tile_address(const GradientParams& p, const Sequence& sequence,
                                              int batch, int head, int tile) {
     const DqSums<Config> sums(p);
@@ -223,7 +223,7 @@ struct TilePreswizzler {
       return load_elements<8, Config::alignment>(rows + row * stride + 8 * chunk, columns_left);
     }
 
-    // Returns x, or 0 if it is NaN or infinite, and flags a key that holds an infinity.
+    // Returns x, or 0 if x is NaN or infinite. If infinite, sets the bit of key `row`.
     __device__ static float clean(const TilePreswizzler& preswizzler, float x, int row) {
       if (fabsf(x) == SoftmaxMath<float>::infinity()) {
         atomicOr(&preswizzler.shared.infinite[row / 32], 1u << row % 32);
@@ -245,7 +245,7 @@ struct TilePreswizzler {
       }
     }
 
-    // Returns |x|, at most 2^15: NaN and inf in a row must not make the largest norm infinite.
+    // Returns |x|, limited to 2^15: NaN and inf in a row must not make the largest norm infinite.
     __device__ static float finite(float x) { return fminf(fabsf(x), 0x1p15f); }
 
     // Returns the largest finite magnitude in the tile, and calls `on_row(row, row_max)` for each
@@ -274,8 +274,8 @@ struct TilePreswizzler {
       return preswizzler.largest(tile_max);
     }
 
-    // Writes components in units of the tile's largest element. Returns the unit, and in `norm` the
-    // largest norm of a row.
+    // Writes components in the unit that fits the tile's largest element. Returns the unit, and in
+    // `norm` the largest norm of a row.
     __device__ float write(const TilePreswizzler& preswizzler, char* target, float& norm) const {
       const Unit unit = Unit::for_largest(largest(preswizzler, [](int, float) {}));
       norm = write(preswizzler, target, unit, [](int) { return 1.0f; });
@@ -321,8 +321,8 @@ struct TilePreswizzler {
     }
   };
 
-  // Returns the power of two by which the thread's row of dout and its delta, `row_factor`, are
-  // multiplied. `row_max` and `delta` are the largest magnitudes of dout and delta in the tile.
+  // Returns the power of two by which row `row` of dout and its delta, `row_delta`, are multiplied.
+  // `row_max` and `delta` are the largest magnitudes of dout and delta in the tile.
   __device__ float choose_factor(int row, float row_delta, float row_max, float delta) const {
     const float size = fabsf(row_delta), dout_max = shared.row_maxima[row];
     int power = 0;

@@ -1,5 +1,5 @@
-// Zeroes gradient rows that no other kernel writes: those of queries that attend to no key because
-// of their position and, in varlen batches, of queries and keys that belong to no sequence.
+// Zeroes gradient rows that no other kernel writes: rows of queries that attend to no key because
+// of their position and, in varlen batches, rows of queries and keys that belong to no sequence.
 #pragma once
 
 #include "backward/params.cuh"
@@ -34,7 +34,7 @@ struct UnwrittenRows {
   }
 
  private:
-  // Each lane tests one row of all heads. The whole warp then zeroes each row that a lane found.
+  // Each lane tests one row, for all heads. The warp then zeroes each row that a lane found.
   template <int Dim, class IsUnwritten>
   __device__ static void zero_rows_if(const Tensor& gradient, int heads, int rows, int batches,
                                       IsUnwritten is_unwritten_row) {

@@ -1,5 +1,5 @@
-// Matrix products on CUDA cores by side x side threads, each with rows and columns that are `side`
-// apart. Operands come through shared memory, one slice of head_dim at a time.
+// Matrix products on CUDA cores by `side` x `side` threads. The rows and the columns that a thread
+// computes are `side` apart. Operands pass through shared memory, one slice of head_dim at a time.
 #pragma once
 
 #include "backward/inputs/compensated_sum.cuh"
@@ -47,8 +47,9 @@ struct SimtProducts {
   __device__ static int x() { return threadIdx.x % side; }
   __device__ static int y() { return threadIdx.x / side; }
 
-  // Loads a slice of `Dim` columns of some rows; missing elements become 0. All threads must be
-  // done with `target`. Returns whether all elements that the thread has loaded are finite.
+  // Loads the slice of head_dim columns from `begin_dim` on, of the rows from `first` on. Elements
+  // past the last row or past column `Dim` become 0. No thread may still read `target`. Returns
+  // whether all elements that the thread has loaded are finite.
   template <int Dim, int Size>
   __device__ static bool load(T (&target)[Size], const HeadRows<Element>& source, int first,
                               int begin_dim) {
@@ -98,9 +99,9 @@ struct SimtProducts {
     }
   }
 
-  // Accumulates sums += weights columns; rows of `weights` in shared memory are `Columns` + 1
-  // apart. A tile is summed separately, as long sums then lose less to rounding. With `Selects`, a
-  // weight of 0 means a masked pair, whose column is left out of the sum, as 0 times NaN is NaN.
+  // Accumulates sums += weights columns. `weights` is in shared memory, with a row stride of
+  // `Columns` + 1. Each tile is summed separately, so that long sums lose less to rounding. With
+  // `Selects`, a weight of 0 means a masked pair. It is left out, because 0 times NaN is NaN.
   template <int Dim, bool Selects, int Slices>
   __device__ static void add(T (&sums)[Slices][rows_per_thread][dims_per_thread], Shared& shared,
                              const T* weights, const HeadRows<Element>& columns, int first_column) {

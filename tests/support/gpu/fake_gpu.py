@@ -166,7 +166,7 @@ class FakeTensorMaps:
     ) -> None:
         self._specs, self._names, self._sources = specs, names, sources or {}
 
-    def at(self, values: tuple[int, ...]) -> SimpleNamespace:
+    def maps_for(self, values: tuple[int, ...]) -> SimpleNamespace:
         of = dict(zip(self._names, values, strict=True))
         addresses = tuple(of[self._sources.get(name, name)] for name in self._specs)
         return SimpleNamespace(address=(tuple(self._specs.values()), addresses))

@@ -84,7 +84,7 @@ __device__ void hopper_forward(const TensorMaps& maps, const Params& params) {
   } else {
     ptx::setmaxnreg_inc<Config::consumer_registers>();
     HopperConsumer<Config>(cta, warpgroup - 1).consume();
-    if (cta.scheduler_writes_rows()) cta.arrive_consumers_done();
+    if (cta.scheduler_writes_rows()) HopperCta<Config>::consumers_done.arrive();
     if (threadIdx.x / 32 == 4) clear_unowned_rows<Config, 2>(params);
   }
 }

@@ -17,16 +17,20 @@ struct LazySoftmaxRow {
   using Math = SoftmaxMath<float>;
   // Range of the exponent of a row's largest p. For float16 it is 0 to 15: values below 1 are left
   // for small p, many of which may make up most of an output. For bfloat16 it is -31 to -16: with
-  // p = 1, an output that sums the largest bfloat16 values would overflow float32.
-  static constexpr int highest = headroom<Element> ? -headroom<Element> : 15;
+  // p = 1, an output that sums the largest bfloat16 values would overflow float32. float32 needs
+  // exponents near 0: float32 rounds an exponent near -16 by up to 2^-20, and p by as much. So its
+  // range is -6 to 9 before exp2, and p is multiplied by 2^-p_shift afterwards, which is exact.
+  static constexpr bool shifts_p = sizeof(Element) == 4;
+  static constexpr int highest = shifts_p ? 9 : headroom<Element> ? -headroom<Element> : 15;
   static constexpr int lowest = highest - 15;
+  static constexpr int p_shift = shifts_p ? headroom<Element> + highest : 0;
   // First base of a row, kept if its scores allow it. Scores are mostly near 0, where p is about
   // 2^(lowest + 6); the sum of a lane's 32 p of a KV tile is then about 2^(lowest + 12), below its
   // limit 2^highest. A single key is large enough if its score, as an exponent of two, is at least
   // -1.
   static constexpr float first_base = -6 - lowest;
 
-  float base;  // p = exp2(score * scale_log2 - base)
+  float base;  // p = exp2(score * scale_log2 - base) * 2^-p_shift
   float sum;   // sum of this lane's p
 
   __device__ void reset() {
@@ -34,11 +38,19 @@ struct LazySoftmaxRow {
     sum = 0;
   }
 
-  // Both functions take the sum of a lane's `count` p of a KV tile. The first returns whether a p
-  // may exceed 2^highest, the second whether some p is at least 2^lowest. Both are false for NaN.
-  __device__ static bool is_too_large(float sum) { return sum > power_of_two(highest); }
+  // Returns p, given the score as an exponent of two relative to the base.
+  __device__ static float probability(float exponent) {
+    const float p = ptx::ex2_approx(exponent);
+    if constexpr (shifts_p) return p * power_of_half(p_shift);
+    return p;
+  }
+
+  // Both functions take the sum of a lane's `count` p of a KV tile. The first returns whether the
+  // exponent of a p may exceed `highest`, the second whether that of some p is at least `lowest`.
+  // Both are false for NaN.
+  __device__ static bool is_too_large(float sum) { return sum > power_of_two(highest - p_shift); }
   __device__ static bool is_large_enough(float sum, int count) {
-    return sum >= count * power_of_two(lowest);
+    return sum >= count * power_of_two(lowest - p_shift);
   }
   __device__ static constexpr float power_of_two(int exponent) {
     return exponent < 0 ? power_of_half(-exponent) : 1 / power_of_half(exponent);
@@ -73,11 +85,14 @@ struct LazySoftmaxRow {
   // Returns the sum of exp(scale * s) over all scores s. A NaN in the sum stays.
   __device__ ExponentSum<float> exponent_sum() const {
     if (sum == 0) return {-Math::infinity(), -Math::infinity()};
-    return {base, Math::log2(sum)};
+    return {base, log2_of_sum()};
   }
 
   // Returns the natural logarithm of the sum that `exponent_sum()` returns.
   __device__ float log_sum_exp() const {
-    return sum == 0 ? -Math::infinity() : (base + Math::log2(sum)) * Math::ln_2;
+    return sum == 0 ? -Math::infinity() : (base + log2_of_sum()) * Math::ln_2;
   }
+
+ private:
+  __device__ float log2_of_sum() const { return Math::log2(sum / power_of_half(p_shift)); }
 };

@@ -28,8 +28,8 @@ struct DqOrder {
   // Returns the CTA's index in the dq order of a query tile. KV tiles to which the query tile does
   // not attend are not counted.
   __device__ int order_index(int tile) const {
-    const int p_sums = mask.visible_end(min((tile + 1) * Br, rows) - 1);
-    return ceil_div(p_sums, Bc) - 1 - begin / Bc;
+    const int end = mask.visible_end(min((tile + 1) * Br, rows) - 1);
+    return ceil_div(end, Bc) - 1 - begin / Bc;
   }
   // Returns whether the CTA is the last one in the dq order of a query tile.
   __device__ bool is_last_cta(int tile) const {

@@ -136,7 +136,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     Base::template wait<int(computes_dq) + int(wants_k)>(dv_sums);
     const int stage = q_ring.index;
     if constexpr (ends_tile) {
-      Cta::arrive_warp(cta.dout_empty(dout_ring.index));
+      arrive_warp(cta.dout_empty(dout_ring.index));
       dout_ring.advance();
       q_ring.advance();
     }
@@ -158,7 +158,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     }
     if constexpr (has_next) load_stats(ends_tile ? 0 : Part + 1);
     Base::template wait<has_next && !ahead>(dk_sums);
-    if constexpr (ends_tile) Cta::arrive_warp(cta.q_empty(stage));
+    if constexpr (ends_tile) arrive_warp(cta.q_empty(stage));
     if constexpr (has_next) wait_scores(next);
   }
 
@@ -214,7 +214,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
                int(sizeof(float));
   }
   __device__ void arrive_sums_full() {
-    Cta::arrive_warp(cta.sums_full(consumer, sums_stage));
+    arrive_warp(cta.sums_full(consumer, sums_stage));
     sums_stage ^= 1;
     sums_phase ^= 1;
   }

@@ -27,6 +27,7 @@
 #include "ptx/sm90a.cuh"
 #include "score/mask.cuh"
 #include "tile/pipeline_state.cuh"
+#include "tile/tma_pipeline.cuh"
 #include "tile/tma_tile.cuh"
 
 struct GradientMaps {
@@ -284,15 +285,9 @@ struct HopperGradientCta {
     ptx::fence_mbarrier_init();
   }
 
-  // Arrives once for the warp, after all its lanes are done.
-  __device__ static void arrive_warp(unsigned barrier) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barrier);
-  }
-
   // Named barriers: 1 for all consumers, 2 + `consumer` for a single one.
-  __device__ static void sync_consumers() { ptx::bar_sync(1, 128 * consumers); }
-  __device__ static void sync_consumer(int consumer) { ptx::bar_sync(2 + consumer, 128); }
+  __device__ static void sync_consumers() { NamedBarrier<128 * consumers>{1}.sync(); }
+  __device__ static void sync_consumer(int consumer) { NamedBarrier<128>{2 + consumer}.sync(); }
 };
 
 #endif  // __CUDA_ARCH__ == 900

@@ -65,11 +65,7 @@ struct HopperGradientLoader {
   __device__ static void load(unsigned target, const TensorMap* map, int row, int head, int batch,
                               unsigned barrier) {
     ptx::mbarrier_arrive_expect_tx(barrier, Tile::bytes);
-#pragma unroll
-    for (int box = 0; box < Tile::boxes; ++box) {
-      ptx::cp_async_bulk_tensor_4d(target + box * Tile::box_bytes, map, box * Tile::box_columns,
-                                   row, head, batch, barrier, ptx::l2_evict_normal);
-    }
+    load_boxes<Tile>(target, map, 0, row, head, batch, barrier, ptx::l2_evict_normal);
   }
 };
 
@@ -90,7 +86,7 @@ struct HopperRowStatsLoader {
     if constexpr (Config::has_seqlens) {
       clear_tail<typename Cta::KeyTile>(cta.keys_arrived(), 0, cta.keys_address(),
                                         cta.sequence.seqlen_k - cta.coord.begin);
-      Cta::arrive_warp(cta.keys_full());
+      arrive_warp(cta.keys_full());
     }
     for (Step step = cta.first_step();; step = cta.next_step(step)) {
       load(step);
@@ -123,13 +119,13 @@ struct HopperRowStatsLoader {
                                      cta.queries_address(q_ring.index), left,
                                      [&](int i) { return clears_q(row_stats_of_lane[i]); });
     }
-    Cta::arrive_warp(cta.q_full(q_ring.index));
+    arrive_warp(cta.q_full(q_ring.index));
     q_ring.advance();
     if constexpr (Cta::inspects) {
       clear<typename Cta::DoutTile>(cta.dout_arrived(dout_ring.index), dout_ring.phase,
                                     cta.dout_address(dout_ring.index), left,
                                     [&](int i) { return clears_dout(row_stats_of_lane[i]); });
-      Cta::arrive_warp(cta.dout_full(dout_ring.index));
+      arrive_warp(cta.dout_full(dout_ring.index));
       dout_ring.advance();
     }
   }
@@ -154,10 +150,7 @@ struct HopperRowStatsLoader {
   template <class Tile>
   __device__ static void clear_tail(unsigned arrived, int phase, unsigned tile, int rows) {
     ptx::mbarrier_wait(arrived, phase);
-    if (rows * Tile::box_row_bytes < Tile::box_bytes) {
-      Tile::clear_rows(tile, rows);
-      ptx::fence_proxy_async();
-    }
+    if (rows * Tile::box_row_bytes < Tile::box_bytes) ::clear_tail<Tile>(tile, rows);
   }
 };
 

@@ -485,8 +485,8 @@ struct HopperGradientProducts {
       Cta::sync_consumer(consumer);
       constexpr int chunks = column_tiles * parts, columns_of_chunk = 16 / sizeof(Gradient);
 #pragma unroll 4
-      for (int block_info = threadIdx.x % 128; block_info < 64 * chunks; block_info += 128) {
-        const int row = block_info / chunks, chunk = block_info % chunks;
+      for (int index = threadIdx.x % 128; index < 64 * chunks; index += 128) {
+        const int row = index / chunks, chunk = index % chunks;
         if (row >= left) break;
         unsigned bits[4];
         ptx::ld_shared_v4(bits, rows + row * Tile::box_row_bytes +

@@ -87,7 +87,7 @@ struct HopperWideProducts : HopperGradientProducts<Config> {
       write([](float* fragment, const float (&four)[4]) { ptx::red_add_v4(fragment, four); });
     }
     if constexpr (Chunk == Base::dq_chunks - 1) {
-      Cta::arrive_warp(cta.dq_added(semaphore_ring.index));
+      arrive_warp(cta.dq_added(semaphore_ring.index));
       semaphore_ring.advance();
     }
   }
@@ -146,7 +146,7 @@ struct HopperValueConsumer : HopperWideProducts<Config> {
     Base::template wait<0>(next);
 #pragma unroll
     for (int i = 0; i < columns / 2; ++i) scores[i] = next[i];
-    Cta::arrive_warp(cta.q_empty(q_ring.index));
+    arrive_warp(cta.q_empty(q_ring.index));
     q_ring.advance();
   }
 
@@ -164,7 +164,7 @@ struct HopperValueConsumer : HopperWideProducts<Config> {
     if constexpr (wants_ds) ptx::mbarrier_wait(cta.ds_full(), phase);
     if constexpr (wants_q) Base::template start_dq<0>(dq_part);
     Base::template wait<wants_q>(dv_sums);
-    Cta::arrive_warp(cta.dout_empty(dout_ring.index));
+    arrive_warp(cta.dout_empty(dout_ring.index));
     dout_ring.advance();
     Scores next;
     const auto start = [&] {
@@ -213,7 +213,7 @@ struct HopperValueConsumer : HopperWideProducts<Config> {
                                 p_operand[4 * i + 3]};
       ptx::st_shared_v4(Base::p_tile_address(i), four);
     }
-    Cta::arrive_warp(cta.p_full());
+    arrive_warp(cta.p_full());
   }
 };
 
@@ -271,7 +271,7 @@ struct HopperKeyConsumer : HopperWideProducts<Config> {
   __device__ void process_tile(const Step& step) {
     LeftOperand left_ds;
     if constexpr (wants_ds) softmax_backward(left_ds, cta.is_masked(step));
-    Cta::arrive_warp(cta.dout_empty(dout_ring.index));
+    arrive_warp(cta.dout_empty(dout_ring.index));
     dout_ring.advance();
     if constexpr (wants_k) Base::start_dk(dk_sums, left_ds, 0);
     DqPart dq_part;
@@ -281,7 +281,7 @@ struct HopperKeyConsumer : HopperWideProducts<Config> {
       Base::template start_dq<0>(dq_part);
     }
     Base::template wait<wants_q>(dk_sums);
-    Cta::arrive_warp(cta.q_empty(q_ring.index));
+    arrive_warp(cta.q_empty(q_ring.index));
     q_ring.advance();
     const auto start = [&] {
       if constexpr (!Last) start_next();
@@ -304,7 +304,7 @@ struct HopperKeyConsumer : HopperWideProducts<Config> {
     Base::narrow(left_ds, gradients);
     if constexpr (wants_q) Base::write_ds(left_ds, 0);
     ptx::fence_proxy_async();
-    Cta::arrive_warp(cta.ds_full());
+    arrive_warp(cta.ds_full());
   }
 
   // Reads what the dv consumer has passed: P, or P times the slope if `single_pass`.

@@ -262,13 +262,13 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
   }
 
   template <class Function>
-  __device__ static void for_each(Scores& scores, Function process_tile) {
+  __device__ static void for_each(Scores& scores, Function function) {
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
       for (int j = 0; j < columns / 8; ++j) {
 #pragma unroll
-        for (int c = 0; c < 4; ++c) process_tile(scores[i][j][c]);
+        for (int c = 0; c < 4; ++c) function(scores[i][j][c]);
       }
     }
   }

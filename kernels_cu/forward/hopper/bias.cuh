@@ -1,11 +1,27 @@
-// Bias that TMA loads in addition to the keys: a lane's elements of one KV tile, in registers.
+// Bias that TMA loads in addition to the keys: its loads, and a lane's elements of one KV tile.
 #pragma once
 
 #include "forward/hopper/cta.cuh"
+#include "forward/hopper/loader.cuh"
 #include "score/capture.cuh"
 #include "tile/element.cuh"
 
 #if __CUDA_ARCH__ == 900
+
+// Loads the bias of a KV tile into its own ring. Called by the producer.
+template <class Config>
+__device__ void load_bias(const HopperLoader<Config>& loader,
+                          PipelineState<Config::bias_stages>& ring, const TileCoord& coord,
+                          int kv_tile) {
+  using Cta = HopperCta<Config>;
+  const Cta& cta = loader.cta;
+  ptx::mbarrier_wait(cta.bias_empty(ring.index), ring.phase ^ 1);
+  loader.template load<typename Cta::BiasTile>(
+      cta.bias_address(ring.index), &static_cast<const BiasedTensorMaps&>(cta.maps).bias,
+      coord.q_begin, coord.head, coord.batch, cta.bias_full(ring.index), ptx::l2_evict_normal,
+      kv_tile * Config::Bc);
+  ring.advance();
+}
 
 template <class Config, bool Streamed = (Config::bias_stages > 0)>
 struct HopperBias {
@@ -38,7 +54,7 @@ struct HopperBias<Config, true> {
     // Without this fence, TMA may overwrite the stage before ldmatrix has read it. wgmma traffic
     // can delay those reads by hundreds of cycles, and the mbarrier arrival does not wait for them.
     ptx::fence_proxy_async();
-    Cta::release_stage(cta.bias_empty(ring.index));
+    arrive_warp(cta.bias_empty(ring.index));
     ring.advance();
   }
 

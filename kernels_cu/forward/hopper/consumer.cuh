@@ -266,8 +266,10 @@ struct HopperConsumer {
     return true;
   }
 
-  __device__ void pingpong_wait() const { ptx::bar_sync(1 + consumer, 256); }
-  __device__ void pingpong_arrive() const { ptx::bar_arrive(1 + (consumer + 1) % consumers, 256); }
+  __device__ void pingpong_wait() const { NamedBarrier<256>{1 + consumer}.sync(); }
+  __device__ void pingpong_arrive() const {
+    NamedBarrier<256>{1 + (consumer + 1) % consumers}.arrive();
+  }
 
   // Converts the scores of the KV tile to probabilities. Returns whether the base of any row of the
   // warp changed, so that O must be multiplied by `rescale`.

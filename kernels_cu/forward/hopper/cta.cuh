@@ -14,6 +14,7 @@
 #include "score/degenerate_rows.cuh"
 #include "tile/element.cuh"
 #include "tile/pipeline_state.cuh"
+#include "tile/tma_pipeline.cuh"
 #include "tile/tma_tile.cuh"
 
 struct TensorMaps {
@@ -215,11 +216,6 @@ struct HopperCta {
     ptx::fence_mbarrier_init();
   }
 
-  __device__ static void release_stage(unsigned empty_barrier) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(empty_barrier);
-  }
-
   __device__ WorkTile* work_tile_at(int index) const {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     return reinterpret_cast<WorkTile*>(shared_memory + work_tile_offset) + index;
@@ -357,7 +353,7 @@ struct HopperCta {
   struct OrderBuilders {
     static constexpr bool deterministic = true;
     __device__ static unsigned threads() { return 128; }
-    __device__ static void sync() { ptx::bar_sync(1 + consumers, 128); }
+    __device__ static void sync() { NamedBarrier<128>{1 + consumers}.sync(); }
   };
   __device__ void build_order() const {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
@@ -415,12 +411,8 @@ struct HopperCta {
     return Config::causal && !Config::has_seqlens && !Config::modified &&
            p.q_offset < max_degenerate_keys<Element>;
   }
-  __device__ void arrive_consumers_done() const {
-    ptx::bar_arrive(1 + consumers, 128 * consumers + 32);
-  }
-  __device__ void wait_consumers_done() const {
-    ptx::bar_sync(1 + consumers, 128 * consumers + 32);
-  }
+  // At this barrier, the scheduler warp waits for the consumers before it overwrites their rows.
+  static constexpr NamedBarrier<128 * consumers + 32> consumers_done = {1 + consumers};
 };
 
 #endif  // __CUDA_ARCH__ == 900

@@ -171,12 +171,12 @@ struct HopperProducts {
   // from shared memory when the first product with them is complete.
   __device__ void release_scores(int products, bool is_first_tile, bool is_last_tile) {
     ptx::pin(scores);
-    if constexpr (!Cta::values_in_keys) Cta::release_stage(cta.empty(stage_before(products)));
+    if constexpr (!Cta::values_in_keys) arrive_warp(cta.empty(stage_before(products)));
     if (keeps_all_queries ? is_first_tile : is_last_tile) release_queries();
   }
 
   __device__ void release_queries() {
-    Cta::release_stage(cta.q_empty(q_ring.index));
+    arrive_warp(cta.q_empty(q_ring.index));
     q_ring.advance();
   }
 
@@ -184,14 +184,14 @@ struct HopperProducts {
 
   // Skips K or the end marker, after next_kv_tile() has waited for it. Releases the stage of K.
   __device__ void skip_keys(bool is_end) {
-    if (!is_end) Cta::release_stage(cta.empty(ring.index));
+    if (!is_end) arrive_warp(cta.empty(ring.index));
     ring.advance();
   }
 
   // Skips V, but waits until V has arrived: the phases of its stage must complete in order.
   __device__ void skip_values() {
     wait_stage();
-    Cta::release_stage(cta.empty(ring.index));
+    arrive_warp(cta.empty(ring.index));
     ring.advance();
   }
 
@@ -237,7 +237,7 @@ struct HopperProducts {
     } else {
       ptx::wgmma_wait_group<0>();
       ptx::pin(out);
-      Cta::release_stage(cta.empty(stage));
+      arrive_warp(cta.empty(stage));
     }
   }
 
@@ -250,7 +250,7 @@ struct HopperProducts {
         ptx::wgmma_wait_group<1>();
       } else {
         ptx::wgmma_wait_group<0>();
-        Cta::release_stage(cta.empty(stage));
+        arrive_warp(cta.empty(stage));
       }
       ptx::pin(partial_out[i % partial_buffers]);
 #pragma unroll

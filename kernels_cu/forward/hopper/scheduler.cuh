@@ -64,7 +64,7 @@ struct HopperScheduler {
   // Waits for the consumers, then overwrites the first rows of each query tile that attend to at
   // most `max_degenerate_keys` keys.
   __device__ void overwrite_degenerate_rows() const {
-    cta.wait_consumers_done();
+    Cta::consumers_done.sync();
     for (unsigned round = 0;; ++round) {
       const WorkTile next = cta.work_tile_of(round);
       if (next.is_end_of_work()) return;
@@ -134,9 +134,8 @@ struct HopperTailClearer {
       ptx::mbarrier_wait(cta.tail_loaded(tail.index), tail.phase);
       const typename Cta::Tail loaded = *cta.tail(tail.index);
       if (loaded.stage < 0) return;
-      Cta::ValueTile::clear_rows(cta.stage_address(loaded.stage), loaded.rows);
-      ptx::fence_proxy_async();
-      Cta::release_stage(cta.full(loaded.stage));
+      clear_tail<typename Cta::ValueTile>(cta.stage_address(loaded.stage), loaded.rows);
+      arrive_warp(cta.full(loaded.stage));
       tail.advance();
     }
   }

@@ -143,7 +143,7 @@ struct HopperSoftmax {
       float p[2];
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        p[c] = ptx::ex2_approx(exponent(scores[2 * i + c], half));
+        p[c] = Row::probability(exponent(scores[2 * i + c], half));
         parts[half][c] += p[c];
       }
       unsigned components[Operand::components];

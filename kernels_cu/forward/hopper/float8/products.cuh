@@ -62,7 +62,7 @@ struct HopperProducts<Config, true> : HopperProducts<Config, false> {
   __device__ void wait_scores(Stage state, bool is_last_tile) {
     ptx::wgmma_wait_group<0>();
     ptx::pin(sums);
-    Cta::release_stage(cta.empty(state.index));
+    arrive_warp(cta.empty(state.index));
     if (is_last_tile) Base::release_queries();
   }
 
@@ -83,7 +83,7 @@ struct HopperProducts<Config, true> : HopperProducts<Config, false> {
       wait_all_but_one(parts > 1 && scores_follow);
       Part& partial_out = registers(i);
       ptx::pin(partial_out);
-      if (is_last) Cta::release_stage(cta.empty(values.index));
+      if (is_last) arrive_warp(cta.empty(values.index));
 #pragma unroll
       for (int j = 0; j < part / 2; ++j) {
         float& total = out[i * part / 2 + j];

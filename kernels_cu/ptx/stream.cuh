@@ -1,4 +1,4 @@
-// PTX wrappers for copies with an L2 cache policy and for global memory that CTAs share.
+// PTX wrappers for copies with an L2 cache policy and for global memory that several CTAs access.
 #pragma once
 
 #include "ptx/base.cuh"

@@ -55,7 +55,8 @@ struct ModifiedRows {
     if constexpr (Mods::changes_scores || Mods::masks_pairs) {
       if (!Mods::changes_scores && !masks) return;
       if constexpr (Mods::has_bounds) {
-        // Bounds are checked for all rows at once, so that rows share loads of the keys' captures.
+        // Bounds are checked for all rows at once, so that the captures of the keys are loaded
+        // once for all rows.
         bool is_inside = true;
 #pragma unroll
         for (int r = 0; r < Rows; ++r) {

@@ -1,4 +1,4 @@
-// Steps of a Hopper software pipeline that the forward and the backward kernel share: TMA loads of
+// Steps of the software pipelines of the forward and the backward Hopper kernel: TMA loads of
 // tiles, zeroing of rows past the end of a sequence, and arrivals at barriers.
 #pragma once
 

@@ -195,7 +195,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
       Base::template wait<0>(gradients);
       Base::compute_p_and_ds(scores, gradients, lse_log2, step, Part, is_masked);
     } else if constexpr (wants_ds && !Config::modified) {
-      // Masked and unmasked tiles share this code. It computes all P; masked P are then set to 0.
+      // Masked and unmasked tiles run the same code. It computes all P; masked P are then set to 0.
       Base::start_dp(gradients, values, Part, [&](int i) {
         Base::template compute_p<false>(scores, lse_log2, step, Part, i * rows / Base::k_steps_v,
                                         (i + 1) * rows / Base::k_steps_v);

@@ -1,4 +1,4 @@
-// State that the warps of a CTA of the Hopper gradient kernel share: the sequence of query tiles,
+// Common state of the warps of a CTA of the Hopper gradient kernel: the sequence of query tiles,
 // the layout of shared memory, and the barriers.
 //
 //   thread or warp      waits for                      does                   arrives at

@@ -2,7 +2,7 @@
 //
 // A CTA owns a tile of the gradient and iterates, in a fixed order, over the score tiles that this
 // tile of the bias is added to. If the gradient has few tiles, like that of a padding mask, several
-// CTAs share a tile: each writes a partial sum to the workspace, and another kernel adds these.
+// CTAs compute one tile: each writes a partial sum to the workspace, and another kernel adds these.
 #pragma once
 
 #include "backward/inputs/compensated_sum.cuh"

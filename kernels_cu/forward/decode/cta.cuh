@@ -1,4 +1,4 @@
-// State that the threads of a CTA of the decode kernel share: its shared memory, its current
+// Common state of the threads of a CTA of the decode kernel: its shared memory, its current
 // partial tile and the query rows of that tile. A partial tile (`PartialTile`) is a query tile of
 // one KV head with a range of its keys. Row r of all query tiles of a KV head is query r / group of
 // query head r % group in the group of that KV head.

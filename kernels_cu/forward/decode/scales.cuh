@@ -13,7 +13,7 @@
 
 // All scales are 1 if the `data` of their tensor is null. families/params.py has the same struct.
 struct QuantizedParams : Params {
-  Tensor k_scale;  // (caches or pages, rows, heads_kv); stride 0 along axes that share a scale
+  Tensor k_scale;  // (caches or pages, rows, heads_kv); stride 0 along axes with a common scale
   Tensor v_scale;
 };
 
@@ -32,7 +32,7 @@ struct CacheOf<Config, true> {
 #if __CUDA_ARCH__ >= 800
 
 // Scales of the keys, or of the values, of a partial tile. With `by_key`, each key has a scale of
-// its own, stored in the ring stage after the rows of K and V. Otherwise all keys share one scale.
+// its own, stored in the ring stage after the rows of K and V. Otherwise all keys have one scale.
 template <class Config, bool by_key>
 struct PartialTileScales {
   static constexpr int Bc = Config::Bc;
@@ -147,7 +147,7 @@ struct DecodeScales<Config, true> {
   }
 
   // Multiplies probabilities by the scales of their values and divides them by the units of their
-  // rows. Rescales `out` if a unit grows. A scale that all keys share is left to output_scale().
+  // rows. Rescales `out` if a unit grows. A common scale of all keys is left to output_scale().
   template <int column_tiles>
   __device__ void multiply_probabilities(Scores& p, unsigned stage,
                                          float (&out)[row_tiles][column_tiles][4]) {

@@ -1,4 +1,4 @@
-// State that the warps of a CTA of the Hopper kernel share: rings of tiles in shared memory with
+// Common state of the warps of a CTA of the Hopper kernel: rings of tiles in shared memory with
 // their barriers, the work tiles in flight, and the addresses of results.
 #pragma once
 

@@ -27,7 +27,7 @@ struct float8_for {
 
 // All scales are 1 if the `data` of their tensor is null. families/params.py has the same struct.
 struct Float8Params : Params {
-  Tensor q_scale;  // (batch, 1, heads_q); stride 0 along axes that share a scale
+  Tensor q_scale;  // (batch, 1, heads_q); stride 0 along axes with a common scale
   Tensor k_scale;  // (batch, 1, heads_kv)
   Tensor v_scale;
 };

@@ -156,7 +156,7 @@ __device__ void pingpong_wait(int consumer) {
   asm volatile("bar.sync %0, 256;" ::"r"(1 + consumer) : "memory");
 }
 __device__ void pingpong_arrive(int consumer) {
-  asm volatile("bar.arrive %0, 256;" ::"r"(2 - consumer) : "memory");  // the other barrier
+  asm volatile("bar.arrive %0, 256;" ::"r"(2 - consumer) : "memory");  // other consumer's barrier
 }
 
 // The 64 accumulators of a thread, as text and as operands of asm.

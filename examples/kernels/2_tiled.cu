@@ -7,7 +7,7 @@
 // Online softmax: K is read once. If a tile raises the maximum m of a row, the sums up to that tile
 // are multiplied by exp(m_old - m_new), as if the new maximum had been known from the start.
 //
-// CUDA cores limit the rate, and shared memory, which feeds their multiply-adds.
+// CUDA cores limit the rate, and so does shared memory, which feeds their multiply-adds.
 //
 // Arrays as in rung 1. Launch: grid (seqlen / 64 rounded up, heads, batch), 256 threads.
 
@@ -83,10 +83,10 @@ extern "C" __global__ void __launch_bounds__(threads)
       for (int lane = 1; lane < 16; lane *= 2) {
         new_max = fmaxf(new_max, __shfl_xor_sync(~0u, new_max, lane));
       }
-      // All rows see key 0. Hence new_max is finite, and no difference is inf - inf.
+      // All rows attend to key 0, so new_max is finite and no difference is inf - inf.
       const float rescale = exp2f(max[i] - new_max);
       max[i] = new_max;
-      sum[i] *= rescale;  // a thread adds up its own keys, and the 16 sums are added at the end
+      sum[i] *= rescale;  // sum over this thread's keys; the 16 sums of a row are added at the end
       for (int j = 0; j < 8; ++j) result[i][j] *= rescale;
       for (int j = 0; j < 2; ++j) {
         sum[i] += p_tile[y + i][x + 16 * j] = exp2f(s[i][j] - new_max);

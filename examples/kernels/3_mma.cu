@@ -17,8 +17,8 @@
 //   copies         K0 | V0         | K1         | V1         | K2         |
 //   tensor cores      | S = Q K0^T | O += P V0  | S = Q K1^T | O += P V1  |
 //
-// The instructions of the warps limit the rate: each warp loads the fragments of every product, and
-// waits for its results.
+// Instruction issue and latency limit the rate: each warp loads the fragments of every product, and
+// waits for the results.
 //
 // Arrays as in rung 1. Launch: grid (seqlen / 128 rounded up, heads, batch), 256 threads.
 
@@ -57,7 +57,7 @@ __device__ void ldmatrix(unsigned (&r)[4], unsigned shared) {
                : "memory");
 }
 
-// The same, with each matrix transposed.
+// Like ldmatrix(), with each matrix transposed.
 __device__ void ldmatrix_trans(unsigned (&r)[4], unsigned shared) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -149,10 +149,10 @@ extern "C" __global__ void __launch_bounds__(threads)
         new_max = fmaxf(new_max, fmaxf(s[j][2 * h], s[j][2 * h + 1]));
       new_max = fmaxf(new_max, __shfl_xor_sync(~0u, new_max, 1));
       new_max = fmaxf(new_max, __shfl_xor_sync(~0u, new_max, 2));
-      // All rows see key 0. Hence new_max is finite, and no difference is inf - inf.
+      // All rows attend to key 0, so new_max is finite and no difference is inf - inf.
       const float rescale = exp2f((max[h] - new_max) * scale_log2);
       max[h] = new_max;
-      sum[h] *= rescale;  // a lane adds up its own keys, and the 4 sums are added at the end
+      sum[h] *= rescale;  // sum over this lane's keys; the 4 sums of a row are added at the end
       for (int j = 0; j < Bc / 8; ++j) {
         for (int i = 2 * h; i < 2 * h + 2; ++i) {
           s[j][i] = exp2f(s[j][i] * scale_log2 - new_max * scale_log2);

@@ -18,8 +18,8 @@
 //
 // The rest is rung 4, whose head describes the pipeline: `diff 4_wgmma.cu 5_pingpong.cu`.
 //
-// Both ends of a CTA limit the rate: nothing overlaps with its first loads and its last stores. The
-// library's kernel computes many query tiles per CTA in one pipeline.
+// The start and the end of a CTA limit the rate: nothing overlaps with its first loads and its last
+// stores. The library's kernel computes many query tiles per CTA in one pipeline.
 //
 // Arrays as in rung 1, with q, k and v as tensor maps. Launch: grid (seqlen / 128 rounded up,
 // heads, batch), 384 threads, sizeof(SharedMemory) = 163,912 bytes of dynamic shared memory.
@@ -105,7 +105,7 @@ __device__ void load_tile(Tile& tile, const TensorMap& map, int row, Barrier& fu
   load_box(tile.boxes[1], map, 64, row, blockIdx.y, blockIdx.z, full);
 }
 
-// setmaxnreg: a warpgroup gives up registers, or takes those that another one gave up.
+// setmaxnreg: a warpgroup releases registers, or takes those that another warpgroup released.
 template <int registers>
 __device__ void decrease_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
@@ -156,7 +156,7 @@ __device__ void pingpong_wait(int consumer) {
   asm volatile("bar.sync %0, 256;" ::"r"(1 + consumer) : "memory");
 }
 __device__ void pingpong_arrive(int consumer) {
-  asm volatile("bar.arrive %0, 256;" ::"r"(2 - consumer) : "memory");  // of the other consumer
+  asm volatile("bar.arrive %0, 256;" ::"r"(2 - consumer) : "memory");  // other consumer's barrier
 }
 
 // The 64 accumulators of a thread, as text and as operands of asm.
@@ -170,7 +170,7 @@ __device__ void pingpong_arrive(int consumer) {
 #define D_OPERANDS D_16(0), D_16(16), D_16(32), D_16(48)
 
 // d = a b + (accumulate ? d : 0), with a of 64 x 16 and b of 16 x 128 elements in shared memory.
-// The last two zeros: k is contiguous in both, as in Q K^T.
+// The last two operands of wgmma, both 0, say that a and b are contiguous along k, as in Q K^T.
 __device__ void wgmma_scores(float (&d)[64], unsigned long long a, unsigned long long b,
                              int accumulate) {
   asm volatile(
@@ -183,7 +183,7 @@ __device__ void wgmma_scores(float (&d)[64], unsigned long long a, unsigned long
       : D_OPERANDS
       : "l"(a), "l"(b), "r"(accumulate));
 }
-// d += a b, with a in registers. The last one: the columns of b are contiguous, as in P V.
+// d += a b, with a in registers. The last operand, 1: b is contiguous along columns, as in P V.
 __device__ void wgmma_output(float (&d)[64], const unsigned* a, unsigned long long b) {
   asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 " D_TEXT
                ", {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
@@ -226,7 +226,7 @@ __device__ void softmax(float (&s)[64], float (&max)[2], float (&sum)[2], float 
     new_max = fmaxf(new_max, __shfl_xor_sync(~0u, new_max, 2));
     rescale[h] = exp2f((max[h] - new_max) * scale_log2);
     max[h] = new_max;
-    sum[h] *= rescale[h];  // of this thread's keys; the sums of four lanes are added at the end
+    sum[h] *= rescale[h];  // sum over this lane's keys; the 4 sums of a row are added at the end
 #pragma unroll
     for (int i = 2 * h; i < 64; i += 4) {
       s[i] = exp2f(s[i] * scale_log2 - new_max * scale_log2);
@@ -310,7 +310,7 @@ extern "C" __global__ void __launch_bounds__(384)
     const bool visible = key < seqlen && (!CAUSAL || key <= query + i / 2 % 2 * 8);
     if (!visible) s[i] = -infinity;
   }
-  // All rows see the first key of this tile. Hence the maxima are finite, and no difference is NaN.
+  // All rows attend to the first key of this tile, so maxima are finite and no difference is NaN.
   softmax(s, max, sum, rescale, scale_log2);
   pack_operand(p, s);
 

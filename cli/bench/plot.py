@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from ..cases.cases import Case, sequences_text
-from ..cases.options import force_option, writable_path
+from ..cases.options import EXISTING_FILE, NEW_FILE, force_option, writable_path
 from ..records import records, report
 from ..records.figures import COLOURS, SUFFIXES, SUFFIXES_TEXT, figure, why_no_figures
 
@@ -68,13 +68,11 @@ class Picture:
 
 
 @click.command()
-@click.argument(
-    "path", metavar="RECORD.json", type=click.Path(path_type=Path, exists=True, dir_okay=False)
-)
+@click.argument("path", metavar="RECORD.json", type=EXISTING_FILE)
 @click.option(
     "--output",
     required=True,
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=NEW_FILE,
     callback=lambda ctx, param, path: writable_path(path, SUFFIXES),
     help=f"Path of the image: a {SUFFIXES_TEXT} file.",
 )

@@ -62,31 +62,22 @@ class Inputs:
     def gpu(self) -> Arrays:
         """The arrays as CuPy arrays on the current device."""
         if self._gpu is None:
-            import cupy
-
-            assert self._host is not None
-            q, k, v = (cupy.asarray(array) for array in self._host)
-            self._gpu = (q, k, v)
+            self._gpu = _moved(self._host, gpu=True)
         return self._gpu
 
     @property
     def host(self) -> Arrays:
         """The arrays as NumPy arrays."""
         if self._host is None:
-            import cupy
-
-            assert self._gpu is not None
-            q, k, v = (cupy.asnumpy(array) for array in self._gpu)
-            self._host = (q, k, v)
+            self._host = _moved(self._gpu, gpu=False)
         return self._host
 
     @property
     def more_gpu(self) -> Mapping[str, Any]:
         """Other arrays of the call as CuPy arrays on the current device."""
         if self._more_gpu is None:
-            import cupy
-
-            self._more_gpu = {name: cupy.asarray(array) for name, array in self.more.items()}
+            placed = placed_on(gpu=True)
+            self._more_gpu = {name: placed(array) for name, array in self.more.items()}
         return self._more_gpu
 
     def modifications(self, *, on_gpu: bool) -> Mapping[str, Any]:
@@ -186,8 +177,8 @@ class Inputs:
     def with_pages_of(self, page_size: int) -> Inputs:
         """Return inputs of the same call on a cache in pages of this size, in shuffled order.
 
-        If `can_share_pages`, the pages share this cache's memory, and its rows are assigned to
-        other sequences. Otherwise the arrays are new.
+        If `can_share_pages`, the pages are in this cache's memory, so that the shuffled pages of a
+        sequence hold the rows of several sequences. Otherwise the arrays are new.
         """
         case = dataclasses.replace(self.case, page_size=page_size)
         if not can_share_pages(self.case, page_size):
@@ -204,9 +195,8 @@ class Inputs:
                 return q, pages, pages[..., : case.head_dim_v]
             return q, pages, v.reshape(v_shape)
 
-        made = Inputs(case, paged(self._gpu), paged(self._host), more, self.seed)
-        made._drawn = self._drawn
-        return made
+        gpu, host = paged(self._gpu), paged(self._host)
+        return Inputs(case, gpu, host, more, self.seed, _drawn=self._drawn)
 
     def with_cache_of(self, dtype: str) -> Inputs:
         """Return inputs of the same call with its cache, or a dense case's q, k and v, in 8 bits.
@@ -224,9 +214,7 @@ class Inputs:
         in_keys = keys[..., : case.head_dim_v]
         arrays = (q, keys, in_keys if case.values_in_keys else quantized.quantized(v, dtype))
         gpu, host = (None, arrays) if self._gpu is None else (arrays, None)
-        made = Inputs(case, gpu, host, more, self.seed)
-        made._drawn = self._drawn
-        return made
+        return Inputs(case, gpu, host, more, self.seed, _drawn=self._drawn)
 
 
 def can_share_pages(case: Case, page_size: int) -> bool:
@@ -244,6 +232,14 @@ def placed_on(*, gpu: bool) -> Callable[[Any], Any]:
         return cupy.asarray(array) if gpu else cupy.asnumpy(array)
 
     return placed
+
+
+def _moved(arrays: Arrays | None, *, gpu: bool) -> Arrays:
+    import cupy
+
+    assert arrays is not None
+    q, k, v = map(cupy.asarray if gpu else cupy.asnumpy, arrays)
+    return q, k, v
 
 
 def _normal(xp: Any, generator: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
@@ -268,7 +264,7 @@ def _normal(xp: Any, generator: Any, shape: tuple[int, ...], dtype: np.dtype) ->
 
 
 def _drawn_arrays(case: Case, seed: int, *, on_gpu: bool) -> dict[str, Any]:
-    """Draw the arrays of a case's modifications where they are needed; ALiBi slopes are fixed."""
+    """Draw the arrays of a case's modifications, on the GPU or the host; ALiBi slopes are fixed."""
     xp: Any = importlib.import_module("cupy") if on_gpu else np
     # Not the generator of q: otherwise q would depend on whether the case has a bias.
     generator = xp.random.default_rng(seed + 1)
@@ -323,13 +319,7 @@ class InputFile:
 
     @classmethod
     def read(cls, path: Path) -> InputFile:
-        """Read an npz file that holds q, k and v.
-
-        Raises
-        ------
-        click.UsageError
-            If the file does not hold such arrays.
-        """
+        """Read an npz file; raise a usage error if it does not hold float arrays q, k and v."""
         try:
             arrays = _read_arrays(path)
         except click.UsageError:
@@ -353,10 +343,7 @@ class InputFile:
     def case(self, **flags: Any) -> Case:
         """Return the case that the file's arrays define, with its remaining fields in `flags`.
 
-        Raises
-        ------
-        click.UsageError
-            If the shapes of the arrays do not match.
+        Raise a usage error if the shapes of the arrays do not match.
         """
         q, k, v = self.q.shape, self.k.shape, self.v.shape
         if k[:3] != v[:3] or q[0] != k[0] or q[3] != k[3]:
@@ -391,7 +378,7 @@ class InputFile:
 def _read_arrays(path: Path) -> list[np.ndarray]:
     # Opened here, because numpy.load leaves a file open if it cannot read it.
     with path.open("rb") as raw:
-        # numpy.load would take other files for arrays or pickles, and its message would say so.
+        # For other files, the message of numpy.load would be about arrays or pickles.
         if not zipfile.is_zipfile(raw):
             raise click.UsageError(
                 f"{path} cannot be read as an npz file: it is not a zip archive; expected what "

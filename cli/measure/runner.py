@@ -433,20 +433,7 @@ def _longest_alone(inputs: Inputs) -> Inputs:
     """Return the inputs of the longest sequence as a batch of one."""
     case = inputs.case
     batch = max(range(case.batch), key=case.key_lengths.__getitem__)
-    alone = Case(
-        case.dtype,
-        1,
-        case.query_lengths[batch],
-        case.key_lengths[batch],
-        case.heads_q,
-        case.heads_kv,
-        case.head_dim,
-        case.head_dim_v,
-        case.causal,
-        softmax_scale=case.softmax_scale,
-        mods=case.mods,
-        direction=case.direction,
-    )
+    alone = case.as_dense(1, case.query_lengths[batch], case.key_lengths[batch])
     return Inputs(alone, _host=sequence_of(case, inputs.host, inputs.more, batch))
 
 

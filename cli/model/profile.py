@@ -17,15 +17,14 @@ from cupy_flash.problem.device import Device, Resources
 from cupy_flash.problem.tile import freeze_tile
 
 from ..cases.cases import describe
-from ..cases.mod_options import mod_options, modified, split_mods
+from ..cases.mod_options import dense_cases, mod_options
 from ..cases.mods import PLAIN, CaseMods
 from ..cases.options import (
     backward_option,
-    cases_from,
-    directed,
+    defaults_of,
     output_option,
+    seed_option,
     shape_options,
-    split_shape,
     tile_request,
 )
 from ..cases.visible import count_pairs
@@ -37,13 +36,7 @@ from . import traffic
 from .profiler import Call, Kernel, ProfilerError, profile_call
 
 # Shape of the papers' figures on memory traffic.
-_DEFAULTS: dict[str, Sequence[Any]] = {
-    "batch": (1,),
-    "seqlen_q": (4096,),
-    "heads": (32,),
-    "head_dim": (128,),
-    "dtype": ("bfloat16",),
-}
+_DEFAULTS = defaults_of(batch=1, seqlen_q=4096, heads=32, head_dim=128, dtype="bfloat16")
 
 # Names of metrics differ between architectures. If a GPU has several of these, the others count
 # parts of the first or another number format, so the largest value is taken.
@@ -348,9 +341,7 @@ _COLUMNS = (
 @shape_options(_DEFAULTS)
 @mod_options
 @backward_option
-@click.option(
-    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of random inputs."
-)
+@seed_option("Seed of random inputs.")
 @click.option("--family", type=click.Choice(FAMILY_NAMES), help="Kernel family to profile.")
 @click.option(
     "--tile", "fields", multiple=True, metavar="NAME=N", help="Force a field of the tile."
@@ -368,9 +359,7 @@ def profile(
 
     Takes one shape. The exit code is 1 if nothing can be measured: no GPU, no ncu or no permission.
     """
-    mods = split_mods(options)
-    cases = modified(cases_from(split_shape(options), _DEFAULTS), mods)
-    cases = directed(cases, backward=backward)
+    cases = dense_cases(options, _DEFAULTS, backward=backward)
     if len(cases) > 1:
         raise click.UsageError(f"the options make {len(cases)} shapes; profile takes one")
     case, tile = cases[0], tile_request({}, fields)

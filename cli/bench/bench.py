@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import sys
 from collections.abc import Mapping, Sequence
@@ -294,8 +295,8 @@ def bench(
             "timing": timing_text(
                 settings, on_gpu=on_gpu, backward=any(case.is_backward for case in cases)
             ),
-            "gpu_state": watch.state.as_record() if on_gpu else None,
-            "cpu_state": None if on_gpu else watch.state.as_record(),
+            "gpu_state": dataclasses.asdict(watch.state) if on_gpu else None,
+            "cpu_state": None if on_gpu else dataclasses.asdict(watch.state),
             "unreliable": watch.state.unreliable,
             "preset": preset,
             "input": path.name if path else None,

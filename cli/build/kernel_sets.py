@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from cupy_flash.families import FAMILIES, TranslationUnit
 from cupy_flash.gpu.append import AppendSpec, append_unit
@@ -55,23 +56,12 @@ def _problem(
     head_dim_v: int,
     causal: bool,
     size: tuple[int, int, int],
-    softmax_scale: float | None = None,
-    direction: str = "forward",
+    **more: Any,
 ) -> Problem:
+    """Return a dense problem; `size` is (batch, heads, seqlen), and `more` has fields of `Case`."""
     batch, heads, seqlen = size
-    return Case(
-        dtype,
-        batch,
-        seqlen,
-        seqlen,
-        heads,
-        heads,
-        head_dim,
-        head_dim_v,
-        causal,
-        softmax_scale=softmax_scale,
-        direction=direction,
-    ).problem()
+    lengths, dims = (seqlen, seqlen), (head_dim, head_dim_v)
+    return Case(dtype, batch, *lengths, heads, heads, *dims, causal, **more).problem()
 
 
 def default_plans(device: Device) -> list[Plan]:

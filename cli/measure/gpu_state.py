@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..records.environment import available_cpus
@@ -71,10 +71,6 @@ class GpuState:
     busy_before: float = 0
     other_processes: int = 0
 
-    def as_record(self) -> dict[str, object]:
-        """Return the fields for the metadata of a record."""
-        return asdict(self)
-
     @property
     def unreliable(self) -> str | None:
         """Reason why ratios of times are not reliable; None if they are reliable."""
@@ -119,10 +115,6 @@ class CpuState:
     """
 
     others: float | None = None
-
-    def as_record(self) -> dict[str, object]:
-        """Return the fields for the metadata of a record."""
-        return asdict(self)
 
     @property
     def unreliable(self) -> str | None:
@@ -229,14 +221,9 @@ def bus_id() -> str:
 
 
 def busy_before(gpu: str) -> str | None:
-    """Return why times measured from now on are not reliable.
+    """Return why times measured from now on are not reliable; `gpu` is the GPU's PCI bus id.
 
-    None if the GPU is idle or nvidia-smi is not installed.
-
-    Parameters
-    ----------
-    gpu
-        PCI bus id of the GPU.
+    Return None if the GPU is idle or nvidia-smi is not installed.
     """
     program = shutil.which("nvidia-smi")
     if program is None:

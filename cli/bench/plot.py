@@ -86,13 +86,7 @@ def plot(path: Path, output: Path) -> None:
 
 
 def picture(record: report.Record) -> Picture:
-    """Return the contents of the picture of a record of `bench`.
-
-    Raises
-    ------
-    click.UsageError
-        If no row has a rate.
-    """
+    """Return the picture of a record of `bench`; raise a usage error if no row has a rate."""
     rows = record.rows
     if not any(row["tflops"] for row in rows):
         raise click.UsageError("the record has no rate to draw: no row was timed")

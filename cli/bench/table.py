@@ -89,7 +89,7 @@ def timing_text(settings: Settings, *, on_gpu: bool, backward: bool = False) -> 
     )
 
 
-# Results that calls for gradients take, and that are computed before the timed call.
+# Notes on calls for gradients: what is computed before the timed call.
 _UNTIMED = "the output and its log-sum-exp are computed beforehand, untimed"
 _BY_AUTOGRAD = "torch's calls are autograd.grad on a graph that is built beforehand"
 # Prefix of the names of providers that put a cache into pages.

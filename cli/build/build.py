@@ -113,7 +113,7 @@ def _interrupts_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _live_and_die_with_the_parent() -> None:
+def _initialize_worker() -> None:
     # Ctrl-C sends SIGINT to every process of the terminal. A worker that died while it held the
     # queue's lock would block the other workers and the parent.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -134,15 +134,8 @@ class Builder:
     def __init__(self, workers: int | None = None) -> None:
         """Create the pool; its processes start with the first jobs.
 
-        Parameters
-        ----------
-        workers
-            Number of processes; None for the number of CPUs. At most MOST_WORKERS are used.
-
-        Raises
-        ------
-        click.ClickException
-            If there is no compiler.
+        `workers` is the number of processes; None for the number of CPUs. At most MOST_WORKERS are
+        used. Raise click.ClickException if there is no compiler.
         """
         if reason := why_no_compiler():
             raise click.ClickException(
@@ -150,11 +143,11 @@ class Builder:
                 "no GPU is needed"
             )
         count = min(workers or available_cpus(), MOST_WORKERS)
-        # Not fork, because a CUDA context does not survive it.
+        # Processes are spawned, because a CUDA context does not survive a fork.
         self._pool = ProcessPoolExecutor(
             count,
             mp_context=multiprocessing.get_context("spawn"),
-            initializer=_live_and_die_with_the_parent,
+            initializer=_initialize_worker,
         )
 
     def __enter__(self) -> Builder:

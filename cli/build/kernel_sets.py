@@ -107,7 +107,7 @@ def all_plans(device: Device) -> list[Plan]:
         if family.why_not(problem, device) is None
     ]
     chosen = (make_plan(problem, device, family=family.name) for problem, family in served)
-    # For GPUs that the tuned table of this device does not serve.
+    # The default tiles serve GPUs that have no tuned table.
     defaults = (
         plan_tile(
             family, problem, device, family.default_tile(problem, device), reason="default tile"

@@ -44,8 +44,8 @@ class Case:
     causal, q_offset, softmax_scale, layout
         Arguments as in `cupy_flash.flash_attention`.
     kind
-        One of `KINDS`, in this order: `flash_attention`, `flash_attention_with_kvcache` or
-        `flash_attention_varlen`.
+        One of `KINDS`, which is called by, in this order: `flash_attention`,
+        `flash_attention_with_kvcache` and `flash_attention_varlen`.
     page_size
         Number of rows per page of the cache; 0 for a cache that is not paged.
     append
@@ -53,7 +53,7 @@ class Case:
     rotary
         Whether the call also applies the rotary embedding to the new rows and the queries.
     asked_splits
-        Argument num_splits of the functions named above.
+        Argument num_splits of the function.
     lengths
         Number of keys of each sequence, and of queries in a varlen batch; None if all are
         seqlen_k.
@@ -390,9 +390,9 @@ class Case:
 @functools.lru_cache(maxsize=256)
 def _visible_pairs(case: Case) -> float:
     """Return the number of visible pairs of one head, over the batch."""
-    row = case.sizes.seqlen_k
+    mod_keys = case.sizes.seqlen_k
     return sum(
-        count * count_pairs(case.mask(*lengths), case.mods.mod, row)
+        count * count_pairs(case.mask(*lengths), case.mods.mod, mod_keys)
         for lengths, count in case.length_counts.items()
     )
 

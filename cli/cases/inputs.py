@@ -27,7 +27,8 @@ from .cases import Case, Shape
 from .mod_arguments import keywords, numpy_dtype, shapes
 from .sequences import Arrays
 
-# Elements per draw. CuPy's generator counts in 32 bits, and draws are wider than 16-bit inputs.
+# Maximum number of elements that are drawn at once. CuPy's generator counts elements in 32 bits,
+# and the drawn float32 numbers need twice the memory of 16-bit inputs.
 _DRAWN_AT_ONCE = 1 << 28
 
 
@@ -223,7 +224,7 @@ def can_share_pages(case: Case, page_size: int) -> bool:
 
 
 def placed_on(*, gpu: bool) -> Callable[[Any], Any]:
-    """Return a function that moves arrays to the GPU or the host, unless they are there."""
+    """Return a function that copies arrays to the GPU or the host, if they are not there."""
 
     def placed(array: Any) -> Any:
         if isinstance(array, np.ndarray) and not gpu:
@@ -243,7 +244,7 @@ def _moved(arrays: Arrays | None, *, gpu: bool) -> Arrays:
 
 
 def _normal(xp: Any, generator: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-    """Draw standard normal numbers; for bool, whether such numbers are positive."""
+    """Return standard normal numbers or, for dtype bool, whether each drawn number is positive."""
     drawn = np.float64 if dtype == np.float64 else np.float32
 
     def part(size: Any) -> Any:
@@ -266,7 +267,7 @@ def _normal(xp: Any, generator: Any, shape: tuple[int, ...], dtype: np.dtype) ->
 def _drawn_arrays(case: Case, seed: int, *, on_gpu: bool) -> dict[str, Any]:
     """Draw the arrays of a case's modifications, on the GPU or the host; ALiBi slopes are fixed."""
     xp: Any = importlib.import_module("cupy") if on_gpu else np
-    # Not the generator of q: otherwise q would depend on whether the case has a bias.
+    # Another seed than that of q, so that q does not depend on whether the case has a bias.
     generator = xp.random.default_rng(seed + 1)
     result = {}
     for name, (shape, dtype) in shapes(case.mods, case.sizes).items():
@@ -295,7 +296,7 @@ def random_inputs(case: Case, seed: int, *, on_gpu: bool) -> Inputs:
         return random_inputs(wide, seed, on_gpu=on_gpu).with_cache_of(case.cache_dtype)
     shapes_of_qkv = [_in_layout(case, shape) for shape in case.bshd_shapes]
     xp: Any = importlib.import_module("cupy") if on_gpu else np
-    # `default_rng`, because CuPy's RandomState needs the cuRAND library.
+    # CuPy's older RandomState would need the cuRAND library.
     generator = xp.random.default_rng(seed)
     dtype = numpy_dtype(case.dtype)
     if case.values_in_keys:
@@ -405,5 +406,5 @@ def _read_array(file: Any, name: str) -> np.ndarray:
 
 
 def _with_dtype(array: np.ndarray) -> np.ndarray:
-    # NumPy's file format has no bfloat16: such an array is stored as raw elements of two bytes.
+    # NumPy's file format has no bfloat16: bfloat16 arrays are stored as raw elements of two bytes.
     return array.view(ml_dtypes.bfloat16) if array.dtype == np.dtype("V2") else array

@@ -27,7 +27,8 @@ _FLOAT32_ROWS = (
     (4, 16, 4096, 128, False),
     (4, 16, 4096, 128, True),
 )
-# (query heads, KV heads): groups of 4 and 8, each next to ungrouped heads with the same FLOPs.
+# (query heads, KV heads): groups of 4 and of 8 query heads, each followed by ungrouped heads that
+# have the same FLOPs.
 _GROUPED_HEADS = ((32, 8), (32, 32), (64, 8), (64, 64))
 
 
@@ -128,7 +129,7 @@ _LATENT_SIZES = (
     *((1, 4096), (1, 32768), (16, 4096), (16, 32768)),
     *((128, 4096), (128, 8192), (128, 16384), (128, 32768)),
 )
-# Lengths of the varlen preset, from 16 to the longest.
+# Lengths of the varlen preset, from 16 to 16384.
 _PACKED = long_tail(32, 16384, seed=0)
 
 
@@ -344,7 +345,7 @@ _PRESETS = {
 
 
 def _backward(name: str, *providers: str, baseline: tuple[str, ...] = ()) -> Preset:
-    """Return the preset of the gradients of another preset's cases, without its cache cases."""
+    """Return a preset for the gradients of another preset's cases, except those of caches."""
     named = _PRESETS[name]
     cases = (case for case in named.cases if not case.is_cached)
     return dataclasses.replace(

@@ -31,7 +31,7 @@ def long_tail(batch: int, longest: int, seed: int, *, least: int = 1) -> tuple[i
     Parameters
     ----------
     batch
-        Number of lengths. If there are several, one is the shortest and one the longest.
+        Number of lengths. If there are several, both ends of the range are among them.
     longest
         Upper end of the range, which begins at 16, or at `longest` if that is smaller.
     seed
@@ -64,7 +64,7 @@ def arrays_of(case: Case, seed: int) -> dict[str, np.ndarray]:
     if case.kind == "varlen":
         ends = np.cumsum((0, *case.key_lengths), dtype=np.int32)
         return {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
-    # Not the generator of q: otherwise the rows of a cache would depend on its page size.
+    # Another seed than that of q, so that the rows of a cache do not depend on its page size.
     rng = np.random.default_rng([seed, 1])
     new = case.seqlen_q if case.append else 0
     result = {"cache_seqlens": np.asarray(case.key_lengths, np.int32) - np.int32(new)}

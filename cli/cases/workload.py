@@ -173,7 +173,7 @@ _CHOICES = {
     "cache_dtype": tuple(LARGEST_QUANTIZED),
 }
 _REQUIRED = ("seqlen_q", "heads_q", "head_dim")
-# Kinds of case that a field applies to.
+# Values of the field `kind` with which a case may have each of these fields.
 _KINDS_OF = {
     "page_size": ("cache",),
     "cache_dtype": ("cache", "dense"),

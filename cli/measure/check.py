@@ -52,7 +52,9 @@ class Block:
 def choose_blocks(
     case: Case, seed: int, most_scores: int, most_rows: int | None = None
 ) -> list[Block]:
-    """Return all rows if that is little work, otherwise a random sample with each head's last rows.
+    """Return blocks of all rows if that is little work, otherwise of a random sample.
+
+    A sample has the last rows of each chosen head.
 
     Parameters
     ----------
@@ -181,7 +183,7 @@ class Check:
             See `choose_blocks`.
         """
         case = inputs.case
-        # Without cuBLAS the reference runs on the host, so that a minimal installation checks, too.
+        # Without cuBLAS the reference is computed on the host.
         self._on_gpu = on_gpu and why_no_matmul() is None
         self._placed = placed_on(gpu=self._on_gpu)
         self._case, self._more = case, inputs.more
@@ -231,11 +233,12 @@ class Check:
         lse = xp.concatenate(lses, 2)
         finite = (xp.isfinite(reference) & xp.isfinite(naive)).all((0, 2, 3))
         if not finite.all():
-            # If the plain formula overflows, it cannot judge a result.
+            # Where the naive formula overflows, it gives no bound for the result.
             self._finite = finite
             reference, naive, lse = reference[:, finite], naive[:, finite], lse[:, :, finite]
         self._reference = reference
-        # float64 results may have the reference's own error, and few rows may be exact by chance.
+        # `error_bound` needs lse if the naive result's error says little: in float64, in which the
+        # reference has the same errors, and of few rows, which may be exact by chance.
         used_lse = lse if few or case.dtype == "float64" else None
         return error_bound(naive, reference, numpy_dtype(case.dtype), lse=used_lse)
 

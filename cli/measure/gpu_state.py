@@ -35,8 +35,10 @@ _REASONS = {
 }
 # A GPU at full load normally runs at its power cap; the other reasons indicate a problem.
 _USUAL = "power cap"
+# Fraction of the samples above which a reason that indicates a problem is reported.
 _SELDOM = 0.05
-# Percentage of time that others may be busy: on the GPU before a run, on the CPU during a run.
+# Percentage of time in which other processes may use the GPU before a run, or the CPUs during it,
+# without a warning.
 _BUSY = 10
 
 
@@ -198,7 +200,8 @@ def watched(bus_id: str | None) -> Iterator[GpuWatch | CpuWatch]:
     select = [program, f"--id={bus_id}"]
     busy, others = _load_before(select)
     query = [*select, f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"]
-    # To a file: the block does not read the output, so a pipe would be full after two minutes.
+    # The samples go to a file: nothing reads them before the end of the block, and a pipe would be
+    # full after two minutes.
     with tempfile.TemporaryFile("w+") as samples:
         with subprocess.Popen(
             [*query, f"--loop-ms={_SAMPLE_MILLISECONDS}"],
@@ -242,7 +245,7 @@ def _load_before(select: Sequence[str]) -> tuple[float, int]:
         return done.stdout.split() if done.returncode == 0 else []
 
     busy = ask("--query-gpu=utilization.gpu")
-    # This process is one of them, because it has a CUDA context by now.
+    # This process is in the list, because it has a CUDA context by now.
     others = max(0, len(ask("--query-compute-apps=pid")) - 1)
     return float(busy[0]) if busy and busy[0].isdigit() else 0.0, others
 

@@ -163,7 +163,7 @@ class GradientCheck:
         xp = array_module(q)
         kept, finite, bounds = [], [], []
         for result in zip(naive, exact, sizes, strict=True):
-            # Where the plain formula overflows, it cannot judge a gradient.
+            # Where the naive formula overflows, it gives no bound for the gradient.
             is_finite = xp.isfinite(result[0]) & xp.isfinite(result[1]) & xp.isfinite(result[2])
             numbers, reference, size = (xp.where(is_finite, x, 0) for x in result)
             kept.append(reference)

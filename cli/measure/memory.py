@@ -15,7 +15,7 @@ def host_peak_bytes(timed: Timed) -> int:
     Parameters
     ----------
     timed
-        Call that was made before, so that everything it caches exists.
+        Call that was made before, so that everything that it caches exists.
 
     Returns
     -------
@@ -28,7 +28,7 @@ def host_peak_bytes(timed: Timed) -> int:
         with timed.scope():
             tracemalloc.reset_peak()
             before = tracemalloc.get_traced_memory()[0]
-            # Held until the peak is read, as a caller would hold it.
+            # The result is held until the peak is read, as a caller would hold it.
             result = timed.call()
             peak = tracemalloc.get_traced_memory()[1]
             del result
@@ -49,8 +49,8 @@ def cupy_peak_bytes(timed: Timed) -> int:
     Returns
     -------
     int
-        Number of bytes, with each array rounded up to the pool's 512. Memory that libraries
-        allocate outside the pool is not counted.
+        Number of bytes, with each array rounded up to a multiple of 512 bytes. Memory that
+        libraries allocate outside the pool is not counted.
     """
     import cupy
 
@@ -70,7 +70,7 @@ def cupy_peak_bytes(timed: Timed) -> int:
             live.pop(block["mem_ptr"], None)
 
     with timed.scope(), Ledger():
-        # Held until the hook is removed, as a caller would hold it.
+        # The result is held until the hook is removed, as a caller would hold it.
         result = timed.call()
     del result
     return peak
@@ -87,7 +87,7 @@ def torch_peak_bytes(timed: Timed) -> int:
     Returns
     -------
     int
-        Number of bytes, with each tensor rounded up to the allocator's 512.
+        Number of bytes, with each tensor rounded up to a multiple of 512 bytes.
     """
     cuda = sys.modules["torch"].cuda
     with timed.scope():

@@ -18,11 +18,14 @@ Clock = Callable[[], float]
 # before they end, so that the events measure GPU time only.
 _FLUSH_PASSES = 4
 _FLUSH_SECONDS = 40e-6
-# Calls between synchronizations while host time is measured, so that the launch queue never fills.
+# Number of calls between two synchronizations while host time is measured; with more, the launch
+# queue might fill up.
 _QUEUED_CALLS = 20
-# Calls from an idle start whose wall time is measured, and the time limit for all of them.
+# Number of calls whose wall time from an idle GPU to their end is measured, and the time limit for
+# all of them.
 _QUIET_CALLS = 20
 _QUIET_SECONDS = 1.0
+# Size of the array whose copy gives the rate of copies.
 _COPIED_BYTES = 1 << 30
 
 
@@ -87,7 +90,7 @@ _SETTLE_SECONDS = 0.1
 
 
 class HostTimer:
-    """Timer of calls that return when they are done; it lets the cores come to rest before each."""
+    """Timer of calls that return when they are done; before each, it waits until cores are idle."""
 
     pause = _SETTLE_SECONDS
 
@@ -166,9 +169,9 @@ def alternate(
     A call with fewer repeats than the others is not measured in the last rounds.
     """
     results: list[list[Any]] = [[] for _ in calls]
-    for turn in range(max(repeats, default=0)):
+    for repeat in range(max(repeats, default=0)):
         for timed, wanted, result in zip(calls, repeats, results, strict=True):
-            if turn < wanted:
+            if repeat < wanted:
                 result.append(measure(timed))
     return results
 

@@ -44,7 +44,7 @@ _READ = ("dram__bytes_read.sum", "dram__bytes_op_read.sum")
 _WRITTEN = ("dram__bytes_write.sum", "dram__bytes_op_write.sum")
 _FROM_L2 = ("lts__t_sectors_srcunit_tex_op_read.sum",)
 _SECTOR_BYTES = 32
-# Counts each operation: a multiply-add is two.
+# These metrics count each operation: a multiply-add counts as two.
 _TENSOR_FLOPS = tuple(
     f"sm__ops_path_tensor_src_{types}.sum"
     for types in (

@@ -191,7 +191,7 @@ class _OfPairs:
     itemsize: int
 
     def bytes_of(self, pairs: int, matrices: int | None = None) -> int:
-        """Return the bytes of `pairs` elements of each matrix; or of one, read several times."""
+        """Return the bytes of `pairs` elements in each of `matrices` matrices; None means all."""
         return pairs * self.itemsize * (self.matrices if matrices is None else matrices)
 
 

@@ -46,7 +46,7 @@ PAGE_SIZES = (1, 16, 64)
 CACHE_DTYPES = {"float8_e4m3fn": "float8", "int8": "int8"}
 # Names of all kernel families, of both directions.
 FAMILY_NAMES = tuple(dict.fromkeys(name for families in FAMILIES.values() for name in families))
-# Number of arrays as large as a chunk of scores in the plain formula of gradients.
+# Number of temporary arrays in the naive formula of gradients, each as large as a chunk of scores.
 _GRADIENT_TEMPORARIES = 10
 
 
@@ -94,7 +94,7 @@ class Dispatcher(Provider):
     def replayed(self, prepared: Prepared) -> Timed | None:
         # A graph's replays would rebuild the block mask, which repeated calls reuse.
         assert prepared.plan is not None
-        return None if _reads_map(prepared.plan) else super().replayed(prepared)
+        return None if _reads_block_mask(prepared.plan) else super().replayed(prepared)
 
 
 class CpuBackend(Dispatcher):
@@ -106,7 +106,7 @@ class CpuBackend(Dispatcher):
         self.backend = "cpu"
 
 
-def _reads_map(plan: Plan) -> bool:
+def _reads_block_mask(plan: Plan) -> bool:
     family = FAMILIES[plan.problem.direction].get(plan.family)
     return family is not None and family.uses_block_mask(plan.problem)
 
@@ -205,7 +205,7 @@ class Anew(_Variant):
         super().__init__("cupy_flash-anew", tile)
 
     def served(self, case: Case) -> Case | str:
-        if self.on_gpu and case.mods.mod and _reads_map(self.dispatcher.plan(case)):
+        if self.on_gpu and case.mods.mod and _reads_block_mask(self.dispatcher.plan(case)):
             return case
         return "there is no block mask to rebuild"
 
@@ -252,15 +252,16 @@ def cpu_plan(case: Case, tile: TileFields) -> Plan:
         chosen = dataclasses.replace(default, **tile_fields(Tile, request))
         schedule = Schedule((), workspace=cpu_backward.scratch_bytes(problem, chosen))
         plan = make_cpu_plan(problem, chosen, gpu_unavailable())
-        return _with_room(dataclasses.replace(plan, schedule=schedule))
+        return _within_limit(dataclasses.replace(plan, schedule=schedule))
     chosen = choose_cpu_tile(problem, request)
     # Clipped as in the backend: to the query rows of a KV head's group, and to the keys.
     rows = case.seqlen_q * (case.heads_q // case.heads_kv)
     clipped = Tile(min(chosen.Br, max(rows, 1)), min(chosen.Bc, max(case.seqlen_k, 1)))
-    return _with_room(make_cpu_plan(problem, clipped, gpu_unavailable()))
+    return _within_limit(make_cpu_plan(problem, clipped, gpu_unavailable()))
 
 
-def _with_room(plan: Plan) -> Plan:
+def _within_limit(plan: Plan) -> Plan:
+    """Return the plan; raise ValueError if it needs more scratch than a worker may use."""
     if plan.workspace > cpu_forward.SCRATCH_LIMIT:
         raise ValueError(
             f"tile {plan.tile} needs {plan.workspace / 2**20:.1f} MiB of scratch per worker, more "
@@ -291,7 +292,7 @@ class Formula(Provider):
         itemsize = 8 if case.dtype == "float64" else 4
         if case.is_backward:
             of_chunk = min(case.seqlen_q * case.seqlen_k, CHUNK_BYTES // 8 + case.seqlen_k)
-            # In addition, the gradients before they are rounded.
+            # The last term is for the gradients before they are rounded.
             return _GRADIENT_TEMPORARIES * itemsize * of_chunk + 2 * case.result_bytes
         rounded = 0 if case.dtype in ("float32", "float64") else 2 + itemsize
         changed = itemsize if case.mods else 0

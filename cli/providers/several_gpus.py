@@ -62,11 +62,8 @@ class ShardedCall:
     def captured(self) -> Timed:
         """Return `call` as a CUDA graph that all ranks launch together, once all have captured it.
 
-        Raises
-        ------
-        ParallelError
-            If this rank cannot capture it, or another rank does not answer. Either may leave
-            messages of an unfinished call behind, so the group cannot be used any more.
+        Raise ParallelError if this rank cannot capture it, or if another rank does not answer. The
+        group cannot be used afterwards, because messages of an unfinished call may remain.
         """
         result = replayed(Timed(self.call))
         if result is None:

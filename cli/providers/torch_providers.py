@@ -105,7 +105,7 @@ def release_memory() -> None:
 def to_torch(array: Any) -> Any:
     """Return a torch tensor over a CuPy array's memory."""
     torch = torch_module()
-    # Passed as integers, because not every CuPy version exports these dtypes.
+    # These dtypes are passed as integers, because not every CuPy version exports them.
     for name, bits in (("bfloat16", "int16"), ("bool", "uint8")):
         if array.dtype.name == name:
             return torch.from_dlpack(array.view(bits)).view(getattr(torch, name))
@@ -136,7 +136,7 @@ def tensors_of(inputs: Inputs) -> tuple[Any, Any, Any]:
     theirs = torch.cuda.current_stream().cuda_stream
     if ours != theirs:
         raise RuntimeError(f"torch is on stream {theirs:#x} and CuPy on {ours:#x}")
-    # The default, set in case the environment changed it: float32 must not be computed in TF32.
+    # The environment may have changed this default; float32 must not be computed in TF32.
     torch.set_float32_matmul_precision("highest")
     q, k, v = (_bhsd(inputs.case, array) for array in inputs.gpu)
     return q, k, v
@@ -304,7 +304,7 @@ class ScaledDotProduct(TorchProvider):
 
     @staticmethod
     def _tried(result: Attention, q: Any, k: Any, v: Any) -> Attention:
-        """Attend once; a refusal's RuntimeError then has the reasons that torch only warns of."""
+        """Return `result` after a call; raise RuntimeError with the reasons if torch refuses."""
         with warnings.catch_warnings(record=True) as caught, result.scope():
             warnings.simplefilter("always")
             try:

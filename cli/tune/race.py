@@ -22,14 +22,14 @@ class Round:
     ----------
     repeats
         Number of repeats of each case.
-    share
+    fraction
         Fraction of the candidates that reach the next round.
     least
         Minimum number of candidates that reach the next round.
     """
 
     repeats: int
-    share: float
+    fraction: float
     least: int
 
 
@@ -72,7 +72,7 @@ def race(
             advance(lot)
         # In a resumed race, later times have replaced those by which this round chose.
         chosen = [candidate for candidate in running if candidate.rounds > number]
-        running = chosen or _best(running, max(each.least, round(each.share * len(running))))
+        running = chosen or _best(running, max(each.least, round(each.fraction * len(running))))
 
 
 def _lots(candidates: list[Candidate]) -> list[list[Candidate]]:

@@ -1,4 +1,4 @@
-"""Saving of the tiles that `tune` found in a table."""
+"""Changes of a table of tuned tiles by the findings of `tune`."""
 
 from __future__ import annotations
 

@@ -334,8 +334,8 @@ def _no_such_size(everything: Sweep, br: tuple[int, ...] | None, bc: tuple[int, 
         if given is not None and not sizes & set(given):
             asked, known = (", ".join(map(str, sorted(n))) for n in (set(given), sizes))
             parts.append(f"{option} {asked}: expected some of {known}")
-    beside = f" with --br {', '.join(map(str, br))}" if br and of_br else ""
-    return f"no tile of {everything.family} is that size; {'; '.join(parts)}{beside}"
+    with_br = f" with --br {', '.join(map(str, br))}" if br and of_br else ""
+    return f"no tile of {everything.family} is that size; {'; '.join(parts)}{with_br}"
 
 
 def _title(sweep: Sweep, device: str) -> str:

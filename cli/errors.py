@@ -37,7 +37,7 @@ class OneLineErrors(NamedCommands):
             return super().make_context(*args, **extra)
 
     def invoke(self, ctx: click.Context) -> Any:
-        # Called before any import of CuPy, which fails if its cache folder cannot be created.
+        # This precedes any import of CuPy, which fails if its cache folder cannot be created.
         prepare_cupy_cache()
         with _exit_on_closed_pipe():
             try:

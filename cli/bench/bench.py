@@ -24,10 +24,10 @@ from ..cases.options import (
     SIZES,
     Seconds,
     backward_option,
+    count_option,
     defaults_of,
     output_option,
     refuse,
-    seed_option,
     sequence_cases,
     sequence_options,
     shape_options,
@@ -151,7 +151,7 @@ def _provider_names(
 @sequence_options
 @mod_options
 @backward_option
-@seed_option("Seed of the random inputs and sequence lengths.")
+@count_option("--seed", 0, "Seed of the random inputs and sequence lengths.")
 @click.option("--br", type=click.IntRange(1), help="Force the tile's query rows.")
 @click.option("--bc", type=click.IntRange(1), help="Force the tile's key rows.")
 @click.option("--warps", type=click.IntRange(1), help="Force the tile's warps.")
@@ -357,7 +357,7 @@ def bench(
             if label and not sys.stderr.isatty():
                 # A terminal shows a progress bar instead.
                 click.echo(f"[{len(done)}/{len(cases)}] {label}: {outcome_text(cells)}", err=True)
-            # Some errors make the GPU unusable; the rows of the remaining cases then say so.
+            # If an error makes the GPU unusable, the remaining cases have the error as a reason.
             with contextlib.suppress(RuntimeError):
                 providers.release_memory()
     flat = [cell for cells, _, _ in done for cell in cells]
@@ -384,7 +384,7 @@ def _inputs(case: Case, file: InputFile | None, seed: int, *, on_gpu: bool) -> I
             return reason
         return file.inputs(case) if file else random_inputs(case, seed, on_gpu=on_gpu)
     except (RuntimeError, MemoryError) as error:
-        # Drawing takes additional memory; and errors of earlier calls may appear only here.
+        # Drawing needs additional memory, and errors of earlier calls may be reported only here.
         return f"no inputs: {first_line(error)}"
 
 

@@ -17,7 +17,7 @@ from ..records import records, report
 
 Key = tuple[str, Case]
 
-# Number of cases that a note names before it only counts.
+# Maximum number of cases that a note names; it only counts the others.
 _NAMED = 3
 
 

@@ -181,7 +181,7 @@ def draw(shown: Picture, path: Path) -> None:
         height=2.5 * len(grid) + 0.7,
         nrows=len(grid),
         ncols=columns,
-        # Panels with full and causal masks are compared; other neighbours may differ widely.
+        # Panels that compare a full with a causal mask have one scale; others may differ widely.
         sharey="row" if paired else False,
         squeeze=False,
     ) as axes:

@@ -149,7 +149,7 @@ def _percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f}"
 
 
-# Width of a terminal, in characters, that has space for call times and the longest names.
+# Least width of a terminal, in characters, that has space for call times and the longest names.
 _WIDE = 90
 
 
@@ -253,7 +253,7 @@ def outcome_text(cells: Sequence[Cell]) -> str:
 
 # Matches a number that is not part of a name, a version or a size such as 64x128.
 _NUMBER = re.compile(r"(?<![\w.-])-?\d+(?:\.\d+)?(?!\.?\w)")
-# Number of cases that a note names before it only counts.
+# Maximum number of cases that a note names; it only counts the others.
 _MOST_NAMED = 3
 
 

@@ -1,6 +1,7 @@
-"""Compile many translation units in parallel, in processes: NVRTC runs one compilation in each.
+"""Compile many translation units in parallel, each in a process of its own.
 
-With NVRTC 13.0, two threads of a process take as long as two consecutive compilations.
+NVRTC 13.0 runs one compilation at a time in a process: two threads take as long as two consecutive
+compilations.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def _load(job: Job) -> Built:
 
 @contextlib.contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Block SIGINT; a process that is started meanwhile inherits this and never receives one."""
+    """Block SIGINT for a while; a process that is started meanwhile will never receive SIGINT."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -163,13 +164,8 @@ class Builder:
     def submit(self, job: Job, *, load: bool = False) -> Future[Built]:
         """Submit a job to the pool.
 
-        Parameters
-        ----------
-        job
-            Job to build.
-        load
-            Whether to load the kernels on the current GPU, which leaves them in CuPy's cache,
-            instead of returning their code.
+        If `load`, its kernels are loaded on the current GPU, which leaves them in CuPy's cache, and
+        their code is not returned.
         """
         with _interrupts_held():
             return self._pool.submit(_load if load else _compile, job)
@@ -189,7 +185,7 @@ def build(
 
 
 def write_cubin(folder: Path, job: Job, cubin: Cubin) -> Path:
-    """Write machine code under the name by which `CUPY_FLASH_CUBINS` finds it."""
+    """Write machine code to a file whose name the library expects in a folder of cubins."""
     path = folder / prebuilt_name(job.unit, job.device)
     # Written atomically, because an incomplete cubin would be loaded and fail.
     write_whole(path, cubin.image)

@@ -34,8 +34,8 @@ from cupy_flash.problem.problem import Problem
 
 from ..cases.cases import Case
 
-# Among them MiniLM (32), ViT and GPT-2 (64), LLaMA (128), DeepSeek (192) and Gemma (256, and 512 in
-# global layers).
+# Head dims of models, among them MiniLM (32), ViT and GPT-2 (64), LLaMA (128), DeepSeek (192) and
+# Gemma (256, and 512 in global layers).
 HEAD_DIMS = (32, 40, 64, 72, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 # (head_dim, head_dim_v): DeepSeek's for prefill and for MLA decoding, and an odd pair, whose rows
 # are read element by element.

@@ -386,7 +386,7 @@ class Case:
         return self.seqlen_k - self.seqlen_q if self.q_offset is None else self.q_offset
 
 
-# Cached, because counting the pairs of long sequences takes milliseconds and happens often.
+# The number is cached, because counting takes milliseconds for long sequences, and happens often.
 @functools.lru_cache(maxsize=256)
 def _visible_pairs(case: Case) -> float:
     """Return the number of visible pairs of one head, over the batch."""

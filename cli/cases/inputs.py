@@ -55,7 +55,7 @@ class Inputs:
     # Arrays of the modifications, and keyword arguments that hold them; the key is `on_gpu`.
     _drawn: dict[bool, dict[str, Any]] = field(default_factory=dict)
     _modifications: dict[bool, dict[str, Any]] = field(default_factory=dict)
-    # dout, and out and lse, of calls for gradients; the key is `on_gpu`.
+    # Arrays of calls for gradients: dout, and the pair of out and lse. The key is `on_gpu`.
     _dout: dict[bool, Any] = field(default_factory=dict)
     _forward: dict[bool, tuple[Any, Any]] = field(default_factory=dict)
 
@@ -377,7 +377,7 @@ class InputFile:
 
 
 def _read_arrays(path: Path) -> list[np.ndarray]:
-    # Opened here, because numpy.load leaves a file open if it cannot read it.
+    # The file is opened here, because numpy.load leaves a file open that it cannot read.
     with path.open("rb") as raw:
         # For other files, the message of numpy.load would be about arrays or pickles.
         if not zipfile.is_zipfile(raw):

@@ -176,9 +176,10 @@ backward_option = click.option(
 )
 
 
-def seed_option(text: str) -> Decorator:
-    """Return the option `--seed` with this help text."""
-    return click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help=text)
+def count_option(name: str, default: int, text: str, *, least: int = 0) -> Decorator:
+    """Return an option for a whole number that is at least `least`; its help shows the default."""
+    kind = click.IntRange(least)
+    return click.option(name, type=kind, default=default, show_default=True, help=text)
 
 
 def shape_options(defaults: Defaults, on_cpu: Defaults | None = None) -> Decorator:
@@ -322,13 +323,13 @@ def _refuse_stray_sequences(sequences: Mapping[str, Any]) -> None:
 def _lengths(text: str) -> str | tuple[int, ...]:
     """Return how lengths are drawn, or the lengths that the value of --lengths or its file lists.
 
-    Raise a usage error if the value is no way of drawing, no list of whole numbers and no path of a
-    file that holds one.
+    Raise a usage error if the value is not uniform, long-tail, a list of whole numbers, or the path
+    of a file with such a list.
     """
     if text in ("uniform", "long-tail"):
         return text
     source, what = text, f"--lengths {text!r}"
-    # Not Path.is_file, which raises an error if a long list of numbers is too long for a name.
+    # Path.is_file would raise an error for a list of numbers that is too long for a file name.
     if os.path.isfile(text) or any(map(str.isalpha, text)):
         try:
             source, what = Path(text).read_text(encoding="utf-8"), f"the file --lengths {text}"
@@ -423,10 +424,7 @@ def tile_request(fields: dict[str, int | None], texts: Sequence[str]) -> dict[st
 def force_option(*files: str) -> Decorator:
     """Return the option `--force`, without which the command does not overwrite existing files.
 
-    Parameters
-    ----------
-    files
-        Options, such as `--output`, and arguments, such as `FILE`, that name output files.
+    `files` are the options, such as `--output`, and arguments, such as `FILE`, for output files.
     """
 
     def decorated(command: Function) -> Function:

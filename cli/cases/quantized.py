@@ -12,8 +12,7 @@ from cupy_flash.arrays.strided import array_module
 from cupy_flash.reference.eight_bits import widened
 
 # Scale of the 8-bit values. It is a power of two, so that 16-bit numbers hold dequantized values
-# exactly.
-# The largest int8 value, 127, stands for about 4; caches hold standard normal values.
+# exactly. The largest int8 value, 127, stands for about 4; caches hold standard normal values.
 SCALE = 2.0**-5
 # Maximum number of elements that are converted at once, which limits temporary memory.
 _AT_ONCE = 1 << 22

@@ -230,7 +230,7 @@ def _weighted(row: Mapping[str, Any], where: str) -> Weighted:
         "head_dim_v": fields["head_dim"],
     }
     defaults = {name: value for name, value in defaults.items() if name not in fields}
-    # The row's own fields first, so that messages name a field that the file contains.
+    # The row's own fields are parsed first, so that messages name a field that the file contains.
     values = {name: _value(name, value, where) for name, value in (fields | defaults).items()}
     kind = values.get("kind", "dense")
     for name, kinds in _KINDS_OF.items():

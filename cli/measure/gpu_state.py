@@ -182,12 +182,9 @@ class GpuWatch:
 
 @contextlib.contextmanager
 def watched(bus_id: str | None) -> Iterator[GpuWatch | CpuWatch]:
-    """Watch a GPU, or the CPUs, while the block runs; without nvidia-smi a GPU's state is empty.
+    """Watch the GPU with this PCI bus id, or the CPUs if it is None, while the block runs.
 
-    Parameters
-    ----------
-    bus_id
-        PCI bus id of the GPU; None for the CPUs.
+    Without nvidia-smi, the state of a GPU stays empty.
     """
     if bus_id is None:
         yield CpuWatch()

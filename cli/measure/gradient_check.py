@@ -33,8 +33,8 @@ _MOST_GROUPS = 64
 class Group(NamedTuple):
     """All query heads of a sequence that belong to one KV head.
 
-    Their gradients are computed as a whole: an element of dk depends on all queries that attend to
-    its key, and those depend on all their keys.
+    The gradients of a group are computed together: an element of dk depends on all queries that
+    attend to its key, and the softmax of these queries depends on all keys that they attend to.
     """
 
     batch: int

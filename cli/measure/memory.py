@@ -10,17 +10,10 @@ from .timing import Timed
 
 
 def host_peak_bytes(timed: Timed) -> int:
-    """Measure a call on NumPy arrays: peak of what Python and NumPy allocate, output included.
+    """Return the peak of the bytes that Python and NumPy allocate in a call, output included.
 
-    Parameters
-    ----------
-    timed
-        Call that was made before, so that everything that it caches exists.
-
-    Returns
-    -------
-    int
-        Number of bytes, without memory that a BLAS allocates for itself.
+    The call was made before, so that everything that it caches exists. Memory that a BLAS allocates
+    for itself does not count.
     """
     was_tracing = tracemalloc.is_tracing()
     tracemalloc.start()
@@ -39,18 +32,10 @@ def host_peak_bytes(timed: Timed) -> int:
 
 
 def cupy_peak_bytes(timed: Timed) -> int:
-    """Measure a call on CuPy arrays: peak of the device memory from CuPy's pool, output included.
+    """Return the peak of the bytes that a call takes from CuPy's memory pool, output included.
 
-    Parameters
-    ----------
-    timed
-        Call that was made before.
-
-    Returns
-    -------
-    int
-        Number of bytes, with each array rounded up to a multiple of 512 bytes. Memory that
-        libraries allocate outside the pool is not counted.
+    The call was made before. Each array counts with its size rounded up to a multiple of 512 bytes.
+    Memory that libraries allocate outside the pool does not count.
     """
     import cupy
 
@@ -77,17 +62,10 @@ def cupy_peak_bytes(timed: Timed) -> int:
 
 
 def torch_peak_bytes(timed: Timed) -> int:
-    """Measure a call on torch tensors: peak of torch's own device memory, output included.
+    """Return the peak of the bytes of device memory that a call takes from torch, output included.
 
-    Parameters
-    ----------
-    timed
-        Call that was made before: torch keeps its libraries' workspaces from the first call on.
-
-    Returns
-    -------
-    int
-        Number of bytes, with each tensor rounded up to a multiple of 512 bytes.
+    The call was made before: torch keeps its libraries' workspaces from the first call on. Each
+    tensor counts with its size rounded up to a multiple of 512 bytes.
     """
     cuda = sys.modules["torch"].cuda
     with timed.scope():

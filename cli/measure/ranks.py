@@ -26,7 +26,7 @@ class RankError(RuntimeError):
 
 
 class _Rank(NamedTuple):
-    """A process, and this side of the pipe to it."""
+    """A process, and the parent's end of the pipe to it."""
 
     number: int
     process: SpawnProcess

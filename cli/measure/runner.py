@@ -238,7 +238,10 @@ class Runner:
         return repeats_within(s.cell_seconds, one_repeat, s.warmup, s.repeats)
 
     def _over_limit(self, provider: Provider, one_call: float, margin: int = 1) -> str | None:
-        """Return why a call is not repeated, or None; its estimate may be too long by `margin`."""
+        """Return why a call is too long to be repeated, or None if it is not.
+
+        `one_call` may be an estimate that is too long by the factor `margin`.
+        """
         if self._repeats(provider, one_call / margin):
             return None
         pause = self._timer(provider).pause

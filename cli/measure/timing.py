@@ -90,7 +90,7 @@ _SETTLE_SECONDS = 0.1
 
 
 class HostTimer:
-    """Timer of calls that return when they are done; before each, it waits until cores are idle."""
+    """Timer of calls that return when they are done; it waits for idle BLAS threads before each."""
 
     pause = _SETTLE_SECONDS
 
@@ -179,14 +179,8 @@ def alternate(
 def call_milliseconds(timer: Timer, timed: Timed, one_call: float) -> Spread:
     """Measure the wall time of a call from an idle processor to its end, in milliseconds.
 
-    Parameters
-    ----------
-    timer
-        Timer whose `once` measures a call.
-    timed
-        Call that was made before.
-    one_call
-        Approximate seconds of a call; long calls are repeated less often.
+    The call was made before. `one_call` is its approximate duration in seconds; long calls are
+    repeated less often.
     """
     affordable = int(_QUIET_SECONDS / max(one_call, 1e-6))
     count = min(_QUIET_CALLS, max(1, affordable))
@@ -234,15 +228,8 @@ def repeats_within(seconds: float, one_repeat: float, warmup: int, repeats: int)
 def replayed(timed: Timed) -> Timed | None:
     """Capture the GPU work of a call on CuPy arrays in a CUDA graph, to launch it repeatedly.
 
-    Parameters
-    ----------
-    timed
-        Call that was made before, so that it compiles nothing.
-
-    Returns
-    -------
-    Timed
-        Call that launches the graph on CuPy's current stream. None if the call cannot be captured.
+    The call was made before, so that it compiles nothing. Return a call that launches the graph on
+    CuPy's current stream, or None if the call cannot be captured.
     """
     import cupy
 

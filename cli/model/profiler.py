@@ -130,7 +130,7 @@ def _known_metrics(ncu: str, metrics: Sequence[str]) -> list[str]:
     if not listed:
         return list(metrics)
     # The list has names without the suffix for their aggregation, and lacks metrics of launches,
-    # which need no counting.
+    # which are known without counting.
     return [m for m in metrics if m.startswith("launch__") or m.partition(".")[0] in listed]
 
 

@@ -188,7 +188,7 @@ def _pairs(geometry: Geometry, block: ScoreBlock) -> float:
 
 
 def _heads(case: Case, ranks: int, shared: int, links: Links) -> float:
-    """Return the seconds to exchange tokens for heads, and heads for tokens."""
+    """Return the seconds of the exchanges that turn parts of the tokens into parts of the heads."""
     if shared == 1:
         return 0.0
     moved = case.batch * case.seqlen_q / ranks * _bytes_of_token(case, shared)

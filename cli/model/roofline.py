@@ -40,10 +40,10 @@ from . import gpus, scaling
 from .gpus import Gpu
 from .traffic import Roof, Schedule, Traffic, fused, fused_without_cache, standard
 
-# Shape of the articles that draw a roofline of attention.
+# Shape that articles use for a roofline of attention.
 _DEFAULTS = defaults_of(batch=1, seqlen_q=4096, heads=32, head_dim=128, dtype="float16")
 _WARMUP, _REPEATS = 3, 20
-# Query and key rows of a tile for an architecture without kernels.
+# Numbers of query and key rows of the tile that is modelled for an architecture without kernels.
 _USUAL_TILE = (64, 64)
 
 _STANDARD, _FUSED, _NO_CACHE = "standard", "fused", "fused, no L2"
@@ -364,7 +364,7 @@ def _print_roof(out: Console, rows: Rows) -> None:
         columns.append(Column("measured", _measured_text))
     if len(of_cases) > 1:
         out.print(title, markup=False, soft_wrap=True)
-    # A table for each case, because 80 columns have no space for labels next to the figures.
+    # Each case has its own table, because 80 columns have no space for labels next to the figures.
     for label, group in zip(labels, of_cases, strict=True):
         report.print_table(out, label if len(of_cases) > 1 else title, columns, [group])
 
@@ -449,7 +449,7 @@ def _mark(axes: Any, row: Mapping[str, Any], colour: str, label: str) -> None:
         axes.plot([x], [measured], "*", color=colour)
         label = f"{label}: {measured:.0f}" if label else f"{measured:.0f}"
     if row["algorithm"] == _FUSED:
-        # Vertical, so that the labels of neighbouring marks (causal and full) do not overlap.
+        # Long labels are vertical, so that labels of neighbouring marks (causal, full) have space.
         axes.annotate(
             label,
             (x, measured or y),

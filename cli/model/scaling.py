@@ -21,8 +21,8 @@ from .ranks import Links, counts, estimate
 
 Rows = Sequence[Mapping[str, Any]]
 
-# GB/s per GPU: NCCL moves 303 GB/s each way between two H200 of a host, of NVLink's 450. A host has
-# a network card of 400 Gbit/s for each of its GPUs.
+# Default bandwidths in GB/s per GPU and direction, and number of GPUs per host. Between two H200 of
+# a host, NCCL reaches 303 GB/s of NVLink's 450. The network has 400 Gbit/s for each GPU of a host.
 _LINK, _NETWORK, _HOST_GPUS = 300.0, 50.0, 8
 # Bounds in GB/s or TFLOP/s; beyond them, times would be practically 0 or infinite.
 _RATE = Number(1e-3, 1e9)
@@ -108,12 +108,8 @@ def rows_of(
 ) -> Rows:
     """Return a row for each number of GPUs.
 
-    Parameters
-    ----------
-    attainable
-        FLOP/s of one GPU, if the options give none.
-    advance
-        Function that is called before each row, with a text.
+    `attainable` is the FLOP/s of one GPU, if the option --rate is not given. `advance` is called
+    with a text before each row.
     """
     links = Links(scaling["link"] * 1e9, scaling["network"] * 1e9, scaling["host_gpus"])
     rate = attainable if scaling["rate"] is None else scaling["rate"] * 1e12

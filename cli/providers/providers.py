@@ -61,7 +61,7 @@ class Dispatcher(Provider):
         self.tile = dict(tile) if tile else None
         # Without a GPU, the library chooses the CPU backend.
         self.on_gpu = family is not None or gpu_unavailable() is None
-        # Backend of the calls; the library chooses it by the arrays.
+        # Argument `backend` of the calls; "auto" chooses by the arrays.
         self.backend = "auto"
 
     def plan(self, case: Case) -> Plan:
@@ -254,7 +254,7 @@ def cpu_plan(case: Case, tile: TileFields) -> Plan:
         plan = make_cpu_plan(problem, chosen, gpu_unavailable())
         return _within_limit(dataclasses.replace(plan, schedule=schedule))
     chosen = choose_cpu_tile(problem, request)
-    # Clipped as in the backend: to the query rows of a KV head's group, and to the keys.
+    # As in the backend, the tile is clipped to the query rows of a KV head's group and to the keys.
     rows = case.seqlen_q * (case.heads_q // case.heads_kv)
     clipped = Tile(min(chosen.Br, max(rows, 1)), min(chosen.Bc, max(case.seqlen_k, 1)))
     return _within_limit(make_cpu_plan(problem, clipped, gpu_unavailable()))
@@ -288,7 +288,7 @@ class Formula(Provider):
         return self.missing() or ("the plain formula does not append" if case.append else None)
 
     def scratch_bytes(self, case: Case) -> int:
-        # Scores, a temporary of their size in softmax, and rounded probabilities if there are any.
+        # These are scores, a temporary of their size in softmax, and rounded probabilities, if any.
         itemsize = 8 if case.dtype == "float64" else 4
         if case.is_backward:
             of_chunk = min(case.seqlen_q * case.seqlen_k, CHUNK_BYTES // 8 + case.seqlen_k)

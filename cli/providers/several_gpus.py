@@ -188,7 +188,7 @@ class SeveralGpus(Provider):
     def scratch_bytes(self, case: Case) -> int:
         if case.is_cached:
             return case.array_bytes // self.gpus
-        # Tokens of the rank itself, those received from another rank, and results of two parts.
+        # A rank holds its own tokens, those received from another rank, and two partial results.
         return 3 * (case.array_bytes + case.result_bytes) // self.gpus
 
     def prepare(self, inputs: Inputs) -> Prepared:
@@ -245,6 +245,6 @@ class SeveralGpus(Provider):
     def _end(self, why: str) -> None:
         assert self._processes is not None
         self._ended = why
-        # Otherwise this process would wait for them when it exits.
+        # Without an abort, this process would wait for the other ranks when it exits.
         self._processes.communicator.abort()
         self._processes.close()

@@ -45,7 +45,7 @@ def _why_no_call(case: Case) -> str | None:
 
 
 def _why_no_mask(mods: CaseMods, *, causal: bool) -> str | None:
-    """Return why torch's call, which takes at most one array, lacks modifications; or None."""
+    """Return why torch's call cannot compute these modifications, or None if it can."""
     arrays = [name for name in ("bias", "mask") if getattr(mods, name)]
     if others := dataclasses.replace(mods, bias=None, mask=None):
         return f"scaled_dot_product_attention has no {others}"
@@ -208,7 +208,7 @@ class TorchProvider(Provider):
         dout = _bhsd(case, inputs.dout(on_gpu=True))
 
         def differentiated() -> Callable[[], Any]:
-            # New leaves, because autograd keeps the stream on which it first met a tensor.
+            # The leaves are new tensors, because autograd keeps the stream of a tensor's first use.
             leaves = tuple(tensor.detach().requires_grad_() for tensor in tensors)
             with result.scope():
                 out = result.function(*leaves)
@@ -265,7 +265,7 @@ class ScaledDotProduct(TorchProvider):
     def scratch_bytes(self, case: Case) -> int:
         if self.backend != "MATH":
             return 0
-        # Scores, probabilities and masked scores, in float32 for 16-bit inputs; and gradients.
+        # Scores, probabilities and masked scores, in float32 for 16-bit inputs; two more backward.
         arrays = 5 if case.is_backward else 3
         return arrays * case.scores * (8 if case.dtype == "float64" else 4)
 
@@ -317,7 +317,7 @@ class ScaledDotProduct(TorchProvider):
 def _with_repeated_heads(
     case: Case, attention: Callable[[Any, Any, Any], Any], k: Any, v: Any
 ) -> Attention:
-    """Return attention for grouped heads by a function that takes as many KV heads as heads."""
+    """Return attention on repeated k and v, for a function that takes no grouped heads."""
 
     def repeat(tensor: Any) -> Any:
         return tensor.repeat_interleave(case.heads_q // case.heads_kv, 1)

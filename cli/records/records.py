@@ -125,12 +125,8 @@ def _is_count(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    # Bounded, because JSON's integers may exceed any float. The comparison is false for NaN.
+    # The bound excludes integers that no float can hold. The comparison is false for NaN.
     return is_number and abs(value) <= sys.float_info.max
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
 
 
 def _is_optional_number(value: Any) -> bool:
@@ -168,9 +164,9 @@ _FITS_OPTIONAL: dict[str, Callable[[Any], bool]] = {
     "values_in_keys": lambda value: isinstance(value, bool),
 }
 _FIELDS: dict[str, Callable[[Any], bool]] = {
-    "provider": _is_text,
+    "provider": lambda value: isinstance(value, str),
     "dtype": lambda value: value in DTYPES,
-    "layout": _is_text,
+    "layout": lambda value: isinstance(value, str),
     "causal": lambda value: isinstance(value, bool),
     "q_offset": lambda value: isinstance(value, int),
     "softmax_scale": _is_number,

@@ -353,7 +353,7 @@ def kept(
 def keep(path: Path | None, record: Record, show: Callable[[], None]) -> None:
     """Write a record if there is a path for it, and print its table."""
     try:
-        # The file first, because printing fails if the reader of a pipe is gone.
+        # The file is written first, because printing fails if the reader of a pipe is gone.
         if path is not None:
             write(path, record)
     finally:

@@ -70,7 +70,8 @@ def race(
             for candidate in lot:
                 candidate.rounds = number
             advance(lot)
-        # In a resumed race, later times have replaced those by which this round chose.
+        # In a resumed race, the times by which this round chose candidates have been replaced by
+        # times of later rounds, so that its choice is not made again.
         chosen = [candidate for candidate in running if candidate.rounds > number]
         running = chosen or _best(running, max(each.least, round(each.fraction * len(running))))
 

@@ -157,7 +157,7 @@ class Compilation:
 
     def _find_same_binaries(self, candidates: Sequence[Candidate]) -> None:
         first: dict[tuple[Any, ...], Candidate] = {}
-        # The default first, so that it is timed itself.
+        # The default candidate comes first, so that it is always timed.
         for candidate in sorted(candidates, key=lambda c: not c.is_default):
             if candidate.dropped is None:
                 key = tuple(

@@ -23,10 +23,10 @@ from ..cases.options import (
     FINITE,
     NEW_FILE,
     backward_option,
+    count_option,
     defaults_of,
     overwritable_output_option,
     refuse_existing,
-    seed_option,
     sequence_cases,
     sequence_options,
     shape_options,
@@ -74,19 +74,15 @@ def _table_file(ctx: click.Context, param: click.Parameter, path: Path | None) -
     type=EXISTING_FILE,
     help="Path of a .json or .csv file of weighted cases; see docs/guide/tuning.md.",
 )
-@seed_option("Seed of random inputs.")
+@count_option("--seed", 0, "Seed of random inputs.")
 @click.option("--family", type=click.Choice(FAMILY_NAMES), help="Kernel family to tune.")
 @click.option("--backend", type=click.Choice(["gpu", "cpu"]), help="Backend to tune.")
 @click.option("--br", type=HEADS, help="Try only tiles with these numbers of query rows.")
 @click.option("--bc", type=HEADS, help="Try only tiles with these numbers of key rows.")
 @click.option("--max-smem", type=FINITE, help="Maximum shared memory of a thread block, in KiB.")
 @click.option("--max-tiles", type=click.IntRange(1), help="Number of tiles to try, evenly chosen.")
-@click.option(
-    "--max-spills",
-    type=click.IntRange(0),
-    default=32,
-    show_default=True,
-    help="Drop tiles whose kernels spill more than this many bytes per thread.",
+@count_option(
+    "--max-spills", 32, "Drop tiles whose kernels spill more than this many bytes per thread."
 )
 @click.option(
     "--min-gain",
@@ -101,23 +97,11 @@ def _table_file(ctx: click.Context, param: click.Parameter, path: Path | None) -
     help=f"Number of processes that compile; at most {MOST_WORKERS} are used. Default: number of "
     "CPUs.",
 )
-@click.option(
-    "--warmup",
-    type=click.IntRange(0),
-    default=1,
-    show_default=True,
-    help="Number of untimed calls of a tile and case in each round.",
+@count_option("--warmup", 1, "Number of untimed calls of a tile and case in each round.")
+@count_option(
+    "--repeats", 20, "Number of timed calls of a tile and case in the last round.", least=1
 )
-@click.option(
-    "--repeats",
-    type=click.IntRange(1),
-    default=20,
-    show_default=True,
-    help="Number of timed calls of a tile and case in the last round.",
-)
-@click.option(
-    "--top", type=click.IntRange(1), default=20, show_default=True, help="Number of rows to show."
-)
+@count_option("--top", 20, "Number of rows to show.", least=1)
 @click.option(
     "--table",
     type=NEW_FILE,
@@ -233,7 +217,7 @@ def tune(
     with report.kept(output, rows, head, show) as save:
         job.run(workers, rows, save)
     found = job.found
-    # This includes findings of an earlier command that was interrupted.
+    # The findings include those of an earlier command that was interrupted.
     if saver:
         click.echo(saver.save(found))
     elif dry_run:

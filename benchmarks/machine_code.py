@@ -166,8 +166,8 @@ def _served(row: Row) -> Case:
     """Return the case that the provider of a row actually computed for the row's case."""
     case, served = records.case_of(row), getattr(provider(row["provider"]), "served", None)
     found = case if served is None else served(case)
-    # A provider that builds block maps in each call computes the case itself. Without a GPU it
-    # returns a reason instead of a case.
+    # `served` returns a reason instead of a case if the provider cannot run on this machine. Such a
+    # provider, which rebuilds the block mask in each call, computes the row's case itself.
     return found if isinstance(found, Case) else case
 
 

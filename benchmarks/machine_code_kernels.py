@@ -24,7 +24,7 @@ FAMILY_BY_NAME = {
     for direction, families in FAMILIES.items()
     for name, family in families.items()
 }
-# Beginnings of the titles of units that belong to no family.
+# Beginnings of the titles of the chosen units that belong to no family.
 _OTHERS = (
     "append bfloat16 head_dim 128",
     "append float32 head_dim 64 page",

@@ -44,7 +44,7 @@ class Case:
     causal, q_offset, softmax_scale, layout
         Arguments as in `cupy_flash.flash_attention`.
     kind
-        One of `KINDS`, which is called by, in this order: `flash_attention`,
+        One of `KINDS`. Their cases are calls of, in this order, `flash_attention`,
         `flash_attention_with_kvcache` and `flash_attention_varlen`.
     page_size
         Number of rows per page of the cache; 0 for a cache that is not paged.
@@ -53,7 +53,7 @@ class Case:
     rotary
         Whether the call also applies the rotary embedding to the new rows and the queries.
     asked_splits
-        Argument num_splits of the function.
+        Argument num_splits of a call on caches or packed sequences.
     lengths
         Number of keys of each sequence, and of queries in a varlen batch; None if all are
         seqlen_k.
@@ -480,7 +480,7 @@ _SWEPT = (
 def sweep(options: Mapping[str, Iterable[Any] | None]) -> list[Case]:
     """Return every combination of the values of shape options as a case.
 
-    Numbers of keys, KV heads and value columns default to the numbers of the queries.
+    The numbers of keys, of KV heads and of value columns default to those of the queries.
     """
     cases = []
     for values in itertools.product(*(options[name] or (None,) for name in _SWEPT)):

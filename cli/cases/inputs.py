@@ -320,7 +320,7 @@ class InputFile:
 
     @classmethod
     def read(cls, path: Path) -> InputFile:
-        """Read an npz file; raise a usage error if it does not hold float arrays q, k and v."""
+        """Read an npz file; raise a usage error if it lacks q, k and v of one float dtype."""
         try:
             arrays = _read_arrays(path)
         except click.UsageError:

@@ -91,15 +91,8 @@ def modified(
 ) -> list[Case]:
     """Return each case with every combination of modifications, after `placed` and all checks.
 
-    Parameters
-    ----------
-    cases
-        Cases of the options for shapes and sequences.
-    mods
-        Values of the options for modifications.
-    backward
-        Whether to return calls for gradients. Raise a usage error with the library's message if a
-        case has no gradients, or if no kernel computes it.
+    `mods` has the values of the options for modifications. If `backward`, the cases are calls for
+    gradients. Raise a usage error, with the library's message, if the library rejects a case.
     """
     lists = {name: values for name, values in mods.items() if values}
     combinations = [

@@ -80,7 +80,7 @@ _LATENT_PAGES = (0, 16, 64)
 
 
 def common() -> list[Weighted]:
-    """Return cases of 16-bit types and float32, full and causal, of all lengths.
+    """Return cases of 16-bit types and float32, full and causal, of all `_DIMS` and `_LENGTHS`.
 
     Both lengths of a class count equally; see `_by_flops`.
     """

@@ -25,8 +25,8 @@ from cupy_flash import flash_attention, flash_attention_varlen, flash_attention_
 from cupy_flash.cli.records import environment
 from cupy_flash.cpu.sources import digest
 
-SCORE_BYTES = 5 << 30
-TURNS = 2
+SCORE_BYTES = 5 << 30  # size of the largest score matrix that the formula may have
+TURNS = 2  # number of rounds of each side
 SECONDS = 0.15  # minimum duration of a round, in seconds, without its first call
 KINDS = ("dense", "cached", "packed")
 
@@ -59,7 +59,7 @@ def naive(q: np.ndarray, k: np.ndarray, v: np.ndarray, causal: bool = False) -> 
 
 
 def hidden(seqlen_q: int, seqlen_k: int) -> np.ndarray:
-    """Return which pairs a causal mask masks."""
+    """Return a bool matrix that is True for the pairs that a causal mask masks."""
     return ~np.tri(seqlen_q, seqlen_k, seqlen_k - seqlen_q, dtype=bool)
 
 

@@ -63,6 +63,7 @@ _FIELDS: dict[str, tuple[str, str]] = {
 }
 # Fields that the name of a case omits if the name remains unique.
 _DISPENSABLE = ("heads_q", "batch", "heads_kv", "seqlen_k", "dtype")
+# Fields that are not named if they equal another field in all cases.
 _FOLLOWS = {"heads_kv": "heads_q", "seqlen_k": "seqlen_q"}
 # Maximum number of worst cases that a sentence names.
 _NAMED = 4
@@ -82,9 +83,11 @@ class Page:
         self.text = wrapped(_DIRECTIVE.sub(self._filled, _OPTIONAL.sub(self._kept, template)))
 
     def _kept(self, match: re.Match[str]) -> str:
+        """Return the text of an `if` directive, or an empty text if there is no such record."""
         return match[2] if (self.results / f"{match[1]}.json").is_file() else ""
 
     def _filled(self, match: re.Match[str]) -> str:
+        """Return the text that replaces a directive; raise ValueError if it is not one."""
         directive = " ".join(match[1].split())
         name, _, rest = directive.partition(" ")
         rest = rest.strip()

@@ -33,13 +33,13 @@ class OneLineErrors(NamedCommands):
     """Command group that reports an error in one line; a usage error exits with code 2."""
 
     def make_context(self, *args: Any, **extra: Any) -> click.Context:
-        with _closed_pipes_end_it():
+        with _exit_on_closed_pipe():
             return super().make_context(*args, **extra)
 
     def invoke(self, ctx: click.Context) -> Any:
-        # Called before any import of CuPy, which fails if its cache folder cannot be created.
+        # This precedes any import of CuPy, which fails if its cache folder cannot be created.
         prepare_cupy_cache()
-        with _closed_pipes_end_it():
+        with _exit_on_closed_pipe():
             try:
                 return super().invoke(ctx)
             except click.BadOptionUsage as error:
@@ -105,7 +105,7 @@ def _report(text: str, code: int) -> int:
 
 
 @contextlib.contextmanager
-def _closed_pipes_end_it() -> Iterator[None]:
+def _exit_on_closed_pipe() -> Iterator[None]:
     """Exit with the code of SIGPIPE if the reader of a pipe is gone; click would exit with 1."""
     try:
         yield
@@ -154,9 +154,10 @@ def _forget_unwritten_output() -> None:
 
 @contextlib.contextmanager
 def library_errors_as_usage() -> Iterator[None]:
-    """Turn errors that the library raises for its arguments into usage errors.
+    """Replace errors that the library raises for its arguments by usage errors.
 
-    Wrap only checks of the user's options: elsewhere a ValueError is a defect and must show.
+    Use this context only for checks of the user's options. Elsewhere, a ValueError is a defect, and
+    its traceback must be printed.
     """
     try:
         yield

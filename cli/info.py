@@ -35,7 +35,7 @@ def collect() -> dict[str, Any]:
     gpus = environment.gpus()
     missing = {name: providers.provider(name).missing() for name in providers.names()}
     return {
-        # Collected after the providers, so that the version of torch is included if they import it.
+        # The versions are collected after the providers, which may import torch.
         "versions": environment.versions(),
         "cpu": environment.cpu_name(),
         "gpu_unavailable": gpu_unavailable(),
@@ -98,14 +98,9 @@ def _text(details: dict[str, Any]) -> str:
         saved = f"{places['tuned_table']} ({saved} saved)" if saved else "none saved"
     lines.append(("tuned tiles", saved))
     prebuilt = places["prebuilt_kernels"]
-    lines.append(
-        (
-            "prebuilt",
-            f"{prebuilt} ({places['prebuilt_count']} cubins)"
-            if prebuilt
-            else f"none: {CUBINS_VARIABLE} is not set",
-        )
-    )
+    not_set = f"none: {CUBINS_VARIABLE} is not set"
+    count = places["prebuilt_count"]
+    lines.append(("prebuilt", f"{prebuilt} ({count} cubins)" if prebuilt else not_set))
     for name, family in details["families"].items():
         served = ", ".join(family["dtypes"]) or "nothing here"
         reasons = "; ".join(dict.fromkeys(family["why_not"].values()))

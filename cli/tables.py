@@ -17,12 +17,10 @@ from cupy_flash.problem.device import device_for_arch
 from cupy_flash.problem.tile import Tile
 
 from .build.kernel_sets import problem_of_class
-from .cases.options import force_option, writable_path
+from .cases.options import EXISTING_FILE, NEW_FILE, force_option, writable_path
 from .errors import NamedCommands
 from .records import environment, report
 from .tune.findings import CLASS_NOTE, class_text, is_stale
-
-_FILE = click.Path(path_type=Path, dir_okay=False)
 
 
 @click.group(cls=NamedCommands, invoke_without_command=True)
@@ -34,7 +32,7 @@ def tables(ctx: click.Context) -> None:
 
 
 @tables.command("list")
-@click.argument("files", nargs=-1, type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.argument("files", nargs=-1, type=EXISTING_FILE)
 @click.option("--shipped", is_flag=True, help="List the tables that are part of the library.")
 def list_entries(files: tuple[Path, ...], shipped: bool) -> None:
     """List the entries of table files; without FILES, those of the user's table."""
@@ -51,7 +49,7 @@ def list_entries(files: tuple[Path, ...], shipped: bool) -> None:
 
 
 @tables.command()
-@click.argument("file", type=_FILE)
+@click.argument("file", type=NEW_FILE)
 @force_option("FILE")
 def export(file: Path) -> None:
     """Write the entries in effect to FILE: the user's, and shipped ones that they do not replace.
@@ -63,10 +61,8 @@ def export(file: Path) -> None:
 
 
 @tables.command()
-@click.argument(
-    "files", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True, dir_okay=False)
-)
-@click.option("--output", required=True, type=_FILE, help="Path of the file to write.")
+@click.argument("files", nargs=-1, required=True, type=EXISTING_FILE)
+@click.option("--output", required=True, type=NEW_FILE, help="Path of the file to write.")
 @force_option("--output")
 def merge(files: tuple[Path, ...], output: Path) -> None:
     """Merge table files into one; of entries with the same key, the faster one is kept."""
@@ -77,7 +73,7 @@ def merge(files: tuple[Path, ...], output: Path) -> None:
 
 
 @tables.command("import")
-@click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.argument("file", type=EXISTING_FILE)
 def import_entries(file: Path) -> None:
     """Import the entries of FILE into the user's table; they replace entries with the same key.
 

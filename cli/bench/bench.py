@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,21 +18,20 @@ from ..cases import presets
 from ..cases.cases import Case, describe
 from ..cases.inputs import InputFile, Inputs, random_inputs
 from ..cases.lists import CommaList
-from ..cases.mod_options import mod_options, modified, split_mods
+from ..cases.mod_options import mod_options, modified, refuse_cases, split_cases
 from ..cases.options import (
+    EXISTING_FILE,
     SIZES,
     Seconds,
     backward_option,
-    directed,
+    count_option,
+    defaults_of,
     output_option,
     refuse,
-    refuse_cases,
-    refuse_sequences,
     sequence_cases,
     sequence_options,
     shape_options,
-    split_sequences,
-    split_shape,
+    split,
     tile_request,
 )
 from ..measure.check import Coverage
@@ -45,21 +45,11 @@ from ..records import environment, records, report
 from .crossover import as_record, print_crossover
 from .table import outcome_text, print_cells, print_memory, record_row, timing_text
 
-_GPU_DEFAULTS: dict[str, Sequence[Any]] = {
-    "batch": (4,),
-    "seqlen_q": (1024, 4096),
-    "heads": (16,),
-    "head_dim": (128,),
-    "dtype": ("bfloat16",),
-}
+_GPU_DEFAULTS = defaults_of(
+    batch=4, seqlen_q=(1024, 4096), heads=16, head_dim=128, dtype="bfloat16"
+)
 # Cases that take about ten seconds on two cores.
-_CPU_DEFAULTS: dict[str, Sequence[Any]] = {
-    "batch": (1,),
-    "seqlen_q": (1024, 2048),
-    "heads": (8,),
-    "head_dim": (64,),
-    "dtype": ("float32",),
-}
+_CPU_DEFAULTS = defaults_of(batch=1, seqlen_q=(1024, 2048), heads=8, head_dim=64, dtype="float32")
 # Numbers of untimed and timed calls of a cell.
 _GPU_REPEATS = (3, 20)
 _CPU_REPEATS = (1, 7)
@@ -109,7 +99,7 @@ def _choose_providers(
 def _several_gpus(gpus: int | None, head_ranks: int | None) -> SeveralGpus | None:
     """Return the provider of --gpus, or None if that option is not given."""
     if gpus is None:
-        refuse({"head_ranks": head_ranks}, ("head_ranks",), "one GPU; it is for --gpus")
+        refuse({"head_ranks": head_ranks}, "one GPU; it is for --gpus")
         return None
     result = SeveralGpus(gpus, head_ranks)
     if reason := result.missing():
@@ -161,13 +151,7 @@ def _provider_names(
 @sequence_options
 @mod_options
 @backward_option
-@click.option(
-    "--seed",
-    type=click.IntRange(0),
-    default=0,
-    show_default=True,
-    help="Seed of the random inputs and sequence lengths.",
-)
+@count_option("--seed", 0, "Seed of the random inputs and sequence lengths.")
 @click.option("--br", type=click.IntRange(1), help="Force the tile's query rows.")
 @click.option("--bc", type=click.IntRange(1), help="Force the tile's key rows.")
 @click.option("--warps", type=click.IntRange(1), help="Force the tile's warps.")
@@ -184,7 +168,7 @@ def _provider_names(
 @click.option(
     "--input",
     "path",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    type=EXISTING_FILE,
     help="Path of an npz file with q, k and v of shape (batch, seqlen, heads, head_dim).",
 )
 @click.option(
@@ -235,10 +219,6 @@ def bench(
     /,
     backward: bool,
     seed: int,
-    br: int | None,
-    bc: int | None,
-    warps: int | None,
-    stages: int | None,
     more: tuple[str, ...],
     preset: str | None,
     path: Path | None,
@@ -260,7 +240,8 @@ def bench(
     Each result is checked. Options for shapes take lists: every combination becomes a case. The
     exit code is 1 if a result of cupy_flash fails its check, or if nothing could be timed.
     """
-    shape, sequences, mods = split_shape(options), split_sequences(options), split_mods(options)
+    shape, sequences, mods = split_cases(options)
+    br, bc, warps, stages = split(options, ("br", "bc", "warps", "stages")).values()
     tile = tile_request({"Br": br, "Bc": bc, "warps": warps, "stages": stages}, more)
     named = presets.preset(preset, shape["dtype"]) if preset else None
     file = _read_input(path, preset)
@@ -278,13 +259,13 @@ def bench(
     no_gpu = gpu_unavailable()
     on_gpu = no_gpu is None and any(p.on_gpu for p in chosen)
     if named:
-        names = [name for name in shape if name != "dtype"]
-        because = f"--preset {preset}, which defines the cases"
-        refuse_cases(shape, sequences, mods, because, names, backward=backward)
+        del shape["dtype"]
+        other = f"--preset {preset}, which defines the cases"
+        refuse_cases(shape, sequences, mods, backward=backward, other=other)
         cases = list(named.cases)
     else:
         given = _cases(shape, sequences, file, seed=seed, on_gpu=on_gpu)
-        cases = directed(modified(given, mods), backward=backward)
+        cases = modified(given, mods, backward=backward)
     if tile:
         _refuse_hopeless_tile(cases, chosen)
     if no_gpu and asked is None:
@@ -314,8 +295,8 @@ def bench(
             "timing": timing_text(
                 settings, on_gpu=on_gpu, backward=any(case.is_backward for case in cases)
             ),
-            "gpu_state": watch.state.as_record() if on_gpu else None,
-            "cpu_state": None if on_gpu else watch.state.as_record(),
+            "gpu_state": dataclasses.asdict(watch.state) if on_gpu else None,
+            "cpu_state": None if on_gpu else dataclasses.asdict(watch.state),
             "unreliable": watch.state.unreliable,
             "preset": preset,
             "input": path.name if path else None,
@@ -376,7 +357,7 @@ def bench(
             if label and not sys.stderr.isatty():
                 # A terminal shows a progress bar instead.
                 click.echo(f"[{len(done)}/{len(cases)}] {label}: {outcome_text(cells)}", err=True)
-            # Some errors make the GPU unusable; the rows of the remaining cases then say so.
+            # If an error makes the GPU unusable, the remaining cases have the error as a reason.
             with contextlib.suppress(RuntimeError):
                 providers.release_memory()
     flat = [cell for cells, _, _ in done for cell in cells]
@@ -403,7 +384,7 @@ def _inputs(case: Case, file: InputFile | None, seed: int, *, on_gpu: bool) -> I
             return reason
         return file.inputs(case) if file else random_inputs(case, seed, on_gpu=on_gpu)
     except (RuntimeError, MemoryError) as error:
-        # Drawing takes additional memory; and errors of earlier calls may appear only here.
+        # Drawing needs additional memory, and errors of earlier calls may be reported only here.
         return f"no inputs: {first_line(error)}"
 
 
@@ -424,8 +405,8 @@ def _cases(
     on_gpu: bool,
 ) -> list[Case]:
     if file is not None:
-        refuse(shape, SIZES, "--input, whose arrays have their own sizes")
-        refuse_sequences(sequences, "--input, whose arrays are batches of equal length")
+        refuse(shape, "--input, whose arrays have their own sizes", SIZES)
+        refuse(sequences, "--input, whose arrays are batches of equal length")
         return [
             file.case(
                 dtype=dtype, layout=layout, causal=causal, q_offset=offset, softmax_scale=scale

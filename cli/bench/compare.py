@@ -12,13 +12,12 @@ from typing import Any
 import click
 
 from ..cases.cases import Case, describe
-from ..cases.options import FINITE, output_option
+from ..cases.options import EXISTING_FILE, FINITE, output_option
 from ..records import records, report
 
 Key = tuple[str, Case]
 
-_RECORD = click.Path(path_type=Path, exists=True, dir_okay=False)
-# Number of cases that a note names before it only counts.
+# Maximum number of cases that a note names; it only counts the others.
 _NAMED = 3
 
 
@@ -70,8 +69,8 @@ _ORDER = ("lost", "slower", "same", "faster", "-")
 
 
 @click.command()
-@click.argument("before", metavar="A.json", type=_RECORD)
-@click.argument("after", metavar="B.json", type=_RECORD)
+@click.argument("before", metavar="A.json", type=EXISTING_FILE)
+@click.argument("after", metavar="B.json", type=EXISTING_FILE)
 @click.option(
     "--threshold",
     type=FINITE,

@@ -47,8 +47,8 @@ def verdicts(table: Sequence[Sequence[Cell]]) -> list[dict[str, Any]]:
 
 def _times(cells: Sequence[Cell], field: str) -> tuple[Spread, Spread] | None:
     """Return the times of cupy_flash and of `cupy-library`, or None if either was not timed."""
-    by_us: dict[bool, Spread | None] = {cell.provider.ours: getattr(cell, field) for cell in cells}
-    ours, theirs = by_us.get(True), by_us.get(False)
+    by_side: dict[bool, Spread | None] = {c.provider.ours: getattr(c, field) for c in cells}
+    ours, theirs = by_side.get(True), by_side.get(False)
     return (ours, theirs) if ours and theirs else None
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from ..cases.cases import Case, sequences_text
-from ..cases.options import force_option, writable_path
+from ..cases.options import EXISTING_FILE, NEW_FILE, force_option, writable_path
 from ..records import records, report
 from ..records.figures import COLOURS, SUFFIXES, SUFFIXES_TEXT, figure, why_no_figures
 
@@ -68,13 +68,11 @@ class Picture:
 
 
 @click.command()
-@click.argument(
-    "path", metavar="RECORD.json", type=click.Path(path_type=Path, exists=True, dir_okay=False)
-)
+@click.argument("path", metavar="RECORD.json", type=EXISTING_FILE)
 @click.option(
     "--output",
     required=True,
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=NEW_FILE,
     callback=lambda ctx, param, path: writable_path(path, SUFFIXES),
     help=f"Path of the image: a {SUFFIXES_TEXT} file.",
 )
@@ -88,13 +86,7 @@ def plot(path: Path, output: Path) -> None:
 
 
 def picture(record: report.Record) -> Picture:
-    """Return the contents of the picture of a record of `bench`.
-
-    Raises
-    ------
-    click.UsageError
-        If no row has a rate.
-    """
+    """Return the picture of a record of `bench`; raise a usage error if no row has a rate."""
     rows = record.rows
     if not any(row["tflops"] for row in rows):
         raise click.UsageError("the record has no rate to draw: no row was timed")
@@ -189,7 +181,7 @@ def draw(shown: Picture, path: Path) -> None:
         height=2.5 * len(grid) + 0.7,
         nrows=len(grid),
         ncols=columns,
-        # Panels with full and causal masks are compared; other neighbours may differ widely.
+        # Panels that compare a full with a causal mask have one scale; others may differ widely.
         sharey="row" if paired else False,
         squeeze=False,
     ) as axes:

@@ -89,7 +89,7 @@ def timing_text(settings: Settings, *, on_gpu: bool, backward: bool = False) -> 
     )
 
 
-# Results that calls for gradients take, and that are computed before the timed call.
+# Notes on calls for gradients: what is computed before the timed call.
 _UNTIMED = "the output and its log-sum-exp are computed beforehand, untimed"
 _BY_AUTOGRAD = "torch's calls are autograd.grad on a graph that is built beforehand"
 # Prefix of the names of providers that put a cache into pages.
@@ -149,7 +149,7 @@ def _percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f}"
 
 
-# Width of a terminal, in characters, that has space for call times and the longest names.
+# Least width of a terminal, in characters, that has space for call times and the longest names.
 _WIDE = 90
 
 
@@ -253,7 +253,7 @@ def outcome_text(cells: Sequence[Cell]) -> str:
 
 # Matches a number that is not part of a name, a version or a size such as 64x128.
 _NUMBER = re.compile(r"(?<![\w.-])-?\d+(?:\.\d+)?(?!\.?\w)")
-# Number of cases that a note names before it only counts.
+# Maximum number of cases that a note names; it only counts the others.
 _MOST_NAMED = 3
 
 

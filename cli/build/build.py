@@ -1,6 +1,7 @@
-"""Compile many translation units in parallel, in processes: NVRTC runs one compilation in each.
+"""Compile many translation units in parallel, each in a process of its own.
 
-With NVRTC 13.0, two threads of a process take as long as two consecutive compilations.
+NVRTC 13.0 runs one compilation at a time in a process: two threads take as long as two consecutive
+compilations.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def _load(job: Job) -> Built:
 
 @contextlib.contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Block SIGINT; a process that is started meanwhile inherits this and never receives one."""
+    """Block SIGINT for a while; a process that is started meanwhile will never receive SIGINT."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -113,7 +114,7 @@ def _interrupts_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _live_and_die_with_the_parent() -> None:
+def _initialize_worker() -> None:
     # Ctrl-C sends SIGINT to every process of the terminal. A worker that died while it held the
     # queue's lock would block the other workers and the parent.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -134,15 +135,8 @@ class Builder:
     def __init__(self, workers: int | None = None) -> None:
         """Create the pool; its processes start with the first jobs.
 
-        Parameters
-        ----------
-        workers
-            Number of processes; None for the number of CPUs. At most MOST_WORKERS are used.
-
-        Raises
-        ------
-        click.ClickException
-            If there is no compiler.
+        `workers` is the number of processes; None for the number of CPUs. At most MOST_WORKERS are
+        used. Raise click.ClickException if there is no compiler.
         """
         if reason := why_no_compiler():
             raise click.ClickException(
@@ -150,11 +144,11 @@ class Builder:
                 "no GPU is needed"
             )
         count = min(workers or available_cpus(), MOST_WORKERS)
-        # Not fork, because a CUDA context does not survive it.
+        # Processes are spawned, because a CUDA context does not survive a fork.
         self._pool = ProcessPoolExecutor(
             count,
             mp_context=multiprocessing.get_context("spawn"),
-            initializer=_live_and_die_with_the_parent,
+            initializer=_initialize_worker,
         )
 
     def __enter__(self) -> Builder:
@@ -170,13 +164,8 @@ class Builder:
     def submit(self, job: Job, *, load: bool = False) -> Future[Built]:
         """Submit a job to the pool.
 
-        Parameters
-        ----------
-        job
-            Job to build.
-        load
-            Whether to load the kernels on the current GPU, which leaves them in CuPy's cache,
-            instead of returning their code.
+        If `load`, its kernels are loaded on the current GPU, which leaves them in CuPy's cache, and
+        their code is not returned.
         """
         with _interrupts_held():
             return self._pool.submit(_load if load else _compile, job)
@@ -196,7 +185,7 @@ def build(
 
 
 def write_cubin(folder: Path, job: Job, cubin: Cubin) -> Path:
-    """Write machine code under the name by which `CUPY_FLASH_CUBINS` finds it."""
+    """Write machine code to a file whose name the library expects in a folder of cubins."""
     path = folder / prebuilt_name(job.unit, job.device)
     # Written atomically, because an incomplete cubin would be loaded and fail.
     write_whole(path, cubin.image)

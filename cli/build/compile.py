@@ -167,7 +167,7 @@ class _Kernel:
     def title(self) -> str:
         """Family, dtype and sizes, layout of the keys, and tile."""
         name, tile, sizes = self.job.unit.title.partition(" tile ")
-        return name + _lie(self.plan) + tile + sizes
+        return name + _layout_text(self.plan) + tile + sizes
 
 
 def _kernels(device: Device, *, everything: bool) -> list[_Kernel]:
@@ -178,7 +178,7 @@ def _kernels(device: Device, *, everything: bool) -> list[_Kernel]:
     return result
 
 
-def _lie(plan: Plan | None) -> str:
+def _layout_text(plan: Plan | None) -> str:
     """Return the layout of the keys as text; empty for dense batches."""
     layout = plan.problem.layout if plan else None
     if layout is None or layout.is_dense:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from cupy_flash.families import FAMILIES, TranslationUnit
 from cupy_flash.gpu.append import AppendSpec, append_unit
@@ -33,8 +34,8 @@ from cupy_flash.problem.problem import Problem
 
 from ..cases.cases import Case
 
-# Among them MiniLM (32), ViT and GPT-2 (64), LLaMA (128), DeepSeek (192) and Gemma (256, and 512 in
-# global layers).
+# Head dims of models, among them MiniLM (32), ViT and GPT-2 (64), LLaMA (128), DeepSeek (192) and
+# Gemma (256, and 512 in global layers).
 HEAD_DIMS = (32, 40, 64, 72, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 # (head_dim, head_dim_v): DeepSeek's for prefill and for MLA decoding, and an odd pair, whose rows
 # are read element by element.
@@ -55,23 +56,12 @@ def _problem(
     head_dim_v: int,
     causal: bool,
     size: tuple[int, int, int],
-    softmax_scale: float | None = None,
-    direction: str = "forward",
+    **more: Any,
 ) -> Problem:
+    """Return a dense problem; `size` is (batch, heads, seqlen), and `more` has fields of `Case`."""
     batch, heads, seqlen = size
-    return Case(
-        dtype,
-        batch,
-        seqlen,
-        seqlen,
-        heads,
-        heads,
-        head_dim,
-        head_dim_v,
-        causal,
-        softmax_scale=softmax_scale,
-        direction=direction,
-    ).problem()
+    lengths, dims = (seqlen, seqlen), (head_dim, head_dim_v)
+    return Case(dtype, batch, *lengths, heads, heads, *dims, causal, **more).problem()
 
 
 def default_plans(device: Device) -> list[Plan]:
@@ -117,7 +107,7 @@ def all_plans(device: Device) -> list[Plan]:
         if family.why_not(problem, device) is None
     ]
     chosen = (make_plan(problem, device, family=family.name) for problem, family in served)
-    # For GPUs that the tuned table of this device does not serve.
+    # The default tiles serve GPUs that have no tuned table.
     defaults = (
         plan_tile(
             family, problem, device, family.default_tile(problem, device), reason="default tile"

@@ -16,6 +16,7 @@ Ints = NDArray[np.int64]
 _DOCUMENTS = 12
 # Largest distance between query and key, either way, that has its own entry in the bias table.
 FURTHEST = 64
+# Distance between the keys that the dilated mask leaves visible.
 STEP = 2
 SOFTCAP = 50.0
 
@@ -52,13 +53,13 @@ class BuiltIn(NamedTuple):
 
     @property
     def keyword(self) -> str:
-        """Keyword argument that the library's functions take it by."""
+        """Keyword argument of the library's functions that takes the modification."""
         return "mask_mod" if self.make is MaskMod else "score_mod"
 
 
 @functools.lru_cache(maxsize=8)
 def _ends(seqlen_k: int) -> Ints:
-    """Return the end of each document. The cuts are random, but equal for all sequences."""
+    """Return the end of each document; the random cuts are the same for all sequences."""
     places = np.arange(1, max(seqlen_k, 1))
     count = min(_DOCUMENTS - 1, len(places))
     cuts = np.random.default_rng(0).choice(places, count, replace=False)

@@ -44,8 +44,8 @@ class Case:
     causal, q_offset, softmax_scale, layout
         Arguments as in `cupy_flash.flash_attention`.
     kind
-        One of `KINDS`, in this order: `flash_attention`, `flash_attention_with_kvcache` or
-        `flash_attention_varlen`.
+        One of `KINDS`. Their cases are calls of, in this order, `flash_attention`,
+        `flash_attention_with_kvcache` and `flash_attention_varlen`.
     page_size
         Number of rows per page of the cache; 0 for a cache that is not paged.
     append
@@ -53,7 +53,7 @@ class Case:
     rotary
         Whether the call also applies the rotary embedding to the new rows and the queries.
     asked_splits
-        Argument num_splits of the functions named above.
+        Argument num_splits of a call on caches or packed sequences.
     lengths
         Number of keys of each sequence, and of queries in a varlen batch; None if all are
         seqlen_k.
@@ -102,6 +102,16 @@ class Case:
         lengths = record["lengths"] and tuple(record["lengths"])
         return cls(
             **dict(record) | {"lengths": lengths, "mods": CaseMods.parse(record["mods"] or "")}
+        )
+
+    def as_dense(self, batch: int, seqlen_q: int, seqlen_k: int) -> Case:
+        """Return a dense case of these sizes with this case's heads, mask, scale and direction."""
+        return Case(
+            *(self.dtype, batch, seqlen_q, seqlen_k, self.heads_q, self.heads_kv),
+            *(self.head_dim, self.head_dim_v, self.causal),
+            softmax_scale=self.softmax_scale,
+            mods=self.mods,
+            direction=self.direction,
         )
 
     @property
@@ -376,33 +386,17 @@ class Case:
         return self.seqlen_k - self.seqlen_q if self.q_offset is None else self.q_offset
 
 
-# Cached, because counting the pairs of long sequences takes milliseconds and happens often.
+# The number is cached, because counting takes milliseconds for long sequences, and happens often.
 @functools.lru_cache(maxsize=256)
 def _visible_pairs(case: Case) -> float:
     """Return the number of visible pairs of one head, over the batch."""
-    row = case.sizes.seqlen_k
+    mod_keys = case.sizes.seqlen_k
     return sum(
-        count * count_pairs(case.mask(*lengths), case.mods.mod, row)
+        count * count_pairs(case.mask(*lengths), case.mods.mod, mod_keys)
         for lengths, count in case.length_counts.items()
     )
 
 
-_PARTS = (
-    *(
-        "dtype",
-        "direction",
-        "kind",
-        "batch",
-        "heads",
-        "seqlen",
-        "lengths",
-        "head_dim",
-        "mask",
-        "mods",
-        "scale",
-    ),
-    *("layout", "step", "splits"),
-)
 SHORT_DTYPE = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 _LONG_DTYPE = {short: name for name, short in SHORT_DTYPE.items()}
 
@@ -413,7 +407,7 @@ def dtype_name(text: str) -> str:
 
 
 def _texts(case: Case) -> dict[str, str]:
-    """Return the parts of a case's description; a part is empty if its value is the usual one."""
+    """Return the parts of a case's description, in order; a part is empty if its value is usual."""
     mask = "causal" if case.causal else "full"
     if case.q_offset is not None:
         mask += f"@{case.q_offset}"
@@ -437,9 +431,9 @@ def _texts(case: Case) -> dict[str, str]:
 
 def _kind_text(case: Case) -> str:
     if case.is_cached:
-        lies = f"pages of {case.page_size}" if case.page_size else "cache"
-        lies = f"latent {lies}" if case.values_in_keys else lies
-        return f"{case.cache_dtype} {lies}" if case.cache_dtype else lies
+        storage = f"pages of {case.page_size}" if case.page_size else "cache"
+        latent = "latent" if case.values_in_keys else ""
+        return " ".join(filter(None, (case.cache_dtype, latent, storage)))
     if case.is_dense:
         return f"of {case.cache_dtype}" if case.cache_dtype else ""
     return case.kind
@@ -467,61 +461,45 @@ def sequences_text(case: Case) -> str:
 def describe(cases: Sequence[Case]) -> tuple[str, list[str]]:
     """Return short texts: what all cases have in common, and for each what sets it apart."""
     texts = [_texts(case) for case in cases]
-    varying = {part for part in _PARTS if len({text[part] for text in texts}) > 1}
-    shared = " ".join(t for part in _PARTS if part not in varying if (t := texts[0][part]))
+    varying = [part for part in texts[0] if len({text[part] for text in texts}) > 1]
+    shared = " ".join(t for part, t in texts[0].items() if t and part not in varying)
     for part, usual in (("mods", "plain"), ("direction", "forward")):
         if part in varying:
             texts = [text | {part: text[part] or usual} for text in texts]
-    own = [" ".join(t for part in _PARTS if part in varying if (t := x[part])) for x in texts]
+    own = [" ".join(t for part in varying if (t := text[part])) for text in texts]
     return shared, own
 
 
-def sweep(
-    *,
-    dtype: Iterable[str],
-    batch: Iterable[int],
-    seqlen_q: Iterable[int],
-    seqlen_k: Iterable[int] | None,
-    heads: Iterable[int],
-    kv_heads: Iterable[int] | None,
-    head_dim: Iterable[int],
-    head_dim_v: Iterable[int] | None,
-    causal: Sequence[bool],
-    q_offset: Iterable[int] | None,
-    softmax_scale: Iterable[float] | None,
-    layout: Iterable[str],
-) -> list[Case]:
-    """Return every combination; keys, KV heads and value dims default to the queries' numbers."""
+# Options of `sweep`; the first one varies slowest.
+_SWEPT = (
+    *("dtype", "layout", "head_dim", "head_dim_v", "causal", "batch", "heads", "kv_heads"),
+    *("seqlen_q", "seqlen_k", "q_offset", "softmax_scale"),
+)
+
+
+def sweep(options: Mapping[str, Iterable[Any] | None]) -> list[Case]:
+    """Return every combination of the values of shape options as a case.
+
+    The numbers of keys, of KV heads and of value columns default to those of the queries.
+    """
     cases = []
-    combinations: Iterable[tuple[Any, ...]] = itertools.product(
-        dtype,
-        layout,
-        head_dim,
-        head_dim_v or (None,),
-        causal,
-        batch,
-        heads,
-        kv_heads or (None,),
-        seqlen_q,
-        seqlen_k or (None,),
-        q_offset or (None,),
-        softmax_scale or (None,),
-    )
-    for type_, lay, dim, dim_v, mask, b, h, h_kv, s_q, s_k, offset, scale in combinations:
-        case = Case(
-            dtype=type_,
-            batch=b,
-            seqlen_q=s_q,
-            seqlen_k=s_q if s_k is None else s_k,
-            heads_q=h,
-            heads_kv=h if h_kv is None else h_kv,
-            head_dim=dim,
-            head_dim_v=dim if dim_v is None else dim_v,
-            causal=mask,
-            q_offset=offset,
-            softmax_scale=scale,
-            layout=lay,
+    for values in itertools.product(*(options[name] or (None,) for name in _SWEPT)):
+        chosen: dict[str, Any] = dict(zip(_SWEPT, values, strict=True))
+        heads_kv, seqlen_k, dim_v = (chosen[x] for x in ("kv_heads", "seqlen_k", "head_dim_v"))
+        cases.append(
+            Case(
+                chosen["dtype"],
+                chosen["batch"],
+                chosen["seqlen_q"],
+                chosen["seqlen_q"] if seqlen_k is None else seqlen_k,
+                chosen["heads"],
+                chosen["heads"] if heads_kv is None else heads_kv,
+                chosen["head_dim"],
+                chosen["head_dim"] if dim_v is None else dim_v,
+                chosen["causal"],
+                chosen["q_offset"],
+                chosen["softmax_scale"],
+                chosen["layout"],
+            )
         )
-        if case not in cases:
-            cases.append(case)
-    return cases
+    return list(dict.fromkeys(cases))

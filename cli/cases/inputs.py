@@ -27,7 +27,8 @@ from .cases import Case, Shape
 from .mod_arguments import keywords, numpy_dtype, shapes
 from .sequences import Arrays
 
-# Elements per draw. CuPy's generator counts in 32 bits, and draws are wider than 16-bit inputs.
+# Maximum number of elements that are drawn at once. CuPy's generator counts elements in 32 bits,
+# and the drawn float32 numbers need twice the memory of 16-bit inputs.
 _DRAWN_AT_ONCE = 1 << 28
 
 
@@ -54,7 +55,7 @@ class Inputs:
     # Arrays of the modifications, and keyword arguments that hold them; the key is `on_gpu`.
     _drawn: dict[bool, dict[str, Any]] = field(default_factory=dict)
     _modifications: dict[bool, dict[str, Any]] = field(default_factory=dict)
-    # dout, and out and lse, of calls for gradients; the key is `on_gpu`.
+    # Arrays of calls for gradients: dout, and the pair of out and lse. The key is `on_gpu`.
     _dout: dict[bool, Any] = field(default_factory=dict)
     _forward: dict[bool, tuple[Any, Any]] = field(default_factory=dict)
 
@@ -62,31 +63,22 @@ class Inputs:
     def gpu(self) -> Arrays:
         """The arrays as CuPy arrays on the current device."""
         if self._gpu is None:
-            import cupy
-
-            assert self._host is not None
-            q, k, v = (cupy.asarray(array) for array in self._host)
-            self._gpu = (q, k, v)
+            self._gpu = _moved(self._host, gpu=True)
         return self._gpu
 
     @property
     def host(self) -> Arrays:
         """The arrays as NumPy arrays."""
         if self._host is None:
-            import cupy
-
-            assert self._gpu is not None
-            q, k, v = (cupy.asnumpy(array) for array in self._gpu)
-            self._host = (q, k, v)
+            self._host = _moved(self._gpu, gpu=False)
         return self._host
 
     @property
     def more_gpu(self) -> Mapping[str, Any]:
         """Other arrays of the call as CuPy arrays on the current device."""
         if self._more_gpu is None:
-            import cupy
-
-            self._more_gpu = {name: cupy.asarray(array) for name, array in self.more.items()}
+            placed = placed_on(gpu=True)
+            self._more_gpu = {name: placed(array) for name, array in self.more.items()}
         return self._more_gpu
 
     def modifications(self, *, on_gpu: bool) -> Mapping[str, Any]:
@@ -186,8 +178,8 @@ class Inputs:
     def with_pages_of(self, page_size: int) -> Inputs:
         """Return inputs of the same call on a cache in pages of this size, in shuffled order.
 
-        If `can_share_pages`, the pages share this cache's memory, and its rows are assigned to
-        other sequences. Otherwise the arrays are new.
+        If `can_share_pages`, the pages are in this cache's memory, so that the shuffled pages of a
+        sequence hold the rows of several sequences. Otherwise the arrays are new.
         """
         case = dataclasses.replace(self.case, page_size=page_size)
         if not can_share_pages(self.case, page_size):
@@ -204,9 +196,8 @@ class Inputs:
                 return q, pages, pages[..., : case.head_dim_v]
             return q, pages, v.reshape(v_shape)
 
-        made = Inputs(case, paged(self._gpu), paged(self._host), more, self.seed)
-        made._drawn = self._drawn
-        return made
+        gpu, host = paged(self._gpu), paged(self._host)
+        return Inputs(case, gpu, host, more, self.seed, _drawn=self._drawn)
 
     def with_cache_of(self, dtype: str) -> Inputs:
         """Return inputs of the same call with its cache, or a dense case's q, k and v, in 8 bits.
@@ -224,9 +215,7 @@ class Inputs:
         in_keys = keys[..., : case.head_dim_v]
         arrays = (q, keys, in_keys if case.values_in_keys else quantized.quantized(v, dtype))
         gpu, host = (None, arrays) if self._gpu is None else (arrays, None)
-        made = Inputs(case, gpu, host, more, self.seed)
-        made._drawn = self._drawn
-        return made
+        return Inputs(case, gpu, host, more, self.seed, _drawn=self._drawn)
 
 
 def can_share_pages(case: Case, page_size: int) -> bool:
@@ -235,7 +224,7 @@ def can_share_pages(case: Case, page_size: int) -> bool:
 
 
 def placed_on(*, gpu: bool) -> Callable[[Any], Any]:
-    """Return a function that moves arrays to the GPU or the host, unless they are there."""
+    """Return a function that copies arrays to the GPU or the host, if they are not there."""
 
     def placed(array: Any) -> Any:
         if isinstance(array, np.ndarray) and not gpu:
@@ -246,8 +235,16 @@ def placed_on(*, gpu: bool) -> Callable[[Any], Any]:
     return placed
 
 
+def _moved(arrays: Arrays | None, *, gpu: bool) -> Arrays:
+    import cupy
+
+    assert arrays is not None
+    q, k, v = map(cupy.asarray if gpu else cupy.asnumpy, arrays)
+    return q, k, v
+
+
 def _normal(xp: Any, generator: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-    """Draw standard normal numbers; for bool, whether such numbers are positive."""
+    """Return standard normal numbers or, for dtype bool, whether each drawn number is positive."""
     drawn = np.float64 if dtype == np.float64 else np.float32
 
     def part(size: Any) -> Any:
@@ -268,9 +265,9 @@ def _normal(xp: Any, generator: Any, shape: tuple[int, ...], dtype: np.dtype) ->
 
 
 def _drawn_arrays(case: Case, seed: int, *, on_gpu: bool) -> dict[str, Any]:
-    """Draw the arrays of a case's modifications where they are needed; ALiBi slopes are fixed."""
+    """Draw the arrays of a case's modifications, on the GPU or the host; ALiBi slopes are fixed."""
     xp: Any = importlib.import_module("cupy") if on_gpu else np
-    # Not the generator of q: otherwise q would depend on whether the case has a bias.
+    # Another seed than that of q, so that q does not depend on whether the case has a bias.
     generator = xp.random.default_rng(seed + 1)
     result = {}
     for name, (shape, dtype) in shapes(case.mods, case.sizes).items():
@@ -299,7 +296,7 @@ def random_inputs(case: Case, seed: int, *, on_gpu: bool) -> Inputs:
         return random_inputs(wide, seed, on_gpu=on_gpu).with_cache_of(case.cache_dtype)
     shapes_of_qkv = [_in_layout(case, shape) for shape in case.bshd_shapes]
     xp: Any = importlib.import_module("cupy") if on_gpu else np
-    # `default_rng`, because CuPy's RandomState needs the cuRAND library.
+    # CuPy's older RandomState would need the cuRAND library.
     generator = xp.random.default_rng(seed)
     dtype = numpy_dtype(case.dtype)
     if case.values_in_keys:
@@ -323,13 +320,7 @@ class InputFile:
 
     @classmethod
     def read(cls, path: Path) -> InputFile:
-        """Read an npz file that holds q, k and v.
-
-        Raises
-        ------
-        click.UsageError
-            If the file does not hold such arrays.
-        """
+        """Read an npz file; raise a usage error if it lacks q, k and v of one float dtype."""
         try:
             arrays = _read_arrays(path)
         except click.UsageError:
@@ -353,10 +344,7 @@ class InputFile:
     def case(self, **flags: Any) -> Case:
         """Return the case that the file's arrays define, with its remaining fields in `flags`.
 
-        Raises
-        ------
-        click.UsageError
-            If the shapes of the arrays do not match.
+        Raise a usage error if the shapes of the arrays do not match.
         """
         q, k, v = self.q.shape, self.k.shape, self.v.shape
         if k[:3] != v[:3] or q[0] != k[0] or q[3] != k[3]:
@@ -389,9 +377,9 @@ class InputFile:
 
 
 def _read_arrays(path: Path) -> list[np.ndarray]:
-    # Opened here, because numpy.load leaves a file open if it cannot read it.
+    # The file is opened here, because numpy.load leaves a file open that it cannot read.
     with path.open("rb") as raw:
-        # numpy.load would take other files for arrays or pickles, and its message would say so.
+        # For other files, the message of numpy.load would be about arrays or pickles.
         if not zipfile.is_zipfile(raw):
             raise click.UsageError(
                 f"{path} cannot be read as an npz file: it is not a zip archive; expected what "
@@ -418,5 +406,5 @@ def _read_array(file: Any, name: str) -> np.ndarray:
 
 
 def _with_dtype(array: np.ndarray) -> np.ndarray:
-    # NumPy's file format has no bfloat16: such an array is stored as raw elements of two bytes.
+    # NumPy's file format has no bfloat16: bfloat16 arrays are stored as raw elements of two bytes.
     return array.view(ml_dtypes.bfloat16) if array.dtype == np.dtype("V2") else array

@@ -62,8 +62,13 @@ class CommaList(click.ParamType, Generic[T]):
         return completed(self.choices, incomplete)
 
 
+def option_name(name: str) -> str:
+    """Return the option that sets a parameter of a command, such as --head-dim for head_dim."""
+    return f"--{name.replace('_', '-')}"
+
+
 def completed(choices: Sequence[str], incomplete: str) -> list[CompletionItem]:
-    """Return the lists that an incomplete one may become, each with a choice as its last item."""
+    """Return the lists that an incomplete list may become, each with a choice as its last item."""
     before, comma, last = incomplete.rpartition(",")
     given = before.split(",")
     return [
@@ -98,15 +103,6 @@ def _one_of(*choices: str) -> Callable[[str], str]:
     return convert
 
 
-_YES_NO = {"yes": True, "no": False}
-
-
-def _yes_no(text: str) -> bool:
-    if text not in _YES_NO:
-        raise ValueError(text)
-    return _YES_NO[text]
-
-
 def names_list(choices: Sequence[str], what: str) -> CommaList[str]:
     """Return the option type for a list of names out of `choices`."""
     return CommaList(_one_of(*choices), f"{what} ({', '.join(choices)})", choices[0], choices)
@@ -126,4 +122,6 @@ DTYPE_LIST = CommaList(
     DTYPES[0],
     (*DTYPES, *SHORT_DTYPE.values()),
 )
-FLAGS = CommaList(_yes_no, "yes or no", "no,yes", tuple(_YES_NO))
+FLAGS = CommaList(
+    lambda text: _one_of("yes", "no")(text) == "yes", "yes or no", "no,yes", ("yes", "no")
+)

@@ -30,10 +30,7 @@ def numpy_dtype(name: str) -> np.dtype:
 def shapes(mods: CaseMods, sizes: Sizes) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
     """Return shape and dtype of each array by its keyword argument, without captured arrays.
 
-    Raises
-    ------
-    ValueError
-        If an array has a batch axis and the sequences are packed.
+    Raise ValueError if an array has a batch axis and the sequences are packed.
     """
     real = np.dtype(np.float64 if sizes.dtype == "float64" else np.float32)
     result: dict[str, tuple[tuple[int, ...], np.dtype]] = {}
@@ -58,7 +55,7 @@ def shapes(mods: CaseMods, sizes: Sizes) -> dict[str, tuple[tuple[int, ...], np.
 
 
 def array_bytes(mods: CaseMods, sizes: Sizes) -> int:
-    """Return the total size of these arrays in bytes."""
+    """Return the total size of the arrays that `shapes` lists, in bytes."""
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes(mods, sizes).values())
 
 
@@ -98,10 +95,7 @@ def score_of(
 ) -> ScoreSpec | None:
     """Return the score spec that kernels are generated from, with derivatives if `backward`.
 
-    Raises
-    ------
-    TypeError, ValueError
-        If the library rejects the modifications.
+    Raise TypeError or ValueError if the library rejects the modifications.
     """
     unread = {name: _unread(*array) for name, array in shapes(mods, sizes).items()}
     result = parse_modifications(keywords(mods, sizes, unread, np.asarray), backward=backward)
@@ -142,9 +136,9 @@ def restricted(
     keys
         Number of keys of the sequence.
     heads
-        Query heads.
+        Range of query heads.
     rows
-        Query rows, as indices into the packed array or, if it is not packed, into the sequence.
+        Range of query rows: rows of the packed array or, if it is not packed, of the sequence.
     """
     result = dict(given)
     for name in ("alibi_slopes", "sinks"):

@@ -13,8 +13,20 @@ from .built_in import BUILT_IN
 from .cases import Case
 from .lists import FLAGS, CommaList
 from .mods import PARSERS, PLAIN, SPANS, CaseMods
-from .options import Command, checked_cases, placed
+from .options import (
+    SEQUENCE_NAMES,
+    SHAPE_NAMES,
+    Defaults,
+    cases_from,
+    checked_cases,
+    list_option,
+    placed,
+    refuse,
+    split,
+    with_options,
+)
 
+Options = dict[str, Any]
 _NONE = "none"
 
 
@@ -52,31 +64,49 @@ _MOD_OPTIONS: dict[str, tuple[click.ParamType, str]] = {
 }
 
 
-def mod_options(command: Command) -> Command:
-    """Add the options for mask and score modifications to a command."""
-    for name, (kind, text) in reversed(_MOD_OPTIONS.items()):
-        flag: dict[str, Any] = {"is_flag": False, "flag_value": "yes"} if kind is FLAGS else {}
-        command = click.option(f"--{name}", type=kind, help=text, **flag)(command)
-    return command
+mod_options = with_options(*(list_option(name, *each) for name, each in _MOD_OPTIONS.items()))
 
 
-def split_mods(options: dict[str, Any]) -> dict[str, Any]:
-    """Pop the modification options from a command's options; those not given are None."""
-    return {name: options.pop(name) for name in _MOD_OPTIONS}
+def split_cases(options: Options) -> tuple[Options, Options, Options]:
+    """Remove the options for shapes, sequences and modifications from a command's options.
+
+    Return these three groups; see `options.split`.
+    """
+    shape, sequences = split(options, SHAPE_NAMES), split(options, SEQUENCE_NAMES)
+    return shape, sequences, split(options, _MOD_OPTIONS)
 
 
-def modified(cases: Sequence[Case], given: Mapping[str, Any]) -> list[Case]:
+def refuse_cases(*groups: Mapping[str, Any], backward: bool, other: str) -> None:
+    """Raise a usage error if --backward, or an option of the groups, was given.
+
+    The message says that the option does not go with `other`.
+    """
+    refuse({"backward": backward}, other)
+    for options in groups:
+        refuse(options, other)
+
+
+def modified(
+    cases: Sequence[Case], mods: Mapping[str, Any], *, backward: bool = False
+) -> list[Case]:
     """Return each case with every combination of modifications, after `placed` and all checks.
 
-    Raises
-    ------
-    click.UsageError
-        If no kernel computes one of the cases; with the library's message.
+    `mods` has the values of the options for modifications. If `backward`, the cases are calls for
+    gradients. Raise a usage error, with the library's message, if the library rejects a case.
     """
-    lists = {name: values for name, values in given.items() if values}
-    result = [
+    lists = {name: values for name, values in mods.items() if values}
+    combinations = [
         CaseMods(**dict(zip(lists, each, strict=True)))
         for each in itertools.product(*lists.values())
     ]
-    everything = [dataclasses.replace(case, mods=mods) for case in cases for mods in result]
-    return checked_cases(placed(everything))
+    everything = [dataclasses.replace(case, mods=each) for case in cases for each in combinations]
+    forward = checked_cases(placed(everything))
+    if not backward:
+        return forward
+    return checked_cases([dataclasses.replace(case, direction="backward") for case in forward])
+
+
+def dense_cases(options: Options, defaults: Defaults, *, backward: bool) -> list[Case]:
+    """Remove the options for shapes and modifications; return their cases as `modified` does."""
+    shape, mods = split(options, SHAPE_NAMES), split(options, _MOD_OPTIONS)
+    return modified(cases_from(shape, defaults), mods, backward=backward)

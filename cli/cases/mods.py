@@ -11,7 +11,8 @@ from cupy_flash.mods.keywords import Window, checked_softcap, window_of
 
 from .built_in import BUILT_IN
 
-# Shapes of a bias or mask array: for each head; for all heads; for each head of each sequence.
+# Shapes of a bias or mask array, by what has a matrix of its own: each head; no head, so that all
+# use one matrix; each head of each sequence.
 SPANS = ("heads", "shared", "batch")
 _NO_WINDOW = Window()
 
@@ -31,7 +32,7 @@ class CaseMods:
     sinks
         Whether each query head has a sink.
     bias, mask
-        Shape of the array of that name, one of `SPANS`; None for no array.
+        Shape of the bias or of the mask array, one of `SPANS`; None for no array.
     mod
         Name of a function in `BUILT_IN`, written as users write theirs; None for no function.
     """
@@ -60,13 +61,7 @@ class CaseMods:
 
     @classmethod
     def parse(cls, text: str) -> CaseMods:
-        """Return the modifications that a text describes, as `str` writes it.
-
-        Raises
-        ------
-        ValueError
-            If the text has another form.
-        """
+        """Return the modifications of a text that `str` wrote; raise ValueError for any other."""
         result = {}
         for part in filter(None, text.split(", ")):
             name, _, value = part.partition(" ")

@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
@@ -30,10 +30,15 @@ from .lists import (
     INTEGERS,
     LENGTHS,
     names_list,
+    option_name,
 )
 from .sequences import long_tail
 
-Command = TypeVar("Command", bound=Callable[..., Any])
+Function = Callable[..., Any]
+Decorator = Callable[[Function], Function]
+
+EXISTING_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
+NEW_FILE = click.Path(path_type=Path, dir_okay=False)
 
 
 class Seconds(click.FloatRange):
@@ -93,36 +98,27 @@ _SHAPE_OPTIONS: dict[str, tuple[click.ParamType, str]] = {
 }
 SHAPE_NAMES = tuple(_SHAPE_OPTIONS)
 
-Defaults = Mapping[str, Sequence[Any]]
+Defaults = Mapping[str, tuple[Any, ...]]
+
+
+def defaults_of(**values: Any) -> Defaults:
+    """Return the default values of shape options, given as one value or a tuple of values."""
+    return {name: v if isinstance(v, tuple) else (v,) for name, v in values.items()}
 
 
 # Defaults for caches: decoding with grouped heads. The outer key is `on_gpu`.
 _CACHE_DEFAULTS = {
-    True: {
-        "batch": (8,),
-        "seqlen_q": (1,),
-        "seqlen_k": (8192,),
-        "heads": (32,),
-        "kv_heads": (8,),
-        "head_dim": (128,),
-    },
-    False: {
-        "batch": (2,),
-        "seqlen_q": (1,),
-        "seqlen_k": (1024,),
-        "heads": (8,),
-        "kv_heads": (2,),
-        "head_dim": (64,),
-    },
+    True: defaults_of(batch=8, seqlen_q=1, seqlen_k=8192, heads=32, kv_heads=8, head_dim=128),
+    False: defaults_of(batch=2, seqlen_q=1, seqlen_k=1024, heads=8, kv_heads=2, head_dim=64),
 }
 _PACKED_DEFAULTS = {
-    True: {"batch": (32,), "seqlen_q": (16384,)},
-    False: {"batch": (8,), "seqlen_q": (512,)},
+    True: defaults_of(batch=32, seqlen_q=16384),
+    False: defaults_of(batch=8, seqlen_q=512),
 }
 
 
 def _defaults_text(defaults: Mapping[bool, Defaults]) -> str:
-    """Return help text with the defaults on a GPU and on the CPU."""
+    """Return the end of a help text, which states the defaults on a GPU and on the CPU."""
     gpu, cpu = (
         ", ".join(f"{name} {value}" for name, (value,) in defaults[on_gpu].items())
         for on_gpu in (True, False)
@@ -130,7 +126,25 @@ def _defaults_text(defaults: Mapping[bool, Defaults]) -> str:
     return f"  [default: {gpu}; on the CPU {cpu}]"
 
 
-_SEQUENCE_OPTIONS = (
+def with_options(*options: Decorator) -> Decorator:
+    """Return a decorator that adds options to a command; its help lists them in this order."""
+
+    def add(command: Function) -> Function:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+def list_option(name: str, kind: click.ParamType, text: str) -> Decorator:
+    """Return an option for a list of values; a list of `FLAGS` is "yes" if no value follows it."""
+    flag: dict[str, Any] = {"is_flag": False, "flag_value": "yes"} if kind is FLAGS else {}
+    return click.option(option_name(name), type=kind, help=text, **flag)
+
+
+# Options that turn a command's cases into caches or packed sequences.
+sequence_options = with_options(
     click.option(
         "--cache",
         is_flag=True,
@@ -155,108 +169,59 @@ _SEQUENCE_OPTIONS = (
 )
 SEQUENCE_NAMES = ("cache", "page_size", "append", "rotary", "lengths", "num_splits")
 
-
-def sequence_options(command: Command) -> Command:
-    """Add the options that turn a command's cases into caches or packed sequences."""
-    for option in reversed(_SEQUENCE_OPTIONS):
-        command = option(command)
-    return command
-
-
-def backward_option(command: Command) -> Command:
-    """Add the flag `--backward`, whose value `directed` takes."""
-    return click.option(
-        "--backward",
-        is_flag=True,
-        help="Compute the gradients of q, k and v, given the output and its log-sum-exp.",
-    )(command)
+backward_option = click.option(
+    "--backward",
+    is_flag=True,
+    help="Compute the gradients of q, k and v, given the output and its log-sum-exp.",
+)
 
 
-def directed(cases: Sequence[Case], *, backward: bool) -> list[Case]:
-    """Return the cases or, if `backward`, their calls for gradients, checked by the library.
-
-    Raises
-    ------
-    click.UsageError
-        If a case has no gradients; with the library's message.
-    """
-    if not backward:
-        return list(cases)
-    return checked_cases([dataclasses.replace(case, direction="backward") for case in cases])
+def count_option(name: str, default: int, text: str, *, least: int = 0) -> Decorator:
+    """Return an option for a whole number that is at least `least`; its help shows the default."""
+    kind = click.IntRange(least)
+    return click.option(name, type=kind, default=default, show_default=True, help=text)
 
 
-def split_sequences(options: dict[str, Any]) -> dict[str, Any]:
-    """Pop the sequence options from a command's options; those not given are falsy."""
-    return {name: options.pop(name) for name in SEQUENCE_NAMES}
-
-
-def refuse_sequences(sequences: Mapping[str, Any], because: str) -> None:
-    """Raise a usage error if any sequence option was given."""
-    for name, value in sequences.items():
-        if value:
-            raise click.UsageError(f"--{name.replace('_', '-')} does not go with {because}")
-
-
-def shape_options(
-    defaults: Defaults, on_cpu: Defaults | None = None
-) -> Callable[[Command], Command]:
+def shape_options(defaults: Defaults, on_cpu: Defaults | None = None) -> Decorator:
     """Return a decorator that adds the shape options; their help states the defaults."""
 
-    def add(command: Command) -> Command:
-        for name, (kind, text) in reversed(_SHAPE_OPTIONS.items()):
-            if name in defaults:
-                default = ",".join(map(str, defaults[name]))
-                cpu = f"; on the CPU {','.join(map(str, on_cpu[name]))}" if on_cpu else ""
-                text += f"  [default: {default}{cpu}]"
-            flag: dict[str, Any] = (
-                {"is_flag": False, "flag_value": "yes"} if name == "causal" else {}
-            )
-            option = f"--{name.replace('_', '-')}"
-            command = click.option(option, type=kind, help=text, **flag)(command)
-        return command
+    def default_text(name: str) -> str:
+        if name not in defaults:
+            return ""
+        default = ",".join(map(str, defaults[name]))
+        cpu = f"; on the CPU {','.join(map(str, on_cpu[name]))}" if on_cpu else ""
+        return f"  [default: {default}{cpu}]"
 
-    return add
-
-
-def split_shape(options: dict[str, Any]) -> dict[str, Any]:
-    """Pop the shape options from a command's options; those not given are None."""
-    return {name: options.pop(name) for name in SHAPE_NAMES}
+    return with_options(
+        *(
+            list_option(name, kind, text + default_text(name))
+            for name, (kind, text) in _SHAPE_OPTIONS.items()
+        )
+    )
 
 
-def cases_from(shape: dict[str, Any], defaults: Mapping[str, Sequence[Any]]) -> list[Case]:
-    """Return every combination of the options as a case; `modified` checks them later.
+def split(options: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Remove the named options from a command's options, and return them.
 
-    Parameters
-    ----------
-    shape
-        Shape options as `split_shape` returns them.
-    defaults
-        Default values of batch, seqlen_q, heads, head_dim and dtype.
+    An option that was not given is None or, if it is a flag, False.
     """
-    return _swept(_filled(shape, defaults))
+    return {name: options.pop(name) for name in names}
 
 
-def _swept(given: dict[str, Any]) -> list[Case]:
-    """Return every combination as a case.
+def cases_from(shape: Mapping[str, Any], defaults: Defaults) -> list[Case]:
+    """Return every combination of the shape options as a case; `modified` checks them later.
 
-    Raises
-    ------
-    click.UsageError
-        If --heads is no multiple of --kv-heads. The library's message would name arrays.
+    An option that is None has its value in `defaults`. Raise a usage error if --heads is no
+    multiple of --kv-heads: the library's message would name arrays.
     """
-    cases = sweep(**given)
+    fallbacks: Defaults = {"causal": (False,), "layout": ("bshd",), **defaults}
+    cases = sweep({name: fallbacks.get(name) if v is None else v for name, v in shape.items()})
     for case in cases:
         if case.heads_q % case.heads_kv:
             raise click.UsageError(
                 f"--heads {case.heads_q} is not a multiple of --kv-heads {case.heads_kv}"
             )
     return cases
-
-
-def _filled(shape: Mapping[str, Any], defaults: Defaults) -> dict[str, Any]:
-    """Return the shape options, with defaults for those not given."""
-    fallbacks: Defaults = {"causal": (False,), "layout": ("bshd",), **defaults}
-    return {name: fallbacks.get(name) if v is None else v for name, v in shape.items()}
 
 
 def checked_cases(cases: list[Case]) -> list[Case]:
@@ -270,67 +235,65 @@ def checked_cases(cases: list[Case]) -> list[Case]:
 def sequence_cases(
     sequences: Mapping[str, Any],
     shape: dict[str, Any],
-    defaults: Mapping[str, Sequence[Any]],
+    defaults: Defaults,
     *,
     seed: int,
     on_gpu: bool,
 ) -> list[Case]:
     """Return every combination of the options as a case; without sequence options, dense cases.
 
+    Raise a usage error if options contradict each other.
+
     Parameters
     ----------
     sequences, shape
-        Options as `split_sequences` and `split_shape` return them.
+        Values of the options `SEQUENCE_NAMES` and `SHAPE_NAMES`.
     defaults
         Defaults as in `cases_from`; caches and packed sequences override some of them.
     seed
         Seed of drawn lengths.
     on_gpu
         Whether to use the defaults for a GPU; those for the CPU are smaller.
-
-    Raises
-    ------
-    click.UsageError
-        If options contradict each other.
     """
     cache, lengths = sequences["cache"], sequences["lengths"]
     _refuse_stray_sequences(sequences)
     if not cache and lengths is None:
         return cases_from(shape, defaults)
     what = "--cache" if cache else "--lengths"
-    refuse(shape, ("q_offset",), f"{what}: its masks are aligned at the bottom right")
+    refuse(shape, f"{what}: its masks are aligned at the bottom right", ("q_offset",))
     if shape["layout"] not in (None, ("bshd",)):
         raise click.UsageError(f"--layout {','.join(shape['layout'])} does not go with {what}")
     if not cache:
-        refuse(shape, ("seqlen_k",), "--lengths: packed sequences attend to themselves")
+        refuse(shape, "--lengths: packed sequences attend to themselves", ("seqlen_k",))
     which: Any = None if lengths is None else _lengths(lengths)
     if isinstance(which, tuple):
         longest = "seqlen_k" if cache else "seqlen_q"
-        refuse(shape, ("batch", longest), "--lengths with numbers, which determine it")
+        refuse(shape, "--lengths with numbers, which determine it", ("batch", longest))
         shape = shape | {"batch": (len(which),), longest: (max(which),)}
-    own = (_CACHE_DEFAULTS if cache else _PACKED_DEFAULTS)[on_gpu]
+    defaults = {**defaults, **(_CACHE_DEFAULTS if cache else _PACKED_DEFAULTS)[on_gpu]}
     if cache and shape["heads"] is not None:
         # As in dense cases, KV heads default to --heads if that was given.
-        own = {name: value for name, value in own.items() if name != "kv_heads"}
-    given = _filled(shape, dict(defaults) | own)
+        del defaults["kv_heads"]
     result = []
     for case, pages, splits in itertools.product(
-        _swept(given), sequences["page_size"] or (0,), sequences["num_splits"] or (0,)
+        cases_from(shape, defaults), sequences["page_size"] or (0,), sequences["num_splits"] or (0,)
     ):
         if sequences["rotary"] and case.head_dim % 2:
             raise click.UsageError(f"--rotary needs an even --head-dim, not {case.head_dim}")
         drawn = _drawn(which, case, seed)
         if sequences["append"]:
             _require_room(case, drawn)
-        alike = dataclasses.replace(
-            case,
-            kind="cache" if cache else "varlen",
-            page_size=pages,
-            append=sequences["append"],
-            rotary=sequences["rotary"],
-            asked_splits=splits,
+        result.append(
+            dataclasses.replace(
+                case,
+                kind="cache" if cache else "varlen",
+                page_size=pages,
+                append=sequences["append"],
+                rotary=sequences["rotary"],
+                asked_splits=splits,
+                lengths=drawn,
+            )
         )
-        result.append(dataclasses.replace(alike, lengths=drawn))
     return result
 
 
@@ -348,7 +311,7 @@ def _require_room(case: Case, lengths: tuple[int, ...] | None) -> None:
 def _refuse_stray_sequences(sequences: Mapping[str, Any]) -> None:
     for name in ("page_size", "append", "rotary"):
         if sequences[name] and not sequences["cache"]:
-            raise click.UsageError(f"--{name.replace('_', '-')} needs a cache; add --cache")
+            raise click.UsageError(f"{option_name(name)} needs a cache; add --cache")
     if sequences["rotary"] and not sequences["append"]:
         raise click.UsageError("--rotary rotates the rows that are appended; add --append")
     if sequences["num_splits"] and not sequences["cache"] and sequences["lengths"] is None:
@@ -358,17 +321,15 @@ def _refuse_stray_sequences(sequences: Mapping[str, Any]) -> None:
 
 
 def _lengths(text: str) -> str | tuple[int, ...]:
-    """Return how lengths are drawn, or the lengths themselves.
+    """Return how lengths are drawn, or the lengths that the value of --lengths or its file lists.
 
-    Raises
-    ------
-    click.UsageError
-        If the text is neither, nor the path of a file of whole numbers.
+    Raise a usage error if the value is not uniform, long-tail, a list of whole numbers, or the path
+    of a file with such a list.
     """
     if text in ("uniform", "long-tail"):
         return text
     source, what = text, f"--lengths {text!r}"
-    # Not Path.is_file, which raises an error if a long list of numbers is too long for a name.
+    # Path.is_file would raise an error for a list of numbers that is too long for a file name.
     if os.path.isfile(text) or any(map(str.isalpha, text)):
         try:
             source, what = Path(text).read_text(encoding="utf-8"), f"the file --lengths {text}"
@@ -415,30 +376,10 @@ def _drawn(which: str | tuple[int, ...] | None, case: Case, seed: int) -> tuple[
     return (case.seqlen_k,) * case.batch if which == "uniform" else None
 
 
-def refuse_cases(
-    shape: Mapping[str, Any],
-    sequences: Mapping[str, Any],
-    mods: Mapping[str, Any],
-    because: str,
-    names: Sequence[str] = SHAPE_NAMES,
-    *,
-    backward: bool = False,
-) -> None:
-    """Raise a usage error if one of these shape options, or any of the other options, was given."""
-    if backward:
-        raise click.UsageError(f"--backward does not go with {because}")
-    refuse(shape, names, because)
-    refuse_sequences(sequences, because)
-    refuse(mods, tuple(mods), because)
-
-
 def placed(cases: Sequence[Case]) -> list[Case]:
     """Return the cases, without a q_offset where it makes no difference.
 
-    Raises
-    ------
-    click.UsageError
-        If q_offset was given and makes no difference in any case.
+    Raise a usage error if q_offset was given and makes no difference in any case.
     """
     if all(case.q_offset is None for case in cases):
         return list(cases)
@@ -451,23 +392,23 @@ def placed(cases: Sequence[Case]) -> list[Case]:
     return list(dict.fromkeys(result))
 
 
-def refuse(shape: Mapping[str, Any], names: Sequence[str], because: str) -> None:
-    """Raise a usage error if any of the named options was given."""
-    for name in names:
-        if shape[name] is not None:
-            raise click.UsageError(f"--{name.replace('_', '-')} does not go with {because}")
+def refuse(options: Mapping[str, Any], other: str, names: Iterable[str] | None = None) -> None:
+    """Raise a usage error if any of the options, or of the named ones, was given.
+
+    The message says that the option does not go with `other`.
+    """
+    for name in options if names is None else names:
+        if options[name]:
+            raise click.UsageError(f"{option_name(name)} does not go with {other}")
 
 
-def tile_request(fields: dict[str, int | None], more: Sequence[str]) -> dict[str, int] | None:
+def tile_request(fields: dict[str, int | None], texts: Sequence[str]) -> dict[str, int] | None:
     """Return the fields of a forced tile, from options and NAME=VALUE texts; None without any.
 
-    Raises
-    ------
-    click.UsageError
-        If a text is not NAME=VALUE, or a field has two different values.
+    Raise a usage error if a text is not NAME=VALUE, or a field has two different values.
     """
     request = {name: value for name, value in fields.items() if value is not None}
-    for text in more:
+    for text in texts:
         name, _, value = text.partition("=")
         if not name or not value.isdecimal():
             raise click.UsageError(
@@ -480,16 +421,13 @@ def tile_request(fields: dict[str, int | None], more: Sequence[str]) -> dict[str
     return request or None
 
 
-def force_option(*files: str) -> Callable[[Command], Command]:
-    """Add `--force`, without which the command does not overwrite existing files.
+def force_option(*files: str) -> Decorator:
+    """Return the option `--force`, without which the command does not overwrite existing files.
 
-    Parameters
-    ----------
-    files
-        Options, such as `--output`, and arguments, such as `FILE`, that name output files.
+    `files` are the options, such as `--output`, and arguments, such as `FILE`, for output files.
     """
 
-    def decorated(command: Command) -> Command:
+    def decorated(command: Function) -> Function:
         @functools.wraps(command)
         def without_overwriting(*arguments: Any, **options: Any) -> Any:
             force = options.pop("force")
@@ -505,7 +443,7 @@ def force_option(*files: str) -> Callable[[Command], Command]:
     return decorated
 
 
-def output_option(command: Command) -> Command:
+def output_option(command: Function) -> Function:
     """Add `--output` for a new file, and `--force`, which also allows an existing one."""
     return overwritable_output_option(force_option("--output")(command))
 
@@ -517,24 +455,24 @@ def refuse_existing(path: Path | None, *, force: bool, name: str = "--output") -
         raise click.UsageError(f"{name} {path} exists; --force overwrites it")
 
 
-def overwritable_output_option(command: Command) -> Command:
+def overwritable_output_option(command: Function) -> Function:
     """Add `--output` for a file that can be written and that the command does not read.
 
     The command calls `refuse_existing` itself.
     """
 
     @functools.wraps(command)
-    def with_output_apart(*arguments: Any, **options: Any) -> Any:
+    def without_reading_output(*arguments: Any, **options: Any) -> Any:
         output = options["output"]
         for name, value in options.items():
             if name != "output" and output is not None and _is_file(value, output):
                 raise click.UsageError(f"--output {output} would overwrite what the command reads")
         return command(*arguments, **options)
 
-    checked: Any = with_output_apart
+    checked: Any = without_reading_output
     return click.option(
         "--output",
-        type=click.Path(path_type=Path, dir_okay=False),
+        type=NEW_FILE,
         callback=_writable,
         help="Write the rows to a file in the format of its suffix: .json, .csv or .md.",
     )(checked)
@@ -555,12 +493,10 @@ def _writable(ctx: click.Context, param: click.Parameter, path: Path | None) -> 
 
 
 def writable_path(path: Path, suffixes: Iterable[str]) -> Path:
-    """Return the path after checking its suffix, in any case, and that the file can be written.
+    """Return the path, after a check of its suffix and that the file can be written.
 
-    Raises
-    ------
-    click.BadParameter
-        If the suffix is not among `suffixes`, or the file cannot be written.
+    Raise click.BadParameter if the suffix, in lower case, is not among `suffixes`, or if the file
+    cannot be written.
     """
     if path.suffix.lower() not in suffixes:
         name = repr(str(path)) if path.name else "an empty name"
@@ -578,13 +514,7 @@ def writable_path(path: Path, suffixes: Iterable[str]) -> Path:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder for `--output` if it does not exist.
-
-    Raises
-    ------
-    click.BadParameter
-        If the folder cannot be created.
-    """
+    """Create a folder for `--output` if it does not exist; raise click.BadParameter on failure."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

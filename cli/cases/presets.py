@@ -27,7 +27,8 @@ _FLOAT32_ROWS = (
     (4, 16, 4096, 128, False),
     (4, 16, 4096, 128, True),
 )
-# (query heads, KV heads): groups of 4 and 8, each next to ungrouped heads with the same FLOPs.
+# (query heads, KV heads): groups of 4 and of 8 query heads, each followed by ungrouped heads that
+# have the same FLOPs.
 _GROUPED_HEADS = ((32, 8), (32, 32), (64, 8), (64, 64))
 
 
@@ -73,22 +74,23 @@ def square(
     return Case(dtype, batch, seqlen, seqlen, heads, heads_kv or heads, head_dim, head_dim, causal)
 
 
-def _long_prefills(*head_dims: int) -> tuple[Case, ...]:
-    """Return cases with full and causal masks, of sequences of 4096 and 16384 tokens."""
+def _prefills(head_dims: Sequence[int], seqlens: Sequence[int] = (4096, 16384)) -> tuple[Case, ...]:
+    """Return bfloat16 cases of these sizes, with full and causal masks."""
     return tuple(
         square("bfloat16", _TOKENS // seqlen, _HIDDEN // head_dim, seqlen, head_dim, causal)
         for head_dim in head_dims
         for causal in (False, True)
-        for seqlen in (4096, 16384)
+        for seqlen in seqlens
     )
 
 
-def _cobraml(head_dim: int, batch: int, seqlen: int) -> tuple[Case, Case]:
-    """Return a full and a causal case with 16 heads, in the order of CobraML's tables."""
-    full, causal = (
-        square("float32", batch, 16, seqlen, head_dim, causal) for causal in (False, True)
+def _cobraml(*sizes: tuple[int, int, int]) -> tuple[Case, ...]:
+    """Return a full and a causal case for each (head_dim, batch, seqlen), as CobraML lists them."""
+    return tuple(
+        square("float32", batch, 16, seqlen, head_dim, causal)
+        for head_dim, batch, seqlen in sizes
+        for causal in (False, True)
     )
-    return full, causal
 
 
 _COBRAML_NOTE = (
@@ -102,20 +104,10 @@ def _replit(batch: int, seqlen_q: int, seqlen_k: int, causal: bool = False) -> C
 
 
 def _cute_example(causal: bool) -> Case:
-    return Case(
-        "float16",
-        batch=1,
-        seqlen_q=1280,
-        seqlen_k=1536,
-        heads_q=16,
-        heads_kv=16,
-        head_dim=128,
-        head_dim_v=128,
-        causal=causal,
-        # The example's mask is aligned at the top left.
-        q_offset=0 if causal else None,
-        softmax_scale=1.0,
-    )
+    # The example's mask is aligned at the top left.
+    q_offset = 0 if causal else None
+    sizes = (1, 1280, 1536, 16, 16, 128, 128)
+    return Case("float16", *sizes, causal, q_offset=q_offset, softmax_scale=1.0)
 
 
 def _decode(batch: int, seqlen_k: int) -> Case:
@@ -125,33 +117,28 @@ def _decode(batch: int, seqlen_k: int) -> Case:
 
 def _latent(batch: int, seqlen_k: int, heads: int) -> Case:
     """Return an MLA decoding case: the query row of every head reads the same latent vectors."""
-    return Case(
-        *("bfloat16", batch, 1, seqlen_k, heads, 1, 576, 512), kind="cache", values_in_keys=True
-    )
+    sizes = (batch, 1, seqlen_k, heads, 1, 576, 512)
+    return Case("bfloat16", *sizes, kind="cache", values_in_keys=True)
 
 
-# Lengths of the varlen preset, from 16 to the longest.
+_DECODE = tuple(
+    _decode(batch, seqlen_k) for batch in (1, 8, 64) for seqlen_k in (1024, 8192, 65536)
+)
+# (batch, seqlen_k) of the mla preset.
+_LATENT_SIZES = (
+    *((1, 4096), (1, 32768), (16, 4096), (16, 32768)),
+    *((128, 4096), (128, 8192), (128, 16384), (128, 32768)),
+)
+# Lengths of the varlen preset, from 16 to 16384.
 _PACKED = long_tail(32, 16384, seed=0)
 
 
 def _packed(causal: bool) -> Case:
-    longest = max(_PACKED)
-    return Case(
-        "bfloat16",
-        len(_PACKED),
-        longest,
-        longest,
-        heads_q=16,
-        heads_kv=16,
-        head_dim=128,
-        head_dim_v=128,
-        causal=causal,
-        kind="varlen",
-        lengths=_PACKED,
-    )
+    case = square("bfloat16", len(_PACKED), 16, max(_PACKED), 128, causal)
+    return dataclasses.replace(case, kind="varlen", lengths=_PACKED)
 
 
-# Number of tokens in the window of the mods preset, including the query's own.
+# Number of keys in the window of the mods preset, including the one at the query's position.
 _WINDOW = 1024
 _WINDOWED = CaseMods.parse(f"window {_WINDOW - 1}:0")
 _MODIFIED = (
@@ -184,12 +171,7 @@ def _long_documents(head_dim: int) -> Case:
 _PRESETS = {
     "fa3-grid": Preset(
         "Forward, as in the FlashAttention-3 paper",
-        cases=tuple(
-            square("bfloat16", _TOKENS // seqlen, _HIDDEN // head_dim, seqlen, head_dim, causal)
-            for head_dim in (64, 128, 256)
-            for causal in (False, True)
-            for seqlen in (512, 1024, 2048, 4096, 8192, 16384)
-        ),
+        cases=_prefills((64, 128, 256), (512, 1024, 2048, 4096, 8192, 16384)),
         providers=("cupy_flash", "torch-flash"),
         baseline=("torch-flash",),
     ),
@@ -211,9 +193,7 @@ _PRESETS = {
     ),
     "decode": Preset(
         "Decoding: one query row over a key/value cache",
-        cases=tuple(
-            _decode(batch, seqlen_k) for batch in (1, 8, 64) for seqlen_k in (1024, 8192, 65536)
-        ),
+        cases=_DECODE,
         providers=(
             "cupy_flash",
             *(f"cupy_flash-page{size}" for size in PAGE_SIZES),
@@ -225,24 +205,14 @@ _PRESETS = {
     ),
     "decode-quantized": Preset(
         "Decoding: one query row over a cache of 8 bits, compared with 16",
-        cases=tuple(
-            _decode(batch, seqlen_k) for batch in (1, 8, 64) for seqlen_k in (1024, 8192, 65536)
-        ),
+        cases=_DECODE,
         providers=("cupy_flash", "cupy_flash-float8", "cupy_flash-int8"),
         baseline=("cupy_flash",),
         notes=("cupy_flash-float8, -int8: the same cache in 8 bits, a scale for each head",),
     ),
     "mla": Preset(
         "Decoding with multi-head latent attention: values are 512 of the 576 columns of one key",
-        cases=tuple(
-            _latent(batch, seqlen_k, heads)
-            for heads in (16, 128)
-            for batch, seqlen_k in (
-                *((1, seqlen_k) for seqlen_k in (4096, 32768)),
-                *((16, seqlen_k) for seqlen_k in (4096, 32768)),
-                *((128, seqlen_k) for seqlen_k in (4096, 8192, 16384, 32768)),
-            )
-        ),
+        cases=tuple(_latent(*sizes, heads) for heads in (16, 128) for sizes in _LATENT_SIZES),
         providers=(
             *("cupy_flash", "cupy_flash-float8", "cupy_flash-int8"),
             *("cupy_flash-page64", "cupy_flash-page16"),
@@ -256,13 +226,13 @@ _PRESETS = {
     ),
     "wide": Preset(
         "Heads of 512 columns, compared with heads of 256 of the same FLOPs",
-        cases=_long_prefills(256, 512),
+        cases=_prefills((256, 512)),
         providers=("cupy_flash", "torch-efficient", "torch-math"),
         baseline=("torch-efficient", "torch-math"),
     ),
     "fp8": Preset(
         "q, k and v of float8, compared with 16 bits",
-        cases=_long_prefills(128, 256),
+        cases=_prefills((128, 256)),
         providers=("cupy_flash", "cupy_flash-float8"),
         baseline=("cupy_flash",),
         notes=("cupy_flash-float8: q, k and v in e4m3, a scale for each head",),
@@ -281,13 +251,7 @@ _PRESETS = {
             dataclasses.replace(_decode(1, 65536), mods=_WINDOWED),
             _decode(1, _WINDOW),
         ),
-        providers=(
-            "cupy_flash",
-            "cupy_flash-anew",
-            "torch-flex",
-            "torch-cudnn",
-            "torch-efficient",
-        ),
+        providers=("cupy_flash", "cupy_flash-anew", "torch-flex", "torch-cudnn", "torch-efficient"),
         baseline=("torch-flex", "torch-cudnn"),
     ),
     "memory": Preset(
@@ -313,7 +277,7 @@ _PRESETS = {
     ),
     "cobraml-python": Preset(
         "CobraML FA1 from Python, against eager PyTorch",
-        cases=(*_cobraml(64, 4, 512), *_cobraml(64, 8, 59), *_cobraml(64, 1, 2048)),
+        cases=_cobraml((64, 4, 512), (64, 8, 59), (64, 1, 2048)),
         providers=("cupy_flash", "cupy_flash-simt", "torch-eager"),
         baseline=("torch-eager",),
         notes=(
@@ -324,7 +288,7 @@ _PRESETS = {
     ),
     "cobraml-cpp": Preset(
         "CobraML FA1, the kernel alone",
-        cases=(*_cobraml(64, 4, 512), *_cobraml(64, 8, 59), *_cobraml(128, 4, 512)),
+        cases=_cobraml((64, 4, 512), (64, 8, 59), (128, 4, 512)),
         providers=("cupy_flash", "cupy_flash-simt", "torch-eager"),
         baseline=("torch-eager",),
         notes=(
@@ -381,7 +345,7 @@ _PRESETS = {
 
 
 def _backward(name: str, *providers: str, baseline: tuple[str, ...] = ()) -> Preset:
-    """Return the preset of the gradients of another preset's cases, without its cache cases."""
+    """Return a preset for the gradients of another preset's cases, except those of caches."""
     named = _PRESETS[name]
     cases = (case for case in named.cases if not case.is_cached)
     return dataclasses.replace(

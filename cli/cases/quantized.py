@@ -11,10 +11,10 @@ import numpy as np
 from cupy_flash.arrays.strided import array_module
 from cupy_flash.reference.eight_bits import widened
 
-# Scale of the 8-bit values. Because it is a power of two, 16 bits hold dequantized values exactly.
-# The largest int8 value, 127, stands for about 4; caches hold standard normal values.
+# Scale of the 8-bit values. It is a power of two, so that 16-bit numbers hold dequantized values
+# exactly. The largest int8 value, 127, stands for about 4; caches hold standard normal values.
 SCALE = 2.0**-5
-# Number of elements that are converted at once.
+# Maximum number of elements that are converted at once, which limits temporary memory.
 _AT_ONCE = 1 << 22
 _FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 # Difference between the exponent biases of float16 and float8, in units of float8's last place.

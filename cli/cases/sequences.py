@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from cupy_flash.arrays.rotary import rotated
+from cupy_flash.arrays.strided import array_module
 from cupy_flash.mods.keywords import Window
 from cupy_flash.reference.packed import attention_with_kvcache_reference
 
@@ -30,7 +31,7 @@ def long_tail(batch: int, longest: int, seed: int, *, least: int = 1) -> tuple[i
     Parameters
     ----------
     batch
-        Number of lengths. If there are several, one is the shortest and one the longest.
+        Number of lengths. If there are several, both ends of the range are among them.
     longest
         Upper end of the range, which begins at 16, or at `longest` if that is smaller.
     seed
@@ -53,20 +54,7 @@ def equal_length_case(case: Case) -> Case:
     rows = case.total_keys
     pairs = sum(length * length for length in case.key_lengths)
     seqlen = max(1, round(pairs / max(rows, 1) / 128)) * 128
-    return Case(
-        case.dtype,
-        max(1, round(pairs / seqlen**2)),
-        seqlen,
-        seqlen,
-        case.heads_q,
-        case.heads_kv,
-        case.head_dim,
-        case.head_dim_v,
-        case.causal,
-        softmax_scale=case.softmax_scale,
-        mods=case.mods,
-        direction=case.direction,
-    )
+    return case.as_dense(max(1, round(pairs / seqlen**2)), seqlen, seqlen)
 
 
 def arrays_of(case: Case, seed: int) -> dict[str, np.ndarray]:
@@ -76,7 +64,7 @@ def arrays_of(case: Case, seed: int) -> dict[str, np.ndarray]:
     if case.kind == "varlen":
         ends = np.cumsum((0, *case.key_lengths), dtype=np.int32)
         return {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
-    # Not the generator of q: otherwise the rows of a cache would depend on its page size.
+    # Another seed than that of q, so that the rows of a cache do not depend on its page size.
     rng = np.random.default_rng([seed, 1])
     new = case.seqlen_q if case.append else 0
     result = {"cache_seqlens": np.asarray(case.key_lengths, np.int32) - np.int32(new)}
@@ -92,15 +80,15 @@ def arrays_of(case: Case, seed: int) -> dict[str, np.ndarray]:
         half = case.head_dim // 2
         wavelengths = _ROTARY_BASE ** (np.arange(half) / half)
         angles = np.arange(case.seqlen_k)[:, None] / wavelengths
-        kind = np.float64 if case.dtype == "float64" else np.float32
-        result |= {"rotary_cos": np.cos(angles).astype(kind)}
-        result |= {"rotary_sin": np.sin(angles).astype(kind)}
+        table_dtype = np.float64 if case.dtype == "float64" else np.float32
+        result["rotary_cos"] = np.cos(angles).astype(table_dtype)
+        result["rotary_sin"] = np.sin(angles).astype(table_dtype)
     return result
 
 
 @dataclass(frozen=True)
 class Head:
-    """q, k and v of one query head of one sequence, after the call has appended its rows.
+    """q, k and v of one query head of one sequence, including the rows that the call appends.
 
     Attributes
     ----------
@@ -140,8 +128,11 @@ def sequence_of(
         first, last = more["cu_seqlens_q"][batch : batch + 2].tolist()
         rows = slice(first, last)
         return q[:, rows, heads], k[:, rows, kv_heads], v[:, rows, kv_heads]
-    k, v = (_cached(x, case, more, batch, kv_heads) for x in (k, v))
-    return q[batch : batch + 1, :, heads], k, v
+    if case.is_dense:
+        q, k, v = (_to_bshd(x, case) for x in arrays)
+    k, v = (_keys_or_values(x, case, more, batch, kv_heads) for x in (k, v))
+    q = q[batch : batch + 1, :, heads]
+    return _dequantized(q, case) if case.is_dense else q, k, v
 
 
 def head_of(
@@ -160,7 +151,7 @@ def head_of(
         # Copies, because the cache must not be modified.
         k, v = k.copy(), v.copy()
         k[:, old:], v[:, old:] = _like(k, new_k), _like(v, new_v)
-    return Head(q, k, v, seqlen_k - seqlen_q)
+    return Head(q, k, v, case.first_query if case.is_dense else seqlen_k - seqlen_q)
 
 
 def _slices(case: Case, head: int) -> tuple[slice, slice]:
@@ -169,41 +160,37 @@ def _slices(case: Case, head: int) -> tuple[slice, slice]:
     return slice(head, head + 1), slice(kv_head, kv_head + 1)
 
 
-def _cached(
-    cache: Any, case: Case, more: Mapping[str, np.ndarray], batch: int, heads: slice
+def _keys_or_values(
+    array: Any, case: Case, more: Mapping[str, np.ndarray], batch: int, heads: slice
 ) -> Any:
-    """Return a sequence's rows in the cache, (1, seqlen_k, heads, dim), dequantized if 8-bit."""
+    """Return a sequence's rows of k, v or a cache, (1, seqlen_k, heads, dim), dequantized."""
     seqlen_k = case.key_lengths[batch]
     if case.page_size:
-        pages = cache[:, :, heads][_like(cache, more["block_table"][batch])]
+        pages = array[:, :, heads][_like(array, more["block_table"][batch])]
         rows = pages.reshape(1, -1, *pages.shape[2:])[:, :seqlen_k]
     else:
-        rows = cache[batch : batch + 1, :seqlen_k, heads]
-    return restored(rows, numpy_dtype(case.dtype)) if case.cache_dtype else rows
+        rows = array[batch : batch + 1, :seqlen_k, heads]
+    return _dequantized(rows, case)
+
+
+def _to_bshd(array: Any, case: Case) -> Any:
+    return array.swapaxes(1, 2) if case.layout == "bhsd" else array
+
+
+def _dequantized(array: Any, case: Case) -> Any:
+    return restored(array, numpy_dtype(case.dtype)) if case.cache_dtype else array
 
 
 def _rotated(x: Any, more: Mapping[str, np.ndarray], first: int, *, advance: bool) -> Any:
     """Apply the rotary embedding to rows (1, seqlen, 1, head_dim), and round to their dtype."""
     cos, sin = (_like(x, more[name]) for name in ("rotary_cos", "rotary_sin"))
-    turned = rotated(
-        x,
-        cos,
-        sin,
-        np.array([first]),
-        interleaved=True,
-        advance=advance,
-        compute=cos.dtype,
-    )
-    return turned.astype(x.dtype)
+    options: dict[str, Any] = {"interleaved": True, "advance": advance, "compute": cos.dtype}
+    return rotated(x, cos, sin, np.array([first]), **options).astype(x.dtype)
 
 
 def _like(array: Any, small: np.ndarray) -> Any:
     """Return `small` in the memory that `array` is in: the host's or the GPU's."""
-    if isinstance(array, np.ndarray):
-        return small
-    import cupy
-
-    return cupy.asarray(small)
+    return array_module(array).asarray(small)
 
 
 def appended_reference(
@@ -220,11 +207,11 @@ def appended_reference(
     Parameters
     ----------
     case, arrays, more, batch, head
-        As in `head_of`.
+        Parameters as in `head_of`.
     placed
-        Function that moves an array to where the reference is computed.
+        Function that moves an array to the memory where the reference is computed.
     modifications
-        Keyword arguments of this head's modifications, on arrays that are already there.
+        Keyword arguments of this head's modifications, with arrays in that memory.
     """
     heads, kv_heads = _slices(case, head)
     q, k, v = sequence_of(case, arrays, more, batch, heads, kv_heads)
@@ -256,8 +243,7 @@ def rows_of(
     """Return some heads of one sequence, (1, seqlen, heads, dim), of an output or gradient."""
     if case.kind == "varlen":
         return array[None, rows_in_call(case, more, batch), heads]
-    bshd = array.swapaxes(1, 2) if case.layout == "bhsd" else array
-    return bshd[batch : batch + 1, :, heads]
+    return _to_bshd(array, case)[batch : batch + 1, :, heads]
 
 
 def repeatable(lengths: tuple[int, ...]) -> str:

@@ -1,4 +1,4 @@
-"""Keys that the queries of a case attend to, as ranges; they define the work that is counted."""
+"""Keys that the queries of a case attend to, as ranges; FLOPs and bytes follow from them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class VisibleKeys(NamedTuple):
     step: int = 1
 
     @classmethod
-    def of(cls, mask: Mask, mod: str | None = None, row: int = 0) -> VisibleKeys:
+    def of(cls, mask: Mask, mod: str | None = None, mod_keys: int = 0) -> VisibleKeys:
         """Return the visible keys under a positional mask and a modification in `BUILT_IN`.
 
         Parameters
@@ -42,21 +42,22 @@ class VisibleKeys(NamedTuple):
             Positional mask of one sequence.
         mod
             Name of the modification. Mask arrays are ignored: no kernel can skip pairs by them.
-        row
-            Number of keys that the modification was built for.
+        mod_keys
+            Number of keys that the modification was built for: of a cache, its capacity.
         """
         rows = np.arange(mask.seqlen_q)
         begins, ends = mask.begins(rows), mask.ends(rows)
         built_in = BUILT_IN[mod] if mod else None
         if built_in is None or built_in.visible_range is None:
             return cls(mask, begins, np.maximum(begins, ends))
-        first, last = built_in.visible_range(rows + mask.q_offset, row)
+        first, last = built_in.visible_range(rows + mask.q_offset, mod_keys)
         begins = np.maximum(begins, first)
         return cls(mask, begins, np.maximum(begins, np.minimum(ends, last)), built_in.step)
 
     def pairs(self) -> float:
         """Return the number of visible pairs."""
-        # Begin and end of each key range, in negated steps from the query's position: // rounds up.
+        # A key in [begin, end) is visible if its distance to the query's position, which is in
+        # (position - end, position - begin], is a multiple of the step.
         positions = np.arange(self.mask.seqlen_q) + self.mask.q_offset
         first, last = ((keys - positions) // -self.step for keys in (self.begins, self.ends))
         return float((first - last).sum())
@@ -77,12 +78,13 @@ class VisibleKeys(NamedTuple):
     def tiles_of_keys(self, Bc: int) -> tuple[Ints, Ints]:
         """Return begin and end of the queries that attend to any key of each tile of Bc keys."""
         result = np.zeros((2, -(-self.mask.seqlen_k // Bc)), np.int64)
-        # Range of key tiles that each row attends to. Rows with the same range form runs.
-        of_rows = np.stack([self.begins // Bc, -(-self.ends // Bc)])
-        of_rows[:, self.ends == self.begins] = 0
-        starts = np.flatnonzero(np.diff(of_rows, prepend=-1).any(axis=0))
+        # Range of key tiles that each query attends to. Neighbouring queries with equal ranges form
+        # a run.
+        of_queries = np.stack([self.begins // Bc, -(-self.ends // Bc)])
+        of_queries[:, self.ends == self.begins] = 0
+        starts = np.flatnonzero(np.diff(of_queries, prepend=-1).any(axis=0))
         stops = np.append(starts, self.mask.seqlen_q)[1:]
-        runs = [slice(*tiles) for tiles in of_rows[:, starts].T.tolist()]
+        runs = [slice(*tiles) for tiles in of_queries[:, starts].T.tolist()]
         for run, stop in zip(runs, stops, strict=True):
             result[1, run] = stop
         for run, start in zip(reversed(runs), reversed(starts), strict=True):
@@ -90,10 +92,10 @@ class VisibleKeys(NamedTuple):
         return result[0], result[1]
 
 
-def count_pairs(mask: Mask, mod: str | None, row: int) -> float:
+def count_pairs(mask: Mask, mod: str | None, mod_keys: int) -> float:
     """Return the number of visible pairs of one head; `VisibleKeys.of` describes the parameters.
 
     If only positions mask pairs, the FLOP convention of `Mask.pairs` applies.
     """
     masks_pairs = mod is not None and BUILT_IN[mod].visible_range is not None
-    return VisibleKeys.of(mask, mod, row).pairs() if masks_pairs else mask.pairs()
+    return VisibleKeys.of(mask, mod, mod_keys).pairs() if masks_pairs else mask.pairs()

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,8 @@ class Group:
     Attributes
     ----------
     problem_class
-        Class as in `cupy_flash.planning.tuning.problem_class`. If the cases have modifications,
-        these are appended; tables have no such class.
+        Class as in `cupy_flash.planning.tuning.problem_class`. If the cases have modifications, the
+        class ends with them; tables of tuned tiles have no such class.
     cases
         Cases of the class, at least one.
     """
@@ -70,8 +70,8 @@ def groups_of(cases: Iterable[Weighted]) -> list[Group]:
 # (head_dim, head_dim_v) of published models, among them ViT and GPT-2 (64), LLaMA (128), DeepSeek's
 # MLA (192 and 128) and Gemma (256).
 _DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
-# Two lengths of each class (see `tuning.problem_class`). Numbers of tokens, by bytes per element,
-# and the hidden size are large enough to fill any GPU.
+# Pairs of lengths that belong to one class (see `tuning.problem_class`). The numbers of tokens, by
+# bytes per element, and the hidden size are large enough to fill any GPU.
 _LENGTHS = ((512, 1024), (2048, 4096), (8192, 16384))
 _HIDDEN = 2048
 _TOKENS = {2: 16384, 4: 4096}
@@ -80,85 +80,63 @@ _LATENT_PAGES = (0, 16, 64)
 
 
 def common() -> list[Weighted]:
-    """Return the cases of the preset: 16-bit types and float32, full and causal, by length.
+    """Return cases of 16-bit types and float32, full and causal, of all `_DIMS` and `_LENGTHS`.
 
-    The weights are the inverse of the work, so that both lengths of a class count equally.
+    Both lengths of a class count equally; see `_by_flops`.
     """
     cases = []
     for dtype, (dim, dim_v), causal, lengths in itertools.product(
         ("bfloat16", "float16", "float32"), _DIMS, (False, True), _LENGTHS
     ):
         tokens = _TOKENS[4 if dtype == "float32" else 2]
-        for seqlen in (length for length in lengths if length <= tokens):
-            heads = _HIDDEN // dim
-            case = Case(dtype, tokens // seqlen, seqlen, seqlen, heads, heads, dim, dim_v, causal)
-            cases.append(Weighted(case, 1e12 / case.problem().flops()))
-    return cases
-
-
-def decode() -> list[Weighted]:
-    """Return the decode cases of `presets` in both 16-bit types, without pages and with them.
-
-    All read K and V at about one rate. Weights of 1 / bytes therefore make them count equally.
-    """
-    return [
-        Weighted(case, 1e9 / case.kv_bytes)
-        for dtype in ("bfloat16", "float16")
-        for page_size in (0, *PAGE_SIZES)
-        for named in presets.preset("decode", (dtype,)).cases
-        for case in (dataclasses.replace(named, page_size=page_size),)
-    ]
+        heads = _HIDDEN // dim
+        cases += [
+            Case(dtype, tokens // seqlen, seqlen, seqlen, heads, heads, dim, dim_v, causal)
+            for seqlen in lengths
+            if seqlen <= tokens
+        ]
+    return _by_flops(cases)
 
 
 def decode_quantized() -> list[Weighted]:
-    """Return the cases of `decode` on caches of 8 bits."""
-    return [
-        Weighted(case, 1e9 / case.kv_bytes)
-        for each in decode()
+    """Return the cases of the preset `decode` on caches of 8 bits."""
+    return _by_bytes(
+        dataclasses.replace(each.case, cache_dtype=dtype)
+        for each in PRESETS["decode"]()
         for dtype in LARGEST_QUANTIZED
-        for case in (dataclasses.replace(each.case, cache_dtype=dtype),)
-    ]
-
-
-def mla() -> list[Weighted]:
-    """Return the MLA cases of `presets` in both 16-bit types, paged or not, in 16 and 8 bits."""
-    return [
-        Weighted(case, 1e9 / case.kv_bytes)
-        for dtype, page_size, stored in itertools.product(
-            ("bfloat16", "float16"), _LATENT_PAGES, (None, *LARGEST_QUANTIZED)
-        )
-        for named in presets.preset("mla", (dtype,)).cases
-        for case in (dataclasses.replace(named, page_size=page_size, cache_dtype=stored),)
-    ]
+    )
 
 
 def fp8() -> list[Weighted]:
-    """Return the float8 cases of `presets`, with both 16-bit outputs, weighted by 1 / FLOPs."""
-    return [
-        Weighted(dataclasses.replace(case, cache_dtype=FLOAT8), 1e12 / case.flops())
-        for dtype in ("bfloat16", "float16")
-        for case in presets.preset("fp8", (dtype,)).cases
-    ]
-
-
-def varlen() -> list[Weighted]:
-    """Return the packed cases of `presets` in both 16-bit types, weighted by 1 / FLOPs."""
-    return [
-        Weighted(case, 1e12 / case.flops())
-        for dtype in ("bfloat16", "float16")
-        for case in presets.preset("varlen", (dtype,)).cases
-    ]
+    """Return the float8 cases of `bench --preset fp8`, with both 16-bit outputs."""
+    return _by_flops(_of_bench("fp8", cache_dtype=(FLOAT8,)))
 
 
 def wide() -> list[Weighted]:
-    """Return the cases with heads of 512 columns in both 16-bit types, weighted by 1 / FLOPs."""
-    return [
-        Weighted(case, 1e12 / case.flops())
-        for dtype in ("bfloat16", "float16")
-        for case in presets.preset("wide", (dtype,)).cases
-        # `common` has the heads of 256 columns.
-        if case.head_dim == 512
-    ]
+    """Return the cases of `bench --preset wide` that `common` lacks: heads of 512 columns."""
+    return _by_flops(case for case in _of_bench("wide") if case.head_dim == 512)
+
+
+def _of_bench(name: str, **changes: Sequence[Any]) -> Iterator[Case]:
+    """Yield the cases of a preset of `bench` in both 16-bit types.
+
+    Each case is repeated for every combination of the values in `changes`, which has sequences of
+    values by field of `Case`.
+    """
+    for dtype, *values in itertools.product(("bfloat16", "float16"), *changes.values()):
+        changed = dict(zip(changes, values, strict=True))
+        for case in presets.preset(name, (dtype,)).cases:
+            yield dataclasses.replace(case, **changed)
+
+
+def _by_flops(cases: Iterable[Case]) -> list[Weighted]:
+    """Return cases with weights of 1 / FLOPs: if all have one rate, they count equally."""
+    return [Weighted(case, 1e12 / case.flops()) for case in cases]
+
+
+def _by_bytes(cases: Iterable[Case]) -> list[Weighted]:
+    """Return decoding cases with weights of 1 / bytes: all read K and V at about one rate."""
+    return [Weighted(case, 1e9 / case.kv_bytes) for case in cases]
 
 
 def _backward(cases: Iterable[Weighted]) -> list[Weighted]:
@@ -171,14 +149,16 @@ def _backward(cases: Iterable[Weighted]) -> list[Weighted]:
 
 PRESETS: dict[str, Callable[[], list[Weighted]]] = {
     "common": common,
-    "decode": decode,
+    "decode": lambda: _by_bytes(_of_bench("decode", page_size=(0, *PAGE_SIZES))),
     "decode-quantized": decode_quantized,
-    "mla": mla,
+    "mla": lambda: _by_bytes(
+        _of_bench("mla", page_size=_LATENT_PAGES, cache_dtype=(None, *LARGEST_QUANTIZED))
+    ),
     "fp8": fp8,
-    "varlen": varlen,
+    "varlen": lambda: _by_flops(_of_bench("varlen")),
     "wide": wide,
     "common-backward": lambda: _backward(common()),
-    "varlen-backward": lambda: _backward(varlen()),
+    "varlen-backward": lambda: _backward(_by_flops(_of_bench("varlen"))),
 }
 
 
@@ -193,7 +173,7 @@ _CHOICES = {
     "cache_dtype": tuple(LARGEST_QUANTIZED),
 }
 _REQUIRED = ("seqlen_q", "heads_q", "head_dim")
-# Kinds of case that a field applies to.
+# Values of the field `kind` with which a case may have each of these fields.
 _KINDS_OF = {
     "page_size": ("cache",),
     "cache_dtype": ("cache", "dense"),
@@ -209,17 +189,10 @@ _FROM_ONE = ("heads_q", "heads_kv", "head_dim", "head_dim_v")
 def read_workload(path: Path) -> list[Weighted]:
     """Return the weighted cases in a JSON or CSV file.
 
-    Parameters
-    ----------
-    path
-        Path of a JSON list of objects or a CSV table, with fields of `Case` and `weight`.
-        seqlen_q, heads_q and head_dim are required; seqlen_k, heads_kv and head_dim_v default to
-        them. dtype defaults to bfloat16; batch and weight default to 1.
-
-    Raises
-    ------
-    click.UsageError
-        If the file has another form; the message names the row and the field.
+    The file is a JSON list of objects or a CSV table, with fields of `Case` and `weight`. seqlen_q,
+    heads_q and head_dim are required; seqlen_k, heads_kv and head_dim_v default to them. dtype
+    defaults to bfloat16; batch and weight default to 1. If the file has another form, raise a usage
+    error that names the row and the field.
     """
     try:
         # Spreadsheets put a byte order mark before their CSV.
@@ -257,7 +230,7 @@ def _weighted(row: Mapping[str, Any], where: str) -> Weighted:
         "head_dim_v": fields["head_dim"],
     }
     defaults = {name: value for name, value in defaults.items() if name not in fields}
-    # The row's own fields first, so that messages name a field that the file contains.
+    # The row's own fields are parsed first, so that messages name a field that the file contains.
     values = {name: _value(name, value, where) for name, value in (fields | defaults).items()}
     kind = values.get("kind", "dense")
     for name, kinds in _KINDS_OF.items():

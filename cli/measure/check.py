@@ -10,20 +10,19 @@ from typing import Any
 
 import numpy as np
 
+from cupy_flash.arrays.strided import array_module
 from cupy_flash.reference.dense import attention_naive, attention_reference, error_bound, max_error
 
 from ..cases import sequences
 from ..cases.cases import Case
-from ..cases.inputs import Inputs
+from ..cases.inputs import Inputs, placed_on
 from ..cases.mod_arguments import numpy_dtype, restricted
-from ..cases.quantized import restored
-from ..cases.sequences import Arrays, Head
 
-# Number of scores that the reference computes in about a second. The time is bound on the GPU by
-# some ten passes over float64 scores, and on the host by exp.
+# Number of scores that the reference computes in about a second. On the GPU, about ten passes over
+# the float64 scores limit the rate; on the host, exp does.
 GPU_SCORES = 2_000_000_000
 HOST_SCORES = 40_000_000
-# Limit of the number of blocks; with more, launches take longer than arithmetic.
+# Maximum number of blocks; with more, kernel launches take longer than the arithmetic.
 _MOST_BLOCKS = 256
 # Size of a sample: at least _LEAST_HEADS heads, and _ROWS_PER_HEAD rows per head in blocks of
 # _BLOCK_ROWS, spread over the sequence. SAMPLE_ROWS limits the rows of all heads together.
@@ -31,7 +30,7 @@ _LEAST_HEADS = 4
 _ROWS_PER_HEAD = 1024
 _BLOCK_ROWS = 128
 SAMPLE_ROWS = 16384
-# Size of a sample of sequences of different lengths: sequences, and rows in all of them.
+# Size of a sample if sequences have different lengths: sequences, and rows of all of them together.
 _MOST_SEQUENCES = 64
 _SEQUENCES_ROWS = 65536
 # Limit of a block's float32 scores in bytes.
@@ -53,7 +52,9 @@ class Block:
 def choose_blocks(
     case: Case, seed: int, most_scores: int, most_rows: int | None = None
 ) -> list[Block]:
-    """Return all rows if that is little work, otherwise a random sample with each head's last rows.
+    """Return blocks of all rows if that is little work, otherwise of a random sample.
+
+    A sample has the last rows of each chosen head.
 
     Parameters
     ----------
@@ -101,14 +102,7 @@ def _blocks_of_sequences(case: Case, seed: int, most_scores: int, most_rows: int
     share = max(len(chosen), 1)
     blocks = []
     for batch in chosen:
-        alone = dataclasses.replace(
-            case,
-            kind="dense",
-            batch=1,
-            seqlen_q=lengths[batch],
-            seqlen_k=lengths[batch],
-            lengths=None,
-        )
+        alone = case.as_dense(1, lengths[batch], lengths[batch])
         result = choose_blocks(alone, seed + batch, most_scores // share, most_rows // share)
         blocks += [dataclasses.replace(block, batch=batch) for block in result]
     return blocks
@@ -189,8 +183,9 @@ class Check:
             See `choose_blocks`.
         """
         case = inputs.case
-        # Without cuBLAS the reference runs on the host, so that a minimal installation checks, too.
+        # Without cuBLAS the reference is computed on the host.
         self._on_gpu = on_gpu and why_no_matmul() is None
+        self._placed = placed_on(gpu=self._on_gpu)
         self._case, self._more = case, inputs.more
         most_scores = GPU_SCORES if self._on_gpu else HOST_SCORES
         self._blocks = choose_blocks(case, seed, most_scores, most_rows)
@@ -210,7 +205,7 @@ class Check:
         modifications = inputs.modifications(on_gpu=self._on_gpu)
         references, lses, naives = [], [], []
         for block in self._blocks:
-            head = _head(case, arrays, self._more, block)
+            head = sequences.head_of(case, arrays, self._more, block.batch, block.head)
             rows = head.q[:, block.start : block.stop]
             rows, keys, values = (self._placed(x) for x in (rows, head.k, head.v))
             options: dict[str, Any] = {
@@ -219,13 +214,8 @@ class Check:
                 "q_offset": head.first_query + block.start,
             }
             options |= self._of_block(modifications, block, block.start, block.stop)
-            naive = attention_naive(
-                rows,
-                keys,
-                values,
-                as_float8=case.is_dense and case.cache_dtype is not None,
-                **options,
-            )
+            as_float8 = case.is_dense and case.cache_dtype is not None
+            naive = attention_naive(rows, keys, values, as_float8=as_float8, **options)
             naives.append(naive.astype(np.float64))
             if case.append:
                 out, lse = sequences.appended_reference(
@@ -238,20 +228,19 @@ class Check:
                 out, lse = attention_reference(rows, keys, values, return_lse=True, **options)
             references.append(out)
             lses.append(lse)
-        xp = module_of(references[0])
+        xp = array_module(references[0])
         reference, naive = xp.concatenate(references, 1), xp.concatenate(naives, 1)
         lse = xp.concatenate(lses, 2)
         finite = (xp.isfinite(reference) & xp.isfinite(naive)).all((0, 2, 3))
         if not finite.all():
-            # If the plain formula overflows, it cannot judge a result.
+            # Where the naive formula overflows, it gives no bound for the result.
             self._finite = finite
             reference, naive, lse = reference[:, finite], naive[:, finite], lse[:, :, finite]
         self._reference = reference
-        # float64 results may have the reference's own error, and few rows may be exact by chance.
-        needs_lse = few or case.dtype == "float64"
-        return error_bound(
-            naive, reference, numpy_dtype(case.dtype), lse=lse if needs_lse else None
-        )
+        # `error_bound` needs lse if the naive result's error says little: in float64, in which the
+        # reference has the same errors, and of few rows, which may be exact by chance.
+        used_lse = lse if few or case.dtype == "float64" else None
+        return error_bound(naive, reference, numpy_dtype(case.dtype), lse=used_lse)
 
     def _of_block(
         self, modifications: Mapping[str, Any], block: Block, start: int, stop: int
@@ -271,7 +260,7 @@ class Check:
         if not self._blocks:
             return 0.0
         rows = [self._placed(self._rows(out, block)).astype(np.float64) for block in self._blocks]
-        result = module_of(rows[0]).concatenate(rows, 1)
+        result = array_module(rows[0]).concatenate(rows, 1)
         compared = result if self._finite is None else result[:, self._finite]
         return max_error(compared, self._reference)
 
@@ -280,44 +269,3 @@ class Check:
         head = slice(block.head, block.head + 1)
         one = sequences.rows_of(self._case, out, self._more, block.batch, head)
         return one[:, block.start : block.stop]
-
-    def _placed(self, array: Any) -> Any:
-        """Return the array in the memory where the reference is computed."""
-        is_host = isinstance(array, np.ndarray)
-        if self._on_gpu == (not is_host):
-            return array
-        import cupy
-
-        return cupy.asarray(array) if is_host else cupy.asnumpy(array)
-
-
-def module_of(array: Any) -> Any:
-    """Return NumPy or CuPy, whichever created the array."""
-    if isinstance(array, np.ndarray):
-        return np
-    import cupy
-
-    return cupy
-
-
-def _to_bshd(array: Any, layout: str) -> Any:
-    return array.swapaxes(1, 2) if layout == "bhsd" else array
-
-
-def _one_head(bshd: Any, batch: int, head: int) -> Any:
-    return bshd[batch : batch + 1, :, head : head + 1]
-
-
-def _head(case: Case, arrays: Arrays, more: Mapping[str, np.ndarray], block: Block) -> Head:
-    """Return the head of a block, with arrays (1, seqlen, 1, dim)."""
-    if not case.is_dense:
-        return sequences.head_of(case, arrays, more, block.batch, block.head)
-    q, k, v = (_to_bshd(array, case.layout) for array in arrays)
-    kv_head = block.head // (case.heads_q // case.heads_kv)
-    q, k, v = (
-        _one_head(array, block.batch, head)
-        for array, head in ((q, block.head), (k, kv_head), (v, kv_head))
-    )
-    if case.cache_dtype:
-        q, k, v = (restored(array, numpy_dtype(case.dtype)) for array in (q, k, v))
-    return Head(q, k, v, case.first_query)

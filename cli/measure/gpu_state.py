@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..records.environment import available_cpus
@@ -35,8 +35,10 @@ _REASONS = {
 }
 # A GPU at full load normally runs at its power cap; the other reasons indicate a problem.
 _USUAL = "power cap"
+# Fraction of the samples above which a reason that indicates a problem is reported.
 _SELDOM = 0.05
-# Percentage of time that others may be busy: on the GPU before a run, on the CPU during a run.
+# Percentage of time in which other processes may use the GPU before a run, or the CPUs during it,
+# without a warning.
 _BUSY = 10
 
 
@@ -70,10 +72,6 @@ class GpuState:
     held_down: dict[str, float] = field(default_factory=dict)
     busy_before: float = 0
     other_processes: int = 0
-
-    def as_record(self) -> dict[str, object]:
-        """Return the fields for the metadata of a record."""
-        return asdict(self)
 
     @property
     def unreliable(self) -> str | None:
@@ -119,10 +117,6 @@ class CpuState:
     """
 
     others: float | None = None
-
-    def as_record(self) -> dict[str, object]:
-        """Return the fields for the metadata of a record."""
-        return asdict(self)
 
     @property
     def unreliable(self) -> str | None:
@@ -188,12 +182,9 @@ class GpuWatch:
 
 @contextlib.contextmanager
 def watched(bus_id: str | None) -> Iterator[GpuWatch | CpuWatch]:
-    """Watch a GPU, or the CPUs, while the block runs; without nvidia-smi a GPU's state is empty.
+    """Watch the GPU with this PCI bus id, or the CPUs if it is None, while the block runs.
 
-    Parameters
-    ----------
-    bus_id
-        PCI bus id of the GPU; None for the CPUs.
+    Without nvidia-smi, the state of a GPU stays empty.
     """
     if bus_id is None:
         yield CpuWatch()
@@ -206,7 +197,8 @@ def watched(bus_id: str | None) -> Iterator[GpuWatch | CpuWatch]:
     select = [program, f"--id={bus_id}"]
     busy, others = _load_before(select)
     query = [*select, f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"]
-    # To a file: the block does not read the output, so a pipe would be full after two minutes.
+    # The samples go to a file: nothing reads them before the end of the block, and a pipe would be
+    # full after two minutes.
     with tempfile.TemporaryFile("w+") as samples:
         with subprocess.Popen(
             [*query, f"--loop-ms={_SAMPLE_MILLISECONDS}"],
@@ -229,14 +221,9 @@ def bus_id() -> str:
 
 
 def busy_before(gpu: str) -> str | None:
-    """Return why times measured from now on are not reliable.
+    """Return why times measured from now on are not reliable; `gpu` is the GPU's PCI bus id.
 
-    None if the GPU is idle or nvidia-smi is not installed.
-
-    Parameters
-    ----------
-    gpu
-        PCI bus id of the GPU.
+    Return None if the GPU is idle or nvidia-smi is not installed.
     """
     program = shutil.which("nvidia-smi")
     if program is None:
@@ -255,7 +242,7 @@ def _load_before(select: Sequence[str]) -> tuple[float, int]:
         return done.stdout.split() if done.returncode == 0 else []
 
     busy = ask("--query-gpu=utilization.gpu")
-    # This process is one of them, because it has a CUDA context by now.
+    # This process is in the list, because it has a CUDA context by now.
     others = max(0, len(ask("--query-compute-apps=pid")) - 1)
     return float(busy[0]) if busy and busy[0].isdigit() else 0.0, others
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cupy_flash.arrays.strided import array_module
 from cupy_flash.problem.gradient import ROWS
 from cupy_flash.reference.dense import attention_reference, max_error
 from cupy_flash.reference.gradients import (
@@ -22,17 +23,18 @@ from ..cases.sequences import rows_in_call, rows_of
 from . import check
 from .check import GPU_SCORES, HOST_SCORES, SAMPLE_ROWS, Check, Coverage
 
-# Work relative to a forward check: three formulas of five products each, instead of two of two.
+# Ratio of the work to that of a forward check: three formulas with five products each, instead of
+# two formulas with two products each.
 _WORK = 4
-# Limit of the number of groups; with more, launches take longer than arithmetic.
+# Maximum number of groups; with more, kernel launches take longer than the arithmetic.
 _MOST_GROUPS = 64
 
 
 class Group(NamedTuple):
     """All query heads of a sequence that belong to one KV head.
 
-    Their gradients are computed as a whole: an element of dk depends on all queries that attend to
-    its key, and those depend on all their keys.
+    The gradients of a group are computed together: an element of dk depends on all queries that
+    attend to its key, and the softmax of these queries depends on all keys that they attend to.
     """
 
     batch: int
@@ -47,7 +49,7 @@ class _Part(NamedTuple):
     exact
         Reference gradients; 0 where they are not compared.
     finite
-        Whether each element is compared: it is, if reference and naive gradients are finite.
+        Whether each element is compared: its reference and its naive gradient must be finite.
     bounds
         Largest difference that passes, for each gradient.
     """
@@ -60,7 +62,7 @@ class _Part(NamedTuple):
 def choose_groups(
     case: Case, seed: int, most_scores: int, most_rows: int | None = None
 ) -> list[Group]:
-    """Return all groups if that is little work, otherwise a random one of the longest and others.
+    """Return all groups if that is little work, otherwise a random sample with a longest sequence.
 
     Parameters
     ----------
@@ -158,10 +160,10 @@ class GradientCheck:
         naive = backward_naive(*given, out=out, wrt=ROWS, **options)
         sizes = gradient_sizes(*given, wrt=ROWS, **options)
         _, lse = attention_reference(q, k, v, return_lse=True, **options)
-        xp = check.module_of(q)
+        xp = array_module(q)
         kept, finite, bounds = [], [], []
         for result in zip(naive, exact, sizes, strict=True):
-            # Where the plain formula overflows, it cannot judge a gradient.
+            # Where the naive formula overflows, it gives no bound for the gradient.
             is_finite = xp.isfinite(result[0]) & xp.isfinite(result[1]) & xp.isfinite(result[2])
             numbers, reference, size = (xp.where(is_finite, x, 0) for x in result)
             kept.append(reference)
@@ -176,7 +178,7 @@ class GradientCheck:
         for group, part in self._parts.items():
             gradients = self._of_group(group, result)
             for got, exact, finite, bound in zip(gradients, *part, strict=True):
-                compared = check.module_of(got).where(finite, got.astype(np.float64), 0)
+                compared = array_module(got).where(finite, got.astype(np.float64), 0)
                 worst = max(worst, max_error(compared, exact) / bound)
         return worst
 

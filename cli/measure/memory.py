@@ -10,17 +10,10 @@ from .timing import Timed
 
 
 def host_peak_bytes(timed: Timed) -> int:
-    """Measure a call on NumPy arrays: peak of what Python and NumPy allocate, output included.
+    """Return the peak of the bytes that Python and NumPy allocate in a call, output included.
 
-    Parameters
-    ----------
-    timed
-        Call that was made before, so that everything it caches exists.
-
-    Returns
-    -------
-    int
-        Number of bytes, without memory that a BLAS allocates for itself.
+    The call was made before, so that everything that it caches exists. Memory that a BLAS allocates
+    for itself does not count.
     """
     was_tracing = tracemalloc.is_tracing()
     tracemalloc.start()
@@ -28,7 +21,7 @@ def host_peak_bytes(timed: Timed) -> int:
         with timed.scope():
             tracemalloc.reset_peak()
             before = tracemalloc.get_traced_memory()[0]
-            # Held until the peak is read, as a caller would hold it.
+            # The result is held until the peak is read, as a caller would hold it.
             result = timed.call()
             peak = tracemalloc.get_traced_memory()[1]
             del result
@@ -39,18 +32,10 @@ def host_peak_bytes(timed: Timed) -> int:
 
 
 def cupy_peak_bytes(timed: Timed) -> int:
-    """Measure a call on CuPy arrays: peak of the device memory from CuPy's pool, output included.
+    """Return the peak of the bytes that a call takes from CuPy's memory pool, output included.
 
-    Parameters
-    ----------
-    timed
-        Call that was made before.
-
-    Returns
-    -------
-    int
-        Number of bytes, with each array rounded up to the pool's 512. Memory that libraries
-        allocate outside the pool is not counted.
+    The call was made before. Each array counts with its size rounded up to a multiple of 512 bytes.
+    Memory that libraries allocate outside the pool does not count.
     """
     import cupy
 
@@ -70,24 +55,17 @@ def cupy_peak_bytes(timed: Timed) -> int:
             live.pop(block["mem_ptr"], None)
 
     with timed.scope(), Ledger():
-        # Held until the hook is removed, as a caller would hold it.
+        # The result is held until the hook is removed, as a caller would hold it.
         result = timed.call()
     del result
     return peak
 
 
 def torch_peak_bytes(timed: Timed) -> int:
-    """Measure a call on torch tensors: peak of torch's own device memory, output included.
+    """Return the peak of the bytes of device memory that a call takes from torch, output included.
 
-    Parameters
-    ----------
-    timed
-        Call that was made before: torch keeps its libraries' workspaces from the first call on.
-
-    Returns
-    -------
-    int
-        Number of bytes, with each tensor rounded up to the allocator's 512.
+    The call was made before: torch keeps its libraries' workspaces from the first call on. Each
+    tensor counts with its size rounded up to a multiple of 512 bytes.
     """
     cuda = sys.modules["torch"].cuda
     with timed.scope():

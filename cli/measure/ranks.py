@@ -26,7 +26,7 @@ class RankError(RuntimeError):
 
 
 class _Rank(NamedTuple):
-    """A process, and this side of the pipe to it."""
+    """A process, and the parent's end of the pipe to it."""
 
     number: int
     process: SpawnProcess
@@ -42,17 +42,8 @@ class _Rank(NamedTuple):
 def on_ranks(work: Work, ranks: int, *arguments: Any, seconds: float) -> list[Any]:
     """Return the result of `work(communicator, *arguments)` in each of `ranks` processes.
 
-    Process r is rank r, and GPU r is its current device.
-
-    Parameters
-    ----------
-    seconds
-        Time limit, after which processes that still run are killed.
-
-    Raises
-    ------
-    RankError
-        If a rank fails; with the traceback of the first one.
+    Process r is rank r, and GPU r is its current device. Processes that still run after `seconds`
+    are killed. Raise RankError if a rank fails, with the traceback of the first one.
     """
     started = [_start(_send_result, ranks, rank, (work, *arguments)) for rank in range(ranks)]
     deadline = time.monotonic() + seconds
@@ -77,19 +68,14 @@ class RankProcesses:
     ranks
         Number of ranks, including this process.
     seconds
-        Time limit for the start of the other processes.
-
-    Raises
-    ------
-    RankError
-        If one of them is not ready in time.
+        Time limit for the start of the other processes, after which RankError is raised.
     """
 
     def __init__(self, work: Work, ranks: int, *, seconds: float = _START_SECONDS) -> None:
         deadline = time.monotonic() + seconds
         self._others = [_start(work, ranks, rank, ()) for rank in range(1, ranks)]
         try:
-            # Checked first: creating a communicator waits for all ranks without a time limit.
+            # The ranks are awaited first, because creating a communicator has no time limit.
             _receive_all(self._others, deadline)
         except RankError:
             self.close()

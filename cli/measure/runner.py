@@ -30,7 +30,8 @@ from .timing import (
     spread,
 )
 
-# Number of calls whose host time is measured. Long calls are fewer, limited by their total time.
+# Largest and smallest number of calls whose host time is measured, and a limit of their total time,
+# which reduces the number of long calls.
 _HOST_TIME_CALLS = 200
 _FEWEST_HOST_TIME_CALLS = 20
 _HOST_TIME_SECONDS = 2.0
@@ -38,11 +39,13 @@ _HOST_TIME_SECONDS = 2.0
 # with about this many. That takes a few tenths of a second, enough to keep several cores busy.
 _PROBE_FLOPS = 4e9
 _PROBE_ROWS = 1024
-# An estimate may be too long by these factors: from a part of the case, and from another case with
-# the same head_dim. A case is refused only if it exceeds the limit in spite of them.
+# Factors by which an estimate may be too long: an estimate from a part of the case, and one from
+# another case with the same head_dim. A case is refused only if the estimate divided by its factor
+# is over the limit.
 _PART_MARGIN = 2
 _CASE_MARGIN = 4
-# From this number of query rows on, the rate is about constant; with fewer, reading K and V counts.
+# With at least this many query rows, the FLOP rate is about constant; with fewer, reading K and V
+# takes much of the time.
 _RATE_ROWS = 256
 # Calls with more memory are not captured in a CUDA graph, which would hold that memory. They last
 # so long that the host's overhead does not matter.
@@ -50,7 +53,7 @@ _GRAPH_BYTES = 1 << 30
 # Exceptions by which a provider refuses a case in `prepare`.
 _REFUSALS = (ValueError, RuntimeError, MemoryError)
 # Exceptions whose message is a sentence. For others, the type is printed before the message.
-_TELLING = (ValueError, RuntimeError, MemoryError, OSError)
+_PLAIN_ERRORS = (ValueError, RuntimeError, MemoryError, OSError)
 
 
 @dataclass
@@ -235,7 +238,10 @@ class Runner:
         return repeats_within(s.cell_seconds, one_repeat, s.warmup, s.repeats)
 
     def _over_limit(self, provider: Provider, one_call: float, margin: int = 1) -> str | None:
-        """Return why a call is not repeated, or None; its estimate may be too long by `margin`."""
+        """Return why a call is too long to be repeated, or None if it is not.
+
+        `one_call` may be an estimate that is too long by the factor `margin`.
+        """
         if self._repeats(provider, one_call / margin):
             return None
         pause = self._timer(provider).pause
@@ -310,7 +316,7 @@ class Runner:
         calls = []
         for index, cell in enumerate(cells):
             if cell.prepared is not None and cell.reason is None:
-                calls.append((cell, _telling(cell, replays.get(index, cell.prepared.timed))))
+                calls.append((cell, _noting_failure(cell, replays.get(index, cell.prepared.timed))))
                 kind = "graph" if index in replays else "events"
                 cell.timed_by = kind if cell.provider.on_gpu else "clock"
         while calls:
@@ -330,7 +336,7 @@ class Runner:
             return
 
 
-def _telling(cell: Cell, timed: Timed) -> Timed:
+def _noting_failure(cell: Cell, timed: Timed) -> Timed:
     """Return the call with a wrapper that stores the reason of a failure in the cell."""
 
     def call() -> Any:
@@ -378,7 +384,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 def _text(error: Exception) -> str:
     kind, text = type(error).__name__, str(error).strip()
-    if isinstance(error, _TELLING):
+    if isinstance(error, _PLAIN_ERRORS):
         return text or kind
     return f"{kind}: {text}" if text else kind
 
@@ -410,7 +416,7 @@ def _seconds(value: float) -> str:
 
 
 def _part(inputs: Inputs) -> Inputs:
-    """Return the inputs of the last query rows of some heads: as much work as a probe may be."""
+    """Return the inputs of the last query rows of some heads, with at most the work of a probe."""
     if not inputs.case.is_dense:
         inputs = _longest_alone(inputs)
     case = inputs.case
@@ -433,20 +439,7 @@ def _longest_alone(inputs: Inputs) -> Inputs:
     """Return the inputs of the longest sequence as a batch of one."""
     case = inputs.case
     batch = max(range(case.batch), key=case.key_lengths.__getitem__)
-    alone = Case(
-        case.dtype,
-        1,
-        case.query_lengths[batch],
-        case.key_lengths[batch],
-        case.heads_q,
-        case.heads_kv,
-        case.head_dim,
-        case.head_dim_v,
-        case.causal,
-        softmax_scale=case.softmax_scale,
-        mods=case.mods,
-        direction=case.direction,
-    )
+    alone = case.as_dense(1, case.query_lengths[batch], case.key_lengths[batch])
     return Inputs(alone, _host=sequence_of(case, inputs.host, inputs.more, batch))
 
 

@@ -18,11 +18,14 @@ Clock = Callable[[], float]
 # before they end, so that the events measure GPU time only.
 _FLUSH_PASSES = 4
 _FLUSH_SECONDS = 40e-6
-# Calls between synchronizations while host time is measured, so that the launch queue never fills.
+# Number of calls between two synchronizations while host time is measured; with more, the launch
+# queue might fill up.
 _QUEUED_CALLS = 20
-# Calls from an idle start whose wall time is measured, and the time limit for all of them.
+# Number of calls whose wall time from an idle GPU to their end is measured, and the time limit for
+# all of them.
 _QUIET_CALLS = 20
 _QUIET_SECONDS = 1.0
+# Size of the array whose copy gives the rate of copies.
 _COPIED_BYTES = 1 << 30
 
 
@@ -87,7 +90,7 @@ _SETTLE_SECONDS = 0.1
 
 
 class HostTimer:
-    """Timer of calls that return when they are done; it lets the cores come to rest before each."""
+    """Timer of calls that return when they are done; it waits for idle BLAS threads before each."""
 
     pause = _SETTLE_SECONDS
 
@@ -166,9 +169,9 @@ def alternate(
     A call with fewer repeats than the others is not measured in the last rounds.
     """
     results: list[list[Any]] = [[] for _ in calls]
-    for turn in range(max(repeats, default=0)):
+    for repeat in range(max(repeats, default=0)):
         for timed, wanted, result in zip(calls, repeats, results, strict=True):
-            if turn < wanted:
+            if repeat < wanted:
                 result.append(measure(timed))
     return results
 
@@ -176,14 +179,8 @@ def alternate(
 def call_milliseconds(timer: Timer, timed: Timed, one_call: float) -> Spread:
     """Measure the wall time of a call from an idle processor to its end, in milliseconds.
 
-    Parameters
-    ----------
-    timer
-        Timer whose `once` measures a call.
-    timed
-        Call that was made before.
-    one_call
-        Approximate seconds of a call; long calls are repeated less often.
+    The call was made before. `one_call` is its approximate duration in seconds; long calls are
+    repeated less often.
     """
     affordable = int(_QUIET_SECONDS / max(one_call, 1e-6))
     count = min(_QUIET_CALLS, max(1, affordable))
@@ -231,15 +228,8 @@ def repeats_within(seconds: float, one_repeat: float, warmup: int, repeats: int)
 def replayed(timed: Timed) -> Timed | None:
     """Capture the GPU work of a call on CuPy arrays in a CUDA graph, to launch it repeatedly.
 
-    Parameters
-    ----------
-    timed
-        Call that was made before, so that it compiles nothing.
-
-    Returns
-    -------
-    Timed
-        Call that launches the graph on CuPy's current stream. None if the call cannot be captured.
+    The call was made before, so that it compiles nothing. Return a call that launches the graph on
+    CuPy's current stream, or None if the call cannot be captured.
     """
     import cupy
 

@@ -124,7 +124,8 @@ def standard(problem: Problem) -> Traffic:
     """Return the traffic of separate products, with score matrices in device memory between them.
 
     dv = P' dout; dP = dout v'; dS = P (dP - rowsum(dout out)); dq = dS k; dk = dS' q. P is left by
-    the forward pass, with all biases in it. A product reads each operand once, which flatters it.
+    the forward pass, with all biases in it. A product reads each operand once, an assumption that
+    favours this algorithm.
     """
     scores = problem.rows * problem.seqlen_k * problem.itemsize
     key_values = _key_values(problem)

@@ -57,12 +57,8 @@ class Gpu:
         """Return the peak rate for products of a dtype in its own precision.
 
         A float32 product may consist of three tf32 products if that is faster. A 16-bit dtype that
-        the tensor cores do not support is computed in float32.
-
-        Raises
-        ------
-        ValueError
-            If the source states no rate for the dtype.
+        the tensor cores do not support is computed in float32. Raise ValueError if the source
+        states no rate for the dtype.
         """
         flops = self.peak_flops
         if dtype in ("float16", "bfloat16") and dtype in flops:
@@ -99,27 +95,23 @@ def _gpu(
     sms: int,
     l2_mib: int,
     gb_per_s: float,
-    fp32: float,
     half: float,
     bf16: bool = True,
-    tf32: float | None = None,
-    fp64: float | None = None,
+    **rates: float,
 ) -> Gpu:
-    """Return an entry of the table; rates are in TFLOP/s without sparsity."""
-    rates = {
-        "float16": half,
-        "bfloat16": half if bf16 else None,
-        "tf32": tf32,
-        "float32": fp32,
-        "float64": fp64,
-    }
+    """Return an entry of the table.
+
+    `half` is the rate for float16 and, if `bf16`, for bfloat16; `rates` has those of other dtypes.
+    All are in TFLOP/s, without sparsity.
+    """
+    rates |= {"float16": half, "bfloat16": half} if bf16 else {"float16": half}
     return Gpu(
         name=name,
         arch=arch,
         sm_count=sms,
         l2_bytes=l2_mib * KIB * KIB,
         hbm_bytes_per_second=gb_per_s * 1e9,
-        peak_flops={dtype: rate * 1e12 for dtype, rate in rates.items() if rate is not None},
+        peak_flops={dtype: rate * 1e12 for dtype, rate in rates.items()},
         source=source,
         aliases=aliases,
     )
@@ -133,76 +125,76 @@ _H100 = "NVIDIA H100 Tensor Core GPU datasheet"
 GPUS: tuple[Gpu, ...] = (
     _gpu(
         "T4", ("Tesla T4",), "NVIDIA T4 datasheet",
-        arch=75, sms=40, l2_mib=4, gb_per_s=320, half=65, bf16=False, fp32=8.1,
+        arch=75, sms=40, l2_mib=4, gb_per_s=320, half=65, bf16=False, float32=8.1,
     ),
     _gpu(
         "V100", ("Tesla V100-SXM2-32GB", "Tesla V100-SXM2-16GB", "V100-SXM2"),
         "NVIDIA V100 Tensor Core GPU datasheet",
-        arch=70, sms=80, l2_mib=6, gb_per_s=900, half=125, bf16=False, fp32=15.7, fp64=7.8,
+        arch=70, sms=80, l2_mib=6, gb_per_s=900, half=125, bf16=False, float32=15.7, float64=7.8,
     ),
     _gpu(
         "A10", ("NVIDIA A10",), "NVIDIA A10 datasheet",
-        arch=86, sms=72, l2_mib=6, gb_per_s=600, half=125, tf32=62.5, fp32=31.2,
+        arch=86, sms=72, l2_mib=6, gb_per_s=600, half=125, tf32=62.5, float32=31.2,
     ),
     _gpu(
         "A10G", ("NVIDIA A10G",), "NVIDIA A10G datasheet (Amazon EC2 G5)",
-        arch=86, sms=80, l2_mib=6, gb_per_s=600, half=70, tf32=35, fp32=35,
+        arch=86, sms=80, l2_mib=6, gb_per_s=600, half=70, tf32=35, float32=35,
     ),
     _gpu(
         "A100", ("NVIDIA A100-SXM4-80GB", "A100-80GB", "A100-SXM", "A100-SXM-80GB"), _A100,
-        arch=80, sms=108, l2_mib=40, gb_per_s=2039, half=312, tf32=156, fp32=19.5, fp64=19.5,
+        arch=80, sms=108, l2_mib=40, gb_per_s=2039, half=312, tf32=156, float32=19.5, float64=19.5,
     ),
     _gpu(
         "A100-40GB", ("NVIDIA A100-SXM4-40GB", "A100-SXM-40GB"), _A100,
-        arch=80, sms=108, l2_mib=40, gb_per_s=1555, half=312, tf32=156, fp32=19.5, fp64=19.5,
+        arch=80, sms=108, l2_mib=40, gb_per_s=1555, half=312, tf32=156, float32=19.5, float64=19.5,
     ),
     _gpu(
         "A100-PCIe", ("NVIDIA A100 80GB PCIe", "A100-PCIe-80GB"), _A100,
-        arch=80, sms=108, l2_mib=40, gb_per_s=1935, half=312, tf32=156, fp32=19.5, fp64=19.5,
+        arch=80, sms=108, l2_mib=40, gb_per_s=1935, half=312, tf32=156, float32=19.5, float64=19.5,
     ),
     _gpu(
         "RTX-3090", ("NVIDIA GeForce RTX 3090", "3090"),
         "NVIDIA Ampere GA102 GPU Architecture whitepaper",
-        arch=86, sms=82, l2_mib=6, gb_per_s=936, half=71, tf32=35.6, fp32=35.6,
+        arch=86, sms=82, l2_mib=6, gb_per_s=936, half=71, tf32=35.6, float32=35.6,
     ),
     _gpu(
         "RTX-4090", ("NVIDIA GeForce RTX 4090", "4090"),
         "NVIDIA Ada GPU Architecture whitepaper",
-        arch=89, sms=128, l2_mib=72, gb_per_s=1008, half=165.2, tf32=82.6, fp32=82.6,
+        arch=89, sms=128, l2_mib=72, gb_per_s=1008, half=165.2, tf32=82.6, float32=82.6,
     ),
     _gpu(
         "RTX-5090", ("NVIDIA GeForce RTX 5090", "5090"),
         "NVIDIA RTX Blackwell GPU Architecture whitepaper",
-        arch=120, sms=170, l2_mib=96, gb_per_s=1792, half=209.5, tf32=104.8, fp32=104.8,
+        arch=120, sms=170, l2_mib=96, gb_per_s=1792, half=209.5, tf32=104.8, float32=104.8,
     ),
     _gpu(
         "L4", ("NVIDIA L4",), "NVIDIA L4 Tensor Core GPU datasheet",
-        arch=89, sms=58, l2_mib=48, gb_per_s=300, half=121, tf32=60, fp32=30.3,
+        arch=89, sms=58, l2_mib=48, gb_per_s=300, half=121, tf32=60, float32=30.3,
     ),
     _gpu(
         "L40S", ("NVIDIA L40S",), "NVIDIA L40S datasheet",
-        arch=89, sms=142, l2_mib=96, gb_per_s=864, half=362.05, tf32=183, fp32=91.6,
+        arch=89, sms=142, l2_mib=96, gb_per_s=864, half=362.05, tf32=183, float32=91.6,
     ),
     _gpu(
         "H100", ("NVIDIA H100 80GB HBM3", "H100-SXM", "H100-SXM5"), _H100,
-        arch=90, sms=132, l2_mib=50, gb_per_s=3350, half=989.5, tf32=494.5, fp32=67, fp64=67,
+        arch=90, sms=132, l2_mib=50, gb_per_s=3350, half=989.5, tf32=494.5, float32=67, float64=67,
     ),
     _gpu(
         "H100-PCIe", ("NVIDIA H100 PCIe",), _H100,
-        arch=90, sms=114, l2_mib=50, gb_per_s=2000, half=756.5, tf32=378, fp32=51, fp64=51,
+        arch=90, sms=114, l2_mib=50, gb_per_s=2000, half=756.5, tf32=378, float32=51, float64=51,
     ),
     _gpu(
         "H100-NVL", ("NVIDIA H100 NVL",), _H100,
-        arch=90, sms=132, l2_mib=50, gb_per_s=3900, half=835.5, tf32=417.5, fp32=60, fp64=60,
+        arch=90, sms=132, l2_mib=50, gb_per_s=3900, half=835.5, tf32=417.5, float32=60, float64=60,
     ),
     _gpu(
         "H200", ("NVIDIA H200", "H200-SXM"), "NVIDIA H200 Tensor Core GPU datasheet",
-        arch=90, sms=132, l2_mib=50, gb_per_s=4800, half=989.5, tf32=494.5, fp32=67, fp64=67,
+        arch=90, sms=132, l2_mib=50, gb_per_s=4800, half=989.5, tf32=494.5, float32=67, float64=67,
     ),
     _gpu(
         "B200", ("NVIDIA B200", "HGX B200", "B200-SXM"),
         "NVIDIA Blackwell Architecture technical brief (HGX B200)",
-        arch=100, sms=148, l2_mib=126, gb_per_s=8000, half=2250, tf32=1100, fp32=80, fp64=40,
+        arch=100, sms=148, l2_mib=126, gb_per_s=8000, half=2250, tf32=1100, float32=80, float64=40,
     ),
 )  # fmt: skip
 
@@ -213,12 +205,9 @@ def names() -> tuple[str, ...]:
 
 
 def find(name: str) -> Gpu:
-    """Return the entry of a GPU by its name or an alias, in any case.
+    """Return the entry of a GPU by its name or an alias, in upper or lower case.
 
-    Raises
-    ------
-    ValueError
-        If the GPU is not in the table; the message lists the names.
+    Raise ValueError if the GPU is not in the table; the message lists the names.
     """
     wanted = _key(name)
     for gpu in GPUS:

@@ -17,15 +17,14 @@ from cupy_flash.problem.device import Device, Resources
 from cupy_flash.problem.tile import freeze_tile
 
 from ..cases.cases import describe
-from ..cases.mod_options import mod_options, modified, split_mods
+from ..cases.mod_options import dense_cases, mod_options
 from ..cases.mods import PLAIN, CaseMods
 from ..cases.options import (
     backward_option,
-    cases_from,
-    directed,
+    count_option,
+    defaults_of,
     output_option,
     shape_options,
-    split_shape,
     tile_request,
 )
 from ..cases.visible import count_pairs
@@ -37,21 +36,15 @@ from . import traffic
 from .profiler import Call, Kernel, ProfilerError, profile_call
 
 # Shape of the papers' figures on memory traffic.
-_DEFAULTS: dict[str, Sequence[Any]] = {
-    "batch": (1,),
-    "seqlen_q": (4096,),
-    "heads": (32,),
-    "head_dim": (128,),
-    "dtype": ("bfloat16",),
-}
+_DEFAULTS = defaults_of(batch=1, seqlen_q=4096, heads=32, head_dim=128, dtype="bfloat16")
 
-# Names of metrics differ between architectures. If a GPU has several of these, the others count
-# parts of the first or another number format, so the largest value is taken.
+# Names of metrics differ between architectures. If a GPU has several metrics of a tuple, the
+# largest value is taken: the other metrics count parts of it, or another number format.
 _READ = ("dram__bytes_read.sum", "dram__bytes_op_read.sum")
 _WRITTEN = ("dram__bytes_write.sum", "dram__bytes_op_write.sum")
 _FROM_L2 = ("lts__t_sectors_srcunit_tex_op_read.sum",)
 _SECTOR_BYTES = 32
-# Counts each operation: a multiply-add is two.
+# These metrics count each operation: a multiply-add counts as two.
 _TENSOR_FLOPS = tuple(
     f"sm__ops_path_tensor_src_{types}.sum"
     for types in (
@@ -68,7 +61,7 @@ _FLOPS = {
     for letter in "hfd"
     for operation, weight in (("add", 1), ("mul", 1), ("fma", 2))
 }
-# Instructions per warp of the units that compute exponentials and convert integers and floats.
+# Warp instructions of the units that compute exponentials and convert between integers and floats.
 _SPECIAL = ("smsp__inst_executed_pipe_xu.sum",)
 _CONFLICTS = (
     "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum",
@@ -184,7 +177,7 @@ def theoretical_occupancy(plan: Plan, device: Device) -> float | None:
 
 
 def _sum(kernels: Sequence[Kernel], names: Sequence[str]) -> float | None:
-    """Return the largest of the metrics' sums over the kernels; None if none was measured."""
+    """Return the largest sum of any of the metrics over the kernels; None if none was measured."""
     sums = [
         sum(kernel.values.get(name, 0.0) for kernel in kernels)
         for name in names
@@ -348,9 +341,7 @@ _COLUMNS = (
 @shape_options(_DEFAULTS)
 @mod_options
 @backward_option
-@click.option(
-    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of random inputs."
-)
+@count_option("--seed", 0, "Seed of random inputs.")
 @click.option("--family", type=click.Choice(FAMILY_NAMES), help="Kernel family to profile.")
 @click.option(
     "--tile", "fields", multiple=True, metavar="NAME=N", help="Force a field of the tile."
@@ -368,9 +359,7 @@ def profile(
 
     Takes one shape. The exit code is 1 if nothing can be measured: no GPU, no ncu or no permission.
     """
-    mods = split_mods(options)
-    cases = modified(cases_from(split_shape(options), _DEFAULTS), mods)
-    cases = directed(cases, backward=backward)
+    cases = dense_cases(options, _DEFAULTS, backward=backward)
     if len(cases) > 1:
         raise click.UsageError(f"the options make {len(cases)} shapes; profile takes one")
     case, tile = cases[0], tile_request({}, fields)

@@ -85,17 +85,14 @@ def _version(path: str) -> list[int]:
 def profile_call(call: Call, metrics: Sequence[str]) -> list[Kernel]:
     """Return the kernels that a call launches, in order, each with its metrics.
 
+    Raise ProfilerError if `ncu` is missing, may not read counters, or measures nothing.
+
     Parameters
     ----------
     call
         Call to make in a child process, after warm-up calls.
     metrics
         Names as `ncu --metrics` takes them. Metrics that this GPU does not have are left out.
-
-    Raises
-    ------
-    ProfilerError
-        If `ncu` is missing, is not permitted to read counters, or measured nothing.
     """
     ncu = find_ncu()
     if ncu is None:
@@ -133,7 +130,7 @@ def _known_metrics(ncu: str, metrics: Sequence[str]) -> list[str]:
     if not listed:
         return list(metrics)
     # The list has names without the suffix for their aggregation, and lacks metrics of launches,
-    # which need no counting.
+    # which are known without counting.
     return [m for m in metrics if m.startswith("launch__") or m.partition(".")[0] in listed]
 
 

@@ -78,6 +78,8 @@ def estimate(
 ) -> Estimate:
     """Estimate the time of a case on several ranks.
 
+    Raise ValueError if head_ranks does not fit the ranks and heads.
+
     Parameters
     ----------
     case
@@ -87,12 +89,7 @@ def estimate(
     rate
         Rate of attention on one GPU, in FLOP/s.
     memory
-        Bandwidth of its device memory, in bytes per second.
-
-    Raises
-    ------
-    ValueError
-        If head_ranks does not fit the ranks and heads.
+        Bandwidth of the GPU's device memory, in bytes per second.
     """
     shared = chosen_head_ranks(ranks, case.heads_kv) if head_ranks is None else head_ranks
     if reason := why_not_head_ranks(shared, ranks, case.heads_q, case.heads_kv):
@@ -130,7 +127,7 @@ class _Ring:
             waited += max(0.0, overlapped - work)
         return computed, waited + self._gradients(len(steps) - 1)
 
-    def _visits(self, step: int) -> list[RingStep]:
+    def _ring_steps(self, step: int) -> list[RingStep]:
         """Return what the modelled ranks compute in a step; empty if the ring has no such step."""
         ranks = self.geometry.ranks
         if not 0 <= step < ranks:
@@ -140,7 +137,7 @@ class _Ring:
 
     def _work(self, step: int) -> float:
         case, pairs = self.case, 0.0
-        for result in self._visits(step):
+        for result in self._ring_steps(step):
             pairs = max(
                 pairs, sum(_pairs(self.geometry, p) for layer in result.layers for p in layer)
             )
@@ -151,7 +148,7 @@ class _Ring:
 
     def _moved(self, step: int, itemsize: int) -> float:
         """Return the seconds in which a step's keys and values are sent from rank to rank."""
-        keys = max((result.keys for result in self._visits(step)), default=0)
+        keys = max((result.keys for result in self._ring_steps(step)), default=0)
         case = self.case
         heads = max(1, case.heads_kv // self.shared)
         amount = keys * case.batch * heads * (case.head_dim + case.head_dim_v) * itemsize
@@ -191,7 +188,7 @@ def _pairs(geometry: Geometry, block: ScoreBlock) -> float:
 
 
 def _heads(case: Case, ranks: int, shared: int, links: Links) -> float:
-    """Return the seconds to exchange tokens for heads, and heads for tokens."""
+    """Return the seconds of the exchanges that turn parts of the tokens into parts of the heads."""
     if shared == 1:
         return 0.0
     moved = case.batch * case.seqlen_q / ranks * _bytes_of_token(case, shared)

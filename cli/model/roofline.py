@@ -20,15 +20,13 @@ from cupy_flash.problem.device import Device
 from ..cases.cases import Case, describe
 from ..cases.inputs import random_inputs
 from ..cases.lists import CommaList
-from ..cases.mod_options import mod_options, modified, split_mods
+from ..cases.mod_options import dense_cases, mod_options
 from ..cases.options import (
     backward_option,
-    cases_from,
-    directed,
+    defaults_of,
     force_option,
     overwritable_output_option,
     shape_options,
-    split_shape,
 )
 from ..errors import library_errors_as_usage
 from ..measure.runner import too_large
@@ -42,16 +40,10 @@ from . import gpus, scaling
 from .gpus import Gpu
 from .traffic import Roof, Schedule, Traffic, fused, fused_without_cache, standard
 
-# Shape of the articles that draw a roofline of attention.
-_DEFAULTS: dict[str, Sequence[Any]] = {
-    "batch": (1,),
-    "seqlen_q": (4096,),
-    "heads": (32,),
-    "head_dim": (128,),
-    "dtype": ("float16",),
-}
+# Shape that articles use for a roofline of attention.
+_DEFAULTS = defaults_of(batch=1, seqlen_q=4096, heads=32, head_dim=128, dtype="float16")
 _WARMUP, _REPEATS = 3, 20
-# Query and key rows of a tile for an architecture without kernels.
+# Numbers of query and key rows of the tile that is modelled for an architecture without kernels.
 _USUAL_TILE = (64, 64)
 
 _STANDARD, _FUSED, _NO_CACHE = "standard", "fused", "fused, no L2"
@@ -120,9 +112,7 @@ def roofline(
     """
     targets = _targets(asked)
     several = scaling.split_scaling(options)
-    mods = split_mods(options)
-    cases = modified(cases_from(split_shape(options), _DEFAULTS), mods)
-    cases = directed(cases, backward=backward)
+    cases = dense_cases(options, _DEFAULTS, backward=backward)
     if measure and not all(target.present for target in targets):
         raise click.UsageError(
             "--measure times the present GPU; leave out --gpu, or name only that GPU"
@@ -374,7 +364,7 @@ def _print_roof(out: Console, rows: Rows) -> None:
         columns.append(Column("measured", _measured_text))
     if len(of_cases) > 1:
         out.print(title, markup=False, soft_wrap=True)
-    # A table for each case, because 80 columns have no space for labels next to the figures.
+    # Each case has its own table, because 80 columns have no space for labels next to the figures.
     for label, group in zip(labels, of_cases, strict=True):
         report.print_table(out, label if len(of_cases) > 1 else title, columns, [group])
 
@@ -459,7 +449,7 @@ def _mark(axes: Any, row: Mapping[str, Any], colour: str, label: str) -> None:
         axes.plot([x], [measured], "*", color=colour)
         label = f"{label}: {measured:.0f}" if label else f"{measured:.0f}"
     if row["algorithm"] == _FUSED:
-        # Vertical, so that the labels of neighbouring marks (causal and full) do not overlap.
+        # Long labels are vertical, so that labels of neighbouring marks (causal, full) have space.
         axes.annotate(
             label,
             (x, measured or y),

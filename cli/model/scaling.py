@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import click
 
@@ -12,22 +12,22 @@ from cupy_flash.mods.keywords import Window
 from cupy_flash.parallel.heads import why_not_head_ranks
 
 from ..cases.cases import Case, describe
-from ..cases.options import Number
+from ..cases.options import Number, split, with_options
 from ..cases.options import refuse as refuse_given
 from ..records import report
 from ..records.report import Column
 from .gpus import Gpu
 from .ranks import Links, counts, estimate
 
-Command = TypeVar("Command", bound=Callable[..., Any])
 Rows = Sequence[Mapping[str, Any]]
 
-# GB/s per GPU: NCCL moves 303 GB/s each way between two H200 of a host, of NVLink's 450. A host has
-# a network card of 400 Gbit/s for each of its GPUs.
+# Default bandwidths in GB/s per GPU and direction, and number of GPUs per host. Between two H200 of
+# a host, NCCL reaches 303 GB/s of NVLink's 450. The network has 400 Gbit/s for each GPU of a host.
 _LINK, _NETWORK, _HOST_GPUS = 300.0, 50.0, 8
 # Bounds in GB/s or TFLOP/s; beyond them, times would be practically 0 or infinite.
 _RATE = Number(1e-3, 1e9)
-_OPTIONS = (
+# Options for several GPUs.
+scaling_options = with_options(
     click.option(
         "--gpus", type=click.IntRange(2, 65536), help="Model time on up to this many GPUs instead."
     ),
@@ -60,30 +60,20 @@ _OPTIONS = (
         help="GPUs per head-parallel group; 1 is ring attention only; default: library's choice.",
     ),
 )
-_DEFAULTS = {
-    "link": _LINK,
-    "network": _NETWORK,
-    "host_gpus": _HOST_GPUS,
-    "rate": None,
-    "head_ranks": None,
-}
-
-
-def scaling_options(command: Command) -> Command:
-    """Add the options for several GPUs to a command."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+_DEFAULTS = {"link": _LINK, "network": _NETWORK, "host_gpus": _HOST_GPUS}
 
 
 def split_scaling(options: dict[str, Any]) -> dict[str, Any]:
-    """Pop the options for several GPUs; without --gpus, none of the others may be given."""
+    """Remove the options for several GPUs from a command's options, and return their values.
+
+    Raise a usage error if any of them was given without --gpus.
+    """
     gpus = options.pop("gpus")
-    given = {name: options.pop(name) for name in _DEFAULTS}
+    given = split(options, (*_DEFAULTS, "rate", "head_ranks"))
     if gpus is None:
-        refuse_given(given, tuple(given), "one GPU; it is for --gpus")
-    result = {name: _DEFAULTS[name] if value is None else value for name, value in given.items()}
-    return {"gpus": gpus, **result}
+        refuse_given(given, "one GPU; it is for --gpus")
+    values = {name: _DEFAULTS.get(name) if v is None else v for name, v in given.items()}
+    return {"gpus": gpus, **values}
 
 
 def refuse(cases: Sequence[Case], scaling: Mapping[str, Any]) -> None:
@@ -118,12 +108,8 @@ def rows_of(
 ) -> Rows:
     """Return a row for each number of GPUs.
 
-    Parameters
-    ----------
-    attainable
-        FLOP/s of one GPU, if the options give none.
-    advance
-        Function that is called before each row, with a text.
+    `attainable` is the FLOP/s of one GPU, if the option --rate is not given. `advance` is called
+    with a text before each row.
     """
     links = Links(scaling["link"] * 1e9, scaling["network"] * 1e9, scaling["host_gpus"])
     rate = attainable if scaling["rate"] is None else scaling["rate"] * 1e12

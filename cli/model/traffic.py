@@ -108,7 +108,8 @@ class Schedule:
         device = plan.device
         assert device is not None, "the CPU backend has no device memory"
         grid = math.prod(plan.main.grid) if plan.main else 1
-        # If all keys are divided evenly over the blocks, this many of them work on a KV head.
+        # The plan has 0 splits if all keys are divided evenly over the thread blocks. Then the
+        # number of thread blocks per KV head is taken.
         num_splits = plan.num_splits or ceil_div(grid, max(1, count_heads_kv(plan.problem)))
         return cls(
             Br=plan.tile.Br,
@@ -191,7 +192,7 @@ class _OfPairs:
     itemsize: int
 
     def bytes_of(self, pairs: int, matrices: int | None = None) -> int:
-        """Return the bytes of `pairs` elements of each matrix; or of one, read several times."""
+        """Return the bytes of `pairs` elements in each of `matrices` matrices; None means all."""
         return pairs * self.itemsize * (self.matrices if matrices is None else matrices)
 
 
@@ -220,7 +221,7 @@ def standard(problem: Problem, mods: CaseMods = PLAIN) -> Traffic:
     S = Q K^T reads q and k and writes S; P = softmax(S) reads S and writes P; O = P V reads P and v
     and writes out. S and P have the inputs' dtype. Even if masks hide most pairs, S and P are
     complete, and masks and score modifications are applied to them. Each product reads its operands
-    once, and biases and mask arrays are read once. This flatters the algorithm.
+    once, and biases and mask arrays are read once. These assumptions favour the algorithm.
     """
     scores = problem.rows * problem.seqlen_k * problem.itemsize
     key_values = count_heads_kv(problem) * problem.seqlen_k * row_bytes(problem)

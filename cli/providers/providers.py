@@ -46,7 +46,7 @@ PAGE_SIZES = (1, 16, 64)
 CACHE_DTYPES = {"float8_e4m3fn": "float8", "int8": "int8"}
 # Names of all kernel families, of both directions.
 FAMILY_NAMES = tuple(dict.fromkeys(name for families in FAMILIES.values() for name in families))
-# Number of arrays as large as a chunk of scores in the plain formula of gradients.
+# Number of temporary arrays in the naive formula of gradients, each as large as a chunk of scores.
 _GRADIENT_TEMPORARIES = 10
 
 
@@ -61,8 +61,11 @@ class Dispatcher(Provider):
         self.tile = dict(tile) if tile else None
         # Without a GPU, the library chooses the CPU backend.
         self.on_gpu = family is not None or gpu_unavailable() is None
+        # Argument `backend` of the calls; "auto" chooses by the arrays.
+        self.backend = "auto"
 
     def plan(self, case: Case) -> Plan:
+        """Return the plan of the call; raise ValueError if the library refuses the case."""
         if not self.on_gpu:
             return cpu_plan(case, self.tile)
         return make_plan(
@@ -83,20 +86,27 @@ class Dispatcher(Provider):
 
     def prepare(self, inputs: Inputs) -> Prepared:
         plan = self.plan(inputs.case)
-        call = inputs.call(on_gpu=self.on_gpu, family=self.family, tile=self.tile)
-        return Prepared(
-            call,
-            plan=plan,
-            kernel_digest=environment.digest_of(plan.family, inputs.case.direction),
-        )
+        digest = environment.digest_of(plan.family, inputs.case.direction)
+        forced = {"backend": self.backend, "family": self.family, "tile": self.tile}
+        call = inputs.call(on_gpu=self.on_gpu, **forced)
+        return Prepared(call, plan=plan, kernel_digest=digest)
 
     def replayed(self, prepared: Prepared) -> Timed | None:
         # A graph's replays would rebuild the block mask, which repeated calls reuse.
         assert prepared.plan is not None
-        return None if _reads_map(prepared.plan) else super().replayed(prepared)
+        return None if _reads_block_mask(prepared.plan) else super().replayed(prepared)
 
 
-def _reads_map(plan: Plan) -> bool:
+class CpuBackend(Dispatcher):
+    """CPU backend of the library, also if there is a GPU."""
+
+    def __init__(self, tile: TileFields) -> None:
+        super().__init__("cupy_flash-cpu", None, tile)
+        self.on_gpu = False
+        self.backend = "cpu"
+
+
+def _reads_block_mask(plan: Plan) -> bool:
     family = FAMILIES[plan.problem.direction].get(plan.family)
     return family is not None and family.uses_block_mask(plan.problem)
 
@@ -195,7 +205,7 @@ class Anew(_Variant):
         super().__init__("cupy_flash-anew", tile)
 
     def served(self, case: Case) -> Case | str:
-        if self.on_gpu and case.mods.mod and _reads_map(self.dispatcher.plan(case)):
+        if self.on_gpu and case.mods.mod and _reads_block_mask(self.dispatcher.plan(case)):
             return case
         return "there is no block mask to rebuild"
 
@@ -229,37 +239,8 @@ class Uniform(_Variant):
         made = super().prepare(inputs)
         return dataclasses.replace(
             made,
-            note=f"flash_attention of {dense_case.batch} x {dense_case.seqlen_q}; "
-            f"its times are multiplied by "
-            f"{made.scale:.4f}, for the FLOPs of the case",
-        )
-
-
-class CpuBackend(Provider):
-    """CPU backend of the library."""
-
-    name = "cupy_flash-cpu"
-    on_gpu = False
-    ours = True
-
-    def __init__(self, tile: TileFields) -> None:
-        self.tile = dict(tile) if tile else None
-
-    def why_not(self, case: Case) -> str | None:
-        try:
-            cpu_plan(case, self.tile)
-        except ValueError as error:
-            return str(error)
-        return None
-
-    def scratch_bytes(self, case: Case) -> int:
-        return cpu_plan(case, self.tile).workspace
-
-    def prepare(self, inputs: Inputs) -> Prepared:
-        return Prepared(
-            inputs.call(on_gpu=False, backend="cpu", tile=self.tile),
-            plan=cpu_plan(inputs.case, self.tile),
-            kernel_digest=environment.digest_of("cpu", inputs.case.direction),
+            note=f"flash_attention of {dense_case.batch} x {dense_case.seqlen_q}; its times are "
+            f"multiplied by {made.scale:.4f}, for the FLOPs of the case",
         )
 
 
@@ -271,15 +252,16 @@ def cpu_plan(case: Case, tile: TileFields) -> Plan:
         chosen = dataclasses.replace(default, **tile_fields(Tile, request))
         schedule = Schedule((), workspace=cpu_backward.scratch_bytes(problem, chosen))
         plan = make_cpu_plan(problem, chosen, gpu_unavailable())
-        return _with_room(dataclasses.replace(plan, schedule=schedule))
+        return _within_limit(dataclasses.replace(plan, schedule=schedule))
     chosen = choose_cpu_tile(problem, request)
-    # Clipped as in the backend: to the query rows of a KV head's group, and to the keys.
+    # As in the backend, the tile is clipped to the query rows of a KV head's group and to the keys.
     rows = case.seqlen_q * (case.heads_q // case.heads_kv)
     clipped = Tile(min(chosen.Br, max(rows, 1)), min(chosen.Bc, max(case.seqlen_k, 1)))
-    return _with_room(make_cpu_plan(problem, clipped, gpu_unavailable()))
+    return _within_limit(make_cpu_plan(problem, clipped, gpu_unavailable()))
 
 
-def _with_room(plan: Plan) -> Plan:
+def _within_limit(plan: Plan) -> Plan:
+    """Return the plan; raise ValueError if it needs more scratch than a worker may use."""
     if plan.workspace > cpu_forward.SCRATCH_LIMIT:
         raise ValueError(
             f"tile {plan.tile} needs {plan.workspace / 2**20:.1f} MiB of scratch per worker, more "
@@ -306,11 +288,11 @@ class Formula(Provider):
         return self.missing() or ("the plain formula does not append" if case.append else None)
 
     def scratch_bytes(self, case: Case) -> int:
-        # Scores, a temporary of their size in softmax, and rounded probabilities if there are any.
+        # These are scores, a temporary of their size in softmax, and rounded probabilities, if any.
         itemsize = 8 if case.dtype == "float64" else 4
         if case.is_backward:
             of_chunk = min(case.seqlen_q * case.seqlen_k, CHUNK_BYTES // 8 + case.seqlen_k)
-            # In addition, the gradients before they are rounded.
+            # The last term is for the gradients before they are rounded.
             return _GRADIENT_TEMPORARIES * itemsize * of_chunk + 2 * case.result_bytes
         rounded = 0 if case.dtype in ("float32", "float64") else 2 + itemsize
         changed = itemsize if case.mods else 0
@@ -362,44 +344,41 @@ def _as_many_threads_as_ours() -> AbstractContextManager[Any]:
     return limits
 
 
-def _makers() -> dict[str, Callable[[TileFields], Provider]]:
-    def of_family(family: str) -> Callable[[TileFields], Provider]:
-        return lambda tile: Dispatcher(f"cupy_flash-{family}", family, tile)
-
-    def on_pages(size: int) -> Callable[[TileFields], Provider]:
-        return lambda tile: OnPages(size, tile)
-
-    def in_bits(cache_dtype: str) -> Callable[[TileFields], Provider]:
-        return lambda tile: InEightBits(cache_dtype, tile)
-
-    makers: dict[str, Callable[[TileFields], Provider]] = {
-        "cupy_flash": lambda tile: Dispatcher("cupy_flash", None, tile),
-        **{f"cupy_flash-{family}": of_family(family) for family in FAMILY_NAMES},
-        **{f"cupy_flash-page{size}": on_pages(size) for size in PAGE_SIZES},
-        **{f"cupy_flash-{short}": in_bits(name) for name, short in CACHE_DTYPES.items()},
-        "cupy_flash-uniform": Uniform,
-        "cupy_flash-anew": Anew,
-        "cupy_flash-cpu": CpuBackend,
-        "cupy-library": lambda _: Formula("cupy-library", on_gpu=True),
-        "numpy-naive": lambda _: Formula("numpy-naive", on_gpu=False),
-    }
-
-    def just(result: Provider) -> Callable[[TileFields], Provider]:
-        return lambda _: result
-
-    return makers | {
-        result.name: just(result) for result in (*torch_providers.ALL, torch_flex.FLEX)
-    }
+# Makers of the library's own providers, which take a forced tile.
+_OURS: dict[str, Callable[[TileFields], Provider]] = {
+    "cupy_flash": functools.partial(Dispatcher, "cupy_flash", None),
+    **{
+        f"cupy_flash-{family}": functools.partial(Dispatcher, f"cupy_flash-{family}", family)
+        for family in FAMILY_NAMES
+    },
+    **{f"cupy_flash-page{size}": functools.partial(OnPages, size) for size in PAGE_SIZES},
+    **{
+        f"cupy_flash-{short}": functools.partial(InEightBits, name)
+        for name, short in CACHE_DTYPES.items()
+    },
+    "cupy_flash-uniform": Uniform,
+    "cupy_flash-anew": Anew,
+    "cupy_flash-cpu": CpuBackend,
+}
+_OTHERS: dict[str, Provider] = {
+    each.name: each
+    for each in (
+        Formula("cupy-library", on_gpu=True),
+        Formula("numpy-naive", on_gpu=False),
+        *torch_providers.ALL,
+        torch_flex.FLEX,
+    )
+}
 
 
 def names() -> tuple[str, ...]:
     """Return the names of all providers, also of those that cannot run here."""
-    return tuple(_makers())
+    return (*_OURS, *_OTHERS)
 
 
 def provider(name: str, tile: TileFields = None) -> Provider:
     """Return a provider by name; `tile` forces the tile of the library's own providers."""
-    return _makers()[name](tile)
+    return _OURS[name](tile) if name in _OURS else _OTHERS[name]
 
 
 def free_bytes(*, on_gpu: bool) -> int | None:

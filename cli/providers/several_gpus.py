@@ -62,11 +62,8 @@ class ShardedCall:
     def captured(self) -> Timed:
         """Return `call` as a CUDA graph that all ranks launch together, once all have captured it.
 
-        Raises
-        ------
-        ParallelError
-            If this rank cannot capture it, or another rank does not answer. Either may leave
-            messages of an unfinished call behind, so the group cannot be used any more.
+        Raise ParallelError if this rank cannot capture it, or if another rank does not answer. The
+        group cannot be used afterwards, because messages of an unfinished call may remain.
         """
         result = replayed(Timed(self.call))
         if result is None:
@@ -191,7 +188,7 @@ class SeveralGpus(Provider):
     def scratch_bytes(self, case: Case) -> int:
         if case.is_cached:
             return case.array_bytes // self.gpus
-        # Tokens of the rank itself, those received from another rank, and results of two parts.
+        # A rank holds its own tokens, those received from another rank, and two partial results.
         return 3 * (case.array_bytes + case.result_bytes) // self.gpus
 
     def prepare(self, inputs: Inputs) -> Prepared:
@@ -248,6 +245,6 @@ class SeveralGpus(Provider):
     def _end(self, why: str) -> None:
         assert self._processes is not None
         self._ended = why
-        # Otherwise this process would wait for them when it exits.
+        # Without an abort, this process would wait for the other ranks when it exits.
         self._processes.communicator.abort()
         self._processes.close()

@@ -20,11 +20,8 @@ IsVisible = Callable[[Any, Any, Any, Any], Any]
 def scores_of(case: Case, given: Mapping[str, Any], torch: Any) -> list[Score]:
     """Return a case's score modifications as functions for FlexAttention, in order.
 
-    Parameters
-    ----------
-    given
-        Tensors and numbers that the functions read, keyed by the names of the library's
-        arguments and of captures.
+    `given` has the tensors and numbers that the functions read, keyed by the names of the library's
+    arguments and of captures.
     """
     result: list[Score] = []
     first = case.first_query
@@ -142,7 +139,7 @@ class Flex(TorchProvider):
             scale=case.softmax_scale,
             enable_gqa=case.heads_q != case.heads_kv,
         )
-        # This call compiles.
+        # The first call compiles the function.
         with torch.no_grad():
             attend(q, k, v)
         return Attention(attend, note=note)

@@ -45,7 +45,7 @@ def _why_no_call(case: Case) -> str | None:
 
 
 def _why_no_mask(mods: CaseMods, *, causal: bool) -> str | None:
-    """Return why torch's call, which takes at most one array, lacks modifications; or None."""
+    """Return why torch's call cannot compute these modifications, or None if it can."""
     arrays = [name for name in ("bias", "mask") if getattr(mods, name)]
     if others := dataclasses.replace(mods, bias=None, mask=None):
         return f"scaled_dot_product_attention has no {others}"
@@ -105,7 +105,7 @@ def release_memory() -> None:
 def to_torch(array: Any) -> Any:
     """Return a torch tensor over a CuPy array's memory."""
     torch = torch_module()
-    # Passed as integers, because not every CuPy version exports these dtypes.
+    # These dtypes are passed as integers, because not every CuPy version exports them.
     for name, bits in (("bfloat16", "int16"), ("bool", "uint8")):
         if array.dtype.name == name:
             return torch.from_dlpack(array.view(bits)).view(getattr(torch, name))
@@ -136,7 +136,7 @@ def tensors_of(inputs: Inputs) -> tuple[Any, Any, Any]:
     theirs = torch.cuda.current_stream().cuda_stream
     if ours != theirs:
         raise RuntimeError(f"torch is on stream {theirs:#x} and CuPy on {ours:#x}")
-    # The default, set in case the environment changed it: float32 must not be computed in TF32.
+    # The environment may have changed this default; float32 must not be computed in TF32.
     torch.set_float32_matmul_precision("highest")
     q, k, v = (_bhsd(inputs.case, array) for array in inputs.gpu)
     return q, k, v
@@ -208,7 +208,7 @@ class TorchProvider(Provider):
         dout = _bhsd(case, inputs.dout(on_gpu=True))
 
         def differentiated() -> Callable[[], Any]:
-            # New leaves, because autograd keeps the stream on which it first met a tensor.
+            # The leaves are new tensors, because autograd keeps the stream of a tensor's first use.
             leaves = tuple(tensor.detach().requires_grad_() for tensor in tensors)
             with result.scope():
                 out = result.function(*leaves)
@@ -265,7 +265,7 @@ class ScaledDotProduct(TorchProvider):
     def scratch_bytes(self, case: Case) -> int:
         if self.backend != "MATH":
             return 0
-        # Scores, probabilities and masked scores, in float32 for 16-bit inputs; and gradients.
+        # Scores, probabilities and masked scores, in float32 for 16-bit inputs; two more backward.
         arrays = 5 if case.is_backward else 3
         return arrays * case.scores * (8 if case.dtype == "float64" else 4)
 
@@ -304,7 +304,7 @@ class ScaledDotProduct(TorchProvider):
 
     @staticmethod
     def _tried(result: Attention, q: Any, k: Any, v: Any) -> Attention:
-        """Attend once; a refusal's RuntimeError then has the reasons that torch only warns of."""
+        """Return `result` after a call; raise RuntimeError with the reasons if torch refuses."""
         with warnings.catch_warnings(record=True) as caught, result.scope():
             warnings.simplefilter("always")
             try:
@@ -317,7 +317,7 @@ class ScaledDotProduct(TorchProvider):
 def _with_repeated_heads(
     case: Case, attention: Callable[[Any, Any, Any], Any], k: Any, v: Any
 ) -> Attention:
-    """Return attention for grouped heads by a function that takes as many KV heads as heads."""
+    """Return attention on repeated k and v, for a function that takes no grouped heads."""
 
     def repeat(tensor: Any) -> Any:
         return tensor.repeat_interleave(case.heads_q // case.heads_kv, 1)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ..cases.options import Command, writable_path
+from ..cases.options import NEW_FILE, Decorator, writable_path
 
 SUFFIXES = (".png", ".svg", ".pdf")
 SUFFIXES_TEXT = ".png, .svg or .pdf"
@@ -19,11 +19,11 @@ SUFFIXES_TEXT = ".png, .svg or .pdf"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 
 
-def plot_option(what: str) -> Callable[[Command], Command]:
+def plot_option(what: str) -> Decorator:
     """Return the option `--plot FILE` for a plot of `what`; the path is checked before any work."""
     return click.option(
         "--plot",
-        type=click.Path(path_type=Path, dir_okay=False),
+        type=NEW_FILE,
         callback=_drawable,
         help=f"Draw {what} to a {SUFFIXES_TEXT} file (needs matplotlib).",
     )

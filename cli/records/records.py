@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import reprlib
@@ -53,11 +54,8 @@ _HEAD: dict[str, type] = {"date": str, "device": str, "versions": dict}
 def read(path: Path) -> Record:
     """Read a record from a file.
 
-    Raises
-    ------
-    click.UsageError
-        If the file cannot be read, holds no record or one of another version, or has metadata
-        that no command writes.
+    Raise a usage error if the file cannot be read, holds no record or one of another version, or
+    has metadata that no command writes.
     """
     expected = "expected a file that 'cupy-flash bench --output x.json' wrote"
     try:
@@ -112,10 +110,8 @@ def changed_kernels(record: Record) -> list[str]:
 def read_bench(path: Path) -> Record:
     """Read a record of `bench` from a file.
 
-    Raises
-    ------
-    click.UsageError
-        If `read` raises it, a row is not a row of `bench`, or two rows have one provider and case.
+    Raise a usage error if `read` does, if a row is not a row of `bench`, or if two rows have the
+    same provider and case.
     """
     record = read(path)
     if fault := bench_fault(record.rows) or _repetition(record.rows):
@@ -129,12 +125,8 @@ def _is_count(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    # Bounded, because JSON's integers may exceed any float. The comparison is false for NaN.
+    # The bound excludes integers that no float can hold. The comparison is false for NaN.
     return is_number and abs(value) <= sys.float_info.max
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
 
 
 def _is_optional_number(value: Any) -> bool:
@@ -172,9 +164,9 @@ _FITS_OPTIONAL: dict[str, Callable[[Any], bool]] = {
     "values_in_keys": lambda value: isinstance(value, bool),
 }
 _FIELDS: dict[str, Callable[[Any], bool]] = {
-    "provider": _is_text,
+    "provider": lambda value: isinstance(value, str),
     "dtype": lambda value: value in DTYPES,
-    "layout": _is_text,
+    "layout": lambda value: isinstance(value, str),
     "causal": lambda value: isinstance(value, bool),
     "q_offset": lambda value: isinstance(value, int),
     "softmax_scale": _is_number,
@@ -217,36 +209,25 @@ def case_of(row: Row) -> Case:
     # Rows of cases that q_offset does not affect hold 0, whatever their lengths.
     is_placed = row["causal"] or (row.get("mods") and row.get("kind") in (None, "dense"))
     usual_offset = not is_placed or row["q_offset"] == row["seqlen_k"] - row["seqlen_q"]
+    optional = {name: row[name] for name in OPTIONAL_FIELDS if row.get(name)}
+    if "lengths" in optional:
+        optional["lengths"] = tuple(optional["lengths"])
+    if "mods" in optional:
+        optional["mods"] = CaseMods.parse(optional["mods"])
     usual_scale = math.isclose(row["softmax_scale"], max(row["head_dim"], 1) ** -0.5)
     return Case(
         **{name: row[name] for name in (*_COUNTS, "dtype", "causal", "layout")},
         q_offset=None if usual_offset else row["q_offset"],
         softmax_scale=None if usual_scale else row["softmax_scale"],
-        kind=row.get("kind") or "dense",
-        page_size=row.get("page_size") or 0,
-        append=bool(row.get("append")),
-        rotary=bool(row.get("rotary")),
-        asked_splits=row.get("asked_splits") or 0,
-        lengths=tuple(row["lengths"]) if row.get("lengths") else None,
-        mods=CaseMods.parse(row.get("mods") or ""),
-        direction=row.get("direction") or "forward",
-        values_in_keys=bool(row.get("values_in_keys")),
+        **optional,
     )
 
 
 def optional_fields(case: Case) -> dict[str, Any]:
     """Return a case's `OPTIONAL_FIELDS`, with None for those at their defaults."""
-    return {
-        "kind": None if case.is_dense else case.kind,
-        "page_size": case.page_size or None,
-        "append": case.append or None,
-        "rotary": case.rotary or None,
-        "asked_splits": case.asked_splits or None,
-        "lengths": list(case.lengths) if case.lengths else None,
-        "mods": str(case.mods) or None,
-        "direction": case.direction if case.is_backward else None,
-        "values_in_keys": case.values_in_keys or None,
-    }
+    values = case.as_record() | {"lengths": list(case.lengths) if case.lengths else None}
+    usual = {field.name: field.default for field in dataclasses.fields(Case)}
+    return {n: None if values[n] == usual[n] else values[n] for n in OPTIONAL_FIELDS}
 
 
 def is_wrong(row: Row) -> bool:

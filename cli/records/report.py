@@ -29,7 +29,7 @@ from cupy_flash.problem.tile import Tile
 
 Row = Mapping[str, Any]
 
-# Characters per line.
+# Width of a console, in characters, at which no line is wrapped.
 _UNLIMITED = 100_000
 
 
@@ -276,10 +276,7 @@ WRITERS: dict[str, Callable[[Record], str]] = {
 def write(path: Path, record: Record) -> None:
     """Write a record in the format that the path's suffix names.
 
-    Raises
-    ------
-    click.ClickException
-        If the file cannot be written.
+    Raise click.ClickException if the file cannot be written.
     """
     text = WRITERS[path.suffix.lower()](record)
     try:
@@ -293,7 +290,7 @@ def write_whole(path: Path, data: bytes) -> None:
     path = path.resolve()
     draft = path.with_name(f".{os.getpid()}.part")
     if path.exists() and not (path.is_file() and os.access(path.parent, os.W_OK)):
-        # A device, or a file in a folder where no draft can be created.
+        # The path is a device, or in a folder where no draft can be created.
         path.write_bytes(data)
         return
     try:
@@ -356,7 +353,7 @@ def kept(
 def keep(path: Path | None, record: Record, show: Callable[[], None]) -> None:
     """Write a record if there is a path for it, and print its table."""
     try:
-        # The file first, because printing fails if the reader of a pipe is gone.
+        # The file is written first, because printing fails if the reader of a pipe is gone.
         if path is not None:
             write(path, record)
     finally:

@@ -171,15 +171,11 @@ def gpu_candidates(
         if limits.why_not(tile, chosen.shared_memory(problems[0], tile)) is None
         and all(chosen.why_not_tile(problem, device, tile) is None for problem in problems[1:])
     ]
-    return [
-        Candidate(
-            tuple(plan_tile(chosen, p, device, tile, reason="tuning") for p in problems),
-            tuple(case.weight for case in cases),
-            tuple(case.case.flops() for case in cases),
-            is_default=tile == default,
-        )
-        for tile in evenly(wanted, default, limits.max_tiles)
+    tiles = evenly(wanted, default, limits.max_tiles)
+    plans = [
+        [plan_tile(chosen, p, device, tile, reason="tuning") for p in problems] for tile in tiles
     ]
+    return _candidates(cases, plans)
 
 
 def cpu_candidates(cases: Sequence[Weighted], limits: Limits) -> list[Candidate]:
@@ -189,15 +185,16 @@ def cpu_candidates(cases: Sequence[Weighted], limits: Limits) -> list[Candidate]
     wanted = [
         tile for tile in cpu_forward.candidate_tiles(problems[0]) if limits.why_not(tile, 0) is None
     ]
-    return [
-        Candidate(
-            tuple(make_cpu_plan(problem, tile, gpu_unavailable()) for problem in problems),
-            tuple(case.weight for case in cases),
-            tuple(case.case.flops() for case in cases),
-            is_default=tile == default,
-        )
-        for tile in evenly(wanted, default, limits.max_tiles)
-    ]
+    tiles = evenly(wanted, default, limits.max_tiles)
+    plans = [[make_cpu_plan(p, tile, gpu_unavailable()) for p in problems] for tile in tiles]
+    return _candidates(cases, plans)
+
+
+def _candidates(cases: Sequence[Weighted], plans: Sequence[Sequence[Plan]]) -> list[Candidate]:
+    """Return a candidate for each tile, given its plan of each case; the first is the default."""
+    weights = tuple(case.weight for case in cases)
+    flops = tuple(case.case.flops() for case in cases)
+    return [Candidate(tuple(p), weights, flops, is_default=not i) for i, p in enumerate(plans)]
 
 
 def illegal_sizes(

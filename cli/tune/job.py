@@ -90,11 +90,11 @@ class TuneJob:
             done = f"{len(journal.found)} of {len(self.sweeps)} are done"
             click.echo(f"Resuming: {done}{begun}.", err=True)
         for finding in self.found:
-            # Saving may be decided otherwise now: the earlier command may have been a dry run.
+            # Whether to save is decided again: the earlier command may have been a dry run.
             if (now := self._settled(finding)) != finding:
                 journal.add(now)
         if self.device is not None:
-            # Checked before this process keeps the GPU busy.
+            # The load is measured before this process uses the GPU itself.
             self.gpu_busy = busy_before(bus_id())
 
         def note() -> None:

@@ -84,7 +84,7 @@ class Journal:
         self._append(line)
 
     def finish(self) -> None:
-        """Record that the sweep is complete: the next one with its settings starts over."""
+        """Record that the sweep is complete: the next sweep with these settings starts over."""
         self._append({"complete": True})
 
     def _append(self, line: Mapping[str, Any]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 
 from rich.console import Group
 from rich.live import Live as RichLive
@@ -55,12 +54,7 @@ class Live:
             self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._on_terminal:
             self._live.stop()
 

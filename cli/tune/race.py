@@ -22,14 +22,14 @@ class Round:
     ----------
     repeats
         Number of repeats of each case.
-    share
+    fraction
         Fraction of the candidates that reach the next round.
     least
         Minimum number of candidates that reach the next round.
     """
 
     repeats: int
-    share: float
+    fraction: float
     least: int
 
 
@@ -70,9 +70,10 @@ def race(
             for candidate in lot:
                 candidate.rounds = number
             advance(lot)
-        # In a resumed race, later times have replaced those by which this round chose.
+        # In a resumed race, the times by which this round chose candidates have been replaced by
+        # times of later rounds, so that its choice is not made again.
         chosen = [candidate for candidate in running if candidate.rounds > number]
-        running = chosen or _best(running, max(each.least, round(each.share * len(running))))
+        running = chosen or _best(running, max(each.least, round(each.fraction * len(running))))
 
 
 def _lots(candidates: list[Candidate]) -> list[list[Candidate]]:

@@ -1,4 +1,4 @@
-"""Saving of the tiles that `tune` found in a table."""
+"""Changes of a table of tuned tiles by the findings of `tune`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def require_writable(table: Path | None) -> None:
     path = tuning.user_table_path()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A temporary file, because another process may be reading or replacing the table.
+        # The check uses another file, because a process may be reading or replacing the table.
         tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
         raise click.UsageError(

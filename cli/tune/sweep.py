@@ -157,7 +157,7 @@ class Compilation:
 
     def _find_same_binaries(self, candidates: Sequence[Candidate]) -> None:
         first: dict[tuple[Any, ...], Candidate] = {}
-        # The default first, so that it is timed itself.
+        # The default candidate comes first, so that it is always timed.
         for candidate in sorted(candidates, key=lambda c: not c.is_default):
             if candidate.dropped is None:
                 key = tuple(
@@ -242,7 +242,7 @@ def time_all(
     passed = [c for c in running if c.dropped is None and not c.failed]
     cases = range(len(checks))
 
-    def take_turns(lot: Sequence[Candidate], repeats: int) -> None:
+    def time_lot(lot: Sequence[Candidate], repeats: int) -> None:
         calls = [Timed(call_of(candidate, case)) for candidate in lot for case in cases]
         times = iter(timer.interleaved(calls, settings.warmup, [repeats] * len(calls)))
         for candidate in lot:
@@ -252,7 +252,7 @@ def time_all(
         note(lot)
         live.timed(lot)
 
-    race(passed, rounds(settings.repeats), take_turns, advance)
+    race(passed, rounds(settings.repeats), time_lot, advance)
     for candidate in candidates:
         if candidate.same_binary is not None:
             candidate.take(candidate.same_binary.result)

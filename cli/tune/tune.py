@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +16,20 @@ from cupy_flash.problem.device import Device, device_for_arch
 from ..build.build import MOST_WORKERS, Builder
 from ..build.compile import arch_option
 from ..cases.cases import describe
-from ..cases.lists import HEADS
-from ..cases.mod_options import mod_options, modified, split_mods
+from ..cases.lists import HEADS, option_name
+from ..cases.mod_options import mod_options, modified, refuse_cases, split_cases
 from ..cases.options import (
+    EXISTING_FILE,
     FINITE,
+    NEW_FILE,
     backward_option,
-    directed,
+    count_option,
+    defaults_of,
     overwritable_output_option,
-    refuse_cases,
     refuse_existing,
     sequence_cases,
     sequence_options,
     shape_options,
-    split_sequences,
-    split_shape,
     writable_path,
 )
 from ..cases.workload import PRESETS, Weighted, groups_of, read_workload
@@ -46,22 +46,8 @@ from .race import ranking
 from .saver import Saver, require_writable
 from .sweep import Compilation, Settings, Sweep, plan_sweeps, too_large_for
 
-_GPU_DEFAULTS = {
-    "batch": (4,),
-    "seqlen_q": (4096,),
-    "heads": (16,),
-    "head_dim": (128,),
-    "dtype": ("bfloat16",),
-}
-_CPU_DEFAULTS = {
-    "batch": (1,),
-    "seqlen_q": (2048,),
-    "heads": (8,),
-    "head_dim": (64,),
-    "dtype": ("float32",),
-}
-
-
+_GPU_DEFAULTS = defaults_of(batch=4, seqlen_q=4096, heads=16, head_dim=128, dtype="bfloat16")
+_CPU_DEFAULTS = defaults_of(batch=1, seqlen_q=2048, heads=8, head_dim=64, dtype="float32")
 _NO_TABLE = "tables of tuned tiles hold only calls without modifications"
 
 
@@ -85,24 +71,18 @@ def _table_file(ctx: click.Context, param: click.Parameter, path: Path | None) -
 @click.option("--preset", type=click.Choice(list(PRESETS)), help="Named set of cases.")
 @click.option(
     "--workload",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    type=EXISTING_FILE,
     help="Path of a .json or .csv file of weighted cases; see docs/guide/tuning.md.",
 )
-@click.option(
-    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of random inputs."
-)
+@count_option("--seed", 0, "Seed of random inputs.")
 @click.option("--family", type=click.Choice(FAMILY_NAMES), help="Kernel family to tune.")
 @click.option("--backend", type=click.Choice(["gpu", "cpu"]), help="Backend to tune.")
 @click.option("--br", type=HEADS, help="Try only tiles with these numbers of query rows.")
 @click.option("--bc", type=HEADS, help="Try only tiles with these numbers of key rows.")
 @click.option("--max-smem", type=FINITE, help="Maximum shared memory of a thread block, in KiB.")
 @click.option("--max-tiles", type=click.IntRange(1), help="Number of tiles to try, evenly chosen.")
-@click.option(
-    "--max-spills",
-    type=click.IntRange(0),
-    default=32,
-    show_default=True,
-    help="Drop tiles whose kernels spill more than this many bytes per thread.",
+@count_option(
+    "--max-spills", 32, "Drop tiles whose kernels spill more than this many bytes per thread."
 )
 @click.option(
     "--min-gain",
@@ -117,26 +97,14 @@ def _table_file(ctx: click.Context, param: click.Parameter, path: Path | None) -
     help=f"Number of processes that compile; at most {MOST_WORKERS} are used. Default: number of "
     "CPUs.",
 )
-@click.option(
-    "--warmup",
-    type=click.IntRange(0),
-    default=1,
-    show_default=True,
-    help="Number of untimed calls of a tile and case in each round.",
+@count_option("--warmup", 1, "Number of untimed calls of a tile and case in each round.")
+@count_option(
+    "--repeats", 20, "Number of timed calls of a tile and case in the last round.", least=1
 )
-@click.option(
-    "--repeats",
-    type=click.IntRange(1),
-    default=20,
-    show_default=True,
-    help="Number of timed calls of a tile and case in the last round.",
-)
-@click.option(
-    "--top", type=click.IntRange(1), default=20, show_default=True, help="Number of rows to show."
-)
+@count_option("--top", 20, "Number of rows to show.", least=1)
 @click.option(
     "--table",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=NEW_FILE,
     callback=_table_file,
     help="Path of a .json table to save to, instead of the user's table.",
 )
@@ -184,7 +152,7 @@ def tune(
     that others use. An interrupted sweep continues where it stopped. The exit code is 1 if a tile's
     result fails its check, or if a tile is not saved because the machine was busy.
     """
-    shape, sequences, mods = split_shape(options), split_sequences(options), split_mods(options)
+    case_options = split_cases(options)
     if reporting:
         _refuse_given(
             ctx, set(ctx.params) - {"reporting", "output", "force"}, "--report, which times nothing"
@@ -199,9 +167,7 @@ def tune(
         _refuse_given(ctx, {"max_smem", "max_spills", "workers"}, "--backend cpu")
     if arch is not None:
         _refuse_given(ctx, {"table", "min_gain", "repeats", "warmup", "seed"}, "--arch")
-    cases = _cases(
-        shape, sequences, mods, preset, workload, seed=seed, on_cpu=on_cpu, backward=backward
-    )
+    cases = _cases(case_options, preset, workload, seed=seed, on_cpu=on_cpu, backward=backward)
     if on_cpu and not all(each.case.is_dense and not each.case.is_backward for each in cases):
         raise click.UsageError(
             "--backend cpu has no tuned tiles for caches, packed sequences and gradients"
@@ -251,7 +217,7 @@ def tune(
     with report.kept(output, rows, head, show) as save:
         job.run(workers, rows, save)
     found = job.found
-    # This includes findings of an earlier command that was interrupted.
+    # The findings include those of an earlier command that was interrupted.
     if saver:
         click.echo(saver.save(found))
     elif dry_run:
@@ -276,9 +242,7 @@ tune = arch_option(tune, multiple=False)
 
 
 def _cases(
-    shape: dict[str, Any],
-    sequences: Mapping[str, Any],
-    mods: Mapping[str, Any],
+    options: tuple[dict[str, Any], dict[str, Any], dict[str, Any]],
     preset: str | None,
     workload: Path | None,
     *,
@@ -286,21 +250,23 @@ def _cases(
     on_cpu: bool,
     backward: bool,
 ) -> list[Weighted]:
+    """Return the cases of the preset, of the workload or of the options; see `split_cases`."""
     if preset and workload:
         raise click.UsageError("--preset does not go with --workload: both define the cases")
+    if preset and on_cpu:
+        raise click.UsageError(f"--preset {preset} is for GPUs; leave --backend cpu out")
+    if preset or workload:
+        source = f"--preset {preset}" if preset else "--workload"
+        other = f"{source}, which defines the cases"
+        refuse_cases(*options, backward=backward, other=other)
     if preset:
-        if on_cpu:
-            raise click.UsageError(f"--preset {preset} is for GPUs; leave --backend cpu out")
-        because = f"--preset {preset}, which defines the cases"
-        refuse_cases(shape, sequences, mods, because, backward=backward)
         return PRESETS[preset]()
     if workload:
-        because = "--workload, which defines the cases"
-        refuse_cases(shape, sequences, mods, because, backward=backward)
         return read_workload(workload)
+    shape, sequences, mods = options
     defaults = _CPU_DEFAULTS if on_cpu else _GPU_DEFAULTS
     found = sequence_cases(sequences, shape, defaults, seed=seed, on_gpu=not on_cpu)
-    return [Weighted(case) for case in directed(modified(found, mods), backward=backward)]
+    return [Weighted(case) for case in modified(found, mods, backward=backward)]
 
 
 def _device(arch: str | None) -> Device:
@@ -352,8 +318,8 @@ def _no_such_size(everything: Sweep, br: tuple[int, ...] | None, bc: tuple[int, 
         if given is not None and not sizes & set(given):
             asked, known = (", ".join(map(str, sorted(n))) for n in (set(given), sizes))
             parts.append(f"{option} {asked}: expected some of {known}")
-    beside = f" with --br {', '.join(map(str, br))}" if br and of_br else ""
-    return f"no tile of {everything.family} is that size; {'; '.join(parts)}{beside}"
+    with_br = f" with --br {', '.join(map(str, br))}" if br and of_br else ""
+    return f"no tile of {everything.family} is that size; {'; '.join(parts)}{with_br}"
 
 
 def _title(sweep: Sweep, device: str) -> str:
@@ -414,7 +380,7 @@ def _rank_by_resources(
 def _command() -> str:
     ctx = click.get_current_context()
     given = [
-        f"--{name.replace('_', '-')} {ctx.params[name]}"
+        f"{option_name(name)} {ctx.params[name]}"
         for name in ("preset", "workload", "family", "min_gain")
         if ctx.params.get(name) is not None
     ]

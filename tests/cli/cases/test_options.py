@@ -39,7 +39,7 @@ def swept(**given: object) -> list[Case]:
         "softmax_scale": None,
         "layout": ["bshd"],
     }
-    return sweep(**(options | given))
+    return sweep(options | given)
 
 
 def test_keys_heads_and_values_follow_the_queries_where_not_given() -> None:

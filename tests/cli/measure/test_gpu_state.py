@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -224,7 +225,7 @@ def test_a_cpu_that_others_use_is_warned_of(
 ) -> None:
     state = cpu_state(monkeypatch, tmp_path, busy=9.0, own=3.0, seconds=10.0)
 
-    assert state.as_record() == {"others": 30.0}
+    assert dataclasses.asdict(state) == {"others": 30.0}
     assert state.unreliable == "others used 30% of the CPU"
     assert state.notes() == ["! others used 30% of the CPU during the run; ratios are not reliable"]
 
@@ -262,7 +263,7 @@ def test_the_watch_ends_with_a_run_that_fails(
 
 def test_the_state_goes_into_a_record(nvidia_smi: Callable[..., Path], tmp_path: Path) -> None:
     nvidia_smi([sample(reasons=CAPPED)])
-    record = json.loads(json.dumps(state_after(tmp_path).as_record()))
+    record = json.loads(json.dumps(dataclasses.asdict(state_after(tmp_path))))
 
     assert record["sm_clock_mhz"] == [1755, 1755, 1755]
     assert record["held_down"] == {"power cap": 1.0}

@@ -31,7 +31,7 @@ struct Params {
   int heads_q;
   int heads_kv;
   int q_offset;       // causal: query i attends to keys j <= i + q_offset; see `first_position()`
-  int num_splits;     // number of KV splits of each query tile; one CTA computes one split
+  int num_splits;     // number of KV splits of each query tile, each a work tile
   int section_heads;  // number of heads whose query tiles are interleaved, see tile_coord.cuh
 
   // Lengths and offsets of packed, cached or paged sequences (sequences.cuh); null and 0 for dense

@@ -6,8 +6,9 @@
 //
 // Variable-length batches (packed sequences and KV caches) use the same pipeline and all warps of
 // the producer warpgroup. Warp 1 fetches work tiles, warp 2 zeroes rows of V past the end of a
-// sequence, and warp 3 clears output rows that belong to no sequence. Separate kernels split
-// float32 into components and transpose V of float8.
+// sequence, and warp 3 (warp 4 in CTA pairs) clears output rows that belong to no sequence. In
+// dense batches, warp 1 only sets output rows that attend to no key or, in float32, to at most one.
+// Separate kernels split float32 into components and transpose V of float8.
 #pragma once
 
 #include "forward/hopper/consumer.cuh"

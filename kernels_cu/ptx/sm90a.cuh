@@ -23,8 +23,9 @@ __device__ inline void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
 }
 
-// fence.proxy.async: makes this thread's earlier writes to shared memory visible to TMA and wgmma.
-// The thread that issues TMA or wgmma must synchronize with this thread afterwards.
+// fence.proxy.async: orders this thread's earlier accesses to shared memory before later ones by
+// TMA and wgmma. They see this thread's writes, and TMA overwrites nothing before this thread has
+// read it. The thread that issues TMA or wgmma must synchronize with this thread afterwards.
 __device__ inline void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

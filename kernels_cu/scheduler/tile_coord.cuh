@@ -1,4 +1,4 @@
-// Tile coordinates: the batch, head and first query row that a CTA computes.
+// Tile coordinates: the batch, head, first query row and KV split of a work tile.
 #pragma once
 
 #include "params.cuh"
@@ -13,10 +13,10 @@ struct TileCoord {
   int split;    // index of the KV split
 };
 
-// Returns the tile coordinates of CTA `block`. CTAs start in the order of blockIdx.x. Heads are
-// taken in sections of `section_heads`, whose K and V stay in L2 together. Within a section, query
-// tiles run from the last, the longest with a causal mask, to the first, so that short ones fill
-// the tail.
+// Returns the coordinates of work tile number `block`. Unless the grid is persistent, `block` is
+// blockIdx.x, in whose order CTAs start. Heads are taken in sections of `section_heads`, whose K
+// and V stay in L2 together. Within a section, query tiles run from the last, the longest with a
+// causal mask, to the first, so that short ones fill the tail.
 //
 // If a tile packs the `Group` query heads of a KV head, its row r is query r / Group of head
 // r % Group among them. K and V are then read once for all of these heads.

@@ -6,7 +6,8 @@
 #include "scheduler/pages.cuh"
 
 // Whether p v / p rounds to v if p is the only nonzero probability of its row. True for 16-bit and
-// 8-bit types, since p is then a power of two to within float32's rounding.
+// 8-bit types, if p is then a power of two to within float32's rounding. Each kernel must provide
+// for that: its base follows from the exact maximum, or from `LazySoftmaxRow::set_only_key()`.
 template <class Element>
 constexpr bool quotient_is_exact = sizeof(Element) <= 2;
 

@@ -76,7 +76,8 @@ struct Mask : Band<Config> {
     }
   }
 
-  // Returns the number of KV tiles (of Bc keys) that end at or before visible_end(row).
+  // Returns the number of KV tiles (of Bc keys) that end at or before visible_end(row). A tile is
+  // full here if no key is masked.
   template <int Bc>
   __device__ int full_tiles(int row) const {
     return visible_end(row) / Bc;
@@ -106,9 +107,9 @@ struct Mask : Band<Config> {
   }
 };
 
-// KV tiles of one CTA, processed from end - 1 down to begin. Tiles in [full_end, end) need a mask
-// or reach past the last key. Tiles before full_end need none, unless a window masks some of their
-// keys (see `first_full_tile`).
+// Indices of the KV tiles of one work tile, processed from end - 1 down to begin. Tiles in
+// [full_end, end) need a mask for some row of the query tile or reach past the last key. Tiles
+// before full_end need none, unless a window masks some of their keys (see `first_full_tile`).
 struct KvTileRange {
   int begin;
   int full_end;

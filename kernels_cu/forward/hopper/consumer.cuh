@@ -31,10 +31,10 @@ struct HopperConsumer {
 
   static_assert(!Config::pingpong || consumers > 1, "ping-pong scheduling needs several consumers");
   // Ping-pong scheduling: named barriers order the consumers, so that the softmax of one overlaps
-  // the GEMMs of another. With bounded scores, the softmax takes longer than both GEMMs, and the
-  // barriers order its first half instead: one consumer computes tanh while another computes
-  // exponentials. With a softcap of 50 that is 3% faster at head_dim 64 and 128; without tanh it is
-  // 3 to 20% slower.
+  // the GEMMs of another. Scores bounded by tanh make the softmax longer than both GEMMs. With
+  // bounded scores, the barriers therefore order its first half instead: one consumer computes tanh
+  // while another computes exponentials. With a softcap of 50 that is 3% faster at head_dim 64 and
+  // 128. Without modifications it was 3 to 20% slower, so only bounded scores use this order.
   static constexpr bool pingpong_softmax =
       Config::pingpong && Config::bounded && !Config::skips_tiles;
   static constexpr bool pingpong_gemms = Config::pingpong && !pingpong_softmax;
@@ -49,9 +49,9 @@ struct HopperConsumer {
 
   // State of the query tile. Values that are cheap to recompute are not kept, to save registers.
   int first_row;              // first query row of this consumer
-  int full_end;               // first_masked_tile() of the query tile, if Config::has_seqlens
+  int full_end;               // first_masked_tile() of these rows, if Config::has_seqlens
   int kv_tile;                // KV tile whose scores were computed last
-  int begin;                  // last KV tile of the query tile, in processing order
+  int begin;                  // `kv_tiles.begin`: the KV tile that is processed last
   typename Cta::KvTileInfo kv_tile_info;  // `KvTileInfo` of the KV tile, if Config::skips_tiles
   int visible_pairs_slot = -1;  // index in the ring of visible pairs, if Config::block_mask
   // Visible pairs of the KV tile, if the block mask stores them.

@@ -84,9 +84,9 @@ struct HopperCta {
 
   using WorkTile = HopperWorkTile<Config>;
   // Entries in the ring of work tiles. The entry of a work tile is read again when its output is
-  // written. If the next work tile has a single KV tile, the query stage of that next tile may be
-  // reloaded before then. In variable-length batches, the scheduler warp writes up to two more work
-  // tiles, one of which the producer has fetched.
+  // written. If the next work tile has a single KV tile, or if all of Q is in registers, the query
+  // stage of that next tile may be reloaded before then. In variable-length batches, the scheduler
+  // warp writes up to two more work tiles, one of which the producer has fetched.
   static constexpr int work_tile_slots = Config::q_stages + 2 + 2 * Config::has_seqlens;
 
   // V tile with the last keys of a sequence. The rows after them belong to other sequences.
@@ -107,8 +107,8 @@ struct HopperCta {
     static constexpr unsigned first = 1 << 30, end = 1u << 31;
     static_assert(BlockMask::max_slots < 256, "a slot number has eight bits");
     // Returns the bits for one consumer: whether it needs the KV tile, whether the block mask
-    // leaves all its pairs of query and key visible, and the slot in which the block mask stores
-    // the visible pairs, counted from 1 (0 if it stores none).
+    // leaves all its pairs of query and key visible (`is_full`, unrelated to the barriers), and the
+    // slot in which the block mask stores the visible pairs, counted from 1 (0 if it stores none).
     __device__ static unsigned bits_of(int consumer, bool is_needed, bool is_full,
                                        unsigned pairs_slot) {
       return (unsigned(is_needed) | unsigned(is_full) << 3) << consumer | pairs_slot
@@ -210,6 +210,8 @@ struct HopperCta {
       ptx::mbarrier_init(work_tile_empty(), 1);
       for (int index = 0; index < tails; ++index) ptx::mbarrier_init(tail_loaded(index), 1);
     }
+    // The last barriers are peer_full() and peer_read(); full(index) is the address of barrier
+    // number `index` of all.
     for (int index = barriers - peer_barriers; index < barriers; ++index) {
       ptx::mbarrier_init(full(index), 1);
     }
@@ -273,9 +275,9 @@ struct HopperCta {
   __device__ static int columns_left_v() { return Config::head_dim_v - first_column_v(); }
   static constexpr bool has_whole_columns_v = cta_ranks * columns_v == Config::head_dim_v;
 
-  // Returns the query tile of this CTA, or CTA pair, in a round over the grid. Tiles are in order
-  // of decreasing length. Odd rounds run backwards, so that the CTA with the longest tile of one
-  // round gets the shortest tile of the next.
+  // Returns the work tile number of this CTA, or CTA pair, in a round over the grid. Within a
+  // section, tiles are in order of decreasing length (tile_coord.cuh). Odd rounds run backwards, so
+  // that the CTA with the longest tile of one round gets the shortest tile of the next.
   __device__ static unsigned tile_of(unsigned round) {
     const unsigned index = round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     return round * gridDim.x + index;
@@ -301,6 +303,7 @@ struct HopperCta {
   }
 
   // Returns a work tile for a block mask, which lists the query tiles of a head sorted by length.
+  // `keys` is a range of KV tiles.
   template <class AnyParams>
   __device__ static WorkTile masked_work_tile(const AnyParams& p, TileCoord coord) {
     const int position = ceil_div(p.seqlen_q, Br) - 1 - coord.q_begin / Br;
@@ -387,6 +390,8 @@ struct HopperCta {
     }
   }
 
+  // The row index needs no sequence: with sequences, only MLA splits keys, and its queries are not
+  // packed.
   __device__ float* partial_row(const TileCoord& coord, int row) const {
     const Partials<Config> partials(p);
     return partials.out_row(coord.split, partials.row_index(p, coord.batch, coord.head, row));
@@ -401,8 +406,9 @@ struct HopperCta {
   // Returns whether the scheduler warp writes an output row. Consumers compute a fully masked row
   // as 0 times values that other rows attend to, which may be NaN. For a float32 row that attends
   // to one key, p v / p may differ from v. In variable-length batches, consumers do not write such
-  // rows; otherwise the scheduler warp overwrites them at the end. With modifications, only the
-  // consumers know which rows these are.
+  // rows; otherwise the scheduler warp overwrites them at the end. With modifications, consumers
+  // write all rows, as only they know which rows a function or an array masks. Windows and prefixes
+  // are modifications, too, although they mask by position.
   __device__ bool is_written_by_scheduler(const WorkTile& work_tile, int row) const {
     return !Config::modified &&
            work_tile.template mask<Config>(p).visible_end(row) <= max_degenerate_keys<Element>;

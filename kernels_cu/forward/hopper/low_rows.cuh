@@ -31,9 +31,9 @@ struct LowRowsConfig : Attention {
   static constexpr int group = 1;
 };
 
-// Rows that the attention kernel leaves to this launch are called empty, see is_empty(). A CTA
-// computes in rounds: each warp looks for empty rows in a few query tiles, then all warps together
-// compute each tile that has any.
+// Rows that the attention kernel leaves to this launch are called empty, even those with a high
+// score, see is_empty(). A CTA computes in rounds: each warp looks for empty rows in a few query
+// tiles, then all warps together compute each tile that has any.
 template <class Attention>
 struct LowRows {
   using Config = LowRowsConfig<Attention>;
@@ -97,10 +97,10 @@ struct LowRows {
     __syncthreads();
   }
 
-  // Returns whether the attention kernel left a row of a tile to this launch. If KV is not split,
-  // the first columns of its output are then -0. If KV is split, there are two cases: the
-  // log-sum-exp of every split is so low that splits written as -inf would have weight, too, or the
-  // base of some split is inf.
+  // Returns whether the attention kernel left a row of a tile to this launch, as all its scores
+  // are low or one is high. If KV is not split, the first columns of its output are then -0. If KV
+  // is split, there are two cases: the log-sum-exp of every split is so low that splits written as
+  // -inf would have weight, too, or the base of some split is inf.
   __device__ bool is_empty(int tile, int row_in_tile) const {
     if constexpr (Config::has_seqlens) {
       const SequenceView<Config> view(p, tile);

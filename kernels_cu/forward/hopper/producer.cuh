@@ -38,9 +38,11 @@ struct HopperProducer : HopperLoader<Config> {
       const WorkTile& next = next_work_tile(round);
       if (next.is_end_of_work()) break;
       if (!next.has_keys()) continue;
-      // Load the next queries first if a query stage is free; otherwise after the tiles that the
-      // consumers need before they can release one. Causal calls always load keys first: loading
-      // queries first is 4% slower there, but 3% faster in other calls (512 keys, head_dim 128).
+      // Load the next queries first if a query stage is free. Otherwise K, and V of the previous
+      // query tile, come first, so that they do not wait for a query stage. If consumers skip KV
+      // tiles, they release the queries only when that K has arrived, see next_kv_tile(). Causal
+      // calls always load keys first: loading queries first is 4% slower there, but 3% faster in
+      // other calls (512 keys, head_dim 128).
       bool published =
           !Config::causal && ptx::mbarrier_test_wait(cta.q_empty(q_ring.index), q_ring.phase ^ 1);
       if constexpr (Config::skips_tiles) {
@@ -48,6 +50,7 @@ struct HopperProducer : HopperLoader<Config> {
         kv_tiles.enter(cta.p, next);
       }
       if (published) publish_work_tile(next);
+      // `key` is the index of a KV tile.
       for (int key = next.kv_tiles.end - 1; key >= next.kv_tiles.begin;
            key = Config::skips_tiles ? kv_tiles.next_tile(cta.p, next, key) : key - 1) {
         const Sequence& sequence = next.sequence(cta.p);
@@ -61,6 +64,8 @@ struct HopperProducer : HopperLoader<Config> {
         if (!published) publish_work_tile(next);
         published = true;
         values = keys;
+        // The scheduler warp waits for this request, so the KV tile must not be skipped. Only block
+        // masks skip KV tiles between the first and the last, and only in dense batches.
         if (Config::has_seqlens &&
             key == next.kv_tiles.begin + min(Cta::work_tile_prefetch, next.kv_tile_count() - 1)) {
           if (is_elected()) ptx::mbarrier_arrive(cta.work_tile_empty());
@@ -144,6 +149,7 @@ struct HopperProducer : HopperLoader<Config> {
   // Sets the page that holds a KV tile. The block table is not validated: for a page number outside
   // the cache, TMA fills the tile with zeros.
   __device__ void look_up_page(int batch, KvTile& keys) const {
+    // Number of the first key of the tile in its sequence.
     const int key = keys.row();
     keys.batch = cta.p.block_table[batch * cta.p.block_table_stride + key / Config::page_size];
     keys.first = key % Config::page_size - key;

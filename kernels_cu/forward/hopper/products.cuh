@@ -167,8 +167,10 @@ struct HopperProducts {
   }
 
   // Called when S is complete. Releases the K stage of the product that was issued `products`
-  // products ago, and the query stage if S was its last use. Queries in registers have been read
-  // from shared memory when the first product with them is complete.
+  // products ago, and the query stage if S was its last use. `is_first_tile` and `is_last_tile` say
+  // whether the KV tile of S is the first or last one of its query tile, in processing order.
+  // Queries in registers have been read from shared memory when the first product with them is
+  // complete.
   __device__ void release_scores(int products, bool is_first_tile, bool is_last_tile) {
     ptx::pin(scores);
     if constexpr (!Cta::values_in_keys) arrive_warp(cta.empty(stage_before(products)));

@@ -9,7 +9,8 @@
 #if __CUDA_ARCH__ == 900
 
 // Scheduler warp. In variable-length batches, it fetches work tiles ahead of the producer. It also
-// writes the output of fully masked rows.
+// writes the output of fully masked rows and, in float32, of rows that attend to one key. This is
+// its only task in dense batches, where nothing is scheduled.
 template <class Config>
 struct HopperScheduler {
   using Element = typename Config::Element;

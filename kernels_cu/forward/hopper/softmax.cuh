@@ -1,6 +1,6 @@
-// Softmax of one KV tile, for the two rows of which a lane of a consumer holds elements. No row
-// maximum is computed. P uses the previous base, and the row sums of P show whether that base is
-// still valid.
+// Softmax of one KV tile, for the two rows of which a lane of a consumer holds elements. P uses the
+// previous base, and the row sums of P show whether that base is still valid. Row maxima are
+// computed only if it is not.
 #pragma once
 
 #include "forward/hopper/cta.cuh"

@@ -64,6 +64,18 @@ class CaptureSpec:
         return TracedArray(name, self.rank, self.type)
 
 
+def prefixed(kind: str, name: str) -> str:
+    """Return the name of a capture of a modification among all arrays of a call.
+
+    The name is valid in C++. Letters outside of ASCII are written as their code points after a
+    separate prefix, so that no two captures have the same name.
+    """
+    if name.isascii():
+        return f"{kind}_{name}"
+    letters = (x if x.isascii() and x != "_" else f"_{ord(x):x}_" for x in name)
+    return f"{kind}u_{''.join(letters)}"
+
+
 def array_node(name: str) -> Node:
     """Return the leaf node of a captured array."""
     return Node("array", ARRAY, (), name)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from cupy_flash.mods.captures import CaptureSpec, array_node
+from cupy_flash.mods.captures import CaptureSpec, array_node, prefixed
 from cupy_flash.mods.ir.expression import (
     BOOL,
     Q_START,
@@ -26,7 +26,6 @@ from cupy_flash.mods.ir.expression import (
     Node,
 )
 from cupy_flash.mods.ir.operations import operation, substitute
-from cupy_flash.mods.modification import prefixed
 from cupy_flash.mods.trace.symbols import Symbol, as_node
 from cupy_flash.mods.trace.traced import Traced
 

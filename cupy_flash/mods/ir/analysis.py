@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TypeVar
 
-from cupy_flash.mods.ir.expression import BOOL, INT, REAL, UINT64, Node, constant
+from cupy_flash.mods.ir.expression import BOOL, INT, REAL, UINT64, Node, constant, memoized
 from cupy_flash.mods.ir.operations import ANY_RANGE, INT_RANGE, OPERATIONS, Range, operation
 
 # Ranges of the positions: problems have at most 2^30 - 2^10 queries and keys, and query offsets of
@@ -189,20 +190,8 @@ class Analysis:
 
 
 def _answer(known: dict[Node, T], node: Node, find: Callable[[Node], T]) -> T:
-    """Return `known[node]`, after computing it with `find`, arguments first; not recursive."""
-    if node in known:
-        return known[node]
-    stack = [node]
-    while stack:
-        top = stack[-1]
-        missing = [x for x in top.args if x not in known] if top not in known else []
-        if missing:
-            stack += missing
-            continue
-        if top not in known:
-            known[top] = find(top)
-        stack.pop()
-    return known[node]
+    """Return `known[node]`, after computing it with `find`, arguments first."""
+    return memoized(node, known, attrgetter("args"), find)
 
 
 def _type_range(type: str) -> Range:

@@ -105,6 +105,12 @@ class Problem:
     gradient: GradientSpec | None = None
 
     @property
+    def gradient_spec(self) -> GradientSpec:
+        """The `gradient` of a backward problem."""
+        assert self.gradient is not None
+        return self.gradient
+
+    @property
     def direction(self) -> str:
         """Direction of the computation, "forward" or "backward"."""
         return "forward" if self.gradient is None else "backward"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,13 +15,15 @@ def _fields(dtype: Any, names: str) -> list[tuple[str, Any]]:
     return [(name, dtype) for name in names.split()]
 
 
+# With `align`, NumPy lays out a struct as C++ does.
 TENSOR_DTYPE = np.dtype(
-    _fields(np.uint64, "data") + _fields(np.int64, "batch_stride row_stride head_stride")
+    _fields(np.uint64, "data") + _fields(np.int64, "batch_stride row_stride head_stride"),
+    align=True,
 )
 
-# The field `_` is padding, as in C++. The second half has the lengths and offsets of sequences
-# (varlen and KV cache), and the sizes of the arrays that hold them.
-PARAMS_DTYPE = np.dtype(
+# The second half has the lengths and offsets of sequences (varlen and KV cache), and the sizes of
+# the arrays that hold them. The field `_` is the padding at the end of a struct that others contain.
+_FORWARD = (
     _fields(TENSOR_DTYPE, "q k v out")
     + _fields(np.uint64, "lse workspace")
     + _fields(np.float64, "softmax_scale")
@@ -33,24 +34,27 @@ PARAMS_DTYPE = np.dtype(
     + _fields(np.int64, "block_table_stride")
     + _fields(np.int32, "total_q total_k caches pages max_pages keys new_keys _")
 )
+PARAMS_DTYPE = np.dtype(_FORWARD, align=True)
 
 # The struct of a block mask, which mirrors block_mask/block_mask.cuh.
 BLOCK_MASK_DTYPE = np.dtype(
     _fields(np.uint64, "memory")
     + _fields(np.int64, "full_offset slots_after_offset tiles_offset pairs_offset")
     + _fields(np.int64, "batch_stride head_stride")
-    + _fields(np.int32, "words key_blocks slots _")
+    + _fields(np.int32, "words key_blocks slots _"),
+    align=True,
 )
 
 # This struct and the next one mirror backward/params.cuh.
 BIAS_GRADIENT_DTYPE = np.dtype(
     _fields(np.uint64, "data")
     + _fields(np.int32, "batch heads rows keys")
-    + _fields(np.int64, "parts")
+    + _fields(np.int64, "parts"),
+    align=True,
 )
 
 # Fields that the backward kernels have after all other fields.
-GRADIENTS_DTYPE = np.dtype(
+_BACKWARD = (
     _fields(TENSOR_DTYPE, "dout dq dk dv")
     + _fields(np.uint64, "dlse dsinks")
     + _fields(BIAS_GRADIENT_DTYPE, "dbias")
@@ -82,44 +86,15 @@ def _params_dtype(
     scales: tuple[str, ...],
     has_gradients: bool,
 ) -> np.dtype:
-    forward = _forward_dtype(mods)
-    assert forward.fields is not None
-    fields = {name: field[:2] for name, field in forward.fields.items()}
-    end = forward.itemsize
-    if scales:
-        for name in scales:
-            fields[name] = (TENSOR_DTYPE, end)
-            end += TENSOR_DTYPE.itemsize
-        return _struct(fields, end)
-    if not has_gradients:
-        return forward
-    assert GRADIENTS_DTYPE.fields is not None
-    fields |= {n: (f[0], end + f[1]) for n, f in GRADIENTS_DTYPE.fields.items()}
-    end += GRADIENTS_DTYPE.itemsize
-    if captures is not None:
-        fields["dcaptures"] = (np.dtype([(name, np.uint64) for name in captures]), end)
-        end += fields["dcaptures"][0].itemsize
-    return _struct(fields, end)
-
-
-def _forward_dtype(mods: np.dtype | None) -> np.dtype:
-    if mods is None:
-        return PARAMS_DTYPE
-    alignment = 8
-    maps = PARAMS_DTYPE.itemsize + -(-mods.itemsize // alignment) * alignment
-    assert PARAMS_DTYPE.fields is not None
-    fields = {name: field[:2] for name, field in PARAMS_DTYPE.fields.items()}
-    fields["mods"] = (mods, PARAMS_DTYPE.itemsize)
-    fields["block_mask"] = (BLOCK_MASK_DTYPE, maps)
-    return _struct(fields, maps + BLOCK_MASK_DTYPE.itemsize)
-
-
-def _struct(fields: Mapping[str, tuple[np.dtype, int]], itemsize: int) -> np.dtype:
-    """Return a struct dtype of fields with a type and a byte offset each."""
-    formats, offsets = zip(*fields.values(), strict=True)
-    return np.dtype(
-        {"names": list(fields), "formats": formats, "offsets": offsets, "itemsize": itemsize}
-    )
+    fields = list(_FORWARD)
+    if mods is not None:
+        fields += [("mods", mods), ("block_mask", BLOCK_MASK_DTYPE)]
+    fields += [(name, TENSOR_DTYPE) for name in scales]
+    if has_gradients:
+        fields += _BACKWARD
+        if captures is not None:
+            fields.append(("dcaptures", np.dtype([(name, np.uint64) for name in captures])))
+    return np.dtype(fields, align=True)
 
 
 def layout_assertions(problem: Problem) -> str:

@@ -98,22 +98,7 @@ def _array_dtype(spec: CaptureSpec) -> np.dtype:
 
 def _struct(names: list[str], formats: list[Any]) -> np.dtype:
     """Return a dtype with these fields, laid out as in C++."""
-    offsets, end, largest = [], 0, 1
-    for form in map(np.dtype, formats):
-        alignment = _alignment(form)
-        end = -(-end // alignment) * alignment
-        offsets.append(end)
-        end += form.itemsize
-        largest = max(largest, alignment)
-    size = -(-end // largest) * largest
-    layout: Any = {"names": names, "formats": formats, "offsets": offsets, "itemsize": size}
-    return np.dtype(layout)
-
-
-def _alignment(dtype: np.dtype) -> int:
-    if dtype.fields is not None:
-        return max(_alignment(field[0]) for field in dtype.fields.values())
-    return dtype.base.itemsize
+    return np.dtype(list(zip(names, formats, strict=True)), align=True)
 
 
 def array_fields(array: Any, address: int, spec: CaptureSpec) -> tuple[Any, ...]:

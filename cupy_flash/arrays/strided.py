@@ -233,15 +233,9 @@ def address_of(array: Any) -> int:
 
 
 def spec_of(array: Any, address: int) -> ArraySpec:
-    """Return the spec of a (batch, seqlen, heads, dim) array, or of one without a batch axis.
+    """Return the spec of a (batch, seqlen, heads, dim) array with a contiguous last axis.
 
-    Parameters
-    ----------
-    array
-        NumPy or CuPy array with a contiguous last axis. An array with three axes gets a batch axis
-        of length 1.
-    address
-        Address of the first element.
+    An array with three axes gets a batch axis of length 1. `address` is that of the first element.
     """
     size = array.itemsize
     shape, strides = tuple(array.shape), array.strides
@@ -361,16 +355,9 @@ def require_native(name: str, array: Any) -> None:
 
 
 def cast(name: str, array: Any, dtype: str) -> str:
-    """Return the expression that converts an argument to a dtype in the caller's library.
+    """Return the expression that converts the argument `name` to a dtype in the caller's library.
 
-    Parameters
-    ----------
-    name
-        Name of the argument.
-    array
-        NumPy or CuPy array over the memory of the argument.
-    dtype
-        Name of the dtype.
+    `array` is a NumPy or CuPy array over the memory of the argument.
     """
     owner = array
     while isinstance(owner, np.ndarray):

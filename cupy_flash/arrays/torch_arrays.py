@@ -209,13 +209,7 @@ def _one_of_cupy(itemsize: int) -> Any:
 
 
 def tensor_maker(shape: tuple[int, ...], dtype: np.dtype) -> Callable[[], Any]:
-    """Return a function that allocates C-contiguous tensors on torch's current device and stream.
-
-    Parameters
-    ----------
-    shape, dtype
-        Shape and dtype of the tensors.
-    """
+    """Return a function that allocates C-contiguous tensors on torch's current stream."""
     import torch
 
     # empty_like() of one expanded element is 2 us faster than empty() with a shape and strides. The
@@ -336,23 +330,11 @@ def _dtypes() -> dict[Any, np.dtype]:
     import ml_dtypes
     import torch
 
+    names = "float16 bfloat16 float32 float64 int32 int8 float8_e4m3fn bool uint8 int64 uint64"
+    # Older releases of torch have neither float8 nor uint64.
     return {
-        torch.float16: np.dtype(np.float16),
-        torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
-        torch.float32: np.dtype(np.float32),
-        torch.float64: np.dtype(np.float64),
-        torch.int32: np.dtype(np.int32),
-    } | {
-        # Dtypes of caches, masks and captures. Older releases have no float8 and no uint64.
-        getattr(torch, name): np.dtype(dtype)
-        for name, dtype in (
-            ("int8", np.int8),
-            ("float8_e4m3fn", ml_dtypes.float8_e4m3fn),
-            ("bool", np.bool_),
-            ("uint8", np.uint8),
-            ("int64", np.int64),
-            ("uint64", np.uint64),
-        )
+        getattr(torch, name): np.dtype(getattr(ml_dtypes, name, name))
+        for name in names.split()
         if hasattr(torch, name)
     }
 

@@ -171,7 +171,7 @@ class _SingleThreadedBlas:
 
     The workers run in parallel already. A multithreaded BLAS would make them queue for its single
     thread pool: 0.28 s with the limit, at least 0.86 s without (OpenBLAS, 4 busy cores). The limit
-    applies to the whole process, so overlapping calls share it, and the last one restores the
+    applies to the whole process: it remains while calls overlap, and the last one restores the
     previous thread counts. In a forked child no call runs, so the child lifts its limit at once.
     """
 

@@ -233,7 +233,7 @@ def attend(job: Pass, scratch: Scratch, block: Block, keys: tuple[int, int]) -> 
     q = job.queries(block, scratch)
     k = job.keys(block, begin, end, scratch)
     v = job.values(block, begin, end, scratch)
-    # The rows of all query heads that share a KV head form one matrix.
+    # The rows of all query heads that use the same KV head form one matrix.
     rows = q.reshape(*q.shape[:2], -1, q.shape[4])
     flat = scratch.array("scores", (math.prod(rows.shape[:3]) * seen,), compute)
     matrix, keys_axis = score_matrix(flat, seen, rows.shape[2])

@@ -288,19 +288,8 @@ def rotate(
 ) -> Array:
     """Return a copy of ``x`` with rotary position embedding applied to its leading columns.
 
-    float64 arrays are computed in float64, all others in float32.
-
-    Parameters
-    ----------
-    x : numpy.ndarray, (batch, seqlen, heads, head_dim)
-    cos, sin : numpy.ndarray, (rows, rotary_dim / 2)
-        Cosine and sine of the angle of each position and each pair of columns.
-    first_positions : numpy.ndarray, (batch,)
-        Position of the first row of each sequence.
-    interleaved : bool
-        Whether the pairs are columns (2i, 2i + 1), not columns (i, i + rotary_dim / 2).
-    advance : bool
-        Whether row ``i`` has the first position plus ``i``, not the first position itself.
+    The arguments are those of `cupy_flash.arrays.rotary.rotated`. float64 arrays are computed in
+    float64, all others in float32.
     """
     rotated_rows: Array = rotated(
         x,
@@ -409,7 +398,7 @@ class _WorkItem(NamedTuple):
 
 @dataclass(frozen=True)
 class _Batch:
-    """Keys, values and parameters that all sequences of a call share."""
+    """Keys, values and parameters that are the same for all sequences of a call."""
 
     k: Blocks  # (blocks, rows, heads_kv, head_dim)
     v: Blocks  # (blocks, rows, heads_kv, head_dim_v)

@@ -151,7 +151,7 @@ class QuerySums:
 
 
 def inspects(problem: Problem) -> bool:
-    """Return whether some row may attend to no key, or some key may have no row attend to it.
+    """Return whether some row may attend to no key, or no row may attend to some key.
 
     Kernels then inspect tiles for NaN and infinity, see `kernels_cu/backward/preprocess/clean.cuh`.
     """

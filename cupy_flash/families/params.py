@@ -22,7 +22,7 @@ TENSOR_DTYPE = np.dtype(
 )
 
 # The second half has the lengths and offsets of sequences (varlen and KV cache), and the sizes of
-# the arrays that hold them. The field `_` is the padding at the end of a struct that others contain.
+# the arrays that hold them. The field `_` is the padding at the end of a struct.
 _FORWARD = (
     _fields(TENSOR_DTYPE, "q k v out")
     + _fields(np.uint64, "lse workspace")

@@ -163,26 +163,16 @@ def given(modifications: Mapping[str, Any]) -> dict[str, Any]:
 def require_known(name: str, function: Callable[..., Any] | None = None) -> None:
     """Raise TypeError unless there is a keyword argument of this name.
 
-    Parameters
-    ----------
-    name
-        Name of the keyword.
-    function
-        Public function that it is passed to; by default the function that is being called.
+    The error names the public `function`, by default the one that is being called.
     """
     if name not in NAMES:
         raise unexpected(name, _TAKEN, function)
 
 
 def with_offsets(q_offset: Any, modifications: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-    """Return `q_offset` and modifications; an offset for each sequence becomes a modification.
+    """Return the arguments, with a `q_offset` that differs per sequence among the modifications.
 
-    Parameters
-    ----------
-    q_offset
-        Argument of a function for dense batches: a number, None, or an array or list of numbers.
-    modifications
-        The other modifications of the call.
+    Functions for dense batches take a number, None, or an array or list of numbers as `q_offset`.
     """
     if q_offset.__class__ in (int, type(None)):
         return q_offset, modifications

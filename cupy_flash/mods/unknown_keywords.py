@@ -103,8 +103,8 @@ INSTEAD: dict[str, tuple[_Counterpart, ...]] = {
 
 _PACKAGE = __name__.partition(".")[0]
 _ANY = ""
-# Modules with gradients by another library. Their functions lack some arguments of the package's
-# functions with the same name: advice by argument. `_ANY` names what the package's functions lack.
+# Modules whose functions are differentiable by another library, with advice for the arguments that
+# only the package's functions of the same names have. The advice for `_ANY` names what these lack.
 _PLAIN_ONLY = {
     f"{_PACKAGE}.jax": {
         "backend": "leave it out, as attention runs on the device of the arrays; move them with "

@@ -136,7 +136,7 @@ class Mask(NamedTuple):
         return begin, full_begin, max(full_begin, min(self.end(first) // Bc, end)), end
 
     def first_row(self, key: int) -> int:
-        """Return the first row with ``end(row) > key``, as later rows have; seqlen_q if none."""
+        """Return the first row with ``end(row) > key``, as for all later rows; seqlen_q if none."""
         rows = [0]
         if key < self.prefix:
             return 0

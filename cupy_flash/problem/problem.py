@@ -523,12 +523,8 @@ def _check_heads_and_dims(
 def if_swapped(q: tuple[int, ...], k: tuple[int, ...], layout: str | None) -> str:
     """Return advice to swap axes if heads and seqlen would fit then, otherwise "".
 
-    Parameters
-    ----------
-    q, k
-        Lengths (seqlen, heads) of q and of k, which do not fit as they are.
-    layout
-        Argument ``layout`` of the call, or None if the function has none.
+    q and k are the lengths (seqlen, heads) that do not fit. `layout` is None if the function has no
+    such argument.
     """
     if not k[0] or q[0] % k[0]:
         return ""

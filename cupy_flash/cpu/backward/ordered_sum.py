@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from cupy_flash.cpu.thread_pool import Stop
 
-# Interval in seconds at which a waiting thread checks for a requested stop, which does not wake it.
+# Interval in seconds at which a waiting thread checks whether a stop is requested: the request
+# itself does not wake the thread.
 POLL_SECONDS = 0.1
 
 

@@ -18,8 +18,8 @@ _MAX_CONCURRENT_TILES = 2
 # Up to this size of keys and values in bytes, clusters may have only two ring stages. A cluster of
 # 8 has no space for three: it takes 23.1 us, clusters of 4 take 25.2 us (8192 keys, 8 KV heads).
 _LITTLE = 64 << 20
-# Up to this size in bytes, clusters are faster even if two query tiles read each key twice: 18.5
-# instead of 20.0 us (4 sequences of 8192 keys, 1 KV head, 32 query heads).
+# Up to this size in bytes, clusters are faster even if each key is read twice, by two query tiles:
+# 18.5 instead of 20.0 us (4 sequences of 8192 keys, 1 KV head, 32 query heads).
 _REREAD_BYTES = 16 << 20
 # Up to this size in bytes, clusters are used for a paged KV cache; for short pages the limit is
 # `_LITTLE`. Above it, a thread block per SM takes 492 us, clusters take 585 us (8 sequences of
@@ -121,11 +121,11 @@ def _tiles_for_column_warps(problem: Problem) -> Iterator[DecodeTile]:
 def _clustered(problem: Problem, device: Device, tile: DecodeTile) -> Iterator[DecodeTile]:
     """Yield the tile with the fastest cluster size, unless thread blocks without clusters win.
 
-    The cluster is the smallest one of which a single one per KV head reaches the memory bandwidth,
-    and the largest one otherwise. Only clusters with enough ring stages are considered. For few KV
-    heads with little data, it is the smallest cluster that has all keys of a sequence: clusters of
-    2 take 13.3 us, clusters of 8 take 13.9 us (16 sequences of 1024 keys, 1 KV head, 32 query
-    heads). If there is none, it is the largest cluster with three stages.
+    The cluster size is the smallest with which one cluster per KV head reaches the memory
+    bandwidth, or else the largest. Only sizes that leave space for enough ring stages are
+    considered. For few KV heads with little data, it is the smallest size with which one cluster
+    has all keys of a sequence, or else the largest size with three stages: clusters of 2 take 13.3
+    us, clusters of 8 take 13.9 us (16 sequences of 1024 keys, 1 KV head, 32 query heads).
     """
     total = sizes.total_kv_bytes(problem)
     if sizes.row_tiles(problem, tile.Br) > 1 and total > _REREAD_BYTES:

@@ -31,7 +31,8 @@ _WIDEST = 128
 # Number of registers of a producer thread and of a consumer thread. Together, the warpgroups take
 # what the launch allocates, 168 for each of 384 threads.
 _REGISTERS = (24, 240)
-# The same for wide heads in varlen: with 24, producer warps spill, and a loop is miscompiled.
+# The same numbers for wide heads in varlen: with 24 registers, producer warps spill, and a loop is
+# miscompiled.
 _WIDE_REGISTERS_OF_SEQUENCES = (40, 232)
 # Number of registers of a consumer thread besides accumulators and operands: addresses and state.
 _STATE_REGISTERS = 24
@@ -147,7 +148,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         total += tile.q_stages * tile.Br * _ROW_STATS_BYTES
         pairs = tile.Br * tile.Bc * size
         if _is_wide(problem):
-            # Tiles of dS and P; P is always there, dS only if dq is computed.
+            # P is always stored, and dS only if dq is computed.
             total += (2 if gradient.wants("q") else 1) * pairs
         elif gradient.wants("q"):
             total += _PAIR_STAGES * pairs + tile.Br * dim * 4

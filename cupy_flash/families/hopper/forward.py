@@ -218,7 +218,7 @@ class HopperFamily(Family[HopperTile]):
             is_mla = mla.holds_values_in_keys(problem)
             split = mla.choose_split(problem, device, tile) if is_mla else UNSPLIT
             main = self._main(problem, device, tile, split)
-            # The order of sequences is computed by a kernel before, or by each thread block.
+            # An earlier kernel computes the order of the sequences, or each thread block does.
             order = varlen.order_bytes(problem)
             launches: tuple[Launch, ...] = (varlen.launch(), main)
             if cta_ranks(problem) > 1:

@@ -150,7 +150,7 @@ def _low_row_tile(problem: Problem) -> MmaTile:
 
 
 def _has_edges(problem: Problem) -> bool:
-    """Return whether KV tiles may be skipped on both sides, because of a window or a block mask."""
+    """Return whether a window or a block mask may skip KV tiles at both ends of the keys."""
     score = problem.score
     if score is None:
         return False

@@ -31,7 +31,7 @@ _SCALES_BYTES = 8
 
 
 def footprint(problem: Problem) -> tuple[Any, ...]:
-    """Return all that `block_bytes` depends on besides the tile; lengths are not among it."""
+    """Return everything that `block_bytes` depends on, except the tile; lengths do not matter."""
     score = problem.score
     score_key: tuple[Any, ...] = ()
     if score is not None:
@@ -55,11 +55,11 @@ def block_bytes(problem: Problem, tile: HopperTile) -> int:
     # Each stage has two barriers. Work tiles: one for each query stage, one whose output is being
     # written, and one whose queries are no longer needed.
     scales = _SCALES_BYTES if problem.is_float8 else 0
-    visits = (tile.q_stages + 2) * (_WORK_TILE_BYTES + scales)
+    work_tiles = (tile.q_stages + 2) * (_WORK_TILE_BYTES + scales)
     total = (
         tile.q_stages * (queries + 2 * BARRIER_BYTES)
         + tile.stages * (stage + 2 * BARRIER_BYTES)
-        + visits
+        + work_tiles
     )
     if skips_tiles(problem, tile):
         total += tile.stages * _KV_TILE_INFO_BYTES

@@ -34,9 +34,9 @@ PRESWIZZLED_TILES = "tile_images"
 _OTHER_REGISTERS = 40
 # Number of dq rows that a warp computes, if a tile has enough rows.
 _SUM_ROWS = 32
-# Limits on how many KV tiles of a head run concurrently. Each runs 1.5 query tiles after the one
-# before. There are at most _MAX_CONCURRENT, and one per _STEPS_PER_TILE query tiles. A causal mask
-# halves their number: a thread block then has half the steps to catch up after waiting.
+# Limits on how many KV tiles of a head run concurrently: at most _MAX_CONCURRENT, and one per
+# _STEPS_PER_TILE query tiles. Each begins 1.5 query tiles later than the previous one. A causal
+# mask halves their number, because a thread block then has half the steps to catch up after a wait.
 _MAX_CONCURRENT = 16
 _STEPS_PER_TILE = 2
 
@@ -234,7 +234,7 @@ def _uses_components(problem: Problem) -> bool:
 
 
 def _second_units(problem: Problem) -> int:
-    """Return for how many of P and dS warps compute scale factors (`refines_p`, `refines_ds`)."""
+    """Return how many of P and dS have scale factors of each warp (`refines_p`, `refines_ds`)."""
     score = problem.score
     if score is None or not _uses_components(problem):
         return 0

@@ -213,14 +213,7 @@ def exact_range(
 ) -> Range:
     """Return bounds of an operation's results, before integers wrap.
 
-    Parameters
-    ----------
-    node
-        The operation.
-    args
-        Bounds of its arguments.
-    numbers
-        Values of captured numbers that are known.
+    `args` are the bounds of its arguments, and `numbers` holds the known captured numbers.
     """
     ranges = list(args)
     if node.type == BOOL:
@@ -258,12 +251,7 @@ def _range_of_cast(node: Node, ends: Range) -> Range:
 def value_range(root: Node, numbers: Mapping[str, bool | int | float]) -> Range:
     """Return bounds of an expression for all scores; NaN is the only value outside of them.
 
-    Parameters
-    ----------
-    root
-        Root of the expression.
-    numbers
-        Values of captured numbers that are known.
+    `numbers` holds the captured numbers whose values are known.
     """
     result: dict[Node, Range] = {}
 

@@ -94,11 +94,11 @@ def postorder(*roots: Node) -> Iterator[Node]:
             stack += [(argument, False) for argument in reversed(node.args)]
 
 
-def fold(root: Node, visit: Callable[[Node, tuple[T, ...]], T]) -> T:
-    """Return ``visit(root, results of its arguments)``, computing each node's result once."""
+def fold(root: Node, compute: Callable[[Node, tuple[T, ...]], T]) -> T:
+    """Return ``compute(root, results of its arguments)``, with one call for each node."""
     results: dict[Node, T] = {}
     for node in postorder(root):
-        results[node] = visit(node, tuple(results[argument] for argument in node.args))
+        results[node] = compute(node, tuple(results[argument] for argument in node.args))
     return results[root]
 
 

@@ -401,29 +401,15 @@ COMPARISONS = frozenset(name for name, row in OPERATIONS.items() if row.compares
 
 
 def numpy_types(real: Any) -> dict[str, Any]:
-    """Return NumPy's scalar types by the type of a node.
-
-    Parameters
-    ----------
-    real
-        Scalar type of reals, ``np.float32`` or ``np.float64``.
-    """
+    """Return NumPy's scalar types by the type of a node; that of reals is `real`."""
     return {BOOL: np.bool_, INT: np.int32, UINT64: np.uint64, REAL: np.dtype(real).type}
 
 
 def evaluated(node: Node, args: tuple[Any, ...], types: Mapping[str, Any], xp: Any) -> Any:
-    """Compute one operation on arrays.
+    """Compute one operation on arrays of the module `xp`.
 
-    Parameters
-    ----------
-    node
-        A cast or a row of the table.
-    args
-        Values of its arguments, of the dtypes that `types` names.
-    types
-        Scalar types by the type of a node, see `numpy_types`.
-    xp
-        NumPy or CuPy.
+    The node is a cast or a row of the table. The values of its arguments, `args`, have the scalar
+    types that `types` maps the types of their nodes to, see `numpy_types`.
     """
     if node.op == "cast":
         return _converted(xp, args[0], types, node.type)
@@ -434,15 +420,7 @@ def evaluated(node: Node, args: tuple[Any, ...], types: Mapping[str, Any], xp: A
 
 
 def operation(op: str, *args: Node) -> Node:
-    """Return an operation as a node, simplified if that changes no bit of the result.
-
-    Parameters
-    ----------
-    op
-        Name of a row of the table.
-    args
-        Arguments of a type that the row takes.
-    """
+    """Return an operation as a node, simplified if that changes no bit of the result."""
     row = OPERATIONS[op]
     if row.commutes and args[0].is_constant:
         args = args[::-1]

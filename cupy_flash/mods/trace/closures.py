@@ -178,16 +178,8 @@ class ProgramArray(NDArrayOperatorsMixin, TracedArray):
     Methods and NumPy functions of the whole array are evaluated when the function is traced. Their
     results are constants of the function.
 
-    Parameters
-    ----------
-    name
-        Name of the variable that holds the array.
-    array
-        The array that the variable holds.
-    rebuilder
-        Object that adds the capture.
-    spec
-        Spec of the capture if it was given by keyword, otherwise None.
+    `name` is the variable that holds the array. `spec` is the spec of the capture if it was given
+    by keyword, otherwise None.
     """
 
     __slots__ = ("_array", "_rebuilder", "_spec")
@@ -249,12 +241,7 @@ class ProgramArray(NDArrayOperatorsMixin, TracedArray):
 class ProgramModule(ModuleType):
     """Stand-in for a module, with stand-ins for the functions, arrays and modules in it.
 
-    Parameters
-    ----------
-    module
-        The module.
-    stand_in
-        Function of a name and an object that returns the object's stand-in.
+    `stand_in` returns the stand-in of an object, given its name and the object.
     """
 
     def __init__(self, module: ModuleType, stand_in: Callable[[str, Any], Any]) -> None:

@@ -119,14 +119,7 @@ class Symbol:
 class TracedArray:
     """A captured array in a traced function: ``table[h, i - j]`` is the element as a symbol.
 
-    Parameters
-    ----------
-    name
-        Name of the capture.
-    rank
-        Number of axes, at least one.
-    type
-        Node type of the elements.
+    It has `rank` axes, at least one. `type` is the node type of the elements.
     """
 
     __slots__ = ("_name", "_rank", "_type")

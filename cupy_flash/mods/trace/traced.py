@@ -1,4 +1,4 @@
-"""Traced functions: what generated CUDA source and derivatives depend on, except captures."""
+"""Parts of a modification on which generated CUDA source and derivatives depend."""
 
 from __future__ import annotations
 

@@ -249,7 +249,7 @@ def vector(name: str, values: Any, *, on_host: bool) -> Any:
     """
     for element in elements(values):
         if hasattr(element, "__dlpack__"):
-            # Raises an error for an element that would lose information, such as a gradient.
+            # An error is raised for an element that carries more than a number, such as a gradient.
             normalize(name, element)
     try:
         array = np.asarray(values)

@@ -9,7 +9,8 @@ import numpy as np
 
 from cupy_flash.arrays.strided import address_of
 
-# Limit of the search in which NumPy decides whether two arrays overlap; its stubs allow -1 and 0.
+# Limit of the search in which NumPy decides whether two arrays overlap. Its type is Any, because
+# NumPy's stubs allow only -1 and 0.
 _MAX_WORK: Any = 100_000
 
 

@@ -33,8 +33,8 @@ MAX_BYTES_KEPT = 4 << 20
 # same address (4K aliasing). Batch 64, 8 queries, 8 keys, 8 heads of 64: 620 instead of 663 us.
 BYTES_BETWEEN_BUFFERS = 17 * 64
 
-# Factor on the values of rows whose sum of p * v overflows. A power of two does not round, and this
-# one leaves headroom for 2**32 keys.
+# Factor on the values of rows whose sum of p * v overflows. Multiplication by a power of two does
+# not round, and this power leaves headroom for 2**32 keys.
 SHRINK = 2.0**-32
 
 # Scratch elements up to which one step computes several heads and sequences. A smaller limit makes

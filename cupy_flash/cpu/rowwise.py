@@ -141,7 +141,8 @@ class _Modification(NamedTuple):
     def apply(self, scores: Array, start: int) -> None:
         """Modify scores (heads_kv, m, 1, Bc) of the KV tile at `start`, and mask early keys."""
         stop = start + scores.shape[-1]
-        # Always whole tiles, so that the bits stay the same; keys past the last are masked later.
+        # Whole tiles are modified, so that the bits do not depend on the number of keys. Keys past
+        # the last one are masked later.
         j = np.minimum(np.arange(start, stop, dtype=np.int32), np.int32(self.last_key))
         modify_scores(scores, self.bound_mods, self.pairs._replace(j=j))
         if start < self.begins[-1]:

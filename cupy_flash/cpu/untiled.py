@@ -309,7 +309,8 @@ def to_weights(
         row_sum[empty] = 1
     if sink is not None:
         scores *= include_sink(row_max, row_sum, sink.reshape(row_max.shape))
-    # Divided, not multiplied by the reciprocal: the weight of a row's only key is then exactly 1.
+    # The weights are divided, not multiplied by a reciprocal: the weight of a row's only key is
+    # then exactly 1.
     scores /= row_sum
     return row_max, row_sum, empty
 

@@ -127,7 +127,7 @@ def varlen_forward(
     paged = block_table is not None
     integers = cu_seqlens_q, cu_seqlens_k, seqused_k
     # Modifications use indices within a sequence, and 8-bit keys are dequantized one sequence at a
-    # time. In these cases, each sequence is a pass of its own.
+    # time. In these cases, each sequence is a separate pass.
     join = not batch_invariant and bound_mods is None and scales is None
     step_key: tuple[Any, ...] = (
         *(None if x is None else (x.tobytes(), x.dtype) for x in integers),
@@ -518,7 +518,8 @@ def _forward(
         batch.v.shape[3],
         tile,
     )
-    # One thread computes the short sequences, as several would mostly wait for the GIL.
+    # One thread computes the short sequences, because several threads would mostly wait for the
+    # GIL.
     short = [item for item in items if item.pairs < MIN_PAIRS_FOR_THREADS]
     long = [item for item in items if item.pairs >= MIN_PAIRS_FOR_THREADS]
     long.sort(key=lambda item: -item.pairs)

@@ -72,7 +72,8 @@ def _tiled(problem: Problem, device: Device, entry: str, blocks: int, source: st
     """Return the launch of a kernel that iterates over tiles of the score matrix."""
     members = config(problem)
     memory = members["score_memory" if device.arch >= 80 else "simt_score_memory"]
-    # float64 takes twice the registers, so the compiler may use those of one thread block per SM.
+    # float64 takes twice the registers, so the compiler may use all registers of an SM for one
+    # thread block.
     min_blocks = 1 if problem.dtype == "float64" else _BLOCKS_PER_SM
     return _launch(entry, blocks, source, shared_memory=memory, min_blocks=min_blocks)
 

@@ -243,7 +243,8 @@ def _integer(value: Any) -> int | None:
 
 
 FURTHEST = 2**30
-# For such a cap, score / cap and the cap times a number near 1 are finite in float32.
+# For a cap within these limits, score / cap and the cap times a number near 1 are finite in
+# float32.
 SMALLEST_CAP, LARGEST_CAP = 1e-30, 1e30
 
 

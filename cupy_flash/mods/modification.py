@@ -222,8 +222,8 @@ class MaskMod(Modification):
     _keyword = "mask_mod"
     _type = BOOL
 
-    # Block masks by the other values that they depend on. They belong to this object, because equal
-    # objects may have captured other values.
+    # Block masks, keyed by what they depend on in addition to this object. They belong to this
+    # object, because equal objects may have captured other values.
     _maps: dict[Any, Any]
 
     def __init__(

@@ -38,8 +38,8 @@ MAX_SEQLEN = 2**30 - 2**10
 # float16 inputs, and scores of other inputs below 5e33.
 HUGE_SCALE = 2.0**16
 
-# Largest magnitude of a softmax scale. Times log2(e), as kernels use it, it still fits the type
-# that scores are kept in.
+# Largest magnitude of a softmax scale. Its product with log2(e), which kernels use, still fits the
+# type of the scores.
 _LARGEST_SCALE = {"float32": 2.0**127, "float64": 2.0**1023}
 
 # Largest number of KV splits: more thread blocks than any GPU runs at once.

@@ -59,7 +59,8 @@ def finite(name: str, value: float) -> float:
         raise TypeError(f"{name} is {value!r}; expected a number")
     if not is_finite:
         raise ValueError(f"{name} is {value}; expected a finite number")
-    # -0.0 becomes 0.0: they are equal as cache keys, so a result kept for one is used for both.
+    # -0.0 becomes 0.0: they are equal as cache keys, so a cached result of one would be used for
+    # the other.
     return float(value) + 0.0
 
 

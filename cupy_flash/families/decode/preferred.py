@@ -22,8 +22,8 @@ _LITTLE = 64 << 20
 # 18.5 instead of 20.0 us (4 sequences of 8192 keys, 1 KV head, 32 query heads).
 _REREAD_BYTES = 16 << 20
 # Up to this size in bytes, clusters are used for a paged KV cache; for short pages the limit is
-# `_LITTLE`. Above it, a thread block per SM takes 492 us, clusters take 585 us (8 sequences of
-# 65536 keys, 8 KV heads, pages of 16 rows).
+# `_LITTLE`. Above this size, a thread block per SM takes 492 us, clusters take 585 us (8 sequences
+# of 65536 keys, 8 KV heads, pages of 16 rows).
 _LARGE_PAGED_BYTES = 320 << 20
 # Number of bytes in flight that a thread block without clusters needs above `_LITTLE` bytes: two
 # stages at head_dim 128. Pages shorter than _MIN_PAGE_ROWS need more: three stages take 506
@@ -34,9 +34,9 @@ _MIN_PAGE_ROWS = 16
 # _SEVERAL_HEADS KV heads: 10.3 instead of 10.6 us (1024 keys, 8 KV heads).
 _TINY = 1024
 _SEVERAL_HEADS = 4
-# Up to this size in bytes, clusters are used for an 8-bit KV cache. It takes twice the instructions
-# per byte, and clusters run on less than half of the SMs. Above it, a thread block per SM takes
-# 49.9 us, clusters take 69.4 us (8 sequences of 8192 keys, 8 KV heads).
+# Up to this size in bytes, clusters are used for an 8-bit KV cache. An 8-bit cache takes twice the
+# instructions per byte, and clusters run on less than half of the SMs. Above it, a thread block per
+# SM takes 49.9 us, clusters take 69.4 us (8 sequences of 8192 keys, 8 KV heads).
 _LITTLE_QUANTIZED = 16 << 20
 # Many sequences use clusters only if seqlen_k is at least this, because the end of each sequence
 # delays a cluster: 64 sequences of 1024 keys take 117 us, and 106 us without clusters.

@@ -14,7 +14,7 @@ from cupy_flash.problem.problem import Problem
 
 # Number of buffers for the partial scores that two thread blocks of a cluster exchange.
 _PAIR_BUFFERS = 2
-# Number of these buffers in MLA, where KV tiles stay in shared memory longer.
+# Number of the score buffers in MLA, where KV tiles stay in shared memory longer.
 _MLA_PAIR_BUFFERS = 1
 _SCORE_BYTES = 4
 # Size in bytes of a work tile: a query tile and its range of KV tiles.
@@ -71,7 +71,8 @@ def block_bytes(problem: Problem, tile: HopperTile) -> int:
         total += BIAS_STAGES * (bias + 2 * BARRIER_BYTES)
     if cta_ranks(problem) > 1:
         scores = tile.Br * tile.Bc * _SCORE_BYTES
-        # Each consumer warp has two barriers: one per buffer or, in MLA, for full and for read.
+        # Each consumer warp has two barriers: one per score buffer or, in MLA, one for a full
+        # buffer and one for a buffer that has been read.
         is_mla = mla.holds_values_in_keys(problem)
         buffers = _MLA_PAIR_BUFFERS if is_mla else _PAIR_BUFFERS
         total += buffers * scores + 2 * (tile.Br // 16 * BARRIER_BYTES)

@@ -27,8 +27,9 @@ _MIN_REGISTERS_FOR_ADDRESSES = 24
 _MAX_SUM_LENGTH = 256
 # TFLOP/s of an SM, by bytes of an accumulator, for calls that are short enough for split KV.
 _TFLOPS_PER_SM = {4: 0.18, 8: 0.085}
-# Numbers of threads per SM. Two warps on each of its four schedulers hide the latency of eight
-# independent rows. More than four warps are not worth fewer registers per thread.
+# Numbers of threads per SM: a sufficient number, and the largest. Two warps on each of the four
+# schedulers hide the latency of eight independent rows. More than four warps per scheduler would
+# leave a thread too few registers.
 _ENOUGH_THREADS = 256
 _MAX_THREADS = 512
 

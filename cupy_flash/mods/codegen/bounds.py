@@ -205,7 +205,7 @@ class _Emission:
         return self._named(node, self._operation(node))
 
     def _named(self, node: Node, text: str) -> str:
-        # Different from the names of locals that the printer adds to the same function.
+        # The name differs from those of locals that the printer adds to the same function.
         name = f"x{len(self._locals)}"
         self._locals.append(f"const {_TYPES[node.type]} {name} = {text};")
         return name
@@ -273,7 +273,7 @@ class _Emission:
         if node.is_constant:
             return _Sum({}, node.value)
         info = self._node_info[node]
-        # A value that is looked up counts as one term.
+        # A value whose range is looked up, not computed from its arguments, counts as one term.
         is_looked_up = info.is_plain and (info.reads or not info.positions)
         if not is_looked_up or info.positions == {"i", "j"}:
             result = self._split_offset(node)

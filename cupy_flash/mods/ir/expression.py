@@ -70,7 +70,8 @@ class Node:
         return self.op == "const"
 
 
-# Weak, so that unused nodes are freed. A node keeps its arguments alive, but no node that uses it.
+# The references are weak, so that unused nodes are freed. A node keeps its arguments alive, but not
+# the nodes that use it.
 _nodes: weakref.WeakValueDictionary[Any, Node] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 

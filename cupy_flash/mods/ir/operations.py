@@ -130,7 +130,7 @@ def _divided(t: Tangents, tangent: Node, divisor: Node) -> Node:
 
 
 def _of_div(t: Tangents, node: Node, dx: Node, dy: Node) -> Node:
-    # Reuses the quotient, which is computed anyway.
+    # The rule reuses the quotient, which is computed anyway.
     return _divided(t, _of_sub(t, node, dx, t.times(node, dy)), node.args[1])
 
 

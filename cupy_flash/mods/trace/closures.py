@@ -120,7 +120,7 @@ class ClosureRebuilder:
         except (TypeError, ValueError):
             if getattr(array, "requires_grad", False):
                 raise
-            # Its dtype cannot be captured, so it stays a constant.
+            # Arrays of this dtype cannot be captured, so the array stays a constant.
             return array
         return ProgramNumber(spec.parameter(chosen).node, array)
 
@@ -135,7 +135,8 @@ class ClosureRebuilder:
         made = FunctionType(code, inner, function.__name__, None, cells)
         # Registered before its variables are read, as one of them may hold the function itself.
         self._kept(function, made)
-        # In the order of the code, so that captures have the same names in every process.
+        # Variables are read in the order of the code, so that captures have the same names in every
+        # process.
         for name in dict.fromkeys([*names_in(code), *_names_of_modules(outer)]):
             if name in outer:
                 inner[name] = self._stand_in(name, outer[name])

@@ -321,7 +321,7 @@ def _require_operands(name: str, nodes: list[Node]) -> None:
         raise TypeError(f"{base.value!r} ** x with a traced exponent; write {instead}")
     values = nodes[1:] if name == "where" else nodes
     ints = [node for node in values if node.type == INT]
-    # Each operand of a logical function is a bool of its own.
+    # Each operand of a logical function is converted to bool by itself.
     is_apart = name in _SHIFTS or name.startswith("logical_")
     if is_apart or all(node.is_constant and node.value >= 0 for node in ints):
         return

@@ -1,4 +1,4 @@
-"""Autograd functions of `cupy_flash.torch`: the gradients of a call, and errors for others."""
+"""Autograd functions of `cupy_flash.torch`, which compute and refuse derivatives of a call."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class JaxMemory:
 
 
 def is_jax(array: Any) -> bool:
-    """Return whether JAX, or its library of compiled code, defines the type of an array."""
+    """Return whether the type of an array is defined in `jax` or `jaxlib`."""
     return type(array).__module__.partition(".")[0] in ("jax", "jaxlib")
 
 
@@ -198,7 +198,8 @@ def _cupy() -> Any:
 def _adopt() -> Any | None:
     """Return the function that `jax.dlpack.from_dlpack` calls; None if its arguments changed.
 
-    It avoids 30 us of Python code, but is not public, so its name and arguments may change.
+    A direct call avoids 30 us of Python code. The function is not public, so its name and arguments
+    may change.
     """
     try:
         from jaxlib import _jax

@@ -55,7 +55,7 @@ def normalize(name: str, array: Any, *, is_written: bool = False) -> Any:
     TypeError
         For any other object.
     NotImplementedError
-        For a tensor of torch that has more than its values, such as a forward-mode tangent.
+        For a tensor of torch that carries more than its values, such as a forward-mode tangent.
     """
     array = resolved(name, array, is_written=is_written)
     if array is not None and is_torch_on_gpu(array):
@@ -223,7 +223,7 @@ def host_array_on_gpu(name: str, array: Any) -> Any:
 
 
 def is_number_or_list(value: Any) -> bool:
-    """Return whether a value is a number or a list, so that kernels cannot read it in place."""
+    """Return whether a value is a number or a list, which kernels cannot read in place."""
     numbers = (int, float, np.integer, np.floating)
     return isinstance(value, (list, tuple, *numbers)) and not isinstance(value, bool)
 

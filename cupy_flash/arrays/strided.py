@@ -63,7 +63,7 @@ def array_module(array: Any) -> Any:
 
 
 def convert_to(xp: Any, array: Any) -> Any:
-    """Return a NumPy or CuPy array as an array of module `xp`, copied if it is of the other one."""
+    """Return an array of the module `xp`, NumPy or CuPy: the given array, or a converted copy."""
     if xp is np:
         return array.get() if is_cupy(array) else array
     return xp.asarray(array)

@@ -232,8 +232,8 @@ def new_bytes(size: int) -> Any:
 def two_streams(tensor: Any) -> tuple[int, int] | None:
     """Return torch's and CuPy's current streams, or None if no synchronization is needed.
 
-    That is so if the streams are equal. If the tensor is not on the current device, the result is
-    None as well, and the launch raises an error.
+    No synchronization is needed if the streams are equal. If the tensor is not on the current
+    device, the result is None as well, and the launch raises an error.
     """
     cuda = _cuda()
     device = tensor.get_device()

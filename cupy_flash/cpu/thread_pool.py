@@ -92,7 +92,7 @@ class _ThreadPool:
         self._idle: list[_Worker] = []
 
     def begin(self, task: Callable[[], None]) -> threading.Lock:
-        """Start a task on a waiting or new thread; return a lock that is released at its end."""
+        """Start a task on a waiting or new thread; return a lock that it releases at its end."""
         with self._lock:
             worker = self._idle.pop() if self._idle else None
         return (worker or _Worker(self)).begin(task)

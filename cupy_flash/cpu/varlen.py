@@ -3,7 +3,8 @@
 Sequences of one shape at equal distances form one forward pass. Keys are read in place. Keys in
 pages are gathered: one KV tile at a time, or all keys of a sequence if they are read many times.
 Threads compute the query tiles of all sequences (`cupy_flash.cpu.forward`), but the calling thread
-computes short sequences alone. With ``batch_invariant``, `cupy_flash.cpu.rowwise` computes.
+computes short sequences alone. With ``batch_invariant``, `cupy_flash.cpu.rowwise` computes all
+sequences.
 
 The caller has checked the arguments. Nevertheless, lengths and offsets outside of the arrays have
 the same meaning as in the kernels (`cupy_flash.arrays.sequences`).

@@ -78,7 +78,7 @@ def schedule(
     section_heads: int = 0,
     tensor_maps: Mapping[str, TensorMapSpec] | None = None,
 ) -> Schedule:
-    """Return the schedule of a backward pass: preprocessing, `launches`, and other gradients.
+    """Return the schedule of a backward pass: preprocessing, `launches`, and input gradients.
 
     Launches without rows are left out, and so are launches whose gradients the call does not need.
 

@@ -375,7 +375,7 @@ def _unpickled(
 
 
 def _hold_the_same(x: Any, y: Any) -> bool:
-    """Return whether two captured arrays are one, or hold the same bits in host memory."""
+    """Return whether two arrays use the same memory, or hold the same bits on the host."""
     if x is y:
         return True
     if x.dtype != y.dtype or x.shape != y.shape:

@@ -20,8 +20,9 @@ class Modifications(TypedDict, total=False):
 
     Let x = softmax_scale * q k^T, and p = i + q_offset the position of query i among the keys.
     Scores change in this order: softcap, score_mod, ALiBi, bias. Then pairs are masked, and then
-    follows the softmax with the sink. All arrays are stored where q is. Arrays of float32 here are
-    float64 if q is. Lengths may be lists, or of another integer dtype: each call then copies them.
+    follows the softmax with the sink. All arrays are stored where q is. Arrays that are described
+    as float32 are float64 if q is float64. Lengths may be lists, or of another integer dtype: each
+    call then copies them.
 
     Parameters
     ----------

@@ -162,7 +162,7 @@ def unexpected(
     name
         The keyword.
     kinds
-        Names of modifications, by the names of the types that annotate them.
+        Names of modifications, keyed by the name of the `TypedDict` that declares them.
     function
         Function that was called. If it is None, it is the outermost public function on the call
         stack, so that successful calls spend no time on errors.

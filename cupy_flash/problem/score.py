@@ -96,7 +96,7 @@ class ScoreSpec:
 
     @property
     def only_sinks(self) -> bool:
-        """Whether scores and visible keys are those of a call with no modification but sinks."""
+        """Whether no modification other than sinks affects scores or visible keys."""
         bounds = self.left is not None or self.right is not None or self.prefix
         places = self.offsets or self.seqused_q
         return not (bounds or places or self.changes_scores or self.masks_pairs)

@@ -77,7 +77,7 @@ def check_bool(name: str, value: bool) -> None:
 
 
 def named_dtype(dtype: Any) -> Any:
-    """Return the name of a NumPy, torch or JAX dtype; return other values, as names, unchanged."""
+    """Return the name of a NumPy, torch or JAX dtype; return names and other values unchanged."""
     if dtype is None or isinstance(dtype, str):
         return dtype
     # NumPy does not know torch's dtypes.

@@ -56,7 +56,7 @@ class KVCacheResult(NamedTuple):
     k_cache, v_cache : arrays
         Caches after the append, of the dtype of the given caches.
     k_scale, v_scale : arrays, or None
-        Scales after the append; one per row and head if they are computed.
+        Scales after the append: one per row and head if the append computes them.
     """
 
     out: Any

@@ -61,7 +61,7 @@ class GradientPass(NamedTuple):
     ) -> GradientPass:
         """Return a backward pass over arrays of the shapes in `gradients.backward`.
 
-        `totals` holds the gradient arrays by name; that of a bias has the five axes above.
+        `totals` holds the gradient arrays by name. The gradient of a bias has the axes of `bias`.
         """
         batch, heads_kv, group, seqlen_q, _ = job.q.shape
         dims = job.q.shape[4], job.v.shape[3]

@@ -330,11 +330,11 @@ class _Run(NamedTuple):
         return slice(self.first, self.first + self.sequences * self.seqlen)
 
     def rows(self, x: Array) -> Array:
-        """Return these rows of x (total, heads, dim) as (sequences, seqlen, heads, dim)."""
+        """Return the run's rows of x (total, heads, dim) as (sequences, seqlen, heads, dim)."""
         return x[self.span].reshape(self.sequences, self.seqlen, *x.shape[1:])
 
     def values(self, x: Array) -> Array:
-        """Return these rows of x (heads, total) as (sequences, heads, seqlen)."""
+        """Return the run's rows of x (heads, total) as (sequences, heads, seqlen)."""
         return x[:, self.span].reshape(len(x), self.sequences, self.seqlen).swapaxes(0, 1)
 
 
@@ -370,7 +370,7 @@ def _by_group(bias: Array, heads_q: int, heads_kv: int) -> Array:
 
 
 def _write(results: Mapping[str, Array], totals: Mapping[str, Array]) -> None:
-    """Copy gradients to the results, rounded to their dtype, unless accumulated there."""
+    """Copy gradients that were not accumulated in the results to the results, and round them."""
     for name, result in results.items():
         if totals[name].dtype != result.dtype:
             np.copyto(result, totals[name].reshape(result.shape), casting="same_kind")

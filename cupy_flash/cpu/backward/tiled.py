@@ -193,7 +193,7 @@ class _Tile:
     def _with_column(self, name: str, source: Array) -> Array:
         """Return a copy with a last column of ones, which q and dout replace by -lse and -delta.
 
-        The matrix product then subtracts lse or delta as well, which saves 5% of all time.
+        The matrix product then subtracts lse or delta as well, which saves 5% of the total time.
         """
         *rows, dim = source.shape
         copy = self._scratch_array(name, (*rows, dim + 1))

@@ -1,4 +1,4 @@
-"""Shared memory of a thread block of the forward kernel: query tiles, the KV ring and others."""
+"""Shared memory of a thread block of the forward kernel: query tiles, KV ring, smaller buffers."""
 
 from __future__ import annotations
 

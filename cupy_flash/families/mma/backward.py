@@ -152,7 +152,7 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
         return reason
 
     def _registers(self, problem: Problem, tile: MmaBackwardTile) -> int:
-        """Return a lower bound: dk and dv, the larger of (S and dP) and dq, and others."""
+        """Return a lower bound: dk and dv, the larger of (S and dP) and dq, and other registers."""
         dim, dim_v = _padded_dims(problem, tile)
         kept = tile.Bc * (dim + dim_v) // tile.warps
         passing = max(

@@ -49,7 +49,7 @@ class Members:
         return "r." + self.values.setdefault(node, fresh)
 
     def place(self, array: str, indices: Indices) -> str:
-        """Return the member of ``Row`` that holds the offset of its indices in an array."""
+        """Return the member of ``Row`` with the offset that the row's indices add in an array."""
         return "r." + self.places.setdefault((array, indices), f"p{len(self.places)}")
 
     def position(self, linear: Linear) -> str:

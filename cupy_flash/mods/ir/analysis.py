@@ -213,7 +213,7 @@ def exact_range(
 ) -> Range:
     """Return bounds of an operation's results, before integers wrap.
 
-    `args` are the bounds of its arguments, and `numbers` holds the known captured numbers.
+    `args` are the bounds of the operation's arguments. `numbers` holds the known captured numbers.
     """
     ranges = list(args)
     if node.type == BOOL:

@@ -1,9 +1,10 @@
 """Derivatives of a new score with respect to the old score, or to a captured element.
 
-Where a function is not differentiable, its derivative is that of PyTorch's autograd. ``abs`` has 0
-at 0. If the arguments of ``minimum`` or ``maximum`` are equal, each has half of the derivative (so
-`clip`, and a ReLU written as ``np.maximum(score, 0)``). Functions with integer results have 0. A
-`where` has the derivative of the value that it selects, whatever the other value is.
+Where a function is not differentiable, its derivative is that of PyTorch's autograd. ``abs`` has
+the derivative 0 at 0. If the arguments of ``minimum`` or ``maximum`` are equal, each has half of
+the derivative, also in `clip` and in a ReLU written as ``np.maximum(score, 0)``. Functions with
+integer results have the derivative 0. A `where` has the derivative of the value that it selects,
+whatever the other value is.
 """
 
 from __future__ import annotations

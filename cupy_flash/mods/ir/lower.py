@@ -134,7 +134,7 @@ class _Lowering:
 
 
 def _decides(node: Node) -> bool:
-    """Return whether an operation compares or rounds real arguments, so that these decide."""
+    """Return whether an operation compares or rounds real arguments, which then decide."""
     if node.op == "cast":
         return node.type != REAL
     row = OPERATIONS.get(node.op)

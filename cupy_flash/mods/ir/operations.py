@@ -59,8 +59,8 @@ class Operation:
     types
         Types of the arguments that the operation takes; of ``where``, of its last two.
     numpy
-        Name of the function of NumPy and CuPy that computes it, or a function of the module (NumPy
-        or CuPy), the scalar types by name, and the arguments.
+        Name of the function of NumPy and CuPy that computes it, or a function that is called with
+        the module (NumPy or CuPy), the scalar types by name, and the arguments.
     sign
         Infix or prefix operator of C++; empty if generated source calls ``mod_NAME`` instead.
     commutes

@@ -13,13 +13,7 @@ import numpy as np
 
 from cupy_flash.arrays.jax_arrays import JaxMemory, is_jax
 from cupy_flash.arrays.torch_arrays import is_any_tensor, tensor_as_cupy, tensor_types
-from cupy_flash.problem.arrays import (
-    DTYPES,
-    FLOAT8,
-    MAX_ALIGNMENT,
-    ArraySpec,
-    contiguous_strides,
-)
+from cupy_flash.problem.arrays import DTYPES, FLOAT8, MAX_ALIGNMENT, ArraySpec, contiguous_strides
 
 LAYOUTS = ("bshd", "bhsd")
 

@@ -350,6 +350,11 @@ def config_struct(types: Mapping[str, str], members: Mapping[str, int | bool]) -
     return "\n".join(["struct Config {", *lines, "};"])
 
 
+def tile_members(tile: Tile, names: str) -> dict[str, int]:
+    """Return fields of a tile as `Config` members, given their names separated by spaces."""
+    return {name: getattr(tile, name) for name in names.split()}
+
+
 @functools.cache
 def source_digest(*sources: str) -> str:
     """Return a hash of the tokens of kernel files and of all that they include: 16 hex digits.

@@ -10,6 +10,7 @@ from cupy_flash.families.contract import (
     MAX_GRID,
     Family,
     heads_in_l2,
+    tile_members,
     why_not_blocks,
     why_not_scale,
 )
@@ -166,9 +167,7 @@ class DecodeFamily(Family[DecodeTile]):
                 for name, strides in (("k", problem.scales.k), ("v", problem.scales.v))
             }
         return quantized | {
-            "Br": tile.Br,
-            "Bc": tile.Bc,
-            "warps": tile.warps,
+            **tile_members(tile, "Br Bc warps"),
             "column_warps": sizes.column_warps(problem),
             "stages": tile.stages,
             "values_in_keys": problem.values_in_keys,

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 
 from cupy_flash.families import backward_common
 from cupy_flash.families.backward_common import QuerySums
-from cupy_flash.families.contract import Family, remembers_last, round_up, why_not_shared_memory
+from cupy_flash.families.contract import (
+    Family,
+    remembers_last,
+    round_up,
+    tile_members,
+    why_not_shared_memory,
+)
 from cupy_flash.families.hopper.sm90 import BARRIER_BYTES, WARPGROUP, WARPGROUP_ROWS, why_not_device
 from cupy_flash.families.hopper.tensor_maps import map_spec, why_not_rows, why_not_strides
 from cupy_flash.families.schedule import (
@@ -194,11 +200,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         dim, dim_v = _padded_dims(problem)
         helper_registers, consumer_registers = _register_split(problem)
         return {
-            "Br": tile.Br,
-            "Bc": tile.Bc,
-            "columns": tile.columns,
-            "q_stages": tile.q_stages,
-            "dout_stages": tile.dout_stages,
+            **tile_members(tile, "Br Bc columns q_stages dout_stages"),
             "padded_dim": dim,
             "padded_dim_v": dim_v,
             "producer_registers": helper_registers,

@@ -15,6 +15,7 @@ from cupy_flash.families.contract import (
     TranslationUnit,
     ceil_div,
     remembers_last,
+    tile_members,
     why_not_scale,
     why_not_shared_memory,
 )
@@ -311,10 +312,7 @@ class HopperFamily(Family[HopperTile]):
     def config(self, problem: Problem, tile: HopperTile, split: Split) -> dict[str, int | bool]:
         producer, consumer = register_split(problem, tile)
         return {
-            "Br": tile.Br,
-            "Bc": tile.Bc,
-            "stages": tile.stages,
-            "q_stages": tile.q_stages,
+            **tile_members(tile, "Br Bc stages q_stages"),
             "pingpong": bool(tile.turns),
             "overlaps_output": overlaps_output(problem, tile),
             "q_steps": tile.q_steps,

@@ -14,6 +14,7 @@ from cupy_flash.families.contract import (
     Family,
     ceil_div,
     round_up,
+    tile_members,
     why_not_blocks,
 )
 from cupy_flash.families.schedule import KEY_GRADIENTS, QUERY_GRADIENTS, Launch, Schedule, Split
@@ -207,12 +208,7 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
         gradient = problem.gradient_spec
         dim, dim_v = _padded_dims(problem, tile)
         return {
-            "Br": tile.Br,
-            "Bc": tile.Bc,
-            "warps": tile.warps,
-            "key_warps": tile.key_warps,
-            "columns": tile.columns,
-            "stages": tile.stages,
+            **tile_members(tile, "Br Bc warps key_warps columns stages"),
             "paired": bool(tile.paired),
             "dq_row_warps": tile.sum_row_warps,
             "padded_dim": dim,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from cupy_flash.families import query_tiles
-from cupy_flash.families.contract import Family, round_up, why_not_blocks
+from cupy_flash.families.contract import Family, round_up, tile_members, why_not_blocks
 from cupy_flash.families.schedule import MAIN_ENTRY, Launch, Schedule, Split
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
@@ -201,10 +201,7 @@ class MmaFamily(Family[MmaTile]):
 
     def config(self, problem: Problem, tile: MmaTile, split: Split) -> dict[str, int | bool]:
         return {
-            "Br": tile.Br,
-            "Bc": tile.Bc,
-            "warps": tile.warps,
-            "stages": tile.stages,
+            **tile_members(tile, "Br Bc warps stages"),
             "q_in_registers": bool(tile.q_in_registers),
             "shared_memory": self.shared_memory(problem, tile),
         } | query_tiles.config(problem)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cupy_flash.families import backward_common
-from cupy_flash.families.contract import Family, why_not_shared_memory
+from cupy_flash.families.contract import Family, tile_members, why_not_shared_memory
 from cupy_flash.families.schedule import KEY_GRADIENTS, QUERY_GRADIENTS, Launch, Schedule, Split
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
@@ -81,7 +81,6 @@ class SimtBackwardFamily(Family[SimtBackwardTile]):
         self, problem: Problem, tile: SimtBackwardTile, split: Split
     ) -> dict[str, int | bool]:
         return {
-            "Br": tile.Br,
-            "Bc": tile.Bc,
+            **tile_members(tile, "Br Bc"),
             "shared_memory": self.shared_memory(problem, tile),
         } | backward_common.config(problem)

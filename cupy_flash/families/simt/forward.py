@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cupy_flash.families import query_tiles
-from cupy_flash.families.contract import MAX_REGISTERS, Family, ceil_div, round_up
+from cupy_flash.families.contract import MAX_REGISTERS, Family, ceil_div, round_up, tile_members
 from cupy_flash.families.schedule import Launch, Schedule, Split
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
@@ -200,10 +200,7 @@ class SimtFamily(Family[SimtTile]):
 
     def config(self, problem: Problem, tile: SimtTile, split: Split) -> dict[str, int | bool]:
         return {
-            "Br": tile.Br,
-            "Bc": tile.Bc,
-            "threads": tile.threads,
-            "rows_per_thread": tile.rows_per_thread,
+            **tile_members(tile, "Br Bc threads rows_per_thread"),
             "share_kv": bool(tile.share_kv),
             "unroll": tile.unroll,
             "shared_memory": self.shared_memory(problem, tile),

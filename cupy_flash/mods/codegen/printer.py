@@ -29,16 +29,8 @@ _FLIPPED = {"<": ">", "<=": ">="}
 class Printer:
     """Printer of a function's values as C++. A value that is used twice becomes a local.
 
-    Parameters
-    ----------
-    members
-        Members of ``Row`` and ``Keys``, to which the printer adds those that it uses.
-    analysis
-        Analysis of the nodes.
-    captures
-        Specs of captures by name.
-    real
-        C++ type of reals, ``"float"`` or ``"double"``.
+    The printer adds the members of ``Row`` and ``Keys`` that it uses to `members`. `real` is the
+    C++ type of reals, ``"float"`` or ``"double"``.
     """
 
     def __init__(self, members: Members, analysis: Analysis, captures: Captures, real: str) -> None:

@@ -13,18 +13,7 @@ from typing import Any
 import numpy as np
 
 from cupy_flash.mods.captures import CaptureSpec, array_node, prefixed
-from cupy_flash.mods.ir.expression import (
-    BOOL,
-    Q_START,
-    REAL,
-    ROW,
-    SCORE,
-    B,
-    H,
-    I,
-    J,
-    Node,
-)
+from cupy_flash.mods.ir.expression import BOOL, Q_START, REAL, ROW, SCORE, B, H, I, J, Node
 from cupy_flash.mods.ir.operations import operation, substitute
 from cupy_flash.mods.trace.symbols import Symbol, as_node
 from cupy_flash.mods.trace.traced import Traced

@@ -20,15 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cupy_flash.mods.ir.expression import (
-    BOOL,
-    INT,
-    REAL,
-    UINT64,
-    Node,
-    constant,
-    fold,
-)
+from cupy_flash.mods.ir.expression import BOOL, INT, REAL, UINT64, Node, constant, fold
 
 Range = tuple[float, float]
 ANY_RANGE: Range = (-math.inf, math.inf)

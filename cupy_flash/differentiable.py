@@ -11,8 +11,8 @@ from cupy_flash.calls import dispatch, dispatch_backward
 from cupy_flash.calls.arguments import Arguments
 from cupy_flash.calls.backward_arguments import GradientArguments
 from cupy_flash.calls.options import Options, plain_options
+from cupy_flash.mods.base import Modification
 from cupy_flash.mods.keywords import ARRAYS, MODS, checked_softcap, window_of, with_offsets
-from cupy_flash.mods.modification import Modification
 from cupy_flash.problem.gradient import ROWS
 
 # Modifications that have a gradient if they are arrays; numbers and lists are constants.

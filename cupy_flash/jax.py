@@ -20,12 +20,7 @@ import numpy as np
 from cupy_flash.arrays.kinds import elements, host_array_on_gpu, unshared
 from cupy_flash.arrays.strided import kind_of
 from cupy_flash.calls.arguments import check_qkv, parts_of
-from cupy_flash.differentiable import (
-    WITH_GRADIENT,
-    DifferentiableCall,
-    dense_call,
-    varlen_call,
-)
+from cupy_flash.differentiable import WITH_GRADIENT, DifferentiableCall, dense_call, varlen_call
 from cupy_flash.mods.keywords import ARRAYS
 
 if TYPE_CHECKING:

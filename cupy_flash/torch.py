@@ -14,37 +14,22 @@ score_mod, mask_mod or a list among its arguments splits the graph instead.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, library
-from torch._library.autograd import make_autograd_impl
+from torch import Tensor
 
 from cupy_flash.arrays.kinds import elements
-from cupy_flash.arrays.strided import LAYOUTS, kind_of
-from cupy_flash.arrays.torch_arrays import (
-    NO_FORWARD_MODE,
-    has_tangent,
-    may_be_transformed,
-    require_whole,
-    version_of,
-)
+from cupy_flash.arrays.strided import kind_of
+from cupy_flash.arrays.torch_arrays import may_be_transformed, require_whole
 from cupy_flash.calls.arguments import check_qkv
 from cupy_flash.calls.gpu import torch_autograd
-from cupy_flash.calls.scaled_dot_product import (
-    mask_name,
-    options_of,
-    reshaped,
-    shapes_of,
-)
-from cupy_flash.differentiable import (
-    WITH_GRADIENT,
-    DifferentiableCall,
-    dense_call,
-    varlen_call,
-)
-from cupy_flash.mods.keywords import ARRAYS, with_offsets
+from cupy_flash.calls.scaled_dot_product import mask_name, options_of, reshaped, shapes_of
+from cupy_flash.differentiable import DifferentiableCall, dense_call, varlen_call
+from cupy_flash.mods.keywords import with_offsets
+from cupy_flash.torch_functions import Attention, AttentionAndLse
+from cupy_flash.torch_operators import fits_operator, plain_modifications
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -99,8 +84,8 @@ def flash_attention(
     """
     if torch.compiler.is_compiling():
         offset, modified = with_offsets(q_offset, modifications)
-        if _fits_operator((q, k, v), (offset,), causal, softmax_scale, layout, modified):
-            plain, numbers = _plain(modified), (causal, softmax_scale, offset, layout)
+        if fits_operator((q, k, v), (offset,), causal, softmax_scale, layout, modified):
+            plain, numbers = plain_modifications(modified), (causal, softmax_scale, offset, layout)
             out, lse = torch.ops.cupy_flash.attention(q, k, v, *plain, *numbers)
             return (out, lse) if return_lse else out
         return _outside_graph(
@@ -195,8 +180,8 @@ def flash_attention_varlen(
     if torch.compiler.is_compiling():
         used = () if seqused_k is None else (seqused_k,)
         tensors, most = (q, k, v, cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-        if _fits_operator((*tensors, *used), most, causal, softmax_scale, "bshd", modifications):
-            plain = _plain(modifications)
+        if fits_operator((*tensors, *used), most, causal, softmax_scale, "bshd", modifications):
+            plain = plain_modifications(modifications)
             out, lse = torch.ops.cupy_flash.attention_varlen(
                 *(q, k, v, *plain, *lengths, causal, softmax_scale)
             )
@@ -275,7 +260,8 @@ def scaled_dot_product_attention(
 
 def _run(call: DifferentiableCall, inputs: tuple[Any, ...], return_lse: bool) -> Any:
     for tensor in inputs:
-        # Comparing types takes half the time; only subclasses such as Parameter get the full check.
+        # Comparing types takes half the time of isinstance(), which only subclasses such as
+        # Parameter need.
         if tensor.__class__ is not Tensor:
             _require_tensors(call.names, inputs)
     if may_be_transformed():
@@ -286,7 +272,7 @@ def _run(call: DifferentiableCall, inputs: tuple[Any, ...], return_lse: bool) ->
             _require_constants(call)
         for tensor in inputs:
             if tensor.requires_grad:
-                function = _AttentionAndLse if return_lse else _Attention
+                function = AttentionAndLse if return_lse else Attention
                 return function.apply(_as_it_is_now(call), *inputs)
     if call.following_arrays is not None:
         options = call.options if return_lse else call.without_lse
@@ -341,331 +327,3 @@ def _call_of(function: Callable[..., Any], *arguments: Any, **options: Any) -> A
 
 # Calls a public function outside the graph of torch.compile, which splits the graph.
 _outside_graph = torch.compiler.disable(_call_of)
-
-
-# `Function.apply` takes 2.5 us longer, for functorch transforms. Attention does not support these,
-# because their tensors have no readable memory.
-_Function: Any = getattr(torch.autograd.function, "_SingleLevelFunction", torch.autograd.Function)
-
-
-class _Attention(_Function):  # type: ignore[misc]
-    """Autograd function of attention that returns out only."""
-
-    @staticmethod
-    def forward(ctx: Any, call: DifferentiableCall, *inputs: Tensor) -> Any:
-        out, _ = _saved(ctx, call, inputs)
-        return out
-
-    @staticmethod
-    def backward(
-        ctx: Any, dout: Tensor | None, dlse: Tensor | None = None
-    ) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        if not torch.is_grad_enabled():
-            return None, *_gradients(ctx, dout, dlse, saved)
-        # This is a graph node even if dout requires no gradient, because saved tensors may.
-        return None, *_Gradients.apply(ctx, dout, dlse, *saved)
-
-
-class _AttentionAndLse(_Attention):
-    """Autograd function of attention that returns out and lse."""
-
-    @staticmethod
-    def forward(ctx: Any, call: DifferentiableCall, *inputs: Tensor) -> Any:
-        return _saved(ctx, call, inputs)
-
-
-def _saved(ctx: Any, call: DifferentiableCall, inputs: tuple[Tensor, ...]) -> Any:
-    """Compute out and lse, and save what the backward pass needs."""
-    # Missing gradients stay None: an optimizer treats None and zero differently.
-    ctx.set_materialize_grads(False)
-    following = call.following_arrays
-    if following is None or not (made := torch_autograd.run(inputs + following, call.options)):
-        results = call.run(inputs)
-        # The forward pass uses the original functions, whose block masks are kept between calls.
-        ctx.call_and_record = call.with_functions_kept() if call.modifications else call, None
-    else:
-        results, result = made
-        ctx.call_and_record = call, torch_autograd.record(result, results)
-    if not call.constants:
-        ctx.save_for_backward(*inputs, *results)
-    else:
-        tensors = [x for x in call.constants.values() if isinstance(x, Tensor)]
-        ctx.save_for_backward(*inputs, *results, *tensors)
-    if call.modifications:
-        # Captured tensors are read in place instead of being saved by autograd, so the backward
-        # pass has to compare their versions itself.
-        captured = [x for mod in call.functions for x in mod.tensors.items()]
-        ctx.versions = [(name, tensor, version_of(tensor)) for name, tensor in captured]
-    return results
-
-
-def _gradients(
-    ctx: Any, dout: Tensor | None, dlse: Tensor | None, saved: tuple[Tensor, ...]
-) -> Sequence[Tensor | None]:
-    """Return the gradients of a call's inputs. Autograd has checked the versions of `saved`."""
-    call, record = ctx.call_and_record
-    needed = ctx.needs_input_grad[1:]
-    if record is not None:
-        result = torch_autograd.gradients(record, saved, dout, dlse, needed)
-        if result is not None:
-            return result
-    for name, tensor, version in ctx.versions if call.modifications else ():
-        if version_of(tensor) != version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: {name}, which a function of the call captures, is at version "
-                f"{version_of(tensor)}; expected version {version} instead"
-            )
-    first = len(call.names)
-    inputs, (out, lse, *tensors) = saved[:first], saved[first:]
-    names = [name for name, x in call.constants.items() if isinstance(x, Tensor)]
-    call = call.with_constants(dict(zip(names, tensors, strict=True)))
-    return _pull_back(call, inputs, (out, lse), (dout, dlse), needed)
-
-
-class _Gradients(_Function):  # type: ignore[misc]
-    """Autograd function of the backward pass, whose own derivative raises an error."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, of_call: Any, dout: Tensor | None, dlse: Tensor | None, *saved: Tensor
-    ) -> Any:
-        return tuple(_gradients(of_call, dout, dlse, saved))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise _no_second_derivative()
-
-
-def _no_second_derivative() -> NotImplementedError:
-    return NotImplementedError(
-        "attention of cupy_flash.torch has no second derivative: gradients of its gradients, as in "
-        "a gradient penalty, hvp, hessian or functional.jvp, are not computed"
-    )
-
-
-def _pull_back(
-    call: DifferentiableCall,
-    inputs: tuple[Tensor, ...],
-    results: tuple[Tensor, Tensor],
-    gradients: tuple[Tensor | None, Tensor | None],
-    needed: tuple[bool, ...],
-) -> Sequence[Tensor | None]:
-    """Return a gradient for each input, or None if it is not needed."""
-    dout, dlse = gradients
-    if dout is None and dlse is None:
-        return (None,) * len(inputs)
-    if dout is None:
-        dout = torch.zeros((), dtype=results[0].dtype, device=results[0].device)
-        dout = dout.expand(results[0].shape)
-    wrt = call.names
-    if not all(needed):
-        wrt = tuple([name for name, is_needed in zip(wrt, needed, strict=True) if is_needed])
-    new = call.pull_back(inputs, results, (dout, dlse), wrt)
-    result = dict(zip(wrt, new, strict=True))
-    return [result.get(name) for name in call.names]
-
-
-_Library: Any = library.Library
-_operators = _Library("cupy_flash", "FRAGMENT")
-
-# Modifications that operators take after those in `WITH_GRADIENT`: other arrays, then numbers.
-_ARRAYS = tuple(name for name in ARRAYS if name not in WITH_GRADIENT)
-_NUMBERS = ("window_size", "softcap")
-_WITH_TANGENTS = ("q", "k", "v", *WITH_GRADIENT, *_ARRAYS)
-_OF_MODIFICATIONS = "Tensor? bias, Tensor? sinks, Tensor?[] arrays, int[] window, float? softcap"
-_LENGTHS = (
-    "Tensor cu_seqlens_q, Tensor cu_seqlens_k, int max_seqlen_q, int max_seqlen_k, "
-    "Tensor? seqused_k"
-)
-
-
-def _plain(modifications: Any) -> tuple[Any, ...]:
-    """Return modifications as operator arguments; -1 stands for a missing window bound."""
-    window = [-1 if x is None else x for x in modifications.get("window_size") or (None, None)]
-    arrays = [modifications.get(name) for name in _ARRAYS]
-    of_gradient = [modifications.get(name) for name in WITH_GRADIENT]
-    return *of_gradient, arrays, window, modifications.get("softcap")
-
-
-def _fits_operator(
-    tensors: tuple[Any, ...],
-    integers: tuple[Any, ...],
-    causal: Any,
-    softmax_scale: Any,
-    layout: Any,
-    modifications: Mapping[str, Any],
-) -> bool:
-    """Return whether an operator accepts these arguments as they are.
-
-    Other calls are made outside the graph, where wrong arguments raise the usual errors.
-    """
-    given = {name: value for name, value in modifications.items() if value is not None}
-    arrays = [value for name, value in given.items() if name not in _NUMBERS]
-    window = given.get("window_size", ())
-    return (
-        all(isinstance(x, Tensor) for x in (*tensors, *arrays))
-        and not any(x.requires_grad for n, x in given.items() if n in _ARRAYS)
-        and set(given) <= {*WITH_GRADIENT, *_ARRAYS, *_NUMBERS}
-        and isinstance(causal, bool)
-        and isinstance(layout, str)
-        and layout in LAYOUTS
-        and isinstance(window, (tuple, list))
-        and len(window) in (0, 2)
-        and all(x is None or isinstance(x, int) for x in (*integers, *window))
-        and all(
-            x is None or isinstance(x, (int, float)) for x in (softmax_scale, given.get("softcap"))
-        )
-    )
-
-
-def _options(modifications: tuple[Any, ...]) -> dict[str, Any]:
-    """Return modifications by name, given the operator arguments that `_plain` has made."""
-    bias, sinks, arrays, window, softcap = modifications
-    names = (*WITH_GRADIENT, *_ARRAYS, *_NUMBERS)
-    return dict(zip(names, (bias, sinks, *arrays, tuple(window), softcap), strict=True))
-
-
-class _Operator(NamedTuple):
-    """Operator for a public function. Its arguments are q, k, v, modifications, and others.
-
-    Attributes
-    ----------
-    name
-        Name of the operator.
-    schema
-        Schema of the other arguments.
-    of_plain
-        Function that returns the call, and its differentiable inputs other than q, k and v, given
-        the other arguments and the modifications.
-    lse_shape
-        Function that returns the shape of lse, given q and the other arguments.
-    """
-
-    name: str
-    schema: str
-    of_plain: Callable[..., tuple[DifferentiableCall, tuple[Any, ...]]]
-    lse_shape: Callable[..., tuple[Any, ...]]
-
-    def register(self) -> None:
-        """Register the operator with torch, and its backward pass as a second operator."""
-        arguments = f"Tensor q, Tensor k, Tensor v, {_OF_MODIFICATIONS}, {self.schema}"
-        made = library.custom_op(
-            f"cupy_flash::{self.name}",
-            self.run,
-            mutates_args=(),
-            schema=f"({arguments}) -> (Tensor, Tensor)",
-        )
-        made.register_fake(self.run_fake)
-        made.register_autograd(self.backward, setup_context=_save)
-        recording = make_autograd_impl(made._opoverload, made)
-
-        # Without this check, an operator drops the tangents of tensors that require no gradient.
-        def without_tangents(keyset: Any, *values: Any) -> Any:
-            for name, tensor in zip(_WITH_TANGENTS, (*values[:5], *values[5]), strict=True):
-                if tensor is not None and has_tangent(tensor):
-                    raise NotImplementedError(f"{name} {NO_FORWARD_MODE}")
-            return recording(keyset, *values)
-
-        for device in ("CPU", "CUDA"):
-            key = f"Autograd{device}"
-            _operators.impl(self.name, without_tangents, key, with_keyset=True)
-        results = "Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] needed"
-        made = library.custom_op(
-            f"cupy_flash::{self.name}_gradients",
-            self.gradients,
-            mutates_args=(),
-            schema=f"({results}, {arguments}) -> Tensor[]",
-        )
-        made.register_fake(self.gradients_fake)
-        made.register_autograd(_refuse_second_derivative)
-
-    def _call(self, values: tuple[Any, ...]) -> tuple[DifferentiableCall, tuple[Any, ...]]:
-        """Return the call that an operator's arguments describe, and its inputs."""
-        call, others = self.of_plain(*values[8:], _options(values[3:8]))
-        return call, (*values[:3], *others)
-
-    def run(self, *values: Any) -> tuple[Any, Any]:
-        """Compute attention; return out and lse."""
-        call, inputs = self._call(values)
-        results: tuple[Any, Any] = call.run(inputs)
-        return results
-
-    def run_fake(self, *values: Any) -> tuple[Any, Any]:
-        """Return empty tensors with the shapes of out and lse."""
-        q, v = values[0], values[2]
-        accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
-        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-        return out, q.new_empty(self.lse_shape(q, *values[8:]), dtype=accumulator)
-
-    def gradients(
-        self, dout: Any, dlse: Any, out: Any, lse: Any, needed: list[bool], *values: Any
-    ) -> list[Any]:
-        """Return the needed gradients of those of q, k, v, bias and sinks that are given."""
-        call, inputs = self._call(values)
-        result = _pull_back(call, inputs, (out, lse), (dout, dlse), tuple(needed))
-        return [gradient for gradient in result if gradient is not None]
-
-    def gradients_fake(
-        self, dout: Any, dlse: Any, out: Any, lse: Any, needed: list[bool], *values: Any
-    ) -> list[Any]:
-        """Return empty tensors with the shapes of these gradients."""
-        inputs = [x for x in values[:5] if x is not None]
-        return [x.new_empty(x.shape) for x, n in zip(inputs, needed, strict=True) if n]
-
-    def backward(self, ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
-        """Return a gradient or None for each argument of the operator."""
-        q, k, v, bias, sinks, out, lse, *others = ctx.saved_tensors
-        first, arrays = (q, k, v, bias, sinks), others[: len(_ARRAYS)]
-        lengths = iter(others[len(_ARRAYS) :])
-        values = (*first, arrays, *[next(lengths) if x is _SAVED else x for x in ctx.values])
-        needed = [n for x, n in zip(first, ctx.needs_input_grad, strict=False) if x is not None]
-        if dout is None:
-            dout = torch.zeros_like(out)
-        operator = getattr(torch.ops.cupy_flash, f"{self.name}_gradients")
-        new = iter(operator(dout, dlse, out, lse, needed, *values))
-        of_first = (
-            next(new) if x is not None and n else None
-            for x, n in zip(first, ctx.needs_input_grad, strict=False)
-        )
-        return *of_first, *[None] * (len(values) - len(first))
-
-
-# Placeholder in `ctx.values` for a tensor that autograd has saved.
-_SAVED = object()
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
-    arrays, others = inputs[5], inputs[6:]
-    lengths = [x for x in others if isinstance(x, Tensor)]
-    ctx.values = [_SAVED if isinstance(x, Tensor) else x for x in others]
-    ctx.save_for_backward(*inputs[:5], *output, *arrays, *lengths)
-    ctx.set_materialize_grads(False)
-
-
-def _refuse_second_derivative(ctx: Any, *gradients: Any) -> Any:
-    raise _no_second_derivative()
-
-
-def _dense_lse_shape(q: Any, *values: Any) -> tuple[Any, ...]:
-    *batch, first, second, _ = q.shape
-    return (*batch, second, first) if values[3] == "bshd" else (*batch, first, second)
-
-
-def _varlen_lse_shape(q: Any, *_: Any) -> tuple[Any, ...]:
-    return q.shape[1], q.shape[0]
-
-
-_Operator(
-    "attention",
-    "bool causal, float? softmax_scale, int? q_offset, str layout",
-    dense_call,
-    _dense_lse_shape,
-).register()
-_Operator(
-    "attention_varlen",
-    f"{_LENGTHS}, bool causal, float? softmax_scale",
-    varlen_call,
-    _varlen_lse_shape,
-).register()

@@ -56,7 +56,7 @@ class JaxMemory:
 
 
 def is_jax(array: Any) -> bool:
-    """Return whether JAX, or its library of compiled code, defines the type of an array."""
+    """Return whether the type of an array is defined in `jax` or `jaxlib`."""
     return type(array).__module__.partition(".")[0] in ("jax", "jaxlib")
 
 
@@ -84,7 +84,7 @@ def from_jax(name: str, array: Any) -> JaxMemory | None:
     """
     if not _is_concrete(array.__class__):
         return None
-    # JAX crashes if a deleted array is asked for its layout.
+    # JAX crashes if the layout of a deleted array is read.
     if array.is_deleted():
         raise ValueError(f"{name} is a JAX array that was deleted or donated")
     device = _gpu_of_sharding(array.sharding)
@@ -127,7 +127,8 @@ def to_jax(result: Any, device: Any | None) -> Any:
     theirs = device.get_stream_for_external_ready_events()
     if ours != theirs:
         order(ours, theirs)
-    # With stream -1, CuPy does not synchronize the streams: `order` has done so 2 us faster.
+    # With stream -1, CuPy does not synchronize the streams, because `order` has done so. That is 2
+    # us faster.
     return adopt(result.__dlpack__(stream=-1), device, theirs, None, _DLPACK_CUDA)
 
 
@@ -144,8 +145,9 @@ def _is_concrete(kind: type) -> bool:
 
 
 def _gpu_of_sharding(sharding: Any) -> Any | None:
-    # Keyed by id(), because JAX takes 1 us to compare shardings in Python. All results of one
-    # compiled function have one sharding object. The dictionary holds it, so its id stays unique.
+    # Keyed by id(), because JAX takes 1 us to compare shardings in Python. All results of a
+    # compiled function refer to the same sharding object. The dictionary keeps that object alive,
+    # so that no other object gets its id.
     known = _known_shardings.get(id(sharding))
     if known is None:
         if len(_known_shardings) >= _MAX_SHARDINGS:
@@ -167,7 +169,7 @@ def _only_gpu_of(sharding: Any) -> Any | None:
 
 def _has_axes_in_order(array: Any) -> bool:
     # JAX builds the public `format` of an array again at each access, which takes 3 us. The private
-    # compiled layout is one object for all arrays of a kind.
+    # compiled layout is one object for all arrays with that layout.
     layout = getattr(array, "_pjrt_layout", None)
     known = _in_order.get(layout)
     if known is not None:
@@ -196,7 +198,8 @@ def _cupy() -> Any:
 def _adopt() -> Any | None:
     """Return the function that `jax.dlpack.from_dlpack` calls; None if its arguments changed.
 
-    It avoids 30 us of Python code, but is not public, so its name and arguments may change.
+    A direct call avoids 30 us of Python code. The function is not public, so its name and arguments
+    may change.
     """
     try:
         from jaxlib import _jax

@@ -55,7 +55,7 @@ def normalize(name: str, array: Any, *, is_written: bool = False) -> Any:
     TypeError
         For any other object.
     NotImplementedError
-        For a tensor of torch that has more than its values, such as a forward-mode tangent.
+        For a tensor of torch that carries more than its values, such as a forward-mode tangent.
     """
     array = resolved(name, array, is_written=is_written)
     if array is not None and is_torch_on_gpu(array):
@@ -155,16 +155,9 @@ def normalize_scale(name: str, scale: Any, *, on_host: bool) -> Any:
 def number_on_gpu(name: str, number: Any, *, like: Any = None) -> Any:
     """Return a new float32 array without axes that holds a number; see `normalize_scale`.
 
-    Parameters
-    ----------
-    name
-        Name of the argument, for messages.
-    number
-        Value of the argument.
-    like
-        Array that the number goes with. If it is a tensor of torch on a GPU, the result is a tensor
-        on its device, filled on torch's current stream. Otherwise the result is a CuPy array on the
-        current device, filled on CuPy's current stream.
+    If `like` is a tensor of torch on a GPU, the result is a tensor on its device, filled on torch's
+    current stream. Otherwise the result is a CuPy array on the current device, filled on CuPy's
+    current stream.
 
     Raises
     ------
@@ -192,14 +185,7 @@ def _float32(name: str, value: Any) -> np.float32:
 def normalize_int32(name: str, array: Any, *, on_host: bool) -> Any:
     """Return an array of lengths or offsets as a NumPy or CuPy array; see `require_int32`.
 
-    Parameters
-    ----------
-    name
-        Name of the argument, for messages.
-    array
-        Array as for `normalize`, or a list of integers, which is copied to the memory of q.
-    on_host
-        Whether q is in host memory.
+    A list of integers is copied to the memory of q, which is host memory if `on_host`.
 
     Raises
     ------
@@ -237,7 +223,7 @@ def host_array_on_gpu(name: str, array: Any) -> Any:
 
 
 def is_number_or_list(value: Any) -> bool:
-    """Return whether a value is a number or a list, so that kernels cannot read it in place."""
+    """Return whether a value is a number or a list, which kernels cannot read in place."""
     numbers = (int, float, np.integer, np.floating)
     return isinstance(value, (list, tuple, *numbers)) and not isinstance(value, bool)
 
@@ -254,14 +240,7 @@ def elements(value: Any) -> Iterator[Any]:
 def vector(name: str, values: Any, *, on_host: bool) -> Any:
     """Return a number, or a list of numbers, as a float64 array in the memory of q.
 
-    Parameters
-    ----------
-    name
-        Name of the argument, for messages.
-    values
-        Value of the argument. A number becomes an array without axes.
-    on_host
-        Whether q is in host memory.
+    A number becomes an array without axes. The memory of q is host memory if `on_host`.
 
     Raises
     ------
@@ -270,7 +249,7 @@ def vector(name: str, values: Any, *, on_host: bool) -> Any:
     """
     for element in elements(values):
         if hasattr(element, "__dlpack__"):
-            # Raises an error for an element that would lose information, such as a gradient.
+            # An error is raised for an element that carries more than a number, such as a gradient.
             normalize(name, element)
     try:
         array = np.asarray(values)
@@ -339,18 +318,14 @@ def _host_array(name: str, array: Any) -> np.ndarray:
             # DLPack would make `out` read-only.
             if not is_narrow:
                 return array.numpy()
-            torch, narrow = _torch(), np.dtype(getattr(_ml_dtypes(), dtype))
+            import ml_dtypes
+
+            torch, narrow = _torch(), np.dtype(getattr(ml_dtypes, dtype))
             bits = array.view(torch.int16 if narrow.itemsize == 2 else torch.int8)
             return bits.numpy().view(narrow)
         return np.asarray(array) if is_narrow else np.from_dlpack(array)
     except (TypeError, RuntimeError, BufferError) as error:
         raise TypeError(f"{name} cannot be read by NumPy: {error}") from error
-
-
-def _ml_dtypes() -> Any:
-    import ml_dtypes
-
-    return ml_dtypes
 
 
 def _torch() -> Any:

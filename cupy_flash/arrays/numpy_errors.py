@@ -30,7 +30,7 @@ def ignore_fp_errors(function: Callable[P, R]) -> Callable[P, R]:
 
     These errors are expected: exp of -inf, the logarithm of an empty row's sum, subnormal results.
     The caller's `numpy.seterr` must not change a result. `numpy.errstate` is not used as a
-    decorator, because before NumPy 2 all threads would share the previous state that it stores.
+    decorator, because before NumPy 2 it stores the previous state once for all threads.
 
     If the argument `bound_mods` is None, the call runs in a context of its own. That takes 0.3 us,
     `numpy.errstate` 3 us. Otherwise `bound_mods` may hold the user's functions, which must run

@@ -1,4 +1,4 @@
-"""Checks that arrays that a call writes overlap no other array, computed from addresses alone."""
+"""Checks, by addresses alone, that the arrays that a call writes overlap no other array."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import numpy as np
 
 from cupy_flash.arrays.strided import address_of
 
-# Limit of the search in which NumPy decides whether two arrays overlap; its stubs allow -1 and 0.
+# Limit of the search in which NumPy decides whether two arrays overlap. Its type is Any, because
+# NumPy's stubs allow only -1 and 0.
 _MAX_WORK: Any = 100_000
 
 
@@ -30,7 +31,8 @@ class OverlapCheck:
     Attributes
     ----------
     pairs
-        Indices of two arrays, and the bounds of the distance of their addresses if they overlap.
+        Indices of two arrays, and the bounds between which the distance of their addresses lies if
+        they overlap.
     """
 
     # Largest number of remembered tuples of addresses, and of remembered distances of interleaved

@@ -72,7 +72,8 @@ def _widened(stored: Any, dtype: np.dtype[Any]) -> Any:
     """Return a new array that holds 8-bit numbers in a wider dtype."""
     if array_module(stored) is not np or dtype_name(stored) != FLOAT8:
         return stored.astype(dtype)
-    # 1.7 ms for 4 x 500 x 8 x 64 numbers; `astype`, which converts one at a time, takes 9.0 ms.
+    # This takes 1.7 ms for 4 x 500 x 8 x 64 numbers; `astype`, which converts one number at a time,
+    # takes 9.0 ms.
     return _numbers_of_codes(stored.dtype, dtype).take(stored.view(np.uint8), mode="clip")
 
 

@@ -55,10 +55,10 @@ def rotated_at(
     Parameters
     ----------
     x : numpy.ndarray or cupy.ndarray, (..., heads, head_dim)
-    cos, sin : same kind of array, (rows, rotary_dim / 2)
+    cos, sin : arrays of the same library as x, (rows, rotary_dim / 2)
         Cosine and sine of the angle of each position and pair. A position outside of the table
         uses the nearest row of the table.
-    positions : numpy.ndarray, or the same kind of array as x
+    positions : numpy.ndarray, or array of the same library as x
         Position of each row of x: integers that broadcast to the axes of x before heads.
     interleaved : bool
         Whether the pairs are columns (2i, 2i + 1), not columns (i, i + rotary_dim / 2).

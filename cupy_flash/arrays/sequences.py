@@ -2,7 +2,7 @@
 
 The counterpart for the kernels is `kernels_cu/scheduler/sequences.cuh`. Both interpret any
 contents of cu_seqlens, cache_seqlens, block_table and cache_batch_idx in the same way, so that no
-element outside of the arrays is accessed, and results agree with the kernels'.
+element outside of the arrays is accessed, and the CPU backend returns the results of the kernels.
 
 Keys and values are NumPy or CuPy arrays. Lengths, offsets and page numbers are in host memory.
 """

@@ -13,13 +13,7 @@ import numpy as np
 
 from cupy_flash.arrays.jax_arrays import JaxMemory, is_jax
 from cupy_flash.arrays.torch_arrays import is_any_tensor, tensor_as_cupy, tensor_types
-from cupy_flash.problem.arrays import (
-    DTYPES,
-    FLOAT8,
-    MAX_ALIGNMENT,
-    ArraySpec,
-    contiguous_strides,
-)
+from cupy_flash.problem.arrays import DTYPES, FLOAT8, MAX_ALIGNMENT, ArraySpec, contiguous_strides
 
 LAYOUTS = ("bshd", "bhsd")
 
@@ -63,7 +57,7 @@ def array_module(array: Any) -> Any:
 
 
 def convert_to(xp: Any, array: Any) -> Any:
-    """Return a NumPy or CuPy array as an array of module `xp`, copied if it is of the other one."""
+    """Return an array of the module `xp`, NumPy or CuPy: the given array, or a converted copy."""
     if xp is np:
         return array.get() if is_cupy(array) else array
     return xp.asarray(array)
@@ -233,15 +227,9 @@ def address_of(array: Any) -> int:
 
 
 def spec_of(array: Any, address: int) -> ArraySpec:
-    """Return the spec of a (batch, seqlen, heads, dim) array, or of one without a batch axis.
+    """Return the spec of a (batch, seqlen, heads, dim) array with a contiguous last axis.
 
-    Parameters
-    ----------
-    array
-        NumPy or CuPy array with a contiguous last axis. An array with three axes gets a batch axis
-        of length 1.
-    address
-        Address of the first element.
+    An array with three axes gets a batch axis of length 1. `address` is that of the first element.
     """
     size = array.itemsize
     shape, strides = tuple(array.shape), array.strides
@@ -361,16 +349,9 @@ def require_native(name: str, array: Any) -> None:
 
 
 def cast(name: str, array: Any, dtype: str) -> str:
-    """Return the expression that converts an argument to a dtype in the caller's library.
+    """Return the expression that converts the argument `name` to a dtype in the caller's library.
 
-    Parameters
-    ----------
-    name
-        Name of the argument.
-    array
-        NumPy or CuPy array over the memory of the argument.
-    dtype
-        Name of the dtype.
+    `array` is a NumPy or CuPy array over the memory of the argument.
     """
     owner = array
     while isinstance(owner, np.ndarray):

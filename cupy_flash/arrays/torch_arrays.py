@@ -209,13 +209,7 @@ def _one_of_cupy(itemsize: int) -> Any:
 
 
 def tensor_maker(shape: tuple[int, ...], dtype: np.dtype) -> Callable[[], Any]:
-    """Return a function that allocates C-contiguous tensors on torch's current device and stream.
-
-    Parameters
-    ----------
-    shape, dtype
-        Shape and dtype of the tensors.
-    """
+    """Return a function that allocates C-contiguous tensors on torch's current stream."""
     import torch
 
     # empty_like() of one expanded element is 2 us faster than empty() with a shape and strides. The
@@ -238,8 +232,8 @@ def new_bytes(size: int) -> Any:
 def two_streams(tensor: Any) -> tuple[int, int] | None:
     """Return torch's and CuPy's current streams, or None if no synchronization is needed.
 
-    That is so if the streams are equal. If the tensor is not on the current device, the result is
-    None as well, and the launch raises an error.
+    No synchronization is needed if the streams are equal. If the tensor is not on the current
+    device, the result is None as well, and the launch raises an error.
     """
     cuda = _cuda()
     device = tensor.get_device()
@@ -284,7 +278,8 @@ def order(first: int, second: int) -> None:
     """Make a stream of the current device wait for the work that is queued on another stream."""
     cuda = _cuda()
     # Each thread has its own event, because another thread might be about to record a shared one.
-    # Creating an event takes longer than recording it and waiting for it, 0.8 us.
+    # Events are kept, because creating one takes longer than recording it and waiting for it, which
+    # takes 0.8 us.
     events, device = _thread_state.events, cuda.runtime.getDevice()
     event = events.get(device)
     if event is None:
@@ -336,23 +331,11 @@ def _dtypes() -> dict[Any, np.dtype]:
     import ml_dtypes
     import torch
 
+    names = "float16 bfloat16 float32 float64 int32 int8 float8_e4m3fn bool uint8 int64 uint64"
+    # Older releases of torch have neither float8 nor uint64.
     return {
-        torch.float16: np.dtype(np.float16),
-        torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
-        torch.float32: np.dtype(np.float32),
-        torch.float64: np.dtype(np.float64),
-        torch.int32: np.dtype(np.int32),
-    } | {
-        # Dtypes of caches, masks and captures. Older releases have no float8 and no uint64.
-        getattr(torch, name): np.dtype(dtype)
-        for name, dtype in (
-            ("int8", np.int8),
-            ("float8_e4m3fn", ml_dtypes.float8_e4m3fn),
-            ("bool", np.bool_),
-            ("uint8", np.uint8),
-            ("int64", np.int64),
-            ("uint64", np.uint64),
-        )
+        getattr(torch, name): np.dtype(getattr(ml_dtypes, name, name))
+        for name in names.split()
         if hasattr(torch, name)
     }
 

@@ -154,5 +154,5 @@ class Steps(NamedTuple):
 
 
 # Cached, because the layers of a model are called with the same lengths. For 8 sequences of 4 to 16
-# tokens with 12 heads of 32, finding the steps takes 150 us of 500.
+# tokens with 12 heads of 32, finding the steps takes 150 of the 500 us of a call.
 cached_steps = functools.lru_cache(16)(functools.partial(Steps.make, None))

@@ -6,8 +6,8 @@ and row sum (online softmax). The output is divided by the row sum after the las
 score matrix is never stored, so scratch memory does not grow with the sequence length.
 
 If one KV tile holds all keys that a query tile attends to, no running maximum is needed, and
-`cupy_flash.cpu.untiled` computes the plain softmax. One NumPy call processes several heads and
-sequences as long as their scores fit the cache. A small attention call is a single such step.
+`cupy_flash.cpu.untiled` computes the plain softmax. One step, a few NumPy calls, processes several
+heads and sequences if their scores fit the cache. A small attention call takes a single step.
 
 The query tiles are distributed over threads. NumPy releases the GIL inside matmul and ufuncs, where
 most of the time is spent.

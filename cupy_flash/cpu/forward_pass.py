@@ -33,8 +33,8 @@ MAX_BYTES_KEPT = 4 << 20
 # same address (4K aliasing). Batch 64, 8 queries, 8 keys, 8 heads of 64: 620 instead of 663 us.
 BYTES_BETWEEN_BUFFERS = 17 * 64
 
-# Factor on the values of rows whose sum of p * v overflows. A power of two does not round, and this
-# one leaves headroom for 2**32 keys.
+# Factor on the values of rows whose sum of p * v overflows. Multiplication by a power of two does
+# not round, and this power leaves headroom for 2**32 keys.
 SHRINK = 2.0**-32
 
 # Scratch elements up to which one step computes several heads and sequences. A smaller limit makes
@@ -101,7 +101,7 @@ class Tiling(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """One forward pass: its arrays, and the parameters that all its tiles share."""
+    """One forward pass: its arrays, and the parameters that are the same for all of its tiles."""
 
     q: Array  # (batch, heads_kv, group, seqlen_q, head_dim)
     k: Array | PagedRows  # (batch, seqlen_k, heads_kv, head_dim)
@@ -118,7 +118,7 @@ class Pass(NamedTuple):
     scratch_bytes: int
     block_visibility: (
         BlockVisibility | None
-    )  # visibility of blocks, cut.Br x KEYS_OF_BLOCK, under a mask_mod
+    )  # visibility of blocks, tiling.Br x KEYS_OF_BLOCK, under a mask_mod
 
     @classmethod
     def make(
@@ -440,7 +440,7 @@ def find_nan_rows(job: Pass, block: Block, scratch: Scratch, empty: Array) -> Ar
     """Return which of the `empty` rows (no score above -inf) have scores that overflowed to -inf.
 
     Such a row attends to at least one key, and its query and all of these keys are finite. The
-    formula gives NaN for it, not 0. If scores are modified, no row counts as such, because the
+    formula gives NaN for it, not 0. If scores are modified, the result has no such row, because the
     modification itself may have made the scores -inf.
     """
     if job.bound_mods is not None and not job.bound_mods.scores.changes_nothing:

@@ -27,8 +27,8 @@ MAX_PAIRS = 1 << 12
 MAX_PAIRS_OF_MANY = 1 << 15
 MANY = 1 << 19
 
-# Maximum number of keys per query row of a sequence that is padded: with more keys, reading them
-# dominates the time, and padding does not pay.
+# Maximum number of keys per query row of a sequence that is padded: with more keys, reading the
+# keys dominates the time, and padding saves little.
 MAX_KEYS_PER_ROW = 4
 
 # A group that begins with length n holds lengths up to MAX_RATIO * n + MAX_DIFFERENCE.

@@ -30,7 +30,7 @@ def choose_cpu_tile(problem: Problem, request: FrozenTile) -> Tile:
 
 
 def make_cpu_plan(problem: Problem, tile: Tile, no_gpu: str | None) -> Plan:
-    """Return the plan of the CPU backend; `no_gpu` is the reason against a GPU, if there is one."""
+    """Return the plan of the CPU backend; `no_gpu` is the reason why no GPU is used, or None."""
     reason = "no GPU is available" if no_gpu else "the CPU backend was requested"
     return Plan(
         problem=problem,

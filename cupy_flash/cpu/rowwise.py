@@ -3,8 +3,8 @@
 BLAS may sum a row in another order if the matrix has more rows or the row has another index. With
 OpenBLAS 0.3.31 on AVX2, rows 0 and 6 of a float32 product differ for equal inputs. So each row has
 matrix products of its own here, (1, head_dim) x (head_dim, Bc) and (1, Bc) x (Bc, head_dim_v + 1).
-KV tiles begin at multiples of Bc and are padded with zeros. Other rows cannot affect a result then,
-and masked keys can only by NaN or inf among their values.
+KV tiles begin at multiples of Bc and are padded with zeros. Then other rows cannot affect a result,
+and masked keys can affect it only if their values hold NaN or inf.
 
 All heads of a sequence are computed at once, in few NumPy calls. For a handful of queries and keys,
 this is also the fastest way.
@@ -141,7 +141,8 @@ class _Modification(NamedTuple):
     def apply(self, scores: Array, start: int) -> None:
         """Modify scores (heads_kv, m, 1, Bc) of the KV tile at `start`, and mask early keys."""
         stop = start + scores.shape[-1]
-        # Always whole tiles, so that the bits stay the same; keys past the last are masked later.
+        # Whole tiles are modified, so that the bits do not depend on the number of keys. Keys past
+        # the last one are masked later.
         j = np.minimum(np.arange(start, stop, dtype=np.int32), np.int32(self.last_key))
         modify_scores(scores, self.bound_mods, self.pairs._replace(j=j))
         if start < self.begins[-1]:

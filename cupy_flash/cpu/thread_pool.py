@@ -92,7 +92,7 @@ class _ThreadPool:
         self._idle: list[_Worker] = []
 
     def begin(self, task: Callable[[], None]) -> threading.Lock:
-        """Start a task on a waiting or new thread; return a lock that is released at its end."""
+        """Start a task on a waiting or new thread; return a lock that it releases at its end."""
         with self._lock:
             worker = self._idle.pop() if self._idle else None
         return (worker or _Worker(self)).begin(task)
@@ -171,7 +171,7 @@ class _SingleThreadedBlas:
 
     The workers run in parallel already. A multithreaded BLAS would make them queue for its single
     thread pool: 0.28 s with the limit, at least 0.86 s without (OpenBLAS, 4 busy cores). The limit
-    applies to the whole process, so overlapping calls share it, and the last one restores the
+    applies to the whole process: it remains while calls overlap, and the last one restores the
     previous thread counts. In a forked child no call runs, so the child lifts its limit at once.
     """
 

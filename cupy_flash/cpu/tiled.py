@@ -75,7 +75,7 @@ class _Tile:
         v = job.values(self.block, start, stop, scratch)
         if self.shrink:
             v = v * job.compute.type(SHRINK)
-        # The rows of all query heads that share a KV head form one matrix.
+        # The rows of all query heads that use the same KV head form one matrix.
         q, acc, row_sum, row_max = (
             x.reshape(*x.shape[:2], -1, x.shape[4])
             for x in (self.q, self.acc, self.row_sum, self.row_max)

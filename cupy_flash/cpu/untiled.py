@@ -233,7 +233,7 @@ def attend(job: Pass, scratch: Scratch, block: Block, keys: tuple[int, int]) -> 
     q = job.queries(block, scratch)
     k = job.keys(block, begin, end, scratch)
     v = job.values(block, begin, end, scratch)
-    # The rows of all query heads that share a KV head form one matrix.
+    # The rows of all query heads that use the same KV head form one matrix.
     rows = q.reshape(*q.shape[:2], -1, q.shape[4])
     flat = scratch.array("scores", (math.prod(rows.shape[:3]) * seen,), compute)
     matrix, keys_axis = score_matrix(flat, seen, rows.shape[2])
@@ -309,7 +309,8 @@ def to_weights(
         row_sum[empty] = 1
     if sink is not None:
         scores *= include_sink(row_max, row_sum, sink.reshape(row_max.shape))
-    # Divided, not multiplied by the reciprocal: the weight of a row's only key is then exactly 1.
+    # The weights are divided, not multiplied by a reciprocal: the weight of a row's only key is
+    # then exactly 1.
     scores /= row_sum
     return row_max, row_sum, empty
 

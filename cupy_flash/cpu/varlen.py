@@ -3,7 +3,8 @@
 Sequences of one shape at equal distances form one forward pass. Keys are read in place. Keys in
 pages are gathered: one KV tile at a time, or all keys of a sequence if they are read many times.
 Threads compute the query tiles of all sequences (`cupy_flash.cpu.forward`), but the calling thread
-computes short sequences alone. With ``batch_invariant``, `cupy_flash.cpu.rowwise` computes.
+computes short sequences alone. With ``batch_invariant``, `cupy_flash.cpu.rowwise` computes all
+sequences.
 
 The caller has checked the arguments. Nevertheless, lengths and offsets outside of the arrays have
 the same meaning as in the kernels (`cupy_flash.arrays.sequences`).
@@ -127,7 +128,7 @@ def varlen_forward(
     paged = block_table is not None
     integers = cu_seqlens_q, cu_seqlens_k, seqused_k
     # Modifications use indices within a sequence, and 8-bit keys are dequantized one sequence at a
-    # time. In these cases, each sequence is a pass of its own.
+    # time. In these cases, each sequence is a separate pass.
     join = not batch_invariant and bound_mods is None and scales is None
     step_key: tuple[Any, ...] = (
         *(None if x is None else (x.tobytes(), x.dtype) for x in integers),
@@ -288,19 +289,8 @@ def rotate(
 ) -> Array:
     """Return a copy of ``x`` with rotary position embedding applied to its leading columns.
 
-    float64 arrays are computed in float64, all others in float32.
-
-    Parameters
-    ----------
-    x : numpy.ndarray, (batch, seqlen, heads, head_dim)
-    cos, sin : numpy.ndarray, (rows, rotary_dim / 2)
-        Cosine and sine of the angle of each position and each pair of columns.
-    first_positions : numpy.ndarray, (batch,)
-        Position of the first row of each sequence.
-    interleaved : bool
-        Whether the pairs are columns (2i, 2i + 1), not columns (i, i + rotary_dim / 2).
-    advance : bool
-        Whether row ``i`` has the first position plus ``i``, not the first position itself.
+    The arguments are those of `cupy_flash.arrays.rotary.rotated`. float64 arrays are computed in
+    float64, all others in float32.
     """
     rotated_rows: Array = rotated(
         x,
@@ -409,7 +399,7 @@ class _WorkItem(NamedTuple):
 
 @dataclass(frozen=True)
 class _Batch:
-    """Keys, values and parameters that all sequences of a call share."""
+    """Keys, values and parameters that are the same for all sequences of a call."""
 
     k: Blocks  # (blocks, rows, heads_kv, head_dim)
     v: Blocks  # (blocks, rows, heads_kv, head_dim_v)
@@ -529,7 +519,8 @@ def _forward(
         batch.v.shape[3],
         tile,
     )
-    # One thread computes the short sequences, as several would mostly wait for the GIL.
+    # One thread computes the short sequences, because several threads would mostly wait for the
+    # GIL.
     short = [item for item in items if item.pairs < MIN_PAIRS_FOR_THREADS]
     long = [item for item in items if item.pairs >= MIN_PAIRS_FOR_THREADS]
     long.sort(key=lambda item: -item.pairs)

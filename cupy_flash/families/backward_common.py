@@ -78,7 +78,7 @@ def schedule(
     section_heads: int = 0,
     tensor_maps: Mapping[str, TensorMapSpec] | None = None,
 ) -> Schedule:
-    """Return the schedule of a backward pass: preprocessing, `launches`, and other gradients.
+    """Return the schedule of a backward pass: preprocessing, `launches`, and input gradients.
 
     Launches without rows are left out, and so are launches whose gradients the call does not need.
 
@@ -93,15 +93,9 @@ def schedule(
     tensor_maps
         Tensor maps that the kernels take, by name.
     """
-    gradient = problem.gradient
-    assert gradient is not None
-    terms = Launch(
-        ROW_TERMS,
-        "preprocess",
-        (_row_stats_blocks(problem), 1, 1),
-        _ROW_STATS_THREADS,
-        arguments=("gradients",),
-    )
+    gradient = problem.gradient_spec
+    blocks = _row_stats_blocks(problem)
+    terms = Launch.of_gradients(ROW_TERMS, "preprocess", blocks, _ROW_STATS_THREADS)
     workspace = (
         _query_rows(problem) * 2 * ITEMSIZE[problem.lse_dtype]
         if sums is None
@@ -157,7 +151,7 @@ class QuerySums:
 
 
 def inspects(problem: Problem) -> bool:
-    """Return whether some row may attend to no key, or some key may have no row attend to it.
+    """Return whether some row may attend to no key, or no row may attend to some key.
 
     Kernels then inspect tiles for NaN and infinity, see `kernels_cu/backward/preprocess/clean.cuh`.
     """
@@ -211,9 +205,8 @@ def config(
         Whether the last thread block that adds to a dq tile also writes dq. Preprocessing then
         zeroes the tiles that attend to no key.
     """
-    assert problem.gradient is not None
     return {
-        "as_inputs": problem.gradient.as_inputs,
+        "as_inputs": problem.gradient_spec.as_inputs,
         "row_lanes": row_lanes(problem),
         "has_seqlens": not problem.layout.is_dense,
         "dq_Br": 0 if sums is None else sums.Br,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -182,9 +182,20 @@ class Family(ABC, Generic[TileT]):
     def why_not_tile(self, problem: Problem, device: Device, tile: TileT) -> str | None:
         """Return why a tile cannot be launched, by resource arithmetic, or None if it can."""
 
-    @abstractmethod
+    def preferred_tiles(self, problem: Problem, device: Device) -> Iterable[TileT]:
+        """Return tiles from the best to the worst; the first legal one is the default tile."""
+        return self.candidates(problem, device)
+
     def default_tile(self, problem: Problem, device: Device) -> TileT:
         """Return the tile to use if the tuned table has none for the problem."""
+        tile = self._first_legal(problem, device)
+        assert tile is not None, "why_not() accepts the problem"
+        return tile
+
+    @remembers_last
+    def _first_legal(self, problem: Problem, device: Device) -> TileT | None:
+        tiles = self.preferred_tiles(problem, device)
+        return next((t for t in tiles if self.why_not_tile(problem, device, t) is None), None)
 
     @abstractmethod
     def shared_memory(self, problem: Problem, tile: TileT) -> int:
@@ -337,6 +348,11 @@ def config_struct(types: Mapping[str, str], members: Mapping[str, int | bool]) -
         kind, literal = ("bool", str(value).lower()) if isinstance(value, bool) else ("int", value)
         lines.append(f"  static constexpr {kind} {name} = {literal};")
     return "\n".join(["struct Config {", *lines, "};"])
+
+
+def tile_members(tile: Tile, names: str) -> dict[str, int]:
+    """Return fields of a tile as `Config` members, given their names separated by spaces."""
+    return {name: getattr(tile, name) for name in names.split()}
 
 
 @functools.cache

@@ -33,8 +33,7 @@ _FLAGS_OF_WORD = 16
 
 def launches(problem: Problem, device: Device) -> tuple[Launch, ...]:
     """Return the launches for the gradients of inputs other than q, k and v."""
-    gradient = problem.gradient
-    assert gradient is not None
+    gradient = problem.gradient_spec
     kernels: list[Launch] = []
     if gradient.wants("sinks"):
         kernels.append(_launch("sink_gradients", problem.heads_q, _SINKS, threads=_SINK_THREADS))
@@ -63,15 +62,9 @@ def _launch(
     shared_memory: int = 0,
     min_blocks: int | None = None,
 ) -> Launch:
-    return Launch(
-        entry,
-        entry,
-        (max(1, blocks), 1, 1),
-        threads,
-        shared_memory,
-        min_blocks,
-        arguments=("gradients",),
-        source=source,
+    blocks = max(1, blocks)
+    return Launch.of_gradients(
+        entry, entry, blocks, threads, shared_memory, min_blocks, source=source
     )
 
 
@@ -79,7 +72,8 @@ def _tiled(problem: Problem, device: Device, entry: str, blocks: int, source: st
     """Return the launch of a kernel that iterates over tiles of the score matrix."""
     members = config(problem)
     memory = members["score_memory" if device.arch >= 80 else "simt_score_memory"]
-    # float64 takes twice the registers, so the compiler may use those of one thread block per SM.
+    # float64 takes twice the registers, so the compiler may use all registers of an SM for one
+    # thread block.
     min_blocks = 1 if problem.dtype == "float64" else _BLOCKS_PER_SM
     return _launch(entry, blocks, source, shared_memory=memory, min_blocks=min_blocks)
 
@@ -114,17 +108,15 @@ def _score_tiles(problem: Problem) -> tuple[int, int, int, int]:
 
 def _kept_axes(problem: Problem) -> tuple[bool, bool, bool, bool]:
     """Return along which axes (batch, heads, rows, keys) the bias is not broadcast."""
-    assert problem.gradient is not None
-    assert problem.gradient.bias is not None
-    batch, heads, rows, keys = (length > 1 for length in problem.gradient.bias)
+    assert problem.gradient_spec.bias is not None
+    batch, heads, rows, keys = (length > 1 for length in problem.gradient_spec.bias)
     # The row of a packed bias determines the sequence.
     return rows if problem.layout.packed_q else batch, heads, rows, keys
 
 
 def bias_tiles(problem: Problem) -> int:
     """Return the number of tiles of the bias gradient; 0 if it is not computed."""
-    assert problem.gradient is not None
-    if problem.gradient.bias is None:
+    if problem.gradient_spec.bias is None:
         return 0
     axes = zip(_score_tiles(problem), _kept_axes(problem), strict=True)
     return math.prod(tiles for tiles, is_kept in axes if is_kept)
@@ -132,10 +124,9 @@ def bias_tiles(problem: Problem) -> int:
 
 def bias_parts(problem: Problem, device: Device) -> int:
     """Return over how many thread blocks the score tiles of one bias gradient tile are split."""
-    assert problem.gradient is not None
-    assert problem.gradient.bias is not None
+    assert problem.gradient_spec.bias is not None
     kept = _kept_axes(problem)
-    if problem.layout.packed_q and (kept[2] or problem.gradient.bias[3] > problem.seqlen_k):
+    if problem.layout.packed_q and (kept[2] or problem.gradient_spec.bias[3] > problem.seqlen_k):
         # No thread block would write partial sums for rows and keys that belong to no sequence.
         return 1
     axes = zip(_score_tiles(problem), kept, strict=True)
@@ -151,8 +142,7 @@ def _capture_blocks(problem: Problem, device: Device) -> int:
 
 def workspace(problem: Problem, device: Device) -> dict[str, int]:
     """Return the size in bytes of each array in the workspace, by the `GradientParams` member."""
-    gradient = problem.gradient
-    assert gradient is not None
+    gradient = problem.gradient_spec
     sizes = {}
     real = ITEMSIZE[problem.lse_dtype]
     if gradient.bias is not None and (parts := bias_parts(problem, device)) > 1:
@@ -167,6 +157,5 @@ def workspace(problem: Problem, device: Device) -> dict[str, int]:
 
 def bias_fields(problem: Problem, device: Device) -> tuple[int, ...] | None:
     """Return the fields of `BiasGradient` except its address; None if it is not computed."""
-    assert problem.gradient is not None
-    bias = problem.gradient.bias
+    bias = problem.gradient_spec.bias
     return None if bias is None else (*bias, bias_parts(problem, device))

@@ -3,103 +3,62 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 from cupy_flash.problem.problem import Problem
 
+
+def _fields(dtype: Any, names: str) -> list[tuple[str, Any]]:
+    """Return consecutive fields of one dtype, given their names separated by spaces."""
+    return [(name, dtype) for name in names.split()]
+
+
+# With `align`, NumPy lays out a struct as C++ does.
 TENSOR_DTYPE = np.dtype(
-    [
-        ("data", np.uint64),
-        ("batch_stride", np.int64),
-        ("row_stride", np.int64),
-        ("head_stride", np.int64),
-    ]
+    _fields(np.uint64, "data") + _fields(np.int64, "batch_stride row_stride head_stride"),
+    align=True,
 )
 
-PARAMS_DTYPE = np.dtype(
-    [
-        ("q", TENSOR_DTYPE),
-        ("k", TENSOR_DTYPE),
-        ("v", TENSOR_DTYPE),
-        ("out", TENSOR_DTYPE),
-        ("lse", np.uint64),
-        ("workspace", np.uint64),
-        ("softmax_scale", np.float64),
-        ("batch", np.int32),
-        ("seqlen_q", np.int32),
-        ("seqlen_k", np.int32),
-        ("heads_q", np.int32),
-        ("heads_kv", np.int32),
-        ("q_offset", np.int32),
-        ("num_splits", np.int32),
-        ("section_heads", np.int32),
-        # Lengths and offsets of sequences (varlen and KV cache), and sizes of their arrays.
-        ("cu_seqlens_q", np.uint64),
-        ("cu_seqlens_k", np.uint64),
-        ("seqused_k", np.uint64),
-        ("cache_batch_idx", np.uint64),
-        ("block_table", np.uint64),
-        ("counters", np.uint64),
-        ("block_table_stride", np.int64),
-        ("total_q", np.int32),
-        ("total_k", np.int32),
-        ("caches", np.int32),
-        ("pages", np.int32),
-        ("max_pages", np.int32),
-        ("keys", np.int32),
-        ("new_keys", np.int32),
-        # Padding, as in C++.
-        ("_", np.int32),
-    ]
+# The second half has the lengths and offsets of sequences (varlen and KV cache), and the sizes of
+# the arrays that hold them. The field `_` is the padding at the end of a struct.
+_FORWARD = (
+    _fields(TENSOR_DTYPE, "q k v out")
+    + _fields(np.uint64, "lse workspace")
+    + _fields(np.float64, "softmax_scale")
+    + _fields(np.int32, "batch seqlen_q seqlen_k heads_q heads_kv")
+    + _fields(np.int32, "q_offset num_splits section_heads")
+    + _fields(np.uint64, "cu_seqlens_q cu_seqlens_k seqused_k")
+    + _fields(np.uint64, "cache_batch_idx block_table counters")
+    + _fields(np.int64, "block_table_stride")
+    + _fields(np.int32, "total_q total_k caches pages max_pages keys new_keys _")
 )
-
+PARAMS_DTYPE = np.dtype(_FORWARD, align=True)
 
 # The struct of a block mask, which mirrors block_mask/block_mask.cuh.
 BLOCK_MASK_DTYPE = np.dtype(
-    [
-        ("memory", np.uint64),
-        ("full_offset", np.int64),
-        ("slots_after_offset", np.int64),
-        ("tiles_offset", np.int64),
-        ("pairs_offset", np.int64),
-        ("batch_stride", np.int64),
-        ("head_stride", np.int64),
-        ("words", np.int32),
-        ("key_blocks", np.int32),
-        ("slots", np.int32),
-        # Padding, as in C++.
-        ("_", np.int32),
-    ]
+    _fields(np.uint64, "memory")
+    + _fields(np.int64, "full_offset slots_after_offset tiles_offset pairs_offset")
+    + _fields(np.int64, "batch_stride head_stride")
+    + _fields(np.int32, "words key_blocks slots _"),
+    align=True,
 )
-
 
 # This struct and the next one mirror backward/params.cuh.
 BIAS_GRADIENT_DTYPE = np.dtype(
-    [
-        ("data", np.uint64),
-        ("batch", np.int32),
-        ("heads", np.int32),
-        ("rows", np.int32),
-        ("keys", np.int32),
-        ("parts", np.int64),
-    ]
+    _fields(np.uint64, "data")
+    + _fields(np.int32, "batch heads rows keys")
+    + _fields(np.int64, "parts"),
+    align=True,
 )
 
 # Fields that the backward kernels have after all other fields.
-GRADIENTS_DTYPE = np.dtype(
-    [
-        ("dout", TENSOR_DTYPE),
-        ("dq", TENSOR_DTYPE),
-        ("dk", TENSOR_DTYPE),
-        ("dv", TENSOR_DTYPE),
-        ("dlse", np.uint64),
-        ("dsinks", np.uint64),
-        ("dbias", BIAS_GRADIENT_DTYPE),
-        ("bias_parts", np.uint64),
-        ("capture_sums", np.uint64),
-    ]
+_BACKWARD = (
+    _fields(TENSOR_DTYPE, "dout dq dk dv")
+    + _fields(np.uint64, "dlse dsinks")
+    + _fields(BIAS_GRADIENT_DTYPE, "dbias")
+    + _fields(np.uint64, "bias_parts capture_sums")
 )
 
 
@@ -127,44 +86,15 @@ def _params_dtype(
     scales: tuple[str, ...],
     has_gradients: bool,
 ) -> np.dtype:
-    forward = _forward_dtype(mods)
-    assert forward.fields is not None
-    fields = {name: field[:2] for name, field in forward.fields.items()}
-    end = forward.itemsize
-    if scales:
-        for name in scales:
-            fields[name] = (TENSOR_DTYPE, end)
-            end += TENSOR_DTYPE.itemsize
-        return _struct(fields, end)
-    if not has_gradients:
-        return forward
-    assert GRADIENTS_DTYPE.fields is not None
-    fields |= {n: (f[0], end + f[1]) for n, f in GRADIENTS_DTYPE.fields.items()}
-    end += GRADIENTS_DTYPE.itemsize
-    if captures is not None:
-        fields["dcaptures"] = (np.dtype([(name, np.uint64) for name in captures]), end)
-        end += fields["dcaptures"][0].itemsize
-    return _struct(fields, end)
-
-
-def _forward_dtype(mods: np.dtype | None) -> np.dtype:
-    if mods is None:
-        return PARAMS_DTYPE
-    alignment = 8
-    maps = PARAMS_DTYPE.itemsize + -(-mods.itemsize // alignment) * alignment
-    assert PARAMS_DTYPE.fields is not None
-    fields = {name: field[:2] for name, field in PARAMS_DTYPE.fields.items()}
-    fields["mods"] = (mods, PARAMS_DTYPE.itemsize)
-    fields["block_mask"] = (BLOCK_MASK_DTYPE, maps)
-    return _struct(fields, maps + BLOCK_MASK_DTYPE.itemsize)
-
-
-def _struct(fields: Mapping[str, tuple[np.dtype, int]], itemsize: int) -> np.dtype:
-    """Return a struct dtype of fields with a type and a byte offset each."""
-    formats, offsets = zip(*fields.values(), strict=True)
-    return np.dtype(
-        {"names": list(fields), "formats": formats, "offsets": offsets, "itemsize": itemsize}
-    )
+    fields = list(_FORWARD)
+    if mods is not None:
+        fields += [("mods", mods), ("block_mask", BLOCK_MASK_DTYPE)]
+    fields += [(name, TENSOR_DTYPE) for name in scales]
+    if has_gradients:
+        fields += _BACKWARD
+        if captures is not None:
+            fields.append(("dcaptures", np.dtype([(name, np.uint64) for name in captures])))
+    return np.dtype(fields, align=True)
 
 
 def layout_assertions(problem: Problem) -> str:

@@ -119,6 +119,26 @@ class Launch:
     def __post_init__(self) -> None:
         assert self.arguments in _ARGUMENTS, "unknown combination of arguments"
 
+    @classmethod
+    def of_gradients(
+        cls,
+        entry: str,
+        function: str,
+        blocks: int,
+        threads: int,
+        shared_memory: int = 0,
+        min_blocks: int | None = None,
+        *,
+        arguments: tuple[str, ...] = ("gradients",),
+        source: str | None = None,
+    ) -> Launch:
+        """Return a launch of a backward pass, with all of its thread blocks along one axis."""
+        return cls(
+            *(entry, function, (blocks, 1, 1), threads, shared_memory, min_blocks),
+            arguments=arguments,
+            source=source,
+        )
+
     @property
     def takes_maps(self) -> bool:
         """Whether the kernel takes tensor maps."""

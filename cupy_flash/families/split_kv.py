@@ -153,7 +153,7 @@ def combine_launches(problem: Problem, split: Split) -> tuple[Launch, ...]:
     if split.is_unsplit:
         return ()
     grid = (combine_blocks(problem), 1, 1)
-    # A bound of one block per SM keeps the compiler from spilling for a higher occupancy.
+    # With `min_blocks` of 1, the compiler does not spill registers to reach a higher occupancy.
     return (Launch(COMBINE, "combine", grid, 32 * _COMBINE_WARPS, min_blocks=1),)
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from cupy_flash.arrays.kinds import read
 from cupy_flash.arrays.strided import dtype_name
-from cupy_flash.mods.modification import MaskMod, prefixed
+from cupy_flash.mods.captures import prefixed
+from cupy_flash.mods.modification import MaskMod
 from cupy_flash.problem.problem import MAX_SEQLEN
 from cupy_flash.problem.tile import block_sizes
 

@@ -64,6 +64,18 @@ class CaptureSpec:
         return TracedArray(name, self.rank, self.type)
 
 
+def prefixed(kind: str, name: str) -> str:
+    """Return the name of a capture of a modification among all arrays of a call.
+
+    The name is valid in C++. Letters outside of ASCII are written as their code points after a
+    separate prefix, so that no two captures have the same name.
+    """
+    if name.isascii():
+        return f"{kind}_{name}"
+    letters = (x if x.isascii() and x != "_" else f"_{ord(x):x}_" for x in name)
+    return f"{kind}u_{''.join(letters)}"
+
+
 def array_node(name: str) -> Node:
     """Return the leaf node of a captured array."""
     return Node("array", ARRAY, (), name)
@@ -122,7 +134,7 @@ def read_capture(name: str, value: Any) -> tuple[Any, CaptureSpec]:
 def number_key(value: bool | int | float) -> bool | int | str:
     """Return a hashable form of a captured number that is equal only for the same bits.
 
-    A real becomes hexadecimal text: as numbers 0.0 equals -0.0, and NaN does not equal itself.
+    A real becomes hexadecimal text, because 0.0 equals -0.0, and NaN does not equal itself.
     """
     return value.hex() if isinstance(value, float) else value
 
@@ -179,20 +191,10 @@ def require_differentiable(
 
 
 class HostArray:
-    """Captured array on the host, with the same results of indexing as in kernels.
+    """Captured array on the host that is indexed as in kernels, with indices of the module `xp`.
 
-    An index outside of the array reads the nearest element. Elements become int32 or reals.
-
-    Parameters
-    ----------
-    name
-        Name of the capture, for messages.
-    array
-        NumPy or CuPy array.
-    xp
-        Module of the indices, NumPy or CuPy.
-    dtype
-        Dtype of reals.
+    An index outside of the array reads the nearest element. Elements become int32, or reals of
+    `dtype`.
     """
 
     def __init__(self, name: str, array: Any, xp: Any, dtype: Any) -> None:

@@ -20,8 +20,9 @@ class Modifications(TypedDict, total=False):
 
     Let x = softmax_scale * q k^T, and p = i + q_offset the position of query i among the keys.
     Scores change in this order: softcap, score_mod, ALiBi, bias. Then pairs are masked, and then
-    follows the softmax with the sink. All arrays are stored where q is. Arrays of float32 here are
-    float64 if q is. Lengths may be lists, or of another integer dtype: each call then copies them.
+    follows the softmax with the sink. All arrays are stored where q is. Arrays that are described
+    as float32 are float64 if q is float64. Lengths may be lists, or of another integer dtype: each
+    call then copies them.
 
     Parameters
     ----------
@@ -163,26 +164,16 @@ def given(modifications: Mapping[str, Any]) -> dict[str, Any]:
 def require_known(name: str, function: Callable[..., Any] | None = None) -> None:
     """Raise TypeError unless there is a keyword argument of this name.
 
-    Parameters
-    ----------
-    name
-        Name of the keyword.
-    function
-        Public function that it is passed to; by default the function that is being called.
+    The error names the public `function`, by default the one that is being called.
     """
     if name not in NAMES:
         raise unexpected(name, _TAKEN, function)
 
 
 def with_offsets(q_offset: Any, modifications: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-    """Return `q_offset` and modifications; an offset for each sequence becomes a modification.
+    """Return the arguments, with a `q_offset` that differs per sequence among the modifications.
 
-    Parameters
-    ----------
-    q_offset
-        Argument of a function for dense batches: a number, None, or an array or list of numbers.
-    modifications
-        The other modifications of the call.
+    Functions for dense batches take a number, None, or an array or list of numbers as `q_offset`.
     """
     if q_offset.__class__ in (int, type(None)):
         return q_offset, modifications
@@ -253,7 +244,8 @@ def _integer(value: Any) -> int | None:
 
 
 FURTHEST = 2**30
-# For such a cap, score / cap and the cap times a number near 1 are finite in float32.
+# For a cap within these limits, score / cap and the cap times a number near 1 are finite in
+# float32.
 SMALLEST_CAP, LARGEST_CAP = 1e-30, 1e30
 
 

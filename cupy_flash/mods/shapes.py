@@ -89,7 +89,8 @@ def require_limit(window: Window, *, causal: bool) -> None:
         )
 
 
-# Lengths for one kind of batch: the kind, its description, and advice for the other kinds.
+# Arguments with lengths that only one kind of batch has: the kind, its description, and advice for
+# calls of the other kinds.
 _SINGLE_KIND_LENGTHS: dict[str, tuple[str, str, dict[str, str]]] = {
     "seqlens_k": (
         "dense",
@@ -112,12 +113,8 @@ _SINGLE_KIND_LENGTHS: dict[str, tuple[str, str, dict[str, str]]] = {
 def refuse_other_lengths(given: Callable[[str], Any], kind: str) -> None:
     """Raise ValueError for lengths that only calls of another kind have.
 
-    Parameters
-    ----------
-    given
-        Function that returns an argument of the call by name, or None if it is absent.
-    kind
-        Kind of batch, "dense", "varlen" or "kvcache".
+    `given` returns an argument of the call by name, or None if it is absent. `kind` is "dense",
+    "varlen" or "kvcache".
     """
     for name, (own_kind, meaning, instead) in _SINGLE_KIND_LENGTHS.items():
         if kind != own_kind and given(name) is not None:

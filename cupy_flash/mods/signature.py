@@ -1,4 +1,4 @@
-"""Checks of what a modification is written in: a function's parameters, and CUDA source."""
+"""Checks of a modification: the parameters of its Python function, and its CUDA source."""
 
 from __future__ import annotations
 

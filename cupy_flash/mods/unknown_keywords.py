@@ -103,8 +103,8 @@ INSTEAD: dict[str, tuple[_Counterpart, ...]] = {
 
 _PACKAGE = __name__.partition(".")[0]
 _ANY = ""
-# Modules with gradients by another library. Their functions lack some arguments of the package's
-# functions with the same name: advice by argument. `_ANY` names what the package's functions lack.
+# Modules whose functions are differentiable by another library, with advice for the arguments that
+# only the package's functions of the same names have. The advice for `_ANY` names what these lack.
 _PLAIN_ONLY = {
     f"{_PACKAGE}.jax": {
         "backend": "leave it out, as attention runs on the device of the arrays; move them with "
@@ -162,7 +162,7 @@ def unexpected(
     name
         The keyword.
     kinds
-        Names of modifications, by the names of the types that annotate them.
+        Names of modifications, keyed by the name of the `TypedDict` that declares them.
     function
         Function that was called. If it is None, it is the outermost public function on the call
         stack, so that successful calls spend no time on errors.

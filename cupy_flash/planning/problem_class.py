@@ -9,7 +9,7 @@ from cupy_flash.problem.arrays import FLOAT8, LARGEST_QUANTIZED
 from cupy_flash.problem.problem import Problem
 
 # Upper bounds of sequence lengths, and of query rows over the batch and all heads, in a class.
-# Larger sizes count as these.
+# Larger sizes count as the bound.
 MOST_POSITIONS = 16384
 MOST_ROWS = 65536
 

@@ -145,16 +145,9 @@ def _entry(item: dict[str, Any]) -> Entry:
 def write_table(
     path: Path, entries: Iterable[Entry], made_by: Mapping[str, Any] | None = None
 ) -> None:
-    """Write a table file atomically.
+    """Write a table file atomically, after creating its folder if necessary.
 
-    Parameters
-    ----------
-    path
-        Path of the file. Its folder is created if necessary.
-    entries
-        Entries of the table.
-    made_by
-        Notes for people on how the table was made.
+    `made_by` holds notes for people on how the table was made.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     data = {
@@ -298,16 +291,9 @@ def generation() -> int:
 def lookup(device: Device | None, family: str, digest: str, problem: Problem) -> Entry | None:
     """Return the entry for a problem, if it was tuned with the present sources of the family.
 
-    Return None for a batch-invariant problem: its tile must not depend on lengths and batch size.
-
-    Parameters
-    ----------
-    device
-        GPU, or None for the CPU backend.
-    family, digest
-        Name of the kernel family, and the digest of its sources.
-    problem
-        Problem to compute.
+    `device` is None for the CPU backend. `digest` is that of the family's present sources. The
+    result is None for a batch-invariant problem, whose tile must not depend on lengths and batch
+    size.
     """
     if problem.is_batch_invariant:
         return None

@@ -13,18 +13,10 @@ from cupy_flash.problem.problem import Problem
 def with_gradient(
     problem: Problem, spec: GradientSpec, dout: ArraySpec, gradients: Mapping[str, ArraySpec]
 ) -> Problem:
-    """Return the backward problem of a forward problem.
+    """Return the backward problem of a forward problem, whose out the backward pass reads.
 
-    Parameters
-    ----------
-    problem
-        Forward problem. The backward pass reads its out.
-    spec
-        Gradients to compute, and their dtypes.
-    dout
-        Spec of the gradient of out, which has the shape of out.
-    gradients
-        Specs of the requested gradients of q, k and v, keyed by the name of the input.
+    `spec` names the gradients to compute. `gradients` holds the specs of the requested gradients of
+    q, k and v, keyed by the name of the input.
 
     Raises
     ------

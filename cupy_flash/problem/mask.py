@@ -126,8 +126,8 @@ class Mask(NamedTuple):
     def blocks_of_keys(self, first: int, stop: int, Bc: int) -> tuple[int, int, int, int]:
         """Return the blocks of Bc keys that rows [first, stop) attend to.
 
-        The result is (begin, full_begin, full_end, end). Blocks [begin, end) each have some visible
-        pair, unless the rows attend to no key there. In the blocks [full_begin, full_end), which
+        The result is (begin, full_begin, full_end, end). Each of the blocks [begin, end) has a
+        visible pair, unless the rows attend to no key. In the blocks [full_begin, full_end), which
         have Bc keys, all pairs are visible.
         """
         end = -(-self.end(stop - 1) // Bc)
@@ -136,7 +136,7 @@ class Mask(NamedTuple):
         return begin, full_begin, max(full_begin, min(self.end(first) // Bc, end)), end
 
     def first_row(self, key: int) -> int:
-        """Return the first row with ``end(row) > key``, as later rows have; seqlen_q if none."""
+        """Return the first row with ``end(row) > key``, as for all later rows; seqlen_q if none."""
         rows = [0]
         if key < self.prefix:
             return 0

@@ -38,8 +38,8 @@ MAX_SEQLEN = 2**30 - 2**10
 # float16 inputs, and scores of other inputs below 5e33.
 HUGE_SCALE = 2.0**16
 
-# Largest magnitude of a softmax scale. Times log2(e), as kernels use it, it still fits the type
-# that scores are kept in.
+# Largest magnitude of a softmax scale. Its product with log2(e), which kernels use, still fits the
+# type of the scores.
 _LARGEST_SCALE = {"float32": 2.0**127, "float64": 2.0**1023}
 
 # Largest number of KV splits: more thread blocks than any GPU runs at once.
@@ -103,6 +103,12 @@ class Problem:
     values_in_keys: bool = False
     shares_gpu: bool = False
     gradient: GradientSpec | None = None
+
+    @property
+    def gradient_spec(self) -> GradientSpec:
+        """The `gradient` of a backward problem."""
+        assert self.gradient is not None
+        return self.gradient
 
     @property
     def direction(self) -> str:
@@ -517,12 +523,8 @@ def _check_heads_and_dims(
 def if_swapped(q: tuple[int, ...], k: tuple[int, ...], layout: str | None) -> str:
     """Return advice to swap axes if heads and seqlen would fit then, otherwise "".
 
-    Parameters
-    ----------
-    q, k
-        Lengths (seqlen, heads) of q and of k, which do not fit as they are.
-    layout
-        Argument ``layout`` of the call, or None if the function has none.
+    q and k are the lengths (seqlen, heads) that do not fit. `layout` is None if the function has no
+    such argument.
     """
     if not k[0] or q[0] % k[0]:
         return ""

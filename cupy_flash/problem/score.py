@@ -63,7 +63,8 @@ class ScoreSpec:
     is_bounded
         Whether all scores are within +-`LARGEST_BOUNDED`, for any queries and keys.
     conceals
-        Whether functions or arrays may leave a row at most one of the keys visible by position.
+        Whether functions or arrays may mask all keys, or all but one, that a row attends to by its
+        position.
     has_low_scores
         Whether a finite score, as an exponent of two, may become the lowest finite number.
     changes_slope
@@ -95,7 +96,7 @@ class ScoreSpec:
 
     @property
     def only_sinks(self) -> bool:
-        """Whether scores and visible keys are those of a call with no modification but sinks."""
+        """Whether no modification other than sinks affects scores or visible keys."""
         bounds = self.left is not None or self.right is not None or self.prefix
         places = self.offsets or self.seqused_q
         return not (bounds or places or self.changes_scores or self.masks_pairs)

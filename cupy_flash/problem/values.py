@@ -59,7 +59,8 @@ def finite(name: str, value: float) -> float:
         raise TypeError(f"{name} is {value!r}; expected a number")
     if not is_finite:
         raise ValueError(f"{name} is {value}; expected a finite number")
-    # -0.0 becomes 0.0: they are equal as cache keys, so a result kept for one is used for both.
+    # -0.0 becomes 0.0: they are equal as cache keys, so a cached result of one would be used for
+    # the other.
     return float(value) + 0.0
 
 
@@ -76,7 +77,7 @@ def check_bool(name: str, value: bool) -> None:
 
 
 def named_dtype(dtype: Any) -> Any:
-    """Return the name of a NumPy, torch or JAX dtype; return other values, as names, unchanged."""
+    """Return the name of a NumPy, torch or JAX dtype; return names and other values unchanged."""
     if dtype is None or isinstance(dtype, str):
         return dtype
     # NumPy does not know torch's dtypes.

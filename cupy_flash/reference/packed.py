@@ -56,7 +56,7 @@ class KVCacheResult(NamedTuple):
     k_cache, v_cache : arrays
         Caches after the append, of the dtype of the given caches.
     k_scale, v_scale : arrays, or None
-        Scales after the append; one per row and head if they are computed.
+        Scales after the append: one per row and head if the append computes them.
     """
 
     out: Any
@@ -306,10 +306,10 @@ def attention_with_kvcache_reference(
     else:
         caches = np.arange(batch) if cache_batch_idx is None else integers(cache_batch_idx)
         places = cached_rows(caches, *k_cache.shape[:2])
-    masked_before = [min(max(n, 0), len(p)) for n, p in zip(lengths.tolist(), places, strict=True)]
+    before = [min(max(n, 0), len(p)) for n, p in zip(lengths.tolist(), places, strict=True)]
     new_k, new_v = (_of_sequences(x, cu_seqlens_k_new) for x in (k, v))
     if rotary_cos is not None:
-        starts = masked_before if rotary_seqlens is None else integers(rotary_seqlens)
+        starts = before if rotary_seqlens is None else integers(rotary_seqlens)
         first = np.array(starts, np.int64)[:, None]
         window = window_of(modifications.get("window_size") or (None, None))
         is_local = causal or window != Window()
@@ -327,12 +327,12 @@ def attention_with_kvcache_reference(
         _scales(scale, k_cache, of_rows=compute_scales) if is_quantized else None
         for scale in (k_scale, v_scale)
     )
-    after = masked_before
+    after = before
     if k is not None:
-        counts = [n + len(rows) for n, rows in zip(masked_before, new_k, strict=True)]
+        counts = [n + len(rows) for n, rows in zip(before, new_k, strict=True)]
         after = [min(n, len(p)) for n, p in zip(counts, places, strict=True)]
         for cache, scale, new in (k_cache, k_scale, new_k), (v_cache, v_scale, new_v):
-            for p, begin, end, rows in zip(places, masked_before, after, new, strict=True):
+            for p, begin, end, rows in zip(places, before, after, new, strict=True):
                 _append(cache, scale, p[begin:end], rows[: end - begin], compute_scales)
     out = xp.empty((batch, seqlen_q, heads_q, v_cache.shape[-1]), np.float64)
     lse = xp.empty((batch, heads_q, seqlen_q), np.float64)

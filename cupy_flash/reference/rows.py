@@ -172,7 +172,7 @@ def sinks_of(xp: Any, bound_mods: BoundModifications, heads_q: int, dtype: Any) 
 
 
 def mask_scores(xp: Any, scores: Any, mask: Mask, first_row: int) -> None:
-    """Set the scores of keys to -inf that a query does not attend to by its position.
+    """Set the scores of pairs that are masked by position to -inf.
 
     ``scores`` is (..., rows, keys), where the first row is query ``first_row``.
     """

@@ -11,12 +11,12 @@ from cupy_flash.errors import UnsupportedError
 from cupy_flash.families.contract import TranslationUnit
 from cupy_flash.gpu.environment import cupy_module, gpu_unavailable
 from cupy_flash.gpu.evaluate import evaluate, evaluate_unit
-from cupy_flash.mods.captures import CaptureSpec
+from cupy_flash.mods.captures import CaptureSpec, prefixed
 from cupy_flash.mods.codegen.arguments import arguments_dtype, pack_arguments
 from cupy_flash.mods.codegen.emit import HEADERS, SCALE, emit
 from cupy_flash.mods.ir.compose import prefixed_text
 from cupy_flash.mods.ir.expression import Node
-from cupy_flash.mods.modification import MaskMod, ScoreMod, prefixed
+from cupy_flash.mods.modification import MaskMod, ScoreMod
 
 # Tolerated difference, relative to the largest of the numbers compared and 1. The GPU computes
 # with rounded powers of two and approximated functions.

@@ -11,7 +11,7 @@ import numpy as np
 
 from cupy_flash.arrays.strided import address_of, cast, dtype_name
 from cupy_flash.mods.block_list import BLOCKS, require_fit
-from cupy_flash.mods.captures import CaptureSpec, number_of, read_capture
+from cupy_flash.mods.captures import CaptureSpec, number_of, prefixed, read_capture
 from cupy_flash.mods.codegen.arguments import arguments_dtype, pack_arguments, real_type
 from cupy_flash.mods.codegen.emit import LOW_SCORES, SCALE, emit
 from cupy_flash.mods.ir.analysis import Analysis, value_range
@@ -28,7 +28,7 @@ from cupy_flash.mods.keywords import (
     require_mod,
     window_of,
 )
-from cupy_flash.mods.modification import MaskMod, ScoreMod, prefixed
+from cupy_flash.mods.modification import MaskMod, ScoreMod
 from cupy_flash.mods.on_arrays.bound_modifications import BoundModifications
 from cupy_flash.mods.on_arrays.scores import ARRAY_FIELDS, Scores
 from cupy_flash.mods.shapes import Sizes, fitted, require_limit

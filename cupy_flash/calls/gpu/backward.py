@@ -32,7 +32,7 @@ from cupy_flash.gpu.environment import cupy_module
 from cupy_flash.gpu.launch import Launches
 from cupy_flash.gpu.params import PackedStruct
 from cupy_flash.gpu.tensor_map import TensorMaps
-from cupy_flash.mods.modification import prefixed
+from cupy_flash.mods.captures import prefixed
 from cupy_flash.planning.planner import make_plan
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.gradient import ROWS

@@ -18,13 +18,14 @@ from cupy_flash.gpu.block_masks import (
     build_mask,
     find_kept_mask,
 )
+from cupy_flash.mods.captures import prefixed
 from cupy_flash.mods.codegen.arguments import pack_arguments, real_type
 from cupy_flash.mods.codegen.bounds import HEADERS as BOUNDS_HEADERS
 from cupy_flash.mods.codegen.bounds import RANGE_BYTES, emit_bounds
 from cupy_flash.mods.codegen.emit import HEADERS, emit
 from cupy_flash.mods.ir.compose import prefixed_text
 from cupy_flash.mods.ir.expression import B, H, postorder
-from cupy_flash.mods.modification import MaskMod, prefixed
+from cupy_flash.mods.modification import MaskMod
 from cupy_flash.mods.trace.traced import Traced
 from cupy_flash.planning.planner import Plan
 

@@ -11,6 +11,7 @@ from cupy_flash.cpu.forward_pass import SCRATCH_LIMIT, Pass, Tiling
 
 Array = NDArray[Any]
 
+# Number of scores up to which one step computes several heads and sequences.
 SCORES_AT_ONCE = 1 << 17
 # Number of workers whose scratch together fits into `SCRATCH_LIMIT`, unless one head takes more.
 _WORKERS = 4
@@ -33,7 +34,7 @@ class GradientPass(NamedTuple):
     small
         Gradients in float64: "sinks", (heads_q,), and "score_mod.NAME" for each captured array.
     is_shared
-        Whether query tiles of several sequences or heads add to one element of the bias.
+        Whether query tiles of several sequences or heads add to the same element of `bias`.
     """
 
     job: Pass
@@ -60,7 +61,7 @@ class GradientPass(NamedTuple):
     ) -> GradientPass:
         """Return a backward pass over arrays of the shapes in `gradients.backward`.
 
-        `totals` holds the gradient arrays by name; that of a bias has the five axes above.
+        `totals` holds the gradient arrays by name. The gradient of a bias has the axes of `bias`.
         """
         batch, heads_kv, group, seqlen_q, _ = job.q.shape
         dims = job.q.shape[4], job.v.shape[3]
@@ -107,7 +108,11 @@ class GradientPass(NamedTuple):
 
 
 def smaller(tiling: Tiling, head_dim: int, head_dim_v: int, itemsize: int) -> Tiling:
-    """Return `tiling` with heads and sequences reduced as `SCORES_AT_ONCE` and scratch require."""
+    """Return `tiling` with fewer heads and sequences per query tile, if necessary.
+
+    A query tile then has at most `SCORES_AT_ONCE` scores, and `_WORKERS` workers fit
+    `SCRATCH_LIMIT`, unless a single head exceeds these limits.
+    """
     m = tiling.Br * tiling.heads_per_tile
     one = scratch_elements(m, tiling.Bc, head_dim, head_dim_v) * itemsize
     fitting = SCRATCH_LIMIT // (_WORKERS * one)

@@ -60,8 +60,8 @@ MAX_SCORES = 1 << 17
 def default_tile(problem: Problem) -> Tile:
     """Return the tile to use by default; it does not depend on the number of threads."""
     # A small Br adds to dk and dv more often, but wastes less work on the diagonal of a mask.
-    # Without a mask, 1024x256 takes 272 ms and 256x256 310 ms; causal, 215 and 176 ms (one thread
-    # of an AMD EPYC with AVX-512, seqlen 2048, 8 heads of 64, float32).
+    # Without a mask, 1024x256 takes 272 ms and 256x256 takes 310 ms. With a causal mask, they take
+    # 215 and 176 ms (one thread of an AMD EPYC with AVX-512, seqlen 2048, 8 heads of 64, float32).
     Br, Bc = 1024 if problem.mask.is_full else 256, 256
     rows = problem.batch * problem.heads_q * problem.seqlen_q
     if _is_single_tile(problem):
@@ -184,7 +184,8 @@ def backward(
     """
     visible = Mask(q.shape[1], k.shape[1], causal, q_offset)
     if causal and bound_mods is None and (first := visible.first_row(0)):
-        # These rows attend to no key: their gradients are 0, and they add nothing to others.
+        # These rows attend to no key: their gradients are 0, and they add nothing to the gradients
+        # of keys and values.
         if "q" in results:
             dq = results["q"]
             dq[:, :first] = 0
@@ -275,7 +276,8 @@ def varlen_backward(
     )
     all_queries = find_queries(cu_seqlens_q, len(q), max_seqlen_q)
     passes = []
-    # Modifications use indices within a sequence, so each sequence is then a pass of its own.
+    # Modifications use indices within a sequence. With modifications, each sequence is therefore a
+    # separate pass.
     for b, queries, keys, count in equal_runs(all_queries, all_keys, bound_mods is None):
         # In a sequence without keys, only sinks have a gradient, through dlse.
         if not keys.seqlen and "sinks" not in totals:
@@ -328,11 +330,11 @@ class _Run(NamedTuple):
         return slice(self.first, self.first + self.sequences * self.seqlen)
 
     def rows(self, x: Array) -> Array:
-        """Return these rows of x (total, heads, dim) as (sequences, seqlen, heads, dim)."""
+        """Return the run's rows of x (total, heads, dim) as (sequences, seqlen, heads, dim)."""
         return x[self.span].reshape(self.sequences, self.seqlen, *x.shape[1:])
 
     def values(self, x: Array) -> Array:
-        """Return these rows of x (heads, total) as (sequences, heads, seqlen)."""
+        """Return the run's rows of x (heads, total) as (sequences, heads, seqlen)."""
         return x[:, self.span].reshape(len(x), self.sequences, self.seqlen).swapaxes(0, 1)
 
 
@@ -368,7 +370,7 @@ def _by_group(bias: Array, heads_q: int, heads_kv: int) -> Array:
 
 
 def _write(results: Mapping[str, Array], totals: Mapping[str, Array]) -> None:
-    """Copy gradients to the results, rounded to their dtype, unless accumulated there."""
+    """Copy gradients that were not accumulated in the results to the results, and round them."""
     for name, result in results.items():
         if totals[name].dtype != result.dtype:
             np.copyto(result, totals[name].reshape(result.shape), casting="same_kind")
@@ -379,7 +381,7 @@ def _run(passes: list[GradientPass], tile: Tile, threads: int | None) -> None:
     worker_bytes = max((gradient_pass.scratch_bytes for gradient_pass in passes), default=0)
     _require_scratch(tile, worker_bytes)
     pairs = sum(gradient_pass.job.pairs for gradient_pass in passes)
-    # One thread computes short sequences, as several would mostly wait for the GIL.
+    # One thread computes short sequences, because several threads would mostly wait for the GIL.
     most = pairs // MIN_PAIRS_PER_WORKER if pairs >= MIN_PAIRS_FOR_THREADS * len(passes) else 1
     workers = min(threads or cpus(), SCRATCH_LIMIT // max(worker_bytes, 1), max(most, 1))
     stop = Stop()

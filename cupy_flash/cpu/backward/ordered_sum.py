@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from cupy_flash.cpu.thread_pool import Stop
 
-# Interval in seconds at which a waiting thread checks for a requested stop, which does not wake it.
+# Interval in seconds at which a waiting thread checks whether a stop is requested: the request
+# itself does not wake the thread.
 POLL_SECONDS = 0.1
 
 
@@ -30,7 +31,8 @@ class OrderedSum:
 
     def __init__(self, stop: Stop) -> None:
         self._stop, self._changed = stop, threading.Condition()
-        # For each queue and each number of an unfinished item: the end of the keys it has passed.
+        # For each queue, and the number of each unfinished item: the end of the keys that it has
+        # passed.
         self._passed: dict[Hashable, dict[int, int]] = {}
         # Final additions of finished items that still wait for an earlier item to finish.
         self._final_adds: dict[int, Callable[[], None]] = {}

@@ -37,8 +37,8 @@ Part = tuple[Array, Array]
 _LARGEST_LSE = {"float32": 2.0**20 * math.log(2), "float64": 2.0**49 * math.log(2)}
 
 # Weight above which a row counts as attending to one key only. The output of such a row is that
-# key's value, and its scores have no gradient: the weight is 1, and dp equals delta. Both are
-# summed in different orders, so their computed difference would be a small number instead of 0.
+# key's value, and its scores have no gradient: the weight is 1, and dp equals delta. dp and delta
+# are summed in different orders, so their computed difference would not be exactly 0.
 # In rows with more keys above this weight, the true gradients are below the rounding errors of
 # delta and dp: see `p_of_one_key` in kernels_cu/backward/params.cuh. Rows with one key by position
 # are checked as well, as lse may be that of more keys, or include a sink.
@@ -49,7 +49,7 @@ _ERROR_OF_PRODUCT = {"float32": 2.0**-24, "float64": 2.0**-50}
 # roundings of half a unit in the last place, but is never below the threshold of bfloat16.
 _ROUNDING_OF_WEIGHT = {"float32": 2.0**-20 / math.log(2), "float64": 2.0**-49 / math.log(2)}
 
-# Sums of products along the last axis, for which NumPy 2 takes half of the time of einsum.
+# Sums of products along the last axis: `vecdot` of NumPy 2 takes half the time of einsum.
 row_products: Any = getattr(np, "vecdot", None) or functools.partial(np.einsum, "...d,...d->...")
 
 
@@ -193,7 +193,7 @@ class _Tile:
     def _with_column(self, name: str, source: Array) -> Array:
         """Return a copy with a last column of ones, which q and dout replace by -lse and -delta.
 
-        The matrix product then subtracts lse or delta as well, which saves 5% of all time.
+        The matrix product then subtracts lse or delta as well, which saves 5% of the total time.
         """
         *rows, dim = source.shape
         copy = self._scratch_array(name, (*rows, dim + 1))

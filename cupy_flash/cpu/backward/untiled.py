@@ -45,9 +45,9 @@ MAX_SCORES_OF_STEP = 1 << 17
 MIN_KEYS_KEY_BY_KEY = 512
 MIN_ROWS_KEY_BY_KEY = 8
 
-# Query rows and scores per head for which the product of keys and a transposed copy of the queries
-# gives the scores. OpenBLAS then takes half of the time if there are at least twice as many keys.
-# 32 queries, 128 keys, 8 heads of 64: 263 us, without copies 329 us.
+# Numbers of query rows, and of scores per head, for which scores are computed from the keys and a
+# transposed copy of the queries. OpenBLAS then takes half the time if there are at least twice as
+# many keys. 32 queries, 128 keys, 8 heads of 64: 263 us, without copies 329 us.
 ROWS_TO_TRANSPOSE = range(8, 33)
 SCORES_TO_TRANSPOSE = range(1025, (1 << 14) + 1)
 
@@ -121,7 +121,8 @@ def small_gradients(
         return None
     rows_of_one_key = None
     if visible.end(0) == 1:
-        # If there is one key, all rows attend to it alone; otherwise only the first row has one.
+        # If there is one key, all rows attend to it alone. Otherwise only the first row attends to
+        # a single key.
         rows_of_one_key = slice(None) if seqlen_k == 1 else slice(1)
     heads_per_step = max(1, MAX_SCORES_OF_STEP // scores_per_head)
     heads_of_step = even_part_size(heads, heads_per_step)
@@ -135,8 +136,8 @@ def small_gradients(
         transposes=seqlen_q in ROWS_TO_TRANSPOSE
         and scores_per_head in SCORES_TO_TRANSPOSE
         and seqlen_k >= 2 * seqlen_q,
-        # A step of only some heads keeps their keys in the cache, and division does not pay there:
-        # 5.6 instead of 4.0 ms for two of 8 heads (32 queries, 2048 keys, head_dim 64).
+        # The keys of only some heads fit the cache, and dividing their products is slower: 5.6
+        # instead of 4.0 ms for two of 8 heads (32 queries, 2048 keys, head_dim 64).
         divides=heads_of_step == heads
         and divides_keys(seqlen_q, seqlen_k, heads, 4 * heads * max(head_dim, head_dim_v)),
         sequences=sequences_of_step,
@@ -163,9 +164,9 @@ def backward_small(
 ) -> bool:
     """Write the gradients of a call with few scores per head, if its values are finite.
 
-    Takes the arguments of `gradients.backward`, in order. Returns False if that
-    function must compute the call: only it keeps NaN and inf from rows that do not attend to them.
-    On one thread, 8 queries and keys with 8 heads of 64 take a sixth of its time.
+    Takes the arguments of `gradients.backward`, in order. Returns False if that function must
+    compute the call. Only that function keeps NaN and inf from rows that do not attend to them, but
+    it takes six times as long (one thread, 8 queries and 8 keys, 8 heads of 64).
     """
     dtype = q.dtype
     if dtype.char not in "fd" or "q" not in results or not results.keys() <= _ROWS:

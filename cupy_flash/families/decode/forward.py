@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from cupy_flash.families.contract import (
     FLOAT8_ARCH,
     MAX_GRID,
     Family,
     heads_in_l2,
-    remembers_last,
+    tile_members,
     why_not_blocks,
     why_not_scale,
 )
@@ -121,16 +121,9 @@ class DecodeFamily(Family[DecodeTile]):
             return f"may have {units} units of keys; expected at most {MAX_GRID}"
         return None
 
-    def default_tile(self, problem: Problem, device: Device) -> DecodeTile:
-        tile = self._first_legal(problem, device)
-        assert tile is not None, "why_not() accepts the problem"
-        return tile
-
-    @remembers_last
-    def _first_legal(self, problem: Problem, device: Device) -> DecodeTile | None:
+    def preferred_tiles(self, problem: Problem, device: Device) -> Iterable[DecodeTile]:
         best = preferred.preferred_tiles(problem, device)
-        tiles = itertools.chain(best, self.candidates(problem, device))
-        return next((t for t in tiles if self.why_not_tile(problem, device, t) is None), None)
+        return itertools.chain(best, self.candidates(problem, device))
 
     def shared_memory(self, problem: Problem, tile: DecodeTile) -> int:
         return sizes.shared_memory(problem, tile)
@@ -174,9 +167,7 @@ class DecodeFamily(Family[DecodeTile]):
                 for name, strides in (("k", problem.scales.k), ("v", problem.scales.v))
             }
         return quantized | {
-            "Br": tile.Br,
-            "Bc": tile.Bc,
-            "warps": tile.warps,
+            **tile_members(tile, "Br Bc warps"),
             "column_warps": sizes.column_warps(problem),
             "stages": tile.stages,
             "values_in_keys": problem.values_in_keys,

@@ -67,7 +67,7 @@ def partial_slots(problem: Problem, device: Device, tile: DecodeTile, split: Spl
     clusters = blocks // max(1, tile.cluster)
     if clusters == 1:
         return 0
-    # A cluster writes at most two partial results: at the begin and at the end of its work range.
+    # A cluster writes at most two partial results: at the beginning and end of its work range.
     return 2 * row_tiles * heads * clusters
 
 

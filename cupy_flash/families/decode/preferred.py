@@ -18,12 +18,12 @@ _MAX_CONCURRENT_TILES = 2
 # Up to this size of keys and values in bytes, clusters may have only two ring stages. A cluster of
 # 8 has no space for three: it takes 23.1 us, clusters of 4 take 25.2 us (8192 keys, 8 KV heads).
 _LITTLE = 64 << 20
-# Up to this size in bytes, clusters are faster even if two query tiles read each key twice: 18.5
-# instead of 20.0 us (4 sequences of 8192 keys, 1 KV head, 32 query heads).
+# Up to this size in bytes, clusters are faster even if each key is read twice, by two query tiles:
+# 18.5 instead of 20.0 us (4 sequences of 8192 keys, 1 KV head, 32 query heads).
 _REREAD_BYTES = 16 << 20
 # Up to this size in bytes, clusters are used for a paged KV cache; for short pages the limit is
-# `_LITTLE`. Above it, a thread block per SM takes 492 us, clusters take 585 us (8 sequences of
-# 65536 keys, 8 KV heads, pages of 16 rows).
+# `_LITTLE`. Above this size, a thread block per SM takes 492 us, clusters take 585 us (8 sequences
+# of 65536 keys, 8 KV heads, pages of 16 rows).
 _LARGE_PAGED_BYTES = 320 << 20
 # Number of bytes in flight that a thread block without clusters needs above `_LITTLE` bytes: two
 # stages at head_dim 128. Pages shorter than _MIN_PAGE_ROWS need more: three stages take 506
@@ -34,9 +34,9 @@ _MIN_PAGE_ROWS = 16
 # _SEVERAL_HEADS KV heads: 10.3 instead of 10.6 us (1024 keys, 8 KV heads).
 _TINY = 1024
 _SEVERAL_HEADS = 4
-# Up to this size in bytes, clusters are used for an 8-bit KV cache. It takes twice the instructions
-# per byte, and clusters run on less than half of the SMs. Above it, a thread block per SM takes
-# 49.9 us, clusters take 69.4 us (8 sequences of 8192 keys, 8 KV heads).
+# Up to this size in bytes, clusters are used for an 8-bit KV cache. An 8-bit cache takes twice the
+# instructions per byte, and clusters run on less than half of the SMs. Above it, a thread block per
+# SM takes 49.9 us, clusters take 69.4 us (8 sequences of 8192 keys, 8 KV heads).
 _LITTLE_QUANTIZED = 16 << 20
 # Many sequences use clusters only if seqlen_k is at least this, because the end of each sequence
 # delays a cluster: 64 sequences of 1024 keys take 117 us, and 106 us without clusters.
@@ -121,11 +121,11 @@ def _tiles_for_column_warps(problem: Problem) -> Iterator[DecodeTile]:
 def _clustered(problem: Problem, device: Device, tile: DecodeTile) -> Iterator[DecodeTile]:
     """Yield the tile with the fastest cluster size, unless thread blocks without clusters win.
 
-    The cluster is the smallest one of which a single one per KV head reaches the memory bandwidth,
-    and the largest one otherwise. Only clusters with enough ring stages are considered. For few KV
-    heads with little data, it is the smallest cluster that has all keys of a sequence: clusters of
-    2 take 13.3 us, clusters of 8 take 13.9 us (16 sequences of 1024 keys, 1 KV head, 32 query
-    heads). If there is none, it is the largest cluster with three stages.
+    The cluster size is the smallest with which one cluster per KV head reaches the memory
+    bandwidth, or else the largest. Only sizes that leave space for enough ring stages are
+    considered. For few KV heads with little data, it is the smallest size with which one cluster
+    has all keys of a sequence, or else the largest size with three stages: clusters of 2 take 13.3
+    us, clusters of 8 take 13.9 us (16 sequences of 1024 keys, 1 KV head, 32 query heads).
     """
     total = sizes.total_kv_bytes(problem)
     if sizes.row_tiles(problem, tile.Br) > 1 and total > _REREAD_BYTES:

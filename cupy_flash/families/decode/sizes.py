@@ -103,7 +103,7 @@ def unit_keys(problem: Problem, tile: DecodeTile) -> int:
 
 
 def units(problem: Problem, tile: DecodeTile) -> int:
-    """Return the largest number of KV units of all sequences; one without keys counts as a unit."""
+    """Return the largest number of KV units of all sequences; one unit for each without keys."""
     return problem.batch * max(1, ceil_div(problem.seqlen_k, unit_keys(problem, tile)))
 
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from cupy_flash.families import backward_common
 from cupy_flash.families.backward_common import QuerySums
-from cupy_flash.families.contract import Family, remembers_last, round_up, why_not_shared_memory
+from cupy_flash.families.contract import (
+    Family,
+    remembers_last,
+    round_up,
+    tile_members,
+    why_not_shared_memory,
+)
 from cupy_flash.families.hopper.sm90 import BARRIER_BYTES, WARPGROUP, WARPGROUP_ROWS, why_not_device
 from cupy_flash.families.hopper.tensor_maps import map_spec, why_not_rows, why_not_strides
 from cupy_flash.families.schedule import (
@@ -20,6 +26,7 @@ from cupy_flash.families.schedule import (
     TensorMapSpec,
 )
 from cupy_flash.problem.device import Device
+from cupy_flash.problem.gradient import ROWS
 from cupy_flash.problem.problem import Problem
 from cupy_flash.problem.tile import Tile
 
@@ -30,7 +37,8 @@ _WIDEST = 128
 # Number of registers of a producer thread and of a consumer thread. Together, the warpgroups take
 # what the launch allocates, 168 for each of 384 threads.
 _REGISTERS = (24, 240)
-# The same for wide heads in varlen: with 24, producer warps spill, and a loop is miscompiled.
+# The same numbers for wide heads in varlen: with 24 registers, producer warps spill, and a loop is
+# miscompiled.
 _WIDE_REGISTERS_OF_SEQUENCES = (40, 232)
 # Number of registers of a consumer thread besides accumulators and operands: addresses and state.
 _STATE_REGISTERS = 24
@@ -133,20 +141,12 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
             return max(dim, dim_v) // 2 + dim // 4 + tile.columns // 4 + _STATE_REGISTERS
         return (dim + dim_v) // 2 + tile.columns * 5 // 4 + _STATE_REGISTERS
 
-    def default_tile(self, problem: Problem, device: Device) -> HopperBackwardTile:
-        tile = self._first_legal(problem, device)
-        assert tile is not None, "why_not() accepts the problem"
-        return tile
-
-    @remembers_last
-    def _first_legal(self, problem: Problem, device: Device) -> HopperBackwardTile | None:
-        tiles = _preferred_tiles(problem)
-        return next((t for t in tiles if self.why_not_tile(problem, device, t) is None), None)
+    def preferred_tiles(self, problem: Problem, device: Device) -> Iterable[HopperBackwardTile]:
+        return _preferred_tiles(problem)
 
     @remembers_last
     def shared_memory(self, problem: Problem, tile: HopperBackwardTile) -> int:
-        gradient = problem.gradient
-        assert gradient is not None
+        gradient = problem.gradient_spec
         dim, dim_v = _padded_dims(problem)
         size = problem.itemsize
         total = tile.Bc * (dim + dim_v) * size
@@ -154,7 +154,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         total += tile.q_stages * tile.Br * _ROW_STATS_BYTES
         pairs = tile.Br * tile.Bc * size
         if _is_wide(problem):
-            # Tiles of dS and P; P is always there, dS only if dq is computed.
+            # P is always stored, and dS only if dq is computed.
             total += (2 if gradient.wants("q") else 1) * pairs
         elif gradient.wants("q"):
             total += _PAIR_STAGES * pairs + tile.Br * dim * 4
@@ -169,29 +169,17 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         return 3 * WARPGROUP
 
     def schedule(self, problem: Problem, device: Device, tile: HopperBackwardTile) -> Schedule:
-        assert problem.gradient is not None
         kv_blocks, query_blocks = backward_common.count_blocks(problem, tile.Bc, tile.Br)
+        resources = self.threads(tile), self.shared_memory(problem, tile), 1
         launches = [
-            Launch(
-                KEY_GRADIENTS,
-                "hopper_gradients",
-                (kv_blocks, 1, 1),
-                self.threads(tile),
-                self.shared_memory(problem, tile),
-                min_blocks=1,
+            Launch.of_gradients(
+                *(KEY_GRADIENTS, "hopper_gradients", kv_blocks, *resources),
                 arguments=("gradient_maps", "gradients"),
             )
         ]
-        if problem.gradient.wants("q") and not _last_writes(problem):
-            launches.append(
-                Launch(
-                    QUERY_GRADIENTS,
-                    "hopper_query_gradients",
-                    (query_blocks, 1, 1),
-                    _SUM_THREADS,
-                    arguments=("gradients",),
-                )
-            )
+        if problem.gradient_spec.wants("q") and not _last_writes(problem):
+            entry, function = QUERY_GRADIENTS, "hopper_query_gradients"
+            launches.append(Launch.of_gradients(entry, function, query_blocks, _SUM_THREADS))
         return backward_common.schedule(
             problem,
             device,
@@ -202,32 +190,24 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         )
 
     def _sums(self, problem: Problem, tile: HopperBackwardTile) -> QuerySums:
-        gradient = problem.gradient
-        assert gradient is not None
+        gradient = problem.gradient_spec
         return QuerySums(tile.Br, _padded_dims(problem)[0] if gradient.wants("q") else 0)
 
     def config(
         self, problem: Problem, tile: HopperBackwardTile, split: Split
     ) -> dict[str, int | bool]:
-        gradient = problem.gradient
-        assert gradient is not None
+        gradient = problem.gradient_spec
         dim, dim_v = _padded_dims(problem)
         helper_registers, consumer_registers = _register_split(problem)
         return {
-            "Br": tile.Br,
-            "Bc": tile.Bc,
-            "columns": tile.columns,
-            "q_stages": tile.q_stages,
-            "dout_stages": tile.dout_stages,
+            **tile_members(tile, "Br Bc columns q_stages dout_stages"),
             "padded_dim": dim,
             "padded_dim_v": dim_v,
             "producer_registers": helper_registers,
             "consumer_registers": consumer_registers,
             "wide": _is_wide(problem),
             "shared_memory": self.shared_memory(problem, tile),
-            "wants_q": gradient.wants("q"),
-            "wants_k": gradient.wants("k"),
-            "wants_v": gradient.wants("v"),
+            **{f"wants_{name}": gradient.wants(name) for name in ROWS},
         } | backward_common.config(
             problem, self._sums(problem, tile), last_writes=_last_writes(problem)
         )
@@ -240,8 +220,7 @@ def _is_wide(problem: Problem) -> bool:
 
 def _last_writes(problem: Problem) -> bool:
     """Return whether the last thread block that adds to a dq tile also writes dq."""
-    assert problem.gradient is not None
-    return not _is_wide(problem) and problem.gradient.dtype == problem.dtype
+    return not _is_wide(problem) and problem.gradient_spec.dtype == problem.dtype
 
 
 def _register_split(problem: Problem) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from cupy_flash.families.contract import (
     TranslationUnit,
     ceil_div,
     remembers_last,
+    tile_members,
     why_not_scale,
     why_not_shared_memory,
 )
@@ -157,23 +158,15 @@ class HopperFamily(Family[HopperTile]):
         return None
 
     def default_tile(self, problem: Problem, device: Device) -> HopperTile:
-        tile = self._first_legal(mla.kernel_problem(problem), device)
-        assert tile is not None, "why_not() accepts the problem"
-        return tile
+        return super().default_tile(mla.kernel_problem(problem), device)
 
-    @remembers_last
-    def _first_legal(self, problem: Problem, device: Device) -> HopperTile | None:
-        equal, steps = varlen.as_dense(problem), k_steps(problem)
-        preferred = (
-            self._with_all_stages(
-                problem,
-                device,
-                tile if tile.q_steps <= steps else dataclasses.replace(tile, q_steps=steps),
-            )
-            for tile in preferred_tiles(equal, device, scores.streams_bias(equal))
-        )
-        tiles = itertools.chain(preferred, self.candidates(problem, device))
-        return next((t for t in tiles if self.why_not_tile(problem, device, t) is None), None)
+    def preferred_tiles(self, problem: Problem, device: Device) -> Iterator[HopperTile]:
+        dense, steps = varlen.as_dense(problem), k_steps(problem)
+        for tile in preferred_tiles(dense, device, scores.streams_bias(dense)):
+            if tile.q_steps > steps:
+                tile = dataclasses.replace(tile, q_steps=steps)
+            yield self._with_all_stages(problem, device, tile)
+        yield from self.candidates(problem, device)
 
     def _with_all_stages(self, problem: Problem, device: Device, tile: HopperTile) -> HopperTile:
         """Return the tile with as many stages as shared memory has space for.
@@ -226,7 +219,7 @@ class HopperFamily(Family[HopperTile]):
             is_mla = mla.holds_values_in_keys(problem)
             split = mla.choose_split(problem, device, tile) if is_mla else UNSPLIT
             main = self._main(problem, device, tile, split)
-            # The order of sequences is computed by a kernel before, or by each thread block.
+            # An earlier kernel computes the order of the sequences, or each thread block does.
             order = varlen.order_bytes(problem)
             launches: tuple[Launch, ...] = (varlen.launch(), main)
             if cta_ranks(problem) > 1:
@@ -245,22 +238,19 @@ class HopperFamily(Family[HopperTile]):
                 tensor_maps=maps,
                 params=mla.param_overrides(given, problem),
             )
-        if float32.count(problem) > 1:
-            workspace, offsets = float32.workspace(problem)
+        converts_float32 = float32.count(problem) > 1
+        if converts_float32 or problem.is_float8:
+            if converts_float32:
+                workspace, offsets = float32.workspace(problem)
+            else:
+                workspace, offsets = float8.workspace(problem), {float8.VALUES: 0}
+            conversion = float32.launch(device) if converts_float32 else float8.launch(device)
             return Schedule(
-                (float32.launch(device), self._main(problem, device, tile, UNSPLIT)),
+                (conversion, self._main(problem, device, tile, UNSPLIT)),
                 workspace=workspace,
                 section_heads=self._section_heads(problem, device, tile),
                 tensor_maps=maps,
                 workspace_offsets=offsets,
-            )
-        if problem.is_float8:
-            return Schedule(
-                (float8.launch(device), self._main(problem, device, tile, UNSPLIT)),
-                workspace=float8.workspace(problem),
-                section_heads=self._section_heads(problem, device, tile),
-                tensor_maps=maps,
-                workspace_offsets={float8.VALUES: 0},
             )
         split = split_kv.choose(
             problem,
@@ -322,10 +312,7 @@ class HopperFamily(Family[HopperTile]):
     def config(self, problem: Problem, tile: HopperTile, split: Split) -> dict[str, int | bool]:
         producer, consumer = register_split(problem, tile)
         return {
-            "Br": tile.Br,
-            "Bc": tile.Bc,
-            "stages": tile.stages,
-            "q_stages": tile.q_stages,
+            **tile_members(tile, "Br Bc stages q_stages"),
             "pingpong": bool(tile.turns),
             "overlaps_output": overlaps_output(problem, tile),
             "q_steps": tile.q_steps,

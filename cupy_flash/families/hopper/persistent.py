@@ -28,7 +28,8 @@ def section_heads(problem: Problem, *, blocks: int, Br: int, Bc: int) -> int:
     possible. With fewer heads, more thread blocks read the same keys and values at the same time.
     Without a causal mask the work is balanced anyway, and the heads of a KV head are interleaved.
 
-    Lengths are rounded to multiples of the tile, so that few different lengths are computed.
+    Lengths are rounded to multiples of the tile, so that similar lengths use the same cached
+    result.
 
     Parameters
     ----------

@@ -14,7 +14,8 @@ from cupy_flash.problem.problem import Problem
 # warpgroups together must not exceed the launch's allocation (168 or 128 per thread), or setmaxnreg
 # hangs.
 _REGISTERS = {1: (40, 240), 2: (40, 232), 3: (32, 160)}
-# Registers if the producer reads a block mask: with fewer, it spills and delays the consumers.
+# Registers if the producer reads a block mask: with fewer registers, the producer spills and delays
+# the consumers.
 _MAPPED_REGISTERS = {1: (40, 240), 2: (72, 216), 3: (80, 144)}
 # Number of registers of a consumer thread for addresses and state, in addition to S, P, O and Q.
 _STATE_REGISTERS = 24

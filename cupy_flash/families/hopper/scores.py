@@ -34,7 +34,7 @@ def streams_bias(problem: Problem) -> bool:
 
 
 def bias_strides(problem: Problem) -> tuple[int, int, int]:
-    """Return the strides of batch, row and head of the bias, in elements; there must be one."""
+    """Return the strides of batch, row and head of the bias, in elements; a bias is required."""
     score = problem.score
     assert score is not None
     assert score.bias is not None
@@ -93,7 +93,7 @@ def computes_low_rows(problem: Problem) -> bool:
 
 
 def why_not_low_rows(problem: Problem, device: Device) -> str | None:
-    """Return why rows of low scores cannot be computed; None if they can or need not be."""
+    """Return why rows of low scores cannot be computed; None if they can be, or need not be."""
     return _MMA.why_not(problem, device) if computes_low_rows(problem) else None
 
 
@@ -150,7 +150,7 @@ def _low_row_tile(problem: Problem) -> MmaTile:
 
 
 def _has_edges(problem: Problem) -> bool:
-    """Return whether KV tiles may be skipped on both sides, because of a window or a block mask."""
+    """Return whether a window or a block mask may skip KV tiles at both ends of the keys."""
     score = problem.score
     if score is None:
         return False

@@ -1,4 +1,4 @@
-"""Shared memory of a thread block of the forward kernel: query tiles, the KV ring and others."""
+"""Shared memory of a thread block of the forward kernel: query tiles, KV ring, smaller buffers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cupy_flash.problem.problem import Problem
 
 # Number of buffers for the partial scores that two thread blocks of a cluster exchange.
 _PAIR_BUFFERS = 2
-# Number of these buffers in MLA, where KV tiles stay in shared memory longer.
+# Number of the score buffers in MLA, where KV tiles stay in shared memory longer.
 _MLA_PAIR_BUFFERS = 1
 _SCORE_BYTES = 4
 # Size in bytes of a work tile: a query tile and its range of KV tiles.
@@ -31,7 +31,7 @@ _SCALES_BYTES = 8
 
 
 def footprint(problem: Problem) -> tuple[Any, ...]:
-    """Return all that `block_bytes` depends on besides the tile; lengths are not among it."""
+    """Return everything that `block_bytes` depends on, except the tile; lengths do not matter."""
     score = problem.score
     score_key: tuple[Any, ...] = ()
     if score is not None:
@@ -55,11 +55,11 @@ def block_bytes(problem: Problem, tile: HopperTile) -> int:
     # Each stage has two barriers. Work tiles: one for each query stage, one whose output is being
     # written, and one whose queries are no longer needed.
     scales = _SCALES_BYTES if problem.is_float8 else 0
-    visits = (tile.q_stages + 2) * (_WORK_TILE_BYTES + scales)
+    work_tiles = (tile.q_stages + 2) * (_WORK_TILE_BYTES + scales)
     total = (
         tile.q_stages * (queries + 2 * BARRIER_BYTES)
         + tile.stages * (stage + 2 * BARRIER_BYTES)
-        + visits
+        + work_tiles
     )
     if skips_tiles(problem, tile):
         total += tile.stages * _KV_TILE_INFO_BYTES
@@ -71,7 +71,8 @@ def block_bytes(problem: Problem, tile: HopperTile) -> int:
         total += BIAS_STAGES * (bias + 2 * BARRIER_BYTES)
     if cta_ranks(problem) > 1:
         scores = tile.Br * tile.Bc * _SCORE_BYTES
-        # Each consumer warp has two barriers: one per buffer or, in MLA, for full and for read.
+        # Each consumer warp has two barriers: one per score buffer or, in MLA, one for a full
+        # buffer and one for a buffer that has been read.
         is_mla = mla.holds_values_in_keys(problem)
         buffers = _MLA_PAIR_BUFFERS if is_mla else _PAIR_BUFFERS
         total += buffers * scores + 2 * (tile.Br // 16 * BARRIER_BYTES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from cupy_flash.families import backward_common
@@ -13,12 +13,13 @@ from cupy_flash.families.contract import (
     MAX_GRID,
     Family,
     ceil_div,
-    remembers_last,
     round_up,
+    tile_members,
     why_not_blocks,
 )
 from cupy_flash.families.schedule import KEY_GRADIENTS, QUERY_GRADIENTS, Launch, Schedule, Split
 from cupy_flash.problem.device import Device
+from cupy_flash.problem.gradient import ROWS
 from cupy_flash.problem.problem import Problem
 from cupy_flash.problem.tile import Tile
 
@@ -34,9 +35,9 @@ PRESWIZZLED_TILES = "tile_images"
 _OTHER_REGISTERS = 40
 # Number of dq rows that a warp computes, if a tile has enough rows.
 _SUM_ROWS = 32
-# Limits on how many KV tiles of a head run concurrently. Each runs 1.5 query tiles after the one
-# before. There are at most _MAX_CONCURRENT, and one per _STEPS_PER_TILE query tiles. A causal mask
-# halves their number: a thread block then has half the steps to catch up after waiting.
+# Limits on how many KV tiles of a head run concurrently: at most _MAX_CONCURRENT, and one per
+# _STEPS_PER_TILE query tiles. Each begins 1.5 query tiles later than the previous one. A causal
+# mask halves their number, because a thread block then has half the steps to catch up after a wait.
 _MAX_CONCURRENT = 16
 _STEPS_PER_TILE = 2
 
@@ -152,7 +153,7 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
         return reason
 
     def _registers(self, problem: Problem, tile: MmaBackwardTile) -> int:
-        """Return a lower bound: dk and dv, the larger of (S and dP) and dq, and others."""
+        """Return a lower bound: dk and dv, the larger of (S and dP) and dq, and other registers."""
         dim, dim_v = _padded_dims(problem, tile)
         kept = tile.Bc * (dim + dim_v) // tile.warps
         passing = max(
@@ -161,15 +162,8 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
         )
         return (kept + passing) // 32 + _OTHER_REGISTERS
 
-    def default_tile(self, problem: Problem, device: Device) -> MmaBackwardTile:
-        tile = self._first_legal(problem, device)
-        assert tile is not None, "why_not() accepts the problem"
-        return tile
-
-    @remembers_last
-    def _first_legal(self, problem: Problem, device: Device) -> MmaBackwardTile | None:
-        tiles = itertools.chain(_preferred_tiles(problem), _SMALL)
-        return next((t for t in tiles if self.why_not_tile(problem, device, t) is None), None)
+    def preferred_tiles(self, problem: Problem, device: Device) -> Iterable[MmaBackwardTile]:
+        return (*_preferred_tiles(problem), *_SMALL)
 
     def shared_memory(self, problem: Problem, tile: MmaBackwardTile) -> int:
         row_bytes = sum(_padded_dims(problem, tile)) * problem.itemsize
@@ -179,41 +173,22 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
         return tile.Bc * row_bytes + scales + pairs + tile.stages * stage
 
     def schedule(self, problem: Problem, device: Device, tile: MmaBackwardTile) -> Schedule:
-        assert problem.gradient is not None
         kv_blocks, query_blocks = backward_common.count_blocks(problem, tile.Bc, tile.Br)
         shared_memory = self.shared_memory(problem, tile)
         threads = 32 * tile.warps
         launches = []
         if _uses_components(problem):
+            blocks, preswizzle_threads = kv_blocks + query_blocks, _PRESWIZZLE_THREADS
             launches.append(
-                Launch(
-                    PRESWIZZLED_TILES,
-                    "mma_preswizzle_tiles",
-                    (kv_blocks + query_blocks, 1, 1),
-                    _PRESWIZZLE_THREADS,
-                    arguments=("gradients",),
+                Launch.of_gradients(
+                    PRESWIZZLED_TILES, "mma_preswizzle_tiles", blocks, preswizzle_threads
                 )
             )
-        launches.append(
-            Launch(
-                KEY_GRADIENTS,
-                "mma_gradients",
-                (kv_blocks, 1, 1),
-                threads,
-                shared_memory,
-                tile.min_blocks,
-                arguments=("gradients",),
-            )
-        )
-        if problem.gradient.wants("q"):
+        resources = threads, shared_memory, tile.min_blocks
+        launches.append(Launch.of_gradients(KEY_GRADIENTS, "mma_gradients", kv_blocks, *resources))
+        if problem.gradient_spec.wants("q"):
             launches.append(
-                Launch(
-                    QUERY_GRADIENTS,
-                    "mma_query_gradients",
-                    (query_blocks, 1, 1),
-                    threads,
-                    arguments=("gradients",),
-                )
+                Launch.of_gradients(QUERY_GRADIENTS, "mma_query_gradients", query_blocks, threads)
             )
         slots = device.sm_count * device.blocks_per_sm(threads, shared_memory, 0)
         sums = self._sums(problem, tile)
@@ -224,31 +199,22 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
         return dataclasses.replace(schedule, workspace=schedule.workspace + preswizzled)
 
     def _sums(self, problem: Problem, tile: MmaBackwardTile) -> QuerySums:
-        gradient = problem.gradient
-        assert gradient is not None
+        gradient = problem.gradient_spec
         return QuerySums(tile.Br, _padded_dims(problem, tile)[0] if gradient.wants("q") else 0)
 
     def config(
         self, problem: Problem, tile: MmaBackwardTile, split: Split
     ) -> dict[str, int | bool]:
-        gradient = problem.gradient
-        assert gradient is not None
+        gradient = problem.gradient_spec
         dim, dim_v = _padded_dims(problem, tile)
         return {
-            "Br": tile.Br,
-            "Bc": tile.Bc,
-            "warps": tile.warps,
-            "key_warps": tile.key_warps,
-            "columns": tile.columns,
-            "stages": tile.stages,
+            **tile_members(tile, "Br Bc warps key_warps columns stages"),
             "paired": bool(tile.paired),
             "dq_row_warps": tile.sum_row_warps,
             "padded_dim": dim,
             "padded_dim_v": dim_v,
             "shared_memory": self.shared_memory(problem, tile),
-            "wants_q": gradient.wants("q"),
-            "wants_k": gradient.wants("k"),
-            "wants_v": gradient.wants("v"),
+            **{f"wants_{name}": gradient.wants(name) for name in ROWS},
         } | backward_common.config(problem, self._sums(problem, tile))
 
 
@@ -264,7 +230,7 @@ def _uses_components(problem: Problem) -> bool:
 
 
 def _second_units(problem: Problem) -> int:
-    """Return for how many of P and dS warps compute scale factors (`refines_p`, `refines_ds`)."""
+    """Return how many of P and dS have scale factors of each warp (`refines_p`, `refines_ds`)."""
     score = problem.score
     if score is None or not _uses_components(problem):
         return 0

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from cupy_flash.families import query_tiles
-from cupy_flash.families.contract import Family, remembers_last, round_up, why_not_blocks
+from cupy_flash.families.contract import Family, round_up, tile_members, why_not_blocks
 from cupy_flash.families.schedule import MAIN_ENTRY, Launch, Schedule, Split
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
@@ -179,15 +179,9 @@ class MmaFamily(Family[MmaTile]):
         products = 16 if problem.itemsize == 2 else 16 + 32 * row_tiles
         return scores + output + queries + products + 30
 
-    def default_tile(self, problem: Problem, device: Device) -> MmaTile:
-        tile = self._first_legal(problem, device)
-        assert tile is not None, "why_not() accepts the problem"
-        return tile
-
-    @remembers_last
-    def _first_legal(self, problem: Problem, device: Device) -> MmaTile | None:
-        tiles = itertools.chain(_preferred_tiles(problem, device), self.candidates(problem, device))
-        return next((t for t in tiles if self.why_not_tile(problem, device, t) is None), None)
+    def preferred_tiles(self, problem: Problem, device: Device) -> Iterable[MmaTile]:
+        best = _preferred_tiles(problem, device)
+        return itertools.chain(best, self.candidates(problem, device))
 
     def shared_memory(self, problem: Problem, tile: MmaTile) -> int:
         columns = max(*_padded_dims(problem, tile))
@@ -207,10 +201,7 @@ class MmaFamily(Family[MmaTile]):
 
     def config(self, problem: Problem, tile: MmaTile, split: Split) -> dict[str, int | bool]:
         return {
-            "Br": tile.Br,
-            "Bc": tile.Bc,
-            "warps": tile.warps,
-            "stages": tile.stages,
+            **tile_members(tile, "Br Bc warps stages"),
             "q_in_registers": bool(tile.q_in_registers),
             "shared_memory": self.shared_memory(problem, tile),
         } | query_tiles.config(problem)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cupy_flash.families import backward_common
-from cupy_flash.families.contract import Family, why_not_shared_memory
+from cupy_flash.families.contract import Family, tile_members, why_not_shared_memory
 from cupy_flash.families.schedule import KEY_GRADIENTS, QUERY_GRADIENTS, Launch, Schedule, Split
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
@@ -66,33 +66,21 @@ class SimtBackwardFamily(Family[SimtBackwardTile]):
         return (slices + weights) * self._accumulator_size(problem)
 
     def schedule(self, problem: Problem, device: Device, tile: SimtBackwardTile) -> Schedule:
-        gradient = problem.gradient
-        assert gradient is not None
+        gradient = problem.gradient_spec
         kv_blocks, query_blocks = backward_common.count_blocks(problem, tile.Bc, tile.Br)
         entries = []
         if gradient.wants("k", "v"):
             entries.append((KEY_GRADIENTS, "simt_key_gradients", kv_blocks))
         if gradient.wants("q"):
             entries.append((QUERY_GRADIENTS, "simt_query_gradients", query_blocks))
-        launches = (
-            Launch(
-                entry,
-                function,
-                (blocks, 1, 1),
-                _THREADS,
-                self.shared_memory(problem, tile),
-                1,
-                arguments=("gradients",),
-            )
-            for entry, function, blocks in entries
-        )
+        shared_memory = self.shared_memory(problem, tile)
+        launches = (Launch.of_gradients(*entry, _THREADS, shared_memory, 1) for entry in entries)
         return backward_common.schedule(problem, device, launches)
 
     def config(
         self, problem: Problem, tile: SimtBackwardTile, split: Split
     ) -> dict[str, int | bool]:
         return {
-            "Br": tile.Br,
-            "Bc": tile.Bc,
+            **tile_members(tile, "Br Bc"),
             "shared_memory": self.shared_memory(problem, tile),
         } | backward_common.config(problem)

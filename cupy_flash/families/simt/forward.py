@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cupy_flash.families import query_tiles
-from cupy_flash.families.contract import MAX_REGISTERS, Family, ceil_div, round_up
+from cupy_flash.families.contract import MAX_REGISTERS, Family, ceil_div, round_up, tile_members
 from cupy_flash.families.schedule import Launch, Schedule, Split
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
@@ -27,8 +27,9 @@ _MIN_REGISTERS_FOR_ADDRESSES = 24
 _MAX_SUM_LENGTH = 256
 # TFLOP/s of an SM, by bytes of an accumulator, for calls that are short enough for split KV.
 _TFLOPS_PER_SM = {4: 0.18, 8: 0.085}
-# Numbers of threads per SM. Two warps on each of its four schedulers hide the latency of eight
-# independent rows. More than four warps are not worth fewer registers per thread.
+# Numbers of threads per SM: a sufficient number, and the largest. Two warps on each of the four
+# schedulers hide the latency of eight independent rows. More than four warps per scheduler would
+# leave a thread too few registers.
 _ENOUGH_THREADS = 256
 _MAX_THREADS = 512
 
@@ -199,10 +200,7 @@ class SimtFamily(Family[SimtTile]):
 
     def config(self, problem: Problem, tile: SimtTile, split: Split) -> dict[str, int | bool]:
         return {
-            "Br": tile.Br,
-            "Bc": tile.Bc,
-            "threads": tile.threads,
-            "rows_per_thread": tile.rows_per_thread,
+            **tile_members(tile, "Br Bc threads rows_per_thread"),
             "share_kv": bool(tile.share_kv),
             "unroll": tile.unroll,
             "shared_memory": self.shared_memory(problem, tile),

@@ -1,4 +1,4 @@
-"""The struct ``ModArguments`` that passes captures to kernels: in C++, as a dtype, filled in."""
+"""The struct ``ModArguments``, which passes captures to kernels: its C++, dtype and contents."""
 
 from __future__ import annotations
 
@@ -35,14 +35,9 @@ _NOTHING = "_"
 def arguments_struct(captures: Captures, real: str) -> str:
     """Return C++ of ``ModArguments``: a `Capture` for each array, a number for each number.
 
-    Parameters
-    ----------
-    captures
-        Specs of captures by name, in any order.
-    real
-        C++ type of reals, ``"float"`` or ``"double"``.
+    The members are sorted by name. `real` is the C++ type of reals, ``"float"`` or ``"double"``.
     """
-    lines = [f"  {capture_type(captures[name], real)} {name};" for name in _ordered(captures)]
+    lines = [f"  {capture_type(captures[name], real)} {name};" for name in sorted(captures)]
     return "\n".join(["struct ModArguments {", *(lines or [f"  int {_NOTHING};"]), "};"])
 
 
@@ -51,17 +46,12 @@ def capture_type(spec: CaptureSpec, real: str) -> str:
     if spec.rank is None:
         return real if spec.dtype == "real" else "int"
     contiguous = str(spec.contiguous_last).lower()
-    return f"Capture<{element_type(spec)}, {offset_type(spec)}, {spec.rank}, {contiguous}>"
+    return f"Capture<{_ELEMENT[spec.dtype]}, {offset_type(spec)}, {spec.rank}, {contiguous}>"
 
 
 def offset_type(spec: CaptureSpec) -> str:
     """Return the C++ type of offsets in a captured array."""
     return "long long" if spec.is_wide else "int"
-
-
-def element_type(spec: CaptureSpec) -> str:
-    """Return the C++ type of the elements of a captured array."""
-    return _ELEMENT[spec.dtype]
 
 
 def arguments_dtype(captures: Captures, real: str) -> np.dtype:
@@ -71,7 +61,7 @@ def arguments_dtype(captures: Captures, real: str) -> np.dtype:
     ``shape``, int32; and ``strides``, int32 or int64, in elements, without the last stride if the
     last axis is contiguous.
     """
-    names = _ordered(captures) or [_NOTHING]
+    names = sorted(captures) or [_NOTHING]
     number = {"real": np.float32 if real == "float" else np.float64}
     formats: list[Any] = []
     for name in names:
@@ -79,11 +69,6 @@ def arguments_dtype(captures: Captures, real: str) -> np.dtype:
         is_array = spec.rank is not None
         formats.append(_array_dtype(spec) if is_array else number.get(spec.dtype, np.int32))
     return _struct(names, formats)
-
-
-def _ordered(captures: Captures) -> list[str]:
-    """Return names in the order of members, which does not depend on the order of arguments."""
-    return sorted(captures)
 
 
 def _array_dtype(spec: CaptureSpec) -> np.dtype:
@@ -98,35 +83,13 @@ def _array_dtype(spec: CaptureSpec) -> np.dtype:
 
 def _struct(names: list[str], formats: list[Any]) -> np.dtype:
     """Return a dtype with these fields, laid out as in C++."""
-    offsets, end, largest = [], 0, 1
-    for form in map(np.dtype, formats):
-        alignment = _alignment(form)
-        end = -(-end // alignment) * alignment
-        offsets.append(end)
-        end += form.itemsize
-        largest = max(largest, alignment)
-    size = -(-end // largest) * largest
-    layout: Any = {"names": names, "formats": formats, "offsets": offsets, "itemsize": size}
-    return np.dtype(layout)
-
-
-def _alignment(dtype: np.dtype) -> int:
-    if dtype.fields is not None:
-        return max(_alignment(field[0]) for field in dtype.fields.values())
-    return dtype.base.itemsize
+    return np.dtype(list(zip(names, formats, strict=True)), align=True)
 
 
 def array_fields(array: Any, address: int, spec: CaptureSpec) -> tuple[Any, ...]:
     """Return the values of an array's fields in `arguments_dtype`.
 
-    Parameters
-    ----------
-    array
-        NumPy or CuPy array.
-    address
-        Address of the first element, for the kernel.
-    spec
-        Spec of the array.
+    `address` is the address of the first element that the kernel receives.
     """
     if not spec.rank:
         return (address,)
@@ -140,16 +103,7 @@ def pack_arguments(
 ) -> np.ndarray:
     """Return ``ModArguments`` filled in, as an array without axes of dtype `arguments_dtype`.
 
-    Parameters
-    ----------
-    captures
-        Specs of captures by name.
-    values
-        Captured arrays and numbers by name.
-    addresses
-        Addresses of the arrays by name.
-    real
-        C++ type of reals, ``"float"`` or ``"double"``.
+    All mappings are keyed by the name of the capture; `values` holds arrays and numbers.
     """
     record = np.zeros((), arguments_dtype(captures, real))
     for name, spec in captures.items():

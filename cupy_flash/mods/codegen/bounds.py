@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from cupy_flash.mods.codegen.arguments import Captures, real_type
 from cupy_flash.mods.codegen.members import Members
-from cupy_flash.mods.codegen.printer import RowPrinter, literal, unwrapped
+from cupy_flash.mods.codegen.printer import RowPrinter, function_lines, literal, unwrapped
 from cupy_flash.mods.ir.analysis import Analysis
-from cupy_flash.mods.ir.expression import ARRAY, BOOL, INT, REAL, UINT64, Node, postorder
+from cupy_flash.mods.ir.expression import ARRAY, BOOL, INT, REAL, UINT64, Node, memoized, postorder
 from cupy_flash.mods.ir.lower import lower
 from cupy_flash.mods.ir.operations import COMPARISONS, OPERATIONS
 
@@ -149,7 +149,7 @@ class _Emission:
             f"static constexpr int key_ranges = {len(self._keys)};",
             *self._of_positions("Rows", "rows", "i", self._rows),
             *self._of_positions("Keys", "keys", "j", self._keys),
-            *_function(f"Visibility classify({given})", classify),
+            *function_lines(f"Visibility classify({given})", classify),
         ]
         text = "\n".join(["struct MaskBounds {", *(f"  {line}" for line in lines), "};"]) + "\n"
         return Bounds(text, len(self._rows), len(self._keys))
@@ -170,17 +170,7 @@ class _Emission:
 
     def _text(self, node: Node) -> str:
         """Return a value's range as C++."""
-        stack = [node]
-        while stack:
-            top = stack[-1]
-            missing = [x for x in self._operands(top) if x not in self._known]
-            if top not in self._known and missing:
-                stack += reversed(missing)
-                continue
-            if top not in self._known:
-                self._known[top] = self._find_text(top)
-            stack.pop()
-        return self._known[node]
+        return memoized(node, self._known, self._operands, self._find_text)
 
     def _operands(self, node: Node) -> Iterable[Node]:
         """Return the nodes whose C++ becomes part of the C++ of a value."""
@@ -215,7 +205,7 @@ class _Emission:
         return self._named(node, self._operation(node))
 
     def _named(self, node: Node, text: str) -> str:
-        # Different from the names of locals that the printer adds to the same function.
+        # The name differs from those of locals that the printer adds to the same function.
         name = f"x{len(self._locals)}"
         self._locals.append(f"const {_TYPES[node.type]} {name} = {text};")
         return name
@@ -283,7 +273,7 @@ class _Emission:
         if node.is_constant:
             return _Sum({}, node.value)
         info = self._node_info[node]
-        # A value that is looked up counts as one term.
+        # A value whose range is looked up, not computed from its arguments, counts as one term.
         is_looked_up = info.is_plain and (info.reads or not info.positions)
         if not is_looked_up or info.positions == {"i", "j"}:
             result = self._split_offset(node)
@@ -343,14 +333,9 @@ class _Emission:
         given = _POSITIONS.format(position)
         lines = self._printed(result, lambda node, name: f"r.{name} = ")
         declaration = f"{struct} {function}_at({given})"
-        yield from _function(declaration, [f"{struct} r;", *lines, "return r;"])
+        yield from function_lines(declaration, [f"{struct} r;", *lines, "return r;"])
         joined = [f"x.{name} = range_union(x.{name}, y.{name});" for name in result.values()]
-        yield from _function(f"void join({struct}& x, const {struct}& y)", joined)
+        yield from function_lines(f"void join({struct}& x, const {struct}& y)", joined)
         yield "template <class Function>"
         visits = [f"function(x.{name});" for name in result.values()]
-        yield from _function(f"void each({struct}& x, Function function)", visits)
-
-
-def _function(declaration: str, body: list[str]) -> list[str]:
-    head = f"static __device__ __forceinline__ {declaration} {{"
-    return [head, *(f"  {line}" for line in body), "}"]
+        yield from function_lines(f"void each({struct}& x, Function function)", visits)

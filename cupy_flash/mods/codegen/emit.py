@@ -19,6 +19,7 @@ from cupy_flash.mods.codegen.printer import (
     PairPrinter,
     Printer,
     RowPrinter,
+    function_lines,
     unwrapped,
 )
 from cupy_flash.mods.ir.analysis import Analysis
@@ -160,12 +161,12 @@ class _Emission:
             *_struct("Row", row_fields),
             *_struct("Keys", keys_fields),
             *self._functions(),
-            *_function(f"Row row({_ROW_PARAMETERS})", ["Row r;", *row_text, "return r;"]),
-            *_function(f"Keys keys({_KEYS_PARAMETERS})", ["Keys k;", *keys_text, "return k;"]),
+            *function_lines(f"Row row({_ROW_PARAMETERS})", ["Row r;", *row_text, "return r;"]),
+            *function_lines(f"Keys keys({_KEYS_PARAMETERS})", ["Keys k;", *keys_text, "return k;"]),
             *self._is_inside(),
             *_function_of_score("exponent", power_text),
             "template <bool Inside = false>",
-            *_function(f"bool is_visible({_PAIR_PARAMETERS})", visible_text),
+            *function_lines(f"bool is_visible({_PAIR_PARAMETERS})", visible_text),
             *functions,
         ]
         struct = "\n".join(["struct Mods {", *(f"  {line}" for line in lines), "};"])
@@ -182,12 +183,12 @@ class _Emission:
         visits = [f"function({number}, a.{name});" for number, name in enumerate(slopes.names)]
         functions = [
             "template <class Function>",
-            *_function(
+            *function_lines(
                 "void for_each_differentiable(const ModArguments& a, Function&& function)", visits
             ),
             *_function_of_score("slope", of_slope),
             "template <bool Inside = false, class Add>",
-            *_function(f"void scatter({_SCATTER_PARAMETERS})", self._scatter(slopes.partials)),
+            *function_lines(f"void scatter({_SCATTER_PARAMETERS})", self._scatter(slopes.partials)),
         ]
         return constants, functions
 
@@ -267,7 +268,7 @@ class _Emission:
         if not self._members.bounds:
             return []
         body = f"return {' && '.join(self._members.bounds)};"
-        return _function(f"bool is_inside({_BOUNDS_PARAMETERS})", [body])
+        return function_lines(f"bool is_inside({_BOUNDS_PARAMETERS})", [body])
 
     def _functions(self) -> Iterator[str]:
         """Yield functions of the user's CUDA source, with the Python functions' parameters."""
@@ -277,7 +278,7 @@ class _Emission:
                 f"{self._parameter_type(argument)} {parameter}"
                 for parameter, argument in zip(parameters, node.args, strict=True)
             )
-            yield from _function(f"{C_TYPES[node.type]} {name}({declared})", text.splitlines())
+            yield from function_lines(f"{C_TYPES[node.type]} {name}({declared})", text.splitlines())
 
     def _parameter_type(self, argument: Node) -> str:
         if argument.op != "array":
@@ -298,7 +299,7 @@ def _of_product(node: Node) -> Node:
 def _function_of_score(name: str, body: list[str]) -> list[str]:
     declaration = f"Real {name}({_PAIR_PARAMETERS}, Real x, const Pairs& pairs = {{}})"
     template = "template <bool Inside = false, class Pairs = LoadOnDemand>"
-    return [template, *_function(declaration, body)]
+    return [template, *function_lines(declaration, body)]
 
 
 def _bool(value: bool) -> str:
@@ -307,8 +308,3 @@ def _bool(value: bool) -> str:
 
 def _struct(name: str, fields: list[str]) -> list[str]:
     return [f"struct {name} {{", *(f"  {field}" for field in fields), "};"]
-
-
-def _function(declaration: str, body: list[str]) -> list[str]:
-    head = f"static __device__ __forceinline__ {declaration} {{"
-    return [head, *(f"  {line}" for line in body), "}"]

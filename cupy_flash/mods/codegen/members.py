@@ -1,4 +1,4 @@
-"""Members of the generated structs ``Row`` and ``Keys``, and helper functions, as requested."""
+"""Members of the generated structs ``Row`` and ``Keys``, and helpers, collected as needed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Members:
     values
         Members of ``Row``: values that are constant along a row.
     places
-        Members of ``Row``: offsets in an array of the indices that depend on the row alone.
+        Members of ``Row``: the part of an element's offset that indices of the row alone determine.
     positions
         Members of ``Keys``: integers that are linear in the key, at the first key, without offset.
     reals
@@ -49,7 +49,7 @@ class Members:
         return "r." + self.values.setdefault(node, fresh)
 
     def place(self, array: str, indices: Indices) -> str:
-        """Return the member of ``Row`` that holds the offset of its indices in an array."""
+        """Return the member of ``Row`` with the offset that the row's indices add in an array."""
         return "r." + self.places.setdefault((array, indices), f"p{len(self.places)}")
 
     def position(self, linear: Linear) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 from cupy_flash.mods.codegen.arguments import Captures
 from cupy_flash.mods.codegen.members import Indices, Members
 from cupy_flash.mods.ir.analysis import EXACT, STEPS, Analysis, Linear
-from cupy_flash.mods.ir.expression import BOOL, INT, REAL, UINT64, Node
+from cupy_flash.mods.ir.expression import BOOL, INT, REAL, UINT64, Node, memoized
 from cupy_flash.mods.ir.operations import COMPARISONS, OPERATIONS
 
 C_TYPES = {BOOL: "bool", INT: "int", UINT64: "unsigned long long", REAL: "Real"}
@@ -29,16 +29,8 @@ _FLIPPED = {"<": ">", "<=": ">="}
 class Printer:
     """Printer of a function's values as C++. A value that is used twice becomes a local.
 
-    Parameters
-    ----------
-    members
-        Members of ``Row`` and ``Keys``, to which the printer adds those that it uses.
-    analysis
-        Analysis of the nodes.
-    captures
-        Specs of captures by name.
-    real
-        C++ type of reals, ``"float"`` or ``"double"``.
+    The printer adds the members of ``Row`` and ``Keys`` that it uses to `members`. `real` is the
+    C++ type of reals, ``"float"`` or ``"double"``.
     """
 
     def __init__(self, members: Members, analysis: Analysis, captures: Captures, real: str) -> None:
@@ -64,23 +56,14 @@ class Printer:
 
     def text(self, node: Node) -> str:
         """Return a value as C++ that may be part of any expression."""
-        # Not recursive, because a chain of operations may exceed Python's recursion limit.
-        stack = [node]
-        while stack:
-            top = stack[-1]
-            missing = [x for x in self._operands(top) if x not in self._known]
-            if top not in self._known and missing:
-                stack += reversed(missing)
-                continue
-            if top not in self._known:
-                self._known[top] = self._kept(top, self._print(top))
-            stack.pop()
+        text = memoized(node, self._known, self._operands, self._printed)
         if self._locals is None:
             self._uses[node] += 1
-        return self._known[node]
+        return text
 
-    def _kept(self, node: Node, text: str) -> str:
-        """Return the C++ that refers to a value: a name if it becomes a local, otherwise `text`."""
+    def _printed(self, node: Node) -> str:
+        """Return the C++ that refers to a value: the name of a local, or the text of the value."""
+        text = self._print(node)
         if self._locals is None:
             # The first pass only counts uses, in time that is linear in the nodes.
             return "_"
@@ -391,3 +374,9 @@ def unwrapped(text: str) -> str:
 
 def _call(name: str, args: Iterable[str]) -> str:
     return f"{name}({', '.join(map(unwrapped, args))})"
+
+
+def function_lines(declaration: str, body: Iterable[str]) -> list[str]:
+    """Return the lines of a C++ function on the device."""
+    head = f"static __device__ __forceinline__ {declaration} {{"
+    return [head, *(f"  {line}" for line in body), "}"]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TypeVar
 
-from cupy_flash.mods.ir.expression import BOOL, INT, REAL, UINT64, Node, constant
+from cupy_flash.mods.ir.expression import BOOL, INT, REAL, UINT64, Node, constant, memoized
 from cupy_flash.mods.ir.operations import ANY_RANGE, INT_RANGE, OPERATIONS, Range, operation
 
 # Ranges of the positions: problems have at most 2^30 - 2^10 queries and keys, and query offsets of
@@ -189,20 +190,8 @@ class Analysis:
 
 
 def _answer(known: dict[Node, T], node: Node, find: Callable[[Node], T]) -> T:
-    """Return `known[node]`, after computing it with `find`, arguments first; not recursive."""
-    if node in known:
-        return known[node]
-    stack = [node]
-    while stack:
-        top = stack[-1]
-        missing = [x for x in top.args if x not in known] if top not in known else []
-        if missing:
-            stack += missing
-            continue
-        if top not in known:
-            known[top] = find(top)
-        stack.pop()
-    return known[node]
+    """Return `known[node]`, after computing it with `find`, arguments first."""
+    return memoized(node, known, attrgetter("args"), find)
 
 
 def _type_range(type: str) -> Range:
@@ -224,14 +213,7 @@ def exact_range(
 ) -> Range:
     """Return bounds of an operation's results, before integers wrap.
 
-    Parameters
-    ----------
-    node
-        The operation.
-    args
-        Bounds of its arguments.
-    numbers
-        Values of captured numbers that are known.
+    `args` are the bounds of the operation's arguments. `numbers` holds the known captured numbers.
     """
     ranges = list(args)
     if node.type == BOOL:
@@ -269,12 +251,7 @@ def _range_of_cast(node: Node, ends: Range) -> Range:
 def value_range(root: Node, numbers: Mapping[str, bool | int | float]) -> Range:
     """Return bounds of an expression for all scores; NaN is the only value outside of them.
 
-    Parameters
-    ----------
-    root
-        Root of the expression.
-    numbers
-        Values of captured numbers that are known.
+    `numbers` holds the captured numbers whose values are known.
     """
     result: dict[Node, Range] = {}
 

@@ -12,21 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from cupy_flash.mods.captures import CaptureSpec, array_node
-from cupy_flash.mods.ir.expression import (
-    BOOL,
-    Q_START,
-    REAL,
-    ROW,
-    SCORE,
-    B,
-    H,
-    I,
-    J,
-    Node,
-)
+from cupy_flash.mods.captures import CaptureSpec, array_node, prefixed
+from cupy_flash.mods.ir.expression import BOOL, Q_START, REAL, ROW, SCORE, B, H, I, J, Node
 from cupy_flash.mods.ir.operations import operation, substitute
-from cupy_flash.mods.modification import prefixed
 from cupy_flash.mods.trace.symbols import Symbol, as_node
 from cupy_flash.mods.trace.traced import Traced
 
@@ -66,7 +54,8 @@ def compose(
     if "alibi_slopes" in specs:
         slopes: Any = specs["alibi_slopes"].parameter("alibi_slopes")
         slope = slopes[h] if specs["alibi_slopes"].rank == 1 else slopes[b, h]
-        # Without abs() the distance is linear in j. The pairs for which it is wrong are masked.
+        # Without abs() the distance is linear in j. Pairs whose distance then has the wrong sign
+        # are masked.
         x = x - slope * (position - j if masks_later_keys else np.abs(position - j))
     pairs: dict[int | None, Any] = {3: (h, q_start + row, j), 4: (b, h, row, j)}
     if "bias" in specs:

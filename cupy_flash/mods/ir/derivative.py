@@ -1,9 +1,10 @@
 """Derivatives of a new score with respect to the old score, or to a captured element.
 
-Where a function is not differentiable, its derivative is that of PyTorch's autograd. ``abs`` has 0
-at 0. If the arguments of ``minimum`` or ``maximum`` are equal, each has half of the derivative (so
-`clip`, and a ReLU written as ``np.maximum(score, 0)``). Functions with integer results have 0. A
-`where` has the derivative of the value that it selects, whatever the other value is.
+Where a function is not differentiable, its derivative is that of PyTorch's autograd. ``abs`` has
+the derivative 0 at 0. If the arguments of ``minimum`` or ``maximum`` are equal, each has half of
+the derivative, also in `clip` and in a ReLU written as ``np.maximum(score, 0)``. Functions with
+integer results have the derivative 0. A `where` has the derivative of the value that it selects,
+whatever the other value is.
 """
 
 from __future__ import annotations
@@ -26,19 +27,10 @@ _MOST_DIVISORS = 8
 # Cached, because the CPU backend requests the same derivative for each block of scores.
 @functools.lru_cache(maxsize=256)
 def derivative(root: Node, of: Node) -> Node:
-    """Return the derivative of a real with respect to a real that it is computed from.
+    """Return the derivative of the expression `root` with respect to the node `of`.
 
-    Parameters
-    ----------
-    root
-        Root of an expression without the user's CUDA source.
-    of
-        Node of the score, or of the load of an element.
-
-    Returns
-    -------
-    Node
-        Derivative; the literal 0 or 1 if it has this value everywhere.
+    The node `of` is the score or the load of an element. A derivative that is 0 or 1 everywhere is
+    returned as this literal.
 
     Raises
     ------
@@ -120,12 +112,7 @@ class Slopes(NamedTuple):
 def slopes_of(score: Node | None, names: tuple[str, ...]) -> Slopes:
     """Return the derivatives of a new score; None stands for an unchanged score.
 
-    Parameters
-    ----------
-    score
-        Real expression without CUDA source of the user, or None.
-    names
-        Names of the captured arrays with gradients, in the order of their numbers.
+    `names` are the captured arrays with gradients, in the order of their numbers.
     """
     if score is None:
         return Slopes(ONE, (), names)
@@ -133,19 +120,9 @@ def slopes_of(score: Node | None, names: tuple[str, ...]) -> Slopes:
 
 
 class _Tangents:
-    """Derivatives of nodes with respect to one node.
+    """Derivatives of nodes, each after its arguments, with respect to the node `of`.
 
-    Parameters
-    ----------
-    nodes
-        Nodes, each after its arguments. All other nodes have derivative 0.
-    of
-        Node with respect to which derivatives are taken.
-
-    Attributes
-    ----------
-    of
-        Derivatives, keyed by node.
+    All other nodes have derivative 0. The attribute `of` holds the derivatives, keyed by node.
     """
 
     def __init__(self, nodes: Iterable[Node], of: Node) -> None:

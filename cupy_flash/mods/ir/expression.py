@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, TypeVar
 
 # Types of values. A real is a float, or a double in float64 problems.
@@ -70,10 +70,12 @@ class Node:
         return self.op == "const"
 
 
-# Weak, so that unused nodes are freed. A node keeps its arguments alive, but no node that uses it.
+# The references are weak, so that unused nodes are freed. A node keeps its arguments alive, but not
+# the nodes that use it.
 _nodes: weakref.WeakValueDictionary[Any, Node] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 
+K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
 
@@ -93,12 +95,43 @@ def postorder(*roots: Node) -> Iterator[Node]:
             stack += [(argument, False) for argument in reversed(node.args)]
 
 
-def fold(root: Node, visit: Callable[[Node, tuple[T, ...]], T]) -> T:
-    """Return ``visit(root, results of its arguments)``, computing each node's result once."""
+def fold(root: Node, compute: Callable[[Node, tuple[T, ...]], T]) -> T:
+    """Return ``compute(root, results of its arguments)``, with one call for each node."""
     results: dict[Node, T] = {}
     for node in postorder(root):
-        results[node] = visit(node, tuple(results[argument] for argument in node.args))
+        results[node] = compute(node, tuple(results[argument] for argument in node.args))
     return results[root]
+
+
+def memoized(
+    root: K, known: dict[K, T], arguments: Callable[[K], Iterable[K]], compute: Callable[[K], T]
+) -> T:
+    """Return ``known[root]``, after computing it and the values that it needs.
+
+    This is a loop, because a chain of operations may exceed Python's recursion limit.
+
+    Parameters
+    ----------
+    root
+        Key of the requested value: a node, or a node and how it is computed.
+    known
+        Values that are already computed; further values are added.
+    arguments
+        Function that returns the keys of the values from which a value is computed.
+    compute
+        Function that computes the value of a key, called after `known` has those of its arguments.
+    """
+    stack = [root]
+    while root not in known:
+        key = stack[-1]
+        missing = [] if key in known else [x for x in arguments(key) if x not in known]
+        if missing:
+            stack += reversed(missing)
+            continue
+        if key not in known:
+            known[key] = compute(key)
+        stack.pop()
+    return known[root]
 
 
 def symbol(name: str, type: str = INT) -> Node:

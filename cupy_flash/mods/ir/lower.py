@@ -21,7 +21,16 @@ import math
 from collections.abc import Callable, Iterator
 
 from cupy_flash.mods.ir.analysis import EXACT, ORDERED, Analysis
-from cupy_flash.mods.ir.expression import BASE, INT, REAL, SCORE, Node, constant, postorder
+from cupy_flash.mods.ir.expression import (
+    BASE,
+    INT,
+    REAL,
+    SCORE,
+    Node,
+    constant,
+    memoized,
+    postorder,
+)
 from cupy_flash.mods.ir.operations import OPERATIONS, cast, operation, rebuilt
 
 # tanh(x) = 1 - 2 / (1 + 2^(2 log2(e) x)).
@@ -69,23 +78,11 @@ class _Lowering:
         self._known: dict[_Place, Node] = {}
 
     def of(self, root: _Place) -> Node:
-        stack = [root]
-        while stack:
-            place = stack[-1]
-            if place in self._known:
-                stack.pop()
-                continue
-            args = _arguments(place)
-            missing = [x for x in args if x not in self._known]
-            if missing:
-                stack += reversed(missing)
-                continue
-            self._known[place] = self._lowered(place, tuple(self._known[x] for x in args))
-            stack.pop()
-        return self._known[root]
+        return memoized(root, self._known, _arguments, self._lowered)
 
-    def _lowered(self, place: _Place, args: tuple[Node, ...]) -> Node:
+    def _lowered(self, place: _Place) -> Node:
         node, manner = place
+        args = tuple(self._known[x] for x in _arguments(place))
         if node.op in ("strict", "free"):
             return args[0]
         if node.type != REAL and not any(x.type == REAL for x in args):
@@ -137,7 +134,7 @@ class _Lowering:
 
 
 def _decides(node: Node) -> bool:
-    """Return whether an operation compares or rounds real arguments, so that these decide."""
+    """Return whether an operation compares or rounds real arguments, which then decide."""
     if node.op == "cast":
         return node.type != REAL
     row = OPERATIONS.get(node.op)

@@ -20,15 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cupy_flash.mods.ir.expression import (
-    BOOL,
-    INT,
-    REAL,
-    UINT64,
-    Node,
-    constant,
-    fold,
-)
+from cupy_flash.mods.ir.expression import BOOL, INT, REAL, UINT64, Node, constant, fold
 
 Range = tuple[float, float]
 ANY_RANGE: Range = (-math.inf, math.inf)
@@ -59,8 +51,8 @@ class Operation:
     types
         Types of the arguments that the operation takes; of ``where``, of its last two.
     numpy
-        Name of the function of NumPy and CuPy that computes it, or a function of the module (NumPy
-        or CuPy), the scalar types by name, and the arguments.
+        Name of the function of NumPy and CuPy that computes it, or a function that is called with
+        the module (NumPy or CuPy), the scalar types by name, and the arguments.
     sign
         Infix or prefix operator of C++; empty if generated source calls ``mod_NAME`` instead.
     commutes
@@ -130,7 +122,7 @@ def _divided(t: Tangents, tangent: Node, divisor: Node) -> Node:
 
 
 def _of_div(t: Tangents, node: Node, dx: Node, dy: Node) -> Node:
-    # Reuses the quotient, which is computed anyway.
+    # The rule reuses the quotient, which is computed anyway.
     return _divided(t, _of_sub(t, node, dx, t.times(node, dy)), node.args[1])
 
 
@@ -401,29 +393,15 @@ COMPARISONS = frozenset(name for name, row in OPERATIONS.items() if row.compares
 
 
 def numpy_types(real: Any) -> dict[str, Any]:
-    """Return NumPy's scalar types by the type of a node.
-
-    Parameters
-    ----------
-    real
-        Scalar type of reals, ``np.float32`` or ``np.float64``.
-    """
+    """Return NumPy's scalar types by the type of a node; that of reals is `real`."""
     return {BOOL: np.bool_, INT: np.int32, UINT64: np.uint64, REAL: np.dtype(real).type}
 
 
 def evaluated(node: Node, args: tuple[Any, ...], types: Mapping[str, Any], xp: Any) -> Any:
-    """Compute one operation on arrays.
+    """Compute one operation on arrays of the module `xp`.
 
-    Parameters
-    ----------
-    node
-        A cast or a row of the table.
-    args
-        Values of its arguments, of the dtypes that `types` names.
-    types
-        Scalar types by the type of a node, see `numpy_types`.
-    xp
-        NumPy or CuPy.
+    The node is a cast or a row of the table. The values of its arguments, `args`, have the scalar
+    types that `types` maps the types of their nodes to, see `numpy_types`.
     """
     if node.op == "cast":
         return _converted(xp, args[0], types, node.type)
@@ -434,15 +412,7 @@ def evaluated(node: Node, args: tuple[Any, ...], types: Mapping[str, Any], xp: A
 
 
 def operation(op: str, *args: Node) -> Node:
-    """Return an operation as a node, simplified if that changes no bit of the result.
-
-    Parameters
-    ----------
-    op
-        Name of a row of the table.
-    args
-        Arguments of a type that the row takes.
-    """
+    """Return an operation as a node, simplified if that changes no bit of the result."""
     row = OPERATIONS[op]
     if row.commutes and args[0].is_constant:
         args = args[::-1]

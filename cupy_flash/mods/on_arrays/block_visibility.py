@@ -24,7 +24,7 @@ Array = NDArray[Any]
 # Largest number of elements of a captured array for which set elements are counted in all blocks.
 # The counts take 4 bytes per element.
 _MOST_COUNTED = 1 << 22
-# The same limit for each pair of the call, because counting must be faster than the pairs.
+# The same limit per pair of the call, because counting must be faster than computing the pairs.
 _MOST_COUNTED_OF_PAIR = 4
 
 # Largest number of blocks over all sequences and heads. Each takes about 50 bytes.
@@ -160,8 +160,8 @@ class _Blocks:
         *lead, (top, bottom), (left, right) = box
         if any((low != high).any() for low, high in lead):
             return _ANY_BOOL
-        # If all blocks have the same index along an axis, as one packed sequence has along the axis
-        # of sequences, only that part of the array is counted.
+        # If all blocks have the same index along an axis, only the part of the array at that index
+        # is counted. An example is the axis of sequences in a call with one sequence.
         constant = [(low == low.flat[0]).all() for low, _ in lead]
         array = array[
             tuple(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupy_flash.mods.captures import host_parameter
-from cupy_flash.mods.ir.expression import REAL, Node
+from cupy_flash.mods.ir.expression import REAL, Node, memoized
 from cupy_flash.mods.ir.operations import OPERATIONS, evaluated, numpy_types
 
 # A node, and whether its value decides: whether it is compared, rounded, converted to an integer,
@@ -125,15 +125,11 @@ class _Step(NamedTuple):
 def _steps(root: Node, decides: bool, is_split: bool) -> tuple[_Step, ...]:
     """Return the steps that compute an expression, each after those of its arguments."""
     steps: dict[_Place, _Step] = {}
-    stack = [_step(root, decides, is_split)]
-    while stack:
-        step = stack[-1]
-        missing = [x for x in step.arguments if x not in steps]
-        if missing and step.place not in steps:
-            stack += [_step(*place, is_split) for place in reversed(missing)]
-        else:
-            steps.setdefault(step.place, step)
-            stack.pop()
+
+    def step(place: _Place) -> _Step:
+        return _step(*place, is_split)
+
+    memoized((root, decides), steps, lambda place: step(place).arguments, step)
     return tuple(steps.values())
 
 

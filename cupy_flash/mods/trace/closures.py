@@ -120,7 +120,7 @@ class ClosureRebuilder:
         except (TypeError, ValueError):
             if getattr(array, "requires_grad", False):
                 raise
-            # Its dtype cannot be captured, so it stays a constant.
+            # Arrays of this dtype cannot be captured, so the array stays a constant.
             return array
         return ProgramNumber(spec.parameter(chosen).node, array)
 
@@ -135,7 +135,8 @@ class ClosureRebuilder:
         made = FunctionType(code, inner, function.__name__, None, cells)
         # Registered before its variables are read, as one of them may hold the function itself.
         self._kept(function, made)
-        # In the order of the code, so that captures have the same names in every process.
+        # Variables are read in the order of the code, so that captures have the same names in every
+        # process.
         for name in dict.fromkeys([*names_in(code), *_names_of_modules(outer)]):
             if name in outer:
                 inner[name] = self._stand_in(name, outer[name])
@@ -178,16 +179,8 @@ class ProgramArray(NDArrayOperatorsMixin, TracedArray):
     Methods and NumPy functions of the whole array are evaluated when the function is traced. Their
     results are constants of the function.
 
-    Parameters
-    ----------
-    name
-        Name of the variable that holds the array.
-    array
-        The array that the variable holds.
-    rebuilder
-        Object that adds the capture.
-    spec
-        Spec of the capture if it was given by keyword, otherwise None.
+    `name` is the variable that holds the array. `spec` is the spec of the capture if it was given
+    by keyword, otherwise None.
     """
 
     __slots__ = ("_array", "_rebuilder", "_spec")
@@ -249,12 +242,7 @@ class ProgramArray(NDArrayOperatorsMixin, TracedArray):
 class ProgramModule(ModuleType):
     """Stand-in for a module, with stand-ins for the functions, arrays and modules in it.
 
-    Parameters
-    ----------
-    module
-        The module.
-    stand_in
-        Function of a name and an object that returns the object's stand-in.
+    `stand_in` returns the stand-in of an object, given its name and the object.
     """
 
     def __init__(self, module: ModuleType, stand_in: Callable[[str, Any], Any]) -> None:

@@ -106,64 +106,8 @@ class Symbol:
             "torch.where, which kernels compute, too"
         )
 
-    def __bool__(self) -> NoReturn:
-        raise TypeError(
-            "a traced value is neither true nor false yet. Instead of `if` write "
-            "np.where(condition, x, y); of `and`, `or`, `not` and `a < b < c` write p & q, p | q, "
-            "~p and (a < b) & (b < c); of min() and max() np.minimum and np.maximum"
-        )
-
-    def __int__(self) -> NoReturn:
-        raise TypeError("int() of a traced value; write x.astype(np.int32), or np.floor(x)")
-
-    def __floor__(self) -> NoReturn:
-        raise TypeError("math.floor() of a traced value; write np.floor(x).astype(np.int32)")
-
-    def __ceil__(self) -> NoReturn:
-        raise TypeError("math.ceil() of a traced value; write np.ceil(x).astype(np.int32)")
-
-    def __trunc__(self) -> NoReturn:
-        raise TypeError("math.trunc() of a traced value; write x.astype(np.int32)")
-
-    def __float__(self) -> NoReturn:
-        raise TypeError(
-            "a traced value is not a number yet: write x.astype(np.float32) for float(x), and "
-            "NumPy's functions for those of math: np.tanh(x) for math.tanh(x), x**n for "
-            "math.pow(x, n), and np.abs(x) for math.fabs(x)"
-        )
-
-    def __complex__(self) -> NoReturn:
-        raise TypeError("a traced value is not complex; write np.tanh(x) for cmath.tanh(x)")
-
-    def __index__(self) -> NoReturn:
-        raise TypeError(
-            "a traced value can neither index a list nor limit a loop; index an array: write "
-            "table = np.array(...) outside of the function, and table[h, i - j] inside"
-        )
-
     def __array__(self, *args: Any, **options: Any) -> NoReturn:
         raise TypeError(_NO_ELEMENT)
-
-    def __len__(self) -> NoReturn:
-        raise TypeError(
-            "len() of a traced value, which is a single number. It cannot index a tensor that is "
-            "stored in another object or computed inside of the function: assign the tensor to a "
-            "variable outside of the function"
-        )
-
-    def __iter__(self) -> NoReturn:
-        raise TypeError("a traced value is one number, which cannot be iterated over or unpacked")
-
-    def __contains__(self, value: Any) -> NoReturn:
-        raise TypeError("`in` a traced value, which is a single number; compare it: x == value")
-
-    def __round__(self, digits: Any = None) -> NoReturn:
-        raise TypeError("round() of a traced value; write np.rint(x), or np.floor(x + 0.5)")
-
-    def __divmod__(self, other: Any) -> NoReturn:
-        raise TypeError("divmod() of a traced value; write x // y and x % y")
-
-    __rdivmod__ = __divmod__
 
     def __getitem__(self, index: Any) -> Symbol:
         # Scalars of NumPy allow this, too. On the host, a capture without axes is such a scalar.
@@ -175,14 +119,7 @@ class Symbol:
 class TracedArray:
     """A captured array in a traced function: ``table[h, i - j]`` is the element as a symbol.
 
-    Parameters
-    ----------
-    name
-        Name of the capture.
-    rank
-        Number of axes, at least one.
-    type
-        Node type of the elements.
+    It has `rank` axes, at least one. `type` is the node type of the elements.
     """
 
     __slots__ = ("_name", "_rank", "_type")
@@ -259,47 +196,82 @@ def _require_not_negative(name: str, index: int) -> None:
         )
 
 
-def _add_operators() -> None:
-    """Add Python's operators to `Symbol`, each as one of NumPy's functions."""
-    binary = {
-        "add": "add",
-        "sub": "subtract",
-        "mul": "multiply",
-        "truediv": "divide",
-        "floordiv": "floor_divide",
-        "mod": "remainder",
-        "pow": "power",
-        "and": "bitwise_and",
-        "or": "bitwise_or",
-        "xor": "bitwise_xor",
-        "lshift": "left_shift",
-        "rshift": "right_shift",
-    }
-    compared = {
-        "lt": "less",
-        "le": "less_equal",
-        "gt": "greater",
-        "ge": "greater_equal",
-        "eq": "equal",
-        "ne": "not_equal",
-    }
-    unary = {"neg": "negative", "pos": "positive", "abs": "absolute", "invert": "invert"}
+# Python's operators, each with the function of NumPy that it calls.
+_BINARY = {
+    "add": "add",
+    "sub": "subtract",
+    "mul": "multiply",
+    "truediv": "divide",
+    "floordiv": "floor_divide",
+    "mod": "remainder",
+    "pow": "power",
+    "and": "bitwise_and",
+    "or": "bitwise_or",
+    "xor": "bitwise_xor",
+    "lshift": "left_shift",
+    "rshift": "right_shift",
+}
+_COMPARED = {
+    "lt": "less",
+    "le": "less_equal",
+    "gt": "greater",
+    "ge": "greater_equal",
+    "eq": "equal",
+    "ne": "not_equal",
+}
+_UNARY = {"neg": "negative", "pos": "positive", "abs": "absolute", "invert": "invert"}
+# Operations that need the value of a number, which a traced value does not have: the error of each.
+_REFUSED = {
+    "bool": "a traced value is neither true nor false yet. Instead of `if` write "
+    "np.where(condition, x, y); of `and`, `or`, `not` and `a < b < c` write p & q, p | q, ~p and "
+    "(a < b) & (b < c); of min() and max() np.minimum and np.maximum",
+    "int": "int() of a traced value; write x.astype(np.int32), or np.floor(x)",
+    "floor": "math.floor() of a traced value; write np.floor(x).astype(np.int32)",
+    "ceil": "math.ceil() of a traced value; write np.ceil(x).astype(np.int32)",
+    "trunc": "math.trunc() of a traced value; write x.astype(np.int32)",
+    "round": "round() of a traced value; write np.rint(x), or np.floor(x + 0.5)",
+    "divmod": "divmod() of a traced value; write x // y and x % y",
+    "rdivmod": "divmod() of a traced value; write x // y and x % y",
+    "float": "a traced value is not a number yet: write x.astype(np.float32) for float(x), and "
+    "NumPy's functions for those of math: np.tanh(x) for math.tanh(x), x**n for math.pow(x, n), "
+    "and np.abs(x) for math.fabs(x)",
+    "complex": "a traced value is not complex; write np.tanh(x) for cmath.tanh(x)",
+    "index": "a traced value can neither index a list nor limit a loop; index an array: write "
+    "table = np.array(...) outside of the function, and table[h, i - j] inside",
+    "len": "len() of a traced value, which is a single number. It cannot index a tensor that is "
+    "stored in another object or computed inside of the function: assign the tensor to a variable "
+    "outside of the function",
+    "iter": "a traced value is one number, which cannot be iterated over or unpacked",
+    "contains": "`in` a traced value, which is a single number; compare it: x == value",
+}
 
-    def method(function: str, swapped: bool) -> Callable[..., Symbol]:
+
+def _add_methods() -> None:
+    """Add the methods of Python's operators to `Symbol`, and refuse them in `TracedArray`."""
+
+    def applying(function: str, swapped: bool) -> Callable[..., Symbol]:
         def call(self: Symbol, *other: Any) -> Symbol:
             return apply(function, *other, self) if swapped else apply(function, self, *other)
 
         return call
 
-    for name, function in (binary | compared | unary).items():
-        setattr(Symbol, f"__{name}__", method(function, False))
+    def refusing(message: str) -> Callable[..., NoReturn]:
+        def call(self: Symbol, *args: Any) -> NoReturn:
+            raise TypeError(message)
+
+        return call
+
+    for name, function in (_BINARY | _COMPARED | _UNARY).items():
+        setattr(Symbol, f"__{name}__", applying(function, False))
         setattr(TracedArray, f"__{name}__", TracedArray._refuse)
-    for name, function in binary.items():
-        setattr(Symbol, f"__r{name}__", method(function, True))
+    for name, function in _BINARY.items():
+        setattr(Symbol, f"__r{name}__", applying(function, True))
         setattr(TracedArray, f"__r{name}__", TracedArray._refuse)
+    for name, message in _REFUSED.items():
+        setattr(Symbol, f"__{name}__", refusing(message))
 
 
-_add_operators()
+_add_methods()
 
 
 def _clip_arguments(
@@ -349,7 +321,7 @@ def _require_operands(name: str, nodes: list[Node]) -> None:
         raise TypeError(f"{base.value!r} ** x with a traced exponent; write {instead}")
     values = nodes[1:] if name == "where" else nodes
     ints = [node for node in values if node.type == INT]
-    # Each operand of a logical function is a bool of its own.
+    # Each operand of a logical function is converted to bool by itself.
     is_apart = name in _SHIFTS or name.startswith("logical_")
     if is_apart or all(node.is_constant and node.value >= 0 for node in ints):
         return

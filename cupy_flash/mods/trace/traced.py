@@ -1,4 +1,4 @@
-"""Traced functions: what generated CUDA source and derivatives depend on, except captures."""
+"""Parts of a modification on which generated CUDA source and derivatives depend."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Derivable(NamedTuple):
     differentiable: tuple[str, ...]
 
     def traced(self, score_mod: Traced | None) -> Traced | None:
-        """Return the modification with its Python function, not CUDA source; None without one."""
+        """Return the modification with the expression of its Python function; None without one."""
         if score_mod is None or self.graph is None:
             return None
         return Traced(self.graph, score_mod.specs)

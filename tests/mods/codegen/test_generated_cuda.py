@@ -10,7 +10,8 @@ import pytest
 from support.mods.generated_cuda import Text, compiled_for_host
 from support.mods.mod_gallery import GALLERY, MASKS, NEGATIONS, SCORES, pairs, random_mod
 
-from cupy_flash.mods.modification import MaskMod, Modification, ScoreMod
+from cupy_flash.mods.base import Modification
+from cupy_flash.mods.modification import MaskMod, ScoreMod
 
 IN_DOUBLE = ("softcap", "alibi", "buckets", "bias", "functions", "rounding", "captured numbers")
 # A few roundings of values between 10 and 100.

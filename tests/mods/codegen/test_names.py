@@ -13,7 +13,7 @@ from cupy_flash.calls.gpu.block_masks import mask_text, packed_captures
 from cupy_flash.families.contract import TranslationUnit
 from cupy_flash.gpu.block_masks import block_mask_unit
 from cupy_flash.gpu.compiler import compile_cubin, known_architectures, why_no_compiler
-from cupy_flash.mods.modification import prefixed
+from cupy_flash.mods.captures import prefixed
 from cupy_flash.problem.device import device_for_arch
 
 # Keywords of C++, alternative tokens, contextual keywords, macros, members of the generated

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from cupy_flash.families.contract import KERNEL_DIR
-from cupy_flash.mods import modification
+from cupy_flash.mods import base
+from cupy_flash.mods.base import Modification
 from cupy_flash.mods.ir import compose, lower
 from cupy_flash.mods.ir.analysis import EXACT, ORDERED, Analysis
 from cupy_flash.mods.ir.expression import (
@@ -33,7 +34,6 @@ from cupy_flash.mods.ir.expression import (
     postorder,
 )
 from cupy_flash.mods.ir.operations import INT_RANGE, Range, cast, operation, rebuilt
-from cupy_flash.mods.modification import Modification
 from cupy_flash.mods.signature import parameters_of
 from support.mods.function_runs import Case, wrong_on_cpu, wrong_on_host_text
 from support.mods.random_functions import Function
@@ -332,10 +332,10 @@ FAULTS: dict[str, Fault] = {
     ),
     "6: zeros without a sign": Fault(_one_zero),
     "6: calls with 0.0 and -0.0 are one": Fault(
-        patches=((modification, "number_key", _same_key),), concerns="reciprocal|/"
+        patches=((base, "number_key", _same_key),), concerns="reciprocal|/"
     ),
     "6: captures have the names of parameters": Fault(
-        patches=((modification, "prefixed", _unprefixed), (compose, "prefixed", _unprefixed)),
+        patches=((base, "prefixed", _unprefixed), (compose, "prefixed", _unprefixed)),
         concerns=r"\b(xor|bitand|typeid)\b",
         stops=True,
     ),

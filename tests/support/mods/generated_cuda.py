@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 
 from cupy_flash.families.contract import KERNEL_DIR
+from cupy_flash.mods.base import Modification
 from cupy_flash.mods.captures import CaptureSpec
 from cupy_flash.mods.codegen.arguments import arguments_dtype, pack_arguments, real_type
 from cupy_flash.mods.codegen.emit import HEADERS, SCALE, emit
 from cupy_flash.mods.ir.derivative import slopes_of
-from cupy_flash.mods.modification import MaskMod, Modification, ScoreMod
+from cupy_flash.mods.modification import MaskMod, ScoreMod
 
 FOLDER = Path(__file__).resolve().parents[2] / "mods" / "on_cpu"
 COMPILER = shutil.which("g++")

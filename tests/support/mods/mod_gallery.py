@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 import ml_dtypes
 import numpy as np
 
+from cupy_flash.mods.base import Modification
 from cupy_flash.mods.ir.expression import REAL
-from cupy_flash.mods.modification import MaskMod, Modification, ScoreMod
+from cupy_flash.mods.modification import MaskMod, ScoreMod
 
 Drawn = TypeVar("Drawn")
 

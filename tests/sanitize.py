@@ -29,6 +29,7 @@ from support.calls.latent_support import LATENT, check_latent
 from support.calls.modified_calls import KINDS, ModifiedCall, padded_call, random_call
 from support.calls.quantized_support import CACHE_DTYPES, SCALES, QuantizedCase, check_on_gpu
 from support.calls.sequence_support import KVCacheCase, Truth, VarlenCase
+from support.gpu import cupy
 from support.gpu.gpu_support import DTYPES, Case, current_device, random_values, tile_with
 from support.gradients.gradient_calls import KINDS as GRADIENT_KINDS
 from support.gradients.gradient_calls import GradientCall, random_gradient_call
@@ -284,8 +285,6 @@ def wrong(
 
 def on_gpu(array: np.ndarray, alignment: int) -> Any:
     """Return the array at the end of an allocation, aligned to `alignment` bytes and no more."""
-    import cupy
-
     start = alignment % MAX_ALIGNMENT // array.itemsize
     flat = np.concatenate([np.zeros(start, array.dtype), array.ravel()])
     return cupy.asarray(flat)[start:].reshape(array.shape)
@@ -373,8 +372,6 @@ def modified_calls() -> Iterator[tuple[ModifiedCall, str | None]]:
 
 def call_modified(case: ModifiedCall, family: str | None) -> str | None:
     """Return why the call went wrong, or None."""
-    import cupy
-
     try:
         case.check(cupy, family=family)
     except UnsupportedError:
@@ -403,8 +400,6 @@ def backward_calls() -> Iterator[tuple[GradientCall, str]]:
 
 def call_backward(case: GradientCall, family: str | None) -> str | None:
     """Return why the call went wrong, or None."""
-    import cupy
-
     try:
         check_gradients(case, case.run(cupy, family=family))
     except UnsupportedError:
@@ -571,8 +566,6 @@ def main() -> int:
     if arguments.list:
         print("\n".join(name for name, _ in calls))
         return 0
-    import cupy
-
     # A pool would hide an access past the end of an array.
     cupy.cuda.set_allocator(None)
     start = time.perf_counter()

@@ -25,6 +25,7 @@ from cupy_flash import attention_reference, parallel
 from cupy_flash.parallel import calls
 from support.calls.modified_calls import DTYPES, ModifiedCall
 from support.calls.sequence_support import random_kvcache_case
+from support.gpu import cupy
 from support.gradients.gradient_calls import GradientCall
 from support.gradients.gradient_rule import check_gradients
 
@@ -569,7 +570,6 @@ def appear(places: list[Path], *, seconds: float) -> bool:
 
 def over_nccl(communicator: Any, seed: int, folder: Path) -> None:
     """Make all checks on the current GPU, and write the outcome of each to the folder."""
-    import cupy
     from cupy.cuda import nccl
 
     rank, size = communicator.rank_id(), communicator.size()

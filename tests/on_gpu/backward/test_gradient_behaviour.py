@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.gpu import cupy
 from support.gpu.gpu_support import DTYPES, bits, require_free_memory
 
 from cupy_flash import (
@@ -46,8 +47,6 @@ class Pass:
         seqlen: int = 333,
         heads: int = 6,
     ) -> None:
-        import cupy
-
         rng = np.random.default_rng(3)
         rows = (2 * seqlen,) if kind == "varlen" else (2, seqlen)
         shapes = {"q": heads, "k": heads // 2, "v": heads // 2, "dout": heads}
@@ -94,8 +93,6 @@ def assert_equal_bits(found: tuple[Any, ...], expected: list[np.ndarray]) -> Non
 def test_a_thousand_passes_give_the_same_bits(
     family: str, dtype: str, kind: str, head_dim: int
 ) -> None:
-    import cupy
-
     # Each head has several KV tiles, whose thread blocks run at the same time.
     call = Pass(family, dtype, kind, head_dim, seqlen=777, heads=8)
     first = [gradient.copy() for gradient in call.run()]
@@ -110,8 +107,6 @@ def test_a_thousand_passes_give_the_same_bits(
 def test_what_the_memory_held_before_does_not_matter(
     family: str, dtype: str, kind: str, head_dim: int
 ) -> None:
-    import cupy
-
     call = Pass(family, dtype, kind, head_dim)
     expected = bits_of(call.run())
     for value in (np.nan, np.inf, 1.0):
@@ -126,8 +121,6 @@ def test_what_the_memory_held_before_does_not_matter(
 def test_a_captured_pass_replays_on_new_contents(
     family: str, dtype: str, kind: str, head_dim: int
 ) -> None:
-    import cupy
-
     call = Pass(family, dtype, kind, head_dim)
     values = {name: array.copy() for name, array in call.arrays.items()}
     expected = bits_of(call.run())
@@ -152,8 +145,6 @@ def test_a_captured_pass_replays_on_new_contents(
 def test_passes_on_streams_that_run_at_once_do_not_disturb_each_other(
     family: str, dtype: str, kind: str, head_dim: int
 ) -> None:
-    import cupy
-
     call = Pass(family, dtype, kind, head_dim)
     expected = bits_of(call.run())
     cupy.cuda.Device().synchronize()
@@ -170,8 +161,6 @@ def test_passes_on_streams_that_run_at_once_do_not_disturb_each_other(
 @pytest.mark.parametrize("family", FAMILIES["backward"])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_arrays_of_more_than_2_to_the_31_elements_are_right(family: str, dtype: str) -> None:
-    import cupy
-
     batch, seqlen, heads, dim = 2050, 128, 128, 64
     assert batch * seqlen * heads * dim > 2**31
     size = DTYPES[dtype].itemsize

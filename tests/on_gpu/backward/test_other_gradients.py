@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.calls.modified_calls import DTYPES, SCORE_MODS, ModifiedCall
+from support.gpu import cupy
 from support.gradients.gradient_calls import GradientCall
 from support.gradients.gradient_rule import check_gradients
 
@@ -56,8 +57,6 @@ def make_call(
 
 def check(call: GradientCall, **how: Any) -> dict[str, np.ndarray]:
     """Check the gradients, and that further calls give the same bits; return the gradients."""
-    import cupy
-
     found = call.run(cupy, **how)
     check_gradients(call, found)
     for _ in range(3):
@@ -124,8 +123,6 @@ def test_an_array_may_have_an_element_for_each_pair(made_of) -> None:
 
 
 def test_an_array_may_have_no_axes(made_of) -> None:
-    import cupy
-
     gain = np.array([1.25], np.float32)
     (expected,) = check(
         make_call(mod=made_of(lambda score, gain: score * gain[0], gain=gain))
@@ -153,8 +150,6 @@ def test_all_gradients_of_a_call_in_every_family(family: str) -> None:
 
 @pytest.mark.parametrize("kind", ["dense", "varlen"])
 def test_what_is_no_number_stays_in_its_elements(kind: str, made_of) -> None:
-    import cupy
-
     rows = sum(LENGTHS_Q) if kind == "varlen" else SEQLEN_Q
     # Queries have positions among the keys; the last query is at the last key.
     position = 30 + SEQLEN_K - (LENGTHS_Q[0] if kind == "varlen" else SEQLEN_Q)
@@ -174,8 +169,6 @@ def test_what_is_no_number_stays_in_its_elements(kind: str, made_of) -> None:
 
 
 def test_rows_that_see_nothing_leave_no_trace_of_dout_in_sinks() -> None:
-    import cupy
-
     rng = np.random.default_rng(8)
     seen = rng.random((BATCH, 1, SEQLEN_Q, 1)) < 0.7
     sinks = np.array([-np.inf, -3, 0, 20], np.float32)
@@ -188,8 +181,6 @@ def test_rows_that_see_nothing_leave_no_trace_of_dout_in_sinks() -> None:
 
 
 def test_gradients_are_captured_in_a_graph() -> None:
-    import cupy
-
     rng = np.random.default_rng(9)
     table = rng.standard_normal((HEADS, 41)).astype(np.float32)
     call = make_call(

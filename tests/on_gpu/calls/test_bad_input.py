@@ -10,6 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from support.gpu import cupy
 from support.gpu.gpu_support import Case, Truth, random_values
 
 from cupy_flash import (
@@ -28,8 +29,6 @@ SHAPE_Q, SHAPE_K = CASE.shape("q"), CASE.shape("k")
 
 
 def gpu(array: np.ndarray) -> Any:
-    import cupy
-
     return cupy.asarray(array)
 
 
@@ -136,8 +135,6 @@ WRONG_VALUES: dict[str, tuple[Change, str]] = {
 
 def with_one_head(array: Any) -> Any:
     """Return a view in which every head is the first head."""
-    import cupy
-
     strides = (*array.strides[:2], 0, array.strides[3])
     return cupy.ndarray(array.shape, array.dtype, array.data, strides)
 
@@ -191,8 +188,6 @@ def test_a_family_that_lacks_the_dtype_is_refused(qkv: list[Any]) -> None:
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("offset", [0, 1, 64, 70 * 2 * 64])
 def test_out_may_not_overlap_an_input(name: str, offset: int, qkv: list[Any]) -> None:
-    import cupy
-
     index = "qkv".index(name)
     size = int(np.prod(SHAPE_Q))
     shape = qkv[index].shape
@@ -211,8 +206,6 @@ MISALIGNED = [("float32", 2), ("float16", 1), ("bfloat16", 1), ("float64", 4)]
 
 def beside(array: np.ndarray, offset: int) -> Any:
     """Return the array on the GPU, `offset` bytes past an aligned address."""
-    import cupy
-
     memory = cupy.asarray(np.zeros(array.nbytes + 16, np.uint8))
     moved = cupy.ndarray(array.shape, array.dtype, memory.data + offset)
     whole = np.zeros(memory.nbytes, np.uint8)
@@ -357,8 +350,6 @@ def test_out_may_lie_between_the_parts_of_an_input(
 
 
 def test_arrays_of_another_device_are_refused(qkv: list[Any]) -> None:
-    import cupy
-
     if cupy.cuda.runtime.getDeviceCount() < 2:
         pytest.skip("there is one GPU only")
     with cupy.cuda.Device(1):

@@ -17,6 +17,7 @@ from support.calls.float8_support import (
     run_on_gpu,
     truth_of,
 )
+from support.gpu import cupy
 
 from cupy_flash import flash_attention
 from cupy_flash.families.hopper import HopperTile
@@ -164,8 +165,6 @@ def test_same_bits_from_run_to_run() -> None:
 
 
 def test_a_graph_reads_arrays_and_scales_anew() -> None:
-    import cupy
-
     case = Float8Case(300, 500, scales="batch and head")
     first, second = case.arguments(), dataclasses.replace(case, seed=1).arguments()
     given = on_device(first)

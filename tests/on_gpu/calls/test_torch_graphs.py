@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.gpu import cupy
 
 import cupy_flash
 from cupy_flash import BlockList, MaskMod, ScoreMod
@@ -104,8 +105,6 @@ def captured(call: Callable[[], Any], mode: str) -> tuple[Any, Any, Any]:
 
 def foreign_arrays(stream: Any) -> list[Any]:
     """Return arrays of CuPy's pool on that stream and the null stream, which no graph may write."""
-    import cupy
-
     found = []
     with warnings.catch_warnings():
         # The replacement of this deprecated class supports fewer versions of torch.
@@ -121,8 +120,6 @@ def foreign_arrays(stream: Any) -> list[Any]:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", MASKS)
 def test_a_graph_writes_its_own_memory_alone(name: str, mode: str) -> None:
-    import cupy
-
     make, rule = MASKS[name]
     (q, k, v), options = inputs(), make()
     graph, stream, out = captured(lambda: cupy_flash.flash_attention(q, k, v, **options), mode)
@@ -156,8 +153,6 @@ def test_a_graph_follows_what_a_captured_tensor_holds(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_graph_outlives_the_maps_that_a_mask_keeps(mode: str) -> None:
-    import cupy
-
     q, k, v = inputs()
     mod = MaskMod(lambda i, j: i // 300 == j // 300)
     graph, stream, out = captured(lambda: cupy_flash.flash_attention(q, k, v, mask_mod=mod), mode)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from sanitize import clustered_calls
 from support.calls.sequence_support import KVCacheCase, VarlenCase, ragged_lengths
+from support.gpu import cupy
 from support.gpu.gpu_sequences import (
     CPU,
     Place,
@@ -322,8 +323,6 @@ def test_a_row_has_the_same_bits_whatever_its_neighbours_hold(case: Case) -> Non
     ]
 )
 def test_a_hundred_calls_give_the_same_bits(case: Case) -> None:
-    import cupy
-
     inputs: Arrays = tuple(cupy.asarray(array) for array in random_values(case))
     out = cupy.ndarray(case.shape("out"), DTYPES[case.dtype])
     results = set()

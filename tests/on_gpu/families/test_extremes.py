@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.gpu import cupy
 from support.gpu.gpu_sequences import SEQUENCE_FAMILIES, Place, run_varlen
 from support.gpu.gpu_support import DTYPES, Arrays, Case, Truth, bits, check, random_values, run
 from support.prebuilt import cubins, use_cubins
@@ -88,8 +89,6 @@ def test_with_one_key_of_a_large_score_the_result_is_exactly_its_value(case: Cas
 def test_a_cache_of_one_key_gives_exactly_its_value(
     family: str, dtype: str, page_size: int
 ) -> None:
-    import cupy
-
     place = Place(family)
     rng = np.random.default_rng(5)
     q = rng.standard_normal((3, 2, 8, 64)).astype(DTYPES[dtype])

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.gpu import cupy
 from support.gpu.gpu_support import (
     DTYPES,
     Case,
@@ -226,8 +227,6 @@ def test_a_ring_of_few_stages_goes_round_without_a_hitch(case: Case) -> None:
 
 
 def test_more_sets_of_addresses_than_are_kept_are_right_the_second_time_too() -> None:
-    import cupy
-
     count = tensor_map._MAX_SETS + 50
     rng = np.random.default_rng(3)
     values = rng.standard_normal((3, count, 1, 9, 1, 64)).astype(np.float16)
@@ -310,8 +309,6 @@ def with_zero_stride(array: Any, axis: int) -> Any:
     strides = tuple(0 if a == axis else stride for a, stride in enumerate(array.strides))
     if isinstance(array, np.ndarray):
         return np.lib.stride_tricks.as_strided(array, array.shape, strides)
-    import cupy
-
     return cupy.ndarray(array.shape, array.dtype, array.data, strides)
 
 
@@ -343,8 +340,6 @@ def test_views_are_read_in_place(view: Callable[[Any], Any], causal: bool) -> No
 
 
 def test_out_may_be_a_view_too() -> None:
-    import cupy
-
     case = Case("hopper", "bfloat16", 113, 150)
     values = random_values(case)
     buffer = cupy.asarray(np.full((2, 113, 3, 4, 64), np.nan, DTYPES["bfloat16"]))
@@ -357,8 +352,6 @@ def test_out_may_be_a_view_too() -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_packed_qkv_is_read_in_place(head_dim: int) -> None:
-    import cupy
-
     rng = np.random.default_rng(5)
     qkv = rng.standard_normal((2, 313, 3, 6, head_dim)).astype(DTYPES["bfloat16"])
     truth = Truth.of((qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]), causal=True)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support.calls.modified_calls import KINDS, random_call
 from support.calls.sequence_support import KVCacheCase, VarlenCase, ragged_lengths
+from support.gpu import cupy
 from support.gpu.gpu_sequences import Place, check_kvcache, check_varlen
 from support.gpu.gpu_support import Case, check, check_all, check_captured_call
 from support.gpu.hopper_support import check_same_bits, marks, random_chunks, tiled
@@ -148,8 +149,6 @@ def test_random_sequences_are_right(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_random_modifications_are_right(seed: int) -> None:
-    import cupy
-
     rng = np.random.default_rng(seed)
     dtype = str(rng.choice(["float16", "bfloat16"]))
     kind = str(rng.choice([kind for kind in KINDS if kind != "paged"]))

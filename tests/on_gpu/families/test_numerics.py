@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from support.gpu import cupy
 from support.gpu.gpu_support import (
     DTYPES,
     Arrays,
@@ -328,8 +329,6 @@ def first_head_for_all(array: Any) -> Any:
     strides = (*array.strides[:2], 0, array.strides[3])
     if isinstance(array, np.ndarray):
         return np.lib.stride_tricks.as_strided(array, shape, strides)
-    import cupy
-
     return cupy.ndarray(shape, array.dtype, array.data, strides)
 
 
@@ -352,8 +351,6 @@ def test_strided_views_are_read_as_they_lie_or_copied(
 
 @of_families
 def test_packed_qkv_is_right(family: str, dtype: str) -> None:
-    import cupy
-
     rng = np.random.default_rng(5)
     qkv = rng.standard_normal((2, 113, 3, 4, 64)).astype(DTYPES[dtype])
     truth = Truth.of((qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]), causal=True)
@@ -372,8 +369,6 @@ of_float16_families = pytest.mark.parametrize(
 @of_float16_families
 @pytest.mark.parametrize("axis", ["batch", "row", "head"])
 def test_strides_beyond_32_bits_are_right(family: str, axis: str) -> None:
-    import cupy
-
     require_free_memory(2 * (FAR + 2**20) * 2 + 2**30)
     case = Case(family, "float16", 70, 133, heads_q=2, heads_kv=2)
     values = random_values(case)
@@ -396,8 +391,6 @@ def test_strides_beyond_32_bits_are_right(family: str, axis: str) -> None:
 
 def spread(values: np.ndarray, buffer: Any, start: int, axis: str) -> Any:
     """Return the values in a flat GPU buffer, with the ends of one axis `FAR` elements apart."""
-    import cupy
-
     size = values.itemsize
     number = {"batch": 0, "row": 1, "head": 2}[axis]
     strides = list(values.strides)
@@ -413,8 +406,6 @@ def spread(values: np.ndarray, buffer: Any, start: int, axis: str) -> Any:
 
 def rows_of(array: Any) -> Iterator[Any]:
     """Yield the contiguous rows of a 4-d CuPy array, found by pointer arithmetic on the host."""
-    import cupy
-
     for index in np.ndindex(array.shape[:3]):
         offset = sum(i * stride for i, stride in zip(index, array.strides, strict=False))
         yield cupy.ndarray((array.shape[3],), array.dtype, array.data + offset)
@@ -422,8 +413,6 @@ def rows_of(array: Any) -> Iterator[Any]:
 
 @of_float16_families
 def test_contiguous_tensors_of_more_than_2_to_the_31_elements_are_right(family: str) -> None:
-    import cupy
-
     case = Case(
         family, "float16", 7, 1003, batch=2100, heads_q=8, heads_kv=8, head_dim=128, head_dim_v=128
     )
@@ -449,8 +438,6 @@ def test_contiguous_tensors_of_more_than_2_to_the_31_elements_are_right(family: 
 
 
 def test_what_lies_around_an_array_is_checked() -> None:
-    import cupy
-
     guarded = Guarded(np.zeros((1, 3, 2, 5), np.float32), 4)
     guarded.values()
     beyond = cupy.ndarray((1,), np.float32, guarded.view.data + 5 * 4)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support.calls.modified_calls import KINDS, random_call
 from support.calls.sequence_support import KVCacheCase, VarlenCase, ragged_lengths
+from support.gpu import cupy
 from support.gpu.gpu_sequences import (
     ON_GPU,
     Place,
@@ -184,8 +185,6 @@ def test_wide_rows_of_any_alignment_are_right(alignment: int) -> None:
 
 @pytest.mark.parametrize("test", range(4))
 def test_modified_wide_heads_are_right(test: int) -> None:
-    import cupy
-
     for seed in range(2 * test, 2 * test + 2):
         rng = np.random.default_rng([zlib.crc32(b"wide"), seed])
         family = str(rng.choice(["mma", "mma", "simt", "any"]))
@@ -242,8 +241,6 @@ def test_cached_wide_heads_are_right(place: Place, case, num_splits: int) -> Non
 
 @pytest.mark.parametrize("test", range(4))
 def test_gradients_of_wide_heads_are_right(test: int) -> None:
-    import cupy
-
     for number in range(2):
         rng = np.random.default_rng([zlib.crc32(b"wide"), test])
         sizes = np.random.default_rng([test, number])

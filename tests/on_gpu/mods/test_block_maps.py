@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.gpu import cupy
 from support.mods.block_mask_cuda import check_map, launched, map_of, read_map
 
 from cupy_flash.calls.gpu.block_masks import mask_text
@@ -58,15 +59,11 @@ NAMES = tuple(arrays_of(np.random.default_rng(0)))
 
 def both(function: Callable[..., Any], arrays: Arrays) -> tuple[MaskMod, MaskMod]:
     """Return the mask with captures on the GPU, and the mask with captures in NumPy arrays."""
-    import cupy
-
     on_gpu = {name: cupy.asarray(array) for name, array in arrays.items()}
     return MaskMod(function, **on_gpu), MaskMod(function, **arrays)
 
 
 def bytes_of(map: BlockMask) -> Any:
-    import cupy
-
     return cupy.ndarray((map.layout.bytes,), np.uint8, memptr=map.memory)
 
 
@@ -124,8 +121,6 @@ def test_the_same_map_comes_out_every_time(rng: np.random.Generator, name: str) 
 
 
 def test_refresh_sees_what_was_written_to_a_captured_array(rng: np.random.Generator) -> None:
-    import cupy
-
     first, second = documents(rng, KEYS), documents(rng, KEYS)
     array = cupy.asarray(first)
     spec = BlockMaskSpec(128, 64, 1, 1, KEYS, KEYS)
@@ -152,8 +147,6 @@ def keep_busy(array: Any) -> None:
 def test_a_map_is_built_behind_what_is_written_and_read_behind_what_builds_it(
     rng: np.random.Generator,
 ) -> None:
-    import cupy
-
     first, other = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
     ids = documents(rng, KEYS)
     uploaded = cupy.asarray(ids)
@@ -185,8 +178,6 @@ def test_a_map_is_built_behind_what_is_written_and_read_behind_what_builds_it(
 def test_a_forgotten_map_stays_as_long_as_a_stream_reads_it(
     reads_on_default: bool, rng: np.random.Generator
 ) -> None:
-    import cupy
-
     reader, builder = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream.null
     if reads_on_default:
         reader, builder = builder, reader
@@ -226,8 +217,6 @@ def test_a_forgotten_map_stays_as_long_as_a_stream_reads_it(
 def test_a_graph_builds_its_map_from_what_the_arrays_hold_at_each_launch(
     rng: np.random.Generator,
 ) -> None:
-    import cupy
-
     def same(i: Any, j: Any, doc: Any) -> Any:
         return (doc[i] == doc[j]) & (j <= i)
 

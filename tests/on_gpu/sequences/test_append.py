@@ -12,6 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from support.gpu import cupy
 from support.gpu.gpu_support import DTYPES, Guarded, current_device
 
 from cupy_flash.gpu.append import Append, AppendSpec, prepare
@@ -79,8 +80,6 @@ class Arrays:
     """Arrays of one append, on the host and, surrounded by NaN, on the GPU."""
 
     def __init__(self, rng: np.random.Generator, case: Case) -> None:
-        import cupy
-
         self.case = case
         blocks, rows = case.caches, case.capacity
         if case.page_size:
@@ -206,8 +205,6 @@ NAMES = (
 
 
 def on_device(array: np.ndarray | None) -> Any:
-    import cupy
-
     return None if array is None else cupy.asarray(array)
 
 
@@ -449,8 +446,6 @@ def backwards(x: Any) -> Any:
 
 
 def type_of(x: Any) -> Any:
-    import cupy
-
     return cupy.get_array_module(x)
 
 
@@ -479,8 +474,6 @@ def test_arrays_of_any_kind_get_the_rows_that_those_of_numpy_get(
     ranks: int,
     rank: int,
 ) -> None:
-    import cupy
-
     group: Any = SimpleNamespace(size=ranks, rank=rank)
     caches, added = (
         [rng.standard_normal((3, n, 2, dim)).astype(DTYPES[dtype]) for dim in dims] for n in (37, 7)
@@ -549,8 +542,6 @@ def test_a_cache_without_rows_takes_none(rng: np.random.Generator) -> None:
 
 
 def test_a_captured_append_follows_the_lengths_as_they_grow(rng: np.random.Generator) -> None:
-    import cupy
-
     case = Case(page_size=4, seqlen_q=1, seqlen_new=1, rotary_dim=64)
     table = shuffled_pages(rng, case)
     stream = cupy.cuda.Stream(non_blocking=True)

@@ -13,6 +13,7 @@ from support.calls.combine_support import (
     random_sinks,
     with_sinks,
 )
+from support.gpu import cupy
 
 from cupy_flash import attention_reference, combine
 from cupy_flash.reference.dense import error_bound, max_error
@@ -32,8 +33,6 @@ SHAPES = [
 
 
 def gpu(array: np.ndarray) -> Any:
-    import cupy
-
     return cupy.asarray(array)
 
 
@@ -202,8 +201,6 @@ def test_the_same_parts_give_the_same_bits_every_time(rng: np.random.Generator) 
 
 
 def test_a_captured_merge_follows_what_the_parts_hold(rng: np.random.Generator) -> None:
-    import cupy
-
     first, second = (random_parts(rng, "float16", (5, 2, 7, 6, 64)) for _ in range(2))
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from support.calls.sequence_support import KVCacheCase, KVCacheProblem, to_numpy
 from support.calls.sequence_support import Truth as SequencesTruth
+from support.gpu import cupy
 from support.gpu.gpu_sequences import (
     GROUPS,
     HEAD_DIMS,
@@ -435,8 +436,6 @@ MIXED = [
 
 
 def on_device(case: KVCacheCase) -> dict[str, Any]:
-    import cupy
-
     arguments: dict[str, Any] = problem_of(case).arguments(cupy)
     return arguments
 
@@ -467,8 +466,6 @@ def test_calls_of_different_shapes_one_after_another_do_not_disturb_each_other(
 
 @on_every_family
 def test_two_streams_at_once_are_right(place: Place) -> None:
-    import cupy
-
     sets = [on_device(case) for case in MIXED]
     expected = [call(place, arguments).get() for arguments in sets]
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
@@ -489,8 +486,6 @@ def test_two_streams_at_once_are_right(place: Place) -> None:
 
 @on_every_family
 def test_threads_with_streams_of_their_own_are_right(place: Place) -> None:
-    import cupy
-
     sets = [on_device(case) for case in MIXED]
     expected = [call(place, arguments).get() for arguments in sets]
     results: dict[int, list[np.ndarray]] = {}
@@ -666,8 +661,6 @@ FAR = 2**31 + 2**20  # elements
 def test_rows_beyond_32_bits_of_a_cache_are_read_and_appended(
     place: Place, page_size: int, seqlen_new: int
 ) -> None:
-    import cupy
-
     rng = np.random.default_rng(31)
     batch, capacity, head_dim = 3, 300, 64
 

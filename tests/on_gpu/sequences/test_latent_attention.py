@@ -16,6 +16,7 @@ from support.calls.latent_support import (
 )
 from support.calls.quantized_support import CACHE_DTYPES, QuantizedCase, on_device
 from support.calls.sequence_support import KVCacheCase, Truth, ragged_lengths, to_numpy
+from support.gpu import cupy
 from support.gpu.gpu_support import naming
 
 from cupy_flash import flash_attention_with_kvcache, plan
@@ -237,8 +238,6 @@ def test_the_same_call_gives_the_same_bits(
 def test_a_graph_serves_a_growing_cache(
     family: str, cache_dtype: str | None, heads: int, page_size: int
 ) -> None:
-    import cupy
-
     base = KVCacheCase(
         (70, 0, 33),
         "bfloat16",

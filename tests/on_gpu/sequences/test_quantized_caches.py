@@ -16,6 +16,7 @@ from support.calls.quantized_support import (
     run_on_gpu,
 )
 from support.calls.sequence_support import KVCacheCase, Truth, VarlenCase, ragged_lengths, to_numpy
+from support.gpu import cupy
 from support.gpu.gpu_support import naming
 
 from cupy_flash import flash_attention_varlen, flash_attention_with_kvcache, plan
@@ -221,8 +222,6 @@ def test_chunks_of_queries_alone_have_the_same_bits(
 
 
 def test_scales_that_no_load_can_take_are_refused() -> None:
-    import cupy
-
     base = KVCacheCase((50, 40), "float16")
     given = {n: on_device(x) for n, x in QuantizedCase(base, "int8", "head").arguments().items()}
     heads = given["k_scale"].size
@@ -259,8 +258,6 @@ def test_new_keys_are_turned_before_they_are_quantized() -> None:
 
 
 def test_a_captured_step_serves_a_growing_cache() -> None:
-    import cupy
-
     base = KVCacheCase((200, 64, 130), "bfloat16", seqlen_new=1, head_dim=128, slack=20)
     arguments = QuantizedCase(base, "float8_e4m3fn", "computed").arguments()
     given = {name: on_device(x) for name, x in arguments.items()}
@@ -350,8 +347,6 @@ def test_tensors_of_torch_may_have_numbers_for_scales() -> None:
 
 @pytest.mark.parametrize("library", ["cupy", "torch"])
 def test_scales_that_are_ever_other_numbers_leave_no_memory_behind(library: str) -> None:
-    import cupy
-
     arguments = QuantizedCase(KVCacheCase((50, 40), "float16"), "int8", "number").arguments()
     if library == "torch":
         torch = pytest.importorskip("torch")
@@ -381,8 +376,6 @@ def test_scales_that_are_ever_other_numbers_leave_no_memory_behind(library: str)
 
 
 def test_a_number_on_the_host_is_kept_by_value_for_captured_calls() -> None:
-    import cupy
-
     base = KVCacheCase((50, 40), "float16")
     arguments = QuantizedCase(base, "int8", "number").arguments()
     given = {name: on_device(x) for name, x in arguments.items()}

@@ -11,6 +11,7 @@ import numpy as np
 from cupy_flash import flash_attention
 from cupy_flash.problem.arrays import contiguous_strides
 from cupy_flash.reference.dense import attention_naive, attention_reference, error_bound
+from support.gpu import cupy
 from support.gpu.gpu_support import DTYPES, Guarded, Truth, lse_bound, one_blas_thread
 
 FLOAT8 = ml_dtypes.float8_e4m3fn
@@ -95,8 +96,6 @@ class Float8Case:
 
 def surrounded(values: np.ndarray, alignment: int) -> Any:
     """Return float8 values on the GPU amid NaN, with rows aligned to just `alignment` bytes."""
-    import cupy
-
     first, second, third, dim = values.shape
     width = (dim // alignment + 1 | 1) * alignment
     outer = (first, second + 1, third + 1, width)
@@ -111,8 +110,6 @@ def surrounded(values: np.ndarray, alignment: int) -> Any:
 
 def on_device(arguments: dict[str, Any], alignment: int = 16) -> dict[str, Any]:
     """Return the arguments with arrays on the GPU, and the rows of v aligned to `alignment`."""
-    import cupy
-
     found = {}
     for name, x in arguments.items():
         if name in ("q", "k", "v"):

@@ -30,6 +30,7 @@ from cupy_flash.problem.device import Device, device_for_arch
 from cupy_flash.problem.problem import Problem, make_problem
 from cupy_flash.problem.tile import Tile
 from cupy_flash.reference.dense import attention_naive, attention_reference, error_bound, max_error
+from support.gpu import cupy
 
 DTYPES = {
     "float16": np.dtype(np.float16),
@@ -177,8 +178,6 @@ class Guarded:
     """Array on the GPU, surrounded by NaN: around it, after each row and after each sequence."""
 
     def __init__(self, values: np.ndarray, alignment: int) -> None:
-        import cupy
-
         self._placement = Placement.of(values.shape, values.itemsize, alignment)
         self._before = np.full(self._placement.size, np.nan, values.dtype)
         self._placement.view(self._before)[...] = values
@@ -204,8 +203,6 @@ def bits(array: np.ndarray) -> np.ndarray:
 
 def on_gpu(values: Iterable[np.ndarray]) -> list[Any]:
     """Return the arrays as contiguous CuPy arrays."""
-    import cupy
-
     return [cupy.asarray(array) for array in values]
 
 
@@ -309,8 +306,6 @@ def check_captured_call(case: Case, meanwhile: Callable[[], Any] = lambda: None)
 
     `meanwhile` is called between the capture and the first replay, on the same stream.
     """
-    import cupy
-
     first = random_values(case)
     second = tuple(array[::-1].copy() for array in first)
     inputs = on_gpu(first)
@@ -359,8 +354,6 @@ def run(case: Case, values: Arrays) -> tuple[np.ndarray, np.ndarray]:
 
 def require_free_memory(needed: int) -> None:
     """Skip the test unless the GPU has `needed` bytes of free memory."""
-    import cupy
-
     cupy.get_default_memory_pool().free_all_blocks()
     free = cupy.cuda.runtime.memGetInfo()[0]
     if free < needed:
@@ -369,8 +362,6 @@ def require_free_memory(needed: int) -> None:
 
 def fill_freed_memory_with_nan(case: Case) -> None:
     """Put NaN into the memory that CuPy's pool will use next for lse and the workspace."""
-    import cupy
-
     problem = case.problem()
     lse_bytes = problem.rows * (8 if case.dtype == "float64" else 4)
     sizes = [size for size in (lse_bytes, case.plan().workspace) if size]
@@ -418,8 +409,6 @@ BUSY = 500_000_000
 
 def keep_busy(cycles: int = BUSY) -> None:
     """Enqueue a kernel that runs for `cycles` clock cycles on the current stream."""
-    import cupy
-
     code = """
     extern "C" __global__ void spin(long long cycles) {
       const long long begin = clock64();

@@ -12,6 +12,7 @@ import pytest
 from cupy_flash import flash_attention
 from cupy_flash.families import FORWARD
 from cupy_flash.families.hopper import HopperTile
+from support.gpu import cupy
 from support.gpu.gpu_support import DTYPES, Case, current_device, on_gpu, random_values
 
 
@@ -50,8 +51,6 @@ def tiled(case: Case, fields: Iterable[dict[str, int]]) -> Iterator[Case]:
 
 def check_same_bits(case: Case, calls: int) -> None:
     """Fail unless all of these calls give the same bits."""
-    import cupy
-
     inputs = on_gpu(random_values(case))
     out = cupy.ndarray(case.shape("out"), DTYPES[case.dtype])
     results = set()

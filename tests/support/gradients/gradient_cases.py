@@ -22,6 +22,7 @@ import numpy as np
 
 import cupy_flash
 from cupy_flash import MaskMod, ScoreMod
+from support.gpu import cupy
 from support.gradients.gradient_oracle import (
     MASK_FUNCTIONS,
     SCORE_FUNCTIONS,
@@ -555,8 +556,6 @@ assert set(MASK_MODS) == set(MASK_FUNCTIONS)
 
 if __name__ == "__main__":
     if sys.argv[2:] == ["gpu"]:
-        import cupy
-
         check(int(sys.argv[1]), cupy)
     else:
         check(int(sys.argv[1]), np)

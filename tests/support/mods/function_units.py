@@ -16,6 +16,7 @@ from cupy_flash.gpu.compiler import compile_cubin
 from cupy_flash.mods.codegen.arguments import pack_arguments
 from cupy_flash.mods.codegen.emit import HEADERS, SCALE
 from cupy_flash.problem.device import Device
+from support.gpu import cupy
 from support.mods.function_runs import COLUMNS, Case, bytes_of, text_of
 from support.mods.generated_cuda import Text
 
@@ -120,8 +121,6 @@ class Unit:
 
     def run(self, image: bytes) -> dict[int, str]:
         """Return how results on the current device differ, by function number."""
-        import cupy
-
         module = cupy.cuda.function.Module()
         module.load(image)
         wrong = dict(self.wrong)
@@ -137,8 +136,6 @@ class Unit:
 
 
 def _results(case: Case, text: Text, kernel: Any) -> np.ndarray:
-    import cupy
-
     table = np.stack([case.pairs.columns[name] for name in COLUMNS], -1).astype(np.int32)
     count = len(table)
     columns, scores = cupy.asarray(table), cupy.asarray(case.pairs.scores)
@@ -161,8 +158,6 @@ def _results(case: Case, text: Text, kernel: Any) -> np.ndarray:
 
 def on_device(array: np.ndarray) -> tuple[Any, int]:
     """Return a padded copy with the same strides, and the address of its first element."""
-    import cupy
-
     low, high = bytes_of(array)
     pad = 1024
     flat = np.full(high - low + 2 * pad, 0xA5, np.uint8)

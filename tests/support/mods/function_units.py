@@ -17,7 +17,7 @@ from cupy_flash.mods.codegen.arguments import pack_arguments
 from cupy_flash.mods.codegen.emit import HEADERS, SCALE
 from cupy_flash.problem.device import Device
 from support.gpu import cupy
-from support.mods.function_runs import COLUMNS, Case, bytes_of, text_of
+from support.mods.function_runs import COLUMNS, Case, bytes_of, generated
 from support.mods.generated_cuda import Text
 
 _THREADS = 128
@@ -78,26 +78,12 @@ _FAILED = re.compile(r"function(\d+)\.cpp\(\d+\): (?:catastrophic )?error: (.*)"
 class Unit:
     """Generated code of many functions in one translation unit.
 
-    Attributes
-    ----------
-    wrong
-        Errors of functions that cannot be traced or compiled, by function number.
+    `wrong` has the errors of functions that cannot be traced or compiled, by function number.
     """
 
     def __init__(self, cases: Sequence[Case]) -> None:
-        self.wrong: dict[int, str] = {}
-        self._cases, self._texts = list(cases), dict[int, Text]()
-        self._sources: dict[int, str] = {}
-        for case in cases:
-            number = case.function.number
-            try:
-                text = text_of(case.function)
-                self._sources[number] = _UNIT.format(
-                    number=number, text=text.emitted(), size=text.dtype().itemsize
-                )
-                self._texts[number] = text
-            except Exception as error:
-                self.wrong[number] = f"raises {type(error).__name__}: {error}"
+        self._cases = list(cases)
+        self._texts, self._sources, self.wrong = generated(cases, _UNIT)
 
     def _unit(self) -> TranslationUnit:
         left = [n for n in self._sources if n not in self.wrong]

@@ -85,7 +85,8 @@ class Text:
 Run = Callable[..., tuple[np.ndarray, np.ndarray]]
 RunBackward = Callable[..., tuple[np.ndarray, dict[str, np.ndarray]]]
 
-_INSIDE = """
+# Function of C++ that returns whether no key of a run crosses a bound, if the code has bounds.
+IS_INSIDE = """
 template <class Mods, class Arguments, class Row, class Keys>
 bool is_inside(const Arguments& a, const Row& r, const Keys& k, int last) {
   if constexpr (Mods::has_bounds) {
@@ -172,7 +173,7 @@ def _compiled(folder: Path, texts: Sequence[Text]) -> ctypes.CDLL:
         size = text.dtype().itemsize
         units.append(_UNIT.format(text=text.emitted(), size=size, more=more, **common))
     source, library = folder / "mods.cpp", folder / "mods.so"
-    source.write_text(includes + _INSIDE + "".join(units), encoding="utf-8")
+    source.write_text(includes + IS_INSIDE + "".join(units), encoding="utf-8")
     # The stand-in headers come first. Sums of integers wrap, as in NumPy and on a GPU.
     options = ["-std=c++17", "-O0", "-w", "-shared", "-fPIC", "-fwrapv"]
     options += [f"-I{FOLDER}", f"-I{KERNEL_DIR}"]

@@ -73,8 +73,26 @@ class Placement:
         return whole[tuple(slice(length) for length in self.inner)]
 
 
+class DenseSizes:
+    """Base class of dense cases: their options and the shapes of their arrays."""
+
+    @property
+    def formula(self) -> dict[str, Any]:
+        """Options that determine the result."""
+        names = ("causal", "q_offset", "softmax_scale", "layout")
+        return {name: getattr(self, name) for name in names}
+
+    def shape(self, name: str) -> tuple[int, int, int, int]:
+        of_queries = name in ("q", "out")
+        rows = self.seqlen_q if of_queries else self.seqlen_k
+        heads = self.heads_q if of_queries else self.heads_kv
+        dim = self.head_dim if name in ("q", "k") else self.head_dim_v
+        first, second = (rows, heads) if self.layout == "bshd" else (heads, rows)
+        return (self.batch, first, second, dim)
+
+
 @dataclass(frozen=True)
-class Case:
+class Case(DenseSizes):
     """Call without array values.
 
     If family and tile are None, the planner chooses. A family without a tile uses its default
@@ -107,29 +125,9 @@ class Case:
         return " ".join(shown)
 
     @property
-    def formula(self) -> dict[str, Any]:
-        """Options that determine the result."""
-        return {
-            "causal": self.causal,
-            "q_offset": self.q_offset,
-            "softmax_scale": self.softmax_scale,
-            "layout": self.layout,
-        }
-
-    @property
     def choice(self) -> dict[str, Any]:
         """Options that determine the kernel."""
         return {"family": self.family, "tile": self.tile_used()}
-
-    def shape(self, name: str) -> tuple[int, int, int, int]:
-        rows, heads = (
-            (self.seqlen_q, self.heads_q)
-            if name in ("q", "out")
-            else (self.seqlen_k, self.heads_kv)
-        )
-        dim = self.head_dim if name in ("q", "k") else self.head_dim_v
-        first, second = (rows, heads) if self.layout == "bshd" else (heads, rows)
-        return (self.batch, first, second, dim)
 
     def placement(self, name: str) -> Placement:
         return Placement.of(self.shape(name), DTYPES[self.dtype].itemsize, self.alignment)
@@ -141,15 +139,10 @@ class Case:
         return make_problem(**specs, **options)
 
     def _spec(self, placement: Placement) -> ArraySpec:
-        order = (0, 1, 2) if self.layout == "bshd" else (0, 2, 1)
         shape, strides = placement.inner, contiguous_strides(placement.outer)
-        a, b, c = order
-        return ArraySpec(
-            shape=(shape[a], shape[b], shape[c], shape[3]),
-            strides=(strides[a], strides[b], strides[c]),
-            dtype=self.dtype,
-            alignment=self.alignment,
-        )
+        a, b, c = (0, 1, 2) if self.layout == "bshd" else (0, 2, 1)
+        in_order = (shape[a], shape[b], shape[c], shape[3]), (strides[a], strides[b], strides[c])
+        return ArraySpec(*in_order, dtype=self.dtype, alignment=self.alignment)
 
     def tile_used(self) -> Tile | None:
         if self.family is None or self.tile is not None:
@@ -157,15 +150,22 @@ class Case:
         return FORWARD[self.family].default_tile(self.problem(), current_device())
 
     def plan(self) -> Plan:
-        return make_plan(
-            self.problem(), current_device(), family=self.family, tile=self.tile_used()
-        )
+        return make_plan(self.problem(), current_device(), **self.choice)
 
     def is_supported(self) -> bool:
-        return (
-            self.family is None
-            or FORWARD[self.family].why_not(self.problem(), current_device()) is None
-        )
+        if self.family is None:
+            return True
+        return FORWARD[self.family].why_not(self.problem(), current_device()) is None
+
+
+def head_counts(heads_q: int, heads_kv: int) -> dict[str, int]:
+    """Return the numbers of heads as fields of a case."""
+    return {"heads_q": heads_q, "heads_kv": heads_kv}
+
+
+def head_dims(head_dim: int, head_dim_v: int) -> dict[str, int]:
+    """Return the head dims as fields of a case."""
+    return {"head_dim": head_dim, "head_dim_v": head_dim_v}
 
 
 def tile_with(case: Case, fields: dict[str, int]) -> Tile:
@@ -232,12 +232,8 @@ class Truth:
             out, lse = attention_reference(*values, **formula, return_lse=True)
             naive = attention_naive(*values, **formula)
         q, k, _ = values
-        return cls(
-            out,
-            lse,
-            error_bound(naive, out, q.dtype, lse=lse),
-            lse_bound(q, k, lse, formula.get("softmax_scale")),
-        )
+        of_lse = lse_bound(q, k, lse, formula.get("softmax_scale"))
+        return cls(out, lse, error_bound(naive, out, q.dtype, lse=lse), of_lse)
 
     def check(self, out: np.ndarray, lse: np.ndarray | None = None, layout: str = "bshd") -> None:
         """Fail unless a result is NaN or inf where the reference is, and else within the bounds."""
@@ -269,11 +265,7 @@ def tanh_error(dtype: Any, cap: float) -> float:
 
 
 def lse_bound(
-    q: np.ndarray,
-    k: np.ndarray,
-    lse: np.ndarray,
-    softmax_scale: float | None,
-    softcap: float | None = None,
+    q: np.ndarray, k: np.ndarray, lse: np.ndarray, softmax_scale: Any, softcap: Any = None
 ) -> float:
     """Return the error bound of a log-sum-exp in float32, or in float64 for float64 inputs.
 

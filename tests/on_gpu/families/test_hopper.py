@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,9 @@ from support.gpu.gpu_support import (
     check,
     check_all,
     check_captured_call,
+    checks_of,
     current_device,
+    of_cases,
     on_gpu,
     random_values,
     run,
@@ -46,10 +48,6 @@ pytestmark = marks()
 
 # There are more query tiles than SMs, so each thread block processes several.
 MANY = Case("hopper", "float16", 133, 450, batch=4, heads_q=60, heads_kv=20, causal=True)
-
-
-def of_cases(cases: Iterable[Case]) -> Callable[..., Any]:
-    return pytest.mark.parametrize("case", list(cases), ids=str)
 
 
 # ---- Random problems
@@ -174,7 +172,7 @@ def with_widths(Br: int, *widths: int, **fields: int) -> list[dict[str, int]]:
 WIDE = dataclasses.replace(MANY, dtype="bfloat16", head_dim=128, head_dim_v=128, causal=False)
 
 
-@of_cases(
+test_other_tiles_than_the_default_are_right = checks_of(
     case
     for start, fields in (
         (MANY, list(fields_of_tiles())),
@@ -203,8 +201,6 @@ WIDE = dataclasses.replace(MANY, dtype="bfloat16", head_dim=128, head_dim_v=128,
     if start.is_supported()
     for case in tiled(start, fields)
 )
-def test_other_tiles_than_the_default_are_right(case: Case) -> None:
-    check(case)
 
 
 def short_ring(case: Case, stages: int) -> Case:
@@ -213,14 +209,12 @@ def short_ring(case: Case, stages: int) -> Case:
     return dataclasses.replace(case, tile=dataclasses.replace(tile, stages=stages))
 
 
-@of_cases(
+test_a_ring_of_few_stages_goes_round_without_a_hitch = checks_of(
     short_ring(case, stages)
     for case in (MANY, dataclasses.replace(MANY, causal=False), dataclasses.replace(MANY, batch=1))
     if case.is_supported()
     for stages in (2, 3)
 )
-def test_a_ring_of_few_stages_goes_round_without_a_hitch(case: Case) -> None:
-    check(case)
 
 
 # ---- Addresses
@@ -371,13 +365,11 @@ LONG_CASES = [
 LONG_CASES += [dataclasses.replace(case, batch=4, heads_q=30, heads_kv=10) for case in LONG_CASES]
 
 
-@of_cases(
+test_huge_scores_are_right = checks_of(
     dataclasses.replace(case, softmax_scale=scale)
     for case in LONG_CASES
     for scale in (50.0, 5.0, -5.0)
 )
-def test_huge_scores_are_right(case: Case) -> None:
-    check(case)
 
 
 @of_cases(LONG_CASES)
@@ -490,16 +482,13 @@ def test_a_captured_call_replays_on_new_contents(case: Case) -> None:
 TINY = Case("hopper", "float16", 3, 3, batch=300, heads_q=16, heads_kv=4)
 
 
-@of_cases(
+test_thousands_of_tiny_sequences_are_right = checks_of(
     dataclasses.replace(TINY, dtype=dtype, seqlen_q=seqlen_q, seqlen_k=seqlen_k, causal=causal)
     for dtype, causal in (("float16", False), ("bfloat16", True))
     for seqlen_q, seqlen_k in ((1, 1), (3, 1), (1, 3), (2, 3), (3, 2))
 )
-def test_thousands_of_tiny_sequences_are_right(case: Case) -> None:
-    check(case)
 
-
-@of_cases(
+test_tiny_sequences_are_right_with_one_query_tile_or_two_on_their_way = checks_of(
     tiled(
         TINY,
         [
@@ -509,8 +498,6 @@ def test_thousands_of_tiny_sequences_are_right(case: Case) -> None:
         ],
     )
 )
-def test_tiny_sequences_are_right_with_one_query_tile_or_two_on_their_way(case: Case) -> None:
-    check(case)
 
 
 # With query tiles of 128 rows and a q_offset of -900, 7 of a head's 8 tiles attend to no key. The
@@ -518,16 +505,13 @@ def test_tiny_sequences_are_right_with_one_query_tile_or_two_on_their_way(case: 
 BLIND = Case("hopper", "float16", 1000, 100, batch=8, heads_q=32, heads_kv=8, causal=True)
 
 
-@of_cases(
+test_query_tiles_that_see_no_key_among_others_are_right = checks_of(
     dataclasses.replace(BLIND, dtype=dtype, q_offset=q_offset)
     for dtype in ("float16", "bfloat16")
     for q_offset in (-900, -990, -500, -300, -1000, -(2**40))
 )
-def test_query_tiles_that_see_no_key_among_others_are_right(case: Case) -> None:
-    check(case)
 
-
-@of_cases(
+test_tiles_that_see_no_key_are_right_with_any_number_of_warpgroups = checks_of(
     tiled_case
     for q_offset in (-900, -500)
     for tiled_case in tiled(
@@ -539,8 +523,6 @@ def test_query_tiles_that_see_no_key_among_others_are_right(case: Case) -> None:
         ],
     )
 )
-def test_tiles_that_see_no_key_are_right_with_any_number_of_warpgroups(case: Case) -> None:
-    check(case)
 
 
 @of_cases(
@@ -552,9 +534,7 @@ def test_splits_that_see_no_key_are_right(case: Case) -> None:
     check(case)
 
 
-@of_cases(
+test_tiny_sequences_whose_queries_see_nothing_are_right = checks_of(
     dataclasses.replace(TINY, seqlen_q=2, seqlen_k=3, causal=True, q_offset=q_offset)
     for q_offset in (-2, -1, 0, 1)
 )
-def test_tiny_sequences_whose_queries_see_nothing_are_right(case: Case) -> None:
-    check(case)

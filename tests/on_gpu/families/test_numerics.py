@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from support.gpu.gpu_support import (
     Truth,
     bits,
     check,
+    checks_of_supported,
     current_device,
     on_gpu,
     random_values,
@@ -48,29 +49,20 @@ FAMILY_DTYPES = [
 assert {family for family, _ in FAMILY_DTYPES} == set(FORWARD) - {"decode"}
 
 
-def of_cases(cases: Iterable[Case]) -> Callable[..., Any]:
-    return pytest.mark.parametrize("case", [c for c in cases if c.is_supported()], ids=str)
-
-
-@of_cases(
+test_ragged_sequences_are_right_in_every_dtype = checks_of_supported(
     Case(family, dtype, seqlen_q, seqlen_k, causal=causal)
     for family in FORWARD
     for dtype in DTYPES
     for causal in (False, True)
     for seqlen_q, seqlen_k in ((113, 203), (1, 239), (799, 3), (64, 64), (257, 129))
 )
-def test_ragged_sequences_are_right_in_every_dtype(case: Case) -> None:
-    check(case)
 
-
-@of_cases(
+test_what_the_planner_chooses_is_right = checks_of_supported(
     Case(None, dtype, 129, 190, head_dim=dim, head_dim_v=dim, causal=causal)
     for dtype in DTYPES
     for dim in (64, 128)
     for causal in (False, True)
 )
-def test_what_the_planner_chooses_is_right(case: Case) -> None:
-    check(case)
 
 
 HEAD_DIMS = [(d, d) for d in (1, 7, 33, 40, 72, 96, 100, 128, 160, 192, 256)]
@@ -84,17 +76,14 @@ def dtypes_for(family: str, index: int) -> tuple[str, ...]:
     return (tuple(DTYPES)[index % 4],)
 
 
-@of_cases(
+test_any_head_dims_are_right = checks_of_supported(
     Case(family, dtype, 77, 150, head_dim=dim, head_dim_v=dim_v, causal=index % 3 == 1)
     for family in FORWARD
     for index, (dim, dim_v) in enumerate(HEAD_DIMS)
     for dtype in dtypes_for(family, index)
 )
-def test_any_head_dims_are_right(case: Case) -> None:
-    check(case)
 
-
-@of_cases(
+test_rows_of_any_alignment_and_both_layouts_are_read_and_written_in_place = checks_of_supported(
     Case(
         family,
         dtype,
@@ -113,63 +102,43 @@ def test_any_head_dims_are_right(case: Case) -> None:
     if alignment >= DTYPES[dtype].itemsize
     for layout in ("bshd", "bhsd")
 )
-def test_rows_of_any_alignment_and_both_layouts_are_read_and_written_in_place(case: Case) -> None:
-    check(case)
 
-
-@of_cases(
+test_q_offset_moves_the_causal_mask_and_rows_without_keys_are_zero = checks_of_supported(
     Case(family, dtype, 113, 150, causal=True, q_offset=q_offset)
     for family, dtype in FAMILY_DTYPES
     for q_offset in (-(2**40), -113, -112, -50, 0, 36, 149, 150, 2**40)
 )
-def test_q_offset_moves_the_causal_mask_and_rows_without_keys_are_zero(case: Case) -> None:
-    check(case)
 
-
-@of_cases(
+test_any_softmax_scale_is_right = checks_of_supported(
     Case(family, dtype, 70, 150, causal=causal, softmax_scale=scale)
     for family, dtype in FAMILY_DTYPES
     for scale, causal in ((0.0, True), (-0.2, True), (-1.5, False), (1e-4, False), (5.0, True))
 )
-def test_any_softmax_scale_is_right(case: Case) -> None:
-    check(case)
 
-
-@of_cases(
+test_query_heads_share_key_value_heads_in_order = checks_of_supported(
     Case(family, dtype, 70, 150, heads_q=heads_q, heads_kv=heads_kv, causal=True)
     for family, dtype in FAMILY_DTYPES
     for heads_q, heads_kv in ((8, 8), (8, 2), (6, 3), (7, 1))
 )
-def test_query_heads_share_key_value_heads_in_order(case: Case) -> None:
-    check(case)
 
-
-@of_cases(
+test_one_head_with_many_keys_is_right = checks_of_supported(
     Case(family, dtype, seqlen_q, 4099, batch=1, heads_q=1, heads_kv=1, causal=True, q_offset=off)
     for family, dtype in (*FAMILY_DTYPES, ("simt", "float64"))
     # With an offset of 5, most splits have no visible key.
     for seqlen_q, off in ((1, None), (113, None), (113, 5), (113, -50))
 )
-def test_one_head_with_many_keys_is_right(case: Case) -> None:
-    check(case)
 
-
-@of_cases(
+test_many_heads_over_many_key_tiles_are_right = checks_of_supported(
     Case(family, dtype, 33, 333, batch=3, heads_q=80, heads_kv=20, causal=causal)
     for family, dtype in FAMILY_DTYPES
     for causal in (False, True)
 )
-def test_many_heads_over_many_key_tiles_are_right(case: Case) -> None:
-    check(case)
 
-
-@of_cases(
+test_empty_sequences_and_batches_give_zero_or_nothing = checks_of_supported(
     Case(family, dtype, seqlen_q, seqlen_k, batch=batch)
     for family, dtype in FAMILY_DTYPES
     for batch, seqlen_q, seqlen_k in ((2, 0, 5), (2, 5, 0), (2, 0, 0), (0, 5, 7))
 )
-def test_empty_sequences_and_batches_give_zero_or_nothing(case: Case) -> None:
-    check(case)
 
 
 def sampled_tiles(case: Case, count: int) -> list[Case]:
@@ -186,7 +155,7 @@ def sampled_tiles(case: Case, count: int) -> list[Case]:
 MANY = Case("mma", "float16", 133, 450, batch=4, heads_q=60, heads_kv=20, causal=True)
 
 
-@of_cases(
+test_any_legal_tile_is_right = checks_of_supported(
     tiled
     for case, count in (
         (dataclasses.replace(MANY, family="hopper"), 12),
@@ -199,8 +168,6 @@ MANY = Case("mma", "float16", 133, 450, batch=4, heads_q=60, heads_kv=20, causal
     )
     for tiled in sampled_tiles(case, count)
 )
-def test_any_legal_tile_is_right(case: Case) -> None:
-    check(case)
 
 
 @settings(

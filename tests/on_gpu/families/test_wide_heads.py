@@ -11,17 +11,8 @@ import pytest
 from support.calls.modified_calls import KINDS, random_call
 from support.calls.sequence_support import KVCacheCase, VarlenCase, ragged_lengths
 from support.gpu import cupy
-from support.gpu.gpu_sequences import (
-    ON_GPU,
-    Place,
-    check_kvcache,
-    check_varlen,
-    kvcache,
-    varlen,
-)
-from support.gpu.gpu_sequences import (
-    of_cases as of_sequences,
-)
+from support.gpu.gpu_sequences import ON_GPU, Place, check_sequences, kvcache, varlen
+from support.gpu.gpu_sequences import of_cases as of_sequences
 from support.gpu.gpu_support import DTYPES, Case, check, current_device, naming
 from support.gradients.gradient_calls import KINDS as GRADIENT_KINDS
 from support.gradients.gradient_calls import random_gradient_call
@@ -160,10 +151,8 @@ def test_random_problems_are_right(test: int) -> None:
         with naming(f"problem {number}, {family} alignment {alignment} {case}"):
             if isinstance(case, Case):
                 check(case)
-            elif isinstance(case, VarlenCase):
-                check_varlen(Place(family), case, alignment)
             else:
-                check_kvcache(Place(family), case, alignment)
+                check_sequences(Place(family), case, alignment)
 
 
 @pytest.mark.parametrize("alignment", [2, 4, 8])
@@ -210,7 +199,7 @@ def test_modified_wide_heads_are_right(test: int) -> None:
     )
 )
 def test_packed_wide_heads_are_right(place: Place, case) -> None:
-    check_varlen(place, case)
+    check_sequences(place, case)
 
 
 @pytest.mark.parametrize("place", ON_GPU, ids=str)
@@ -236,7 +225,7 @@ def test_packed_wide_heads_are_right(place: Place, case) -> None:
 )
 @pytest.mark.parametrize("num_splits", [0, 3])
 def test_cached_wide_heads_are_right(place: Place, case, num_splits: int) -> None:
-    check_kvcache(place, case, num_splits=num_splits)
+    check_sequences(place, case, num_splits=num_splits)
 
 
 @pytest.mark.parametrize("test", range(4))

@@ -22,6 +22,7 @@ from support.gpu.gpu_sequences import (
     Place,
     assert_same_bits,
     check_kvcache,
+    checks_everywhere,
     cluster_of,
     cubins,
     decode_on_h100,
@@ -49,8 +50,7 @@ DRAW = random.Random(5)
 # ---- Query rows, heads, head dims, lengths
 
 
-@everywhere
-@of_cases(
+test_any_number_of_query_rows_is_right = checks_everywhere(
     kvcache(
         dtype=dtype,
         seqlen_q=seqlen_q,
@@ -64,22 +64,14 @@ DRAW = random.Random(5)
     )
     for dtype in (SIXTEEN_BIT[index % 2], ("float32", "float64")[index % 2])
 )
-def test_any_number_of_query_rows_is_right(place: Place, case: KVCacheCase) -> None:
-    check_kvcache(place, case)
 
-
-@everywhere
-@of_cases(
+test_any_head_dims_are_right = checks_everywhere(
     kvcache(dtype=dtype, head_dim=dim, head_dim_v=dim_v, seqlen_q=3, seqlen_new=2, causal=True)
     for index, (dim, dim_v) in enumerate(HEAD_DIMS)
     for dtype in (SIXTEEN_BIT[index % 2], ("float32", "float64")[index % 2])
 )
-def test_any_head_dims_are_right(place: Place, case: KVCacheCase) -> None:
-    check_kvcache(place, case)
 
-
-@everywhere
-@of_cases(
+test_any_batch_and_cache_length_is_right = checks_everywhere(
     kvcache(
         dtype=dtype,
         batch=batch,
@@ -96,20 +88,12 @@ def test_any_head_dims_are_right(place: Place, case: KVCacheCase) -> None:
         (70, 500, 1, 4, 2),
     )
 )
-def test_any_batch_and_cache_length_is_right(place: Place, case: KVCacheCase) -> None:
-    check_kvcache(place, case)
 
-
-@everywhere
-@of_cases(
+test_empty_caches_give_zero_and_lengths_about_a_tile_are_right = checks_everywhere(
     KVCacheCase(lengths, dtype=dtype, seqlen_q=2, causal=causal, heads_q=8, heads_kv=2)
     for lengths in ((0,), (0, 0, 0, 0), (1, 0, 2), (15, 16, 17, 63, 64, 65, 127, 128, 129))
     for dtype, causal in (("bfloat16", True), ("float16", False), ("float32", True))
 )
-def test_empty_caches_give_zero_and_lengths_about_a_tile_are_right(
-    place: Place, case: KVCacheCase
-) -> None:
-    check_kvcache(place, case)
 
 
 @everywhere
@@ -122,14 +106,11 @@ def test_one_length_for_all_may_be_an_integer(place: Place, case: KVCacheCase) -
     check_kvcache(place, case, cache_seqlens=case.lengths[0])
 
 
-@everywhere
-@of_cases(
+test_any_softmax_scale_is_right = checks_everywhere(
     kvcache(longest=90, dtype=dtype, causal=causal, seqlen_q=5, softmax_scale=scale)
     for dtype in ("float16", "float32")
     for scale, causal in ((0.0, True), (-0.3, True), (2.0, False))
 )
-def test_any_softmax_scale_is_right(place: Place, case: KVCacheCase) -> None:
-    check_kvcache(place, case)
 
 
 @everywhere
@@ -183,8 +164,7 @@ def test_sequences_may_read_one_cache(place: Place) -> None:
 # ---- Pages
 
 
-@everywhere
-@of_cases(
+test_pages_of_any_size_are_right = checks_everywhere(
     kvcache(
         dtype=dtype,
         page_size=page_size,
@@ -199,33 +179,22 @@ def test_sequences_may_read_one_cache(place: Place) -> None:
     for dtype in (*SIXTEEN_BIT, DRAW.choice(("float32", "float64")))
     for heads_q, heads_kv in (DRAW.choice(GROUPS),)
 )
-def test_pages_of_any_size_are_right(place: Place, case: KVCacheCase) -> None:
-    check_kvcache(place, case)
 
-
-@everywhere
-@of_cases(
+test_pages_of_any_head_dims_are_right = checks_everywhere(
     kvcache(dtype=dtype, page_size=page_size, head_dim=dim, head_dim_v=dim_v, seqlen_q=2)
     for dtype, page_size, dim, dim_v in PAGES_OF_DIMS
 )
-def test_pages_of_any_head_dims_are_right(place: Place, case: KVCacheCase) -> None:
-    check_kvcache(place, case)
 
-
-@everywhere
-@of_cases(
+test_long_or_many_paged_sequences_are_right = checks_everywhere(
     kvcache(batch=batch, longest=longest, page_size=page_size, dtype="bfloat16", heads_kv=1)
     for batch, longest, page_size in ((1, 5000, 1), (3, 3000, 16), (70, 300, 64))
 )
-def test_long_or_many_paged_sequences_are_right(place: Place, case: KVCacheCase) -> None:
-    check_kvcache(place, case)
 
 
 # ---- Appended rows
 
 
-@everywhere
-@of_cases(
+test_new_rows_are_appended_and_attended_to = checks_everywhere(
     kvcache(
         dtype=dtype,
         seqlen_q=seqlen_q,
@@ -246,12 +215,8 @@ def test_long_or_many_paged_sequences_are_right(place: Place, case: KVCacheCase)
         (("float32", "float64")[index % 2], (0, 16)[index // 2 % 2]),
     )
 )
-def test_new_rows_are_appended_and_attended_to(place: Place, case: KVCacheCase) -> None:
-    check_kvcache(place, case)
 
-
-@everywhere
-@of_cases(
+test_new_rows_and_queries_are_turned_by_their_positions = checks_everywhere(
     kvcache(
         dtype=dtype,
         seqlen_q=new,
@@ -269,14 +234,8 @@ def test_new_rows_are_appended_and_attended_to(place: Place, case: KVCacheCase) 
     for rotary_dtype in (DRAW.choice((None, "float64" if dtype == "float64" else "float32")),)
     for new, page_size in (DRAW.choice(((1, 0), (1, 16), (5, 16), (5, 3), (33, 0), (33, 3))),)
 )
-def test_new_rows_and_queries_are_turned_by_their_positions(
-    place: Place, case: KVCacheCase
-) -> None:
-    check_kvcache(place, case)
 
-
-@everywhere
-@of_cases(
+test_rotation_of_any_head_dims_is_right = checks_everywhere(
     kvcache(
         dtype=dtype,
         head_dim=dim,
@@ -296,17 +255,11 @@ def test_new_rows_and_queries_are_turned_by_their_positions(
         ("float32", 33, 6, 4, 4),
     )
 )
-def test_rotation_of_any_head_dims_is_right(place: Place, case: KVCacheCase) -> None:
-    check_kvcache(place, case)
 
-
-@everywhere
-@of_cases(
+test_a_whole_batch_of_decode_steps_is_right = checks_everywhere(
     kvcache(batch=40, longest=300, dtype=dtype, seqlen_new=1, rotary_dim=64, causal=True)
     for dtype in ("float16", "float32")
 )
-def test_a_whole_batch_of_decode_steps_is_right(place: Place, case: KVCacheCase) -> None:
-    check_kvcache(place, case)
 
 
 @everywhere

@@ -18,6 +18,7 @@ from support.gpu.gpu_sequences import (
     Place,
     assert_same_bits,
     check_varlen,
+    checks_everywhere,
     cubins,
     everywhere,
     of_aligned_cases,
@@ -40,19 +41,14 @@ __all__ = ["cubins", "use_cubins"]  # fixtures
 # ---- Lengths, dtypes, heads, head dims
 
 
-@everywhere
-@of_cases(
+test_sequences_of_random_lengths_are_right = checks_everywhere(
     varlen(dtype=dtype, causal=causal, heads_q=heads_q, heads_kv=heads_kv)
     for dtype in DTYPES
     for causal in (False, True)
     for heads_q, heads_kv in GROUPS
 )
-def test_sequences_of_random_lengths_are_right(place: Place, case: VarlenCase) -> None:
-    check_varlen(place, case)
 
-
-@everywhere
-@of_cases(
+test_any_head_dims_are_right = checks_everywhere(
     varlen(
         dtype=dtype,
         head_dim=dim,
@@ -63,24 +59,16 @@ def test_sequences_of_random_lengths_are_right(place: Place, case: VarlenCase) -
     for index, (dim, dim_v) in enumerate(HEAD_DIMS)
     for dtype in (SIXTEEN_BIT[index % 2], ("float32", "float64")[index % 2])
 )
-def test_any_head_dims_are_right(place: Place, case: VarlenCase) -> None:
-    check_varlen(place, case)
 
-
-@everywhere
-@of_cases(
+test_seqused_k_hides_the_rest_of_each_sequence = checks_everywhere(
     varlen(dtype=dtype, causal=causal, seqused=seqused, heads_q=heads_q, heads_kv=heads_kv)
     for (dtype, causal), (heads_q, heads_kv) in zip(
         itertools.product(("float16", "float32"), (False, True)), (*GROUPS, (4, 2)), strict=True
     )
     for seqused in (True,)
 )
-def test_seqused_k_hides_the_rest_of_each_sequence(place: Place, case: VarlenCase) -> None:
-    check_varlen(place, case)
 
-
-@everywhere
-@of_cases(
+test_empty_sequences_give_nothing_and_rows_without_keys_zero = checks_everywhere(
     VarlenCase(seqlens_q, seqlens_k, dtype=dtype, causal=causal)
     for seqlens_q, seqlens_k in (
         ((0, 7, 0, 0, 19), (5, 0, 0, 31, 40)),
@@ -93,30 +81,18 @@ def test_seqused_k_hides_the_rest_of_each_sequence(place: Place, case: VarlenCas
     )
     for dtype, causal in (("float16", True), ("float32", False))
 )
-def test_empty_sequences_give_nothing_and_rows_without_keys_zero(
-    place: Place, case: VarlenCase
-) -> None:
-    check_varlen(place, case)
 
-
-@everywhere
-@of_cases(
+test_one_sequence_or_hundreds_are_right = checks_everywhere(
     varlen(batch=batch, longest=longest, dtype=dtype, causal=causal, heads_q=4, heads_kv=1)
     for batch, longest in ((1, 799), (70, 60), (300, 3))
     for dtype, causal in (("bfloat16", True), ("float64", False))
 )
-def test_one_sequence_or_hundreds_are_right(place: Place, case: VarlenCase) -> None:
-    check_varlen(place, case)
 
-
-@everywhere
-@of_cases(
+test_any_softmax_scale_is_right = checks_everywhere(
     varlen(longest=70, dtype=dtype, causal=causal, softmax_scale=scale)
     for dtype in ("float16", "float32")
     for scale, causal in ((0.0, True), (-0.3, True), (2.0, False))
 )
-def test_any_softmax_scale_is_right(place: Place, case: VarlenCase) -> None:
-    check_varlen(place, case)
 
 
 # ---- Rows of no sequence
@@ -184,8 +160,7 @@ def test_rows_beside_empty_sequences_become_0(place: Place, starts: tuple[int, .
 # ---- Pages
 
 
-@everywhere
-@of_cases(
+test_pages_of_any_size_are_right = checks_everywhere(
     varlen(
         dtype=dtype,
         page_size=page_size,
@@ -197,17 +172,11 @@ def test_rows_beside_empty_sequences_become_0(place: Place, starts: tuple[int, .
     for index, (page_size, causal) in enumerate(itertools.product(PAGE_SIZES, (False, True)))
     for dtype in (SIXTEEN_BIT[index // 2 % 2], ("float32", "float64")[index // 2 % 2])
 )
-def test_pages_of_any_size_are_right(place: Place, case: VarlenCase) -> None:
-    check_varlen(place, case)
 
-
-@everywhere
-@of_cases(
+test_pages_of_any_head_dims_are_right = checks_everywhere(
     varlen(dtype=dtype, page_size=page_size, head_dim=dim, head_dim_v=dim_v, causal=True)
     for dtype, page_size, dim, dim_v in PAGES_OF_DIMS
 )
-def test_pages_of_any_head_dims_are_right(place: Place, case: VarlenCase) -> None:
-    check_varlen(place, case)
 
 
 @everywhere

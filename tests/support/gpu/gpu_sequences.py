@@ -306,6 +306,28 @@ def check_kvcache(
     problem.check_caches(k_cache, v_cache)
 
 
+def check_sequences(
+    place: Place, case: VarlenCase | KVCacheCase, alignment: int = MAX_ALIGNMENT, **options: Any
+) -> None:
+    """Fail unless a case of either kind is computed right."""
+    check = check_varlen if isinstance(case, VarlenCase) else check_kvcache
+    check(place, case, alignment, **options)
+
+
+def checks_everywhere(cases: Iterable[VarlenCase | KVCacheCase]) -> Callable[..., None]:
+    """Return a test that each case is computed right on the CPU and in every kernel family.
+
+    A module assigns it to the test's name.
+    """
+
+    @everywhere
+    @of_cases(cases)
+    def test(place: Place, case: VarlenCase | KVCacheCase) -> None:
+        check_sequences(place, case)
+
+    return test
+
+
 def assert_same_bits(results: Iterable[np.ndarray], expected: Iterable[np.ndarray]) -> None:
     for result, wanted in zip(results, expected, strict=True):
         np.testing.assert_array_equal(bits(result), bits(wanted))

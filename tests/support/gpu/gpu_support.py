@@ -158,16 +158,6 @@ class Case(DenseSizes):
         return FORWARD[self.family].why_not(self.problem(), current_device()) is None
 
 
-def head_counts(heads_q: int, heads_kv: int) -> dict[str, int]:
-    """Return the numbers of heads as fields of a case."""
-    return {"heads_q": heads_q, "heads_kv": heads_kv}
-
-
-def head_dims(head_dim: int, head_dim_v: int) -> dict[str, int]:
-    """Return the head dims as fields of a case."""
-    return {"head_dim": head_dim, "head_dim_v": head_dim_v}
-
-
 def tile_with(case: Case, fields: dict[str, int]) -> Tile:
     """Return the first legal tile of the case's family that has these fields."""
     tiles = FORWARD[str(case.family)].tiles(case.problem(), current_device())
@@ -373,6 +363,28 @@ def check(case: Case, values: Arrays | None = None) -> None:
         truth = Truth.of(values, **case.formula)
     out, lse = run(case, values)
     truth.check(out, lse, case.layout)
+
+
+def of_cases(cases: Iterable[Case]) -> Any:
+    return pytest.mark.parametrize("case", list(cases), ids=str)
+
+
+def of_supported_cases(cases: Iterable[Case]) -> Any:
+    return of_cases(case for case in cases if case.is_supported())
+
+
+def checks_of(cases: Iterable[Case]) -> Callable[[Case], None]:
+    """Return a test that each case is computed right; a module assigns it to the test's name."""
+
+    @of_cases(cases)
+    def test(case: Case) -> None:
+        check(case)
+
+    return test
+
+
+def checks_of_supported(cases: Iterable[Case]) -> Callable[[Case], None]:
+    return checks_of(case for case in cases if case.is_supported())
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.gpu import cupy
-from support.gpu.gpu_support import DTYPES, bits, require_free_memory
+from support.gpu.gpu_support import DTYPES, bits, capture_call, require_free_memory
 
 from cupy_flash import (
     UnsupportedError,
@@ -129,10 +129,7 @@ def test_a_captured_pass_replays_on_new_contents(
     with stream:
         for array in call.arrays.values():
             array[...] = 0
-        call.run()
-        stream.begin_capture()
-        gradients = call.run()
-        graph = stream.end_capture()
+        graph, gradients = capture_call(stream, call.run)
         for name, array in call.arrays.items():
             array[...] = values[name]
         for _ in range(2):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support.calls.modified_calls import DTYPES, SCORE_MODS, ModifiedCall
 from support.gpu import cupy
+from support.gpu.gpu_support import capture_call
 from support.gradients.gradient_calls import GradientCall
 from support.gradients.gradient_rule import check_gradients
 
@@ -192,11 +193,8 @@ def test_gradients_are_captured_in_a_graph() -> None:
     expected = cupy_flash.flash_attention_backward(*positional, **named)
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
-        # This call leaves memory in the pool for the capture, which cannot allocate any.
-        cupy_flash.flash_attention_backward(*positional, **named)
-        stream.begin_capture()
-        found = cupy_flash.flash_attention_backward(*positional, **named)
-        graph = stream.end_capture()
+        backward = cupy_flash.flash_attention_backward
+        graph, found = capture_call(stream, backward, *positional, **named)
         for _ in range(2):
             for array in found:
                 array.fill(np.nan)

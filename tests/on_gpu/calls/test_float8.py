@@ -18,6 +18,7 @@ from support.calls.float8_support import (
     truth_of,
 )
 from support.gpu import cupy
+from support.gpu.gpu_support import capture_call
 
 from cupy_flash import flash_attention
 from cupy_flash.families.hopper import HopperTile
@@ -172,11 +173,7 @@ def test_a_graph_reads_arrays_and_scales_anew() -> None:
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with stream:
-        flash_attention(**given, out=out)
-        stream.synchronize()
-        stream.begin_capture()
-        flash_attention(**given, out=out)
-        graph = stream.end_capture()
+        graph, _ = capture_call(stream, flash_attention, **given, out=out)
         for arguments in (second, first):
             for name, array in on_device(arguments).items():
                 target = given[name]

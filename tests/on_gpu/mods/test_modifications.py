@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.calls.modified_calls import DTYPES, KINDS, ModifiedCall, padded_call, random_call
 from support.gpu import cupy
-from support.gpu.gpu_support import bits
+from support.gpu.gpu_support import bits, capture_call
 
 from cupy_flash import UnsupportedError, flash_attention, plan
 from cupy_flash.families import FORWARD
@@ -227,11 +227,8 @@ def test_rows_of_low_scores_are_found_at_each_replay_of_a_graph(rng: np.random.G
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with stream:
-        flash_attention(q, k, v, bias=bias, out=out, family="hopper")
-        stream.synchronize()
-        stream.begin_capture()
-        flash_attention(q, k, v, bias=bias, out=out, family="hopper")
-        graph = stream.end_capture()
+        options = {"bias": bias, "out": out, "family": "hopper"}
+        graph, _ = capture_call(stream, flash_attention, q, k, v, **options)
     for rows in (slice(0, 0), slice(40, 90), slice(0, 0), slice(299, 300)):
         bias[...] = 0
         bias[:, :, rows] = -1e9

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support.gpu import cupy
-from support.gpu.gpu_support import DTYPES, Guarded, current_device
+from support.gpu.gpu_support import DTYPES, Guarded, capture_call, current_device
 
 from cupy_flash.gpu.append import Append, AppendSpec, prepare
 from cupy_flash.parallel import generation
@@ -549,12 +549,8 @@ def test_a_captured_append_follows_the_lengths_as_they_grow(rng: np.random.Gener
     cupy.cuda.Device().synchronize()
     with stream:
         run = Run(arrays, Places(np.array([3, 0, 11], np.int32), block_table=table))
-        # This append writes the same rows as the first replay, because the lengths are equal.
-        run()
-        stream.synchronize()
-        stream.begin_capture()
-        run()
-        graph = stream.end_capture()
+        # The call before the capture writes the rows of the first replay: the lengths are equal.
+        graph, _ = capture_call(stream, run)
         for step in range(9):
             lengths = np.array([3 + step, step, 11 + step], np.int32)
             run.lengths.set(lengths, stream=stream)

@@ -14,6 +14,7 @@ from support.calls.combine_support import (
     with_sinks,
 )
 from support.gpu import cupy
+from support.gpu.gpu_support import capture_call
 
 from cupy_flash import attention_reference, combine
 from cupy_flash.reference.dense import error_bound, max_error
@@ -206,11 +207,7 @@ def test_a_captured_merge_follows_what_the_parts_hold(rng: np.random.Generator) 
     with stream:
         parts = [gpu(array) for array in first]
         out = poisoned((2, 7, 6, 64), np.float16)
-        combine(*parts, out=out)
-        stream.synchronize()
-        stream.begin_capture()
-        _, lse = combine(*parts, out=out)
-        graph = stream.end_capture()
+        graph, (_, lse) = capture_call(stream, combine, *parts, out=out)
         for array, values in zip(parts, second, strict=True):
             array.set(values, stream=stream)
         for array in (out, lse):

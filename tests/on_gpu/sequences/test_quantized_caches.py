@@ -17,7 +17,7 @@ from support.calls.quantized_support import (
 )
 from support.calls.sequence_support import KVCacheCase, Truth, VarlenCase, ragged_lengths, to_numpy
 from support.gpu import cupy
-from support.gpu.gpu_support import naming
+from support.gpu.gpu_support import capture_call, naming
 
 from cupy_flash import flash_attention_varlen, flash_attention_with_kvcache, plan
 from cupy_flash.errors import UnsupportedError
@@ -268,10 +268,7 @@ def test_a_captured_step_serves_a_growing_cache() -> None:
     cupy.cuda.get_current_stream().synchronize()
     pool = cupy.cuda.MemoryPool()
     with stream, cupy.cuda.using_allocator(pool.malloc):
-        flash_attention_with_kvcache(**given, out=out)
-        stream.begin_capture()
-        flash_attention_with_kvcache(**given, out=out)
-        graph = stream.end_capture()
+        graph, _ = capture_call(stream, flash_attention_with_kvcache, **given, out=out)
     for _ in range(3):
         given["cache_seqlens"] += 1
         arguments["cache_seqlens"] = arguments["cache_seqlens"] + 1
@@ -384,10 +381,7 @@ def test_a_number_on_the_host_is_kept_by_value_for_captured_calls() -> None:
     cupy.cuda.get_current_stream().synchronize()
     captured = cupy.empty_like(out)
     with stream, cupy.cuda.using_allocator(cupy.cuda.MemoryPool().malloc):
-        flash_attention_with_kvcache(**given, out=captured)
-        stream.begin_capture()
-        flash_attention_with_kvcache(**given, out=captured)
-        graph = stream.end_capture()
+        graph, _ = capture_call(stream, flash_attention_with_kvcache, **given, out=captured)
         captured.fill(0)
         graph.launch(stream)
     stream.synchronize()

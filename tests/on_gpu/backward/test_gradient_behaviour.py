@@ -21,6 +21,7 @@ from cupy_flash.families import FAMILIES
 pytestmark = pytest.mark.gpu
 
 KINDS = ("dense", "padded", "varlen")
+Kernel = tuple[str, str, str, int]  # family, dtype, kind and head_dim of a call
 # All dtypes; for the two families with ordered accumulation also all kinds and several head dims.
 CALLS = [(family, dtype, "dense", 64) for family in FAMILIES["backward"] for dtype in DTYPES]
 CALLS += [
@@ -31,7 +32,11 @@ CALLS += [
     for head_dim in (64, 128, 192, 256)
     if (kind, head_dim) != ("dense", 64)
 ]
-of_calls = pytest.mark.parametrize(("family", "dtype", "kind", "head_dim"), CALLS)
+
+
+@pytest.fixture(params=CALLS, ids=lambda call: "-".join(map(str, call)))
+def kernel(request: pytest.FixtureRequest) -> Kernel:
+    return request.param
 
 
 class Pass:
@@ -89,12 +94,9 @@ def assert_equal_bits(found: tuple[Any, ...], expected: list[np.ndarray]) -> Non
         np.testing.assert_array_equal(gradient, of_first)
 
 
-@of_calls
-def test_a_thousand_passes_give_the_same_bits(
-    family: str, dtype: str, kind: str, head_dim: int
-) -> None:
+def test_a_thousand_passes_give_the_same_bits(kernel: Kernel) -> None:
     # Each head has several KV tiles, whose thread blocks run at the same time.
-    call = Pass(family, dtype, kind, head_dim, seqlen=777, heads=8)
+    call = Pass(*kernel, seqlen=777, heads=8)
     first = [gradient.copy() for gradient in call.run()]
     unequal = cupy.zeros((), np.int64)
     for _ in range(1000):
@@ -103,11 +105,8 @@ def test_a_thousand_passes_give_the_same_bits(
     assert int(unequal) == 0
 
 
-@of_calls
-def test_what_the_memory_held_before_does_not_matter(
-    family: str, dtype: str, kind: str, head_dim: int
-) -> None:
-    call = Pass(family, dtype, kind, head_dim)
+def test_what_the_memory_held_before_does_not_matter(kernel: Kernel) -> None:
+    call = Pass(*kernel)
     expected = bits_of(call.run())
     for value in (np.nan, np.inf, 1.0):
         # The memory pool reuses this memory for workspaces and results.
@@ -117,11 +116,8 @@ def test_what_the_memory_held_before_does_not_matter(
         assert_equal_bits(call.run(), expected)
 
 
-@of_calls
-def test_a_captured_pass_replays_on_new_contents(
-    family: str, dtype: str, kind: str, head_dim: int
-) -> None:
-    call = Pass(family, dtype, kind, head_dim)
+def test_a_captured_pass_replays_on_new_contents(kernel: Kernel) -> None:
+    call = Pass(*kernel)
     values = {name: array.copy() for name, array in call.arrays.items()}
     expected = bits_of(call.run())
     stream = cupy.cuda.Stream(non_blocking=True)
@@ -138,11 +134,10 @@ def test_a_captured_pass_replays_on_new_contents(
             assert_equal_bits(gradients, expected)
 
 
-@of_calls
 def test_passes_on_streams_that_run_at_once_do_not_disturb_each_other(
-    family: str, dtype: str, kind: str, head_dim: int
+    kernel: Kernel,
 ) -> None:
-    call = Pass(family, dtype, kind, head_dim)
+    call = Pass(*kernel)
     expected = bits_of(call.run())
     cupy.cuda.Device().synchronize()
     found = []

@@ -24,6 +24,7 @@ from support.gpu.gpu_support import (
     keep_busy,
     on_gpu,
     random_values,
+    run_in_threads,
 )
 
 from cupy_flash import flash_attention, flash_attention_varlen, plan
@@ -324,11 +325,7 @@ def test_threads_may_call_at_once_on_streams_of_their_own() -> None:
             results[index] = [out.get(stream=stream) for out in outs]
             stream.synchronize()
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(problems))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(work, len(problems))
     assert sorted(results) == list(range(len(problems)))
     for index, values in enumerate(problems):
         truth = Truth.of(values)

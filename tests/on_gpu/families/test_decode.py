@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from sanitize import clustered_calls
 from support.calls.sequence_support import KVCacheCase, VarlenCase, ragged_lengths
-from support.gpu import cupy
 from support.gpu.gpu_sequences import (
     CPU,
     Place,
@@ -23,11 +22,10 @@ from support.gpu.gpu_sequences import (
     jobs_of,
 )
 from support.gpu.gpu_support import (
-    DTYPES,
-    Arrays,
     Case,
     bits,
     check,
+    check_same_bits,
     checks_of,
     current_device,
     of_cases,
@@ -35,6 +33,7 @@ from support.gpu.gpu_support import (
     run,
 )
 from support.hard_values import (
+    check_masked_keys,
     with_growing_keys,
     with_keys_at_minus_infinity,
     with_one_key_far_above,
@@ -42,7 +41,6 @@ from support.hard_values import (
 )
 from support.prebuilt import jobs_of_cases, selected_calls, use_cubins, write_cubins
 
-from cupy_flash import flash_attention
 from cupy_flash.cli.build.build import Job
 from cupy_flash.families import FORWARD
 from cupy_flash.families.decode import DecodeTile
@@ -258,12 +256,7 @@ def test_nan_and_infinity_propagate_as_in_the_reference(case: Case, what: str) -
 @of_cases([dataclasses.replace(case, q_offset=1500) for case in LONG])
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 def test_masked_keys_never_reach_the_output(case: Case, poison: float) -> None:
-    q, k, v = random_values(case)
-    clean = run(case, (q, k, v))
-    k[:, 1503:] = poison
-    poisoned = run(case, (q, k, v))
-    np.testing.assert_array_equal(bits(clean[0]), bits(poisoned[0]))
-    np.testing.assert_array_equal(clean[1], poisoned[1])
+    check_masked_keys(case, 1503, poison)
 
 
 @on_gpu
@@ -291,14 +284,7 @@ def test_a_row_has_the_same_bits_whatever_its_neighbours_hold(case: Case) -> Non
     ]
 )
 def test_a_hundred_calls_give_the_same_bits(case: Case) -> None:
-    inputs: Arrays = tuple(cupy.asarray(array) for array in random_values(case))
-    out = cupy.ndarray(case.shape("out"), DTYPES[case.dtype])
-    results = set()
-    for _ in range(100):
-        out.data.memset_async(0xFF, out.nbytes)
-        _, lse = flash_attention(*inputs, out=out, return_lse=True, **case.formula, **case.choice)
-        results.add((out.get().tobytes(), lse.get().tobytes()))
-    assert len(results) == 1
+    check_same_bits(case, 100)
     check(case)
 
 

@@ -17,6 +17,7 @@ from support.gpu.gpu_support import (
     on_gpu,
     random_values,
 )
+from support.gpu.hopper_support import marks
 from support.hard_values import (
     with_growing_keys,
     with_keys_at_minus_infinity,
@@ -27,12 +28,7 @@ from support.hard_values import (
 from cupy_flash import flash_attention, flash_attention_qkvpacked, plan
 from cupy_flash.families.hopper import HopperTile
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not Case("hopper", "float32").is_supported(), reason="the hopper family needs sm_90"
-    ),
-]
+pytestmark = marks("float32")
 
 MANY = Case("hopper", "float32", 133, 450, batch=4, heads_q=60, heads_kv=20, causal=True)
 WIDE = dataclasses.replace(MANY, head_dim=128, head_dim_v=128, causal=False)

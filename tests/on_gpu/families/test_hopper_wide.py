@@ -12,13 +12,13 @@ from support.calls.modified_calls import KINDS, random_call
 from support.calls.sequence_support import KVCacheCase, VarlenCase, ragged_lengths
 from support.gpu import cupy
 from support.gpu.gpu_sequences import Place, check_sequences
-from support.gpu.gpu_support import Case, check, check_all, check_captured_call
-from support.gpu.hopper_support import check_same_bits, marks, random_chunks, tiled
+from support.gpu.gpu_support import Case, check, check_all, check_captured_call, check_same_bits
+from support.gpu.hopper_support import marks, random_chunks, tiled
 from support.prebuilt import cubins, use_cubins
 
 __all__ = ["cubins", "use_cubins"]  # fixtures
 
-pytestmark = marks(512)
+pytestmark = marks(head_dim=512)
 
 # The second thread block has as many columns as the first, fewer, or no query columns. Each entry
 # has one dtype, and only the first has few rows or split keys, to limit the number of kernels.

@@ -26,7 +26,9 @@ from support.gpu.gpu_support import (
     random_values,
     require_free_memory,
     run,
+    with_zero_stride,
 )
+from support.hard_values import check_masked_keys
 from support.prebuilt import cubins, use_cubins
 
 from cupy_flash import flash_attention, flash_attention_qkvpacked
@@ -215,26 +217,23 @@ of_families = pytest.mark.parametrize(
 def poisoned_values(case: Case, what: str) -> Arrays:
     """Return random values with one element, or one row, of NaN or infinity."""
     q, k, v = random_values(case)
-    if what == "NaN query":
-        q[0, 37] = np.nan
-    elif what == "infinite query":
-        q[0, 37, 1, 5] = np.inf
-    elif what == "NaN key":
-        k[1, 91] = np.nan
-    elif what == "infinite key":
-        k[1, 91, 0, 5] = -np.inf
-    elif what == "NaN value":
-        v[0, 91, 1, 7] = np.nan
-    else:
-        v[0, 91, 1, 7] = np.inf
+    name, index, value = POISONS[what]
+    {"q": q, "k": k, "v": v}[name][index] = value
     return q, k, v
 
 
+POISONS = {
+    "NaN query": ("q", (0, 37), np.nan),
+    "infinite query": ("q", (0, 37, 1, 5), np.inf),
+    "NaN key": ("k", (1, 91), np.nan),
+    "infinite key": ("k", (1, 91, 0, 5), -np.inf),
+    "NaN value": ("v", (0, 91, 1, 7), np.nan),
+    "infinite value": ("v", (0, 91, 1, 7), np.inf),
+}
+
+
 @of_families
-@pytest.mark.parametrize(
-    "what",
-    ["NaN query", "infinite query", "NaN key", "infinite key", "NaN value", "infinite value"],
-)
+@pytest.mark.parametrize("what", POISONS)
 def test_nan_and_infinity_propagate_as_in_the_reference(family: str, dtype: str, what: str) -> None:
     # Poisoned values are tested without a mask, because a masked value may count as 0 * NaN.
     case = Case(family, dtype, 113, 150, causal="value" not in what)
@@ -244,14 +243,9 @@ def test_nan_and_infinity_propagate_as_in_the_reference(family: str, dtype: str,
 @of_families
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 def test_masked_keys_never_reach_the_output(family: str, dtype: str, poison: float) -> None:
+    # Rows before 70 attend to no poisoned key, but some of their KV tiles have such keys.
     case = Case(family, dtype, 113, 150, causal=True, q_offset=0)
-    q, k, v = random_values(case)
-    clean = run(case, (q, k, v))
-    k[:, 70:] = poison
-    poisoned = run(case, (q, k, v))
-    # Rows before 70 attend to none of these keys, although they share tiles with them.
-    np.testing.assert_array_equal(bits(clean[0][:, :70]), bits(poisoned[0][:, :70]))
-    np.testing.assert_array_equal(clean[1][:, :, :70], poisoned[1][:, :, :70])
+    check_masked_keys(case, 70, poison, rows=70)
 
 
 @of_families
@@ -279,36 +273,20 @@ def test_without_out_the_result_is_contiguous_and_has_the_same_bits(
     np.testing.assert_array_equal(bits(out.get()), bits(given_out))
 
 
-def reversed_rows(array: Any) -> Any:
-    return array[:, ::-1]
-
-
-def every_other_row(array: Any) -> Any:
-    return array[:, ::2]
-
-
-def every_other_column(array: Any) -> Any:
-    return array[..., ::2]
-
-
-def first_head_for_all(array: Any) -> Any:
-    shape = array.shape
-    strides = (*array.strides[:2], 0, array.strides[3])
-    if isinstance(array, np.ndarray):
-        return np.lib.stride_tricks.as_strided(array, shape, strides)
-    return cupy.ndarray(shape, array.dtype, array.data, strides)
+VIEWS: dict[str, Callable[[Any], Any]] = {
+    "reversed_rows": lambda array: array[:, ::-1],
+    "every_other_row": lambda array: array[:, ::2],
+    "every_other_column": lambda array: array[..., ::2],
+    "first_head_for_all": lambda array: with_zero_stride(array, 2),
+}
 
 
 @of_families
-@pytest.mark.parametrize(
-    "view", [reversed_rows, every_other_row, every_other_column, first_head_for_all]
-)
-def test_strided_views_are_read_as_they_lie_or_copied(
-    family: str, dtype: str, view: Callable[[Any], Any]
-) -> None:
-    if family == "hopper" and view is reversed_rows:
+@pytest.mark.parametrize("name", VIEWS)
+def test_strided_views_are_read_as_they_lie_or_copied(family: str, dtype: str, name: str) -> None:
+    if family == "hopper" and name == "reversed_rows":
         pytest.skip("the copy engine takes no negative strides; the planner takes mma for them")
-    case = Case(family, dtype, 112, 150, head_dim=80, head_dim_v=80)
+    case, view = Case(family, dtype, 112, 150, head_dim=80, head_dim_v=80), VIEWS[name]
     truth = Truth.of(tuple(map(view, random_values(case))))
     out, lse = flash_attention(
         *map(view, on_gpu(random_values(case))), family=family, return_lse=True

@@ -8,16 +8,11 @@ import numpy as np
 import pytest
 from support.calls.modified_calls import DTYPES, ModifiedCall
 from support.gpu import cupy
-from support.gpu.gpu_support import Case
+from support.gpu.hopper_support import marks
 
 from cupy_flash import flash_attention, plan
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not Case("hopper", "float16").is_supported(), reason="the hopper family needs sm_90"
-    ),
-]
+pytestmark = marks()
 
 # Some tiles let the consumer warpgroups drift apart, and some have little work per KV tile.
 TILES: list[dict[str, int] | None] = [

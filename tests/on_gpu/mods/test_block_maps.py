@@ -24,6 +24,10 @@ def documents(rng: np.random.Generator, *shape: int, count: int = 12) -> np.ndar
     return np.sort(rng.integers(0, count, shape).astype(np.int32))
 
 
+def same(i: Any, j: Any, doc: Any) -> Any:
+    return doc[i] == doc[j]
+
+
 def arrays_of(rng: np.random.Generator) -> dict[str, tuple[Callable[..., Any], Arrays]]:
     """Return masks of all kinds, by bounds, one position or pair, each with its captures."""
     nan = np.repeat(rng.choice([0.0, 1.0, 2.0, np.nan], KEYS // 50), 50).astype(np.float32)
@@ -34,7 +38,7 @@ def arrays_of(rng: np.random.Generator) -> dict[str, tuple[Callable[..., Any], A
             {"doc": documents(rng, BATCH, KEYS)},
         ),
         "documents out of order": (
-            lambda i, j, doc: doc[i] == doc[j],
+            same,
             {"doc": rng.integers(0, 3, KEYS).astype(np.uint8)},
         ),
         "heads": (
@@ -125,9 +129,6 @@ def test_refresh_sees_what_was_written_to_a_captured_array(rng: np.random.Genera
     array = cupy.asarray(first)
     spec = BlockMaskSpec(128, 64, 1, 1, KEYS, KEYS)
 
-    def same(i: Any, j: Any, doc: Any) -> Any:
-        return doc[i] == doc[j]
-
     mod = MaskMod(same, doc=array)
     check(mod, MaskMod(same, doc=first), spec, bytes_of(map_of(mod, spec, "float16").map).get())
     array.set(second)
@@ -151,9 +152,6 @@ def test_a_map_is_built_behind_what_is_written_and_read_behind_what_builds_it(
     ids = documents(rng, KEYS)
     uploaded = cupy.asarray(ids)
     array, busy = cupy.zeros(KEYS, np.int32), cupy.zeros(1 << 26, np.float32)
-
-    def same(i: Any, j: Any, doc: Any) -> Any:
-        return doc[i] == doc[j]
 
     mod, spec = MaskMod(same, doc=array), BlockMaskSpec(64, 64, 1, 1, KEYS, KEYS)
     # Compile everything now: a compilation below would give the GPU time to finish its work.
@@ -183,9 +181,6 @@ def test_a_forgotten_map_stays_as_long_as_a_stream_reads_it(
         reader, builder = builder, reader
     ids, others = documents(rng, KEYS), documents(rng, KEYS)
     busy = cupy.zeros(1 << 26, np.float32)
-
-    def same(i: Any, j: Any, doc: Any) -> Any:
-        return doc[i] == doc[j]
 
     mod, spec = MaskMod(same, doc=cupy.asarray(ids)), BlockMaskSpec(64, 64, 1, 1, KEYS, KEYS)
     next_ids = cupy.asarray(others)
@@ -217,12 +212,12 @@ def test_a_forgotten_map_stays_as_long_as_a_stream_reads_it(
 def test_a_graph_builds_its_map_from_what_the_arrays_hold_at_each_launch(
     rng: np.random.Generator,
 ) -> None:
-    def same(i: Any, j: Any, doc: Any) -> Any:
+    def causal(i: Any, j: Any, doc: Any) -> Any:
         return (doc[i] == doc[j]) & (j <= i)
 
     values = [documents(rng, KEYS) for _ in range(3)]
     array = cupy.asarray(values[0])
-    mod, spec = MaskMod(same, doc=array), BlockMaskSpec(192, 128, 1, 1, KEYS, KEYS, causal=True)
+    mod, spec = MaskMod(causal, doc=array), BlockMaskSpec(192, 128, 1, 1, KEYS, KEYS, causal=True)
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with stream:
@@ -237,6 +232,6 @@ def test_a_graph_builds_its_map_from_what_the_arrays_hold_at_each_launch(
             array.set(ids, stream=stream)
             graph.launch(stream)
             stream.synchronize()
-            check(mod, MaskMod(same, doc=ids), spec, bytes_of(captured.map).get())
+            check(mod, MaskMod(causal, doc=ids), spec, bytes_of(captured.map).get())
         assert map_of(mod, spec, "float16").map is kept.map
-        check(mod, MaskMod(same, doc=values[0]), spec, bytes_of(kept.map).get())
+        check(mod, MaskMod(causal, doc=values[0]), spec, bytes_of(kept.map).get())

@@ -35,7 +35,7 @@ from support.gpu.gpu_sequences import (
     problem_of,
     run_kvcache,
 )
-from support.gpu.gpu_support import DTYPES, Truth, bits, require_free_memory
+from support.gpu.gpu_support import DTYPES, Truth, bits, require_free_memory, run_in_threads
 from support.prebuilt import use_cubins
 from support.wrong_numbers import HEADS, KVCACHE_CALLS, check_kvcache_result, wrong_kvcache
 
@@ -453,11 +453,7 @@ def test_threads_with_streams_of_their_own_are_right(place: Place) -> None:
             results[index] = [out.get(stream=stream) for out in outs]
             stream.synchronize()
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(sets))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(work, len(sets))
     assert sorted(results) == list(range(len(sets)))
     for index, outs in results.items():
         for out in outs:

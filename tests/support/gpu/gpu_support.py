@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -191,6 +192,14 @@ def bits(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).view(np.uint8)
 
 
+def with_zero_stride(array: Any, axis: int) -> Any:
+    """Return a view of a NumPy or CuPy array that repeats the first element of an axis."""
+    strides = tuple(0 if a == axis else stride for a, stride in enumerate(array.strides))
+    if isinstance(array, np.ndarray):
+        return np.lib.stride_tricks.as_strided(array, array.shape, strides)
+    return cupy.ndarray(array.shape, array.dtype, array.data, strides)
+
+
 def on_gpu(values: Iterable[np.ndarray]) -> list[Any]:
     """Return the arrays as contiguous CuPy arrays."""
     return [cupy.asarray(array) for array in values]
@@ -344,6 +353,18 @@ def run(case: Case, values: Arrays) -> tuple[np.ndarray, np.ndarray]:
     return out.values(), lse_values
 
 
+def check_same_bits(case: Case, calls: int) -> None:
+    """Fail unless all of these calls give the same bits."""
+    inputs = on_gpu(random_values(case))
+    out = cupy.ndarray(case.shape("out"), DTYPES[case.dtype])
+    results = set()
+    for _ in range(calls):
+        out.data.memset_async(0xFF, out.nbytes)
+        _, lse = flash_attention(*inputs, out=out, return_lse=True, **case.formula, **case.choice)
+        results.add((out.get().tobytes(), lse.get().tobytes()))
+    assert len(results) == 1
+
+
 def require_free_memory(needed: int) -> None:
     """Skip the test unless the GPU has `needed` bytes of free memory."""
     cupy.get_default_memory_pool().free_all_blocks()
@@ -415,6 +436,15 @@ def check_all(cases: Iterable[Case]) -> None:
         except AssertionError as error:
             failures.append(f"{case}: {str(error).splitlines()[0]}")
     assert not failures, "\n".join(failures)
+
+
+def run_in_threads(work: Callable[[int], None], count: int) -> None:
+    """Call `work` with each number below `count`, each in a thread of its own."""
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 # Cycles that a stream is kept busy: at most half a second, and at least the time of 100 calls.

@@ -125,11 +125,7 @@ KVCACHE_CALLS += [("pages that there are not", page_size) for page_size in OTHER
 
 
 def wrong_kvcache(
-    change: str,
-    page_size: int,
-    dtype: str,
-    seqlen_new: int,
-    heads: tuple[int, int] = HEADS[0],
+    change: str, page_size: int, dtype: str, seqlen_new: int, heads: tuple[int, int] = HEADS[0]
 ) -> Arguments:
     """Return arguments of `flash_attention_with_kvcache` for 3 sequences, with invalid numbers."""
     rng = np.random.default_rng(19)
@@ -170,11 +166,7 @@ def check_varlen_result(arguments: Arguments, out: np.ndarray, lse: np.ndarray) 
 
 
 def check_kvcache_result(
-    arguments: Arguments,
-    out: np.ndarray,
-    lse: np.ndarray,
-    k_cache: np.ndarray,
-    v_cache: np.ndarray,
+    arguments: Arguments, out: np.ndarray, lse: np.ndarray, k_cache: np.ndarray, v_cache: np.ndarray
 ) -> None:
     """Fail unless the result and both caches agree with the reference for these numbers.
 

@@ -134,9 +134,7 @@ def test_a_captured_pass_replays_on_new_contents(kernel: Kernel) -> None:
             assert_equal_bits(gradients, expected)
 
 
-def test_passes_on_streams_that_run_at_once_do_not_disturb_each_other(
-    kernel: Kernel,
-) -> None:
+def test_passes_on_streams_that_run_at_once_do_not_disturb_each_other(kernel: Kernel) -> None:
     call = Pass(*kernel)
     expected = bits_of(call.run())
     cupy.cuda.Device().synchronize()

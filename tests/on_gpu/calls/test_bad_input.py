@@ -93,18 +93,12 @@ WRONG_VALUES: dict[str, tuple[Change, str]] = {
         lambda q, k, v: {"q": q[:, :, :3]},
         "q has 3 heads; expected a multiple of the 2 heads",
     ),
-    "no key heads": (
-        lambda q, k, v: {"k": k[:, :, :0], "v": v[:, :, :0]},
-        "k and v have no heads",
-    ),
+    "no key heads": (lambda q, k, v: {"k": k[:, :, :0], "v": v[:, :, :0]}, "k and v have no heads"),
     "head_dim over 576": (
         lambda q, k, v: {name: zeros(1, 8, 1, 577) for name in "qkv"},
         "head_dim of q and k is 577; expected 1 to 576",
     ),
-    "head_dim 0": (
-        lambda q, k, v: {"q": q[..., :0], "k": k[..., :0]},
-        "is 0; expected 1 to 576",
-    ),
+    "head_dim 0": (lambda q, k, v: {"q": q[..., :0], "k": k[..., :0]}, "is 0; expected 1 to 576"),
     "layout": (lambda q, k, v: {"layout": "sbhd"}, "layout is 'sbhd'"),
     "backend": (lambda q, k, v: {"backend": "tpu"}, "backend is 'tpu'"),
     "cpu backend": (lambda q, k, v: {"backend": "cpu"}, "pass NumPy arrays"),

@@ -83,10 +83,7 @@ def test_slopes_and_sinks_may_be_lists_or_other_floats(
     (found,) = back(**vectors, wrt=("sinks",))
     assert found.dtype == (np.float32 if dtype is list else dtype)
     np.testing.assert_allclose(found.get(), expected.get(), rtol=2e-3, atol=2e-3)
-    same(
-        call(alibi_slopes=0.5, sinks=0.25),
-        call(alibi_slopes=[0.5] * HEADS, sinks=[0.25] * HEADS),
-    )
+    same(call(alibi_slopes=0.5, sinks=0.25), call(alibi_slopes=[0.5] * HEADS, sinks=[0.25] * HEADS))
 
 
 @pytest.mark.parametrize(

@@ -100,9 +100,7 @@ def test_other_tiles_than_the_default_are_right(tile: HopperTile, causal: bool) 
 
 
 @pytest.mark.parametrize(
-    "tile",
-    [HopperTile(64, 32, stages=3, turns=0), HopperTile(128, 16, stages=3, turns=1)],
-    ids=str,
+    "tile", [HopperTile(64, 32, stages=3, turns=0), HopperTile(128, 16, stages=3, turns=1)], ids=str
 )
 @pytest.mark.parametrize("head_dim_v", [20, 100, 192])
 def test_other_tiles_of_wide_heads_are_right(tile: HopperTile, head_dim_v: int) -> None:

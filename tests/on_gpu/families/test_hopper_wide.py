@@ -22,12 +22,7 @@ pytestmark = marks(head_dim=512)
 
 # The second thread block has as many columns as the first, fewer, or no query columns. Each entry
 # has one dtype, and only the first has few rows or split keys, to limit the number of kernels.
-DIMS = {
-    (512, 512): "bfloat16",
-    (576, 512): "float16",
-    (264, 264): "float16",
-    (8, 424): "bfloat16",
-}
+DIMS = {(512, 512): "bfloat16", (576, 512): "float16", (264, 264): "float16", (8, 424): "bfloat16"}
 # There are more query tiles than pairs of SMs, so each pair of thread blocks processes several.
 MANY = Case(
     "hopper",
@@ -78,9 +73,7 @@ def random_case(draw: random.Random) -> Case:
 
 
 @pytest.mark.parametrize(
-    "cases",
-    random_chunks(random_case, 576, problems=PROBLEMS, chunk=CHUNK),
-    ids=lambda _: "chunk",
+    "cases", random_chunks(random_case, 576, problems=PROBLEMS, chunk=CHUNK), ids=lambda _: "chunk"
 )
 def test_random_problems_are_right(cases: list[Case]) -> None:
     check_all(cases)

@@ -173,8 +173,7 @@ test_any_legal_tile_is_right = checks_of_supported(
 
 
 @settings(
-    max_examples=100,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    max_examples=100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 @given(
     family_dtype=st.sampled_from([*FAMILY_DTYPES, (None, "bfloat16")]),

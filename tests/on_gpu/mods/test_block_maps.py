@@ -37,10 +37,7 @@ def arrays_of(rng: np.random.Generator) -> dict[str, tuple[Callable[..., Any], A
             lambda b, i, j, doc: (doc[b, i] == doc[b, j]) & (j <= i),
             {"doc": documents(rng, BATCH, KEYS)},
         ),
-        "documents out of order": (
-            same,
-            {"doc": rng.integers(0, 3, KEYS).astype(np.uint8)},
-        ),
+        "documents out of order": (same, {"doc": rng.integers(0, 3, KEYS).astype(np.uint8)}),
         "heads": (
             lambda h, i, j, size: np.abs(i - j) < size[h],
             {"size": np.array([3, 90, 700], np.int32)},

@@ -334,8 +334,7 @@ def test_a_captured_step_follows_other_caches_and_pages(place: Place, page_size:
     arguments = problem_of(case).arguments(cupy)
     out = problem_of(case).poisoned_out(cupy)
     made = captured(
-        place,
-        lambda: flash_attention_with_kvcache(**arguments, out=out, **place.options),
+        place, lambda: flash_attention_with_kvcache(**arguments, out=out, **place.options)
     )
     stream = made.stream
     for seed, lengths in enumerate(((0, 0, 900, 1), (900, 899, 0, 64), (5, 900, 17, 16)), 1):

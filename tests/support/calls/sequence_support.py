@@ -269,10 +269,7 @@ class Truth:
             out, lse = found.out, found.lse
             k_cache, v_cache = (
                 cache if scale is None else QuantizedBlocks(cache, scale, np.float64)
-                for cache, scale in (
-                    (found.k_cache, found.k_scale),
-                    (found.v_cache, found.v_scale),
-                )
+                for cache, scale in ((found.k_cache, found.k_scale), (found.v_cache, found.v_scale))
             )
             if arguments["rotary_cos"] is not None:
                 starts = arguments.get("rotary_seqlens")
@@ -658,11 +655,7 @@ def _rotary_table(
 
 
 def _rotated_sequence(
-    case: KVCacheCase,
-    sequence: Dense,
-    length: int,
-    cos: np.ndarray | None,
-    sin: np.ndarray | None,
+    case: KVCacheCase, sequence: Dense, length: int, cos: np.ndarray | None, sin: np.ndarray | None
 ) -> Dense:
     """Return one sequence with rotated rows, computed as a naive implementation would."""
     if cos is None or sin is None:

@@ -231,10 +231,7 @@ def poison_free_memory(place: Place) -> None:
 
 
 def run_varlen(
-    place: Place,
-    arguments: dict[str, Any],
-    alignment: int = MAX_ALIGNMENT,
-    **options: Any,
+    place: Place, arguments: dict[str, Any], alignment: int = MAX_ALIGNMENT, **options: Any
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (out, lse) of a call that writes over NaN; fail if it writes elsewhere."""
     arrays = Arrays.of(place.xp, arguments, alignment)
@@ -245,10 +242,7 @@ def run_varlen(
 
 
 def run_kvcache(
-    place: Place,
-    arguments: dict[str, Any],
-    alignment: int = MAX_ALIGNMENT,
-    **options: Any,
+    place: Place, arguments: dict[str, Any], alignment: int = MAX_ALIGNMENT, **options: Any
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return (out, lse, k_cache, v_cache) after a call; fail if it writes elsewhere."""
     arrays = Arrays.of(place.xp, arguments, alignment)
@@ -266,11 +260,7 @@ def _poisoned_out(place: Place, q: np.ndarray, v: np.ndarray, alignment: int) ->
 
 
 def _run(
-    place: Place,
-    function: Callable[..., Any],
-    arrays: Arrays,
-    out: Amid,
-    options: dict[str, Any],
+    place: Place, function: Callable[..., Any], arrays: Arrays, out: Amid, options: dict[str, Any]
 ) -> np.ndarray:
     """Run a call that writes to `out`; return its lse."""
     poison_free_memory(place)

@@ -113,14 +113,9 @@ def test_whatever_lengths_there_are_each_row_is_of_one_sequence_and_is_written(
     lse = rng.uniform(6, 8, shape[1::-1]).astype(np.float32)
     given = {f"d{n}": cupy.full(on_gpu[n].shape, np.nan, arguments[n].dtype) for n in "qkv"}
     try:
-        flash_attention_varlen_backward(
-            cupy.asarray(dout),
-            out=cupy.asarray(out),
-            lse=cupy.asarray(lse),
-            **on_gpu,
-            **given,
-            family=family,
-        )
+        results = {"out": cupy.asarray(out), "lse": cupy.asarray(lse)}
+        rows = cupy.asarray(dout)
+        flash_attention_varlen_backward(rows, **on_gpu, **results, **given, family=family)
     except UnsupportedError as error:
         pytest.skip(str(error))
     expected = formula(arguments, dout, out, lse)

@@ -34,16 +34,8 @@ pytestmark = [
 
 TESTS, PROBLEMS = 50, 20
 # (head_dim, head_dim_v, alignment of v in bytes). Each entry needs a kernel, so there are few.
-KINDS = [
-    (128, 128, 16),
-    (256, 256, 16),
-    (64, 64, 4),
-    (80, 61, 1),
-    (192, 128, 8),
-    (48, 192, 2),
-    (112, 96, 16),
-    (16, 250, 2),
-]
+KINDS = [(128, 128, 16), (256, 256, 16), (64, 64, 4), (80, 61, 1)]
+KINDS += [(192, 128, 8), (48, 192, 2), (112, 96, 16), (16, 250, 2)]
 BASE = Float8Case(200, 333)
 
 
@@ -53,17 +45,11 @@ def test_random_problems_are_right(test: int) -> None:
         rng = np.random.default_rng([11, test, problem])
         kind = int(rng.integers(len(KINDS)))
         dim, dim_v, alignment = KINDS[kind]
-        out_dtype = ("bfloat16", "float16")[kind % 2]
-        scale = [None, None, 0.3, 1e-9, 0.0, -0.2][int(rng.integers(6 if kind < 2 else 5))]
-        case = random_case(
-            rng,
-            head_dim=dim,
-            head_dim_v=dim_v,
-            alignment=alignment,
-            out_dtype=out_dtype,
-            softmax_scale=scale,
-            mean=float(rng.choice([0.0, 0.0, 2.0])),
-        )
+        fixed: dict[str, Any] = {"head_dim": dim, "head_dim_v": dim_v, "alignment": alignment}
+        fixed["out_dtype"] = ("bfloat16", "float16")[kind % 2]
+        scales = [None, None, 0.3, 1e-9, 0.0, -0.2]
+        fixed["softmax_scale"] = scales[int(rng.integers(6 if kind < 2 else 5))]
+        case = random_case(rng, **fixed, mean=float(rng.choice([0.0, 0.0, 2.0])))
         if kind < 3 and dim <= 128 and rng.random() < 0.5:
             check_on_gpu(case, tile=HopperTile(192, 128, stages=3, turns=1), family="hopper")
         else:

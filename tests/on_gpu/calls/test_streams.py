@@ -37,6 +37,14 @@ class Steps:
             self.q, *self.caches, cache_seqlens=self.lengths, out=out, **self.options
         )
 
+    def bits_alone(self) -> np.ndarray:
+        """Return the bits of the output of a call while no other one runs."""
+        out = cupy.ndarray(self.q.shape, np.float16)
+        self(out)
+        expected = bits(out.get())
+        cupy.cuda.Device().synchronize()
+        return expected
+
 
 @pytest.mark.parametrize("family", ["decode", "mma"])
 def test_a_stream_with_the_handle_of_one_that_was_destroyed_is_not_disturbed_by_its_kernels(
@@ -44,10 +52,7 @@ def test_a_stream_with_the_handle_of_one_that_was_destroyed_is_not_disturbed_by_
 ) -> None:
     steps = Steps(rng, family)
     outs = cupy.asarray(np.full((PAIRS, 2, CALLS, *steps.q.shape), np.nan, np.float16))
-    alone = cupy.ndarray(steps.q.shape, np.float16)
-    steps(alone)
-    expected = bits(alone.get())
-    cupy.cuda.Device().synchronize()
+    expected = steps.bits_alone()
     for pair in outs:
         for results in pair:
             stream = cupy.cuda.Stream(non_blocking=True)
@@ -71,10 +76,7 @@ def test_threads_that_come_and_go_on_their_default_streams_do_not_disturb_each_o
 ) -> None:
     steps = Steps(rng, "decode")
     outs = cupy.asarray(np.full((60, CALLS, *steps.q.shape), np.nan, np.float16))
-    alone = cupy.ndarray(steps.q.shape, np.float16)
-    steps(alone)
-    expected = bits(alone.get())
-    cupy.cuda.Device().synchronize()
+    expected = steps.bits_alone()
 
     def work(results: Any) -> None:
         with cupy.cuda.Stream.ptds:

@@ -50,16 +50,8 @@ def test_wide_heads_are_right(case: Case) -> None:
     check(case)
 
 
-TILES = [
-    MmaTile(64, 64, warps=8),
-    MmaTile(64, 32, warps=8, stages=3),
-    MmaTile(32, 64),
-    MmaTile(32, 32),
-    MmaTile(16, 32, warps=2),
-    MmaTile(64, 32),
-]
-
-
+TILES = [MmaTile(64, 64, warps=8), MmaTile(64, 32, warps=8, stages=3), MmaTile(32, 64)]
+TILES += [MmaTile(32, 32), MmaTile(16, 32, warps=2), MmaTile(64, 32)]
 TILED = [
     (tile, *dims)
     for dims in ((512, 512), (576, 384), (512, 192))

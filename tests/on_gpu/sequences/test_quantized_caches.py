@@ -328,10 +328,7 @@ def test_tensors_of_torch_may_have_numbers_for_scales() -> None:
     torch = pytest.importorskip("torch")
     arguments = QuantizedCase(KVCacheCase((50, 40), "float16"), "int8", "number").arguments()
     _, expected, _ = run_on_gpu(arguments)
-    tensors = {
-        name: torch.from_numpy(x).cuda() if isinstance(x, np.ndarray) else x
-        for name, x in arguments.items()
-    }
+    tensors = tensors_of(arguments)
     found = flash_attention_with_kvcache(**tensors)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -352,10 +349,7 @@ def test_scales_that_are_ever_other_numbers_leave_no_memory_behind(library: str)
         used = cupy.get_default_memory_pool().used_bytes
     given = {n: on_device(x) for n, x in arguments.items()}
     if library == "torch":
-        given = {
-            n: torch.from_numpy(x).cuda() if isinstance(x, np.ndarray) else x
-            for n, x in arguments.items()
-        }
+        given = tensors_of(arguments)
     cupy_used = cupy.get_default_memory_pool().used_bytes
     # The first call allocates memory that later calls reuse.
     flash_attention_with_kvcache(**given | {"k_scale": 0.5}).sum().item()

@@ -100,13 +100,10 @@ def test_a_cache_of_one_key_gives_exactly_its_value(
     shape = (5, page_size, 2, 64) if page_size else (3, 33, 2, 64)
     k_cache, v_cache = (rng.standard_normal(shape).astype(DTYPES[dtype]) for _ in range(2))
     pages = cupy.asarray(np.array([[4, 1], [0, 2], [3, 3]], np.int32)) if page_size else None
-    with place.skipping_what_it_refuses():
-        out = flash_attention_with_kvcache(
-            *map(cupy.asarray, (q, k_cache, v_cache)),
-            cache_seqlens=cupy.asarray(np.array([1, 1, 0], np.int32)),
-            block_table=pages,
-            **place.options,
-        ).get()
+    arrays = map(cupy.asarray, (q, k_cache, v_cache))
+    lengths = cupy.asarray(np.array([1, 1, 0], np.int32))
+    options = {"cache_seqlens": lengths, "block_table": pages}
+    out = place.call(flash_attention_with_kvcache, *arrays, **options).get()
     for sequence, first in ((0, 4), (1, 0)) if page_size else ((0, 0), (1, 1)):
         value = np.repeat(v_cache[first, 0], 4, axis=0)
         for row in range(2):
@@ -141,21 +138,10 @@ def test_packed_rows_without_keys_are_zero_beside_rows_that_see_nan(
     q = rng.standard_normal((70, 4, 64)).astype(DTYPES[dtype])
     k, v = (rng.standard_normal((30, 2, 64)).astype(DTYPES[dtype]) for _ in range(2))
     v[...] = np.nan
-    place = Place(family)
-    with place.skipping_what_it_refuses():
-        out, lse = run_varlen(
-            place,
-            {
-                "q": q,
-                "k": k,
-                "v": v,
-                "cu_seqlens_q": np.array([0, 40, 70], np.int32),
-                "cu_seqlens_k": np.array([0, 10, 30], np.int32),
-                "max_seqlen_q": 40,
-                "max_seqlen_k": 20,
-                "causal": True,
-            },
-        )
+    arguments = {"q": q, "k": k, "v": v, "max_seqlen_q": 40, "max_seqlen_k": 20, "causal": True}
+    arguments["cu_seqlens_q"] = np.array([0, 40, 70], np.int32)
+    arguments["cu_seqlens_k"] = np.array([0, 10, 30], np.int32)
+    out, lse = run_varlen(Place(family), arguments)
     # Sequence 0 has 40 queries and 10 keys, so 30 rows attend to none; sequence 1 has 30 and 20.
     for without, seeing in ((slice(0, 30), slice(30, 40)), (slice(40, 50), slice(50, 70))):
         assert not out[without].any()

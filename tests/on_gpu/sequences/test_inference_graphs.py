@@ -383,8 +383,7 @@ def test_a_call_runs_on_the_current_stream_and_does_not_wait_for_it(
     cupy.cuda.Device().synchronize()
     with stream:
         # This call leaves memory for the result in the stream's pool: a new allocation could wait.
-        with place.skipping_what_it_refuses():
-            function(**problem.arguments(cupy), **place.options)
+        place.call(function, **problem.arguments(cupy))
         stream.synchronize()
         keep_busy()
         for name, value in arguments.items():

@@ -119,10 +119,8 @@ def test_no_sequences_give_an_empty_result(place: Place) -> None:
     q = xp.asarray(np.zeros((0, 2, 4, 64), np.float16))
     cache = xp.asarray(np.full((3, 50, 2, 64), np.nan, np.float16))
     lengths = xp.asarray(np.zeros(0, np.int32))
-    with place.skipping_what_it_refuses():
-        out, lse = flash_attention_with_kvcache(
-            q, cache, cache, cache_seqlens=lengths, return_lse=True, **place.options
-        )
+    options = {"cache_seqlens": lengths, "return_lse": True}
+    out, lse = place.call(flash_attention_with_kvcache, q, cache, cache, **options)
     assert out.shape == (0, 2, 4, 64)
     assert lse.shape == (0, 4, 2)
 
@@ -133,13 +131,8 @@ def test_rows_are_appended_though_the_queries_have_no_heads(place: Place) -> Non
     cache, other = (xp.asarray(np.zeros((2, 50, 2, 64), np.float16)) for _ in range(2))
     new = xp.asarray(np.ones((2, 1, 2, 64), np.float16))
     lengths = xp.asarray(np.array([0, 37], np.int32))
-    with place.skipping_what_it_refuses():
-        out, lse = flash_attention_with_kvcache(
-            *(new[:, :, :0], cache, other, new, new),
-            cache_seqlens=lengths,
-            return_lse=True,
-            **place.options,
-        )
+    arrays, options = (new[:, :, :0], cache, other, new, new), {"cache_seqlens": lengths}
+    out, lse = place.call(flash_attention_with_kvcache, *arrays, **options, return_lse=True)
     assert out.shape == (2, 1, 0, 64)
     assert lse.shape == (2, 0, 1)
     appended = np.zeros((2, 50, 2, 64), np.float16)
@@ -273,23 +266,14 @@ def test_step_by_step_the_cache_fills_and_each_token_is_right(
     q, k, v = (rng.standard_normal((2, steps, 4, 64)).astype(DTYPES[dtype]) for _ in range(3))
     shape = (6, 16, 4, 64) if page_size else (2, steps, 4, 64)
     caches = [Amid(xp, np.full(shape, np.nan, q.dtype)) for _ in range(2)]
+    views = [cache.view for cache in caches]
     table = xp.asarray(np.array([[4, 0, 2], [1, 5, 3]], np.int32)) if page_size else None
     outs = []
     for first, end in itertools.pairwise((0, 17, 18, 19, 20, 25, 38, 39, 40)):
-        new = (xp.asarray(array[:, first:end]) for array in (q, k, v))
-        lengths = xp.asarray(np.full(2, first, np.int32))
-        q_new, *kv_new = new
-        with place.skipping_what_it_refuses():
-            out = flash_attention_with_kvcache(
-                q_new,
-                caches[0].view,
-                caches[1].view,
-                *kv_new,
-                cache_seqlens=lengths,
-                block_table=table,
-                causal=True,
-                **place.options,
-            )
+        q_new, *kv_new = (xp.asarray(array[:, first:end]) for array in (q, k, v))
+        options = {"cache_seqlens": xp.asarray(np.full(2, first, np.int32)), "causal": True}
+        options["block_table"] = table
+        out = place.call(flash_attention_with_kvcache, q_new, *views, *kv_new, **options)
         outs.append(to_numpy(out))
     Truth.of((q, k, v), causal=True).check(np.concatenate(outs, axis=1))
     for cache in caches:
@@ -394,8 +378,7 @@ def on_device(case: KVCacheCase) -> dict[str, Any]:
 
 
 def call(place: Place, arguments: dict[str, Any], **options: Any) -> Any:
-    with place.skipping_what_it_refuses():
-        return flash_attention_with_kvcache(**arguments, **place.options, **options)
+    return place.call(flash_attention_with_kvcache, **arguments, **options)
 
 
 @on_every_family
@@ -656,8 +639,7 @@ def test_rows_beyond_32_bits_of_a_cache_are_read_and_appended(
         name: cupy.asarray(value) if isinstance(value, np.ndarray) else value
         for name, value in far.items()
     }
-    with place.skipping_what_it_refuses():
-        out, lse = flash_attention_with_kvcache(**on_device, return_lse=True, **place.options)
+    out, lse = call(place, on_device, return_lse=True)
     SequencesTruth.of_kvcache(near).check(out, lse)
     after = attention_with_kvcache_reference(**near)
     written = np.concatenate([buffer[:owned].get(), buffer[-owned:].get()])

@@ -48,7 +48,7 @@ def _limit(name: str, value: int) -> Change:
 def _no_such_pages(arguments: Arguments) -> None:
     table = arguments["block_table"]
     pages, page_size, _, _ = arguments["k_cache" if "k_cache" in arguments else "k"].shape
-    # Pages become invalid: the first of a sequence, middle ones, those of new rows; all of one.
+    # Some pages of sequences 0 and 1 become invalid, also those of new rows; all of sequence 2.
     for b, row, number in (
         (0, 0, pages),
         (0, 40, -1),

@@ -22,7 +22,8 @@ pytestmark = pytest.mark.gpu
 
 KINDS = ("dense", "padded", "varlen")
 Kernel = tuple[str, str, str, int]  # family, dtype, kind and head_dim of a call
-# All dtypes; for the two families with ordered accumulation also all kinds and several head dims.
+# Calls of every family and dtype. Two families accumulate dq in a fixed order, and also have calls
+# of all kinds and several head dims.
 CALLS = [(family, dtype, "dense", 64) for family in FAMILIES["backward"] for dtype in DTYPES]
 CALLS += [
     (family, dtype, kind, head_dim)

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.gpu
 
 # Half of the functions are masks, half are score functions. A translation unit has 100 of them.
 COUNT, PART = 10_000, 100
+# Number of tests whose functions differ between runs.
 FRESH = 20
 # Numbers of attention calls and of block masks, ten per test. All but the first `QUICK` are slow.
 CALLS, QUICK = 300, 60

@@ -144,7 +144,7 @@ class Places:
         return cls(lengths.astype(np.int32), cache_batch_idx=rows.astype(np.int32))
 
     def before(self, case: Case) -> np.ndarray:
-        """Return the cached rows of each sequence, clamped as the append kernel clamps them."""
+        """Return the number of cached rows of each sequence, clamped as in the append kernel."""
         told = np.broadcast_to(self.lengths, case.batch)
         if self.cache_batch_idx is not None:
             # A sequence with an invalid cache index has no keys.

@@ -389,7 +389,7 @@ def test_calls_of_different_shapes_one_after_another_do_not_disturb_each_other(
     expected = [call(place, arguments).get() for arguments in sets]
     for case, result in zip(MIXED, expected, strict=True):
         problem_of(case).check(result)
-    # The calls are enqueued without a pause, and each finds the counters as the last left them.
+    # The calls are enqueued without a pause, and each uses the counters that the last one reset.
     order = np.random.default_rng(8).integers(len(sets), size=200)
     splits = np.random.default_rng(9).integers(0, 4, size=200)
     results = [call(place, sets[i], num_splits=int(n)) for i, n in zip(order, splits, strict=True)]

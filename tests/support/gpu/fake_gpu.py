@@ -209,7 +209,7 @@ class FakeGpu:
     """Fake GPU, and a record of the calls since it was created or `forget` was called."""
 
     def __init__(self) -> None:
-        # Of each launch: entry and argument struct, bytes of the struct, and handle of the stream.
+        # Entry and argument struct of each launch, bytes of the struct, and handle of the stream.
         self.launches: list[tuple[str, Any]] = []
         self.structs: list[bytes] = []
         self.streams: list[int] = []

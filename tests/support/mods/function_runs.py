@@ -186,7 +186,7 @@ _PRELUDE = """
 #define __ldg unchecked_ldg
 #include "cuda.h"
 #undef __ldg
-// Bytes that the captures of the function that is called lie in.
+// Begin and end of the memory of each array that the called function captures.
 static const char* const* ranges;
 static int range_count, reads_outside;
 template <class T>
@@ -203,7 +203,7 @@ static void give_up(int number) { siglongjmp(before, number); }
 """
 
 _COMMON = """
-// Returns 0, or the number of the signal that ended it; a negative one for reads outside.
+// Returns 0, the number of the signal that ended the loop, or minus the number of reads outside.
 template <class Mods, class Arguments>
 int run_pairs(const Arguments* a, const char* const* bytes, int arrays, int pairs,
               const int* columns, const typename Mods::Real* x, typename Mods::Real* scores,

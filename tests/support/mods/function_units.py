@@ -30,7 +30,7 @@ struct Pairs {
   long long count;
 };
 
-// Has a thread for each pair.
+// Evaluates one pair per thread.
 template <class Mods, class Arguments>
 __device__ inline void run_pair(const Pairs& p, const Arguments& a) {
   using Real = typename Mods::Real;

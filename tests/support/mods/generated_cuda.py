@@ -85,7 +85,7 @@ class Text:
 Run = Callable[..., tuple[np.ndarray, np.ndarray]]
 RunBackward = Callable[..., tuple[np.ndarray, dict[str, np.ndarray]]]
 
-# Function of C++ that returns whether no key of a run crosses a bound, if the code has bounds.
+# C++ function that returns whether all elements that a run of keys reads are within bounds.
 IS_INSIDE = """
 template <class Mods, class Arguments, class Row, class Keys>
 bool is_inside(const Arguments& a, const Row& r, const Keys& k, int last) {
@@ -107,7 +107,7 @@ extern "C" void run{number}(const ModArguments* a, int pairs, const int* columns
     const Mods::Row r = {row};
     const Mods::Keys k = Mods::keys(*a, r, columns[6]);
     const int step = columns[7];
-    // As kernels do, without a look at bounds where none is crossed.
+    // Like kernels, this omits bounds checks if no access of the run can be out of bounds.
     const bool inside = is_inside<Mods>(*a, r, k, step);
     scores[pair] = x[pair];
     if (Mods::changes_scores) {{
